@@ -1,4 +1,7 @@
-"""The commands: arguments in, one frozen Settings, one call. What can be mended becomes one line and exit code 2."""
+"""Register the commands: each parses its arguments into one frozen Settings and makes one call.
+
+User errors become one line on standard error and exit code 2.
+"""
 
 import functools
 import os
@@ -37,22 +40,16 @@ from peagle.ops.jax_cure import MiscompilingJaxError
 OK, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 0, 2, interrupt.EXIT_CODE, 141
 
 MAIN_HELP = """
-Lossless speculative decoding of GPT-OSS models with a P-EAGLE drafter, in JAX.
+Lossless speculative decoding for GPT-OSS with P-EAGLE drafters, in JAX.
 
-A small drafter proposes K tokens at once, the target checks them in one pass:
-what comes out is, token for token, what the target alone would have said.
-
-[bold]Start here[/bold]  (the demo pair comes with the package)
-
-  a built-in example        [cyan]peagle speculate[/cyan]
-  your own prompt           [cyan]peagle speculate 'def mean(values):'[/cyan]
-  your own checkpoints      [cyan]peagle speculate --target DIR --drafter DIR 'Why?'[/cyan]
-  several turns             [cyan]peagle chat --target DIR --drafter DIR[/cyan]
-  many people at once       [cyan]peagle serve --target DIR --drafter DIR[/cyan]
-  what a checkpoint is      [cyan]peagle info DIR[/cyan]
+  the demo models        [cyan]peagle speculate 'def mean(values):'[/cyan]
+  your own checkpoints   [cyan]peagle speculate --target DIR --drafter DIR 'Why?'[/cyan]
+  options of a command   [cyan]peagle speculate --help[/cyan]
 """
 
-CHECK_HELP = "Check this machine: its kernels against references, and speculation against plain decoding."
+CHECK_HELP = """Check the kernels and the engine on this machine.
+
+Compares every kernel with a reference, and speculative decoding with plain decoding."""
 
 # may be given beside --resume, as they do not change what is measured
 FREE = ("out", "resume", "dry_run", "continue_on_error", "write_widths", "quiet")
@@ -87,7 +84,7 @@ def command(function: Callable[[Settings], int], of: typer.Typer = app) -> Calla
 
 
 def fetching(function: Callable[[Settings], int]) -> Callable[[Settings], int]:
-    """Let a command fetch the checkpoints that its settings name, if they say so, before it begins."""
+    """Download the checkpoints that a command's settings name, if --download is given, before it runs."""
 
     @functools.wraps(function)
     def run(settings: Settings) -> int:
@@ -148,7 +145,7 @@ def batch(settings: BatchSettings) -> int:
     return _with_others(settings, settings.served, batch_command)
 
 
-cluster = typer.Typer(no_args_is_help=True, help="Serve a pair by several processes, on Ray Serve.")
+cluster = typer.Typer(no_args_is_help=True, help="Serve with several replicas on Ray Serve.")
 app.add_typer(cluster, name="cluster")
 
 
@@ -247,8 +244,11 @@ def frequent_tokens(settings: FrequentTokensSettings) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code: 0; 2 after one line on stderr about bad input or usage; 130
-    after Ctrl-C; 141 where nobody reads the output any more."""
+    """Run the command line and return its exit code.
+
+    0; 2 after one line on standard error about bad input or usage; 130 after Ctrl-C; 141 if the reader of the output
+    has gone.
+    """
     typed = list(sys.argv[1:] if arguments is None else arguments)
     stay_offline()  # a library that would use the network by itself may not
     for stream in (sys.stdout, sys.stderr):  # a name, say of a file, can be shown whatever it holds
@@ -273,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def guarded(run: Callable[[], int]) -> int:
-    """The exit code of a run, which is one that may compile, with what a person can mend told in one line."""
+    """Run a command; report user errors in one line and return the exit code."""
     from peagle.cli.compilation_cache import keep_compiled
 
     keep_compiled()
@@ -308,7 +308,7 @@ def _out_of_memory(error: Exception) -> bool:
 
 @contextmanager
 def _warnings_in_one_line() -> Iterator[None]:
-    """Print what checkpoints may be meant otherwise as one line each, once; all other warnings as ever."""
+    """Print each InputWarning once, in one line; leave other warnings as they are."""
     told: set[str] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("always", InputWarning)

@@ -12,21 +12,23 @@ from peagle.cli.settings.shared import RUNNING, quiet_option
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSettings:
-    """Answer a file of requests in the form of OpenAI's Batch API, by the code of `peagle serve`, without a server.
+    """Answer a file of requests in OpenAI's batch format.
 
     Each line is {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}. A second run with
-    the same files goes on with the lines that have no response yet. The exit code is 0 if some line was answered, 3 if
-    every line was refused, 1 if the engine failed, also at a line: then run it again.
+    the same files answers the lines that have no response yet. Exit code: 0 if a line was answered; 3 if every line
+    was refused; 1 if the engine failed: run the command again.
 
     [bold]Examples[/bold]
 
-      the demo pair          [cyan]peagle batch requests.jsonl answers.jsonl[/cyan]
+      the demo models        [cyan]peagle batch requests.jsonl answers.jsonl[/cyan]
       your own checkpoints
         [cyan]peagle batch requests.jsonl answers.jsonl --target DIR --drafter DIR[/cyan]
     """
 
-    requests: Annotated[Path, Argument(metavar="IN.jsonl", help="Requests, one a line.")]
-    answers: Annotated[Path, Argument(metavar="OUT.jsonl", help="Answers, one a line, as they end; appended to.")]
+    requests: Annotated[Path, Argument(metavar="IN.jsonl", help="Requests, one per line.")]
+    answers: Annotated[Path, Argument(metavar="OUT.jsonl", help="Responses, one per line, appended as they finish.")]
     served: ServedOptions = ServedOptions()
-    slots: Annotated[int, Option("--slots", metavar="N", rich_help_panel=RUNNING, help="Requests decoded at once.")] = 8
-    quiet: Annotated[bool, quiet_option("No notes, no progress")] = False
+    slots: Annotated[
+        int, Option("--slots", metavar="N", rich_help_panel=RUNNING, help="Most requests decoded at once.")
+    ] = 8
+    quiet: Annotated[bool, quiet_option("Print no notes and no progress")] = False

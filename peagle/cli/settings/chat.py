@@ -24,9 +24,10 @@ from peagle.cli.settings.shared import (
 
 @dataclass(frozen=True, kw_only=True)
 class ChatSettings:
-    """Chat: answer one line after another, each with what was said before; streaming, with speculative decoding.
+    """Chat in the terminal, with speculative decoding.
 
-    /reset forgets the conversation, /exit or the end of input ends it. Ctrl-C stops an answer, at the prompt the chat.
+    /reset clears the conversation; /exit or the end of input ends it. Ctrl-C stops an answer or, at the prompt, the
+    chat.
 
     [bold]Examples[/bold]
 
@@ -46,19 +47,21 @@ class ChatSettings:
             "--context",
             metavar="N",
             rich_help_panel=MODEL,
-            help="Positions for the whole conversation. Default: 4096, or all that the model has.",
+            help="Most positions of the conversation. Default: 4096, or the model's own limit.",
         ),
     ] = None
     baseline: Annotated[
         bool,
-        Option("--baseline", rich_help_panel=SPECULATION, help="Decode each answer plainly, too: the speed-up."),
+        Option(
+            "--baseline", rich_help_panel=SPECULATION, help="Also decode each answer plainly, and print the speed-up."
+        ),
     ] = False
     sampling: SamplingOptions = SamplingOptions()
     max_new_tokens: MaxNewTokens = 1024
     stop: Annotated[
         tuple[str, ...],
-        Option("--stop", metavar="TEXT", rich_help_panel=RUNNING, help="End an answer before this text; repeatable."),
+        Option("--stop", metavar="TEXT", rich_help_panel=RUNNING, help="Stop before this text. Repeatable."),
     ] = ()
     prefix_cache: PrefixCache = "auto"
     retain_full_kv: RetainFullKV = False
-    quiet: Annotated[bool, quiet_option("The answers alone: no progress, no line under an answer")] = False
+    quiet: Annotated[bool, quiet_option("Print only the answers: no progress, no summary lines")] = False

@@ -23,22 +23,23 @@ SCALING = "Scaling by load"
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterUpSettings:
-    """Serve a pair by several processes, on Ray Serve: the interface of `peagle serve`.
+    """Serve with several replicas on Ray Serve.
 
-    By default each replica computes prompts and decodes. With --prefill N, N more replicas compute prompts, and hand
-    them over to those that decode, so that a long prompt does not delay the answers of others. Ctrl-C ends all of it.
+    Clients see the interface of `peagle serve`. By default each replica prefills and decodes. With --prefill N, N more
+    replicas only prefill and hand their prompts over to those that decode, so that long prompts do not delay other
+    answers. Ctrl-C stops the cluster.
 
-    Ray's ports run code for whoever reaches them, so a cluster belongs on a trusted network. Without --address they are
-    on loopback, but for one port of each replica, which Ray Serve opens to all: keep a firewall before it.
+    Anyone who reaches Ray's ports can run code there: use a trusted network. Without --address, Ray listens on
+    loopback, except for one port per replica that Ray Serve opens on all interfaces: put a firewall before it.
 
     [bold]Examples[/bold]
 
-      two replicas of the demo pair     [cyan]peagle cluster up --decode 2[/cyan]
-      prompts elsewhere than answers
+      two replicas of the demo models   [cyan]peagle cluster up --decode 2[/cyan]
+      prefill apart from decoding
         [cyan]peagle cluster up --prefill 1 --decode 2 --target DIR --drafter DIR[/cyan]
-      more replicas while there is much to do
+      scale with the load
         [cyan]peagle cluster up --decode 1 --max-decode 4 --drain 120[/cyan]
-      in a Ray cluster that is running
+      in a running Ray cluster
         [cyan]peagle cluster up --address auto --decode 8 --num-gpus 1[/cyan]
       for Ray Serve's own `serve deploy fleet.json`
         [cyan]peagle cluster up --decode 8 --write-config fleet.json[/cyan]
@@ -47,7 +48,12 @@ class ClusterUpSettings:
     target: Target = None
     drafter: Annotated[
         str | None,
-        Option("--drafter", metavar="DIR", rich_help_panel=MODEL, help="The drafter, or ngram. Default: the demo's."),
+        Option(
+            "--drafter",
+            metavar="DIR",
+            rich_help_panel=MODEL,
+            help="P-EAGLE or EAGLE-3 checkpoint, or ngram. Default: demo.",
+        ),
     ] = None
     num_speculative_tokens: Annotated[
         int | None,
@@ -55,7 +61,7 @@ class ClusterUpSettings:
             "-k",
             metavar="K",
             rich_help_panel=MODEL,
-            help="Tokens drafted in a step; 0: none. Default: the most that the drafter's speculation.json names.",
+            help="Draft tokens per step; 0: none. Default: the largest K in the drafter's speculation.json.",
         ),
     ] = None
     loading: LoadOptions = LoadOptions()
@@ -68,7 +74,7 @@ class ClusterUpSettings:
     retain_full_kv: RetainFullKV = False
     prefill: Annotated[
         int,
-        Option("--prefill", min=0, metavar="N", rich_help_panel=RUNNING, help="Replicas that only compute prompts."),
+        Option("--prefill", min=0, metavar="N", rich_help_panel=RUNNING, help="Replicas that only prefill."),
     ] = 0
     decode: Annotated[
         int,
@@ -81,7 +87,7 @@ class ClusterUpSettings:
             min=0,
             metavar="N",
             rich_help_panel=SCALING,
-            help="Start up to N replicas that compute prompts while there is much to do. 0: as many as --prefill.",
+            help="Most prefill replicas under load. 0: as many as --prefill.",
         ),
     ] = 0
     max_decode: Annotated[
@@ -91,7 +97,7 @@ class ClusterUpSettings:
             min=0,
             metavar="N",
             rich_help_panel=SCALING,
-            help="Start up to N replicas that decode while there is much to do. 0: as many as --decode.",
+            help="Most decoding replicas under load. 0: as many as --decode.",
         ),
     ] = 0
     busy: Annotated[
@@ -101,12 +107,18 @@ class ClusterUpSettings:
             min=0,
             metavar="N",
             rich_help_panel=SCALING,
-            help="Requests of a replica, on average, beyond which there is much to do. 0: its slots; 2 prompts.",
+            help="Ongoing requests per replica above which to scale up. 0: its slots; for prefill replicas, 2.",
         ),
     ] = 0
     scale_up: Annotated[
         float,
-        Option("--scale-up", min=0, metavar="SECONDS", rich_help_panel=SCALING, help="Start more after so long."),
+        Option(
+            "--scale-up",
+            min=0,
+            metavar="SECONDS",
+            rich_help_panel=SCALING,
+            help="Load must stay high for this long before scaling up.",
+        ),
     ] = 30.0
     scale_down: Annotated[
         float,
@@ -115,12 +127,14 @@ class ClusterUpSettings:
             min=0,
             metavar="SECONDS",
             rich_help_panel=SCALING,
-            help="End those that are not needed after so long; they have --drain to end their answers.",
+            help="Load must stay low for this long before scaling down; replicas then have --drain to finish.",
         ),
     ] = 600.0
     slots: Annotated[
         int,
-        Option("--slots", min=1, metavar="N", rich_help_panel=RUNNING, help="Requests at once in a replica."),
+        Option(
+            "--slots", min=1, metavar="N", rich_help_panel=RUNNING, help="Most requests decoded at once per replica."
+        ),
     ] = 4
     max_queue: MaxQueue = 64
     drain: Annotated[
@@ -130,7 +144,7 @@ class ClusterUpSettings:
             min=0,
             metavar="SECONDS",
             rich_help_panel=RUNNING,
-            help="A replica that shall stop may take so long to end its answers.",
+            help="Time a stopping replica has to finish its answers.",
         ),
     ] = 30
     host: Host = "127.0.0.1"
@@ -144,20 +158,23 @@ class ClusterUpSettings:
             "--write-config",
             metavar="FILE",
             rich_help_panel=RUNNING,
-            help="Start nothing: write these options to a file for `serve deploy`.",
+            help="Start nothing; write these options to a file for `serve deploy`.",
         ),
     ] = None
     address: Annotated[
         str | None,
         Option(
-            "--address", metavar="ADDRESS", rich_help_panel=RUNNING, help="A running Ray cluster; auto: the one here."
+            "--address",
+            metavar="ADDRESS",
+            rich_help_panel=RUNNING,
+            help="Address of a running Ray cluster; auto: the one on this machine.",
         ),
     ] = None
     num_cpus: Annotated[
         float,
-        Option("--num-cpus", min=0, metavar="N", rich_help_panel=RUNNING, help="CPUs of a replica, for Ray's count."),
+        Option("--num-cpus", min=0, metavar="N", rich_help_panel=RUNNING, help="CPUs that Ray reserves per replica."),
     ] = 1.0
     num_gpus: Annotated[
         float,
-        Option("--num-gpus", min=0, metavar="N", rich_help_panel=RUNNING, help="GPUs of a replica, for Ray to give."),
+        Option("--num-gpus", min=0, metavar="N", rich_help_panel=RUNNING, help="GPUs that Ray assigns per replica."),
     ] = 0.0

@@ -24,16 +24,16 @@ from peagle.cli.settings.shared import (
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """Have a target answer prompts, and keep what it said as training data for its drafter.
+    """Generate training data: the target answers prompts.
 
-    The folder is made of shards, each whole or absent: the same command goes on where it was cut off.
+    The folder consists of shards. The same command resumes after the last complete shard.
 
     [bold]Examples[/bold]
 
       greedy answers         [cyan]peagle data --prompt-file IN.jsonl --out DIR[/cyan]
-      of your own target
+      your own target
         [cyan]peagle data --target DIR --prompt-file IN.jsonl --out DIR -n 512[/cyan]
-      with what it thought
+      with hidden states and logits
         [cyan]peagle data --prompt-file IN.jsonl --out DIR --hidden --top 32[/cyan]
       long prompts
         [cyan]peagle data --prompt-file IN.jsonl --out DIR --context 8192[/cyan]
@@ -41,17 +41,26 @@ class DataSettings:
 
     prompt_file: Annotated[
         tuple[Path, ...],
-        Option("--prompt-file", metavar="FILE.jsonl", rich_help_panel=PROMPT, help="JSON lines; repeatable."),
+        Option(
+            "--prompt-file",
+            "--prompts",
+            metavar="FILE.jsonl",
+            rich_help_panel=PROMPT,
+            help="Prompts as JSON lines. Repeatable.",
+        ),
     ]
     out: OwnFolder
     num_prompts: Annotated[
-        int | None, Option("--num-prompts", min=1, metavar="N", rich_help_panel=PROMPT, help="So many at most.")
+        int | None, Option("--num-prompts", min=1, metavar="N", rich_help_panel=PROMPT, help="Most prompts to use.")
     ] = None
     strict: Strict = False
     rendering: RenderingOptions = RenderingOptions()
     model: ModelOptions = ModelOptions()
     max_new_tokens: Annotated[
-        int, Option("-n", "--max-new-tokens", metavar="N", rich_help_panel=RUNNING, help="Of an answer.")
+        int,
+        Option(
+            "-n", "--max-new-tokens", metavar="N", rich_help_panel=RUNNING, help="Most tokens to generate per prompt."
+        ),
     ] = 256
     context: Annotated[
         int | None,
@@ -59,20 +68,25 @@ class DataSettings:
             "--context",
             metavar="N",
             rich_help_panel=RUNNING,
-            help="Prompt and answer together; a prompt that leaves no room is skipped. Default: what the model has.",
+            help="Most tokens of prompt and answer together; longer prompts are skipped.",
         ),
     ] = 512
     slots: Slots = None
     batch: Batch = None
     shard_prompts: Annotated[
-        int, Option("--shard-prompts", metavar="N", rich_help_panel=OUTPUT, help="Prompts of a shard.")
+        int, Option("--shard-prompts", metavar="N", rich_help_panel=OUTPUT, help="Prompts per shard.")
     ] = 512
     hidden: Annotated[
-        bool, Option("--hidden", rich_help_panel=OUTPUT, help="Keep the aux_hidden of every token, too (large).")
+        bool, Option("--hidden", rich_help_panel=OUTPUT, help="Also store aux_hidden of every token (large).")
     ] = False
     top: Annotated[
         int,
-        Option("--top", metavar="N", rich_help_panel=OUTPUT, help="Keep the target's N best after every token."),
+        Option(
+            "--top",
+            metavar="N",
+            rich_help_panel=OUTPUT,
+            help="Store the target's N most likely next tokens at every position.",
+        ),
     ] = 0
     keep_prompt: Annotated[
         int | None,
@@ -81,10 +95,10 @@ class DataSettings:
             min=0,
             metavar="N",
             rich_help_panel=OUTPUT,
-            help="Of a prompt keep the last N tokens, with what the target computed of all: enough for a drafter whose "
-            "windows reach no further.",
+            help="Store only the last N tokens of each prompt; the target still reads all of it. Enough for a drafter "
+            "whose window is no larger.",
         ),
     ] = None
     taps: Taps = None
     sampling: SamplingOptions = SamplingOptions()
-    quiet: Annotated[bool, quiet_option("No progress, no summary")] = False
+    quiet: Annotated[bool, quiet_option("Print no progress and no summary")] = False

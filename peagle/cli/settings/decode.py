@@ -33,30 +33,34 @@ from peagle.engine.request import DEFAULT_CHUNK, GPU_CHUNK
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeSettings:
-    """What `speculate` and `generate` share."""
+    """The options that `speculate` and `generate` share."""
 
     prompt: Annotated[
         str | None,
         Argument(
             metavar="PROMPT",
             show_default=False,
-            help="What to answer; - reads standard input. Default: a built-in example.",
+            help="The prompt; - reads standard input. Default: a built-in example.",
         ),
     ] = None
     prompt_file: Annotated[
         Path | None,
         Option(
             "--prompt-file",
+            "--prompts",
             metavar="FILE",
             rich_help_panel=PROMPT,
-            help='JSON lines with {"prompt": TEXT}, {"turns": [TEXT, ...]} or {"prompt_ids": [ID, ...]}; MT-Bench, '
-            "HumanEval, GSM8K, ShareGPT, OpenAI messages; or .txt, a prompt a line. Any of them .gz.",
+            help='JSON lines with {"prompt": TEXT}, {"turns": [TEXT, ...]}, {"messages": [...]} or {"prompt_ids": '
+            "[ID, ...]}; "
+            "MT-Bench, HumanEval, GSM8K, ShareGPT; or .txt with one prompt per line. All may be .gz.",
         ),
     ] = None
     strict: Strict = False
     prompt_ids: Annotated[
         str | None,
-        Option("--prompt-ids", metavar="1,2,3", rich_help_panel=PROMPT, help="Token ids, taken as they are."),
+        Option(
+            "--prompt-ids", metavar="1,2,3", rich_help_panel=PROMPT, help="Prompt as token ids, without a template."
+        ),
     ] = None
     rendering: RenderingOptions = RenderingOptions()
     model: ModelOptions = ModelOptions()
@@ -68,7 +72,7 @@ class DecodeSettings:
             "--context",
             metavar="N",
             rich_help_panel=MODEL,
-            help="Positions for prompt and output. Default: what the prompt and -n need.",
+            help="Most positions of prompt and output. Default: what the prompt and -n need.",
         ),
     ] = None
     sampling: SamplingOptions = SamplingOptions()
@@ -81,7 +85,7 @@ class DecodeSettings:
             "--prefill-chunk",
             metavar="N",
             rich_help_panel=RUNNING,
-            help="Tokens of a prompt in one pass. More: prompts are read sooner; fewer: other requests wait less. "
+            help="Prompt tokens per prefill pass. More: lower time to first token; fewer: other requests wait less. "
             f"Default: {DEFAULT_CHUNK}, on a GPU {GPU_CHUNK}.",
         ),
     ] = None
@@ -89,7 +93,7 @@ class DecodeSettings:
     prefix_cache: PrefixCache = "auto"
     retain_full_kv: RetainFullKV = False
     ignore_eos: Annotated[
-        bool, Option("--ignore-eos", rich_help_panel=RUNNING, help="Do not end at stop tokens, but after -n tokens.")
+        bool, Option("--ignore-eos", rich_help_panel=RUNNING, help="Ignore stop tokens: generate -n tokens.")
     ] = False
     stop: Annotated[
         tuple[str, ...],
@@ -97,7 +101,7 @@ class DecodeSettings:
             "--stop",
             metavar="TEXT",
             rich_help_panel=RUNNING,
-            help="End the answer before this text; may be given several times.",
+            help="Stop before this text. Repeatable.",
         ),
     ] = ()
     json_schema: Annotated[
@@ -106,7 +110,7 @@ class DecodeSettings:
             "--json-schema",
             metavar="FILE",
             rich_help_panel=RUNNING,
-            help="The answer, or its final message, is a JSON text that follows this schema.",
+            help="Constrain the answer, or its final message, to this JSON schema.",
         ),
     ] = None
     regex: Annotated[
@@ -115,7 +119,7 @@ class DecodeSettings:
             "--regex",
             metavar="REGEX",
             rich_help_panel=RUNNING,
-            help="The answer, or its final message, matches this regular expression as a whole.",
+            help="Constrain the answer, or its final message, to this regular expression.",
         ),
     ] = None
     json: Json = None
@@ -125,7 +129,7 @@ class DecodeSettings:
             "--trace",
             metavar="FILE",
             rich_help_panel=OUTPUT,
-            help="A JSON line per step: drafts and what became of them.",
+            help="Write one JSON line per step: drafts and accepted tokens.",
         ),
     ] = None
     profile: Annotated[
@@ -134,20 +138,20 @@ class DecodeSettings:
             "--profile",
             metavar="DIR",
             rich_help_panel=OUTPUT,
-            help="Trace some of the steps once more, into this directory, and say where their time goes.",
+            help="Profile some steps into this directory, and print where their time goes.",
         ),
     ] = None
-    quiet: Annotated[bool, quiet_option("The text alone: no progress, no notes, no summary")] = False
+    quiet: Annotated[bool, quiet_option("Print only the text: no progress, notes or summary")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculateSettings(DecodeSettings):
-    """Stream an answer with speculative decoding, then measure plain decoding beside it.
+    """Generate with speculative decoding; compare with plain.
 
     [bold]Examples[/bold]
 
       K = 5, 128 tokens   [cyan]peagle speculate 'def mean(values):' -k 5 -n 128[/cyan]
-      no drafter needed   [cyan]peagle speculate --target DIR --drafter ngram 'Why?'[/cyan]
+      without weights     [cyan]peagle speculate --target DIR --drafter ngram 'Why?'[/cyan]
       many prompts        [cyan]peagle speculate --prompt-file IN.jsonl --json OUT[/cyan]
       standard input      [cyan]cat text | peagle speculate - --temperature 0.8[/cyan]
     """
@@ -160,7 +164,7 @@ class SpeculateSettings(DecodeSettings):
         Option(
             "--draft-sampling",
             rich_help_panel=SPECULATION,
-            help="With a temperature: sample the drafts instead of taking the drafter's most likely tokens.",
+            help="If the temperature is above 0: sample the drafts, instead of taking the drafter's argmax.",
         ),
     ] = False
     synthetic_acceptance: Annotated[
@@ -169,8 +173,8 @@ class SpeculateSettings(DecodeSettings):
             "--synthetic-acceptance",
             metavar="P|P,P",
             rich_help_panel=SPECULATION,
-            help="To time random weights: keep draft i with this rate of all steps (one P: P to the power of i), "
-            "whatever the target says. The output means nothing, and says so.",
+            help="For timing random weights: accept draft i at this rate (one P: P to the power of i), whatever the "
+            "target says. The output is meaningless, and marked so.",
         ),
     ] = None
     show_drafts: Annotated[
@@ -178,25 +182,23 @@ class SpeculateSettings(DecodeSettings):
         Option(
             "--show-drafts",
             rich_help_panel=OUTPUT,
-            help="Colour accepted drafts by their place in the step, in a terminal.",
+            help="Colour accepted drafts by their position in the step.",
         ),
     ] = False
     no_baseline: Annotated[
         bool,
-        Option(
-            "--no-baseline", rich_help_panel=SPECULATION, help="Leave out plain decoding: no comparison, no speed-up."
-        ),
+        Option("--no-baseline", rich_help_panel=SPECULATION, help="Skip plain decoding, and with it the speed-up."),
     ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSettings(DecodeSettings):
-    """Stream an answer with plain decoding, one token a step: what speculation is measured against.
+    """Generate with plain decoding, one token per step.
 
     [bold]Examples[/bold]
 
-      as it is           [cyan]peagle generate 'def mean(values):'[/cyan]
-      with the 5 best    [cyan]peagle generate 'def mean(values):' --logprobs 5 --json -[/cyan]
+      greedy             [cyan]peagle generate 'def mean(values):'[/cyan]
+      log-probabilities  [cyan]peagle generate 'def mean(values):' --logprobs 5 --json -[/cyan]
     """
 
     command: ClassVar[str] = "generate"
@@ -211,6 +213,6 @@ class GenerateSettings(DecodeSettings):
             "--logprobs",
             metavar="N",
             rich_help_panel=OUTPUT,
-            help="Per token its log-probability and the N (<= 20) likeliest with theirs; in --json, too. Costs time.",
+            help="Print log-probabilities of each token and of the N (<= 20) most likely ones; also in --json. Slower.",
         ),
     ] = None

@@ -16,7 +16,9 @@ from peagle.cli.settings.shared import (
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings:
-    """Write a drafter in the layout of vLLM or of the speculators package, with a model card.
+    """Convert a drafter to vLLM's or speculators' layout.
+
+    Writes a model card, too.
 
     [bold]Examples[/bold]
 
@@ -26,10 +28,10 @@ class ExportSettings:
         [cyan]peagle export DIR --out OTHER --dialect speculators --verifier NAME[/cyan]
     """
 
-    drafter: Annotated[str, Argument(metavar="DRAFTER", help="Directory, of any dialect; or demo.")]
+    drafter: Annotated[str, Argument(metavar="DRAFTER", help="Drafter checkpoint of any dialect, or demo.")]
     out: NewFolder
     dialect: Annotated[
-        Literal["vllm", "speculators"], Option("--dialect", rich_help_panel=OUTPUT, help="Whose layout to write.")
+        Literal["vllm", "speculators"], Option("--dialect", rich_help_panel=OUTPUT, help="Layout to write.")
     ] = "vllm"
     verifier: Annotated[
         str | None,
@@ -37,10 +39,10 @@ class ExportSettings:
             "--verifier",
             metavar="NAME|DIR",
             rich_help_panel=OUTPUT,
-            help="The target, as others are to find it; speculators needs it. A folder gives what the drafter lacks, "
-            "too: positions, embedding, head.",
+            help="Target to name in the files; speculators needs it. A directory also fills in what the drafter lacks: "
+            "positions, embedding, head.",
         ),
     ] = None
     aux_layer_ids: AuxLayerIds = None
     download: Download = False
-    quiet: Annotated[bool, quiet_option("No summary")] = False
+    quiet: Annotated[bool, quiet_option("Print no summary")] = False

@@ -9,10 +9,10 @@ from typer import Argument, Option
 
 @dataclass(frozen=True, kw_only=True)
 class FrequentTokensSettings:
-    """List the tokens that a target writes, the most frequent first: for --draft-vocab."""
+    """List a target's most frequent tokens, for --draft-vocab."""
 
     files: Annotated[
         tuple[Path, ...],
-        Argument(metavar="FILE...", show_default=False, help="Documents of --json, shards of peagle data."),
+        Argument(metavar="FILE...", show_default=False, help="Files of --json, or shards of peagle data."),
     ]
-    out: Annotated[Path, Option("--out", metavar="FILE", show_default=False, help="The list to write.")]
+    out: Annotated[Path, Option("--out", metavar="FILE", show_default=False, help="File to write.")]

@@ -24,47 +24,62 @@ from peagle.cli.settings.shared import (
 
 @dataclass(frozen=True, kw_only=True)
 class ParitySettings:
-    """Say whether a pair does what it should, and why its acceptance is what it is.
+    """Compare models with references; explain low acceptance.
 
-    The target is compared layer by layer with transformers (where torch is installed), the drafter with a reference in
-    float64, the engine with both. Then the checkpoint is read in other ways (taps one layer off, another mask token,
-    norm, vocabulary map, the target's embedding, raw prompts): one that is accepted more often is the likely cause, and
-    what to change is said as the file names it. Exit code 1 where anything is.
+    Compares the target layer by layer with transformers (if torch is installed), the drafter with a float64 reference,
+    and the engine with both. Then it reads the checkpoint in other ways (aux layers one off, another mask token, norm,
+    vocabulary map, the target's embedding, raw prompts). If one of them is accepted more often, it is the likely cause,
+    and the key to change is printed. Exit code 1 if a check fails.
 
     [bold]Examples[/bold]
 
-      the demo pair             [cyan]peagle parity[/cyan]
+      the demo models           [cyan]peagle parity[/cyan]
       "my acceptance is 1.4"
         [cyan]peagle parity --target DIR --drafter DIR --prompts FILE[/cyan]
     """
 
     drafter: Annotated[
         str | None,
-        Option("--drafter", metavar="DIR", rich_help_panel=MODEL, help="Its checkpoint. Default: the demo's."),
+        Option("--drafter", metavar="DIR", rich_help_panel=MODEL, help="P-EAGLE or EAGLE-3 checkpoint. Default: demo."),
     ] = None
     aux_layer_ids: AuxLayerIds = None
     drafter_window: DrafterWindow = "auto"
     model: ModelOptions = ModelOptions()
     prompts: Annotated[
         Path | None,
-        Option("--prompts", metavar="FILE", rich_help_panel=PROMPT, help="Default: the demo's held-out prompts."),
+        Option(
+            "--prompts",
+            "--prompt-file",
+            metavar="FILE",
+            rich_help_panel=PROMPT,
+            help="Prompt file. Default: the demo's held-out prompts.",
+        ),
     ] = None
     num_prompts: Annotated[
-        int, Option("--num-prompts", min=1, metavar="N", rich_help_panel=PROMPT, help="Of the file.")
+        int, Option("--num-prompts", min=1, metavar="N", rich_help_panel=PROMPT, help="Prompts to use.")
     ] = 10
     strict: Strict = False
     render: Annotated[
         Literal["chat", "raw"],
-        Option("--render", rich_help_panel=PROMPT, help="As you ask: chat template, or raw text."),
+        Option("--render", rich_help_panel=PROMPT, help="Apply the chat template, or use the raw text."),
     ] = "chat"
     special_tokens: SpecialTokens = False
     num_speculative_tokens: Annotated[
-        int, Option("-k", "--num-speculative-tokens", metavar="K", rich_help_panel=SPECULATION)
+        int,
+        Option(
+            "-k", "--num-speculative-tokens", metavar="K", rich_help_panel=SPECULATION, help="Draft tokens per step."
+        ),
     ] = 5
     max_new_tokens: MeasuredTokens = 64
     reference_steps: Annotated[
         int,
-        Option("--reference-steps", min=1, metavar="N", rich_help_panel=RUNNING, help="In float64: slow ones."),
+        Option(
+            "--reference-steps",
+            min=1,
+            metavar="N",
+            rich_help_panel=RUNNING,
+            help="Steps to compare with the float64 reference, which is slow.",
+        ),
     ] = 6
     json: Json = None
-    quiet: Annotated[bool, quiet_option("What was found alone: no progress, no notes")] = False
+    quiet: Annotated[bool, quiet_option("Print only the findings: no progress, no notes")] = False

@@ -14,24 +14,27 @@ from peagle.cli.settings.shared import (
 
 @dataclass(frozen=True, kw_only=True)
 class ReportSettings:
-    """Render runs of peagle sweep: one HTML file that needs no network, and Markdown with pictures.
+    """Write the report of a sweep, or compare sweeps.
 
-    Of several runs each is compared with the first, request by request: is the difference real?
+    Writes one HTML file that needs no network, and Markdown with charts. Given several runs, each is compared with the
+    first, request by request, with confidence intervals.
 
     [bold]Examples[/bold]
 
-      a run once more      [cyan]peagle report RUN[/cyan]
+      one run              [cyan]peagle report RUN[/cyan]
       before and after     [cyan]peagle report BEFORE AFTER --out DIR[/cyan]
     """
 
-    runs: Annotated[tuple[Path, ...], Argument(metavar="RUN...", show_default=False, help="Folders of peagle sweep.")]
+    runs: Annotated[
+        tuple[Path, ...], Argument(metavar="RUN...", show_default=False, help="Folders written by peagle sweep.")
+    ]
     out: Annotated[
         Path | None,
         Option(
             "--out",
             metavar="DIR",
             rich_help_panel=OUTPUT,
-            help="New folder to write. Default: the run's own; several runs need one.",
+            help="New folder for the report. Default: the run's own folder; required for several runs.",
         ),
     ] = None
-    quiet: Annotated[bool, quiet_option("No table: the pages are written alone")] = False
+    quiet: Annotated[bool, quiet_option("Print no table; only write the report")] = False

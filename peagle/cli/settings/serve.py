@@ -26,7 +26,7 @@ Context = Annotated[
         "--context",
         metavar="N",
         rich_help_panel=MODEL,
-        help="Positions of a prompt with its answer; every slot reserves them. Default: 4096, or all of the model.",
+        help="Most positions of a request; every slot reserves them. Default: 4096, or the model's own limit.",
     ),
 ]
 ServedModelName = Annotated[
@@ -35,11 +35,17 @@ ServedModelName = Annotated[
         "--served-model-name",
         metavar="NAME",
         rich_help_panel=MODEL,
-        help="The model's name for clients. Default: that of the target's directory.",
+        help="Model name in the API. Default: the name of the target's directory.",
     ),
 ]
 Host = Annotated[
-    str, Option("--host", metavar="ADDRESS", rich_help_panel=RUNNING, help="Address to listen on: this machine's.")
+    str,
+    Option(
+        "--host",
+        metavar="ADDRESS",
+        rich_help_panel=RUNNING,
+        help="Address to listen on. Loopback by default; 0.0.0.0 lets other machines in.",
+    ),
 ]
 MaxQueue = Annotated[
     int,
@@ -47,7 +53,7 @@ MaxQueue = Annotated[
         "--max-queue",
         metavar="N",
         rich_help_panel=RUNNING,
-        help="Requests that may wait for a slot; more are refused with status 429.",
+        help="Most requests that wait for a slot; further ones get status 429.",
     ),
 ]
 ApiKeyFile = Annotated[
@@ -56,14 +62,14 @@ ApiKeyFile = Annotated[
         "--api-key-file",
         metavar="FILE",
         rich_help_panel=RUNNING,
-        help="Keys, one a line, of which a client must send one. Default: none is needed.",
+        help="File of API keys, one per line; clients must send one. Default: no key.",
     ),
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedOptions:
-    """Which pair answers requests in OpenAI's form, and how it is run, over HTTP or from a file."""
+    """The models that answer OpenAI requests, and how they run, over HTTP or from a file."""
 
     model: ModelOptions = ModelOptions()
     devices: MeshOptions = MeshOptions()
@@ -77,7 +83,7 @@ class ServedOptions:
             "--date",
             metavar="YYYY-MM-DD",
             rich_help_panel=MODEL,
-            help="Today's date for templates that show it. Fixed by default, so that results do not drift.",
+            help="Date for chat templates that show it. Fixed by default, so that results are reproducible.",
         ),
     ] = DEFAULT_DATE
     prefix_cache: PrefixCache = "auto"
@@ -87,8 +93,8 @@ class ServedOptions:
             "--mask-budget",
             metavar="MS",
             rich_help_panel=RUNNING,
-            help="Milliseconds of a step that the grammar of a request may take; one that takes longer again and again "
-            "ends with an error.",
+            help="Milliseconds per step that a request's grammar may take; a request that exceeds them repeatedly ends "
+            "with an error.",
         ),
     ] = 50
     retain_full_kv: RetainFullKV = False
@@ -96,24 +102,25 @@ class ServedOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    """Serve a pair over HTTP, as OpenAI does: chat completions and completions, for many people at once.
+    """Serve OpenAI's API over HTTP.
 
-    Ctrl-C or SIGTERM: answers that are under way end first. GET /health, GET /metrics for those who run it.
+    Endpoints: /v1/chat/completions, /v1/completions and /v1/responses. Ctrl-C or SIGTERM stops the server after the
+    open answers. Operators use GET /health and GET /metrics.
 
     [bold]Examples[/bold]
 
-      the demo pair          [cyan]peagle serve[/cyan]
+      the demo models        [cyan]peagle serve[/cyan]
       your own checkpoints
         [cyan]peagle serve --target DIR --drafter DIR --slots 8 --context 8192[/cyan]
-      with a key             [cyan]peagle serve --api-key-file KEYS --host 0.0.0.0[/cyan]
+      with an API key        [cyan]peagle serve --api-key-file KEYS --host 0.0.0.0[/cyan]
       options from a file    [cyan]peagle serve --config serve.toml[/cyan]   (max-queue = 8)
-      and call it
+      call it
         [cyan]curl localhost:8000/v1/completions --json '{"prompt": "def mean("}'[/cyan]
-      with a tool: the call (the target's chat template must have tools)
+      call a tool (the target's chat template must support tools)
         [cyan]curl localhost:8000/v1/chat/completions --json '{"messages": [[/cyan]
         [cyan]{"role": "user", "content": "What time is it?"}], "tools": [{"type":[/cyan]
         [cyan]"function", "function": {"name": "clock"}}], "tool_choice": "required"}'[/cyan]
-      and then its result, under the id of the call
+      send its result, with the id of the call
         [cyan]curl localhost:8000/v1/chat/completions --json '{"messages": [[/cyan]
         [cyan]{"role": "user", "content": "What time is it?"}, {"role": "assistant",[/cyan]
         [cyan]"tool_calls": [{"id": "call_1", "type": "function", "function":[/cyan]
@@ -125,12 +132,14 @@ class ServeSettings:
     served: ServedOptions = ServedOptions()
     host: Host = "127.0.0.1"
     port: Annotated[
-        int, Option("--port", metavar="N", rich_help_panel=RUNNING, help="Port to listen on; 0: a free one.")
+        int, Option("--port", metavar="N", rich_help_panel=RUNNING, help="Port to listen on; 0 picks a free one.")
     ] = 8000
-    slots: Annotated[int, Option("--slots", metavar="N", rich_help_panel=RUNNING, help="Requests decoded at once.")] = 4
+    slots: Annotated[
+        int, Option("--slots", metavar="N", rich_help_panel=RUNNING, help="Most requests decoded at once.")
+    ] = 4
     max_queue: MaxQueue = 64
     max_body: Annotated[
-        int, Option("--max-body", metavar="BYTES", rich_help_panel=RUNNING, help="Most bytes of a request.")
+        int, Option("--max-body", metavar="BYTES", rich_help_panel=RUNNING, help="Most bytes of a request body.")
     ] = 4_000_000
     api_key_file: ApiKeyFile = None
     allow_origin: Annotated[
@@ -139,7 +148,7 @@ class ServeSettings:
             "--allow-origin",
             metavar="ORIGIN",
             rich_help_panel=RUNNING,
-            help="A site whose pages may use this server from a browser, as https://example.org; *: any. Repeatable.",
+            help="Origin allowed by CORS, such as https://example.org; * allows any. Repeatable.",
         ),
     ] = ()
     drain: Annotated[
@@ -148,10 +157,10 @@ class ServeSettings:
             "--drain",
             metavar="SECONDS",
             rich_help_panel=RUNNING,
-            help="After SIGTERM or Ctrl-C, open answers may take this long to end.",
+            help="Time that open answers have to finish after SIGTERM or Ctrl-C.",
         ),
     ] = 30
-    quiet: Annotated[bool, quiet_option("No notes, no line for each request")] = False
+    quiet: Annotated[bool, quiet_option("Print no notes and no line per request")] = False
     config: Annotated[
         Path | None,
         Option(
@@ -160,6 +169,6 @@ class ServeSettings:
             is_eager=True,
             callback=defaults_from,
             rich_help_panel=RUNNING,
-            help="Options by name; those typed here take precedence.",
+            help="Read options from a TOML file; those on the command line take precedence.",
         ),
     ] = None

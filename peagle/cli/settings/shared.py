@@ -1,4 +1,4 @@
-"""Options and groups of options that several commands share, and how their values are read."""
+"""Declare options and groups of options that several commands share, and parse their values."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -22,7 +22,7 @@ Target = Annotated[
         "--target",
         metavar="DIR|OWNER/NAME",
         rich_help_panel=MODEL,
-        help="GPT-OSS checkpoint. Default: the demo's.",
+        help="GPT-OSS checkpoint: a directory, or a name in the Hub's local cache. Default: demo.",
     ),
 ]
 Download = Annotated[
@@ -30,8 +30,8 @@ Download = Annotated[
     Option(
         "--download",
         rich_help_panel=MODEL,
-        help="Fetch checkpoints that are named OWNER/NAME from the Hugging Face Hub, as far as its local cache lacks "
-        "them: weights in safetensors, configuration, tokenizer. Else the network is never used.",
+        help="Download checkpoints given as OWNER/NAME from the Hugging Face Hub if they are not in its local cache. "
+        "Without it the network is never used.",
     ),
 ]
 AuxLayerIds = Annotated[
@@ -40,7 +40,7 @@ AuxLayerIds = Annotated[
         "--aux-layer-ids",
         metavar="L,L,L",
         rich_help_panel=MODEL,
-        help="Target's layers, from 0, whose outputs the drafter reads. Default: as its config.json says.",
+        help="Target layers (0-based) whose outputs the drafter reads. Default: from its config.json.",
     ),
 ]
 Taps = Annotated[
@@ -49,7 +49,7 @@ Taps = Annotated[
         "--taps",
         metavar="L,L,L",
         rich_help_panel=DRAFTER,
-        help="Target's layers whose outputs the drafter reads, from 0. Default: 1, n/2 - 1, n - 4.",
+        help="Target layers (0-based) whose outputs the drafter reads. Default: 1, n/2 - 1, n - 4.",
     ),
 ]
 Strict = Annotated[
@@ -57,7 +57,7 @@ Strict = Annotated[
     Option(
         "--strict",
         rich_help_panel=PROMPT,
-        help="Refuse a file with a row that cannot be used, instead of leaving the row out with a note.",
+        help="Refuse a file that has an unusable row. Default: skip the row with a warning.",
     ),
 ]
 SpecialTokens = Annotated[
@@ -65,7 +65,7 @@ SpecialTokens = Annotated[
     Option(
         "--special-tokens",
         rich_help_panel=PROMPT,
-        help="In a raw prompt, read the spelling of a special token as that token, not as characters.",
+        help="Parse special tokens in raw prompts. Default: read their spelling as text.",
     ),
 ]
 Slots = Annotated[
@@ -74,19 +74,25 @@ Slots = Annotated[
         "--slots",
         metavar="N",
         rich_help_panel=RUNNING,
-        help="Requests decoded at once; one that ends is replaced at the next dispatch. Default: 1; of data, 32.",
+        help="Most requests decoded at once. Default: 1; for data, 32.",
     ),
 ]
 Batch = Annotated[int | None, Option("--batch", hidden=True)]  # the old name of --slots
 MaxNewTokens = Annotated[
-    int, Option("-n", "--max-new-tokens", metavar="N", rich_help_panel=RUNNING, help="Most tokens to answer.")
+    int, Option("-n", "--max-new-tokens", metavar="N", rich_help_panel=RUNNING, help="Most tokens to generate.")
 ]
 MeasuredTokens = Annotated[
-    int, Option("-n", "--max-new-tokens", min=2, metavar="N", rich_help_panel=RUNNING, help="Of an answer.")
+    int, Option("-n", "--max-new-tokens", min=2, metavar="N", rich_help_panel=RUNNING, help="Most tokens to generate.")
 ]  # speeds need two tokens
-NewFolder = Annotated[str, Option("--out", metavar="DIR", rich_help_panel=OUTPUT, help="New folder to write.")]
+NewFolder = Annotated[str, Option("--out", metavar="DIR", rich_help_panel=OUTPUT, help="New folder for the results.")]
 OwnFolder = Annotated[
-    str, Option("--out", metavar="DIR", rich_help_panel=OUTPUT, help="Folder to write; goes on with its own.")
+    str,
+    Option(
+        "--out",
+        metavar="DIR",
+        rich_help_panel=OUTPUT,
+        help="Folder for the results; an unfinished run in it is resumed.",
+    ),
 ]
 Json = Annotated[
     str | None,
@@ -94,14 +100,14 @@ Json = Annotated[
         "--json",
         metavar="FILE|-",
         rich_help_panel=OUTPUT,
-        help="All results as one JSON object; with - nothing else goes to standard output.",
+        help="Write all results as one JSON object; - writes it to standard output, and nothing else.",
     ),
 ]
 
 
 def quiet_option(shown: str) -> Any:
-    """Return the option --quiet of a command; `shown` says what still is, or what is not."""
-    return Option("--quiet", "-q", rich_help_panel=OUTPUT, help=f"{shown}. Warnings and errors are always shown.")
+    """Return the option --quiet; `shown` says what the command still prints, or no longer prints."""
+    return Option("--quiet", "-q", rich_help_panel=OUTPUT, help=f"{shown}. Warnings and errors are still shown.")
 
 
 PrefixCache = Annotated[
@@ -110,8 +116,8 @@ PrefixCache = Annotated[
         "--prefix-cache",
         metavar="SIZE|auto",
         rich_help_panel=RUNNING,
-        help="Memory for prompts and answers that later prompts begin with, as 512MB or 2GB; 0: none. auto: a tenth of "
-        "what is free if there are several requests.",
+        help="Memory for reusing prompts and answers as prefixes of later prompts, such as 512MB or 2GB; 0 turns it "
+        "off. auto: a tenth of the free memory if there are several requests.",
     ),
 ]
 RetainFullKV = Annotated[
@@ -119,8 +125,8 @@ RetainFullKV = Annotated[
     Option(
         "--retain-full-kv",
         rich_help_panel=RUNNING,
-        help="Layers with a window keep all positions: more memory, and prompts reuse any beginning that they share "
-        "with the prefix cache, not only up to ends of chunks, prompts and turns.",
+        help="Keep all positions in sliding-window layers, so that any shared prefix can be reused, not only one that "
+        "ends with a chunk, a prompt or a turn. Takes more memory.",
     ),
 ]
 DrafterWindow = Annotated[
@@ -129,23 +135,23 @@ DrafterWindow = Annotated[
         "--drafter-window",
         metavar="N|auto|off",
         rich_help_panel=SPECULATION,
-        help="The drafter's attention sees the last N positions only, which keeps acceptance up after long prompts. "
-        "auto: as speculation.json beside it or its config.json says.",
+        help="Limit the drafter's attention to the last N positions, which helps acceptance after long prompts. "
+        "auto: from its speculation.json or config.json.",
     ),
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillOptions:
-    """How a prompt is read: in chunks, or at once in blocks of rows."""
+    """How prompts are prefilled: in chunks, or at once in blocks of rows."""
 
     prefill: Annotated[
         Literal["chunked", "blocked"],
         Option(
             "--prefill",
             rich_help_panel=RUNNING,
-            help="chunked: in turns with the steps of others, and from known beginnings; blocked: a whole prompt in "
-            "one pass. The same tokens.",
+            help="chunked: prefill in chunks, between the steps of other requests. blocked: prefill a whole prompt "
+            "in one pass, without prefix caching. Both give the same tokens.",
         ),
     ] = "chunked"
     query_blocks: Annotated[
@@ -154,8 +160,8 @@ class PrefillOptions:
             "--query-blocks",
             metavar="N",
             rich_help_panel=RUNNING,
-            help="Of --prefill blocked: attention takes the padded context in N blocks. More: less memory. Default: of "
-            "128 rows.",
+            help="For --prefill blocked: split attention queries into N blocks. More blocks take less memory. Default: "
+            "blocks of 128 rows.",
         ),
     ] = None
     ffn_blocks: Annotated[
@@ -164,8 +170,8 @@ class PrefillOptions:
             "--ffn-blocks",
             metavar="M",
             rich_help_panel=RUNNING,
-            help="Of --prefill blocked: experts take it in M blocks. More: less memory, and each expert is read more "
-            "often. Default: of at most 2048 rows.",
+            help="For --prefill blocked: split the rows of the experts into M blocks. More blocks take less memory "
+            "and read the experts more often. Default: blocks of at most 2048 rows.",
         ),
     ] = None
 
@@ -181,18 +187,22 @@ class PrefillOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """How weights are loaded and computed with."""
+    """How weights are loaded, and which kernels compute with them."""
 
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
-        Option("--dtype", rich_help_panel=MODEL, help="Of the arithmetic. Default: float32 on CPU, else bfloat16."),
+        Option(
+            "--dtype",
+            rich_help_panel=MODEL,
+            help="Data type of activations. Default: float32 on CPU, bfloat16 elsewhere.",
+        ),
     ] = None
     experts: Annotated[
         Literal["auto", "packed", "expanded"],
         Option(
             "--experts",
             rich_help_panel=MODEL,
-            help="packed keeps MXFP4 in memory, expanded dequantises at load, auto takes what is fastest and fits.",
+            help="packed: keep experts in MXFP4. expanded: dequantize them at load. auto: the fastest that fits.",
         ),
     ] = "auto"
     kernels: Annotated[
@@ -200,14 +210,14 @@ class LoadOptions:
         Option(
             "--kernels",
             rich_help_panel=MODEL,
-            help="native runs the compiled CPU kernels or refuses, xla does without; auto: native where they run.",
+            help="native: compiled CPU kernels, or an error. xla: XLA only. auto: native if they run here.",
         ),
     ] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshOptions:
-    """The devices that the target is cut over, and its replicas."""
+    """The devices that the target is sharded over, and its replicas."""
 
     mesh: Annotated[
         str | None,
@@ -215,9 +225,8 @@ class MeshOptions:
             "--mesh",
             metavar="tp=N,ep=N,dp=N",
             rich_help_panel=MODEL,
-            help="Cut the target over tp x ep devices: heads, caches and vocabulary over all of them, each expert over "
-            "tp, the experts by number over ep. dp: that many copies, on devices of their own, share the slots. "
-            "Default: one device.",
+            help="Shard the target over tp x ep devices: tp splits heads and each expert, ep distributes the "
+            "experts. dp: number of replicas, each on its own devices; they share the slots. Default: one device.",
         ),
     ] = None
     reduce: Annotated[
@@ -225,14 +234,14 @@ class MeshOptions:
         Option(
             "--reduce",
             rich_help_panel=MODEL,
-            help="How devices sum: ordered, by which verifying equals decoding bit for bit, or psum, an all-reduce.",
+            help="How devices add partial sums. ordered: in rank order, bitwise reproducible. psum: an all-reduce.",
         ),
     ] = "ordered"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessOptions:
-    """The processes whose devices make one mesh. All are given the same options but for --process-id."""
+    """The processes whose devices form one mesh. All take the same options, except --process-id."""
 
     coordinator: Annotated[
         str | None,
@@ -240,8 +249,8 @@ class ProcessOptions:
             "--coordinator",
             metavar="HOST:PORT",
             rich_help_panel=MODEL,
-            help="Where process 0 of several listens for the others; PORT alone: on this machine. --mesh goes over the "
-            "devices of all. Trusted networks only.",
+            help="Address at which process 0 listens for the others; PORT alone means this machine. --mesh then "
+            "spans the devices of all processes. For trusted networks only.",
         ),
     ] = None
     process_id: Annotated[
@@ -250,17 +259,17 @@ class ProcessOptions:
             "--process-id",
             metavar="I",
             rich_help_panel=MODEL,
-            help="Which of them this one is, from 0. Process 0 speaks to people, the others follow it.",
+            help="Rank of this process. Rank 0 runs the command; the others follow it.",
         ),
     ] = None
     num_processes: Annotated[
-        int | None, Option("--num-processes", metavar="N", rich_help_panel=MODEL, help="How many there are.")
+        int | None, Option("--num-processes", metavar="N", rich_help_panel=MODEL, help="Number of processes.")
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(LoadOptions):
-    """Which target, and how it is loaded."""
+    """The target, and how it is loaded."""
 
     target: Target = None
     download: Download = False
@@ -268,7 +277,7 @@ class ModelOptions(LoadOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions:
-    """Which drafter, and how many tokens it proposes."""
+    """The drafter, and how many tokens it proposes."""
 
     drafter: Annotated[
         str | None,
@@ -276,8 +285,8 @@ class DraftOptions:
             "--drafter",
             metavar="DIR|ngram",
             rich_help_panel=MODEL,
-            help="P-EAGLE or EAGLE-3 checkpoint, or ngram: looks back in the text, needs no weights. Default: the "
-            "demo's; demo-eagle3 is its autoregressive one.",
+            help="P-EAGLE or EAGLE-3 checkpoint; ngram looks drafts up in the text and needs no weights. Default: "
+            "demo; demo-eagle3 is its EAGLE-3 drafter.",
         ),
     ] = None
     aux_layer_ids: AuxLayerIds = None
@@ -288,8 +297,8 @@ class DraftOptions:
             "--num-speculative-tokens",
             metavar="K|auto",
             rich_help_panel=SPECULATION,
-            help="Tokens drafted per step; auto: by the drafter's table, none where they do not pay. Default on CPU: "
-            "auto.",
+            help="Draft tokens per step. auto: from the drafter's table by load, and none while drafting does not pay. "
+            "Default on CPU: auto.",
         ),
     ] = None
     draft_vocab: Annotated[
@@ -298,7 +307,7 @@ class DraftOptions:
             "--draft-vocab",
             metavar="N|FILE",
             rich_help_panel=SPECULATION,
-            help="Draft only the N most frequent tokens, or the ids in a JSON list: a cheaper head, fewer hits.",
+            help="Draft only the N most frequent tokens, or the ids in a JSON list: a cheaper head, lower acceptance.",
         ),
     ] = None
     drafter_window: DrafterWindow = "auto"
@@ -306,14 +315,14 @@ class DraftOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateOptions:
-    """What a chat template is filled with."""
+    """The variables of a chat template."""
 
     system: Annotated[
-        str | None, Option("--system", metavar="TEXT", rich_help_panel=PROMPT, help="A system message before it.")
+        str | None, Option("--system", metavar="TEXT", rich_help_panel=PROMPT, help="System message.")
     ] = None
     reasoning_effort: Annotated[
         Literal["low", "medium", "high"] | None,
-        Option("--reasoning-effort", rich_help_panel=PROMPT, help="How long to think, if the template has this."),
+        Option("--reasoning-effort", rich_help_panel=PROMPT, help="Reasoning effort, if the chat template has it."),
     ] = None
     date: Annotated[
         str,
@@ -321,7 +330,7 @@ class TemplateOptions:
             "--date",
             metavar="YYYY-MM-DD",
             rich_help_panel=PROMPT,
-            help="Today's date for templates that show it. Fixed by default, so that results do not drift.",
+            help="Date for chat templates that show it. Fixed by default, so that results are reproducible.",
         ),
     ] = DEFAULT_DATE
 
@@ -332,11 +341,15 @@ class TemplateOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RenderingOptions(TemplateOptions):
-    """How prompts become token ids: by the chat template, or as they are."""
+    """How prompts become token ids: with the chat template, or raw."""
 
     raw_prompt: Annotated[
         bool,
-        Option("--raw-prompt", rich_help_panel=PROMPT, help="Continue the text as it is: no chat template."),
+        Option(
+            "--raw-prompt",
+            rich_help_panel=PROMPT,
+            help="Continue the text without the chat template. Lowers acceptance.",
+        ),
     ] = False
     special_tokens: SpecialTokens = False
 
@@ -346,7 +359,7 @@ class RenderingOptions(TemplateOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How tokens are drawn, in all commands that have a target answer."""
+    """How tokens are sampled, in every command that generates."""
 
     temperature: Annotated[
         float,
@@ -354,27 +367,47 @@ class SamplingOptions:
             "--temperature",
             metavar="T",
             rich_help_panel=SAMPLING,
-            help="0, or below 1e-5: always the most likely token.",
+            help="Sampling temperature; 0 is greedy decoding.",
         ),
     ] = 0.0
     top_k: Annotated[
-        int, Option("--top-k", metavar="N", rich_help_panel=SAMPLING, help="Among the N likeliest; 0: all.")
+        int,
+        Option("--top-k", metavar="N", rich_help_panel=SAMPLING, help="Sample from the N most likely tokens; 0: all."),
     ] = 0
     top_p: Annotated[
         float,
-        Option("--top-p", metavar="P", rich_help_panel=SAMPLING, help="Among the likeliest of joint mass P; 1: all."),
+        Option(
+            "--top-p",
+            metavar="P",
+            rich_help_panel=SAMPLING,
+            help="Sample from the most likely tokens with total probability P; 1: all.",
+        ),
     ] = 1.0
     min_p: Annotated[
         float,
-        Option("--min-p", metavar="P", rich_help_panel=SAMPLING, help="At least P times as likely as the likeliest."),
+        Option(
+            "--min-p",
+            metavar="P",
+            rich_help_panel=SAMPLING,
+            help="Drop tokens less likely than P times the most likely one; 0: none.",
+        ),
     ] = 0.0
     seed: Annotated[
-        int, Option("--seed", metavar="S", rich_help_panel=SAMPLING, help="The same seed draws the same tokens.")
+        int,
+        Option(
+            "--seed",
+            metavar="S",
+            rich_help_panel=SAMPLING,
+            help="Seed of sampling; the same seed gives the same tokens.",
+        ),
     ] = 0
     presence_penalty: Annotated[
         float,
         Option(
-            "--presence-penalty", metavar="X", rich_help_panel=SAMPLING, help="Lower the logit of emitted tokens by X."
+            "--presence-penalty",
+            metavar="X",
+            rich_help_panel=SAMPLING,
+            help="Subtract X from the logits of generated tokens.",
         ),
     ] = 0.0
     frequency_penalty: Annotated[
@@ -383,7 +416,7 @@ class SamplingOptions:
             "--frequency-penalty",
             metavar="X",
             rich_help_panel=SAMPLING,
-            help="The same by X for each time it was emitted.",
+            help="Subtract X from a token's logit for each time it was generated.",
         ),
     ] = 0.0
     repetition_penalty: Annotated[
@@ -392,15 +425,23 @@ class SamplingOptions:
             "--repetition-penalty",
             metavar="X",
             rich_help_panel=SAMPLING,
-            help="Divide positive logits of tokens of prompt and answer by X, multiply negative ones; 1: off.",
+            help="Divide positive logits of tokens in the prompt and output by X, multiply negative ones; 1: off.",
         ),
     ] = 1.0
     logit_bias: Annotated[
         tuple[str, ...],
-        Option("--logit-bias", metavar="ID=X", rich_help_panel=SAMPLING, help="Add X to a token's logit; repeatable."),
+        Option(
+            "--logit-bias", metavar="ID=X", rich_help_panel=SAMPLING, help="Add X to the logit of token ID. Repeatable."
+        ),
     ] = ()
     min_tokens: Annotated[
-        int, Option("--min-tokens", metavar="N", rich_help_panel=SAMPLING, help="No stop token before N tokens.")
+        int,
+        Option(
+            "--min-tokens",
+            metavar="N",
+            rich_help_panel=SAMPLING,
+            help="Generate at least N tokens before a stop token.",
+        ),
     ] = 0
 
     def params(self) -> SamplingParams:

@@ -25,22 +25,23 @@ from peagle.cli.settings.shared import (
 
 @dataclass(frozen=True, kw_only=True)
 class SweepSettings:
-    """Measure acceptance and speed over K: every prompt decoded in every way, in turns, plain decoding among them.
+    """Measure acceptance length and speed-up over K.
 
-    The folder holds the plan, every decoded request, and at the end figures with intervals, a page and pictures.
+    Every prompt is decoded by every variant in turn, plain decoding included. The folder holds the plan, every decoded
+    request and, at the end, a report with confidence intervals and charts.
 
     [bold]Examples[/bold]
 
-      the demo pair           [cyan]peagle sweep --out RUN[/cyan]
-      your own
+      the demo models         [cyan]peagle sweep --out RUN[/cyan]
+      your own checkpoints
         [cyan]peagle sweep --out RUN --target DIR --drafter DIR --prompts mt.jsonl[/cyan]
       two drafters
         [cyan]peagle sweep --out RUN -k 1-7,auto --drafter DIR,ngram --repeats 5[/cyan]
-      many at once            [cyan]peagle sweep --out RUN --concurrency 1,2,4,8,16[/cyan]
-      and its table for auto
+      many requests at once   [cyan]peagle sweep --out RUN --concurrency 1,2,4,8,16[/cyan]
+      write the table that -k auto reads
         [cyan]peagle sweep --out RUN --resume --write-widths DRAFTER[/cyan]
-      cut off? go on          [cyan]peagle sweep --out RUN --resume[/cyan]
-      only say what it does
+      resume                  [cyan]peagle sweep --out RUN --resume[/cyan]
+      only print the plan
         [cyan]peagle sweep --out RUN -k 0-8 --render both --temperature 0,1 --dry-run[/cyan]
     """
 
@@ -52,7 +53,7 @@ class SweepSettings:
             "--num-speculative-tokens",
             metavar="K,K",
             rich_help_panel=SPECULATION,
-            help="Numbers of drafted tokens, ranges, or auto. Plain decoding (0) is always among them.",
+            help="Draft tokens per step: numbers, ranges, auto. Plain decoding (0) is always included.",
         ),
     ] = "1-3,5,7,auto"
     drafter: Annotated[
@@ -61,7 +62,7 @@ class SweepSettings:
             "--drafter",
             metavar="DIR,DIR|ngram",
             rich_help_panel=MODEL,
-            help="Checkpoints, or ngram, with commas between: each K with each. Default: the demo's.",
+            help="Drafters, separated by commas; each is run with each K. Default: demo.",
         ),
     ] = None
     aux_layer_ids: AuxLayerIds = None
@@ -71,7 +72,7 @@ class SweepSettings:
             "--draft-vocab",
             metavar="N,N|full",
             rich_help_panel=SPECULATION,
-            help="Numbers of tokens the drafter may propose, or files that list them: each K with each.",
+            help="Draft vocabularies: sizes, or files that list token ids; each is run with each K.",
         ),
     ] = "full"
     drafter_window: Annotated[
@@ -80,7 +81,7 @@ class SweepSettings:
             "--drafter-window",
             metavar="N,N|auto|off",
             rich_help_panel=SPECULATION,
-            help="Positions that the drafter's attention sees, as of speculate: each K with each.",
+            help="Windows of the drafter's attention, as for speculate; each is run with each K.",
         ),
     ] = "auto"
     model: ModelOptions = ModelOptions()
@@ -88,9 +89,10 @@ class SweepSettings:
         tuple[Path, ...],
         Option(
             "--prompts",
+            "--prompt-file",
             metavar="FILE",
             rich_help_panel=PROMPT,
-            help="Repeatable; layouts as of speculate --prompt-file. Default: the demo's held-out prompts.",
+            help="Prompt file, in any layout that speculate reads. Repeatable. Default: the demo's held-out prompts.",
         ),
     ] = ()
     num_prompts: Annotated[
@@ -100,42 +102,58 @@ class SweepSettings:
             min=0,
             metavar="N",
             rich_help_panel=PROMPT,
-            help="The first of each file; 0: all. Default: 60 of the demo's, all of a file.",
+            help="Prompts to use from each file; 0: all. Default: all; of the demo's prompts, 60.",
         ),
     ] = None
     strict: Strict = False
     turns: Annotated[
         int | None,
-        Option("--turns", min=1, metavar="N", rich_help_panel=PROMPT, help="Of a conversation. Default: all."),
+        Option(
+            "--turns", min=1, metavar="N", rich_help_panel=PROMPT, help="Most turns of a conversation. Default: all."
+        ),
     ] = None
     render: Annotated[
         Literal["chat", "raw", "both"],
-        Option("--render", rich_help_panel=PROMPT, help="With the chat template, the raw text, or both."),
+        Option("--render", rich_help_panel=PROMPT, help="Apply the chat template, use the raw text, or both."),
     ] = "chat"
     special_tokens: SpecialTokens = False
     max_prompt_tokens: Annotated[
         int | None,
-        Option("--max-prompt-tokens", min=1, metavar="N", rich_help_panel=PROMPT, help="Of a prompt that is used."),
+        Option("--max-prompt-tokens", min=1, metavar="N", rich_help_panel=PROMPT, help="Longest prompt to use."),
     ] = None
     too_long: Annotated[
         Literal["skip", "error"],
-        Option("--too-long", rich_help_panel=PROMPT, help="Longer prompts: left out and counted, or refused."),
+        Option("--too-long", rich_help_panel=PROMPT, help="skip longer prompts and count them, or end with an error."),
     ] = "skip"
     buckets: Annotated[
         str,
-        Option("--buckets", metavar="N,N", rich_help_panel=OUTPUT, help="Prompt tokens at which a bucket begins."),
+        Option(
+            "--buckets",
+            metavar="N,N",
+            rich_help_panel=OUTPUT,
+            help="Prompt lengths at which the report's buckets begin.",
+        ),
     ] = "128,512,2048"
     temperature: Annotated[
-        str, Option("--temperature", metavar="T,T", rich_help_panel=SAMPLING, help="Each is a setting; 0: greedy.")
+        str,
+        Option(
+            "--temperature",
+            metavar="T,T",
+            rich_help_panel=SAMPLING,
+            help="Sampling temperatures, separated by commas; 0 is greedy.",
+        ),
     ] = "0"
     seed: Annotated[
         int,
         Option(
-            "--seed", metavar="S", rich_help_panel=SAMPLING, help="Of the first repeat; the next has S + 1, and so on."
+            "--seed",
+            metavar="S",
+            rich_help_panel=SAMPLING,
+            help="Seed of the first repeat; the next uses S + 1, and so on.",
         ),
     ] = 0
     repeats: Annotated[
-        int, Option("--repeats", min=1, metavar="R", rich_help_panel=RUNNING, help="Of every request.")
+        int, Option("--repeats", min=1, metavar="R", rich_help_panel=RUNNING, help="Repetitions of every request.")
     ] = 3
     in_a_row: Annotated[
         int,
@@ -144,8 +162,8 @@ class SweepSettings:
             min=1,
             metavar="N",
             rich_help_panel=RUNNING,
-            help="Requests of an arm before the next one's turn. A program that others ran before begins slower: with "
-            "answers of milliseconds 1 is like requests that come alone, 12 like a stream of them.",
+            help="Requests that a variant decodes before the next variant's turn. A program is slower just after "
+            "another ran: 1 resembles single requests, 12 a stream of them.",
         ),
     ] = 1
     concurrency: Annotated[
@@ -154,20 +172,20 @@ class SweepSettings:
             "--concurrency",
             metavar="N,N",
             rich_help_panel=RUNNING,
-            help="Also decode all requests with so many at once, plainly and by each K: tokens a second in all.",
+            help="Also decode the requests N at once, plainly and with each K, and measure total throughput.",
         ),
     ] = None
     max_new_tokens: MeasuredTokens = 256
     resume: Annotated[
-        bool, Option("--resume", rich_help_panel=RUNNING, help="Go on with the run in --out, by its own plan.")
+        bool, Option("--resume", rich_help_panel=RUNNING, help="Resume the run in --out by its own plan.")
     ] = False
     dry_run: Annotated[
         bool,
-        Option("--dry-run", rich_help_panel=RUNNING, help="Check options and files, say what would run, stop."),
+        Option("--dry-run", rich_help_panel=RUNNING, help="Check options and files, print what would run, and stop."),
     ] = False
     continue_on_error: Annotated[
         bool,
-        Option("--continue-on-error", rich_help_panel=RUNNING, help="Go on without a K or drafter that fails."),
+        Option("--continue-on-error", rich_help_panel=RUNNING, help="Continue without a K or drafter that fails."),
     ] = False
     write_widths: Annotated[
         Path | None,
@@ -175,8 +193,8 @@ class SweepSettings:
             "--write-widths",
             metavar="DIR|FILE",
             rich_help_panel=OUTPUT,
-            help="Write the best K by number of active requests, which auto reads beside a drafter: into its directory "
-            "as speculation.json, or as a file. Needs --concurrency 1,...",
+            help="Write the best K by number of active requests, for -k auto: to speculation.json in a drafter's "
+            "directory, or to a file. Needs --concurrency 1,...",
         ),
     ] = None
-    quiet: Annotated[bool, quiet_option("No progress, no table: all is in --out")] = False
+    quiet: Annotated[bool, quiet_option("Print no progress and no table")] = False

@@ -112,3 +112,29 @@ def test_examples_of_the_help_stand_whole_at_80_columns(
     shown = [line.strip() for line in capsys.readouterr().out.splitlines()]
     for line in inspect.cleandoc(text).partition("[/bold]")[2].partition("\n")[2].splitlines():
         assert re.sub(r"\[/?(cyan|bold)\]", "", line).strip() in shown
+
+
+def test_the_main_help_fits_one_screen_and_each_command_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 36
+    names = [path for path, _ in commands() if path and " " not in path]
+    table = lines[next(i for i, line in enumerate(lines) if "Commands" in line) + 1 : -2]
+    assert [line.split()[1] for line in table if line.strip("│ ")] == names
+
+
+@pytest.mark.parametrize("name", ["speculate", "generate", "data", "sweep", "parity"])
+def test_prompt_files_have_two_names_in_every_command(name: str) -> None:
+    options = typer.main.get_command(app).commands[name].params  # type: ignore[attr-defined]
+    assert any({"--prompts", "--prompt-file"} <= set(option.opts) for option in options)
+
+
+def test_every_option_says_what_it_is() -> None:
+    group = typer.main.get_command(app)
+    for name, command in group.commands.items():  # type: ignore[attr-defined]
+        for option in command.params:
+            if option.name != "help" and not getattr(option, "hidden", False):
+                assert getattr(option, "help", None), f"{name} {option.name}"
