@@ -1,0 +1,127 @@
+"""The READMEs: links lead somewhere, commands and Python exist, sentences and pages are short."""
+
+import ast
+import importlib
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from peagle.cli.app import app
+
+ROOT = Path(__file__).parents[1]
+FRONT, CONTRIBUTING, RESULTS = ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "results" / "README.md"
+ROOMS = sorted(path for room in ("peagle", "target", "drafter") for path in (ROOT / room).rglob("README.md"))
+GUIDES = [FRONT, CONTRIBUTING, *(path for path in ROOMS if path.parent.name != "demo")]  # the demo's is a model card
+PAGES = [*GUIDES, ROOT / "peagle" / "demo" / "README.md", *sorted((ROOT / "results").rglob("README.md"))]
+MOST_LINES = {FRONT: 100, CONTRIBUTING: 70, RESULTS: 120}
+MOST_WORDS = 25  # of a sentence
+COLUMNS = 125
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors of headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text(encoding="utf-8"))):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{target}: no such file"
+        if anchor:
+            assert anchor in anchors(file.read_text(encoding="utf-8")), f"{target}: no such heading"
+
+
+def test_every_run_is_in_the_list_of_results() -> None:
+    folders = [path.name for path in RESULTS.parent.iterdir() if path.is_dir()]
+    assert folders
+    listed = RESULTS.read_text(encoding="utf-8")
+    assert not [name for name in folders if f"]({name}/README.md)" not in listed]
+
+
+def commands_of(page: Path) -> Iterator[list[str]]:
+    """Yield the words of every command in a page's shell blocks."""
+    for language, block in FENCE.findall(page.read_text(encoding="utf-8")):
+        if language != "bash":
+            continue
+        for line in block.replace("\\\n", " ").splitlines():
+            lexer = shlex.shlex(line, posix=True, punctuation_chars="&|;>")
+            lexer.whitespace_split = True
+            words: list[str] = []
+            for word in [*lexer, ";"]:
+                if set(word) <= set("&|;>"):
+                    if words:
+                        yield words
+                    words = []
+                elif words or not re.match(r"^[A-Z_]+=", word):
+                    words.append(word)
+
+
+def options_of(words: list[str]) -> tuple[str, set[str]]:
+    """Return (the name, the options) of the peagle command that the words call."""
+    command: Any = typer.main.get_command(app)
+    name = ""
+    while hasattr(command, "commands") and words:
+        name = words.pop(0)
+        assert name in command.commands, f"peagle has no command {name}"
+        command = command.commands[name]
+    return name, {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=name_of)
+def test_commands_exist_with_their_options(page: Path) -> None:
+    for words in commands_of(page):
+        flags = [word.partition("=")[0] for word in words if re.match(r"^--?[a-z]", word)]
+        if words[0].endswith("peagle"):
+            name, options = options_of(words[1:])
+            unknown = [flag for flag in flags if flag not in options | {"--help", "-h"}]
+            assert not unknown, f"peagle {name} has no {', '.join(unknown)}"
+        elif words[:2] == ["python", "-m"] and words[2].startswith("scripts."):
+            spec = importlib.util.find_spec(words[2])
+            assert spec is not None, words[2]
+            assert spec.origin is not None
+            source = Path(spec.origin).read_text(encoding="utf-8")
+            assert not [flag for flag in flags if flag not in source and flag != "--help"], words
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=name_of)
+def test_python_blocks_compile_and_import_what_there_is(page: Path) -> None:
+    for language, block in FENCE.findall(page.read_text(encoding="utf-8")):
+        if language != "python":
+            continue
+        for node in ast.walk(ast.parse(block)):
+            is_ours = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "peagle"
+            if is_ours:
+                assert hasattr(importlib.import_module("peagle"), node.attr), node.attr  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("page", MOST_LINES, ids=name_of)
+def test_pages_are_short(page: Path) -> None:
+    assert len(page.read_text(encoding="utf-8").splitlines()) <= MOST_LINES[page]
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=name_of)
+def test_sentences_are_short_and_lines_fit(page: Path) -> None:
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    prose = [line for line in text.splitlines() if not line.startswith(("|", "#", "![", "<!--"))]
+    assert not [line for line in prose if len(line) > COLUMNS]
+    for paragraph in re.split(r"\n\s*\n|\n(?=- )", "\n".join(prose)):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", paragraph)
+        for sentence in re.split(r"(?<=[.?!])\s", plain):
+            words = [word for word in sentence.split() if re.search(r"\w", word)]
+            assert len(words) <= MOST_WORDS, f"{len(words)} words: {' '.join(words)}"
