@@ -31,13 +31,14 @@ from jax.typing import DTypeLike
 
 from drafter.config import DrafterConfig, check_aux_layer_ids
 from drafter.params import DrafterParams, LayerParams
-from peagle.ops.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from peagle.ops.checkpoint import CONFIG, Checkpoint, read_checkpoint, write_checkpoint
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.kernels import Implementation
 from peagle.ops.linear import PackedMatrix, SplitMatrix, arrange, arrange_embedding, as_matrix, take_outputs
 from peagle.ops.linear.packed import BFLOAT16
 from peagle.ops.memory import to_device
 from peagle.ops.rope import RopeConfig, Yarn, parse_rope
+from peagle.ops.settings import brief, flag, mapping, number, whole
 
 Dialect = Literal["vllm", "speculators"]
 MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
@@ -149,15 +150,11 @@ def parse_config(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None = N
     try:
         return _parse_config(checkpoint.without_prefix(_STRIPPED), aux_layer_ids)
     except InputError as error:
-        directory = str(checkpoint.directory)
-        named = str(error).startswith((directory, "--"))
-        raise error if named else InputError(f"{directory}: {error}") from None
-    except KeyError as missing:
-        raise InputError(f"{checkpoint.directory}: config.json lacks {missing}, which a drafter needs") from None
-    except (TypeError, ValueError, AttributeError) as error:
-        raise InputError(
-            f"{checkpoint.directory}: config.json holds a value of the wrong kind: {error}; fetch it again"
-        ) from None
+        message, directory = str(error), checkpoint.directory
+        if message.startswith((str(directory), "--")):
+            raise
+        where = f"{directory}/" if message.startswith(CONFIG) else f"{directory / CONFIG}: "
+        raise InputError(f"{where}{message}") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +214,7 @@ def named_aux_layers(config: Mapping[str, Any]) -> list[NamedAuxLayers]:
     for key, place, are_outputs in places:
         ids = place.get(AUX_LAYER_IDS) or ()
         if not isinstance(ids, list | tuple) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            raise InputError(f"config.json's {key} is {_brief(ids)}; expected a list of layers, as [2, 12, 21]")
+            raise InputError(f"config.json's {key} is {brief(ids)}; expected a list of layers, as [2, 12, 21]")
         if ids:
             found.append(NamedAuxLayers(key, tuple(ids), are_outputs))
     return found
@@ -317,6 +314,8 @@ def to_tensors(params: DrafterParams, config: DrafterConfig, dialect: Dialect = 
         put(f"{prefix}.hidden_norm.weight", layer.hidden_norm)
         put(f"{prefix}.post_attention_layernorm.weight", layer.mlp_norm)
         put_parts([f"{attn}.{x}_proj" for x in "qkv"], _qkv_widths(config), layer.qkv, layer.qkv_bias)
+        put(f"{attn}.q_norm.weight", layer.query_norm)
+        put(f"{attn}.k_norm.weight", layer.key_norm)
         put(f"{attn}.o_proj.weight", layer.out)
         put(f"{attn}.o_proj.bias", layer.out_bias)
         names = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
@@ -337,7 +336,7 @@ def render_config(config: DrafterConfig, dialect: Dialect, dtype: str, verifier:
     In the speculators dialect vLLM reads fc_norm and num_aux_hidden_states from the nested geometry alone.
     """
     geometry: dict[str, Any] = {
-        "model_type": "llama",
+        "model_type": "qwen3" if config.qk_norm else "llama",
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
@@ -429,6 +428,8 @@ class _Reader:
             hidden_norm=self.vector(f"{prefix}.hidden_norm.weight", c.hidden_size) if index == 0 else None,
             qkv=self._fused(qkv, c.layer_input(index), _qkv_widths(c)),
             qkv_bias=self._fused_bias(qkv, _qkv_widths(c), c.attention_bias),
+            query_norm=self.vector(f"{prefix}.self_attn.q_norm.weight", c.head_dim) if c.qk_norm else None,
+            key_norm=self.vector(f"{prefix}.self_attn.k_norm.weight", c.head_dim) if c.qk_norm else None,
             out=self.matrix(out, c.num_heads * c.head_dim, c.hidden_size),
             out_bias=self._fused_bias([out], [c.hidden_size], c.attention_bias),
             mlp_norm=self.vector(f"{prefix}.post_attention_layernorm.weight", c.hidden_size),
@@ -498,23 +499,22 @@ class _Reader:
 
 def _parse_config(checkpoint: Checkpoint, given: Sequence[int] | None) -> DrafterConfig:
     config = checkpoint.config
-    geometry: Mapping[str, Any] = config.get(NESTED, config)
-    if not isinstance(geometry, Mapping):
-        raise InputError(f"config.json's {NESTED} is a {type(geometry).__name__}; expected an object")
-    settings = {**(config.get("eagle_config") or {}), **geometry, **config}
+    geometry = mapping(config, NESTED) if NESTED in config else config
+    settings = {**mapping(config, EAGLE_CONFIG), **geometry, **config}
     mask_token_id = _mask_token_id(checkpoint)
     parallel = mask_token_id is not None
-    _refuse_variants(settings, config, geometry, parallel)
+    has_qk_norm = checkpoint.has(f"{_first_layer_prefix(checkpoint)}.self_attn.q_norm.weight")
+    _refuse_variants(settings, config, geometry, parallel, has_qk_norm)
     if settings.get("tie_word_embeddings") and not checkpoint.has(_LM_HEAD):
         raise InputError(f"config.json says tie_word_embeddings true, which is not supported; store {_LM_HEAD}")
 
-    num_layers = int(geometry["num_hidden_layers"])
-    hidden_size = int(geometry["hidden_size"])
-    num_heads = int(geometry["num_attention_heads"])
-    vocab_size = int(geometry["vocab_size"])
+    num_layers = whole(geometry, "num_hidden_layers")
+    hidden_size = whole(geometry, "hidden_size")
+    num_heads = whole(geometry, "num_attention_heads")
+    vocab_size = whole(geometry, "vocab_size")
     named = named_aux_layers(config)[:1]
     aux_layer_ids = tuple(given) if given is not None else named[0].outputs if named else None
-    num_taps = int(settings.get("num_aux_hidden_states") or (len(aux_layer_ids) if aux_layer_ids else 3))
+    num_taps = whole(settings, "num_aux_hidden_states", len(aux_layer_ids) if aux_layer_ids else 3)
     if given is None and named and len(named[0].ids) != num_taps:
         raise InputError(
             f"config.json's {named[0].key} is {list(named[0].ids)} beside num_aux_hidden_states {num_taps}; "
@@ -523,32 +523,34 @@ def _parse_config(checkpoint: Checkpoint, given: Sequence[int] | None) -> Drafte
     if given is not None:
         check_aux_layer_ids(given, num_taps, "--aux-layer-ids")
     head_dim, num_kv_heads = _head_geometry(checkpoint, geometry, num_heads)
-    joint, per_tap = bool(settings.get("norm_before_fc")), bool(settings.get("fc_norm"))
+    joint, per_tap = flag(settings, "norm_before_fc"), flag(settings, "fc_norm")
     if joint and per_tap:
         raise InputError("config.json sets both norm_before_fc and fc_norm; expected one of them at most")
-    max_positions = geometry.get("max_position_embeddings")
     return DrafterConfig(
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        mlp_width=int(geometry["intermediate_size"]),
+        mlp_width=whole(geometry, "intermediate_size"),
         target_hidden_size=_target_hidden_size(checkpoint, settings.get("target_hidden_size"), num_taps),
         vocab_size=vocab_size,
-        draft_vocab_size=int(_first(settings.get("draft_vocab_size"), vocab_size)),
+        draft_vocab_size=whole(settings, "draft_vocab_size", vocab_size),
         mask_token_id=mask_token_id,
         rope=parse_rope(head_dim, _with_outer_rope(geometry, config), default_theta=10000.0),
         num_taps=num_taps,
         aux_layer_ids=aux_layer_ids,
+        qk_norm=has_qk_norm,
         aux_norm="joint" if joint else "per_tap" if per_tap else None,
-        norm_before_residual=bool(settings.get("norm_before_residual", False)),
-        norm_output=bool(settings.get("norm_output", False)) and not parallel,
+        norm_before_residual=flag(settings, "norm_before_residual"),
+        norm_output=flag(settings, "norm_output") and not parallel,
         num_mask_hiddens=_num_mask_hiddens(checkpoint) if parallel else 1,
-        rms_norm_eps=float(geometry.get("rms_norm_eps", 1e-6)),  # transformers' LlamaConfig
-        attention_bias=bool(geometry.get("attention_bias", False)),
-        mlp_bias=bool(geometry.get("mlp_bias", False)),
-        max_positions=None if max_positions is None else int(max_positions),
+        rms_norm_eps=number(geometry, "rms_norm_eps", 1e-6),  # transformers' LlamaConfig
+        attention_bias=flag(geometry, "attention_bias"),
+        mlp_bias=flag(geometry, "mlp_bias"),
+        max_positions=None
+        if geometry.get("max_position_embeddings") is None
+        else whole(geometry, "max_position_embeddings"),
         windows=_windows(geometry, num_layers),
     )
 
@@ -560,14 +562,21 @@ def _with_outer_rope(geometry: Mapping[str, Any], config: Mapping[str, Any]) -> 
     for key, value in outer.items():
         if geometry.get(key) is not None and value is not None and geometry[key] != value:
             raise InputError(
-                f"config.json says {key} {_brief(geometry[key])} in {NESTED} and {_brief(value)} outside; expected "
+                f"config.json says {key} {brief(geometry[key])} in {NESTED} and {brief(value)} outside; expected "
                 "them equal: take out the one that the drafter was not trained with"
             )
     return {**geometry, **{key: value for key, value in outer.items() if geometry.get(key) is None}}
 
 
+_LLAMA, _QWEN3 = "llama", "qwen3"  # layers without and with norms of each head's query and key
+
+
 def _refuse_variants(
-    settings: Mapping[str, Any], config: Mapping[str, Any], geometry: Mapping[str, Any], parallel: bool
+    settings: Mapping[str, Any],
+    config: Mapping[str, Any],
+    geometry: Mapping[str, Any],
+    parallel: bool,
+    has_qk_norm: bool,
 ) -> None:
     """Raises InputError for a setting that means another model than this one."""
     expected = "peagle" if parallel else "eagle3"
@@ -576,16 +585,20 @@ def _refuse_variants(
             f"config.json says speculators_model_type {kind!r}; expected {expected!r}, since there is "
             f"{'a' if parallel else 'no'} tensor {_MASK_HIDDEN}"
         )
-    kind = geometry.get("model_type", "llama")
+    expected_kind = _QWEN3 if has_qk_norm else _LLAMA
+    kind = geometry.get("model_type", expected_kind)
     # SpecForge writes the target's model_type above Llama layers and reads the file as a LlamaConfig, so a missing
     # setting (theta, say) has Llama's default here as well
     of_target = kind == "gpt_oss" and "llama" in str(config.get("architectures")).lower()
-    if kind != "llama" and not of_target:
-        raise InputError(f"config.json says the drafter's layers are model_type {kind!r}; expected 'llama'")
+    if kind != expected_kind and not (of_target and not has_qk_norm):
+        raise InputError(
+            f"config.json says the drafter's layers are model_type {kind!r}; expected {expected_kind!r}, since it has "
+            f"{'' if has_qk_norm else 'no '}tensors q_norm and k_norm"
+        )
     for key, supported, meaning in _FIXED:
         value = settings.get(key, supported)
         if value is not None and value != supported:
-            raise InputError(f"config.json says {key} {_brief(value)}, which is not supported; expected {meaning}")
+            raise InputError(f"config.json says {key} {brief(value)}, which is not supported; expected {meaning}")
     attention_bias = geometry.get("attention_bias", False)
     for key in ("qkv_bias", "bias"):
         if (value := geometry.get(key)) is not None and bool(value) != bool(attention_bias):
@@ -600,25 +613,25 @@ def _windows(geometry: Mapping[str, Any], num_layers: int) -> tuple[int | None, 
     if kinds is None:
         if used:
             raise InputError(
-                f"config.json says use_sliding_window {_brief(used)} but names no layer_types; expected one of "
+                f"config.json says use_sliding_window {brief(used)} but names no layer_types; expected one of "
                 f"{FULL} and {SLIDING} for each layer"
             )
         return None
     if not isinstance(kinds, list) or len(kinds) != num_layers or not {*map(str, kinds)} <= {FULL, SLIDING}:
         raise InputError(
-            f"config.json's layer_types is {_brief(kinds)}; expected a list of {num_layers}, one of {FULL} and "
+            f"config.json's layer_types is {brief(kinds)}; expected a list of {num_layers}, one of {FULL} and "
             f"{SLIDING} for each layer"
         )
     if SLIDING not in kinds:
         return None
     if used is False:
         raise InputError(
-            f"config.json says use_sliding_window false beside layer_types {_brief(kinds)}; expected them to agree: "
+            f"config.json says use_sliding_window false beside layer_types {brief(kinds)}; expected them to agree: "
             "take out the one that the drafter was not trained with"
         )
     if not isinstance(window, int) or isinstance(window, bool) or window < 1:
         raise InputError(
-            f"config.json's sliding_window is {_brief(window)} beside layers of {SLIDING}; expected the positions that "
+            f"config.json's sliding_window is {brief(window)} beside layers of {SLIDING}; expected the positions that "
             "such a layer sees, 1 or more"
         )
     return tuple(window if kind == SLIDING else None for kind in kinds)
@@ -638,7 +651,7 @@ def _render_windows(config: DrafterConfig) -> dict[str, Any]:
 
 def _mask_token_id(checkpoint: Checkpoint) -> int | None:
     config, parallel = checkpoint.config, checkpoint.has(_MASK_HIDDEN)
-    named = {key: int(config[key]) for key in MASK_TOKEN_KEYS if config.get(key) is not None}
+    named = {key: whole(config, key, least=0) for key in MASK_TOKEN_KEYS if config.get(key) is not None}
     if bool(named) != parallel:
         seen = f"tensor {_MASK_HIDDEN} is missing beside {next(iter(named), '')}"
         if not named:
@@ -660,14 +673,10 @@ def _num_mask_hiddens(checkpoint: Checkpoint) -> int:
 def _head_geometry(checkpoint: Checkpoint, geometry: Mapping[str, Any], num_heads: int) -> tuple[int, int]:
     """Return (head_dim, num_kv_heads) from config.json, else from the projections' shapes."""
     prefix = _first_layer_prefix(checkpoint)
-    if num_heads < 1:
-        raise InputError(f"config.json says num_attention_heads {num_heads}; expected 1 or more")
     query_rows = checkpoint.shape(f"{prefix}.self_attn.q_proj.weight")[0]
     key_rows = checkpoint.shape(f"{prefix}.self_attn.k_proj.weight")[0]
-    head_dim = int(_first(geometry.get("head_dim"), query_rows // num_heads))
-    if head_dim < 1:
-        raise InputError(f"head_dim is {head_dim}; expected 1 or more")
-    return head_dim, int(_first(geometry.get("num_key_value_heads"), key_rows // head_dim))
+    head_dim = whole(geometry, "head_dim", query_rows // num_heads)
+    return head_dim, whole(geometry, "num_key_value_heads", key_rows // head_dim)
 
 
 def _target_hidden_size(checkpoint: Checkpoint, named: int | None, num_taps: int) -> int:
@@ -775,12 +784,3 @@ def _render_rope(rope: RopeConfig) -> dict[str, Any]:
         scaling["attention_factor"] = scaling.pop("concentration")
     kind = "yarn" if isinstance(rope.scaling, Yarn) else "llama3"
     return {"rope_theta": rope.theta, "rope_scaling": {"rope_type": kind, **scaling}}
-
-
-def _first(*values: Any) -> Any:
-    return next(value for value in values if value is not None)
-
-
-def _brief(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from drafter.config import DrafterConfig
-from drafter.params import DrafterParams
+from drafter.params import DrafterParams, LayerParams
 from peagle.ops.attention import attention, decode_attention, split_heads
 from peagle.ops.kv_cache import KVCache, init_window_cache
 from peagle.ops.likeliest import argmax
@@ -343,7 +343,7 @@ def run_layers(
             embedded = rms_norm(embed(params.embedding, token_ids, hidden.dtype), p.norm, eps)
             qkv = linear(jnp.concatenate([embedded, normed], axis=-1), p.qkv, p.qkv_bias, positions=positions)
             x = normed if config.norm_before_residual else x
-        out = attend(index, qkv, cos, sin)
+        out = attend(index, _norm_heads(qkv, p, config), cos, sin)
         if wanted is not None and index == len(params.layers) - 1:
             taken = jnp.maximum(wanted, 0)
             out, x = (jnp.take_along_axis(rows, taken[:, :, None], axis=1) for rows in (out, x))
@@ -354,6 +354,18 @@ def run_layers(
         )
         x = linear(jax.nn.silu(gate) * up, p.down, p.down_bias, residual=x, positions=positions)
     return x
+
+
+def _norm_heads(qkv: jax.Array, p: LayerParams, config: DrafterConfig) -> jax.Array:
+    """Normalise each head's query and key, if the layer has such norms."""
+    if p.query_norm is None or p.key_norm is None:
+        return qkv
+    heads = qkv.reshape(*qkv.shape[:-1], -1, config.head_dim)
+    cuts = (config.num_heads, config.num_heads + config.num_kv_heads)
+    query, key, value = jnp.split(heads, cuts, axis=-2)
+    eps = config.rms_norm_eps
+    normed = (rms_norm(query, p.query_norm, eps), rms_norm(key, p.key_norm, eps), value)
+    return jnp.concatenate(normed, axis=-2).reshape(qkv.shape)
 
 
 def _logits(

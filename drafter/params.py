@@ -23,6 +23,8 @@ class LayerParams:
     hidden_norm: jax.Array | None  # [D] in layer 0, None elsewhere
     qkv: jax.Array | PackedMatrix  # [2D or D, (N + 2G) H]: queries, keys, values side by side
     qkv_bias: jax.Array | None  # [(N + 2G) H]
+    query_norm: jax.Array | None  # [H]: weight of the norm of each head's query; None: no such norm
+    key_norm: jax.Array | None  # [H]
     out: jax.Array | PackedMatrix  # [N H, D]
     out_bias: jax.Array | None  # [D]
     mlp_norm: jax.Array  # [D]
@@ -77,6 +79,8 @@ def init_params(config: DrafterConfig, key: jax.Array, dtype: DTypeLike = jnp.fl
             hidden_norm=jnp.ones((c.hidden_size,), dtype) if index == 0 else None,
             qkv=matrix(keys[0], (c.layer_input(index), qkv_width)),
             qkv_bias=jnp.zeros((qkv_width,), dtype) if c.attention_bias else None,
+            query_norm=jnp.ones((c.head_dim,), dtype) if c.qk_norm else None,
+            key_norm=jnp.ones((c.head_dim,), dtype) if c.qk_norm else None,
             out=matrix(keys[1], (c.num_heads * c.head_dim, c.hidden_size), residual_scale),
             out_bias=jnp.zeros((c.hidden_size,), dtype) if c.attention_bias else None,
             mlp_norm=jnp.ones((c.hidden_size,), dtype),

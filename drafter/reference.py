@@ -128,6 +128,16 @@ def _attend(
 ) -> np.ndarray:
     width, per_kv_head = config.head_dim, config.num_heads // config.num_kv_heads
     query, key, value = (_apply(weights, f"{name}.{x}_proj", read) for x in "qkv")
+    if f"{name}.q_norm.weight" in weights:
+        query, key = (
+            np.concatenate(
+                [_rms(head, weights[f"{name}.{x}_norm.weight"], config.rms_norm_eps) for head in heads], axis=-1
+            )
+            for x, heads in (
+                ("q", np.split(query, config.num_heads, -1)),
+                ("k", np.split(key, config.num_kv_heads, -1)),
+            )
+        )
     frequencies = _frequencies(config)
     out = np.zeros((len(read), config.num_heads * width))
     for head in range(config.num_heads):

@@ -26,7 +26,7 @@ from peagle.engine.widths import OFF, SPECULATION_FILE, WidthTable, read_widths,
 from peagle.hub import cached, is_name
 from peagle.ops import cuda
 from peagle.ops.checkpoint import CONFIG, Checkpoint, fingerprint, read_checkpoint, read_json
-from peagle.ops.errors import InputError, InputWarning
+from peagle.ops.errors import InputError, InputWarning, cannot_start
 from peagle.ops.kernels import Implementation, for_weights
 from peagle.ops.kernels import in_words as kernels_in_words
 from peagle.ops.linear import PackedMatrix
@@ -326,7 +326,8 @@ def with_drafter(
     window = asked_window(drafter_directory, drafter_window)
     vocab = None if draft_vocab is None else _vocabulary(target_directory, drafter_directory, draft_vocab)
     if drafter_directory is not None:
-        params, config = _load_drafter(drafter_directory, pair, target_directory, aux_layer_ids)
+        named = layers.outputs if layers is not None and layers.reread else aux_layer_ids
+        params, config = _load_drafter(drafter_directory, pair, target_directory, named)
         if vocab is not None:
             params, config = narrow(params, config, vocab)
             drafted = vocab.token_ids
@@ -581,6 +582,7 @@ class AuxLayers:
     outputs: tuple[int, ...]
     description: str  # the same in words, and their source
     doubt: str | None = None  # a warning, if their numbers look like another convention's
+    reread: bool = False  # the ids of config.json are read by the other convention, the only one that fits
 
 
 def check_fit(target_directory: Path, drafter_directory: Path, aux_layer_ids: Sequence[int] | None = None) -> AuxLayers:
@@ -622,6 +624,14 @@ def fitting_aux_layers(
         raise other("its vocabulary has size", drafter.vocab_size, target.vocab_size)
     n, named = target.num_layers, named_aux_layers(checkpoint.config)
     outputs = drafter.aux_layer_ids
+    if aux_layer_ids is None and named and named[0].are_outputs and max(named[0].ids) == n:
+        inputs = dataclasses.replace(named[0], are_outputs=False)
+        why = (
+            f"{drafter_name}: {inputs.key} {list(inputs.ids)} in config.json are read as inputs, which are the outputs "
+            f"{list(inputs.outputs)}, since {n} is no output of the target's {n} layers; if few drafts are accepted, "
+            "give the outputs with --aux-layer-ids"
+        )
+        return AuxLayers(inputs.outputs, aux_layers_in_words(inputs.outputs, [inputs]), why, reread=True)
     if outputs is None:
         outputs = default_aux_layer_ids(n)
         if len(outputs) != drafter.num_taps:
@@ -675,12 +685,17 @@ def doubtful_aux_layers(
     for each in named[1:]:
         if each.outputs != used.outputs:
             return line(f"{each.key} {list(each.ids)}, which are {each.meaning}, name others", each.outputs)
-    # all known defaults begin with the output of layer 1, which is the input of layer 2
+    # all known defaults begin with the output of layer 1, which is the input of layer 2; some exporters write inputs
+    # where others write outputs, so outputs that begin elsewhere may be inputs
     flipped = dataclasses.replace(used, are_outputs=not used.are_outputs)
-    usual = flipped.ids[0] == flipped.written((1,))[0]
-    if usual and (num_layers is None or all(0 <= layer < num_layers for layer in flipped.outputs)):
+    unusual = min(used.ids) != 1 if used.are_outputs else min(used.ids) == 1
+    first = flipped.written((0,))[0]
+    fits = min(used.ids) >= first and (num_layers is None or max(flipped.outputs) < num_layers)
+    if unusual and fits:
+        if used.are_outputs and min(used.ids) != 2:
+            return line("outputs usually begin with 1, and some exporters write inputs there", flipped.outputs)
         kind = "outputs" if flipped.are_outputs else "inputs"
-        return line(f"{kind} usually begin with {used.ids[0]}", flipped.outputs)
+        return line(f"{kind} usually begin with {min(used.ids)}", flipped.outputs)
     return None
 
 
@@ -715,7 +730,5 @@ def default_dtype() -> DtypeName:
     """
     try:
         return "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    except RuntimeError as error:
-        raise InputError(
-            f"JAX cannot start: {' '.join(str(error).split())}; check JAX_PLATFORMS and the installed jax"
-        ) from None
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(cannot_start(error)) from None

@@ -6,6 +6,7 @@ from typing import Any
 
 from peagle.ops.errors import InputError
 from peagle.ops.rope import Llama3, RopeConfig, Yarn, parse_rope
+from peagle.ops.settings import brief, number, whole
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 SWIGLU_ALPHA = 1.702
@@ -31,7 +32,7 @@ class TargetConfig:
     head_dim: int
     vocab_size: int
     layer_types: tuple[str, ...]
-    sliding_window: int
+    sliding_window: int | None  # None: no layer has a window
     num_experts: int
     top_k: int
     expert_width: int
@@ -47,6 +48,8 @@ class TargetConfig:
             raise InputError(f"{self.top_k} experts per token of {self.num_experts}: expected 1..{self.num_experts}")
         if unknown := set(self.layer_types) - {SLIDING, FULL}:
             raise InputError(f"unknown layer types {sorted(unknown)}; expected {SLIDING} or {FULL}")
+        if self.sliding_window is None and SLIDING in self.layer_types:
+            raise InputError(f"sliding_window is null beside layers of {SLIDING}; expected the positions they see")
 
     @property
     def num_layers(self) -> int:
@@ -71,47 +74,44 @@ def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
     return (1, num_layers // 2 - 1, num_layers - 4)
 
 
+# settings that change the result and have one supported value: (key, supported, its meaning)
+_FIXED: tuple[tuple[str, Any, str], ...] = (
+    ("hidden_act", "silu", "silu"),
+    ("attention_bias", True, "true: GPT-OSS has attention biases"),
+    ("tie_word_embeddings", False, "false: GPT-OSS has its own lm_head"),
+    ("swiglu_alpha", SWIGLU_ALPHA, f"{SWIGLU_ALPHA}"),
+)
+
+
 def parse_config(config: Mapping[str, Any]) -> TargetConfig:
     """Read the TargetConfig of a config.json. Raises InputError naming a setting that is missing or not GPT-OSS's."""
-    kind = config.get("model_type")
-    if kind != "gpt_oss":
-        raise InputError(f"config.json says model_type {kind!r}; expected 'gpt_oss'")
-    try:
-        num_layers = int(config["num_hidden_layers"])
-        layer_types = config.get("layer_types") or [FULL if i % 2 else SLIDING for i in range(num_layers)]
-        if len(layer_types) != num_layers:
-            raise InputError(f"layer_types has {len(layer_types)} entries for {num_layers} layers")
-        if config.get("hidden_act", "silu") != "silu":
-            raise InputError(f"hidden_act {config['hidden_act']!r} is not supported; GPT-OSS uses silu")
-        if config.get("attention_bias", True) is not True:
-            raise InputError("attention_bias false is not supported; GPT-OSS has attention biases")
-        if config.get("tie_word_embeddings", False):
-            raise InputError("tie_word_embeddings true is not supported; GPT-OSS has its own lm_head")
-        if config.get("swiglu_alpha", SWIGLU_ALPHA) != SWIGLU_ALPHA:
-            raise InputError(f"swiglu_alpha {config['swiglu_alpha']} is not supported; GPT-OSS uses {SWIGLU_ALPHA}")
-        head_dim = int(config.get("head_dim") or 64)
-        return TargetConfig(
-            hidden_size=int(config["hidden_size"]),
-            num_heads=int(config["num_attention_heads"]),
-            num_kv_heads=int(config["num_key_value_heads"]),
-            head_dim=head_dim,
-            vocab_size=int(config["vocab_size"]),
-            layer_types=tuple(layer_types),
-            sliding_window=int(config["sliding_window"]),
-            num_experts=int(config.get("num_local_experts", config.get("num_experts", 0))),
-            top_k=int(config.get("num_experts_per_tok", config.get("experts_per_token", 4))),
-            expert_width=int(config["intermediate_size"]),
-            swiglu_limit=float(config.get("swiglu_limit", 7.0)),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-5)),
-            max_positions=int(config.get("max_position_embeddings", 131072)),
-            rope=parse_rope(head_dim, _with_rope(config), default_theta=DEFAULT_THETA),
-        )
-    except KeyError as missing:
-        raise InputError(f"config.json lacks {missing}") from None
-    except (TypeError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"config.json holds a value of the wrong kind: {error}") from None
+    if (kind := config.get("model_type")) != "gpt_oss":
+        raise InputError(f"model_type is {brief(kind)}; expected 'gpt_oss'")
+    for key, supported, meaning in _FIXED:
+        if config.get(key, supported) != supported:
+            raise InputError(f"{key} is {brief(config[key])}, which is not supported; expected {meaning}")
+    num_layers = whole(config, "num_hidden_layers")
+    layer_types = config.get("layer_types") or [FULL if i % 2 else SLIDING for i in range(num_layers)]
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        raise InputError(f"layer_types is {brief(layer_types)}; expected a list of {num_layers}, one for each layer")
+    head_dim = whole(config, "head_dim", 64)
+    windowed = config.get("sliding_window") is not None or SLIDING in layer_types
+    return TargetConfig(
+        hidden_size=whole(config, "hidden_size"),
+        num_heads=whole(config, "num_attention_heads"),
+        num_kv_heads=whole(config, "num_key_value_heads"),
+        head_dim=head_dim,
+        vocab_size=whole(config, "vocab_size"),
+        layer_types=tuple(map(str, layer_types)),
+        sliding_window=whole(config, "sliding_window") if windowed else None,
+        num_experts=whole(config, "num_local_experts" if "num_local_experts" in config else "num_experts"),
+        top_k=whole(config, "num_experts_per_tok" if "num_experts_per_tok" in config else "experts_per_token", 4),
+        expert_width=whole(config, "intermediate_size"),
+        swiglu_limit=number(config, "swiglu_limit", 7.0),
+        rms_norm_eps=number(config, "rms_norm_eps", 1e-5),
+        max_positions=whole(config, "max_position_embeddings", 131072),
+        rope=parse_rope(head_dim, _with_rope(config), default_theta=DEFAULT_THETA),
+    )
 
 
 def render_config(config: TargetConfig) -> dict[str, Any]:

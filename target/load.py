@@ -6,6 +6,7 @@ dimension first.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from peagle.ops.checkpoint import Checkpoint, read_checkpoint, read_json, write_checkpoint
+from peagle.ops.checkpoint import CONFIG, Checkpoint, read_checkpoint, read_json, write_checkpoint
 from peagle.ops.errors import InputError
 from peagle.ops.expert_matmul import ExpandedExperts, Experts, FusedExperts, NativeExperts, PackedExperts, alternate
 from peagle.ops.kernels import Implementation
@@ -23,6 +24,7 @@ from peagle.ops.linear import PackedMatrix, arrange, arrange_embedding, as_matri
 from peagle.ops.linear.packed import BFLOAT16, pack_floats, pack_mxfp4
 from peagle.ops.memory import aligned, available_memory_bytes, stack, to_device
 from peagle.ops.mxfp4 import BLOCK, NAN_SCALE, dequantize, quantize
+from peagle.ops.settings import brief, mapping
 from target.config import TargetConfig, parse_config, render_config
 from target.params import AttentionParams, LayerParams, MoeParams, TargetParams
 from target.shard import LEAVES, Leaf, Part, Place
@@ -78,7 +80,7 @@ def inspect_target(directory: Path) -> TargetFiles:
             counts[of_experts] += size
         elif name.endswith(names.blocks_suffix):
             counts[of_experts] += 2 * size
-    stops, named_by = _stop_tokens(checkpoint)
+    stops, named_by = _stop_tokens(checkpoint, config.vocab_size)
     return TargetFiles(
         config, stops, named_by, mxfp4, sum(counts.values()), counts[True], sum(sizes.values()), sizes[True]
     )
@@ -143,7 +145,7 @@ def load_target(
     """
     directory = Path(directory)
     checkpoint, names, config, mxfp4 = _open(directory)
-    stop_token_ids, _ = _stop_tokens(checkpoint)
+    stop_token_ids, _ = _stop_tokens(checkpoint, config.vocab_size)
     layout = _choose_layout(config, np.dtype(dtype), experts, mxfp4, implementation == "native", directory)
     part = Part(config, place, mxfp4)
     if progress is not None:
@@ -307,8 +309,12 @@ def _open(directory: Path) -> tuple[Checkpoint, _Names, TargetConfig, bool]:
     """Open a checkpoint and check its tensors; return (checkpoint, names, config, whether it is MXFP4)."""
     checkpoint = read_checkpoint(directory)
     names = _ORIGINAL if _is_original(checkpoint) else _HUGGING_FACE
-    config = parse_config(_from_original(checkpoint.config) if names is _ORIGINAL else checkpoint.config)
-    _refuse_other_quantization(checkpoint)
+    try:
+        config = parse_config(_from_original(checkpoint.config) if names is _ORIGINAL else checkpoint.config)
+        _refuse_other_quantization(checkpoint.config)
+    except InputError as error:
+        raise InputError(f"{checkpoint.directory / CONFIG}: {error}") from None
+    _refuse_split_experts(checkpoint)
     mxfp4 = any(name.endswith(names.scales_suffix) for name in checkpoint.names)
     checkpoint.expect(_shapes(names, config, mxfp4))
     return checkpoint, names, config, mxfp4
@@ -335,12 +341,25 @@ def _from_original(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**others, "model_type": "gpt_oss", "rope_parameters": rope, "layer_types": None}
 
 
-def _refuse_other_quantization(checkpoint: Checkpoint) -> None:
-    method = (checkpoint.config.get("quantization_config") or {}).get("quant_method", "mxfp4")
+def _refuse_other_quantization(config: Mapping[str, Any]) -> None:
+    method = mapping(config, "quantization_config").get("quant_method", "mxfp4")
     if method != "mxfp4":
         raise InputError(
-            f"{checkpoint.directory}: quantised with {method!r}; expected mxfp4 or no quantisation: use the original "
-            "checkpoint"
+            f"quantization_config names {brief(method)}; expected mxfp4 or no quantisation: use the original checkpoint"
+        )
+
+
+_SPLIT_EXPERT = re.compile(r"\.(gate_up_projs|down_projs|experts)\.\d+\.")
+
+
+def _refuse_split_experts(checkpoint: Checkpoint) -> None:
+    """Raise InputError for experts that are stored one by one, as fine-tuners write them for bitsandbytes and LoRA."""
+    split = sorted(name for name in checkpoint.names if _SPLIT_EXPERT.search(name))
+    if split:
+        raise InputError(
+            f"{checkpoint.directory} stores each expert by itself ({split[0]}, ...), as fine-tuning tools do; expected "
+            "all experts of a layer in one tensor (mlp.experts.gate_up_proj): save the merged model in the layout of "
+            "openai/gpt-oss, such as with the tool's own export to Hugging Face"
         )
 
 
@@ -383,7 +402,7 @@ def _leaves(names: _Names, config: TargetConfig, mxfp4: bool) -> dict[str, tuple
     return {name: (LEAVES[leaf], shape) for name, (leaf, shape) in shapes.items()}
 
 
-def _stop_tokens(checkpoint: Checkpoint) -> tuple[tuple[int, ...], str | None]:
+def _stop_tokens(checkpoint: Checkpoint, vocab_size: int) -> tuple[tuple[int, ...], str | None]:
     """Find (the stop tokens, the file that names them); ((), None) if no file does.
 
     The first of these that names any counts: generation_config.json, config.json, the tokenizer's files.
@@ -395,8 +414,11 @@ def _stop_tokens(checkpoint: Checkpoint) -> tuple[tuple[int, ...], str | None]:
     for name, config in configs.items():
         ids = config.get("eos_token_id")
         ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-            raise InputError(f"{directory / name}: eos_token_id is {ids!r}; expected token ids")
+        if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size for i in ids):
+            raise InputError(
+                f"{directory / name}: eos_token_id is {brief(ids)}; expected token ids in 0..{vocab_size - 1}, the "
+                "model's vocabulary"
+            )
         if ids:
             return tuple(dict.fromkeys(ids)), name
     for name in ("tokenizer_config.json", "special_tokens_map.json"):

@@ -3,6 +3,7 @@
 User errors become one line on standard error and exit code 2.
 """
 
+import errno
 import functools
 import os
 import sys
@@ -33,7 +34,7 @@ from peagle.cli.settings.sweep import SweepSettings
 from peagle.cli.settings.train import TrainSettings
 from peagle.hub import stay_offline
 from peagle.ops import interrupt
-from peagle.ops.errors import InputError, InputWarning
+from peagle.ops.errors import InputError, InputWarning, cannot_start, is_of_backend
 from peagle.ops.files import reason_of
 from peagle.ops.jax_cure import MiscompilingJaxError
 
@@ -261,6 +262,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except InputError as error:
         return _complain(str(error))
+    except OSError as error:
+        return _input_or_output(error)
     except Exception as error:
         if type(error).__name__ == "Abort":
             return INTERRUPTED
@@ -277,6 +280,8 @@ def guarded(run: Callable[[], int]) -> int:
     from peagle.cli.compilation_cache import keep_compiled
 
     keep_compiled()
+    if os.environ.pop("JAX_DISABLE_JIT", "0").lower() not in ("0", "false", ""):
+        say("warning", "JAX_DISABLE_JIT is ignored: decoding runs compiled programs only")
     try:
         with _warnings_in_one_line():
             return run()
@@ -284,20 +289,28 @@ def guarded(run: Callable[[], int]) -> int:
         return _complain(str(error))
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        # whoever read the output has gone; nothing is left to say, and nothing to flush at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
     except OSError as error:
-        where = "" if error.filename is None else f"{error.filename}: "
-        return _complain(f"{where}{reason_of(error)}; expected a place that can be read and written")
+        return _input_or_output(error)
     except Exception as error:
+        if is_of_backend(error):
+            return _complain(cannot_start(error))
         if _out_of_memory(error):
             return _complain(
                 f"out of memory: {str(error).splitlines()[0] if str(error) else 'no more is free'}; lower --context or "
                 "--slots, or keep the experts small with --experts packed or --dtype bfloat16"
             )
         raise
+
+
+def _input_or_output(error: OSError) -> int:
+    """Report a failed read or write in one line, and return the exit code."""
+    if error.filename is None and error.errno in (errno.EPIPE, errno.ENOSPC):
+        # whoever read the output has gone, or its place is full: nothing is to be flushed at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error, BrokenPipeError):
+        return BROKEN_PIPE
+    where = "" if error.filename is None else f"{error.filename}: "
+    return _complain(f"{where}{reason_of(error)}; expected a place that can be read and written")
 
 
 def _out_of_memory(error: Exception) -> bool:

@@ -33,6 +33,8 @@ def chat_command(settings: ChatSettings) -> int:
     Raises InputError for what no message could be answered with, before anything is read, and KeyboardInterrupt for
     Ctrl-C while a message is awaited.
     """
+    if sys.stdin is None:
+        raise InputError("standard input is closed; expected a terminal, or one message per line")
     refuse_replicas(settings.devices.mesh, "a chat is one conversation")
     target, drafter, asked = chosen_models(settings.model, settings.drafting)
     config = RunConfig(  # refuses, before anything slow, what no pair could do

@@ -285,7 +285,9 @@ def _is_example(settings: DecodeSettings) -> bool:
 
 
 def _read_standard_input() -> str:
-    """All of it, without the line break that ends a text file."""
+    """Read all of it, without the line break that ends a text file."""
+    if sys.stdin is None:
+        raise InputError("standard input is closed; expected the prompt there, or a prompt instead of -")
     try:
         text = sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError:

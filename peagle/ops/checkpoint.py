@@ -30,6 +30,8 @@ from peagle.ops.strict_json import dumps
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _PIECE_BYTES = 1 << 22  # read at a time
 _FINGERPRINT_BLOCKS = 16  # blocks of 64 KiB, spread over a file
+# buffers that some writers store beside the weights; loaders compute them from config.json
+_BUFFERS = ("rotary_emb.inv_freq",)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -211,7 +213,7 @@ class Checkpoint:
         return piece
 
     def _refuse_surplus(self, names: Set[str]) -> None:
-        if names:
+        if names := {name for name in names if not name.endswith(_BUFFERS)}:
             raise InputError(
                 f"{self.directory} holds tensors that this model has no place for: {_some(names)}; remove "
                 "them, or use the checkpoint that belongs to this config.json"

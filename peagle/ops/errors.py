@@ -1,5 +1,8 @@
 """The error and the warning for bad input."""
 
+import os
+import traceback
+
 
 class InputError(ValueError):
     """Bad input: a file, a flag, a prompt, a pair that does not fit.
@@ -20,3 +23,16 @@ class InputWarning(UserWarning):
     The message is one line: what was seen, how it was read, what to do. Commands print it on standard error, even if
     they print little else.
     """
+
+
+def cannot_start(error: Exception) -> str:
+    """Say in one line that JAX found no device to run on. error: what it raised."""
+    platform = os.environ.get("JAX_PLATFORMS")
+    why = " ".join(str(error).split()) or f"there is no device of JAX_PLATFORMS={platform}"
+    return f"JAX cannot start: {why}; check JAX_PLATFORMS and the installed jax"
+
+
+def is_of_backend(error: Exception) -> bool:
+    """Tell whether JAX raised this while it started a backend: an AssertionError if a named one has no device."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename.endswith("xla_bridge.py")

@@ -85,7 +85,8 @@ def export(
     target = None
     if target_directory is not None:
         target = inspect_target(target_directory).config
-        check_fit(target_directory, source, aux_layer_ids)
+        layers = check_fit(target_directory, source, aux_layer_ids)
+        aux_layer_ids = layers.outputs if layers.reread else aux_layer_ids
     params, stored = _load(source, target_directory, aux_layer_ids)
     refused = refused_by(stored, dialect)
     if VLLM in refused:  # which reads both dialects

@@ -140,8 +140,22 @@ CONFIGS = {
         rope=RopeConfig(6, 10000.0, LLAMA3),
         windows=(9,),
     ),
+    "two layers, norms of queries and keys": DrafterConfig(
+        hidden_size=22,
+        num_layers=2,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=10,
+        mlp_width=26,
+        target_hidden_size=14,
+        vocab_size=53,
+        draft_vocab_size=37,
+        mask_token_id=3,
+        rope=RopeConfig(10, 5000.0),
+        qk_norm=True,
+    ),
 }
-ONE, TWO, FOUR, MASKS, EAGLE, EAGLE_NORMED, WINDOWS, EAGLE_WINDOW = CONFIGS
+ONE, TWO, FOUR, MASKS, EAGLE, EAGLE_NORMED, WINDOWS, EAGLE_WINDOW, HEADS_NORMED = CONFIGS
 
 
 @functools.cache

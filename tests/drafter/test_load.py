@@ -33,7 +33,19 @@ from drafter.reference import draft_logits
 from peagle.ops.checkpoint import read_checkpoint, write_checkpoint
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.rope import RopeConfig, Yarn
-from tests.drafter.cases import CONFIGS, EAGLE, EAGLE_NORMED, FOUR, LLAMA3, MASKS, ONE, TWO, random_params, random_text
+from tests.drafter.cases import (
+    CONFIGS,
+    EAGLE,
+    EAGLE_NORMED,
+    FOUR,
+    HEADS_NORMED,
+    LLAMA3,
+    MASKS,
+    ONE,
+    TWO,
+    random_params,
+    random_text,
+)
 
 Tensors = dict[str, np.ndarray]
 Edit = Callable[[dict[str, Any], Tensors], None]
@@ -413,7 +425,7 @@ def test_every_tensor_is_needed_and_every_shape_checked(tmp_path: Path, dialect:
 
 
 def test_every_tensor_has_a_place(tmp_path: Path) -> None:
-    for name in ("midlayer.self_attn.q_norm.weight", "input_norm.weight", "layers.0.norm.weight", "fc.bias"):
+    for name in ("midlayer.self_attn.sinks", "input_norm.weight", "layers.0.norm.weight", "fc.bias"):
 
         def add(_config: dict[str, Any], tensors: Tensors, name: str = name) -> None:
             tensors[name] = np.ones(12, np.float32)
@@ -440,12 +452,12 @@ def test_every_tensor_has_a_place(tmp_path: Path) -> None:
         ),
         ({"mask_token_id": 4}, r"different mask tokens.*'mask_token_id': 4.*'ptd_token_id': 60"),
         ({"ptd_token_id": 61}, r"mask token 61 lies outside 0\.\.60"),
-        ({"ptd_token_id": "sixty"}, r"wrong kind.*sixty"),
-        ({"hidden_size": ...}, r"lacks 'hidden_size'"),
+        ({"ptd_token_id": "sixty"}, r"ptd_token_id is 'sixty'; expected a whole number of 0 or more"),
+        ({"hidden_size": ...}, r"hidden_size is missing"),
         ({"hidden_size": 21}, r"embed_tokens.weight has shape \[61, 20\].*\[61, 21\]"),
-        ({"num_attention_heads": 0}, r"num_attention_heads 0"),
+        ({"num_attention_heads": 0}, r"num_attention_heads is 0"),
         ({"num_attention_heads": 5}, r"5 query heads do not divide among 2"),
-        ({"num_hidden_layers": 0}, r"num_layers is 0"),
+        ({"num_hidden_layers": 0}, r"num_hidden_layers is 0"),
         ({"head_dim": 7}, r"head_dim is 7"),
         ({"num_key_value_heads": 3}, r"k_proj.weight has shape \[16, 40\].*\[24, 40\]"),
         ({"intermediate_size": 27}, r"gate_proj.weight"),
@@ -469,7 +481,7 @@ def test_every_tensor_has_a_place(tmp_path: Path) -> None:
         ({"is_causal": False}, r"is_causal False"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0.5"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, r"use_aux_hidden_state False"),
-        ({"eagle_config": 7}, r"wrong kind"),
+        ({"eagle_config": 7}, r"eagle_config is 7; expected an object"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config"),
         ({"qkv_bias": True}, r"qkv_bias True beside attention_bias False"),
         ({"layer_types": ["chunked_attention"]}, r"layer_types is \['chunked_attention'\]; expected a list of 1"),
@@ -487,7 +499,7 @@ def test_every_tensor_has_a_place(tmp_path: Path) -> None:
         ),
         ({"use_sliding_window": True, "sliding_window": 8}, r"use_sliding_window True but names no layer_types"),
         ({"model_type": "qwen3"}, r"'qwen3'; expected 'llama'"),
-        ({"transformer_layer_config": 3}, r"transformer_layer_config is a int"),
+        ({"transformer_layer_config": 3}, r"transformer_layer_config is 3; expected an object"),
         ({"transformer_layer_config": {}}, r"speculators_model_type None; expected 'peagle'"),
         ({"speculators_model_type": "eagle3", "transformer_layer_config": {}}, r"'eagle3'; expected 'peagle', since"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, r"'dynamic' is not supported"),
@@ -545,3 +557,36 @@ def test_the_random_start_has_every_shape_that_a_file_has(tmp_path: Path) -> Non
     assert params.draft_to_target is not None
     assert params.draft_to_target.tolist() == list(range(config.draft_vocab_size))
     assert all((np.asarray(layer.norm) == 1).all() for layer in params.layers)
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "speculators"])
+def test_norms_of_queries_and_keys_load_as_qwen3_layers(tmp_path: Path, dialect: Dialect) -> None:
+    """As vLLM takes them in speculators' files; without the layers' kind the tensors say it."""
+    directory = write(tmp_path, HEADS_NORMED, dialect)
+    config = json.loads((directory / "config.json").read_text())
+    geometry = config if dialect == "vllm" else config["transformer_layer_config"]
+    assert geometry["model_type"] == "qwen3"
+    loaded, read = load_drafter(directory)
+    assert read == CONFIGS[HEADS_NORMED]
+    assert_same(loaded, random_params(CONFIGS[HEADS_NORMED]))
+    for kind, says in ((None, None), ("llama", "model_type 'llama'; expected 'qwen3'")):
+
+        def edit(config: dict[str, Any], _tensors: Tensors, kind: str | None = kind) -> None:
+            place = config if dialect == "vllm" else config["transformer_layer_config"]
+            if kind is None:
+                del place["model_type"]
+            else:
+                place["model_type"] = kind
+
+        directory = write(tmp_path / str(kind), HEADS_NORMED, dialect, edit)
+        if says is None:
+            assert load_drafter(directory)[1] == read
+        else:
+            assert says in refusal(directory)
+
+
+def test_buffers_of_rope_are_ignored(tmp_path: Path) -> None:
+    def add(_config: dict[str, Any], tensors: Tensors) -> None:
+        tensors["midlayer.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+
+    assert_same(load_drafter(write(tmp_path, edit=add))[0], random_params(CONFIGS[ONE]))

@@ -267,6 +267,18 @@ def demo_drafter_that_says(directory: Path, **changes: object) -> Path:
         ({KEY: [1, 3, 4]}, (0, 2, 3), "inputs", r"begin with 1; .* try --aux-layer-ids 1,3,4, .* \[2, 4, 5\] there"),
         ({KEY: [1, 3, 8]}, (0, 2, 7), "inputs", None),  # no output of 8 layers has the number 8
         ({"eagle_config": {KEY: [1, 3, 4]}}, (1, 3, 4), "outputs, as SpecForge and SGLang", None),
+        (  # some exporters write inputs there
+            {"eagle_config": {KEY: [3, 4, 6]}},
+            (3, 4, 6),
+            "outputs",
+            r"outputs usually begin with 1, .* --aux-layer-ids 2,3,5, .* \[2, 3, 5\] there",
+        ),
+        (  # 8 can only be an input of eight layers' successor
+            {"eagle_config": {KEY: [3, 6, 8]}},
+            (2, 5, 7),
+            "inputs",
+            r"\[3, 6, 8\] in config.json are read as inputs, .*\[2, 5, 7\], since 8 is no output",
+        ),
         (
             {"eagle_config": {KEY: [2, 4, 5]}},
             (2, 4, 5),
@@ -309,7 +321,7 @@ def test_aux_layer_ids_that_are_given_win_and_doubts_are_warnings(tmp_path: Path
 def test_layers_out_of_range_are_named_as_the_file_numbers_them(tmp_path: Path) -> None:
     for name, changes, expected in (
         ("top", {KEY: [2, 5, 9]}, "[2, 5, 9], and 9 names no layer; expected 1..8 there"),
-        ("nested", {"eagle_config": {KEY: [1, 4, 8]}}, "[1, 4, 8], and 8 names no layer; expected 0..7 there"),
+        ("nested", {"eagle_config": {KEY: [1, 4, 9]}}, "[1, 4, 9], and 9 names no layer; expected 0..7 there"),
     ):
         with pytest.raises(InputError) as caught:
             check_fit(DEMO_DIRECTORY / "target", demo_drafter_that_says(tmp_path / name, **changes))

@@ -18,7 +18,7 @@ from peagle.ops.mxfp4 import dequantize, quantize
 from peagle.ops.rope import Llama3, RopeConfig, Yarn
 from peagle.workflows.random_checkpoint import SIZES, random_tensors
 from target import load
-from target.config import parse_config, render_config
+from target.config import FULL, parse_config, render_config
 from target.load import inspect_target, load_target, save_target, tensor_shapes, write_target
 from tests.target.test_model import CONFIG, random_params
 
@@ -234,7 +234,7 @@ def test_available_memory_is_plausible() -> None:
         ({"eos_token_id": 4}, None, (4,)),
         ({"eos_token_id": [4, 2, 4]}, None, (4, 2)),
         ({}, None, ()),
-        ({"eos_token_id": 4}, {"eos_token_id": [200002, 199999]}, (200002, 199999)),
+        ({"eos_token_id": 4}, {"eos_token_id": [12, 9]}, (12, 9)),
         ({"eos_token_id": 4}, {"temperature": 1.0}, (4,)),
         ({"eos_token_id": 4}, {"eos_token_id": []}, (4,)),
         ({}, {"eos_token_id": None}, ()),
@@ -310,14 +310,28 @@ def say(**values: object) -> Callable[[dict, dict], None]:
         (put("model.norm.weight", np.zeros(96, np.int32)), r"model\.norm\.weight has dtype int32; expected floats"),
         (put(SCALES, np.full((5, 128, 3), 255, np.uint8)), f"{SCALES} has a scale of 255"),
         (put(SCALES, np.zeros((5, 128, 3), np.int8)), f"{SCALES} has dtype int8; expected uint8"),
-        (say(model_type="llama"), "model_type 'llama'; expected 'gpt_oss'"),
+        (say(model_type="llama"), "model_type is 'llama'; expected 'gpt_oss'"),
         (say(num_hidden_layers=1, layer_types=None), r"no place for: model\.layers\.1\."),
         (say(num_hidden_layers=3, layer_types=None), r"missing: model\.layers\.2\."),
-        (say(quantization_config={"quant_method": "awq"}), "quantised with 'awq'"),
-        (say(swiglu_alpha=1.0), "swiglu_alpha 1.0"),
-        (say(hidden_size="wide"), "wrong kind"),
+        (say(quantization_config={"quant_method": "awq"}), "quantization_config names 'awq'"),
+        (say(quantization_config="mxfp4"), "quantization_config is 'mxfp4'; expected an object"),
+        (say(swiglu_alpha=1.0), r"swiglu_alpha is 1\.0"),
+        (say(hidden_size="wide"), "hidden_size is 'wide'; expected a whole number"),
+        (say(hidden_size=True), "hidden_size is True; expected a whole number"),
         (say(eos_token_id="</s>"), "eos_token_id"),
-        (lambda config, _: config.pop("vocab_size"), "lacks 'vocab_size'"),
+        (say(eos_token_id=400), r"eos_token_id is \[400\]; expected token ids in 0\.\.319"),
+        (say(eos_token_id=10**12), r"eos_token_id is \[1000000000000\]"),
+        (say(num_key_value_heads=0), "num_key_value_heads is 0; expected a whole number of 1 or more"),
+        (say(sliding_window=0), "sliding_window is 0; expected a whole number of 1 or more"),
+        (say(sliding_window=-1), "sliding_window is -1"),
+        (say(sliding_window=None), "sliding_window is null"),
+        (say(rms_norm_eps=0), "rms_norm_eps is 0; expected a number above 0"),
+        (say(layer_types="full_attention"), "layer_types is 'full_attention'; expected a list"),
+        (lambda config, _: config.pop("vocab_size"), "vocab_size is missing"),
+        (
+            put("model.layers.0.mlp.experts.gate_up_projs.0.weight", np.zeros((2, 2), np.float32)),
+            "each expert by itself",
+        ),
     ],
 )
 def test_bad_input_is_named(mxfp4: Path, tmp_path: Path, change: Callable, message: str) -> None:
@@ -325,6 +339,26 @@ def test_bad_input_is_named(mxfp4: Path, tmp_path: Path, change: Callable, messa
     with pytest.raises(InputError, match=message) as caught:
         load_target(directory, experts="packed")
     assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(str(directory))
+
+
+def test_layers_that_all_see_everything_need_no_window(tmp_path: Path) -> None:
+    """transformers takes sliding_window: null beside full layers."""
+    config = dataclasses.replace(CONFIG, layer_types=(FULL,) * CONFIG.num_layers)
+    expected = dataclasses.replace(config, sliding_window=None)
+    save_target(tmp_path / "a", random_params(), config, mxfp4=False)
+    edited = {**render_config(config), "sliding_window": None}
+    (tmp_path / "a" / "config.json").write_text(json.dumps(edited))
+    loaded = load_target(tmp_path / "a")
+    assert loaded.config == expected
+    assert parse_config(render_config(expected)) == expected
+    assert {loaded.config.window(layer) for layer in range(config.num_layers)} == {None}
+
+
+def test_buffers_of_rope_are_ignored(mxfp4: Path, tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    directory = changed(mxfp4, tmp_path / "buffers", put(name, np.zeros(8, np.float32)))
+    assert load_target(directory).config == load_target(mxfp4).config
 
 
 def test_packed_needs_mxfp4(tmp_path: Path) -> None:

@@ -632,7 +632,9 @@ def test_results_rings_and_widths_that_do_not_fit_are_refused() -> None:
         ((BATCH, 2, 60), ml_dtypes.bfloat16),
         ((BATCH, 2, 50), np.float32),
     ):
-        with pytest.raises(jax.errors.JaxRuntimeError, match="attention: (qkv|keys, values and results are not of one type)"):
+        with pytest.raises(
+            jax.errors.JaxRuntimeError, match=r"attention: (qkv|keys, values and results are not of one type)"
+        ):
             call_decode(good_decode(), out, dtype)
     for window in (0, 9):
         with pytest.raises(jax.errors.JaxRuntimeError, match="a ring is smaller than its window"):
