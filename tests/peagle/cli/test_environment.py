@@ -1,4 +1,4 @@
-"""What a command finds around it: no device, no input, no room for output. Each ends in one line, without a traceback."""
+"""What a command finds around it: no device, no input, no room. Each ends in one line, without a traceback."""
 
 import os
 import re
