@@ -39,7 +39,10 @@ def batch_command(settings: BatchSettings) -> int:
     if loop.failure is not None:
         say("error", f"{loop.failure}; {_progress(batch.counts)}")
         return FAILED
-    display.note(_summary(batch.counts, time.perf_counter() - started))
+    summary = _summary(batch.counts, time.perf_counter() - started)
+    display.note(summary)
+    if settings.quiet and (batch.counts.refused or batch.counts.failed):
+        display.warn([summary])
     return FAILED if batch.counts.failed else ALL_REFUSED if batch.counts.all_refused else 0
 
 

@@ -11,7 +11,7 @@ from peagle.cli.document import summary_block
 from peagle.cli.output import say
 from peagle.cli.settings.chat import ChatSettings
 from peagle.cli.settings.shared import parse_prefix_cache
-from peagle.cli.speculate import chosen_context, chosen_models, load_pair
+from peagle.cli.speculate import chosen_context, chosen_models, load_pair, not_shown, without_effect
 from peagle.measure.metrics import figure_text
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
@@ -52,6 +52,7 @@ def chat_command(settings: ChatSettings) -> int:
     )
     display.read_by(pair.tokenizer)
     _refuse_without_template(pair, config.rendering, target)
+    display.warn([*without_effect(settings.sampling), *not_shown(config.rendering, pair, target)])
     k, adaptive = pair.num_drafts(asked)
     context = chosen_context(pair, settings.context)
     kept = default_prefix_cache_bytes() if config.prefix_cache_bytes is None else config.prefix_cache_bytes
@@ -126,10 +127,12 @@ def summary_line(done: Run, config: RunConfig) -> str:
     parts = [f"{len(result.output_ids)} tokens", f"{figure_text(summary['tok_per_s'], '.1f')} tok/s"]
     if result.num_cached_tokens:
         parts.append(f"{result.num_cached_tokens} of {len(result.request.prompt_ids)} prompt tokens known")
-    if config.num_speculative_tokens:
+    if summary["num_plain_steps"] and not summary["num_spec_steps"]:
+        parts.append("nothing drafted, since it does not pay here (-k K drafts anyway)")
+    elif config.num_speculative_tokens:
         parts.append(f"acceptance length {figure_text(summary['acceptance_length'], '.2f')}")
-    if config.compares:
-        parts.append(f"speed-up {figure_text(summary['speedup'], '.2f')}")
+        if config.compares:
+            parts.append(f"speed-up {figure_text(summary['speedup'], '.2f')}")
     return " | ".join([*parts, f"finish: {result.finish_reason or 'interrupted'}"])
 
 

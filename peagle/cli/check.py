@@ -1,5 +1,6 @@
 """`peagle check`: the self-checks of this machine."""
 
+from peagle.cli.display import Display
 from peagle.cli.output import show_lines
 from peagle.ops.kernels import in_words
 from peagle.workflows.check import check, verdict
@@ -7,8 +8,12 @@ from peagle.workflows.check import check, verdict
 
 def check_command() -> int:
     """Print what every check finds, and a verdict of two lines. Returns the exit code: 1 if something is wrong."""
-    findings = []
-    for finding in check():
+    display, checks, findings = Display(text=False, quiet=False, total=1, streaming=False), check(), []
+    while True:
+        with display.stage("checking"):
+            finding = next(checks, None)
+        if finding is None:
+            break
         findings.append(finding)
         show_lines([f"{'ok' if finding.ok else 'WRONG':<6} {finding.name}: {finding.found}"], indent=7)
     right, line = verdict(findings)

@@ -21,16 +21,17 @@ from drafter.train.shards import (
     total_tokens,
 )
 from peagle.cli.display import Display
+from peagle.cli.options import given
 from peagle.cli.settings.data import DataSettings
 from peagle.cli.settings.shared import DraftOptions, chosen_slots, parse_layers
-from peagle.cli.speculate import load_pair
+from peagle.cli.speculate import load_pair, not_shown, without_effect
 from peagle.engine.request import SamplingParams
 from peagle.loading import or_demo, resolve
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
 from peagle.ops.files import alone
 from peagle.ops.strict_json import dumps
-from peagle.text.prompt_files import left_out_line, read_prompts
+from peagle.text.prompt_files import Skipped, read_prompts, skipped_line
 from peagle.text.prompts import Conversation, Rendering
 from peagle.workflows.answers import Asking, answer
 from peagle.workflows.dataset import chosen_taps, document, lengths_in_words, taught, teacher_of, write
@@ -46,7 +47,8 @@ class Checked:
     out: Path
     made_by: dict[str, Any]
     conversations: Sequence[Conversation]
-    left_out: Sequence[str]
+    skipped: Sequence[Skipped]
+    warnings: Sequence[str]
     rendering: Rendering
     sampling: SamplingParams
     slots: int
@@ -69,10 +71,11 @@ def data_command(settings: DataSettings) -> int:
 
 
 def _data(settings: DataSettings) -> int:
-    checked = _checked(settings)
     display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
-    if checked.left_out:
-        display.note(f"left out: {left_out_line(checked.left_out)}")
+    with display.stage("reading the prompts"):
+        checked = _checked(settings)
+    display.warn(checked.warnings)
+    display.warn(without_effect(settings.sampling))
     if not checked.missing:
         display.note(f"{checked.out} is complete: {len(checked.starts)} shards")
         return 0
@@ -85,11 +88,12 @@ def _data(settings: DataSettings) -> int:
         f"{num_answered / seconds:,.0f} tok/s",
         f"lengths      {lengths_in_words(lengths)}",
     ]
-    if checked.left_out:
-        lines.append(f"left out     {left_out_line(checked.left_out)}")
-    if skipped:
-        lines.append(f"skipped      {len(skipped)} prompts that cannot be answered, the first: {skipped[0]}")
-    display.summary(lines)
+    if checked.skipped:
+        lines.append(f"left out     {skipped_line(checked.skipped)}")
+    lost = [f"{len(skipped)} prompts that cannot be answered, the first: {skipped[0]}"] if skipped else []
+    display.summary([*lines, *(f"skipped      {line}" for line in lost)])
+    if settings.quiet:  # else the summary has it
+        display.warn(lost)
     return 0
 
 
@@ -128,7 +132,8 @@ def _checked(settings: DataSettings) -> Checked:
         out,
         made_by,
         conversations,
-        [line for one in sets for line in one.left_out],
+        [row for prompts in sets for row in prompts.skipped],
+        [line for prompts in sets for line in prompts.warnings],
         rendering,
         settings.sampling.params(),
         slots,
@@ -148,7 +153,10 @@ def _answered(
     pair = load_pair(checked.name, None, settings.model, DraftOptions(), display)
     wants_teacher = settings.hidden or settings.top
     teacher = teacher_of(checked.directory, pair.dtype, checked.taps) if wants_teacher else None
+    display.warn(not_shown(checked.rendering, pair, checked.name))
     context = pair.room(None if settings.context is None else min(settings.context, pair.max_positions))
+    if "context" in given(settings) and context != settings.context:
+        display.warn([f"--context is {settings.context}; {context} is used, all that {checked.name} has"])
     asking = Asking(checked.rendering, checked.sampling, settings.max_new_tokens, context, checked.slots)
     open_folder(checked.out, checked.made_by)
     finished, wanted = 0, sum(len(checked.part(number)) for number in checked.missing)

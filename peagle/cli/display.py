@@ -1,8 +1,10 @@
 """What is shown while a run goes on: the text on standard output, everything else on standard error."""
 
+import contextlib
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
@@ -11,7 +13,7 @@ from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, T
 from rich.text import Text
 
 from peagle.api import show_ids
-from peagle.cli.output import wrapped
+from peagle.cli.output import say, wrapped
 from peagle.engine.request import Request
 from peagle.ops import interrupt
 from peagle.result import Result
@@ -20,9 +22,10 @@ from peagle.text.tokenizer import Tokenizer
 from peagle.workflows.run import Observer
 
 DIM, NOT_DIM = "\x1b[2m", "\x1b[22m"
-LINE_SECONDS = 60  # between two lines about progress, where there is no terminal
+LINE_SECONDS: float = 10  # between two lines about progress, if standard error is no terminal
 REDRAW_SECONDS = 1  # between two changes of progress that is shown while something is measured
 LEAST_LEFT = 0.5  # seconds: less is not said
+COUNTED = ("tokens", "requests")  # units of a stage that are counted; others are numbered
 LABEL = 13  # characters before the text of a line of a summary
 
 # control characters but tab, line feed and carriage return: a model's output must not drive the terminal
@@ -32,11 +35,20 @@ _UNSAFE = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "
 PLAINLY = "decoding plainly, to compare (--no-baseline skips it)"
 # of accepted drafts by their place in the step; readable on dark and on light
 DRAFT_COLOURS = ("#2da44e", "#1f9d9d", "#3b82f6", "#8b5cf6", "#d946a0", "#e0572f", "#b7791f")
+DRAFT_MARKS = "[]"  # around an accepted draft, in a terminal without colours
+
+Parts = Sequence[tuple[str, int]]  # of a text, with their origins (peagle.result.Piece)
 
 
 def draft_text(text: str, origin: int) -> Text:
     """Colour the text of an accepted draft; that of the target's own tokens, origin 0, stays as it is."""
     return Text(text, style="" if origin == 0 else DRAFT_COLOURS[min(origin, len(DRAFT_COLOURS)) - 1])
+
+
+def marked(parts: Parts) -> str:
+    """Join parts, with marks around accepted drafts."""
+    before, after = DRAFT_MARKS
+    return "".join(f"{before}{text}{after}" if origin and text else text for text, origin in parts)
 
 
 @runtime_checkable
@@ -46,32 +58,91 @@ class Advance(Protocol):
     def __call__(self, done: int, total: int, left_s: float | None = None) -> None: ...
 
 
+class Stage:
+    """What takes seconds now: `what`, and how far it is, as a share or in a unit.
+
+    An Advance. `redraw` is called after a change, at most once in REDRAW_SECONDS.
+    """
+
+    def __init__(self, what: str, unit: str | None, redraw: Callable[[], None]) -> None:
+        self.what, self.unit = what, unit
+        self._redraw = redraw
+        self._began = self._told = time.monotonic()
+        self._redrawn: float | None = None
+        self._far: tuple[int, int, float | None] = 0, 0, None
+
+    def __call__(self, done: int, total: int, left_s: float | None = None) -> None:
+        self._far, self._told = (done, total, left_s), time.monotonic()
+        if self._redrawn is None or self._told - self._redrawn >= REDRAW_SECONDS:
+            self._redrawn = self._told
+            self._redraw()
+
+    @property
+    def progress(self) -> str:
+        """How far it was when it was told last: 20%; run 2 of 5, if its first run is done; 20 of 128 tokens."""
+        done, total, left_s = self._far
+        if not total:
+            return ""
+        if left_s is None and done:
+            left_s = (self._told - self._began) * (total - done) / done
+        share = f"{done / total:.0%}"
+        if self.unit in COUNTED:
+            share = f"{done:,} of {total:,} {self.unit}"
+        elif self.unit is not None:
+            share = f"{self.unit} {min(done + 1, total)} of {total}"
+        return share + left_text(left_s)
+
+    def line(self) -> str:
+        return f"{self.what}: {self.progress or f'{duration(time.monotonic() - self._began)} so far'}"
+
+
+class Ticker:
+    """Calls `tick` every so many seconds, in a thread of its own, until it is stopped."""
+
+    def __init__(self, seconds: float, tick: Callable[[], None]) -> None:
+        self._seconds, self._tick, self._stopped = seconds, tick, threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._seconds):
+            with contextlib.suppress(OSError):  # the reader of a pipe may be gone
+                self._tick()
+
+
 class Display(Observer):
     """Streams one text at a time; texts of requests that are decoded together come whole, in the order of the requests,
-    each when those before it have ended. Progress is shown on terminals only, and never while text runs into the same
-    terminal. A text that streams to a terminal is shown by its channels: reasoning and tool calls dim, then the answer;
-    elsewhere, and if quiet, it is shown as the tokens spell it."""
+    each when those before it have ended. What takes seconds is shown with its progress: drawn on a terminal, but never
+    while text runs into the same one; elsewhere a line every LINE_SECONDS, but not while a text streams. A text that
+    streams to a terminal is shown by its channels: reasoning and tool calls dim, then the answer; elsewhere, and if
+    quiet, it is shown as the tokens spell it. drafts: accepted drafts of a text on a terminal are coloured, or marked
+    if it has no colours."""
 
-    def __init__(self, *, text: bool, quiet: bool, total: int, streaming: bool, colours: bool = False) -> None:
+    def __init__(self, *, text: bool, quiet: bool, total: int, streaming: bool, drafts: bool = False) -> None:
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._stdout = Console(highlight=False, soft_wrap=True)
         self._text, self._quiet, self._total, self._streaming = text, quiet, total, streaming
-        self._colours = colours and text and sys.stdout.isatty()
+        self.shows_drafts = drafts and text and self._stdout.is_terminal
+        self._coloured = self._stdout.color_system is not None and not self._stdout.no_color
         self.live = self.console.is_terminal and not quiet
         self._shared = self.live and text and sys.stdout.isatty()
-        self._by_channel = streaming and text and not quiet and not self._colours and sys.stdout.isatty()
+        self._by_channel = streaming and text and not quiet and not self.shows_drafts and sys.stdout.isatty()
         self._has_tokenizer = True
         self._tokenizer: Tokenizer | None = None
         self._parsers: dict[int, ChannelParser] = {}
         self._message: int | None = None  # of the text that streams, shown last
-        self._pieces: dict[int, list[str]] = {}
-        self._ended: dict[int, tuple[Request, str]] = {}  # those that wait for one before them
+        self._pieces: dict[int, list[tuple[str, int]]] = {}
+        self._ended: dict[int, tuple[Request, Parts]] = {}  # those that wait for one before them
+        self._stage: Stage | None = None
         self._progress: Progress | None = None
+        self._ticker: Ticker | None = None
         self._done = self._finished = 0  # requests: before this round, in it
-        self._decoding = ""
+        self._num_tokens = 0  # in this round
         self._began: float | None = None
-        self._runs: tuple[str, Advance] | None = None  # what `run_of` shows
-        self._compared: tuple[Advance, float] | None = None  # progress of the comparison, and when it was shown last
-        self._stdout = Console(highlight=False, soft_wrap=True)
         if text and hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")
 
@@ -79,13 +150,12 @@ class Display(Observer):
     def stage(self, what: str, animated: bool = True) -> Iterator["Advance"]:
         """Show what takes seconds now, with the time it took if animated.
 
-        Call the result with (done, all), and the seconds left if they are known better than by the time so far. Without
-        a terminal, a line once in a while says the same. Raises KeyboardInterrupt after Ctrl-C, before anything begins.
+        Call the result with (done, all), and the seconds left if they are known better than by the time so far. Raises
+        KeyboardInterrupt after Ctrl-C, before anything begins.
         """
         interrupt.check()
-        self._show(what, animated)
         try:
-            yield self._advancing(what)
+            yield self._show(what, animated)
         finally:
             self.clear()
 
@@ -94,27 +164,15 @@ class Display(Observer):
 
         Another `what` begins anew, and what is shown else ends it.
         """
-        if self._runs is None or self._runs[0] != what or (self._progress is None and self.live):
-            self._show(what, animated=False)
-            self._runs = what, self._advancing(what, unit)
-        self._runs[1](done, total, left_s)
+        if self._stage is None or self._stage.what != what:
+            self._show(what, animated=False, unit=unit)
+        assert self._stage is not None
+        self._stage(done, total, left_s)
 
-    def _advancing(self, what: str, unit: str | None = None) -> "Advance":
-        """Return what shows the progress of a stage that begins now: a share, or with a unit a number."""
-        began = said = time.monotonic()
-
-        def advance(done: int, total: int, left_s: float | None = None) -> None:
-            nonlocal said
-            now = time.monotonic()
-            text = _progress(done, total, now - began, left_s, unit)
-            if self._progress is not None:
-                task = self._progress.tasks[0]
-                self._progress.update(task.id, left=text, refresh=not self._progress.live.auto_refresh)
-            if not self.live and now - said >= LINE_SECONDS and total:
-                said = now
-                self.note(f"{what}: {text}")
-
-        return advance
+    @property
+    def drafts_legend(self) -> str:
+        """How accepted drafts are shown, if they are."""
+        return "coloured, by their place in the step" if self._coloured else f"in {DRAFT_MARKS}"
 
     @contextmanager
     def keeping(self, kept: Callable[[], str]) -> Iterator[None]:
@@ -142,16 +200,15 @@ class Display(Observer):
 
     def decoding(self, done: int, total: int, plainly: bool) -> None:
         self._done, self._began = done, self._began or time.perf_counter()
-        self._finished, self._decoding = 0, PLAINLY if plainly else "decoding"
-        self._show(self._decoding if total == 1 else f"{self._counted()}{self._time_left()}", animated=False)
-        self._compared = self._advancing(self._decoding, "tokens"), time.monotonic()
+        self._finished = self._num_tokens = 0
+        by_token = total == 1 or (plainly and not self._streaming)
+        self._show(PLAINLY if plainly else "decoding", animated=False, unit="tokens" if by_token else "requests")
+        if not by_token:
+            self._count()
 
     def compared(self, done: int, total: int) -> None:
-        assert self._compared is not None
-        advance, shown = self._compared
-        if self._total == 1 and time.monotonic() - shown >= REDRAW_SECONDS:  # rarely, as this is measured
-            advance(done, total)
-            self._compared = advance, time.monotonic()
+        if self._stage is not None and self._stage.unit == "tokens":
+            self._stage(done, total)
 
     def profiling(self) -> None:
         self._show("looking at some steps")
@@ -163,41 +220,40 @@ class Display(Observer):
         if self._streaming:
             self._heading(request, turn)
 
-    def emitted(
-        self, request: Request, token_ids: Sequence[int], text: str, parts: Sequence[tuple[str, int]] = ()
-    ) -> None:
-        piece = text if self._has_tokenizer else show_ids(token_ids)
-        self._pieces[request.index].append(piece)
-        if parts and self._colours and self._streaming:
-            self._write_coloured(parts)
-        elif (parser := self._parsers.get(request.index)) is not None:
+    def emitted(self, request: Request, token_ids: Sequence[int], text: str, parts: Parts = ()) -> None:
+        if not parts or not self.shows_drafts:
+            parts = [(text if self._has_tokenizer else show_ids(token_ids), 0)]
+        self._pieces[request.index] += parts
+        if (parser := self._parsers.get(request.index)) is not None:
             self._write_deltas(parser.add(token_ids, text))
         elif self._streaming:
-            self._write(piece)
+            self._write_parts(parts)
+        self._num_tokens += len(token_ids)
+        if self._total == 1 and self._stage is not None:
+            self._stage(self._num_tokens, request.max_new_tokens)
 
     def finished(self, result: Result) -> None:
         self.end(result.request)
         self._finished += 1
-        if self._progress is not None and not self._streaming:
-            self._progress.update(self._progress.tasks[0].id, description=self._counted(), refresh=True)
+        self._count()
 
     def end(self, request: Request) -> None:
         """The request's text is complete on standard output, with a line break behind it."""
-        pieces = self._pieces.pop(request.index, None)
-        if pieces is None:
+        parts = self._pieces.pop(request.index, None)
+        if parts is None:
             return
-        text = "".join(pieces)
+        ends = "".join(text for text, _ in parts).endswith("\n")
         if (parser := self._parsers.pop(request.index, None)) is not None:
             self._write_deltas(parser.finish())
             self._message = None
         if self._streaming:
-            self._write("" if text.endswith("\n") else "\n")
+            self._write("" if ends else "\n")
             return
-        self._ended[request.index] = request, text
+        self._ended[request.index] = request, parts if ends else [*parts, ("\n", 0)]
         while self._ended and min(self._ended) < min(self._pieces, default=self._total):
-            each, whole = self._ended.pop(min(self._ended))
-            self._heading(each, None)
-            self._write(whole if whole.endswith("\n") else whole + "\n")
+            first, whole = self._ended.pop(min(self._ended))
+            self._heading(first, None)
+            self._write_parts(whole)
 
     def end_all(self) -> None:
         """The same for whatever was interrupted; of those that waited for a slot there is nothing to show."""
@@ -211,8 +267,13 @@ class Display(Observer):
     def note(self, line: str) -> None:
         """A line on standard error, if anybody wants to read such."""
         if not self._quiet:
-            self.clear()
             self.console.print(wrapped(line, self.console), style="dim", markup=False)
+
+    def warn(self, lines: Iterable[str]) -> None:
+        """Lines on standard error, quiet or not: on what was asked for and is not done."""
+        for line in lines:
+            self.clear()
+            say("warning", line)
 
     def summary(self, lines: Sequence[str]) -> None:
         if self._quiet or not lines:
@@ -224,23 +285,30 @@ class Display(Observer):
 
     def clear(self) -> None:
         """Nothing is shown as going on."""
+        self._stage = None
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+        if self._ticker is not None:
+            self._ticker.stop()
+            self._ticker = None
 
     def _heading(self, request: Request, turn: int | None) -> None:
         if self._total > 1 and self._text and not self._quiet:
             turns = "" if turn is None else f", turn {turn}"
-            self.note(f"--- request {request.index + 1} of {self._total}{turns}{self._time_left()}")
+            self.note(f"--- request {request.index + 1} of {self._total}{turns}{left_text(self._left_s())}")
 
-    def _counted(self) -> str:
-        return f"{self._decoding}: {self._done + self._finished} of {self._total} requests"
+    def _count(self) -> None:
+        """Show how many requests are finished."""
+        if self._stage is not None and self._stage.unit == "requests":
+            self._stage(self._done + self._finished, self._total, self._left_s())
 
-    def _time_left(self) -> str:
-        if not self._done or self._began is None:
-            return ""
-        left = (time.perf_counter() - self._began) / self._done * (self._total - self._done)
-        return f", about {duration(left)} left"
+    def _left_s(self) -> float | None:
+        """Estimate the seconds left by those of all requests so far."""
+        done = self._done + self._finished
+        if not done or self._began is None:
+            return None
+        return (time.perf_counter() - self._began) / done * (self._total - done)
 
     def _write_deltas(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
@@ -254,44 +322,59 @@ class Display(Observer):
     def _write(self, text: str, dim: bool = False) -> None:
         if not self._text or not text:
             return
-        if self._shared:
-            self.clear()
+        self._make_way()
         shown = text.translate(_UNSAFE) if sys.stdout.isatty() else text
         sys.stdout.write(f"{DIM}{shown}{NOT_DIM}" if dim and not self.console.is_dumb_terminal else shown)
         sys.stdout.flush()
 
-    def _write_coloured(self, parts: Sequence[tuple[str, int]]) -> None:
-        """Write the parts in the colours of their origins (peagle.result.Piece)."""
-        self.clear()
+    def _write_parts(self, parts: Parts) -> None:
+        """Write parts of a text; accepted drafts are coloured or marked, if they are shown."""
+        if not self.shows_drafts or not self._coloured:
+            self._write(marked(parts) if self.shows_drafts else "".join(text for text, _ in parts))
+            return
+        self._make_way()
         for text, origin in parts:
             self._stdout.print(draft_text(text.translate(_UNSAFE), origin), end="")
         sys.stdout.flush()
 
-    def _show(self, what: str, animated: bool = True) -> None:
-        """Not animated is what is measured: a thread that redraws would be in its way."""
-        if not self.live:
-            return
+    def _make_way(self) -> None:
+        """End what is shown as going on if text follows it into the same place, or may."""
+        if self._shared or not self.live:
+            self.clear()
+
+    def _show(self, what: str, animated: bool = True, unit: str | None = None) -> Stage:
+        """Show a stage that begins now, and return it.
+
+        Not animated is what is measured: a thread that redraws would be in its way.
+        """
         self.clear()
-        what_column = TextColumn("{task.description}", markup=False)
-        left_column = TextColumn("{task.fields[left]}", markup=False)
-        columns: list[ProgressColumn] = [what_column, left_column]
-        if animated:
-            columns = [SpinnerColumn("line"), what_column, TimeElapsedColumn(), left_column]
-        self._progress = Progress(*columns, console=self.console, transient=True, auto_refresh=animated)
-        self._progress.add_task(what, total=None, left="")
-        self._progress.start()
+        stage = self._stage = Stage(what, unit, self._redraw)
+        if self.live:
+            what_column = TextColumn("{task.description}", markup=False)
+            progress_column = TextColumn("{task.fields[progress]}", markup=False)
+            columns: list[ProgressColumn] = [what_column, progress_column]
+            if animated:
+                columns = [SpinnerColumn("line"), what_column, TimeElapsedColumn(), progress_column]
+            # standard output is redirected to the console by default, wherever it goes
+            self._progress = Progress(
+                *columns, console=self.console, transient=True, auto_refresh=animated, redirect_stdout=False
+            )
+            self._progress.add_task(what, total=None, progress="")
+            self._progress.start()
+        elif not self._quiet:
+            self._ticker = Ticker(LINE_SECONDS, lambda: self.note(stage.line()))
+        return stage
+
+    def _redraw(self) -> None:
+        if self._progress is not None and self._stage is not None:
+            task = self._progress.tasks[0]
+            refresh = not self._progress.live.auto_refresh
+            self._progress.update(task.id, progress=self._stage.progress, refresh=refresh)
 
 
-def _progress(done: int, total: int, elapsed_s: float, left_s: float | None, unit: str | None) -> str:
-    """Say how far something is: 20%; run 2 of 5, if its first run is done; 20 of 128 tokens."""
-    if not total:
-        return ""
-    if left_s is None and done:
-        left_s = elapsed_s * (total - done) / done
-    share = f"{done / total:.0%}"
-    if unit is not None:
-        share = f"{done} of {total} tokens" if unit == "tokens" else f"{unit} {min(done + 1, total)} of {total}"
-    return share + ("" if left_s is None or left_s < LEAST_LEFT else f", about {duration(left_s)} left")
+def left_text(left_s: float | None) -> str:
+    """Return ", about 20 s left"; nothing if that is not known, or next to nothing."""
+    return "" if left_s is None or left_s < LEAST_LEFT else f", about {duration(left_s)} left"
 
 
 def duration(seconds: float) -> str:

@@ -7,11 +7,12 @@ from typing import Any
 
 from peagle.api import Pair
 from peagle.engine.prefix_cache import PrefixCacheUse
+from peagle.engine.widths import WidthTable
 from peagle.measure.metrics import figure_text, speculative_decoding_block, summarize
 from peagle.measure.profile import Breakdown
 from peagle.ops import strict_json
 from peagle.result import Result
-from peagle.text.prompt_files import left_out_line
+from peagle.text.prompt_files import Skipped, skipped_line
 from peagle.workflows.run import CostsUsed, Outcome, Run, RunConfig
 
 SCHEMA = 1
@@ -24,14 +25,15 @@ def report(
     names: dict[str, str | None],
     provenance: dict[str, Any],
     peak: int | None,
-    left_out: Sequence[str] = (),
+    skipped: Sequence[Skipped] = (),
 ) -> dict[str, Any]:
-    """The object that --json writes. `names` are the command, the target and the drafter as they were typed;
-    `left_out` says of each row of a prompt file that was not asked which it is, and why."""
+    """The object that --json writes. `names` are the command, the target and the drafter as they were typed; `skipped`
+    are the rows of a prompt file that were not asked."""
     return {
         "schema": SCHEMA,
         "provenance": provenance,
-        "config": {**names, **_config_block(run, pair, config), "left_out": list(left_out)},
+        "config": {**names, **_config_block(run, pair, config)},
+        "skipped": [dataclasses.asdict(row) for row in skipped],
         "profile": None if run.profile is None else dataclasses.asdict(run.profile),
         "requests": [_request_block(outcome) for outcome in run.outcomes],
         "summary": summary_block(run, peak),
@@ -60,7 +62,7 @@ def dumps(value: dict[str, Any]) -> str:
 
 
 def summary_lines(
-    run: Run, config: RunConfig, peak_memory_bytes: int | None, left_out: Sequence[str] = ()
+    run: Run, config: RunConfig, peak_memory_bytes: int | None, skipped: Sequence[Skipped] = ()
 ) -> list[str]:
     """What a person reads under the text."""
     if not run.outcomes:
@@ -74,7 +76,7 @@ def summary_lines(
             lines.append(
                 ("SYNTHETIC", "acceptance was drawn, not judged: the text and it mean nothing, speeds are real")
             )
-        lines.append(("acceptance", _acceptance(summary, config)))
+        lines.append(("acceptance", _acceptance(summary, config, run.widths, min(config.slots, len(results)))))
         if run.costs is not None and run.drafting_cannot_pay:
             lines.append(("costs", _hopeless(run.costs, config.num_speculative_tokens)))
         lines.append(("plain", _comparison(run, summary, config)))
@@ -84,8 +86,8 @@ def summary_lines(
     if run.profile is not None:
         lines.append(("profile", _profile(run.profile)))
     lines += [("cut short", line) for line in run.cut_short]
-    if left_out:
-        lines.append(("left out", left_out_line(left_out)))
+    if skipped:
+        lines.append(("left out", skipped_line(skipped)))
     return [f"{name:<12} {text}" for name, text in lines]
 
 
@@ -199,17 +201,15 @@ def _speed(results: list[Result], tok_per_s: float | None) -> str:
     return " | ".join([*parts, f"finish: {ends[0]}"])
 
 
-def _acceptance(summary: dict[str, Any], config: RunConfig) -> str:
+def _acceptance(summary: dict[str, Any], config: RunConfig, widths: WidthTable | None, at_once: int) -> str:
     rates = " ".join(figure_text(rate, ".2f") for rate in summary["acceptance_rate_per_position"] or [])
     steps = f"{summary['num_spec_steps']} steps of K = {config.num_speculative_tokens}"
     if config.adaptive:
         steps = f"{summary['num_spec_steps']} steps of K <= {config.num_speculative_tokens}, "
         steps += f"{summary['num_plain_steps']} plain"
-    if config.adaptive and not summary["num_spec_steps"]:
-        why = "" if config.sampling.greedy else " with a temperature"
-        return (
-            f"nothing drafted: by the table it does not pay here{why} (see peagle info; -k K drafts anyway) | {steps}"
-        )
+    if widths is not None and not summary["num_spec_steps"]:
+        load = f"{at_once} at once" + ("" if config.sampling.greedy else ", with a temperature")
+        return f"nothing drafted: -k auto drafts {widths.in_words()}; here {load} (-k K drafts anyway) | {steps}"
     text = f"length {figure_text(summary['acceptance_length'], '.2f')} | {steps} | rate per position {rates}"
     if summary["looping_requests_frac"]:
         text += f" | {summary['looping_requests_frac']:.0%} of outputs loop"
@@ -230,11 +230,12 @@ def _comparison(run: Run, summary: dict[str, Any], config: RunConfig) -> str:
     if not compared:
         return "not measured" + ("" if config.compares else " (--no-baseline)")
     text = f"{figure_text(summary['baseline_tok_per_s'], '.1f')} tok/s"
-    text += f" | speed-up {figure_text(summary['speedup'], '.2f')}"
-    if len(compared) > 1:
-        text += f" (median {figure_text(summary['speedup_median'], '.2f')})"
-    if run.drafting_cannot_pay:
-        text += ", which is noise: by the same program"
+    if not summary["num_spec_steps"] and summary["num_plain_steps"]:
+        text += " | no speed-up, since nothing was drafted: both are plain decoding"
+    else:
+        text += f" | speed-up {figure_text(summary['speedup'], '.2f')}"
+        if len(compared) > 1:
+            text += f" (median {figure_text(summary['speedup_median'], '.2f')})"
     differing = [outcome for outcome in compared if outcome.first_divergence is not None]
     if config.synthetic_acceptance is not None:
         return text + " | other tokens (synthetic acceptance)"

@@ -15,10 +15,12 @@ def export_command(settings: ExportSettings) -> int:
     Raises InputError as peagle.workflows.export.export does.
     """
     source, out = resolve(settings.drafter, "drafter"), Path(settings.out)
-    found = export(source, out, settings.dialect, settings.verifier, parse_layers(settings.aux_layer_ids))
+    display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
+    with display.stage(f"exporting {settings.drafter}"):
+        found = export(source, out, settings.dialect, settings.verifier, parse_layers(settings.aux_layer_ids))
     lines = [f"drafter      {out} | {settings.dialect} | read back bit for bit"]
     if found.config.aux_layer_ids != found.stored.aux_layer_ids:
         lines.append("aux layers   sorted, with the weights that read them: vLLM takes them in the order of the layers")
     lines += [f"refused      by {who}: {why}" for who, why in found.refused.items()]
-    Display(text=False, quiet=settings.quiet, total=1, streaming=False).summary(lines)
+    display.summary(lines)
     return 0

@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from peagle.cli.display import Display
 from peagle.cli.output import show_lines
 from peagle.workflows.frequent_tokens import list_frequent_tokens
 
 
 def frequent_tokens_command(files: Sequence[Path], out: Path) -> int:
     """Write the list, and print what it covers. Raises InputError for a file that holds no answers."""
-    counted = list_frequent_tokens(files, out)
+    with Display(text=False, quiet=False, total=1, streaming=False).stage("counting tokens"):
+        counted = list_frequent_tokens(files, out)
     marks = ", ".join(f"the first {size} are {share:.1%}" for size, share in counted.shares.items())
     line = f"{out}: {counted.num_listed} tokens; of {counted.num_counted} counted {marks}"
     show_lines([line])

@@ -17,7 +17,7 @@ from peagle.measure.provenance import provenance
 from peagle.measure.sweep.figures import json_ready
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
-from peagle.text.prompt_files import PromptSet, left_out_line, read_prompt_file, read_prompts
+from peagle.text.prompt_files import PromptSet, read_prompt_file, read_prompts, skipped_line
 from peagle.text.prompts import Rendering
 from peagle.workflows.hf_reference import layer_by_layer
 from peagle.workflows.parity_check import Model, Parity, ParityConfig, ask, examine
@@ -45,8 +45,7 @@ def parity_command(settings: ParitySettings) -> int:
         special_tokens=settings.special_tokens,
     )
     display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
-    if prompts.left_out:
-        display.note(f"left out: {left_out_line(prompts.left_out)}")
+    display.warn(prompts.warnings)
     drafting = DraftOptions(aux_layer_ids=settings.aux_layer_ids, drafter_window=settings.drafter_window)
     pair = load_pair(target, drafter, settings.model, drafting, display)
     model = cast(Model, pair.drafter)
@@ -59,14 +58,14 @@ def parity_command(settings: ParitySettings) -> int:
         found = examine(pair, model, read_checkpoint(path), asked, conversations, config, progress)
     lines = [*layers.lines, f"aux layers   {pair.aux_layers}", f"window       {pair.drafter_window}"]
     lines += report_lines(found, settings)
-    if prompts.left_out:
-        lines.append(f"left out     {left_out_line(prompts.left_out)}")
+    if prompts.skipped:
+        lines.append(f"left out     {skipped_line(prompts.skipped)}")
     if json_file is not None:
         whole = {
             "schema": SCHEMA,
             "provenance": provenance(),
             "config": json_ready(_config_block(settings)),
-            "left_out": list(prompts.left_out),
+            "skipped": [dataclasses.asdict(row) for row in prompts.skipped],
             "target": dataclasses.asdict(layers),
             "drafter": json_ready(dataclasses.asdict(found)),
         }
@@ -130,6 +129,8 @@ def _prompts(settings: ParitySettings, target: str) -> PromptSet:
     if settings.special_tokens and settings.render != "raw":
         raise InputError("--special-tokens are read in raw text alone; give --render raw, too, or leave them out")
     if settings.prompts is None:
+        if settings.strict:
+            raise InputError("--strict is about the rows of a file; give --prompts, too, or leave it out")
         return read_prompt_file(HELD_OUT)
     raw = settings.render == "raw"
     rendering = Rendering(raw=raw, special_tokens=raw and settings.special_tokens)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from peagle.cli.display import Display
 from peagle.cli.output import show_lines
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
@@ -15,6 +16,7 @@ def random_command(size: str, directory: Path, mxfp4: bool, seed: int) -> int:
     if seed < 0:
         raise InputError(f"--seed is {seed}; expected 0 or more")
     expect_new(directory)
-    write_random_checkpoint(directory, SIZES[size], mxfp4=mxfp4, seed=seed)
+    with Display(text=False, quiet=False, total=1, streaming=False).stage(f"writing {directory}"):
+        write_random_checkpoint(directory, SIZES[size], mxfp4=mxfp4, seed=seed)
     show_lines([f"{directory}: {size}, seed {seed}"])
     return 0

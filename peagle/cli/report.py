@@ -1,5 +1,6 @@
 """`peagle report`: render runs of peagle sweep again, or compare several."""
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from peagle.measure.sweep.folder import open_run
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 
-BETWEEN = 3  # characters between two columns of a table
+BETWEEN = 2  # characters between two columns of a table
+EDGES = 2  # characters beside the outer columns
 
 
 def report_command(settings: ReportSettings) -> int:
@@ -58,26 +60,44 @@ def tell_of_pictures(display: Display, where: Path) -> None:
 
 
 def show(tables: Iterable[tuple[str, pages.Table]], where: Path, quiet: bool) -> None:
-    """Print tables with their titles, and the path of the whole page."""
+    """Print tables with their titles, and the path of the whole page.
+
+    A figure stays on one line with its interval; names in the first column, and headers, are broken between words.
+    """
     if quiet:
         return
     console = Console(highlight=False)
     for title, table in tables:
-        columns = list(zip(table.header, *table.rows, strict=True))
-        least = [max((len(word) for cell in column for word in cell.split()), default=0) for column in columns]
+        columns = list(zip(*table.rows, strict=True)) if table.rows else [()] * len(table.header)
+        names, *figures = columns
+        least = [max(map(len, " ".join((table.header[0], *names)).split()))]
+        least += [
+            max(map(len, (*header.split(), *cells))) for header, cells in zip(table.header[1:], figures, strict=True)
+        ]
         for part, places in enumerate(fitting(least, console.width)):
-            shown = rich.table.Table(title_justify="left", box=rich.box.SIMPLE_HEAD, pad_edge=False)
-            shown.title = None if part else Text(title)
-            spare = max(0, console.width - _total(least[place] for place in places))
+            shown = rich.table.Table(
+                title=None if part else Text(title),
+                title_justify="left",
+                box=rich.box.SIMPLE_HEAD,
+                pad_edge=False,
+                collapse_padding=True,
+            )
+            room = max(console.width, _total(least[place] for place in places))
+            spare = room - _total(least[place] for place in places)
+            widths = {}
             for place in places:
-                more = min(spare, max(map(len, columns[place])) - least[place])
+                more = min(spare, max(map(len, (table.header[place], *columns[place]))) - least[place])
                 spare -= more
-                name, justify = Text(table.header[place]), "right" if place else "left"
-                shown.add_column(name, justify=justify, vertical="bottom", width=least[place] + more)  # type: ignore[arg-type]
+                widths[place] = least[place] + more
+            headers = {place: textwrap.wrap(table.header[place], width) for place, width in widths.items()}
+            high = max(map(len, headers.values()))
+            for place, width in widths.items():
+                header = Text("\n" * (high - len(headers[place])) + "\n".join(headers[place]))
+                shown.add_column(header, justify="right" if place else "left", width=width)
             for row in table.rows:
                 shown.add_row(*(Text(row[place]) for place in places))
             # no figure is cut: a terminal that is narrower than two columns breaks lines by itself
-            console.print(shown, width=max(console.width, _total(least[place] for place in places)), crop=False)
+            console.print(shown, width=room, crop=False)
     console.print(f"{where / 'report.html'}", markup=False, soft_wrap=True)
 
 
@@ -93,4 +113,5 @@ def fitting(widths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def _total(widths: Iterable[int]) -> int:
-    return sum(width + BETWEEN for width in widths) - 1  # the outer columns have one edge each
+    widths = list(widths)
+    return sum(widths) + BETWEEN * (len(widths) - 1) + EDGES

@@ -1,5 +1,6 @@
 """`peagle speculate` and `peagle generate`: check everything, load, run, write."""
 
+import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +10,8 @@ from typing import Literal
 from peagle.api import AUTO, Pair
 from peagle.cli.display import Display
 from peagle.cli.document import dumps, logprob_lines, report, summary_lines, trace_lines
-from peagle.cli.output import STANDARD_OUTPUT, OutputFile
+from peagle.cli.options import given
+from peagle.cli.output import STANDARD_OUTPUT, OutputFile, say
 from peagle.cli.processes import load_in_all
 from peagle.cli.settings.decode import DecodeSettings, GenerateSettings, SpeculateSettings
 from peagle.cli.settings.shared import (
@@ -17,6 +19,7 @@ from peagle.cli.settings.shared import (
     LoadOptions,
     MeshOptions,
     ModelOptions,
+    SamplingOptions,
     chosen_slots,
     parse_layers,
     parse_prefix_cache,
@@ -31,7 +34,7 @@ from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of
 from peagle.parallel import parse_mesh
-from peagle.text.prompt_files import left_out_line, read_prompts
+from peagle.text.prompt_files import PromptSet, Skipped, read_prompts
 from peagle.text.prompts import Conversation, Rendering, from_text, parse_ids
 from peagle.workflows.run import RunConfig, run
 
@@ -62,31 +65,42 @@ def decode_command(settings: Settings) -> int:
     directory = resolve(target, "target")
     drafter_path(target, drafter)
     parse_layers(settings.drafting.aux_layer_ids)  # before anything slow
+    if settings.logprobs is not None and settings.quiet and json_file is None:
+        raise InputError("--logprobs are shown in the notes that --quiet leaves out; give --json FILE, too")
     slots = chosen_slots(settings.slots, settings.batch, 1)
     expect_shared(slots, settings.devices)
     rendering = settings.rendering.rendering()
     config = _config(settings, rendering, slots)  # before anything slow; K may still be the pair's default
     with interrupt.waiting():  # standard input may be a keyboard, a file a pipe
-        conversations, left_out = _conversations(settings, directory, rendering)
+        prompts = _prompts(settings, directory, rendering)
     if settings.profile is not None:
         writable(Path(settings.profile))
 
+    conversations = prompts.conversations
     display = Display(
         text=settings.json != STANDARD_OUTPUT,
         quiet=settings.quiet,
         total=sum(conversation.num_requests for conversation in conversations),
         streaming=min(slots, len(conversations)) == 1,
-        colours=settings.show_drafts,
+        drafts=settings.show_drafts,
     )
-    if left_out:
-        display.note(f"left out: {left_out_line(left_out)}")
+    display.warn(prompts.warnings)
+    display.warn(without_effect(settings.sampling, drawn=settings.synthetic_acceptance is not None))
+    if settings.show_drafts and display.shows_drafts:
+        display.note(f"accepted drafts are {display.drafts_legend}")
+    elif settings.show_drafts:
+        display.warn(["--show-drafts has no effect: the text does not go to a terminal"])
     if _is_example(settings):
         display.note(f"the built-in example:\n{EXAMPLE}\n")
     pair = load_pair(
         target, drafter, settings.model, settings.drafting, display, settings.devices, settings.retain_full_kv
     )
     display.read_by(pair.tokenizer)
+    if any(conversation.prompt_ids is None for conversation in conversations):
+        display.warn(not_shown(rendering, pair, target))
     config = _config(settings, rendering, slots, pair)
+    if settings.command == "speculate" and not config.num_speculative_tokens:
+        display.warn([f"-k auto drafts {pair.widths.in_words()}: decoded plainly (-k K drafts anyway)"])
     try:
         with _grammar_by_option(settings):
             outcome = run(pair, conversations, config, display)
@@ -98,10 +112,12 @@ def decode_command(settings: Settings) -> int:
     if trace_file is not None:
         trace_file.write("".join(trace_lines(outcome)))
     if json_file is not None:
-        json_file.write(dumps(report(outcome, pair, config, names, provenance(), peak, left_out)))
+        json_file.write(dumps(report(outcome, pair, config, names, provenance(), peak, prompts.skipped)))
     if json_file is None:  # which has them
         display.summary(list(logprob_lines(outcome, pair)))
-    display.summary(summary_lines(outcome, config, peak, left_out))
+    display.summary(summary_lines(outcome, config, peak, prompts.skipped))
+    if settings.quiet:  # else the summary has them
+        display.warn(outcome.cut_short)
     if outcome.profile_failed is not None:
         raise InputError(f"--profile {settings.profile} failed: {outcome.profile_failed}")
     if outcome.failed:
@@ -110,12 +126,30 @@ def decode_command(settings: Settings) -> int:
     return interrupt.EXIT_CODE if outcome.interrupted else 0
 
 
+def without_effect(sampling: SamplingOptions, drawn: bool = False) -> list[str]:
+    """Say which options of sampling do nothing at temperature 0. drawn: acceptance is, with the seed."""
+    if not sampling.params().greedy:
+        return []
+    idle = {"top_k", "top_p", "min_p", *([] if drawn else ["seed"])}
+    options = ", ".join(f"--{name.replace('_', '-')}" for name in given(sampling) if name in idle)
+    return [f"{options}: no effect at temperature 0, where the likeliest token is taken"] if options else []
+
+
+def not_shown(rendering: Rendering, pair: Pair, target: str) -> list[str]:
+    """Say which options of a rendering the prompts do not show."""
+    options = [] if pair.tokenizer is None else rendering.without_effect(pair.tokenizer)
+    where = "raw prompts do" if rendering.raw else f"the chat template of {target} does"
+    return [f"{', '.join(options)}: no effect, since {where} not show it"] if options else []
+
+
 def chosen_models(model: ModelOptions, drafting: DraftOptions) -> tuple[str, str | None, int | Literal["auto"] | None]:
     """Return (target, drafter, K) of commands that answer many requests; K = 0 needs no drafter.
 
     Raises InputError, before anything slow, for models that are not there and for a K that cannot be.
     """
     target, k = or_demo(model.target), parse_num_drafts(drafting.num_speculative_tokens)
+    if k == 0 and drafting.drafter is not None:
+        say("warning", "--drafter: no effect with -k 0, plain decoding")
     drafter = None if k == 0 else or_demo(drafting.drafter)
     resolve(target, "target")
     drafter_path(target, drafter)
@@ -146,6 +180,8 @@ def load_pair(
     devices: those of the target, one by default. retain_full_kv: no rings.
     """
     devices = devices or MeshOptions()
+    if devices.mesh is None and "reduce" in given(devices):
+        raise InputError(f"--reduce {devices.reduce} is given without --mesh, over whose devices it sums; give both")
     options = {
         "target": target,
         "drafter": drafter,
@@ -257,27 +293,31 @@ def _num_drafts(settings: Settings) -> int | Literal["auto"] | None:
     return parse_num_drafts(settings.drafting.num_speculative_tokens, plain=settings.command != "speculate")
 
 
-def _conversations(
-    settings: DecodeSettings, target: Path, rendering: Rendering
-) -> tuple[Sequence[Conversation], Sequence[str]]:
-    """Gather (what is asked, a line for each row of a file that is left out)."""
+@dataclasses.dataclass(frozen=True)
+class _Prompts:
+    """What is asked: of a file, as far as its rows can be used."""
+
+    conversations: Sequence[Conversation]
+    skipped: Sequence[Skipped] = ()
+    warnings: Sequence[str] = ()
+
+
+def _prompts(settings: DecodeSettings, target: Path, rendering: Rendering) -> "PromptSet | _Prompts":
     given = {"PROMPT": settings.prompt, "--prompt-file": settings.prompt_file, "--prompt-ids": settings.prompt_ids}
     named = [name for name, value in given.items() if value is not None]
     if len(named) > 1:
         raise InputError(f"{' and '.join(named)} are given; expected one of them")
-    if settings.prompt_ids is not None:
-        if rendering.system is not None or rendering.reasoning_effort is not None:
-            raise InputError(
-                "--prompt-ids are taken as they are, without the chat template; leave out --system and "
-                "--reasoning-effort"
-            )
-        return [parse_ids(settings.prompt_ids)], ()
     if settings.prompt_file is not None:
-        read = read_prompts(settings.prompt_file, target, rendering, strict=settings.strict)
-        return read.conversations, read.left_out
+        return read_prompts(settings.prompt_file, target, rendering, strict=settings.strict)
+    if settings.strict:
+        raise InputError("--strict is about the rows of a file; give --prompt-file, too, or leave it out")
+    if settings.prompt_ids is not None:
+        if rendering.options:
+            raise InputError(f"--prompt-ids are taken as they are; leave out {' and '.join(rendering.options)}")
+        return _Prompts([parse_ids(settings.prompt_ids)])
     if settings.prompt == "-":
-        return [from_text(_read_standard_input(), "standard input")], ()
-    return [from_text(EXAMPLE if settings.prompt is None else settings.prompt)], ()
+        return _Prompts([from_text(_read_standard_input(), "standard input")])
+    return _Prompts([from_text(EXAMPLE if settings.prompt is None else settings.prompt)])
 
 
 def _is_example(settings: DecodeSettings) -> bool:

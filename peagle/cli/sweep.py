@@ -2,12 +2,13 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from peagle.api import Pair
 from peagle.cli.display import LABEL, Display
+from peagle.cli.options import given
 from peagle.cli.output import show_lines
 from peagle.cli.report import show, tell_of_pictures
 from peagle.cli.settings.shared import parse_layers
@@ -32,12 +33,12 @@ from peagle.measure.sweep.concurrency import RULE, best_table, ratios
 from peagle.measure.sweep.figures import rows
 from peagle.measure.sweep.folder import RAW, Folder, begin, open_run
 from peagle.measure.sweep.measure import Loaded, Pairs, SweepRun, ask, loaded, turns_asked
-from peagle.measure.sweep.plan import AUTO, FULL, PLAIN, Plan, Source, numbers, parse_ks, short_names
+from peagle.measure.sweep.plan import AUTO, FULL, PLAIN, Plan, Setting, Source, numbers, parse_ks, short_names
 from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
 from peagle.ops.files import alone, expect_new
-from peagle.text.prompt_files import PromptSet, left_out_line, read_prompt_file, read_prompts, without_suffix
+from peagle.text.prompt_files import PromptSet, read_prompt_file, read_prompts, without_suffix
 from peagle.text.prompts import Rendering
 from peagle.text.tokenizer import template_fingerprint
 
@@ -60,7 +61,10 @@ def _sweep(settings: SweepSettings) -> int:
     folder = open_run(out) if settings.resume else None
     if folder is None:
         expect_new(out)
-        plan, sets = _plan(settings)
+        with display.stage("reading the prompts"):
+            plan, sets = _plan(settings)
+        if "seed" in given(settings) and not any(plan.temperatures):
+            display.warn(["--seed: no effect at temperature 0, where the likeliest token is taken"])
     else:
         plan = folder.plan
         sets = _read_again(plan) if folder.asked() is None else {}
@@ -68,9 +72,8 @@ def _sweep(settings: SweepSettings) -> int:
     _expect_enough(plan, sets)
     widths = None if settings.write_widths is None else _widths_file(plan, settings.write_widths)
     _check_models(plan)
-    for found in sets.values():
-        if found.left_out:
-            display.note(f"left out of {found.name}: {left_out_line(found.left_out)}")
+    for prompts in sets.values():
+        display.warn(prompts.warnings)
     if settings.dry_run:
         _say(plan, sets, folder)
         return 0
@@ -89,7 +92,8 @@ def _sweep(settings: SweepSettings) -> int:
         return interrupt.EXIT_CODE
     finally:
         display.clear()
-    _finish(folder, display)
+    loads = _finish(folder, display)
+    display.warn(_undrafted([*folder.record["rows"], *loads]))
     if widths is not None:
         display.note(f"{widths}: {_write_widths(folder, widths).in_words()}")
     for (setting, arm), why in run.failed.items():
@@ -119,6 +123,7 @@ def _measured(
                     if not settings.resume:
                         folder.discard()  # what is wrong is the plan itself
                     raise
+            display.warn(_left_out(folder))
         run = SweepRun(folder, pairs, settings.continue_on_error)
         with display.stage("compiling", animated=False) as progress:
             run.warm_up(appender, progress)
@@ -129,8 +134,31 @@ def _measured(
     return run
 
 
-def _finish(folder: Folder, display: Display) -> None:
-    """The figures are in run.json, the pages beside it."""
+def _left_out(folder: Folder) -> Iterator[str]:
+    """Say which conversations are not asked, or not to their ends."""
+    prompts = folder.asked()
+    assert prompts is not None
+    for source in folder.plan.sources:
+        reasons = [left.why for left in prompts[1] if left.prompts == source.name and left.row is not None]
+        if reasons:
+            count = "1 conversation" if len(reasons) == 1 else f"{len(reasons)} conversations"
+            yield f"{source.name}: {count} left out or cut, the first: {reasons[0]}"
+
+
+def _undrafted(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Say where auto drafted nothing, so that its speed-up is no measure of drafting."""
+    for row in rows:
+        if row["k"] == AUTO and not row["num_spec_steps"]:
+            setting = Setting(row["prompts"], row["raw"], row["temperature"])
+            load = "" if row.get("concurrency") is None else f", {row['concurrency']} at once"
+            yield (
+                f"{setting.label}{load}: K = {row['label']} drafted nothing, since by its table or by measured costs "
+                "that does not pay (peagle info shows both); its speed-up compares plain decoding with itself"
+            )
+
+
+def _finish(folder: Folder, display: Display) -> Sequence[Mapping[str, Any]]:
+    """Write the figures into run.json and the pages beside it, and show them. Return those of many at once."""
     with display.stage("figures"):
         loads = concurrency.rows(folder)
         folder.save(rows=rows(folder), **({"by_concurrency": loads} if folder.plan.loads else {}))
@@ -139,6 +167,7 @@ def _finish(folder: Folder, display: Display) -> None:
         pages.write(folder.path, blocks)
     show(page.arms_blocks(folder, folder.record["rows"]), folder.path, quiet=not display.talks)
     tell_of_pictures(display, folder.path)
+    return loads
 
 
 def _widths_file(plan: Plan, path: Path) -> Path:
@@ -197,6 +226,8 @@ def _plan(settings: SweepSettings) -> tuple[Plan, dict[str, PromptSet]]:
         str(path): dataclasses.replace(_read(path, target, raw, settings.strict), name=name)
         for path, name in zip(paths, names, strict=True)
     }
+    if not files and settings.strict:
+        raise InputError("--strict is about the rows of a file; give --prompts, too, or leave it out")
     if not files:
         files = {DEMO: dataclasses.replace(read_prompt_file(HELD_OUT), name=DEMO)}
     plan = Plan(
@@ -259,7 +290,7 @@ def _source(file: str, found: PromptSet, settings: SweepSettings) -> Source:
         layout=found.layout,
         sha256=found.sha256,
         num_rows=found.num_rows,
-        num_skipped=len(found.left_out),
+        num_skipped=len(found.skipped),
         num_used=min(_num_prompts(settings, file) or len(found.conversations), len(found.conversations)),
         max_turns=settings.turns,
     )

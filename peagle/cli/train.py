@@ -35,7 +35,7 @@ from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
 from peagle.ops.files import alone
 from peagle.parallel import parse_data_mesh
-from peagle.text.prompt_files import PromptSet, left_out_line, read_prompts
+from peagle.text.prompt_files import PromptSet, read_prompts, skipped_line
 from peagle.text.prompts import Rendering
 from peagle.workflows.export import with_positions, write_with_card
 from peagle.workflows.training import (
@@ -113,8 +113,9 @@ def train_command(settings: TrainSettings) -> int:
 
 def _train(settings: TrainSettings) -> int:
     settings = _resumed(settings) if settings.resume else settings
-    checked = _checked(settings)
     display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
+    with display.stage("reading the data"):
+        checked = _checked(settings)
     held_out = _held_out(settings, checked.directory, display)
     if layers := checked.config.aux_layer_ids:
         chosen = settings.shape.init or settings.shape.taps or settings.shape.aux_layer_ids
@@ -141,8 +142,8 @@ def _train(settings: TrainSettings) -> int:
     log = list(read_log(out / LOG))
     lines = [f"drafter      {out / 'drafter'} | {steps_done(out)} steps | {time.monotonic() - started:.0f} s now"]
     lines.append(f"curve        {draw(log, out)}")
-    if held_out is not None and held_out.left_out:
-        lines.append(f"left out     of --evaluate {left_out_line(held_out.left_out)}")
+    if held_out is not None and held_out.skipped:
+        lines.append(f"left out     of --evaluate {skipped_line(held_out.skipped)}")
     if weak := _weak(log):
         say("warning", weak)
     display.summary(lines)
@@ -303,10 +304,11 @@ def _shape(options: ShapeOptions) -> DrafterShape:
 
 def _held_out(settings: TrainSettings, directory: Path, display: Display) -> PromptSet | None:
     if settings.evaluate is None:
+        if settings.strict:
+            raise InputError("--strict is about the rows of --evaluate; give it, too, or leave --strict out")
         return None
     held_out = read_prompts(Path(settings.evaluate), directory, Rendering(), strict=settings.strict)
-    if held_out.left_out:
-        display.note(f"left out: {left_out_line(held_out.left_out)}")
+    display.warn(held_out.warnings)
     return held_out
 
 

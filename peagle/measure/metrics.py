@@ -112,14 +112,16 @@ def summarize(
 ) -> dict[str, Any]:
     """Summarise all requests: counters, then figures from them.
 
-    baselines[i]: plain decoding of the same request, or None; the speed-up is over requests that have one.
+    baselines[i]: plain decoding of the same request, or None; the speed-up is over requests that have one, None if
+    nothing was drafted.
     host_gap_frac: peagle.engine.engine.LoopTimes.
     """
     counters = pooled_counters(results)
     without_loops = pooled_counters([result for result in results if not result.loops])
     both = [(fast, plain) for fast, plain in zip(results, baselines, strict=True) if plain is not None]
+    drafted = both if counters is not None and counters.num_steps else []
     baseline_tok_per_s = pooled_tok_per_s([plain for _, plain in both])
-    speculated = pooled_tok_per_s([fast for fast, _ in both])
+    speculated = pooled_tok_per_s([fast for fast, _ in drafted])
     return {
         "num_requests": len(results),
         "num_prompt_tokens": sum(len(result.request.prompt_ids) for result in results),
@@ -139,7 +141,7 @@ def summarize(
         "tok_per_s": pooled_tok_per_s(results),
         "baseline_tok_per_s": baseline_tok_per_s,
         "speedup": None if speculated is None else ratio(speculated, baseline_tok_per_s or 0.0),
-        "speedup_median": median_speedup(both),
+        "speedup_median": median_speedup(drafted),
         "num_diverged_requests": sum(fast.output_ids != plain.output_ids for fast, plain in both) if both else None,
         "ttft_s": statistics.median(times) if (times := [r.ttft_s for r in results if r.ttft_s is not None]) else None,
         "compile_s": compile_s,

@@ -1,28 +1,36 @@
 """Read files of prompts, in the common layouts.
 
-    prompts     JSON lines: {"prompt": TEXT}, {"turns": [TEXT, ...]} (MT-Bench, Spec-Bench) or {"prompt_ids": [ID, ...]}
+    prompts     JSON lines: {"prompt": TEXT}, {"turns": [TEXT, ...]} (MT-Bench, Spec-Bench, SPEED-Bench), the same list
+                as "prompt" (MT-Bench on the Hub) or {"prompt_ids": [ID, ...]}
     humaneval   JSON lines: {"task_id": ..., "prompt": CODE, "entry_point": ..., ...}; the prompt is the code
     gsm8k       JSON lines: {"question": TEXT, "answer": TEXT}
+    math        JSON lines: {"problem": TEXT, "solution": ..., "answer": ...} (MATH-500)
+    mbpp        JSON lines: {"text": TEXT, "code": ..., "test_list": ...}
+    alpaca      JSON lines: {"instruction": TEXT, "input": TEXT, ...}
     sharegpt    JSON: {"conversations": [{"from": "human", "value": TEXT}, {"from": "gpt", ...}, ...]}, or with "role"
                 and "content" (SpecForge)
     messages    JSON: {"messages": [{"role": "user", "content": TEXT}, ...]} (OpenAI), or these under "body" (batches)
                 or as "prompt", or only the list
     text        a .txt file: each line a prompt
 
-A JSON layout may be lines, or one list; any file may be gzipped. A file has one layout; further keys are ignored. The
-answers in ShareGPT are left out: the model gives its own. Those in messages, and in ShareGPT with tools, are the
-history, except one at the end, which the model answers anew.
+A JSON layout may be lines, or one list; any file may be gzipped. A file has one layout. The answers in ShareGPT are
+left out: the model gives its own. Those in messages, and in ShareGPT with tools, are the history, except one at the
+end, which the model answers anew; their reasoning is left out, as by chat templates, unless it led to calls.
 
-A row that cannot be read, or holds no prompt, is left out and counted; with `strict` it is an error.
+Beside its prompt a row of any layout may have a system text (SYSTEM_KEYS), `tools` and a `category`. Its other keys are
+BOOKKEEPING, or they are counted: `PromptSet.warnings` names them. A row that cannot be read, or holds no prompt, is
+skipped and counted; with `strict` it is an error.
 """
 
 import contextlib
 import dataclasses
+import functools
 import gzip
 import hashlib
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +39,7 @@ from peagle.ops.errors import InputError
 from peagle.ops.files import printable, reason_of
 from peagle.text.channels import final_message
 from peagle.text.prompts import Conversation, Rendering, brief, check_encodable, check_text, from_ids, from_text
-from peagle.text.tokenizer import Message, load_tokenizer
+from peagle.text.tokenizer import Message, load_tokenizer, texts_in
 
 Row = Mapping[str, Any]
 OWN = ("prompt", "turns", "prompt_ids")
@@ -45,6 +53,22 @@ ROLES = {
 }
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of parts in a list of content: chat completions, responses
 BESIDE = ("name", "thinking", "tool_call_id")  # further texts of a message that templates use
+REASONING = ("reasoning", "reasoning_content")  # of an answer, as servers name it; "thinking" in templates
+SYSTEM_KEYS = ("system", "system_prompt", "system_message")  # of a row
+MESSAGE_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", *BESIDE, *REASONING}
+# keys that say nothing to the model: what a row is, where it comes from, and what others answered
+BOOKKEEPING = {
+    "id", "idx", "index", "key", "uid", "uuid", "hash", "name", "question_id", "prompt_id", "task_id", "unique_id",
+    "conversation_id", "custom_id", "src_id",
+    "category", "sub_category", "subcategory", "subject", "topic", "level", "difficulty", "type", "tags", "language",
+    "lang", "multiturn", "source", "source_file", "dataset", "split", "module", "license", "meta", "metadata",
+    "timestamp", "created", "url", "method", "model", "model_name", "weight",
+    "reference", "references", "reference_answer", "answer", "answers", "solution", "response", "completion", "output",
+    "label", "chosen", "rejected", "score", "scores", "rating", "entry_point", "canonical_solution", "test", "code",
+    "test_list", "test_setup_code", "test_imports", "challenge_test_list",
+}  # fmt: skip
+# what SPEED-Bench has in place of texts that its own script fetches from other data sets
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
 
 _CSV = """python -c 'import csv, json; rows = csv.DictReader(open("FILE"), dialect="{}"); \
 open("NEW.jsonl", "w").writelines(json.dumps(row) + "\\n" for row in rows)'"""
@@ -59,10 +83,21 @@ lines=True)'""",
 
 
 @dataclasses.dataclass(frozen=True)
+class Skipped:
+    """A row without a usable prompt: its line (of a list: its place in it), from 1, and the reason, which names both.
+
+    The reason is a whole line.
+    """
+
+    line: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
 class PromptSet:
     """A file of prompts.
 
-    `left_out`: a line for each row left out, with its number and the reason.
+    `unused`: keys that have no effect, with the numbers of conversations that have them.
     """
 
     name: str
@@ -70,14 +105,27 @@ class PromptSet:
     sha256: str
     num_rows: int
     conversations: tuple[Conversation, ...]
-    left_out: tuple[str, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    unused: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # lines on options that have no effect on some conversations
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Lines on whatever of the file, and of options for it, is not used."""
+        lines = [f"left out of {self.name}: {skipped_line(self.skipped)}"] if self.skipped else []
+        if self.unused:
+            keys = ", ".join(f"{key} ({_rows_text(count)})" for key, count in self.unused.items())
+            lines.append(f"{self.name} has keys that have no effect: {keys}")
+        return (*lines, *(f"{self.name}: {note}" for note in self.notes))
 
 
-def read_prompt_file(path: Path, *, strict: bool = False) -> PromptSet:
+def read_prompt_file(
+    path: Path, *, strict: bool = False, check: Callable[[Conversation], None] | None = None
+) -> PromptSet:
     """Read all conversations of a file, in order.
 
-    Raises InputError for a file without prompts, or neither JSON nor .txt; if `strict`, also for the first row that
-    would be left out.
+    check: raises InputError for a conversation to skip. Raises InputError for a file without prompts, or neither JSON
+    nor .txt; if `strict`, also for the first row that would be skipped.
     """
     path = Path(path)
     try:
@@ -85,60 +133,75 @@ def read_prompt_file(path: Path, *, strict: bool = False) -> PromptSet:
     except OSError as error:
         raise InputError(f"{path} cannot be read: {reason_of(error)}; expected a file of prompts") from None
     data = _unpacked(path, stored)
-    conversations, left_out, num_rows, layout = [], [], 0, None
-    for name, given in _rows(path, data):
+    conversations: list[Conversation] = []
+    skipped: list[Skipped] = []
+    unused: Counter[str] = Counter()
+    layout, num_rows = None, 0
+    for number, name, value in _rows(path, data):
         num_rows += 1
         try:
-            found, conversation = _read(given, name, text=_is_text(path))
-            if layout not in (None, found):
-                raise InputError(f"{name} has the layout {found}, the rows before it {layout}; expected one in a file")
+            row = _read(value, name, text=_is_text(path))
+            if layout not in (None, row.layout):
+                raise InputError(
+                    f"{name} has the layout {row.layout}, the rows before it {layout}; expected one in a file"
+                )
+            if check is not None:
+                check(row.conversation)
         except InputError as error:
             if strict:
                 raise
-            left_out.append(str(error))
+            skipped.append(Skipped(number, str(error)))
         else:
-            layout = found
-            conversations.append(conversation)
+            layout = row.layout
+            conversations.append(row.conversation)
+            unused.update(row.unused)
     if not conversations:
-        if left_out and not _is_text(path) and _HEADER.match(data):
+        if skipped and not _is_text(path) and _HEADER.match(data):
             raise _not_read(path, "CSV")
-        why = f": {left_out[0]}" if left_out else ""
         expected = "a prompt a line" if _is_text(path) else 'JSON lines such as {"prompt": "..."}'
-        raise InputError(f"{path} holds no prompts{why}; expected {expected}")
+        why = f": {skipped[0].reason}" if skipped else f"; expected {expected}"
+        raise InputError(f"{path} holds no prompts{why}")
     return PromptSet(
         printable(without_suffix(path).name),
         layout or TEXT,
         hashlib.sha256(stored).hexdigest(),
         num_rows,
         tuple(conversations),
-        tuple(left_out),
+        tuple(skipped),
+        unused,
     )
 
 
 def read_prompts(path: Path, target: Path, rendering: Rendering, *, strict: bool) -> PromptSet:
-    """Read a file, and leave out conversations with a history that the chat template refuses.
+    """Read a file, and skip conversations with a history or tools that the chat template refuses or does not show.
 
     Some templates take no messages of tools, or no two of a user in a row. `target` is a directory. Raises InputError
-    as `read_prompt_file` does, and if the template refuses all conversations.
+    as `read_prompt_file` does.
     """
-    found = read_prompt_file(path, strict=strict)
-    if rendering.raw or not any(each.history for each in found.conversations):
-        return found
-    tokenizer = load_tokenizer(target)
-    taken, refused = [], []
-    for each in found.conversations:
-        try:
-            if each.history:
-                each.encode((), tokenizer, rendering)
-        except InputError as error:
-            if strict:
-                raise
-            refused.append(str(error))
-        else:
-            taken.append(each)
-    if not taken:
-        raise InputError(refused[0])
-    return dataclasses.replace(found, conversations=tuple(taken), left_out=(*found.left_out, *refused))
+    tokenizer = functools.cache(lambda: load_tokenizer(target))
+
+    def check(conversation: Conversation) -> None:
+        if rendering.raw or not (conversation.history or conversation.tools):
+            return
+        prompt_ids = conversation.encode((), tokenizer(), rendering)
+        without = dataclasses.replace(conversation, tools=())
+        if conversation.tools and prompt_ids == without.encode((), tokenizer(), rendering):
+            raise InputError(
+                f"{conversation.name} has tools, which the chat template in {target} does not show; leave them out"
+            )
+
+    prompts = read_prompt_file(path, strict=strict, check=check)
+    return dataclasses.replace(prompts, notes=tuple(_notes(prompts.conversations, rendering)))
+
+
+def _notes(conversations: Sequence[Conversation], rendering: Rendering) -> Iterator[str]:
+    """Name options of a rendering that have no effect on some conversations."""
+    ids = sum(conversation.prompt_ids is not None for conversation in conversations)
+    if ids and (options := rendering.options):
+        yield f"{_rows_text(ids)} of token ids, which are taken as they are, without {' and '.join(options)}"
+    own = sum(conversation.system is not None for conversation in conversations)
+    if own and rendering.system is not None:
+        yield f"{_rows_text(own)} with a system text of their own, which --system does not replace"
 
 
 def without_suffix(path: Path) -> Path:
@@ -146,10 +209,13 @@ def without_suffix(path: Path) -> Path:
     return _plain(path).with_suffix("")
 
 
-def left_out_line(left_out: Sequence[str]) -> str:
-    """Write a line on the rows left out: their number, and the first with its reason."""
-    count = "1 row" if len(left_out) == 1 else f"{len(left_out)} rows"
-    return f"{count} without a usable prompt, the first: {left_out[0]}"
+def skipped_line(skipped: Sequence[Skipped]) -> str:
+    """Write a line on skipped rows: their number, and the first with its reason."""
+    return f"{_rows_text(len(skipped))} without a usable prompt, the first: {skipped[0].reason}"
+
+
+def _rows_text(count: int) -> str:
+    return "1 row" if count == 1 else f"{count} rows"
 
 
 def _plain(path: Path) -> Path:
@@ -182,18 +248,19 @@ def _not_read(path: Path, kind: str) -> InputError:
     return InputError(f"{path} is {kind}; expected JSON lines, or .txt, in UTF-8; to convert it: {CONVERT[kind]}")
 
 
-def _rows(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:
-    """Yield rows that are not blank with their names: the bytes of a line, or an item of one list."""
-    lines = [(f"{path} line {number}", line) for number, line in enumerate(data.split(b"\n"), 1) if line.strip()]
-    if lines and not _is_text(path) and lines[0][1].lstrip().startswith(b"["):
+def _rows(path: Path, data: bytes) -> Iterator[tuple[int, str, Any]]:
+    """Yield (number from 1, name, value) of rows that are not blank: the bytes of a line, or an item of one list."""
+    numbered = enumerate(data.split(b"\n"), 1)
+    lines = [(number, f"{path} line {number}", line) for number, line in numbered if line.strip()]
+    if lines and not _is_text(path) and lines[0][2].lstrip().startswith(b"["):
         try:
             listed = _parsed(data, str(path))
         except InputError:  # each line is a list, unless it is one malformed list
-            if not _parses(lines[0][1]):
+            if not _parses(lines[0][2]):
                 raise
         else:
             rows = [listed] if _is_chat(listed) else listed
-            yield from ((f"{path} row {number}", row) for number, row in enumerate(rows, 1))
+            yield from ((number, f"{path} row {number}", row) for number, row in enumerate(rows, 1))
             return
     yield from lines
 
@@ -226,71 +293,129 @@ def _decoded(data: bytes, name: str) -> str:
         raise InputError(f"{name} is not UTF-8; expected text in UTF-8") from None
 
 
-def _read(given: Any, name: str, *, text: bool) -> tuple[str, Conversation]:
-    """Read a row: (its layout, its conversation)."""
+@dataclasses.dataclass(frozen=True)
+class _Read:
+    """A row as it was read. `unused`: its keys that have no effect."""
+
+    layout: str
+    conversation: Conversation
+    unused: Sequence[str] = ()
+
+
+def _read(value: Any, name: str, *, text: bool) -> _Read:
+    if text:
+        return _Read(TEXT, from_text(_decoded(value, name).removesuffix("\r"), name))
     try:
-        return _layout_and_conversation(given, name, text)
+        return _read_row(_parsed(value, name) if isinstance(value, bytes) else value, name)
     except RecursionError:
         raise InputError(f"{name} is nested too deeply; expected a prompt") from None
 
 
-def _layout_and_conversation(given: Any, name: str, text: bool) -> tuple[str, Conversation]:
-    if text:
-        return TEXT, from_text(_decoded(given, name).removesuffix("\r"), name)
-    row = _parsed(given, name) if isinstance(given, bytes) else given
+def _read_row(row: Any, name: str) -> _Read:
     if _is_chat(row):
         row = {"messages": row}
     if not isinstance(row, dict):
         raise InputError(f"{name} holds {brief(row)}; expected a JSON object with one of {', '.join(OWN)}")
     if isinstance(row.get("body"), dict) and "messages" in row["body"]:
-        row = {**row, "messages": row["body"]["messages"]}
-    elif isinstance(row.get("prompt"), list):
-        row = {**row, "messages": row["prompt"]}
+        row = {**row, **row["body"], "body": None}
+    elif _is_chat(row.get("prompt")):
+        row = {**row, "messages": row["prompt"], "prompt": None}
     layout = _layout(row, name)
+    conversation = _with_system(LAYOUTS[layout].read(row, name), row, name)
+    if tools := _filled(row.get("tools")):
+        conversation = dataclasses.replace(conversation, tools=_tools(tools, f"{name}: tools"))
     category = row.get("category")
-    conversation = LAYOUTS[layout](row, name)
     if isinstance(category, str) and category.strip():
         check_encodable(category, f"{name}: category")
         conversation = dataclasses.replace(conversation, category=printable(category))
-    return layout, conversation
+    if any(text.startswith(PLACEHOLDER) for text in texts_in([conversation.turns, conversation.history])):
+        raise InputError(
+            f"{name} holds SPEED-Bench's placeholder instead of a prompt; fetch the texts with the prepare.py of that "
+            "data set"
+        )
+    return _Read(layout, conversation, tuple(_unused(row, layout)))
+
+
+def _unused(row: Row, layout: str) -> Iterator[str]:
+    """Name keys with a value that have no effect, in the row and in its messages."""
+    used = {*LAYOUTS[layout].keys, *SYSTEM_KEYS, "tools"}
+    yield from (key for key, value in row.items() if _filled(value) is not None and key not in used | BOOKKEEPING)
+    for key in used & {"messages", "conversations"}:
+        inside = {name: None for message in row[key] for name, value in message.items() if _filled(value) is not None}
+        yield from (f"{key}[].{name}" for name in inside if name not in MESSAGE_KEYS | BOOKKEEPING)
+
+
+def _filled(value: Any) -> Any:
+    """Return the value; None for one that says nothing."""
+    return None if value in (None, "", [], {}) else value
 
 
 def _layout(row: Row, name: str) -> str:
     """Find the layout of a row. Raises InputError if it has none."""
-    if row.get("messages") is not None:
-        return "messages"
-    if row.get("conversations") is not None:
-        return "sharegpt"
-    if {"task_id", "prompt", "entry_point"} <= row.keys():
-        return "humaneval"
-    if {"question", "answer"} <= row.keys() and not any(row.get(kind) is not None for kind in OWN):
-        return "gsm8k"
-    given = [kind for kind in OWN if row.get(kind) is not None]
-    if len(given) != 1:
-        seen = " and ".join(given or map(brief, row)) or "nothing"
-        raise InputError(
-            f"{name} has {seen}; expected exactly one of {', '.join(OWN)}, or a row of HumanEval (task_id, prompt, "
-            "entry_point), GSM8K (question, answer), ShareGPT (conversations) or OpenAI (messages)"
-        )
-    return "prompts"
+    own = [key for key in OWN if row.get(key) is not None]
+    for layout, kind in LAYOUTS.items():
+        if layout == OWN_LAYOUT:
+            if len(own) == 1:
+                return layout
+            if own:
+                break
+        elif all(row.get(key) is not None for key in kind.marks):
+            return layout
+    keys = " and ".join(own or map(brief, row)) or "nothing"
+    raise InputError(
+        f"{name} has {keys}; expected exactly one of {', '.join(OWN)}, or a row of HumanEval (task_id, prompt, "
+        "entry_point), GSM8K (question), MATH (problem), MBPP (text, code), Alpaca (instruction), ShareGPT "
+        "(conversations) or OpenAI (messages)"
+    )
+
+
+def _with_system(conversation: Conversation, row: Row, name: str) -> Conversation:
+    """Add the system text of the row itself, before those of its messages."""
+    texts = [_text(row[key], f"{name}: {key}") for key in SYSTEM_KEYS if row.get(key) is not None]
+    texts = [text for text in texts if text.strip()]
+    if not texts:
+        return conversation
+    texts += [] if conversation.system is None else [conversation.system]
+    return dataclasses.replace(conversation, system="\n\n".join(dict.fromkeys(texts)))
+
+
+def _tools(listed: Any, name: str) -> tuple[Mapping[str, Any], ...]:
+    """Read tools, as a list or its JSON text, into the form that templates take."""
+    if isinstance(listed, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            listed = json.loads(listed)
+    tools = []
+    for tool in listed if isinstance(listed, list) else [listed]:
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InputError(f"{name} holds {brief(tool)}; expected functions, each with a name and parameters")
+        tools.append({"type": "function", "function": {"description": "", **function}})
+    return tuple(tools)
 
 
 def _own(row: Row, name: str) -> Conversation:
-    kind = next(kind for kind in OWN if row.get(kind) is not None)
-    value = row[kind]
-    if kind == "prompt_ids":
+    key = next(key for key in OWN if row.get(key) is not None)
+    value = row[key]
+    if key == "prompt_ids":
         if not isinstance(value, list):
             raise InputError(f"{name}: prompt_ids is {brief(value)}; expected a list of integers")
         return from_ids(value, name)
-    turns = value if kind == "turns" else [value]
+    numbered = key == "turns" or isinstance(value, list)
+    turns = value if numbered else [value]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
-        expected = "a list of texts" if kind == "turns" else "a text"
-        raise InputError(f"{name}: {kind} is {brief(value)}; expected {expected}")
-    return Conversation(name, turns=tuple(check_text(turn, name) for turn in turns), numbered=kind == "turns")
+        expected = "a list of texts" if key == "turns" else "a text, a list of texts or one of messages"
+        raise InputError(f"{name}: {key} is {brief(value)}; expected {expected}")
+    return Conversation(name, turns=tuple(check_text(turn, name) for turn in turns), numbered=numbered)
 
 
-def _single(key: str) -> Callable[[Row, str], Conversation]:
-    return lambda row, name: from_text(_text(row[key], f"{name}: {key}"), name)
+def _single(*keys: str) -> Callable[[Row, str], Conversation]:
+    """Return what reads a prompt of one text, or of several joined: those that are there."""
+
+    def read(row: Row, name: str) -> Conversation:
+        texts = [_text(row.get(key), f"{name}: {key}") for key in keys]
+        return from_text("\n\n".join(text for text in texts if text), name)
+
+    return read
 
 
 def _sharegpt(row: Row, name: str) -> Conversation:
@@ -349,8 +474,13 @@ def _message(given: Any, name: str) -> Message:
     calls = given.get("tool_calls") or [
         {"type": "function", "function": each} for each in [given.get("function_call")] if each
     ]
-    if calls and role == ASSISTANT:
+    if calls and role != ASSISTANT:
+        raise InputError(f"{name} of the role {role} has tool_calls; expected them in an assistant's message")
+    if calls:
         message["tool_calls"] = _calls(calls, f"{name}: tool_calls")
+        if reasoning := next((given[key] for key in REASONING if isinstance(given.get(key), str)), ""):
+            # templates take one text before a call
+            message |= {"thinking": "\n\n".join(filter(None, (reasoning, message["content"]))), "content": ""}
     return message
 
 
@@ -381,10 +511,27 @@ def _text(value: Any, name: str) -> str:
     return "".join(texts)
 
 
-LAYOUTS: Mapping[str, Callable[[Row, str], Conversation]] = {
-    "prompts": _own,
-    "humaneval": _single("prompt"),
-    "gsm8k": _single("question"),
-    "sharegpt": _sharegpt,
-    "messages": _openai,
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How rows hold a prompt: those that have all `marks`. `beside`: further keys that `read` uses."""
+
+    marks: tuple[str, ...]
+    read: Callable[[Row, str], Conversation]
+    beside: tuple[str, ...] = ()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (*self.marks, *self.beside)
+
+
+OWN_LAYOUT = "prompts"  # exactly one of OWN
+LAYOUTS: Mapping[str, Layout] = {  # a row has the first one that it fits
+    "messages": Layout(("messages",), _openai),
+    "sharegpt": Layout(("conversations",), _sharegpt),
+    "humaneval": Layout(("task_id", "prompt", "entry_point"), _single("prompt")),
+    OWN_LAYOUT: Layout((), _own, OWN),
+    "gsm8k": Layout(("question",), _single("question")),
+    "math": Layout(("problem",), _single("problem")),
+    "alpaca": Layout(("instruction",), _single("instruction", "input"), ("input",)),
+    "mbpp": Layout(("text", "code"), _single("text")),
 }

@@ -6,7 +6,7 @@ those (`Conversation.encode`). Conversations do not depend on one another.
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from peagle.ops.errors import InputError
@@ -43,14 +43,38 @@ class Rendering:
                 "one of them"
             )
 
+    @property
+    def options(self) -> list[str]:
+        """The options of a command that say how text is rendered, as far as they are given."""
+        return [option for name, option in OPTIONS.items() if getattr(self, name) != getattr(Rendering, name)]
+
+    def without_effect(self, tokenizer: Tokenizer) -> list[str]:
+        """Name the options that change nothing, since the chat template or raw text does not show them."""
+        probe, options = from_text("Hi"), []
+        for name, option in OPTIONS.items():
+            default = getattr(Rendering, name)
+            if option in self.options and name != "special_tokens":
+                other = dataclasses.replace(self, **{name: default})
+                if probe.encode((), tokenizer, self) == probe.encode((), tokenizer, other):
+                    options.append(option)
+        return options
+
+
+OPTIONS = {
+    "system": "--system",
+    "reasoning_effort": "--reasoning-effort",
+    "date": "--date",
+    "special_tokens": "--special-tokens",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
     """Turns of text, each a request, after a `history` of messages; or the ids of a single prompt.
 
     Without turns it is one request, which continues the history. `name` is its origin, for messages. `numbered`:
-    messages and reports number its turns. `system` takes precedence over a rendering's. Raises InputError for text that
-    cannot be encoded.
+    messages and reports number its turns. `system` takes precedence over a rendering's. `tools` are functions, as chat
+    templates take them. Raises InputError for text that cannot be encoded, and for a system text or tools beside ids.
     """
 
     name: str
@@ -59,11 +83,15 @@ class Conversation:
     numbered: bool = False
     history: tuple[Message, ...] = ()
     system: str | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
     category: str | None = None
 
     def __post_init__(self) -> None:
-        for text in texts_in([self.turns, self.history, self.system, self.category]):
+        for text in texts_in([self.turns, self.history, self.system, self.tools, self.category]):
             check_encodable(text, self.name)
+        if self.prompt_ids is not None and (self.system is not None or self.tools):
+            part = "tools" if self.system is None else "a system text"
+            raise InputError(f"{self.name} has {part} beside token ids, which are taken as they are; leave out one")
 
     @property
     def num_requests(self) -> int:
@@ -87,6 +115,7 @@ class Conversation:
                 f"{len(self.turns)} turns": len(self.turns) > 1,
                 "a system text": self.system is not None,
                 "a history": bool(self.history),
+                "tools": bool(self.tools),
             }
             if chat := [part for part, present in parts.items() if present]:
                 raise InputError(f"{self.name} has {chat[0]}, which needs the chat template; leave out --raw-prompt")
@@ -95,7 +124,9 @@ class Conversation:
             system = rendering.system if self.system is None else self.system
             messages = chat_messages(self.turns[: len(answers) + 1], answers, system, self.history)
             try:
-                ids = tokenizer.encode_chat(messages, reasoning_effort=rendering.reasoning_effort, date=rendering.date)
+                ids = tokenizer.encode_chat(
+                    messages, reasoning_effort=rendering.reasoning_effort, date=rendering.date, tools=self.tools
+                )
             except InputError as error:
                 raise InputError(f"{self.name}: {error}") from None
         if not ids:

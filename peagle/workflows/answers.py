@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from peagle.api import Pair
 from peagle.engine.request import Request, SamplingParams
 from peagle.ops.errors import InputError
-from peagle.result import Result, decode
+from peagle.result import Result, follow, submit
 from peagle.text.prompts import Conversation, Rendering
 
 
@@ -56,7 +56,12 @@ def answer(
                 skipped(str(error))
                 del answers[number]
                 done(1)
-        results = _decode(pair, requests, asking)
+
+        def ended(request: Request, last_turn: int = turn) -> None:
+            if conversations[request.index - first_index].num_requests == last_turn + 1:
+                done(1)
+
+        results = _decode(pair, requests, asking, ended)
         turn += 1
         for request in requests:
             number = request.index - first_index
@@ -66,7 +71,6 @@ def answer(
                 answers[number].append(result.text or "")
             else:
                 del answers[number]
-                done(1)
 
 
 def _request(
@@ -83,7 +87,16 @@ def _request(
     )
 
 
-def _decode(pair: Pair, requests: Sequence[Request], asking: Asking) -> dict[int, Result]:
-    """Decode the requests plainly; return results by request index."""
+def _decode(
+    pair: Pair, requests: Sequence[Request], asking: Asking, ended: Callable[[Request], None]
+) -> dict[int, Result]:
+    """Decode the requests plainly; return results by request index. Calls `ended` with each that has just ended."""
     engine = pair.engine(pair.engine_config(0, slots=asking.slots, capacity=pair.capacity(requests)))
-    return {result.request.index: result for result in decode(engine, requests, pair.tokenizer)}
+    assemblers = submit(engine, requests, pair.tokenizer)
+    try:
+        for assembler, _ in follow(engine, assemblers):
+            if assembler.finish_reason is not None:
+                ended(assembler.request)
+    finally:
+        engine.settle()
+    return {assembler.request.index: assembler.result() for assembler in assemblers.values()}

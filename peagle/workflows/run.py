@@ -17,6 +17,7 @@ from peagle.engine.engine import DRAFTS_ARE_GREEDY, AnyEngine, EngineConfig, Han
 from peagle.engine.grammar import Grammar
 from peagle.engine.prefix_cache import PrefixCacheUse
 from peagle.engine.request import DEFAULT_CHUNK, Request, SamplingParams, check_stop_strings
+from peagle.engine.widths import WidthTable
 from peagle.measure.logprobs import top_2_margin
 from peagle.measure.metrics import first_difference
 from peagle.measure.profile import Breakdown, profile
@@ -66,6 +67,10 @@ class RunConfig:
             synthetic_acceptance=self.synthetic_acceptance,
         )
         check_stop_strings(self.stop)
+        if self.blocked is not None and self.prefill_chunk is not None:
+            raise InputError(
+                "blocked prefill takes a whole prompt at once; leave out --prefill-chunk or --prefill blocked"
+            )
         if self.draft_sampling and self.sampling.greedy:
             raise InputError(DRAFTS_ARE_GREEDY)
         if self.max_new_tokens < 1:
@@ -118,7 +123,8 @@ class Run:
     capacity: int
     compile_s: float = 0.0
     host_gap_frac: float | None = None  # share of the time in which the device was idle (LoopTimes of the engine)
-    costs: CostsUsed | None = None
+    widths: WidthTable | None = None  # of an adaptive run: the drafts by load that it went by
+    costs: CostsUsed | None = None  # of the same, if they were measured
     prefix_cache_bytes: int = 0
     prefix_cache: PrefixCacheUse | None = None  # of the engine that speculates, since it was made
     profile: Breakdown | None = None
@@ -217,6 +223,7 @@ class _Session:
             capacity=self.capacity,
             compile_s=self.compile_s,
             host_gap_frac=self._engine(self.config.num_speculative_tokens).times.gap_frac,
+            widths=self._engine(self.config.num_speculative_tokens).widths if self.config.adaptive else None,
             costs=self._costs(),
             prefix_cache_bytes=self.prefix_cache_bytes,
             prefix_cache=used,

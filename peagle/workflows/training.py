@@ -545,7 +545,7 @@ class Acceptance:
         assert isinstance(pair.plain_target, GptOss)
         self._target = dataclasses.replace(pair.plain_target, aux_layer_ids=config.aux_layer_ids or ())
         self._pair, self._config = pair, config
-        self._num_left_out = len(prompts.left_out)
+        self._num_left_out = len(prompts.skipped)
         self._requests = [
             pair.request(each, [], Rendering(), max_new_tokens=EVALUATION_TOKENS, index=index)
             for index, each in enumerate(conversations)

@@ -3,9 +3,9 @@
 import dataclasses
 import itertools
 import json
-import math
 import shutil
 import signal
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from target.params import init_params as init_target
 from tests.drafter.cases import random_params
 from tests.peagle.toys import MarkovTarget
 
-display.LINE_SECONDS = math.inf  # messages must be those of a quick machine
+display.LINE_SECONDS = threading.TIMEOUT_MAX  # messages must be those of a quick machine
 
 SPECIALS = ("<|startoftext|>", "<|return|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|mask|>")
 STOP, MASK = 1, 6

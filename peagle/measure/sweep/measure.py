@@ -81,7 +81,7 @@ def ask(folder: Folder, pair: Pair, sets: Mapping[str, PromptSet], progress: Pro
         if not any(posed.asked for posed in own):
             last = f"; the last: {own[-1].why}" if own else ""
             raise InputError(f"{source.name} has no usable prompt{last}")
-    folder.save_asked(done, {name: each.left_out for name, each in sets.items()})
+    folder.save_asked(done, {name: [row.reason for row in each.skipped] for name, each in sets.items()})
 
 
 def turns_asked(source: Source, raw: bool, conversation: Conversation) -> int:

@@ -81,7 +81,9 @@ def test_options_are_those_of_speculate(chat: Chat, toy: Pair) -> None:
     assert (code, out) == (0, f"{whole[: whole.index(whole[4:6])]}\n")
     assert "finish: stop" in err
     assert "speed-up" in err
-    assert chat(b"Hi\n", *options, "--quiet", "-k", "0") == (0, f"{whole}\n", "")
+    code, out, err = chat(b"Hi\n", *options, "--quiet", "-k", "0")  # beside --drafter
+    assert (code, out) == (0, f"{whole}\n")
+    assert err == "peagle: warning: --drafter: no effect with -k 0, plain decoding\n"
 
 
 def test_a_conversation_that_does_not_fit_says_so_and_goes_on(chat: Chat) -> None:

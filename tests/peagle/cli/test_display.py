@@ -1,38 +1,161 @@
 """What is shown of progress where nobody looks at a terminal, and of an answer's channels where somebody does."""
 
+import contextlib
 import io
+import re
 import sys
+import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from peagle.cli import display
-from peagle.cli.display import Display
+from peagle.cli.display import Display, Stage
 from peagle.cli.output import wrapped
 from peagle.engine.request import Request
 from tests.peagle.text.test_channels import PROMPT, HarmonyTokenizer, ids, split
 
 
-def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(display, "LINE_SECONDS", 0.01)
+
+
+def awaited(capsys: pytest.CaptureFixture[str], pattern: str) -> str:
+    """Wait for a line on standard error, for as long as a busy machine may take; return what was printed."""
+    deadline, printed = time.monotonic() + 60, ""
+    while not re.search(pattern, printed):
+        assert time.monotonic() < deadline, printed
+        time.sleep(0.01)
+        printed += capsys.readouterr().err
+    return printed
+
+
+def a_stage(shows: Display) -> Any:
+    return shows.stage("loading")
+
+
+@contextlib.contextmanager
+def runs(shows: Display) -> Iterator[None]:
+    shows.run_of("measuring", 1, 3)
+    yield
+    shows.clear()
+
+
+@contextlib.contextmanager
+def plain_decoding(shows: Display) -> Iterator[None]:
+    shows.decoding(0, 1, plainly=True)
+    shows.compared(20, 1000)
+    yield
+    shows.end_all()
+
+
+@contextlib.contextmanager
+def requests_together(shows: Display) -> Iterator[None]:
+    shows.decoding(0, 7, plainly=False)
+    yield
+    shows.end_all()
+
+
+@pytest.mark.parametrize(
+    ("going_on", "total", "line"),
+    [
+        (a_stage, 1, r"^loading: \d+ s so far$"),
+        (runs, 1, r"^measuring: run 2 of 3"),
+        (plain_decoding, 1, r"^decoding plainly.*: 20 of 1,000 tokens"),
+        (requests_together, 7, r"^decoding: 0 of 7 requests$"),
+    ],
+)
+def test_without_a_terminal_lines_say_how_far_it_is_while_it_lasts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], going_on: Any, total: int, line: str
 ) -> None:
-    monkeypatch.setattr(display, "LINE_SECONDS", 60)
-    clock = iter([0.0, 10.0, 65.0, 70.0, 130.0])
-    monkeypatch.setattr(display.time, "monotonic", lambda: next(clock))
-    with Display(text=False, quiet=False, total=1, streaming=False).stage("decoding") as progress:
-        for done in range(1, 5):
-            progress(done, 10)
-    assert capsys.readouterr().err.splitlines() == [
-        "decoding: 20%, about 4 min 20 s left",
-        "decoding: 40%, about 3 min 15 s left",
-    ]
+    quickly(monkeypatch)
+    shows = Display(text=False, quiet=False, total=total, streaming=False)
+    with going_on(shows):
+        awaited(capsys, f"(?m){line}")
+    capsys.readouterr()
+    time.sleep(0.05)
+    assert capsys.readouterr().err == ""
 
 
-def test_quietly_there_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(display, "LINE_SECONDS", 0)
+def test_quietly_there_are_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    quickly(monkeypatch)
     with Display(text=False, quiet=True, total=1, streaming=False).stage("decoding") as progress:
         progress(1, 2)
+        time.sleep(0.05)
     assert capsys.readouterr().err == ""
+
+
+def test_no_line_falls_into_a_text_that_streams(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Standard output and standard error may go to one file."""
+    quickly(monkeypatch)
+    shows = Display(text=True, quiet=False, total=1, streaming=True)
+    shows.decoding(0, 1, plainly=False)
+    request = Request((1,), 10)
+    shows.started(request, None)
+    awaited(capsys, "(?m)^decoding: ")  # a long prompt is read
+    shows.emitted(request, (1,), "a")
+    capsys.readouterr()
+    time.sleep(0.05)
+    shows.emitted(request, (2,), "b")
+    assert tuple(capsys.readouterr()) == ("b", "")
+    shows.end_all()
+
+
+def test_a_note_does_not_end_what_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    quickly(monkeypatch)
+    shows = Display(text=False, quiet=False, total=1, streaming=False)
+    with shows.stage("training"):
+        shows.note("step 1")
+        awaited(capsys, "(?m)^step 1$(.|\n)*^training: ")
+
+
+@pytest.mark.parametrize(
+    ("unit", "far", "shown"),
+    [
+        (None, (0, 0, None), ""),
+        (None, (0, 10, None), "0%"),
+        (None, (2, 10, None), "20%, about 4 min 20 s left"),  # 65 s for the first two
+        (None, (2, 10, 7.0), "20%, about 7 s left"),
+        ("run", (2, 10, None), "run 3 of 10, about 4 min 20 s left"),
+        ("test", (10, 10, None), "test 10 of 10"),
+        ("tokens", (2, 1000, 0.1), "2 of 1,000 tokens"),
+    ],
+)
+def test_progress_is_a_share_or_a_count_with_the_time_left(
+    monkeypatch: pytest.MonkeyPatch, unit: str | None, far: tuple[int, int, float | None], shown: str
+) -> None:
+    clock = iter([0.0, 65.0])
+    monkeypatch.setattr(display.time, "monotonic", lambda: next(clock))
+    stage = Stage("decoding", unit, lambda: None)
+    stage(*far)
+    assert stage.progress == shown
+
+
+def test_text_goes_where_standard_output_goes_while_progress_is_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    out, screen = io.StringIO(), Screen()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", screen)
+    shows = Display(text=True, quiet=False, total=1, streaming=True)
+    shows.decoding(0, 1, plainly=False)
+    request = Request((1,), 10)
+    shows.started(request, None)
+    shows.emitted(request, (1,), "abc")
+    shows.end(request)
+    shows.end_all()
+    assert out.getvalue() == "abc\n"
+    assert "1 of 10 tokens" in screen.getvalue()
+    assert "abc" not in screen.getvalue()
+
+
+def test_warnings_are_shown_if_quiet_too(capsys: pytest.CaptureFixture[str]) -> None:
+    Display(text=False, quiet=True, total=1, streaming=False).warn(["left out: 1 row"])
+    assert capsys.readouterr().err == "peagle: warning: left out: 1 row\n"
 
 
 ANSWER = (
@@ -71,22 +194,41 @@ def test_on_a_terminal_reasoning_is_dim_and_the_answer_is_not(
     assert out.getvalue() == shown
 
 
-def test_runs_of_a_measurement_are_counted_with_the_time_left(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(display, "LINE_SECONDS", 0)
-    clock = iter([0.0, 0.0, 2.0, 4.0, 5.0, 5.0])
-    monkeypatch.setattr(display.time, "monotonic", lambda: next(clock))
-    shows = Display(text=False, quiet=False, total=1, streaming=False)
-    for done in range(3):
-        shows.run_of("measuring", done, 5)
-    shows.run_of("compiling", 0, 2, unit="test")  # something else begins anew
-    assert capsys.readouterr().err.splitlines() == [
-        "measuring: run 1 of 5",
-        "measuring: run 2 of 5, about 8 s left",
-        "measuring: run 3 of 5, about 6 s left",
-        "compiling: test 1 of 2",
-    ]
+PARTS = [("a", 0), ("b", 1), ("c\n", 2), ("d", 0)]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize(
+    ("out", "environment", "shown"),
+    [
+        (Screen, {"TERM": "xterm-256color"}, None),
+        (Screen, {"TERM": "xterm-256color", "NO_COLOR": "1"}, "a[b][c\n]d\n"),
+        (Screen, {"TERM": "dumb"}, "a[b][c\n]d\n"),
+        (io.StringIO, {"TERM": "xterm-256color"}, "abc\nd\n"),
+    ],
+)
+def test_accepted_drafts_are_coloured_or_marked_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, out: type[io.StringIO], environment: dict[str, str], shown: str | None,
+    streaming: bool,
+) -> None:  # fmt: skip
+    """None: in colours."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    written = out()
+    monkeypatch.setattr(sys, "stdout", written)
+    shows = Display(text=True, quiet=True, total=1, streaming=streaming, drafts=True)
+    request = Request((1,), 10)
+    shows.started(request, None)
+    shows.emitted(request, (1, 2, 3, 4), "abc\nd", PARTS)
+    shows.end(request)
+    assert shows.shows_drafts == (out is Screen)
+    if shown is None:
+        assert len(re.findall(r"\x1b\[38;\S+?m[bc]", written.getvalue())) == 2
+        assert Text.from_ansi(written.getvalue()).plain == "abc\nd\n"
+    else:
+        assert written.getvalue() == shown
 
 
 @pytest.mark.parametrize(("columns", "terminal"), [(40, True), (40, False)])

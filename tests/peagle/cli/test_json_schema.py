@@ -17,7 +17,7 @@ from scripts import runs
 from tests.peagle.conftest import MAX_POSITIONS
 
 K = 3
-TOP = {"schema", "provenance", "config", "profile", "requests", "summary"}
+TOP = {"schema", "provenance", "config", "skipped", "profile", "requests", "summary"}
 PROVENANCE = {"time", "command", "git", "python", "packages", "platform", "cpu", "num_threads", "device"}
 CONFIG = {
     "command", "target", "drafter", "num_speculative_tokens", "adaptive", "costs", "max_new_tokens", "temperature",
@@ -25,7 +25,7 @@ CONFIG = {
     "min_tokens", "draft_sampling", "synthetic_acceptance", "prefill_chunk", "prefill", "prefix_cache_bytes",
     "retain_full_kv", "seed", "slots", "context", "capacity", "dtype", "experts", "kernels", "mesh", "aux_layers",
     "draft_vocab", "drafter_window", "baseline", "ignore_eos", "logprobs", "grammar", "raw_prompt", "special_tokens",
-    "system", "reasoning_effort", "date", "stop_token_ids", "interrupted", "cut_short", "failed", "left_out",
+    "system", "reasoning_effort", "date", "stop_token_ids", "interrupted", "cut_short", "failed",
 }  # fmt: skip
 REQUEST = {
     "request", "turn", "prompt_ids", "output_ids", "text", "stop", "finish_reason", "num_truncated_tokens", "ttft_s",

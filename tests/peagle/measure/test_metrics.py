@@ -221,6 +221,14 @@ def test_the_summary_by_hand() -> None:
     assert (summary["compile_s"], summary["peak_memory_bytes"]) == (1.5, 1000)
 
 
+def test_where_nothing_was_drafted_there_is_no_speed_up() -> None:
+    undrafted = Result(REQUEST, 3, (1, 2, 3), None, "length", 0.0, 1.0, 2.0, (step(0, 0), step(0, 0)))
+    summary = summarize([undrafted], [result([1, 2, 3], last=3.0)], 0.0, None)
+    assert (summary["num_spec_steps"], summary["num_plain_steps"]) == (0, 2)
+    assert (summary["speedup"], summary["speedup_median"]) == (None, None)
+    assert (summary["tok_per_s"], summary["baseline_tok_per_s"]) == (pytest.approx(2.0), pytest.approx(1.0))
+
+
 def test_a_summary_of_nothing_holds_no_nan() -> None:
     summary = summarize([], [], 0.0, None)
     assert all(value is None or not math.isnan(value) for value in summary.values() if isinstance(value, float))

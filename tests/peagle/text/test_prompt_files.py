@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from peagle.ops.errors import InputError
-from peagle.text.prompt_files import CONVERT, read_prompt_file, read_prompts
+from peagle.text.prompt_files import CONVERT, PLACEHOLDER, Skipped, read_prompt_file, read_prompts
 from peagle.text.prompts import Rendering
+from peagle.text.tokenizer import load_tokenizer
 from tests.peagle.conftest import Directories
 
 
@@ -86,7 +87,7 @@ def test_a_bad_line_is_named_with_its_number_and_left_out_or_refused(
     with pytest.raises(InputError) as caught:
         read_prompt_file(path, strict=True)
     found = read_prompt_file(path)
-    assert (found.num_rows, len(found.conversations), found.left_out) == (2, 1, (str(caught.value),))
+    assert (found.num_rows, len(found.conversations), found.skipped) == (2, 1, (Skipped(3, str(caught.value)),))
     assert "line 3" in str(caught.value)
     assert what in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -99,6 +100,10 @@ def test_a_file_that_is_not_there_or_holds_nothing_is_refused(tmp_path: Path) ->
         read_prompt_file(tmp_path)
     with pytest.raises(InputError, match="holds no prompts"):
         read_prompt_file(write(tmp_path, "", "  "))
+
+
+def user(text: Any) -> dict[str, Any]:
+    return {"role": "user", "content": text}
 
 
 def lines(path: Path, *rows: Any) -> Path:
@@ -130,6 +135,126 @@ def test_humaneval_and_gsm8k_are_asked_as_they_are(tmp_path: Path) -> None:
     assert (found.layout, found.conversations[0].turns) == ("gsm8k", ("How many?",))
 
 
+@pytest.mark.parametrize(
+    ("row", "layout", "turns"),
+    [
+        (  # MT-Bench on the Hub
+            {"prompt": ["Write a poem.", "Shorter."], "prompt_id": 1, "category": "writing", "reference": ["x"]},
+            "prompts",
+            ("Write a poem.", "Shorter."),
+        ),
+        (  # MATH-500
+            {"problem": "1 + 1?", "solution": "2.", "answer": "2", "subject": "Algebra", "level": 1, "unique_id": "a"},
+            "math",
+            ("1 + 1?",),
+        ),
+        (  # MBPP
+            {"task_id": 1, "text": "Add.", "code": "a + b", "test_list": ["assert 1"], "test_setup_code": "",
+             "challenge_test_list": []},
+            "mbpp",
+            ("Add.",),
+        ),
+        ({"prompt": "Add.", "code": "a", "task_id": 1, "test_imports": [], "test_list": ["assert 1"],
+          "source_file": "a"}, "prompts", ("Add.",)),  # MBPP, sanitized
+        ({"question": "Why?"}, "gsm8k", ("Why?",)),
+        ({"instruction": "Sum up.", "input": "", "output": "b"}, "alpaca", ("Sum up.",)),
+        ({"instruction": "Sum up.", "input": "a", "output": "b"}, "alpaca", ("Sum up.\n\na",)),
+        (  # SPEED-Bench
+            {"question_id": "a", "category": "rag", "sub_category": "b", "turns": ["c"], "source": "d", "src_id": "e",
+             "difficulty": "f", "multiturn": False},
+            "prompts",
+            ("c",),
+        ),
+    ],
+)  # fmt: skip
+def test_public_sets_are_read_as_they_are(tmp_path: Path, row: Any, layout: str, turns: tuple[str, ...]) -> None:
+    found = read_prompt_file(lines(tmp_path / "rows.jsonl", row), strict=True)
+    assert (found.layout, found.conversations[0].turns, found.warnings) == (layout, turns, ())
+    assert found.conversations[0].numbered == (len(turns) > 1 or "turns" in row)
+
+
+PIRATE = "You are a pirate."
+TOOL = {"type": "function", "function": {"description": "", "name": "f", "parameters": {}}}
+
+
+@pytest.mark.parametrize("prompt", [
+    {"conversations": [{"from": "human", "value": "a"}]}, {"messages": [{"role": "user", "content": "a"}]},
+    {"prompt": "a"}, {"turns": ["a"]}, {"question": "a", "answer": "b"}, {"prompt": [{"role": "user", "content": "a"}]},
+])  # fmt: skip
+@pytest.mark.parametrize("key", ["system", "system_prompt", "system_message"])
+def test_a_row_of_any_layout_may_have_a_system_text_and_tools(tmp_path: Path, prompt: Any, key: str) -> None:
+    row = {key: PIRATE, "tools": [TOOL], **prompt}
+    found = read_prompt_file(lines(tmp_path / "rows.jsonl", row), strict=True)
+    (conversation,) = found.conversations
+    assert (conversation.system, conversation.tools, conversation.turns) == (PIRATE, (TOOL,), ("a",))
+    assert found.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("row", "system", "tools"),
+    [
+        ({"system": PIRATE, "messages": [{"role": "system", "content": "S"}, user("a")]}, f"{PIRATE}\n\nS", ()),
+        ({"system": PIRATE, "messages": [{"role": "system", "content": PIRATE}, user("a")]}, PIRATE, ()),
+        ({"system": "", "messages": [{"role": "system", "content": "S"}, user("a")]}, "S", ()),
+        ({"system": None, "tools": None, "messages": [user("a")]}, None, ()),
+        ({"body": {"model": "m", "messages": [user("a")], "tools": [TOOL]}}, None, (TOOL,)),
+        ({"tools": json.dumps([TOOL["function"]]), "prompt": "a"}, None, (TOOL,)),
+    ],
+)
+def test_a_rows_system_text_comes_before_that_of_its_messages(
+    tmp_path: Path, row: Any, system: str | None, tools: tuple[Any, ...]
+) -> None:
+    (conversation,) = read_prompt_file(lines(tmp_path / "rows.jsonl", row), strict=True).conversations
+    assert (conversation.system, conversation.tools) == (system, tools)
+
+
+def test_a_key_that_has_no_effect_is_named_once_with_its_count(tmp_path: Path) -> None:
+    rows = [
+        {"messages": [user("a")], "id": 1, "max_tokens": 5, "images": []},
+        {"messages": [{**user("a"), "images": ["b.png"]}, user("b")], "max_tokens": 5, "temperature": 0},
+        {"messages": [], "top_k": 3},
+        {"body": {"messages": [user("a")], "model": "m", "max_tokens": 5}, "custom_id": "1", "method": "POST"},
+    ]
+    found = read_prompt_file(lines(tmp_path / "rows.jsonl", *rows))
+    skipped, unused = found.warnings
+    assert skipped.startswith("left out of rows: 1 row without a usable prompt, the first: ")
+    assert unused == (
+        "rows has keys that have no effect: max_tokens (3 rows), temperature (1 row), messages[].images (1 row)"
+    )
+
+
+def test_options_that_rows_override_are_named(directories: Directories, tmp_path: Path) -> None:
+    path = lines(tmp_path / "rows.jsonl", {"prompt": "a", "system": "S"}, {"prompt": "a"}, {"prompt_ids": [1]})
+    assert read_prompts(path, directories.target, Rendering(), strict=False).warnings == ()
+    rendering = Rendering(system="T", reasoning_effort="low")
+    assert read_prompts(path, directories.target, rendering, strict=False).warnings == (
+        "rows: 1 row of token ids, which are taken as they are, without --system and --reasoning-effort",
+        "rows: 1 row with a system text of their own, which --system does not replace",
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "read"), [("{{ tools }}{{ messages }}", True), ("{{ messages }}", False)]
+)  # fmt: skip
+def test_tools_that_the_template_does_not_show_are_no_prompt(
+    directories: Directories, tmp_path: Path, template: str, read: bool
+) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(directories.target / name, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    path = lines(tmp_path / "rows.jsonl", {"prompt": "a"}, {"prompt": "a", "tools": [TOOL]})
+    found = read_prompts(path, tmp_path, Rendering(), strict=False)
+    assert len(found.conversations) == 1 + read
+    assert [row.line for row in found.skipped] == [] if read else [2]
+    with_tools = Rendering(raw=True)
+    tokenizer = load_tokenizer(tmp_path)
+    with pytest.raises(InputError, match="has tools, which needs the chat template"):
+        read_prompts(path, tmp_path, with_tools, strict=True).conversations[1].encode((), tokenizer, with_tools)
+    if read:
+        first, second = (each.encode((), tokenizer, Rendering()) for each in found.conversations)
+        assert len(second) > len(first)
+
+
 def test_of_sharegpt_the_persons_messages_are_asked(tmp_path: Path) -> None:
     def said(*messages: tuple[str, str]) -> dict[str, Any]:
         return {"id": "x", "conversations": [{"from": who, "value": text} for who, text in messages]}
@@ -147,7 +272,7 @@ def test_of_sharegpt_the_persons_messages_are_asked(tmp_path: Path) -> None:
         (("Hi", "Why?"), "Be kind."),
         (("and on",), None),
     ]
-    assert found.left_out == (f"{path} row 3 holds no message of a user",)
+    assert found.skipped == (Skipped(3, f"{path} row 3 holds no message of a user"),)
 
 
 def test_openai_messages_bring_their_history(tmp_path: Path) -> None:
@@ -167,10 +292,6 @@ def test_openai_messages_bring_their_history(tmp_path: Path) -> None:
         (("c",), (message("user", "a"), message("assistant", "b")), None, 1),
         (("d",), (), None, 1),
     ]
-
-
-def user(text: Any) -> dict[str, Any]:
-    return {"role": "user", "content": text}
 
 
 def said(text: Any) -> dict[str, Any]:
@@ -207,6 +328,12 @@ CALLED = {**said(""), "tool_calls": [{**CALL, "function": CALLED_FUNCTION}]}
          [user("a"), {**said(""), "tool_calls": [{"type": "function", "function": CALLED_FUNCTION}]},
           {"role": "tool", "name": "f", "content": "5"}],
          ()),
+        # reasoning that led to calls is kept before them
+        ({"messages": [user("a"), {**said("Let me see."), "reasoning_content": "Hm.", "tool_calls": [CALL]},
+                       {"role": "tool", "content": "5"}]},
+         "messages", [user("a"), {**CALLED, "thinking": "Hm.\n\nLet me see."}, {"role": "tool", "content": "5"}], ()),
+        ({"messages": [user("a"), {**said("b"), "reasoning_content": "Hm."}, user("c")]},
+         "messages", [user("a"), said("b")], ("c",)),
         # analysis is left out of the history, text that looks like it is kept
         ({"messages": [user("a"), said("<|channel|>analysis<|message|>Hm."), user("b")]},
          "messages", [user("a"), said("")], ("b",)),
@@ -274,7 +401,7 @@ def test_a_name_and_a_category_are_fit_for_a_report(tmp_path: Path) -> None:
     path.write_text(json.dumps({"prompt": "a", "category": "東京\n\x1b"}) + '\n{"prompt": ""}\n')
     found = read_prompt_file(path)
     assert (found.name, found.conversations[0].category) == ("caf\\udce9", "東京\\n\\x1b")
-    assert found.left_out == (f"{path} line 2 is empty; expected some text",)
+    assert found.skipped == (Skipped(2, f"{path} line 2 is empty; expected some text"),)
 
 
 def test_what_the_template_refuses_is_left_out_too(directories: Directories, tmp_path: Path) -> None:
@@ -288,11 +415,11 @@ def test_what_the_template_refuses_is_left_out_too(directories: Directories, tmp
     path = lines(tmp_path / "rows.jsonl", *rows, {"messages": []})
     found = read_prompts(path, tmp_path, Rendering(), strict=False)
     assert [each.turns for each in found.conversations] == [("a",)]
-    first, second = found.left_out
-    assert first == f"{path} line 3 holds no message of a user"
-    assert second.startswith(f"{path} line 2: ")
-    assert "the chat template refuses this chat: no tools" in second
-    with pytest.raises(InputError, match="line 3 holds no message"):
+    first, second = found.skipped
+    assert (first.line, second) == (2, Skipped(3, f"{path} line 3 holds no message of a user"))
+    assert first.reason.startswith(f"{path} line 2: ")
+    assert "the chat template refuses this chat: no tools" in first.reason
+    with pytest.raises(InputError, match=r"line 2: .*no tools"):
         read_prompts(path, tmp_path, Rendering(), strict=True)
     assert len(read_prompts(path, directories.target, Rendering(), strict=False).conversations) == 2
     lines(path, rows[1])
@@ -312,7 +439,16 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "what"),
     [
-        ([{"instruction": "a"}], "a row of HumanEval (task_id"),
+        ([{"article": "a"}], "a row of HumanEval (task_id"),
+        ([{"prompt": []}], "prompt is []; expected a text, a list of texts or one of messages"),
+        ([{"prompt": ["a", 3]}], "prompt is ['a', 3]; expected a text, a list of texts or one of messages"),
+        ([{"turns": ["a", PLACEHOLDER]}], "line 1 holds SPEED-Bench's placeholder"),
+        ([{"turns": [f"{PLACEHOLDER}\n\nSum up: {{article}}"]}], "line 1 holds SPEED-Bench's placeholder"),
+        ([{"messages": [user(PLACEHOLDER), user("a")]}], "line 1 holds SPEED-Bench's placeholder"),
+        ([{"system": 3, "prompt": "a"}], "system is 3; expected a text"),
+        ([{"system": "S", "prompt_ids": [1]}], "a system text beside token ids"),
+        ([{"tools": [3], "prompt": "a"}], "tools holds 3; expected functions"),
+        ([{"messages": [{**user("a"), "tool_calls": [CALL]}]}], "of the role user has tool_calls"),
         ([{"conversations": "a"}], "expected a list of messages"),
         (
             [{"conversations": [{"from": "dog", "value": "a"}]}],

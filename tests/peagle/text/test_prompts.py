@@ -1,12 +1,14 @@
 """Prompts in, conversations out."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from peagle.ops.errors import InputError
 from peagle.text.prompts import Conversation, Rendering, from_ids, from_text, parse_ids
-from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
+from peagle.text.tokenizer import ByteLevelTokenizer, detokenize, load_tokenizer
+from tests.peagle.conftest import TEMPLATE, write_tokenizer
 
 
 def test_ids_are_read_as_typed() -> None:
@@ -35,6 +37,7 @@ def test_empty_texts_and_ids_are_refused() -> None:
         lambda: Conversation("it", turns=("a",), history=({"role": "assistant", "content": "\udfff"},)),
         lambda: Conversation("it", turns=("a",), history=({"role": "tool", "content": "", "x": {"\ud800": 1}},)),
         lambda: Conversation("it", turns=("a",), system="\ud800"),
+        lambda: Conversation("it", turns=("a",), tools=({"function": {"name": "\ud800"}},)),
         lambda: Conversation("it", turns=("a",), category="\ud800"),
         lambda: Rendering(system="\ud800"),
     ],
@@ -74,6 +77,23 @@ def test_ids_need_no_tokenizer_and_text_does() -> None:
         from_text("Hi").encode([], None, Rendering())
 
 
+@pytest.mark.parametrize(
+    ("template", "rendering", "idle"),
+    [
+        (TEMPLATE, Rendering(system="S", reasoning_effort="low", date="2024-01-01"), []),
+        ("{{ messages }}", Rendering(system="S", reasoning_effort="low"), ["--reasoning-effort"]),
+        ("{{ messages[-1].content }}", Rendering(system="S", date="2024-01-01"), ["--system", "--date"]),
+        ("{{ messages }}", Rendering(raw=True, date="2024-01-01", special_tokens=True), ["--date"]),
+        ("{{ messages }}", Rendering(), []),
+    ],
+)
+def test_options_that_the_template_does_not_show_are_named(
+    tmp_path: Path, template: str, rendering: Rendering, idle: list[str]
+) -> None:
+    write_tokenizer(tmp_path, template=template)
+    assert rendering.without_effect(load_tokenizer(tmp_path)) == idle
+
+
 def test_what_only_a_template_can_do_is_refused_without_it(tokenizer: ByteLevelTokenizer) -> None:
     with pytest.raises(InputError, match="2 turns"):
         Conversation("it", turns=("a", "b")).encode([], tokenizer, Rendering(raw=True))
@@ -81,6 +101,8 @@ def test_what_only_a_template_can_do_is_refused_without_it(tokenizer: ByteLevelT
         Conversation("it", turns=("a",), system="Be brief.").encode([], tokenizer, Rendering(raw=True))
     with pytest.raises(InputError, match="a history"):
         Conversation("it", history=({"role": "user", "content": "a"},)).encode([], tokenizer, Rendering(raw=True))
+    with pytest.raises(InputError, match="has tools, which needs the chat template"):
+        Conversation("it", turns=("a",), tools=({"type": "function"},)).encode([], tokenizer, Rendering(raw=True))
     with pytest.raises(InputError, match="only in raw text"):
         Rendering(special_tokens=True)
     with pytest.raises(InputError, match="--raw-prompt"):

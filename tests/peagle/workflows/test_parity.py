@@ -63,9 +63,9 @@ def test_the_demo_pair_does_what_it_should(capsys: pytest.CaptureFixture[str], t
     assert parity(capsys, *MANY, "--prompts", prompts, "--strict")[0] == 2
     code, said = parity(capsys, *MANY, "--prompts", prompts, "--json", tmp_path / "parity.json")
     assert code == 0, said
-    (why,) = json.loads((tmp_path / "parity.json").read_text())["left_out"]
-    assert why.endswith("is empty; expected some text")
-    assert said.splitlines()[-1] == f"left out     1 row without a usable prompt, the first: {why}"
+    (row,) = json.loads((tmp_path / "parity.json").read_text())["skipped"]
+    assert row["reason"].endswith(f"line {row['line']} is empty; expected some text")
+    assert said.splitlines()[-1] == f"left out     1 row without a usable prompt, the first: {row['reason']}"
     assert "the same as the float64 reference" in said
     assert "in every step" in said
     assert "LIKELY CAUSE" not in said

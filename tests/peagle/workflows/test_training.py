@@ -113,14 +113,15 @@ def test_data_go_on_where_they_were_cut_off_and_are_the_same(
     (copy / "shard_00001.safetensors").unlink()
     before = (copy / "shard_00002.safetensors").stat().st_mtime_ns
     with monkeypatch.context() as patch:
-        press_ctrl_c_at(patch, peagle.workflows.answers, "decode")
+        press_ctrl_c_at(patch, peagle.workflows.answers, "submit")
         code, said = run(*arguments, "--out", copy, "--slots", 2)
     assert code == 130
     assert f"interrupted: 2 of 3 shards are in {copy}; the same command goes on" in said
     assert not (copy / "shard_00001.safetensors").exists()
     code, said = run(*arguments, "--out", copy, "--slots", 2)
     assert code == 0
-    assert said.startswith(f"left out     1 row without a usable prompt, the first: {prompts} line {len(PROMPTS) + 1}")
+    line = f"1 row without a usable prompt, the first: {prompts} line {len(PROMPTS) + 1}"
+    assert said.startswith(f"left out     {line}")
     code, said = run(*arguments, "--out", tmp_path / "strict", "--strict")
     assert (code, "is empty" in said, (tmp_path / "strict").exists()) == (2, True, False)
     assert (copy / "shard_00002.safetensors").stat().st_mtime_ns == before
@@ -176,7 +177,7 @@ def test_data_begun_without_a_shard_are_begun_anew(
 ) -> None:
     arguments = ("data", "--target", directories.target, "--prompt-file", prompts, "--out", tmp_path / "data")
     with monkeypatch.context() as patch:
-        press_ctrl_c_at(patch, peagle.workflows.answers, "decode")
+        press_ctrl_c_at(patch, peagle.workflows.answers, "submit")
         assert run(*arguments, "-n", 20)[0] == 130
     assert (tmp_path / "data" / "manifest.json").exists()
     assert run(*arguments, "-n", 10)[0] == 0

@@ -115,8 +115,24 @@ def test_no_word_of_a_table_is_cut_at_80_columns(
     expected = [
         word for cells in zip(table.header, *table.rows, strict=True) for cell in cells for word in cell.split()
     ]
-    repeated = [cells[0] for cells in (table.header, *table.rows)]
+    repeated = [cells[0] for cells in (table.header, *table.rows)] * (words.count("arm") - 1)
+    assert repeated
     assert words == sorted(["title", "/run/report.html", *expected, *repeated])
+
+
+def test_a_row_of_a_table_is_one_line_at_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each figure beside its interval, in the line that begins with its K; headers end on one line."""
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = [(k, *[f"{place}.00 ({place}.00..9.00)" for place in range(3)], "2065", "100.0%") for k in ("0", "auto")]
+    header = ("K", "acceptance length", "speed-up", "c(K)", "tok/s", "outputs equal to plain")
+    show([("title", Table(header, rows))], Path("/run"), quiet=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    for row in rows:
+        assert " ".join(row) in [" ".join(line.split()) for line in lines]
+    assert "K acceptance length speed-up c(K) tok/s plain" in [" ".join(line.split()) for line in lines]
 
 
 def test_every_colour_of_a_drawing_is_readable_on_a_dark_page() -> None:

@@ -433,7 +433,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted_or_refused(
     asked, left_out = open_run(tmp_path / "run").asked() or ([], [])
     assert (len(asked), len(left_out)) == (8, 1)
     assert "has 15 tokens; expected at most 5" in (tmp_path / "run" / "README.md").read_text()
-    capsys.readouterr()
+    assert re.search(r"warning: prompts: 1 conversation left out or cut, .*has 15 tokens", capsys.readouterr().err)
     options += ["--max-prompt-tokens", 5, "--too-long", "error"]
     assert sweep(monkeypatch, "--out", tmp_path / "other", *options) == 2
     assert "--too-long skip" in capsys.readouterr().err
@@ -574,6 +574,19 @@ def test_special_tokens_are_read_in_raw_text_alone(
     chat, raw = (each.prompt_ids for each in (open_run(tmp_path / "run").asked() or ([], []))[0])
     start = SPECIALS.index("<|start|>")
     assert (raw[0], raw.count(start), chat.count(start)) == (start, 1, 3)  # of the chat's all are the template's
+
+
+def test_auto_that_never_drafted_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Engine, "_measure_costs", lambda *_: {1: 9.0, 2: 9.0})
+    options = ["-k", "auto", "--repeats", 1, "-n", 4, "--concurrency", 2, "--quiet", "--seed", 3]
+    assert sweep(monkeypatch, "--out", tmp_path / "run", "--prompts", prompt_file(tmp_path), *options) == 0
+    idle, alone, together = capsys.readouterr().err.splitlines()
+    assert idle == "peagle: warning: --seed: no effect at temperature 0, where the likeliest token is taken"
+    why = "K = auto drafted nothing, since by its table or by measured costs that does not pay"
+    assert alone.startswith(f"peagle: warning: prompts, chat, greedy: {why}")
+    assert together.startswith(f"peagle: warning: prompts, chat, greedy, 2 at once: {why}")
 
 
 def test_auto_that_never_drafted_is_not_the_k_to_use(finished: Folder) -> None:
