@@ -20,7 +20,7 @@ from drafter.train.shards import (
     shard_path,
     total_tokens,
 )
-from peagle.cli.display import Display
+from peagle.cli.display import Advance, Display
 from peagle.cli.options import given
 from peagle.cli.settings.data import DataSettings
 from peagle.cli.settings.shared import DraftOptions, chosen_slots, parse_layers
@@ -166,19 +166,24 @@ def _answered(
         there = sum(shard_path(checked.out, number).exists() for number in range(len(checked.starts)))
         return f"{there} of {len(checked.starts)} shards are in {checked.out}; the same command goes on after them"
 
-    with display.keeping(kept), display.stage(f"answering {wanted} prompts", animated=False) as progress:
+    with display.keeping(kept):
+        for place, number in enumerate(checked.missing):
+            with display.stage(f"answering {wanted} prompts", animated=False) as progress:
 
-        def done(more: int) -> None:
-            nonlocal finished
-            finished += more
-            progress(finished, wanted)
+                def done(more: int, progress: Advance = progress) -> None:
+                    nonlocal finished
+                    finished += more
+                    spent_s = time.perf_counter() - started  # the teacher's part, too
+                    progress(finished, wanted, spent_s / finished * (wanted - finished))
 
-        for number in checked.missing:
-            part, start = checked.part(number), checked.starts[number]
-            documents = [document(each) for each in answer(pair, part, asking, start, skipped.append, done)]
+                answers = answer(pair, checked.part(number), asking, checked.starts[number], skipped.append, done)
+                documents = [document(each) for each in answers]
             lengths += [len(each.token_ids) for each in documents]
             if teacher is not None:
-                documents = list(taught(documents, teacher, settings.hidden, settings.top, settings.keep_prompt))
+                shard = f"shard {place + 1} of {len(checked.missing)}"
+                with display.stage(f"the target reads {shard} once more", animated=False) as progress:
+                    keep = settings.keep_prompt
+                    documents = list(taught(documents, teacher, settings.hidden, settings.top, keep, progress))
             write(checked.out, number, documents, skipped)
             counts += (len(documents), *total_tokens(documents))
     return counts.tolist(), time.perf_counter() - started

@@ -35,7 +35,7 @@ _UNSAFE = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "
 PLAINLY = "decoding plainly, to compare (--no-baseline skips it)"
 # of accepted drafts by their place in the step; readable on dark and on light
 DRAFT_COLOURS = ("#2da44e", "#1f9d9d", "#3b82f6", "#8b5cf6", "#d946a0", "#e0572f", "#b7791f")
-DRAFT_MARKS = "[]"  # around an accepted draft, in a terminal without colours
+DRAFT_MARKS = "[", "]"  # around an accepted draft, in a terminal without colours
 
 Parts = Sequence[tuple[str, int]]  # of a text, with their origins (peagle.result.Piece)
 
@@ -172,7 +172,7 @@ class Display(Observer):
     @property
     def drafts_legend(self) -> str:
         """How accepted drafts are shown, if they are."""
-        return "coloured, by their place in the step" if self._coloured else f"in {DRAFT_MARKS}"
+        return "coloured, by their place in the step" if self._coloured else f"in {''.join(DRAFT_MARKS)}"
 
     @contextmanager
     def keeping(self, kept: Callable[[], str]) -> Iterator[None]:

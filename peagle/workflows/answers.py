@@ -1,5 +1,6 @@
 """Let a target answer many conversations, by continuous batching: training data for drafters."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
@@ -94,9 +95,10 @@ def _decode(
     engine = pair.engine(pair.engine_config(0, slots=asking.slots, capacity=pair.capacity(requests)))
     assemblers = submit(engine, requests, pair.tokenizer)
     try:
-        for assembler, _ in follow(engine, assemblers):
-            if assembler.finish_reason is not None:
-                ended(assembler.request)
+        with contextlib.closing(follow(engine, assemblers)) as pieces:
+            for assembler, _ in pieces:
+                if assembler.finish_reason is not None:
+                    ended(assembler.request)
     finally:
         engine.settle()
     return {assembler.request.index: assembler.result() for assembler in assemblers.values()}

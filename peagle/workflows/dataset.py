@@ -1,7 +1,7 @@
 """Training data: what the target answered, with its hidden states and best tokens if wanted, in shards."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -74,11 +74,17 @@ def teacher_of(directory: Path, dtype: str, taps: Sequence[int]) -> Teacher:
 
 
 def taught(
-    documents: Sequence[Document], teacher: Teacher, hidden: bool, top: int, keep_prompt: int | None = None
+    documents: Sequence[Document],
+    teacher: Teacher,
+    hidden: bool,
+    top: int,
+    keep_prompt: int | None = None,
+    progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Iterator[Document]:
     """Add to each token of the documents its aux_hidden (if hidden), and the target's `top` best next tokens.
 
-    The target reads whole documents, of which the last `keep_prompt` tokens of the prompt are kept; None: all.
+    The target reads whole documents, of which the last `keep_prompt` tokens of the prompt are kept; None: all. Calls
+    progress(documents read, all) after each pass.
     """
 
     @jax.jit
@@ -107,6 +113,7 @@ def taught(
             each = documents[place]
             of_each = {name: values[row, : len(each.token_ids)] for name, values in results.items()}
             found[place] = cut(dataclasses.replace(each, teacher=of_each), keep_prompt)
+        progress(len(found), len(documents))
     for place in range(len(documents)):
         yield found[place]
 

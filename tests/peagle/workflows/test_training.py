@@ -23,10 +23,12 @@ from drafter.train.shards import read_shards
 from peagle.api import Pair
 from peagle.cli import main
 from peagle.cli.train import _shown, _weak
-from peagle.engine.request import Request
+from peagle.engine.request import Request, SamplingParams
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError
 from peagle.result import decode
+from peagle.text.prompts import Rendering, from_ids
+from peagle.workflows.answers import Asking, answer
 from peagle.workflows.dataset import lengths_in_words, passes, rows_of_pass
 from peagle.workflows.training import Deadline, given_params, planned_steps
 from target.load import load_target
@@ -102,6 +104,22 @@ def test_data_are_the_targets_own_answers(made: Path, pair: Pair) -> None:
         answer = pair.generate(ids, num_speculative_tokens=0, max_new_tokens=20).output_ids
         assert document.token_ids.tolist() == [*ids, *answer]
         assert document.trained.tolist() == [False] * len(ids) + [True] * len(answer)
+
+
+def test_answers_are_counted_when_they_end_not_when_all_have_ended(pair: Pair) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(_: int) -> None:
+        raise Stop
+
+    conversations = [from_ids(ids) for ids in PROMPTS[:2]]
+    asking = Asking(Rendering(), SamplingParams(), max_new_tokens=8, context=64, slots=1)
+    with pytest.raises(Stop):  # before the first answer is there
+        next(answer(pair, conversations, asking, 0, pytest.fail, stop))
+    counted: list[int] = []
+    assert len(list(answer(pair, conversations, asking, 0, pytest.fail, counted.append))) == 2
+    assert counted == [1, 1]
 
 
 def test_data_go_on_where_they_were_cut_off_and_are_the_same(
