@@ -233,7 +233,9 @@ def _trainer(
     teacher = None if contained else Teacher(loaded.params, loaded.config, config.aux_layer_ids or ())
     deadline, evaluate = Deadline(settings.minutes), None
     if held_out is not None:
-        plain, k = load(name, None), settings.num_speculative_tokens
+        k = settings.num_speculative_tokens
+        with display.stage("loading it to evaluate"):
+            plain = load(name, None)
         acceptance = Acceptance(plain, config, held_out, settings.evaluate_prompts, k)
 
         def evaluate(params: DrafterParams) -> Mapping[str, Any]:

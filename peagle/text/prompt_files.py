@@ -67,6 +67,7 @@ BOOKKEEPING = {
     "label", "chosen", "rejected", "score", "scores", "rating", "entry_point", "canonical_solution", "test", "code",
     "test_list", "test_setup_code", "test_imports", "challenge_test_list",
 }  # fmt: skip
+MOST_KEYS = 10  # named in a warning
 # what SPEED-Bench has in place of texts that its own script fetches from other data sets
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
 
@@ -114,8 +115,9 @@ class PromptSet:
         """Lines on whatever of the file, and of options for it, is not used."""
         lines = [f"left out of {self.name}: {skipped_line(self.skipped)}"] if self.skipped else []
         if self.unused:
-            keys = ", ".join(f"{key} ({_rows_text(count)})" for key, count in self.unused.items())
-            lines.append(f"{self.name} has keys that have no effect: {keys}")
+            keys = [f"{key} ({_rows_text(count)})" for key, count in self.unused.items()]
+            more = [f"and {len(keys) - MOST_KEYS} more"] if len(keys) > MOST_KEYS else []
+            lines.append(f"{self.name} has keys that have no effect: {', '.join(keys[:MOST_KEYS] + more)}")
         return (*lines, *(f"{self.name}: {note}" for note in self.notes))
 
 

@@ -52,7 +52,8 @@ class DecodeSettings:
             rich_help_panel=PROMPT,
             help='JSON lines with {"prompt": TEXT}, {"turns": [TEXT, ...]}, {"messages": [...]} or {"prompt_ids": '
             "[ID, ...]}; "
-            "MT-Bench, HumanEval, GSM8K, ShareGPT; or .txt with one prompt per line. All may be .gz.",
+            "MT-Bench, HumanEval, MBPP, GSM8K, MATH-500, Alpaca, ShareGPT; or .txt with one prompt per line. All may be "
+            ".gz.",
         ),
     ] = None
     strict: Strict = False
@@ -182,7 +183,7 @@ class SpeculateSettings(DecodeSettings):
         Option(
             "--show-drafts",
             rich_help_panel=OUTPUT,
-            help="Colour accepted drafts by their position in the step.",
+            help="Colour accepted drafts by their position in the step; brackets in a terminal without colours.",
         ),
     ] = False
     no_baseline: Annotated[

@@ -302,6 +302,8 @@ def test_the_command_answers_and_says_how_much(command: Any, capfd: pytest.Captu
     assert "1 lines answered, 1 refused, 2 known before; 7 tokens" in capfd.readouterr().err
     assert command([line("0")], "-q") == 0
     assert capfd.readouterr().err == ""
+    assert command([line("0"), "["], "-q") == 0
+    assert capfd.readouterr().err.startswith("peagle: warning: 0 lines answered, 1 refused, 1 known before")
 
 
 def test_the_command_fails_if_a_line_did(
