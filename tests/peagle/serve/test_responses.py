@@ -211,9 +211,10 @@ def test_an_answer_that_the_limit_cuts_is_incomplete(asking: Any) -> None:
 
 def test_parameters_reach_the_prompt(saying: Making) -> None:
     service = saying()
-    assert "<|start|>developer<|message|>Be brief.<|end|>" in prompt_of(service, instructions="Be brief.")
+    developer = "<|start|>developer<|message|># Instructions\n\n"
+    assert f"{developer}Be brief.\n\n<|end|>" in prompt_of(service, instructions="Be brief.")
     joined = prompt_of(service, instructions="Be brief.", input=[{"role": "system", "content": "And kind."}])
-    assert "<|message|>Be brief.\n\nAnd kind.<|end|>" in joined
+    assert f"{developer}Be brief.\n\nAnd kind.\n\n<|end|>" in joined
     assert "Reasoning: low" in prompt_of(service, reasoning={"effort": "low", "summary": "auto"})
     assert "get_weather" in prompt_of(service, tools=[TOOL])
     assert "get_weather" not in prompt_of(service, tools=[TOOL], tool_choice="none")
