@@ -629,24 +629,23 @@ def test_a_template_without_tools_refuses_them_in_a_line(shared: Service) -> Non
 
 
 STOPS = [
-    # stop strings, what is left of reasoning and content
-    (["analysis"], "Fin al, assistant!", "so final."),  # in headers alone
-    (["message"], "Fin al, assistant!", "so final."),
-    (["final"], "Fin al, assistant!", "so "),
-    (["!<|end|>", "!so"], "Fin al, assistant!", "so final."),  # across messages
-    (["assistant"], "Fin al, ", ""),
-    (["."], "Fin al, assistant!", "so final"),
+    # stop strings, what is left of the content; reasoning, headers and calls have none
+    (["analysis"], "so final."),
+    (["message"], "so final."),
+    (["Fin"], "so final."),
+    (["\n"], "so final."),
+    (["final"], "so "),
+    (["!<|end|>", "!so"], "so final."),  # across messages
+    (["assistant", "al."], "so fin"),
+    (["."], "so final"),
 ]
 
 
-@pytest.mark.parametrize(("stop", "reasoning", "content"), STOPS)
+@pytest.mark.parametrize(("stop", "content"), STOPS)
 @pytest.mark.parametrize("k", [0, 3])
-def test_stop_strings_are_those_of_what_the_client_sees(
-    saying: Making, stop: list[str], reasoning: str, content: str, k: int
-) -> None:
-    answer = (
-        "<|channel|>analysis<|message|>Fin al, assistant!<|end|><|start|>assistant<|channel|>final<|message|>so final."
-    )
+def test_stop_strings_end_the_content_alone(saying: Making, stop: list[str], content: str, k: int) -> None:
+    reasoning = "Fin al,\n assistant!"
+    answer = f"<|channel|>analysis<|message|>{reasoning}<|end|><|start|>assistant<|channel|>final<|message|>so final."
     service = saying(({"messages": USER}, answer + "<|return|>"))
     body = {"messages": USER, "temperature": 0, "stop": stop, "speculative": {"num_speculative_tokens": k}}
     choice = ask(service, body)["choices"][0]
@@ -657,3 +656,10 @@ def test_stop_strings_are_those_of_what_the_client_sees(
     assert "".join(delta.get("reasoning", "") for delta in deltas) == reasoning
     assert "".join(delta.get("content", "") for delta in deltas) == content
     eventually(lambda: service.loop.num_open == 0)
+
+
+@pytest.mark.parametrize("stop", ["\n", "{", "city", "<|call|>"])
+def test_stop_strings_cut_no_call(saying: Making, stop: str) -> None:
+    choice = ask(saying((BODY, THINKS + CALLS)), {**BODY, "stop": stop})["choices"][0]
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
+    assert choice["finish_reason"] == "tool_calls"
