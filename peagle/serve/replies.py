@@ -1,5 +1,6 @@
 """Replies in OpenAI's form: chat completions and completions, whole and as streams."""
 
+import itertools
 import time
 import uuid
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from peagle.result import Result
 from peagle.serve.answers import Part, TokenTexts, metrics, usage
 from peagle.serve.errors import ApiError
 from peagle.text.channels import Delta
-from peagle.text.tokenizer import Tokenizer
+from peagle.text.tokenizer import Detokenizer, Tokenizer, detokenize
 
 DONE = "data: [DONE]\n\n"
 
@@ -132,16 +133,19 @@ class ChatForm(Form):
         if part.cut:
             self._cut.add(part.place)
         self._deltas.setdefault(part.place, []).extend(deltas)
-        choices = [self._choice(part.place, _delta(delta), None) for delta in deltas]
-        tokens = self._texts.setdefault(part.place, TokenTexts(self.tokenizer)).of(part) if self.token_origins else []
-        if not choices and (part.logprobs or tokens):  # control tokens, or text that is held back
-            choices = [self._choice(part.place, {"content": ""}, None)]
-        if part.logprobs:
-            entries = list(map(self._entry, part.logprobs))
-            self._entries.setdefault(part.place, []).extend(entries)
-            choices[0]["logprobs"] = _logprobs(entries)
-        if tokens:
-            choices[0]["tokens"] = tokens
+        choices = []
+        for delta in deltas:
+            choices.append(self._choice(part.place, _delta(delta), None))
+            if delta.kind == "content" and (found := part.logprobs_of(delta)):
+                entries = [self._entry(each) for _, each in found]
+                self._entries.setdefault(part.place, []).extend(entries)
+                choices[-1]["logprobs"] = _logprobs(entries)
+        if self.token_origins:
+            tokens = self._texts.setdefault(part.place, TokenTexts(self.tokenizer)).of(part)
+            if tokens and not choices:  # control tokens, or text that is held back
+                choices = [self._choice(part.place, {"content": ""}, None)]
+            if tokens:
+                choices[0]["tokens"] = tokens
         return choices
 
     def _last(self, place: int, reason: str) -> dict[str, Any]:
@@ -221,7 +225,6 @@ class CompletionForm(Form):
     echoed: Sequence[str] = ()
     prompts: Sequence[tuple[int, ...]] = ()
     prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = ()
-    _offsets: dict[int, int] = field(default_factory=dict)
     _entries: dict[int, dict[str, list[str]]] = field(default_factory=dict)
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
@@ -235,12 +238,15 @@ class CompletionForm(Form):
         return [choice]
 
     def _middle(self, part: Part) -> list[dict[str, Any]]:
-        if not part.text and not part.logprobs:
-            return []
-        choice = self._choice(part.place, part.text, None)
-        if part.logprobs:
-            choice["logprobs"] = self._kept(part.place, self._columns(part.place, part.logprobs))
-        return [choice]
+        return [self._piece(part, delta) for delta in part.deltas]
+
+    def _piece(self, part: Part, delta: Delta) -> dict[str, Any]:
+        choice = self._choice(part.place, delta.text, None)
+        if found := part.logprobs_of(delta):
+            start = len(self.echoed[part.place]) if self.echoed else 0
+            places = [start + token.place for token, _ in found]
+            choice["logprobs"] = self._kept(part.place, self._columns([each for _, each in found], places))
+        return choice
 
     def _last(self, place: int, reason: str) -> dict[str, Any]:
         return self._choice(place, "", reason)
@@ -249,7 +255,7 @@ class CompletionForm(Form):
         prompt = self.echoed[place] if self.echoed else ""
         choice = self._choice(place, prompt + (result.text or ""), result.finish_reason)
         if self.logprobs:
-            choice["logprobs"] = _joined(self._entries.get(place, self._columns(place, [])))
+            choice["logprobs"] = _joined(self._entries.get(place, self._columns([], [])))
         return choice
 
     def _choice(self, place: int, text: str, reason: str | None) -> dict[str, Any]:
@@ -264,25 +270,28 @@ class CompletionForm(Form):
 
     def _of_prompt(self, place: int) -> dict[str, list[str]]:
         """Make the entries of an echoed prompt. Its first token has no log-probability."""
-        token = self._token(self.prompts[place][0])
-        if not self.echoed[place].startswith(token):  # the tokenizer put it before the text
-            self._offsets[place] = -len(token)
-        first = self._columns(place, [TokenLogprobs(self.prompts[place][0], 0.0, ())])
-        first |= {"token_logprobs": ["null"], "top_logprobs": ["null"], "text_offset": ["0"]}
-        others = self._columns(place, self.prompt_logprobs[place])
-        return {key: [*first[key], *others[key]] for key in first}
+        prompt, known = self.prompts[place], [TokenLogprobs(self.prompts[place][0], 0.0, ())]
+        columns = self._columns([*known, *self.prompt_logprobs[place]], self._places(prompt, self.echoed[place]))
+        columns["token_logprobs"][0] = columns["top_logprobs"][0] = "null"
+        return columns
 
-    def _columns(self, place: int, found: Sequence[TokenLogprobs]) -> dict[str, list[str]]:
-        """Write the entries of tokens that go on an answer, each column as texts of JSON."""
-        offsets = []
-        for each in found:
-            offsets.append(str(self._offsets.get(place, 0)))
-            self._offsets[place] = self._offsets.get(place, 0) + len(self._token(each.token_id))
+    def _places(self, prompt: Sequence[int], text: str) -> list[int]:
+        """Find where a prompt's tokens stand in its text, before which the tokenizer may have put one."""
+        if self.tokenizer is None:
+            return [0] * len(prompt)
+        texts = Detokenizer(self.tokenizer)
+        lengths = [len(texts.add((token,))) for token in prompt]
+        if detokenize(self.tokenizer, prompt) != text:
+            lengths[0] = 0
+        return [0, *itertools.accumulate(lengths[:-1])]
+
+    def _columns(self, found: Sequence[TokenLogprobs], places: Sequence[int]) -> dict[str, list[str]]:
+        """Write the entries of tokens, each column as texts of JSON. places: of the tokens in the text."""
         return {
             "tokens": [self._written(each.token_id) for each in found],
             "token_logprobs": [number(each.logprob) for each in found],
             "top_logprobs": [self._best(each) for each in found],
-            "text_offset": offsets,
+            "text_offset": list(map(str, places)),
         }
 
     def _best(self, found: TokenLogprobs) -> str:
