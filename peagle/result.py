@@ -14,7 +14,7 @@ from peagle.engine.engine import AnyEngine, Handle
 from peagle.engine.request import FinishReason, Request, StepRecord, TokenChunk, TokenLogprobs
 from peagle.ops.errors import InputError
 from peagle.text.channels import ChannelParser, Delta
-from peagle.text.places import TokenPlace, TokenPlaces
+from peagle.text.places import TokenPlace, TokenPlaces, begins_character
 from peagle.text.stop_strings import StopStrings
 from peagle.text.tokenizer import Detokenizer, Tokenizer
 
@@ -226,6 +226,7 @@ class Assembler:
         self.finish_reason: FinishReason | None = None
         self._num_speculative_tokens = num_speculative_tokens
         self._by_token = by_token
+        self._tokenizer = tokenizer
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._parser = parser
         self._stop = StopStrings(request.stop) if request.stop and parser is None else None
@@ -320,16 +321,26 @@ class Assembler:
             return token_ids, [self._detokenizer.add(token_ids)], deltas
         texts, deltas = [], []
         for place, token_id in enumerate(token_ids):
-            self._place()
-            text = self._detokenizer.add((token_id,))
-            self._num_read += len(text)
+            text = self._decode(token_id)
             texts.append(text if self._stop is None else self._stop.add(text))
             deltas += [] if self._parser is None else self._parser.add((token_id,))
             if self.cut:
                 return token_ids[: place + 1], texts, deltas
         return token_ids, texts, deltas
 
-    def _place(self, count: int = 1) -> None:
+    def _decode(self, token_id: int) -> str:
+        """Return the text that a token completes, and note where it stands."""
+        assert self._tokenizer is not None
+        assert self._detokenizer is not None
+        begins = begins_character(self._tokenizer.token_bytes(token_id))
+        before = self._detokenizer.flush() if begins else ""
+        self._num_read += len(before)
+        self._place(1)
+        text = self._detokenizer.add((token_id,))
+        self._num_read += len(text)
+        return before + text
+
+    def _place(self, count: int) -> None:
         """Note where the next tokens stand, if the request wants their log-probabilities."""
         if self._places is not None:
             for _ in range(count):

@@ -36,7 +36,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
-from peagle.text.places import TokenPlace, TokenPlaces
+from peagle.text.places import TokenPlace, TokenPlaces, begins_character
 from peagle.text.stop_strings import StopStrings
 from peagle.text.tokenizer import Message, Tokenizer
 
@@ -169,11 +169,12 @@ class ChannelParser:
         """Queue the tokens' text and control tokens."""
         for token_id in token_ids:
             name = self._control.get(token_id)
-            if name is not None:
+            data = b"" if name else self._tokenizer.token_bytes(token_id)
+            if name or begins_character(data):
                 self._decode(b"", final=True)
             self._places.add(self._length)
             if name is None:
-                self._decode(self._tokenizer.token_bytes(token_id), final=False)
+                self._decode(data, final=False)
             else:
                 self._queue.append((name, True))
                 self._length += len(name)

@@ -11,6 +11,11 @@ class TokenPlace(NamedTuple):
     place: int
 
 
+def begins_character(data: bytes) -> bool:
+    """Test whether a token's bytes begin a character, whatever bytes precede them."""
+    return bool(data) and data[0] & 0xC0 != 0x80
+
+
 class TokenPlaces:
     """Match the tokens of an answer with its text, which is released in pieces.
 
