@@ -14,6 +14,7 @@ from peagle.engine.engine import AnyEngine, Handle
 from peagle.engine.request import FinishReason, Request, StepRecord, TokenChunk, TokenLogprobs
 from peagle.ops.errors import InputError
 from peagle.text.channels import ChannelParser, Delta
+from peagle.text.places import TokenPlace, TokenPlaces, begins_character
 from peagle.text.stop_strings import StopStrings
 from peagle.text.tokenizer import Detokenizer, Tokenizer
 
@@ -187,13 +188,14 @@ class Piece:
 
     parts, if asked for: (text, origin) of each token. An accepted draft's origin is its place in the step, from 1; that
     of the target's own tokens (recovered, bonus, plain) is 0. deltas: what the tokens add to the messages of an answer
-    whose channels are parsed.
+    whose channels are parsed. shown: the tokens of the text, if channels are not parsed and the request sets logprobs.
     """
 
     token_ids: tuple[int, ...]
     text: str
     parts: tuple[tuple[str, int], ...] = ()
     deltas: tuple[Delta, ...] = ()
+    shown: tuple[TokenPlace, ...] = ()
 
 
 class Assembler:
@@ -224,9 +226,12 @@ class Assembler:
         self.finish_reason: FinishReason | None = None
         self._num_speculative_tokens = num_speculative_tokens
         self._by_token = by_token
+        self._tokenizer = tokenizer
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._parser = parser
         self._stop = StopStrings(request.stop) if request.stop and parser is None else None
+        self._places = TokenPlaces() if request.logprobs is not None and parser is None else None
+        self._num_read = self._num_shown = 0  # characters of the text
         self._started_s = started_s
         self._first_s: float | None = None
         self._last_s: float | None = None
@@ -263,10 +268,11 @@ class Assembler:
             self._times.append(chunk.time_s)
         self._num_cached_tokens += chunk.num_cached_tokens
         self._pieces.append(text := "".join(texts))
-        if not self._by_token or self._detokenizer is None:
-            return Piece(token_ids, text, deltas=tuple(deltas))
-        places = [int(origin) if origin.isdigit() else 0 for origin in origins(chunk)]
-        return Piece(token_ids, text, tuple(zip(texts, [*places, *[0] * len(texts)], strict=False)), tuple(deltas))
+        parts: tuple[tuple[str, int], ...] = ()
+        if self._by_token and self._detokenizer is not None:
+            positions = [int(origin) if origin.isdigit() else 0 for origin in origins(chunk)]
+            parts = tuple(zip(texts, [*positions, *[0] * len(texts)], strict=False))
+        return Piece(token_ids, text, parts, tuple(deltas), self._shown(text))
 
     def close(self) -> str:
         """Release the text that was held back, for a request that ends unfinished."""
@@ -293,6 +299,11 @@ class Assembler:
         )
 
     @property
+    def logprobs(self) -> Sequence[TokenLogprobs]:
+        """Of each output token, if the request sets logprobs."""
+        return self._logprobs
+
+    @property
     def cut(self) -> bool:
         """Whether a stop string has ended the answer."""
         return (self._stop is not None and self._stop.complete) or (self._parser is not None and self._parser.complete)
@@ -303,18 +314,45 @@ class Assembler:
         One text for each token, or one for all if no token needs to be looked at by itself.
         """
         if self._detokenizer is None:
+            self._place(len(token_ids))
             return token_ids, [], []
-        if not self.request.stop and not self._by_token:
+        if not self.request.stop and not self._by_token and self._places is None:
             deltas = [] if self._parser is None else self._parser.add(token_ids)
             return token_ids, [self._detokenizer.add(token_ids)], deltas
         texts, deltas = [], []
         for place, token_id in enumerate(token_ids):
-            text = self._detokenizer.add((token_id,))
+            text = self._decode(token_id)
             texts.append(text if self._stop is None else self._stop.add(text))
             deltas += [] if self._parser is None else self._parser.add((token_id,))
             if self.cut:
                 return token_ids[: place + 1], texts, deltas
         return token_ids, texts, deltas
+
+    def _decode(self, token_id: int) -> str:
+        """Return the text that a token completes, and note where it stands."""
+        assert self._tokenizer is not None
+        assert self._detokenizer is not None
+        begins = begins_character(self._tokenizer.token_bytes(token_id))
+        before = self._detokenizer.flush() if begins else ""
+        self._num_read += len(before)
+        self._place(1)
+        text = self._detokenizer.add((token_id,))
+        self._num_read += len(text)
+        return before + text
+
+    def _place(self, count: int) -> None:
+        """Note where the next tokens stand, if the request wants their log-probabilities."""
+        if self._places is not None:
+            for _ in range(count):
+                self._places.add(self._num_read)
+
+    def _shown(self, text: str) -> tuple[TokenPlace, ...]:
+        """Return the tokens of a text that is released; at the answer's end also those that make no text."""
+        if self._places is None:
+            return ()
+        start, self._num_shown = self._num_shown, self._num_shown + len(text)
+        at_end = self.finish_reason is not None and not self.cut
+        return self._places.take(start, None if at_end or self._detokenizer is None else self._num_shown)
 
     def _counts(self, step: StepRecord) -> bool:
         """Test whether a step began before the answer's end; later ones are dropped."""

@@ -1,8 +1,9 @@
 """The answers of one HTTP request: chunks of the engine become text, and the facts that replies contain."""
 
+import collections
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,26 +13,30 @@ from peagle.result import Assembler, Counters, Result, origins, refuse_stop_stri
 from peagle.serve.errors import ApiError
 from peagle.serve.loop import Loop
 from peagle.text.channels import CALL, ChannelParser, Delta
+from peagle.text.places import TokenPlace
 from peagle.text.tokenizer import Detokenizer, Tokenizer
 
 
 @dataclass(frozen=True)
 class Part:
-    """One answer's tokens of a dispatch, with the text that is certain with them.
+    """One answer's tokens of a dispatch, and the text that is certain with them.
 
-    `logprobs` has no entry for the stop token, which is no text. finish_reason: of the answer's last part. deltas: if
-    the answer's channels are parsed. cut: a stop string or a stop token of the request's
-    own ended the answer, not the model.
+    deltas: that text; of an answer whose channels are not parsed, one of content. logprobs: of the deltas' tokens by
+    their numbers, if the request sets them. finish_reason: of the answer's last part. cut: a stop string or a stop
+    token of the request's own ended the answer, not the model.
     """
 
     place: int
     token_ids: tuple[int, ...]  # without the stop token
-    text: str
-    logprobs: tuple[TokenLogprobs, ...]
+    deltas: tuple[Delta, ...]
+    logprobs: Mapping[int, TokenLogprobs]
     finish_reason: FinishReason | None
     origins: tuple[str, ...]  # of each token (peagle.result.origins)
-    deltas: tuple[Delta, ...] = ()
     cut: bool = False
+
+    def logprobs_of(self, delta: Delta) -> list[tuple[TokenPlace, TokenLogprobs]]:
+        """Return the tokens of a delta with their log-probabilities, if the request sets them."""
+        return [(token, self.logprobs[token.number]) for token in delta.tokens if token.number in self.logprobs]
 
 
 class Answers:
@@ -53,11 +58,13 @@ class Answers:
             refuse_stop_strings_without(tokenizer, request.stop)
         self.requests, self.started_s = tuple(requests), time.perf_counter()
         self._tokenizer, self._ends = tokenizer, loop.engine.stop_token_ids
+        self._channels = channels and tokenizer is not None
         k = loop.engine.config.num_speculative_tokens
         self._assemblers = []
         for request in requests:
             parser = None
-            if channels and tokenizer is not None:
+            if self._channels:
+                assert tokenizer is not None
                 parser = ChannelParser(tokenizer, request.prompt_ids, stop=request.stop)
             self._assemblers.append(
                 Assembler(request, request.drafts(k), tokenizer, self.started_s, by_token=False, parser=parser)
@@ -94,14 +101,17 @@ class Answers:
         count = len(piece.token_ids)
         if chunk.finish_reason == "stop" and count and count == len(chunk.token_ids):
             count -= 1
+        deltas = piece.deltas
+        if not self._channels and (piece.text or piece.shown):
+            deltas = (Delta("content", piece.text, 0, tokens=piece.shown),)
+        numbers = [token.number for delta in deltas for token in delta.tokens] if assembler.logprobs else []
         return Part(
             place,
             piece.token_ids[:count],
-            piece.text,
-            chunk.logprobs[:count],
+            deltas,
+            {number: assembler.logprobs[number] for number in numbers},
             assembler.finish_reason,
             origins(chunk)[:count],
-            piece.deltas,
             assembler.cut or self._at_own_stop(place, chunk),
         )
 
@@ -116,17 +126,38 @@ class Answers:
 
 
 class TokenTexts:
-    """The text of each token; a character that several tokens make belongs to the last of them."""
+    """The text of each token of an answer, with its kind and origin.
+
+    A character that several tokens make belongs to the last of them. A token that no message shows, such as a control
+    token, has no text.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
+        self._tokenizer = tokenizer
+        self._detokenizer, self._message = Detokenizer(tokenizer), 0
+        self._waiting: collections.deque[tuple[int, str]] = collections.deque()  # (token, origin)
+        self._first = 0  # the number of the first that waits
 
     def of(self, part: Part) -> list[dict[str, str]]:
-        """Return text and origin of each token."""
-        return [
-            {"text": self._detokenizer.add((token,)), "origin": origin}
-            for token, origin in zip(part.token_ids, part.origins, strict=True)
-        ]
+        """Return the tokens up to the last one of the part's text; at the answer's end, all."""
+        self._waiting.extend(zip(part.token_ids, part.origins, strict=True))
+        found = []
+        for delta in part.deltas:
+            if delta.message != self._message:
+                self._detokenizer, self._message = Detokenizer(self._tokenizer), delta.message
+            for token in delta.tokens:
+                found += self._hidden(token.number)
+                token_id, origin = self._next()
+                found.append({"text": self._detokenizer.add((token_id,)), "kind": delta.kind, "origin": origin})
+        return found if part.finish_reason is None else found + self._hidden(self._first + len(self._waiting))
+
+    def _next(self) -> tuple[int, str]:
+        self._first += 1
+        return self._waiting.popleft()
+
+    def _hidden(self, end: int) -> list[dict[str, str]]:
+        """Return the waiting tokens below this number, without their texts."""
+        return [{"text": "", "kind": "hidden", "origin": self._next()[1]} for _ in range(self._first, end)]
 
 
 def usage(results: Sequence[Result]) -> dict[str, Any]:

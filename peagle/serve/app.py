@@ -39,9 +39,10 @@ from peagle.serve.http import (
 )
 from peagle.serve.loop import Loop
 from peagle.serve.metrics import Metrics
+from peagle.serve.names import CHAT, Names
 from peagle.serve.openapi import document
 from peagle.serve.page import HEADERS, PAGE
-from peagle.serve.prompts import Prompter
+from peagle.serve.prompts import Prompter, notes
 from peagle.serve.replies import ChatForm, CompletionForm, Form
 from peagle.serve.responses import ResponsesBody, ResponsesForm, as_chat
 from peagle.serve.schema import ChatBody, CompletionBody, DetokenizeBody, Sampled, StreamOptions, TokenizeBody, parse
@@ -77,6 +78,7 @@ class Service:
     )
 
     _num_compiling: int = 0  # grammars
+    _noted: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.loop, self.model)
@@ -85,12 +87,12 @@ class Service:
         """Call a function outside of the event loop: it uses the tokenizer, or takes long for a large body."""
         return await asyncio.get_running_loop().run_in_executor(self._encoding, function, *arguments)
 
-    async def grammar(self, body: Sampled) -> CompiledGrammar | None:
+    async def grammar(self, body: Sampled, names: Names = CHAT) -> CompiledGrammar | None:
         """Compile what constrains the answers (`Prompter.grammar`), one grammar at a time; None: nothing does.
 
         Raises ApiError for one that takes too long, and after a while for one that waits for another.
         """
-        field = constraint(body)
+        field = constraint(body, names)
         if field is None:
             return None
         end = time.monotonic() + GRAMMAR_PATIENCE_S
@@ -99,7 +101,7 @@ class Service:
                 raise ApiError(503, "grammars of other requests are being compiled; ask again later")
             await asyncio.sleep(POLL_S)
         self._num_compiling += 1
-        compiled = in_daemon(self.prompter.grammar, body)
+        compiled = in_daemon(self.prompter.grammar, body, names)
         compiled.add_done_callback(self._compiled)
         try:
             return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(compiled)), GRAMMAR_PATIENCE_S)
@@ -154,6 +156,13 @@ class Service:
             "error": loop.failure,
         }
 
+    def note(self, *lines: str) -> None:
+        """Log each of these lines, once in the server's life."""
+        for line in lines:
+            if self.log is not None and line not in self._noted:
+                self.log.info(dumps({"time": _now(), "note": line}))
+            self._noted.add(line)
+
     def finish(self, answers: Answers, path: str, reply_id: str) -> None:
         """End the requests of a call, and count and log them. Prompts and answers are not logged."""
         answers.close()
@@ -163,7 +172,7 @@ class Service:
             return
         counted, first = usage(results), results[0]
         line = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "time": _now(),
             "id": reply_id,
             "path": path,
             "prompt_tokens": counted["prompt_tokens"],
@@ -175,6 +184,10 @@ class Service:
             "acceptance_length": pooled(results).acceptance_length,
         }
         self.log.info(dumps(line))
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def in_daemon(function: Callable[..., Found], *arguments: Any) -> concurrent.futures.Future[Found]:
@@ -304,6 +317,8 @@ async def ask_chat(service: Service, given: bytes) -> Asked:
     tokenizer = service.prompter.tokenizer
     form = ChatForm(service.model, tokenizer, *_usage_options(body), logprobs=body.logprobs)
     form.token_origins, form.one_call = body.return_token_origins, not body.parallel_tool_calls
+    form.tools = body.tools
+    service.note(*notes(body))
     answers = Answers(service.loop, requests, tokenizer, channels=True, constraint=constraint(body))
     return Asked(body.stream, form, answers)
 
@@ -312,13 +327,15 @@ async def ask_responses(service: Service, given: bytes) -> Asked:
     """Send the request of a body of /v1/responses."""
     body = await service.parse(ResponsesBody, given)
     chat = await service.encode(as_chat, body)
-    with chat.own_names():
-        requests = await service.encode(service.prompter.chat, chat.body, await service.grammar(chat.body))
+    names = chat.names
+    grammar = await service.grammar(chat.body, names)
+    requests = await service.encode(service.prompter.chat, chat.body, grammar, names)
     tokenizer = service.prompter.tokenizer
-    form = ResponsesForm(service.model, tokenizer, asked=body)
-    field = constraint(chat.body)
-    named = None if field is None else chat.own_name(field)
-    answers = Answers(service.loop, requests, tokenizer, channels=True, constraint=named)
+    form = ResponsesForm(service.model, tokenizer, asked=body, tools=chat.body.tools, given=chat.given)
+    form.one_call = not body.parallel_tool_calls
+    service.note(*chat.notes, *notes(chat.body))
+    field = constraint(chat.body, names)
+    answers = Answers(service.loop, requests, tokenizer, channels=True, constraint=field)
     return Asked(body.stream, form, answers)
 
 

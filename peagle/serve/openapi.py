@@ -6,7 +6,7 @@ import pydantic
 from pydantic.json_schema import models_json_schema
 
 from peagle.serve import shapes
-from peagle.serve.responses import ITEMS, ResponsesBody
+from peagle.serve.responses import ResponsesBody
 from peagle.serve.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 # what a path takes and gives
@@ -45,7 +45,7 @@ REFUSALS = {  # of every path, then of those that take a body, then of those tha
 
 def document(needs_key: bool) -> dict[str, Any]:
     """Make the document. needs_key: clients send a key."""
-    taken = [(kind, "validation") for kind in (*(body for body, _ in POSTED.values()), *ITEMS.values())]
+    taken = [(kind, "validation") for kind, _ in POSTED.values()]
     replies = (*(reply for _, reply in POSTED.values()), *READ.values(), shapes.Error)
     models: Any = [*taken, *((kind, "serialization") for kind in replies if kind is not None)]
     names, found = models_json_schema(models, ref_template="#/components/schemas/{model}")
@@ -68,10 +68,6 @@ def document(needs_key: bool) -> dict[str, Any]:
         {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
     ]
     schemas = found.get("$defs", {})
-    items = [names[kind, "validation"] for kind in ITEMS.values()]
-    schemas["ResponsesBody"]["properties"]["input"] = {
-        "anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": items}}]
-    }
     components: dict[str, Any] = {"schemas": schemas}
     security: dict[str, Any] = {}
     if needs_key:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,17 @@ from peagle.engine.request import LARGEST_SEED, MOST_LOGPROBS, Request, Sampling
 from peagle.measure.logprobs import output_logprobs
 from peagle.ops.errors import InputError
 from peagle.serve.errors import ApiError
+from peagle.serve.instructions import INSTRUCTING, as_instructions, instructions_first
+from peagle.serve.names import CHAT, Names
 from peagle.serve.schema import (
     MOST_CHOICES,
     MOST_PROMPTS,
     ChatBody,
     ChatMessage,
     CompletionBody,
+    CustomTool,
     DetokenizeBody,
+    Effort,
     Sampled,
     TokenizeBody,
 )
@@ -28,8 +32,10 @@ from peagle.serve.structured import constraint, grammar_of, unusable
 from peagle.serve.tools import begin_call, bound_calls, chat_of, offered, parameters_of, takes_tools
 from peagle.text.channels import CALL, control_ids
 from peagle.text.prompts import brief, check_encodable
-from peagle.text.tokenizer import TemplateError, Tokenizer, detokenize, encode_characters
+from peagle.text.tokenizer import Message, TemplateError, Tokenizer, detokenize, encode_characters
 
+# efforts that GPT-OSS does not know
+EFFORTS: Mapping[Effort | None, Effort] = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 TOKEN_ID = re.compile(r"[0-9]{1,10}")  # as a key of JSON
 
 
@@ -57,11 +63,11 @@ class Prompter:
         """Whether the chat template renders tools."""
         return takes_tools(self.tokenizer)
 
-    def grammar(self, body: Sampled) -> CompiledGrammar | None:
+    def grammar(self, body: Sampled, names: Names = CHAT) -> CompiledGrammar | None:
         """Compile what constrains the answers, if anything does; in a chat, final messages, calls. Any thread may."""
-        grammar, name = grammar_of(body) or (None, None)
+        grammar, name = grammar_of(body, names) or (None, None)
         if isinstance(body, ChatBody) and body.tools:
-            return self._grammar_with_tools(body, grammar, name)
+            return self._grammar_with_tools(body, grammar, name, names)
         if grammar is None:
             return None
         try:
@@ -69,10 +75,12 @@ class Prompter:
         except GrammarError as error:
             raise unusable(error, name) from None
 
-    def _grammar_with_tools(self, body: ChatBody, grammar: Grammar | None, name: str | None) -> CompiledGrammar | None:
+    def _grammar_with_tools(
+        self, body: ChatBody, grammar: Grammar | None, name: str | None, names: Names
+    ) -> CompiledGrammar | None:
         """Compile what constrains final messages and calls. name: the field of the final message's grammar."""
-        tools, only = offered(body.tools, body.tool_choice, rendered=True)
-        calls = bound_calls(body.tools, body.tool_choice) if tools else {}
+        tools, only = offered(body.tools, body.tool_choice, rendered=True, names=names)
+        calls = bound_calls(body.tools, body.tool_choice, names) if tools else {}
         must_call = only is not None or body.tool_choice == "required"
         if must_call and grammar is not None:
             raise ApiError(400, "tool_choice makes a call of the answer, so nothing else can bind it", "tool_choice")
@@ -83,20 +91,23 @@ class Prompter:
                 return self.pair.compile_grammar(calls[only], channels=False)
             return self.pair.compile_grammar(grammar, channels=True, calls=calls, must_call=must_call)
         except GrammarError as error:
-            raise self._blamed(body, calls, unusable(error, name)) from None
+            raise self._blamed(body, calls, unusable(error, name), names) from None
 
-    def _blamed(self, body: ChatBody, calls: Mapping[str, Grammar | None], error: ApiError) -> ApiError:
+    def _blamed(self, body: ChatBody, calls: Mapping[str, Grammar | None], error: ApiError, names: Names) -> ApiError:
         """Name the function whose parameters make no grammar, if one's do not."""
         for function, schema in calls.items():
             try:
                 if schema is not None:
                     self.pair.compile_grammar(schema, channels=False)
             except GrammarError as found:
-                return unusable(found, parameters_of(body.tools, function))
+                return unusable(found, parameters_of(body.tools, function, names))
         return error
 
-    def chat(self, body: ChatBody, grammar: CompiledGrammar | None = None) -> list[Request]:
-        """Make the requests of a chat: n answers to its messages. grammar: what `grammar` returns."""
+    def chat(self, body: ChatBody, grammar: CompiledGrammar | None = None, names: Names = CHAT) -> list[Request]:
+        """Make the requests of a chat: n answers to its messages.
+
+        grammar: what `grammar` returns. names: of the interface that was called.
+        """
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs is given without logprobs; set logprobs to true", "top_logprobs")
         if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MOST_LOGPROBS:
@@ -107,17 +118,17 @@ class Prompter:
         if len(limits) > 1:
             raise ApiError(400, "max_tokens and max_completion_tokens differ; leave out max_tokens", "max_tokens")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        tools, forced = offered(body.tools, body.tool_choice, bool(body.tools) and self.takes_tools)
-        prompt_ids = self.encode_chat(body.messages, body.reasoning_effort, tools)
+        tools, forced = offered(body.tools, body.tool_choice, bool(body.tools) and self.takes_tools, names)
+        prompt_ids = self.encode_chat(body.messages, body.reasoning_effort, tools, names)
         if forced is not None:
             prompt_ids = begin_call(self.tokenizer, prompt_ids, forced)
         if grammar is not None:
             try:
                 grammar = self.pair.begin_grammar(grammar, prompt_ids)
             except GrammarError as error:
-                raise ApiError.of(error, constraint(body)) from None
+                raise ApiError.of(error, constraint(body, names)) from None
         limit, ends = limits.pop() if limits else None, self._call_ends(tools)
-        return self._requests(body, [prompt_ids], limit, logprobs, grammar, ends)
+        return self._requests(body, [prompt_ids], limit, logprobs, grammar, ends, names)
 
     def completion(
         self, body: CompletionBody, grammar: CompiledGrammar | None = None
@@ -167,44 +178,68 @@ class Prompter:
         return tuple(self.tokenizer.encode(text))
 
     def encode_chat(
-        self, messages: Sequence[ChatMessage], effort: str | None, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[ChatMessage],
+        effort: Effort | None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        names: Names = CHAT,
     ) -> tuple[int, ...]:
         """Encode a chat up to the next answer."""
         if not messages:
-            raise ApiError(400, "messages is empty; expected at least one message", "messages")
+            raise ApiError(400, f"{names.messages} is empty; expected at least one message", names.messages)
+        for place, each in enumerate(messages):
+            _check_message(names.message(place), each, names)
         try:
-            for place, each in enumerate(messages):
-                _check_message(f"messages.{place}", each)
-            chat = chat_of(messages)
-            ids = self.tokenizer.encode_chat(chat, reasoning_effort=effort, date=self.date, tools=tools)
+            chat = chat_of(messages, names)
+            if all(message["role"] not in INSTRUCTING or message["role"] in self.instructing for message in chat[1:]):
+                return self._render(chat, effort, tools)
+            chat, places = instructions_first(chat)
+            return self._instructing(self._render(chat, effort, tools), chat, places, names)
         except TemplateError as error:
-            blamed = "tools" if tools and not self._renders(tools) else "messages"
+            blamed = "tools" if tools and not self._renders(tools) else names.messages
             message = f"the model's chat template refuses these {blamed}: {error.reason}"
             raise ApiError(400, message, blamed) from None
-        self._check_kept(messages, ids)
-        return tuple(ids)
+
+    def _render(
+        self, chat: Sequence[Message], effort: Effort | None = None, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[int, ...]:
+        effort = EFFORTS.get(effort, effort)
+        return tuple(self.tokenizer.encode_chat(chat, reasoning_effort=effort, date=self.date, tools=tools))
+
+    @functools.cached_property
+    def instructing(self) -> frozenset[str]:
+        """The roles of instructions that the chat template renders anywhere in a chat; some render only the first."""
+        user, found = {"role": "user", "content": "a"}, set()
+        for role in INSTRUCTING:
+            later = [{"role": role, "content": text} for text in ("first", "next to it", "in the midst")]
+            try:
+                text = detokenize(self.tokenizer, self._render([*later[:2], user, later[2], user]))
+            except TemplateError:
+                continue
+            if all(message["content"] in text for message in later):
+                found.add(role)
+        return frozenset(found)
+
+    def _instructing(
+        self, ids: tuple[int, ...], chat: Sequence[Message], places: Collection[int], names: Names
+    ) -> tuple[int, ...]:
+        """Give messages that were rendered as a user's, at these places of the chat, the header of a developer's.
+
+        Raises ApiError if the prompt does not have each user's message under its own header.
+        """
+        found = as_instructions(self.tokenizer, ids, chat, places)
+        if found is None:
+            message = "the model's chat template leaves out instructions that follow other messages; put them first"
+            raise ApiError(400, message, names.messages)
+        return found
 
     def _renders(self, tools: Sequence[Mapping[str, Any]]) -> bool:
         """Test whether the chat template renders these tools before a plain message."""
         try:
-            self.tokenizer.encode_chat([{"role": "user", "content": "a"}], date=self.date, tools=tools)
+            self._render([{"role": "user", "content": "a"}], tools=tools)
         except TemplateError:
             return False
         return True
-
-    def _check_kept(self, messages: Sequence[ChatMessage], ids: Sequence[int]) -> None:
-        """Raise ApiError if the template left out a system's or developer's message: some render only the first."""
-        instructions = [each for each in messages if each.role in ("system", "developer")]
-        if len(instructions) < 2:
-            return
-        text = detokenize(self.tokenizer, ids)
-        place = 0
-        for each in instructions:  # in their order, so that each part of the text is searched once
-            place = text.find(each.text.strip(), place)
-            if place < 0:
-                message = f"the model's chat template leaves out a message of the {each.role}; join it with the first"
-                raise ApiError(400, message, "messages")
-            place += len(each.text.strip())
 
     def _call_ends(self, tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Return the token that ends a call, if there are tools: their results must come next."""
@@ -225,6 +260,7 @@ class Prompter:
         logprobs: int | None,
         grammar: CompiledGrammar | None = None,
         ends: Sequence[int] = (),
+        names: Names = CHAT,
     ) -> list[Request]:
         """Make n requests for each prompt. Random numbers depend on the seed and on the answer's number below n.
 
@@ -243,7 +279,7 @@ class Prompter:
         requests = []
         for number, prompt_ids in enumerate(prompts, 1):
             name = "the prompt" if len(prompts) == 1 else f"prompt {number}"
-            budget = self._budget(body, len(prompt_ids), limit, name)
+            budget = self._budget(body, len(prompt_ids), limit, name, names)
             if body.min_tokens > budget:
                 raise ApiError(
                     400, f"min_tokens is {body.min_tokens}; expected at most {budget}, the most tokens", "min_tokens"
@@ -263,12 +299,12 @@ class Prompter:
             raise ApiError(400, message, name)
         return k
 
-    def _budget(self, body: Sampled, length: int, limit: int | None, name: str) -> int:
+    def _budget(self, body: Sampled, length: int, limit: int | None, name: str, names: Names) -> int:
         """Return the most tokens of an answer. limit: of the body."""
         room, field, limits = self.context - length, "prompt", "max_tokens"
         if isinstance(body, ChatBody):
-            field = "messages"
-            limits = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+            field = names.messages
+            limits = "max_tokens" if body.max_completion_tokens is None else names.limit
         if room < 1:
             raise ApiError(
                 400,
@@ -311,6 +347,16 @@ class Prompter:
         )
 
 
+def notes(body: ChatBody) -> list[str]:
+    """Tell for the server's log what the model sees in place of what a chat asks for."""
+    found, effort = [], body.reasoning_effort
+    if effort in EFFORTS:
+        found.append(f"the reasoning effort {effort} is not one of GPT-OSS: the prompt says {EFFORTS[effort]}")
+    if any(isinstance(tool, CustomTool) and tool.custom.format is not None for tool in body.tools):
+        found.append("grammars of custom tools are told to the model, and do not bind what it writes")
+    return found
+
+
 def _prompts(body: CompletionBody) -> list[str] | list[list[int]]:
     prompt = body.prompt
     if not prompt:
@@ -322,15 +368,15 @@ def _prompts(body: CompletionBody) -> list[str] | list[list[int]]:
     return prompt  # type: ignore[return-value]
 
 
-def _check_message(where: str, given: ChatMessage) -> None:
+def _check_message(where: str, given: ChatMessage, names: Names) -> None:
     """Raise ApiError for a message without what its role needs, or with what another role has."""
     if given.role != "assistant" and "content" not in given.model_fields_set:
-        raise ApiError(400, f"a message of the {given.role} has no content; add it", "messages")
+        raise ApiError(400, f"a message of the {given.role} has no content; add it", names.messages)
     try:
         check_encodable(given.text, "a message")
     except InputError as error:
-        raise ApiError(400, str(error), "messages") from None
-    for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool"), ("name", "tool")):
+        raise ApiError(400, str(error), names.messages) from None
+    for name, role in (("tool_calls", "assistant"), ("refusal", "assistant"), ("tool_call_id", "tool")):
         if getattr(given, name) and given.role != role:
             message = f"{where}.{name} is not supported in a message of the {given.role}; leave it out"
             raise ApiError(400, message, f"{where}.{name}", "unsupported_parameter")

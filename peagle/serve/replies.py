@@ -1,5 +1,6 @@
 """Replies in OpenAI's form: chat completions and completions, whole and as streams."""
 
+import itertools
 import time
 import uuid
 from collections.abc import Sequence
@@ -11,9 +12,12 @@ from peagle.ops.strict_json import Written, dumps, number
 from peagle.result import Result
 from peagle.serve.answers import Part, TokenTexts, metrics, usage
 from peagle.serve.errors import ApiError
+from peagle.serve.schema import Tool
+from peagle.serve.tools import CustomCalls
 from peagle.text.channels import Delta
-from peagle.text.tokenizer import Tokenizer
+from peagle.text.tokenizer import Detokenizer, Tokenizer, detokenize
 
+TEXT_OF_CALL = {"function": "arguments", "custom": "input"}
 DONE = "data: [DONE]\n\n"
 
 
@@ -110,14 +114,48 @@ class Form:
 
 
 @dataclass
-class ChatForm(Form):
-    """Chat completions, of answers whose channels are parsed. one_call: leave out all calls but the first."""
+class ChannelForm(Form):
+    """What replies of answers whose channels are parsed share.
+
+    tools: that the model may call. one_call: leave out all calls but the first.
+    """
+
+    tools: Sequence[Tool] = ()
+    one_call: bool = False
+    _custom: dict[int, CustomCalls] = field(default_factory=dict)
+
+    def _custom_calls(self, place: int) -> CustomCalls:
+        return self._custom.setdefault(place, CustomCalls(self.tools))
+
+    def _deltas(self, part: Part) -> list[Delta]:
+        """Return the part's deltas that the reply shows, those of custom tools' calls with their inputs."""
+        deltas = self._custom_calls(part.place).read(part.deltas, at_end=part.finish_reason is not None)
+        return [delta for delta in deltas if not (self.one_call and delta.call is not None and delta.call.index)]
+
+    def _logprobs(self, part: Part, delta: Delta) -> list[str]:
+        """Write the entries of the tokens of a content delta, if log-probabilities are wanted."""
+        if delta.kind != "content":
+            return []
+        return [self._entry(found) for _, found in part.logprobs_of(delta)]
+
+    def _entry(self, found: TokenLogprobs) -> str:
+        best = ", ".join(f"{self._written(token)}{number(value)}}}" for token, value in found.best)
+        return f'{self._written(found.token_id)}{number(found.logprob)}, "top_logprobs": [{best}]}}'
+
+    def _write(self, token_id: int) -> str:
+        """Write the entry of a token up to its log-probability."""
+        entry = {"token": self._token(token_id), "bytes": list(self._bytes(token_id))}
+        return f'{dumps(entry, ensure_ascii=False)[:-1]}, "logprob": '
+
+
+@dataclass
+class ChatForm(ChannelForm):
+    """Chat completions."""
 
     logprobs: bool = False
     token_origins: bool = False
-    one_call: bool = False
     _cut: set[int] = field(default_factory=set)  # answers that the request ended, not the model
-    _deltas: dict[int, list[Delta]] = field(default_factory=dict)
+    _told: dict[int, list[Delta]] = field(default_factory=dict)
     _texts: dict[int, TokenTexts] = field(default_factory=dict)
     _entries: dict[int, list[str]] = field(default_factory=dict)  # of tokens, with their log-probabilities
 
@@ -128,20 +166,22 @@ class ChatForm(Form):
 
     def _middle(self, part: Part) -> list[dict[str, Any]]:
         assert self.tokenizer is not None
-        deltas = [each for each in part.deltas if not (self.one_call and each.call is not None and each.call.index)]
+        deltas, custom = self._deltas(part), self._custom_calls(part.place)
         if part.cut:
             self._cut.add(part.place)
-        self._deltas.setdefault(part.place, []).extend(deltas)
-        choices = [self._choice(part.place, _delta(delta), None) for delta in deltas]
-        tokens = self._texts.setdefault(part.place, TokenTexts(self.tokenizer)).of(part) if self.token_origins else []
-        if not choices and (part.logprobs or tokens):  # control tokens, or text that is held back
-            choices = [self._choice(part.place, {"content": ""}, None)]
-        if part.logprobs:
-            entries = list(map(self._entry, part.logprobs))
-            self._entries.setdefault(part.place, []).extend(entries)
-            choices[0]["logprobs"] = _logprobs(entries)
-        if tokens:
-            choices[0]["tokens"] = tokens
+        self._told.setdefault(part.place, []).extend(deltas)
+        choices = []
+        for delta in deltas:
+            choices.append(self._choice(part.place, _delta(delta, custom), None))
+            if entries := self._logprobs(part, delta):
+                self._entries.setdefault(part.place, []).extend(entries)
+                choices[-1]["logprobs"] = _logprobs(entries)
+        if self.token_origins:
+            tokens = self._texts.setdefault(part.place, TokenTexts(self.tokenizer)).of(part)
+            if tokens and not choices:  # control tokens, or text that is held back
+                choices = [self._choice(part.place, {"content": ""}, None)]
+            if tokens:
+                choices[0]["tokens"] = tokens
         return choices
 
     def _last(self, place: int, reason: str) -> dict[str, Any]:
@@ -150,13 +190,15 @@ class ChatForm(Form):
     def _whole(self, place: int, result: Result) -> dict[str, Any]:
         texts = {"reasoning": "", "content": ""}
         calls: dict[int, dict[str, Any]] = {}
-        for delta in self._deltas.get(place, []):
+        for delta in self._told.get(place, []):
             if delta.call is None:
                 texts[delta.kind] += delta.text
             elif delta.call.index in calls:
-                calls[delta.call.index]["function"]["arguments"] += delta.text
+                kind = calls[delta.call.index]["type"]
+                calls[delta.call.index][kind][TEXT_OF_CALL[kind]] += delta.text
             else:
-                calls[delta.call.index] = {key: value for key, value in _call(delta).items() if key != "index"}
+                found = _call(delta, self._custom_calls(place))
+                calls[delta.call.index] = {key: value for key, value in found.items() if key != "index"}
         message: dict[str, Any] = {"role": "assistant", "content": texts["content"], "refusal": None}
         if calls:
             message |= {"content": texts["content"] or None, "tool_calls": list(calls.values())}
@@ -171,42 +213,34 @@ class ChatForm(Form):
 
     def _reason(self, place: int, reason: str) -> str:
         """Return "tool_calls" after an answer that ended itself and calls a function."""
-        calls = any(delta.call is not None for delta in self._deltas.get(place, []))
+        calls = any(delta.call is not None for delta in self._told.get(place, []))
         return "tool_calls" if calls and reason == "stop" and place not in self._cut else reason
 
     def _choice(self, place: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
         return {"index": place, "delta": delta, "logprobs": None, "finish_reason": reason}
-
-    def _entry(self, found: TokenLogprobs) -> str:
-        best = ", ".join(f"{self._written(token)}{number(value)}}}" for token, value in found.best)
-        return f'{self._written(found.token_id)}{number(found.logprob)}, "top_logprobs": [{best}]}}'
-
-    def _write(self, token_id: int) -> str:
-        """Write the entry of a token up to its log-probability."""
-        entry = {"token": self._token(token_id), "bytes": list(self._bytes(token_id))}
-        return f'{dumps(entry, ensure_ascii=False)[:-1]}, "logprob": '
 
 
 def _logprobs(entries: Sequence[str]) -> dict[str, Any]:
     return {"content": Written.array(entries), "refusal": None}
 
 
-def _delta(delta: Delta) -> dict[str, Any]:
+def _delta(delta: Delta, custom: CustomCalls) -> dict[str, Any]:
     """Write a delta of one channel. Reasoning has two names, since clients differ."""
     if delta.call is not None:
-        return {"tool_calls": [_call(delta)]}
+        return {"tool_calls": [_call(delta, custom)]}
     if delta.kind == "reasoning":
         return {"reasoning": delta.text, "reasoning_content": delta.text}
     return {"content": delta.text}
 
 
-def _call(delta: Delta) -> dict[str, Any]:
+def _call(delta: Delta, custom: CustomCalls) -> dict[str, Any]:
     """Write a delta of a call. Its first one alone, without text, names the call: clients join texts of all deltas."""
     assert delta.call is not None
+    kind = "custom" if custom.is_custom(delta.call) else "function"
     if delta.text:
-        return {"index": delta.call.index, "function": {"arguments": delta.text}}
-    function = {"name": delta.call.name, "arguments": ""}
-    return {"index": delta.call.index, "id": delta.call.id, "type": "function", "function": function}
+        return {"index": delta.call.index, kind: {TEXT_OF_CALL[kind]: delta.text}}
+    named = {"name": delta.call.name, TEXT_OF_CALL[kind]: ""}
+    return {"index": delta.call.index, "id": delta.call.id, "type": kind, kind: named}
 
 
 @dataclass
@@ -221,7 +255,6 @@ class CompletionForm(Form):
     echoed: Sequence[str] = ()
     prompts: Sequence[tuple[int, ...]] = ()
     prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = ()
-    _offsets: dict[int, int] = field(default_factory=dict)
     _entries: dict[int, dict[str, list[str]]] = field(default_factory=dict)
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
@@ -235,12 +268,15 @@ class CompletionForm(Form):
         return [choice]
 
     def _middle(self, part: Part) -> list[dict[str, Any]]:
-        if not part.text and not part.logprobs:
-            return []
-        choice = self._choice(part.place, part.text, None)
-        if part.logprobs:
-            choice["logprobs"] = self._kept(part.place, self._columns(part.place, part.logprobs))
-        return [choice]
+        return [self._piece(part, delta) for delta in part.deltas]
+
+    def _piece(self, part: Part, delta: Delta) -> dict[str, Any]:
+        choice = self._choice(part.place, delta.text, None)
+        if found := part.logprobs_of(delta):
+            start = len(self.echoed[part.place]) if self.echoed else 0
+            places = [start + token.place for token, _ in found]
+            choice["logprobs"] = self._kept(part.place, self._columns([each for _, each in found], places))
+        return choice
 
     def _last(self, place: int, reason: str) -> dict[str, Any]:
         return self._choice(place, "", reason)
@@ -249,7 +285,7 @@ class CompletionForm(Form):
         prompt = self.echoed[place] if self.echoed else ""
         choice = self._choice(place, prompt + (result.text or ""), result.finish_reason)
         if self.logprobs:
-            choice["logprobs"] = _joined(self._entries.get(place, self._columns(place, [])))
+            choice["logprobs"] = _joined(self._entries.get(place, self._columns([], [])))
         return choice
 
     def _choice(self, place: int, text: str, reason: str | None) -> dict[str, Any]:
@@ -264,25 +300,28 @@ class CompletionForm(Form):
 
     def _of_prompt(self, place: int) -> dict[str, list[str]]:
         """Make the entries of an echoed prompt. Its first token has no log-probability."""
-        token = self._token(self.prompts[place][0])
-        if not self.echoed[place].startswith(token):  # the tokenizer put it before the text
-            self._offsets[place] = -len(token)
-        first = self._columns(place, [TokenLogprobs(self.prompts[place][0], 0.0, ())])
-        first |= {"token_logprobs": ["null"], "top_logprobs": ["null"], "text_offset": ["0"]}
-        others = self._columns(place, self.prompt_logprobs[place])
-        return {key: [*first[key], *others[key]] for key in first}
+        prompt, known = self.prompts[place], [TokenLogprobs(self.prompts[place][0], 0.0, ())]
+        columns = self._columns([*known, *self.prompt_logprobs[place]], self._places(prompt, self.echoed[place]))
+        columns["token_logprobs"][0] = columns["top_logprobs"][0] = "null"
+        return columns
 
-    def _columns(self, place: int, found: Sequence[TokenLogprobs]) -> dict[str, list[str]]:
-        """Write the entries of tokens that go on an answer, each column as texts of JSON."""
-        offsets = []
-        for each in found:
-            offsets.append(str(self._offsets.get(place, 0)))
-            self._offsets[place] = self._offsets.get(place, 0) + len(self._token(each.token_id))
+    def _places(self, prompt: Sequence[int], text: str) -> list[int]:
+        """Find where a prompt's tokens stand in its text, before which the tokenizer may have put one."""
+        if self.tokenizer is None:
+            return [0] * len(prompt)
+        texts = Detokenizer(self.tokenizer)
+        lengths = [len(texts.add((token,))) for token in prompt]
+        if detokenize(self.tokenizer, prompt) != text:
+            lengths[0] = 0
+        return [0, *itertools.accumulate(lengths[:-1])]
+
+    def _columns(self, found: Sequence[TokenLogprobs], places: Sequence[int]) -> dict[str, list[str]]:
+        """Write the entries of tokens, each column as texts of JSON. places: of the tokens in the text."""
         return {
             "tokens": [self._written(each.token_id) for each in found],
             "token_logprobs": [number(each.logprob) for each in found],
             "top_logprobs": [self._best(each) for each in found],
-            "text_offset": offsets,
+            "text_offset": list(map(str, places)),
         }
 
     def _best(self, found: TokenLogprobs) -> str:

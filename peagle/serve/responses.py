@@ -1,58 +1,157 @@
 """/v1/responses, stateless: bodies become those of chats; replies and events are made from the answers."""
 
-import contextlib
-import re
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 
-from peagle.ops.strict_json import dumps
+from peagle.ops.strict_json import Written, dumps
 from peagle.result import Result
 from peagle.serve.answers import Part, metrics, usage
 from peagle.serve.errors import ApiError
-from peagle.serve.replies import Form
+from peagle.serve.names import MessageNames, ResponseNames
+from peagle.serve.replies import ChannelForm
 from peagle.serve.schema import (
     LIMIT,
+    LOGPROBS,
     SEED,
     TEMPERATURE,
     TOP_P,
     Body,
+    CalledCustom,
     CalledFunction,
     ChatBody,
     ChatMessage,
+    Custom,
+    CustomFormat,
+    CustomTool,
+    Effort,
     Function,
+    FunctionTool,
     JsonSchema,
+    Marked,
+    NamedCustom,
     NamedFunction,
     NamedTool,
     PastCall,
+    PastCustomCall,
+    PastFunctionCall,
+    RefusalPart,
     ResponseFormat,
     Speculative,
+    Syntax,
+    Text,
     Tool,
-    validated,
+    ToolName,
+    kind_of,
+    list_or_text,
+    object_or_text,
 )
 from peagle.text.channels import Delta
 from peagle.text.prompts import brief
 
+LOGPROBS_OF_TEXT = "message.output_text.logprobs"  # of include
+FUNCTIONS = "functions"  # the namespace of functions without one
+HOSTED = (  # tools that OpenAI's servers run, by their types
+    *("apply_patch", "code_interpreter", "computer", "computer_use", "computer_use_preview", "file_search"),
+    *("image_generation", "local_shell", "mcp", "programmatic_tool_calling", "shell", "tool_search", "web_search"),
+    *("web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
+)
+
 
 class ReasoningOptions(Body):
-    effort: Literal["low", "medium", "high"] | None = None
+    effort: Effort | None = None
     summary: Literal["auto"] | None = None  # there is none; the reasoning itself is in the reply
 
 
-class FunctionTool(Body):
-    type: Literal["function"]
+class Offered(Marked):
+    """A tool that the client runs. The fields without a meaning here have no effect."""
+
     name: str
     description: str | None = None
+    allowed_callers: list[str] | None = None
+    defer_loading: bool | None = None
+    run_async: bool | None = pydantic.Field(None, alias="async")
+
+
+class OfferedFunction(Offered):
+    type: Literal["function"]
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    output_schema: dict[str, Any] | None = None
 
 
-class FunctionChoice(Body):
+class InputFormat(Body):
+    """What the input of a custom tool is. The model is told of a grammar; it does not bind the input."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class OfferedCustom(Offered):
+    type: Literal["custom"]
+    format: InputFormat | None = None
+
+
+OfferedTool = Annotated[
+    Annotated[OfferedFunction, pydantic.Tag("[function]")] | Annotated[OfferedCustom, pydantic.Tag("[custom]")],
+    pydantic.Discriminator(kind_of),
+]
+
+
+class Namespace(Marked):
+    """Tools whose names have a common prefix for the model: NAMESPACE.NAME."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: list[OfferedTool]
+
+
+class HostedTool(Body):
+    """A tool that only OpenAI's servers have. It is left out of the prompt."""
+
+    model_config = pydantic.ConfigDict(extra="allow")
+
+    type: str
+
+
+def _kind_of_tool(value: Any) -> str:
+    kind = kind_of(value)
+    return "[hosted tool]" if kind.strip("[]") in HOSTED else kind
+
+
+AnyTool = Annotated[
+    Annotated[OfferedFunction, pydantic.Tag("[function]")]
+    | Annotated[OfferedCustom, pydantic.Tag("[custom]")]
+    | Annotated[Namespace, pydantic.Tag("[namespace]")]
+    | Annotated[HostedTool, pydantic.Tag("[hosted tool]")],
+    pydantic.Discriminator(_kind_of_tool),
+]
+
+
+class ChosenFunction(Body):
     type: Literal["function"]
     name: str
+
+
+class ChosenCustom(Body):
+    type: Literal["custom"]
+    name: str
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], pydantic.Tag("[text]")]
+    | Annotated[
+        Annotated[ChosenFunction, pydantic.Tag("[function]")] | Annotated[ChosenCustom, pydantic.Tag("[custom]")],
+        pydantic.Discriminator(kind_of),
+        pydantic.Tag("[object]"),
+    ],
+    pydantic.Discriminator(object_or_text),
+]
 
 
 class TextFormat(Body):
@@ -70,30 +169,6 @@ class TextOptions(Body):
     verbosity: Literal["medium"] | None = None
 
 
-class ResponsesBody(Body):
-    """`input`: a text, or items, which `as_chat` reads. prompt_cache_key, safety_identifier, user: no effect."""
-
-    input: str | list[dict[str, Any]]
-    model: str | None = None
-    instructions: str | None = None
-    temperature: TEMPERATURE = 1.0
-    top_p: TOP_P = 1.0
-    seed: SEED = None
-    max_output_tokens: LIMIT = None
-    reasoning: ReasoningOptions = ReasoningOptions()
-    tools: list[FunctionTool] = pydantic.Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice = "auto"
-    parallel_tool_calls: bool = True
-    text: TextOptions = TextOptions()
-    stream: bool = False
-    store: bool = False
-    metadata: dict[str, str] = pydantic.Field(default_factory=dict)
-    speculative: Speculative | None = None
-    user: str | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
-
-
 class Item(Body):
     """An item of the input. id and status: of clients that send what they received."""
 
@@ -101,37 +176,74 @@ class Item(Body):
     status: str | None = None
 
 
-class InputText(Body):
-    """A part of a text. annotations and logprobs: of clients that send what they received."""
+class InputText(Marked):
+    type: Literal["input_text", "text"]
+    text: str
 
-    type: Literal["input_text", "output_text", "text"]
+
+class OutputText(Marked):
+    """A part of a past answer. All but its text are of clients that send what they received."""
+
+    type: Literal["output_text"]
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
+    parsed: Any = None
+
+
+def _kind_of_part(value: Any) -> str:
+    kind = kind_of(value)
+    return "[input_text]" if kind == "[text]" else kind
+
+
+InputPart = Annotated[
+    Annotated[InputText, pydantic.Tag("[input_text]")]
+    | Annotated[OutputText, pydantic.Tag("[output_text]")]
+    | Annotated[RefusalPart, pydantic.Tag("[refusal]")],
+    pydantic.Discriminator(_kind_of_part),
+]
+InputContent = Annotated[
+    Text | Annotated[list[InputPart], pydantic.Tag("[list]")], pydantic.Discriminator(list_or_text)
+]
 
 
 class InputMessage(Item):
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
-    content: str | list[InputText]
+    content: InputContent
     phase: str | None = None
 
 
-class InputCall(Item):
-    type: Literal["function_call"]
+class CallItem(Item):
+    """A call, or its result. caller, async: of clients that send what they received."""
+
     call_id: str
+    namespace: str | None = None
+    caller: dict[str, Any] | None = None
+    run_async: bool | None = pydantic.Field(None, alias="async")
+
+
+class InputCall(CallItem):
+    type: Literal["function_call"]
     name: str
     arguments: str
+    parsed_arguments: Any = None
 
 
-class InputResult(Item):
-    type: Literal["function_call_output"]
-    call_id: str
-    output: str | list[InputText]
+class InputCustomCall(CallItem):
+    type: Literal["custom_tool_call"]
+    name: str
+    input: str
+
+
+class InputResult(CallItem):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    output: InputContent
+    name: str | None = None
 
 
 class ReasoningText(Body):
-    type: Literal["reasoning_text"]
+    type: Literal["reasoning_text", "text"]
     text: str
 
 
@@ -144,89 +256,103 @@ class InputReasoning(Item):
     encrypted_content: str | None = None
 
 
-ITEMS: dict[str, type[Item]] = {
-    "message": InputMessage,
-    "function_call": InputCall,
-    "function_call_output": InputResult,
-    "reasoning": InputReasoning,
-}
+def _kind_of_item(value: Any) -> str:
+    if isinstance(value, dict) and value.get("type") is None:
+        return "[message]" if "role" in value or "id" not in value else "[item_reference]"
+    return kind_of(value)
+
+
+AnyItem = Annotated[
+    Annotated[InputMessage, pydantic.Tag("[message]")]
+    | Annotated[InputCall, pydantic.Tag("[function_call]")]
+    | Annotated[InputResult, pydantic.Tag("[function_call_output]")]
+    | Annotated[InputCustomCall, pydantic.Tag("[custom_tool_call]")]
+    | Annotated[InputResult, pydantic.Tag("[custom_tool_call_output]")]
+    | Annotated[InputReasoning, pydantic.Tag("[reasoning]")],
+    pydantic.Discriminator(_kind_of_item),
+]
+
+
+class ResponsesBody(Body):
+    """client_metadata, prompt_cache_key, safety_identifier, user: no effect."""
+
+    input: Annotated[Text | Annotated[list[AnyItem], pydantic.Tag("[list]")], pydantic.Discriminator(list_or_text)]
+    model: str | None = None
+    instructions: str | None = None
+    temperature: TEMPERATURE = 1.0
+    top_p: TOP_P = 1.0
+    seed: SEED = None
+    max_output_tokens: LIMIT = None
+    reasoning: ReasoningOptions = ReasoningOptions()
+    tools: list[AnyTool] = pydantic.Field(default_factory=list)
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] = pydantic.Field(
+        default_factory=list
+    )
+    top_logprobs: LOGPROBS = None
+    text: TextOptions = TextOptions()
+    stream: bool = False
+    store: bool = False
+    metadata: dict[str, str] = pydantic.Field(default_factory=dict)
+    speculative: Speculative | None = None
+    client_metadata: dict[str, Any] | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
 
 
 @dataclass(frozen=True)
-class _Named:
-    """A message, and what the client calls it: the items of the message and of its calls."""
+class ToolAs:
+    """What a body calls a tool of its chat."""
 
-    message: ChatMessage
     name: str
-    calls: tuple[str, ...] = ()
+    namespace: str | None
 
 
 @dataclass(frozen=True)
 class AsChat:
-    """The chat that a body asks for."""
+    """The chat that a body asks for.
+
+    names: of its fields, in the body. given: the names of its tools, in the body. notes: for the server's log.
+    """
 
     body: ChatBody
-    messages: Sequence[_Named]
-
-    @contextlib.contextmanager
-    def own_names(self) -> Iterator[None]:
-        """Let an ApiError name the fields as a response's body does."""
-        try:
-            yield
-        except ApiError as error:
-            param = None if error.param is None else self.own_name(error.param)
-            raise ApiError(error.status, self.own_name(error.message), param, error.code) from None
-
-    def own_name(self, text: str) -> str:
-        """Replace the names of a chat's fields by those of a response."""
-
-        def place(found: re.Match[str]) -> str:
-            named = self.messages[int(found[1])]
-            call = named.calls[int(found[2])] if found[2] else named.name
-            return call + (found[3] or "").replace("tool_call_id", "call_id").replace(".id", ".call_id")
-
-        text = re.sub(r"\bmessages\.(\d+)(?:\.tool_calls\.(\d+))?(\.\w+)?", place, text)
-        for chat, ours in NAMES.items():
-            text = re.sub(chat, ours, text)
-        return text
+    names: ResponseNames
+    given: Mapping[str, ToolAs]
+    notes: Sequence[str]
 
 
 def as_chat(body: ResponsesBody) -> AsChat:
     """Make the chat that a body asks for. Raises ApiError for what it cannot be."""
-    messages = _messages(body)
-    return AsChat(_chat_body(body, messages), messages)
-
-
-NAMES = {  # of a chat's fields here
-    r"\bresponse_format\.json_schema\b": "text.format",
-    r"\bresponse_format\b": "text.format",
-    r"(?<![\w'])max_completion_tokens(?![\w'])": "max_output_tokens",
-    r"(?<![\w'])(tools\.\d+)\.function\b": r"\1",
-    r"^messages\b": "input",
-}
-
-
-def _chat_body(body: ResponsesBody, messages: Sequence[_Named]) -> ChatBody:
-    """Make the body of the same chat. Raises ApiError for what needs a state."""
     if body.store:
         raise ApiError(
             400, "store is not supported here: no response is kept; set it to false", "store", "unsupported_parameter"
         )
-    choice = body.tool_choice
-    return ChatBody(
-        messages=[each.message for each in messages],
+    logprobs = LOGPROBS_OF_TEXT in body.include
+    if body.top_logprobs is not None and not logprobs:
+        raise ApiError(400, f"top_logprobs is given without {LOGPROBS_OF_TEXT!r}; add that to include", "top_logprobs")
+    tools = _tools(body)
+    messages = _messages(body)
+    notes = [f"tools of the type {kind} are not available here: they are left out" for kind in tools.left_out]
+    chat = ChatBody(
+        messages=[message for message, _ in messages],
         temperature=body.temperature,
         top_p=body.top_p,
         seed=body.seed,
         max_completion_tokens=body.max_output_tokens,
+        logprobs=logprobs,
+        top_logprobs=body.top_logprobs,
         reasoning_effort=body.reasoning.effort,
-        tools=[_tool(tool) for tool in body.tools],
-        tool_choice=_named(choice) if isinstance(choice, FunctionChoice) else choice,
+        tools=tools.tools,
+        tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_response_format(body.text.format),
         stream=body.stream,
         speculative=body.speculative,
     )
+    names = ResponseNames(items=[item for _, item in messages], tools=tools.fields)
+    return AsChat(chat, names, tools.given, notes)
 
 
 def _response_format(given: TextFormat) -> ResponseFormat:
@@ -239,117 +365,212 @@ def _response_format(given: TextFormat) -> ResponseFormat:
     return ResponseFormat(type=given.type, json_schema=JsonSchema(name=given.name or "", schema=given.of))
 
 
-def _named(choice: FunctionChoice) -> NamedTool:
-    return NamedTool(type="function", function=NamedFunction(name=choice.name))
+def _choice(choice: Any) -> Literal["none", "auto", "required"] | NamedTool:
+    if isinstance(choice, ChosenFunction):
+        return NamedFunction(type="function", function=ToolName(name=choice.name))
+    if isinstance(choice, ChosenCustom):
+        return NamedCustom(type="custom", custom=ToolName(name=choice.name))
+    named: Literal["none", "auto", "required"] = choice
+    return named
 
 
-def _tool(tool: FunctionTool) -> Tool:
-    function = Function(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
-    return Tool(type="function", function=function)
+@dataclass
+class _Tools:
+    """The tools of a chat, with the fields of the body that they are from. left_out: types of hosted tools."""
+
+    tools: list[Tool] = field(default_factory=list)
+    fields: list[str] = field(default_factory=list)
+    given: dict[str, ToolAs] = field(default_factory=dict)
+    left_out: dict[str, None] = field(default_factory=dict)
+
+    def add(self, tool: OfferedFunction | OfferedCustom, where: str, namespace: Namespace | None = None) -> None:
+        """Add a tool. It bears the name and the description of its namespace, too."""
+        about = None if namespace is None else namespace.description
+        name, description = tool.name, "\n".join(filter(None, (about, tool.description))) or None
+        if namespace is not None:
+            name = _joined(namespace.name, name)
+        self.fields.append(where)
+        self.given[name] = ToolAs(tool.name, None if namespace is None else namespace.name)
+        if isinstance(tool, OfferedFunction):
+            function = Function(name=name, description=description, parameters=tool.parameters, strict=tool.strict)
+            self.tools.append(FunctionTool(type="function", function=function))
+        else:
+            custom = Custom(name=name, description=description, format=_format(tool.format, where))
+            self.tools.append(CustomTool(type="custom", custom=custom))
+
+
+def _tools(body: ResponsesBody) -> _Tools:
+    found = _Tools()
+    for place, tool in enumerate(body.tools):
+        where = f"tools.{place}"
+        if isinstance(tool, HostedTool):
+            found.left_out[tool.type] = None
+        elif isinstance(tool, Namespace):
+            for number, inner in enumerate(tool.tools):
+                found.add(inner, f"{where}.tools.{number}", tool)
+        else:
+            found.add(tool, where)
+    return found
+
+
+def _joined(namespace: str | None, name: str) -> str:
+    """Join a tool's name with that of its namespace, as the model sees it."""
+    return name if namespace in (None, FUNCTIONS) else f"{namespace}.{name}"
+
+
+def _format(given: InputFormat | None, where: str) -> CustomFormat | None:
+    """Make a chat's format of a custom tool. Raises ApiError for a grammar without its definition."""
+    if given is None or given.type == "text":
+        return None
+    for name in ("syntax", "definition"):
+        if getattr(given, name) is None:
+            name = f"{where}.format.{name}"
+            raise ApiError(400, f"{name} is missing; add it", name, "missing_required_parameter")
+    assert given.syntax is not None
+    assert given.definition is not None
+    return CustomFormat(type="grammar", grammar=Syntax(syntax=given.syntax, definition=given.definition))
+
+
+_Named = tuple[ChatMessage, MessageNames]
 
 
 def _messages(body: ResponsesBody) -> list[_Named]:
-    """Make the messages of the input, instructions first: joined with a first message of the system or developer."""
+    """Make the messages of the input, instructions first, each with its name in the body."""
     if isinstance(body.input, str):
-        messages = [_Named(ChatMessage(role="user", content=body.input), "input")]
+        messages = [(ChatMessage(role="user", content=body.input), MessageNames("input"))]
     else:
-        messages = _messages_of([_item(place, each) for place, each in enumerate(body.input)])
+        messages = _messages_of(body.input)
     if not body.instructions:
         return messages
-    texts = [body.instructions]
-    if messages and messages[0].message.role in ("system", "developer"):
-        texts.append(messages.pop(0).message.text)
-    return [_Named(ChatMessage(role="developer", content="\n\n".join(texts)), "instructions"), *messages]
-
-
-def _item(place: int, given: dict[str, Any]) -> Item:
-    kind = given.get("type", "message")
-    if not isinstance(kind, str) or kind not in ITEMS:
-        raise ApiError(
-            400,
-            f"input.{place}.type is {brief(kind)}; expected one of {', '.join(ITEMS)}",
-            f"input.{place}.type",
-            "unsupported_parameter",
-        )
-    known = {key: value for key, value in given.items() if value is not None}
-    return validated(ITEMS[kind], known, f"input.{place}")
+    return [(ChatMessage(role="developer", content=body.instructions), MessageNames("instructions")), *messages]
 
 
 def _messages_of(items: Sequence[Item]) -> list[_Named]:
     """Join what an answer that calls functions consists of to one message: its reasoning, texts and calls.
 
-    Of other answers, only the texts are kept, as chat templates do.
+    The results of its calls follow, wherever they stand after them. Of other answers, only the texts are kept, as chat
+    templates do.
     """
+    results = _results(items)
     messages: list[_Named] = []
-    answer: list[tuple[str, Item]] = []  # the items of the assistant since the last of another
-
+    answer: dict[int, Item] = {}  # the items of the assistant since the last of another, by their places
     for place, item in enumerate(items):
-        name = f"input.{place}"
-        if isinstance(item, InputResult):
-            messages += _answer(answer)
+        if isinstance(item, InputMessage) and item.role != "assistant":
+            messages += _answer(answer, results)
             answer.clear()
-            result = ChatMessage(role="tool", tool_call_id=item.call_id, content=_text(item.output))
-            messages.append(_Named(result, name))
-        elif isinstance(item, InputMessage) and item.role != "assistant":
-            messages += _answer(answer)
+            messages.append((ChatMessage(role=item.role, content=_text(item.content)), MessageNames(_name(place))))
+        elif isinstance(item, InputResult):
+            messages += _answer(answer, results)
             answer.clear()
-            messages.append(_Named(ChatMessage(role=item.role, content=_text(item.content)), name))
         else:
-            answer.append((name, item))
-    return messages + _answer(answer)
+            answer[place] = item
+    return messages + _answer(answer, results)
 
 
-def _answer(items: Sequence[tuple[str, Item]]) -> list[_Named]:
-    """Make the messages of a past answer."""
-    calls: list[PastCall] = []
-    names: list[str] = []
-    texts: list[tuple[str, str]] = []
+def _results(items: Sequence[Item]) -> dict[int, tuple[int, InputResult]]:
+    """Map the places of calls to their results, with the places of these.
+
+    Raises ApiError for a result of no call before it, or of one that has a result, and for a call with the id of one
+    that waits for its result.
+    """
+    waiting: dict[str, int] = {}
+    ids: set[str] = set()
+    results: dict[int, tuple[int, InputResult]] = {}
+    for place, item in enumerate(items):
+        where = f"{_name(place)}.call_id"
+        if isinstance(item, InputCall | InputCustomCall):
+            if item.call_id in waiting:
+                seen = f"{where} is {brief(item.call_id)}, as that of a call before it"
+                raise ApiError(400, f"{seen}; expected its own", where)
+            waiting[item.call_id] = place
+            ids.add(item.call_id)
+        elif isinstance(item, InputResult):
+            if item.call_id not in ids:
+                raise ApiError(
+                    400, f"{_name(place)} is a tool's result, but no call precedes it; send that, too", "input"
+                )
+            if item.call_id not in waiting:
+                expected = "expected the id of a call before it that has no other result"
+                raise ApiError(400, f"{where} is {brief(item.call_id)}; {expected}", where)
+            results[waiting.pop(item.call_id)] = place, item
+    return results
+
+
+def _answer(items: Mapping[int, Item], results: Mapping[int, tuple[int, InputResult]]) -> list[_Named]:
+    """Make the messages of a past answer, and of its calls' results."""
+    calls: dict[int, PastCall] = {}
+    texts: dict[int, str] = {}
     reasoning = ""
-    for name, item in items:
+    for place, item in items.items():
         if isinstance(item, InputCall):
-            function = CalledFunction(name=item.name, arguments=item.arguments)
-            calls.append(PastCall(id=item.call_id, function=function))
-            names.append(name)
+            name = _joined(item.namespace, item.name)
+            called = CalledFunction(name=name, arguments=item.arguments)
+            calls[place] = PastFunctionCall(id=item.call_id, function=called)
+        elif isinstance(item, InputCustomCall):
+            custom = CalledCustom(name=_joined(item.namespace, item.name), input=item.input)
+            calls[place] = PastCustomCall(id=item.call_id, type="custom", custom=custom)
         elif isinstance(item, InputReasoning):
             reasoning += "".join(part.text for part in item.content or ())
         elif isinstance(item, InputMessage):
-            texts.append((name, _text(item.content)))
+            texts[place] = _text(item.content)
     if not calls:
-        return [_Named(ChatMessage(role="assistant", content=text), name) for name, text in texts]
-    content = "".join(text for _, text in texts)
-    joined = ChatMessage(role="assistant", content=content, tool_calls=calls, reasoning=reasoning)
-    return [_Named(joined, items[0][0], tuple(names))]
+        return [
+            (ChatMessage(role="assistant", content=text), MessageNames(_name(place))) for place, text in texts.items()
+        ]
+    joined = ChatMessage(
+        role="assistant", content="".join(texts.values()), tool_calls=list(calls.values()), reasoning=reasoning
+    )
+    messages = [(joined, MessageNames(_name(next(iter(items))), tuple(map(_name, calls))))]
+    for place in calls:
+        if place in results:
+            of, result = results[place]
+            message = ChatMessage(role="tool", tool_call_id=result.call_id, content=_text(result.output))
+            messages.append((message, MessageNames(_name(of))))
+    return messages
 
 
-def _text(given: str | list[InputText]) -> str:
-    return given if isinstance(given, str) else "".join(part.text for part in given)
+def _name(place: int) -> str:
+    return f"input.{place}"
+
+
+def _text(content: InputContent) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 @dataclass
 class _OutputItem:
-    """An item of the output: a message of the answer. value: as in the reply."""
+    """An item of the output: a message of the answer. value: as in the reply. entries: its log-probabilities."""
 
     value: dict[str, Any]
     index: int
     message: int
+    entries: list[str] = field(default_factory=list)
+
+    @property
+    def of_call(self) -> str | None:
+        """The field that holds the text of a call; None for what is no call."""
+        return next((name for name in TEXTS_OF_CALLS if name in self.value), None)
 
     @property
     def text(self) -> str:
-        content = self.value.get("content")
-        return str(content[0]["text"] if content else self.value.get("arguments", ""))
+        return str(self.value[self.of_call] if self.of_call else self.value["content"][0]["text"])
 
     def add(self, text: str) -> None:
-        if "content" in self.value:
-            self.value["content"][0]["text"] += text
+        if self.of_call:
+            self.value[self.of_call] += text
         else:
-            self.value["arguments"] += text
+            self.value["content"][0]["text"] += text
+
+
+TEXTS_OF_CALLS = {"arguments": "function_call_arguments", "input": "custom_tool_call_input"}  # in events
 
 
 @dataclass
-class ResponsesForm(Form):
-    """A response and its events. `asked`: the body. The answer's channels are parsed."""
+class ResponsesForm(ChannelForm):
+    """A response and its events. asked: the body. given: what the body calls its tools."""
 
     asked: ResponsesBody = field(default_factory=lambda: ResponsesBody(input=""))
+    given: Mapping[str, ToolAs] = field(default_factory=dict)
     _items: list[_OutputItem] = field(default_factory=list)
     _num_events: int = 0
     _reason: str | None = None
@@ -368,17 +589,17 @@ class ResponsesForm(Form):
         """Read a part of the answer; return its events, without their numbers."""
         self._reason = part.finish_reason
         events: list[dict[str, Any]] = []
-        for delta in part.deltas:
-            if delta.call is not None and delta.call.index and not self.asked.parallel_tool_calls:
-                continue
+        for delta in self._deltas(part):
             item = self._items[-1] if self._items else None
             if item is None or item.message != delta.message:
                 events += self._done("completed")
                 item = self._new_item(delta)
                 events += _added(item)
             if delta.text:
+                entries = self._logprobs(part, delta)
                 item.add(delta.text)
-                events.append(_grown(item, delta.text))
+                item.entries += entries
+                events.append(_grown(item, delta.text, entries))
         if part.finish_reason is not None:
             events += self._done("incomplete" if part.finish_reason == "length" else "completed")
         return events
@@ -403,8 +624,13 @@ class ResponsesForm(Form):
         number = uuid.uuid4().hex
         value: dict[str, Any]
         if delta.call is not None:
-            value = {"id": f"fc_{number}", "type": "function_call", "call_id": delta.call.id, "name": delta.call.name}
-            value["arguments"] = ""
+            name = self.given.get(delta.call.name, ToolAs(delta.call.name, None))
+            is_custom = self._custom_calls(0).is_custom(delta.call)
+            kind, prefix, text = (
+                ("custom_tool_call", "ctc", "input") if is_custom else ("function_call", "fc", "arguments")
+            )
+            value = {"id": f"{prefix}_{number}", "type": kind, "call_id": delta.call.id, "name": name.name, text: ""}
+            value |= {} if name.namespace is None else {"namespace": name.namespace}
         elif delta.kind == "reasoning":
             value = {"id": f"rs_{number}", "type": "reasoning", "summary": [], "encrypted_content": None}
             value["content"] = [{"type": "reasoning_text", "text": ""}]
@@ -421,15 +647,17 @@ class ResponsesForm(Form):
         if item is None or item.value["status"] != "in_progress":
             return []
         item.value["status"] = status
+        if item.entries:
+            item.value["content"][0]["logprobs"] = Written.array(item.entries)
         place = {"item_id": item.value["id"], "output_index": item.index}
         ended = {"type": "response.output_item.done", "output_index": item.index, "item": _copy(item.value)}
-        if "content" not in item.value:
-            arguments = {"arguments": item.text, "name": item.value["name"]}
-            return [{"type": "response.function_call_arguments.done", **place, **arguments}, ended]
+        if item.of_call:
+            called = {item.of_call: item.text, "name": item.value["name"]}
+            return [{"type": f"response.{TEXTS_OF_CALLS[item.of_call]}.done", **place, **called}, ended]
         (part,) = _copy(item.value["content"])
         place["content_index"] = 0
         kind = part["type"]
-        extra: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
+        extra = {"logprobs": part["logprobs"]} if kind == "output_text" else {}
         return [
             {"type": f"response.{kind}.done", **place, "text": item.text, **extra},
             {"type": "response.content_part.done", **place, "part": part},
@@ -464,7 +692,8 @@ class ResponsesForm(Form):
             "temperature": asked.temperature,
             "text": {"format": asked.text.format.model_dump(exclude_none=True, by_alias=True)},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-            "tools": [tool.model_dump() for tool in asked.tools],
+            "tools": [_echo(tool) for tool in asked.tools],
+            "top_logprobs": asked.top_logprobs or 0,
             "top_p": asked.top_p,
             "truncation": "disabled",
             "usage": _usage(results) if results else None,
@@ -484,14 +713,20 @@ def _added(item: _OutputItem) -> list[dict[str, Any]]:
     return events
 
 
-def _grown(item: _OutputItem, text: str) -> dict[str, Any]:
-    """Make the event of a text that is added to an item."""
+def _grown(item: _OutputItem, text: str, entries: Sequence[str]) -> dict[str, Any]:
+    """Make the event of a text that is added to an item. entries: its log-probabilities."""
     place = {"item_id": item.value["id"], "output_index": item.index, "delta": text}
-    if "content" not in item.value:
-        return {"type": "response.function_call_arguments.delta", **place}
+    if item.of_call:
+        return {"type": f"response.{TEXTS_OF_CALLS[item.of_call]}.delta", **place}
     kind = item.value["content"][0]["type"]
-    extra: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
+    extra: dict[str, Any] = {"logprobs": Written.array(entries)} if kind == "output_text" else {}
     return {"type": f"response.{kind}.delta", "content_index": 0, **place, **extra}
+
+
+def _echo(tool: Body) -> dict[str, Any]:
+    """Write a tool as it was given; of a function all that OpenAI's own reply has."""
+    empty = {"description": None, "parameters": None, "strict": None} if isinstance(tool, OfferedFunction) else {}
+    return empty | tool.model_dump(by_alias=True, exclude_unset=True)
 
 
 def _copy(value: Any) -> Any:

@@ -10,6 +10,7 @@ import pydantic
 import pydantic_core
 
 from peagle.engine.request import HOTTEST, LARGEST_PENALTY, LARGEST_SEED, MOST_LOGPROBS, MOST_STOP_STRINGS
+from peagle.ops.strict_json import dumps
 from peagle.serve.errors import ApiError
 from peagle.text.prompts import brief
 
@@ -17,6 +18,7 @@ MOST_CHOICES = 16  # of each prompt
 MOST_PROMPTS = 64  # of each call
 TOKENS_OF_A_MESSAGE = 4  # at least, in harmony: its start, role, channel or text, and end
 LISTS = {"messages": ("tool_calls", "content"), "input": ("content", "output")}  # fields of chats: lists in their items
+CUSTOM_INPUT = "input"  # the only parameter of a custom tool, as a function
 # values of unsupported fields that ask for nothing; null always does
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
@@ -29,7 +31,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "background": (False,),
     "truncation": ("disabled",),
-    "include": ([], ["reasoning.encrypted_content"]),  # reasoning is returned as it is
     "stream_options": ({"include_obfuscation": False},),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
@@ -41,8 +42,11 @@ EXPECTED = {  # of fields of several types
     "prompt": "expected a text, a list of texts, a list of token ids, or a list of such lists",
     "stop": "expected a text or a list of texts",
     "input": "expected a text or a list of items",
-    "tool_choice": "expected 'none', 'auto', 'required', or a function by its name",
+    "tool_choice": "expected 'none', 'auto', 'required', or a tool by its name",
+    "content": "expected a text or a list of parts",  # of any message
+    "output": "expected a text or a list of parts",
 }
+HINTS = {"item_reference": "nothing is stored here: send the item itself"}  # of types of objects
 
 
 def published(**limits: Any) -> Any:
@@ -57,10 +61,49 @@ SEED = Annotated[int | None, published(minimum=0, maximum=LARGEST_SEED)]
 LIMIT = Annotated[int | None, published(minimum=1)]
 LOGPROBS = Annotated[int | None, published(minimum=0, maximum=MOST_LOGPROBS)]
 TOKEN_ID = Annotated[int, published(minimum=0)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def kind_of(value: Any) -> str:
+    """Name the branch of a union of objects by their type."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"[{kind}]"
+
+
+def list_or_text(value: Any) -> str:
+    """Name the branch of a union of a text and a list."""
+    return "[list]" if isinstance(value, list) else "[text]"
+
+
+def object_or_text(value: Any) -> str:
+    """Name the branch of a union of a text and an object."""
+    return "[object]" if isinstance(value, dict | pydantic.BaseModel) else "[text]"
 
 
 class Body(pydantic.BaseModel):
+    """An object of a body. Branches of its unions have names in brackets, which are no fields (`_refusal`)."""
+
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, given: Any) -> Any:
+        """Leave out what asks for nothing: nulls, and neutral values of fields that are not supported."""
+        if not isinstance(given, dict):
+            return given
+        return {
+            key: value
+            for key, value in given.items()
+            if value is not None
+            and (key in cls.model_fields or not any(_same(value, each) for each in NEUTRAL.get(key, ())))
+        }
+
+
+class Marked(Body):
+    """An object that clients mark for a cache of prompts. No effect: every prompt is looked up in the cache."""
+
+    cache_control: dict[str, Any] | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
 class StreamOptions(Body):
@@ -71,12 +114,31 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] = False
 
 
-class TextPart(Body):
+class TextPart(Marked):
     type: Literal["text"]
     text: str
 
 
-class Function(Body):
+class RefusalPart(Body):
+    """What a past answer refused with."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+Part = Annotated[
+    Annotated[TextPart, pydantic.Tag("[text]")] | Annotated[RefusalPart, pydantic.Tag("[refusal]")],
+    pydantic.Discriminator(kind_of),
+]
+Text = Annotated[str, pydantic.Tag("[text]")]
+Content = Annotated[Text | Annotated[list[Part], pydantic.Tag("[list]")], pydantic.Discriminator(list_or_text)]
+
+
+class Function(Marked):
     """A function that the model may call. strict: its arguments are held to the schema of its parameters."""
 
     name: str
@@ -85,26 +147,115 @@ class Function(Body):
     strict: bool | None = None
 
 
-class Tool(Body):
+class FunctionTool(Marked):
     type: Literal["function"]
     function: Function
 
+    @property
+    def name(self) -> str:
+        return self.function.name
 
-class NamedFunction(Body):
+
+class Syntax(Body):
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class CustomFormat(Body):
+    """What the input of a custom tool is. The model is told of a grammar; it does not bind the input."""
+
+    type: Literal["text", "grammar"]
+    grammar: Syntax | None = None
+
+
+class Custom(Marked):
+    """A tool whose input is a text. The model calls it as a function whose only parameter is that text."""
+
+    name: str
+    description: str | None = None
+    format: CustomFormat | None = None
+
+
+class CustomTool(Marked):
+    type: Literal["custom"]
+    custom: Custom
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
+
+    @property
+    def function(self) -> Function:
+        """The tool as the model sees it."""
+        given, grammar = self.custom, None if self.custom.format is None else self.custom.format.grammar
+        told = f"The input follows this grammar ({grammar.syntax}):\n{grammar.definition}" if grammar else ""
+        return Function(
+            name=given.name,
+            description="\n\n".join(filter(None, (given.description, told))),
+            parameters={
+                "type": "object",
+                "properties": {CUSTOM_INPUT: {"type": "string"}},
+                "required": [CUSTOM_INPUT],
+                "additionalProperties": False,
+            },
+        )
+
+
+Tool = FunctionTool | CustomTool
+ANY_TOOL = Annotated[
+    Annotated[FunctionTool, pydantic.Tag("[function]")] | Annotated[CustomTool, pydantic.Tag("[custom]")],
+    pydantic.Discriminator(kind_of),
+]
+
+
+class ToolName(Body):
     name: str
 
 
-class NamedTool(Body):
+class NamedFunction(Body):
     type: Literal["function"]
-    function: NamedFunction
+    function: ToolName
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+
+class NamedCustom(Body):
+    type: Literal["custom"]
+    custom: ToolName
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
+
+
+NamedTool = NamedFunction | NamedCustom
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], pydantic.Tag("[text]")]
+    | Annotated[
+        Annotated[NamedFunction, pydantic.Tag("[function]")] | Annotated[NamedCustom, pydantic.Tag("[custom]")],
+        pydantic.Discriminator(kind_of),
+        pydantic.Tag("[object]"),
+    ],
+    pydantic.Discriminator(object_or_text),
+]
 
 
 class CalledFunction(Body):
+    """parsed_arguments: of clients that send what they have read; no effect."""
+
     name: str
     arguments: str
+    parsed_arguments: Any = None
 
 
-class PastCall(Body):
+class CalledCustom(Body):
+    name: str
+    input: str
+
+
+class PastFunctionCall(Body):
     """A call in a past answer. `index`: of clients that send what they received in a stream."""
 
     id: str
@@ -113,20 +264,50 @@ class PastCall(Body):
     index: int | None = None
 
 
-class ChatMessage(Body):
-    """A message. `reasoning` is left out, as by chat templates, unless it led to calls."""
+class PastCustomCall(Body):
+    id: str
+    type: Literal["custom"]
+    custom: CalledCustom
+    index: int | None = None
+
+    @property
+    def function(self) -> CalledFunction:
+        """The call as the model wrote it."""
+        arguments = dumps({CUSTOM_INPUT: self.custom.input}, ensure_ascii=False)
+        return CalledFunction(name=self.custom.name, arguments=arguments)
+
+
+def _kind_of_call(value: Any) -> str:
+    return "[custom]" if kind_of(value) == "[custom]" else "[function]"
+
+
+PastCall = Annotated[
+    Annotated[PastFunctionCall, pydantic.Tag("[function]")] | Annotated[PastCustomCall, pydantic.Tag("[custom]")],
+    pydantic.Discriminator(_kind_of_call),
+]
+
+
+class ChatMessage(Marked):
+    """A message. `reasoning` is left out, as by chat templates, unless it led to calls.
+
+    parsed: of clients that send what they have read; no effect.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] = ""
+    content: Content = ""
+    refusal: str | None = None
     tool_calls: list[PastCall] = []
     tool_call_id: str | None = None
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    parsed: Any = None
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        """Its texts joined; of an answer that refused, the refusal."""
+        joined = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return joined or self.refusal or ""
 
 
 class Speculative(Body):
@@ -203,9 +384,9 @@ class ChatBody(Sampled):
     max_completion_tokens: LIMIT = None
     logprobs: bool = False
     top_logprobs: LOGPROBS = None
-    reasoning_effort: Literal["low", "medium", "high"] | None = None
-    tools: list[Tool] = []
-    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    reasoning_effort: Effort | None = None
+    tools: list[ANY_TOOL] = []
+    tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     return_token_origins: bool = False  # of the page: which token came from which draft
 
@@ -220,8 +401,8 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
-    reasoning_effort: Literal["low", "medium", "high"] | None = None
-    tools: list[Tool] = []
+    reasoning_effort: Effort | None = None
+    tools: list[ANY_TOOL] = []
     add_special_tokens: bool = True  # that the tokenizer puts before a text
 
 
@@ -231,6 +412,7 @@ class DetokenizeBody(Body):
 
 
 Kind = TypeVar("Kind", bound=Body)
+_NO_BRACKETS = str.maketrans("", "", "[]")
 
 
 def parse(kind: type[Kind], body: bytes, context: int | None = None) -> Kind:
@@ -246,7 +428,7 @@ def parse(kind: type[Kind], body: bytes, context: int | None = None) -> Kind:
         raise ApiError(400, f"the body is {brief(given)}; expected a JSON object")
     if context is not None:
         _check_count(given, context)
-    return validated(kind, _without_neutral(given, kind))
+    return validated(kind, given)
 
 
 def _check_count(given: dict[str, Any], context: int) -> None:
@@ -259,55 +441,49 @@ def _check_count(given: dict[str, Any], context: int) -> None:
         inner = (item[key] for item in items if isinstance(item, dict) for key in lists if key in item)
         count = len(items) + sum(len(each) for each in inner if isinstance(each, list))
         if count > most:
-            message = f"{count} messages, calls and parts are given; expected at most {most}, since the context holds"
+            things = "items" if name == "input" else "messages, calls"
+            message = f"{count} {things} and parts are given; expected at most {most}, since the context holds"
             raise ApiError(400, f"{message} {context} tokens", name, "context_length_exceeded")
 
 
-def validated(kind: type[Kind], given: Any, where: str = "") -> Kind:
-    """Check a value of a body. Raises ApiError with the name of the field, below `where`, that is wrong."""
+def validated(kind: type[Kind], given: Any) -> Kind:
+    """Check the value of a body. Raises ApiError with the name of the field that is wrong."""
     try:
         return kind.model_validate(given)
     except pydantic.ValidationError as error:
-        raise _refusal(error, where) from None
-
-
-def _without_neutral(given: Any, kind: type[Body] | None = None) -> Any:
-    """Leave out what asks for nothing: nulls, and neutral values of fields that are not supported."""
-    if not isinstance(given, dict):
-        return given
-    known = kind.model_fields if kind is not None else {}
-    kept = {
-        key: value
-        for key, value in given.items()
-        if value is not None and (key in known or not any(_same(value, each) for each in NEUTRAL.get(key, ())))
-    }
-    if isinstance(kept.get("messages"), list):
-        kept["messages"] = [_without_neutral(message) for message in kept["messages"]]
-    return kept
+        raise _refusal(error) from None
 
 
 def _same(value: Any, other: Any) -> bool:
     return type(value) is type(other) and value == other
 
 
-def _refusal(error: pydantic.ValidationError, where: str) -> ApiError:
+def _refusal(error: pydantic.ValidationError) -> ApiError:
     """Name the first field that is wrong."""
-    first, *_ = error.errors(include_url=False, include_context=False)
+    first, *_ = error.errors(include_url=False)
     # branches of a union are part of the place, but no field of the body
     place = [str(part) for part in first["loc"] if isinstance(part, int) or "[" not in part]
-    place = [part for part in place if part not in ("str", "TextPart", "NamedTool", "FunctionChoice")]
-    name = ".".join([where] * bool(where) + place) or "the body"
+    place = [part for part in place if part != "str"]
+    name, seen = ".".join(place) or "the body", first["input"]
+    if first["type"] == "union_tag_invalid":
+        if isinstance(seen, dict) and seen.get("type") is None:
+            name += ".type"
+            return ApiError(400, f"{name} is missing; add it", name, "missing_required_parameter")
+        if isinstance(seen, dict):
+            tags = first["ctx"]["expected_tags"].translate(_NO_BRACKETS)
+            expected = HINTS.get(str(seen["type"]), f"expected {' or '.join(tags.rsplit(', ', 1))}")
+            message = f"{name}.type is {brief(seen['type'])}; {expected}"
+            return ApiError(400, message, f"{name}.type", "unsupported_parameter")
     if first["type"] == "extra_forbidden":
         return ApiError(
-            400,
-            f"{name} is not supported here (it is {brief(first['input'])}); leave it out",
-            name,
-            "unsupported_parameter",
+            400, f"{name} is not supported here (it is {brief(seen)}); leave it out", name, "unsupported_parameter"
         )
     if first["type"] == "missing":
         return ApiError(400, f"{name} is missing; add it", name, "missing_required_parameter")
-    expected = EXPECTED.get(place[0] if place else "", _in_words(first["msg"]))
-    return ApiError(400, f"{name} is {brief(first['input'])}; {expected}", name, "invalid_type")
+    is_union = first["type"] == "union_tag_invalid"
+    field = place[-1] if place and place[-1] in ("content", "output") else name
+    expected = "expected an object" if is_union else EXPECTED.get(field, _in_words(first["msg"]))
+    return ApiError(400, f"{name} is {brief(seen)}; {expected}", name, "invalid_type")
 
 
 def _in_words(message: str) -> str:

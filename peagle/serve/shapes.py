@@ -80,11 +80,22 @@ class Call(Shape):
     function: Called
 
 
+class CalledCustom(Shape):
+    name: str
+    input: str
+
+
+class CustomCall(Shape):
+    id: str
+    type: Literal["custom"]
+    custom: CalledCustom
+
+
 class Message(Shape):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: list[Call] | Absent = None
+    tool_calls: list[Annotated[Call | CustomCall, pydantic.Field(discriminator="type")]] | Absent = None
     reasoning: str | Absent = None
     reasoning_content: str | Absent = None
 
@@ -139,7 +150,7 @@ class OutputText(Shape):
     type: Literal["output_text"]
     text: str
     annotations: list[None]
-    logprobs: list[None]
+    logprobs: list[ChosenLogprob]
 
 
 class OutputReasoningText(Shape):
@@ -169,11 +180,24 @@ class OutputCall(Shape):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | Absent = None
     arguments: str
     status: Literal["completed", "incomplete"]
 
 
-Output = Annotated[OutputMessage | OutputReasoning | OutputCall, pydantic.Field(discriminator="type")]
+class OutputCustomCall(Shape):
+    id: str
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    namespace: str | Absent = None
+    input: str
+    status: Literal["completed", "incomplete"]
+
+
+Output = Annotated[
+    OutputMessage | OutputReasoning | OutputCall | OutputCustomCall, pydantic.Field(discriminator="type")
+]
 
 
 class InputDetails(PromptDetails):
@@ -217,6 +241,7 @@ class Response(Shape):
     text: dict[str, pydantic.JsonValue]
     tool_choice: str | dict[str, str]
     tools: list[dict[str, pydantic.JsonValue]]
+    top_logprobs: int
     top_p: float
     truncation: Literal["disabled"]
     usage: ResponseUsage

@@ -5,26 +5,27 @@ from typing import Any
 
 from peagle.engine.grammar import Grammar, GrammarError
 from peagle.serve.errors import ApiError
+from peagle.serve.names import CHAT, Names
 from peagle.serve.schema import ChatBody, Structured
 
 
-def constraint(body: Structured) -> str | None:
+def constraint(body: Structured, names: Names = CHAT) -> str | None:
     """Name a field of a body that may constrain its answers; None if it has none."""
     for name in Structured.model_fields:
         if getattr(body, name) is not None:
-            return name
+            return names.response_format if name == "response_format" else name
     if not isinstance(body, ChatBody) or body.tool_choice == "none":
         return None
     binds = body.tool_choice != "auto" or any(tool.function.strict for tool in body.tools)
     return "tools" if binds and body.tools else None
 
 
-def grammar_of(body: Structured) -> tuple[Grammar, str] | None:
+def grammar_of(body: Structured, names: Names = CHAT) -> tuple[Grammar, str] | None:
     """Return what constrains the answer, with the name of the field that does; None: nothing.
 
     Raises ApiError for several constraints, and for one that is too large or malformed.
     """
-    found = {name: value for name, value in _wanted(body).items() if value is not None}
+    found = {name: value for name, value in _wanted(body, names).items() if value is not None}
     if not found:
         return None
     first, *others = found
@@ -41,19 +42,18 @@ def unusable(error: GrammarError, field: str | None) -> ApiError:
     return ApiError(400, f"{field}: {error}" if field else str(error), field)
 
 
-def _wanted(body: Structured) -> Mapping[str, Any]:
+def _wanted(body: Structured, names: Names) -> Mapping[str, Any]:
     """Name every constraint by its field; None where it is not given."""
     form, given = body.response_format, body.structured_outputs
     if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
         seen = "is missing" if form.json_schema is None else f"is given with the type {form.type!r}"
-        raise ApiError(
-            400, f"response_format.json_schema {seen}; expected it with the type 'json_schema'", "response_format"
-        )
+        message = f"{names.json_schema} {seen}; expected it with the type 'json_schema'"
+        raise ApiError(400, message, names.response_format)
     of_schema = form.json_schema.of if form is not None and form.json_schema is not None else None
     any_object = {"type": "object"}
     found = {
-        "response_format.json_schema.schema": of_schema,
-        "response_format": any_object if form is not None and form.type == "json_object" else None,
+        names.schema: of_schema,
+        names.response_format: any_object if form is not None and form.type == "json_object" else None,
         "guided_json": body.guided_json,
         "guided_regex": body.guided_regex,
         "guided_choice": body.guided_choice,

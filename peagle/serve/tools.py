@@ -4,24 +4,44 @@ A message of several calls becomes one message for each call, directly followed 
 render one call of a message, and name a result after the call before it. The arguments of past calls are rendered
 letter by letter as they were given; the header before them is the template's, "commentary json" in GPT-OSS's, where
 the model itself writes "commentary <|constrain|>json".
+
+A custom tool, whose input is any text, is a function of one text for the model (peagle.serve.schema.CustomTool); its
+calls are turned back (`CustomCalls`).
 """
 
 import collections
+import dataclasses
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from peagle.engine.grammar import Grammar, GrammarError
+from peagle.ops.strict_json import dumps
 from peagle.serve.errors import ApiError
-from peagle.serve.schema import ChatMessage, Function, NamedTool, Tool
-from peagle.text.channels import CHANNEL, FUNCTIONS, MESSAGE, ROLE, START, control_ids, final_message
+from peagle.serve.names import CHAT, Names
+from peagle.serve.schema import CUSTOM_INPUT, ChatMessage, CustomTool, NamedTool, Tool
+from peagle.text.channels import (
+    CHANNEL,
+    FUNCTIONS,
+    MESSAGE,
+    ROLE,
+    START,
+    Delta,
+    ToolCall,
+    control_ids,
+    final_message,
+)
 from peagle.text.prompts import brief
 from peagle.text.tokenizer import Message, TemplateError, Tokenizer, Verbatim, detokenize, encode_characters
 
 MOST_TOOLS = 128  # the limit of OpenAI's API
 MOST_CALLS = 512  # of a chat: GPT-OSS's template takes a time in their square
 MOST_VALUES, DEEPEST = 5000, 32  # of the parameters of all tools together: JSON values, levels
-NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+LONGEST_NAME = 128  # of a tool, the name of its namespace included
+NAME = re.compile(r"[A-Za-z0-9_.-]+")
+MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+VALUES = ("default", "enum", "const", "examples")  # keywords of schemas that hold no schemas
 PROBE = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {}}}
 Choice = Literal["none", "auto", "required"] | NamedTool
 
@@ -35,22 +55,21 @@ def takes_tools(tokenizer: Tokenizer) -> bool:
         return False
 
 
-def offered(tools: Sequence[Tool], choice: Choice, rendered: bool) -> tuple[list[dict[str, Any]], str | None]:
+def offered(
+    tools: Sequence[Tool], choice: Choice, rendered: bool, names: Names = CHAT
+) -> tuple[list[dict[str, Any]], str | None]:
     """Return (tools as templates take them, the name of the only function that must be called: `forced`).
 
     With the choice "none" there are no tools. rendered: the chat template takes tools (`takes_tools`). Raises ApiError
     for tools or a choice that cannot be rendered.
     """
-    check_tools(tools)
+    check_tools(tools, names)
     if not tools:
         if choice not in ("none", "auto"):
             raise ApiError(400, "tool_choice is given without tools; add them, or leave it out", "tool_choice")
         return [], None
-    names = [tool.function.name for tool in tools]
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
-        raise ApiError(
-            400, f"tool_choice names {brief(choice.function.name)}, which is not among the tools", "tool_choice"
-        )
+    if isinstance(choice, NamedTool) and (choice.type, choice.name) not in [(tool.type, tool.name) for tool in tools]:
+        raise ApiError(400, f"tool_choice names {brief(choice.name)}, which is not among the tools", "tool_choice")
     if choice == "none":
         return [], None
     if not rendered:
@@ -62,63 +81,71 @@ def offered(tools: Sequence[Tool], choice: Choice, rendered: bool) -> tuple[list
 def forced(tools: Sequence[Tool], choice: Choice) -> str | None:
     """Return the name of the only function that the answer may call, and must; None if it may answer otherwise."""
     if isinstance(choice, NamedTool):
-        return choice.function.name
-    return tools[0].function.name if choice == "required" and len(tools) == 1 else None
+        return choice.name
+    return tools[0].name if choice == "required" and len(tools) == 1 else None
 
 
-def bound_calls(tools: Sequence[Tool], choice: Choice) -> dict[str, Grammar | None]:
+def bound_calls(tools: Sequence[Tool], choice: Choice, names: Names = CHAT) -> dict[str, Grammar | None]:
     """Map the functions that an answer may call to the grammars of their arguments; None: any text.
 
     Bound are functions that are strict, and all that the choice makes the answer call. Raises ApiError for a schema
     that is too large.
     """
     only, must = forced(tools, choice), choice == "required"
-    functions = [(place, tool.function) for place, tool in enumerate(tools) if only in (None, tool.function.name)]
     is_bound = must or only is not None
-    return {each.name: _arguments(place, each) if is_bound or each.strict else None for place, each in functions}
+    return {
+        tool.name: _arguments(tool, parameters_of(tools, tool.name, names))
+        if is_bound or tool.function.strict
+        else None
+        for tool in tools
+        if only in (None, tool.name)
+    }
 
 
-def parameters_of(tools: Sequence[Tool], name: str) -> str:
+def parameters_of(tools: Sequence[Tool], name: str, names: Names = CHAT) -> str:
     """Name the field of a function's parameters."""
-    (place,) = (place for place, tool in enumerate(tools) if tool.function.name == name)
-    return _parameters(place)
+    ((place, tool),) = ((place, tool) for place, tool in enumerate(tools) if tool.name == name)
+    return f"{names.tool(place, tool)}.parameters"
 
 
-def _parameters(place: int) -> str:
-    return f"tools.{place}.function.parameters"
-
-
-def _arguments(place: int, function: Function) -> Grammar:
+def _arguments(tool: Tool, where: str) -> Grammar:
     """Describe a function's arguments: an object, by the schema of its parameters. Without one it takes none."""
-    schema = {"properties": {}, "additionalProperties": False} if function.parameters is None else function.parameters
+    given = tool.function.parameters
+    schema = {"properties": {}, "additionalProperties": False} if given is None else given
     try:
-        return Grammar.json_schema({"type": "object", **schema})
+        return Grammar.json_schema({**schema, "type": "object"})
     except GrammarError as error:
-        raise ApiError(400, f"{_parameters(place)}: {error}", _parameters(place)) from None
+        raise ApiError(400, f"{where}: {error}", where) from None
 
 
-def check_tools(tools: Sequence[Tool]) -> None:
-    """Raise ApiError for tools that are too many or too large, share a name, or have a name that is none."""
+def check_tools(tools: Sequence[Tool], names: Names = CHAT) -> None:
+    """Raise ApiError for tools that are too many or too large, share a name, or have a name that is none.
+
+    Likewise for parameters that are no object.
+    """
     if len(tools) > MOST_TOOLS:
         raise ApiError(400, f"{len(tools)} tools are given; expected at most {MOST_TOOLS}", "tools")
-    names: set[str] = set()
+    known: set[str] = set()
     for place, tool in enumerate(tools):
-        name, where = tool.function.name, f"tools.{place}.function"
-        if not NAME.fullmatch(name):
-            raise ApiError(
-                400, f"{where}.name is {brief(name)}; expected 1 to 64 letters, digits, _, - or .", f"{where}.name"
-            )
-        if name in names:
-            raise ApiError(400, f"{where}.name is {brief(name)}, as that of a tool before it", f"{where}.name")
-        names.add(name)
-    _check_parameters(tools)
+        name, where = tool.name, f"{names.tool(place, tool)}.name"
+        if not NAME.fullmatch(name) or len(name) > LONGEST_NAME:
+            expected = f"expected 1 to {LONGEST_NAME} letters, digits, _, - or ."
+            raise ApiError(400, f"{where} is {brief(name)}; {expected}", where)
+        if name in known:
+            raise ApiError(400, f"{where} is {brief(name)}, as that of a tool before it", where)
+        known.add(name)
+        kinds = (tool.function.parameters or {}).get("type", "object")
+        if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+            where = f"{names.tool(place, tool)}.parameters.type"
+            raise ApiError(400, f"{where} is {brief(kinds)}; expected 'object': arguments are one", where)
+    _check_parameters(tools, names)
 
 
-def _check_parameters(tools: Sequence[Tool]) -> None:
+def _check_parameters(tools: Sequence[Tool], names: Names) -> None:
     """Raise ApiError for parameters of too many values or levels. Looks at no more than those that are allowed."""
     count = 0
     for place, tool in enumerate(tools):
-        where = _parameters(place)
+        where = f"{names.tool(place, tool)}.parameters"
         open_values: list[tuple[int, Any]] = [(1, tool.function.parameters)]
         while open_values:
             depth, value = open_values.pop()
@@ -155,77 +182,70 @@ def begin_call(tokenizer: Tokenizer, prompt_ids: Sequence[int], name: str) -> tu
     )
 
 
-def chat_of(messages: Sequence[ChatMessage]) -> list[Message]:
+def chat_of(messages: Sequence[ChatMessage], names: Names = CHAT) -> list[Message]:
     """Make the messages that templates take; of past answers, only their final texts and calls.
 
     Raises ApiError for calls without results, results without calls, and more calls than MOST_CALLS.
     """
     count = sum(len(message.tool_calls) for message in messages)
     if count > MOST_CALLS:
-        too_many = f"messages holds {count} calls; expected at most {MOST_CALLS}: leave out old ones"
-        raise ApiError(400, too_many, "messages")
+        too_many = f"{names.messages} holds {count} calls; expected at most {MOST_CALLS}: leave out old ones"
+        raise ApiError(400, too_many, names.messages)
     chat: list[Message] = []
     rest = collections.deque(enumerate(messages))
     while rest:
         place, message = rest.popleft()
         if message.role == "tool":
-            raise ApiError(
-                400, f"messages.{place} is a tool's result, but no call precedes it; send that, too", "messages"
-            )
+            lost = f"{names.message(place)} is a tool's result, but no call precedes it; send that, too"
+            raise ApiError(400, lost, names.messages)
         if not message.tool_calls:
             text = final_message(message.text) if message.role == ROLE else message.text
-            chat.append({"role": message.role, "content": text})
+            named = {} if message.name is None else {"name": message.name}
+            chat.append({"role": message.role, "content": text, **named})
             continue
-        names = _names(place, message)
+        functions = _functions(place, message, names)
         results: dict[str, str] = {}
         while rest and rest[0][1].role == "tool":
             number, result = rest.popleft()
-            _check_result(number, result, names, results)
+            _check_result(number, result, functions, results, names)
             results[result.tool_call_id or ""] = result.text
-        chat += _calls(place, message, results)
+        chat += _calls(place, message, results, names)
     return chat
 
 
-def _names(place: int, message: ChatMessage) -> dict[str, str]:
+def _functions(place: int, message: ChatMessage, names: Names) -> dict[str, str]:
     """Map the ids of a message's calls to the names of their functions. Raises ApiError for an id of two calls."""
-    names: dict[str, str] = {}
+    functions: dict[str, str] = {}
     for number, call in enumerate(message.tool_calls):
-        if call.id in names:
-            where = f"messages.{place}.tool_calls.{number}.id"
+        if call.id in functions:
+            where = names.call_id(place, number)
             raise ApiError(400, f"{where} is {brief(call.id)}, as that of a call before it; expected its own", where)
-        names[call.id] = call.function.name
-    return names
+        functions[call.id] = call.function.name
+    return functions
 
 
-def _check_result(place: int, result: ChatMessage, names: Mapping[str, str], known: Mapping[str, str]) -> None:
-    """Raise ApiError for a result of no call, of one that has a result, or under another name. names: by ids."""
-    called = names.get(result.tool_call_id or "")
+def _check_result(
+    place: int, result: ChatMessage, functions: Mapping[str, str], known: Mapping[str, str], names: Names
+) -> None:
+    """Raise ApiError for a result of no call, of one that has a result, or under another name. functions: by ids."""
+    called = functions.get(result.tool_call_id or "")
     if called is None or result.tool_call_id in known:
-        raise ApiError(
-            400,
-            f"messages.{place}.tool_call_id is {brief(result.tool_call_id)}; expected the id of a call before it that "
-            "has no other result",
-            f"messages.{place}.tool_call_id",
-        )
+        where = names.result_id(place)
+        expected = "expected the id of a call before it that has no other result"
+        raise ApiError(400, f"{where} is {brief(result.tool_call_id)}; {expected}", where)
     if result.name is not None and result.name != called:
-        raise ApiError(
-            400,
-            f"messages.{place}.name is {brief(result.name)}, but the call is one of {brief(called)}; leave it out",
-            f"messages.{place}.name",
-        )
+        where = f"{names.message(place)}.name"
+        message = f"{where} is {brief(result.name)}, but the call is one of {brief(called)}; leave it out"
+        raise ApiError(400, message, where)
 
 
-def _calls(place: int, message: ChatMessage, results: dict[str, str]) -> Iterator[Message]:
+def _calls(place: int, message: ChatMessage, results: dict[str, str], names: Names) -> Iterator[Message]:
     """Make a message for each call, and one for its result. The first has the reasoning that led to the calls."""
     before = [text for text in (message.reasoning or message.reasoning_content, message.text) if text]
     for number, call in enumerate(message.tool_calls):
         if call.id not in results:
-            raise ApiError(
-                400,
-                f"messages.{place}.tool_calls.{number} has no result; send a message of the role tool with the "
-                f"tool_call_id {brief(call.id)}",
-                "messages",
-            )
+            missing = f"{names.call(place, number)} has no result; send {names.result} {brief(call.id)}"
+            raise ApiError(400, missing, names.messages)
         function = {"name": call.function.name, "arguments": Verbatim(call.function.arguments)}
         calls = [{"id": call.id, "type": "function", "function": function}]
         thinking = {} if number or not before else {"thinking": "\n\n".join(before)}
@@ -233,7 +253,65 @@ def _calls(place: int, message: ChatMessage, results: dict[str, str]) -> Iterato
         yield {"role": "tool", "tool_call_id": call.id, "name": call.function.name, "content": results[call.id]}
 
 
+class CustomCalls:
+    """Turn the calls of one answer's custom tools back: to texts, each whole at the end of its call."""
+
+    def __init__(self, tools: Iterable[Tool]) -> None:
+        self._names = {tool.name for tool in tools if isinstance(tool, CustomTool)}
+        self._open: Delta | None = None  # the last delta of a custom tool's call that goes on
+        self._arguments = ""
+
+    def is_custom(self, call: ToolCall) -> bool:
+        """Test whether this is the call of a custom tool."""
+        return call.name in self._names
+
+    def read(self, deltas: Sequence[Delta], at_end: bool) -> list[Delta]:
+        """Return the deltas with inputs in place of arguments. at_end: they are the answer's last."""
+        found: list[Delta] = []
+        for delta in deltas:
+            if self._open is not None and delta.message != self._open.message:
+                found += self._input()
+            if delta.call is None or not self.is_custom(delta.call):
+                found.append(delta)
+                continue
+            if self._open is None:
+                found.append(delta)
+            self._open, self._arguments = delta, self._arguments + delta.text
+        return found + self._input() if at_end else found
+
+    def _input(self) -> list[Delta]:
+        """End the open call, if any."""
+        delta, text = self._open, _input_of(self._arguments)
+        self._open, self._arguments = None, ""
+        return [] if delta is None or not text else [dataclasses.replace(delta, text=text)]
+
+
+def _input_of(arguments: str) -> str:
+    """Return the input of a custom tool's call: the only argument, or what a model wrote in place of arguments."""
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    is_input = isinstance(found, dict) and found.keys() == {CUSTOM_INPUT} and isinstance(found[CUSTOM_INPUT], str)
+    return found[CUSTOM_INPUT] if is_input else arguments
+
+
 def _definition(tool: Tool) -> dict[str, Any]:
     given = tool.function
-    parameters = {} if given.parameters is None else {"parameters": given.parameters}
+    parameters = {} if given.parameters is None else {"parameters": _of_texts(given.parameters)}
     return {"type": "function", "function": {"name": given.name, "description": given.description or "", **parameters}}
+
+
+def _of_texts(schema: Any) -> Any:
+    """Make the default of each parameter a text, rendered as it is: GPT-OSS's template adds some to texts."""
+    if not isinstance(schema, dict):
+        return [_of_texts(each) for each in schema] if isinstance(schema, list) else schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in MAPS_OF_SCHEMAS and isinstance(value, dict):
+            found[key] = {name: _of_texts(inner) for name, inner in value.items()}
+        elif key == "default" and not isinstance(value, str):
+            found[key] = Verbatim(dumps(value, ensure_ascii=False))
+        else:
+            found[key] = value if key in VALUES else _of_texts(value)
+    return found

@@ -5,22 +5,27 @@ beginning of the first. `ChannelParser` takes an answer's tokens, any number at 
 
 | header | kind |
 |---|---|
-| channel final, commentary, or no channel | content |
+| channel final, commentary, an unknown one, or none | content |
 | channel analysis | reasoning |
 | recipient functions.NAME on any channel, or any tool on commentary | tool_call NAME, its text the arguments |
+
+In a header, role, channel, recipient and content type stand in any order and part that models were seen to write:
+"assistant to=functions.f<|channel|>commentary", "assistantcommentary to=functions.f<|channel|>commentary", ...
 
 Only token ids of the tokenizer's own vocabulary are control tokens; text that spells one stays text. A tokenizer
 without these control tokens, or a prompt without a message (raw text), makes all of the answer content.
 
-Malformed answers raise nothing and lose no text:
-- A header that is none (unknown channel or role, <|message|> missing, a header inside it) becomes text, its control
-  tokens spelled out: of the message that it interrupts, else of a new content message.
+Malformed answers raise nothing:
+- A header that is none (a word that no header has, a text longer than one) becomes text, its control tokens spelled
+  out: of the message that it interrupts, else of a new content message.
 - <|start|> or <|channel|> inside a message begins the next one, as after a missing <|end|>.
 - <|message|> and <|constrain|> outside a header are spelled out.
 - <|end|>, <|return|>, <|call|> and <|endoftext|> end whatever message is there. Text after them is content.
 - A header without a message, because the answer or the message ended in it, is dropped; it holds no text.
+- A message of another role, which the model made up (a user's, the result of a call), is dropped, header and all.
 
-Stop strings are looked for in the text of each message by itself, never in headers or across messages.
+Stop strings are looked for in the text of each content message by itself, never in headers, reasoning or calls, nor
+across messages.
 """
 
 import codecs
@@ -31,6 +36,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
+from peagle.text.places import TokenPlace, TokenPlaces, begins_character
 from peagle.text.stop_strings import StopStrings
 from peagle.text.tokenizer import Message, Tokenizer
 
@@ -40,15 +46,17 @@ ENDS = ("<|end|>", "<|return|>", CALL, "<|endoftext|>")
 CONTROL = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
 REQUIRED = (START, CHANNEL, MESSAGE, "<|end|>")  # a vocabulary without these has no channels
 ROLE, ANALYSIS, COMMENTARY = "assistant", "analysis", "commentary"
+OTHER_ROLES = ("user", "system", "developer", "tool")  # beside functions, whose results are theirs
 CHANNELS = (ANALYSIS, COMMENTARY, "final")
 CONTENT_TYPES = ("json", "code")  # without <|constrain|> before them
 RECIPIENT, FUNCTIONS = "to=", "functions."
 MAX_HEADER = 256  # characters; more are text
 
 # An answer as text: its beginning if it has channels, its ends of messages, its control tokens in headers.
-_HEADER = re.compile(r"(?:<\|start\|>assistant)?(?: to=\S+?)?<\|channel\|>")
+_HEADER = re.compile(r"(?:<\|start\|>assistant)? *(?:analysis|commentary|final)? *(?:to=\S+?)? *<\|channel\|>")
 _BETWEEN_MESSAGES = re.compile(r"<\|(?:end|return|call)\|>(?=<\|start\|>|\Z)")
 _IN_HEADER = re.compile(r"(<\|(?:start|channel|constrain)\|>)")
+_NAME = re.compile(r"[A-Za-z][\w.-]*")  # of a channel or a role
 _STOP = re.compile(r"<\|(?:end|return|call|endoftext)\|>\Z")
 
 Kind = Literal["reasoning", "content", "tool_call"]
@@ -68,13 +76,16 @@ class Delta:
     """Text of one message of an answer.
 
     `message` counts the answer's messages from 0. `call` is set if the kind is tool_call, in each delta of the call;
-    the first delta of a call has an empty text, any other delta has some text.
+    the first delta of a call has an empty text, any other delta has some text. `start` is where the text begins in the
+    answer's text, control tokens spelled; `tokens` are those of the text.
     """
 
     kind: Kind
     text: str
     message: int
     call: ToolCall | None = None
+    start: int = 0
+    tokens: tuple[TokenPlace, ...] = ()
 
 
 def _new_id() -> str:
@@ -97,7 +108,7 @@ class ChannelParser:
     ) -> None:
         """prompt_ids: the prompt that is answered. new_id: makes the ids of tool calls.
 
-        stop: strings before the first of which, in any message's text, the answer ends.
+        stop: strings before the first of which, in the text of a content message, the answer ends.
         """
         self._tokenizer = tokenizer
         names = control_ids(tokenizer)
@@ -108,12 +119,14 @@ class ChannelParser:
         self._queue: collections.deque[tuple[str, bool]] = collections.deque()  # (text, whether a control token)
         self.num_reasoning_tokens = 0  # of messages, not of headers; exact if all text is certain
         self._certain: int | None = None  # characters of the queue that are certain; None: all
+        self._places, self._length = TokenPlaces(), 0  # of the answer's text
         self._messages = _Messages(new_id)
         if begun:
             self._read(prompt_ids[starts[-1] :])
             self._consume()
             self._decoder.reset()
             self._messages.begin_answer()
+            self._places, self._length = TokenPlaces(), 0
         self._messages.stop_at(stop)
 
     @property
@@ -136,26 +149,40 @@ class ChannelParser:
             self._consume()
             self.num_reasoning_tokens += reasoned and self._messages.reasons
         self._consume()
-        return self._messages.take()
+        return self._deltas()
 
     def finish(self) -> list[Delta]:
         """Return the deltas held back, after the answer's last token."""
         self._decode(b"", final=True)
         self._consume()
         self._messages.finish()
-        return self._messages.take()
+        return self._deltas()
+
+    def _deltas(self) -> list[Delta]:
+        """Take the deltas, each with its tokens."""
+        return [
+            dataclasses.replace(delta, tokens=self._places.take(delta.start, delta.start + len(delta.text)))
+            for delta in self._messages.take()
+        ]
 
     def _read(self, token_ids: Sequence[int]) -> None:
         """Queue the tokens' text and control tokens."""
         for token_id in token_ids:
             name = self._control.get(token_id)
-            self._decode(b"" if name else self._tokenizer.token_bytes(token_id), final=name is not None)
-            if name is not None:
+            data = b"" if name else self._tokenizer.token_bytes(token_id)
+            if name or begins_character(data):
+                self._decode(b"", final=True)
+            self._places.add(self._length)
+            if name is None:
+                self._decode(data, final=False)
+            else:
                 self._queue.append((name, True))
+                self._length += len(name)
 
     def _decode(self, data: bytes, final: bool) -> None:
         if text := self._decoder.decode(data, final):
             self._queue.append((text, False))
+            self._length += len(text)
 
     def _consume(self) -> None:
         """Parse the part of the queue that is certain."""
@@ -182,18 +209,22 @@ class _Messages:
     def __init__(self, new_id: Callable[[], str]) -> None:
         self._new_id = new_id
         self._stop: tuple[str, ...] = ()
-        self._stop_strings: StopStrings | None = None  # of the open message
+        self._stop_strings: StopStrings | None = None  # of the open message, if it is content
         self.complete = False
         self._deltas: list[Delta] = []
         self._num_messages = self._num_calls = 0
         self._open: Delta | None = None  # the message that text belongs to, or that a header interrupts
+        self._foreign = False  # whether text belongs to a message of another role
         self._header: list[tuple[str, str]] = []  # (control token, text after it); empty: not in a header
         self._spelled = ""  # the header as text, without the prompt's part of it
         self._given = False  # whether all control tokens of the header are the prompt's
+        self._place = 0  # characters of the answer's text that were read
+        self._next = 0  # where the open message's next character stands
 
     def begin_answer(self) -> None:
-        """Drop text that is the prompt's. A tool call that the prompt began is the answer's."""
-        self._spelled, self._given = "", True
+        """Drop text that is the prompt's. A message that the prompt began is the answer's, a call with its name."""
+        self._spelled, self._given, self._foreign = "", True, False
+        self._place = self._next = 0
         self._deltas = [self._open] if self._open is not None and self._open.call is not None else []
 
     @property
@@ -202,11 +233,13 @@ class _Messages:
         return self._open is not None and self._open.kind == "reasoning" and not self._header
 
     def stop_at(self, stop: Sequence[str]) -> None:
-        """End the answer before the first of these strings in any message's text from here on."""
+        """End the answer before the first of these strings in the text of a content message from here on."""
         self._stop = tuple(stop)
-        self._stop_strings = self._new_stop_strings()
+        if self._open is not None:
+            self._stop_strings = self._new_stop_strings(self._open.kind)
 
     def text(self, text: str) -> None:
+        self._place += len(text)
         if self.complete:
             return
         if not self._header:
@@ -220,10 +253,14 @@ class _Messages:
     def control(self, name: str) -> None:
         if self.complete:
             return
+        if name in ENDS or name == START:
+            self._drop_header()
         if name in ENDS:
-            self.finish()
-        elif name == START or (name == CHANNEL and [each for each, _ in self._header] != [START]):
-            self._degrade()
+            self._close()
+        self._place += len(name)
+        if name in ENDS:
+            return
+        if name == START or (name == CHANNEL and not self._header):
             self._header, self._spelled, self._given = [(name, "")], name, False
         elif not self._header:
             self._write(name)
@@ -231,7 +268,7 @@ class _Messages:
             self._header.append((name, ""))
             self._spelled, self._given = self._spelled + name, False
             self._check()
-        elif (found := _read_header(self._header, whole=True)) is not None:
+        elif (found := self._read_header(whole=True)) is not None:
             self._header, self._spelled = [], ""
             self._begin(found)
         else:
@@ -239,19 +276,28 @@ class _Messages:
             self._degrade()
 
     def finish(self) -> None:
-        """End the message. Drop a header without a message, but not text after a prompt that ends in a header."""
-        if self._given:
-            self._degrade()
+        """End the message, after the answer's end."""
+        self._drop_header()
         self._close()
-        self._header, self._spelled, self._given = [], "", False
 
     def take(self) -> list[Delta]:
         deltas, self._deltas = self._deltas, []
         return deltas
 
     def _check(self) -> None:
-        if _read_header(self._header, whole=False) is None:
+        if self._read_header(whole=False) is None:
             self._degrade()
+
+    def _read_header(self, whole: bool) -> "_Header | None":
+        return _read_header(self._header, whole=whole, given=self._given)
+
+    def _drop_header(self) -> None:
+        """End a header without a message, and the message that it interrupts. Text after the prompt's is no header."""
+        if self._given:
+            self._degrade()
+        elif self._header:
+            self._close()
+        self._header, self._spelled = [], ""
 
     def _degrade(self) -> None:
         """Make the header so far text."""
@@ -263,27 +309,33 @@ class _Messages:
         """End the open message, if any; text that only began a stop string belongs to it."""
         if self._open is not None and self._stop_strings is not None:
             self._put(self._stop_strings.flush())
-        self._open = None
+        self._open, self._foreign = None, False
 
-    def _new_stop_strings(self) -> StopStrings | None:
-        return StopStrings(self._stop) if self._stop else None
+    def _new_stop_strings(self, kind: Kind) -> StopStrings | None:
+        return StopStrings(self._stop) if self._stop and kind == "content" else None
 
     def _begin(self, header: "_Header") -> None:
         self._close()
-        self._stop_strings = self._new_stop_strings()
+        self._foreign, self._next = header.foreign, self._place
+        if header.foreign:
+            return
         call = None
         if header.tool is not None:
             call = ToolCall(self._num_calls, self._new_id(), header.tool)
             self._num_calls += 1
         kind: Kind = "tool_call" if call else "reasoning" if header.channel == ANALYSIS else "content"
-        self._open = Delta(kind, "", self._num_messages, call)
+        self._open, self._stop_strings = Delta(kind, "", self._num_messages, call), self._new_stop_strings(kind)
         self._num_messages += 1
         if call is not None:
-            self._deltas.append(self._open)
+            self._deltas.append(dataclasses.replace(self._open, start=self._next))
 
     def _write(self, text: str) -> None:
+        """Add a text, which was just read, to the open message, or to a new one."""
+        if self._foreign:
+            return
         if self._open is None:
-            self._begin(_Header(None, None))
+            self._begin(_Header())
+            self._next = self._place - len(text)
         if self._stop_strings is not None:
             text = self._stop_strings.add(text)
             self.complete = self._stop_strings.complete
@@ -298,13 +350,17 @@ class _Messages:
         if last is not None and last.message == self._open.message and last.text:
             self._deltas[-1] = dataclasses.replace(last, text=last.text + text)
         else:
-            self._deltas.append(dataclasses.replace(self._open, text=text))
+            self._deltas.append(dataclasses.replace(self._open, text=text, start=self._next))
+        self._next += len(text)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Header:
-    channel: str | None
-    recipient: str | None
+    """What a header says. foreign: it is that of another role than the assistant's."""
+
+    channel: str | None = None
+    recipient: str | None = None
+    foreign: bool = False
 
     @property
     def tool(self) -> str | None:
@@ -319,38 +375,53 @@ class _Header:
         return None
 
 
-def _read_header(parts: Sequence[tuple[str, str]], *, whole: bool) -> _Header | None:
+def _read_header(parts: Sequence[tuple[str, str]], *, whole: bool, given: bool) -> _Header | None:
     """Read a header of (control token, text after it). None if it is none.
 
     whole: it has ended; else it is a beginning, whose last word may be incomplete. Each beginning of a header is one,
-    so the answer's cuts do not matter.
+    so the answer's cuts do not matter. given: only text of it is the answer's, which is then no other role.
     """
-    order = [CONTROL.index(name) for name, _ in parts]
-    if order != sorted(set(order)) or sum(len(text) for _, text in parts) > MAX_HEADER:
-        return None
-    channel = recipient = content_type = None
-    for place, (name, text) in enumerate(parts):
+    channel, recipient, foreign = None, None, False
+    for number, (name, text) in enumerate(parts):
         words = text.split()
-        ends = whole or place + 1 < len(parts)  # the part is complete
-        if name == CHANNEL and not words and ends:
-            return None
-        for number, word in enumerate(words):
-            is_open = not ends and number + 1 == len(words) and not text[-1].isspace()
-            fits = _beginning if is_open else _equal
-            if number == 0 and name == START:
-                if not fits(word, (ROLE,)):
-                    return None
-            elif number == 0 and name == CHANNEL:
-                if not fits(word, CHANNELS):
-                    return None
-                channel = word
-            elif recipient is None and (_begins_recipient(word) if is_open else _recipient(word) is not None):
-                recipient = _recipient(word)
-            elif content_type is None and (name == CONSTRAIN or (name == CHANNEL and fits(word, CONTENT_TYPES))):
+        is_open = bool(words) and not whole and number + 1 == len(parts) and not text[-1].isspace()
+        if name == START and words:
+            role, rest = words[0], words[0].removeprefix(ROLE)
+            if role.startswith(ROLE):
+                words[:1] = [rest] if rest else []
+            elif not given and (role in OTHER_ROLES or role.startswith(FUNCTIONS)):
+                return _Header(foreign=True)
+            elif is_open and len(words) == 1 and ROLE.startswith(role):
+                return _Header()
+            elif not given and _NAME.fullmatch(role) and not _beginning(role, (*CHANNELS, *CONTENT_TYPES)):
+                foreign = True
+                words.pop(0)
+        words = [part for word in words for part in _split(word)]
+        channel_of_part = content_type = None
+        for place, word in enumerate(words):
+            fits = _beginning if is_open and place + 1 == len(words) else _equal
+            if fits is _beginning and _begins_recipient(word):
+                continue
+            if (named := _recipient(word)) is not None:
+                recipient = named
+            elif name != CONSTRAIN and channel_of_part is None and fits(word, CHANNELS):
+                channel = channel_of_part = word
+            elif content_type is None and (name == CONSTRAIN or fits(word, CONTENT_TYPES)):
                 content_type = word
+            elif name == CHANNEL and place == 0 and _NAME.fullmatch(word):
+                channel = channel_of_part = word
             else:
                 return None
-    return _Header(channel, recipient)
+    return None if sum(len(text) for _, text in parts) > MAX_HEADER else _Header(channel, recipient, foreign)
+
+
+def _split(word: str) -> Sequence[str]:
+    """Part a channel from a recipient that follows it without a space."""
+    for channel in CHANNELS:
+        rest = word.removeprefix(channel)
+        if rest and rest != word and (rest.startswith(RECIPIENT) or RECIPIENT.startswith(rest)):
+            return channel, rest
+    return (word,)
 
 
 def _recipient(word: str) -> str | None:

@@ -28,7 +28,7 @@ Message = Mapping[str, Any]  # of a chat, in the form that templates take: role,
 
 
 class Verbatim(str):
-    """A text of a message that a template would quote, rendered as it is: the JSON that a model wrote."""
+    """A text of a message or a tool that a template may quote, rendered as it is: the JSON that a model wrote."""
 
 
 @runtime_checkable
@@ -201,8 +201,8 @@ class ByteLevelTokenizer:
     ) -> tuple[int, ...]:
         """Encode a chat up to the next answer. Text in a message or a tool never becomes a control token.
 
-        `Verbatim` texts of messages are rendered without quotes and escapes. Raises InputError if there is no template,
-        or it refuses the chat.
+        `Verbatim` texts are rendered without quotes and escapes. Raises InputError without a template, and for a chat
+        that it refuses.
         """
         options: dict[str, Any] = {} if reasoning_effort is None else {"reasoning_effort": reasoning_effort}
         try:
@@ -217,12 +217,14 @@ class ByteLevelTokenizer:
         verbatim = [text for text in texts if isinstance(text, Verbatim)]
         marks = [next(free) for _ in verbatim]
         left = iter(marks)
+
+        def masked(text: str) -> str:
+            return next(left) if isinstance(text, Verbatim) else text.translate(masks)
+
         try:
             text = self._inner.apply_chat_template(
-                _with_texts(
-                    [*messages], lambda text: next(left) if isinstance(text, Verbatim) else text.translate(masks)
-                ),
-                tools=_with_texts([*tools], lambda text: text.translate(masks)) or None,
+                _with_texts([*messages], masked),
+                tools=_with_texts([*tools], masked) or None,
                 chat_template=template,
                 tokenize=False,
                 add_generation_prompt=True,

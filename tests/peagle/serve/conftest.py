@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -21,52 +22,7 @@ MODEL = "toy"
 DATE = "2025-08-05"
 DOCUMENT = document(needs_key=False)
 HARMONY_SPECIALS = (*SPECIALS, "<|call|>", "<|constrain|>")
-# as the template of GPT-OSS: the first instructions, then the tools, in a developer message
-HARMONY_TEMPLATE = """\
-{%- macro typed(parameters) -%}
-{%- for name, of in parameters.properties.items() %}
-{{ name }}{% if name not in parameters.required %}?{% endif %}: {{ of.type }}
-{%- endfor -%}
-{%- endmacro -%}
-<|start|>system<|message|>Today: {{ strftime_now("%Y-%m-%d") }}
-{%- if reasoning_effort is defined %} Reasoning: {{ reasoning_effort }}{% endif %}<|end|>
-{%- set first = messages[0] if messages[0].role in ("system", "developer") else none -%}
-{%- if first or tools -%}
-<|start|>developer<|message|>{{ first.content if first }}
-{%- if tools %}
-# Tools
-namespace functions {
-{%- for tool in tools %}
-// {{ tool.function.description }}
-type {{ tool.function.name }} = ({{ typed(tool.function.parameters) if tool.function.parameters else "" }}) => any;
-{%- endfor %}
-}
-{%- endif -%}
-<|end|>
-{%- endif -%}
-{%- set last = namespace(name=none) -%}
-{%- for message in (messages[1:] if first else messages) -%}
-{%- if message.role == "assistant" and message.tool_calls -%}
-{%- set call = message.tool_calls[0].function -%}
-{%- set answered = namespace(later=false) -%}
-{%- for later in messages[(loop.index + 1 if first else loop.index):] -%}
-{%- if later.role == "assistant" and not later.tool_calls %}{% set answered.later = true %}{% endif -%}
-{%- endfor -%}
-{%- if message.thinking and not answered.later -%}
-<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>
-{%- endif -%}
-<|start|>assistant to=functions.{{ call.name }}<|channel|>commentary json<|message|>{{ call.arguments|tojson }}<|call|>
-{%- set last.name = call.name -%}
-{%- elif message.role == "assistant" -%}
-<|start|>assistant<|channel|>final<|message|>{{ message.content }}<|end|>
-{%- elif message.role == "tool" -%}
-<|start|>functions.{{ last.name }} to=assistant<|channel|>commentary<|message|>{{ message.content|tojson }}<|end|>
-{%- elif message.role == "user" -%}
-<|start|>user<|message|>{{ message.content }}<|end|>
-{%- endif -%}
-{%- endfor -%}
-<|start|>assistant
-"""
+HARMONY_TEMPLATE = (Path(__file__).parent / "harmony.jinja").read_text(encoding="utf-8")
 
 
 def service_of(
@@ -114,7 +70,7 @@ def has_its_shape(reply: Any) -> None:
 
 @pytest.fixture(scope="session")
 def harmony(tmp_path_factory: pytest.TempPathFactory) -> ByteLevelTokenizer:
-    """A tokenizer with the control tokens of calls, and a chat template with tools."""
+    """A tokenizer with the control tokens of calls, and a chat template that writes what a GPT-OSS reads."""
     directory = tmp_path_factory.mktemp("harmony")
     write_tokenizer(directory, HARMONY_SPECIALS, HARMONY_TEMPLATE)
     loaded = load_tokenizer(directory)

@@ -19,7 +19,7 @@ from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.peagle.conftest import SPECIALS, VOCAB_SIZE
 from tests.peagle.serve.conftest import DATE, K, service_of
 
-LONG = 768  # positions: a token is a byte
+LONG = 1536  # positions: a token is a byte
 RETURN, CALL = 1, len(SPECIALS)
 USER: Any = [{"role": "user", "content": "hello"}]
 

@@ -32,21 +32,17 @@ def read(
     """Return (the choices of a stream, the whole choice) of an answer whose tokens arrive in cuts of these sizes."""
     prompt = ids(tokenizer, "<|start|>user<|message|>hi<|end|><|start|>assistant")
     form, parser = ChatForm("toy", tokenizer, logprobs=True), ChannelParser(tokenizer, prompt)
-    tokens, parts, detokenized = ids(tokenizer, answer), [], 0
-    whole = b"".join(map(tokenizer.token_bytes, tokens)).decode()
+    output = ids(tokenizer, answer)
+    logprobs = {number: TokenLogprobs(token, -1.0, ()) for number, token in enumerate(output)}
+    tokens, parts = output, []
     for size in itertools.cycle(sizes):
         cut, tokens = tokens[:size], tokens[size:]
-        read_so_far = ids(tokenizer, answer)[: len(ids(tokenizer, answer)) - len(tokens)]
-        text = b"".join(map(tokenizer.token_bytes, read_so_far)).decode(errors="ignore")
-        logprobs = tuple(TokenLogprobs(token, -1.0, ()) for token in cut)
         deltas = (*parser.add(cut), *([] if tokens else parser.finish()))
-        reached = None if tokens else reason
-        parts.append(Part(0, cut, text[detokenized:], logprobs, reached, ("plain",) * len(cut), deltas))
-        detokenized = len(text)
+        parts.append(Part(0, cut, deltas, logprobs, None if tokens else reason, ("plain",) * len(cut)))
         if not tokens:
             break
     choices = [choice for part in parts for choice in form.read(part)]
-    result = Result(Request(prompt, 100), 0, ids(tokenizer, answer), whole, reason, 0.0, 0.0, 1.0)
+    result = Result(Request(prompt, 100), 0, output, answer, reason, 0.0, 0.0, 1.0)
     return json.loads(dumps(choices)), json.loads(dumps(form.whole([result])["choices"][0]))
 
 
@@ -75,7 +71,9 @@ def test_channels_are_apart_in_the_stream_and_in_the_whole(tokenizer: ByteLevelT
 
     streamed = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
     assert streamed == whole["logprobs"]["content"]
-    assert len(streamed) == len(ids(tokenizer, ANSWER))
+    assert bytes(byte for entry in streamed for byte in entry["bytes"]).decode() == "The 東京 answer"
+    for choice in choices:
+        assert choice["logprobs"] is None or choice["delta"].get("content")
 
 
 def test_an_answer_cut_off_in_its_reasoning_has_no_content(tokenizer: ByteLevelTokenizer) -> None:

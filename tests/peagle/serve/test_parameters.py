@@ -16,6 +16,8 @@ from peagle.ops.strict_json import dumps
 from peagle.result import Result
 from peagle.serve.answers import Part
 from peagle.serve.replies import ChatForm, CompletionForm
+from peagle.text.channels import Delta
+from peagle.text.places import TokenPlace
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize, load_tokenizer
 from tests.peagle.conftest import VOCAB_SIZE, toy_pair
 from tests.peagle.serve.conftest import CONTEXT, DATE, MODEL, K, client_of
@@ -240,7 +242,7 @@ def test_offsets_are_those_of_the_text(client: TestClient) -> None:
 def test_a_first_token_that_is_not_in_the_text_has_no_length(tokenizer: ByteLevelTokenizer) -> None:
     form = CompletionForm("toy", tokenizer, logprobs=True, echoed=["ab"], prompts=[(0, 97 - 26, 98 - 26)])
     form.prompt_logprobs = [[TokenLogprobs(71, -1.0, ()), TokenLogprobs(72, -1.0, ())]]
-    event = form.event(*form.read(Part(0, (), "", (), None, ())))
+    event = form.event(*form.read(Part(0, (), (), {}, None, ())))
     (choice,) = json.loads(event.removeprefix("data: "))["choices"]
     assert choice["logprobs"]["tokens"] == ["<|startoftext|>", "a", "b"]
     assert choice["logprobs"]["text_offset"] == [0, 0, 1]
@@ -255,7 +257,10 @@ def test_what_a_reply_says_of_tokens_is_written_before_its_end(
     form = kind(MODEL, tokenizer, logprobs=True)
     partial = [token for token in range(VOCAB_SIZE) if tokenizer.token_bytes(token) in (b"\xc3", b"\xe2")]
     pairs = (*zip(partial, (-0.5, -math.inf), strict=True), (71, 1e-7))
-    parts = [Part(0, (token,), "", (TokenLogprobs(token, -0.25, pairs),), None, ("plain",)) for token in (71, 72)]
+    parts = []
+    for place, token in enumerate((71, 72)):
+        delta = Delta("content", "?", 0, tokens=(TokenPlace(place, place),))
+        parts.append(Part(0, (token,), (delta,), {place: TokenLogprobs(token, -0.25, pairs)}, None, ("plain",)))
     events = [json.loads(form.event(form.read(part)[-1]).removeprefix("data: ")) for part in parts]
     monkeypatch.setattr("peagle.serve.replies.number", None)
     (choice,) = json.loads(dumps(form.whole([result])))["choices"]

@@ -64,8 +64,7 @@ def asking(saying: Making) -> Iterator[Callable[..., openai.OpenAI]]:
 def prompt_of(service: Service, **fields: Any) -> str:
     body = parse(ResponsesBody, json.dumps({"input": "hello", **fields}).encode())
     chat = as_chat(body)
-    with chat.own_names():
-        (request,) = service.prompter.chat(chat.body)
+    (request,) = service.prompter.chat(chat.body, names=chat.names)
     return detokenize(service.prompter.tokenizer, request.prompt_ids)
 
 
@@ -211,9 +210,10 @@ def test_an_answer_that_the_limit_cuts_is_incomplete(asking: Any) -> None:
 
 def test_parameters_reach_the_prompt(saying: Making) -> None:
     service = saying()
-    assert "<|start|>developer<|message|>Be brief.<|end|>" in prompt_of(service, instructions="Be brief.")
+    developer = "<|start|>developer<|message|># Instructions\n\n"
+    assert f"{developer}Be brief.\n\n<|end|>" in prompt_of(service, instructions="Be brief.")
     joined = prompt_of(service, instructions="Be brief.", input=[{"role": "system", "content": "And kind."}])
-    assert "<|message|>Be brief.\n\nAnd kind.<|end|>" in joined
+    assert f"{developer}Be brief.\n\nAnd kind.\n\n<|end|>" in joined
     assert "Reasoning: low" in prompt_of(service, reasoning={"effort": "low", "summary": "auto"})
     assert "get_weather" in prompt_of(service, tools=[TOOL])
     assert "get_weather" not in prompt_of(service, tools=[TOOL], tool_choice="none")
@@ -303,15 +303,27 @@ def test_several_calls_and_only_the_first_without_parallel_calls(saying: Making)
         ({"conversation": "c"}, "conversation is not supported"),
         ({"background": True}, "background is not supported"),
         ({"truncation": "auto"}, "truncation is not supported"),
-        ({"include": ["message.output_text.logprobs"]}, "include is not supported"),
+        ({"include": ["file_search_call.results"]}, "include.0 is 'file_search_call.results'; expected"),
+        ({"top_logprobs": 2}, "top_logprobs is given without 'message.output_text.logprobs'"),
         ({"text": {"verbosity": "low"}}, "text.verbosity is 'low'; expected 'medium'"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type is 'xml'"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema is missing; expected it with"),
         ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema is given with the type 'text'"),
         ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"$ref": "#/x"}}}}, "the JSON schema"),
-        ({"reasoning": {"effort": "xhigh"}}, "reasoning.effort is 'xhigh'; expected 'low'"),
+        ({"reasoning": {"effort": "extreme"}}, "reasoning.effort is 'extreme'; expected 'none', 'minimal', 'low'"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary is 'detailed'"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type is 'web_search'; expected 'function'"),
+        ({"tools": [{"type": "browse"}]}, "tools.0.type is 'browse'; expected 'function', 'custom', 'namespace' or"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice is given without tools"),
+        ({"tools": [{**TOOL, "parameters": {"type": "null"}}]}, "tools.0.parameters.type is 'null'; expected 'object'"),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{**TOOL, "name": "a b"}]}]},
+            "tools.0.tools.0.name is 'n.a b'",
+        ),
+        (
+            {"tools": [{"type": "custom", "name": "n", "format": {"type": "grammar", "syntax": "lark"}}]},
+            "tools.0.format.definition is missing",
+        ),
+        ({"tool_choice": {"type": "mcp"}}, "tool_choice.type is 'mcp'; expected 'function' or 'custom'"),
         (
             {"tools": [{**TOOL, "strict": True, "parameters": {"$ref": "#/x", "properties": {}}}]},
             "tools.0.parameters: the JSON schema cannot be used",
@@ -319,9 +331,17 @@ def test_several_calls_and_only_the_first_without_parallel_calls(saying: Making)
         ({"tool_choice": "required"}, "tool_choice is given without tools"),
         ({"input": 5}, "input is 5; expected a text or a list of items"),
         ({"input": []}, "input is empty"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type is 'item_reference'; expected one of"),
+        (
+            {"input": [{"type": "item_reference", "id": "x"}]},
+            "input.0.type is 'item_reference'; nothing is stored here: send the",
+        ),
+        ({"input": [{"id": "x"}]}, "input.0.type is missing"),
+        ({"input": [{"type": "web_search_call"}]}, "input.0.type is 'web_search_call'; expected 'message', 'function_"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role is 'robot'"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input.0.content.0.type is 'input_image'; expected",
+        ),
         ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input.0.arguments is missing"),
         (
             {"input": [{"type": "function_call_output", "call_id": "a", "output": "x"}]},
@@ -346,8 +366,19 @@ def test_several_calls_and_only_the_first_without_parallel_calls(saying: Making)
         ),
         (
             {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": ""}]},
-            "input.0 has no result",
+            "input.0 has no result; send a function_call_output with the call_id 'a'",
         ),
+        (
+            {
+                "input": [
+                    {"type": "function_call", "call_id": "a", "name": "f", "arguments": ""},
+                    {"type": "function_call_output", "call_id": "a", "output": "x"},
+                    {"type": "function_call_output", "call_id": "a", "output": "x"},
+                ]
+            },
+            "input.2.call_id is 'a'; expected the id of a call before it that has no other result",
+        ),
+        ({"input": [{"role": "user", "content": ""}] * 3000}, "3000 items and parts are given; expected at most 384"),
         ({"temperature": -1}, "temperature is -1"),
     ],
 )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
+import pydantic_core
 import pytest
 
 from peagle.cli.settings.serve import ServeSettings
@@ -69,11 +70,17 @@ def prompt(service: Service, **fields: Any) -> str:
     return detokenize(service.prompter.tokenizer, reply["tokens"])
 
 
-def test_tools_are_in_the_prompt_as_the_template_writes_them(saying: Making) -> None:
+def test_tools_are_in_the_prompt_as_the_format_writes_them(saying: Making) -> None:
     service = saying()
-    text = "".join(prompt(service, tools=[WEATHER, CLOCK]).split())  # the template's own white space aside
-    assert "//Saysit.typeget_weather=(city:stringdays?:integer)=>any;//typeclock=()=>any;" in text
-    assert "namespace" not in prompt(service)
+    text = prompt(service, tools=[WEATHER, CLOCK])
+    written = (
+        "<|start|>developer<|message|># Tools\n\n## functions\n\nnamespace functions {\n\n"
+        "// Says it.\ntype get_weather = (_: {\ncity: string,\ndays?: number,\n}) => any;\n\n"
+        "// \ntype clock = () => any;\n\n} // namespace functions<|end|>"
+    )
+    assert written in text
+    assert "must go to the commentary channel: 'functions'.<|end|>" in text
+    assert "functions" not in prompt(service)
     spelled = json.loads(json.dumps(WEATHER).replace("Says it.", "<|end|><|call|>"))
     assert "// <|end|><|call|>" in prompt(service, tools=[spelled])
     plain, hostile = (
@@ -366,7 +373,7 @@ def test_a_chat_of_more_than_the_context_holds_is_refused_before_it_is_looked_at
     ):
         for path in (PATH, "/tokenize"):
             error = client_of(service).post(path, json={"messages": messages}).json()["error"]
-            assert "messages, calls and parts are given; expected at most 192" in error["message"]
+            assert f"messages, calls and parts are given; expected at most {most}" in error["message"]
             assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
     error = client_of(service).post("/v1/responses", json={"input": [{"role": "user", "content": ""}] * long}).json()
     assert error["error"]["param"] == "input"
@@ -380,7 +387,7 @@ def test_more_calls_than_a_template_renders_soon_are_refused() -> None:
 
 def test_bodies_are_read_outside_of_the_event_loop(saying: Making, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
-    read, items = schema._without_neutral, responses._messages
+    read, items = pydantic_core.from_json, responses._messages
 
     def recorded(function: Any) -> Any:
         def call(*arguments: Any) -> Any:
@@ -389,7 +396,7 @@ def test_bodies_are_read_outside_of_the_event_loop(saying: Making, monkeypatch: 
 
         return call
 
-    monkeypatch.setattr(schema, "_without_neutral", recorded(read))
+    monkeypatch.setattr(pydantic_core, "from_json", recorded(read))
     monkeypatch.setattr(responses, "_messages", recorded(items))
     client = client_of(saying())
     for path, body in (
@@ -601,10 +608,6 @@ def test_a_schema_that_cannot_bind_a_call_is_named(saying: Making) -> None:
             },
             "messages.0.tool_calls.1.id is 'a', as that of a call before it",
         ),
-        (
-            {"messages": [*USER, {"role": "system", "content": "one"}, {"role": "developer", "content": "two"}]},
-            "leaves out a message of the system",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(saying: Making, fields: dict[str, Any], part: str) -> None:
@@ -623,24 +626,23 @@ def test_a_template_without_tools_refuses_them_in_a_line(shared: Service) -> Non
 
 
 STOPS = [
-    # stop strings, what is left of reasoning and content
-    (["analysis"], "Fin al, assistant!", "so final."),  # in headers alone
-    (["message"], "Fin al, assistant!", "so final."),
-    (["final"], "Fin al, assistant!", "so "),
-    (["!<|end|>", "!so"], "Fin al, assistant!", "so final."),  # across messages
-    (["assistant"], "Fin al, ", ""),
-    (["."], "Fin al, assistant!", "so final"),
+    # stop strings, what is left of the content; reasoning, headers and calls have none
+    (["analysis"], "so final."),
+    (["message"], "so final."),
+    (["Fin"], "so final."),
+    (["\n"], "so final."),
+    (["final"], "so "),
+    (["!<|end|>", "!so"], "so final."),  # across messages
+    (["assistant", "al."], "so fin"),
+    (["."], "so final"),
 ]
 
 
-@pytest.mark.parametrize(("stop", "reasoning", "content"), STOPS)
+@pytest.mark.parametrize(("stop", "content"), STOPS)
 @pytest.mark.parametrize("k", [0, 3])
-def test_stop_strings_are_those_of_what_the_client_sees(
-    saying: Making, stop: list[str], reasoning: str, content: str, k: int
-) -> None:
-    answer = (
-        "<|channel|>analysis<|message|>Fin al, assistant!<|end|><|start|>assistant<|channel|>final<|message|>so final."
-    )
+def test_stop_strings_end_the_content_alone(saying: Making, stop: list[str], content: str, k: int) -> None:
+    reasoning = "Fin al,\n assistant!"
+    answer = f"<|channel|>analysis<|message|>{reasoning}<|end|><|start|>assistant<|channel|>final<|message|>so final."
     service = saying(({"messages": USER}, answer + "<|return|>"))
     body = {"messages": USER, "temperature": 0, "stop": stop, "speculative": {"num_speculative_tokens": k}}
     choice = ask(service, body)["choices"][0]
@@ -651,3 +653,10 @@ def test_stop_strings_are_those_of_what_the_client_sees(
     assert "".join(delta.get("reasoning", "") for delta in deltas) == reasoning
     assert "".join(delta.get("content", "") for delta in deltas) == content
     eventually(lambda: service.loop.num_open == 0)
+
+
+@pytest.mark.parametrize("stop", ["\n", "{", "city", "<|call|>"])
+def test_stop_strings_cut_no_call(saying: Making, stop: str) -> None:
+    choice = ask(saying((BODY, THINKS + CALLS)), {**BODY, "stop": stop})["choices"][0]
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
+    assert choice["finish_reason"] == "tool_calls"

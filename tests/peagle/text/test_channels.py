@@ -91,6 +91,29 @@ WELL_FORMED = [
     ("<|channel|>analysis to=python code<|message|>1 + 1<|call|>", [reasoning("1 + 1")]),
     ("<|channel|>commentary to=assistant<|message|>Hm.<|end|>", [content("Hm.")]),
     ("<|channel|>final <|constrain|>json<|message|>{}<|endoftext|>", [content("{}")]),
+    # wherever models write the recipient and the channel
+    *((header + "<|message|>{}<|call|>", [call("f", "{}")]) for header in (
+        "commentary to=functions.f<|channel|>commentary <|constrain|>json",
+        " commentary to=functions.f<|channel|>commentary json",
+        "commentaryto=functions.f <|constrain|>json",
+        "analysis to=functions.f<|channel|>commentary",
+        " to=functions.f<|channel|>commentary to=functions.f <|constrain|>json",
+        " to=functions.f json",
+        "<|channel|>to=functions.f commentary <|constrain|>json",
+        "<|channel|>commentary <|constrain|>json to=functions.f",
+        "<|channel|>commentaryto=functions.f json",
+        "<|channel|>commentary to=functions.f<|channel|>commentary <|constrain|>json",
+        "<|channel|>commentary functions.f<|constrain|>json",
+        "<|start|>assistantcommentary to=functions.f<|channel|>commentary json",
+        "<|start|> to=functions.f<|channel|>commentary",
+        "<|start|>assistant<|start|>assistant to=functions.f<|channel|>commentary",
+    )),
+    ("commentary<|message|>A plan.<|end|><|start|>assistantanalysis<|message|>Hm.<|end|><|start|>assistantfinal"
+     "<|message|>42", [content("A plan."), reasoning("Hm."), content("42")]),
+    ("<|channel|>analysis<|channel|>final<|message|>x", [content("x")]),
+    # of another channel
+    *((f"<|channel|>{channel}<|message|>x<|end|>y", [content("x"), content("y")])
+      for channel in ("other", "comment", "")),
     ("<|message|>no channel<|return|>", [content("no channel")]),
     ("<|start|>assistant<|channel|>final<|message|>again<|return|>", [content("again")]),
     ("<|channel|>final<|message|><|return|>", []),
@@ -107,24 +130,38 @@ MALFORMED = [
     ("Hello", [content("Hello")]),
     (" Hello <|message|> you<|return|>", [content(" Hello <|message|> you")]),
     (" to=", [content(" to=")]),
-    ("<|channel|>other<|message|>x<|end|>y", [content("<|channel|>other<|message|>x"), content("y")]),
     ("<|channel|>final but then no message<|return|>", [content("<|channel|>final but then no message")]),
-    ("<|channel|>comment<|message|>x", [content("<|channel|>comment<|message|>x")]),
-    ("<|channel|><|message|>x", [content("<|channel|><|message|>x")]),
-    ("<|channel|>analysis<|channel|>final<|message|>x", [content("<|channel|>analysis"), content("x")]),
-    ("<|start|>assistant<|start|>assistant<|channel|>final<|message|>x",
-     [content("<|start|>assistant"), content("x")]),
     ("<|channel|>final<|message|>a<|constrain|>b<|message|>c", [content("a<|constrain|>b<|message|>c")]),
     ("<|channel|>analysis<|message|>a<|start|>assistant<|channel|>final<|message|>b", [reasoning("a"), content("b")]),
     ("<|channel|>analysis<|message|>a<|channel|>final<|message|>b", [reasoning("a"), content("b")]),
-    ("<|channel|>analysis<|message|>a<|channel|> b<|end|>", [reasoning("a<|channel|> b")]),
+    ("<|channel|>analysis<|message|>a<|channel|> b<|end|>", [reasoning("a")]),
+    ("<|channel|>analysis<|message|>a<|channel|>so b<|end|>", [reasoning("a<|channel|>so b")]),
     ("<|channel|>final<|message|>a<|end|><|end|><|return|>b<|call|>", [content("a"), content("b")]),
-    ("<|channel|>final<|message|>a<|end|><|start|>user<|message|>b<|end|>",
-     [content("a"), content("<|start|>user<|message|>b")]),
     ("<|channel|>final<|end|>", []),
+    ("<|start|>The answer is<|end|>", [content("<|start|>The answer is")]),
     (f"<|channel|>final to={LONG}<|message|>y", [content(f"<|channel|>final to={LONG}<|message|>y")]),
-    ("<|constrain|>json<|constrain|>json<|message|>x", [content("<|constrain|>json<|constrain|>json<|message|>x")]),
 ]  # fmt: skip
+FOREIGN = [
+    "<|start|>functions.f to=assistant<|channel|>commentary<|message|>",
+    "<|start|>functions.f<|channel|>commentary to=assistant<|message|>",
+    "<|start|>browser.search to=assistant<|channel|>analysis<|message|>",
+    "<|start|>python<|message|>",
+    "<|start|>user<|message|>",
+    "<|start|>user says <|message|>",
+    "<|start|>user<|channel|>final<|message|>",
+    "<|start|>developer<|message|># Instructions\n",
+    "<|start|>system ",
+    "<|start|>tool to=assistant",
+    "<|start|>functions.f to=functions.f<|constrain|>json<|message|>",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("header", FOREIGN)
+@pytest.mark.parametrize("before", ["", "<|channel|>final<|message|>a", "<|channel|>analysis<|message|>a<|end|>"])
+def test_nothing_of_another_role_is_in_the_answer(header: str, before: str) -> None:
+    for end in ("<|end|>", "<|call|>", ""):
+        own = "<|start|>assistant<|channel|>final<|message|>b"
+        assert parse(split(before + header + "Und so viel " + end + own)) == parse(split(before + "<|end|>" + own))
 
 
 @pytest.mark.parametrize(("answer", "expected"), WELL_FORMED + MALFORMED)
@@ -138,7 +175,7 @@ def test_messages_of_an_answer(answer: str, expected: list[tuple[str, str, str |
         ("<|start|>assistant<|channel|>final<|message|>", "42<|return|>", [content("42")]),
         ("<|start|>assistant<|channel|>analysis<|message|>Hm", ".<|end|>", [reasoning(".")]),
         ("<|start|>assistant<|channel|>", "analysis<|message|>Hm.<|end|>", [reasoning("Hm.")]),
-        ("<|start|>assistant<|channel|>", "other<|message|>Hm.", [content("other<|message|>Hm.")]),
+        ("<|start|>assistant<|channel|>", "other<|message|>Hm.", [content("Hm.")]),
         ("<|start|>assistant<|channel|>commentary to=functions.", "f<|message|>{}<|call|>", [call("f", "{}")]),
         ("<|start|>assistant<|channel|>commentary to=functions.f<|message|>", "{}<|call|>", [call("f", "{}")]),
         ("<|start|>assistant<|channel|>commentary to=functions.f<|message|>", "", [call("f", "")]),
@@ -241,6 +278,7 @@ def test_cuts_do_not_matter(stream: Stream, sizes: list[int], begun: str) -> Non
 @given(STREAMS, PROMPTS)
 def test_no_text_is_lost_and_none_is_made_up(stream: Stream, begun: str) -> None:
     """Text of several words fits into no header; the text of messages is the answer's, with gaps."""
+    stream = [part for part in stream if part != "user"]  # whose messages are dropped
     one = parser(PROMPT + ids(split(begun)))
     text = "".join(text for _, text, _ in joined([*one.add(ids(stream)), *one.finish()]))
     spelled = detokenize(HarmonyTokenizer(), ids(stream))
@@ -277,15 +315,32 @@ def test_stop_strings_cut_deltas_as_they_cut_the_text(stream: Stream, sizes: lis
 
 
 @given(STREAMS | WELL_FORMED_STREAMS, st.lists(st.integers(1, 9)), st.sampled_from(["so", "é", "al", "{}", "l ", "x"]))
-def test_the_first_stop_string_inside_a_message_ends_the_answer(stream: Stream, sizes: list[int], stop: str) -> None:
+def test_the_first_stop_string_inside_a_content_message_ends_the_answer(
+    stream: Stream, sizes: list[int], stop: str
+) -> None:
     whole = parse(stream)
     one = ChannelParser(HarmonyTokenizer(), PROMPT, stop=[stop])
     found = [delta for each in cut(ids(stream), sizes) for delta in one.add(each)] + one.finish()
-    first = next((place for place, (_, text, _) in enumerate(whole) if stop in text), None)
+    first = next((place for place, (kind, text, _) in enumerate(whole) if kind == "content" and stop in text), None)
     expected = whole[:first]
     if first is not None:
-        kind, text, name = whole[first]
-        text = text.split(stop)[0]
-        expected += [(kind, text, name)] if text or name else []
+        text = whole[first][1].split(stop)[0]
+        expected += [content(text)] if text else []
     assert joined(found) == expected
     assert one.complete is (first is not None)
+
+
+@given(STREAMS | WELL_FORMED_STREAMS, st.lists(st.integers(1, 9)), st.sampled_from([(), ("so", "\xc3"), ("{}",)]))
+def test_each_delta_has_the_tokens_of_its_text(stream: Stream, sizes: list[int], stop: Sequence[str]) -> None:
+    """The bytes of the tokens are those of the text, in order, whatever was dropped between them."""
+    tokenizer, answer = HarmonyTokenizer(), ids(stream)
+    one = ChannelParser(tokenizer, PROMPT, stop=stop)
+    deltas = [delta for each in cut(answer, sizes) for delta in one.add(each)] + one.finish()
+    numbers = [token.number for delta in deltas for token in delta.tokens]
+    assert numbers == sorted(set(numbers))
+    spelled = detokenize(tokenizer, answer)
+    for delta in deltas:
+        assert spelled[delta.start :].startswith(delta.text)
+        tokens = [answer[token.number] for token in delta.tokens]
+        assert detokenize(tokenizer, tokens) == delta.text
+        assert all(delta.start <= token.place < delta.start + len(delta.text) for token in delta.tokens)
