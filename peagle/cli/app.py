@@ -1,7 +1,4 @@
-"""Register the commands: each parses its arguments into one frozen Settings and makes one call.
-
-User errors become one line on standard error and exit code 2.
-"""
+"""The commands: parse arguments into one frozen Settings, and run it. A user's error is one line and exit code 2."""
 
 import errno
 import functools
@@ -10,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -43,20 +40,37 @@ OK, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 0, 2, interrupt.EXIT_CODE, 141
 MAIN_HELP = """
 Lossless speculative decoding for GPT-OSS with P-EAGLE drafters, in JAX.
 
-  the demo models        [cyan]peagle speculate 'def mean(values):'[/cyan]
-  your own checkpoints   [cyan]peagle speculate --target DIR --drafter DIR 'Why?'[/cyan]
-  options of a command   [cyan]peagle speculate --help[/cyan]
+Start with [cyan]peagle speculate[/cyan]. [cyan]peagle COMMAND --help[/cyan] has options and examples.
+"""
+GENERATE, TRAIN, MEASURE = "Generate and serve", "Train drafters", "Measure and inspect"
+
+CHECK_HELP = """Test this machine's kernels and lossless decoding.
+
+Compares the kernels with references, and speculative decoding with plain
+decoding. Exit code 1 if anything differs.
+
+[bold]Examples[/bold]
+
+  this machine    [cyan]peagle check[/cyan]
 """
 
-CHECK_HELP = """Check the kernels and the engine on this machine.
-
-Compares every kernel with a reference, and speculative decoding with plain decoding."""
-
-# may be given beside --resume, as they do not change what is measured
+# allowed with --resume: they do not change what is measured
 FREE = ("out", "resume", "dry_run", "continue_on_error", "write_widths", "quiet")
+
+
+class Commands(typer.core.TyperGroup):
+    """The commands of `peagle`. Its help fits one screen, so it leaves out the option --help."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.hidden = True
+        return option
+
 
 app = typer.Typer(
     name="peagle",
+    cls=Commands,
     help=MAIN_HELP,
     add_completion=False,
     rich_markup_mode="rich",
@@ -67,7 +81,9 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def peagle(
-    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Show the version and exit.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, hidden=True, help="Show the version and exit.")
+    ] = False,
 ) -> None:
     if version:
         import importlib.metadata
@@ -79,9 +95,14 @@ def peagle(
         raise typer.Exit
 
 
-def command(function: Callable[[Settings], int], of: typer.Typer = app) -> Callable[[Settings], int]:
-    """Register a command of the function's name, with the options and the help of its settings."""
-    return command_of(of, fetching(function), lambda run: guarded(run))
+def command(
+    group: str | None, of: typer.Typer = app
+) -> Callable[[Callable[[Settings], int]], Callable[[Settings], int]]:
+    """Register a command of the function's name, with the options and the help of its settings.
+
+    group: of the commands in the help of `of`; None: its only one.
+    """
+    return lambda function: command_of(of, fetching(function), lambda run: guarded(run), group)
 
 
 def fetching(function: Callable[[Settings], int]) -> Callable[[Settings], int]:
@@ -103,7 +124,7 @@ def _with_others(
     options: SpeculateSettings | GenerateSettings | ChatSettings | ServedOptions,
     run: Callable[[Settings], int],
 ) -> int:
-    """Run a command, in several processes if its options say so."""
+    """Run a command, in several processes if --coordinator is given."""
     if options.processes == ProcessOptions():
         return run(settings)
     from peagle.cli.processes import run_together
@@ -111,43 +132,43 @@ def _with_others(
     return run_together(settings, options.processes, options.devices, run)
 
 
-@command
+@command(GENERATE)
 def speculate(settings: SpeculateSettings) -> int:
     from peagle.cli.speculate import decode_command
 
     return _with_others(settings, settings, decode_command)
 
 
-@command
+@command(GENERATE)
 def generate(settings: GenerateSettings) -> int:
     from peagle.cli.speculate import decode_command
 
     return _with_others(settings, settings, decode_command)
 
 
-@command
+@command(GENERATE)
 def chat(settings: ChatSettings) -> int:
     from peagle.cli.chat import chat_command
 
     return _with_others(settings, settings, chat_command)
 
 
-@command
+@command(GENERATE)
 def serve(settings: ServeSettings) -> int:
     with needing("serving needs", "serve"):
         from peagle.cli.serve import serve_command
     return _with_others(settings, settings.served, serve_command)
 
 
-@command
+@command(GENERATE)
 def batch(settings: BatchSettings) -> int:
     with needing("batches need", "serve"):
         from peagle.cli.batch import batch_command
     return _with_others(settings, settings.served, batch_command)
 
 
-cluster = typer.Typer(no_args_is_help=True, help="Serve with several replicas on Ray Serve.")
-app.add_typer(cluster, name="cluster")
+cluster = typer.Typer(no_args_is_help=True, help="Serve from several replicas on Ray Serve.")
+app.add_typer(cluster, name="cluster", rich_help_panel=GENERATE)
 
 
 def up(settings: ClusterUpSettings) -> int:
@@ -157,31 +178,17 @@ def up(settings: ClusterUpSettings) -> int:
     return up_command(settings)
 
 
-command(up, of=cluster)
+command(None, of=cluster)(up)
 
 
-@command
-def info(settings: InfoSettings) -> int:
-    from peagle.cli.info import info_command
-
-    return info_command(settings)
-
-
-@command
-def bench(settings: BenchSettings) -> int:
-    from peagle.cli.bench import bench_command
-
-    return bench_command(settings)
-
-
-@command
+@command(TRAIN)
 def data(settings: DataSettings) -> int:
     from peagle.cli.data import data_command
 
     return data_command(settings)
 
 
-@command
+@command(TRAIN)
 def train(settings: TrainSettings) -> int:
     with needing("training needs", "train"):
         from peagle.cli.train import RESUMABLE, train_command
@@ -190,14 +197,21 @@ def train(settings: TrainSettings) -> int:
     return train_command(settings)
 
 
-@command
+@command(TRAIN)
 def export(settings: ExportSettings) -> int:
     from peagle.cli.export import export_command
 
     return export_command(settings)
 
 
-@command
+@command(TRAIN)
+def frequent_tokens(settings: FrequentTokensSettings) -> int:
+    from peagle.cli.frequent_tokens import frequent_tokens_command
+
+    return frequent_tokens_command(settings.files, settings.out)
+
+
+@command(MEASURE)
 def sweep(settings: SweepSettings) -> int:
     from peagle.cli.sweep import sweep_command
 
@@ -206,21 +220,35 @@ def sweep(settings: SweepSettings) -> int:
     return sweep_command(settings)
 
 
-@command
+@command(MEASURE)
 def report(settings: ReportSettings) -> int:
     from peagle.cli.report import report_command
 
     return report_command(settings)
 
 
-@command
+@command(MEASURE)
 def parity(settings: ParitySettings) -> int:
     from peagle.cli.parity import parity_command
 
     return parity_command(settings)
 
 
-@app.command(help=CHECK_HELP)
+@command(MEASURE)
+def bench(settings: BenchSettings) -> int:
+    from peagle.cli.bench import bench_command
+
+    return bench_command(settings)
+
+
+@command(MEASURE)
+def info(settings: InfoSettings) -> int:
+    from peagle.cli.info import info_command
+
+    return info_command(settings)
+
+
+@app.command(help=CHECK_HELP, rich_help_panel=MEASURE)
 def check() -> int:
     def run() -> int:
         from peagle.cli.check import check_command
@@ -230,29 +258,22 @@ def check() -> int:
     return guarded(run)
 
 
-@command
+@command(MEASURE)
 def random(settings: RandomSettings) -> int:
     from peagle.cli.random_checkpoint import random_command
 
     return random_command(settings.size, settings.directory, not settings.unquantized, settings.seed)
 
 
-@command
-def frequent_tokens(settings: FrequentTokensSettings) -> int:
-    from peagle.cli.frequent_tokens import frequent_tokens_command
-
-    return frequent_tokens_command(settings.files, settings.out)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
     0; 2 after one line on standard error about bad input or usage; 130 after Ctrl-C; 141 if the reader of the output
-    has gone.
+    has closed it; or a command's own.
     """
     typed = list(sys.argv[1:] if arguments is None else arguments)
-    stay_offline()  # a library that would use the network by itself may not
-    for stream in (sys.stdout, sys.stderr):  # a name, say of a file, can be shown whatever it holds
+    stay_offline()  # no library may use the network unless asked
+    for stream in (sys.stdout, sys.stderr):  # print any file name, whatever its bytes
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     command = typer.main.get_command(app)
@@ -267,9 +288,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if type(error).__name__ == "Abort":
             return INTERRUPTED
-        if type(error).__name__ == "NoArgsIsHelpError":  # the help is shown, as of `peagle` alone
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help is printed
             return OK
-        if not hasattr(error, "format_message"):  # not the parser's: a bug of ours, whose traceback is wanted
+        if not hasattr(error, "format_message"):  # not the parser's error: a bug, so show its traceback
             raise
         return _complain(refusal(error, command, typed))
     return code if isinstance(code, int) else OK
@@ -296,8 +317,8 @@ def guarded(run: Callable[[], int]) -> int:
             return _complain(cannot_start(error))
         if _out_of_memory(error):
             return _complain(
-                f"out of memory: {str(error).splitlines()[0] if str(error) else 'no more is free'}; lower --context or "
-                "--slots, or keep the experts small with --experts packed or --dtype bfloat16"
+                f"out of memory: {str(error).splitlines()[0] if str(error) else 'no reason given'}; lower --context or "
+                "--slots, or load smaller weights with --experts packed or --dtype bfloat16"
             )
         raise
 
@@ -321,11 +342,11 @@ def _out_of_memory(error: Exception) -> bool:
 
 @contextmanager
 def _warnings_in_one_line() -> Iterator[None]:
-    """Print each InputWarning once, in one line; leave other warnings as they are."""
-    told: set[str] = set()
+    """Print each InputWarning as one line, once; leave all other warnings to Python."""
+    printed: set[str] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("always", InputWarning)
-        as_ever = warnings.showwarning
+        show_others = warnings.showwarning
 
         def show(
             message: Warning | str,
@@ -336,9 +357,9 @@ def _warnings_in_one_line() -> Iterator[None]:
             line: str | None = None,
         ) -> None:
             if not issubclass(category, InputWarning):
-                as_ever(message, category, filename, lineno, file, line)
-            elif str(message) not in told:
-                told.add(str(message))
+                show_others(message, category, filename, lineno, file, line)
+            elif str(message) not in printed:
+                printed.add(str(message))
                 say("warning", str(message))
 
         warnings.showwarning = show

@@ -1,4 +1,4 @@
-"""`peagle batch`: load a pair, answer a file of requests, and say how far it is."""
+"""`peagle batch`: load a pair, answer a file of requests, and report progress."""
 
 import asyncio
 import time
@@ -12,16 +12,16 @@ from peagle.serve.app import Service
 from peagle.serve.batch import Batch, Counts, check_files
 from peagle.serve.loop import EngineLoop
 
-UNLIMITED = 1 << 30  # requests that may wait: a line may have many answers, and no client waits for them
+UNLIMITED = 1 << 30  # requests that may wait: a line may ask for many responses, and no client waits for them
 ALL_REFUSED = 3  # the exit code
-AT_ONCE = 2  # lines under way for each slot, so that none is empty
+AT_ONCE = 2  # lines in flight per slot, so that no slot is empty
 
 
 def batch_command(settings: BatchSettings) -> int:
-    """Return the exit code: 0 with a response for each line that is a request, 1 if the engine failed, also at a line,
-    3 if every line was refused.
+    """Answer the file and return the exit code.
 
-    Raises InputError, before anything slow, for options and files that cannot be used; KeyboardInterrupt after Ctrl-C.
+    0 if a line was answered, 1 if the engine failed on a line or as a whole, 3 if every line was refused. Raises
+    InputError, before anything slow, for options and files that cannot be used; KeyboardInterrupt after Ctrl-C.
     """
     chosen = Chosen.by(settings.served, settings.slots)
     check_files(settings.requests, settings.answers)
@@ -47,13 +47,13 @@ def batch_command(settings: BatchSettings) -> int:
 
 
 def _progress(counts: Counts) -> str:
-    return f"{counts.done} of {counts.total} lines are done; the same command goes on"
+    return f"{counts.done} of {counts.total} lines are done; the same command resumes"
 
 
 def _summary(counts: Counts, seconds: float) -> str:
-    known = f", {counts.known} known before" if counts.known else ""
-    speed = f"; {counts.tokens} tokens in {seconds:.1f} s, {counts.tokens / seconds:.0f} a second"
-    failed = f", {counts.failed} failed: the same command asks them again" if counts.failed else ""
-    why = "; the output says why of each that was refused" if counts.refused else ""
+    known = f", {counts.known} answered before" if counts.known else ""
+    speed = f"; {counts.tokens} tokens in {seconds:.1f} s, {counts.tokens / seconds:.0f} tok/s"
+    failed = f", {counts.failed} failed: run the same command again" if counts.failed else ""
+    why = "; the output has the reason of each refusal" if counts.refused else ""
     done = f"{counts.answered} lines answered, {counts.refused} refused{failed}{known}"
     return f"{done}{speed if counts.tokens else ''}{why}"

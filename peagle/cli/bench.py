@@ -1,4 +1,4 @@
-"""`peagle bench`: everything is checked, then loaded, then measured, then shown and written."""
+"""`peagle bench`: check everything, load, measure, print and write the table."""
 
 import dataclasses
 import sys
@@ -26,36 +26,39 @@ from peagle.ops.errors import InputError
 from peagle.parallel import refuse_replicas
 from target.load import inspect_target
 
-COLUMNS = ("test", "tok/s", "ms a pass", "v(T)", "floor", "GB/s")
-OVER_ONE_SLOT, COST = "over 1 slot", "c(K)"  # columns more, of several numbers of slots, and of drafts
+COLUMNS = ("test", "tok/s", "ms/pass", "v(T)", "floor", "GB/s")
+OVER_ONE_SLOT, COST = "over 1 slot", "c(K)"  # further columns: with several numbers of slots, with drafts
 LEGEND = (
-    "Medians (lowest..highest). tg and verify: behind @ tokens of context. v(T): time of a pass over T rows by that "
-    "over one; floor: the same if reading the weights were all, each row selecting its experts evenly. GB/s: weights "
-    "read while decoding."
+    "Medians (min..max). tg and verify: after @ tokens of context. v(T): time of a pass over T rows divided by that "
+    "over one row; floor: v(T) if reading weights were the only cost and routing were even. GB/s: weights read while "
+    "decoding."
 )
 LEGEND_OVER_ONE_SLOT = (
-    " tok/s: of all slots together, while all are at work; over 1 slot: by those of one slot. 1 of N slots: one "
-    "request in an engine of N, whose other slots should cost nothing."
+    " tok/s: total over all slots, while all are active; over 1 slot: divided by that of one slot. 1 of N slots: one "
+    "request in an engine of N slots, whose idle slots should cost nothing."
 )
 LEGEND_COST = (
-    " K: each row drafts K tokens and verifies K + 1 rows; all drafts are refused, so that positions are those of "
-    "plain steps. c(K): such a step's time by a plain one's in as many slots."
+    " K: each slot drafts K tokens and verifies K + 1 rows; all drafts are rejected, so that positions are those of "
+    "plain steps. c(K): time of such a step divided by that of a plain one, at the same number of slots."
 )
 
 
 def bench_command(settings: BenchSettings) -> int:
-    """The table is on standard output, or on standard error where a file goes to standard output. Returns the exit
-    code. Raises InputError before any weights are read, if it can be told then."""
+    """Run the benchmark, print its table, and return the exit code.
+
+    The table is on standard output, or on standard error if a file goes to standard output. Raises InputError before
+    any weights are read, if possible.
+    """
     options = _options(settings)
     json_file = None if settings.json is None else OutputFile(settings.json, "--json")
     markdown_file = None if settings.markdown is None else OutputFile(settings.markdown, "--markdown")
     if json_file is not None and markdown_file is not None and json_file.path == markdown_file.path:
         raise InputError(f"--json and --markdown both name {settings.json}; expected two files")
-    refuse_replicas(settings.devices.mesh, "this measures the passes of one copy")
+    refuse_replicas(settings.devices.mesh, "peagle bench measures one replica")
     name = or_demo(settings.target)
     drafter = None if settings.num_speculative_tokens is None else or_demo(settings.drafter)
     if settings.drafter is not None and drafter is None:
-        raise InputError("--drafter is given without -k, the drafts of a step to measure; give both, or neither")
+        raise InputError("--drafter is given without -k, the number of drafts to measure; give both, or neither")
     if (directory := drafter_path(name, drafter)) is not None:
         check_fit(resolve(name, "target"), directory)
     options.check(inspect_target(resolve(name, "target")).config.max_positions)
@@ -82,7 +85,7 @@ def bench_command(settings: BenchSettings) -> int:
 
 
 def weight_bytes(pair: Pair) -> WeightBytes:
-    """Those of a loaded pair's target."""
+    """Count the bytes of the target's weights."""
     target = local_model(pair.plain_target)
     params, config = target.params, target.config
     experts = _bytes([layer.moe.experts for layer in params.layers])
@@ -102,7 +105,7 @@ def bench_report(
     provenance: dict[str, Any],
     peak: int | None,
 ) -> dict[str, Any]:
-    """The object that --json writes. What is absent is null. `names`: of the target and the drafter."""
+    """Make the object that --json writes; an absent value is null. names: of the target and the drafter."""
     return {
         "schema": SCHEMA,
         "provenance": provenance,
@@ -126,7 +129,7 @@ def bench_report(
 
 
 def markdown(measured: Bench, weights: WeightBytes, report: dict[str, Any]) -> str:
-    """The table with what was measured where, in Markdown."""
+    """Render the table in Markdown, with the machine and the command."""
     lines = [part for line in _heading(measured, weights, report) for part in (line, "")]
     columns = _columns(measured.options)
     lines += [f"| {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) - 1)}"]
@@ -162,7 +165,7 @@ def _bytes(tree: Any) -> int:
 
 
 def _weight_rate(measurement: Measurement, weights: WeightBytes) -> float | None:
-    """Gigabytes of weights a second that decoding reads."""
+    """Return the gigabytes of weights that decoding reads per second."""
     if measurement.case.kind != "tg" or measurement.case.num_drafts:
         return None
     return weights.read(measurement.case.active) / measurement.ms_per_pass.median / 1e6
@@ -205,7 +208,7 @@ def _several(options: BenchOptions) -> bool:
 
 
 def _name(case: Case, options: BenchOptions) -> str:
-    """Name a test in the table, by what tells it from the others."""
+    """Name a test in the table."""
     name = f"{case.kind} {case.size}" + ("" if case.kind == "pp" else f" @ {options.context}")
     if case.kind == "tg" and _several(options):
         name += f", 1 of {case.slots} slots" if case.idle else f", {case.slots} slot{'s' * (case.slots > 1)}"
@@ -240,7 +243,7 @@ def _heading(measured: Bench, weights: WeightBytes, report: dict[str, Any]) -> l
         f"{config['target']}{drafter}: {config['dtype']} arithmetic, {config['experts']} experts, kernels "
         f"{config['kernels']}; "
         f"{(weights.dense + weights.experts) / 1e6:,.1f} MB of weights without the embedding, "
-        f"{weights.read(1) / 1e6:,.1f} MB read for a token",
+        f"{weights.read(1) / 1e6:,.1f} MB read per token",
         f"{where}, {origin['num_threads']} threads; {packages}; slots {', '.join(map(str, options.slots))}, {repeats}",
     ]
 

@@ -1,5 +1,7 @@
-"""`peagle chat`: a conversation in a terminal, or a message a line from a pipe. Each turn is one run behind the turns
-before it, so what holds for `peagle speculate` holds for each of them."""
+"""`peagle chat`: a conversation in a terminal, or from a pipe with one message per line.
+
+Each turn is one run of `peagle speculate` whose history is the turns before.
+"""
 
 import dataclasses
 import re
@@ -24,20 +26,20 @@ from peagle.workflows.run import Run, RunConfig, default_prefix_cache_bytes, run
 PROMPT = "> "
 RESET, EXIT = "/reset", "/exit"
 _COMMAND = re.compile(r"/[a-z]+")
-WELCOME = f"{RESET} forgets the conversation, {EXIT} ends it, Ctrl-C stops an answer"
+WELCOME = f"{RESET} starts a new conversation, {EXIT} quits, Ctrl-C stops a response"
 
 
 def chat_command(settings: ChatSettings) -> int:
-    """Answers are on standard output, all else is on standard error. Returns the exit code.
+    """Run a chat and return the exit code. Responses go to standard output, all else to standard error.
 
-    Raises InputError for what no message could be answered with, before anything is read, and KeyboardInterrupt for
-    Ctrl-C while a message is awaited.
+    Raises InputError, before any message is read, for options that cannot be used, and KeyboardInterrupt after Ctrl-C
+    at the prompt.
     """
     if sys.stdin is None:
         raise InputError("standard input is closed; expected a terminal, or one message per line")
-    refuse_replicas(settings.devices.mesh, "a chat is one conversation")
+    refuse_replicas(settings.devices.mesh, "peagle chat runs one conversation")
     target, drafter, asked = chosen_models(settings.model, settings.drafting)
-    config = RunConfig(  # refuses, before anything slow, what no pair could do
+    config = RunConfig(  # refuse invalid options before anything slow
         num_speculative_tokens=asked if isinstance(asked, int) else 1,
         max_new_tokens=settings.max_new_tokens,
         sampling=settings.sampling.params(),
@@ -66,7 +68,7 @@ def chat_command(settings: ChatSettings) -> int:
 
 
 class Chat:
-    """The turns so far, and what they are answered with."""
+    """A conversation: its turns so far, and the pair that answers."""
 
     def __init__(self, pair: Pair, config: RunConfig, display: Display) -> None:
         self._pair, self._config, self._display = pair, config, display
@@ -74,8 +76,10 @@ class Chat:
         self._answers: list[str] = []
 
     def run(self) -> None:
-        """Answer each line of standard input, to its end or to /exit. A line that cannot be answered costs one line on
-        standard error, and the conversation goes on without it."""
+        """Answer each line of standard input, until its end or /exit.
+
+        A line that cannot be answered is reported on standard error and left out of the conversation.
+        """
         while True:
             try:
                 message = _read_message()
@@ -83,16 +87,16 @@ class Chat:
                     return
                 if message.strip() == RESET:
                     self._turns, self._answers = [], []
-                    self._display.note("the conversation is forgotten")
+                    self._display.note("new conversation")
                 elif _COMMAND.fullmatch(message.strip()):
-                    raise InputError(f"{message.strip()} is no command; expected {RESET} or {EXIT}")
+                    raise InputError(f"{message.strip()} is not a command; expected {RESET} or {EXIT}")
                 elif message.strip():
                     self._answer(message)
             except InputError as error:
                 say("error", str(error))
 
     def _answer(self, message: str) -> None:
-        """Stream the answer to a message, and keep both. After Ctrl-C the answer is kept as far as it came."""
+        """Stream the response to a message, and add both to the history. After Ctrl-C, add what was generated."""
         conversation = Conversation("the conversation", turns=(message,), history=self._history())
         self._refuse_too_long(conversation)
         try:
@@ -101,7 +105,7 @@ class Chat:
             self._display.end_all()
         interrupt.forget()
         if not done.outcomes:
-            self._display.note("interrupted before the first token; the message is forgotten")
+            self._display.note("interrupted before the first token; the message is left out")
             return
         self._turns.append(message)
         self._answers.append(done.outcomes[0].result.text or "")
@@ -117,16 +121,16 @@ class Chat:
             return
         seen = f"has {count} tokens, but the context holds {room} positions"
         if self._turns:
-            raise InputError(f"the conversation with this message {seen}; {RESET} forgets what was said before")
+            raise InputError(f"the conversation with this message {seen}; {RESET} starts a new one")
         raise InputError(f"the message {seen}; shorten it, or start again with a larger --context")
 
 
 def summary_line(done: Run, config: RunConfig) -> str:
-    """What a person reads under an answer."""
+    """Summarise a response in one line."""
     summary, result = summary_block(done, None), done.outcomes[0].result
     parts = [f"{len(result.output_ids)} tokens", f"{figure_text(summary['tok_per_s'], '.1f')} tok/s"]
     if result.num_cached_tokens:
-        parts.append(f"{result.num_cached_tokens} of {len(result.request.prompt_ids)} prompt tokens known")
+        parts.append(f"{result.num_cached_tokens} of {len(result.request.prompt_ids)} prompt tokens cached")
     if summary["num_plain_steps"] and not summary["num_spec_steps"]:
         parts.append("nothing drafted, since it does not pay here (-k K drafts anyway)")
     elif config.num_speculative_tokens:
@@ -146,7 +150,7 @@ def _refuse_without_template(pair: Pair, rendering: Rendering, target: str) -> N
 
 
 def _read_message() -> str | None:
-    """The next line of standard input; None at its end."""
+    """Read the next line of standard input; None at its end."""
     if sys.stdin.isatty():
         sys.stderr.write(PROMPT)
         sys.stderr.flush()

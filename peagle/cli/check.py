@@ -7,7 +7,7 @@ from peagle.workflows.check import check, verdict
 
 
 def check_command() -> int:
-    """Print what every check finds, and a verdict of two lines. Returns the exit code: 1 if something is wrong."""
+    """Print the finding of every check and the verdict. Return the exit code: 1 if a check fails."""
     display, checks, findings = Display(text=False, quiet=False, total=1, streaming=False), check(), []
     while True:
         with display.stage("checking"):
@@ -18,5 +18,5 @@ def check_command() -> int:
         show_lines([f"{'ok' if finding.ok else 'WRONG':<6} {finding.name}: {finding.found}"], indent=7)
     right, line = verdict(findings)
     show_lines([f"\n{line}"], style="bold" if right else "bold red")
-    show_lines([f"Computes here: {in_words()}."])
+    show_lines([f"Kernels here: {in_words()}."])
     return 0 if right else 1

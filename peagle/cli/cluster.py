@@ -29,13 +29,13 @@ from peagle.ops.strict_json import dumps
 from peagle.parallel import refuse_replicas
 from peagle.workflows.run import default_prefix_cache_bytes
 
-# Ray's own switch for machines on which it should stay on loopback; it must be set before Ray is imported
+# Ray's switch to listen on loopback only; it must be set before Ray is imported
 LOOPBACK_ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-REPORTS = "RAY_USAGE_STATS_ENABLED"  # to Ray's makers, by the network
+REPORTS = "RAY_USAGE_STATS_ENABLED"  # usage reports to Ray's makers
 
 
 def keep_to_itself() -> None:
-    """Let the Ray that this process starts listen on loopback alone and send no reports, unless the user sets them."""
+    """Let the Ray that this process starts listen on loopback and send no usage reports, unless the user decides."""
     for name in (LOOPBACK_ALONE, REPORTS):
         os.environ.setdefault(name, "0")
 
@@ -54,7 +54,7 @@ def up_command(settings: ClusterUpSettings) -> int:
     with needing("a cluster needs", "cluster"):
         from peagle.cluster.start import run
     if settings.host not in LOOPBACK and settings.api_key_file is None:
-        say("warning", f"--host {settings.host} lets other machines in, and no --api-key-file is given")
+        say("warning", f"--host {settings.host} accepts other machines, and no --api-key-file is given")
     stopped = threading.Event()
 
     pressed = signal.getsignal(signal.SIGINT)
@@ -70,15 +70,15 @@ def up_command(settings: ClusterUpSettings) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     display = Display(text=False, quiet=False, total=1, streaming=True)
-    display.note(f"starting replicas: {settings.prefill + settings.decode}; each loads and compiles")
+    display.note(f"starting {settings.prefill + settings.decode} replicas; each loads the pair and compiles")
     run(arguments, settings.address, settings.host, settings.port, display.note, stopped)
     return 0
 
 
 def write_config(file: OutputFile, settings: ClusterUpSettings, arguments: dict[str, Any]) -> None:
-    """Write what `serve deploy` reads, in JSON, which is YAML. Raises InputError for keys, which would lie in it."""
+    """Write the config of `serve deploy`, in JSON, which is YAML. Raises InputError for keys, which it would hold."""
     if settings.api_key_file is not None:
-        raise InputError("--write-config would write the keys of --api-key-file for all to read; give one of the two")
+        raise InputError("--write-config would write the keys of --api-key-file as plain text; give one of the two")
     application = {"name": "peagle", "import_path": "peagle.cluster.deployments:build", "args": arguments}
     config = {"http_options": {"host": settings.host, "port": settings.port}, "applications": [application]}
     file.write(dumps(config, indent=1) + "\n")
@@ -91,13 +91,13 @@ def fleet_arguments(settings: ClusterUpSettings) -> dict[str, Any]:
     directory, beside = resolve(target, "target"), drafter_path(target, drafter)
     pair = without_weights(target)
     asked_window(beside, settings.drafter_window)
-    refuse_replicas(settings.devices.mesh, "a cluster has replicas of its own, --decode N")
+    refuse_replicas(settings.devices.mesh, "the replicas of a cluster are --decode N")
     if beside is not None:
         check_fit(directory, beside)
     if k is None:
         k = widths_of(drafter, beside).most
     context = min(DEFAULT_CONTEXT, pair.max_positions) if settings.context is None else pair.room(settings.context)
-    pair.engine_config(k, capacity=context, slots=settings.slots)  # refuses here what no replica could run
+    pair.engine_config(k, capacity=context, slots=settings.slots)  # refuse here what no replica could run
     # replicas run in directories of their own
     return {
         "target": target if target == DEMO else str(directory.resolve()),
@@ -130,6 +130,6 @@ def fleet_arguments(settings: ClusterUpSettings) -> dict[str, Any]:
 
 
 def _prefix_cache_bytes(settings: ClusterUpSettings) -> int:
-    """Return the memory for known prompts of each replica that computes prompts; auto: a part of this machine's."""
+    """Return the bytes of each prefilling replica's prefix cache; auto: its share of a tenth of the free memory."""
     typed = parse_prefix_cache(settings.prefix_cache)
     return default_prefix_cache_bytes() // max(1, settings.prefill or settings.decode) if typed is None else typed

@@ -1,4 +1,4 @@
-"""What the commands compile is kept for the next run, by JAX's persistent compilation cache."""
+"""JAX's persistent compilation cache: keep compiled programs for the next run."""
 
 import hashlib
 import os
@@ -9,21 +9,22 @@ from peagle.ops.files import cache_directory, trim
 
 DIRECTORY = "JAX_COMPILATION_CACHE_DIR"
 SETTINGS = {
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",  # what is compiled sooner is not worth a file
-    "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",  # XLA's own, for GPUs: of those a fault ends the run
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",  # a program that compiles faster is not worth a file
+    "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",  # XLA's own caches for GPUs: a fault in one ends the run
 }
-MOST_BYTES = 1 << 30  # of one kind of machine
+MOST_BYTES = 1 << 30  # per kind of machine
 
 _THAT_TELL_CPUS_APART = ("vendor_id", "model name", "flags", "CPU implementer", "CPU part", "CPU variant", "Features")
 
 
 def keep_compiled() -> None:
-    """This process, where JAX is not imported yet, and its children read what earlier ones compiled, and keep what they
-    compile, in the user's cache directory; the oldest beyond MOST_BYTES are gone. Nothing changes where the environment
-    says what JAX is to do (JAX_COMPILATION_CACHE_DIR, which may be empty), where nothing can be kept, or where what is
-    kept could not be read back."""
-    # a disk that is full, or what was killed while it wrote: costs the time to compile, in the latter case until that
-    # file is among the oldest
+    """Let this process and its children share compiled programs through the user's cache directory.
+
+    Call it before JAX is imported. Deletes the oldest programs beyond MOST_BYTES. Does nothing if
+    JAX_COMPILATION_CACHE_DIR is set (it may be empty), if the directory cannot be written, or if this machine could
+    not read the programs back.
+    """
+    # a full disk, or a file that a killed process left half written, costs only the time to compile
     warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache", UserWarning)
     if DIRECTORY in os.environ or (machine := _machine()) is None:
         return
@@ -42,10 +43,11 @@ def keep_compiled() -> None:
 
 
 def _machine() -> str | None:
-    """A name of this kind of CPU and its number of threads: what is compiled for one may not run on another that has
-    the same home directory, and is cut into as many parts as there are threads. None where the system does not tell,
-    and on Intel's: JAX compiles for those with features that it then misses when it reads a program back, so that it
-    refuses each with an error message (jax issue 38445)."""
+    """Name this kind of CPU and its number of threads, since a program for another kind may not run here.
+
+    None if the system does not tell, and for Intel's CPUs: there JAX compiles for features that it misses when it
+    reads a program back, and refuses each with an error message (jax issue 38445).
+    """
     told = first_processor() or {}
     known = [told[name] for name in _THAT_TELL_CPUS_APART if name in told]
     if not known or told.get("vendor_id") == "GenuineIntel":

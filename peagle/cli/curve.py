@@ -1,4 +1,4 @@
-"""The curve of a training, from its log."""
+"""Plot a training from its log."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,13 +7,13 @@ from typing import Any
 from peagle.measure.sweep.charts import can_draw
 
 CURVE = "curve.png"
-FEW_POINTS = 20  # a line of so few is drawn with its points
+FEW_POINTS = 20  # draw the points of a shorter line
 
 
 def draw(log: Sequence[Mapping[str, Any]], out: Path) -> str:
-    """Draw loss, right drafts by depth, and the engine's acceptance over the steps to out/curve.png.
+    """Plot loss, correct drafts by depth, and the engine's acceptance length over the steps to out/curve.png.
 
-    Return where it is, or why there is none.
+    Return its path, or why there is none.
     """
     if not can_draw():
         return "none: matplotlib is not installed (pip install matplotlib)"
@@ -27,14 +27,14 @@ def draw(log: Sequence[Mapping[str, Any]], out: Path) -> str:
     figure, axes = plt.subplots(1, 3 if evaluated else 2, figsize=(15 if evaluated else 10, 4), layout="constrained")
     steps, marker = [line["step"] for line in trained], "o" if len(trained) < FEW_POINTS else ""
     axes[0].plot(steps, [line["loss"] for line in trained], marker=marker)
-    axes[0].set(title="Loss", ylabel="nats a row")
+    axes[0].set(title="Loss", ylabel="nats per row")
     depths = len(trained[0]["hits_by_depth"]) if trained else 0
     for depth in range(depths):
         color = plt.colormaps["viridis"](0.9 * depth / max(1, depths - 1))
         label = "next token" if depth == 0 else f"{depth + 1} ahead"
         hits = [line["hits_by_depth"][depth] for line in trained]
         axes[1].plot(steps, hits, marker=marker, label=label, color=color)
-    axes[1].set(title="Drafts that are the target's best token", ylabel="part of the places", ylim=(0, 1))
+    axes[1].set(title="Drafts equal to the target's best token", ylabel="fraction of the positions", ylim=(0, 1))
     axes[1].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
     for key, label in (("acceptance_length", "all"), ("acceptance_length_without_loops", "without loops")):
         known = [line for line in evaluated if line["evaluation"][key] is not None]
@@ -44,7 +44,7 @@ def draw(log: Sequence[Mapping[str, Any]], out: Path) -> str:
     if evaluated:
         most = 1 + evaluated[-1]["evaluation"]["num_speculative_tokens"]
         axes[2].set(
-            title="Acceptance length on held-out prompts", ylabel=f"tokens a step, at most {most}", ylim=(1, most)
+            title="Acceptance length on held-out prompts", ylabel=f"tokens per step, at most {most}", ylim=(1, most)
         )
         axes[2].legend()
     for axis in axes:

@@ -1,4 +1,4 @@
-"""What is shown while a run goes on: the text on standard output, everything else on standard error."""
+"""What a run prints: the generated text on standard output, everything else on standard error."""
 
 import contextlib
 import sys
@@ -32,8 +32,8 @@ LABEL = 13  # characters before the text of a line of a summary
 _UNSAFE = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "�")
 
 
-PLAINLY = "decoding plainly, to compare (--no-baseline skips it)"
-# of accepted drafts by their place in the step; readable on dark and on light
+PLAINLY = "decoding plainly for comparison (--no-baseline skips it)"
+# of accepted drafts by their position in the step; readable on dark and light backgrounds
 DRAFT_COLOURS = ("#2da44e", "#1f9d9d", "#3b82f6", "#8b5cf6", "#d946a0", "#e0572f", "#b7791f")
 DRAFT_MARKS = "[", "]"  # around an accepted draft, in a terminal without colours
 
@@ -41,7 +41,7 @@ Parts = Sequence[tuple[str, int]]  # of a text, with their origins (peagle.resul
 
 
 def draft_text(text: str, origin: int) -> Text:
-    """Colour the text of an accepted draft; that of the target's own tokens, origin 0, stays as it is."""
+    """Colour the text of an accepted draft; that of the target's own tokens, origin 0, stays plain."""
     return Text(text, style="" if origin == 0 else DRAFT_COLOURS[min(origin, len(DRAFT_COLOURS)) - 1])
 
 
@@ -53,15 +53,15 @@ def marked(parts: Parts) -> str:
 
 @runtime_checkable
 class Advance(Protocol):
-    """Progress of a stage: done of total, and the seconds left if they are known."""
+    """Report the progress of a stage: done of total, and the seconds left if known."""
 
     def __call__(self, done: int, total: int, left_s: float | None = None) -> None: ...
 
 
 class Stage:
-    """What takes seconds now: `what`, and how far it is, as a share or in a unit.
+    """A stage that takes seconds, and its progress as a share or in a unit.
 
-    An Advance. `redraw` is called after a change, at most once in REDRAW_SECONDS.
+    An Advance. Calls `redraw` after a change, at most once in REDRAW_SECONDS.
     """
 
     def __init__(self, what: str, unit: str | None, redraw: Callable[[], None]) -> None:
@@ -79,7 +79,7 @@ class Stage:
 
     @property
     def progress(self) -> str:
-        """How far it was when it was told last: 20%; run 2 of 5, if its first run is done; 20 of 128 tokens."""
+        """Describe the last reported progress: 20%; run 2 of 5, if one run is done; 20 of 128 tokens."""
         done, total, left_s = self._far
         if not total:
             return ""
@@ -97,7 +97,7 @@ class Stage:
 
 
 class Ticker:
-    """Calls `tick` every so many seconds, in a thread of its own, until it is stopped."""
+    """Call `tick` every so many seconds, in a thread of its own, until stopped."""
 
     def __init__(self, seconds: float, tick: Callable[[], None]) -> None:
         self._seconds, self._tick, self._stopped = seconds, tick, threading.Event()
@@ -115,12 +115,14 @@ class Ticker:
 
 
 class Display(Observer):
-    """Streams one text at a time; texts of requests that are decoded together come whole, in the order of the requests,
-    each when those before it have ended. What takes seconds is shown with its progress: drawn on a terminal, but never
-    while text runs into the same one; elsewhere a line every LINE_SECONDS, but not while a text streams. A text that
-    streams to a terminal is shown by its channels: reasoning and tool calls dim, then the answer; elsewhere, and if
-    quiet, it is shown as the tokens spell it. drafts: accepted drafts of a text on a terminal are coloured, or marked
-    if it has no colours."""
+    """Print texts, progress, notes and the summary of a run.
+
+    A single request streams; the texts of requests decoded together are printed whole, in the order of the requests.
+    A stage that takes seconds shows its progress: drawn on a terminal, but never while text streams into the same one;
+    elsewhere a line every LINE_SECONDS, but not while a text streams. A text that streams to a terminal is printed by
+    channel: reasoning and tool calls dim, then the final message; elsewhere, and if quiet, as the tokens spell it.
+    drafts: colour accepted drafts of a text on a terminal, or mark them if it has no colours.
+    """
 
     def __init__(self, *, text: bool, quiet: bool, total: int, streaming: bool, drafts: bool = False) -> None:
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -136,7 +138,7 @@ class Display(Observer):
         self._parsers: dict[int, ChannelParser] = {}
         self._message: int | None = None  # of the text that streams, shown last
         self._pieces: dict[int, list[tuple[str, int]]] = {}
-        self._ended: dict[int, tuple[Request, Parts]] = {}  # those that wait for one before them
+        self._ended: dict[int, tuple[Request, Parts]] = {}  # complete texts that wait for an earlier request
         self._stage: Stage | None = None
         self._progress: Progress | None = None
         self._ticker: Ticker | None = None
@@ -148,10 +150,10 @@ class Display(Observer):
 
     @contextmanager
     def stage(self, what: str, animated: bool = True) -> Iterator["Advance"]:
-        """Show what takes seconds now, with the time it took if animated.
+        """Show a stage that takes seconds, with its elapsed time if animated.
 
-        Call the result with (done, all), and the seconds left if they are known better than by the time so far. Raises
-        KeyboardInterrupt after Ctrl-C, before anything begins.
+        Call the result with (done, total), and with the seconds left if they are known better than from the time so
+        far. Raises KeyboardInterrupt after Ctrl-C, before the stage begins.
         """
         interrupt.check()
         try:
@@ -160,10 +162,7 @@ class Display(Observer):
             self.clear()
 
     def run_of(self, what: str, done: int, total: int, left_s: float | None = None, unit: str = "run") -> None:
-        """Show that the run after `done` of `total` begins, of something that is measured or else takes seconds.
-
-        Another `what` begins anew, and what is shown else ends it.
-        """
+        """Show that the next run of a measurement begins, after `done` of `total`. Another `what` starts anew."""
         if self._stage is None or self._stage.what != what:
             self._show(what, animated=False, unit=unit)
         assert self._stage is not None
@@ -171,12 +170,12 @@ class Display(Observer):
 
     @property
     def drafts_legend(self) -> str:
-        """How accepted drafts are shown, if they are."""
-        return "coloured, by their place in the step" if self._coloured else f"in {''.join(DRAFT_MARKS)}"
+        """Describe how accepted drafts are shown."""
+        return "coloured by their position in the step" if self._coloured else f"in {''.join(DRAFT_MARKS)}"
 
     @contextmanager
     def keeping(self, kept: Callable[[], str]) -> Iterator[None]:
-        """Say what is there by then, should Ctrl-C end what goes on within."""
+        """After Ctrl-C within, print what is kept."""
         try:
             yield
         except KeyboardInterrupt:
@@ -184,19 +183,19 @@ class Display(Observer):
             raise
 
     def read_by(self, tokenizer: Tokenizer | None) -> None:
-        """Take the tokenizer of the texts; without one, ids are shown."""
+        """Set the tokenizer of the texts; without one, token ids are printed."""
         self._has_tokenizer, self._tokenizer = tokenizer is not None, tokenizer
 
     @property
     def talks(self) -> bool:
-        """Whether anything but the text is shown."""
+        """Whether anything but the text is printed."""
         return not self._quiet
 
     def compiling(self) -> None:
         self._show("compiling")
 
     def measuring(self, done: int, total: int) -> None:
-        self.run_of("measuring what drafting costs here (-k K skips it)", done, total)
+        self.run_of("measuring the cost of drafting (-k K skips it)", done, total)
 
     def decoding(self, done: int, total: int, plainly: bool) -> None:
         self._done, self._began = done, self._began or time.perf_counter()
@@ -211,7 +210,7 @@ class Display(Observer):
             self._stage(done, total)
 
     def profiling(self) -> None:
-        self._show("looking at some steps")
+        self._show("profiling some steps")
 
     def started(self, request: Request, turn: int | None) -> None:
         self._pieces[request.index] = []
@@ -238,7 +237,7 @@ class Display(Observer):
         self._count()
 
     def end(self, request: Request) -> None:
-        """The request's text is complete on standard output, with a line break behind it."""
+        """Complete the request's text on standard output, with a line break after it."""
         parts = self._pieces.pop(request.index, None)
         if parts is None:
             return
@@ -256,7 +255,7 @@ class Display(Observer):
             self._write_parts(whole)
 
     def end_all(self) -> None:
-        """The same for whatever was interrupted; of those that waited for a slot there is nothing to show."""
+        """End all requests that were interrupted, and drop those that still waited for a slot."""
         self.clear()
         for index in sorted(self._pieces):
             if self._streaming or self._pieces[index]:
@@ -265,12 +264,12 @@ class Display(Observer):
                 del self._pieces[index]
 
     def note(self, line: str) -> None:
-        """A line on standard error, if anybody wants to read such."""
+        """Print a line on standard error, unless quiet."""
         if not self._quiet:
             self.console.print(wrapped(line, self.console), style="dim", markup=False)
 
     def warn(self, lines: Iterable[str]) -> None:
-        """Lines on standard error, quiet or not: on what was asked for and is not done."""
+        """Print warnings on standard error, quiet or not."""
         for line in lines:
             self.clear()
             say("warning", line)
@@ -284,7 +283,7 @@ class Display(Observer):
             self.console.print(wrapped(line, self.console, LABEL), markup=False)
 
     def clear(self) -> None:
-        """Nothing is shown as going on."""
+        """Stop showing progress."""
         self._stage = None
         if self._progress is not None:
             self._progress.stop()
@@ -338,15 +337,12 @@ class Display(Observer):
         sys.stdout.flush()
 
     def _make_way(self) -> None:
-        """End what is shown as going on if text follows it into the same place, or may."""
+        """Stop showing progress if the text goes to the same terminal, or may."""
         if self._shared or not self.live:
             self.clear()
 
     def _show(self, what: str, animated: bool = True, unit: str | None = None) -> Stage:
-        """Show a stage that begins now, and return it.
-
-        Not animated is what is measured: a thread that redraws would be in its way.
-        """
+        """Show a stage and return it; a measured one is not animated, since the redrawing thread would disturb it."""
         self.clear()
         stage = self._stage = Stage(what, unit, self._redraw)
         if self.live:
@@ -373,7 +369,7 @@ class Display(Observer):
 
 
 def left_text(left_s: float | None) -> str:
-    """Return ", about 20 s left"; nothing if that is not known, or next to nothing."""
+    """Return ", about 20 s left"; nothing if unknown, or below LEAST_LEFT."""
     return "" if left_s is None or left_s < LEAST_LEFT else f", about {duration(left_s)} left"
 
 

@@ -1,4 +1,4 @@
-"""A run as JSON (schema 1), as trace lines, and as the few lines a person reads. What is absent is null there."""
+"""A run as JSON (schema 1; an absent value is null), as trace lines, and as the summary on the terminal."""
 
 import dataclasses
 import statistics
@@ -27,8 +27,10 @@ def report(
     peak: int | None,
     skipped: Sequence[Skipped] = (),
 ) -> dict[str, Any]:
-    """The object that --json writes. `names` are the command, the target and the drafter as they were typed; `skipped`
-    are the rows of a prompt file that were not asked."""
+    """Make the object that --json writes.
+
+    names: the command, and the target and drafter as typed. skipped: the rows of a prompt file that cannot be used.
+    """
     return {
         "schema": SCHEMA,
         "provenance": provenance,
@@ -41,7 +43,7 @@ def report(
 
 
 def summary_block(run: Run, peak_memory_bytes: int | None) -> dict[str, Any]:
-    """All requests together (peagle.measure.metrics.summarize)."""
+    """Summarise all requests (peagle.measure.metrics.summarize)."""
     results = [outcome.result for outcome in run.outcomes]
     baselines = [outcome.baseline for outcome in run.outcomes]
     summary = summarize(results, baselines, run.compile_s, peak_memory_bytes, run.host_gap_frac)
@@ -49,7 +51,7 @@ def summary_block(run: Run, peak_memory_bytes: int | None) -> dict[str, Any]:
 
 
 def trace_lines(run: Run) -> Iterator[str]:
-    """One JSON object per step, by request, then by step."""
+    """Yield one JSON object per step, by request, then by step."""
     for outcome in run.outcomes:
         for number, step in enumerate(outcome.result.steps):
             line = {"request": outcome.result.request.index, "step": number, **dataclasses.asdict(step)}
@@ -57,14 +59,14 @@ def trace_lines(run: Run) -> Iterator[str]:
 
 
 def dumps(value: dict[str, Any]) -> str:
-    """JSON text, ASCII, so that it can be written whatever a path or a model holds."""
+    """Return JSON text in ASCII, so that any path and any text of a model can be written."""
     return strict_json.dumps(value, indent=1) + "\n"
 
 
 def summary_lines(
     run: Run, config: RunConfig, peak_memory_bytes: int | None, skipped: Sequence[Skipped] = ()
 ) -> list[str]:
-    """What a person reads under the text."""
+    """Return the lines of the summary."""
     if not run.outcomes:
         return ["interrupted before the first token"] if run.interrupted else []
     summary = summary_block(run, peak_memory_bytes)
@@ -74,7 +76,10 @@ def summary_lines(
     if speculative:
         if config.synthetic_acceptance is not None:
             lines.append(
-                ("SYNTHETIC", "acceptance was drawn, not judged: the text and it mean nothing, speeds are real")
+                (
+                    "SYNTHETIC",
+                    "drafts were accepted at the given rates: ignore text and acceptance, the speeds are real",
+                )
             )
         lines.append(("acceptance", _acceptance(summary, config, run.widths, min(config.slots, len(results)))))
         if run.costs is not None and run.drafting_cannot_pay:
@@ -92,7 +97,7 @@ def summary_lines(
 
 
 def logprob_lines(run: Run, pair: Pair) -> Iterator[str]:
-    """What --logprobs asked for, a line per token: its log-probability, its text, and the likeliest with theirs."""
+    """Yield a line per token for --logprobs: its log-probability, its text, and the most likely tokens with theirs."""
 
     def shown(token_id: int) -> str:
         if pair.tokenizer is None:
@@ -104,7 +109,7 @@ def logprob_lines(run: Run, pair: Pair) -> Iterator[str]:
             continue
         if len(run.outcomes) > 1:
             yield f"request {outcome.result.request.index + 1}"
-        yield "log-probability, token | the likeliest there"
+        yield "log-probability, token | most likely tokens"
         for token in outcome.result.logprobs:
             best = ", ".join(f"{shown(token_id)} {logprob:.2f}" for token_id, logprob in token.best)
             yield f"{token.logprob:8.2f}  {shown(token.token_id):<16} | {best}"
@@ -220,8 +225,8 @@ def _acceptance(summary: dict[str, Any], config: RunConfig, widths: WidthTable |
 
 def _hopeless(costs: CostsUsed, asked: int) -> str:
     return (
-        f"here drafting cannot pay: a step takes the time of {costs.plain_steps[1]:.1f} plain steps and gives "
-        f"{asked + 1} tokens at most; decoded plainly"
+        f"drafting cannot pay here: a drafted step takes as long as {costs.plain_steps[1]:.1f} plain steps and emits "
+        f"at most {asked + 1} tokens; decoded plainly"
     )
 
 
@@ -242,22 +247,22 @@ def _comparison(run: Run, summary: dict[str, Any], config: RunConfig) -> str:
     if not differing:
         return text + " | the same tokens"
     if config.draft_sampling:
-        return text + " | other tokens of the same law (--draft-sampling)"
+        return text + " | other tokens of the same distribution (--draft-sampling)"
     first = differing[0].first_divergence
     assert first is not None
     which = f"{len(differing)} of {len(compared)} outputs differ, the first" if len(compared) > 1 else "outputs differ"
-    return text + f" | {which} at token {first.index}, where the two best logits are {first.margin:.2g} apart"
+    return text + f" | {which} at token {first.index}, where the two largest logits are {first.margin:.2g} apart"
 
 
 def _prefill(run: Run, config: RunConfig) -> dict[str, int] | None:
-    """The rows of a block, of prompts that were read at once; None if they were read in chunks."""
+    """Return the rows of the blocks of --prefill blocked; None for chunks."""
     return None if config.blocked is None else dataclasses.asdict(config.blocked.rows(run.capacity))
 
 
 def _prefix_cache(use: PrefixCacheUse) -> str:
     return (
-        f"{use.num_hits} of {use.num_requests} prompts began with known tokens: {use.num_hit_tokens:,} of "
-        f"{use.num_tokens:,} | {use.num_entries} entries, {_bytes(use.num_bytes)}"
+        f"{use.num_hits} of {use.num_requests} prompts hit: {use.num_hit_tokens:,} of {use.num_tokens:,} tokens | "
+        f"{use.num_entries} entries, {_bytes(use.num_bytes)}"
     )
 
 

@@ -1,4 +1,4 @@
-"""`--download`: fetch the checkpoints that a command names, before anything else."""
+"""`--download`: download the checkpoints that a command names, before it runs."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -12,25 +12,25 @@ NAMING = ("target", "drafter", "init", "directories")  # fields whose values are
 
 
 def download(settings: Any) -> None:
-    """Fetch what the local cache lacks of the checkpoints that the settings name on the Hub, and say how much it is.
+    """Download the files of the settings' Hub checkpoints that the local cache lacks, and print how many.
 
     Raises InputError if a checkpoint cannot be fetched, and KeyboardInterrupt after Ctrl-C.
     """
     display = Display(text=False, quiet=getattr(settings, "quiet", False), total=1, streaming=False)
     for name in dict.fromkeys(each for each in _named(settings) if is_name(each)):
-        with display.stage(f"looking {name} up"):
+        with display.stage(f"looking up {name}"):
             missing = remaining(name)
         if not missing.num_files:
             display.note(f"{name} is in {cache()} already")
             continue
         files = f"{missing.num_files} file{'s' * (missing.num_files > 1)}"
-        display.note(f"fetching {name} into {cache()}: {files}, {size_in_words(missing.num_bytes)}")
-        with display.keeping(_kept), display.stage(f"fetching {name}") as progress:
+        display.note(f"downloading {name} into {cache()}: {files}, {size_in_words(missing.num_bytes)}")
+        with display.keeping(_kept), display.stage(f"downloading {name}") as progress:
             fetch(missing, progress)
 
 
 def _kept() -> str:
-    return f"whole files stay in {cache()}; the same command fetches the rest"
+    return f"complete files stay in {cache()}; the same command downloads the rest"
 
 
 def wants_download(settings: Any) -> bool:
@@ -41,7 +41,7 @@ def wants_download(settings: Any) -> bool:
 
 
 def _named(settings: Any) -> Iterator[str]:
-    """Yield the checkpoints that settings name, of nested groups, too."""
+    """Yield the checkpoints that settings name, those of nested groups included."""
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if dataclasses.is_dataclass(value):

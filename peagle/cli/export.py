@@ -1,4 +1,4 @@
-"""`peagle export`: a drafter in another dialect, bit for bit, with a model card."""
+"""`peagle export`: convert a drafter to another layout, bit for bit, with a model card."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from peagle.workflows.export import export
 
 
 def export_command(settings: ExportSettings) -> int:
-    """Write the drafter to --out, and name who cannot load it. Return the exit code.
+    """Write the drafter to --out, and print which packages refuse it. Return the exit code.
 
     Raises InputError as peagle.workflows.export.export does.
     """
@@ -20,7 +20,7 @@ def export_command(settings: ExportSettings) -> int:
         found = export(source, out, settings.dialect, settings.verifier, parse_layers(settings.aux_layer_ids))
     lines = [f"drafter      {out} | {settings.dialect} | read back bit for bit"]
     if found.config.aux_layer_ids != found.stored.aux_layer_ids:
-        lines.append("aux layers   sorted, with the weights that read them: vLLM takes them in the order of the layers")
+        lines.append("aux layers   sorted, together with the weights that read them: vLLM feeds them in layer order")
     lines += [f"refused      by {who}: {why}" for who, why in found.refused.items()]
     display.summary(lines)
     return 0

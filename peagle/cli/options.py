@@ -1,4 +1,4 @@
-"""Commands from dataclasses: each field of a command's settings is one of its options, named once."""
+"""Commands from dataclasses: each field of a command's settings is one of its options."""
 
 import dataclasses
 import inspect
@@ -18,13 +18,16 @@ Settings = TypeVar("Settings")
 
 
 def command_of(
-    app: typer.Typer, function: Callable[[Settings], int], call: Callable[[Callable[[], int]], int]
+    app: typer.Typer,
+    function: Callable[[Settings], int],
+    call: Callable[[Callable[[], int]], int],
+    group: str | None = None,
 ) -> Callable[[Settings], int]:
     """Register a function of one frozen dataclass as a command of the same name, and return it.
 
     The dataclass's fields are the command's parameters: annotated with typer.Option or typer.Argument, or nested
     dataclasses, whose fields are parameters of the same command. Its docstring is the command's help. `call` runs
-    the function and maps its errors to an exit code.
+    the function and maps its errors to an exit code. group: of commands, in the app's help.
     """
     (kind,) = (hint for name, hint in get_type_hints(function).items() if name != "return")
     parameters = _parameters(kind)
@@ -42,7 +45,7 @@ def command_of(
     parsed.__name__ = function.__name__
     parsed.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
     parsed.__annotations__ = {each.name: each.annotation for each in parameters}
-    app.command(function.__name__.replace("_", "-"), help=kind.__doc__)(parsed)
+    app.command(function.__name__.replace("_", "-"), help=kind.__doc__, rich_help_panel=group)(parsed)
     return function
 
 
@@ -57,7 +60,9 @@ def defaults_from(context: Any, file: Path | None) -> Path | None:
     try:
         values = tomllib.loads(file.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise InputError(f"--config {file} cannot be read: {reason_of(error)}; expected TOML, as slots = 8") from None
+        raise InputError(
+            f"--config {file} cannot be read: {reason_of(error)}; expected TOML, such as slots = 8"
+        ) from None
     options = {
         name.lstrip("-"): option
         for option in context.command.params
@@ -69,7 +74,8 @@ def defaults_from(context: Any, file: Path | None) -> Path | None:
         option = options.get(key.replace("_", "-"))
         if option is None:
             raise InputError(
-                f"--config {file} names {key}, which is no option here; expected one of --help's, as slots"
+                f"--config {file} names {key}, which is not an option of this command; expected an option of --help, "
+                "such as slots"
             )
         if option.name in found:
             raise InputError(f"--config {file} names the option of {key} twice; leave one out")
@@ -80,7 +86,7 @@ def defaults_from(context: Any, file: Path | None) -> Path | None:
 
 
 def _checked(file: Path, key: str, value: Any, option: Any) -> Any:
-    """Return a value of a file. Raises InputError for a kind that the option does not take."""
+    """Return a value of a file as the parser takes it. Raises InputError for a type that the option does not take."""
     expected = "true or false" if option.is_flag else "a list of texts" if option.multiple else "a text or a number"
     values = value if option.multiple and isinstance(value, list) else [value]
     kinds = (bool,) if option.is_flag else (str, int, float)
@@ -94,13 +100,13 @@ def _check_converts(file: Path, key: str, value: Any, option: Any, context: Any)
     try:
         option.process_value(context, value)
     except Exception as error:
-        if not hasattr(error, "format_message"):  # not the parser's: a bug of ours, whose traceback is wanted
+        if not hasattr(error, "format_message"):  # not the parser's error: a bug, so show its traceback
             raise
         raise InputError(f"--config {file} sets {key} to {value!r}: {in_words(str(error))}") from None
 
 
 def in_words(message: str) -> str:
-    """Return a message of the parser without the phrases of the type checker below it."""
+    """Rewrite the type checker's phrases in a message of the parser."""
     for phrase, ours in _PHRASES:
         message = re.sub(phrase, ours, message)
     return message
@@ -117,9 +123,9 @@ _PHRASES = (
 
 
 def refusal(error: Any, command: Any, typed: Sequence[str]) -> str:
-    """Say in one line what the parser of a command refused, and which help shows the usage: that of the subcommand.
+    """Describe in one line what the parser refused, and name the command whose help shows the usage.
 
-    The parser's own message about a value lacks it; the error of the type checker below it has it.
+    The parser's message about a value lacks the value; the error of the type checker below has it.
     """
     words = ["peagle"]
     for word in typed:
@@ -139,7 +145,7 @@ def refusal(error: Any, command: Any, typed: Sequence[str]) -> str:
 
 
 def given(settings: Any) -> list[str]:
-    """Name the fields, nested ones too, whose values are not their defaults."""
+    """Name the fields, nested ones included, whose values differ from their defaults."""
     names: list[str] = []
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
@@ -163,16 +169,16 @@ def needing(what: str, extra: str) -> Iterator[None]:
 
 
 def expect_alone(settings: Any, option: str, free: Sequence[str], whole: str) -> None:
-    """Raise InputError if more is given beside an option that takes all else from a file, but for what is free."""
+    """Raise InputError for a field given with an option that reads the others from a file. free: may be given."""
     if others := [name for name in given(settings) if name not in free]:
         raise InputError(
-            f"{option} goes on by {whole}, and {others[0].replace('_', ' ')} is given, too; leave it out, or begin "
-            "another run with another --out"
+            f"{option} takes its options from {whole}; leave out --{others[0].replace('_', '-')}, or start a new run "
+            "with another --out"
         )
 
 
 def rebuilt(kind: Any, values: Mapping[str, Any]) -> Any:
-    """Make settings, nested ones too, from their JSON. Fields that it lacks take their defaults; others are ignored."""
+    """Make settings, nested ones included, from JSON. Missing fields take their defaults, others are ignored."""
     filled = {}
     for field in dataclasses.fields(kind):
         if field.name in values:

@@ -1,4 +1,4 @@
-"""Files that a run leaves behind: whole or not at all."""
+"""Files that a run writes, whole or not at all, and lines on standard error."""
 
 import errno
 import os
@@ -18,43 +18,43 @@ STANDARD_OUTPUT = "-"
 
 
 def say(what: str, message: str) -> None:
-    """Print one line on standard error, whatever the message holds."""
+    """Print a message as one line on standard error."""
     line = "".join(char if char.isprintable() else "?" for char in " ".join(message.split()))
     print(wrapped(f"peagle: {what}: {line}", Console(stderr=True)), file=sys.stderr, flush=True)
 
 
 def show_lines(lines: Iterable[str], indent: int = 0, to_stderr: bool = False, style: str | None = None) -> None:
-    """Print lines as they are, in a terminal between words (`wrapped`)."""
+    """Print lines as they are; in a terminal, break them between words (`wrapped`)."""
     console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
     for line in lines:
         console.print(wrapped(line, console, indent), markup=False, style=style)
 
 
 def wrapped(text: str, console: Console, indent: int = 0) -> str:
-    """Break the lines of a text between words where a terminal would break them inside of one.
+    """Break the lines of a text between words, if it goes to a terminal.
 
-    indent: spaces before what goes on. Elsewhere than in a terminal each line stays one.
+    indent: spaces before a continued line.
     """
     if not console.is_terminal:
         return text
-    behind = " " * min(indent, console.width // 2)
+    margin = " " * min(indent, console.width // 2)
     return "\n".join(
         textwrap.fill(
-            line, console.width, subsequent_indent=behind, break_long_words=False, break_on_hyphens=False, tabsize=4
+            line, console.width, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False, tabsize=4
         )
         for line in text.split("\n")
     )
 
 
 class OutputFile:
-    """A file to be written at the end. Check now that it can be; leave nothing there until `write`.
+    """A file to write at the end of a run. Check at once that it can be written; create nothing until `write`.
 
     Raises InputError if it cannot. "-" is standard output.
     """
 
     def __init__(self, name: str, flag: str) -> None:
         self._name, self._flag = name, flag
-        self._path = Path(name).resolve()  # a link stays one: what it points to is replaced
+        self._path = Path(name).resolve()  # a link stays a link: replace its target
         if name != STANDARD_OUTPUT:
             self._check()
 
@@ -63,7 +63,7 @@ class OutputFile:
         return self._path
 
     def write(self, text: str) -> None:
-        """Write exactly this text, or leave what the file held before."""
+        """Write exactly this text, or leave the file as it was."""
         if self._name == STANDARD_OUTPUT:
             sys.stdout.write(text)
             sys.stdout.flush()
@@ -92,7 +92,7 @@ class OutputFile:
             raise self._refusal(reason_of(error)) from None
 
     def _is_device(self) -> bool:
-        """Whether it is a device or a pipe, which a file must not replace."""
+        """Return whether the path is a device or a pipe, which must not be replaced by a file."""
         return self._path.exists() and not stat.S_ISREG(self._path.stat().st_mode)
 
     def _refusal(self, why: str) -> InputError:

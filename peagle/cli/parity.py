@@ -1,4 +1,4 @@
-"""`peagle parity`: a user's own pair against references, and why its acceptance is what it is."""
+"""`peagle parity`: check a pair against references, and explain its acceptance length."""
 
 import collections
 import dataclasses
@@ -24,13 +24,15 @@ from peagle.workflows.parity_check import Model, Parity, ParityConfig, ask, exam
 
 
 def parity_command(settings: ParitySettings) -> int:
-    """What was found is on standard output and in --json. Returns the exit code: 0, or 1 where a difference or a likely
-    cause of low acceptance was found. Raises InputError for whatever cannot be run."""
+    """Examine a pair, print and write the findings, and return the exit code.
+
+    0, or 1 if there is a difference or a likely cause of low acceptance. Raises InputError for whatever cannot be run.
+    """
     check_num_drafts(settings.num_speculative_tokens, plain=False)
     json_file = None if settings.json is None else OutputFile(settings.json, "--json")
     target, drafter = or_demo(settings.model.target), or_demo(settings.drafter)
     if drafter in WEIGHTLESS:
-        raise InputError(f"{drafter} has no weights to be compared; give a drafter's directory")
+        raise InputError(f"{drafter} has no weights to compare; give the directory of a drafter")
     path = drafter_path(target, drafter)
     assert path is not None
     aux_layer_ids = parse_layers(settings.aux_layer_ids)
@@ -49,12 +51,12 @@ def parity_command(settings: ParitySettings) -> int:
     drafting = DraftOptions(aux_layer_ids=settings.aux_layer_ids, drafter_window=settings.drafter_window)
     pair = load_pair(target, drafter, settings.model, drafting, display)
     model = cast(Model, pair.drafter)
-    with display.stage("asking", animated=False):
+    with display.stage("decoding", animated=False):
         asked = ask(pair, conversations, config, raw=config.raw)
-    with display.stage("the target, layer by layer"):
+    with display.stage("comparing the target layer by layer"):
         text = asked.texts[0].token_ids
         layers = layer_by_layer(resolve(target, "target"), text, asked.hiddens[0], pair.dtype)
-    with display.stage("the drafter", animated=False) as progress:
+    with display.stage("comparing the drafter", animated=False) as progress:
         found = examine(pair, model, read_checkpoint(path), asked, conversations, config, progress)
     lines = [*layers.lines, f"aux layers   {pair.aux_layers}", f"window       {pair.drafter_window}"]
     lines += report_lines(found, settings)
@@ -81,7 +83,7 @@ def _config_block(settings: ParitySettings) -> dict[str, Any]:
 
 
 def report_lines(found: Parity, settings: ParitySettings) -> Iterator[str]:
-    """What a person reads."""
+    """Yield the lines of the findings."""
     if found.logits is not None:
         verdict = "the same" if found.logits.close else "DIFFERENT"
         yield (
@@ -92,18 +94,18 @@ def report_lines(found: Parity, settings: ParitySettings) -> Iterator[str]:
     elif found.same_drafts_frac is not None:
         yield f"drafter      {found.same_drafts_frac:.0%} of the drafts are the float64 reference's"
     else:
-        yield "drafter      not compared with the float64 reference: it shares the target's head"
+        yield "drafter      not compared with the float64 reference, since it shares the target's head"
     if found.difference is None:
-        yield "engine       drafts what the drafter led along the text by itself drafts, in every step"
+        yield "engine       drafts the same as the drafter run along the text by itself, in every step"
     elif found.drafts_fine:
-        yield f"engine       drafts the same but in {found.difference.frac:.1%} of the steps, which rounding explains"
+        yield f"engine       drafts the same except in {found.difference.frac:.1%} of the steps, explained by rounding"
     else:
         each = found.difference
         yield (
             f"engine       DIFFERENT in {each.frac:.0%} of the steps, first in text {each.text}, step {each.step}, "
             f"draft {each.draft}: token {each.engine}, the drafter by itself {each.reference}"
         )
-        yield f"             {each.explanation or 'no fault that is known here explains it'}"
+        yield f"             {each.explanation or 'no known fault explains it'}"
     yield (
         f"acceptance   {found.seen:.2f} tokens a step at K = {settings.num_speculative_tokens}, {settings.render}; "
         f"expected of this checkpoint {found.expected:.2f}"
@@ -116,7 +118,7 @@ def report_lines(found: Parity, settings: ParitySettings) -> Iterator[str]:
             f"LIKELY CAUSE {cause.name}: {cause.acceptance_length:.2f} tokens a step, {cause.gain.value:+.2f} "
             f"({cause.gain.low or 0:+.2f}..{cause.gain.high or 0:+.2f})"
         )
-        yield f"             to mend it, {cause.cure}"
+        yield f"             to fix it, {cause.cure}"
     if not found.causes:
         kinds = collections.Counter(name.partition(":")[0] for name in found.readings)
         tried = ", ".join(f"{name} ({count})" for name, count in kinds.items())
@@ -125,7 +127,9 @@ def report_lines(found: Parity, settings: ParitySettings) -> Iterator[str]:
 
 def _prompts(settings: ParitySettings, target: str) -> PromptSet:
     if settings.prompts is None and target != DEMO:
-        raise InputError("a target of your own is asked your own prompts; give --prompts FILE")
+        raise InputError(
+            f"the demo's prompts are for the demo target only; give prompts for {target} with --prompt-file FILE"
+        )
     if settings.special_tokens and settings.render != "raw":
         raise InputError("--special-tokens are read in raw text alone; give --render raw, too, or leave them out")
     if settings.prompts is None:

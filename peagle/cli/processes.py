@@ -20,7 +20,7 @@ from peagle.processes import BAD_INPUT, LOST, Team, gather, join, parse_place
 from peagle.workflows.follow import follow
 
 Settings = TypeVar("Settings")
-_leads: list[Lead] = []  # that of the command, if this is process 0 of several
+_leads: list[Lead] = []  # the command's, if this is process 0 of several
 
 
 def run_together(
@@ -34,12 +34,12 @@ def run_together(
     if place is None:
         return run(settings)
     if devices.mesh is None:
-        raise InputError("--coordinator is given without --mesh, which says how the target lies over the processes")
-    why = "several processes run one copy of the target together, and peagle cluster up --decode N runs copies apart"
+        raise InputError("--coordinator is given without --mesh, which shards the target over the processes; give both")
+    why = "several processes run one replica of the target; peagle cluster up --decode N runs several"
     refuse_replicas(devices.mesh, why)
     hello = {"versions": _versions(), "options": _comparable(settings)}
     if place.process:
-        warnings.simplefilter("ignore", InputWarning)  # process 0 speaks
+        warnings.simplefilter("ignore", InputWarning)  # process 0 prints them
         team = join(place, hello, _lost)
         return _to_the_end(team, lambda: follow(team))
     team = gather(place, hello, _lost)
@@ -50,7 +50,7 @@ def run_together(
         _leads.clear()
 
 
-NOTICED_S = 2.0  # within which a process that is gone is noticed by its connection
+NOTICED_S = 2.0  # within which the team sees that a process is gone, by its connection
 
 
 def _to_the_end(team: Team, run: Callable[[], int]) -> int:

@@ -24,14 +24,14 @@ EDGES = 2  # characters beside the outer columns
 
 
 def report_command(settings: ReportSettings) -> int:
-    """Write the pages of one run into its folder, or those of one or several into a new one. Return the exit code.
+    """Write the pages of one run into its directory, or of one or several into a new one. Return the exit code.
 
     Raises InputError for a folder that is no run, for runs that cannot be compared, and for several runs without --out.
     """
     out = settings.out
     folders = [open_run(path) for path in dict.fromkeys(settings.runs)]
     if len(folders) > 1 and out is None:
-        raise InputError("several runs are compared in a folder of their own; give --out DIR")
+        raise InputError("a comparison of several runs needs its own directory; give --out DIR")
     if out is not None:
         expect_new(out)
     display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
@@ -39,7 +39,7 @@ def report_command(settings: ReportSettings) -> int:
         found = {folder: rows(folder) for folder in folders}  # of what is there, finished or not
         loads = concurrency.rows(folders[0])
         if empty := [folder.path for folder, some in found.items() if not some]:
-            raise InputError(f"{empty[0]} holds no request whose repeats are all there; resume it first")
+            raise InputError(f"{empty[0]} holds no request with all of its repeats; resume the run first")
         if len(folders) == 1:
             blocks = page.run_blocks(folders[0], found[folders[0]], loads)
             tables = list(page.arms_blocks(folders[0], found[folders[0]]))
@@ -54,13 +54,13 @@ def report_command(settings: ReportSettings) -> int:
 
 
 def tell_of_pictures(display: Display, where: Path) -> None:
-    """Note, if pages are without pictures, how to get them."""
+    """If the pages have no plots, note how to get them."""
     if not charts.can_draw():
-        display.note(f"without pictures, which need matplotlib: pip install matplotlib; then: peagle report {where}")
+        display.note(f"no plots: matplotlib is not installed; pip install matplotlib, then: peagle report {where}")
 
 
 def show(tables: Iterable[tuple[str, pages.Table]], where: Path, quiet: bool) -> None:
-    """Print tables with their titles, and the path of the whole page.
+    """Print tables with their titles, and the path of the page.
 
     A figure stays on one line with its interval; names in the first column, and headers, are broken between words.
     """
@@ -102,7 +102,7 @@ def show(tables: Iterable[tuple[str, pages.Table]], where: Path, quiet: bool) ->
 
 
 def fitting(widths: Sequence[int], room: int) -> list[list[int]]:
-    """Cut a table's columns into tables that fit, each with the first column: at least one other a table."""
+    """Split a table's columns into tables that fit, each with the first column and at least one other."""
     tables: list[list[int]] = []
     for place in range(1, len(widths)):
         if tables and _total(widths[each] for each in (*tables[-1], place)) <= room:

@@ -1,4 +1,4 @@
-"""`peagle serve`: load a pair, warm it up, and answer HTTP requests in OpenAI's form until SIGTERM or Ctrl-C."""
+"""`peagle serve`: load a pair, warm it up, and serve OpenAI's API over HTTP until SIGTERM or Ctrl-C."""
 
 import logging
 import re
@@ -36,7 +36,7 @@ FAILED = 1
 
 
 def serve_command(settings: ServeSettings) -> int:
-    """Return the exit code: 0 after a drain, 1 if the engine failed.
+    """Serve and return the exit code: 0 after a drain, 1 if the engine failed.
 
     Raises InputError, before anything slow, for options that cannot be used.
     """
@@ -54,18 +54,18 @@ def serve_command(settings: ServeSettings) -> int:
     display = Display(text=False, quiet=settings.quiet, total=1, streaming=True)
     with bind(settings.host, settings.port) as address:
         if settings.host not in LOOPBACK and not keys:
-            say("warning", f"--host {settings.host} lets other machines in, and no --api-key-file is given")
+            say("warning", f"--host {settings.host} accepts other machines, and no --api-key-file is given")
         if ANY_ORIGIN in settings.allow_origin and not keys:
-            say("warning", "--allow-origin * lets every site that a visitor opens in, and no --api-key-file is given")
+            say("warning", "--allow-origin * accepts pages of every site, and no --api-key-file is given")
         if not display.live:
-            display.note("loading, and compiling what is not in the cache yet; connections are refused until then")
+            display.note("loading and compiling; connections are refused until the server is ready")
         engine, prompter, name = chosen.load(display)
         return _serve(settings, engine, prompter, name, keys, address, display)
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The models and the engine that `serve` and `batch` are given."""
+    """The models and the engine of `serve` and `batch`, as their options say."""
 
     options: ServedOptions
     slots: int
@@ -86,9 +86,9 @@ class Chosen:
         return cls(options, slots, target, drafter, k, parse_prefix_cache(options.prefix_cache))
 
     def load(self, display: Display, doing: str = "serving") -> tuple[AnyEngine, Prompter, str]:
-        """Load the pair and warm its engine up; return it, what makes its requests, and the model's name.
+        """Load the pair and warm up its engine; return (engine, prompter, the model's name).
 
-        doing: what is done by the name, for the note about the engine.
+        doing: the verb of the note about the engine.
         """
         options = self.options
         pair = load_pair(
@@ -121,7 +121,7 @@ class Chosen:
 
 
 def default_name(target: str) -> str:
-    """Return what clients call a target: the name of its directory, or of its repository."""
+    """Return the API's name of a target: that of its directory, or of its repository."""
     return DEMO_NAME if target == DEMO else Path(target).resolve().name
 
 
@@ -169,7 +169,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
 
 
 def check_allowed_origin(origin: str) -> None:
-    """Raise InputError for text that a browser never sends as an origin."""
+    """Raise InputError for a text that no browser sends as an origin."""
     found = re.fullmatch(r"([a-z][a-z0-9+.-]*)://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]*)?", origin)
     default = found is not None and (found[1], found[2]) in (("http", ":80"), ("https", ":443"))
     if origin != ANY_ORIGIN and (found is None or default):
@@ -180,7 +180,7 @@ def check_allowed_origin(origin: str) -> None:
 
 
 def _warm_up(pair: Pair, engine: AnyEngine, display: Display) -> None:
-    """Compile all programs that requests may need, so that none waits for it."""
+    """Compile all programs that requests may need, so that no request waits for them."""
     with display.stage("compiling"):
         for sampled, full in ((False, False), (True, False), (True, True)):
             interrupt.check()
@@ -191,17 +191,15 @@ def _warm_up(pair: Pair, engine: AnyEngine, display: Display) -> None:
 
 
 def _described(pair: Pair, engine: AnyEngine, doing: str, adaptive: bool) -> list[str]:
-    """Describe what answers, and the memory it takes."""
+    """Describe the engine and its memory."""
     config = engine.config
     state, lane, logits = engine.memory_bytes()
     k = config.num_speculative_tokens
-    speculates = (
-        "plainly" if not k else f"with drafts by the table: {engine.widths.in_words()}" if adaptive else f"with K = {k}"
-    )
+    speculates = "plainly" if not k else f"with K by load: {engine.widths.in_words()}" if adaptive else f"with K = {k}"
     return [
-        f"{doing} {speculates}: {config.slots} slots of {config.capacity} positions each, {pair.dtype}",
+        f"{doing} {speculates}: {config.slots} slots with a context of {config.capacity}, {pair.dtype}",
         f"memory besides the weights: {size_in_words(state + lane + logits)} reserved, and up to "
-        f"{size_in_words(config.prefix_cache_bytes)} of known prompts",
+        f"{size_in_words(config.prefix_cache_bytes)} for the prefix cache",
     ]
 
 

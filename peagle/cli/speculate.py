@@ -38,7 +38,7 @@ from peagle.text.prompt_files import PromptSet, Skipped, read_prompts
 from peagle.text.prompts import Conversation, Rendering, from_text, parse_ids
 from peagle.workflows.run import RunConfig, run
 
-DEFAULT_CONTEXT = 4096  # positions of a conversation; all that the model has, if it has fewer
+DEFAULT_CONTEXT = 4096  # positions of a conversation, if the model has as many
 EXAMPLE = '''\
 Rename the function to `handle`.
 
@@ -48,16 +48,18 @@ def push(self, item):
         if self._closed:
             raise ValueError("the queue is closed")
         self._items.append(item)
-        self._ready.notify()'''  # which the demo can do
+        self._ready.notify()'''  # a task that the demo target can do
 
 
 Settings = SpeculateSettings | GenerateSettings
 
 
 def decode_command(settings: Settings) -> int:
-    """The text is on standard output, the summary on standard error, and what was asked for in files. Returns the exit
-    code. Raises InputError before anything is written, but for a profile that failed, and for grammars that could not
-    be followed: then all else is written."""
+    """Decode, and return the exit code: the text on standard output, the summary on standard error, the rest in files.
+
+    Raises InputError before anything is written; after everything else is written for a profile that failed, and for
+    requests that ended because no token satisfied their grammar.
+    """
     json_file = None if settings.json is None else OutputFile(settings.json, "--json")
     trace_file = None if settings.trace is None else _trace_file(settings, json_file)
     target = or_demo(settings.model.target)
@@ -175,9 +177,9 @@ def load_pair(
     devices: MeshOptions | None = None,
     retain_full_kv: bool = False,
 ) -> Pair:
-    """Load the target and the drafter, with progress; note which of the target's layers a drafter of others reads.
+    """Load the target and the drafter, with progress; note which of the target's layers the drafter reads.
 
-    devices: those of the target, one by default. retain_full_kv: no rings.
+    devices: of the target, one by default. retain_full_kv: sliding-window layers keep all positions.
     """
     devices = devices or MeshOptions()
     if devices.mesh is None and "reduce" in given(devices):
@@ -198,7 +200,7 @@ def load_pair(
     with display.stage(f"loading {'the demo pair' if target == DEMO else target}") as progress:
         pair = load_in_all(options, progress)
     if pair.mesh is not None:
-        display.note(f"the target lies on {pair.mesh}")
+        display.note(f"target sharded over {pair.mesh}")
     if pair.aux_layers is not None and drafter not in (DEMO, DEMO_EAGLE3):
         display.note(f"the drafter reads the target's {pair.aux_layers}")
     return pair
@@ -212,7 +214,7 @@ def _config(settings: Settings, rendering: Rendering, slots: int, pair: Pair | N
         k, adaptive = pair.num_drafts(asked)
     if settings.draft_sampling and settings.drafting.drafter in WEIGHTLESS:
         raise InputError(
-            f"the drafts of {settings.drafting.drafter} have no probabilities to be sampled from; leave out "
+            f"the drafts of {settings.drafting.drafter} have no probabilities to sample from; leave out "
             "--draft-sampling, or give a drafter with weights"
         )
     return RunConfig(
@@ -239,7 +241,7 @@ def _config(settings: Settings, rendering: Rendering, slots: int, pair: Pair | N
 
 
 def _grammar(settings: Settings) -> Grammar | None:
-    """What the answers must be. Raises InputError for a file that cannot be read, and for two grammars."""
+    """Return the grammar of the responses. Raises InputError for a file that cannot be read, and for two grammars."""
     path, regex = settings.json_schema, settings.regex
     if path is None:
         with _grammar_by_option(settings):
@@ -257,7 +259,7 @@ def _grammar(settings: Settings) -> Grammar | None:
 
 @contextmanager
 def _grammar_by_option(settings: Settings) -> Iterator[None]:
-    """Name the option of a grammar that cannot be used."""
+    """Begin the error of a grammar that cannot be used with its option."""
     try:
         yield
     except GrammarError as error:
@@ -266,7 +268,7 @@ def _grammar_by_option(settings: Settings) -> Iterator[None]:
 
 
 def _synthetic(settings: Settings, num_drafts: int) -> tuple[float, ...] | None:
-    """Unconditional rates, as typed, or the powers of one."""
+    """Return unconditional acceptance rates: as typed, or the powers of a single one."""
     typed = settings.synthetic_acceptance
     if typed is None:
         return None
@@ -278,7 +280,7 @@ def _synthetic(settings: Settings, num_drafts: int) -> tuple[float, ...] | None:
 
 
 def parse_num_drafts(typed: str | None, plain: bool = True) -> int | Literal["auto"] | None:
-    """K as it was asked for; plain: 0 is one."""
+    """Read K as typed. plain: 0 is allowed. Raises InputError for anything else."""
     if typed is None or typed == AUTO:
         return typed
     try:
@@ -295,7 +297,7 @@ def _num_drafts(settings: Settings) -> int | Literal["auto"] | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Prompts:
-    """What is asked: of a file, as far as its rows can be used."""
+    """The conversations to decode, and the rows of a file that cannot be used."""
 
     conversations: Sequence[Conversation]
     skipped: Sequence[Skipped] = ()
@@ -313,7 +315,9 @@ def _prompts(settings: DecodeSettings, target: Path, rendering: Rendering) -> "P
         raise InputError("--strict is about the rows of a file; give --prompt-file, too, or leave it out")
     if settings.prompt_ids is not None:
         if rendering.options:
-            raise InputError(f"--prompt-ids are taken as they are; leave out {' and '.join(rendering.options)}")
+            raise InputError(
+                f"--prompt-ids are used without the chat template; leave out {' and '.join(rendering.options)}"
+            )
         return _Prompts([parse_ids(settings.prompt_ids)])
     if settings.prompt == "-":
         return _Prompts([from_text(_read_standard_input(), "standard input")])
@@ -338,7 +342,7 @@ def _read_standard_input() -> str:
 def _trace_file(settings: DecodeSettings, json_file: OutputFile | None) -> OutputFile:
     assert settings.trace is not None
     if settings.trace == STANDARD_OUTPUT:
-        raise InputError("--trace - is not possible: standard output is the text's; expected a file")
+        raise InputError("--trace -: standard output is for the generated text; expected a file")
     trace_file = OutputFile(settings.trace, "--trace")
     if json_file is not None and settings.json != STANDARD_OUTPUT and json_file.path == trace_file.path:
         raise InputError(f"--json and --trace both name {settings.trace}; expected two files")

@@ -129,7 +129,7 @@ def _measured(
             run.warm_up(appender, progress)
         with display.stage("decoding", animated=False) as progress:
             run.decode(appender, progress)
-        with display.stage("looking at some steps", animated=False) as progress:
+        with display.stage("profiling some steps", animated=False) as progress:
             run.profile(progress)
     return run
 

@@ -128,7 +128,7 @@ def test_what_is_needed_is_fetched_and_said_and_nothing_else(
     out, err = capfd.readouterr()
     wanted = [path.name for path in directories.target.iterdir()]
     size = sum(len(fake.files[name]) for name in wanted)
-    assert f"fetching {NAME} into" in err
+    assert f"downloading {NAME} into" in err
     assert f"{len(wanted)} files, {size / 1e6:.2f} MB" in err
     assert f"{NAME}: GPT-OSS target" in out
     assert {name for name, _ in fake.asked} == set(wanted)

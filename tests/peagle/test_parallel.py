@@ -94,13 +94,13 @@ def test_a_bad_mesh_is_one_line(
         ("speculate --mesh dp=2 hello", "--slots is 1; expected a multiple of 2, the replicas (dp) that share them"),
         ("serve --mesh dp=3,tp=3 --slots 4", "--slots is 4; expected a multiple of 3"),
         ("info --mesh dp=2,tp=3 --slots 3", "--slots is 3; expected a multiple of 2"),
-        ("chat --mesh dp=2", "--mesh is 'dp=2', but a chat is one conversation; leave dp out"),
-        ("bench --mesh dp=2", "--mesh is 'dp=2', but this measures the passes of one copy; leave dp out"),
-        ("cluster up --mesh dp=2", "--mesh is 'dp=2', but a cluster has replicas of its own, --decode N; leave"),
+        ("chat --mesh dp=2", "--mesh is 'dp=2', but peagle chat runs one conversation; leave dp out"),
+        ("bench --mesh dp=2", "--mesh is 'dp=2', but peagle bench measures one replica; leave dp out"),
+        ("cluster up --mesh dp=2", "--mesh is 'dp=2', but the replicas of a cluster are --decode N; leave"),
         (
             "speculate --mesh dp=2 --slots 2 --coordinator 7000 --process-id 0 --num-processes 2 hello",
-            "--mesh is 'dp=2', but several processes run one copy of the target together, and peagle cluster up "
-            "--decode N runs copies apart; leave dp out",
+            "--mesh is 'dp=2', but several processes run one replica of the target; peagle cluster up "
+            "--decode N runs several; leave dp out",
         ),
     ],
 )

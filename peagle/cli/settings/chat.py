@@ -6,8 +6,8 @@ from typing import Annotated
 from typer import Option
 
 from peagle.cli.settings.shared import (
-    MODEL,
-    RUNNING,
+    ENGINE,
+    SAMPLING,
     SPECULATION,
     DraftOptions,
     MaxNewTokens,
@@ -24,16 +24,16 @@ from peagle.cli.settings.shared import (
 
 @dataclass(frozen=True, kw_only=True)
 class ChatSettings:
-    """Chat in the terminal, with speculative decoding.
+    """Chat in the terminal with speculative decoding.
 
-    /reset clears the conversation; /exit or the end of input ends it. Ctrl-C stops an answer or, at the prompt, the
-    chat.
+    Each line of input is a message. /reset starts a new conversation; /exit or
+    the end of input quits. Ctrl-C stops a response, and at the prompt it quits.
 
     [bold]Examples[/bold]
 
-      your own checkpoints   [cyan]peagle chat --target DIR --drafter DIR[/cyan]
-      from a pipe
-        [cyan]printf 'Hi\\nAnd you?\\n' | peagle chat --target DIR --drafter ngram[/cyan]
+      your checkpoints    [cyan]peagle chat --target DIR --drafter DIR[/cyan]
+      without a drafter   [cyan]peagle chat --target DIR --drafter ngram[/cyan]
+      from a pipe         [cyan]printf 'Hi\\nAnd you?\\n' | peagle chat --target DIR[/cyan]
     """
 
     template: TemplateOptions = TemplateOptions()
@@ -46,22 +46,27 @@ class ChatSettings:
         Option(
             "--context",
             metavar="N",
-            rich_help_panel=MODEL,
-            help="Most positions of the conversation. Default: 4096, or the model's own limit.",
+            rich_help_panel=ENGINE,
+            help="Context length of the conversation, in tokens. Default: 4096, or the model's limit if that is less.",
         ),
     ] = None
     baseline: Annotated[
         bool,
         Option(
-            "--baseline", rich_help_panel=SPECULATION, help="Also decode each answer plainly, and print the speed-up."
+            "--baseline", rich_help_panel=SPECULATION, help="Also decode each response plainly; report the speed-up."
         ),
     ] = False
     sampling: SamplingOptions = SamplingOptions()
     max_new_tokens: MaxNewTokens = 1024
     stop: Annotated[
         tuple[str, ...],
-        Option("--stop", metavar="TEXT", rich_help_panel=RUNNING, help="Stop before this text. Repeatable."),
+        Option(
+            "--stop",
+            metavar="TEXT",
+            rich_help_panel=SAMPLING,
+            help="Stop string: a response ends before it; repeatable.",
+        ),
     ] = ()
     prefix_cache: PrefixCache = "auto"
     retain_full_kv: RetainFullKV = False
-    quiet: Annotated[bool, quiet_option("Print only the answers: no progress, no summary lines")] = False
+    quiet: Annotated[bool, quiet_option("Print only the responses")] = False

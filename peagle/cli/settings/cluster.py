@@ -7,37 +7,41 @@ from typer import Option
 
 from peagle.cli.settings.serve import ApiKeyFile, Context, Host, MaxQueue, ServedModelName
 from peagle.cli.settings.shared import (
+    ENGINE,
+    MACHINE,
     MODEL,
-    RUNNING,
+    SERVER,
+    SPECULATION,
     Download,
     DrafterWindow,
     LoadOptions,
     MeshOptions,
-    PrefixCache,
     RetainFullKV,
     Target,
+    prefix_cache_option,
 )
 
-SCALING = "Scaling by load"
+REPLICAS = "Replicas"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterUpSettings:
-    """Serve with several replicas on Ray Serve.
+    """Serve the API of `peagle serve` from several replicas, on Ray Serve.
 
-    Clients see the interface of `peagle serve`. By default each replica prefills and decodes. With --prefill N, N more
-    replicas only prefill and hand their prompts over to those that decode, so that long prompts do not delay other
-    answers. Ctrl-C stops the cluster.
+    By default each replica prefills and decodes. With --prefill N, N more
+    replicas prefill and hand the requests over to those that decode, so that a
+    long prompt does not delay other responses. Ctrl-C stops all replicas.
 
-    Anyone who reaches Ray's ports can run code there: use a trusted network. Without --address, Ray listens on
-    loopback, except for one port per replica that Ray Serve opens on all interfaces: put a firewall before it.
+    Whoever reaches Ray's ports can run code: run a cluster on a trusted network
+    only. Without --address the ports are on loopback, except one per replica,
+    which Ray Serve opens on all interfaces: put a firewall before it.
 
     [bold]Examples[/bold]
 
       two replicas of the demo models   [cyan]peagle cluster up --decode 2[/cyan]
-      prefill apart from decoding
+      disaggregated prefill
         [cyan]peagle cluster up --prefill 1 --decode 2 --target DIR --drafter DIR[/cyan]
-      scale with the load
+      autoscaling
         [cyan]peagle cluster up --decode 1 --max-decode 4 --drain 120[/cyan]
       in a running Ray cluster
         [cyan]peagle cluster up --address auto --decode 8 --num-gpus 1[/cyan]
@@ -50,18 +54,20 @@ class ClusterUpSettings:
         str | None,
         Option(
             "--drafter",
-            metavar="DIR",
+            metavar="DIR|ngram",
             rich_help_panel=MODEL,
-            help="P-EAGLE or EAGLE-3 checkpoint, or ngram. Default: demo.",
+            help="P-EAGLE or EAGLE-3 checkpoint; ngram: prompt lookup, without weights. Default: the demo drafter.",
         ),
     ] = None
     num_speculative_tokens: Annotated[
         int | None,
         Option(
             "-k",
+            "--num-speculative-tokens",
             metavar="K",
-            rich_help_panel=MODEL,
-            help="Draft tokens per step; 0: none. Default: the largest K in the drafter's speculation.json.",
+            rich_help_panel=SPECULATION,
+            help="Tokens drafted per step (K); 0: plain decoding. Default: the largest K in the drafter's "
+            "speculation.json.",
         ),
     ] = None
     loading: LoadOptions = LoadOptions()
@@ -70,15 +76,17 @@ class ClusterUpSettings:
     download: Download = False
     context: Context = None
     served_model_name: ServedModelName = None
-    prefix_cache: PrefixCache = "auto"
+    prefix_cache: Annotated[
+        str, prefix_cache_option("a tenth of this machine's free memory, divided among the replicas that prefill")
+    ] = "auto"
     retain_full_kv: RetainFullKV = False
     prefill: Annotated[
         int,
-        Option("--prefill", min=0, metavar="N", rich_help_panel=RUNNING, help="Replicas that only prefill."),
+        Option("--prefill", min=0, metavar="N", rich_help_panel=REPLICAS, help="Replicas that only prefill."),
     ] = 0
     decode: Annotated[
         int,
-        Option("--decode", min=1, metavar="N", rich_help_panel=RUNNING, help="Replicas that decode."),
+        Option("--decode", min=1, metavar="N", rich_help_panel=REPLICAS, help="Replicas that decode."),
     ] = 1
     max_prefill: Annotated[
         int,
@@ -86,8 +94,8 @@ class ClusterUpSettings:
             "--max-prefill",
             min=0,
             metavar="N",
-            rich_help_panel=SCALING,
-            help="Most prefill replicas under load. 0: as many as --prefill.",
+            rich_help_panel=REPLICAS,
+            help="Scale the replicas that prefill up to N by load; 0: always --prefill.",
         ),
     ] = 0
     max_decode: Annotated[
@@ -96,8 +104,8 @@ class ClusterUpSettings:
             "--max-decode",
             min=0,
             metavar="N",
-            rich_help_panel=SCALING,
-            help="Most decoding replicas under load. 0: as many as --decode.",
+            rich_help_panel=REPLICAS,
+            help="Scale the replicas that decode up to N by load; 0: always --decode.",
         ),
     ] = 0
     busy: Annotated[
@@ -106,8 +114,9 @@ class ClusterUpSettings:
             "--busy",
             min=0,
             metavar="N",
-            rich_help_panel=SCALING,
-            help="Ongoing requests per replica above which to scale up. 0: its slots; for prefill replicas, 2.",
+            rich_help_panel=REPLICAS,
+            help="Ongoing requests per replica above which to scale up; 0: --slots, and 2 for replicas that only "
+            "prefill.",
         ),
     ] = 0
     scale_up: Annotated[
@@ -116,8 +125,8 @@ class ClusterUpSettings:
             "--scale-up",
             min=0,
             metavar="SECONDS",
-            rich_help_panel=SCALING,
-            help="Load must stay high for this long before scaling up.",
+            rich_help_panel=REPLICAS,
+            help="How long the load must be high before replicas start.",
         ),
     ] = 30.0
     scale_down: Annotated[
@@ -126,15 +135,13 @@ class ClusterUpSettings:
             "--scale-down",
             min=0,
             metavar="SECONDS",
-            rich_help_panel=SCALING,
-            help="Load must stay low for this long before scaling down; replicas then have --drain to finish.",
+            rich_help_panel=REPLICAS,
+            help="How long the load must be low before replicas stop; --drain lets them finish open responses.",
         ),
     ] = 600.0
     slots: Annotated[
         int,
-        Option(
-            "--slots", min=1, metavar="N", rich_help_panel=RUNNING, help="Most requests decoded at once per replica."
-        ),
+        Option("--slots", min=1, metavar="N", rich_help_panel=ENGINE, help="Requests decoded at once per replica."),
     ] = 4
     max_queue: MaxQueue = 64
     drain: Annotated[
@@ -143,13 +150,13 @@ class ClusterUpSettings:
             "--drain",
             min=0,
             metavar="SECONDS",
-            rich_help_panel=RUNNING,
-            help="Time a stopping replica has to finish its answers.",
+            rich_help_panel=SERVER,
+            help="Time for a stopping replica to finish open responses.",
         ),
     ] = 30
     host: Host = "127.0.0.1"
     port: Annotated[
-        int, Option("--port", min=1, max=65535, metavar="N", rich_help_panel=RUNNING, help="Port to listen on.")
+        int, Option("--port", min=1, max=65535, metavar="N", rich_help_panel=SERVER, help="Port to listen on.")
     ] = 8000
     api_key_file: ApiKeyFile = None
     write_config: Annotated[
@@ -157,8 +164,8 @@ class ClusterUpSettings:
         Option(
             "--write-config",
             metavar="FILE",
-            rich_help_panel=RUNNING,
-            help="Start nothing; write these options to a file for `serve deploy`.",
+            rich_help_panel=SERVER,
+            help="Write these options to a file for `serve deploy`, and start nothing.",
         ),
     ] = None
     address: Annotated[
@@ -166,15 +173,15 @@ class ClusterUpSettings:
         Option(
             "--address",
             metavar="ADDRESS",
-            rich_help_panel=RUNNING,
-            help="Address of a running Ray cluster; auto: the one on this machine.",
+            rich_help_panel=MACHINE,
+            help="Running Ray cluster to use; auto: the one on this machine.",
         ),
     ] = None
     num_cpus: Annotated[
         float,
-        Option("--num-cpus", min=0, metavar="N", rich_help_panel=RUNNING, help="CPUs that Ray reserves per replica."),
+        Option("--num-cpus", min=0, metavar="N", rich_help_panel=MACHINE, help="CPUs per replica, for Ray."),
     ] = 1.0
     num_gpus: Annotated[
         float,
-        Option("--num-gpus", min=0, metavar="N", rich_help_panel=RUNNING, help="GPUs that Ray assigns per replica."),
+        Option("--num-gpus", min=0, metavar="N", rich_help_panel=MACHINE, help="GPUs per replica, for Ray."),
     ] = 0.0

@@ -7,10 +7,10 @@ from typing import Annotated, ClassVar
 from typer import Argument, Option
 
 from peagle.cli.settings.shared import (
-    MODEL,
+    ENGINE,
     OUTPUT,
     PROMPT,
-    RUNNING,
+    SAMPLING,
     SPECULATION,
     Batch,
     DraftOptions,
@@ -24,9 +24,10 @@ from peagle.cli.settings.shared import (
     RenderingOptions,
     RetainFullKV,
     SamplingOptions,
-    Slots,
     Strict,
+    prompt_file_option,
     quiet_option,
+    slots_option,
 )
 from peagle.engine.request import DEFAULT_CHUNK, GPU_CHUNK
 
@@ -45,22 +46,20 @@ class DecodeSettings:
     ] = None
     prompt_file: Annotated[
         Path | None,
-        Option(
-            "--prompt-file",
-            "--prompts",
-            metavar="FILE",
-            rich_help_panel=PROMPT,
-            help='JSON lines with {"prompt": TEXT}, {"turns": [TEXT, ...]}, {"messages": [...]} or {"prompt_ids": '
-            "[ID, ...]}; "
-            "MT-Bench, HumanEval, MBPP, GSM8K, MATH-500, Alpaca, ShareGPT; or .txt with one prompt per line. All may be "
-            ".gz.",
+        prompt_file_option(
+            'JSON lines with {"prompt": TEXT}, {"turns": [TEXT, ...]}, {"messages": [...]} or {"prompt_ids": [ID, '
+            "...]}; MT-Bench, HumanEval, MBPP, GSM8K, MATH-500, Alpaca, ShareGPT; or .txt, one prompt per line. May be "
+            "gzipped."
         ),
     ] = None
     strict: Strict = False
     prompt_ids: Annotated[
         str | None,
         Option(
-            "--prompt-ids", metavar="1,2,3", rich_help_panel=PROMPT, help="Prompt as token ids, without a template."
+            "--prompt-ids",
+            metavar="1,2,3",
+            rich_help_panel=PROMPT,
+            help="Prompt as token ids, without the chat template.",
         ),
     ] = None
     rendering: RenderingOptions = RenderingOptions()
@@ -72,21 +71,21 @@ class DecodeSettings:
         Option(
             "--context",
             metavar="N",
-            rich_help_panel=MODEL,
-            help="Most positions of prompt and output. Default: what the prompt and -n need.",
+            rich_help_panel=ENGINE,
+            help="Context length in tokens: prompt plus response. Default: what the prompt and -n need.",
         ),
     ] = None
     sampling: SamplingOptions = SamplingOptions()
     max_new_tokens: MaxNewTokens = 256
-    slots: Slots = None
+    slots: Annotated[int | None, slots_option(1)] = None
     batch: Batch = None
     prefill_chunk: Annotated[
         int | None,
         Option(
             "--prefill-chunk",
             metavar="N",
-            rich_help_panel=RUNNING,
-            help="Prompt tokens per prefill pass. More: lower time to first token; fewer: other requests wait less. "
+            rich_help_panel=ENGINE,
+            help="Prompt tokens per prefill pass. More: a prompt is prefilled sooner; fewer: other requests wait less. "
             f"Default: {DEFAULT_CHUNK}, on a GPU {GPU_CHUNK}.",
         ),
     ] = None
@@ -94,15 +93,15 @@ class DecodeSettings:
     prefix_cache: PrefixCache = "auto"
     retain_full_kv: RetainFullKV = False
     ignore_eos: Annotated[
-        bool, Option("--ignore-eos", rich_help_panel=RUNNING, help="Ignore stop tokens: generate -n tokens.")
+        bool, Option("--ignore-eos", rich_help_panel=SAMPLING, help="Ignore stop tokens; generate -n tokens.")
     ] = False
     stop: Annotated[
         tuple[str, ...],
         Option(
             "--stop",
             metavar="TEXT",
-            rich_help_panel=RUNNING,
-            help="Stop before this text. Repeatable.",
+            rich_help_panel=SAMPLING,
+            help="Stop string: the response ends before it; repeatable.",
         ),
     ] = ()
     json_schema: Annotated[
@@ -110,8 +109,8 @@ class DecodeSettings:
         Option(
             "--json-schema",
             metavar="FILE",
-            rich_help_panel=RUNNING,
-            help="Constrain the answer, or its final message, to this JSON schema.",
+            rich_help_panel=SAMPLING,
+            help="Constrain the response, or its final message, to JSON that follows this schema.",
         ),
     ] = None
     regex: Annotated[
@@ -119,8 +118,8 @@ class DecodeSettings:
         Option(
             "--regex",
             metavar="REGEX",
-            rich_help_panel=RUNNING,
-            help="Constrain the answer, or its final message, to this regular expression.",
+            rich_help_panel=SAMPLING,
+            help="Constrain the response, or its final message, to match this regular expression in full.",
         ),
     ] = None
     json: Json = None
@@ -130,7 +129,7 @@ class DecodeSettings:
             "--trace",
             metavar="FILE",
             rich_help_panel=OUTPUT,
-            help="Write one JSON line per step: drafts and accepted tokens.",
+            help="Write a JSON line per step: the drafts, how many were accepted, the next token.",
         ),
     ] = None
     profile: Annotated[
@@ -139,22 +138,29 @@ class DecodeSettings:
             "--profile",
             metavar="DIR",
             rich_help_panel=OUTPUT,
-            help="Profile some steps into this directory, and print where their time goes.",
+            help="After the run, trace some steps with JAX's profiler into this directory and report where their time "
+            "goes.",
         ),
     ] = None
-    quiet: Annotated[bool, quiet_option("Print only the text: no progress, notes or summary")] = False
+    quiet: Annotated[bool, quiet_option("Print only the generated text")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculateSettings(DecodeSettings):
-    """Generate with speculative decoding; compare with plain.
+    """Generate with speculative decoding and report the speed-up.
+
+    Streams the response, then decodes the prompt again without drafts to compare
+    speed and tokens.
 
     [bold]Examples[/bold]
 
+      built-in example    [cyan]peagle speculate[/cyan]
       K = 5, 128 tokens   [cyan]peagle speculate 'def mean(values):' -k 5 -n 128[/cyan]
-      without weights     [cyan]peagle speculate --target DIR --drafter ngram 'Why?'[/cyan]
-      many prompts        [cyan]peagle speculate --prompt-file IN.jsonl --json OUT[/cyan]
-      standard input      [cyan]cat text | peagle speculate - --temperature 0.8[/cyan]
+      standard input      [cyan]echo 'def mean(values):' | peagle speculate -[/cyan]
+      your checkpoints    [cyan]peagle speculate --target DIR --drafter DIR 'Why?'[/cyan]
+      without a drafter   [cyan]peagle speculate --target DIR --drafter ngram 'Why?'[/cyan]
+      many prompts
+        [cyan]peagle speculate --prompt-file IN.jsonl --slots 8 --json OUT.json[/cyan]
     """
 
     command: ClassVar[str] = "speculate"
@@ -165,7 +171,7 @@ class SpeculateSettings(DecodeSettings):
         Option(
             "--draft-sampling",
             rich_help_panel=SPECULATION,
-            help="If the temperature is above 0: sample the drafts, instead of taking the drafter's argmax.",
+            help="With a temperature, sample the drafts instead of taking the drafter's most likely tokens.",
         ),
     ] = False
     synthetic_acceptance: Annotated[
@@ -174,8 +180,8 @@ class SpeculateSettings(DecodeSettings):
             "--synthetic-acceptance",
             metavar="P|P,P",
             rich_help_panel=SPECULATION,
-            help="For timing random weights: accept draft i at this rate (one P: P to the power of i), whatever the "
-            "target says. The output is meaningless, and marked so.",
+            help="To time random weights: accept draft i in this share of the steps (one P: P to the power of i), "
+            "whatever the target's logits. The generated text is meaningless.",
         ),
     ] = None
     show_drafts: Annotated[
@@ -183,23 +189,25 @@ class SpeculateSettings(DecodeSettings):
         Option(
             "--show-drafts",
             rich_help_panel=OUTPUT,
-            help="Colour accepted drafts by their position in the step; brackets in a terminal without colours.",
+            help="In a terminal, colour accepted drafts by their position in the step, or put them in brackets if "
+            "it has no colours.",
         ),
     ] = False
     no_baseline: Annotated[
         bool,
-        Option("--no-baseline", rich_help_panel=SPECULATION, help="Skip plain decoding, and with it the speed-up."),
+        Option("--no-baseline", rich_help_panel=SPECULATION, help="Skip plain decoding; no speed-up is reported."),
     ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSettings(DecodeSettings):
-    """Generate with plain decoding, one token per step.
+    """Generate with plain decoding: the target alone, no drafter.
 
     [bold]Examples[/bold]
 
-      greedy             [cyan]peagle generate 'def mean(values):'[/cyan]
-      log-probabilities  [cyan]peagle generate 'def mean(values):' --logprobs 5 --json -[/cyan]
+      the demo target     [cyan]peagle generate 'def mean(values):'[/cyan]
+      log-probabilities   [cyan]peagle generate 'def mean(values):' --logprobs 5[/cyan]
+      your checkpoint     [cyan]peagle generate --target DIR 'Why?' --temperature 0.8[/cyan]
     """
 
     command: ClassVar[str] = "generate"
@@ -214,6 +222,7 @@ class GenerateSettings(DecodeSettings):
             "--logprobs",
             metavar="N",
             rich_help_panel=OUTPUT,
-            help="Print log-probabilities of each token and of the N (<= 20) most likely ones; also in --json. Slower.",
+            help="Print each token's log-probability and those of the N (0 to 20) most likely tokens, or write them to "
+            "--json. Slower.",
         ),
     ] = None

@@ -16,22 +16,24 @@ from peagle.cli.settings.shared import (
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings:
-    """Convert a drafter to vLLM's or speculators' layout.
+    """Convert a drafter for vLLM or speculators.
 
-    Writes a model card, too.
+    Writes the same weights bit for bit, and a model card.
 
     [bold]Examples[/bold]
 
+      the demo drafter   [cyan]peagle export demo --out OUT[/cyan]
       for vLLM
-        [cyan]peagle export DIR --out OTHER --verifier openai/gpt-oss-20b[/cyan]
+        [cyan]peagle export DIR --out OUT --verifier openai/gpt-oss-20b[/cyan]
       for speculators
-        [cyan]peagle export DIR --out OTHER --dialect speculators --verifier NAME[/cyan]
+        [cyan]peagle export DIR --out OUT --dialect speculators --verifier NAME[/cyan]
     """
 
-    drafter: Annotated[str, Argument(metavar="DRAFTER", help="Drafter checkpoint of any dialect, or demo.")]
+    drafter: Annotated[str, Argument(metavar="DRAFTER", help="Drafter checkpoint, in any layout; or demo.")]
     out: NewFolder
     dialect: Annotated[
-        Literal["vllm", "speculators"], Option("--dialect", rich_help_panel=OUTPUT, help="Layout to write.")
+        Literal["vllm", "speculators"],
+        Option("--dialect", metavar="LAYOUT", rich_help_panel=OUTPUT, help="Layout to write: vllm or speculators."),
     ] = "vllm"
     verifier: Annotated[
         str | None,
@@ -39,10 +41,10 @@ class ExportSettings:
             "--verifier",
             metavar="NAME|DIR",
             rich_help_panel=OUTPUT,
-            help="Target to name in the files; speculators needs it. A directory also fills in what the drafter lacks: "
-            "positions, embedding, head.",
+            help="Target, as named in the exported config; required for speculators. A directory also supplies what "
+            "the drafter lacks: positions, embedding, head.",
         ),
     ] = None
     aux_layer_ids: AuxLayerIds = None
     download: Download = False
-    quiet: Annotated[bool, quiet_option("Print no summary")] = False
+    quiet: Annotated[bool, quiet_option("Hide the summary")] = False

@@ -5,42 +5,50 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option
 
-from peagle.cli.settings.shared import MESH, AuxLayerIds, Download
+from peagle.cli.settings.shared import PLAN, AuxLayerIds, Download
 
 
 @dataclass(frozen=True, kw_only=True)
 class InfoSettings:
-    """Describe checkpoints; check that target and drafter fit.
+    """Inspect checkpoints: geometry, memory, whether they fit.
 
-    Prints geometry, size and memory. Reads only config.json and the headers of the weights, so it is fast for any
-    size. Without DIR, it describes the demo models.
+    Reads only config.json and the headers of the weights, so it is fast for a
+    checkpoint of any size.
 
     [bold]Examples[/bold]
 
-      a target or a drafter        [cyan]peagle info DIR[/cyan]
-      both, and whether they fit   [cyan]peagle info TARGET DRAFTER[/cyan]
-      a plan for eight devices
+      the demo models                 [cyan]peagle info[/cyan]
+      a target or a drafter         [cyan]peagle info DIR[/cyan]
+      both, and whether they fit    [cyan]peagle info TARGET DRAFTER[/cyan]
+      memory on eight GPUs
         [cyan]peagle info --mesh tp=8 --slots 16 --context 8192 --device H100 DIR[/cyan]
-      memory of a replica that only decodes
+      memory of an engine that only decodes
         [cyan]peagle info TARGET DRAFTER --role decode --slots 8[/cyan]
     """
 
     directories: Annotated[
-        tuple[str, ...], Argument(metavar="DIR", show_default=False, help="Target, drafter or both.")
+        tuple[str, ...],
+        Argument(metavar="DIR", show_default=False, help="Target, drafter, or both. Default: the demo models."),
     ] = ()
     aux_layer_ids: AuxLayerIds = None
     download: Download = False
     role: Annotated[
         Literal["both", "prefill", "decode"] | None,
-        Option("--role", help="Also print the memory of an engine that only prefills, only decodes, or does both."),
+        Option(
+            "--role",
+            metavar="ROLE",
+            rich_help_panel=PLAN,
+            help="Also print the cache memory of an engine that only prefills (prefill), only decodes (decode), or "
+            "does both.",
+        ),
     ] = None
     mesh: Annotated[
         str | None,
         Option(
             "--mesh",
             metavar="tp=N,ep=N,dp=N",
-            rich_help_panel=MESH,
-            help="Print what each device of this mesh would hold. The devices need not be here.",
+            rich_help_panel=PLAN,
+            help="Also print what each device of this mesh holds of the target. The devices need not be present.",
         ),
     ] = None
     slots: Annotated[
@@ -49,16 +57,19 @@ class InfoSettings:
             "--slots",
             min=1,
             metavar="N",
-            rich_help_panel=MESH,
-            help="Most requests decoded at once, over all replicas. Default: one per replica.",
+            rich_help_panel=PLAN,
+            help="Requests decoded at once, over all replicas. Default: one per replica.",
         ),
     ] = None
     context: Annotated[
-        int, Option("--context", min=2, metavar="N", rich_help_panel=MESH, help="Most positions of a request.")
+        int, Option("--context", min=2, metavar="N", rich_help_panel=PLAN, help="Context length in tokens.")
     ] = 4096
     device: Annotated[
         str,
         Option(
-            "--device", metavar="H100|H200|B200", rich_help_panel=MESH, help="Device whose speeds the plan assumes."
+            "--device",
+            metavar="H100|H200|B200",
+            rich_help_panel=PLAN,
+            help="Device of the mesh: its memory and bandwidth.",
         ),
     ] = "H100"

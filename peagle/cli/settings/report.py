@@ -14,19 +14,20 @@ from peagle.cli.settings.shared import (
 
 @dataclass(frozen=True, kw_only=True)
 class ReportSettings:
-    """Write the report of a sweep, or compare sweeps.
+    """Render a sweep's report, or compare sweeps by request.
 
-    Writes one HTML file that needs no network, and Markdown with charts. Given several runs, each is compared with the
-    first, request by request, with confidence intervals.
+    Writes one self-contained HTML file, and Markdown with plots. Compares each of
+    several runs with the first, request by request, to tell a difference from
+    noise.
 
     [bold]Examples[/bold]
 
-      one run              [cyan]peagle report RUN[/cyan]
-      before and after     [cyan]peagle report BEFORE AFTER --out DIR[/cyan]
+      render again         [cyan]peagle report RUN[/cyan]
+      before and after     [cyan]peagle report BEFORE AFTER --out DIFF[/cyan]
     """
 
     runs: Annotated[
-        tuple[Path, ...], Argument(metavar="RUN...", show_default=False, help="Folders written by peagle sweep.")
+        tuple[Path, ...], Argument(metavar="RUN...", show_default=False, help="Output directories of peagle sweep.")
     ]
     out: Annotated[
         Path | None,
@@ -34,7 +35,7 @@ class ReportSettings:
             "--out",
             metavar="DIR",
             rich_help_panel=OUTPUT,
-            help="New folder for the report. Default: the run's own folder; required for several runs.",
+            help="Output directory; it must not exist yet. Default: the run's own. Required for several runs.",
         ),
     ] = None
-    quiet: Annotated[bool, quiet_option("Print no table; only write the report")] = False
+    quiet: Annotated[bool, quiet_option("Hide progress and table")] = False

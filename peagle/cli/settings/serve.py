@@ -8,8 +8,9 @@ from typer import Option
 
 from peagle.cli.options import defaults_from
 from peagle.cli.settings.shared import (
-    MODEL,
-    RUNNING,
+    ENGINE,
+    PROMPT,
+    SERVER,
     DraftOptions,
     MeshOptions,
     ModelOptions,
@@ -25,8 +26,9 @@ Context = Annotated[
     Option(
         "--context",
         metavar="N",
-        rich_help_panel=MODEL,
-        help="Most positions of a request; every slot reserves them. Default: 4096, or the model's own limit.",
+        rich_help_panel=ENGINE,
+        help="Context length in tokens: prompt plus response; every slot reserves it. Default: 4096, or the model's "
+        "limit if that is less.",
     ),
 ]
 ServedModelName = Annotated[
@@ -34,7 +36,7 @@ ServedModelName = Annotated[
     Option(
         "--served-model-name",
         metavar="NAME",
-        rich_help_panel=MODEL,
+        rich_help_panel=SERVER,
         help="Model name in the API. Default: the name of the target's directory.",
     ),
 ]
@@ -43,8 +45,8 @@ Host = Annotated[
     Option(
         "--host",
         metavar="ADDRESS",
-        rich_help_panel=RUNNING,
-        help="Address to listen on. Loopback by default; 0.0.0.0 lets other machines in.",
+        rich_help_panel=SERVER,
+        help="Address to listen on; 0.0.0.0 also accepts other machines.",
     ),
 ]
 MaxQueue = Annotated[
@@ -52,8 +54,8 @@ MaxQueue = Annotated[
     Option(
         "--max-queue",
         metavar="N",
-        rich_help_panel=RUNNING,
-        help="Most requests that wait for a slot; further ones get status 429.",
+        rich_help_panel=SERVER,
+        help="Requests that may wait for a slot; further ones get status 429.",
     ),
 ]
 ApiKeyFile = Annotated[
@@ -61,15 +63,15 @@ ApiKeyFile = Annotated[
     Option(
         "--api-key-file",
         metavar="FILE",
-        rich_help_panel=RUNNING,
-        help="File of API keys, one per line; clients must send one. Default: no key.",
+        rich_help_panel=SERVER,
+        help="File of accepted API keys, one per line. Default: no key is required.",
     ),
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedOptions:
-    """The models that answer OpenAI requests, and how they run, over HTTP or from a file."""
+    """The pair and its engine, for requests of OpenAI's API over HTTP or from a file."""
 
     model: ModelOptions = ModelOptions()
     devices: MeshOptions = MeshOptions()
@@ -82,8 +84,8 @@ class ServedOptions:
         Option(
             "--date",
             metavar="YYYY-MM-DD",
-            rich_help_panel=MODEL,
-            help="Date for chat templates that show it. Fixed by default, so that results are reproducible.",
+            rich_help_panel=PROMPT,
+            help="Current date for chat templates that show it; fixed, so that results are reproducible.",
         ),
     ] = DEFAULT_DATE
     prefix_cache: PrefixCache = "auto"
@@ -92,9 +94,9 @@ class ServedOptions:
         Option(
             "--mask-budget",
             metavar="MS",
-            rich_help_panel=RUNNING,
-            help="Milliseconds per step that a request's grammar may take; a request that exceeds them repeatedly ends "
-            "with an error.",
+            rich_help_panel=ENGINE,
+            help="Milliseconds per step for the grammar mask of a request; a request that repeatedly takes longer "
+            "ends with an error.",
         ),
     ] = 50
     retain_full_kv: RetainFullKV = False
@@ -102,25 +104,26 @@ class ServedOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    """Serve OpenAI's API over HTTP.
+    """Serve an OpenAI-compatible HTTP API.
 
-    Endpoints: /v1/chat/completions, /v1/completions and /v1/responses. Ctrl-C or SIGTERM stops the server after the
-    open answers. Operators use GET /health and GET /metrics.
+    Chat completions, completions and responses, with continuous batching; also
+    GET /health and GET /metrics. After Ctrl-C or SIGTERM, open responses finish
+    first.
 
     [bold]Examples[/bold]
 
       the demo models        [cyan]peagle serve[/cyan]
-      your own checkpoints
+      your checkpoints
         [cyan]peagle serve --target DIR --drafter DIR --slots 8 --context 8192[/cyan]
-      with an API key        [cyan]peagle serve --api-key-file KEYS --host 0.0.0.0[/cyan]
-      options from a file    [cyan]peagle serve --config serve.toml[/cyan]   (max-queue = 8)
-      call it
+      with an API key      [cyan]peagle serve --api-key-file KEYS --host 0.0.0.0[/cyan]
+      options from a file  [cyan]peagle serve --config serve.toml[/cyan]   (max-queue = 8)
+      call the server
         [cyan]curl localhost:8000/v1/completions --json '{"prompt": "def mean("}'[/cyan]
       call a tool (the target's chat template must support tools)
         [cyan]curl localhost:8000/v1/chat/completions --json '{"messages": [[/cyan]
         [cyan]{"role": "user", "content": "What time is it?"}], "tools": [{"type":[/cyan]
         [cyan]"function", "function": {"name": "clock"}}], "tool_choice": "required"}'[/cyan]
-      send its result, with the id of the call
+      then return its result, with the id of the call
         [cyan]curl localhost:8000/v1/chat/completions --json '{"messages": [[/cyan]
         [cyan]{"role": "user", "content": "What time is it?"}, {"role": "assistant",[/cyan]
         [cyan]"tool_calls": [{"id": "call_1", "type": "function", "function":[/cyan]
@@ -132,14 +135,15 @@ class ServeSettings:
     served: ServedOptions = ServedOptions()
     host: Host = "127.0.0.1"
     port: Annotated[
-        int, Option("--port", metavar="N", rich_help_panel=RUNNING, help="Port to listen on; 0 picks a free one.")
+        int, Option("--port", metavar="N", rich_help_panel=SERVER, help="Port to listen on; 0: any free port.")
     ] = 8000
     slots: Annotated[
-        int, Option("--slots", metavar="N", rich_help_panel=RUNNING, help="Most requests decoded at once.")
+        int,
+        Option("--slots", metavar="N", rich_help_panel=ENGINE, help="Requests decoded at once (continuous batching)."),
     ] = 4
     max_queue: MaxQueue = 64
     max_body: Annotated[
-        int, Option("--max-body", metavar="BYTES", rich_help_panel=RUNNING, help="Most bytes of a request body.")
+        int, Option("--max-body", metavar="BYTES", rich_help_panel=SERVER, help="Largest request, in bytes.")
     ] = 4_000_000
     api_key_file: ApiKeyFile = None
     allow_origin: Annotated[
@@ -147,8 +151,9 @@ class ServeSettings:
         Option(
             "--allow-origin",
             metavar="ORIGIN",
-            rich_help_panel=RUNNING,
-            help="Origin allowed by CORS, such as https://example.org; * allows any. Repeatable.",
+            rich_help_panel=SERVER,
+            help="Site whose pages may call this server from a browser (CORS), such as https://example.org; *: any. "
+            "Repeatable.",
         ),
     ] = ()
     drain: Annotated[
@@ -156,11 +161,11 @@ class ServeSettings:
         Option(
             "--drain",
             metavar="SECONDS",
-            rich_help_panel=RUNNING,
-            help="Time that open answers have to finish after SIGTERM or Ctrl-C.",
+            rich_help_panel=SERVER,
+            help="Time for open responses to finish after SIGTERM or Ctrl-C.",
         ),
     ] = 30
-    quiet: Annotated[bool, quiet_option("Print no notes and no line per request")] = False
+    quiet: Annotated[bool, quiet_option("Hide notes and the log of requests")] = False
     config: Annotated[
         Path | None,
         Option(
@@ -168,7 +173,7 @@ class ServeSettings:
             metavar="FILE.toml",
             is_eager=True,
             callback=defaults_from,
-            rich_help_panel=RUNNING,
-            help="Read options from a TOML file; those on the command line take precedence.",
+            rich_help_panel=SERVER,
+            help="TOML file with options by name; options on the command line take precedence.",
         ),
     ] = None

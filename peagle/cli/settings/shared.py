@@ -1,4 +1,4 @@
-"""Declare options and groups of options that several commands share, and parse their values."""
+"""Options and groups of options that several commands share, and how their values are read."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -13,8 +13,10 @@ from peagle.ops.sizes import parse_size
 from peagle.text.prompts import Rendering
 from peagle.text.tokenizer import DEFAULT_DATE
 
-PROMPT, MODEL, SPECULATION, SAMPLING = "Prompt", "Model", "Speculation", "Sampling"
-RUNNING, OUTPUT, DRAFTER, LEARNING, DATA, MESH = "Running", "Output", "Drafter", "Learning", "Data", "Mesh"
+# the groups of a command's help
+PROMPT, MODEL, SPECULATION, SAMPLING = "Prompt", "Target and drafter", "Speculation", "Sampling"
+ENGINE, MACHINE, SERVER, RUNNING, OUTPUT = "Engine", "Machine", "Server", "Run", "Output"
+DRAFTER, LEARNING, DATA, PLAN = "Drafter", "Training", "Data", "Memory plan"
 
 Target = Annotated[
     str | None,
@@ -22,7 +24,7 @@ Target = Annotated[
         "--target",
         metavar="DIR|OWNER/NAME",
         rich_help_panel=MODEL,
-        help="GPT-OSS checkpoint: a directory, or a name in the Hub's local cache. Default: demo.",
+        help="GPT-OSS checkpoint: a directory, or a Hugging Face name. Default: the demo target.",
     ),
 ]
 Download = Annotated[
@@ -30,8 +32,8 @@ Download = Annotated[
     Option(
         "--download",
         rich_help_panel=MODEL,
-        help="Download checkpoints given as OWNER/NAME from the Hugging Face Hub if they are not in its local cache. "
-        "Without it the network is never used.",
+        help="Download checkpoints named OWNER/NAME from the Hugging Face Hub unless they are in its local cache. "
+        "Without it, nothing is downloaded.",
     ),
 ]
 AuxLayerIds = Annotated[
@@ -40,7 +42,7 @@ AuxLayerIds = Annotated[
         "--aux-layer-ids",
         metavar="L,L,L",
         rich_help_panel=MODEL,
-        help="Target layers (0-based) whose outputs the drafter reads. Default: from its config.json.",
+        help="Target layers (0-based) whose outputs the drafter reads. Default: as in the drafter's config.json.",
     ),
 ]
 Taps = Annotated[
@@ -49,7 +51,7 @@ Taps = Annotated[
         "--taps",
         metavar="L,L,L",
         rich_help_panel=DRAFTER,
-        help="Target layers (0-based) whose outputs the drafter reads. Default: 1, n/2 - 1, n - 4.",
+        help="Target layers (0-based) whose outputs a new drafter reads. Default: 1, n/2 - 1 and n - 4 of n layers.",
     ),
 ]
 Strict = Annotated[
@@ -57,7 +59,7 @@ Strict = Annotated[
     Option(
         "--strict",
         rich_help_panel=PROMPT,
-        help="Refuse a file that has an unusable row. Default: skip the row with a warning.",
+        help="Fail on a row of a prompt file that cannot be used, instead of skipping it with a note.",
     ),
 ]
 SpecialTokens = Annotated[
@@ -65,34 +67,24 @@ SpecialTokens = Annotated[
     Option(
         "--special-tokens",
         rich_help_panel=PROMPT,
-        help="Parse special tokens in raw prompts. Default: read their spelling as text.",
-    ),
-]
-Slots = Annotated[
-    int | None,
-    Option(
-        "--slots",
-        metavar="N",
-        rich_help_panel=RUNNING,
-        help="Most requests decoded at once. Default: 1; for data, 32.",
+        help="In a raw prompt, encode the spelling of a special token as that token.",
     ),
 ]
 Batch = Annotated[int | None, Option("--batch", hidden=True)]  # the old name of --slots
 MaxNewTokens = Annotated[
-    int, Option("-n", "--max-new-tokens", metavar="N", rich_help_panel=RUNNING, help="Most tokens to generate.")
+    int,
+    Option("-n", "--max-new-tokens", metavar="N", rich_help_panel=SAMPLING, help="Maximum tokens of a response."),
 ]
 MeasuredTokens = Annotated[
-    int, Option("-n", "--max-new-tokens", min=2, metavar="N", rich_help_panel=RUNNING, help="Most tokens to generate.")
+    int,
+    Option("-n", "--max-new-tokens", min=2, metavar="N", rich_help_panel=RUNNING, help="Maximum tokens of a response."),
 ]  # speeds need two tokens
-NewFolder = Annotated[str, Option("--out", metavar="DIR", rich_help_panel=OUTPUT, help="New folder for the results.")]
+NewFolder = Annotated[
+    str, Option("--out", metavar="DIR", rich_help_panel=OUTPUT, help="Output directory; it must not exist yet.")
+]
 OwnFolder = Annotated[
     str,
-    Option(
-        "--out",
-        metavar="DIR",
-        rich_help_panel=OUTPUT,
-        help="Folder for the results; an unfinished run in it is resumed.",
-    ),
+    Option("--out", metavar="DIR", rich_help_panel=OUTPUT, help="Output directory; the same command resumes it."),
 ]
 Json = Annotated[
     str | None,
@@ -100,33 +92,45 @@ Json = Annotated[
         "--json",
         metavar="FILE|-",
         rich_help_panel=OUTPUT,
-        help="Write all results as one JSON object; - writes it to standard output, and nothing else.",
+        help="Write all results as one JSON object; -: to standard output, and nothing else there.",
     ),
 ]
 
 
-def quiet_option(shown: str) -> Any:
-    """Return the option --quiet; `shown` says what the command still prints, or no longer prints."""
-    return Option("--quiet", "-q", rich_help_panel=OUTPUT, help=f"{shown}. Warnings and errors are still shown.")
+def prompt_file_option(summary: str) -> Any:
+    """Return the option for files of prompts, which has two names in every command that reads them."""
+    return Option("--prompt-file", "--prompts", metavar="FILE", rich_help_panel=PROMPT, help=summary)
 
 
-PrefixCache = Annotated[
-    str,
-    Option(
+def slots_option(default: int) -> Any:
+    """Return the option --slots of a command that also takes --batch, so that None means the default."""
+    summary = f"Requests decoded at once (continuous batching). Default: {default}."
+    return Option("--slots", metavar="N", rich_help_panel=ENGINE, help=summary)
+
+
+def quiet_option(hidden: str) -> Any:
+    """Return the option --quiet of a command; `hidden` says what it does not print then."""
+    return Option("--quiet", "-q", rich_help_panel=OUTPUT, help=f"{hidden}. Warnings and errors are still printed.")
+
+
+def prefix_cache_option(auto: str) -> Any:
+    """Return the option --prefix-cache of a command; `auto` says what that comes to."""
+    return Option(
         "--prefix-cache",
         metavar="SIZE|auto",
-        rich_help_panel=RUNNING,
-        help="Memory for reusing prompts and answers as prefixes of later prompts, such as 512MB or 2GB; 0 turns it "
-        "off. auto: a tenth of the free memory if there are several requests.",
-    ),
-]
+        rich_help_panel=ENGINE,
+        help=f"Memory for cached prefixes (prompts and responses), such as 512MB or 2GB; 0: off. auto: {auto}.",
+    )
+
+
+PrefixCache = Annotated[str, prefix_cache_option("a tenth of the free memory, none for a single request")]
 RetainFullKV = Annotated[
     bool,
     Option(
         "--retain-full-kv",
-        rich_help_panel=RUNNING,
-        help="Keep all positions in sliding-window layers, so that any shared prefix can be reused, not only one that "
-        "ends with a chunk, a prompt or a turn. Takes more memory.",
+        rich_help_panel=ENGINE,
+        help="Keep all positions in sliding-window layers: more memory, but a prompt reuses any cached prefix, not "
+        "only one up to the end of a chunk, prompt or turn.",
     ),
 ]
 DrafterWindow = Annotated[
@@ -135,23 +139,24 @@ DrafterWindow = Annotated[
         "--drafter-window",
         metavar="N|auto|off",
         rich_help_panel=SPECULATION,
-        help="Limit the drafter's attention to the last N positions, which helps acceptance after long prompts. "
-        "auto: from its speculation.json or config.json.",
+        help="Sliding window of the drafter's attention, in positions: keeps acceptance up after long prompts. auto: "
+        "from its speculation.json or config.json.",
     ),
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillOptions:
-    """How prompts are prefilled: in chunks, or at once in blocks of rows."""
+    """How a prompt is prefilled: in chunks, or in one pass in blocks of rows."""
 
     prefill: Annotated[
         Literal["chunked", "blocked"],
         Option(
             "--prefill",
-            rich_help_panel=RUNNING,
-            help="chunked: prefill in chunks, between the steps of other requests. blocked: prefill a whole prompt "
-            "in one pass, without prefix caching. Both give the same tokens.",
+            metavar="MODE",
+            rich_help_panel=ENGINE,
+            help="chunked: alternate chunks with decoding steps, and start from a cached prefix; blocked: the whole "
+            "prompt in one pass. The tokens are the same.",
         ),
     ] = "chunked"
     query_blocks: Annotated[
@@ -159,9 +164,9 @@ class PrefillOptions:
         Option(
             "--query-blocks",
             metavar="N",
-            rich_help_panel=RUNNING,
-            help="For --prefill blocked: split attention queries into N blocks. More blocks take less memory. Default: "
-            "blocks of 128 rows.",
+            rich_help_panel=ENGINE,
+            help="With --prefill blocked: split attention over the prompt into N blocks of rows; more blocks take less "
+            "memory. Default: blocks of 128 rows.",
         ),
     ] = None
     ffn_blocks: Annotated[
@@ -169,9 +174,9 @@ class PrefillOptions:
         Option(
             "--ffn-blocks",
             metavar="M",
-            rich_help_panel=RUNNING,
-            help="For --prefill blocked: split the rows of the experts into M blocks. More blocks take less memory "
-            "and read the experts more often. Default: blocks of at most 2048 rows.",
+            rich_help_panel=ENGINE,
+            help="With --prefill blocked: split the expert layers into M blocks of rows; more blocks take less memory "
+            "and read each expert more often. Default: blocks of at most 2048 rows.",
         ),
     ] = None
 
@@ -181,36 +186,39 @@ class PrefillOptions:
             return BlockedPrefill(self.query_blocks, self.ffn_blocks)
         for name, number in (("--query-blocks", self.query_blocks), ("--ffn-blocks", self.ffn_blocks)):
             if number is not None:
-                raise InputError(f"{name} is given, but prompts are read in chunks; give --prefill blocked, too")
+                raise InputError(f"{name} is given, but prompts are prefilled in chunks; give --prefill blocked, too")
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """How weights are loaded, and which kernels compute with them."""
+    """How weights are loaded and computed with."""
 
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
         Option(
             "--dtype",
-            rich_help_panel=MODEL,
-            help="Data type of activations. Default: float32 on CPU, bfloat16 elsewhere.",
+            metavar="DTYPE",
+            rich_help_panel=MACHINE,
+            help="Compute in float32 or bfloat16. Default: float32 on CPU, bfloat16 elsewhere.",
         ),
     ] = None
     experts: Annotated[
         Literal["auto", "packed", "expanded"],
         Option(
             "--experts",
-            rich_help_panel=MODEL,
-            help="packed: keep experts in MXFP4. expanded: dequantize them at load. auto: the fastest that fits.",
+            metavar="LAYOUT",
+            rich_help_panel=MACHINE,
+            help="packed: keep MXFP4 in memory; expanded: dequantise at load; auto: the fastest that fits.",
         ),
     ] = "auto"
     kernels: Annotated[
         Literal["auto", "native", "xla"],
         Option(
             "--kernels",
-            rich_help_panel=MODEL,
-            help="native: compiled CPU kernels, or an error. xla: XLA only. auto: native if they run here.",
+            metavar="KIND",
+            rich_help_panel=MACHINE,
+            help="native: the compiled kernels, or an error; xla: XLA's own code; auto: native if they run here.",
         ),
     ] = "auto"
 
@@ -224,33 +232,36 @@ class MeshOptions:
         Option(
             "--mesh",
             metavar="tp=N,ep=N,dp=N",
-            rich_help_panel=MODEL,
-            help="Shard the target over tp x ep devices: tp splits heads and each expert, ep distributes the "
-            "experts. dp: number of replicas, each on its own devices; they share the slots. Default: one device.",
+            rich_help_panel=MACHINE,
+            help="Shard the target over tp x ep devices: heads, caches and vocabulary over all, each expert over tp, "
+            "the set of experts over ep. dp: that many replicas, each on its own devices, share the slots. "
+            "Default: one device.",
         ),
     ] = None
     reduce: Annotated[
         Literal["ordered", "psum"],
         Option(
             "--reduce",
-            rich_help_panel=MODEL,
-            help="How devices add partial sums. ordered: in rank order, bitwise reproducible. psum: an all-reduce.",
+            metavar="HOW",
+            rich_help_panel=MACHINE,
+            help="How devices sum. ordered: in rank order, so that verifying equals decoding bit for bit; psum: "
+            "all-reduce.",
         ),
     ] = "ordered"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessOptions:
-    """The processes whose devices form one mesh. All take the same options, except --process-id."""
+    """The processes whose devices make one mesh. All take the same options except --process-id."""
 
     coordinator: Annotated[
         str | None,
         Option(
             "--coordinator",
             metavar="HOST:PORT",
-            rich_help_panel=MODEL,
-            help="Address at which process 0 listens for the others; PORT alone means this machine. --mesh then "
-            "spans the devices of all processes. For trusted networks only.",
+            rich_help_panel=MACHINE,
+            help="Address at which process 0 waits for the others; PORT alone: this machine. --mesh then spans the "
+            "devices of all processes. Trusted networks only.",
         ),
     ] = None
     process_id: Annotated[
@@ -258,26 +269,32 @@ class ProcessOptions:
         Option(
             "--process-id",
             metavar="I",
-            rich_help_panel=MODEL,
-            help="Rank of this process. Rank 0 runs the command; the others follow it.",
+            rich_help_panel=MACHINE,
+            help="This process's rank. Rank 0 runs the command; the others follow.",
         ),
     ] = None
     num_processes: Annotated[
-        int | None, Option("--num-processes", metavar="N", rich_help_panel=MODEL, help="Number of processes.")
+        int | None,
+        Option("--num-processes", metavar="N", rich_help_panel=MACHINE, help="Number of processes, 2 or more."),
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(LoadOptions):
-    """The target, and how it is loaded."""
+class TargetOptions:
+    """Which target."""
 
     target: Target = None
     download: Download = False
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelOptions(LoadOptions, TargetOptions):
+    """Which target, and how it is loaded."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DraftOptions:
-    """The drafter, and how many tokens it proposes."""
+    """Which drafter, and how many tokens it proposes."""
 
     drafter: Annotated[
         str | None,
@@ -285,8 +302,8 @@ class DraftOptions:
             "--drafter",
             metavar="DIR|ngram",
             rich_help_panel=MODEL,
-            help="P-EAGLE or EAGLE-3 checkpoint; ngram looks drafts up in the text and needs no weights. Default: "
-            "demo; demo-eagle3 is its EAGLE-3 drafter.",
+            help="P-EAGLE or EAGLE-3 checkpoint; ngram: prompt lookup, without weights; demo-eagle3: the demo's "
+            "autoregressive drafter. Default: the demo drafter.",
         ),
     ] = None
     aux_layer_ids: AuxLayerIds = None
@@ -297,8 +314,9 @@ class DraftOptions:
             "--num-speculative-tokens",
             metavar="K|auto",
             rich_help_panel=SPECULATION,
-            help="Draft tokens per step. auto: from the drafter's table by load, and none while drafting does not pay. "
-            "Default on CPU: auto.",
+            help="Tokens drafted per step (K). auto: by the number of active requests, from the drafter's "
+            "speculation.json, and none while drafting does not pay. Default: auto on CPU, elsewhere the largest K of "
+            "that table.",
         ),
     ] = None
     draft_vocab: Annotated[
@@ -315,14 +333,19 @@ class DraftOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateOptions:
-    """The variables of a chat template."""
+    """What a chat template is filled with."""
 
     system: Annotated[
         str | None, Option("--system", metavar="TEXT", rich_help_panel=PROMPT, help="System message.")
     ] = None
     reasoning_effort: Annotated[
         Literal["low", "medium", "high"] | None,
-        Option("--reasoning-effort", rich_help_panel=PROMPT, help="Reasoning effort, if the chat template has it."),
+        Option(
+            "--reasoning-effort",
+            metavar="LEVEL",
+            rich_help_panel=PROMPT,
+            help="low, medium or high, if the chat template has it. Default: the template's.",
+        ),
     ] = None
     date: Annotated[
         str,
@@ -330,7 +353,7 @@ class TemplateOptions:
             "--date",
             metavar="YYYY-MM-DD",
             rich_help_panel=PROMPT,
-            help="Date for chat templates that show it. Fixed by default, so that results are reproducible.",
+            help="Current date for chat templates that show it; fixed, so that results are reproducible.",
         ),
     ] = DEFAULT_DATE
 
@@ -341,14 +364,14 @@ class TemplateOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RenderingOptions(TemplateOptions):
-    """How prompts become token ids: with the chat template, or raw."""
+    """How prompts become token ids: by the chat template, or as plain text."""
 
     raw_prompt: Annotated[
         bool,
         Option(
             "--raw-prompt",
             rich_help_panel=PROMPT,
-            help="Continue the text without the chat template. Lowers acceptance.",
+            help="Continue the prompt as plain text, without the chat template: acceptance is lower.",
         ),
     ] = False
     special_tokens: SpecialTokens = False
@@ -359,7 +382,7 @@ class RenderingOptions(TemplateOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How tokens are sampled, in every command that generates."""
+    """How tokens are sampled, in all commands that generate."""
 
     temperature: Annotated[
         float,
@@ -367,7 +390,7 @@ class SamplingOptions:
             "--temperature",
             metavar="T",
             rich_help_panel=SAMPLING,
-            help="Sampling temperature; 0 is greedy decoding.",
+            help="Sampling temperature; below 1e-5: greedy.",
         ),
     ] = 0.0
     top_k: Annotated[
@@ -380,7 +403,7 @@ class SamplingOptions:
             "--top-p",
             metavar="P",
             rich_help_panel=SAMPLING,
-            help="Sample from the most likely tokens with total probability P; 1: all.",
+            help="Sample from the most likely tokens with a cumulative probability of P; 1: all.",
         ),
     ] = 1.0
     min_p: Annotated[
@@ -389,25 +412,17 @@ class SamplingOptions:
             "--min-p",
             metavar="P",
             rich_help_panel=SAMPLING,
-            help="Drop tokens less likely than P times the most likely one; 0: none.",
+            help="Minimum probability of a token relative to the most likely one; 0: off.",
         ),
     ] = 0.0
-    seed: Annotated[
-        int,
-        Option(
-            "--seed",
-            metavar="S",
-            rich_help_panel=SAMPLING,
-            help="Seed of sampling; the same seed gives the same tokens.",
-        ),
-    ] = 0
+    seed: Annotated[int, Option("--seed", metavar="S", rich_help_panel=SAMPLING, help="Random seed for sampling.")] = 0
     presence_penalty: Annotated[
         float,
         Option(
             "--presence-penalty",
             metavar="X",
             rich_help_panel=SAMPLING,
-            help="Subtract X from the logits of generated tokens.",
+            help="Subtract X (-2 to 2) from the logits of tokens already generated.",
         ),
     ] = 0.0
     frequency_penalty: Annotated[
@@ -416,7 +431,7 @@ class SamplingOptions:
             "--frequency-penalty",
             metavar="X",
             rich_help_panel=SAMPLING,
-            help="Subtract X from a token's logit for each time it was generated.",
+            help="Subtract X (-2 to 2) from a token's logit for each time it was generated.",
         ),
     ] = 0.0
     repetition_penalty: Annotated[
@@ -425,13 +440,16 @@ class SamplingOptions:
             "--repetition-penalty",
             metavar="X",
             rich_help_panel=SAMPLING,
-            help="Divide positive logits of tokens in the prompt and output by X, multiply negative ones; 1: off.",
+            help="Divide positive logits of tokens in the prompt or response by X, multiply negative ones; 1: off.",
         ),
     ] = 1.0
     logit_bias: Annotated[
         tuple[str, ...],
         Option(
-            "--logit-bias", metavar="ID=X", rich_help_panel=SAMPLING, help="Add X to the logit of token ID. Repeatable."
+            "--logit-bias",
+            metavar="ID=X",
+            rich_help_panel=SAMPLING,
+            help="Add X to the logit of token ID; repeatable.",
         ),
     ] = ()
     min_tokens: Annotated[
@@ -440,7 +458,7 @@ class SamplingOptions:
             "--min-tokens",
             metavar="N",
             rich_help_panel=SAMPLING,
-            help="Generate at least N tokens before a stop token.",
+            help="Allow no stop token before N tokens are generated.",
         ),
     ] = 0
 
@@ -480,10 +498,10 @@ Given = TypeVar("Given", int, str)
 
 
 def chosen_slots(slots: Given | None, batch: int | None, default: Given) -> Given:
-    """Return --slots, or --batch, its old name, with one line about that. Raises InputError if both were given."""
+    """Return --slots, or --batch, its old name, with a warning. Raises InputError if both are given."""
     if batch is None:
         return default if slots is None else slots
     if slots is not None:
-        raise InputError("--slots and --batch, its old name, are both given; expected --slots alone")
+        raise InputError("--slots and --batch are both given; --batch is the old name of --slots: leave it out")
     say("warning", "--batch is now called --slots")
     return type(default)(batch)

@@ -23,42 +23,60 @@ from peagle.cli.settings.shared import (
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeOptions:
-    """The drafter to train. The fields are those of peagle.workflows.training.DrafterShape, as typed."""
+    """Which drafter is trained. Fields are those of peagle.workflows.training.DrafterShape, as typed."""
 
     init: Annotated[
         str | None,
         Option(
-            "--init",
-            metavar="DIR",
-            rich_help_panel=DRAFTER,
-            help="Start from this drafter and its shape; demo is the shipped one.",
+            "--init", metavar="DIR", rich_help_panel=DRAFTER, help="Start from this drafter: its weights and its shape."
         ),
     ] = None
     aux_layer_ids: AuxLayerIds = None
     autoregressive: Annotated[
         bool,
-        Option(
-            "--autoregressive", rich_help_panel=DRAFTER, help="Train an EAGLE-3 drafter, which runs one pass per draft."
-        ),
+        Option("--autoregressive", rich_help_panel=DRAFTER, help="Train an EAGLE-3 drafter: one pass per draft."),
     ] = False
     layers: Annotated[
-        int | None, Option("--layers", min=1, rich_help_panel=DRAFTER, help="Layers. Default: 4; for EAGLE-3, 1.")
+        int | None,
+        Option(
+            "--layers",
+            metavar="N",
+            min=1,
+            rich_help_panel=DRAFTER,
+            help="Decoder layers. Default: 4, or 1 for EAGLE-3.",
+        ),
     ] = None
     hidden_size: Annotated[
-        int | None, Option("--hidden-size", min=1, rich_help_panel=DRAFTER, help="Model width. Default: the target's.")
+        int | None,
+        Option(
+            "--hidden-size", metavar="N", min=1, rich_help_panel=DRAFTER, help="Hidden size. Default: the target's."
+        ),
     ] = None
     heads: Annotated[
-        int | None, Option("--heads", min=1, rich_help_panel=DRAFTER, help="Query heads. Default: the target's.")
+        int | None,
+        Option("--heads", metavar="N", min=1, rich_help_panel=DRAFTER, help="Query heads. Default: the target's."),
     ] = None
     kv_heads: Annotated[
-        int | None, Option("--kv-heads", min=1, rich_help_panel=DRAFTER, help="Key/value heads. Default: the target's.")
+        int | None,
+        Option(
+            "--kv-heads", metavar="N", min=1, rich_help_panel=DRAFTER, help="Key/value heads. Default: the target's."
+        ),
     ] = None
     head_dim: Annotated[
-        int | None, Option("--head-dim", min=2, rich_help_panel=DRAFTER, help="Width of a head. Default: the target's.")
+        int | None,
+        Option(
+            "--head-dim", metavar="N", min=2, rich_help_panel=DRAFTER, help="Size of a head. Default: the target's."
+        ),
     ] = None
     mlp_width: Annotated[
         int | None,
-        Option("--mlp-width", min=1, rich_help_panel=DRAFTER, help="Width of the MLP. Default: twice the hidden size."),
+        Option(
+            "--mlp-width",
+            metavar="N",
+            min=1,
+            rich_help_panel=DRAFTER,
+            help="Width of the MLP. Default: twice the hidden size.",
+        ),
     ] = None
     taps: Taps = None
     drafter_window: Annotated[
@@ -67,7 +85,8 @@ class ShapeOptions:
             "--drafter-window",
             metavar="N|auto|off",
             rich_help_panel=DRAFTER,
-            help="Limit its attention to the last N positions, in training and after. auto: as in --init, else off.",
+            help="Sliding window of the drafter's attention, in positions, in training and after. auto: that of "
+            "--init, else off.",
         ),
     ] = "auto"
     mask_token: Annotated[
@@ -76,7 +95,7 @@ class ShapeOptions:
             "--mask-token",
             metavar="ID",
             rich_help_panel=DRAFTER,
-            help="Token id of the mask. Default: the highest id not in the data.",
+            help="Token id of the mask slots. Default: the highest id not in the data.",
         ),
     ] = None
     mask_hiddens: Annotated[
@@ -86,7 +105,7 @@ class ShapeOptions:
             min=1,
             metavar="N",
             rich_help_panel=DRAFTER,
-            help="Hidden states of mask slots; 1: all share one.",
+            help="Learned mask_hidden vectors; 1: all mask slots share one.",
         ),
     ] = 1
     draft_vocab: Annotated[
@@ -95,33 +114,34 @@ class ShapeOptions:
             "--draft-vocab",
             metavar="N|FILE",
             rich_help_panel=DRAFTER,
-            help="Draft only the N most frequent tokens of the data, or those a file lists. Default: all.",
+            help="Draft only the N most frequent tokens of the data, or the ids in a JSON list. Default: all.",
         ),
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """Train a P-EAGLE or EAGLE-3 drafter on a target's answers.
+    """Train a P-EAGLE or EAGLE-3 drafter.
 
-    The folder holds the recipe, the log, checkpoints, the curve and, at the end, the drafter. The same command, or
-    --resume, continues an interrupted run.
+    Reads the output of peagle data. Writes the recipe, the log, checkpoints and a
+    plot of the training, and at the end the drafter. The same command, or
+    --resume, resumes after the last checkpoint.
 
     [bold]Examples[/bold]
 
-      an hour             [cyan]peagle train --data DIR --out RUN --minutes 60[/cyan]
-      train longer        [cyan]peagle train --out RUN --resume --steps 5000[/cyan]
-      your own target
-        [cyan]peagle train --target DIR --data DIR --out RUN --steps 5000 --layers 4[/cyan]
-      measure acceptance meanwhile
-        [cyan]peagle train --data DIR --out RUN --steps 900 --evaluate IN.jsonl[/cyan]
-      ten minutes, from a trained drafter
-        [cyan]peagle train --data DIR --out RUN --init DRAFTER --minutes 10[/cyan]
+      one hour          [cyan]peagle train --data DATA --out RUN --minutes 60[/cyan]
+      resume, longer    [cyan]peagle train --out RUN --resume --steps 5000[/cyan]
+      your target
+        [cyan]peagle train --target DIR --data DATA --out RUN --steps 5000[/cyan]
+      from a trained drafter
+        [cyan]peagle train --data DATA --out RUN --init DRAFTER --minutes 10[/cyan]
+      acceptance length on held-out prompts
+        [cyan]peagle train --data DATA --out RUN --steps 900 --evaluate IN.jsonl[/cyan]
       long prompts
-        [cyan]peagle train --data DIR --out RUN --steps 900 --width 8192 \\
+        [cyan]peagle train --data DATA --out RUN --steps 900 --width 8192 \\
           --drafter-window 2048[/cyan]
-      an EAGLE-3 drafter
-        [cyan]peagle train --data DIR --out RUN --minutes 60 --autoregressive[/cyan]
+      EAGLE-3
+        [cyan]peagle train --data DATA --out RUN --minutes 60 --autoregressive[/cyan]
     """
 
     data: Annotated[
@@ -130,7 +150,7 @@ class TrainSettings:
             "--data",
             metavar="DIR[:SHARE]",
             rich_help_panel=DATA,
-            help="Folder of peagle data. Repeatable, with each folder's share of a step's rows.",
+            help="Output of peagle data; repeatable. SHARE: its weight among the rows of a step.",
         ),
     ] = ()
     mix: Annotated[
@@ -139,28 +159,38 @@ class TrainSettings:
             "--mix",
             metavar="LEN:SHARE,...",
             rich_help_panel=DATA,
-            help="Shares of a step's rows by document length, such as 512:5,2048:2,4096:1.",
+            help="Weights among the rows of a step by length of the document: up to LEN tokens, such as "
+            "512:5,2048:2,4096:1.",
         ),
     ] = None
     out: OwnFolder
     resume: Annotated[
         bool,
-        Option("--resume", rich_help_panel=RUNNING, help="Resume the run in --out; --steps or --minutes extend it."),
+        Option(
+            "--resume",
+            rich_help_panel=RUNNING,
+            help="Resume the training in --out with its own options; --steps or --minutes extend it.",
+        ),
     ] = False
     target: Target = None
     download: Download = False
     steps: Annotated[
         int | None,
         Option(
-            "--steps", min=1, rich_help_panel=LEARNING, help="Training steps; a larger number continues a finished run."
+            "--steps",
+            metavar="N",
+            min=1,
+            rich_help_panel=LEARNING,
+            help="Training steps; more steps than before extend the training in --out.",
         ),
     ] = None
     minutes: Annotated[
         float | None,
         Option(
             "--minutes",
+            metavar="MINUTES",
             rich_help_panel=LEARNING,
-            help="Time limit from the first step on; the number of steps is planned from measured step times.",
+            help="Time limit of this run, from its first step on. Without --steps, train for as many steps as fit.",
         ),
     ] = None
     shape: ShapeOptions = ShapeOptions()
@@ -170,18 +200,34 @@ class TrainSettings:
             "--mesh",
             metavar="dp=N",
             rich_help_panel=RUNNING,
-            help="Devices that share the rows of a step; may differ after a resume. Default: as many as divide them.",
+            help="Data parallelism: devices that share the rows of a step; may differ after --resume. Default: the "
+            "most devices that divide --rows.",
         ),
     ] = None
-    rows: Annotated[int, Option("--rows", rich_help_panel=LEARNING, help="Rows per step, over all devices.")] = 8
-    width: Annotated[int, Option("--width", rich_help_panel=LEARNING, help="Tokens per row.")] = 512
-    depth: Annotated[int, Option("--depth", rich_help_panel=LEARNING, help="Draft positions to train (K_train).")] = 8
+    rows: Annotated[
+        int, Option("--rows", metavar="N", rich_help_panel=LEARNING, help="Rows per step, over all devices.")
+    ] = 8
+    width: Annotated[int, Option("--width", metavar="N", rich_help_panel=LEARNING, help="Tokens per row.")] = 512
+    depth: Annotated[
+        int, Option("--depth", metavar="N", rich_help_panel=LEARNING, help="K_train: draft positions that are trained.")
+    ] = 8
     ratio: Annotated[
         float,
-        Option("--ratio", rich_help_panel=LEARNING, help="Share of chains kept from each depth to the next (COD)."),
+        Option(
+            "--ratio",
+            metavar="P",
+            rich_help_panel=LEARNING,
+            help="Fraction of chains kept from one depth to the next (COD).",
+        ),
     ] = 0.8
     min_ratio: Annotated[
-        float, Option("--min-ratio", rich_help_panel=LEARNING, help="Smallest share of chains to keep.")
+        float,
+        Option(
+            "--min-ratio",
+            metavar="P",
+            rich_help_panel=LEARNING,
+            help="Least fraction of chains kept at any depth (COD).",
+        ),
     ] = 0.2
     parts: Annotated[
         int | None,
@@ -189,51 +235,82 @@ class TrainSettings:
             "--parts",
             metavar="N",
             rich_help_panel=LEARNING,
-            help="Split rows into N parts: less memory, same gradient. Default: 1; with a window, parts of 512 or "
-            "more.",
+            help="Split rows into N parts: less memory, the same gradient. Default: 1; with --drafter-window, parts of "
+            "512 tokens or more.",
         ),
     ] = None
     loss: Annotated[
         Literal["half", "cross_entropy", "soft_cross_entropy", "kl", "total_variation"],
         Option(
             "--loss",
+            metavar="LOSS",
             rich_help_panel=LEARNING,
-            help="half: half the target's distribution, half its argmax. total_variation: the rejection rate of drafts "
-            "sampled at temperature 1; start it from a trained drafter.",
+            help="cross_entropy: with the token in the data; soft_cross_entropy or kl: with the target's distribution; "
+            "half: half soft_cross_entropy, half cross-entropy with the target's best token; total_variation: the "
+            "rejection rate of drafts sampled at temperature 1, to be used with --init.",
         ),
     ] = "half"
     optimizer: Annotated[
-        Literal["adamw", "muon"], Option("--optimizer", rich_help_panel=LEARNING, help="Optimizer of matrices.")
+        Literal["adamw", "muon"],
+        Option(
+            "--optimizer",
+            metavar="NAME",
+            rich_help_panel=LEARNING,
+            help="adamw; or muon for the layers' matrices, with Adam for the rest.",
+        ),
     ] = "adamw"
-    learning_rate: Annotated[float, Option("--learning-rate", rich_help_panel=LEARNING, help="Peak learning rate.")] = (
-        1e-4
-    )
+    learning_rate: Annotated[
+        float, Option("--learning-rate", metavar="X", rich_help_panel=LEARNING, help="Peak learning rate.")
+    ] = 1e-4
     other_rate: Annotated[
         float | None,
         Option(
-            "--other-rate", rich_help_panel=LEARNING, help="With muon: the learning rate of everything but matrices."
+            "--other-rate",
+            metavar="X",
+            rich_help_panel=LEARNING,
+            help="With muon: peak learning rate of embedding, head, norms and mask_hidden. Default: --learning-rate.",
         ),
     ] = None
-    weight_decay: Annotated[float, Option("--weight-decay", rich_help_panel=LEARNING, help="Weight decay.")] = 0.0
+    weight_decay: Annotated[
+        float, Option("--weight-decay", metavar="X", rich_help_panel=LEARNING, help="Weight decay.")
+    ] = 0.0
     warmup: Annotated[
-        float, Option("--warmup", rich_help_panel=LEARNING, help="Share of the steps in which the learning rate rises.")
+        float,
+        Option(
+            "--warmup",
+            metavar="P",
+            rich_help_panel=LEARNING,
+            help="Fraction of the steps in which the learning rate rises, at the start.",
+        ),
     ] = 0.0025
     decay: Annotated[
-        float, Option("--decay", rich_help_panel=LEARNING, help="Share of the steps in which the learning rate falls.")
+        float,
+        Option(
+            "--decay",
+            metavar="P",
+            rich_help_panel=LEARNING,
+            help="Fraction of the steps in which it falls, at the end.",
+        ),
     ] = 1.0
     clip: Annotated[
-        float | None, Option("--clip", min=0, rich_help_panel=LEARNING, help="Clip gradients to this norm.")
+        float | None,
+        Option(
+            "--clip", metavar="X", min=0, rich_help_panel=LEARNING, help="Maximum gradient norm. Default: no clipping."
+        ),
     ] = None
     freeze_embedding: Annotated[
         bool, Option("--freeze-embedding", rich_help_panel=LEARNING, help="Do not train the embedding.")
     ] = False
     dtype: Annotated[
         Literal["float32", "bfloat16"],
-        Option("--dtype", rich_help_panel=LEARNING, help="Data type of activations; weights stay float32."),
+        Option(
+            "--dtype",
+            metavar="DTYPE",
+            rich_help_panel=LEARNING,
+            help="Compute in float32 or bfloat16; weights and optimiser stay float32.",
+        ),
     ] = "float32"
-    seed: Annotated[
-        int, Option("--seed", min=0, rich_help_panel=LEARNING, help="Seed of initialization and sampling.")
-    ] = 0
+    seed: Annotated[int, Option("--seed", metavar="S", min=0, rich_help_panel=LEARNING, help="Random seed.")] = 0
     save_every: Annotated[
         int, Option("--save-every", min=1, metavar="STEPS", rich_help_panel=RUNNING, help="Steps between checkpoints.")
     ] = 100
@@ -243,17 +320,28 @@ class TrainSettings:
             "--evaluate",
             metavar="FILE.jsonl",
             rich_help_panel=RUNNING,
-            help="Held-out prompts on which to measure the acceptance length.",
+            help="Held-out prompts: measure the acceptance length on them with the engine.",
         ),
     ] = None
     evaluate_every: Annotated[
         int,
         Option(
-            "--evaluate-every", min=0, rich_help_panel=RUNNING, help="Steps between evaluations; 0: only at the end."
+            "--evaluate-every",
+            metavar="STEPS",
+            min=0,
+            rich_help_panel=RUNNING,
+            help="Steps between evaluations; 0: only at the end.",
         ),
     ] = 200
     evaluate_prompts: Annotated[
-        int, Option("--evaluate-prompts", min=1, rich_help_panel=RUNNING, help="Prompts per evaluation.")
+        int,
+        Option(
+            "--evaluate-prompts",
+            metavar="N",
+            min=1,
+            rich_help_panel=RUNNING,
+            help="Prompts of an evaluation: the first N.",
+        ),
     ] = 20
     strict: Strict = False
     num_speculative_tokens: Annotated[
@@ -263,11 +351,16 @@ class TrainSettings:
             "--num-speculative-tokens",
             metavar="K",
             rich_help_panel=RUNNING,
-            help="Draft tokens per step of the evaluation.",
+            help="Tokens drafted per step (K) in evaluations.",
         ),
     ] = 7
     dialect: Annotated[
         Literal["vllm", "speculators"],
-        Option("--dialect", rich_help_panel=OUTPUT, help="Layout of the drafter to write."),
+        Option(
+            "--dialect",
+            metavar="LAYOUT",
+            rich_help_panel=OUTPUT,
+            help="Layout of the trained drafter: vllm or speculators.",
+        ),
     ] = "vllm"
-    quiet: Annotated[bool, quiet_option("Print no progress, log or summary")] = False
+    quiet: Annotated[bool, quiet_option("Hide progress, log and summary; they are in --out")] = False

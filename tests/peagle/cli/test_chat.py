@@ -71,7 +71,7 @@ def test_reset_forgets_and_exit_ends_it(chat: Chat, real_pair: Pair) -> None:
     code, out, err = chat(b"hello\n/reset\n  \nand you?\r\n/exit\nnever\n", pair=real_pair)
     texts = [*answers(real_pair, "hello"), *answers(real_pair, "and you?")]
     assert (code, out) == (0, "".join(text if text.endswith("\n") else f"{text}\n" for text in texts))
-    assert "the conversation is forgotten" in err
+    assert "new conversation" in err
 
 
 def test_options_are_those_of_speculate(chat: Chat, toy: Pair) -> None:
@@ -95,7 +95,7 @@ def test_a_conversation_that_does_not_fit_says_so_and_goes_on(chat: Chat) -> Non
     assert len(complaints) == 2
     for line in complaints:
         assert "the conversation with this message has" in line
-        assert "the context holds 200 positions; /reset forgets what was said before" in line
+        assert "the context holds 200 positions; /reset starts a new one" in line
     code, out, err = chat(b"b" * 1000 + b"\nHi\n", "--context", str(MAX_POSITIONS))
     assert (code, len(out.splitlines())) == (0, 1)
     assert f"the context holds {MAX_POSITIONS} positions; shorten it, or start again with a larger --context" in err
@@ -105,7 +105,7 @@ def test_no_message_shows_a_traceback(chat: Chat, toy: Pair) -> None:
     control = "\x1b[31mred\x07 \x00 <|return|> \u202e"
     code, out, err = chat(control.encode() + b"\n\xff\xfe\n" + b"/unknown\n/usr/bin\n", pair=toy)
     first, third = answers(toy, control, "/usr/bin")
-    assert "/unknown is no command; expected /reset or /exit" in err
+    assert "/unknown is not a command; expected /reset or /exit" in err
     assert (code, out) == (0, f"{first}\n{third}\n")
     assert "peagle: error: the message is not UTF-8 text; expected UTF-8\n" in err
     assert "\x1b" not in err
@@ -177,7 +177,7 @@ def test_ctrl_c_before_the_first_token_forgets_the_message(chat: Chat, monkeypat
     press_ctrl_c_at(monkeypatch, Display, "compiling")
     code, out, err = chat(b"Hi\nGo on\n")
     assert (code, len(out.splitlines())) == (0, 1)
-    assert "interrupted before the first token; the message is forgotten" in err
+    assert "interrupted before the first token; the message is left out" in err
 
 
 def test_in_a_terminal_ctrl_c_stops_the_answer_and_at_the_prompt_the_chat() -> None:
@@ -195,4 +195,4 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_and_at_the_prompt_the_chat() -> N
         terminal.press(CTRL_C)
         assert terminal.end() == 130
     assert b"Traceback" not in terminal.shown
-    assert b"/reset forgets the conversation" in terminal.shown
+    assert b"/reset starts a new conversation" in terminal.shown

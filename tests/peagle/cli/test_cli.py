@@ -109,7 +109,7 @@ def test_where_no_draft_can_pay_it_says_so(cli: Run, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Engine, "_measure_costs", lambda *_: {1: 9.0})
     code, _, err = cli("speculate", "--drafter", "ngram", "-k", "auto", "-n", "12", "Hi")
     assert code == 0
-    assert "a step takes the time of 9.0 plain steps and gives 4 tokens at most; decoded plainly" in err
+    assert "a drafted step takes as long as 9.0 plain steps and emits at most 4 tokens; decoded plainly" in err
     assert "0 steps of K <= 3, 11 plain" in err
     assert "no speed-up, since nothing was drafted: both are plain decoding | the same tokens" in err
 
@@ -313,7 +313,7 @@ def test_logprobs_are_shown_where_no_json_has_them(cli: Run) -> None:
     code, out, err = cli("generate", "-n", "4", "--logprobs", "2", "Hi")
     assert code == 0
     lines = err.splitlines()
-    first = lines.index("log-probability, token | the likeliest there") + 1
+    first = lines.index("log-probability, token | most likely tokens") + 1
     tokens = [line.partition(" | ")[0].split(maxsplit=1)[1].strip() for line in lines[first : first + 4]]
     assert "".join(map(ast.literal_eval, tokens)) == out.removesuffix("\n")
     assert all(line.partition(" | ")[2].count(", ") >= 1 for line in lines[first : first + 4])
@@ -401,7 +401,7 @@ def test_the_date_of_a_template_is_fixed_and_can_be_given(cli: Run, toy: Pair) -
         (["serve", "-k", "200"], ["-k is 200; expected 0 (plain decoding) to 128 drafted tokens"]),
         (["speculate", "--draft-vocab", "2049", "Hi"], ["--draft-vocab is 2049; expected 1 to 2048"]),
         (["speculate", "--aux-layer-ids", "1,2", "Hi"], ["--aux-layer-ids names 2 aux layers [1, 2]", "reads 3"]),
-        (["random", "tiny", f"{__file__}/x"], [f"{__file__}/x cannot be written", "; expected a place that can be"]),
+        (["random", "tiny", f"{__file__}/x"], [f"{__file__}/x cannot be written", "; expected a path that can be"]),
     ],
 )
 def test_values_are_refused_by_the_option_and_the_command_that_were_typed(

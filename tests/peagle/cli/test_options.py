@@ -4,6 +4,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
@@ -102,39 +103,67 @@ def test_a_message_about_a_value_names_its_flag_as_typed() -> None:
         assert by_flag(message, flags) == named
 
 
-@pytest.mark.parametrize("name", [name for name, _ in commands()])
-def test_examples_of_the_help_stand_whole_at_80_columns(
+COMMANDS = dict(commands())
+PROMPT_FILES = ("speculate", "generate", "data", "sweep", "parity")
+
+
+def parameters(words: str) -> Iterator[Any]:
+    """Yield the options and arguments of a command that its help shows."""
+    command = typer.main.get_command(app)
+    for word in words.split():
+        command = command.commands[word]
+    yield from (parameter for parameter in command.params if not getattr(parameter, "hidden", False))
+
+
+def shown(words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return the lines of a command's help at 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*words.split(), "--help"]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_stands_whole_at_80_columns(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    text = dict(commands())[name] or ""
-    assert main([*name.split(), "--help"]) == 0
-    shown = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    for line in inspect.cleandoc(text).partition("[/bold]")[2].partition("\n")[2].splitlines():
-        assert re.sub(r"\[/?(cyan|bold)\]", "", line).strip() in shown
+    lines = [line.strip() for line in shown(name, monkeypatch, capsys)]
+    assert not [line for line in lines if "…" in line]
+    for line in inspect.cleandoc(COMMANDS[name] or "").splitlines():
+        assert re.sub(r"\[/?(cyan|bold)\]", "", line).strip() in lines
 
 
-def test_the_main_help_fits_one_screen_and_each_command_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_help_of_all_commands_fits_one_screen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main(["--help"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 36
-    names = [path for path, _ in commands() if path and " " not in path]
-    table = lines[next(i for i, line in enumerate(lines) if "Commands" in line) + 1 : -2]
-    assert [line.split()[1] for line in table if line.strip("│ ")] == names
+    lines = shown("", monkeypatch, capsys)
+    assert len(lines) <= 32
+    for name, text in COMMANDS.items():
+        if name and " " not in name:
+            first = (text or "").splitlines()[0]
+            assert any(re.fullmatch(rf"│ {name} +{re.escape(first)} +│", line) for line in lines), first
 
 
-@pytest.mark.parametrize("name", ["speculate", "generate", "data", "sweep", "parity"])
-def test_prompt_files_have_two_names_in_every_command(name: str) -> None:
-    options = typer.main.get_command(app).commands[name].params  # type: ignore[attr-defined]
-    assert any({"--prompts", "--prompt-file"} <= set(option.opts) for option in options)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_has_a_help(name: str) -> None:
+    for parameter in parameters(name):
+        assert (parameter.help or "").endswith("."), parameter.opts
 
 
-def test_every_option_says_what_it_is() -> None:
-    group = typer.main.get_command(app)
-    for name, command in group.commands.items():  # type: ignore[attr-defined]
-        for option in command.params:
-            if option.name != "help" and not getattr(option, "hidden", False):
-                assert getattr(option, "help", None), f"{name} {option.name}"
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("", "cluster")])
+def test_every_command_has_examples(name: str) -> None:
+    assert f"peagle {name}" in (COMMANDS[name] or "").partition("[bold]Examples[/bold]")[2]
+
+
+@pytest.mark.parametrize("flag", ["--prompt-file", "--prompts"])
+@pytest.mark.parametrize("name", PROMPT_FILES)
+def test_files_of_prompts_have_two_names_in_every_command(
+    name: str, flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    absent, out = str(tmp_path / "absent.jsonl"), ["--out", str(tmp_path / "out")]
+    assert main([name, flag, absent, *(out if name in ("data", "sweep") else [])]) == 2
+    assert f"{absent} cannot be read" in capsys.readouterr().err
+
+
+def test_all_commands_that_read_files_of_prompts_are_known() -> None:
+    reads = {name for name in COMMANDS for parameter in parameters(name) if "--prompt-file" in parameter.opts}
+    assert reads == set(PROMPT_FILES)

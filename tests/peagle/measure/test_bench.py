@@ -369,7 +369,7 @@ def test_the_table_is_on_standard_output_and_in_markdown(run: Run, tmp_path: Pat
     assert (code, err) == (0, "")
     assert "\x1b" not in out
     rows = [line for line in (tmp_path / "out.md").read_text().splitlines() if line.startswith("|")]
-    assert rows[0] == "| test | tok/s | ms a pass | v(T) | floor | GB/s |"
+    assert rows[0] == "| test | tok/s | ms/pass | v(T) | floor | GB/s |"
     assert [row.split(" | ")[0] for row in rows[2:]] == ["| pp 8", "| tg 3 @ 6", "| verify 1 @ 6", "| verify 2 @ 6"]
     assert {row.count("|") for row in rows} == {7}
     for row in rows[2:]:  # the same figures in both
@@ -383,7 +383,7 @@ def test_slots_and_drafts_have_rows_and_columns_of_their_own(run: Run, tmp_path:
     code, out, _ = run(*ARGUMENTS, *given, "--markdown", str(tmp_path / "out.md"))
     assert code == 0
     rows = [line.strip("| ").split(" | ") for line in (tmp_path / "out.md").read_text().splitlines() if line[:1] == "|"]
-    assert rows[0] == ["test", "tok/s", "ms a pass", "v(T)", "floor", "GB/s", "over 1 slot", "c(K)"]
+    assert rows[0] == ["test", "tok/s", "ms/pass", "v(T)", "floor", "GB/s", "over 1 slot", "c(K)"]
     assert [row[0] for row in rows[2:]] == [
         "tg 3 @ 6, 1 slot", "tg 3 @ 6, 1 slot, K = 2", "tg 3 @ 6, 3 slots", "tg 3 @ 6, 3 slots, K = 2",
         "tg 3 @ 6, 1 of 3 slots", "verify 1 @ 6",

@@ -296,10 +296,10 @@ def command(monkeypatch: pytest.MonkeyPatch, tokenizer: ByteLevelTokenizer, tmp_
 def test_the_command_answers_and_says_how_much(command: Any, capfd: pytest.CaptureFixture[str]) -> None:
     assert command([line("0"), line("1"), "{"]) == 0
     said = capfd.readouterr().err
-    assert "answering as peagle-demo with K = 3: 2 slots of 128" in said
+    assert "answering as peagle-demo with K = 3: 2 slots with a context of 128" in said
     assert "2 lines answered, 1 refused; 11 tokens in " in said
     assert command([line("0"), line("1"), "{", line("2")]) == 0
-    assert "1 lines answered, 1 refused, 2 known before; 7 tokens" in capfd.readouterr().err
+    assert "1 lines answered, 1 refused, 2 answered before; 7 tokens" in capfd.readouterr().err
     assert command([line("0")], "-q") == 0
     assert capfd.readouterr().err == ""
     assert command([line("0"), "["], "-q") == 0
@@ -315,7 +315,7 @@ def test_the_command_fails_if_a_line_did(
     with monkeypatch.context() as patch:
         patch.setitem(peagle.serve.batch.CALLS, COMPLETIONS, fails)
         assert command([line("0"), "{"]) == 1
-    assert "0 lines answered, 1 refused, 1 failed: the same command asks them again" in capfd.readouterr().err
+    assert "0 lines answered, 1 refused, 1 failed: run the same command again" in capfd.readouterr().err
     assert command([line("0"), "{"]) == 0
 
 
@@ -332,7 +332,7 @@ def test_ctrl_c_ends_the_command_and_says_how_to_go_on(
     lines = [line(name) for name in BODIES]
     press_ctrl_c_at(monkeypatch, peagle.serve.batch, "_write", 2)
     assert command(lines) == 130
-    assert f"of {len(lines)} lines are done; the same command goes on" in capfd.readouterr().err
+    assert f"of {len(lines)} lines are done; the same command resumes" in capfd.readouterr().err
     assert 2 <= len(read(tmp_path / "out.jsonl")) < len(lines)
     assert command(lines) == 0
     assert len(read(tmp_path / "out.jsonl")) == len(lines)

@@ -60,7 +60,7 @@ def test_it_says_what_it_serves_answers_and_ends_well(
     assert replies[0].json()["usage"]["completion_tokens"] == 5
     assert replies[0].json()["model"] == "peagle-demo"
     said = capfd.readouterr().err
-    assert "serving peagle-demo with K = 3: 2 slots of 128 positions each" in said
+    assert "serving peagle-demo with K = 3: 2 slots with a context of 128" in said
     assert "memory besides the weights: " in said
     assert "ready: http://127.0.0.1:" in said
     assert '"completion_tokens": 5' in said
@@ -106,16 +106,16 @@ def test_options_from_a_file_give_way_to_typed_ones(
     assert [reply.status_code for reply in seen] == [200, 413, 400, 200, 403]
     assert seen[0].headers["access-control-allow-origin"] == "https://b.example"
     assert "at most 4" in seen[2].json()["error"]["message"]
-    assert "serving filed plainly: 2 slots of 128 positions" in capfd.readouterr().err
+    assert "serving filed plainly: 2 slots with a context of 128" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("slots = ", "cannot be read"),
-        ("sluts = 3", "names sluts, which is no option here"),
+        ("sluts = 3", "names sluts, which is not an option of this command"),
         ("config = 'x'", "names config, which"),
-        ("[serve]\nslots = 3", "names serve, which is no option here"),
+        ("[serve]\nslots = 3", "names serve, which is not an option of this command"),
         ("slots = [1, 2]", "sets slots to [1, 2]; expected a text or a number"),
         ("slots = true", "sets slots to True; expected"),
         ("quiet = 1", "sets quiet to 1; expected true or false"),

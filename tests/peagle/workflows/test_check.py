@@ -67,7 +67,7 @@ def test_the_command_ends_with_a_verdict_of_two_lines(
     assert main(["check"]) == 0
     *_, first, second = capsys.readouterr().out.splitlines()
     assert first == "Right: all 1 checks pass."
-    assert second == f"Computes here: {native.status()[1]}."
+    assert second == f"Kernels here: {native.status()[1]}."
     monkeypatch.setattr("peagle.cli.check.check", lambda: iter([right, wrong]))
     assert main(["check"]) == 1
     assert "Wrong: 1 of 2 checks fail: logits of S." in capsys.readouterr().out

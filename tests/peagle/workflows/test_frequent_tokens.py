@@ -19,7 +19,7 @@ def test_tokens_are_counted_in_runs_and_in_packed_rows(tmp_path: Path, capsys: p
     out = tmp_path / "out.json"
     assert main(["frequent-tokens", *map(str, files), "--out", str(out)]) == 0
     assert json.loads(out.read_text()) == [2, 5]
-    assert "2 tokens; of 7 counted the first 1 are 57.1%" in capsys.readouterr().out
+    assert "2 tokens; of 7 tokens counted, the first 1 are 57.1%" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"requests": [{}]}', '{"requests": []}'])

@@ -244,9 +244,9 @@ def test_a_gain_that_is_luck_is_no_cause() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--drafter", "ngram"], "has no weights to be compared"),
+        (["--drafter", "ngram"], "has no weights to compare"),
         (["--drafter", "absent"], "absent"),
-        (["--target", str(DEMO_DIRECTORY / "target"), "--drafter", str(DEMO_DRAFTER)], "give --prompts"),
+        (["--target", str(DEMO_DIRECTORY / "target"), "--drafter", str(DEMO_DRAFTER)], "with --prompt-file FILE"),
         (["--prompts", "absent.jsonl"], "cannot be read"),
     ],
 )

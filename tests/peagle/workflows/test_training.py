@@ -668,8 +668,8 @@ def test_resume_needs_nothing_else_and_takes_more(
     assert json.loads((out / RECIPE).read_text())["recipe"]["steps"] == 9
     code, said = run("train", "--out", out, "--resume", "--seed", 5)
     assert code == 2
-    assert "--resume goes on by the recipe in" in said
-    assert "seed is given, too" in said
+    assert "--resume takes its options from the recipe in" in said
+    assert "leave out --seed" in said
     code, said = run("train", "--out", tmp_path / "none", "--resume")
     assert code == 2
     assert "holds no training" in said

@@ -477,7 +477,7 @@ def test_what_is_there_is_never_overwritten(
     before = {path.name: path.read_bytes() for path in finished.path.iterdir()}
     assert sweep(monkeypatch, "--out", finished.path, "--prompts", prompt_file(tmp_path)) == 2
     assert sweep(monkeypatch, "--out", finished.path, "--resume", "-k", "5") == 2
-    assert "num speculative tokens is given, too" in capsys.readouterr().err
+    assert "leave out --num-speculative-tokens" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in finished.path.iterdir()} == before
 
 
