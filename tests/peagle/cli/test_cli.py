@@ -401,7 +401,7 @@ def test_the_date_of_a_template_is_fixed_and_can_be_given(cli: Run, toy: Pair) -
         (["serve", "-k", "200"], ["-k is 200; expected 0 (plain decoding) to 128 drafted tokens"]),
         (["speculate", "--draft-vocab", "2049", "Hi"], ["--draft-vocab is 2049; expected 1 to 2048"]),
         (["speculate", "--aux-layer-ids", "1,2", "Hi"], ["--aux-layer-ids names 2 aux layers [1, 2]", "reads 3"]),
-        (["random", "tiny", f"{__file__}/x"], [f"{__file__}/x cannot be written", "; expected a path that can be"]),
+        (["random", "tiny", f"{__file__}/x"], [f"{__file__}/x cannot be written", "; expected a place that can be"]),
     ],
 )
 def test_values_are_refused_by_the_option_and_the_command_that_were_typed(
