@@ -41,10 +41,10 @@ def speedup(series: Mapping[str, Sequence[Row]]) -> str | None:
 
 
 def acceptance_length(series: Mapping[str, Sequence[Row]]) -> str | None:
-    """Draw acceptance length over K; hollow markers: without looping outputs."""
+    """Draw acceptance length over K; hollow markers: without the outputs that loop, if some do."""
 
     def without_loops(row: Row) -> Any:
-        return row["without_loops"]["acceptance_length"]
+        return row["without_loops"]["acceptance_length"] if row["looping_frac"] else None
 
     return _over_k(series, "acceptance_length", "acceptance length", also=without_loops)
 
@@ -74,10 +74,14 @@ def cycle(rows: Sequence[Row]) -> str | None:
         _bars(axis, [place for place, _ in shown], [each for _, each in shown], label="tokens a pass", color=INK)
         axis.set(xlabel="K", ylabel="passes of plain decoding")
         _from_zero(axis)
-        axis.set_xticks(places, [row["label"] for row in profiled], rotation=_rotation(profiled))
-        axis.legend()
+        axis.set_xticks(places, [row["label"] for row in profiled])
+        if tilt := _tilt(profiled):
+            axis.tick_params(axis="x", rotation=tilt)
+            for label in axis.get_xticklabels():
+                label.set(ha="right", rotation_mode="anchor")
+        _legend_above(axis)
 
-    return _svg(draw)
+    return svg(draw)
 
 
 def positions(series: Mapping[str, Row]) -> str | None:
@@ -94,7 +98,7 @@ def positions(series: Mapping[str, Row]) -> str | None:
         axis.xaxis.get_major_locator().set_params(integer=True)
         _legend(axis, len(drafted))
 
-    return _svg(draw, len(drafted))
+    return svg(draw, len(drafted))
 
 
 def requests(row: Row, looping_above: float) -> str | None:
@@ -107,21 +111,34 @@ def requests(row: Row, looping_above: float) -> str | None:
         for looping, color, name in ((False, COLORS[0], "other outputs"), (True, COLORS[1], "looping outputs")):
             some = [
                 (place, each["speedup"])
-                for place, each in enumerate(found)
+                for place, each in enumerate(found, 1)
                 if ((each["loop_share"] or 0) > looping_above) == looping
             ]
             if some:
                 _bars(axis, [p for p, _ in some], [e for _, e in some], label=name, color=color, fmt=".", capsize=0)
         axis.axhline(1, color="grey", linewidth=0.8)
-        highest = 1.3 * max(each["speedup"]["value"] for each in found)  # intervals of few repeats reach far beyond
-        axis.set(xlabel="requests, slowest first", ylabel="speed-up over plain decoding", ylim=(0, highest))
-        axis.legend(loc="lower right")
+        axis.set(xlabel="requests, slowest first", ylabel="speed-up over plain decoding")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        _log_ratios(axis)  # intervals of few repeats reach far, as far up as down by this scale
+        if len(axis.get_legend_handles_labels()[1]) > 1:
+            _legend_above(axis)
 
-    return _svg(draw)
+    return svg(draw)
+
+
+def _log_ratios(axis: Any) -> None:
+    """Make the vertical axis logarithmic, with ticks at plain numbers."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, StrMethodFormatter
+
+    axis.set_yscale("log")
+    low, high = axis.get_ylim()
+    axis.yaxis.set_major_locator(MaxNLocator(6) if high < 4 * low else LogLocator(2, (1.0, 1.5)))
+    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.minorticks_off()
 
 
 def concurrency(series: Mapping[str, Sequence[Row]]) -> str | None:
-    """Draw total tokens a second over the number of requests at once, one line per arm.
+    """Draw total tokens a second over the number of requests at once, one line per variant.
 
     None without any.
     """
@@ -141,7 +158,7 @@ def concurrency(series: Mapping[str, Sequence[Row]]) -> str | None:
         axis.set(xlabel="requests at once", ylabel="total tokens a second", ylim=(0, HEADROOM * highest))
         _legend(axis, len(timed))
 
-    return _svg(draw, len(timed))
+    return svg(draw, len(timed))
 
 
 def over_context(series: Mapping[str, Sequence[Row]], key: str, name: str, level: float | None = None) -> str | None:
@@ -168,7 +185,7 @@ def over_context(series: Mapping[str, Sequence[Row]], key: str, name: str, level
         _from_zero(axis)
         _legend(axis, len(found))
 
-    return _svg(draw, len(found))
+    return svg(draw, len(found))
 
 
 def _over_k(
@@ -205,7 +222,7 @@ def _over_k(
         axis.set_xticks(range(len(labels)), labels)
         _legend(axis, len(series))
 
-    return _svg(draw, len(series))
+    return svg(draw, len(series))
 
 
 def _bars(axis: Any, places: Sequence[int | float], values: Sequence[Mapping[str, float]], **style: Any) -> None:
@@ -240,13 +257,30 @@ def _legend(axis: Any, num_series: int) -> None:
         axis.legend()
 
 
-def _rotation(rows: Sequence[Row]) -> int:
+def _legend_above(axis: Any) -> None:
+    """Put a legend above the picture, where it covers nothing."""
+    axis.figure.legend(loc="outside upper center", ncols=4, fontsize="small", frameon=False)
+
+
+def _tilt(rows: Sequence[Row]) -> int:
+    """Choose the angle at which the labels of rows do not meet."""
     if len(rows) > 12:
         return 90
     return 25 if any(len(row["label"]) > 4 for row in rows) else 0
 
 
-def _svg(draw: Callable[[Any], None], num_series: int = 1) -> str | None:
+def svg(
+    draw: Callable[[Any], None],
+    num_series: int = 1,
+    panels: int = 1,
+    size: tuple[float, float] = (WIDE, HIGH),
+    on_dark: Mapping[str, str] = ON_DARK,
+) -> str | None:
+    """Draw as SVG text that follows the reader's colour scheme; None without matplotlib.
+
+    `draw` gets the axes: of several panels an array, one below the other, with one horizontal axis. on_dark: the colour
+    of a dark page for each colour of a light one.
+    """
     if not can_draw():
         return None
     import matplotlib
@@ -259,22 +293,24 @@ def _svg(draw: Callable[[Any], None], num_series: int = 1) -> str | None:
     style: Any = {"svg.hashsalt": "peagle", "svg.fonttype": "none", "font.size": 10, "text.parse_math": False}
     with matplotlib.rc_context(style | dict.fromkeys(inked, INK)):
         below = 0.1 * num_series if num_series > FEW_SERIES else 0.0  # two columns of lines of .2 inches
-        figure, axis = plt.subplots(figsize=(WIDE, HIGH + below), layout="constrained")
-        draw(axis)
-        axis.spines[["top", "right"]].set_visible(False)
+        width, height = size
+        figure, axes = plt.subplots(panels, figsize=(width, height + below), layout="constrained", sharex=True)
+        draw(axes)
+        for axis in figure.axes:
+            axis.spines[["top", "right"]].set_visible(False)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
         plt.close(figure)
-    return _for_both_schemes(text.getvalue())
+    return _for_both_schemes(text.getvalue(), on_dark)
 
 
-def _for_both_schemes(svg: str) -> str:
+def _for_both_schemes(drawing: str, on_dark: Mapping[str, str]) -> str:
     """Let a drawing follow the reader's colour scheme, alone and in a page: its colours are in style attributes."""
     rules = (
         f'[style*="{property}: {light}"] {{ {property}: {dark} !important }}'
-        for light, dark in ON_DARK.items()
+        for light, dark in on_dark.items()
         for property in ("fill", "stroke")
     )
     style = f"<style>@media (prefers-color-scheme: dark) {{ {' '.join(rules)} }}</style>"
-    head, end, body = svg.partition("<defs>")
+    head, end, body = drawing.partition("<defs>")
     return f"{head}{style}\n {end}{body}"

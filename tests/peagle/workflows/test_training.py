@@ -230,7 +230,10 @@ def test_from_data_to_a_drafter_that_runs(
         assert [line["evaluation"]["num_left_out"] for line in log if "evaluation" in line] == [1, 1]
         assert len(lengths) == 2
         assert all(1 <= length <= 4 for length in lengths)
-    assert (out / "curve.png").stat().st_size > 10_000
+    curve = (out / "curve.svg").read_bytes()
+    assert b"Loss" in curve
+    assert (out / "drafter" / "curve.svg").read_bytes() == curve
+    assert "](curve.svg)" in (out / "drafter" / "README.md").read_text()
     speculative = peagle.loading.load(directories.target, out / "drafter")
     assert speculative.drafter_window == (
         "5 positions, by config.json" if more else "off, by default: no file names one"
@@ -599,7 +602,7 @@ def test_minutes_plan_the_steps_of_a_new_training_and_are_a_deadline(
 
 def test_a_curve_may_have_one_point(tmp_path: Path, curves: Callable[..., str]) -> None:
     step = {"step": 1, "loss": 3.0, "hits_by_depth": [0.5, 0.2]}
-    assert curves([step], tmp_path) == str(tmp_path / "curve.png")
+    assert curves([step], tmp_path) == str(tmp_path / "curve.svg")
 
 
 def test_a_deadline_begins_with_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:

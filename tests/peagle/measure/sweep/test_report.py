@@ -76,7 +76,7 @@ def test_a_run_is_rendered_once_more_and_an_unfinished_one_says_so(
     (folder.path / RAW).write_text("".join(lines[:-2]))
     folder.save(rows=None)
     assert main(["report", str(folder.path)]) == 0
-    assert "not finished" in (folder.path / "README.md").read_text()
+    assert "**Not finished:**" in (folder.path / "README.md").read_text().partition("\n## ")[0]
     (folder.path / RAW).write_text("")
     assert main(["report", str(folder.path)]) == 2
     assert "resume it first" in capsys.readouterr().err
@@ -237,7 +237,7 @@ def test_equal_runs_do_not_differ(runs: tuple[Folder, Folder], tmp_path: Path) -
     assert main(["report", *(str(run.path) for run in runs), "--out", str(tmp_path / "both")]) == 0
     text = (tmp_path / "both" / "README.md").read_text()
     assert "two against one" in text
-    assert [line.split(" | ")[-1] for line in text.splitlines() if line.startswith("| prompts")][-4:] == [
+    assert [line.split(" | ")[-1] for line in text.splitlines() if line.startswith("| prompts, raw")][-4:] == [
         *["equal |"] * 3,
         "undecided |",
     ]
@@ -256,7 +256,7 @@ def test_a_difference_of_every_request_is_real(runs: tuple[Folder, Folder]) -> N
     [
         ({"fingerprints": {"target": "another"}}, "another target"),
         ({"max_new_tokens": 99}, "another cap of new tokens (24 and 99)"),
-        ({"temperatures": [0.7]}, "no setting and K in common"),
+        ({"temperatures": [0.7]}, "no workload and K in common"),
     ],
 )
 def test_runs_that_cannot_be_compared_are_refused_in_a_line(
