@@ -59,11 +59,12 @@ table { display: block; width: fit-content; max-width: 100%; overflow-x: auto; b
   font-size: .87em; margin: .6em 0 1.6em; font-variant-numeric: tabular-nums }
 th, td { border: 1px solid var(--line); padding: .25em .55em; text-align: left; vertical-align: top }
 th { background: var(--head); vertical-align: bottom; max-width: 7.5em }
-th:first-child, td:first-child { position: sticky; left: 0; max-width: 12em; background: var(--page) }
+th:first-child, td:first-child { position: sticky; left: 0; background: var(--page) }
 th:first-child { background: var(--head) }
 figure { display: inline-block; margin: .6em 1.6em .6em 0; width: 34em; max-width: 100%; vertical-align: top }
 img { width: 100%; border-radius: 4px } figcaption { font-size: .87em; color: var(--quiet) }
-@media (max-width: 40em) { body { margin: 1em auto; padding: 0 1em } figure { margin-right: 0 } }
+@media (max-width: 40em) { body { margin: 1em auto; padding: 0 1em } figure { margin-right: 0 }
+  th:first-child, td:first-child { position: static } }
 @media print { body { max-width: none; margin: 0; font-size: 10pt } figure, table { break-inside: avoid }
   table { display: table; font-size: 7pt } th, td { padding: .1em .3em } }
 """
@@ -117,7 +118,7 @@ def _markdown(block: Block, aligned: bool = False) -> str:
         case Table(header, rows):
             head, *lines = (f"| {' | '.join(map(_cell, row))} |" for row in (header, *rows))
             columns = [[row[place] for row in rows] for place in range(len(header))]
-            numbers = [aligned and place > 0 and all(map(_NUMBER.match, each)) for place, each in enumerate(columns)]
+            numbers = [aligned and place > 0 and all(map(_NUMBER.match, cells)) for place, cells in enumerate(columns)]
             marks = "".join("|---:" if number else "|---" for number in numbers)
             return "\n".join([head, f"{marks}|", *lines])
         case Commands(lines):

@@ -11,10 +11,11 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from peagle.engine.request import MAX_NUM_DRAFTS
 from peagle.loading import WEIGHTLESS
 from peagle.measure.sweep.compare import Difference
 from peagle.measure.sweep.figures import FEWEST, SLOWER, best, sure
-from peagle.measure.sweep.folder import Folder
+from peagle.measure.sweep.folder import Folder, SweepRequest
 from peagle.measure.sweep.plan import AUTO, PLAIN, Plan, Setting, short_names
 from peagle.ops.files import printable
 
@@ -64,8 +65,8 @@ def date(folder: Folder) -> str:
 
 def headlines(folder: Folder, rows: Sequence[Row]) -> list[str]:
     """Return a sentence for each workload, which it names if there are several. `rows`: of figures.rows."""
-    found = verdicts(folder, rows)
-    return [f"{verdict.workload.label}: " * (len(found) > 1) + sentence(folder.plan, verdict) for verdict in found]
+    judged = verdicts(folder, rows)
+    return [f"{verdict.workload.label}: " * (len(judged) > 1) + sentence(folder.plan, verdict) for verdict in judged]
 
 
 def verdicts(folder: Folder, rows: Sequence[Row]) -> list[Verdict]:
@@ -92,6 +93,8 @@ def _why_none(folder: Folder, workload: Setting, drafting: Sequence[Row]) -> str
     if failed and not drafting:
         variant, why = next(iter(failed.items()))
         return f"no K was measured: K = {folder.plan.label(variant)} failed: {why}"
+    if folder.asked() is not None and not _requests(folder, workload):
+        return "nothing was decoded, because every prompt was left out"
     if not drafting:
         return f"no speed-up is known yet: no request has all its repeats with {PLAINLY} and with a K"
     if not any(row["num_spec_steps"] for row in drafting):
@@ -138,8 +141,14 @@ def outputs_text(plan: Plan, row: Row) -> str:
 
 def _differing(plan: Plan, row: Row) -> tuple[int, int]:
     """Count a variant's outputs: (those that differ from plain decoding's, all)."""
-    total = row["num_requests"] * plan.repeats
+    total = row["num_requests"] * row.get("num_repeats", plan.repeats)
     return round((1 - row["equal_to_plain_frac"]) * total), total
+
+
+def _differing_text(plan: Plan, row: Row) -> str:
+    at_once = "" if row["concurrency"] is None else f" with {row['concurrency']} requests at once"
+    differing, total = _differing(plan, row)
+    return f"{variant_text(row['label'])}{at_once} in {differing} of {total}"
 
 
 def notes(folder: Folder) -> Iterator[tuple[str, str]]:
@@ -172,25 +181,28 @@ def machine_text(sitting: Mapping[str, Any]) -> str:
     return f"{sitting['cpu']}, {sitting['num_threads']} threads" if device["platform"] == "cpu" else str(device["kind"])
 
 
-def caveats(folder: Folder, rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """List (name, text) of what to know before relying on the headlines; only what holds for this run."""
-    plan, found = folder.plan, verdicts(folder, rows)
-    known = [(verdict.workload, verdict.fastest) for verdict in found if verdict.fastest is not None]
+def caveats(folder: Folder, rows: Sequence[Row], loads: Sequence[Row] = ()) -> list[tuple[str, str]]:
+    """List (name, text) of what to know before relying on the headlines; only what holds for this run.
+
+    `loads`: of concurrency.rows.
+    """
+    plan, judged = folder.plan, verdicts(folder, rows)
+    known = [(verdict.workload, verdict.fastest) for verdict in judged if verdict.fastest is not None]
     if not known:
         return []
-    several = len(found) > 1
+    several = len(judged) > 1
 
     def joined(parts: Iterable[tuple[Setting, str]]) -> str:
         return "; ".join(f"{workload.label}: {text}" if several else text for workload, text in parts)
 
     differing = [
-        (workload, f"{variant_text(row['label'])} in {'{} of {}'.format(*_differing(plan, row))}")
+        (workload, _differing_text(plan, row))
         for workload in plan.settings
-        for row in of_workload(rows, workload)
+        for row in of_workload([*rows, *loads], workload)
         if _differing(plan, row)[0]
     ]
     gaining = [
-        (verdict.workload, verdict.fastest) for verdict in found if verdict.fastest is not None and verdict.gains
+        (verdict.workload, verdict.fastest) for verdict in judged if verdict.fastest is not None and verdict.gains
     ]
     looping = [(workload, _without_loops(row)) for workload, row in gaining if row["looping_frac"]]
     slower = [
@@ -206,10 +218,11 @@ def caveats(folder: Folder, rows: Sequence[Row]) -> list[tuple[str, str]]:
     largest = [
         (workload, f"{variant_text(row['label'])} is the largest K measured")
         for workload, row in gaining
-        if row["k"] == max((k for k in plan.ks if k != AUTO), default=None)
+        if row["k"] == max((k for k in plan.ks if k != AUTO), default=None) and row["k"] < MAX_NUM_DRAFTS
     ]
-    drafters = [(verdict.workload, _drafters(plan, of_workload(rows, verdict.workload))) for verdict in found]
-    hot = sorted({workload.temperature for workload, _ in known})
+    drafters = [(verdict.workload, _drafters(plan, of_workload(rows, verdict.workload))) for verdict in judged]
+    temperatures = sorted({workload.temperature for workload, _ in known})
+    sampled = listed([f"{temperature:g}" for temperature in temperatures])
     texts = {
         "Outputs that differ": differing
         and f"these are not {PLAINLY}'s token for token: {joined(differing)}. {_why_differing(folder)}",
@@ -221,9 +234,9 @@ def caveats(folder: Folder, rows: Sequence[Row]) -> list[tuple[str, str]]:
         "Raw prompts": all(workload.raw for workload, _ in known)
         and "they were decoded without the chat template; drafters are mostly trained on chats, so measure "
         "--render chat before you judge this one",
-        "Sampled": hot[0] > 0
-        and f"all was sampled at temperature {listed([f'{each:g}' for each in hot])}, which accepts fewer drafts than "
-        "greedy decoding: measure --temperature 0 for greedy requests",
+        "Sampled": temperatures[0] > 0
+        and f"all was sampled at temperature {sampled}, which accepts fewer drafts than greedy decoding: measure "
+        "--temperature 0 for greedy requests",
         "Several drafters": len(plan.drafters) > 1 and joined((workload, text) for workload, text in drafters if text),
     }
     return [(name, text) for name, text in texts.items() if text]
@@ -247,9 +260,13 @@ def _why_differing(folder: Folder) -> str:
 
 def _num_prompts(folder: Folder, workload: Setting, row: Row) -> int:
     """Count the conversations behind a row's figures."""
-    asked, _ = folder.asked() or ([], [])
-    row_of = {each.request: each.row for each in asked if (each.prompts, each.raw) == (workload.prompts, workload.raw)}
-    return len({row_of[each["request"]] for each in row["per_request"]})
+    row_of = {request.request: request.row for request in _requests(folder, workload)}
+    return len({row_of[figures["request"]] for figures in row["per_request"]})
+
+
+def _requests(folder: Folder, workload: Setting) -> list[SweepRequest]:
+    requests, _ = folder.asked() or ([], [])
+    return [request for request in requests if (request.prompts, request.raw) == (workload.prompts, workload.raw)]
 
 
 def _drafters(plan: Plan, rows: Sequence[Row]) -> str:
@@ -306,8 +323,8 @@ def compared(differences: Sequence[Difference], first: str, second: str) -> list
     for difference in differences:
         by_workload.setdefault(difference.setting, []).append(difference)
     return [
-        f"{workload.label}: " * (len(by_workload) > 1) + _compared(some, first, second)
-        for workload, some in by_workload.items()
+        f"{workload.label}: " * (len(by_workload) > 1) + _compared(own, first, second)
+        for workload, own in by_workload.items()
     ]
 
 
@@ -325,8 +342,8 @@ def _compared(differences: Sequence[Difference], first: str, second: str) -> str
         text = f"{name} is {factor['value']:.2f}x faster {where} ({interval_text(factor)})"
     else:
         text = f"{name} is slower {where}: {times_text(factor)}"
-    lengths = [each for each in differences if each.label == fastest.label and each.factor is None]
-    return "; ".join([text, *(_lengths(each, first, second) for each in lengths)])
+    lengths = [length for length in differences if length.label == fastest.label and length.factor is None]
+    return "; ".join([text, *(_lengths(length, first, second) for length in lengths)])
 
 
 def _lengths(length: Difference, first: str, second: str) -> str:

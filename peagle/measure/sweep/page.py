@@ -65,7 +65,7 @@ TERMS = (
     ),
     ("v(T)", "the time of a target's pass over T = K + 1 rows, in passes over one row"),
     ("per position", "steps that accepted the first, second, ... draft / all steps"),
-    ("given those before", "the same / the steps that accepted all drafts before it"),
+    ("given those before", "steps that accepted this draft / steps that accepted all drafts before it"),
     ("ttft, tpot", "time to the first token; time per token after it"),
     ("itl", "time between arrivals, at which several tokens may come together; quantiles of a request"),
     (
@@ -120,10 +120,10 @@ def short_blocks(folder: Folder, rows: Sequence[Row], loads: Sequence[Row] = ())
     plan = folder.plan
     blocks = _front(folder, rows, loads)
     for workload in plan.settings:
-        if some := of_workload(rows, workload):
-            blocks += [*_about(workload, some), _short_table(some)]
+        if own := of_workload(rows, workload):
+            blocks += [*_about(workload, own), _short_table(own)]
             if workload == plan.settings[0] and not loads:
-                blocks += _cycle(some, _slug(workload.label))
+                blocks += _cycle(own, _slug(workload.label))
         pictured = workload == plan.settings[0]
         tables = _loads(workload, of_workload(loads, workload))
         blocks += [block for block in tables if pictured or not isinstance(block, Picture)]
@@ -133,17 +133,17 @@ def short_blocks(folder: Folder, rows: Sequence[Row], loads: Sequence[Row] = ())
 def arms_blocks(folder: Folder, rows: Sequence[Row]) -> Iterator[tuple[str, Table]]:
     """Yield for each workload its label and the short figures of all variants, for a terminal; then what to use."""
     for workload in folder.plan.settings:
-        if some := of_workload(rows, workload):
-            yield workload.label, _table(some, SHORTEST)
+        if own := of_workload(rows, workload):
+            yield workload.label, _table(own, SHORTEST)
     yield from (("the K to use", table) for table in _summary(folder.plan, rows))
 
 
-def comparison_blocks(runs: Mapping[Folder, Sequence[Row]], found: Sequence[Sequence[Difference]]) -> list[Block]:
-    """Lay out the page of several runs: all of them over K, and each against the first (`found`)."""
+def comparison_blocks(runs: Mapping[Folder, Sequence[Row]], compared: Sequence[Sequence[Difference]]) -> list[Block]:
+    """Lay out the page of several runs: all of them over K, and each against the first (`compared`)."""
     folders = list(runs)
     names = dict(zip(folders, short_names([folder.path.resolve() for folder in folders]), strict=True))
     first, others = names[folders[0]], folders[1:]
-    pairs = list(zip(others, found, strict=True))
+    pairs = list(zip(others, compared, strict=True))
     blocks: list[Block] = [
         heading(
             f"{headline.listed([names[folder] for folder in others])} against {first}: {_compared_title(folders)}", 1
@@ -167,7 +167,7 @@ def comparison_blocks(runs: Mapping[Folder, Sequence[Row]], found: Sequence[Sequ
             by_context += _by_context(series, slug)
     blocks += [heading("Each run by itself")]
     blocks += [_items((names[folder], "; ".join(headline.headlines(folder, runs[folder]))) for folder in folders)]
-    for title, table in difference_tables(folders, found):
+    for title, table in difference_tables(folders, compared):
         blocks += [
             heading(title),
             table,
@@ -181,10 +181,12 @@ def comparison_blocks(runs: Mapping[Folder, Sequence[Row]], found: Sequence[Sequ
     return blocks
 
 
-def difference_tables(folders: Sequence[Folder], found: Sequence[Sequence[Difference]]) -> Iterator[tuple[str, Table]]:
-    """Yield for each run after the first its title, and the table of its differences from the first (`found`)."""
+def difference_tables(
+    folders: Sequence[Folder], compared: Sequence[Sequence[Difference]]
+) -> Iterator[tuple[str, Table]]:
+    """Yield for each run after the first its title, and the table of its differences from the first (`compared`)."""
     first, *others = short_names([folder.path.resolve() for folder in folders])
-    for name, differences in zip(others, found, strict=True):
+    for name, differences in zip(others, compared, strict=True):
         yield f"{name} against {first}", _differences(differences, first, name)
 
 
@@ -201,11 +203,11 @@ def _series_of_runs(
 ) -> dict[str, Sequence[Row]]:
     """Name the lines of all runs in one workload: by the run, and by what else tells them apart."""
     unlike = len({folder.plan.drafters for folder in runs}) > 1
-    series = {}
+    series: dict[str, Sequence[Row]] = {}
     for folder, rows in runs.items():
-        for name, some in _series(folder.plan, of_workload(rows, workload)).items():
+        for name, line in _series(folder.plan, of_workload(rows, workload)).items():
             drafter = name or (short_names(folder.plan.drafters)[0] if unlike else "")
-            series[f"{names[folder]}{drafter and f', {drafter}'}"] = some
+            series[f"{names[folder]}{drafter and f', {drafter}'}"] = line
     return series
 
 
@@ -298,22 +300,22 @@ def _advice(folder: Folder, rows: Sequence[Row], loads: Sequence[Row]) -> Iterat
     for verdict in known:
         by_commands.setdefault(tuple(headline.commands(plan, verdict, alone)), []).append(verdict)
     yield heading("What to do")
-    for commands, some in by_commands.items():
-        where = "" if alone else f" for {'; '.join(verdict.workload.label for verdict in some)}"
-        yield plain(_recommended(some, where))
+    for commands, judged in by_commands.items():
+        where = "" if alone else f" for {'; '.join(verdict.workload.label for verdict in judged)}"
+        yield plain(_recommended(judged, where))
         yield Commands(commands)
     yield from _by_load(plan, loads)
-    if limits := headline.caveats(folder, rows):
+    if limits := headline.caveats(folder, rows, loads):
         yield "Before you rely on it:"
         yield _items(limits)
 
 
-def _recommended(some: Sequence[headline.Verdict], where: str) -> str:
-    row = some[0].fastest
+def _recommended(judged: Sequence[headline.Verdict], where: str) -> str:
+    row = judged[0].fastest
     assert row is not None
-    if not some[0].gains:
+    if not judged[0].gains:
         return f"Use plain decoding{where}: no drafts pay here."
-    unsure = [verdict for verdict in some if not verdict.sure]
+    unsure = [verdict for verdict in judged if not verdict.sure]
     if not unsure:
         return f"Use {variant_text(row['label'])}{where}."
     return (
@@ -326,9 +328,9 @@ def _by_load(plan: Plan, loads: Sequence[Row]) -> Iterator[Block]:
     """Name the best K for each number of requests at once."""
     lines = []
     for workload in plan.settings:
-        some = of_workload(loads, workload)
-        for slots in dict.fromkeys(row["concurrency"] for row in some):
-            timed = [row for row in some if row["concurrency"] == slots and row["speedup"] is not None]
+        own = of_workload(loads, workload)
+        for slots in dict.fromkeys(row["concurrency"] for row in own):
+            timed = [row for row in own if row["concurrency"] == slots and row["speedup"] is not None]
             if row := max(timed, key=lambda row: row["speedup"]["value"], default=None):
                 figures = (_rounded_with_interval(row["tok_per_s"]), _over_plain(row))
                 lines.append((workload.label, str(slots), variant_text(row["label"]), *figures))
@@ -391,8 +393,8 @@ def _prompts(folder: Folder) -> Iterator[tuple[str, str]]:
     prompts = folder.asked()
     left_out = [] if prompts is None else prompts[1]
     for source in folder.plan.sources:
-        rows = [each for each in left_out if each.prompts == source.name and each.row is None]
-        some = [each for each in left_out if each.prompts == source.name and each.row is not None]
+        rows = [left for left in left_out if left.prompts == source.name and left.row is None]
+        conversations = [left for left in left_out if left.prompts == source.name and left.row is not None]
         yield (
             f"prompts {source.name}",
             f"layout {source.layout}, {source.num_used} of {source.num_rows} rows"
@@ -400,7 +402,11 @@ def _prompts(folder: Folder) -> Iterator[tuple[str, str]]:
             + (f"; rows without a usable prompt: {source.num_skipped}" if source.num_skipped else "")
             + (f", the first: {rows[0].why}" if rows else "")
             + f"; sha256 {source.sha256[:HASH]}"
-            + (f". Conversations left out: {len(some)}, the first: {some[0].why}" if some else ""),
+            + (
+                f". Conversations left out: {len(conversations)}, the first: {conversations[0].why}"
+                if conversations
+                else ""
+            ),
         )
 
 
@@ -450,9 +456,9 @@ def _drafting(rows: Sequence[Row]) -> list[Row]:
 def _all_series(plan: Plan, rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Group the rows of all workloads as `_series` does, by workload, too, if there are several."""
     return {
-        ", ".join(filter(None, (workload.label * (len(plan.settings) > 1), name))): some
+        ", ".join(filter(None, (workload.label * (len(plan.settings) > 1), name))): line
         for workload in plan.settings
-        for name, some in _series(plan, of_workload(rows, workload)).items()
+        for name, line in _series(plan, of_workload(rows, workload)).items()
     }
 
 
@@ -478,8 +484,9 @@ def _workload(plan: Plan, workload: Setting, rows: Sequence[Row], loads: Sequenc
 
 def _requests(drafting: Sequence[Row], slug: str) -> Iterator[Block]:
     if (fastest := best(drafting)) is not None:
-        caption = f"Each request's speed-up by {variant_text(fastest['label'])}."
-        yield from _picture(f"{slug}_requests", charts.requests(fastest, LOOPING_ABOVE), caption)
+        caption = f"Each request's speed-up by {variant_text(fastest['label'])}"
+        caption += ", with its 95 % interval over the repeats" * (fastest["num_compared"] > 0)
+        yield from _picture(f"{slug}_requests", charts.requests(fastest, LOOPING_ABOVE), f"{caption}.")
 
 
 def _drafts(drafting: Sequence[Row], series: Mapping[str, Sequence[Row]], slug: str) -> Iterator[Block]:
@@ -501,7 +508,7 @@ def _drafts(drafting: Sequence[Row], series: Mapping[str, Sequence[Row]], slug: 
             for row in drafted
         ),
     )
-    svg = charts.positions({name or "all": _widest(some) for name, some in series.items() if some})
+    svg = charts.positions({name or "all": _widest(line) for name, line in series.items() if line})
     yield from _picture(f"{slug}_positions", svg, "Acceptance by draft, at the largest K.")
 
 
@@ -566,13 +573,12 @@ def _bounds(rows: Sequence[Row]) -> Iterator[Block]:
 
 def _parts(rows: Sequence[Row]) -> Iterator[Block]:
     """Make the tables by category and by prompt length."""
-    for key, name in (("by_category", "category"), ("by_bucket", "prompt length")):
-        found = [(row, part) for row in rows for part in row[key]]
-        names = list(dict.fromkeys(part["part"] for _, part in found))
-        parts = sorted(found, key=lambda each: names.index(each[1]["part"]))
+    for key, title in (("by_category", "category"), ("by_bucket", "prompt length")):
+        names = list(dict.fromkeys(part["part"] for row in rows for part in row[key]))
+        parts = [(row, part) for name in names for row in rows for part in row[key] if part["part"] == name]
         if parts:
-            yield heading(f"By {name}", 3)
-            header = (name, "K", "requests", "loop", "acceptance length", "speed-up", "tokens a pass", "c(K)", "v(T)")
+            yield heading(f"By {title}", 3)
+            header = (title, "K", "requests", "loop", "acceptance length", "speed-up", "tokens a pass", "c(K)", "v(T)")
             yield Table(
                 (*header, "tok/s", "ttft ms", "tpot ms", "without loops: acceptance", "speed-up"),
                 tuple(
@@ -654,7 +660,7 @@ def _speedups(series: Mapping[str, Sequence[Row]], slug: str) -> Iterator[Block]
 
 def _acceptances(series: Mapping[str, Sequence[Row]], slug: str) -> Iterator[Block]:
     if series:
-        looping = any(row["looping_frac"] for some in series.values() for row in some)
+        looping = any(row["looping_frac"] for line in series.values() for row in line)
         caption = "Acceptance length over K" + "; hollow markers: without the outputs that loop" * looping
         yield from _picture(f"{slug}_acceptance", charts.acceptance_length(series), f"{caption}.")
 
@@ -682,12 +688,12 @@ def _picture(name: str, svg: str | None, caption: str) -> Iterator[Picture]:
 
 def _series(plan: Plan, rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Group speculative rows by their label without K; "" if it is empty."""
-    found: dict[str, list[Row]] = {}
+    series: dict[str, list[Row]] = {}
     for row in rows:
         if row["k"] != 0:
-            found.setdefault(row["label"].removeprefix(str(row["k"])).removeprefix(", "), []).append(row)
+            series.setdefault(row["label"].removeprefix(str(row["k"])).removeprefix(", "), []).append(row)
     named = plan.draft_vocabs != (None,) or plan.drafter_windows != (None,)
-    return {title if len(found) > 1 or named else "": some for title, some in found.items()}
+    return {title if len(series) > 1 or named else "": line for title, line in series.items()}
 
 
 def _widest(rows: Sequence[Row]) -> Row:
@@ -753,13 +759,13 @@ def estimate_text(figure: Mapping[str, float | None] | None, digits: int = 2) ->
 
 
 def _rates(rates: Sequence[Mapping[str, float] | None]) -> str:
-    return " ".join("-" if each is None else f"{each['value']:.2f}".removeprefix("0") for each in rates)
+    return " ".join("-" if rate is None else f"{rate['value']:.2f}".removeprefix("0") for rate in rates)
 
 
 def _of_tried(row: Row) -> list[Mapping[str, float] | None]:
     """Return rates per position; None if no step verified the draft after accepting all before it."""
     pairs = zip(row["rate_per_position"], row["conditional_rate"], strict=True)
-    return [rate if given is not None else None for rate, given in pairs]
+    return [rate if conditional is not None else None for rate, conditional in pairs]
 
 
 def _slug(label: str) -> str:

@@ -525,7 +525,9 @@ def test_what_only_a_template_can_put_together_is_left_out_of_raw(
     assert sweep(monkeypatch, *options, "--render", "both") == 0
     folder = open_run(tmp_path / "run")
     assert {(row["raw"], row["num_requests"]) for row in folder.record["rows"]} == {(False, 2)}
-    assert "Conversations left out: 2," in (tmp_path / "run" / "README.md").read_text()
+    text = (tmp_path / "run" / "README.md").read_text()
+    assert "Conversations left out: 2," in text
+    assert "**prompts, raw, greedy: nothing was decoded, because every prompt was left out.**" in text
     options[-1] = tmp_path / "raw"
     assert sweep(monkeypatch, *options, "--render", "raw") == 2
     assert "which needs the chat template" in capsys.readouterr().err
