@@ -47,7 +47,7 @@ SHORTEST = ("K", "acceptance length", "speed-up", "c(K)", "tok/s", "outputs equa
 HASH = 12  # digits of a checksum that a page shows
 
 TERMS = (
-    ("K", "tokens drafted per step. 0 is plain decoding. `auto` takes K from the drafter's table, and pauses drafting"),
+    ("K", "tokens drafted per step. 0 is plain decoding. `auto` reads K from the drafter's table"),
     ("speed-up", "tok/s over plain decoding's, for the same requests in the same repeats, all added up"),
     ("median of requests", "the median of each request's speed-up, so that each request counts the same"),
     ("acceptance length", "tokens per step that verified drafts, with the target's own token: 1 + accepted / steps"),
@@ -93,7 +93,7 @@ LOADS = (
     ),
     ("total tok/s", "tokens after each request's first / the time in which at least one request was decoding"),
     ("over plain decoding", "of as many requests at once, in the same repeats, in which the variants take turns"),
-    ("least..greatest", "the slowest and the fastest repeat"),
+    ("repeats", "the slowest and the fastest repeat, over plain decoding"),
     ("ttft at once", "counts from when the requests were added, so it includes the wait for a slot"),
     (
         "brackets of times",
@@ -608,7 +608,7 @@ def _loads(workload: Setting, loads: Sequence[Row]) -> Iterator[Block]:
     by_label: dict[str, list[Row]] = {}
     for row in loads:
         by_label.setdefault(variant_text(row["label"]), []).append(row)
-    header = ("at once", "K", "total tok/s", "over plain decoding", "least..greatest", "acceptance length")
+    header = ("at once", "K", "total tok/s", "over plain decoding", "repeats", "acceptance length")
     yield Table(
         (*header, "ttft ms", "itl ms: .5", ".99", "outputs equal to plain"),
         tuple(
