@@ -56,7 +56,7 @@ def numbers(option: str, typed: str) -> list[int]:
 def at_largest_k(rows: Sequence[Json]) -> list[Json]:
     """Select a sweep's rows of chat prompts at its largest fixed K, of which tables show the tasks, too."""
     fixed = [row for row in rows if not row["raw"] and row["k"] != AUTO]
-    largest = max(row["k"] for row in fixed)
+    largest = max((row["k"] for row in fixed), default=None)
     return [row for row in fixed if row["k"] == largest]
 
 

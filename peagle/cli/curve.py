@@ -1,54 +1,68 @@
-"""Plot a training from its log."""
+"""The curve of a training, from its log."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from peagle.measure.sweep.charts import can_draw
+import numpy as np
 
-CURVE = "curve.png"
-FEW_POINTS = 20  # draw the points of a shorter line
+from peagle.measure.sweep.charts import ON_DARK, svg
+from peagle.workflows.export import CURVE
+
+FEW_POINTS = 20  # a line of so few is drawn with its points
+WIDE, HIGH = 6.4, 2.6  # inches of a panel
+# colours from the first depth to the last, on a light page and on a dark one: the first stands out on either
+DEPTHS, DEPTHS_ON_DARK = ("#440154", "#2c718e", "#2fb47c"), ("#fde725", "#5ac864", "#2a788e")
 
 
 def draw(log: Sequence[Mapping[str, Any]], out: Path) -> str:
-    """Plot loss, correct drafts by depth, and the engine's acceptance length over the steps to out/curve.png.
+    """Plot loss, correct drafts by depth, and acceptance length over the steps to out/curve.svg.
 
     Return its path, or why there is none.
     """
-    if not can_draw():
-        return "none: matplotlib is not installed (pip install matplotlib)"
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     trained = [line for line in log if "loss" in line]
     evaluated = [line for line in log if "evaluation" in line]
-    figure, axes = plt.subplots(1, 3 if evaluated else 2, figsize=(15 if evaluated else 10, 4), layout="constrained")
-    steps, marker = [line["step"] for line in trained], "o" if len(trained) < FEW_POINTS else ""
-    axes[0].plot(steps, [line["loss"] for line in trained], marker=marker)
-    axes[0].set(title="Loss", ylabel="nats per row")
     depths = len(trained[0]["hits_by_depth"]) if trained else 0
-    for depth in range(depths):
-        color = plt.colormaps["viridis"](0.9 * depth / max(1, depths - 1))
-        label = "next token" if depth == 0 else f"{depth + 1} ahead"
-        hits = [line["hits_by_depth"][depth] for line in trained]
-        axes[1].plot(steps, hits, marker=marker, label=label, color=color)
-    axes[1].set(title="Drafts equal to the target's best token", ylabel="fraction of the positions", ylim=(0, 1))
-    axes[1].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
-    for key, label in (("acceptance_length", "all"), ("acceptance_length_without_loops", "without loops")):
+    panels = 3 if evaluated else 2
+
+    def paint(axes: Any) -> None:
+        steps, marker = [line["step"] for line in trained], "o" if len(trained) < FEW_POINTS else ""
+        axes[0].plot(steps, [line["loss"] for line in trained], marker=marker, color=light[0])
+        axes[0].set(title="Loss", ylabel="nats per row")
+        for depth in range(depths):
+            label = "next token" if depth == 0 else f"{depth + 1} ahead"
+            hits = [line["hits_by_depth"][depth] for line in trained]
+            axes[1].plot(steps, hits, marker=marker, label=label, color=light[depth])
+        axes[1].set(title="Drafts equal to the target's best token", ylabel="fraction of the positions", ylim=(0, 1))
+        axes[1].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small", frameon=False)
+        if evaluated:
+            _paint_evaluations(axes[2], evaluated, light)
+        axes[-1].set(xlabel="steps", xlim=(0, 1.02 * log[-1]["step"] if log else 1))
+
+    light, dark = (_shades(colors, max(depths, 2)) for colors in (DEPTHS, DEPTHS_ON_DARK))
+    on_dark = ON_DARK | dict(zip(light, dark, strict=True))
+    drawing = svg(paint, panels=panels, size=(WIDE, panels * HIGH), on_dark=on_dark)
+    if drawing is None:
+        return "none: matplotlib is not installed (pip install matplotlib)"
+    (out / CURVE).write_text(drawing, encoding="utf-8")
+    return str(out / CURVE)
+
+
+def _paint_evaluations(axis: Any, evaluated: Sequence[Mapping[str, Any]], colors: Sequence[str]) -> None:
+    lines = (("acceptance_length", "all", colors[0]), ("acceptance_length_without_loops", "without loops", colors[-1]))
+    for key, label, color in lines:
         known = [line for line in evaluated if line["evaluation"][key] is not None]
         if known:
-            found = [line["evaluation"][key] for line in known]
-            axes[2].plot([line["step"] for line in known], found, marker="o", label=label)
-    if evaluated:
-        most = 1 + evaluated[-1]["evaluation"]["num_speculative_tokens"]
-        axes[2].set(
-            title="Acceptance length on held-out prompts", ylabel=f"tokens per step, at most {most}", ylim=(1, most)
-        )
-        axes[2].legend()
-    for axis in axes:
-        axis.set(xlabel="steps", xlim=(0, 1.02 * log[-1]["step"] if log else 1))
-    figure.savefig(out / CURVE, dpi=130)
-    plt.close(figure)
-    return str(out / CURVE)
+            lengths = [line["evaluation"][key] for line in known]
+            axis.plot([line["step"] for line in known], lengths, marker="o", label=label, color=color)
+    most = 1 + evaluated[-1]["evaluation"]["num_speculative_tokens"]
+    axis.set(title="Acceptance length on held-out prompts", ylabel=f"tokens per step, at most {most}", ylim=(1, most))
+    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small", frameon=False)
+
+
+def _shades(colors: Sequence[str], count: int) -> list[str]:
+    """Blend colours into `count` of them, in equal steps."""
+    channels = np.array([[int(color[at : at + 2], 16) for at in (1, 3, 5)] for color in colors])
+    places = np.linspace(0, len(colors) - 1, count)
+    blended = [np.interp(places, range(len(colors)), channel) for channel in channels.T]
+    return [f"#{''.join(f'{round(float(channel[place])):02x}' for channel in blended)}" for place in range(count)]

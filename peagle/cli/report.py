@@ -44,8 +44,9 @@ def report_command(settings: ReportSettings) -> int:
             blocks = page.run_blocks(folders[0], found[folders[0]], loads)
             tables = list(page.arms_blocks(folders[0], found[folders[0]]))
         else:
-            blocks = page.comparison_blocks(found, [differences(folders[0], each) for each in folders[1:]])
-            tables = [("differences", block) for block in blocks if isinstance(block, pages.Table)]
+            compared = [differences(folders[0], folder) for folder in folders[1:]]
+            blocks = page.comparison_blocks(found, compared)
+            tables = list(page.difference_tables(folders, compared))
         where = out or folders[0].path
         pages.write(where, blocks)
     show(tables, where, settings.quiet)

@@ -138,10 +138,11 @@ def _train(settings: TrainSettings) -> int:
     started = time.monotonic()
     _say_where_it_begins(display, out, trainer.recipe.steps, None if begun is None else begun["recipe"]["steps"])
     params = _trained(trainer, initial, settings.minutes, display)
-    _write_drafter(checked, params, settings.dialect)
     log = list(read_log(out / LOG))
+    curve = draw(log, out)  # before the card, which shows it
+    _write_drafter(checked, params, settings.dialect)
     lines = [f"drafter      {out / 'drafter'} | {steps_done(out)} steps | {time.monotonic() - started:.0f} s now"]
-    lines.append(f"curve        {draw(log, out)}")
+    lines.append(f"curve        {curve}")
     if held_out is not None and held_out.skipped:
         lines.append(f"left out     of --evaluate {skipped_line(held_out.skipped)}")
     if weak := _weak(log):

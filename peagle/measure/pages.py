@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -28,26 +29,42 @@ class Picture:
     caption: str
 
 
-Block = str | Table | Picture  # a string is Markdown: a heading, or a paragraph with `code` and **bold**
+@dataclasses.dataclass(frozen=True)
+class Commands:
+    """Lines for a shell, to copy."""
+
+    lines: Sequence[str]
+
+
+# a string is Markdown: a heading, a list, or a paragraph with `code` and **bold**
+Block = str | Table | Picture | Commands
 
 # no links, no images, no HTML: whatever a name holds, the page loads nothing
-_HTML_OF = MarkdownIt("zero").enable(["heading", "table", "backticks", "emphasis", "escape"])
+_HTML_OF = MarkdownIt("zero").enable(["heading", "table", "backticks", "emphasis", "escape", "list", "fence"])
+_MARKUP = re.compile(r"[\\`*<\[]|(?<![^\W_])_|_(?![^\W_])")  # an underscore within a word is itself
+_NUMBER = re.compile(r"[-+.\d]|$")
 _STYLE = """
 :root { color-scheme: light dark; --text: #222; --page: #fff; --line: #ddd; --head: #f3f4f6; --quiet: #57606a }
 @media (prefers-color-scheme: dark) {
   :root { --text: #e6e6e6; --page: #16181c; --line: #3a3f46; --head: #23272e; --quiet: #a4adb8 } }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; padding: 0 1.5em; max-width: 110em;
   color: var(--text); background: var(--page) }
-h1 { font-size: 1.6em } h2 { font-size: 1.25em; margin-top: 2em; border-bottom: 1px solid var(--line) }
-p { max-width: 60em; text-wrap: pretty } code { overflow-wrap: anywhere }
+h1, h2, h3 { line-height: 1.25; overflow-wrap: anywhere }
+h1 { font-size: 1.6em } h2 { font-size: 1.25em; margin-top: 2em; padding-bottom: .2em;
+  border-bottom: 1px solid var(--line) } h3 { font-size: 1.05em; margin: 2em 0 .6em }
+p, ul { max-width: 60em; overflow-wrap: anywhere; text-wrap: pretty } ul { padding-left: 1.3em } li { margin: .25em 0 }
+code { overflow-wrap: anywhere } pre { max-width: 60em; padding: .7em 1em; border-radius: 4px; font-size: .92em;
+  background: var(--head); white-space: pre-wrap }
 table { display: block; width: fit-content; max-width: 100%; overflow-x: auto; border-collapse: collapse;
   font-size: .87em; margin: .6em 0 1.6em; font-variant-numeric: tabular-nums }
-th, td { border: 1px solid var(--line); padding: .25em .55em; text-align: right }
+th, td { border: 1px solid var(--line); padding: .25em .55em; text-align: left; vertical-align: top }
 th { background: var(--head); vertical-align: bottom; max-width: 7.5em }
-th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--page) }
+th:first-child, td:first-child { position: sticky; left: 0; background: var(--page) }
 th:first-child { background: var(--head) }
-figure { display: inline-block; margin: .8em 1.6em 1.6em 0; width: 34em; max-width: 100%; vertical-align: top }
+figure { display: inline-block; margin: .6em 1.6em .6em 0; width: 34em; max-width: 100%; vertical-align: top }
 img { width: 100%; border-radius: 4px } figcaption { font-size: .87em; color: var(--quiet) }
+@media (max-width: 40em) { body { margin: 1em auto; padding: 0 1em } figure { margin-right: 0 }
+  th:first-child, td:first-child { position: static } }
 @media print { body { max-width: none; margin: 0; font-size: 10pt } figure, table { break-inside: avoid }
   table { display: table; font-size: 7pt } th, td { padding: .1em .3em } }
 """
@@ -56,6 +73,11 @@ img { width: 100%; border-radius: 4px } figcaption { font-size: .87em; color: va
 def heading(text: str, level: int = 2) -> str:
     """Make a heading; level 1 is the page's title."""
     return f"{'#' * level} {printable(text)}"
+
+
+def plain(text: str) -> str:
+    """Escape a text for a paragraph, so that it shows as it is."""
+    return _MARKUP.sub(r"\\\g<0>", printable(text))
 
 
 def markdown(blocks: Sequence[Block]) -> str:
@@ -67,7 +89,8 @@ def html(blocks: Sequence[Block]) -> str:
     """Render a page, which begins with its title, as one file with its pictures inside. It prints well, too."""
     title = escape(_markdown(blocks[0]).lstrip("# "))
     body = "\n".join(
-        _figure(block) if isinstance(block, Picture) else _HTML_OF.render(_markdown(block)) for block in blocks
+        _figure(block) if isinstance(block, Picture) else _HTML_OF.render(_markdown(block, aligned=True))
+        for block in blocks
     )
     return (
         f'<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{title}</title>\n'
@@ -89,11 +112,17 @@ def write(path: Path, blocks: Sequence[Block]) -> None:
             write_text_whole(path / name, text)
 
 
-def _markdown(block: Block) -> str:
+def _markdown(block: Block, aligned: bool = False) -> str:
+    """Render a block. aligned: with columns of numbers to the right, except the first."""
     match block:
         case Table(header, rows):
             head, *lines = (f"| {' | '.join(map(_cell, row))} |" for row in (header, *rows))
-            return "\n".join([head, "|---" * len(header) + "|", *lines])
+            columns = [[row[place] for row in rows] for place in range(len(header))]
+            numbers = [aligned and place > 0 and all(map(_NUMBER.match, cells)) for place, cells in enumerate(columns)]
+            marks = "".join("|---:" if number else "|---" for number in numbers)
+            return "\n".join([head, f"{marks}|", *lines])
+        case Commands(lines):
+            return "\n".join(["```bash", *map(printable, lines), "```"])
         case Picture(name, _, caption):
             return f"![{caption}]({name}.svg)"
         case text:

@@ -37,8 +37,8 @@ from target.load import inspect_target, load_ends
 CARD = """\
 # {kind} drafter for {target}
 
-It proposes what {target} says next, reading {taps} hidden states of it; the target checks every proposal, so its
-output stays its own.
+It drafts the next tokens of {target} from {taps} of its hidden states. The target verifies every draft, so the output
+is exactly its own.
 
 - {layers} of width {hidden}, {heads} query and {kv_heads} key/value heads of {head_dim}, MLP {mlp_width}
 - reads the outputs of the target's layers {layer_ids}, {target_hidden} wide
@@ -52,6 +52,7 @@ output stays its own.
 
 {elsewhere}
 """
+CURVE = "curve.svg"  # of a training, beside its log; a copy stands beside the card
 IN_GROUPS = "All drafting layers should belong to the same kv cache group"  # what vLLM says
 ONE_GROUP = "--disable-hybrid-kv-cache-manager"
 
@@ -163,9 +164,11 @@ def write_with_card(
     """Write the folder: the drafter, its card and the other files.
 
     verifier: the target, as others name it; target: what is known of it. run: a folder of peagle train, if the drafter
-    comes from one."""
-    text = encoded(card(config, dialect, verifier, target, run))
-    save_drafter(out, params, config, dialect, verifier, {**(files or {}), "README.md": text})
+    comes from one; its curve is copied beside the card, which shows it."""
+    beside = {"README.md": encoded(card(config, dialect, verifier, target, run))}
+    if _shows_curve(run):
+        beside[CURVE] = (run / CURVE).read_bytes()
+    save_drafter(out, params, config, dialect, verifier, {**(files or {}), **beside})
 
 
 def card(config: DrafterConfig, dialect: Dialect, verifier: str | None, target: TargetConfig | None, run: Path) -> str:
@@ -239,9 +242,17 @@ def spread_over_groups(config: DrafterConfig, target: TargetConfig) -> bool:
     return len(own) > 1 or any(kinds[kind] > size for kind in own)
 
 
+def _is_training(run: Path) -> bool:
+    return (run / RECIPE).is_file() and (run / LOG).is_file()
+
+
+def _shows_curve(run: Path) -> bool:
+    return _is_training(run) and (run / CURVE).is_file()
+
+
 def _training(run: Path) -> str:
-    """How it was trained and what it reached, if the folder is that of a training."""
-    if not (run / RECIPE).is_file() or not (run / LOG).is_file():
+    """Say how it was trained and what it reached, if the folder is that of a training."""
+    if not _is_training(run):
         return ""
     record = json.loads((run / RECIPE).read_text(encoding="utf-8"))
     recipe, log = record["recipe"], list(read_log(run / LOG))
@@ -266,6 +277,8 @@ def _training(run: Path) -> str:
             + ("." if calm is None else f"; {calm:.2f} on the {quiet} whose output does not loop."),
             "",
         ]
+    if _shows_curve(run):
+        lines += [f"![Loss, right drafts and acceptance length over the steps]({CURVE})", ""]
     return "\n".join(lines)
 
 

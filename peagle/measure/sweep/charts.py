@@ -3,8 +3,8 @@
 import importlib.util
 import io
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,10 @@ MARKERS = "osD^vP*"
 WIDE, HIGH = 5.4, 3.6  # inches: letters of 10 points are readable where the picture is 500 pixels wide
 HEADROOM = 1.12  # of an axis, over its highest point
 FEW_SERIES = 4
+SHORT_NAME, LONG_NAME, LONG_TICK = 30, 70, 24  # characters: of a legend inside, below a picture, and of a label
+LINE = 0.2  # inches of a legend's line
+
+Series = TypeVar("Series")
 
 
 def can_draw() -> bool:
@@ -41,10 +45,10 @@ def speedup(series: Mapping[str, Sequence[Row]]) -> str | None:
 
 
 def acceptance_length(series: Mapping[str, Sequence[Row]]) -> str | None:
-    """Draw acceptance length over K; hollow markers: without looping outputs."""
+    """Draw acceptance length over K; hollow markers: without the outputs that loop, if some do."""
 
     def without_loops(row: Row) -> Any:
-        return row["without_loops"]["acceptance_length"]
+        return row["without_loops"]["acceptance_length"] if row["looping_frac"] else None
 
     return _over_k(series, "acceptance_length", "acceptance length", also=without_loops)
 
@@ -74,15 +78,19 @@ def cycle(rows: Sequence[Row]) -> str | None:
         _bars(axis, [place for place, _ in shown], [each for _, each in shown], label="tokens a pass", color=INK)
         axis.set(xlabel="K", ylabel="passes of plain decoding")
         _from_zero(axis)
-        axis.set_xticks(places, [row["label"] for row in profiled], rotation=_rotation(profiled))
-        axis.legend()
+        axis.set_xticks(places, shortened([row["label"] for row in profiled], LONG_TICK))
+        if tilt := _tilt(profiled):
+            axis.tick_params(axis="x", rotation=tilt)
+            for label in axis.get_xticklabels():
+                label.set(ha="right", rotation_mode="anchor")
+        _legend_above(axis)
 
-    return _svg(draw)
+    return svg(draw)
 
 
 def positions(series: Mapping[str, Row]) -> str | None:
     """Draw the acceptance rate of each draft, one line per series. None if nothing was drafted."""
-    drafted = {name: row for name, row in series.items() if any(row["rate_per_position"])}
+    drafted = _named({name: row for name, row in series.items() if any(row["rate_per_position"])})
     if not drafted:
         return None
 
@@ -92,9 +100,9 @@ def positions(series: Mapping[str, Row]) -> str | None:
             _bars(axis, range(1, len(rates) + 1), rates, label=name, color=color, fmt=f"{marker}-")
         axis.set(xlabel="draft", ylabel="accepted / steps", ylim=(0, 1.05))
         axis.xaxis.get_major_locator().set_params(integer=True)
-        _legend(axis, len(drafted))
+        _legend(axis, drafted)
 
-    return _svg(draw, len(drafted))
+    return svg(draw, drafted)
 
 
 def requests(row: Row, looping_above: float) -> str | None:
@@ -107,25 +115,39 @@ def requests(row: Row, looping_above: float) -> str | None:
         for looping, color, name in ((False, COLORS[0], "other outputs"), (True, COLORS[1], "looping outputs")):
             some = [
                 (place, each["speedup"])
-                for place, each in enumerate(found)
+                for place, each in enumerate(found, 1)
                 if ((each["loop_share"] or 0) > looping_above) == looping
             ]
             if some:
                 _bars(axis, [p for p, _ in some], [e for _, e in some], label=name, color=color, fmt=".", capsize=0)
         axis.axhline(1, color="grey", linewidth=0.8)
-        highest = 1.3 * max(each["speedup"]["value"] for each in found)  # intervals of few repeats reach far beyond
-        axis.set(xlabel="requests, slowest first", ylabel="speed-up over plain decoding", ylim=(0, highest))
-        axis.legend(loc="lower right")
+        axis.set(xlabel="requests, slowest first", ylabel="speed-up over plain decoding")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        _log_ratios(axis)  # intervals of few repeats reach far, as far up as down by this scale
+        if len(axis.get_legend_handles_labels()[1]) > 1:
+            _legend_above(axis)
 
-    return _svg(draw)
+    return svg(draw)
+
+
+def _log_ratios(axis: Any) -> None:
+    """Make the vertical axis logarithmic, with ticks at plain numbers."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, StrMethodFormatter
+
+    axis.set_yscale("log")
+    low, high = axis.get_ylim()
+    axis.yaxis.set_major_locator(MaxNLocator(6) if high < 4 * low else LogLocator(2, (1.0, 1.5)))
+    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.minorticks_off()
 
 
 def concurrency(series: Mapping[str, Sequence[Row]]) -> str | None:
-    """Draw total tokens a second over the number of requests at once, one line per arm.
+    """Draw total tokens a second over the number of requests at once, one line per variant.
 
     None without any.
     """
-    timed = {name: some for name, rows in series.items() if (some := [r for r in rows if r["tok_per_s"] is not None])}
+    timed = {name: [row for row in rows if row["tok_per_s"] is not None] for name, rows in series.items()}
+    timed = _named({name: rows for name, rows in timed.items() if rows})
     if not timed:
         return None
     numbers = sorted({row["concurrency"] for rows in timed.values() for row in rows})
@@ -139,9 +161,9 @@ def concurrency(series: Mapping[str, Sequence[Row]]) -> str | None:
         axis.minorticks_off()
         highest = max(row["tok_per_s"]["high"] or row["tok_per_s"]["value"] for some in timed.values() for row in some)
         axis.set(xlabel="requests at once", ylabel="total tokens a second", ylim=(0, HEADROOM * highest))
-        _legend(axis, len(timed))
+        _legend(axis, timed)
 
-    return _svg(draw, len(timed))
+    return svg(draw, timed)
 
 
 def over_context(series: Mapping[str, Sequence[Row]], key: str, name: str, level: float | None = None) -> str | None:
@@ -150,7 +172,7 @@ def over_context(series: Mapping[str, Sequence[Row]], key: str, name: str, level
     None if no series has two buckets with that figure.
     """
     found = {title: [part for part in parts if part[key] is not None] for title, parts in series.items()}
-    found = {title: parts for title, parts in found.items() if len(parts) > 1}
+    found = _named({title: parts for title, parts in found.items() if len(parts) > 1})
     if not found:
         return None
 
@@ -166,9 +188,9 @@ def over_context(series: Mapping[str, Sequence[Row]], key: str, name: str, level
         axis.minorticks_off()
         axis.set(xlabel="tokens of the prompt", ylabel=name)
         _from_zero(axis)
-        _legend(axis, len(found))
+        _legend(axis, found)
 
-    return _svg(draw, len(found))
+    return svg(draw, found)
 
 
 def _over_k(
@@ -178,6 +200,7 @@ def _over_k(
     level: float | None = None,
     also: Callable[[Row], Any] | None = None,
 ) -> str | None:
+    series = _named(series)
     labels = list(dict.fromkeys(str(row["k"]) for rows in series.values() for row in rows))
     labels.sort(key=lambda label: int(label) if label.isdecimal() else 1 << 30)
 
@@ -203,9 +226,9 @@ def _over_k(
         axis.set(xlabel="K", ylabel=name, xlim=(-0.5, len(labels) - 0.5))
         _from_zero(axis)
         axis.set_xticks(range(len(labels)), labels)
-        _legend(axis, len(series))
+        _legend(axis, series)
 
-    return _svg(draw, len(series))
+    return svg(draw, series)
 
 
 def _bars(axis: Any, places: Sequence[int | float], values: Sequence[Mapping[str, float]], **style: Any) -> None:
@@ -232,21 +255,58 @@ def _looks() -> Iterator[tuple[str, str]]:
             yield color, MARKERS[(place + shift) % len(MARKERS)]
 
 
-def _legend(axis: Any, num_series: int) -> None:
-    """Put the legend of few series inside the picture, of many below it."""
-    if num_series > FEW_SERIES:
-        axis.figure.legend(loc="outside lower center", ncols=2, fontsize="small")
-    elif num_series > 1:
+def _named(series: Mapping[str, Series]) -> dict[str, Series]:
+    """Shorten the names of series to what a legend holds."""
+    return dict(zip(shortened(list(series), LONG_NAME), series.values(), strict=True))
+
+
+def shortened(names: Sequence[str], most: int) -> list[str]:
+    """Cut the middle out of names of more than `most` characters, if all remain different."""
+    half = most // 2
+    short = [name if len(name) <= most else f"{name[:half]}…{name[-half:]}" for name in names]
+    return short if len(set(short)) == len(set(names)) else list(names)
+
+
+def _columns_below(names: Collection[str]) -> int:
+    """Count the columns of a legend below the picture; 0 if it fits inside."""
+    longest = max(map(len, names), default=0)
+    if len(names) < 2 or (len(names) <= FEW_SERIES and longest <= SHORT_NAME):
+        return 0
+    return 2 if longest <= SHORT_NAME else 1
+
+
+def _legend(axis: Any, names: Collection[str]) -> None:
+    """Put a legend into the picture, or below it if it would cover much."""
+    if columns := _columns_below(names):
+        axis.figure.legend(loc="outside lower center", ncols=columns, fontsize="small")
+    elif len(names) > 1:
         axis.legend()
 
 
-def _rotation(rows: Sequence[Row]) -> int:
+def _legend_above(axis: Any) -> None:
+    """Put a legend above the picture, where it covers nothing."""
+    axis.figure.legend(loc="outside upper center", ncols=4, fontsize="small", frameon=False)
+
+
+def _tilt(rows: Sequence[Row]) -> int:
+    """Choose the angle at which the labels of rows do not meet."""
     if len(rows) > 12:
         return 90
     return 25 if any(len(row["label"]) > 4 for row in rows) else 0
 
 
-def _svg(draw: Callable[[Any], None], num_series: int = 1) -> str | None:
+def svg(
+    draw: Callable[[Any], None],
+    names: Collection[str] = (),
+    panels: int = 1,
+    size: tuple[float, float] = (WIDE, HIGH),
+    on_dark: Mapping[str, str] = ON_DARK,
+) -> str | None:
+    """Draw as SVG text that follows the reader's colour scheme; None without matplotlib.
+
+    `draw` gets the axes: of several panels an array, one below the other, with one horizontal axis. names: of its
+    `_legend`. on_dark: the colour of a dark page for each colour of a light one.
+    """
     if not can_draw():
         return None
     import matplotlib
@@ -258,23 +318,25 @@ def _svg(draw: Callable[[Any], None], num_series: int = 1) -> str | None:
     inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     style: Any = {"svg.hashsalt": "peagle", "svg.fonttype": "none", "font.size": 10, "text.parse_math": False}
     with matplotlib.rc_context(style | dict.fromkeys(inked, INK)):
-        below = 0.1 * num_series if num_series > FEW_SERIES else 0.0  # two columns of lines of .2 inches
-        figure, axis = plt.subplots(figsize=(WIDE, HIGH + below), layout="constrained")
-        draw(axis)
-        axis.spines[["top", "right"]].set_visible(False)
+        columns, (width, height) = _columns_below(names), size
+        below = LINE * -(-len(names) // columns) if columns else 0.0
+        figure, axes = plt.subplots(panels, figsize=(width, height + below), layout="constrained", sharex=True)
+        draw(axes)
+        for axis in figure.axes:
+            axis.spines[["top", "right"]].set_visible(False)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
         plt.close(figure)
-    return _for_both_schemes(text.getvalue())
+    return _for_both_schemes(text.getvalue(), on_dark)
 
 
-def _for_both_schemes(svg: str) -> str:
+def _for_both_schemes(drawing: str, on_dark: Mapping[str, str]) -> str:
     """Let a drawing follow the reader's colour scheme, alone and in a page: its colours are in style attributes."""
     rules = (
         f'[style*="{property}: {light}"] {{ {property}: {dark} !important }}'
-        for light, dark in ON_DARK.items()
+        for light, dark in on_dark.items()
         for property in ("fill", "stroke")
     )
     style = f"<style>@media (prefers-color-scheme: dark) {{ {' '.join(rules)} }}</style>"
-    head, end, body = svg.partition("<defs>")
+    head, end, body = drawing.partition("<defs>")
     return f"{head}{style}\n {end}{body}"

@@ -30,7 +30,7 @@ Row = Callable[[Pairing], Sequence[float]]
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A figure of the second run minus that of the first, for one setting and arm."""
+    """A figure of the second run minus that of the first, for one workload and variant."""
 
     setting: Setting
     label: str
@@ -40,6 +40,7 @@ class Difference:
     difference: Estimate
     num_requests: int
     repeats_apart: bool = True  # of speed-ups: all repeats of one run lie beyond all of the other
+    factor: Estimate | None = None  # of speed-ups: that of the second run over that of the first
 
     @property
     def equal(self) -> bool:
@@ -52,13 +53,13 @@ class Difference:
         return self.repeats_apart and low is not None and high is not None and (low > 0 or high < 0)
 
 
-Key = tuple[Setting, Arm]  # identifies an arm in both runs; its drafter by its files
+Key = tuple[Setting, Arm]  # identifies a variant in both runs; its drafter by its files
 
 
 def differences(first: Folder, second: Folder) -> list[Difference]:
-    """Compare acceptance length and pooled speed-up for each setting and arm of both runs.
+    """Compare acceptance length and pooled speed-up for each workload and variant of both runs.
 
-    Arms are the same if K, draft vocabulary and drafter are; if each run has one drafter, it may differ. Raises
+    Variants are the same if K, draft vocabulary and drafter are; if each run has one drafter, it may differ. Raises
     InputError for runs of another target, other prompts or another cap of tokens, or with nothing in common.
     """
     _check(first, second)
@@ -71,7 +72,7 @@ def differences(first: Folder, second: Folder) -> list[Difference]:
         for difference in _differences(key[0], label, some, right[key][1])
     ]
     if not found:
-        raise InputError(f"{first.path} and {second.path} cannot be compared: they have no setting and K in common")
+        raise InputError(f"{first.path} and {second.path} cannot be compared: they have no workload and K in common")
     return found
 
 
@@ -96,7 +97,7 @@ ByPrompt = Mapping[tuple[int, ...], Pairing]
 
 
 def _by_arm(folder: Folder, any_drafter: bool) -> dict[Key, tuple[str, ByPrompt]]:
-    """Map each arm that speculates to (its label, its requests by prompt)."""
+    """Map each variant that speculates to (its label, its requests by prompt)."""
     prints = folder.plan.fingerprints
 
     def known(arm: Arm) -> Arm:
@@ -136,11 +137,16 @@ def _differences(
         def minus(sums: np.ndarray, statistic: Statistic = statistic, half: int = half) -> np.ndarray:
             return statistic(sums[:, half:]) - statistic(sums[:, :half])
 
-        sums = table.sum(axis=0)[None]
+        def over(sums: np.ndarray, statistic: Statistic = statistic, half: int = half) -> np.ndarray:
+            return statistic(sums[:, half:]) / statistic(sums[:, :half])
+
+        sums, conversations = table.sum(axis=0)[None], [a.asked.row for a, _ in pairs]
         one, two = (float(statistic(part)[0]) for part in (sums[:, :half], sums[:, half:]))
-        apart = figure != "speed-up" or _repeats_apart(timed)
-        if (found := estimate(table, minus, [a.asked.row for a, _ in pairs])) is not None:
-            yield Difference(setting, label, figure, one, two, found, len(pairs), apart)
+        timing = figure == "speed-up"
+        apart = not timing or _repeats_apart(timed)
+        factor = estimate(table, over, conversations) if timing else None
+        if (found := estimate(table, minus, conversations)) is not None:
+            yield Difference(setting, label, figure, one, two, found, len(pairs), apart, factor)
 
 
 def _length(each: Pairing) -> tuple[float, float]:

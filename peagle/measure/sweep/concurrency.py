@@ -36,9 +36,9 @@ from peagle.measure.sweep.folder import ITL_QUANTILES, Folder, Sample
 from peagle.measure.sweep.plan import AUTO, PLAIN, Arm, Plan, Setting
 
 RULE = (
-    "at each number of active requests, the K of the highest total tokens a second, by the median over greedy settings "
-    "and repetitions of the ratio to plain decoding of as many requests at once; 0 if that median is not above 1; "
-    "requests with a temperature draft if one of them gains by some K in settings with a temperature"
+    "at each number of active requests, the K of the highest total tokens a second, by the median over greedy "
+    "workloads and repetitions of the ratio to plain decoding of as many requests at once; 0 if that median is not "
+    "above 1; requests with a temperature draft if one of them gains by some K in workloads with a temperature"
 )
 
 Row = Mapping[str, Any]  # the figures of one arm with one number of slots in one setting, as JSON

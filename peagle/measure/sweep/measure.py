@@ -167,8 +167,8 @@ class SweepRun:
             with self._failing(out, setting, arm):
                 if (share := share_of_mappings()) > MOST_MAPPINGS:
                     raise InputError(
-                        f"the programs of {number} arms take {share:.0%} of the memory mappings of a process; expected "
-                        f"at most {MOST_MAPPINGS:.0%}, since XLA crashes without free ones: run fewer arms or "
+                        f"the programs of {number} variants take {share:.0%} of the memory mappings of a process; "
+                        f"expected at most {MOST_MAPPINGS:.0%}, since XLA crashes without free ones: run fewer Ks or "
                         "temperatures at a time (peagle report joins runs), or raise vm.max_map_count"
                     )
                 self._engine(arm).warm_up(sampled=not SamplingParams(setting.temperature).greedy)
@@ -239,7 +239,7 @@ class SweepRun:
             if not self.continue_on_error:
                 raise InputError(
                     f"{setting.label}, K = {self.plan.label(arm)}: {why}; decoded requests are kept: continue with "
-                    "--resume, without this arm with --continue-on-error"
+                    "--resume, without this K with --continue-on-error"
                 ) from error
             self.failed[setting, arm] = why
 

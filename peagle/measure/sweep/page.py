@@ -1,85 +1,104 @@
-"""Lay out the pages of sweeps as blocks of peagle.measure.pages."""
+"""Lay out the pages of sweeps as blocks of peagle.measure.pages: the answer, then tables, then how it was measured."""
 
 import re
+import shlex
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from peagle.measure.metrics import figure_text
-from peagle.measure.pages import Block, Picture, Table, heading
-from peagle.measure.sweep import charts
+from peagle.measure.pages import Block, Commands, Picture, Table, heading, plain
+from peagle.measure.sweep import charts, headline
 from peagle.measure.sweep.compare import Difference
 from peagle.measure.sweep.figures import FEWEST, SLOWER, best, sure
 from peagle.measure.sweep.folder import Folder
+from peagle.measure.sweep.headline import of_workload, variant_text
+from peagle.measure.sweep.headline import place_text as place_text
 from peagle.measure.sweep.plan import AUTO, PROFILED, Plan, Setting, short_names
 from peagle.result import LOOPING_ABOVE
 
 Row = Mapping[str, Any]
-TITLE = "Acceptance and speed over K"
 FIGURES = (
     "K",
-    "requests",
-    "acceptance length",
-    "mean of requests",
-    "without loops",
     "speed-up",
+    "acceptance length",
+    "without loops",
+    "tok/s",
+    "slower requests",
+    "outputs equal to plain",
     "median of requests",
+    "mean of requests",
+    "requests",
     "tokens a pass",
     "c(K)",
-    "tok/s",
-    "slower requests",
-    "outputs equal to plain",
 )
+FIRST = FIGURES[:-2]
 SHORT = (  # of FIGURES
     "K",
+    "speed-up",
     "acceptance length",
     "without loops",
-    "speed-up",
     "c(K)",
     "tok/s",
     "slower requests",
     "outputs equal to plain",
 )
-
-
-ACCEPTANCE = "Acceptance length over K; hollow markers: without looping outputs."
 SHORTEST = ("K", "acceptance length", "speed-up", "c(K)", "tok/s", "outputs equal to plain")  # of FIGURES
-NAMED = ("peagle", "jax", "jaxlib")  # packages whose versions a page names
-FORMULAS = (
-    "Acceptance length: 1 + accepted / steps, over all steps that verified drafts; mean of requests: the same for each "
-    "request, averaged. Per position: steps that accepted this draft / all steps; given those before: / steps "
-    "that verified it and accepted all before it. tok/s: (tokens - 1) / (time of the last - time of the first token). "
-    "Speed-up: over plain decoding of the same requests in the same repeats, pooled, and the median of requests. "
-    "c(K): the time of a pass in passes of plain decoding; tokens a pass: tokens after the first / passes; speed-up = "
-    "tokens a pass / c(K). Drafting, verifying and the rest (accepting, the runtime, the host): by their shares in up "
-    f"to {PROFILED} conversations under the profiler. v(T): a pass of the target over T = K + 1 rows, in passes over "
-    "one row. ttft: time to the first token; tpot: time per token after it; itl: time between arrivals, at which "
-    "several tokens may arrive together, quantiles of a request. A request loops if more than "
-    f"{LOOPING_ABOVE:.0%} of its 4-grams are repeated. Slower requests: their 95 % interval over the repeats lies "
-    f"wholly below {SLOWER}. Counts are of all repeats. In brackets: 95 % intervals, by bootstrap over "
-    f"conversations; fewer than {FEWEST} have none."
+HASH = 12  # digits of a checksum that a page shows
+
+TERMS = (
+    ("K", "tokens drafted per step. 0 is plain decoding. `auto` reads K from the drafter's table"),
+    ("speed-up", "tok/s over plain decoding's, for the same requests in the same repeats, all added up"),
+    ("median of requests", "the median of each request's speed-up, so that each request counts the same"),
+    ("acceptance length", "tokens per step that verified drafts, with the target's own token: 1 + accepted / steps"),
+    ("mean of requests", "the mean of each request's acceptance length, so that each request counts the same"),
+    ("without loops", "without the requests whose output loops"),
+    ("loop", f"an output loops if it repeats more than {headline.percent(LOOPING_ABOVE)} of its 4-grams"),
+    ("tok/s", "(tokens - 1) / (time of the last token - time of the first token)"),
+    ("slower requests", f"requests whose 95 % interval over the repeats lies wholly below {SLOWER:g}x"),
+    ("tokens a pass", "tokens after the first / passes of the target"),
+    ("c(K)", "the time of a pass, in passes of plain decoding. Speed-up = tokens a pass / c(K)"),
+    (
+        "draft, verify, rest",
+        f"their shares of a pass in up to {PROFILED} conversations under the profiler. Rest: accepting, the runtime, "
+        "the host",
+    ),
+    ("v(T)", "the time of a target's pass over T = K + 1 rows, in passes over one row"),
+    ("per position", "steps that accepted the first, second, ... draft / all steps"),
+    ("given those before", "steps that accepted this draft / steps that accepted all drafts before it"),
+    ("ttft, tpot", "time to the first token; time per token after it"),
+    ("itl", "time between arrivals, at which several tokens may come together; quantiles of a request"),
+    (
+        "brackets",
+        "95 % intervals, by bootstrap over conversations; fewer than "
+        f"{FEWEST} conversations have none. Counts are over all repeats",
+    ),
 )
-
-
 BOUNDS = (
-    "**What the temperature allows.** However good a drafter is, its guess survives only as often as the target itself "
-    "says that token. p is the target's distribution at a place, q the drafter's. Best token: the mean of p(the "
-    "drafter's most likely token), which is how often that is accepted. Sampled drafts: the mean of sum min(p, q), the "
-    "most that any rule allows drafts drawn from q. Best guess: the mean of max p; no drafter's single guess survives "
-    "more often, and only what lies between the best token and this can be trained away. Means over the places whose "
-    "draft was verified after all before it were accepted; lengths: 1 + v1 + v1 v2 + ..., v the mean of each draft; "
-    "first draft: v1."
+    ("p, q", "the target's and the drafter's distribution at a place whose earlier drafts were all accepted"),
+    ("best token", "the mean of p(the drafter's most likely token): how often that token is accepted"),
+    ("sampled drafts", "the mean of sum min(p, q): the most that any rule accepts of drafts drawn from q"),
+    (
+        "best guess",
+        "the mean of max p: the most that any single guess is accepted. Training can gain only what lies between the "
+        "best token and this",
+    ),
+    ("their lengths", "1 + v1 + v1 v2 + ..., with v the mean of each draft. First draft: v1"),
 )
-
-
 LOADS = (
-    "Many requests at once: all requests of a repetition are added together and wait for a slot; one that ends is "
-    "replaced at the next dispatch; at the end fewer requests are left than slots. Total tok/s: tokens after each "
-    "request's first / the time in which at least one was decoding. Over plain decoding: of as many at once, in the "
-    "same repetitions, in which arms run in turns; least..greatest: of single repetitions. ttft counts from the moment "
-    "the requests were added, so it includes the wait for a slot. Requests that are decoded together share the time, "
-    f"so intervals of times are by bootstrap over repetitions, and fewer than {FEWEST} have none; intervals of "
-    "acceptance length are over conversations."
+    (
+        "at once",
+        "slots. All requests of a repeat are added together and wait for a slot; one that ends is replaced at the next "
+        "dispatch, so at the end fewer are decoded than there are slots",
+    ),
+    ("total tok/s", "tokens after each request's first / the time in which at least one request was decoding"),
+    ("over plain decoding", "of as many requests at once, in the same repeats, in which the variants take turns"),
+    ("repeats", "the slowest and the fastest repeat, over plain decoding"),
+    ("ttft at once", "counts from when the requests were added, so it includes the wait for a slot"),
+    (
+        "brackets of times",
+        f"by bootstrap over repeats, because requests share the time; fewer than {FEWEST} repeats have none",
+    ),
 )
 
 
@@ -87,149 +106,315 @@ def run_blocks(folder: Folder, rows: Sequence[Row], loads: Sequence[Row] = ()) -
     """Lay out the page of one run. `loads`: the figures of many requests at once."""
     plan = folder.plan
     return [
-        heading(TITLE, 1),
-        *_origin(folder),
-        *_failures(folder),
-        *_summary(plan, rows),
+        *_front(folder, rows, loads),
         *_overview(plan, rows),
-        *(block for setting in plan.settings for block in _setting(plan, setting, _of(rows, setting))),
-        *(block for setting in plan.settings for block in _loads(setting, _of(loads, setting))),
-        heading("How to read this"),
-        FORMULAS,
-        *_about_loads(loads),
+        *(block for workload in plan.settings for block in _workload(plan, workload, rows, loads)),
+        *_terms(rows, loads),
+        heading("How it was measured"),
+        *_origin(folder),
     ]
 
 
 def short_blocks(folder: Folder, rows: Sequence[Row], loads: Sequence[Row] = ()) -> list[Block]:
-    """Lay out the summary of one run: a table for every setting, and two pictures of the first."""
+    """Lay out the summary of one run: a table for every workload, and two pictures of the first."""
     plan = folder.plan
-    shown = ("_speedup", "_concurrency" if loads else "_cycle")
-    blocks: list[Block] = [heading(TITLE, 1), *_origin(folder), *_failures(folder), *_summary(plan, rows)]
-    for setting in plan.settings:
-        if some := _of(rows, setting):
-            blocks += [*_about(setting, some), _headline(setting, some)]
-            if setting == plan.settings[0]:
-                figures = (block for block in _setting(plan, setting, some) if isinstance(block, Picture))
-                blocks += [each for each in figures if each.name.endswith(shown)]
-        for block in _loads(setting, _of(loads, setting)):
-            if not isinstance(block, Picture) or setting == plan.settings[0]:
-                blocks.append(block)
-    return [*blocks, heading("How to read this"), FORMULAS, *_about_loads(loads)]
+    blocks = _front(folder, rows, loads)
+    for workload in plan.settings:
+        if own := of_workload(rows, workload):
+            blocks += [*_about(workload, own), _short_table(own)]
+            if workload == plan.settings[0] and not loads:
+                blocks += _cycle(own, _slug(workload.label))
+        pictured = workload == plan.settings[0]
+        tables = _loads(workload, of_workload(loads, workload))
+        blocks += [block for block in tables if pictured or not isinstance(block, Picture)]
+    return [*blocks, *_terms(rows, loads), heading("How it was measured"), *_origin(folder)]
 
 
 def arms_blocks(folder: Folder, rows: Sequence[Row]) -> Iterator[tuple[str, Table]]:
-    """Yield for each setting its label and the short figures of all arms, for a terminal; then what to use."""
-    for setting in folder.plan.settings:
-        if some := _of(rows, setting):
-            lines = (dict(zip(FIGURES, _line(setting, row), strict=True)) for row in some)
-            yield setting.label, Table(SHORTEST, tuple(tuple(cells[name] for name in SHORTEST) for cells in lines))
-    for block in _summary(folder.plan, rows):
-        if isinstance(block, Table):
-            yield "the K to use", block
+    """Yield for each workload its label and the short figures of all variants, for a terminal; then what to use."""
+    for workload in folder.plan.settings:
+        if own := of_workload(rows, workload):
+            yield workload.label, _table(own, SHORTEST)
+    yield from (("the K to use", table) for table in _summary(folder.plan, rows))
 
 
-def comparison_blocks(runs: Mapping[Folder, Sequence[Row]], found: Sequence[Sequence[Difference]]) -> list[Block]:
-    """Lay out the page of several runs: all of them over K, and each against the first (`found`)."""
+def comparison_blocks(runs: Mapping[Folder, Sequence[Row]], compared: Sequence[Sequence[Difference]]) -> list[Block]:
+    """Lay out the page of several runs: all of them over K, and each against the first (`compared`)."""
     folders = list(runs)
     names = dict(zip(folders, short_names([folder.path.resolve() for folder in folders]), strict=True))
-    first = names[folders[0]]
-    blocks: list[Block] = [heading(f"{', '.join(names.values())}: is there a difference?", 1)]
-    for folder in folders:
-        blocks += [heading(names[folder]), *_origin(folder)]
-    unlike = len({folder.plan.drafters for folder in folders}) > 1
-    for setting in folders[0].plan.settings:
-        series = {}
-        for folder, all_rows in runs.items():
-            for title, rows in _series(folder.plan, _of(all_rows, setting)).items():
-                drafter = title or (short_names(folder.plan.drafters)[0] if unlike else "")
-                series[f"{names[folder]}{drafter and f', {drafter}'}"] = rows
-        if any(series.values()):
-            slug = _slug(setting.label)
-            blocks += [heading(setting.label), *_curves(series, slug), *_by_context(series, slug)]
-    for folder, differences in zip(folders[1:], found, strict=True):
+    first, others = names[folders[0]], folders[1:]
+    pairs = list(zip(others, compared, strict=True))
+    blocks: list[Block] = [
+        heading(
+            f"{headline.listed([names[folder] for folder in others])} against {first}: {_compared_title(folders)}", 1
+        ),
+        *_sentences(
+            [
+                sentence
+                for folder, differences in pairs
+                for sentence in headline.compared(differences, first, names[folder])
+            ]
+        ),
+        "Speeds are compared as speed-ups over plain decoding of the same run, request by request.",
+        *_notes((f"{name} in {names[folder]}", text) for folder in folders for name, text in headline.notes(folder)),
+    ]
+    by_context: list[Block] = []
+    for workload in folders[0].plan.settings:
+        if series := _series_of_runs(runs, names, workload):
+            slug = _slug(workload.label)
+            blocks += [heading(f"Workload {workload.label}")] if len(folders[0].plan.settings) > 1 else []
+            blocks += [*_speedups(series, slug), *_acceptances(series, slug)]
+            by_context += _by_context(series, slug)
+    blocks += [heading("Each run by itself")]
+    blocks += [_items((names[folder], "; ".join(headline.headlines(folder, runs[folder]))) for folder in folders)]
+    for title, table in difference_tables(folders, compared):
         blocks += [
-            heading(f"{names[folder]} against {first}"),
-            (
-                f"{len(differences)} differences of the same requests, with 95 % bootstrap intervals. A difference is "
-                "real if its interval excludes zero, as one in twenty does by chance. Speed-ups are over plain "
-                "decoding of the same run; a difference of speed-ups is real only if, besides, all repeats of one run "
-                "lie beyond all of the other."
-            ),
-            Table(
-                ("setting", "K", "figure", first, names[folder], "difference (95 %)", "requests", "real?"),
-                tuple(
-                    (
-                        each.setting.label,
-                        each.label,
-                        each.figure,
-                        f"{each.first:.2f}",
-                        f"{each.second:.2f}",
-                        _signed(each),
-                        str(each.num_requests),
-                        "yes" if each.real else "equal" if each.equal else "undecided",
-                    )
-                    for each in differences
-                ),
-            ),
+            heading(title),
+            table,
+            "A difference is real if its 95 % interval excludes zero, as one in twenty does by chance. A difference of "
+            "speed-ups is real only if, besides, every repeat of one run lies beyond every repeat of the other.",
         ]
-    return [*blocks, heading("How to read this"), FORMULAS]
+    blocks += [heading("By prompt length"), *by_context] if by_context else []
+    blocks += _terms([row for rows in runs.values() for row in rows], ())
+    for folder in folders:
+        blocks += [heading(f"How {names[folder]} was measured"), *_origin(folder)]
+    return blocks
 
 
-def _signed(each: Difference) -> str:
-    low, high = each.difference.low, each.difference.high
+def difference_tables(
+    folders: Sequence[Folder], compared: Sequence[Sequence[Difference]]
+) -> Iterator[tuple[str, Table]]:
+    """Yield for each run after the first its title, and the table of its differences from the first (`compared`)."""
+    first, *others = short_names([folder.path.resolve() for folder in folders])
+    for name, differences in zip(others, compared, strict=True):
+        yield f"{name} against {first}", _differences(differences, first, name)
+
+
+def _compared_title(folders: Sequence[Folder]) -> str:
+    """Name what the runs measured, and when."""
+    subjects = dict.fromkeys(headline.subject(folder.plan) for folder in folders)
+    dates = sorted({headline.date(folder) for folder in folders})
+    subject = next(iter(subjects)) if len(subjects) == 1 else "speculative decoding"
+    return f"{subject[:1].lower()}{subject[1:]}, {' to '.join(dict.fromkeys([dates[0], dates[-1]]))}"
+
+
+def _series_of_runs(
+    runs: Mapping[Folder, Sequence[Row]], names: Mapping[Folder, str], workload: Setting
+) -> dict[str, Sequence[Row]]:
+    """Name the lines of all runs in one workload: by the run, and by what else tells them apart."""
+    unlike = len({folder.plan.drafters for folder in runs}) > 1
+    series: dict[str, Sequence[Row]] = {}
+    for folder, rows in runs.items():
+        for name, line in _series(folder.plan, of_workload(rows, workload)).items():
+            drafter = name or (short_names(folder.plan.drafters)[0] if unlike else "")
+            series[f"{names[folder]}{drafter and f', {drafter}'}"] = line
+    return series
+
+
+def _differences(differences: Sequence[Difference], first: str, second: str) -> Table:
+    def verdict(difference: Difference) -> str:
+        return "yes" if difference.real else "equal" if difference.equal else "undecided"
+
+    return Table(
+        ("workload", "K", "figure", first, second, "difference (95 %)", "requests", "real?"),
+        tuple(
+            (
+                difference.setting.label,
+                difference.label,
+                difference.figure,
+                f"{difference.first:.2f}",
+                f"{difference.second:.2f}",
+                _signed(difference),
+                str(difference.num_requests),
+                verdict(difference),
+            )
+            for difference in differences
+        ),
+    )
+
+
+def _signed(difference: Difference) -> str:
+    low, high = difference.difference.low, difference.difference.high
     interval = " (too few)" if low is None or high is None else f" ({low:+.2f}..{high:+.2f})"
-    return f"{each.difference.value:+.2f}{interval}"
+    return f"{difference.difference.value:+.2f}{interval}"
+
+
+def _front(folder: Folder, rows: Sequence[Row], loads: Sequence[Row]) -> list[Block]:
+    """Begin a page: its title, the headlines, the speed-up over K, and what to do."""
+    plan = folder.plan
+    return [
+        heading(headline.title(folder), 1),
+        *_sentences(headline.headlines(folder, rows)),
+        _circumstances(folder, rows),
+        *_notes(headline.notes(folder)),
+        *_speedups(_all_series(plan, rows), "all" if len(plan.settings) > 1 else _slug(plan.settings[0].label)),
+        *_advice(folder, rows, loads),
+    ]
+
+
+def _sentences(sentences: Sequence[str]) -> Iterator[Block]:
+    """Show the sentences that a reader came for."""
+    if len(sentences) == 1:
+        yield f"**{plain(sentences[0])}.**"
+    elif sentences:
+        yield "\n".join(f"- **{plain(sentence)}.**" for sentence in sentences)
+
+
+def _circumstances(folder: Folder, rows: Sequence[Row]) -> str:
+    """Say in two lines what was decoded, where, and how fast."""
+    plan = folder.plan
+    where = ", ".join(dict.fromkeys(headline.machine_text(sitting) for sitting in folder.record["sittings"]))
+    how = f"decoded one at a time, {_counted(plan.repeats, 'repeat')}, on {where}."
+    if len(plan.settings) > 1 or not rows:
+        return plain(f"{_counted(len(plan.settings), 'workload')}, {how}")
+    text = f"{_counted(rows[0]['num_requests'], 'request')} ({plan.settings[0].label}), {how}"
+    (verdict,) = headline.verdicts(folder, rows)
+    if (row := verdict.fastest) is not None:
+        speeds = [f"{figure['value']:,.0f} tok/s" for figure in (row["tok_per_s"], rows[0]["tok_per_s"]) if figure]
+        text += f" {variant_text(row['label'])}: {', plain decoding '.join(speeds)}; "
+        text += f"acceptance length {acceptance_text(row)}."
+    return plain(text)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _notes(notes: Iterable[tuple[str, str]]) -> Iterator[Block]:
+    for name, text in notes:
+        yield f"**{plain(name)}:** {plain(text)}."
+
+
+def _items(items: Iterable[tuple[str, str]]) -> str:
+    return "\n".join(f"- **{plain(name)}:** {plain(text)}." for name, text in items)
+
+
+def _advice(folder: Folder, rows: Sequence[Row], loads: Sequence[Row]) -> Iterator[Block]:
+    """Name the K to use, with commands, and what limits it; nothing if no speed-up is known."""
+    plan = folder.plan
+    known = [verdict for verdict in headline.verdicts(folder, rows) if verdict.fastest is not None]
+    if not known:
+        return
+    alone = len(plan.settings) == 1
+    by_commands: dict[tuple[str, ...], list[headline.Verdict]] = {}
+    for verdict in known:
+        by_commands.setdefault(tuple(headline.commands(plan, verdict, alone)), []).append(verdict)
+    yield heading("What to do")
+    for commands, judged in by_commands.items():
+        where = "" if alone else f" for {'; '.join(verdict.workload.label for verdict in judged)}"
+        yield plain(_recommended(judged, where))
+        yield Commands(commands)
+    yield from _by_load(plan, loads)
+    if limits := headline.caveats(folder, rows, loads):
+        yield "Before you rely on it:"
+        yield _items(limits)
+
+
+def _recommended(judged: Sequence[headline.Verdict], where: str) -> str:
+    row = judged[0].fastest
+    assert row is not None
+    if not judged[0].gains:
+        return f"Use plain decoding{where}: no drafts pay here."
+    unsure = [verdict for verdict in judged if not verdict.sure]
+    if not unsure:
+        return f"Use {variant_text(row['label'])}{where}."
+    return (
+        f"Try {variant_text(row['label'])}{where}: it was the fastest, but not surely faster than plain decoding. "
+        "More prompts or repeats (--num-prompts, --repeats) would tell."
+    )
+
+
+def _by_load(plan: Plan, loads: Sequence[Row]) -> Iterator[Block]:
+    """Name the best K for each number of requests at once."""
+    lines = []
+    for workload in plan.settings:
+        own = of_workload(loads, workload)
+        for slots in dict.fromkeys(row["concurrency"] for row in own):
+            timed = [row for row in own if row["concurrency"] == slots and row["speedup"] is not None]
+            if row := max(timed, key=lambda row: row["speedup"]["value"], default=None):
+                figures = (_rounded_with_interval(row["tok_per_s"]), _over_plain(row))
+                lines.append((workload.label, str(slots), variant_text(row["label"]), *figures))
+    if not lines:
+        return
+    header = ("workload", "requests at once", "fastest", "total tok/s", "over plain decoding")
+    several = len(plan.settings) > 1
+    ways = (plan.drafters, plan.draft_vocabs, plan.drafter_windows)
+    writable = 1 in plan.concurrencies and all(len(way) == 1 for way in ways)
+    yield "By the number of requests at once" + " (`--write-widths` writes it for `-k auto`)" * writable + ":"
+    yield Table(header if several else header[1:], tuple(line if several else line[1:] for line in lines))
+
+
+def _over_plain(row: Row) -> str:
+    """Format a speed-up with its interval, or with its least and greatest repeat if there is none."""
+    text = estimate_text(row["speedup"])
+    if row["k"] == 0 or row["speedup"]["low"] is not None:
+        return text
+    return f"{text} (repeats: {_span(row['speedup_repeats'])})"
+
+
+def _terms(rows: Sequence[Row], loads: Sequence[Row]) -> Iterator[Block]:
+    """Define the words of the tables."""
+    yield heading("Terms")
+    terms = list(TERMS)
+    if any(row["bounds"] is not None for row in rows):
+        terms += BOUNDS
+    if loads:
+        terms += LOADS
+    yield "\n".join(f"- **{name}:** {meaning}." for name, meaning in terms)
 
 
 def _origin(folder: Folder) -> Iterator[Block]:
-    plan = folder.plan
-    sittings = folder.record["sittings"]
-    yield f"`{' '.join(sittings[0]['command'])}`"
-    yield (
-        f"Target {plan.target}; drafters: {', '.join(plan.drafters)}; repeats: {plan.repeats}; requests that an arm "
-        f"decodes before the next arm's turn: {plan.in_a_row}; batch 1, at most {plan.max_new_tokens} new tokens, "
-        f"seed {plan.seed}; options: dtype {plan.dtype or 'auto'}, experts {plan.experts}, kernels {plan.kernels}; "
-        f"chat template {plan.template[:12] or 'none'}"
-        + ("." if folder.finished else "; **not finished: figures are of the requests with all repeats.**")
-    )
-    places = list(dict.fromkeys(place_text(sitting) for sitting in sittings))
-    warning = " **They differ, so times are mixed.**" if len(places) > 1 else ""
-    yield f"Processes that ran it: {len(sittings)}, the first {sittings[0]['time']}: {'; '.join(places)}.{warning}"
+    """Show how a run was made: its command, machine, files and checksums."""
+    plan, sittings = folder.plan, folder.record["sittings"]
+    yield Commands([shlex.join(sittings[0]["command"])])
+    lines = [
+        ("began", sittings[0]["time"]),
+        *(("machine", place) for place in dict.fromkeys(place_text(sitting) for sitting in sittings)),
+        *([("processes", f"{len(sittings)}, each after --resume")] if len(sittings) > 1 else []),
+        (
+            "decoding",
+            f"one request at a time; variants take turns after {_counted(plan.in_a_row, 'request')}; "
+            f"{_counted(plan.repeats, 'repeat')}; at most {plan.max_new_tokens} new tokens; seed {plan.seed}",
+        ),
+        ("options", f"dtype {plan.dtype or 'auto'}, experts {plan.experts}, kernels {plan.kernels}"),
+        *_prompts(folder),
+        *((f"{_with_path(plan, name)}", f"sha256 {digest[:HASH]}") for name, digest in plan.fingerprints.items()),
+        ("chat template, tokenizer", f"sha256 {plan.template[:HASH]}" if plan.template else "none"),
+    ]
+    yield Table(("what", "value"), lines)
+
+
+def _with_path(plan: Plan, name: str) -> str:
+    """Name the files of a fingerprint: the target's by its path, too, as the drafters' are."""
+    return f"target {plan.target}" if name == "target" else name
+
+
+def _prompts(folder: Folder) -> Iterator[tuple[str, str]]:
     prompts = folder.asked()
     left_out = [] if prompts is None else prompts[1]
-    for source in plan.sources:
-        rows = [each for each in left_out if each.prompts == source.name and each.row is None]
-        some = [each for each in left_out if each.prompts == source.name and each.row is not None]
+    for source in folder.plan.sources:
+        rows = [left for left in left_out if left.prompts == source.name and left.row is None]
+        conversations = [left for left in left_out if left.prompts == source.name and left.row is not None]
         yield (
-            f"Prompts {source.name}: layout {source.layout}, {source.num_used} of {source.num_rows} rows"
+            f"prompts {source.name}",
+            f"layout {source.layout}, {source.num_used} of {source.num_rows} rows"
             + ("" if source.max_turns is None else f"; turns of each: at most {source.max_turns}")
             + (f"; rows without a usable prompt: {source.num_skipped}" if source.num_skipped else "")
             + (f", the first: {rows[0].why}" if rows else "")
-            + f"; sha256 {source.sha256[:12]}."
-            + (f" Conversations left out: {len(some)}, the first: {some[0].why}." if some else "")
+            + f"; sha256 {source.sha256[:HASH]}"
+            + (
+                f". Conversations left out: {len(conversations)}, the first: {conversations[0].why}"
+                if conversations
+                else ""
+            ),
         )
 
 
-def place_text(sitting: Mapping[str, Any]) -> str:
-    """Describe machine, library and commit of a process of a run (run.json, "sittings")."""
-    device, git = sitting["device"], sitting["git"] or {}
-    where = f"{sitting['cpu']}, {sitting['num_threads']} threads" if device["platform"] == "cpu" else device["kind"]
-    commit = f", commit {git['commit'][:10]}{' with changes' if git['dirty'] else ''}" if git else ""
-    ran = "".join(f", {name} {value}" for name, value in sitting.get("ran", {}).items())
-    versions = ", ".join(f"{name} {sitting['packages'][name]}" for name in NAMED if name in sitting["packages"])
-    return f"{where}{ran}; {versions}{commit}"
-
-
-def _failures(folder: Folder) -> Iterator[Block]:
-    for (setting, arm), why in folder.errors().items():
-        yield f"**Failed:** {setting.label}, K = {folder.plan.label(arm)}: {why}"
-
-
-def _summary(plan: Plan, rows: Sequence[Row]) -> Iterator[Block]:
-    """Name the K to use of each setting, if one is surely faster than plain decoding, or none is faster."""
+def _summary(plan: Plan, rows: Sequence[Row]) -> Iterator[Table]:
+    """Name the K to use of each workload, if one is surely faster than plain decoding, or none is faster."""
     lines = []
-    for setting in plan.settings:
-        chosen = best(_of(rows, setting))
+    for workload in plan.settings:
+        chosen = best(of_workload(rows, workload))
         if chosen is None:
             continue
         if chosen["k"] == 0:
@@ -240,91 +425,121 @@ def _summary(plan: Plan, rows: Sequence[Row]) -> Iterator[Block]:
             verdict = "undecided"  # its interval reaches below 1
         without_loops = chosen["without_loops"]["acceptance_length"]
         figures = map(estimate_text, (chosen["speedup"], chosen["acceptance_length"], without_loops))
-        lines.append((setting.label, verdict, chosen["label"], *figures))
+        lines.append((workload.label, verdict, chosen["label"], *figures))
     if lines:
-        yield heading("The K to use")
-        yield (
-            "K: tokens drafted a step. Speed-up: over plain decoding of the same requests. Acceptance length: tokens a "
-            "step, the target's own one among them. In brackets: 95 % intervals. Undecided: not even the fastest is "
-            "surely faster than plain decoding."
-        )
-        header = ("setting", "K to use", "fastest measured", "its speed-up", "its acceptance length", "without loops")
+        header = ("workload", "K to use", "fastest measured", "its speed-up", "its acceptance length", "without loops")
         yield Table(header, tuple(lines))
 
 
 def _overview(plan: Plan, rows: Sequence[Row]) -> Iterator[Block]:
-    """Draw all settings together, if there are several."""
-    if len(plan.settings) < 2:
-        return
-    series = {
-        f"{setting.label}{title and f', {title}'}": some
-        for setting in plan.settings
-        for title, some in _series(plan, _of(rows, setting)).items()
+    """Show all workloads together, if there are several."""
+    fastest = {workload: best(_drafting(of_workload(rows, workload))) for workload in plan.settings}
+    lines = [
+        (
+            workload.label,
+            row["label"],
+            *map(estimate_text, (row["speedup"], row["acceptance_length"], row["without_loops"]["acceptance_length"])),
+        )
+        for workload, row in fastest.items()
+        if row is not None
+    ]
+    if len(plan.settings) > 1 and lines:
+        yield heading("All workloads")
+        yield Table(("workload", "fastest K", "speed-up", "acceptance length", "without loops"), lines)
+        yield from _acceptances(_all_series(plan, rows), "all")
+
+
+def _drafting(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row["k"] != 0]
+
+
+def _all_series(plan: Plan, rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Group the rows of all workloads as `_series` does, by workload, too, if there are several."""
+    return {
+        ", ".join(filter(None, (workload.label * (len(plan.settings) > 1), name))): line
+        for workload in plan.settings
+        for name, line in _series(plan, of_workload(rows, workload)).items()
     }
-    if any(series.values()):
-        yield heading("All settings")
-        yield from _curves(series, "all")
 
 
-def _setting(plan: Plan, setting: Setting, rows: Sequence[Row]) -> Iterator[Block]:
-    if not rows:
+def _workload(plan: Plan, workload: Setting, rows: Sequence[Row], loads: Sequence[Row]) -> Iterator[Block]:
+    """Lay out the tables of one workload, each with its pictures."""
+    slug, rows = _slug(workload.label), of_workload(rows, workload)
+    if rows:
+        drafting = _drafting(rows)
+        series = _series(plan, rows)
+        yield from _about(workload, rows)
+        yield _table(rows, FIRST)
+        if len(plan.settings) > 1:  # else it is the page's first picture
+            yield from _speedups(series, slug)
+        yield from _acceptances(series, slug)
+        yield from _requests(drafting, slug)
+        yield from _drafts(drafting, series, slug)
+        yield from _times(rows, slug)
+        yield from _bounds(drafting)
+        yield from _parts(drafting)
+        yield from _by_context(series, slug)
+    yield from _loads(workload, of_workload(loads, workload))
+
+
+def _requests(drafting: Sequence[Row], slug: str) -> Iterator[Block]:
+    if (fastest := best(drafting)) is not None:
+        caption = f"Each request's speed-up by {variant_text(fastest['label'])}"
+        caption += ", with its 95 % interval over the repeats" * (fastest["num_compared"] > 0)
+        yield from _picture(f"{slug}_requests", charts.requests(fastest, LOOPING_ABOVE), f"{caption}.")
+
+
+def _drafts(drafting: Sequence[Row], series: Mapping[str, Sequence[Row]], slug: str) -> Iterator[Block]:
+    """Show which drafts were accepted."""
+    drafted = [row for row in drafting if row["num_spec_steps"]]
+    if not drafted:
         return
-    slug, fast = _slug(setting.label), rows[1:]
-    yield from _about(setting, rows)
-    yield (
-        "**Acceptance and speed.** Pooled over all requests; the columns of means and medians count each request the "
-        "same. c(K): what a pass costs, in passes of plain decoding; tokens a pass / c(K) is the speed-up."
-    )
+    yield heading("Drafts", 3)
     yield Table(
-        FIGURES,
-        tuple(_line(setting, row) for row in rows),
+        ("K", "per position", "given those before", "steps that accepted 0, 1, ...", "plain steps"),
+        tuple(
+            (
+                row["label"],
+                _rates(_of_tried(row)),
+                _rates(row["conditional_rate"]),
+                ", ".join(map(str, row["histogram"])),
+                str(row["num_plain_steps"]),
+            )
+            for row in drafted
+        ),
     )
+    svg = charts.positions({name or "all": _widest(line) for name, line in series.items() if line})
+    yield from _picture(f"{slug}_positions", svg, "Acceptance by draft, at the largest K.")
+
+
+def _times(rows: Sequence[Row], slug: str) -> Iterator[Block]:
+    """Show what a pass costs, and its parts."""
+    yield heading("Time of a pass", 3)
     if all(row["draft_s"] is None for row in rows):
         yield "No steps were profiled, so the times of drafting and verifying are missing."
-    yield (
-        "**Times.** v(T): a pass of the target over T = K + 1 rows, in passes over one row. ttft: time to the first "
-        "token; tpot: time per token after it; itl: time between arrivals of tokens, of which several may come at once."
-    )
     yield Table(
-        ("K", "ms a step", "draft ms", "verify ms", "rest ms", "v(T)", "ttft ms", "tpot ms", "itl ms: .5, .9, .99"),
-        tuple(_times(row) for row in rows),
-    )
-    drafted = [row for row in fast if row["num_spec_steps"]]
-    if drafted:
-        yield (
-            "**Drafts.** Per position: how often the first, second, ... draft is accepted, of all steps; given those "
-            "before: of the steps that accepted all drafts before it."
-        )
-        yield Table(
-            ("K", "per position", "given those before", "steps that accepted 0, 1, ...", "plain steps"),
-            tuple(
-                (
-                    row["label"],
-                    _rates(_of_tried(row)),
-                    _rates(row["conditional_rate"]),
-                    ", ".join(map(str, row["histogram"])),
-                    str(row["num_plain_steps"]),
-                )
-                for row in drafted
-            ),
-        )
-    yield from _bounds(drafted)
-    yield from _curves(_series(plan, rows), slug)
-    pictures = [
-        ("cycle", "The time of a pass by parts; dots: its tokens.", charts.cycle(fast)),
-        (
-            "positions",
-            "Acceptance by draft, at the largest K.",
-            charts.positions({title or "all": _widest(some) for title, some in _series(plan, rows).items() if some}),
+        ("K", "tokens a pass", "c(K)", "ms a pass", "draft ms", "verify ms", "rest ms", "v(T)"),
+        tuple(
+            (
+                row["label"],
+                *map(estimate_text, (row["tokens_per_step"], row["cycle_cost"])),
+                *(_ms(row[name]) for name in ("step_s", "draft_s", "verify_s", "host_s")),
+                estimate_text(row["verify_cost"]),
+            )
+            for row in rows
         ),
-    ]
-    if fast and (chosen := best(fast)) is not None:
-        caption = f"Each request's speed-up, K = {chosen['label']}."
-        pictures.append(("requests", caption, charts.requests(chosen, LOOPING_ABOVE)))
-    for name, caption, svg in pictures:
-        yield from _picture(f"{slug}_{name}", svg, caption)
-    yield from _parts(fast)
-    yield from _by_context(_series(plan, rows), slug)
+    )
+    yield from _cycle(rows, slug)
+    yield heading("Latency", 3)
+    yield Table(
+        ("K", "ttft ms", "tpot ms", "itl ms: .5", ".9", ".99"),
+        tuple((row["label"], *map(_ms, (row["ttft_s"], row["tpot_s"], *row["itl_s"]))) for row in rows),
+    )
+
+
+def _cycle(rows: Sequence[Row], slug: str) -> Iterator[Block]:
+    svg = charts.cycle(_drafting(rows))
+    yield from _picture(f"{slug}_cycle", svg, "The time of a pass by parts. Speculation pays if its tokens lie above.")
 
 
 def _bounds(rows: Sequence[Row]) -> Iterator[Block]:
@@ -332,7 +547,11 @@ def _bounds(rows: Sequence[Row]) -> Iterator[Block]:
     bounded = [row for row in rows if row["bounds"] is not None]
     if not bounded:
         return
-    yield BOUNDS
+    yield heading("What the temperature allows", 3)
+    yield (
+        "However good a drafter is, its guess survives only as often as the target itself says that token. So the best "
+        "acceptance that any drafter can reach is below K + 1."
+    )
     header = ("K", "acceptance length", "best token", "sampled drafts", "best guess", "share of the best guess")
     first = ("first draft: best token", "sampled", "best guess")
 
@@ -354,13 +573,12 @@ def _bounds(rows: Sequence[Row]) -> Iterator[Block]:
 
 def _parts(rows: Sequence[Row]) -> Iterator[Block]:
     """Make the tables by category and by prompt length."""
-    for key, name in (("by_category", "category"), ("by_bucket", "prompt tokens")):
-        found = [(row, part) for row in rows for part in row[key]]
-        names = list(dict.fromkeys(part["part"] for _, part in found))
-        parts = sorted(found, key=lambda each: names.index(each[1]["part"]))
+    for key, title in (("by_category", "category"), ("by_bucket", "prompt length")):
+        names = list(dict.fromkeys(part["part"] for row in rows for part in row[key]))
+        parts = [(row, part) for name in names for row in rows for part in row[key] if part["part"] == name]
         if parts:
-            yield f"**By {name}.**"
-            header = (name, "K", "requests", "loop", "acceptance length", "speed-up", "tokens a pass", "c(K)", "v(T)")
+            yield heading(f"By {title}", 3)
+            header = (title, "K", "requests", "loop", "acceptance length", "speed-up", "tokens a pass", "c(K)", "v(T)")
             yield Table(
                 (*header, "tok/s", "ttft ms", "tpot ms", "without loops: acceptance", "speed-up"),
                 tuple(
@@ -382,15 +600,15 @@ def _parts(rows: Sequence[Row]) -> Iterator[Block]:
             )
 
 
-def _loads(setting: Setting, loads: Sequence[Row]) -> Iterator[Block]:
-    """Show the figures of many requests at once in one setting."""
+def _loads(workload: Setting, loads: Sequence[Row]) -> Iterator[Block]:
+    """Show the figures of many requests at once in one workload."""
     if not loads:
         return
-    yield heading(f"{setting.label[:1].upper()}{setting.label[1:]}: many requests at once")
+    yield heading(f"Workload {workload.label}: many requests at once")
     by_label: dict[str, list[Row]] = {}
     for row in loads:
-        by_label.setdefault("plain decoding" if row["k"] == 0 else f"K = {row['label']}", []).append(row)
-    header = ("at once", "K", "total tok/s", "over plain decoding", "least..greatest", "acceptance length")
+        by_label.setdefault(variant_text(row["label"]), []).append(row)
+    header = ("at once", "K", "total tok/s", "over plain decoding", "repeats", "acceptance length")
     yield Table(
         (*header, "ttft ms", "itl ms: .5", ".99", "outputs equal to plain"),
         tuple(
@@ -402,44 +620,49 @@ def _loads(setting: Setting, loads: Sequence[Row]) -> Iterator[Block]:
                 _span(row["speedup_repeats"]),
                 acceptance_text(row),
                 *map(_ms, (row["ttft_s"], row["itl_s"][0], row["itl_s"][-1])),
-                f"{row['equal_to_plain_frac']:.1%}" if setting.temperature == 0 else "-",
+                f"{row['equal_to_plain_frac']:.1%}",
             )
             for row in loads
         ),
     )
     caption = "Total tokens a second over the number of requests at once."
-    yield from _picture(f"{_slug(setting.label)}_concurrency", charts.concurrency(by_label), caption)
+    yield from _picture(f"{_slug(workload.label)}_concurrency", charts.concurrency(by_label), caption)
 
 
-def _about_loads(loads: Sequence[Row]) -> Iterator[Block]:
-    if loads:
-        yield LOADS
-
-
-def _about(setting: Setting, rows: Sequence[Row]) -> Iterator[Block]:
-    """Begin a setting's section with the outputs of plain decoding, its first row."""
-    plain = rows[0]
-    yield heading(setting.label[:1].upper() + setting.label[1:])
+def _about(workload: Setting, rows: Sequence[Row]) -> Iterator[Block]:
+    """Begin a workload's section with the outputs of plain decoding, its first row."""
+    plainly = rows[0]
+    yield heading(f"Workload {workload.label}")
+    finished, looping = (headline.percent(plainly[name]) for name in ("finished_frac", "looping_frac"))
     yield (
-        f"{plain['num_requests']} requests; of plain decoding's outputs {plain['finished_frac']:.0%} end with a stop "
-        f"token, {plain['looping_frac']:.0%} loop."
+        f"{_counted(plainly['num_requests'], 'request')}. Of plain decoding's outputs {finished} end with a stop "
+        f"token, {looping} loop."
     )
 
 
-def _headline(setting: Setting, rows: Sequence[Row]) -> Table:
+def _table(rows: Sequence[Row], names: Sequence[str]) -> Table:
+    """Make the table of these FIGURES."""
+    lines = (dict(zip(FIGURES, _line(row), strict=True)) for row in rows)
+    return Table(names, tuple(tuple(cells[name] for name in names) for cells in lines))
+
+
+def _short_table(rows: Sequence[Row]) -> Table:
     """Make the table of the SHORT figures and of the rates by position."""
-    lines = []
-    for row in rows:
-        cells = dict(zip(FIGURES, _line(setting, row), strict=True))
-        lines.append((*(cells[name] for name in SHORT), _rates(_of_tried(row)) or "-"))
-    return Table((*SHORT, "per position"), tuple(lines))
+    table = _table(rows, SHORT)
+    lines = tuple((*cells, _rates(_of_tried(row)) or "-") for cells, row in zip(table.rows, rows, strict=True))
+    return Table((*SHORT, "per position"), lines)
 
 
-def _curves(series: Mapping[str, Sequence[Row]], slug: str) -> Iterator[Block]:
-    series = {title or "all": rows for title, rows in series.items() if rows}
+def _speedups(series: Mapping[str, Sequence[Row]], slug: str) -> Iterator[Block]:
     if series:
         yield from _picture(f"{slug}_speedup", charts.speedup(series), "Speed-up over K.")
-        yield from _picture(f"{slug}_acceptance", charts.acceptance_length(series), ACCEPTANCE)
+
+
+def _acceptances(series: Mapping[str, Sequence[Row]], slug: str) -> Iterator[Block]:
+    if series:
+        looping = any(row["looping_frac"] for line in series.values() for row in line)
+        caption = "Acceptance length over K" + "; hollow markers: without the outputs that loop" * looping
+        yield from _picture(f"{slug}_acceptance", charts.acceptance_length(series), f"{caption}.")
 
 
 def _by_context(series: Mapping[str, Sequence[Row]], slug: str) -> Iterator[Block]:
@@ -465,12 +688,12 @@ def _picture(name: str, svg: str | None, caption: str) -> Iterator[Picture]:
 
 def _series(plan: Plan, rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Group speculative rows by their label without K; "" if it is empty."""
-    found: dict[str, list[Row]] = {}
+    series: dict[str, list[Row]] = {}
     for row in rows:
         if row["k"] != 0:
-            found.setdefault(row["label"].removeprefix(str(row["k"])).removeprefix(", "), []).append(row)
+            series.setdefault(row["label"].removeprefix(str(row["k"])).removeprefix(", "), []).append(row)
     named = plan.draft_vocabs != (None,) or plan.drafter_windows != (None,)
-    return {title if len(found) > 1 or named else "": some for title, some in found.items()}
+    return {title if len(series) > 1 or named else "": line for title, line in series.items()}
 
 
 def _widest(rows: Sequence[Row]) -> Row:
@@ -479,42 +702,26 @@ def _widest(rows: Sequence[Row]) -> Row:
     return max(fixed or rows, key=lambda row: len(row["rate_per_position"]))
 
 
-def _of(rows: Sequence[Row], setting: Setting) -> list[Row]:
-    return [row for row in rows if Setting(row["prompts"], row["raw"], row["temperature"]) == setting]
-
-
-def _line(setting: Setting, row: Row) -> tuple[str, ...]:
+def _line(row: Row) -> tuple[str, ...]:
+    """Format a row's FIGURES."""
     return (
         row["label"],
-        str(row["num_requests"]),
-        acceptance_text(row),
-        estimate_text(row["acceptance_length_mean"]),
-        estimate_text(row["without_loops"]["acceptance_length"]),
         estimate_text(row["speedup"]),
-        estimate_text(row["speedup_median"]),
-        estimate_text(row["tokens_per_step"]),
-        estimate_text(row["cycle_cost"]),
+        acceptance_text(row),
+        estimate_text(row["without_loops"]["acceptance_length"]),
         _rounded(row["tok_per_s"]),
         f"{row['num_slower']} of {row['num_compared']}" if row["num_compared"] else "-",
-        f"{row['equal_to_plain_frac']:.1%}" if setting.temperature == 0 else "-",
-    )
-
-
-def _times(row: Row) -> tuple[str, ...]:
-    waits = [each for each in row["itl_s"] if each is not None]
-    return (
-        row["label"],
-        _ms(row["step_s"]),
-        *(_ms(row[name]) for name in ("draft_s", "verify_s", "host_s")),
-        estimate_text(row["verify_cost"]),
-        _ms(row["ttft_s"]),
-        _ms(row["tpot_s"]),
-        ", ".join(f"{1e3 * each['value']:.2f}" for each in waits) or "-",
+        f"{row['equal_to_plain_frac']:.1%}",
+        estimate_text(row["speedup_median"]),
+        estimate_text(row["acceptance_length_mean"]),
+        str(row["num_requests"]),
+        estimate_text(row["tokens_per_step"]),
+        estimate_text(row["cycle_cost"]),
     )
 
 
 def acceptance_text(row: Row) -> str:
-    """Format an arm's acceptance length; for an adaptive arm, with the share of drafted passes."""
+    """Format a variant's acceptance length; of `auto`, with the share of passes that drafted."""
     text = estimate_text(row["acceptance_length"])
     if row["num_plain_steps"] and row["num_spec_steps"]:
         text += f" in {row['num_spec_steps'] / (row['num_spec_steps'] + row['num_plain_steps']):.1%} of the passes"
@@ -552,13 +759,13 @@ def estimate_text(figure: Mapping[str, float | None] | None, digits: int = 2) ->
 
 
 def _rates(rates: Sequence[Mapping[str, float] | None]) -> str:
-    return " ".join("-" if each is None else f"{each['value']:.2f}".removeprefix("0") for each in rates)
+    return " ".join("-" if rate is None else f"{rate['value']:.2f}".removeprefix("0") for rate in rates)
 
 
 def _of_tried(row: Row) -> list[Mapping[str, float] | None]:
     """Return rates per position; None if no step verified the draft after accepting all before it."""
     pairs = zip(row["rate_per_position"], row["conditional_rate"], strict=True)
-    return [rate if given is not None else None for rate, given in pairs]
+    return [rate if conditional is not None else None for rate, conditional in pairs]
 
 
 def _slug(label: str) -> str:

@@ -4,7 +4,9 @@ import base64
 import re
 from pathlib import Path
 
-from peagle.measure.pages import Picture, Table, heading, html, markdown, write
+import pytest
+
+from peagle.measure.pages import Commands, Picture, Table, heading, html, markdown, plain, write
 
 HOSTILE = "<script>alert(1)</script> ![x](http://a/b.png) [y](http://a) <http://a>"
 SVG = "<svg id='a'/>"
@@ -38,6 +40,29 @@ def test_html_shows_the_same_and_loads_nothing() -> None:
     (image,) = re.findall(r"<img [^>]*>", text)
     assert 'alt="a&quot;b"' in image
     assert base64.b64decode(re.findall(r"base64,([^\"]+)", image)[0]).decode() == SVG
+
+
+@pytest.mark.parametrize("name", ["a*b*c", "_x_", "my_drafter_v2", "`c`", "[y](http://a)", "a\\b", "<b>", "1. x"])
+def test_a_name_in_a_paragraph_shows_as_it_is(name: str) -> None:
+    text = html([heading("t", 1), f"**{plain(name)}:** {plain(name)}."])
+    shown = name.replace("<", "&lt;").replace(">", "&gt;")
+    assert f"<p><strong>{shown}:</strong> {shown}.</p>" in text
+
+
+def test_lists_and_commands_are_themselves_in_both() -> None:
+    blocks = [heading("t", 1), "- **a:** b\n- **c:** d", Commands(["peagle x 'y z'", "peagle <y>"])]
+    assert markdown(blocks).endswith("\n\n```bash\npeagle x 'y z'\npeagle <y>\n```\n")
+    text = html(blocks)
+    assert text.count("<li><strong>") == 2
+    assert "peagle x 'y z'\npeagle &lt;y&gt;\n</code></pre>" in text
+
+
+def test_columns_of_numbers_are_to_the_right_in_html_alone() -> None:
+    table = Table(("K", "speed", "real?"), (("1", "+1.00", "yes"), ("3, two", "-", "no")))
+    assert "|---|---|---|" in markdown([table])
+    text = html([heading("t", 1), table])
+    right = 'style="text-align:right"'
+    assert f"<td>1</td>\n<td {right}>+1.00</td>\n<td>yes</td>" in text
 
 
 def test_a_page_is_a_folder_with_its_pictures(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -249,7 +250,10 @@ def test_from_data_to_a_drafter_that_runs(
         assert [line["evaluation"]["num_left_out"] for line in log if "evaluation" in line] == [1, 1]
         assert len(lengths) == 2
         assert all(1 <= length <= 4 for length in lengths)
-    assert (out / "curve.png").stat().st_size > 10_000
+    curve = (out / "curve.svg").read_bytes()
+    assert b"Loss" in curve
+    assert (out / "drafter" / "curve.svg").read_bytes() == curve
+    assert "](curve.svg)" in (out / "drafter" / "README.md").read_text()
     speculative = peagle.loading.load(directories.target, out / "drafter")
     assert speculative.drafter_window == (
         "5 positions, by config.json" if more else "off, by default: no file names one"
@@ -618,7 +622,20 @@ def test_minutes_plan_the_steps_of_a_new_training_and_are_a_deadline(
 
 def test_a_curve_may_have_one_point(tmp_path: Path, curves: Callable[..., str]) -> None:
     step = {"step": 1, "loss": 3.0, "hits_by_depth": [0.5, 0.2]}
-    assert curves([step], tmp_path) == str(tmp_path / "curve.png")
+    assert curves([step], tmp_path) == str(tmp_path / "curve.svg")
+
+
+def test_every_line_of_a_curve_is_readable_on_a_dark_page(tmp_path: Path, curves: Callable[..., str]) -> None:
+    depths = 9
+    log = [{"step": step, "loss": 3.0 - step, "hits_by_depth": [0.1 * step] * depths} for step in (1, 2)]
+    lengths = {"acceptance_length": 2.0, "acceptance_length_without_loops": 1.5}
+    log.append({"step": 2, "evaluation": {**lengths, "num_speculative_tokens": 7}})
+    rules, _, body = Path(curves(log, tmp_path)).read_text(encoding="utf-8").partition("</style>")
+    assert "@media (prefers-color-scheme: dark)" in rules
+    lines = set(re.findall(r"fill: none; stroke: (#\w{6}); stroke-width: 1.5", body))
+    assert len(lines) == depths
+    on_dark = [found for color in lines for found in re.findall(rf"stroke: {color}.. {{ stroke: (#\w{{6}})", rules)]
+    assert len(set(on_dark)) == depths
 
 
 def test_a_deadline_begins_with_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,9 +196,12 @@ def test_spans_that_overlap_count_once() -> None:
 def test_the_page_has_a_table_a_picture_and_says_what_is_resampled(finished: Folder) -> None:
     text = (finished.path / "README.md").read_text()
     table = text.split(": many requests at once\n")[1]
-    lines = [line.strip("| ").split(" | ")[:2] for line in table.splitlines() if line.startswith("|")]
+    lines = [line.strip("| ").split(" | ")[:2] for line in table.partition("\n#")[0].splitlines() if line[:1] == "|"]
     assert lines[2:] == [[str(slots), str(k)] for slots, k in itertools.product(SLOTS, KS)]
-    assert "by bootstrap over repetitions" in text
+    assert "by bootstrap over repeats" in text
+    best = [line.strip("| ").split(" | ") for line in text.split("By the number of requests at once")[1].splitlines()]
+    assert [cells[0] for cells in best[4:6]] == ["1", "3"]
+    assert all(cells[1].startswith(("K = ", "plain decoding")) for cells in best[4:6])
     (picture,) = finished.path.glob("*_concurrency.svg")
     assert f"]({picture.name})" in text
     drawn = picture.read_text()

@@ -76,7 +76,7 @@ def test_a_run_is_rendered_once_more_and_an_unfinished_one_says_so(
     (folder.path / RAW).write_text("".join(lines[:-2]))
     folder.save(rows=None)
     assert main(["report", str(folder.path)]) == 0
-    assert "not finished" in (folder.path / "README.md").read_text()
+    assert "**Not finished:**" in (folder.path / "README.md").read_text().partition("\n## ")[0]
     (folder.path / RAW).write_text("")
     assert main(["report", str(folder.path)]) == 2
     assert "resume it first" in capsys.readouterr().err
@@ -158,6 +158,39 @@ def test_an_interval_is_in_the_legend_only_if_it_is_drawn() -> None:
 
     bare, with_interval = (charts.speedup({"a": [line(low)], "b": [line(low)]}) or "" for low in (None, 1.0))
     assert ("LineCollection" in bare, "LineCollection" in with_interval) == (False, True)
+
+
+def test_no_interval_of_a_request_is_cut_off() -> None:
+    """However far the intervals of few repeats reach."""
+    speedups = [{"value": 1.2, "low": 0.2, "high": 7.0}, {"value": 0.5, "low": 0.01, "high": 20.0}]
+    row = {
+        "per_request": [{"speedup": each, "loop_share": share} for each, share in zip(speedups, (0, 1), strict=True)]
+    }
+    drawn = charts.requests(row, 0.3) or ""
+    (frame,) = re.findall(r'<g id="patch_2">\s*<path d="([^"]+)"', drawn)
+    bars = re.findall(r'<g id="LineCollection_[12]">\s*<path d="([^"]+)"', drawn)  # those after are the legend's
+    heights = [[float(y) for y in re.findall(r"[ML] [-\d.]+ ([-\d.]+)", path)] for path in (frame, *bars)]
+    assert len(bars) == len(speedups)
+    assert all(min(heights[0]) < y < max(heights[0]) for bar in heights[1:] for y in bar)
+    assert all(name in drawn for name in ("other outputs", "looping outputs"))
+
+
+def test_long_names_are_cut_in_their_middle_unless_two_would_be_equal() -> None:
+    assert charts.shortened(["a" * 10, "bcdefghijklm"], 10) == ["a" * 10, "bcdef…ijklm"]
+    alike = ["runs/one/a", "runs/two/a"]
+    assert charts.shortened(alike, 4) == alike
+    row = {"k": 1, "speedup": {"value": 2.0, "low": 1.0, "high": 3.0}}
+    drawn = charts.speedup({f"{'long' * 30}{place}": [row] for place in range(2)}) or ""
+    assert drawn.count("…") == 2
+
+
+def test_hollow_markers_stand_only_where_outputs_loop() -> None:
+    def line(looping: float) -> dict[str, Any]:
+        lengths = {"acceptance_length": {"value": 3.0, "low": 2.5, "high": 3.5}}
+        return {"k": 1, "label": "1", "looping_frac": looping, **lengths, "without_loops": lengths}
+
+    without, some = (charts.acceptance_length({"": [line(looping)]}) or "" for looping in (0.0, 0.5))
+    assert some.count("LineCollection_") == 2 * without.count("LineCollection_")
 
 
 def test_figures_are_drawn_over_the_length_of_the_prompt_where_there_are_several() -> None:
@@ -253,7 +286,7 @@ def test_equal_runs_do_not_differ(runs: tuple[Folder, Folder], tmp_path: Path) -
     assert main(["report", *(str(run.path) for run in runs), "--out", str(tmp_path / "both")]) == 0
     text = (tmp_path / "both" / "README.md").read_text()
     assert "two against one" in text
-    assert [line.split(" | ")[-1] for line in text.splitlines() if line.startswith("| prompts")][-4:] == [
+    assert [line.split(" | ")[-1] for line in text.splitlines() if line.startswith("| prompts, raw")][-4:] == [
         *["equal |"] * 3,
         "undecided |",
     ]
@@ -272,7 +305,7 @@ def test_a_difference_of_every_request_is_real(runs: tuple[Folder, Folder]) -> N
     [
         ({"fingerprints": {"target": "another"}}, "another target"),
         ({"max_new_tokens": 99}, "another cap of new tokens (24 and 99)"),
-        ({"temperatures": [0.7]}, "no setting and K in common"),
+        ({"temperatures": [0.7]}, "no workload and K in common"),
     ],
 )
 def test_runs_that_cannot_be_compared_are_refused_in_a_line(

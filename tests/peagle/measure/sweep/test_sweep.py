@@ -222,7 +222,10 @@ def test_drafters_settings_and_windows_stand_side_by_side(monkeypatch: pytest.Mo
     assert list(settings) == [(False, 0), (False, 0.5), (True, 0), (True, 0.5)]
     arms = [(f"2, {name}, window {window}", window) for name in ("one", "two") for window in ("128", "off")]
     assert [(row["label"], row["drafter_window"]) for row in found[:5]] == [("0", None), *arms]
-    assert "| 2, two, window 128 |" in (out / "README.md").read_text()
+    text = (out / "README.md").read_text()
+    assert "| 2, two, window 128 |" in text
+    for how in ("chat, greedy", "chat, temperature 0.5", "raw, greedy", "raw, temperature 0.5"):
+        assert f"\n- **prompts, {how}: " in text, "a headline for each workload"
 
 
 def test_arms_take_turns_by_as_many_requests_as_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -233,7 +236,7 @@ def test_arms_take_turns_by_as_many_requests_as_asked(monkeypatch: pytest.Monkey
     assert [each[2] for each in rows[0]] == [0, 1, 2]
     assert {len(row) for row in rows} == {3, 2}, "eight requests, by three"
     assert len({row[0][0] for row in rows[:3]}) == 3, "each arm has its turn"
-    assert "before the next arm's turn: 3;" in (folder.path / "README.md").read_text()
+    assert "variants take turns after 3 requests;" in (folder.path / "README.md").read_text()
 
 
 def test_repeats_at_a_temperature_are_other_draws_and_greedy_ones_the_same(
@@ -389,7 +392,7 @@ def test_programs_that_the_system_has_no_mappings_for_are_refused_before_anythin
     shares = iter([0.1, 0.5, 0.9])
     monkeypatch.setattr(peagle.measure.sweep.measure, "share_of_mappings", lambda: next(shares))
     assert sweep(monkeypatch, "--out", tmp_path / "run", *options) == 2
-    assert "K = 2: the programs of 2 arms take 90% of the memory mappings" in capsys.readouterr().err
+    assert "K = 2: the programs of 2 variants take 90% of the memory mappings" in capsys.readouterr().err
     assert not open_run(tmp_path / "run").samples()
 
 
@@ -407,7 +410,8 @@ def test_an_arm_that_fails_stops_the_run_and_loses_nothing(
     assert sweep(monkeypatch, "--out", tmp_path / "run", "--resume", "--continue-on-error") == 1
     folder = open_run(tmp_path / "run")
     assert [row["k"] for row in folder.record["rows"]] == [0, 1]
-    assert "**Failed:**" in (tmp_path / "run" / "README.md").read_text()
+    text = (tmp_path / "run" / "README.md").read_text()
+    assert "**Failed:** prompts, raw, greedy, K = 2: RESOURCE_EXHAUSTED" in text.partition("\n## ")[0]
     monkeypatch.setattr("peagle.measure.sweep.measure.decode", decode)
     assert sweep(monkeypatch, "--out", tmp_path / "run", "--resume") == 0
     assert [row["k"] for row in open_run(tmp_path / "run").record["rows"]] == [0, 1, 2]
@@ -521,7 +525,9 @@ def test_what_only_a_template_can_put_together_is_left_out_of_raw(
     assert sweep(monkeypatch, *options, "--render", "both") == 0
     folder = open_run(tmp_path / "run")
     assert {(row["raw"], row["num_requests"]) for row in folder.record["rows"]} == {(False, 2)}
-    assert "Conversations left out: 2," in (tmp_path / "run" / "README.md").read_text()
+    text = (tmp_path / "run" / "README.md").read_text()
+    assert "Conversations left out: 2," in text
+    assert "**prompts, raw, greedy: nothing was decoded, because every prompt was left out.**" in text
     options[-1] = tmp_path / "raw"
     assert sweep(monkeypatch, *options, "--render", "raw") == 2
     assert "which needs the chat template" in capsys.readouterr().err

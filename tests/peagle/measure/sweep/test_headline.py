@@ -1,0 +1,297 @@
+"""The sentences of a report: right for every outcome of a run, and only the caveats that hold."""
+
+import json
+import shlex
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import peagle.measure.sweep.measure
+from peagle.cli import main
+from peagle.measure.pages import Commands, Table
+from peagle.measure.sweep import page
+from peagle.measure.sweep.compare import Difference
+from peagle.measure.sweep.figures import Estimate, rows
+from peagle.measure.sweep.folder import RAW, RUN, Folder, open_run
+from peagle.measure.sweep.headline import caveats, commands, compared, headlines, title, verdicts
+from peagle.measure.sweep.plan import Setting
+from tests.peagle.measure.sweep.runs import swept
+
+Row = dict[str, Any]
+GREEDY = Setting("prompts", True, 0.0)
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight raw prompts, plainly and by K = 1 and 3; two repeats."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peagle.measure.sweep.measure, "PROFILED", 1)
+        return swept(patch, tmp_path_factory.mktemp("swept") / "run").path
+
+
+@pytest.fixture
+def folder(once: Path, tmp_path: Path) -> Folder:
+    return open_run(Path(shutil.copytree(once, tmp_path / "run")))
+
+
+def figure(value: float, low: float | None = None, high: float | None = None) -> dict[str, float | None]:
+    return {"value": value, "low": low, "high": high}
+
+
+def measured(folder: Folder, by_k: dict[int, Row]) -> list[Row]:
+    """Return a run's rows with other figures: nothing loops, nothing differs, unless `by_k` says so."""
+    calm = {"looping_frac": 0.0, "equal_to_plain_frac": 1.0, "num_slower": 0, "num_compared": 8}
+    even = [row | calm | {"speedup": figure(1.0, 1.0, 1.0)} for row in rows(folder)]
+    return [row | by_k.get(row["k"], {}) for row in even]
+
+
+SURE, UNSURE = figure(1.19, 1.14, 1.24), figure(1.05, 0.94, 1.18)
+SLOW, SLOWER = figure(0.95, 0.91, 0.99), figure(0.8, 0.7, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("by_k", "expected"),
+    [
+        (
+            {1: {"speedup": UNSURE}, 3: {"speedup": SURE}},
+            "K = 3: 1.19x plain decoding (95 %: 1.14 to 1.24), identical output",
+        ),
+        (
+            {1: {"speedup": UNSURE}, 3: {"speedup": SLOW}},
+            "K = 1: 1.05x plain decoding (95 %: 0.94 to 1.18), identical output; not surely faster",
+        ),
+        (
+            {1: {"speedup": SLOW}, 3: {"speedup": SLOWER}},
+            "no K beats plain decoding here: the best, K = 1, gives 0.95x (95 %: 0.91 to 0.99)",
+        ),
+        (
+            {1: {"speedup": SLOW}, 3: {"speedup": figure(1.1)}},
+            "K = 3: 1.10x plain decoding (too few prompts for an interval), identical output",
+        ),
+        (
+            {1: {"speedup": SLOW}, 3: {"speedup": SURE, "equal_to_plain_frac": 14 / 16}},
+            "K = 3: 1.19x plain decoding (95 %: 1.14 to 1.24), 2 of 16 outputs differ",
+        ),
+        (
+            {1: {"speedup": SLOW}, 3: {"speedup": SURE, "label": "3, two, window 128"}},
+            "K = 3 with two, window 128: 1.19x plain decoding (95 %: 1.14 to 1.24), identical output",
+        ),
+        (
+            {1: {"num_spec_steps": 0}, 3: {"num_spec_steps": 0}},
+            "nothing was drafted, so every step was one of plain decoding",
+        ),
+        (
+            {0: {"speedup": None}, 1: {"speedup": None}, 3: {"speedup": None}},
+            "no speed was measured, because no output has two tokens",
+        ),
+    ],
+)
+def test_a_headline_says_what_was_measured(folder: Folder, by_k: dict[int, Row], expected: str) -> None:
+    assert headlines(folder, measured(folder, by_k)) == [expected]
+
+
+def rewrite(folder: Folder, keep: Callable[[Row], bool], *more: Row) -> Folder:
+    """Keep some lines of the raw file, and add more."""
+    lines = [json.loads(line) for line in (folder.path / RAW).read_text().splitlines()]
+    kept = [line for line in lines if keep(line)]
+    (folder.path / RAW).write_text("".join(json.dumps(line) + "\n" for line in [*kept, *more]))
+    folder.save(rows=None)
+    return open_run(folder.path)
+
+
+def failed(k: int, drafter: str | None) -> Row:
+    return {"prompts": "prompts", "raw": True, "temperature": 0.0, "k": k, "drafter": drafter, "error": "out of memory"}
+
+
+@pytest.mark.parametrize(
+    ("keep", "errors", "expected"),
+    [
+        (lambda line: line["k"] > 0, [failed(0, None)], "no speed-up is known, because plain decoding failed: out of"),
+        (lambda line: line["k"] > 0, [], "no speed-up is known yet: no request has all its repeats with plain"),
+        (lambda line: line["k"] == 0, [], "no speed-up is known yet: no request has all its repeats with plain"),
+        (lambda line: line["k"] == 0, [failed(3, "demo")], "no K was measured: K = 3 failed: out of memory"),
+        (lambda line: line["repeat"] == 0, [], "no speed-up is known yet"),
+    ],
+    ids=[
+        "plain decoding failed",
+        "without plain decoding",
+        "plain decoding alone",
+        "every K failed",
+        "one repeat of two",
+    ],
+)
+def test_a_run_without_a_speed_up_says_why(
+    folder: Folder, keep: Callable[[Row], bool], errors: Sequence[Row], expected: str
+) -> None:
+    part = rewrite(folder, keep, *errors)
+    figures = rows(part)
+    (sentence,) = headlines(part, figures)
+    assert sentence.startswith(expected)
+    blocks = page.run_blocks(part, figures)
+    assert f"**{sentence}.**" in blocks
+    assert not any(isinstance(block, str) and "What to do" in block for block in blocks)
+
+
+def test_an_unfinished_run_is_judged_by_the_requests_that_all_its_variants_have(folder: Folder) -> None:
+    part = rewrite(folder, lambda line: line["k"] == 0 or line["request"] < 5)
+    (verdict,) = verdicts(part, rows(part))
+    assert verdict.fastest is not None
+    assert verdict.fastest["num_requests"] == 5
+    assert any("Not finished" in block for block in page.run_blocks(part, rows(part)) if isinstance(block, str))
+
+
+LOOPS = {"looping_frac": 0.25, "without_loops": {"num_requests": 6, "speedup": figure(0.98, 0.9, 1.05)}}
+
+
+@pytest.mark.parametrize(
+    ("by_k", "name", "text"),
+    [
+        (
+            {3: {"speedup": SURE, **LOOPS}},
+            "Outputs that loop",
+            "25 % of the outputs loop, and without them K = 3 gives 0.98x",
+        ),
+        ({3: {"speedup": SURE, "num_slower": 2}}, "Slower requests", "2 of 8 requests"),
+        ({1: {"equal_to_plain_frac": 15 / 16}, 3: {"speedup": SURE}}, "Outputs that differ", "K = 1 in 1 of 16"),
+        ({3: {"speedup": SURE}}, "A larger K", "K = 3 is the largest K measured"),
+        ({1: {"speedup": SURE}}, None, ""),
+    ],
+)
+def test_a_caveat_stands_where_it_holds(folder: Folder, by_k: dict[int, Row], name: str | None, text: str) -> None:
+    """Beside that of raw prompts, which this run has."""
+    figures = dict(caveats(folder, measured(folder, by_k)))
+    assert "--render chat" in figures.pop("Raw prompts")
+    if name is None:
+        assert not figures
+    else:
+        assert text in figures.pop(name)
+        assert set(figures) <= {"A larger K"}
+
+
+def test_outputs_that_differ_with_many_at_once_are_told(folder: Folder) -> None:
+    figures = measured(folder, {})
+    load = figures[2] | {"concurrency": 4, "num_repeats": 3, "equal_to_plain_frac": 23 / 24}
+    assert "Outputs that differ" not in dict(caveats(folder, figures))
+    text = dict(caveats(folder, figures, [load]))["Outputs that differ"]
+    assert "K = 3 with 4 requests at once in 1 of 24" in text
+
+
+def test_few_prompts_are_counted_as_conversations(folder: Folder) -> None:
+    part = rewrite(folder, lambda line: line["request"] < 3)
+    (verdict,) = verdicts(part, rows(part))
+    assert verdict.fastest is not None
+    assert verdict.fastest["speedup"]["low"] is None
+    assert dict(caveats(part, rows(part)))["Few prompts"].startswith("3 prompts; an interval needs 8 or more")
+
+
+def planned(folder: Folder, **plan: Any) -> Folder:
+    record = json.loads((folder.path / RUN).read_text())
+    (folder.path / RUN).write_text(json.dumps(record | {"plan": record["plan"] | plan}))
+    return open_run(folder.path)
+
+
+@pytest.mark.parametrize(
+    ("behind", "surely"), [(figure(1.2, 1.1, 1.25), True), (figure(1.4, 1.2, 1.6), False)], ids=["surely", "perhaps"]
+)
+def test_drafters_are_ranked(folder: Folder, behind: dict[str, float | None], surely: bool) -> None:
+    plainly, row, _ = measured(folder, {})
+    paths = ["runs/one/drafter", "runs/two/drafter"]
+    ahead = figure(1.5, 1.3, 1.7)
+    figures = [
+        row | {"drafter": path, "speedup": speedup} for path, speedup in zip(paths, (behind, ahead), strict=True)
+    ]
+    both = planned(folder, drafters=paths)
+    assert title(both).startswith("Speculative decoding of demo with drafters one/drafter and two/drafter, 20")
+    text = dict(caveats(both, [plainly, *figures]))["Several drafters"]
+    assert text.startswith("two/drafter gives 1.50x (95 %: 1.30 to 1.70) with K = 1 and one/drafter gives ")
+    assert ("neither is surely the better" in text) != surely
+
+
+def test_a_temperature_is_a_caveat_only_if_nothing_was_greedy(folder: Folder) -> None:
+    hot = planned(folder, temperatures=[0.7])
+    sampled = [row | {"temperature": 0.7} for row in measured(folder, {})]
+    assert "temperature 0.7" in dict(caveats(hot, sampled))["Sampled"]
+    both = planned(folder, temperatures=[0.0, 0.7])
+    assert "Sampled" not in dict(caveats(both, [*measured(folder, {}), *sampled]))
+    assert [sentence.partition(": ")[0] for sentence in headlines(both, [*measured(folder, {}), *sampled])] == [
+        "prompts, raw, greedy",
+        "prompts, raw, temperature 0.7",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("speedup", "plan", "expected"),
+    [
+        (SURE, {}, "speculate --target demo --drafter demo -k 3 --raw-prompt 'your prompt'"),
+        (SLOW, {}, "generate --target demo --raw-prompt 'your prompt'"),
+        (
+            SURE,
+            {"target": "my target", "dtype": "bfloat16", "kernels": "xla", "aux_layer_ids": [0, 2, 3]},
+            "speculate --target 'my target' --dtype bfloat16 --kernels xla --drafter demo -k 3 --aux-layer-ids 0,2,3",
+        ),
+    ],
+)
+def test_the_commands_are_commands(folder: Folder, speedup: Row, plan: Row, expected: str) -> None:
+    changed = planned(folder, **plan)
+    (verdict,) = verdicts(changed, measured(changed, {1: {"speedup": SLOWER}, 3: {"speedup": speedup}}))
+    lines = commands(changed.plan, verdict, alone=True)
+    assert lines[0].startswith(f"peagle {expected}")
+    for line in lines:
+        _, *arguments = shlex.split(line)
+        assert main([*arguments, "--help"]) == 0, "every option exists"
+
+
+def test_the_answer_comes_first_and_the_command_last(folder: Folder) -> None:
+    blocks = page.run_blocks(folder, rows(folder))
+    texts = [block if isinstance(block, str) else type(block).__name__ for block in blocks]
+    headline = texts.index(f"**{headlines(folder, rows(folder))[0]}.**")
+    order = [
+        headline,
+        texts.index("Picture"),
+        texts.index("## What to do"),
+        texts.index("Table"),
+        texts.index("## Terms"),
+    ]
+    assert headline == 1
+    assert order == sorted(order)
+    commands_of_page = [block for block in blocks if isinstance(block, Commands)]
+    assert shlex.split(commands_of_page[-1].lines[0]) == folder.record["sittings"][0]["command"]
+    (origin,) = (block for block in blocks[texts.index("## How it was measured") :] if isinstance(block, Table))
+    assert {"machine", "target demo", "drafter demo"} <= {cells[0] for cells in origin.rows}
+
+
+def difference(label: str, first: float, second: float, low: float | None, high: float | None) -> Difference:
+    factor = Estimate(second / first, low, high)
+    change = Estimate(second - first, *(None if end is None else first * (end - 1) for end in (low, high)))
+    return Difference(GREEDY, label, "speed-up", first, second, change, 8, True, factor)
+
+
+def length(label: str, first: float, second: float) -> Difference:
+    change = second - first
+    return Difference(GREEDY, label, "acceptance length", first, second, Estimate(change, change, change), 8)
+
+
+@pytest.mark.parametrize(
+    ("differences", "expected"),
+    [
+        (
+            [difference("1", 1.1, 1.1, 0.9, 1.1), length("3", 3.0, 3.0), difference("3", 1.0, 1.25, 1.2, 1.3)],
+            "K = 3 is 1.25x faster in after than in before (95 %: 1.20 to 1.30); acceptance length 3.00 in both",
+        ),
+        (
+            [difference("5", 2.0, 1.0, 0.4, 0.6), difference("1", 1.1, 1.2, 1.05, 1.2), length("5", 4.0, 3.5)],
+            "K = 5 is slower in after than in before: 0.50x (95 %: 0.40 to 0.60); acceptance length 4.00 in before, "
+            "3.50 in after (-0.50; 95 %: -0.50 to -0.50)",
+        ),
+        (
+            [difference("3, two", 1.0, 1.02, 0.97, 1.08)],
+            "K = 3 with two is not surely faster or slower in after than in before: 1.02x (95 %: 0.97 to 1.08)",
+        ),
+        ([length("3", 3.0, 3.0)], "no speed-ups to compare, because no request was timed in both runs"),
+    ],
+)
+def test_two_runs_are_compared_by_their_fastest_k(differences: Sequence[Difference], expected: str) -> None:
+    assert compared(differences, "before", "after") == [expected]
