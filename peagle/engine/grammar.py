@@ -7,6 +7,7 @@ step's rows (peagle.engine.masks).
 
 import collections
 import decimal
+import functools
 import json
 import math
 import os
@@ -130,14 +131,74 @@ class Grammar:
 def inlined(schema: Grammar) -> str:
     """Write a JSON schema as the right side of a rule in Lark's notation, for the rules around a grammar."""
     assert schema.kind == "json_schema"
-    return f"%json {dumps(_of_short_spaces(schema.text))}"
+    return f"%json {dumps(_prepared(schema.text))}"
 
 
-def _of_short_spaces(schema: str) -> dict[str, Any]:
-    """Bound the white space between the parts of a schema's texts."""
-    found = json.loads(schema)
+def _prepared(schema: str) -> dict[str, Any]:
+    """Write a schema as llguidance takes it: without dead ends, its white space bounded."""
+    found = _without_dead_ends(json.loads(schema))
     given = found if isinstance(found, dict) else {"allOf": [found]}
     return {**given, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+
+
+def _without_dead_ends(schema: Any) -> Any:
+    """Leave out patterns of properties that match no name but known ones; these get the patterns' schemas.
+
+    llguidance lets a comma follow all known properties as long as an object has a pattern, even if no name is left.
+    """
+    if isinstance(schema, list):
+        return [_without_dead_ends(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: _without_dead_ends(value) for key, value in schema.items()}
+    patterns, known = found.get("patternProperties"), found.get("properties", {})
+    required = found.get("required", [])
+    if not isinstance(patterns, dict) or not isinstance(known, dict) or not isinstance(required, list):
+        return found
+    names = [name for name in dict.fromkeys([*known, *required]) if isinstance(name, str)]
+    covered = [pattern for pattern in patterns if names and _covers(names, pattern)]
+    if not covered:
+        return found
+    for pattern in covered:
+        met = {name: {"allOf": [known.get(name, True), patterns[pattern]]} for name in names if _matches(name, pattern)}
+        known = {**known, **met}
+    others = {pattern: value for pattern, value in patterns.items() if pattern not in covered}
+    return {**found, "patternProperties": others, "properties": known}
+
+
+def _covers(names: Sequence[str], pattern: str) -> bool:
+    """Test whether a pattern of properties matches no other name than these."""
+    none = {"properties": dict.fromkeys(names, False), "patternProperties": {pattern: True}}
+    matcher = _after("{", {"type": "object", "additionalProperties": False, **none})
+    if matcher.is_error():  # of a pattern that is none
+        return False
+    place, bit = divmod(ord('"'), 8)
+    return not matcher.compute_bitmask()[place] >> bit & 1
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Test whether a pattern of properties matches a name."""
+    schema = {"type": "object", "additionalProperties": False, "patternProperties": {pattern: True}}
+    return not _after(f"{{{dumps(name, ensure_ascii=False)}:", schema).is_error()
+
+
+def _after(text: str, schema: dict[str, Any]) -> Any:
+    """Make llguidance's matcher of a schema, over single bytes, after a text."""
+    library, tokenizer = _bytes_alone()
+    top = {"name": "top", "lark_grammar": f'%llguidance {{"no_forcing": true}}\nstart: @{ANSWER}'}
+    source = dumps({"grammars": [top, {"name": ANSWER, "json_schema": schema}]})
+    matcher = library.LLMatcher(tokenizer, source, log_level=0)
+    matcher.consume_tokens([*text.encode()])
+    return matcher
+
+
+@functools.cache
+def _bytes_alone() -> tuple[Any, Any]:
+    """Return (llguidance, its vocabulary of single bytes)."""
+    import llguidance
+
+    tokens = _Tokens([*(bytes([byte]) for byte in range(256)), b"end"], [256])
+    return llguidance, llguidance.LLTokenizer(llguidance.TokenizerWrapper(tokens))
 
 
 def _check_schema(*schemas: Any) -> None:
@@ -251,7 +312,7 @@ class Vocabulary:
         """Make an entry of llguidance's list of grammars."""
         text, library = grammar.text, self._library
         if grammar.kind == "json_schema":
-            return {"json_schema": _of_short_spaces(text)}
+            return {"json_schema": _prepared(text)}
         if grammar.kind == "choice":
             return {"lark_grammar": "start: " + " | ".join(map(dumps, json.loads(text)))}
         if grammar.kind == "regex":
@@ -278,6 +339,10 @@ def _check_lark(lark: str) -> None:
     if len(schemas) > MOST_SCHEMAS:
         raise GrammarError(f"the grammar holds {len(schemas)} schemas by %json; expected at most {MOST_SCHEMAS}")
     _check_schema(*schemas)
+    if _without_dead_ends(schemas) != schemas:
+        raise GrammarError(
+            "patternProperties of a schema by %json in the grammar match only names of its properties; leave them out"
+        )
 
 
 def _from_gbnf(text: str) -> str:

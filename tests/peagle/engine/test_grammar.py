@@ -162,6 +162,52 @@ def test_masks_along_drafts_are_those_after_reading_them(
         assert matcher.failure is None
 
 
+TEXT = {"type": "string", "maxLength": 3}
+PATTERNS: list[tuple[dict[str, Any], dict[str, bool]]] = [
+    # properties and patterns of an object without others, and texts of it and of none
+    ({"properties": {"a": TEXT}, "patternProperties": {"^a$": {"pattern": "^[ab]*$"}}},
+     {"{}": True, '{"a":"ab"}': True, '{"a":"cab"}': False, '{"b":"a"}': False}),
+    ({"properties": {"a": TEXT, "b": TEXT}, "patternProperties": {"^[ab]$": TEXT}, "required": ["a"]},
+     {'{"a":"x"}': True, '{"a":"x","b":"x"}': True, '{"a":"x","c":"x"}': False}),
+    ({"patternProperties": {"^x$": TEXT}, "required": ["x"]}, {'{"x":"a"}': True, '{"x":"a","x":"a"}': False}),
+    ({"properties": {"a": TEXT}, "patternProperties": {"^a$": {}, "^c": TEXT}},
+     {'{"a":"x","c":"x"}': True, '{"c":"x"}': True, '{"a":12}': False}),
+    ({"properties": {"a": TEXT, "b": False}, "patternProperties": {"^(a|b)$": TEXT}},
+     {'{"a":"x"}': True, "{}": True, '{"b":"x"}': False}),
+    ({"properties": {"a": {"type": "object", "properties": {"b": TEXT}, "patternProperties": {"^b$": TEXT},
+                           "additionalProperties": False}}, "patternProperties": {"b": TEXT}},
+     {'{"a":{"b":"x"},"ab":"x"}': True, '{"a":{"ab":"x"}}': False}),
+    ({"properties": {"a": {"type": "integer"}}, "patternProperties": {"^a$": TEXT}}, {"{}": True, '{"a":12}': False}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "texts"), PATTERNS)
+def test_a_text_of_a_schema_with_patterns_can_always_go_on(
+    vocabulary: Vocabulary, fields: dict[str, Any], texts: dict[str, bool]
+) -> None:
+    """A pattern that matches known names alone leaves no name for a further property."""
+    compiled = vocabulary.compile(Grammar.json_schema({"type": "object", "additionalProperties": False, **fields}))
+    for text, is_of_it in texts.items():
+        matcher = compiled.begin((STOP,))
+        matcher.read([SPELLED.index(char) for char in text])
+        assert matcher.may_end is is_of_it, text
+    for seed in range(40):
+        rng, walked = np.random.default_rng(seed), compiled.begin((STOP,))
+        for _ in range(60):
+            allowed = np.flatnonzero(bits(next_mask(walked))[0, 0]).tolist()
+            assert walked.failure is None
+            token = int(rng.choice(allowed))
+            if token == STOP:
+                break
+            walked.read([token])
+
+
+def test_a_pattern_of_known_names_in_a_grammar_is_refused_before_it_runs(vocabulary: Vocabulary) -> None:
+    schema = '{"type": "object", "properties": {"a": {}}, "patternProperties": {"^a$": {}}}'
+    with pytest.raises(GrammarError, match="match only names of its properties; leave them out"):
+        vocabulary.compile(Grammar.lark(f"start: %json {schema}"))
+
+
 def test_min_tokens_give_way_where_the_text_must_end() -> None:
     masks = np.zeros((1, 2, V // 32 + 1), np.uint32)
     masks[0, 0, 0], masks[0, 1, 0] = 1 << STOP, (1 << STOP) | (1 << 5)

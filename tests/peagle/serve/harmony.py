@@ -14,12 +14,13 @@ from peagle.drafters.ngram import NGram
 from peagle.ops.messages import VerifyOutput
 from peagle.serve.app import Service
 from peagle.serve.prompts import Prompter
+from peagle.serve.responses import ResponsesBody, as_chat
 from peagle.serve.schema import ChatBody, parse
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.peagle.conftest import SPECIALS, VOCAB_SIZE
 from tests.peagle.serve.conftest import DATE, K, service_of
 
-LONG = 1536  # positions: a token is a byte
+LONG = 2048  # positions: a token is a byte
 RETURN, CALL = 1, len(SPECIALS)
 USER: Any = [{"role": "user", "content": "hello"}]
 
@@ -50,7 +51,7 @@ class ScriptedTarget:
 
 
 def says(tokenizer: ByteLevelTokenizer, *turns: tuple[Mapping[str, Any], str], **options: Any) -> Service:
-    """Make a server that gives these answers to these bodies of chats, whose prompts have different lengths.
+    """Make a server that gives these answers to these bodies, whose prompts have different lengths.
 
     An answer may end in a control token that ends it.
     """
@@ -65,8 +66,10 @@ def says(tokenizer: ByteLevelTokenizer, *turns: tuple[Mapping[str, Any], str], *
 
 
 def prompt_of(tokenizer: ByteLevelTokenizer, body: Mapping[str, Any]) -> Sequence[int]:
-    """Encode the prompt of a body."""
+    """Encode the prompt of a body of a chat, or of a response."""
     target = ScriptedTarget(jnp.zeros((LONG,), jnp.int32))
     prompter = Prompter(Pair(target, target, NGram(), tokenizer, (RETURN,)), LONG, DATE, K)
-    (request,) = prompter.chat(parse(ChatBody, json.dumps(body).encode()))
+    given = json.dumps(body).encode()
+    chat = as_chat(parse(ResponsesBody, given)) if "input" in body else None
+    (request,) = prompter.chat(parse(ChatBody, given)) if chat is None else prompter.chat(chat.body, names=chat.names)
     return request.prompt_ids

@@ -378,7 +378,7 @@ def test_several_calls_and_only_the_first_without_parallel_calls(saying: Making)
             },
             "input.2.call_id is 'a'; expected the id of a call before it that has no other result",
         ),
-        ({"input": [{"role": "user", "content": ""}] * 3000}, "3000 items and parts are given; expected at most 384"),
+        ({"input": [{"role": "user", "content": ""}] * 3000}, "3000 items and parts are given; expected at most 512"),
         ({"temperature": -1}, "temperature is -1"),
     ],
 )

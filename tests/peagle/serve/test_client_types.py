@@ -1,0 +1,197 @@
+"""Bodies as OpenAI's own client types them: no field of a message, an item or a tool is unknown here."""
+
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pydantic
+import pytest
+from fastapi.testclient import TestClient
+from openai.types import chat, shared_params
+from openai.types import responses as of_responses
+from openai.types.chat import chat_completion_custom_tool_param as custom_tool
+from openai.types.chat import chat_completion_message_custom_tool_call_param as custom_call
+from openai.types.chat import chat_completion_message_function_tool_call_param as function_call
+from openai.types.responses import (
+    namespace_tool_param,
+    response_custom_tool_call_output_param,
+    response_input_item_param,
+    response_reasoning_item_param,
+)
+
+from peagle.serve import responses, schema
+from tests.peagle.serve.conftest import client_of
+from tests.peagle.serve.harmony import says
+
+PATH, RESPONSES = "/v1/chat/completions", "/v1/responses"
+MARK = {"mode": "explicit"}
+# what the client types, what the server reads, fields that only null or nothing may be in
+KINDS: list[tuple[Any, type[pydantic.BaseModel], set[str]]] = [
+    (chat.ChatCompletionDeveloperMessageParam, schema.ChatMessage, set()),
+    (chat.ChatCompletionSystemMessageParam, schema.ChatMessage, set()),
+    (chat.ChatCompletionUserMessageParam, schema.ChatMessage, set()),
+    (chat.ChatCompletionAssistantMessageParam, schema.ChatMessage, {"audio", "function_call"}),
+    (chat.ChatCompletionToolMessageParam, schema.ChatMessage, set()),
+    (chat.ChatCompletionContentPartTextParam, schema.TextPart, set()),
+    (chat.ChatCompletionContentPartRefusalParam, schema.RefusalPart, set()),
+    (function_call.ChatCompletionMessageFunctionToolCallParam, schema.PastFunctionCall, set()),
+    (function_call.Function, schema.CalledFunction, set()),
+    (custom_call.ChatCompletionMessageCustomToolCallParam, schema.PastCustomCall, set()),
+    (custom_call.Custom, schema.CalledCustom, set()),
+    (chat.ChatCompletionFunctionToolParam, schema.FunctionTool, set()),
+    (shared_params.FunctionDefinition, schema.Function, set()),
+    (custom_tool.ChatCompletionCustomToolParam, schema.CustomTool, set()),
+    (custom_tool.Custom, schema.Custom, set()),
+    (custom_tool.CustomFormatGrammar, schema.CustomFormat, set()),
+    (custom_tool.CustomFormatGrammarGrammar, schema.Syntax, set()),
+    (chat.ChatCompletionNamedToolChoiceParam, schema.NamedFunction, set()),
+    (of_responses.EasyInputMessageParam, responses.InputMessage, set()),
+    (response_input_item_param.Message, responses.InputMessage, set()),
+    (of_responses.ResponseOutputMessageParam, responses.InputMessage, set()),
+    (of_responses.ResponseInputTextParam, responses.InputText, set()),
+    (of_responses.ResponseOutputTextParam, responses.OutputText, set()),
+    (of_responses.ResponseOutputRefusalParam, schema.RefusalPart, set()),
+    (of_responses.ResponseFunctionToolCallParam, responses.InputCall, set()),
+    (response_input_item_param.FunctionCallOutput, responses.InputResult, set()),
+    (of_responses.ResponseCustomToolCallParam, responses.InputCustomCall, set()),
+    (response_custom_tool_call_output_param.ResponseCustomToolCallOutputParam, responses.InputResult, set()),
+    (of_responses.ResponseReasoningItemParam, responses.InputReasoning, set()),
+    (response_reasoning_item_param.Content, responses.ReasoningText, set()),
+    (of_responses.FunctionToolParam, responses.OfferedFunction, set()),
+    (of_responses.CustomToolParam, responses.OfferedCustom, set()),
+    (of_responses.NamespaceToolParam, responses.Namespace, set()),
+    (namespace_tool_param.ToolFunction, responses.OfferedFunction, set()),
+]
+
+
+def names_of(kind: type[pydantic.BaseModel]) -> set[str]:
+    return {field.alias or name for name, field in kind.model_fields.items()}
+
+
+@pytest.mark.parametrize(("theirs", "ours", "refused"), KINDS)
+def test_each_field_of_the_clients_types_is_known(
+    theirs: Any, ours: type[pydantic.BaseModel], refused: set[str]
+) -> None:
+    fields = theirs.__required_keys__ | theirs.__optional_keys__
+    assert fields - names_of(ours) == refused
+
+
+def kinds_of(union: Any) -> Iterator[str]:
+    """Yield the values of `type` in a union of typed dicts."""
+    for kind in typing.get_args(union):
+        yield from _literals(typing.get_type_hints(kind).get("type"))
+
+
+def _literals(hint: Any) -> Iterator[str]:
+    if typing.get_origin(hint) is typing.Literal:
+        yield from typing.get_args(hint)
+    else:
+        for inner in typing.get_args(hint):
+            yield from _literals(inner)
+
+
+@pytest.fixture(scope="module")
+def client(harmony: Any) -> Iterator[TestClient]:
+    service = says(harmony)
+    yield client_of(service)
+    service.loop.close()
+
+
+def test_each_tool_of_a_response_is_offered_or_left_out() -> None:
+    known = set(kinds_of(of_responses.ToolParam))
+    assert known - set(responses.HOSTED) == {"function", "custom", "namespace"}
+
+
+def test_each_item_of_a_response_is_read_or_refused_by_its_type(client: TestClient) -> None:
+    read = {
+        "message",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "reasoning",
+    }
+    known = set(kinds_of(of_responses.ResponseInputItemParam))
+    assert read < known
+    for kind in sorted(known - read):
+        error = client.post(RESPONSES, json={"input": [{"role": "user", "content": "a"}, {"type": kind}]}).json()[
+            "error"
+        ]
+        assert error["message"].startswith(f"input.1.type is '{kind}'; ")
+        assert (error["param"], error["code"]) == ("input.1.type", "unsupported_parameter")
+
+
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}", "parsed_arguments": {}}}
+CUSTOM = {"id": "b", "type": "custom", "custom": {"name": "g", "input": "x"}}
+TEXT = {"type": "text", "text": "a", "prompt_cache_breakpoint": MARK, "cache_control": {"type": "ephemeral"}}
+NULLS = {"audio": None, "function_call": None, "refusal": None, "annotations": [], "parsed": None}
+CHATS: list[list[dict[str, Any]]] = [
+    [{"role": "system", "content": [TEXT], "name": "s"}, {"role": "developer", "content": "b", "name": "d"}],
+    [{"role": "user", "content": [TEXT, TEXT], "name": "bob", "cache_control": {"type": "ephemeral"}}],
+    [{"role": "assistant", "content": "a", "name": "n", **NULLS}, {"role": "user", "content": "b"}],
+    [{"role": "assistant", "content": [TEXT, {"type": "refusal", "refusal": "no"}], **NULLS}],
+    [{"role": "assistant", "content": None, **NULLS, "refusal": "no"}, {"role": "user", "content": "b"}],
+    [
+        {"role": "assistant", "content": None, **NULLS, "tool_calls": [CALL, CUSTOM], "parsed": {"a": 1}},
+        {"role": "tool", "tool_call_id": "b", "content": [TEXT]},
+        {"role": "tool", "tool_call_id": "a", "content": "y"},
+        {"role": "developer", "content": "later"},
+        {"role": "user", "content": "go on"},
+    ],
+]
+
+
+@pytest.mark.parametrize("messages", CHATS)
+def test_messages_with_all_their_fields_are_taken(client: TestClient, messages: Sequence[dict[str, Any]]) -> None:
+    reply = client.post(PATH, json={"messages": messages, "max_tokens": 1})
+    assert reply.status_code == 200, reply.text
+
+
+INPUT_TEXT = {"type": "input_text", "text": "a", "prompt_cache_breakpoint": MARK}
+MESSAGE = {"type": "message", "status": "completed", "phase": None}
+OUTPUT = {"type": "output_text", "text": "a", "annotations": [], "logprobs": [], "parsed": {"a": 1}}
+DIRECT = {"type": "direct"}
+ITEMS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "phase": "final_answer"}],
+    [{**MESSAGE, "role": "developer", "content": [INPUT_TEXT]}],
+    [{**MESSAGE, "role": "assistant", "id": "m", "content": [OUTPUT, {"type": "refusal", "refusal": "no"}]}],
+    [
+        {"role": "system", "content": "s"},
+        {"role": "developer", "content": "d"},
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "s"}], "encrypted_content": None},
+        {"type": "function_call", "id": "c", "call_id": "a", "name": "f", "arguments": "{}", "status": "completed",
+         "caller": DIRECT, "namespace": "n", "async": False, "parsed_arguments": {}},
+        {"type": "custom_tool_call", "id": "d", "call_id": "b", "name": "g", "input": "x", "caller": DIRECT},
+        {"role": "user", "content": "and"},
+        {"type": "custom_tool_call_output", "id": "e", "call_id": "b", "output": [INPUT_TEXT]},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
+        {"type": "function_call_output", "id": None, "call_id": "a", "output": "r", "name": "f", "namespace": "n",
+         "caller": DIRECT, "status": "completed"},
+    ],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("items", ITEMS)
+def test_items_with_all_their_fields_are_taken(client: TestClient, items: Sequence[dict[str, Any]]) -> None:
+    reply = client.post(RESPONSES, json={"input": items, "max_output_tokens": 1})
+    assert reply.status_code == 200, reply.text
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "kind"),
+    [
+        (PATH, {"type": "image_url", "image_url": {"url": "data:,"}}, "image_url"),
+        (PATH, {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "input_audio"),
+        (PATH, {"type": "file", "file": {"file_id": "a"}}, "file"),
+        (RESPONSES, {"type": "input_image", "detail": "auto", "image_url": "data:,"}, "input_image"),
+        (RESPONSES, {"type": "input_file", "file_id": "a"}, "input_file"),
+    ],
+)
+def test_a_part_that_is_no_text_is_named_with_its_field(
+    client: TestClient, path: str, content: dict[str, Any], kind: str
+) -> None:
+    field, text = ("messages", TEXT) if path == PATH else ("input", {"type": "input_text", "text": "a"})
+    error = client.post(path, json={field: [{"role": "user", "content": [text, content]}]}).json()["error"]
+    assert error["message"].startswith(f"{field}.0.content.1.type is '{kind}'; expected ")
+    assert error["param"] == f"{field}.0.content.1.type"
