@@ -303,7 +303,7 @@ def test_the_command_answers_and_says_how_much(command: Any, capfd: pytest.Captu
     assert command([line("0")], "-q") == 0
     assert capfd.readouterr().err == ""
     assert command([line("0"), "["], "-q") == 0
-    assert capfd.readouterr().err.startswith("peagle: warning: 0 lines answered, 1 refused, 1 known before")
+    assert capfd.readouterr().err.startswith("peagle: warning: 0 lines answered, 1 refused, 1 answered before")
 
 
 def test_the_command_fails_if_a_line_did(
