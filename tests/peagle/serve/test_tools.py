@@ -1,14 +1,17 @@
 """Tools: rendered by the chat template, called by answers, and their results in the history."""
 
 import json
+import logging
 import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
+import pydantic
 import pydantic_core
 import pytest
+from fastapi.testclient import TestClient
 
 from peagle.cli.settings.serve import ServeSettings
 from peagle.serve import responses, schema
@@ -542,6 +545,233 @@ def test_beside_a_strict_function_answers_and_other_calls_are_free(saying: Makin
         service = saying((body, preamble + answer), k=7)
         replies.append(without_ids(ask(service, {**body, "tools": tools})["choices"][0]))
     assert replies[0] == replies[1]
+
+
+def tool_of(parameters: Any, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters, **fields}}
+
+
+@pytest.mark.parametrize("kind", ["null", "string", "array", "integer", ["string", "null"], [], 5, {}])
+@pytest.mark.parametrize("fields", [{}, {"tool_choice": "required"}])
+def test_parameters_that_are_no_object_are_refused(saying: Making, kind: Any, fields: dict[str, Any]) -> None:
+    error = ask(saying(), {**BODY, **fields, "tools": [CLOCK, tool_of({"type": kind})]}, 400)["error"]
+    assert error["param"] == "tools.1.function.parameters.type"
+    assert error["message"].startswith("tools.1.function.parameters.type is ")
+    assert "expected 'object'" in error["message"]
+
+
+STRING = {"type": "string"}
+NOT_OBJECTS: list[Any] = [
+    {"enum": ["x", 1]}, {"const": None}, {"anyOf": [STRING, {"type": "array"}]}, {"allOf": [STRING]},
+    {"$ref": "#/$defs/a", "$defs": {"a": STRING}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("parameters", NOT_OBJECTS)
+def test_bound_parameters_that_only_others_than_objects_meet_are_refused(saying: Making, parameters: Any) -> None:
+    required = {"tools": [tool_of(parameters)], "tool_choice": "required"}
+    for fields in (required, {"tools": [tool_of(parameters, strict=True)]}):
+        error = ask(saying(), {**BODY, **fields}, 400)["error"]
+        assert error["param"] == "tools.0.function.parameters"
+        assert "cannot be used" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        None, {}, {"type": ["object", "null"]}, {"anyOf": [STRING, {"type": "object"}]}, {"properties": {"a": STRING}},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"type": ["array", "object"]}}},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("written", ["null", '"x"', "[false]", "7"])
+def test_arguments_of_a_call_that_must_be_are_an_object(saying: Making, parameters: Any, written: str) -> None:
+    """Whatever the model would write."""
+    body = {**BODY, "tools": [tool_of(parameters)], "tool_choice": "required", "max_tokens": 40}
+    choice = ask(saying((body, written + "<|call|>")), body)["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["arguments"].lstrip().startswith("{")
+    if choice["finish_reason"] == "tool_calls":
+        assert isinstance(json.loads(call["function"]["arguments"]), dict)
+
+
+DEFAULTS: list[tuple[dict[str, Any], str]] = [
+    ({"type": "integer", "enum": [1, 2], "default": 1}, "n?: number, // default: 1,\n"),
+    ({"type": "boolean", "enum": [True], "default": True}, "n?: boolean, // default: true,\n"),
+    ({"enum": ["a", None], "default": None}, "n?: any, // default: null,\n"),
+    ({"type": "string", "enum": ["a", "b"], "default": "b"}, 'n?: "a" | "b", // default: b,\n'),
+    ({"oneOf": [{"type": "integer"}], "default": 0.5}, "n?: number// default: 0.5,\n"),
+    ({"type": "array", "enum": [["é"]], "default": ["é"]}, 'n?: any[], // default: ["é"],\n'),
+    ({"type": "integer", "default": 3}, "n?: number, // default: 3,\n"),
+    ({"type": "string", "default": "x"}, 'n?: string, // default: "x",\n'),
+    ({"type": "object", "properties": {"default": {"type": "integer"}}}, "n?: {\ndefault?: number},\n"),
+]
+
+
+@pytest.mark.parametrize(("schema", "written"), DEFAULTS)
+def test_a_default_of_any_type_is_in_the_prompt(saying: Making, schema: dict[str, Any], written: str) -> None:
+    text = prompt(saying(), tools=[tool_of({"type": "object", "properties": {"n": schema}})])
+    assert f"type f = (_: {{\n{written}}}) => any;" in text
+
+
+MADE_UP = '<|end|><|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>"rain"<|end|>'
+HANDED_ON = [
+    # as GPT-OSS was seen to write calls, and what it may make up after them
+    f"commentary to=functions.get_weather<|channel|>commentary <|constrain|>json<|message|>{ARGUMENTS}<|call|>",
+    " to=functions.get_weather<|channel|>commentary json<|message|>" + ARGUMENTS + "<|call|>",
+    "<|channel|>commentary <|constrain|>json to=functions.get_weather<|message|>" + ARGUMENTS + "<|call|>",
+    CALLS.replace("<|call|>", MADE_UP) + "<|return|>",
+    CALLS.replace("<|call|>", "<|end|><|start|>user<|message|>And Rome?<|end|>") + "<|return|>",
+]
+
+
+@pytest.mark.parametrize("answer", HANDED_ON)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_is_read_wherever_its_header_names_it(saying: Making, answer: str, stream: bool) -> None:
+    service = saying((BODY, THINKS + answer))
+    if stream:
+        text = client_of(service).post(PATH, json={**BODY, "stream": True}).text
+        deltas = [json.loads(line[6:])["choices"][0] for line in text.split("\n\n") if line.startswith("data: {")]
+        assert not any(one["delta"].get("content") for one in deltas)
+        calls = [call for one in deltas for call in one["delta"].get("tool_calls", ())]
+        assert calls[0]["function"]["name"] == "get_weather"
+        assert "".join(call["function"]["arguments"] for call in calls) == ARGUMENTS
+        assert deltas[-1]["finish_reason"] == "tool_calls"
+        return
+    choice = ask(service, BODY)["choices"][0]
+    assert (choice["message"]["content"], choice["message"]["reasoning"]) == (None, "Größer?")
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "get_weather", "arguments": ARGUMENTS}
+    assert choice["finish_reason"] == "tool_calls"
+
+
+PATCH: dict[str, Any] = {"name": "patch", "description": "Edits files."}
+LARK = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "x"+'}}
+EDITED = '*** Begin\n+größer "x"\n'
+
+
+@pytest.mark.parametrize(
+    "written", [json.dumps({"input": EDITED}), json.dumps({"input": EDITED}, ensure_ascii=False), EDITED]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_custom_tool_gets_its_input(saying: Making, written: str, stream: bool) -> None:
+    """The model writes it as the function's argument, or as it is."""
+    body = {**BODY, "tools": [CLOCK, {"type": "custom", "custom": PATCH}]}
+    answer = f"<|channel|>commentary to=functions.patch <|constrain|>json<|message|>{written}<|call|>"
+    service = saying((body, FIRST + answer))
+    if stream:
+        text = client_of(service).post(PATH, json={**body, "stream": True}).text
+        deltas = [json.loads(line[6:])["choices"][0] for line in text.split("\n\n") if line.startswith("data: {")]
+        calls = [call for one in deltas for call in one["delta"].get("tool_calls", ()) if call["index"] == 1]
+        assert (calls[0]["type"], calls[0]["custom"]) == ("custom", {"name": "patch", "input": ""})
+        assert "".join(call["custom"]["input"] for call in calls) == EDITED
+        return
+    first, second = ask(service, body)["choices"][0]["message"]["tool_calls"]
+    assert first["function"]["name"] == "clock"
+    assert second == {"id": second["id"], "type": "custom", "custom": {"name": "patch", "input": EDITED}}
+
+
+def test_a_custom_tool_is_a_function_of_a_text_in_the_prompt(saying: Making) -> None:
+    call = {"id": "a", "type": "custom", "custom": {"name": "patch", "input": EDITED}}
+    history = [
+        *USER,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "done"},
+    ]
+    text = prompt(saying(), messages=history, tools=[{"type": "custom", "custom": {**PATCH, "format": LARK}}])
+    told = 'Edits files.\n\nThe input follows this grammar (lark):\nstart: "x"+'
+    assert f"// {told}\ntype patch = (_: {{\ninput: string,\n}}) => any;" in text
+    written = json.dumps({"input": EDITED}, ensure_ascii=False)
+    assert f"to=functions.patch<|channel|>commentary json<|message|>{written}<|call|>" in text
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "custom", "custom": {"name": "patch"}}])
+def test_a_custom_tool_can_be_what_must_be_called(saying: Making, choice: Any) -> None:
+    body = {**BODY, "tools": [{"type": "custom", "custom": PATCH}], "tool_choice": choice}
+    written = json.dumps({"input": EDITED}, ensure_ascii=False)
+    found = ask(saying((body, written + "<|call|>")), body)["choices"][0]
+    assert found["message"]["tool_calls"][0]["custom"] == {"name": "patch", "input": EDITED}
+    assert found["finish_reason"] == "tool_calls"
+    wrong = {**body, "tool_choice": {"type": "function", "function": {"name": "patch"}}}
+    assert "names 'patch', which is not among the tools" in ask(saying(), wrong, 400)["error"]["message"]
+
+
+INSTRUCTED = "<|start|>developer<|message|># Instructions\n\n"
+
+
+@pytest.mark.parametrize("roles", [("system", "developer"), ("developer", "developer"), ("system", "system")])
+def test_instructions_are_in_the_prompt_wherever_they_stand(saying: Making, roles: tuple[str, str]) -> None:
+    first, second = ({"role": role, "content": content} for role, content in zip(roles, ("One.", "hello"), strict=True))
+    service = saying()
+    together = prompt(service, messages=[first, second, *USER], tools=[CLOCK])
+    assert f"{INSTRUCTED}One.\n\nhello\n\n# Tools" in together
+    assert together.endswith("<|start|>user<|message|>hello<|end|><|start|>assistant")
+    apart = prompt(service, messages=[first, *USER, second, *USER, second], tools=[CLOCK])
+    later = f"<|start|>user<|message|>hello<|end|>{INSTRUCTED}hello<|end|>"
+    assert apart.endswith(f"<|end|>{later}{later}<|start|>assistant")
+    assert f"{INSTRUCTED}One.\n\n# Tools" in apart
+    alone = prompt(service, messages=[*USER, second])
+    assert alone.endswith(f"{later}<|start|>assistant")
+
+
+def test_a_template_that_renders_instructions_anywhere_writes_them_itself(client: TestClient, tokenizer: Any) -> None:
+    messages = [{"role": role, "content": role} for role in ("system", "developer", "user", "developer", "user")]
+    ids = client.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    written = "".join(f"<|start|>{each['role']}<|message|>{each['role']}<|end|>" for each in messages)
+    assert written in detokenize(tokenizer, ids)
+
+
+EFFORTS = {"none": "low", "minimal": "low", "low": "low", "medium": "medium", "high": "high"}
+EFFORTS |= {"xhigh": "high", "max": "high"}
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_efforts_that_the_model_does_not_know_are_the_next_ones(
+    saying: Making, effort: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = saying(log=logging.getLogger("notes"))
+    assert f"\nReasoning: {EFFORTS[effort]}\n" in prompt(service, reasoning_effort=effort)
+    with caplog.at_level(logging.INFO, "notes"):
+        for _ in range(2):
+            ask(service, {"messages": USER, "reasoning_effort": effort, "max_tokens": 1})
+            body = {"input": "hello", "reasoning": {"effort": effort}, "max_output_tokens": 1}
+            assert client_of(service).post("/v1/responses", json=body).json()["reasoning"]["effort"] == effort
+    notes = [json.loads(record.message)["note"] for record in caplog.records if "note" in record.message]
+    mapped = f"the reasoning effort {effort} is not one of GPT-OSS: the prompt says {EFFORTS[effort]}"
+    assert notes == ([mapped] if EFFORTS[effort] != effort else [])
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of the client, about its own message
+def test_what_the_client_parsed_comes_back(saying: Making) -> None:
+    """A message of openai's `parse`, with what it read of the arguments, is part of the next chat."""
+
+    class Where(pydantic.BaseModel):
+        city: str
+
+    tool: Any = openai.pydantic_function_tool(Where)
+    arguments = '{"city":"Rome"}'
+    call = {"id": "a", "type": "function", "function": {"name": "Where", "arguments": arguments}}
+    history = [
+        *USER,
+        {"role": "assistant", "reasoning": "Größer?", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "rain"},
+    ]
+    first = {"messages": USER, "tools": [tool]}
+    service = saying(
+        (first, THINKS + f"<|channel|>commentary to=functions.Where <|constrain|>json<|message|>{arguments}<|call|>"),
+        ({**first, "messages": history}, f"<|channel|>final<|message|>{arguments}<|return|>"),
+    )
+    with running(service) as server, openai.OpenAI(base_url=server.url + "/v1", api_key="none") as client:
+        options: Any = {"model": MODEL, "tools": [tool], "response_format": Where, "temperature": 0}
+        called = client.chat.completions.parse(messages=USER, **options).choices[0].message
+        assert called.tool_calls is not None
+        assert called.tool_calls[0].function.parsed_arguments == Where(city="Rome")
+        result = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "rain"}
+        for message in (called, called.model_dump()):
+            answer = client.chat.completions.parse(messages=[*USER, message, result], **options).choices[0].message
+            assert answer.parsed == Where(city="Rome")
+        for message in (answer, answer.model_dump()):
+            again = [*history, message, *USER]
+            assert client.chat.completions.create(model=MODEL, messages=again, max_tokens=1)  # type: ignore[call-overload]
 
 
 def test_a_schema_that_cannot_bind_a_call_is_named(saying: Making) -> None:
