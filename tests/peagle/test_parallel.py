@@ -74,7 +74,7 @@ def test_more_devices_than_there_are_are_refused() -> None:
         (("--mesh", "ep=5"), "--mesh asks for ep=5, but the target has 8 experts; expected ep=1, 2, 4 or 8"),
         (("--mesh", "tp=3"), "needs 3 devices, and there "),
         (("--mesh", "3"), "--mesh is '3'; expected tp=N"),
-        (("--reduce", "psum"), "reduce is psum, but there is no mesh"),
+        (("--reduce", "psum"), "--reduce psum is given without --mesh"),
     ],
 )
 @pytest.mark.parametrize("command", ["speculate", "generate", "bench"])
