@@ -197,7 +197,7 @@ class Prompter:
             return self._instructing(self._render(chat, effort, tools), chat, places, names)
         except TemplateError as error:
             blamed = "tools" if tools and not self._renders(tools) else names.messages
-            message = f"the model's chat template refuses these {blamed}: {error.reason}"
+            message = f"the model's chat template refuses the {blamed}: {error.reason}"
             raise ApiError(400, message, blamed) from None
 
     def _render(

@@ -130,12 +130,12 @@ class RefusalPart(Body):
         return self.refusal
 
 
-Part = Annotated[
+ContentPart = Annotated[
     Annotated[TextPart, pydantic.Tag("[text]")] | Annotated[RefusalPart, pydantic.Tag("[refusal]")],
     pydantic.Discriminator(kind_of),
 ]
 Text = Annotated[str, pydantic.Tag("[text]")]
-Content = Annotated[Text | Annotated[list[Part], pydantic.Tag("[list]")], pydantic.Discriminator(list_or_text)]
+Content = Annotated[Text | Annotated[list[ContentPart], pydantic.Tag("[list]")], pydantic.Discriminator(list_or_text)]
 
 
 class Function(Marked):

@@ -1,10 +1,12 @@
 """/v1/responses, as the openai client reads it: whole, in a stream, with reasoning, calls and their results."""
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 
 from peagle.serve.app import Service
@@ -35,8 +37,8 @@ Making = Callable[..., Service]
 def saying(harmony: ByteLevelTokenizer) -> Iterator[Making]:
     made: list[Service] = []
 
-    def making(*turns: Any) -> Service:
-        made.append(says(harmony, *turns))
+    def making(*turns: Any, **options: Any) -> Service:
+        made.append(says(harmony, *turns, **options))
         return made[-1]
 
     yield making
@@ -293,6 +295,230 @@ def test_several_calls_and_only_the_first_without_parallel_calls(saying: Making)
         body = {"input": "hello", "tools": [TOOL], "temperature": 0, "parallel_tool_calls": parallel}
         found = client_of(service).post(PATH, json=body).json()
         assert [item["type"] for item in found["output"]] == ["reasoning"] + ["function_call"] * count
+
+
+def reasoning(text: str) -> dict[str, Any]:
+    return {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+
+def called(call_id: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": call_id, "name": f"f_{call_id}", "arguments": "{}", **fields}
+
+
+def result(call_id: str, output: Any = "x") -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": call_id, "output": output}
+
+
+def written(call_id: str, output: str = "x") -> str:
+    return (
+        f"<|start|>assistant to=functions.f_{call_id}<|channel|>commentary json<|message|>{{}}<|call|>"
+        f'<|start|>functions.f_{call_id} to=assistant<|channel|>commentary<|message|>"{output}"<|end|>'
+    )
+
+
+def thought(text: str) -> str:
+    return f"<|start|>assistant<|channel|>analysis<|message|>{text}<|end|>"
+
+
+HI, GO_ON = {"role": "user", "content": "hello"}, {"role": "user", "content": "go on"}
+SAID_HI, SAID_GO_ON = "<|start|>user<|message|>hello<|end|>", "<|start|>user<|message|>go on<|end|>"
+DONE = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Done."}]}
+SAID_DONE = "<|start|>assistant<|channel|>final<|message|>Done.<|end|>"
+HISTORIES: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "results in another order": (
+        [HI, reasoning("Both."), called("a"), called("b"), result("b", "y"), result("a")],
+        SAID_HI + thought("Both.") + written("a") + written("b", "y"),
+    ),
+    "a result after each call": (
+        [HI, called("a"), result("a"), called("b"), result("b")], SAID_HI + written("a") + written("b")
+    ),
+    "a message before the results": ([HI, called("a"), GO_ON, result("a")], SAID_HI + written("a") + SAID_GO_ON),
+    "a call between a call and its result": (
+        [HI, called("a"), called("b"), result("a"), reasoning("More."), called("c"), result("b"), result("c")],
+        SAID_HI + written("a") + written("b") + thought("More.") + written("c"),
+    ),
+    "an id used again": (
+        [HI, called("a"), result("a"), DONE, GO_ON, called("a"), result("a", "y")],
+        SAID_HI + written("a") + SAID_DONE + SAID_GO_ON + written("a", "y"),
+    ),
+    "reasoning alone": ([HI, reasoning("Hm."), DONE, GO_ON], SAID_HI + SAID_DONE + SAID_GO_ON),
+    "reasoning without its text": (
+        [HI, {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": None}, called("a"), result("a")],
+        SAID_HI + written("a"),
+    ),
+    "a result of parts": (
+        [HI, called("a"), result("a", [{"type": "input_text", "text": "x"}, {"type": "input_text", "text": "y"}])],
+        SAID_HI + written("a", "xy"),
+    ),
+    "a refusal": (
+        [HI, {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "Done."}]}, GO_ON],
+        SAID_HI + SAID_DONE + SAID_GO_ON,
+    ),
+    "instructions in the midst": (
+        [HI, DONE, {"role": "developer", "content": "Be kind."}, GO_ON],
+        SAID_HI + SAID_DONE + "<|start|>developer<|message|># Instructions\n\nBe kind.<|end|>" + SAID_GO_ON,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_histories_are_taken_in_any_order(saying: Making, name: str) -> None:
+    items, expected = HISTORIES[name]
+    text = prompt_of(saying(), input=items)
+    assert text[text.index("<|start|>user") :] == expected + "<|start|>assistant"
+
+
+def test_system_and_developer_and_instructions_are_one_message(saying: Making) -> None:
+    items = [{"role": "system", "content": "One."}, {"role": "developer", "content": "Two."}, HI]
+    text = prompt_of(saying(), input=items, instructions="Zero.")
+    assert "<|start|>developer<|message|># Instructions\n\nZero.\n\nOne.\n\nTwo.\n\n<|end|>" + SAID_HI in text
+
+
+NAMESPACE = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [{**TOOL, "name": "get"}]}
+
+
+@pytest.mark.parametrize("to", ["functions.crm.get", "crm.get"])
+def test_a_tool_of_a_namespace_is_called_by_both_names(saying: Making, to: str) -> None:
+    body = {"input": "hello", "tools": [TOOL, NAMESPACE], "temperature": 0}
+    service = saying((body, THINKS + f"<|channel|>commentary to={to} json<|message|>{{}}<|call|>"))
+    text = prompt_of(service, tools=body["tools"])
+    assert "// Customers.\nSays it.\ntype crm.get = (_: {\n" in text
+    output = client_of(service).post(PATH, json=body).json()["output"]
+    assert (output[1]["name"], output[1]["namespace"], output[1]["arguments"]) == ("get", "crm", "{}")
+    items = [HI, *output, result(output[1]["call_id"])]
+    again = prompt_of(service, input=items, tools=body["tools"])
+    assert "<|start|>assistant to=functions.crm.get<|channel|>commentary json<|message|>{}<|call|>" in again
+
+
+# as Codex asks: instructions, what it may do, where it is, what to do; its shell, its patches, and what OpenAI hosts
+PATCH = '*** Begin Patch\n*** Add File: größe.txt\n+"x"\n*** End Patch\n'
+CODEX: dict[str, Any] = {
+    "model": MODEL,
+    "instructions": "You are a coding agent.",
+    "input": [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Ask before."}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "<cwd>/</cwd>"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+    ],
+    "tools": [
+        {**TOOL, "name": "shell", "output_schema": {"type": "object"}, "defer_loading": False},
+        {
+            "type": "custom",
+            "name": "apply_patch",
+            "description": "Edits files. Do not wrap the patch in JSON.",
+            "format": {"type": "grammar", "syntax": "lark", "definition": "start: begin"},
+        },
+        {"type": "web_search", "external_web_access": False, "search_content_types": ["text"]},
+        {"type": "image_generation", "output_format": "png"},
+        {"type": "tool_search", "execution": "client", "description": "", "parameters": {"type": "object"}},
+        {"type": "namespace", "name": "functions", "description": "", "tools": [{**TOOL, "name": "plan"}]},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "thread",
+    "client_metadata": {"session": "1"},
+}
+
+
+@pytest.mark.parametrize("argument", [json.dumps({"input": PATCH}), PATCH])
+def test_codex_calls_its_tools(saying: Making, argument: str, caplog: pytest.LogCaptureFixture) -> None:
+    patches = f"<|channel|>commentary to=functions.apply_patch <|constrain|>json<|message|>{argument}<|call|>"
+    plans = "<|channel|>commentary to=functions.plan json<|message|>{}<|end|><|start|>assistant"
+    greedy = {**CODEX, "temperature": 0}
+    service = saying((greedy, THINKS + plans + patches), log=logging.getLogger("notes"))
+    text = prompt_of(service, **{key: CODEX[key] for key in ("instructions", "input", "tools")})
+    assert "# Instructions\n\nYou are a coding agent.\n\nAsk before.\n\n# Tools" in text
+    assert [name for name in ("shell", "apply_patch", "plan") if f"type {name} = " in text] == [
+        "shell",
+        "apply_patch",
+        "plan",
+    ]
+    assert "web_search" not in text
+    assert "image" not in text
+    with caplog.at_level(logging.INFO, "notes"):
+        replies = [client_of(service).post(PATH, json=greedy) for _ in range(2)]
+    assert replies[0].status_code == 200, replies[0].text
+    notes = [json.loads(record.message)["note"] for record in caplog.records if '"note"' in record.message]
+    assert notes == [
+        *(
+            f"tools of the type {kind} are not available here: they are left out"
+            for kind in ("web_search", "image_generation", "tool_search")
+        ),
+        "grammars of custom tools are told to the model, and do not bind what it writes",
+    ]
+    events = [json.loads(line.split("data: ")[1]) for line in replies[0].text.split("\n\n")[:-1]]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    thinks, plan, patch = done
+    assert (plan["type"], plan["name"], plan["namespace"]) == ("function_call", "plan", "functions")
+    assert (patch["type"], patch["name"], patch["input"]) == ("custom_tool_call", "apply_patch", PATCH)
+    deltas = [event["delta"] for event in events if event["type"] == "response.custom_tool_call_input.delta"]
+    assert "".join(deltas) == PATCH
+    (input_done,) = (event for event in events if event["type"] == "response.custom_tool_call_input.done")
+    assert input_done["input"] == PATCH
+    assert events[-1]["type"] == "response.completed"
+    assert events[-1]["response"]["output"] == done
+    assert openai.types.responses.Response.model_validate(events[-1]["response"]).output[2].type == "custom_tool_call"
+
+    # its next turn
+    result_of_patch = {
+        "type": "custom_tool_call_output",
+        "call_id": patch["call_id"],
+        "name": "apply_patch",
+        "output": "ok",
+    }
+    items = [*CODEX["input"], thinks, plan, patch, result_of_patch, result(plan["call_id"], "planned")]
+    again = prompt_of(service, **{**{key: CODEX[key] for key in ("instructions", "tools")}, "input": items})
+    assert again.endswith(
+        thought("Größer?")
+        + "<|start|>assistant to=functions.plan<|channel|>commentary json<|message|>{}<|call|>"
+        + '<|start|>functions.plan to=assistant<|channel|>commentary<|message|>"planned"<|end|>'
+        + "<|start|>assistant to=functions.apply_patch<|channel|>commentary json<|message|>"
+        + json.dumps({"input": PATCH}, ensure_ascii=False)
+        + '<|call|><|start|>functions.apply_patch to=assistant<|channel|>commentary<|message|>"ok"<|end|>'
+        + "<|start|>assistant"
+    )
+
+
+def test_a_custom_tool_is_called_as_the_client_reads_it(asking: Any) -> None:
+    tools: Any = [{"type": "custom", "name": "patch", "description": "Edits."}]
+    call = f"<|channel|>commentary to=functions.patch json<|message|>{json.dumps({'input': PATCH})}<|call|>"
+    client = asking(({"input": "hello", "tools": tools}, THINKS + call))
+    with client.responses.stream(model=MODEL, input="hello", tools=tools, temperature=0) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.custom_tool_call_input.delta"]
+        final = stream.get_final_response()
+    assert "".join(deltas) == PATCH
+    assert (final.output[1].type, final.output[1].input) == ("custom_tool_call", PATCH)
+    must = {"type": "custom", "name": "patch"}
+    with pytest.raises(openai.BadRequestError, match="names 'other', which is not among the tools"):
+        client.responses.create(model=MODEL, input="hello", tools=tools, tool_choice={**must, "name": "other"})
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of the client, about its own items
+def test_what_the_client_parsed_comes_back(asking: Any) -> None:
+    class Where(pydantic.BaseModel):
+        city: str
+
+    tool: Any = {"type": "function", "name": "Where", "strict": True, "parameters": Where.model_json_schema()}
+    call = '<|channel|>commentary to=functions.Where json<|message|>{"city":"Rome"}<|call|>'
+    history = [
+        HI,
+        called("a", name="Where", arguments='{"city":"Rome"}'),
+        result("a", "rain"),
+    ]
+    answer = '<|channel|>final<|message|>{"city":"Rome"}<|return|>'
+    client = asking(({"input": "hello", "tools": [tool]}, call), ({"input": history, "tools": [tool]}, answer))
+    options: Any = {"model": MODEL, "tools": [tool], "text_format": Where, "temperature": 0}
+    first = client.responses.parse(input="hello", **options).output
+    assert first[0].parsed_arguments is not None
+    items = [HI, *(item.model_dump() for item in first), result(first[0].call_id, "rain")]
+    second = client.responses.parse(input=items, **options)
+    assert second.output_parsed == Where(city="Rome")
+    items += [*(item.model_dump() for item in second.output), GO_ON]
+    assert client.responses.create(model=MODEL, input=items, max_output_tokens=1).error is None
 
 
 @pytest.mark.parametrize(

@@ -441,7 +441,7 @@ def test_schemas_of_too_much_are_refused(saying: Making, parameters: Any, part: 
 def test_a_template_that_fails_on_tools_blames_them(saying: Making) -> None:
     bad = {"type": "function", "function": {"name": "f", "parameters": {"properties": 5}}}
     error = ask(saying(), {**BODY, "tools": [bad]}, 400)["error"]
-    assert error["message"].startswith("the model's chat template refuses these tools: ")
+    assert error["message"].startswith("the model's chat template refuses the tools: ")
     assert error["param"] == "tools"
 
 
