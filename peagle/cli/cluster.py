@@ -7,8 +7,8 @@ from typing import Any
 
 from peagle.cli.display import Display
 from peagle.cli.options import needing
-from peagle.cli.output import OutputFile, say
-from peagle.cli.serve import LOOPBACK, default_name, read_keys
+from peagle.cli.output import OutputFile
+from peagle.cli.serve import default_name, guarded_hosts, read_keys, warn_of_strangers
 from peagle.cli.settings.cluster import ClusterUpSettings
 from peagle.cli.settings.shared import parse_prefix_cache
 from peagle.cli.speculate import DEFAULT_CONTEXT
@@ -53,8 +53,7 @@ def up_command(settings: ClusterUpSettings) -> int:
         keep_to_itself()
     with needing("a cluster needs", "cluster"):
         from peagle.cluster.start import run
-    if settings.host not in LOOPBACK and settings.api_key_file is None:
-        say("warning", f"--host {settings.host} accepts other machines, and no --api-key-file is given")
+    warn_of_strangers(settings.host, settings.api_key_file)
     stopped = threading.Event()
 
     pressed = signal.getsignal(signal.SIGINT)
@@ -96,6 +95,7 @@ def fleet_arguments(settings: ClusterUpSettings) -> dict[str, Any]:
         check_fit(directory, beside)
     if k is None:
         k = widths_of(drafter, beside).most
+    keys = () if settings.api_key_file is None else read_keys(settings.api_key_file)
     context = min(DEFAULT_CONTEXT, pair.max_positions) if settings.context is None else pair.room(settings.context)
     pair.engine_config(k, capacity=context, slots=settings.slots)  # refuse here what no replica could run
     # replicas run in directories of their own
@@ -123,7 +123,8 @@ def fleet_arguments(settings: ClusterUpSettings) -> dict[str, Any]:
         "mesh": settings.devices.mesh,
         "reduce": settings.devices.reduce,
         "retain_full_kv": settings.retain_full_kv,
-        "keys": () if settings.api_key_file is None else read_keys(settings.api_key_file),
+        "keys": keys,
+        "hosts": guarded_hosts(settings.host, keys),
         "num_cpus": settings.num_cpus,
         "num_gpus": settings.num_gpus,
     }

@@ -5,6 +5,7 @@ import re
 import socket
 import sys
 import urllib.parse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,12 +27,11 @@ from peagle.serve.app import Service, create_app
 from peagle.serve.http import ANY_ORIGIN
 from peagle.serve.loop import EngineLoop
 from peagle.serve.prompts import Prompter
-from peagle.serve.server import bind, serve
+from peagle.serve.server import listen, on_loopback, serve
 from peagle.text.tokenizer import parse_date
 from peagle.workflows.run import default_prefix_cache_bytes
 
 DEMO_NAME = "peagle-demo"
-LOOPBACK = ("127.0.0.1", "::1")
 FAILED = 1
 
 
@@ -52,13 +52,12 @@ def serve_command(settings: ServeSettings) -> int:
     for origin in settings.allow_origin:
         check_allowed_origin(origin)
     display = Display(text=False, quiet=settings.quiet, total=1, streaming=True)
-    with bind(settings.host, settings.port) as address:
-        if settings.host not in LOOPBACK and not keys:
-            say("warning", f"--host {settings.host} accepts other machines, and no --api-key-file is given")
+    with listen(settings.host, settings.port) as address:
+        warn_of_strangers(settings.host, keys)
         if ANY_ORIGIN in settings.allow_origin and not keys:
             say("warning", "--allow-origin * accepts pages of every site, and no --api-key-file is given")
         if not display.live:
-            display.note("loading and compiling; connections are refused until the server is ready")
+            display.note("loading and compiling; connections wait until the server is ready")
         engine, prompter, name = chosen.load(display)
         return _serve(settings, engine, prompter, name, keys, address, display)
 
@@ -136,8 +135,7 @@ def _serve(
 ) -> int:
     loop = EngineLoop(engine, settings.max_queue)
     log = None if settings.quiet else _log()
-    own = settings.host in LOOPBACK and not keys and ANY_ORIGIN not in settings.allow_origin
-    hosts = [urllib.parse.urlsplit(origin).hostname or "" for origin in settings.allow_origin] if own else None
+    hosts = guarded_hosts(settings.host, keys, settings.allow_origin)
     service = Service(loop, prompter, name, keys, settings.max_body, settings.allow_origin, hosts, log)
     try:
         serve(
@@ -153,6 +151,22 @@ def _serve(
     if loop.failure is not None:
         say("error", loop.failure)
     return 0 if loop.failure is None else FAILED
+
+
+def warn_of_strangers(host: str, keys: Sequence[str] | Path | None) -> None:
+    """Warn that other machines reach a server without keys."""
+    if not keys and not on_loopback(host):
+        say("warning", f"--host {host} accepts other machines, and no --api-key-file is given")
+
+
+def guarded_hosts(host: str, keys: Sequence[str], origins: Sequence[str] = ()) -> list[str] | None:
+    """Return the names by which a server on loopback without keys is asked, beside loopback's own; None: any name.
+
+    The name that it listens on is one; its address may be loopback by this machine's own list of hosts.
+    """
+    if keys or ANY_ORIGIN in origins or not on_loopback(host):
+        return None
+    return [host.lower().rstrip("."), *(urllib.parse.urlsplit(origin).hostname or "" for origin in origins)]
 
 
 def read_keys(path: Path) -> tuple[str, ...]:

@@ -60,7 +60,8 @@ class FleetConfig:
     average for scale_up_s, and ends them again if it has had fewer for scale_down_s; 0: no more than at first.
     route_by_prefix: prompts go where their beginning went (peagle.cluster.router), if prompts are kept.
     patience_s: peagle.cluster.fleet.Fleet. drain_s: a replica that shall stop may take so long to end its answers.
-    num_cpus, num_gpus: of each replica, for Ray's scheduling. LOADING's fields: peagle.loading.load.
+    hosts: peagle.serve.app.Service. num_cpus, num_gpus: of each replica, for Ray's scheduling. LOADING's fields:
+    peagle.loading.load.
     """
 
     target: str
@@ -75,6 +76,7 @@ class FleetConfig:
     prefix_cache_bytes: int = 0
     date: str = DEFAULT_DATE
     keys: Sequence[str] = field(default=(), repr=False)
+    hosts: Sequence[str] | None = None
     dtype: DtypeName | None = None
     experts: ExpertsChoice = "auto"
     kernels: KernelsChoice = "auto"
@@ -104,9 +106,10 @@ class FleetConfig:
         for name in ("patience_s", "drain_s", "scale_up_s", "scale_down_s", "num_cpus", "num_gpus"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise InputError(f"{name} is {getattr(self, name)}; expected a number of 0 or more, and not infinity")
-        # a text would be a key for each of its letters
-        if isinstance(self.keys, str) or not all(isinstance(key, str) and key for key in self.keys):
-            raise InputError("keys are no list of texts; expected [KEY, ...]")
+        for name in ("keys", "hosts"):  # a text would be a key for each of its letters
+            texts = getattr(self, name) or ()
+            if isinstance(texts, str) or not all(isinstance(text, str) and text for text in texts):
+                raise InputError(f"{name} are no list of texts; expected [TEXT, ...]")
 
         for name in ("prefill", "decode"):
             count, most = getattr(self, name), getattr(self, f"max_{name}")
@@ -258,7 +261,7 @@ class Application:
         shape = Shape(config.engine_config(pair, "both"), pair.target.vocab_size, pair.stop_token_ids)
         prompter = Prompter(pair, config.context, config.date, config.num_speculative_tokens)
         fleet = Fleet(RayReplicas(prefill, decode), shape, config.most_open, config.patience_s)
-        self._service = Service(fleet, prompter, config.name, config.keys)
+        self._service = Service(fleet, prompter, config.name, config.keys, hosts=config.hosts)
 
     def __serve_build_asgi_app__(self) -> Any:
         return create_app(self._service)

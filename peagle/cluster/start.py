@@ -14,7 +14,7 @@ from ray.serve.config import HTTPOptions
 
 from peagle.cluster.deployments import FleetConfig, build
 from peagle.ops.errors import InputError
-from peagle.serve.server import bind
+from peagle.serve.server import listen
 
 NAME = "peagle"
 LOOKS_S = 0.5  # between looks at what runs
@@ -56,7 +56,7 @@ def run(
 def _connect(config: FleetConfig, address: str | None, host: str, port: int) -> None:
     """Start Ray, or join the cluster at an address."""
     if address is None:
-        with closing(bind(host, port)):  # Serve finds out in another process, much later
+        with closing(listen(host, port)):  # Serve finds out in another process, much later
             pass
     elif ":" in address and "://" not in address:
         _expect_reached(address)

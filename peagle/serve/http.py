@@ -81,17 +81,19 @@ def check_host(request: Request, hosts: Sequence[str] | None) -> None:
     with contextlib.suppress(ValueError):  # no address
         given = urllib.parse.urlsplit(f"//{given}").hostname or ""
     host = given.rstrip(".")
-    if host in ("localhost", *hosts) or _is_loopback(host):
+    if host in ("localhost", *hosts) or is_loopback(host):
         return
     message = f"the host is {brief(host)}; expected localhost: a server without keys answers to no other name"
-    raise ApiError(403, f"{message} unless --allow-origin names it")
+    raise ApiError(403, f"{message}; start it with --api-key-file, or name this site with --allow-origin")
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Test whether a text is an IP address of this machine's loopback."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        parsed = ipaddress.ip_address(address)
     except ValueError:
         return False
+    return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[Found]) -> Found:

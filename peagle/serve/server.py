@@ -18,6 +18,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
+from peagle.serve.http import is_loopback
 from peagle.serve.loop import EngineLoop
 
 HEADERS_PATIENCE_S = 60.0
@@ -25,23 +26,43 @@ AFTER_DEADLINE_S = 5  # for the error to be sent, before connections are cut
 DEADLINE = "the server is shutting down, and this answer was not complete in time"
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Reserve an address, port 0 for a free one. Connections are refused until `serve` listens.
+def listen(host: str, port: int) -> socket.socket:
+    """Listen on an address, port 0 for a free one. Connections wait until `serve` accepts them.
 
+    Two sockets may be bound to one port as long as neither listens, so a second server would load its model first.
     Raises InputError if the address cannot be had.
     """
-    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with contextlib.ExitStack() as failed:
+        try:
+            family, (address, _, *scope) = addresses(host)[0]
+            listener = failed.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address, port, *scope))
+            listener.listen()
+        except (OSError, OverflowError, UnicodeError) as error:
+            why = getattr(error, "strerror", None) or str(error).rstrip(".")
+            raise InputError(
+                f"--host {host} --port {port} cannot be listened on: {why}; expected an address of this machine and a "
+                "free port from 0 to 65535"
+            ) from None
+        failed.pop_all()
+    return listener
+
+
+def addresses(host: str) -> list[tuple[int, tuple[Any, ...]]]:
+    """Resolve a name or an address, in brackets or not, to (family, socket address); IPv4 first. Raises OSError."""
+    name = host.removeprefix("[").removesuffix("]")
+    resolved = socket.getaddrinfo(name or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return sorted(((family, address) for family, *_, address in resolved), key=lambda each: each[0] != socket.AF_INET)
+
+
+def on_loopback(host: str) -> bool:
+    """Test whether a server that listens on this name or address is reached from this machine alone."""
     try:
-        found.bind((host, port))
-    except (OSError, OverflowError) as error:
-        found.close()
-        why = getattr(error, "strerror", None) or str(error).rstrip(".")
-        raise InputError(
-            f"--host {host} --port {port} cannot be listened on: {why}; expected an address of this machine and a free "
-            "port from 0 to 65535"
-        ) from None
-    return found
+        _, (address, *_) = addresses(host)[0]
+        return is_loopback(address)
+    except (OSError, UnicodeError):  # nobody can listen on it
+        return False
 
 
 def serve(

@@ -25,6 +25,8 @@ def test_replicas_are_told_absolute_paths_and_a_number_of_drafts(
     assert found["num_speculative_tokens"] == 3
     scaled = fleet_arguments(ClusterUpSettings(max_decode=3, busy=2, scale_up=4.0, scale_down=8.0))
     assert [scaled[name] for name in ("max_decode", "busy", "scale_up_s", "scale_down_s")] == [3, 2, 4, 8]
+    assert found["hosts"] == ["127.0.0.1"]  # no keys: pages of other names are kept out
+    assert fleet_arguments(ClusterUpSettings(host="0.0.0.0"))["hosts"] is None
     demo = fleet_arguments(ClusterUpSettings(num_speculative_tokens=0))
     assert (demo["target"], demo["drafter"], demo["num_speculative_tokens"]) == ("demo", None, 0)
 

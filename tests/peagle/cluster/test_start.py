@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from peagle.ops.errors import InputError
-from peagle.serve.server import bind
+from peagle.serve.server import listen
 from scripts.serving.servers import free_port
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'peagle[cluster]'")
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
     [
         ({"keys": "secret"}, "keys are no list"),
         ({"keys": ["a", ""]}, "keys are no list"),
+        ({"hosts": "localhost"}, "hosts are no list"),
         ({"decode": 0}, "decode is 0"),
         ({"prefill": -1}, "prefill is -1"),
         ({"slots": 0}, "slots is 0"),
@@ -178,8 +179,7 @@ def test_a_port_that_is_taken_and_gpus_that_are_not_there_are_refused_before_any
 ) -> None:
     from peagle.cluster import start
 
-    with closing(bind("127.0.0.1", 0)) as taken:
-        taken.listen()
+    with closing(listen("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(InputError, match=f"--port {port} cannot be listened on: Address already in use"):
             start.run(ARGUMENTS, None, "127.0.0.1", port, lambda _: None, threading.Event())

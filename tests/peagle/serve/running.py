@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from peagle.serve.app import Service, create_app
-from peagle.serve.server import Server, bind, url
+from peagle.serve.server import Server, listen, url
 
 PATIENCE_S = 60.0
 
@@ -43,7 +43,7 @@ class Running:
 
 @contextlib.contextmanager
 def running(service: Service, drain_s: int = 30, note: Callable[[str], None] = lambda _: None) -> Iterator[Running]:
-    with bind("127.0.0.1", 0) as address:
+    with listen("127.0.0.1", 0) as address:
         found = Running(service, address, drain_s, note)
         try:
             yield found

@@ -13,7 +13,9 @@ import pytest
 
 import peagle.cli.serve
 from peagle.cli import main
+from peagle.cli.serve import guarded_hosts
 from peagle.engine.programs import Programs
+from peagle.serve.server import listen, on_loopback
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.peagle.conftest import toy_pair
 
@@ -109,6 +111,48 @@ def test_options_from_a_file_give_way_to_typed_ones(
     assert "serving filed plainly: 2 slots with a context of 128" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST", "127.0.0.1", "127.1.2.3", "127.1"])
+def test_on_loopback_by_any_spelling_a_site_that_leads_here_is_kept_out(
+    started: Callable[..., int], capfd: pytest.CaptureFixture[str], host: str
+) -> None:
+    statuses: list[int] = []
+
+    def use(url: str) -> None:
+        for name in ("evil.example", "localhost", host):
+            statuses.append(httpx.get(f"{url}/v1/models", headers={"Host": name}).status_code)
+
+    assert started(use, "-k", "0", "--slots", "1", "--context", "128", "--host", host) == 0
+    assert statuses == [403, 200, 200]
+    assert "warning" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        *((host, True) for host in ("localhost", "127.0.0.1", "127.255.255.254", "127.1", "2130706433")),
+        *((host, True) for host in ("::1", "[::1]", "0:0:0:0:0:0:0:1", "[0:0:0:0:0:0:0:1]", "::ffff:127.0.0.1")),
+        *((host, False) for host in ("0.0.0.0", "::", "", "128.0.0.1", "::2", "::ffff:1.2.3.4", "nowhere.invalid")),
+    ],
+)
+def test_a_host_is_loopback_by_its_address_not_by_its_spelling(host: str, loopback: bool) -> None:
+    assert on_loopback(host) is loopback
+
+
+def test_a_name_is_loopback_if_this_machine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By /etc/hosts: ip6-localhost, and a machine's own name."""
+    known = {"ip6-localhost": (socket.AF_INET6, ("::1", 0, 0, 0)), "mine": (socket.AF_INET, ("127.0.1.1", 0))}
+
+    def resolved(name: str, *_: object, **__: object) -> list[Any]:
+        family, address = known[name]
+        return [(family, socket.SOCK_STREAM, 6, "", address)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    for name in known:
+        assert on_loopback(name)
+        assert guarded_hosts(name, ()) == [name]  # its clients ask for it by this name
+        assert guarded_hosts(name, ("key",)) is None
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -169,9 +213,7 @@ def test_after_the_engine_failed_the_command_ends_with_code_1(
 
 def test_what_cannot_be_served_is_refused_in_a_line(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with listen("127.0.0.1", 0) as taken:  # by a server that loads its model
         for options, message in (
             (["--port", str(taken.getsockname()[1])], "Address already in use"),
             (["--port", "70000"], "cannot be listened on"),
