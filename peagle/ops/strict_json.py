@@ -1,10 +1,12 @@
-"""Strict JSON: no NaN and no infinity, which Python's own writer lets through."""
+"""Strict JSON: no NaN and no infinity, which Python's own writer lets through, and no other end of a line than \\n."""
 
 import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 @dataclass(frozen=True)
@@ -22,14 +24,19 @@ class Written:
 def dumps(value: Any, **options: Any) -> str:
     """Write the value as JSON text; a number that is not finite becomes null. `options` are those of json.dumps.
 
-    Objects with a `Written` inside must have texts as keys.
+    Characters at which readers of lines part a text (str.splitlines) are escaped. Objects with a `Written` inside must
+    have texts as keys.
     """
     try:
-        return json.dumps(value, allow_nan=False, **options)
+        text = json.dumps(value, allow_nan=False, **options)
     except ValueError:  # raised at such a number; searching for them first would take longer than writing
         return dumps(_finite(value), **options)
     except TypeError:  # raised at the first that is written
-        return "".join(_pieces(value, options))
+        text = "".join(_pieces(value, options))
+    if not text.isascii():  # JSON itself escapes those of ASCII
+        for char, escaped in LINE_ENDS.items():
+            text = text.replace(char, escaped)
+    return text
 
 
 def number(value: float) -> str:

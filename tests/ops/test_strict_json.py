@@ -3,6 +3,7 @@
 import ast
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,16 @@ def expected(value: Any) -> Any:
 def test_numbers_that_are_not_finite_become_null_and_all_else_stays(value: object) -> None:
     assert strict(dumps(value)) == expected(value)
     assert dumps(value, indent=1).isascii()
+
+
+@pytest.mark.parametrize("value", [str, lambda text: {text: [text]}, lambda text: [Written(dumps(text)), text]])
+def test_a_value_is_one_line_to_every_reader(value: Callable[[str], Any]) -> None:
+    """Some end lines at any of Unicode's ends, as str.splitlines does: those of server-sent events, for one."""
+    text = "".join(map(chr, range(0x3000)))
+    assert len(text.splitlines()) > 9
+    written = dumps(value(text), ensure_ascii=False)
+    assert len(written.splitlines()) == 1
+    assert strict(written) == expected(value(text) if not isinstance(value(text), list) else [text, text])
 
 
 def test_keys_that_are_numbers_and_values_that_are_not_json() -> None:
