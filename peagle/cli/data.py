@@ -108,7 +108,7 @@ def _checked(settings: DataSettings) -> Checked:
     if settings.num_prompts is not None:
         conversations = conversations[: settings.num_prompts]
     least = {"--shard-prompts": (settings.shard_prompts, 1), "--slots": (slots, 1), "-n": (settings.max_new_tokens, 1)}
-    least |= {"--top": (settings.top, 0), "--seed": (settings.sampling.seed, 0)}
+    least["--top"] = (settings.top, 0)
     for option, (value, lowest) in least.items():
         if value < lowest:
             raise InputError(f"{option} is {value}; expected {lowest} or more")

@@ -4,6 +4,8 @@ import itertools
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from peagle.engine.grammar import CompiledGrammar
 from peagle.ops.errors import InputError
 
@@ -11,7 +13,8 @@ MOST_STOP_TOKENS = 16  # of each slot
 MOST_BIASES = 300  # biased tokens of each slot; the limit of OpenAI's API
 MOST_LOGPROBS = 20  # log-probabilities of the likeliest tokens; the limit of OpenAI's API
 MOST_STOP_STRINGS, LONGEST_STOP_STRING = 64, 1024  # the length in characters
-LARGEST_SEED = 2**31 - 1
+SMALLEST_SEED, LARGEST_SEED = -(2**63), 2**64 - 1  # 64 bits, with a sign or without, as OpenAI and vLLM take them
+LARGEST_INDEX = 2**31 - 1
 GREEDY_BELOW = 1e-5  # the temperature; above it, logits that differ in float32's last place at 10 differ by 0.1
 HOTTEST = 1e30  # the temperature: float32 holds it and its reciprocal, by which XLA multiplies
 LARGEST_PENALTY = 2.0  # presence and frequency, as in OpenAI's API
@@ -25,6 +28,13 @@ DEFAULT_CHUNK, GPU_CHUNK = 128, 512  # prompt tokens of one prefill pass; a GPU 
 MAX_NUM_DRAFTS = 128  # no acceptance pays for a wider pass
 
 FinishReason = Literal["stop", "length", "aborted", "timeout", "error", "handed_off"]
+
+
+def fold_seed(seed: int) -> int:
+    """Return the int32 of a seed for the device: itself if it fits, else 31 bits that depend on all of its 64."""
+    if 0 <= seed < 2**31:
+        return seed
+    return int(np.random.SeedSequence(seed % 2**64).generate_state(1)[0]) >> 1
 
 
 def check_num_drafts(k: int, plain: bool = True, instead: str = "") -> None:
@@ -107,8 +117,10 @@ class SamplingParams:
             raise InputError(f"top-p is {self.top_p}; expected a number above 0 and at most 1 (off)", "top_p")
         if not 0 <= self.min_p <= 1:
             raise InputError(f"min-p is {self.min_p}; expected a number from 0 (off) to 1", "min_p")
-        if not 0 <= self.seed <= LARGEST_SEED:
-            raise InputError(f"seed is {self.seed}; expected an integer in 0..{LARGEST_SEED}", "seed")
+        if not SMALLEST_SEED <= self.seed <= LARGEST_SEED:
+            raise InputError(
+                f"seed is {self.seed}; expected an integer of 64 bits, {SMALLEST_SEED}..{LARGEST_SEED}", "seed"
+            )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             if not -LARGEST_PENALTY <= value <= LARGEST_PENALTY:
@@ -186,8 +198,8 @@ class Request:
             raise InputError(f"{self.name} is empty; expected at least one token", "prompt")
         if self.max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {self.max_new_tokens}; expected 1 or more")
-        if not 0 <= self.index <= LARGEST_SEED:
-            raise InputError(f"the request's index is {self.index}; expected an integer in 0..{LARGEST_SEED}")
+        if not 0 <= self.index <= LARGEST_INDEX:
+            raise InputError(f"the request's index is {self.index}; expected an integer in 0..{LARGEST_INDEX}")
         if self.stop_token_ids is not None and len(self.stop_token_ids) > MOST_STOP_TOKENS:
             raise InputError(
                 f"{len(self.stop_token_ids)} stop tokens are given; expected at most {MOST_STOP_TOKENS}",

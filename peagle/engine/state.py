@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Int
 
 from peagle.engine.adjust import Adjustments
 from peagle.engine.masks import all_allowed
-from peagle.engine.request import MOST_STOP_TOKENS, Request
+from peagle.engine.request import MOST_STOP_TOKENS, Request, fold_seed
 from peagle.engine.sampling import RowSampling
 from peagle.engine.widths import allowance
 from peagle.ops.kv_cache import KVCache, copy_positions
@@ -106,7 +106,7 @@ class SlotParams:
         # decide here whether it is greedy: float32 rounds a temperature just below GREEDY_BELOW up to it
         temperature = 0.0 if wanted.greedy else wanted.temperature
         reals = np.asarray([[temperature], [wanted.top_p], [wanted.min_p]], np.float32)
-        whole = np.asarray([[wanted.top_k], [wanted.seed], [request.index]], np.int32)
+        whole = np.asarray([[wanted.top_k], [fold_seed(wanted.seed)], [request.index]], np.int32)
         row = RowSampling(reals[0], whole[0], reals[1], reals[2], whole[1], whole[2])  # type: ignore[arg-type]
         budget, full = np.asarray([request.max_new_tokens], np.int32), np.asarray([request.full])
         credit = np.asarray([_first_credit(request) if drafts else NO_CREDIT], np.float32)

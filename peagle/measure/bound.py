@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle.engine.request import SamplingParams
+from peagle.engine.request import SamplingParams, fold_seed
 from peagle.engine.sampling import RowSampling, probabilities
 from peagle.ops.messages import DrafterInput
 from peagle.protocols import Drafter, PyTree, Target
@@ -73,7 +73,7 @@ def bound(target: Target, drafter: Drafter, result: Result) -> Bound | None:
 def _row(sampling: SamplingParams) -> RowSampling:
     reals = (np.array([each], np.float32) for each in (sampling.temperature, sampling.top_p, sampling.min_p))
     temperature, top_p, min_p = reals
-    top_k, seed, index = (np.array([each], np.int32) for each in (sampling.top_k, sampling.seed, 0))
+    top_k, seed, index = (np.array([each], np.int32) for each in (sampling.top_k, fold_seed(sampling.seed), 0))
     return RowSampling(temperature, top_k, top_p, min_p, seed, index)  # type: ignore[arg-type]  # NumPy's, too
 
 

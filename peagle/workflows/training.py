@@ -26,6 +26,7 @@ from drafter.train.trainer import Recipe, Trainer
 from drafter.vocabulary import DraftVocab, by_frequency, check_count, choose, first_of
 from peagle.api import Pair
 from peagle.engine.engine import Engine
+from peagle.engine.request import fold_seed
 from peagle.loading import AUTO, asked_window, fitting_aux_layers, read_asked_window, resolve, windowed
 from peagle.measure.metrics import pooled_counters
 from peagle.measure.provenance import provenance
@@ -390,7 +391,7 @@ def initial_params(
     final norm and head, and an fc that passes the last tap through."""
     if init is not None:
         return given_params(init, loaded, config.aux_layer_ids)
-    params = init_params(config, jax.random.key(seed))
+    params = init_params(config, jax.random.key(fold_seed(seed)))
     ids = None if vocab is None else jnp.asarray(sorted(vocab.token_ids), jnp.int32)
     params = dataclasses.replace(params, draft_to_target=ids)
     if config.hidden_size != config.target_hidden_size:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from peagle.engine.engine import EngineConfig
-from peagle.engine.request import MAX_NUM_DRAFTS
+from peagle.engine.request import MAX_NUM_DRAFTS, SamplingParams
 from peagle.ops.errors import InputError
 from peagle.ops.files import printable
 
@@ -112,6 +112,8 @@ class Plan:
             raise InputError(f"--buckets is {typed}; expected numbers of tokens that rise, such as 128,512")
         if wrong := [slots for slots in self.concurrencies if slots < 1]:
             raise InputError(f"--concurrency is {wrong[0]}; expected 1 or more requests at once")
+        for seed in (self.seed, self.seed + self.repeats - 1):
+            SamplingParams(seed=seed)  # check it
         for k in self.ks:
             EngineConfig(k if isinstance(k, int) else 1)  # check K
         names = [source.name for source in self.sources]

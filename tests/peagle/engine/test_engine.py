@@ -283,7 +283,7 @@ def test_the_step_donates_its_state_and_keeps_no_hidden_copy(target) -> None:
         (lambda: Request((1,), 5, stop_token_ids=tuple(range(17))), "17 stop tokens are given; expected at most 16"),
         (lambda: Request((1,), 5, SamplingParams(float("nan"))), "temperature is nan"),
         (lambda: Request((1,), 5, SamplingParams(1.0, min_p=2.0)), "min-p is 2.0"),
-        (lambda: Request((1,), 5, SamplingParams(1.0, seed=-1)), "seed is -1"),
+        (lambda: Request((1,), 5, SamplingParams(1.0, seed=2**64)), "seed is 18446744073709551616"),
         (lambda: Request((1,), 5, num_speculative_tokens=-1), "K is -1; expected 0"),
         (lambda: Request((1,), 5, num_speculative_tokens=4), "K is 4 for the prompt; expected at most 0"),
         (lambda: Request((1,), 5, num_speculative_tokens=0), "expected an engine with k_per_request"),

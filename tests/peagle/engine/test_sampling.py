@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 from peagle.engine import sampling as functions
 from peagle.engine.engine import Engine, EngineConfig
-from peagle.engine.request import GREEDY_BELOW, HOTTEST, LARGEST_SEED, Request, SamplingParams
+from peagle.engine.request import GREEDY_BELOW, HOTTEST, LARGEST_SEED, SMALLEST_SEED, Request, SamplingParams, fold_seed
 from peagle.engine.sampling import BLOCK
 from peagle.ops.errors import InputError
 from peagle.ops.likeliest import NO_TOKEN
@@ -151,13 +151,29 @@ def test_shares_of_the_likeliest_that_mean_nothing_are_refused(min_p: float) -> 
         SamplingParams(0.7, min_p=min_p)
 
 
-def test_whole_numbers_that_an_int32_does_not_hold_are_refused() -> None:
+def test_whole_numbers_that_are_too_large_are_refused() -> None:
     for top_k in (-1, 2**31):
         with pytest.raises(InputError, match=r"top-k is .*; expected 0 \(off\) or more"):
             SamplingParams(0.7, top_k=top_k)
-    for seed in (-1, LARGEST_SEED + 1):
-        with pytest.raises(InputError, match=r"seed is .*; expected an integer in 0\.\.2147483647"):
+    for seed in (SMALLEST_SEED - 1, LARGEST_SEED + 1):
+        with pytest.raises(InputError, match=r"seed is .*; expected an integer of 64 bits"):
             SamplingParams(0.7, seed=seed)
+
+
+def test_a_seed_of_31_bits_is_itself_on_the_device_and_a_larger_one_is_folded_for_good() -> None:
+    for seed in (0, 7, 2**31 - 1):
+        assert fold_seed(seed) == seed
+    folded = {
+        2**31: 1577607325,
+        2**32 - 1: 996212484,
+        2**40: 578293084,
+        2**63: 728019589,
+        -1: 1229346438,
+    }
+    assert {seed: fold_seed(seed) for seed in folded} == folded  # of any version: answers are to be had again
+    assert fold_seed(-1) == fold_seed(2**64 - 1)  # the same 64 bits
+    rows = rows_of([SamplingParams(1.0, seed=seed) for seed in folded])
+    assert np.asarray(rows.seed).tolist() == [*folded.values()]
 
 
 @pytest.mark.parametrize("uniform", [None, 0.5])

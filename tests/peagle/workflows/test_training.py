@@ -510,7 +510,7 @@ def test_hidden_states_and_a_training_are_of_one_target(
     ("more", "says"),
     [
         (("-n", 0), "-n is 0; expected 1 or more"),
-        (("--seed", -1), "--seed is -1; expected 0 or more"),
+        (("--seed", 2**64), f"--seed is {2**64}; expected an integer of 64 bits"),
         (("--top", 100_000), f"--top is 100000; expected at most {VOCAB_SIZE}"),
         (("--taps", "0,1,2"), "give --hidden, too"),
     ],
