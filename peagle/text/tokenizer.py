@@ -6,6 +6,7 @@ Uses transformers; its import is heavy and therefore inside the functions. No co
 
 import codecs
 import datetime
+import functools
 import hashlib
 import itertools
 import json
@@ -45,10 +46,11 @@ class Tokenizer(Protocol):
         """Its special tokens by their roles (bos_token, ...) and its chat_template; None where it has none."""
         ...
 
-    def encode(self, text: str, *, special_tokens: bool = False) -> tuple[int, ...]:
+    def encode(self, text: str, *, special_tokens: bool = False, most_tokens: int | None = None) -> tuple[int, ...]:
         """Encode a raw text, with the tokens that the tokenizer puts before a text.
 
-        special_tokens: special tokens spelled in the text are control tokens, not characters.
+        special_tokens: special tokens spelled in the text are control tokens, not characters. Raises TextTooLong for a
+        text whose bytes cannot be of most_tokens, before it is encoded; a shorter one may still have more.
         """
         ...
 
@@ -59,13 +61,25 @@ class Tokenizer(Protocol):
         reasoning_effort: str | None = None,
         date: str = DEFAULT_DATE,
         tools: Sequence[Mapping[str, Any]] = (),
+        most_tokens: int | None = None,
     ) -> tuple[int, ...]:
-        """Encode a chat up to the next answer. Text in a message or a tool never becomes a control token."""
+        """Encode a chat up to the next answer. Text in a message or a tool never becomes a control token.
+
+        Raises TextTooLong as `encode` does.
+        """
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the UTF-8 bytes of a token; none for an id outside the tokenizer's."""
         ...
+
+
+class TextTooLong(InputError):
+    """A text has more bytes than so many tokens can stand for."""
+
+    def __init__(self, num_bytes: int, least_tokens: int) -> None:
+        super().__init__(f"the text has {num_bytes} bytes, which are {least_tokens} tokens or more; shorten it")
+        self.num_bytes, self.least_tokens = num_bytes, least_tokens
 
 
 class TemplateError(InputError):
@@ -182,14 +196,36 @@ class ByteLevelTokenizer:
         found = {role: getattr(self._inner, role) for role in roles}
         return {**found, "chat_template": self._inner.chat_template}
 
-    def encode(self, text: str, *, special_tokens: bool = False) -> tuple[int, ...]:
+    def encode(self, text: str, *, special_tokens: bool = False, most_tokens: int | None = None) -> tuple[int, ...]:
         """Encode a raw text, with the tokens that the tokenizer puts before it, but no token twice.
 
-        special_tokens: special tokens spelled in the text are control tokens, not characters.
+        special_tokens: special tokens spelled in the text are control tokens, not characters. Raises TextTooLong for a
+        text whose bytes cannot be of most_tokens.
         """
+        self._check_size(text, most_tokens)
         options = {"split_special_tokens": not special_tokens}
-        ids, bare = (tuple(self._inner(text, add_special_tokens=add, **options)["input_ids"]) for add in (True, False))
+        ids = tuple(self._inner(text, add_special_tokens=True, **options)["input_ids"])
+        if not special_tokens:  # the text begins with none
+            return ids
+        bare = tuple(self._inner(text, add_special_tokens=False, **options)["input_ids"])
         return bare if bare and bare[0] in self._special and bare[0] == ids[0] else ids
+
+    @functools.cached_property
+    def _longest_token(self) -> int | None:
+        """Most bytes of a text that one token stands for; None if nothing is known."""
+        inner = self._inner.backend_tokenizer
+        added = inner.get_added_tokens_decoder().values()
+        if inner.normalizer is not None or any(token.lstrip or token.rstrip for token in added):  # a text may shrink
+            return None
+        return max(len(self._to_bytes(token)) for token in self._inner.get_vocab())
+
+    def _check_size(self, text: str, most_tokens: int | None) -> None:
+        """Raise TextTooLong for a text that has more than most_tokens by its size alone."""
+        if most_tokens is None or (longest := self._longest_token) is None:
+            return
+        size = len(text.encode("utf-8", "replace"))
+        if size > most_tokens * longest:
+            raise TextTooLong(size, -(-size // longest))
 
     def encode_chat(
         self,
@@ -198,11 +234,12 @@ class ByteLevelTokenizer:
         reasoning_effort: str | None = None,
         date: str = DEFAULT_DATE,
         tools: Sequence[Mapping[str, Any]] = (),
+        most_tokens: int | None = None,
     ) -> tuple[int, ...]:
         """Encode a chat up to the next answer. Text in a message or a tool never becomes a control token.
 
         `Verbatim` texts are rendered without quotes and escapes. Raises InputError without a template, and for a chat
-        that it refuses.
+        that it refuses; TextTooLong for one whose bytes cannot be of most_tokens.
         """
         options: dict[str, Any] = {} if reasoning_effort is None else {"reasoning_effort": reasoning_effort}
         try:
@@ -237,7 +274,9 @@ class ByteLevelTokenizer:
         if marks:
             mark = f"[{''.join(marks)}]"
             text = re.sub(f'"{mark}"|{mark}', lambda found: written[found[0].strip('"')], text)
-        return self._encode_rendered(text, {ord(mask): chr(char) for char, mask in masks.items()})
+        unmask = {ord(mask): chr(char) for char, mask in masks.items()}
+        self._check_size(text.translate(unmask), most_tokens)
+        return self._encode_rendered(text, unmask)
 
     def _masks(self, texts: Sequence[str]) -> tuple[dict[int, str], Iterator[str]]:
         """Map first and last characters of special tokens to characters that the texts do not hold; return the map and

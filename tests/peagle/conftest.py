@@ -96,7 +96,7 @@ class ByteTokenizer:
         self.asked += 1
         return bytes([token_id])
 
-    def encode(self, text: str, *, special_tokens: bool = False) -> tuple[int, ...]:
+    def encode(self, text: str, *, special_tokens: bool = False, most_tokens: int | None = None) -> tuple[int, ...]:
         return tuple(text.encode())
 
     def encode_chat(self, messages: Sequence[Message], **options: object) -> tuple[int, ...]:

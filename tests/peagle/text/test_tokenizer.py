@@ -15,13 +15,14 @@ from peagle.text.channels import chat_messages, final_message
 from peagle.text.tokenizer import (
     ByteLevelTokenizer,
     Detokenizer,
+    TextTooLong,
     detokenize,
     fix_date,
     load_tokenizer,
     parse_date,
     template_fingerprint,
 )
-from tests.peagle.conftest import SPECIALS, TEMPLATE, VOCAB_SIZE, ByteTokenizer, Directories
+from tests.peagle.conftest import SPECIALS, TEMPLATE, TEXTS, VOCAB_SIZE, ByteTokenizer, Directories, write_tokenizer
 
 
 @given(st.text(), st.lists(st.integers(1, 5)))
@@ -74,6 +75,34 @@ def test_ids_decode_as_the_library_decodes_them(tokenizer: ByteLevelTokenizer) -
 def test_text_survives_the_way_there_and_back(tokenizer: ByteLevelTokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert detokenize(tokenizer, ids) == text
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_text_is_too_long_by_its_bytes_alone_only_if_it_is(tokenizer: ByteLevelTokenizer, chat: bool) -> None:
+    def encode(text: str, **most: int) -> tuple[int, ...]:
+        messages = [{"role": "user", "content": text}]
+        return tokenizer.encode_chat(messages, **most) if chat else tokenizer.encode(text, **most)
+
+    @given(st.text(max_size=40) | st.sampled_from(TEXTS))
+    def check(text: str) -> None:
+        ids = encode(text)
+        assert encode(text, most_tokens=len(ids)) == ids
+
+    check()
+    longest = max(len(tokenizer.token_bytes(token)) for token in range(VOCAB_SIZE))
+    with pytest.raises(TextTooLong, match=r"bytes, which are \d+ tokens or more; shorten it") as raised:
+        encode("é" * 30 * longest, most_tokens=50)
+    assert 60 <= raised.value.least_tokens <= len(encode("é" * 30 * longest))
+
+
+def test_nothing_is_known_of_the_bytes_of_a_text_that_the_tokenizer_shortens(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    written = json.loads((tmp_path / "tokenizer.json").read_text("utf-8"))
+    written["normalizer"] = {"type": "Replace", "pattern": {"String": "a"}, "content": ""}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(written), "utf-8")
+    loaded = load_tokenizer(tmp_path)
+    assert loaded is not None
+    assert len(loaded.encode("a" * 1000 + "b", most_tokens=1)) == 1
 
 
 def test_ids_that_the_tokenizer_does_not_know_are_no_text(tokenizer: ByteLevelTokenizer) -> None:
