@@ -27,7 +27,7 @@ from peagle.serve.app import Service, create_app
 from peagle.serve.http import ANY_ORIGIN
 from peagle.serve.loop import EngineLoop
 from peagle.serve.prompts import Prompter
-from peagle.serve.server import listen, on_loopback, serve
+from peagle.serve.server import ServerOptions, listen, on_loopback, serve
 from peagle.text.tokenizer import parse_date
 from peagle.workflows.run import default_prefix_cache_bytes
 
@@ -44,7 +44,9 @@ def serve_command(settings: ServeSettings) -> int:
     for option, value, least in (
         ("--max-queue", settings.max_queue, 0),
         ("--max-body", settings.max_body, 1),
+        ("--max-unsent", settings.max_unsent, 1),
         ("--drain", settings.drain, 0),
+        ("--keep-alive", settings.keep_alive, 1),
     ):
         if value < least:
             raise InputError(f"{option} is {value}; expected {least} or more")
@@ -136,16 +138,26 @@ def _serve(
     loop = EngineLoop(engine, settings.max_queue)
     log = None if settings.quiet else _log()
     hosts = guarded_hosts(settings.host, keys, settings.allow_origin)
-    service = Service(loop, prompter, name, keys, settings.max_body, settings.allow_origin, hosts, log)
+    service = Service(
+        loop,
+        prompter,
+        name,
+        keys,
+        settings.max_body,
+        settings.allow_origin,
+        hosts,
+        log,
+        max_unsent=settings.max_unsent,
+    )
     try:
-        serve(
-            create_app(service),
-            loop,
-            address,
-            settings.drain,
-            lambda url: display.note(f"ready: {url}/v1"),
-            display.note,
+        options = ServerOptions(
+            drain_s=settings.drain,
+            keep_alive_s=settings.keep_alive,
+            ready=lambda url: display.note(f"ready: {url}/v1"),
+            note=display.note,
+            unread=service.metrics.unread.inc,
         )
+        serve(create_app(service), loop, address, options)
     finally:
         loop.close()
     if loop.failure is not None:

@@ -11,7 +11,7 @@ from peagle.engine.request import FinishReason, Request, TokenChunk, TokenLogpro
 from peagle.measure.metrics import speculative_decoding_block, total
 from peagle.result import Assembler, Counters, Result, origins, refuse_stop_strings_without
 from peagle.serve.errors import ApiError
-from peagle.serve.loop import Loop
+from peagle.serve.loop import Loop, Submitted
 from peagle.text.channels import CALL, ChannelParser, Delta
 from peagle.text.places import TokenPlace
 from peagle.text.tokenizer import Detokenizer, Tokenizer
@@ -43,7 +43,8 @@ class Answers:
     """Run requests, and read their answers. Raises as EngineLoop.submit does, before anything is sent.
 
     channels: parse the answers' channels; stop strings are then those of their messages. constraint: the field of the
-    body that constrains the answers, named by an answer's error if its grammar cannot be followed.
+    body that constrains the answers, named by an answer's error if its grammar cannot be followed. decode: False for
+    answers without tokens, which end at once.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Answers:
         tokenizer: Tokenizer | None,
         channels: bool = False,
         constraint: str | None = None,
+        decode: bool = True,
     ) -> None:
         for request in requests:
             refuse_stop_strings_without(tokenizer, request.stop)
@@ -70,7 +72,7 @@ class Answers:
                 Assembler(request, request.drafts(k), tokenizer, self.started_s, by_token=False, parser=parser)
             )
         self._constraint = constraint
-        self._call = loop.submit(requests)
+        self._call: Submitted = loop.submit(requests) if decode else Undecoded(loop, requests)
 
     async def parts(self) -> AsyncGenerator[Part, None]:
         """Yield parts as they arrive, until all answers have ended; end the requests if the reader leaves."""
@@ -123,6 +125,22 @@ class Answers:
         if last in self._ends or last not in (self.requests[place].stop_token_ids or ()):
             return False
         return self._tokenizer is None or self._tokenizer.special_tokens.get(last) != CALL
+
+
+class Undecoded:
+    """Requests whose answers have no tokens (peagle.serve.loop.Submitted)."""
+
+    def __init__(self, loop: Loop, requests: Sequence[Request]) -> None:
+        for request in requests:
+            loop.engine.check(request)
+        self._requests = requests
+
+    async def chunks(self) -> AsyncGenerator[tuple[int, TokenChunk], None]:
+        for place, request in enumerate(self._requests):
+            yield place, TokenChunk(request, (), time.perf_counter(), finish_reason="length")
+
+    def abort(self, place: int) -> None: ...
+    def close(self) -> None: ...
 
 
 class TokenTexts:

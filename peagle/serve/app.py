@@ -11,7 +11,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -29,13 +29,18 @@ from peagle.serve.answers import Answers, pooled, usage
 from peagle.serve.errors import ApiError
 from peagle.serve.http import (
     CancelledQuietly,
+    Counted,
     EventStream,
     JsonReply,
+    PlainRequests,
+    Refusals,
+    Unsent,
     check_host,
     check_key,
     check_origin,
     read_body,
     until_disconnect,
+    utc_now,
 )
 from peagle.serve.loop import Loop
 from peagle.serve.metrics import Metrics
@@ -48,7 +53,8 @@ from peagle.serve.responses import ResponsesBody, ResponsesForm, as_chat
 from peagle.serve.schema import ChatBody, CompletionBody, DetokenizeBody, Sampled, StreamOptions, TokenizeBody, parse
 from peagle.serve.structured import constraint
 
-DEFAULT_MAX_BODY = 4_000_000
+DEFAULT_MAX_BODY = DEFAULT_MAX_UNSENT = 4_000_000
+ROOM = (429, 503)  # statuses of requests that are refused for want of it
 POLL_S = 0.02
 GRAMMAR_PATIENCE_S = 10.0  # beyond it a grammar is refused
 Found = TypeVar("Found")
@@ -59,7 +65,8 @@ Kind = TypeVar("Kind", ChatBody, CompletionBody, ResponsesBody, TokenizeBody, De
 class Service:
     """All that the routes use. keys: empty means that none is required. origins: sites whose pages may use them.
 
-    hosts: names of the server that requests may have, beside those of loopback; None: any.
+    hosts: names of the server that requests may have, beside those of loopback; None: any. max_unsent: bytes of a
+    stream that wait for its client; a stream of which more wait is ended.
     """
 
     loop: Loop
@@ -71,7 +78,10 @@ class Service:
     hosts: Sequence[str] | None = None
     log: logging.Logger | None = None  # of a JSON line for each request
     created: int = field(default_factory=lambda: int(time.time()))
+    max_unsent: int = DEFAULT_MAX_UNSENT
     metrics: Metrics = field(init=False)
+    unsent: Unsent = field(init=False)
+    refusals: Refusals = field(init=False)
     # one thread, since the tokenizer's settings are shared
     _encoding: concurrent.futures.ThreadPoolExecutor = field(
         default_factory=lambda: concurrent.futures.ThreadPoolExecutor(1, "tokenizer")
@@ -81,7 +91,8 @@ class Service:
     _noted: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(self.loop, self.model)
+        self.metrics, self.refusals = Metrics(self.loop, self.model), Refusals(self.log)
+        self.unsent = Unsent(self.metrics.unsent, self.metrics.cut, self.max_unsent)
 
     async def encode(self, function: Callable[..., Found], *arguments: Any) -> Found:
         """Call a function outside of the event loop: it uses the tokenizer, or takes long for a large body."""
@@ -160,7 +171,7 @@ class Service:
         """Log each of these lines, once in the server's life."""
         for line in lines:
             if self.log is not None and line not in self._noted:
-                self.log.info(dumps({"time": _now(), "note": line}))
+                self.log.info(dumps({"time": utc_now(), "note": line}))
             self._noted.add(line)
 
     def finish(self, answers: Answers, path: str, reply_id: str) -> None:
@@ -172,7 +183,7 @@ class Service:
             return
         counted, first = usage(results), results[0]
         line = {
-            "time": _now(),
+            "time": utc_now(),
             "id": reply_id,
             "path": path,
             "prompt_tokens": counted["prompt_tokens"],
@@ -184,10 +195,6 @@ class Service:
             "acceptance_length": pooled(results).acceptance_length,
         }
         self.log.info(dumps(line))
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def in_daemon(function: Callable[..., Found], *arguments: Any) -> concurrent.futures.Future[Found]:
@@ -223,6 +230,8 @@ def create_app(service: Service) -> fastapi.FastAPI:
         )
 
     app.add_middleware(CancelledQuietly)
+    app.add_middleware(Counted, replies=service.metrics.replies)
+    app.add_middleware(PlainRequests)
 
     @app.get("/health")
     async def health() -> JsonReply:
@@ -238,7 +247,7 @@ def create_app(service: Service) -> fastapi.FastAPI:
     _add_tokens(guarded, service)
     _add_descriptions(guarded, service)
     app.include_router(guarded)
-    _handle_errors(app)
+    _handle_errors(app, service)
     return app
 
 
@@ -349,7 +358,8 @@ async def ask_completions(service: Service, given: bytes) -> Asked:
     if body.echo and body.logprobs is not None:
         form.prompts = [each.prompt_ids for each in requests]
         form.prompt_logprobs = await service.prompt_logprobs(requests)
-    return Asked(body.stream, form, Answers(service.loop, requests, tokenizer, constraint=constraint(body)))
+    answers = Answers(service.loop, requests, tokenizer, constraint=constraint(body), decode=not body.only_echo)
+    return Asked(body.stream, form, answers)
 
 
 CALLS: dict[str, Callable[[Service, bytes], Coroutine[Any, Any, Asked]]] = {
@@ -364,7 +374,7 @@ async def _reply(service: Service, request: fastapi.Request, asked: Asked) -> fa
         service.finish(asked.answers, request.url.path, asked.form.id)
 
     if asked.stream:
-        return EventStream(_events(asked.form, asked.answers), finish)
+        return EventStream(_events(asked.form, asked.answers), finish, service.unsent)
     try:
         return JsonReply(await until_disconnect(request.receive, whole(asked)))
     finally:
@@ -379,7 +389,7 @@ async def whole(asked: Asked) -> dict[str, Any]:
     return asked.form.whole(asked.answers.results())
 
 
-async def _events(form: Form, answers: Answers) -> AsyncIterator[str]:
+async def _events(form: Form, answers: Answers) -> AsyncGenerator[str, None]:
     """Make the events of a stream. An error in its midst becomes an event."""
     try:
         async with contextlib.aclosing(answers.parts()) as parts:
@@ -389,16 +399,17 @@ async def _events(form: Form, answers: Answers) -> AsyncIterator[str]:
                 if choices := form.read(part):
                     form.used = usage(answers.results()) if form.continuous_usage else None
                     yield "".join(map(form.event, choices))
+        yield form.end(answers.results())
     except ApiError as error:
         yield form.failed(error)
-    else:
-        yield form.end(answers.results())
 
 
-def _handle_errors(app: fastapi.FastAPI) -> None:
+def _handle_errors(app: fastapi.FastAPI, service: Service) -> None:
     """Answer every failure with an error object."""
 
     def reply(error: ApiError) -> JsonReply:
+        if error.status in ROOM:
+            service.refusals.add(error.status)
         return JsonReply(error.body(), error.status, error.headers())
 
     @app.exception_handler(ApiError)

@@ -36,4 +36,5 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         """Return the headers that belong to the status."""
         retry = {"Retry-After": str(self.retry_after_s)} if self.retry_after_s else {}
-        return retry | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
+        by_status = {401: {"WWW-Authenticate": "Bearer"}, 415: {"Accept-Encoding": "identity"}}
+        return retry | by_status.get(self.status, {})

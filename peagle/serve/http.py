@@ -1,16 +1,21 @@
 """Bodies, keys and disconnects: the parts of HTTP that every route shares."""
 
 import asyncio
+import collections
 import contextlib
 import hmac
 import ipaddress
+import logging
+import time
 import urllib.parse
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
+from prometheus_client import Counter, Gauge
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from peagle.ops.strict_json import dumps
 from peagle.serve.errors import ApiError
@@ -19,14 +24,21 @@ from peagle.text.prompts import brief
 ANY_ORIGIN = "*"
 BODY_PATIENCE_S = 60.0
 STOPPED = "the server was stopped before this request was answered"
+UNREAD = "more than {} bytes of this stream waited for its client; read it faster, or ask for less"
+COMMENT = b": waiting\n\n"  # of a stream of events
+METHODS, OTHER = ("GET", "POST", "OPTIONS"), "other"
 Found = TypeVar("Found")
 
 
 async def read_body(request: Request, most: int) -> bytes:
     """Read a body of at most `most` bytes.
 
-    Raises ApiError for a larger one, before it is read, and for one that is not complete after BODY_PATIENCE_S.
+    Raises ApiError for a larger one, before it is read, for an encoded one, and for one that is not complete after
+    BODY_PATIENCE_S.
     """
+    encoding = request.headers.get("content-encoding", "")
+    if encoding.lower() not in ("", "identity"):
+        raise ApiError(415, f"the body's content encoding is {brief(encoding)}; expected none: send plain JSON")
     try:
         async with asyncio.timeout(BODY_PATIENCE_S):
             return await _read_body(request, most)
@@ -142,16 +154,35 @@ class JsonReply(Response):
         return dumps(content, ensure_ascii=False).encode("utf-8", "replace")
 
 
+@dataclass(frozen=True)
+class Unsent:
+    """The events that wait to be sent, at most `most` bytes of a stream; after silence_s without one comes a comment.
+
+    size: bytes of all streams. cut: streams that were ended because more waited.
+    """
+
+    size: Gauge
+    cut: Counter
+    most: int
+    silence_s: float = 10.0
+
+
 class EventStream(Response):
-    """A stream of events that ends with its client, even while no event is sent."""
+    """A stream of events that ends with its client, even while no event is sent.
+
+    Events are read as they are made, so that what waits for a client is counted in bytes, not held as objects. If more
+    waits than may, ApiError is raised where the events are made, and the event after it is the stream's last.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncGenerator[str, None], close: Callable[[], None], unsent: Unsent) -> None:
         """`close` is called at the end, whether or not the events were begun."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._close = events, close
+        self._events, self._close, self._unsent = events, close, unsent
+        self._waiting: collections.deque[bytes] = collections.deque()
+        self._size, self._ended, self._arrived = 0, False, asyncio.Event()
 
     async def __call__(
         self,
@@ -159,15 +190,154 @@ class EventStream(Response):
         receive: Receive,
         send: Send,
     ) -> None:
-        async def pump() -> None:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for event in self._events:
-                await send({"type": "http.response.body", "body": event.encode("utf-8"), "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
         try:
-            await until_disconnect(receive, pump())
+            await until_disconnect(receive, self._send(send))
         except (ClientDisconnect, OSError, asyncio.CancelledError):  # cancelled: the server ends before its client
             return
         finally:
+            self._forget()
             self._close()
+
+    async def _send(self, send: Send) -> None:
+        """Send the events as fast as the client reads them."""
+        reading = asyncio.ensure_future(self._read())
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            while (event := await self._next()) is not None:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await reading  # raises what it raised: the stream is not complete then
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def _read(self) -> None:
+        """Read the events to their end, or until too much waits for the client."""
+        try:
+            async with contextlib.aclosing(self._events) as events:
+                async for event in events:
+                    self._put(event)
+                    if self._size > self._unsent.most:
+                        self._unsent.cut.inc()
+                        self._forget()
+                        self._put(await events.athrow(ApiError(408, UNREAD.format(self._unsent.most))))
+                        return
+        finally:
+            self._ended = True
+            self._arrived.set()
+
+    async def _next(self) -> bytes | None:
+        """Return the next event, or a comment after a silence, which keeps proxies and clients; None at the end."""
+        while not self._waiting:
+            if self._ended:
+                return None
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout(self._unsent.silence_s):
+                    await self._arrived.wait()
+            except TimeoutError:
+                return COMMENT
+        event = self._waiting.popleft()
+        self._count(-len(event))
+        return event
+
+    def _put(self, event: str) -> None:
+        self._waiting.append(event.encode("utf-8"))
+        self._count(len(self._waiting[-1]))
+        self._arrived.set()
+
+    def _forget(self) -> None:
+        """Drop the events that wait."""
+        self._waiting.clear()
+        self._count(-self._size)
+
+    def _count(self, size: int) -> None:
+        self._size += size
+        self._unsent.size.inc(size)
+
+
+class PlainRequests:
+    """Bring a request into the form that routes know: HEAD is GET, whose body the server leaves out, and a target in
+    absolute form, as clients of proxies send it, is a path and a host.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope = {**scope, "method": "GET" if scope["method"] == "HEAD" else scope["method"]}
+            if not scope["path"].startswith("/"):
+                scope |= _parsed(scope["raw_path"].decode("latin-1"), scope["headers"])
+        await self._app(scope, receive, send)
+
+
+def _parsed(target: str, headers: Sequence[tuple[bytes, bytes]]) -> dict[str, Any]:
+    """Return path and headers of a request for a URL, whose host takes the header's place (RFC 9112, 3.2.2)."""
+    try:
+        url = urllib.parse.urlsplit(target)
+    except ValueError:
+        return {}
+    if url.scheme not in ("http", "https"):
+        return {}  # there is no such route
+    path, host = url.path or "/", url.netloc.rpartition("@")[2].encode("latin-1")
+    others = [(name, value) for name, value in headers if name != b"host"]
+    return {
+        "path": urllib.parse.unquote(path),
+        "raw_path": path.encode("latin-1"),
+        "headers": [(b"host", host), *others],
+    }
+
+
+class Counted:
+    """Count replies as vLLM does, by route, method and status."""
+
+    def __init__(self, app: ASGIApp, replies: Counter) -> None:
+        self._app, self._replies = app, replies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._count(scope, message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counting)
+        except Exception:  # the reply is made further out
+            self._count(scope, 500)
+            raise
+
+    def _count(self, scope: Scope, status: int) -> None:
+        method = scope["method"] if scope["method"] in METHODS else OTHER  # clients may make up any
+        self._replies.labels(getattr(scope.get("route"), "path", OTHER), method, str(status)).inc()
+
+
+class Refusals:
+    """A log of requests that were refused for want of room: a line at once, then at most one every pause_s."""
+
+    def __init__(self, log: logging.Logger | None, pause_s: float = 5.0) -> None:
+        self._log, self._pause_s, self._pausing = log, pause_s, False
+        self._counts: collections.Counter[int] = collections.Counter()
+
+    def add(self, status: int) -> None:
+        """Count a refusal. Call it in the server's event loop."""
+        self._counts[status] += 1
+        if not self._pausing:
+            self._write()
+
+    def _write(self) -> None:
+        self._pausing = bool(self._counts)
+        if self._counts:
+            if self._log is not None:
+                self._log.info(dumps({"time": utc_now(), "refused": self._counts}))
+            self._counts = collections.Counter()
+            asyncio.get_running_loop().call_later(self._pause_s, self._write)
+
+
+def utc_now() -> str:
+    """Return the time as a log has it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -13,7 +13,10 @@ LONG_S = (0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 48
 
 
 class Metrics:
-    """Counts since the server was started, labelled with the model's name."""
+    """Counts since the server was started, labelled with the model's name if vLLM's are.
+
+    replies, unsent, cut, unread: counted where they happen.
+    """
 
     def __init__(self, loop: Loop, model: str) -> None:
         self._registry, self._model = CollectorRegistry(), model
@@ -37,6 +40,13 @@ class Metrics:
             "Accepted tokens by their position in the draft, from 0.",
             ["model_name", "position"],
             registry=self._registry,
+        )
+        labels = ["handler", "method", "status"]
+        self.replies = Counter("http_requests", "Replies, as vLLM counts them.", labels, registry=self._registry)
+        self.unsent = Gauge("peagle:unsent_bytes", "Bytes of streams that wait to be sent.", registry=self._registry)
+        self.cut = Counter("peagle:cut_streams", "Streams whose clients read too slowly.", registry=self._registry)
+        self.unread = Counter(
+            "peagle:unread_connections", "Connections whose clients read nothing.", registry=self._registry
         )
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", SHORT_S)
         self._itl = self._histogram("inter_token_latency_seconds", "Between arrivals of tokens.", SHORT_S)

@@ -38,6 +38,7 @@ REFUSALS = {  # of every path, then of those that take a body, then of those tha
     400: "The request cannot be run.",
     408: "The body was not complete in time.",
     413: "The body is too large.",
+    415: "The body has a content encoding.",
     429: "The queue is full; try again later.",
     503: "The server shuts down, or its engine has failed.",
 }
@@ -54,7 +55,7 @@ def document(needs_key: bool) -> dict[str, Any]:
         content = {"application/json": {"schema": names[reply, "serialization"]}}
         content |= {"text/event-stream": {"schema": EVENT}} if path in STREAMS else {}
         asked = {"required": True, "content": {"application/json": {"schema": names[body, "validation"]}}}
-        statuses = [400, 408, 413, *([429, 503] if path in STREAMS else [])]
+        statuses = [400, 408, 413, 415, *([429, 503] if path in STREAMS else [])]
         paths[path] = {"post": {**_operation(path, content, statuses), "requestBody": asked}}
     for path, shape in READ.items():
         schema = {"type": "string"} if shape is None else names[shape, "serialization"]

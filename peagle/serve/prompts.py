@@ -4,13 +4,13 @@ import dataclasses
 import functools
 import re
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from peagle.api import Pair
 from peagle.engine.grammar import CompiledGrammar, Grammar, GrammarError
-from peagle.engine.request import LARGEST_SEED, MOST_LOGPROBS, Request, SamplingParams, TokenLogprobs
+from peagle.engine.request import MOST_LOGPROBS, Request, SamplingParams, TokenLogprobs
 from peagle.measure.logprobs import output_logprobs
 from peagle.ops.errors import InputError
 from peagle.serve.errors import ApiError
@@ -32,7 +32,7 @@ from peagle.serve.structured import constraint, grammar_of, unusable
 from peagle.serve.tools import begin_call, bound_calls, chat_of, offered, parameters_of, takes_tools
 from peagle.text.channels import CALL, control_ids
 from peagle.text.prompts import brief, check_encodable
-from peagle.text.tokenizer import Message, TemplateError, Tokenizer, detokenize, encode_characters
+from peagle.text.tokenizer import Message, TemplateError, TextTooLong, Tokenizer, detokenize
 
 # efforts that GPT-OSS does not know
 EFFORTS: Mapping[Effort | None, Effort] = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
@@ -128,7 +128,7 @@ class Prompter:
             except GrammarError as error:
                 raise ApiError.of(error, constraint(body, names)) from None
         limit, ends = limits.pop() if limits else None, self._call_ends(tools)
-        return self._requests(body, [prompt_ids], limit, logprobs, grammar, ends, names)
+        return self._requests(body, [prompt_ids], 1, limit, logprobs, grammar, ends, names)
 
     def completion(
         self, body: CompletionBody, grammar: CompiledGrammar | None = None
@@ -137,15 +137,21 @@ class Prompter:
         prompts = _prompts(body)
         if len(prompts) > MOST_PROMPTS:
             raise ApiError(400, f"{len(prompts)} prompts are given; expected at most {MOST_PROMPTS}", "prompt")
-        encoded, echoed = [], []
-        for prompt in prompts:
-            ids = self.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
-            self.check_ids(ids, "prompt")
-            encoded.append(ids)
-            if body.echo:
-                echoed += [prompt if isinstance(prompt, str) else detokenize(self.tokenizer, ids)] * body.n
         limit = 16 if body.max_tokens is None else body.max_tokens
-        return self._requests(body, encoded, limit, body.logprobs, grammar), echoed
+        if body.only_echo:  # no token is decoded
+            limit = 1
+        encoded = map(self._prompt_ids, prompts)  # one by one: the first that is too long is refused
+        requests = self._requests(body, encoded, len(prompts), limit, body.logprobs, grammar)
+        if not body.echo:
+            return requests, []
+        texts = [prompt if isinstance(prompt, str) else detokenize(self.tokenizer, tuple(prompt)) for prompt in prompts]
+        return requests, [text for text in texts for _ in range(body.n)]
+
+    def _prompt_ids(self, prompt: str | list[int]) -> tuple[int, ...]:
+        """Return the ids of a completion's prompt."""
+        ids = self.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+        self.check_ids(ids, "prompt")
+        return ids
 
     def prompt_logprobs(self, request: Request) -> list[TokenLogprobs]:
         """Compute the log-probabilities of a prompt's tokens but the first, which nothing precedes.
@@ -162,7 +168,7 @@ class Prompter:
             raise ApiError(400, "expected exactly one of prompt and messages", "prompt")
         if body.prompt is not None:
             ids = self.encode(body.prompt)
-            return ids if body.add_special_tokens else encode_characters(self.tokenizer, body.prompt)
+            return ids if body.add_special_tokens else ids[len(self.encode("")) :]
         assert body.messages is not None
         tools, _ = offered(body.tools, "auto", bool(body.tools) and self.takes_tools)
         return self.encode_chat(body.messages, body.reasoning_effort, tools)
@@ -175,7 +181,10 @@ class Prompter:
     def encode(self, text: str) -> tuple[int, ...]:
         """Encode a raw text. Special tokens spelled in it are characters."""
         check_encodable(text, "the prompt")
-        return tuple(self.tokenizer.encode(text))
+        try:
+            return tuple(self.tokenizer.encode(text, most_tokens=self.context))
+        except TextTooLong as error:
+            raise self._too_long("the prompt", error, "prompt") from None
 
     def encode_chat(
         self,
@@ -195,6 +204,8 @@ class Prompter:
                 return self._render(chat, effort, tools)
             chat, places = instructions_first(chat)
             return self._instructing(self._render(chat, effort, tools), chat, places, names)
+        except TextTooLong as error:
+            raise self._too_long("the chat", error, names.messages) from None
         except TemplateError as error:
             blamed = "tools" if tools and not self._renders(tools) else names.messages
             message = f"the model's chat template refuses the {blamed}: {error.reason}"
@@ -204,7 +215,10 @@ class Prompter:
         self, chat: Sequence[Message], effort: Effort | None = None, tools: Sequence[Mapping[str, Any]] = ()
     ) -> tuple[int, ...]:
         effort = EFFORTS.get(effort, effort)
-        return tuple(self.tokenizer.encode_chat(chat, reasoning_effort=effort, date=self.date, tools=tools))
+        ids = self.tokenizer.encode_chat(
+            chat, reasoning_effort=effort, date=self.date, tools=tools, most_tokens=self.context
+        )
+        return tuple(ids)
 
     @functools.cached_property
     def instructing(self) -> frozenset[str]:
@@ -233,6 +247,11 @@ class Prompter:
             raise ApiError(400, message, names.messages)
         return found
 
+    def _too_long(self, name: str, error: TextTooLong, field: str) -> ApiError:
+        message = f"{name} has {error.num_bytes} bytes, {error.least_tokens} tokens or more, but the context holds"
+        message = f"{message} {self.context} positions; expected at most {self.context - 1} tokens: shorten it"
+        return ApiError(400, message, field, "context_length_exceeded")
+
     def _renders(self, tools: Sequence[Mapping[str, Any]]) -> bool:
         """Test whether the chat template renders these tools before a plain message."""
         try:
@@ -255,7 +274,8 @@ class Prompter:
     def _requests(
         self,
         body: Sampled,
-        prompts: Sequence[tuple[int, ...]],
+        prompts: Iterable[tuple[int, ...]],
+        num_prompts: int,
         limit: int | None,
         logprobs: int | None,
         grammar: CompiledGrammar | None = None,
@@ -278,7 +298,7 @@ class Prompter:
         sampling = self._sampling(body)
         requests = []
         for number, prompt_ids in enumerate(prompts, 1):
-            name = "the prompt" if len(prompts) == 1 else f"prompt {number}"
+            name = "the prompt" if num_prompts == 1 else f"prompt {number}"
             budget = self._budget(body, len(prompt_ids), limit, name, names)
             if body.min_tokens > budget:
                 raise ApiError(
@@ -332,7 +352,7 @@ class Prompter:
             raise ApiError(400, f"logit_bias has the key {brief(bad[0])}; expected token ids as keys", "logit_bias")
         bias = tuple((int(token), value) for token, value in body.logit_bias.items())
         self.check_ids([token for token, _ in bias], "logit_bias")
-        seed = secrets.randbelow(LARGEST_SEED + 1) if body.seed is None else body.seed
+        seed = secrets.randbits(31) if body.seed is None else body.seed
         return SamplingParams(
             temperature=body.temperature,
             top_k=max(body.top_k, 0) if body.top_k >= -1 else body.top_k,  # -1 is off in vLLM
@@ -359,10 +379,10 @@ def notes(body: ChatBody) -> list[str]:
 
 def _prompts(body: CompletionBody) -> list[str] | list[list[int]]:
     prompt = body.prompt
-    if not prompt:
-        raise ApiError(400, "prompt is empty; expected a text or token ids", "prompt")
     if isinstance(prompt, str):
         return [prompt]
+    if not prompt:
+        raise ApiError(400, "prompt is empty; expected a text or token ids", "prompt")
     if isinstance(prompt[0], int):
         return [prompt]  # type: ignore[list-item]
     return prompt  # type: ignore[return-value]

@@ -9,7 +9,14 @@ from typing import Annotated, Any, Literal, TypeVar
 import pydantic
 import pydantic_core
 
-from peagle.engine.request import HOTTEST, LARGEST_PENALTY, LARGEST_SEED, MOST_LOGPROBS, MOST_STOP_STRINGS
+from peagle.engine.request import (
+    HOTTEST,
+    LARGEST_PENALTY,
+    LARGEST_SEED,
+    MOST_LOGPROBS,
+    MOST_STOP_STRINGS,
+    SMALLEST_SEED,
+)
 from peagle.ops.strict_json import dumps
 from peagle.serve.errors import ApiError
 from peagle.text.prompts import brief
@@ -57,7 +64,7 @@ def published(**limits: Any) -> Any:
 TEMPERATURE = Annotated[float, published(minimum=0, maximum=HOTTEST)]
 TOP_P = Annotated[float, published(exclusiveMinimum=0, maximum=1)]
 PENALTY = Annotated[float, published(minimum=-LARGEST_PENALTY, maximum=LARGEST_PENALTY)]
-SEED = Annotated[int | None, published(minimum=0, maximum=LARGEST_SEED)]
+SEED = Annotated[int | None, published(minimum=SMALLEST_SEED, maximum=LARGEST_SEED)]
 LIMIT = Annotated[int | None, published(minimum=1)]
 LOGPROBS = Annotated[int | None, published(minimum=0, maximum=MOST_LOGPROBS)]
 TOKEN_ID = Annotated[int, published(minimum=0)]
@@ -392,9 +399,17 @@ class ChatBody(Sampled):
 
 
 class CompletionBody(Sampled):
+    """max_tokens: with echo it may be 0."""
+
     prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: Annotated[int | None, published(minimum=0)] = None
     echo: bool = False
     logprobs: LOGPROBS = None
+
+    @property
+    def only_echo(self) -> bool:
+        """Whether the prompts are the answers."""
+        return self.echo and self.max_tokens == 0
 
 
 class TokenizeBody(Body):

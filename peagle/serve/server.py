@@ -5,10 +5,12 @@ They get it at once after a second signal.
 
 import asyncio
 import contextlib
+import functools
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -21,7 +23,6 @@ from peagle.ops.errors import InputError
 from peagle.serve.http import is_loopback
 from peagle.serve.loop import EngineLoop
 
-HEADERS_PATIENCE_S = 60.0
 AFTER_DEADLINE_S = 5  # for the error to be sent, before connections are cut
 DEADLINE = "the server is shutting down, and this answer was not complete in time"
 
@@ -69,15 +70,10 @@ def serve(
     app: fastapi.FastAPI,
     loop: EngineLoop,
     address: socket.socket,
-    drain_s: int,
-    ready: Callable[[str], None],
-    note: Callable[[str], None],
+    options: "ServerOptions",
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then drain.
-
-    Calls `ready` with the URL as soon as connections are accepted, `note` with what a drain does.
-    """
-    Server(app, loop, drain_s, ready, note).run([address])
+    """Serve until SIGTERM or SIGINT, then drain."""
+    Server(app, loop, options).run([address])
 
 
 def url(address: socket.socket) -> str:
@@ -90,58 +86,98 @@ HttpProtocol: Any = AutoHTTPProtocol  # uvicorn's, of the faster parser that is 
 
 
 class Connection(HttpProtocol):
-    """A client's connection, closed if the headers of its next request are not complete after HEADERS_PATIENCE_S."""
+    """A client's connection, closed if the client stalls. Between requests uvicorn closes it after keep_alive_s."""
 
-    _deadline: asyncio.TimerHandle | None = None
+    _headers: Any = None
+    _reader: Any = None
+
+    def __init__(self, *arguments: Any, options: "ServerOptions", **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self._options = options
 
     def connection_made(self, transport: Any) -> None:  # asyncio.Transport, or uvloop's
         super().connection_made(transport)
-        self._expect_request()
+        transport.set_write_buffer_limits(high=0)  # pause_writing as soon as the client does not keep up
+        self._expect_headers()
 
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._expect_request()
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._headers = _cancelled(self._headers)
+        elif self._headers is None:
+            self._expect_headers()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._reader = _cancelled(self._reader)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._forget_deadline()
+        self._headers, self._reader = _cancelled(self._headers), _cancelled(self._reader)
         super().connection_lost(error)
 
-    def _expect_request(self) -> None:
-        self._forget_deadline()
-        self._deadline = self.loop.call_later(HEADERS_PATIENCE_S, self._close_without_request)
+    def _expect_headers(self) -> None:
+        self._headers = self.loop.call_later(self._options.headers_s, self.transport.close)
 
-    def _forget_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
+    def _expect_reader(self, before: int | None = None) -> None:
+        """Look again later, or close if nothing was read of the bytes unsent before, to which none are added."""
+        unsent = self.transport.get_write_buffer_size()
+        if before is None or unsent < before:
+            self._reader = self.loop.call_later(self._options.unread_s, self._expect_reader, unsent)
+        else:
+            self._options.unread()
+            self.transport.abort()  # close would wait for the reader
 
-    def _close_without_request(self) -> None:
-        if self.cycle is None or self.cycle.response_complete:
-            self.transport.close()
+
+def _cancelled(timer: Any) -> None:  # asyncio.TimerHandle, or uvloop's
+    if timer is not None:
+        timer.cancel()
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How long a server waits for its clients, and whom it tells.
+
+    drain_s: for open answers, at the end. keep_alive_s: for a connection's next request. headers_s: for the headers of
+    a request, from its first byte, or from the connection's beginning. unread_s: for a client to read anything of a
+    reply. ready: called with the URL as soon as connections are accepted. note: with what a drain does. unread: when a
+    connection is closed because its client does not read.
+    """
+
+    drain_s: int = 30
+    keep_alive_s: int = 75
+    headers_s: float = 60.0
+    unread_s: float = 60.0
+    ready: Callable[[str], None] = _nothing
+    note: Callable[[str], None] = _nothing
+    unread: Callable[[], None] = _nothing
 
 
 class Server(uvicorn.Server):
     """A server that ends when asked, without a second signal to its own process."""
 
-    def __init__(
-        self,
-        app: fastapi.FastAPI,
-        loop: EngineLoop,
-        drain_s: int,
-        ready: Callable[[str], None] = lambda _: None,
-        note: Callable[[str], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, app: fastapi.FastAPI, loop: EngineLoop, options: ServerOptions) -> None:
+        connection: Any = functools.partial(Connection, options=options)
         config = uvicorn.Config(
             app,
-            http=Connection,
+            http=connection,
             lifespan="off",
             ws="none",
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=drain_s + AFTER_DEADLINE_S,
+            timeout_keep_alive=options.keep_alive_s,
+            timeout_graceful_shutdown=options.drain_s + AFTER_DEADLINE_S,
         )
         super().__init__(config)
-        self._engine_loop, self._drain_s, self._ready, self._note = loop, drain_s, ready, note
+        self._engine_loop, self._options = loop, options
         self._event_loop: asyncio.AbstractEventLoop | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  a signal handler's two
@@ -159,7 +195,7 @@ class Server(uvicorn.Server):
     def _cut(self, message: str) -> None:
         """End open answers with an error."""
         if count := self._engine_loop.num_open:
-            self._note(f"cutting {_counted(count)} off")
+            self._options.note(f"cutting {_counted(count)} off")
         self._engine_loop.stop(message)
 
     @contextlib.contextmanager
@@ -180,14 +216,14 @@ class Server(uvicorn.Server):
         self._event_loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if sockets and self.started:
-            self._ready(url(sockets[0]))
+            self._options.ready(url(sockets[0]))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._engine_loop.draining = True
         if count := self._engine_loop.num_open:
-            within = f"{_counted(count)} under way may take up to {self._drain_s} s"
-            self._note(f"shutting down: {within}; another Ctrl-C or SIGTERM cuts them off")
-        deadline = asyncio.get_running_loop().call_later(self._drain_s, self._cut, DEADLINE)
+            within = f"{_counted(count)} under way may take up to {self._options.drain_s} s"
+            self._options.note(f"shutting down: {within}; another Ctrl-C or SIGTERM cuts them off")
+        deadline = asyncio.get_running_loop().call_later(self._options.drain_s, self._cut, DEADLINE)
         try:
             await super().shutdown(sockets)
         finally:

@@ -145,6 +145,15 @@ class ServeSettings:
     max_body: Annotated[
         int, Option("--max-body", metavar="BYTES", rich_help_panel=SERVER, help="Largest request, in bytes.")
     ] = 4_000_000
+    max_unsent: Annotated[
+        int,
+        Option(
+            "--max-unsent",
+            metavar="BYTES",
+            rich_help_panel=SERVER,
+            help="Most bytes of a stream that wait for a slow client; the stream then ends with an error.",
+        ),
+    ] = 4_000_000
     api_key_file: ApiKeyFile = None
     allow_origin: Annotated[
         tuple[str, ...],
@@ -165,6 +174,15 @@ class ServeSettings:
             help="Time for open responses to finish after SIGTERM or Ctrl-C.",
         ),
     ] = 30
+    keep_alive: Annotated[
+        int,
+        Option(
+            "--keep-alive",
+            metavar="SECONDS",
+            rich_help_panel=SERVER,
+            help="Time that a connection stays open between two requests.",
+        ),
+    ] = 75
     quiet: Annotated[bool, quiet_option("Hide notes and the log of requests")] = False
     config: Annotated[
         Path | None,

@@ -5,9 +5,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from peagle.serve.app import Service, create_app
-from peagle.serve.server import Server, listen, url
+from peagle.serve.server import Server, ServerOptions, listen, url
 
 PATIENCE_S = 60.0
 
@@ -23,11 +24,9 @@ def eventually(condition: Callable[[], object]) -> None:
 class Running:
     """A server that listens at `url`."""
 
-    def __init__(
-        self, service: Service, address: socket.socket, drain_s: int, note: Callable[[str], None] = lambda _: None
-    ) -> None:
+    def __init__(self, service: Service, address: socket.socket, options: ServerOptions) -> None:
         self.service, self.url = service, url(address)
-        self.server = Server(create_app(service), service.loop, drain_s, note=note)
+        self.server = Server(create_app(service), service.loop, options)
         self._thread = threading.Thread(target=self.server.run, args=([address],))
         self._thread.start()
         eventually(lambda: self.server.started)
@@ -42,9 +41,10 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(service: Service, drain_s: int = 30, note: Callable[[str], None] = lambda _: None) -> Iterator[Running]:
+def running(service: Service, **options: Any) -> Iterator[Running]:
+    """Run a server. options: of ServerOptions."""
     with listen("127.0.0.1", 0) as address:
-        found = Running(service, address, drain_s, note)
+        found = Running(service, address, ServerOptions(**options))
         try:
             yield found
         finally:

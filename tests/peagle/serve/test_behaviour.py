@@ -48,6 +48,14 @@ def _all(connection: socket.socket) -> bytes:
         return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
+def _reply(connection: socket.socket) -> bytes:
+    """Read a reply of JSON."""
+    received = b""
+    while b"}" not in received:  # its head may arrive alone
+        received += connection.recv(65536) or b"cut}"
+    return received
+
+
 def is_idle(service: Service) -> bool:
     engine = service.loop.engine
     return service.loop.num_open == 0 and not engine.busy and engine._scheduler.num_active == 0
@@ -263,29 +271,31 @@ def test_an_end_by_force_shows_no_traceback(make: Make, caplog: pytest.LogCaptur
 def test_a_body_that_never_ends_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("peagle.serve.http.BODY_PATIENCE_S", 0.05)
     service = make()
-    with running(service) as server:
-        connection, received = send(server, cut=5), b""
-        while b"}" not in received:  # the reply's head may arrive alone
-            received += connection.recv(65536)
-        connection.close()
+    with running(service) as server, send(server, cut=5) as connection:
+        received = _reply(connection)
     assert b"408 Request Timeout" in received
     assert b"was not complete within 0.05 seconds" in received
 
 
-def test_headers_that_never_end_cost_their_connection(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a first request, and of one after an answer. An answer itself may take longer."""
-    monkeypatch.setattr("peagle.serve.server.HEADERS_PATIENCE_S", 1.0)
+def test_headers_that_never_end_cost_their_connection(make: Make) -> None:
+    """Those of a first request, and of one after an answer. An answer itself may take longer, as may a pause."""
     head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
     service = make()
     gate = Gate(service)
-    with running(service) as server:
+    with running(service, headers_s=1.0) as server:
         gate.close()
         long = send(server, stream=True)
         eventually(lambda: service.loop.num_open)
-        for whole in (0, 1):
-            connection = socket.create_connection(address_of(server))
-            connection.sendall((head + b"\r\n") * whole + head)
-            assert _all(connection).count(b"200 OK") == whole  # until the server closes it
+        pausing, stalled, again = (socket.create_connection(address_of(server)) for _ in range(3))
+        for connection in (pausing, again):
+            connection.sendall(head + b"\r\n")
+            assert b"200 OK" in _reply(connection)
+        for connection in (stalled, again):
+            connection.sendall(head)
+            assert _all(connection) == b""  # until the server closes it
+        pausing.sendall(head + b"\r\n")
+        assert b"200 OK" in _reply(pausing)
+        pausing.close()
         gate.open()
         received = b""
         while b"[DONE]" not in received:

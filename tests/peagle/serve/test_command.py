@@ -1,5 +1,6 @@
 """`peagle serve`: what it prints, how it ends, and what it refuses before anything slow."""
 
+import dataclasses
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ import peagle.cli.serve
 from peagle.cli import main
 from peagle.cli.serve import guarded_hosts
 from peagle.engine.programs import Programs
-from peagle.serve.server import listen, on_loopback
+from peagle.serve.server import ServerOptions, listen, on_loopback
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.peagle.conftest import toy_pair
 
@@ -35,12 +36,12 @@ def started(monkeypatch: pytest.MonkeyPatch, tokenizer: ByteLevelTokenizer) -> C
             finally:
                 os.kill(os.getpid(), number)
 
-        def watched(app: Any, loop: Any, address: Any, drain_s: int, ready: Use, note: Use) -> None:
+        def watched(app: Any, loop: Any, address: Any, options: ServerOptions) -> None:
             def told(url: str) -> None:
-                ready(url)
+                options.ready(url)
                 threading.Thread(target=used, args=(url,)).start()
 
-            serve(app, loop, address, drain_s, told, note)
+            serve(app, loop, address, dataclasses.replace(options, ready=told))
 
         monkeypatch.setattr(peagle.cli.serve, "serve", watched)
         return main(["serve", "--port", "0", "--prefix-cache", "1MB", *options])
@@ -226,6 +227,7 @@ def test_what_cannot_be_served_is_refused_in_a_line(capfd: pytest.CaptureFixture
             (["--max-queue", "-1"], "--max-queue is -1"),
             (["--max-body", "0"], "--max-body is 0"),
             (["--drain", "-1"], "--drain is -1"),
+            (["--keep-alive", "0"], "--keep-alive is 0"),
             (["--date", "today"], "--date is 'today'"),
             (["--prefix-cache", "much"], "--prefix-cache is 'much'"),
             (["-k", "many"], "-k is 'many'"),

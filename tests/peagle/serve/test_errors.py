@@ -13,7 +13,7 @@ from peagle.serve.responses import ResponsesBody
 from peagle.serve.schema import NEUTRAL, ChatBody, CompletionBody
 from tests.peagle.serve.conftest import client_of, has_its_shape
 
-CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+ALL = CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 GOOD: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
     COMPLETIONS: {"prompt": "hi", "max_tokens": 1},
@@ -69,6 +69,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "differ"),
     (CHAT, {"reasoning_effort": "extreme"}, "reasoning_effort is 'extreme'"),
     (COMPLETIONS, {"prompt": ""}, "prompt is empty"),
+    (COMPLETIONS, {"prompt": [""]}, "prompt is empty"),
     (COMPLETIONS, {"prompt": []}, "prompt is empty"),
     (COMPLETIONS, {"prompt": [[]]}, "is empty"),
     (COMPLETIONS, {"prompt": 5}, "prompt is 5; expected a text"),
@@ -82,6 +83,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": "x y " * 300}, "has 1200 tokens, but the context holds 256"),
     (COMPLETIONS, {"max_tokens": 300}, "expected max_tokens of at most"),
     (COMPLETIONS, {"max_tokens": 0}, "max_tokens is 0"),
+    (COMPLETIONS, {"max_tokens": -1, "echo": True}, "max_tokens is -1"),
     (COMPLETIONS, {"max_tokens": -1}, "max_tokens is -1"),
     (COMPLETIONS, {"max_tokens": 2.5}, "max_tokens is 2.5"),
     (COMPLETIONS, {"min_tokens": 2}, "min_tokens is 2; expected at most 1"),
@@ -97,9 +99,9 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"top_p": 1.5}, "top-p is 1.5"),
     (COMPLETIONS, {"top_k": -2}, "top-k is -2"),
     (COMPLETIONS, {"min_p": 2}, "min-p is 2"),
-    (COMPLETIONS, {"seed": -1}, "seed is -1"),
+    *((path, {"seed": 2**64}, "seed is 18446744073709551616; expected an integer of 64 bits") for path in ALL),
+    (COMPLETIONS, {"seed": -(2**63) - 1}, "seed is -9223372036854775809; expected"),
     (COMPLETIONS, {"seed": 1.5}, "seed is 1.5; expected an integer"),
-    (COMPLETIONS, {"seed": 2**31}, "seed is 2147483648"),
     (COMPLETIONS, {"presence_penalty": 3}, "presence penalty is 3"),
     (COMPLETIONS, {"frequency_penalty": -3}, "frequency penalty is -3"),
     (COMPLETIONS, {"repetition_penalty": 0}, "repetition penalty is 0"),
@@ -157,6 +159,38 @@ def test_a_bad_field_is_refused_by_name(client: TestClient, path: str, fields: d
 @pytest.mark.parametrize(("body", "part"), RAW)
 def test_a_bad_body_is_refused(client: TestClient, body: bytes, part: str) -> None:
     refused(client.post(COMPLETIONS, content=body), 400, part)
+
+
+LONG = "é " * 20_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": LONG}),
+        (COMPLETIONS, {"prompt": ["a", LONG], "echo": True, "max_tokens": 0}),
+        (CHAT, {"messages": [{"role": "user", "content": LONG}]}),
+        (CHAT, {"messages": [{"role": "assistant", "content": LONG}, {"role": "user", "content": "b"}]}),
+        (RESPONSES, {"input": LONG}),
+        ("/tokenize", {"prompt": LONG}),
+        ("/tokenize", {"prompt": LONG, "add_special_tokens": False}),
+        ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}),
+    ],
+)
+def test_a_text_that_the_context_cannot_hold_is_refused_by_its_size(
+    client: TestClient, path: str, body: dict[str, Any]
+) -> None:
+    """Before it is encoded, for which all clients would wait: its tokens are not known exactly."""
+    reply = client.post(path, json=body)
+    refused(reply, 400, "has 60")
+    refused(reply, 400, "tokens or more, but the context holds 256 positions; expected at most 255 tokens")
+    assert reply.json()["error"]["param"] in body
+    assert reply.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_of_several_prompts_the_first_that_is_too_long_is_refused(client: TestClient) -> None:
+    """Without a look at the others, which may be many."""
+    refused(client.post(COMPLETIONS, json={"prompt": ["a", "x y " * 300, LONG]}), 400, "prompt 2 has 1200 tokens")
 
 
 @pytest.mark.parametrize("text", ["a\0b", "\u202eabc\u200d", "😀" * 20, "\x1b[2J", "\ufffe"])

@@ -29,6 +29,8 @@ USER = [{"role": "user", "content": "hello"}]
 PARAMETERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "temperature": (SEEDED, {}),
     "seed": ({**SEEDED, "seed": 4}, SEEDED),
+    "a seed of 64 bits": ({**SEEDED, "seed": 2**64 - 2}, SEEDED),
+    "a negative seed": ({**SEEDED, "seed": -1}, SEEDED),
     "top_k": ({**SEEDED, "top_k": 2}, SEEDED),
     "top_p": ({**SEEDED, "top_p": 0.5}, SEEDED),
     "min_p": ({**SEEDED, "min_p": 0.3}, SEEDED),
@@ -228,6 +230,60 @@ def test_an_echoed_prompt_has_log_probabilities_too(client: TestClient, alone: P
     )
     assert [len(best) for best in found["top_logprobs"][1:]] == [2] * 24
     assert found["text_offset"] == list(itertools.accumulate(map(len, found["tokens"][:-1]), initial=0))
+
+
+@pytest.mark.parametrize("prompt", ["ab cd", ["ab", "cd e"], PROMPT])
+def test_an_echo_without_new_tokens_is_the_prompt_alone(client: TestClient, prompt: Any) -> None:
+    """As clients ask that want its log-probabilities alone."""
+    fields = {"prompt": prompt, "echo": True, "logprobs": 2, "n": 2, "temperature": 1.0, "seed": 5}
+    more, found = complete(client, **fields, max_tokens=1), complete(client, **fields, max_tokens=0)
+    assert found["usage"]["completion_tokens"] == 0
+    assert found["usage"]["prompt_tokens"] == found["usage"]["total_tokens"] == more["usage"]["prompt_tokens"]
+    assert len(found["choices"]) == len(more["choices"])
+    for choice, longer in zip(found["choices"], more["choices"], strict=True):
+        assert choice["finish_reason"] == "length"
+        assert longer["text"].startswith(choice["text"])
+        assert choice["logprobs"] == {name: column[:-1] for name, column in longer["logprobs"].items()}
+    streamed = client.post("/v1/completions", json={**fields, "max_tokens": 0, "stream": True}).text
+    *events, done = streamed.removesuffix("\n\n").split("\n\n")
+    assert done == "data: [DONE]"
+    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    for place, choice in enumerate(found["choices"]):
+        first, last = (each for each in choices if each["index"] == place)
+        assert (first["text"], first["logprobs"]) == (choice["text"], choice["logprobs"])
+        assert (last["text"], last["finish_reason"]) == ("", "length")
+
+
+def test_an_empty_prompt_is_what_the_tokenizer_puts_before_a_text(make: Any) -> None:
+    """In a list or not, as in vLLM. A tokenizer that puts nothing there has nothing to go on from: test_errors."""
+    demo = load_tokenizer(DEMO_DIRECTORY / "target")
+    assert demo is not None
+    client = client_of(make(tokenizer=demo))
+    before = list(demo.encode(""))
+    replies = [complete(client, prompt=prompt) for prompt in ("", [""], before)]
+    assert {reply["usage"]["prompt_tokens"] for reply in replies} == {len(before)} == {1}
+    assert len({reply["choices"][0]["text"] for reply in replies}) == 1
+
+
+@pytest.mark.parametrize("seed", [0, 2**31 - 1, 2**31, 2**63, 2**64 - 1, -1, -(2**63)])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 9}),
+        ("/v1/chat/completions", {"messages": USER, "max_tokens": 9}),
+        ("/v1/responses", {"input": "hello", "max_output_tokens": 9}),
+    ],
+)
+def test_a_seed_of_64_bits_gives_the_same_answer_again(
+    client: TestClient, path: str, body: dict[str, Any], seed: int
+) -> None:
+    def answer() -> Any:
+        reply = client.post(path, json={**body, "temperature": 1.5, "seed": seed})
+        assert reply.status_code == 200, reply.text
+        found = reply.json()
+        return [found["output"][0]["content"]] if "output" in found else found["choices"]
+
+    assert answer() == answer()
 
 
 def test_offsets_are_those_of_the_text(client: TestClient) -> None:

@@ -1,0 +1,322 @@
+"""Connections, and what is around a body: clients that stall, forms of targets, encodings, replies that are counted."""
+
+import asyncio
+import contextlib
+import gzip
+import json
+import logging
+import socket
+import threading
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from peagle.cli.settings.serve import ServeSettings
+from peagle.serve.app import Service, create_app
+from peagle.serve.http import EventStream, Refusals, Unsent
+from peagle.serve.server import Connection, ServerOptions
+from tests.peagle.serve.conftest import SLOTS, client_of
+from tests.peagle.serve.running import Gate, Running, eventually, running
+from tests.peagle.serve.test_metrics import values
+
+PATH = "/v1/completions"
+BODY: dict[str, Any] = {"prompt": [40, 41, 42], "max_tokens": 5, "temperature": 0}
+Make = Callable[..., Service]
+
+
+def connect(server: Running) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)))
+
+
+# --- connections ------------------------------------------------------------------------------------------------------
+
+
+def test_an_idle_connection_is_kept_for_75_seconds_by_default_and_as_long_as_is_said(make: Make) -> None:
+    """Longer than the minute after which clients with pools give their connections up."""
+    assert ServeSettings().keep_alive == ServerOptions().keep_alive_s == 75
+    with running(make(), keep_alive_s=1) as server, connect(server) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        received = b"".join(iter(lambda: connection.recv(65536), b""))  # until the server closes it
+    assert received.count(b"200 OK") == 1
+
+
+def test_a_client_that_reads_nothing_of_its_replies_loses_its_connection(make: Make) -> None:
+    service = make()
+    many = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000  # more than sockets hold
+    with running(service, unread_s=0.2, unread=service.metrics.unread.inc) as server, connect(server) as connection:
+        threading.Thread(target=_sent, args=(connection, many)).start()
+        eventually(lambda: _value(service, "peagle:unread_connections_total") == 1)
+        eventually(lambda: not server.server.server_state.connections)
+
+
+def _sent(connection: socket.socket, data: bytes) -> None:
+    with contextlib.suppress(OSError):  # the server has closed it
+        connection.sendall(data)
+
+
+def _value(service: Service, name: str) -> float | None:
+    return values(TestClient(create_app(service))).get((name,))
+
+
+def test_a_client_that_reads_slowly_keeps_its_connection() -> None:
+    """As long as it reads anything between two looks."""
+    timers: list[Any] = []
+    sizes, closed = iter([900, 800, 799, 10, 10]), list[str]()
+
+    def call_later(_: float, call: Callable[..., None], *arguments: Any) -> Any:
+        timers.append(lambda: call(*arguments))
+        return SimpleNamespace(cancel=timers.clear)
+
+    transport: Any = SimpleNamespace(
+        get_extra_info=lambda *_: None,
+        set_write_buffer_limits=lambda **_: None,
+        get_write_buffer_size=lambda: next(sizes),
+        close=lambda: closed.append("close"),
+        abort=lambda: closed.append("abort"),
+    )
+    config = uvicorn.Config(FastAPI(), log_config=None)
+    config.load()
+    state, loop = uvicorn.server.ServerState(), SimpleNamespace(call_later=call_later)
+    options = ServerOptions(unread=lambda: closed.append("unread"))
+    connection: Any = Connection(config, state, {}, loop, options=options)
+    connection.connection_made(transport)
+    timers.clear()  # that of the headers
+    connection.pause_writing()
+    for _ in range(3):
+        timers.pop()()
+        assert not closed
+    timers.pop()()
+    assert closed == ["unread", "abort"]
+    assert not timers
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+class Client:
+    """A client of a stream over ASGI, that reads while `reads` is set."""
+
+    def __init__(self, reads: bool) -> None:
+        self.body, self.complete, self.reads = b"", False, asyncio.Event()
+        if reads:
+            self.reads.set()
+
+    async def receive(self) -> dict[str, Any]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await self.reads.wait()
+            self.body += message["body"]
+            self.complete = not message["more_body"]
+
+
+def unsent_of(**options: Any) -> Unsent:
+    registry = CollectorRegistry()
+    return Unsent(Gauge("size", "", registry=registry), Counter("cut", "", registry=registry), **options)
+
+
+def test_a_stream_that_nobody_reads_ends_its_requests_and_says_why(make: Make) -> None:
+    service = make(max_unsent=3000)
+    body = json.dumps({**BODY, "max_tokens": 200, "n": 2, "logprobs": 20, "stream": True}).encode()
+    scope = {
+        "type": "http", "method": "POST", "path": PATH, "raw_path": PATH.encode(), "query_string": b"",
+        "headers": [(b"host", b"localhost")], "http_version": "1.1", "scheme": "http", "root_path": "",
+    }  # fmt: skip
+
+    async def run() -> bytes:
+        client, bodies = Client(reads=False), iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def receive() -> Any:
+            return next(bodies, None) or await client.receive()
+
+        replying = asyncio.ensure_future(create_app(service)(scope, receive, client.send))
+        while service.loop.num_open or not _value(service, "peagle:cut_streams_total"):
+            await asyncio.sleep(0.01)
+        assert not replying.done()  # the client may yet read why
+        assert _value(service, "peagle:unsent_bytes") < 3000
+        client.reads.set()
+        await replying
+        assert client.complete
+        return client.body
+
+    received = asyncio.run(asyncio.wait_for(run(), 60))
+    *_, error, done = received.removesuffix(b"\n\n").split(b"\n\n")
+    assert done == b"data: [DONE]"
+    assert "more than 3000 bytes of this stream waited" in json.loads(error.removeprefix(b"data: "))["error"]["message"]
+    assert len(received) < 8000
+    assert _value(service, "peagle:unsent_bytes") == 0
+    assert 'finished_reason="abort",model_name="toy"} 2.0' in service.metrics.text().decode()
+
+
+def test_what_waits_for_a_client_is_counted_until_it_is_read_or_the_client_leaves() -> None:
+    async def events() -> AsyncGenerator[str, None]:
+        for event in ("data: é\n\n", "data: b\n\n"):
+            yield event
+
+    async def run() -> None:
+        unsent, client, closed = unsent_of(most=1000), Client(reads=False), list[int]()
+        stream = EventStream(events(), lambda: closed.append(1), unsent)
+        replying = asyncio.ensure_future(stream({}, client.receive, client.send))
+        while unsent.size._value.get() != len(b"data: b\n\n"):  # the first is being sent
+            await asyncio.sleep(0)
+        replying.cancel()
+        await replying
+        assert (unsent.size._value.get(), unsent.cut._value.get(), closed) == (0, 0, [1])
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_stream_without_an_event_is_kept_open_by_comments() -> None:
+    """Proxies and clients give up what is silent: a request waits for its slot, or its prompt is long."""
+    told = asyncio.Event()
+
+    async def events() -> AsyncGenerator[str, None]:
+        await told.wait()
+        yield "data: a\n\n"
+
+    async def run() -> bytes:
+        client = Client(reads=True)
+        stream = EventStream(events(), lambda: None, unsent_of(most=1000, silence_s=0.01))
+        replying = asyncio.ensure_future(stream({}, client.receive, client.send))
+        while client.body.count(b": waiting\n\n") < 2:
+            await asyncio.sleep(0.01)
+        told.set()
+        await replying
+        assert client.complete
+        return client.body
+
+    assert asyncio.run(asyncio.wait_for(run(), 60)).replace(b": waiting\n\n", b"") == b"data: a\n\n"
+    assert unsent_of(most=1).silence_s == 10
+
+
+def test_a_stream_that_fails_on_its_own_is_not_complete() -> None:
+    async def events() -> AsyncGenerator[str, None]:
+        yield "data: a\n\n"
+        raise RuntimeError("a fault")
+
+    async def run() -> None:
+        client, closed = Client(reads=True), list[int]()
+        with pytest.raises(RuntimeError, match="a fault"):
+            await EventStream(events(), lambda: closed.append(1), unsent_of(most=9))({}, client.receive, client.send)
+        assert (client.body, client.complete, closed) == (b"data: a\n\n", False, [1])
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/models/toy", "/metrics", "/openapi.json", "/"])
+def test_head_is_get_without_a_body(make: Make, path: str) -> None:
+    with running(make()) as server:
+        whole, head = httpx.get(server.url + path), httpx.head(server.url + path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-type"] == whole.headers["content-type"]
+        assert httpx.head(server.url + PATH).status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("http://localhost:1/v1/models", 200),
+        ("HTTP://127.0.0.1/v1/models?a=b", 200),
+        ("http://me:secret@localhost/v1/models/toy", 200),
+        ("http://localhost/v1/models/t%6fy", 200),
+        ("http://localhost", 200),
+        ("http://evil.example/v1/models", 403),  # and not by the header, as a proxy reads it
+        ("http://localhost/v1/nothing", 404),
+        ("http://[/v1/models", 404),
+        ("ftp://localhost/v1/models", 404),
+        ("v1/models", 404),
+        ("*", 404),
+    ],
+)
+def test_a_target_may_be_a_url(make: Make, target: str, status: int) -> None:
+    with running(make(hosts=())) as server, connect(server) as connection:
+        connection.sendall(f"GET {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        received = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert int(received.split()[1]) == status
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"])
+def test_an_encoded_body_is_refused_by_its_encoding(client: TestClient, path: str) -> None:
+    body = gzip.compress(json.dumps(BODY).encode())
+    reply = client.post(path, content=body, headers={"Content-Encoding": "gzip"})
+    assert reply.status_code == 415
+    assert "content encoding is 'gzip'; expected none: send plain JSON" in reply.json()["error"]["message"]
+    assert reply.headers["accept-encoding"] == "identity"
+    assert client.post(path, json={}, headers={"Content-Encoding": "identity"}).status_code == 400
+
+
+def test_refusals_for_want_of_room_are_counted_and_logged(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    service = make(max_queue=0, log=logging.getLogger("refusals"))
+    gate = Gate(service)
+    with running(service) as server, ThreadPoolExecutor() as pool, caplog.at_level(logging.INFO, "refusals"):
+        gate.close()
+        answers = [pool.submit(httpx.post, server.url + PATH, json=BODY, timeout=60) for _ in range(SLOTS)]
+        eventually(lambda: service.loop.num_open == SLOTS)
+        assert {httpx.post(server.url + PATH, json=BODY).status_code for _ in range(9)} == {429}
+        assert '"refused": {"429": 1}' in caplog.messages[0]
+        gate.open()
+        assert [answer.result().status_code for answer in answers] == [200] * SLOTS
+    text = service.metrics.text().decode()
+    assert 'http_requests_total{handler="/v1/completions",method="POST",status="429"} 9.0' in text
+    assert f'http_requests_total{{handler="/v1/completions",method="POST",status="200"}} {SLOTS}.0' in text
+
+
+def test_many_refusals_are_a_line_at_once_and_one_after_each_pause(caplog: pytest.LogCaptureFixture) -> None:
+    def logged() -> list[Any]:
+        return [json.loads(message)["refused"] for message in caplog.messages]
+
+    async def run() -> None:
+        refusals = Refusals(logging.getLogger("refusals"), pause_s=0.01)
+        for status in (429, 429, 503, 429):
+            refusals.add(status)
+        assert logged() == [{"429": 1}]
+        while len(logged()) < 2:
+            await asyncio.sleep(0.01)
+        assert logged()[1] == {"429": 2, "503": 1}
+        refusals.add(429)
+        while len(logged()) < 3:
+            await asyncio.sleep(0.01)
+        assert logged()[2] == {"429": 1}
+
+    with caplog.at_level(logging.INFO, "refusals"):
+        asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "labels"),
+    [
+        ("GET", "/v1/models/toy", ("/v1/models/{name:path}", "GET", "200")),
+        ("GET", "/nothing", ("other", "GET", "404")),
+        ("POST", PATH, (PATH, "POST", "400")),
+        ("MADE-UP", "/health", ("/health", "other", "405")),
+    ],
+)
+def test_replies_are_counted_by_route_not_by_what_clients_make_up(
+    make: Make, method: str, path: str, labels: tuple[str, str, str]
+) -> None:
+    service = make()
+    client_of(service).request(method, path)
+    handler, method, status = labels
+    line = f'http_requests_total{{handler="{handler}",method="{method}",status="{status}"}} 1.0'
+    assert line in service.metrics.text().decode()
+
+
+def test_a_request_on_which_the_server_fails_is_counted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = make()
+    monkeypatch.setattr(service, "health", lambda: 1 / 0)
+    assert client_of(service).get("/health").status_code == 500
+    assert 'http_requests_total{handler="/health",method="GET",status="500"} 1.0' in service.metrics.text().decode()
