@@ -23,6 +23,7 @@ from peagle.text.prompts import brief
 
 MOST_CHOICES = 16  # of each prompt
 MOST_PROMPTS = 64  # of each call
+MOST_TOOLS = 128  # the limit of OpenAI's API
 TOKENS_OF_A_MESSAGE = 4  # at least, in harmony: its start, role, channel or text, and end
 LISTS = {"messages": ("tool_calls", "content"), "input": ("content", "output")}  # fields of chats: lists in their items
 CUSTOM_INPUT = "input"  # the only parameter of a custom tool, as a function
@@ -447,7 +448,17 @@ def parse(kind: type[Kind], body: bytes, context: int | None = None) -> Kind:
 
 
 def _check_count(given: dict[str, Any], context: int) -> None:
-    """Raise ApiError for a chat of more messages, calls and parts than so many positions can hold."""
+    """Raise ApiError for more ids, messages, calls and parts than so many positions can hold, and too many tools.
+
+    To check the type of each takes seconds, in the thread that encodes everybody's texts.
+    """
+    limits = {"prompt": max(context, MOST_PROMPTS), "tokens": context, "tools": MOST_TOOLS}
+    for name, most in limits.items():
+        items = given.get(name)
+        for each in (items, *(items if isinstance(items, list) else ())):  # prompts may be lists in a list
+            if isinstance(each, list) and len(each) > most:
+                code = None if name == "tools" else "context_length_exceeded"
+                raise ApiError(400, f"{name} has {len(each)} items; expected at most {most}", name, code)
     most = max(1, context // TOKENS_OF_A_MESSAGE)
     for name, lists in LISTS.items():
         items = given.get(name)

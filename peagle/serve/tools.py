@@ -20,7 +20,7 @@ from peagle.engine.grammar import Grammar, GrammarError
 from peagle.ops.strict_json import dumps
 from peagle.serve.errors import ApiError
 from peagle.serve.names import CHAT, Names
-from peagle.serve.schema import CUSTOM_INPUT, ChatMessage, CustomTool, NamedTool, Tool
+from peagle.serve.schema import CUSTOM_INPUT, MOST_TOOLS, ChatMessage, CustomTool, NamedTool, Tool
 from peagle.text.channels import (
     CHANNEL,
     FUNCTIONS,
@@ -35,7 +35,6 @@ from peagle.text.channels import (
 from peagle.text.prompts import brief
 from peagle.text.tokenizer import Message, TemplateError, Tokenizer, Verbatim, detokenize, encode_characters
 
-MOST_TOOLS = 128  # the limit of OpenAI's API
 MOST_CALLS = 512  # of a chat: GPT-OSS's template takes a time in their square
 MOST_VALUES, DEEPEST = 5000, 32  # of the parameters of all tools together: JSON values, levels
 LONGEST_NAME = 128  # of a tool, the name of its namespace included
@@ -119,7 +118,7 @@ def _arguments(tool: Tool, where: str) -> Grammar:
 
 
 def check_tools(tools: Sequence[Tool], names: Names = CHAT) -> None:
-    """Raise ApiError for tools that are too many or too large, share a name, or have a name that is none.
+    """Raise ApiError for tools that are too many, by namespaces, or too large, share a name, or have one that is none.
 
     Likewise for parameters that are no object.
     """

@@ -188,6 +188,23 @@ def test_a_text_that_the_context_cannot_hold_is_refused_by_its_size(
     assert reply.json()["error"]["code"] == "context_length_exceeded"
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "part"),
+    [
+        (COMPLETIONS, {"prompt": [40] * 100_000}, "prompt has 100000 items; expected at most 256"),
+        (COMPLETIONS, {"prompt": [[40], [40] * 257]}, "prompt has 257 items; expected at most 256"),
+        ("/detokenize", {"tokens": [40] * 100_000}, "tokens has 100000 items; expected at most 256"),
+        (CHAT, {**GOOD[CHAT], "tools": [{}] * 129}, "tools has 129 items; expected at most 128"),
+        (RESPONSES, {**GOOD[RESPONSES], "tools": [{}] * 129}, "tools has 129 items; expected at most 128"),
+    ],
+)
+def test_more_items_than_may_be_are_refused_by_their_number(
+    client: TestClient, path: str, body: dict[str, Any], part: str
+) -> None:
+    """Before the type of each is checked."""
+    refused(client.post(path, json=body), 400, part)
+
+
 def test_of_several_prompts_the_first_that_is_too_long_is_refused(client: TestClient) -> None:
     """Without a look at the others, which may be many."""
     refused(client.post(COMPLETIONS, json={"prompt": ["a", "x y " * 300, LONG]}), 400, "prompt 2 has 1200 tokens")

@@ -799,7 +799,7 @@ def test_a_schema_that_cannot_bind_a_call_is_named(saying: Making) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools.0.type is 'web_search'; expected 'function'"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name is 'a b'"),
         ({"tools": [CLOCK, CLOCK]}, "tools.1.function.name is 'clock', as that of"),
-        ({"tools": [CLOCK] * 129}, "129 tools"),
+        ({"tools": [CLOCK] * 129}, "tools has 129 items"),
         ({"functions": [{"name": "f"}]}, "functions is not supported"),
         ({"messages": [*USER, {"role": "tool", "tool_call_id": "a", "content": "x"}]}, "messages.1 is a tool's result"),
         (
