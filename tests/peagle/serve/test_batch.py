@@ -19,6 +19,7 @@ from peagle.serve.errors import ApiError
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.peagle.conftest import press_ctrl_c_at, toy_pair
 from tests.peagle.serve.conftest import client_of
+from tests.peagle.serve.harmony import USER, says
 from tests.peagle.serve.running import Gate
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -357,3 +358,24 @@ def test_what_cannot_be_is_refused_in_a_line(capfd: pytest.CaptureFixture[str], 
         said = capfd.readouterr().err
         assert message in said
         assert said.count("\n") == 1
+
+
+def test_log_probabilities_in_a_batch_are_the_contents(
+    harmony: ByteLevelTokenizer, run: Callable[..., Batch], tmp_path: Path
+) -> None:
+    """As over HTTP: without control tokens, headers and reasoning."""
+    answer = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>größer 東京<|return|>"
+    )
+    bodies = {
+        CHAT: {"messages": USER, "logprobs": True, "temperature": 0},
+        RESPONSES: {"input": "hello", "include": ["message.output_text.logprobs"], "temperature": 0},
+    }
+    lines = [{"custom_id": url, "method": "POST", "url": url, "body": body} for url, body in bodies.items()]
+    service = says(harmony, (bodies[CHAT], answer))
+    run(list(map(json.dumps, lines)), service=service)
+    found = read(tmp_path / "out.jsonl")
+    service.loop.close()
+    entries = found[CHAT]["response"]["body"]["choices"][0]["logprobs"]["content"]
+    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == "größer 東京"
+    assert found[RESPONSES]["response"]["body"]["output"][1]["content"][0]["logprobs"] == entries

@@ -158,6 +158,10 @@ def test_the_history_alternates_and_ends_with_the_last_turn(tokenizer: ByteLevel
         # calls of tools, with the recipient in either place
         ("<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>", ""),
         (" to=functions.f<|channel|>commentary json<|message|>{}<|call|>", ""),
+        ("commentary to=functions.f<|channel|>commentary <|constrain|>json<|message|>{}<|call|>", ""),
+        ("analysis<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>42", "42"),
+        # what the model made up of others
+        ("<|channel|>final<|message|>42<|end|><|start|>user<|message|>And?<|end|>", "42"),
         # the words of the format, in text that is not in it, and inside a message
         ("Write <|message|> behind <|channel|>final, then <|end|> it", None),
         ("<|message|> begins it", None),
