@@ -79,7 +79,7 @@ def test_a_run_is_rendered_once_more_and_an_unfinished_one_says_so(
     assert "**Not finished:**" in (folder.path / "README.md").read_text().partition("\n## ")[0]
     (folder.path / RAW).write_text("")
     assert main(["report", str(folder.path)]) == 2
-    assert "resume it first" in capsys.readouterr().err
+    assert "resume the run first" in capsys.readouterr().err
 
 
 def test_the_terminal_shows_all_arms_and_a_winner_only_if_it_is_surely_one(
