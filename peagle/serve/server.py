@@ -103,7 +103,7 @@ class Connection(HttpProtocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
-            self._headers = _cancelled(self._headers)
+            self._headers = _cancel(self._headers)
         elif self._headers is None:
             self._expect_headers()
 
@@ -113,10 +113,10 @@ class Connection(HttpProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._reader = _cancelled(self._reader)
+        self._reader = _cancel(self._reader)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._headers, self._reader = _cancelled(self._headers), _cancelled(self._reader)
+        self._headers, self._reader = _cancel(self._headers), _cancel(self._reader)
         super().connection_lost(error)
 
     def _expect_headers(self) -> None:
@@ -132,9 +132,11 @@ class Connection(HttpProtocol):
             self.transport.abort()  # close would wait for the reader
 
 
-def _cancelled(timer: Any) -> None:  # asyncio.TimerHandle, or uvloop's
+def _cancel(timer: Any) -> Any:  # asyncio.TimerHandle, or uvloop's
+    """Cancel a timer, if there is one; return what takes its place, none."""
     if timer is not None:
         timer.cancel()
+    return None
 
 
 def _nothing(*_: object) -> None:
