@@ -1,10 +1,9 @@
 """Requests, and the chunks, steps and log-probabilities that the engine returns for them."""
 
+import hashlib
 import itertools
 from dataclasses import dataclass
 from typing import Literal
-
-import numpy as np
 
 from peagle.engine.grammar import CompiledGrammar
 from peagle.ops.errors import InputError
@@ -34,7 +33,8 @@ def fold_seed(seed: int) -> int:
     """Return the int32 of a seed for the device: itself if it fits, else 31 bits that depend on all of its 64."""
     if 0 <= seed < 2**31:
         return seed
-    return int(np.random.SeedSequence(seed % 2**64).generate_state(1)[0]) >> 1
+    digest = hashlib.blake2b((seed % 2**64).to_bytes(8, "little"), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def check_num_drafts(k: int, plain: bool = True, instead: str = "") -> None:

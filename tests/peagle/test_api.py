@@ -222,8 +222,8 @@ def test_prompts_are_checked_against_the_model(toy: Pair) -> None:
     ):
         with pytest.raises(InputError, match=what):
             ask(ids, **options)
-    with pytest.raises(InputError, match="seed is -1"):
-        ask([5], sampling=SamplingParams(seed=-1))
+    with pytest.raises(InputError, match=f"seed is {2**64}; expected an integer of 64 bits"):
+        ask([5], sampling=SamplingParams(seed=2**64))
 
 
 def test_names_stand_for_the_demo_and_for_directories(directories: Directories) -> None:

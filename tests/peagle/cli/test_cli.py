@@ -504,7 +504,7 @@ def refused(result: tuple[int, str, str], *parts: str) -> None:
         (["--logit-bias", "100000=1", "Hi"], ["token id 100000", "vocabulary"]),
         (["--min-tokens", "-1", "Hi"], ["--min-tokens is -1"]),
         (["--prefill-chunk", "0", "Hi"], ["--prefill-chunk is 0"]),
-        (["--seed", "-1", "Hi"], ["--seed is -1"]),
+        (["--seed", str(2**64), "Hi"], [f"--seed is {2**64}", "64 bits"]),
         (["--draft-sampling", "--temperature", "1", "Hi"], ["no probabilities"]),
         (["--date", "today", "Hi"], ["--date is 'today'", "YYYY-MM-DD"]),
         (["--reasoning-effort", "huge", "Hi"], ["huge"]),

