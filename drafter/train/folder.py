@@ -1,7 +1,7 @@
 """The files of a training's folder. Needs none of the libraries for training."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from peagle.ops.files import write_text_whole
 from peagle.ops.strict_json import dumps
 
 RECIPE, LOG, CHECKPOINTS = "recipe.json", "log.jsonl", "checkpoints"
+EVALUATION, HELD_OUT = "evaluation", "held_out"  # keys of lines in the log, beside those of steps
 COMMAND = "command"  # in the recipe: the options as they were typed
 SIZES = "sizes.json"  # sizes of a checkpoint's files
 
@@ -33,6 +34,25 @@ def read_log(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(text)
         except ValueError:
             continue
+
+
+def best_held_out(log: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the log's line of the lowest held-out loss, the first of equals; None without such a line.
+
+    Losses on other documents than the newest line's do not count, and neither does that of an earlier stop, which an
+    uninterrupted training would not have.
+    """
+    lines = [line for line in log if HELD_OUT in line]
+    if not lines:
+        return None
+    newest = lines[-1]
+    comparable = [
+        line
+        for line in lines
+        if line[HELD_OUT]["documents"] == newest[HELD_OUT]["documents"]
+        and (line is newest or not line.get("stopped", False))
+    ]
+    return min(comparable, key=lambda line: line[HELD_OUT]["loss"])
 
 
 def steps_done(out: Path) -> int:

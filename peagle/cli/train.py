@@ -18,8 +18,10 @@ from drafter.params import DrafterParams
 from drafter.train.batches import Batches
 from drafter.train.cod import Cod
 from drafter.train.folder import COMMAND, LOG, read_log, steps_done
+from drafter.train.recipe import Recipe
 from drafter.train.shards import Document
-from drafter.train.trainer import Recipe, Trainer, TrainingStopped, devices_for
+from drafter.train.step import devices_for
+from drafter.train.trainer import Trainer, TrainingStopped
 from drafter.vocabulary import DraftVocab
 from peagle.cli.curve import draw
 from peagle.cli.display import Display, duration

@@ -21,8 +21,9 @@ from drafter.propose import drafter_of
 from drafter.train.batches import Source, pack
 from drafter.train.cod import Segments
 from drafter.train.folder import COMMAND, RECIPE, read_record, steps_done
+from drafter.train.recipe import Recipe
 from drafter.train.shards import KEPT, NAME, WEIGHTS, Document, read_manifest, read_shards, total_tokens
-from drafter.train.trainer import Recipe, Trainer
+from drafter.train.trainer import Trainer
 from drafter.vocabulary import DraftVocab, by_frequency, check_count, choose, first_of
 from peagle.api import Pair
 from peagle.engine.engine import Engine
