@@ -1,30 +1,17 @@
-"""The files of a training's folder. Needs none of the libraries for training."""
+"""The files of a training's folder beside recipe.json (drafter/trained.py). Needs no library for training."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from peagle.ops.errors import InputError
 from peagle.ops.files import write_text_whole
 from peagle.ops.strict_json import dumps
 
-RECIPE, LOG, CHECKPOINTS = "recipe.json", "log.jsonl", "checkpoints"
+LOG, CHECKPOINTS = "log.jsonl", "checkpoints"
 EVALUATION, HELD_OUT = "evaluation", "held_out"  # keys of lines in the log, beside those of steps
 COMMAND = "command"  # in the recipe: the options as they were typed
 SIZES = "sizes.json"  # sizes of a checkpoint's files
-
-
-def read_record(out: Path) -> dict[str, Any] | None:
-    """Read a training's recipe.json; None if there is none. Raises InputError for one that is cut or altered."""
-    path = out / RECIPE
-    if not path.exists():
-        return None
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        return {**record, "recipe": dict(record["recipe"])}
-    except (OSError, ValueError, KeyError, TypeError):
-        raise InputError(f"{path} cannot be read; expected what peagle train writes: take another --out") from None
 
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from typing import Literal, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -118,6 +119,14 @@ class Update:
     warmup_frac: float
     decay_frac: float
 
+    def in_words(self) -> str:
+        """Example: muon at rates 0.008 and 0.003, rising over 2% of the steps, falling over the last 60%."""
+        rates = f"a rate of {self.learning_rate:.2g}"
+        if self.optimizer == "muon":
+            rates = f"rates of {self.learning_rate:.2g} and {self.other_rate:.2g}"
+        rises, falls = (f"{100 * frac:.3g}%" for frac in (self.warmup_frac, self.decay_frac))
+        return f"{self.optimizer} at {rates}, rising over {rises} of the steps and falling over the last {falls}"
+
 
 PAPER = Update("adamw", 1e-4, 1e-4, 0.0025, 1.0)  # arXiv 2602.01469
 
@@ -125,13 +134,23 @@ PAPER = Update("adamw", 1e-4, 1e-4, 0.0025, 1.0)  # arXiv 2602.01469
 def short_update(width: int) -> Update:
     """Return the update of a short training of a drafter of that width: muon, at rates that learn in few steps.
 
-    The rates were measured at MEASURED_WIDTH. At other widths muon's keeps the relative change of a matrix in a step,
+    The rates were measured at MEASURED_WIDTH. In wider drafters muon's keeps the relative change of a matrix in a step,
     and Adam's the change of a layer's output (as arXiv 2203.03466 scales it).
     """
-    scale = MEASURED_WIDTH / width
+    scale = min(1.0, MEASURED_WIDTH / width)
     return Update("muon", 0.008 * math.sqrt(scale), 0.003 * scale, 0.02, 0.6)
 
 
-def update_for(steps: int, width: int, *, from_trained: bool) -> Update:
-    """Choose the update by the number of steps. Low rates keep what a trained drafter knows."""
-    return PAPER if from_trained or steps >= SHORT_STEPS else short_update(width)
+def chosen_update(steps: int, width: int, *, from_trained: bool, typed: Mapping[str, Any]) -> Update:
+    """Choose the update by the number of steps, but for the fields that a person typed.
+
+    A rate that is typed without its optimizer is one of adamw's, or with other_rate of muon's. from_trained: low rates
+    keep what a trained drafter knows.
+    """
+    optimizer = typed.get("optimizer")
+    if optimizer is None and "other_rate" in typed:
+        optimizer = "muon"
+    elif optimizer is None and ("learning_rate" in typed or from_trained or steps >= SHORT_STEPS):
+        optimizer = "adamw"
+    update = dataclasses.replace(PAPER if optimizer == "adamw" else short_update(width), **typed)
+    return update if update.optimizer == "muon" else dataclasses.replace(update, other_rate=update.learning_rate)

@@ -23,7 +23,8 @@ from drafter.load import (
     sort_aux_layers,
 )
 from drafter.params import DrafterParams
-from drafter.train.folder import COMMAND, LOG, RECIPE, read_log, read_record
+from drafter.train.folder import COMMAND, LOG, read_log
+from drafter.trained import RECIPE, read_record
 from drafter.vocabulary import FREQUENT_TOKENS
 from peagle.engine.widths import SPECULATION_FILE
 from peagle.loading import DEMO, check_fit, resolve, windows_in_words

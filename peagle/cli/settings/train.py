@@ -14,7 +14,6 @@ from peagle.cli.settings.shared import (
     AuxLayerIds,
     Download,
     OwnFolder,
-    Strict,
     Taps,
     Target,
     quiet_option,
@@ -179,18 +178,28 @@ class TrainSettings:
             "of drafts sampled at temperature 1; begin with a trained drafter.",
         ),
     ] = "half"
-    optimizer: Annotated[Literal["adamw", "muon"], Option("--optimizer", rich_help_panel=LEARNING)] = "adamw"
-    learning_rate: Annotated[float, Option("--learning-rate", rich_help_panel=LEARNING)] = 1e-4
+    optimizer: Annotated[
+        Literal["adamw", "muon"] | None,
+        Option(
+            "--optimizer",
+            rich_help_panel=LEARNING,
+            help="Default: muon below 3,000 steps, adamw from there on and with --init; rates and schedule follow it.",
+        ),
+    ] = None
+    learning_rate: Annotated[
+        float | None,
+        Option("--learning-rate", rich_help_panel=LEARNING, help="Alone, of adamw. Default: as the optimizer needs."),
+    ] = None
     other_rate: Annotated[
         float | None, Option("--other-rate", rich_help_panel=LEARNING, help="With muon: of all but matrices.")
     ] = None
     weight_decay: Annotated[float, Option("--weight-decay", rich_help_panel=LEARNING)] = 0.0
     warmup: Annotated[
-        float, Option("--warmup", rich_help_panel=LEARNING, help="Part of the steps in which the rate rises.")
-    ] = 0.0025
+        float | None, Option("--warmup", rich_help_panel=LEARNING, help="Part of the steps in which the rate rises.")
+    ] = None
     decay: Annotated[
-        float, Option("--decay", rich_help_panel=LEARNING, help="Part of the steps in which it falls.")
-    ] = 1.0
+        float | None, Option("--decay", rich_help_panel=LEARNING, help="Part of the steps in which it falls.")
+    ] = None
     clip: Annotated[
         float | None, Option("--clip", min=0, rich_help_panel=LEARNING, help="Greatest length of a gradient.")
     ] = None
@@ -218,7 +227,26 @@ class TrainSettings:
         int, Option("--evaluate-every", min=0, rich_help_panel=RUNNING, help="Steps between; 0: at the end only.")
     ] = 200
     evaluate_prompts: Annotated[int, Option("--evaluate-prompts", min=1, rich_help_panel=RUNNING)] = 20
-    strict: Strict = False
+    held_out: Annotated[
+        float | None,
+        Option(
+            "--held-out",
+            min=0,
+            max=0.5,
+            metavar="PART",
+            rich_help_panel=DATA,
+            help="Part of the documents that is not trained on: the step with the lowest loss on it is kept. 0: the "
+            "last step is. Default: 0.1; with --evaluate the answers to it instead.",
+        ),
+    ] = None
+    strict: Annotated[
+        bool,
+        Option(
+            "--strict",
+            rich_help_panel=DATA,
+            help="Refuse data of another target, and a row of --evaluate that cannot be used, instead of a warning.",
+        ),
+    ] = False
     num_speculative_tokens: Annotated[
         int,
         Option(

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,17 +19,19 @@ import peagle.workflows.answers
 from drafter.load import load_drafter, save_drafter
 from drafter.propose import Eagle3
 from drafter.train.batches import Batches
-from drafter.train.folder import LOG, RECIPE, read_log
+from drafter.train.folder import LOG, read_log
 from drafter.train.shards import read_shards
+from drafter.trained import RECIPE
 from peagle.api import Pair
 from peagle.cli import main
-from peagle.cli.train import _shown, _weak
+from peagle.cli.train import _shown
 from peagle.engine.request import Request
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError
 from peagle.result import decode
 from peagle.workflows.dataset import lengths_in_words, passes, rows_of_pass
 from peagle.workflows.training import Deadline, given_params, planned_steps
+from peagle.workflows.training_advice import parted_curves, weak_drafter
 from target.load import load_target
 from tests.drafter.cases import random_params
 from tests.peagle.conftest import (
@@ -369,7 +372,7 @@ def test_a_drafter_to_begin_with_may_share_the_targets_embedding_and_head(
         (("--loss", "hinge"), "--loss is 'hinge'; expected one of"),
         (("--width", 8), "longer than the 8 tokens of a row, the longest"),
         (("--rows", 0), "--rows is 0; expected a multiple of 1"),
-        (("--mask-token", 17), "the mask token 17 is in use"),
+        (("--mask-token", 17), "the mask token 17 is in use: 1 of the data's "),
         (("--mask-token", 400), "mask token 400 lies outside"),
         (("--taps", "0,1,9"), "--taps names the output of layer 9; expected 0..2"),
         (("--taps", "0,1,1"), "--taps is 0,1,1; expected each layer once"),
@@ -587,7 +590,7 @@ def test_minutes_plan_the_steps_of_a_new_training_and_are_a_deadline(
         patch.setattr("peagle.workflows.training.Deadline.over", lambda _: next(over))
         assert main([*given, "--minutes", "3"]) == 0
     said = capsys.readouterr().err
-    assert "measuring 6 steps: how many fit into 3 minutes" in said
+    assert "measuring a step: how many fit into 3 minutes" in said
     assert "a step takes 60 s: 2 steps are planned" in said
     assert f"--minutes 3 are over: 1 of 2 steps are kept in {out}" in said
     assert "1 of 2 steps of 2 rows" in (out / "drafter" / "README.md").read_text()
@@ -622,7 +625,9 @@ def test_evaluations_take_their_part_of_the_minutes() -> None:
     """Nine tenths of ten minutes: steps of one second, an evaluation of 20 s at the end and after each 100."""
     assert planned_steps(10.0, 1.0, 0.0, 0) == 540
     assert planned_steps(10.0, 1.0, 20.0, 0) == 520
-    assert planned_steps(10.0, 1.0, 20.0, 100) == 433  # (540 - 20) / 1.2
+    assert planned_steps(10.0, 1.0, 20.0, 100) == 440  # and five evaluations
+    assert planned_steps(10.0, 1.0, 0.0, 0, 2.0) == 500  # and twenty losses on held-out documents
+    assert planned_steps(1.0, 1.0, 0.0, 0, 2.0) == 44  # and five, one every ten steps
     assert planned_steps(0.1, 1.0, 20.0, 100) == 0
 
 
@@ -660,14 +665,71 @@ def test_resume_needs_nothing_else_and_takes_more(
     assert "was begun by an older version" in run("train", "--out", out, "--resume")[1]
 
 
-def test_a_weak_drafter_is_a_warning_with_what_to_do() -> None:
-    trained = {"step": 10, "loss": 3.0, "hits_by_depth": [0.02, 0.0]}
-    assert "the first draft is right in 2% of the places" in (_weak([trained]) or "")
-    assert _weak([{**trained, "hits_by_depth": [0.5, 0.1]}]) is None
-    found = {"step": 10, "evaluation": {"acceptance_length": 1.04}}
-    assert "the acceptance length is 1.04, so drafting does not pay yet" in (_weak([trained, found]) or "")
-    assert _weak([trained, {"step": 10, "evaluation": {"acceptance_length": 2.0}}]) is None
-    assert _weak([]) is None
+def logged(step: int, right: float, loss: float = 3.0, epochs: float = 1.0) -> dict[str, Any]:
+    return {"step": step, "loss": loss, "hits_by_depth": [right, 0.1], "epochs": [epochs]}
+
+
+def held_out_line(step: int, right: float, loss: float = 3.0) -> dict[str, Any]:
+    return {"step": step, "held_out": {"loss": loss, "hits_by_depth": [right, 0.1], "documents": "a"}}
+
+
+def evaluated(step: int, length: float) -> dict[str, Any]:
+    return {"step": step, "evaluation": {"acceptance_length": length}}
+
+
+@pytest.mark.parametrize(
+    ("log", "init", "says"),
+    [
+        ([], False, None),
+        ([logged(10, 0.5), evaluated(10, 2.0)], False, None),
+        ([logged(10, 0.95)], False, None),  # 1 + .95 + .95 * .1
+        ([logged(10, 0.02)], False, "the first draft is right in .02 of the places"),
+        ([logged(10, 0.95), held_out_line(10, 0.3)], False, "the first draft is right in .30 of the places"),
+        ([logged(10, 0.95), evaluated(10, 1.25)], False, "the acceptance length is 1.25, and drafting pays little"),
+        (
+            [logged(10, 0.2), evaluated(10, 1.25)],
+            False,
+            "next try more minutes (--out RUN --resume --minutes N), more prompts (peagle data), --init with a trained "
+            "drafter, peagle parity --drafter RUN/drafter, which looks for other causes",
+        ),
+        ([logged(10, 0.2, epochs=5.0), evaluated(10, 1.25)], True, "more prompts (peagle data), more minutes ("),
+        ([logged(10, 0.2, epochs=5.0), evaluated(10, 1.25)], True, "N), peagle parity"),
+        (
+            [logged(10, 0.6, epochs=8.0), held_out_line(10, 0.19), evaluated(10, 1.25)],
+            True,
+            "next try more prompts (peagle data), peagle parity",  # the curves part
+        ),
+    ],
+)
+def test_a_weak_drafter_is_a_warning_with_what_to_try_next(log: Any, init: bool, says: str | None) -> None:
+    told = weak_drafter(log, Path("RUN"), init=init)
+    assert told is None if says is None else says in (told or "")
+
+
+@pytest.mark.parametrize(
+    ("log", "says"),
+    [
+        ([logged(10, 0.2)], None),
+        ([logged(10, 0.2), held_out_line(10, 0.2)], None),
+        ([logged(10, 0.2), held_out_line(10, 0.2), logged(20, 0.3, 2.5), held_out_line(20, 0.25, 2.8)], None),
+        # right more often in training
+        (
+            [logged(10, 0.57, epochs=8.0), held_out_line(10, 0.19)],
+            "after 8.0 epochs, the first draft is right in .57 of the places there and in .19 of held-out ones",
+        ),
+        # the held-out loss rises
+        (
+            [logged(10, 0.2), held_out_line(10, 0.2), logged(20, 0.3, 2.5), held_out_line(20, 0.2, 3.2)],
+            "at step 20, after 1.0 epochs, the first draft is right in .30 of the places there and in .20 of held-out "
+            "ones (best step: 10)",
+        ),
+        # both losses rise: no training by heart
+        ([logged(10, 0.2), held_out_line(10, 0.2), logged(20, 0.2, 3.4), held_out_line(20, 0.2, 3.2)], None),
+    ],
+)
+def test_curves_that_part_are_a_warning(log: Any, says: str | None) -> None:
+    told = parted_curves(log)
+    assert told is None if says is None else says in (told or "")
 
 
 def test_export_takes_the_target_from_the_training(
