@@ -1,10 +1,10 @@
 """A folder of `peagle train`, seen from outside of training: where its drafter lies, and what it was trained for."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from drafter.vocabulary import Coverage
 from peagle.ops.checkpoint import CONFIG
 from peagle.ops.errors import InputError
 
@@ -46,10 +46,10 @@ def trained_for(drafter: Path) -> str | None:
     return target.get("weights") if isinstance(target, dict) else None
 
 
-def recorded_coverage(drafter: Path) -> Mapping[str, Any] | None:
-    """Return how much of its data a drafter's vocabulary covers; None if that is not recorded beside it."""
-    coverage = _record_beside(drafter).get(COVERAGE)
-    return coverage if isinstance(coverage, dict) else None
+def recorded_coverage(drafter: Path) -> Coverage | None:
+    """Return how much of its data a narrowed drafter can propose; None if that is not recorded beside it."""
+    stored = _record_beside(drafter).get(COVERAGE)
+    return Coverage(**stored) if isinstance(stored, dict) else None
 
 
 def _record_beside(drafter: Path) -> dict[str, Any]:

@@ -547,6 +547,26 @@ def resolve(name: str | Path, part: Literal["target", "drafter"]) -> Path:
     return directory
 
 
+def target_folder(name: str) -> Path | None:
+    """Return the directory of a target's name; None if it is not on this machine."""
+    try:
+        directory = resolve(name, "target")
+    except InputError:
+        return None
+    return directory if directory.is_dir() else None
+
+
+def name_for_others(target: str | None) -> str | None:
+    """Name a target for programs that look from elsewhere: a folder by its whole path, OWNER/NAME as it is.
+
+    None if it is neither.
+    """
+    if target is None or is_name(target):
+        return target
+    directory = target_folder(target)
+    return None if directory is None else str(directory.resolve())
+
+
 def drafter_folder(directory: Path) -> Path:
     """Return the drafter's folder in a folder of peagle train, with a warning that names it; another folder as it is.
 

@@ -261,7 +261,7 @@ def sums_program(
     """Compile (params, draft_to_target, teacher, batch) -> the batch's sums, over all devices, without an update."""
 
     def body(*arguments: Any) -> Sums:
-        return _over_rows(config, recipe, counts, *arguments, with_gradient=False)[0]
+        return _over_rows(config, recipe, counts, *arguments, False)[0]
 
     return cast(Callable[..., Sums], jax.jit(_by_rows(body, mesh, replicated=3)))
 

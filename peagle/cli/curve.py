@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from drafter.train.folder import HELD_OUT
 from peagle.measure.sweep.charts import can_draw
 
 CURVE = "curve.png"
@@ -27,6 +28,9 @@ def draw(log: Sequence[Mapping[str, Any]], out: Path) -> str:
     figure, axes = plt.subplots(1, 3 if evaluated else 2, figsize=(15 if evaluated else 10, 4), layout="constrained")
     steps, marker = [line["step"] for line in trained], "o" if len(trained) < FEW_POINTS else ""
     axes[0].plot(steps, [line["loss"] for line in trained], marker=marker)
+    if held_out := [line for line in log if HELD_OUT in line]:
+        axes[0].plot([line["step"] for line in held_out], [line[HELD_OUT]["loss"] for line in held_out], marker="o")
+        axes[0].legend(["training", "held out"])
     axes[0].set(title="Loss", ylabel="nats a row")
     depths = len(trained[0]["hits_by_depth"]) if trained else 0
     for depth in range(depths):

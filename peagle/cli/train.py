@@ -31,7 +31,7 @@ from peagle.cli.output import say
 from peagle.cli.settings.shared import parse_layers
 from peagle.cli.settings.train import ShapeOptions, TrainSettings
 from peagle.engine.request import check_num_drafts
-from peagle.loading import AUTO, DEMO, default_dtype, load, or_demo, resolve
+from peagle.loading import AUTO, DEMO, default_dtype, load, name_for_others, or_demo, resolve
 from peagle.measure.metrics import figure_text
 from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint
@@ -155,7 +155,7 @@ def _train(settings: TrainSettings) -> int:
         documents,
         checked.weights,
         checked.held_out_frac,
-        dataclasses.asdict(settings),
+        dataclasses.asdict(settings) | ({} if checked.name == DEMO else {"target": name_for_others(checked.name)}),
         covered,
     )
 
@@ -345,7 +345,8 @@ def _write_drafter(checked: Checked, params: DrafterParams, dialect: Dialect) ->
     shipped = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), trained)
     shipped = dataclasses.replace(shipped, draft_to_target=params.draft_to_target)
     shipped, config = sort_aux_layers(shipped, with_positions(checked.config, checked.target, checked.out))
-    write_with_card(checked.out / DRAFTER, shipped, config, dialect, checked.name, checked.target, checked.out)
+    target = name_for_others(checked.name)
+    write_with_card(checked.out / DRAFTER, shipped, config, dialect, target, checked.target, checked.out)
 
 
 def _shape(options: ShapeOptions) -> DrafterShape:

@@ -377,9 +377,8 @@ def check_tokens(documents: Sequence[Document], config: DrafterConfig, shape: Dr
             )
     if not uses:
         return
-    line = (
-        f"the mask token {config.mask_token_id} is in use: {uses:,} of the data's {total_tokens(documents)[0]:,} tokens"
-    )
+    total = total_tokens(documents)[0]
+    line = f"the mask token {config.mask_token_id} is in use: {uses:,} of the data's {total:,} tokens"
     if shape.mask_token is not None and shape.init is None:
         raise InputError(f"{line}; expected one that the data lacks: name another, or leave out --mask-token")
     why = "--init was trained with it" if shape.init is not None else "it is the rarest token, and none is free"

@@ -79,15 +79,14 @@ def weak_drafter(log: Sequence[Mapping[str, Any]], out: Path, *, init: bool) -> 
         return None
     if length >= WEAK_ACCEPTANCE:
         return None
-    by_heart = parted_curves(log) is not None
-    tries = [
-        "more prompts (peagle data)",
-        *([] if by_heart else [f"more minutes (--out {out} --resume --minutes N)"]),
-        *([] if init else ["--init with a trained drafter"]),
-        f"peagle parity --drafter {out / DRAFTER}, which looks for other causes",
-    ]
-    if trained and not by_heart and max(trained[-1]["epochs"]) < FEW_EPOCHS:
-        tries[:2] = tries[1::-1]
+    prompts, minutes = "more prompts (peagle data)", f"more minutes (--out {out} --resume --minutes N)"
+    epochs = max(trained[-1].get("epochs", [0.0])) if trained else 0.0  # old logs lack them
+    if parted_curves(log):
+        tries = [prompts]
+    else:
+        tries = [minutes, prompts] if epochs < FEW_EPOCHS else [prompts, minutes]
+    tries += [] if init else ["--init with a trained drafter"]
+    tries.append(f"peagle parity --drafter {out / DRAFTER}, which looks for other causes")
     return f"{seen}, and drafting pays little below {WEAK_ACCEPTANCE}; next try {', '.join(tries)}"
 
 

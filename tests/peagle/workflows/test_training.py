@@ -27,7 +27,7 @@ from peagle.cli import main
 from peagle.cli.train import _shown
 from peagle.engine.request import Request
 from peagle.engine.widths import WidthTable
-from peagle.ops.errors import InputError
+from peagle.ops.errors import InputError, InputWarning
 from peagle.result import decode
 from peagle.workflows.dataset import lengths_in_words, passes, rows_of_pass
 from peagle.workflows.training import Deadline, given_params, planned_steps
@@ -316,7 +316,7 @@ def test_the_baseline_proposes_in_turn_and_changes_no_token(
 
 
 def test_a_smaller_draft_vocabulary_and_the_other_dialect(
-    directories: Directories, made: Path, tmp_path: Path, run: Run
+    directories: Directories, made: Path, tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What nobody else loads is written and read here, with no promise in the card; positions are the target's."""
     more = ("--draft-vocab", 40, "--dialect", "speculators", "--hidden-size", 24, "--loss", "kl", "--mask-hiddens", 2)
@@ -327,6 +327,15 @@ def test_a_smaller_draft_vocabulary_and_the_other_dialect(
     assert config.max_positions == MAX_POSITIONS
     text = (tmp_path / "run" / "drafter" / "README.md").read_text()
     assert "vLLM cannot load it: it has 2 mask hiddens, expected one." in text
+    covered = json.loads((tmp_path / "run" / RECIPE).read_text())["coverage"]
+    words = f"{covered['frac']:.1%} of the tokens, so at most {covered['acceptance_limit']:.2f} a step at K = 7"
+    assert f"- proposes 40 of the target's 320 tokens; in its training data {words}" in text
+    assert said.startswith(f"proposes     {words}")
+    assert main(["info", str(tmp_path / "run" / "drafter")]) == 0
+    assert f"40 of the target's 320 tokens; in its training data {words}" in capsys.readouterr().out
+    shutil.copytree(tmp_path / "run" / "drafter", tmp_path / "elsewhere")
+    assert main(["info", str(tmp_path / "elsewhere")]) == 0
+    assert "320 tokens; peagle parity measures how many of an answer's they are" in capsys.readouterr().out
     assert "vllm serve" not in text
     assert params.draft_to_target is not None
     listed = set(params.draft_to_target.tolist())
@@ -334,6 +343,24 @@ def test_a_smaller_draft_vocabulary_and_the_other_dialect(
     assert STOP in listed
     assert len(seen & listed) >= min(len(seen), 39)
     assert config.mask_token_id == VOCAB_SIZE - 1, "the highest id that the data never uses"
+
+
+def test_what_a_list_of_tokens_covers_is_said_and_none_is_refused(
+    directories: Directories, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the first step, with how many of the tokens no answer holds."""
+    said = sorted({token for each in read_shards(made) for token in each.token_ids[each.trained].tolist()})
+    absent = sorted(set(range(VOCAB_SIZE)) - set(said))
+    for listed, code, words in (
+        (said + absent[:2], 0, f"proposes {len(said) + 2:,} tokens, 2 of which no answer holds: 100.0% of the tokens"),
+        (absent[:9], 2, "none of the 9 tokens of the draft vocabulary is in an answer of the data"),
+    ):
+        (tmp_path / "listed.json").write_text(json.dumps(listed))
+        arguments = train(directories, made, tmp_path / f"run{code}", "--draft-vocab", tmp_path / "listed.json")
+        assert main([*map(str, arguments)]) == code
+        lines = capsys.readouterr().err
+        assert words in lines
+        assert code == 2 or lines.index(words) < lines.index("training steps 1")
 
 
 @pytest.mark.slow
@@ -481,9 +508,38 @@ def test_hidden_states_and_a_training_are_of_one_target(
     code, said = run(*train(elsewhere, taught, tmp_path / "run"))
     assert code == 2
     assert "holds what another target computed" in said
+    code, said = run(*train(elsewhere, made, tmp_path / "run", "--strict"))
+    assert code == 2
+    assert f"{made} holds what another target wrote ({directories.target}), and a drafter learns best from" in said
+    assert not (tmp_path / "run").exists()
     code, said = run(*train(elsewhere, made, tmp_path / "begun"))
     assert code == 2
     assert "was begun with --target" in said
+
+
+def test_text_of_another_target_is_a_warning_before_the_first_step(
+    directories: Directories, made: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And so is, in every command that loads a pair, a drafter that was trained for another target."""
+    other = tmp_path / "other"
+    shutil.copytree(directories.target, other)
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (other / "model.safetensors").write_bytes(weights)
+    elsewhere, line = dataclasses.replace(directories, target=other), "holds what another target wrote"
+    assert main([*map(str, train(elsewhere, made, tmp_path / "run", "--steps", 1)), "--quiet"]) == 0
+    assert capsys.readouterr().err.count(line) == 1
+    assert main([*map(str, train(directories, made, tmp_path / "same", "--steps", 1))]) == 0
+    assert line not in capsys.readouterr().err
+
+    line = f"{trained / 'drafter'} was trained for another target than {other}, by recipe.json beside it"
+    speculate = ["speculate", "1 + 2", "-n", "4", "-k", "2", "--raw-prompt", "--quiet", "--target", str(other)]
+    for command in (["info", str(other)], [*speculate, "--drafter"]):
+        assert main([*command, str(trained / "drafter")]) == 0
+        captured = capsys.readouterr()
+        assert (captured.out + captured.err).count(line) == 1
+    assert main(["info", str(directories.target), str(trained / "drafter")]) == 0
+    assert "another target" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -598,6 +654,32 @@ def test_minutes_plan_the_steps_of_a_new_training_and_are_a_deadline(
     assert "training steps 2 to 2" in capsys.readouterr().err
     assert main([*given, "--minutes", "3"]) == 0
     assert "has all of its steps, 2; a larger --steps goes on with more" in capsys.readouterr().err
+
+
+def test_documents_are_held_out_and_the_best_step_is_the_drafter(
+    directories: Directories, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    """After Ctrl-C, too: it goes on with the same documents, and ends with the same bits."""
+    monkeypatch.setattr("peagle.workflows.training.LEAST_BETWEEN", 1)
+    out, again = tmp_path / "run", tmp_path / "again"
+    more = ("--held-out", 0.4, "--steps", 6, "--learning-rate", 0.5)
+    assert run(*train(directories, made, out, *more))[0] == 0
+    log = list(read_log(out / LOG))
+    losses = {line["step"]: line["held_out"]["loss"] for line in log if "held_out" in line}
+    assert list(losses) == [1, 2, 3, 4, 5, 6]
+    assert [line["epochs"] for line in log if "loss" in line][-1] == [4.0]  # 6 steps of 2 rows, of 3
+    record = json.loads((out / RECIPE).read_text())
+    assert (record["data"]["documents"], record["data"]["held_out"]) == (5, 0.4)
+    with monkeypatch.context() as patch:
+        press_ctrl_c_at(patch, Batches, "at", 9)
+        assert run(*train(directories, made, again, *more))[0] == 130
+    assert run("train", "--out", again, "--resume")[0] == 0
+    assert list(read_log(again / LOG))[-1] == list(read_log(out / LOG))[-1]
+    one, other = (load_file(each / "drafter" / "model.safetensors") for each in (out, again))
+    assert all(np.array_equal(one[name], other[name]) for name in one)
+    code, said = run(*train(directories, made, out, "--steps", 6, "--learning-rate", 0.5, "--held-out", 0))
+    assert code == 2
+    assert "was begun with --held-out 0.4 (now 0.0)" in said
 
 
 def test_a_curve_may_have_one_point(tmp_path: Path, curves: Callable[..., str]) -> None:
@@ -733,16 +815,98 @@ def test_curves_that_part_are_a_warning(log: Any, says: str | None) -> None:
 
 
 def test_export_takes_the_target_from_the_training(
-    directories: Directories, trained: Path, tmp_path: Path, run: Run
+    directories: Directories, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(trained, tmp_path / "run")
     params, config = load_drafter(trained / "drafter")
     save_drafter(tmp_path / "run" / "drafter", params, config.with_window(9))
     out = tmp_path / "theirs"
-    assert run("export", tmp_path / "run" / "drafter", "--out", out, "--dialect", "speculators")[0] == 0
+    assert main(["export", str(tmp_path / "run" / "drafter"), "--out", str(out), "--dialect", "speculators"]) == 0
+    line = f"verifier     {directories.target}, in config.json and README.md; other machines need a name: --verifier"
+    assert line in capsys.readouterr().err
     written = json.loads((out / "config.json").read_text())
     assert written["speculators_config"]["verifier"]["name_or_path"] == str(directories.target)
     assert written["transformer_layer_config"]["sliding_window"] == 9
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "speculators"])
+def test_a_target_is_written_as_others_find_it(
+    directories: Directories, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dialect: str
+) -> None:
+    """By its whole path, whatever was typed, in training as in export, and wherever they run."""
+    (tmp_path / "target").symlink_to(directories.target)
+    monkeypatch.chdir(tmp_path)
+    here = dataclasses.replace(directories, target=Path("target"))
+    more = ("--steps", 1, "--heads", 4, "--dialect", dialect, "--quiet")
+    assert main([*map(str, train(here, made, Path("run"), *more))]) == 0
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert main(["export", "../run/drafter", "--out", "theirs", "--dialect", dialect, "--quiet"]) == 0
+    for folder in (tmp_path / "run" / "drafter", elsewhere / "theirs"):
+        card = (folder / "README.md").read_text()
+        assert f'peagle speculate --target {directories.target} --drafter . "..."' in card
+        if dialect == "vllm":
+            assert f"`vllm serve {directories.target} --speculative-config" in card
+            assert '"model": "."' in card
+        else:
+            assert "`vllm serve .`" in card
+            config = json.loads((folder / "config.json").read_text())
+            assert config["speculators_config"]["verifier"]["name_or_path"] == str(directories.target)
+
+
+def test_a_training_whose_target_is_gone_needs_a_verifier(
+    directories: Directories, trained: Path, tmp_path: Path, run: Run
+) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    record = json.loads((tmp_path / "run" / RECIPE).read_text())
+    record["command"]["target"] = "gone/with/the/wind"
+    (tmp_path / "run" / RECIPE).write_text(json.dumps(record))
+    arguments = ("export", tmp_path / "run" / "drafter", "--out", tmp_path / "theirs", "--dialect", "speculators")
+    code, said = run(*arguments)
+    assert code == 2
+    assert "needs --verifier, the target: it loads no drafter without, and gone/with/the/wind, the training's, is" in said
+    assert run(*arguments, "--verifier", "some/target")[0] == 0
+
+
+def test_the_folder_of_a_training_is_its_drafter(
+    directories: Directories, made: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In every command that takes a drafter, with one line that names it."""
+    line = f"{trained} is a folder of peagle train: the drafter is {trained / 'drafter'}"
+    pair = ("--target", directories.target, "--drafter", trained)
+    prompt = tmp_path / "prompts.jsonl"
+    prompt.write_text(json.dumps({"prompt_ids": [17, 4, 90]}) + "\n")
+    sweep = ("sweep", "--out", tmp_path / "sweep", "--prompts", prompt, "-n", 4, "-k", "0,2", "--repeats", 1)
+    concurrency = ("--concurrency", 1, "--write-widths", tmp_path / "copy")
+    shutil.copytree(trained, tmp_path / "copy")
+    learning = ("train", "--target", directories.target, "--data", made, "--out", tmp_path / "run", "--steps", 1)
+    for command in (
+        ("speculate", "1 + 2", "-n", 4, "-k", 2, "--raw-prompt", "--quiet", *pair),
+        ("info", trained),
+        ("info", directories.target, trained),
+        ("export", trained, "--out", tmp_path / "theirs", "--dialect", "speculators"),
+        (*learning, "--init", trained, "--width", 32, "--depth", 3, "--rows", 2),
+        (*sweep, *concurrency, *pair),
+    ):
+        assert main([str(word) for word in command]) == 0, command
+        assert capsys.readouterr().err.count(line) == 1, command
+    assert not (tmp_path / "copy" / "speculation.json").exists()
+    assert (tmp_path / "copy" / "drafter" / "speculation.json").exists()
+    with pytest.warns(InputWarning, match="is a folder of peagle train"):
+        assert peagle.loading.load(directories.target, trained).drafter is not None
+
+
+def test_a_training_without_a_drafter_is_told_from_a_checkpoint(
+    directories: Directories, trained: Path, tmp_path: Path, run: Run
+) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "drafter")
+    pair = ("--target", directories.target, "--drafter", tmp_path / "run")
+    for command in (("speculate", "1 + 2", *pair), ("export", tmp_path / "run", "--out", tmp_path / "theirs")):
+        code, said = run(*command)
+        assert code == 2
+        assert f"is a folder of peagle train without a drafter yet; peagle train --out {tmp_path / 'run'} --res" in said
 
 
 def test_an_acceptance_that_nobody_knows_is_a_dash() -> None:
