@@ -656,17 +656,150 @@ def test_minutes_plan_the_steps_of_a_new_training_and_are_a_deadline(
     assert "has all of its steps, 2; a larger --steps goes on with more" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("step_s", "more", "says", "recipe"),
+    [
+        (60.0, (), "muon at rates of 0.008 and 0.003, rising over 2% of the steps", ("muon", 0.008)),
+        (0.05, (), "adamw at a rate of 0.0001, rising over 0.25% of the steps", ("adamw", 1e-4)),
+        (60.0, ("--learning-rate", 0.01), "over the last 100%: as given", ("adamw", 0.01)),
+    ],
+)
+def test_minutes_choose_the_recipe_by_the_steps_that_fit(
+    directories: Directories,
+    made: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    step_s: float,
+    more: tuple[object, ...],
+    says: str,
+    recipe: tuple[str, float],
+) -> None:
+    """Said before the first step. A training that goes on keeps its recipe, however many steps it gets."""
+    monkeypatch.setattr("peagle.cli.train.seconds_per_step", lambda *_: step_s)
+    over = iter([False, True] * 2)
+    monkeypatch.setattr("peagle.workflows.training.Deadline.over", lambda _: next(over))
+    out = tmp_path / "run"
+    given = [str(each) for each in train(directories, made, out, *more)]
+    del given[given.index("--steps") : given.index("--steps") + 2]
+    assert main([*given, "--minutes", "3"]) == 0
+    said = capsys.readouterr().err
+    assert says in said[said.index("recipe: ") : said.index("training steps 1 to")]
+    for arguments in ([], ["train", "--out", str(out), "--resume", "--steps", "9999", "--minutes", "3"]):
+        if arguments:
+            assert main(arguments) == 0
+        record = json.loads((out / RECIPE).read_text())["recipe"]
+        assert (record["optimizer"], record["learning_rate"]) == recipe
+    assert record["steps"] == 9999
+
+
+def older(run: Path) -> None:
+    """Make the folder of a training look as an earlier version wrote it."""
+    record = json.loads((run / RECIPE).read_text())
+    del record["data"]["held_out"], record["command"]["held_out"]
+    recipe = record["recipe"]
+    rates = {"optimizer": recipe["optimizer"], "learning_rate": recipe["learning_rate"], "other_rate": None}
+    record["command"] |= rates | {"warmup": recipe["warmup_frac"], "decay": recipe["decay_frac"]}
+    (run / RECIPE).write_text(json.dumps(record))
+    lines = [{key: value for key, value in line.items() if key != "epochs"} for line in read_log(run / LOG)]
+    (run / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_training_of_an_earlier_version_goes_on(
+    directories: Directories, made: Path, tmp_path: Path, run: Run
+) -> None:
+    """By its own recipe and without held-out documents, by either command; complete ones are read, too."""
+    out, rates = tmp_path / "run", ("--optimizer", "adamw", "--learning-rate", 0.01, "--warmup", 0.0025)
+    assert run(*train(directories, made, out, *rates, "--decay", 1))[0] == 0
+    older(out)
+    before = json.loads((out / RECIPE).read_text())["recipe"]
+    code, said = run("train", "--out", out, "--resume")
+    assert code == 0, said
+    code, said = run(*train(directories, made, out, "--steps", 5))
+    assert code == 0, said
+    code, said = run("train", "--out", out, "--resume", "--steps", 6)
+    assert code == 0, said
+    assert json.loads((out / RECIPE).read_text())["recipe"] == before | {"steps": 6}
+    assert not any("held_out" in line for line in read_log(out / LOG))
+    code, said = run(*train(directories, made, out, "--steps", 6, "--held-out", 0.4))
+    assert (code, "was begun with --held-out 0.0 (now 0.4)" in said) == (2, True)
+
+
+def test_the_answers_to_evaluate_are_held_out(
+    directories: Directories,
+    made: Path,
+    taught: Path,
+    prompts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without documents kept back, whether the target runs in training or the data holds what it says."""
+    others = tmp_path / "others.jsonl"
+    others.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in ([8, 8, 8], [30, 40])))
+    evaluation = ("--evaluate-every", 0, "-k", 2, "--steps", 2, "--evaluate")
+    for data, file, warned in ((made, others, False), (taught, others, False), (made, prompts, True)):
+        out = tmp_path / f"{data.parent.name}_{file.stem}"
+        arguments = train(directories, data, out, *evaluation, file)
+        assert main([*map(str, arguments)]) == 0
+        said = capsys.readouterr().err
+        assert "held out: the answers to --evaluate; the step with the lowest loss" in said
+        assert ("5 of the 5 --evaluate prompts are in the data, too" in said) == warned
+        log = list(read_log(out / LOG))
+        assert [line["step"] for line in log if "held_out" in line] == [2]
+        assert json.loads((out / RECIPE).read_text())["data"]["held_out"] == 0
+    arguments = train(directories, made, tmp_path / "off", *evaluation, others, "--held-out", 0)
+    assert main([*map(str, arguments)]) == 0
+    assert not any("held_out" in line for line in read_log(tmp_path / "off" / LOG))
+
+
+def test_a_mask_token_in_the_data_that_nobody_chose_is_a_warning(
+    directories: Directories, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of --init, and where no token is free the rarest."""
+    from drafter.train.shards import Document, open_folder, write_shard
+
+    _, config = load_drafter(directories.drafter)
+    rarest = 7
+    everything = [token for token in range(VOCAB_SIZE) for _ in range(1 + (token != rarest))]
+    for name, ids, more, says in (
+        ("init", [5, config.mask_token_id, 9, 9], ("--init", directories.drafter), "1 of the data's 64 tokens"),
+        ("full", everything, (), "it is the rarest token, and none is free"),
+    ):
+        open_folder(tmp_path / name, {})
+        filled = [*ids, *[9] * (64 - len(ids))]
+        write_shard(tmp_path / name, 0, [Document(np.array(filled, np.int32), np.arange(len(filled)) > 1)])
+        shape = ("--width", len(filled), "--depth", 3, "--rows", 1, "--steps", 1, *more)
+        new = () if more else ("--taps", "0,1,2", "--layers", 1, "--mlp-width", 16)
+        given = ("train", "--target", directories.target, "--data", tmp_path / name, "--out", tmp_path / f"run_{name}")
+        assert main([*map(str, (*given, *shape, *new))]) == 0
+        said = capsys.readouterr().err
+        assert f"the mask token {config.mask_token_id if more else rarest} is in use: " in said
+        assert says in said
+
+
 def test_documents_are_held_out_and_the_best_step_is_the_drafter(
-    directories: Directories, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+    directories: Directories,
+    made: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run: Run,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """After Ctrl-C, too: it goes on with the same documents, and ends with the same bits."""
     monkeypatch.setattr("peagle.workflows.training.LEAST_BETWEEN", 1)
     out, again = tmp_path / "run", tmp_path / "again"
     more = ("--held-out", 0.4, "--steps", 6, "--learning-rate", 0.5)
-    assert run(*train(directories, made, out, *more))[0] == 0
+    assert main([*map(str, train(directories, made, out, *more))]) == 0
+    said = capsys.readouterr().err
+    assert "held out: 2 of the 5 documents; the step with the lowest loss on them is kept (--held-out 0: the" in said
+    assert "training steps 1 to 6, 4.0 epochs in all" in said
+    assert "step 6 of 6, 4.0 epochs: loss" in said
     log = list(read_log(out / LOG))
     losses = {line["step"]: line["held_out"]["loss"] for line in log if "held_out" in line}
     assert list(losses) == [1, 2, 3, 4, 5, 6]
+    best = min(losses, key=lambda step: losses[step])
+    assert best < 6, losses  # at so high a rate
+    assert f"drafter      {out / 'drafter'} | step {best} of 6, the best on held-out documents" in said
     assert [line["epochs"] for line in log if "loss" in line][-1] == [4.0]  # 6 steps of 2 rows, of 3
     record = json.loads((out / RECIPE).read_text())
     assert (record["data"]["documents"], record["data"]["held_out"]) == (5, 0.4)
@@ -855,9 +988,7 @@ def test_a_target_is_written_as_others_find_it(
             assert config["speculators_config"]["verifier"]["name_or_path"] == str(directories.target)
 
 
-def test_a_training_whose_target_is_gone_needs_a_verifier(
-    directories: Directories, trained: Path, tmp_path: Path, run: Run
-) -> None:
+def test_a_training_whose_target_is_gone_needs_a_verifier(trained: Path, tmp_path: Path, run: Run) -> None:
     shutil.copytree(trained, tmp_path / "run")
     record = json.loads((tmp_path / "run" / RECIPE).read_text())
     record["command"]["target"] = "gone/with/the/wind"
@@ -865,7 +996,9 @@ def test_a_training_whose_target_is_gone_needs_a_verifier(
     arguments = ("export", tmp_path / "run" / "drafter", "--out", tmp_path / "theirs", "--dialect", "speculators")
     code, said = run(*arguments)
     assert code == 2
-    assert "needs --verifier, the target: it loads no drafter without, and gone/with/the/wind, the training's, is" in said
+    assert (
+        "needs --verifier, the target: it loads no drafter without, and gone/with/the/wind, the training's, is" in said
+    )
     assert run(*arguments, "--verifier", "some/target")[0] == 0
 
 
