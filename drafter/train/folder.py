@@ -24,10 +24,11 @@ def read_log(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def best_held_out(log: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the log's line of the lowest held-out loss, the first of equals; None without such a line.
+    """Return the log's line of the step that is best on the held-out documents; None without such a line.
 
-    Losses on other documents than the newest line's do not count, and neither does that of an earlier stop, which an
-    uninterrupted training would not have.
+    It has the highest score (drafter/train/held_out.py), of equals the lowest loss, and is the first. Lines of other
+    documents than the newest line's do not count, and neither does that of an earlier stop, which an uninterrupted
+    training would not have.
     """
     lines = [line for line in log if HELD_OUT in line]
     if not lines:
@@ -39,7 +40,7 @@ def best_held_out(log: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
         if line[HELD_OUT]["documents"] == newest[HELD_OUT]["documents"]
         and (line is newest or not line.get("stopped", False))
     ]
-    return min(comparable, key=lambda line: line[HELD_OUT]["loss"])
+    return max(comparable, key=lambda line: (line[HELD_OUT]["score"], -line[HELD_OUT]["loss"]))
 
 
 def steps_done(out: Path) -> int:

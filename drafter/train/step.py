@@ -260,8 +260,9 @@ def sums_program(
 ) -> Callable[..., Sums]:
     """Compile (params, draft_to_target, teacher, batch) -> the batch's sums, over all devices, without an update."""
 
-    def body(*arguments: Any) -> Sums:
-        return _over_rows(config, recipe, counts, *arguments, False)[0]
+    def body(params: DrafterParams, draft_to_target: jax.Array | None, teacher: Teacher | None, batch: Batch) -> Sums:
+        sums, _ = _over_rows(config, recipe, counts, params, draft_to_target, teacher, batch, with_gradient=False)
+        return sums
 
     return cast(Callable[..., Sums], jax.jit(_by_rows(body, mesh, replicated=3)))
 

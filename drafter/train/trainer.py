@@ -37,7 +37,7 @@ from drafter.train.folder import (
     keep_sizes,
     read_log,
 )
-from drafter.train.held_out import HeldOut
+from drafter.train.held_out import HeldOut, score_of
 from drafter.train.loss import Sums
 from drafter.train.recipe import Recipe, optimizer
 from drafter.train.step import Record, State, Teacher, devices_for, step_program, sums_program
@@ -93,7 +93,7 @@ class TrainingStopped(RuntimeError):
 class Trainer:
     """A training in a folder: recipe.json, log.jsonl, checkpoints/. It learns from `batches` and `teacher`.
 
-    held_out: documents on which the loss is measured. The step with the lowest loss on them is the result, and its
+    held_out: documents on which the drafter is measured. The step that is best on them is the result, and its
     checkpoint is kept. Without them the last step is.
 
     evaluate measures the drafter at a step (the command line passes in the engine's acceptance); its figures go to the
@@ -215,7 +215,7 @@ class Trainer:
             pace.paused(EVALUATION, time.monotonic() - began)
 
     def _measure(self, done: int, state: State, pace: Pace) -> None:
-        """Log the loss on the held-out documents."""
+        """Log loss, hits and score on the held-out documents."""
         assert self.held_out is not None
         began = time.monotonic()
         figures = self.held_out_figures(state)
@@ -230,14 +230,15 @@ class Trainer:
         pace.paused(HELD_OUT, time.monotonic() - began)
 
     def held_out_figures(self, state: State) -> dict[str, Any]:
-        """Compute the loss and the hits by depth on the held-out documents; the loss is nan if no row counts."""
+        """Compute loss, hits and score on the held-out documents; nan if no row counts."""
         assert self.held_out is not None
         any_length = dataclasses.replace(self.recipe, steps=1)
         program = sums_program(self.config, any_length, self.batches.counts, self._mesh)
-        return _figures([program(state.params, *self._fixed, batch) for batch in self.held_out])
+        figures = _figures([program(state.params, *self._fixed, batch) for batch in self.held_out])
+        return {**figures, "score": score_of(self.recipe.loss, figures["loss"], figures["hits_by_depth"])}
 
     def _best_step(self) -> int | None:
-        """Return the step with the lowest held-out loss, by the log."""
+        """Return the step that is best on the held-out documents, by the log."""
         if self.held_out is None:
             return None
         lines = (line for line in read_log(self.out / LOG) if HELD_OUT in line)
@@ -249,7 +250,7 @@ class Trainer:
         best = self._best_step()
         if best is not None and best not in checkpoints.all_steps():
             raise InputError(
-                f"{self.out}: by {LOG} step {best} has the lowest held-out loss, and {self._checkpoint(best)} is "
+                f"{self.out}: by {LOG} step {best} is the best on held-out documents, and {self._checkpoint(best)} is "
                 "missing; put it back, or take another --out"
             )
 

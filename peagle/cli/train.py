@@ -369,7 +369,7 @@ def _say_where_it_begins(display: Display, checked: Checked, trainer: Trainer) -
     if trainer.held_out is not None:
         kept_back, number = len(checked.data.held_out), len(checked.data.documents)
         which = f"{kept_back} of the {number:,} documents" if kept_back else "the answers to --evaluate"
-        display.note(f"held out: {which}; the step with the lowest loss on them is kept (--held-out 0: the last one)")
+        display.note(f"held out: {which}; the step that is best on them is kept (--held-out 0: the last one)")
     if begun is None:
         display.note(f"recipe: {recipe_in_words(trainer.recipe, checked.typed, init=checked.shape.init is not None)}")
     elif begun["recipe"]["steps"] != steps:

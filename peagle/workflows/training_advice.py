@@ -61,7 +61,7 @@ def parted_curves(log: Sequence[Mapping[str, Any]]) -> str | None:
     return (
         f"the drafter memorises its data: at step {last['step']}, after {epochs_in_words(now['epochs'])}, the first "
         f"draft is right in {share(known)} of the places there and in {share(new)} of held-out ones (best step: "
-        f"{best['step']}); more prompts help, more steps do not"
+        f"{best['step']}); more prompts help more than more steps"
     )
 
 
@@ -81,11 +81,11 @@ def weak_drafter(log: Sequence[Mapping[str, Any]], out: Path, *, init: bool) -> 
         return None
     prompts, minutes = "more prompts (peagle data)", f"more minutes (--out {out} --resume --minutes N)"
     epochs = max(trained[-1].get("epochs", [0.0])) if trained else 0.0  # old logs lack them
+    tries = [minutes, prompts] if epochs < FEW_EPOCHS else [prompts, minutes]
     if parted_curves(log):
-        tries = [prompts]
-    else:
-        tries = [minutes, prompts] if epochs < FEW_EPOCHS else [prompts, minutes]
-    tries += [] if init else ["--init with a trained drafter"]
+        tries.remove(minutes)
+    if not init:
+        tries.append("--init with a trained drafter")
     tries.append(f"peagle parity --drafter {out / DRAFTER}, which looks for other causes")
     return f"{seen}, and drafting pays little below {WEAK_ACCEPTANCE}; next try {', '.join(tries)}"
 

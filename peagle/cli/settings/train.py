@@ -235,8 +235,8 @@ class TrainSettings:
             max=0.5,
             metavar="PART",
             rich_help_panel=DATA,
-            help="Part of the documents that is not trained on: the step with the lowest loss on it is kept. 0: the "
-            "last step is. Default: 0.1; with --evaluate the answers to it instead.",
+            help="Part of the documents that is not trained on: the step that is best on it is kept. 0: the last step "
+            "is. Default: 0.1; with --evaluate the answers to it instead.",
         ),
     ] = None
     strict: Annotated[

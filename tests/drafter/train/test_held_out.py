@@ -1,11 +1,14 @@
 """Which documents are kept back, and how they are packed to be measured."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from drafter.train.batches import Batches, Source, pack
 from drafter.train.cod import Cod
-from drafter.train.held_out import HeldOut, keep_back, rows_of_evaluation
+from drafter.train.folder import best_held_out
+from drafter.train.held_out import HeldOut, keep_back, rows_of_evaluation, score_of
 from drafter.train.recipe import Recipe
 from drafter.train.shards import Document
 from peagle.ops.errors import InputError
@@ -85,6 +88,40 @@ def test_every_held_out_document_is_measured_once_the_same_way_each_time() -> No
         np.testing.assert_array_equal(one.anchors[0], other.anchors[0])
     assert held_out.digest == HeldOut.of(documents, batches(8)).digest
     assert held_out.digest != HeldOut.of(documents[1:], batches(2)).digest
+
+
+@pytest.mark.parametrize(
+    ("lines", "best"),
+    [
+        ([(10, 1.2, 3.0), (20, 1.4, 3.2), (30, 1.3, 2.9)], 20),  # more is right, at a higher loss
+        ([(10, 1.0, 3.0), (20, 1.0, 2.9), (30, 1.0, 3.1)], 20),  # nothing is right yet
+        ([(10, 1.2, 3.0), (20, 1.2, 3.0)], 10),
+        ([(10, 9.0, 3.0, {"documents": "others"}), (20, 1.2, 3.0), (30, 1.1, 3.0)], 20),
+        ([(13, 9.0, 3.0, {"stopped": True}), (20, 1.2, 3.0), (30, 1.1, 3.0)], 20),
+        ([(10, 1.2, 3.0), (20, 1.1, 3.0), (23, 1.3, 3.0, {"stopped": True})], 23),
+        ([(10, 1.2, 3.0), (20, 1.1, 3.0), (23, 1.1, 3.0, {"stopped": True})], 10),
+        ([], None),
+    ],
+)
+def test_the_best_step_is_that_of_the_highest_score(lines: list[Any], best: int | None) -> None:
+    """Among those on the same documents, without earlier stops."""
+    log: list[dict[str, Any]] = [{"step": 10, "loss": 1.0}]
+    for step, score, loss, *more in lines:
+        figures = {"score": score, "loss": loss, "documents": "ours"}
+        other = more[0] if more else {}
+        figures |= {key: value for key, value in other.items() if key == "documents"}
+        log.append({"step": step, "held_out": figures, **{k: v for k, v in other.items() if k == "stopped"}})
+    line = best_held_out(log)
+    assert (line and line["step"]) == best
+
+
+@pytest.mark.parametrize(
+    ("loss", "score"),
+    [("half", 1 + 0.5 + 0.5 * 0.4), ("kl", 1 + 0.5 + 0.5 * 0.4), ("total_variation", 0.7)],
+)
+def test_a_score_is_what_is_accepted(loss: Any, score: float) -> None:
+    """Of sampled drafts the share that total variation leaves."""
+    assert score_of(loss, 0.3, [0.5, 0.4]) == pytest.approx(score)
 
 
 def test_documents_that_hold_nothing_to_measure_are_refused() -> None:

@@ -196,7 +196,7 @@ class Killed(BaseException):
 
 
 def watched(out: Path, **options: Any) -> Trainer:
-    """Train on even tokens, with the loss on odd ones, which soon rises, after every second step."""
+    """Train on even tokens, and measure odd ones after every second step: none is right, and the loss soon rises."""
     recipe = dataclasses.replace(RECIPE, learning_rate=0.005)
     training = trainer(out, recipe, starts=range(0, 30, 2), **options)
     others = HeldOut.of([document(start, 9) for start in (3, 9, 15)], training.batches)
@@ -220,7 +220,7 @@ def watched_straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Dr
     return out, watched(out, evaluate=evaluate, evaluate_every=2).run(initial()), by_step
 
 
-def test_the_step_of_the_lowest_held_out_loss_is_kept(
+def test_the_step_that_is_best_on_held_out_documents_is_kept(
     watched_straight: tuple[Path, DrafterParams, dict[int, DrafterParams]],
 ) -> None:
     """It is the result, it is what the last evaluation measures, and its checkpoint stays."""
@@ -273,7 +273,9 @@ def test_without_the_checkpoint_of_the_best_step_it_does_not_continue(
     losses = held_out_losses(out)
     best = min(losses, key=lambda step: losses[step])
     shutil.rmtree(out / CHECKPOINTS / str(best))
-    with pytest.raises(InputError, match=f"by log.jsonl step {best} has the lowest held-out loss, and .* is missing"):
+    with pytest.raises(
+        InputError, match=f"by log.jsonl step {best} is the best on held-out documents, and .* is missing"
+    ):
         watched(out).run(initial())
 
 
