@@ -838,8 +838,8 @@ def test_documents_are_held_out_and_the_best_step_is_the_drafter(
 
 
 def test_a_curve_may_have_one_point(tmp_path: Path, curves: Callable[..., str]) -> None:
-    step = {"step": 1, "loss": 3.0, "hits_by_depth": [0.5, 0.2]}
-    assert curves([step], tmp_path) == str(tmp_path / "curve.svg")
+    for log in ([logged(1, 0.5)], [logged(1, 0.5), held_out_line(1, 0.4)]):
+        assert curves(log, tmp_path) == str(tmp_path / "curve.svg")
 
 
 def test_every_line_of_a_curve_is_readable_on_a_dark_page(tmp_path: Path, curves: Callable[..., str]) -> None:
