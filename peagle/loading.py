@@ -337,6 +337,8 @@ def with_drafter(
         drafting = dataclasses.replace(drafter_of(params, config), retain_full_kv=pair.retain_full_kv)
         seen = (None if layers is None else layers.outputs, config.windows, drafted)
         print_of_drafter = _digest(fingerprint(drafter_directory), pair.dtype, *seen)
+        if (other := another_target(drafter_directory, target_directory)) is not None:
+            warnings.warn(other, InputWarning, stacklevel=2)
     if layers is not None and layers.doubt is not None:
         warnings.warn(layers.doubt, InputWarning, stacklevel=2)
     aux_layer_ids = () if layers is None else layers.outputs
@@ -528,20 +530,68 @@ def or_demo(name: str | None) -> str:
 def resolve(name: str | Path, part: Literal["target", "drafter"]) -> Path:
     """Return the directory of a name: one of the demo's, itself, or of OWNER/NAME in the local Hugging Face cache.
 
-    Nothing is fetched. Raises InputError without a demo, and for an OWNER/NAME that is neither a path nor in the cache.
+    A drafter may be named by the folder of its training. Nothing is fetched. Raises InputError without a demo, and for
+    an OWNER/NAME that is neither a path nor in the cache.
     """
     if name == DEMO_EAGLE3 and part == "drafter":
         directory = DEMO_DIRECTORY / "drafter_eagle3"
     elif name == DEMO:
         directory = DEMO_DIRECTORY / part
     else:
-        return cached(str(name)) if is_name(name) else Path(name)
+        directory = cached(str(name)) if is_name(name) else Path(name)
+        return drafter_folder(directory) if part == "drafter" else directory
     if not (directory / "config.json").is_file():
         raise InputError(
             f"this installation of peagle comes without the demo {part}; give checkpoint directories with --target and "
             "--drafter, or train the demo with scripts/demo"
         )
     return directory
+
+
+def target_folder(name: str) -> Path | None:
+    """Return the directory of a target's name; None if it is not on this machine."""
+    try:
+        directory = resolve(name, "target")
+    except InputError:
+        return None
+    return directory if directory.is_dir() else None
+
+
+def name_for_others(target: str | None) -> str | None:
+    """Name a target for programs that look from elsewhere: a folder by its whole path, OWNER/NAME as it is.
+
+    None if it is neither.
+    """
+    if target is None or is_name(target):
+        return target
+    directory = target_folder(target)
+    return None if directory is None else str(directory.resolve())
+
+
+def drafter_folder(directory: Path) -> Path:
+    """Return the drafter's folder in a folder of peagle train, with a warning that names it; another folder as it is.
+
+    Raises InputError for a training that has not written its drafter yet.
+    """
+    from drafter.trained import drafter_in
+
+    inner = drafter_in(directory)
+    if inner is None:
+        return directory
+    warnings.warn(f"{directory} is a folder of peagle train: the drafter is {inner}", InputWarning, stacklevel=3)
+    return inner
+
+
+def another_target(drafter_directory: Path, target_directory: Path) -> str | None:
+    """Return a warning about a drafter whose training was for another target, by the record beside it; else None."""
+    from drafter.trained import RECIPE, trained_for
+
+    if trained_for(drafter_directory) in (None, fingerprint(target_directory)):
+        return None
+    return (
+        f"{drafter_directory} was trained for another target than {target_directory}, by {RECIPE} beside it, so fewer "
+        "drafts may be accepted; expected that target, or --init in a training on data of this one"
+    )
 
 
 def drafter_path(target: str | Path, drafter: str | Path | None) -> Path | None:

@@ -14,7 +14,8 @@ its last token, and no prompt is cached.
 with llama.cpp; the source package of llama-cpp-python holds it, too (cmake -S vendor/llama.cpp -B build
 -DLLAMA_CURL=OFF; cmake --build build -t llama-server). A checkpoint without a tokenizer gets a made one.
 
---soak N: for N minutes twice as many clients as slots, 3 of 10 requests left by their clients; nothing else is run.
+--soak N: for N minutes twice as many clients as slots, 3 of 10 requests left by their clients, 1 of 10 wrong, with long
+prompts, grammars and a client that reads nothing; nothing else is run.
 
 Afterwards `--out` (which must not exist yet) holds run.json, raw.jsonl and README.md.
 """
@@ -58,7 +59,7 @@ from scripts.serving.servers import Server
 from scripts.serving.soak import bodies, soak
 from target.load import inspect_target
 
-SOAK_SLOTS, SOAK_PROMPTS, SOAK_OUT = 4, 24, 64
+SOAK_SLOTS, SOAK_PROMPTS, SOAK_OUT, SOAK_LONG = 4, 24, 64, 1500  # the last: tokens of long prompts and answers
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,8 @@ def plan(asked: argparse.Namespace) -> list[Load]:
     alone = set(numbers("--engine-alone", asked.engine_alone))
     clients = numbers("--clients", asked.clients)
     if asked.soak is not None:
-        return [Load(SOAK_SLOTS, SOAK_PROMPTS, asked.round_in, 2 * SOAK_OUT, 1)]
+        short = Load(SOAK_SLOTS, SOAK_PROMPTS, asked.round_in, 2 * SOAK_OUT, 1)
+        return [short, replace(short, requests=SOAK_SLOTS, tokens_in=max(SOAK_LONG, asked.round_in))]
     rounds = [
         Load(count, max(asked.round_requests, count), asked.round_in, asked.round_out, asked.rounds, count in alone)
         for count in clients
@@ -377,13 +379,13 @@ def summary(raw: Sequence[Json], load: Load, arm: str) -> Json:
 
 def soaked(asked: argparse.Namespace, models: Models, checkpoint: Path, vocab_size: int) -> Json:
     """Soak a server of the last arm, with a small prefix cache that is soon full."""
-    (load,) = plan(asked)
-    arm = [*models.drafts][-1]
-    given = bodies(prompts(checkpoint, vocab_size, load, asked.seed), SOAK_OUT)
+    loads = plan(asked)
+    load, arm = loads[-1], [*models.drafts][-1]
+    given = bodies([prompt for load in loads for prompt in prompts(checkpoint, vocab_size, load, asked.seed)], SOAK_OUT)
     options = [*models.options(arm, load), "--prefix-cache", "64MB", "--max-queue", str(load.clients)]
     clients = 2 * load.clients + 2  # as many as slots and queue have room for, and two more
-    with servers.ours(*options) as server:
-        found = soak(server, given, clients, asked.soak * 60, asked.seed, load.clients)
+    with servers.ours(*options, "--max-unsent", "500000") as server:
+        found = soak(server, given, clients, asked.soak * 60, asked.seed, load.clients, SOAK_LONG)
     return {"arm": arm, **found}
 
 

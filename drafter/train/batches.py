@@ -103,6 +103,10 @@ class Source:
         size = len(self.rows)
         return self.rows[_order(seed, place // size, size)[place % size]]
 
+    def epochs(self, steps: int) -> float:
+        """Return how often so many steps read all rows."""
+        return steps * self.rows_per_step / len(self.rows)
+
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
@@ -114,6 +118,10 @@ class Batches:
     segments: Segments
     counts: tuple[tuple[int, ...], ...]
     seed: int
+
+    @property
+    def rows_per_step(self) -> int:
+        return sum(source.rows_per_step for source in self.sources)
 
     def at(self, step: int) -> Batch:
         """Make the batch of a step."""

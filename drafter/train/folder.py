@@ -1,29 +1,17 @@
-"""The files of a training's folder. Needs none of the libraries for training."""
+"""The files of a training's folder beside recipe.json (drafter/trained.py). Needs no library for training."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from peagle.ops.errors import InputError
 from peagle.ops.files import write_text_whole
 from peagle.ops.strict_json import dumps
 
-RECIPE, LOG, CHECKPOINTS = "recipe.json", "log.jsonl", "checkpoints"
+LOG, CHECKPOINTS = "log.jsonl", "checkpoints"
+EVALUATION, HELD_OUT = "evaluation", "held_out"  # keys of lines in the log, beside those of steps
 COMMAND = "command"  # in the recipe: the options as they were typed
 SIZES = "sizes.json"  # sizes of a checkpoint's files
-
-
-def read_record(out: Path) -> dict[str, Any] | None:
-    """Read a training's recipe.json; None if there is none. Raises InputError for one that is cut or altered."""
-    path = out / RECIPE
-    if not path.exists():
-        return None
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        return {**record, "recipe": dict(record["recipe"])}
-    except (OSError, ValueError, KeyError, TypeError):
-        raise InputError(f"{path} cannot be read; expected what peagle train writes: take another --out") from None
 
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:
@@ -33,6 +21,26 @@ def read_log(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(text)
         except ValueError:
             continue
+
+
+def best_held_out(log: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the log's line of the step that is best on the held-out documents; None without such a line.
+
+    It has the highest score (drafter/train/held_out.py), of equals the lowest loss, and is the first. Lines of other
+    documents than the newest line's do not count, and neither does that of an earlier stop, which an uninterrupted
+    training would not have.
+    """
+    lines = [line for line in log if HELD_OUT in line]
+    if not lines:
+        return None
+    newest = lines[-1]
+    comparable = [
+        line
+        for line in lines
+        if line[HELD_OUT]["documents"] == newest[HELD_OUT]["documents"]
+        and (line is newest or not line.get("stopped", False))
+    ]
+    return max(comparable, key=lambda line: (line[HELD_OUT]["score"], -line[HELD_OUT]["loss"]))
 
 
 def steps_done(out: Path) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from drafter.train.folder import HELD_OUT
 from peagle.measure.sweep.charts import ON_DARK, svg
 from peagle.workflows.export import CURVE
 
@@ -22,12 +23,17 @@ def draw(log: Sequence[Mapping[str, Any]], out: Path) -> str:
     """
     trained = [line for line in log if "loss" in line]
     evaluated = [line for line in log if "evaluation" in line]
+    held_out = [line for line in log if HELD_OUT in line]
     depths = len(trained[0]["hits_by_depth"]) if trained else 0
     panels = 3 if evaluated else 2
 
     def paint(axes: Any) -> None:
         steps, marker = [line["step"] for line in trained], "o" if len(trained) < FEW_POINTS else ""
         axes[0].plot(steps, [line["loss"] for line in trained], marker=marker, color=light[0])
+        if held_out:
+            losses = [line[HELD_OUT]["loss"] for line in held_out]
+            axes[0].plot([line["step"] for line in held_out], losses, marker="o", color=light[-1])
+            axes[0].legend(["training", "held out"], frameon=False)
         axes[0].set(title="Loss", ylabel="nats per row")
         for depth in range(depths):
             label = "next token" if depth == 0 else f"{depth + 1} ahead"

@@ -21,6 +21,11 @@ def export_command(settings: ExportSettings) -> int:
     lines = [f"drafter      {out} | {settings.dialect} | read back bit for bit"]
     if found.config.aux_layer_ids != found.stored.aux_layer_ids:
         lines.append("aux layers   sorted, together with the weights that read them: vLLM feeds them in layer order")
+    if found.verifier is not None:
+        place = "config.json and README.md" if settings.dialect == "speculators" else "README.md"
+        here = Path(found.verifier).is_absolute()
+        others = "; other machines need a name: --verifier OWNER/NAME" if here else ""
+        lines.append(f"verifier     {found.verifier}, in {place}{others}")
     lines += [f"refused      by {who}: {why}" for who, why in found.refused.items()]
     display.summary(lines)
     return 0

@@ -11,6 +11,7 @@ from drafter.config import DrafterConfig
 from drafter.load import doubtful_map, is_drafter_config, named_aux_layers
 from drafter.load import parse_config as parse_drafter
 from drafter.model import init_caches as init_drafter_caches
+from drafter.trained import recorded_coverage
 from peagle.api import AUTO, DEFAULT_NUM_SPECULATIVE_TOKENS, DEFAULT_WIDTHS
 from peagle.cli.output import show_lines
 from peagle.cli.settings.info import InfoSettings
@@ -22,10 +23,12 @@ from peagle.engine.widths import SPECULATION_FILE, read_widths
 from peagle.loading import (
     DEMO,
     NO_STOP_TOKEN,
+    another_target,
     asked_window,
     aux_layers_in_words,
     default_dtype,
     doubtful_aux_layers,
+    drafter_folder,
     fitting_aux_layers,
     or_demo,
     resolve,
@@ -41,6 +44,7 @@ from peagle.ops.native import available as native_available
 from peagle.ops.row_blocks import BlockedPrefill, RowBlocks
 from peagle.parallel import MeshShape, parse_mesh
 from peagle.text.tokenizer import TOKENIZER_FILE
+from peagle.workflows.export import coverage_in_data
 from peagle.workflows.plan import Device, device_named, pass_s, rank_bytes, rank_cache_bytes
 from target.config import FULL, SLIDING, TargetConfig, default_aux_layer_ids
 from target.load import TargetFiles, inspect_target, weight_bytes
@@ -63,7 +67,7 @@ def info_command(settings: InfoSettings) -> int:
     slots = settings.slots or (1 if shape is None else shape.dp)
     if len(names) > 2:
         raise InputError(f"{len(names)} directories are given; expected a target, a drafter, or both")
-    paths = [(name, resolve(or_demo(name), "target")) for name in names]
+    paths = [(name, drafter_folder(resolve(or_demo(name), "target"))) for name in names]
     if not names:
         paths = [("the demo's target", resolve(DEMO, "target")), ("the demo's drafter", resolve(DEMO, "drafter"))]
     if aux_layer_ids is not None and not any(is_drafter_config(read_json(path, CONFIG)) for _, path in paths):
@@ -94,7 +98,7 @@ def info_command(settings: InfoSettings) -> int:
         layers = fitting_aux_layers(target.config, drafter, target_name, drafter_name, aux_layer_ids)
         read = _list(layers.outputs)
         show_lines([f"They fit: the drafter reads the outputs of the target's layers {read}."])
-        doubts.append(layers.doubt)
+        doubts += [layers.doubt, another_target(dict(paths)[drafter_name], dict(paths)[target_name])]
     elif aux_layer_ids is None:
         doubts += [doubtful_aux_layers(named_aux_layers(each.config), name) for name, each in drafters]
     if settings.role is not None:
@@ -197,13 +201,15 @@ def drafter_rows(
     parameters = sum(int(np.prod(checkpoint.shape(name))) for name in weights)
     c, window = windowed(c, asked_window(path, AUTO), given=False)
     full, rings = _drafter_kv(c)
-    proposes = f"{c.draft_vocab_size:,} of the target's {c.vocab_size:,} tokens"
+    narrow, covered = c.draft_vocab_size < c.vocab_size, recorded_coverage(path)
+    unknown = "; peagle parity measures how many of an answer's they are"
+    proposes = f"{c.draft_vocab_size:,} of the target's {c.vocab_size:,} tokens{coverage_in_data(covered) or unknown}"
     return [
         ("layers", f"{c.num_layers}"),
         ("hidden size", f"{c.hidden_size:,}, reading hidden states of size {c.target_hidden_size:,}"),
         ("attention", f"{c.num_heads} query heads, {c.num_kv_heads} key/value heads, {c.head_dim} wide"),
         ("MLP", f"{c.mlp_width:,} wide"),
-        ("proposes", proposes if c.draft_vocab_size < c.vocab_size else f"all of the target's {c.vocab_size:,} tokens"),
+        ("proposes", proposes if narrow else f"all of the target's {c.vocab_size:,} tokens"),
         ("mask token", f"{c.mask_token_id}" if c.parallel else "none: a pass per draft"),
         ("aux layers", f"{c.num_taps}: {aux_layers_in_words(c.aux_layer_ids, named, aux_layer_ids is not None)}"),
         ("window", window),

@@ -110,6 +110,8 @@ def report_lines(found: Parity, settings: ParitySettings) -> Iterator[str]:
         f"acceptance   {found.seen:.2f} tokens a step at K = {settings.num_speculative_tokens}, {settings.render}; "
         f"expected of this checkpoint {found.expected:.2f}"
     )
+    if found.vocabulary is not None:
+        yield f"vocabulary   of the answers {found.vocabulary.in_words()}"
     if found.other_rendering is not None:
         other = "raw" if settings.render == "chat" else "chat"
         yield f"             the same prompts {other}: {found.other_rendering:.2f}"

@@ -20,6 +20,7 @@ from peagle.loading import (
     WEIGHTLESS,
     asked_window,
     check_fit,
+    drafter_folder,
     drafter_path,
     load,
     or_demo,
@@ -184,7 +185,7 @@ def _widths_file(plan: Plan, path: Path) -> Path:
         raise InputError(
             "--write-widths is for one drafter with one vocabulary and one window; sweep each in a run of its own"
         )
-    return widths_file(path)
+    return widths_file(drafter_folder(path))
 
 
 def _write_widths(folder: Folder, file: Path) -> WidthTable:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,12 @@ from drafter.load import Dialect, sort_aux_layers
 from drafter.params import DrafterParams
 from drafter.train.batches import Batches
 from drafter.train.cod import Cod
-from drafter.train.folder import COMMAND, LOG, read_log, steps_done
-from drafter.train.shards import Document
-from drafter.train.trainer import Recipe, Trainer, TrainingStopped, devices_for
+from drafter.train.folder import COMMAND, EVALUATION, HELD_OUT, LOG, best_held_out, read_log, steps_done
+from drafter.train.held_out import DEFAULT_FRAC, HeldOut
+from drafter.train.recipe import Recipe, Update, chosen_update
+from drafter.train.step import devices_for
+from drafter.train.trainer import Trainer, TrainingStopped
+from drafter.trained import DRAFTER
 from drafter.vocabulary import DraftVocab
 from peagle.cli.curve import draw
 from peagle.cli.display import Display, duration
@@ -28,7 +31,7 @@ from peagle.cli.output import say
 from peagle.cli.settings.shared import parse_layers
 from peagle.cli.settings.train import ShapeOptions, TrainSettings
 from peagle.engine.request import check_num_drafts
-from peagle.loading import AUTO, DEMO, default_dtype, load, or_demo, resolve
+from peagle.loading import AUTO, DEMO, default_dtype, load, name_for_others, or_demo, resolve
 from peagle.measure.metrics import figure_text
 from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint
@@ -37,28 +40,42 @@ from peagle.ops.files import alone
 from peagle.parallel import parse_data_mesh
 from peagle.text.prompt_files import PromptSet, read_prompts, skipped_line
 from peagle.text.prompts import Rendering
+from peagle.workflows.evaluation import Acceptance, answered, known_prompts, taught_alike
 from peagle.workflows.export import with_positions, write_with_card
 from peagle.workflows.training import (
-    MEASURED_STEPS,
-    Acceptance,
+    MEASURED_FRAC,
     Deadline,
     DrafterShape,
+    TrainingData,
     anchors,
     begun_in,
     check_parts,
     check_teachers,
     check_tokens,
     check_window,
+    data_coverage,
     drafter_config,
     even_parts,
+    held_out_every,
     initial_params,
+    kept_of_prompts,
     parse_mix,
     planned_steps,
     record_recipe,
+    seconds_of_held_out,
     seconds_per_step,
     self_contained,
     shares,
-    sources,
+    training_data,
+    with_held_out,
+)
+from peagle.workflows.training_advice import (
+    coverage_in_words,
+    epochs_in_words,
+    parted_curves,
+    recipe_in_words,
+    share,
+    weak_drafter,
 )
 from target.config import TargetConfig
 from target.load import inspect_target, load_target
@@ -73,12 +90,15 @@ class Checked:
     directory: Path
     target: TargetConfig
     out: Path
-    documents: Sequence[Document]
+    data: TrainingData
+    held_out_frac: float
+    keep_prompt: int | None  # tokens of a prompt that the data keeps at most; None: all
     shape: DrafterShape
     config: DrafterConfig
     vocab: DraftVocab | None
     weights: str  # fingerprint of the target's
     recipe: Recipe  # steps: 1 if they follow from --minutes
+    typed: Mapping[str, Any]  # fields of the recipe's update that were given
     batches: Batches
     begun: dict[str, Any] | None  # the record of the training that goes on
     devices: int | None  # that share the rows of a step
@@ -97,7 +117,6 @@ RESUMABLE = (
     "quiet",
 )
 FIRST_STEPS = 10  # each with a line of its own if there is no terminal
-WEAK_ACCEPTANCE = 1.1
 
 
 def train_command(settings: TrainSettings) -> int:
@@ -116,13 +135,17 @@ def _train(settings: TrainSettings) -> int:
     display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
     with display.stage("reading the data"):
         checked = _checked(settings)
-    held_out = _held_out(settings, checked.directory, display)
+    prompts = _prompts(settings, checked.directory, display)
     if layers := checked.config.aux_layer_ids:
         chosen = settings.shape.init or settings.shape.taps or settings.shape.aux_layer_ids
         why = "as given" if chosen else "early, in the middle and late, as EAGLE-3 takes them; --taps names others"
         display.note(f"reads the outputs of the target's layers {', '.join(map(str, layers))}: {why}")
-    trainer, initial = _trainer(checked, settings, held_out, display)
-    begun, out = checked.begun, checked.out
+    trainer, initial = _trainer(checked, settings, prompts, display)
+    begun, out, documents = checked.begun, checked.out, checked.data.documents
+    covered = None
+    if trainer.draft_to_target is not None:
+        covered = data_coverage(documents, trainer.draft_to_target, settings.num_speculative_tokens)
+        display.note(f"proposes {coverage_in_words(documents, trainer.draft_to_target, covered)}")
     record_recipe(
         out,
         begun,
@@ -130,22 +153,29 @@ def _train(settings: TrainSettings) -> int:
         checked.config,
         settings.data,
         settings.rows,
-        checked.documents,
+        documents,
         checked.weights,
-        dataclasses.asdict(settings),
+        checked.held_out_frac,
+        dataclasses.asdict(settings) | ({} if checked.name == DEMO else {"target": name_for_others(checked.name)}),
+        covered,
     )
 
     started = time.monotonic()
-    _say_where_it_begins(display, out, trainer.recipe.steps, None if begun is None else begun["recipe"]["steps"])
+    _say_where_it_begins(display, checked, trainer)
     params = _trained(trainer, initial, settings.minutes, display)
     log = list(read_log(out / LOG))
+    best = best_held_out(log) if trainer.held_out is not None else None
+    done = steps_done(out)
+    kept = f"step {done}" if best is None else f"step {best['step']} of {done}, the best on held-out documents"
     curve = draw(log, out)  # before the card, which shows it
     _write_drafter(checked, params, settings.dialect)
-    lines = [f"drafter      {out / 'drafter'} | {steps_done(out)} steps | {time.monotonic() - started:.0f} s now"]
+    lines = [f"drafter      {out / DRAFTER} | {kept} | {time.monotonic() - started:.0f} s now"]
     lines.append(f"curve        {curve}")
-    if held_out is not None and held_out.skipped:
-        lines.append(f"left out     of --evaluate {skipped_line(held_out.skipped)}")
-    if weak := _weak(log):
+    if covered is not None:
+        lines.append(f"proposes     {covered.in_words()}")
+    if prompts is not None and prompts.skipped:
+        lines.append(f"left out     of --evaluate {skipped_line(prompts.skipped)}")
+    if weak := weak_drafter(log, out, init=settings.shape.init is not None):
         say("warning", weak)
     display.summary(lines)
     return 0
@@ -169,23 +199,6 @@ def _resumed(settings: TrainSettings) -> TrainSettings:
     )
 
 
-def _weak(log: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return what to do about a drafter whose drafts are hardly ever right; None for another."""
-    evaluated = [line["evaluation"]["acceptance_length"] for line in log if "evaluation" in line]
-    hits = [line["hits_by_depth"][0] for line in log if "loss" in line]
-    if evaluated and evaluated[-1] is not None and evaluated[-1] < WEAK_ACCEPTANCE:
-        found = f"the acceptance length is {evaluated[-1]:.2f}"
-    elif not evaluated and hits and hits[-1] < WEAK_ACCEPTANCE - 1:
-        found = f"the first draft is right in {hits[-1]:.0%} of the places"
-    else:
-        return None
-    return (
-        f"{found}, so drafting does not pay yet; train longer (--resume --steps N), begin with a trained drafter "
-        "(--init), or, for a short training, take the rates of the demo's: --optimizer muon --learning-rate 0.008 "
-        "--other-rate 0.003 --warmup 0.02 --decay 0.6"
-    )
-
-
 def _checked(settings: TrainSettings) -> Checked:
     """Read all but weights. Raises InputError for whatever cannot be trained."""
     check_num_drafts(settings.num_speculative_tokens, plain=False)
@@ -197,47 +210,76 @@ def _checked(settings: TrainSettings) -> Checked:
     files = inspect_target(directory)
     parts = shares(settings.data)
     mix = () if settings.mix is None else parse_mix(settings.mix)
-    rows, documents = sources(parts, settings.rows, settings.width, mix)
+    begun = begun_in(out)
+    held_out_frac = _held_out_frac(settings, begun)
+    data = training_data(parts, settings.rows, settings.width, mix, held_out_frac, settings.seed)
     shape = _shape(settings.shape)
-    config, vocab = drafter_config(shape, files.config, files.stop_token_ids, directory, documents)
-    check_tokens(documents, config)
+    config, vocab = drafter_config(shape, files.config, files.stop_token_ids, directory, data.documents)
+    if vocab is not None:
+        data_coverage(data.documents, np.array(vocab.token_ids), settings.num_speculative_tokens)  # there is some
+    check_tokens(data.documents, config, shape)
     weights = fingerprint(directory)
-    check_teachers([folder for folder, _ in parts], config, weights, settings.depth)
+    folders = [folder for folder, _ in parts]
+    check_teachers(folders, config, weights, settings.depth, strict=settings.strict)
     check_window(config, files.config, settings.depth, given=shape.drafter_window != AUTO)
     parts_of_row = even_parts(config, settings.width) if settings.parts is None else settings.parts
-    recipe = _recipe(settings, steps=settings.steps or 1, parts=parts_of_row)
+    steps = settings.steps if settings.steps is not None or begun is None else begun["recipe"]["steps"]
+    if steps is None and settings.minutes is None:
+        raise InputError("a new training needs --steps or --minutes")
+    typed = _typed_update(settings)
+    update = _update(steps or 1, config, settings, begun, typed)
+    recipe = _recipe(settings, steps or 1, update, parts_of_row)
     check_parts(config, recipe)
     if not 1 <= shape.mask_hiddens <= max(1, settings.depth - 1):
         raise InputError(f"--mask-hiddens is {shape.mask_hiddens}; expected 1..{max(1, settings.depth - 1)}")
-    counts = recipe.segments.counts(recipe.cod, *anchors(rows, recipe.segments))
-    batches = Batches(rows, recipe.width, recipe.cod, recipe.segments, counts, recipe.seed)
-    begun = begun_in(out)
-    if settings.steps is None and begun is not None:
-        recipe = dataclasses.replace(recipe, steps=begun["recipe"]["steps"])
-    elif settings.steps is None and settings.minutes is None:
-        raise InputError("a new training needs --steps or --minutes")
+    counts = recipe.segments.counts(recipe.cod, *anchors(data.sources, recipe.segments))
+    batches = Batches(data.sources, recipe.width, recipe.cod, recipe.segments, counts, recipe.seed)
     devices_for(settings.rows, devices)  # check them
-    models = (documents, shape, config, vocab, weights)
-    return Checked(name, directory, files.config, out, *models, recipe, batches, begun, devices)
+    models = (data, held_out_frac, kept_of_prompts(folders), shape, config, vocab, weights)
+    return Checked(name, directory, files.config, out, *models, recipe, typed, batches, begun, devices)
+
+
+def _held_out_frac(settings: TrainSettings, begun: Mapping[str, Any] | None) -> float:
+    """Choose the part of the documents to hold out: as given or as begun; none if --evaluate has other ones."""
+    if settings.held_out is not None:
+        return settings.held_out
+    if begun is not None:
+        frac: float = with_held_out(begun)["data"]["held_out"]
+        return frac
+    return DEFAULT_FRAC if settings.evaluate is None else 0.0
+
+
+def _typed_update(settings: TrainSettings) -> dict[str, Any]:
+    """Return the fields of the recipe's update that were given."""
+    names = {"warmup": "warmup_frac", "decay": "decay_frac"}
+    options = ("optimizer", "learning_rate", "other_rate", "warmup", "decay")
+    values = {names.get(option, option): getattr(settings, option) for option in options}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _trainer(
-    checked: Checked, settings: TrainSettings, held_out: PromptSet | None, display: Display
+    checked: Checked, settings: TrainSettings, prompts: PromptSet | None, display: Display
 ) -> tuple[Trainer, DrafterParams]:
     """Load the target, and return the trainer with what it begins from; its steps are measured if none are given."""
-    name, config = checked.name, checked.config
+    name, config, documents = checked.name, checked.config, checked.data.documents
     with display.stage(f"loading {'the demo target' if name == DEMO else name}") as progress:
         loaded = load_target(checked.directory, dtype=jnp.dtype(default_dtype()), progress=progress)
     initial = initial_params(checked.shape.init, settings.seed, config, loaded, checked.vocab)
     ids = None if initial.draft_to_target is None else np.asarray(initial.draft_to_target)
-    contained = self_contained(checked.documents)
-    teacher = None if contained else Teacher(loaded.params, loaded.config, config.aux_layer_ids or ())
+    teacher = Teacher(loaded.params, loaded.config, config.aux_layer_ids or ())
+    held_out = checked.data.held_out
     deadline, evaluate = Deadline(settings.minutes), None
-    if held_out is not None:
+    if prompts is not None:
         k = settings.num_speculative_tokens
         with display.stage("loading it to evaluate"):
             plain = load(name, None)
-        acceptance = Acceptance(plain, config, held_out, settings.evaluate_prompts, k)
+        acceptance = Acceptance(plain, config, prompts, settings.evaluate_prompts, k)
+        if settings.held_out is None and not checked.held_out_frac:
+            with display.stage("answering the held-out prompts"):
+                held_out = answered(plain, prompts, settings.evaluate_prompts, settings.width)
+            held_out = taught_alike(held_out, documents, teacher, checked.keep_prompt)
+            if told := known_prompts(held_out, documents):
+                say("warning", told)
 
         def evaluate(params: DrafterParams) -> Mapping[str, Any]:
             return acceptance.of(params)
@@ -247,8 +289,10 @@ def _trainer(
         config,
         checked.recipe,
         checked.batches,
-        teacher,
+        None if self_contained(documents) else teacher,
         ids,
+        held_out=HeldOut.of(held_out, checked.batches) if held_out else None,
+        held_out_every=held_out_every(checked.recipe.steps),
         evaluate=evaluate,
         evaluate_every=settings.evaluate_every,
         save_every=settings.save_every,
@@ -259,7 +303,9 @@ def _trainer(
     complete = checked.begun is None or (settings.resume and done == trainer.recipe.steps)
     if settings.minutes is not None and settings.steps is None and complete:
         steps = done + _planned(settings.minutes, trainer, initial, display)
-        trainer = dataclasses.replace(trainer, recipe=dataclasses.replace(checked.recipe, steps=steps))
+        update = _update(steps, config, settings, checked.begun, checked.typed)
+        recipe = dataclasses.replace(checked.recipe, steps=steps, **dataclasses.asdict(update))
+        trainer = dataclasses.replace(trainer, recipe=recipe, held_out_every=held_out_every(steps))
     return trainer, initial
 
 
@@ -278,8 +324,14 @@ def _trained(trainer: Trainer, initial: DrafterParams, minutes: float | None, di
             if step - done <= FIRST_STEPS and not display.live:
                 display.note(f"step {step} of {steps}{'' if left_s is None else f', {duration(left_s)} left'}")
 
+        parted = False
+
         def watch(line: Mapping[str, Any]) -> None:
+            nonlocal parted
             display.note(_shown(line))
+            if HELD_OUT in line and not parted and (told := parted_curves(list(read_log(out / LOG)))):
+                parted = True
+                say("warning", told)
 
         try:
             params = dataclasses.replace(trainer, watch=watch, progress=progress).run(initial)
@@ -297,7 +349,8 @@ def _write_drafter(checked: Checked, params: DrafterParams, dialect: Dialect) ->
     shipped = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), trained)
     shipped = dataclasses.replace(shipped, draft_to_target=params.draft_to_target)
     shipped, config = sort_aux_layers(shipped, with_positions(checked.config, checked.target, checked.out))
-    write_with_card(checked.out / "drafter", shipped, config, dialect, checked.name, checked.target, checked.out)
+    target = name_for_others(checked.name)
+    write_with_card(checked.out / DRAFTER, shipped, config, dialect, target, checked.target, checked.out)
 
 
 def _shape(options: ShapeOptions) -> DrafterShape:
@@ -305,62 +358,79 @@ def _shape(options: ShapeOptions) -> DrafterShape:
     return DrafterShape(**{**vars(options), **layers})
 
 
-def _held_out(settings: TrainSettings, directory: Path, display: Display) -> PromptSet | None:
+def _prompts(settings: TrainSettings, directory: Path, display: Display) -> PromptSet | None:
     if settings.evaluate is None:
-        if settings.strict:
-            raise InputError("--strict is about the rows of --evaluate; give it, too, or leave --strict out")
         return None
-    held_out = read_prompts(Path(settings.evaluate), directory, Rendering(), strict=settings.strict)
-    display.warn(held_out.warnings)
-    return held_out
+    prompts = read_prompts(Path(settings.evaluate), directory, Rendering(), strict=settings.strict)
+    display.warn(prompts.warnings)
+    return prompts
 
 
-def _say_where_it_begins(display: Display, out: Path, steps: int, steps_before: int | None) -> None:
-    """steps_before: of the training that goes on; None for a new one."""
-    done = steps_done(out)
-    if steps_before not in (None, steps):
+def _say_where_it_begins(display: Display, checked: Checked, trainer: Trainer) -> None:
+    """Say what is held out, by which recipe a new training goes, and from which step to which."""
+    done, steps, begun = steps_done(trainer.out), trainer.recipe.steps, checked.begun
+    if trainer.held_out is not None:
+        kept_back, number = len(checked.data.held_out), len(checked.data.documents)
+        which = f"{kept_back} of the {number:,} documents" if kept_back else "the answers to --evaluate"
+        display.note(f"held out: {which}; the step that is best on them is kept (--held-out 0: the last one)")
+    if begun is None:
+        display.note(f"recipe: {recipe_in_words(trainer.recipe, checked.typed, init=checked.shape.init is not None)}")
+    elif begun["recipe"]["steps"] != steps:
         display.note(
-            f"goes on from step {done} with {steps} steps instead of {steps_before}: the learning rate is from here on "
-            f"that of a training of {steps} steps"
+            f"goes on from step {done} with {steps} steps instead of {begun['recipe']['steps']}: the learning rate is "
+            f"from here on that of a training of {steps} steps"
         )
     if done < steps:
-        display.note(f"training steps {done + 1} to {steps}; the first one compiles")
+        epochs = epochs_in_words([source.epochs(steps) for source in trainer.batches.sources])
+        display.note(f"training steps {done + 1} to {steps}, {epochs} in all; the first one compiles")
     else:
-        display.note(f"{out} has all of its steps, {steps}; a larger --steps goes on with more")
+        display.note(f"{trainer.out} has all of its steps, {steps}; a larger --steps goes on with more")
 
 
-def _recipe(settings: TrainSettings, steps: int, parts: int) -> Recipe:
+def _update(
+    steps: int,
+    config: DrafterConfig,
+    settings: TrainSettings,
+    begun: Mapping[str, Any] | None,
+    typed: Mapping[str, Any],
+) -> Update:
+    """Choose the update of a new training; that of one which goes on is as it was begun."""
+    if begun is not None:
+        fields = [field.name for field in dataclasses.fields(Update)]
+        return dataclasses.replace(Update(**{name: begun["recipe"][name] for name in fields}), **typed)
+    return chosen_update(steps, config.hidden_size, from_trained=settings.shape.init is not None, typed=typed)
+
+
+def _recipe(settings: TrainSettings, steps: int, update: Update, parts: int) -> Recipe:
     return Recipe(
         steps=steps,
         width=settings.width,
         cod=Cod(settings.depth, settings.ratio, settings.min_ratio),
         parts=parts,
         loss=settings.loss,
-        optimizer=settings.optimizer,
-        learning_rate=settings.learning_rate,
-        other_rate=settings.learning_rate if settings.other_rate is None else settings.other_rate,
         weight_decay=settings.weight_decay,
-        warmup_frac=settings.warmup,
-        decay_frac=settings.decay,
         clip_norm=settings.clip,
         train_embedding=not settings.freeze_embedding,
         compute_dtype=settings.dtype,
         seed=settings.seed,
+        **dataclasses.asdict(update),
     )
 
 
 def _planned(minutes: float, trainer: Trainer, initial: DrafterParams, display: Display) -> int:
     """Plan as many steps as fit into most of --minutes, by measured ones. Raises InputError if not one does."""
-    display.note(f"compiling, and measuring {MEASURED_STEPS} steps: how many fit into {minutes:g} minutes")
+    display.note(f"compiling, and measuring a step: how many fit into {minutes:g} minutes")
     with display.stage("measuring a step", animated=False) as progress:
-        step_s = seconds_per_step(trainer, initial, lambda done, total: progress(done, total, None))
+        at_most_s = MEASURED_FRAC * 60 * minutes
+        step_s = seconds_per_step(trainer, initial, at_most_s, lambda done, total: progress(done, total, None))
+        held_out_s = seconds_of_held_out(trainer, initial)
     evaluation_s = 0.0
     if trainer.evaluate is not None:
         with display.stage("measuring an evaluation", animated=False):
             began = time.monotonic()
             trainer.evaluate(initial)
             evaluation_s = time.monotonic() - began
-    steps = planned_steps(minutes, step_s, evaluation_s, trainer.evaluate_every)
+    steps = planned_steps(minutes, step_s, evaluation_s, trainer.evaluate_every, held_out_s)
     takes = f"a step takes {step_s:.2g} s" + (f", an evaluation {evaluation_s:.2g} s" if evaluation_s else "")
     if not steps:
         raise InputError(f"--minutes is {minutes:g}, and {takes}; expected time for a step, or --steps")
@@ -370,15 +440,20 @@ def _planned(minutes: float, trainer: Trainer, initial: DrafterParams, display: 
 
 def _shown(line: Mapping[str, Any]) -> str:
     """A line of the log, for a person."""
-    if "evaluation" in line:
-        found = line["evaluation"]
+    if EVALUATION in line:
+        found = line[EVALUATION]
         lengths = [figure_text(found[f"acceptance_length{of}"], ".2f") for of in ("", "_without_loops")]
         return (
             f"step {line['step']}: acceptance length {lengths[0]}, without loops {lengths[1]}, of "
             f"{found['num_outputs']} held-out prompts"
         )
+    if HELD_OUT in line:
+        return f"step {line['step']}: held out: {_figures(line[HELD_OUT])}"
     speed = "" if line["tok_per_s"] is None else f", {line['tok_per_s']:,} tok/s, {duration(line['left_s'])} left"
-    return (
-        f"step {line['step']} of {line['steps']}: loss {line['loss']:.3f}, right by depth "
-        f"{' '.join(format(x, '.2f').lstrip('0') for x in line['hits_by_depth'])}{speed}"
-    )
+    epochs = f", {epochs_in_words(line['epochs'])}"
+    return f"step {line['step']} of {line['steps']}{epochs}: {_figures(line)}{speed}"
+
+
+def _figures(line: Mapping[str, Any]) -> str:
+    """Say the loss and the hits. Example: loss 3.214, right by depth .31 .12."""
+    return f"loss {line['loss']:.3f}, right by depth {' '.join(share(hits) for hits in line['hits_by_depth'])}"

@@ -23,10 +23,11 @@ from drafter.load import (
     sort_aux_layers,
 )
 from drafter.params import DrafterParams
-from drafter.train.folder import COMMAND, LOG, RECIPE, read_log, read_record
-from drafter.vocabulary import FREQUENT_TOKENS
+from drafter.train.folder import COMMAND, LOG, read_log
+from drafter.trained import DRAFTER, RECIPE, read_record, recorded_coverage
+from drafter.vocabulary import FREQUENT_TOKENS, Coverage
 from peagle.engine.widths import SPECULATION_FILE
-from peagle.loading import DEMO, check_fit, resolve, windows_in_words
+from peagle.loading import DEMO, check_fit, name_for_others, target_folder, windows_in_words
 from peagle.measure.metrics import figure_text
 from peagle.ops.errors import InputError
 from peagle.ops.files import encoded
@@ -48,7 +49,9 @@ is exactly its own.
 {training}
 ## Use
 
-    peagle speculate --target {target} --drafter DIR "..."
+In this folder:
+
+    peagle speculate --target {target} --drafter . "..."
 
 {elsewhere}
 """
@@ -59,11 +62,12 @@ ONE_GROUP = "--disable-hybrid-kv-cache-manager"
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """A drafter that was written: its config as it was stored and as it is now, and who cannot load it, and why."""
+    """A drafter that was written: its config before and after, who cannot load it, and why."""
 
     stored: DrafterConfig
     config: DrafterConfig
     refused: Mapping[str, str]
+    verifier: str | None  # the target, as it was written
 
 
 def export(
@@ -78,11 +82,12 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists; expected a new folder, so that nothing is overwritten")
     shared_tensors(source)  # a folder that does not exist is named before what it would need
-    if verifier is None:
-        verifier = _trained_for(source)
+    trained_for = _trained_for(source) if verifier is None else None
+    verifier = name_for_others(trained_for) if verifier is None else name_for_others(verifier) or verifier
     if dialect == "speculators" and verifier is None:
-        raise InputError("--dialect speculators needs --verifier, the target: it does not load a drafter without")
-    target_directory = _directory(verifier)
+        why = f", and {trained_for}, the training's, is not there" if trained_for else ""
+        raise InputError(f"--dialect speculators needs --verifier, the target: it loads no drafter without{why}")
+    target_directory = None if verifier is None else target_folder(verifier)
     target = None
     if target_directory is not None:
         target = inspect_target(target_directory).config
@@ -100,7 +105,7 @@ def export(
     again, config_again = load_drafter(out)
     if config_again != config or not _equal(params, again):
         raise InputError(f"the files in {out} do not read back the same; please report this drafter")
-    return Exported(stored, config, refused)
+    return Exported(stored, config, refused, verifier)
 
 
 def with_positions(config: DrafterConfig, target: TargetConfig | None, name: Path) -> DrafterConfig:
@@ -122,17 +127,6 @@ def _trained_for(source: Path) -> str | None:
     """Return the target that the training whose folder holds the drafter was begun with."""
     record = read_record(source.parent)
     return None if record is None or COMMAND not in record else record[COMMAND]["target"] or DEMO
-
-
-def _directory(verifier: str | None) -> Path | None:
-    """Return the target's folder; None if --verifier names a repository that is not on this machine."""
-    if verifier is None:
-        return None
-    try:
-        directory = resolve(verifier, "target")
-    except InputError:
-        return None
-    return directory if directory.is_dir() else None
 
 
 def _load(
@@ -187,12 +181,18 @@ def card(config: DrafterConfig, dialect: Dialect, verifier: str | None, target: 
         mlp_width=c.mlp_width,
         layer_ids="by default" if c.aux_layer_ids is None else ", ".join(map(str, c.aux_layer_ids)),
         target_hidden=c.target_hidden_size,
-        proposes=f"{'all' if all_tokens else f'{c.draft_vocab_size:,}'} of the target's {c.vocab_size:,} tokens",
+        proposes=f"{'all' if all_tokens else f'{c.draft_vocab_size:,}'} of the target's {c.vocab_size:,} tokens"
+        + coverage_in_data(recorded_coverage(run / DRAFTER)),
         sees="sees all positions" if c.narrowest_window is None else f"sees the last {windows_in_words(c)}",
         slots=f"all drafts in one pass; mask token {c.mask_token_id}" if c.parallel else "one draft a pass",
         training=_training(run),
         elsewhere=_elsewhere(c, dialect, verifier or "TARGET", target),
     )
+
+
+def coverage_in_data(measured: Coverage | None) -> str:
+    """Continue a line about a narrowed vocabulary with what is known of it; nothing if nothing is."""
+    return "" if measured is None else f"; in its training data {measured.in_words()}"
 
 
 def _elsewhere(config: DrafterConfig, dialect: Dialect, name: str, target: TargetConfig | None) -> str:
@@ -209,12 +209,12 @@ def _elsewhere(config: DrafterConfig, dialect: Dialect, name: str, target: Targe
     flag = f" {ONE_GROUP}" if grouped else ""
     if dialect == "vllm":
         kind = "peagle" if config.parallel else "eagle3"
-        served: dict[str, Any] = {"method": "eagle3", "model": "DIR", "num_speculative_tokens": DRAFTS_ELSEWHERE[kind]}
+        served: dict[str, Any] = {"method": "eagle3", "model": ".", "num_speculative_tokens": DRAFTS_ELSEWHERE[kind]}
         if config.parallel:
             served["parallel_drafting"] = True
         lines.append(f"vLLM: `vllm serve {name}{flag} --speculative-config '{dumps(served)}'`")
     else:
-        lines.append(f"vLLM: `vllm serve DIR{flag}`")
+        lines.append(f"vLLM: `vllm serve .{flag}`")
     if grouped:
         lines.append(f'Without `{ONE_GROUP}` vLLM stops with "{IN_GROUPS}".')
     elif target is None and config.num_layers > 1:

@@ -90,7 +90,7 @@ def _padded(rows: np.ndarray, width: int) -> Any:
     return np.pad(rows, missing)[None]
 
 
-def accepted(drafts: np.ndarray, text: Text) -> np.ndarray:
+def accepted(drafts: Sequence[np.ndarray] | np.ndarray, text: Text) -> np.ndarray:
     """Count the leading drafts of each step that equal the text, as far as the text reaches; [S]."""
     found = []
     for place, step in zip(text.places, drafts, strict=True):

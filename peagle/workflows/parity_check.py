@@ -14,6 +14,7 @@ from drafter.config import DrafterConfig
 from drafter.load import MASK_TOKEN_KEYS, STORE_OFFSETS, TOP_AUX_LAYERS, named_aux_layers
 from drafter.params import DrafterParams
 from drafter.propose import Eagle3, PEagle
+from drafter.vocabulary import Coverage, coverage
 from peagle.api import Pair
 from peagle.engine.widths import OFF, SPECULATION_FILE, WINDOW_KEY
 from peagle.measure.sweep.figures import estimate, ratio
@@ -88,6 +89,7 @@ class Parity:
     readings: dict[str, float]  # acceptance length of each
     causes: tuple[Cause, ...]
     allowed_frac: float  # of steps that may differ by rounding
+    vocabulary: Coverage | None  # of the answers, by a narrowed draft vocabulary
 
     @property
     def drafts_fine(self) -> bool:
@@ -167,6 +169,11 @@ def examine(
         steps = [accepted(replay(other.model, text, k).token_ids, text) for text in other.texts]
         found.append(Reading(other.name, np.concatenate(steps), other.cure))
         progress(number + 1, len(tried))
+    vocabulary = None
+    ids = model.params.draft_to_target
+    if ids is not None and len(ids) < model.config.vocab_size:
+        vocabulary = coverage([text.token_ids[text.places[0] + 1 :] for text in asked.texts], np.asarray(ids), k)
+        found.append(with_all_tokens(asked.texts, led, np.asarray(ids), vocabulary))
     likely = causes(given, found)
     other_rendering = None
     if pair.tokenizer is not None and all(each.turns for each in conversations):
@@ -189,7 +196,24 @@ def examine(
         readings={each.name: 1 + float(each.accepted.mean()) for each in found},
         causes=tuple(likely),
         allowed_frac=TURNED_FRAC[pair.dtype],
+        vocabulary=vocabulary,
     )
+
+
+def with_all_tokens(texts: Sequence[Text], drafts: Sequence[np.ndarray], ids: np.ndarray, covered: Coverage) -> Reading:
+    """Count what would be accepted of a drafter if each token that it cannot propose were drafted right."""
+    counts = []
+    for text, steps in zip(texts, drafts, strict=True):
+        best = []
+        for place, step in zip(text.places, steps, strict=True):
+            following = text.token_ids[place + 1 : place + 1 + len(step)]
+            best.append(np.where(np.isin(following, ids), step[: len(following)], following))
+        counts.append(accepted(best, text))
+    name = (
+        f"vocabulary: {1 - covered.frac:.1%} of the answers' tokens are not among its {len(ids):,}; with them, at best"
+    )
+    cure = "train with a larger --draft-vocab, or with a list of the tokens that such answers hold"
+    return Reading(name, np.concatenate(counts), cure)
 
 
 def against_reference(

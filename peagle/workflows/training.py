@@ -1,12 +1,13 @@
 """What a training begins with and is recorded by: data, shape, first parameters, deadline, evaluation."""
 
+import bisect
 import dataclasses
 import json
 import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,18 +18,17 @@ import numpy as np
 from drafter.config import DrafterConfig
 from drafter.load import load_drafter, parse_config, shared_tensors
 from drafter.params import DrafterParams, init_params
-from drafter.propose import drafter_of
 from drafter.train.batches import Source, pack
 from drafter.train.cod import Segments
-from drafter.train.folder import COMMAND, RECIPE, read_record, steps_done
+from drafter.train.folder import COMMAND, steps_done
+from drafter.train.held_out import FILLED_FRAC, keep_back, rows_of_evaluation
+from drafter.train.recipe import Recipe
 from drafter.train.shards import KEPT, NAME, WEIGHTS, Document, read_manifest, read_shards, total_tokens
-from drafter.train.trainer import Recipe, Trainer
-from drafter.vocabulary import DraftVocab, by_frequency, check_count, choose, first_of
-from peagle.api import Pair
-from peagle.engine.engine import Engine
+from drafter.train.trainer import Trainer
+from drafter.trained import COVERAGE, RECIPE, read_record
+from drafter.vocabulary import Coverage, DraftVocab, by_frequency, check_count, choose, coverage, first_of
 from peagle.engine.request import fold_seed
 from peagle.loading import AUTO, asked_window, fitting_aux_layers, read_asked_window, resolve, windowed
-from peagle.measure.metrics import pooled_counters
 from peagle.measure.provenance import provenance
 from peagle.ops import interrupt
 from peagle.ops.checkpoint import read_checkpoint
@@ -37,25 +37,23 @@ from peagle.ops.files import holds_files, write_text_whole
 from peagle.ops.records import difference_in_words, flat
 from peagle.ops.rope import RopeConfig
 from peagle.ops.strict_json import dumps
-from peagle.result import decode
-from peagle.text.prompt_files import PromptSet
-from peagle.text.prompts import Rendering
 from peagle.workflows.dataset import chosen_taps
 from target.config import TargetConfig
 from target.load import LoadedTarget
-from target.model import GptOss
 from target.params import TargetParams
 
 ROOM_QUANTILE = 0.75  # of the rows, as many as have no more trained tokens than the program's shapes have room for
 EDGE = 2  # a chain begins up to so many tokens before the first one that it predicts
 SHORT_ROW = 512  # tokens of a row, or a part of one, that need no further cut
 PEAGLE_LAYERS, EAGLE3_LAYERS = 4, 1  # as their authors'
-MEASURED_STEPS = 6  # to find how many fit into --minutes
+MEASURED_STEPS, LEAST_MEASURED = 6, 3  # to find how many fit into --minutes; the first compiles
+MEASURED_FRAC = 0.05  # of the time, if steps are slow
+LEAST_BETWEEN, MEASURED_TIMES = 10, 20  # steps between losses on held-out documents, and how often they are measured
 PLANNED_FRAC = 0.9  # of the time: a machine that is a little slower later still comes to the end of the schedule
-EVALUATION_TOKENS = 256
 OPTIONS = {  # of a record's values that are not called as their options are
     "rows_per_step": "--rows",
     "data.mix": "--mix",
+    "data.held_out": "--held-out",
     "recipe.cod.depth": "--depth",
     "recipe.cod.ratio": "--ratio",
     "recipe.cod.min_ratio": "--min-ratio",
@@ -90,13 +88,28 @@ class DrafterShape:
     draft_vocab: str | None = None
 
 
-def sources(
-    parts: Sequence[tuple[Path, int]], rows: int, width: int, mix: Sequence[tuple[int, int]] = ()
-) -> tuple[tuple[Source, ...], list[Document]]:
-    """Read the folders with their shares of a step's rows, packed to rows of so many tokens; and all their documents.
+@dataclasses.dataclass(frozen=True)
+class TrainingData:
+    """The documents of a training, and the rows that those which are not held out are packed into."""
 
-    mix: shares by the length of a document instead. Raises InputError for shares that do not divide the rows, for a
-    folder without a token to train on, and for rows longer than all the data.
+    sources: tuple[Source, ...]
+    documents: list[Document]  # all
+    held_out: list[Document]
+
+
+def training_data(
+    parts: Sequence[tuple[Path, int]],
+    rows: int,
+    width: int,
+    mix: Sequence[tuple[int, int]] = (),
+    held_out_frac: float = 0.0,
+    seed: int = 0,
+) -> TrainingData:
+    """Read the folders with their shares of a step's rows, packed to rows of so many tokens.
+
+    mix: shares by the length of a document instead. held_out_frac: at most that part of each folder's (or length's)
+    documents is held out, and not more than an evaluation has room for. Raises InputError for shares that do not divide
+    the rows, for a folder without a token to train on, and for rows longer than all the data.
     """
     total = sum(share for _, share in parts)
     if mix and total > len(parts):
@@ -105,9 +118,9 @@ def sources(
         raise InputError(f"--rows is {rows}; expected a multiple of {total}, the sum of the shares of --data")
     folders = [read_shards(path) for path, _ in parts]
     for (path, _), own in zip(parts, folders, strict=True):
-        if not any(each.trained.any() for each in own):
+        if not any(document.trained.any() for document in own):
             raise InputError(f"{path} has no token to train on: all of it is masked")
-    documents = [each for own in folders for each in own]
+    documents = [document for own in folders for document in own]
     num_tokens = total_tokens(documents)[0]
     if width > num_tokens:
         raise InputError(
@@ -115,9 +128,16 @@ def sources(
             "or make more data"
         )
     if mix:
-        return mixed(documents, mix, rows, width), documents
-    counts = [rows * count // total for _, count in parts]
-    return tuple(Source(pack(own, width), count) for own, count in zip(folders, counts, strict=True)), documents
+        groups = mixed(documents, mix, rows, width)
+    else:
+        groups = [(own, rows * share // total) for own, (_, share) in zip(folders, parts, strict=True)]
+    room = FILLED_FRAC * width * rows_of_evaluation(rows) / rows
+    sources, held_out = [], []
+    for own, count in groups:
+        trained, kept_back = keep_back(own, held_out_frac, int(room * count), seed)
+        sources.append(Source(pack(trained, width), count))
+        held_out += kept_back
+    return TrainingData(tuple(sources), documents, held_out)
 
 
 def parse_mix(typed: str) -> tuple[tuple[int, int], ...]:
@@ -134,8 +154,10 @@ def parse_mix(typed: str) -> tuple[tuple[int, int], ...]:
     return found
 
 
-def mixed(documents: Sequence[Document], mix: Sequence[tuple[int, int]], rows: int, width: int) -> tuple[Source, ...]:
-    """Split documents by length, each part with its share of a step's rows.
+def mixed(
+    documents: Sequence[Document], mix: Sequence[tuple[int, int]], rows: int, width: int
+) -> list[tuple[list[Document], int]]:
+    """Split documents by length, each part with its number of a step's rows.
 
     Raises InputError for shares that do not divide the rows, for a length that no document has or no row can hold, and
     for documents that are longer than all of them.
@@ -143,22 +165,22 @@ def mixed(documents: Sequence[Document], mix: Sequence[tuple[int, int]], rows: i
     total = sum(share for _, share in mix)
     if rows < 1 or any(rows * share % total for _, share in mix):
         raise InputError(f"--rows is {rows}; expected a multiple of {total}, the sum of the shares of --mix")
-    longest = max(len(each.token_ids) for each in documents)
+    longest = max(len(document.token_ids) for document in documents)
     if mix[-1][0] > width:
         raise InputError(f"--mix names documents of {mix[-1][0]} tokens; expected at most --width, {width}")
     if longest > mix[-1][0]:
         raise InputError(f"--mix ends at {mix[-1][0]} tokens, and the longest document has {longest}; name that, too")
-    found, least = [], 0
+    groups, least = [], 0
     for most, share in mix:
-        some = [each for each in documents if least < len(each.token_ids) <= most]
-        if not any(each.trained.any() for each in some):
+        group = [document for document in documents if least < len(document.token_ids) <= most]
+        if not any(document.trained.any() for document in group):
             raise InputError(
                 f"--mix names {most}, and no document of {least + 1} to {most} tokens is there to train on: the "
                 f"longest has {longest}"
             )
-        found.append(Source(pack(some, width), rows * share // total))
+        groups.append((group, rows * share // total))
         least = most
-    return tuple(found)
+    return groups
 
 
 def shares(given: Sequence[str]) -> list[tuple[Path, int]]:
@@ -305,38 +327,63 @@ def _draft_vocab(
         return choose(asked, directory, vocab_size, stop_token_ids)
     wanted = int(asked)
     check_count(wanted, vocab_size)
-    said = np.concatenate([each.token_ids[each.trained] for each in documents])
+    said = np.concatenate(list(answers(documents)))
     frequent = by_frequency(np.bincount(said[(said >= 0) & (said < vocab_size)], minlength=vocab_size))
     return DraftVocab(first_of([*stop_token_ids, *frequent], vocab_size, wanted), "frequency in the training data")
 
 
+def answers(documents: Sequence[Document]) -> Iterator[np.ndarray]:
+    """Yield the tokens of each document that the target said."""
+    return (document.token_ids[document.trained] for document in documents)
+
+
+def data_coverage(documents: Sequence[Document], token_ids: np.ndarray, num_drafts: int) -> Coverage:
+    """Measure how much of the answers a draft vocabulary covers. Raises InputError if that is nothing."""
+    measured = coverage(answers(documents), token_ids, num_drafts)
+    if not measured.frac:
+        raise InputError(
+            f"none of the {len(token_ids):,} tokens of the draft vocabulary is in an answer of the data; expected "
+            "tokens that the target says: --draft-vocab N takes the most frequent of the data"
+        )
+    return measured
+
+
 def _free_token(documents: Sequence[Document], vocab_size: int, stop_token_ids: Sequence[int]) -> int:
-    """The highest token id that the data never uses, for mask slots."""
-    used = np.zeros((vocab_size,), bool)
-    used[list(stop_token_ids)] = True
-    for each in documents:
-        used[each.token_ids[each.token_ids < vocab_size]] = True
-    free = np.flatnonzero(~used)
-    return int(free[-1]) if len(free) else vocab_size - 1
+    """The highest token id that the data never uses, for mask slots; the rarest if it uses all."""
+    ids = np.concatenate([document.token_ids for document in documents])
+    uses = np.bincount(ids[(ids >= 0) & (ids < vocab_size)], minlength=vocab_size)
+    uses[list(stop_token_ids)] = np.iinfo(uses.dtype).max
+    return int(vocab_size - 1 - np.argmin(uses[::-1]))
 
 
-def check_tokens(documents: Sequence[Document], config: DrafterConfig) -> None:
-    for each in documents:
-        if len(each.token_ids) and not 0 <= each.token_ids.min() <= each.token_ids.max() < config.vocab_size:
+def check_tokens(documents: Sequence[Document], config: DrafterConfig, shape: DrafterShape) -> None:
+    """Raises InputError for data of another vocabulary or other taps, and for a --mask-token that the data holds.
+
+    Warns of a mask token in the data that was not named: of --init, or because there is no free one.
+    """
+    uses = 0
+    for document in documents:
+        ids = document.token_ids
+        if len(ids) and not 0 <= ids.min() <= ids.max() < config.vocab_size:
             raise InputError(
-                f"the data holds token id {each.token_ids.max()}, the target's vocabulary has {config.vocab_size}; "
+                f"the data holds token id {ids.max()}, the target's vocabulary has {config.vocab_size}; "
                 "expected data of this target"
             )
-        if config.parallel and np.any(each.token_ids == config.mask_token_id):
-            raise InputError(
-                f"the mask token {config.mask_token_id} is in use: the data holds it; give another with --mask-token"
-            )
-        taps = each.teacher.get("aux_hidden")
+        uses += int(np.sum(ids == config.mask_token_id)) if config.parallel else 0
+        taps = document.teacher.get("aux_hidden")
         if taps is not None and taps.shape[1] != config.aux_width:
             raise InputError(
                 f"the data's taps are {taps.shape[1]} wide, the drafter reads {config.aux_width}; expected the taps "
                 "that peagle data was given"
             )
+    if not uses:
+        return
+    total = total_tokens(documents)[0]
+    line = f"the mask token {config.mask_token_id} is in use: {uses:,} of the data's {total:,} tokens"
+    if shape.mask_token is not None and shape.init is None:
+        raise InputError(f"{line}; expected one that the data lacks: name another, or leave out --mask-token")
+    why = "--init was trained with it" if shape.init is not None else "it is the rarest token, and none is free"
+    warnings.warn(f"{line}, and there the drafter takes it for a mask; {why}", InputWarning, stacklevel=2)
 
 
 def _check_shape_of_init(shape: DrafterShape, config: DrafterConfig) -> None:
@@ -357,9 +404,18 @@ def _check_shape_of_init(shape: DrafterShape, config: DrafterConfig) -> None:
             raise InputError(f"{option} asks for {wanted}, but --init {shape.init} has {has}; leave out one of them")
 
 
-def check_teachers(folders: Sequence[Path], config: DrafterConfig, weights: str, depth: int) -> None:
+def kept_of_prompts(folders: Sequence[Path]) -> int | None:
+    """Return how many tokens of a prompt the data keeps at most; None: all."""
+    kept = [read_manifest(folder).get(KEPT) for folder in folders]
+    return min((number for number in kept if number is not None), default=None)
+
+
+def check_teachers(folders: Sequence[Path], config: DrafterConfig, weights: str, depth: int, *, strict: bool) -> None:
     """Raises InputError where hidden states or logits that the data holds are not those that this target would give
-    this drafter, or where the data lacks some that its windows reach."""
+    this drafter, or where the data lacks some that its windows reach; if strict, for text of another target, too.
+
+    Warns of such text otherwise.
+    """
     for folder in folders:
         manifest = read_manifest(folder)
         taps = manifest.get("taps")
@@ -378,10 +434,19 @@ def check_teachers(folders: Sequence[Path], config: DrafterConfig, weights: str,
                 f"{folder} holds the last {kept} tokens of a prompt, the drafter reads {needs}; give a smaller "
                 "--drafter-window, or make the data with a larger --keep-prompt"
             )
-        if (taps or manifest.get("top")) and manifest.get(WEIGHTS, weights) != weights:
+        if manifest.get(WEIGHTS, weights) == weights:
+            continue
+        if taps or manifest.get("top"):
             raise InputError(
                 f"{folder} holds what another target computed ({manifest.get(NAME)}); expected data of --target"
             )
+        line = (
+            f"{folder} holds what another target wrote ({manifest.get(NAME)}), and a drafter learns best from the "
+            "answers of its own; expected data of --target: peagle data makes them"
+        )
+        if strict:
+            raise InputError(line)
+        warnings.warn(line, InputWarning, stacklevel=2)
 
 
 def initial_params(
@@ -445,11 +510,14 @@ def record_recipe(
     rows: int,
     documents: Sequence[Document],
     weights: str,
+    held_out_frac: float,
     command: Mapping[str, Any],
+    covered: Coverage | None,
 ) -> None:
     """Write recipe.json, or check that it is the same. More steps are recorded, with the step they were `continued` at.
 
-    command: the options as they were typed, for --resume. Raises InputError that names every difference.
+    command: the options as they were typed, for --resume. covered: by a narrowed vocabulary, of the data. Raises
+    InputError that names every difference.
     """
     folders = [folder for folder, _ in shares(data)]
     record = {
@@ -458,18 +526,19 @@ def record_recipe(
         "drafter": dataclasses.asdict(config),
         "target": {WEIGHTS: weights},
         "data": {"given": list(data), "manifests": [read_manifest(folder) for folder in folders], "mix": command["mix"]}
-        | {"documents": len(documents), "tokens": sum(len(each.token_ids) for each in documents)},
+        | {"documents": len(documents), "tokens": total_tokens(documents)[0], "held_out": held_out_frac},
         "rows_per_step": rows,
     }
     record = json.loads(dumps(record))
     if begun is None:
         out.mkdir(parents=True, exist_ok=True)
-        _write_record(out, {**record, COMMAND: dict(command), "provenance": provenance()})
+        known = {} if covered is None else {COVERAGE: dataclasses.asdict(covered)}
+        _write_record(out, {**record, COMMAND: dict(command), **known, "provenance": provenance()})
         return
     stated = flat(record).keys()  # not what a later version adds
     then, now = (
         {key: value for key, value in flat(each).items() if key in stated and key not in (GIVEN, LENGTH)}
-        for each in (begun, record)
+        for each in (with_held_out(begun), record)
     )
     if difference := difference_in_words(then, now, _option):
         raise InputError(f"{out} was begun with {difference}; expected the same: take another --out")
@@ -479,6 +548,11 @@ def record_recipe(
     if recipe.steps > steps:
         continued = [*begun.get("continued", ()), {"at": steps_done(out), "steps_before": steps}]
         _write_record(out, {**begun, "recipe": record["recipe"], "continued": continued})
+
+
+def with_held_out(begun: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a training's record with the part of its documents that is held out: none in one of an older version."""
+    return {**begun, "data": {"held_out": 0.0, **begun["data"]}}
 
 
 def _option(key: str) -> str:
@@ -510,65 +584,56 @@ class Deadline:
         return now >= self._end
 
 
-def planned_steps(minutes: float, step_s: float, evaluation_s: float, evaluate_every: int) -> int:
+def held_out_every(steps: int) -> int:
+    """Return how many steps lie between two losses on held-out documents."""
+    return max(LEAST_BETWEEN, -(-steps // MEASURED_TIMES))
+
+
+def planned_steps(
+    minutes: float, step_s: float, evaluation_s: float, evaluate_every: int, held_out_s: float = 0.0
+) -> int:
     """Return how many steps fit into most of so many minutes, with an evaluation at the end and after each so many.
 
-    evaluation_s: 0 without evaluations. evaluate_every: 0 for one at the end alone.
+    evaluation_s, held_out_s: of an evaluation, and of a loss on held-out documents; 0 without. evaluate_every: 0 for
+    one at the end alone.
     """
-    of_each = step_s + (evaluation_s / evaluate_every if evaluate_every else 0.0)
-    return max(0, int((PLANNED_FRAC * 60 * minutes - evaluation_s) / of_each))
+
+    def seconds(steps: int) -> float:
+        evaluations = -(-steps // evaluate_every) if evaluate_every else 1
+        measured = min(MEASURED_TIMES, -(-steps // LEAST_BETWEEN))
+        return steps * step_s + evaluations * evaluation_s + measured * held_out_s
+
+    budget = PLANNED_FRAC * 60 * minutes
+    return bisect.bisect_right(range(1, 1 + int(budget / step_s)), budget, key=seconds)
 
 
-def seconds_per_step(trainer: Trainer, initial: DrafterParams, measured: Callable[[int, int], object]) -> float:
+def seconds_per_step(
+    trainer: Trainer, initial: DrafterParams, at_most_s: float, measured: Callable[[int, int], object]
+) -> float:
     """Measure the median time of a step on throw-away parameters, without compilation.
 
-    measured(number of runs done, of all) is called before the first and after each.
+    Slow steps are measured for about at_most_s. measured(number of runs done, of all) is called before the first and
+    after each.
     """
     step, state = trainer.compiled(), trainer.begin(initial)
     times: list[float] = []
-    for number in range(MEASURED_STEPS):
-        measured(number, MEASURED_STEPS)
+    while len(times) < MEASURED_STEPS and (len(times) < LEAST_MEASURED or sum(times[1:]) < at_most_s):
+        measured(len(times), MEASURED_STEPS)
         interrupt.check()
         started = time.perf_counter()
-        state, record = step(state, trainer.batches.at(number))
+        state, record = step(state, trainer.batches.at(len(times)))
         jax.block_until_ready(record)
         times.append(time.perf_counter() - started)
-    return statistics.median(times[2:])
+    return statistics.median(times[min(2, len(times) - 1) :])
 
 
-class Acceptance:
-    """What the real engine accepts of a drafter's drafts on held-out prompts, greedy."""
-
-    def __init__(
-        self, pair: Pair, config: DrafterConfig, prompts: PromptSet, num_prompts: int, num_drafts: int
-    ) -> None:
-        conversations = prompts.conversations[:num_prompts]
-        assert isinstance(pair.plain_target, GptOss)
-        self._target = dataclasses.replace(pair.plain_target, aux_layer_ids=config.aux_layer_ids or ())
-        self._pair, self._config = pair, config
-        self._num_left_out = len(prompts.skipped)
-        self._requests = [
-            pair.request(each, [], Rendering(), max_new_tokens=EVALUATION_TOKENS, index=index)
-            for index, each in enumerate(conversations)
-        ]
-        self._shape = pair.engine_config(num_drafts, capacity=pair.capacity(self._requests))
-
-    def of(self, params: DrafterParams) -> dict[str, Any]:
-        """Figures of the drafter."""
-        interrupt.check()
-        drafter = drafter_of(params, self._config)
-        engine = Engine(self._target, drafter, self._shape, self._pair.stop_token_ids)
-        engine.warm_up()
-        results = [result for request in self._requests for result in decode(engine, [request], None)]
-        quiet = [result for result in results if not result.loops]
-        whole, calm = pooled_counters(results), pooled_counters(quiet)
-        assert whole is not None
-        return {
-            "num_speculative_tokens": self._shape.num_speculative_tokens,
-            "num_outputs": len(results),
-            "num_left_out": self._num_left_out,
-            "num_outputs_without_loops": len(quiet),
-            "acceptance_length": whole.acceptance_length,
-            "acceptance_length_without_loops": None if calm is None else calm.acceptance_length,
-            "acceptance_rate_per_position": list(whole.acceptance_rate_per_position),
-        }
+def seconds_of_held_out(trainer: Trainer, initial: DrafterParams) -> float:
+    """Measure the time of a loss on the held-out documents, without compilation; 0 without such documents."""
+    if trainer.held_out is None:
+        return 0.0
+    state = trainer.begin(initial)
+    trainer.held_out_figures(state)
+    interrupt.check()
+    started = time.perf_counter()
+    trainer.held_out_figures(state)
+    return time.perf_counter() - started

@@ -38,7 +38,7 @@ DEMO = Path(__file__).parents[2] / "peagle" / "demo"
 # Rows of a step and the rule of its update: rates that suit so small a model.
 RECIPE = (
     "--rows", "8", "--width", "512", "--loss", "half", "--optimizer", "muon", "--weight-decay", "0.02",
-    "--warmup", "0.02",
+    "--warmup", "0.02", "--held-out", "0",
 )  # fmt: skip
 BEGUN = (
     "--layers", "2", "--depth", "6", "--ratio", "0.75",

@@ -51,7 +51,7 @@ KEEP_PROMPT = 520  # what two layers with a window of 256 reach, and the drafts 
 CONTEXT = ("-n", "288", "--context", "4608", "--slots", "32", "--shard-prompts", "200")
 LEARNING = (
     "--rows", "8", "--width", "832", "--optimizer", "muon", "--weight-decay", "0.02", "--warmup", "0.02",
-    "--depth", "8", "--ratio", "0.7", "--decay", "0.8",
+    "--depth", "8", "--ratio", "0.7", "--decay", "0.8", "--held-out", "0",
 )  # fmt: skip
 RATES = ("--learning-rate", "0.004", "--other-rate", "0.0015")
 LOSS = ("--loss", "half")

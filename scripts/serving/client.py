@@ -6,13 +6,15 @@ What a round of requests gives: when each request was sent and when its tokens a
 import contextlib
 import http.client
 import json
+import socket
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
+from prometheus_client.core import Sample
 from prometheus_client.parser import text_string_to_metric_families
 
 from peagle.ops.errors import InputError
@@ -107,6 +109,24 @@ def leave_unread(url: str, body: Json, seconds: float) -> None:
         time.sleep(seconds)
 
 
+def stall(url: str, body: Json, seconds: float) -> None:
+    """Ask for a stream, and read nothing but the beginning of its reply for so long. Raises RefusedError."""
+    with sent(url, body) as connection:
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # else the system reads megabytes
+        reply_of(connection)
+        time.sleep(seconds)
+
+
+def status_of(url: str, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> int:
+    """Send a request, whatever it is; return the status of its reply."""
+    parts = urllib.parse.urlsplit(url)
+    with contextlib.closing(http.client.HTTPConnection(parts.netloc, timeout=PATIENCE_S)) as connection:
+        connection.request(method, parts.path + path, body, {"Content-Type": "application/json", **headers})
+        reply = connection.getresponse()
+        reply.read()
+        return reply.status
+
+
 def _message(body: bytes) -> str:
     try:
         return str(json.loads(body)["error"]["message"])
@@ -177,6 +197,12 @@ def figures(replies: Sequence[Reply]) -> Json:
     }
 
 
+def samples_of(server: Server) -> list[Sample]:
+    """Read /metrics."""
+    families = text_string_to_metric_families(server.get("/metrics").decode())
+    return [sample for family in families for sample in family.samples]
+
+
 @dataclass(frozen=True)
 class Counted:
     """What a server of ours has counted since it was started. itl: how many were at most so many seconds."""
@@ -191,11 +217,7 @@ class Counted:
     @classmethod
     def by(cls, server: Server) -> "Counted":
         """Read /metrics."""
-        samples = [
-            each
-            for family in text_string_to_metric_families(server.get("/metrics").decode())
-            for each in family.samples
-        ]
+        samples = samples_of(server)
 
         def total(name: str) -> float:
             return sum(each.value for each in samples if each.name == name)

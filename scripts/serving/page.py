@@ -118,16 +118,22 @@ def soak_blocks(found: Json) -> list[Block]:
     lines = [
         ("answers read to their ends", str(found["answered"])),
         ("requests that their clients left", str(found["left"])),
+        ("streams of which their client read nothing", str(found["unread"])),
+        ("of these, ended by the server", f"{found['cut_streams']:g}"),
+        ("wrong requests, refused with the right status", str(found["bad"])),
         ("refused with status 429, since the queue was full", str(found["refused"])),
         ("other failures", str(found["failed"])),
         ("wrong answers", str(found["wrong"])),
+        ("replies with a status of 500 or more", f"{found['server_errors']:g}"),
         ("leaked slots", str(found["leaked_slots"])),
+        ("bytes that wait for clients, at the end", f"{found['unsent_bytes']:g}"),
         ("growth of memory", "-" if grown is None else f"{100 * grown:.1f} %"),
     ]
     text = (
         f"{found['clients']} clients for {found['seconds'] / 60:g} min on {found['slots']} slots, {found['arm']}: "
-        "greedy, seeded, with penalties, log-probabilities, stop strings and K of their own, streamed and whole; 3 of "
-        "10 leave at a random moment. Every answer is compared with the one that its request got alone; one that was "
-        "left, up to there. Memory: the last tenth of the time over its second tenth."
+        "greedy, seeded, with penalties, log-probabilities, stop strings, grammars, long prompts and K of their own, "
+        "streamed and whole; 3 of 10 leave at a random moment. Every answer is compared with the one that its request "
+        "got alone; one that was left, up to there. 1 of 10 requests must be refused; one more client reads nothing of "
+        "its streams. Memory: the last tenth of the time over its second tenth."
     )
     return [text, Table(("", ""), lines)]

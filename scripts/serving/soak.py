@@ -1,7 +1,8 @@
-"""A soak: for some minutes more clients than a server has room for, many of which leave. Every answer is checked.
+"""A soak: for some minutes more clients than a server has room for. Every answer is checked.
 
-What must hold: an answer equals the one that the same request gets alone, up to where its client left; afterwards no
-slot is held, all of them answer, and memory has not grown.
+Many clients leave, some send what must be refused, and one reads nothing of its streams. What must hold: an answer
+equals the one that the same request gets alone, up to where its client left; what is wrong is refused, with the status
+that says so; afterwards no slot is held, nothing waits to be sent, all slots answer, and memory has not grown.
 """
 
 import http.client
@@ -9,18 +10,39 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from peagle.ops.errors import InputError
 from scripts.runs import Json
-from scripts.serving.client import RefusedError, leave_unread, stream, whole
+from scripts.serving.client import RefusedError, leave_unread, samples_of, stall, status_of, stream, whole
 from scripts.serving.servers import Server
 
-LEAVING = 0.3  # share of the requests
+LEAVING, BAD = 0.3, 0.1  # shares of the requests
+UNREAD_S = 10.0  # before a client that reads nothing leaves
 FREE_S = 30.0  # for the slots of those that left last
+SCHEMA = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}, "required": ["a"]}
 LONGEST_WAIT_S = 0.25  # after status 429, and before a client that waits for a whole answer leaves
 SAMPLES = 100  # of memory
+UNREAD = {"logprobs": 20, "ignore_eos": True, "stream": True}  # many bytes a token
+# what must be refused: status, method, path, body, headers
+REFUSED: tuple[tuple[int, str, str, bytes, dict[str, str]], ...] = (
+    (400, "POST", "/v1/completions", b"{", {}),
+    (400, "POST", "/v1/completions", b'{"prompt": "a", "temperature": -1}', {}),
+    (400, "POST", "/v1/completions", b'{"prompt": "a", "response_format": {"type": "json_schema"}}', {}),
+    (400, "POST", "/v1/completions", b'{"prompt": "' + b"x y " * 500_000 + b'"}', {}),
+    (400, "POST", "/v1/chat/completions", b'{"messages": []}', {}),
+    (400, "POST", "/v1/chat/completions", b'{"messages": [{"role": "user", "content": "a"}], "unheard_of": 1}', {}),
+    (400, "POST", "/v1/responses", b'{"input": "a", "seed": 1e40}', {}),
+    (400, "POST", "/tokenize", b"{}", {}),
+    (404, "POST", "/v1/completions", b'{"prompt": "a", "model": "another"}', {}),
+    (404, "GET", "/v1/nothing", b"", {}),
+    (405, "GET", "/v1/completions", b"", {}),
+    (403, "GET", "/v1/models", b"", {"Host": "evil.example"}),
+    (403, "GET", "/v1/models", b"", {"Origin": "http://evil.example"}),
+    (413, "POST", "/v1/completions", b" " * 4_000_001, {}),
+    (415, "POST", "/v1/completions", b"{}", {"Content-Encoding": "gzip"}),
+)
 
 
 @dataclass
@@ -29,6 +51,8 @@ class Found:
 
     answered: int = 0
     left: int = 0
+    bad: int = 0  # requests that were refused, as they must be
+    unread: int = 0  # streams of which nothing was read
     refused: int = 0  # because the queue was full
     wrong: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -39,9 +63,13 @@ class Found:
         with self.lock:
             setattr(self, name, getattr(self, name) + count)
 
+    def fail(self, error: Exception) -> None:
+        with self.lock:
+            self.failed.append(str(error) or type(error).__name__)
+
 
 def bodies(prompts: Sequence[Sequence[int]], tokens_out: int) -> list[Json]:
-    """Make requests that differ: greedy or seeded, penalties, log-probabilities, stop strings, K of their own."""
+    """Make requests that differ: greedy or seeded, with penalties, log-probabilities, stop strings, grammars, own K."""
     kinds: tuple[Json, ...] = (
         {"temperature": 0},
         {"temperature": 1.0, "seed": 1},
@@ -49,6 +77,8 @@ def bodies(prompts: Sequence[Sequence[int]], tokens_out: int) -> list[Json]:
         {"temperature": 0.8, "top_p": 0.9, "seed": 2, "logprobs": 2},
         {"temperature": 0, "speculative": {"num_speculative_tokens": 0}},
         {"temperature": 0, "stop": ["\n\n"]},
+        {"temperature": 0, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+        {"temperature": 1.0, "seed": 3, "guided_regex": "[a-f ]{9,99}"},
     )
     return [
         {"prompt": list(prompt), "max_tokens": tokens_out // 2 + 7 * place % tokens_out, **kinds[place % len(kinds)]}
@@ -56,8 +86,13 @@ def bodies(prompts: Sequence[Sequence[int]], tokens_out: int) -> list[Json]:
     ]
 
 
-def soak(server: Server, asked: Sequence[Json], clients: int, seconds: float, seed: int, slots: int) -> Json:
-    """Run it; return its figures. Raises InputError if the server does not answer a request alone."""
+def soak(
+    server: Server, asked: Sequence[Json], clients: int, seconds: float, seed: int, slots: int, longest: int
+) -> Json:
+    """Run it; return its figures. Raises InputError if the server does not answer a request alone.
+
+    longest: tokens of an answer of which nothing is read.
+    """
     try:
         expected = [whole(server.url, body) for body in asked]
     except (RefusedError, OSError, http.client.HTTPException) as error:
@@ -65,6 +100,7 @@ def soak(server: Server, asked: Sequence[Json], clients: int, seconds: float, se
     found, end = Found(), time.monotonic() + seconds
     randoms = [random.Random(f"{seed} {place}") for place in range(clients)]
     threads = [threading.Thread(target=_client, args=(server.url, asked, expected, rng, end, found)) for rng in randoms]
+    threads.append(threading.Thread(target=_reads_nothing, args=(server.url, asked[0], longest, end, found)))
     for thread in threads:
         thread.start()
     _watch_memory(server, end, seconds, found)
@@ -75,7 +111,8 @@ def soak(server: Server, asked: Sequence[Json], clients: int, seconds: float, se
     wrong = len(found.wrong) + sum(text != known for text, known in zip(after, expected, strict=False))
     return {
         "clients": clients, "slots": slots, "seconds": seconds, "answered": found.answered, "left": found.left,
-        "refused": found.refused, "wrong": wrong, "failed": len(found.failed), "leaked_slots": leaked,
+        "bad": found.bad, "unread": found.unread, "refused": found.refused, "wrong": wrong,
+        "failed": len(found.failed), "leaked_slots": leaked, **_counted(server),
         "first_wrong": (found.failed + found.wrong)[:3], "memory_growth_frac": growth(found.memory_bytes),
         "memory_bytes": found.memory_bytes[-1] if found.memory_bytes else None,
     }  # fmt: skip
@@ -93,6 +130,9 @@ def _client(
 ) -> None:
     """Ask until the end, each time for another answer."""
     while time.monotonic() < end:
+        if rng.random() < BAD:
+            _ask_badly(url, rng, found)
+            continue
         place = rng.randrange(len(asked))
         try:
             text, left = _ask(url, asked[place], rng)
@@ -101,18 +141,45 @@ def _client(
                 found.add("refused")
                 time.sleep(rng.uniform(0, LONGEST_WAIT_S))
             else:
-                with found.lock:
-                    found.failed.append(str(error))
+                found.fail(error)
             continue
         except (OSError, http.client.HTTPException) as error:
-            with found.lock:
-                found.failed.append(str(error) or type(error).__name__)
+            found.fail(error)
             continue
         found.add("left" if left else "answered")
         known = expected[place]
         if text != known and not (left and known.startswith(text)):
             with found.lock:
                 found.wrong.append(f"request {place}: {text[:80]!r}; expected {known[:80]!r}")
+
+
+def _ask_badly(url: str, rng: random.Random, found: Found) -> None:
+    """Send a request that must be refused."""
+    expected, method, path, body, headers = rng.choice(REFUSED)
+    try:
+        status = status_of(url, method, path, body, headers)
+    except (OSError, http.client.HTTPException) as error:
+        found.fail(error)
+        return
+    if status == expected:
+        found.add("bad")
+    else:
+        found.fail(InputError(f"{method} {path} {body[:80]!r}: status {status}; expected {expected}"))
+
+
+def _reads_nothing(url: str, body: Json, longest: int, end: float, found: Found) -> None:
+    """Ask for long streams until the end, and read nothing of them."""
+    while (left := end - time.monotonic()) > 0:
+        try:
+            stall(url, {**body, **UNREAD, "max_tokens": longest}, min(UNREAD_S, left))
+        except RefusedError as error:
+            if error.status != http.client.TOO_MANY_REQUESTS:
+                found.fail(error)
+            time.sleep(LONGEST_WAIT_S)
+        except (OSError, http.client.HTTPException) as error:
+            found.fail(error)
+        else:
+            found.add("unread")
 
 
 def _ask(url: str, body: Json, rng: random.Random) -> tuple[str, bool]:
@@ -143,6 +210,20 @@ def _held(server: Server) -> int:
             break
         time.sleep(0.05)
     return int(health["requests_running"] + health["requests_waiting"])
+
+
+def _counted(server: Server) -> Json:
+    """Return what the server counts: replies with a status of 500 or more, cut streams, bytes that still wait."""
+    samples = samples_of(server)
+
+    def total(name: str, counts: Callable[[Mapping[str, str]], bool] = lambda _: True) -> float:
+        return sum(sample.value for sample in samples if sample.name == name and counts(sample.labels))
+
+    return {
+        "server_errors": total("http_requests_total", lambda labels: labels["status"] >= "500"),
+        "cut_streams": total("peagle:cut_streams_total"),
+        "unsent_bytes": total("peagle:unsent_bytes"),
+    }
 
 
 def growth(sizes: Sequence[int]) -> float | None:

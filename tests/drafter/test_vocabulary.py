@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from drafter.propose import PEagle
-from drafter.vocabulary import FREQUENT_TOKENS, DraftVocab, choose, narrow, write_frequent_tokens
+from drafter.vocabulary import (
+    FREQUENT_TOKENS,
+    Coverage,
+    DraftVocab,
+    choose,
+    coverage,
+    narrow,
+    write_frequent_tokens,
+)
 from peagle.ops.attention import MASKED
 from peagle.ops.errors import InputError
 from peagle.ops.linear import PackedMatrix
@@ -105,3 +113,21 @@ def test_drafts_come_from_the_narrowed_vocabulary() -> None:
     draft, _ = propose(peagle, prompt_state(peagle, [text], [6], K), stack_fresh([text], [5], [1], K), num_drafts=K)
     assert jnp.unique(draft.token_ids).tolist() == [11]
     np.testing.assert_array_equal(jax.nn.softmax(draft.logits)[0, :, 11], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("texts", "num_drafts", "frac", "limit"),
+    [
+        ([[4, 4, 9, 4]], 3, 0.75, 2.0),  # steps: 4 4 9, and 4
+        ([[4, 5, 4, 5, 4, 5, 4, 5]], 3, 1.0, 4.0),
+        ([[9, 9, 9]], 3, 0.0, 1.0),
+        ([[4, 9], [9, 4]], 1, 0.5, 4 / 3),  # 4 9, then 9, and 4: a step ends with its text
+        ([[4, 5, 4, 5]], 1, 1.0, 2.0),
+    ],
+)
+def test_what_a_draft_vocabulary_covers_bounds_the_acceptance(
+    texts: list[list[int]], num_drafts: int, frac: float, limit: float
+) -> None:
+    measured = coverage([np.array(text) for text in texts], (4, 5), num_drafts)
+    assert measured == Coverage(frac, limit, num_drafts)
+    assert measured.in_words() == f"{frac:.1%} of the tokens, so at most {limit:.2f} a step at K = {num_drafts}"

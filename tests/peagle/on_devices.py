@@ -18,7 +18,7 @@ import pytest
 from drafter.params import DrafterParams
 from drafter.propose import PEagle
 from drafter.train.folder import LOG, read_log, steps_done
-from drafter.train.trainer import devices_for
+from drafter.train.step import devices_for
 from peagle import loading
 from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine, EngineConfig

@@ -38,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, E
     tokenizer = load_tokenizer(directory)
     assert tokenizer is not None
     body = {"messages": [{"role": "user", "content": ""}]}
-    service = says(tokenizer, (body, "ab cd\n\nef " * 60), max_queue=2)
+    service = says(tokenizer, (body, "ab cd\n\nef " * 60), max_queue=2, hosts=())
     with running(service) as found:
         yield Server(found.url), service.loop.engine  # type: ignore[misc]
     service.loop.close()  # type: ignore[attr-defined]
@@ -90,15 +90,18 @@ def test_what_is_refused_or_cut_short_is_one_line(
 
 
 def soaked(server: Server) -> dict[str, Any]:
-    asked = soak.bodies([[40 + place % 9, *range(60, 60 + place)] for place in range(6)], 16)
-    return soak.soak(server, asked, clients=6, seconds=1.0, seed=0, slots=2)
+    asked = soak.bodies([[40 + place % 9, *range(60, 60 + place)] for place in range(8)], 16)
+    return soak.soak(server, asked, clients=6, seconds=1.0, seed=0, slots=2, longest=100)
 
 
 def test_a_soak_of_a_server_that_is_right_finds_nothing(server: tuple[Server, Engine]) -> None:
     found = soaked(server[0])
     assert found["answered"] > 0
     assert found["left"] > 0
-    assert (found["wrong"], found["failed"], found["leaked_slots"]) == (0, 0, 0), found
+    assert found["bad"] > 0
+    assert found["unread"] > 0
+    names = ("wrong", "failed", "leaked_slots", "server_errors", "unsent_bytes")
+    assert [found[name] for name in names] == [0] * 5, found
 
 
 def test_a_soak_finds_wrong_answers_and_leaked_slots(
@@ -188,9 +191,11 @@ def test_the_page_names_every_arm_and_what_is_missing() -> None:
         "refused": 2,
         "wrong": 0,
     }
-    seen |= {"failed": 0, "leaked_slots": 0, "memory_growth_frac": 0.012}
+    seen |= {"failed": 0, "leaked_slots": 0, "memory_growth_frac": 0.012, "bad": 4, "unread": 5, "cut_streams": 3.0}
+    seen |= {"server_errors": 0.0, "unsent_bytes": 0.0}
     text = markdown(page({"config": {"target": "M", "drafter": None}, "provenance": MADE, "soak": seen}))
     assert "| growth of memory | 1.2 % |" in text
+    assert "| of these, ended by the server | 3 |" in text
 
 
 @pytest.mark.parametrize(

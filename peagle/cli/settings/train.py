@@ -14,7 +14,6 @@ from peagle.cli.settings.shared import (
     AuxLayerIds,
     Download,
     OwnFolder,
-    Strict,
     Taps,
     Target,
     quiet_option,
@@ -251,17 +250,24 @@ class TrainSettings:
         ),
     ] = "half"
     optimizer: Annotated[
-        Literal["adamw", "muon"],
+        Literal["adamw", "muon"] | None,
         Option(
             "--optimizer",
             metavar="NAME",
             rich_help_panel=LEARNING,
-            help="adamw; or muon for the layers' matrices, with Adam for the rest.",
+            help="adamw; or muon for the layers' matrices, with Adam for the rest. Default: muon below 3,000 steps; "
+            "adamw from there on and with --init. Rates and schedule follow it.",
         ),
-    ] = "adamw"
+    ] = None
     learning_rate: Annotated[
-        float, Option("--learning-rate", metavar="X", rich_help_panel=LEARNING, help="Peak learning rate.")
-    ] = 1e-4
+        float | None,
+        Option(
+            "--learning-rate",
+            metavar="X",
+            rich_help_panel=LEARNING,
+            help="Peak learning rate; given alone, of adamw. Default: by the optimizer.",
+        ),
+    ] = None
     other_rate: Annotated[
         float | None,
         Option(
@@ -275,23 +281,23 @@ class TrainSettings:
         float, Option("--weight-decay", metavar="X", rich_help_panel=LEARNING, help="Weight decay.")
     ] = 0.0
     warmup: Annotated[
-        float,
+        float | None,
         Option(
             "--warmup",
             metavar="P",
             rich_help_panel=LEARNING,
-            help="Fraction of the steps in which the learning rate rises, at the start.",
+            help="Fraction of the steps in which the learning rate rises, at the start. Default: by the optimizer.",
         ),
-    ] = 0.0025
+    ] = None
     decay: Annotated[
-        float,
+        float | None,
         Option(
             "--decay",
             metavar="P",
             rich_help_panel=LEARNING,
-            help="Fraction of the steps in which it falls, at the end.",
+            help="Fraction of the steps in which it falls, at the end. Default: by the optimizer.",
         ),
-    ] = 1.0
+    ] = None
     clip: Annotated[
         float | None,
         Option(
@@ -343,7 +349,26 @@ class TrainSettings:
             help="Prompts of an evaluation: the first N.",
         ),
     ] = 20
-    strict: Strict = False
+    held_out: Annotated[
+        float | None,
+        Option(
+            "--held-out",
+            min=0,
+            max=0.5,
+            metavar="P",
+            rich_help_panel=DATA,
+            help="Fraction of the documents to hold out; the step that is best on them is kept. 0 keeps the last step. "
+            "Default: 0.1; with --evaluate, its prompts are held out instead.",
+        ),
+    ] = None
+    strict: Annotated[
+        bool,
+        Option(
+            "--strict",
+            rich_help_panel=DATA,
+            help="Refuse data of another target and unusable rows of --evaluate, instead of warning.",
+        ),
+    ] = False
     num_speculative_tokens: Annotated[
         int,
         Option(

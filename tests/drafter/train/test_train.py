@@ -18,7 +18,8 @@ from drafter.train.batches import Batch
 from drafter.train.cod import Cod, Segments, sample_chains
 from drafter.train.forward import forward_chains, rows_of
 from drafter.train.loss import LOSSES, Labels, labels_of_best, labels_of_logits
-from drafter.train.trainer import Recipe, gradients_of
+from drafter.train.recipe import Recipe
+from drafter.train.step import gradients_of
 from peagle.ops.errors import InputError
 from peagle.ops.kv_cache import KVCache
 from peagle.ops.messages import DrafterInput

@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +23,11 @@ from drafter.params import DrafterParams, init_params
 from drafter.train.batches import Batches, Source, pack
 from drafter.train.cod import Cod
 from drafter.train.folder import CHECKPOINTS, LOG, read_log, steps_done
+from drafter.train.held_out import HeldOut
+from drafter.train.recipe import Recipe, rate_schedule
 from drafter.train.shards import Document
-from drafter.train.trainer import Pace, Recipe, Trainer, TrainingStopped, _program, rate_schedule
+from drafter.train.step import step_program
+from drafter.train.trainer import Pace, Trainer, TrainingStopped
 from peagle.ops.errors import InputError
 from peagle.ops.rope import RopeConfig
 
@@ -66,8 +70,10 @@ def document(start: int, size: int) -> Document:
     return Document((start + 2 * np.arange(size)).astype(np.int32) % (VOCAB - 1), np.arange(size) >= 2)
 
 
-def trainer(out: Path, recipe: Recipe = RECIPE, rows: int = 2, **options: Any) -> Trainer:
-    source = Source(pack([document(start, 7 + start % 5) for start in range(30)], recipe.width), rows)
+def trainer(
+    out: Path, recipe: Recipe = RECIPE, rows: int = 2, starts: Iterable[int] = range(30), **options: Any
+) -> Trainer:
+    source = Source(pack([document(start, 7 + start % 5) for start in starts], recipe.width), rows)
     counts = recipe.segments.counts(recipe.cod, recipe.width)
     batches = Batches((source,), recipe.width, recipe.cod, recipe.segments, counts, recipe.seed)
     table = jax.random.normal(jax.random.key(3), (VOCAB, CONFIG.aux_width), jnp.float32)
@@ -156,9 +162,9 @@ def test_the_rate_rises_stays_and_falls(steps: int, warmup: float, decay: float)
 def test_a_longer_training_compiles_nothing(tmp_path: Path) -> None:
     """Steps are measured before their number is known; the program that was measured trains."""
     trainer(tmp_path / "run", dataclasses.replace(RECIPE, steps=2)).run(initial())
-    programs = _program.cache_info().misses
+    programs = step_program.cache_info().misses
     trainer(tmp_path / "run", dataclasses.replace(RECIPE, steps=5)).run(initial())
-    assert _program.cache_info().misses == programs
+    assert step_program.cache_info().misses == programs
 
 
 def test_the_time_left_counts_neither_compiling_nor_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,16 +173,16 @@ def test_the_time_left_counts_neither_compiling_nor_evaluations(monkeypatch: pyt
     pace = Pace()
     now[0] += 100  # compiling
     pace.stepped()
-    assert pace.left_s(10, 0) is None
+    assert pace.left_s(10, {}) is None
     for seconds in (2, 2, 50, 2, 2):  # one was disturbed
         now[0] += seconds
         pace.stepped()
-    assert pace.left_s(10, 3) == 20
+    assert pace.left_s(10, {"evaluation": 3}) == 20
     now[0] += 30
-    pace.evaluated(30.0)
+    pace.paused("evaluation", 30.0)
     now[0] += 2
     pace.stepped()
-    assert pace.left_s(10, 3) == 20 + 3 * 30
+    assert pace.left_s(10, {"evaluation": 3}) == 20 + 3 * 30
 
 
 def test_progress_is_told_after_every_step(tmp_path: Path) -> None:
@@ -187,6 +193,90 @@ def test_progress_is_told_after_every_step(tmp_path: Path) -> None:
 
 class Killed(BaseException):
     """Stands in for a kill: nothing catches it."""
+
+
+def watched(out: Path, **options: Any) -> Trainer:
+    """Train on even tokens, and measure odd ones after every second step: none is right, and the loss soon rises."""
+    recipe = dataclasses.replace(RECIPE, learning_rate=0.005)
+    training = trainer(out, recipe, starts=range(0, 30, 2), **options)
+    others = HeldOut.of([document(start, 9) for start in (3, 9, 15)], training.batches)
+    return dataclasses.replace(training, held_out=others, held_out_every=2)
+
+
+def held_out_losses(out: Path) -> dict[int, float]:
+    return {line["step"]: line["held_out"]["loss"] for line in read_log(out / LOG) if "held_out" in line}
+
+
+@pytest.fixture(scope="module")
+def watched_straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DrafterParams, dict[int, DrafterParams]]:
+    """Train without interruptions: (the folder, the result, the parameters after every second step)."""
+    out = tmp_path_factory.mktemp("watched") / "run"
+    by_step: dict[int, DrafterParams] = {}
+
+    def evaluate(params: DrafterParams) -> dict[str, Any]:
+        by_step[max(held_out_losses(out))] = jax.tree.map(jnp.copy, params)
+        return {}
+
+    return out, watched(out, evaluate=evaluate, evaluate_every=2).run(initial()), by_step
+
+
+def test_the_step_that_is_best_on_held_out_documents_is_kept(
+    watched_straight: tuple[Path, DrafterParams, dict[int, DrafterParams]],
+) -> None:
+    """It is the result, it is what the last evaluation measures, and its checkpoint stays."""
+    out, params, by_step = watched_straight
+    losses = held_out_losses(out)
+    assert list(losses) == [2, 4, 6, 8, 10, 12]
+    best = min(losses, key=lambda step: losses[step])
+    assert best < 12, losses
+    assert same(params, by_step[best])
+    assert not same(params, by_step[10])
+    assert same(params, by_step[12])
+    assert {int(path.name) for path in (out / CHECKPOINTS).iterdir()} >= {best, 12}
+
+
+def test_the_held_out_loss_is_the_loss_of_those_documents(tmp_path: Path) -> None:
+    """With what is trained on held out, it is the loss of the step."""
+    training = trainer(tmp_path / "run")
+    rows = training.batches.sources[0].rows
+    documents = [document for row in rows[:2] for document in row.documents]
+    held_out = HeldOut.of(documents, training.batches)
+    training = dataclasses.replace(training, held_out=held_out)
+    figures = training.held_out_figures(training.begin(initial()))
+    (batch,) = held_out
+    _, record = training.compiled()(training.begin(initial()), batch)
+    assert figures["rows_by_depth"] == record.sums.rows.tolist()
+    assert figures["loss"] == pytest.approx(float(record.sums.loss / record.sums.rows.sum()), rel=1e-5)
+
+
+def test_stopped_anywhere_it_keeps_the_step_that_it_would_have_kept(
+    tmp_path: Path, watched_straight: tuple[Path, DrafterParams, dict[int, DrafterParams]]
+) -> None:
+    """A stop between two measurements is measured, too. It is the best here, but only until training continues."""
+    straight_out, straight_params, _ = watched_straight
+    out = tmp_path / "run"
+    for stop in (3, 4, 7):
+        asked = iter([False] * (stop - steps_done(out)) + [True])
+        stopped = watched(out, should_stop=lambda asked=asked: next(asked)).run(initial())
+        losses = held_out_losses(out)
+        assert min(losses, key=lambda step: losses[step]) == 3
+        assert same(stopped, straight_params) == (stop > 3)
+    assert same(watched(out).run(initial()), straight_params)
+    assert {step: loss for step, loss in held_out_losses(out).items() if step % 2 == 0} == held_out_losses(straight_out)
+
+
+def test_without_the_checkpoint_of_the_best_step_it_does_not_continue(
+    tmp_path: Path, watched_straight: tuple[Path, DrafterParams, dict[int, DrafterParams]]
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(watched_straight[0], out)
+    losses = held_out_losses(out)
+    best = min(losses, key=lambda step: losses[step])
+    shutil.rmtree(out / CHECKPOINTS / str(best))
+    with pytest.raises(
+        InputError, match=f"by log.jsonl step {best} is the best on held-out documents, and .* is missing"
+    ):
+        watched(out).run(initial())
 
 
 @pytest.mark.parametrize("at", [9, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
@@ -240,7 +330,7 @@ def test_a_loss_that_is_not_finite_stops_it_with_the_last_good_step(tmp_path: Pa
     fine = broken.batches
 
     class Breaking:
-        counts, sources = fine.counts, fine.sources
+        counts, sources, rows_per_step = fine.counts, fine.sources, fine.rows_per_step
 
         def at(self, step: int) -> Any:
             batch = fine.at(step)

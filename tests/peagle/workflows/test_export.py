@@ -13,7 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from drafter.config import DrafterConfig
 from drafter.load import load_drafter, parse_config, save_drafter
-from drafter.train.folder import LOG, RECIPE
+from drafter.train.folder import LOG
+from drafter.trained import RECIPE
 from drafter.vocabulary import FREQUENT_TOKENS
 from peagle.cli import main
 from peagle.loading import DEMO_DIRECTORY

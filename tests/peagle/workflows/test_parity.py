@@ -16,15 +16,15 @@ import pytest
 import peagle.loading
 from drafter.load import load_drafter, save_drafter
 from drafter.propose import PEagle, drafter_of
-from drafter.vocabulary import choose, narrow
+from drafter.vocabulary import Coverage, choose, narrow
 from peagle.cli import main
 from peagle.loading import DEMO_DIRECTORY, HELD_OUT
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.messages import DrafterInput, DraftOutput
 from peagle.text.prompt_files import read_prompt_file
 from peagle.workflows.hf_reference import Layers, layer_by_layer
-from peagle.workflows.parity import Reading, Text, causes, compare, replay
-from peagle.workflows.parity_check import Asked, ParityConfig, ask, readings
+from peagle.workflows.parity import Reading, Text, accepted, causes, compare, replay
+from peagle.workflows.parity_check import Asked, ParityConfig, ask, readings, with_all_tokens
 from tests.peagle.conftest import edit_json
 
 K = 3
@@ -122,6 +122,31 @@ def test_a_wrong_vocabulary_map_is_named(capsys: pytest.CaptureFixture[str], tmp
     code, said = parity(capsys, *FEW, "--drafter", tmp_path / "drafter")
     assert code == 1
     assert "LIKELY CAUSE vocabulary map: that of t2d" in said
+
+
+def test_a_vocabulary_that_lacks_what_the_target_says_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Trained for few tokens, a drafter is limited by them, not by how it is read."""
+    params, config = load_drafter(DEMO_DRAFTER)
+    params, config = narrow(params, config, choose("100", DEMO_DRAFTER, config.vocab_size, ()))
+    save_drafter(tmp_path / "drafter", params, config)
+    code, said = parity(capsys, *FEW, "--drafter", tmp_path / "drafter", "--json", tmp_path / "parity.json")
+    covered = json.loads((tmp_path / "parity.json").read_text())["drafter"]["vocabulary"]
+    assert code == 1
+    assert 0.3 < covered["frac"] < 0.9
+    assert f"vocabulary   of the answers {covered['frac']:.1%} of the tokens, so at most" in said
+    assert f"LIKELY CAUSE vocabulary: {1 - covered['frac']:.1%} of the answers' tokens are not among its 100" in said
+    assert "train with a larger --draft-vocab" in said
+
+
+def test_a_drafter_is_held_back_by_the_tokens_that_it_cannot_propose() -> None:
+    """Counted as right until the first draft that is wrong for another reason."""
+    text = Text(np.array([1, 5, 9, 9, 6, 7], np.int32), np.zeros((6, 1)), (1, 3), ((4, 9, 6), (6, 8)), (0, 1))
+    drafts = [np.array([[4, 9, 6], [6, 8, 0]])]
+    reading = with_all_tokens([text], drafts, np.array([4, 6, 7, 8]), Coverage(0.5, 2.0, 3))
+    assert reading.accepted.tolist() == [3, 1]
+    assert accepted(drafts[0], text).tolist() == [0, 1]
 
 
 @pytest.mark.slow  # the same way; that these are tried is tested below

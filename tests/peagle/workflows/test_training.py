@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,19 +20,21 @@ import peagle.workflows.answers
 from drafter.load import load_drafter, save_drafter
 from drafter.propose import Eagle3
 from drafter.train.batches import Batches
-from drafter.train.folder import LOG, RECIPE, read_log
+from drafter.train.folder import LOG, best_held_out, read_log
 from drafter.train.shards import read_shards
+from drafter.trained import RECIPE
 from peagle.api import Pair
 from peagle.cli import main
-from peagle.cli.train import _shown, _weak
+from peagle.cli.train import _shown
 from peagle.engine.request import Request, SamplingParams
 from peagle.engine.widths import WidthTable
-from peagle.ops.errors import InputError
+from peagle.ops.errors import InputError, InputWarning
 from peagle.result import decode
 from peagle.text.prompts import Rendering, from_ids
 from peagle.workflows.answers import Asking, answer
 from peagle.workflows.dataset import lengths_in_words, passes, rows_of_pass
 from peagle.workflows.training import Deadline, given_params, planned_steps
+from peagle.workflows.training_advice import parted_curves, weak_drafter
 from target.load import load_target
 from tests.drafter.cases import random_params
 from tests.peagle.conftest import (
@@ -336,7 +339,7 @@ def test_the_baseline_proposes_in_turn_and_changes_no_token(
 
 
 def test_a_smaller_draft_vocabulary_and_the_other_dialect(
-    directories: Directories, made: Path, tmp_path: Path, run: Run
+    directories: Directories, made: Path, tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What nobody else loads is written and read here, with no promise in the card; positions are the target's."""
     more = ("--draft-vocab", 40, "--dialect", "speculators", "--hidden-size", 24, "--loss", "kl", "--mask-hiddens", 2)
@@ -347,6 +350,15 @@ def test_a_smaller_draft_vocabulary_and_the_other_dialect(
     assert config.max_positions == MAX_POSITIONS
     text = (tmp_path / "run" / "drafter" / "README.md").read_text()
     assert "vLLM cannot load it: it has 2 mask hiddens, expected one." in text
+    covered = json.loads((tmp_path / "run" / RECIPE).read_text())["coverage"]
+    words = f"{covered['frac']:.1%} of the tokens, so at most {covered['acceptance_limit']:.2f} a step at K = 7"
+    assert f"- proposes 40 of the target's 320 tokens; in its training data {words}" in text
+    assert said.startswith(f"proposes     {words}")
+    assert main(["info", str(tmp_path / "run" / "drafter")]) == 0
+    assert f"40 of the target's 320 tokens; in its training data {words}" in capsys.readouterr().out
+    shutil.copytree(tmp_path / "run" / "drafter", tmp_path / "elsewhere")
+    assert main(["info", str(tmp_path / "elsewhere")]) == 0
+    assert "320 tokens; peagle parity measures how many of an answer's they are" in capsys.readouterr().out
     assert "vllm serve" not in text
     assert params.draft_to_target is not None
     listed = set(params.draft_to_target.tolist())
@@ -354,6 +366,24 @@ def test_a_smaller_draft_vocabulary_and_the_other_dialect(
     assert STOP in listed
     assert len(seen & listed) >= min(len(seen), 39)
     assert config.mask_token_id == VOCAB_SIZE - 1, "the highest id that the data never uses"
+
+
+def test_what_a_list_of_tokens_covers_is_said_and_none_is_refused(
+    directories: Directories, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the first step, with how many of the tokens no answer holds."""
+    said = sorted({token for each in read_shards(made) for token in each.token_ids[each.trained].tolist()})
+    absent = sorted(set(range(VOCAB_SIZE)) - set(said))
+    for listed, code, words in (
+        (said + absent[:2], 0, f"proposes {len(said) + 2:,} tokens, 2 of which no answer holds: 100.0% of the tokens"),
+        (absent[:9], 2, "none of the 9 tokens of the draft vocabulary is in an answer of the data"),
+    ):
+        (tmp_path / "listed.json").write_text(json.dumps(listed))
+        arguments = train(directories, made, tmp_path / f"run{code}", "--draft-vocab", tmp_path / "listed.json")
+        assert main([*map(str, arguments)]) == code
+        lines = capsys.readouterr().err
+        assert words in lines
+        assert code == 2 or lines.index(words) < lines.index("training steps 1")
 
 
 @pytest.mark.slow
@@ -392,7 +422,7 @@ def test_a_drafter_to_begin_with_may_share_the_targets_embedding_and_head(
         (("--loss", "hinge"), "--loss is 'hinge'; expected one of"),
         (("--width", 8), "longer than the 8 tokens of a row, the longest"),
         (("--rows", 0), "--rows is 0; expected a multiple of 1"),
-        (("--mask-token", 17), "the mask token 17 is in use"),
+        (("--mask-token", 17), "the mask token 17 is in use: 1 of the data's "),
         (("--mask-token", 400), "mask token 400 lies outside"),
         (("--taps", "0,1,9"), "--taps names the output of layer 9; expected 0..2"),
         (("--taps", "0,1,1"), "--taps is 0,1,1; expected each layer once"),
@@ -501,9 +531,38 @@ def test_hidden_states_and_a_training_are_of_one_target(
     code, said = run(*train(elsewhere, taught, tmp_path / "run"))
     assert code == 2
     assert "holds what another target computed" in said
+    code, said = run(*train(elsewhere, made, tmp_path / "run", "--strict"))
+    assert code == 2
+    assert f"{made} holds what another target wrote ({directories.target}), and a drafter learns best from" in said
+    assert not (tmp_path / "run").exists()
     code, said = run(*train(elsewhere, made, tmp_path / "begun"))
     assert code == 2
     assert "was begun with --target" in said
+
+
+def test_text_of_another_target_is_a_warning_before_the_first_step(
+    directories: Directories, made: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And so is, in every command that loads a pair, a drafter that was trained for another target."""
+    other = tmp_path / "other"
+    shutil.copytree(directories.target, other)
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (other / "model.safetensors").write_bytes(weights)
+    elsewhere, line = dataclasses.replace(directories, target=other), "holds what another target wrote"
+    assert main([*map(str, train(elsewhere, made, tmp_path / "run", "--steps", 1)), "--quiet"]) == 0
+    assert capsys.readouterr().err.count(line) == 1
+    assert main([*map(str, train(directories, made, tmp_path / "same", "--steps", 1))]) == 0
+    assert line not in capsys.readouterr().err
+
+    line = f"{trained / 'drafter'} was trained for another target than {other}, by recipe.json beside it"
+    speculate = ["speculate", "1 + 2", "-n", "4", "-k", "2", "--raw-prompt", "--quiet", "--target", str(other)]
+    for command in (["info", str(other)], [*speculate, "--drafter"]):
+        assert main([*command, str(trained / "drafter")]) == 0
+        captured = capsys.readouterr()
+        assert (captured.out + captured.err).count(line) == 1
+    assert main(["info", str(directories.target), str(trained / "drafter")]) == 0
+    assert "another target" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -610,7 +669,7 @@ def test_minutes_plan_the_steps_of_a_new_training_and_are_a_deadline(
         patch.setattr("peagle.workflows.training.Deadline.over", lambda _: next(over))
         assert main([*given, "--minutes", "3"]) == 0
     said = capsys.readouterr().err
-    assert "measuring 6 steps: how many fit into 3 minutes" in said
+    assert "measuring a step: how many fit into 3 minutes" in said
     assert "a step takes 60 s: 2 steps are planned" in said
     assert f"--minutes 3 are over: 1 of 2 steps are kept in {out}" in said
     assert "1 of 2 steps of 2 rows" in (out / "drafter" / "README.md").read_text()
@@ -620,9 +679,167 @@ def test_minutes_plan_the_steps_of_a_new_training_and_are_a_deadline(
     assert "has all of its steps, 2; a larger --steps goes on with more" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("step_s", "more", "says", "recipe"),
+    [
+        (60.0, (), "muon at rates of 0.008 and 0.003, rising over 2% of the steps", ("muon", 0.008)),
+        (0.05, (), "adamw at a rate of 0.0001, rising over 0.25% of the steps", ("adamw", 1e-4)),
+        (60.0, ("--learning-rate", 0.01), "over the last 100%: as given", ("adamw", 0.01)),
+    ],
+)
+def test_minutes_choose_the_recipe_by_the_steps_that_fit(
+    directories: Directories,
+    made: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    step_s: float,
+    more: tuple[object, ...],
+    says: str,
+    recipe: tuple[str, float],
+) -> None:
+    """Said before the first step. A training that goes on keeps its recipe, however many steps it gets."""
+    monkeypatch.setattr("peagle.cli.train.seconds_per_step", lambda *_: step_s)
+    over = iter([False, True] * 2)
+    monkeypatch.setattr("peagle.workflows.training.Deadline.over", lambda _: next(over))
+    out = tmp_path / "run"
+    given = [str(each) for each in train(directories, made, out, *more)]
+    del given[given.index("--steps") : given.index("--steps") + 2]
+    assert main([*given, "--minutes", "3"]) == 0
+    said = capsys.readouterr().err
+    assert says in said[said.index("recipe: ") : said.index("training steps 1 to")]
+    for arguments in ([], ["train", "--out", str(out), "--resume", "--steps", "9999", "--minutes", "3"]):
+        if arguments:
+            assert main(arguments) == 0
+        record = json.loads((out / RECIPE).read_text())["recipe"]
+        assert (record["optimizer"], record["learning_rate"]) == recipe
+    assert record["steps"] == 9999
+
+
+def older(run: Path) -> None:
+    """Make the folder of a training look as an earlier version wrote it."""
+    record = json.loads((run / RECIPE).read_text())
+    del record["data"]["held_out"], record["command"]["held_out"]
+    recipe = record["recipe"]
+    rates = {"optimizer": recipe["optimizer"], "learning_rate": recipe["learning_rate"], "other_rate": None}
+    record["command"] |= rates | {"warmup": recipe["warmup_frac"], "decay": recipe["decay_frac"]}
+    (run / RECIPE).write_text(json.dumps(record))
+    lines = [{key: value for key, value in line.items() if key != "epochs"} for line in read_log(run / LOG)]
+    (run / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_training_of_an_earlier_version_goes_on(
+    directories: Directories, made: Path, tmp_path: Path, run: Run
+) -> None:
+    """By its own recipe and without held-out documents, by either command; complete ones are read, too."""
+    out, rates = tmp_path / "run", ("--optimizer", "adamw", "--learning-rate", 0.01, "--warmup", 0.0025)
+    assert run(*train(directories, made, out, *rates, "--decay", 1))[0] == 0
+    older(out)
+    before = json.loads((out / RECIPE).read_text())["recipe"]
+    code, said = run("train", "--out", out, "--resume")
+    assert code == 0, said
+    code, said = run(*train(directories, made, out, "--steps", 5))
+    assert code == 0, said
+    code, said = run("train", "--out", out, "--resume", "--steps", 6)
+    assert code == 0, said
+    assert json.loads((out / RECIPE).read_text())["recipe"] == before | {"steps": 6}
+    assert not any("held_out" in line for line in read_log(out / LOG))
+    code, said = run(*train(directories, made, out, "--steps", 6, "--held-out", 0.4))
+    assert (code, "was begun with --held-out 0.0 (now 0.4)" in said) == (2, True)
+
+
+def test_the_answers_to_evaluate_are_held_out(
+    directories: Directories,
+    made: Path,
+    taught: Path,
+    prompts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without documents kept back, whether the target runs in training or the data holds what it says."""
+    others = tmp_path / "others.jsonl"
+    others.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in ([8, 8, 8], [30, 40])))
+    evaluation = ("--evaluate-every", 0, "-k", 2, "--steps", 2, "--evaluate")
+    for data, file, warned in ((made, others, False), (taught, others, False), (made, prompts, True)):
+        out = tmp_path / f"{data.parent.name}_{file.stem}"
+        arguments = train(directories, data, out, *evaluation, file)
+        assert main([*map(str, arguments)]) == 0
+        said = capsys.readouterr().err
+        assert "held out: the answers to --evaluate; the step that is best on them" in said
+        assert ("5 of the 5 --evaluate prompts are in the data, too" in said) == warned
+        log = list(read_log(out / LOG))
+        assert [line["step"] for line in log if "held_out" in line] == [2]
+        assert json.loads((out / RECIPE).read_text())["data"]["held_out"] == 0
+    arguments = train(directories, made, tmp_path / "off", *evaluation, others, "--held-out", 0)
+    assert main([*map(str, arguments)]) == 0
+    assert not any("held_out" in line for line in read_log(tmp_path / "off" / LOG))
+
+
+def test_a_mask_token_in_the_data_that_nobody_chose_is_a_warning(
+    directories: Directories, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of --init, and where no token is free the rarest."""
+    from drafter.train.shards import Document, open_folder, write_shard
+
+    _, config = load_drafter(directories.drafter)
+    rarest = 7
+    everything = [token for token in range(VOCAB_SIZE) for _ in range(1 + (token != rarest))]
+    for name, ids, more, says in (
+        ("init", [5, config.mask_token_id, 9, 9], ("--init", directories.drafter), "1 of the data's 64 tokens"),
+        ("full", everything, (), "it is the rarest token, and none is free"),
+    ):
+        open_folder(tmp_path / name, {})
+        filled = [*ids, *[9] * (64 - len(ids))]
+        write_shard(tmp_path / name, 0, [Document(np.array(filled, np.int32), np.arange(len(filled)) > 1)])
+        shape = ("--width", len(filled), "--depth", 3, "--rows", 1, "--steps", 1, *more)
+        new = () if more else ("--taps", "0,1,2", "--layers", 1, "--mlp-width", 16)
+        given = ("train", "--target", directories.target, "--data", tmp_path / name, "--out", tmp_path / f"run_{name}")
+        assert main([*map(str, (*given, *shape, *new))]) == 0
+        said = capsys.readouterr().err
+        assert f"the mask token {config.mask_token_id if more else rarest} is in use: " in said
+        assert says in said
+
+
+def test_documents_are_held_out_and_the_best_step_is_the_drafter(
+    directories: Directories,
+    made: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run: Run,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """After Ctrl-C, too: it goes on with the same documents, and ends with the same bits."""
+    monkeypatch.setattr("peagle.workflows.training.LEAST_BETWEEN", 1)
+    out, again = tmp_path / "run", tmp_path / "again"
+    more = ("--held-out", 0.4, "--steps", 6, "--learning-rate", 0.5)
+    assert main([*map(str, train(directories, made, out, *more))]) == 0
+    said = capsys.readouterr().err
+    assert "held out: 2 of the 5 documents; the step that is best on them is kept (--held-out 0: the last" in said
+    assert "training steps 1 to 6, 4.0 epochs in all" in said
+    assert "step 6 of 6, 4.0 epochs: loss" in said
+    log = list(read_log(out / LOG))
+    assert [line["step"] for line in log if "held_out" in line] == [1, 2, 3, 4, 5, 6]
+    best = (best_held_out(log) or {})["step"]
+    assert best < 6, log  # at so high a rate
+    assert f"drafter      {out / 'drafter'} | step {best} of 6, the best on held-out documents" in said
+    assert [line["epochs"] for line in log if "loss" in line][-1] == [4.0]  # 6 steps of 2 rows, of 3
+    record = json.loads((out / RECIPE).read_text())
+    assert (record["data"]["documents"], record["data"]["held_out"]) == (5, 0.4)
+    with monkeypatch.context() as patch:
+        press_ctrl_c_at(patch, Batches, "at", 9)
+        assert run(*train(directories, made, again, *more))[0] == 130
+    assert run("train", "--out", again, "--resume")[0] == 0
+    assert list(read_log(again / LOG))[-1] == list(read_log(out / LOG))[-1]
+    one, other = (load_file(each / "drafter" / "model.safetensors") for each in (out, again))
+    assert all(np.array_equal(one[name], other[name]) for name in one)
+    code, said = run(*train(directories, made, out, "--steps", 6, "--learning-rate", 0.5, "--held-out", 0))
+    assert code == 2
+    assert "was begun with --held-out 0.4 (now 0.0)" in said
+
+
 def test_a_curve_may_have_one_point(tmp_path: Path, curves: Callable[..., str]) -> None:
-    step = {"step": 1, "loss": 3.0, "hits_by_depth": [0.5, 0.2]}
-    assert curves([step], tmp_path) == str(tmp_path / "curve.svg")
+    for log in ([logged(1, 0.5)], [logged(1, 0.5), held_out_line(1, 0.4)]):
+        assert curves(log, tmp_path) == str(tmp_path / "curve.svg")
 
 
 def test_every_line_of_a_curve_is_readable_on_a_dark_page(tmp_path: Path, curves: Callable[..., str]) -> None:
@@ -658,7 +875,9 @@ def test_evaluations_take_their_part_of_the_minutes() -> None:
     """Nine tenths of ten minutes: steps of one second, an evaluation of 20 s at the end and after each 100."""
     assert planned_steps(10.0, 1.0, 0.0, 0) == 540
     assert planned_steps(10.0, 1.0, 20.0, 0) == 520
-    assert planned_steps(10.0, 1.0, 20.0, 100) == 433  # (540 - 20) / 1.2
+    assert planned_steps(10.0, 1.0, 20.0, 100) == 440  # and five evaluations
+    assert planned_steps(10.0, 1.0, 0.0, 0, 2.0) == 500  # and twenty losses on held-out documents
+    assert planned_steps(1.0, 1.0, 0.0, 0, 2.0) == 44  # and five, one every ten steps
     assert planned_steps(0.1, 1.0, 20.0, 100) == 0
 
 
@@ -696,27 +915,167 @@ def test_resume_needs_nothing_else_and_takes_more(
     assert "was begun by an older version" in run("train", "--out", out, "--resume")[1]
 
 
-def test_a_weak_drafter_is_a_warning_with_what_to_do() -> None:
-    trained = {"step": 10, "loss": 3.0, "hits_by_depth": [0.02, 0.0]}
-    assert "the first draft is right in 2% of the places" in (_weak([trained]) or "")
-    assert _weak([{**trained, "hits_by_depth": [0.5, 0.1]}]) is None
-    found = {"step": 10, "evaluation": {"acceptance_length": 1.04}}
-    assert "the acceptance length is 1.04, so drafting does not pay yet" in (_weak([trained, found]) or "")
-    assert _weak([trained, {"step": 10, "evaluation": {"acceptance_length": 2.0}}]) is None
-    assert _weak([]) is None
+def logged(step: int, right: float, loss: float = 3.0, epochs: float = 1.0) -> dict[str, Any]:
+    return {"step": step, "loss": loss, "hits_by_depth": [right, 0.1], "epochs": [epochs]}
+
+
+def held_out_line(step: int, right: float, loss: float = 3.0) -> dict[str, Any]:
+    figures = {"loss": loss, "hits_by_depth": [right, 0.1], "score": 1 + 1.1 * right, "documents": "a"}
+    return {"step": step, "held_out": figures}
+
+
+def evaluated(step: int, length: float) -> dict[str, Any]:
+    return {"step": step, "evaluation": {"acceptance_length": length}}
+
+
+@pytest.mark.parametrize(
+    ("log", "init", "says"),
+    [
+        ([], False, None),
+        ([logged(10, 0.5), evaluated(10, 2.0)], False, None),
+        ([logged(10, 0.95)], False, None),  # 1 + .95 + .95 * .1
+        ([logged(10, 0.02)], False, "the first draft is right in .02 of the places"),
+        ([logged(10, 0.95), held_out_line(10, 0.3)], False, "the first draft is right in .30 of the places"),
+        ([logged(10, 0.95), evaluated(10, 1.25)], False, "the acceptance length is 1.25, and drafting pays little"),
+        (
+            [logged(10, 0.2), evaluated(10, 1.25)],
+            False,
+            "next try more minutes (--out RUN --resume --minutes N), more prompts (peagle data), --init with a trained "
+            "drafter, peagle parity --drafter RUN/drafter, which looks for other causes",
+        ),
+        ([logged(10, 0.2, epochs=5.0), evaluated(10, 1.25)], True, "more prompts (peagle data), more minutes ("),
+        ([logged(10, 0.2, epochs=5.0), evaluated(10, 1.25)], True, "N), peagle parity"),
+        (
+            [logged(10, 0.6, epochs=8.0), held_out_line(10, 0.19), evaluated(10, 1.25)],
+            True,
+            "next try more prompts (peagle data), peagle parity",  # the curves part
+        ),
+    ],
+)
+def test_a_weak_drafter_is_a_warning_with_what_to_try_next(log: Any, init: bool, says: str | None) -> None:
+    told = weak_drafter(log, Path("RUN"), init=init)
+    assert told is None if says is None else says in (told or "")
+
+
+@pytest.mark.parametrize(
+    ("log", "says"),
+    [
+        ([logged(10, 0.2)], None),
+        ([logged(10, 0.2), held_out_line(10, 0.2)], None),
+        ([logged(10, 0.2), held_out_line(10, 0.2), logged(20, 0.3, 2.5), held_out_line(20, 0.25, 2.8)], None),
+        # right more often in training
+        (
+            [logged(10, 0.57, epochs=8.0), held_out_line(10, 0.19)],
+            "after 8.0 epochs, the first draft is right in .57 of the places there and in .19 of held-out ones",
+        ),
+        # the held-out loss rises
+        (
+            [logged(10, 0.2), held_out_line(10, 0.2), logged(20, 0.3, 2.5), held_out_line(20, 0.2, 3.2)],
+            "at step 20, after 1.0 epochs, the first draft is right in .30 of the places there and in .20 of held-out "
+            "ones (best step: 10)",
+        ),
+        # both losses rise: no training by heart
+        ([logged(10, 0.2), held_out_line(10, 0.2), logged(20, 0.2, 3.4), held_out_line(20, 0.2, 3.2)], None),
+    ],
+)
+def test_curves_that_part_are_a_warning(log: Any, says: str | None) -> None:
+    told = parted_curves(log)
+    assert told is None if says is None else says in (told or "")
 
 
 def test_export_takes_the_target_from_the_training(
-    directories: Directories, trained: Path, tmp_path: Path, run: Run
+    directories: Directories, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(trained, tmp_path / "run")
     params, config = load_drafter(trained / "drafter")
     save_drafter(tmp_path / "run" / "drafter", params, config.with_window(9))
     out = tmp_path / "theirs"
-    assert run("export", tmp_path / "run" / "drafter", "--out", out, "--dialect", "speculators")[0] == 0
+    assert main(["export", str(tmp_path / "run" / "drafter"), "--out", str(out), "--dialect", "speculators"]) == 0
+    line = f"verifier     {directories.target}, in config.json and README.md; other machines need a name: --verifier"
+    assert line in capsys.readouterr().err
     written = json.loads((out / "config.json").read_text())
     assert written["speculators_config"]["verifier"]["name_or_path"] == str(directories.target)
     assert written["transformer_layer_config"]["sliding_window"] == 9
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "speculators"])
+def test_a_target_is_written_as_others_find_it(
+    directories: Directories, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dialect: str
+) -> None:
+    """By its whole path, whatever was typed, in training as in export, and wherever they run."""
+    (tmp_path / "target").symlink_to(directories.target)
+    monkeypatch.chdir(tmp_path)
+    here = dataclasses.replace(directories, target=Path("target"))
+    more = ("--steps", 1, "--heads", 4, "--dialect", dialect, "--quiet")
+    assert main([*map(str, train(here, made, Path("run"), *more))]) == 0
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert main(["export", "../run/drafter", "--out", "theirs", "--dialect", dialect, "--quiet"]) == 0
+    for folder in (tmp_path / "run" / "drafter", elsewhere / "theirs"):
+        card = (folder / "README.md").read_text()
+        assert f'peagle speculate --target {directories.target} --drafter . "..."' in card
+        if dialect == "vllm":
+            assert f"`vllm serve {directories.target} --speculative-config" in card
+            assert '"model": "."' in card
+        else:
+            assert "`vllm serve .`" in card
+            config = json.loads((folder / "config.json").read_text())
+            assert config["speculators_config"]["verifier"]["name_or_path"] == str(directories.target)
+
+
+def test_a_training_whose_target_is_gone_needs_a_verifier(trained: Path, tmp_path: Path, run: Run) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    record = json.loads((tmp_path / "run" / RECIPE).read_text())
+    record["command"]["target"] = "gone/with/the/wind"
+    (tmp_path / "run" / RECIPE).write_text(json.dumps(record))
+    arguments = ("export", tmp_path / "run" / "drafter", "--out", tmp_path / "theirs", "--dialect", "speculators")
+    code, said = run(*arguments)
+    assert code == 2
+    assert (
+        "needs --verifier, the target: it loads no drafter without, and gone/with/the/wind, the training's, is" in said
+    )
+    assert run(*arguments, "--verifier", "some/target")[0] == 0
+
+
+def test_the_folder_of_a_training_is_its_drafter(
+    directories: Directories, made: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In every command that takes a drafter, with one line that names it."""
+    line = f"{trained} is a folder of peagle train: the drafter is {trained / 'drafter'}"
+    pair = ("--target", directories.target, "--drafter", trained)
+    prompt = tmp_path / "prompts.jsonl"
+    prompt.write_text(json.dumps({"prompt_ids": [17, 4, 90]}) + "\n")
+    sweep = ("sweep", "--out", tmp_path / "sweep", "--prompts", prompt, "-n", 4, "-k", "0,2", "--repeats", 1)
+    concurrency = ("--concurrency", 1, "--write-widths", tmp_path / "copy")
+    shutil.copytree(trained, tmp_path / "copy")
+    learning = ("train", "--target", directories.target, "--data", made, "--out", tmp_path / "run", "--steps", 1)
+    for command in (
+        ("speculate", "1 + 2", "-n", 4, "-k", 2, "--raw-prompt", "--quiet", *pair),
+        ("info", trained),
+        ("info", directories.target, trained),
+        ("export", trained, "--out", tmp_path / "theirs", "--dialect", "speculators"),
+        (*learning, "--init", trained, "--width", 32, "--depth", 3, "--rows", 2),
+        (*sweep, *concurrency, *pair),
+    ):
+        assert main([str(word) for word in command]) == 0, command
+        assert capsys.readouterr().err.count(line) == 1, command
+    assert not (tmp_path / "copy" / "speculation.json").exists()
+    assert (tmp_path / "copy" / "drafter" / "speculation.json").exists()
+    with pytest.warns(InputWarning, match="is a folder of peagle train"):
+        assert peagle.loading.load(directories.target, trained).drafter is not None
+
+
+def test_a_training_without_a_drafter_is_told_from_a_checkpoint(
+    directories: Directories, trained: Path, tmp_path: Path, run: Run
+) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "drafter")
+    pair = ("--target", directories.target, "--drafter", tmp_path / "run")
+    for command in (("speculate", "1 + 2", *pair), ("export", tmp_path / "run", "--out", tmp_path / "theirs")):
+        code, said = run(*command)
+        assert code == 2
+        assert f"is a folder of peagle train without a drafter yet; peagle train --out {tmp_path / 'run'} --res" in said
 
 
 def test_an_acceptance_that_nobody_knows_is_a_dash() -> None:

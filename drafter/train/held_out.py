@@ -1,0 +1,101 @@
+"""Documents that are not trained on: how a drafter does on them shows whether it learns or memorises."""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from drafter.train.batches import Batch, Batches, Row, Source, pack
+from drafter.train.loss import LossName
+from drafter.train.shards import Document
+from peagle.ops.errors import InputError
+
+DEFAULT_FRAC = 0.1
+LEAST_ROWS = 8  # of an evaluation; more if a step has more
+FILLED_FRAC = 0.85  # of a row, by documents that are packed into it
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+    """Held-out documents, packed into batches of the size that training has.
+
+    digest: of the documents. Losses on other documents are not comparable.
+    """
+
+    batches: Batches
+    digest: str
+
+    @classmethod
+    def of(cls, documents: Sequence[Document], batches: Batches) -> "HeldOut":
+        """Pack documents as `batches` are packed. Raises InputError if no token of them counts."""
+        if not any(document.trained.any() for document in documents):
+            raise InputError("the held-out documents have no token that the target wrote; expected some")
+        rows, per_step = pack(documents, batches.width), batches.rows_per_step
+        padding = dataclasses.replace(
+            documents[0],
+            token_ids=documents[0].token_ids[:1],
+            trained=np.zeros((1,), bool),
+            teacher={name: values[:1] for name, values in documents[0].teacher.items()},
+        )
+        rows += [Row((padding,))] * (-len(rows) % per_step)
+        digest = hashlib.sha256(b"".join(document.token_ids.tobytes() for document in documents))
+        return cls(dataclasses.replace(batches, sources=(Source(rows, per_step),)), digest.hexdigest()[:12])
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield every row once, with the same chains each time."""
+        (source,) = self.batches.sources
+        return map(self.batches.at, range(len(source.rows) // source.rows_per_step))
+
+
+def score_of(loss: LossName, mean_loss: float, hits_by_depth: Sequence[float]) -> float:
+    """Return what a drafter is chosen by: the acceptance length that its hits promise.
+
+    With total_variation, the share of its sampled drafts that is accepted. The loss itself is no measure of a greedy
+    drafter: it rises with too much confidence in wrong drafts while more are right.
+    """
+    return 1 - mean_loss if loss == "total_variation" else 1 + float(np.cumprod(hits_by_depth).sum())
+
+
+def rows_of_evaluation(rows_per_step: int) -> int:
+    """Return how many rows an evaluation has: whole steps, LEAST_ROWS or more. It costs a third of as many trained."""
+    return -(-LEAST_ROWS // rows_per_step) * rows_per_step
+
+
+def keep_back(
+    documents: Sequence[Document], frac: float, num_tokens: int, seed: int
+) -> tuple[list[Document], list[Document]]:
+    """Split documents into (trained, held out): at most that part of the conversations, and so many tokens.
+
+    The turns of a conversation stay together, as each repeats those before it.
+    """
+    conversations = _conversations(documents)
+    held: set[int] = set()
+    tokens = 0
+    for place in np.random.default_rng((seed, 2)).permutation(len(conversations))[: int(frac * len(conversations))]:
+        tokens += sum(len(document.token_ids) for document in conversations[place])
+        if tokens > num_tokens and held:
+            break
+        held.add(int(place))
+    trained, kept_back = (
+        [document for place, turns in enumerate(conversations) if (place in held) == kept for document in turns]
+        for kept in (False, True)
+    )
+    return trained, kept_back
+
+
+def _conversations(documents: Sequence[Document]) -> list[list[Document]]:
+    """Group documents that follow each other and begin with the same prompt."""
+    conversations: list[list[Document]] = []
+    for document in documents:
+        if conversations and _repeats(document, conversations[-1][-1]):
+            conversations[-1].append(document)
+        else:
+            conversations.append([document])
+    return conversations
+
+
+def _repeats(document: Document, before: Document) -> bool:
+    """Tell whether a document begins with the prompt of the one before it."""
+    size = int(np.argmax(before.trained)) if before.trained.any() else 0
+    return size > 0 and np.array_equal(document.token_ids[:size], before.token_ids[:size])

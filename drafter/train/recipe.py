@@ -1,0 +1,156 @@
+"""What a drafter is trained by: the settings of a training, and the rule of its updates."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from drafter.params import DrafterParams
+from drafter.train.cod import Cod, Segments
+from drafter.train.loss import LOSSES, LossName
+from peagle.ops.errors import InputError
+
+OptimizerName = Literal["adamw", "muon"]
+SHORT_STEPS = 3000  # fewer steps than this are a short training
+MEASURED_WIDTH = 192  # of the drafter that the rates of a short training were measured with
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """The settings of a training. Hashable.
+
+    The learning rate rises from 0 over the first warmup_frac of the steps, stays, and falls to 0 over the last
+    decay_frac. learning_rate is for matrices, other_rate for embedding, head, norms and mask_hidden (with adamw,
+    learning_rate is for all).
+
+    `steps` is the only field that may change when a training continues. It sets the length, and with it the rate of
+    each later step, which is that of a training of the new length. So a training continued from 1000 steps to 2000 ends
+    differently from one of 2000 steps: its rate fell to 0 at 1000, and continues at half its peak (with decay_frac 1).
+    """
+
+    steps: int
+    width: int = 512  # tokens of a row
+    cod: Cod = dataclasses.field(default_factory=Cod)
+    parts: int = 1  # of a sequence; their gradients are computed one after the other (Algorithm 1)
+    loss: LossName = "half"
+    optimizer: OptimizerName = "adamw"
+    learning_rate: float = 1e-4
+    other_rate: float = 1e-4
+    weight_decay: float = 0.0
+    warmup_frac: float = 0.0025
+    decay_frac: float = 1.0
+    clip_norm: float | None = None  # longer gradients are scaled down to this length
+    train_embedding: bool = True
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"  # weights, gradients' sums and optimiser stay float32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.loss not in LOSSES:
+            raise InputError(f"loss {self.loss!r}; expected one of {', '.join(LOSSES)}")
+        if self.optimizer not in get_args(OptimizerName):
+            raise InputError(f"optimizer {self.optimizer!r}; expected one of {', '.join(get_args(OptimizerName))}")
+        if self.steps < 1 or self.width < 3:
+            raise InputError(f"{self.steps} steps of rows of {self.width} tokens; expected 1 or more, and 3 or more")
+        if not (0 <= self.warmup_frac < 1 and 0 < self.decay_frac <= 1):
+            raise InputError(
+                f"warm-up over {self.warmup_frac} of the steps and decay over {self.decay_frac}; expected parts of 1"
+            )
+        if not all(0 < rate < math.inf for rate in (self.learning_rate, self.other_rate)):
+            raise InputError(f"learning rates {self.learning_rate} and {self.other_rate}; expected numbers above 0")
+        if not 0 <= self.weight_decay < math.inf or not (self.clip_norm is None or self.clip_norm > 0):
+            raise InputError(
+                f"weight decay {self.weight_decay} and gradients clipped at {self.clip_norm}; expected 0 or more, and "
+                "more than 0"
+            )
+
+    @property
+    def segments(self) -> Segments:
+        return Segments.even(self.width, self.parts)
+
+
+def rate_schedule(recipe: Recipe, steps: jax.Array, peak: float) -> optax.Schedule:
+    """Make the learning rate of a training of so many steps: it rises to `peak`, stays, and falls to 0."""
+    warmup = jnp.maximum(1.0, jnp.floor(steps * recipe.warmup_frac))
+    decay = jnp.clip(jnp.floor(steps * recipe.decay_frac), 1.0, jnp.maximum(1.0, steps - warmup))
+    return lambda step: peak * jnp.clip(jnp.minimum(step / warmup, (steps - step) / decay), 0.0, 1.0)
+
+
+def optimizer(recipe: Recipe, steps: jax.Array) -> optax.GradientTransformation:
+    """Make the recipe's update rule for so many steps, whatever the recipe's own number is.
+
+    Muon: orthogonalised momentum for layer matrices and fc, Adam for the rest.
+    """
+
+    def schedule(peak: float) -> optax.Schedule:
+        return rate_schedule(recipe, steps, peak)
+
+    if recipe.optimizer == "adamw":
+        rule = optax.adamw(schedule(recipe.learning_rate), weight_decay=recipe.weight_decay)
+    else:
+        rule = optax.contrib.muon(
+            schedule(recipe.learning_rate),
+            weight_decay=recipe.weight_decay,
+            adam_b2=0.98,
+            adam_learning_rate=schedule(recipe.other_rate),
+            muon_weight_dimension_numbers=_by_muon,
+            consistent_rms=0.2,
+        )
+    return rule if recipe.clip_norm is None else optax.chain(optax.clip_by_global_norm(recipe.clip_norm), rule)
+
+
+def _by_muon(params: DrafterParams) -> DrafterParams:
+    spec = optax.contrib.MuonDimensionNumbers()
+    marks = jax.tree.map(lambda leaf: spec if leaf.ndim == 2 else None, params)
+    result: DrafterParams = marks.replace(embedding=None, lm_head=None, mask_hidden=None)
+    return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """How parameters are updated: the fields of Recipe that depend on how long a training is."""
+
+    optimizer: OptimizerName
+    learning_rate: float
+    other_rate: float
+    warmup_frac: float
+    decay_frac: float
+
+    def in_words(self) -> str:
+        """Example: muon at rates 0.008 and 0.003, rising over 2% of the steps, falling over the last 60%."""
+        rates = f"a rate of {self.learning_rate:.2g}"
+        if self.optimizer == "muon":
+            rates = f"rates of {self.learning_rate:.2g} and {self.other_rate:.2g}"
+        rises, falls = (f"{100 * frac:.3g}%" for frac in (self.warmup_frac, self.decay_frac))
+        return f"{self.optimizer} at {rates}, rising over {rises} of the steps and falling over the last {falls}"
+
+
+PAPER = Update("adamw", 1e-4, 1e-4, 0.0025, 1.0)  # arXiv 2602.01469
+
+
+def short_update(width: int) -> Update:
+    """Return the update of a short training of a drafter of that width: muon, at rates that learn in few steps.
+
+    The rates were measured at MEASURED_WIDTH. In wider drafters muon's keeps the relative change of a matrix in a step,
+    and Adam's the change of a layer's output (as arXiv 2203.03466 scales it).
+    """
+    scale = min(1.0, MEASURED_WIDTH / width)
+    return Update("muon", 0.008 * math.sqrt(scale), 0.003 * scale, 0.02, 0.6)
+
+
+def chosen_update(steps: int, width: int, *, from_trained: bool, typed: Mapping[str, Any]) -> Update:
+    """Choose the update by the number of steps, but for the fields that a person typed.
+
+    A rate that is typed without its optimizer is one of adamw's, or with other_rate of muon's. from_trained: low rates
+    keep what a trained drafter knows.
+    """
+    optimizer = typed.get("optimizer")
+    if optimizer is None and "other_rate" in typed:
+        optimizer = "muon"
+    elif optimizer is None and ("learning_rate" in typed or from_trained or steps >= SHORT_STEPS):
+        optimizer = "adamw"
+    update = dataclasses.replace(PAPER if optimizer == "adamw" else short_update(width), **typed)
+    return update if update.optimizer == "muon" else dataclasses.replace(update, other_rate=update.learning_rate)

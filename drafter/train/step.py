@@ -1,0 +1,289 @@
+"""One step of a training as one program over all devices; and the same rows' losses without an update.
+
+    rows of a step ──► each device computes its share, one row (and part of it) after the other
+                       ──► sum gradients over parts, rows and devices ──► one update
+
+The target runs inside the step and computes aux_hidden and labels, or both come from the data.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from drafter.config import DrafterConfig
+from drafter.params import DrafterParams
+from drafter.train.batches import Batch
+from drafter.train.loss import Labels, Sums, chain_loss, labels_of_best, labels_of_logits
+from drafter.train.recipe import Recipe, optimizer
+from peagle.ops.errors import InputError
+
+ROWS = "rows"  # the mesh axis
+
+
+@runtime_checkable
+class Teacher(Protocol):
+    """A pytree that computes (logits [B, T, V], aux_hidden [B, T, A]) of packed rows (target/teacher.py)."""
+
+    def __call__(
+        self, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array
+    ) -> tuple[jax.Array, jax.Array]: ...
+
+
+@flax.struct.dataclass
+class State:
+    """Everything that a step changes."""
+
+    params: DrafterParams  # float32, without draft_to_target
+    optimizer: Any
+
+
+@flax.struct.dataclass
+class Record:
+    """A step's results: sums over its rows, and the length of its gradient."""
+
+    sums: Sums
+    gradient_norm: jax.Array
+
+
+@flax.struct.dataclass
+class _Stretch:
+    """What whole rows, or a stretch of each, are trained on."""
+
+    token_ids: jax.Array  # [B, T]
+    positions: jax.Array  # [B, T]
+    segment_ids: jax.Array  # [B, T]
+    trained: jax.Array  # [B, T]
+    target: dict[str, jax.Array]  # those of TEACHER, or aux_hidden and the logits of all tokens [B, T, ...]
+
+
+class _Part(NamedTuple):
+    """The rows of depth 0 that count in a part, and its room for chains by depth."""
+
+    start: int
+    end: int
+    counts: tuple[int, ...]
+
+
+def gradients_of(
+    params: DrafterParams,
+    config: DrafterConfig,
+    recipe: Recipe,
+    counts: tuple[tuple[int, ...], ...],
+    draft_to_target: jax.Array | None,
+    teacher: Teacher | None,
+    batch: Batch,
+    with_gradient: bool = True,
+) -> tuple[Sums, Any]:
+    """Compute (sums, gradient of the summed loss) of a batch, part after part; without a gradient, (sums, ()).
+
+    teacher None: the data holds aux_hidden and the target's best tokens. If every layer has a window, a part reads only
+    the stretch of the rows that its outputs depend on, and a part without a trained token is skipped.
+    """
+    rows = _taught(teacher, batch)
+    segments, dtype = recipe.segments, jnp.dtype(recipe.compute_dtype)
+
+    def loss_of(
+        trained: DrafterParams, rows: _Stretch, labels: Labels, anchors: jax.Array, reach: jax.Array, part: _Part
+    ) -> tuple[jax.Array, Sums]:
+        cast = jax.tree.map(lambda leaf: leaf.astype(dtype), trained)
+        sums = chain_loss(
+            cast.replace(draft_to_target=draft_to_target),
+            config,
+            recipe.loss,
+            rows.token_ids,
+            rows.target["aux_hidden"].astype(dtype),
+            labels,
+            rows.segment_ids,
+            rows.positions,
+            rows.trained,
+            anchors,
+            reach,
+            part.counts,
+            (part.start, part.end),
+        )
+        return sums.loss, sums
+
+    def only_sums(*arguments: Any) -> tuple[tuple[()], Sums]:
+        return (), loss_of(*arguments)[1]
+
+    gradient_of = jax.grad(loss_of, has_aux=True) if with_gradient else only_sums
+    if config.context_reach is not None and recipe.parts > 1:
+        return _by_stretches(
+            lambda rows, *part: gradient_of(params, rows, _labels(config, draft_to_target, rows.target), *part),
+            _nothing(recipe, params if with_gradient else ()),
+            config.context_reach + 1,  # a part's first chain grows from the row before it
+            recipe,
+            counts[0],
+            rows,
+            (jnp.stack(batch.anchors), jnp.stack(batch.reach)),
+        )
+    labels = _labels(config, draft_to_target, rows.target)
+    parts = [_Part(*each) for each in zip(segments.starts, segments.ends, counts, strict=True)]
+    found = [
+        gradient_of(params, rows, labels, anchors, reach, part)
+        for anchors, reach, part in zip(batch.anchors, batch.reach, parts, strict=True)
+    ]
+    gradient, sums = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), found)
+    return sums, gradient
+
+
+def _taught(teacher: Teacher | None, batch: Batch) -> _Stretch:
+    """Return the whole rows with what the target gives them: stored, or computed now."""
+    target = dict(batch.teacher)
+    if "aux_hidden" not in target or "top_ids" not in target:
+        assert teacher is not None
+        logits, aux_hidden = teacher(batch.token_ids, batch.positions, batch.segment_ids)
+        target |= {"aux_hidden": aux_hidden} if "top_ids" in target else {"aux_hidden": aux_hidden, "logits": logits}
+    return _Stretch(batch.token_ids, batch.positions, batch.segment_ids, batch.trained, target)
+
+
+def _labels(config: DrafterConfig, draft_to_target: jax.Array | None, target: Mapping[str, jax.Array]) -> Labels:
+    if "logits" in target:
+        return labels_of_logits(target["logits"], draft_to_target)
+    ids, logits, log_total = (target[name] for name in ("top_ids", "top_logits", "log_total"))
+    return labels_of_best(ids, logits, log_total, draft_to_target, config.vocab_size)
+
+
+def _by_stretches(
+    gradient_of: Callable[[_Stretch, jax.Array, jax.Array, _Part], tuple[Any, Sums]],
+    none: tuple[Any, Sums],
+    before: int,
+    recipe: Recipe,
+    counts: tuple[int, ...],
+    rows: _Stretch,
+    chains: tuple[jax.Array, jax.Array],
+) -> tuple[Sums, Any]:
+    """Sum the parts' (gradient, sums) in a loop on the device, so that memory is that of one part.
+
+    A part's stretch holds its rows, `before` rows before them, and after them those that its labels stand in. chains:
+    (anchors, reach) of all parts [parts, B, n]. none: what a part without a trained token adds.
+    """
+    width, span = recipe.width, recipe.width // recipe.parts
+    part = _Part(before, before + span, counts)
+
+    def add(total: Any, each: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Any, None]:
+        start, anchors, reach = each
+        place = start - before + jnp.arange(before + span + recipe.cod.depth, dtype=jnp.int32)
+        inside, taken = (place >= 0) & (place < width), jnp.clip(place, 0, width - 1)
+        stretch = jax.tree.map(lambda leaf: jnp.take(leaf, taken, axis=1), rows)
+        segment_ids = jnp.where(inside[None], stretch.segment_ids, 0)
+        stretch = stretch.replace(segment_ids=segment_ids, trained=jnp.where(inside[None], stretch.trained, 0.0))
+        found = jax.lax.cond(
+            jnp.any(stretch.trained[:, before + 2 :] > 0),  # the first row of a part predicts the token two further
+            lambda: gradient_of(stretch, anchors - start + before, reach, part),
+            lambda: none,
+        )
+        return jax.tree.map(jnp.add, total, found), None
+
+    starts = jnp.arange(recipe.parts, dtype=jnp.int32) * span
+    (gradient, sums), _ = jax.lax.scan(add, none, (starts, *chains))
+    return sums, gradient
+
+
+def _nothing(recipe: Recipe, params: Any) -> tuple[Any, Sums]:
+    """Make the (gradient, sums) that add nothing; params (): without a gradient."""
+    depths = jnp.zeros((recipe.cod.depth,))
+    return jax.tree.map(jnp.zeros_like, params), Sums(jnp.zeros(()), depths, depths)
+
+
+def next_state(
+    config: DrafterConfig,
+    recipe: Recipe,
+    counts: tuple[tuple[int, ...], ...],
+    state: State,
+    steps: jax.Array,
+    draft_to_target: jax.Array | None,
+    teacher: Teacher | None,
+    batch: Batch,
+) -> tuple[State, Record]:
+    """Compute (the next state, the record). Runs on every device, on its own rows, one row after the other.
+
+    steps: of the whole training, for the learning rate; data, so that the program that measures a step trains, too.
+    """
+
+    sums, gradient = _over_rows(config, recipe, counts, state.params, draft_to_target, teacher, batch)
+    num_rows = jnp.maximum(jnp.sum(sums.rows), 1.0)
+    gradient = jax.tree.map(lambda leaf: leaf / num_rows, gradient)
+    if not recipe.train_embedding:
+        gradient = gradient.replace(embedding=jnp.zeros_like(gradient.embedding))
+    with jax.numpy_dtype_promotion("standard"):  # optax counts steps in integers
+        updates, after = optimizer(recipe, steps).update(gradient, state.optimizer, state.params)
+    if not recipe.train_embedding:
+        updates = updates.replace(embedding=jnp.zeros_like(updates.embedding))
+    record = Record(sums, jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(gradient))))
+    return State(optax.apply_updates(state.params, updates), after), record
+
+
+def _over_rows(
+    config: DrafterConfig,
+    recipe: Recipe,
+    counts: tuple[tuple[int, ...], ...],
+    params: DrafterParams,
+    draft_to_target: jax.Array | None,
+    teacher: Teacher | None,
+    batch: Batch,
+    with_gradient: bool = True,
+) -> tuple[Sums, Any]:
+    """Sum (sums, gradient) over the rows of this device, one after the other, and over devices."""
+
+    def add_row(total: Any, row: Batch) -> tuple[Any, None]:
+        one = jax.tree.map(lambda leaf: leaf[None], row)
+        found = gradients_of(params, config, recipe, counts, draft_to_target, teacher, one, with_gradient)
+        return jax.tree.map(jnp.add, total, found), None
+
+    gradient, sums = _nothing(recipe, params if with_gradient else ())
+    total, _ = jax.lax.scan(add_row, (sums, gradient), batch)
+    summed: tuple[Sums, Any] = jax.lax.psum(total, ROWS)
+    return summed
+
+
+@functools.lru_cache(maxsize=1)
+def step_program(
+    config: DrafterConfig, recipe: Recipe, counts: tuple[tuple[int, ...], ...], mesh: Mesh
+) -> Callable[..., tuple[State, Record]]:
+    """Compile (state, steps, draft_to_target, teacher, batch) -> (state, record), `next_state` over all devices."""
+    body = functools.partial(next_state, config, recipe, counts)
+    program = jax.jit(_by_rows(body, mesh, replicated=4), donate_argnums=0)
+    return cast(Callable[..., tuple[State, Record]], program)
+
+
+@functools.lru_cache(maxsize=1)
+def sums_program(
+    config: DrafterConfig, recipe: Recipe, counts: tuple[tuple[int, ...], ...], mesh: Mesh
+) -> Callable[..., Sums]:
+    """Compile (params, draft_to_target, teacher, batch) -> the batch's sums, over all devices, without an update."""
+
+    def body(params: DrafterParams, draft_to_target: jax.Array | None, teacher: Teacher | None, batch: Batch) -> Sums:
+        sums, _ = _over_rows(config, recipe, counts, params, draft_to_target, teacher, batch, with_gradient=False)
+        return sums
+
+    return cast(Callable[..., Sums], jax.jit(_by_rows(body, mesh, replicated=3)))
+
+
+def _by_rows(body: Callable[..., Any], mesh: Mesh, replicated: int) -> Callable[..., Any]:
+    """Run a function on every device: its first arguments whole, the last, a batch, by its rows."""
+    everywhere = PartitionSpec()
+    ins = (*[everywhere] * replicated, PartitionSpec(ROWS))
+    return jax.shard_map(body, mesh=mesh, in_specs=ins, out_specs=everywhere, check_vma=False)
+
+
+def devices_for(rows_per_step: int, wanted: int | None = None) -> Mesh:
+    """Make a mesh of `wanted` devices, by default of as many as divide the rows of a step.
+
+    Raises InputError for more than there are, and for a number that does not divide the rows.
+    """
+    available = jax.devices()
+    good = [count for count in range(1, len(available) + 1) if rows_per_step % count == 0]
+    if wanted is not None and wanted not in good:
+        raise InputError(
+            f"the mesh is dp={wanted}, a step has {rows_per_step} rows, and there are {len(available)} devices; "
+            f"expected dp of {', '.join(map(str, good))}, or another --rows"
+        )
+    return Mesh(np.asarray(available[: wanted or good[-1]]), (ROWS,))

@@ -1,0 +1,66 @@
+"""A folder of `peagle train`, seen from outside of training: where its drafter lies, and what it was trained for."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from drafter.vocabulary import Coverage
+from peagle.ops.checkpoint import CONFIG
+from peagle.ops.errors import InputError
+
+RECIPE = "recipe.json"
+DRAFTER = "drafter"  # the folder in it
+COVERAGE = "coverage"  # in the recipe: how much of the data a narrowed drafter can propose
+
+
+def read_record(run: Path) -> dict[str, Any] | None:
+    """Read a training's recipe.json; None if there is none. Raises InputError for one that is cut or altered."""
+    path = run / RECIPE
+    if not path.exists():
+        return None
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return {**record, "recipe": dict(record["recipe"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        raise InputError(f"{path} cannot be read; expected what peagle train writes: take another --out") from None
+
+
+def drafter_in(directory: Path) -> Path | None:
+    """Return the drafter's folder in a folder of peagle train; None for any other folder.
+
+    Raises InputError for a training that has written none yet.
+    """
+    if (directory / CONFIG).exists() or not _record(directory):
+        return None
+    if not (directory / DRAFTER / CONFIG).exists():
+        raise InputError(
+            f"{directory} is a folder of peagle train without a drafter yet; peagle train --out {directory} --resume "
+            "goes on, and writes one at its end"
+        )
+    return directory / DRAFTER
+
+
+def trained_for(drafter: Path) -> str | None:
+    """Return the fingerprint of the target that a drafter was trained for; None if no recipe lies beside it."""
+    target = _record_beside(drafter).get("target")
+    return target.get("weights") if isinstance(target, dict) else None
+
+
+def recorded_coverage(drafter: Path) -> Coverage | None:
+    """Return how much of its data a narrowed drafter can propose; None if that is not recorded beside it."""
+    stored = _record_beside(drafter).get(COVERAGE)
+    return Coverage(**stored) if isinstance(stored, dict) else None
+
+
+def _record_beside(drafter: Path) -> dict[str, Any]:
+    """Read the record of the training whose folder holds the drafter; nothing if there is none."""
+    whole = drafter.resolve()
+    return _record(whole.parent) if whole.name == DRAFTER else {}
+
+
+def _record(run: Path) -> dict[str, Any]:
+    """Read a training's record; nothing if the folder has none, or another program's file of that name."""
+    try:
+        return read_record(run) or {}
+    except InputError:
+        return {}

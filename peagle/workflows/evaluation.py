@@ -1,0 +1,110 @@
+"""What a drafter is measured by while it is trained: held-out documents, and the engine's acceptance."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from drafter.config import DrafterConfig
+from drafter.params import DrafterParams
+from drafter.propose import drafter_of
+from drafter.train.shards import Document
+from peagle.api import Pair
+from peagle.engine.engine import Engine
+from peagle.engine.request import SamplingParams
+from peagle.measure.metrics import pooled_counters
+from peagle.ops import interrupt
+from peagle.ops.errors import InputError
+from peagle.result import decode
+from peagle.text.prompt_files import PromptSet
+from peagle.text.prompts import Rendering
+from peagle.workflows.answers import Asking, answer
+from peagle.workflows.dataset import document, taught
+from peagle.workflows.training import self_contained
+from target.model import GptOss
+from target.teacher import Teacher
+
+EVALUATION_TOKENS = 256
+ANSWERED_TOGETHER = 8  # held-out prompts
+
+
+class Acceptance:
+    """What the real engine accepts of a drafter's drafts on held-out prompts, greedy."""
+
+    def __init__(
+        self, pair: Pair, config: DrafterConfig, prompts: PromptSet, num_prompts: int, num_drafts: int
+    ) -> None:
+        conversations = prompts.conversations[:num_prompts]
+        assert isinstance(pair.plain_target, GptOss)
+        self._target = dataclasses.replace(pair.plain_target, aux_layer_ids=config.aux_layer_ids or ())
+        self._pair, self._config = pair, config
+        self._num_left_out = len(prompts.skipped)
+        self._requests = [
+            pair.request(each, [], Rendering(), max_new_tokens=EVALUATION_TOKENS, index=index)
+            for index, each in enumerate(conversations)
+        ]
+        self._shape = pair.engine_config(num_drafts, capacity=pair.capacity(self._requests))
+
+    def of(self, params: DrafterParams) -> dict[str, Any]:
+        """Figures of the drafter."""
+        interrupt.check()
+        drafter = drafter_of(params, self._config)
+        engine = Engine(self._target, drafter, self._shape, self._pair.stop_token_ids)
+        engine.warm_up()
+        results = [result for request in self._requests for result in decode(engine, [request], None)]
+        quiet = [result for result in results if not result.loops]
+        whole, calm = pooled_counters(results), pooled_counters(quiet)
+        assert whole is not None
+        return {
+            "num_speculative_tokens": self._shape.num_speculative_tokens,
+            "num_outputs": len(results),
+            "num_left_out": self._num_left_out,
+            "num_outputs_without_loops": len(quiet),
+            "acceptance_length": whole.acceptance_length,
+            "acceptance_length_without_loops": None if calm is None else calm.acceptance_length,
+            "acceptance_rate_per_position": list(whole.acceptance_rate_per_position),
+        }
+
+
+def answered(pair: Pair, prompts: PromptSet, num_prompts: int, width: int) -> list[Document]:
+    """Let the target answer held-out prompts greedily, to measure the drafter's loss on them.
+
+    Raises InputError if no prompt leaves room for an answer in a row of so many tokens.
+    """
+    skipped: list[str] = []
+    asking = Asking(Rendering(), SamplingParams(), EVALUATION_TOKENS, min(width, pair.max_positions), ANSWERED_TOGETHER)
+    conversations = prompts.conversations[:num_prompts]
+    documents = [document(each) for each in answer(pair, conversations, asking, 0, skipped.append, lambda _: None)]
+    if not any(each.trained.any() for each in documents):
+        raise InputError(
+            f"--evaluate {prompts.name}: no prompt leaves room for an answer in the {width} tokens of a row"
+            f"{f', the first: {skipped[0]}' if skipped else ''}; give a larger --width, or --held-out 0"
+        )
+    return documents
+
+
+def taught_alike(
+    held_out: Sequence[Document], documents: Sequence[Document], teacher: Teacher, keep_prompt: int | None
+) -> list[Document]:
+    """Add what the training's documents hold of the target, if the target does not run in training."""
+    if not self_contained(documents):
+        return list(held_out)
+    top = min(each.teacher["top_ids"].shape[1] for each in documents)
+    return list(taught(held_out, teacher, hidden=True, top=top, keep_prompt=keep_prompt))
+
+
+def known_prompts(held_out: Sequence[Document], documents: Sequence[Document]) -> str | None:
+    """Return a warning about held-out prompts that the drafter is trained on; None if there are none."""
+    known = {_prompt(each) for each in documents}
+    count = sum(_prompt(each) in known for each in held_out)
+    if not count:
+        return None
+    return (
+        f"{count} of the {len(held_out)} --evaluate prompts are in the data, too, so their figures are not those of "
+        "new ones; expected prompts that peagle data did not get"
+    )
+
+
+def _prompt(each: Document) -> bytes:
+    return each.token_ids[: int(np.argmax(each.trained))].astype(np.int32).tobytes()

@@ -1,0 +1,98 @@
+"""What to tell a person about a training: its recipe, curves that part, a weak drafter, and what to try next."""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from drafter.train.folder import EVALUATION, HELD_OUT, best_held_out
+from drafter.train.recipe import SHORT_STEPS, Recipe, Update
+from drafter.train.shards import Document
+from drafter.trained import DRAFTER
+from drafter.vocabulary import Coverage
+from peagle.workflows.training import answers
+
+RISEN = 1.02  # a held-out loss so many times the best one has risen
+PARTED_HITS = 0.2  # how much more often the first draft is right in training than held out, if it is learnt by heart
+WEAK_ACCEPTANCE = 2
+FEW_EPOCHS = 2  # with fewer, a training lacks steps rather than prompts
+
+
+def recipe_in_words(recipe: Recipe, typed: Collection[str], *, init: bool) -> str:
+    """Say how parameters are updated, and why so."""
+    update = Update(**{field.name: getattr(recipe, field.name) for field in dataclasses.fields(Update)})
+    if {"optimizer", "learning_rate", "other_rate"} & set(typed):
+        why = "as given"
+    elif init:
+        why = "low, to keep what --init knows; --optimizer muon learns faster"
+    elif recipe.steps < SHORT_STEPS:
+        why = f"for a short training, of fewer than {SHORT_STEPS:,} steps"
+    else:
+        why = f"the paper's, for {SHORT_STEPS:,} steps and more"
+    return f"{update.in_words()}: {why}"
+
+
+def epochs_in_words(epochs: Sequence[float]) -> str:
+    """Say how often the data is read, by its parts. Example: 2.4 epochs."""
+    return f"{' and '.join(f'{count:.1f}' for count in epochs)} epochs"
+
+
+def share(value: float) -> str:
+    """Write a part of 1 with two digits. Example: .57."""
+    return f"{value:.2f}".removeprefix("0")
+
+
+def parted_curves(log: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a warning about a drafter that learns its data by heart; None for another.
+
+    Its loss on held-out documents rises while that of training falls, or it is right far more often in training.
+    """
+    measured, best = [line for line in log if HELD_OUT in line], best_held_out(log)
+    trained = {line["step"]: line for line in log if "loss" in line}
+    if best is None or measured[-1]["step"] not in trained or best["step"] not in trained:
+        return None
+    last, now, then = measured[-1], trained[measured[-1]["step"]], trained[best["step"]]
+    known, new = now["hits_by_depth"][0], last[HELD_OUT]["hits_by_depth"][0]
+    rises = last[HELD_OUT]["loss"] > RISEN * best[HELD_OUT]["loss"] and now["loss"] < then["loss"]
+    if not rises and known - new < PARTED_HITS:
+        return None
+    return (
+        f"the drafter memorises its data: at step {last['step']}, after {epochs_in_words(now['epochs'])}, the first "
+        f"draft is right in {share(known)} of the places there and in {share(new)} of held-out ones (best step: "
+        f"{best['step']}); more prompts help more than more steps"
+    )
+
+
+def weak_drafter(log: Sequence[Mapping[str, Any]], out: Path, *, init: bool) -> str | None:
+    """Return what to try next for a drafter of little acceptance; None for another."""
+    evaluated = [line[EVALUATION]["acceptance_length"] for line in log if EVALUATION in line]
+    trained = [line for line in log if "loss" in line]
+    best = best_held_out(log)
+    if evaluated and evaluated[-1] is not None:
+        length, seen = evaluated[-1], f"the acceptance length is {evaluated[-1]:.2f}"
+    elif trained:
+        hits = trained[-1]["hits_by_depth"] if best is None else best[HELD_OUT]["hits_by_depth"]
+        length, seen = 1 + float(np.cumprod(hits).sum()), f"the first draft is right in {share(hits[0])} of the places"
+    else:
+        return None
+    if length >= WEAK_ACCEPTANCE:
+        return None
+    prompts, minutes = "more prompts (peagle data)", f"more minutes (--out {out} --resume --minutes N)"
+    epochs = max(trained[-1].get("epochs", [0.0])) if trained else 0.0  # old logs lack them
+    tries = [minutes, prompts] if epochs < FEW_EPOCHS else [prompts, minutes]
+    if parted_curves(log):
+        tries.remove(minutes)
+    if not init:
+        tries.append("--init with a trained drafter")
+    tries.append(f"peagle parity --drafter {out / DRAFTER}, which looks for other causes")
+    return f"{seen}, and drafting pays little below {WEAK_ACCEPTANCE}; next try {', '.join(tries)}"
+
+
+def coverage_in_words(documents: Sequence[Document], token_ids: np.ndarray, measured: Coverage) -> str:
+    """Say what a draft vocabulary covers. Example: 512 tokens, 12 of them not in the data: 83.1% of the tokens, ..."""
+    said = np.unique(np.concatenate(list(answers(documents))))
+    absent = int(np.sum(~np.isin(token_ids, said)))
+    lacking = f", {absent:,} of which no answer holds" if absent else ""
+    return f"{len(token_ids):,} tokens{lacking}: {measured.in_words()}"

@@ -1,0 +1,129 @@
+"""Which documents are kept back, and how they are packed to be measured."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from drafter.train.batches import Batches, Source, pack
+from drafter.train.cod import Cod
+from drafter.train.folder import best_held_out
+from drafter.train.held_out import HeldOut, keep_back, rows_of_evaluation, score_of
+from drafter.train.recipe import Recipe
+from drafter.train.shards import Document
+from peagle.ops.errors import InputError
+
+RECIPE = Recipe(steps=1, width=24, cod=Cod(depth=3))
+
+
+def document(*token_ids: int, prompt: int = 2) -> Document:
+    return Document(np.array(token_ids, np.int32), np.arange(len(token_ids)) >= prompt)
+
+
+def ids(documents: list[Document]) -> list[list[int]]:
+    return [document.token_ids.tolist() for document in documents]
+
+
+@pytest.mark.parametrize(
+    ("number", "frac", "num_tokens", "held_out"),
+    [
+        (30, 0.1, 1000, 3),
+        (30, 0.1, 8, 2),  # of four tokens each
+        (30, 0.1, 1, 1),
+        (29, 0.1, 1000, 2),
+        (9, 0.1, 1000, 0),
+        (30, 0.0, 1000, 0),
+        (30, 0.5, 1000, 15),
+    ],
+)
+def test_a_part_of_the_documents_is_kept_back(number: int, frac: float, num_tokens: int, held_out: int) -> None:
+    """Every document once, in order; the same ones each time, others with another seed."""
+    documents = [document(place, 50, 60, 70) for place in range(number)]
+    trained, kept_back = keep_back(documents, frac, num_tokens, seed=0)
+    assert len(kept_back) == held_out
+    assert sorted(ids(trained) + ids(kept_back)) == ids(documents)
+    assert ids(trained) == sorted(ids(trained))
+    assert ids(kept_back) == sorted(ids(kept_back))
+    assert ids(keep_back(documents, frac, num_tokens, seed=0)[1]) == ids(kept_back)
+    if held_out == 15:
+        assert ids(keep_back(documents, frac, num_tokens, seed=1)[1]) != ids(kept_back)
+
+
+def test_the_turns_of_a_conversation_stay_together() -> None:
+    documents = []
+    for place in range(20):
+        first = document(place, 50, 60)
+        second = document(*first.token_ids, 70, 80, prompt=4)
+        documents += [first, second, document(*second.token_ids, 90, prompt=5)]
+    trained, kept_back = keep_back(documents, 0.1, 1000, seed=0)
+    assert len(kept_back) == 6
+    assert {document.token_ids[0] for document in kept_back}.isdisjoint(document.token_ids[0] for document in trained)
+
+
+def test_text_without_a_prompt_is_no_conversation() -> None:
+    documents = [document(5, 6, 7, prompt=0) for _ in range(20)]
+    assert len(keep_back(documents, 0.1, 1000, seed=0)[1]) == 2
+
+
+@pytest.mark.parametrize(("rows_per_step", "rows"), [(1, 8), (3, 9), (8, 8), (32, 32)])
+def test_an_evaluation_is_whole_steps(rows_per_step: int, rows: int) -> None:
+    assert rows_of_evaluation(rows_per_step) == rows
+
+
+def batches(rows_per_step: int) -> Batches:
+    counts = RECIPE.segments.counts(RECIPE.cod, RECIPE.width)
+    source = Source(pack([document(*range(20))], RECIPE.width), rows_per_step)
+    return Batches((source,), RECIPE.width, RECIPE.cod, RECIPE.segments, counts, 0)
+
+
+def test_every_held_out_document_is_measured_once_the_same_way_each_time() -> None:
+    """Five rows in batches of two: the sixth row holds nothing that counts."""
+    documents = [document(*range(start, start + 20)) for start in range(5)]
+    held_out = HeldOut.of(documents, batches(2))
+    first, again = list(held_out), list(held_out)
+    assert [batch.token_ids.shape for batch in first] == [(2, RECIPE.width)] * 3
+    assert sum(batch.trained.sum() for batch in first) == 5 * 18
+    for one, other in zip(first, again, strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        np.testing.assert_array_equal(one.anchors[0], other.anchors[0])
+    assert held_out.digest == HeldOut.of(documents, batches(8)).digest
+    assert held_out.digest != HeldOut.of(documents[1:], batches(2)).digest
+
+
+@pytest.mark.parametrize(
+    ("lines", "best"),
+    [
+        ([(10, 1.2, 3.0), (20, 1.4, 3.2), (30, 1.3, 2.9)], 20),  # more is right, at a higher loss
+        ([(10, 1.0, 3.0), (20, 1.0, 2.9), (30, 1.0, 3.1)], 20),  # nothing is right yet
+        ([(10, 1.2, 3.0), (20, 1.2, 3.0)], 10),
+        ([(10, 9.0, 3.0, {"documents": "others"}), (20, 1.2, 3.0), (30, 1.1, 3.0)], 20),
+        ([(13, 9.0, 3.0, {"stopped": True}), (20, 1.2, 3.0), (30, 1.1, 3.0)], 20),
+        ([(10, 1.2, 3.0), (20, 1.1, 3.0), (23, 1.3, 3.0, {"stopped": True})], 23),
+        ([(10, 1.2, 3.0), (20, 1.1, 3.0), (23, 1.1, 3.0, {"stopped": True})], 10),
+        ([], None),
+    ],
+)
+def test_the_best_step_is_that_of_the_highest_score(lines: list[Any], best: int | None) -> None:
+    """Among those on the same documents, without earlier stops."""
+    log: list[dict[str, Any]] = [{"step": 10, "loss": 1.0}]
+    for step, score, loss, *more in lines:
+        figures = {"score": score, "loss": loss, "documents": "ours"}
+        other = more[0] if more else {}
+        figures |= {key: value for key, value in other.items() if key == "documents"}
+        log.append({"step": step, "held_out": figures, **{k: v for k, v in other.items() if k == "stopped"}})
+    line = best_held_out(log)
+    assert (line and line["step"]) == best
+
+
+@pytest.mark.parametrize(
+    ("loss", "score"),
+    [("half", 1 + 0.5 + 0.5 * 0.4), ("kl", 1 + 0.5 + 0.5 * 0.4), ("total_variation", 0.7)],
+)
+def test_a_score_is_what_is_accepted(loss: Any, score: float) -> None:
+    """Of sampled drafts the share that total variation leaves."""
+    assert score_of(loss, 0.3, [0.5, 0.4]) == pytest.approx(score)
+
+
+def test_documents_that_hold_nothing_to_measure_are_refused() -> None:
+    with pytest.raises(InputError, match="no token that the target wrote"):
+        HeldOut.of([document(1, 2, 3, prompt=3)], batches(1))
