@@ -134,11 +134,11 @@ def inlined(schema: Grammar) -> str:
     return f"%json {dumps(_prepared(schema.text))}"
 
 
-def _prepared(schema: str) -> dict[str, Any]:
+def _prepared(text: str) -> dict[str, Any]:
     """Write a schema as llguidance takes it: without dead ends, its white space bounded."""
-    found = _without_dead_ends(json.loads(schema))
-    given = found if isinstance(found, dict) else {"allOf": [found]}
-    return {**given, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+    schema = _without_dead_ends(json.loads(text))
+    fields = schema if isinstance(schema, dict) else {"allOf": [schema]}
+    return {**fields, "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
 def _without_dead_ends(schema: Any) -> Any:
@@ -147,23 +147,24 @@ def _without_dead_ends(schema: Any) -> Any:
     llguidance lets a comma follow all known properties as long as an object has a pattern, even if no name is left.
     """
     if isinstance(schema, list):
-        return [_without_dead_ends(each) for each in schema]
+        return [_without_dead_ends(inner) for inner in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {key: _without_dead_ends(value) for key, value in schema.items()}
-    patterns, known = found.get("patternProperties"), found.get("properties", {})
-    required = found.get("required", [])
-    if not isinstance(patterns, dict) or not isinstance(known, dict) or not isinstance(required, list):
-        return found
-    names = [name for name in dict.fromkeys([*known, *required]) if isinstance(name, str)]
+    schema = {key: _without_dead_ends(value) for key, value in schema.items()}
+    patterns, properties = schema.get("patternProperties"), schema.get("properties", {})
+    required = schema.get("required", [])
+    if not isinstance(patterns, dict) or not isinstance(properties, dict) or not isinstance(required, list):
+        return schema
+    names = [name for name in dict.fromkeys([*properties, *required]) if isinstance(name, str)]
     covered = [pattern for pattern in patterns if names and _covers(names, pattern)]
     if not covered:
-        return found
+        return schema
     for pattern in covered:
-        met = {name: {"allOf": [known.get(name, True), patterns[pattern]]} for name in names if _matches(name, pattern)}
-        known = {**known, **met}
+        matching = [name for name in names if _matches(name, pattern)]
+        met = {name: {"allOf": [properties.get(name, True), patterns[pattern]]} for name in matching}
+        properties = {**properties, **met}
     others = {pattern: value for pattern, value in patterns.items() if pattern not in covered}
-    return {**found, "patternProperties": others, "properties": known}
+    return {**schema, "patternProperties": others, "properties": properties}
 
 
 def _covers(names: Sequence[str], pattern: str) -> bool:

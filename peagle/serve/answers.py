@@ -159,15 +159,15 @@ class TokenTexts:
     def of(self, part: Part) -> list[dict[str, str]]:
         """Return the tokens up to the last one of the part's text; at the answer's end, all."""
         self._waiting.extend(zip(part.token_ids, part.origins, strict=True))
-        found = []
+        tokens = []
         for delta in part.deltas:
             if delta.message != self._message:
                 self._detokenizer, self._message = Detokenizer(self._tokenizer), delta.message
             for token in delta.tokens:
-                found += self._hidden(token.number)
+                tokens += self._hidden(token.number)
                 token_id, origin = self._next()
-                found.append({"text": self._detokenizer.add((token_id,)), "kind": delta.kind, "origin": origin})
-        return found if part.finish_reason is None else found + self._hidden(self._first + len(self._waiting))
+                tokens.append({"text": self._detokenizer.add((token_id,)), "kind": delta.kind, "origin": origin})
+        return tokens if part.finish_reason is None else tokens + self._hidden(self._first + len(self._waiting))
 
     def _next(self) -> tuple[int, str]:
         self._first += 1

@@ -340,7 +340,7 @@ async def ask_responses(service: Service, given: bytes) -> Asked:
     grammar = await service.grammar(chat.body, names)
     requests = await service.encode(service.prompter.chat, chat.body, grammar, names)
     tokenizer = service.prompter.tokenizer
-    form = ResponsesForm(service.model, tokenizer, asked=body, tools=chat.body.tools, given=chat.given)
+    form = ResponsesForm(service.model, tokenizer, asked=body, tools=chat.body.tools, tool_names=chat.tool_names)
     form.one_call = not body.parallel_tool_calls
     service.note(*chat.notes, *notes(chat.body))
     field = constraint(chat.body, names)

@@ -46,8 +46,8 @@ def as_instructions(
     starts = [number for number in range(len(ids)) if tuple(ids[number : number + len(user)]) == user]
     if len(starts) != len(users):
         return None
-    found = list(ids)
+    tokens = list(ids)
     for start, place in zip(reversed(starts), reversed(users), strict=True):
         if place in places:
-            found[start : start + len(user)] = developer
-    return tuple(found)
+            tokens[start : start + len(user)] = developer
+    return tuple(tokens)

@@ -196,8 +196,8 @@ class Prompter:
         """Encode a chat up to the next answer."""
         if not messages:
             raise ApiError(400, f"{names.messages} is empty; expected at least one message", names.messages)
-        for place, each in enumerate(messages):
-            _check_message(names.message(place), each, names)
+        for place, message in enumerate(messages):
+            _check_message(names.message(place), message)
         try:
             chat = chat_of(messages, names)
             if all(message["role"] not in INSTRUCTING or message["role"] in self.instructing for message in chat[1:]):
@@ -208,8 +208,8 @@ class Prompter:
             raise self._too_long("the chat", error, names.messages) from None
         except TemplateError as error:
             blamed = "tools" if tools and not self._renders(tools) else names.messages
-            message = f"the model's chat template refuses the {blamed}: {error.reason}"
-            raise ApiError(400, message, blamed) from None
+            reason = f"the model's chat template refuses the {blamed}: {error.reason}"
+            raise ApiError(400, reason, blamed) from None
 
     def _render(
         self, chat: Sequence[Message], effort: Effort | None = None, tools: Sequence[Mapping[str, Any]] = ()
@@ -223,7 +223,7 @@ class Prompter:
     @functools.cached_property
     def instructing(self) -> frozenset[str]:
         """The roles of instructions that the chat template renders anywhere in a chat; some render only the first."""
-        user, found = {"role": "user", "content": "a"}, set()
+        user, roles = {"role": "user", "content": "a"}, set()
         for role in INSTRUCTING:
             later = [{"role": role, "content": text} for text in ("first", "next to it", "in the midst")]
             try:
@@ -231,8 +231,8 @@ class Prompter:
             except TemplateError:
                 continue
             if all(message["content"] in text for message in later):
-                found.add(role)
-        return frozenset(found)
+                roles.add(role)
+        return frozenset(roles)
 
     def _instructing(
         self, ids: tuple[int, ...], chat: Sequence[Message], places: Collection[int], names: Names
@@ -241,11 +241,11 @@ class Prompter:
 
         Raises ApiError if the prompt does not have each user's message under its own header.
         """
-        found = as_instructions(self.tokenizer, ids, chat, places)
-        if found is None:
+        tokens = as_instructions(self.tokenizer, ids, chat, places)
+        if tokens is None:
             message = "the model's chat template leaves out instructions that follow other messages; put them first"
             raise ApiError(400, message, names.messages)
-        return found
+        return tokens
 
     def _too_long(self, name: str, error: TextTooLong, field: str) -> ApiError:
         message = f"{name} has {error.num_bytes} bytes, {error.least_tokens} tokens or more, but the context holds"
@@ -369,12 +369,12 @@ class Prompter:
 
 def notes(body: ChatBody) -> list[str]:
     """Tell for the server's log what the model sees in place of what a chat asks for."""
-    found, effort = [], body.reasoning_effort
+    lines, effort = [], body.reasoning_effort
     if effort in EFFORTS:
-        found.append(f"the reasoning effort {effort} is not one of GPT-OSS: the prompt says {EFFORTS[effort]}")
+        lines.append(f"the reasoning effort {effort} is not one of GPT-OSS: the prompt says {EFFORTS[effort]}")
     if any(isinstance(tool, CustomTool) and tool.custom.format is not None for tool in body.tools):
-        found.append("grammars of custom tools are told to the model, and do not bind what it writes")
-    return found
+        lines.append("grammars of custom tools are told to the model, and do not bind what it writes")
+    return lines
 
 
 def _prompts(body: CompletionBody) -> list[str] | list[list[int]]:
@@ -388,15 +388,15 @@ def _prompts(body: CompletionBody) -> list[str] | list[list[int]]:
     return prompt  # type: ignore[return-value]
 
 
-def _check_message(where: str, given: ChatMessage, names: Names) -> None:
+def _check_message(where: str, message: ChatMessage) -> None:
     """Raise ApiError for a message without what its role needs, or with what another role has."""
-    if given.role != "assistant" and "content" not in given.model_fields_set:
-        raise ApiError(400, f"a message of the {given.role} has no content; add it", names.messages)
+    if message.role != "assistant" and "content" not in message.model_fields_set:
+        raise ApiError(400, f"{where}, a message of the {message.role}, has no content; add it", f"{where}.content")
     try:
-        check_encodable(given.text, "a message")
+        check_encodable(message.text, where)
     except InputError as error:
-        raise ApiError(400, str(error), names.messages) from None
+        raise ApiError(400, str(error), where) from None
     for name, role in (("tool_calls", "assistant"), ("refusal", "assistant"), ("tool_call_id", "tool")):
-        if getattr(given, name) and given.role != role:
-            message = f"{where}.{name} is not supported in a message of the {given.role}; leave it out"
-            raise ApiError(400, message, f"{where}.{name}", "unsupported_parameter")
+        if getattr(message, name) and message.role != role:
+            text = f"{where}.{name} is not supported in a message of the {message.role}; leave it out"
+            raise ApiError(400, text, f"{where}.{name}", "unsupported_parameter")

@@ -136,11 +136,11 @@ class ChannelForm(Form):
         """Write the entries of the tokens of a content delta, if log-probabilities are wanted."""
         if delta.kind != "content":
             return []
-        return [self._entry(found) for _, found in part.logprobs_of(delta)]
+        return [self._entry(logprobs) for _, logprobs in part.logprobs_of(delta)]
 
-    def _entry(self, found: TokenLogprobs) -> str:
-        best = ", ".join(f"{self._written(token)}{number(value)}}}" for token, value in found.best)
-        return f'{self._written(found.token_id)}{number(found.logprob)}, "top_logprobs": [{best}]}}'
+    def _entry(self, entry: TokenLogprobs) -> str:
+        best = ", ".join(f"{self._written(token)}{number(value)}}}" for token, value in entry.best)
+        return f'{self._written(entry.token_id)}{number(entry.logprob)}, "top_logprobs": [{best}]}}'
 
     def _write(self, token_id: int) -> str:
         """Write the entry of a token up to its log-probability."""
@@ -197,8 +197,8 @@ class ChatForm(ChannelForm):
                 kind = calls[delta.call.index]["type"]
                 calls[delta.call.index][kind][TEXT_OF_CALL[kind]] += delta.text
             else:
-                found = _call(delta, self._custom_calls(place))
-                calls[delta.call.index] = {key: value for key, value in found.items() if key != "index"}
+                first = _call(delta, self._custom_calls(place))
+                calls[delta.call.index] = {key: value for key, value in first.items() if key != "index"}
         message: dict[str, Any] = {"role": "assistant", "content": texts["content"], "refusal": None}
         if calls:
             message |= {"content": texts["content"] or None, "tool_calls": list(calls.values())}
@@ -272,10 +272,10 @@ class CompletionForm(Form):
 
     def _piece(self, part: Part, delta: Delta) -> dict[str, Any]:
         choice = self._choice(part.place, delta.text, None)
-        if found := part.logprobs_of(delta):
+        if tokens := part.logprobs_of(delta):
             start = len(self.echoed[part.place]) if self.echoed else 0
-            places = [start + token.place for token, _ in found]
-            choice["logprobs"] = self._kept(part.place, self._columns([each for _, each in found], places))
+            places = [start + token.place for token, _ in tokens]
+            choice["logprobs"] = self._kept(part.place, self._columns([logprobs for _, logprobs in tokens], places))
         return choice
 
     def _last(self, place: int, reason: str) -> dict[str, Any]:
@@ -315,12 +315,12 @@ class CompletionForm(Form):
             lengths[0] = 0
         return [0, *itertools.accumulate(lengths[:-1])]
 
-    def _columns(self, found: Sequence[TokenLogprobs], places: Sequence[int]) -> dict[str, list[str]]:
-        """Write the entries of tokens, each column as texts of JSON. places: of the tokens in the text."""
+    def _columns(self, tokens: Sequence[TokenLogprobs], places: Sequence[int]) -> dict[str, list[str]]:
+        """Write the entries of tokens, token column as texts of JSON. places: of the tokens in the text."""
         return {
-            "tokens": [self._written(each.token_id) for each in found],
-            "token_logprobs": [number(each.logprob) for each in found],
-            "top_logprobs": [self._best(each) for each in found],
+            "tokens": [self._written(token.token_id) for token in tokens],
+            "token_logprobs": [number(token.logprob) for token in tokens],
+            "top_logprobs": [self._best(token) for token in tokens],
             "text_offset": list(map(str, places)),
         }
 

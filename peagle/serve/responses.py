@@ -303,7 +303,7 @@ class ResponsesBody(Body):
 
 
 @dataclass(frozen=True)
-class ToolAs:
+class NamespacedName:
     """What a body calls a tool of its chat."""
 
     name: str
@@ -314,12 +314,12 @@ class ToolAs:
 class AsChat:
     """The chat that a body asks for.
 
-    names: of its fields, in the body. given: the names of its tools, in the body. notes: for the server's log.
+    names: of its fields, in the body. tool_names: of its tools, in the body. notes: for the server's log.
     """
 
     body: ChatBody
     names: ResponseNames
-    given: Mapping[str, ToolAs]
+    tool_names: Mapping[str, NamespacedName]
     notes: Sequence[str]
 
 
@@ -352,17 +352,17 @@ def as_chat(body: ResponsesBody) -> AsChat:
         speculative=body.speculative,
     )
     names = ResponseNames(items=[item for _, item in messages], tools=tools.fields)
-    return AsChat(chat, names, tools.given, notes)
+    return AsChat(chat, names, tools.names, notes)
 
 
-def _response_format(given: TextFormat) -> ResponseFormat:
+def _response_format(form: TextFormat) -> ResponseFormat:
     """Make a chat's field of it. Raises ApiError for a schema without its type, and the reverse."""
-    if (given.type == "json_schema") != (given.of is not None):
-        seen = "is missing" if given.of is None else f"is given with the type {given.type!r}"
+    if (form.type == "json_schema") != (form.of is not None):
+        seen = "is missing" if form.of is None else f"is given with the type {form.type!r}"
         raise ApiError(400, f"text.format.schema {seen}; expected it with the type 'json_schema'", "text.format.schema")
-    if given.of is None:
-        return ResponseFormat(type=given.type)
-    return ResponseFormat(type=given.type, json_schema=JsonSchema(name=given.name or "", schema=given.of))
+    if form.of is None:
+        return ResponseFormat(type=form.type)
+    return ResponseFormat(type=form.type, json_schema=JsonSchema(name=form.name or "", schema=form.of))
 
 
 def _choice(choice: Any) -> Literal["none", "auto", "required"] | NamedTool:
@@ -380,7 +380,7 @@ class _Tools:
 
     tools: list[Tool] = field(default_factory=list)
     fields: list[str] = field(default_factory=list)
-    given: dict[str, ToolAs] = field(default_factory=dict)
+    names: dict[str, NamespacedName] = field(default_factory=dict)
     left_out: dict[str, None] = field(default_factory=dict)
 
     def add(self, tool: OfferedFunction | OfferedCustom, where: str, namespace: Namespace | None = None) -> None:
@@ -390,7 +390,7 @@ class _Tools:
         if namespace is not None:
             name = _joined(namespace.name, name)
         self.fields.append(where)
-        self.given[name] = ToolAs(tool.name, None if namespace is None else namespace.name)
+        self.names[name] = NamespacedName(tool.name, None if namespace is None else namespace.name)
         if isinstance(tool, OfferedFunction):
             function = Function(name=name, description=description, parameters=tool.parameters, strict=tool.strict)
             self.tools.append(FunctionTool(type="function", function=function))
@@ -400,17 +400,17 @@ class _Tools:
 
 
 def _tools(body: ResponsesBody) -> _Tools:
-    found = _Tools()
+    tools = _Tools()
     for place, tool in enumerate(body.tools):
         where = f"tools.{place}"
         if isinstance(tool, HostedTool):
-            found.left_out[tool.type] = None
+            tools.left_out[tool.type] = None
         elif isinstance(tool, Namespace):
             for number, inner in enumerate(tool.tools):
-                found.add(inner, f"{where}.tools.{number}", tool)
+                tools.add(inner, f"{where}.tools.{number}", tool)
         else:
-            found.add(tool, where)
-    return found
+            tools.add(tool, where)
+    return tools
 
 
 def _joined(namespace: str | None, name: str) -> str:
@@ -418,17 +418,17 @@ def _joined(namespace: str | None, name: str) -> str:
     return name if namespace in (None, FUNCTIONS) else f"{namespace}.{name}"
 
 
-def _format(given: InputFormat | None, where: str) -> CustomFormat | None:
+def _format(form: InputFormat | None, where: str) -> CustomFormat | None:
     """Make a chat's format of a custom tool. Raises ApiError for a grammar without its definition."""
-    if given is None or given.type == "text":
+    if form is None or form.type == "text":
         return None
     for name in ("syntax", "definition"):
-        if getattr(given, name) is None:
+        if getattr(form, name) is None:
             name = f"{where}.format.{name}"
             raise ApiError(400, f"{name} is missing; add it", name, "missing_required_parameter")
-    assert given.syntax is not None
-    assert given.definition is not None
-    return CustomFormat(type="grammar", grammar=Syntax(syntax=given.syntax, definition=given.definition))
+    assert form.syntax is not None
+    assert form.definition is not None
+    return CustomFormat(type="grammar", grammar=Syntax(syntax=form.syntax, definition=form.definition))
 
 
 _Named = tuple[ChatMessage, MessageNames]
@@ -480,8 +480,8 @@ def _results(items: Sequence[Item]) -> dict[int, tuple[int, InputResult]]:
         where = f"{_name(place)}.call_id"
         if isinstance(item, InputCall | InputCustomCall):
             if item.call_id in waiting:
-                seen = f"{where} is {brief(item.call_id)}, as that of a call before it"
-                raise ApiError(400, f"{seen}; expected its own", where)
+                twice = f"{where} is {brief(item.call_id)}, as that of a call before it"
+                raise ApiError(400, f"{twice}; expected its own", where)
             waiting[item.call_id] = place
             ids.add(item.call_id)
         elif isinstance(item, InputResult):
@@ -567,10 +567,10 @@ TEXTS_OF_CALLS = {"arguments": "function_call_arguments", "input": "custom_tool_
 
 @dataclass
 class ResponsesForm(ChannelForm):
-    """A response and its events. asked: the body. given: what the body calls its tools."""
+    """A response and its events. asked: the body. tool_names: of its tools, in the body."""
 
     asked: ResponsesBody = field(default_factory=lambda: ResponsesBody(input=""))
-    given: Mapping[str, ToolAs] = field(default_factory=dict)
+    tool_names: Mapping[str, NamespacedName] = field(default_factory=dict)
     _items: list[_OutputItem] = field(default_factory=list)
     _num_events: int = 0
     _reason: str | None = None
@@ -624,7 +624,7 @@ class ResponsesForm(ChannelForm):
         number = uuid.uuid4().hex
         value: dict[str, Any]
         if delta.call is not None:
-            name = self.given.get(delta.call.name, ToolAs(delta.call.name, None))
+            name = self.tool_names.get(delta.call.name, NamespacedName(delta.call.name, None))
             is_custom = self._custom_calls(0).is_custom(delta.call)
             kind, prefix, text = (
                 ("custom_tool_call", "ctc", "input") if is_custom else ("function_call", "fc", "arguments")

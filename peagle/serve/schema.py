@@ -95,15 +95,15 @@ class Body(pydantic.BaseModel):
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _without_neutral(cls, given: Any) -> Any:
+    def _without_neutral(cls, fields: Any) -> Any:
         """Leave out what asks for nothing: nulls, and neutral values of fields that are not supported."""
-        if not isinstance(given, dict):
-            return given
+        if not isinstance(fields, dict):
+            return fields
         return {
             key: value
-            for key, value in given.items()
+            for key, value in fields.items()
             if value is not None
-            and (key in cls.model_fields or not any(_same(value, each) for each in NEUTRAL.get(key, ())))
+            and (key in cls.model_fields or not any(_same(value, neutral) for neutral in NEUTRAL.get(key, ())))
         }
 
 
@@ -195,11 +195,12 @@ class CustomTool(Marked):
     @property
     def function(self) -> Function:
         """The tool as the model sees it."""
-        given, grammar = self.custom, None if self.custom.format is None else self.custom.format.grammar
-        told = f"The input follows this grammar ({grammar.syntax}):\n{grammar.definition}" if grammar else ""
+        custom = self.custom
+        grammar = None if custom.format is None else custom.format.grammar
+        rules = f"The input follows this grammar ({grammar.syntax}):\n{grammar.definition}" if grammar else ""
         return Function(
-            name=given.name,
-            description="\n\n".join(filter(None, (given.description, told))),
+            name=custom.name,
+            description="\n\n".join(filter(None, (custom.description, rules))),
             parameters={
                 "type": "object",
                 "properties": {CUSTOM_INPUT: {"type": "string"}},
@@ -472,10 +473,10 @@ def _check_count(given: dict[str, Any], context: int) -> None:
             raise ApiError(400, f"{message} {context} tokens", name, "context_length_exceeded")
 
 
-def validated(kind: type[Kind], given: Any) -> Kind:
+def validated(kind: type[Kind], body: Any) -> Kind:
     """Check the value of a body. Raises ApiError with the name of the field that is wrong."""
     try:
-        return kind.model_validate(given)
+        return kind.model_validate(body)
     except pydantic.ValidationError as error:
         raise _refusal(error) from None
 
@@ -490,26 +491,26 @@ def _refusal(error: pydantic.ValidationError) -> ApiError:
     # branches of a union are part of the place, but no field of the body
     place = [str(part) for part in first["loc"] if isinstance(part, int) or "[" not in part]
     place = [part for part in place if part != "str"]
-    name, seen = ".".join(place) or "the body", first["input"]
+    name, value = ".".join(place) or "the body", first["input"]
     if first["type"] == "union_tag_invalid":
-        if isinstance(seen, dict) and seen.get("type") is None:
+        if isinstance(value, dict) and value.get("type") is None:
             name += ".type"
             return ApiError(400, f"{name} is missing; add it", name, "missing_required_parameter")
-        if isinstance(seen, dict):
+        if isinstance(value, dict):
             tags = first["ctx"]["expected_tags"].translate(_NO_BRACKETS)
-            expected = HINTS.get(str(seen["type"]), f"expected {' or '.join(tags.rsplit(', ', 1))}")
-            message = f"{name}.type is {brief(seen['type'])}; {expected}"
+            expected = HINTS.get(str(value["type"]), f"expected {' or '.join(tags.rsplit(', ', 1))}")
+            message = f"{name}.type is {brief(value['type'])}; {expected}"
             return ApiError(400, message, f"{name}.type", "unsupported_parameter")
     if first["type"] == "extra_forbidden":
         return ApiError(
-            400, f"{name} is not supported here (it is {brief(seen)}); leave it out", name, "unsupported_parameter"
+            400, f"{name} is not supported here (it is {brief(value)}); leave it out", name, "unsupported_parameter"
         )
     if first["type"] == "missing":
         return ApiError(400, f"{name} is missing; add it", name, "missing_required_parameter")
     is_union = first["type"] == "union_tag_invalid"
     field = place[-1] if place and place[-1] in ("content", "output") else name
     expected = "expected an object" if is_union else EXPECTED.get(field, _in_words(first["msg"]))
-    return ApiError(400, f"{name} is {brief(seen)}; {expected}", name, "invalid_type")
+    return ApiError(400, f"{name} is {brief(value)}; {expected}", name, "invalid_type")
 
 
 def _in_words(message: str) -> str:

@@ -109,8 +109,9 @@ def parameters_of(tools: Sequence[Tool], name: str, names: Names = CHAT) -> str:
 
 def _arguments(tool: Tool, where: str) -> Grammar:
     """Describe a function's arguments: an object, by the schema of its parameters. Without one it takes none."""
-    given = tool.function.parameters
-    schema = {"properties": {}, "additionalProperties": False} if given is None else given
+    schema = tool.function.parameters
+    if schema is None:
+        schema = {"properties": {}, "additionalProperties": False}
     try:
         return Grammar.json_schema({**schema, "type": "object"})
     except GrammarError as error:
@@ -266,17 +267,17 @@ class CustomCalls:
 
     def read(self, deltas: Sequence[Delta], at_end: bool) -> list[Delta]:
         """Return the deltas with inputs in place of arguments. at_end: they are the answer's last."""
-        found: list[Delta] = []
+        texts: list[Delta] = []
         for delta in deltas:
             if self._open is not None and delta.message != self._open.message:
-                found += self._input()
+                texts += self._input()
             if delta.call is None or not self.is_custom(delta.call):
-                found.append(delta)
+                texts.append(delta)
                 continue
             if self._open is None:
-                found.append(delta)
+                texts.append(delta)
             self._open, self._arguments = delta, self._arguments + delta.text
-        return found + self._input() if at_end else found
+        return texts + self._input() if at_end else texts
 
     def _input(self) -> list[Delta]:
         """End the open call, if any."""
@@ -288,29 +289,30 @@ class CustomCalls:
 def _input_of(arguments: str) -> str:
     """Return the input of a custom tool's call: the only argument, or what a model wrote in place of arguments."""
     try:
-        found = json.loads(arguments)
+        value = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    is_input = isinstance(found, dict) and found.keys() == {CUSTOM_INPUT} and isinstance(found[CUSTOM_INPUT], str)
-    return found[CUSTOM_INPUT] if is_input else arguments
+    is_input = isinstance(value, dict) and value.keys() == {CUSTOM_INPUT} and isinstance(value[CUSTOM_INPUT], str)
+    return value[CUSTOM_INPUT] if is_input else arguments
 
 
 def _definition(tool: Tool) -> dict[str, Any]:
-    given = tool.function
-    parameters = {} if given.parameters is None else {"parameters": _of_texts(given.parameters)}
-    return {"type": "function", "function": {"name": given.name, "description": given.description or "", **parameters}}
+    function = tool.function
+    parameters = {} if function.parameters is None else {"parameters": _of_texts(function.parameters)}
+    named = {"name": function.name, "description": function.description or ""}
+    return {"type": "function", "function": {**named, **parameters}}
 
 
 def _of_texts(schema: Any) -> Any:
     """Make the default of each parameter a text, rendered as it is: GPT-OSS's template adds some to texts."""
     if not isinstance(schema, dict):
-        return [_of_texts(each) for each in schema] if isinstance(schema, list) else schema
-    found: dict[str, Any] = {}
+        return [_of_texts(inner) for inner in schema] if isinstance(schema, list) else schema
+    rendered: dict[str, Any] = {}
     for key, value in schema.items():
         if key in MAPS_OF_SCHEMAS and isinstance(value, dict):
-            found[key] = {name: _of_texts(inner) for name, inner in value.items()}
+            rendered[key] = {name: _of_texts(inner) for name, inner in value.items()}
         elif key == "default" and not isinstance(value, str):
-            found[key] = Verbatim(dumps(value, ensure_ascii=False))
+            rendered[key] = Verbatim(dumps(value, ensure_ascii=False))
         else:
-            found[key] = value if key in VALUES else _of_texts(value)
-    return found
+            rendered[key] = value if key in VALUES else _of_texts(value)
+    return rendered

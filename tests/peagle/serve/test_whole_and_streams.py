@@ -213,7 +213,7 @@ def test_a_responses_stream_is_its_whole_answer(
     body = parse(ResponsesBody, json.dumps(fields).encode())
     chat = as_chat(body)
     answers = answers_of(harmony, encoded(harmony, text, partial), ends, (), end)
-    form = ResponsesForm(MODEL, harmony, asked=body, tools=chat.body.tools, given=chat.given)
+    form = ResponsesForm(MODEL, harmony, asked=body, tools=chat.body.tools, tool_names=chat.tool_names)
     whole, events = read(form, answers)
     assert events[-1]["response"] == whole
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
