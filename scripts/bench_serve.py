@@ -59,7 +59,8 @@ from scripts.serving.servers import Server
 from scripts.serving.soak import bodies, soak
 from target.load import inspect_target
 
-SOAK_SLOTS, SOAK_PROMPTS, SOAK_OUT, SOAK_LONG = 4, 24, 64, 1500  # the last: tokens of long prompts and answers
+SOAK_SLOTS, SOAK_PROMPTS, SOAK_OUT = 4, 24, 64
+SOAK_LONG_IN, SOAK_LONG_OUT = 1500, 3000  # tokens of long prompts, and of answers that nobody reads
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,8 @@ def plan(asked: argparse.Namespace) -> list[Load]:
     clients = numbers("--clients", asked.clients)
     if asked.soak is not None:
         short = Load(SOAK_SLOTS, SOAK_PROMPTS, asked.round_in, 2 * SOAK_OUT, 1)
-        return [short, replace(short, requests=SOAK_SLOTS, tokens_in=max(SOAK_LONG, asked.round_in))]
+        tokens_in = max(SOAK_LONG_IN, asked.round_in)
+        return [short, replace(short, requests=SOAK_SLOTS, tokens_in=tokens_in, tokens_out=SOAK_LONG_OUT)]
     rounds = [
         Load(count, max(asked.round_requests, count), asked.round_in, asked.round_out, asked.rounds, count in alone)
         for count in clients
@@ -384,8 +386,8 @@ def soaked(asked: argparse.Namespace, models: Models, checkpoint: Path, vocab_si
     given = bodies([prompt for load in loads for prompt in prompts(checkpoint, vocab_size, load, asked.seed)], SOAK_OUT)
     options = [*models.options(arm, load), "--prefix-cache", "64MB", "--max-queue", str(load.clients)]
     clients = 2 * load.clients + 2  # as many as slots and queue have room for, and two more
-    with servers.ours(*options, "--max-unsent", "500000") as server:
-        found = soak(server, given, clients, asked.soak * 60, asked.seed, load.clients, SOAK_LONG)
+    with servers.ours(*options, "--max-unsent", "100000") as server:
+        found = soak(server, given, clients, asked.soak * 60, asked.seed, load.clients, SOAK_LONG_OUT)
     return {"arm": arm, **found}
 
 

@@ -80,10 +80,18 @@ class _Read:
 
 
 @contextlib.contextmanager
-def sent(url: str, body: Json) -> Iterator[http.client.HTTPConnection]:
-    """Send a completion; the connection is closed at the end of the context, whatever has been read."""
+def sent(url: str, body: Json, receive_buffer: int | None = None) -> Iterator[http.client.HTTPConnection]:
+    """Send a completion; the connection is closed at the end of the context, whatever has been read.
+
+    receive_buffer: bytes that the system reads ahead; it must be said before it connects.
+    """
     parts = urllib.parse.urlsplit(url)
     with contextlib.closing(http.client.HTTPConnection(parts.netloc, timeout=PATIENCE_S)) as found:
+        if receive_buffer is not None:
+            found.sock = socket.socket()
+            found.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+            found.sock.settimeout(PATIENCE_S)
+            found.sock.connect((parts.hostname, parts.port))
         found.request("POST", parts.path + PATH, dumps(body), {"Content-Type": "application/json"})
         yield found
 
@@ -111,8 +119,7 @@ def leave_unread(url: str, body: Json, seconds: float) -> None:
 
 def stall(url: str, body: Json, seconds: float) -> None:
     """Ask for a stream, and read nothing but the beginning of its reply for so long. Raises RefusedError."""
-    with sent(url, body) as connection:
-        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # else the system reads megabytes
+    with sent(url, body, receive_buffer=4096) as connection:
         reply_of(connection)
         time.sleep(seconds)
 

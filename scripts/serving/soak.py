@@ -19,12 +19,12 @@ from scripts.serving.client import RefusedError, leave_unread, samples_of, stall
 from scripts.serving.servers import Server
 
 LEAVING, BAD = 0.3, 0.1  # shares of the requests
-UNREAD_S = 10.0  # before a client that reads nothing leaves
+UNREAD_S = 30.0  # before a client that reads nothing leaves
 FREE_S = 30.0  # for the slots of those that left last
 SCHEMA = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}, "required": ["a"]}
 LONGEST_WAIT_S = 0.25  # after status 429, and before a client that waits for a whole answer leaves
 SAMPLES = 100  # of memory
-UNREAD = {"logprobs": 20, "ignore_eos": True, "stream": True}  # many bytes a token
+UNREAD = {"logprobs": 20, "n": 2, "ignore_eos": True, "stream": True}  # many bytes a token
 # what must be refused: status, method, path, body, headers
 REFUSED: tuple[tuple[int, str, str, bytes, dict[str, str]], ...] = (
     (400, "POST", "/v1/completions", b"{", {}),

@@ -89,9 +89,9 @@ def test_what_is_refused_or_cut_short_is_one_line(
         Counted.after(found, before, 1)
 
 
-def soaked(server: Server) -> dict[str, Any]:
+def soaked(server: Server, clients: int = 6) -> dict[str, Any]:
     asked = soak.bodies([[40 + place % 9, *range(60, 60 + place)] for place in range(8)], 16)
-    return soak.soak(server, asked, clients=6, seconds=1.0, seed=0, slots=2, longest=100)
+    return soak.soak(server, asked, clients=clients, seconds=1.0, seed=0, slots=2, longest=100)
 
 
 def test_a_soak_of_a_server_that_is_right_finds_nothing(server: tuple[Server, Engine]) -> None:
@@ -99,9 +99,13 @@ def test_a_soak_of_a_server_that_is_right_finds_nothing(server: tuple[Server, En
     assert found["answered"] > 0
     assert found["left"] > 0
     assert found["bad"] > 0
-    assert found["unread"] > 0
     names = ("wrong", "failed", "leaked_slots", "server_errors", "unsent_bytes")
     assert [found[name] for name in names] == [0] * 5, found
+
+
+def test_of_a_soak_one_client_more_reads_nothing(server: tuple[Server, Engine]) -> None:
+    found = soaked(server[0], clients=0)
+    assert (found["answered"], found["unread"] > 0, found["leaked_slots"]) == (0, True, 0), found
 
 
 def test_a_soak_finds_wrong_answers_and_leaked_slots(
