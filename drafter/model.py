@@ -10,18 +10,24 @@ token[p+2]. A mask slot is (embedding of mask_token_id, fc(mask_hidden)). The ro
 layer's output at the row before). Every pass runs `run_layers`, each with its own `attend`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams, LayerParams
-from peagle.ops.attention import attention, decode_attention, split_heads
-from peagle.ops.kv_cache import KVCache, init_window_cache
+from peagle.ops.attention import (
+    CacheGroup,
+    PagedCache,
+    attention,
+    group_layers,
+    paged_attention,
+    rows_by_layer,
+    split_heads,
+)
 from peagle.ops.likeliest import argmax
 from peagle.ops.linear import embed, linear
 from peagle.ops.mask import group_causal_mask
@@ -78,23 +84,17 @@ def forward(
     return _logits(params, config, x)
 
 
-def init_caches(
-    config: DrafterConfig, batch: int, capacity: int, widest_write: int, dtype: DTypeLike, retain_full_kv: bool = False
-) -> tuple[KVCache, ...]:
-    """Make empty caches, one per layer: a full layer's holds `capacity` positions, that of a layer with a window is a
-    ring that survives the roll-back of `widest_write` rows, or full with `retain_full_kv`, or if the ring would be no
-    smaller.
+def cache_groups(config: DrafterConfig, retain_full_kv: bool = False) -> tuple[CacheGroup, ...]:
+    """Group the layers by what their caches keep. retain_full_kv: layers with a window keep all positions, too.
 
-    The capacity must hold the widest write: 2K positions from the highest first position on. Rows beyond the capacity
-    would be dropped silently.
+    The row at position p stands at index p + 1, because it holds token p + 1: so the content of a page depends on its
+    own tokens and on those before it. Index 0 stays empty.
     """
-    heads, width = config.num_kv_heads, config.head_dim
-    return tuple(
-        init_window_cache(
-            batch, capacity, None if retain_full_kv else config.window(layer), widest_write, heads, width, dtype
-        )
-        for layer in range(config.num_layers)
-    )
+    return group_layers([None] * config.num_layers if retain_full_kv else _windows(config), offset=1)
+
+
+def _windows(config: DrafterConfig) -> list[int | None]:
+    return [config.window(layer) for layer in range(config.num_layers)]
 
 
 def absorb(
@@ -103,9 +103,10 @@ def absorb(
     token_ids: Int[Array, "B T"],
     aux_hidden: Float[Array, "B T A"],
     positions: Int[Array, "B T"],
-    caches: tuple[KVCache, ...],
-) -> tuple[KVCache, ...]:
-    """Write committed rows to the caches, without proposing.
+    cache: PagedCache,
+    groups: Sequence[CacheGroup],
+) -> PagedCache:
+    """Write committed rows to the cache, without proposing.
 
     token_ids are already shifted: the row at position p is (token[p+1], aux_hidden[p]). Rows of negative position are
     inactive and never written. Example: of a prompt of P tokens, rows 0..P-2 can be written; row P-1 needs the first
@@ -113,7 +114,7 @@ def absorb(
     """
     # XLA drops the last layer's work after its keys and values, since nothing reads it
     hidden = project_aux(params, config, aux_hidden.astype(params.dtype), positions)
-    return _cached_pass(params, config, token_ids, hidden, positions, caches)[1]
+    return _cached_pass(params, config, token_ids, hidden, positions, cache, groups)[1]
 
 
 def lay_out_rows(
@@ -163,12 +164,13 @@ def propose(
     config: DrafterConfig,
     drafter_input: DrafterInput,
     widths: Int[Array, " B"],
-    caches: tuple[KVCache, ...],
+    cache: PagedCache,
+    groups: Sequence[CacheGroup],
     num_drafts: int,
-) -> tuple[Float[Array, "B K U"], tuple[KVCache, ...]]:
-    """Propose K drafts in one pass of F+K-1 rows; return (logits over the draft vocabulary, caches).
+) -> tuple[Float[Array, "B K U"], PagedCache]:
+    """Propose K drafts in one pass of F+K-1 rows; return (logits over the draft vocabulary, the cache).
 
-    The caches hold rows 0..first_position-1 before the pass, and the input's committed rows as well after it. Later
+    The cache holds rows 0..first_position-1 before the pass, and the input's committed rows as well after it. Later
     entries are dead (`lay_out_rows`), so rejected drafts need no rollback. Draft i predicts
     token[first_position + num + 1 + i]; ignore logits of drafts from widths[b] on. A sequence of negative
     first_position is inactive: it writes nothing; ignore its logits.
@@ -179,8 +181,8 @@ def propose(
     rows = lay_out_rows(given.token_ids, given.num, given.first_position, num_drafts, mask_token_of(config), widths)
     hidden = _slot_hidden(params, config, drafter_input, rows)
     wanted = jnp.where(jnp.arange(num_drafts, dtype=jnp.int32)[None, :] < widths[:, None], rows.draft_rows, -1)
-    x, caches = _cached_pass(params, config, rows.token_ids, hidden, rows.positions, caches, wanted)
-    return _logits(params, config, x, wanted), caches
+    x, cache = _cached_pass(params, config, rows.token_ids, hidden, rows.positions, cache, groups, wanted)
+    return _logits(params, config, x, wanted), cache
 
 
 def propose_in_turn(
@@ -188,14 +190,15 @@ def propose_in_turn(
     config: DrafterConfig,
     drafter_input: DrafterInput,
     widths: Int[Array, " B"],
-    caches: tuple[KVCache, ...],
+    cache: PagedCache,
+    groups: Sequence[CacheGroup],
     num_drafts: int,
-) -> tuple[Int[Array, "B K"], tuple[KVCache, ...]]:
-    """Propose K drafts in K passes; return (drafts as ids of the target's vocabulary, caches).
+) -> tuple[Int[Array, "B K"], PagedCache]:
+    """Propose K drafts in K passes; return (drafts as ids of the target's vocabulary, the cache).
 
     The first pass covers the committed rows, each later pass one draft; the last draft needs none. Row
     first_position + num - 1 + i, i >= 1, is (embedding of draft i-1, `next_input` of the row before) and predicts
-    draft i. Caches and inactive sequences are as in `propose`.
+    draft i. The cache and inactive sequences are as in `propose`.
     """
     if num_drafts < 1:
         raise ValueError(f"{num_drafts} drafts; expected K >= 1")
@@ -208,14 +211,14 @@ def propose_in_turn(
     token_ids, positions = rows.token_ids, rows.positions
     wanted: jax.Array | None = jnp.where(widths[:, None] > 0, rows.draft_rows, -1)
     for number in range(num_drafts):
-        x, caches = _cached_pass(params, config, token_ids, hidden, positions, caches, wanted)
+        x, cache = _cached_pass(params, config, token_ids, hidden, positions, cache, groups, wanted)
         needed = jnp.where(given.first_position >= 0, widths, 0)[:, None] > number
         drafts.append(to_target_ids(params, argmax(_logits(params, config, x, jnp.where(needed, 0, -1)))))
         token_ids, hidden, wanted = drafts[-1], next_input(params, config, x), None
         positions = jnp.where(
             widths > number + 1, jnp.where(given.first_position < 0, -1, given.first_position + given.num + number), -1
         )[:, None]
-    return jnp.concatenate(drafts, axis=1), caches
+    return jnp.concatenate(drafts, axis=1), cache
 
 
 def next_input(params: DrafterParams, config: DrafterConfig, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -249,30 +252,24 @@ def _cached_pass(
     token_ids: Int[Array, "B T"],
     hidden: Float[Array, "B T D"],
     positions: Int[Array, "B T"],
-    caches: tuple[KVCache, ...],
+    cache: PagedCache,
+    groups: Sequence[CacheGroup],
     wanted: Int[Array, "B K"] | None = None,
-) -> tuple[Float[Array, "B t D"], tuple[KVCache, ...]]:
-    """Write the rows to the caches, then let each row attend up to its own position.
+) -> tuple[Float[Array, "B t D"], PagedCache]:
+    """Write the rows to the cache, then let each row attend up to its own position.
 
-    Returns (residual stream of the wanted rows, of all by default; caches).
+    Returns (residual stream of the wanted rows, of all by default; the cache).
     """
-    written = list(caches)
+    pages, rows = list(cache.pages), rows_by_layer(groups, _windows(config), cache, positions)
 
     def attend(layer: int, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        out, written[layer] = decode_attention(
-            qkv,
-            cos,
-            sin,
-            caches[layer],
-            positions,
-            config.num_heads,
-            config.window(layer),
-            implementation=params.implementation,
+        out, pages[layer] = paged_attention(
+            qkv, cos, sin, pages[layer], rows[layer], config.num_heads, implementation=params.implementation
         )
         return out
 
     x = run_layers(params, config, token_ids, hidden, positions, attend, wanted)
-    return x, tuple(written)
+    return x, PagedCache(tuple(pages), cache.tables)
 
 
 def _slot_hidden(params: DrafterParams, config: DrafterConfig, drafter_input: DrafterInput, rows: Rows) -> jax.Array:

@@ -1,5 +1,7 @@
 """The engine's view of a drafter: PEagle and Eagle3 match peagle's Drafter protocol without importing it."""
 
+from collections.abc import Sequence
+
 import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -7,8 +9,7 @@ from jaxtyping import Array, Float, Int
 from drafter import model
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
-from peagle.ops.attention import MASKED
-from peagle.ops.kv_cache import KVCache
+from peagle.ops.attention import MASKED, CacheGroup, PagedCache, Pages, init_pool, own_tables
 from peagle.ops.likeliest import argmax
 from peagle.ops.messages import DrafterInput, DraftOutput
 
@@ -17,7 +18,7 @@ from peagle.ops.messages import DrafterInput, DraftOutput
 class _Cached:
     """A drafter that reads aux_hidden and whose state is its own KV caches.
 
-    retain_full_kv: layers with a window keep all positions, in place of rings.
+    retain_full_kv: layers with a window keep all positions.
     """
 
     params: DrafterParams
@@ -40,21 +41,30 @@ class _Cached:
         windows = self.config.windows or (None,)
         return self.config.max_positions if None in windows else None
 
-    def init_state(self, batch: int, capacity: int, widest_write: int) -> tuple[KVCache, ...]:
-        """Make empty caches for `capacity` positions of the target, plus room for a pass of `widest_write` rows."""
-        return model.init_caches(
-            self.config, batch, capacity + widest_write, widest_write, self.params.dtype, self.retain_full_kv
-        )
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """See `drafter.model.cache_groups`."""
+        return model.cache_groups(self.config, self.retain_full_kv)
+
+    def init_pages(self, num_pages: Sequence[int]) -> tuple[Pages, ...]:
+        """Make the empty pools of all layers. num_pages: of each group."""
+        config = self.config
+        return init_pool(self.cache_groups, num_pages, config.num_kv_heads, config.head_dim, self.params.dtype)
+
+    def init_state(self, batch: int, capacity: int, widest_write: int) -> PagedCache:
+        """Make empty caches of pages of their own, for `capacity` positions of the target and a pass of rows."""
+        tables = own_tables(self.cache_groups, batch, capacity + widest_write, widest_write)
+        return PagedCache(self.init_pages([table.size for table in tables]), tables)
 
     def absorb(
         self,
-        state: tuple[KVCache, ...],
+        state: PagedCache,
         token_ids: Int[Array, "B T"],
         aux_hidden: Float[Array, "B T A"],
         positions: Int[Array, "B T"],
-    ) -> tuple[KVCache, ...]:
+    ) -> PagedCache:
         """See `drafter.model.absorb`."""
-        return model.absorb(self.params, self.config, token_ids, aux_hidden, positions, state)
+        return model.absorb(self.params, self.config, token_ids, aux_hidden, positions, state, self.cache_groups)
 
 
 @flax.struct.dataclass
@@ -68,12 +78,14 @@ class PEagle(_Cached):
     deterministic: bool = flax.struct.field(pytree_node=False, default=True)
 
     def propose(
-        self, state: tuple[KVCache, ...], drafter_input: DrafterInput, widths: Int[Array, " B"], num_drafts: int
-    ) -> tuple[DraftOutput, tuple[KVCache, ...]]:
-        """Return (drafts, caches with the input's rows). Draft i stands for token[first_position + num + 1 + i]."""
-        logits, caches = model.propose(self.params, self.config, drafter_input, widths, state, num_drafts)
+        self, state: PagedCache, drafter_input: DrafterInput, widths: Int[Array, " B"], num_drafts: int
+    ) -> tuple[DraftOutput, PagedCache]:
+        """Return (drafts, cache with the input's rows). Draft i stands for token[first_position + num + 1 + i]."""
+        logits, cache = model.propose(
+            self.params, self.config, drafter_input, widths, state, self.cache_groups, num_drafts
+        )
         full = None if self.deterministic else to_target_logits(self.params, self.config, logits)
-        return DraftOutput(model.to_target_ids(self.params, argmax(logits)), full), caches
+        return DraftOutput(model.to_target_ids(self.params, argmax(logits)), full), cache
 
 
 @flax.struct.dataclass
@@ -85,11 +97,13 @@ class Eagle3(_Cached):
     """
 
     def propose(
-        self, state: tuple[KVCache, ...], drafter_input: DrafterInput, widths: Int[Array, " B"], num_drafts: int
-    ) -> tuple[DraftOutput, tuple[KVCache, ...]]:
+        self, state: PagedCache, drafter_input: DrafterInput, widths: Int[Array, " B"], num_drafts: int
+    ) -> tuple[DraftOutput, PagedCache]:
         """See `PEagle.propose`."""
-        drafts, caches = model.propose_in_turn(self.params, self.config, drafter_input, widths, state, num_drafts)
-        return DraftOutput(drafts), caches
+        drafts, cache = model.propose_in_turn(
+            self.params, self.config, drafter_input, widths, state, self.cache_groups, num_drafts
+        )
+        return DraftOutput(drafts), cache
 
 
 def drafter_of(params: DrafterParams, config: DrafterConfig) -> PEagle | Eagle3:

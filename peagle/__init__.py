@@ -16,8 +16,10 @@ _apply_jax_cure()
 
 if TYPE_CHECKING:
     from peagle.api import AsyncStream, Pair, Stream
-    from peagle.engine.engine import Engine, EngineConfig, EngineError
+    from peagle.config import EngineConfig
+    from peagle.engine.engine import Engine
     from peagle.engine.grammar import Grammar
+    from peagle.engine.handle import EngineError
     from peagle.engine.request import Request, SamplingParams, TokenChunk
     from peagle.loading import load
     from peagle.ops.errors import InputError, InputWarning

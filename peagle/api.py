@@ -12,7 +12,9 @@ A pair compiles its programs at first use and keeps them. Reported times exclude
 """
 
 import asyncio
+import bisect
 import contextlib
+import dataclasses
 import threading
 import time
 import warnings
@@ -22,17 +24,22 @@ from typing import Any, Literal
 
 import jax
 
-from peagle.engine.engine import MASK_BUDGET_S, AnyEngine, Engine, EngineConfig, Handle, Role
+from peagle.config import MASK_BUDGET_S, EngineConfig, Role
+from peagle.engine.engine import AnyEngine, Engine
+from peagle.engine.executor import Executor
 from peagle.engine.grammar import CompiledGrammar, Grammar, GrammarError, Vocabulary, inlined
+from peagle.engine.handle import Handle
 from peagle.engine.handoff import Fingerprints
-from peagle.engine.lead import Lead
+from peagle.engine.kv_memory import KVMemory
+from peagle.engine.remote import Lead
 from peagle.engine.replicas import Replicas
 from peagle.engine.request import DEFAULT_CHUNK, Request, SamplingParams
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.memory import available_memory_bytes, refuse_too_large, size_in_words
 from peagle.ops.row_blocks import BlockedPrefill
-from peagle.protocols import Drafter, Target
+from peagle.ops.sizes import PrefixCacheSize
+from peagle.protocols import Drafter, OverDevices, Target
 from peagle.result import Assembler, Result, follow, refuse_stop_strings_without, submit
 from peagle.text.channels import answer_begun, answer_rules, has_channels
 from peagle.text.prompts import Conversation, Rendering, from_ids, from_text
@@ -43,7 +50,11 @@ DEFAULT_NUM_SPECULATIVE_TOKENS = 7
 DEFAULT_MAX_NEW_TOKENS = 256
 DEFAULT_SAMPLING = SamplingParams()
 DEFAULT_WIDTHS = WidthTable({1: 3, 2: 2, 4: 1})  # of a drafter without a table
-CAPACITY_STEP = 128  # cache lengths are multiples of this, so that few shapes are compiled
+CAPACITY_STEP = 128  # contexts are multiples of this, so that few shapes are compiled
+KEPT_FRAC = 0.1  # of the free memory that the prefix cache takes, at most
+KEPT_TIMES = 4  # the memory of the requests themselves that it takes, at most
+LEAST_KEPT_BYTES = 1 << 26  # that it takes for the smallest models, if there is as much
+PAGES_FRAC = 0.8  # of the free memory that one request takes by the default context; programs and prefixes take some
 
 
 @dataclass(frozen=True)
@@ -65,7 +76,7 @@ class Pair:
     aux_layers: str | None = None  # which hidden states the drafter reads, and the source of their numbers
     draft_vocab: str | None = None  # of a narrowed draft vocabulary, its size and source
     drafter_window: str | None = None  # positions that the drafter's attention sees, and the source of that number
-    retain_full_kv: bool = False  # layers with a window keep all positions, in place of rings
+    retain_full_kv: bool = False  # layers with a window keep all positions
     widths: WidthTable = DEFAULT_WIDTHS  # drafts of "auto", by active rows
     steps_per_dispatch: int = 1  # of both engines, so that their ratio is fair
     prefill_chunk: int = DEFAULT_CHUNK  # prompt tokens of one pass
@@ -76,6 +87,7 @@ class Pair:
     _engines: dict[EngineConfig, AnyEngine] = field(default_factory=dict, repr=False, compare=False)
     _making: Any = field(default_factory=threading.Lock, repr=False, compare=False)  # held while an engine is made
     _vocabulary: list[Vocabulary] = field(default_factory=list, repr=False, compare=False)  # one, once it is needed
+    _free: list[int] = field(default_factory=list, repr=False, compare=False)  # memory, before the first engine
 
     @property
     def max_positions(self) -> int:
@@ -111,7 +123,8 @@ class Pair:
         slots: int = 1,
         context: int | None = None,
         prefill_chunk: int | None = None,
-        prefix_cache_bytes: int = 0,
+        kv_memory_bytes: int | None = None,
+        prefix_cache_bytes: PrefixCacheSize = "on",
     ) -> "Stream":
         """Stream the answer to a prompt piece by piece; `stream.result` has the figures.
 
@@ -125,9 +138,9 @@ class Pair:
         followed any further.
 
         Streams of one shape share an engine, which decodes `slots` requests at once; the others wait for a slot. The
-        shape is K, `slots`, draft_sampling, prefill_chunk, prefix_cache_bytes, and the positions: `context`, or as many
-        as prompt and max_new_tokens need, which may differ between streams. Iterate over each stream in its own thread,
-        or over `astream`.
+        shape is K, `slots`, draft_sampling, prefill_chunk, kv_memory_bytes, prefix_cache_bytes (`engine_config`), and
+        the positions: `context`, or as many as prompt and max_new_tokens need, which may differ between streams.
+        Iterate over each stream in its own thread, or over `astream`.
         """
         conversation = from_text(prompt) if isinstance(prompt, str) else from_ids(prompt)
         rendering = Rendering(raw, system, reasoning_effort, date, special_tokens)
@@ -164,6 +177,7 @@ class Pair:
             adaptive=adaptive,
             draft_sampling=draft_sampling,
             chunk=prefill_chunk,
+            kv_memory_bytes=kv_memory_bytes,
             prefix_cache_bytes=prefix_cache_bytes,
         )
         return Stream(self, self.engine(config), request)
@@ -201,7 +215,8 @@ class Pair:
         draft_sampling: bool = False,
         synthetic_acceptance: tuple[float, ...] | None = None,
         chunk: int | None = None,
-        prefix_cache_bytes: int = 0,
+        kv_memory_bytes: int | None = None,
+        prefix_cache_bytes: PrefixCacheSize = "off",
         k_per_request: bool = False,
         mask_budget_s: float = MASK_BUDGET_S,
         blocked: BlockedPrefill | None = None,
@@ -209,11 +224,14 @@ class Pair:
     ) -> EngineConfig:
         """Make the config of an engine. adaptive: draft by the pair's table of widths, and pause.
 
-        chunk: prompt tokens of one pass; the pair's by default. prefix_cache_bytes: memory for prompts and answers that
-        later requests may begin with; 0: none are kept. k_per_request: requests may set num_speculative_tokens.
-        mask_budget_s: of a request's grammar in a step. blocked: prefill each prompt at once.
+        chunk: prompt tokens of one pass; the pair's by default. kv_memory_bytes: memory for keys and values of all
+        requests together; None: each slot's context, of which 8,192 positions count at most. prefix_cache_bytes: memory
+        beside that, for prompts and answers that later requests may begin with. "on": up to a tenth of the free memory;
+        with kv_memory_bytes none beside it, so that they stay until requests need it. "off", 0: none are kept.
+        k_per_request: requests may set num_speculative_tokens. mask_budget_s: of a request's grammar in a step.
+        blocked: prefill each prompt at once.
         """
-        return EngineConfig(
+        config = EngineConfig(
             num_speculative_tokens=num_speculative_tokens,
             slots=slots,
             capacity=capacity,
@@ -222,7 +240,8 @@ class Pair:
             widths=self.widths if adaptive else None,
             adaptive=adaptive,
             programs_by_width=self.programs_by_width,
-            prefix_cache_bytes=prefix_cache_bytes,
+            kv_memory_bytes=kv_memory_bytes,
+            prefix_cache_bytes=prefix_cache_bytes if isinstance(prefix_cache_bytes, int) else 0,
             k_per_request=k_per_request,
             mask_budget_s=mask_budget_s,
             blocked=blocked,
@@ -230,6 +249,56 @@ class Pair:
             synthetic_acceptance=synthetic_acceptance,
             role=role,
         )
+        if prefix_cache_bytes != "on":
+            return config
+        return dataclasses.replace(config, prefix_cache_bytes=self._kept_bytes(config))
+
+    def _kept_bytes(self, config: EngineConfig) -> int:
+        """Return the bytes of the prefix cache that is on, of an engine that is of this config otherwise."""
+        if config.kv_memory_bytes is not None:
+            return 1  # no page more: known tokens lie in what requests leave
+        own = self._page_bytes(config)
+        if not own:  # a target that keeps nothing
+            return 1
+        return max(1, min(int(KEPT_FRAC * self._free_bytes()), max(KEPT_TIMES * own, LEAST_KEPT_BYTES)))
+
+    def _page_bytes(self, config: EngineConfig) -> int:
+        """Compute the bytes of pages that engines of this config take. Raises InputError as `KVMemory` does."""
+        count, models = 1 + len(self.replicas), self.models(config.num_speculative_tokens > 0, config.draft_sampling)
+        together = count if jax.default_backend() == "cpu" else 1
+        return together * KVMemory(*models, config.share(count)).num_local_bytes
+
+    def _free_bytes(self) -> int:
+        """Measure the free memory once, so that equal arguments make equal engines."""
+        with self._making:
+            if not self._free:
+                self._free.append(available_memory_bytes())
+        return self._free[0]
+
+    def default_context(
+        self, num_speculative_tokens: int, slots: int = 1, kv_memory_bytes: int | None = None, num_engines: int = 1
+    ) -> int:
+        """Return the positions of the target, or as many of them as the memory holds for one request.
+
+        kv_memory_bytes: of each engine; None: most of the free memory, which num_engines share.
+        """
+
+        def fits(context: int) -> bool:
+            config = self.engine_config(
+                num_speculative_tokens, slots=slots, capacity=context, kv_memory_bytes=kv_memory_bytes
+            )
+            self._refuse_beyond_free(config)
+            try:
+                size = self._page_bytes(config)
+            except InputError:  # it does not hold one request
+                return False
+            return kv_memory_bytes is not None or num_engines * size <= PAGES_FRAC * self._free_bytes()
+
+        steps = range(1, max(1, self.max_positions // CAPACITY_STEP) + 1)
+        if fits(self.max_positions):
+            return self.max_positions
+        num_fit = bisect.bisect_left(steps, True, key=lambda step: not fits(step * CAPACITY_STEP))
+        return min(self.max_positions, max(1, num_fit) * CAPACITY_STEP)
 
     def request(
         self,
@@ -370,14 +439,31 @@ class Pair:
         with self._making:
             if config not in self._engines:
                 self._warn_beyond_training(config)
+                self._refuse_beyond_free(config)
                 pairs = (self, *self.replicas)
                 shape = config.share(len(pairs))
                 models = [pair.models(k > 0, config.draft_sampling) for pair in pairs]
-                engines = [Engine(*each, shape, self.stop_token_ids, self.fingerprints, self.lead) for each in models]
+                make = Executor if self.lead is None else self.lead.executor
+                engines = [Engine(*each, shape, self.stop_token_ids, self.fingerprints, make) for each in models]
                 engine = Replicas(engines, config) if self.replicas else engines[0]
                 _refuse_too_large(engine)
                 self._engines[config] = engine
             return self._engines[config]
+
+    def _refuse_beyond_free(self, config: EngineConfig) -> None:
+        """Raise InputError, before pages are counted, for sizes of memory that exceed what is free."""
+        ranks = self.target.ranks if isinstance(self.target, OverDevices) else 1
+        devices = 1 if jax.default_backend() == "cpu" else ranks * (1 + len(self.replicas))
+        available = devices * available_memory_bytes()
+        for name, size, option, instead in (
+            ("keys and values", config.kv_memory_bytes or 0, "--kv-memory", "auto"),
+            ("the prefix cache", config.prefix_cache_bytes, "--prefix-cache", "off"),
+        ):
+            if size > available:
+                raise InputError(
+                    f"{name} may take {size_in_words(size)}, but {size_in_words(available)} are available; give a "
+                    f"smaller {option}, or {instead}"
+                )
 
     def models(self, drafts: bool, sampled: bool) -> tuple[Target, Drafter | None]:
         """Return the models of an engine. drafts: it speculates. sampled: its drafts are drawn."""
@@ -415,28 +501,23 @@ def _refuse_too_large(engine: AnyEngine) -> None:
     Replicas on devices of their own each have a part of the slots.
     """
     shape = engine.config if jax.default_backend() == "cpu" else engine.one.config
-    slots, capacity = shape.slots, shape.capacity
-    state, lane, logits = engine.memory_bytes()
+    slots, kept, limit = shape.slots, shape.prefix_cache_bytes, shape.kv_memory_bytes
+    tokens = (engine if jax.default_backend() == "cpu" else engine.one).page_use.num_tokens
+    pages, state, logits = engine.memory_bytes()
+    available = available_memory_bytes()
 
     def hint() -> str:
-        each = (state + logits) // slots
+        if limit is not None:
+            return "lower --kv-memory, --prefix-cache or --slots"
         if slots == 1:
             return "lower --context or -n"
-        fit = max(0, available_memory_bytes() - lane) // each
+        each = (pages - kept + state + logits) // slots
+        fit = max(0, available - kept) // max(each, 1)
         found = f"{fit} slots fit" if fit > 1 else "1 slot fits" if fit else "not even one fits"
-        return (
-            f"each slot reserves its full context, {size_in_words(each)}, and {found}: lower --context, -n or --slots"
-        )
+        return f"each slot takes {size_in_words(each)}, and {found}: lower --context, -n or --slots"
 
-    caches = f"the caches of {capacity} positions" + (f" in {slots} slots" if slots > 1 else "")
-    refuse_too_large({caches: state, "the prefill lane": lane, "a step's logits": logits}, hint)
-    # it grows with use, up to its bound
-    kept, available = shape.prefix_cache_bytes, available_memory_bytes()
-    if kept > available:
-        raise InputError(
-            f"the prefix cache may take {size_in_words(kept)}, but {size_in_words(available)} are available; give a "
-            "smaller --prefix-cache, or 0"
-        )
+    caches = f"the keys and values of {tokens:,} positions" + (f" for {slots} slots" if slots > 1 else "")
+    refuse_too_large({caches: pages, "the state of the slots": state, "a step's logits": logits}, hint)
 
 
 class Stream(Iterator[str]):

@@ -20,21 +20,22 @@ from jax.sharding import Mesh
 from peagle.api import AUTO, DEFAULT_WIDTHS, Pair
 from peagle.drafters.ngram import NGram
 from peagle.engine.handoff import Fingerprints
-from peagle.engine.lead import Lead
+from peagle.engine.remote import Lead
 from peagle.engine.request import DEFAULT_CHUNK, GPU_CHUNK
 from peagle.engine.widths import OFF, SPECULATION_FILE, WidthTable, read_widths, read_window
 from peagle.hub import cached, is_name
 from peagle.ops import cuda
+from peagle.ops.attention import CacheGroup, PagedCache, Pages
 from peagle.ops.checkpoint import CONFIG, Checkpoint, fingerprint, read_checkpoint, read_json
 from peagle.ops.errors import InputError, InputWarning, cannot_start
 from peagle.ops.kernels import Implementation, for_weights
 from peagle.ops.kernels import in_words as kernels_in_words
 from peagle.ops.linear import PackedMatrix
-from peagle.ops.memory import refuse_too_large, size_in_words
+from peagle.ops.memory import refuse_too_large, size_in_words, tree_bytes
 from peagle.ops.messages import VerifyOutput
 from peagle.ops.native import available as native_available
 from peagle.parallel import MeshShape, Sharded, make_meshes, parse_mesh, ranks_of, replicate, shard
-from peagle.protocols import Drafter, PyTree, Target
+from peagle.protocols import Drafter, Target
 from peagle.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -103,9 +104,9 @@ def load(
     (peagle.parallel); the drafter is on each of them, but for its head, which is cut. With "dp=2" there are two such
     copies, which share the slots of an engine (`Pair.replicas`). reduce: sum over devices in order, or by "psum", an
     all-reduce.
-    retain_full_kv: layers with a window keep all positions, in place of rings, so that requests begin anywhere in what
-    the prefix cache holds. progress(bytes of the target read, total bytes) is called during the load. lead: of a mesh
-    over several processes, what this one sends to the others (peagle.workflows.follow).
+    retain_full_kv: layers with a window keep all positions, so that requests begin anywhere in what the prefix cache
+    holds. progress(bytes of the target read, total bytes) is called during the load. lead: of a mesh over several
+    processes, what this one sends to the others (peagle.workflows.follow).
 
     Raises InputError for checkpoints that cannot be run, do not fit together, or take more memory than there is; if
     possible before any weights are read. Warns (InputWarning) if aux layers or a vocabulary map look like another
@@ -148,7 +149,7 @@ def load(
         kernels=kernels_in_words() if kernels != "xla" else "XLA",
         mesh=None if shape is None else f"{shape.devices} devices, {shape}",
         retain_full_kv=retain_full_kv,
-        steps_per_dispatch=_steps_per_dispatch(loaded.params),
+        steps_per_dispatch=steps_per_dispatch(tree_bytes(loaded.params)),
         prefill_chunk=default_chunk(),
         programs_by_width=implementation != "native",
         fingerprints=Fingerprints(_digest(fingerprint(target_directory), dtype)),
@@ -241,11 +242,15 @@ class _TargetElsewhere:
 
     vocab_size: int
     max_positions: int
+    cache_groups: tuple[CacheGroup, ...]
 
-    def init_cache(self, *_: Any, **__: Any) -> PyTree:
+    def init_pages(self, *_: Any, **__: Any) -> tuple[Pages, ...]:
         raise self._refusal()
 
-    def extend(self, *_: Any, **__: Any) -> tuple[VerifyOutput, PyTree]:
+    def init_cache(self, *_: Any, **__: Any) -> PagedCache:
+        raise self._refusal()
+
+    def extend(self, *_: Any, **__: Any) -> tuple[VerifyOutput, PagedCache]:
         raise self._refusal()
 
     def _refusal(self) -> InputError:
@@ -255,10 +260,12 @@ class _TargetElsewhere:
 def without_weights(target: str | Path) -> Pair:
     """Read what makes requests for a target: its tokenizer, vocabulary, positions and stop tokens."""
     from target.load import inspect_target
+    from target.model import cache_groups
 
     directory = resolve(target, "target")
     files = inspect_target(directory)
-    elsewhere = _TargetElsewhere(files.config.vocab_size, files.config.max_positions)
+    config = files.config
+    elsewhere = _TargetElsewhere(config.vocab_size, config.max_positions, cache_groups(config))
     return Pair(elsewhere, elsewhere, None, load_tokenizer(directory), files.stop_token_ids)
 
 
@@ -754,16 +761,15 @@ def default_chunk() -> int:
     return GPU_CHUNK if jax.default_backend() == "gpu" else DEFAULT_CHUNK
 
 
-def _steps_per_dispatch(params: PyTree) -> int:
-    """Choose steps per dispatch on CPU by the weights read, about 640 MB: 10 to 30 ms.
+def steps_per_dispatch(num_bytes: int) -> int:
+    """Choose steps per dispatch on CPU by the bytes of the weights read, about 640 MB: 10 to 30 ms.
 
     Beside that the host's millisecond for a dispatch does not count (for a step of 4 ms it was 8 %). One on other
     devices, whose loop over steps would synchronise with the host after each.
     """
     if jax.default_backend() != "cpu":
         return 1
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    return int(np.clip(640_000_000 // weights, 1, MOST_STEPS_PER_DISPATCH))
+    return int(np.clip(640_000_000 // num_bytes, 1, MOST_STEPS_PER_DISPATCH))
 
 
 def _implementation(kernels: KernelsChoice) -> Implementation | None:

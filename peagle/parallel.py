@@ -21,7 +21,6 @@ With dp, that many such meshes stand side by side. Each has a copy of the target
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -32,18 +31,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
+from peagle.ops.attention import CacheGroup, PagedCache, Pages, own_tables
 from peagle.ops.collectives import Ranks
 from peagle.ops.errors import InputError
-from peagle.ops.kv_cache import KVCache
 from peagle.ops.messages import VerifyOutput
-from peagle.protocols import PyTree, Target
+from peagle.protocols import Target
 
 AXIS = "rank"
 OF_PARTS = PartitionSpec(AXIS)  # rank r's part is [r]
-OF_CACHES = PartitionSpec(None, None, AXIS)  # [B, C, G, H]: by kv head
+OF_PAGES = PartitionSpec(None, None, AXIS)  # [P, S, G, H]: by kv head
 SAME = PartitionSpec()
+OF_CACHE = PagedCache(OF_PAGES, SAME)  # type: ignore[arg-type]  # a prefix of the tree
 Tree = TypeVar("Tree")
 
 
@@ -156,42 +156,56 @@ class Sharded:
         """Copy the target to the devices of another mesh of as many."""
         return Sharded(jax.device_put(self.parts, NamedSharding(mesh, OF_PARTS)), mesh, self.kv_copies)
 
-    def init_cache(self, batch: int, capacity: int, widest_write: int) -> PyTree:
-        """Make empty caches, the ranks' kv heads side by side: one that several ranks need is there several times."""
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """See `Target.cache_groups`: those of every rank."""
+        return self.parts.cache_groups
 
-        def wider(cache: KVCache) -> KVCache:
-            batch, capacity, kv_heads, head_dim = cache.key.shape
-            empty = jnp.zeros((batch, capacity, kv_heads * self.ranks, head_dim), cache.key.dtype)
-            key, value = (jax.lax.with_sharding_constraint(empty, self._placed(OF_CACHES)) for _ in range(2))
-            return KVCache(key, value, cache.ring)
+    def init_pages(self, num_pages: Sequence[int]) -> tuple[Pages, ...]:
+        """Make empty pools, the ranks' kv heads side by side: one that several ranks need is there several times."""
 
-        local = jax.eval_shape(functools.partial(self.parts.init_cache, batch, capacity, widest_write))
-        made: PyTree = jax.tree.map(wider, local, is_leaf=lambda node: isinstance(node, KVCache))
-        return made
+        def wider(pages: Pages) -> Pages:
+            count, size, kv_heads, head_dim = pages.key.shape
+            empty = jnp.zeros((count, size, kv_heads * self.ranks, head_dim), pages.key.dtype)
+            return Pages(*(jax.lax.with_sharding_constraint(empty, self._placed(OF_PAGES)) for _ in range(2)))
+
+        local = jax.eval_shape(lambda: self.parts.init_pages(num_pages))
+        return tuple(map(wider, local))
+
+    def init_cache(self, batch: int, capacity: int, widest_write: int) -> PagedCache:
+        """See `Target.init_cache`."""
+        tables = own_tables(self.cache_groups, batch, capacity + widest_write, widest_write)
+        return PagedCache(self.init_pages([table.size for table in tables]), tables)
 
     def extend(
         self,
         token_ids: Int[Array, "B T"],
         positions: Int[Array, "B T"],
-        cache: PyTree,
+        cache: PagedCache,
         logit_rows: Int[Array, "B L"] | None = None,
-    ) -> tuple[VerifyOutput, PyTree]:
+        writes: Bool[Array, "B T"] | None = None,
+    ) -> tuple[VerifyOutput, PagedCache]:
         """See `Target.extend`. Every rank computes all rows."""
 
         def of_rank(
-            parts: Target, token_ids: jax.Array, positions: jax.Array, cache: PyTree, logit_rows: jax.Array | None
-        ) -> tuple[VerifyOutput, PyTree]:
-            return _mine(parts).extend(token_ids, positions, cache, logit_rows)
+            parts: Target,
+            token_ids: jax.Array,
+            positions: jax.Array,
+            cache: PagedCache,
+            logit_rows: jax.Array | None,
+            writes: jax.Array | None,
+        ) -> tuple[VerifyOutput, PagedCache]:
+            return _mine(parts).extend(token_ids, positions, cache, logit_rows, writes)
 
         # check_vma off: it cannot see that sums in rank order are the same everywhere
         run = jax.shard_map(
             of_rank,
             mesh=self.mesh,
-            in_specs=(OF_PARTS, SAME, SAME, OF_CACHES, SAME),
-            out_specs=(SAME, OF_CACHES),
+            in_specs=(OF_PARTS, SAME, SAME, OF_CACHE, SAME, SAME),
+            out_specs=(SAME, OF_CACHE),
             check_vma=False,
         )
-        result: tuple[VerifyOutput, PyTree] = run(self.parts, token_ids, positions, cache, logit_rows)
+        result: tuple[VerifyOutput, PagedCache] = run(self.parts, token_ids, positions, cache, logit_rows, writes)
         return result
 
     def first_not_finite(self, token_ids: Sequence[int]) -> str | None:

@@ -1,14 +1,14 @@
 """Declare what the engine knows of a target and a drafter. The messages between them are in peagle.ops.messages.
 
 The protocols are structural: target/ and drafter/ satisfy them without importing them. Every object is a pytree of
-arrays with static configuration and every method is pure, so that a whole step is one jitted function. The batch axis B
-leads every leaf of a cache or state.
+arrays with static configuration and every method is pure, so that a whole step is one jitted function. Caches are pages
+that all sequences share; tables say whose they are (peagle.ops.attention.paged).
 
 What three drafters keep as state, and how they use drafter_input (the tokens committed last, with aux_hidden):
 
-    P-EAGLE    its own KV cache. It writes the rows (token[p+1], aux_hidden[p]) from position first_position on; the
-               K-1 mask slots after them give the drafts 1..K-1 in the same pass.
-    n-gram     the token history. It appends drafter_input.token_ids; aux_hidden has width 0 and is never read.
+    P-EAGLE    pages of its own KV cache. It writes the rows (token[p+1], aux_hidden[p]) from position first_position
+               on; the K-1 mask slots after them give the drafts 1..K-1 in the same pass.
+    n-gram     each slot's tokens. It appends drafter_input.token_ids; aux_hidden has width 0 and is never read.
     oracle     the answer (tests). It reads token_ids at first_position + num + 1 + i and ignores the rest.
 
 Worked indices, K = 3, prompt of P = 5 tokens t0..t4, t5 sampled at prefill (pending: emitted, in no cache):
@@ -24,8 +24,9 @@ Worked indices, K = 3, prompt of P = 5 tokens t0..t4, t5 sampled at prefill (pen
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from peagle.ops.attention import CacheGroup, PagedCache, Pages
 from peagle.ops.messages import DrafterInput, DraftOutput, VerifyOutput
 from peagle.ops.row_blocks import RowBlocks
 
@@ -41,8 +42,17 @@ class Target(Protocol):
     @property
     def max_positions(self) -> int: ...
 
-    def init_cache(self, batch: int, capacity: int, widest_write: int) -> PyTree:
-        """Make empty caches for rows of up to `capacity` positions.
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """Layers that keep the same indices; the first group has no window."""
+        ...
+
+    def init_pages(self, num_pages: Sequence[int]) -> tuple[Pages, ...]:
+        """Make the empty pools of all layers. num_pages: of each group."""
+        ...
+
+    def init_cache(self, batch: int, capacity: int, widest_write: int) -> PagedCache:
+        """Make empty caches for sequences of up to `capacity` positions, each in pages of its own.
 
         They have room for the rows of a pass of `widest_write` after these, and any such pass can be rolled back.
         """
@@ -52,13 +62,14 @@ class Target(Protocol):
         self,
         token_ids: Int[Array, "B T"],
         positions: Int[Array, "B T"],
-        cache: PyTree,
+        cache: PagedCache,
         logit_rows: Int[Array, "B L"] | None = None,
-    ) -> tuple[VerifyOutput, PyTree]:
-        """Run T rows at their positions and write them to the caches.
+        writes: Bool[Array, "B T"] | None = None,
+    ) -> tuple[VerifyOutput, PagedCache]:
+        """Run T rows at their positions and write them to the cache.
 
-        Computes the logits of `logit_rows`, by default of all. A row of negative position is inactive. Active positions
-        of a sequence are consecutive.
+        Computes the logits of `logit_rows`, by default of all. writes: False in rows that the cache holds already. A
+        row of negative position is inactive. Active positions of a sequence are consecutive.
         """
         ...
 
@@ -97,23 +108,33 @@ class PrefillsAtOnce(Protocol):
         self,
         token_ids: Int[Array, "1 T"],
         positions: Int[Array, "1 T"],
-        cache: PyTree,
+        cache: PagedCache,
         logit_rows: Int[Array, "1 L"],
         blocks: RowBlocks,
-    ) -> tuple[VerifyOutput, PyTree]:
+        writes: Bool[Array, "1 T"] | None = None,
+    ) -> tuple[VerifyOutput, PagedCache]:
         """Do what `extend` does, layer by layer, each over the rows in blocks. Active rows come first.
 
-        The sizes of the blocks divide T. The cache was made for a widest write of `blocks.query_rows`.
+        The sizes of the blocks divide T. A windowed table has room for a widest write of `blocks.query_rows`.
         """
         ...
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """The model that proposes."""
+    """The model that proposes. Its state is a PagedCache, or, without cache groups, a tree led by the sequence."""
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """Layers that keep the same indices, the first without a window; () for a drafter without caches."""
+        ...
+
+    def init_pages(self, num_pages: Sequence[int]) -> tuple[Pages, ...]:
+        """Make the empty pools of all layers. num_pages: of each group."""
+        ...
 
     def init_state(self, batch: int, capacity: int, widest_write: int) -> PyTree:
-        """Make an empty state for rows of up to `capacity` positions, and a pass of `widest_write` rows."""
+        """Make an empty state for sequences of up to `capacity` positions, and a pass of `widest_write` rows."""
         ...
 
     def absorb(

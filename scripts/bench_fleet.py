@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from peagle.cluster.fleet import Fleet, Shape
-from peagle.engine.engine import Role
+from peagle.config import Role
 from peagle.engine.request import Request, StepRecord
 from peagle.loading import load
 from peagle.measure.fleet import HOPS, Arrangement, Arrival, Costs, Lengths, Served, poisson, read_costs, simulate

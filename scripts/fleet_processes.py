@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from peagle.cluster.fleet import ReplicaLost
-from peagle.engine.engine import Role
+from peagle.config import Role
 from peagle.engine.handoff import parse
 from peagle.engine.request import Request, SamplingParams, StepRecord, TokenChunk
 from peagle.loading import load

@@ -58,7 +58,7 @@ from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.files import expect_new
 from peagle.ops.kernels import for_weights
 from peagle.ops.kernels import in_words as kernels_in_words
-from peagle.ops.kv_cache import cache_bytes
+from peagle.ops.memory import tree_bytes
 from peagle.ops.native.build import LAUNCHER, BuildError, build_launcher
 from peagle.ops.strict_json import dumps
 from peagle.parallel import MeshShape, make_meshes, parse_mesh, refuse_replicas
@@ -70,7 +70,7 @@ from scripts.gpu.operations import costs
 from scripts.gpu.page import page
 from scripts.runs import Json, Progress, RawLines, in_one_line, new_parser, origin, write_run
 from target.config import TargetConfig
-from target.model import GptOss, init_caches
+from target.model import GptOss
 from target.random import random_bytes, random_params
 from target.shard import check_ranks
 
@@ -80,7 +80,7 @@ PUBLISHED_RATE = 0.76  # of draft i .76^i are kept: 3.70 tokens a step at K = 7,
 
 
 SUITE = ("tests/ops/test_expert_matmul.py", "tests/ops/test_mxfp4.py", "tests/ops/test_attention.py")
-SUITE += ("tests/ops/test_kv_cache.py", "tests/drafter/test_model.py", "tests/peagle/engine/test_accept.py")
+SUITE += ("tests/ops/test_paged_attention.py", "tests/drafter/test_model.py", "tests/peagle/engine/test_accept.py")
 SUITE_OPTIONS = ("--maxfail", "20", "--tb", "line")
 # what else is installed on such a machine is no matter: plugins that do not go with xdist, what newer versions warn of
 SUITE_OPTIONS += ("-p", "no:benchmark", "-W", "default")
@@ -469,8 +469,9 @@ def shape_sections(name: str, seconds: float) -> Iterator[Section]:
         return held[0]
 
     def sizes() -> Iterator[Json]:
-        caches = jax.eval_shape(lambda: init_caches(config, 1, 1024, 16, jnp.bfloat16))
-        yield {"shape": name, "weight_bytes": random_bytes(config), "cache_bytes_for_1024": cache_bytes(caches)}
+        model = GptOss(jax.eval_shape(lambda: random_params(config, 0)), config)
+        pages = jax.eval_shape(lambda: model.init_cache(1, 1024, 16).pages)
+        yield {"shape": name, "weight_bytes": random_bytes(config), "cache_bytes_for_1024": tree_bytes(pages)}
 
     def alone(passes: Passes) -> Iterator[Json]:
         yield from target_alone(name, weights(), config, passes)

@@ -1,8 +1,8 @@
-"""Measure packing and loading the hand-off of a prompt: GB/s each way, and the peak memory beside the caches.
+"""Measure packing and loading the hand-off of a prompt: GB/s each way, and the peak memory beside the pages.
 
     python -m scripts.measure_handoff --out RUN [--tokens 4096]
 
-Caches have the geometry of gpt-oss-20b and of a P-EAGLE drafter of four layers, in bfloat16; no weights are needed.
+Pages have the geometry of gpt-oss-20b and of a P-EAGLE drafter of four layers, in bfloat16; no weights are needed.
 Afterwards `--out` (which must not exist yet) holds run.json and README.md. Linux only.
 """
 
@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import flax.struct
@@ -17,73 +18,98 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from peagle.config import EngineConfig
 from peagle.engine import handoff
+from peagle.engine.executor import Executor, Shape
 from peagle.engine.handoff import Fingerprints
-from peagle.engine.programs import Programs
+from peagle.engine.kv_memory import KVMemory
+from peagle.engine.pages import PageTable
 from peagle.measure.pages import Block, Table, heading
+from peagle.ops.attention import PAGE_SIZE, CacheGroup, PagedCache, Pages, group_layers, init_pool, own_tables
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
-from peagle.ops.kv_cache import cache_bytes, init_kv_cache
 from peagle.ops.messages import VerifyOutput
 from peagle.workflows.random_checkpoint import SIZES
 from scripts.measure_memory import Peak, anonymous_bytes
 from scripts.runs import Json, add_run_options, in_one_line, new_parser, origin, spread, spread_text, where, write_run
-from target.model import init_caches
+from target.model import cache_groups
 
 CONFIG = SIZES["20b"]
-DRAFTER_LAYERS, NUM_DRAFTS, CHUNK = 4, 7, 128
+DRAFTER_LAYERS, NUM_DRAFTS = 4, 7
+BFLOAT16 = jnp.dtype(jnp.bfloat16)
 
 
 @flax.struct.dataclass
-class CachesAlone:
-    """Caches of a target and a drafter that compute nothing."""
+class PagesAlone:
+    """The pages of a target or a drafter that computes nothing."""
 
+    cache_groups: tuple[CacheGroup, ...] = flax.struct.field(pytree_node=False)
     vocab_size: int = flax.struct.field(pytree_node=False, default=CONFIG.vocab_size)
 
-    def init_cache(self, batch: int, capacity: int, widest_write: int) -> Any:
-        return init_caches(CONFIG, batch, capacity + widest_write, widest_write, jnp.bfloat16)
+    def init_pages(self, num_pages: Sequence[int]) -> tuple[Pages, ...]:
+        return init_pool(self.cache_groups, num_pages, CONFIG.num_kv_heads, CONFIG.head_dim, jnp.bfloat16)
 
-    def extend(self, token_ids: jax.Array, positions: jax.Array, cache: Any) -> tuple[VerifyOutput, Any]:
+    def init_cache(self, batch: int, capacity: int, widest_write: int) -> PagedCache:
+        tables = own_tables(self.cache_groups, batch, capacity + widest_write, widest_write)
+        return PagedCache(self.init_pages([table.size for table in tables]), tables)
+
+    def extend(self, token_ids: jax.Array, positions: jax.Array, cache: PagedCache) -> tuple[VerifyOutput, PagedCache]:
         del positions
         shape = (*token_ids.shape, 3 * CONFIG.hidden_size)
         return VerifyOutput(jnp.zeros((*token_ids.shape, 1)), jnp.zeros(shape, jnp.bfloat16)), cache
 
-    def init_state(self, batch: int, capacity: int, widest_write: int) -> Any:
-        heads, width = CONFIG.num_kv_heads, CONFIG.head_dim
-        full = [
-            init_kv_cache(batch, capacity + widest_write, heads, width, jnp.bfloat16) for _ in range(DRAFTER_LAYERS)
-        ]
-        return tuple(full)
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """An engine's executor and pages, and the pages of one request of `tokens` tokens."""
+
+    executor: Executor
+    memory: KVMemory
+    table: PageTable
 
 
-def programs_of(tokens: int, chunk: int) -> Programs:
-    models: Any = CachesAlone()
-    return Programs(models, models, 1, tokens + 64, NUM_DRAFTS, chunk, 1)
+def side(tokens: int) -> Side:
+    target: Any = PagesAlone(cache_groups(CONFIG))
+    drafter: Any = PagesAlone(group_layers([None] * DRAFTER_LAYERS, offset=1))
+    memory = KVMemory(target, drafter, EngineConfig(NUM_DRAFTS, 1, tokens + 64))
+    executor = Executor(target, drafter, Shape(1, tokens + 64, NUM_DRAFTS, 1, memory.num_pages, memory.widths))
+    executor.start()
+    executor.settle()
+    table = memory.open((), drafts=True)
+    reserved = memory.pool.reserve(table, tokens)
+    assert reserved
+    return Side(executor, memory, table)
 
 
 def measure(tokens: int, rounds: int) -> dict[str, Any]:
-    sender, receiver, ids = programs_of(tokens, CHUNK), programs_of(tokens, 1), (*range(tokens), 7)
-    lane = jax.tree.map(lambda leaf: leaf + 1, dataclasses.replace(sender.init_lane()))
-    into = jax.tree.map(lambda leaf: leaf + 1, receiver.init_lane())
-    jax.block_until_ready((lane, into))
+    sender, receiver, ids = side(tokens), side(tokens), (*range(tokens), 7)
+    full = 0  # the group of the target's full layers
+    numbers = sender.table.pages[full]
+    shape = (len(numbers), PAGE_SIZE, CONFIG.num_kv_heads, CONFIG.head_dim)
+    drawn = [np.random.default_rng(seed).standard_normal(shape).astype(BFLOAT16) for seed in range(2)]
+    layer = sender.memory.groups[full].layers[0]
+    sender.executor.write_pages(layer, numbers, *drawn)
+    sender.executor.settle()
     packing, loading, peaks = [], [], []
     for _ in range(rounds + 1):  # the first one compiles
         before = anonymous_bytes()
         with Peak() as peak:
             started = time.perf_counter()
-            message = handoff.pack(sender, lane, ids, Fingerprints(), True)
+            message = handoff.pack(sender.executor, sender.memory, sender.table, ids, Fingerprints(), True)
             packed = time.perf_counter()
-            into = jax.block_until_ready(handoff.put(receiver, into, handoff.parse(message.data)))
+            handoff.put(receiver.executor, receiver.memory, receiver.table, handoff.parse(message.data))
+            receiver.executor.settle()
             loaded = time.perf_counter()
         peaks.append((peak.bytes - before) / message.data.nbytes)
         packing.append(message.data.nbytes / (packed - started) / 1e9)
         loading.append(message.data.nbytes / (loaded - packed) / 1e9)
-    row = np.asarray(into.target_cache[1].key)[0, :tokens]
-    assert (row == np.asarray(lane.target_cache[1].key)[0, :tokens]).all()
+    for sent, pages in zip(drawn, receiver.executor.read_pages(layer, receiver.table.pages[full]), strict=True):
+        flat = (-1, *shape[2:])
+        assert (pages.reshape(flat)[:tokens] == sent.reshape(flat)[:tokens]).all()
     return {
         "tokens": tokens,
         "message_bytes": message.data.nbytes,
-        "lane_bytes": cache_bytes(lane),
+        "pages_bytes": sum(sender.memory.num_bytes),
         "pack_gb_per_s": spread(packing[1:]),
         "load_gb_per_s": spread(loading[1:]),
         "peak_over_message": spread(peaks[1:]),
@@ -120,12 +146,12 @@ def page(record: Json) -> list[Block]:
     named = {
         "pack_gb_per_s": "packing, GB/s",
         "load_gb_per_s": "loading, GB/s",
-        "peak_over_message": "memory beside the caches, over the message",
+        "peak_over_message": "memory beside the pages, over the message",
     }
     rows = [(name, spread_text(found[key], ".2f")) for key, name in named.items()]
     return [
         heading("Packing and loading a hand-off", 1),
-        f"Caches of gpt-oss-20b and of a P-EAGLE drafter of {DRAFTER_LAYERS} layers, bfloat16, after a prompt of "
+        f"Pages of gpt-oss-20b and of a P-EAGLE drafter of {DRAFTER_LAYERS} layers, bfloat16, after a prompt of "
         f"{config['tokens']:,} tokens: a message of {found['message_bytes'] / 1e6:.0f} MB. Medians of "
         f"{config['rounds']} rounds with the extremes.",
         Table(("", "median (lowest..highest)"), rows),

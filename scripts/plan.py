@@ -29,7 +29,7 @@ def table(device_name: str, slots: int, positions: int) -> list[str]:
         for shape in MESHES:
             of_ranks = rank_bytes(config, True, shape)
             first, last = of_ranks[0], of_ranks[-1]
-            caches = rank_cache_bytes(config, shape, slots, positions, max(ROWS))
+            caches = rank_cache_bytes(config, shape, slots, positions, max(ROWS) - 1)
             fits = "yes" if first.total + caches <= device.memory_bytes else "no"
             times = [sum(pass_s(config, True, shape, device, rows)) * 1e3 for rows in ROWS]
             figures = [f"{first.total / 1e9:.2f}", f"{caches / 1e9:.2f}", fits]

@@ -9,20 +9,30 @@ Every pass also returns aux_hidden, the outputs of the aux layers, which the dra
 `_run_layers`, each with its own `attend`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TypeVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from peagle.ops.attention import attention, decode_attention, split_heads
+from peagle.ops.attention import (
+    CacheGroup,
+    PagedCache,
+    PagedRows,
+    Pages,
+    attention,
+    group_layers,
+    init_pool,
+    own_tables,
+    paged_attention,
+    rows_by_layer,
+    split_heads,
+)
 from peagle.ops.collectives import Ranks
 from peagle.ops.expert_matmul import expert_block
-from peagle.ops.kv_cache import KVCache, init_window_cache
 from peagle.ops.linear import embed, linear
 from peagle.ops.mask import causal_mask
 from peagle.ops.messages import VerifyOutput
@@ -63,17 +73,13 @@ def forward(
     return _logits(params, config, x), aux_hidden
 
 
-def init_caches(
-    config: TargetConfig, batch: int, capacity: int, widest_write: int, dtype: DTypeLike, retain_full_kv: bool = False
-) -> tuple[KVCache, ...]:
-    """Make empty caches, one per layer.
+def cache_groups(config: TargetConfig, retain_full_kv: bool = False) -> tuple[CacheGroup, ...]:
+    """Group the layers by what their caches keep. retain_full_kv: sliding layers keep all positions, too."""
+    return group_layers([None] * config.num_layers if retain_full_kv else _windows(config))
 
-    Full layers hold `capacity` positions. Sliding layers hold a ring that survives the rollback of `widest_write` rows,
-    or all positions with `retain_full_kv`, or if the ring would not be smaller.
-    """
-    windows = [None if retain_full_kv else config.window(layer) for layer in range(config.num_layers)]
-    heads, width = config.num_kv_heads, config.head_dim
-    return tuple(init_window_cache(batch, capacity, each, widest_write, heads, width, dtype) for each in windows)
+
+def _windows(config: TargetConfig) -> list[int | None]:
+    return [config.window(layer) for layer in range(config.num_layers)]
 
 
 def extend(
@@ -81,24 +87,29 @@ def extend(
     config: TargetConfig,
     token_ids: Int[Array, "B T"],
     positions: Int[Array, "B T"],
-    caches: tuple[KVCache, ...],
+    cache: PagedCache,
+    groups: Sequence[CacheGroup],
     aux_layer_ids: Sequence[int] = (),
     logit_rows: Int[Array, "B L"] | None = None,
+    writes: Bool[Array, "B T"] | None = None,
     ranks: Ranks | None = None,
-) -> tuple[Float[Array, "B L V"], Float[Array, "B T A"], tuple[KVCache, ...]]:
-    """Run T rows at their positions: write them to the caches, then attend.
+) -> tuple[Float[Array, "B L V"], Float[Array, "B T A"], PagedCache]:
+    """Run T rows at their positions: write them to the cache, then attend.
 
-    ranks: params, config and caches are this rank's part of the model (target.shard). Every rank gets the whole result.
-    Returns (logits of the rows in logit_rows, of all by default; aux_hidden of every row; the caches). A row of
-    negative position is inactive: it writes nothing, and its results are to be ignored. The caller's `length` decides
-    how many of the written rows count: moving it back is the rollback. The positions of a sequence's active rows are
+    groups: `cache_groups`. writes: False in rows that are in the cache already; all others write. ranks: params, config
+    and cache are this rank's part of the model (target.shard). Every rank gets the whole result.
+
+    Returns (logits of the rows in logit_rows, of all by default; aux_hidden of every row; the cache). A row of negative
+    position is inactive: it writes nothing, and its results are to be ignored. The caller's `length` decides how many
+    of the written rows count: moving it back is the rollback. The positions of a sequence's active rows are
     consecutive.
     """
-    written = dict(enumerate(caches))
-    attend = _attend_cached(params, config, positions, written)
+    pages = list(cache.pages)
+    attend = _attend_paged(params, config, rows_by_layer(groups, _windows(config), cache, positions, writes), pages)
     x, aux_hidden = _run_layers(params, config, token_ids, positions, attend, aux_layer_ids, ranks)
     logits = _logits(params, config, x, positions, logit_rows)
-    return logits if ranks is None else ranks.gather(logits, config.vocab_size), aux_hidden, tuple(written.values())
+    logits = logits if ranks is None else ranks.gather(logits, config.vocab_size)
+    return logits, aux_hidden, PagedCache(tuple(pages), cache.tables)
 
 
 def prefill(
@@ -106,30 +117,33 @@ def prefill(
     config: TargetConfig,
     token_ids: Int[Array, "1 T"],
     positions: Int[Array, "1 T"],
-    caches: tuple[KVCache, ...],
+    cache: PagedCache,
+    groups: Sequence[CacheGroup],
     aux_layer_ids: Sequence[int],
     logit_rows: Int[Array, "1 L"],
     blocks: RowBlocks,
-) -> tuple[Float[Array, "1 L V"], Float[Array, "1 T A"], tuple[KVCache, ...]]:
+    writes: Bool[Array, "1 T"] | None = None,
+) -> tuple[Float[Array, "1 L V"], Float[Array, "1 T A"], PagedCache]:
     """Run a whole prompt layer by layer, and each layer's two halves in blocks of rows.
 
-    The same as `extend` in chunks of `blocks.query_rows`, for which the caches were made, but that experts see more
-    rows at once. Active rows come first; blocks without any take no time. A ring holds what the window of a block's
-    queries reaches, and a full layer's attention reads no key after the block's last row.
+    The same as `extend` in chunks of `blocks.query_rows`, except that experts see more rows at once. Active rows come
+    first; blocks without any take no time. The table of a windowed group may repeat its pages: it needs those that the
+    window of a block's queries reaches.
     """
     x = embed(params.embedding, token_ids, params.dtype)
     cos, sin = rope_tables(config.rope, positions, x.dtype, implementation=params.implementation)
     aux_hidden = jnp.zeros((*token_ids.shape, len(aux_layer_ids) * config.hidden_size), x.dtype)
-    written = list(caches)
+    pages = list(cache.pages)
+    placed = rows_by_layer(groups, _windows(config), cache, positions, writes)
     for index in range(config.num_layers):
-        x, written[index] = _attention_by_blocks(
-            params, config, index, x, positions, cos, sin, caches[index], blocks.query_rows
+        x, pages[index] = _attention_by_blocks(
+            params, config, index, x, positions, cos, sin, pages[index], placed[index], blocks.query_rows
         )
         x = _experts_by_blocks(params, config, index, x, positions, blocks.expert_rows)
         if index in aux_layer_ids:
             place = aux_layer_ids.index(index) * config.hidden_size
             aux_hidden = jax.lax.dynamic_update_slice_in_dim(aux_hidden, x, place, axis=2)
-    return _logits(params, config, x, positions, logit_rows), aux_hidden, tuple(written)
+    return _logits(params, config, x, positions, logit_rows), aux_hidden, PagedCache(tuple(pages), cache.tables)
 
 
 def _attention_by_blocks(
@@ -140,18 +154,22 @@ def _attention_by_blocks(
     positions: jax.Array,
     cos: jax.Array,
     sin: jax.Array,
-    cache: KVCache,
+    pages: Pages,
+    rows: PagedRows,
     size: int,
-) -> tuple[jax.Array, KVCache]:
-    def one(block: jax.Array, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
-        x, cache = carry
-        part, at, of_cos, of_sin = (_rows(each, block, size) for each in (x, positions, cos, sin))
-        held = {index: cache}
-        attend = _attend_cached(params, config, at, held)
+) -> tuple[jax.Array, Pages]:
+    def one(block: jax.Array, carry: tuple[jax.Array, Pages]) -> tuple[jax.Array, Pages]:
+        x, pages = carry
+        part, at, of_cos, of_sin, write, first, last = (
+            _rows(each, block, size) for each in (x, positions, cos, sin, rows.write, rows.first, rows.last)
+        )
+        held = {index: pages}
+        placed = rows.replace(write=write, first=first, last=last)  # type: ignore[attr-defined]
+        attend = _attend_paged(params, config, {index: placed}, held)
         part = _attention_half(params, config, index, part, at, of_cos, of_sin, attend)
         return jax.lax.dynamic_update_slice_in_dim(x, part, block * size, axis=1), held[index]
 
-    return _for_active_blocks(one, positions, size, (x, cache))
+    return _for_active_blocks(one, positions, size, (x, pages))
 
 
 def _experts_by_blocks(
@@ -175,20 +193,22 @@ def _rows(of_all: jax.Array, block: jax.Array, size: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(of_all, block * size, size, axis=1)
 
 
-def _attend_cached(
-    params: TargetParams, config: TargetConfig, positions: jax.Array, caches: dict[int, KVCache]
+def _attend_paged(
+    params: TargetParams,
+    config: TargetConfig,
+    rows: Mapping[int, PagedRows],
+    pages: MutableMapping[int, Pages] | list[Pages],
 ) -> AttendProjected:
-    """Make the attention over caches: write the rows to the layer's cache, replaced in `caches`, then attend."""
+    """Make the attention over pages: write the rows to the layer's pages, replaced in `pages`, then attend."""
 
     def attend(layer: int, p: AttentionParams, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        out, caches[layer] = decode_attention(
+        out, pages[layer] = paged_attention(
             qkv,
             cos,
             sin,
-            caches[layer],
-            positions,
+            pages[layer],
+            rows[layer],
             config.num_heads,
-            config.window(layer),
             p.sinks,
             implementation=params.implementation,
         )
@@ -319,22 +339,41 @@ class GptOss:
     def max_positions(self) -> int:
         return self.config.max_positions
 
-    def init_cache(self, batch: int, capacity: int, widest_write: int) -> tuple[KVCache, ...]:
-        """Make empty caches for `capacity` positions, plus room for a pass of `widest_write` rows."""
-        return init_caches(
-            self.config, batch, capacity + widest_write, widest_write, self.params.dtype, self.retain_full_kv
-        )
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """See `cache_groups`."""
+        return cache_groups(self.config, self.retain_full_kv)
+
+    def init_pages(self, num_pages: Sequence[int]) -> tuple[Pages, ...]:
+        """Make the empty pools of all layers. num_pages: of each group."""
+        config = self.config
+        return init_pool(self.cache_groups, num_pages, config.num_kv_heads, config.head_dim, self.params.dtype)
+
+    def init_cache(self, batch: int, capacity: int, widest_write: int) -> PagedCache:
+        """Make empty caches of pages of their own, for `capacity` positions and a pass of `widest_write` rows."""
+        tables = own_tables(self.cache_groups, batch, capacity + widest_write, widest_write)
+        return PagedCache(self.init_pages([table.size for table in tables]), tables)
 
     def extend(
         self,
         token_ids: Int[Array, "B T"],
         positions: Int[Array, "B T"],
-        cache: tuple[KVCache, ...],
+        cache: PagedCache,
         logit_rows: Int[Array, "B L"] | None = None,
-    ) -> tuple[VerifyOutput, tuple[KVCache, ...]]:
+        writes: Bool[Array, "B T"] | None = None,
+    ) -> tuple[VerifyOutput, PagedCache]:
         """See `extend`."""
         logits, aux, cache = extend(
-            self.params, self.config, token_ids, positions, cache, self.aux_layer_ids, logit_rows, self.ranks
+            self.params,
+            self.config,
+            token_ids,
+            positions,
+            cache,
+            self.cache_groups,
+            self.aux_layer_ids,
+            logit_rows,
+            writes,
+            self.ranks,
         )
         return VerifyOutput(logits, aux), cache
 
@@ -342,13 +381,23 @@ class GptOss:
         self,
         token_ids: Int[Array, "1 T"],
         positions: Int[Array, "1 T"],
-        cache: tuple[KVCache, ...],
+        cache: PagedCache,
         logit_rows: Int[Array, "1 L"],
         blocks: RowBlocks,
-    ) -> tuple[VerifyOutput, tuple[KVCache, ...]]:
+        writes: Bool[Array, "1 T"] | None = None,
+    ) -> tuple[VerifyOutput, PagedCache]:
         """See `prefill`."""
         logits, aux, cache = prefill(
-            self.params, self.config, token_ids, positions, cache, self.aux_layer_ids, logit_rows, blocks
+            self.params,
+            self.config,
+            token_ids,
+            positions,
+            cache,
+            self.cache_groups,
+            self.aux_layer_ids,
+            logit_rows,
+            blocks,
+            writes,
         )
         return VerifyOutput(logits, aux), cache
 
@@ -361,13 +410,13 @@ class GptOss:
         every: GptOss = self.replace(aux_layer_ids=layers)  # type: ignore[attr-defined]
         length = token_ids.shape[1]
 
-        def one(caches: tuple[KVCache, ...], start: jax.Array) -> tuple[tuple[KVCache, ...], jax.Array]:
+        def one(cache: PagedCache, start: jax.Array) -> tuple[PagedCache, jax.Array]:
             some = jax.lax.dynamic_slice_in_dim(token_ids, start, CHECKED_TOGETHER, axis=1)
             positions = start + jnp.arange(CHECKED_TOGETHER, dtype=jnp.int32)[None]
-            output, caches = every.extend(some, positions, caches)
+            output, cache = every.extend(some, positions, cache)
             embedded = embed(self.params.embedding, some, self.params.dtype)
             outputs = (embedded, *jnp.split(output.aux_hidden, len(layers), axis=-1), output.logits)
-            return caches, jnp.stack([jnp.isfinite(out[0]).all(axis=-1) for out in outputs])
+            return cache, jnp.stack([jnp.isfinite(out[0]).all(axis=-1) for out in outputs])
 
         starts = jnp.arange(0, length, CHECKED_TOGETHER, dtype=jnp.int32)
         _, finite = jax.lax.scan(one, every.init_cache(1, length, CHECKED_TOGETHER), starts)

@@ -1,7 +1,7 @@
 """Who may import whom: DESIGN's order of rooms.
 
 ops <- target, drafter
-ops <- protocols <- engine, drafters, text <- result <- api <- loading <- measure <- workflows <- cli
+ops <- protocols <- config <- engine, drafters, text <- result <- api <- loading <- measure <- workflows <- cli
 protocols <- parallel, processes <- loading
 measure <- serve <- cluster <- cli; serve loads no checkpoints
 """
@@ -17,7 +17,7 @@ PACKAGES = ("peagle", "target", "drafter")
 OURS = (*PACKAGES, "scripts", "tests", "results")
 ROOTS = ("peagle.cli", "peagle.__main__")  # where everything is put together
 _BENEATH = ("peagle.ops", "peagle.protocols")
-_API = (*_BENEATH, "peagle.engine", "peagle.drafters", "peagle.text", "peagle.result", "peagle.api")
+_API = (*_BENEATH, "peagle.config", "peagle.engine", "peagle.drafters", "peagle.text", "peagle.result", "peagle.api")
 _MODELS = ("target", "drafter")
 # what each room may import of ours beside itself; training is for workflows and commands alone
 ROOMS: dict[str, tuple[str, ...]] = {
@@ -25,7 +25,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "target": ("peagle.ops",),
     "drafter": ("peagle.ops",),
     "peagle.protocols": ("peagle.ops",),
-    "peagle.engine": _BENEATH,
+    "peagle.config": (*_BENEATH, "peagle.engine.request", "peagle.engine.widths"),
+    "peagle.engine": (*_BENEATH, "peagle.config"),
     "peagle.drafters": _BENEATH,
     "peagle.text": _BENEATH,
     "peagle.result": (*_BENEATH, "peagle.engine", "peagle.text"),

@@ -15,7 +15,7 @@ from peagle.cli.display import Display
 from peagle.cli.document import SCHEMA, dumps
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile, wrapped
 from peagle.cli.settings.bench import BenchSettings
-from peagle.cli.settings.shared import DraftOptions, chosen_slots
+from peagle.cli.settings.shared import DraftOptions, chosen_slots, parse_kv_memory
 from peagle.cli.speculate import load_pair
 from peagle.loading import check_fit, drafter_path, local_model, or_demo, resolve
 from peagle.measure.bench import Bench, BenchOptions, Case, Measurement, Stage, WeightBytes, bench
@@ -146,6 +146,7 @@ def _options(settings: BenchSettings) -> BenchOptions:
         context=settings.context,
         slots=_numbers("--slots", chosen_slots(settings.slots, settings.batch, "1")),
         drafts=_numbers("-k", settings.num_speculative_tokens) if settings.num_speculative_tokens is not None else (),
+        kv_memory_bytes=parse_kv_memory(settings.kv_memory),
         repeats=settings.repeats,
         blocked=settings.prefill.blocked(),
     )

@@ -12,7 +12,7 @@ from peagle.cli.display import Display
 from peagle.cli.document import summary_block
 from peagle.cli.output import say
 from peagle.cli.settings.chat import ChatSettings
-from peagle.cli.settings.shared import parse_prefix_cache
+from peagle.cli.settings.shared import parse_kept_prefixes, parse_kv_memory
 from peagle.cli.speculate import chosen_context, chosen_models, load_pair, not_shown, without_effect
 from peagle.measure.metrics import figure_text
 from peagle.ops import interrupt
@@ -21,7 +21,7 @@ from peagle.parallel import refuse_replicas
 from peagle.text.channels import chat_messages
 from peagle.text.prompts import Conversation, Rendering, from_text
 from peagle.text.tokenizer import Message
-from peagle.workflows.run import Run, RunConfig, default_prefix_cache_bytes, run
+from peagle.workflows.run import Run, RunConfig, run
 
 PROMPT = "> "
 RESET, EXIT = "/reset", "/exit"
@@ -45,7 +45,8 @@ def chat_command(settings: ChatSettings) -> int:
         sampling=settings.sampling.params(),
         stop=settings.stop,
         baseline=settings.baseline,
-        prefix_cache_bytes=parse_prefix_cache(settings.prefix_cache),
+        kv_memory_bytes=parse_kv_memory(settings.kv_memory),
+        prefix_cache_bytes=parse_kept_prefixes(settings.prefix_cache),
         rendering=settings.template.rendering(),
     )
     display = Display(text=True, quiet=settings.quiet, total=1, streaming=True)
@@ -56,11 +57,8 @@ def chat_command(settings: ChatSettings) -> int:
     _refuse_without_template(pair, config.rendering, target)
     display.warn([*without_effect(settings.sampling), *not_shown(config.rendering, pair, target)])
     k, adaptive = pair.num_drafts(asked)
-    context = chosen_context(pair, settings.context)
-    kept = default_prefix_cache_bytes() if config.prefix_cache_bytes is None else config.prefix_cache_bytes
-    config = dataclasses.replace(
-        config, num_speculative_tokens=k, adaptive=adaptive, context=context, prefix_cache_bytes=kept
-    )
+    context = chosen_context(pair, settings.context, k, 1, config.kv_memory_bytes, num_engines=1 + config.compares)
+    config = dataclasses.replace(config, num_speculative_tokens=k, adaptive=adaptive, context=context)
     if sys.stdin.isatty():
         display.note(WELCOME)
     Chat(pair, config, display).run()

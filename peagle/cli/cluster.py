@@ -10,8 +10,7 @@ from peagle.cli.options import needing
 from peagle.cli.output import OutputFile
 from peagle.cli.serve import default_name, guarded_hosts, read_keys, warn_of_strangers
 from peagle.cli.settings.cluster import ClusterUpSettings
-from peagle.cli.settings.shared import parse_prefix_cache
-from peagle.cli.speculate import DEFAULT_CONTEXT
+from peagle.cli.settings.shared import parse_kept_prefixes, parse_kv_memory
 from peagle.loading import (
     DEMO,
     DEMO_EAGLE3,
@@ -27,10 +26,10 @@ from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
 from peagle.parallel import refuse_replicas
-from peagle.workflows.run import default_prefix_cache_bytes
 
 # Ray's switch to listen on loopback only; it must be set before Ray is imported
 LOOPBACK_ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+DEFAULT_CONTEXT = 4096  # positions of a request, if the model has as many: the memory of replicas is not known here
 REPORTS = "RAY_USAGE_STATS_ENABLED"  # usage reports to Ray's makers
 
 
@@ -97,7 +96,9 @@ def fleet_arguments(settings: ClusterUpSettings) -> dict[str, Any]:
         k = widths_of(drafter, beside).most
     keys = () if settings.api_key_file is None else read_keys(settings.api_key_file)
     context = min(DEFAULT_CONTEXT, pair.max_positions) if settings.context is None else pair.room(settings.context)
-    pair.engine_config(k, capacity=context, slots=settings.slots)  # refuse here what no replica could run
+    kv_memory_bytes, kept = parse_kv_memory(settings.kv_memory), parse_kept_prefixes(settings.prefix_cache)
+    # refuse here what no replica could run
+    pair.engine_config(k, capacity=context, slots=settings.slots, kv_memory_bytes=kv_memory_bytes)
     # replicas run in directories of their own
     return {
         "target": target if target == DEMO else str(directory.resolve()),
@@ -115,7 +116,8 @@ def fleet_arguments(settings: ClusterUpSettings) -> dict[str, Any]:
         "context": context,
         "max_queue": settings.max_queue,
         "drain_s": settings.drain,
-        "prefix_cache_bytes": _prefix_cache_bytes(settings),
+        "kv_memory_bytes": kv_memory_bytes,
+        "prefix_cache_bytes": kept,
         "dtype": settings.loading.dtype,
         "experts": settings.loading.experts,
         "kernels": settings.loading.kernels,
@@ -128,9 +130,3 @@ def fleet_arguments(settings: ClusterUpSettings) -> dict[str, Any]:
         "num_cpus": settings.num_cpus,
         "num_gpus": settings.num_gpus,
     }
-
-
-def _prefix_cache_bytes(settings: ClusterUpSettings) -> int:
-    """Return the bytes of each prefilling replica's prefix cache; auto: its share of a tenth of the free memory."""
-    typed = parse_prefix_cache(settings.prefix_cache)
-    return default_prefix_cache_bytes() // max(1, settings.prefill or settings.decode) if typed is None else typed

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from peagle.api import Pair
-from peagle.engine.prefix_cache import PrefixCacheUse
+from peagle.engine.kv_memory import PrefixCacheUse
 from peagle.engine.widths import WidthTable
 from peagle.measure.metrics import figure_text, speculative_decoding_block, summarize
 from peagle.measure.profile import Breakdown
@@ -129,6 +129,7 @@ def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
         "prefill_chunk": pair.prefill_chunk if config.prefill_chunk is None else config.prefill_chunk,
         "prefill": _prefill(run, config),
         "retain_full_kv": pair.retain_full_kv,
+        "kv_memory_bytes": config.kv_memory_bytes,
         "prefix_cache_bytes": run.prefix_cache_bytes,
         "capacity": run.capacity,
         "dtype": pair.dtype,
@@ -262,7 +263,7 @@ def _prefill(run: Run, config: RunConfig) -> dict[str, int] | None:
 def _prefix_cache(use: PrefixCacheUse) -> str:
     return (
         f"{use.num_hits} of {use.num_requests} prompts hit: {use.num_hit_tokens:,} of {use.num_tokens:,} tokens | "
-        f"{use.num_entries} entries, {_bytes(use.num_bytes)}"
+        f"{use.num_entries} pages kept, {_bytes(use.num_bytes)}"
     )
 
 

@@ -3,22 +3,22 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from drafter.config import DrafterConfig
 from drafter.load import doubtful_map, is_drafter_config, named_aux_layers
 from drafter.load import parse_config as parse_drafter
-from drafter.model import init_caches as init_drafter_caches
+from drafter.load import weight_bytes as drafter_weight_bytes
+from drafter.model import cache_groups as drafter_groups
 from drafter.trained import recorded_coverage
 from peagle.api import AUTO, DEFAULT_NUM_SPECULATIVE_TOKENS, DEFAULT_WIDTHS
 from peagle.cli.output import show_lines
 from peagle.cli.settings.info import InfoSettings
 from peagle.cli.settings.shared import parse_layers
-from peagle.engine.engine import EngineConfig, Role, shared_slots
+from peagle.config import EngineConfig, shared_slots
+from peagle.engine.kv_memory import Sizing, page_bytes
 from peagle.engine.request import DEFAULT_CHUNK
-from peagle.engine.state import INPUT_ROOM
 from peagle.engine.widths import SPECULATION_FILE, read_widths
 from peagle.loading import (
     DEMO,
@@ -26,32 +26,35 @@ from peagle.loading import (
     another_target,
     asked_window,
     aux_layers_in_words,
+    default_chunk,
     default_dtype,
     doubtful_aux_layers,
     drafter_folder,
     fitting_aux_layers,
     or_demo,
     resolve,
+    steps_per_dispatch,
     windowed,
 )
+from peagle.ops.attention import PAGE_SIZE, CacheGroup, Pages, init_pool
 from peagle.ops.checkpoint import CONFIG, INDEX, WEIGHTS, Checkpoint, read_checkpoint, read_json
 from peagle.ops.errors import InputError
 from peagle.ops.kernels import for_weights
 from peagle.ops.kernels import in_words as kernels_in_words
-from peagle.ops.kv_cache import KVCache, cache_bytes
 from peagle.ops.memory import available_memory_bytes
 from peagle.ops.native import available as native_available
 from peagle.ops.row_blocks import BlockedPrefill, RowBlocks
 from peagle.parallel import MeshShape, parse_mesh
 from peagle.text.tokenizer import TOKENIZER_FILE
 from peagle.workflows.export import coverage_in_data
-from peagle.workflows.plan import Device, device_named, pass_s, rank_bytes, rank_cache_bytes
+from peagle.workflows.plan import Device, device_named, pass_s, rank_bytes, rank_cache_bytes, target_pages
 from target.config import FULL, SLIDING, TargetConfig, default_aux_layer_ids
 from target.load import TargetFiles, inspect_target, weight_bytes
-from target.model import init_caches as init_target_caches
 
-POSITIONS = 1000
+TOKENS = 1000
 PROMPT = 8192  # tokens
+LONG = 1 << 17  # positions of a request: more than a window's pages hold
+ONE_STEP = f"K = {DEFAULT_NUM_SPECULATIVE_TOKENS}, one step per dispatch"
 FLOAT32, BFLOAT16, INT8 = np.dtype(np.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int8)
 
 Rows = list[tuple[str, str]]
@@ -108,7 +111,20 @@ def info_command(settings: InfoSettings) -> int:
         for name, checkpoint in drafters:
             window = asked_window(dict(paths)[name], AUTO)
             drafting, _ = windowed(parse_drafter(checkpoint, aux_layer_ids), window, given=False)
-        rows = role_rows(settings.role, targets[0][1].config, drafting, slots, settings.context)
+        files = dict(paths)
+        weights = _weight_bytes(files[targets[0][0]])
+        sizes = EngineConfig(
+            DEFAULT_NUM_SPECULATIVE_TOKENS if drafters else 0,
+            slots,
+            settings.context,
+            chunk=min(default_chunk(), settings.context),
+            steps_per_dispatch=steps_per_dispatch(weights),
+            role=settings.role,
+        )
+        weights += sum(
+            drafter_weight_bytes(files[name], _dtype(), implementation=for_weights()) for name, _ in drafters
+        )
+        rows = engine_rows(sizes, targets[0][1].config, drafting, available_memory_bytes() - weights)
         _print(f"an engine of role {settings.role}", f"{settings.context:,} positions", rows)
     show_lines([f"WARNING: {doubt}" for doubt in doubts if doubt is not None])
     return 0
@@ -118,7 +134,8 @@ def target_rows(files: TargetFiles, path: Path) -> Rows:
     """What to say of a target."""
     c = files.config
     kinds = {kind: c.layer_types.count(kind) for kind in (SLIDING, FULL)}
-    full, sliding = _target_kv(c, FULL), _target_kv(c, SLIDING)
+    per_token, per_slot = _kv_numbers(*target_pages(c, INT8))
+    retained, _ = _kv_numbers(*target_pages(c, INT8, retain_full_kv=True))
     try:
         taps = _list(default_aux_layer_ids(c.num_layers))
     except InputError:
@@ -135,18 +152,9 @@ def target_rows(files: TargetFiles, path: Path) -> Rows:
         ("on disk", _bytes(_disk_bytes(path))),
         ("in memory", _target_memory(files)),
         ("loaded here", _loaded_here(path)),
-        (
-            f"KV cache per {POSITIONS:,} positions",
-            f"{_both(full)} (full layers)",
-        ),
-        (
-            "KV rings, once per row",
-            f"{_both(sliding)} (sliding layers, K = {DEFAULT_NUM_SPECULATIVE_TOKENS})",
-        ),
-        (
-            "with --retain-full-kv",
-            f"{_both(_target_kv(c, SLIDING, retain_full_kv=True))} per {POSITIONS:,} positions in place of the rings",
-        ),
+        (f"KV cache per {TOKENS:,} tokens", f"{_both(per_token)} (full layers)"),
+        ("KV pages per slot", f"{_both(per_slot)} (sliding layers, {ONE_STEP})"),
+        ("with --retain-full-kv", f"{_both(retained)} per {TOKENS:,} tokens, and no pages per slot"),
         (f"prefill of {PROMPT:,} tokens", f"beside the caches about {_prefill_memory(c)}"),
         ("default taps", taps),
         ("stop tokens", _stop_tokens(files)),
@@ -161,7 +169,7 @@ def mesh_rows(files: TargetFiles, shape: MeshShape, device: Device, slots: int, 
     of_ranks = rank_bytes(c, files.mxfp4, shape)
     first, last = of_ranks[0], of_ranks[-1]
     own = shared_slots(slots, shape.dp)
-    caches = rank_cache_bytes(c, shape, own, positions, k + 1)
+    caches = rank_cache_bytes(c, shape, own, positions, k)
     total = first.total + caches
     shared = "the embedding, routers and norms" + (", shared kv heads" if shape.ranks > c.num_kv_heads else "")
     fits = "fits" if total <= device.memory_bytes else "does not fit"
@@ -184,7 +192,7 @@ def mesh_rows(files: TargetFiles, shape: MeshShape, device: Device, slots: int, 
             f"reads {_bytes(first.total - first.padding)} of {_bytes(files.tensor_bytes)}; on CPU it takes at most "
             "1.15 of its weights",
         ),
-        ("  caches of each", f"{_bytes(caches)} bfloat16, with --slots {slots} --context {positions}"),
+        ("  pages of each", f"{_bytes(caches)} bfloat16, with --slots {slots} --context {positions}"),
         (f"  together on an {device.name}", f"{_bytes(total)}; {fits} into its {_bytes(int(device.memory_bytes))}"),
         ("  a pass over 1 row", f"at least {times(1)}; {each}"),
         (f"  over {k + 1} rows", f"at least {times(k + 1)}"),
@@ -200,7 +208,7 @@ def drafter_rows(
     weights = [name for name in checkpoint.names if name not in ("d2t", "t2d")]
     parameters = sum(int(np.prod(checkpoint.shape(name))) for name in weights)
     c, window = windowed(c, asked_window(path, AUTO), given=False)
-    full, rings = _drafter_kv(c)
+    per_token, per_slot = _kv_numbers(*_drafter_pages(c))
     narrow, covered = c.draft_vocab_size < c.vocab_size, recorded_coverage(path)
     unknown = "; peagle parity measures how many of an answer's they are"
     proposes = f"{c.draft_vocab_size:,} of the target's {c.vocab_size:,} tokens{coverage_in_data(covered) or unknown}"
@@ -217,35 +225,37 @@ def drafter_rows(
         ("parameters", f"{parameters:,}"),
         ("on disk", _bytes(_disk_bytes(path))),
         ("in memory", f"{_bytes(parameters * 4)} float32, {_bytes(parameters * 2)} bfloat16"),
-        *([(f"KV cache per {POSITIONS:,} positions", _both(full))] if full else []),
-        *([("KV rings, once per row", f"{_both(rings)} (layers with a window)")] if rings else []),
+        *([(f"KV cache per {TOKENS:,} tokens", _both(per_token))] if per_token else []),
+        *([("KV pages per slot", f"{_both(per_slot)} (layers with a window, {ONE_STEP})")] if per_slot else []),
         ("kernels", kernels_in_words()),
     ]
 
 
-def role_rows(role: Role, target: TargetConfig, drafter: DrafterConfig | None, slots: int, context: int) -> Rows:
-    """What an engine takes besides the weights: the lane of a prompt, and slots unless it only prefills.
+def engine_rows(config: EngineConfig, target: TargetConfig, drafter: DrafterConfig | None, memory_bytes: int) -> Rows:
+    """What an engine takes besides the weights: the pages that its slots reserve. memory_bytes: what is left for pages.
 
     Raises InputError for an engine that cannot be.
     """
-    shape = EngineConfig(DEFAULT_NUM_SPECULATIVE_TOKENS, slots, context, role=role)
-
-    def numbers(batch: int, widest: int, widest_of_drafter: int) -> int:
-        def made() -> list[tuple[KVCache, ...]]:
-            found = [init_target_caches(target, batch, context + widest, widest, INT8)]
-            if drafter is not None:
-                capacity = context + widest_of_drafter
-                found.append(init_drafter_caches(drafter, batch, capacity, widest_of_drafter, INT8))
-            return found
-
-        return cache_bytes(jax.eval_shape(made))
-
-    rows = [(f"lane, for chunks of {shape.lane_chunk}", _both(numbers(1, shape.lane_chunk, shape.lane_chunk)))]
-    if role != "prefill":
-        k = DEFAULT_NUM_SPECULATIVE_TOKENS
-        rows.append((f"{slots} slots, K = {k}", _both(numbers(slots, k + 1, max(2 * k, INPUT_ROOM)))))
+    models = [target_pages(target, INT8), *([] if drafter is None else [_drafter_pages(drafter)])]
+    groups, numbers = ([value for values in both for value in values] for both in zip(*models, strict=True))
+    sizing = Sizing(tuple(groups), tuple(numbers), config)
+    num_pages = sizing.num_pages
+    reserved = sum(count * size for count, size in zip(num_pages, numbers, strict=True))
+    windows = [count for count, group in zip(num_pages, groups, strict=True) if group.window is not None]
+    fits = "any number: every layer has a window"
+    if sum(sizing.page_bytes):
+        fitting = sizing.full_pages_in(memory_bytes // _dtype().itemsize)
+        fits = f"{max(fitting, 0) * PAGE_SIZE:,} beside the weights, into the memory available now ({_dtype().name})"
+        fits += f"; too few for one request of {config.capacity:,}" if fitting < sizing.request_pages else ""
     handed = {"both": "computes prompts and decodes", "prefill": "hands over what goes on", "decode": "takes hand-offs"}
-    return [*rows, ("requests", handed[role])]
+    return [
+        ("slots", f"{config.slots}, K = {config.num_speculative_tokens}"),
+        ("tokens reserved", f"{num_pages[0] * PAGE_SIZE:,}, in {num_pages[0]:,} pages of {PAGE_SIZE}"),
+        *([("pages of windows", " + ".join(f"{count:,}" for count in windows))] if windows else []),
+        ("in memory", _both(reserved)),
+        ("tokens that fit", fits),
+        ("requests", handed[config.role]),
+    ]
 
 
 def _drafts(path: Path) -> str:
@@ -276,11 +286,18 @@ def _target_memory(files: TargetFiles) -> str:
 
 def _loaded_here(path: Path) -> str:
     """What the default options load, and whether there is memory for it now."""
-    dtype = default_dtype()
-    needed = weight_bytes(path, dtype=jnp.dtype(dtype), implementation=for_weights())
-    available = available_memory_bytes()
+    needed, available = _weight_bytes(path), available_memory_bytes()
     fits = "fits" if needed <= available else "does not fit"
-    return f"{_bytes(needed)} for {dtype} arithmetic; {fits} into the {_bytes(available)} available now"
+    return f"{_bytes(needed)} for {_dtype().name} arithmetic; {fits} into the {_bytes(available)} available now"
+
+
+def _weight_bytes(path: Path) -> int:
+    """Compute the memory of a target's weights with the default options."""
+    return weight_bytes(path, dtype=_dtype(), implementation=for_weights())
+
+
+def _dtype() -> np.dtype:
+    return jnp.dtype(default_dtype())
 
 
 def _prefill_memory(config: TargetConfig) -> str:
@@ -296,28 +313,24 @@ def _prefill_memory(config: TargetConfig) -> str:
     return f"{chunked} in chunks, {taken(PROMPT, BlockedPrefill().rows(PROMPT))} with --prefill blocked"
 
 
-def _target_kv(config: TargetConfig, kind: str, retain_full_kv: bool = False) -> int:
-    """Numbers that the layers of a kind cache for one row: for POSITIONS positions, or in their ring."""
-    widest = DEFAULT_NUM_SPECULATIVE_TOKENS + 1
+def _drafter_pages(config: DrafterConfig) -> tuple[tuple[CacheGroup, ...], tuple[int, ...]]:
+    """Return (a drafter's cache groups, the numbers in a page of each)."""
+    groups = drafter_groups(config)
 
-    def caches() -> tuple[KVCache, ...]:
-        return init_target_caches(config, 1, POSITIONS, widest, jnp.dtype(jnp.int8), retain_full_kv)
+    def init_pages(num_pages: Sequence[int]) -> tuple[Pages, ...]:
+        return init_pool(groups, num_pages, config.num_kv_heads, config.head_dim, INT8)
 
-    shapes = jax.eval_shape(caches)
-    return cache_bytes([cache for cache, own in zip(shapes, config.layer_types, strict=True) if own == kind])
+    return groups, page_bytes(groups, init_pages)
 
 
-def _drafter_kv(config: DrafterConfig) -> tuple[int, int]:
-    """Numbers that a drafter caches for one row: its full layers for POSITIONS positions, the others in their rings."""
-    widest = max(2 * DEFAULT_NUM_SPECULATIVE_TOKENS, INPUT_ROOM)
+def _kv_numbers(groups: tuple[CacheGroup, ...], numbers: tuple[int, ...]) -> tuple[int, int]:
+    """Count what a model caches: (for TOKENS tokens in full layers, in the pages of windows of one slot).
 
-    most = POSITIONS + widest + max((window or 0 for window in config.windows or ()), default=0)  # any ring is less
-
-    def numbers(capacity: int, ring: bool) -> int:
-        caches = jax.eval_shape(lambda: init_drafter_caches(config, 1, capacity, widest, jnp.dtype(jnp.int8)))
-        return cache_bytes([each for layer, each in enumerate(caches) if (config.window(layer) is not None) == ring])
-
-    return numbers(POSITIONS, ring=False), numbers(most, ring=True)
+    numbers: in a page of each group.
+    """
+    full = sum(size for size, group in zip(numbers, groups, strict=True) if group.window is None)
+    slot_pages = Sizing(groups, numbers, EngineConfig(DEFAULT_NUM_SPECULATIVE_TOKENS, capacity=LONG)).slot_pages
+    return TOKENS * full // PAGE_SIZE, sum(count * size for count, size in zip(slot_pages, numbers, strict=True))
 
 
 def _both(numbers: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from peagle.api import Pair
 from peagle.cli.output import say
 from peagle.cli.settings.shared import MeshOptions, ProcessOptions
-from peagle.engine.lead import Lead
+from peagle.engine.remote import Lead
 from peagle.loading import default_dtype, experts_in_memory, load
 from peagle.ops import interrupt, native
 from peagle.ops.errors import InputError, InputWarning

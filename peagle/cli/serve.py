@@ -14,7 +14,7 @@ from peagle.api import Pair
 from peagle.cli.display import Display
 from peagle.cli.output import say
 from peagle.cli.settings.serve import ServedOptions, ServeSettings
-from peagle.cli.settings.shared import parse_prefix_cache
+from peagle.cli.settings.shared import parse_kept_prefixes, parse_kv_memory
 from peagle.cli.speculate import chosen_context, chosen_models, expect_shared, load_pair
 from peagle.engine.engine import AnyEngine
 from peagle.engine.grammar import Grammar
@@ -23,13 +23,13 @@ from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of
 from peagle.ops.memory import size_in_words
+from peagle.ops.sizes import PrefixCacheSize
 from peagle.serve.app import Service, create_app
 from peagle.serve.http import ANY_ORIGIN
 from peagle.serve.loop import EngineLoop
 from peagle.serve.prompts import Prompter
 from peagle.serve.server import ServerOptions, listen, on_loopback, serve
 from peagle.text.tokenizer import parse_date
-from peagle.workflows.run import default_prefix_cache_bytes
 
 DEMO_NAME = "peagle-demo"
 FAILED = 1
@@ -73,7 +73,8 @@ class Chosen:
     target: str
     drafter: str | None
     k: int | Literal["auto"] | None
-    cache_bytes: int | None
+    kv_memory_bytes: int | None
+    prefix_cache_bytes: PrefixCacheSize
 
     @classmethod
     def by(cls, options: ServedOptions, slots: int) -> "Chosen":
@@ -84,7 +85,8 @@ class Chosen:
             if value < 1:
                 raise InputError(f"{option} is {value}; expected 1 or more")
         expect_shared(slots, options.devices)
-        return cls(options, slots, target, drafter, k, parse_prefix_cache(options.prefix_cache))
+        kv_memory_bytes, kept = parse_kv_memory(options.kv_memory), parse_kept_prefixes(options.prefix_cache)
+        return cls(options, slots, target, drafter, k, kv_memory_bytes, kept)
 
     def load(self, display: Display, doing: str = "serving") -> tuple[AnyEngine, Prompter, str]:
         """Load the pair and warm up its engine; return (engine, prompter, the model's name).
@@ -102,14 +104,15 @@ class Chosen:
             options.retain_full_kv,
         )
         k, adaptive = pair.num_drafts(self.k)
-        context = chosen_context(pair, options.context)
+        context = chosen_context(pair, options.context, k, self.slots, self.kv_memory_bytes)
         engine = pair.engine(
             pair.engine_config(
                 k,
                 slots=self.slots,
                 capacity=context,
                 adaptive=adaptive,
-                prefix_cache_bytes=default_prefix_cache_bytes() if self.cache_bytes is None else self.cache_bytes,
+                kv_memory_bytes=self.kv_memory_bytes,
+                prefix_cache_bytes=self.prefix_cache_bytes,
                 k_per_request=True,
                 mask_budget_s=options.mask_budget / 1000,
             )
@@ -219,13 +222,14 @@ def _warm_up(pair: Pair, engine: AnyEngine, display: Display) -> None:
 def _described(pair: Pair, engine: AnyEngine, doing: str, adaptive: bool) -> list[str]:
     """Describe the engine and its memory."""
     config = engine.config
-    state, lane, logits = engine.memory_bytes()
+    pages, state, logits = engine.memory_bytes()
     k = config.num_speculative_tokens
     speculates = "plainly" if not k else f"with K by load: {engine.widths.in_words()}" if adaptive else f"with K = {k}"
     return [
         f"{doing} {speculates}: {config.slots} slots with a context of {config.capacity}, {pair.dtype}",
-        f"memory besides the weights: {size_in_words(state + lane + logits)} reserved, and up to "
-        f"{size_in_words(config.prefix_cache_bytes)} for the prefix cache",
+        f"memory besides the weights: {size_in_words(pages + state + logits)}; its pages hold "
+        f"{engine.page_use.num_tokens:,} tokens of all requests and the prefix cache"
+        + ("" if config.prefix_cache_bytes else ", which is off"),
     ]
 
 

@@ -21,10 +21,11 @@ from peagle.cli.settings.shared import (
     ModelOptions,
     SamplingOptions,
     chosen_slots,
+    parse_kv_memory,
     parse_layers,
     parse_prefix_cache,
 )
-from peagle.engine.engine import shared_slots
+from peagle.config import shared_slots
 from peagle.engine.grammar import Grammar, GrammarError
 from peagle.engine.request import check_num_drafts
 from peagle.loading import DEMO, DEMO_EAGLE3, WEIGHTLESS, drafter_path, or_demo, resolve
@@ -38,7 +39,6 @@ from peagle.text.prompt_files import PromptSet, Skipped, read_prompts
 from peagle.text.prompts import Conversation, Rendering, from_text, parse_ids
 from peagle.workflows.run import RunConfig, run
 
-DEFAULT_CONTEXT = 4096  # positions of a conversation, if the model has as many
 EXAMPLE = '''\
 Rename the function to `handle`.
 
@@ -158,9 +158,18 @@ def chosen_models(model: ModelOptions, drafting: DraftOptions) -> tuple[str, str
     return target, drafter, k
 
 
-def chosen_context(pair: Pair, typed: int | None) -> int:
-    """Return the positions of a conversation: as typed, or DEFAULT_CONTEXT, or all that the model has."""
-    return min(DEFAULT_CONTEXT, pair.max_positions) if typed is None else pair.room(typed)
+def chosen_context(
+    pair: Pair,
+    typed: int | None,
+    num_speculative_tokens: int,
+    slots: int,
+    kv_memory_bytes: int | None,
+    num_engines: int = 1,
+) -> int:
+    """Return the positions of a request: as typed, or all that the model has and the memory holds."""
+    if typed is not None:
+        return pair.room(typed)
+    return pair.default_context(num_speculative_tokens, slots, kv_memory_bytes, num_engines)
 
 
 def expect_shared(slots: int, devices: MeshOptions) -> None:
@@ -227,6 +236,7 @@ def _config(settings: Settings, rendering: Rendering, slots: int, pair: Pair | N
         slots=slots,
         context=settings.context,
         prefill_chunk=settings.prefill_chunk,
+        kv_memory_bytes=parse_kv_memory(settings.kv_memory),
         prefix_cache_bytes=parse_prefix_cache(settings.prefix_cache),
         blocked=settings.prefill.blocked(),
         ignore_eos=settings.ignore_eos,

@@ -26,12 +26,13 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from peagle.api import AUTO, Pair
 from peagle.cluster.fleet import PATIENCE_S, Fleet, ReplicaLost, Shape
 from peagle.cluster.router import PrefixRouter
-from peagle.engine.engine import EngineConfig, Role
+from peagle.config import EngineConfig, Role
 from peagle.engine.grammar import PortableGrammar
 from peagle.engine.handoff import parse
 from peagle.engine.request import Request, TokenChunk
 from peagle.loading import DtypeName, ExpertsChoice, KernelsChoice, load, without_weights
 from peagle.ops.errors import InputError
+from peagle.ops.sizes import PrefixCacheSize
 from peagle.serve.app import Service, create_app
 from peagle.serve.errors import ApiError
 from peagle.serve.loop import EngineLoop
@@ -58,6 +59,7 @@ class FleetConfig:
     prefill: replicas that only prefill; 0: each replica does both. decode: the other replicas.
     max_prefill, max_decode: Serve starts up to so many while a replica has more requests than `busy` (0: its slots) on
     average for scale_up_s, and ends them again if it has had fewer for scale_down_s; 0: no more than at first.
+    kv_memory_bytes, prefix_cache_bytes: of each replica (Pair.engine_config).
     route_by_prefix: prompts go where their beginning went (peagle.cluster.router), if prompts are kept.
     patience_s: peagle.cluster.fleet.Fleet. drain_s: a replica that shall stop may take so long to end its answers.
     hosts: peagle.serve.app.Service. num_cpus, num_gpus: of each replica, for Ray's scheduling. LOADING's fields:
@@ -73,7 +75,8 @@ class FleetConfig:
     slots: int = 4
     context: int = 4096
     max_queue: int = 64
-    prefix_cache_bytes: int = 0
+    kv_memory_bytes: int | None = None
+    prefix_cache_bytes: PrefixCacheSize = "on"
     date: str = DEFAULT_DATE
     keys: Sequence[str] = field(default=(), repr=False)
     hosts: Sequence[str] | None = None
@@ -103,6 +106,11 @@ class FleetConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise InputError(f"{name} is {value!r}; expected an integer of {least} or more")
+        if self.kv_memory_bytes is not None and not isinstance(self.kv_memory_bytes, int):
+            raise InputError(f"kv_memory_bytes is {self.kv_memory_bytes!r}; expected a number of bytes")
+        kept = self.prefix_cache_bytes
+        if kept not in ("on", "off") and (not isinstance(kept, int) or kept < 0):
+            raise InputError(f"prefix_cache_bytes is {kept!r}; expected on, off or a number of bytes")
         for name in ("patience_s", "drain_s", "scale_up_s", "scale_down_s", "num_cpus", "num_gpus"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise InputError(f"{name} is {getattr(self, name)}; expected a number of 0 or more, and not infinity")
@@ -145,7 +153,8 @@ class FleetConfig:
             self.num_speculative_tokens,
             capacity=self.context,
             slots=self.slots,
-            prefix_cache_bytes=0 if role == "decode" else self.prefix_cache_bytes,
+            kv_memory_bytes=self.kv_memory_bytes,
+            prefix_cache_bytes="off" if role == "decode" else self.prefix_cache_bytes,
             k_per_request=True,
             role=role,
         )
@@ -258,7 +267,8 @@ class Application:
 
     def __init__(self, config: FleetConfig, prefill: Any, decode: Any) -> None:
         pair = without_weights(config.target)
-        shape = Shape(config.engine_config(pair, "both"), pair.target.vocab_size, pair.stop_token_ids)
+        checked = dataclasses.replace(config, prefix_cache_bytes="off").engine_config(pair, "both")
+        shape = Shape(checked, pair.target.vocab_size, pair.stop_token_ids)
         prompter = Prompter(pair, config.context, config.date, config.num_speculative_tokens)
         fleet = Fleet(RayReplicas(prefill, decode), shape, config.most_open, config.patience_s)
         self._service = Service(fleet, prompter, config.name, config.keys, hosts=config.hosts)
@@ -279,7 +289,7 @@ def build(config: FleetConfig | dict[str, Any]) -> serve.Application:
     options: Any = {"health_check_period_s": 5, "graceful_shutdown_timeout_s": config.drain_s}
 
     def workers(name: str, role: Role, scaling: dict[str, Any]) -> Any:
-        if config.route_by_prefix and config.prefix_cache_bytes and role != "decode":
+        if config.route_by_prefix and config.prefix_cache_bytes not in ("off", 0) and role != "decode":
             choice: Any = PrefixRouter
             scaling["request_router_config"] = RequestRouterConfig(request_router_class=choice)
         made: Any = serve.deployment(Worker, name=name, max_ongoing_requests=MANY, **scaling)

@@ -18,7 +18,8 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from peagle.engine.engine import EngineConfig, check_grammar
+from peagle.config import EngineConfig
+from peagle.engine.engine import check_grammar
 from peagle.engine.request import Request, TokenChunk
 from peagle.ops.errors import InputError
 from peagle.serve.errors import ApiError

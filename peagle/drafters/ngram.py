@@ -1,10 +1,13 @@
 """Prompt look-up, a drafter without weights: propose what followed the last n-gram before."""
 
+from collections.abc import Sequence
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from peagle.ops.attention import CacheGroup, Pages
 from peagle.ops.messages import DrafterInput, DraftOutput
 
 
@@ -26,10 +29,23 @@ class NGram:
 
     longest: int = flax.struct.field(pytree_node=False, default=3)
 
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """It has no caches: its state is the history of each sequence."""
+        return ()
+
+    def init_pages(self, num_pages: Sequence[int]) -> tuple[Pages, ...]:  # noqa: ARG002
+        """See `cache_groups`."""
+        return ()
+
     def init_state(self, batch: int, capacity: int, widest_write: int) -> History:  # noqa: ARG002
         """Make an empty history with room for `capacity` tokens and the pending one."""
         room = capacity + 2
         return History(jnp.full((batch, room), -1, jnp.int32), jnp.zeros((batch,), jnp.int32))
+
+    def restart(self, state: History) -> History:
+        """Forget all tokens."""
+        return History(jnp.full_like(state.token_ids, -1), jnp.zeros_like(state.num))
 
     def absorb(
         self,

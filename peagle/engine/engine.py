@@ -1,11 +1,15 @@
 """Decode many requests at once: the double-buffered loop between the host and the device.
 
-The host sends dispatch n + 1 before it reads dispatch n. A dispatch returns a few integers per slot, which are copied
-while the device works. It carries the map from slots to requests as it was when sent, so tokens that were computed
-after a request ended are dropped.
+Schedule, dispatch, collect: the host sends dispatch n + 1 before it reads dispatch n. A dispatch is a chunk of prompts
+or some steps. It returns a few integers per request, which are copied while the device works, and it carries the map
+from its rows to requests as it was when sent. So tokens that were computed after a request ended are dropped.
 
-    device | chunk | insert | steps 0            | steps 1             | steps 2 ...
-    host   | dispatch ...   | read first, send 1 | read 0, dispatch 2  | read 1 ...
+    device | chunk, first tokens | steps 0            | steps 1             | steps 2 ...
+    host   | dispatch ...        | read first, send 1 | read 0, dispatch 2  | read 1 ...
+
+Every request has pages for its keys and values (peagle.engine.kv_memory). Before a dispatch it is given those that the
+dispatch may fill. If there are too few, the request that came last is preempted: its pages go, and later it is computed
+again from its tokens, which are those that were emitted.
 
 If a request has a grammar, its steps are cut in two (`_cut_step`): the host computes the token masks from the drafts
 while the target verifies them. Uncut steps of the other requests alternate with cut ones (peagle.engine.scheduler).
@@ -13,8 +17,8 @@ while the target verifies them. Uncut steps of the other requests alternate with
     device | propose | verify                              | accept | propose | verify
     host   | dispatch, read what was sent before, masks, dispatch | dispatch ...
 
-Requests enter and leave slots only between dispatches. `add`, `abort`, `run`, `follow` and `warm_up` are thread-safe:
-a thread that waits for tokens drives the loop for all requests.
+`add`, `abort`, `run`, `follow` and `warm_up` are thread-safe: a thread that waits for tokens drives the loop for all
+requests.
 """
 
 import abc
@@ -22,170 +26,35 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import itertools
-import math
-import statistics
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
 
+from peagle.config import EngineConfig
 from peagle.engine import handoff
-from peagle.engine.grammar import GrammarError, Matcher, Vocabulary
+from peagle.engine.collect import Collector
+from peagle.engine.constrained import Constrained
+from peagle.engine.executor import Executor, Shape, chunk_plan, step_plan
+from peagle.engine.grammar import GrammarError, Matcher
+from peagle.engine.handle import Chunks, EngineError, Handle, LoopTimes
 from peagle.engine.handoff import Fingerprints, HandOff
-from peagle.engine.lead import Lead
-from peagle.engine.masks import all_allowed, fill, next_mask
-from peagle.engine.prefill import learns_from_tokens
-from peagle.engine.prefix_cache import BLOCK, PrefixCache, PrefixCacheUse, aligned_chunk
-from peagle.engine.programs import Programs
-from peagle.engine.request import (
-    DEFAULT_CHUNK,
-    DRAFTS_ARE_GREEDY,
-    FinishReason,
-    Request,
-    SamplingParams,
-    StepRecord,
-    TokenChunk,
-    TokenLogprobs,
-    check_num_drafts,
-    check_rates,
-)
-from peagle.engine.sampling import LogProbs
-from peagle.engine.scheduler import Admit, Chunk, Costs, Scheduler, Steps
-from peagle.engine.state import DecodeState, Prefix, SlotParams
-from peagle.engine.step import StepKind, StepOutput
+from peagle.engine.kv_memory import KVMemory, PageUse, PrefixCacheUse
+from peagle.engine.request import Request, TokenChunk
+from peagle.engine.scheduler import Chunk, Costs, Scheduler, Steps
+from peagle.engine.state import SlotParams
+from peagle.engine.step import StepKind
+from peagle.engine.warmup import Measuring, WarmUp
 from peagle.engine.widths import WidthTable
-from peagle.ops import interrupt
+from peagle.ops import interrupt, native
+from peagle.ops.attention import PAGE_SIZE
 from peagle.ops.errors import InputError
-from peagle.ops.kv_cache import cache_bytes
-from peagle.ops.likeliest import NO_TOKEN
-from peagle.ops.row_blocks import BlockedPrefill, padded_length
-from peagle.protocols import Drafter, Explains, OverDevices, PrefillsAtOnce, Target
-
-MEASURED_ROUNDS = 5
-Measuring = Callable[[int, int], object]  # (runs that are over, all runs)
-MASK_BUDGET_S = 0.05
-MOST_SLOW_MASKS = 8  # in a row
-Role: TypeAlias = Literal["both", "prefill", "decode"]
-Part: TypeAlias = Literal["target", "drafter"]
-
-
-class EngineError(RuntimeError):
-    """The engine failed and cannot finish its requests."""
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """The shape of an engine: slots, positions per slot, drafts of a step.
-
-    widths: drafts by number of active rows, never more than num_speculative_tokens. chunk: prompt tokens of one prefill
-    pass. steps_per_dispatch changes when tokens reach the host, never which tokens. adaptive: measure the cost of
-    drafting at warm-up, and pause rows for which drafting does not pay (peagle.engine.widths). programs_by_width:
-    compile a program for each number of drafts in the table, for models whose passes also compute inactive rows.
-    prefix_cache_bytes: memory for prompts and answers that later requests may begin with (peagle.engine.prefix_cache);
-    0: none are kept. k_per_request: requests may set num_speculative_tokens; plain steps are then compiled, too.
-    mask_budget_s: processor time of a request's masks in a step. A request that exceeds it drafts no more; one whose
-    single masks exceed it most_slow_masks times in a row ends with an error, since all others wait for them.
-    blocked: prefill each prompt at once, not in chunks: nobody decodes meanwhile, and there is no prefix cache. role:
-    "prefill" computes prompts and their first tokens, has no slots, and hands every request over that goes on; "decode"
-    takes these, and computes no prompts (peagle.engine.handoff).
-    """
-
-    num_speculative_tokens: int = 0
-    slots: int = 1
-    capacity: int = 512
-    chunk: int = DEFAULT_CHUNK
-    steps_per_dispatch: int = 1
-    widths: WidthTable | None = None  # None: num_speculative_tokens at any load
-    adaptive: bool = False
-    programs_by_width: bool = False
-    prefix_cache_bytes: int = 0
-    k_per_request: bool = False
-    mask_budget_s: float = MASK_BUDGET_S
-    most_slow_masks: int = MOST_SLOW_MASKS
-    blocked: BlockedPrefill | None = None
-    draft_sampling: bool = False
-    synthetic_acceptance: tuple[float, ...] | None = None
-    role: Role = "both"
-
-    def __post_init__(self) -> None:
-        k = self.num_speculative_tokens
-        check_num_drafts(k)
-        if self.slots < 1:
-            raise InputError(f"slots are {self.slots}; expected 1 or more")
-        if self.capacity < 2:
-            raise InputError(
-                f"context is {self.capacity} positions; expected room for a prompt token and an output token"
-            )
-        if self.adaptive and k < 1:
-            raise InputError("K is 0 in adaptive drafting; expected 1 or more, the most tokens to draft in a step")
-        if self.prefix_cache_bytes < 0:
-            raise InputError(f"the prefix cache is {self.prefix_cache_bytes} bytes; expected 0 or more")
-        if self.chunk < 1:
-            raise InputError(f"the prefill chunk is {self.chunk} tokens; expected 1 or more")
-        if not 0 < self.mask_budget_s < math.inf or self.most_slow_masks < 1:
-            raise InputError(
-                f"the budget of masks is {self.mask_budget_s:g} s in {self.most_slow_masks} steps; expected more than "
-                "0 s, and 1 step or more"
-            )
-        if self.blocked is not None:
-            self.blocked.rows(self.capacity)  # check them
-            if self.prefix_cache_bytes:
-                raise InputError(
-                    "blocked prefill takes a whole prompt at once, so it cannot begin with a known one; leave out "
-                    "--prefill blocked or --prefix-cache"
-                )
-        check_rates(self.synthetic_acceptance, k, self.draft_sampling)
-        if self.role == "decode" and self.prefix_cache_bytes:
-            raise InputError("an engine that only decodes computes no prompts; leave its prefix cache out")
-
-    @property
-    def lane_chunk(self) -> int:
-        """The tokens of the program that prefills."""
-        if self.blocked is not None:
-            return padded_length(self.capacity)
-        return 1 if self.role == "decode" else self.chunk
-
-    @property
-    def lane_tokens(self) -> int:
-        """The most prompt tokens of one prefill pass."""
-        return aligned_chunk(self.chunk) if self.prefix_cache_bytes else self.lane_chunk
-
-    @property
-    def table(self) -> WidthTable:
-        return self.widths or WidthTable.constant(self.num_speculative_tokens)
-
-    def share(self, count: int) -> "EngineConfig":
-        """Return the shape of each of `count` engines that share the slots. Raises InputError if they cannot."""
-        slots = shared_slots(self.slots, count)
-        return dataclasses.replace(self, slots=slots, prefix_cache_bytes=self.prefix_cache_bytes // count)
-
-    def check(self, request: Request, vocab_size: int) -> None:
-        """Raise InputError for a request that an engine of this shape cannot run."""
-        request.check_vocabulary(vocab_size)
-        if len(request.prompt_ids) + request.max_new_tokens > self.capacity:
-            raise InputError(
-                f"{request.name} has {len(request.prompt_ids)} tokens and at most {request.max_new_tokens} new ones; "
-                f"expected a sum of at most {self.capacity}, the context: shorten one of them or raise the context"
-            )
-        asked, most = request.num_speculative_tokens, self.num_speculative_tokens
-        if asked is not None and asked > most:
-            raise InputError(f"K is {asked} for {request.name}; expected at most {most}, the engine's")
-        if asked is not None and not self.k_per_request:
-            raise InputError("K is set for one request; expected an engine with k_per_request")
-        if self.draft_sampling and request.sampling.greedy:
-            raise InputError(DRAFTS_ARE_GREEDY, "temperature")
-
-
-def shared_slots(slots: int, count: int) -> int:
-    """Return the slots of each of `count` engines. Raises InputError if they cannot share these."""
-    if slots % count:
-        raise InputError(f"slots are {slots}; expected a multiple of {count}, the replicas (dp) that share them")
-    return slots // count
+from peagle.ops.memory import tree_bytes
+from peagle.protocols import Drafter, OverDevices, PrefillsAtOnce, Target
 
 
 def check_grammar(request: Request, stop_token_ids: Sequence[int], vocab_size: int) -> None:
@@ -203,66 +72,22 @@ def check_grammar(request: Request, stop_token_ids: Sequence[int], vocab_size: i
         raise InputError(f"the grammar is compiled for {size} tokens; expected {vocab_size}, the target's vocabulary")
 
 
-@dataclass(eq=False)
-class Handle:
-    """A request in an engine. Made by `add`; only the engine changes it."""
+@dataclass(frozen=True)
+class InFlight:
+    """A dispatch that was sent and not yet read.
 
-    request: Request
-    stop_token_ids: tuple[int, ...]
-    deadline_s: float | None  # of time.perf_counter()
-    finished: FinishReason | None = None
-    length: int = 0  # prompt and output tokens that the host has read, the pending one excluded
-    output_ids: list[int] = field(default_factory=list, repr=False)  # output tokens that the host has read
-    num_cached_tokens: int = 0  # of its prompt, that the prefix cache held
-    paused: bool = False  # it drafts no more, and is decoded plainly (peagle.engine.widths)
-    error: InputError | None = None  # why it ended, if finished is "error"
-    matcher: Matcher | None = None  # of its grammar; has read output_ids
-    hand_off: HandOff | None = field(default=None, repr=False)  # to begin with, until then; or if it was handed over
-    num_received: int = 0  # of output_ids, that came with a hand-off
-    wanted: bool = True  # until its reader aborts it
-    inbox: collections.deque[TokenChunk] = field(default_factory=collections.deque, repr=False)
-
-    def end(self, reason: FinishReason, error: InputError | None = None) -> None:
-        """Add a last chunk of no tokens. The engine that holds the request has dropped it."""
-        self.error = error
-        if reason != "handed_off":
-            self.hand_off = None
-        message = None if error is None else str(error)
-        self.inbox.append(TokenChunk(self.request, (), time.perf_counter(), (), reason, error=message))
-        self.finished = reason  # after the chunk: a reader that sees `finished` finds the chunk
-
-
-Chunks: TypeAlias = list[tuple[Handle, TokenChunk]]
-
-
-@dataclass
-class LoopTimes:
-    """Host overhead of the loop.
-
-    A gap is a time in which the device was idle while requests ran.
-
-    gap_s is an upper bound: gaps count from when the previous dispatch was last seen running.
+    held: the request of each row of its result. has_values: the result holds tokens. ahead: the most rows that it adds
+    to each request. count: its steps.
     """
 
-    gap_s: float = 0.0
-    busy_s: float = 0.0  # from each dispatch until it was read; overlaps count once
-
-    @property
-    def gap_frac(self) -> float | None:
-        """gap_s / (gap_s + busy_s)."""
-        total = self.gap_s + self.busy_s
-        return self.gap_s / total if total else None
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    """A dispatch that was sent and not yet read. `held`: the request in each slot at that time."""
-
-    action: Chunk[Handle] | Admit[Handle] | Steps
+    action: Chunk[Handle] | Steps
     result: jax.Array
     held: tuple[Handle | None, ...]
     sent_s: float
+    has_values: bool
     num_drafts: int = 0
+    ahead: int = 0
+    count: int = 1
 
 
 TURN_S = 0.005  # that a reader waits for the turn before it looks for chunks that another thread has delivered
@@ -310,6 +135,16 @@ class AnyEngine(abc.ABC):
     def prefix_cache_use(self) -> PrefixCacheUse | None:
         """Hits and bytes of the prefix cache so far; None without one."""
 
+    @property
+    @abc.abstractmethod
+    def page_use(self) -> PageUse:
+        """The pages of keys and values, and how many of them requests hold."""
+
+    @property
+    @abc.abstractmethod
+    def num_preemptions(self) -> int:
+        """How many times a request lost its pages to an earlier one, and was computed again."""
+
     @abc.abstractmethod
     def check(self, request: Request, hand_off: HandOff | None = None) -> None:
         """Raise InputError, before any work, for a request that cannot be run, or not begin with this hand-off."""
@@ -345,10 +180,10 @@ class AnyEngine(abc.ABC):
 
     @abc.abstractmethod
     def memory_bytes(self) -> tuple[int, int, int]:
-        """Compute the bytes of (slots with caches, prefill lane, logits of a step); allocate none.
+        """Compute the bytes of (keys and values, the state of slots, logits of a step); allocate none.
 
         They are those of one device. Devices of a CPU share one memory, so theirs are counted together. A target over
-        several devices cuts its caches; each of them has all else.
+        several devices cuts its pages; each of them has all else.
         """
 
     @abc.abstractmethod
@@ -472,6 +307,7 @@ class Engine(AnyEngine):
 
     compile_s: float = 0.0
     times: LoopTimes = LoopTimes()
+    num_preemptions: int = 0
 
     def __init__(
         self,
@@ -480,12 +316,12 @@ class Engine(AnyEngine):
         config: EngineConfig,
         stop_token_ids: Sequence[int] = (),
         fingerprints: Fingerprints = Fingerprints(),  # noqa: B008  # frozen
-        lead: Lead | None = None,
+        make_executor: Callable[[Target, Drafter | None, Shape], Executor] = Executor,
     ) -> None:
         """stop_token_ids end requests that set none of their own. fingerprints: of the models, for hand-offs.
 
-        lead: other processes run the same programs (peagle.engine.lead).
-        Raises InputError for K > 0 without a drafter.
+        make_executor: another one runs the same verbs on other processes, too (peagle.engine.remote).
+        Raises InputError for K > 0 without a drafter, and for memory that holds no request.
         """
         if config.num_speculative_tokens and drafter is None:
             raise InputError("there is no drafter to speculate with; load one, or decode with K = 0")
@@ -496,42 +332,30 @@ class Engine(AnyEngine):
         self.fingerprints = fingerprints
         self.times = LoopTimes()
         self._table = config.table
-        make = Programs if lead is None else lead.programs
-        self._programs = make(
-            target,
-            self.drafter,
+        self.memory = KVMemory(target, self.drafter, config)
+        shape = Shape(
             config.slots,
             config.capacity,
             config.num_speculative_tokens,
-            config.lane_chunk,
             config.steps_per_dispatch,
+            self.memory.num_pages,
+            self.memory.widths,
             None if config.blocked is None else config.blocked.rows(config.capacity),
         )
-        self._prefix_cache: PrefixCache | None = None
-        self._begins_anywhere = False  # requests in entries of the prefix cache, since there are no rings
-        if config.prefix_cache_bytes:
-            block, snapshot = self._programs.part_bytes()
-            self._prefix_cache = PrefixCache(config.prefix_cache_bytes, block, snapshot)
-            self._begins_anywhere = snapshot is None
-        slots = 1 if config.role == "prefill" else config.slots  # a request leaves as soon as its first token is read
-        self._scheduler: Scheduler[Handle] = Scheduler(slots, config.lane_tokens, config.steps_per_dispatch)
-        self._state: DecodeState | None = None
-        self._lane: Prefix | None = None
-        self._lane_logits: jax.Array | None = None
-        self._in_flight: collections.deque[_InFlight] = collections.deque()
+        self.executor = make_executor(target, self.drafter, shape)
+        self._learns = self.drafter is not None and not self.drafter.cache_groups
+        self._scheduler: Scheduler[Handle] = Scheduler(config.slots, config.pass_shapes, config.steps_per_dispatch)
+        self.constrained = Constrained(target.vocab_size, config.mask_budget_s, config.most_slow_masks)
+        self._collector = Collector(self)
+        self._warm_up = WarmUp(self)
+        self._in_flight: collections.deque[InFlight] = collections.deque()
         self._unread = 0  # dispatches that are left in flight by `receive`
-        self.num_queued = 0  # requests that wait for this engine elsewhere (peagle.engine.replicas)
-        self._to_freeze: set[int] = set()  # slots whose requests the host ended
         self._alive: set[Handle] = set()
+        self._chunks: Chunks = []  # read while pages were made free, not delivered yet
+        self.num_queued = 0  # requests that wait for this engine elsewhere (peagle.engine.replicas)
         self._costs = Costs()
-        self._warm: set[StepKind] = set()
-        self._warm_cut: set[StepKind] = set()
-        self._input_rows = 1  # upper bound of drafter_input.num over all slots
         self._failure: BaseException | None = None
         self._last_read_s: float | None = None
-        self._masks_were_slow = False  # those of all requests together, in the last cut step
-        self._cpu_s: Callable[[], float] = time.thread_time
-        self._wall_s: Callable[[], float] = time.perf_counter
 
     # --- the interface ----------------------------------------------------------------------------------------------
 
@@ -540,7 +364,7 @@ class Engine(AnyEngine):
         if hand_off is not None:
             if self.config.role == "prefill":
                 raise InputError("this engine only prefills; send the hand-off to one that decodes")
-            handoff.check(self._programs, hand_off, self.config.capacity, self.fingerprints)
+            handoff.check(self.executor, self.memory, hand_off, self.config.capacity, self.fingerprints)
             handoff.check_request(hand_off, request, self._stops_of(request), self.target.vocab_size)
         elif self.config.role == "decode":
             raise InputError("this engine only decodes; expected the hand-off of one that prefills with the request")
@@ -591,53 +415,49 @@ class Engine(AnyEngine):
         """Put a prepared request in the queue. Raises EngineError if the engine has failed."""
         with self._entry, self._lock:
             self.raise_failure()
-            self._scheduler.add(handle, len(handle.request.prompt_ids), constrained=handle.matcher is not None)
             self._alive.add(handle)
+            self._queue(handle)
+
+    def _queue(self, handle: Handle, first: bool = False) -> None:
+        """Put a request in the queue, to be computed up to its pending token, if it has one."""
+        length = len(_computed(handle))
+        self._scheduler.add(handle, length, constrained=handle.matcher is not None, first=first)
 
     def hand_over(self, handle: Handle) -> HandOff:
-        """End a request that has a slot; return what another engine goes on with. Its last chunks are in its inbox.
+        """End a request that decodes; return what another engine goes on with. Its last chunks are in its inbox.
 
-        Only the thread that drives the loop may call it. Raises InputError for a request without a slot.
+        Only the thread that drives the loop may call it. Raises InputError for a request that does not decode.
         """
         with self._lock:
             self.raise_failure()
-            while self._in_flight:
-                for other, chunk in self._read(self._in_flight.popleft()):
-                    other.inbox.append(chunk)
-            if handle not in self._alive or handle not in self._scheduler.held or self._state is None:
+            for other, chunk in self._read_all():
+                other.inbox.append(chunk)
+            slots = {other: slot for slot, other in self._scheduler.decoding}
+            if handle not in self._alive or handle not in slots:
                 raise InputError(f"{handle.request.name} is not being decoded; expected a request that has a slot")
-            drafts = self.drafter is not None and not handle.paused
-            if drafts:
-                self._state, self._input_rows = self._programs.absorb(self._state), 1
-            # a row that drafts no more has a drafter that lags behind for good
-            state = self._state if drafts else dataclasses.replace(self._state, drafter_input=None)
-            lane = self._programs.extract(state, self._programs.init_lane(), self._scheduler.held.index(handle))
-            handle.hand_off = self._pack(handle, lane)
-            self._end(handle, "handed_off")
+            if self.drafter is not None and not handle.paused:
+                self.executor.absorb(self._plan([(slots[handle], handle)], [0]))
+            handle.hand_off = self.pack(handle)
+            self.end(handle, "handed_off")
             return handle.hand_off
 
-    def _pack(self, handle: Handle, lane: Prefix) -> HandOff:
-        token_ids = (*handle.request.prompt_ids, *handle.output_ids)
+    def pack(self, handle: Handle) -> HandOff:
+        """Make the message of a request, of which all dispatches have been read."""
+        assert handle.table is not None
         drafts = self.drafter is not None and not handle.paused
-        return handoff.pack(self._programs, lane, token_ids, self.fingerprints, drafts)
+        return handoff.pack(
+            self.executor, self.memory, handle.table, tuple(handle.token_ids), self.fingerprints, drafts
+        )
 
     @property
     def busy(self) -> bool:
         """See `AnyEngine.busy`."""
         return bool(self._alive)
 
-    def take_back(self) -> Handle:
-        """Drop the request that came last, which has no slot yet; another engine may begin it again.
-
-        Nothing of it was emitted. There must be one (`num_free` below 0).
-        """
-        with self._lock:
-            handle = self._scheduler.last_without_slot
-            assert handle is not None
-            self._scheduler.remove(handle)
-            self._alive.discard(handle)
-            handle.num_cached_tokens = 0
-        return handle
+    @property
+    def decoding(self) -> list[tuple[int, Handle]]:
+        """Slots whose requests take steps, with these."""
+        return self._scheduler.decoding
 
     @property
     def num_open(self) -> int:
@@ -646,7 +466,7 @@ class Engine(AnyEngine):
 
     @property
     def num_free(self) -> int:
-        """Slots that no request has or waits for; below 0: requests that wait for a slot. See `__init__` on slots."""
+        """Slots that no request has or waits for."""
         return self._scheduler.slots - len(self._alive)
 
     @property
@@ -663,10 +483,10 @@ class Engine(AnyEngine):
         """See `AnyEngine.settle`."""
         with self._lock:
             self._end_aborted()
-            if not self._alive and self._lane is not None:
+            if not self._alive:
                 self._in_flight.clear()
                 self._last_read_s = None  # until the next request, an idle device is no gap
-                jax.block_until_ready((None if self._state is None else self._state.done, self._lane))
+                self.executor.settle()
 
     def warm_up(
         self,
@@ -677,113 +497,38 @@ class Engine(AnyEngine):
         measure: bool = True,
     ) -> None:
         """See `AnyEngine.warm_up`. measure=False: another engine's costs of drafting will hold (`widths`)."""
-        with self._entry:
-            with self._lock:
-                self._end_aborted()
-                if self._alive:
-                    return
-            self._warm_up(sampled, full, measuring if measure else None)
-            if constrained and self.config.role != "prefill":
-                self._warm_up_cut_steps()
+        with self._entry, self._lock:
+            self._end_aborted()
+            if self._alive:
+                return
+            started = time.perf_counter()
+            self.start()
+            compiled = self._warm_up.compile(sampled, full, constrained)
+            self.compile_s += time.perf_counter() - started if compiled else 0.0
+            measures = measure and self.config.adaptive and self._table.costs is None
+            if measures:
+                self._table = self._table.paying(self._warm_up.measure_costs(measuring))
+            if compiled or measures:
+                self.times, self._last_read_s = LoopTimes(), None
 
-    def _warm_up_cut_steps(self) -> None:
-        started = time.perf_counter()
-        with self._lock:
-            for kind in self._kinds_with_grammars - self._warm_cut:
-                interrupt.check()
-                assert self._state is not None
-                widths = np.zeros((self.config.slots,), np.int32)
-                self._state, proposed = self._programs.propose(self._state, widths, kind)
-                self._state, verified = self._programs.verify(self._state, proposed)
-                masks = all_allowed(self.config.slots, kind.num_drafts + 1, self.target.vocab_size)
-                done = self._programs.accept_and_commit(self._state, proposed, verified, 0.0, masks, widths, kind)
-                self._state = done[0]
-                jax.block_until_ready(self._state)
-                self._warm_cut.add(kind)
-        self.compile_s += time.perf_counter() - started
-
-    def _warm_up(self, sampled: bool, full: bool, measuring: Measuring | None) -> None:
-        """measuring: None: measure nothing."""
-        started = time.perf_counter()
-        unknown = self.config.adaptive and self._table.costs is None and self.config.role != "prefill"
-        measures = unknown and measuring is not None  # greedy steps
-        variants = {(sampled, full), (False, False)} if measures else {(sampled, full)}
-        kinds = [self._kind(drafts, *variant) for variant in variants for drafts in self._possible_drafts]
-        if self.drafter is not None:
-            kinds += [dataclasses.replace(kind, lean=True) for kind in kinds if not kind.num_drafts]
-        if self.drafter is not None and not self._drafting_lapses:  # plain steps are those of rows that never draft
-            kinds = [kind for kind in kinds if kind.num_drafts or kind.lean]
-        missing = [kind for kind in kinds if kind not in self._warm]
-        if missing:
-            # after this arbitrary token the logits need not be finite
-            with contextlib.suppress(InputError), self._without_prefix_cache():
-                self._run_first_request()
-            with self._lock:
-                self._run_programs(missing)
-            self._warm.update(missing)
-            self.compile_s += time.perf_counter() - started
-        if measures:
-            assert measuring is not None
-            with self._lock:
-                self._table = self._table.paying(self._measure_costs(measuring))
-        if missing or measures:
-            self.times, self._last_read_s = LoopTimes(), None
-
-    def _run_first_request(self) -> None:
-        """Run a request through all programs that it needs but the steps."""
-        sampling = SamplingParams(temperature=1.0 if self.config.draft_sampling else 0.0)  # as `check` requires
-        # a prefill engine's shall go on, so that it is packed; a decode engine's begins with a hand-off
-        request, hand_off = Request((0,), 1 if self.config.role == "both" else 2, sampling, ()), None
-        if self.config.role == "decode":
-            lane, drafts = self._programs.init_lane(), self.drafter is not None
-            hand_off = handoff.pack(self._programs, lane, (0, 0), self.fingerprints, drafts)
-        for _ in self.follow(self.add(request, hand_off=hand_off)):
-            pass
-        self.settle()
-
-    def _run_programs(self, kinds: Sequence[StepKind]) -> None:
-        """Run steps of these kinds, and what else the loop may need."""
-        assert self._lane is not None
-        lean = self.drafter is not None and 0 in self._possible_drafts and self._prefix_cache is None
-        if lean and self.config.role != "decode":
-            self._lane, _ = self._programs.extend(self._lane, 0, (0,), lean=True)
-        if self._state is None:  # a prefill engine
-            return
-        widths = np.zeros((self.config.slots,), np.int32)
-        for kind in kinds:
-            interrupt.check()
-            self._state, _ = self._programs.steps(self._state, widths, 0.0, 1, kind)
-        if self._prefix_cache is not None:
-            self._warm_up_prefix_cache()
-        if len(self._possible_drafts) > 1:  # plain steps between drafted ones
-            self._state = self._programs.absorb(self._state)
-        jax.block_until_ready(self._state)
-
-    @contextlib.contextmanager
-    def _without_prefix_cache(self) -> Iterator[None]:
-        cache, self._prefix_cache = self._prefix_cache, None
-        try:
-            yield
-        finally:
-            self._prefix_cache = cache
-
-    def _warm_up_prefix_cache(self) -> None:
-        assert self._state is not None
-        assert self._lane is not None
-        self._lane = self._programs.extract(self._state, self._lane, 0)
-        block = self._programs.cut_block(self._lane, 0)
-        snapshot = None if self._begins_anywhere else self._programs.cut_snapshot(self._lane, 1)
-        self._load_lane([block], snapshot, (0,))
+    def start(self) -> None:
+        """Make the state and the pages, if that has not happened."""
+        if not self.executor.started:
+            self.executor.start()
 
     @property
     def prefix_cache_use(self) -> PrefixCacheUse | None:
         """See `AnyEngine.prefix_cache_use`."""
-        cache = self._prefix_cache
-        return None if cache is None else cache.use
+        return self.memory.use
+
+    @property
+    def page_use(self) -> PageUse:
+        """See `AnyEngine.page_use`."""
+        return self.memory.page_use
 
     def num_known(self, token_ids: Sequence[int]) -> int:
-        """Count the first tokens of a prompt that the prefix cache holds for it."""
-        return 0 if self._prefix_cache is None else self._prefix_cache.num_known(token_ids)
+        """Count the first tokens of a prompt that are in pages already."""
+        return self.memory.num_known(token_ids, self.drafter is not None)
 
     @property
     def widths(self) -> WidthTable:
@@ -795,81 +540,45 @@ class Engine(AnyEngine):
         self._table = table
 
     @functools.cached_property
-    def _possible_drafts(self) -> tuple[int, ...]:
+    def possible_drafts(self) -> tuple[int, ...]:
         """The numbers of drafts of the step programs that this engine may run, ascending."""
         k, table = self.config.num_speculative_tokens, self.config.table.drafts.values()
         drafts = {k}
-        if k and (self.config.k_per_request or self._drafting_lapses):
+        if k and (self.config.k_per_request or self.drafting_lapses):
             drafts.add(0)
         if self.config.programs_by_width:
-            drafts |= {min(each, k) for each in table}
+            drafts |= {min(number, k) for number in table}
         return tuple(sorted(drafts))
 
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of batches of steps, ascending; the last has a row for every slot.
+
+        The native kernels skip rows of no slot, so that fewer sizes do, which take less time to compile.
+        """
+        factor = 8 if native.available() else 2
+        sizes = [1]
+        while sizes[-1] * factor < self.config.slots:
+            sizes.append(sizes[-1] * factor)
+        return tuple(sorted({*sizes, self.config.slots}))
+
     @property
-    def _drafting_lapses(self) -> bool:
+    def drafting_lapses(self) -> bool:
         """Whether a row that may draft again takes plain steps, at some load."""
         table = self.config.table
         return self.config.adaptive or 0 in table.drafts.values() or not table.sampled
 
-    @property
-    def _kinds_with_grammars(self) -> set[StepKind]:
-        """Kinds of cut steps."""
-        return {self._kind(drafts, sampled=True, full=True) for drafts in self._possible_drafts}
-
-    def _kind(self, num_drafts: int, sampled: bool, full: bool = False) -> StepKind:
+    def kind(self, num_drafts: int, sampled: bool, full: bool = False) -> StepKind:
+        """Choose the kind of steps of this engine."""
         config, sampled = self.config, sampled or full
         if not num_drafts:
             return StepKind(0, sampled, full)
         draws, rate = config.draft_sampling and sampled, config.synthetic_acceptance
         return StepKind(num_drafts, sampled, full, draws, rate, goes_on=config.adaptive)
 
-    def _measure_costs(self, measuring: Measuring) -> dict[int, float]:
-        """Measure a drafted step in plain steps at 1, 2, 4, ... active rows.
-
-        Medians over rounds; both programs run in each round, in alternating order.
-        """
-        rows = [1 << power for power in range(self.config.slots.bit_length()) if 1 << power <= self.config.slots]
-        runs = list(itertools.product(rows, range(MEASURED_ROUNDS)))
-        ratios: dict[int, list[float]] = {active: [] for active in rows}
-        for done, (active, number) in enumerate(runs):
-            measuring(done, len(runs))
-            ratios[active].append(self._measure_once(active, number % 2 == 1))
-        return {active: statistics.median(each) for active, each in ratios.items()}
-
-    def _measure_once(self, active: int, plain_first: bool) -> float:
-        """Measure the time of a drafted step over a plain one, with `active` rows of random tokens."""
-        config, drafts = self.config, self._table.at(active)
-        room = config.capacity - 2
-        steps = max(1, min(config.steps_per_dispatch, room // (2 * (config.num_speculative_tokens + 2))))
-        length = max(1, min(config.chunk, room - 2 * steps * (config.num_speculative_tokens + 1)))
-        rng = np.random.default_rng(active)
-        assert self._lane is not None
-        for slot in range(active):
-            tokens = rng.integers(0, self.target.vocab_size, length).tolist()
-            params = SlotParams.of(Request(tuple(tokens), config.capacity), (), self.target.vocab_size)
-            assert self._state is not None
-            if config.role == "decode":  # after caches of zeros
-                lane = dataclasses.replace(self._lane, length=np.asarray([length], np.int32))  # type: ignore[arg-type]
-                self._state, _ = self._programs.resume(self._state, lane, tokens[-1], slot, params)
-                continue
-            self._lane, logits = self._programs.extend(self._lane, 0, tokens)
-            self._state, _ = self._programs.admit(self._state, self._lane, logits, slot, params)
-        widths = np.where(np.arange(config.slots) < active, drafts, 0).astype(np.int32)
-        seconds, drafted = {}, self._program_for(drafts)
-        for num_drafts in (0, drafted) if plain_first else (drafted, 0):
-            jax.block_until_ready(self._state)
-            started = time.perf_counter()
-            given = widths if num_drafts else np.zeros_like(widths)
-            assert self._state is not None
-            kind = self._kind(num_drafts, sampled=False)
-            kind = kind if num_drafts else dataclasses.replace(kind, lean=True)  # as rows that paused go on
-            self._state, _ = self._programs.steps(self._state, given, 0.0, steps, kind)
-            jax.block_until_ready(self._state)
-            seconds[num_drafts] = time.perf_counter() - started
-            self._state = self._programs.absorb(self._state)
-        assert self._state is not None
-        self._state = self._programs.evict(self._state, np.ones((config.slots,), bool))
-        return seconds[drafted] / seconds[0]
+    def program_for(self, most: int) -> int:
+        """Choose the smallest compiled number of drafts that is at least `most`."""
+        return min((number for number in self.possible_drafts if number >= most), default=most) if most else 0
 
     @contextlib.contextmanager
     def launching_alone(self) -> Iterator[bool]:
@@ -877,37 +586,29 @@ class Engine(AnyEngine):
 
         Yields whether steps compile anew, at their first dispatch. On a CPU this changes nothing.
         """
-        self._programs.launches_alone = jax.default_backend() == "gpu"
+        self.executor.launches_alone = jax.default_backend() == "gpu"
         try:
-            yield self._programs.launches_alone
+            yield self.executor.launches_alone
         finally:
-            self._programs.launches_alone = False
+            self.executor.launches_alone = False
 
     def programs(self, sampled: bool = False) -> list[jax.stages.Compiled]:
         """Compile the step programs that requests may run once more, for inspection."""
-        state, _ = self._programs.shapes()
-        widths = np.zeros((self.config.slots,), np.int32)
+        state, plan = self.executor.shapes, self.empty_plan(self.config.slots)
         prepared = [
-            self._programs.prepared_steps(state, widths, 0.0, 1, self._kind(drafts, sampled))
-            for drafts in self._possible_drafts
+            self.executor.prepared_steps(state, plan, 0.0, 1, self.kind(drafts, sampled))
+            for drafts in self.possible_drafts
         ]
-        return [program.lower(*operands).compile() for program, operands, _ in prepared]
+        return [program.lower(*operands).compile() for program, operands in prepared]
 
     def memory_bytes(self) -> tuple[int, int, int]:
         """See `AnyEngine.memory_bytes`."""
-        config, (state, lane) = self.config, self._programs.shapes()
-        ranks, together = 1, 1
-        if isinstance(self.target, OverDevices):
-            ranks, together = self.target.ranks, self.target.local_ranks
-        together = together if jax.default_backend() == "cpu" else 1
-
-        def size(part: DecodeState | Prefix) -> int:
-            everything, cut = cache_bytes(part), cache_bytes(part.target_cache)
-            return together * (cut // ranks + everything - cut)
-
-        rows = 1 if config.role == "prefill" else config.slots * (config.num_speculative_tokens + 1)
-        held = 0 if config.role == "prefill" else size(state)
-        return held, size(lane), together * rows * self.target.vocab_size * 4
+        config, together = self.config, 1
+        if isinstance(self.target, OverDevices) and jax.default_backend() == "cpu":
+            together = self.target.local_ranks
+        state = tree_bytes(self.executor.shapes) - sum(self.memory.num_bytes)
+        rows = config.slots * (config.num_speculative_tokens + 1)
+        return self.memory.num_local_bytes, together * state, together * rows * self.target.vocab_size * 4
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -943,24 +644,27 @@ class Engine(AnyEngine):
             raise EngineError(f"the engine failed: {' '.join(str(error).split())}") from error
 
     def _send(self) -> Chunks:
-        self._allocate()
+        self.start()
         self._end_aborted()
         now = time.perf_counter()
         for handle in [h for h in self._alive if h.deadline_s is not None and now >= h.deadline_s]:
-            self._end(handle, "timeout")
-        self._evict()
+            self.end(handle, "timeout")
         interrupt.check()
         action = self._scheduler.next(self._costs, self._begin)
         chunks: Chunks = []
-        if isinstance(action, Steps) and action.cut:
+        if isinstance(action, Chunk):
+            self._prefill(action)
+        elif isinstance(action, Steps) and action.cut:
             chunks = self._cut_step(action)
-        elif action is not None:
-            self._dispatch(action)
+        elif isinstance(action, Steps):
+            self._steps(action)
         elif not self._in_flight:
             self._last_read_s = None  # no request is left, so an idle device is no gap
-        # read a first token at once if no other request can keep the device busy
-        alone = isinstance(action, Admit) and self._scheduler.num_active == 1
+        # read a first token at once if no other request can keep the device busy, or if it is handed over
+        alone = self._scheduler.num_active == 1 or self.config.role == "prefill"
+        alone = isinstance(action, Chunk) and action.pieces[0].last and alone
         self._unread = 0 if action is None or alone else 1
+        chunks, self._chunks = self._chunks + chunks, []
         return chunks
 
     def _receive(self) -> Chunks:
@@ -971,420 +675,370 @@ class Engine(AnyEngine):
             self._last_read_s = None  # until the next request, an idle device is no gap
         return chunks
 
-    def _allocate(self) -> None:
-        """Make the state and the lane at the first step; a prefill engine has no state."""
-        if self._lane is not None:
+    def _read(self, sent: "InFlight") -> Chunks:
+        """Wait for a dispatch and return its chunks."""
+        values = np.asarray(sent.result) if sent.has_values else None
+        if values is None:
+            jax.block_until_ready(sent.result)
+        now = time.perf_counter()
+        self._update_costs(sent, now)
+        for handle in sent.held:
+            if handle is not None:
+                handle.ahead -= sent.ahead
+        return [] if values is None else self._collector.read(sent, values, now)
+
+    def _read_all(self) -> Chunks:
+        """Read all dispatches that are in flight."""
+        chunks: Chunks = []
+        while self._in_flight:
+            chunks += self._read(self._in_flight.popleft())
+        return chunks
+
+    # --- prompts ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, handle: Handle) -> int | None:
+        """Give a request pages with what is known of its tokens; return how many of these it begins with.
+
+        None: there are not enough pages yet for all its tokens and its first steps. A request does not draft if the
+        table says so for its temperature, or for full slots while more requests wait than there are slots, or if its
+        own K is 0.
+        """
+        token_ids = _computed(handle)
+        if not handle.num_preempted:
+            num_waiting = self._scheduler.num_waiting - 1 + self.num_queued
+            crowded = num_waiting > self.config.slots and self._table.at(self.config.slots) == 0
+            plain = handle.request.num_speculative_tokens == 0
+            if self.config.role == "prefill":
+                crowded = False  # its requests are decoded elsewhere
+            handle.paused = plain or crowded or not (self._table.sampled or handle.request.sampling.greedy)
+        if handle.hand_off is not None:
+            handle.paused |= not handle.hand_off.drafts
+        drafts = self.drafter is not None and (not handle.paused or self._prefills_for_all(token_ids))
+        table = self.memory.open(token_ids if handle.hand_off is None else (), drafts)
+        promised = sum(
+            max(0, self.memory.missing(other.table, len(_computed(other))))
+            for other in self._scheduler.prefilling
+            if other.table is not None
+        )
+        wanted = min(len(token_ids) + self.memory.ahead * max(1, handle.num_preempted), self._most_tokens(handle))
+        if self.memory.missing(table, wanted) + promised > self.memory.available():
+            self.memory.pool.close(table)
+            return None
+        handle.table, handle.ahead, handle.input_rows = table, 0, 1
+        handle.drafter_rows = known = table.num_cached_tokens
+        if handle.hand_off is not None:
+            reserved = self.memory.pool.reserve(table, len(token_ids))
+            assert reserved, "pages that were counted"
+            handoff.put(self.executor, self.memory, table, handle.hand_off)
+            handle.hand_off, known = None, len(token_ids)
+            handle.drafter_rows = known
+        if not (handle.output_ids or handle.num_preempted):
+            handle.num_cached_tokens = known
+        return known
+
+    def _prefills_for_all(self, token_ids: Sequence[int]) -> bool:
+        """Whether the drafter reads the tokens of a request that does not draft: others may begin with these.
+
+        Not if the target knows more of them than the drafter.
+        """
+        known = [self.memory.num_known(token_ids, drafts) for drafts in (False, True)]
+        return self.config.prefix_cache_bytes > 0 and known[1] >= known[0]
+
+    def _most_tokens(self, handle: Handle) -> int:
+        """Count the positions that a request ever writes."""
+        request = handle.request
+        return len(request.prompt_ids) + request.max_new_tokens + self.config.num_speculative_tokens
+
+    def _prefill(self, action: Chunk[Handle]) -> None:
+        """Compute pieces of prompts in one pass, and let those that are complete into their slots."""
+        sent_s = time.perf_counter()
+        self._see_gap(sent_s)
+        pieces = [piece for piece in action.pieces if self._reserve(piece.key, piece.begin + piece.count)]
+        pieces = [
+            piece for piece in pieces if piece.key.table is not None
+        ]  # another's pages may have been taken for one
+        if not pieces:
             return
-        if self.config.role == "prefill":
-            self._lane = self._programs.init_lane()
-        else:
-            self._state, self._lane = self._programs.init()
+        size, length = action.shape
+        tables = np.full((size, sum(self.memory.widths)), -1, np.int32)
+        token_ids, begin = [], []
+        for row, piece in enumerate(pieces):
+            first = max(piece.begin - 1, 0)
+            begin.append(first)
+            token_ids.append(_computed(piece.key)[first : piece.begin + piece.count])
+            assert piece.key.table is not None
+            tables[row] = self.memory.row(piece.key.table)
+        plan = chunk_plan(token_ids, begin, [int(piece.begin > 0) for piece in pieces], length, tables)
+        drafts = self.drafter is not None and any(self._keeps_rows(piece.key) for piece in pieces)
+        result = self.executor.prefill(plan, drafts)
+        for piece in pieces:
+            self._computed_to(piece.key, piece.begin + piece.count)
+        ended = [(row, piece.key) for row, piece in enumerate(pieces) if piece.last]
+        held: tuple[Handle | None, ...] = ()
+        if ended:
+            result, held = self._admit(ended, size), tuple(handle for _, handle in ended)
+        self._in_flight.append(InFlight(action, result, held, sent_s, has_values=bool(ended)))
+
+    def _keeps_rows(self, handle: Handle) -> bool:
+        """Whether a request has pages of the drafter."""
+        assert handle.table is not None
+        return len(handle.table.groups) > self.memory.num_target
+
+    def _computed_to(self, handle: Handle, end: int) -> None:
+        """Publish the pages of a prompt that is computed so far. Later dispatches read them after they are written."""
+        assert handle.table is not None
+        if self._keeps_rows(handle):
+            handle.drafter_rows = max(handle.drafter_rows, end)
+        self._publish(handle, _computed(handle)[:end], end, ends=True)
+
+    def _publish(self, handle: Handle, token_ids: Sequence[int], length: int, ends: bool) -> None:
+        assert handle.table is not None
+        known = not handle.num_received  # a hand-off has the rows that windows reach, whatever these layers keep
+        self.memory.publish(handle.table, token_ids, length, handle.drafter_rows, ends, known)
+
+    def _admit(self, ended: Sequence[tuple[int, Handle]], size: int) -> jax.Array:
+        """Let requests whose prompts are complete into their slots; return their first tokens, packed."""
+        slots = {handle: slot for slot, handle in self._scheduler.decoding}
+        params, known, lengths = [], np.full((size,), -1, np.int32), np.ones((size,), np.int32)
+        into = np.full((size,), self.config.slots, np.int32)
+        for row, (_, handle) in enumerate(ended):
+            handle.length, into[row] = len(_computed(handle)), slots[handle]
+            lengths[row] = handle.length
+            masks = None if handle.output_ids else self.constrained.first(handle)
+            drafts = not handle.paused
+            made = SlotParams.of(handle.request, handle.stop_token_ids, self.target.vocab_size, drafts, masks)
+            if handle.output_ids:
+                known[row] = handle.output_ids[-1]
+                made = made.continued(handle.output_ids, None if handle.paused else handle.credit)
+            params.append(made)
+        stacked = SlotParams.stack(params, size)
+        first = self.executor.admit([row for row, _ in ended], into, lengths, known, stacked)
+        if self._learns:
+            for _, handle in ended:
+                self.executor.learn(slots[handle], _computed(handle))
+        return first
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def _steps(self, action: Steps) -> None:
+        """Send steps of all requests that decode, but those with a grammar."""
+        sent_s = time.perf_counter()
+        self._see_gap(sent_s)
+        rows, widths, kind = self._next_widths(cut=False)
+        count = self._reserve_steps(rows, action.count, kind.num_drafts)
+        rows, widths, kind = self._next_widths(cut=False)  # without those that lost their pages
+        if not rows:
+            return
+        plan = self._plan(rows, widths)
+        self._catch_up(rows, widths, count, kind)
+        cost = self._table.cost(len(self._scheduler.decoding)) or 0.0
+        result = self.executor.steps(plan, cost, count, kind)
+        ahead = count * (kind.num_drafts + 1)
+        self._sent(action, result, rows, plan, sent_s, kind.num_drafts, ahead, count)
+
+    def _sent(
+        self,
+        action: Steps,
+        result: jax.Array,
+        rows: Sequence[tuple[int, Handle]],
+        plan: np.ndarray,
+        sent_s: float,
+        num_drafts: int,
+        ahead: int,
+        count: int,
+    ) -> None:
+        held: list[Handle | None] = [None] * len(plan)
+        for row, (_, handle) in zip(self._places(rows, len(plan)), rows, strict=True):
+            held[row] = handle
+            handle.ahead += ahead
+        self._in_flight.append(InFlight(action, result, tuple(held), sent_s, True, num_drafts, ahead, count))
+
+    def _next_widths(self, cut: bool) -> tuple[list[tuple[int, Handle]], list[int], StepKind]:
+        """Return (slots with the requests of a pass, the drafts of each, the kind of steps that run them).
+
+        cut: of a cut step. In others, slots with a grammar stand still.
+        """
+        drafts = self._table.at(self._scheduler.num_active)
+        rows = [(slot, handle) for slot, handle in self._scheduler.decoding if cut or handle.matcher is None]
+        widths = [0 if handle.paused else handle.request.drafts(drafts) for _, handle in rows]
+        number = self.program_for(max(widths, default=0))
+        if cut:
+            return rows, widths, self.kind(number, sampled=True, full=True)
+        sampled = any(not handle.request.sampling.greedy for _, handle in rows)
+        full = any(handle.request.full for _, handle in rows)
+        kind = self.kind(number, sampled, full)
+        lean = self.drafter is not None and not number and all(handle.paused for _, handle in rows)
+        return rows, widths, dataclasses.replace(kind, lean=True) if lean else kind
+
+    def _size_for(self, count: int) -> int:
+        """Choose the smallest size of a batch for so many rows."""
+        return next(size for size in self.sizes if size >= count)
+
+    def _places(self, rows: Sequence[tuple[int, Handle]], size: int) -> list[int]:
+        """Return the row of the batch of each request: its slot, if the batch has a row for every slot."""
+        return [slot for slot, _ in rows] if size == self.config.slots else list(range(len(rows)))
+
+    def _plan(self, rows: Sequence[tuple[int, Handle]], widths: Sequence[int]) -> np.ndarray:
+        """Write the plan of a pass over the slots of these requests."""
+        size = self._size_for(len(rows))
+        plan = self.empty_plan(size)
+        for row, (slot, handle), width in zip(self._places(rows, size), rows, widths, strict=True):
+            assert handle.table is not None
+            plan[row, :2] = slot, width
+            plan[row, 2:] = self.memory.row(handle.table)
+        return plan
+
+    def empty_plan(self, size: int) -> np.ndarray:
+        """Write the plan of a pass over no slot."""
+        return step_plan((), (), np.full((size, sum(self.memory.widths)), -1, np.int32), self.config.slots)
+
+    def _catch_up(self, rows: Sequence[tuple[int, Handle]], widths: Sequence[int], count: int, kind: StepKind) -> None:
+        """Let the drafter absorb its input before it drafts, if that exceeds one step's rows."""
+        most = kind.num_drafts + 1
+        if kind.num_drafts and any(handle.input_rows > most for _, handle in rows if not handle.paused):
+            self.executor.absorb(self._plan(rows, widths))
+        for _, handle in rows:
+            if kind.num_drafts:
+                handle.input_rows = most
+            elif not kind.lean:  # which keep nothing for it
+                handle.input_rows += count
+
+    def _cut_step(self, action: Steps) -> Chunks:
+        """Run a step of all requests, with masks for those that have a grammar; return the chunks read meanwhile."""
+        sent_s = time.perf_counter()
+        self._see_gap(sent_s)
+        rows, widths, kind = self._next_widths(cut=True)
+        self._reserve_steps(rows, 1, kind.num_drafts)
+        rows, widths, kind = self._next_widths(cut=True)
+        if not rows:
+            return []
+        plan = self._plan(rows, widths)
+        self._catch_up(rows, widths, 1, kind)
+        proposed = self.executor.propose(plan, kind)
+        verified = self.executor.verify(plan)
+        chunks = self._read_all()  # a mask follows all tokens before
+        drafts, seen_s = np.asarray(proposed), time.perf_counter()
+        held: list[Handle | None] = [None] * len(plan)
+        for row, (_, handle) in zip(self._places(rows, len(plan)), rows, strict=True):
+            held[row] = handle
+        masks, counts = self.constrained.masks(held, drafts, plan[:, 1].tolist())
+        chunks += self._stuck(rows)
+        if verified.is_ready():  # type: ignore[attr-defined]
+            self.times.gap_s += time.perf_counter() - seen_s
+        cost = self._table.cost(self._scheduler.num_active) or 0.0
+        result = self.executor.accept_and_commit(plan, cost, masks, counts, kind)
+        self._sent(action, result, rows, plan, sent_s, kind.num_drafts, kind.num_drafts + 1, 1)
+        return chunks
+
+    def _stuck(self, rows: Sequence[tuple[int, Handle]]) -> Chunks:
+        """End the requests whose grammar cannot be followed any further; return their last chunks."""
+        chunks = []
+        for _, handle in rows:
+            matcher = handle.matcher
+            if handle in self._alive and matcher is not None and (failure := matcher.failure):
+                self.end(handle, "error", GrammarError(f"{handle.request.name}: {failure}"))
+                chunks.append((handle, handle.inbox.pop()))
+        return chunks
+
+    # --- pages ------------------------------------------------------------------------------------------------------
+
+    def _reserve_steps(self, rows: Sequence[tuple[int, Handle]], count: int, num_drafts: int) -> int:
+        """Give requests the pages that a dispatch of steps may fill; return how many steps it may have.
+
+        If there are too few, it has one step, and then requests are preempted, the latest first.
+        """
+        k = self.config.num_speculative_tokens
+
+        def wanted(handle: Handle, steps: int) -> int:
+            ahead = handle.ahead + steps * (num_drafts + 1) + k
+            return min(handle.length + ahead, self._most_tokens(handle))
+
+        for steps in (count, 1):
+            if all(self._gets(handle, wanted(handle, steps)) for _, handle in rows):
+                return steps
+        for _, handle in sorted(rows, key=lambda row: row[1].number):
+            if handle.table is not None:
+                self._reserve(handle, wanted(handle, 1))
+        return 1
+
+    def _gets(self, handle: Handle, num_tokens: int) -> bool:
+        return handle.table is not None and self.memory.pool.reserve(handle.table, num_tokens)
+
+    def _reserve(self, handle: Handle, num_tokens: int) -> bool:
+        """Give a request pages for its first tokens, those of later requests if need be; return whether it has them.
+
+        If it is the latest itself, it is preempted.
+        """
+        while handle.table is not None and not self._gets(handle, num_tokens):
+            self._chunks += self._read_all()  # what a dispatch in flight ended, or emitted, is known first
+            if handle.table is None or self._gets(handle, num_tokens):
+                break
+            self._preempt(
+                max((other for other in self._alive if other.table is not None), key=lambda other: other.number)
+            )
+        return handle.table is not None
+
+    def _preempt(self, handle: Handle) -> None:
+        """Take the pages of a request, of which all dispatches have been read, and queue it before all others."""
+        slots = {other: slot for slot, other in self._scheduler.decoding}
+        if handle in slots and self.drafter is not None:
+            handle.credit = self.executor.credit(slots[handle])
+        self._scheduler.remove(handle)
+        self._close(handle)
+        handle.num_preempted += 1
+        self.num_preemptions += 1
+        self._queue(handle, first=True)
+
+    def _close(self, handle: Handle) -> None:
+        """Give a request's pages back; those that are known stay until others need them."""
+        if handle.table is not None:
+            self.memory.pool.close(handle.table)
+            handle.table = None
+
+    def read_to(self, handle: Handle, ends: bool) -> None:
+        """Publish a request's pages as far as the host has read. ends: it emits no more."""
+        if handle.table is None:
+            return
+        whole = handle.length // PAGE_SIZE
+        if ends or whole != handle.num_published:
+            handle.num_published = whole
+            self._publish(handle, handle.token_ids, handle.length, ends)
+
+    def leave(self, handle: Handle) -> None:
+        """Drop a request that has ended."""
+        self._alive.discard(handle)
+        self._scheduler.remove(handle)
+        self._close(handle)
+
+    def end(self, handle: Handle, reason: Any, error: InputError | None = None) -> None:
+        """End a request before its last token."""
+        self.leave(handle)
+        handle.end(reason, error)
 
     def _end_aborted(self) -> None:
         """See `AnyEngine._end_aborted`."""
         while self._to_abort:
             handle = self._to_abort.popleft()
             if handle in self._alive:
-                self._end(handle, "aborted")
+                self.end(handle, "aborted")
 
-    def _evict(self) -> None:
-        """Freeze the slots of requests that the host has ended."""
-        if self._to_freeze and self._state is not None:
-            slots = np.isin(np.arange(self.config.slots), list(self._to_freeze))
-            self._state = self._programs.evict(self._state, slots)
-        self._to_freeze.clear()
+    def is_alive(self, handle: Handle) -> bool:
+        """Whether a request has not ended here."""
+        return handle in self._alive
 
-    def _dispatch(self, action: Chunk[Handle] | Admit[Handle] | Steps) -> None:
-        assert self._lane is not None
-        sent_s, num_drafts = time.perf_counter(), 0
-        self._see_gap(sent_s)
-        if isinstance(action, Chunk):
-            token_ids = action.key.request.prompt_ids[action.begin : action.begin + action.count]
-            # an entry of the prefix cache may be another request's beginning, so it has the drafter's rows
-            lean = self.drafter is not None and action.key.paused and self._prefix_cache is None
-            # a beginning without a snapshot has no aux_hidden, but the drafter's row that would need it; a drafter that
-            # reads none has learnt the tokens before this one
-            known = self._begins_anywhere and not learns_from_tokens(self._lane)
-            again = known and 0 < action.begin == action.key.num_cached_tokens
-            self._lane, result = self._programs.extend(self._lane, action.begin, token_ids, lean, int(again))
-            self._lane_logits = result
-            end = action.begin + action.count
-            if action.last or end % BLOCK == 0:
-                prompt_ids = action.key.request.prompt_ids
-                self._remember(prompt_ids[:end], len(prompt_ids))
-        elif isinstance(action, Admit):
-            result = self._admit(action.key, action.slot)
-        else:
-            assert self._state is not None
-            widths, kind = self._next_widths()
-            num_drafts = kind.num_drafts
-            self._catch_up(action.count, kind)
-            cost = self._table.cost(self._scheduler.num_active) or 0.0
-            self._state, result = self._programs.steps(self._state, widths, cost, action.count, kind)
-        self._in_flight.append(_InFlight(action, result, self._scheduler.held, sent_s, num_drafts))
+    # --- times ------------------------------------------------------------------------------------------------------
 
-    def _cut_step(self, action: Steps) -> Chunks:
-        """Run a step of all slots, with masks for those that have a grammar; return the chunks read meanwhile."""
-        assert self._state is not None
-        sent_s, held = time.perf_counter(), self._scheduler.held
-        self._see_gap(sent_s)
-        widths, kind = self._next_widths(cut=True)
-        self._catch_up(1, kind)
-        self._state, proposed = self._programs.propose(self._state, widths, kind)
-        self._state, verified = self._programs.verify(self._state, proposed)
-        chunks = []
-        while self._in_flight:  # a mask follows all tokens before
-            chunks += self._read(self._in_flight.popleft())
-        drafts, seen_s = np.asarray(proposed.draft_token_ids), time.perf_counter()
-        masks, counts = self._masks(held, drafts, widths)
-        chunks += self._stuck(held)
-        if verified.logits.is_ready():  # type: ignore[attr-defined]
-            self.times.gap_s += time.perf_counter() - seen_s
-        cost = self._table.cost(self._scheduler.num_active) or 0.0
-        self._state, result = self._programs.accept_and_commit(
-            self._state, proposed, verified, cost, masks, counts, kind
-        )
-        self._in_flight.append(_InFlight(action, result, held, sent_s, kind.num_drafts))
-        return chunks
-
-    def _masks(
-        self, held: Sequence[Handle | None], drafts: np.ndarray, widths: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Make the masks of a step's rows; return them, and how many drafts of each slot may count."""
-        masks = all_allowed(len(held), drafts.shape[1] + 1, self.target.vocab_size)
-        wanted: dict[Vocabulary, dict[int, tuple[Matcher, Sequence[int]]]] = {}
-        for slot, handle in enumerate(held):
-            if handle is None or handle.matcher is None or handle not in self._alive:
-                continue
-            size = handle.matcher.compiled.vocabulary.size
-            verified = itertools.takewhile(range(size).__contains__, drafts[slot, : widths[slot]].tolist())
-            rows = wanted.setdefault(handle.matcher.compiled.vocabulary, {})
-            rows[slot] = handle.matcher, tuple(verified)
-        counts = np.full((len(held),), drafts.shape[1], np.int32)
-        for vocabulary, rows in wanted.items():
-            for slot, count in self._fill(masks, vocabulary, rows, held).items():
-                if count < len(rows[slot][1]):
-                    counts[slot] = count
-        return masks, counts
-
-    def _fill(
-        self,
-        masks: np.ndarray,
-        vocabulary: Vocabulary,
-        rows: Mapping[int, tuple[Matcher, Sequence[int]]],
-        held: Sequence[Handle | None],
-    ) -> dict[int, int]:
-        """Fill in the masks of rows as peagle.engine.masks.fill does, within the budget of each request.
-
-        One row is measured by itself. Several are filled in together, in threads; after a step in which that took too
-        long, one after the other, so that the one that is slow is known.
-        """
-        budget, counts = self.config.mask_budget_s, dict[int, int]()
-        if len(rows) > 1 and not self._masks_were_slow:
-            began = self._wall_s()
-            counts = fill(masks, vocabulary, rows)
-            self._masks_were_slow = self._wall_s() - began > budget
-        else:
-            self._masks_were_slow = False
-            for slot, row in rows.items():
-                began = self._cpu_s()
-                counts |= fill(masks, vocabulary, {slot: row})
-                self._masks_were_slow |= self._is_slow(held[slot], row, self._cpu_s() - began)
-        for slot, (matcher, _) in rows.items():
-            if matcher.limited and (handle := held[slot]) is not None:
-                self._renew(handle, matcher, handle.output_ids)
-                counts |= fill(masks, vocabulary, {slot: (matcher, ())})
-        return counts
-
-    def _is_slow(self, handle: Handle | None, row: tuple[Matcher, Sequence[int]], seconds: float) -> bool:
-        """Count a request's masks if they took too long, and let it draft no more; return whether they did."""
-        (matcher, drafts), budget = row, self.config.mask_budget_s
-        assert handle is not None
-        if seconds <= budget:
-            matcher.num_slow = 0
-            return False
-        handle.paused = True
-        matcher.num_slow += not drafts
-        if matcher.num_slow >= self.config.most_slow_masks:
-            matcher.overdue = (
-                f"the masks of its {matcher.compiled.grammar.name} took more than {budget * 1e3:g} ms in "
-                f"{matcher.num_slow} steps in a row, the last time {seconds * 1e3:.0f} ms, and other requests wait for "
-                "them; expected a simpler one: count less, or nest less"
-            )
-        return True
-
-    def _renew(self, handle: Handle, matcher: Matcher, token_ids: Sequence[int]) -> None:
-        """Give a request's grammar an automaton of its own; drafts, which would fill that, too, end."""
-        matcher.renew(token_ids)
-        handle.paused = True
-
-    def _stuck(self, held: Sequence[Handle | None]) -> Chunks:
-        """End the requests whose grammar cannot be followed any further; return their last chunks."""
-        chunks = []
-        for handle in held:
-            if (
-                handle is not None
-                and handle in self._alive
-                and handle.matcher is not None
-                and (failure := handle.matcher.failure)
-            ):
-                self._end(handle, "error", GrammarError(f"{handle.request.name}: {failure}"))
-                chunks.append((handle, handle.inbox.pop()))
-        return chunks
-
-    def _admit(self, handle: Handle, slot: int) -> jax.Array:
-        """Insert the lane's sequence into a slot; a prefill engine only chooses its first token."""
-        assert self._lane is not None
-        vocab_size, drafts = self.target.vocab_size, not handle.paused
-        masks = None
-        if handle.matcher is not None and handle.hand_off is None:
-            masks = next_mask(handle.matcher)
-            if handle.matcher.limited:
-                self._renew(handle, handle.matcher, handle.output_ids)
-                masks = next_mask(handle.matcher)
-        params = SlotParams.of(handle.request, handle.stop_token_ids, vocab_size, drafts, masks)
-        if handle.hand_off is not None:
-            assert self._state is not None
-            handle.hand_off, pending_token = None, handle.output_ids[-1]
-            params = params.continued(handle.output_ids)
-            self._state, result = self._programs.resume(self._state, self._lane, pending_token, slot, params)
-            return result
-        assert self._lane_logits is not None
-        if self._state is None:
-            return self._programs.first_token(self._lane, self._lane_logits, params)
-        self._state, result = self._programs.admit(self._state, self._lane, self._lane_logits, slot, params)
-        return result
-
-    def _begin(self, handle: Handle) -> int:
-        """Decide whether a request drafts at all, and load the lane with the longest known beginning of its prompt.
-
-        Returns the length of that. A request does not draft if the table says so for its temperature, or for full slots
-        while more requests wait than there are slots, or if its own K is 0.
-        """
-        num_waiting = self._scheduler.num_waiting + self.num_queued
-        crowded = num_waiting > self.config.slots and self._table.at(self.config.slots) == 0
-        plain = handle.request.num_speculative_tokens == 0
-        if self.config.role == "prefill":
-            crowded = False  # nobody waits for a slot here
-        handle.paused = plain or crowded or not (self._table.sampled or handle.request.sampling.greedy)
-        if handle.hand_off is not None:
-            assert self._lane is not None
-            handle.paused |= not handle.hand_off.drafts
-            self._lane = handoff.put(self._programs, self._lane, handle.hand_off)
-            return len(handle.request.prompt_ids)
-        if self._prefix_cache is None:
-            return 0
-        found = self._prefix_cache.match(handle.request.prompt_ids)
-        if found is None:
-            return 0
-        self._load_lane(found.blocks, found.snapshot, handle.request.prompt_ids[: found.length])
-        handle.num_cached_tokens = found.length
-        return found.length
-
-    def _load_lane(self, blocks: Sequence[Any], snapshot: Any, token_ids: tuple[int, ...]) -> None:
-        """Load the lane with these tokens, whose blocks, and snapshot, the prefix cache held."""
-        assert self._lane is not None
-        self._lane = self._programs.put_blocks(self._lane, blocks)
-        if not self._begins_anywhere:
-            self._lane = self._programs.put_snapshot(self._lane, snapshot, len(token_ids))
-        elif learns_from_tokens(self._lane):
-            self._lane = self._programs.relearn(self._lane, token_ids)
-
-    def _remember(self, token_ids: tuple[int, ...], whole: int) -> None:
-        """Keep the lane, which holds these tokens, unless the whole sequence will not fit."""
-        if self._prefix_cache is None:
-            return
-        lane, programs = self._lane, self._programs
-        assert lane is not None
-        self._prefix_cache.insert(
-            token_ids,
-            lambda start: programs.cut_block(lane, start),
-            lambda: programs.cut_snapshot(lane, len(token_ids)),
-            whole,
-        )
-
-    def _remember_turn(self, handle: Handle, slot: int, last: StepRecord) -> None:
-        """Keep a request that has ended, but for the tokens of its last step: a next turn may begin with it.
-
-        The lane is used for this, so nothing is kept while it holds a prompt. A row that ended with plain steps has a
-        drafter that lags behind, so it is not kept either.
-        """
-        if self._prefix_cache is None or not self._scheduler.lane_free:
-            return
-        if handle.paused or (self.drafter is not None and not last.draft_token_ids):
-            return
-        if handle.num_received:  # a layer that was a ring where it comes from may lack the rows of its first blocks
-            return
-        assert self._state is not None
-        assert self._lane is not None
-        self._lane = self._programs.extract(self._state, self._lane, slot)
-        token_ids = (*handle.request.prompt_ids, *handle.output_ids)[: last.length + 1]
-        self._remember(token_ids, len(token_ids))
-
-    def _next_widths(self, cut: bool = False) -> tuple[np.ndarray, StepKind]:
-        """Return (the drafts of each slot, the kind of step that runs them).
-
-        cut: of a cut step. In others, slots with a grammar stand still.
-        """
-        held = self._scheduler.held
-        drafts = self._table.at(self._scheduler.num_active)
-        rows = [0 if handle is None or handle.paused else handle.request.drafts(drafts) for handle in held]
-        if cut:
-            return np.asarray(rows, np.int32), self._kind(self._program_for(max(rows)), sampled=True, full=True)
-        still = [handle is not None and handle.matcher is not None for handle in held]
-        rows = [-1 if stands else row for stands, row in zip(still, rows, strict=True)]
-        going = [handle for handle, stands in zip(held, still, strict=True) if handle is not None and not stands]
-        sampled = any(not handle.request.sampling.greedy for handle in going)
-        full = any(handle.request.full for handle in going)
-        kind = self._kind(self._program_for(max(0, *rows)), sampled, full)
-        lean = self.drafter is not None and all(handle.paused for handle in going)
-        return np.asarray(rows, np.int32), dataclasses.replace(kind, lean=True) if lean else kind
-
-    def _program_for(self, most: int) -> int:
-        """Choose the smallest compiled number of drafts that is at least `most`."""
-        return min((each for each in self._possible_drafts if each >= most), default=most) if most else 0
-
-    def _catch_up(self, count: int, kind: StepKind) -> None:
-        """Let the drafter absorb its input before it drafts, if that exceeds one step's rows."""
-        assert self._state is not None
-        most = kind.num_drafts + 1
-        if kind.num_drafts and self._input_rows > most:
-            self._state = self._programs.absorb(self._state)
-        if kind.num_drafts:
-            self._input_rows = most
-        elif not kind.lean:  # which keep nothing for it
-            self._input_rows += count
-
-    def _read(self, sent: _InFlight) -> Chunks:
-        """Wait for a dispatch and return its chunks."""
-        values = np.asarray(sent.result) if not isinstance(sent.action, Chunk) else None
-        if values is None:
-            jax.block_until_ready(sent.result)
-        now = time.perf_counter()
-        self._update_costs(sent, now)
-        if isinstance(sent.action, Chunk):
-            return []
-        if isinstance(sent.action, Admit):
-            assert values is not None
-            handle = sent.action.key
-            if handle not in self._alive or handle.num_received:
-                return []
-            if values[0] == NO_TOKEN:
-                return [(handle, self._not_finite(handle, "target", self.target, (), ()))]
-            tokens = (int(values[0]),)
-            logprobs = _logprobs(LogProbs.unpack(values[None, 1:]), tokens, handle.request.logprobs)
-            return [(handle, self._chunk(handle, tokens, now, (), logprobs))]
-        assert values is not None
-        return self._read_steps(StepOutput.unpack(values, sent.num_drafts), sent, now)
-
-    def _read_steps(self, output: StepOutput, sent: _InFlight, now: float) -> Chunks:
-        """Make a chunk of the steps of each slot."""
-        found = []
-        for slot, handle in enumerate(sent.held):
-            if handle is None or handle not in self._alive:
-                continue
-            token_ids: list[int] = []
-            logprobs: list[TokenLogprobs] = []
-            records: list[StepRecord] = []
-            not_finite: tuple[Part, object] | None = None  # which model
-            for index in np.flatnonzero(output.num_accepted[:, slot] >= 0).tolist():
-                accepted, verified = int(output.num_accepted[index, slot]), int(output.num_verified[index, slot])
-                tokens = output.token_ids[index, slot].tolist()
-                drafts = tuple(output.draft_token_ids[index, slot, :verified].tolist())
-                emitted = tokens[: int(output.count[index, slot])]
-                if NO_TOKEN in emitted or NO_TOKEN in drafts:
-                    not_finite = ("target", self.target) if NO_TOKEN in emitted else ("drafter", self.drafter)
-                    token_ids += tokens[:accepted]
-                    break
-                records.append(StepRecord(handle.length, drafts, accepted, tokens[accepted]))
-                token_ids += emitted
-                if output.log_probs is not None:
-                    logprobs += _logprobs(output.log_probs.at(index, slot), emitted, handle.request.logprobs)
-                handle.length += accepted + 1
-                handle.paused |= bool(output.paused[index, slot])
-            if not_finite is not None:
-                found.append((handle, self._not_finite(handle, *not_finite, tuple(token_ids), tuple(records))))
-            elif records:
-                found.append((handle, self._chunk(handle, tuple(token_ids), now, tuple(records), logprobs)))
-                if handle.finished is not None:
-                    self._remember_turn(handle, slot, records[-1])
-        return found
-
-    def _not_finite(
-        self,
-        handle: Handle,
-        part: Part,
-        model: object,
-        token_ids: tuple[int, ...],
-        records: tuple[StepRecord, ...],
-    ) -> TokenChunk:
-        """End a request whose logits are not finite; return its last chunk, of these tokens.
-
-        A diagnostic pass over the tokens names the first output of the model that is not finite.
-        """
-        tokens = [*handle.request.prompt_ids, *handle.output_ids, *token_ids]
-        seen = (
-            f"the {part}'s logits for token {len(tokens) - len(handle.request.prompt_ids)} of the answer to "
-            f"{handle.request.name} are not finite"
-        )
-        if isinstance(model, Explains):
-            where = self._programs.first_not_finite(part, tokens)
-            seen += f"; the first output that is not is that of {where}" if where else ", but are in a second pass"
-        todo = "expected finite ones: check the weights, or try --dtype float32 or --kernels xla"
-        self._end(handle, "error", InputError(f"{seen}; {todo}"))
-        return dataclasses.replace(handle.inbox.pop(), token_ids=token_ids, steps=records)
-
-    def _chunk(
-        self,
-        handle: Handle,
-        token_ids: tuple[int, ...],
-        now: float,
-        records: tuple[StepRecord, ...],
-        logprobs: Sequence[TokenLogprobs] = (),
-    ) -> TokenChunk:
-        """Make the chunk of these tokens; end the request after a stop token or at its budget."""
-        handle.output_ids += token_ids
-        reason: FinishReason | None = None
-        if token_ids and token_ids[-1] in handle.stop_token_ids:
-            reason = "stop"
-        elif len(handle.output_ids) >= handle.request.max_new_tokens:
-            reason = "length"
-        elif self.config.role == "prefill":
-            assert self._lane is not None
-            handle.hand_off, reason = self._pack(handle, self._lane), "handed_off"
-        if reason is not None:
-            handle.finished = reason
-            self._alive.discard(handle)
-            self._scheduler.remove(handle)
-        if handle.matcher is not None and reason != "length":
-            handle.matcher.read(token_ids if reason is None else token_ids[:-1])
-            if reason == "stop" and handle.matcher.limited:
-                self._renew(handle, handle.matcher, handle.output_ids[:-1])
-            if reason == "stop" and (failure := handle.matcher.failure):
-                handle.error, reason = GrammarError(f"{handle.request.name}: {failure}"), "error"
-                handle.finished = reason
-        cached, error = 0 if records else handle.num_cached_tokens, None if handle.error is None else str(handle.error)
-        return TokenChunk(handle.request, token_ids, now, records, reason, tuple(logprobs), cached, error)
-
-    def _end(self, handle: Handle, reason: FinishReason, error: InputError | None = None) -> None:
-        """End a request before its last token; its slot is frozen before the next dispatch."""
-        self._alive.discard(handle)
-        slot = self._scheduler.remove(handle)
-        if slot is not None:
-            self._to_freeze.add(slot)
-        handle.end(reason, error)
-
-    def _update_costs(self, sent: _InFlight, now: float) -> None:
+    def _update_costs(self, sent: "InFlight", now: float) -> None:
         """Record the time of a chunk or a step, since the end of the previous dispatch."""
         begun_s = max(sent.sent_s, self._last_read_s or 0.0)
         self._last_read_s = now
         self.times.busy_s += now - begun_s
         if isinstance(sent.action, Chunk):
             self._costs = dataclasses.replace(self._costs, chunk_s=now - begun_s)
-        elif isinstance(sent.action, Steps) and sent.action.cut:
+        elif sent.action.cut:
             self._costs = dataclasses.replace(self._costs, cut_s=now - begun_s)
-        elif isinstance(sent.action, Steps):
-            self._costs = dataclasses.replace(self._costs, step_s=(now - begun_s) / sent.action.count)
+        else:
+            self._costs = dataclasses.replace(self._costs, step_s=(now - begun_s) / sent.count)
 
     def _see_gap(self, now: float) -> None:
         """Count the time in which the device may have waited for the dispatch sent now."""
@@ -1402,12 +1056,8 @@ class Engine(AnyEngine):
             raise EngineError(f"the engine has failed: {' '.join(str(self._failure).split())}") from self._failure
 
 
-def _logprobs(found: LogProbs, token_ids: Sequence[int], num_best: int | None) -> list[TokenLogprobs]:
-    """Convert log-probabilities of tokens with the num_best likeliest each; None: no entries."""
-    if num_best is None:
-        return []
-    chosen, best, ids = (np.asarray(leaf).tolist() for leaf in (found.chosen, found.best, found.best_ids))
-    return [
-        TokenLogprobs(token, chosen[place], tuple(zip(ids[place], best[place], strict=True))[:num_best])
-        for place, token in enumerate(token_ids)
-    ]
+def _computed(handle: Handle) -> Sequence[int]:
+    """Return the tokens that are in pages before a request takes steps: all but the pending one."""
+    if not handle.output_ids:
+        return handle.request.prompt_ids
+    return (*handle.request.prompt_ids, *handle.output_ids[:-1])

@@ -1,49 +1,47 @@
-"""Hand a sequence to another engine: its Prefix and the token that follows, as the bytes of one safetensors file.
+"""Hand a sequence to another engine: its keys and values and its tokens, as the bytes of one safetensors file.
 
-A message depends on the sequence alone, not on the sender's slots, capacity, chunks or devices. A cache travels as its
-valid rows in order of position: a full layer with all of them, a ring with those that its window reaches. A kv head
-that several devices hold travels once.
+A message depends on the sequence alone, not on the sender's slots, memory, chunks or devices. A layer travels as its
+valid rows in order of index: a full layer with all of them, a windowed one with those that its window reaches. A kv
+head that several devices hold travels once.
 
-    sender, ring of 8    | 8 9 | 2 3 4 5 6 7 |     window 5, length 10
-    message                5 6 7 8 9
-    receiver, ring of 6  | 6 7 8 9 . 5 |           slot = position mod 6
+    sender, pages 7 2 9      | 0 .. 63 | 64 .. 127 | 128 .. 140 |     window 20, length 141
+    message                  121 .. 140
+    receiver, page 4         | . 121 .. | 128 .. 140 .. |            its own pages, of any size
 
-The drafter's caches end one row earlier (peagle.engine.state.Prefix). A sender's rows are
-copied as they lie in the host's memory, or cut on its device block by block; a receiver puts them in block by block, as
-those of the prefix cache. Neither side holds a second copy of the caches.
+The receiver puts the rows into pages of its own, and computes the last of them again, which gives the aux_hidden that
+the drafter reads next. The last token is pending, and in no page.
 
 The header names the format and the fingerprints of the models. It holds no code, and nothing is unpickled. A message
 without authentication is as trustworthy as the network that brought it.
 """
 
-import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from peagle.engine.prefill import is_full, nodes
-from peagle.engine.prefix_cache import BLOCK
-from peagle.engine.programs import Programs
+from peagle.engine.pages import UNMAPPED, PageTable
 from peagle.engine.request import Request
-from peagle.engine.state import Prefix
+from peagle.ops.attention import PAGE_SIZE, CacheGroup
 from peagle.ops.errors import InputError
-from peagle.ops.kv_cache import KVCache
 from peagle.ops.strict_json import dumps
+from peagle.protocols import OverDevices
+
+if TYPE_CHECKING:
+    from peagle.engine.executor import Executor
+    from peagle.engine.kv_memory import KVMemory
 
 Shape: TypeAlias = tuple[tuple[int, ...], np.dtype]
-FORMAT = "peagle hand-off 1"
+FORMAT = "peagle hand-off 2"
 NO_DRAFTER = "none"  # in place of its fingerprint
 MOST_HEADER_BYTES = 1 << 20
 ALIGNED = 64  # bytes; the tensors begin at a multiple
-TOKEN_IDS, AUX_HIDDEN = "token_ids", "aux_hidden"
+TOKEN_IDS = "token_ids"
 METADATA = ("target", "drafter", "drafts")  # beside the format
 DTYPES = {
     "F32": np.dtype(np.float32),
@@ -71,142 +69,94 @@ class HandOff:
     """One sequence on its way to another engine. Everything in it is a view of `data`."""
 
     data: np.ndarray  # uint8: the message
-    token_ids: tuple[int, ...]  # prompt and output; the last of them is pending, and in no cache
+    token_ids: tuple[int, ...]  # prompt and output; the last of them is pending, and in no page
     fingerprints: Fingerprints
     drafts: bool  # the drafter's rows are complete, so the sequence may draft
     tensors: Mapping[str, np.ndarray]
 
     @property
     def length(self) -> int:
-        """Tokens in the target's caches."""
+        """Tokens in the target's pages."""
         return len(self.token_ids) - 1
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A cache, or another leaf, of a Prefix. valid: rows that hold something. node: its shape.
+class _Layer:
+    """A layer of target or drafter: its place among all, its group, and what its pages look like.
 
-    copies: of each kv head, side by side in the cache; a message has one of them.
+    copies: of each kv head, side by side in the pages; a message has one of them.
     """
 
     name: str
-    node: Any
-    valid: int
-    copies: int = 1
+    number: int  # of Executor.read_pages
+    group: int  # of KVMemory
+    offset: int  # the index of position 0
+    row: tuple[int, int]  # kv heads and head_dim of a row in a message
+    dtype: np.dtype
+    copies: int
 
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The arrays of it, by their names in a message."""
-        if isinstance(self.node, KVCache):
-            return {f"{self.name}.key": self.node.key, f"{self.name}.value": self.node.value}
-        return {self.name: self.node}
-
-    def row(self, leaf: Any) -> tuple[int, ...]:
-        """Return the shape of a row of a leaf [1, rows, *row] in a message."""
-        row: tuple[int, ...] = leaf.shape[2:]
-        return (row[0] // self.copies, *row[1:]) if isinstance(self.node, KVCache) else row
-
-    def once(self, rows: np.ndarray) -> np.ndarray:
-        """Take one copy of each kv head of a cache's rows [rows, G, H]."""
-        return rows[:, :: self.copies]
-
-    def copied(self, rows: np.ndarray) -> np.ndarray:
-        """Put the copies of each kv head of a message's rows [1, rows, G, H] side by side."""
-        return rows if self.copies == 1 else np.repeat(rows, self.copies, axis=2)
+    def first(self, groups: Sequence[CacheGroup], length: int) -> int:
+        """Return the first index of `length` that a sequence needs; the last of them is computed again."""
+        group = groups[self.group]
+        return group.offset if group.window is None else max(group.offset, length - group.window)
 
 
-def _parts(programs: Programs, prefix: Prefix, length: int) -> list[_Part]:
-    """List the target's parts, then the drafter's."""
-    copies = programs.kv_copies
-    found = [_Part(f"target.{i}", node, length, copies) for i, node in enumerate(nodes(prefix.target_cache))]
-    return found + [_Part(f"drafter.{i}", node, length - 1) for i, node in enumerate(nodes(prefix.drafter_state))]
+def _layers(executor: "Executor", memory: "KVMemory") -> list[_Layer]:
+    """List the target's layers, then the drafter's."""
+    copies = executor.target.kv_copies if isinstance(executor.target, OverDevices) else 1
+    shapes, found = executor.shapes, []
+    drafter_pages = getattr(shapes.drafter_state, "pages", ())
+    pages = [*shapes.target_cache.pages, *drafter_pages]
+    split = len(shapes.target_cache.pages)
+    for number, pool in enumerate(pages):
+        of_target = number < split
+        layer, begin = (number, 0) if of_target else (number - split, memory.num_target)
+        groups = memory.groups[: memory.num_target] if of_target else memory.groups[memory.num_target :]
+        group = begin + next(place for place, group in enumerate(groups) if layer in group.layers)
+        _, _, heads, width = pool.key.shape
+        many = copies if of_target else 1
+        name = f"{'target' if of_target else 'drafter'}.{layer}"
+        row, offset = (heads // many, width), memory.groups[group].offset
+        found.append(_Layer(name, number, group, offset, row, np.dtype(pool.key.dtype), many))
+    return found
 
 
 # --- the sender -------------------------------------------------------------------------------------------------------
 
 
 def pack(
-    programs: Programs, lane: Prefix, token_ids: tuple[int, ...], fingerprints: Fingerprints, drafts: bool
+    executor: "Executor",
+    memory: "KVMemory",
+    table: PageTable,
+    token_ids: tuple[int, ...],
+    fingerprints: Fingerprints,
+    drafts: bool,
 ) -> HandOff:
-    """Make the message of a lane, which holds all of these tokens but the last.
+    """Make the message of a request, whose pages hold all of these tokens but the last.
 
     drafts: whether the drafter's rows are complete; else they stay out.
     """
     length = len(token_ids) - 1
-    kept, aux_hidden = programs.cut_snapshot(lane, length)
-    parts, rest = _parts(programs, lane, length), iter(kept)
-    ends = [part if is_full(part.node) else dataclasses.replace(part, node=next(rest)) for part in parts]
-    sent = [part for part in ends if drafts or part.name.startswith("target.")]
+    layers = [layer for layer in _layers(executor, memory) if drafts or layer.name.startswith("target.")]
     shapes: dict[str, Shape] = {TOKEN_IDS: ((length + 1,), np.dtype(np.int32))}
-    if lane.drafter_state is not None:
-        shapes[AUX_HIDDEN] = (aux_hidden.shape[1:], np.dtype(aux_hidden.dtype))
-    shapes |= {name: _sent_shape(part, leaf) for part in sent for name, leaf in part.fields.items()}
-    drafter = NO_DRAFTER if lane.drafter_state is None else fingerprints.drafter
+    for layer in layers:
+        count = length - layer.first(memory.groups, length)
+        shapes |= {f"{layer.name}.{part}": ((count, *layer.row), layer.dtype) for part in ("key", "value")}
+    drafter = NO_DRAFTER if executor.drafter is None else fingerprints.drafter
     metadata = {"format": FORMAT, "target": fingerprints.target, "drafter": drafter, "drafts": str(drafts)}
     data, tensors = _allocate(shapes, metadata)
     tensors[TOKEN_IDS][:] = token_ids
-    if AUX_HIDDEN in tensors:
-        tensors[AUX_HIDDEN][:] = np.asarray(aux_hidden)[0]
-    for part in sent:
-        if not is_full(part.node):
-            for name, leaf in part.fields.items():
-                tensors[name][...] = _in_order(part, np.asarray(leaf))
-    _fill_full(programs, lane, parts, tensors, length)
+    for layer in layers:
+        first = layer.first(memory.groups, length)
+        if first >= length:
+            continue
+        begin = first // PAGE_SIZE
+        numbers = table.pages[layer.group][begin : -(-length // PAGE_SIZE)]
+        assert UNMAPPED not in numbers, "pages that the window reaches"
+        for part, pages in zip(("key", "value"), executor.read_pages(layer.number, numbers), strict=True):
+            rows = pages.reshape(-1, *pages.shape[2:])[first - begin * PAGE_SIZE : length - begin * PAGE_SIZE]
+            tensors[f"{layer.name}.{part}"][...] = rows[:, :: layer.copies]
     return HandOff(data, token_ids, Fingerprints(fingerprints.target, drafter), drafts, tensors)
-
-
-def _sent_shape(part: _Part, leaf: Any) -> Shape:
-    shape = leaf.shape[1:]
-    if isinstance(part.node, KVCache):
-        shape = (part.valid if is_full(part.node) else min(part.valid, shape[0]), *part.row(leaf))
-    return shape, np.dtype(leaf.dtype)
-
-
-def _in_order(part: _Part, leaf: np.ndarray) -> np.ndarray:
-    """Take the one row of a leaf, or a ring's valid rows in order of position."""
-    if not isinstance(part.node, KVCache):
-        return leaf[0, ...]
-    capacity = leaf.shape[1]
-    count = min(part.valid, capacity)
-    return part.once(leaf[0, np.arange(part.valid - count, part.valid) % capacity])
-
-
-def _fill_full(
-    programs: Programs, lane: Prefix, parts: list[_Part], tensors: Mapping[str, np.ndarray], length: int
-) -> None:
-    """Copy the full caches' rows: as they lie in the host's memory, or block by block from a device."""
-    full = [part for part in parts if is_full(part.node)]
-    if all(_on_host(leaf) for part in full for leaf in part.fields.values()):
-        for part in full:
-            for name, leaf in part.fields.items():
-                if name in tensors:
-                    tensors[name][...] = part.once(np.asarray(leaf)[0, : part.valid])
-        return
-    starts = range(0, length if full else 0, BLOCK)
-    ahead = programs.cut_block(lane, 0) if starts else []
-    for start in starts:
-        blocks = ahead
-        if start + BLOCK in starts:  # the device cuts while the host copies
-            ahead = programs.cut_block(lane, start + BLOCK)
-        for part, block in zip(full, blocks, strict=True):
-            first = _first_row(part, start)
-            for name, rows in zip(part.fields, (block.key, block.value), strict=True):
-                if name in tensors:
-                    into = tensors[name][first : first + rows.shape[1]]
-                    into[...] = part.once(np.asarray(rows)[0, : len(into)])
-
-
-def _on_host(leaf: jax.Array) -> bool:
-    """Whether NumPy reads an array as it lies: it is whole, in the host's memory."""
-    devices = leaf.devices()
-    return len(devices) == 1 and next(iter(devices)).platform == "cpu"
-
-
-def _first_row(part: _Part, start: int) -> int:
-    """Return the first row of a full cache's block, which ends within the cache (peagle.engine.prefill.cut_block)."""
-    first = start if part.name.startswith("target.") else max(start - 1, 0)
-    capacity: int = part.node.capacity
-    return min(first, capacity - min(BLOCK, capacity))
 
 
 def _allocate(shapes: Mapping[str, Shape], metadata: Mapping[str, str]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -292,15 +242,16 @@ def _tensor(name: str, entry: Any, body: np.ndarray) -> np.ndarray:
         raise wrong from None
 
 
-def check(programs: Programs, hand_off: HandOff, capacity: int, fingerprints: Fingerprints) -> None:
-    """Raise InputError for a hand-off that the programs' lane cannot take. capacity: positions of a slot."""
-    lane = programs.lane_shapes
+def check(
+    executor: "Executor", memory: "KVMemory", hand_off: HandOff, capacity: int, fingerprints: Fingerprints
+) -> None:
+    """Raise InputError for a hand-off that an engine cannot take. capacity: the most positions of a request."""
     if hand_off.length >= capacity:
         raise InputError(
             f"the hand-off has {len(hand_off.token_ids)} tokens; expected at most {capacity}, the context of this "
             "engine: raise it, or send the request elsewhere"
         )
-    seen, drafts = hand_off.fingerprints, lane.drafter_state is not None
+    seen, drafts = hand_off.fingerprints, executor.drafter is not None
     for model, theirs, ours in [
         ("target", seen.target, fingerprints.target),
         *([("drafter", seen.drafter, fingerprints.drafter)] if drafts else []),
@@ -310,36 +261,30 @@ def check(programs: Programs, hand_off: HandOff, capacity: int, fingerprints: Fi
                 f"the hand-off is of another {model} ({theirs[:12] or 'of no files'}; this engine has "
                 f"{ours[:12] or 'one of no files'}); expected equal checkpoints, dtype, aux layers and windows"
             )
-    kept = iter(programs.kept_shapes)
-    for part in _parts(programs, lane, hand_off.length):
-        seen_by = next(kept) if not is_full(part.node) else None
-        # a full layer may take what was a ring: only its sender's window would tell how many rows that needs
-        least = min(part.valid, seen_by.capacity if isinstance(seen_by, KVCache) else 1)
-        if hand_off.drafts or part.name.startswith("target."):
-            for name, leaf in part.fields.items():
-                rows = (least, part.valid) if isinstance(part.node, KVCache) else None
-                _check_tensor(hand_off, name, leaf, part.row(leaf), rows)
-    if drafts:
-        aux_hidden = lane.aux_hidden
-        _check_tensor(hand_off, AUX_HIDDEN, aux_hidden, aux_hidden.shape[2:], (aux_hidden.shape[1],) * 2)
+    for layer in _layers(executor, memory):
+        if hand_off.drafts or layer.name.startswith("target."):
+            # a layer that keeps all may take what was a window: only the sender knows how many rows that needs
+            keeps_all = memory.groups[layer.group].window is None
+            needed = hand_off.length - layer.first(memory.groups, hand_off.length)
+            count = min(1, needed) if keeps_all else needed
+            for part in ("key", "value"):
+                _check_tensor(hand_off, f"{layer.name}.{part}", layer, count, needed)
 
 
-def _check_tensor(hand_off: HandOff, name: str, leaf: Any, row: tuple[int, ...], rows: tuple[int, int] | None) -> None:
-    """Raise InputError unless a tensor is like a leaf of the lane, of such rows.
-
-    rows: the least and most it may have; None: any.
-    """
-    given = hand_off.tensors.get(name)
+def _check_tensor(hand_off: HandOff, name: str, layer: _Layer, least: int, needed: int) -> None:
+    """Raise InputError unless a tensor has `least` rows or more of those that a layer needs, or all of the sequence."""
+    given, most = hand_off.tensors.get(name), max(needed, hand_off.length - layer.offset)
     if given is None:
         seen = "is missing"
-    elif given.dtype != leaf.dtype or given.ndim != leaf.ndim - 1 or given.shape[1:] != row:
+    elif given.dtype != layer.dtype or given.shape[1:] != layer.row:
         seen = f"has rows of {given.dtype} {list(given.shape[1:])}"
-    elif rows is not None and not rows[0] <= len(given) <= rows[1]:
-        seen = f"has {len(given)} rows of {rows[1]}"
+    elif not least <= len(given) <= most:
+        seen = f"has {len(given)} rows of {needed}"
     else:
         return
     raise InputError(
-        f"the hand-off's {name} {seen}; expected rows of {leaf.dtype} {list(row)}: both sides must have the same models"
+        f"the hand-off's {name} {seen}; expected rows of {layer.dtype} {list(layer.row)}: both sides must have the "
+        "same models"
     )
 
 
@@ -356,63 +301,23 @@ def check_request(hand_off: HandOff, request: Request, stop_token_ids: tuple[int
         raise InputError(f"{request.name} had ended when it was handed over; expected one that goes on")
 
 
-def put(programs: Programs, lane: Prefix, hand_off: HandOff) -> Prefix:
-    """Load a lane with a hand-off that `check` has passed. The lane is donated."""
-    parts, length = _parts(programs, lane, hand_off.length), hand_off.length
-    full = [part for part in parts if is_full(part.node)]
-
-    def blocks() -> Iterator[list[KVCache]]:
-        for start in range(0, length if full else 0, BLOCK):
-            yield [_block(hand_off, part, _first_row(part, start)) for part in full]
-
-    kept = [
-        _at_the_end(hand_off, part, shape)
-        for part, shape in zip((part for part in parts if not is_full(part.node)), programs.kept_shapes, strict=True)
-    ]
-    aux_hidden = np.zeros(lane.aux_hidden.shape, lane.aux_hidden.dtype)
-    if lane.drafter_state is not None:
-        aux_hidden[0] = hand_off.tensors[AUX_HIDDEN]
-    return programs.put_snapshot(programs.put_blocks(lane, blocks()), (kept, jnp.asarray(aux_hidden)), length)
-
-
-def _block(hand_off: HandOff, part: _Part, first: int) -> KVCache:
-    """Make the rows first.. of a full cache; those that the message lacks are zeros, and dead."""
-    count = min(BLOCK, part.node.capacity)
-    found = []
-    for name, leaf in part.fields.items():
-        given = hand_off.tensors.get(name)
-        sent_from = part.valid if given is None else part.valid - len(given)  # a ring's rows begin later
-        if given is not None and sent_from <= first and first + count <= part.valid:
-            found.append(part.copied(given[None, first - sent_from : first - sent_from + count]))
+def put(executor: "Executor", memory: "KVMemory", table: PageTable, hand_off: HandOff) -> None:
+    """Write a hand-off that `check` has passed to the pages of a request."""
+    length = hand_off.length
+    for layer in _layers(executor, memory):
+        tensors = [hand_off.tensors.get(f"{layer.name}.{part}") for part in ("key", "value")]
+        first = layer.first(memory.groups, length)
+        if first >= length or not table.pages[layer.group] or tensors[0] is None:
             continue
-        rows = np.zeros((1, count, *part.row(leaf)), leaf.dtype)
-        begin, end = max(first, sent_from), min(first + count, part.valid)
-        if given is not None and begin < end:
-            rows[0, begin - first : end - first] = given[begin - sent_from : end - sent_from]
-        found.append(part.copied(rows))
-    return _cache(found, ring=False)
-
-
-def _at_the_end(hand_off: HandOff, part: _Part, shape: Any) -> Any:
-    """Make what a snapshot keeps of a part: a ring's rows in their slots, or another leaf, as it is.
-
-    A longer leaf is cut: what is beyond the sequence is dead.
-    """
-    found = []
-    is_cache = isinstance(part.node, KVCache)
-    for name, leaf in dataclasses.replace(part, node=shape).fields.items():
-        whole = (1, leaf.shape[1], *part.row(leaf)) if is_cache else leaf.shape
-        rows, given = np.zeros(whole, leaf.dtype), hand_off.tensors.get(name)
-        if given is not None and is_cache:
-            count = min(len(given), rows.shape[1])
-            rows[0, np.arange(part.valid - count, part.valid) % rows.shape[1]] = given[len(given) - count :]
-        elif given is not None:
-            room: tuple[Any, ...] = tuple(slice(min(a, b)) for a, b in zip(given.shape, rows.shape[1:], strict=True))
-            rows[(0, *room)] = given[room]
-        found.append(part.copied(rows) if is_cache else rows)
-    return _cache(found, ring=True) if is_cache else found[0]
-
-
-def _cache(rows: list[np.ndarray], ring: bool) -> KVCache:
-    key, value = rows
-    return KVCache(key, value, ring)  # type: ignore[arg-type]  # NumPy's, too
+        begin, end = first // PAGE_SIZE, -(-length // PAGE_SIZE)
+        numbers = table.pages[layer.group][begin:end]
+        pages = []
+        for rows in tensors:
+            assert rows is not None
+            whole = np.zeros(((end - begin) * PAGE_SIZE, *layer.row), layer.dtype)
+            count = min(len(rows), length - first)
+            last = length - begin * PAGE_SIZE
+            whole[last - count : last] = rows[len(rows) - count :]
+            copied = whole if layer.copies == 1 else np.repeat(whole, layer.copies, axis=1)
+            pages.append(copied.reshape(end - begin, PAGE_SIZE, *copied.shape[1:]))
+        executor.write_pages(layer.number, numbers, *pages)

@@ -60,8 +60,10 @@ class PageTable:
 
 @dataclass
 class PageCounts:
-    """What the pool did so far: tokens looked up and found, and pages evicted."""
+    """What the pool did so far: requests and tokens looked up and found, and pages evicted."""
 
+    requests: int = 0
+    hits: int = 0
     queried_tokens: int = 0
     hit_tokens: int = 0
     evicted_pages: int = 0
@@ -89,6 +91,15 @@ class PagePool:
         """Count the pages that requests can still be given: free ones, and cached ones, which are then evicted."""
         return len(self._free[group]) + len(self._cached[group])
 
+    def num_cached(self, group: int) -> int:
+        """Count the pages of known content that no request holds."""
+        return len(self._cached[group])
+
+    def num_known(self, token_ids: Sequence[int], salt: Hashable, groups: Sequence[int]) -> int:
+        """Count the first tokens that `open` would find."""
+        root = self._roots.get(salt)
+        return 0 if root is None else len(self._longest_hit(root, token_ids, groups)) * self.page_size
+
     def open(self, token_ids: Sequence[int], salt: Hashable, groups: Sequence[int]) -> PageTable:
         """Begin a request with the longest known beginning of its tokens.
 
@@ -107,6 +118,8 @@ class PagePool:
             for node in path[first:]:
                 self._hold(group, node.pages[group], node)
         self._tables.add(table)
+        self.counts.requests += 1
+        self.counts.hits += bool(path)
         self.counts.queried_tokens += len(token_ids)
         self.counts.hit_tokens += num_tokens
         return table
@@ -172,6 +185,12 @@ class PagePool:
             for number in reversed(range(len(table.pages[group]))):  # children before parents
                 self._release(table, group, number)
 
+    def forget(self) -> None:
+        """Free all pages of known content that no request holds."""
+        for group in reversed(range(len(self.groups))):
+            for _ in range(len(self._cached[group])):
+                self._free[group].append(self._take_cached(group))
+
     def check_integrity(self) -> None:
         """Raise AssertionError if a page is not exactly one of free, held and cached, or if a count is wrong."""
         nodes = [node for root in self._roots.values() for node in _descendants(root)]
@@ -217,11 +236,14 @@ class PagePool:
         return path[: next(count for count in range(len(path), -1, -1) if continues(count))]
 
     def _first_needed(self, group: int, num_pages: int) -> int:
-        """Return the first page that the row at the index after so many whole pages sees."""
+        """Return the first page that a request sees if it continues after so many whole pages.
+
+        Its first row is the last known one, which is run again (peagle.engine.prefill).
+        """
         window = self.groups[group].window
         if window is None:
             return 0
-        return min(num_pages, max(0, num_pages * self.page_size - window + 1) // self.page_size)
+        return min(num_pages, max(0, num_pages * self.page_size - window) // self.page_size)
 
     def _offer(self, table: PageTable, group: int, number: int) -> None:
         """Make a page known or, if its content is known by another page, take that one in its place."""
@@ -256,8 +278,10 @@ class PagePool:
 
     def _take(self, group: int) -> int:
         """Return a free page; if there is none, evict the page that was used least recently."""
-        if self._free[group]:
-            return self._free[group].pop()
+        return self._free[group].pop() if self._free[group] else self._take_cached(group)
+
+    def _take_cached(self, group: int) -> int:
+        """Evict the page that was used least recently, and return it."""
         node, _ = self._cached[group].popitem(last=False)
         page = node.pages[group]
         node.pages[group] = UNMAPPED

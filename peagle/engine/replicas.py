@@ -1,10 +1,10 @@
 """Several engines with one queue before them: the same models on other devices, each with its share of the slots.
 
-    requests -> | queue | -> engine 0, its lane and slots     devices 0 ..
-                          -> engine 1, its lane and slots     the next ones
+    requests -> | queue | -> engine 0, its slots and pages     devices 0 ..
+                          -> engine 1, its slots and pages     the next ones
 
-One program over all devices would share one lane: every device would compute each prompt, and the steps of all slots
-would wait for each chunk. Engines of their own prefill different prompts at once, and none waits for another.
+One program over all devices would compute each prompt on every device, and the steps of all slots would wait for each
+chunk. Engines of their own prefill different prompts at once, and none waits for another.
 
 One thread drives them all. It sends each engine its next dispatch before it reads any, and reads what is ready first.
 So all devices work, whatever a dispatch takes; but while a step is cut for a grammar, the host waits for that engine's
@@ -20,19 +20,13 @@ from collections.abc import Sequence
 
 import jax
 
-from peagle.engine.engine import (
-    AnyEngine,
-    Chunks,
-    Engine,
-    EngineConfig,
-    EngineError,
-    Handle,
-    LoopTimes,
-    Measuring,
-)
+from peagle.config import EngineConfig
+from peagle.engine.engine import AnyEngine, Engine
+from peagle.engine.handle import Chunks, EngineError, Handle, LoopTimes
 from peagle.engine.handoff import HandOff
-from peagle.engine.prefix_cache import PrefixCacheUse
+from peagle.engine.kv_memory import PageUse, PrefixCacheUse
 from peagle.engine.request import Request
+from peagle.engine.warmup import Measuring
 from peagle.engine.widths import WidthTable
 from peagle.ops import interrupt
 
@@ -137,11 +131,22 @@ class Replicas(AnyEngine):
         uses = [use for engine in self.engines if (use := engine.prefix_cache_use) is not None]
         return PrefixCacheUse(*map(sum, zip(*map(dataclasses.astuple, uses), strict=True))) if uses else None
 
+    @property
+    def page_use(self) -> PageUse:
+        """See `AnyEngine.page_use`: of all engines together."""
+        uses = [engine.page_use for engine in self.engines]
+        return PageUse(sum(use.num_pages for use in uses), sum(use.num_held for use in uses))
+
+    @property
+    def num_preemptions(self) -> int:
+        """See `AnyEngine.num_preemptions`: of all engines together."""
+        return sum(engine.num_preemptions for engine in self.engines)
+
     def memory_bytes(self) -> tuple[int, int, int]:
         """See `AnyEngine.memory_bytes`."""
         together = len(self.engines) if jax.default_backend() == "cpu" else 1
-        state, lane, logits = self.one.memory_bytes()
-        return together * state, together * lane, together * logits
+        pages, state, logits = self.one.memory_bytes()
+        return together * pages, together * state, together * logits
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -180,17 +185,8 @@ class Replicas(AnyEngine):
         return [engine for engine in sent if engine.ready or self._sent[engine] < still]
 
     def _hand_out(self) -> None:
-        """Give waiting requests to engines. As with one engine, one that has no slot yet may wait in a lane.
-
-        It leaves that lane if another engine has a slot for it first.
-        """
-        free = sum(max(engine.num_free, 0) for engine in self.engines)
-        full = [engine for engine in self.engines if engine.num_free < 0]
-        self._waiting.extendleft(engine.take_back() for engine in full[:free])
-        while self._waiting:
-            roomy = [engine for engine in self.engines if engine.num_free >= 0]
-            if not roomy:
-                break
+        """Give waiting requests to engines that have a slot for them."""
+        while self._waiting and (roomy := [engine for engine in self.engines if engine.num_free > 0]):
             handle = self._waiting.popleft()
             self._best(roomy, handle.request.prompt_ids).enter(handle)
         for engine in self.engines:
@@ -198,15 +194,15 @@ class Replicas(AnyEngine):
 
     @staticmethod
     def _best(engines: Sequence[Engine], prompt_ids: Sequence[int]) -> Engine:
-        """Choose an engine for a prompt: with a free slot, then with most of the prompt known, then the emptiest.
+        """Choose an engine for a prompt: one that knows most of it, then the emptiest.
 
         What is known does not count where there is far more to do than elsewhere: all requests may begin alike.
         """
         most = 2 * min(engine.num_open for engine in engines) + 1
 
-        def merit(engine: Engine) -> tuple[bool, bool, int]:
+        def merit(engine: Engine) -> tuple[bool, int]:
             known = engine.num_open <= most and 2 * engine.num_known(prompt_ids) > len(prompt_ids)
-            return engine.num_free > 0, known, -engine.num_open
+            return known, -engine.num_open
 
         return max(engines, key=merit)
 

@@ -1,16 +1,12 @@
-"""Schedule requests: queue, slots, and the next dispatch, a prompt chunk or steps.
+"""Schedule requests: queue, slots, and the next dispatch, a chunk of prompts or steps.
 
-Host only.
-
-No JAX and no clock: costs are arguments. First come, first served. One prompt at a time is in the lane; its chunks
-alternate with steps of the active slots, so that neither starves. A prompt that is prefilled before a slot is free
-waits in the lane and takes the first free slot. Prompts that were prefilled elsewhere are loaded, which takes time, so
-these alternate with steps, too.
+Host only. No JAX and no clock: costs are arguments. First come, first served. A request has a slot from its first chunk
+on. Chunks alternate with steps of the slots that decode, so that neither starves. Short prompts share a pass.
 """
 
 import collections
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -25,28 +21,33 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Chunk(Generic[Key]):
-    """Prefill tokens begin..begin+count-1 of a prompt; `last`: they complete it."""
+class Piece(Generic[Key]):
+    """Tokens begin .. begin + count - 1 of a prompt; `last`: they complete it. count 0: all of it is known."""
 
     key: Key
     begin: int
     count: int
     last: bool
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of the pass: after known tokens, the last of these comes first (peagle.engine.prefill)."""
+        return self.count + (self.begin > 0)
+
 
 @dataclass(frozen=True)
-class Admit(Generic[Key]):
-    """Insert the prefilled prompt of the lane into a slot."""
+class Chunk(Generic[Key]):
+    """Compute pieces of prompts in one pass of `shape`: (prompts, rows of each)."""
 
-    key: Key
-    slot: int
+    pieces: tuple[Piece[Key], ...]
+    shape: tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Run at most `count` steps of all slots but those with a grammar.
+    """Run at most `count` steps of all slots that decode but those with a grammar.
 
-    cut: run one step of all slots, cut so that the host can make masks in its midst.
+    cut: run one step of all slots that decode, cut so that the host can make masks in its midst.
     """
 
     count: int
@@ -63,27 +64,27 @@ class Costs:
 
 
 @dataclass
-class _Lane(Generic[Key]):
-    key: Key
+class _Progress:
+    """Tokens of a prompt: all, and those that are in pages."""
+
     length: int
     done: int
-    loaded: bool = field(init=False)  # whole, when it began
-
-    def __post_init__(self) -> None:
-        self.loaded = self.done == self.length
 
 
 @dataclass
 class Scheduler(Generic[Key]):
-    """The queue, the lane and the slots of an engine."""
+    """The queue and the slots of an engine.
+
+    shapes: of passes over prompts, (prompts, rows of each), the first for one prompt.
+    """
 
     slots: int
-    chunk: int
+    shapes: Sequence[tuple[int, int]]
     steps_per_dispatch: int
     _waiting: collections.deque[tuple[Key, int]] = field(default_factory=collections.deque, init=False)
-    _lane: _Lane[Key] | None = field(default=None, init=False)
     _held: list[Key | None] = field(init=False)
-    _steps_due: bool = field(default=False, init=False)  # a chunk was sent, or a prompt loaded, and no steps since
+    _progress: dict[Key, _Progress] = field(default_factory=dict, init=False)  # of those that are prefilled, in order
+    _steps_due: bool = field(default=False, init=False)  # a chunk was sent, and no steps since
     _constrained: set[Key] = field(default_factory=set, init=False)  # requests with a grammar
     _owed: int = field(default=0, init=False)  # whole steps before the next cut one
     _cuts: int = field(default=0, init=False)
@@ -91,81 +92,98 @@ class Scheduler(Generic[Key]):
     def __post_init__(self) -> None:
         self._held = [None] * self.slots
 
-    def add(self, key: Key, prompt_length: int, constrained: bool = False) -> None:
-        """Append a request to the queue. constrained: it has a grammar."""
-        self._waiting.append((key, prompt_length))
+    def add(self, key: Key, length: int, constrained: bool = False, first: bool = False) -> None:
+        """Put a request in the queue. length: its prompt's. constrained: it has a grammar. first: before all others."""
+        (self._waiting.appendleft if first else self._waiting.append)((key, length))
         if constrained:
             self._constrained.add(key)
 
-    def remove(self, key: Key) -> int | None:
-        """Remove a request from queue, lane or slot; return the slot it frees, if it had one."""
+    def remove(self, key: Key) -> None:
+        """Remove a request from queue or slot."""
         self._constrained.discard(key)
-        if self._lane is not None and self._lane.key == key:
-            self._lane = None
-            return None
+        self._progress.pop(key, None)
         if key in self._held:
-            slot = self._held.index(key)
-            self._held[slot] = None
-            return slot
-        self._waiting = collections.deque(entry for entry in self._waiting if entry[0] != key)
-        return None
+            self._held[self._held.index(key)] = None
+        else:
+            self._waiting = collections.deque(entry for entry in self._waiting if entry[0] != key)
 
     @property
-    def last_without_slot(self) -> Key | None:
-        """The request that came last, of those in the queue and the lane."""
-        if self._waiting:
-            return self._waiting[-1][0]
-        return None if self._lane is None else self._lane.key
+    def decoding(self) -> list[tuple[int, Key]]:
+        """Slots whose requests take steps, with these."""
+        return [(slot, key) for slot, key in enumerate(self._held) if key is not None and key not in self._progress]
 
     @property
-    def held(self) -> tuple[Key | None, ...]:
-        """Requests by slot."""
-        return tuple(self._held)
+    def prefilling(self) -> list[Key]:
+        """Requests whose prompts are not complete, in the order in which they began."""
+        return list(self._progress)
 
     @property
     def num_active(self) -> int:
-        return self.slots - self._held.count(None)
+        return len(self.decoding)
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a slot, the one in the lane included."""
-        return len(self._waiting) + (self._lane is not None)
+        """Requests without a slot."""
+        return len(self._waiting)
 
-    @property
-    def lane_free(self) -> bool:
-        """No prompt is in the lane."""
-        return self._lane is None
+    def next(self, costs: Costs, begin: Callable[[Key], int | None] = lambda _: 0) -> Chunk[Key] | Steps | None:
+        """Choose the next dispatch and count it as sent; None: there is nothing to do.
 
-    def next(self, costs: Costs, begin: Callable[[Key], int] = lambda _: 0) -> Chunk[Key] | Admit[Key] | Steps | None:
-        """Choose the next dispatch and count it as sent; None: there is nothing to do."""
-        if self._lane is None and self._waiting:
-            key, length = self._waiting.popleft()
-            self._lane = _Lane(key, length, begin(key))
-        lane = self._lane
-        prefilled = lane is not None and lane.done == lane.length
-        steps_due = self._steps_due and self.num_active > 0
-        if lane is not None and prefilled and None in self._held and not (lane.loaded and steps_due):
-            slot = self._held.index(None)
-            self._held[slot], self._lane = lane.key, None
-            self._steps_due |= lane.loaded
-            return Admit(lane.key, slot)
-        if lane is not None and not prefilled and not steps_due:
-            start, count = lane.done, min(self.chunk - lane.done % self.chunk, lane.length - lane.done)
-            lane.done += count
+        begin: called once for each request that gets a slot; returns the tokens of its prompt that are known, or None
+        if there is no memory for it yet.
+        """
+        while self._waiting and None in self._held:
+            key, length = self._waiting[0]
+            if not self._joins(length):
+                break
+            known = begin(key)
+            if known is None:
+                break
+            self._waiting.popleft()
+            self._held[self._held.index(None)] = key
+            self._progress[key] = _Progress(length, known)
+        if self._progress and not (self._steps_due and self.num_active):
             self._steps_due = True
-            return Chunk(lane.key, start, count, lane.done == lane.length)
+            return self._chunk()
         self._steps_due = False
-        if not self.num_active:
-            return None
-        return self._steps(lane is not None and not prefilled, costs)
+        return self._steps(costs) if self.num_active else None
 
-    def _steps(self, prefilling: bool, costs: Costs) -> Steps:
+    def _joins(self, length: int) -> bool:
+        """Whether a prompt begins now: if no other does, or if all are short enough to share a pass.
+
+        Else it begins when those before it are complete, with what is known of it then.
+        """
+        lengths = [progress.length for progress in self._progress.values()]
+        return not lengths or any(
+            len(lengths) < count and max(*lengths, length) <= rows for count, rows in self.shapes[1:]
+        )
+
+    def _chunk(self) -> Chunk[Key]:
+        """Take the prompt that came first; others share its pass if they are as short."""
+        keys, shape = [next(iter(self._progress))], self.shapes[0]
+        for count, rows in self.shapes[1:]:
+            short = [key for key in self._progress if self._piece(key, rows).last][:count]
+            if keys[0] in short and len(short) > len(keys):
+                keys, shape = short, (count, rows)
+        pieces = tuple(self._piece(key, shape[1]) for key in keys)
+        for piece in pieces:
+            self._progress[piece.key].done += piece.count
+            if piece.last:
+                del self._progress[piece.key]
+        return Chunk(pieces, shape)
+
+    def _piece(self, key: Key, rows: int) -> Piece[Key]:
+        done, length = self._progress[key].done, self._progress[key].length
+        count = min(rows - (done > 0), length - done)
+        return Piece(key, done, count, done + count == length)
+
+    def _steps(self, costs: Costs) -> Steps:
         """Choose steps: cut ones while a request has a grammar, with whole ones of the others between them."""
-        num_constrained = sum(key in self._constrained for key in self._held)
+        num_constrained = sum(key in self._constrained for _, key in self.decoding)
         if not num_constrained:
-            return Steps(self._num_steps(prefilling, costs))
+            return Steps(self._num_steps(costs))
         if self._owed and num_constrained < self.num_active:
-            count = min(self._owed, self._num_steps(prefilling, costs))
+            count = min(self._owed, self._num_steps(costs))
             self._owed -= count
             return Steps(count)
         self._cuts += 1
@@ -184,8 +202,9 @@ class Scheduler(Generic[Key]):
             return least
         return MOST_BETWEEN_CUTS if missing >= MOST_BETWEEN_CUTS * gained else math.ceil(missing / gained)
 
-    def _num_steps(self, prefilling: bool, costs: Costs) -> int:
-        most = float(self.steps_per_dispatch // (WAITING_SHARE if self.num_waiting and not prefilling else 1))
+    def _num_steps(self, costs: Costs) -> int:
+        prefilling = bool(self._progress)
+        most = float(self.steps_per_dispatch // (WAITING_SHARE if self._waiting and not prefilling else 1))
         if costs.step_s:
             most = min(most, LONGEST_DISPATCH_S / costs.step_s)
         if prefilling:

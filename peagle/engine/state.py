@@ -1,16 +1,17 @@
-"""Hold the decode state on the device between steps; insert a prefilled request into a slot, extract it again.
+"""Hold what a slot needs between steps; take the slots of one pass, put them back, and let a request in.
 
-The slot is the leading axis of every leaf. Between steps, for each active slot:
+The slot is the leading axis of every leaf but the pages, which all slots share. Between steps, for each active slot:
 
-    target_cache       holds the prompt and all emitted tokens but the last: `length` of them
-    pending_token      is the last emitted token; it is in no cache
-    drafter_state      lags by the tokens in drafter_input: rows first_position ..
-                       first_position + num - 1 = length - 1. It has no gap, unless credit is below 0
+    target pages       hold the prompt and all emitted tokens but the last: `length` of them
+    pending_token      is the last emitted token; it is in no page
+    drafter pages      lag by the tokens in drafter_input: rows first_position ..
+                       first_position + num - 1 = length - 1. They have no gap, unless credit is below 0
     remaining          counts the tokens that may still be emitted
     credit             counts the plain steps that drafting may still lose (peagle.engine.widths); below 0 the slot
                        never drafts again
 
-A slot that is done or was never filled is frozen: its rows have position -1, write nothing and emit nothing.
+A pass runs over the slots that the host names, gathered into a batch. A slot that is done, or an entry of the batch
+without a slot, has rows of position -1, which write nothing and emit nothing.
 """
 
 import dataclasses
@@ -21,14 +22,14 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from peagle.engine.adjust import Adjustments
 from peagle.engine.masks import all_allowed
 from peagle.engine.request import MOST_STOP_TOKENS, Request, fold_seed
 from peagle.engine.sampling import RowSampling
 from peagle.engine.widths import allowance
-from peagle.ops.kv_cache import KVCache, copy_positions
+from peagle.ops.attention import PagedCache
 from peagle.ops.messages import DrafterInput
 from peagle.protocols import Drafter, PyTree, Target
 
@@ -39,17 +40,19 @@ INPUT_ROOM = 128  # rows of drafter_input, at least; a row whose drafter is furt
 
 @flax.struct.dataclass
 class DecodeState:
+    """The state of all slots, or of those of one pass, B of them (`take`)."""
+
     length: jax.Array  # [B] int32
     pending_token: jax.Array  # [B] int32
-    drafter_input: DrafterInput | None  # None: this engine never drafts
-    target_cache: PyTree
-    drafter_state: PyTree
+    drafter_input: DrafterInput | None  # None: this engine never drafts, or the pass keeps nothing for the drafter
+    target_cache: PagedCache  # has tables within a pass only
+    drafter_state: PyTree  # a PagedCache; of a drafter without caches, a tree led by the slot
     done: jax.Array  # [B] bool
     remaining: jax.Array  # [B] int32
     credit: jax.Array  # [B] float32
     stop_token_ids: jax.Array  # [B, MOST_STOP_TOKENS] int32, NO_STOP in unused entries
     sampling: RowSampling
-    adjustments: Adjustments  # only full steps keep its counts (peagle.engine.step.StepKind)
+    adjustments: Adjustments | None  # only full steps take it, and keep its counts (peagle.engine.step.StepKind)
 
     @property
     def slots(self) -> int:
@@ -62,30 +65,25 @@ class DecodeState:
 
 
 @flax.struct.dataclass
-class Prefix:
-    """The caches of one sequence of `length` tokens. Every leaf has one row.
+class Batch:
+    """The slots of one pass, and where their keys and values are. An entry of no slot has a number beyond them."""
 
-    The target's caches hold positions 0..length-1, the drafter's rows 0..length-2: row length-1 needs the token that
-    follows. aux_hidden is the target's at the last position.
-    """
-
-    target_cache: PyTree
-    drafter_state: PyTree
-    aux_hidden: jax.Array  # [1, A]
-    length: jax.Array  # [1] int32
+    slots: jax.Array  # [B] int32
+    target_tables: tuple[jax.Array, ...]  # [B, M] int32 for each cache group
+    drafter_tables: tuple[jax.Array, ...]
 
 
 @flax.struct.dataclass
 class SlotParams:
-    """The parameters of a request as arrays of one row, for `insert`."""
+    """The parameters of requests as arrays led by the request, for `admit`."""
 
     remaining: jax.Array | np.ndarray
     credit: jax.Array | np.ndarray
     stop_token_ids: jax.Array | np.ndarray
     sampling: RowSampling
     adjustments: Adjustments
-    full: jax.Array | np.ndarray  # [1] bool: Request.full
-    masks: jax.Array | np.ndarray  # [1, 1, W] uint32: the tokens that may come first
+    full: jax.Array | np.ndarray  # [B] bool: Request.full
+    masks: jax.Array | np.ndarray  # [B, 1, W] uint32: the tokens that may come first
 
     @classmethod
     def of(
@@ -113,14 +111,27 @@ class SlotParams:
         masks = all_allowed(1, 1, vocab_size) if masks is None else masks
         return cls(budget, credit, stops, row, Adjustments.of(request, vocab_size), full, masks)
 
-    def continued(self, output_ids: Sequence[int]) -> "SlotParams":
-        """Make the row of a request that has emitted these tokens, the pending one last, in NumPy."""
+    @classmethod
+    def stack(cls, rows: Sequence["SlotParams"], size: int) -> "SlotParams":
+        """Make one batch of `size` rows; those that are missing repeat the first."""
+        padded = [*rows, *[rows[0]] * (size - len(rows))]
+        stacked: SlotParams = jax.tree.map(lambda *leaves: np.concatenate(leaves), *padded)
+        return stacked
+
+    def continued(self, output_ids: Sequence[int], credit: float | None = None) -> "SlotParams":
+        """Make the row of a request that has emitted these tokens, the pending one last, in NumPy.
+
+        credit: what is left of it; None: a new one.
+        """
         *before, _ = output_ids
         counts = np.array(self.adjustments.counts)
         np.add.at(counts[0], before, 1)
         must_emit = np.maximum(np.asarray(self.adjustments.must_emit) - len(before), 0)
         adjustments = dataclasses.replace(self.adjustments, counts=counts, must_emit=must_emit)  # type: ignore[arg-type]
-        return dataclasses.replace(self, remaining=np.asarray(self.remaining) - len(before), adjustments=adjustments)
+        left = self.credit if credit is None else np.asarray([credit], np.float32)
+        return dataclasses.replace(
+            self, remaining=np.asarray(self.remaining) - len(before), adjustments=adjustments, credit=left
+        )
 
 
 def _first_credit(request: Request) -> float:
@@ -128,23 +139,34 @@ def _first_credit(request: Request) -> float:
     return math.inf if request.num_speculative_tokens is not None else allowance(request.max_new_tokens)
 
 
-def init_state(target: Target, drafter: Drafter | None, slots: int, capacity: int, num_drafts: int) -> DecodeState:
-    """Make a state of empty slots, with room for `capacity` positions and a step's rows."""
+def init_state(
+    target: Target,
+    drafter: Drafter | None,
+    slots: int,
+    capacity: int,
+    num_drafts: int,
+    target_pages: Sequence[int],
+    drafter_pages: Sequence[int],
+) -> DecodeState:
+    """Make a state of empty slots. target_pages, drafter_pages: of each cache group."""
     zero = jnp.zeros((slots,), jnp.int32)
-    cache = target.init_cache(slots, capacity, num_drafts + 1)
     drafter_input = drafter_state = None
     if drafter is not None:
         room = max(INPUT_ROOM, num_drafts + 1)
-        drafter_state = drafter.init_state(slots, capacity, max(2 * num_drafts, room))
-        token_ids = jnp.zeros((slots, room), jnp.int32)
-        aux_hidden = jax.eval_shape(target.extend, token_ids, token_ids, cache)[0].aux_hidden
-        drafter_input = DrafterInput(token_ids, jnp.zeros(aux_hidden.shape, aux_hidden.dtype), zero, zero)
+        rows = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        aux = jax.eval_shape(lambda rows: target.extend(rows, rows, target.init_cache(1, 1, 1))[0].aux_hidden, rows)
+        aux_hidden = jnp.zeros((slots, room, aux.shape[2]), aux.dtype)
+        drafter_input = DrafterInput(jnp.zeros((slots, room), jnp.int32), aux_hidden, zero, zero)
+        if drafter.cache_groups:
+            drafter_state = PagedCache(drafter.init_pages(drafter_pages), ())
+        else:
+            drafter_state = drafter.init_state(slots, capacity, max(2 * num_drafts, room))
     real = jnp.zeros((slots,), jnp.float32)
     return DecodeState(
         length=zero,
         pending_token=zero,
         drafter_input=drafter_input,
-        target_cache=cache,
+        target_cache=PagedCache(target.init_pages(target_pages), ()),
         drafter_state=drafter_state,
         done=jnp.ones((slots,), bool),
         remaining=zero,
@@ -155,89 +177,137 @@ def init_state(target: Target, drafter: Drafter | None, slots: int, capacity: in
     )
 
 
-def insert(
-    state: DecodeState, prefix: Prefix, first_token: Int[Array, " one"], slot: Int[Array, ""], params: SlotParams
-) -> DecodeState:
-    """Put a prompt and its first token into a slot; the first token counts as emitted.
+def take(state: DecodeState, batch: Batch, input_rows: int | None, adjusts: bool) -> DecodeState:
+    """Gather the slots of one pass, with their tables. A batch of as many entries as slots has each in its place.
 
-    Copies the valid positions of the caches, not the capacity. If the first token is NO_TOKEN, the slot continues with
-    token 0 until the host ends the request.
+    input_rows: how many rows of drafter_input the pass needs, or all of them if it is None; 0: nothing of it.
+    adjusts: whether it needs the adjustments.
     """
-    first_token = jnp.maximum(first_token, 0)
+    slots, whole = batch.slots, batch.slots.shape[0] == state.slots
 
-    def put(rows: jax.Array, value: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(rows, jnp.asarray(value, rows.dtype), slot, axis=0)
+    def rows(leaf: jax.Array) -> jax.Array:
+        return leaf if whole else leaf.at[slots].get(mode="clip")
 
-    length = prefix.length[0]
+    given = state.drafter_input
+    if given is not None and input_rows == 0:
+        given = None
+    if given is not None:
+        given = DrafterInput(
+            rows(given.token_ids[:, :input_rows]),
+            rows(given.aux_hidden[:, :input_rows]),
+            rows(given.num),
+            rows(given.first_position),
+        )
+    drafter_state = state.drafter_state
+    if isinstance(drafter_state, PagedCache):
+        drafter_state = PagedCache(drafter_state.pages, batch.drafter_tables)
+    else:
+        drafter_state = jax.tree.map(rows, drafter_state)
+    return DecodeState(
+        length=rows(state.length),
+        pending_token=rows(state.pending_token),
+        drafter_input=given,
+        target_cache=PagedCache(state.target_cache.pages, batch.target_tables),
+        drafter_state=drafter_state,
+        done=rows(state.done) | (slots >= state.slots),
+        remaining=rows(state.remaining),
+        credit=rows(state.credit),
+        stop_token_ids=rows(state.stop_token_ids),
+        sampling=jax.tree.map(rows, state.sampling),
+        adjustments=jax.tree.map(rows, state.adjustments) if adjusts else None,
+    )
+
+
+def put(state: DecodeState, batch: Batch, after: DecodeState) -> DecodeState:
+    """Put the slots of a pass back (`take`). What the pass did not take stays."""
+    slots, whole = batch.slots, batch.slots.shape[0] == state.slots
+
+    def rows(into: jax.Array, leaf: jax.Array) -> jax.Array:
+        if whole:
+            return leaf
+        return into.at[slots].set(leaf.astype(into.dtype), mode="drop")
+
+    given, left = state.drafter_input, after.drafter_input
+    if given is not None and left is not None:
+        width = left.token_ids.shape[1]
+
+        def columns(into: jax.Array, leaf: jax.Array) -> jax.Array:
+            if whole:
+                return jax.lax.dynamic_update_slice_in_dim(into, leaf, 0, 1)
+            return into.at[slots, :width].set(leaf, mode="drop")
+
+        given = DrafterInput(
+            columns(given.token_ids, left.token_ids),
+            columns(given.aux_hidden, left.aux_hidden),
+            rows(given.num, left.num),
+            rows(given.first_position, left.first_position),
+        )
+    drafter_state = after.drafter_state
+    if isinstance(drafter_state, PagedCache):
+        drafter_state = PagedCache(drafter_state.pages, ())
+    else:
+        drafter_state = jax.tree.map(rows, state.drafter_state, drafter_state)
+    adjustments = state.adjustments
+    if after.adjustments is not None:
+        adjustments = jax.tree.map(rows, adjustments, after.adjustments)
+    # a whole batch also holds the slots that stand still: done within the pass, and afterwards what they were
+    done = jnp.where(slots >= state.slots, state.done, after.done) if whole else rows(state.done, after.done)
+    return DecodeState(
+        length=rows(state.length, after.length),
+        pending_token=rows(state.pending_token, after.pending_token),
+        drafter_input=given,
+        target_cache=PagedCache(after.target_cache.pages, ()),
+        drafter_state=drafter_state,
+        done=done,
+        remaining=rows(state.remaining, after.remaining),
+        credit=rows(state.credit, after.credit),
+        stop_token_ids=state.stop_token_ids,
+        sampling=state.sampling,
+        adjustments=adjustments,
+    )
+
+
+def admit(
+    state: DecodeState,
+    slots: Int[Array, " n"],
+    length: Int[Array, " n"],
+    token_ids: Int[Array, " n"],
+    aux_hidden: Float[Array, "n A"],
+    params: SlotParams,
+) -> DecodeState:
+    """Let requests into their slots: `length` tokens are in pages, token_ids follow and count as emitted.
+
+    aux_hidden: the target's at the last of the length tokens. Entries of no slot are dropped. If a token is NO_TOKEN,
+    its slot continues with token 0 until the host ends the request.
+    """
+    token_ids = jnp.maximum(token_ids, 0)
+
+    def rows(into: jax.Array, value: jax.Array | np.ndarray) -> jax.Array:
+        return into.at[slots].set(jnp.asarray(value, into.dtype), mode="drop")
+
     drafter_input = state.drafter_input
     if drafter_input is not None:
-        # one row: the first token, with the aux_hidden of the last prompt position
+        # one row: the token that follows, with the aux_hidden of the position before it
         drafter_input = DrafterInput(
-            put_column(drafter_input.token_ids, first_token, slot),
-            put_column(drafter_input.aux_hidden, prefix.aux_hidden.astype(drafter_input.aux_hidden.dtype), slot),
-            put(drafter_input.num, jnp.ones((1,), jnp.int32)),
-            put(drafter_input.first_position, prefix.length - 1),
+            drafter_input.token_ids.at[slots, 0].set(token_ids, mode="drop"),
+            drafter_input.aux_hidden.at[slots, 0].set(aux_hidden.astype(drafter_input.aux_hidden.dtype), mode="drop"),
+            rows(drafter_input.num, jnp.ones_like(length)),
+            rows(drafter_input.first_position, length - 1),
         )
-    stops = jnp.any(first_token[:, None] == params.stop_token_ids, axis=1)
-    emits = jnp.ones((1, 1), bool)
-    return DecodeState(
-        length=put(state.length, prefix.length),
-        pending_token=put(state.pending_token, first_token),
+    stops = jnp.any(token_ids[:, None] == params.stop_token_ids, axis=1)
+    emitted = params.adjustments.emitted(token_ids[:, None], jnp.ones_like(token_ids[:, None], dtype=bool))
+    return dataclasses.replace(
+        state,
+        length=rows(state.length, length),
+        pending_token=rows(state.pending_token, token_ids),
         drafter_input=drafter_input,
-        target_cache=_move(state.target_cache, prefix.target_cache, slot, length),
-        drafter_state=_move(state.drafter_state, prefix.drafter_state, slot, length - 1),
-        done=put(state.done, stops | (jnp.asarray(params.remaining) <= 1)),
-        remaining=put(state.remaining, jnp.asarray(params.remaining) - 1),
-        credit=put(state.credit, jnp.asarray(params.credit)),
-        stop_token_ids=put(state.stop_token_ids, jnp.asarray(params.stop_token_ids)),
-        sampling=jax.tree.map(put, state.sampling, params.sampling),
-        adjustments=jax.tree.map(put, state.adjustments, params.adjustments.emitted(first_token[:, None], emits)),
+        done=rows(state.done, stops | (jnp.asarray(params.remaining) <= 1)),
+        remaining=rows(state.remaining, jnp.asarray(params.remaining) - 1),
+        credit=rows(state.credit, params.credit),
+        stop_token_ids=rows(state.stop_token_ids, params.stop_token_ids),
+        sampling=jax.tree.map(rows, state.sampling, params.sampling),
+        adjustments=jax.tree.map(rows, state.adjustments, emitted),
     )
-
-
-def extract(state: DecodeState, empty: Prefix, slot: Int[Array, ""]) -> Prefix:
-    """Extract the Prefix of a slot's tokens as far as its drafter has absorbed them. `empty` gives its shape.
-
-    After peagle.engine.step.absorb these are all but the pending token, and `insert` with that as first token continues
-    the request in any slot. After a drafted step they are those that the step began with, and its pending token. After
-    more plain steps than that the sliding rings no longer hold what the Prefix needs. The slot's credit must not be
-    below 0.
-    """
-
-    def row(leaf: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(leaf, slot, 1, axis=0)
-
-    zero = jnp.zeros_like(slot)
-    length = row(state.length if state.drafter_input is None else state.drafter_input.first_position + 1)
-    target_cache, drafter_state = jax.tree.map(row, (state.target_cache, state.drafter_state))
-    aux_hidden = empty.aux_hidden
-    if state.drafter_input is not None:
-        aux_hidden = row(state.drafter_input.aux_hidden)[:, 0].astype(aux_hidden.dtype)
-    return Prefix(
-        target_cache=_move(empty.target_cache, target_cache, zero, length[0]),
-        drafter_state=_move(empty.drafter_state, drafter_state, zero, length[0] - 1),
-        aux_hidden=aux_hidden,
-        length=length,
-    )
-
-
-def _move(into: PyTree, source: PyTree, row: jax.Array, length: jax.Array) -> PyTree:
-    """Copy the row of `source` into a row of `into`; of caches, the first `length` positions."""
-
-    def one(cache: KVCache | jax.Array, given: KVCache | jax.Array) -> KVCache | jax.Array:
-        if isinstance(cache, KVCache):
-            assert isinstance(given, KVCache)
-            return copy_positions(cache, given, row, length)
-        assert not isinstance(given, KVCache)
-        return jax.lax.dynamic_update_slice_in_dim(cache, given.astype(cache.dtype), row, axis=0)
-
-    return jax.tree.map(one, into, source, is_leaf=lambda node: isinstance(node, KVCache))
-
-
-def put_column(rows: jax.Array, value: jax.Array, slot: jax.Array) -> jax.Array:
-    """Set rows[slot, 0] = value[0]."""
-    start = (slot, *(jnp.zeros_like(slot) for _ in rows.shape[1:]))
-    return jax.lax.dynamic_update_slice(rows, value[:, None], start)
 
 
 def is_stop(token_ids: Int[Array, "B T"], stop_token_ids: Int[Array, "B S"]) -> Bool[Array, "B T"]:
@@ -245,21 +315,23 @@ def is_stop(token_ids: Int[Array, "B T"], stop_token_ids: Int[Array, "B S"]) -> 
     return jnp.any(token_ids[:, :, None] == stop_token_ids[:, None, :], axis=-1)
 
 
-def check_integrity(state: DecodeState, capacity: int) -> None:
-    """Raise AssertionError if an invariant of the state is broken.
+def check_integrity(state: DecodeState, capacity: int, slots: Sequence[int] | None = None) -> None:
+    """Raise AssertionError if an invariant of the state is broken. slots: those that decode; None: all.
 
     For tests: copies everything to the host.
     """
-    slots = state.slots
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        assert leaf.shape[:1] == (slots,), f"{jax.tree_util.keystr(path)} has shape {leaf.shape}, not {slots} rows"
-    active = ~np.asarray(state.done)
+    small = dataclasses.replace(state, target_cache=None, drafter_state=None)  # type: ignore[arg-type]
+    for path, leaf in jax.tree_util.tree_leaves_with_path(small):
+        name = jax.tree_util.keystr(path)
+        assert leaf.shape[:1] == (state.slots,), f"{name} has shape {leaf.shape}, not {state.slots} rows"
+    decodes = np.isin(np.arange(state.slots), np.arange(state.slots) if slots is None else slots)
+    active = ~np.asarray(state.done) & decodes
     length, remaining = np.asarray(state.length)[active], np.asarray(state.remaining)[active]
     assert (length >= 1).all(), length
     assert (remaining >= 1).all(), remaining
     assert (length + remaining <= capacity).all(), (length, remaining, capacity)
     if state.drafter_input is not None:
-        drafts = np.asarray(state.may_draft)
+        drafts = np.asarray(state.may_draft) & decodes
         waiting = jax.tree.map(lambda leaf: np.asarray(leaf)[drafts], state.drafter_input)
         length, num, first = np.asarray(state.length)[drafts], waiting.num, waiting.first_position
         assert ((num >= 1) & (num <= waiting.token_ids.shape[1])).all(), num

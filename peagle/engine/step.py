@@ -170,6 +170,7 @@ def accept_and_commit(
     drafts, logits, random = proposed.draft_token_ids, verified.logits, proposed.uniforms
     with jax.named_scope(ACCEPT_PART):
         if kind.full:
+            assert state.adjustments is not None
             logits = adjust(logits, drafts, state.adjustments, state.stop_token_ids, masks)
         if kind.synthetic_acceptance is not None:
             assert random is not None
@@ -254,6 +255,7 @@ def _commit(
     )
     token_ids, found = jnp.where(place == accepted, acceptance.next_token[:, None], run), None
     if full:
+        assert state.adjustments is not None
         after = dataclasses.replace(after, adjustments=state.adjustments.emitted(run, kept))
         found = log_probs(verified.logits, token_ids)
     output = StepOutput(
@@ -283,7 +285,7 @@ def _input_after(
     if run.shape[1] > 1:
 
         def put(into: jax.Array, rows: jax.Array) -> jax.Array:
-            done = state.done.reshape(-1, *(1 for _ in rows.shape[1:]))  # their input stays, for `extract`
+            done = state.done.reshape(-1, *(1 for _ in rows.shape[1:]))  # rows that stand still keep their input
             rows = jnp.where(done, into[:, : rows.shape[1]], rows)
             return jax.lax.dynamic_update_slice_in_dim(into, rows, 0, 1)
 
@@ -317,7 +319,7 @@ def absorb(drafter: Drafter, state: DecodeState) -> DecodeState:
     positions = jnp.where(taken, before.first_position[:, None] + place, -1)
     with jax.named_scope(DRAFT_PART):
         drafter_state = drafter.absorb(state.drafter_state, before.token_ids, before.aux_hidden, positions)
-    last = jnp.where(state.done, 0, jnp.maximum(before.num - 1, 0))  # the input of done rows stays, for `extract`
+    last = jnp.where(state.done, 0, jnp.maximum(before.num - 1, 0))  # rows that stand still keep their input
 
     def first(rows: jax.Array) -> jax.Array:
         index = last.reshape(-1, *(1 for _ in rows.shape[1:]))
@@ -342,28 +344,12 @@ def steps(
     kind: StepKind,
     most: int,
 ) -> tuple[DecodeState, Int[Array, "most B W"]]:
-    """Run `limit` <= most steps; return (the state, packed outputs).
+    """Run `limit` <= most steps of the slots of a pass; return (their state, packed outputs).
 
-    Rows of negative widths stand still. Stops early if all others are done; drafted steps also if no row drafts any
-    more, as plain steps are then cheaper: these follow at once in kinds that go on, as the host would send them two
-    dispatches later. Outputs of steps that were not run look like steps of slots that were done before.
+    Stops early if all are done; drafted steps also if no slot drafts any more, as plain steps are then cheaper: these
+    follow at once in kinds that go on, as the host would send them two dispatches later. Outputs of steps that were not
+    run look like steps of slots that were done before.
     """
-    still, done = widths < 0, state.done
-    state = dataclasses.replace(state, done=done | still)
-    state, outputs = _steps(target, drafter, state, widths, cost, limit, kind, most)
-    return dataclasses.replace(state, done=jnp.where(still, done, state.done)), outputs
-
-
-def _steps(
-    target: Target,
-    drafter: Drafter | None,
-    state: DecodeState,
-    widths: jax.Array,
-    cost: jax.Array,
-    limit: jax.Array,
-    kind: StepKind,
-    most: int,
-) -> tuple[DecodeState, jax.Array]:
     if most == 1:
         state, output = step(target, drafter, state, widths, cost, kind)
         return state, output.pack()[None]

@@ -33,8 +33,7 @@ from peagle.engine.request import DEFAULT_CHUNK, Request, TokenChunk, check_num_
 from peagle.measure.metrics import Spread
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
-from peagle.ops.kv_cache import cache_bytes
-from peagle.ops.memory import refuse_too_large
+from peagle.ops.memory import refuse_too_large, tree_bytes
 from peagle.ops.row_blocks import BlockedPrefill, RowBlocks, padded_length
 from peagle.protocols import PrefillsAtOnce, PyTree, Target
 
@@ -56,6 +55,7 @@ class BenchOptions:
     context: int = 128
     slots: tuple[int, ...] = (1,)  # of decoding; pp and verify use the number if it is the only one, else 1
     drafts: tuple[int, ...] = ()  # K of the drafted decoding tests; plain ones always run
+    kv_memory_bytes: int | None = None  # of decoding (Pair.engine_config)
     repeats: int = 5
     seed: int = 0
     blocked: BlockedPrefill | None = None  # prefill at once as well, cut so
@@ -284,7 +284,7 @@ def _prepare(case: Case, pair: Pair, options: BenchOptions, rng: np.random.Gener
 def _prepare_prefill(
     size: int, pair: Pair, options: BenchOptions, rng: np.random.Generator, blocked: BlockedPrefill | None
 ) -> _Run:
-    """Prepare prefill in the engine's lane, one sequence after the other."""
+    """Prepare prefill of one sequence after the other."""
     target = pair.plain_target
     token_ids = _random_ids(rng, target, options.batch, size)
     widest = chunk = min(pair.prefill_chunk, size)
@@ -321,6 +321,7 @@ def _prepare_decoding(case: Case, pair: Pair, options: BenchOptions, rng: np.ran
         k,
         slots=case.slots,
         capacity=pair.capacity(requests),
+        kv_memory_bytes=options.kv_memory_bytes,
         synthetic_acceptance=(0.0,) * k if k else None,
     )
     engine = pair.engine(config)
@@ -460,5 +461,5 @@ def _random_ids(rng: np.random.Generator, target: Target, *shape: int) -> np.nda
 def _refuse_caches(target: Target, batch: int, capacity: int, widest_write: int) -> None:
     caches: Any = jax.eval_shape(lambda: target.init_cache(batch, capacity, widest_write))
     refuse_too_large(
-        {f"the caches of {capacity} positions": cache_bytes(caches)}, lambda: "lower -p, -t, --context or --slots"
+        {f"the caches of {capacity} positions": tree_bytes(caches)}, lambda: "lower -p, -t, --context or --slots"
     )

@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from peagle.config import EngineConfig
 from peagle.engine import scheduler
 from peagle.engine.request import check_rates
-from peagle.engine.scheduler import Admit, Chunk, Scheduler, Steps
+from peagle.engine.scheduler import Chunk, Scheduler, Steps
 from peagle.ops.errors import InputError
 
 QUANTILES = (0.5, 0.9, 0.99)
@@ -30,6 +31,7 @@ HOPS = 2  # of a hand-off: to the router, and on to the decode replica
 ATTAINED = 0.9  # share of the requests that must meet a target at the highest rate
 LOWEST_RATE, HIGHEST_RATE = 1e-6, 1e6  # requests a second
 HALVINGS = 6  # of the octave in which the highest rate lies
+ANY_CONTEXT = 1 << 30  # positions of a request: the simulation does not limit them
 
 
 @dataclass(frozen=True)
@@ -272,10 +274,10 @@ class Served:
 class _Sent:
     """A dispatch: when the device ends it, and the tokens of each request."""
 
-    action: Chunk[Served] | Admit[Served] | Steps
+    action: Chunk[Served] | Steps
     sent_s: float
     end_s: float
-    tokens: tuple[tuple[Served, int], ...] = ()
+    tokens: tuple[tuple[Served, int], ...]
 
 
 @dataclass(eq=False)
@@ -294,8 +296,9 @@ class _Replica:
     _last_read_s: float = 0.0
 
     def __post_init__(self) -> None:
-        slots = 1 if self.hands_over else self.slots
-        self._scheduler: Scheduler[Served] = Scheduler(slots, self.costs.chunk, self.costs.steps_per_dispatch)
+        costs = self.costs
+        shapes = EngineConfig(slots=self.slots, capacity=ANY_CONTEXT, chunk=costs.chunk).pass_shapes
+        self._scheduler: Scheduler[Served] = Scheduler(self.slots, shapes, costs.steps_per_dispatch)
         self._in_flight: collections.deque[_Sent] = collections.deque()
         self._seen = scheduler.Costs()
         self._left = 0  # requests that the loop has not ended
@@ -319,7 +322,8 @@ class _Replica:
         action = self._scheduler.next(self._seen, lambda served: self._begin(served, now))
         if action is not None:
             self._in_flight.append(self._send(action, now))
-        alone = isinstance(action, Admit) and self._scheduler.num_active == 1
+        alone = self.hands_over or self._scheduler.num_active == 1
+        alone = isinstance(action, Chunk) and action.pieces[0].last and alone
         while len(self._in_flight) > (0 if action is None or alone else 1):
             sent = self._in_flight.popleft()
             now = max(now, sent.end_s)
@@ -348,30 +352,35 @@ class _Replica:
         self.busy_s += seconds
         return self._device_s
 
-    def _send(self, action: Chunk[Served] | Admit[Served] | Steps, now: float) -> _Sent:
-        costs = self.costs
+    def _send(self, action: Chunk[Served] | Steps, now: float) -> _Sent:
         if isinstance(action, Chunk):
-            done = action.begin + action.count
-            before = costs.prompt_s.at(action.begin) if action.begin else 0.0
-            return _Sent(action, now, self._occupy(now, max(0.0, costs.prompt_s.at(done) - before)))
-        if isinstance(action, Admit):
-            served = action.key
-            if served.prefilled:
-                return _Sent(action, now, self._occupy(now, 0.0))
-            served.left -= 1
-            return _Sent(action, now, self._occupy(now, 0.0), ((served, 1),))
+            return self._send_chunk(action, now)
+        costs = self.costs
         seconds, emitted = 0.0, collections.Counter[Served]()
         for _ in range(action.count):
-            rows = [each for each in self._scheduler.held if each is not None and each.left > 0]
+            rows = [served for _, served in self._scheduler.decoding if served.left > 0]
             if not rows:
                 break
-            positions = sum(each.arrival.prompt_tokens + each.arrival.output_tokens - each.left for each in rows)
+            positions = sum(row.arrival.prompt_tokens + row.arrival.output_tokens - row.left for row in rows)
             seconds += costs.step_s[self.k].at(len(rows)) + costs.position_s * positions
             for served in rows:
                 count = min(1 + self._accepted(), served.left)
                 served.left -= count
                 emitted[served] += count
         return _Sent(action, now, self._occupy(now, seconds), tuple(emitted.items()))
+
+    def _send_chunk(self, action: Chunk[Served], now: float) -> _Sent:
+        """Compute pieces of prompts; the first token of a prompt comes with its last piece.
+
+        Prompts that share a pass take as long as one prompt of all their rows.
+        """
+        costs, begin = self.costs, max(piece.begin for piece in action.pieces)
+        done = begin + sum(piece.count for piece in action.pieces)
+        seconds = costs.prompt_s.at(done) - (costs.prompt_s.at(begin) if begin else 0.0)
+        first = [piece.key for piece in action.pieces if piece.last and not piece.key.prefilled]
+        for served in first:
+            served.left -= 1
+        return _Sent(action, now, self._occupy(now, max(0.0, seconds)), tuple((served, 1) for served in first))
 
     def _accepted(self) -> int:
         """Draw how many drafts a step accepts."""

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from peagle.api import Pair
-from peagle.engine.engine import AnyEngine, Handle, Role
+from peagle.config import Role
+from peagle.engine.engine import AnyEngine
+from peagle.engine.handle import Handle
 from peagle.engine.handoff import HandOff, parse
 from peagle.engine.request import Request, StepRecord
 from peagle.measure.fleet import Costs, Curve

@@ -58,6 +58,11 @@ def to_device(values: np.ndarray) -> jax.Array:
     return jax.device_put(values, may_alias=True)
 
 
+def tree_bytes(tree: object) -> int:
+    """Count the bytes of every array in a tree; shapes suffice."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
 def available_memory_bytes() -> int:
     """Measure the memory available on JAX's default device.
 

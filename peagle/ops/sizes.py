@@ -1,9 +1,11 @@
 """Sizes in bytes as people write them."""
 
 import re
+from typing import Literal, TypeAlias
 
 from peagle.ops.errors import InputError
 
+PrefixCacheSize: TypeAlias = int | Literal["on", "off"]  # bytes; on: `peagle.Pair.engine_config` chooses them
 SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(i?)B?", re.IGNORECASE | re.ASCII)
 
 

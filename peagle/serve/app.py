@@ -21,6 +21,7 @@ from fastapi.responses import HTMLResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from peagle.engine.engine import AnyEngine
 from peagle.engine.grammar import CompiledGrammar
 from peagle.engine.request import Request, TokenLogprobs
 from peagle.ops.errors import InputError
@@ -159,13 +160,17 @@ class Service:
     def health(self) -> dict[str, Any]:
         """Describe what the engine's loop does."""
         loop = self.loop
-        return {
+        health = {
             "status": loop.status,
             "model": self.model,
             "requests_running": loop.num_running,
             "requests_waiting": loop.num_waiting,
             "error": loop.failure,
         }
+        if isinstance(loop.engine, AnyEngine):  # else engines are elsewhere
+            use = loop.engine.page_use
+            health |= {"kv_cache_tokens": use.num_tokens, "kv_cache_usage": round(use.held_frac, 4)}
+        return health
 
     def note(self, *lines: str) -> None:
         """Log each of these lines, once in the server's life."""

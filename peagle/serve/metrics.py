@@ -1,15 +1,32 @@
 """Prometheus metrics under vLLM's names, so that its boards and benchmark clients read them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
+from peagle.engine.engine import AnyEngine
 from peagle.result import Result
 from peagle.serve.answers import pooled
 from peagle.serve.loop import Loop
 
 SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 LONG_S = (0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+
+
+class _Preemptions(Collector):
+    """Reads a count that the engine keeps."""
+
+    def __init__(self, engine: AnyEngine, model: str) -> None:
+        self._engine, self._model = engine, model
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the counter."""
+        text = "Requests whose pages were given to an earlier one; they are computed again."
+        counter = CounterMetricFamily("vllm:num_preemptions", text, labels=["model_name"])
+        counter.add_metric([self._model], self._engine.num_preemptions)
+        yield counter
 
 
 class Metrics:
@@ -25,6 +42,11 @@ class Metrics:
             ("num_requests_waiting", "Requests that wait for a slot.", lambda: loop.num_waiting),
         ):
             self._gauge(name, text).set_function(read)
+        if isinstance(loop.engine, AnyEngine):  # else engines are elsewhere
+            engine = loop.engine
+            text = "Share of the pages of keys and values that requests hold; 1: all."
+            self._gauge("kv_cache_usage_perc", text).set_function(lambda: engine.page_use.held_frac)
+            self._registry.register(_Preemptions(engine, model))
         self._prompt = self._counter("prompt_tokens", "Tokens of prompts.")
         self._generation = self._counter("generation_tokens", "Tokens of answers.")
         self._cache_queries = self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")

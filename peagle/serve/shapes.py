@@ -288,3 +288,5 @@ class Health(Shape):
     requests_running: int
     requests_waiting: int
     error: str | None
+    kv_cache_tokens: int | None = None  # that pages hold; None: the engines are elsewhere
+    kv_cache_usage: float | None = None  # share of the pages that requests hold

@@ -30,7 +30,7 @@ MOST_OFF = 1e-3  # of the logits' standard deviation, in float32
 # In bfloat16 a token in eight or so is routed to another expert somewhere, and is far off. The median token is near;
 # of a wrong model it is not.
 MOST_OFF_TYPICAL = 0.3
-BATCH, TOKENS, WIDTH = 2, 48, 4  # several rounds of a ring of 24 positions, by passes of four rows
+BATCH, TOKENS, WIDTH = 2, 48, 4  # twice a window of 24 positions, in passes of four rows
 NUM_DRAFTS, NEW_TOKENS = 5, 96
 
 

@@ -14,7 +14,7 @@ from drafter.params import init_params
 from peagle.measure.fleet import Costs, Curve
 from peagle.ops.errors import InputError
 from peagle.parallel import MeshShape
-from peagle.workflows.plan import BFLOAT16, Device, pass_s, rank_bytes, rank_cache_bytes
+from peagle.workflows.plan import BFLOAT16, Device, pass_s, rank_bytes
 from peagle.workflows.random_checkpoint import PARALLEL
 from target.config import FULL, TargetConfig
 
@@ -115,10 +115,7 @@ def paper_costs(replica: Replica, slots: int, ks: Sequence[int], kept: float) ->
         drafting = replica.draft_s() if k else 0.0
         return Curve(tuple((float(active), replica.pass_s(active * (k + 1)) + drafting) for active in rows))
 
-    def message(tokens: int) -> float:
-        return float(rank_cache_bytes(replica.config, MeshShape(), 1, tokens, 1))
-
-    messages = Curve(tuple((float(tokens), message(tokens)) for tokens in PROMPTS))
+    messages = Curve(tuple((float(tokens), float(_message_bytes(replica.config, tokens))) for tokens in PROMPTS))
     staging = Curve(tuple((tokens, size / STAGING_BYTES_PER_S) for tokens, size in messages.points))
     return Costs(
         prompt_s=Curve(tuple((float(tokens), replica.prompt_s(tokens)) for tokens in PROMPTS)),
@@ -132,3 +129,9 @@ def paper_costs(replica: Replica, slots: int, ks: Sequence[int], kept: float) ->
         acceptance={k: tuple(kept ** (place + 1) for place in range(k)) for k in ks if k},
         chunk=CHUNK,
     )
+
+
+def _message_bytes(config: TargetConfig, tokens: int) -> int:
+    """Count the bytes of a hand-off: all rows of full layers, those of the window of the others."""
+    rows = sum(min(tokens, config.window(layer) or tokens) for layer in range(config.num_layers))
+    return 2 * rows * config.num_kv_heads * config.head_dim * BFLOAT16.itemsize

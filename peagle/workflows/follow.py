@@ -3,7 +3,7 @@
 from typing import Any
 
 from peagle.api import Pair
-from peagle.engine.lead import Follower
+from peagle.engine.remote import Follower
 from peagle.loading import load
 from peagle.measure.logprobs import top_2_margin
 from peagle.ops import interrupt, native

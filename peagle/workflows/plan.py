@@ -1,23 +1,25 @@
-"""What a target takes on each device of a mesh, on paper: bytes by kind, padding, caches, and a bound on its speed.
+"""Plan a target on each device of a mesh, on paper: bytes by kind, padding, pages, and a bound on its speed.
 
 Weights are counted as checkpoints store them: bfloat16, and experts in MXFP4 if they are.
 """
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.typing import DTypeLike
 
+from peagle.config import EngineConfig
+from peagle.engine.kv_memory import Sizing, page_bytes
+from peagle.engine.request import GPU_CHUNK
+from peagle.ops.attention import CacheGroup, Pages, init_pool
 from peagle.ops.errors import InputError
-from peagle.ops.kv_cache import cache_bytes
 from peagle.parallel import MeshShape
 from target.config import TargetConfig
 from target.load import tensor_leaves
-from target.model import init_caches
+from target.model import cache_groups
 from target.shard import Leaf, Part, Place
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -87,12 +89,27 @@ def _of_rank(part: Part, leaves: Mapping[tuple[Leaf, tuple[int, ...]], int]) -> 
     return RankBytes(kinds, padding, replicated)
 
 
-def rank_cache_bytes(config: TargetConfig, shape: MeshShape, slots: int, positions: int, widest: int) -> int:
-    """Count the caches of a rank, in bfloat16: rings, and `positions` of the full layers, in every slot."""
+def rank_cache_bytes(config: TargetConfig, shape: MeshShape, slots: int, positions: int, num_drafts: int) -> int:
+    """Count the pages of a rank, in bfloat16: those that an engine of these slots and this context reserves.
+
+    More than MOST_RESERVED positions of a slot are not reserved, but for one request.
+    """
     part = Part(config, Place(0, shape.tp, shape.ep), False)
-    return cache_bytes(
-        jax.eval_shape(lambda: init_caches(part.config, slots, positions + widest, widest, jnp.dtype(jnp.bfloat16)))
-    )
+    engine = EngineConfig(num_drafts, slots, positions, GPU_CHUNK)
+    sizing = Sizing(*target_pages(part.config, BFLOAT16), engine)
+    return sum(count * size for count, size in zip(sizing.num_pages, sizing.page_bytes, strict=True))
+
+
+def target_pages(
+    config: TargetConfig, dtype: DTypeLike, retain_full_kv: bool = False
+) -> tuple[tuple[CacheGroup, ...], tuple[int, ...]]:
+    """Return (a target's cache groups, the bytes of a page of each)."""
+    groups = cache_groups(config, retain_full_kv)
+
+    def init_pages(num_pages: Sequence[int]) -> tuple[Pages, ...]:
+        return init_pool(groups, num_pages, config.num_kv_heads, config.head_dim, dtype)
+
+    return groups, page_bytes(groups, init_pages)
 
 
 def pass_s(config: TargetConfig, mxfp4: bool, shape: MeshShape, device: Device, rows: int) -> tuple[float, float]:

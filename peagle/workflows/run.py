@@ -13,17 +13,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from peagle.api import DEFAULT_MAX_NEW_TOKENS, DEFAULT_NUM_SPECULATIVE_TOKENS, Pair
-from peagle.engine.engine import DRAFTS_ARE_GREEDY, AnyEngine, EngineConfig, Handle
+from peagle.config import EngineConfig
+from peagle.engine.engine import AnyEngine
 from peagle.engine.grammar import Grammar
-from peagle.engine.prefix_cache import PrefixCacheUse
-from peagle.engine.request import DEFAULT_CHUNK, Request, SamplingParams, check_stop_strings
+from peagle.engine.handle import Handle
+from peagle.engine.kv_memory import PrefixCacheUse
+from peagle.engine.request import DEFAULT_CHUNK, DRAFTS_ARE_GREEDY, Request, SamplingParams, check_stop_strings
 from peagle.engine.widths import WidthTable
 from peagle.measure.logprobs import top_2_margin
 from peagle.measure.metrics import first_difference
 from peagle.measure.profile import Breakdown, profile
 from peagle.ops.errors import InputError
-from peagle.ops.memory import available_memory_bytes
 from peagle.ops.row_blocks import BlockedPrefill
+from peagle.ops.sizes import PrefixCacheSize
 from peagle.result import Assembler, Piece, Result, decode, follow, submit
 from peagle.text.prompts import Conversation, Rendering
 
@@ -51,8 +53,9 @@ class RunConfig:
     show_drafts: bool = False  # tell the observer which tokens were accepted drafts
     logprobs: int | None = None  # how many of the likeliest tokens to return with each emitted one
     prefill_chunk: int | None = None  # None: the pair's
-    prefix_cache_bytes: int | None = None  # None: a tenth of the free memory if there are several requests, else 0
-    blocked: BlockedPrefill | None = None  # prefill each prompt at once, without a prefix cache
+    kv_memory_bytes: int | None = None  # `Pair.engine_config`, as the next one; None: "on" for several requests
+    prefix_cache_bytes: PrefixCacheSize | None = None
+    blocked: BlockedPrefill | None = None  # prefill each prompt at once
     profile: Path | None = None  # the directory for a trace of some of the steps (peagle.measure.profile)
     rendering: Rendering = dataclasses.field(default_factory=Rendering)
 
@@ -61,7 +64,8 @@ class RunConfig:
             self.num_speculative_tokens,
             self.slots,
             chunk=DEFAULT_CHUNK if self.prefill_chunk is None else self.prefill_chunk,
-            prefix_cache_bytes=self.prefix_cache_bytes or 0,
+            kv_memory_bytes=self.kv_memory_bytes,
+            prefix_cache_bytes=self.prefix_cache_bytes if isinstance(self.prefix_cache_bytes, int) else 0,
             blocked=self.blocked and BlockedPrefill(),  # its numbers of blocks depend on the context
             draft_sampling=self.draft_sampling,
             synthetic_acceptance=self.synthetic_acceptance,
@@ -139,11 +143,6 @@ class Run:
         return self.costs is not None and not any(self.costs.drafts.values())
 
 
-def default_prefix_cache_bytes() -> int:
-    """Return a tenth of the free memory."""
-    return available_memory_bytes() // 10
-
-
 class Observer:
     """Callbacks of a run, which do nothing; override the ones you need."""
 
@@ -195,8 +194,8 @@ class _Session:
         self.first_index = [sum(counts[:number]) for number in range(len(counts))]
         self.total = sum(counts)
         self.done = 0
-        several = default_prefix_cache_bytes() if self.total > 1 and config.blocked is None else 0
-        self.prefix_cache_bytes = several if config.prefix_cache_bytes is None else config.prefix_cache_bytes
+        default: PrefixCacheSize = "on" if self.total > 1 else "off"
+        self.prefix_cache = default if config.prefix_cache_bytes is None else config.prefix_cache_bytes
         self.outcomes: dict[int, Outcome] = {}
         self.waiting: list[tuple[Request, int | None]] = []
         self.cut_short: dict[int, str] = {}  # by the conversation's number
@@ -225,7 +224,7 @@ class _Session:
             host_gap_frac=self._engine(self.config.num_speculative_tokens).times.gap_frac,
             widths=self._engine(self.config.num_speculative_tokens).widths if self.config.adaptive else None,
             costs=self._costs(),
-            prefix_cache_bytes=self.prefix_cache_bytes,
+            prefix_cache_bytes=self._engine(self.config.num_speculative_tokens).config.prefix_cache_bytes,
             prefix_cache=used,
             profile=found,
             profile_failed=failed,
@@ -332,7 +331,8 @@ class _Session:
             draft_sampling=config.draft_sampling and k > 0,
             synthetic_acceptance=config.synthetic_acceptance if k else None,
             chunk=config.prefill_chunk,
-            prefix_cache_bytes=self.prefix_cache_bytes,
+            kv_memory_bytes=config.kv_memory_bytes,
+            prefix_cache_bytes=self.prefix_cache,
             blocked=config.blocked,
         )
         return self.pair.engine(shape)

@@ -18,16 +18,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from peagle.ops import cuda
-from peagle.ops.attention import decode_attention
+from peagle.ops.attention import (
+    PAGE_SIZE,
+    PagedRows,
+    Pages,
+    causal_rows,
+    init_pool,
+    own_tables,
+    paged_attention,
+)
 from peagle.ops.cuda import calls
 from peagle.ops.expert_matmul import expert_mlp, reference
 from peagle.ops.expert_matmul.routing import route_top_k
 from peagle.ops.kernels import Implementation
-from peagle.ops.kv_cache import KVCache
 from peagle.ops.linear import linear
 from peagle.ops.rope import rope_tables
-from target.config import FULL, SLIDING, TargetConfig
-from target.model import init_caches
+from target.config import TargetConfig
+from target.model import cache_groups
 from target.params import TargetParams
 
 Json = dict[str, Any]
@@ -110,19 +117,21 @@ def operations(params: TargetParams, config: TargetConfig, rows: int, contexts: 
         heads = config.num_heads + 2 * config.num_kv_heads
         positions = context + jnp.arange(rows, dtype=jnp.int32)[None]
         cos_sin = rope_tables(config.rope, positions, dtype)
-        caches = init_caches(config, 1, context + rows, rows, dtype)[: len(layers)]
-        kinds = config.layer_types[: len(layers)]
-        for kind, name in ((SLIDING, f"attention, window {config.sliding_window}"), (FULL, "attention, all")):
-            own = [cache for cache, each in zip(caches, kinds, strict=True) if each == kind]
-            window = config.sliding_window if kind == SLIDING else None
-            operands = [(drawn(1, rows, heads * config.head_dim), *cos_sin, positions) for _ in own]
+        groups = cache_groups(config)
+        tables = own_tables(groups, 1, context + rows, rows)
+        pools = init_pool(groups, [table.size for table in tables], config.num_kv_heads, config.head_dim, dtype)
+        for group, table in reversed([*zip(groups, tables, strict=True)]):
+            own = [layer for layer in group.layers if layer < len(layers)]
+            if not own:
+                continue
+            window, placed = group.window, causal_rows(table, positions, PAGE_SIZE, group.window, group.offset)
+            operands = [(drawn(1, rows, heads * config.head_dim), *cos_sin, placed) for _ in own]
             seen = context + rows if window is None else min(context, window - 1) + rows
             read = 2 * seen * config.num_kv_heads * config.head_dim * dtype.itemsize
+            name = "attention, all" if window is None else f"attention, window {window}"
             for form, implementation in FORMS if cuda.available() else FORMS[:1]:
-                one = functools.partial(
-                    _attention, num_heads=config.num_heads, window=window, implementation=implementation
-                )
-                written = jax.tree.map(jnp.copy, own)  # which is donated
+                one = functools.partial(_attention, num_heads=config.num_heads, implementation=implementation)
+                written = [jax.tree.map(jnp.copy, pools[layer]) for layer in own]  # which is donated
                 yield Operation(f"{name}, after {context}: {form}", one, written, operands, read)
 
 
@@ -159,13 +168,12 @@ def _routed(
 
 
 def _attention(
-    cache: KVCache,
+    pages: Pages,
     qkv: jax.Array,
     cos: jax.Array,
     sin: jax.Array,
-    positions: jax.Array,
+    rows: PagedRows,
     num_heads: int,
-    window: int | None,
     implementation: Implementation | None,
-) -> tuple[jax.Array, KVCache]:
-    return decode_attention(qkv, cos, sin, cache, positions, num_heads, window, implementation=implementation)
+) -> tuple[jax.Array, Pages]:
+    return paged_attention(qkv, cos, sin, pages, rows, num_heads, implementation=implementation)

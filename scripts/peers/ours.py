@@ -16,7 +16,7 @@ from peagle.api import Pair
 from peagle.engine.request import DEFAULT_CHUNK, Request, TokenChunk
 from peagle.measure.bench import BenchOptions, time_steps
 from peagle.measure.provenance import version_of
-from peagle.ops.kv_cache import KVCache, copy_positions
+from peagle.ops.attention import PagedCache
 from peagle.ops.rope import Yarn
 from peagle.ops.row_blocks import BlockedPrefill
 from target.model import GptOss
@@ -149,20 +149,16 @@ def budget_of_many(num_requests: int, prompt_tokens: int, num_tokens: int, steps
     return options.budget(case, steps_per_dispatch)
 
 
-def prefilled(target: GptOss, prompt_ids: list[int], widest: int, room: int) -> tuple[int, tuple[KVCache, ...]]:
-    """Fill caches with a prompt: (its length, caches with room for passes of `widest` rows).
-
-    As in the engine, the prompt goes chunk by chunk through caches with room for a chunk, which are then copied.
-    """
+def prefilled(target: GptOss, prompt_ids: list[int], widest: int, room: int) -> tuple[int, PagedCache]:
+    """Compute a prompt chunk by chunk; return (its length, its cache with room for passes of `widest` rows)."""
     chunk = min(DEFAULT_CHUNK, len(prompt_ids))
-    lane = target.init_cache(1, room, chunk)
+    cache = target.init_cache(1, room, max(chunk, widest))
     for begin in range(0, len(prompt_ids), chunk):
         piece = prompt_ids[begin : begin + chunk]
         padded = np.zeros((1, chunk), np.int32)
         padded[0, : len(piece)] = piece
-        lane = _prefill_chunk(target, padded, np.int32(begin), np.int32(len(piece)), lane)
-    length = len(prompt_ids)
-    return length, _inserted(target.init_cache(1, room, widest), lane, np.int32(length))
+        cache = _prefill_chunk(target, padded, np.int32(begin), np.int32(len(piece)), cache)
+    return len(prompt_ids), cache
 
 
 def rounding_yarn(target: GptOss) -> GptOss:
@@ -176,35 +172,27 @@ def rounding_yarn(target: GptOss) -> GptOss:
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def _prefill_chunk(
-    target: GptOss, token_ids: jax.Array, begin: jax.Array, count: jax.Array, cache: tuple[KVCache, ...]
-) -> tuple[KVCache, ...]:
+    target: GptOss, token_ids: jax.Array, begin: jax.Array, count: jax.Array, cache: PagedCache
+) -> PagedCache:
     place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
     positions = jnp.where(place < count, begin + place, -1)
     return target.extend(token_ids, positions, cache, (count - 1).reshape(1, 1))[1]
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-def _inserted(cache: tuple[KVCache, ...], lane: tuple[KVCache, ...], length: jax.Array) -> tuple[KVCache, ...]:
-    first = jnp.zeros((), jnp.int32)
-    return tuple(copy_positions(into, source, first, length) for into, source in zip(cache, lane, strict=True))
-
-
-@functools.partial(jax.jit, donate_argnames="cache")
-def _extend(
-    target: GptOss, token_ids: jax.Array, length: jax.Array, cache: tuple[KVCache, ...]
-) -> tuple[jax.Array, tuple[KVCache, ...]]:
+def _extend(target: GptOss, token_ids: jax.Array, length: jax.Array, cache: PagedCache) -> tuple[jax.Array, PagedCache]:
     output, cache = target.extend(token_ids, _behind(length, token_ids.shape[1]), cache)
     return output.logits, cache
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def _passes(
-    target: GptOss, token_ids: jax.Array, count: jax.Array, length: jax.Array, cache: tuple[KVCache, ...]
-) -> tuple[tuple[KVCache, ...], jax.Array]:
+    target: GptOss, token_ids: jax.Array, count: jax.Array, length: jax.Array, cache: PagedCache
+) -> tuple[PagedCache, jax.Array]:
     """Run `count` verify passes at one place, each with its own tokens; summing the greedy tokens makes all needed."""
     positions = _behind(length, token_ids.shape[2])
 
-    def one(index: jax.Array, carry: tuple[tuple[KVCache, ...], jax.Array]) -> tuple[tuple[KVCache, ...], jax.Array]:
+    def one(index: jax.Array, carry: tuple[PagedCache, jax.Array]) -> tuple[PagedCache, jax.Array]:
         cache, total = carry
         output, cache = target.extend(token_ids[index], positions, cache)
         return cache, total + jnp.argmax(output.logits, axis=-1).astype(jnp.int32).sum()

@@ -87,11 +87,18 @@ def bodies(prompts: Sequence[Sequence[int]], tokens_out: int) -> list[Json]:
 
 
 def soak(
-    server: Server, asked: Sequence[Json], clients: int, seconds: float, seed: int, slots: int, longest: int
+    server: Server,
+    asked: Sequence[Json],
+    clients: int,
+    seconds: float,
+    seed: int,
+    slots: int,
+    longest: int,
+    turns: int = 1,
 ) -> Json:
     """Run it; return its figures. Raises InputError if the server does not answer a request alone.
 
-    longest: tokens of an answer of which nothing is read.
+    longest: tokens of an answer of which nothing is read. turns: requests of each client, however long they take.
     """
     try:
         expected = [whole(server.url, body) for body in asked]
@@ -99,7 +106,9 @@ def soak(
         raise InputError(f"{server.url} does not answer: {error or type(error).__name__}") from None
     found, end = Found(), time.monotonic() + seconds
     randoms = [random.Random(f"{seed} {place}") for place in range(clients)]
-    threads = [threading.Thread(target=_client, args=(server.url, asked, expected, rng, end, found)) for rng in randoms]
+    threads = [
+        threading.Thread(target=_client, args=(server.url, asked, expected, rng, end, turns, found)) for rng in randoms
+    ]
     threads.append(threading.Thread(target=_reads_nothing, args=(server.url, asked[0], longest, end, found)))
     for thread in threads:
         thread.start()
@@ -126,10 +135,18 @@ def _text(ask: Callable[[], str]) -> str | None:
 
 
 def _client(
-    url: str, asked: Sequence[Json], expected: Sequence[str], rng: random.Random, end: float, found: Found
+    url: str,
+    asked: Sequence[Json],
+    expected: Sequence[str],
+    rng: random.Random,
+    end: float,
+    turns: int,
+    found: Found,
 ) -> None:
-    """Ask until the end, each time for another answer."""
-    while time.monotonic() < end:
+    """Ask until the end, and so many times at least, each time for another answer."""
+    turn = 0
+    while time.monotonic() < end or turn < turns:
+        turn += 1
         if rng.random() < BAD:
             _ask_badly(url, rng, found)
             continue

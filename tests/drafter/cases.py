@@ -12,9 +12,10 @@ from drafter import model
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams, init_params
 from drafter.propose import Eagle3, PEagle
-from peagle.ops.kv_cache import KVCache
+from peagle.ops.attention import PagedCache
 from peagle.ops.messages import DrafterInput, DraftOutput
 from peagle.ops.rope import Llama3, RopeConfig
+from tests.paging import small_pages
 
 LLAMA3 = Llama3(factor=4.0, original_length=24, low_freq_factor=1.0, high_freq_factor=4.0)
 
@@ -230,28 +231,27 @@ def prompt_state(
     lengths: Sequence[int],
     num_drafts: int,
     capacity: int | None = None,
-):
+) -> PagedCache:
     """Prefill each text's first `length` tokens in one padded batch of one width; return the state.
 
-    The caches have 80 slots unless a capacity is given (fewer shapes, fewer compilations)."""
+    The caches have room for 80 rows unless a capacity is given (fewer shapes, fewer compilations)."""
     width = 32
     capacity = 80 - 2 * num_drafts if capacity is None else capacity
     tokens = np.stack(
         [np.where(np.arange(width) < n, t.token_ids[:width], 5) for t, n in zip(texts, lengths, strict=True)]
     )
     aux = np.stack([t.aux_hidden[:width] for t in texts])
-    state = drafter.init_state(len(texts), capacity, 2 * num_drafts)
+    state = small_pages(drafter, len(texts), capacity, 2 * num_drafts)
     return prefill(drafter, state, jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32), jnp.asarray(aux))
 
 
-Caches = tuple[KVCache, ...]
 forward = jax.jit(model.forward, static_argnames="config")
 
 
 @jax.jit
 def prefill(
-    drafter: PEagle | Eagle3, state: Caches, token_ids: jax.Array, lengths: jax.Array, aux_hidden: jax.Array
-) -> Caches:
+    drafter: PEagle | Eagle3, state: PagedCache, token_ids: jax.Array, lengths: jax.Array, aux_hidden: jax.Array
+) -> PagedCache:
     """Write rows 0..length-2 of each padded prompt to the caches: row length-1 needs a token more."""
     index = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
     positions = jnp.where(index < lengths[:, None] - 1, index, -1)
@@ -260,8 +260,13 @@ def prefill(
 
 @functools.partial(jax.jit, static_argnames="num_drafts")
 def propose(
-    drafter: PEagle | Eagle3, state: Caches, fresh: DrafterInput, *, num_drafts: int, widths: jax.Array | None = None
-) -> tuple[DraftOutput, Caches]:
+    drafter: PEagle | Eagle3,
+    state: PagedCache,
+    fresh: DrafterInput,
+    *,
+    num_drafts: int,
+    widths: jax.Array | None = None,
+) -> tuple[DraftOutput, PagedCache]:
     """Propose num_drafts drafts for every sequence, or as many as widths."""
     widths = jnp.full(fresh.num.shape, num_drafts, jnp.int32) if widths is None else widths
     return drafter.propose(state, fresh, widths, num_drafts)

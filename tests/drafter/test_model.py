@@ -25,6 +25,7 @@ from tests.drafter.cases import (
     random_text,
     stack_fresh,
 )
+from tests.paging import entries, small_pages
 
 K = 3
 lay_out = jax.jit(model.lay_out_rows, static_argnums=(3, 4))
@@ -139,15 +140,14 @@ def test_after_a_rollback_all_is_as_if_nothing_had_been_drafted() -> None:
     clean = prompt_state(peagle, [text], [first + 1], K)
     clean_logits, clean = step(peagle, clean, [text], [first], [num])
     np.testing.assert_allclose(logits, clean_logits, atol=2e-5)
-    for cache, clean_cache in zip(*jax.tree.map(np.asarray, (state, clean)), strict=True):
-        for entries, clean_entries in ((cache.key, clean_cache.key), (cache.value, clean_cache.value)):
-            assert np.abs(entries[:, first + num - 1]).max() > 1e-3  # the newest row is written
-            np.testing.assert_allclose(entries[:, : first + num], clean_entries[:, : first + num], atol=2e-5)
+    for ours, theirs in zip(*(entries(peagle, each, 0, first + num) for each in (state, clean)), strict=True):
+        assert np.abs(ours[:, -1]).max() > 1e-3  # the newest row is written
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
 def test_padding_and_dead_entries_reach_no_result() -> None:
     """Input rows beyond num, prompt rows beyond the length and cache entries beyond the committed rows are garbage
-    here, once mild and once wild; the results' bits are the same."""
+    here, once mild and once wild, and so is the index before the first row; the results' bits are the same."""
     peagle = drafter(TWO, deterministic=False)
     text = random_text(peagle.config, 7)
 
@@ -156,16 +156,17 @@ def test_padding_and_dead_entries_reach_no_result() -> None:
         real = np.arange(width) < length
         tokens = jnp.asarray(np.where(real, text.token_ids[:width], token), jnp.int32)[None]
         aux = jnp.asarray(np.where(real[:, None], text.aux_hidden[:width], garbage), jnp.float32)[None]
-        state = peagle.init_state(1, 80 - 2 * K, 2 * K)
+        state = small_pages(peagle, 1, 80 - 2 * K, 2 * K)
         state = prefill(peagle, state, tokens, jnp.asarray([length]), aux)
         state = jax.tree.map(np.array, state)
-        for entries in jax.tree.leaves(state):
-            entries[:, length - 1 :] = garbage
+        for pool in jax.tree.leaves(state.pages):
+            by_index = pool.reshape(-1, *pool.shape[2:])  # one sequence, whose pages are in order
+            by_index[0], by_index[length:] = garbage, garbage
         fresh = jax.tree.map(np.array, stack_fresh([text], [5], [2], K))
         fresh.token_ids[:, 2:], fresh.aux_hidden[:, 2:] = token, garbage
         state, fresh = jax.tree.map(jnp.asarray, (state, fresh))
         draft, state = propose(peagle, state, fresh, num_drafts=K)
-        return logits_of(draft), [np.asarray(entries[:, :7]) for entries in jax.tree.leaves(state)]
+        return logits_of(draft), entries(peagle, state, 0, 7)
 
     mild, wild = run(0.5, 1), run(1e4, 17)
     np.testing.assert_array_equal(mild[0], wild[0])
@@ -191,13 +192,13 @@ def test_rows_of_a_batch_are_independent_and_inactive_ones_write_nothing() -> No
     texts = [random_text(peagle.config, seed) for seed in (9, 10, 11)]
     lengths = [4, 11, 7]
     state = prompt_state(peagle, texts, lengths, K)
-    before = jax.tree.map(np.asarray, state)
+    before = entries(peagle, state, 0, 80)
     logits, state = step(peagle, state, texts, [3, -1, 6], [1, 2, 1])
     for row in (0, 2):
         alone = prompt_state(peagle, texts[row : row + 1], lengths[row : row + 1], K)
         expected, alone = step(peagle, alone, texts[row : row + 1], [lengths[row] - 1], [1])
         np.testing.assert_allclose(logits[row : row + 1], expected, atol=1e-5)
-    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(state), strict=True):
+    for old, new in zip(before, entries(peagle, state, 0, 80), strict=True):
         np.testing.assert_array_equal(old[1], new[1])
         assert (old[0] != new[0]).any()
         assert (old[2] != new[2]).any()
@@ -211,7 +212,7 @@ def test_a_prompt_of_one_token_has_no_row_yet() -> None:
     peagle = drafter(ONE, deterministic=False)
     text = random_text(peagle.config, 12)
     state = prompt_state(peagle, [text], [1], K)
-    assert all(not entries.any() for entries in jax.tree.leaves(state))
+    assert not any(pool.any() for pool in jax.tree.leaves(state.pages))
     logits, _ = step(peagle, state, [text], [0], [1])
     other = random_text(peagle.config, 13)
     other = Text(np.concatenate([text.token_ids[:2], other.token_ids[2:]]), text.aux_hidden)
@@ -274,8 +275,8 @@ def test_a_reduced_vocabulary_reaches_the_targets_ids() -> None:
     assert full.shape == (1, K, peagle.config.vocab_size)
     assert full.dtype == np.float32
     assert (ids != np.arange(len(ids))).any()
-    raw, _ = jax.jit(model.propose, static_argnames=("config", "num_drafts"))(
-        peagle.params, peagle.config, fresh, jnp.asarray([K]), state, K
+    raw, _ = jax.jit(model.propose, static_argnames=("config", "groups", "num_drafts"))(
+        peagle.params, peagle.config, fresh, jnp.asarray([K]), state, peagle.cache_groups, K
     )
     np.testing.assert_allclose(full[0][:, ids], raw[0], atol=1e-5)
     assert (np.delete(full, ids, axis=-1) == MASKED).all()
@@ -300,7 +301,7 @@ def test_bfloat16_drafts_and_one_trace_serve_every_count() -> None:
         return peagle.propose(state, fresh, jnp.asarray([K]), K)
 
     state, exact = prompt_state(half, [text], [6], K), prompt_state(peagle, [text], [6], K)
-    assert state[0].key.dtype == jnp.bfloat16
+    assert state.pages[0].key.dtype == jnp.bfloat16
     first, num = 5, 1
     for accepted in (0, K, 1):
         fresh = stack_fresh([text], [first], [num], K)
@@ -341,6 +342,6 @@ def test_a_smaller_width_gives_the_same_first_drafts(name: str) -> None:
     some, after_some = propose(drafting, state, fresh, num_drafts=K, widths=jnp.asarray([2, 0, 1]))
     assert some.token_ids[0, :2].tolist() == full.token_ids[0, :2].tolist()
     assert some.token_ids[2, :1].tolist() == full.token_ids[2, :1].tolist()
-    for row, held in enumerate((6, 10, 7)):
-        for one, other in zip(jax.tree.leaves(after), jax.tree.leaves(after_some), strict=True):
+    for one, other in zip(*(entries(drafting, each, 0, 10) for each in (after, after_some)), strict=True):
+        for row, held in enumerate((6, 10, 7)):
             np.testing.assert_allclose(one[row, :held], other[row, :held], atol=2e-5)

@@ -30,6 +30,7 @@ from tests.drafter.cases import (
     stack_fresh,
 )
 from tests.drafter.test_load import Tensors, cast, write
+from tests.paging import entries, of_sequences
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.status()[1])
 
@@ -139,11 +140,13 @@ def test_a_sequence_alone_is_the_sequence_in_a_batch(case: tuple[PEagle, int]) -
     fresh = stack_fresh(texts, firsts, nums, most)
     together, after = propose_exactly(peagle, state, fresh, num_drafts=most)
     for b in range(len(texts)):
-        own_state, own_fresh = jax.tree.map(lambda part, b=b: jnp.asarray(np.asarray(part)[b : b + 1]), (state, fresh))
-        alone, own_after = propose_exactly(peagle, own_state, own_fresh, num_drafts=most)
-        np.testing.assert_array_equal(bits(alone), bits(together)[b : b + 1])
-        for one, other in zip(jax.tree.leaves(own_after), jax.tree.leaves(after), strict=True):
-            np.testing.assert_array_equal(one, np.asarray(other)[b : b + 1])
+        own = slice(b, b + 1)
+        own_fresh = jax.tree.map(lambda part, own=own: jnp.asarray(np.asarray(part)[own]), fresh)
+        alone, own_after = propose_exactly(peagle, of_sequences(state, own), own_fresh, num_drafts=most)
+        np.testing.assert_array_equal(bits(alone), bits(together)[own])
+        held = (entries(peagle, cache, 0, 32) for cache in (own_after, of_sequences(after, own)))
+        for one, other in zip(*held, strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 def test_a_draft_does_not_depend_on_the_number_of_drafts(case: tuple[PEagle, int]) -> None:

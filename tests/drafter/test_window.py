@@ -1,28 +1,26 @@
-"""A drafter whose layers see the last positions alone: in rings that wrap, and in training."""
+"""A drafter whose layers see the last positions alone: in few pages that repeat, and in training."""
 
 import dataclasses
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from drafter import model, reference
+from drafter import reference
 from drafter.config import DrafterConfig
 from drafter.load import load_drafter, save_drafter, to_tensors
 from drafter.propose import Eagle3, PEagle, drafter_of
 from peagle.ops import native
+from peagle.ops.attention import PagedCache
 from peagle.ops.errors import InputError
-from peagle.ops.kv_cache import KVCache
 from peagle.ops.messages import DraftOutput
 from tests.compiling import AS_FOR_USERS
 from tests.drafter.cases import (
     CONFIGS,
     EAGLE_WINDOW,
     WINDOWS,
-    Caches,
     Text,
     forward,
     propose,
@@ -30,9 +28,10 @@ from tests.drafter.cases import (
     random_text,
     stack_fresh,
 )
+from tests.paging import SMALL, small_pages
 
 K, WINDOW, CAPACITY = 4, 9, 64
-RING = WINDOW + 2 * K - 1
+KEPT = 3 * SMALL  # what a window's pages hold
 LENGTHS = (5, 23)
 ACCEPTED = [(0, K), (K, 2), (K, 0), (1, K), (0, 0), (K, 1), (K, 0), (3, K)]
 KERNELS = [
@@ -42,7 +41,7 @@ KERNELS = [
 propose_exactly = jax.jit(propose.__wrapped__, static_argnames="num_drafts", compiler_options=AS_FOR_USERS)
 
 
-def _absorb(drafter: PEagle | Eagle3, state: Caches, ids: Any, aux: Any, positions: Any) -> Caches:
+def _absorb(drafter: PEagle | Eagle3, state: PagedCache, ids: Any, aux: Any, positions: Any) -> PagedCache:
     return drafter.absorb(state, ids, aux, positions)
 
 
@@ -59,7 +58,7 @@ def texts_of(config: DrafterConfig) -> list[Text]:
     return [random_text(config, seed) for seed in (1, 2)]
 
 
-def prompted(drafter: PEagle | Eagle3, state: Caches, chunk: int, exactly: bool) -> Caches:
+def prompted(drafter: PEagle | Eagle3, state: PagedCache, chunk: int, exactly: bool) -> PagedCache:
     """The state after all that is known of both prompts, chunk by chunk; padding stands behind the rows."""
     texts = texts_of(drafter.config)
     for begin in range(0, max(LENGTHS) - 1, chunk):
@@ -71,7 +70,7 @@ def prompted(drafter: PEagle | Eagle3, state: Caches, chunk: int, exactly: bool)
     return state
 
 
-def steps(drafter: PEagle | Eagle3, state: Caches, exactly: bool) -> list[tuple[list[int], DraftOutput]]:
+def steps(drafter: PEagle | Eagle3, state: PagedCache, exactly: bool) -> list[tuple[list[int], DraftOutput]]:
     """(rows with a true hidden of each text, drafts) of every step."""
     firsts, nums, found = [n - 1 for n in LENGTHS], [1, 1], []
     for accepted in ACCEPTED:
@@ -80,22 +79,18 @@ def steps(drafter: PEagle | Eagle3, state: Caches, exactly: bool) -> list[tuple[
         firsts = [first + num for first, num in zip(firsts, nums, strict=True)]
         found.append((firsts, draft))
         nums = [count + 1 for count in accepted]
-    assert min(firsts) > RING + LENGTHS[0]  # every ring wraps behind its prompt
+    assert min(firsts) > KEPT  # every sequence repeats its pages
     return found
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", [WINDOWS, EAGLE_WINDOW])
-def test_a_drafter_with_a_window_gives_the_references_drafts_round_its_ring(
-    tmp_path: Path, name: str, kernels: str
-) -> None:
-    """Rings are as small as a step allows; accepted are none, some and all of the drafts."""
+def test_a_drafter_with_a_window_gives_the_references_drafts(tmp_path: Path, name: str, kernels: str) -> None:
+    """Windows have as few pages as a step allows; accepted are none, some and all of the drafts."""
     drafter = load(tmp_path, name, kernels)
     config, tensors = drafter.config, to_tensors(random_params(CONFIGS[name]), CONFIGS[name])
-    state = drafter.init_state(2, CAPACITY, 2 * K)
-    assert [cache.capacity for cache in state] == [
-        RING if window else CAPACITY + 2 * K for window in config.windows or ()
-    ]
+    state = small_pages(drafter, 2, CAPACITY, 2 * K)
+    assert state.tables[1].shape[1] * SMALL == KEPT
     moved = 0.0
     for known, draft in steps(drafter, prompted(drafter, state, 2 * K, False), False):
         for row, text in enumerate(texts_of(config)):
@@ -115,18 +110,19 @@ class Way:
 
     chunk: int
     widest: int
-    ring: bool
+    retained: bool  # all pages, or those that the window reaches
 
 
 @pytest.mark.skipif(not native.available(), reason=native.status()[1])
 @pytest.mark.parametrize("name", [WINDOWS, EAGLE_WINDOW])
-def test_rings_and_chunks_of_any_size_give_the_bits_of_full_caches(tmp_path: Path, name: str) -> None:
+def test_few_pages_and_chunks_of_any_size_give_the_bits_of_all_pages(tmp_path: Path, name: str) -> None:
     drafter = load(tmp_path, name, "native")
     kept = None
-    for way in (Way(32, 32, False), Way(32, 32, True), Way(2 * K, 2 * K, True), Way(1, 2 * K, True), Way(3, 11, True)):
-        config = drafter.config if way.ring else drafter.config.with_window(None)
-        state = model.init_caches(config, 2, CAPACITY + way.widest, way.widest, jnp.float32)
-        assert any(cache.ring for cache in state) is way.ring
+    few = (Way(chunk, widest, False) for chunk, widest in ((32, 32), (2 * K, 2 * K), (1, 2 * K), (3, 11)))
+    for way in (Way(32, 32, True), *few):
+        drafter = drafter.replace(retain_full_kv=way.retained)
+        state = small_pages(drafter, 2, CAPACITY, way.widest)
+        assert len(state.tables) == 1 if way.retained else state.tables[1].shape[1] < state.tables[0].shape[1]
         found = [
             np.asarray(part)
             for _, draft in steps(drafter, prompted(drafter, state, way.chunk, True), True)
@@ -143,10 +139,6 @@ def values(draft: DraftOutput) -> list[jax.Array]:
 
 def test_a_window_no_smaller_than_the_text_is_none() -> None:
     config = CONFIGS[WINDOWS]
-    full = model.init_caches(config.with_window(None), 1, 40, 8, jnp.float32)
-    wide = model.init_caches(config.with_window(33), 1, 40, 8, jnp.float32)
-    assert jax.tree.structure(full) == jax.tree.structure(wide)
-    assert isinstance(full[0], KVCache)
     text, anchor = random_text(config, 3), np.arange(12, dtype=np.int32)[None]
     rows = (text.token_ids[None, 1:13], text.aux_hidden[None, :12], anchor, np.zeros_like(anchor))
     params = random_params(config)

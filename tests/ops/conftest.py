@@ -6,6 +6,8 @@
 
 import contextlib
 import ctypes
+import fcntl
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,12 +78,18 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(scope="session")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Compile (the launcher of the CUDA kernels for the CPU, the driver)."""
-    directory = tmp_path_factory.mktemp("cuda")
-    launcher = build.compile_library(directory / "launch.so", [build.CUDA / "launch.cc"], "-DPEAGLE_TEST_ON_HOST")
-    return launcher, build.compile_library(
-        directory / "driver.so", [DRIVER], f"-I{build.CUDA}", "-fvisibility=default", GPU_PRAGMAS
-    )
+    """Compile (the launcher of the CUDA kernels for the CPU, the driver), once for all workers of a run."""
+    launcher, driver = "-DPEAGLE_TEST_ON_HOST", (f"-I{build.CUDA}", "-fvisibility=default", GPU_PRAGMAS)
+    directory = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        directory = directory.parent  # of this run, above its workers'
+    made = (directory / "launch.so", directory / "driver.so")
+    with (directory / "libraries.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made[0].exists():  # optimised as much as pays
+            build.compile_library(made[1], [DRIVER], "-O2", *driver)
+            build.compile_library(made[0], [build.CUDA / "launch.cc"], "-O0", launcher)
+    return made
 
 
 @pytest.fixture
@@ -91,14 +99,17 @@ def opened(libraries: tuple[Path, Path]) -> None:
     cuda.open_kernels(launcher, str(driver), b"any image", "cpu")
 
 
-@pytest.fixture(params=["xla", *instruction_sets(), "cuda"])
+FORMS = ("xla", *instruction_sets(), "cuda")
+
+
+@pytest.fixture(params=FORMS)
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Run an op in XLA, in the native kernels of each instruction set, and in the CUDA kernels on the CPU."""
+    """Run an op in XLA, in the native kernels of each instruction set, and in the CUDA kernels, on a GPU or the CPU."""
     if request.param in instruction_sets():
         with running(request.param, monkeypatch, simplify=True):
             yield "native"
         return
-    if request.param == "cuda":
+    if request.param == "cuda" and jax.default_backend() != "gpu":
         request.getfixturevalue("opened")
         monkeypatch.setattr(cuda, "status", lambda: (True, "CUDA"))
     yield request.param

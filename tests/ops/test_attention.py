@@ -5,9 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle.ops.attention import attention, cached, decode_attention
-from peagle.ops.attention.reference import attention_by_keys
-from peagle.ops.kv_cache import KVCache, init_kv_cache
+from peagle.ops.attention import attention
 from peagle.ops.mask import causal_mask
 
 B, T, S, N, G, H = 2, 3, 5, 6, 2, 4
@@ -112,92 +110,3 @@ def test_causal_mask_by_enumeration() -> None:
         for b, t, s in np.ndindex(2, 3, 6):
             p, q = keys[b, s], queries[b, t]
             assert mask[b, t, s] == (0 <= p <= q and (window is None or q - p < window))
-
-
-def cached_pass(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    cache: KVCache,
-    positions: jax.Array,
-    window: int | None,
-    sinks: jax.Array,
-) -> tuple[jax.Array, KVCache]:
-    """Run a pass without rotation."""
-    batch, width = positions.shape
-    qkv = jnp.concatenate([query, key, value], axis=2).reshape(batch, width, -1)
-    ones = jnp.ones((batch, width, H // 2), qkv.dtype)
-    out, cache = decode_attention(qkv, ones, 0 * ones, cache, positions, N, window, sinks)
-    return out.reshape(query.shape), cache
-
-
-@pytest.mark.parametrize("window", [None, 1, 5, 16, 17, 100])
-@pytest.mark.parametrize("width", [17, 50])
-def test_a_long_pass_is_one_attention(monkeypatch: pytest.MonkeyPatch, width: int, window: int | None) -> None:
-    """Keys by blocks, in a full cache and, with a window, in a ring; prompts of two lengths, cut in two."""
-    monkeypatch.setattr(cached, "MOST_SCORES", 7 * width)
-    rng = np.random.default_rng(width)
-    query = rng.standard_normal((2, width, N, H), np.float32)
-    key, value = rng.standard_normal((2, 2, width, G, H), np.float32)
-    sinks = rng.standard_normal(N).astype(np.float32)
-    lengths = np.array([width, width - 9])
-    index = np.arange(width, dtype=np.int32)
-    positions = np.where(index < lengths[:, None], index, -1)
-    mask = np.asarray(jax.jit(causal_mask, static_argnums=2)(positions, positions, window))
-    expected, _ = by_definition(query, key, value, mask | ~mask.any(-1, keepdims=True), sinks)
-    jitted = jax.jit(cached_pass, static_argnums=5)
-    for ring in (False, True) if window is not None else (False,):
-        cache = init_kv_cache(2, window + width - 1 if ring else width, G, H, jnp.float32, ring)
-        found = []
-        for part in (slice(0, 6), slice(6, width)):
-            rows = (each[:, part] for each in (query, key, value))
-            out, cache = jitted(*rows, cache, positions[:, part], window, sinks)
-            found.append(np.asarray(out))
-        together = np.concatenate(found, axis=1)
-        assert np.isfinite(together).all()
-        for row, length in enumerate(lengths):
-            np.testing.assert_allclose(together[row, :length], expected[row, :length], atol=1e-5)
-
-
-def test_scores_of_a_long_prompt_are_never_in_memory_at_once() -> None:
-    """Neither those of a long chunk, nor those of a chunk at far positions."""
-    for width, capacity in ((2048, 2048), (128, 1 << 15)):
-        rows = (jax.ShapeDtypeStruct((1, width, heads, H), jnp.float32) for heads in (N, G, G))
-        cache = jax.eval_shape(lambda capacity=capacity: init_kv_cache(1, capacity, G, H, jnp.float32))
-        positions = jax.ShapeDtypeStruct((1, width), jnp.int32)
-        sinks = jax.ShapeDtypeStruct((N,), jnp.float32)
-        compiled = jax.jit(cached_pass, static_argnums=5).lower(*rows, cache, positions, None, sinks).compile()
-        assert compiled.memory_analysis().temp_size_in_bytes < N * width * capacity * 4 / 2
-
-
-@pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("block", [1, 3, 13, 40])
-def test_keys_by_blocks_give_the_same(with_sinks: bool, window: int | None, block: int) -> None:
-    """Positions out of order, as in a ring, with empty slots, a query without keys, a large sink."""
-    rng = np.random.default_rng(7)
-    keys = 13
-    query = 3 * rng.standard_normal((B, T, N, H), np.float32)
-    key, value = rng.standard_normal((2, B, keys, G, H), np.float32)
-    sinks = (6 * rng.standard_normal(N)).astype(np.float32) if with_sinks else None
-    held = np.stack([np.roll(np.arange(-3, keys - 3), shift) for shift in (4, 9)]).astype(np.int32)
-    asked, held = jnp.asarray([[6, 7, 8], [9, -1, 2]], jnp.int32), jnp.asarray(held)
-    found = jax.jit(attention_by_keys, static_argnums=(5, 7))(query, key, value, asked, held, window, sinks, block)
-    expected = jax.jit(attention)(query, key, value, causal_mask(asked, held, window), sinks)
-    assert np.isfinite(found).all()
-    real = np.asarray(asked) >= 0
-    np.testing.assert_allclose(np.asarray(found)[real], np.asarray(expected)[real], atol=2e-6)
-
-
-def test_keys_beyond_the_reach_are_not_read() -> None:
-    """Blocks after the last reached key may hold anything: even NaN that would be seen changes no bit."""
-    rng = np.random.default_rng(8)
-    query = rng.standard_normal((B, T, N, H), np.float32)
-    key, value = rng.standard_normal((2, B, 12, G, H), np.float32)
-    held = jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32), (B, 12))
-    asked = jnp.asarray([[4, 5, 6], [2, 3, -1]], jnp.int32)
-    jitted = jax.jit(attention_by_keys, static_argnums=(5, 7))
-    expected = jitted(query, key, value, asked, held, None, None, 4)
-    key[:, 8:], value[:, 8:] = np.nan, np.nan
-    read = jnp.where(held < 8, held, 0)  # the mask lets these keys pass
-    np.testing.assert_array_equal(jitted(query, key, value, asked, read, None, None, 4, jnp.int32(7)), expected)

@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 
 from peagle.ops import memory
-from peagle.ops.memory import ALIGNMENT, aligned, aligned_copy, as_aligned, available_memory_bytes, stack, to_device
+from peagle.ops.memory import (
+    ALIGNMENT,
+    aligned,
+    aligned_copy,
+    as_aligned,
+    available_memory_bytes,
+    stack,
+    to_device,
+    tree_bytes,
+)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.float32, ml_dtypes.bfloat16, np.bool_])
@@ -77,6 +86,13 @@ def test_items_are_stacked_one_after_the_other() -> None:
     np.testing.assert_array_equal(first, [[0, 0], [1, 1], [2, 2]])
     assert (second.shape, second.dtype) == ((3, 1, 4), np.float32)
     np.testing.assert_array_equal(second[:, 0, 0], [0, -1, -2])
+
+
+def test_bytes_of_a_tree() -> None:
+    """Of arrays, or of their shapes."""
+    tree = {"key": np.zeros((2, 3), ml_dtypes.bfloat16), "rest": (np.zeros(5, np.int32), None)}
+    assert tree_bytes(tree) == 12 + 20
+    assert tree_bytes(jax.eval_shape(lambda: jax.tree.map(jax.numpy.asarray, tree))) == 32
 
 
 def test_available_memory_is_the_devices_if_it_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:

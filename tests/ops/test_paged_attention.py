@@ -5,7 +5,6 @@ see shows.
 """
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -14,9 +13,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from peagle.ops import native
-from peagle.ops.attention import PAGE_SIZE, PagedRows, Pages, causal_rows, init_pages, paged_attention
+from peagle.ops import cuda, native
+from peagle.ops.attention import PAGE_SIZE, CacheGroup, PagedRows, Pages, causal_rows, init_pages, paged_attention
 from peagle.ops.attention.paged import MOST_PAGES
+from peagle.ops.errors import InputError
+from peagle.ops.kernels import Implementation
+from tests.ops.conftest import FORMS
 
 ROUNDED = 2.0**-8  # error of a result rounded to bfloat16 once
 
@@ -62,8 +64,14 @@ SHAPES = {
 }
 
 
-def fitting(form: str) -> dict[str, Shape]:
-    return GPU_SHAPES if form == "cuda" else SHAPES | GPU_SHAPES
+def forms_of(shapes: dict[str, Shape]) -> list[tuple[str, str]]:
+    """List (form, name of a shape) of each shape that the form takes."""
+    return [(form, name) for form in FORMS for name in shapes if form != "cuda" or name in GPU_SHAPES]
+
+
+def as_bits(values: np.ndarray) -> np.ndarray:
+    """View as integers, which tell 0 from -0."""
+    return values.view(np.uint32 if values.dtype == np.float32 else np.uint16)
 
 
 def angles(positions: np.ndarray, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
@@ -155,6 +163,10 @@ def run(
     return np.asarray(out), pages
 
 
+# with rows that the tests place themselves
+attend_rows = jax.jit(paged_attention, static_argnames=("num_heads", "implementation"))
+
+
 def steps(*firsts: int, rows: int) -> np.ndarray:
     """Return positions [B, T] from each sequence's first on; all -1 if that is negative."""
     return np.array([[-1] * rows if first < 0 else range(first, first + rows) for first in firsts], np.int32)
@@ -175,12 +187,10 @@ def many_passes() -> tuple[np.ndarray, ...]:
     return steps(0, 0, -1, rows=300), steps(300, 297, 0, rows=4)
 
 
-@pytest.mark.parametrize("name", SHAPES | GPU_SHAPES)
+@pytest.mark.parametrize(("form", "name"), forms_of(SHAPES | GPU_SHAPES), indirect=["form"])
 def test_it_is_the_definition(form: str, name: str) -> None:
     """Pages in no order; what a row does not see is NaN; what is not written keeps its bits."""
-    if name not in fitting(form):
-        pytest.skip("the CUDA kernels take heads and pages of 64 in bfloat16")
-    shape, rng = fitting(form)[name], np.random.default_rng(0)
+    shape, rng = (SHAPES | GPU_SHAPES)[name], np.random.default_rng(0)
     for passes in (PASSES, many_passes()) if shape.page_size == PAGE_SIZE else (PASSES,):
         longest = max(int(positions.max()) for positions in passes) + 1 + shape.offset
         width = -(-longest // shape.page_size)
@@ -203,36 +213,73 @@ def test_it_is_the_definition(form: str, name: str) -> None:
             assert np.isfinite(after[written]).all()
 
 
-@pytest.mark.parametrize("name", ["all", "a window", "a short window, an offset"])
+# 300 positions, so that threads share one sequence, and the GPU's kernels take two chunks
+BITS = {name: GPU_SHAPES[name] for name in ("all", "a window", "a short window, an offset")} | {
+    "all, float32": SHAPES["all, float32"],
+    "heads of 90, pages of 16": Shape(3, 1, 90, 16, None),
+    "heads of 10, pages of 8, a long window": Shape(5, 1, 10, 8, 280, dtype=ml_dtypes.bfloat16),
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [pair for pair in forms_of(BITS) if pair[0] != "xla" or pair[1] == "a window"],
+    indirect=["form"],
+)
 def test_a_rows_bits_depend_on_its_tokens_alone(form: str, name: str) -> None:
-    """Not on page numbers, other sequences, the width of the table or the rows of the same pass (but on XLA, whose
-    products of different sizes may round differently)."""
-    shape, rng = GPU_SHAPES[name], np.random.default_rng(1)
-    sequences, width = Sequences(shape, rng), 6
-    whole = steps(0, 0, rows=300)
-    qkv, more = sequences.project(whole), sequences.project(steps(300, 300, rows=5))
-    results = []
-    for table_width, cuts in ((width, (300,)), (width + 3, (300,)), (width, (64, 130, 300))):
-        table = shuffled_table(rng, 2, table_width, 2 * table_width + 1)
-        pages, begin = empty(shape, 2 * table_width + 1), 0
-        for end in cuts:
-            _, pages = run(form, sequences, pages, table, whole[:, begin:end], qkv[:, begin:end])
-            begin = end
-        together, _ = run(form, sequences, pages, table, steps(300, 300, rows=5), more)
-        beside_an_idle_one, _ = run(form, sequences, pages, table, steps(300, -1, rows=5), more)
-        alone, _ = run(form, sequences, pages, table[:1], steps(300, rows=1), more[:1, :1])
-        results += [together[0], beside_an_idle_one[0], np.concatenate([alone[0], together[0, 1:]])]
-    for other in results[1:]:
+    """Not on page numbers, other sequences, the width of the table, other rows of the pass, or what it does not see.
+
+    But on XLA, whose products of different sizes may round differently.
+    """
+    shape, rng, length, most = BITS[name], np.random.default_rng(1), 300, 16
+    sequences, needed = Sequences(shape, rng), -(-(length + most + 1) // shape.page_size)
+    before, after = steps(0, 0, rows=length), steps(length, length, rows=most)
+    prompt, qkv = sequences.project(before), sequences.project(after)
+    kept: dict[int, tuple[Pages, np.ndarray]] = {}
+    for batch, cut, width in ((2, length, needed), (1, 100, needed + 3)):
+        table = shuffled_table(rng, batch, width, 2 * width + 1)
+        pages = empty(shape, 2 * width + 1)
+        for begin in range(0, length, cut):
+            rows = np.s_[:batch, begin : begin + cut]
+            _, pages = run(form, sequences, pages, table, before[rows], prompt[rows])
+        kept[batch] = pages, table
+    pages, table = kept[2]
+    whole = run(form, sequences, pages, table, after, qkv)[0][0]
+
+    def check(out: np.ndarray, expected: np.ndarray = whole) -> None:
         if form == "xla":
-            assert_close(form, other, results[0], shape.dtype)
+            assert_close(form, out, expected, shape.dtype)
         else:
-            np.testing.assert_array_equal(other.view(np.uint16), results[0].view(np.uint16))
+            np.testing.assert_array_equal(as_bits(out), as_bits(expected))
+
+    check(run(form, sequences, *kept[1], after[:1], qkv[:1])[0][0])
+    idle = steps(length, *[-1] * 7, rows=most)
+    check(run(form, sequences, pages, np.repeat(table[:1], 8, axis=0), idle, np.repeat(qkv[:1], 8, axis=0))[0][0])
+    alone = functools.partial(run, form, sequences, table=table[:1])
+    for rows in (2, 3, 5):
+        check(alone(pages, positions=after[:1, :rows], qkv=qkv[:1, :rows])[0][0], whole[:rows])
+    one_by_one = pages
+    for row in range(most if form == "native" else 3):
+        out, one_by_one = alone(one_by_one, positions=after[:1, row : row + 1], qkv=qkv[:1, row : row + 1])
+        check(out[0], whole[row : row + 1])
+    padded, order = np.full((1, most), -1, np.int32), [1, 2, 4, 5, 6, 9, 15]
+    padded[0, order], mixed = after[0, : len(order)], sequences.project(after[:1])
+    mixed[0, order] = qkv[0, : len(order)]
+    check(alone(pages, positions=padded, qkv=mixed)[0][0][order], whole[: len(order)])
+    seen = np.zeros(pages.key.shape[:2], bool)
+    first = shape.offset if shape.window is None else length - shape.window + 1 + shape.offset
+    index = np.arange(first, length + shape.offset)
+    seen[table[0, index // shape.page_size], index % shape.page_size] = True
+    unseen = jax.tree.map(lambda pool: jnp.where(seen[:, :, None, None], pool, jnp.nan).astype(pool.dtype), pages)
+    check(alone(unseen, positions=after[:1], qkv=qkv[:1])[0][0])
 
 
 def test_a_table_that_is_shorter_than_the_sequence_repeats_its_pages(form: str) -> None:
     """A window of 128 passes through four pages, whatever the length: as with a page for every 64 positions."""
     shape, rng = GPU_SHAPES["a window"], np.random.default_rng(2)
-    sequences, tables = Sequences(shape, rng), [shuffled_table(rng, 1, width, 9) for width in (4, 8)]
+    widths = [CacheGroup(window, 0, (0,)).num_pages(480, 60) for window in (128, None)]
+    assert widths == [4, 8]
+    sequences, tables = Sequences(shape, rng), [shuffled_table(rng, 1, width, 9) for width in widths]
     results: list[list[np.ndarray]] = [[], []]
     pools = [empty(shape, 9), empty(shape, 9)]
     for begin in range(0, 480, 60):
@@ -242,7 +289,52 @@ def test_a_table_that_is_shorter_than_the_sequence_repeats_its_pages(form: str) 
             out, pools[number] = run(form, sequences, pools[number], table, positions, qkv)
             results[number].append(out)
     for ours, theirs in zip(*results, strict=True):
-        np.testing.assert_array_equal(ours.view(np.uint16), theirs.view(np.uint16))
+        np.testing.assert_array_equal(as_bits(ours), as_bits(theirs))
+
+
+@pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 128])
+@pytest.mark.parametrize("widest", [1, 6, 64])
+def test_the_pages_of_a_window_suffice_for_every_pass(window: int, widest: int) -> None:
+    """A pass is written before its first row attends; after a rollback to that row the next pass does the same."""
+    for offset in (0, 1):
+        group = CacheGroup(window, offset, (0,))
+        pages = group.num_pages(10_000, widest)
+        assert pages <= CacheGroup(None, offset, (0,)).num_pages(10_000, widest)
+        for begin in range(500, 500 + 2 * PAGE_SIZE):
+            used = {index // PAGE_SIZE for index in range(begin - window + 1 + offset, begin + widest + offset)}
+            assert len({page % pages for page in used}) == len(used)
+
+
+def test_sinks_far_from_all_scores(form: str) -> None:
+    """Far below them a sink has no weight; far above, it takes all the weight."""
+    shape, rng = GPU_SHAPES["all"], np.random.default_rng(5)
+    sequences, table, positions = Sequences(shape, rng), np.array([[1, 0]], np.int32), steps(0, rows=70)
+    qkv = sequences.project(positions)
+    outs = []
+    for sink in (None, -1e4, 1e4):
+        sequences.sinks = None if sink is None else np.full(shape.heads, sink, np.float32)
+        outs.append(run(form, sequences, empty(shape, 3), table, positions, qkv)[0])
+    without, below, above = outs
+    assert_close(form, below, without, shape.dtype)
+    assert not above.any()
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "cuda"], indirect=True)
+def test_long_contexts_take_fewer_rows_together(form: str) -> None:
+    """At 6,000 positions and six query heads per kv head, a chunk of the native kernels has seven rows, not sixteen."""
+    shape, rng, rows = Shape(6, 1, 4, PAGE_SIZE, None, with_sinks=False), np.random.default_rng(11), 17
+    sequences, table = Sequences(shape, rng), np.arange(94, dtype=np.int32)[None]
+    pages = Pages(*(jnp.asarray(part, jnp.float32) for part in rng.standard_normal((2, 94, PAGE_SIZE, 1, 4))))
+    keys, values = (np.asarray(part, np.float64).reshape(-1, 1, 4) for part in (pages.key, pages.value))
+    sequences.keys, sequences.values = ({(0, p): part[p] for p in range(6000)} for part in (keys, values))
+    positions = steps(5983, rows=rows)
+    qkv = sequences.project(positions)
+    out, after = run(form, sequences, pages, table, positions, qkv)
+    assert_close(form, out, sequences.attend(qkv, positions), np.float32)
+    if form == "native":
+        for row in range(rows):
+            alone, _ = run(form, sequences, after, table, positions[:, row : row + 1], qkv[:, row : row + 1])
+            np.testing.assert_array_equal(as_bits(alone[:, 0]), as_bits(out[:, row]))
 
 
 def test_a_row_that_writes_nothing_may_see(form: str) -> None:
@@ -256,10 +348,10 @@ def test_a_row_that_writes_nothing_may_see(form: str) -> None:
     rows = PagedRows(
         *(jnp.asarray(part, jnp.int32) for part in (table, [[-1]], [[0]], [[69]])), span=2 * shape.page_size
     )
-    again, kept = paged_attention(*last, pages, rows, shape.heads, jnp.asarray(sequences.sinks), implementation=form)  # type: ignore[arg-type]
+    again, kept = attend_rows(*last, pages, rows, shape.heads, jnp.asarray(sequences.sinks), implementation=form)
     assert_close(form, np.asarray(again).ravel(), out[0, -1].ravel(), shape.dtype)
     for now, before in zip(jax.tree.leaves(kept), jax.tree.leaves(pages), strict=True):
-        np.testing.assert_array_equal(np.asarray(now).view(np.uint16), np.asarray(before).view(np.uint16))
+        np.testing.assert_array_equal(as_bits(np.asarray(now)), as_bits(np.asarray(before)))
 
 
 def test_rows_may_see_ahead(form: str) -> None:
@@ -270,11 +362,11 @@ def test_rows_may_see_ahead(form: str) -> None:
     operands = jax.tree.map(jnp.asarray, (sequences.project(positions), *angles(positions, shape)))
     rows = causal_rows(jnp.asarray(table), jnp.asarray(positions), shape.page_size)
     block = rows.replace(last=jnp.full((1, 6), 5, jnp.int32))  # type: ignore[attr-defined]
-    out, _ = paged_attention(*operands, empty(shape, 3), block, shape.heads, implementation=form)  # type: ignore[arg-type]
+    out, _ = attend_rows(*operands, empty(shape, 3), block, shape.heads, implementation=form)
     qkv, cos, sin = (part[:, ::-1] for part in operands)
     turned = block.replace(write=block.write[:, ::-1])
-    reversed_out, _ = paged_attention(qkv, cos, sin, empty(shape, 3), turned, shape.heads, implementation=form)  # type: ignore[arg-type]
-    causal, _ = paged_attention(*operands, empty(shape, 3), rows, shape.heads, implementation=form)  # type: ignore[arg-type]
+    reversed_out, _ = attend_rows(qkv, cos, sin, empty(shape, 3), turned, shape.heads, implementation=form)
+    causal, _ = attend_rows(*operands, empty(shape, 3), rows, shape.heads, implementation=form)
     ours, theirs, alone = (np.asarray(part, np.float32) for part in (out, reversed_out[:, ::-1], causal))
     assert_close(form, ours, theirs, shape.dtype)
     assert_close(form, ours[:, -1], alone[:, -1], shape.dtype)
@@ -285,6 +377,8 @@ def test_rows_may_see_ahead(form: str) -> None:
 @pytest.mark.parametrize("form", ["xla", "native"])
 def test_a_step_in_a_loop_copies_no_pool(form: str, dtype: type) -> None:
     """What a program takes beside its donated pool does not grow with it."""
+    if form == "native" and not native.available():
+        pytest.skip("the native kernels do not run here")
 
     def steps_of(pages: Pages, qkv: jax.Array, table: jax.Array) -> tuple[Pages, jax.Array]:
         def body(step: jax.Array, carry: tuple[Pages, jax.Array]) -> tuple[Pages, jax.Array]:
@@ -307,24 +401,64 @@ def test_a_step_in_a_loop_copies_no_pool(form: str, dtype: type) -> None:
     assert sizes[1] < 4 * MOST_PAGES * PAGE_SIZE * 2 * 64 * 4 * 4
 
 
+@pytest.mark.parametrize(("width", "num_pages"), [(2048, 32), (128, 512)])
+def test_scores_of_a_long_prompt_are_never_in_memory_at_once(width: int, num_pages: int) -> None:
+    """Neither those of a long chunk, nor those of a chunk at far positions."""
+    shape = Shape(6, 2, 4, PAGE_SIZE, None)
+    pages = jax.eval_shape(lambda: init_pages(num_pages, PAGE_SIZE, 2, 4, jnp.float32))
+    floats = (jax.ShapeDtypeStruct((1, width, part), jnp.float32) for part in (shape.width, 2, 2))
+    table, positions = (jax.ShapeDtypeStruct((1, count), jnp.int32) for count in (num_pages, width))
+    sinks = jax.ShapeDtypeStruct((6,), jnp.float32)
+    compiled = attend.lower(*floats, pages, table, positions, sinks, shape=shape, form="xla").compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 6 * width * num_pages * PAGE_SIZE * 4 / 4
+
+
+def test_a_pool_is_of_two_buffers() -> None:
+    """A donated buffer may appear only once."""
+    pages = init_pages(2, PAGE_SIZE, 1, 4, jnp.bfloat16)
+    assert pages.key.unsafe_buffer_pointer() != pages.value.unsafe_buffer_pointer()
+
+
+@pytest.mark.parametrize("form", ["cuda"], indirect=True)
+def test_the_cuda_kernels_refuse_shapes_that_do_not_fit(form: str) -> None:
+    shape, rng = GPU_SHAPES["all"], np.random.default_rng(6)
+    sequences = Sequences(shape, rng)
+    sequences.sinks = np.zeros(3, np.float32)
+    positions = steps(0, rows=2)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"sinks \[3\] is not BF16 \[N\]"):
+        run(form, sequences, empty(shape, 1), np.zeros((1, 1), np.int32), positions, sequences.project(positions))
+
+
 @pytest.mark.parametrize(
-    ("table", "last", "write"),
-    [([[0, 7]], 70, -1), ([[0, -1]], 64, -1), ([[-1, 0]], 70, -1), ([[0, 1]], 70, 130), ([[9, 1]], -1, 0)],
-    ids=["beyond the pool", "no page", "no first page", "a write beyond the pool", "a write to no page"],
+    ("dtype", "page_size", "implementation", "runs"),
+    [
+        (jnp.bfloat16, PAGE_SIZE, None, True),
+        (jnp.bfloat16, PAGE_SIZE, "xla", False),
+        (jnp.float32, PAGE_SIZE, None, False),
+        (jnp.bfloat16, 32, None, False),
+    ],
 )
-def test_the_native_kernels_refuse_pages_that_are_not_in_the_pool(
-    table: Sequence[Sequence[int]], last: int, write: int
+def test_what_a_gpu_runs(
+    monkeypatch: pytest.MonkeyPatch, dtype: type, page_size: int, implementation: Implementation | None, runs: bool
 ) -> None:
-    if not native.available():
-        pytest.skip("the native kernels do not run here")
-    if write == 130:
-        table = [[0, 1, 5]]
-    pages = init_pages(3, PAGE_SIZE, 1, 64, jnp.float32)
-    rows = PagedRows(
-        *(jnp.asarray(part, jnp.int32) for part in (table, [[write]], [[0]], [[last]])), span=2 * PAGE_SIZE
-    )
-    ones = jnp.ones((1, 1, 32))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="sees or writes a page that is not in the pool"):
-        jax.block_until_ready(
-            paged_attention(jnp.ones((1, 1, 384)), ones, ones, pages, rows, 4, implementation="native")
-        )
+    """The kernels if they take the operands, XLA's code otherwise. By name they run, or it is an error."""
+    monkeypatch.setattr(cuda, "status", lambda: (True, "CUDA"))
+    pages = jax.eval_shape(lambda: init_pages(3, page_size, 2, 64, dtype))
+    qkv, cos, sin = (jax.ShapeDtypeStruct((1, 17, width), dtype) for width in (512, 32, 32))
+    table, positions = (jax.ShapeDtypeStruct((1, width), jnp.int32) for width in (2, 17))
+
+    def lowered(implementation: Implementation | None, platform: str) -> str:
+        def one(qkv: jax.Array, cos: jax.Array, sin: jax.Array, pages: Pages, *where: jax.Array) -> jax.Array:
+            rows = causal_rows(*where, page_size)
+            return paged_attention(qkv, cos, sin, pages, rows, 4, implementation=implementation)[0]
+
+        traced = jax.jit(one).trace(qkv, cos, sin, pages, table, positions)
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+    assert ("peagle_cuda_paged_attention" in lowered(implementation, "cuda")) == runs
+    assert "peagle_cuda_paged_attention" not in lowered(implementation, "cpu")
+    if runs:
+        assert "peagle_cuda_paged_attention" in lowered("cuda", "cuda")
+    elif implementation is None:
+        with pytest.raises(InputError, match="expected bfloat16, heads of 64 and pages of 64"):
+            lowered("cuda", "cuda")

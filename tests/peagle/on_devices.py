@@ -20,17 +20,18 @@ from drafter.propose import PEagle
 from drafter.train.folder import LOG, read_log, steps_done
 from drafter.train.step import devices_for
 from peagle import loading
+from peagle.config import EngineConfig
 from peagle.drafters.ngram import NGram
-from peagle.engine.engine import Engine, EngineConfig
+from peagle.engine.engine import Engine
 from peagle.engine.handoff import parse
 from peagle.engine.replicas import Replicas
 from peagle.engine.request import Request, SamplingParams, StepRecord
 from peagle.engine.state import check_integrity
 from peagle.loading import load, load_over
 from peagle.ops import native
+from peagle.ops.attention import PAGE_SIZE
 from peagle.ops.checkpoint import Cut
 from peagle.ops.errors import InputError
-from peagle.ops.kv_cache import KVCache
 from peagle.ops.linear import PackedMatrix, SplitMatrix, arrange, as_matrix
 from peagle.ops.messages import DrafterInput
 from peagle.parallel import MeshShape, Sharded, make_meshes, replicate, shard
@@ -99,15 +100,19 @@ def over(root: Path, shape: MeshShape, stored: str, kernels: Kernels, in_order: 
     return target
 
 
-TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 40)).astype(np.int32)
-PASSES = ((0, 8), (8, 16), (16, 24), (24, 25), (25, 26), (26, 30), (28, 32))  # the last one after a rollback of two
+LENGTH = 152
+TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, LENGTH)).astype(np.int32)
+PASSES = (
+    *((begin, begin + 16) for begin in range(0, 144, 16)),
+    *((144, 145), (145, 146), (136, LENGTH)),  # the last one after a rollback of ten
+)
 
 
 def walk(target: Target, passes: tuple[tuple[int, int], ...] = PASSES) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return (logits, aux_hidden) of each pass; the ring of 11 positions wraps."""
+    """Return (logits, aux_hidden) of each pass; the pages of the window of 11 positions repeat."""
     extend = jax.jit(type(target).extend)
-    cache = jax.jit(lambda: target.init_cache(2, 40, 8))()
-    assert any(each.ring for each in cache)
+    cache = jax.jit(lambda: target.init_cache(2, LENGTH, 16))()
+    assert cache.tables[1].shape[1] * PAGE_SIZE < LENGTH
     logits, aux_hidden = [], []
     for start, end in passes:
         positions = np.tile(np.arange(start, end, dtype=np.int32), (2, 1))
@@ -153,8 +158,8 @@ def check_shapes(target: Target, shape: MeshShape) -> None:
         if hasattr(experts, "down_blocks"):
             assert experts.down_blocks.shape == (shape.ranks, 4 // shape.ep, 96, width // 32, 16)
     cache = jax.jit(lambda: target.init_cache(2, 40, 8))()
-    for each in cache:
-        assert each.key.addressable_shards[0].data.shape[2:] == (kv_heads, 12)
+    for pages in cache.pages:
+        assert pages.key.addressable_shards[0].data.shape[2:] == (kv_heads, 12)
 
 
 @pytest.mark.parametrize(("shape", "stored", "kernels"), CASES, ids=str)
@@ -203,7 +208,7 @@ def test_two_collectives_a_layer_and_one_at_the_head(root: Path, kernels: Kernel
         calls = [line for line in text.splitlines() if "custom-call(" in line and "peagle_" in line]
         assert len(calls) == 4 * CONFIG.num_layers + 2  # qkv, attention, out, experts; RoPE's tables, the head
         attention = [line for line in calls if "peagle_decode_attention" in line]
-        assert all(re.search(r"f32\[2,\d+,1,12\]", line) for line in attention)  # one kv head each
+        assert all(re.search(rf"f32\[\d+,{PAGE_SIZE},1,12\]", line) for line in attention)  # one kv head each
 
 
 # The engine
@@ -225,13 +230,12 @@ def run(
     config = EngineConfig(num_speculative_tokens=k, slots=2, capacity=64, chunk=8, **options)
     engine = Engine(target, drafter, config)
     answers = decode(engine, REQUESTS)
-    assert engine._state is not None
-    check_integrity(engine._state, config.capacity)
-    caches: list[KVCache] = list(engine._state.target_cache)
+    check_integrity(engine.executor.state, config.capacity)
     if isinstance(target, Sharded):
-        assert all(len(each.key.sharding.device_set) == target.ranks for each in caches)
-        local = caches[0].key.addressable_shards[0].data.shape[2]
-        assert local * target.ranks == caches[0].key.shape[2]
+        layers = engine.executor.state.target_cache.pages
+        assert all(len(pages.key.sharding.device_set) == target.ranks for pages in layers)
+        local = layers[0].key.addressable_shards[0].data.shape[2]
+        assert local * target.ranks == layers[0].key.shape[2]
     return answers
 
 
@@ -318,18 +322,20 @@ def test_replicas_on_devices_of_their_own_answer_as_one_engine(root: Path) -> No
     engine.warm_up(sampled=True)
     answers = decode(engine, REQUESTS)
     assert answers == decode(Engine(whole(root, "packed", FAST), NGram(), config), REQUESTS)
-    used = [{each.id for leaf in jax.tree.leaves(one._state) for each in leaf.devices()} for one in engine.engines]
+    used = [
+        {each.id for leaf in jax.tree.leaves(one.executor.state) for each in leaf.devices()} for one in engine.engines
+    ]
     assert used == [{0, 1}, {2, 3}]
     held = [{each.id for leaf in jax.tree.leaves(one.target) for each in leaf.devices()} for one in engine.engines]
     assert held == used
 
 
 def test_memory_is_counted_by_device(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caches are cut, all else is on each device; devices of a CPU share one memory."""
+    """Pages are cut, all else is on each device; devices of a CPU share one memory."""
     target, drafter = over(root, TP4, "packed", FAST), PEagle(random_params(DRAFTER), DRAFTER)
     engine = Engine(target, replicate(drafter, target.mesh), EngineConfig(K, slots=2, capacity=64, chunk=8))
-    made = engine._programs.init()
-    shards = [shard for leaf in jax.tree.leaves(made) for shard in leaf.addressable_shards]
+    engine.start()
+    shards = [shard for leaf in jax.tree.leaves(engine.executor.state) for shard in leaf.addressable_shards]
     assert sum(engine.memory_bytes()[:2]) == sum(shard.data.nbytes for shard in shards)
     logits = 2 * (K + 1) * CONFIG.vocab_size * 4
     assert engine.memory_bytes()[2] == 4 * logits
@@ -375,7 +381,7 @@ def test_the_layout_of_experts_is_the_same_on_all_ranks(root: Path, monkeypatch:
 def test_a_prefix_is_found_again(root: Path) -> None:
     target = over(root, TP4, "packed", FAST)
     prompt = tuple(np.random.default_rng(9).integers(0, CONFIG.vocab_size, 140).tolist())
-    config = EngineConfig(slots=1, capacity=256, chunk=64, prefix_cache_bytes=1 << 28)
+    config = EngineConfig(slots=1, capacity=256, chunk=64, prefix_cache_bytes=1 << 20)
     engine = Engine(target, None, config)
     answers = []
     for _ in range(2):

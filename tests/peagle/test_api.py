@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import peagle
-from peagle.api import Pair
+from peagle.api import LEAST_KEPT_BYTES, Pair
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request, SamplingParams
 from peagle.engine.widths import WidthTable
@@ -168,13 +168,71 @@ def test_slots_that_cannot_be_are_refused(pair: Pair, monkeypatch: pytest.Monkey
     one = sum(pair.engine(pair.engine_config(0, capacity=128)).memory_bytes())
     for module in ("peagle.ops.memory", "peagle.api"):
         monkeypatch.setattr(f"{module}.available_memory_bytes", lambda: 3 * one)
-    said = r"128 positions in 64 slots, .* for the prefill lane and .* for a step's logits, .* together, do not fit"
-    with pytest.raises(InputError, match=said + r".*each slot reserves its full context.* slots fit: lower") as refused:
+    said = r"positions for 64 slots, .* for the state of the slots and .* for a step's logits, .* together, do not fit"
+    with pytest.raises(InputError, match=said + r".*each slot takes .* slots fit: lower") as refused:
         pair.engine(pair.engine_config(0, slots=64, capacity=128))
     fit = int(re.findall(r"(\d+) slots fit", str(refused.value))[0])
     assert pair.engine(pair.engine_config(0, slots=fit, capacity=128))
     with pytest.raises(InputError, match="do not fit"):
         pair.engine(pair.engine_config(0, slots=fit + 1, capacity=128))
+
+
+def test_memory_for_keys_and_values_is_refused_if_it_is_too_small_or_is_not_there(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def engine(size: int) -> Any:
+        return pair.engine(pair.engine_config(3, slots=4, capacity=256, kv_memory_bytes=size))
+
+    with pytest.raises(
+        InputError, match=r"is 0\.00 MB; expected .* which hold one request of 256 positions"
+    ) as refused:
+        engine(1000)
+    enough = float(re.findall(r"expected ([\d.]+) MB or more", str(refused.value))[0]) * 1e6
+    assert engine(int(enough * 1.01)).page_use.num_tokens < 2 * 256
+    assert engine(int(enough * 3)).page_use.num_tokens > 2 * 256
+    monkeypatch.setattr("peagle.api.available_memory_bytes", lambda: int(enough * 4))
+    with pytest.raises(
+        InputError, match=r"keys and values may take .* MB, but .* are available; .* smaller --kv-memory"
+    ):
+        engine(int(enough * 5))
+
+
+def test_the_prefix_cache_takes_a_part_of_the_free_memory(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kept(size: Any, pair: Pair = pair, **options: Any) -> int:
+        return pair.engine_config(3, capacity=256, prefix_cache_bytes=size, **options).prefix_cache_bytes
+
+    assert [kept(size) for size in ("off", 0, 4096)] == [0, 0, 4096]
+    assert kept("on", kv_memory_bytes=1 << 24) == 1  # no page more
+    for free, part in ((100_000_000, 10_000_000), (10_000_000_000, LEAST_KEPT_BYTES)):
+        monkeypatch.setattr("peagle.api.available_memory_bytes", lambda free=free: free)
+        fresh = dataclasses.replace(pair, _free=[], _engines={})
+        assert kept("on", fresh) == part
+        monkeypatch.setattr("peagle.api.available_memory_bytes", lambda: 7)
+        assert kept("on", fresh) == part  # equal arguments make equal engines
+
+
+def test_the_default_context_is_the_models_or_what_the_memory_holds(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pair.default_context(3) == pair.max_positions == MAX_POSITIONS
+    size = sum(pair.engine(pair.engine_config(3, capacity=256)).memory.num_bytes)
+    assert pair.default_context(3, kv_memory_bytes=int(1.2 * size)) == 256
+    assert pair.default_context(3, slots=4, kv_memory_bytes=100 * size) == MAX_POSITIONS
+    fresh = dataclasses.replace(pair, _free=[], _engines={})
+    monkeypatch.setattr("peagle.api.available_memory_bytes", lambda: int(1.3 * size))
+    assert fresh.default_context(3) == 256
+    assert fresh.default_context(3, num_engines=2) == 128
+
+
+def test_a_later_stream_begins_with_what_an_earlier_one_computed(pair: Pair) -> None:
+    prompt = [5 + place % 7 for place in range(80)]
+    options: dict[str, Any] = {"max_new_tokens": 8, "num_speculative_tokens": 3, "context": 256, "ignore_eos": True}
+    cold = pair.generate(prompt, **options)
+    warm = pair.generate([*prompt, *cold.output_ids], **options)
+    assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 64)
+    off = pair.generate([*prompt, *cold.output_ids], **options, prefix_cache_bytes="off")
+    assert off.num_cached_tokens == 0
+    assert off.output_ids == warm.output_ids
 
 
 def test_a_k_beyond_the_positions_is_refused(toy: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,13 +93,13 @@ def test_speculation_says_what_plain_decoding_says(answers: Run) -> None:
 def test_steps_keep_no_copy_of_weights_or_caches(demo: Pair, together: int, adaptive: bool, slots: int) -> None:
     shape = demo.engine_config(3, capacity=1024, adaptive=adaptive, slots=slots)
     engine = demo.engine(dataclasses.replace(shape, steps_per_dispatch=together))
-    state, _ = engine._programs.shapes()
-    leaves = jax.tree.leaves((engine.target, state.target_cache))
+    pages = engine.executor.shapes.target_cache.pages
+    leaves = jax.tree.leaves((engine.target, pages))
     programs = engine.programs()
     assert len(programs) == (2 if adaptive else 1)
     for program in programs:
         memory = program.memory_analysis()
-        assert memory.temp_size_in_bytes < min(max(map(num_bytes, leaves)), num_bytes(state.target_cache[1].key))
+        assert memory.temp_size_in_bytes < min(max(map(num_bytes, leaves)), num_bytes(pages[1].key))
 
 
 def num_bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle.api import Pair
+from peagle.config import EngineConfig
 from peagle.drafters.ngram import NGram
-from peagle.engine.engine import Engine, EngineConfig
+from peagle.engine.engine import Engine
 from peagle.engine.request import FinishReason, Request, SamplingParams, StepRecord, TokenChunk
 from peagle.ops.errors import InputError
 from peagle.result import Assembler, decode, follow, submit

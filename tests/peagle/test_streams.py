@@ -29,13 +29,14 @@ def one_engine(pair: Pair) -> Engine:
 
 def most_at_once(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> Callable[[], int]:
     """Record the most requests in slots at any dispatch from now on."""
-    seen, dispatch = [0], engine._dispatch
+    seen, step = [0], engine._step
 
-    def counting(action: Any) -> None:
-        dispatch(action)
+    def counting() -> Any:
+        chunks = step()
         seen.append(engine._scheduler.num_active)
+        return chunks
 
-    monkeypatch.setattr(engine, "_dispatch", counting)
+    monkeypatch.setattr(engine, "_step", counting)
     return lambda: max(seen)
 
 

@@ -6,25 +6,22 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import flax.struct
 import numpy as np
 import pytest
 
 import peagle.loading
-from drafter import model
 from drafter.load import parse_config, save_drafter
 from drafter.propose import Eagle3, PEagle
 from peagle.api import Pair
 from peagle.cli import main
-from peagle.engine.engine import Engine, EngineConfig
+from peagle.config import EngineConfig
+from peagle.engine.engine import Engine
 from peagle.engine.request import Request
-from peagle.engine.state import INPUT_ROOM
 from peagle.engine.widths import WidthTable
 from peagle.loading import DEMO, DEMO_EAGLE3, HELD_OUT, NGRAM, with_drafter
 from peagle.ops import native
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError, InputWarning
-from peagle.ops.kv_cache import KVCache
 from peagle.result import Result
 from tests.drafter.cases import random_params
 from tests.peagle.conftest import DRAFTER, MAX_POSITIONS, Directories
@@ -38,37 +35,20 @@ def demo() -> Pair:
     return peagle.loading.load(DEMO, None)
 
 
-def full_caches(drafter: PEagle | Eagle3, batch: int, capacity: int, widest_write: int) -> tuple[KVCache, ...]:
-    config, dtype = drafter.config.with_window(None), drafter.params.dtype
-    return model.init_caches(config, batch, capacity + widest_write, widest_write, dtype)
-
-
-@flax.struct.dataclass
-class FullPEagle(PEagle):
-    """Its mask has the window, its caches hold everything."""
-
-    init_state = full_caches
-
-
-@flax.struct.dataclass
-class FullEagle3(Eagle3):
-    init_state = full_caches
-
-
 @pytest.mark.skipif(not native.available(), reason=native.status()[1])
-@pytest.mark.parametrize(("name", "full"), [(DEMO, FullPEagle), (DEMO_EAGLE3, FullEagle3)], ids=[DEMO, DEMO_EAGLE3])
-def test_rings_accept_what_full_caches_accept_and_emit_plain_decodings_tokens(
-    demo: Pair, name: str, full: type[FullPEagle] | type[FullEagle3]
-) -> None:
-    """Behind a prompt of several windows, of several chunks."""
+@pytest.mark.parametrize("name", [DEMO, DEMO_EAGLE3])
+def test_pages_of_a_window_accept_what_all_pages_accept_and_emit_plain_decodings_tokens(demo: Pair, name: str) -> None:
+    """After a prompt of several windows, of several chunks."""
     pair = with_drafter(demo, DEMO, name, drafter_window=WINDOW)
     drafter = pair.drafter
     assert isinstance(drafter, PEagle | Eagle3)
-    other = dataclasses.replace(pair, drafter=full(drafter.params, drafter.config), _engines={})
+    other = dataclasses.replace(pair, drafter=dataclasses.replace(drafter, retain_full_kv=True), _engines={})
     prompt = HELD_OUT.read_text(encoding="utf-8")[:1500]
 
     def ask(pair: Pair, k: int) -> Result:
-        return pair.generate(prompt, num_speculative_tokens=k, max_new_tokens=120, prefill_chunk=64, context=896)
+        return pair.generate(
+            prompt, num_speculative_tokens=k, max_new_tokens=120, prefill_chunk=64, context=896, prefix_cache_bytes=0
+        )
 
     plain, ringed, whole = ask(pair, 0), ask(pair, K), ask(other, K)
     assert len(plain.request.prompt_ids) > 5 * WINDOW
@@ -80,15 +60,17 @@ def test_rings_accept_what_full_caches_accept_and_emit_plain_decodings_tokens(
 
 
 @pytest.mark.parametrize("mask_token_id", [3, None], ids=["P-EAGLE", "EAGLE-3"])
-def test_rings_draft_what_full_caches_draft_on_xla(mask_token_id: int | None) -> None:
+def test_pages_of_a_window_draft_what_all_pages_draft_on_xla(mask_token_id: int | None) -> None:
     """Step by step, also behind plain steps whose rows the drafter takes in late, and beside another row."""
     config = drafter_config(mask_token_id=mask_token_id, windows=(7,))
     params, target = random_params(config), tiny_target(aux_layer_ids=(0, 1))
     rng = np.random.default_rng(5)
     asked = [Request(tuple(rng.integers(0, CONFIG.vocab_size, n).tolist()), new) for n, new in ((90, 110), (7, 40))]
     shape = EngineConfig(K, slots=2, capacity=256, chunk=16, widths=WidthTable({1: K, 2: 0}))
-    kinds = (PEagle, FullPEagle) if mask_token_id is not None else (Eagle3, FullEagle3)
-    ringed, whole = (decode(Engine(target, kind(params, config), shape), asked) for kind in kinds)
+    kind = PEagle if mask_token_id is not None else Eagle3
+    ringed, whole = (
+        decode(Engine(target, kind(params, config, retain_full_kv=retains), shape), asked) for retains in (False, True)
+    )
     plain = decode(Engine(target, None, EngineConfig(0, slots=2, capacity=256, chunk=16)), asked)[0]
     assert ringed[0] == whole[0] == plain
     assert ringed[1] == whole[1]
@@ -165,7 +147,7 @@ def test_the_command_line_takes_it(directories: Directories, capsys: pytest.Capt
     assert "drafter-window is 'wide'" in capsys.readouterr().err
 
 
-def test_info_says_the_window_and_what_its_rings_take(
+def test_info_says_the_window_and_what_its_pages_take(
     directories: Directories, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def said(directory: Path) -> dict[str, str]:
@@ -176,19 +158,19 @@ def test_info_says_the_window_and_what_its_rings_take(
     per_position = 2 * DRAFTER.num_kv_heads * DRAFTER.head_dim * 4  # of a layer, float32
     full = said(directories.drafter)
     assert full["window"].strip() == "off, by default: no file names one"
-    assert f"{2 * 1000 * per_position / 1e3:.1f} kB float32" in full["KV cache per 1,000 positions"]
-    assert "KV rings, once per row" not in full
+    assert f"{2 * 1000 * per_position / 1e3:.1f} kB float32" in full["KV cache per 1,000 tokens"]
+    assert "KV pages per slot" not in full
     config = dataclasses.replace(DRAFTER, windows=(20, None))
     save_drafter(tmp_path / "drafter", random_params(config), config)
     mixed = said(tmp_path / "drafter")
     assert mixed["window"].strip() == "20 positions in 1 of 2 layers, by config.json"
-    assert f"{1000 * per_position / 1e3:.1f} kB float32" in mixed["KV cache per 1,000 positions"]
-    assert f"{(20 + INPUT_ROOM - 1) * per_position / 1e3:.1f} kB float32" in mixed["KV rings, once per row"]
+    assert f"{1000 * per_position / 1e3:.1f} kB float32" in mixed["KV cache per 1,000 tokens"]
+    assert f"{3 * 64 * per_position / 1e3:.1f} kB float32" in mixed["KV pages per slot"]
     (tmp_path / "drafter" / "speculation.json").write_text('{"drafter_window": 256}')
     windowed = said(tmp_path / "drafter")
     assert windowed["window"].strip() == "256 positions, by speculation.json"
-    assert "KV cache per 1,000 positions" not in windowed
-    assert f"{2 * (256 + INPUT_ROOM - 1) * per_position / 1e3:.1f} kB float32" in windowed["KV rings, once per row"]
+    assert "KV cache per 1,000 tokens" not in windowed
+    assert f"{2 * 7 * 64 * per_position / 1e3:.1f} kB float32" in windowed["KV pages per slot"]
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "speculators"])

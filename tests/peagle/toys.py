@@ -13,6 +13,8 @@ import numpy as np
 from drafter.config import DrafterConfig
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request, StepRecord
+from peagle.engine.state import check_integrity
+from peagle.ops.attention import CacheGroup, PagedCache, group_layers
 from peagle.ops.messages import DrafterInput, DraftOutput, VerifyOutput
 from peagle.ops.rope import RopeConfig, Yarn
 from target.config import FULL, SLIDING, TargetConfig
@@ -69,26 +71,52 @@ def drafter_config(target: TargetConfig = CONFIG, **changes: Any) -> DrafterConf
 
 
 @flax.struct.dataclass
-class Scripted:
-    """A drafter that proposes script[index] at each sequence index, from its row's script."""
+class WithoutCaches:
+    """A model that keeps no keys and values."""
 
-    script: jax.Array  # [B, S] int32: the token proposed for each sequence index
+    def init_pages(self, num_pages: Sequence[int]) -> tuple[()]:
+        return ()
 
-    def init_state(self, batch: int, capacity: int, widest_write: int) -> None:
-        pass
-
-    def absorb(self, state: None, token_ids: jax.Array, aux_hidden: jax.Array, positions: jax.Array) -> None:
-        pass
-
-    def propose(self, state: None, fresh: DrafterInput, widths: jax.Array, num_drafts: int) -> tuple[DraftOutput, None]:
-        index = (fresh.first_position + fresh.num + 1)[:, None] + jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
-        return DraftOutput(
-            jnp.take_along_axis(self.script, jnp.clip(index, 0, self.script.shape[1] - 1), axis=1)
-        ), state
+    def init_cache(self, batch: int, capacity: int, widest_write: int) -> PagedCache:
+        return PagedCache((), ())
 
 
 @flax.struct.dataclass
-class MarkovTarget:
+class WithoutMemory(WithoutCaches):
+    """A drafter that keeps nothing of what it has read."""
+
+    @property
+    def cache_groups(self) -> tuple[()]:
+        return ()
+
+    def init_state(self, batch: int, capacity: int, widest_write: int) -> Any:
+        return ()
+
+    def restart(self, state: Any) -> Any:
+        return state
+
+    def absorb(self, state: Any, token_ids: jax.Array, aux_hidden: jax.Array, positions: jax.Array) -> Any:
+        return state
+
+
+@flax.struct.dataclass
+class Scripted(WithoutMemory):
+    """A drafter that proposes script[index] at each sequence index, from its slot's script."""
+
+    script: jax.Array  # [B, S] int32: the token proposed for each sequence index
+
+    def init_state(self, batch: int, capacity: int, widest_write: int) -> jax.Array:
+        return self.script[:batch] + 0  # the state is donated
+
+    def propose(
+        self, state: jax.Array, fresh: DrafterInput, widths: jax.Array, num_drafts: int
+    ) -> tuple[DraftOutput, jax.Array]:
+        index = (fresh.first_position + fresh.num + 1)[:, None] + jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
+        return DraftOutput(jnp.take_along_axis(state, jnp.clip(index, 0, state.shape[1] - 1), axis=1)), state
+
+
+@flax.struct.dataclass
+class MarkovTarget(WithoutCaches):
     """A target without a cache: the next token depends only on the last, logits = table[token]."""
 
     table: jax.Array  # [V, V]
@@ -101,32 +129,41 @@ class MarkovTarget:
     def max_positions(self) -> int:
         return 1 << 20
 
-    def init_cache(self, batch: int, capacity: int, widest_write: int) -> None:
-        pass
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        return group_layers(())
 
     def extend(
-        self, token_ids: jax.Array, positions: jax.Array, cache: None, logit_rows: jax.Array | None = None
-    ) -> tuple[VerifyOutput, None]:
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        cache: PagedCache,
+        logit_rows: jax.Array | None = None,
+        writes: jax.Array | None = None,
+    ) -> tuple[VerifyOutput, PagedCache]:
         read = token_ids if logit_rows is None else jnp.take_along_axis(token_ids, logit_rows, axis=1)
         return VerifyOutput(self.table[read], jnp.zeros((*token_ids.shape, 0))), cache
 
 
 @flax.struct.dataclass
-class FixedLogits:
+class FixedLogits(WithoutMemory):
     """A drafter of constant distributions: logits [K, V] at every step."""
 
     logits: jax.Array
 
-    def init_state(self, batch: int, capacity: int, widest_write: int) -> None:
-        pass
-
-    def absorb(self, state: None, token_ids: jax.Array, aux_hidden: jax.Array, positions: jax.Array) -> None:
-        pass
-
-    def propose(self, state: None, fresh: DrafterInput, widths: jax.Array, num_drafts: int) -> tuple[DraftOutput, None]:
+    def propose(self, state: Any, fresh: DrafterInput, widths: jax.Array, num_drafts: int) -> tuple[DraftOutput, Any]:
         batch = fresh.num.shape[0]
         logits = jnp.broadcast_to(self.logits[None], (batch, *self.logits.shape))
         return DraftOutput(jnp.argmax(logits, axis=-1).astype(jnp.int32), logits), state
+
+
+def check_whole(engine: Engine) -> None:
+    """Assert the invariants of an engine's state and of its pages; an idle one holds no page."""
+    check_integrity(engine.executor.state, engine.config.capacity, [slot for slot, _ in engine.decoding])
+    engine.memory.pool.check_integrity()
+    if not engine.busy:
+        for number, count in enumerate(engine.memory.num_pages):
+            assert engine.memory.pool.num_available(number) == count
 
 
 def decode(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[int]], list[list[StepRecord]]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from peagle.engine.engine import Engine
+from peagle.engine.warmup import WarmUp
 from peagle.loading import DEMO, resolve
 from peagle.measure.pages import markdown
 from scripts import bench_answers
@@ -73,7 +73,7 @@ def record(found: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("num_drafts", [2, "auto"])
 def test_speculation_writes_what_plain_decoding_does(num_drafts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Engine, "_measure_costs", lambda *_: {1: 1.0})  # so that auto drafts, whatever the machine does
+    monkeypatch.setattr(WarmUp, "measure_costs", lambda *_: {1: 1.0})  # so that auto drafts, whatever the machine does
     plain = ours.load(str(DEMO_TARGET), "auto", "float32").decode([3, 1, 4, 1, 5], 24)
     pair = ours.load(str(DEMO_TARGET), "auto", "float32", str(DEMO_DRAFTER), num_drafts)
     assert pair.decode([3, 1, 4, 1, 5], 24)["token_ids"] == plain["token_ids"]

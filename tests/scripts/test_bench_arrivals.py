@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from peagle.engine.engine import Engine, EngineConfig
+from peagle.config import EngineConfig
+from peagle.engine.engine import Engine
 from peagle.engine.request import Request
 from peagle.measure.pages import markdown
 from scripts.bench_arrivals import figures, main, page, play, summary

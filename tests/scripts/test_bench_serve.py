@@ -91,7 +91,7 @@ def test_what_is_refused_or_cut_short_is_one_line(
 
 def soaked(server: Server, clients: int = 6) -> dict[str, Any]:
     asked = soak.bodies([[40 + place % 9, *range(60, 60 + place)] for place in range(8)], 16)
-    return soak.soak(server, asked, clients=clients, seconds=1.0, seed=0, slots=2, longest=100)
+    return soak.soak(server, asked, clients=clients, seconds=1.0, seed=0, slots=2, longest=100, turns=12)
 
 
 def test_a_soak_of_a_server_that_is_right_finds_nothing(server: tuple[Server, Engine]) -> None:

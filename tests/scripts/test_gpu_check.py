@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle.engine.engine import EngineConfig
+from peagle.config import EngineConfig
 from peagle.engine.request import Request, StepRecord, TokenChunk
 from peagle.measure.pages import markdown
 from peagle.workflows.random_checkpoint import SIZES

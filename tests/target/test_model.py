@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle.ops.kv_cache import KVCache
+from peagle.ops.attention import PagedCache
 from peagle.ops.rope import RopeConfig, Yarn
 from target.config import FULL, SLIDING, TargetConfig
 from target.model import GptOss, forward
 from target.params import TargetParams, init_params
+from tests.paging import entries, small_pages
 from tests.target.walk import WIDTH, walk
 
 CONFIG = TargetConfig(
@@ -75,36 +76,48 @@ def test_the_caches_agree_with_the_whole_sequence(model: GptOss) -> None:
 
 def test_an_inactive_row_writes_nothing_and_changes_no_other(model: GptOss) -> None:
     """All of a sequence's rows are inactive, or all but the first."""
-    extend, caches = jax.jit(GptOss.extend), prompts_of(model, [12, 10])
+    extend, cache = jax.jit(GptOss.extend), prompts_of(model, [12, 10])
     ids = jnp.asarray(token_ids()[:2, 12 : 12 + WIDTH])
     positions = np.array([[12], [10]], np.int32) + np.arange(WIDTH, dtype=np.int32)
-    both, written = extend(model, ids, positions, caches)
+    both, written = extend(model, ids, positions, cache)
     for active in (0, 1):
         some = positions.copy()
         some[1, active:] = -1
-        found, after = extend(model, ids, some, caches)
+        found, after = extend(model, ids, some, cache)
         np.testing.assert_array_equal(found.logits[0], both.logits[0])
         np.testing.assert_allclose(found.logits[1, :active], both.logits[1, :active], atol=1e-5)
         assert np.isfinite(found.logits).all()
-        for old, new, full in zip(caches, after, written, strict=True):
-            slots = positions[1, :active] % new.capacity
-            for part in ("key", "value"):
-                before, now, then = (np.array(getattr(cache, part)) for cache in (old, new, full))
-                np.testing.assert_array_equal(now[0], then[0])
-                assert not np.array_equal(now[0], before[0])
-                np.testing.assert_allclose(now[1, slots], then[1, slots], atol=1e-5)
-                now[1, slots] = before[1, slots]
-                np.testing.assert_array_equal(now[1], before[1])
+        held = (entries(model, each, 0, 12 + WIDTH) for each in (cache, after, written))
+        for before, now, then in zip(*held, strict=True):
+            np.testing.assert_array_equal(now[0], then[0])
+            assert not np.array_equal(now[0], before[0])
+            at = positions[1, :active]
+            np.testing.assert_allclose(now[1, at], then[1, at], atol=1e-5)
+            now[1, at] = before[1, at]
+            np.testing.assert_array_equal(now[1], before[1])
+
+
+def test_a_row_that_only_reads_has_the_logits_of_its_token(model: GptOss) -> None:
+    """The last token of a prompt that the cache holds already."""
+    ids, at, writes = token_ids()[:2, 9:10], np.full((2, 1), 9, np.int32), np.array([[True], [False]])
+    before = prompts_of(model, [9, 10])
+    out, after = jax.jit(GptOss.extend)(model, ids, at, before, writes=writes)
+    whole, _ = run_forward(model.params, CONFIG, token_ids(), positions(), aux_layer_ids=(1,))
+    np.testing.assert_allclose(out.logits[:, 0], whole[:2, 9], atol=1e-4 * float(whole.std()))
+    for now, then in zip(*(entries(model, cache, 9, 10) for cache in (after, before)), strict=True):
+        np.testing.assert_array_equal(now[1], then[1])
+        assert now[0].any()
+        assert not then[0].any()
 
 
 @pytest.mark.parametrize("named", [[[2], [0]], [[3, 1], [0, 0]]])
 def test_logits_are_those_of_the_named_rows(model: GptOss, named: list[list[int]]) -> None:
     """aux_hidden is that of all rows, whichever are named."""
-    caches = prompts_of(model, [12, 10])
+    cache = prompts_of(model, [12, 10])
     ids = jnp.asarray(token_ids()[:2, 12 : 12 + WIDTH])
     positions = np.array([[12], [10]], np.int32) + np.arange(WIDTH, dtype=np.int32)
-    full, written = jax.jit(GptOss.extend)(model, ids, positions, caches)
-    some, after = jax.jit(GptOss.extend)(model, ids, positions, caches, np.array(named, np.int32))
+    full, written = jax.jit(GptOss.extend)(model, ids, positions, cache)
+    some, after = jax.jit(GptOss.extend)(model, ids, positions, cache, np.array(named, np.int32))
     expected = np.take_along_axis(np.asarray(full.logits), np.array(named)[:, :, None], axis=1)
     np.testing.assert_allclose(some.logits, expected, atol=1e-5)
     np.testing.assert_allclose(some.aux_hidden, full.aux_hidden, atol=1e-5)
@@ -112,14 +125,14 @@ def test_logits_are_those_of_the_named_rows(model: GptOss, named: list[list[int]
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
-def prompts_of(model: GptOss, lengths: list[int]) -> tuple[KVCache, ...]:
-    """Fill caches with the first tokens of two sequences, in one padded pass."""
+def prompts_of(model: GptOss, lengths: list[int]) -> PagedCache:
+    """Fill a cache with the first tokens of two sequences, in one padded pass."""
     widest = max(lengths)
     places = np.arange(widest, dtype=np.int32)[None, :]
     positions = np.where(places < np.array(lengths, np.int32)[:, None], places, -1)
-    caches = model.init_cache(2, LENGTH, widest)
-    _, caches = jax.jit(GptOss.extend)(model, jnp.asarray(token_ids()[:2, :widest]), positions, caches)
-    return caches
+    empty = small_pages(model, 2, LENGTH, widest)
+    _, cache = jax.jit(GptOss.extend)(model, jnp.asarray(token_ids()[:2, :widest]), positions, empty)
+    return cache
 
 
 def test_segments_are_independent(model: GptOss) -> None:
@@ -139,13 +152,14 @@ def test_segments_are_independent(model: GptOss) -> None:
         np.testing.assert_allclose(packed[row], apart, atol=1e-4 * apart.std())
 
 
-def test_rings_only_if_they_are_smaller() -> None:
+def test_a_window_keeps_few_pages() -> None:
     model = GptOss(random_params(), CONFIG)
-    kinds = [(cache.ring, cache.capacity) for cache in model.init_cache(1, 30, WIDTH)]
-    assert kinds == [(True, CONFIG.sliding_window + WIDTH - 1), (False, 30 + WIDTH)]
-    assert [cache.ring for cache in model.init_cache(1, 5, WIDTH)] == [False, False]
-    retained = dataclasses.replace(model, retain_full_kv=True).init_cache(1, 30, WIDTH)
-    assert [(cache.ring, cache.capacity) for cache in retained] == [(False, 34), (False, 34)]
+    retaining = dataclasses.replace(model, retain_full_kv=True)
+    for owner, capacity, widths in ((model, 1000, [16, 2]), (model, 5, [1, 1]), (retaining, 1000, [16])):
+        cache = owner.init_cache(3, capacity, WIDTH)
+        assert [table.shape for table in cache.tables] == [(3, width) for width in widths]
+        by_layer = [3 * widths[-1 if window else 0] for window in map(CONFIG.window, range(2))]
+        assert [len(pages.key) for pages in cache.pages] == by_layer
 
 
 def test_gradients_reach_every_parameter(model: GptOss) -> None:

@@ -10,20 +10,21 @@ import numpy as np
 import pytest
 
 from peagle.ops import native
+from peagle.ops.attention import PagedCache
 from peagle.ops.expert_matmul import NativeExperts
 from peagle.ops.kernels import Implementation
-from peagle.ops.kv_cache import KVCache, ring_capacity
 from peagle.ops.linear import PackedMatrix
 from peagle.workflows.random_checkpoint import SIZES, random_tensors
 from target.load import LoadedTarget, load_target, save_target, write_target
 from target.model import GptOss
 from tests.compiling import AS_FOR_USERS
+from tests.paging import SMALL, of_sequences, small_pages
 from tests.target.test_model import CONFIG, random_params
-from tests.target.walk import WIDTH, walk
+from tests.target.walk import walk
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.status()[1])
 
-MXFP4_CONFIG = dataclasses.replace(SIZES["tiny"], layer_types=("sliding_attention", "full_attention"))
+MXFP4_CONFIG = dataclasses.replace(SIZES["tiny"], layer_types=("sliding_attention", "full_attention"), sliding_window=8)
 BATCH, LENGTH = 3, 57
 PROMPTS = [9, 16, 4]
 AUX_LAYER_IDS = (1, 0)
@@ -111,11 +112,12 @@ def one_pass(
 def test_every_pass_over_the_caches_agrees_with_xla(
     directories: dict[str, Path], name: str, retained: tuple[bool, ...]
 ) -> None:
-    """Chunks of prompts, decoding and rolled-back verification, in a ring and in a full cache, to 1e-4 of the logits'
-    standard deviation."""
+    """Chunks of prompts, decoding and rolled-back verification, to 1e-4 of the logits' standard deviation.
+
+    retained: with the pages behind a window.
+    """
     exact = one_pass(directories, name, "xla", jnp.float32)
     loaded = load(directories, name)
-    assert ring_capacity(loaded.config.sliding_window, WIDTH) < LENGTH - WIDTH  # it wraps
     tokens = random_tokens(loaded.config.vocab_size, BATCH, LENGTH)
 
     def check(rows: np.ndarray, positions: np.ndarray, *ours: np.ndarray) -> None:
@@ -149,16 +151,16 @@ class Decoded:
     model: GptOss
     tokens: np.ndarray  # [B, total]
     lengths: np.ndarray  # of the prompts
-    caches: list[tuple[KVCache, ...]]  # after the prompts and n tokens each
+    caches: list[PagedCache]  # after the prompts and n tokens each
     bits: list[Bits]  # of token n after the prompts
     rows: tuple[int, ...]  # widths to verify
 
-    def verify(self, start: int, rows: int, some: slice = slice(None)) -> tuple[Bits, tuple[KVCache, ...]]:
+    def verify(self, start: int, rows: int, some: slice = slice(None)) -> tuple[Bits, PagedCache]:
         """Run one pass of several rows from token `start` on, for some of the sequences."""
         lengths = self.lengths[some] + start
         tokens = self.tokens[some][np.arange(len(lengths))[:, None], lengths[:, None] + np.arange(rows)]
-        caches = jax.tree.map(lambda part: jnp.asarray(np.asarray(part)[some]), self.caches[start])
-        out, after = extend(self.model, jnp.asarray(tokens), from_on(lengths, rows), caches)
+        cache = of_sequences(self.caches[start], some)
+        out, after = extend(self.model, jnp.asarray(tokens), from_on(lengths, rows), cache)
         return bits(out.logits, out.aux_hidden), after
 
 
@@ -187,7 +189,7 @@ def decoded(request: pytest.FixtureRequest, directories: dict[str, Path]) -> Dec
     loaded = load(directories, name, dtype=dtype)
     gpt, lengths, total = model(loaded), np.array(PROMPTS), max(PROMPTS) + STEPS
     tokens = random_tokens(loaded.config.vocab_size, BATCH, total)
-    empty = gpt.init_cache(BATCH, total, WIDEST)
+    empty = small_pages(gpt, BATCH, total, WIDEST)
     positions = from_on(np.zeros_like(lengths), WIDEST, lengths)
     _, after = extend(gpt, jnp.asarray(tokens[:, :WIDEST]), positions, empty)
     made = Decoded(gpt, tokens, lengths, [after], [], rows)
@@ -199,19 +201,19 @@ def decoded(request: pytest.FixtureRequest, directories: dict[str, Path]) -> Dec
 
 
 def wraps(decoded: Decoded) -> list[int]:
-    """Return each sequence's token after the prompt that wraps to its ring's first slot."""
-    (ring,) = {cache.capacity for cache in decoded.caches[0] if cache.ring}
-    return [ring - length for length in PROMPTS]
+    """Return each sequence's token after the prompt that is the first to repeat a page of its window."""
+    _, windowed = decoded.caches[0].tables
+    return [windowed.shape[1] * SMALL - length for length in PROMPTS]
 
 
 def test_verifying_rows_is_decoding_them_one_at_a_time(decoded: Decoded) -> None:
-    """Bit for bit, caches included, from the prompt's end on and across the ring's wrap."""
+    """Bit for bit, caches included, from the prompt's end on and where a window repeats its pages."""
     for rows in decoded.rows:
         for start in (0, *(max(0, wrap - rows // 2) for wrap in wraps(decoded))):
-            ours, caches = decoded.verify(start, rows)
+            ours, cache = decoded.verify(start, rows)
             alone = [np.concatenate(parts, axis=1) for parts in zip(*decoded.bits[start : start + rows], strict=True)]
             assert_same(ours, (alone[0], alone[1]), f"{rows} rows from {start}")
-            for one, other in zip(jax.tree.leaves(caches), jax.tree.leaves(decoded.caches[start + rows]), strict=True):
+            for one, other in zip(jax.tree.leaves(cache), jax.tree.leaves(decoded.caches[start + rows]), strict=True):
                 np.testing.assert_array_equal(one, other, f"{rows} rows from {start}")
 
 
@@ -229,7 +231,7 @@ def test_a_prompt_alone_is_the_prompt_in_a_batch(decoded: Decoded) -> None:
 
     def run(some: slice) -> Bits:
         lengths = decoded.lengths[some]
-        empty = decoded.model.init_cache(len(lengths), width + STEPS, WIDEST)
+        empty = small_pages(decoded.model, len(lengths), width + STEPS, WIDEST)
         positions = from_on(np.zeros_like(lengths), width, lengths)
         out, _ = extend(decoded.model, jnp.asarray(decoded.tokens[some, :width]), positions, empty)
         return bits(out.logits, out.aux_hidden)

@@ -13,7 +13,6 @@ import pytest
 
 pytest.importorskip("torch")
 
-from peagle.ops.kv_cache import ring_capacity
 from peagle.workflows.random_checkpoint import SIZES, random_tensors
 from target.load import LoadedTarget, load_target, write_target
 from target.model import GptOss, forward
@@ -74,15 +73,13 @@ def test_full_forward_and_aux_hidden(oracle: Expected, loaded: LoadedTarget) -> 
         assert np.abs(aux[..., : beside.shape[-1]] - beside).max() > 0.1 * oracle.hidden.std()
 
 
-@pytest.mark.parametrize("retain_full_kv", [False, True], ids=["ring", "retained"])
+@pytest.mark.parametrize("retain_full_kv", [False, True], ids=["window", "retained"])
 def test_the_caches(oracle: Expected, loaded: LoadedTarget, retain_full_kv: bool) -> None:
-    """Chunks of prompts, decoding and rolled-back verify passes, across the ring's wrap and YaRN's original length."""
+    """Chunks of prompts, decoding and rolled-back verify passes, across YaRN's original length."""
     fused = oracle.directory.name == "fused"
     model = GptOss(loaded.params, loaded.config, AUX_LAYER_IDS, retain_full_kv)
-    sliding = [c for i, c in enumerate(model.init_cache(1, LENGTH, WIDTH)) if loaded.config.window(i)]
-    assert sliding
-    assert all(cache.ring != retain_full_kv for cache in sliding)
-    assert ring_capacity(loaded.config.sliding_window, WIDTH) * 2 < LENGTH - WIDTH  # it wraps at least once
+    kept = [group.window for group in model.cache_groups if group.layers]
+    assert sorted(kept, key=bool) == [None] if retain_full_kv else [None, loaded.config.sliding_window]
     hidden = aux_hidden_of(oracle, AUX_LAYER_IDS)
 
     def check(rows: np.ndarray, positions: np.ndarray, logits: np.ndarray, aux: np.ndarray) -> None:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from target.model import GptOss
+from tests.paging import small_pages
 
 WIDTH = 4  # rows of a verifying pass
 ACCEPTED = np.array([[0, 3, 1], [2, 0, 3], [3, 1, 0], [1, 2, 2]])  # per pass, per row of the batch: none, some, all
@@ -28,7 +29,7 @@ def walk(
     batch, total = token_ids.shape
     rng = np.random.default_rng(0)
     extend = jax.jit(GptOss.extend)
-    caches = model.init_cache(batch, total, WIDTH)
+    cache = small_pages(model, batch, total, WIDTH)
 
     lengths = np.array(prompt_lengths, np.int32)
     rows = np.arange(batch)
@@ -37,13 +38,13 @@ def walk(
         inside = places < lengths[:, None]
         padding = rng.integers(0, model.vocab_size, inside.shape)  # must not affect the results
         tokens = np.where(inside, token_ids[:, begin : begin + WIDTH], padding).astype(np.int32)
-        out, caches = extend(model, jnp.asarray(tokens), jnp.asarray(np.where(inside, places, -1)), caches)
+        out, cache = extend(model, jnp.asarray(tokens), jnp.asarray(np.where(inside, places, -1)), cache)
         row, column = np.nonzero(inside)
         check(row, begin + column, np.asarray(out.logits)[row, column], np.asarray(out.aux_hidden)[row, column])
 
     for _ in range(decoded):
         tokens = token_ids[rows, lengths][:, None]
-        out, caches = extend(model, jnp.asarray(tokens), jnp.asarray(lengths[:, None]), caches)
+        out, cache = extend(model, jnp.asarray(tokens), jnp.asarray(lengths[:, None]), cache)
         check(rows, lengths, np.asarray(out.logits)[:, 0], np.asarray(out.aux_hidden)[:, 0])
         lengths = lengths + 1
 
@@ -54,7 +55,7 @@ def walk(
         tokens = token_ids[rows[:, None], positions]
         wrong = np.arange(WIDTH)[None, :] > accepted[:, None]
         tokens = np.where(wrong, (tokens + 1 + step) % model.vocab_size, tokens).astype(np.int32)
-        out, caches = extend(model, jnp.asarray(tokens), jnp.asarray(positions), caches)
+        out, cache = extend(model, jnp.asarray(tokens), jnp.asarray(positions), cache)
         right_rows, right_columns = np.nonzero(~wrong)
         check(
             right_rows,

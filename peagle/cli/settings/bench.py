@@ -14,6 +14,7 @@ from peagle.cli.settings.shared import (
     Download,
     DrafterWindow,
     Json,
+    KVMemory,
     LoadOptions,
     MeshOptions,
     PrefillOptions,
@@ -86,6 +87,7 @@ class BenchSettings:
         ),
     ] = None
     batch: Batch = None
+    kv_memory: KVMemory = "auto"
     num_speculative_tokens: Annotated[
         str | None,
         Option(

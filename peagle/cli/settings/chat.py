@@ -10,10 +10,11 @@ from peagle.cli.settings.shared import (
     SAMPLING,
     SPECULATION,
     DraftOptions,
+    KeptPrefixes,
+    KVMemory,
     MaxNewTokens,
     MeshOptions,
     ModelOptions,
-    PrefixCache,
     ProcessOptions,
     RetainFullKV,
     SamplingOptions,
@@ -47,7 +48,8 @@ class ChatSettings:
             "--context",
             metavar="N",
             rich_help_panel=ENGINE,
-            help="Context length of the conversation, in tokens. Default: 4096, or the model's limit if that is less.",
+            help="Context length of the conversation, in tokens. Default: the model's limit, or what the memory holds "
+            "if that is less.",
         ),
     ] = None
     baseline: Annotated[
@@ -67,6 +69,7 @@ class ChatSettings:
             help="Stop string: a response ends before it; repeatable.",
         ),
     ] = ()
-    prefix_cache: PrefixCache = "auto"
+    kv_memory: KVMemory = "auto"
+    prefix_cache: KeptPrefixes = "on"
     retain_full_kv: RetainFullKV = False
     quiet: Annotated[bool, quiet_option("Print only the responses")] = False

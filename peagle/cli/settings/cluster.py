@@ -5,7 +5,7 @@ from typing import Annotated
 
 from typer import Option
 
-from peagle.cli.settings.serve import ApiKeyFile, Context, Host, MaxQueue, ServedModelName
+from peagle.cli.settings.serve import ApiKeyFile, Host, MaxQueue, ServedModelName
 from peagle.cli.settings.shared import (
     ENGINE,
     MACHINE,
@@ -18,6 +18,7 @@ from peagle.cli.settings.shared import (
     MeshOptions,
     RetainFullKV,
     Target,
+    kv_memory_option,
     prefix_cache_option,
 )
 
@@ -74,11 +75,22 @@ class ClusterUpSettings:
     devices: MeshOptions = MeshOptions()
     drafter_window: DrafterWindow = "auto"
     download: Download = False
-    context: Context = None
+    context: Annotated[
+        int | None,
+        Option(
+            "--context",
+            metavar="N",
+            rich_help_panel=ENGINE,
+            help="Context length in tokens: the most of one request, prompt plus response. Default: 4096, or the "
+            "model's limit if that is less.",
+        ),
+    ] = None
     served_model_name: ServedModelName = None
-    prefix_cache: Annotated[
-        str, prefix_cache_option("a tenth of this machine's free memory, divided among the replicas that prefill")
+    kv_memory: Annotated[
+        str,
+        kv_memory_option("the context of every slot, of which 8192 positions count at most. SIZE is that of a replica"),
     ] = "auto"
+    prefix_cache: Annotated[str, prefix_cache_option("Of each replica that prefills. Default: on.")] = "on"
     retain_full_kv: RetainFullKV = False
     prefill: Annotated[
         int,

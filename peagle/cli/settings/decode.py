@@ -15,6 +15,7 @@ from peagle.cli.settings.shared import (
     Batch,
     DraftOptions,
     Json,
+    KVMemory,
     MaxNewTokens,
     MeshOptions,
     ModelOptions,
@@ -90,6 +91,7 @@ class DecodeSettings:
         ),
     ] = None
     prefill: PrefillOptions = PrefillOptions()
+    kv_memory: KVMemory = "auto"
     prefix_cache: PrefixCache = "auto"
     retain_full_kv: RetainFullKV = False
     ignore_eos: Annotated[

@@ -38,8 +38,8 @@ class InfoSettings:
             "--role",
             metavar="ROLE",
             rich_help_panel=PLAN,
-            help="Also print the cache memory of an engine that only prefills (prefill), only decodes (decode), or "
-            "does both.",
+            help="Also print the cache memory of an engine, and how many tokens fit: one that only prefills (prefill), "
+            "only decodes (decode), or does both.",
         ),
     ] = None
     mesh: Annotated[

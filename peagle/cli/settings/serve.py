@@ -12,9 +12,10 @@ from peagle.cli.settings.shared import (
     PROMPT,
     SERVER,
     DraftOptions,
+    KeptPrefixes,
+    KVMemory,
     MeshOptions,
     ModelOptions,
-    PrefixCache,
     ProcessOptions,
     RetainFullKV,
     quiet_option,
@@ -27,8 +28,8 @@ Context = Annotated[
         "--context",
         metavar="N",
         rich_help_panel=ENGINE,
-        help="Context length in tokens: prompt plus response; every slot reserves it. Default: 4096, or the model's "
-        "limit if that is less.",
+        help="Context length in tokens: the most of one request, prompt plus response. Default: the model's limit, or "
+        "what the memory holds if that is less.",
     ),
 ]
 ServedModelName = Annotated[
@@ -88,7 +89,8 @@ class ServedOptions:
             help="Current date for chat templates that show it; fixed, so that results are reproducible.",
         ),
     ] = DEFAULT_DATE
-    prefix_cache: PrefixCache = "auto"
+    kv_memory: KVMemory = "auto"
+    prefix_cache: KeptPrefixes = "on"
     mask_budget: Annotated[
         int,
         Option(

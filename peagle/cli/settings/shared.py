@@ -9,7 +9,7 @@ from peagle.cli.output import say
 from peagle.engine.request import SamplingParams
 from peagle.ops.errors import InputError
 from peagle.ops.row_blocks import BlockedPrefill
-from peagle.ops.sizes import parse_size
+from peagle.ops.sizes import PrefixCacheSize, parse_size
 from peagle.text.prompts import Rendering
 from peagle.text.tokenizer import DEFAULT_DATE
 
@@ -113,17 +113,32 @@ def quiet_option(hidden: str) -> Any:
     return Option("--quiet", "-q", rich_help_panel=OUTPUT, help=f"{hidden}. Warnings and errors are still printed.")
 
 
+def kv_memory_option(auto: str) -> Any:
+    """Return the option --kv-memory of a command; `auto` says what that comes to."""
+    return Option(
+        "--kv-memory",
+        metavar="SIZE|auto",
+        rich_help_panel=ENGINE,
+        help="Memory for the keys and values of all requests together, such as 4GB; requests that need more wait. "
+        f"auto: {auto}.",
+    )
+
+
 def prefix_cache_option(auto: str) -> Any:
     """Return the option --prefix-cache of a command; `auto` says what that comes to."""
     return Option(
         "--prefix-cache",
-        metavar="SIZE|auto",
+        metavar="on|off|SIZE",
         rich_help_panel=ENGINE,
-        help=f"Memory for cached prefixes (prompts and responses), such as 512MB or 2GB; 0: off. auto: {auto}.",
+        help="Keep the keys and values of prompts and responses for later prompts that begin with them. SIZE: in so "
+        "much more memory, such as 512MB. on: up to a tenth of the free memory; with --kv-memory SIZE, in what "
+        f"requests leave of it. {auto}",
     )
 
 
-PrefixCache = Annotated[str, prefix_cache_option("a tenth of the free memory, none for a single request")]
+KVMemory = Annotated[str, kv_memory_option("the context of every slot, of which 8192 positions count at most")]
+PrefixCache = Annotated[str, prefix_cache_option("Default: on, off for a single request.")]
+KeptPrefixes = Annotated[str, prefix_cache_option("Default: on.")]
 RetainFullKV = Annotated[
     bool,
     Option(
@@ -155,8 +170,8 @@ class PrefillOptions:
             "--prefill",
             metavar="MODE",
             rich_help_panel=ENGINE,
-            help="chunked: alternate chunks with decoding steps, and start from a cached prefix; blocked: the whole "
-            "prompt in one pass. The tokens are the same.",
+            help="chunked: alternate chunks with decoding steps; blocked: the whole prompt in one pass. Both start "
+            "after a cached prefix, and the tokens are the same.",
         ),
     ] = "chunked"
     query_blocks: Annotated[
@@ -486,12 +501,41 @@ def parse_layers(typed: str | None, option: str = "--aux-layer-ids") -> tuple[in
         raise InputError(f"{option} is {typed!r}; expected layers with commas between them, as 1,11,20") from None
 
 
-def parse_prefix_cache(typed: str) -> int | None:
+ON_OFF: tuple[Literal["on", "off"], ...] = ("on", "off")
+
+
+def parse_kv_memory(typed: str) -> int | None:
     """Read bytes, or None for auto. Raises InputError for anything else."""
+    if typed == "auto":
+        return None
+    size = _parse_memory(typed, "--kv-memory", "auto")
+    if not size:
+        raise InputError(f"--kv-memory is {typed}; expected more than 0, or auto")
+    return size
+
+
+def parse_prefix_cache(typed: str) -> PrefixCacheSize | None:
+    """Read bytes, on, off, or None for auto. Raises InputError for anything else."""
+    if typed == "auto":
+        return None
+    for word in ON_OFF:
+        if typed == word:
+            return word
+    return _parse_memory(typed, "--prefix-cache", "on, off or auto")
+
+
+def parse_kept_prefixes(typed: str) -> PrefixCacheSize:
+    """Read bytes, on or off; auto is on. Raises InputError for anything else."""
+    size = parse_prefix_cache(typed)
+    return "on" if size is None else size
+
+
+def _parse_memory(typed: str, option: str, others: str) -> int:
+    """Read bytes. Raises InputError for anything else; others: what the option may be instead."""
     try:
-        return None if typed == "auto" else parse_size(typed, "--prefix-cache")
-    except InputError as error:
-        raise InputError(f"{error}, or auto") from None
+        return parse_size(typed, option)
+    except InputError:
+        raise InputError(f"{option} is {typed!r}; expected a size, as 512MB or 2GB, or {others}") from None
 
 
 Given = TypeVar("Given", int, str)

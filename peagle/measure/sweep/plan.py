@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from peagle.engine.engine import EngineConfig
+from peagle.config import EngineConfig
 from peagle.engine.request import MAX_NUM_DRAFTS, SamplingParams
 from peagle.ops.errors import InputError
 from peagle.ops.files import printable

@@ -1,18 +1,35 @@
-"""Grouped-query attention with optional sinks."""
+"""Grouped-query attention with optional sinks, over rows of one pass or over keys and values in pages."""
 
-from peagle.ops.attention.cached import decode_attention, split_heads
-from peagle.ops.attention.paged import PAGE_SIZE, PagedRows, Pages, causal_rows, init_pages, paged_attention
-from peagle.ops.attention.reference import MASKED, attention
+from peagle.ops.attention.paged import (
+    PAGE_SIZE,
+    CacheGroup,
+    PagedCache,
+    PagedRows,
+    Pages,
+    causal_rows,
+    group_layers,
+    init_pages,
+    init_pool,
+    own_tables,
+    paged_attention,
+    rows_by_layer,
+)
+from peagle.ops.attention.reference import MASKED, attention, split_heads
 
 __all__ = [
     "MASKED",
     "PAGE_SIZE",
+    "CacheGroup",
+    "PagedCache",
     "PagedRows",
     "Pages",
     "attention",
     "causal_rows",
-    "decode_attention",
+    "group_layers",
     "init_pages",
+    "init_pool",
+    "own_tables",
     "paged_attention",
+    "rows_by_layer",
     "split_heads",
 ]

@@ -11,6 +11,8 @@ is shorter than a sequence, its pages repeat (index modulo): a window that passe
 """
 
 import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import flax.struct
 import jax
@@ -20,8 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from peagle.ops import native
 from peagle.ops.attention import cuda
-from peagle.ops.attention.cached import split_heads
-from peagle.ops.attention.reference import online_attention
+from peagle.ops.attention.reference import online_attention, split_heads
 from peagle.ops.cuda import calls, not_taken
 from peagle.ops.kernels import Implementation
 
@@ -40,6 +41,97 @@ class Pages:
     @property
     def page_size(self) -> int:
         return self.key.shape[1]
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """Layers of one model that keep the same indices, and so share their tables.
+
+    window: how many of the latest indices are kept, because rows see no others; None: all. offset: the index of
+    position 0. layers: which ones, in order; there may be none.
+    """
+
+    window: int | None
+    offset: int
+    layers: tuple[int, ...]
+
+    def num_pages(self, capacity: int, widest_write: int, page_size: int = PAGE_SIZE) -> int:
+        """Count the pages of one sequence of `capacity` positions, if its table may repeat them.
+
+        A window passes through few pages: rows of a pass are written before the first of them attends.
+        """
+        everything = -(-(capacity + self.offset) // page_size)
+        if self.window is None:
+            return everything
+        return min(everything, -(-(self.window + widest_write - 1) // page_size) + 1)
+
+
+@flax.struct.dataclass
+class PagedCache:
+    """The caches of a batch of sequences: a pool for each layer, a table for each group of layers.
+
+    The caller's `length` decides which indices count: a cache holds no such mark. What a rolled-back pass left behind
+    is hidden by causality from every earlier query, and overwritten before a later one reads it.
+    """
+
+    pages: tuple[Pages, ...]
+    tables: tuple[jax.Array, ...]  # [B, M] int32 each
+
+
+def group_layers(windows: Sequence[int | None], offset: int = 0) -> tuple[CacheGroup, ...]:
+    """Group layers by window. The first group has no window; it is there even if no layer belongs to it."""
+    distinct = [None, *sorted({window for window in windows if window is not None})]
+    return tuple(
+        CacheGroup(window, offset, tuple(layer for layer, each in enumerate(windows) if each == window))
+        for window in distinct
+    )
+
+
+def init_pool(
+    groups: Sequence[CacheGroup],
+    num_pages: Sequence[int],
+    kv_heads: int,
+    head_dim: int,
+    dtype: DTypeLike,
+    page_size: int = PAGE_SIZE,
+) -> tuple[Pages, ...]:
+    """Make the empty pools of a model's layers. num_pages: of each group."""
+    pools = {
+        layer: init_pages(count, page_size, kv_heads, head_dim, dtype)
+        for group, count in zip(groups, num_pages, strict=True)
+        for layer in group.layers
+    }
+    return tuple(pools[layer] for layer in sorted(pools))
+
+
+def own_tables(
+    groups: Sequence[CacheGroup], batch: int, capacity: int, widest_write: int, page_size: int = PAGE_SIZE
+) -> tuple[Int[Array, "B M"], ...]:
+    """Give each sequence pages of its own, in order: row b of a table is b M .. b M + M - 1."""
+    counts = [group.num_pages(capacity, widest_write, page_size) for group in groups]
+    return tuple(jnp.arange(batch * count, dtype=jnp.int32).reshape(batch, count) for count in counts)
+
+
+def rows_by_layer(
+    groups: Sequence[CacheGroup],
+    windows: Sequence[int | None],
+    cache: PagedCache,
+    positions: jax.Array,
+    writes: jax.Array | None = None,
+) -> dict[int, "PagedRows"]:
+    """Place the causal rows of a pass in the caches of each layer.
+
+    windows: by layer, what its rows see; its group may keep more. writes: False in rows that only read.
+    """
+    placed: dict[int, PagedRows] = {}
+    for group, table in zip(groups, cache.tables, strict=True):
+        for window in dict.fromkeys(windows[layer] for layer in group.layers):
+            page_size = cache.pages[group.layers[0]].page_size
+            rows = causal_rows(table, positions, page_size, window, group.offset)
+            if writes is not None:
+                rows = rows.replace(write=jnp.where(writes, rows.write, -1))  # type: ignore[attr-defined]
+            placed |= dict.fromkeys((layer for layer in group.layers if windows[layer] == window), rows)
+    return placed
 
 
 @flax.struct.dataclass
@@ -107,12 +199,12 @@ def paged_attention(
     on_xla = functools.partial(_on_xla, num_heads=num_heads)
     if implementation == "xla":
         return on_xla(*operands)
-    if cuda.takes_pages(qkv, pages.key):
+    if cuda.takes(qkv, pages.key):
         if implementation == "cuda":
             return _on_cuda(*operands)
         return jax.lax.platform_dependent(*operands, cuda=_on_cuda, default=on_xla)
     if implementation == "cuda":
-        raise not_taken(f"bfloat16, heads of {cuda.HEAD_DIM} and pages of {PAGE_SIZE}")
+        raise not_taken(f"bfloat16, heads of {calls.HEAD_DIM} and pages of {calls.PAGE}")
     return on_xla(*operands)
 
 

@@ -6,9 +6,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from peagle.ops.mask import causal_mask
+from peagle.ops.rope import apply_rope
 
 MASKED = -1e30  # finite: a row whose keys are all masked gives finite garbage, never NaN
+
+
+def split_heads(
+    qkv: Float[Array, "B T all"],
+    num_heads: int,
+    num_kv_heads: int,
+    cos: Float[Array, "B T h"],
+    sin: Float[Array, "B T h"],
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T G H"], Float[Array, "B T G H"]]:
+    """Split a qkv projection into (queries, keys, values); apply RoPE to queries and keys."""
+    batch, width, outputs = qkv.shape
+    head_dim = outputs // (num_heads + 2 * num_kv_heads)
+    heads = qkv.reshape(batch, width, -1, head_dim)
+    query, key, value = jnp.split(heads, (num_heads, num_heads + num_kv_heads), axis=2)
+    return apply_rope(query, cos, sin), apply_rope(key, cos, sin), value
 
 
 def attention(
@@ -42,37 +57,6 @@ def attention(
     value = jnp.where(mask.any(axis=1)[:, :, None, None], value, jnp.zeros((), value.dtype))
     out = jnp.einsum("bgrts,bsgh->btgrh", probs, value, preferred_element_type=jnp.float32)
     return out.astype(query.dtype).reshape(batch, width, heads, head_dim)
-
-
-def attention_by_keys(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S G H"],
-    value: Float[Array, "B S G H"],
-    query_positions: Int[Array, "B T"],
-    key_positions: Int[Array, "B S"],
-    window: int | None,
-    sinks: Float[Array, " N"] | None,
-    block: int,
-    reached: Int[Array, ""] | None = None,
-) -> Float[Array, "B T N H"]:
-    """Compute `attention` under the positions' causal mask, with T x `block` scores in memory at a time.
-
-    reached: how many of the first keys some query attends to; blocks after them are not read. None: all are read.
-
-    """
-    num_blocks = -(-key.shape[1] // block)
-    missing = num_blocks * block - key.shape[1]
-    key, value = (jnp.pad(rows, ((0, 0), (0, missing), (0, 0), (0, 0))) for rows in (key, value))
-    key_positions = jnp.pad(key_positions, ((0, 0), (0, missing)), constant_values=-1)
-
-    def load(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        keys, values, positions = (
-            jax.lax.dynamic_slice_in_dim(rows, index * block, block, axis=1) for rows in (key, value, key_positions)
-        )
-        return keys, values, causal_mask(query_positions, positions, window)
-
-    end = jnp.int32(num_blocks) if reached is None else jnp.minimum((reached + block - 1) // block, num_blocks)
-    return online_attention(query, key.shape[2], load, jnp.int32(0), end, sinks)
 
 
 def online_attention(

@@ -22,7 +22,7 @@ from peagle.ops.cuda.nvrtc import CudaError, compile_kernels
 from peagle.ops.errors import InputError
 from peagle.ops.native.build import LAUNCHER
 
-HANDLERS = ("experts", "decode_attention", "paged_attention")
+HANDLERS = ("experts", "paged_attention")
 DRIVER = "libcuda.so.1"
 _MAJOR = 8  # compute capability: bfloat16 tensor cores
 

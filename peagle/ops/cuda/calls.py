@@ -9,8 +9,8 @@ from jaxtyping import Array, BFloat16, Float, Float32, Int32, UInt8
 
 FEW_ROWS, MAX_ROWS = 16, 4096  # rows of `experts`, in two ways: kFewRows and kMaxRows in launch.cc
 TILE_ROWS, TILE_WORDS = 64, 3  # of `experts` of many rows: kTileRows and kTileWords
-HEAD_DIM, CHUNK = 64, 256  # CHUNK slots give one partial result: kHead and kChunkSlots in attention.cu
-PAGE, STEP_ROWS = 64, 16  # of `paged_attention`: kSlots, and kStepRows in launch.cc
+# of `paged_attention`: kHead, kSlots and kChunkSlots in attention.cu, kStepRows in launch.cc
+HEAD_DIM, PAGE, CHUNK, STEP_ROWS = 64, 64, 256, 16
 Matrices = tuple[UInt8[Array, "E _ _ 16"], UInt8[Array, "E _ _"], BFloat16[Array, "E _"]]
 
 
@@ -33,40 +33,6 @@ def experts(
         limit=np.float32(limit),
     )
     return out
-
-
-def decode_attention(
-    qkv: BFloat16[Array, "B T all"],
-    cos: BFloat16[Array, "B T h"],
-    sin: BFloat16[Array, "B T h"],
-    key: BFloat16[Array, "B C G H"],
-    value: BFloat16[Array, "B C G H"],
-    positions: Int32[Array, "B T"],
-    sinks: Float[Array, " N"] | None,
-    *,
-    window: int | None,
-    ring: bool,
-) -> tuple[BFloat16[Array, "B T out"], BFloat16[Array, "B C G H"], BFloat16[Array, "B C G H"]]:
-    """Write the new keys and values, then attend; return (output, key cache, value cache). H is HEAD_DIM.
-
-    Sinks are taken in bfloat16, as checkpoints have them.
-    """
-    (batch, width, values), (_, capacity, kv_heads, head_dim) = qkv.shape, key.shape
-    heads = values // head_dim - 2 * kv_heads
-    parts = (batch, kv_heads, -(-capacity // CHUNK), width * heads // kv_heads)
-    out, new_key, new_value, *_ = _call(
-        "decode_attention",
-        (
-            *(_halves(batch, width, heads * head_dim), _halves(*key.shape), _halves(*value.shape)),
-            *(_halves(batch, width, heads, head_dim), _floats(*parts, head_dim), _floats(*parts), _floats(*parts)),
-        ),
-        *(qkv, cos, sin, key, value, positions),
-        jnp.zeros((0,), jnp.bfloat16) if sinks is None else sinks.astype(jnp.bfloat16),
-        in_place={3: 1, 4: 2},
-        window=np.int64(window or 0),
-        ring=np.bool_(ring),
-    )
-    return out, new_key, new_value
 
 
 def paged_attention(

@@ -19,15 +19,9 @@ CASES = (
     *((1, 1632, SMALL), (8, 160, LARGE), (13, 160, SMALL), (16, 160, SMALL)),
     *((17, 1632, SMALL), (70, 160, SMALL), (200, 160, LARGE)),
 )
-# (rows, of them padding at the end, capacity, window, ring, tokens before): several chunks and tiles of queries, a
-# window, a ring that wraps; what is no ring runs over pages, too
-ATTENDED = (
-    (1, 0, 600, 0, False, 400),
-    (7, 2, 300, 20, False, 290),
-    (20, 3, 300, 24, False, 250),  # by queries, over pages
-    (3, 0, 40, 24, True, 100),
-    (3, 1, 40, 24, True, 100),
-)
+# (rows, of them padding at the end, pages of the table, window, tokens before): several chunks and tiles of queries, a
+# window, a table that repeats its pages, many rows
+ATTENDED = ((1, 0, 10, 0, 400), (7, 2, 5, 20, 290), (3, 1, 2, 24, 1022), (20, 3, 5, 24, 250))
 FAR = 0.02  # of the largest output: above rounding to bfloat16, below the error of a wrong kernel
 
 
@@ -62,69 +56,42 @@ def check_experts() -> None:
         _expect_near(found.reshape(expected.shape), expected, f"experts of {rows} rows")
 
 
-def check_attention(width: int, padding: int, capacity: int, window: int, ring: bool, length: int) -> None:
-    """Check the attention kernel. See `check`."""
+def check_attention(width: int, padding: int, num_pages: int, window: int, length: int) -> None:
+    """Check the attention kernels. See `check`."""
     rng, kv_heads, heads, active = np.random.default_rng(1), 2, 8, width - padding
     halves = functools.partial(_halves, rng)
-    qkv, key, value = halves(1, width, (heads + 2 * kv_heads) * HEAD_DIM), *halves(2, 1, capacity, kv_heads, HEAD_DIM)
+    qkv = halves(1, width, (heads + 2 * kv_heads) * HEAD_DIM)
+    key, value = halves(2, num_pages, PAGE, kv_heads, HEAD_DIM)
     angles, sinks = rng.standard_normal((1, width, HEAD_DIM // 2)), halves(heads)
     cos, sin = np.cos(angles).astype(jnp.bfloat16), np.sin(angles).astype(jnp.bfloat16)
-    places = length + np.arange(active, dtype=np.int32)
-    positions = np.pad(places, (0, padding), constant_values=-1)[None]
-    results = [
-        calls.decode_attention(
-            *map(jnp.asarray, (qkv, cos, sin, key, value, positions, sinks)), window=window, ring=ring
-        )[0]
-    ]
-    if not ring:
-        results.append(_on_pages(qkv, cos, sin, key, value, positions, sinks, window))
+    table = np.arange(num_pages, dtype=np.int32)[None, ::-1]
+    index = length + np.arange(active, dtype=np.int32)
+    last = np.pad(index, (0, padding), constant_values=-1)[None]
+    first = np.maximum(last - window + 1, 0) if window else np.zeros_like(last)
+    operands = (qkv, cos, sin, key, value, table, last, first, last, sinks)
+    out = calls.paged_attention(*map(jnp.asarray, operands), span=num_pages * PAGE)[0]
 
     def rotated(x: np.ndarray) -> np.ndarray:
-        first, second = np.split(x, 2, axis=-1)
+        left, right = np.split(x, 2, axis=-1)
         c, s = (part.astype(np.float64)[0, :, None] for part in (cos, sin))
-        return np.concatenate([first * c - second * s, second * c + first * s], axis=-1)
+        return np.concatenate([left * c - right * s, right * c + left * s], axis=-1)
 
     rows = qkv.astype(np.float64).reshape(width, -1, HEAD_DIM)
     queries, keys = (rotated(part)[:active] for part in (rows[:, :heads], rows[:, heads : heads + kv_heads]))
-    # by position, the newest last
-    held = np.arange(max(0, length + active - capacity) if ring else 0, length)
-    old = held % capacity if ring else held
-    all_keys = np.concatenate([key[0, old].astype(np.float64), keys])
-    all_values = np.concatenate([value[0, old].astype(np.float64), rows[:active, heads + kv_heads :]])
-    at = np.concatenate([held, places])
+    before = np.arange(first[0, 0], length)
+    places = (table[0, before // PAGE % num_pages], before % PAGE)
+    all_keys = np.concatenate([key[places].astype(np.float64), keys])
+    all_values = np.concatenate([value[places].astype(np.float64), rows[:active, heads + kv_heads :]])
+    at = np.concatenate([before, index])
     expected = np.zeros((active, heads, HEAD_DIM))
     for t, n in np.ndindex(active, heads):
-        seen = (at <= places[t]) & ((at > places[t] - window) | (window == 0))
+        seen = (at >= first[0, t]) & (at <= last[0, t])
         scores = np.exp(all_keys[seen, n // (heads // kv_heads)] @ queries[t, n] / HEAD_DIM**0.5)
         expected[t, n] = (
             scores @ all_values[seen, n // (heads // kv_heads)] / (scores.sum() + np.exp(sinks[n].astype(np.float64)))
         )
-    for result, kind in zip(results, ("a ring" if ring else "all", "pages"), strict=False):
-        rows = np.asarray(result, np.float64).reshape(width, heads, HEAD_DIM)[:active]
-        _expect_near(rows, expected, f"attention of {width} rows, {padding} padding, {kind}")
-
-
-def _on_pages(
-    qkv: np.ndarray,
-    cos: np.ndarray,
-    sin: np.ndarray,
-    key: np.ndarray,
-    value: np.ndarray,
-    positions: np.ndarray,
-    sinks: np.ndarray,
-    window: int,
-) -> jax.Array:
-    """Attend over the same cache [1, C, G, H] in pages, the last page first."""
-    num_pages = -(-key.shape[1] // PAGE)
-
-    def pages(cache: np.ndarray) -> np.ndarray:
-        padded = np.pad(cache[0], ((0, num_pages * PAGE - cache.shape[1]), (0, 0), (0, 0)))
-        return padded.reshape(num_pages, PAGE, *cache.shape[2:])[::-1]
-
-    table = np.arange(num_pages, dtype=np.int32)[None, ::-1]
-    first = np.maximum(positions - window + 1, 0) if window else np.zeros_like(positions)
-    operands = (qkv, cos, sin, pages(key), pages(value), table, positions, first, positions, sinks)
-    return calls.paged_attention(*map(jnp.asarray, operands), span=num_pages * PAGE)[0]
+    result = np.asarray(out, np.float64).reshape(width, heads, HEAD_DIM)[:active]
+    _expect_near(result, expected, f"attention of {width} rows, {padding} padding, a window of {window}")
 
 
 def _halves(rng: np.random.Generator, *shape: int) -> np.ndarray:

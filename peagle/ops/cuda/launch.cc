@@ -43,7 +43,7 @@ using StreamContext = ffi::PlatformStream<Stream>;
 
 namespace {
 
-// common.cuh, experts.cu, attention.cu, paged_attention.cu
+// common.cuh, experts.cu, attention.cu
 constexpr int64_t kThreads = 128, kOutputs = 16, kColumns = 8, kFewRows = 16, kMaxRows = 4096, kMaxExperts = 1024;
 constexpr int64_t kBlock = 32, kSortThreads = 512, kPanel = 64, kTileRows = 64, kTileWords = 3;
 constexpr int64_t kHead = 64, kSlots = 64, kChunkSlots = 256, kTileQueries = 64, kStepRows = 16;
@@ -83,8 +83,7 @@ struct Kernels {
   CUfunc_st* gate_up[2];  // for up to kColumns rows, and for twice as many: kFewRows
   CUfunc_st* down[2];
   CUfunc_st *sort, *gate_up_many, *down_many;
-  CUfunc_st *rotate, *attend, *combine;
-  CUfunc_st *paged_rotate, *paged_attend, *paged_prompt;
+  CUfunc_st *rotate, *attend, *combine, *prompt;
 };
 
 std::mutex mutex;
@@ -132,9 +131,7 @@ ffi::Error Load(CUctx_st* context, Kernels& kernels) {
   PEAGLE_TRY(ModuleGetFunction(&kernels.rotate, module, "peagle_rotate"));
   PEAGLE_TRY(ModuleGetFunction(&kernels.attend, module, "peagle_attend"));
   PEAGLE_TRY(ModuleGetFunction(&kernels.combine, module, "peagle_combine"));
-  PEAGLE_TRY(ModuleGetFunction(&kernels.paged_rotate, module, "peagle_paged_rotate"));
-  PEAGLE_TRY(ModuleGetFunction(&kernels.paged_attend, module, "peagle_paged_attend"));
-  PEAGLE_TRY(ModuleGetFunction(&kernels.paged_prompt, module, "peagle_paged_prompt"));
+  PEAGLE_TRY(ModuleGetFunction(&kernels.prompt, module, "peagle_prompt"));
   loaded[context] = kernels;
   return ffi::Error::Success();
 }
@@ -238,51 +235,6 @@ ffi::Error Experts(Stream stream, AnyBuffer x, AnyBuffer ids, AnyBuffer gate_up_
   return on.Error();
 }
 
-ffi::Error DecodeAttention(Stream stream, AnyBuffer qkv, AnyBuffer cosine, AnyBuffer sine, AnyBuffer key, AnyBuffer value,
-                           AnyBuffer positions, AnyBuffer sinks, Out result, Out new_key, Out new_value, Out rotated,
-                           Out parts, Out part_peaks, Out part_totals, int64_t window, bool ring) {
-  const AnyBuffer &out = *result, &query = *rotated, &partial = *parts, &peaks = *part_peaks, &totals = *part_totals;
-  if (qkv.dimensions().size() != 3 || key.dimensions().size() != 4)
-    return ffi::Error::InvalidArgument("decode_attention: qkv " + Shape(qkv) + " and key " + Shape(key) +
-                                       " are not [B, T, (N + 2G) H] and [B, C, G, H]");
-  const int64_t B = key.dimensions()[0], C = key.dimensions()[1], G = key.dimensions()[2], H = key.dimensions()[3];
-  const int64_t T = qkv.dimensions()[1], N = qkv.dimensions()[2] / kHead - 2 * G, chunks = (C + kChunkSlots - 1) / kChunkSlots;
-  if (H != kHead || B * T * C * G == 0 || N < G || N % G)
-    return ffi::Error::InvalidArgument("decode_attention: qkv " + Shape(qkv) + " does not fit key " + Shape(key) +
-                                       ": expected heads of 64, and as many query heads for each of the others");
-  PEAGLE_EXPECT(qkv, BF16, B, T, (N + 2 * G) * H);
-  PEAGLE_EXPECT(cosine, BF16, B, T, H / 2);
-  PEAGLE_EXPECT(sine, BF16, B, T, H / 2);
-  PEAGLE_EXPECT(key, BF16, B, C, G, H);
-  PEAGLE_EXPECT(value, BF16, B, C, G, H);
-  PEAGLE_EXPECT(positions, S32, B, T);
-  if (sinks.element_count() != 0) PEAGLE_EXPECT(sinks, BF16, N);
-  PEAGLE_EXPECT(out, BF16, B, T, N * H);
-  PEAGLE_EXPECT(query, BF16, B, T, N, H);
-  PEAGLE_EXPECT(partial, F32, B, G, chunks, T * (N / G), H);
-  PEAGLE_EXPECT(peaks, F32, B, G, chunks, T * (N / G));
-  PEAGLE_EXPECT(totals, F32, B, G, chunks, T * (N / G));
-  if (new_key->untyped_data() != key.untyped_data() || new_value->untyped_data() != value.untyped_data())
-    return ffi::Error::InvalidArgument("decode_attention: the caches are not written in place");
-
-  Launcher on;
-  if (ffi::Error error = on.Open(stream); error.failure()) return error;
-  void *qkv_at = Address(qkv), *cosine_at = Address(cosine), *sine_at = Address(sine), *key_at = Address(key);
-  void *value_at = Address(value), *positions_at = Address(positions), *query_at = Address(query), *out_at = Address(out);
-  void *sinks_at = sinks.element_count() == 0 ? nullptr : Address(sinks);
-  void *partial_at = Address(partial), *peaks_at = Address(peaks), *totals_at = Address(totals);
-  int rows = T, capacity = C, heads = N, kv_heads = G, seen = window, is_ring = ring, num_chunks = chunks;
-  on.Launch(on.kernels.rotate, B * T, ((N + 2 * G) * kHead / 2 + kThreads - 1) / kThreads, kThreads,
-            {&qkv_at, &cosine_at, &sine_at, &key_at, &value_at, &positions_at, &rows, &capacity, &heads, &kv_heads,
-             &is_ring, &query_at});
-  on.Launch(on.kernels.attend, chunks, B * G, kThreads,
-            {&query_at, &key_at, &value_at, &positions_at, &rows, &capacity, &heads, &kv_heads, &seen, &is_ring,
-             &partial_at, &peaks_at, &totals_at});
-  on.Launch(on.kernels.combine, B * T * N, 1, kHead,
-            {&partial_at, &peaks_at, &totals_at, &sinks_at, &rows, &heads, &kv_heads, &num_chunks, &out_at});
-  return on.Error();
-}
-
 // Few rows go by chunks, of which `parts` has as many as any sequence's rows span; many go by queries, and `parts` is empty.
 ffi::Error PagedAttention(Stream stream, AnyBuffer qkv, AnyBuffer cosine, AnyBuffer sine, AnyBuffer key, AnyBuffer value,
                           AnyBuffer table, AnyBuffer write, AnyBuffer first, AnyBuffer last, AnyBuffer sinks, Out result,
@@ -326,16 +278,16 @@ ffi::Error PagedAttention(Stream stream, AnyBuffer qkv, AnyBuffer cosine, AnyBuf
   void *sinks_at = sinks.element_count() == 0 ? nullptr : Address(sinks);
   void *partial_at = Address(partial), *peaks_at = Address(peaks), *totals_at = Address(totals);
   int rows = T, width = M, heads = N, kv_heads = G, num_chunks = chunks;
-  on.Launch(on.kernels.paged_rotate, B * T, ((N + 2 * G) * kHead / 2 + kThreads - 1) / kThreads, kThreads,
+  on.Launch(on.kernels.rotate, B * T, ((N + 2 * G) * kHead / 2 + kThreads - 1) / kThreads, kThreads,
             {&qkv_at, &cosine_at, &sine_at, &key_at, &value_at, &table_at, &write_at, &rows, &width, &heads, &kv_heads,
              &query_at});
   if (chunks == 0) {
-    on.Launch(on.kernels.paged_prompt, (T * (N / G) + kTileQueries - 1) / kTileQueries, B * G, kThreads,
+    on.Launch(on.kernels.prompt, (T * (N / G) + kTileQueries - 1) / kTileQueries, B * G, kThreads,
               {&query_at, &key_at, &value_at, &table_at, &first_at, &last_at, &sinks_at, &rows, &width, &heads, &kv_heads,
                &out_at});
     return on.Error();
   }
-  on.Launch(on.kernels.paged_attend, chunks, B * G, kThreads,
+  on.Launch(on.kernels.attend, chunks, B * G, kThreads,
             {&query_at, &key_at, &value_at, &table_at, &first_at, &last_at, &rows, &width, &heads, &kv_heads, &partial_at,
              &peaks_at, &totals_at});
   on.Launch(on.kernels.combine, B * T * N, 1, kHead,
@@ -372,30 +324,6 @@ PEAGLE_EXPORT XLA_FFI_Error* peagle_cuda_experts(XLA_FFI_CallFrame* frame) {
                              .Ret<xla::ffi::AnyBuffer>()  // order
                              .Attr<float>("limit")
                              .To(peagle::Experts, {xla::ffi::Traits::kCmdBufferCompatible})
-                             .release();
-  return handler->Call(frame);
-}
-
-PEAGLE_EXPORT XLA_FFI_Error* peagle_cuda_decode_attention(XLA_FFI_CallFrame* frame) {
-  static auto* handler = xla::ffi::Ffi::Bind()
-                             .Ctx<peagle::StreamContext>()
-                             .Arg<xla::ffi::AnyBuffer>()  // qkv
-                             .Arg<xla::ffi::AnyBuffer>()  // cosine
-                             .Arg<xla::ffi::AnyBuffer>()  // sine
-                             .Arg<xla::ffi::AnyBuffer>()  // key
-                             .Arg<xla::ffi::AnyBuffer>()  // value
-                             .Arg<xla::ffi::AnyBuffer>()  // positions
-                             .Arg<xla::ffi::AnyBuffer>()  // sinks
-                             .Ret<xla::ffi::AnyBuffer>()  // out
-                             .Ret<xla::ffi::AnyBuffer>()  // key
-                             .Ret<xla::ffi::AnyBuffer>()  // value
-                             .Ret<xla::ffi::AnyBuffer>()  // query, rotated
-                             .Ret<xla::ffi::AnyBuffer>()  // partial
-                             .Ret<xla::ffi::AnyBuffer>()  // peaks
-                             .Ret<xla::ffi::AnyBuffer>()  // totals
-                             .Attr<int64_t>("window")
-                             .Attr<bool>("ring")
-                             .To(peagle::DecodeAttention, {xla::ffi::Traits::kCmdBufferCompatible})
                              .release();
   return handler->Call(frame);
 }

@@ -15,7 +15,7 @@ from typing import Any
 
 from peagle.ops.files import cache_directory, keep
 
-NAMES = ("common.cuh", "experts.cu", "attention.cu", "paged_attention.cu")
+NAMES = ("common.cuh", "experts.cu", "attention.cu")
 SOURCES = tuple(Path(__file__).parent / name for name in NAMES)
 OPTIONS = (b"--std=c++17",)
 _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")

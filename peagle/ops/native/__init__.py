@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from peagle.ops.errors import InputError
 from peagle.ops.native.build import HERE, instruction_sets, library
 
-HANDLERS = ("linear", "experts", "decode_attention", "paged_attention", "rope_tables", "likeliest")
+HANDLERS = ("linear", "experts", "paged_attention", "rope_tables", "likeliest")
 VARIABLE = "PEAGLE_KERNELS"
 DIRECTORY = "PEAGLE_KERNELS_DIR"
 XLA = "xla"

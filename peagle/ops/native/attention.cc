@@ -65,14 +65,14 @@ PEAGLE_INLINE void Turn(Floats (&v)[kLanes]) {
 
 constexpr int64_t kStretch = 64;  // positions whose values are summed together
 
-// Cache offsets of neighbouring positions' vectors, from a multiple of kLanes on. A position that no query reads gets the
+// Offsets of neighbouring positions' vectors, from a multiple of kLanes on. A position that no query reads gets the
 // offset of the nearest one that a query reads.
 struct Places {
   int64_t at[kStretch];
 };
 
 // One query head at one position, and its intermediate results. All sums go in the order of positions, by tiles, so the
-// result depends on the position and on the cache's content alone.
+// result depends on the position and on the keys and values that the query sees alone.
 struct Query {
   int64_t oldest, newest;  // the positions it reads
   int64_t place;           // offset of its vector, and of its output

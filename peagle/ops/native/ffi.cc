@@ -162,78 +162,6 @@ ffi::Error ExpertsHandler(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer norm, Any
   return ffi::Error::Success();
 }
 
-// Checks the shapes that attention over a cache and over pages have in common, with `rows` [B, T] of int32; makes what
-// does not depend on where keys and values lie.
-ffi::ErrorOr<Attention> MakeAttention(const AnyBuffer& qkv, const AnyBuffer& cos, const AnyBuffer& sin,
-                                      const AnyBuffer& key, const AnyBuffer& value, const AnyBuffer& rows,
-                                      const AnyBuffer& sinks, Out& out, Out& key_out, Out& value_out) {
-  auto wrong = [](const std::string& what) {
-    return ffi::Unexpected(ffi::Error::InvalidArgument("attention: " + what));
-  };
-  const auto in = qkv.dimensions(), to = out->dimensions(), k = key.dimensions(), r = rows.dimensions();
-  if (in.size() != 3 || to.size() != 3 || k.size() != 4 || r.size() != 2 || in[0] != to[0] || in[1] != to[1] ||
-      r[0] != in[0] || r[1] != in[1] || k[2] < 1 || k[3] < 2 || k[3] % 2 != 0 || in[2] != to[2] + 2 * k[2] * k[3] ||
-      to[2] < 1 || to[2] % (k[2] * k[3]) != 0 || value.dimensions() != k)
-    return wrong("qkv " + Shape(qkv) + ", out " + Shape(*out) + ", key " + Shape(key) + ", value " + Shape(value) +
-                 ", rows " + Shape(rows) + " are not [B, T, (N + 2 G) H], [B, T, N H], [_, _, G, H] twice and [B, T]");
-  if (!IsFloat(qkv) || !IsFloat(key) || value.element_type() != key.element_type() ||
-      out->element_type() != key.element_type() || rows.element_type() != ffi::DataType::S32)
-    return wrong("keys, values and results are not of one type, float32 or bfloat16, or rows not int32");
-  if (key_out->untyped_data() != key.untyped_data() || value_out->untyped_data() != value.untyped_data())
-    return wrong("the caches are not written in place");
-  const int64_t angles = in[0] * in[1] * k[3] / 2;
-  if (!IsFloat(cos) || !IsFloat(sin) || static_cast<int64_t>(cos.element_count()) != angles ||
-      static_cast<int64_t>(sin.element_count()) != angles)
-    return wrong("cos " + Shape(cos) + " and sin " + Shape(sin) + " do not fit out " + Shape(*out));
-  const int64_t heads = to[2] / k[3];
-  auto sink_values = Optional("attention: sinks", sinks, heads);
-  if (sink_values.has_error()) return ffi::Unexpected(sink_values.error());
-  Attention op{};
-  op.key = key.untyped_data(), op.value = value.untyped_data(), op.out = out->untyped_data();
-  op.bfloat16 = key.element_type() == ffi::DataType::BF16;
-  op.sinks = *sink_values;
-  op.batch = in[0], op.width = in[1], op.heads = heads, op.head_dim = k[3], op.kv_heads = k[2], op.pages = k[0], op.page_size = k[1];
-  return op;
-}
-
-// Rotates, writes and attends.
-void Attend(Attention op, ffi::ThreadPool pool, const AnyBuffer& qkv, const AnyBuffer& cos, const AnyBuffer& sin,
-            Out& key_out, Out& value_out, Scratch& scratch) {
-  char* const query = scratch.Take<char>(op.batch * op.width * op.heads * op.head_dim * (op.bfloat16 ? 2 : 4));
-  RotateAndWrite(op, {AsFloats(qkv, scratch), AsFloats(cos, scratch), AsFloats(sin, scratch), query,
-                      key_out->untyped_data(), value_out->untyped_data()});
-  op.query = query;
-  PoolParallel parallel(pool);
-  RunAttention(op, parallel);
-}
-
-// A cache [B, C, G, H] is one page of C slots for each sequence.
-ffi::Error DecodeAttentionHandler(ffi::ThreadPool pool, AnyBuffer qkv, AnyBuffer cos, AnyBuffer sin, AnyBuffer key,
-                                  AnyBuffer value, AnyBuffer positions, AnyBuffer sinks, Out out, Out key_out,
-                                  Out value_out, int64_t window, bool ring) {
-  PEAGLE_TRY(op, MakeAttention(qkv, cos, sin, key, value, positions, sinks, out, key_out, value_out));
-  const int64_t capacity = op.page_size, rows = op.batch * op.width;
-  if (op.pages != op.batch)
-    return ffi::Error::InvalidArgument("attention: key " + Shape(key) + " is not a cache for positions " + Shape(positions));
-  if (ring && (window < 1 || window > capacity))
-    return ffi::Error::InvalidArgument("attention: a ring is smaller than its window");
-  Scratch scratch;
-  int32_t* const table = scratch.Take<int32_t>(op.batch);
-  for (int64_t b = 0; b < op.batch; ++b) table[b] = static_cast<int32_t>(b);
-  int32_t *const write = scratch.Take<int32_t>(rows), *const first = scratch.Take<int32_t>(rows),
-          *const last = scratch.Take<int32_t>(rows);
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t position = positions.typed_data<int32_t>()[row];
-    const bool beyond = !ring && position >= capacity;
-    write[row] = static_cast<int32_t>(beyond ? -1 : position);
-    first[row] = static_cast<int32_t>(window > 0 ? std::max<int64_t>(0, position - window + 1) : 0);
-    last[row] = static_cast<int32_t>(beyond ? capacity - 1 : position);
-  }
-  op.table = table, op.table_width = 1, op.write = write, op.first = first, op.last = last;
-  Attend(op, pool, qkv, cos, sin, key_out, value_out, scratch);
-  return ffi::Error::Success();
-}
-
 // Returns whether every page that the rows of a sequence see or write is in the pool.
 bool PagesExist(const Attention& op, int64_t sequence) {
   int64_t first = INT64_MAX, last = -1;
@@ -253,24 +181,51 @@ bool PagesExist(const Attention& op, int64_t sequence) {
   return true;
 }
 
-ffi::Error PagedAttentionHandler(ffi::ThreadPool pool, AnyBuffer qkv, AnyBuffer cos, AnyBuffer sin, AnyBuffer key,
-                                 AnyBuffer value, AnyBuffer table, AnyBuffer write, AnyBuffer first, AnyBuffer last,
-                                 AnyBuffer sinks, Out out, Out key_out, Out value_out) {
-  PEAGLE_TRY(op, MakeAttention(qkv, cos, sin, key, value, write, sinks, out, key_out, value_out));
-  const auto m = table.dimensions(), r = write.dimensions();
-  if (m.size() != 2 || m[0] != op.batch || m[1] < 1 || op.page_size < 1 || first.dimensions() != r ||
-      last.dimensions() != r || table.element_type() != ffi::DataType::S32 ||
-      first.element_type() != ffi::DataType::S32 || last.element_type() != ffi::DataType::S32)
-    return ffi::Error::InvalidArgument("attention: table " + Shape(table) + ", first " + Shape(first) + " and last " +
-                                       Shape(last) + " are not [B, M] and [B, T] twice, of int32");
-  op.table = table.typed_data<int32_t>(), op.table_width = m[1];
-  op.write = write.typed_data<int32_t>(), op.first = first.typed_data<int32_t>(), op.last = last.typed_data<int32_t>();
+// Rotates, writes and attends.
+ffi::Error AttentionHandler(ffi::ThreadPool pool, AnyBuffer qkv, AnyBuffer cos, AnyBuffer sin, AnyBuffer key,
+                            AnyBuffer value, AnyBuffer table, AnyBuffer write, AnyBuffer first, AnyBuffer last,
+                            AnyBuffer sinks, Out out, Out key_out, Out value_out) {
+  auto wrong = [](const std::string& what) { return ffi::Error::InvalidArgument("attention: " + what); };
+  const auto in = qkv.dimensions(), to = out->dimensions(), k = key.dimensions(), m = table.dimensions(), r = write.dimensions();
+  if (in.size() != 3 || to.size() != 3 || k.size() != 4 || in[0] != to[0] || in[1] != to[1] || k[1] < 1 || k[2] < 1 ||
+      k[3] < 2 || k[3] % 2 != 0 || in[2] != to[2] + 2 * k[2] * k[3] || to[2] < 1 || to[2] % (k[2] * k[3]) != 0 ||
+      value.dimensions() != k)
+    return wrong("qkv " + Shape(qkv) + ", out " + Shape(*out) + ", key " + Shape(key) + ", value " + Shape(value) +
+                 " are not [B, T, (N + 2 G) H], [B, T, N H] and [P, S, G, H] twice");
+  if (m.size() != 2 || m[0] != in[0] || m[1] < 1 || r.size() != 2 || r[0] != in[0] || r[1] != in[1] ||
+      first.dimensions() != r || last.dimensions() != r || table.element_type() != ffi::DataType::S32 ||
+      write.element_type() != ffi::DataType::S32 || first.element_type() != ffi::DataType::S32 ||
+      last.element_type() != ffi::DataType::S32)
+    return wrong("table " + Shape(table) + ", write " + Shape(write) + ", first " + Shape(first) + " and last " +
+                 Shape(last) + " are not [B, M] and [B, T] three times, of int32");
+  if (!IsFloat(qkv) || !IsFloat(key) || value.element_type() != key.element_type() ||
+      out->element_type() != key.element_type())
+    return wrong("keys, values and results are not of one type, float32 or bfloat16");
+  if (key_out->untyped_data() != key.untyped_data() || value_out->untyped_data() != value.untyped_data())
+    return wrong("the pages are not written in place");
+  const int64_t angles = in[0] * in[1] * k[3] / 2, heads = to[2] / k[3];
+  if (!IsFloat(cos) || !IsFloat(sin) || static_cast<int64_t>(cos.element_count()) != angles ||
+      static_cast<int64_t>(sin.element_count()) != angles)
+    return wrong("cos " + Shape(cos) + " and sin " + Shape(sin) + " do not fit out " + Shape(*out));
+  PEAGLE_TRY(sink_values, Optional("attention: sinks", sinks, heads));
+  Attention op{};
+  op.key = key.untyped_data(), op.value = value.untyped_data(), op.out = out->untyped_data();
+  op.bfloat16 = key.element_type() == ffi::DataType::BF16;
+  op.table = table.typed_data<int32_t>(), op.write = write.typed_data<int32_t>();
+  op.first = first.typed_data<int32_t>(), op.last = last.typed_data<int32_t>();
+  op.sinks = sink_values;
+  op.batch = in[0], op.width = in[1], op.heads = heads, op.head_dim = k[3], op.kv_heads = k[2];
+  op.pages = k[0], op.page_size = k[1], op.table_width = m[1];
   for (int64_t b = 0; b < op.batch; ++b)
     if (!PagesExist(op, b))
-      return ffi::Error::InvalidArgument("attention: sequence " + std::to_string(b) +
-                                         " sees or writes a page that is not in the pool");
+      return wrong("sequence " + std::to_string(b) + " sees or writes a page that is not in the pool");
   Scratch scratch;
-  Attend(op, pool, qkv, cos, sin, key_out, value_out, scratch);
+  char* const query = scratch.Take<char>(op.batch * op.width * heads * op.head_dim * (op.bfloat16 ? 2 : 4));
+  RotateAndWrite(op, {AsFloats(qkv, scratch), AsFloats(cos, scratch), AsFloats(sin, scratch), query,
+                      key_out->untyped_data(), value_out->untyped_data()});
+  op.query = query;
+  PoolParallel parallel(pool);
+  RunAttention(op, parallel);
   return ffi::Error::Success();
 }
 
@@ -353,26 +308,6 @@ PEAGLE_EXPORT XLA_FFI_Error* peagle_experts(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
-PEAGLE_EXPORT XLA_FFI_Error* peagle_decode_attention(XLA_FFI_CallFrame* frame) {
-  static auto* handler = xla::ffi::Ffi::Bind()
-                             .Ctx<xla::ffi::ThreadPool>()
-                             .Arg<xla::ffi::AnyBuffer>()  // qkv
-                             .Arg<xla::ffi::AnyBuffer>()  // cos
-                             .Arg<xla::ffi::AnyBuffer>()  // sin
-                             .Arg<xla::ffi::AnyBuffer>()  // key
-                             .Arg<xla::ffi::AnyBuffer>()  // value
-                             .Arg<xla::ffi::AnyBuffer>()  // positions
-                             .Arg<xla::ffi::AnyBuffer>()  // sinks
-                             .Ret<xla::ffi::AnyBuffer>()  // out
-                             .Ret<xla::ffi::AnyBuffer>()  // key
-                             .Ret<xla::ffi::AnyBuffer>()  // value
-                             .Attr<int64_t>("window")
-                             .Attr<bool>("ring")
-                             .To(peagle::DecodeAttentionHandler)
-                             .release();
-  return handler->Call(frame);
-}
-
 PEAGLE_EXPORT XLA_FFI_Error* peagle_paged_attention(XLA_FFI_CallFrame* frame) {
   static auto* handler = xla::ffi::Ffi::Bind()
                              .Ctx<xla::ffi::ThreadPool>()
@@ -389,7 +324,7 @@ PEAGLE_EXPORT XLA_FFI_Error* peagle_paged_attention(XLA_FFI_CallFrame* frame) {
                              .Ret<xla::ffi::AnyBuffer>()  // out
                              .Ret<xla::ffi::AnyBuffer>()  // key
                              .Ret<xla::ffi::AnyBuffer>()  // value
-                             .To(peagle::PagedAttentionHandler)
+                             .To(peagle::AttentionHandler)
                              .release();
   return handler->Call(frame);
 }

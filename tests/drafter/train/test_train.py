@@ -13,6 +13,7 @@ import pytest
 from drafter import model
 from drafter.config import DrafterConfig
 from drafter.params import init_params
+from drafter.propose import Eagle3, PEagle
 from drafter.train import forward, loss
 from drafter.train.batches import Batch
 from drafter.train.cod import Cod, Segments, sample_chains
@@ -20,10 +21,11 @@ from drafter.train.forward import forward_chains, rows_of
 from drafter.train.loss import LOSSES, Labels, labels_of_best, labels_of_logits
 from drafter.train.recipe import Recipe
 from drafter.train.step import gradients_of
+from peagle.ops.attention import PagedCache
 from peagle.ops.errors import InputError
-from peagle.ops.kv_cache import KVCache
 from peagle.ops.messages import DrafterInput
 from peagle.ops.rope import RopeConfig
+from tests.paging import small_pages
 
 CONFIG = DrafterConfig(
     hidden_size=20,
@@ -216,16 +218,16 @@ def test_drafting_with_caches_and_training_with_chains_give_the_same_logits_at_e
     rest = (data["segment_ids"][1:], data["positions"][1:])
     x = run_chains(small, config, shifted, aux, *rest, np.full((1, 1), anchor, np.int32), counts)
     trained = np.asarray(head(small, config, x))[0, [anchor, *range(T, T + depth - 1)]]
-    caches = model.init_caches(config, 1, 40, T, jnp.float32)
-    caches = run_absorb(small, config, shifted, aux, rows_before(anchor), caches)
+    groups, empty = model.cache_groups(config), small_pages(PEagle(small, config), 1, 40, T)
+    cache = run_absorb(small, config, shifted, aux, rows_before(anchor), empty, groups)
     fresh = drafter_input(shifted, aux, anchor)
-    drafted, _ = jax.jit(model.propose, static_argnames=("config", "num_drafts"))(
-        small, config, fresh, np.full((1,), depth, np.int32), caches, depth
+    drafted, _ = jax.jit(model.propose, static_argnames=("config", "groups", "num_drafts"))(
+        small, config, fresh, np.full((1,), depth, np.int32), cache, groups, depth
     )
     np.testing.assert_allclose(trained, drafted[0], atol=2e-5)
 
 
-run_absorb = jax.jit(model.absorb, static_argnames="config")
+run_absorb = jax.jit(model.absorb, static_argnames=("config", "groups"))
 
 
 def rows_before(anchor: int) -> np.ndarray:
@@ -258,13 +260,13 @@ def test_drafting_in_turn_and_training_in_turn_agree_on_tokens_and_logits(
     data, depth, anchor = sequence(5), 4, 9
     tokens, aux = data["token_ids"][1:], data["aux_hidden"][1:]
     shifted = np.pad(tokens[:, 1:], ((0, 0), (0, 1)))
-    caches = model.init_caches(config, 1, 40, T, jnp.float32)
-    caches = run_absorb(params, config, shifted, aux, rows_before(anchor), caches)
+    groups, empty = model.cache_groups(config), small_pages(Eagle3(params, config), 1, 40, T)
+    cache = run_absorb(params, config, shifted, aux, rows_before(anchor), empty, groups)
     fresh = drafter_input(shifted, aux, anchor)
     given, logits_of = jnp.full((1,), depth, jnp.int32), model._logits
 
     @jax.jit
-    def draft(caches: tuple[KVCache, ...]) -> tuple[jax.Array, jax.Array]:
+    def draft(cache: PagedCache) -> tuple[jax.Array, jax.Array]:
         """Propose; return (drafts, the logits of each)."""
         seen: list[jax.Array] = []
 
@@ -274,10 +276,10 @@ def test_drafting_in_turn_and_training_in_turn_agree_on_tokens_and_logits(
 
         with monkeypatch.context() as patch:
             patch.setattr(model, "_logits", recorded)
-            drafts, _ = model.propose_in_turn(params, config, fresh, given, caches, depth)
+            drafts, _ = model.propose_in_turn(params, config, fresh, given, cache, groups, depth)
         return drafts, jnp.concatenate(seen, axis=1)
 
-    drafts, logits = map(np.asarray, draft(caches))
+    drafts, logits = map(np.asarray, draft(cache))
     said = shifted.copy()
     said[:, anchor + 1 : anchor + depth] = drafts[:, :-1]
     rest = (data["segment_ids"][1:], data["positions"][1:])

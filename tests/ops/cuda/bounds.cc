@@ -1,67 +1,51 @@
 // Runs the CUDA kernels on buffers without slack, for AddressSanitizer.
-//
-//     bounds [NUMBER]      makes the buffer of this number an element too short
+// First on whole ones; then for each buffer in turn, in a process of its own, on one that is an element too short, after
+// its number on standard error.
 
 #include "driver.cc"
 
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <type_traits>
+
 namespace {
 
-constexpr int kBatch = 2, kWide = 3, kCapacity = 261, kHeads = 4, kKvHeads = 2;
+constexpr int kBatch = 2, kHeads = 4, kKvHeads = 2;
 constexpr int kRowCount = 9, kTopK = 2, kExpertCount = 3, kWidth = 160, kExpertWidth = 32;
 
-constexpr int kExpertBuffers = 12;  // these come first; kernels without the buffer that is shorter need not run
-
 int buffers = 0, shorter = -1;
+const void* shorter_buffer = nullptr;
 
 // Never freed, so that no other buffer takes its memory.
 template <typename T>
 T* Make(size_t count, T value) {
-  T* values = static_cast<T*>(std::malloc((count - (buffers++ == shorter ? 1 : 0)) * sizeof(T)));
+  const bool cut = buffers++ == shorter;
+  T* values = static_cast<T*>(std::malloc((count - (cut ? 1 : 0)) * sizeof(T)));
+  if (cut) shorter_buffer = values;
   for (size_t i = 0; i + 1 < count; ++i) values[i] = value;
   return values;
 }
 
+template <typename T>
+bool IsShorter(T value) {
+  if constexpr (std::is_pointer_v<T>) return static_cast<const void*>(value) == shorter_buffer;
+  return false;
+}
+
+// Kernels without the buffer that is shorter need not run, but that which makes others' indices.
 template <typename... T>
 void Launch(void (*)(T...), const char* name, int x, int y, int threads, T... values) {
-  if (buffers <= kExpertBuffers && shorter >= kExpertBuffers) return;
+  const bool wanted = shorter_buffer == nullptr ? shorter < 0 : (... || IsShorter(values));
+  if (!wanted && std::strcmp(name, "peagle_sort") != 0) return;
   CUfunc_st* kernel;
   if (cuModuleGetFunction(&kernel, &module, name) != 0) std::abort();
   void* arguments[] = {&values...};
   cuLaunchKernel(kernel, x, y, 1, threads, 1, 1, 0, nullptr, arguments, nullptr);
 }
 
-// A pass that fills the cache to its last slot.
-void Attend() {
-  const int all = kHeads + 2 * kKvHeads, chunks = (kCapacity + kChunkSlots - 1) / kChunkSlots;
-  const int queries = kWide * kHeads / kKvHeads, parts = kBatch * kKvHeads * chunks * queries;
-  const Half one = 0x3f80;
-  const Half* qkv = Make<Half>(kBatch * kWide * all * kHead, one);
-  const Half* cosine = Make<Half>(kBatch * kWide * kHalf, one);
-  const Half* sine = Make<Half>(kBatch * kWide * kHalf, one);
-  Half* key = Make<Half>(kBatch * kCapacity * kKvHeads * kHead, one);
-  Half* value = Make<Half>(kBatch * kCapacity * kKvHeads * kHead, one);
-  const int number = buffers;
-  int* positions = Make<int>(kBatch * kWide, 0);
-  for (int i = 0; i < kBatch * kWide - (shorter == number); ++i) positions[i] = kCapacity - kWide + i % kWide;
-  const Half* sinks = Make<Half>(kHeads, one);
-  Half* query = Make<Half>(kBatch * kWide * kHeads * kHead, one);
-  float* partial = Make<float>(parts * kHead, 0);
-  float* peaks = Make<float>(parts, 0);
-  float* totals = Make<float>(parts, 0);
-  Half* out = Make<Half>(kBatch * kWide * kHeads * kHead, one);
-  for (int ring = 0; ring < 2; ++ring) {
-    Launch(peagle_rotate, "peagle_rotate", kBatch * kWide, (all * kHalf + kThreads - 1) / kThreads, kThreads, qkv, cosine, sine, key, value,
-           static_cast<const int*>(positions), kWide, kCapacity, kHeads, kKvHeads, ring, query);
-    Launch(peagle_attend, "peagle_attend", chunks, kBatch * kKvHeads, kThreads, static_cast<const Half*>(query),
-           static_cast<const Half*>(key), static_cast<const Half*>(value), static_cast<const int*>(positions), kWide,
-           kCapacity, kHeads, kKvHeads, 0, ring, partial, peaks, totals);
-    Launch(peagle_combine, "peagle_combine", kBatch * kWide * kHeads, 1, kHead, static_cast<const float*>(partial),
-           static_cast<const float*>(peaks), static_cast<const float*>(totals), sinks, kWide, kHeads, kKvHeads, chunks, out);
-  }
-}
-
 // A pass over pages of which the last is full, by chunks and by queries.
-void AttendToPages() {
+void Attend() {
   constexpr int kPages = 5, kTableWidth = 2, kRowsOf = 3, kMany = 17;
   const int all = kHeads + 2 * kKvHeads, queries = kRowsOf * kHeads / kKvHeads, parts = kBatch * kKvHeads * queries;
   const Half one = 0x3f80;
@@ -90,20 +74,19 @@ void AttendToPages() {
   float* peaks = Make<float>(parts, 0);
   float* totals = Make<float>(parts, 0);
   Half* out = Make<Half>(kBatch * kMany * kHeads * kHead, one);
-  Launch(peagle_paged_rotate, "peagle_paged_rotate", kBatch * kMany, (all * kHalf + kThreads - 1) / kThreads, kThreads, qkv,
+  Launch(peagle_rotate, "peagle_rotate", kBatch * kMany, (all * kHalf + kThreads - 1) / kThreads, kThreads, qkv,
          cosine, sine, key, value, table, write, kMany, kTableWidth, kHeads, kKvHeads, query);
-  Launch(peagle_paged_prompt, "peagle_paged_prompt", (kMany * kHeads / kKvHeads + 63) / 64, kBatch * kKvHeads, kThreads,
+  Launch(peagle_prompt, "peagle_prompt", (kMany * kHeads / kKvHeads + 63) / 64, kBatch * kKvHeads, kThreads,
          static_cast<const Half*>(query), static_cast<const Half*>(key), static_cast<const Half*>(value), table, first, last,
          sinks, kMany, kTableWidth, kHeads, kKvHeads, out);
-  Launch(peagle_paged_attend, "peagle_paged_attend", 1, kBatch * kKvHeads, kThreads, static_cast<const Half*>(query),
+  Launch(peagle_attend, "peagle_attend", 1, kBatch * kKvHeads, kThreads, static_cast<const Half*>(query),
          static_cast<const Half*>(key), static_cast<const Half*>(value), table, first, last, kRowsOf, kTableWidth, kHeads,
          kKvHeads, partial, peaks, totals);
+  Launch(peagle_combine, "peagle_combine", kBatch * kRowsOf * kHeads, 1, kHead, static_cast<const float*>(partial),
+         static_cast<const float*>(peaks), static_cast<const float*>(totals), sinks, kRowsOf, kHeads, kKvHeads, 1, out);
 }
 
-}  // namespace
-
-int main(int count, char** words) {
-  if (count > 1) shorter = std::atoi(words[1]);
+void RunAll() {
   const Half one = 0x3f80;
   const Half* x = Make<Half>(kRowCount * kWidth, one);
   int* ids = Make<int>(kRowCount * kTopK, 0);
@@ -136,6 +119,23 @@ int main(int count, char** words) {
          static_cast<const Half*>(hidden), static_cast<const int*>(sorted), static_cast<const Tile*>(tiles), down,
          down_scales, down_bias, kWidth, kExpertWidth, out);
   Attend();
-  AttendToPages();
+}
+
+}  // namespace
+
+int main() {
+  RunAll();
   std::printf("%d buffers\n", buffers);
+  std::fflush(stdout);
+  const int all = buffers;
+  for (shorter = 0; shorter < all; ++shorter) {
+    std::fprintf(stderr, "buffer %d\n", shorter);
+    const pid_t child = fork();
+    if (child == 0) {
+      buffers = 0;
+      RunAll();
+      _exit(0);
+    }
+    if (child < 0 || waitpid(child, nullptr, 0) != child) return 1;
+  }
 }

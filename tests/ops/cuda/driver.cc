@@ -3,6 +3,7 @@
 //
 // Reads of other lanes' registers and warp-wide operations follow the PTX ISA, independently of those sources.
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -31,20 +32,25 @@ struct Index {
 };
 
 struct Fiber {
-  ucontext_t context;
+  ucontext_t context;  // where it begins
+  jmp_buf place;       // where it goes on; unlike swapcontext, a jump is no system call
   std::vector<char> stack;
   Index index;
-  bool done = false;
+  bool begun = false, done = false;
 };
 
 std::vector<Fiber> fibers;
 Fiber* running;
-ucontext_t scheduler;
+jmp_buf scheduler;
 Index blockIdx, gridDim;
 #define threadIdx (running->index)
 
 int Lane() { return threadIdx.x % 32; }
 int Warp() { return threadIdx.x / 32; }
+
+void Pause() {
+  if (_setjmp(running->place) == 0) _longjmp(scheduler, 1);
+}
 
 // A barrier for `members`. Lanes of a warp, or threads of a block, that wait at different barriers are an error of the
 // kernel: it would hang.
@@ -58,7 +64,7 @@ struct Barrier {
       arrived = 0;
       ++generation;
     }
-    while (generation == mine) swapcontext(&running->context, &scheduler);
+    while (generation == mine) Pause();
   }
 };
 
@@ -173,7 +179,6 @@ void MultiplyAdd(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b)[2
 #include "common.cuh"
 #include "experts.cu"
 #include "attention.cu"
-#include "paged_attention.cu"
 // clang-format on
 
 struct CUctx_st {};
@@ -204,7 +209,14 @@ void** current_arguments;
 void Begin() {
   current(current_arguments);
   running->done = true;
-  swapcontext(&running->context, &scheduler);
+  _longjmp(scheduler, 1);
+}
+
+void Resume() {
+  if (_setjmp(scheduler) != 0) return;
+  if (running->begun) _longjmp(running->place, 1);
+  running->begun = true;
+  setcontext(&running->context);
 }
 
 void RunBlock(int threads) {
@@ -215,7 +227,7 @@ void RunBlock(int threads) {
     Fiber& fiber = fibers[i];
     fiber.stack.resize(1 << 16);
     fiber.index = {i, 0, 0};
-    fiber.done = false;
+    fiber.begun = fiber.done = false;
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.data();
     fiber.context.uc_stack.ss_size = fiber.stack.size();
@@ -226,7 +238,7 @@ void RunBlock(int threads) {
     for (Fiber& fiber : fibers) {
       if (fiber.done) continue;
       running = &fiber;
-      swapcontext(&scheduler, &fiber.context);
+      Resume();
       left |= !fiber.done;
     }
   }
@@ -263,10 +275,7 @@ int cuModuleGetFunction(CUfunc_st** found, CUmod_st*, const char* name) {
       {"peagle_sort", {Call<peagle_sort>}},           {"peagle_gate_up_many", {Call<peagle_gate_up_many>}},
       {"peagle_down_many", {Call<peagle_down_many>}},
       {"peagle_rotate", {Call<peagle_rotate>}},       {"peagle_attend", {Call<peagle_attend>}},
-      {"peagle_combine", {Call<peagle_combine>}},
-      {"peagle_paged_rotate", {Call<peagle_paged_rotate>}},
-      {"peagle_paged_attend", {Call<peagle_paged_attend>}},
-      {"peagle_paged_prompt", {Call<peagle_paged_prompt>}},
+      {"peagle_combine", {Call<peagle_combine>}},     {"peagle_prompt", {Call<peagle_prompt>}},
   };
   const auto at = functions.find(name);
   if (at == functions.end()) return 1;

@@ -4,6 +4,7 @@ scripts/gpu_check covers what needs a GPU: tensor cores, the real driver, speed.
 
 import functools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -210,17 +211,15 @@ def test_a_driver_that_refuses_is_an_error(libraries: tuple[Path, Path]) -> None
         cuda.open_kernels(launcher.with_name("none.so"), str(driver), b"", "cpu")
 
 
-def within_bounds(program: Path, *shorter: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0:symbolize=0"}  # names take longest
-    return subprocess.run([program, *shorter], env=environment, capture_output=True, text=True, check=False)
-
-
 def test_nothing_beyond_a_buffer_is_touched(bounds: Path) -> None:
     """The sanitizer would find it: each buffer in turn is an element too short."""
-    whole = within_bounds(bounds)
-    assert (whole.returncode, whole.stdout) == (0, "39 buffers\n"), whole.stderr
-    for number in range(39):
-        assert "AddressSanitizer: heap-buffer-overflow" in within_bounds(bounds, str(number)).stderr, number
+    environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0:symbolize=0"}  # names take longest
+    done = subprocess.run([bounds], env=environment, capture_output=True, text=True, check=False)
+    whole, *reports = re.split(r"^buffer \d+$", done.stderr, flags=re.MULTILINE)
+    assert (done.returncode, done.stdout, len(reports)) == (0, "27 buffers\n", 27), done.stderr[-2000:]
+    assert "ERROR" not in whole, whole
+    for number, report in enumerate(reports):
+        assert "AddressSanitizer: heap-buffer-overflow" in report, number
 
 
 @pytest.mark.usefixtures("opened")
@@ -326,10 +325,10 @@ needs_nvrtc = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's compi
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_nvrtc_compiles_the_source_and_the_result_is_cached(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, architecture: str
-) -> None:
+def test_nvrtc_compiles_the_source_and_the_result_is_cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For the oldest architecture: the source asks for none, so newer ones compile the same."""
+    architecture = "sm_80"
+    assert not any("__CUDA_ARCH__" in source.read_text() for source in nvrtc.SOURCES)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     made = nvrtc.compile_kernels(architecture)
     assert made[:4] == b"\x7fELF"

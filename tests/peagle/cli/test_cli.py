@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import peagle.cli.info
@@ -24,8 +25,8 @@ from peagle.api import Pair
 from peagle.cli import main
 from peagle.cli.display import Display
 from peagle.cli.speculate import EXAMPLE
-from peagle.engine.engine import Engine
 from peagle.engine.request import Request
+from peagle.engine.warmup import WarmUp
 from peagle.engine.widths import WidthTable
 from peagle.ops.kernels import for_weights
 from tests.peagle.conftest import MASK, SPECIALS, STOP, VOCAB_SIZE, Directories, edit_json, toy_pair
@@ -106,7 +107,7 @@ def test_quiet_is_the_text_alone(cli: Run) -> None:
 
 
 def test_where_no_draft_can_pay_it_says_so(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Engine, "_measure_costs", lambda *_: {1: 9.0})
+    monkeypatch.setattr(WarmUp, "measure_costs", lambda *_: {1: 9.0})
     code, _, err = cli("speculate", "--drafter", "ngram", "-k", "auto", "-n", "12", "Hi")
     assert code == 0
     assert "a drafted step takes as long as 9.0 plain steps and emits at most 4 tokens; decoded plainly" in err
@@ -699,7 +700,18 @@ def test_caches_that_do_not_fit_into_memory_are_refused(
     assert real("generate", *one_row)[0] == 0
     read_weights = iter([1 << 40])  # there is room for those
     monkeypatch.setattr(peagle.ops.memory, "available_memory_bytes", lambda: next(read_weights, 1000))
-    refused(real("generate", *one_row), "out of memory", "the caches of 384 positions", "--context", "0.00 MB")
+    refused(real("generate", *one_row), "out of memory", "the keys and values of 448 positions", "--context", "0.00 MB")
+
+
+def test_memory_for_keys_and_values_is_refused_in_a_line(real: Run, directories: Directories) -> None:
+    one_row = ("--target", str(directories.target), "--context", "384", "-n", "4", "Hi")
+    assert real("generate", *one_row, "--kv-memory", "1MB", "--slots", "4")[0] == 0
+    refused(real("generate", *one_row, "--kv-memory", "none"), "--kv-memory is 'none'; expected a size", "or auto")
+    short = real("generate", *one_row, "--kv-memory", "1kB")
+    refused(short, "keys and values is 0.00 MB", "one request of 384 positions", "raise --kv-memory or lower --context")
+    there = ("--kv-memory", "900TB")
+    refused(real("generate", *one_row, *there), "keys and values may take", "are available", "a smaller --kv-memory")
+    refused(real("generate", *one_row, "--prefix-cache", "900TB"), "prefix cache may take", "--prefix-cache, or off")
 
 
 def test_speculation_and_plain_decoding_of_a_real_pair_agree(real: Run, directories: Directories) -> None:
@@ -791,7 +803,7 @@ def test_info_counts_memory_by_the_shapes(real: Run, directories: Directories) -
     import jax
 
     from peagle.loading import load
-    from peagle.ops.kv_cache import cache_bytes
+    from peagle.ops.memory import tree_bytes
 
     pair = load(directories.target, None, kernels="xla")
     lines = dict(line.strip().split("  ", 1) for line in real("info", str(directories.target))[1].splitlines()[1:-1])
@@ -799,32 +811,44 @@ def test_info_counts_memory_by_the_shapes(real: Run, directories: Directories) -
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     assert f"{count:,}," in lines["parameters"]
     assert f"expanded {4 * count / 1e3:.1f} kB float32" in lines["in memory"]
-    cache = jax.eval_shape(lambda: pair.plain_target.init_cache(1, 1000 - 8, 8))
-    assert f"{cache_bytes(cache[1]) / 1e3:.1f} kB float32" in lines["KV cache per 1,000 positions"]
-    assert f"{cache_bytes((cache[0], cache[2])) / 1e3:.1f} kB float32" in lines["KV rings, once per row"]
-    retained = lines["with --retain-full-kv"]
-    assert f"{2 * cache_bytes(cache[1]) / 1e3:.1f} kB float32" in retained, "both sliding layers are full"
+    full, sliding = (
+        tree_bytes(jax.eval_shape(lambda counts=counts: pair.plain_target.init_pages(counts)))
+        for counts in ((1, 0), (0, 1))
+    )
+    assert f"{1000 * full / 64 / 1e3:.1f} kB float32" in lines["KV cache per 1,000 tokens"]
+    # a window of 24 positions and 24 rows of steps in flight are less than a page; one more at either end
+    assert f"{3 * sliding / 1e3:.1f} kB float32" in lines["KV pages per slot"]
+    assert f"{1000 * (full + sliding) / 64 / 1e3:.1f} kB float32" in lines["with --retain-full-kv"]
     assert "in chunks" in lines["prefill of 8,192 tokens"]
 
 
-def test_info_says_what_each_role_takes(real: Run, directories: Directories) -> None:
-    """The bytes of an engine of that shape."""
+def test_info_says_what_an_engine_of_each_role_takes(
+    real: Run, directories: Directories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages of an engine of that shape, and the tokens of one that has all the memory."""
+    from drafter.load import weight_bytes as drafter_weight_bytes
     from peagle.cli.info import _bytes
     from peagle.loading import load
-    from peagle.ops.kv_cache import cache_bytes
+    from target.load import weight_bytes
 
     pair = load(directories.target, directories.drafter, kernels="xla", dtype="float32")
+    free = 1_000_000
+    weights = weight_bytes(directories.target, dtype=np.float32, implementation=for_weights())
+    weights += drafter_weight_bytes(directories.drafter, np.float32, implementation=for_weights())
+    monkeypatch.setattr(peagle.cli.info, "available_memory_bytes", lambda: weights + free)
     for role in ("prefill", "decode", "both"):
         typed = ("info", str(directories.target), str(directories.drafter), "--role", role, "--context", "300")
         code, out, _ = real(*typed, "--slots", "3")
-        engine = pair.engine(pair.engine_config(7, slots=3, capacity=300, role=role))
-        state, lane = engine._programs.shapes()
-        caches = [state.target_cache, state.drafter_state], [lane.target_cache, lane.drafter_state]
-        slots, passing = (f"{_bytes(cache_bytes(each))} float32" for each in caches)
+        config = pair.engine_config(7, slots=3, capacity=300, role=role)
+        memory = pair.engine(config).memory
         assert code == 0
-        assert f"lane, for chunks of {1 if role == 'decode' else 128} " in out
-        assert passing in out
-        assert (slots in out) == (role != "prefill")
+        assert f"{memory.num_tokens:,}, in {memory.num_pages[0]} pages of 64" in out
+        assert f"{_bytes(sum(memory.num_bytes))} float32" in out
+        filled = pair.engine(dataclasses.replace(config, kv_memory_bytes=free)).memory
+        assert f"{filled.num_tokens:,} beside the weights, into the memory available now (float32)\n" in out
+    monkeypatch.setattr(peagle.cli.info, "available_memory_bytes", lambda: weights)
+    assert "0 beside the weights" in (out := real(*typed)[1])
+    assert "; too few for one request of 300" in out
     assert real("info", str(directories.drafter), "--role", "decode")[0] == 2
 
 

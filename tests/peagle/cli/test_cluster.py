@@ -42,6 +42,8 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(directories: Di
         (ClusterUpSettings(target=str(directories.target), drafter="demo"), "needs its own drafter"),
         (ClusterUpSettings(context=1), "context is 1"),
         (ClusterUpSettings(num_speculative_tokens=-1), "K is -1; expected 0"),
+        (ClusterUpSettings(kv_memory="none"), "--kv-memory is 'none'"),
+        (ClusterUpSettings(prefix_cache="much"), "--prefix-cache is 'much'"),
     ):
         with pytest.raises(InputError, match=match):
             fleet_arguments(settings)
@@ -49,13 +51,14 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(directories: Di
 
 def test_a_config_for_serve_deploy_holds_the_options_and_no_keys(tmp_path: Path) -> None:
     file = tmp_path / "fleet.json"
-    # prefix_cache: auto is a part of what is free at the moment
-    settings = ClusterUpSettings(decode=3, port=8123, prefix_cache="0", write_config=str(file))
+    settings = ClusterUpSettings(decode=3, port=8123, kv_memory="2GB", write_config=str(file))
     assert up_command(settings) == 0
     config = json.loads(file.read_text("utf-8"))
     (application,) = config["applications"]
     assert config["http_options"] == {"host": "127.0.0.1", "port": 8123}
     assert application["args"] == {**fleet_arguments(settings), "keys": []}
+    assert application["args"]["kv_memory_bytes"] == 2_000_000_000
+    assert application["args"]["prefix_cache_bytes"] == "on"
     keys = tmp_path / "keys"
     keys.write_text("a key\n")
     keys.chmod(0o600)

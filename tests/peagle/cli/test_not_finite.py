@@ -13,7 +13,8 @@ import pytest
 
 import peagle.cli.processes
 from peagle.cli import main
-from peagle.engine.engine import Engine, EngineConfig
+from peagle.config import EngineConfig
+from peagle.engine.engine import Engine
 from peagle.engine.request import Request, SamplingParams
 from peagle.ops.errors import InputError
 from peagle.ops.likeliest import argmax

@@ -13,7 +13,7 @@ import typer
 from peagle.cli import main
 from peagle.cli.app import app
 from peagle.cli.options import by_flag, command_of, given
-from peagle.cli.settings.shared import PrefillOptions
+from peagle.cli.settings.shared import PrefillOptions, parse_kept_prefixes, parse_kv_memory, parse_prefix_cache
 from peagle.ops.errors import InputError
 from peagle.ops.row_blocks import BlockedPrefill
 
@@ -86,6 +86,16 @@ def test_blocks_are_those_of_blocked_prefill() -> None:
     assert PrefillOptions().blocked() is None
     with pytest.raises(InputError, match=r"--query-blocks is given, .* give --prefill blocked"):
         PrefillOptions(query_blocks=2).blocked()
+
+
+def test_memory_is_a_size_or_one_of_a_few_words() -> None:
+    assert [parse_kv_memory(typed) for typed in ("auto", "512MB", "1.5GiB")] == [None, 512_000_000, 3 << 29]
+    typed = ("auto", "on", "off", "0", "2GB")
+    assert [parse_prefix_cache(each) for each in typed] == [None, "on", "off", 0, 2_000_000_000]
+    assert [parse_kept_prefixes(each) for each in typed] == ["on", "on", "off", 0, 2_000_000_000]
+    for parse, wrong in ((parse_kv_memory, "0"), (parse_kv_memory, "off"), (parse_prefix_cache, "-1")):
+        with pytest.raises(InputError, match=f"--[a-z-]* is '?{wrong}'?; expected "):
+            parse(wrong)
 
 
 def test_a_message_about_a_value_names_its_flag_as_typed() -> None:

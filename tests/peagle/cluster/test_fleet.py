@@ -15,7 +15,7 @@ from fastapi.testclient import TestClient
 
 from peagle.api import Pair
 from peagle.cluster.fleet import LOST, LOST_PROMPT, Fleet, ReplicaLost, Shape
-from peagle.engine.engine import Role
+from peagle.config import Role
 from peagle.engine.handoff import parse
 from peagle.engine.request import Request, TokenChunk
 from peagle.ops.errors import InputError

@@ -17,8 +17,8 @@ import pytest
 
 import peagle
 from peagle.cli.cluster import LOOPBACK_ALONE
-from peagle.engine.prefix_cache import BLOCK
 from peagle.engine.request import Request
+from peagle.ops.attention import PAGE_SIZE
 from peagle.text.tokenizer import detokenize
 from scripts.kill_fleet import processes
 from scripts.peers.bystanders import cpu_s
@@ -96,7 +96,7 @@ def test_a_later_turn_goes_where_its_beginning_went(url: str) -> None:
     """Each conversation has a beginning of its own, which one of two replicas computed."""
     for first in range(6):
         turn = [first, *range(4, 25), *PROMPT] * 12
-        for prompt, known in ((turn, 0), (turn + PROMPT, len(turn) // BLOCK * BLOCK)):
+        for prompt, known in ((turn, 0), (turn + PROMPT, len(turn) // PAGE_SIZE * PAGE_SIZE)):
             body = {**BODY, "prompt": prompt, "max_tokens": 4}
             reply = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S).json()
             assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] >= known

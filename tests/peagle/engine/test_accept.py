@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from peagle.config import EngineConfig
 from peagle.engine.accept import Acceptance, accept, accept_by_rate
-from peagle.engine.engine import EngineConfig
 from peagle.engine.request import SamplingParams
 from peagle.engine.sampling import ACCEPT, TARGET, RowSampling, choose
 from peagle.ops.errors import InputError

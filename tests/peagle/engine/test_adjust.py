@@ -9,18 +9,19 @@ import pytest
 import torch
 from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
+from peagle.config import EngineConfig
 from peagle.drafters.ngram import NGram
 from peagle.engine.adjust import Adjustments, adjust
-from peagle.engine.engine import Engine, EngineConfig
+from peagle.engine.engine import Engine
+from peagle.engine.executor import Executor, chunk_plan, step_plan
 from peagle.engine.masks import MASK_BITS
-from peagle.engine.programs import Programs
 from peagle.engine.request import MOST_LOGPROBS, Request, SamplingParams, TokenLogprobs
-from peagle.engine.state import DecodeState, SlotParams, check_integrity
+from peagle.engine.state import SlotParams
 from peagle.engine.step import StepKind, StepOutput
 from peagle.measure.logprobs import output_logprobs
 from peagle.ops.errors import InputError
 from target.model import forward
-from tests.peagle.toys import CONFIG, tiny_target
+from tests.peagle.toys import CONFIG, check_whole, tiny_target
 
 V, CAPACITY, NEW, K = CONFIG.vocab_size, 96, 40, 3
 run_adjust, emitted_after = jax.jit(adjust), jax.jit(Adjustments.emitted)
@@ -52,8 +53,7 @@ def decode(engine: Engine, asked: list[Request]) -> tuple[list[list[int]], list[
     for place, chunk in engine.generate(asked):
         tokens[place] += chunk.token_ids
         said[place] += chunk.logprobs
-    assert engine._state is not None
-    check_integrity(engine._state, CAPACITY)
+    check_whole(engine)
     return tokens, said
 
 
@@ -173,30 +173,36 @@ def test_log_probabilities_are_those_of_the_finished_answer(target: Any, k: int)
         np.testing.assert_allclose([p for _, p in mine.best], [p for _, p in theirs.best], atol=1e-4)
 
 
-def started(programs: Programs, sampling: SamplingParams) -> DecodeState:
-    state, lane = programs.init()
+def started(target: Any, sampling: SamplingParams, widths: list[int]) -> tuple[Executor, np.ndarray]:
+    """Let two requests into three slots; return (the executor, the plan of their steps)."""
+    engine = Engine(target, NGram(), EngineConfig(K, 3, CAPACITY, chunk=64))
+    executor, tables = engine.executor, np.full((3, sum(engine.memory.widths)), -1, np.int32)
+    engine.start()
     for slot, prompt in enumerate(PROMPTS[:2]):
-        for begin in range(0, len(prompt), 8):
-            lane, logits = programs.extend(lane, begin, prompt[begin : begin + 8])
+        table = engine.memory.open((), drafts=False)
+        assert engine.memory.pool.reserve(table, CAPACITY)
+        tables[slot] = engine.memory.row(table)
+        executor.prefill(chunk_plan([prompt], [0], [0], 64, tables[slot][None]), drafts=False)
         params = SlotParams.of(Request(prompt, NEW, sampling, index=slot), (), V)
-        state, _ = programs.admit(state, lane, logits, slot, params)
-    return state
+        slots, length, unknown = (np.asarray([value], np.int32) for value in (slot, len(prompt), -1))
+        executor.admit([0], slots, length, unknown, params)
+        executor.learn(slot, prompt)
+    return executor, step_plan((0, 1), widths, tables, 3)
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), HARD, dataclasses.replace(HARD, temperature=0.8)])
 def test_a_step_cut_in_two_is_the_step(target: Any, sampling: SamplingParams) -> None:
-    programs = Programs(target, NGram(), 3, CAPACITY, K, 8, 1)
-    kind, widths = StepKind(K, sampled=True, full=True), np.asarray([K, 2, 0], np.int32)
+    kind = StepKind(K, sampled=True, full=True)
     all_may = np.full((3, K + 1, -(-V // MASK_BITS)), 0xFFFFFFFF, np.uint32)
     all_count = np.full(all_may.shape[0], kind.num_drafts, np.int32)
-    whole, cut = started(programs, sampling), started(programs, sampling)
+    (whole, plan), (cut, _) = (started(target, sampling, [K, 2]) for _ in range(2))
     for _ in range(4):
-        whole, expected = programs.steps(whole, widths, 0.0, 1, kind)
-        cut, proposed = programs.propose(cut, widths, kind)
-        cut, verified = programs.verify(cut, proposed)
-        cut, found = programs.accept_and_commit(cut, proposed, verified, 0.0, all_may, all_count, kind)
-        np.testing.assert_array_equal(found, expected)
-    for mine, theirs in zip(jax.tree.leaves(cut), jax.tree.leaves(whole), strict=True):
+        expected = whole.steps(plan, 0.0, 1, kind)
+        cut.propose(plan, kind)
+        cut.verify(plan)
+        output = cut.accept_and_commit(plan, 0.0, all_may, all_count, kind)
+        np.testing.assert_array_equal(output, expected)
+    for mine, theirs in zip(jax.tree.leaves(cut.state), jax.tree.leaves(whole.state), strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
 
@@ -204,18 +210,15 @@ def test_masked_rows_emit_what_masked_plain_decoding_does(target: Any) -> None:
     """The mask depends on the position: token i of an answer, and each draft for it, is even if i is even."""
 
     def answer(k: int) -> list[int]:
-        programs = Programs(target, NGram(), 3, CAPACITY, K, 8, 1)
-        state, kind = started(programs, SamplingParams()), StepKind(k, sampled=True, full=True)
+        (executor, plan), kind = started(target, SamplingParams(), [k, k]), StepKind(k, sampled=True, full=True)
         tokens: list[int] = []
         while len(tokens) < 20:
-            state, proposed = programs.propose(state, np.full((3,), k, np.int32), kind)
-            state, verified = programs.verify(state, proposed)
+            executor.propose(plan, kind)
+            executor.verify(plan)
             first = np.arange(k + 1) + len(tokens)
             may = (np.arange(V)[None, :] % 2 == first[:, None] % 2) & np.ones((3, 1, 1), bool)
             masks = np.asarray(packed(may))
-            state, packed_output = programs.accept_and_commit(
-                state, proposed, verified, 0.0, masks, np.full(3, k, np.int32), kind
-            )
+            packed_output = executor.accept_and_commit(plan, 0.0, masks, np.full(3, k, np.int32), kind)
             output = StepOutput.unpack(np.asarray(packed_output)[0], k)
             tokens += output.token_ids[0, : int(output.count[0])].tolist()
         return tokens[:20]

@@ -9,18 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from peagle.config import EngineConfig
 from peagle.drafters.ngram import NGram
-from peagle.engine.engine import Engine, EngineConfig, EngineError
-from peagle.engine.programs import trace_counts
+from peagle.engine.engine import Engine
+from peagle.engine.executor import trace_counts
+from peagle.engine.handle import EngineError
 from peagle.engine.request import Request, SamplingParams
 from peagle.engine.sampling import RowSampling
-from peagle.engine.state import check_integrity, init_state
+from peagle.engine.state import init_state
 from peagle.engine.step import StepKind, step
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError
 from peagle.protocols import Drafter
 from tests.compiling import AS_FOR_USERS
-from tests.peagle.toys import CONFIG, WINDOW, FixedLogits, MarkovTarget, Scripted, decode, tiny_target
+from tests.peagle.toys import CONFIG, WINDOW, FixedLogits, MarkovTarget, Scripted, check_whole, decode, tiny_target
 
 CAPACITY, NEW = 96, 60
 PROMPTS = [
@@ -31,8 +33,7 @@ PROMPTS = [
 def run(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
     """Decode requests; return the tokens of each, in order, and check the engine's state."""
     tokens = decode(engine, requests)[0]
-    assert engine._state is not None
-    check_integrity(engine._state, engine.config.capacity)
+    check_whole(engine)
     return tokens
 
 
@@ -166,7 +167,7 @@ def test_sampled_drafts_give_the_targets_frequencies() -> None:
     rows = 30000
     target = MarkovTarget(jnp.asarray(table, jnp.float32))
     drafter = FixedLogits(jnp.asarray(rng.normal(0, 1, (2, 3)), jnp.float32))
-    state = init_state(target, drafter, rows, 8, 2)
+    state = init_state(target, drafter, rows, 8, 2, (1,), ())
     ones, zeros = jnp.ones((rows,), jnp.float32), jnp.zeros((rows,), jnp.int32)
     state = dataclasses.replace(
         state,
@@ -252,7 +253,7 @@ def test_a_request_that_sets_its_k_drafts_whether_it_pays_or_not(target, plain) 
     """Beside one that leaves it to the table, whose cost no draft of this drafter pays."""
     engine = Engine(target, NGram(), config(3, 2, adaptive=True, k_per_request=True))
     engine.warm_up()
-    engine._table = WidthTable({1: 3}, costs={1: 3.9, 2: 3.9})  # as measured
+    engine.widths = WidthTable({1: 3}, costs={1: 3.9, 2: 3.9})  # as measured
     asked = [Request(PROMPTS[0], NEW, num_speculative_tokens=limit) for limit in (1, None)]
     tokens, (own, by_table) = decode(engine, asked)
     assert tokens == [plain[0], plain[0]]
@@ -263,12 +264,10 @@ def test_a_request_that_sets_its_k_drafts_whether_it_pays_or_not(target, plain) 
 def test_the_step_donates_its_state_and_keeps_no_hidden_copy(target) -> None:
     engine = Engine(target, NGram(), config(3, capacity=4096, steps_per_dispatch=4))
     engine.warm_up()
-    state = engine._state
-    assert state is not None
+    state = engine.executor.state
     donated = sum(leaf.nbytes for leaf in jax.tree.leaves((state.target_cache, state.drafter_state)))
     assert engine.programs()[0].memory_analysis().alias_size_in_bytes >= donated
-    widths = np.zeros((1,), np.int32)
-    engine._programs.steps(state, widths, 0.0, 4, StepKind(3))
+    engine.executor.steps(engine.empty_plan(1), 0.0, 4, StepKind(3))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.target_cache))
 
 
@@ -364,13 +363,13 @@ def test_programs_by_width_run_no_wider_than_the_table(target, plain) -> None:
     table = WidthTable({1: 5, 2: 1, 3: 0})
     engine = Engine(target, NGram(), config(5, slots=3, widths=table, programs_by_width=True))
     engine.warm_up()
-    before, kinds, steps = trace_counts(), [], engine._programs.steps
+    before, kinds, steps = trace_counts(), [], engine.executor.steps
 
-    def spy(state, widths, cost, count, kind):
-        kinds.append((int((widths > 0).sum()), kind.num_drafts))
-        return steps(state, widths, cost, count, kind)
+    def spy(plan, cost, count, kind):
+        kinds.append((int((plan[:, 1] > 0).sum()), kind.num_drafts))
+        return steps(plan, cost, count, kind)
 
-    engine._programs.steps = spy
+    engine.executor.steps = spy
     asked = [Request(PROMPTS[i % 3], budget) for i, budget in enumerate((7, 50, 33, 60))]
     assert run(engine, asked) == [plain[i % 3][: request.max_new_tokens] for i, request in enumerate(asked)]
     assert set(kinds) == {(1, 5), (2, 1), (0, 0)}
@@ -401,8 +400,7 @@ def test_aborts_hit_rows_in_flight_and_free_their_slots(target, plain) -> None:
     assert first.finished == "aborted"
     assert got[first] == plain[0][: len(got[first])]
     assert got[second] == plain[1][:20]
-    assert engine._state is not None
-    check_integrity(engine._state, CAPACITY)
+    check_whole(engine)
 
 
 def test_a_request_ends_at_its_deadline(target) -> None:
@@ -535,7 +533,7 @@ def test_an_engine_that_failed_says_so_to_everybody(target) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("the device is gone")
 
-    engine._programs.extend = broken  # type: ignore[method-assign, assignment]
+    engine.executor.prefill = broken  # type: ignore[method-assign, assignment]
     for handle in handles:
         with pytest.raises(EngineError, match="the device is gone"):
             list(engine.follow(handle))
@@ -617,13 +615,13 @@ def test_requests_with_a_temperature_draft_only_if_the_table_says_so(target) -> 
     asked = [Request(PROMPTS[0], 40, warm), Request(PROMPTS[0], 40)]
     expected = decode(Engine(target, None, config(0)), asked)[0]
     engine = Engine(target, NGram(), config(3, widths=WidthTable({1: 3}, sampled=False)))
-    lean, steps = [], engine._programs.steps
+    lean, steps = [], engine.executor.steps
 
-    def spy(state, widths, cost, count, kind):
+    def spy(plan, cost, count, kind):
         lean.append(kind.lean)
-        return steps(state, widths, cost, count, kind)
+        return steps(plan, cost, count, kind)
 
-    engine._programs.steps = spy
+    engine.executor.steps = spy
     tokens, records = decode(engine, asked)
     assert tokens == expected
     assert {len(record.draft_token_ids) for record in records[0]} == {0}
@@ -632,16 +630,16 @@ def test_requests_with_a_temperature_draft_only_if_the_table_says_so(target) -> 
 
 
 def test_a_crowd_is_decoded_as_without_a_drafter(target, plain) -> None:
-    """While more wait than there are slots, and full slots do not draft, prompts and steps leave the drafter out."""
+    """While more wait than there are slots, and full slots do not draft, steps leave the drafter out."""
     engine = Engine(target, NGram(), config(3, slots=2, widths=WidthTable({1: 3, 2: 0})))
     engine.warm_up()
-    before, lean, extend = trace_counts(), [], engine._programs.extend
+    before, lean, steps = trace_counts(), [], engine.executor.steps
 
-    def spy(lane, begin, token_ids, is_lean=False, *others):
-        lean.append(is_lean)
-        return extend(lane, begin, token_ids, is_lean, *others)
+    def spy(plan, cost, count, kind):
+        lean.append(kind.lean)
+        return steps(plan, cost, count, kind)
 
-    engine._programs.extend = spy
+    engine.executor.steps = spy
     tokens, records = decode(engine, [Request(PROMPTS[i % 3], 20) for i in range(7)])
     assert tokens == [plain[i % 3][:20] for i in range(7)]
     assert {len(record.draft_token_ids) for some in records[:4] for record in some} == {0}

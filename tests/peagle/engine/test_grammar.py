@@ -16,17 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peagle import result as results
+from peagle.config import EngineConfig
 from peagle.engine.adjust import Adjustments, adjust
-from peagle.engine.engine import Engine, EngineConfig
+from peagle.engine.engine import Engine
+from peagle.engine.executor import trace_counts
 from peagle.engine.grammar import DEEPEST_SCHEMA, CompiledGrammar, Grammar, GrammarError, Vocabulary
 from peagle.engine.masks import all_allowed, fill, next_mask
-from peagle.engine.programs import trace_counts
 from peagle.engine.request import Request, SamplingParams, StepRecord
 from peagle.engine.sampling import RowSampling, probabilities, uniforms
-from peagle.engine.state import check_integrity
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError
-from tests.peagle.toys import FixedLogits, MarkovTarget, Scripted, decode
+from tests.peagle.toys import FixedLogits, MarkovTarget, Scripted, check_whole, decode
 
 CONTROL, STOP = 0, 1
 SPELLED = [
@@ -268,8 +268,7 @@ def engine_of(target: MarkovTarget, k: int, script: list[int] | None = None, **o
 
 def run(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[int]], list[list[StepRecord]]]:
     found = decode(engine, requests)
-    assert engine._state is not None
-    check_integrity(engine._state, CAPACITY)
+    check_whole(engine)
     return found
 
 
@@ -361,7 +360,7 @@ def test_an_aborted_request_leaves_nothing(target: MarkovTarget, vocabulary: Voc
         late = engine.add(Request((2,), NEW, HARD, grammar=compiled), timeout_s=0.0)
         assert run(engine, [free])[0] == expected
         assert (handle.finished, late.finished) == ("aborted", "timeout")
-    assert not engine._scheduler._constrained
+    check_whole(engine)
 
 
 def test_nothing_compiles_after_a_warm_up(target: MarkovTarget, vocabulary: Vocabulary) -> None:
@@ -473,7 +472,7 @@ class Slow:
         self.steps: list[int] = []  # drafts of that grammar's request, in each step
         self.quick = 0  # every so many steps is quick; 0: none
         now = [0.0]
-        engine._cpu_s = engine._wall_s = lambda: now[0]  # type: ignore[method-assign, assignment]
+        engine.constrained.cpu_s = engine.constrained.wall_s = lambda: now[0]
 
         def filling(masks: Any, vocabulary: Vocabulary, wanted: Mapping[int, Any]) -> dict[int, int]:
             for matcher, drafts in wanted.values():
@@ -482,7 +481,7 @@ class Slow:
                     now[0] += seconds * (not self.quick or len(self.steps) % self.quick != 0)
             return fill(masks, vocabulary, wanted)
 
-        monkeypatch.setattr("peagle.engine.engine.fill", filling)
+        monkeypatch.setattr("peagle.engine.constrained.fill", filling)
 
 
 @pytest.mark.parametrize("k", [0, 3])
@@ -506,7 +505,7 @@ def test_a_grammar_whose_masks_take_too_long_ends_its_own_request_alone(
     drafted = [drafts for drafts in clock.steps if drafts]
     assert len(drafted) <= (2 if k else 0)
     assert len(clock.steps) - len(drafted) <= 9
-    check_integrity(engine._state, CAPACITY)  # type: ignore[arg-type]
+    check_whole(engine)
 
 
 def test_a_grammar_whose_masks_are_slow_now_and_then_goes_on(

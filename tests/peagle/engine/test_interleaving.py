@@ -12,22 +12,26 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from drafter.propose import PEagle
+from peagle.config import EngineConfig
 from peagle.drafters.ngram import NGram
-from peagle.engine.engine import Engine, EngineConfig, Handle
+from peagle.engine.engine import Engine
 from peagle.engine.grammar import Grammar, Vocabulary
-from peagle.engine.prefix_cache import PrefixCache
+from peagle.engine.handle import Handle
+from peagle.engine.kv_memory import KVMemory
 from peagle.engine.replicas import Replicas
 from peagle.engine.request import Request, SamplingParams
 from peagle.engine.scheduler import Costs
-from peagle.engine.state import check_integrity
 from peagle.engine.widths import WidthTable
 from peagle.protocols import Target
-from tests.peagle.toys import CONFIG, decode, tiny_target
+from tests.drafter.cases import random_params
+from tests.peagle.engine.models import DRAFTER
+from tests.peagle.toys import CONFIG, check_whole, decode, tiny_target
 
-CAPACITY, LONGEST = 96, 40
-PROMPTS = [
-    tuple(np.random.default_rng(s).integers(0, CONFIG.vocab_size, n).tolist()) for s, n in enumerate((1, 5, 8, 20, 37))
-]
+CAPACITY, LONGEST = 192, 60
+TEXT = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 130).tolist()
+# the longer ones begin alike: with one page of known tokens, and with two
+PROMPTS = [(5,), tuple(TEXT[7:27]), tuple(TEXT[:70]), (*TEXT[:64], 3, 4, 5), tuple(TEXT[:128]), tuple(TEXT)]
 SAMPLINGS = [
     SamplingParams(),
     SamplingParams(1.0, seed=3),
@@ -48,6 +52,7 @@ def request_of(prompt: int, sampling: int, budget: int, stops: tuple[int, ...] =
     return Request(PROMPTS[prompt], budget, SAMPLINGS[sampling], stops, index=prompt)
 
 
+PAGES = 4  # of each group, where three requests may need twelve
 Alone: TypeAlias = dict[tuple[int, int], list[int]]  # (prompt, sampling) -> tokens
 
 
@@ -70,7 +75,7 @@ def decoded_alone(target: Target) -> Alone:
 # some interleavings must have exercised each of these
 WANTED = (
     "overlapped", "slot reused", "aborted in flight", "aborted waiting", "paused", "resumed", "stopped", "sampled",
-    "beside a grammar", "ended by a grammar",
+    "beside a grammar", "ended by a grammar", "preempted", "known", "evicted", "page reused",
 )  # fmt: skip
 
 
@@ -83,21 +88,41 @@ class EvenlyPaced(Engine):
         super()._update_costs(sent, now)
         self._costs = Costs(chunk_s=1e-3, step_s=1e-4, cut_s=3e-4)
 
-    def forget(self) -> None:
-        """Empty the prefix cache."""
-        self._prefix_cache = PrefixCache(self.config.prefix_cache_bytes, *self._programs.part_bytes())
+
+@pytest.mark.parametrize(("together", "count", "drafter"), [(1, 1, "ngram"), (5, 1, "P-EAGLE"), (1, 2, "ngram")])
+def test_any_interleaving_gives_each_request_what_it_gets_alone(
+    alone: Alone, together: int, count: int, drafter: str
+) -> None:
+    """In one engine, and in two behind one queue, with memory for less than what all slots may hold."""
+    targets = [tiny_target(aux_layer_ids=() if drafter == "ngram" else (0, 1)) for _ in range(count)]
+    happened = interleave(targets, alone, 14 if count == 1 else 6, together, drafter)
+    assert not [name for name in (WANTED if count == 1 else WANTED[:-4]) if not happened[name]], happened
 
 
-@pytest.mark.parametrize(("together", "count"), [(1, 1), (5, 1), (1, 2)])
-def test_any_interleaving_gives_each_request_what_it_gets_alone(alone: Alone, together: int, count: int) -> None:
-    """In one engine, and in two behind one queue."""
-    happened = interleave([tiny_target() for _ in range(count)], alone, 24 if count == 1 else 8, together)
-    assert not [name for name in WANTED if not happened[name]], happened
+def happened_in(engine: Engine, happened: collections.Counter[str]) -> None:
+    """Count what an engine's pages go through."""
+    pool, pages = engine.memory.pool, set[int]()
+    reserve = pool.reserve
+
+    def counting(table: Any, num_tokens: int) -> bool:
+        before = len(table.pages[0])
+        done = reserve(table, num_tokens)
+        new = table.pages[0][before:]
+        happened["page reused"] += sum(page in pages for page in new)
+        pages.update(new)
+        happened["evicted"] = max(happened["evicted"], pool.counts.evicted_pages)
+        return done
+
+    pool.reserve = counting  # type: ignore[method-assign]
 
 
-def interleave(targets: Sequence[Target], alone: Alone, examples: int, together: int) -> collections.Counter[str]:
+def interleave(
+    targets: Sequence[Target], alone: Alone, examples: int, together: int, drafter: str = "ngram"
+) -> collections.Counter[str]:
     """Try interleavings in an engine, or engines behind one queue, of equal targets; count what happened."""
     count, happened = len(targets), collections.Counter[str]()
+    proposer = NGram() if drafter == "ngram" else PEagle(random_params(DRAFTER), DRAFTER)
+    page_bytes = KVMemory(targets[0], proposer, EngineConfig(3)).page_bytes
     # at three active rows nothing is drafted; the given costs of a drafted step let rows pause
     table = WidthTable({1: 3, 2: 2, 3: 0}, {1: 1.9, 2: 1.9, 3: 1.9})
     config = EngineConfig(
@@ -108,19 +133,23 @@ def interleave(targets: Sequence[Target], alone: Alone, examples: int, together:
         steps_per_dispatch=together,
         widths=table,
         adaptive=True,
-        prefix_cache_bytes=1 << 20,
+        kv_memory_bytes=PAGES * sum(page_bytes),
+        prefix_cache_bytes=1,  # no memory of its own: known tokens stay where they are until others need it
     )
-    engines = [EvenlyPaced(target, NGram(), config) for target in targets]
+    engines = [EvenlyPaced(target, proposer, config) for target in targets]
     engine = engines[0] if count == 1 else Replicas(engines, dataclasses.replace(config, slots=count * config.slots))
 
+    for each in engines:
+        happened_in(each, happened)
+
     def held_now() -> list[Handle | None]:
-        return [handle for each in engines for handle in each._scheduler.held]
+        return [dict(each.decoding).get(slot) for each in engines for slot in range(config.slots)]
 
     class Interleaving(RuleBasedStateMachine):
         def __init__(self) -> None:
             super().__init__()
             for each in engines:
-                each.forget()  # a case repeated must go the same way
+                each.memory.pool.forget()  # a case repeated must go the same way
             self.asked: dict[Handle, list[int]] = {}  # the expected tokens
             self.got: dict[Handle, list[int]] = {}
             self.drafted: dict[Handle, list[int]] = {}
@@ -148,9 +177,9 @@ def interleave(targets: Sequence[Target], alone: Alone, examples: int, together:
             if random.random() < 0.6:  # else nearly all would be
                 return
             alive = [handle for handle in self.asked if handle.finished is None]
-            in_flight = [handle for handle in alive if handle in held_now()]
+            in_flight = [handle for handle in alive if handle.table is not None]
             handle = random.choice(in_flight if in_flight and random.random() < 0.5 else alive)
-            happened["aborted in flight" if handle in held_now() else "aborted waiting"] += 1
+            happened["aborted in flight" if handle.table is not None else "aborted waiting"] += 1
             engine.abort(handle)
             engine.abort(handle)
 
@@ -172,8 +201,8 @@ def interleave(targets: Sequence[Target], alone: Alone, examples: int, together:
         @invariant()
         def the_state_is_whole(self) -> None:
             for each in engines:
-                if each._state is not None:
-                    check_integrity(each._state, CAPACITY)
+                if each.executor.started:
+                    check_whole(each)
 
         def teardown(self) -> None:
             while engine.busy:
@@ -188,6 +217,8 @@ def interleave(targets: Sequence[Target], alone: Alone, examples: int, together:
                 happened["stopped"] += handle.finished == "stop"
                 happened["ended by a grammar"] += whole[-1] == STOP and handle.matcher is not None
                 happened["paused"] += handle.paused
+                happened["preempted"] += handle.num_preempted > 0
+                happened["known"] += handle.num_cached_tokens > 0
                 widths = self.drafted[handle]
                 rested = [place for place, width in enumerate(widths) if width == 0]
                 happened["resumed"] += bool(rested) and any(widths[rested[0] :])

@@ -11,7 +11,8 @@ pytest.importorskip("torch")
 import torch
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from peagle.engine.engine import Engine, EngineConfig
+from peagle.config import EngineConfig
+from peagle.engine.engine import Engine
 from peagle.engine.request import Request
 from peagle.ops.kernels import Implementation
 from peagle.ops.row_blocks import BlockedPrefill

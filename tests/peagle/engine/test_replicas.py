@@ -12,21 +12,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from peagle.config import EngineConfig, Role
 from peagle.drafters.ngram import NGram
-from peagle.engine.engine import Chunks, Engine, EngineConfig, EngineError, Handle
-from peagle.engine.programs import trace_counts
+from peagle.engine.engine import Engine
+from peagle.engine.executor import trace_counts
+from peagle.engine.handle import Chunks, EngineError, Handle
 from peagle.engine.replicas import Replicas
 from peagle.engine.request import Request, SamplingParams, StepRecord
-from peagle.engine.step import StepKind
+from peagle.engine.warmup import WarmUp
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError
 from tests.peagle.toys import MarkovTarget, decode
 
 VOCAB, K = 29, 3
-CONFIG = EngineConfig(K, slots=4, capacity=64, chunk=8, prefix_cache_bytes=1 << 16)
+CONFIG = EngineConfig(K, slots=4, capacity=192, chunk=8, prefix_cache_bytes=1)
 RNG = np.random.default_rng(0)
 TARGET = MarkovTarget(jnp.asarray(RNG.normal(0, 2, (VOCAB, VOCAB)), jnp.float32))
-PROMPTS = [tuple(RNG.integers(0, VOCAB, size).tolist()) for size in (5, 19, 9, 3, 12, 8, 21)]
+PROMPTS = [tuple(RNG.integers(0, VOCAB, size).tolist()) for size in (5, 70, 9, 3, 12, 8, 21)]
 REQUESTS = [
     Request(prompt, 12 + 4 * place, SamplingParams(0.9 * (place % 2), seed=place), index=place)
     for place, prompt in enumerate(PROMPTS)
@@ -88,10 +90,11 @@ def test_the_first_in_the_queue_is_given_to_the_first_that_has_room() -> None:
     given = entered(engine)
     handles = engine.add_all(REQUESTS)
     engine.step()
-    assert given == {0: [0, 2, 4], 1: [1, 3, 5]}  # two have slots, one may wait in each lane
+    assert given == {0: [0, 2], 1: [1, 3]}
     engine.abort(handles[1])
     engine.step()
-    assert given[1] == [1, 3, 5, 6]
+    engine.step()
+    assert given[1] == [1, 3, 4]
     drain(engine, collections.defaultdict(list))
 
 
@@ -102,16 +105,16 @@ def test_requests_are_aborted_wherever_they_are(alone: Answers) -> None:
     for _ in range(3):
         for handle, chunk in engine.step():
             got[handle] += chunk.token_ids
-    waiting, in_lane, in_slot = handles[6], handles[3], handles[0]
+    waiting, running = handles[6], handles[0]
     assert waiting in engine._waiting
-    assert in_slot in engine.engines[0]._scheduler.held
-    for handle in (waiting, in_lane, in_slot):
+    assert running in [handle for _, handle in engine.one.decoding]
+    for handle in (waiting, running):
         engine.abort(handle)
         engine.abort(handle)
     assert [each.finish_reason for each in waiting.inbox] == ["aborted"]
     drain(engine, got)
     for place, handle in enumerate(handles):
-        left = handle in (waiting, in_lane, in_slot)
+        left = handle in (waiting, running)
         assert (handle.finished == "aborted") == left
         assert got[handle] == alone[0][place][: len(got[handle])] if left else got[handle] == alone[0][place]
 
@@ -150,11 +153,11 @@ def test_a_prompt_goes_where_most_of_it_is_known() -> None:
     )
     chunks = {handle: chunk for handle, chunk in engine.run([known, new]) if not chunk.steps}
     assert given == {0: [0, 1, 2, 3], 1: [4]}
-    assert (chunks[known].num_cached_tokens, chunks[new].num_cached_tokens) == (len(PROMPTS[1]) - 1, 0)
+    assert (chunks[known].num_cached_tokens, chunks[new].num_cached_tokens) == (64, 0)
     engine.abort(busy)
     use = engine.prefix_cache_use
     assert use is not None
-    assert (use.num_requests, use.num_hits) == (5, 2)
+    assert (use.num_requests, use.num_hits) == (5, 1)
 
 
 def test_a_failure_ends_all() -> None:
@@ -174,20 +177,21 @@ def test_a_failure_ends_all() -> None:
 def test_engines_compile_at_once_and_the_first_measures_when_all_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside another's compilation it would measure that. Its costs hold for all; figures are of all."""
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    together, run_programs = threading.Barrier(2), Engine._run_programs
+    together, run_programs = threading.Barrier(2), WarmUp.compile
 
-    def meet(each: Engine, kinds: list[StepKind]) -> None:
-        together.wait(120)
-        run_programs(each, kinds)
+    def meet(each: WarmUp, *sorts: bool) -> bool:
+        if not measured and not each._warm:
+            together.wait(120)
+        return run_programs(each, *sorts)
 
     def measuring(done: int, _: int) -> None:
         measured.append(done)
-        assert all(each._warm and not each.busy for each in engine.engines)
+        assert all(each.compile_s > 0 and not each.busy for each in engine.engines)
 
     table = WidthTable({1: 3})
     config = dataclasses.replace(CONFIG, widths=table, adaptive=True)
     engine, measured = replicas(config=config), list[int]()
-    monkeypatch.setattr(Engine, "_run_programs", meet)
+    monkeypatch.setattr(WarmUp, "compile", meet)
     engine.warm_up(measuring=measuring)
     monkeypatch.undo()
     assert measured
@@ -199,9 +203,9 @@ def test_engines_compile_at_once_and_the_first_measures_when_all_have(monkeypatc
     decode(engine, [request for request in REQUESTS if request.sampling.greedy])
     assert trace_counts() == before
     assert engine.times.busy_s == sum(each.times.busy_s for each in engine.engines) > 0
-    state, lane, logits = engine.one.memory_bytes()
+    pages, state, logits = engine.one.memory_bytes()
     together = 2 if jax.default_backend() == "cpu" else 1
-    assert engine.memory_bytes() == (together * state, together * lane, together * logits)
+    assert engine.memory_bytes() == (together * pages, together * state, together * logits)
     handle = engine.add(REQUESTS[0])
     engine.warm_up(sampled=True)  # does nothing now
     assert engine.busy
@@ -232,21 +236,6 @@ def test_a_warm_up_that_fails_is_raised_after_the_others_have_ended(monkeypatch:
 def test_slots_that_cannot_be_shared_are_refused() -> None:
     with pytest.raises(InputError, match="slots are 3; expected a multiple of 2, the replicas"):
         replicas(config=dataclasses.replace(CONFIG, slots=3))
-
-
-def test_no_request_waits_in_a_lane_while_another_engine_has_a_slot(alone: Answers) -> None:
-    """It begins again there."""
-    engine = shared()
-    given = entered(engine)
-    handles = [engine.add(dataclasses.replace(REQUESTS[0], max_new_tokens=50)), *engine.add_all(REQUESTS[1:3])]
-    got: dict[Handle, list[int]] = {handle: [] for handle in handles}
-    while handles[0].finished is None:
-        for handle, chunk in engine.step():
-            got[handle] += chunk.token_ids
-    assert given == {0: [0, 2], 1: [1, 2]}
-    drain(engine, got)
-    assert {handle.finished for handle in handles} == {"length"}
-    assert [got[handle] for handle in handles[1:]] == alone[0][1:3]
 
 
 def test_an_idle_engine_begins_while_another_is_waited_for(alone: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,18 +299,9 @@ def test_a_request_that_waits_hears_of_the_failure_of_an_idle_engine() -> None:
         list(engine.follow(waiting))
 
 
-def test_prompts_alone_are_shared_alike() -> None:
-    engine = replicas(config=dataclasses.replace(CONFIG, slots=8, role="prefill"))
-    decode(engine, REQUESTS[1:2])
-    given = entered(engine)
-    engine.add_all([Request((*PROMPTS[1], 5), 4, index=place) for place in range(6)])
-    engine.step()
-    assert given == {0: [0, 2], 1: [1, 3]}  # one at work and the next one
-    drain(engine, collections.defaultdict(list))
-
-
-def test_a_beginning_known_to_one_engine_does_not_leave_the_other_idle() -> None:
-    engine = replicas(config=dataclasses.replace(CONFIG, slots=8))
+@pytest.mark.parametrize("role", ["both", "prefill"])
+def test_a_beginning_known_to_one_engine_does_not_leave_the_other_idle(role: Role) -> None:
+    engine = replicas(config=dataclasses.replace(CONFIG, slots=8, role=role))
     decode(engine, REQUESTS[1:2])
     given = entered(engine)
     engine.add_all([Request((*PROMPTS[1], 5), 4, index=place) for place in range(6)])

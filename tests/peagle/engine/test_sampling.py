@@ -10,8 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from peagle.config import EngineConfig
 from peagle.engine import sampling as functions
-from peagle.engine.engine import Engine, EngineConfig
+from peagle.engine.engine import Engine
 from peagle.engine.request import GREEDY_BELOW, HOTTEST, LARGEST_SEED, SMALLEST_SEED, Request, SamplingParams, fold_seed
 from peagle.engine.sampling import BLOCK
 from peagle.ops.errors import InputError

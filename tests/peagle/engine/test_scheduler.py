@@ -11,9 +11,9 @@ from peagle.engine.scheduler import (
     LONGEST_DISPATCH_S,
     MOST_BETWEEN_CUTS,
     WAITING_SHARE,
-    Admit,
     Chunk,
     Costs,
+    Piece,
     Scheduler,
     Steps,
 )
@@ -26,11 +26,11 @@ class Simulation:
     """Requests of (prompt length, steps until they end), and the dispatches they get."""
 
     def __init__(self, slots: int, chunk: int, most: int) -> None:
-        self.scheduler: Scheduler[int] = Scheduler(slots, chunk, most)
+        self.scheduler: Scheduler[int] = Scheduler(slots, [(1, chunk + 1), (4, 3)], most)
         self.left: dict[int, int] = {}
         self.prompts: dict[int, int] = {}
-        self.seen: dict[int, int] = {}  # tokens of each prompt that went through the lane
-        self.sent: list[Chunk[int] | Admit[int] | Steps] = []
+        self.seen: dict[int, int] = {}  # tokens of each prompt that were computed
+        self.sent: list[Chunk[int] | Steps] = []
         self.admitted: list[int] = []
         self.constrained: set[int] = set()
 
@@ -46,17 +46,18 @@ class Simulation:
             return False
         self.sent.append(action)
         if isinstance(action, Chunk):
-            assert action.begin == self.seen[action.key]
-            assert 1 <= action.count <= self.scheduler.chunk
-            self.seen[action.key] += action.count
-            assert action.last == (self.seen[action.key] == self.prompts[action.key])
-        elif isinstance(action, Admit):
-            assert self.seen[action.key] == self.prompts[action.key], "admitted before its prompt was whole"
-            assert self.scheduler.held[action.slot] == action.key
-            self.admitted.append(action.key)
+            assert len(action.pieces) <= action.shape[0]
+            for piece in action.pieces:
+                assert piece.begin == self.seen[piece.key]
+                assert 1 <= piece.count <= piece.num_rows <= action.shape[1]
+                self.seen[piece.key] += piece.count
+                assert piece.last == (self.seen[piece.key] == self.prompts[piece.key])
+                if piece.last:
+                    assert piece.key in dict(map(reversed, self.scheduler.decoding))
+                    self.admitted.append(piece.key)
         else:
             assert 1 <= action.count <= self.scheduler.steps_per_dispatch
-            held = [key for key in self.scheduler.held if key is not None]
+            held = [key for _, key in self.scheduler.decoding]
             assert not action.cut or (action.count == 1 and self.constrained.intersection(held))
             going = [key for key in held if action.cut or key not in self.constrained]
             assert going, "a dispatch that moves nobody"
@@ -64,8 +65,8 @@ class Simulation:
                 self.left[key] -= action.count
                 if self.left[key] <= 0:
                     self.scheduler.remove(key)
-        held = [key for key in self.scheduler.held if key is not None]
-        assert len(held) == len(set(held)) == self.scheduler.num_active
+        held = [*(key for _, key in self.scheduler.decoding), *self.scheduler.prefilling]
+        assert len(held) == len(set(held)) == self.scheduler.num_active + len(self.scheduler.prefilling)
         return True
 
 
@@ -79,7 +80,13 @@ def test_everybody_is_served_in_the_order_of_arrival(arrivals, slots, chunk, mos
             simulation.add(key, prompt, steps, random.random() < 0.3)
         if not simulation.turn(random.choice(costs)) and not coming:
             break
-    assert simulation.admitted == list(range(len(arrivals)))
+    # short prompts share the pass of the first, so they may pass a long one before them
+    assert sorted(simulation.admitted) == list(range(len(arrivals)))
+    first: dict[int, int] = {}
+    for place, action in enumerate(simulation.sent):
+        for piece in action.pieces if isinstance(action, Chunk) else ():
+            first.setdefault(piece.key, place)
+    assert slots > 1 or list(first) == sorted(first)
     assert simulation.scheduler.num_active == simulation.scheduler.num_waiting == 0
 
 
@@ -100,12 +107,32 @@ def test_chunks_and_steps_alternate_so_that_neither_starves(most, costs) -> None
 
 def test_prompts_that_are_loaded_alternate_with_steps_of_those_that_run() -> None:
     """A burst of hand-offs does not stop the answers that go on."""
-    scheduler = Scheduler[int](slots=4, chunk=8, steps_per_dispatch=4)
+    scheduler = Scheduler[int](4, [(1, 8)], steps_per_dispatch=4)
     for key in range(4):
         scheduler.add(key, 20)
     sent = [scheduler.next(Costs(0.01, 0.002), lambda _: 20) for _ in range(8)]
-    assert sent == [each for key in range(4) for each in (Admit(key, key), sent[2 * key + 1])]
-    assert all(isinstance(each, Steps) for each in sent[1::2])
+    assert sent[::2] == [Chunk((Piece(key, 20, 0, True),), (1, 8)) for key in range(4)]
+    assert all(isinstance(action, Steps) for action in sent[1::2])
+
+
+def test_short_prompts_share_a_pass_and_long_ones_do_not() -> None:
+    scheduler = Scheduler[str](8, [(1, 64), (4, 16), (8, 8)], steps_per_dispatch=4)
+    for key, length in (("a", 8), ("b", 16), ("c", 5), ("long", 40), ("d", 7), ("e", 8), ("f", 3)):
+        scheduler.add(key, length)
+    chunks = [action for _ in range(9) if isinstance(action := scheduler.next(Costs()), Chunk)]
+    passes = [("".join(piece.key[0] for piece in chunk.pieces), chunk.shape) for chunk in chunks]
+    assert passes == [("abc", (4, 16)), ("l", (1, 64)), ("def", (4, 16))]
+
+
+def test_a_request_without_memory_waits_and_keeps_its_place() -> None:
+    scheduler = Scheduler[str](2, [(1, 8)], steps_per_dispatch=4)
+    scheduler.add("big", 8)
+    scheduler.add("small", 2)
+    assert scheduler.next(Costs(), lambda _: None) is None
+    assert scheduler.num_waiting == 2
+    scheduler.add("again", 3, first=True)
+    keys = [action.pieces[0].key for _ in range(9) if isinstance(action := scheduler.next(Costs(), lambda _: 0), Chunk)]
+    assert keys == ["again", "big"]
 
 
 def test_steps_between_chunks_take_their_share_of_a_chunks_time() -> None:
@@ -121,14 +148,12 @@ def test_steps_between_chunks_take_their_share_of_a_chunks_time() -> None:
 
 
 def test_a_dispatch_of_many_rows_takes_no_longer_than_one_of_few() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=1, chunk=8, steps_per_dispatch=24)
+    scheduler: Scheduler[str] = Scheduler(1, [(1, 8)], steps_per_dispatch=24)
     scheduler.add("a", 3)
     assert isinstance(scheduler.next(Costs()), Chunk)
-    assert isinstance(scheduler.next(Costs()), Admit)
     for step_s, expected in ((1e-4, 24), (LONGEST_DISPATCH_S / 7, 7), (1.0, 1)):
         assert scheduler.next(Costs(1.0, step_s)) == Steps(expected)
     scheduler.add("b", 3)
-    scheduler.next(Costs())
     assert scheduler.next(Costs(1.0, LONGEST_DISPATCH_S / 7)) == Steps(24 // WAITING_SHARE)
 
 
@@ -140,10 +165,10 @@ def test_a_dispatch_of_many_rows_takes_no_longer_than_one_of_few() -> None:
 def test_requests_beside_a_grammar_keep_their_speed(step_s, cut_s, waiting, steps_per_dispatch) -> None:
     """Whatever limits a dispatch, and whoever waits. Cut steps are of all slots, whole ones of the others."""
     costs = Costs(1.0, step_s, cut_s)
-    scheduler: Scheduler[str] = Scheduler(slots=2, chunk=8, steps_per_dispatch=steps_per_dispatch)
+    scheduler: Scheduler[str] = Scheduler(2, [(1, 8)], steps_per_dispatch)
     for key in ("free", "bound"):
         scheduler.add(key, 3, constrained=key == "bound")
-        while not isinstance(scheduler.next(costs), Admit):
+        while not isinstance(scheduler.next(costs), Chunk):
             pass
     for index in range(waiting):
         scheduler.add(f"waiting {index}", 3)
@@ -158,31 +183,16 @@ def test_requests_beside_a_grammar_keep_their_speed(step_s, cut_s, waiting, step
 
 
 def test_a_cut_step_that_takes_very_long_still_comes() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=2, chunk=8, steps_per_dispatch=24)
+    scheduler: Scheduler[str] = Scheduler(2, [(1, 8)], steps_per_dispatch=24)
     for key in ("free", "bound"):
         scheduler.add(key, 3, constrained=key == "bound")
-        while not isinstance(scheduler.next(Costs()), Admit):
+        while not isinstance(scheduler.next(Costs()), Chunk):
             pass
     sent = [action for _ in range(200) if isinstance(action := scheduler.next(Costs(1.0, 1e-4, 1.0)), Steps)]
     between = [
         sum(each.count for each in run) for cut, run in itertools.groupby(sent, lambda each: each.cut) if not cut
     ]
     assert max(between) == MOST_BETWEEN_CUTS
-
-
-def test_a_whole_prompt_waits_in_the_lane_and_takes_the_first_free_slot() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=1, chunk=8, steps_per_dispatch=8)
-    scheduler.add("a", 3)
-    scheduler.add("b", 3)
-    costs = Costs(1e-4, 1e-4)
-    assert scheduler.next(costs) == Chunk("a", 0, 3, True)
-    assert scheduler.next(costs) == Admit("a", 0)
-    assert scheduler.next(costs) == Steps(1)  # half the time of a chunk, at least one
-    assert scheduler.next(costs) == Chunk("b", 0, 3, True)
-    assert scheduler.next(costs) == Steps(2)  # fewer, since a request waits for a slot
-    assert scheduler.remove("a") == 0
-    assert scheduler.next(costs) == Admit("b", 0)
-    assert scheduler.next(costs) == Steps(8)
 
 
 @given(ARRIVALS, st.integers(1, 3), st.randoms())

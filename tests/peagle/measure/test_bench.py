@@ -20,7 +20,8 @@ import peagle.loading
 import peagle.measure.bench
 from peagle.api import Pair
 from peagle.cli import main
-from peagle.engine.engine import Engine, EngineConfig
+from peagle.config import EngineConfig
+from peagle.engine.collect import Collector
 from peagle.engine.request import Request, StepRecord, TokenChunk
 from peagle.loading import load
 from peagle.measure.bench import (
@@ -153,13 +154,13 @@ def test_steps_are_timed_while_all_requests_are_at_work() -> None:
 def test_all_slots_are_at_work_while_it_is_timed(monkeypatch: pytest.MonkeyPatch, steps_per_dispatch: int) -> None:
     """For all chunks and dispatches, drafted or plain, and with one active slot of several."""
     begun: dict[int, list[int]] = {}
-    real = Engine._read_steps
+    real = Collector._read_steps
 
-    def watched(self: Engine, output: Any, sent: Any, now: float) -> Any:
-        begun.setdefault(self.config.slots, []).append(sum(handle is not None for handle in sent.held))
+    def watched(self: Collector, output: Any, sent: Any, now: float) -> Any:
+        begun.setdefault(self._engine.config.slots, []).append(sum(handle is not None for handle in sent.held))
         return real(self, output, sent, now)
 
-    monkeypatch.setattr(Engine, "_read_steps", watched)
+    monkeypatch.setattr(Collector, "_read_steps", watched)
     pair = dataclasses.replace(toy_pair(None), steps_per_dispatch=steps_per_dispatch)
     options = BenchOptions((), (5,), (), context=3, slots=(1, 3), drafts=(2,), repeats=1)
     done = bench(pair, options)
@@ -176,14 +177,14 @@ def test_all_drafts_are_refused_so_that_a_drafted_step_is_at_a_plain_ones_positi
 ) -> None:
     """The target counts in cycles, which the n-gram drafter learns, so drafts would be accepted otherwise."""
     found: list[tuple[int, int, int]] = []
-    real = Engine._chunk
+    real = Collector._chunk
 
-    def watched(self: Engine, handle: Any, token_ids: Any, now: float, records: Any, *rest: Any) -> TokenChunk:
-        k = self.config.num_speculative_tokens
+    def watched(self: Collector, handle: Any, token_ids: Any, now: float, records: Any, *rest: Any) -> TokenChunk:
+        k = self._engine.config.num_speculative_tokens
         found.extend((k, len(each.draft_token_ids), each.num_accepted) for each in records)
         return real(self, handle, token_ids, now, records, *rest)
 
-    monkeypatch.setattr(Engine, "_chunk", watched)
+    monkeypatch.setattr(Collector, "_chunk", watched)
     bench(toy_pair(None), BenchOptions((), (30,), (), context=20, drafts=(2,), repeats=1))
     assert set(found) == {(0, 0, 0), (2, 2, 0)}
 
@@ -246,7 +247,7 @@ def test_a_measurement_of_verify_is_that_many_passes_over_new_tokens(tiny: Pair)
     )
     expected = sum(jnp.sum(jnp.max(verify(rows[index])[0].logits, axis=-1)) for index in (3, 0))
     np.testing.assert_allclose(digest, expected, rtol=1e-5)
-    for left, right in zip(caches, verify(rows[0])[1], strict=True):
+    for left, right in zip(caches.pages, verify(rows[0])[1].pages, strict=True):
         np.testing.assert_allclose(left.key, right.key, rtol=1e-5, atol=1e-5)
 
 
@@ -310,6 +311,7 @@ TOP = {"schema", "provenance", "config", "weight_bytes", "tests", "peak_memory_b
 CONFIG = {
     "command", "target", "prompt_lengths", "new_tokens", "widths", "context", "slots", "drafts", "repeats", "seed",
     "drafter", "drafter_window", "dtype", "experts", "kernels", "mesh", "steps_per_dispatch", "interrupted", "blocked",
+    "kv_memory_bytes",
 }  # fmt: skip
 TEST = {
     "kind", "size", "context", "slots", "active", "num_speculative_tokens", "blocked", "num_passes", "num_tokens",

@@ -5,9 +5,10 @@ from pathlib import Path
 import jax
 import pytest
 
+from peagle.config import EngineConfig
 from peagle.drafters.ngram import NGram
-from peagle.engine.engine import Engine, EngineConfig
-from peagle.engine.programs import trace_counts
+from peagle.engine.engine import Engine
+from peagle.engine.executor import trace_counts
 from peagle.engine.request import Request, SamplingParams
 from peagle.measure.profile import Span, breakdown, parts_by_operation, profile, writable
 from peagle.ops.errors import InputError

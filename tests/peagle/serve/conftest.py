@@ -9,6 +9,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from peagle.api import Pair
+from peagle.ops.sizes import PrefixCacheSize
 from peagle.serve import shapes
 from peagle.serve.app import Service, create_app
 from peagle.serve.loop import EngineLoop
@@ -32,6 +33,8 @@ def service_of(
     context: int = CONTEXT,
     slots: int = SLOTS,
     replicas: int = 1,
+    kv_memory_bytes: int | None = None,
+    prefix_cache_bytes: PrefixCacheSize = 1_000_000,
     **options: Any,
 ) -> Service:
     # several tests have engines of one shape, and each engine has one driver
@@ -39,7 +42,8 @@ def service_of(
     pair = dataclasses.replace(pair, replicas=(pair,) * (replicas - 1))
     most, adaptive = pair.num_drafts(k)
     shape: dict[str, Any] = {"capacity": context, "slots": slots, "adaptive": adaptive, "k_per_request": True}
-    engine = pair.engine(pair.engine_config(most, prefix_cache_bytes=1_000_000, **shape))
+    shape |= {"kv_memory_bytes": kv_memory_bytes, "prefix_cache_bytes": prefix_cache_bytes}
+    engine = pair.engine(pair.engine_config(most, **shape))
     return Service(EngineLoop(engine, max_queue), Prompter(pair, context, DATE, most), MODEL, **options)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from peagle.api import Pair
 from peagle.drafters.ngram import NGram
+from peagle.ops.attention import CacheGroup, PagedCache, group_layers
 from peagle.ops.messages import VerifyOutput
 from peagle.serve.app import Service
 from peagle.serve.prompts import Prompter
@@ -19,6 +20,7 @@ from peagle.serve.schema import ChatBody, parse
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.peagle.conftest import SPECIALS, VOCAB_SIZE
 from tests.peagle.serve.conftest import DATE, K, service_of
+from tests.peagle.toys import WithoutCaches
 
 LONG = 2048  # positions: a token is a byte
 RETURN, CALL = 1, len(SPECIALS)
@@ -26,7 +28,7 @@ USER: Any = [{"role": "user", "content": "hello"}]
 
 
 @flax.struct.dataclass
-class ScriptedTarget:
+class ScriptedTarget(WithoutCaches):
     """A target whose token after position p is script[p], whatever precedes it."""
 
     script: jax.Array  # [capacity]
@@ -39,15 +41,21 @@ class ScriptedTarget:
     def max_positions(self) -> int:
         return self.script.shape[0]
 
-    def init_cache(self, batch: int, capacity: int, widest_write: int) -> None:
-        pass
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        return group_layers(())
 
     def extend(
-        self, token_ids: jax.Array, positions: jax.Array, cache: None, logit_rows: jax.Array | None = None
-    ) -> tuple[VerifyOutput, None]:
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        cache: PagedCache,
+        logit_rows: jax.Array | None = None,
+        writes: jax.Array | None = None,
+    ) -> tuple[VerifyOutput, PagedCache]:
         read = positions if logit_rows is None else jnp.take_along_axis(positions, logit_rows, axis=1)
         logits = 10 * jax.nn.one_hot(self.script[jnp.maximum(read, 0)], VOCAB_SIZE, dtype=jnp.float32)
-        return VerifyOutput(logits, jnp.zeros((*token_ids.shape, 0))), None
+        return VerifyOutput(logits, jnp.zeros((*token_ids.shape, 0))), cache
 
 
 def says(tokenizer: ByteLevelTokenizer, *turns: tuple[Mapping[str, Any], str], **options: Any) -> Service:

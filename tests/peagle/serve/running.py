@@ -58,18 +58,21 @@ class Gate:
     def __init__(self, service: Service) -> None:
         self._open, self._engine = threading.Event(), service.loop.engine
         self.dispatched: list[object] = []
-        step, dispatch = self._engine.step, self._engine._dispatch
+        step, scheduler = self._engine.step, self._engine._scheduler
+        choose = scheduler.next
         self._open.set()
 
         def held_step() -> object:
             assert self._open.wait(PATIENCE_S)
             return step()
 
-        def recorded(action: object) -> None:
-            self.dispatched.append(action)
-            dispatch(action)  # type: ignore[arg-type]
+        def recorded(*arguments: Any) -> Any:
+            action = choose(*arguments)
+            if action is not None:
+                self.dispatched.append(action)
+            return action
 
-        self._engine.step, self._engine._dispatch = held_step, recorded  # type: ignore[method-assign, assignment]
+        self._engine.step, scheduler.next = held_step, recorded  # type: ignore[method-assign, assignment]
 
     def close(self) -> None:
         self._open.clear()

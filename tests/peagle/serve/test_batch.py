@@ -144,7 +144,7 @@ def test_a_run_that_was_stopped_goes_on_and_answers_nothing_twice(run: Any, tmp_
     assert {name: stable(each["response"]["body"]) for name, each in read(whole).items()} == expected
     assert stops >= 2
     service = run(lines).service
-    assert service.loop.engine._state is None, "nothing was asked again"
+    assert not service.loop.engine.executor.started, "nothing was asked again"
 
 
 def test_answers_that_the_server_owes_are_asked_again(run: Any, make: Any, tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_answers_that_the_server_owes_are_asked_again(run: Any, make: Any, tmp_p
         raise RuntimeError("the device is gone")
 
     run([line("0")])
-    service.loop.engine._programs.extend = broken
+    service.loop.engine.executor.prefill = broken
     batch = run([line("0"), line("1"), line("2")], service=service)
     assert batch.counts.known == 1
     assert batch.counts.failed >= 1

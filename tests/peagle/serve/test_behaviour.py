@@ -136,7 +136,7 @@ def test_after_the_engine_failed_every_request_gets_an_error_and_health_is_red(m
         raise RuntimeError("the device\nis gone")
 
     with running(service) as server:
-        service.loop.engine._programs.extend = broken  # type: ignore[method-assign, assignment]
+        service.loop.engine.executor.prefill = broken  # type: ignore[method-assign, assignment]
         streamed = send(server, stream=True)
         whole: list[httpx.Response] = []
         thread = threading.Thread(target=lambda: whole.append(httpx.post(server.url + PATH, json=BODY, timeout=60)))

@@ -15,7 +15,7 @@ import pytest
 import peagle.cli.serve
 from peagle.cli import main
 from peagle.cli.serve import guarded_hosts
-from peagle.engine.programs import Programs
+from peagle.engine.executor import Executor
 from peagle.serve.server import ServerOptions, listen, on_loopback
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.peagle.conftest import toy_pair
@@ -205,7 +205,7 @@ def test_after_the_engine_failed_the_command_ends_with_code_1(
         raise RuntimeError("the device is gone")
 
     def use(url: str) -> None:
-        monkeypatch.setattr(Programs, "extend", broken)
+        monkeypatch.setattr(Executor, "prefill", broken)
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "ab"}, timeout=60).status_code == 503
 
     assert started(use, "-k", "0", "--slots", "1", "--context", "128") == 1
@@ -229,7 +229,12 @@ def test_what_cannot_be_served_is_refused_in_a_line(capfd: pytest.CaptureFixture
             (["--drain", "-1"], "--drain is -1"),
             (["--keep-alive", "0"], "--keep-alive is 0"),
             (["--date", "today"], "--date is 'today'"),
-            (["--prefix-cache", "much"], "--prefix-cache is 'much'"),
+            (
+                ["--prefix-cache", "much"],
+                "--prefix-cache is 'much'; expected a size, as 512MB or 2GB, or on, off or auto",
+            ),
+            (["--kv-memory", "much"], "--kv-memory is 'much'; expected a size, as 512MB or 2GB, or auto"),
+            (["--kv-memory", "0"], "--kv-memory is 0; expected more than 0, or auto"),
             (["-k", "many"], "-k is 'many'"),
             (["--target", str(tmp_path / "none")], "none"),
         ):

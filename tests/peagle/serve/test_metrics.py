@@ -1,11 +1,15 @@
 """Prometheus metrics under vLLM's names add up what the replies say."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.peagle.serve.conftest import client_of
+from peagle.api import Pair
+from peagle.engine.kv_memory import KVMemory, Sizing
+from peagle.ops.attention import PAGE_SIZE
+from tests.peagle.serve.conftest import CONTEXT, K, client_of, service_of
 
 
 def values(client: Any) -> dict[tuple[str, ...], float]:
@@ -56,3 +60,36 @@ def test_plain_decoding_has_no_figures_of_speculation(make: Any, k: int) -> None
     reply = client.post("/v1/completions", json={"prompt": [40, 41], "max_tokens": 5, "temperature": 0}).json()
     assert ("metrics" in reply) == (k > 0)
     assert (values(client)[("vllm:spec_decode_num_drafts_total",)] > 0) == (k > 0)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_pages_that_requests_hold_and_preemptions_are_counted(pair: Pair, replicas: int) -> None:
+    pages, slots = 6, 2 * replicas
+    pair = dataclasses.replace(pair, _engines={})
+    memory = KVMemory(pair.target, pair.drafter, pair.engine_config(K, capacity=CONTEXT, slots=2))
+    sizing = Sizing(memory.groups, tuple(memory.page_bytes), pair.engine_config(K, capacity=CONTEXT, slots=2))
+    room = {"kv_memory_bytes": replicas * sizing.size(pages), "prefix_cache_bytes": "off"}
+    service = service_of(pair, slots=slots, replicas=replicas, **room)
+    client, engine, held = client_of(service), service.loop.engine, []
+    health = client.get("/health").json()
+    assert (health["kv_cache_tokens"], health["kv_cache_usage"]) == (pages * replicas * PAGE_SIZE, 0)
+    step = engine._step
+
+    def watched() -> Any:
+        chunks = step()
+        held.append(values(client)[("vllm:kv_cache_usage_perc",)])
+        return chunks
+
+    engine._step = watched
+    asked = {"max_tokens": 190, "temperature": 0, "ignore_eos": True}
+    prompts = [[50 + place, 60, 70] for place in range(slots)]
+    replies = client.post("/v1/completions", json={**asked, "prompt": prompts}).json()["choices"]
+    engine._step = step
+    found = values(client)
+    # two requests of four pages in six
+    assert found[("vllm:num_preemptions_total",)] == engine.num_preemptions >= replicas
+    assert found[("vllm:kv_cache_usage_perc",)] == 0
+    assert 4 / pages < max(held) <= 1
+    alone = [client.post("/v1/completions", json={**asked, "prompt": prompt}).json() for prompt in prompts]
+    assert [reply["text"] for reply in replies] == [reply["choices"][0]["text"] for reply in alone]
+    service.loop.close()

@@ -623,7 +623,7 @@ def test_a_failure_in_a_stream_is_an_event(saying: Making) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("the device is gone")
 
-    service.loop.engine._programs.extend = broken  # type: ignore[method-assign, assignment]
+    service.loop.engine.executor.prefill = broken  # type: ignore[method-assign, assignment]
     text = client_of(service).post(PATH, json={"input": "hello", "stream": True}).text
     assert text.startswith("event: response.created\n")
     last = json.loads(text.split("\n\n")[-2].split("data: ")[1])

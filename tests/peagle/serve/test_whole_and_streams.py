@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peagle.engine.engine import EngineConfig
+from peagle.config import EngineConfig
 from peagle.engine.request import Request, TokenChunk, TokenLogprobs
 from peagle.ops.strict_json import dumps
 from peagle.serve.answers import Answers

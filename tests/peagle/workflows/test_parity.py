@@ -19,6 +19,7 @@ from drafter.propose import PEagle, drafter_of
 from drafter.vocabulary import Coverage, choose, narrow
 from peagle.cli import main
 from peagle.loading import DEMO_DIRECTORY, HELD_OUT
+from peagle.ops.attention import PagedCache, Pages
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.messages import DrafterInput, DraftOutput
 from peagle.text.prompt_files import read_prompt_file
@@ -218,36 +219,54 @@ def test_raw_prompts_are_named(capsys: pytest.CaptureFixture[str]) -> None:
 class Blind(PEagle):
     """Forgets everything before the tokens committed last."""
 
-    def propose(self, state: Any, fresh: DrafterInput, widths: jax.Array, num_drafts: int) -> tuple[DraftOutput, Any]:
-        return PEagle.propose(self, jax.tree.map(jnp.zeros_like, state), fresh, widths, num_drafts)
+    def propose(
+        self, state: PagedCache, fresh: DrafterInput, widths: jax.Array, num_drafts: int
+    ) -> tuple[DraftOutput, PagedCache]:
+        empty = PagedCache(jax.tree.map(jnp.zeros_like, state.pages), state.tables)
+        return PEagle.propose(self, empty, fresh, widths, num_drafts)
 
 
 @flax.struct.dataclass
-class NeverBack(PEagle):
-    """Keep the rows of rejected drafts: later rows follow them, in the cache and by position."""
+class TooFarBack(PEagle):
+    """Roll back more than the rejected drafts: later rows overwrite earlier ones, in the cache and by position.
 
-    def init_state(self, batch: int, capacity: int, widest_write: int) -> Any:
-        return PEagle.init_state(self, batch, capacity * (K + 1), widest_write), jnp.zeros((batch,), jnp.int32)
+    Index 0 of a sequence, which no row sees, holds how many rows are lost.
+    """
 
-    def absorb(self, state: Any, token_ids: jax.Array, aux_hidden: jax.Array, positions: jax.Array) -> Any:
-        return PEagle.absorb(self, state[0], token_ids, aux_hidden, positions), state[1]
+    def absorb(
+        self, state: PagedCache, token_ids: jax.Array, aux_hidden: jax.Array, positions: jax.Array
+    ) -> PagedCache:
+        state = PEagle.absorb(self, state, token_ids, aux_hidden, positions)
+        return put_lost(state, jnp.where(jnp.any(positions == 0, axis=1), 0, lost_rows(state)))
 
-    def propose(self, state: Any, fresh: DrafterInput, widths: jax.Array, num_drafts: int) -> tuple[DraftOutput, Any]:
-        caches, shift = state
-        behind = fresh.replace(first_position=fresh.first_position + shift)
-        draft, caches = PEagle.propose(self, caches, behind, widths, num_drafts)
-        return draft, (caches, shift + num_drafts - 1)
+    def propose(
+        self, state: PagedCache, fresh: DrafterInput, widths: jax.Array, num_drafts: int
+    ) -> tuple[DraftOutput, PagedCache]:
+        lost = jnp.minimum(lost_rows(state), jnp.maximum(fresh.first_position, 0))
+        behind = fresh.replace(first_position=fresh.first_position - lost)  # type: ignore[attr-defined]
+        draft, state = PEagle.propose(self, state, behind, widths, num_drafts)
+        return draft, put_lost(state, lost + num_drafts - 1)
+
+
+def lost_rows(state: PagedCache) -> jax.Array:
+    return state.pages[0].key[state.tables[0][:, 0], 0, 0, 0].astype(jnp.int32)
+
+
+def put_lost(state: PagedCache, count: jax.Array) -> PagedCache:
+    first, *others = state.pages
+    key = first.key.at[state.tables[0][:, 0], 0, 0, 0].set(count.astype(first.key.dtype))
+    return PagedCache((Pages(key, first.value), *others), state.tables)
 
 
 SETTINGS = ParityConfig(K, 48, 2)
 
 
-@pytest.mark.parametrize(("fault", "words"), [(Blind, "blind to its context"), (NeverBack, "not rolled back")])
+@pytest.mark.parametrize(("fault", "words"), [(Blind, "blind to its context"), (TooFarBack, "not rolled back")])
 def test_an_engine_that_does_something_else_is_named(fault: type[PEagle], words: str) -> None:
     demo = peagle.loading.load()
     assert isinstance(demo.drafter, PEagle)
     healthy = demo.drafter
-    pair = dataclasses.replace(demo, drafter=fault(healthy.params, healthy.config), _engines={})
+    pair = dataclasses.replace(demo, drafter=fault(healthy.params, healthy.config, retain_full_kv=True), _engines={})
     asked = ask(pair, read_prompt_file(HELD_OUT).conversations[:10], SETTINGS, raw=False)
     led = [replay(healthy, text, K).token_ids for text in asked.texts]
     blind = [replay(healthy, text, K, blind=True).token_ids for text in asked.texts]

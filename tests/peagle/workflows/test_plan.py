@@ -43,9 +43,9 @@ def test_the_published_models() -> None:
     assert whole.total / 1e9 == pytest.approx(65.25, abs=0.05)  # the size of its files
     last = rank_bytes(SIZES["20b"], True, MeshShape(8))[-1]
     assert last.padding > 0.3 * last.kinds["experts"]  # 192 of 384 columns
-    one, two = (rank_cache_bytes(SIZES["20b"], MeshShape(tp), 8, 4096, 4) for tp in (1, 2))
+    one, two = (rank_cache_bytes(SIZES["20b"], MeshShape(tp), 8, 4096, 3) for tp in (1, 2))
     assert one == 2 * two
-    sixteen = rank_cache_bytes(SIZES["20b"], MeshShape(16), 8, 4096, 4)
+    sixteen = rank_cache_bytes(SIZES["20b"], MeshShape(16), 8, 4096, 3)
     assert sixteen == one // 8  # 8 kv heads, each on two devices
 
 
@@ -81,7 +81,7 @@ def test_info_and_the_script_show_the_plan(capsys: pytest.CaptureFixture[str]) -
     assert main(["info", "--mesh", "dp=2,tp=3", "--slots", "4", "--context", "256"]) == 0
     replicated = capsys.readouterr().out
     assert "over dp=2,tp=3,ep=1           6 devices: 2 replicas on 3 each, of 2 slots each" in replicated
-    rows = [next(line for line in text.splitlines() if "caches of each" in line) for text in (shown, replicated)]
+    rows = [next(line for line in text.splitlines() if "pages of each" in line) for text in (shown, replicated)]
     assert rows[0] == rows[1].replace("--slots 4", "--slots 2")
     lines = table("B200", 8, 4096)
     assert len({line.count("|") for line in lines}) == 1

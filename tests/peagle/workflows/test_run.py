@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from peagle.api import Pair
-from peagle.engine.engine import Engine, Handle, Measuring
+from peagle.engine.collect import Collector
+from peagle.engine.executor import trace_counts
 from peagle.engine.grammar import GrammarError
-from peagle.engine.programs import trace_counts
+from peagle.engine.handle import Handle
 from peagle.engine.request import Request, SamplingParams, TokenChunk
+from peagle.engine.warmup import Measuring, WarmUp
 from peagle.measure.logprobs import output_logprobs
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
@@ -84,17 +86,17 @@ def test_a_conversation_that_outgrows_the_positions_keeps_what_it_has_and_stops_
 def test_a_grammar_that_cannot_be_followed_ends_its_own_conversation(
     toy: Pair, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bad, right = Conversation("bad", turns=("x", "y"), numbered=True), Engine._chunk
+    bad, right = Conversation("bad", turns=("x", "y"), numbered=True), Collector._chunk
     expected = run(toy, [from_ids([50]), CHAT], CONFIG)
 
-    def chunk(engine: Engine, handle: Handle, *rest: Any) -> TokenChunk:
-        found = right(engine, handle, *rest)
+    def chunk(collector: Collector, handle: Handle, *rest: Any) -> TokenChunk:
+        found = right(collector, handle, *rest)
         if handle.request.name != "bad" or found.finish_reason is not None or not found.steps:
             return found
-        engine._end(handle, "error", GrammarError("bad: no text follows"))
+        collector._engine.end(handle, "error", GrammarError("bad: no text follows"))
         return dataclasses.replace(handle.inbox.pop(), token_ids=found.token_ids, steps=found.steps)
 
-    monkeypatch.setattr(Engine, "_chunk", chunk)
+    monkeypatch.setattr(Collector, "_chunk", chunk)
     done = run(toy, [from_ids([50]), bad, CHAT], dataclasses.replace(CONFIG, slots=slots))
     assert done.failed == ("bad: no text follows",)
     assert [outcome.result.request.index for outcome in done.outcomes] == [0, 1, 3, 4, 5]
@@ -149,15 +151,15 @@ def test_compilation_is_told_apart_from_running(toy: Pair, monkeypatch: pytest.M
 def test_measuring_what_drafting_costs_compiles_nothing(
     toy: Pair, monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:
-    measure, counts = Engine._measure_costs, []
+    measure, counts = WarmUp.measure_costs, []
 
-    def counting(engine: Engine, measuring: Measuring) -> dict[int, float]:
+    def counting(warm_up: WarmUp, measuring: Measuring) -> dict[int, float]:
         counts.append(trace_counts())
-        costs = measure(engine, measuring)
+        costs = measure(warm_up, measuring)
         counts.append(trace_counts())
         return costs
 
-    monkeypatch.setattr(Engine, "_measure_costs", counting)
+    monkeypatch.setattr(WarmUp, "measure_costs", counting)
     context = 78 + round(temperature)  # a shape that no other test has
     config = dataclasses.replace(CONFIG, adaptive=True, sampling=SamplingParams(temperature), context=context)
     run(toy, [from_ids([50])], config)
@@ -313,7 +315,8 @@ def test_what_cannot_run_is_refused_before_anything_runs(
         {"logprobs": -1},
         {"logprobs": 21},
         {"prefill_chunk": 0},
-        {"blocked": BlockedPrefill(), "prefix_cache_bytes": 1 << 20},
+        {"kv_memory_bytes": 0},
+        {"prefix_cache_bytes": -1},
     ],
 )
 def test_settings_that_mean_nothing_are_refused(wrong: dict[str, object]) -> None:
@@ -354,7 +357,8 @@ def test_a_pair_without_a_tokenizer_runs_on_ids_alone() -> None:
 @pytest.mark.parametrize("slots", [1, 3])
 def test_turns_begin_with_those_before_them_and_say_the_same(toy: Pair, slots: int) -> None:
     """By default if there are several requests; 0 turns it off, and one request has nothing to begin with."""
-    conversations = [CHAT, dataclasses.replace(CHAT, turns=("a", "b", "c"))]
+    # a first turn fills a page
+    conversations = [dataclasses.replace(CHAT, turns=(letter * 60, "two", "three")) for letter in "ab"]
     cold = run(toy, conversations, dataclasses.replace(CONFIG, slots=slots, prefix_cache_bytes=0))
     warm = run(toy, conversations, dataclasses.replace(CONFIG, slots=slots))
     assert ids(warm) == ids(cold)
@@ -364,6 +368,16 @@ def test_turns_begin_with_those_before_them_and_say_the_same(toy: Pair, slots: i
     cached = [outcome.result.num_cached_tokens for outcome in warm.outcomes]
     first, second = cached[:3], cached[3:]
     assert first[0] == 0
-    assert min(*first[1:], *second[1:]) > 0  # the second conversation begins as the first does, by its template
+    assert min(*first[1:], *second[1:]) > 0
     assert sum(cached) == warm.prefix_cache.num_hit_tokens
     assert run(toy, [from_text("solo")], CONFIG).prefix_cache is None
+
+
+def test_a_prompt_that_is_prefilled_at_once_begins_after_its_known_tokens(pair: Pair) -> None:
+    prompt = [5 + place % 7 for place in range(70)]
+    prompts = [from_ids([*prompt, last]) for last in (3, 4)]
+    config = dataclasses.replace(CONFIG, ignore_eos=True, baseline=False, blocked=BlockedPrefill())
+    cold = run(pair, prompts, dataclasses.replace(config, prefix_cache_bytes="off"))
+    warm = run(pair, prompts, config)
+    assert [outcome.result.num_cached_tokens for outcome in warm.outcomes] == [0, 64]
+    assert ids(warm) == ids(cold)

@@ -101,6 +101,17 @@ def curves(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     return draw
 
 
+@pytest.fixture
+def no_step(monkeypatch: pytest.MonkeyPatch) -> str:
+    """End each training with an error of this text where its first step begins, before the step is compiled."""
+
+    def refuse(*_: object) -> None:
+        raise InputError("the first step begins")
+
+    monkeypatch.setattr(Batches, "at", refuse)
+    return "the first step begins"
+
+
 def test_data_are_the_targets_own_answers(made: Path, pair: Pair) -> None:
     documents = read_shards(made)
     assert len(list(made.glob("shard_*"))) == 3
@@ -229,6 +240,7 @@ def test_from_data_to_a_drafter_that_runs(
     tmp_path: Path,
     run: Run,
     curves: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     more: tuple[object, ...],
 ) -> None:
@@ -243,12 +255,16 @@ def test_from_data_to_a_drafter_that_runs(
     evaluation: tuple[object, ...] = ("--evaluate", prompts, "--evaluate-every", 2, "-k", 3)
     if more:
         evaluation = ("--drafter-window", 5, "--parts", 2)
-    code, said = run(*train(directories, data, out, *evaluation))
-    assert code == 0
+    assert main([*map(str, train(directories, data, out, *evaluation))]) == 0
+    said = capsys.readouterr().err
+    for words in ("held out: the answers to --evaluate; ", "5 of the 5 --evaluate prompts are in the data, too"):
+        assert (words in said) == (not more)
     assert ("left out     of --evaluate 1 row without a usable prompt" in said) == (not more)
     log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in log if "loss" in line][-1] == 4
     if not more:
+        assert [line["step"] for line in log if "held_out" in line] == [4]
+        assert json.loads((out / RECIPE).read_text())["data"]["held_out"] == 0
         lengths = [line["evaluation"]["acceptance_length"] for line in log if "evaluation" in line]
         assert [line["evaluation"]["num_left_out"] for line in log if "evaluation" in line] == [1, 1]
         assert len(lengths) == 2
@@ -369,21 +385,26 @@ def test_a_smaller_draft_vocabulary_and_the_other_dialect(
 
 
 def test_what_a_list_of_tokens_covers_is_said_and_none_is_refused(
-    directories: Directories, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    directories: Directories, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_step: str
 ) -> None:
     """Before the first step, with how many of the tokens no answer holds."""
     said = sorted({token for each in read_shards(made) for token in each.token_ids[each.trained].tolist()})
     absent = sorted(set(range(VOCAB_SIZE)) - set(said))
-    for listed, code, words in (
-        (said + absent[:2], 0, f"proposes {len(said) + 2:,} tokens, 2 of which no answer holds: 100.0% of the tokens"),
-        (absent[:9], 2, "none of the 9 tokens of the draft vocabulary is in an answer of the data"),
+    for listed, begins, words in (
+        (
+            said + absent[:2],
+            True,
+            f"proposes {len(said) + 2:,} tokens, 2 of which no answer holds: 100.0% of the tokens",
+        ),
+        (absent[:9], False, "none of the 9 tokens of the draft vocabulary is in an answer of the data"),
     ):
         (tmp_path / "listed.json").write_text(json.dumps(listed))
-        arguments = train(directories, made, tmp_path / f"run{code}", "--draft-vocab", tmp_path / "listed.json")
-        assert main([*map(str, arguments)]) == code
+        arguments = train(directories, made, tmp_path / f"run_{begins}", "--draft-vocab", tmp_path / "listed.json")
+        assert main([*map(str, arguments)]) == 2
         lines = capsys.readouterr().err
         assert words in lines
-        assert code == 2 or lines.index(words) < lines.index("training steps 1")
+        assert (no_step in lines) == begins
+        assert not begins or lines.index(words) < lines.index("training steps 1")
 
 
 @pytest.mark.slow
@@ -541,7 +562,12 @@ def test_hidden_states_and_a_training_are_of_one_target(
 
 
 def test_text_of_another_target_is_a_warning_before_the_first_step(
-    directories: Directories, made: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    directories: Directories,
+    made: Path,
+    trained: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    no_step: str,
 ) -> None:
     """And so is, in every command that loads a pair, a drafter that was trained for another target."""
     other = tmp_path / "other"
@@ -550,10 +576,12 @@ def test_text_of_another_target_is_a_warning_before_the_first_step(
     weights[-1] ^= 1
     (other / "model.safetensors").write_bytes(weights)
     elsewhere, line = dataclasses.replace(directories, target=other), "holds what another target wrote"
-    assert main([*map(str, train(elsewhere, made, tmp_path / "run", "--steps", 1)), "--quiet"]) == 0
-    assert capsys.readouterr().err.count(line) == 1
-    assert main([*map(str, train(directories, made, tmp_path / "same", "--steps", 1))]) == 0
-    assert line not in capsys.readouterr().err
+    assert main([*map(str, train(elsewhere, made, tmp_path / "run", "--steps", 1)), "--quiet"]) == 2
+    said = capsys.readouterr().err
+    assert (said.count(line), no_step in said) == (1, True)
+    assert main([*map(str, train(directories, made, tmp_path / "same", "--steps", 1))]) == 2
+    said = capsys.readouterr().err
+    assert (said.count(line), no_step in said) == (0, True)
 
     line = f"{trained / 'drafter'} was trained for another target than {other}, by recipe.json beside it"
     speculate = ["speculate", "1 + 2", "-n", "4", "-k", "2", "--raw-prompt", "--quiet", "--target", str(other)]
@@ -693,6 +721,7 @@ def test_minutes_choose_the_recipe_by_the_steps_that_fit(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    no_step: str,
     step_s: float,
     more: tuple[object, ...],
     says: str,
@@ -700,17 +729,17 @@ def test_minutes_choose_the_recipe_by_the_steps_that_fit(
 ) -> None:
     """Said before the first step. A training that goes on keeps its recipe, however many steps it gets."""
     monkeypatch.setattr("peagle.cli.train.seconds_per_step", lambda *_: step_s)
-    over = iter([False, True] * 2)
-    monkeypatch.setattr("peagle.workflows.training.Deadline.over", lambda _: next(over))
     out = tmp_path / "run"
     given = [str(each) for each in train(directories, made, out, *more)]
     del given[given.index("--steps") : given.index("--steps") + 2]
-    assert main([*given, "--minutes", "3"]) == 0
+    assert main([*given, "--minutes", "3"]) == 2
     said = capsys.readouterr().err
+    assert no_step in said
     assert says in said[said.index("recipe: ") : said.index("training steps 1 to")]
     for arguments in ([], ["train", "--out", str(out), "--resume", "--steps", "9999", "--minutes", "3"]):
         if arguments:
-            assert main(arguments) == 0
+            assert main(arguments) == 2
+            assert no_step in capsys.readouterr().err
         record = json.loads((out / RECIPE).read_text())["recipe"]
         assert (record["optimizer"], record["learning_rate"]) == recipe
     assert record["steps"] == 9999
@@ -752,50 +781,54 @@ def test_the_answers_to_evaluate_are_held_out(
     directories: Directories,
     made: Path,
     taught: Path,
-    prompts: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
 ) -> None:
-    """Without documents kept back, whether the target runs in training or the data holds what it says."""
+    """Without documents kept back, though the data hold what the target says; the drafter that runs has it inside."""
     others = tmp_path / "others.jsonl"
     others.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in ([8, 8, 8], [30, 40])))
-    evaluation = ("--evaluate-every", 0, "-k", 2, "--steps", 2, "--evaluate")
-    for data, file, warned in ((made, others, False), (taught, others, False), (made, prompts, True)):
-        out = tmp_path / f"{data.parent.name}_{file.stem}"
-        arguments = train(directories, data, out, *evaluation, file)
-        assert main([*map(str, arguments)]) == 0
-        said = capsys.readouterr().err
-        assert "held out: the answers to --evaluate; the step that is best on them" in said
-        assert ("5 of the 5 --evaluate prompts are in the data, too" in said) == warned
-        log = list(read_log(out / LOG))
-        assert [line["step"] for line in log if "held_out" in line] == [2]
-        assert json.loads((out / RECIPE).read_text())["data"]["held_out"] == 0
-    arguments = train(directories, made, tmp_path / "off", *evaluation, others, "--held-out", 0)
-    assert main([*map(str, arguments)]) == 0
-    assert not any("held_out" in line for line in read_log(tmp_path / "off" / LOG))
+    evaluation = ("--evaluate-every", 0, "-k", 2, "--steps", 2, "--evaluate", others)
+
+    def said(code: int, data: Path, out: Path, *more: object) -> str:
+        assert main([*map(str, train(directories, data, out, *evaluation, *more))]) == code
+        return capsys.readouterr().err
+
+    words = said(0, taught, tmp_path / "run")
+    assert "held out: the answers to --evaluate; the step that is best on them" in words
+    assert "--evaluate prompts are in the data, too" not in words
+    assert [line["step"] for line in read_log(tmp_path / "run" / LOG) if "held_out" in line] == [2]
+    assert json.loads((tmp_path / "run" / RECIPE).read_text())["data"]["held_out"] == 0
+    no_step = request.getfixturevalue("no_step")
+    for name, more in (("on", ()), ("off", ("--held-out", 0))):
+        words = said(2, made, tmp_path / name, *more)
+        assert no_step in words
+        assert ("held out: the answers to --evaluate; the step that is best on them" in words) == (name == "on")
+        assert "--evaluate prompts are in the data, too" not in words
 
 
 def test_a_mask_token_in_the_data_that_nobody_chose_is_a_warning(
-    directories: Directories, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    directories: Directories, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_step: str
 ) -> None:
     """That of --init, and where no token is free the rarest."""
     from drafter.train.shards import Document, open_folder, write_shard
 
     _, config = load_drafter(directories.drafter)
-    rarest = 7
+    rarest, width = 7, 64
     everything = [token for token in range(VOCAB_SIZE) for _ in range(1 + (token != rarest))]
     for name, ids, more, says in (
         ("init", [5, config.mask_token_id, 9, 9], ("--init", directories.drafter), "1 of the data's 64 tokens"),
         ("full", everything, (), "it is the rarest token, and none is free"),
     ):
         open_folder(tmp_path / name, {})
-        filled = [*ids, *[9] * (64 - len(ids))]
-        write_shard(tmp_path / name, 0, [Document(np.array(filled, np.int32), np.arange(len(filled)) > 1)])
-        shape = ("--width", len(filled), "--depth", 3, "--rows", 1, "--steps", 1, *more)
+        rows = np.array([*ids, *[9] * (-len(ids) % width)], np.int32).reshape(-1, width)
+        write_shard(tmp_path / name, 0, [Document(row, np.arange(width) > 1) for row in rows])
+        shape = ("--width", width, "--depth", 3, "--rows", 1, "--steps", 1, *more)
         new = () if more else ("--taps", "0,1,2", "--layers", 1, "--mlp-width", 16)
         given = ("train", "--target", directories.target, "--data", tmp_path / name, "--out", tmp_path / f"run_{name}")
-        assert main([*map(str, (*given, *shape, *new))]) == 0
+        assert main([*map(str, (*given, *shape, *new))]) == 2
         said = capsys.readouterr().err
+        assert no_step in said
         assert f"the mask token {config.mask_token_id if more else rarest} is in use: " in said
         assert says in said
 

@@ -14,6 +14,7 @@ import pytest
 import peagle.measure.sweep.measure
 from peagle.api import Pair
 from peagle.cli import main
+from peagle.engine.collect import Collector
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
 from peagle.engine.widths import WidthTable, read_widths
@@ -103,14 +104,14 @@ def test_arms_with_as_many_slots_follow_one_another_and_take_turns(finished: Fol
 @pytest.mark.usefixtures("quickly")
 def test_so_many_requests_are_at_work_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: dict[int, set[int]] = {}
-    real = Engine._read_steps
+    real = Collector._read_steps
 
-    def watched(self: Engine, output: Any, sent: Any, now: float) -> Any:
+    def watched(self: Collector, output: Any, sent: Any, now: float) -> Any:
         active = sum(handle is not None for handle in sent.held)
-        seen.setdefault(self.config.slots, set()).add(active)
+        seen.setdefault(self._engine.config.slots, set()).add(active)
         return real(self, output, sent, now)
 
-    monkeypatch.setattr(Engine, "_read_steps", watched)
+    monkeypatch.setattr(Collector, "_read_steps", watched)
     swept(monkeypatch, tmp_path / "run", "--concurrency", "3,5", "-k", "2", "--repeats", "1")
     assert {slots: max(active) for slots, active in seen.items()} == {1: 1, 3: 3, 5: 5}
 

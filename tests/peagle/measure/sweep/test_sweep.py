@@ -21,6 +21,7 @@ from peagle.api import Pair
 from peagle.cli import main
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
+from peagle.engine.warmup import WarmUp
 from peagle.measure.sweep.figures import best, rows
 from peagle.measure.sweep.folder import ASKING, PROMPTS, RAW, RUN, Folder, key, open_run
 from peagle.measure.sweep.measure import SweepRun
@@ -585,7 +586,7 @@ def test_special_tokens_are_read_in_raw_text_alone(
 def test_auto_that_never_drafted_is_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Engine, "_measure_costs", lambda *_: {1: 9.0, 2: 9.0})
+    monkeypatch.setattr(WarmUp, "measure_costs", lambda *_: {1: 9.0, 2: 9.0})
     options = ["-k", "auto", "--repeats", 1, "-n", 4, "--concurrency", 2, "--quiet", "--seed", 3]
     assert sweep(monkeypatch, "--out", tmp_path / "run", "--prompts", prompt_file(tmp_path), *options) == 0
     idle, alone, together = capsys.readouterr().err.splitlines()

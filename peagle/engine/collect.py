@@ -1,0 +1,147 @@
+"""Turn what a dispatch returned into chunks of tokens for the requests that were in it."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import numpy as np
+
+from peagle.engine.grammar import GrammarError
+from peagle.engine.handle import Chunks, Handle
+from peagle.engine.request import FinishReason, StepRecord, TokenChunk, TokenLogprobs
+from peagle.engine.sampling import LogProbs
+from peagle.engine.scheduler import Chunk
+from peagle.engine.step import StepOutput
+from peagle.ops.errors import InputError
+from peagle.ops.likeliest import NO_TOKEN
+from peagle.protocols import Explains
+
+if TYPE_CHECKING:
+    from peagle.engine.engine import Engine, InFlight
+
+Part: TypeAlias = Literal["target", "drafter"]
+
+
+class Collector:
+    """Reads the dispatches of an engine, and ends the requests that are complete."""
+
+    def __init__(self, engine: "Engine") -> None:
+        self._engine = engine
+
+    def read(self, sent: "InFlight", values: np.ndarray, now: float) -> Chunks:
+        """Make the chunks of a dispatch from its packed values."""
+        if isinstance(sent.action, Chunk):
+            return self._read_first(values, sent, now)
+        return self._read_steps(StepOutput.unpack(values, sent.num_drafts), sent, now)
+
+    def _read_first(self, values: np.ndarray, sent: "InFlight", now: float) -> Chunks:
+        """Make the chunks of first tokens; a request that goes on after a pause has its own already."""
+        chunks = []
+        for row, handle in enumerate(sent.held):
+            if handle is None or handle.output_ids or not self._engine.is_alive(handle):
+                continue
+            token = int(values[row, 0])
+            if token == NO_TOKEN:
+                chunks.append((handle, self._not_finite(handle, "target", (), ())))
+                continue
+            logprobs = _logprobs(LogProbs.unpack(values[row][None, 1:]), (token,), handle.request.logprobs)
+            chunks.append((handle, self._chunk(handle, (token,), now, (), logprobs)))
+        return chunks
+
+    def _read_steps(self, output: StepOutput, sent: "InFlight", now: float) -> Chunks:
+        """Make a chunk of the steps of each request."""
+        chunks = []
+        for row, handle in enumerate(sent.held):
+            if handle is None or not self._engine.is_alive(handle):
+                continue
+            token_ids: list[int] = []
+            logprobs: list[TokenLogprobs] = []
+            records: list[StepRecord] = []
+            not_finite: Part | None = None
+            for index in np.flatnonzero(output.num_accepted[:, row] >= 0).tolist():
+                accepted, verified = int(output.num_accepted[index, row]), int(output.num_verified[index, row])
+                tokens = output.token_ids[index, row].tolist()
+                drafts = tuple(output.draft_token_ids[index, row, :verified].tolist())
+                emitted = tokens[: int(output.count[index, row])]
+                if NO_TOKEN in emitted or NO_TOKEN in drafts:
+                    not_finite = "target" if NO_TOKEN in emitted else "drafter"
+                    token_ids += tokens[:accepted]
+                    break
+                records.append(StepRecord(handle.length, drafts, accepted, tokens[accepted]))
+                token_ids += emitted
+                if output.log_probs is not None:
+                    logprobs += _logprobs(output.log_probs.at(index, row), emitted, handle.request.logprobs)
+                if verified:  # the drafter has read all rows before these
+                    handle.drafter_rows = handle.length + 1
+                handle.length += accepted + 1
+                handle.paused |= bool(output.paused[index, row])
+            if not_finite is not None:
+                chunks.append((handle, self._not_finite(handle, not_finite, tuple(token_ids), tuple(records))))
+            elif records:
+                chunks.append((handle, self._chunk(handle, tuple(token_ids), now, tuple(records), logprobs)))
+        return chunks
+
+    def _not_finite(
+        self, handle: Handle, part: Part, token_ids: tuple[int, ...], records: tuple[StepRecord, ...]
+    ) -> TokenChunk:
+        """End a request whose logits are not finite; return its last chunk, of these tokens.
+
+        A diagnostic pass over the tokens names the first output of the model that is not finite.
+        """
+        engine, tokens = self._engine, [*handle.token_ids, *token_ids]
+        message = (
+            f"the {part}'s logits for token {len(tokens) - len(handle.request.prompt_ids)} of the answer to "
+            f"{handle.request.name} are not finite"
+        )
+        if isinstance(engine.target if part == "target" else engine.drafter, Explains):
+            where = engine.executor.first_not_finite(part, tokens)
+            message += f"; the first output that is not is that of {where}" if where else ", but are in a second pass"
+        todo = "expected finite ones: check the weights, or try --dtype float32 or --kernels xla"
+        engine.end(handle, "error", InputError(f"{message}; {todo}"))
+        engine.memory.pool.forget()  # on XLA a row that is not finite spoils the rows before it in its pass
+        return dataclasses.replace(handle.inbox.pop(), token_ids=token_ids, steps=records)
+
+    def _chunk(
+        self,
+        handle: Handle,
+        token_ids: tuple[int, ...],
+        now: float,
+        records: tuple[StepRecord, ...],
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> TokenChunk:
+        """Make the chunk of these tokens; end the request after a stop token or at its budget."""
+        engine = self._engine
+        handle.output_ids += token_ids
+        reason: FinishReason | None = None
+        if token_ids and token_ids[-1] in handle.stop_token_ids:
+            reason = "stop"
+        elif len(handle.output_ids) >= handle.request.max_new_tokens:
+            reason = "length"
+        elif engine.config.role == "prefill":
+            handle.hand_off, reason = engine.pack(handle), "handed_off"
+        # rows after a stop token are not of this text
+        handle.length = min(handle.length, len(handle.token_ids) - 1)
+        engine.read_to(handle, ends=reason is not None)
+        if reason is not None:
+            handle.finished = reason
+            engine.leave(handle)
+        if handle.matcher is not None and reason != "length":
+            handle.matcher.read(token_ids if reason is None else token_ids[:-1])
+            if reason == "stop" and handle.matcher.limited:
+                engine.constrained.renew(handle, handle.output_ids[:-1])
+            if reason == "stop" and (failure := handle.matcher.failure):
+                handle.error, reason = GrammarError(f"{handle.request.name}: {failure}"), "error"
+                handle.finished = reason
+        cached, error = 0 if records else handle.num_cached_tokens, None if handle.error is None else str(handle.error)
+        return TokenChunk(handle.request, token_ids, now, records, reason, tuple(logprobs), cached, error)
+
+
+def _logprobs(found: LogProbs, token_ids: Sequence[int], num_best: int | None) -> list[TokenLogprobs]:
+    """Convert log-probabilities of tokens with the num_best likeliest each; None: no entries."""
+    if num_best is None:
+        return []
+    chosen, best, ids = (np.asarray(leaf).tolist() for leaf in (found.chosen, found.best, found.best_ids))
+    return [
+        TokenLogprobs(token, chosen[place], tuple(zip(ids[place], best[place], strict=True))[:num_best])
+        for place, token in enumerate(token_ids)
+    ]

@@ -1,0 +1,84 @@
+"""A request on its way through an engine."""
+
+import collections
+import itertools
+import time
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from peagle.engine.grammar import Matcher
+from peagle.engine.handoff import HandOff
+from peagle.engine.pages import PageTable
+from peagle.engine.request import FinishReason, Request, TokenChunk
+from peagle.ops.errors import InputError
+
+_numbers = itertools.count()
+
+
+class EngineError(RuntimeError):
+    """The engine failed and cannot finish its requests."""
+
+
+@dataclass(eq=False)
+class Handle:
+    """A request in an engine. Made by `add`; only the engine changes it."""
+
+    request: Request
+    stop_token_ids: tuple[int, ...]
+    deadline_s: float | None  # of time.perf_counter()
+    finished: FinishReason | None = None
+    length: int = 0  # prompt and output tokens that the host has read, the pending one excluded
+    output_ids: list[int] = field(default_factory=list, repr=False)  # output tokens that the host has read
+    num_cached_tokens: int = 0  # of its prompt, that the prefix cache held
+    paused: bool = False  # it drafts no more, and is decoded plainly (peagle.engine.widths)
+    error: InputError | None = None  # why it ended, if finished is "error"
+    matcher: Matcher | None = None  # of its grammar; has read output_ids
+    hand_off: HandOff | None = field(default=None, repr=False)  # to begin with, until then; or if it was handed over
+    num_received: int = 0  # of output_ids, that came with a hand-off
+    wanted: bool = True  # until its reader aborts it
+    inbox: collections.deque[TokenChunk] = field(default_factory=collections.deque, repr=False)
+
+    table: PageTable | None = field(default=None, repr=False)  # its pages, while it has a slot
+    ahead: int = 0  # the most rows that dispatches in flight add to `length`
+    drafter_rows: int = 0  # first indices of the drafter's pages that are final
+    input_rows: int = 1  # an upper bound of its rows of drafter_input
+    num_published: int = 0  # whole pages that the host has looked at
+    num_preempted: int = 0  # how often its pages were taken from it
+    credit: float | None = None  # what a preempted request has left of it (peagle.engine.widths)
+    number: int = field(default_factory=_numbers.__next__)  # in order of arrival
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and output that the host has read."""
+        return [*self.request.prompt_ids, *self.output_ids]
+
+    def end(self, reason: FinishReason, error: InputError | None = None) -> None:
+        """Add a last chunk of no tokens. The engine that holds the request has dropped it."""
+        self.error = error
+        if reason != "handed_off":
+            self.hand_off = None
+        message = None if error is None else str(error)
+        self.inbox.append(TokenChunk(self.request, (), time.perf_counter(), (), reason, error=message))
+        self.finished = reason  # after the chunk: a reader that sees `finished` finds the chunk
+
+
+Chunks: TypeAlias = list[tuple[Handle, TokenChunk]]
+
+
+@dataclass
+class LoopTimes:
+    """Host overhead of the loop.
+
+    A gap is a time in which the device was idle while requests ran.
+
+    gap_s is an upper bound: gaps count from when the previous dispatch was last seen running.
+    """
+
+    gap_s: float = 0.0
+    busy_s: float = 0.0  # from each dispatch until it was read; overlaps count once
+
+    @property
+    def gap_frac(self) -> float | None:
+        """gap_s / (gap_s + busy_s)."""
+        total = self.gap_s + self.busy_s
+        return self.gap_s / total if total else None

@@ -1,0 +1,279 @@
+"""Give requests their pages: the pool over all cache groups of target and drafter, and its tables for the device.
+
+The host writes the table of a request into its row of a pass. A full group's row lists all its pages. A windowed
+group's row is short: it holds the pages that the window and the rows of a pass reach, each at its number modulo the
+row's width.
+"""
+
+import bisect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from peagle.config import MOST_RESERVED, EngineConfig
+from peagle.engine.pages import PageGroup, PagePool, PageTable
+from peagle.ops.attention import PAGE_SIZE, CacheGroup, Pages
+from peagle.ops.errors import InputError
+from peagle.ops.memory import size_in_words, tree_bytes
+from peagle.protocols import Drafter, OverDevices, Target
+
+KEPT_FRAC = 0.25  # pages of a windowed group for prompts and answers that may go on, over those of a full group
+
+
+@dataclass(frozen=True)
+class PrefixCacheUse:
+    """Counts since the engine was made, and what it holds now.
+
+    num_hits: requests that began with known tokens. num_tokens: of prompts; num_hit_tokens: those that were known.
+    num_entries: pages of known tokens that no request holds, of num_bytes.
+    """
+
+    num_requests: int
+    num_hits: int
+    num_tokens: int
+    num_hit_tokens: int
+    num_entries: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class PageUse:
+    """The pages of a full group, and how many of them requests hold; of the fullest group. One holds PAGE_SIZE tokens.
+
+    Pages of known tokens that no request holds do not count: others get them as soon as they need them.
+    """
+
+    num_pages: int
+    num_held: int
+
+    @property
+    def held_frac(self) -> float:
+        return self.num_held / self.num_pages
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_pages * PAGE_SIZE
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """How many pages an engine needs, from its config and the shapes of its models' pages alone.
+
+    page_bytes: of a page of each group.
+    """
+
+    groups: tuple[CacheGroup, ...]
+    page_bytes: tuple[int, ...]
+    config: EngineConfig
+
+    @property
+    def rows_ahead(self) -> int:
+        """Rows of a request after those that the host has read: of two dispatches, and of one more step."""
+        k = self.config.num_speculative_tokens
+        return 2 * self.config.steps_per_dispatch * (k + 1) + k + 1
+
+    def pages_of(self, num_tokens: int) -> int:
+        """Count the pages of so many tokens in a full group."""
+        offset = max(group.offset for group in self.groups)
+        return -(-(num_tokens + offset) // PAGE_SIZE)
+
+    @property
+    def request_pages(self) -> int:
+        """Count the pages of one request of the whole context in a full group."""
+        return self.pages_of(self.config.capacity + self.config.num_speculative_tokens + 1)
+
+    def _window_pages(self, window: int, num_rows: int) -> int:
+        """Count the pages that a window and the rows of a pass reach."""
+        return min(self.request_pages, -(-(window + num_rows) // PAGE_SIZE) + 2)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Pages of a request's table in each group."""
+        reach = max(self.config.pass_shapes[0][1], self.rows_ahead)
+        return tuple(
+            self.request_pages
+            if group.window is None or self.config.blocked
+            else self._window_pages(group.window, reach)
+            for group in self.groups
+        )
+
+    @property
+    def slot_pages(self) -> tuple[int, ...]:
+        """Pages of each windowed group that a slot holds while it decodes; 0 for full groups."""
+        return tuple(
+            0 if group.window is None else self._window_pages(group.window, self.rows_ahead) for group in self.groups
+        )
+
+    @property
+    def _windowed(self) -> list[int]:
+        """Pages of each windowed group that all slots and one prompt hold; 0 for full groups."""
+        slots = self.config.slots
+        return [
+            0 if group.window is None else slots * in_steps + width
+            for group, in_steps, width in zip(self.groups, self.slot_pages, self.widths, strict=True)
+        ]
+
+    @property
+    def _keeps(self) -> bool:
+        return self.config.prefix_cache_bytes > 0
+
+    def counts(self, num_full: int) -> tuple[int, ...]:
+        """Count the pages of each group that belong to so many pages of a full group."""
+        kept = math.ceil(KEPT_FRAC * num_full) if self._keeps else 0
+        return tuple(
+            num_full if group.window is None else min(num_full, count + kept)
+            for count, group in zip(self._windowed, self.groups, strict=True)
+        )
+
+    def size(self, num_full: int) -> int:
+        """Return the bytes of `counts`."""
+        return sum(count * size for count, size in zip(self.counts(num_full), self.page_bytes, strict=True))
+
+    def full_pages_in(self, num_bytes: int) -> int:
+        """Count the pages of a full group that fit into so much memory, with what belongs to them."""
+        if not sum(self.page_bytes):
+            return 0
+        most = num_bytes // max(1, min(size for size in self.page_bytes if size)) + sum(self._windowed)
+        return bisect.bisect_right(range(1, most + 1), num_bytes, key=self.size)
+
+    @property
+    def num_pages(self) -> tuple[int, ...]:
+        """Pages of each group. Raises InputError if the memory does not hold one request of the whole context."""
+        config, full = self.config, self.request_pages
+        if config.kv_memory_bytes is None or not sum(self.page_bytes):
+            reserved = self.pages_of(min(config.capacity, MOST_RESERVED) + config.num_speculative_tokens + 1)
+            num_full = max(config.slots * reserved, full)
+        elif self.size(full) > config.kv_memory_bytes:
+            raise InputError(
+                f"the memory for keys and values is {size_in_words(config.kv_memory_bytes)}; expected "
+                f"{size_in_words(self.size(full))} or more, which hold one request of {config.capacity} positions: "
+                "raise --kv-memory or lower --context"
+            )
+        else:
+            num_full = self.full_pages_in(config.kv_memory_bytes)
+        return self.counts(max(num_full, self.full_pages_in(self.size(num_full) + config.prefix_cache_bytes)))
+
+
+class KVMemory:
+    """The pages of an engine's requests. Only the engine's loop changes it."""
+
+    def __init__(self, target: Target, drafter: Drafter | None, config: EngineConfig) -> None:
+        """Raises InputError if the memory does not hold one request of the whole context."""
+        models: list[Target | Drafter] = [target] if drafter is None else [target, drafter]
+        self.groups: tuple[CacheGroup, ...] = tuple(group for model in models for group in model.cache_groups)
+        self.num_target = len(target.cache_groups)
+        self.page_bytes = [size for model in models for size in page_bytes(model.cache_groups, model.init_pages)]
+        self._ranks, self._local_ranks = 1, 1
+        if isinstance(target, OverDevices):
+            self._ranks, self._local_ranks = target.ranks, target.local_ranks
+        self._keeps = config.prefix_cache_bytes > 0
+        sizing = Sizing(self.groups, tuple(self.page_bytes), config)
+        self.ahead = sizing.rows_ahead
+        self.widths = sizing.widths
+        self.num_pages = sizing.num_pages
+        self._pages_of = sizing.pages_of
+        self.pool = PagePool(
+            [
+                PageGroup(count, group.window, group.offset)
+                for count, group in zip(self.num_pages, self.groups, strict=True)
+            ],
+            PAGE_SIZE,
+        )
+
+    @property
+    def num_bytes(self) -> tuple[int, int]:
+        """Bytes of all pages: (the target's, the drafter's)."""
+        sizes = [count * size for count, size in zip(self.num_pages, self.page_bytes, strict=True)]
+        return sum(sizes[: self.num_target]), sum(sizes[self.num_target :])
+
+    @property
+    def num_local_bytes(self) -> int:
+        """Bytes of all pages on one device; devices of a CPU share one memory, so theirs are counted together."""
+        of_target, of_drafter = self.num_bytes
+        together = self._local_ranks if jax.default_backend() == "cpu" else 1
+        return together * (of_target // self._ranks + of_drafter)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the pages of full groups hold."""
+        return self.num_pages[0] * PAGE_SIZE
+
+    def open(self, token_ids: Sequence[int], drafts: bool) -> PageTable:
+        """Begin a request with what is known of its tokens. drafts: its drafter keeps rows, too."""
+        groups = range(len(self.groups) if drafts else self.num_target)
+        return self.pool.open(token_ids if self._keeps else (), (), list(groups))
+
+    def num_known(self, token_ids: Sequence[int], drafts: bool) -> int:
+        """Count the first tokens that `open` would find."""
+        groups = range(len(self.groups) if drafts else self.num_target)
+        return self.pool.num_known(token_ids, (), list(groups))
+
+    def missing(self, table: PageTable, num_tokens: int) -> int:
+        """Count the pages of each full group that a request of so many tokens still needs."""
+        return self._pages_of(num_tokens) - len(table.pages[0])
+
+    def available(self) -> int:
+        """Count the pages that can still be given in every full group."""
+        full = [number for number, group in enumerate(self.groups) if group.window is None]
+        return min(self.pool.num_available(number) for number in full)
+
+    def publish(
+        self,
+        table: PageTable,
+        token_ids: Sequence[int],
+        target_rows: int,
+        drafter_rows: int,
+        ends: bool = False,
+        known: bool = True,
+    ) -> None:
+        """Make whole pages known, as far as their rows are final; free what windows have left behind.
+
+        target_rows, drafter_rows: first indices that are final. ends: of a chunk, prompt or answer, where a later
+        request may continue. known: False keeps what is in them to this request.
+        """
+        final = [target_rows] * self.num_target + [drafter_rows] * (len(self.groups) - self.num_target)
+        if self._keeps and known:
+            self.pool.publish(table, token_ids, final, ends)
+        self.pool.trim(table, final)
+
+    def row(self, table: PageTable) -> np.ndarray:
+        """Write a request's tables side by side, as a row of a pass."""
+        row = np.full((sum(self.widths),), -1, np.int32)
+        begin = 0
+        for number, (group, width) in enumerate(zip(self.groups, self.widths, strict=True)):
+            pages = table.pages[number]
+            if group.window is None:
+                row[begin : begin + len(pages)] = pages
+            else:
+                for place in range(max(0, len(pages) - width), len(pages)):
+                    if pages[place] >= 0:
+                        row[begin + place % width] = pages[place]
+            begin += width
+        return row
+
+    @property
+    def page_use(self) -> PageUse:
+        """Count the pages of a full group, and those that requests hold."""
+        return PageUse(self.num_pages[0], self.num_pages[0] - self.available())
+
+    @property
+    def use(self) -> PrefixCacheUse | None:
+        """Hits and bytes of known tokens so far; None if none are kept."""
+        if not self._keeps:
+            return None
+        counts = self.pool.counts
+        cached = [self.pool.num_cached(number) for number in range(len(self.groups))]
+        held = sum(count * size for count, size in zip(cached, self.page_bytes, strict=True))
+        return PrefixCacheUse(counts.requests, counts.hits, counts.queried_tokens, counts.hit_tokens, cached[0], held)
+
+
+def page_bytes(
+    groups: Sequence[CacheGroup], init_pages: Callable[[Sequence[int]], tuple[Pages, ...]]
+) -> tuple[int, ...]:
+    """Compute the bytes of one page of each cache group; allocate none. init_pages: makes the pools of all layers."""
+    pools = jax.eval_shape(lambda: init_pages([1] * len(groups)))
+    by_layer = [tree_bytes(pool) for pool in pools]
+    return tuple(sum(by_layer[layer] for layer in group.layers) for group in groups)

@@ -1,0 +1,145 @@
+"""Run the executor's verbs on several processes: one leads, the others follow, verb by verb.
+
+The leader has the engine: it alone schedules, measures and reads. Each verb is sent before it is called, as its name
+and its values. What verbs leave on the device stays in the executor of each process. So a follower needs no scheduler
+and no tokenizer, and decides nothing.
+
+    leader     executor.steps(plan, cost, count, kind)       {"verb": "steps", "values": [plan, ..]}
+    follower   executor.steps(plan, cost, count, kind)
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from peagle.engine.executor import Executor, Shape
+from peagle.engine.request import Request
+from peagle.engine.state import SlotParams
+from peagle.engine.step import StepKind
+from peagle.ops.errors import InputError
+from peagle.protocols import Drafter, Target
+
+Message: TypeAlias = dict[str, Any]
+VERBS = (
+    "start",
+    "prefill",
+    "admit",
+    "learn",
+    "steps",
+    "absorb",
+    "propose",
+    "verify",
+    "accept_and_commit",
+    "first_not_finite",
+)
+
+
+class Lead:
+    """What a leading process sends. send: brings a message to all followers, in order."""
+
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        self._send, self._executors = send, 0
+        self._order = threading.RLock()  # verbs are called in the order in which they are sent
+
+    def together(self, message: Message, call: Callable[[], Any]) -> Any:
+        """Send a message, then make the call that the followers make when it arrives; return the result."""
+        with self._order:
+            self._send(message)
+            return call()
+
+    def executor(self, target: Target, drafter: Drafter | None, shape: Shape) -> "Leading":
+        """Make the executor of an engine, here and on the followers."""
+        if shape.blocks is not None:
+            raise InputError("a target over several processes does not prefill at once; leave out --prefill blocked")
+        number, self._executors = self._executors, self._executors + 1
+        drafts, sampled = drafter is not None, not getattr(drafter, "deterministic", True)
+        message = {"executor": number, "drafts": drafts, "sampled": sampled, "shape": _sent(asdict(shape))}
+        made: Leading = self.together(message, lambda: Leading(self, number, target, drafter, shape))
+        return made
+
+
+class Leading(Executor):
+    """The executor of the leader. Each of VERBS is sent before it is called."""
+
+    def __init__(self, lead: Lead, number: int, target: Target, drafter: Drafter | None, shape: Shape) -> None:
+        super().__init__(target, drafter, shape)
+        self._lead, self._number = lead, number
+
+    def sent(self, name: str, values: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        """Send a verb of this name, and call it."""
+        message = {"of": self._number, "verb": name, "values": _sent(values), "options": _sent(options)}
+        return self._lead.together(message, functools.partial(getattr(Executor, name), self, *values, **options))
+
+    def read_pages(self, layer: int, numbers: Any) -> tuple[np.ndarray, np.ndarray]:  # noqa: ARG002
+        """Raise InputError: a process has only its own part of the pages."""
+        raise InputError("a target over several processes neither takes nor hands over requests; leave the role out")
+
+
+def _leading(name: str) -> Callable[..., Any]:
+    @functools.wraps(getattr(Executor, name))
+    def call(self: Leading, *values: Any, **options: Any) -> Any:
+        return self.sent(name, values, options)
+
+    return call
+
+
+for _name in VERBS:
+    setattr(Leading, _name, _leading(_name))
+
+
+class Follower:
+    """The executors of a following process. models(drafts, sampled): the models of an engine."""
+
+    def __init__(self, models: Callable[[bool, bool], tuple[Target, Drafter | None]]) -> None:
+        self._models = models
+        self._executors: dict[int, Executor] = {}
+
+    def run(self, message: Message) -> None:
+        """Do what a message of `Lead` or `Leading` was sent for."""
+        if "executor" in message:
+            target, drafter = self._models(message["drafts"], message["sampled"])
+            shape = Shape(**_received(message["shape"], target.vocab_size))
+            self._executors[message["executor"]] = Executor(target, drafter, shape)
+            return
+        executor = self._executors[message["of"]]
+        values, options = (_received(message[part], executor.target.vocab_size) for part in ("values", "options"))
+        getattr(executor, message["verb"])(*values, **options)
+
+    def settle(self) -> None:
+        """Wait for the device."""
+        for executor in self._executors.values():
+            executor.settle()
+
+
+def _sent(value: Any) -> Any:
+    """Write a value as JSON and arrays. A float becomes an array, which keeps all of it."""
+    if isinstance(value, SlotParams):
+        return {"slot": [np.asarray(leaf) for leaf in jax.tree.leaves(value)]}
+    if isinstance(value, StepKind):
+        return {"kind": _sent(vars(value))}
+    if isinstance(value, Mapping):
+        return {key: _sent(item) for key, item in value.items()}
+    if isinstance(value, float):
+        return np.float64(value)
+    return [_sent(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _received(value: Any, vocab_size: int) -> Any:
+    """Undo `_sent`; lists are left as tuples."""
+    if isinstance(value, list):
+        return tuple(_received(item, vocab_size) for item in value)
+    if isinstance(value, np.ndarray) and not value.ndim:
+        return value.item()
+    if not isinstance(value, dict):
+        return value
+    if "slot" in value:
+        shape = jax.tree.structure(SlotParams.of(Request((0,), 1), (), vocab_size))
+        return jax.tree.unflatten(shape, value["slot"])
+    if "kind" in value:
+        return StepKind(**_received(value["kind"], vocab_size))
+    return {key: _received(item, vocab_size) for key, item in value.items()}

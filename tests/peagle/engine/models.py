@@ -1,0 +1,102 @@
+"""A small pair with windows in both models, and what its pages hold of a sequence."""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import flax.struct
+import jax.numpy as jnp
+import numpy as np
+
+from drafter.load import load_drafter, save_drafter
+from drafter.propose import PEagle
+from peagle.config import EngineConfig
+from peagle.engine.engine import Engine
+from peagle.engine.executor import chunk_plan
+from peagle.engine.pages import PageTable
+from peagle.engine.request import Request, StepRecord, TokenLogprobs
+from peagle.ops.attention import PAGE_SIZE
+from target.load import load_target, save_target
+from target.model import GptOss
+from tests.drafter.cases import random_params as random_drafter
+from tests.peagle.toys import CONFIG as TARGET
+from tests.peagle.toys import WINDOW, drafter_config, tiny_target
+
+DRAFTER = drafter_config(num_layers=2, windows=(WINDOW, None))  # as the target's layers
+TOKENS = tuple(np.random.default_rng(8).integers(0, TARGET.vocab_size, 400).tolist())
+Answer = tuple[list[int], list[StepRecord], list[TokenLogprobs]]
+
+
+@flax.struct.dataclass
+class Models:
+    target: GptOss
+    drafter: PEagle
+
+
+@functools.cache
+def models(kind: str, root: Path) -> Models:
+    """Load the same weights as XLA's arrays, or in the kernels' layout. kind: "native float32", "float32", ..."""
+    directory, dtype = root / kind, jnp.dtype(kind.split()[-1])
+    implementation = "native" if kind.startswith("native") else None
+    save_target(directory / "target", tiny_target().params, TARGET, dtype=np.float32, mxfp4=False)
+    save_drafter(directory / "drafter", random_drafter(DRAFTER), DRAFTER)
+    loaded = load_target(directory / "target", dtype=dtype, implementation=implementation)
+    params, config = load_drafter(directory / "drafter", dtype, implementation=implementation)
+    return Models(GptOss(loaded.params, loaded.config, (0, 1)), PEagle(params, config))
+
+
+def engine_of(pair: Models, k: int = 3, capacity: int = 256, **options: object) -> Engine:
+    """Make an engine of the pair; its prefix cache is off, unless prefix_cache_bytes says otherwise."""
+    return Engine(pair.target, pair.drafter, EngineConfig(k, capacity=capacity, **options))  # type: ignore[arg-type]
+
+
+def ask(engine: Engine, prompt: Sequence[int], new: int = 24, **options: object) -> tuple[Answer, int]:
+    """Return ((tokens, steps, log-probabilities), tokens of the prompt that were not computed)."""
+    chunks = list(engine.follow(engine.add(Request(tuple(prompt), new, **options))))  # type: ignore[arg-type]
+    return answer_of(chunks), chunks[0].num_cached_tokens
+
+
+def answer_of(chunks: Sequence) -> Answer:
+    """Join the chunks of a request."""
+    tokens = [token for chunk in chunks for token in chunk.token_ids]
+    steps = [step for chunk in chunks for step in chunk.steps]
+    return tokens, steps, [logprob for chunk in chunks for logprob in chunk.logprobs]
+
+
+def prefilled(
+    engine: Engine, token_ids: Sequence[int], rows: int, counts: Sequence[int]
+) -> tuple[PageTable, dict[str, np.ndarray]]:
+    """Compute a prompt in passes of `rows` rows that take `counts` of its tokens; return (its table, what it left)."""
+    engine.start()
+    table, begin = engine.memory.open((), drafts=True), 0
+    for count in counts:
+        first, end = max(begin - 1, 0), begin + count
+        assert engine.memory.pool.reserve(table, end)
+        plan = chunk_plan([token_ids[first:end]], [first], [int(begin > 0)], rows, engine.memory.row(table)[None])
+        engine.executor.prefill(plan, drafts=True)
+        engine.memory.publish(table, token_ids[:end], end, end)
+        begin = end
+    result = engine.executor._prefilled
+    assert result is not None
+    parts = {"logits": np.asarray(result.logits), "aux_hidden": np.asarray(result.aux_hidden)}
+    return table, parts | held(engine, table, len(token_ids))
+
+
+def held(engine: Engine, table: PageTable, length: int) -> dict[str, np.ndarray]:
+    """Copy the keys and values that a request needs to go on after `length` tokens, in order of index."""
+    models = (engine.executor.target.cache_groups, engine.executor.drafter.cache_groups)  # type: ignore[union-attr]
+    found, base, begin = {}, 0, 0
+    for groups in models:
+        for offset, group in enumerate(groups):
+            first = group.offset if group.window is None else max(group.offset, length - group.window)
+            for layer in group.layers:
+                numbers = table.pages[begin + offset][first // PAGE_SIZE : -(-length // PAGE_SIZE)]
+                for part, pages in zip(
+                    ("key", "value"), engine.executor.read_pages(base + layer, numbers), strict=True
+                ):
+                    rows = pages.reshape(-1, *pages.shape[2:])
+                    skipped = first // PAGE_SIZE * PAGE_SIZE
+                    found[f"{base + layer} {part}"] = rows[first - skipped : length - skipped].astype(np.float32)
+        base += sum(len(group.layers) for group in groups)
+        begin += len(groups)
+    return found

@@ -1,0 +1,118 @@
+"""What a prompt leaves in its pages does not depend on where it is cut, nor on how many rows a pass has."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from peagle.engine.executor import chunk_plan
+from peagle.ops import native
+from peagle.ops.attention import paged
+from peagle.ops.row_blocks import BlockedPrefill
+from tests.peagle.engine.models import TOKENS, Models, engine_of, held, models, prefilled
+from tests.peagle.toys import WINDOW
+
+NATIVE = pytest.mark.skipif(not native.available(), reason=native.status()[1])
+LENGTH = 150
+# rows of a pass, and the tokens that each takes; a pass after the first begins with a known row
+CUTTINGS: list[tuple[int, list[int]]] = [
+    (2, [1] * LENGTH),
+    (17, [16, 16, 16, 2, 16, 16, 16, 16, 16, 16, 4]),
+    (65, [64, 64, 22]),
+    (WINDOW + 1, [WINDOW] * 18 + [6]),
+    (150, [149, 1]),
+]
+
+
+def shortened(counts: Sequence[int], length: int) -> list[int]:
+    """For the first tokens only, in the same passes."""
+    ends = [min(end, length) for end in np.cumsum(counts)]
+    return [int(count) for count in np.diff([0, *ends]) if count]
+
+
+@NATIVE
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_any_cutting_of_a_prompt_gives_the_same_bits(dtype: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keys and values of target and drafter, aux_hidden and logits, past windows and over pages."""
+    engine = engine_of(models(f"native {dtype}", tmp_path_factory.getbasetemp()), slots=4, chunk=LENGTH)
+    for length in (LENGTH, 1, 2, WINDOW, 64, 65):
+        _, whole = prefilled(engine, TOKENS[:length], LENGTH, [length])
+        assert all(np.isfinite(part.astype(np.float32)).all() for part in whole.values())
+        for rows, counts in CUTTINGS if length == LENGTH else CUTTINGS[1:4]:
+            table, cut = prefilled(engine, TOKENS[:length], rows, shortened(counts, length))
+            engine.memory.pool.close(table)
+            for name, part in cut.items():
+                np.testing.assert_array_equal(part, whole[name], f"{name}: {length} tokens as {counts}")
+
+
+@pytest.mark.parametrize("most_scores", [None, 90])
+def test_any_cutting_of_a_prompt_gives_the_same_to_rounding(
+    most_scores: int | None, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On XLA, which takes fewer pages at once if there are many scores."""
+    if most_scores is not None:
+        monkeypatch.setattr(paged, "MOST_SCORES", most_scores)
+    # a capacity of its own, since engines of equal shapes share programs
+    pair = models("float32", tmp_path_factory.getbasetemp())
+    engine = engine_of(pair, capacity=256 if most_scores is None else 257, chunk=LENGTH, slots=3)
+    for length in (LENGTH, 2):
+        _, whole = prefilled(engine, TOKENS[:length], LENGTH, [length])
+        for rows, counts in CUTTINGS[1:4]:
+            table, cut = prefilled(engine, TOKENS[:length], rows, shortened(counts, length))
+            engine.memory.pool.close(table)
+            for name, part in cut.items():
+                scale = 1e-4 * max(float(np.abs(whole[name]).max(initial=0.0)), 1.0)
+                np.testing.assert_allclose(part, whole[name], atol=scale, err_msg=f"{name}: {length} as {counts}")
+
+
+@NATIVE
+def test_prompts_that_share_a_pass_leave_what_each_leaves_alone(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Fresh ones, one that goes on in the midst of a page, one that is known whole, and an empty entry."""
+    engine = engine_of(models("native float32", tmp_path_factory.getbasetemp()), slots=4, chunk=64)
+    prompts, known = [TOKENS[:30], TOKENS[5:90], TOKENS[100:164]], [0, 70, 64]
+    alone = [prefilled(engine, prompt, 128, [len(prompt)])[1] for prompt in prompts]
+    engine = engine_of(models("native float32", tmp_path_factory.getbasetemp()), slots=4, chunk=64)
+    tables = [engine.memory.open((), drafts=True) for _ in prompts]
+    for place, prompt in enumerate(prompts):
+        if known[place]:
+            tables[place], _ = prefilled(engine, prompt[: known[place]], 128, [known[place]])
+        assert engine.memory.pool.reserve(tables[place], len(prompt))
+    rows = [prompt[max(count - 1, 0) :] for prompt, count in zip(prompts, known, strict=True)]
+    plan = chunk_plan(
+        rows,
+        [max(count - 1, 0) for count in known],
+        [int(count > 0) for count in known],
+        64,
+        np.stack([*(engine.memory.row(table) for table in tables), np.full_like(engine.memory.row(tables[0]), -1)]),
+    )
+    engine.executor.prefill(plan, drafts=True)
+    result = engine.executor._prefilled
+    assert result is not None
+    for place, (prompt, expected) in enumerate(zip(prompts, alone, strict=True)):
+        mine = {"logits": np.asarray(result.logits)[[place]], "aux_hidden": np.asarray(result.aux_hidden)[[place]]}
+        for name, part in (mine | held(engine, tables[place], len(prompt))).items():
+            np.testing.assert_array_equal(part, expected[name], f"{name} of prompt {place}")
+
+
+@pytest.mark.parametrize("kind", [pytest.param("native float32", marks=NATIVE), "float32"])
+@pytest.mark.parametrize("blocks", [(1, 1), (3, 1), (12, 2)])
+def test_a_prompt_in_blocks_of_rows_leaves_what_chunks_leave(
+    kind: str, blocks: tuple[int, int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """On native kernels bit for bit; last blocks are full, part full and of one row."""
+    pair: Models = models(kind, tmp_path_factory.getbasetemp())
+    capacity = 3 * 128 - 20
+    chunked = engine_of(pair, capacity=capacity, chunk=capacity)
+    at_once = engine_of(pair, capacity=capacity, blocked=BlockedPrefill(*blocks))
+    for length in (1, 23, 128, 129, capacity):
+        parts = []
+        for engine, rows in ((chunked, capacity), (at_once, 384)):
+            table, left = prefilled(engine, TOKENS[:length], rows, [length])
+            parts.append(left)
+            engine.memory.pool.close(table)
+        for name, expected in parts[0].items():
+            if kind.startswith("native"):
+                np.testing.assert_array_equal(parts[1][name], expected, name)
+            else:
+                scale = 1e-4 * max(1.0, float(np.abs(expected).max(initial=0)))
+                np.testing.assert_allclose(parts[1][name], expected, atol=scale, err_msg=name)

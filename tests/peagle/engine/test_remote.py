@@ -1,0 +1,71 @@
+"""A follower ends with the leader's bits, whatever the engine did, and decides nothing itself."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from drafter.propose import PEagle
+from peagle.config import EngineConfig
+from peagle.drafters.ngram import NGram
+from peagle.engine.engine import Engine
+from peagle.engine.executor import Executor, Shape
+from peagle.engine.remote import VERBS, Follower, Lead
+from peagle.engine.request import Request, SamplingParams
+from peagle.ops.errors import InputError
+from peagle.ops.row_blocks import RowBlocks
+from peagle.processes import decode, encode
+from tests.drafter.cases import random_params
+from tests.peagle.toys import decode as answers
+from tests.peagle.toys import drafter_config, tiny_target
+
+CONFIG = EngineConfig(2, slots=2, capacity=256, chunk=64, prefix_cache_bytes=1 << 20, steps_per_dispatch=3)
+DRAFTER = drafter_config()
+
+
+@pytest.mark.parametrize("kind", ["P-EAGLE", "ngram"])
+def test_a_follower_ends_with_the_leaders_bits(kind: str) -> None:
+    """Through the wire's own bytes: prompts, steps of every kind, cut ones too, known pages, an abort."""
+    aux_layer_ids = (0, 1) if kind == "P-EAGLE" else ()
+    target = tiny_target(aux_layer_ids=aux_layer_ids)
+    drafter = PEagle(random_params(DRAFTER), DRAFTER) if kind == "P-EAGLE" else NGram()
+    verbs: list[str] = []
+    follower = Follower(lambda drafts, _: (target, drafter if drafts else None))
+
+    def send(message: dict[str, Any]) -> None:
+        verbs.append(message.get("verb", "executor"))
+        follower.run(decode(encode(message)))
+
+    engine = Engine(target, drafter, CONFIG, make_executor=Lead(send).executor)
+    engine.warm_up(constrained=True)
+    rng = np.random.default_rng(0)
+    prompts = [tuple(rng.integers(0, target.vocab_size, size).tolist()) for size in (5, 140, 9)]
+    sampled = SamplingParams(temperature=0.8, seed=3)
+    requests = [Request(prompts[place], size) for place, size in ((0, 12), (2, 7), (1, 4))]
+    requests.insert(1, Request(prompts[1], 9, sampled))
+    given, _ = answers(engine, requests)
+    handle = engine.add(Request(prompts[2], 40))
+    while not handle.output_ids:
+        engine.step()
+    engine.abort(handle)
+    engine.step()
+    alone, _ = answers(Engine(target, drafter, CONFIG), requests)
+    assert given == alone
+    assert engine.prefix_cache_use is not None
+    assert engine.prefix_cache_use.num_hits > 0
+    assert set(verbs) >= set(VERBS) - {"absorb", "first_not_finite", *(["learn"] if kind == "P-EAGLE" else [])}
+    (theirs,) = follower._executors.values()
+    assert type(theirs) is Executor
+    follower.settle()
+    for ours, other in zip(jax.tree.leaves(engine.executor.state), jax.tree.leaves(theirs.state), strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(other))
+
+
+def test_an_engine_whose_pages_no_process_holds_whole_hands_nothing_over() -> None:
+    target, lead = tiny_target(), Lead(lambda _: None)
+    shape = Shape(1, 64, 0, 1, (2, 2), (2, 2))
+    with pytest.raises(InputError, match="neither takes nor hands over"):
+        lead.executor(target, None, shape).read_pages(0, [0])
+    with pytest.raises(InputError, match="does not prefill at once"):
+        lead.executor(target, None, Shape(1, 64, 0, 1, (2, 2), (2, 2), RowBlocks(8, 8)))
