@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import jax
 
-from peagle.config import MASK_BUDGET_S, EngineConfig, Role
+from peagle.config import MASK_BUDGET_S, MOST_RESERVED, EngineConfig, Role
 from peagle.engine.engine import AnyEngine, Engine
 from peagle.engine.executor import Executor
 from peagle.engine.grammar import CompiledGrammar, Grammar, GrammarError, Vocabulary, inlined
@@ -280,8 +280,12 @@ class Pair:
     ) -> int:
         """Return the positions of the target, or as many of them as the memory holds for one request.
 
-        kv_memory_bytes: of each engine; None: most of the free memory, which num_engines share.
+        kv_memory_bytes: of each engine; None: most of the free memory, which num_engines share; on a CPU, memory of
+        MOST_RESERVED positions for each slot, which one request may have alone.
         """
+        most = self.max_positions
+        if kv_memory_bytes is None and jax.default_backend() == "cpu":
+            most = min(most, slots * MOST_RESERVED)
 
         def fits(context: int) -> bool:
             config = self.engine_config(
@@ -294,11 +298,11 @@ class Pair:
                 return False
             return kv_memory_bytes is not None or num_engines * size <= PAGES_FRAC * self._free_bytes()
 
-        steps = range(1, max(1, self.max_positions // CAPACITY_STEP) + 1)
-        if fits(self.max_positions):
-            return self.max_positions
+        steps = range(1, max(1, most // CAPACITY_STEP) + 1)
+        if fits(most):
+            return most
         num_fit = bisect.bisect_left(steps, True, key=lambda step: not fits(step * CAPACITY_STEP))
-        return min(self.max_positions, max(1, num_fit) * CAPACITY_STEP)
+        return min(most, max(1, num_fit) * CAPACITY_STEP)
 
     def request(
         self,

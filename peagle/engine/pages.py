@@ -80,7 +80,8 @@ class PagePool:
             raise ValueError("group 0 has a window; expected a group that keeps every index")
         self.groups, self.page_size = tuple(groups), page_size
         self.counts = PageCounts()
-        self._free = [list(range(group.num_pages)) for group in self.groups]
+        # taken from the end, in ascending order: a prompt then lies in neighbouring pages, which are read faster
+        self._free = [list(reversed(range(group.num_pages))) for group in self.groups]
         self._num_holders: list[collections.Counter[int]] = [collections.Counter() for _ in self.groups]
         # by group, nodes whose page no request holds; the first is evicted first, a parent comes after its children
         self._cached: list[collections.OrderedDict[Node, None]] = [collections.OrderedDict() for _ in self.groups]

@@ -222,6 +222,8 @@ def test_the_default_context_is_the_models_or_what_the_memory_holds(
     monkeypatch.setattr("peagle.api.available_memory_bytes", lambda: int(1.3 * size))
     assert fresh.default_context(3) == 256
     assert fresh.default_context(3, num_engines=2) == 128
+    monkeypatch.setattr("peagle.api.MOST_RESERVED", 100)
+    assert [pair.default_context(3, slots=slots) for slots in (1, 2)] == [100, 200], "slots share what is set aside"
 
 
 def test_a_later_stream_begins_with_what_an_earlier_one_computed(pair: Pair) -> None:
