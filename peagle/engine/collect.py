@@ -136,11 +136,11 @@ class Collector:
         return TokenChunk(handle.request, token_ids, now, records, reason, tuple(logprobs), cached, error)
 
 
-def _logprobs(found: LogProbs, token_ids: Sequence[int], num_best: int | None) -> list[TokenLogprobs]:
+def _logprobs(log_probs: LogProbs, token_ids: Sequence[int], num_best: int | None) -> list[TokenLogprobs]:
     """Convert log-probabilities of tokens with the num_best likeliest each; None: no entries."""
     if num_best is None:
         return []
-    chosen, best, ids = (np.asarray(leaf).tolist() for leaf in (found.chosen, found.best, found.best_ids))
+    chosen, best, ids = (np.asarray(leaf).tolist() for leaf in (log_probs.chosen, log_probs.best, log_probs.best_ids))
     return [
         TokenLogprobs(token, chosen[place], tuple(zip(ids[place], best[place], strict=True))[:num_best])
         for place, token in enumerate(token_ids)

@@ -432,7 +432,7 @@ class Engine(AnyEngine):
             self.raise_failure()
             for other, chunk in self._read_all():
                 other.inbox.append(chunk)
-            slots = {other: slot for slot, other in self._scheduler.decoding}
+            slots = self._slots
             if handle not in self._alive or handle not in slots:
                 raise InputError(f"{handle.request.name} is not being decoded; expected a request that has a slot")
             if self.drafter is not None and not handle.paused:
@@ -458,6 +458,11 @@ class Engine(AnyEngine):
     def decoding(self) -> list[tuple[int, Handle]]:
         """Slots whose requests take steps, with these."""
         return self._scheduler.decoding
+
+    @property
+    def _slots(self) -> dict[Handle, int]:
+        """The slot of each request that takes steps."""
+        return {handle: slot for slot, handle in self._scheduler.decoding}
 
     @property
     def num_open(self) -> int:
@@ -734,6 +739,7 @@ class Engine(AnyEngine):
             handle.drafter_rows = known
         if not (handle.output_ids or handle.num_preempted):
             handle.num_cached_tokens = known
+            self.memory.pool.count_lookup(table, len(token_ids))
         return known
 
     def _prefills_for_all(self, token_ids: Sequence[int]) -> bool:
@@ -741,8 +747,9 @@ class Engine(AnyEngine):
 
         Not if the target knows more of them than the drafter.
         """
-        known = [self.memory.num_known(token_ids, drafts) for drafts in (False, True)]
-        return self.config.prefix_cache_bytes > 0 and known[1] >= known[0]
+        if not self.config.prefix_cache_bytes:
+            return False
+        return self.memory.num_known(token_ids, drafts=True) >= self.memory.num_known(token_ids, drafts=False)
 
     def _most_tokens(self, handle: Handle) -> int:
         """Count the positions that a request ever writes."""
@@ -754,9 +761,7 @@ class Engine(AnyEngine):
         sent_s = time.perf_counter()
         self._see_gap(sent_s)
         pieces = [piece for piece in action.pieces if self._reserve(piece.key, piece.begin + piece.count)]
-        pieces = [
-            piece for piece in pieces if piece.key.table is not None
-        ]  # another's pages may have been taken for one
+        pieces = [piece for piece in pieces if piece.key.table is not None]  # another may have taken its pages
         if not pieces:
             return
         size, length = action.shape
@@ -798,7 +803,7 @@ class Engine(AnyEngine):
 
     def _admit(self, ended: Sequence[tuple[int, Handle]], size: int) -> jax.Array:
         """Let requests whose prompts are complete into their slots; return their first tokens, packed."""
-        slots = {handle: slot for slot, handle in self._scheduler.decoding}
+        slots = self._slots
         params, known, lengths = [], np.full((size,), -1, np.int32), np.ones((size,), np.int32)
         into = np.full((size,), self.config.slots, np.int32)
         for row, (_, handle) in enumerate(ended):
@@ -811,8 +816,7 @@ class Engine(AnyEngine):
                 known[row] = handle.output_ids[-1]
                 made = made.continued(handle.output_ids, None if handle.paused else handle.credit)
             params.append(made)
-        stacked = SlotParams.stack(params, size)
-        first = self.executor.admit([row for row, _ in ended], into, lengths, known, stacked)
+        first = self.executor.admit([row for row, _ in ended], into, lengths, known, params)
         if self._learns:
             for _, handle in ended:
                 self.executor.learn(slots[handle], _computed(handle))
@@ -847,11 +851,10 @@ class Engine(AnyEngine):
         ahead: int,
         count: int,
     ) -> None:
-        held: list[Handle | None] = [None] * len(plan)
-        for row, (_, handle) in zip(self._places(rows, len(plan)), rows, strict=True):
-            held[row] = handle
+        for _, handle in rows:
             handle.ahead += ahead
-        self._in_flight.append(InFlight(action, result, tuple(held), sent_s, True, num_drafts, ahead, count))
+        held = self._held_by_row(rows, len(plan))
+        self._in_flight.append(InFlight(action, result, held, sent_s, True, num_drafts, ahead, count))
 
     def _next_widths(self, cut: bool) -> tuple[list[tuple[int, Handle]], list[int], StepKind]:
         """Return (slots with the requests of a pass, the drafts of each, the kind of steps that run them).
@@ -877,6 +880,13 @@ class Engine(AnyEngine):
     def _places(self, rows: Sequence[tuple[int, Handle]], size: int) -> list[int]:
         """Return the row of the batch of each request: its slot, if the batch has a row for every slot."""
         return [slot for slot, _ in rows] if size == self.config.slots else list(range(len(rows)))
+
+    def _held_by_row(self, rows: Sequence[tuple[int, Handle]], size: int) -> tuple[Handle | None, ...]:
+        """Return the request of each row of a batch."""
+        held: list[Handle | None] = [None] * size
+        for row, (_, handle) in zip(self._places(rows, size), rows, strict=True):
+            held[row] = handle
+        return tuple(held)
 
     def _plan(self, rows: Sequence[tuple[int, Handle]], widths: Sequence[int]) -> np.ndarray:
         """Write the plan of a pass over the slots of these requests."""
@@ -918,10 +928,7 @@ class Engine(AnyEngine):
         verified = self.executor.verify(plan)
         chunks = self._read_all()  # a mask follows all tokens before
         drafts, seen_s = np.asarray(proposed), time.perf_counter()
-        held: list[Handle | None] = [None] * len(plan)
-        for row, (_, handle) in zip(self._places(rows, len(plan)), rows, strict=True):
-            held[row] = handle
-        masks, counts = self.constrained.masks(held, drafts, plan[:, 1].tolist())
+        masks, counts = self.constrained.masks(self._held_by_row(rows, len(plan)), drafts, plan[:, 1].tolist())
         chunks += self._stuck(rows)
         if verified.is_ready():  # type: ignore[attr-defined]
             self.times.gap_s += time.perf_counter() - seen_s
@@ -980,7 +987,7 @@ class Engine(AnyEngine):
 
     def _preempt(self, handle: Handle) -> None:
         """Take the pages of a request, of which all dispatches have been read, and queue it before all others."""
-        slots = {other: slot for slot, other in self._scheduler.decoding}
+        slots = self._slots
         if handle in slots and self.drafter is not None:
             handle.credit = self.executor.credit(slots[handle])
         self._scheduler.remove(handle)

@@ -90,8 +90,8 @@ class Executor:
     @functools.cached_property
     def shapes(self) -> DecodeState:
         """The shapes of the state."""
-        found: DecodeState = jax.eval_shape(_init(self._tree, self.shape), self._models)
-        return found
+        shapes: DecodeState = jax.eval_shape(_init(self._tree, self.shape), self._models)
+        return shapes
 
     def start(self) -> None:
         """Make the empty state and pages."""
@@ -111,21 +111,32 @@ class Executor:
         return self._prefilled.logits
 
     def admit(
-        self, rows: Sequence[int], slots: np.ndarray, length: np.ndarray, token_ids: np.ndarray, params: SlotParams
+        self,
+        rows: Sequence[int],
+        slots: np.ndarray,
+        length: np.ndarray,
+        token_ids: np.ndarray,
+        params: Sequence[SlotParams],
     ) -> jax.Array:
         """Let requests of the last chunk into their slots; return their first tokens, packed [n, W].
 
-        rows: their entries of the chunk. Entries of no slot are dropped. token_ids: the token that follows, where it is
-        known; negative where it is to be chosen, by the request's own parameters. Tokens are packed with their
-        log-probabilities, and their copy to the host is started.
+        rows: their entries of the chunk, one or more; params: of each. Entries of no slot are dropped. token_ids: the
+        token that follows, where it is known; negative where it is to be chosen, by the request's own parameters.
+        Tokens are packed with their log-probabilities, and their copy to the host is started.
         """
         assert self._prefilled is not None
-        index = np.zeros((len(slots),), np.int32)
+        size = len(slots)
+        index = np.zeros((size,), np.int32)
         index[: len(rows)] = rows
-        # engines of one vocabulary share the program that chooses, which is the larger one
-        first = _first_tokens()(self._prefilled.logits, index, length, token_ids, params)
+        # one at a time: all passes, and engines of one vocabulary, share the program that chooses, the larger one
+        chosen = [
+            _first_token()(_row(self._prefilled.logits, row), length[[place]], token_ids[[place]], params[place])
+            for place, row in enumerate(rows)
+        ]
+        first = chosen[0] if size == 1 else _join_rows([*chosen, *chosen[:1] * (size - len(chosen))], np.int32(0))
         small, kept = _split(self.state)
-        self._state = _join(_admit()(small, self._prefilled.aux_hidden, index, slots, length, first, params), kept)
+        stacked = SlotParams.stack(params, size)
+        self._state = _join(_admit()(small, self._prefilled.aux_hidden, index, slots, length, first, stacked), kept)
         first.copy_to_host_async()
         return first
 
@@ -366,32 +377,28 @@ def _prefill(models: Any, num_target: int, widths: tuple[int, ...], blocks: RowB
 
 
 def _choose_first(logits: jax.Array, length: jax.Array, params: SlotParams) -> tuple[jax.Array, jax.Array]:
-    """Choose the tokens that follow prompts; return (them [n, 1], their log-probabilities, packed [n, 1, W])."""
+    """Choose the token that follows a prompt; return (it [1, 1], its log-probabilities, packed [1, 1, W])."""
     random = uniforms(params.sampling, length[:, None])[..., TARGET]
-    logits, no_drafts = logits[:, None], jnp.zeros((logits.shape[0], 0), jnp.int32)
+    logits, no_drafts = logits[:, None], jnp.zeros((1, 0), jnp.int32)
 
     def plainly() -> tuple[jax.Array, jax.Array]:
         width = LogProbs.packed_width(logits.shape[-1])
-        return choose(logits, params.sampling, random), jnp.zeros((logits.shape[0], 1, width), jnp.int32)
+        return choose(logits, params.sampling, random), jnp.zeros((1, 1, width), jnp.int32)
 
     def fully() -> tuple[jax.Array, jax.Array]:
         stops, masks = jnp.asarray(params.stop_token_ids), jnp.asarray(params.masks)
-        adjusted = adjust(logits, no_drafts, params.adjustments, stops, masks)
-        full = jnp.asarray(params.full)[:, None, None]
-        token = choose(jnp.where(full, adjusted, logits.astype(adjusted.dtype)), params.sampling, random)
+        token = choose(adjust(logits, no_drafts, params.adjustments, stops, masks), params.sampling, random)
         return token, log_probs(logits, token).pack()
 
-    found: tuple[jax.Array, jax.Array] = jax.lax.cond(jnp.any(params.full), fully, plainly)
-    return found
+    chosen: tuple[jax.Array, jax.Array] = jax.lax.cond(params.full[0], fully, plainly)
+    return chosen
 
 
 @_once
-def _first_tokens() -> Any:
-    def _choose(
-        logits: jax.Array, rows: jax.Array, length: jax.Array, known: jax.Array, params: SlotParams
-    ) -> jax.Array:
+def _first_token() -> Any:
+    def _choose(logits: jax.Array, length: jax.Array, known: jax.Array, params: SlotParams) -> jax.Array:
         _traces["first token"] += 1
-        token, packed = _choose_first(logits[rows], length, params)
+        token, packed = _choose_first(logits, length, params)
         token = jnp.where(known >= 0, known, token[:, 0])
         return _counted_as_long(jnp.concatenate([token[:, None], packed[:, 0]], axis=1), length[0])
 
@@ -520,6 +527,21 @@ def _absorb(model: Any, shape: Shape, num_target: int) -> Any:
         return dataclasses.replace(left, length=_counted_as_long(left.length, plan[0, 0]))
 
     return jax.jit(_catch_up, donate_argnums=1)
+
+
+def _row(logits: jax.Array, row: int) -> jax.Array:
+    """Take a row [1, V]; waits for nothing."""
+    return logits if logits.shape[0] == 1 else _take_row(logits, np.int32(row))
+
+
+@jax.jit
+def _take_row(logits: jax.Array, row: jax.Array) -> jax.Array:
+    return _counted_as_long(jax.lax.dynamic_slice_in_dim(logits, row, 1), row)
+
+
+@jax.jit
+def _join_rows(rows: list[jax.Array], zero: jax.Array) -> jax.Array:
+    return _counted_as_long(jnp.concatenate(rows), zero)
 
 
 _gather: Callable[[jax.Array, np.ndarray], jax.Array] = jax.jit(lambda pages, numbers: pages[numbers])

@@ -104,7 +104,7 @@ class _Layer:
 def _layers(executor: "Executor", memory: "KVMemory") -> list[_Layer]:
     """List the target's layers, then the drafter's."""
     copies = executor.target.kv_copies if isinstance(executor.target, OverDevices) else 1
-    shapes, found = executor.shapes, []
+    shapes, layers = executor.shapes, []
     drafter_pages = getattr(shapes.drafter_state, "pages", ())
     pages = [*shapes.target_cache.pages, *drafter_pages]
     split = len(shapes.target_cache.pages)
@@ -117,8 +117,8 @@ def _layers(executor: "Executor", memory: "KVMemory") -> list[_Layer]:
         many = copies if of_target else 1
         name = f"{'target' if of_target else 'drafter'}.{layer}"
         row, offset = (heads // many, width), memory.groups[group].offset
-        found.append(_Layer(name, number, group, offset, row, np.dtype(pool.key.dtype), many))
-    return found
+        layers.append(_Layer(name, number, group, offset, row, np.dtype(pool.key.dtype), many))
+    return layers
 
 
 # --- the sender -------------------------------------------------------------------------------------------------------
@@ -251,10 +251,10 @@ def check(
             f"the hand-off has {len(hand_off.token_ids)} tokens; expected at most {capacity}, the context of this "
             "engine: raise it, or send the request elsewhere"
         )
-    seen, drafts = hand_off.fingerprints, executor.drafter is not None
+    sender, drafts = hand_off.fingerprints, executor.drafter is not None
     for model, theirs, ours in [
-        ("target", seen.target, fingerprints.target),
-        *([("drafter", seen.drafter, fingerprints.drafter)] if drafts else []),
+        ("target", sender.target, fingerprints.target),
+        *([("drafter", sender.drafter, fingerprints.drafter)] if drafts else []),
     ]:
         if theirs != ours:
             raise InputError(
@@ -273,17 +273,17 @@ def check(
 
 def _check_tensor(hand_off: HandOff, name: str, layer: _Layer, least: int, needed: int) -> None:
     """Raise InputError unless a tensor has `least` rows or more of those that a layer needs, or all of the sequence."""
-    given, most = hand_off.tensors.get(name), max(needed, hand_off.length - layer.offset)
-    if given is None:
-        seen = "is missing"
-    elif given.dtype != layer.dtype or given.shape[1:] != layer.row:
-        seen = f"has rows of {given.dtype} {list(given.shape[1:])}"
-    elif not least <= len(given) <= most:
-        seen = f"has {len(given)} rows of {needed}"
+    rows, most = hand_off.tensors.get(name), max(needed, hand_off.length - layer.offset)
+    if rows is None:
+        problem = "is missing"
+    elif rows.dtype != layer.dtype or rows.shape[1:] != layer.row:
+        problem = f"has rows of {rows.dtype} {list(rows.shape[1:])}"
+    elif not least <= len(rows) <= most:
+        problem = f"has {len(rows)} rows of {needed}"
     else:
         return
     raise InputError(
-        f"the hand-off's {name} {seen}; expected rows of {layer.dtype} {list(layer.row)}: both sides must have the "
+        f"the hand-off's {name} {problem}; expected rows of {layer.dtype} {list(layer.row)}: both sides must have the "
         "same models"
     )
 

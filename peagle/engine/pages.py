@@ -119,11 +119,14 @@ class PagePool:
             for node in path[first:]:
                 self._hold(group, node.pages[group], node)
         self._tables.add(table)
-        self.counts.requests += 1
-        self.counts.hits += bool(path)
-        self.counts.queried_tokens += len(token_ids)
-        self.counts.hit_tokens += num_tokens
         return table
+
+    def count_lookup(self, table: PageTable, num_tokens: int) -> None:
+        """Count a request of so many tokens as looked up: one that begins, not one that still waits for pages."""
+        self.counts.requests += 1
+        self.counts.hits += table.num_cached_tokens > 0
+        self.counts.queried_tokens += num_tokens
+        self.counts.hit_tokens += table.num_cached_tokens
 
     def reserve(self, table: PageTable, num_tokens: int) -> bool:
         """Extend the tables to positions 0 .. num_tokens - 1. If pages are missing, return False and change nothing."""

@@ -98,13 +98,13 @@ class SlotParams:
 
         stop_token_ids: the tokens that end it. drafts: whether it ever drafts. masks: None allows all first tokens.
         """
-        wanted = request.sampling
+        sampling = request.sampling
         stops = np.full((1, MOST_STOP_TOKENS), NO_STOP, np.int32)
         stops[0, : len(stop_token_ids)] = stop_token_ids
         # decide here whether it is greedy: float32 rounds a temperature just below GREEDY_BELOW up to it
-        temperature = 0.0 if wanted.greedy else wanted.temperature
-        reals = np.asarray([[temperature], [wanted.top_p], [wanted.min_p]], np.float32)
-        whole = np.asarray([[wanted.top_k], [fold_seed(wanted.seed)], [request.index]], np.int32)
+        temperature = 0.0 if sampling.greedy else sampling.temperature
+        reals = np.asarray([[temperature], [sampling.top_p], [sampling.min_p]], np.float32)
+        whole = np.asarray([[sampling.top_k], [fold_seed(sampling.seed)], [request.index]], np.int32)
         row = RowSampling(reals[0], whole[0], reals[1], reals[2], whole[1], whole[2])  # type: ignore[arg-type]
         budget, full = np.asarray([request.max_new_tokens], np.int32), np.asarray([request.full])
         credit = np.asarray([_first_credit(request) if drafts else NO_CREDIT], np.float32)
@@ -188,15 +188,15 @@ def take(state: DecodeState, batch: Batch, input_rows: int | None, adjusts: bool
     def rows(leaf: jax.Array) -> jax.Array:
         return leaf if whole else leaf.at[slots].get(mode="clip")
 
-    given = state.drafter_input
-    if given is not None and input_rows == 0:
-        given = None
-    if given is not None:
-        given = DrafterInput(
-            rows(given.token_ids[:, :input_rows]),
-            rows(given.aux_hidden[:, :input_rows]),
-            rows(given.num),
-            rows(given.first_position),
+    drafter_input = state.drafter_input
+    if drafter_input is not None and input_rows == 0:
+        drafter_input = None
+    if drafter_input is not None:
+        drafter_input = DrafterInput(
+            rows(drafter_input.token_ids[:, :input_rows]),
+            rows(drafter_input.aux_hidden[:, :input_rows]),
+            rows(drafter_input.num),
+            rows(drafter_input.first_position),
         )
     drafter_state = state.drafter_state
     if isinstance(drafter_state, PagedCache):
@@ -206,7 +206,7 @@ def take(state: DecodeState, batch: Batch, input_rows: int | None, adjusts: bool
     return DecodeState(
         length=rows(state.length),
         pending_token=rows(state.pending_token),
-        drafter_input=given,
+        drafter_input=drafter_input,
         target_cache=PagedCache(state.target_cache.pages, batch.target_tables),
         drafter_state=drafter_state,
         done=rows(state.done) | (slots >= state.slots),
@@ -227,8 +227,8 @@ def put(state: DecodeState, batch: Batch, after: DecodeState) -> DecodeState:
             return leaf
         return into.at[slots].set(leaf.astype(into.dtype), mode="drop")
 
-    given, left = state.drafter_input, after.drafter_input
-    if given is not None and left is not None:
+    drafter_input, left = state.drafter_input, after.drafter_input
+    if drafter_input is not None and left is not None:
         width = left.token_ids.shape[1]
 
         def columns(into: jax.Array, leaf: jax.Array) -> jax.Array:
@@ -236,11 +236,11 @@ def put(state: DecodeState, batch: Batch, after: DecodeState) -> DecodeState:
                 return jax.lax.dynamic_update_slice_in_dim(into, leaf, 0, 1)
             return into.at[slots, :width].set(leaf, mode="drop")
 
-        given = DrafterInput(
-            columns(given.token_ids, left.token_ids),
-            columns(given.aux_hidden, left.aux_hidden),
-            rows(given.num, left.num),
-            rows(given.first_position, left.first_position),
+        drafter_input = DrafterInput(
+            columns(drafter_input.token_ids, left.token_ids),
+            columns(drafter_input.aux_hidden, left.aux_hidden),
+            rows(drafter_input.num, left.num),
+            rows(drafter_input.first_position, left.first_position),
         )
     drafter_state = after.drafter_state
     if isinstance(drafter_state, PagedCache):
@@ -255,7 +255,7 @@ def put(state: DecodeState, batch: Batch, after: DecodeState) -> DecodeState:
     return DecodeState(
         length=rows(state.length, after.length),
         pending_token=rows(state.pending_token, after.pending_token),
-        drafter_input=given,
+        drafter_input=drafter_input,
         target_cache=PagedCache(after.target_cache.pages, ()),
         drafter_state=drafter_state,
         done=done,

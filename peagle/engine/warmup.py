@@ -80,7 +80,7 @@ class WarmUp:
                 engine.executor.prefill(plan, drafts)
             absent = np.full((count,), config.slots, np.int32)
             ones = np.ones((count,), np.int32)
-            engine.executor.admit((), absent, ones, -ones, SlotParams.stack([row], count))
+            engine.executor.admit((0,), absent, ones, -ones, [row])
         if engine.drafter is not None and not engine.drafter.cache_groups:
             engine.executor.learn(0, (0,))
 
@@ -126,7 +126,7 @@ class WarmUp:
             engine.executor.prefill(plan, drafts=True)
             params = SlotParams.of(Request(tuple(tokens), config.capacity), (), engine.target.vocab_size)
             lengths, unknown = np.asarray([length], np.int32), np.asarray([-1], np.int32)
-            engine.executor.admit([0], np.asarray([slot], np.int32), lengths, unknown, params)
+            engine.executor.admit([0], np.asarray([slot], np.int32), lengths, unknown, [params])
         size = next(size for size in engine.sizes if size >= active)
         rows = np.full((size, sum(engine.memory.widths)), -1, np.int32)
         rows[:active] = [engine.memory.row(table) for table in tables]

@@ -115,8 +115,32 @@ class Scripted(WithoutMemory):
         return DraftOutput(jnp.take_along_axis(state, jnp.clip(index, 0, state.shape[1] - 1), axis=1)), state
 
 
+class TargetWithoutLayers(WithoutCaches):
+    """A target whose logits are a function of each row's token and position: `logits`."""
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        return group_layers(())
+
+    def logits(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        raise NotImplementedError
+
+    def extend(
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        cache: PagedCache,
+        logit_rows: jax.Array | None = None,
+        writes: jax.Array | None = None,
+    ) -> tuple[VerifyOutput, PagedCache]:
+        no_aux = jnp.zeros((*token_ids.shape, 0))
+        if logit_rows is not None:
+            token_ids, positions = (jnp.take_along_axis(rows, logit_rows, axis=1) for rows in (token_ids, positions))
+        return VerifyOutput(self.logits(token_ids, positions), no_aux), cache
+
+
 @flax.struct.dataclass
-class MarkovTarget(WithoutCaches):
+class MarkovTarget(TargetWithoutLayers):
     """A target without a cache: the next token depends only on the last, logits = table[token]."""
 
     table: jax.Array  # [V, V]
@@ -129,20 +153,8 @@ class MarkovTarget(WithoutCaches):
     def max_positions(self) -> int:
         return 1 << 20
 
-    @property
-    def cache_groups(self) -> tuple[CacheGroup, ...]:
-        return group_layers(())
-
-    def extend(
-        self,
-        token_ids: jax.Array,
-        positions: jax.Array,
-        cache: PagedCache,
-        logit_rows: jax.Array | None = None,
-        writes: jax.Array | None = None,
-    ) -> tuple[VerifyOutput, PagedCache]:
-        read = token_ids if logit_rows is None else jnp.take_along_axis(token_ids, logit_rows, axis=1)
-        return VerifyOutput(self.table[read], jnp.zeros((*token_ids.shape, 0))), cache
+    def logits(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        return self.table[token_ids]
 
 
 @flax.struct.dataclass

@@ -185,7 +185,7 @@ def started(target: Any, sampling: SamplingParams, widths: list[int]) -> tuple[E
         executor.prefill(chunk_plan([prompt], [0], [0], 64, tables[slot][None]), drafts=False)
         params = SlotParams.of(Request(prompt, NEW, sampling, index=slot), (), V)
         slots, length, unknown = (np.asarray([value], np.int32) for value in (slot, len(prompt), -1))
-        executor.admit([0], slots, length, unknown, params)
+        executor.admit([0], slots, length, unknown, [params])
         executor.learn(slot, prompt)
     return executor, step_plan((0, 1), widths, tables, 3)
 

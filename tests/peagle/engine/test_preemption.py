@@ -66,6 +66,10 @@ def test_requests_with_memory_for_a_third_get_what_they_get_alone(pair: Models, 
     assert [answers[handle] for handle in handles] == expected
     assert little.num_preemptions == sum(handle.num_preempted for handle in handles) > 2
     assert any(handle.num_preempted and handle.output_ids for handle in handles)
+    use = little.prefix_cache_use
+    assert (use is None) == (not kept)
+    if use is not None:  # those that wait for pages, or are computed again, are looked up once
+        assert (use.num_requests, use.num_tokens) == (len(some), sum(len(request.prompt_ids) for request in some))
     check_whole(little)
 
 

@@ -11,8 +11,6 @@ import numpy as np
 
 from peagle.api import Pair
 from peagle.drafters.ngram import NGram
-from peagle.ops.attention import CacheGroup, PagedCache, group_layers
-from peagle.ops.messages import VerifyOutput
 from peagle.serve.app import Service
 from peagle.serve.prompts import Prompter
 from peagle.serve.responses import ResponsesBody, as_chat
@@ -20,7 +18,7 @@ from peagle.serve.schema import ChatBody, parse
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.peagle.conftest import SPECIALS, VOCAB_SIZE
 from tests.peagle.serve.conftest import DATE, K, service_of
-from tests.peagle.toys import WithoutCaches
+from tests.peagle.toys import TargetWithoutLayers
 
 LONG = 2048  # positions: a token is a byte
 RETURN, CALL = 1, len(SPECIALS)
@@ -28,7 +26,7 @@ USER: Any = [{"role": "user", "content": "hello"}]
 
 
 @flax.struct.dataclass
-class ScriptedTarget(WithoutCaches):
+class ScriptedTarget(TargetWithoutLayers):
     """A target whose token after position p is script[p], whatever precedes it."""
 
     script: jax.Array  # [capacity]
@@ -41,21 +39,8 @@ class ScriptedTarget(WithoutCaches):
     def max_positions(self) -> int:
         return self.script.shape[0]
 
-    @property
-    def cache_groups(self) -> tuple[CacheGroup, ...]:
-        return group_layers(())
-
-    def extend(
-        self,
-        token_ids: jax.Array,
-        positions: jax.Array,
-        cache: PagedCache,
-        logit_rows: jax.Array | None = None,
-        writes: jax.Array | None = None,
-    ) -> tuple[VerifyOutput, PagedCache]:
-        read = positions if logit_rows is None else jnp.take_along_axis(positions, logit_rows, axis=1)
-        logits = 10 * jax.nn.one_hot(self.script[jnp.maximum(read, 0)], VOCAB_SIZE, dtype=jnp.float32)
-        return VerifyOutput(logits, jnp.zeros((*token_ids.shape, 0))), cache
+    def logits(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        return 10 * jax.nn.one_hot(self.script[jnp.maximum(positions, 0)], VOCAB_SIZE, dtype=jnp.float32)
 
 
 def says(tokenizer: ByteLevelTokenizer, *turns: tuple[Mapping[str, Any], str], **options: Any) -> Service:
