@@ -55,6 +55,7 @@ from peagle.measure.profile import profile
 from peagle.ops import cuda
 from peagle.ops.cuda import calls
 from peagle.ops.errors import InputError, InputWarning
+from peagle.ops.expert_matmul import TiledExperts
 from peagle.ops.files import expect_new
 from peagle.ops.kernels import for_weights
 from peagle.ops.kernels import in_words as kernels_in_words
@@ -68,6 +69,7 @@ from peagle.workflows.random_checkpoint import IN_TURN, PARALLEL, SIZES, Drafter
 from scripts.check_mesh import CONFIG, compare, loud_target
 from scripts.gpu.operations import costs
 from scripts.gpu.page import page
+from scripts.gpu.parts import bytes_of_parts, parts
 from scripts.runs import Json, Progress, RawLines, in_one_line, new_parser, origin, write_run
 from target.config import TargetConfig
 from target.model import GptOss
@@ -86,6 +88,7 @@ SUITE_OPTIONS = ("--maxfail", "20", "--tb", "line")
 SUITE_OPTIONS += ("-p", "no:benchmark", "-W", "default")
 SUITE_NEEDS = ("pytest", "xdist", "hypothesis", "beartype")
 PROMPT_TOKENS, NEW_TOKENS, REPEATS = 512, 128, 3
+PROFILED_TOKENS = 48
 MOST_WORKERS = 12  # of the suite: each of them has a part of the device's memory
 SUITE_S, PEERS_S = 180, 300  # after so long they are stopped
 PEERS, PEERS_TRIED_OUT = "L", "tiny"  # the checkpoint that engines are compared on: two layers as the 20b's
@@ -255,18 +258,19 @@ class Passes:
 
 
 ALONE = (
-    Passes(1, 512, (1, 2, 4, 8, 16), (512, 2048)),
-    Passes(1, 8192, (1, 4, 8)),
+    Passes(1, 512, (1, 2, 4, 8), (512, 2048, 8192)),
     Passes(8, 512, (1, 4)),
     Passes(32, 512),
-    Passes(1, 512, xla=True),
+    Passes(64, 512),
 )
+FURTHER = (Passes(256, 512), Passes(1, 8192, (1, 4, 8)), Passes(1, 512, xla=True))
+PROFILED = (1, 8, 32)  # requests
 
 
 def target_alone(name: str, params: Any, config: TargetConfig, passes: Passes) -> Iterator[Json]:
     """Measure prefill, decoding and verify passes."""
-    if passes.xla and not cuda.available():  # it is measured already
-        return
+    if passes.xla and (not cuda.available() or isinstance(params.layers[0].moe.experts, TiledExperts)):
+        return  # it is measured already, or XLA does not take the layout
     weights = dataclasses.replace(params, implementation="xla") if passes.xla else params
     most_rows = calls.MAX_ROWS if cuda.available() and not passes.xla else 0
     pair = pair_of(weights, config, None)
@@ -309,44 +313,45 @@ def rows_of(case: Case, batch: int) -> int:
     return batch if case.kind == "tg" else batch * case.size
 
 
-def speculation(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
-    """Time steps with drafters of the public geometry and of EAGLE-3, and plain decoding beside them in turns.
+def speculation(name: str, params: Any, config: TargetConfig, kind: DrafterShape, vocab: int | None) -> Iterator[Json]:
+    """Time steps with a drafter of a public geometry, and plain decoding beside them in turns.
 
     Acceptance is drawn at PUBLISHED_RATE^i. The head is over the whole vocabulary or over a part of it; one sequence,
-    and several together. All programs are compiled first, those of several engines at once.
+    and with the whole head several together. All programs are compiled first, those of several engines at once.
     """
-    arms: list[tuple[Json, int, dict[int, AnyEngine]]] = []
-    plain: dict[int, AnyEngine] = {}  # by batch; no drafter has a part in it
-    for vocab in (None, NARROW_VOCAB):
-        if vocab is not None and vocab >= config.vocab_size:
-            continue
-        for kind in (PARALLEL, IN_TURN):
-            pair = pair_of(params, config, random_drafter(kind, config, vocab, params.embedding))
-            line = {
-                "shape": name,
-                "synthetic_acceptance": PUBLISHED_RATE,
-                "drafter": kind.name,
-                "vocab_size": config.vocab_size,
-                "draft_vocab": vocab or config.vocab_size,
-            }
-            for batch, ks in ((1, (5, 7)), (8, (3,))) if vocab is None else ((1, (7,)),):
-                if batch not in plain:
-                    plain[batch] = synthetic_engine(pair, 0, batch)
-                drafting = {k: synthetic_engine(pair, k, batch) for k in ks}
-                arms.append((line, batch, {0: plain[batch]} | drafting))
+    pair = pair_of(params, config, random_drafter(kind, config, vocab, params.embedding))
+    line = {
+        "shape": name,
+        "synthetic_acceptance": PUBLISHED_RATE,
+        "drafter": kind.name,
+        "vocab_size": config.vocab_size,
+        "draft_vocab": vocab or config.vocab_size,
+    }
+    batches = {1: (0, 5, 7), 8: (0, 3)} if vocab is None else {1: (0, 7)}
+    engines = {batch: {k: synthetic_engine(pair, k, batch) for k in ks} for batch, ks in batches.items()}
     started = time.perf_counter()
-    every = {engine for _, _, engines in arms for engine in engines.values()}
+    every = [engine for of_batch in engines.values() for engine in of_batch.values()]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda engine: engine.warm_up(), every))
     yield {"engines": len(every), "compiling_s": time.perf_counter() - started}
-    for line, batch, engines in arms:
-        for found in steps(engines, config, batch):
+    for batch, of_batch in engines.items():
+        for found in steps(of_batch, config, batch):
             yield line | found
-    # last, since their programs compile anew
-    asked = request(config, PROMPT_TOKENS, NEW_TOKENS, 0)
-    for line, batch, engines in arms:
-        if 7 in engines and line["draft_vocab"] == config.vocab_size:
-            yield line | {"batch": batch, "k": 7} | shares(engines[7], asked)
+    if vocab is None:  # last, since its program compiles anew
+        yield line | {"batch": 1, "k": 7} | shares(engines[1][7], request(config, PROMPT_TOKENS, NEW_TOKENS, 0))
+
+
+def by_part(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
+    """Find where the time of a plain step goes, by the number of requests."""
+    for batch in PROFILED:
+        engine = synthetic_engine(pair_of(params, config, None), 0, batch)
+        engine.warm_up()
+        asked = [request(config, PROMPT_TOKENS, PROFILED_TOKENS, number) for number in range(batch)]
+        with tempfile.TemporaryDirectory() as directory:
+            spent = parts(engine, asked, Path(directory))
+        read = bytes_of_parts(params, config, batch, PROMPT_TOKENS + PROFILED_TOKENS // 2)
+        for part, us in spent.items():
+            yield {"shape": name, "part": part, "batch": batch, "us": us, "mb": read.get(part, 0.0) / 1e6}
 
 
 def steps(engines: dict[int, AnyEngine], config: TargetConfig, batch: int) -> Iterator[Json]:
@@ -469,15 +474,15 @@ def shape_sections(name: str, seconds: float) -> Iterator[Section]:
         return held[0]
 
     def sizes() -> Iterator[Json]:
-        model = GptOss(jax.eval_shape(lambda: random_params(config, 0)), config)
+        model = GptOss(jax.eval_shape(lambda: random_params(config, 0, as_stored=True)), config)
         pages = jax.eval_shape(lambda: model.init_cache(1, 1024, 16).pages)
         yield {"shape": name, "weight_bytes": random_bytes(config), "cache_bytes_for_1024": tree_bytes(pages)}
 
     def alone(passes: Passes) -> Iterator[Json]:
         yield from target_alone(name, weights(), config, passes)
 
-    def speculating() -> Iterator[Json]:
-        yield from speculation(name, weights(), config)
+    def speculating(kind: DrafterShape, vocab: int | None) -> Iterator[Json]:
+        yield from speculation(name, weights(), config, kind, vocab)
 
     def let_go() -> Iterator[Json]:
         held.clear()
@@ -485,8 +490,14 @@ def shape_sections(name: str, seconds: float) -> Iterator[Section]:
         yield from ()
 
     yield Section(f"{name}: sizes", sizes, 1)
-    yield Section(f"{name}: speculation", speculating, 3 * seconds)
     for passes in ALONE:
+        yield Section(f"{name}: {passes}", functools.partial(alone, passes), seconds)
+    yield Section(f"{name}: parts", lambda: by_part(name, weights(), config), seconds)
+    for vocab in (None, NARROW_VOCAB) if config.vocab_size > NARROW_VOCAB else (None,):
+        for kind in (PARALLEL, IN_TURN):
+            head = "" if vocab is None else f", head of {vocab}"
+            yield Section(f"{name}: {kind.name}{head}", functools.partial(speculating, kind, vocab), seconds)
+    for passes in FURTHER:
         yield Section(f"{name}: {passes}", functools.partial(alone, passes), seconds)
     yield Section(f"{name}: operations", lambda: operations(name, weights(), config), seconds / 2)
     yield Section(f"{name}: {ENDS}", let_go, 0)

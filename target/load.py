@@ -18,7 +18,16 @@ import numpy as np
 
 from peagle.ops.checkpoint import CONFIG, Checkpoint, read_checkpoint, read_json, write_checkpoint
 from peagle.ops.errors import InputError
-from peagle.ops.expert_matmul import ExpandedExperts, Experts, FusedExperts, NativeExperts, PackedExperts, alternate
+from peagle.ops.expert_matmul import (
+    ExpandedExperts,
+    Experts,
+    FusedExperts,
+    NativeExperts,
+    PackedExperts,
+    TiledExperts,
+    alternate,
+    tile,
+)
 from peagle.ops.kernels import Implementation
 from peagle.ops.linear import PackedMatrix, arrange, arrange_embedding, as_matrix
 from peagle.ops.linear.packed import BFLOAT16, pack_floats, pack_mxfp4
@@ -574,11 +583,12 @@ class _Reader:
             self._expect_floats(name)
             yield from self._each(name)
 
-    def _packed(self, prefix: str) -> PackedExperts:
+    def _packed(self, prefix: str) -> PackedExperts | TiledExperts:
+        """Read a layer's experts as stored; on a Hopper GPU lay them out for its kernels, a layer at a time."""
         names = self._names
         gate_up_blocks, gate_up_scales = self._packed_pair(prefix + names.gate_up)
         down_blocks, down_scales = self._packed_pair(prefix + names.down)
-        return PackedExperts(
+        packed = PackedExperts(
             gate_up_blocks=gate_up_blocks,
             gate_up_scales=gate_up_scales,
             gate_up_bias=self._vector(prefix + names.gate_up_bias),
@@ -586,6 +596,9 @@ class _Reader:
             down_scales=down_scales,
             down_bias=self._vector(prefix + names.down_bias),
         )
+        if self._implementation == "xla" or self._part.place.ranks > 1:
+            return packed
+        return tile(packed, self._config.top_k)
 
     def _packed_pair(self, name: str) -> tuple[jax.Array, jax.Array]:
         """Read (blocks, scales) of all experts, as stored."""
@@ -726,8 +739,8 @@ def _expert_tensors(experts: Experts, config: TargetConfig, mxfp4: bool) -> dict
 def _dense_experts(experts: Experts, config: TargetConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return (gate_up [E, D, 2F] interleaved, its bias [E, 2F] interleaved, down [E, F, D], its bias [E, D])."""
     count, width, hidden = config.num_experts, config.expert_width, config.hidden_size
-    if isinstance(experts, NativeExperts):
-        raise TypeError("a model packed for the native kernels cannot be saved; load it without an implementation")
+    if isinstance(experts, NativeExperts | TiledExperts):
+        raise TypeError("a model packed for the kernels cannot be saved; load it for 'xla'")
     if isinstance(experts, PackedExperts):
         gate_up = dequantize(np.asarray(experts.gate_up_blocks), np.asarray(experts.gate_up_scales)).swapaxes(-1, -2)
         down = dequantize(np.asarray(experts.down_blocks), np.asarray(experts.down_scales)).swapaxes(-1, -2)

@@ -166,7 +166,7 @@ def _attention_by_blocks(
         held = {index: pages}
         placed = rows.replace(write=write, first=first, last=last)  # type: ignore[attr-defined]
         attend = _attend_paged(params, config, {index: placed}, held)
-        part = _attention_half(params, config, index, part, at, of_cos, of_sin, attend)
+        part = _attention_half(params, config, index, part, None, at, of_cos, of_sin, attend)
         return jax.lax.dynamic_update_slice_in_dim(x, part, block * size, axis=1), held[index]
 
     return _for_active_blocks(one, positions, size, (x, pages))
@@ -176,7 +176,7 @@ def _experts_by_blocks(
     params: TargetParams, config: TargetConfig, index: int, x: jax.Array, positions: jax.Array, size: int
 ) -> jax.Array:
     def one(block: jax.Array, x: jax.Array) -> jax.Array:
-        part = _expert_half(params, config, index, _rows(x, block, size), _rows(positions, block, size))
+        part, _ = _expert_half(params, config, index, _rows(x, block, size), _rows(positions, block, size))
         return jax.lax.dynamic_update_slice_in_dim(x, part, block * size, axis=1)
 
     return _for_active_blocks(one, positions, size, x)
@@ -255,9 +255,10 @@ def _run_layers(
     x = embed(params.embedding, token_ids, params.dtype)
     cos, sin = rope_tables(config.rope, positions, x.dtype, implementation=params.implementation)
     aux_hidden: dict[int, jax.Array] = {}
+    normalised = None
     for index in range(config.num_layers):
-        x = _attention_half(params, config, index, x, positions, cos, sin, attend, ranks)
-        x = _expert_half(params, config, index, x, positions, ranks)
+        x = _attention_half(params, config, index, x, normalised, positions, cos, sin, attend, ranks)
+        x, normalised = _expert_half(params, config, index, x, positions, ranks)
         if index in aux_layer_ids:
             aux_hidden[index] = x
     none = jnp.zeros((*token_ids.shape, 0), x.dtype)
@@ -269,14 +270,17 @@ def _attention_half(
     config: TargetConfig,
     index: int,
     x: jax.Array,
+    normalised: jax.Array | None,
     positions: jax.Array,
     cos: jax.Array,
     sin: jax.Array,
     attend: AttendProjected,
     ranks: Ranks | None = None,
 ) -> jax.Array:
+    """Return x + the attention of norm(x), which is `normalised` if the layer before has computed it."""
     p, reduce = params.layers[index].attention, None if ranks is None else ranks.reduce
-    qkv = linear(x, p.qkv, p.qkv_bias, norm=Norm(p.norm, config.rms_norm_eps), positions=positions)
+    norm = Norm(p.norm, config.rms_norm_eps) if normalised is None else None
+    qkv = linear(x if normalised is None else normalised, p.qkv, p.qkv_bias, norm=norm, positions=positions)
     out = attend(index, p, qkv, cos, sin)
     return linear(out, p.out, p.out_bias, residual=x, positions=positions, reduce=reduce)
 
@@ -288,8 +292,10 @@ def _expert_half(
     x: jax.Array,
     positions: jax.Array,
     ranks: Ranks | None = None,
-) -> jax.Array:
-    moe = params.layers[index].moe
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return (y = x + the experts of norm(x), the next layer's norm(y) or None). See `expert_block`."""
+    moe, following = params.layers[index].moe, index + 1
+    next_norm = params.layers[following].attention.norm if following < config.num_layers else None
     return expert_block(
         x,
         Norm(moe.norm, config.rms_norm_eps),
@@ -299,6 +305,7 @@ def _expert_half(
         config.top_k,
         config.swiglu_limit,
         positions,
+        next_norm=None if next_norm is None else Norm(next_norm, config.rms_norm_eps),
         implementation=params.implementation,
         ranks=ranks,
     )

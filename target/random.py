@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from peagle.ops.expert_matmul import PackedExperts
+from peagle.ops.expert_matmul import PackedExperts, tile
 from peagle.ops.mxfp4 import BLOCK
 from target.config import TargetConfig
 from target.params import AttentionParams, LayerParams, MoeParams, TargetParams
@@ -19,8 +19,13 @@ from target.params import AttentionParams, LayerParams, MoeParams, TargetParams
 CODE_SPREAD = 2.93  # root mean square of uniformly drawn four-bit codes
 
 
-def random_params(config: TargetConfig, seed: int, dtype: DTypeLike = jnp.bfloat16) -> TargetParams:
-    """Draw parameters on JAX's default device, layer by layer: peak memory is theirs plus one layer's."""
+def random_params(
+    config: TargetConfig, seed: int, dtype: DTypeLike = jnp.bfloat16, *, as_stored: bool = False
+) -> TargetParams:
+    """Draw parameters on JAX's default device, layer by layer: peak memory is theirs plus one layer's.
+
+    Experts are laid out as `load_target` does it, or as_stored, as in checkpoints.
+    """
     # not threefry: drawing 65 GB must take only seconds
     keys = jax.random.split(jax.random.key(seed, impl="unsafe_rbg"), config.num_layers + 2)
     hidden, vocab = config.hidden_size, config.vocab_size
@@ -28,7 +33,7 @@ def random_params(config: TargetConfig, seed: int, dtype: DTypeLike = jnp.bfloat
     matrix = jax.jit(_matrix, static_argnums=(1, 2, 3))
     return TargetParams(
         embedding=matrix(keys[0], (vocab, hidden), 1, dtype),
-        layers=tuple(layer(key) for key in keys[2:]),
+        layers=tuple(layer(key) if as_stored else _arranged(layer(key), config) for key in keys[2:]),
         norm=jnp.ones((hidden,), dtype),
         lm_head=matrix(keys[1], (hidden, vocab), hidden, dtype),
     )
@@ -36,8 +41,15 @@ def random_params(config: TargetConfig, seed: int, dtype: DTypeLike = jnp.bfloat
 
 def random_bytes(config: TargetConfig, dtype: DTypeLike = jnp.bfloat16) -> int:
     """Compute the memory of `random_params` without allocating it."""
-    shapes = jax.eval_shape(lambda: random_params(config, 0, dtype))
+    shapes = jax.eval_shape(lambda: random_params(config, 0, dtype, as_stored=True))
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
+def _arranged(layer: LayerParams, config: TargetConfig) -> LayerParams:
+    packed = layer.moe.experts
+    assert isinstance(packed, PackedExperts)
+    experts = tile(packed, config.top_k)
+    return layer.replace(moe=layer.moe.replace(experts=experts))  # type: ignore[attr-defined]
 
 
 def _layer(key: jax.Array, config: TargetConfig, dtype: DTypeLike) -> LayerParams:

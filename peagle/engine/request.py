@@ -23,7 +23,7 @@ DRAFTS_ARE_GREEDY = (
     "--temperature or leave it out"
 )
 
-DEFAULT_CHUNK, GPU_CHUNK = 128, 512  # prompt tokens of one prefill pass; a GPU multiplies more rows in the same time
+DEFAULT_CHUNK, GPU_CHUNK = 128, 2048  # prompt tokens of one prefill pass; a GPU multiplies more rows in the same time
 MAX_NUM_DRAFTS = 128  # no acceptance pays for a wider pass
 
 FinishReason = Literal["stop", "length", "aborted", "timeout", "error", "handed_off"]

@@ -28,14 +28,16 @@ from peagle.ops.attention import (
     paged_attention,
 )
 from peagle.ops.cuda import calls
-from peagle.ops.expert_matmul import expert_mlp, reference
+from peagle.ops.expert_matmul import TiledExperts, expert_block, expert_mlp, reference
 from peagle.ops.expert_matmul.routing import route_top_k
 from peagle.ops.kernels import Implementation
 from peagle.ops.linear import linear
+from peagle.ops.memory import tree_bytes
+from peagle.ops.norm import Norm
 from peagle.ops.rope import rope_tables
 from target.config import TargetConfig
 from target.model import cache_groups
-from target.params import TargetParams
+from target.params import MoeParams, TargetParams
 
 Json = dict[str, Any]
 CACHED = 128e6  # bytes: twice a large GPU's second-level cache
@@ -139,6 +141,9 @@ def _experts(
     params: TargetParams, config: TargetConfig, x: list[jax.Array], draw: np.random.Generator
 ) -> Iterator[Operation]:
     rows, weights = x[0].shape[0], [layer.moe.experts for layer in params.layers[: len(x)]]
+    if isinstance(weights[0], TiledExperts):
+        yield from _expert_blocks(params, config, x)
+        return
     logits = [jnp.asarray(draw.standard_normal((rows, config.num_experts)), jnp.float32) for _ in weights]
     one_expert = sum(leaf.nbytes for leaf in jax.tree.leaves(weights[0])) / config.num_experts
     selected = [np.unique(np.asarray(route_top_k(each, config.top_k)[0])).size for each in logits]
@@ -155,6 +160,21 @@ def _experts(
         yield Operation(
             f"experts: {name}", one, [None] * len(weights), operands, one_expert * statistics.mean(selected)
         )
+
+
+def _expert_blocks(params: TargetParams, config: TargetConfig, x: list[jax.Array]) -> Iterator[Operation]:
+    """Yield the second halves of layers, of which the kernels make one operation."""
+    moes = [layer.moe for layer in params.layers[: len(x)]]
+    # as many experts as independent choices touch
+    read = (1 - (1 - config.top_k / config.num_experts) ** len(x[0])) * tree_bytes(moes[0].experts)
+    one = functools.partial(_expert_block, config=config)
+    yield Operation("expert block: CUDA", one, [None] * len(x), list(zip(x, moes, strict=True)), read)
+
+
+def _expert_block(_: None, x: jax.Array, moe: MoeParams, config: TargetConfig) -> tuple[jax.Array, None]:
+    norm = Norm(moe.norm, config.rms_norm_eps)
+    operands = (x, norm, moe.router, moe.router_bias, moe.experts, config.top_k, config.swiglu_limit)
+    return expert_block(*operands)[0], None
 
 
 def _dense(_: None, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:

@@ -19,6 +19,7 @@ def page(record: Json) -> list[Block]:
         "steps cost. Shares of a step are taken under the profiler, which launches operation by operation: with CUDA "
         "graphs less time lies between them.",
         _checks(rows),
+        _parts([row for row in rows if "part" in row], _copy_bandwidth(rows)),
         _operations([row for row in rows if "operation" in row], _copy_bandwidth(rows)),
         _alone([row for row in rows if "kind" in row]),
         _steps(steps),
@@ -48,6 +49,24 @@ def _checks(rows: list[Json]) -> Table:
 
 def _copy_bandwidth(rows: list[Json]) -> float | None:
     return next((row["copy_gb_per_s"] for row in rows if "copy_gb_per_s" in row), None)
+
+
+def _parts(rows: list[Json], copy: float | None) -> Table:
+    """List the parts of plain steps, and what they read at the pace of a copy."""
+    return _table(
+        "shape | requests | part of a plain step | ms | MB | of the copy bandwidth",
+        [
+            [
+                row["shape"],
+                str(row["batch"]),
+                row["part"],
+                f"{row['us'] / 1e3:.3f}",
+                f"{row['mb']:.4g}" if row["mb"] else "-",
+                figure_text(1e3 * row["mb"] / row["us"] / copy if copy and row["mb"] and row["us"] else None, ".0%"),
+            ]
+            for row in rows
+        ],
+    )
 
 
 def _operations(rows: list[Json], copy: float | None) -> Table:

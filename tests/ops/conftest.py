@@ -26,7 +26,7 @@ SIMPLER = {"avx512": "avx512vnni"}  # a set, and the one that differs by product
 IN_TURN = "in_turn"  # in the place of an instruction set in the names of XLA's calls
 HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)  # XLA_FFI_Error* (XLA_FFI_CallFrame*)
 DRIVER = Path(__file__).parent / "cuda" / "driver.cc"
-GPU_PRAGMAS = "-Wno-unknown-pragmas"
+GPU_PRAGMAS = ("-Wno-unknown-pragmas", "-Wno-subobject-linkage")
 selected: dict[str, Any] = {}
 forwarders: dict[str, Any] = {}
 
@@ -79,7 +79,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture(scope="session")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Compile (the launcher of the CUDA kernels for the CPU, the driver), once for all workers of a run."""
-    launcher, driver = "-DPEAGLE_TEST_ON_HOST", (f"-I{build.CUDA}", "-fvisibility=default", GPU_PRAGMAS)
+    launcher, driver = "-DPEAGLE_TEST_ON_HOST", (f"-I{build.CUDA}", "-fvisibility=default", *GPU_PRAGMAS)
     directory = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         directory = directory.parent  # of this run, above its workers'
@@ -96,7 +96,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def opened(libraries: tuple[Path, Path]) -> None:
     """Open the CUDA kernels on the CPU."""
     launcher, driver = libraries
-    cuda.open_kernels(launcher, str(driver), b"any image", "cpu")
+    cuda.open_kernels(launcher, str(driver), b"any image", "cpu", tiles=False)
 
 
 FORMS = ("xla", *instruction_sets(), "cuda")

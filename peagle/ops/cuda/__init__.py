@@ -1,6 +1,6 @@
 """The CUDA kernels, called through XLA's FFI, and whether they run here.
 
-    common.cuh, experts.cu, attention.cu   the kernels
+    common.cuh, linear.cu, experts.cu, attention.cu   the kernels; tiles.cu those of Hopper GPUs alone
     nvrtc.py     compiles them for the GPU at hand
     launch.cc    XLA's entry: checks shapes and launches; compiled beside the CPU kernels (peagle.ops.native.build)
     calls.py     JAX's entry
@@ -18,11 +18,11 @@ import jax
 
 from peagle.ops import native
 from peagle.ops.cuda.check import check
-from peagle.ops.cuda.nvrtc import CudaError, compile_kernels
+from peagle.ops.cuda.nvrtc import HOPPER, CudaError, compile_kernels
 from peagle.ops.errors import InputError
 from peagle.ops.native.build import LAUNCHER
 
-HANDLERS = ("experts", "paged_attention")
+HANDLERS = ("linear", "experts", "expert_block", "paged_attention")
 DRIVER = "libcuda.so.1"
 _MAJOR = 8  # compute capability: bfloat16 tensor cores
 
@@ -36,10 +36,11 @@ def status() -> tuple[bool, str]:
         if jax.default_backend() != "gpu":
             raise CudaError(f"the GPU kernels are for NVIDIA GPUs, this is {jax.default_backend()}")
         capability = _capability()
-        open_kernels(LAUNCHER, DRIVER, compile_kernels("sm_" + capability.replace(".", "")), "CUDA")
+        architecture = HOPPER if on_hopper(capability) else "sm_" + capability.replace(".", "")
+        open_kernels(LAUNCHER, DRIVER, compile_kernels(architecture), "CUDA", tiles=architecture == HOPPER)
         # on the GPU at once, even if the first call comes while a program is traced
         with jax.default_device(jax.local_devices()[0]), jax.ensure_compile_time_eval():
-            check()
+            check(tiles=architecture == HOPPER)
     except Exception as error:  # an unexpected driver, compiler or library
         return False, f"XLA: {' '.join(str(error).split())[:200]}"
     return True, f"CUDA, compute capability {capability}"
@@ -50,6 +51,16 @@ def available() -> bool:
     return status()[0]
 
 
+def has_tiles() -> bool:
+    """Whether the kernels of Hopper GPUs run here."""
+    return available() and on_hopper(_capability())
+
+
+def on_hopper(capability: str) -> bool:
+    """Whether a GPU of that compute capability runs the kernels of tiles.cu, which no other one does."""
+    return capability == "9.0"
+
+
 def not_taken(limits: str) -> InputError:
     """Make the error of an op that is to run in the CUDA kernels by name and cannot."""
     runs, line = status()
@@ -57,13 +68,16 @@ def not_taken(limits: str) -> InputError:
     return InputError(f"the CUDA kernels do not {why}; leave the implementation out, or take 'xla'")
 
 
-def open_kernels(launcher: Path, driver: str, cubin: bytes, platform: str) -> None:
-    """Register the kernels with XLA for that platform, for `calls`. Raises CudaError."""
+def open_kernels(launcher: Path, driver: str, cubin: bytes, platform: str, *, tiles: bool) -> None:
+    """Register the kernels with XLA for that platform, for `calls`. Raises CudaError.
+
+    tiles: whether those of Hopper GPUs are among them.
+    """
     if not launcher.exists():
         raise CudaError("the GPU kernels' launcher was not compiled; python -m peagle.ops.native compiles it")
     opened = ctypes.CDLL(str(launcher))
     opened.peagle_cuda_open.restype = ctypes.c_char_p
-    if said := opened.peagle_cuda_open(driver.encode(), cubin, ctypes.c_int64(len(cubin))):
+    if said := opened.peagle_cuda_open(driver.encode(), cubin, ctypes.c_int64(len(cubin)), ctypes.c_int(tiles)):
         raise CudaError(said.decode())
     for name in HANDLERS:
         handler = jax.ffi.pycapsule(getattr(opened, f"peagle_cuda_{name}"))

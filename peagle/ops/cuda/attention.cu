@@ -1,12 +1,14 @@
 // Attention over keys and values in pages of 64 slots, [P, 64, G, H]. Index i of sequence b is slot i mod 64 of page
 // table[b, i / 64 mod M].
 //
-//     rotate    rotates queries and keys, writes keys and values to their pages
-//     few rows  attend: per block one kv head and one chunk of four pages, a page for each warp, so that all of the GPU
-//               reads; then combine joins the chunks with the sinks
-//     many rows prompt: per warp 16 queries, which read their pages one after the other
+//     few rows   attend: per block one kv head of a sequence and one chunk of four pages, a page for each warp, so that all
+//                of the GPU reads. It rotates its queries, and rotates and writes the new keys and values of its chunk. The
+//                last block of a kv head joins the chunks, with the sinks
+//     many rows  rotate, which writes queries, keys and values; then prompt: per block 128 queries of a kv head, 32 a warp,
+//                which read their pages one after the other through shared memory
 //
-// Chunks begin at fixed indices, so with few rows a row's bits depend neither on the other rows nor on page numbers.
+// Chunks begin at fixed indices, and a page that a query does not see changes nothing. So a row's bits depend neither on the
+// other rows of its pass nor on page numbers.
 
 namespace {
 
@@ -15,16 +17,18 @@ constexpr int kHalf = kHead / 2;
 constexpr int kSlots = 64;  // per page
 constexpr int kChunkSlots = kSlots * kWarps;
 constexpr int kRows = 16;  // queries per product
-constexpr float kNothing = -1e30f;
+constexpr int kMostTiles = 1 << 16;  // of sixteen queries, in a pass of few rows
+constexpr float kNothing = -1e30f, kLog2E = 1.44269504f;
+constexpr float kScale = 0.125f * kLog2E;  // 1 / sqrt(kHead), for powers of two
 
 // The pages of one sequence and one kv head.
 struct Table {
   const int* numbers;  // of this sequence [M]
   int width;
-  const Half *key, *value;  // of this kv head
+  Half *key, *value;  // of this kv head
   long long row_stride, page_stride;
 
-  __device__ Table(const int* table, int table_width, int b, const Half* key, const Half* value, int g, int kv_heads)
+  __device__ Table(const int* table, int table_width, int b, Half* key, Half* value, int g, int kv_heads)
       : numbers(table + static_cast<long long>(b) * table_width),
         width(table_width),
         key(key + g * kHead),
@@ -33,12 +37,16 @@ struct Table {
         page_stride(kSlots * row_stride) {}
 
   __device__ long long Page(int page) const { return numbers[page % width] * page_stride; }
+  __device__ long long Slot(int index) const { return Page(index / kSlots) + index % kSlots * row_stride; }
 };
 
 // The indices that queries see, from the first to the last; nothing if last < first.
 struct Range {
   int first, last;
+  __device__ bool Has(int index) const { return index >= first && index <= last; }
 };
+
+constexpr Range kNothingSeen = {0x7fffffff, -1};
 
 __device__ inline Range SeenBy(const int* first, const int* last, int row) { return {first[row], last[row]}; }
 
@@ -48,15 +56,16 @@ __device__ inline void Cover(Range& all, Range one) {
   all.last = max(all.last, one.last);
 }
 
-constexpr Range kNothingSeen = {0x7fffffff, -1};
+// A value of a head, and the one that it is rotated with: the one half a head further, or with `minus` half a head before.
+__device__ inline float Rotated(float own, float other, float c, float s, bool minus) {
+  return minus ? own * c - other * s : own * c + other * s;
+}
 
-struct AttentionShared {
-  float peak[kWarps][kRows];
-  float total[kWarps][kRows];
-  float out[kWarps][kRows][kHead + 4];  // padded by four, so that rows begin in different banks
-};
-
-__device__ inline unsigned Pack(float low, float high) { return ToHalf(low) | static_cast<unsigned>(ToHalf(high)) << 16; }
+// Two neighbours.
+__device__ inline unsigned Rotated(unsigned own, unsigned other, unsigned c, unsigned s, bool minus) {
+  return PackFast(Rotated(ToFloat(own), ToFloat(other), ToFloat(c), ToFloat(s), minus),
+              Rotated(ToFloat(own >> 16), ToFloat(other >> 16), ToFloat(c >> 16), ToFloat(s >> 16), minus));
+}
 
 // The largest, or the sum, over the four lanes of a group.
 __device__ inline float MaxOfGroup(float value) {
@@ -68,16 +77,143 @@ __device__ inline float SumOfGroup(float value) {
   return value + __shfl_xor_sync(~0u, value, 2);
 }
 
+constexpr int kPieceCount = kHead / 8;  // of 16 bytes, of a slot or a query
+
+// Piece p of a row of 64 values is at p ^ (row % 8), so that the pieces of eight rows lie in different banks.
+__device__ inline int PieceAt(int row, int piece) { return row * kPieceCount + (piece ^ row % 8); }
+
+// A page's keys and values in shared memory.
+struct alignas(128) StagedPage {
+  Words keys[kSlots * kPieceCount], values[kSlots * kPieceCount];
+};
+
+// Begins to copy a page's slots to shared memory, by `threads` threads of which this is number `thread`; those outside of
+// `wanted` become zero.
+template <int threads>
+__device__ inline void CopyPage(const Table& table, int page, Range wanted, int thread, StagedPage& staged) {
+  const long long at = table.Page(page);
+#pragma unroll 4
+  for (int i = thread; i < kSlots * kPieceCount; i += threads) {
+    const int slot = i / kPieceCount, piece = i % kPieceCount, to = PieceAt(slot, piece);
+    const long long from = at + slot * table.row_stride + piece * 8;
+    const bool has = wanted.Has(page * kSlots + slot);
+    CopyAsync(&staged.keys[to], table.key + from, has);
+    CopyAsync(&staged.values[to], table.value + from, has);
+  }
+}
+
+// Sixteen queries of a warp, as products take them: a lane holds values 16 k + 2 quarter, .. + 1, and eight further, of
+// queries `group` and `group` + 8.
+struct Queries {
+  unsigned a[kHead / 16][4];
+  Range seen[2];
+};
+
+// What sixteen queries have of the slots so far: sums weighted by exp2(kScale (score - peak)), and this lane's part of the sum
+// of these weights. out[n]: values 8 n + 2 quarter, .. + 1 of queries group and group + 8.
+struct Attended {
+  float peak[2] = {kNothing, kNothing}, total[2] = {0, 0}, out[kHead / 8][4] = {};
+};
+
+// Adds 16 kCount slots of a staged page, from `slot` on, which is index `start`, to kQueries times sixteen queries. `masked`:
+// some query does not see some of them.
+template <int kCount, int kQueries>
+__device__ __forceinline__ void Attend(const Queries (&q)[kQueries], const StagedPage& page, int slot, int start, bool masked,
+                                       Attended (&result)[kQueries]) {
+  const int lane = threadIdx.x % 32, quarter = lane % 4;
+  float scores[kQueries][2 * kCount][4];
+  // keys: lane l gives the address of slot l % 8 of matrix l / 8; matrices are 8 slots by 8 values
+#pragma unroll
+  for (int n = 0; n < 2 * kCount; ++n) {
+#pragma unroll
+    for (int i = 0; i < kQueries; ++i)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) scores[i][n][c] = 0;
+#pragma unroll
+    for (int k = 0; k < kHead / 16; k += 2) {
+      unsigned keys[4];
+      LoadMatrices(keys, &page.keys[PieceAt(slot + 8 * n + lane % 8, 2 * k + lane / 8)]);
+      const unsigned left[2] = {keys[0], keys[1]}, right[2] = {keys[2], keys[3]};
+#pragma unroll
+      for (int i = 0; i < kQueries; ++i) {
+        MultiplyAdd(scores[i][n], q[i].a[k], left);
+        MultiplyAdd(scores[i][n], q[i].a[k + 1], right);
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kQueries; ++i) {
+    Attended& own = result[i];
+    float top[2] = {own.peak[0], own.peak[1]};
+    if (masked)
+#pragma unroll
+      for (int n = 0; n < 2 * kCount; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          if (!q[i].seen[c / 2].Has(start + 8 * n + 2 * quarter + c % 2)) scores[i][n][c] = kNothing;
+#pragma unroll
+    for (int n = 0; n < 2 * kCount; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) top[c / 2] = fmaxf(top[c / 2], scores[i][n][c]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      top[half] = MaxOfGroup(top[half]);
+      const float kept = exp2f((own.peak[half] - top[half]) * kScale);
+      own.peak[half] = top[half];
+      own.total[half] *= kept;
+#pragma unroll
+      for (int n = 0; n < kHead / 8; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) own.out[n][2 * half + c] *= kept;
+      // a query that has seen nothing yet has a peak of kNothing, and its scores must not become 1
+      top[half] = top[half] <= kNothing ? 0 : top[half] * kScale;
+    }
+#pragma unroll
+    for (int n = 0; n < 2 * kCount; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        scores[i][n][c] = exp2f(scores[i][n][c] * kScale - top[c / 2]);
+        own.total[c / 2] += scores[i][n][c];
+      }
+  }
+  // values: matrices of 8 slots by 8 values, transposed: slots 16 n .. + 7, + 8 .., then the same 8 values further
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+    unsigned a[kQueries][4];
+#pragma unroll
+    for (int i = 0; i < kQueries; ++i)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) a[i][c] = PackFast(scores[i][2 * n + c / 2][c % 2 * 2], scores[i][2 * n + c / 2][c % 2 * 2 + 1]);
+#pragma unroll
+    for (int h = 0; h < kHead / 8; h += 2) {
+      unsigned values[4];
+      LoadMatricesTransposed(values, &page.values[PieceAt(slot + 16 * n + lane % 16, h + lane / 16)]);
+      const unsigned left[2] = {values[0], values[1]}, right[2] = {values[2], values[3]};
+#pragma unroll
+      for (int i = 0; i < kQueries; ++i) {
+        MultiplyAdd(result[i].out[h], a[i], left);
+        MultiplyAdd(result[i].out[h + 1], a[i], right);
+      }
+    }
+  }
+}
+
+struct AttentionShared {
+  float peak[kWarps][kRows];
+  float total[kWarps][kRows];
+  float out[kWarps][kRows][kHead + 8];  // padded, so that rows begin in different banks
+};
+
 // Combines the warps' results for the first `count` of a tile's queries: partial [count, H], peaks and totals [count]. If no
 // warp has weights for a query, its total is 0 and nothing else of it is written.
 __device__ inline void CombineWarps(const AttentionShared& shared, int count, float* partial, float* peaks, float* totals) {
-  for (int i = threadIdx.x; i < kRows * kHead; i += kThreads) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < count * kHead; i += kThreads) {
     const int row = i / kHead, h = i % kHead;
-    if (row >= count) continue;
     float top = kNothing, sum = 0, result = 0;
     for (int w = 0; w < kWarps; ++w) top = fmaxf(top, shared.peak[w][row]);
     for (int w = 0; w < kWarps; ++w) {
-      const float scale = shared.total[w][row] > 0 ? expf(shared.peak[w][row] - top) : 0;
+      const float scale = shared.total[w][row] > 0 ? exp2f(shared.peak[w][row] - top) : 0;
       sum += scale * shared.total[w][row];
       result += scale * shared.out[w][row][h];
     }
@@ -88,96 +224,237 @@ __device__ inline void CombineWarps(const AttentionShared& shared, int count, fl
   }
 }
 
-// Sixteen queries of one kv head, in the registers of a warp: a lane holds values 16 quarter .. 16 quarter + 15 of queries
-// `group` and `group` + 8.
-struct Queries {
-  Words values[2][2];
-  Range seen[2];
+// How many blocks of a tile have their partial results; zero between grids.
+__device__ int attended[kMostTiles];
 
-  // Takes queries `tile` .. `tile` + 15 of a sequence, counted row by row, `shared_heads` heads each.
-  __device__ Queries(const Half* query, const int* first, const int* last, int b, int g, int rows, int heads,
-                     int shared_heads, int tile) {
-    const int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
-    for (int half = 0; half < 2; ++half) {
-      const int index = tile + group + 8 * half, t = index / shared_heads, head = g * shared_heads + index % shared_heads;
-      const bool there = index < rows * shared_heads;
-      seen[half] = there ? SeenBy(first, last, b * rows + t) : kNothingSeen;
-      const Half* from = query + (static_cast<long long>(b * rows + (there ? t : 0)) * heads + (there ? head : 0)) * kHead;
-      for (int i = 0; i < 2; ++i) values[half][i] = LoadIf(there, from + 16 * quarter + 8 * i);
-    }
-  }
+struct ChunkShared {
+  float scale[kRows][kSlots], total[kRows][kSlots];  // of kSlots chunks at a time
 };
 
-// The results of sixteen queries over one page: sums weighted by exp(score - peak), and the sum of these weights. Lane
-// (group, quarter): queries group and group + 8; out[h][2 half + i] is value 8 (2 quarter + i) + h.
-struct PageResult {
-  float peak[2], total[2], out[kHead / 8][4];
+// Joins the chunks' results for `count` queries from `tile` on, of `queries` of a kv head, with their sinks; a row that sees
+// nothing gets zeros. The results are those of the first of these queries and chunks.
+__device__ inline void CombineChunks(const float* partial, const float* peaks, const float* totals, const Half* sinks,
+                                     int num_chunks, int queries, int tile, int count, int shared_heads,
+                                     ChunkShared& shared, Half* out, long long row_stride) {
+  constexpr int kLanes = kThreads / kRows, kOwn = kRows * kHead / kThreads;
+  const int h = threadIdx.x % kHead, begin = threadIdx.x / kHead;
+  const int mine = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;  // a query for each few lanes
+  const bool there = mine < count;
+  const float sink = there && sinks != nullptr ? ToFloat(sinks[(tile + mine) % shared_heads]) * kLog2E : kNothing;
+  float top = sink;
+  for (int c = lane; there && c < num_chunks; c += kLanes) {
+    const int at = c * queries + mine;
+    const float total = __ldcg(totals + at), peak = __ldcg(peaks + at);
+    if (total > 0) top = fmaxf(top, peak);
+  }
+#pragma unroll
+  for (int distance = 1; distance < kLanes; distance *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
+  float result[kOwn] = {}, sum[kOwn] = {};
+  for (int first = 0; first < num_chunks; first += kSlots) {
+    const int some = min(kSlots, num_chunks - first);
+    if (first > 0) __syncthreads();
+    for (int c = lane; there && c < some; c += kLanes) {
+      const int at = (first + c) * queries + mine;
+      const float total = __ldcg(totals + at), peak = __ldcg(peaks + at);
+      const float scale = total > 0 ? exp2f(peak - top) : 0;
+      shared.scale[mine][c] = scale;
+      shared.total[mine][c] = total > 0 ? scale * total : 0;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int query = begin + i * (kThreads / kHead);
+      if (query >= count) continue;
+#pragma unroll 4
+      for (int c = 0; c < some; ++c) {
+        const float scale = shared.scale[query][c];
+        const float value = __ldcg(partial + (static_cast<long long>(first + c) * queries + query) * kHead + h);
+        sum[i] += shared.total[query][c];
+        result[i] += scale > 0 ? scale * value : 0;
+      }
+    }
+  }
+  __syncthreads();
+  if (lane == 0) shared.scale[mine][0] = there && sinks != nullptr ? exp2f(sink - top) : 0;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int query = begin + i * (kThreads / kHead), index = tile + query;
+    if (query >= count) continue;
+    const float all = sum[i] + shared.scale[query][0];
+    out[index / shared_heads * row_stride + index % shared_heads * kHead + h] = ToHalf(all > 0 ? result[i] / all : 0);
+  }
+}
+
+constexpr int kMostFewRows = 16;
+
+// The keys and values of a pass's new rows, rotated.
+struct NewRows {
+  int index[kMostFewRows];
+  Half keys[kMostFewRows][kHead], values[kMostFewRows][kHead];
 };
 
-// Reads the slots of a page that lie within `all`, which covers what every query of the tile sees.
-__device__ inline PageResult AttendToPage(const Queries& q, const Table& table, int page, Range all) {
-  const int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4, begin = page * kSlots;
-  const bool any = begin <= all.last && begin + kSlots > all.first;
-  const long long at = any ? table.Page(page) : 0;
-  const Half *keys = table.key + at, *values = table.value + at;
-  auto read = [&](int slot) { return any && begin + slot >= all.first && begin + slot <= all.last; };
-  PageResult result = {{kNothing, kNothing}, {0, 0}, {}};
-  float scores[kSlots / 8][4];
+// Of a warp: rotates the keys of the rows whose index lies within `wanted`, and writes keys and values, with `pages_too` to
+// the pages as well.
+__device__ inline void WriteRows(const Half* qkv, const Half* cosine, const Half* sine, const Table& pages, const int* write,
+                                 int b, int g, int rows, int heads, int kv_heads, Range wanted, bool pages_too,
+                                 NewRows& to) {
+  const int at = threadIdx.x % 32;  // two values of a head
+#pragma unroll 1
+  for (int t = 0; t < rows; ++t) {
+    const long long row = b * rows + t;
+    const int index = write[row];
+    if (!wanted.Has(index)) continue;
+    const Half* own = qkv + (row * (heads + 2 * kv_heads) + heads + g) * kHead + at;
+    const float c = ToFloat(cosine[row * kHalf + at]), s = ToFloat(sine[row * kHalf + at]);
+    const float x = ToFloat(own[0]), y = ToFloat(own[kHalf]);
+    const Half value[2] = {own[kv_heads * kHead], own[kv_heads * kHead + kHalf]};
+    const Half key[2] = {ToHalf(Rotated(x, y, c, s, true)), ToHalf(Rotated(y, x, c, s, false))};
+    const long long slot = pages.Slot(index) + at;
+    if (at == 0) to.index[t] = index;
 #pragma unroll
-  for (int n = 0; n < kSlots / 8; ++n) {
-    const int slot = 8 * n + group;
-    Words k[2];
-    for (int i = 0; i < 2; ++i) k[i] = LoadIf(read(slot), keys + slot * table.row_stride + 16 * quarter + 8 * i);
-    for (int i = 0; i < 4; ++i) scores[n][i] = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int words = i / 2, word = i % 2 * 2;
-      const unsigned a[4] = {q.values[0][words].of[word], q.values[1][words].of[word], q.values[0][words].of[word + 1],
-                             q.values[1][words].of[word + 1]};
-      const unsigned kb[2] = {k[words].of[word], k[words].of[word + 1]};
-      MultiplyAdd(scores[n], a, kb);
-    }
-    // this lane's scores are those of slots 2 quarter and 2 quarter + 1
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int index = begin + 8 * n + 2 * quarter + i % 2;
-      const Range mine = q.seen[i / 2];
-      scores[n][i] = index >= mine.first && index <= mine.last ? scores[n][i] * 0.125f : kNothing;  // 1 / sqrt(kHead)
-      result.peak[i / 2] = fmaxf(result.peak[i / 2], scores[n][i]);
+    for (int i = 0; i < 2; ++i) {
+      to.keys[t][at + i * kHalf] = key[i];
+      to.values[t][at + i * kHalf] = value[i];
+      if (!pages_too) continue;
+      pages.key[slot + i * kHalf] = key[i];
+      pages.value[slot + i * kHalf] = value[i];
     }
   }
-  for (int half = 0; half < 2; ++half) result.peak[half] = MaxOfGroup(result.peak[half]);
-#pragma unroll
-  for (int n = 0; n < kSlots / 8; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      scores[n][i] = scores[n][i] <= kNothing ? 0 : expf(scores[n][i] - result.peak[i / 2]);
-      result.total[i / 2] += scores[n][i];
-    }
-  for (int half = 0; half < 2; ++half) result.total[half] = SumOfGroup(result.total[half]);
-#pragma unroll
-  for (int n = 0; n < kSlots / 8; n += 2) {
-    const unsigned a[4] = {Pack(scores[n][0], scores[n][1]), Pack(scores[n][2], scores[n][3]),
-                           Pack(scores[n + 1][0], scores[n + 1][1]), Pack(scores[n + 1][2], scores[n + 1][3])};
-    Words v[4];  // of slots 2 quarter, 2 quarter + 1, and eight further: values 8 group .. 8 group + 7
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int slot = 8 * n + 2 * quarter + i % 2 + i / 2 * 8;
-      v[i] = LoadIf(read(slot), values + slot * table.row_stride + 8 * group);
-    }
-#pragma unroll
-    for (int h = 0; h < kHead / 8; ++h) {
-      const unsigned vb[2] = {
-          h % 2 ? Upper(v[0].of[h / 2], v[1].of[h / 2]) : Lower(v[0].of[h / 2], v[1].of[h / 2]),
-          h % 2 ? Upper(v[2].of[h / 2], v[3].of[h / 2]) : Lower(v[2].of[h / 2], v[3].of[h / 2]),
-      };
-      MultiplyAdd(result.out[h], a, vb);
-    }
+}
+
+// Of a warp: puts the new rows of a page into its staged copy.
+__device__ inline void PutRows(const NewRows& from, int rows, int page, StagedPage& staged) {
+  const int at = threadIdx.x % 32;  // two neighbours of a head
+#pragma unroll 1
+  for (int t = 0; t < rows; ++t) {
+    const int slot = from.index[t] - page * kSlots;
+    if (slot < 0 || slot >= kSlots) continue;
+    const int to = PieceAt(slot, at / 4) * 4 + at % 4;
+    reinterpret_cast<unsigned*>(staged.keys)[to] = reinterpret_cast<const unsigned*>(from.keys[t])[at];
+    reinterpret_cast<unsigned*>(staged.values)[to] = reinterpret_cast<const unsigned*>(from.values[t])[at];
   }
-  return result;
+}
+
+// Rotates queries `tile` .. `tile` + 15 of a sequence, counted row by row, `shared_heads` heads each, into shared memory.
+__device__ inline void StageQueries(const Half* qkv, const Half* cosine, const Half* sine, int b, int g, int rows,
+                                    int all_heads, int shared_heads, int tile, Words (&staged)[kRows * kPieceCount]) {
+  const int query = threadIdx.x / kPieceCount, part = threadIdx.x % kPieceCount, index = tile + query;
+  Half* to = reinterpret_cast<Half*>(staged);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {  // two neighbours, and those half a head further
+    const int at = 4 * part + 2 * i;
+    unsigned low = 0, high = 0;
+    if (index < rows * shared_heads) {
+      const long long row = b * rows + index / shared_heads;
+      const Half* own = qkv + (row * all_heads + g * shared_heads + index % shared_heads) * kHead + at;
+      const unsigned x = *reinterpret_cast<const unsigned*>(own), y = *reinterpret_cast<const unsigned*>(own + kHalf);
+      const unsigned c = *reinterpret_cast<const unsigned*>(cosine + row * kHalf + at);
+      const unsigned s = *reinterpret_cast<const unsigned*>(sine + row * kHalf + at);
+      low = Rotated(x, y, c, s, true);
+      high = Rotated(y, x, c, s, false);
+    }
+    *reinterpret_cast<unsigned*>(to + PieceAt(query, at / 8) * 8 + at % 8) = low;
+    *reinterpret_cast<unsigned*>(to + PieceAt(query, (at + kHalf) / 8) * 8 + at % 8) = high;
+  }
 }
 
 }  // namespace
+
+// out [B, T, N, H]: attention of few rows over the pages, with the sinks, if any. qkv [B, T, (N + 2G) H] is not rotated yet:
+// cosine and sine are [B, T, H/2]. Keys and values of rows whose index `write` [B, T] is not negative are written first.
+//
+// partial [B, G, chunks, R, H]: the weighted sums over a chunk's slots for the R = T N/G queries of a kv head, row by row,
+// and per query `peaks` and `totals` [B, G, chunks, R]: the largest score, and the sum of powers of two relative to it. If a
+// query sees nothing of a chunk, its total is 0 and nothing else of it is written. The first chunk is that of the first index
+// that some row of the sequence sees. Blocks: (chunks, B G, R / kRows rounded up), as many chunks as any sequence's rows span.
+extern "C" __global__ void __launch_bounds__(kThreads, 2) peagle_attend(
+    const Half* qkv, const Half* cosine, const Half* sine, Half* key, Half* value, const int* table, const int* write,
+    const int* first, const int* last, const Half* sinks, int rows, int table_width, int heads, int kv_heads, float* partial,
+    float* peaks, float* totals, Half* out) {
+  struct Shared {
+    StagedPage pages[kWarps];
+    Words queries[kRows * kPieceCount];
+    NewRows rows;
+    union {
+      AttentionShared warps;
+      ChunkShared chunks;
+    };
+  };
+  Shared& shared = *reinterpret_cast<Shared*>(DynamicBlock());
+  __shared__ int is_last;
+  const int b = blockIdx.y / kv_heads, g = blockIdx.y % kv_heads, num_chunks = gridDim.x, tile = blockIdx.z * kRows;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quarter = lane % 4;
+  const int shared_heads = heads / kv_heads, queries = rows * shared_heads, all_heads = heads + 2 * kv_heads;
+  Range all = kNothingSeen;
+  for (int t = 0; t < rows; ++t) Cover(all, SeenBy(first, last, b * rows + t));
+  const int first_chunk = all.last < 0 ? 0 : all.first / kChunkSlots, chunk = first_chunk + blockIdx.x;
+  const int page = chunk * kWarps + warp, start = page * kSlots;
+  const int used_chunks = all.last < 0 ? 1 : min(num_chunks, all.last / kChunkSlots - first_chunk + 1);
+  const bool used = static_cast<int>(blockIdx.x) < used_chunks, any = start <= all.last && start + kSlots > all.first;
+  const Table pages(table, table_width, b, key, value, g, kv_heads);
+  StagedPage& mine = shared.pages[warp];
+  if (used && any) CopyPage<32>(pages, page, all, lane, mine);
+  CommitCopies();
+  if (threadIdx.x < kMostFewRows) shared.rows.index[threadIdx.x] = -1;
+  __syncthreads();
+  // what no warp's page has is written by the first and by the last
+  const bool is_first_warp = blockIdx.x == 0 && warp == 0;
+  const bool is_last_warp = static_cast<int>(blockIdx.x) == num_chunks - 1 && warp == kWarps - 1;
+  WriteRows(qkv, cosine, sine, pages, write, b, g, rows, heads, kv_heads,
+            {is_first_warp ? 0 : start, is_last_warp ? 0x7fffffff : start + kSlots - 1}, tile == 0, shared.rows);
+  if (!used) return;
+  StageQueries(qkv, cosine, sine, b, g, rows, all_heads, shared_heads, tile, shared.queries);
+  Queries q[1];
+  for (int half = 0; half < 2; ++half) {
+    const int index = tile + group + 8 * half;
+    q[0].seen[half] = index < queries ? SeenBy(first, last, b * rows + index / shared_heads) : kNothingSeen;
+  }
+  WaitForCopies<0>();
+  __syncthreads();
+  PutRows(shared.rows, rows, page, mine);
+  __syncwarp();
+  Attended result[1];
+#pragma unroll
+  for (int k = 0; k < kHead / 16; ++k) LoadMatrices(q[0].a[k], &shared.queries[PieceAt(lane % 16, 2 * k + lane / 16)]);
+  if (any)
+#pragma unroll 1
+    for (int slot = 0; slot < kSlots; slot += 16) Attend<1, 1>(q, mine, slot, start + slot, true, result);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = group + 8 * half;
+    const float total = SumOfGroup(result[0].total[half]);
+    if (quarter == 0) {
+      shared.warps.peak[warp][row] = result[0].peak[half] * kScale;
+      shared.warps.total[warp][row] = total;
+    }
+#pragma unroll
+    for (int n = 0; n < kHead / 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) shared.warps.out[warp][row][8 * n + 2 * quarter + i] = result[0].out[n][2 * half + i];
+  }
+  __syncthreads();
+  const int count = min(kRows, queries - tile);
+  const long long own = static_cast<long long>(blockIdx.y) * num_chunks * queries + tile;
+  const long long at = own + static_cast<long long>(blockIdx.x) * queries;
+  CombineWarps(shared.warps, count, partial + at * kHead, peaks + at, totals + at);
+  if (used_chunks > 1) {
+    int& finished = attended[blockIdx.y * gridDim.z + blockIdx.z];
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) is_last = atomicAdd(&finished, 1) == used_chunks - 1;
+    __syncthreads();
+    if (!is_last) return;
+    __threadfence();
+    if (threadIdx.x == 0) finished = 0;
+  } else {
+    __syncthreads();
+  }
+  const long long row_stride = static_cast<long long>(heads) * kHead;
+  CombineChunks(partial + own * kHead, peaks + own, totals + own, sinks == nullptr ? nullptr : sinks + g * shared_heads,
+                used_chunks, queries, tile, count, shared_heads, shared.chunks,
+                out + b * rows * row_stride + g * shared_heads * kHead, row_stride);
+}
 
 // query [B, T, N, H] = the queries of qkv [B, T, (N + 2G) H], rotated by cosine and sine [B, T, H/2]. Also writes rotated
 // keys, and values, to the pages for rows whose index `write` [B, T] is not negative. A thread for each two values: blocks
@@ -189,129 +466,102 @@ extern "C" __global__ void __launch_bounds__(kThreads) peagle_rotate(
   const int i = blockIdx.y * kThreads + threadIdx.x, head = i / kHalf, at = i % kHalf;
   if (head >= heads + 2 * kv_heads) return;
   const Half* own = qkv + (static_cast<long long>(row) * (heads + 2 * kv_heads) + head) * kHead + at;
-  Half first = own[0], second = own[kHalf];
+  float first = ToFloat(own[0]), second = ToFloat(own[kHalf]);
   if (head < heads + kv_heads) {
     const float c = ToFloat(cosine[row * kHalf + at]), s = ToFloat(sine[row * kHalf + at]);
-    const float x = ToFloat(first), y = ToFloat(second);
-    first = ToHalf(x * c - y * s);
-    second = ToHalf(y * c + x * s);
+    const float x = first;
+    first = Rotated(x, second, c, s, true);
+    second = Rotated(second, x, c, s, false);
   }
   Half* to = query + (static_cast<long long>(row) * heads + head) * kHead + at;
   if (head >= heads) {
     const int index = write[row];
     if (index < 0) return;
     const Table pages(table, table_width, b, key, value, (head - heads) % kv_heads, kv_heads);
-    const long long offset = pages.Page(index / kSlots) + index % kSlots * pages.row_stride + at;
-    to = const_cast<Half*>(head < heads + kv_heads ? pages.key : pages.value) + offset;
+    to = (head < heads + kv_heads ? pages.key : pages.value) + pages.Slot(index) + at;
   }
-  to[0] = first;
-  to[kHalf] = second;
+  to[0] = ToHalf(first);
+  to[kHalf] = ToHalf(second);
 }
 
-// partial [B, G, chunks, R, H] = the weighted sums over a chunk's slots for the R = T N/G queries of a kv head, and per
-// query `peaks` and `totals` [B, G, chunks, R]: the largest score, and the sum of exponentials relative to it. Queries of a
-// kv head go row by row, N/G heads each. If a query sees nothing of a chunk, its total is 0 and nothing else of it is
-// written. The first chunk is that of the first index that some row of the sequence sees. Blocks: (chunks, B G), as many
-// chunks as any sequence's rows span.
-extern "C" __global__ void __launch_bounds__(kThreads, 2) peagle_attend(
-    const Half* query, const Half* key, const Half* value, const int* table, const int* first, const int* last, int rows,
-    int table_width, int heads, int kv_heads, float* partial, float* peaks, float* totals) {
-  __shared__ AttentionShared shared;
-  const int b = blockIdx.y / kv_heads, g = blockIdx.y % kv_heads, num_chunks = gridDim.x;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quarter = lane % 4;
-  const int shared_heads = heads / kv_heads, queries = rows * shared_heads;
-  Range all = kNothingSeen;
-  for (int t = 0; t < rows; ++t) Cover(all, SeenBy(first, last, b * rows + t));
-  const int chunk = (all.last < 0 ? 0 : all.first / kChunkSlots) + blockIdx.x;
-  const long long at = (static_cast<long long>(blockIdx.y) * num_chunks + blockIdx.x) * queries;
-  if (chunk * kChunkSlots > all.last) {
-    for (int i = threadIdx.x; i < queries; i += kThreads) totals[at + i] = 0;
-    return;
-  }
-  const Table pages(table, table_width, b, key, value, g, kv_heads);
-  for (int tile = 0; tile < queries; tile += kRows) {
-    const Queries q(query, first, last, b, g, rows, heads, shared_heads, tile);
-    const PageResult result = AttendToPage(q, pages, chunk * kWarps + warp, all);
-    for (int half = 0; half < 2; ++half) {
-      const int row = group + 8 * half;
-      if (quarter == 0) {
-        shared.peak[warp][row] = result.peak[half];
-        shared.total[warp][row] = result.total[half];
-      }
-      for (int h = 0; h < kHead / 8; ++h)
-        for (int i = 0; i < 2; ++i) shared.out[warp][row][8 * (2 * quarter + i) + h] = result.out[h][2 * half + i];
-    }
-    __syncthreads();
-    CombineWarps(shared, queries - tile, partial + (at + tile) * kHead, peaks + at + tile, totals + at + tile);
-    __syncthreads();
-  }
-}
+namespace {
 
-// out [B, T, N, H] = the chunks' results combined with the sinks, if any. A row that sees nothing gets zeros. A block
-// for each row and head, a thread for each value.
-extern "C" __global__ void __launch_bounds__(kHead) peagle_combine(
-    const float* partial, const float* peaks, const float* totals, const Half* sinks, int rows, int heads, int kv_heads,
-    int num_chunks, Half* out) {
-  const int row = blockIdx.x / heads, head = blockIdx.x % heads, b = row / rows, h = threadIdx.x;
-  const int shared_heads = heads / kv_heads, queries = rows * shared_heads;
-  const int index = row % rows * shared_heads + head % shared_heads;
-  const long long first = (static_cast<long long>(b) * kv_heads + head / shared_heads) * num_chunks * queries + index;
-  const float sink = sinks == nullptr ? kNothing : ToFloat(sinks[head]);
-  float top = sink;
-  for (int c = 0; c < num_chunks; ++c) {
-    const long long at = first + static_cast<long long>(c) * queries;
-    if (totals[at] > 0) top = fmaxf(top, peaks[at]);
-  }
-  float sum = sinks == nullptr ? 0 : expf(sink - top), result = 0;
-  for (int c = 0; c < num_chunks; ++c) {
-    const long long at = first + static_cast<long long>(c) * queries;
-    if (!(totals[at] > 0)) continue;
-    const float scale = expf(peaks[at] - top);
-    sum += scale * totals[at];
-    result += scale * partial[at * kHead + h];
-  }
-  out[(static_cast<long long>(row) * heads + head) * kHead + h] = ToHalf(sum > 0 ? result / sum : 0);
-}
+constexpr int kTileQueries = 2 * kRows * kWarps;  // of a block, two products of queries a warp
+constexpr int kStages = 2;                        // pages in shared memory
+
+}  // namespace
 
 // out [B, T, N, H]: attention of many rows, with the sinks, if any. A row that sees nothing gets zeros. Blocks: (the
-// queries of a kv head by kWarps kRows, rounded up, B G).
+// queries of a kv head by kTileQueries, rounded up, B G); the last queries, which see most, come first.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) peagle_prompt(
-    const Half* query, const Half* key, const Half* value, const int* table, const int* first, const int* last,
-    const Half* sinks, int rows, int table_width, int heads, int kv_heads, Half* out) {
+    const Half* query, Half* key, Half* value, const int* table, const int* first, const int* last, const Half* sinks,
+    int rows, int table_width, int heads, int kv_heads, Half* out) {
+  __shared__ StagedPage staged[kStages];
   const int b = blockIdx.y / kv_heads, g = blockIdx.y % kv_heads, shared_heads = heads / kv_heads;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quarter = lane % 4;
-  const int queries = rows * shared_heads, tile = (blockIdx.x * kWarps + warp) * kRows;
-  if (tile >= queries) return;
-  const Queries q(query, first, last, b, g, rows, heads, shared_heads, tile);
-  Range all = kNothingSeen;
-  for (int t = tile / shared_heads; t <= (min(tile + kRows, queries) - 1) / shared_heads; ++t)
-    Cover(all, SeenBy(first, last, b * rows + t));
+  const int queries = rows * shared_heads, tile = (gridDim.x - 1 - blockIdx.x) * kTileQueries;
   const Table pages(table, table_width, b, key, value, g, kv_heads);
-  PageResult sum = {{kNothing, kNothing}, {0, 0}, {}};
-  for (int page = all.last < 0 ? 0 : all.first / kSlots; page * kSlots <= all.last; ++page) {
-    const PageResult next = AttendToPage(q, pages, page, all);
+  Range all = kNothingSeen, warps_all = kNothingSeen;  // of the block's and the warp's queries
+  Range each = {-1, 0x7fffffff};                       // what every query of the warp sees
+  const int begin = tile + warp * 2 * kRows;
+  for (int t = tile / shared_heads; t <= (min(tile + kTileQueries, queries) - 1) / shared_heads; ++t) {
+    const Range one = SeenBy(first, last, b * rows + t);
+    Cover(all, one);
+    if (t < begin / shared_heads || t > (begin + 2 * kRows - 1) / shared_heads) continue;
+    Cover(warps_all, one);
+    each.first = max(each.first, one.first);
+    each.last = min(each.last, one.last);
+  }
+  Queries q[2];
+  Attended result[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float top = fmaxf(sum.peak[half], next.peak[half]);
-      const float kept = sum.total[half] > 0 ? expf(sum.peak[half] - top) : 0;
-      const float added = next.total[half] > 0 ? expf(next.peak[half] - top) : 0;
-      sum.peak[half] = top;
-      sum.total[half] = kept * sum.total[half] + added * next.total[half];
-      for (int h = 0; h < kHead / 8; ++h)
-        for (int i = 2 * half; i < 2 * half + 2; ++i) sum.out[h][i] = kept * sum.out[h][i] + added * next.out[h][i];
+      const int index = begin + i * kRows + group + 8 * half, head = g * shared_heads + index % shared_heads;
+      const bool there = index < queries;
+      const long long row = b * rows + (there ? index / shared_heads : 0);
+      q[i].seen[half] = there ? SeenBy(first, last, row) : kNothingSeen;
+      const Half* from = query + (row * heads + (there ? head : 0)) * kHead + 2 * quarter;
+#pragma unroll
+      for (int k = 0; k < kHead / 16; ++k)
+#pragma unroll
+        for (int later = 0; later < 2; ++later)
+          q[i].a[k][half + 2 * later] = there ? *reinterpret_cast<const unsigned*>(from + 16 * k + 8 * later) : 0;
     }
-  }
-  for (int half = 0; half < 2; ++half) {
-    const int index = tile + group + 8 * half, head = g * shared_heads + index % shared_heads;
-    if (index >= queries) continue;
-    float top = sum.peak[half], total = sum.total[half];
-    if (sinks != nullptr) {
-      const float sink = ToFloat(sinks[head]);
-      top = fmaxf(top, sink);
-      total = (sum.total[half] > 0 ? sum.total[half] * expf(sum.peak[half] - top) : 0) + expf(sink - top);
+  const int first_page = all.last < 0 ? 0 : all.first / kSlots, last_page = all.last < 0 ? -1 : all.last / kSlots;
+  if (first_page <= last_page) CopyPage<kThreads>(pages, first_page, all, threadIdx.x, staged[0]);
+  CommitCopies();
+  for (int page = first_page; page <= last_page; ++page) {
+    const StagedPage& now = staged[(page - first_page) % kStages];
+    if (page < last_page) CopyPage<kThreads>(pages, page + 1, all, threadIdx.x, staged[(page + 1 - first_page) % kStages]);
+    CommitCopies();
+    WaitForCopies<1>();
+    __syncthreads();
+    const int start = page * kSlots;
+    if (start <= warps_all.last && start + kSlots > warps_all.first) {
+      const bool masked = start < each.first || start + kSlots - 1 > each.last;
+      Attend<kSlots / 16, 2>(q, now, 0, start, masked, result);
     }
-    const float scale = sum.total[half] > 0 ? expf(sum.peak[half] - top) / total : 0;
-    Half* to = out + (static_cast<long long>(b * rows + index / shared_heads) * heads + head) * kHead;
-    for (int i = 0; i < 2; ++i)
-      for (int h = 0; h < kHead / 8; ++h) to[8 * (2 * quarter + i) + h] = ToHalf(scale * sum.out[h][2 * half + i]);
+    __syncthreads();  // all have read what the next copy overwrites
   }
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int index = begin + i * kRows + group + 8 * half, head = g * shared_heads + index % shared_heads;
+      const float seen = SumOfGroup(result[i].total[half]), peak = result[i].peak[half] * kScale;
+      if (index >= queries) continue;
+      float top = peak, total = seen;
+      if (sinks != nullptr) {
+        const float sink = ToFloat(sinks[head]) * kLog2E;
+        top = fmaxf(top, sink);
+        total = (seen > 0 ? seen * exp2f(peak - top) : 0) + exp2f(sink - top);
+      }
+      const float scale = seen > 0 ? exp2f(peak - top) / total : 0;
+      Half* to = out + ((b * rows + index / shared_heads) * static_cast<long long>(heads) + head) * kHead + 2 * quarter;
+#pragma unroll
+      for (int n = 0; n < kHead / 8; ++n)
+        *reinterpret_cast<unsigned*>(to + 8 * n) = PackFast(scale * result[i].out[n][2 * half], scale * result[i].out[n][2 * half + 1]);
+    }
 }

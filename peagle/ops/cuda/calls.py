@@ -5,13 +5,34 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, BFloat16, Float, Float32, Int32, UInt8
+from jaxtyping import Array, BFloat16, Float, Float32, Int32, UInt8, UInt32
 
+from peagle.ops.norm import Norm
+
+LINEAR_ROWS, LINEAR_OUTPUTS = 16, 32  # of `linear`: kLinearRows and kLinearOutputs in launch.cc
 FEW_ROWS, MAX_ROWS = 16, 4096  # rows of `experts`, in two ways: kFewRows and kMaxRows in launch.cc
 TILE_ROWS, TILE_WORDS = 64, 3  # of `experts` of many rows: kTileRows and kTileWords
+TILED_WIDTH, TILED_TOP_K, TILED_EXPERTS, MOST_TILES = 2880, 4, 128, 384  # of `expert_block`: tiles.h
 # of `paged_attention`: kHead, kSlots and kChunkSlots in attention.cu, kStepRows in launch.cc
 HEAD_DIM, PAGE, CHUNK, STEP_ROWS = 64, 64, 256, 16
+Packed = tuple[UInt32[Array, "E _ chunks units words"], BFloat16[Array, "E _"]]
 Matrices = tuple[UInt8[Array, "E _ _ 16"], UInt8[Array, "E _ _"], BFloat16[Array, "E _"]]
+
+
+def linear(
+    x: BFloat16[Array, "T K"],
+    weights: BFloat16[Array, "K N"],
+    bias: BFloat16[Array, " N"] | None,
+    residual: BFloat16[Array, "T N"] | None,
+) -> BFloat16[Array, "T N"]:
+    """Multiply up to LINEAR_ROWS rows by a matrix, of sums in float32; add the bias and the residual.
+
+    K is a multiple of 16, N of LINEAR_OUTPUTS. A row's bits depend neither on the other rows nor on T.
+    """
+    out: jax.Array = _call(
+        "linear", _halves(x.shape[0], weights.shape[1]), x, weights, *(_optional(each) for each in (bias, residual))
+    )
+    return out
 
 
 def experts(
@@ -33,6 +54,45 @@ def experts(
         limit=np.float32(limit),
     )
     return out
+
+
+def expert_block(
+    x: BFloat16[Array, "T D"],
+    norm: Norm,
+    router: BFloat16[Array, "D E"],
+    router_bias: BFloat16[Array, " E"],
+    positions: Int32[Array, " T"] | None,
+    gate_up: Packed,
+    down: Packed,
+    next_norm: Norm | None,
+    *,
+    limit: float,
+) -> tuple[BFloat16[Array, "T D"], BFloat16[Array, "_ D"]]:
+    """Compute the second half of a layer on a Hopper GPU: y = x + the experts of norm(x), as its router weighs them.
+
+    Returns (y, next_norm(y)), the second without rows if there is no next norm. Both norms have the same epsilon.
+    T is at most MAX_ROWS. D is TILED_WIDTH, and so is the experts' width; E is up to TILED_EXPERTS, in eights. Matrices
+    are packed (peagle.ops.cuda.pack). A row of negative position selects nothing. A row's bits depend neither on the
+    other rows nor on T.
+    """
+    (rows, width), pairs, num_experts = x.shape, x.shape[0] * TILED_TOP_K, router.shape[1]
+    tables = 2 * MOST_TILES + 5 * pairs + rows + rows * num_experts + 1
+    assert next_norm is None or next_norm.epsilon == norm.epsilon
+    out, normalised, *_ = _call(
+        "expert_block",
+        (
+            *(_halves(rows, width), _halves(0 if next_norm is None else rows, width)),
+            *(_halves(pairs, width), _halves(pairs, width), _floats(pairs, width)),
+            jax.ShapeDtypeStruct((tables,), jnp.int32),
+        ),
+        *(x, norm.weight, router, router_bias),
+        jnp.zeros((0,), jnp.int32) if positions is None else positions,
+        *(*gate_up, *down),
+        _optional(None if next_norm is None else next_norm.weight),
+        epsilon=np.float32(norm.epsilon),
+        limit=np.float32(limit),
+    )
+    return out, normalised
 
 
 def paged_attention(
@@ -63,13 +123,18 @@ def paged_attention(
         "paged_attention",
         (
             *(_halves(batch, width, heads * head_dim), _halves(*key.shape), _halves(*value.shape)),
-            *(_halves(batch, width, heads, head_dim), _floats(*parts, head_dim), _floats(*parts), _floats(*parts)),
+            _halves(batch, 0 if chunks else width, heads, head_dim),
+            *(_floats(*parts, head_dim), _floats(*parts), _floats(*parts)),
         ),
         *(qkv, cos, sin, key, value, table, write, first, last),
-        jnp.zeros((0,), jnp.bfloat16) if sinks is None else sinks.astype(jnp.bfloat16),
+        _optional(None if sinks is None else sinks.astype(jnp.bfloat16)),
         in_place={3: 1, 4: 2},
     )
     return out, new_key, new_value
+
+
+def _optional(values: jax.Array | None) -> jax.Array:
+    return jnp.zeros((0,), jnp.bfloat16) if values is None else values
 
 
 def _halves(*shape: int) -> jax.ShapeDtypeStruct:

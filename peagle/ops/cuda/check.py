@@ -9,7 +9,9 @@ import numpy as np
 from peagle.ops.cuda import calls
 from peagle.ops.cuda.calls import HEAD_DIM, PAGE
 from peagle.ops.cuda.nvrtc import CudaError
+from peagle.ops.cuda.pack import pack
 from peagle.ops.mxfp4 import BLOCK, dequantize
+from peagle.ops.norm import Norm, rms_norm
 
 EXPERTS, TOP_K, EXPERT_WIDTH, LIMIT = 6, 3, 96, 7.0
 SMALL, LARGE = 121, 128  # the first of four scales; scales above 128 take another code path
@@ -25,9 +27,15 @@ ATTENDED = ((1, 0, 10, 0, 400), (7, 2, 5, 20, 290), (3, 1, 2, 24, 1022), (20, 3,
 FAR = 0.02  # of the largest output: above rounding to bfloat16, below the error of a wrong kernel
 
 
-def check() -> None:
-    """Raises CudaError if a kernel's result is far from its definition's."""
+# rows of `expert_block`: a kernel each for the most rows an expert has, and both ways of routing
+TILED_ROWS, TILED_EXPERTS = (1, 13, 40, 64, 100, 300), 8
+
+
+def check(*, tiles: bool) -> None:
+    """Raises CudaError if a kernel's result is far from its definition's. tiles: also check the kernels of Hopper."""
     check_experts()
+    if tiles:
+        check_expert_block()
     for case in ATTENDED:
         check_attention(*case)
 
@@ -54,6 +62,46 @@ def check_experts() -> None:
         weights = dequantize(*down)[ids.ravel()].astype(np.float64)
         expected = np.einsum("toi,ti->to", weights, active) + down_bias[ids.ravel()].astype(np.float64)
         _expect_near(found.reshape(expected.shape), expected, f"experts of {rows} rows")
+
+
+def check_expert_block() -> None:
+    """Compare the kernels of Hopper GPUs with the others; a row's bits with those of the same row among more."""
+    keys = iter(jax.random.split(jax.random.key(0), 6))
+    width, count = calls.TILED_WIDTH, TILED_EXPERTS
+
+    def matrix(outputs: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        blocks = jax.random.bits(next(keys), (count, outputs, width // BLOCK, BLOCK // 2), jnp.uint8)
+        scales = jax.random.randint(next(keys), blocks.shape[:-1], 117, 121).astype(jnp.uint8)
+        return blocks, scales, jax.random.normal(next(keys), (count, outputs), jnp.bfloat16)
+
+    gate_up, down = matrix(2 * width), matrix(width)
+    laid_out = jax.jit(pack)
+    packed = (laid_out(*gate_up[:2]), gate_up[2]), (laid_out(*down[:2]), down[2])
+    rng, most = np.random.default_rng(2), max(TILED_ROWS)
+    x, router, bias = _halves(rng, most, width), _halves(rng, width, count), _halves(rng, count)
+    norm, next_norm = (Norm(jnp.asarray(_halves(rng, width)), 1e-5) for _ in range(2))
+    positions = np.where(np.arange(most) % 7 == 3, -1, np.arange(most)).astype(np.int32)
+
+    scaled = x / np.sqrt(np.mean(np.square(x, dtype=np.float64), axis=1, keepdims=True) + norm.epsilon)
+    rows_of_experts = (scaled * np.asarray(norm.weight, np.float64)).astype(jnp.bfloat16)
+    logits = scaled * np.asarray(norm.weight, np.float64) @ router.astype(np.float64) + bias.astype(np.float64)
+    ids = np.argsort(-logits, axis=1, kind="stable")[:, : calls.TILED_TOP_K].astype(np.int32)
+    weights = np.exp(np.take_along_axis(logits, ids, axis=1) - logits.max(axis=1, keepdims=True))
+    weights = np.where(positions[:, None] < 0, 0, weights / weights.sum(axis=1, keepdims=True))
+    pairs = calls.experts(jnp.asarray(rows_of_experts), jnp.asarray(ids), gate_up, down, limit=LIMIT)
+    expected = np.einsum("tkd,tk->td", np.asarray(pairs), weights)
+    first = None
+    for rows in TILED_ROWS:
+        some, places = jnp.asarray(x[:rows]), jnp.asarray(positions[:rows])
+        routing = jnp.asarray(router), jnp.asarray(bias)
+        y, normalised = calls.expert_block(some, norm, *routing, places, *packed, next_norm, limit=LIMIT)
+        found, of_norm = np.asarray(y), np.asarray(normalised, np.float64)
+        _expect_near(of_norm, np.asarray(rms_norm(y, *next_norm), np.float64), f"the norm after experts of {rows} rows")
+        added = found.astype(np.float64) - x[:rows].astype(np.float64)
+        _expect_near(added, expected[:rows], f"experts of {rows} rows, in tiles")
+        first = found[0] if first is None else first
+        if not np.array_equal(found[0], first):
+            raise CudaError(f"the GPU kernels fail their check: a row has other bits alone than among {rows}")
 
 
 def check_attention(width: int, padding: int, num_pages: int, window: int, length: int) -> None:

@@ -29,6 +29,70 @@ __device__ inline Words LoadIf(bool wanted, const void* from) {
   return words;
 }
 
+// Loads 16 or 8 bytes that nothing reads again, or gives zeros.
+__device__ inline void LoadStream(unsigned (&to)[4], bool wanted, const void* from) {
+  to[0] = to[1] = to[2] = to[3] = 0;
+  asm volatile(
+      "{ .reg .pred wanted; setp.ne.s32 wanted, %5, 0; @wanted ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+      : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3])
+      : "l"(from), "r"(static_cast<int>(wanted)));
+}
+__device__ inline void LoadStream(unsigned (&to)[2], bool wanted, const void* from) {
+  to[0] = to[1] = 0;
+  asm volatile("{ .reg .pred wanted; setp.ne.s32 wanted, %3, 0; @wanted ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2]; }"
+               : "+r"(to[0]), "+r"(to[1])
+               : "l"(from), "r"(static_cast<int>(wanted)));
+}
+
+// Loads 8 bytes, or gives zeros.
+__device__ inline void LoadTwo(unsigned* to, bool wanted, const void* from) {
+  to[0] = to[1] = 0;
+  asm volatile("{ .reg .pred wanted; setp.ne.s32 wanted, %3, 0; @wanted ld.global.v2.u32 {%0, %1}, [%2]; }"
+               : "+r"(to[0]), "+r"(to[1])
+               : "l"(from), "r"(static_cast<int>(wanted)));
+}
+
+// Copies 16 bytes to shared memory, or writes zeros; WaitForCopies: until all but the last `left` commits of this thread are
+// there.
+__device__ inline void CopyAsync(Words* to, const void* from, bool wanted) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(to))),
+               "l"(from), "r"(wanted ? 16 : 0)
+               : "memory");
+}
+__device__ inline void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int left>
+__device__ inline void WaitForCopies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory");
+}
+
+// Four matrices of 8 rows of 16 bytes; lane l gives the address of row l % 8 of matrix l / 8. Of each, lane (group, quarter)
+// gets values 2 quarter, 2 quarter + 1 of row `group`, or transposed of rows 2 quarter, 2 quarter + 1 value `group`.
+__device__ inline void LoadMatrices(unsigned (&to)[4], const Words* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(static_cast<unsigned>(__cvta_generic_to_shared(row)))
+               : "memory");
+}
+__device__ inline void LoadMatricesTransposed(unsigned (&to)[4], const Words* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(static_cast<unsigned>(__cvta_generic_to_shared(row)))
+               : "memory");
+}
+
+// The shared memory of a block beyond that of its variables.
+__device__ inline void* DynamicBlock() {
+  extern __shared__ Words dynamic_block[];
+  return dynamic_block;
+}
+
+// Two bfloat16, to the nearest.
+__device__ inline unsigned PackFast(float low, float high) {
+  unsigned pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
 // Two bfloat16 products; exact if representable, denormal ones too. The addend is -0.
 __device__ inline unsigned MultiplyPairs(unsigned a, unsigned b) {
   unsigned product;

@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <initializer_list>
 #include <map>
@@ -11,9 +12,11 @@
 #include <optional>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "../native/buffers.h"
+#include "tiles.h"
 #include "xla/ffi/api/ffi.h"
 
 // CUDA driver API, cuda.h
@@ -43,10 +46,28 @@ using StreamContext = ffi::PlatformStream<Stream>;
 
 namespace {
 
-// common.cuh, experts.cu, attention.cu
+// common.cuh, linear.cu, experts.cu, attention.cu
 constexpr int64_t kThreads = 128, kOutputs = 16, kColumns = 8, kFewRows = 16, kMaxRows = 4096, kMaxExperts = 1024;
 constexpr int64_t kBlock = 32, kSortThreads = 512, kPanel = 64, kTileRows = 64, kTileWords = 3;
-constexpr int64_t kHead = 64, kSlots = 64, kChunkSlots = 256, kTileQueries = 64, kStepRows = 16;
+constexpr int64_t kLinearRows = 16, kLinearOutputs = 32, kLinearThreads = 512, kLinearManyBlocks = 66;
+constexpr int64_t kHead = 64, kSlots = 64, kChunkSlots = 256, kQueryRows = 16, kTileQueries = 128, kStepRows = 16, kMostTiles = 1 << 16;
+constexpr unsigned kAttendBytes = 90752;  // peagle_attend's shared memory
+
+struct LaunchAttribute {
+  int id, padding;
+  int value[16];
+};
+
+struct LaunchConfig {
+  unsigned grid[3], block[3], shared_bytes;
+  Stream stream;
+  LaunchAttribute* attributes;
+  unsigned num_attributes;
+};
+
+constexpr int kMultiprocessors = 16;        // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+constexpr int kMostSharedBytes = 8;         // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+constexpr int kProgrammaticSerialization = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 struct Driver {
   int (*GetErrorString)(int, const char**);
@@ -56,7 +77,10 @@ struct Driver {
   int (*ThreadExchangeStreamCaptureMode)(int*);
   int (*ModuleLoadData)(CUmod_st**, const void*);
   int (*ModuleGetFunction)(CUfunc_st**, CUmod_st*, const char*);
-  int (*LaunchKernel)(CUfunc_st*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**, void**);
+  int (*LaunchKernelEx)(const LaunchConfig*, CUfunc_st*, void**, void**);
+  int (*CtxGetDevice)(int*);
+  int (*DeviceGetAttribute)(int*, int, int);
+  int (*FuncSetAttribute)(CUfunc_st*, int, int);
 
   // Returns "", or an error that names the missing library or function.
   std::string Open(const char* name) {
@@ -74,21 +98,35 @@ struct Driver {
     find(ThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode");
     find(ModuleLoadData, "cuModuleLoadData");
     find(ModuleGetFunction, "cuModuleGetFunction");
-    find(LaunchKernel, "cuLaunchKernel");
+    find(LaunchKernelEx, "cuLaunchKernelEx");
+    find(CtxGetDevice, "cuCtxGetDevice");
+    find(DeviceGetAttribute, "cuDeviceGetAttribute");
+    find(FuncSetAttribute, "cuFuncSetAttribute");
     return missing == nullptr ? "" : std::string(name) + " has no " + missing;
   }
 };
 
+// A kernel of tiles.cu for both products, by the most rows of an expert that it is for.
+struct TileKernels {
+  CUfunc_st *gate_up, *down;
+  tiles::Widths widths;
+  unsigned shared_bytes, threads, blocks;  // blocks: that run together
+};
+
 struct Kernels {
+  TileKernels tiles[4];  // of Hopper alone
+  CUfunc_st *router, *choose, *route_few, *route_many, *gather, *combine_experts;
   CUfunc_st* gate_up[2];  // for up to kColumns rows, and for twice as many: kFewRows
   CUfunc_st* down[2];
   CUfunc_st *sort, *gate_up_many, *down_many;
-  CUfunc_st *rotate, *attend, *combine, *prompt;
+  CUfunc_st* linear[2];  // of 32 and of 64 outputs a block
+  CUfunc_st *rotate, *attend, *prompt;
 };
 
 std::mutex mutex;
 Driver driver;
 std::vector<char> image;              // the machine code that NVRTC compiled
+bool has_tiles = false;               // whether it has the kernels of tiles.cu
 std::map<CUctx_st*, Kernels> loaded;  // by the device's context
 
 ffi::Error Failed(const char* what, int code) {
@@ -110,6 +148,36 @@ class Relaxed {
   int mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED, then the mode to restore
 };
 
+template <class C>
+ffi::Error LoadTiles(CUmod_st* module, int multiprocessors, int number, TileKernels& kernels) {
+  const std::string name = std::to_string(number);
+  PEAGLE_TRY(ModuleGetFunction(&kernels.gate_up, module, ("peagle_tiles_gate_up_" + name).c_str()));
+  PEAGLE_TRY(ModuleGetFunction(&kernels.down, module, ("peagle_tiles_down_" + name).c_str()));
+  PEAGLE_TRY(FuncSetAttribute(kernels.gate_up, kMostSharedBytes, C::kSharedBytes));
+  PEAGLE_TRY(FuncSetAttribute(kernels.down, kMostSharedBytes, C::kSharedBytes));
+  kernels.widths = C::kWidths;
+  kernels.shared_bytes = C::kSharedBytes;
+  kernels.threads = C::kThreads;
+  kernels.blocks = C::kBlocks * multiprocessors;
+  return ffi::Error::Success();
+}
+
+ffi::Error LoadTiles(CUmod_st* module, Kernels& kernels) {
+  int device, multiprocessors;
+  PEAGLE_TRY(CtxGetDevice(&device));
+  PEAGLE_TRY(DeviceGetAttribute(&multiprocessors, kMultiprocessors, device));
+  PEAGLE_TRY(ModuleGetFunction(&kernels.router, module, "peagle_router"));
+  PEAGLE_TRY(ModuleGetFunction(&kernels.choose, module, "peagle_choose"));
+  PEAGLE_TRY(ModuleGetFunction(&kernels.route_few, module, "peagle_route_few"));
+  PEAGLE_TRY(ModuleGetFunction(&kernels.route_many, module, "peagle_route_many"));
+  PEAGLE_TRY(ModuleGetFunction(&kernels.gather, module, "peagle_gather"));
+  PEAGLE_TRY(ModuleGetFunction(&kernels.combine_experts, module, "peagle_combine_experts"));
+  if (auto error = LoadTiles<tiles::UpTo16>(module, multiprocessors, 0, kernels.tiles[0]); error.failure()) return error;
+  if (auto error = LoadTiles<tiles::UpTo48>(module, multiprocessors, 1, kernels.tiles[1]); error.failure()) return error;
+  if (auto error = LoadTiles<tiles::UpTo90>(module, multiprocessors, 2, kernels.tiles[2]); error.failure()) return error;
+  return LoadTiles<tiles::Beyond>(module, multiprocessors, 3, kernels.tiles[3]);
+}
+
 // Loads the kernels into the context, which is current, or finds those loaded before.
 ffi::Error Load(CUctx_st* context, Kernels& kernels) {
   const std::lock_guard<std::mutex> lock(mutex);
@@ -128,10 +196,14 @@ ffi::Error Load(CUctx_st* context, Kernels& kernels) {
   PEAGLE_TRY(ModuleGetFunction(&kernels.sort, module, "peagle_sort"));
   PEAGLE_TRY(ModuleGetFunction(&kernels.gate_up_many, module, "peagle_gate_up_many"));
   PEAGLE_TRY(ModuleGetFunction(&kernels.down_many, module, "peagle_down_many"));
+  PEAGLE_TRY(ModuleGetFunction(&kernels.linear[0], module, "peagle_linear_4"));
+  PEAGLE_TRY(ModuleGetFunction(&kernels.linear[1], module, "peagle_linear_8"));
   PEAGLE_TRY(ModuleGetFunction(&kernels.rotate, module, "peagle_rotate"));
   PEAGLE_TRY(ModuleGetFunction(&kernels.attend, module, "peagle_attend"));
-  PEAGLE_TRY(ModuleGetFunction(&kernels.combine, module, "peagle_combine"));
+  PEAGLE_TRY(FuncSetAttribute(kernels.attend, kMostSharedBytes, kAttendBytes));
   PEAGLE_TRY(ModuleGetFunction(&kernels.prompt, module, "peagle_prompt"));
+  if (has_tiles)
+    if (ffi::Error error = LoadTiles(module, kernels); error.failure()) return error;
   loaded[context] = kernels;
   return ffi::Error::Success();
 }
@@ -165,15 +237,26 @@ class Launcher {
   }
 
   // `arguments` are addresses of the kernel's arguments, with the order and types of its source.
-  void Launch(CUfunc_st* kernel, unsigned x, unsigned y, unsigned threads, std::initializer_list<void*> arguments) {
-    std::vector<void*> pointers(arguments);
-    if (code_ == 0)
-      code_ = driver.LaunchKernel(kernel, x, y, 1, threads, 1, 1, 0, stream_, pointers.data(), nullptr);
+  void Launch(CUfunc_st* kernel, unsigned x, unsigned y, unsigned threads, std::initializer_list<void*> arguments,
+              unsigned z = 1, unsigned shared_bytes = 0) {
+    Launch({{x, y, z}, {threads, 1, 1}, shared_bytes, stream_, nullptr, 0}, kernel, arguments);
   }
 
-  ffi::Error Error() const { return code_ == 0 ? ffi::Error::Success() : Failed("cuLaunchKernel", code_); }
+  // As Launch, of a kernel that waits for the one before by itself: it may begin while that still runs.
+  void LaunchEarly(CUfunc_st* kernel, unsigned x, unsigned y, unsigned threads, unsigned shared_bytes,
+                   std::initializer_list<void*> arguments) {
+    LaunchAttribute early = {kProgrammaticSerialization, 0, {1}};
+    Launch({{x, y, 1}, {threads, 1, 1}, shared_bytes, stream_, &early, 1}, kernel, arguments);
+  }
+
+  ffi::Error Error() const { return code_ == 0 ? ffi::Error::Success() : Failed("cuLaunchKernelEx", code_); }
 
  private:
+  void Launch(const LaunchConfig& config, CUfunc_st* kernel, std::initializer_list<void*> arguments) {
+    std::vector<void*> pointers(arguments);
+    if (code_ == 0) code_ = driver.LaunchKernelEx(&config, kernel, pointers.data(), nullptr);
+  }
+
   Stream stream_ = nullptr;
   bool pushed_ = false;
   int code_ = 0;
@@ -235,6 +318,108 @@ ffi::Error Experts(Stream stream, AnyBuffer x, AnyBuffer ids, AnyBuffer gate_up_
   return on.Error();
 }
 
+// The kernels of tiles.cu. Scratch: the pairs' rows, what gate_up makes of them, what down makes of that, and small tables.
+ffi::Error ExpertBlock(Stream stream, AnyBuffer x, AnyBuffer norm, AnyBuffer router, AnyBuffer router_bias,
+                       AnyBuffer positions, AnyBuffer gate_up, AnyBuffer gate_up_bias, AnyBuffer down, AnyBuffer down_bias,
+                       AnyBuffer next_norm, Out result, Out next_rows, Out rows_scratch, Out hidden_scratch, Out outputs_scratch, Out tables_scratch,
+                       float epsilon, float limit) {
+  const AnyBuffer &out = *result, &normalised = *next_rows, &rows = *rows_scratch, &hidden = *hidden_scratch, &outputs = *outputs_scratch;
+  const AnyBuffer& tables = *tables_scratch;
+  constexpr int64_t D = tiles::kInputs, kWords = tiles::kUnitBytes / 4, kWide = tiles::kUnitsAGroup * 64;
+  if (x.dimensions().size() != 2 || gate_up_bias.dimensions().size() != 2)
+    return ffi::Error::InvalidArgument("expert_block: x " + Shape(x) + " and gate_up_bias " + Shape(gate_up_bias) +
+                                       " are not [T, D] and [E, 2D]");
+  const int64_t T = x.dimensions()[0], E = gate_up_bias.dimensions()[0], pairs = T * tiles::kTopK;
+  if (!has_tiles || T == 0 || T > tiles::kMostRows || E > tiles::kMostExperts || E % tiles::kExpertsABlock)
+    return ffi::Error::InvalidArgument("expert_block: x " + Shape(x) + " and gate_up_bias " + Shape(gate_up_bias) +
+                                       ": expected up to 4096 rows, up to 128 experts in eights, and a Hopper GPU");
+  PEAGLE_EXPECT(x, BF16, T, D);
+  PEAGLE_EXPECT(norm, BF16, D);
+  PEAGLE_EXPECT(router, BF16, D, E);
+  PEAGLE_EXPECT(router_bias, BF16, E);
+  if (positions.element_count() != 0) PEAGLE_EXPECT(positions, S32, T);
+  PEAGLE_EXPECT(gate_up, U32, E, 2 * D / kWide, tiles::kChunks, tiles::kUnitsAGroup, kWords);
+  PEAGLE_EXPECT(gate_up_bias, BF16, E, 2 * D);
+  PEAGLE_EXPECT(down, U32, E, D / kWide, tiles::kChunks, tiles::kUnitsAGroup, kWords);
+  PEAGLE_EXPECT(down_bias, BF16, E, D);
+  const bool has_next = next_norm.element_count() != 0;
+  if (has_next) PEAGLE_EXPECT(next_norm, BF16, D);
+  PEAGLE_EXPECT(out, BF16, T, D);
+  PEAGLE_EXPECT(normalised, BF16, has_next ? T : 0, D);
+  PEAGLE_EXPECT(rows, BF16, pairs, D);
+  PEAGLE_EXPECT(hidden, BF16, pairs, D);
+  PEAGLE_EXPECT(outputs, F32, pairs, D);
+  PEAGLE_EXPECT(tables, S32, 2 * tiles::kMostTiles + 5 * pairs + T + T * E + 1);
+
+  Launcher on;
+  if (ffi::Error error = on.Open(stream); error.failure()) return error;
+  const double mean = static_cast<double>(pairs) / E, most = mean + 3 * std::sqrt(mean);  // rows of an expert
+  int which = 0;
+  while (which < 3 && on.kernels.tiles[which].widths.of[on.kernels.tiles[which].widths.count - 1] < most) ++which;
+  TileKernels& kernels = on.kernels.tiles[which];
+  int num_rows = T, num_pairs = pairs, num_experts = E, twice = 2 * D, width = D;
+  int rows_a_block = T <= tiles::kFewRowsRouted ? 1 : 8;
+  int32_t* at = static_cast<int32_t*>(Address(tables));
+  const auto table = [&](int64_t size) -> void* { return std::exchange(at, at + size); };
+  void *tiles_at = table(2 * tiles::kMostTiles), *places_at = table(2 * pairs), *ids_at = table(pairs);
+  void *order_at = table(pairs), *weights_at = table(pairs), *scales_at = table(T), *logits_at = table(T * E);
+  void* num_tiles_at = table(1);
+  void *x_at = Address(x), *norm_at = Address(norm), *router_at = Address(router), *router_bias_at = Address(router_bias);
+  void *positions_at = positions.element_count() == 0 ? nullptr : Address(positions), *rows_at = Address(rows);
+  void *hidden_at = Address(hidden), *outputs_at = Address(outputs), *out_at = Address(out);
+  void *gate_up_at = Address(gate_up), *gate_up_bias_at = Address(gate_up_bias);
+  void *down_at = Address(down), *down_bias_at = Address(down_bias);
+  on.LaunchEarly(on.kernels.router, (T + rows_a_block - 1) / rows_a_block, E / tiles::kExpertsABlock, tiles::kRouterThreads,
+                 0, {&x_at, &norm_at, &epsilon, &router_at, &router_bias_at, &num_rows, &num_experts, &rows_a_block,
+                     &logits_at, &scales_at});
+  if (T <= tiles::kFewRowsRouted) {
+    on.LaunchEarly(on.kernels.route_few, pairs, 1, tiles::kRouteFewThreads, 0,
+                   {&x_at, &norm_at, &scales_at, &logits_at, &positions_at, &num_pairs, &num_experts, &kernels.widths,
+                    &weights_at, &tiles_at, &num_tiles_at, &order_at, &rows_at});
+  } else {
+    on.LaunchEarly(on.kernels.choose, (T + 3) / 4, 1, tiles::kRouterThreads, 0,
+                   {&logits_at, &positions_at, &num_rows, &num_experts, &ids_at, &weights_at});
+    on.LaunchEarly(on.kernels.route_many, 1, 1, tiles::kRouteManyThreads, 0,
+                   {&ids_at, &num_pairs, &num_experts, &kernels.widths, &tiles_at, &num_tiles_at, &order_at, &places_at});
+    on.LaunchEarly(on.kernels.gather, T, 1, tiles::kGatherThreads, 0, {&x_at, &norm_at, &scales_at, &places_at, &rows_at});
+  }
+  on.LaunchEarly(kernels.gate_up, kernels.blocks, 1, kernels.threads, kernels.shared_bytes,
+                 {&gate_up_at, &gate_up_bias_at, &twice, &rows_at, &tiles_at, &num_tiles_at, &limit, &hidden_at});
+  on.LaunchEarly(kernels.down, kernels.blocks, 1, kernels.threads, kernels.shared_bytes,
+                 {&down_at, &down_bias_at, &width, &hidden_at, &tiles_at, &num_tiles_at, &limit, &outputs_at});
+  void *next_norm_at = has_next ? Address(next_norm) : nullptr, *normalised_at = Address(normalised);
+  on.LaunchEarly(on.kernels.combine_experts, T, 1, tiles::kCombineThreads, 0,
+                 {&x_at, &outputs_at, &order_at, &weights_at, &next_norm_at, &epsilon, &out_at, &normalised_at});
+  return on.Error();
+}
+
+// A product of few rows; empty: no bias, no residual.
+ffi::Error Linear(Stream stream, AnyBuffer x, AnyBuffer weights, AnyBuffer bias, AnyBuffer residual, Out result) {
+  const AnyBuffer& out = *result;
+  if (x.dimensions().size() != 2 || weights.dimensions().size() != 2)
+    return ffi::Error::InvalidArgument("linear: x " + Shape(x) + " and weights " + Shape(weights) + " are not [T, K] and [K, N]");
+  const int64_t T = x.dimensions()[0], K = weights.dimensions()[0], N = weights.dimensions()[1];
+  if (T == 0 || T > kLinearRows || K % 16 || N % kLinearOutputs)
+    return ffi::Error::InvalidArgument("linear: x " + Shape(x) + " and weights " + Shape(weights) +
+                                       ": expected up to 16 rows, inputs in sixteens and outputs in 32s");
+  PEAGLE_EXPECT(x, BF16, T, K);
+  PEAGLE_EXPECT(weights, BF16, K, N);
+  if (bias.element_count() != 0) PEAGLE_EXPECT(bias, BF16, N);
+  if (residual.element_count() != 0) PEAGLE_EXPECT(residual, BF16, T, N);
+  PEAGLE_EXPECT(out, BF16, T, N);
+  Launcher on;
+  if (ffi::Error error = on.Open(stream); error.failure()) return error;
+  // twice the outputs a block once these are blocks for half of a large GPU's multiprocessors
+  const bool wide = N % (2 * kLinearOutputs) == 0 && N / (2 * kLinearOutputs) >= kLinearManyBlocks;
+  void *x_at = Address(x), *weights_at = Address(weights), *out_at = Address(out);
+  void* bias_at = bias.element_count() == 0 ? nullptr : Address(bias);
+  void* residual_at = residual.element_count() == 0 ? nullptr : Address(residual);
+  int rows = T, inputs = K, outputs = N;
+  on.Launch(on.kernels.linear[wide], N / (wide ? 2 * kLinearOutputs : kLinearOutputs), 1, kLinearThreads,
+            {&x_at, &weights_at, &bias_at, &residual_at, &rows, &inputs, &outputs, &out_at});
+  return on.Error();
+}
+
 // Few rows go by chunks, of which `parts` has as many as any sequence's rows span; many go by queries, and `parts` is empty.
 ffi::Error PagedAttention(Stream stream, AnyBuffer qkv, AnyBuffer cosine, AnyBuffer sine, AnyBuffer key, AnyBuffer value,
                           AnyBuffer table, AnyBuffer write, AnyBuffer first, AnyBuffer last, AnyBuffer sinks, Out result,
@@ -247,11 +432,12 @@ ffi::Error PagedAttention(Stream stream, AnyBuffer qkv, AnyBuffer cosine, AnyBuf
   const int64_t B = qkv.dimensions()[0], T = qkv.dimensions()[1], P = key.dimensions()[0], G = key.dimensions()[2];
   const int64_t H = key.dimensions()[3], M = table.dimensions()[1], chunks = partial.dimensions()[2];
   const int64_t N = qkv.dimensions()[2] / kHead - 2 * G;
+  const int64_t tiles = G == 0 ? 0 : (T * (N / G) + kQueryRows - 1) / kQueryRows;  // of few rows
   if (H != kHead || key.dimensions()[1] != kSlots || B * T * P * G * M == 0 || N < G || N % G ||
-      (T <= kStepRows) != (chunks > 0))
+      (T <= kStepRows) != (chunks > 0) || (chunks > 0 && B * G * tiles > kMostTiles))
     return ffi::Error::InvalidArgument("paged_attention: qkv " + Shape(qkv) + " does not fit key " + Shape(key) +
-                                       ": expected pages of 64, heads of 64, as many query heads for each of the others, and "
-                                       "chunks for up to 16 rows");
+                                       ": expected pages of 64, heads of 64, as many query heads for each of the others, "
+                                       "chunks for up to 16 rows, and then up to 65536 tiles of 16 queries");
   PEAGLE_EXPECT(qkv, BF16, B, T, (N + 2 * G) * H);
   PEAGLE_EXPECT(cosine, BF16, B, T, H / 2);
   PEAGLE_EXPECT(sine, BF16, B, T, H / 2);
@@ -263,7 +449,7 @@ ffi::Error PagedAttention(Stream stream, AnyBuffer qkv, AnyBuffer cosine, AnyBuf
   PEAGLE_EXPECT(last, S32, B, T);
   if (sinks.element_count() != 0) PEAGLE_EXPECT(sinks, BF16, N);
   PEAGLE_EXPECT(out, BF16, B, T, N * H);
-  PEAGLE_EXPECT(query, BF16, B, T, N, H);
+  PEAGLE_EXPECT(query, BF16, B, chunks == 0 ? T : 0, N, H);
   PEAGLE_EXPECT(partial, F32, B, G, chunks, T * (N / G), H);
   PEAGLE_EXPECT(peaks, F32, B, G, chunks, T * (N / G));
   PEAGLE_EXPECT(totals, F32, B, G, chunks, T * (N / G));
@@ -277,33 +463,34 @@ ffi::Error PagedAttention(Stream stream, AnyBuffer qkv, AnyBuffer cosine, AnyBuf
   void *last_at = Address(last), *query_at = Address(query), *out_at = Address(out);
   void *sinks_at = sinks.element_count() == 0 ? nullptr : Address(sinks);
   void *partial_at = Address(partial), *peaks_at = Address(peaks), *totals_at = Address(totals);
-  int rows = T, width = M, heads = N, kv_heads = G, num_chunks = chunks;
+  int rows = T, width = M, heads = N, kv_heads = G;
+  if (chunks > 0) {
+    on.Launch(on.kernels.attend, chunks, B * G, kThreads,
+              {&qkv_at, &cosine_at, &sine_at, &key_at, &value_at, &table_at, &write_at, &first_at, &last_at, &sinks_at, &rows,
+               &width, &heads, &kv_heads, &partial_at, &peaks_at, &totals_at, &out_at},
+              tiles, kAttendBytes);
+    return on.Error();
+  }
   on.Launch(on.kernels.rotate, B * T, ((N + 2 * G) * kHead / 2 + kThreads - 1) / kThreads, kThreads,
             {&qkv_at, &cosine_at, &sine_at, &key_at, &value_at, &table_at, &write_at, &rows, &width, &heads, &kv_heads,
              &query_at});
-  if (chunks == 0) {
-    on.Launch(on.kernels.prompt, (T * (N / G) + kTileQueries - 1) / kTileQueries, B * G, kThreads,
-              {&query_at, &key_at, &value_at, &table_at, &first_at, &last_at, &sinks_at, &rows, &width, &heads, &kv_heads,
-               &out_at});
-    return on.Error();
-  }
-  on.Launch(on.kernels.attend, chunks, B * G, kThreads,
-            {&query_at, &key_at, &value_at, &table_at, &first_at, &last_at, &rows, &width, &heads, &kv_heads, &partial_at,
-             &peaks_at, &totals_at});
-  on.Launch(on.kernels.combine, B * T * N, 1, kHead,
-            {&partial_at, &peaks_at, &totals_at, &sinks_at, &rows, &heads, &kv_heads, &num_chunks, &out_at});
+  on.Launch(on.kernels.prompt, (T * (N / G) + kTileQueries - 1) / kTileQueries, B * G, kThreads,
+            {&query_at, &key_at, &value_at, &table_at, &first_at, &last_at, &sinks_at, &rows, &width, &heads, &kv_heads,
+             &out_at});
   return on.Error();
 }
 
 }  // namespace
 }  // namespace peagle
 
-// Sets the driver, and `cubin` as the kernels of later launches. Returns null, or an error message.
-PEAGLE_EXPORT const char* peagle_cuda_open(const char* driver, const char* cubin, int64_t size) {
+// Sets the driver, and `cubin`, with or without the kernels of tiles.cu, as the kernels of later launches. Returns null, or an
+// error message.
+PEAGLE_EXPORT const char* peagle_cuda_open(const char* driver, const char* cubin, int64_t size, int tiles) {
   static std::string said;
   const std::lock_guard<std::mutex> lock(peagle::mutex);
   said = peagle::driver.Open(driver);
   peagle::image.assign(cubin, cubin + size);
+  peagle::has_tiles = tiles != 0;
   peagle::loaded.clear();
   return said.empty() ? nullptr : said.c_str();
 }
@@ -324,6 +511,45 @@ PEAGLE_EXPORT XLA_FFI_Error* peagle_cuda_experts(XLA_FFI_CallFrame* frame) {
                              .Ret<xla::ffi::AnyBuffer>()  // order
                              .Attr<float>("limit")
                              .To(peagle::Experts, {xla::ffi::Traits::kCmdBufferCompatible})
+                             .release();
+  return handler->Call(frame);
+}
+
+PEAGLE_EXPORT XLA_FFI_Error* peagle_cuda_expert_block(XLA_FFI_CallFrame* frame) {
+  static auto* handler = xla::ffi::Ffi::Bind()
+                             .Ctx<peagle::StreamContext>()
+                             .Arg<xla::ffi::AnyBuffer>()  // x
+                             .Arg<xla::ffi::AnyBuffer>()  // norm
+                             .Arg<xla::ffi::AnyBuffer>()  // router
+                             .Arg<xla::ffi::AnyBuffer>()  // router_bias
+                             .Arg<xla::ffi::AnyBuffer>()  // positions
+                             .Arg<xla::ffi::AnyBuffer>()  // gate_up
+                             .Arg<xla::ffi::AnyBuffer>()  // gate_up_bias
+                             .Arg<xla::ffi::AnyBuffer>()  // down
+                             .Arg<xla::ffi::AnyBuffer>()  // down_bias
+                             .Arg<xla::ffi::AnyBuffer>()  // next_norm
+                             .Ret<xla::ffi::AnyBuffer>()  // out
+                             .Ret<xla::ffi::AnyBuffer>()  // normalised
+                             .Ret<xla::ffi::AnyBuffer>()  // rows
+                             .Ret<xla::ffi::AnyBuffer>()  // hidden
+                             .Ret<xla::ffi::AnyBuffer>()  // outputs
+                             .Ret<xla::ffi::AnyBuffer>()  // tables
+                             .Attr<float>("epsilon")
+                             .Attr<float>("limit")
+                             .To(peagle::ExpertBlock, {xla::ffi::Traits::kCmdBufferCompatible})
+                             .release();
+  return handler->Call(frame);
+}
+
+PEAGLE_EXPORT XLA_FFI_Error* peagle_cuda_linear(XLA_FFI_CallFrame* frame) {
+  static auto* handler = xla::ffi::Ffi::Bind()
+                             .Ctx<peagle::StreamContext>()
+                             .Arg<xla::ffi::AnyBuffer>()  // x
+                             .Arg<xla::ffi::AnyBuffer>()  // weights
+                             .Arg<xla::ffi::AnyBuffer>()  // bias
+                             .Arg<xla::ffi::AnyBuffer>()  // residual
+                             .Ret<xla::ffi::AnyBuffer>()  // out
+                             .To(peagle::Linear, {xla::ffi::Traits::kCmdBufferCompatible})
                              .release();
   return handler->Call(frame);
 }

@@ -15,8 +15,10 @@ from typing import Any
 
 from peagle.ops.files import cache_directory, keep
 
-NAMES = ("common.cuh", "experts.cu", "attention.cu")
-SOURCES = tuple(Path(__file__).parent / name for name in NAMES)
+HERE = Path(__file__).parent
+NAMES = ("common.cuh", "linear.cu", "experts.cu", "attention.cu")
+HOPPER, HOPPER_NAMES = "sm_90a", ("tiles.h", "hopper.cuh", "products", "tiles.cu")  # of that GPU alone
+WIDTHS = (8, 16, 32, 48, 64, 80, 96, 144)  # of the products of tiles.h
 OPTIONS = (b"--std=c++17",)
 _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 
@@ -30,7 +32,7 @@ def compile_kernels(architecture: str) -> bytes:
 
     Raises CudaError with the compiler's first error.
     """
-    nvrtc, source, options = library(), _together(SOURCES), [*OPTIONS, f"--gpu-architecture={architecture}".encode()]
+    nvrtc, source, options = library(), sources(architecture), [*OPTIONS, f"--gpu-architecture={architecture}".encode()]
     version = (ctypes.c_int * 2)()
     nvrtc.nvrtcVersion(ctypes.byref(version, 0), ctypes.byref(version, ctypes.sizeof(ctypes.c_int)))
     key = b"\0".join([bytes(version), *options, source])
@@ -42,8 +44,37 @@ def compile_kernels(architecture: str) -> bytes:
     return cubin
 
 
-def _together(sources: tuple[Path, ...]) -> bytes:
-    return "".join(f'#line 1 "{path.name}"\n{path.read_text(encoding="utf-8")}' for path in sources).encode()
+def sources(architecture: str) -> bytes:
+    """Join the sources of an architecture."""
+    names = NAMES + (HOPPER_NAMES if architecture == HOPPER else ())
+    texts = (products() if name == "products" else (HERE / name).read_text(encoding="utf-8") for name in names)
+    return "".join(f'#line 1 "{name}"\n{text}' for name, text in zip(names, texts, strict=True)).encode()
+
+
+def products() -> str:
+    """Write Product<N>: sums [64, N] (+)= weights [64, 16] of a warpgroup's registers x rows [16, N] of shared memory.
+
+    `rows` is a matrix descriptor; the first product of a sum has `add` 0. An instruction names every register.
+    """
+    return "namespace tiles {\ntemplate <int N>\nstruct Product;\n" + "".join(map(_product, WIDTHS)) + "}\n"
+
+
+def _product(width: int) -> str:
+    count = width // 2
+    names, sums = ", ".join(f"%{i}" for i in range(count)), ", ".join(f'"+f"(sums[{i}])' for i in range(count))
+    weights = ", ".join(f"%{count + i}" for i in range(4))
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{width}k16.f32.bf16.bf16"
+    return f"""template <>
+struct Product<{width}> {{
+  static __device__ __forceinline__ void Add(float (&sums)[{count}], unsigned a, unsigned b, unsigned c, unsigned d,
+                                             unsigned long long rows, int add) {{
+    asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 5}, 0;\\n"
+                 "{instruction} {{{names}}}, {{{weights}}}, %{count + 4}, p, 1, 1, 0;\\n}}"
+                 : {sums}
+                 : "r"(a), "r"(b), "r"(c), "r"(d), "l"(rows), "r"(add));
+  }}
+}};
+"""
 
 
 def _compile(nvrtc: ctypes.CDLL, source: bytes, options: list[bytes], architecture: str) -> bytes:

@@ -1,8 +1,16 @@
-"""The mixture-of-experts feed-forward of GPT-OSS: one op, four layouts of its weights."""
+"""The mixture-of-experts feed-forward of GPT-OSS: one op, five layouts of its weights."""
 
 from peagle.ops.expert_matmul.api import expert_block, expert_mlp
+from peagle.ops.expert_matmul.cuda import tile
 from peagle.ops.expert_matmul.native import alternate
-from peagle.ops.expert_matmul.weights import ExpandedExperts, Experts, FusedExperts, NativeExperts, PackedExperts
+from peagle.ops.expert_matmul.weights import (
+    ExpandedExperts,
+    Experts,
+    FusedExperts,
+    NativeExperts,
+    PackedExperts,
+    TiledExperts,
+)
 
 __all__ = [
     "ExpandedExperts",
@@ -10,7 +18,9 @@ __all__ = [
     "FusedExperts",
     "NativeExperts",
     "PackedExperts",
+    "TiledExperts",
     "alternate",
     "expert_block",
     "expert_mlp",
+    "tile",
 ]

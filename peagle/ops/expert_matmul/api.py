@@ -9,10 +9,17 @@ from jaxtyping import Array, Float, Int
 
 from peagle.ops.collectives import Held, Ranks
 from peagle.ops.cuda import not_taken
-from peagle.ops.cuda.calls import MAX_ROWS
+from peagle.ops.cuda.calls import MAX_ROWS, TILED_TOP_K
 from peagle.ops.errors import InputError
 from peagle.ops.expert_matmul import cuda, native, reference
-from peagle.ops.expert_matmul.weights import ExpandedExperts, Experts, FusedExperts, NativeExperts, PackedExperts
+from peagle.ops.expert_matmul.weights import (
+    ExpandedExperts,
+    Experts,
+    FusedExperts,
+    NativeExperts,
+    PackedExperts,
+    TiledExperts,
+)
 from peagle.ops.kernels import Implementation
 from peagle.ops.linear import PackedMatrix, linear
 from peagle.ops.norm import Norm, rms_norm
@@ -31,16 +38,29 @@ def expert_block(
     swiglu_limit: float,
     positions: Int[Array, "*rows"] | None = None,
     *,
+    next_norm: Norm | None = None,
     implementation: Implementation | None = None,
     ranks: Ranks | None = None,
-) -> Float[Array, "*rows D"]:
-    """Compute the second half of a layer: x + expert_mlp of norm(x), routed by its router logits.
+) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"] | None]:
+    """Compute the second half of a layer: y = x + expert_mlp of norm(x), routed by its router logits.
 
-    Rows of negative position are inactive, as in `linear`. NativeExperts run in the native kernels, and nothing else
-    does. ranks: the experts are this rank's part of them. It sums the ranks' outputs, in float32, before x is added.
+    Returns (y, next_norm(y) if the kernel computes it in passing, else None).
+
+    Rows of negative position are inactive, as in `linear`. NativeExperts run in the native kernels and TiledExperts in
+    those of Hopper GPUs, and nothing else does. ranks: the experts are this rank's part of them. It sums the ranks'
+    outputs, in float32, before x is added.
+
     Raises InputError if the named implementation does not run here or does not take these operands.
     """
     rows = x.reshape(-1, x.shape[-1])
+    of_rows = None if positions is None else positions.reshape(-1)
+    if isinstance(experts, TiledExperts):
+        if implementation not in (None, "cuda"):
+            raise InputError(f"the weights are laid out for the CUDA kernels; load them for {implementation!r}")
+        assert not isinstance(router, PackedMatrix)
+        assert (ranks, top_k) == (None, TILED_TOP_K)
+        y, normalised = cuda.tiled(rows, norm, router, router_bias, experts, swiglu_limit, of_rows, next_norm)
+        return y.reshape(x.shape), None if next_norm is None else normalised.reshape(x.shape)
     held = None if ranks is None else ranks.held(experts.num_experts)
     if isinstance(experts, NativeExperts):
         if implementation not in (None, "native"):
@@ -48,19 +68,18 @@ def expert_block(
         assert isinstance(router, PackedMatrix)
         operands = (rows, norm, router, router_bias, experts, top_k, swiglu_limit, positions)
         if ranks is None:
-            return native.routed(*operands).reshape(x.shape)
+            return native.routed(*operands).reshape(x.shape), None
         out = native.routed(*operands, held=held, residual=False, dtype=jnp.float32)
     else:
         rows = rms_norm(rows, norm.weight, norm.epsilon)
         logits = linear(rows, router, router_bias)
-        of_rows = None if positions is None else positions.reshape(-1)
         dtype = x.dtype if ranks is None else jnp.dtype(jnp.float32)
         out = expert_mlp(
             rows, logits, experts, top_k, swiglu_limit, of_rows, implementation=implementation, held=held, dtype=dtype
         )
     if ranks is None:
-        return x + out.reshape(x.shape)
-    return (x.astype(jnp.float32) + ranks.reduce(out.reshape(x.shape))).astype(x.dtype)
+        return x + out.reshape(x.shape), None
+    return (x.astype(jnp.float32) + ranks.reduce(out.reshape(x.shape))).astype(x.dtype), None
 
 
 def expert_mlp(
@@ -77,12 +96,12 @@ def expert_mlp(
 ) -> Float[Array, "T D"]:
     """Sum softmax(selected logits)_e * (down_e(swiglu(gate_up_e(x))) + bias_e) over the top_k selected experts e.
 
-    All layouts but NativeExperts, which only `expert_block` takes, give the same function, in `dtype`, by default x's.
-    held: sum over these experts only, the ones in `experts`. Rows of negative position are inactive, as in `linear`;
-    the CUDA kernels skip them, and XLA on CPU if they are many. Raises InputError as `expert_block` does.
+    All layouts but NativeExperts and TiledExperts, which only `expert_block` takes, give the same function, in `dtype`,
+    by default x's. held: sum over these experts only, the ones in `experts`. Rows of negative position are inactive, as
+    in `linear`; the CUDA kernels skip them, and XLA on CPU if they are many. Raises InputError as `expert_block` does.
     """
-    if isinstance(experts, NativeExperts):
-        raise TypeError("the native kernels compute experts with their norm and router; call expert_block")
+    if isinstance(experts, NativeExperts | TiledExperts):
+        raise TypeError("the kernels compute these experts with their norm and router; call expert_block")
     if implementation == "native":
         raise InputError("the weights are not packed for the native kernels; load them for 'native'")
     if implementation == "cuda":

@@ -8,8 +8,10 @@ from jaxtyping import Array, BFloat16, Float, Int
 from peagle.ops import cuda
 from peagle.ops.collectives import Held
 from peagle.ops.cuda import calls
+from peagle.ops.cuda.pack import LARGEST_SCALE, pack
 from peagle.ops.expert_matmul.routing import route_top_k
-from peagle.ops.expert_matmul.weights import PackedExperts
+from peagle.ops.expert_matmul.weights import PackedExperts, TiledExperts
+from peagle.ops.norm import Norm
 
 
 def takes(x: jax.Array, experts: PackedExperts) -> bool:
@@ -43,3 +45,54 @@ def routed(
     out = calls.experts(x, ids, gate_up, down, limit=limit)
     weighted = jnp.where((ids < experts.num_experts)[:, :, None], out * weights[:, :, None], 0.0)
     return jnp.sum(weighted, axis=1).astype(dtype or x.dtype)
+
+
+def tile(experts: PackedExperts, top_k: int) -> PackedExperts | TiledExperts:
+    """Lay out a layer's experts for a Hopper GPU; as they are if its kernels do not run here or do not take them."""
+    if not takes_tiles(experts, top_k):
+        return experts
+    if max(int(scales.max()) for scales in (experts.gate_up_scales, experts.down_scales)) > LARGEST_SCALE:
+        return experts
+    return TiledExperts(
+        _pack(experts.gate_up_blocks, experts.gate_up_scales),
+        experts.gate_up_bias,
+        _pack(experts.down_blocks, experts.down_scales),
+        experts.down_bias,
+    )
+
+
+_pack = jax.jit(pack)
+
+
+def takes_tiles(experts: PackedExperts, top_k: int) -> bool:
+    """Check that the kernels of Hopper GPUs run here and take experts of such shapes."""
+    (num_experts, outputs), width = experts.gate_up_bias.shape, experts.down_bias.shape[1]
+    return (
+        (outputs, width, top_k) == (2 * calls.TILED_WIDTH, calls.TILED_WIDTH, calls.TILED_TOP_K)
+        and num_experts <= calls.TILED_EXPERTS
+        and num_experts % 8 == 0
+        and experts.gate_up_bias.dtype == jnp.bfloat16
+        and cuda.has_tiles()
+    )
+
+
+def tiled(
+    x: BFloat16[Array, "T D"],
+    norm: Norm,
+    router: BFloat16[Array, "D E"],
+    router_bias: BFloat16[Array, " E"],
+    experts: TiledExperts,
+    limit: float,
+    positions: Int[Array, " T"] | None = None,
+    next_norm: Norm | None = None,
+) -> tuple[BFloat16[Array, "T D"], BFloat16[Array, "_ D"]]:
+    """Compute `expert_block` on a Hopper GPU; T is any number."""
+    gate_up, down = (experts.gate_up, experts.gate_up_bias), (experts.down, experts.down_bias)
+
+    def some(rows: slice) -> tuple[jax.Array, jax.Array]:
+        at = None if positions is None else positions[rows]
+        return calls.expert_block(x[rows], norm, router, router_bias, at, gate_up, down, next_norm, limit=limit)
+
+    parts = [some(slice(start, start + calls.MAX_ROWS)) for start in range(0, x.shape[0], calls.MAX_ROWS)]
+    y, normalised = (each[0] if len(each) == 1 else jnp.concatenate(each) for each in zip(*parts, strict=True))
+    return y, normalised

@@ -1,9 +1,10 @@
-"""The four layouts of a layer's expert weights. E experts, D model width, F expert width.
+"""The five layouts of a layer's expert weights. E experts, D model width, F expert width.
 
     PackedExperts    MXFP4 blocks and scales as the checkpoint has them: smallest memory
     ExpandedExperts  one dense matrix per expert: a decoded token reads only the experts it selected
     FusedExperts     all experts side by side in two matrices: two plain matmuls, best when few experts are not selected
     NativeExperts    packed matrices for the native CPU kernels, MXFP4, bfloat16 or float32: fastest, and small
+    TiledExperts     MXFP4 for the kernels of Hopper GPUs: fastest there, and as small as PackedExperts
 
 Fused and expanded hold gate and up columns apart (all gates, then all ups); checkpoints and PackedExperts interleave
 them (gate = even rows, up = odd rows).
@@ -68,4 +69,16 @@ class NativeExperts:
         return self.down_bias.shape[0]
 
 
-Experts: TypeAlias = PackedExperts | ExpandedExperts | FusedExperts | NativeExperts
+@flax.struct.dataclass
+class TiledExperts:
+    gate_up: jax.Array  # [E, 2F/192, D/64, 3, 544] uint32: peagle.ops.cuda.pack
+    gate_up_bias: jax.Array  # [E, 2F] bfloat16
+    down: jax.Array  # [E, D/192, F/64, 3, 544] uint32
+    down_bias: jax.Array  # [E, D] bfloat16
+
+    @property
+    def num_experts(self) -> int:
+        return self.down_bias.shape[0]
+
+
+Experts: TypeAlias = PackedExperts | ExpandedExperts | FusedExperts | NativeExperts | TiledExperts

@@ -1,5 +1,7 @@
 """The public entries: the layout of the weights decides the implementation."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from peagle.ops import native
 from peagle.ops.collectives import Ranks, Reduce
+from peagle.ops.linear import cuda
 from peagle.ops.linear.packed import PackedMatrix
 from peagle.ops.linear.split import SplitMatrix
 from peagle.ops.norm import Norm, rms_norm
@@ -56,9 +59,12 @@ def _product(
     """See `linear`; the result is in `dtype`."""
     if not isinstance(weight, PackedMatrix):
         normalised = x if norm is None else rms_norm(x, norm.weight, norm.epsilon)
-        out = jnp.matmul(normalised, weight, preferred_element_type=dtype)
-        out = out if bias is None else out + jnp.expand_dims(bias.astype(dtype), tuple(range(x.ndim - 1)))
-        return out if residual is None else residual + out
+        if dtype == x.dtype and cuda.takes(normalised, weight, bias):
+            found: jax.Array = jax.lax.platform_dependent(
+                normalised, weight, bias, residual, cuda=cuda.product, default=functools.partial(_on_xla, dtype=dtype)
+            )
+            return found
+        return _on_xla(normalised, weight, bias, residual, dtype=dtype)
     rows = x.reshape(-1, x.shape[-1])
     out = native.call(
         "linear",
@@ -74,6 +80,14 @@ def _product(
     )
     shaped: jax.Array = out.reshape(*x.shape[:-1], weight.outputs)
     return shaped
+
+
+def _on_xla(
+    x: jax.Array, weight: jax.Array, bias: jax.Array | None, residual: jax.Array | None, *, dtype: DTypeLike
+) -> jax.Array:
+    out = jnp.matmul(x, weight, preferred_element_type=dtype)
+    out = out if bias is None else out + jnp.expand_dims(bias.astype(dtype), tuple(range(x.ndim - 1)))
+    return out if residual is None else residual + out
 
 
 def _over_devices(x: jax.Array, weight: SplitMatrix, norm: Norm | None, positions: jax.Array | None) -> jax.Array:

@@ -41,7 +41,8 @@ void Launch(void (*)(T...), const char* name, int x, int y, int threads, T... va
   CUfunc_st* kernel;
   if (cuModuleGetFunction(&kernel, &module, name) != 0) std::abort();
   void* arguments[] = {&values...};
-  cuLaunchKernel(kernel, x, y, 1, threads, 1, 1, 0, nullptr, arguments, nullptr);
+  const LaunchConfig config = {{unsigned(x), unsigned(y), 1}, {unsigned(threads), 1, 1}, 0, nullptr, nullptr, 0};
+  cuLaunchKernelEx(&config, kernel, arguments, nullptr);
 }
 
 // A pass over pages of which the last is full, by chunks and by queries.
@@ -76,14 +77,11 @@ void Attend() {
   Half* out = Make<Half>(kBatch * kMany * kHeads * kHead, one);
   Launch(peagle_rotate, "peagle_rotate", kBatch * kMany, (all * kHalf + kThreads - 1) / kThreads, kThreads, qkv,
          cosine, sine, key, value, table, write, kMany, kTableWidth, kHeads, kKvHeads, query);
-  Launch(peagle_prompt, "peagle_prompt", (kMany * kHeads / kKvHeads + 63) / 64, kBatch * kKvHeads, kThreads,
-         static_cast<const Half*>(query), static_cast<const Half*>(key), static_cast<const Half*>(value), table, first, last,
-         sinks, kMany, kTableWidth, kHeads, kKvHeads, out);
-  Launch(peagle_attend, "peagle_attend", 1, kBatch * kKvHeads, kThreads, static_cast<const Half*>(query),
-         static_cast<const Half*>(key), static_cast<const Half*>(value), table, first, last, kRowsOf, kTableWidth, kHeads,
-         kKvHeads, partial, peaks, totals);
-  Launch(peagle_combine, "peagle_combine", kBatch * kRowsOf * kHeads, 1, kHead, static_cast<const float*>(partial),
-         static_cast<const float*>(peaks), static_cast<const float*>(totals), sinks, kRowsOf, kHeads, kKvHeads, 1, out);
+  Launch(peagle_prompt, "peagle_prompt", (kMany * kHeads / kKvHeads + kTileQueries - 1) / kTileQueries, kBatch * kKvHeads,
+         kThreads, static_cast<const Half*>(query), key, value, table, first, last, sinks, kMany, kTableWidth, kHeads,
+         kKvHeads, out);
+  Launch(peagle_attend, "peagle_attend", 1, kBatch * kKvHeads, kThreads, qkv, cosine, sine, key, value, table, write, first,
+         last, sinks, kRowsOf, kTableWidth, kHeads, kKvHeads, partial, peaks, totals, out);
 }
 
 void RunAll() {

@@ -89,11 +89,17 @@ bool __any_sync(unsigned, bool mine) {
   return std::find(all, all + 32, true) != all + 32;
 }
 
-float __shfl_xor_sync(unsigned, float mine, int with) {
-  const float* all = Gather(mine);
+template <typename T>
+T __shfl_xor_sync(unsigned, T mine, int with) {
+  const T* all = Gather(mine);
   return all[Lane() ^ with];
 }
 
+void __threadfence() {}
+template <typename T>
+T __ldcg(const T* from) {
+  return *from;
+}
 void atomicOr(unsigned* where, unsigned bits) { *where |= bits; }
 int atomicAdd(int* where, int more) { return std::exchange(*where, *where + more); }
 int __popc(unsigned bits) { return __builtin_popcount(bits); }
@@ -106,6 +112,47 @@ template <typename T>
 T max(T a, T b) {
   return std::max(a, b);
 }
+
+struct uint4 {
+  unsigned x, y, z, w;
+};
+struct int4 {
+  int x, y, z, w;
+};
+struct uint2 {
+  unsigned x, y;
+};
+struct float2 {
+  float x, y;
+};
+struct float4 {
+  float x, y, z, w;
+};
+float2 make_float2(float x, float y) { return {x, y}; }
+
+unsigned __ballot_sync(unsigned, bool mine) {
+  const bool* all = Gather(mine);
+  unsigned bits = 0;
+  for (int lane = 0; lane < 32; ++lane) bits |= static_cast<unsigned>(all[lane]) << lane;
+  return bits;
+}
+unsigned __reduce_max_sync(unsigned, unsigned mine) {
+  const unsigned* all = Gather(mine);
+  return *std::max_element(all, all + 32);
+}
+template <typename T>
+T __shfl_up_sync(unsigned, T mine, int distance) {
+  const T* all = Gather(mine);
+  return Lane() < distance ? mine : all[Lane() - distance];
+}
+template <typename T>
+T __ldg(const T* from) {
+  return *from;
+}
+unsigned __funnelshift_l(unsigned low, unsigned high, int by) { return high << by | low >> (32 - by); }
+#define __expf(x) std::exp(x)  // the C library has a function of that name
+float __fdividef(float x, float y) { return x / y; }
+float rsqrtf(float x) { return 1 / std::sqrt(x); }
 
 float __uint_as_float(unsigned bits) {
   float value;
@@ -131,6 +178,46 @@ Words LoadOnce(const void* from) {
   return *static_cast<const Words*>(from);
 }
 Words LoadIf(bool wanted, const void* from) { return wanted ? LoadOnce(from) : Words{}; }
+void __syncwarp() { warp_barriers[Warp()].Wait(); }
+
+alignas(1024) unsigned char dynamic_shared[227 << 10];
+void* DynamicBlock() { return dynamic_shared; }
+
+template <int kWords>
+void LoadStream(unsigned (&to)[kWords], bool wanted, const void* from) {
+  if (wanted) std::memcpy(to, from, sizeof(to));
+  else std::memset(to, 0, sizeof(to));
+}
+void LoadTwo(unsigned* to, bool wanted, const void* from) { LoadStream(reinterpret_cast<unsigned(&)[2]>(*to), wanted, from); }
+
+// cp.async: here at once.
+void CopyAsync(Words* to, const void* from, bool wanted) { *to = LoadIf(wanted, from); }
+void CommitCopies() {}
+template <int>
+void WaitForCopies() {}
+
+// ldmatrix.m8n8.x4. PTX ISA: lanes 8 i .. 8 i + 7 give the rows of matrix i; of each, a lane gets elements 2 (lane % 4) and
+// the next one of row lane / 4, or transposed element lane / 4 of rows 2 (lane % 4) and the next one.
+void LoadMatrices(unsigned (&to)[4], const Words* row) {
+  const Words* const* rows = Gather(row);
+  for (int i = 0; i < 4; ++i) to[i] = rows[8 * i + Lane() / 4]->of[Lane() % 4];
+}
+void LoadMatricesTransposed(unsigned (&to)[4], const Words* row) {
+  const Words* const* rows = Gather(row);
+  const auto element = [&](int matrix, int of_row) {
+    return reinterpret_cast<const uint16_t*>(rows[8 * matrix + of_row])[Lane() / 4];
+  };
+  for (int i = 0; i < 4; ++i)
+    to[i] = element(i, Lane() % 4 * 2) | static_cast<unsigned>(element(i, Lane() % 4 * 2 + 1)) << 16;
+}
+
+unsigned PackFast(float low, float high) {
+  const auto rounded = [](float value) {
+    const unsigned bits = __float_as_uint(value);
+    return value != value ? 0x7fffu : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  };
+  return rounded(low) | rounded(high) << 16;
+}
 
 float Lower16(unsigned pair) { return __uint_as_float(pair << 16); }
 float Upper16(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
@@ -177,8 +264,142 @@ void MultiplyAdd(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b)[2
 
 // clang-format off: in this order, as NVRTC gets them
 #include "common.cuh"
+#include "linear.cu"
 #include "experts.cu"
 #include "attention.cu"
+#include "tiles.h"
+#include "hopper.cuh"
+
+// In place of hopper.cuh's instructions: copies and products are done at once.
+namespace tiles {
+
+Word SharedAddress(const void* at) { return static_cast<const unsigned char*>(at) - dynamic_shared; }
+
+void WaitForGrid() {}
+void LetNextBegin() {}
+
+// mbarrier: a phase ends when all arrivals have come and no bytes are awaited.
+struct PhaseBarrier {
+  int expected, arrived;
+  long bytes;
+  Word phase;
+  void MayEnd() {
+    if (arrived != expected || bytes != 0) return;
+    arrived = 0;
+    phase ^= 1;
+  }
+};
+std::map<Word, PhaseBarrier> phase_barriers;
+
+void InitBarrier(Word barrier, int arrivals) { phase_barriers[barrier] = {arrivals, 0, 0, 0}; }
+void Arrive(Word barrier) {
+  ++phase_barriers[barrier].arrived;
+  phase_barriers[barrier].MayEnd();
+}
+void Expect(Word barrier, Word bytes) {
+  phase_barriers[barrier].bytes += bytes;
+  Arrive(barrier);
+}
+void Wait(Word barrier, Word parity) {
+  while (phase_barriers[barrier].phase == parity) Pause();
+}
+void Copy(Word to, const void* from, Word bytes, Word barrier, Policy) {
+  if (to % 16 != 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0 || to + bytes > sizeof(dynamic_shared)) {
+    std::fprintf(stderr, "%u bytes are copied from %p to %u\n", bytes, from, to);
+    std::abort();
+  }
+  std::memcpy(dynamic_shared + to, from, bytes);
+  phase_barriers[barrier].bytes -= bytes;
+  phase_barriers[barrier].MayEnd();
+}
+Policy ReadOnce() { return 0; }
+Policy ReadAgain() { return 0; }
+void ShowBarriers() {}
+
+template <int>
+void GiveRegisters() {}
+template <int>
+void TakeRegisters() {}
+bool IsElected() { return Lane() == 0; }
+void Keep(Word&) {}
+void Keep(float&) {}
+
+uint4 LoadShared16(Word from) {
+  uint4 value;
+  std::memcpy(&value, dynamic_shared + from, 16);
+  return value;
+}
+Word LoadShared4(Word from) {
+  Word value;
+  std::memcpy(&value, dynamic_shared + from, 4);
+  return value;
+}
+
+Word Transpose(Word pair) {
+  const Word* all = Gather(pair);
+  const auto half = [&](int row, int column) { return all[4 * row + column / 2] >> column % 2 * 16 & 0xffff; };
+  return half(Lane() % 4 * 2, Lane() / 4) | half(Lane() % 4 * 2 + 1, Lane() / 4) << 16;
+}
+
+Barrier four_warps{128};
+void WaitForFourWarps() { four_warps.Wait(); }
+
+// wgmma.mma_async.m64nNk16. PTX ISA 9.7.15: the 16 rows of a that a warp has are laid out as mma.m16n8k16's; column n of b is
+// 128 bytes after column n - 1, and eight columns 1024 bytes; address bits 4..6 are combined with bits 7..9; of the sums,
+// eight columns after eight are laid out as mma.m16n8k16's.
+//
+// A lane adds up, by row and column, the products of its own elements of a. What the four lanes with elements of the same
+// rows have is added when all products are waited for: a warp would take long to wait for its lanes at each of them.
+struct Unfinished {
+  float* sums;
+  int columns;
+  float of[2][256];
+};
+Unfinished unfinished[1024];  // by thread
+
+void ProductsFence() {}
+void CommitProducts() {}
+template <int left>
+void WaitForProducts() {
+  Unfinished& own = unfinished[threadIdx.x];
+  if (left > 0 || own.columns == 0) return;
+  Gather(0);  // all lanes have added theirs
+  const Unfinished* group = &unfinished[threadIdx.x / 4 * 4];
+  for (int i = 0; i < own.columns / 2; ++i) {
+    const int column = i / 4 * 8 + Lane() % 4 * 2 + i % 2;
+    for (int lane = 0; lane < 4; ++lane) own.sums[i] += group[lane].of[i / 2 % 2][column];
+  }
+  Gather(0);  // all lanes have read
+  own.columns = 0;
+}
+
+template <int N>
+struct Product {
+  static void Add(float (&sums)[N / 2], Word a0, Word a1, Word a2, Word a3, unsigned long long rows, int add) {
+    Unfinished& own = unfinished[threadIdx.x];
+    if (!add) {
+      std::fill(sums, sums + N / 2, 0.f);
+      own = {sums, N, {}};
+    }
+    const Word begin = (rows & 0x3fff) << 4;
+    for (int k = 0; k < 4; ++k) {  // inputs 2 q, 2 q + 1, and eight further
+      const int input = Lane() % 4 * 2 + k % 2 + k / 2 * 8;
+      const auto element = [&](Word pair) { return k % 2 ? Upper16(pair) : Lower16(pair); };
+      const float low = element(k < 2 ? a0 : a2), high = element(k < 2 ? a1 : a3);
+      for (int n = 0; n < N; ++n) {
+        const Word at = begin + n / 8 * 1024 + n % 8 * 128 + 2 * input;
+        uint16_t bits;
+        std::memcpy(&bits, dynamic_shared + (at ^ (at >> 7 & 7) << 4), 2);
+        own.of[0][n] += low * Lower16(bits);
+        own.of[1][n] += high * Lower16(bits);
+      }
+    }
+  }
+};
+
+}  // namespace tiles
+
+#include "tiles.cu"
 // clang-format on
 
 struct CUctx_st {};
@@ -189,6 +410,14 @@ struct CUfunc_st {
 struct CUstream_st;
 
 namespace {
+
+// cuda.h's CUlaunchConfig.
+struct LaunchConfig {
+  unsigned grid[3], block[3], shared_bytes;
+  CUstream_st* stream;
+  void* attributes;
+  unsigned num_attributes;
+};
 
 CUctx_st context;
 CUmod_st module;
@@ -274,16 +503,29 @@ int cuModuleGetFunction(CUfunc_st** found, CUmod_st*, const char* name) {
       {"peagle_gate_up_2", {Call<peagle_gate_up_2>}}, {"peagle_down_2", {Call<peagle_down_2>}},
       {"peagle_sort", {Call<peagle_sort>}},           {"peagle_gate_up_many", {Call<peagle_gate_up_many>}},
       {"peagle_down_many", {Call<peagle_down_many>}},
+      {"peagle_linear_4", {Call<peagle_linear_4>}},   {"peagle_linear_8", {Call<peagle_linear_8>}},
       {"peagle_rotate", {Call<peagle_rotate>}},       {"peagle_attend", {Call<peagle_attend>}},
-      {"peagle_combine", {Call<peagle_combine>}},     {"peagle_prompt", {Call<peagle_prompt>}},
+      {"peagle_prompt", {Call<peagle_prompt>}},       {"peagle_router", {Call<peagle_router>}},
+      {"peagle_choose", {Call<peagle_choose>}}, {"peagle_route_few", {Call<peagle_route_few>}}, {"peagle_route_many", {Call<peagle_route_many>}},
+      {"peagle_gather", {Call<peagle_gather>}},       {"peagle_combine_experts", {Call<peagle_combine_experts>}},
+      {"peagle_tiles_gate_up_0", {Call<peagle_tiles_gate_up_0>}}, {"peagle_tiles_down_0", {Call<peagle_tiles_down_0>}},
+      {"peagle_tiles_gate_up_1", {Call<peagle_tiles_gate_up_1>}}, {"peagle_tiles_down_1", {Call<peagle_tiles_down_1>}},
+      {"peagle_tiles_gate_up_2", {Call<peagle_tiles_gate_up_2>}}, {"peagle_tiles_down_2", {Call<peagle_tiles_down_2>}},
+      {"peagle_tiles_gate_up_3", {Call<peagle_tiles_gate_up_3>}}, {"peagle_tiles_down_3", {Call<peagle_tiles_down_3>}},
   };
   const auto at = functions.find(name);
   if (at == functions.end()) return 1;
   *found = &at->second;
   return 0;
 }
-int cuLaunchKernel(CUfunc_st* kernel, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned, unsigned, unsigned,
-                   CUstream_st*, void** arguments, void**) {
+int cuCtxGetDevice(int* device) { return *device = 0; }
+int cuDeviceGetAttribute(int* value, int, int) {
+  *value = 2;  // multiprocessors
+  return 0;
+}
+int cuFuncSetAttribute(CUfunc_st*, int, int) { return 0; }
+int cuLaunchKernelEx(const LaunchConfig* config, CUfunc_st* kernel, void** arguments, void**) {
+  const auto [x, y, z] = config->grid;
   static std::mutex one_at_a_time;
   const std::lock_guard<std::mutex> lock(one_at_a_time);
   std::fenv_t before;  // XLA's threads flush denormal numbers to zero; GPUs do not
@@ -294,7 +536,7 @@ int cuLaunchKernel(CUfunc_st* kernel, unsigned x, unsigned y, unsigned z, unsign
   gridDim = {int(x), int(y), int(z)};
   for (blockIdx.z = 0; blockIdx.z < int(z); ++blockIdx.z)
     for (blockIdx.y = 0; blockIdx.y < int(y); ++blockIdx.y)
-      for (blockIdx.x = 0; blockIdx.x < int(x); ++blockIdx.x) RunBlock(threads);
+      for (blockIdx.x = 0; blockIdx.x < int(x); ++blockIdx.x) RunBlock(config->block[0]);
   std::fesetenv(&before);
   return 0;
 }

@@ -30,7 +30,7 @@ from tests.ops.conftest import DRIVER, GPU_PRAGMAS
 def bounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Compile a program with AddressSanitizer that runs the kernels on buffers without slack."""
     program = tmp_path_factory.mktemp("cuda") / "bounds"
-    flags = ["-std=c++20", "-O1", "-fsanitize=address", GPU_PRAGMAS, f"-I{build.CUDA}"]
+    flags = ["-std=c++20", "-O1", "-fsanitize=address", *GPU_PRAGMAS, f"-I{build.CUDA}"]
     source = DRIVER.with_name("bounds.cc")
     command = [build.compiler(), *flags, str(source), "-o", str(program)]
     subprocess.run(command, check=True, capture_output=True)
@@ -185,7 +185,7 @@ def test_the_check_finds_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(calls, "experts", wrong)
     with pytest.raises(cuda.CudaError, match="fail their check"):
-        check()
+        check(tiles=False)
 
 
 @pytest.mark.usefixtures("opened")
@@ -201,14 +201,14 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 def test_a_driver_that_refuses_is_an_error(libraries: tuple[Path, Path]) -> None:
     launcher, driver = libraries
-    cuda.open_kernels(launcher, str(driver), b"refuse", "cpu")
+    cuda.open_kernels(launcher, str(driver), b"refuse", "cpu", tiles=False)
     x, logits = random_rows(1, 64, 4)
     with pytest.raises(jax.errors.JaxRuntimeError, match="this driver is a test's"):
         jax.block_until_ready(routed(x, logits, random_experts(4, 64, 32), 2, 7.0))
     with pytest.raises(cuda.CudaError, match="no_such_driver"):
-        cuda.open_kernels(launcher, "no_such_driver.so", b"", "cpu")
+        cuda.open_kernels(launcher, "no_such_driver.so", b"", "cpu", tiles=False)
     with pytest.raises(cuda.CudaError, match=r"python -m peagle\.ops\.native"):
-        cuda.open_kernels(launcher.with_name("none.so"), str(driver), b"", "cpu")
+        cuda.open_kernels(launcher.with_name("none.so"), str(driver), b"", "cpu", tiles=False)
 
 
 def test_nothing_beyond_a_buffer_is_touched(bounds: Path) -> None:
@@ -258,7 +258,7 @@ def test_what_a_gpu_runs(monkeypatch: pytest.MonkeyPatch, dtype: str, rows: int,
 def test_the_launcher_is_compiled_with_the_package() -> None:
     """For a GPU's streams; it opens without a GPU, and looks for the driver."""
     with pytest.raises(cuda.CudaError, match="no_such_driver"):
-        cuda.open_kernels(build.LAUNCHER, "no_such_driver.so", b"", "CUDA")
+        cuda.open_kernels(build.LAUNCHER, "no_such_driver.so", b"", "CUDA", tiles=False)
 
 
 def test_without_cuda_there_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +291,11 @@ def test_status_gives_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fresh_status")
 @pytest.mark.parametrize(
     ("capability", "why"),
-    [("7.5", "need compute capability 8.0 or more, this GPU's is 7.5"), ("9.0", "NVRTC for sm_90: not today")],
+    [
+        ("7.5", "need compute capability 8.0 or more, this GPU's is 7.5"),
+        ("8.9", "NVRTC for sm_89: not today"),
+        ("9.0", "NVRTC for sm_90a: not today"),
+    ],
 )
 def test_a_gpu_that_is_too_old_or_has_no_compiler(monkeypatch: pytest.MonkeyPatch, capability: str, why: str) -> None:
     class Device:
@@ -314,11 +318,12 @@ def test_a_gpu_whose_kernels_pass(monkeypatch: pytest.MonkeyPatch, libraries: tu
     launcher, driver = libraries
     open_kernels = cuda.open_kernels
     monkeypatch.setattr(cuda, "compile_kernels", lambda architecture: architecture.encode())
-    monkeypatch.setattr(cuda, "open_kernels", lambda *given: open_kernels(launcher, str(driver), given[2], "cpu"))
+    opened = functools.partial(open_kernels, launcher, str(driver))
+    monkeypatch.setattr(cuda, "open_kernels", lambda *given, tiles: opened(given[2], "cpu", tiles=tiles))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(cuda, "_capability", lambda: "9.0")
+    monkeypatch.setattr(cuda, "_capability", lambda: "8.9")
     assert jax.jit(lambda x: x if cuda.available() else -x)(1) == 1  # first called while a program is traced
-    assert cuda.status() == (True, "CUDA, compute capability 9.0")
+    assert cuda.status() == (True, "CUDA, compute capability 8.9")
 
 
 needs_nvrtc = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's compiler is for Linux and Windows")
@@ -328,7 +333,7 @@ needs_nvrtc = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's compi
 def test_nvrtc_compiles_the_source_and_the_result_is_cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """For the oldest architecture: the source asks for none, so newer ones compile the same."""
     architecture = "sm_80"
-    assert not any("__CUDA_ARCH__" in source.read_text() for source in nvrtc.SOURCES)
+    assert b"__CUDA_ARCH__" not in nvrtc.sources(architecture)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     made = nvrtc.compile_kernels(architecture)
     assert made[:4] == b"\x7fELF"
@@ -352,10 +357,10 @@ def test_nvrtc_compiles_the_source_and_the_result_is_cached(monkeypatch: pytest.
 @needs_nvrtc
 def test_nvrtcs_errors_are_passed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    common, experts, *attention = nvrtc.SOURCES
-    source = tmp_path / "experts.cu"
-    source.write_text(experts.read_text().replace("fminf(", "fminimum("))
-    monkeypatch.setattr(nvrtc, "SOURCES", (common, source, *attention))
+    for name in nvrtc.NAMES:
+        source = (nvrtc.HERE / name).read_text()
+        (tmp_path / name).write_text(source.replace("fminf(", "fminimum(") if name == "experts.cu" else source)
+    monkeypatch.setattr(nvrtc, "HERE", tmp_path)
     with pytest.raises(cuda.CudaError, match=r'NVRTC for sm_90: experts\.cu\(\d+\): error: .*"fminimum" is undefined'):
         nvrtc.compile_kernels("sm_90")
     with pytest.raises(cuda.CudaError, match=r"NVRTC for sm_1: .*architecture"):

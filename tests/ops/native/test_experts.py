@@ -94,7 +94,7 @@ class Block:
     ) -> jax.Array:
         """Run natively, or in XLA with experts in another layout."""
         native_router = pack(self.router.astype(np.float32))
-        return expert_block(
+        y, normalised = expert_block(
             jnp.asarray(x),
             Norm(jnp.asarray(self.norm, jnp.float32), EPSILON),
             native_router if experts is None else jnp.asarray(self.router.T, jnp.float32),
@@ -104,6 +104,8 @@ class Block:
             limit,
             positions,
         )
+        assert normalised is None
+        return y
 
 
 def random_block(

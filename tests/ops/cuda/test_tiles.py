@@ -1,0 +1,220 @@
+"""The kernels of experts on Hopper GPUs (tiles.cu): their layout of weights; their own source on a CPU.
+
+The tests' driver runs it. scripts/gpu_check and the kernels' own check cover what needs the GPU: its tensor cores,
+copies and barriers, and speed."""
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from peagle.ops import cuda
+from peagle.ops.cuda import calls, nvrtc
+from peagle.ops.cuda.pack import UNIT_WORDS, UNITS_A_GROUP, pack
+from peagle.ops.errors import InputError
+from peagle.ops.expert_matmul import PackedExperts, TiledExperts, expert_block, tile
+from peagle.ops.mxfp4 import dequantize
+from peagle.ops.norm import Norm
+
+WIDTH, EXPERTS, TOP_K, EPSILON, LIMIT = calls.TILED_WIDTH, 8, calls.TILED_TOP_K, 1e-5, 0.9
+
+
+def bfloat16(bits: int) -> float:
+    return float(np.array([bits << 16], np.uint32).view(np.float32)[0])
+
+
+def test_the_layout_is_the_one_that_the_kernels_read() -> None:
+    """As tiles.cu describes it: every code and scale, from its place in the words, gives MXFP4's value exactly."""
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (2, 384, 192 // 32, 16), np.uint8)
+    scales = rng.integers(0, 129, blocks.shape[:-1], np.uint8)
+    words = np.asarray(pack(jnp.asarray(blocks), jnp.asarray(scales)))
+    assert words.shape == (2, 2, 3, UNITS_A_GROUP, UNIT_WORDS)
+    assert words.nbytes == blocks.nbytes + scales.nbytes
+    found, mask = np.zeros((2, 384, 192)), 0x81C081C0
+    for expert, group, chunk, unit in np.ndindex(words.shape[:-1]):
+        of_unit = words[expert, group, chunk, unit].tolist()
+        for thread, step in np.ndindex(128, 4):
+            warp, g, q = thread // 32, thread % 32 // 4, thread % 4
+            word, exponents = of_unit[4 * thread + step], of_unit[512 + 8 * warp + g]
+            turned = (word << 6 | word >> 26) & 0xFFFFFFFF
+            values = word & mask, word << 3 & mask, turned & mask, (turned & 0x1B001B) * 0x1084 & mask
+            for i, half in np.ndindex(4, 2):
+                exponent = exponents >> 16 * (step // 2) + 8 * (i % 2) & 0xFF
+                output = 192 * group + 64 * unit + 16 * warp + 2 * g + i % 2
+                place = 64 * chunk + 16 * step + 2 * q + half + 8 * (i // 2)
+                # codes are 2^-126 too small, and a scale + 126 is a bfloat16's exponent
+                found[expert, output, place] = bfloat16(values[i] >> 16 * half & 0xFFFF) * bfloat16(exponent << 7)
+    np.testing.assert_array_equal(found, dequantize(blocks, scales).astype(np.float64))
+
+
+def random_experts(seed: int) -> PackedExperts:
+    rng = np.random.default_rng(seed)
+
+    def matrix(outputs: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        blocks = rng.integers(0, 256, (EXPERTS, outputs, WIDTH // 32, 16), np.uint8)
+        scales = rng.integers(117, 121, blocks.shape[:-1], np.uint8)
+        bias = rng.standard_normal((EXPERTS, outputs), np.float32).astype(jnp.bfloat16)
+        return jnp.asarray(blocks), jnp.asarray(scales), jnp.asarray(bias)
+
+    return PackedExperts(*matrix(2 * WIDTH), *matrix(WIDTH))
+
+
+@pytest.fixture(scope="module")
+def packed() -> PackedExperts:
+    return random_experts(0)
+
+
+@pytest.fixture
+def hopper(libraries: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open the kernels on the CPU, those of Hopper GPUs too."""
+    launcher, driver = libraries
+    cuda.open_kernels(launcher, str(driver), b"any image", "cpu", tiles=True)
+    monkeypatch.setattr(cuda, "has_tiles", lambda: True)
+
+
+@pytest.fixture
+def tiled(hopper: None, packed: PackedExperts) -> TiledExperts:  # noqa: ARG001
+    made = tile(packed, TOP_K)
+    assert isinstance(made, TiledExperts)
+    return made
+
+
+class Block:
+    """The second half of a layer: its inputs and its definition in float64."""
+
+    def __init__(self, packed: PackedExperts, rows: int, active: int, favoured: int = 0) -> None:
+        """active: rows that are; favoured: so many experts are all that is selected."""
+        rng = np.random.default_rng(rows)
+
+        def halves(*shape: int) -> np.ndarray:
+            return rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)
+
+        self.x, self.norms, self.router = halves(rows, WIDTH), halves(2, WIDTH), halves(WIDTH, EXPERTS)
+        self.bias = (np.where(np.arange(EXPERTS) < favoured, 1000.0, 0.0) + halves(EXPERTS)).astype(jnp.bfloat16)
+        self.positions = np.full((rows,), -1, np.int32)
+        self.positions[rng.choice(rows, active, replace=False)] = np.arange(active)
+        self._packed = packed
+
+    def of(self, experts: TiledExperts, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Compute the first `count` rows in the kernels."""
+        norm, next_norm = (Norm(jnp.asarray(weight), EPSILON) for weight in self.norms)
+        operands = jnp.asarray(self.x[:count]), norm, jnp.asarray(self.router), jnp.asarray(self.bias), experts
+        y, normalised = expert_block(*operands, TOP_K, LIMIT, jnp.asarray(self.positions[:count]), next_norm=next_norm)
+        assert normalised is not None
+        return np.asarray(y, np.float64), np.asarray(normalised, np.float64)
+
+    def by_definition(self, row: int) -> np.ndarray:
+        x = self.x[row].astype(np.float64)
+        if self.positions[row] < 0:
+            return x
+        normalised = x / np.sqrt(np.mean(x * x) + EPSILON) * self.norms[0].astype(np.float64)
+        logits = normalised @ self.router.astype(np.float64) + self.bias.astype(np.float64)
+        rounded = normalised.astype(jnp.bfloat16).astype(np.float64)
+        chosen = np.argsort(-logits, kind="stable")[:TOP_K]
+        weights = np.exp(logits[chosen] - logits[chosen].max())
+        for expert, weight in zip(chosen.tolist(), weights / weights.sum(), strict=True):
+            p = jax.tree.map(lambda leaf: np.asarray(leaf[expert]), self._packed)  # noqa: B023
+            hidden = dequantize(p.gate_up_blocks, p.gate_up_scales) @ rounded + p.gate_up_bias.astype(np.float64)
+            gate, up = np.minimum(hidden[0::2], LIMIT), np.clip(hidden[1::2], -LIMIT, LIMIT)
+            active = (gate / (1 + np.exp(-1.702 * gate)) * (up + 1)).astype(jnp.bfloat16).astype(np.float64)
+            x = x + weight * (dequantize(p.down_blocks, p.down_scales) @ active + p.down_bias.astype(np.float64))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("rows", "active", "favoured"),
+    [
+        (1, 1, 0),
+        (20, 18, 0),  # the kernel of up to 48 rows an expert
+        (70, 3, 4),  # many rows: sorted by one block; up to 90 an expert
+        pytest.param(66, 60, 0, marks=pytest.mark.slow),
+        pytest.param(200, 150, 4, marks=pytest.mark.slow),  # beyond: several tiles an expert
+    ],
+)
+def test_the_definition(packed: PackedExperts, tiled: TiledExperts, rows: int, active: int, favoured: int) -> None:
+    block = Block(packed, rows, active, favoured)
+    found, normalised = block.of(tiled, rows)
+    rng = np.random.default_rng(0)
+    active_rows = np.flatnonzero(block.positions >= 0)
+    for row in {*rng.choice(active_rows, min(3, active)).tolist(), *np.flatnonzero(block.positions < 0)[:1].tolist()}:
+        expected = block.by_definition(row)
+        # the result is bfloat16, and a hidden value may round the other way
+        np.testing.assert_allclose(found[row], expected, rtol=2**-7, atol=2**-8 * np.abs(expected).max())
+    scaled = found / np.sqrt(np.mean(found * found, axis=1, keepdims=True) + EPSILON)
+    np.testing.assert_allclose(normalised, scaled * block.norms[1].astype(np.float64), rtol=2**-7, atol=1e-6)
+
+
+def test_a_rows_bits_do_not_depend_on_the_others(packed: PackedExperts, tiled: TiledExperts) -> None:
+    """So verification computes decoding's bits, and so does the prefill of a prompt."""
+    block = Block(packed, 70, 70, 4)
+    block.positions[5:] = -1
+    alone, _ = block.of(tiled, 1)
+    for count in (2, 20, 70):
+        found, _ = block.of(tiled, count)
+        np.testing.assert_array_equal(found[0], alone[0])
+
+
+def test_rows_that_are_not_finite_spoil_themselves_alone(packed: PackedExperts, tiled: TiledExperts) -> None:
+    block = Block(packed, 3, 3, 4)
+    whole, _ = block.of(tiled, 3)
+    block.x[1, 7] = np.nan
+    found, _ = block.of(tiled, 3)
+    assert np.isnan(found[1]).all()
+    np.testing.assert_array_equal(found[[0, 2]], whole[[0, 2]])
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda e: e.replace(gate_up_scales=e.gate_up_scales.at[0, 0, 0].set(129)),
+        lambda e: e.replace(gate_up_bias=e.gate_up_bias.astype(jnp.float32)),
+        lambda e: jax.tree.map(lambda leaf: leaf[:7], e),
+        lambda e: e.replace(down_bias=e.down_bias[:, :64]),
+    ],
+    ids=["a scale without room", "float32", "seven experts", "another width"],
+)
+def test_other_experts_stay_as_they_are(packed: PackedExperts, changed: Callable[[Any], PackedExperts]) -> None:
+    experts = changed(packed)
+    assert tile(experts, TOP_K) is experts
+
+
+def test_without_a_hopper_gpu_experts_stay_as_they_are(packed: PackedExperts) -> None:
+    assert tile(packed, TOP_K) is packed
+
+
+def test_xla_does_not_take_the_layout(packed: PackedExperts, tiled: TiledExperts) -> None:
+    block = Block(packed, 1, 1)
+    operands = jnp.asarray(block.x), Norm(jnp.asarray(block.norms[0]), EPSILON), jnp.asarray(block.router)
+    with pytest.raises(InputError, match="laid out for the CUDA kernels; load them for 'xla'"):
+        expert_block(*operands, jnp.asarray(block.bias), tiled, TOP_K, LIMIT, implementation="xla")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_shapes_that_do_not_fit_are_refused(packed: PackedExperts, tiled: TiledExperts) -> None:
+    block = Block(packed, 1, 1)
+    cut = tiled.replace(gate_up=tiled.gate_up[:, :, 1:], down=tiled.down[:, :, 1:])  # type: ignore[attr-defined]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"gate_up \[8, 30, 44, 3, 544\] is not U32"):
+        block.of(cut, 1)
+
+
+@pytest.mark.slow
+def test_the_assembler_keeps_products_asynchronous_and_operands_in_registers() -> None:
+    """C7512 would say that it runs one product after the other, spills that it moves operands to memory."""
+    library, program = nvrtc.library(), ctypes.c_void_p()
+    library.nvrtcCreateProgram(ctypes.byref(program), nvrtc.sources(nvrtc.HOPPER), b"kernels", 0, None, None)
+    options = [*nvrtc.OPTIONS, f"--gpu-architecture={nvrtc.HOPPER}".encode(), b"--ptxas-options=-v"]
+    code = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+    log = nvrtc._text(library, program, "ProgramLog").decode(errors="replace")
+    library.nvrtcDestroyProgram(ctypes.byref(program))
+    assert code == 0, log[:2000]
+    assert "C75" not in log
+    kernels = [part for part in log.split("Compiling entry function")[1:] if "peagle_tiles" in part]
+    assert len(kernels) == 8
+    assert all("0 bytes spill stores, 0 bytes spill loads" in kernel for kernel in kernels)
