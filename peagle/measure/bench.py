@@ -122,7 +122,7 @@ class BenchOptions:
         dispatch a chunk; and the timed steps, in whole dispatches. Example: 3 tokens in 2 slots, prompts of one chunk,
         one step a dispatch: 1 + 1 + 3.
         """
-        chunks = -(-self.context // DEFAULT_CHUNK)
+        chunks = max(1, -(-(self.context - 1) // (DEFAULT_CHUNK - 1)))  # all but the first begin with a known token
         timed = -(-case.size // steps_per_dispatch) * steps_per_dispatch
         return 1 + (case.active - 1) * chunks * steps_per_dispatch + timed
 

@@ -54,7 +54,7 @@ def test_a_section_that_fails_costs_the_others_nothing(monkeypatch: pytest.Monke
     for name in ("parity", "losslessness", "conformance"):
         monkeypatch.setattr(gpu_check, name, broken)
     monkeypatch.setattr(gpu_check, "peers", slow)
-    for name in ("target_alone", "operations", "speculation"):
+    for name in ("target_alone", "operations", "speculation", "by_part"):
         monkeypatch.setattr(gpu_check, name, lambda *_: iter(()))
     out = tmp_path / "run"
     assert call(monkeypatch, "--out", out, "--shapes", "tiny", "--any-device") == 1
@@ -95,7 +95,8 @@ def test_a_section_that_there_is_not_is_told_in_a_line(
     assert call(monkeypatch, "--out", tmp_path / "run", *given) == 2
     error = capsys.readouterr().err
     assert "--only speed names no section; they are kernels, bandwidth, parity" in error
-    assert "conformance, peers, tiny: sizes, tiny: speculation, tiny: 1 after 512, tiny: 1 after 8192, " in error
+    assert "conformance, peers, tiny: sizes, tiny: 1 after 512, tiny: 8 after 512, " in error
+    assert "tiny: 64 after 512, tiny: parts, tiny: P-EAGLE, 4 layers, tiny: EAGLE-3, 1 layer, " in error
     assert error.endswith("tiny: 1 after 512 by XLA, tiny: operations\n")
     assert not (tmp_path / "run").exists()
 
