@@ -10,6 +10,7 @@ token[p+2]. A mask slot is (embedding of mask_token_id, fc(mask_hidden)). The ro
 layer's output at the row before). Every pass runs `run_layers`, each with its own `attend`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import flax.struct
@@ -302,7 +303,7 @@ def project_aux(
         parts, weights = jnp.split(aux_hidden, groups, axis=-1), jnp.split(params.aux_norm, groups)
         normed = [rms_norm(part, weight, config.rms_norm_eps) for part, weight in zip(parts, weights, strict=True)]
         aux_hidden = jnp.concatenate(normed, axis=-1)
-    return linear(aux_hidden, params.fc, positions=positions)
+    return linear(aux_hidden, params.fc, positions=positions, implementation=params.implementation)
 
 
 def after_rope(config: DrafterConfig, attend: Attend) -> AttendProjected:
@@ -330,26 +331,27 @@ def run_layers(
     others. Ignore the result of a negative index.
     """
     eps = config.rms_norm_eps
+    product = functools.partial(linear, implementation=params.implementation)
     cos, sin = rope_tables(config.rope, positions, hidden.dtype, implementation=params.implementation)
     x = hidden
     for index, p in enumerate(params.layers):
         if p.hidden_norm is None:
-            qkv = linear(x, p.qkv, p.qkv_bias, norm=Norm(p.norm, eps), positions=positions)
+            qkv = product(x, p.qkv, p.qkv_bias, norm=Norm(p.norm, eps), positions=positions)
         else:
             normed = rms_norm(x, p.hidden_norm, eps)
             embedded = rms_norm(embed(params.embedding, token_ids, hidden.dtype), p.norm, eps)
-            qkv = linear(jnp.concatenate([embedded, normed], axis=-1), p.qkv, p.qkv_bias, positions=positions)
+            qkv = product(jnp.concatenate([embedded, normed], axis=-1), p.qkv, p.qkv_bias, positions=positions)
             x = normed if config.norm_before_residual else x
         out = attend(index, _norm_heads(qkv, p, config), cos, sin)
         if wanted is not None and index == len(params.layers) - 1:
             taken = jnp.maximum(wanted, 0)
             out, x = (jnp.take_along_axis(rows, taken[:, :, None], axis=1) for rows in (out, x))
             positions = jnp.where(wanted < 0, -1, jnp.take_along_axis(positions, taken, axis=1))
-        x = linear(out, p.out, p.out_bias, residual=x, positions=positions)
+        x = product(out, p.out, p.out_bias, residual=x, positions=positions)
         gate, up = jnp.split(
-            linear(x, p.gate_up, p.gate_up_bias, norm=Norm(p.mlp_norm, eps), positions=positions), 2, axis=-1
+            product(x, p.gate_up, p.gate_up_bias, norm=Norm(p.mlp_norm, eps), positions=positions), 2, axis=-1
         )
-        x = linear(jax.nn.silu(gate) * up, p.down, p.down_bias, residual=x, positions=positions)
+        x = product(jax.nn.silu(gate) * up, p.down, p.down_bias, residual=x, positions=positions)
     return x
 
 
@@ -368,4 +370,5 @@ def _norm_heads(qkv: jax.Array, p: LayerParams, config: DrafterConfig) -> jax.Ar
 def _logits(
     params: DrafterParams, config: DrafterConfig, x: jax.Array, positions: jax.Array | None = None
 ) -> jax.Array:
-    return linear(x, params.lm_head, norm=Norm(params.norm, config.rms_norm_eps), positions=positions)
+    norm = Norm(params.norm, config.rms_norm_eps)
+    return linear(x, params.lm_head, norm=norm, positions=positions, implementation=params.implementation)

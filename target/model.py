@@ -176,7 +176,8 @@ def _experts_by_blocks(
     params: TargetParams, config: TargetConfig, index: int, x: jax.Array, positions: jax.Array, size: int
 ) -> jax.Array:
     def one(block: jax.Array, x: jax.Array) -> jax.Array:
-        part, _ = _expert_half(params, config, index, _rows(x, block, size), _rows(positions, block, size))
+        rows, at = (_rows(each, block, size) for each in (x, positions))
+        part, _ = _expert_half(params, config, index, rows, at, norms_next=False)
         return jax.lax.dynamic_update_slice_in_dim(x, part, block * size, axis=1)
 
     return _for_active_blocks(one, positions, size, x)
@@ -280,9 +281,11 @@ def _attention_half(
     """Return x + the attention of norm(x), which is `normalised` if the layer before has computed it."""
     p, reduce = params.layers[index].attention, None if ranks is None else ranks.reduce
     norm = Norm(p.norm, config.rms_norm_eps) if normalised is None else None
-    qkv = linear(x if normalised is None else normalised, p.qkv, p.qkv_bias, norm=norm, positions=positions)
+    by = params.implementation
+    rows = x if normalised is None else normalised
+    qkv = linear(rows, p.qkv, p.qkv_bias, norm=norm, positions=positions, implementation=by)
     out = attend(index, p, qkv, cos, sin)
-    return linear(out, p.out, p.out_bias, residual=x, positions=positions, reduce=reduce)
+    return linear(out, p.out, p.out_bias, residual=x, positions=positions, reduce=reduce, implementation=by)
 
 
 def _expert_half(
@@ -292,10 +295,13 @@ def _expert_half(
     x: jax.Array,
     positions: jax.Array,
     ranks: Ranks | None = None,
+    *,
+    norms_next: bool = True,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return (y = x + the experts of norm(x), the next layer's norm(y) or None). See `expert_block`."""
     moe, following = params.layers[index].moe, index + 1
-    next_norm = params.layers[following].attention.norm if following < config.num_layers else None
+    has_next = norms_next and following < config.num_layers
+    next_norm = params.layers[following].attention.norm if has_next else None
     return expert_block(
         x,
         Norm(moe.norm, config.rms_norm_eps),
@@ -322,7 +328,8 @@ def _logits(
     if rows is not None:
         x = jnp.take_along_axis(x, rows[:, :, None], axis=1)
         positions = None if positions is None else jnp.take_along_axis(positions, rows, axis=1)
-    return linear(x, params.lm_head, norm=Norm(params.norm, config.rms_norm_eps), positions=positions)
+    norm = Norm(params.norm, config.rms_norm_eps)
+    return linear(x, params.lm_head, norm=norm, positions=positions, implementation=params.implementation)
 
 
 CHECKED_TOGETHER = 32  # tokens per pass of `GptOss.finite`

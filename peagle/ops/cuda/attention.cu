@@ -213,18 +213,18 @@ __device__ inline void CombineWarps(const AttentionShared& shared, int count, fl
     float top = kNothing, sum = 0, result = 0;
     for (int w = 0; w < kWarps; ++w) top = fmaxf(top, shared.peak[w][row]);
     for (int w = 0; w < kWarps; ++w) {
-      const float scale = shared.total[w][row] > 0 ? exp2f(shared.peak[w][row] - top) : 0;
+      const float scale = shared.total[w][row] == 0 ? 0 : exp2f(shared.peak[w][row] - top);  // not a number stays so
       sum += scale * shared.total[w][row];
       result += scale * shared.out[w][row][h];
     }
     if (h == 0) totals[row] = sum;
-    if (!(sum > 0)) continue;
+    if (sum == 0) continue;
     partial[row * kHead + h] = result;
     if (h == 0) peaks[row] = top;
   }
 }
 
-// How many blocks of a tile have their partial results; zero between grids.
+// How many blocks of a tile have their partial results; zero between grids, of which one runs at a time.
 __device__ int attended[kMostTiles];
 
 struct ChunkShared {
@@ -245,7 +245,7 @@ __device__ inline void CombineChunks(const float* partial, const float* peaks, c
   for (int c = lane; there && c < num_chunks; c += kLanes) {
     const int at = c * queries + mine;
     const float total = __ldcg(totals + at), peak = __ldcg(peaks + at);
-    if (total > 0) top = fmaxf(top, peak);
+    if (total != 0) top = fmaxf(top, peak);
   }
 #pragma unroll
   for (int distance = 1; distance < kLanes; distance *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
@@ -256,9 +256,9 @@ __device__ inline void CombineChunks(const float* partial, const float* peaks, c
     for (int c = lane; there && c < some; c += kLanes) {
       const int at = (first + c) * queries + mine;
       const float total = __ldcg(totals + at), peak = __ldcg(peaks + at);
-      const float scale = total > 0 ? exp2f(peak - top) : 0;
+      const float scale = total == 0 ? 0 : exp2f(peak - top);
       shared.scale[mine][c] = scale;
-      shared.total[mine][c] = total > 0 ? scale * total : 0;
+      shared.total[mine][c] = total == 0 ? 0 : scale * total;
     }
     __syncthreads();
 #pragma unroll
@@ -270,7 +270,7 @@ __device__ inline void CombineChunks(const float* partial, const float* peaks, c
         const float scale = shared.scale[query][c];
         const float value = __ldcg(partial + (static_cast<long long>(first + c) * queries + query) * kHead + h);
         sum[i] += shared.total[query][c];
-        result[i] += scale > 0 ? scale * value : 0;
+        result[i] += scale == 0 ? 0 : scale * value;
       }
     }
   }
@@ -282,7 +282,7 @@ __device__ inline void CombineChunks(const float* partial, const float* peaks, c
     const int query = begin + i * (kThreads / kHead), index = tile + query;
     if (query >= count) continue;
     const float all = sum[i] + shared.scale[query][0];
-    out[index / shared_heads * row_stride + index % shared_heads * kHead + h] = ToHalf(all > 0 ? result[i] / all : 0);
+    out[index / shared_heads * row_stride + index % shared_heads * kHead + h] = ToHalf(all == 0 ? 0 : result[i] / all);
   }
 }
 

@@ -21,6 +21,8 @@ CASES = (
     *((1, 1632, SMALL), (8, 160, LARGE), (13, 160, SMALL), (16, 160, SMALL)),
     *((17, 1632, SMALL), (70, 160, SMALL), (200, 160, LARGE)),
 )
+# of `linear`: (rows, inputs, outputs), of 32 and of 64 outputs a block
+PRODUCTS = ((1, 2080, 32), (9, 80, 4224), (16, 2080, 96))
 # (rows, of them padding at the end, pages of the table, window, tokens before): several chunks and tiles of queries, a
 # window, a table that repeats its pages, many rows
 ATTENDED = ((1, 0, 10, 0, 400), (7, 2, 5, 20, 290), (3, 1, 2, 24, 1022), (20, 3, 5, 24, 250))
@@ -33,11 +35,27 @@ TILED_ROWS, TILED_EXPERTS = (1, 13, 40, 64, 100, 300), 8
 
 def check(*, tiles: bool) -> None:
     """Raises CudaError if a kernel's result is far from its definition's. tiles: also check the kernels of Hopper."""
+    for rows, inputs, outputs in PRODUCTS:
+        check_linear(rows, inputs, outputs)
     check_experts()
     if tiles:
         check_expert_block()
     for case in ATTENDED:
         check_attention(*case)
+
+
+def check_linear(rows: int, inputs: int, outputs: int) -> None:
+    """Check the products of few rows. See `check`."""
+    rng = np.random.default_rng(3)
+    x, weights, bias, residual = (
+        _halves(rng, *shape) for shape in ((rows, inputs), (inputs, outputs), (outputs,), (rows, outputs))
+    )
+    product = x.astype(np.float64) @ weights.astype(np.float64)
+    for more in ((None, None), (bias, residual)):
+        expected = product + sum(each.astype(np.float64) for each in more if each is not None)
+        operands = (None if each is None else jnp.asarray(each) for each in more)
+        found = np.asarray(calls.linear(jnp.asarray(x), jnp.asarray(weights), *operands), np.float64)
+        _expect_near(found, expected, f"a product of {rows} rows, {inputs} x {outputs}")
 
 
 def check_experts() -> None:
@@ -117,7 +135,7 @@ def check_attention(width: int, padding: int, num_pages: int, window: int, lengt
     last = np.pad(index, (0, padding), constant_values=-1)[None]
     first = np.maximum(last - window + 1, 0) if window else np.zeros_like(last)
     operands = (qkv, cos, sin, key, value, table, last, first, last, sinks)
-    out = calls.paged_attention(*map(jnp.asarray, operands), span=num_pages * PAGE)[0]
+    out, new_key, new_value = calls.paged_attention(*map(jnp.asarray, operands), span=num_pages * PAGE)
 
     def rotated(x: np.ndarray) -> np.ndarray:
         left, right = np.split(x, 2, axis=-1)
@@ -139,7 +157,11 @@ def check_attention(width: int, padding: int, num_pages: int, window: int, lengt
             scores @ all_values[seen, n // (heads // kv_heads)] / (scores.sum() + np.exp(sinks[n].astype(np.float64)))
         )
     result = np.asarray(out, np.float64).reshape(width, heads, HEAD_DIM)[:active]
-    _expect_near(result, expected, f"attention of {width} rows, {padding} padding, a window of {window}")
+    what = f"attention of {width} rows, {padding} padding, a window of {window}"
+    _expect_near(result, expected, what)
+    written = (table[0, index // PAGE % num_pages], index % PAGE)
+    _expect_near(np.asarray(new_key, np.float64)[written], keys, f"the keys of {what}")
+    _expect_near(np.asarray(new_value, np.float64)[written], all_values[-active:], f"the values of {what}")
 
 
 def _halves(rng: np.random.Generator, *shape: int) -> np.ndarray:

@@ -82,7 +82,7 @@ __device__ inline void LoadMatricesTransposed(unsigned (&to)[4], const Words* ro
 
 // The shared memory of a block beyond that of its variables.
 __device__ inline void* DynamicBlock() {
-  extern __shared__ Words dynamic_block[];
+  extern __shared__ __align__(128) Words dynamic_block[];
   return dynamic_block;
 }
 

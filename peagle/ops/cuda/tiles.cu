@@ -302,7 +302,7 @@ __device__ __forceinline__ void MultiplyTiles(const Work& work) {
     WaitForGrid();
     LetNextBegin();
   }
-  const int num_tiles = *work.num_tiles;
+  const int num_tiles = __ldcg(work.num_tiles);
   for (int i = threadIdx.x; i < num_tiles; i += C::kThreads) tiles[i] = work.tiles[i];
   __syncthreads();
   const int parts = work.matrices.outputs / (64 * C::kConsumers);

@@ -72,7 +72,7 @@ def expert_block(
         out = native.routed(*operands, held=held, residual=False, dtype=jnp.float32)
     else:
         rows = rms_norm(rows, norm.weight, norm.epsilon)
-        logits = linear(rows, router, router_bias)
+        logits = linear(rows, router, router_bias, implementation=implementation)
         dtype = x.dtype if ranks is None else jnp.dtype(jnp.float32)
         out = expert_mlp(
             rows, logits, experts, top_k, swiglu_limit, of_rows, implementation=implementation, held=held, dtype=dtype

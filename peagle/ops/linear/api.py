@@ -1,6 +1,7 @@
 """The public entries: the layout of the weights decides the implementation."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from peagle.ops import native
 from peagle.ops.collectives import Ranks, Reduce
+from peagle.ops.kernels import Implementation
 from peagle.ops.linear import cuda
 from peagle.ops.linear.packed import PackedMatrix
 from peagle.ops.linear.split import SplitMatrix
@@ -28,12 +30,15 @@ def linear(
     residual: Float[Array, "... outputs"] | None = None,
     positions: Int[Array, "..."] | None = None,
     reduce: Reduce | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "... outputs"]:
     """Multiply x, normalised first if there is a norm, by the weight; add the bias and the residual; in x's dtype.
 
     An array is [inputs, outputs]. If positions are given, a row of negative position is inactive: its output is finite
     and to be ignored. A PackedMatrix runs in the native kernels, which skip inactive rows, and every other row's bits
     are a function of that row and the weights alone: the number of rows does not matter.
+
+    implementation "xla": by XLA even where the CUDA kernels take the operands; a GPU's rows up to 16 do else.
 
     reduce: the weight holds this rank's inputs of a larger one. It sums the ranks' products, in float32, before the
     residual is added. A SplitMatrix, which has the outputs of several devices, takes neither these nor a bias.
@@ -42,9 +47,9 @@ def linear(
         assert (bias, residual, reduce) == (None, None, None)
         return _over_devices(x, weight, norm, positions)
     if reduce is not None:
-        total = reduce(_product(x, weight, bias, norm, None, positions, jnp.float32))
+        total = reduce(_product(x, weight, bias, norm, None, positions, jnp.float32, implementation))
         return (total if residual is None else residual.astype(jnp.float32) + total).astype(x.dtype)
-    return _product(x, weight, bias, norm, residual, positions, x.dtype)
+    return _product(x, weight, bias, norm, residual, positions, x.dtype, implementation)
 
 
 def _product(
@@ -55,15 +60,13 @@ def _product(
     residual: jax.Array | None,
     positions: jax.Array | None,
     dtype: DTypeLike,
+    implementation: Implementation | None,
 ) -> jax.Array:
     """See `linear`; the result is in `dtype`."""
     if not isinstance(weight, PackedMatrix):
         normalised = x if norm is None else rms_norm(x, norm.weight, norm.epsilon)
-        if dtype == x.dtype and cuda.takes(normalised, weight, bias):
-            found: jax.Array = jax.lax.platform_dependent(
-                normalised, weight, bias, residual, cuda=cuda.product, default=functools.partial(_on_xla, dtype=dtype)
-            )
-            return found
+        if implementation != "xla" and dtype == x.dtype and cuda.takes(normalised, weight, bias, residual):
+            return _of_few_rows(normalised, weight, bias, residual)
         return _on_xla(normalised, weight, bias, residual, dtype=dtype)
     rows = x.reshape(-1, x.shape[-1])
     out = native.call(
@@ -82,6 +85,20 @@ def _product(
     return shaped
 
 
+@jax.custom_jvp
+def _of_few_rows(x: jax.Array, weight: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
+    """Multiply in the CUDA kernel on a GPU, in XLA elsewhere and where gradients are wanted."""
+    on_xla = functools.partial(_on_xla, dtype=x.dtype)
+    out: jax.Array = jax.lax.platform_dependent(x, weight, bias, residual, cuda=cuda.product, default=on_xla)
+    return out
+
+
+@_of_few_rows.defjvp
+def _of_few_rows_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+    out, tangent = jax.jvp(functools.partial(_on_xla, dtype=primals[0].dtype), primals, tangents)
+    return out, tangent
+
+
 def _on_xla(
     x: jax.Array, weight: jax.Array, bias: jax.Array | None, residual: jax.Array | None, *, dtype: DTypeLike
 ) -> jax.Array:
@@ -98,7 +115,7 @@ def _over_devices(x: jax.Array, weight: SplitMatrix, norm: Norm | None, position
     ) -> jax.Array:
         mine = jax.tree.map(lambda leaf: leaf[0], parts)
         scaled = None if norm is None or scale is None else norm._replace(weight=scale)
-        product = _product(x, mine, None, scaled, None, positions, x.dtype)
+        product = _product(x, mine, None, scaled, None, positions, x.dtype, None)
         return Ranks(weight.axis, weight.mesh.size).gather(product, weight.outputs)
 
     same = PartitionSpec()

@@ -9,7 +9,7 @@ from peagle.ops import cuda
 from peagle.ops.cuda import calls
 
 
-def takes(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> bool:
+def takes(x: jax.Array, weight: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> bool:
     """Check that the kernels run here and take such operands."""
     rows, (inputs, outputs) = math.prod(x.shape[:-1]), weight.shape
     return (
@@ -17,7 +17,7 @@ def takes(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> bool:
         and inputs % 16 == 0
         and outputs % calls.LINEAR_OUTPUTS == 0
         and x.dtype == weight.dtype == jnp.bfloat16
-        and (bias is None or bias.dtype == jnp.bfloat16)
+        and all(more is None or more.dtype == jnp.bfloat16 for more in (bias, residual))
         and cuda.available()
     )
 
