@@ -13,6 +13,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
@@ -25,7 +26,7 @@ from peagle.engine.prefill import ChunkRows, Prefilled, prefill
 from peagle.engine.sampling import TARGET, LogProbs, choose, log_probs, uniforms
 from peagle.engine.state import Batch, DecodeState, SlotParams, admit, init_state, put, take
 from peagle.engine.step import Proposed, StepKind, absorb, accept_and_commit, propose, steps, verify
-from peagle.ops import native
+from peagle.ops import interrupt, native
 from peagle.ops.attention import PagedCache, Pages
 from peagle.ops.messages import VerifyOutput
 from peagle.ops.row_blocks import RowBlocks
@@ -158,6 +159,20 @@ class Executor:
         outputs.copy_to_host_async()
         self._state = self._merged(after, kind)
         return outputs  # type: ignore[no-any-return]
+
+    def compile_steps(self, wanted: Sequence[tuple[np.ndarray, StepKind]]) -> None:
+        """Compile the programs of steps, by (plan, kind), in threads: their first dispatch finds them.
+
+        JAX traces one after the other; XLA, which takes longer, compiles them side by side.
+        """
+
+        def one(plan: np.ndarray, kind: StepKind) -> None:
+            interrupt.check()
+            program, operands = self.prepared_steps(self.state, plan, 0.0, 1, kind)
+            program.lower(*operands).compile()
+
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(one, *zip(*wanted, strict=True)))
 
     def _merged(self, after: DecodeState, kind: StepKind) -> DecodeState:
         """Put back what the steps of a kind did not take."""

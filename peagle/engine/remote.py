@@ -10,7 +10,7 @@ and no tokenizer, and decides nothing.
 
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeAlias
 
@@ -74,6 +74,9 @@ class Leading(Executor):
         """Send a verb of this name, and call it."""
         message = {"of": self._number, "verb": name, "values": _sent(values), "options": _sent(options)}
         return self._lead.together(message, functools.partial(getattr(Executor, name), self, *values, **options))
+
+    def compile_steps(self, wanted: Sequence[tuple[np.ndarray, StepKind]]) -> None:
+        """Compile nothing ahead: processes compile the same programs in the same order, each at its dispatch."""
 
     def read_pages(self, layer: int, numbers: Any) -> tuple[np.ndarray, np.ndarray]:  # noqa: ARG002
         """Raise InputError: a process has only its own part of the pages."""

@@ -52,9 +52,14 @@ class WarmUp:
             cut = {("cut", kind, size) for kind in cut_kinds for size in engine.sizes} - self._warm
         if "prompts" not in self._warm:
             self._prompts()
-        for kind, size in sorted(missing, key=lambda pair: (pair[1], str(pair[0]))):
+        steps = [
+            (engine.empty_plan(size), kind) for kind, size in sorted(missing, key=lambda pair: (pair[1], str(pair[0])))
+        ]
+        if len(steps) > 1:
+            engine.executor.compile_steps(steps)
+        for plan, kind in steps:
             interrupt.check()
-            engine.executor.steps(engine.empty_plan(size), 0.0, 1, kind)
+            engine.executor.steps(plan, 0.0, 1, kind)
         if (
             missing and len(engine.possible_drafts) > 1 and engine.drafter is not None
         ):  # plain steps between drafted ones
