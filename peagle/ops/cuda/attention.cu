@@ -1,14 +1,14 @@
 // Attention over keys and values in pages of 64 slots, [P, 64, G, H]. Index i of sequence b is slot i mod 64 of page
 // table[b, i / 64 mod M].
 //
-//     few rows   attend: per block one kv head of a sequence and one chunk of four pages, a page for each warp, so that all
-//                of the GPU reads. It rotates its queries, and rotates and writes the new keys and values of its chunk. The
-//                last block of a kv head joins the chunks, with the sinks
+//     few rows   attend: the chunks of four pages of a kv head of a sequence are dealt out to splits, so that all of the GPU
+//                reads. A block goes through the chunks of a split, a page for each warp. It rotates its queries, and rotates
+//                and writes the new keys and values of its chunks. The last block of a kv head joins the splits, with the sinks
 //     many rows  rotate, which writes queries, keys and values; then prompt: per block 128 queries of a kv head, 32 a warp,
 //                which read their pages one after the other through shared memory
 //
-// Chunks begin at fixed indices, and a page that a query does not see changes nothing. So a row's bits depend neither on the
-// other rows of its pass nor on page numbers.
+// Chunks begin at fixed indices, their numbers say which split is theirs, and what a query does not see changes nothing. So a
+// row's bits depend neither on the other rows of its pass nor on page numbers.
 
 namespace {
 
@@ -17,6 +17,7 @@ constexpr int kHalf = kHead / 2;
 constexpr int kSlots = 64;  // per page
 constexpr int kChunkSlots = kSlots * kWarps;
 constexpr int kRows = 16;  // queries per product
+constexpr int kMostSplits = 32;
 constexpr int kMostTiles = 1 << 16;  // of sixteen queries, in a pass of few rows
 constexpr float kNothing = -1e30f, kLog2E = 1.44269504f;
 constexpr float kScale = 0.125f * kLog2E;  // 1 / sqrt(kHead), for powers of two
@@ -227,62 +228,61 @@ __device__ inline void CombineWarps(const AttentionShared& shared, int count, fl
 // How many blocks of a tile have their partial results; zero between grids, of which one runs at a time.
 __device__ int attended[kMostTiles];
 
-struct ChunkShared {
-  float scale[kRows][kSlots], total[kRows][kSlots];  // of kSlots chunks at a time
+struct SplitShared {
+  float scale[kRows][kMostSplits], total[kRows][kMostSplits], sink[kRows];
 };
 
-// Joins the chunks' results for `count` queries from `tile` on, of `queries` of a kv head, with their sinks; a row that sees
-// nothing gets zeros. The results are those of the first of these queries and chunks.
-__device__ inline void CombineChunks(const float* partial, const float* peaks, const float* totals, const Half* sinks,
-                                     int num_chunks, int queries, int tile, int count, int shared_heads,
-                                     ChunkShared& shared, Half* out, long long row_stride) {
+// The chunks that a pass's rows of a sequence see, dealt out to `splits`: chunk c to split c mod splits.
+struct Chunks {
+  int first, last, splits;
+
+  // The first of a split's chunks; beyond `last` if it has none.
+  __device__ int Begin(int split) const { return first + (split + splits - first % splits) % splits; }
+  __device__ bool Used(int split) const { return Begin(split) <= last; }
+};
+
+// Joins the splits' results for `count` queries from `tile` on, of `queries` of a kv head, with their sinks; a row that sees
+// nothing gets zeros. The results are those of the first of these queries and splits.
+__device__ inline void CombineSplits(const float* partial, const float* peaks, const float* totals, const Half* sinks,
+                                     const Chunks& chunks, int queries, int tile, int count, int shared_heads,
+                                     SplitShared& shared, Half* out, long long row_stride) {
   constexpr int kLanes = kThreads / kRows, kOwn = kRows * kHead / kThreads;
   const int h = threadIdx.x % kHead, begin = threadIdx.x / kHead;
   const int mine = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;  // a query for each few lanes
   const bool there = mine < count;
   const float sink = there && sinks != nullptr ? ToFloat(sinks[(tile + mine) % shared_heads]) * kLog2E : kNothing;
   float top = sink;
-  for (int c = lane; there && c < num_chunks; c += kLanes) {
-    const int at = c * queries + mine;
-    const float total = __ldcg(totals + at), peak = __ldcg(peaks + at);
-    if (total != 0) top = fmaxf(top, peak);
+  for (int split = lane; there && split < chunks.splits; split += kLanes) {
+    const int at = split * queries + mine;
+    const float total = chunks.Used(split) ? __ldcg(totals + at) : 0;
+    shared.total[mine][split] = total;
+    shared.scale[mine][split] = total == 0 ? kNothing : __ldcg(peaks + at);
+    top = fmaxf(top, shared.scale[mine][split]);
   }
 #pragma unroll
   for (int distance = 1; distance < kLanes; distance *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
-  float result[kOwn] = {}, sum[kOwn] = {};
-  for (int first = 0; first < num_chunks; first += kSlots) {
-    const int some = min(kSlots, num_chunks - first);
-    if (first > 0) __syncthreads();
-    for (int c = lane; there && c < some; c += kLanes) {
-      const int at = (first + c) * queries + mine;
-      const float total = __ldcg(totals + at), peak = __ldcg(peaks + at);
-      const float scale = total == 0 ? 0 : exp2f(peak - top);
-      shared.scale[mine][c] = scale;
-      shared.total[mine][c] = total == 0 ? 0 : scale * total;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int query = begin + i * (kThreads / kHead);
-      if (query >= count) continue;
-#pragma unroll 4
-      for (int c = 0; c < some; ++c) {
-        const float scale = shared.scale[query][c];
-        const float value = __ldcg(partial + (static_cast<long long>(first + c) * queries + query) * kHead + h);
-        sum[i] += shared.total[query][c];
-        result[i] += scale == 0 ? 0 : scale * value;
-      }
-    }
+  for (int split = lane; there && split < chunks.splits; split += kLanes) {
+    const float scale = shared.total[mine][split] == 0 ? 0 : exp2f(shared.scale[mine][split] - top);
+    shared.scale[mine][split] = scale;
+    shared.total[mine][split] *= scale;
   }
-  __syncthreads();
-  if (lane == 0) shared.scale[mine][0] = there && sinks != nullptr ? exp2f(sink - top) : 0;
+  if (lane == 0) shared.sink[mine] = there && sinks != nullptr ? exp2f(sink - top) : 0;
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
     const int query = begin + i * (kThreads / kHead), index = tile + query;
     if (query >= count) continue;
-    const float all = sum[i] + shared.scale[query][0];
-    out[index / shared_heads * row_stride + index % shared_heads * kHead + h] = ToHalf(all == 0 ? 0 : result[i] / all);
+    float result = 0, sum = 0;
+#pragma unroll 4
+    for (int split = 0; split < chunks.splits; ++split) {
+      if (!chunks.Used(split)) continue;
+      const float scale = shared.scale[query][split];
+      const float value = __ldcg(partial + (static_cast<long long>(split) * queries + query) * kHead + h);
+      sum += shared.total[query][split];
+      result += scale == 0 ? 0 : scale * value;
+    }
+    sum += shared.sink[query];
+    out[index / shared_heads * row_stride + index % shared_heads * kHead + h] = ToHalf(sum == 0 ? 0 : result / sum);
   }
 }
 
@@ -364,95 +364,101 @@ __device__ inline void StageQueries(const Half* qkv, const Half* cosine, const H
 // out [B, T, N, H]: attention of few rows over the pages, with the sinks, if any. qkv [B, T, (N + 2G) H] is not rotated yet:
 // cosine and sine are [B, T, H/2]. Keys and values of rows whose index `write` [B, T] is not negative are written first.
 //
-// partial [B, G, chunks, R, H]: the weighted sums over a chunk's slots for the R = T N/G queries of a kv head, row by row,
-// and per query `peaks` and `totals` [B, G, chunks, R]: the largest score, and the sum of powers of two relative to it. If a
-// query sees nothing of a chunk, its total is 0 and nothing else of it is written. The first chunk is that of the first index
-// that some row of the sequence sees. Blocks: (chunks, B G, R / kRows rounded up), as many chunks as any sequence's rows span.
+// partial [B, G, splits, R, H]: the weighted sums over a split's slots for the R = T N/G queries of a kv head, row by row,
+// and per query `peaks` and `totals` [B, G, splits, R]: the largest score, and the sum of powers of two relative to it. If a
+// query sees nothing of a split, its total is 0 and nothing else of it is written. Blocks: (a power of two up to `splits`, which
+// is one, too; B G; R / kRows rounded up).
 extern "C" __global__ void __launch_bounds__(kThreads, 2) peagle_attend(
     const Half* qkv, const Half* cosine, const Half* sine, Half* key, Half* value, const int* table, const int* write,
-    const int* first, const int* last, const Half* sinks, int rows, int table_width, int heads, int kv_heads, float* partial,
-    float* peaks, float* totals, Half* out) {
+    const int* first, const int* last, const Half* sinks, int rows, int table_width, int heads, int kv_heads, int splits,
+    float* partial, float* peaks, float* totals, Half* out) {
   struct Shared {
     StagedPage pages[kWarps];
     Words queries[kRows * kPieceCount];
     NewRows rows;
     union {
       AttentionShared warps;
-      ChunkShared chunks;
+      SplitShared splits;
     };
   };
   Shared& shared = *reinterpret_cast<Shared*>(DynamicBlock());
   __shared__ int is_last;
-  const int b = blockIdx.y / kv_heads, g = blockIdx.y % kv_heads, num_chunks = gridDim.x, tile = blockIdx.z * kRows;
+  const int b = blockIdx.y / kv_heads, g = blockIdx.y % kv_heads, tile = blockIdx.z * kRows;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quarter = lane % 4;
   const int shared_heads = heads / kv_heads, queries = rows * shared_heads, all_heads = heads + 2 * kv_heads;
   Range all = kNothingSeen;
   for (int t = 0; t < rows; ++t) Cover(all, SeenBy(first, last, b * rows + t));
-  const int first_chunk = all.last < 0 ? 0 : all.first / kChunkSlots, chunk = first_chunk + blockIdx.x;
-  const int page = chunk * kWarps + warp, start = page * kSlots;
-  const int used_chunks = all.last < 0 ? 1 : min(num_chunks, all.last / kChunkSlots - first_chunk + 1);
-  const bool used = static_cast<int>(blockIdx.x) < used_chunks, any = start <= all.last && start + kSlots > all.first;
+  const Chunks chunks = {all.last < 0 ? 0 : all.first / kChunkSlots, all.last < 0 ? 0 : all.last / kChunkSlots, splits};
+  const int num_blocks = min(static_cast<int>(gridDim.x), chunks.last - chunks.first + 1);  // that have a chunk
+  if ((static_cast<int>(blockIdx.x) + splits - chunks.first % splits) % static_cast<int>(gridDim.x) >= num_blocks) return;
   const Table pages(table, table_width, b, key, value, g, kv_heads);
   StagedPage& mine = shared.pages[warp];
-  if (used && any) CopyPage<32>(pages, page, all, lane, mine);
-  CommitCopies();
   if (threadIdx.x < kMostFewRows) shared.rows.index[threadIdx.x] = -1;
-  __syncthreads();
-  // what no warp's page has is written by the first and by the last
-  const bool is_first_warp = blockIdx.x == 0 && warp == 0;
-  const bool is_last_warp = static_cast<int>(blockIdx.x) == num_chunks - 1 && warp == kWarps - 1;
-  WriteRows(qkv, cosine, sine, pages, write, b, g, rows, heads, kv_heads,
-            {is_first_warp ? 0 : start, is_last_warp ? 0x7fffffff : start + kSlots - 1}, tile == 0, shared.rows);
-  if (!used) return;
   StageQueries(qkv, cosine, sine, b, g, rows, all_heads, shared_heads, tile, shared.queries);
   Queries q[1];
   for (int half = 0; half < 2; ++half) {
     const int index = tile + group + 8 * half;
     q[0].seen[half] = index < queries ? SeenBy(first, last, b * rows + index / shared_heads) : kNothingSeen;
   }
-  WaitForCopies<0>();
   __syncthreads();
-  PutRows(shared.rows, rows, page, mine);
-  __syncwarp();
-  Attended result[1];
 #pragma unroll
   for (int k = 0; k < kHead / 16; ++k) LoadMatrices(q[0].a[k], &shared.queries[PieceAt(lane % 16, 2 * k + lane / 16)]);
-  if (any)
+  const int count = min(kRows, queries - tile);
+  const long long own = static_cast<long long>(blockIdx.y) * splits * queries + tile;
 #pragma unroll 1
-    for (int slot = 0; slot < kSlots; slot += 16) Attend<1, 1>(q, mine, slot, start + slot, true, result);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = group + 8 * half;
-    const float total = SumOfGroup(result[0].total[half]);
-    if (quarter == 0) {
-      shared.warps.peak[warp][row] = result[0].peak[half] * kScale;
-      shared.warps.total[warp][row] = total;
+  for (int split = blockIdx.x; split < splits; split += gridDim.x) {
+    if (!chunks.Used(split)) continue;
+    Attended result[1];
+#pragma unroll 1
+    for (int chunk = chunks.Begin(split); chunk <= chunks.last; chunk += splits) {
+      const int page = chunk * kWarps + warp, start = page * kSlots;
+      const bool any = start <= all.last && start + kSlots > all.first;
+      if (any) CopyPage<32>(pages, page, all, lane, mine);
+      CommitCopies();
+      // what no chunk has is written with the first and the last
+      const Range writes = {chunk == chunks.first && warp == 0 ? 0 : start,
+                            chunk == chunks.last && warp == kWarps - 1 ? 0x7fffffff : start + kSlots - 1};
+      WriteRows(qkv, cosine, sine, pages, write, b, g, rows, heads, kv_heads, writes, tile == 0, shared.rows);
+      WaitForCopies<0>();
+      __syncwarp();
+      PutRows(shared.rows, rows, page, mine);
+      __syncwarp();
+      if (any)
+#pragma unroll 1
+        for (int slot = 0; slot < kSlots; slot += 16) Attend<1, 1>(q, mine, slot, start + slot, true, result);
+      __syncwarp();  // all have read what the next chunk overwrites
     }
 #pragma unroll
-    for (int n = 0; n < kHead / 8; ++n)
+    for (int half = 0; half < 2; ++half) {
+      const int row = group + 8 * half;
+      const float total = SumOfGroup(result[0].total[half]);
+      if (quarter == 0) {
+        shared.warps.peak[warp][row] = result[0].peak[half] * kScale;
+        shared.warps.total[warp][row] = total;
+      }
 #pragma unroll
-      for (int i = 0; i < 2; ++i) shared.warps.out[warp][row][8 * n + 2 * quarter + i] = result[0].out[n][2 * half + i];
+      for (int n = 0; n < kHead / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) shared.warps.out[warp][row][8 * n + 2 * quarter + i] = result[0].out[n][2 * half + i];
+    }
+    __syncthreads();
+    const long long at = own + static_cast<long long>(split) * queries;
+    CombineWarps(shared.warps, count, partial + at * kHead, peaks + at, totals + at);
+    __syncthreads();
   }
-  __syncthreads();
-  const int count = min(kRows, queries - tile);
-  const long long own = static_cast<long long>(blockIdx.y) * num_chunks * queries + tile;
-  const long long at = own + static_cast<long long>(blockIdx.x) * queries;
-  CombineWarps(shared.warps, count, partial + at * kHead, peaks + at, totals + at);
-  if (used_chunks > 1) {
+  if (num_blocks > 1) {
     int& finished = attended[blockIdx.y * gridDim.z + blockIdx.z];
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) is_last = atomicAdd(&finished, 1) == used_chunks - 1;
+    if (threadIdx.x == 0) is_last = atomicAdd(&finished, 1) == num_blocks - 1;
     __syncthreads();
     if (!is_last) return;
     __threadfence();
     if (threadIdx.x == 0) finished = 0;
-  } else {
-    __syncthreads();
   }
   const long long row_stride = static_cast<long long>(heads) * kHead;
-  CombineChunks(partial + own * kHead, peaks + own, totals + own, sinks == nullptr ? nullptr : sinks + g * shared_heads,
-                used_chunks, queries, tile, count, shared_heads, shared.chunks,
+  CombineSplits(partial + own * kHead, peaks + own, totals + own, sinks == nullptr ? nullptr : sinks + g * shared_heads,
+                chunks, queries, tile, count, shared_heads, shared.splits,
                 out + b * rows * row_stride + g * shared_heads * kHead, row_stride);
 }
 

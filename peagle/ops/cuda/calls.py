@@ -14,7 +14,7 @@ FEW_ROWS, MAX_ROWS = 16, 4096  # rows of `experts`, in two ways: kFewRows and kM
 TILE_ROWS, TILE_WORDS = 64, 3  # of `experts` of many rows: kTileRows and kTileWords
 TILED_WIDTH, TILED_TOP_K, TILED_EXPERTS, MOST_TILES = 2880, 4, 128, 384  # of `expert_block`: tiles.h
 # of `paged_attention`: kHead, kSlots and kChunkSlots in attention.cu, kStepRows in launch.cc
-HEAD_DIM, PAGE, CHUNK, STEP_ROWS = 64, 64, 256, 16
+HEAD_DIM, PAGE, CHUNK, STEP_ROWS, MOST_SPLITS = 64, 64, 256, 16, 32
 Packed = tuple[UInt32[Array, "E _ chunks units words"], BFloat16[Array, "E _"]]
 Matrices = tuple[UInt8[Array, "E _ _ 16"], UInt8[Array, "E _ _"], BFloat16[Array, "E _"]]
 
@@ -116,14 +116,15 @@ def paged_attention(
     """
     (batch, width, values), (_, _, kv_heads, head_dim) = qkv.shape, key.shape
     heads = values // head_dim - 2 * kv_heads
-    # a span that begins within a chunk reaches into one more
-    chunks = (min(span, table.shape[1] * PAGE) + CHUNK - 2) // CHUNK + 1 if width <= STEP_ROWS else 0
-    parts = (batch, kv_heads, chunks, width * heads // kv_heads)
+    # a span that begins within a chunk reaches into one more; a power of two
+    chunks = (min(span, table.shape[1] * PAGE) + CHUNK - 2) // CHUNK + 1
+    splits = min(MOST_SPLITS, 1 << (chunks - 1).bit_length()) if width <= STEP_ROWS else 0
+    parts = (batch, kv_heads, splits, width * heads // kv_heads)
     out, new_key, new_value, *_ = _call(
         "paged_attention",
         (
             *(_halves(batch, width, heads * head_dim), _halves(*key.shape), _halves(*value.shape)),
-            _halves(batch, 0 if chunks else width, heads, head_dim),
+            _halves(batch, 0 if splits else width, heads, head_dim),
             *(_floats(*parts, head_dim), _floats(*parts), _floats(*parts)),
         ),
         *(qkv, cos, sin, key, value, table, write, first, last),

@@ -50,7 +50,8 @@ namespace {
 constexpr int64_t kThreads = 128, kOutputs = 16, kColumns = 8, kFewRows = 16, kMaxRows = 4096, kMaxExperts = 1024;
 constexpr int64_t kBlock = 32, kSortThreads = 512, kPanel = 64, kTileRows = 64, kTileWords = 3;
 constexpr int64_t kLinearRows = 16, kLinearOutputs = 32, kLinearThreads = 512, kLinearManyBlocks = 66;
-constexpr int64_t kHead = 64, kSlots = 64, kChunkSlots = 256, kQueryRows = 16, kTileQueries = 128, kStepRows = 16, kMostTiles = 1 << 16;
+constexpr int64_t kHead = 64, kSlots = 64, kChunkSlots = 256, kQueryRows = 16, kTileQueries = 128, kStepRows = 16, kMostTiles = 1 << 16, kMostSplits = 32;
+constexpr int64_t kBlocksWanted = 1056;  // of attention: eight for each multiprocessor of a large GPU
 constexpr unsigned kAttendBytes = 90752;  // peagle_attend's shared memory
 
 struct LaunchAttribute {
@@ -420,7 +421,7 @@ ffi::Error Linear(Stream stream, AnyBuffer x, AnyBuffer weights, AnyBuffer bias,
   return on.Error();
 }
 
-// Few rows go by chunks, of which `parts` has as many as any sequence's rows span; many go by queries, and `parts` is empty.
+// Few rows go by splits, which `parts` has; many go by queries, and `parts` is empty.
 ffi::Error PagedAttention(Stream stream, AnyBuffer qkv, AnyBuffer cosine, AnyBuffer sine, AnyBuffer key, AnyBuffer value,
                           AnyBuffer table, AnyBuffer write, AnyBuffer first, AnyBuffer last, AnyBuffer sinks, Out result,
                           Out new_key, Out new_value, Out rotated, Out parts, Out part_peaks, Out part_totals) {
@@ -430,14 +431,15 @@ ffi::Error PagedAttention(Stream stream, AnyBuffer qkv, AnyBuffer cosine, AnyBuf
     return ffi::Error::InvalidArgument("paged_attention: qkv " + Shape(qkv) + ", key " + Shape(key) + " and table " +
                                        Shape(table) + " are not [B, T, (N + 2G) H], [P, 64, G, H] and [B, M]");
   const int64_t B = qkv.dimensions()[0], T = qkv.dimensions()[1], P = key.dimensions()[0], G = key.dimensions()[2];
-  const int64_t H = key.dimensions()[3], M = table.dimensions()[1], chunks = partial.dimensions()[2];
+  const int64_t H = key.dimensions()[3], M = table.dimensions()[1], splits = partial.dimensions()[2];
   const int64_t N = qkv.dimensions()[2] / kHead - 2 * G;
   const int64_t tiles = G == 0 ? 0 : (T * (N / G) + kQueryRows - 1) / kQueryRows;  // of few rows
   if (H != kHead || key.dimensions()[1] != kSlots || B * T * P * G * M == 0 || N < G || N % G ||
-      (T <= kStepRows) != (chunks > 0) || (chunks > 0 && B * G * tiles > kMostTiles))
+      (T <= kStepRows) != (splits > 0) || splits & (splits - 1) || splits > kMostSplits ||
+      (splits > 0 && B * G * tiles > kMostTiles))
     return ffi::Error::InvalidArgument("paged_attention: qkv " + Shape(qkv) + " does not fit key " + Shape(key) +
                                        ": expected pages of 64, heads of 64, as many query heads for each of the others, "
-                                       "chunks for up to 16 rows, and then up to 65536 tiles of 16 queries");
+                                       "splits, 1 to 32 and a power of two, for up to 16 rows, and then up to 65536 tiles of 16 queries");
   PEAGLE_EXPECT(qkv, BF16, B, T, (N + 2 * G) * H);
   PEAGLE_EXPECT(cosine, BF16, B, T, H / 2);
   PEAGLE_EXPECT(sine, BF16, B, T, H / 2);
@@ -449,10 +451,10 @@ ffi::Error PagedAttention(Stream stream, AnyBuffer qkv, AnyBuffer cosine, AnyBuf
   PEAGLE_EXPECT(last, S32, B, T);
   if (sinks.element_count() != 0) PEAGLE_EXPECT(sinks, BF16, N);
   PEAGLE_EXPECT(out, BF16, B, T, N * H);
-  PEAGLE_EXPECT(query, BF16, B, chunks == 0 ? T : 0, N, H);
-  PEAGLE_EXPECT(partial, F32, B, G, chunks, T * (N / G), H);
-  PEAGLE_EXPECT(peaks, F32, B, G, chunks, T * (N / G));
-  PEAGLE_EXPECT(totals, F32, B, G, chunks, T * (N / G));
+  PEAGLE_EXPECT(query, BF16, B, splits == 0 ? T : 0, N, H);
+  PEAGLE_EXPECT(partial, F32, B, G, splits, T * (N / G), H);
+  PEAGLE_EXPECT(peaks, F32, B, G, splits, T * (N / G));
+  PEAGLE_EXPECT(totals, F32, B, G, splits, T * (N / G));
   if (new_key->untyped_data() != key.untyped_data() || new_value->untyped_data() != value.untyped_data())
     return ffi::Error::InvalidArgument("paged_attention: the pages are not written in place");
 
@@ -464,10 +466,13 @@ ffi::Error PagedAttention(Stream stream, AnyBuffer qkv, AnyBuffer cosine, AnyBuf
   void *sinks_at = sinks.element_count() == 0 ? nullptr : Address(sinks);
   void *partial_at = Address(partial), *peaks_at = Address(peaks), *totals_at = Address(totals);
   int rows = T, width = M, heads = N, kv_heads = G;
-  if (chunks > 0) {
-    on.Launch(on.kernels.attend, chunks, B * G, kThreads,
+  if (splits > 0) {
+    int64_t blocks = splits;  // fewer, each of several splits, where there are many sequences
+    while (blocks > 1 && blocks / 2 * B * G * tiles >= kBlocksWanted) blocks /= 2;
+    int num_splits = splits;
+    on.Launch(on.kernels.attend, blocks, B * G, kThreads,
               {&qkv_at, &cosine_at, &sine_at, &key_at, &value_at, &table_at, &write_at, &first_at, &last_at, &sinks_at, &rows,
-               &width, &heads, &kv_heads, &partial_at, &peaks_at, &totals_at, &out_at},
+               &width, &heads, &kv_heads, &num_splits, &partial_at, &peaks_at, &totals_at, &out_at},
               tiles, kAttendBytes);
     return on.Error();
   }

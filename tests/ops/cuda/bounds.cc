@@ -81,7 +81,7 @@ void Attend() {
          kThreads, static_cast<const Half*>(query), key, value, table, first, last, sinks, kMany, kTableWidth, kHeads,
          kKvHeads, out);
   Launch(peagle_attend, "peagle_attend", 1, kBatch * kKvHeads, kThreads, qkv, cosine, sine, key, value, table, write, first,
-         last, sinks, kRowsOf, kTableWidth, kHeads, kKvHeads, partial, peaks, totals, out);
+         last, sinks, kRowsOf, kTableWidth, kHeads, kKvHeads, 1, partial, peaks, totals, out);
 }
 
 void RunAll() {
