@@ -331,7 +331,7 @@ def test_rows_may_come_late_and_together(name: str) -> None:
     np.testing.assert_allclose(logits_of(together), logits_of(apart), atol=2e-5)
 
 
-@pytest.mark.parametrize("name", [ONE, TWO, EAGLE])
+@pytest.mark.parametrize("name", [ONE, pytest.param(TWO, marks=pytest.mark.slow), EAGLE])
 def test_a_smaller_width_gives_the_same_first_drafts(name: str) -> None:
     """Widths are data: each row's first drafts are those of the full width, and width 0 only absorbs the input."""
     drafting = eagle3(name) if name == EAGLE else drafter(name)

@@ -57,7 +57,10 @@ def test_a_run_of_steps_gives_the_references_drafts(name: str, num_drafts: int) 
         nums = [count + 1 for count in step]
 
 
-@pytest.mark.parametrize(("name", "num_drafts"), [(EAGLE, 1), (EAGLE, 4), (EAGLE_NORMED, 3), (EAGLE_NORMED, 6)])
+@pytest.mark.parametrize(
+    ("name", "num_drafts"),
+    [(EAGLE, 1), (EAGLE, 4), (EAGLE_NORMED, 3), pytest.param(EAGLE_NORMED, 6, marks=pytest.mark.slow)],
+)
 def test_a_run_of_passes_in_turn_gives_the_references_drafts(name: str, num_drafts: int) -> None:
     """The same for EAGLE-3, whose passes read the draft before; a third row is inactive from the second step on."""
     drafter = eagle3(name)

@@ -34,10 +34,7 @@ K, WINDOW, CAPACITY = 4, 9, 64
 KEPT = 3 * SMALL  # what a window's pages hold
 LENGTHS = (5, 23)
 ACCEPTED = [(0, K), (K, 2), (K, 0), (1, K), (0, 0), (K, 1), (K, 0), (3, K)]
-KERNELS = [
-    "xla",
-    pytest.param("native", marks=pytest.mark.skipif(not native.available(), reason=native.status()[1])),
-]
+NATIVE = pytest.mark.skipif(not native.available(), reason=native.status()[1])
 propose_exactly = jax.jit(propose.__wrapped__, static_argnames="num_drafts", compiler_options=AS_FOR_USERS)
 
 
@@ -83,8 +80,15 @@ def steps(drafter: PEagle | Eagle3, state: PagedCache, exactly: bool) -> list[tu
     return found
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("name", [WINDOWS, EAGLE_WINDOW])
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        (WINDOWS, "xla"),
+        pytest.param(WINDOWS, "native", marks=[NATIVE, pytest.mark.slow]),
+        pytest.param(EAGLE_WINDOW, "xla", marks=pytest.mark.slow),
+        pytest.param(EAGLE_WINDOW, "native", marks=NATIVE),
+    ],
+)
 def test_a_drafter_with_a_window_gives_the_references_drafts(tmp_path: Path, name: str, kernels: str) -> None:
     """Windows have as few pages as a step allows; accepted are none, some and all of the drafts."""
     drafter = load(tmp_path, name, kernels)
@@ -114,7 +118,7 @@ class Way:
 
 
 @pytest.mark.skipif(not native.available(), reason=native.status()[1])
-@pytest.mark.parametrize("name", [WINDOWS, EAGLE_WINDOW])
+@pytest.mark.parametrize("name", [WINDOWS, pytest.param(EAGLE_WINDOW, marks=pytest.mark.slow)])
 def test_few_pages_and_chunks_of_any_size_give_the_bits_of_all_pages(tmp_path: Path, name: str) -> None:
     drafter = load(tmp_path, name, "native")
     kept = None

@@ -234,8 +234,15 @@ def test_inactive_rows_are_zero_and_change_no_others_bits(layout: str, dtype: ty
 
 
 @on_cpus
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("layout", GROUPED)
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        pytest.param("packed", jnp.float32, marks=pytest.mark.slow),
+        ("packed", jnp.bfloat16),
+        ("expanded", jnp.float32),
+        pytest.param("expanded", jnp.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 def test_a_rows_bits_do_not_depend_on_the_others(layout: str, dtype: type) -> None:
     """Neither on their number nor on their order, nor on the row's place in a block."""
     experts = GROUPED[layout](random_weights(13))

@@ -223,7 +223,11 @@ BITS = {name: GPU_SHAPES[name] for name in ("all", "a window", "a short window, 
 
 @pytest.mark.parametrize(
     ("form", "name"),
-    [pair for pair in forms_of(BITS) if pair[0] != "xla" or pair[1] == "a window"],
+    [
+        pytest.param(*pair, marks=[pytest.mark.slow] if pair == ("cuda", "a window") else [])
+        for pair in forms_of(BITS)
+        if pair[0] != "xla" or pair[1] == "a window"
+    ],
     indirect=["form"],
 )
 def test_a_rows_bits_depend_on_its_tokens_alone(form: str, name: str) -> None:

@@ -131,7 +131,7 @@ def test_what_a_request_asks_for_needs_no_engine_of_its_own(toy: Pair) -> None:
     assert len(stopping._engines) == 1
 
 
-@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_many_requests_at_once_get_what_each_gets_alone(pair: Pair, k: int) -> None:
     """Prompts past a chunk and past the sliding window, three slots for five requests, one of them sampled."""
     assert pair.tokenizer is not None

@@ -47,7 +47,7 @@ def some_pair(request: pytest.FixtureRequest, tokenizer: ByteLevelTokenizer) -> 
     return found
 
 
-@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_threads_that_stream_at_once_get_what_each_gets_alone(
     some_pair: Pair, monkeypatch: pytest.MonkeyPatch, k: int
 ) -> None:

@@ -36,7 +36,7 @@ def demo() -> Pair:
 
 
 @pytest.mark.skipif(not native.available(), reason=native.status()[1])
-@pytest.mark.parametrize("name", [DEMO, DEMO_EAGLE3])
+@pytest.mark.parametrize("name", [DEMO, pytest.param(DEMO_EAGLE3, marks=pytest.mark.slow)])
 def test_pages_of_a_window_accept_what_all_pages_accept_and_emit_plain_decodings_tokens(demo: Pair, name: str) -> None:
     """After a prompt of several windows, of several chunks."""
     pair = with_drafter(demo, DEMO, name, drafter_window=WINDOW)
@@ -59,7 +59,7 @@ def test_pages_of_a_window_accept_what_all_pages_accept_and_emit_plain_decodings
     assert rings[0].memory_bytes()[0] < other.engine(rings[0].config).memory_bytes()[0]
 
 
-@pytest.mark.parametrize("mask_token_id", [3, None], ids=["P-EAGLE", "EAGLE-3"])
+@pytest.mark.parametrize("mask_token_id", [3, pytest.param(None, marks=pytest.mark.slow)], ids=["P-EAGLE", "EAGLE-3"])
 def test_pages_of_a_window_draft_what_all_pages_draft_on_xla(mask_token_id: int | None) -> None:
     """Step by step, also behind plain steps whose rows the drafter takes in late, and beside another row."""
     config = drafter_config(mask_token_id=mask_token_id, windows=(7,))

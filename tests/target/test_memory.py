@@ -48,7 +48,7 @@ def smaller(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
-@pytest.mark.parametrize("kernels", ["native", "xla"])
+@pytest.mark.parametrize("kernels", ["native", pytest.param("xla", marks=pytest.mark.slow)])
 def test_memory_peaks_within_15_percent_of_weights_and_caches(directory: Path, kernels: str) -> None:
     """While loading, and while decoding, where the compiler's memory comes on top."""
     measured = measure(directory, kernels)

@@ -106,7 +106,12 @@ def one_pass(
 @pytest.mark.parametrize(
     ("name", "retained"),
     # caches do not depend on the weights' format
-    [*((name, (False,)) for name in STORED if name != "float32"), ("float32", (False, True))],
+    [
+        pytest.param("bfloat16", (False,), marks=pytest.mark.slow),
+        ("mxfp4 packed", (False,)),
+        pytest.param("mxfp4 expanded", (False,), marks=pytest.mark.slow),
+        ("float32", (False, True)),
+    ],
     ids=lambda part: part if isinstance(part, str) else "",
 )
 def test_every_pass_over_the_caches_agrees_with_xla(

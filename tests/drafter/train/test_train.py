@@ -114,7 +114,14 @@ def sums(
     )
 
 
-@pytest.mark.parametrize("windows", [None, (5, None), (2, 3)])  # a chain may be longer than a window
+@pytest.mark.parametrize(
+    "windows",
+    [
+        pytest.param(None, marks=pytest.mark.slow),
+        pytest.param((5, None), marks=pytest.mark.slow),
+        (2, 3),  # a chain may be longer than a window
+    ],
+)
 def test_the_chains_pass_equals_the_uncached_pass_under_the_group_causal_mask(
     params, windows: tuple[int | None, ...] | None
 ) -> None:
@@ -249,7 +256,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("norm_output", [False, True])
+@pytest.mark.parametrize("norm_output", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_drafting_in_turn_and_training_in_turn_agree_on_tokens_and_logits(
     norm_output: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

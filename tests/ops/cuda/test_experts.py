@@ -211,6 +211,7 @@ def test_a_driver_that_refuses_is_an_error(libraries: tuple[Path, Path]) -> None
         cuda.open_kernels(launcher.with_name("none.so"), str(driver), b"", "cpu", tiles=False)
 
 
+@pytest.mark.slow
 def test_nothing_beyond_a_buffer_is_touched(bounds: Path) -> None:
     """The sanitizer would find it: each buffer in turn is an element too short."""
     environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0:symbolize=0"}  # names take longest

@@ -131,7 +131,7 @@ class Block:
     ("rows", "active", "favoured"),
     [
         (1, 1, 0),
-        (20, 18, 0),  # the kernel of up to 48 rows an expert
+        pytest.param(20, 18, 0, marks=pytest.mark.slow),  # the kernel of up to 48 rows an expert
         (70, 3, 4),  # many rows: sorted by one block; up to 90 an expert
         pytest.param(66, 60, 0, marks=pytest.mark.slow),
         pytest.param(200, 150, 4, marks=pytest.mark.slow),  # beyond: several tiles an expert

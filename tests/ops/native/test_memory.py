@@ -190,6 +190,7 @@ def best() -> str:
     pytest.skip("the native kernels are for CPUs")
 
 
+@pytest.mark.slow
 def test_only_planted_reads_are_out_of_bounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The machine's widest set: every planted read is found, on both sides of every operand, and nothing else."""
     isa = best()

@@ -134,7 +134,7 @@ def test_no_adjustment_is_ignored(target: Any, one: str) -> None:
     assert decode(engine_of(target, K), asked)[0] == found
 
 
-@pytest.mark.parametrize("together", [1, 5])
+@pytest.mark.parametrize("together", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_speculation_and_neighbours_change_nothing(target: Any, together: int) -> None:
     hot = dataclasses.replace(HARD, temperature=0.9, top_p=0.9, seed=4)
     asked = [

@@ -20,7 +20,7 @@ CAPACITY, K = 3 * 128 - 20, 3
 TOKENS = tuple(np.random.default_rng(8).integers(0, TARGET.vocab_size, CAPACITY).tolist())
 
 
-@pytest.fixture(scope="module", params=["native float32", "float32"])
+@pytest.fixture(scope="module", params=["native float32", pytest.param("float32", marks=pytest.mark.slow)])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Models:
     if request.param.startswith("native") and not native.available():
         pytest.skip(native.status()[1])

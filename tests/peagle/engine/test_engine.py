@@ -101,8 +101,10 @@ def test_the_oracle_is_accepted_whole_and_the_adversary_never(target, requests, 
             length += record.num_accepted + 1
 
 
-@pytest.mark.parametrize("slots", [2, 3])
-@pytest.mark.parametrize("together", [1, 5])
+@pytest.mark.parametrize(
+    ("together", "slots"),
+    [pytest.param(1, 2, marks=pytest.mark.slow), (1, 3), (5, 2), pytest.param(5, 3, marks=pytest.mark.slow)],
+)
 def test_requests_beside_others_get_what_they_get_alone(target, plain, slots: int, together: int) -> None:
     asked = [Request(PROMPTS[i % 3], budget) for i, budget in enumerate((7, 50, 1, 33, 60, 2, 21))]
     expected = [plain[i % 3][: request.max_new_tokens] for i, request in enumerate(asked)]
@@ -229,8 +231,15 @@ def test_a_mixed_workload_takes_few_programs(target) -> None:
     assert sum(after.values()) - sum(before.values()) <= 10
 
 
-@pytest.mark.parametrize("steps_per_dispatch", [1, 5])
-@pytest.mark.parametrize("by_width", [False, True])
+@pytest.mark.parametrize(
+    ("by_width", "steps_per_dispatch"),
+    [
+        pytest.param(False, 1, marks=pytest.mark.slow),
+        (False, 5),
+        (True, 1),
+        pytest.param(True, 5, marks=pytest.mark.slow),
+    ],
+)
 def test_a_requests_own_k_bounds_its_drafts_and_changes_no_token(target, plain, steps_per_dispatch, by_width) -> None:
     """Beside others and alone, and nothing compiles for it."""
     options = {"k_per_request": True, "programs_by_width": by_width, "steps_per_dispatch": steps_per_dispatch}
@@ -305,7 +314,7 @@ def test_chunks_tell_what_was_decided_before_the_cut(target, plain) -> None:
     assert record.draft_token_ids == tuple(plain[0][1:4])
 
 
-@pytest.mark.parametrize("steps_per_dispatch", [1, 16])
+@pytest.mark.parametrize("steps_per_dispatch", [pytest.param(1, marks=pytest.mark.slow), 16])
 def test_a_row_pauses_and_the_others_go_on_drafting(target, plain, steps_per_dispatch: int) -> None:
     """Row 0's drafts are always wrong, row 1's always right: 0 pauses after the step that uses up its credit, within a
     dispatch too, and its tokens are plain decoding's."""
@@ -323,7 +332,7 @@ def test_a_row_pauses_and_the_others_go_on_drafting(target, plain, steps_per_dis
     assert {len(record.draft_token_ids) for record in records[1]} == {3}
 
 
-@pytest.mark.parametrize("logprobs", [None, 2])
+@pytest.mark.parametrize("logprobs", [pytest.param(None, marks=pytest.mark.slow), 2])
 def test_a_dispatch_whose_rows_have_all_paused_goes_on_plainly(target, plain, logprobs: int | None) -> None:
     """The host would send plain steps two dispatches later."""
     script = (np.asarray(scripts(plain, "oracle").script)[:1] + 1) % CONFIG.vocab_size

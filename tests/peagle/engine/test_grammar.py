@@ -294,8 +294,10 @@ def test_an_answer_is_a_text_of_the_grammar_and_that_of_constrained_plain_decodi
     assert accepted > 20
 
 
-@pytest.mark.parametrize("together", [1, 5])
-@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize(
+    ("k", "together"),
+    [(0, 1), pytest.param(0, 5, marks=pytest.mark.slow), pytest.param(3, 1, marks=pytest.mark.slow), (3, 5)],
+)
 def test_neighbours_get_what_they_get_alone(
     target: MarkovTarget, vocabulary: Vocabulary, k: int, together: int
 ) -> None:

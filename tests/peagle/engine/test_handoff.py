@@ -69,7 +69,14 @@ def until(engine: Engine, handle: Handle, tokens: int) -> list[TokenChunk]:
 
 
 @needs_native
-@pytest.mark.parametrize(("k", "dtype"), [(0, "float32"), (K, "float32"), (K, "bfloat16")])
+@pytest.mark.parametrize(
+    ("k", "dtype"),
+    [
+        pytest.param(0, "float32", marks=pytest.mark.slow),
+        pytest.param(K, "float32", marks=pytest.mark.slow),
+        (K, "bfloat16"),
+    ],
+)
 def test_a_fresh_prompt_goes_on_in_an_engine_of_another_shape(
     k: int, dtype: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -87,7 +94,7 @@ def test_a_fresh_prompt_goes_on_in_an_engine_of_another_shape(
 
 
 @needs_native
-@pytest.mark.parametrize("k", [0, K])
+@pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.slow), K])
 def test_a_sequence_goes_on_from_the_midst_of_its_answer(k: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Beside others, that are not disturbed; twice, so that what was received is handed over, too."""
     given = models("native float32", tmp_path_factory.getbasetemp())

@@ -89,7 +89,14 @@ class EvenlyPaced(Engine):
         self._costs = Costs(chunk_s=1e-3, step_s=1e-4, cut_s=3e-4)
 
 
-@pytest.mark.parametrize(("together", "count", "drafter"), [(1, 1, "ngram"), (5, 1, "P-EAGLE"), (1, 2, "ngram")])
+@pytest.mark.parametrize(
+    ("together", "count", "drafter"),
+    [
+        pytest.param(1, 1, "ngram", marks=pytest.mark.slow),
+        (5, 1, "P-EAGLE"),
+        pytest.param(1, 2, "ngram", marks=pytest.mark.slow),
+    ],
+)
 def test_any_interleaving_gives_each_request_what_it_gets_alone(
     alone: Alone, together: int, count: int, drafter: str
 ) -> None:

@@ -41,8 +41,10 @@ def requests(number: int, logprobs: int | None = None) -> list[Request]:
 
 
 @pytest.mark.skipif(not native.available(), reason=native.status()[1])
-@pytest.mark.parametrize("kept", [0, 1])
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize(
+    ("steps", "kept"),
+    [(1, 0), pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(4, 0, marks=pytest.mark.slow), (4, 1)],
+)
 def test_requests_with_memory_for_a_third_get_what_they_get_alone(pair: Models, kept: int, steps: int) -> None:
     """Tokens, steps and log-probabilities; they were interrupted in the midst of prompts and of answers."""
     alone = engine_of(pair)

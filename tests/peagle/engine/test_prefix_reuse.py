@@ -47,8 +47,15 @@ PROMPTS = [
 
 
 @NATIVE
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("size", [1, HUGE])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        pytest.param(1, "float32", marks=pytest.mark.slow),
+        (1, "bfloat16"),
+        (HUGE, "float32"),
+        pytest.param(HUGE, "bfloat16", marks=pytest.mark.slow),
+    ],
+)
 def test_a_hit_gives_what_a_cold_start_gives(dtype: str, size: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     """With windows in both models; with little memory, known pages give way meanwhile."""
     pair = models(f"native {dtype}", tmp_path_factory.getbasetemp())
@@ -102,7 +109,7 @@ def test_requests_at_once_reuse_each_others_prompts(pair: Models) -> None:
     check_whole(warm)
 
 
-@pytest.mark.parametrize("retain_full_kv", [False, True])
+@pytest.mark.parametrize("retain_full_kv", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_n_grams_and_requests_that_draft_no_more_reuse_prompts_too(retain_full_kv: bool) -> None:
     target = tiny_target().replace(retain_full_kv=retain_full_kv)
     table = WidthTable({1: K, 2: 0})
@@ -149,8 +156,15 @@ def test_a_warm_up_is_no_request(pair: Models) -> None:
     assert (use.num_requests, use.num_entries) == (0, 0)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("native float32", marks=NATIVE), "float32"])
-@pytest.mark.parametrize("size", [0, HUGE])
+@pytest.mark.parametrize(
+    ("size", "kind"),
+    [
+        pytest.param(0, "native float32", marks=NATIVE),
+        pytest.param(0, "float32", marks=pytest.mark.slow),
+        pytest.param(HUGE, "native float32", marks=NATIVE),
+        (HUGE, "float32"),
+    ],
+)
 def test_a_request_that_is_not_finite_disturbs_no_later_one(kind: str, size: int, tmp_path: Path) -> None:
     """It leaves NaN in its pages, which the next request gets."""
     pair = models(kind, tmp_path)

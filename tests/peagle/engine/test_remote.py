@@ -24,7 +24,7 @@ CONFIG = EngineConfig(2, slots=2, capacity=256, chunk=64, prefix_cache_bytes=1 <
 DRAFTER = drafter_config()
 
 
-@pytest.mark.parametrize("kind", ["P-EAGLE", "ngram"])
+@pytest.mark.parametrize("kind", ["P-EAGLE", pytest.param("ngram", marks=pytest.mark.slow)])
 def test_a_follower_ends_with_the_leaders_bits(kind: str) -> None:
     """Through the wire's own bytes: prompts, steps of every kind, cut ones too, known pages, an abort."""
     aux_layer_ids = (0, 1) if kind == "P-EAGLE" else ()

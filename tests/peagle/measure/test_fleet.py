@@ -46,7 +46,9 @@ def ttft(costs: Costs, trace: list[Arrival], fleet: Arrangement) -> np.ndarray:
     return np.asarray([served.ttft_s for served in simulate(costs, trace, fleet)])
 
 
-@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
+@pytest.mark.parametrize(
+    "load", [pytest.param(0.3, marks=pytest.mark.slow), pytest.param(0.6, marks=pytest.mark.slow), 0.8]
+)
 def test_prompts_alone_wait_as_in_m_d_1(load: float) -> None:
     """Constant prompts whose answers are one token, at random: the mean wait is load / (2 (1 - load)) of a prompt."""
     count, service_s = 12_000, 0.05

@@ -59,7 +59,11 @@ def test_operations_find_the_innermost_part_they_are_named_by() -> None:
     }
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.8, seed=1)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingParams(), pytest.param(SamplingParams(0.8, seed=1), marks=pytest.mark.slow)],
+    ids=["greedy", "sampled"],
+)
 def test_a_run_is_traced_and_broken_down(tmp_path: Path, sampling: SamplingParams) -> None:
     engine = Engine(tiny_target(), NGram(), EngineConfig(2, capacity=64, steps_per_dispatch=2))
     requests = [Request((1, 2, 3), 20, sampling)]

@@ -62,7 +62,7 @@ def test_plain_decoding_has_no_figures_of_speculation(make: Any, k: int) -> None
     assert (values(client)[("vllm:spec_decode_num_drafts_total",)] > 0) == (k > 0)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_pages_that_requests_hold_and_preemptions_are_counted(pair: Pair, replicas: int) -> None:
     pages, slots = 6, 2 * replicas
     pair = dataclasses.replace(pair, _engines={})

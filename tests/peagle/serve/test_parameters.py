@@ -411,7 +411,9 @@ def choices(client: TestClient) -> list[Any]:
     return [complete(client, **fields)["choices"] for fields in LONGER]
 
 
-@pytest.mark.parametrize("k", [0, 1, 7, AUTO])
+@pytest.mark.parametrize(
+    "k", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(7, marks=pytest.mark.slow), AUTO]
+)
 def test_every_parameter_means_the_same_with_and_without_speculation(
     choices: list[Any], make: Any, k: int | Literal["auto"]
 ) -> None:
@@ -426,7 +428,7 @@ def test_every_parameter_means_the_same_with_and_without_speculation(
         assert same(complete(other, **fields)["choices"], expected), fields
 
 
-@pytest.mark.parametrize("k", [0, 1, 2])
+@pytest.mark.parametrize("k", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_parameter_means_the_same_whatever_k_a_request_sets(
     client: TestClient, choices: list[Any], k: int
 ) -> None:

@@ -66,7 +66,7 @@ def test_results_come_in_the_order_of_the_input_with_their_turns(toy: Pair) -> N
     assert all(len(output) == NEW for output in ids(done))
 
 
-@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("slots", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_conversation_that_outgrows_the_positions_keeps_what_it_has_and_stops_nobody(toy, slots) -> None:
     # the three prompts fit; with the answers between them, the third does not
     long = Conversation("long", turns=("a" * 90, "b" * 90, "c" * 90), numbered=True)

@@ -232,7 +232,7 @@ def test_a_turn_is_asked_with_the_answers_before_it(
     assert tuple(second.token_ids[~second.trained].tolist()) == expected
 
 
-@pytest.mark.parametrize("more", [(), ("--hidden", "--top", 4)])
+@pytest.mark.parametrize("more", [(), pytest.param(("--hidden", "--top", 4), marks=pytest.mark.slow)])
 def test_from_data_to_a_drafter_that_runs(
     directories: Directories,
     prompts: Path,
