@@ -335,8 +335,8 @@ def speculation(name: str, params: Any, config: TargetConfig, kind: DrafterShape
         list(pool.map(lambda engine: engine.warm_up(), every))
     yield {"engines": len(every), "compiling_s": time.perf_counter() - started}
     for batch, of_batch in engines.items():
-        for found in steps(of_batch, config, batch):
-            yield line | found
+        for measured in steps(of_batch, config, batch):
+            yield line | measured
     if vocab is None:  # last, since its program compiles anew
         yield line | {"batch": 1, "k": 7} | shares(engines[1][7], request(config, PROMPT_TOKENS, NEW_TOKENS, 0))
 
@@ -346,9 +346,9 @@ def by_part(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
     for batch in PROFILED:
         engine = synthetic_engine(pair_of(params, config, None), 0, batch)
         engine.warm_up()
-        asked = [request(config, PROMPT_TOKENS, PROFILED_TOKENS, number) for number in range(batch)]
+        requests = [request(config, PROMPT_TOKENS, PROFILED_TOKENS, number) for number in range(batch)]
         with tempfile.TemporaryDirectory() as directory:
-            spent = parts(engine, asked, Path(directory))
+            spent = parts(engine, requests, Path(directory))
         read = bytes_of_parts(params, config, batch, PROMPT_TOKENS + PROFILED_TOKENS // 2)
         for part, us in spent.items():
             yield {"shape": name, "part": part, "batch": batch, "us": us, "mb": read.get(part, 0.0) / 1e6}

@@ -176,7 +176,7 @@ def _experts_by_blocks(
     params: TargetParams, config: TargetConfig, index: int, x: jax.Array, positions: jax.Array, size: int
 ) -> jax.Array:
     def one(block: jax.Array, x: jax.Array) -> jax.Array:
-        rows, at = (_rows(each, block, size) for each in (x, positions))
+        rows, at = _rows(x, block, size), _rows(positions, block, size)
         part, _ = _expert_half(params, config, index, rows, at, norms_next=False)
         return jax.lax.dynamic_update_slice_in_dim(x, part, block * size, axis=1)
 

@@ -160,7 +160,7 @@ class Executor:
         self._state = self._merged(after, kind)
         return outputs  # type: ignore[no-any-return]
 
-    def compile_steps(self, wanted: Sequence[tuple[np.ndarray, StepKind]]) -> None:
+    def compile_steps(self, passes: Sequence[tuple[np.ndarray, StepKind]]) -> None:
         """Compile the programs of steps, by (plan, kind), in threads: their first dispatch finds them.
 
         JAX traces one after the other; XLA, which takes longer, compiles them side by side.
@@ -172,7 +172,7 @@ class Executor:
             program.lower(*operands).compile()
 
         with ThreadPoolExecutor() as pool:
-            list(pool.map(one, *zip(*wanted, strict=True)))
+            list(pool.map(one, *zip(*passes, strict=True)))
 
     def _merged(self, after: DecodeState, kind: StepKind) -> DecodeState:
         """Put back what the steps of a kind did not take."""

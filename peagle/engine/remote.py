@@ -75,7 +75,7 @@ class Leading(Executor):
         message = {"of": self._number, "verb": name, "values": _sent(values), "options": _sent(options)}
         return self._lead.together(message, functools.partial(getattr(Executor, name), self, *values, **options))
 
-    def compile_steps(self, wanted: Sequence[tuple[np.ndarray, StepKind]]) -> None:
+    def compile_steps(self, passes: Sequence[tuple[np.ndarray, StepKind]]) -> None:
         """Compile nothing ahead: processes compile the same programs in the same order, each at its dispatch."""
 
     def read_pages(self, layer: int, numbers: Any) -> tuple[np.ndarray, np.ndarray]:  # noqa: ARG002

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jax
 
-from peagle.engine.engine import AnyEngine
+from peagle.engine.engine import AnyEngine, Engine
 from peagle.engine.request import Request
 from peagle.engine.step import PARTS
 from peagle.ops.errors import InputError
@@ -108,6 +108,19 @@ def profile(
         for request in requests[: engine.config.slots]
     ]
     part_of = operations_of(engine, not batch[0].sampling.greedy) if part_of is None else part_of
+    trace, num_steps = record(engine, batch, directory, perfetto)
+    operations, others = _read(trace, part_of)
+    if not operations or not num_steps:
+        raise InputError(f"the profiler gave no operations of the steps on {jax.default_backend()}; see {directory}")
+    return breakdown(str(directory), num_steps, operations, others)
+
+
+def record(engine: Engine, batch: Sequence[Request], directory: Path, perfetto: bool = False) -> tuple[Path, int]:
+    """Decode a batch under the profiler; return (the trace's file, the number of steps).
+
+    On a GPU each operation is launched by itself (`Engine.launching_alone`). Raises InputError if the profiler wrote no
+    trace.
+    """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # tracing Python takes longer than the steps
     before = _traces(directory)
@@ -119,10 +132,7 @@ def profile(
     written = dict(_traces(directory).items() - before.items())
     if len(written) != 1:
         raise InputError(f"{directory} has {len(written)} new traces; expected one: check for another run there")
-    operations, others = _read(next(iter(written)), part_of)
-    if not operations or not num_steps:
-        raise InputError(f"the profiler gave no operations of the steps on {jax.default_backend()}; see {directory}")
-    return breakdown(str(directory), num_steps, operations, others)
+    return next(iter(written)), num_steps
 
 
 def _traces(directory: Path) -> dict[Path, int]:

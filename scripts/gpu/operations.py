@@ -32,9 +32,9 @@ from peagle.ops.expert_matmul import TiledExperts, expert_block, expert_mlp, ref
 from peagle.ops.expert_matmul.routing import route_top_k
 from peagle.ops.kernels import Implementation
 from peagle.ops.linear import linear
-from peagle.ops.memory import tree_bytes
 from peagle.ops.norm import Norm
 from peagle.ops.rope import rope_tables
+from scripts.gpu.parts import expert_bytes
 from target.config import TargetConfig
 from target.model import cache_groups
 from target.params import MoeParams, TargetParams
@@ -165,8 +165,7 @@ def _experts(
 def _expert_blocks(params: TargetParams, config: TargetConfig, x: list[jax.Array]) -> Iterator[Operation]:
     """Yield the second halves of layers, of which the kernels make one operation."""
     moes = [layer.moe for layer in params.layers[: len(x)]]
-    # as many experts as independent choices touch
-    read = (1 - (1 - config.top_k / config.num_experts) ** len(x[0])) * tree_bytes(moes[0].experts)
+    read = expert_bytes(moes[:1], config, len(x[0]))
     one = functools.partial(_expert_block, config=config)
     yield Operation("expert block: CUDA", one, [None] * len(x), list(zip(x, moes, strict=True)), read)
 

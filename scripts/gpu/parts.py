@@ -7,19 +7,22 @@ import jax
 
 from peagle.engine.engine import AnyEngine
 from peagle.engine.request import Request
-from peagle.measure.profile import STEPS
+from peagle.measure.bench import WeightBytes
+from peagle.measure.profile import STEPS, record
 from peagle.ops.memory import tree_bytes
 from target.config import TargetConfig
-from target.params import TargetParams
+from target.params import MoeParams, TargetParams
 
 EXPERTS, ATTENTION, PRODUCTS, REST = PARTS = ("experts, with router", "attention", "qkv, output and head", "rest")
 # what kernels' names begin with; of cuBLAS and XLA, too
 NAMES = {
-    EXPERTS: ("peagle_tiles", "peagle_gate_up", "peagle_down", "peagle_sort", "peagle_route", "peagle_choose"),
+    EXPERTS: (
+        *("peagle_tiles", "peagle_router", "peagle_choose", "peagle_route", "peagle_gather", "peagle_combine_experts"),
+        *("peagle_gate_up", "peagle_down", "peagle_sort"),
+    ),
     ATTENTION: ("peagle_attend", "peagle_rotate", "peagle_prompt"),
     PRODUCTS: ("peagle_linear", "nvjet", "gemm", "cutlass", "sm90", "sm80"),
 }
-NAMES[EXPERTS] += ("peagle_gather", "peagle_combine_experts")
 
 
 def parts(engine: AnyEngine, requests: Sequence[Request], directory: Path) -> dict[str, float]:
@@ -27,14 +30,7 @@ def parts(engine: AnyEngine, requests: Sequence[Request], directory: Path) -> di
 
     A kernel may begin while the one before still runs, to wait for it: it counts from that one's end.
     """
-    engine = engine.one
-    with engine.launching_alone():
-        list(engine.generate(requests))  # compiles
-        options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0
-        with jax.profiler.trace(str(directory), profiler_options=options):
-            num_steps = sum(len(chunk.steps) for place, chunk in engine.generate(requests) if place == 0)
-    (trace,) = directory.glob("**/*.xplane.pb")
+    trace, num_steps = record(engine.one, requests, directory)
     spent: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     before = 0.0
     for start, end, name in sorted(_kernels(trace)):
@@ -49,20 +45,21 @@ def part_of(kernel: str) -> str:
 
 
 def bytes_of_parts(params: TargetParams, config: TargetConfig, rows: int, context: int) -> dict[str, float]:
-    """Compute the bytes that each part reads in a plain step of `rows` sequences after `context` tokens.
-
-    Experts: as many of them as independent choices touch.
-    """
-    touched = 1 - (1 - config.top_k / config.num_experts) ** rows
-    experts = tree_bytes([layer.moe.experts for layer in params.layers])
+    """Estimate the bytes that the parts of a plain step read, for `rows` sequences after `context` tokens."""
     dense = tree_bytes([(layer.attention.qkv, layer.attention.out) for layer in params.layers])
     a_row = 2 * config.num_kv_heads * config.head_dim * params.dtype.itemsize
-    seen = (min(context, config.window(layer) or context) for layer in range(config.num_layers))
+    positions = (min(context, config.window(layer) or context) for layer in range(config.num_layers))
     return {
-        EXPERTS: touched * experts,
-        ATTENTION: rows * a_row * sum(seen),
+        EXPERTS: expert_bytes([layer.moe for layer in params.layers], config, rows),
+        ATTENTION: rows * a_row * sum(positions),
         PRODUCTS: dense + tree_bytes(params.lm_head),
     }
+
+
+def expert_bytes(moes: Sequence[MoeParams], config: TargetConfig, rows: int) -> float:
+    """Estimate the bytes of the experts that `rows` rows select in these layers (`WeightBytes.read`)."""
+    experts = tree_bytes([moe.experts for moe in moes])
+    return WeightBytes(0, experts, config.num_experts, config.top_k).read(rows)
 
 
 def _kernels(trace: Path) -> Iterator[tuple[float, float, str]]:

@@ -64,8 +64,8 @@ __device__ inline float Rotated(float own, float other, float c, float s, bool m
 
 // Two neighbours.
 __device__ inline unsigned Rotated(unsigned own, unsigned other, unsigned c, unsigned s, bool minus) {
-  return PackFast(Rotated(ToFloat(own), ToFloat(other), ToFloat(c), ToFloat(s), minus),
-              Rotated(ToFloat(own >> 16), ToFloat(other >> 16), ToFloat(c >> 16), ToFloat(s >> 16), minus));
+  return Pack(Rotated(LowerFloat(own), LowerFloat(other), LowerFloat(c), LowerFloat(s), minus),
+              Rotated(UpperFloat(own), UpperFloat(other), UpperFloat(c), UpperFloat(s), minus));
 }
 
 // The largest, or the sum, over the four lanes of a group.
@@ -184,7 +184,7 @@ __device__ __forceinline__ void Attend(const Queries (&q)[kQueries], const Stage
 #pragma unroll
     for (int i = 0; i < kQueries; ++i)
 #pragma unroll
-      for (int c = 0; c < 4; ++c) a[i][c] = PackFast(scores[i][2 * n + c / 2][c % 2 * 2], scores[i][2 * n + c / 2][c % 2 * 2 + 1]);
+      for (int c = 0; c < 4; ++c) a[i][c] = Pack(scores[i][2 * n + c / 2][c % 2 * 2], scores[i][2 * n + c / 2][c % 2 * 2 + 1]);
 #pragma unroll
     for (int h = 0; h < kHead / 8; h += 2) {
       unsigned values[4];
@@ -366,8 +366,8 @@ __device__ inline void StageQueries(const Half* qkv, const Half* cosine, const H
 //
 // partial [B, G, splits, R, H]: the weighted sums over a split's slots for the R = T N/G queries of a kv head, row by row,
 // and per query `peaks` and `totals` [B, G, splits, R]: the largest score, and the sum of powers of two relative to it. If a
-// query sees nothing of a split, its total is 0 and nothing else of it is written. Blocks: (a power of two up to `splits`, which
-// is one, too; B G; R / kRows rounded up).
+// query sees nothing of a split, its total is 0 and nothing else of it is written. Blocks: (a power of two up to `splits`,
+// which is one, too; B G; R / kRows rounded up).
 extern "C" __global__ void __launch_bounds__(kThreads, 2) peagle_attend(
     const Half* qkv, const Half* cosine, const Half* sine, Half* key, Half* value, const int* table, const int* write,
     const int* first, const int* last, const Half* sinks, int rows, int table_width, int heads, int kv_heads, int splits,
@@ -568,6 +568,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) peagle_prompt(
       Half* to = out + ((b * rows + index / shared_heads) * static_cast<long long>(heads) + head) * kHead + 2 * quarter;
 #pragma unroll
       for (int n = 0; n < kHead / 8; ++n)
-        *reinterpret_cast<unsigned*>(to + 8 * n) = PackFast(scale * result[i].out[n][2 * half], scale * result[i].out[n][2 * half + 1]);
+        *reinterpret_cast<unsigned*>(to + 8 * n) =
+            Pack(scale * result[i].out[n][2 * half], scale * result[i].out[n][2 * half + 1]);
     }
 }

@@ -30,7 +30,7 @@ def linear(
     K is a multiple of 16, N of LINEAR_OUTPUTS. A row's bits depend neither on the other rows nor on T.
     """
     out: jax.Array = _call(
-        "linear", _halves(x.shape[0], weights.shape[1]), x, weights, *(_optional(each) for each in (bias, residual))
+        "linear", _halves(x.shape[0], weights.shape[1]), x, weights, *map(_optional, (bias, residual))
     )
     return out
 

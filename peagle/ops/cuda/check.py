@@ -52,10 +52,10 @@ def check_linear(rows: int, inputs: int, outputs: int) -> None:
     )
     product = x.astype(np.float64) @ weights.astype(np.float64)
     for more in ((None, None), (bias, residual)):
-        expected = product + sum(each.astype(np.float64) for each in more if each is not None)
-        operands = (None if each is None else jnp.asarray(each) for each in more)
-        found = np.asarray(calls.linear(jnp.asarray(x), jnp.asarray(weights), *operands), np.float64)
-        _expect_near(found, expected, f"a product of {rows} rows, {inputs} x {outputs}")
+        expected = product + sum(term.astype(np.float64) for term in more if term is not None)
+        operands = (None if term is None else jnp.asarray(term) for term in more)
+        output = np.asarray(calls.linear(jnp.asarray(x), jnp.asarray(weights), *operands), np.float64)
+        _expect_near(output, expected, f"a product of {rows} rows, {inputs} x {outputs}")
 
 
 def check_experts() -> None:
@@ -73,13 +73,13 @@ def check_experts() -> None:
         x = (halves(rows, width) * 2.0 ** (SMALL - scales)).astype(jnp.bfloat16)
         ids = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(rows)]).astype(np.int32)
         matrices = (*gate_up, gate_up_bias), (*down, down_bias)
-        found = np.asarray(calls.experts(*jax.tree.map(jnp.asarray, (x, ids, *matrices)), limit=LIMIT))
+        output = np.asarray(calls.experts(*jax.tree.map(jnp.asarray, (x, ids, *matrices)), limit=LIMIT))
         hidden = np.einsum("toi,ti->to", *_chosen(gate_up, ids, x)) + gate_up_bias[ids.ravel()].astype(np.float64)
         gate, up = np.minimum(hidden[:, 0::2], LIMIT), np.clip(hidden[:, 1::2], -LIMIT, LIMIT)
         active = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
         weights = dequantize(*down)[ids.ravel()].astype(np.float64)
         expected = np.einsum("toi,ti->to", weights, active) + down_bias[ids.ravel()].astype(np.float64)
-        _expect_near(found.reshape(expected.shape), expected, f"experts of {rows} rows")
+        _expect_near(output.reshape(expected.shape), expected, f"experts of {rows} rows")
 
 
 def check_expert_block() -> None:
@@ -113,12 +113,12 @@ def check_expert_block() -> None:
         some, places = jnp.asarray(x[:rows]), jnp.asarray(positions[:rows])
         routing = jnp.asarray(router), jnp.asarray(bias)
         y, normalised = calls.expert_block(some, norm, *routing, places, *packed, next_norm, limit=LIMIT)
-        found, of_norm = np.asarray(y), np.asarray(normalised, np.float64)
+        output, of_norm = np.asarray(y), np.asarray(normalised, np.float64)
         _expect_near(of_norm, np.asarray(rms_norm(y, *next_norm), np.float64), f"the norm after experts of {rows} rows")
-        added = found.astype(np.float64) - x[:rows].astype(np.float64)
+        added = output.astype(np.float64) - x[:rows].astype(np.float64)
         _expect_near(added, expected[:rows], f"experts of {rows} rows, in tiles")
-        first = found[0] if first is None else first
-        if not np.array_equal(found[0], first):
+        first = output[0] if first is None else first
+        if not np.array_equal(output[0], first):
             raise CudaError(f"the GPU kernels fail their check: a row has other bits alone than among {rows}")
 
 
@@ -168,8 +168,8 @@ def _halves(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)
 
 
-def _expect_near(found: np.ndarray, expected: np.ndarray, what: str) -> None:
-    far = np.abs(found - expected).max() / np.abs(expected).max()
+def _expect_near(output: np.ndarray, expected: np.ndarray, what: str) -> None:
+    far = np.abs(output - expected).max() / np.abs(expected).max()
     if not far < FAR:
         raise CudaError(f"the GPU kernels fail their check: {what}: off by {far:.2g}; expected {FAR} at most")
 

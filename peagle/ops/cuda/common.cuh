@@ -87,7 +87,7 @@ __device__ inline void* DynamicBlock() {
 }
 
 // Two bfloat16, to the nearest.
-__device__ inline unsigned PackFast(float low, float high) {
+__device__ inline unsigned Pack(float low, float high) {
   unsigned pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
@@ -121,6 +121,10 @@ constexpr int kWarps = 4;  // per block
 constexpr int kThreads = 32 * kWarps;
 
 __device__ inline float ToFloat(Half bits) { return __uint_as_float(static_cast<unsigned>(bits) << 16); }
+
+// The first, or the second, of a pair.
+__device__ inline float LowerFloat(unsigned pair) { return __uint_as_float(pair << 16); }
+__device__ inline float UpperFloat(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
 
 // To the nearest, ties to even.
 __device__ inline Half ToHalf(float value) {

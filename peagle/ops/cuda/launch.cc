@@ -50,7 +50,8 @@ namespace {
 constexpr int64_t kThreads = 128, kOutputs = 16, kColumns = 8, kFewRows = 16, kMaxRows = 4096, kMaxExperts = 1024;
 constexpr int64_t kBlock = 32, kSortThreads = 512, kPanel = 64, kTileRows = 64, kTileWords = 3;
 constexpr int64_t kLinearRows = 16, kLinearOutputs = 32, kLinearThreads = 512, kLinearManyBlocks = 66;
-constexpr int64_t kHead = 64, kSlots = 64, kChunkSlots = 256, kQueryRows = 16, kTileQueries = 128, kStepRows = 16, kMostTiles = 1 << 16, kMostSplits = 32;
+constexpr int64_t kHead = 64, kSlots = 64, kQueryRows = 16, kTileQueries = 128, kStepRows = 16;
+constexpr int64_t kMostTiles = 1 << 16, kMostSplits = 32;
 constexpr int64_t kBlocksWanted = 1056;  // of attention: eight for each multiprocessor of a large GPU
 constexpr unsigned kAttendBytes = 90752;  // peagle_attend's shared memory
 
@@ -112,6 +113,8 @@ struct TileKernels {
   CUfunc_st *gate_up, *down;
   tiles::Widths widths;
   unsigned shared_bytes, threads, blocks;  // blocks: that run together
+
+  int Widest() const { return widths.of[widths.count - 1]; }
 };
 
 struct Kernels {
@@ -322,9 +325,11 @@ ffi::Error Experts(Stream stream, AnyBuffer x, AnyBuffer ids, AnyBuffer gate_up_
 // The kernels of tiles.cu. Scratch: the pairs' rows, what gate_up makes of them, what down makes of that, and small tables.
 ffi::Error ExpertBlock(Stream stream, AnyBuffer x, AnyBuffer norm, AnyBuffer router, AnyBuffer router_bias,
                        AnyBuffer positions, AnyBuffer gate_up, AnyBuffer gate_up_bias, AnyBuffer down, AnyBuffer down_bias,
-                       AnyBuffer next_norm, Out result, Out next_rows, Out rows_scratch, Out hidden_scratch, Out outputs_scratch, Out tables_scratch,
+                       AnyBuffer next_norm, Out result, Out next_rows, Out rows_scratch, Out hidden_scratch,
+                       Out outputs_scratch, Out tables_scratch,
                        float epsilon, float limit) {
-  const AnyBuffer &out = *result, &normalised = *next_rows, &rows = *rows_scratch, &hidden = *hidden_scratch, &outputs = *outputs_scratch;
+  const AnyBuffer &out = *result, &normalised = *next_rows, &rows = *rows_scratch, &hidden = *hidden_scratch;
+  const AnyBuffer& outputs = *outputs_scratch;
   const AnyBuffer& tables = *tables_scratch;
   constexpr int64_t D = tiles::kInputs, kWords = tiles::kUnitBytes / 4, kWide = tiles::kUnitsAGroup * 64;
   if (x.dimensions().size() != 2 || gate_up_bias.dimensions().size() != 2)
@@ -356,7 +361,7 @@ ffi::Error ExpertBlock(Stream stream, AnyBuffer x, AnyBuffer norm, AnyBuffer rou
   if (ffi::Error error = on.Open(stream); error.failure()) return error;
   const double mean = static_cast<double>(pairs) / E, most = mean + 3 * std::sqrt(mean);  // rows of an expert
   int which = 0;
-  while (which < 3 && on.kernels.tiles[which].widths.of[on.kernels.tiles[which].widths.count - 1] < most) ++which;
+  while (which < 3 && on.kernels.tiles[which].Widest() < most) ++which;
   TileKernels& kernels = on.kernels.tiles[which];
   int num_rows = T, num_pairs = pairs, num_experts = E, twice = 2 * D, width = D;
   int rows_a_block = T <= tiles::kFewRowsRouted ? 1 : 8;
@@ -398,7 +403,8 @@ ffi::Error ExpertBlock(Stream stream, AnyBuffer x, AnyBuffer norm, AnyBuffer rou
 ffi::Error Linear(Stream stream, AnyBuffer x, AnyBuffer weights, AnyBuffer bias, AnyBuffer residual, Out result) {
   const AnyBuffer& out = *result;
   if (x.dimensions().size() != 2 || weights.dimensions().size() != 2)
-    return ffi::Error::InvalidArgument("linear: x " + Shape(x) + " and weights " + Shape(weights) + " are not [T, K] and [K, N]");
+    return ffi::Error::InvalidArgument("linear: x " + Shape(x) + " and weights " + Shape(weights) +
+                                       " are not [T, K] and [K, N]");
   const int64_t T = x.dimensions()[0], K = weights.dimensions()[0], N = weights.dimensions()[1];
   if (T == 0 || T > kLinearRows || K % 16 || N % kLinearOutputs)
     return ffi::Error::InvalidArgument("linear: x " + Shape(x) + " and weights " + Shape(weights) +
@@ -439,7 +445,8 @@ ffi::Error PagedAttention(Stream stream, AnyBuffer qkv, AnyBuffer cosine, AnyBuf
       (splits > 0 && B * G * tiles > kMostTiles))
     return ffi::Error::InvalidArgument("paged_attention: qkv " + Shape(qkv) + " does not fit key " + Shape(key) +
                                        ": expected pages of 64, heads of 64, as many query heads for each of the others, "
-                                       "splits, 1 to 32 and a power of two, for up to 16 rows, and then up to 65536 tiles of 16 queries");
+                                       "splits, 1 to 32 and a power of two, for up to 16 rows, and then up to 65536 tiles of "
+                                       "16 queries");
   PEAGLE_EXPECT(qkv, BF16, B, T, (N + 2 * G) * H);
   PEAGLE_EXPECT(cosine, BF16, B, T, H / 2);
   PEAGLE_EXPECT(sine, BF16, B, T, H / 2);

@@ -34,10 +34,10 @@ def pack(
 
 
 def _words(first: jax.Array, second: jax.Array, third: jax.Array, fourth: jax.Array) -> jax.Array:
-    """Pack a[0] to a[3] of two inputs each: bytes of an even input's code, low, and the next one's, high."""
+    """Pack a[0] to a[3] of two inputs, from bytes that hold the code of an even input in their low half."""
 
     def half(shift: int) -> jax.Array:
-        a, b, c = ((each >> shift) & 15 for each in (first, second, third))
+        a, b, c = ((code >> shift) & 15 for code in (first, second, third))
         d = (fourth >> (4 - shift)) & 15  # the other input's
         own = (a >> 3) << 15 | (a & 7) << 6 | (b >> 3) << 12 | (b & 7) << 3 | (c >> 3) << 9 | (c & 7)
         return own | (d >> 1 & 1) << 10 | (d >> 2 & 1) << 11 | (d >> 3) << 13 | (d & 1) << 14

@@ -1,8 +1,8 @@
 // MXFP4 experts on Hopper GPUs (sm_90a), for the published geometries: rows of 2880, four of up to 128 experts.
 //
 //     router     computes a row's logits from its normalised values
-//     route      chooses each row's experts, sorts the pairs of a row and an expert by expert, cuts them into tiles and copies their rows, normalised,
-//                tile by tile
+//     route      chooses each row's experts, sorts the pairs of a row and an expert by expert, cuts them into tiles and copies
+//                their rows, normalised, tile by tile
 //     gate_up    per tile: products, bias, activation; down: products, bias
 //     combine    adds the four outputs of a row, with their weights, and the residual
 //
@@ -171,7 +171,7 @@ __device__ __forceinline__ void Multiply(const Work& work, const Tile tile, int 
   for (int i = 0; i < C::kHeld * C::kSteps * 4; ++i) Keep(r.weights[i / (4 * C::kSteps)][i / 4 % C::kSteps][i % 4]);
   if (first_lane) Arrive(barriers + (C::kStages - 1) * 16 + 8);
 
-  const float low_bias = ToFloat(bias & 0xffff), high_bias = ToFloat(bias >> 16);
+  const float low_bias = LowerFloat(bias), high_bias = UpperFloat(bias);
   if (gate_up) {
     unsigned char* out = static_cast<unsigned char*>(work.out) +
                          (static_cast<long long>(tile.begin) * kChunks + static_cast<long long>(unit / 2) * count) * 128 +
@@ -181,7 +181,7 @@ __device__ __forceinline__ void Multiply(const Work& work, const Tile tile, int 
       if (8 * j >= count) break;
       const float first = Activate(r.sums[4 * j] + low_bias, r.sums[4 * j + 2] + high_bias, work.limit);
       const float second = Activate(r.sums[4 * j + 1] + low_bias, r.sums[4 * j + 3] + high_bias, work.limit);
-      const Word turned = Transpose(PackFast(first, second));  // from rows 2 q, 2 q + 1 of output g to those outputs of row g
+      const Word turned = Transpose(Pack(first, second));  // from rows 2 q, 2 q + 1 of output g to those outputs of row g
       const int row = 8 * j + g;
       if (row < count) *reinterpret_cast<Word*>(out + row * 128) = turned;
     }
@@ -323,16 +323,18 @@ __device__ __forceinline__ void MultiplyTiles(const Work& work) {
   }
 }
 
-// The place of the rank-th of an expert's `count` pairs, which begin at `begin` and are cut into equal tiles.
-__device__ inline Place PlaceOf(int rank, int count, int begin, int widest) {
-  const int num_tiles = (count + widest - 1) / widest, each = (count + num_tiles - 1) / num_tiles, tile = rank / each;
-  return {begin + tile * each, static_cast<Word>(rank % each | (min(each, count - tile * each) - 1) << 16)};
-}
+__device__ inline int Widest(const Widths& widths) { return widths.of[widths.count - 1]; }
 
 __device__ inline int TilesOf(int count, int widest) { return (count + widest - 1) / widest; }
 
+// The place of the rank-th of an expert's `count` pairs, which begin at `begin` and are cut into equal tiles.
+__device__ inline Place PlaceOf(int rank, int count, int begin, int widest) {
+  const int num_tiles = TilesOf(count, widest), each = (count + num_tiles - 1) / num_tiles, tile = rank / each;
+  return {begin + tile * each, static_cast<Word>(rank % each | (min(each, count - tile * each) - 1) << 16)};
+}
+
 __device__ inline void WriteTiles(int expert, int count, int begin, const Widths& widths, Tile* tiles) {
-  const int widest = widths.of[widths.count - 1], num_tiles = TilesOf(count, widest);
+  const int num_tiles = TilesOf(count, Widest(widths));
   if (num_tiles == 0) return;
   const int each = (count + num_tiles - 1) / num_tiles;
   for (int i = 0; i < num_tiles; ++i) {
@@ -346,7 +348,7 @@ __device__ inline void WriteTiles(int expert, int count, int begin, const Widths
 // Of threads 0..127, one for each expert with `count` pairs: writes its tiles, and returns where its pairs begin.
 // `partial` is shared memory for 8 values.
 __device__ inline int WriteAllTiles(int expert, int count, const Widths& widths, Tile* tiles, int* num_tiles, int* partial) {
-  const int lane = expert % 32, warp = expert / 32, own = TilesOf(count, widths.of[widths.count - 1]);
+  const int lane = expert % 32, warp = expert / 32, own = TilesOf(count, Widest(widths));
   int pairs = count, all = own;  // of the experts up to this one
   for (int distance = 1; distance < 32; distance *= 2) {
     const int more_pairs = __shfl_up_sync(~0u, pairs, distance), more = __shfl_up_sync(~0u, all, distance);
@@ -371,9 +373,6 @@ __device__ inline int WriteAllTiles(int expert, int count, const Widths& widths,
 
 __device__ inline uint4 LoadPiece(const Half* row, int piece) { return reinterpret_cast<const uint4*>(row)[piece]; }
 
-__device__ inline float LowerFloat(Word pair) { return __uint_as_float(pair << 16); }
-__device__ inline float UpperFloat(Word pair) { return __uint_as_float(pair & 0xffff0000u); }
-
 __device__ inline void Unpack(const uint4& values, float (&to)[8]) {
   const Word words[4] = {values.x, values.y, values.z, values.w};
 #pragma unroll
@@ -390,7 +389,7 @@ __device__ inline uint4 Normalise(const uint4& values, const uint4& weights, flo
   Unpack(weights, w);
 #pragma unroll
   for (int i = 0; i < 8; ++i) x[i] = x[i] * scale * w[i];
-  return {PackFast(x[0], x[1]), PackFast(x[2], x[3]), PackFast(x[4], x[5]), PackFast(x[6], x[7])};
+  return {Pack(x[0], x[1]), Pack(x[2], x[3]), Pack(x[4], x[5]), Pack(x[6], x[7])};
 }
 
 // Writes 16 bytes of a row to its place.
@@ -572,7 +571,7 @@ extern "C" __global__ void __launch_bounds__(tiles::kRouteFewThreads) peagle_rou
       rank += __popc(__ballot_sync(~0u, id == mine && other < pair));
       begin += __popc(__ballot_sync(~0u, id < mine));
     }
-    if (lane == 0 && wanted) place = PlaceOf(rank, count, begin, widths.of[widths.count - 1]);
+    if (lane == 0 && wanted) place = PlaceOf(rank, count, begin, Widest(widths));
     if (lane == 0) order[pair] = wanted ? place.begin + place.Row() : -1;
   }
   __syncthreads();
@@ -626,7 +625,7 @@ extern "C" __global__ void __launch_bounds__(tiles::kRouteManyThreads) peagle_ro
 #pragma unroll
     for (int k = 0; k < kTopK; ++k) {
       Place place = {-1, 0};
-      if (rank[turn][k] >= 0) place = PlaceOf(rank[turn][k], count[of[k]], begin[of[k]], widths.of[widths.count - 1]);
+      if (rank[turn][k] >= 0) place = PlaceOf(rank[turn][k], count[of[k]], begin[of[k]], Widest(widths));
       order[row * kTopK + k] = place.begin < 0 ? -1 : place.begin + place.Row();
       places[row * kTopK + k] = place;
     }
@@ -686,8 +685,8 @@ extern "C" __global__ void __launch_bounds__(tiles::kCombineThreads) peagle_comb
       sums[2] += weight * value.z;
       sums[3] += weight * value.w;
     }
-    const uint2 all = {PackFast(sums[0] + LowerFloat(before.x), sums[1] + UpperFloat(before.x)),
-                       PackFast(sums[2] + LowerFloat(before.y), sums[3] + UpperFloat(before.y))};
+    const uint2 all = {Pack(sums[0] + LowerFloat(before.x), sums[1] + UpperFloat(before.x)),
+                       Pack(sums[2] + LowerFloat(before.y), sums[3] + UpperFloat(before.y))};
     *reinterpret_cast<uint2*>(out + at) = all;
     sums[0] = LowerFloat(all.x);
     sums[1] = UpperFloat(all.x);
@@ -706,8 +705,8 @@ extern "C" __global__ void __launch_bounds__(tiles::kCombineThreads) peagle_comb
   const float scale = rsqrtf(total / kInputs + epsilon);
   if (there)
     *reinterpret_cast<uint2*>(normalised + at) = {
-        PackFast(sums[0] * scale * LowerFloat(norm.x), sums[1] * scale * UpperFloat(norm.x)),
-        PackFast(sums[2] * scale * LowerFloat(norm.y), sums[3] * scale * UpperFloat(norm.y))};
+        Pack(sums[0] * scale * LowerFloat(norm.x), sums[1] * scale * UpperFloat(norm.x)),
+        Pack(sums[2] * scale * LowerFloat(norm.y), sums[3] * scale * UpperFloat(norm.y))};
 }
 
 // Blocks: as many as run together; of Config::kThreads, with Config::kSharedBytes of shared memory.

@@ -94,5 +94,5 @@ def tiled(
         return calls.expert_block(x[rows], norm, router, router_bias, at, gate_up, down, next_norm, limit=limit)
 
     parts = [some(slice(start, start + calls.MAX_ROWS)) for start in range(0, x.shape[0], calls.MAX_ROWS)]
-    y, normalised = (each[0] if len(each) == 1 else jnp.concatenate(each) for each in zip(*parts, strict=True))
+    y, normalised = (rows[0] if len(rows) == 1 else jnp.concatenate(rows) for rows in zip(*parts, strict=True))
     return y, normalised

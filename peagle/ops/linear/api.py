@@ -38,7 +38,7 @@ def linear(
     and to be ignored. A PackedMatrix runs in the native kernels, which skip inactive rows, and every other row's bits
     are a function of that row and the weights alone: the number of rows does not matter.
 
-    implementation "xla": by XLA even where the CUDA kernels take the operands; a GPU's rows up to 16 do else.
+    On a GPU a CUDA kernel multiplies up to 16 rows of bfloat16, unless the implementation is "xla".
 
     reduce: the weight holds this rank's inputs of a larger one. It sums the ranks' products, in float32, before the
     residual is added. A SplitMatrix, which has the outputs of several devices, takes neither these nor a bias.
@@ -87,7 +87,7 @@ def _product(
 
 @jax.custom_jvp
 def _of_few_rows(x: jax.Array, weight: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
-    """Multiply in the CUDA kernel on a GPU, in XLA elsewhere and where gradients are wanted."""
+    """Multiply in the CUDA kernel on a GPU, and in XLA elsewhere. XLA gives the gradients."""
     on_xla = functools.partial(_on_xla, dtype=x.dtype)
     out: jax.Array = jax.lax.platform_dependent(x, weight, bias, residual, cuda=cuda.product, default=on_xla)
     return out

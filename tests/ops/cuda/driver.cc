@@ -211,7 +211,7 @@ void LoadMatricesTransposed(unsigned (&to)[4], const Words* row) {
     to[i] = element(i, Lane() % 4 * 2) | static_cast<unsigned>(element(i, Lane() % 4 * 2 + 1)) << 16;
 }
 
-unsigned PackFast(float low, float high) {
+unsigned Pack(float low, float high) {
   const auto rounded = [](float value) {
     const unsigned bits = __float_as_uint(value);
     return value != value ? 0x7fffu : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -506,7 +506,8 @@ int cuModuleGetFunction(CUfunc_st** found, CUmod_st*, const char* name) {
       {"peagle_linear_4", {Call<peagle_linear_4>}},   {"peagle_linear_8", {Call<peagle_linear_8>}},
       {"peagle_rotate", {Call<peagle_rotate>}},       {"peagle_attend", {Call<peagle_attend>}},
       {"peagle_prompt", {Call<peagle_prompt>}},       {"peagle_router", {Call<peagle_router>}},
-      {"peagle_choose", {Call<peagle_choose>}}, {"peagle_route_few", {Call<peagle_route_few>}}, {"peagle_route_many", {Call<peagle_route_many>}},
+      {"peagle_choose", {Call<peagle_choose>}}, {"peagle_route_few", {Call<peagle_route_few>}},
+      {"peagle_route_many", {Call<peagle_route_many>}},
       {"peagle_gather", {Call<peagle_gather>}},       {"peagle_combine_experts", {Call<peagle_combine_experts>}},
       {"peagle_tiles_gate_up_0", {Call<peagle_tiles_gate_up_0>}}, {"peagle_tiles_down_0", {Call<peagle_tiles_down_0>}},
       {"peagle_tiles_gate_up_1", {Call<peagle_tiles_gate_up_1>}}, {"peagle_tiles_down_1", {Call<peagle_tiles_down_1>}},

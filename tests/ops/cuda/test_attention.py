@@ -51,8 +51,8 @@ def test_long_contexts_and_many_sequences(
 ) -> None:
     lengths = np.random.default_rng(1).integers(0, longest, batch)
     lengths[0] = longest
-    found, keys = attend(monkeypatch, batch, rows, lengths, window, in_cuda=True)
+    output, keys = attend(monkeypatch, batch, rows, lengths, window, in_cuda=True)
     expected, expected_keys = attend(monkeypatch, batch, rows, lengths, window, in_cuda=False)
-    np.testing.assert_allclose(found, expected, rtol=2**-6, atol=2**-7)
+    np.testing.assert_allclose(output, expected, rtol=2**-6, atol=2**-7)
     # XLA rounds each product of a rotation
     np.testing.assert_allclose(keys, expected_keys, rtol=2**-6, atol=2**-5)

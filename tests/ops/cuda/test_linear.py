@@ -32,8 +32,8 @@ def test_the_definition(rows: int, inputs: int, outputs: int, more: bool) -> Non
     expected = np.asarray(x, np.float64) @ np.asarray(weights, np.float64)
     if bias is not None and residual is not None:
         expected += np.asarray(bias, np.float64) + np.asarray(residual, np.float64)
-    found = np.asarray(calls.linear(x, weights, bias, residual), np.float64)
-    np.testing.assert_allclose(found, expected, rtol=2**-8, atol=2**-12 * np.abs(expected).max())
+    output = np.asarray(calls.linear(x, weights, bias, residual), np.float64)
+    np.testing.assert_allclose(output, expected, rtol=2**-8, atol=2**-12 * np.abs(expected).max())
     alone = calls.linear(x[:1], weights, bias, None if residual is None else residual[:1])
     np.testing.assert_array_equal(np.asarray(alone)[0], np.asarray(calls.linear(x, weights, bias, residual))[0])
 
@@ -74,6 +74,6 @@ def test_gradients_are_xlas(monkeypatch: pytest.MonkeyPatch) -> None:
 
     expected = jax.grad(loss, argnums=(0, 1))(weights, x)
     monkeypatch.setattr(kernels, "status", lambda: (True, "CUDA"))
-    found = jax.jit(jax.grad(loss, argnums=(0, 1)))(weights, x)
-    for mine, theirs in zip(found, expected, strict=True):
+    output = jax.jit(jax.grad(loss, argnums=(0, 1)))(weights, x)
+    for mine, theirs in zip(output, expected, strict=True):
         np.testing.assert_allclose(np.asarray(mine, np.float32), np.asarray(theirs, np.float32), rtol=2**-6, atol=0.1)

@@ -36,7 +36,7 @@ def test_the_layout_is_the_one_that_the_kernels_read() -> None:
     words = np.asarray(pack(jnp.asarray(blocks), jnp.asarray(scales)))
     assert words.shape == (2, 2, 3, UNITS_A_GROUP, UNIT_WORDS)
     assert words.nbytes == blocks.nbytes + scales.nbytes
-    found, mask = np.zeros((2, 384, 192)), 0x81C081C0
+    decoded, mask = np.zeros((2, 384, 192)), 0x81C081C0
     for expert, group, chunk, unit in np.ndindex(words.shape[:-1]):
         of_unit = words[expert, group, chunk, unit].tolist()
         for thread, step in np.ndindex(128, 4):
@@ -49,8 +49,8 @@ def test_the_layout_is_the_one_that_the_kernels_read() -> None:
                 output = 192 * group + 64 * unit + 16 * warp + 2 * g + i % 2
                 place = 64 * chunk + 16 * step + 2 * q + half + 8 * (i // 2)
                 # codes are 2^-126 too small, and a scale + 126 is a bfloat16's exponent
-                found[expert, output, place] = bfloat16(values[i] >> 16 * half & 0xFFFF) * bfloat16(exponent << 7)
-    np.testing.assert_array_equal(found, dequantize(blocks, scales).astype(np.float64))
+                decoded[expert, output, place] = bfloat16(values[i] >> 16 * half & 0xFFFF) * bfloat16(exponent << 7)
+    np.testing.assert_array_equal(decoded, dequantize(blocks, scales).astype(np.float64))
 
 
 def random_experts(seed: int) -> PackedExperts:
@@ -80,9 +80,9 @@ def hopper(libraries: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture
 def tiled(hopper: None, packed: PackedExperts) -> TiledExperts:  # noqa: ARG001
-    made = tile(packed, TOP_K)
-    assert isinstance(made, TiledExperts)
-    return made
+    experts = tile(packed, TOP_K)
+    assert isinstance(experts, TiledExperts)
+    return experts
 
 
 class Block:
@@ -139,14 +139,14 @@ class Block:
 )
 def test_the_definition(packed: PackedExperts, tiled: TiledExperts, rows: int, active: int, favoured: int) -> None:
     block = Block(packed, rows, active, favoured)
-    found, normalised = block.of(tiled, rows)
+    output, normalised = block.of(tiled, rows)
     rng = np.random.default_rng(0)
     active_rows = np.flatnonzero(block.positions >= 0)
     for row in {*rng.choice(active_rows, min(3, active)).tolist(), *np.flatnonzero(block.positions < 0)[:1].tolist()}:
         expected = block.by_definition(row)
         # the result is bfloat16, and a hidden value may round the other way
-        np.testing.assert_allclose(found[row], expected, rtol=2**-7, atol=2**-8 * np.abs(expected).max())
-    scaled = found / np.sqrt(np.mean(found * found, axis=1, keepdims=True) + EPSILON)
+        np.testing.assert_allclose(output[row], expected, rtol=2**-7, atol=2**-8 * np.abs(expected).max())
+    scaled = output / np.sqrt(np.mean(output * output, axis=1, keepdims=True) + EPSILON)
     np.testing.assert_allclose(normalised, scaled * block.norms[1].astype(np.float64), rtol=2**-7, atol=1e-6)
 
 
@@ -156,17 +156,17 @@ def test_a_rows_bits_do_not_depend_on_the_others(packed: PackedExperts, tiled: T
     block.positions[5:] = -1
     alone, _ = block.of(tiled, 1)
     for count in (2, 20, 70):
-        found, _ = block.of(tiled, count)
-        np.testing.assert_array_equal(found[0], alone[0])
+        output, _ = block.of(tiled, count)
+        np.testing.assert_array_equal(output[0], alone[0])
 
 
 def test_rows_that_are_not_finite_spoil_themselves_alone(packed: PackedExperts, tiled: TiledExperts) -> None:
     block = Block(packed, 3, 3, 4)
     whole, _ = block.of(tiled, 3)
     block.x[1, 7] = np.nan
-    found, _ = block.of(tiled, 3)
-    assert np.isnan(found[1]).all()
-    np.testing.assert_array_equal(found[[0, 2]], whole[[0, 2]])
+    output, _ = block.of(tiled, 3)
+    assert np.isnan(output[1]).all()
+    np.testing.assert_array_equal(output[[0, 2]], whole[[0, 2]])
 
 
 @pytest.mark.usefixtures("hopper")
