@@ -25,12 +25,13 @@ from typing import Any, Literal
 import jax
 
 from peagle.config import MASK_BUDGET_S, MOST_RESERVED, EngineConfig, Role
-from peagle.engine.engine import AnyEngine, Engine
+from peagle.engine.engine import Engine
 from peagle.engine.executor import Executor
 from peagle.engine.grammar import CompiledGrammar, Grammar, GrammarError, Vocabulary, inlined
 from peagle.engine.handle import Handle
 from peagle.engine.handoff import Fingerprints
 from peagle.engine.kv_memory import KVMemory
+from peagle.engine.loop import AnyEngine
 from peagle.engine.remote import Lead
 from peagle.engine.replicas import Replicas
 from peagle.engine.request import DEFAULT_CHUNK, Request, SamplingParams

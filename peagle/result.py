@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from peagle.engine.engine import AnyEngine
 from peagle.engine.handle import Handle
+from peagle.engine.loop import AnyEngine
 from peagle.engine.request import FinishReason, Request, StepRecord, TokenChunk, TokenLogprobs
 from peagle.ops.errors import InputError
 from peagle.text.channels import ChannelParser, Delta

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from peagle.api import AUTO, Pair
-from peagle.engine.engine import AnyEngine
 from peagle.engine.handle import Handle
+from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request
 from peagle.loading import load
 from peagle.measure.pages import Block, Table, heading

@@ -36,8 +36,8 @@ import numpy as np
 
 import peagle
 from peagle.api import Pair
-from peagle.engine.engine import AnyEngine
 from peagle.engine.handle import Handle
+from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request
 from peagle.loading import DEMO, HELD_OUT, resolve
 from peagle.measure.provenance import num_threads

@@ -46,7 +46,7 @@ import numpy as np
 from drafter.params import init_params as init_drafter
 from drafter.propose import drafter_of
 from peagle.api import Pair
-from peagle.engine.engine import AnyEngine
+from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request
 from peagle.loading import default_chunk, load
 from peagle.measure.bench import Bench, BenchOptions, Case, Measurement, bench

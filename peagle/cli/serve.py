@@ -16,8 +16,8 @@ from peagle.cli.output import say
 from peagle.cli.settings.serve import ServedOptions, ServeSettings
 from peagle.cli.settings.shared import parse_kept_prefixes, parse_kv_memory
 from peagle.cli.speculate import chosen_context, chosen_models, expect_shared, load_pair
-from peagle.engine.engine import AnyEngine
 from peagle.engine.grammar import Grammar
+from peagle.engine.loop import AnyEngine
 from peagle.loading import DEMO
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError

@@ -19,7 +19,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from peagle.config import EngineConfig
-from peagle.engine.engine import check_grammar
+from peagle.engine.admission import check_grammar
 from peagle.engine.request import Request, TokenChunk
 from peagle.ops.errors import InputError
 from peagle.serve.errors import ApiError

@@ -2,24 +2,49 @@
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+import jax
 import numpy as np
 
 from peagle.engine.grammar import GrammarError
 from peagle.engine.handle import Chunks, Handle
 from peagle.engine.request import FinishReason, StepRecord, TokenChunk, TokenLogprobs
 from peagle.engine.sampling import LogProbs
-from peagle.engine.scheduler import Chunk
+from peagle.engine.scheduler import Chunk, Steps
 from peagle.engine.step import StepOutput
 from peagle.ops.errors import InputError
 from peagle.ops.likeliest import NO_TOKEN
 from peagle.protocols import Explains
 
 if TYPE_CHECKING:
-    from peagle.engine.engine import Engine, InFlight
+    from peagle.engine.engine import Engine
 
 Part: TypeAlias = Literal["target", "drafter"]
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A dispatch that was sent and not yet read.
+
+    requests: of each row of its result. has_values: the result holds tokens. ahead: the most rows that it adds to each
+    request. count: its steps.
+    """
+
+    action: Chunk[Handle] | Steps
+    result: jax.Array
+    requests: tuple[Handle | None, ...]
+    sent_s: float
+    has_values: bool
+    num_drafts: int = 0
+    ahead: int = 0
+    count: int = 1
+
+    @property
+    def ready(self) -> bool:
+        """Whether the device has computed it."""
+        return bool(self.result.is_ready())  # type: ignore[attr-defined]
 
 
 class Collector:
@@ -28,16 +53,16 @@ class Collector:
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
 
-    def read(self, sent: "InFlight", values: np.ndarray, now: float) -> Chunks:
+    def read(self, sent: InFlight, values: np.ndarray, now: float) -> Chunks:
         """Make the chunks of a dispatch from its packed values."""
         if isinstance(sent.action, Chunk):
             return self._read_first(values, sent, now)
         return self._read_steps(StepOutput.unpack(values, sent.num_drafts), sent, now)
 
-    def _read_first(self, values: np.ndarray, sent: "InFlight", now: float) -> Chunks:
+    def _read_first(self, values: np.ndarray, sent: InFlight, now: float) -> Chunks:
         """Make the chunks of first tokens; a request that goes on after a pause has its own already."""
         chunks = []
-        for row, handle in enumerate(sent.held):
+        for row, handle in enumerate(sent.requests):
             if handle is None or handle.output_ids or not self._engine.is_alive(handle):
                 continue
             token = int(values[row, 0])
@@ -48,10 +73,10 @@ class Collector:
             chunks.append((handle, self._chunk(handle, (token,), now, (), logprobs)))
         return chunks
 
-    def _read_steps(self, output: StepOutput, sent: "InFlight", now: float) -> Chunks:
+    def _read_steps(self, output: StepOutput, sent: InFlight, now: float) -> Chunks:
         """Make a chunk of the steps of each request."""
         chunks = []
-        for row, handle in enumerate(sent.held):
+        for row, handle in enumerate(sent.requests):
             if handle is None or not self._engine.is_alive(handle):
                 continue
             token_ids: list[int] = []
@@ -121,7 +146,7 @@ class Collector:
             handle.hand_off, reason = engine.pack(handle), "handed_off"
         # rows after a stop token are not of this text
         handle.length = min(handle.length, len(handle.token_ids) - 1)
-        engine.read_to(handle, ends=reason is not None)
+        engine.pages.publish_output(handle, ends=reason is not None)
         if reason is not None:
             handle.finished = reason
             engine.leave(handle)

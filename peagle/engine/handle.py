@@ -3,6 +3,7 @@
 import collections
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -52,6 +53,13 @@ class Handle:
         """Prompt and output that the host has read."""
         return [*self.request.prompt_ids, *self.output_ids]
 
+    @property
+    def computed_ids(self) -> Sequence[int]:
+        """Tokens that are in pages before the request takes steps: all but the pending one."""
+        if not self.output_ids:
+            return self.request.prompt_ids
+        return (*self.request.prompt_ids, *self.output_ids[:-1])
+
     def end(self, reason: FinishReason, error: InputError | None = None) -> None:
         """Add a last chunk of no tokens. The engine that holds the request has dropped it."""
         self.error = error
@@ -63,22 +71,3 @@ class Handle:
 
 
 Chunks: TypeAlias = list[tuple[Handle, TokenChunk]]
-
-
-@dataclass
-class LoopTimes:
-    """Host overhead of the loop.
-
-    A gap is a time in which the device was idle while requests ran.
-
-    gap_s is an upper bound: gaps count from when the previous dispatch was last seen running.
-    """
-
-    gap_s: float = 0.0
-    busy_s: float = 0.0  # from each dispatch until it was read; overlaps count once
-
-    @property
-    def gap_frac(self) -> float | None:
-        """gap_s / (gap_s + busy_s)."""
-        total = self.gap_s + self.busy_s
-        return self.gap_s / total if total else None

@@ -21,12 +21,13 @@ from collections.abc import Sequence
 import jax
 
 from peagle.config import EngineConfig
-from peagle.engine.engine import AnyEngine, Engine
-from peagle.engine.handle import Chunks, EngineError, Handle, LoopTimes
+from peagle.engine.engine import Engine
+from peagle.engine.handle import Chunks, EngineError, Handle
 from peagle.engine.handoff import HandOff
 from peagle.engine.kv_memory import PageUse, PrefixCacheUse
+from peagle.engine.loop import AnyEngine, Measuring
 from peagle.engine.request import Request
-from peagle.engine.warmup import Measuring
+from peagle.engine.timing import LoopTimes
 from peagle.engine.widths import WidthTable
 from peagle.ops import interrupt
 
@@ -49,20 +50,16 @@ class Replicas(AnyEngine):
 
     @property
     def one(self) -> Engine:
-        """See `AnyEngine.one`."""
         return self.engines[0]
 
     @property
     def busy(self) -> bool:
-        """See `AnyEngine.busy`."""
         return bool(self._waiting) or any(engine.busy for engine in self.engines)
 
     def check(self, request: Request, hand_off: HandOff | None = None) -> None:
-        """See `AnyEngine.check`."""
         self.one.check(request, hand_off)
 
     def add(self, request: Request, timeout_s: float | None = None, hand_off: HandOff | None = None) -> Handle:
-        """See `AnyEngine.add`."""
         handle = self.one.prepare(request, timeout_s, hand_off)
         with self._entry, self._lock:
             for engine in self.engines:
@@ -71,7 +68,6 @@ class Replicas(AnyEngine):
         return handle
 
     def settle(self) -> None:
-        """See `AnyEngine.settle`."""
         with self._lock:
             self._end_aborted()
             if not self.busy:
@@ -102,8 +98,8 @@ class Replicas(AnyEngine):
                     for engine in self.engines
                 ]
                 try:
-                    for each in concurrent.futures.as_completed(begun):
-                        each.result()
+                    for future in concurrent.futures.as_completed(begun):
+                        future.result()
                 finally:
                     threads.shutdown(cancel_futures=True)
             self.one.warm_up(sampled, measuring, full, constrained)
@@ -118,7 +114,8 @@ class Replicas(AnyEngine):
     @property
     def times(self) -> LoopTimes:
         """Host overhead, of all engines together."""
-        return LoopTimes(*(sum(getattr(each.times, name) for each in self.engines) for name in ("gap_s", "busy_s")))
+        times = [engine.times for engine in self.engines]
+        return LoopTimes(sum(time.gap_s for time in times), sum(time.busy_s for time in times))
 
     @property
     def widths(self) -> WidthTable:
@@ -143,7 +140,6 @@ class Replicas(AnyEngine):
         return sum(engine.num_preemptions for engine in self.engines)
 
     def memory_bytes(self) -> tuple[int, int, int]:
-        """See `AnyEngine.memory_bytes`."""
         together = len(self.engines) if jax.default_backend() == "cpu" else 1
         pages, state, logits = self.one.memory_bytes()
         return together * pages, together * state, together * logits
@@ -207,7 +203,6 @@ class Replicas(AnyEngine):
         return max(engines, key=merit)
 
     def _end_aborted(self) -> None:
-        """See `AnyEngine._end_aborted`."""
         while self._to_abort:
             handle = self._to_abort.popleft()
             if handle in self._waiting:
@@ -219,6 +214,6 @@ class Replicas(AnyEngine):
     def _end_overdue(self) -> None:
         """End the waiting requests whose time is over; engines end their own."""
         now = time.perf_counter()
-        for handle in [each for each in self._waiting if each.deadline_s is not None and now >= each.deadline_s]:
+        for handle in [h for h in self._waiting if h.deadline_s is not None and now >= h.deadline_s]:
             self._waiting.remove(handle)
             handle.end("timeout")

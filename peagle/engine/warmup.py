@@ -7,13 +7,13 @@ import dataclasses
 import itertools
 import statistics
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
 from peagle.engine.executor import chunk_plan, step_plan
+from peagle.engine.loop import Measuring
 from peagle.engine.masks import all_allowed
 from peagle.engine.request import Request
 from peagle.engine.state import SlotParams
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from peagle.engine.engine import Engine
 
 MEASURED_ROUNDS = 5
-Measuring = Callable[[int, int], object]  # (runs that are over, all runs)
 
 
 class WarmUp:
@@ -36,40 +35,37 @@ class WarmUp:
 
     def compile(self, sampled: bool, full: bool, constrained: bool) -> bool:
         """Run the programs once that requests of these sorts need; return whether some had not run before."""
-        engine = self._engine
-        kinds = {engine.kind(drafts, sampled, full) for drafts in engine.possible_drafts}
+        engine, batches = self._engine, self._engine.batches
+        kinds = {batches.kind(drafts, sampled, full) for drafts in batches.possible_drafts}
         if engine.config.adaptive and engine.widths.costs is None:  # the costs are those of greedy steps
-            kinds |= {engine.kind(drafts, sampled=False) for drafts in engine.possible_drafts}
+            kinds |= {batches.kind(drafts, sampled=False) for drafts in batches.possible_drafts}
         if engine.drafter is not None:
             plain = {kind for kind in kinds if not kind.num_drafts}
             lean = {dataclasses.replace(kind, lean=True) for kind in plain}
             # without lapses, plain steps are those of requests that never draft
-            kinds = kinds | lean if engine.drafting_lapses else kinds - plain | lean
-        missing = {(kind, size) for kind in kinds for size in engine.sizes} - self._warm
+            kinds = kinds | lean if batches.drafting_lapses else kinds - plain | lean
+        missing = {(kind, size) for kind in kinds for size in batches.sizes} - self._warm
         cut = set()
         if constrained:
-            cut_kinds = {engine.kind(drafts, sampled=True, full=True) for drafts in engine.possible_drafts}
-            cut = {("cut", kind, size) for kind in cut_kinds for size in engine.sizes} - self._warm
+            kinds = {batches.kind(drafts, sampled=True, full=True) for drafts in batches.possible_drafts}
+            cut = {("cut", kind, size) for kind in kinds for size in batches.sizes} - self._warm
+        new = bool(missing or cut or "prompts" not in self._warm)
         if "prompts" not in self._warm:
             self._prompts()
-        steps = [
-            (engine.empty_plan(size), kind) for kind, size in sorted(missing, key=lambda pair: (pair[1], str(pair[0])))
-        ]
+        by_size = sorted(missing, key=lambda program: (program[1], str(program[0])))
+        steps = [(batches.empty_plan(size), kind) for kind, size in by_size]
         if len(steps) > 1:
             engine.executor.compile_steps(steps)
         for plan, kind in steps:
             interrupt.check()
             engine.executor.steps(plan, 0.0, 1, kind)
-        if (
-            missing and len(engine.possible_drafts) > 1 and engine.drafter is not None
-        ):  # plain steps between drafted ones
-            for size in engine.sizes:
-                engine.executor.absorb(engine.empty_plan(size))
+        if missing and len(batches.possible_drafts) > 1 and engine.drafter is not None:
+            for size in batches.sizes:  # plain steps run between drafted ones
+                engine.executor.absorb(batches.empty_plan(size))
         for _, kind, size in sorted(cut, key=str):
             interrupt.check()
             self._cut_step(kind, size)
         engine.executor.settle()
-        new = bool(missing or cut or "prompts" not in self._warm)
         self._warm |= missing | cut | {"prompts"}
         return new
 
@@ -77,7 +73,7 @@ class WarmUp:
         engine, config = self._engine, self._engine.config
         tables = sum(engine.memory.widths)
         row = SlotParams.of(Request((0,), 1), (), engine.target.vocab_size)
-        lean = engine.drafter is not None and not config.prefix_cache_bytes and 0 in engine.possible_drafts
+        lean = engine.drafter is not None and not config.prefix_cache_bytes and 0 in engine.batches.possible_drafts
         for count, length in config.pass_shapes:
             interrupt.check()
             plan = chunk_plan((), (), (), length, np.full((count, tables), -1, np.int32))
@@ -91,7 +87,7 @@ class WarmUp:
 
     def _cut_step(self, kind: StepKind, size: int) -> None:
         engine = self._engine
-        plan = engine.empty_plan(size)
+        plan = engine.batches.empty_plan(size)
         engine.executor.propose(plan, kind)
         engine.executor.verify(plan)
         masks = all_allowed(size, kind.num_drafts + 1, engine.target.vocab_size)
@@ -132,16 +128,16 @@ class WarmUp:
             params = SlotParams.of(Request(tuple(tokens), config.capacity), (), engine.target.vocab_size)
             lengths, unknown = np.asarray([length], np.int32), np.asarray([-1], np.int32)
             engine.executor.admit([0], np.asarray([slot], np.int32), lengths, unknown, [params])
-        size = next(size for size in engine.sizes if size >= active)
+        size = engine.batches.size_for(active)
         rows = np.full((size, sum(engine.memory.widths)), -1, np.int32)
         rows[:active] = [engine.memory.row(table) for table in tables]
-        seconds, drafted = {}, engine.program_for(drafts)
+        seconds, drafted = {}, engine.batches.program_for(drafts)
         for num_drafts in (0, drafted) if plain_first else (drafted, 0):
             engine.executor.settle()
             started = time.perf_counter()
             widths = [drafts if num_drafts else 0] * active
             plan = step_plan(range(active), widths, rows, config.slots)
-            kind = engine.kind(num_drafts, sampled=False)
+            kind = engine.batches.kind(num_drafts, sampled=False)
             kind = kind if num_drafts else dataclasses.replace(kind, lean=True)  # as rows that paused go on
             jax.block_until_ready(engine.executor.steps(plan, 0.0, steps, kind))
             seconds[num_drafts] = time.perf_counter() - started

@@ -13,9 +13,9 @@ import numpy as np
 
 from peagle.api import Pair
 from peagle.config import Role
-from peagle.engine.engine import AnyEngine
 from peagle.engine.handle import Handle
 from peagle.engine.handoff import HandOff, parse
+from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request, StepRecord
 from peagle.measure.fleet import Costs, Curve
 from peagle.ops.errors import InputError

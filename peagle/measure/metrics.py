@@ -114,7 +114,7 @@ def summarize(
 
     baselines[i]: plain decoding of the same request, or None; the speed-up is over requests that have one, None if
     nothing was drafted.
-    host_gap_frac: peagle.engine.engine.LoopTimes.
+    host_gap_frac: peagle.engine.timing.LoopTimes.
     """
     counters = pooled_counters(results)
     without_loops = pooled_counters([result for result in results if not result.loops])

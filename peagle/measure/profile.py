@@ -15,7 +15,8 @@ from pathlib import Path
 
 import jax
 
-from peagle.engine.engine import AnyEngine, Engine
+from peagle.engine.engine import Engine
+from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request
 from peagle.engine.step import PARTS
 from peagle.ops.errors import InputError

@@ -21,8 +21,8 @@ from fastapi.responses import HTMLResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from peagle.engine.engine import AnyEngine
 from peagle.engine.grammar import CompiledGrammar
+from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request, TokenLogprobs
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps

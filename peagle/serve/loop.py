@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from peagle.config import EngineConfig
-from peagle.engine.engine import AnyEngine
 from peagle.engine.grammar import GrammarError
 from peagle.engine.handle import Handle
 from peagle.engine.handoff import HandOff
+from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request, TokenChunk
 from peagle.serve.errors import ApiError
 

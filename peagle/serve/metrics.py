@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from peagle.engine.engine import AnyEngine
+from peagle.engine.loop import AnyEngine
 from peagle.result import Result
 from peagle.serve.answers import pooled
 from peagle.serve.loop import Loop

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from peagle.api import DEFAULT_MAX_NEW_TOKENS, DEFAULT_NUM_SPECULATIVE_TOKENS, Pair
 from peagle.config import EngineConfig
-from peagle.engine.engine import AnyEngine
 from peagle.engine.grammar import Grammar
 from peagle.engine.handle import Handle
 from peagle.engine.kv_memory import PrefixCacheUse
+from peagle.engine.loop import AnyEngine
 from peagle.engine.request import DEFAULT_CHUNK, DRAFTS_ARE_GREEDY, Request, SamplingParams, check_stop_strings
 from peagle.engine.widths import WidthTable
 from peagle.measure.logprobs import top_2_margin

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from peagle.api import Pair
-from peagle.engine.engine import AnyEngine
+from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request, SamplingParams
 from peagle.measure.bound import bound
 from peagle.measure.profile import operations_of, profile

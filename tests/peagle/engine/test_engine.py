@@ -276,7 +276,7 @@ def test_the_step_donates_its_state_and_keeps_no_hidden_copy(target) -> None:
     state = engine.executor.state
     donated = sum(leaf.nbytes for leaf in jax.tree.leaves((state.target_cache, state.drafter_state)))
     assert engine.programs()[0].memory_analysis().alias_size_in_bytes >= donated
-    engine.executor.steps(engine.empty_plan(1), 0.0, 4, StepKind(3))
+    engine.executor.steps(engine.batches.empty_plan(1), 0.0, 4, StepKind(3))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.target_cache))
 
 
@@ -391,7 +391,7 @@ def test_gaps_are_a_share_of_the_time(target, requests) -> None:
     run(engine, requests)
     assert engine.times.busy_s > 0
     assert engine.times.gap_frac == pytest.approx(engine.times.gap_s / (engine.times.gap_s + engine.times.busy_s))
-    assert engine._last_read_s is None  # the time until the next request is no gap
+    assert engine._clock.last_read_s is None  # the time until the next request is no gap
 
 
 def test_aborts_hit_rows_in_flight_and_free_their_slots(target, plain) -> None:

@@ -272,7 +272,7 @@ def test_an_engine_without_requests_leaves_nothing_in_flight() -> None:
         engine.step()
     assert short.finished
     assert not engine.engines[1]._in_flight
-    assert engine.engines[1]._last_read_s is None
+    assert engine.engines[1]._clock.last_read_s is None
 
 
 def test_chunks_that_arrive_beside_a_failure_are_not_lost() -> None:

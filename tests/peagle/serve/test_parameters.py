@@ -421,7 +421,7 @@ def test_every_parameter_means_the_same_with_and_without_speculation(
     service = make(k=k)
     other = client_of(service)
     if k == AUTO:
-        service.loop.engine._table = WidthTable({1: 3, 2: 1}, costs={1: 2.2, 2: 1.9})
+        service.loop.engine.widths = WidthTable({1: 3, 2: 1}, costs={1: 2.2, 2: 1.9})
         found = complete(other)["metrics"]["speculative_decoding"]
         assert 0 < found["num_spec_steps"] + found["num_accepted_draft_tokens"] < 39
     for fields, expected in zip(LONGER, choices, strict=True):

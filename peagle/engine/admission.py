@@ -1,0 +1,91 @@
+"""Check requests before any work, and make their handles."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from peagle.config import EngineConfig
+from peagle.engine import handoff
+from peagle.engine.executor import Executor
+from peagle.engine.grammar import GrammarError, Matcher
+from peagle.engine.handle import Handle
+from peagle.engine.handoff import Fingerprints, HandOff
+from peagle.engine.kv_memory import KVMemory
+from peagle.engine.request import Request
+from peagle.ops.errors import InputError
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What an engine knows of the requests that it can run.
+
+    stop_token_ids: of requests that set none of their own. fingerprints: of the models, for hand-offs.
+    """
+
+    config: EngineConfig
+    vocab_size: int
+    stop_token_ids: tuple[int, ...]
+    fingerprints: Fingerprints
+    executor: Executor
+    memory: KVMemory
+
+    def check(self, request: Request, hand_off: HandOff | None) -> None:
+        """Raise InputError for a request that cannot be run, or not begin with this hand-off."""
+        if hand_off is not None:
+            if self.config.role == "prefill":
+                raise InputError("this engine only prefills; send the hand-off to one that decodes")
+            handoff.check(self.executor, self.memory, hand_off, self.config.capacity, self.fingerprints)
+            handoff.check_request(hand_off, request, self._stops_of(request), self.vocab_size)
+        elif self.config.role == "decode":
+            raise InputError("this engine only decodes; expected the hand-off of one that prefills with the request")
+        self.config.check(request, self.vocab_size)
+        if request.grammar is not None:
+            check_grammar(request, self._stops_of(request), self.vocab_size)
+            if self.config.synthetic_acceptance is not None:
+                raise InputError("synthetic acceptance ignores grammars; leave one of them out")
+            if hand_off is not None:
+                self._matcher(request, hand_off)
+
+    def handle(self, request: Request, timeout_s: float | None, hand_off: HandOff | None) -> Handle:
+        """Make the handle of a request. Raises InputError as `check` does."""
+        self.check(request, hand_off)
+        deadline_s = None if timeout_s is None else time.perf_counter() + timeout_s
+        matcher = self._matcher(request, hand_off)
+        handle = Handle(request, self._stops_of(request), deadline_s, length=len(request.prompt_ids), matcher=matcher)
+        if hand_off is not None:
+            handle.hand_off, handle.length = hand_off, hand_off.length
+            handle.output_ids += hand_off.token_ids[len(request.prompt_ids) :]
+            handle.num_received = len(handle.output_ids)
+        return handle
+
+    def _stops_of(self, request: Request) -> tuple[int, ...]:
+        return self.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
+
+    def _matcher(self, request: Request, hand_off: HandOff | None) -> Matcher | None:
+        """Make the matcher of a request's grammar, which has read what was emitted elsewhere.
+
+        Raises GrammarError if the grammar does not allow that.
+        """
+        if request.grammar is None:
+            return None
+        matcher = request.grammar.begin(self._stops_of(request))
+        if hand_off is not None:
+            matcher.read(hand_off.token_ids[len(request.prompt_ids) :])
+            if failure := matcher.failure:
+                raise GrammarError(f"the hand-off of {request.name} does not follow its grammar: {failure}")
+        return matcher
+
+
+def check_grammar(request: Request, stop_token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise InputError for a request whose grammar nothing can end, or is another vocabulary's."""
+    if request.grammar is None:
+        return
+    if not any(0 <= token < vocab_size for token in stop_token_ids):
+        raise InputError(
+            f"{request.name} has a grammar, but no stop token, so nothing can end its answer; leave out ignore_eos, or "
+            "name stop tokens",
+            "ignore_eos",
+        )
+    size = request.grammar.vocabulary.size
+    if size != vocab_size:
+        raise InputError(f"the grammar is compiled for {size} tokens; expected {vocab_size}, the target's vocabulary")

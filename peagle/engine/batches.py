@@ -1,0 +1,137 @@
+"""Choose the slots, widths and program of the next steps, and write the plans of passes for the device.
+
+A batch has the smallest size that holds its slots. The last size has a row for every slot, so there each request's row
+is its slot.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from peagle.config import EngineConfig
+from peagle.engine.executor import chunk_plan, step_plan
+from peagle.engine.handle import Handle
+from peagle.engine.kv_memory import KVMemory
+from peagle.engine.scheduler import Piece
+from peagle.engine.step import StepKind
+from peagle.ops import native
+
+NATIVE_SIZES, XLA_SIZES = 8, 2  # factor between sizes; native kernels skip rows of no slot, so fewer sizes do
+
+
+@dataclasses.dataclass(frozen=True)
+class StepBatch:
+    """Slots of one pass of steps, with their requests and widths. count: steps of the dispatch."""
+
+    rows: Sequence[tuple[int, Handle]]
+    widths: Sequence[int]
+    kind: StepKind
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """The step programs that an engine may run: numbers of drafts, variants and batch sizes.
+
+    has_drafter: the engine has a drafter at all.
+    """
+
+    config: EngineConfig
+    memory: KVMemory
+    has_drafter: bool
+
+    @functools.cached_property
+    def possible_drafts(self) -> tuple[int, ...]:
+        """The numbers of drafts of the programs, ascending."""
+        k, table = self.config.num_speculative_tokens, self.config.table.drafts.values()
+        drafts = {k}
+        if k and (self.config.k_per_request or self.drafting_lapses):
+            drafts.add(0)
+        if self.config.programs_by_width:
+            drafts |= {min(number, k) for number in table}
+        return tuple(sorted(drafts))
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of batches, ascending; the last has a row for every slot."""
+        factor = NATIVE_SIZES if native.available() else XLA_SIZES
+        sizes = [1]
+        while sizes[-1] * factor < self.config.slots:
+            sizes.append(sizes[-1] * factor)
+        return tuple(sorted({*sizes, self.config.slots}))
+
+    def size_for(self, count: int) -> int:
+        """Return the smallest size of a batch for so many slots."""
+        return next(size for size in self.sizes if size >= count)
+
+    @property
+    def drafting_lapses(self) -> bool:
+        """Whether a row that may draft again takes plain steps, at some load."""
+        table = self.config.table
+        return self.config.adaptive or 0 in table.drafts.values() or not table.sampled
+
+    def program_for(self, most: int) -> int:
+        """Return the smallest compiled number of drafts that is at least `most`."""
+        return min((number for number in self.possible_drafts if number >= most), default=most) if most else 0
+
+    def kind(self, num_drafts: int, sampled: bool, full: bool = False) -> StepKind:
+        """Return the variant of steps with so many drafts. full: with adjusted logits or log-probabilities."""
+        config, sampled = self.config, sampled or full
+        if not num_drafts:
+            return StepKind(0, sampled, full)
+        draws, rates = config.draft_sampling and sampled, config.synthetic_acceptance
+        return StepKind(num_drafts, sampled, full, draws, rates, goes_on=config.adaptive)
+
+    def choose(self, decoding: Sequence[tuple[int, Handle]], most_drafts: int, cut: bool, count: int) -> StepBatch:
+        """Choose the next steps of the slots that decode. In whole (not cut) steps, slots with a grammar stand still.
+
+        most_drafts: of any slot at the present load. count: steps of the dispatch.
+        """
+        rows = [(slot, handle) for slot, handle in decoding if cut or handle.matcher is None]
+        widths = [0 if handle.paused else handle.request.drafts(most_drafts) for _, handle in rows]
+        number = self.program_for(max(widths, default=0))
+        if cut:
+            return StepBatch(rows, widths, self.kind(number, sampled=True, full=True), count)
+        sampled = any(not handle.request.sampling.greedy for _, handle in rows)
+        kind = self.kind(number, sampled, full=any(handle.request.full for _, handle in rows))
+        if self.has_drafter and not number and all(handle.paused for _, handle in rows):
+            kind = dataclasses.replace(kind, lean=True)
+        return StepBatch(rows, widths, kind, count)
+
+    def plan(self, rows: Sequence[tuple[int, Handle]], widths: Sequence[int]) -> np.ndarray:
+        """Write the plan of a pass over these slots."""
+        plan = self.empty_plan(self.size_for(len(rows)))
+        for row, (slot, handle), width in zip(self._rows(rows, len(plan)), rows, widths, strict=True):
+            assert handle.table is not None
+            plan[row, :2] = slot, width
+            plan[row, 2:] = self.memory.row(handle.table)
+        return plan
+
+    def empty_plan(self, size: int) -> np.ndarray:
+        """Write the plan of a pass over no slot."""
+        return step_plan((), (), np.full((size, sum(self.memory.widths)), -1, np.int32), self.config.slots)
+
+    def by_row(self, rows: Sequence[tuple[int, Handle]], size: int) -> tuple[Handle | None, ...]:
+        """Return the request of each row of a batch of this size."""
+        by_row: list[Handle | None] = [None] * size
+        for row, (_, handle) in zip(self._rows(rows, size), rows, strict=True):
+            by_row[row] = handle
+        return tuple(by_row)
+
+    def chunk_plan(self, pieces: Sequence[Piece[Handle]], shape: tuple[int, int]) -> np.ndarray:
+        """Write the plan of a pass over pieces of prompts. shape: (prompts, rows of each)."""
+        size, length = shape
+        tables = np.full((size, sum(self.memory.widths)), -1, np.int32)
+        token_ids, begin = [], []
+        for row, piece in enumerate(pieces):
+            first = max(piece.begin - 1, 0)
+            begin.append(first)
+            token_ids.append(piece.key.computed_ids[first : piece.begin + piece.count])
+            assert piece.key.table is not None
+            tables[row] = self.memory.row(piece.key.table)
+        return chunk_plan(token_ids, begin, [int(piece.begin > 0) for piece in pieces], length, tables)
+
+    def _rows(self, rows: Sequence[tuple[int, Handle]], size: int) -> list[int]:
+        return [slot for slot, _ in rows] if size == self.config.slots else list(range(len(rows)))

@@ -1,0 +1,240 @@
+"""Drive an engine for all who wait for its tokens.
+
+`AnyEngine.add`, `abort`, `run`, `follow` and `warm_up` are thread-safe. There is no thread of its own: one of those
+that wait has the turn, runs iterations of the loop, and puts the chunks of all requests into their inboxes. A thread
+between them would cost a step of a small model a tenth of its time. A server drives the loop from one thread
+(peagle.serve.loop).
+"""
+
+import abc
+import collections
+import contextlib
+import threading
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from peagle.config import EngineConfig
+from peagle.engine.grammar import GrammarError
+from peagle.engine.handle import Chunks, Handle
+from peagle.engine.handoff import HandOff
+from peagle.engine.kv_memory import PageUse, PrefixCacheUse
+from peagle.engine.request import Request, TokenChunk
+from peagle.engine.timing import LoopTimes
+from peagle.engine.widths import WidthTable
+
+if TYPE_CHECKING:
+    from peagle.engine.engine import Engine
+
+TURN_S = 0.005  # a reader waits so long for the turn before it looks for chunks that another thread has delivered
+Measuring = Callable[[int, int], object]  # (runs that are over, all runs)
+
+
+class AnyEngine(abc.ABC):
+    """An `Engine`, or several behind one queue (peagle.engine.replicas), for callers of any thread.
+
+    _lock guards the bookkeeping. The thread that drives the loop holds _turn. _entry keeps requests out during a
+    warm-up.
+    """
+
+    def __init__(self, config: EngineConfig, stop_token_ids: Sequence[int]) -> None:
+        self.config, self.stop_token_ids = config, tuple(stop_token_ids)
+        self._lock, self._turn, self._entry = threading.Lock(), threading.Lock(), threading.RLock()
+        self._to_abort: collections.deque[Handle] = collections.deque()
+
+    # --- what an engine implements ----------------------------------------------------------------------------------
+
+    @property
+    @abc.abstractmethod
+    def one(self) -> "Engine":
+        """An engine by itself, on its own devices, to look at and to measure."""
+
+    @property
+    @abc.abstractmethod
+    def busy(self) -> bool:
+        """Whether some request has not ended."""
+
+    @property
+    @abc.abstractmethod
+    def compile_s(self) -> float:
+        """Seconds that compilation took."""
+
+    @property
+    @abc.abstractmethod
+    def times(self) -> LoopTimes:
+        """Host overhead of the loop."""
+
+    @property
+    @abc.abstractmethod
+    def widths(self) -> WidthTable:
+        """Drafts by number of active rows; with costs, if they were measured."""
+
+    @property
+    @abc.abstractmethod
+    def prefix_cache_use(self) -> PrefixCacheUse | None:
+        """Hits and bytes of the prefix cache so far; None without one."""
+
+    @property
+    @abc.abstractmethod
+    def page_use(self) -> PageUse:
+        """The pages of keys and values, and how many of them requests hold."""
+
+    @property
+    @abc.abstractmethod
+    def num_preemptions(self) -> int:
+        """How many times a request lost its pages to an earlier one, and was computed again."""
+
+    @abc.abstractmethod
+    def check(self, request: Request, hand_off: HandOff | None = None) -> None:
+        """Raise InputError, before any work, for a request that cannot be run, or not begin with this hand-off."""
+
+    @abc.abstractmethod
+    def add(self, request: Request, timeout_s: float | None = None, hand_off: HandOff | None = None) -> Handle:
+        """Put a request in the queue. After timeout_s seconds it ends with the tokens it has.
+
+        hand_off: where another engine left it; its chunks hold the tokens after those. A message is dropped as soon as
+        the request has a slot, or ends. Raises InputError for a request that cannot be run, EngineError if the engine
+        has failed.
+        """
+
+    @abc.abstractmethod
+    def settle(self) -> None:
+        """If no request is left, wait for the device: no work runs into the next measurement."""
+
+    @abc.abstractmethod
+    def warm_up(
+        self,
+        sampled: bool = False,
+        measuring: Measuring = lambda *_: None,
+        full: bool = False,
+        constrained: bool = False,
+    ) -> None:
+        """Compile and run once every program that requests need, so that later times include no compilation.
+
+        sampled: some request is not greedy. full: some request is full (`Request.full`). constrained: some request has
+        a grammar. An adaptive engine then measures the cost of drafting, once; it calls measuring(runs that are over,
+        all runs) before each run. While a request is in the engine, this does nothing: programs then compile at their
+        first dispatch.
+        """
+
+    @abc.abstractmethod
+    def memory_bytes(self) -> tuple[int, int, int]:
+        """Compute the bytes of (keys and values, the state of slots, logits of a step); allocate none.
+
+        They are those of one device. Devices of a CPU share one memory, so theirs are counted together. A target over
+        several devices cuts its pages; each of them has all else.
+        """
+
+    @abc.abstractmethod
+    def _step(self) -> Chunks:
+        """Run an iteration of the loop; the caller holds _lock."""
+
+    @abc.abstractmethod
+    def _end_aborted(self) -> None:
+        """End the requests that `abort` has queued; the caller holds _lock."""
+
+    # --- what callers use -------------------------------------------------------------------------------------------
+
+    def add_all(self, requests: Sequence[Request]) -> list[Handle]:
+        """Put all requests in the queue, or none if one of them cannot be run."""
+        for request in requests:
+            self.check(request)
+        return [self.add(request) for request in requests]
+
+    def abort(self, handle: Handle) -> None:
+        """End a request, if it has not ended, and drop its tokens that were not read.
+
+        Never waits, so an event loop or a finaliser may call it: if a step is under way, the request ends before the
+        next one.
+        """
+        handle.wanted = False
+        if handle.finished is not None:
+            return
+        self._to_abort.append(handle)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._end_aborted()
+            finally:
+                self._lock.release()
+
+    def step(self) -> Chunks:
+        """Send the next dispatch and read the previous one.
+
+        For a single driver; `run`, `follow` and `generate` call it. Returns [] if no request is left, or nothing has
+        arrived yet. Raises EngineError if the device failed, and KeyboardInterrupt, before it sends anything, if Ctrl-C
+        was pressed (peagle.ops.interrupt).
+        """
+        with self._lock:
+            return self._step()
+
+    def follow(self, handle: Handle) -> Iterator[TokenChunk]:
+        """Yield the chunks of a request until it ends. A reader that stops early aborts it.
+
+        Raises InputError if a model's outputs are not finite, GrammarError if its grammar cannot be followed.
+        """
+        for _, chunk in self.run([handle]):
+            yield chunk
+        if handle.error is not None and handle.wanted:
+            raise handle.error
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[tuple[int, TokenChunk]]:
+        """Decode all of the requests; yield (index in the list, chunk) as chunks arrive.
+
+        A reader that stops early aborts the rest. Raises InputError as `run` does.
+        """
+        handles = self.add_all(requests)
+        index = {handle: number for number, handle in enumerate(handles)}
+        try:
+            with contextlib.closing(self.run(handles)) as chunks:
+                for handle, chunk in chunks:
+                    yield index[handle], chunk
+        finally:
+            self.settle()
+
+    def run(self, handles: Collection[Handle]) -> Generator[tuple[Handle, TokenChunk]]:
+        """Yield (handle, chunk) as chunks arrive, until all of the requests have ended.
+
+        Meanwhile the reader may abort requests and add handles to `handles`. A reader that stops early aborts the rest.
+        Raises InputError if a model's outputs are not finite, but not for a request that its reader has aborted. A
+        grammar that cannot be followed ends its own request alone, with the error in its last chunk.
+        """
+        read: set[Handle] = set()
+        try:
+            while left := [handle for handle in handles if handle not in read]:
+                ended = self._wait_for(left)
+                for handle in left:
+                    while handle.inbox:
+                        chunk = handle.inbox.popleft()
+                        if chunk.finish_reason is not None:
+                            ended.add(handle)
+                        yield handle, chunk
+                    error = handle.error if handle in ended and handle.wanted else None
+                    if error is not None and not isinstance(error, GrammarError):
+                        raise error
+                read |= ended
+        finally:
+            for handle in [handle for handle in handles if handle.finished is None]:
+                self.abort(handle)
+
+    def _wait_for(self, handles: Sequence[Handle]) -> set[Handle]:
+        """Return as soon as chunks of some of these have arrived: drive the loop, or let another thread do it.
+
+        Returns those that have ended, whose last chunks have arrived, as far as this thread had the turn: a request
+        that ends while another has it may still lack its last chunk.
+        """
+        while True:
+            if self._turn.acquire(timeout=TURN_S):
+                try:
+                    if not any(handle.inbox or handle.finished for handle in handles):
+                        self._advance()
+                    if any(handle.inbox or handle.finished for handle in handles):
+                        return {handle for handle in handles if handle.finished is not None}
+                finally:
+                    self._turn.release()
+            elif any(handle.inbox for handle in handles):
+                return set()
+
+    def _advance(self) -> None:
+        """Run one iteration of the loop; deliver its chunks before an abort can add its own."""
+        with self._lock:
+            for handle, chunk in self._step():
+                handle.inbox.append(chunk)

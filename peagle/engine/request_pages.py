@@ -1,0 +1,90 @@
+"""Reserve, publish and free the pages of each request, from its first chunk to its end."""
+
+from collections.abc import Sequence
+
+from peagle.config import EngineConfig
+from peagle.engine.handle import Handle
+from peagle.engine.kv_memory import KVMemory
+from peagle.ops.attention import PAGE_SIZE
+
+
+class RequestPages:
+    """The pages that an engine's requests hold. Only the engine's loop changes them."""
+
+    def __init__(self, memory: KVMemory, config: EngineConfig, has_drafter: bool) -> None:
+        self._memory, self._config, self._has_drafter = memory, config, has_drafter
+
+    def open(self, handle: Handle, prefilling: Sequence[Handle]) -> bool:
+        """Give a request a table with what is known of its tokens; return whether there were pages.
+
+        There must be pages for all its tokens and its first steps, beside those that the prompts of `prefilling` still
+        need. After a preemption it needs more: it shall not lose them again at once.
+        """
+        memory, token_ids = self._memory, handle.computed_ids
+        drafts = self._has_drafter and (not handle.paused or self._prefills_for_all(token_ids))
+        table = memory.open(token_ids if handle.hand_off is None else (), drafts)
+        promised = sum(
+            max(0, memory.missing(other.table, len(other.computed_ids)))
+            for other in prefilling
+            if other.table is not None
+        )
+        needed = min(len(token_ids) + memory.ahead * max(1, handle.num_preempted), self._most_tokens(handle))
+        if memory.missing(table, needed) + promised > memory.available():
+            memory.pool.close(table)
+            return False
+        handle.table, handle.drafter_rows = table, table.num_cached_tokens
+        return True
+
+    def _prefills_for_all(self, token_ids: Sequence[int]) -> bool:
+        """Whether the drafter reads the tokens of a request that does not draft: others may begin with these.
+
+        Not if the target knows more of them than the drafter.
+        """
+        if not self._config.prefix_cache_bytes:
+            return False
+        return self._memory.num_known(token_ids, drafts=True) >= self._memory.num_known(token_ids, drafts=False)
+
+    def _most_tokens(self, handle: Handle) -> int:
+        """Count the positions that a request ever writes."""
+        request = handle.request
+        return len(request.prompt_ids) + request.max_new_tokens + self._config.num_speculative_tokens
+
+    def reserve(self, handle: Handle, num_tokens: int) -> bool:
+        """Reserve pages for a request's first tokens; return whether it has them."""
+        return handle.table is not None and self._memory.pool.reserve(handle.table, num_tokens)
+
+    def reach(self, handle: Handle, steps: int, num_drafts: int) -> int:
+        """Count the tokens that a request may have after so many more steps."""
+        ahead = handle.ahead + steps * (num_drafts + 1) + self._config.num_speculative_tokens
+        return min(handle.length + ahead, self._most_tokens(handle))
+
+    def has_drafter_pages(self, handle: Handle) -> bool:
+        """Whether a request has pages of the drafter."""
+        assert handle.table is not None
+        return len(handle.table.groups) > self._memory.num_target
+
+    def publish_prompt(self, handle: Handle, end: int) -> None:
+        """Publish the pages of a prompt that is computed so far. Later dispatches read them after they are written."""
+        if self.has_drafter_pages(handle):
+            handle.drafter_rows = max(handle.drafter_rows, end)
+        self._publish(handle, handle.computed_ids[:end], end, ends=True)
+
+    def publish_output(self, handle: Handle, ends: bool) -> None:
+        """Publish a request's pages as far as the host has read. ends: it emits no more."""
+        if handle.table is None:
+            return
+        whole = handle.length // PAGE_SIZE
+        if ends or whole != handle.num_published:
+            handle.num_published = whole
+            self._publish(handle, handle.token_ids, handle.length, ends)
+
+    def _publish(self, handle: Handle, token_ids: Sequence[int], length: int, ends: bool) -> None:
+        assert handle.table is not None
+        # a hand-off holds only the rows that windows reach, whatever these layers keep
+        self._memory.publish(handle.table, token_ids, length, handle.drafter_rows, ends, known=not handle.num_received)
+
+    def close(self, handle: Handle) -> None:
+        """Give a request's pages back; those that are known stay until others need them."""
+        if handle.table is not None:
+            self._memory.pool.close(handle.table)
+            handle.table = None

@@ -1,0 +1,66 @@
+"""Measure an engine's loop: what dispatches take, and how long the device was idle."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from peagle.engine.scheduler import Chunk, Costs
+
+if TYPE_CHECKING:
+    from peagle.engine.engine import InFlight
+
+
+@dataclass
+class LoopTimes:
+    """Host overhead of the loop. A gap is a time in which the device was idle while requests ran.
+
+    gap_s is an upper bound: gaps count from when the previous dispatch was last seen running.
+    """
+
+    gap_s: float = 0.0
+    busy_s: float = 0.0  # from each dispatch until it was read; overlaps count once
+
+    @property
+    def gap_frac(self) -> float | None:
+        """gap_s / (gap_s + busy_s)."""
+        total = self.gap_s + self.busy_s
+        return self.gap_s / total if total else None
+
+
+@dataclass
+class LoopClock:
+    """The times of a loop, and the costs that its scheduler goes by. All times are of time.perf_counter()."""
+
+    times: LoopTimes = field(default_factory=LoopTimes)
+    costs: Costs = field(default_factory=Costs)
+    last_read_s: float | None = None  # None: no request is left, so an idle device is no gap
+
+    def stop(self) -> None:
+        """Count no gap until the next dispatch is read."""
+        self.last_read_s = None
+
+    def reset(self) -> None:
+        """Forget all times; keep the costs."""
+        self.times, self.last_read_s = LoopTimes(), None
+
+    def sending(self, now: float, in_flight: Sequence["InFlight"]) -> None:
+        """Count the time in which the device may have waited for the dispatch that is sent now."""
+        last = in_flight[-1] if in_flight else None
+        if last is not None and not last.ready:
+            return
+        busy_until = [self.last_read_s] if self.last_read_s is not None else []
+        busy_until += [last.sent_s] if last is not None else []
+        if busy_until:
+            self.times.gap_s += now - max(busy_until)
+
+    def read(self, sent: "InFlight", now: float) -> None:
+        """Record the time of a chunk or a step, since the end of the previous dispatch."""
+        seconds = now - max(sent.sent_s, self.last_read_s or 0.0)
+        self.last_read_s = now
+        self.times.busy_s += seconds
+        if isinstance(sent.action, Chunk):
+            self.costs = replace(self.costs, chunk_s=seconds)
+        elif sent.action.cut:
+            self.costs = replace(self.costs, cut_s=seconds)
+        else:
+            self.costs = replace(self.costs, step_s=seconds / sent.count)
