@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import platformdirs
+
 from peagle.ops.errors import InputError
 
 _TEMPORARY = ".peagle-", ".tmp"  # around a name of few letters, as the file's own may be as long as names can be
@@ -70,9 +72,8 @@ def printable(text: str) -> str:
 
 
 def cache_directory(name: str) -> Path:
-    """Return peagle/`name` in the user's cache directory (XDG_CACHE_HOME if that is absolute, else ~/.cache)."""
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (named if named.is_absolute() else Path.home() / ".cache") / "peagle" / name
+    """Return `name` in this package's folder of the user's cache directory."""
+    return platformdirs.user_cache_path("peagle", appauthor=False) / name
 
 
 def keep(path: Path, content: bytes) -> bool:
@@ -122,27 +123,21 @@ def alone(out: Path) -> Iterator[None]:
 
     Its parent folders are made. Raises InputError if another run writes it, or if nothing can be written there.
     """
-    import fcntl
+    import filelock  # here: it takes longer to import than help to print
 
-    path = out.with_name(f"{out.name}.lock")
+    lock = filelock.FileLock(out.with_name(f"{out.name}.lock"), blocking=False)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("ab")
+        lock.acquire()
+    except filelock.Timeout:
+        raise InputError(f"{out} is being written by another run; wait for its end, or name another place") from None
     except OSError as error:
-        raise InputError(f"{out} cannot be written: {error.strerror}; expected a place that can") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(file.fileno()), path.stat()):  # that of a run that has just ended
-                raise OSError
-        except OSError:
-            raise InputError(
-                f"{out} is being written by another run; wait for its end, or name another place"
-            ) from None
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
+        raise InputError(f"{out} cannot be written: {reason_of(error)}; expected a place that can") from None
+    try:
+        yield
+    finally:
+        Path(lock.lock_file).unlink(missing_ok=True)  # before others can have it
+        lock.release()
 
 
 def expect_new(out: Path) -> None:

@@ -211,12 +211,11 @@ class Folder:
 
     @contextlib.contextmanager
     def appending(self, name: str = RAW) -> Iterator["Appender"]:
-        """Append to raw.jsonl, or asking.jsonl. Raises InputError if another process is appending."""
+        """Append to raw.jsonl, or asking.jsonl. The command that runs the sweep has the folder `alone`."""
         path = self.path / name
         with writing(path):
             file = path.open("a+b")
         with file:
-            _lock(file, self.path)
             _cut_torn_line(file)
             yield Appender(file)
 
@@ -363,18 +362,6 @@ def _cut_torn_line(file: IO[bytes]) -> None:
     whole = file.read().rfind(b"\n") + 1
     file.truncate(whole)
     file.seek(0, os.SEEK_END)
-
-
-def _lock(file: IO[bytes], path: Path) -> None:
-    """Lock the file until it is closed, however the process ends."""
-    try:
-        import fcntl
-    except ImportError:  # not a POSIX system: nothing to lock with
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise InputError(f"another process is writing to {path}; wait for it, or end it") from None
 
 
 def _write(path: Path, text: str) -> None:

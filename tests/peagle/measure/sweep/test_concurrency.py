@@ -107,7 +107,7 @@ def test_so_many_requests_are_at_work_together(monkeypatch: pytest.MonkeyPatch, 
     real = Collector._read_steps
 
     def watched(self: Collector, output: Any, sent: Any, now: float) -> Any:
-        active = sum(handle is not None for handle in sent.held)
+        active = sum(handle is not None for handle in sent.requests)
         seen.setdefault(self._engine.config.slots, set()).add(active)
         return real(self, output, sent, now)
 

@@ -27,6 +27,7 @@ from peagle.measure.sweep.folder import ASKING, PROMPTS, RAW, RUN, Folder, key, 
 from peagle.measure.sweep.measure import SweepRun
 from peagle.measure.sweep.plan import Arm, Plan, Setting, short_names
 from peagle.ops.errors import InputError
+from peagle.ops.files import alone
 from peagle.result import Result, decode
 from peagle.text.tokenizer import ByteLevelTokenizer, Tokenizer
 from tests.peagle.conftest import SPECIALS, press_ctrl_c_at, toy_pair
@@ -670,9 +671,12 @@ def test_files_and_drafters_of_the_same_name_are_told_apart() -> None:
     assert short_names(["x"]) == ["x"]
 
 
-def test_two_processes_do_not_write_to_one_run(finished: Folder) -> None:
-    with finished.appending(), pytest.raises(InputError, match="another process"), finished.appending():
-        pass
+def test_two_processes_do_not_write_to_one_run(
+    finished: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with alone(finished.path):
+        assert sweep(monkeypatch, "--out", finished.path, "--resume") == 2
+    assert "is being written by another run" in capsys.readouterr().err
 
 
 def test_plan_and_samples_survive_their_files(finished: Folder) -> None:
