@@ -4,9 +4,10 @@ import json
 import os
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from peagle.ops.errors import InputError
 from scripts.peers.roster import Entry
@@ -14,15 +15,18 @@ from scripts.peers.roster import Entry
 ROOT = Path(__file__).parents[2]
 
 
-class Remote:
-    """An engine that has loaded, in a process of its own, until `close`. Raises InputError if it fails."""
+class Child:
+    """A process that answers calls, JSON line by JSON line (worker.serve), until `close`.
 
-    def __init__(self, entry: Entry) -> None:
-        self._name = entry.name
+    root: the checkout whose packages it imports. The first answer says what it is. Raises InputError if it fails.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], root: Path = ROOT) -> None:
+        self._name = name
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  what its libraries print; quoted if it dies
-        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        paths = [str(root), os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
-            [entry.python, "-m", "scripts.peers.worker", entry.kind, json.dumps(dict(entry.options))],
+            [*command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -36,7 +40,7 @@ class Remote:
             raise
 
     def call(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Call the engine's method `do`."""
+        """Call the method `do` of what it serves."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
@@ -55,7 +59,7 @@ class Remote:
         self._process.communicate()
         self._log.close()
 
-    def __enter__(self) -> "Remote":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -80,3 +84,11 @@ class Remote:
         lines = self._log.read().decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing printed")
         return InputError(f"{self._name}: its process ended with status {status} ({last})")
+
+
+class Remote(Child):
+    """An engine that has loaded, in a process of its own."""
+
+    def __init__(self, entry: Entry) -> None:
+        command = [entry.python, "-m", "scripts.peers.worker", entry.kind, json.dumps(dict(entry.options))]
+        super().__init__(entry.name, command)

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any, Protocol, TextIO
 
 KINDS = {
@@ -64,11 +65,16 @@ class BatchingEngine(Engine, Protocol):
 
 
 def main() -> int:
-    """Serve until standard input ends."""
+    """Serve the engine that the command line names."""
+    return serve(lambda: importlib.import_module(KINDS[sys.argv[1]]).load(**json.loads(sys.argv[2])))
+
+
+def serve(load: Callable[[], Any]) -> int:
+    """Answer the calls of standard input until it ends. load: makes what is called; it has a method `describe`."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     try:
-        engine: Engine = importlib.import_module(KINDS[sys.argv[1]]).load(**json.loads(sys.argv[2]))
+        engine = load()
         _say(answers, {"answer": engine.describe()})
     except Exception as error:
         _say_error(answers, error)

@@ -1,0 +1,221 @@
+"""Measure the engine: one and many requests, prompts, known prefixes and little memory, beside another checkout's.
+
+    peagle random S /tmp/S
+    python -m scripts.bench engine --out RUN --before CHECKOUT demo /tmp/S
+
+Each model runs in a process of its own for this checkout, and in one for CHECKOUT, whose kernels must be compiled. They
+take turns case by case and round by round, one at work at a time. Tokens are random and equal on both sides. The demo
+drafts with its P-EAGLE, other models with n-grams.
+
+Afterwards `--out` (which must not exist yet) holds run.json, raw.jsonl and README.md.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from peagle.loading import DEMO
+from peagle.measure.pages import Block, Table, heading
+from peagle.ops.errors import InputError
+from peagle.ops.files import expect_new
+from scripts.peers.measure import rotated
+from scripts.peers.remote import ROOT, Child
+from scripts.runs import (
+    Json,
+    Progress,
+    RawLines,
+    add_run_options,
+    in_one_line,
+    new_parser,
+    origin,
+    spread,
+    spread_text,
+    where,
+    write_run,
+)
+
+NOW, BEFORE = "now", "before"
+Key = tuple[str, str, str, int]  # of a line: model, case, side, round
+SLOTS = (1, 2, 4, 8, 16, 32, 64)
+SHARE = 0.25  # of the contexts' memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A measurement: what the page calls it, its figure (by name) and the worker's call.
+
+    over: the row of the page that it is divided by, this checkout's; None: its own row of the other checkout.
+    over_figure: the figure of that row's call. alone: the other checkout cannot, or need not, run it.
+    """
+
+    name: str
+    figure: str
+    call: str
+    arguments: Json
+    over: str | None = None
+    over_figure: str = "tok_per_s"
+    alone: bool = False
+
+    def ratio(self, model: str, number: int, lines: Mapping[Key, Json]) -> float | None:
+        """Divide a round's figure by what it is compared with; None if that was not measured."""
+        side = NOW if self.over else BEFORE
+        below = lines.get((model, self.over or self.name, side, number))
+        now = lines[model, self.name, NOW, number][self.figure]
+        return None if below is None else now / below[self.over_figure if self.over else self.figure]
+
+
+def cases(long: int) -> Iterator[Case]:
+    """Make the cases. long: tokens before the answer of a long request."""
+    for k in (0, 3):
+        drafts = f"K = {k}" if k else "plain"
+        yield Case(f"one request, {drafts}", "tok_per_s", "one", _one(1, k, 40, 300))
+        yield Case(f"one request after {long:,} tokens, {drafts}", "tok_per_s", "one", _one(1, k, long, 100))
+    yield Case(
+        "one request in an engine of 32 slots",
+        "tok_per_s",
+        "one",
+        _one(32, 0, 40, 300),
+        over="one request, plain",
+        alone=True,
+    )
+    for number, requests in enumerate(SLOTS):
+        over = None if requests in (1, 32) else _many(SLOTS[number - 1])
+        arguments = {"requests": requests, "k": 0, "prompt": 40, "new": 100}
+        yield Case(_many(requests), "tok_per_s", "many", arguments, over, alone=over is not None)
+    yield Case(
+        "16 prompts of 60 tokens: until all have a first token",
+        "last_first_token_s",
+        "many",
+        {"requests": 16, "k": 0, "prompt": 60, "new": 2},
+    )
+    yield Case("a second turn after 2,048 tokens", "ttft_s", "turn", {"history": 2048, "question": 20})
+    memory = {"requests": 64, "least": 200, "most": 6000, "new": 100, "frac": SHARE}
+    little = f"64 requests of 200 to 6,000 tokens in {SHARE:.0%} of their memory"
+    yield Case(little, "scarce_tok_per_s", "memory", memory, over=little, alone=True)
+    yield Case("warm-up of 32 slots, K = 3", "warm_up_s", "warm_up", {"slots": 32, "k": 3, "context": 4096})
+
+
+def _one(slots: int, k: int, prompt: int, new: int) -> Json:
+    return {"slots": slots, "k": k, "prompt": prompt, "new": new}
+
+
+def _many(requests: int) -> str:
+    return f"{requests} request{'s' if requests > 1 else ''} at once, all tokens"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    parser = new_parser(__doc__)
+    parser.add_argument("targets", nargs="+", metavar="TARGET", help="demo, or directories of checkpoints")
+    add_run_options(parser, 5, "after one that warms up")
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="another checkout, to compare with")
+    parser.add_argument("--long", type=int, default=8000, help="tokens before a long answer (default %(default)s)")
+    parser.add_argument("--only", default="", help="cases whose names begin with this")
+    typed = sys.argv[1:] if arguments is None else arguments
+    return in_one_line("bench engine", lambda: bench(parser.parse_args(typed), ["engine", *typed]))
+
+
+def bench(options: argparse.Namespace, typed: Sequence[str]) -> int:
+    """Check everything before anything runs, then measure."""
+    chosen = vars(options)
+    out, before, rounds = chosen["out"], chosen["before"], chosen["rounds"]
+    expect_new(out)
+    if before is not None and not (before / "peagle").is_dir():
+        raise InputError(f"--before {before} has no peagle/; expected a checkout of this project")
+    wanted = [case for case in cases(chosen["long"]) if case.name.startswith(chosen["only"])]
+    if rounds < 1 or not wanted:
+        raise InputError("expected --rounds of 1 or more, and --only to begin a case's name")
+    raw, progress = RawLines(out), Progress()
+    roots = {NOW: ROOT} | ({BEFORE: before.resolve()} if before else {})
+    for target in chosen["targets"]:
+        raw.extend(measure(target, roots, wanted, rounds, progress))
+    progress.end()
+    record: Json = {"schema": 1, "provenance": origin("scripts.bench", typed), "config": {"rounds": rounds}}
+    record |= {"figures": figures(raw.lines, wanted)}
+    write_run(out, record, page(record))
+    return 0
+
+
+def measure(
+    target: str, roots: dict[str, Path], wanted: Sequence[Case], rounds: int, progress: Progress
+) -> Iterator[Json]:
+    """Yield a line per measurement of one target. Round 0 warms up; it is kept for what compiles once."""
+    name = target if target == DEMO else Path(target).name
+    worker = str(Path(__file__).with_name("engine_worker.py"))
+    with ExitStack() as running:
+        children = {}
+        for side, root in roots.items():
+            progress(f"{name}: {side} loads")
+            command = [sys.executable, worker, target, "" if target == DEMO else "ngram"]
+            children[side] = running.enter_context(Child(f"{name}, {side}", command, root))
+        progress.begin((rounds + 1) * len(wanted))
+        for number in range(rounds + 1):
+            for case in wanted:
+                progress.part(f"{name}, {case.name}")
+                for side in rotated(list(children), number):
+                    if side == NOW or not case.alone:
+                        found = children[side].call(case.call, **case.arguments)
+                        yield {"model": name, "case": case.name, "side": side, "round": number, **found}
+
+
+def figures(lines: Sequence[Json], wanted: Sequence[Case]) -> Json:
+    """Take spreads over rounds: of each figure, and of its ratio within a round."""
+    by_key = {(line["model"], line["case"], line["side"], line["round"]): line for line in lines}
+    rounds = sorted({line["round"] for line in lines})
+    result: Json = {}
+    for model in dict.fromkeys(line["model"] for line in lines):
+        for case in wanted:
+            timed = rounds[:1] if case.call == "warm_up" else rounds[1:]
+            values = {
+                side: [
+                    by_key[key][case.figure] for number in timed if (key := (model, case.name, side, number)) in by_key
+                ]
+                for side in (NOW, BEFORE)
+            }
+            ratios = [ratio for number in timed if (ratio := case.ratio(model, number, by_key)) is not None]
+            of_case = {**values, "ratio": ratios}
+            result.setdefault(model, {})[case.name] = {key: spread(value) for key, value in of_case.items() if value}
+    return result
+
+
+def page(record: Json) -> list[Block]:
+    """Lay out README.md of the run."""
+    source = record["provenance"]
+    over = {case.name: case.over for case in cases(0)}
+    blocks: list[Block] = [
+        heading("The engine", 1),
+        f"`{source['command']}`; {where(source)}.",
+        f"Random tokens, greedy, {record['config']['rounds']} rounds after one that warms up; medians, with the least "
+        "and the greatest. The checkouts take turns; ratios are taken within a round: this checkout over the other, or "
+        "over the row that the table names. Tokens a second, or milliseconds.",
+    ]
+    for model, found in record["figures"].items():
+        rows = [
+            (
+                name,
+                _figure(name, figure[NOW]),
+                _figure(name, figure[BEFORE]) if BEFORE in figure else "",
+                spread_text(figure["ratio"], ".2f") if "ratio" in figure else "",
+                _over(name, over),
+            )
+            for name, figure in found.items()
+        ]
+        blocks += [heading(model, 2), Table(("case", "now", "before", "ratio", "over the row"), rows)]
+    return blocks
+
+
+def _over(name: str, over: Mapping[str, str | None]) -> str:
+    row = over.get(name) or ""
+    return "all of the memory" if row == name else row
+
+
+def _figure(name: str, figure: Json) -> str:
+    in_seconds = "first token" in name or "second turn" in name or "warm-up" in name
+    return f"{figure['median'] * 1e3:.1f} ms" if in_seconds else f"{figure['median']:,.0f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""The child's side of the scenario `engine`: measure one model on the engine of whichever checkout is imported.
+
+PYTHONPATH=CHECKOUT python scripts/scenarios/engine_worker.py TARGET DRAFTER
+"""
+
+import importlib.util
+import inspect
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import peagle
+from peagle.engine.request import Request
+
+
+class Measured:
+    """The measurements of one pair. Each compiles at its first call, outside its time. Times are seconds."""
+
+    def __init__(self, target: str, drafter: str) -> None:
+        self._pair = peagle.load() if target == "demo" else peagle.load(target, drafter or None)
+        self._vocab_size = self._pair.plain_target.vocab_size
+
+    def describe(self) -> dict[str, Any]:
+        return {"kernels": self._pair.kernels}
+
+    def one(self, slots: int, k: int, prompt: int, new: int) -> dict[str, float]:
+        """Decode one request in an engine of so many slots: tokens a second after the first one."""
+        _, first_s, total_s, count = self._run(self._engine(slots, k, prompt + new + 64), [(prompt, new)])
+        return {"tok_per_s": (count - 1) / (total_s - first_s)}
+
+    def many(self, requests: int, k: int, prompt: int, new: int) -> dict[str, float]:
+        """Decode equal requests at once: tokens a second, prompts included, and the last one's first token."""
+        engine = self._engine(requests, k, prompt + new + 64)
+        last_s, _, total_s, count = self._run(engine, [(prompt, new)] * requests)
+        return {"tok_per_s": count / total_s, "last_first_token_s": last_s}
+
+    def turn(self, history: int, question: int) -> dict[str, float]:
+        """Answer a second turn that repeats a first one: time to its first token."""
+        engine = self._engine(1, 0, history + 2 * question, prefix_cache_bytes=1 << 28)
+        self._serial = getattr(self, "_serial", 0) + 1  # other tokens than those of the rounds before
+        first = self._prompt(history, 1000 + self._serial)
+        list(engine.generate([Request(first, 2, stop_token_ids=())]))
+        started = time.perf_counter()
+        chunks = engine.generate([Request(first + self._prompt(question, 0), 2, stop_token_ids=())])
+        next(iter(chunks))
+        seconds = time.perf_counter() - started
+        list(chunks)
+        return {"ttft_s": seconds}
+
+    def memory(self, requests: int, least: int, most: int, new: int, frac: float) -> dict[str, float]:
+        """Decode requests of least to most tokens with kv memory for all of their contexts, and for `frac` of it."""
+        lengths = np.exp(np.random.default_rng(1).uniform(np.log(least), np.log(most), requests)).astype(int)
+        asked = [(int(length) - new, new) for length in lengths]
+        whole = self._engine(requests, 0, most + 64)
+        token_bytes = sum(whole.memory.num_bytes) / whole.memory.num_tokens
+        scarce = self._engine(requests, 0, most + 64, kv_memory_bytes=int(frac * token_bytes * lengths.sum()))
+        before = scarce.num_preemptions
+        figures = {}
+        for name, engine in (("tok_per_s", whole), ("scarce_tok_per_s", scarce)):
+            _, _, total_s, count = self._run(engine, asked)
+            figures[name] = count / total_s
+        return figures | {"preemptions": scarce.num_preemptions - before}
+
+    def warm_up(self, slots: int, k: int, context: int) -> dict[str, float]:
+        """Return the seconds that the first engine of this shape took to compile."""
+        return {"warm_up_s": self._engine(slots, k, context, prefix_cache_bytes=1 << 20).compile_s}
+
+    def _engine(self, slots: int, k: int, context: int, **options: Any) -> Any:
+        named = inspect.signature(self._pair.engine_config).parameters
+        options |= {"context" if "context" in named else "capacity": context}  # older checkouts say capacity
+        options = {"prefix_cache_bytes": 0, **options}
+        engine = self._pair.engine(self._pair.engine_config(k, slots=slots, **options))
+        engine.warm_up()
+        return engine
+
+    def _prompt(self, length: int, seed: int) -> tuple[int, ...]:
+        return tuple(np.random.default_rng(seed).integers(5, self._vocab_size - 5, length).tolist())
+
+    def _run(self, engine: Any, asked: list[tuple[int, int]]) -> tuple[float, float, float, int]:
+        """Decode (prompt, new) tokens each; return (last and first first token, all, tokens)."""
+        requests = [
+            Request(self._prompt(prompt, index), new, stop_token_ids=(), index=index)
+            for index, (prompt, new) in enumerate(asked)
+        ]
+        first: dict[int, float] = {}
+        started, count = time.perf_counter(), 0
+        for index, chunk in engine.generate(requests):
+            first.setdefault(index, time.perf_counter() - started)
+            count += len(chunk.token_ids)
+        return max(first.values()), min(first.values()), time.perf_counter() - started, count
+
+
+def _server() -> Any:
+    """Load the side that answers calls by its path: the imported checkout may have an older one."""
+    path = Path(__file__).parents[1] / "peers" / "worker.py"
+    spec = importlib.util.spec_from_file_location("worker", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    sys.exit(_server().serve(lambda: Measured(*sys.argv[1:])))

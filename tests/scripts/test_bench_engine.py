@@ -1,0 +1,79 @@
+"""scripts.bench and its scenario `engine`."""
+
+from pathlib import Path
+
+import pytest
+
+from peagle.ops.errors import InputError
+from scripts import bench
+from scripts.scenarios import engine
+from scripts.scenarios.engine import BEFORE, NOW, Case
+from scripts.scenarios.engine_worker import Measured
+
+ONE = Case("one", "tok_per_s", "one", {})
+BOTH = Case("two at once", "tok_per_s", "many", {}, over="one", alone=True)
+SCARCE = Case("little memory", "scarce", "memory", {}, over="little memory", alone=True)
+WARM = Case("warm-up", "warm_up_s", "warm_up", {})
+
+
+def line(case: str, side: str, number: int, **figures: float) -> dict[str, object]:
+    return {"model": "demo", "case": case, "side": side, "round": number, **figures}
+
+
+def test_figures_are_of_the_rounds_after_the_first_and_ratios_of_one_round() -> None:
+    lines = [line("warm-up", side, 0, warm_up_s=seconds) for side, seconds in ((NOW, 2.0), (BEFORE, 4.0))]
+    for number, (now, before, two) in enumerate([(1.0, 1.0, 1.0), (10.0, 5.0, 15.0), (30.0, 10.0, 60.0), (20.0, 20.0, 20.0)]):
+        lines += [line("one", NOW, number, tok_per_s=now), line("one", BEFORE, number, tok_per_s=before)]
+        lines += [line("two at once", NOW, number, tok_per_s=two)]
+        lines += [line("little memory", NOW, number, tok_per_s=10.0, scarce=8.0)]
+    found = engine.figures(lines, [ONE, BOTH, SCARCE, WARM])["demo"]
+    assert found["one"][NOW] == {"median": 20, "lowest": 10, "highest": 30}
+    assert found["one"]["ratio"] == {"median": 2, "lowest": 1, "highest": 3}
+    assert found["two at once"]["ratio"] == {"median": 1.5, "lowest": 1, "highest": 2}
+    assert BEFORE not in found["two at once"]
+    assert found["little memory"]["ratio"]["median"] == 0.8
+    assert found["warm-up"]["ratio"]["median"] == 0.5
+
+
+def test_without_another_checkout_figures_have_no_ratio() -> None:
+    lines = [line("one", NOW, number, tok_per_s=1.0) for number in range(2)]
+    assert set(engine.figures(lines, [ONE])["demo"]["one"]) == {NOW}
+
+
+def test_a_case_names_the_row_it_is_divided_by() -> None:
+    names = {case.name for case in engine.cases(8000)}
+    assert len(names) == len(list(engine.cases(8000)))
+    assert all(case.over is None or case.over in names for case in engine.cases(8000))
+    assert all(case.alone == (case.over is not None) for case in engine.cases(8000))
+    assert all(hasattr(Measured, case.call) for case in engine.cases(8000))
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ([], "expected a scenario: engine"),
+        (["unknown"], "expected a scenario: engine"),
+        (["engine", "--out", "OUT", "--before", "nowhere", "demo"], "expected a checkout of this project"),
+        (["engine", "--out", "OUT", "--rounds", "0", "demo"], "expected --rounds of 1 or more"),
+        (["engine", "--out", "OUT", "--only", "no such case", "demo"], "--only to begin a case's name"),
+    ],
+)
+def test_bad_input_is_one_line(
+    typed: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.main([str(tmp_path / "run") if word == "OUT" else word for word in typed]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_measured_runs_on_the_engine_of_this_checkout() -> None:
+    measured = Measured("demo", "")
+    assert measured.one(1, 0, 5, 4)["tok_per_s"] > 0
+    assert set(measured.many(2, 0, 5, 4)) == {"tok_per_s", "last_first_token_s"}
+    assert measured.turn(70, 5)["ttft_s"] > 0
+    scarce = measured.memory(4, 150, 400, 50, 0.5)
+    assert scarce["scarce_tok_per_s"] > 0
+    with pytest.raises(InputError, match="raise --kv-memory"):
+        measured.memory(1, 300, 400, 50, 0.1)
