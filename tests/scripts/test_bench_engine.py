@@ -22,7 +22,8 @@ def line(case: str, side: str, number: int, **figures: float) -> dict[str, objec
 
 def test_figures_are_of_the_rounds_after_the_first_and_ratios_of_one_round() -> None:
     lines = [line("warm-up", side, 0, warm_up_s=seconds) for side, seconds in ((NOW, 2.0), (BEFORE, 4.0))]
-    for number, (now, before, two) in enumerate([(1.0, 1.0, 1.0), (10.0, 5.0, 15.0), (30.0, 10.0, 60.0), (20.0, 20.0, 20.0)]):
+    rounds = [(1.0, 1.0, 1.0), (10.0, 5.0, 15.0), (30.0, 10.0, 60.0), (20.0, 20.0, 20.0)]
+    for number, (now, before, two) in enumerate(rounds):
         lines += [line("one", NOW, number, tok_per_s=now), line("one", BEFORE, number, tok_per_s=before)]
         lines += [line("two at once", NOW, number, tok_per_s=two)]
         lines += [line("little memory", NOW, number, tok_per_s=10.0, scarce=8.0)]
