@@ -261,7 +261,7 @@ def engine_of(target: MarkovTarget, k: int, script: list[int] | None = None, **o
     """Make an engine whose drafter proposes a script, most of it right."""
     whole = np.resize(np.asarray([2] if script is None else script, np.int32), 256)
     whole = np.where(np.random.default_rng(1).random(256) < 0.75, whole, (whole + 3) % V)
-    config = EngineConfig(k, **{"slots": 2, "capacity": CAPACITY, "chunk": 8, **options})
+    config = EngineConfig(k, **{"slots": 3, "capacity": CAPACITY, "chunk": 8, **options})
     rows = np.tile(whole, (config.slots, 1)).astype(np.int32)
     return Engine(target, Scripted(jnp.asarray(rows)) if k else None, config, (STOP,))
 
@@ -312,7 +312,7 @@ def test_neighbours_get_what_they_get_alone(
     ]
     asked = [free[0], bound[0], free[1], bound[1], free[2]]
     alone = [run(engine_of(target, 0), [each])[0][0] for each in asked]
-    engine = engine_of(target, k, alone[1], slots=3, steps_per_dispatch=together)
+    engine = engine_of(target, k, alone[1], steps_per_dispatch=together)
     assert run(engine, asked)[0] == alone
     assert run(engine, free)[0] == alone[::2]  # nothing of a grammar is left
 
@@ -493,7 +493,7 @@ def test_a_grammar_whose_masks_take_too_long_ends_its_own_request_alone(
     """First it drafts no more; then each slow mask counts."""
     slow = vocabulary.compile(Grammar.regex("[abc]{50}x"))
     bad, free = Request((2,), NEW, name="bad", grammar=slow), Request((3, 4), NEW, stop_token_ids=())
-    engine = engine_of(target, k, slots=3)
+    engine = engine_of(target, k)
     good = Request((2,), NEW, grammar=vocabulary.compile(GRAMMARS["lark"]))
     expected = run(engine, [good, free])[0]
     clock = Slow(engine, slow, 0.06, monkeypatch)
@@ -564,8 +564,8 @@ def test_what_a_draft_leads_to_is_nothing_to_the_request(vocabulary: Vocabulary,
     drafts = [2, *(SPELLED.index(each) if isinstance(each, str) else each for each in script)]
 
     def answer(k: int) -> tuple[list[str], bool]:
-        drafter = Scripted(jnp.asarray(np.resize(drafts, (2, 256)).astype(np.int32))) if k else None
-        config = EngineConfig(k, slots=2, capacity=CAPACITY, chunk=8)
+        drafter = Scripted(jnp.asarray(np.resize(drafts, (3, 256)).astype(np.int32))) if k else None
+        config = EngineConfig(k, slots=3, capacity=CAPACITY, chunk=8)  # of engine_of's shape, whose programs it takes
         engine = Engine(MarkovTarget(jnp.asarray(table)), drafter, config, (STOP,))
         handle, tokens = engine.add(Request((2,), 20, grammar=compiled)), []
         while engine.busy:

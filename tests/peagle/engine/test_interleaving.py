@@ -12,7 +12,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from drafter.propose import PEagle
 from peagle.config import EngineConfig
 from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine
@@ -23,12 +22,13 @@ from peagle.engine.replicas import Replicas
 from peagle.engine.request import Request, SamplingParams
 from peagle.engine.scheduler import Costs
 from peagle.engine.widths import WidthTable
-from peagle.protocols import Target
-from tests.drafter.cases import random_params
-from tests.peagle.engine.models import DRAFTER
-from tests.peagle.toys import CONFIG, check_whole, decode, tiny_target
+from peagle.ops import native
+from peagle.protocols import Drafter, Target
+from tests.peagle.engine.models import models
+from tests.peagle.toys import CONFIG, check_whole, decode
 
 CAPACITY, LONGEST = 192, 60
+FAST = "native float32" if native.available() else "float32"  # what XLA makes of a whole engine takes long to compile
 TEXT = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 130).tolist()
 # the longer ones begin alike: with one page of known tokens, and with two
 PROMPTS = [(5,), tuple(TEXT[7:27]), tuple(TEXT[:70]), (*TEXT[:64], 3, 4, 5), tuple(TEXT[:128]), tuple(TEXT)]
@@ -54,11 +54,6 @@ def request_of(prompt: int, sampling: int, budget: int, stops: tuple[int, ...] =
 
 PAGES = 4  # of each group, where three requests may need twelve
 Alone: TypeAlias = dict[tuple[int, int], list[int]]  # (prompt, sampling) -> tokens
-
-
-@pytest.fixture(scope="module")
-def alone() -> Alone:
-    return decoded_alone(tiny_target())
 
 
 def decoded_alone(target: Target) -> Alone:
@@ -90,19 +85,23 @@ class EvenlyPaced(Engine):
 
 
 @pytest.mark.parametrize(
-    ("together", "count", "drafter"),
+    ("together", "count", "drafter", "kind"),
     [
-        pytest.param(1, 1, "ngram", marks=pytest.mark.slow),
-        (5, 1, "P-EAGLE"),
-        pytest.param(1, 2, "ngram", marks=pytest.mark.slow),
+        pytest.param(1, 1, "ngram", "float32", marks=pytest.mark.slow),
+        (5, 1, "P-EAGLE", FAST),
+        pytest.param(5, 1, "P-EAGLE", "float32", marks=pytest.mark.slow),
+        pytest.param(1, 2, "ngram", "float32", marks=pytest.mark.slow),
     ],
 )
 def test_any_interleaving_gives_each_request_what_it_gets_alone(
-    alone: Alone, together: int, count: int, drafter: str
+    together: int, count: int, drafter: str, kind: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """In one engine, and in two behind one queue, with memory for less than what all slots may hold."""
-    targets = [tiny_target(aux_layer_ids=() if drafter == "ngram" else (0, 1)) for _ in range(count)]
-    happened = interleave(targets, alone, 14 if count == 1 else 6, together, drafter)
+    pair = models(kind, tmp_path_factory.getbasetemp())
+    proposer = NGram() if drafter == "ngram" else pair.drafter
+    happened = interleave(
+        [pair.target] * count, decoded_alone(pair.target), 14 if count == 1 else 6, together, proposer
+    )
     assert not [name for name in (WANTED if count == 1 else WANTED[:-4]) if not happened[name]], happened
 
 
@@ -124,11 +123,10 @@ def happened_in(engine: Engine, happened: collections.Counter[str]) -> None:
 
 
 def interleave(
-    targets: Sequence[Target], alone: Alone, examples: int, together: int, drafter: str = "ngram"
+    targets: Sequence[Target], alone: Alone, examples: int, together: int, proposer: Drafter
 ) -> collections.Counter[str]:
     """Try interleavings in an engine, or engines behind one queue, of equal targets; count what happened."""
     count, happened = len(targets), collections.Counter[str]()
-    proposer = NGram() if drafter == "ngram" else PEagle(random_params(DRAFTER), DRAFTER)
     page_bytes = KVMemory(targets[0], proposer, EngineConfig(3)).page_bytes
     # at three active rows nothing is drafted; the given costs of a drafted step let rows pause
     table = WidthTable({1: 3, 2: 2, 3: 0}, {1: 1.9, 2: 1.9, 3: 1.9})
