@@ -51,6 +51,16 @@ class Leaf:
     once: bool = False
 
     @property
+    def mxfp4(self) -> bool:
+        """Whether it holds blocks or scales of quantised experts."""
+        return self.name.endswith(", MXFP4")
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether it is a matrix of the experts, quantised or not."""
+        return self.name.removesuffix(", MXFP4") in ("gate and up", "down")
+
+    @property
     def replicated(self) -> bool:
         """Whether every rank holds all of it."""
         return not self.axes and not self.once

@@ -15,7 +15,8 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from peagle.ops.files import write_whole
-from target.config import TargetConfig, parse_config
+from target.config import TargetConfig
+from target.dialects import parse_config
 from target.load import save_target
 from target.params import TargetParams, init_params
 

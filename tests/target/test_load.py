@@ -18,8 +18,9 @@ from peagle.ops.mxfp4 import dequantize, quantize
 from peagle.ops.rope import Llama3, RopeConfig, Yarn
 from peagle.workflows.random_checkpoint import SIZES, random_tensors
 from target import load
-from target.config import FULL, parse_config, render_config
-from target.load import inspect_target, load_target, save_target, tensor_shapes, write_target
+from target.config import FULL
+from target.dialects import parse_config, render_config, tensor_shapes
+from target.load import inspect_target, load_target, save_target, write_target
 from tests.target.test_model import CONFIG, random_params
 
 MXFP4_CONFIG = dataclasses.replace(SIZES["tiny"], layer_types=("sliding_attention", "full_attention"))
