@@ -132,9 +132,10 @@ def first_layer_of(checkpoint: Checkpoint) -> str:
     """Return the prefix of layer 0. Raises InputError for a file with none of them, or several."""
     prefixes = [p for p in FIRST_LAYERS.values() if any(name.startswith(f"{p}.") for name in checkpoint.names)]
     if len(prefixes) != 1:
+        names = [f"{prefix}.*" for prefix in FIRST_LAYERS.values()]
+        seen = f"both {' and '.join(names)}" if prefixes else f"neither {' nor '.join(names)}"
         raise InputError(
-            f"{checkpoint.directory} has {'both midlayer.* and' if prefixes else 'neither midlayer.* nor'} layers.0.* "
-            "tensors; expected the first layer under one of these names"
+            f"{checkpoint.directory} has {seen} tensors; expected the first layer under one of these names"
         )
     return prefixes[0]
 

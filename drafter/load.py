@@ -173,13 +173,14 @@ def to_tensors(params: DrafterParams, config: DrafterConfig, dialect: Dialect = 
     return {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
 
 
+@dataclasses.dataclass
 class _Reader:
     """Reads a checkpoint's tensors as parameters: vectors cast, matrices arranged for `linear`."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, config: DrafterConfig, dtype: jnp.dtype, implementation: Implementation | None
-    ) -> None:
-        self.checkpoint, self.config, self.dtype, self.implementation = checkpoint, config, dtype, implementation
+    checkpoint: Checkpoint
+    config: DrafterConfig
+    dtype: jnp.dtype
+    implementation: Implementation | None
 
     def take(self, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
         """Return the tensor as stored. Raises InputError if it does not hold floating-point numbers."""
@@ -217,9 +218,7 @@ class _Reader:
         shape = (self.config.vocab_size, self.config.hidden_size)
         if self.checkpoint.has(EMBEDDING):
             return arrange_embedding(self.take(EMBEDDING, shape), self.dtype, self.implementation)
-        if shared is None:
-            raise self._not_shared(EMBEDDING)
-        self._check_shared(EMBEDDING, shared.shape, shape)
+        shared = self._shared(EMBEDDING, shared, shape)
         return jnp.asarray(shared) if self.implementation == "native" else jnp.asarray(shared).astype(self.dtype)
 
     def lm_head(
@@ -228,26 +227,25 @@ class _Reader:
         c = self.config
         if self.checkpoint.has(LM_HEAD):
             return self._leaf(Leaf("lm_head", (LM_HEAD,), (c.draft_vocab_size,), c.hidden_size))
-        if shared is None:
-            raise self._not_shared(LM_HEAD)
-        shape = (shared.inputs, shared.outputs) if isinstance(shared, PackedMatrix) else shared.shape
-        self._check_shared(LM_HEAD, shape, (c.hidden_size, c.vocab_size))
+        shared = self._shared(LM_HEAD, shared, (c.hidden_size, c.vocab_size))
         head = shared if isinstance(shared, PackedMatrix) else jnp.asarray(shared).astype(self.dtype)
         return head if draft_to_target is None else take_outputs(head, draft_to_target)
 
-    def _not_shared(self, name: str) -> InputError:
-        return InputError(
-            f"{self.checkpoint.directory}: tensor {name} is missing: this drafter shares its target's; load it "
-            "together with that target, or store the tensor in it"
-        )
-
-    def _check_shared(self, name: str, seen: tuple[int, ...], expected: tuple[int, int]) -> None:
-        """Raises InputError if the target's tensor cannot stand in for the missing one."""
-        if tuple(seen) != expected:
+    def _shared(self, name: str, tensor: Any, expected: tuple[int, int]) -> Any:
+        """Return the target's tensor. Raises InputError if there is none or it cannot stand in for the missing one."""
+        missing = f"{self.checkpoint.directory}: tensor {name} is missing"
+        if tensor is None:
             raise InputError(
-                f"{self.checkpoint.directory}: tensor {name} is missing, and the target's has shape {list(seen)}; "
-                f"expected {list(expected)} to share it: store the tensor in the drafter"
+                f"{missing}: this drafter shares its target's; load it together with that target, or store the tensor "
+                "in it"
             )
+        shape = (tensor.inputs, tensor.outputs) if isinstance(tensor, PackedMatrix) else tuple(tensor.shape)
+        if shape != expected:
+            raise InputError(
+                f"{missing}, and the target's has shape {list(shape)}; expected {list(expected)} to share it: store "
+                "the tensor in the drafter"
+            )
+        return tensor
 
 
 def _draft_to_target(checkpoint: Checkpoint, config: DrafterConfig) -> np.ndarray | None:

@@ -12,9 +12,9 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from peagle.ops.checkpoint import CONFIG, Checkpoint, read_json
+from peagle.ops.checkpoint import CONFIG, Checkpoint, read_checkpoint, read_json
 from peagle.ops.errors import InputError
 from peagle.ops.mxfp4 import BLOCK
 from peagle.ops.rope import parse_rope, render_rope
@@ -130,12 +130,27 @@ ORIGINAL = Dialect(
 )
 
 
-def recognise(checkpoint: Checkpoint) -> tuple[Dialect, TargetConfig, bool]:
-    """Return (dialect, config, whether its experts are MXFP4) of a checkpoint whose tensors are all there.
+class Recognised(NamedTuple):
+    """A checkpoint whose tensors are all there, and what they are."""
+
+    checkpoint: Checkpoint
+    dialect: Dialect
+    config: TargetConfig
+    mxfp4: bool  # whether its experts are
+
+    @property
+    def leaves(self) -> dict[str, tuple[Leaf, tuple[int, ...]]]:
+        """Every tensor's kind and shape."""
+        return tensor_leaves(self.config, self.mxfp4, self.dialect)
+
+
+def recognise(directory: Path) -> Recognised:
+    """Open a checkpoint, read its config.json and check its tensors' names and shapes.
 
     Raises InputError for a config.json that is not GPT-OSS's, and naming tensors that are missing, surplus or wrongly
     shaped.
     """
+    checkpoint = read_checkpoint(directory)
     original = "model_type" not in checkpoint.config and checkpoint.has(ORIGINAL.names["embedding"])
     dialect = ORIGINAL if original else TRANSFORMERS
     with naming(checkpoint.directory / CONFIG):
@@ -153,8 +168,9 @@ def recognise(checkpoint: Checkpoint) -> tuple[Dialect, TargetConfig, bool]:
             "openai/gpt-oss, such as with the tool's own export to Hugging Face"
         )
     mxfp4 = any(name.endswith(dialect.scales) for name in checkpoint.names)
-    checkpoint.expect({name: shape for name, (_, shape) in tensor_leaves(config, mxfp4, dialect).items()})
-    return dialect, config, mxfp4
+    files = Recognised(checkpoint, dialect, config, mxfp4)
+    checkpoint.expect({name: shape for name, (_, shape) in files.leaves.items()})
+    return files
 
 
 def parse_config(config: Mapping[str, Any]) -> TargetConfig:

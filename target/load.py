@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from peagle.ops.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from peagle.ops.checkpoint import write_checkpoint
 from peagle.ops.errors import InputError
 from peagle.ops.expert_matmul import (
     ExpandedExperts,
@@ -29,7 +29,7 @@ from peagle.ops.linear.packed import BFLOAT16, pack_floats, pack_mxfp4
 from peagle.ops.memory import aligned, available_memory_bytes, stack, to_device
 from peagle.ops.mxfp4 import NAN_SCALE, dequantize, quantize
 from target.config import TargetConfig
-from target.dialects import TRANSFORMERS, Dialect, recognise, render_config, stop_tokens, tensor_leaves, tensor_shapes
+from target.dialects import TRANSFORMERS, Dialect, Recognised, recognise, render_config, stop_tokens, tensor_shapes
 from target.params import AttentionParams, LayerParams, MoeParams, TargetParams
 from target.shard import Leaf, Part, Place
 
@@ -70,12 +70,6 @@ class TargetFiles:
     expert_tensor_bytes: int  # of tensor_bytes, those that experts "packed" leaves as they are
 
 
-def _open(directory: Path) -> tuple[Checkpoint, Dialect, TargetConfig, bool]:
-    """Open a checkpoint and check its tensors; return (checkpoint, dialect, config, whether it is MXFP4)."""
-    checkpoint = read_checkpoint(directory)
-    return checkpoint, *recognise(checkpoint)
-
-
 def _num_values(leaf: Leaf, shape: tuple[int, ...]) -> int:
     """Count the values that a tensor holds: two in each byte of MXFP4 blocks, none in their scales."""
     return math.prod(shape) * ((2 if len(shape) == 4 else 0) if leaf.mxfp4 else 1)
@@ -83,16 +77,15 @@ def _num_values(leaf: Leaf, shape: tuple[int, ...]) -> int:
 
 def inspect_target(directory: Path) -> TargetFiles:
     """Check a directory as load_target does, without reading weights. Raises the same InputErrors."""
-    checkpoint, dialect, config, mxfp4 = _open(directory)
+    files = recognise(directory)
     counts = {True: 0, False: 0}  # by whether they are of experts
     sizes = {True: 0, False: 0}
-    for name, (leaf, shape) in tensor_leaves(config, mxfp4, dialect).items():
+    for name, (leaf, shape) in files.leaves.items():
         counts[leaf.of_experts] += _num_values(leaf, shape)
-        sizes[leaf.of_experts] += math.prod(shape) * checkpoint.dtype(name).itemsize
-    stops, named_by = stop_tokens(checkpoint, config.vocab_size)
-    return TargetFiles(
-        config, stops, named_by, mxfp4, sum(counts.values()), counts[True], sum(sizes.values()), sizes[True]
-    )
+        sizes[leaf.of_experts] += math.prod(shape) * files.checkpoint.dtype(name).itemsize
+    stops = stop_tokens(files.checkpoint, files.config.vocab_size)
+    totals = (sum(counts.values()), counts[True], sum(sizes.values()), sizes[True])
+    return TargetFiles(files.config, *stops, files.mxfp4, *totals)
 
 
 def weight_bytes(
@@ -107,16 +100,15 @@ def weight_bytes(
 
     Reads no weights. Raises the same InputErrors.
     """
-    checkpoint, dialect, config, mxfp4 = _open(directory)
-    native, part = implementation == "native", Part(config, place, mxfp4)
-    layout = _choose_layout(config, np.dtype(dtype), experts, mxfp4, native, directory)
+    files, native = recognise(directory), implementation == "native"
+    layout, part = _choose_layout(files, dtype, experts, native), Part(files.config, place, files.mxfp4)
     total = 0
-    for name, (leaf, shape) in tensor_leaves(config, mxfp4, dialect).items():
+    for name, (leaf, shape) in files.leaves.items():
         held = part.shape(leaf, shape)
         if leaf.mxfp4 and layout == "packed":
             total += math.prod(held)
         else:
-            narrow = native and (leaf.mxfp4 or checkpoint.dtype(name) == BFLOAT16)
+            narrow = native and (leaf.mxfp4 or files.checkpoint.dtype(name) == BFLOAT16)
             total += _num_values(leaf, held) * (BFLOAT16 if narrow else np.dtype(dtype)).itemsize
     return total
 
@@ -148,25 +140,23 @@ def load_target(
     Raises InputError naming a tensor that is missing, surplus, wrongly shaped or corrupt, a config that is not GPT-OSS,
     and "packed" for a checkpoint that is not MXFP4.
     """
-    checkpoint, dialect, config, mxfp4 = _open(directory)
-    stop_token_ids, _ = stop_tokens(checkpoint, config.vocab_size)
-    layout = _choose_layout(config, np.dtype(dtype), experts, mxfp4, implementation == "native", directory)
-    part = Part(config, place, mxfp4)
+    files = recognise(directory)
+    stop_token_ids, _ = stop_tokens(files.checkpoint, files.config.vocab_size)
+    layout = _choose_layout(files, dtype, experts, implementation == "native")
+    part = Part(files.config, place, files.mxfp4)
     if progress is not None:
-        leaves = tensor_leaves(config, mxfp4, dialect).items()
-        sizes = (part.read_size(*leaf) * checkpoint.dtype(name).itemsize for name, leaf in leaves)
-        checkpoint.watch(progress, sum(sizes))
-    params = _Reader(checkpoint, dialect, part, np.dtype(dtype), mxfp4, implementation).params(layout)
-    checkpoint.finish()
-    return LoadedTarget(params, part.config, stop_token_ids, layout, mxfp4)
+        sizes = (part.read_size(*leaf) * files.checkpoint.dtype(name).itemsize for name, leaf in files.leaves.items())
+        files.checkpoint.watch(progress, sum(sizes))
+    params = _Reader(files, part, np.dtype(dtype), implementation).params(layout)
+    files.checkpoint.finish()
+    return LoadedTarget(params, part.config, stop_token_ids, layout, files.mxfp4)
 
 
 def chosen_experts(
     directory: Path, dtype: Any, experts: ExpertsChoice, implementation: Implementation | None
 ) -> Literal["packed", "expanded"]:
     """Decide what "auto" is for load_target with these options. Raises InputError as it does."""
-    _, _, config, mxfp4 = _open(directory)
-    layout = _choose_layout(config, np.dtype(dtype), experts, mxfp4, implementation == "native", directory)
+    layout = _choose_layout(recognise(directory), dtype, experts, implementation == "native")
     return "packed" if layout == "packed" else "expanded"
 
 
@@ -174,9 +164,8 @@ def load_ends(
     directory: Path, dtype: Any = jnp.float32, implementation: Implementation | None = None
 ) -> tuple[jax.Array, jax.Array | PackedMatrix]:
     """Read a target's embedding [V, D] and head [D, V] alone. Raises InputError as load_target does."""
-    checkpoint, dialect, config, mxfp4 = _open(directory)
-    part = Part(config, WHOLE, mxfp4)
-    return _Reader(checkpoint, dialect, part, np.dtype(dtype), mxfp4, implementation).ends()
+    files = recognise(directory)
+    return _Reader(files, Part(files.config, WHOLE, files.mxfp4), np.dtype(dtype), implementation).ends()
 
 
 def save_target(
@@ -237,43 +226,40 @@ def write_target(
     write_checkpoint(directory, rendered, tensors, shard_bytes, extra)
 
 
-def _choose_layout(
-    config: TargetConfig, dtype: np.dtype, experts: ExpertsChoice, mxfp4: bool, native: bool, directory: Path
-) -> Layout:
+def _choose_layout(files: Recognised, dtype: Any, experts: ExpertsChoice, native: bool) -> Layout:
+    """Choose the experts' layout in memory. Raises InputError for a choice that is none, or that the files lack."""
     if experts not in ("auto", "packed", "expanded"):
         raise InputError(f"experts is {experts!r}; expected auto, packed or expanded", "experts")
-    if experts == "packed" and not mxfp4:
+    if experts == "packed" and not files.mxfp4:
         raise InputError(
-            f"{directory}: experts packed needs an MXFP4 checkpoint, but this one's experts are not quantised",
+            f"{files.checkpoint.directory}: experts packed needs an MXFP4 checkpoint, but this one's experts are not "
+            "quantised",
             "experts",
         )
-    if experts == "packed" or (experts == "auto" and mxfp4 and (native or not _expanding_pays(config, dtype))):
+    if experts == "packed" or (experts == "auto" and files.mxfp4 and (native or not _expanding_pays(files, dtype))):
         return "packed"
-    if native:
-        return "expanded"
-    return "fused" if config.num_experts <= FUSED_UP_TO * config.top_k else "expanded"
+    return "fused" if not native and files.config.num_experts <= FUSED_UP_TO * files.config.top_k else "expanded"
 
 
-def _expanding_pays(config: TargetConfig, dtype: np.dtype) -> bool:
+def _expanding_pays(files: Recognised, dtype: Any) -> bool:
     if jax.default_backend() != "cpu":
         return False
-    weights = sum(int(np.prod(shape)) for shape in tensor_shapes(config, mxfp4=False).values())
-    return weights * dtype.itemsize <= _MEMORY_SHARE * available_memory_bytes()
+    weights = sum(math.prod(shape) for shape in tensor_shapes(files.config, mxfp4=False).values())
+    return weights * np.dtype(dtype).itemsize <= _MEMORY_SHARE * available_memory_bytes()
 
 
 @dataclasses.dataclass
 class _Reader:
     """Reads a checkpoint's tensors one by one as parameters."""
 
-    checkpoint: Checkpoint
-    dialect: Dialect
+    files: Recognised
     part: Part
     dtype: np.dtype
-    mxfp4: bool
     implementation: Implementation | None
 
     def __post_init__(self) -> None:
-        self.leaves = tensor_leaves(self.part.whole, self.mxfp4, self.dialect)
+        self.checkpoint, self.dialect, _, self.mxfp4 = self.files
+        self.leaves = self.files.leaves
 
     def ends(self) -> tuple[jax.Array, jax.Array | PackedMatrix]:
         """Read the embedding and the head."""
