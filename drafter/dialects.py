@@ -133,9 +133,9 @@ def first_layer_of(checkpoint: Checkpoint) -> str:
     prefixes = [p for p in FIRST_LAYERS.values() if any(name.startswith(f"{p}.") for name in checkpoint.names)]
     if len(prefixes) != 1:
         names = [f"{prefix}.*" for prefix in FIRST_LAYERS.values()]
-        seen = f"both {' and '.join(names)}" if prefixes else f"neither {' nor '.join(names)}"
+        which = f"both {' and '.join(names)}" if prefixes else f"neither {' nor '.join(names)}"
         raise InputError(
-            f"{checkpoint.directory} has {seen} tensors; expected the first layer under one of these names"
+            f"{checkpoint.directory} has {which} tensors; expected the first layer under one of these names"
         )
     return prefixes[0]
 
@@ -333,10 +333,10 @@ def refused_by(config: DrafterConfig, dialect: Dialect) -> dict[str, str]:
 def _mask_token_id(config: Mapping[str, Any], parallel: bool) -> int | None:
     named = {key: whole(config, key, least=0) for key in MASK_TOKEN_KEYS if config.get(key) is not None}
     if bool(named) != parallel:
-        seen = f"tensor {MASK_HIDDEN} is missing beside {next(iter(named), '')}"
+        lone = f"tensor {MASK_HIDDEN} is missing beside {next(iter(named), '')}"
         if not named:
-            seen = f"no mask token, in one of {', '.join(MASK_TOKEN_KEYS)}, beside {MASK_HIDDEN}"
-        raise InputError(f"{seen}; expected both (P-EAGLE) or neither (EAGLE-3)")
+            lone = f"it names no mask token, in one of {', '.join(MASK_TOKEN_KEYS)}, beside {MASK_HIDDEN}"
+        raise InputError(f"{lone}; expected both (P-EAGLE) or neither (EAGLE-3)")
     if len(set(named.values())) > 1:
         raise InputError(f"it names different mask tokens: {named}; expected one")
     return next(iter(named.values()), None)

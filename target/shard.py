@@ -109,7 +109,8 @@ def check_ranks(config: TargetConfig, tp: int, ep: int) -> None:
     if config.num_experts % ep:
         good = [n for n in range(1, config.num_experts + 1) if config.num_experts % n == 0]
         raise InputError(
-            f"--mesh asks for ep={ep}, but the target has {config.num_experts} experts; expected ep={_one_of(good)}"
+            f"--mesh asks for ep={ep}, but the target has {config.num_experts} experts; expected ep={_one_of(good)}",
+            "mesh",
         )
 
     def divides(n: int) -> bool:
@@ -120,7 +121,8 @@ def check_ranks(config: TargetConfig, tp: int, ep: int) -> None:
         of = "tp" if ep == 1 else "tp x ep"
         raise InputError(
             f"--mesh asks for {of}={ranks}, but the target has {heads} heads and {kv_heads} kv heads; expected "
-            f"{of}={_one_of(good)}"
+            f"{of}={_one_of(good)}",
+            "mesh",
         )
 
 

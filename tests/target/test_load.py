@@ -19,7 +19,7 @@ from peagle.ops.rope import Llama3, RopeConfig, Yarn
 from peagle.workflows.random_checkpoint import SIZES, random_tensors
 from target import load
 from target.config import FULL
-from target.dialects import parse_config, render_config, tensor_shapes
+from target.dialects import ORIGINAL, TRANSFORMERS, parse_config, render_config, tensor_shapes
 from target.load import inspect_target, load_target, save_target, write_target
 from tests.target.test_model import CONFIG, random_params
 
@@ -362,10 +362,19 @@ def test_buffers_of_rope_are_ignored(mxfp4: Path, tmp_path: Path) -> None:
     assert load_target(directory).config == load_target(mxfp4).config
 
 
-def test_packed_needs_mxfp4(tmp_path: Path) -> None:
+def test_experts_that_cannot_be_name_their_option(tmp_path: Path) -> None:
     save_target(tmp_path / "a", random_params(), CONFIG, mxfp4=False)
-    with pytest.raises(InputError, match="packed needs an MXFP4 checkpoint"):
-        load_target(tmp_path / "a", experts="packed")
+    for experts, message in (
+        ("packed", "packed needs an MXFP4 checkpoint"),
+        ("fast", "experts is 'fast'; expected auto"),
+    ):
+        with pytest.raises(InputError, match=message) as caught:
+            load_target(tmp_path / "a", experts=experts)  # type: ignore[arg-type]
+        assert caught.value.field == "experts"
+
+
+def test_every_dialect_names_every_tensor() -> None:
+    assert ORIGINAL.names.keys() == TRANSFORMERS.names.keys()
 
 
 def test_widths_that_mxfp4_cannot_hold(tmp_path: Path) -> None:
