@@ -135,5 +135,6 @@ def test_bytes_are_foretold(directories: dict[bool, Path]) -> None:
     ],
 )
 def test_a_model_that_cannot_be_cut_so_is_refused(tp: int, ep: int, message: str) -> None:
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=message) as caught:
         check_ranks(CONFIG, tp, ep)
+    assert caught.value.field == "mesh"
