@@ -137,19 +137,13 @@ def sort_aux_layers(params: DrafterParams, config: DrafterConfig) -> tuple[Draft
     ids = config.aux_layer_ids
     if ids is None or list(ids) == sorted(ids):
         return params, config
-    order = np.argsort(ids)
-
-    def sort(values: np.ndarray) -> jax.Array:  # [..., A]
-        parts = np.split(values, config.num_taps, axis=-1)
-        return jnp.asarray(np.concatenate([parts[layer] for layer in order], axis=-1))
-
-    moved = dataclasses.replace(
-        params,
-        fc=sort(as_matrix(params.fc).T).T,
-        aux_norm=None if params.aux_norm is None else sort(np.asarray(params.aux_norm)),
-        mask_hidden=None if params.mask_hidden is None else sort(np.asarray(params.mask_hidden)),
-    )
-    return moved, dataclasses.replace(config, aux_layer_ids=tuple(sorted(ids)))
+    columns = np.arange(config.aux_width).reshape(config.num_taps, -1)[np.argsort(ids)].ravel()
+    moved: dict[str, Any] = {"fc": jnp.asarray(as_matrix(params.fc)[columns])}
+    for field in ("aux_norm", "mask_hidden"):
+        if (values := getattr(params, field)) is not None:
+            moved[field] = jnp.asarray(np.asarray(values)[..., columns])
+    in_order = dataclasses.replace(config, aux_layer_ids=tuple(sorted(ids)))
+    return dataclasses.replace(params, **moved), in_order
 
 
 def to_tensors(params: DrafterParams, config: DrafterConfig, dialect: Dialect = "vllm") -> dict[str, np.ndarray]:

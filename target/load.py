@@ -175,29 +175,18 @@ def save_target(
     *,
     dtype: Any = ml_dtypes.bfloat16,
     mxfp4: bool = True,
-    stop_token_ids: Sequence[int] = (),
-    pad_token_id: int | None = None,
-    tokenizer_files: Mapping[str, bytes] | None = None,
-    shard_bytes: int | None = None,
+    **options: Any,
 ) -> None:
     """Write parameters to a directory as a Hugging Face checkpoint, from any expert layout but NativeExperts.
 
     Experts are rounded to MXFP4, or without `mxfp4` stored in `dtype` like everything else. With dtype float32 and
-    mxfp4 False, load_target returns equal parameters; so it does for experts that were MXFP4 before.
+    mxfp4 False, load_target returns equal parameters; so it does for experts that were MXFP4 before. options: those of
+    write_target.
 
     Raises InputError if MXFP4 is wanted for widths that are not multiples of 32, or if a value is not finite.
     """
     tensor_shapes(config, mxfp4)  # raises for widths that do not fit, before anything is written
-    write_target(
-        directory,
-        config,
-        _tensors(params, config, np.dtype(dtype), mxfp4),
-        mxfp4=mxfp4,
-        stop_token_ids=stop_token_ids,
-        pad_token_id=pad_token_id,
-        extra_files=tokenizer_files,
-        shard_bytes=shard_bytes,
-    )
+    write_target(directory, config, _tensors(params, config, np.dtype(dtype), mxfp4), mxfp4=mxfp4, **options)
 
 
 def write_target(
@@ -212,18 +201,11 @@ def write_target(
     shard_bytes: int | None = None,
 ) -> None:
     """Write a checkpoint of tensors with their final names and shapes (`tensor_shapes`), made one by one."""
-    rendered = render_config(config, mxfp4)
-    if stop_token_ids:
-        rendered["eos_token_id"] = stop_token_ids[0]
-    if pad_token_id is not None:
-        rendered["pad_token_id"] = pad_token_id
-    generation: dict[str, Any] = {"eos_token_id": list(stop_token_ids)} if stop_token_ids else {}
-    if pad_token_id is not None:
-        generation["pad_token_id"] = pad_token_id
-    extra: dict[str, bytes | Mapping[str, Any]] = {**(extra_files or {})}
-    if generation:
-        extra["generation_config.json"] = generation
-    write_checkpoint(directory, rendered, tensors, shard_bytes, extra)
+    pad: dict[str, Any] = {} if pad_token_id is None else {"pad_token_id": pad_token_id}
+    stops: dict[str, Any] = {"eos_token_id": list(stop_token_ids)} if stop_token_ids else {}
+    rendered = render_config(config, mxfp4) | {key: ids[0] for key, ids in stops.items()} | pad
+    generation = {"generation_config.json": stops | pad} if stops or pad else {}
+    write_checkpoint(directory, rendered, tensors, shard_bytes, {**(extra_files or {}), **generation})
 
 
 def _choose_layout(files: Recognised, dtype: Any, experts: ExpertsChoice, native: bool) -> Layout:
@@ -383,35 +365,30 @@ class _Reader:
         hidden, width = self.part.config.hidden_size, self.part.config.expert_width
         gate_up_bias = alternate(self._floats(names["gate_up_bias"]).astype(np.float32))
         return NativeExperts(
-            gate_up=self._pack(names["gate_up"], layout, hidden, gate_up_bias.shape[1], alternate),
+            gate_up=self._pack(names["gate_up"], layout, (hidden, gate_up_bias.shape[1]), alternate),
             gate_up_bias=to_device(gate_up_bias),
-            down=self._pack(names["down"], layout, width, hidden),
+            down=self._pack(names["down"], layout, (width, hidden), lambda rows: rows),
             down_bias=to_device(self._floats(names["down_bias"]).astype(np.float32)),
             hidden=width,
         )
 
     def _pack(
-        self,
-        name: str,
-        layout: Layout,
-        inputs: int,
-        outputs: int,
-        order: Callable[[np.ndarray], np.ndarray] = lambda rows: rows,
+        self, name: str, layout: Layout, shape: tuple[int, int], order: Callable[[np.ndarray], np.ndarray]
     ) -> PackedMatrix:
-        """Pack all experts' matrices. `order` reorders the outputs of [1, outputs, *rest]."""
+        """Pack all experts' matrices. shape: (inputs, outputs). `order` reorders the outputs of [1, outputs, *rest]."""
         if layout == "packed":
             data, scales = self._on_device(
                 pack_mxfp4(order(blocks[None])[0], order(scales[None])[0])
                 for blocks, scales in self._packed_experts(name)
             )
-            return PackedMatrix(data, scales, inputs, outputs)
+            return PackedMatrix(data, scales, *shape)
         # MXFP4 values are exact in bfloat16
         dtype = BFLOAT16 if self.mxfp4 else self.dtype
         rows = (order(matrix.T[None])[0] for matrix in self._expert_matrices(name))
         (data,) = self._on_device(
             (pack_floats(matrix if matrix.dtype == BFLOAT16 else matrix.astype(dtype)),) for matrix in rows
         )
-        return PackedMatrix(data, None, inputs, outputs)
+        return PackedMatrix(data, None, *shape)
 
     def _on_device(self, experts: Iterable[tuple[np.ndarray, ...]]) -> tuple[jax.Array, ...]:
         """Stack the experts' arrays on the device; at most one expert is in memory twice."""

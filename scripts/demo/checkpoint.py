@@ -72,5 +72,5 @@ def export(run: Path, tokenizer: Path, out: Path) -> None:
         config,
         stop_token_ids=[encoder.eos_token_id, encoder.pad_token_id],
         pad_token_id=encoder.pad_token_id,
-        tokenizer_files={name: (tokenizer / name).read_bytes() for name in TOKENIZER_FILES},
+        extra_files={name: (tokenizer / name).read_bytes() for name in TOKENIZER_FILES},
     )

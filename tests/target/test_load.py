@@ -280,8 +280,8 @@ def test_equal_rope_settings_by_layer_type_are_read_as_one() -> None:
     assert parse_config(config) == MXFP4_CONFIG
 
 
-def test_tokenizer_files_travel(tmp_path: Path) -> None:
-    save_target(tmp_path / "a", random_params(), CONFIG, mxfp4=False, tokenizer_files={"tokenizer.json": b"{}"})
+def test_extra_files_travel(tmp_path: Path) -> None:
+    save_target(tmp_path / "a", random_params(), CONFIG, mxfp4=False, extra_files={"tokenizer.json": b"{}"})
     assert (tmp_path / "a" / "tokenizer.json").read_bytes() == b"{}"
 
 
