@@ -1,4 +1,4 @@
-"""The geometry of a drafter. load.py reads it from a checkpoint's config.json, in any of its dialects."""
+"""The geometry of a drafter. dialects.py reads it from a config.json."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,19 +8,22 @@ from peagle.ops.errors import InputError
 from peagle.ops.rope import RopeConfig
 
 
-def check_aux_layer_ids(ids: Sequence[int], num_taps: int, who: str) -> None:
-    """Raise InputError for layers that a drafter of so many taps cannot read. who: named them."""
+def check_aux_layer_ids(ids: Sequence[int], num_taps: int, who: str, field: str | None = None) -> None:
+    """Raise InputError for layers that a drafter of so many taps cannot read. who: named them; field: the error's."""
     if len(ids) != num_taps:
         raise InputError(
-            f"{who} names {len(ids)} aux layers {list(ids)}, and the drafter reads {num_taps}; expected one id for each"
+            f"{who} names {len(ids)} aux layers {list(ids)}, and the drafter reads {num_taps}; expected one id for "
+            "each",
+            field,
         )
     if len(set(ids)) < len(ids):
         raise InputError(
             f"{who} names the outputs of layers {list(ids)}, one of them twice; expected each layer once, since other "
-            "servers read each once: train it on distinct layers"
+            "servers read each once: train it on distinct layers",
+            field,
         )
     if any(layer < 0 for layer in ids):
-        raise InputError(f"{who} names the outputs of layers {list(ids)}; expected 0 or more each")
+        raise InputError(f"{who} names the outputs of layers {list(ids)}; expected 0 or more each", field)
 
 
 @dataclasses.dataclass(frozen=True)

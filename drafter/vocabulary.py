@@ -53,7 +53,9 @@ def choose(asked: str, directory: Path, vocab_size: int, first: Sequence[int] = 
 def check_count(count: int, vocab_size: int) -> None:
     """Raise InputError for a number of tokens that no draft vocabulary can have."""
     if not 1 <= count <= vocab_size:
-        raise InputError(f"draft-vocab is {count}; expected 1 to {vocab_size}, the tokens of the target's vocabulary")
+        raise InputError(
+            f"draft-vocab is {count}; expected 1 to {vocab_size}, the tokens of the target's vocabulary", "draft_vocab"
+        )
 
 
 def narrow(params: DrafterParams, config: DrafterConfig, vocab: DraftVocab) -> tuple[DrafterParams, DrafterConfig]:
@@ -67,7 +69,9 @@ def narrow(params: DrafterParams, config: DrafterConfig, vocab: DraftVocab) -> t
     )
     kept = np.flatnonzero(np.isin(before, vocab.token_ids))
     if not len(kept):
-        raise InputError(f"none of the {len(vocab.token_ids)} tokens by {vocab.source} is one the drafter can propose")
+        raise InputError(
+            f"none of the {len(vocab.token_ids)} tokens by {vocab.source} is one the drafter can propose", "draft_vocab"
+        )
     assert not isinstance(params.lm_head, SplitMatrix)  # it is narrowed before
     narrowed = dataclasses.replace(
         params,

@@ -40,7 +40,7 @@ from peagle.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from drafter.config import DrafterConfig
-    from drafter.load import NamedAuxLayers
+    from drafter.dialects import NamedAuxLayers
     from drafter.params import DrafterParams
     from drafter.vocabulary import DraftVocab
     from target.config import TargetConfig
@@ -664,7 +664,7 @@ def fitting_aux_layers(
     aux_layer_ids: Sequence[int] | None = None,
 ) -> AuxLayers:
     """See `check_fit`; the names are for messages."""
-    from drafter.load import TOP_AUX_LAYERS, named_aux_layers, parse_config
+    from drafter.dialects import TOP_AUX_LAYERS, named_aux_layers, parse_config
     from target.config import default_aux_layer_ids
 
     drafter = parse_config(checkpoint, aux_layer_ids)

@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 import peagle
-from drafter.load import parse_config
+from drafter.dialects import parse_config
 from peagle.api import Pair
 from peagle.engine.request import Request
 from peagle.loading import DEMO, DEMO_EAGLE3, drafter_path, resolve, with_drafter

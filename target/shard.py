@@ -51,6 +51,16 @@ class Leaf:
     once: bool = False
 
     @property
+    def mxfp4(self) -> bool:
+        """Whether it holds blocks or scales of quantised experts."""
+        return self.name.endswith(", MXFP4")
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether it is a matrix of the experts, quantised or not."""
+        return self.name.removesuffix(", MXFP4") in ("gate and up", "down")
+
+    @property
     def replicated(self) -> bool:
         """Whether every rank holds all of it."""
         return not self.axes and not self.once
@@ -99,7 +109,8 @@ def check_ranks(config: TargetConfig, tp: int, ep: int) -> None:
     if config.num_experts % ep:
         good = [n for n in range(1, config.num_experts + 1) if config.num_experts % n == 0]
         raise InputError(
-            f"--mesh asks for ep={ep}, but the target has {config.num_experts} experts; expected ep={_one_of(good)}"
+            f"--mesh asks for ep={ep}, but the target has {config.num_experts} experts; expected ep={_one_of(good)}",
+            "mesh",
         )
 
     def divides(n: int) -> bool:
@@ -110,7 +121,8 @@ def check_ranks(config: TargetConfig, tp: int, ep: int) -> None:
         of = "tp" if ep == 1 else "tp x ep"
         raise InputError(
             f"--mesh asks for {of}={ranks}, but the target has {heads} heads and {kv_heads} kv heads; expected "
-            f"{of}={_one_of(good)}"
+            f"{of}={_one_of(good)}",
+            "mesh",
         )
 
 

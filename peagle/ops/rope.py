@@ -104,6 +104,18 @@ def parse_rope(head_dim: int, config: Mapping[str, Any], default_theta: float) -
     return RopeConfig(head_dim, theta, llama3)
 
 
+def render_rope(rope: RopeConfig) -> dict[str, Any]:
+    """Render the settings as `rope_theta` beside `rope_scaling`, as parse_rope and older readers take them."""
+    if rope.scaling is None:
+        return {"rope_theta": rope.theta, "rope_scaling": None}
+    scaling = {key: value for key, value in dataclasses.asdict(rope.scaling).items() if value is not None}
+    scaling["original_max_position_embeddings"] = scaling.pop("original_length")
+    if "concentration" in scaling:
+        scaling["attention_factor"] = scaling.pop("concentration")
+    kind = "yarn" if isinstance(rope.scaling, Yarn) else "llama3"
+    return {"rope_theta": rope.theta, "rope_scaling": {"rope_type": kind, **scaling}}
+
+
 def stated_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Gather all RoPE settings of a config.json, by the names of `rope_parameters`; null counts as absent.
 
@@ -111,17 +123,15 @@ def stated_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     known = ("rope_theta", "rope_parameters", "rope_scaling")
     if unknown := [key for key in config if key.startswith("rope_") and key not in known and config[key]]:
-        raise InputError(
-            f"config.json says {unknown[0]} {config[unknown[0]]!r}, which is not supported; expected {', '.join(known)}"
-        )
+        raise InputError(f"{unknown[0]} is {config[unknown[0]]!r}, which is not supported; expected {', '.join(known)}")
     stated: dict[str, Any] = {}
     said_by: dict[str, str] = {}
     for place, own in _places(config):
         for key, value in own.items():
             if stated.setdefault(key, value) != value:
                 raise InputError(
-                    f"config.json says {key} {stated[key]!r} in {said_by[key]} and {value!r} in {place}; expected them "
-                    "equal: take out the one that the model was not trained with"
+                    f"{key} is {stated[key]!r} in {said_by[key]} and {value!r} in {place}; expected them equal: take "
+                    "out the one that the model was not trained with"
                 )
             said_by.setdefault(key, place)
     return stated
@@ -134,14 +144,14 @@ def _places(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     for name in ("rope_parameters", "rope_scaling"):
         value = config.get(name) or {}
         if not isinstance(value, Mapping):
-            raise InputError(f"config.json says {name} {value!r}; expected an object")
+            raise InputError(f"{name} is {value!r}; expected an object")
         by_layer_type = {key: _said(own) for key, own in value.items() if isinstance(own, Mapping)}
         yield name, _said({key: own for key, own in value.items() if key not in by_layer_type})
         first = next(iter(by_layer_type), "")
         for layer_type, own in by_layer_type.items():
             if own != by_layer_type[first]:
                 raise InputError(
-                    f"config.json's {name} differ between {first} and {layer_type}; expected them equal: a model whose "
+                    f"{name} differ between {first} and {layer_type}; expected them equal: a model whose "
                     "layers rotate differently is not supported"
                 )
             yield f"{name}.{layer_type}", own
@@ -158,7 +168,7 @@ def _number(key: str, value: Any, above: float = 0.0) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not above < number < math.inf:
-        raise InputError(f"config.json says {key} {value!r}; expected a number above {above:g}")
+        raise InputError(f"{key} is {value!r}; expected a number above {above:g}")
     return number
 
 

@@ -1,15 +1,57 @@
 """Read the settings of a checkpoint's JSON files, each checked where it is read.
 
-Errors name the setting, what was seen and what was expected; the caller puts the file's name in front.
+Errors name the setting, what was seen and what was expected; `naming` puts the file's name in front.
 """
 
+import contextlib
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from peagle.ops.errors import InputError
 
 LARGEST = 2**31 - 1  # of a whole number: sizes and ids are int32 on the device
+
+
+class Key(NamedTuple):
+    """A field of ours in a config.json: the name there, how to read it (`whole`, ...), its default, older names."""
+
+    field: str
+    name: str
+    read: Callable[..., Any]
+    default: Any = None
+    other_names: tuple[str, ...] = ()
+
+
+def read_keys(keys: Iterable[Key], config: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
+    """Read our fields from a config.json. defaults: of fields, over the table's. Raises InputError as their readers."""
+    values = {}
+    for key in keys:
+        name = next((name for name in (key.name, *key.other_names) if name in config), key.name)
+        values[key.field] = key.read(config, name, defaults.get(key.field, key.default))
+    return values
+
+
+def render_keys(keys: Iterable[Key], config: object) -> dict[str, Any]:
+    """Render what `read_keys` reads, from the attributes of a config of ours."""
+    return {key.name: getattr(config, key.field) for key in keys}
+
+
+def refuse_others(config: Mapping[str, Any], supported: Iterable[tuple[str, Any, str]]) -> None:
+    """Raise InputError for a value that is not the one supported. supported: (key, value, its meaning)."""
+    for key, value, meaning in supported:
+        if config.get(key, value) != value:
+            raise InputError(f"{key} is {brief(config[key])}, which is not supported; expected {meaning}")
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Put the file's name in front of the InputErrors about its settings."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{path}: {error}", error.field) from None
 
 
 def whole(config: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1) -> int:

@@ -11,17 +11,8 @@ import jax
 import numpy as np
 
 from drafter.config import DrafterConfig
-from drafter.load import (
-    DRAFTS_ELSEWHERE,
-    PACKAGE,
-    VLLM,
-    Dialect,
-    load_drafter,
-    refused_by,
-    save_drafter,
-    shared_tensors,
-    sort_aux_layers,
-)
+from drafter.dialects import DRAFTS_ELSEWHERE, PACKAGE, VLLM, Dialect, refused_by
+from drafter.load import load_drafter, save_drafter, shared_tensors, sort_aux_layers
 from drafter.params import DrafterParams
 from drafter.train.folder import COMMAND, LOG, read_log
 from drafter.trained import DRAFTER, RECIPE, read_record, recorded_coverage

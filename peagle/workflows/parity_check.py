@@ -11,7 +11,8 @@ import numpy as np
 
 from drafter import reference
 from drafter.config import DrafterConfig
-from drafter.load import MASK_TOKEN_KEYS, STORE_OFFSETS, TOP_AUX_LAYERS, named_aux_layers
+from drafter.dialects import MASK_TOKEN_KEYS, TOP_AUX_LAYERS, named_aux_layers
+from drafter.load import STORE_OFFSETS
 from drafter.params import DrafterParams
 from drafter.propose import Eagle3, PEagle
 from drafter.vocabulary import Coverage, coverage

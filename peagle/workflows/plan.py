@@ -18,7 +18,7 @@ from peagle.ops.attention import CacheGroup, Pages, init_pool
 from peagle.ops.errors import InputError
 from peagle.parallel import MeshShape
 from target.config import TargetConfig
-from target.load import tensor_leaves
+from target.dialects import tensor_leaves
 from target.model import cache_groups
 from target.shard import Leaf, Part, Place
 

@@ -17,7 +17,8 @@ from drafter.config import DrafterConfig
 from peagle.ops.mxfp4 import BLOCK
 from peagle.ops.rope import RopeConfig, Yarn
 from target.config import FULL, SLIDING, TargetConfig
-from target.load import tensor_shapes, write_target
+from target.dialects import tensor_shapes
+from target.load import write_target
 
 SHARD_BYTES = 2 << 30
 PIECE = 1 << 24

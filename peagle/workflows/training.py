@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from drafter.config import DrafterConfig
-from drafter.load import load_drafter, parse_config, shared_tensors
+from drafter.dialects import parse_config
+from drafter.load import load_drafter, shared_tensors
 from drafter.params import DrafterParams, init_params
 from drafter.train.batches import Source, pack
 from drafter.train.cod import Segments

@@ -15,7 +15,8 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from peagle.ops.files import write_whole
-from target.config import TargetConfig, parse_config
+from target.config import TargetConfig
+from target.dialects import parse_config
 from target.load import save_target
 from target.params import TargetParams, init_params
 
@@ -71,5 +72,5 @@ def export(run: Path, tokenizer: Path, out: Path) -> None:
         config,
         stop_token_ids=[encoder.eos_token_id, encoder.pad_token_id],
         pad_token_id=encoder.pad_token_id,
-        tokenizer_files={name: (tokenizer / name).read_bytes() for name in TOKENIZER_FILES},
+        extra_files={name: (tokenizer / name).read_bytes() for name in TOKENIZER_FILES},
     )

@@ -6,7 +6,7 @@ import numpy as np
 
 from peagle.measure.bench import WeightBytes
 from target.config import TargetConfig
-from target.load import tensor_shapes
+from target.dialects import tensor_shapes
 
 MXFP4_BYTES = 17 / 32  # a weight: 4 bits, and its share of its block's scale
 

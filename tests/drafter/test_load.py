@@ -15,19 +15,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from drafter.config import DrafterConfig
-from drafter.load import (
-    Dialect,
-    is_drafter_config,
-    load_drafter,
-    named_aux_layers,
-    parse_config,
-    refused_by,
-    render_config,
-    save_drafter,
-    shared_tensors,
-    sort_aux_layers,
-    to_tensors,
-)
+from drafter.dialects import Dialect, is_drafter_config, named_aux_layers, parse_config, refused_by, render_config
+from drafter.load import load_drafter, save_drafter, shared_tensors, sort_aux_layers, to_tensors
 from drafter.params import DrafterParams, init_params
 from drafter.reference import draft_logits
 from peagle.ops.checkpoint import read_checkpoint, write_checkpoint
@@ -313,6 +302,16 @@ def test_ids_that_cannot_be_inputs_can_be_given_as_outputs(tmp_path: Path) -> No
     assert load_drafter(directory, aux_layer_ids=(0, 4, 6))[1].aux_layer_ids == (0, 4, 6)
 
 
+@pytest.mark.parametrize(
+    ("ids", "says"), [((1, 4), "names 2 aux layers"), ((1, 4, 4), "one of them twice"), ((-1, 4, 6), "0 or more")]
+)
+def test_given_ids_that_cannot_be_name_their_option(tmp_path: Path, ids: tuple[int, ...], says: str) -> None:
+    with pytest.raises(InputError, match=says) as caught:
+        load_drafter(write(tmp_path), aux_layer_ids=ids)
+    assert str(caught.value).startswith("--aux-layer-ids names ")
+    assert caught.value.field == "aux_layer_ids"
+
+
 VOCAB, KEPT = 61, np.arange(1, 38)
 
 
@@ -463,6 +462,7 @@ def test_every_tensor_has_a_place(tmp_path: Path) -> None:
         ({"intermediate_size": 27}, r"gate_proj.weight"),
         ({"draft_vocab_size": 62}, r"draft_vocab_size 62 exceeds its vocab_size 61"),
         ({"target_hidden_size": 13}, r"fc.weight reads 36 values; expected 3 hidden states of target_hidden_size 13"),
+        ({"target_hidden_size": "wide"}, r"config.json: target_hidden_size is 'wide'; expected a whole number"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 4, 6]}, r"\[0, 4, 6\]; expected 1 or more"),
         (
             {"eagle_aux_hidden_state_layer_ids": [2, 5, 5]},
@@ -476,14 +476,14 @@ def test_every_tensor_has_a_place(tmp_path: Path) -> None:
         ({"norm_before_fc": True, "fc_norm": True}, r"both norm_before_fc and fc_norm"),
         ({"norm_before_fc": True}, r"input_norm.weight is missing"),
         ({"fc_norm": True}, r"fc_norm.0.weight is missing"),
-        ({"hidden_act": "gelu"}, r"hidden_act 'gelu', which is not supported"),
-        ({"logit_scale": 0.5}, r"logit_scale 0.5, which is not supported"),
-        ({"is_causal": False}, r"is_causal False"),
-        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0.5"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, r"use_aux_hidden_state False"),
+        ({"hidden_act": "gelu"}, r"hidden_act is 'gelu', which is not supported"),
+        ({"logit_scale": 0.5}, r"logit_scale is 0.5, which is not supported"),
+        ({"is_causal": False}, r"is_causal is False"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0.5"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, r"use_aux_hidden_state is False"),
         ({"eagle_config": 7}, r"eagle_config is 7; expected an object"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config"),
-        ({"qkv_bias": True}, r"qkv_bias True beside attention_bias False"),
+        ({"qkv_bias": True}, r"qkv_bias is True beside attention_bias False"),
         ({"layer_types": ["chunked_attention"]}, r"layer_types is \['chunked_attention'\]; expected a list of 1"),
         (
             {"layer_types": ["full_attention"] * 2},
@@ -495,12 +495,12 @@ def test_every_tensor_has_a_place(tmp_path: Path) -> None:
         ({"layer_types": ["sliding_attention"], "sliding_window": "8"}, r"sliding_window is '8' beside"),
         (
             {"layer_types": ["sliding_attention"], "sliding_window": 8, "use_sliding_window": False},
-            r"use_sliding_window false beside layer_types \['sliding_attention'\]; expected them to agree",
+            r"use_sliding_window is false beside layer_types \['sliding_attention'\]; expected them to agree",
         ),
-        ({"use_sliding_window": True, "sliding_window": 8}, r"use_sliding_window True but names no layer_types"),
+        ({"use_sliding_window": True, "sliding_window": 8}, r"use_sliding_window is True without layer_types"),
         ({"model_type": "qwen3"}, r"'qwen3'; expected 'llama'"),
         ({"transformer_layer_config": 3}, r"transformer_layer_config is 3; expected an object"),
-        ({"transformer_layer_config": {}}, r"speculators_model_type None; expected 'peagle'"),
+        ({"transformer_layer_config": {}}, r"speculators_model_type is None; expected 'peagle'"),
         ({"speculators_model_type": "eagle3", "transformer_layer_config": {}}, r"'eagle3'; expected 'peagle', since"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, r"'dynamic' is not supported"),
     ],
@@ -545,7 +545,7 @@ def test_a_head_tied_to_the_embedding_is_refused_if_none_is_stored(tmp_path: Pat
         config["tie_word_embeddings"] = True
         tensors.pop("lm_head.weight", None)
 
-    assert "tie_word_embeddings true" in refusal(write(tmp_path, edit=edit))
+    assert "tie_word_embeddings is true" in refusal(write(tmp_path, edit=edit))
 
 
 def test_the_random_start_has_every_shape_that_a_file_has(tmp_path: Path) -> None:

@@ -93,8 +93,9 @@ def test_a_file_that_lists_no_tokens_is_one_line(tmp_path: Path, text: str) -> N
 
 def test_other_bad_input_is_one_line(tmp_path: Path) -> None:
     for count in ("0", "-3", "9"):
-        with pytest.raises(InputError, match=f"draft-vocab is {count}; expected 1 to 8, the tokens"):
+        with pytest.raises(InputError, match=f"draft-vocab is {count}; expected 1 to 8, the tokens") as caught:
             choose(count, tmp_path, 8)
+        assert caught.value.field == "draft_vocab"
     with pytest.raises(InputError, match="cannot be read"):
         choose(str(tmp_path / "absent.json"), tmp_path, 8)
     config = CONFIGS[ONE]

@@ -87,17 +87,20 @@ def test_no_scaling_is_plain() -> None:
         ({"rope_scaling": {"factor": 32.0}}, "'default' has factor, which it does not use"),
         ({"rope_scaling": {**LLAMA3, "truncate": False}}, "'llama3' has truncate"),
         ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "less than its high_freq_factor"),
-        ({"rope_scaling": {**YARN, "factor": 0}}, "factor 0; expected a number above 0"),
-        ({"rope_scaling": {**YARN, "rope_theta": 1}}, "rope_theta 1; expected a number above 1"),
-        ({"rope_scaling": "yarn"}, "rope_scaling 'yarn'; expected an object"),
-        ({"rope_ntk_alpha": 2.0}, "rope_ntk_alpha 2.0, which is not supported"),
+        ({"rope_scaling": {**YARN, "factor": 0}}, "factor is 0; expected a number above 0"),
+        ({"rope_scaling": {**YARN, "rope_theta": 1}}, "rope_theta is 1; expected a number above 1"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; expected an object"),
+        ({"rope_ntk_alpha": 2.0}, "rope_ntk_alpha is 2.0, which is not supported"),
         # two places disagree
         (
             {"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN},
-            "rope_type 'default' in rope_parameters and 'yarn' in rope_scaling",
+            "rope_type is 'default' in rope_parameters and 'yarn' in rope_scaling",
         ),
-        ({"rope_parameters": YARN, "rope_scaling": {**YARN, "factor": 8.0}}, "factor 32.0 .* and 8.0 in rope_scaling"),
-        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta 10000.0 in config.json itself"),
+        (
+            {"rope_parameters": YARN, "rope_scaling": {**YARN, "factor": 8.0}},
+            "factor is 32.0 .* and 8.0 in rope_scaling",
+        ),
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 10000.0 in config.json itself"),
         (
             {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}},
             "rope_parameters differ between full_attention and sliding_attention",

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import peagle.loading
-from drafter.load import parse_config, save_drafter
+from drafter.dialects import parse_config
+from drafter.load import save_drafter
 from drafter.propose import Eagle3, PEagle
 from peagle.api import Pair
 from peagle.cli import main

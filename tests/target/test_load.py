@@ -18,8 +18,9 @@ from peagle.ops.mxfp4 import dequantize, quantize
 from peagle.ops.rope import Llama3, RopeConfig, Yarn
 from peagle.workflows.random_checkpoint import SIZES, random_tensors
 from target import load
-from target.config import FULL, parse_config, render_config
-from target.load import inspect_target, load_target, save_target, tensor_shapes, write_target
+from target.config import FULL
+from target.dialects import ORIGINAL, TRANSFORMERS, parse_config, render_config, tensor_shapes
+from target.load import inspect_target, load_target, save_target, write_target
 from tests.target.test_model import CONFIG, random_params
 
 MXFP4_CONFIG = dataclasses.replace(SIZES["tiny"], layer_types=("sliding_attention", "full_attention"))
@@ -279,8 +280,8 @@ def test_equal_rope_settings_by_layer_type_are_read_as_one() -> None:
     assert parse_config(config) == MXFP4_CONFIG
 
 
-def test_tokenizer_files_travel(tmp_path: Path) -> None:
-    save_target(tmp_path / "a", random_params(), CONFIG, mxfp4=False, tokenizer_files={"tokenizer.json": b"{}"})
+def test_extra_files_travel(tmp_path: Path) -> None:
+    save_target(tmp_path / "a", random_params(), CONFIG, mxfp4=False, extra_files={"tokenizer.json": b"{}"})
     assert (tmp_path / "a" / "tokenizer.json").read_bytes() == b"{}"
 
 
@@ -363,8 +364,13 @@ def test_buffers_of_rope_are_ignored(mxfp4: Path, tmp_path: Path) -> None:
 
 def test_packed_needs_mxfp4(tmp_path: Path) -> None:
     save_target(tmp_path / "a", random_params(), CONFIG, mxfp4=False)
-    with pytest.raises(InputError, match="packed needs an MXFP4 checkpoint"):
+    with pytest.raises(InputError, match="packed needs an MXFP4 checkpoint") as caught:
         load_target(tmp_path / "a", experts="packed")
+    assert caught.value.field == "experts"
+
+
+def test_every_dialect_names_every_tensor() -> None:
+    assert ORIGINAL.names.keys() == TRANSFORMERS.names.keys()
 
 
 def test_widths_that_mxfp4_cannot_hold(tmp_path: Path) -> None:

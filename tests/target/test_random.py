@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from peagle.workflows.random_checkpoint import SIZES
-from target.load import tensor_shapes
+from target.dialects import tensor_shapes
 from target.model import forward
 from target.random import random_bytes, random_params
 

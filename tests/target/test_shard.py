@@ -11,7 +11,8 @@ from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.workflows.random_checkpoint import geometry, random_tensors
 from target.config import TargetConfig
-from target.load import load_target, tensor_leaves, weight_bytes, write_target
+from target.dialects import tensor_leaves
+from target.load import load_target, weight_bytes, write_target
 from target.shard import LEAVES, Part, Place, check_ranks, split, unsplit
 
 # dimensions pairwise distinct; five blocks of expert width, which neither 2, 4 nor 8 ranks share evenly
@@ -134,5 +135,6 @@ def test_bytes_are_foretold(directories: dict[bool, Path]) -> None:
     ],
 )
 def test_a_model_that_cannot_be_cut_so_is_refused(tp: int, ep: int, message: str) -> None:
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=message) as caught:
         check_ranks(CONFIG, tp, ep)
+    assert caught.value.field == "mesh"

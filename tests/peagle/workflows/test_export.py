@@ -12,7 +12,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from drafter.config import DrafterConfig
-from drafter.load import load_drafter, parse_config, save_drafter
+from drafter.dialects import parse_config
+from drafter.load import load_drafter, save_drafter
 from drafter.train.folder import LOG
 from drafter.trained import RECIPE
 from drafter.vocabulary import FREQUENT_TOKENS

@@ -1,0 +1,422 @@
+"""How public drafters spell their config.json and name their tensors. Reads no weights.
+
+Two layouts are written; files in the wild mix their parts, so each part is recognised by itself:
+
+    part               vllm                            speculators
+    geometry           at the top of config.json       under `transformer_layer_config`
+    layer 0            `midlayer.*`                    `layers.0.*`
+    mask token         `ptd_token_id`, `pard_token`    `mask_token_id`
+    tensors' prefix    none; NeMo writes `model.`      none
+    model_type         of Llama; SpecForge writes the target's
+
+An EAGLE-3 drafter has neither a mask token nor `mask_hidden`; `norm_output` concerns it alone. SGLang, SpecForge and
+ModelOpt name aux layers in `eagle_config` (`NamedAuxLayers`). Windows are `sliding_window` beside `layer_types` in the
+geometry; without layer_types a sliding_window means nothing, as in vLLM. `d2t` holds offsets; `t2d` repeats it. A
+`mask_hidden` of more than one vector is this project's own extension (`refused_by`).
+
+Sources: vllm llama_eagle3.py; speculators models/peagle, models/eagle3.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from drafter.config import DrafterConfig, check_aux_layer_ids
+from peagle.ops.checkpoint import CONFIG, Checkpoint
+from peagle.ops.errors import InputError
+from peagle.ops.rope import parse_rope, render_rope
+from peagle.ops.settings import Key, brief, flag, mapping, naming, number, read_keys, refuse_others, render_keys, whole
+
+Dialect = Literal["vllm", "speculators"]
+FIRST_LAYERS: dict[Dialect, str] = {"vllm": "midlayer", "speculators": "layers.0"}
+MASK_TOKENS: dict[Dialect, str] = {"vllm": "ptd_token_id", "speculators": "mask_token_id"}
+MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+PREFIX = "model."
+NESTED, EAGLE_CONFIG = "transformer_layer_config", "eagle_config"
+AUX_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+FULL, SLIDING = "full_attention", "sliding_attention"  # in layer_types
+ARCHITECTURE = "LlamaForCausalLMEagle3"  # vLLM's name of both kinds
+SPECULATORS = {"peagle": "PEagleSpeculator", "eagle3": "Eagle3Speculator"}  # speculators_model_type: architecture
+DRAFTS_ELSEWHERE = {"peagle": 7, "eagle3": 3}  # the default K that other servers read from a speculators config
+VLLM, PACKAGE = "vLLM", "the speculators package"  # other loaders of drafters
+
+EMBEDDING, LM_HEAD, FC, MASK_HIDDEN = "embed_tokens.weight", "lm_head.weight", "fc.weight", "mask_hidden"
+DRAFT_TO_TARGET, IN_DRAFT_VOCAB = "d2t", "t2d"
+
+_GEOMETRY = (
+    Key("hidden_size", "hidden_size", whole),
+    Key("num_layers", "num_hidden_layers", whole),
+    Key("num_heads", "num_attention_heads", whole),
+    Key("mlp_width", "intermediate_size", whole),
+    Key("vocab_size", "vocab_size", whole),
+    Key("rms_norm_eps", "rms_norm_eps", number, 1e-6),  # transformers' LlamaConfig
+    Key("attention_bias", "attention_bias", flag, False),
+    Key("mlp_bias", "mlp_bias", flag, False),
+)
+# in the geometry or beside it
+_SETTINGS = (
+    Key("draft_vocab_size", "draft_vocab_size", whole),
+    Key("norm_before_residual", "norm_before_residual", flag, False),
+)
+# settings that change the result and have one supported value: (key, supported, its meaning)
+_FIXED = (
+    ("hidden_act", "silu", "a SiLU MLP"),
+    ("is_causal", True, "causal attention"),
+    ("logit_scale", 1.0, "unscaled logits"),
+    ("partial_rotary_factor", 1.0, "heads rotated as a whole"),
+    ("use_aux_hidden_state", True, "aux hidden states"),
+    ("quantization_config", None, "plain weights"),
+)
+
+
+class Leaf(NamedTuple):
+    """A parameter of ours as files hold it: these tensors, their outputs side by side."""
+
+    field: str
+    names: tuple[str, ...]
+    outputs: tuple[int, ...]
+    inputs: int | None = None  # None: vectors
+
+
+def own_leaves(config: DrafterConfig) -> list[Leaf]:
+    """List the parameters outside of the layers, but for those that a target may share, mask_hidden and d2t."""
+    taps, width = config.num_taps, config.target_hidden_size
+    leaves = [
+        Leaf("fc", (FC,), (config.hidden_size,), config.aux_width),
+        Leaf("norm", ("norm.weight",), (config.hidden_size,)),
+    ]
+    if config.aux_norm == "joint":
+        leaves.append(Leaf("aux_norm", ("input_norm.weight",), (config.aux_width,)))
+    elif config.aux_norm == "per_tap":
+        leaves.append(Leaf("aux_norm", tuple(f"fc_norm.{tap}.weight" for tap in range(taps)), (width,) * taps))
+    return leaves
+
+
+def layer_leaves(config: DrafterConfig, layer: int, first_layer: str) -> list[Leaf]:
+    """List the parameters of a layer. first_layer: the prefix of layer 0."""
+    c, prefix = config, first_layer if layer == 0 else f"layers.{layer}"
+    width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+
+    def norm(field: str, name: str, size: int = c.hidden_size) -> Leaf:
+        return Leaf(field, (f"{prefix}.{name}.weight",), (size,))
+
+    leaves = [norm("norm", "input_layernorm"), norm("mlp_norm", "post_attention_layernorm")]
+    if layer == 0:
+        leaves.append(norm("hidden_norm", "hidden_norm"))
+    if c.qk_norm:
+        leaves += [norm(f"{x}_norm", f"self_attn.{x[0]}_norm", c.head_dim) for x in ("query", "key")]
+    for field, modules, outputs, inputs, biased in (
+        ("qkv", ("q_proj", "k_proj", "v_proj"), (width, kv_width, kv_width), c.layer_input(layer), c.attention_bias),
+        ("out", ("o_proj",), (c.hidden_size,), width, c.attention_bias),
+        ("gate_up", ("gate_proj", "up_proj"), (c.mlp_width,) * 2, c.hidden_size, c.mlp_bias),
+        ("down", ("down_proj",), (c.hidden_size,), c.mlp_width, c.mlp_bias),
+    ):
+        names = [f"{prefix}.{'self_attn' if field in ('qkv', 'out') else 'mlp'}.{module}" for module in modules]
+        leaves.append(Leaf(field, tuple(f"{name}.weight" for name in names), outputs, inputs))
+        if biased:
+            leaves.append(Leaf(f"{field}_bias", tuple(f"{name}.bias" for name in names), outputs))
+    return leaves
+
+
+def is_drafter_config(config: Mapping[str, Any]) -> bool:
+    """Recognise a drafter's config.json by its architecture, a mask token or nested geometry.
+
+    Every project names the architecture after EAGLE: LlamaForCausalLMEagle3 (SGLang, SpecForge), Eagle3LlamaForCausalLM
+    and PEagleDraftModel (vLLM), PEagleSpeculator, LlamaEagle3DraftModel (NeMo).
+    """
+    named = "eagle" in str(config.get("architectures")).lower()
+    return named or NESTED in config or any(key in config for key in MASK_TOKEN_KEYS)
+
+
+def first_layer_of(checkpoint: Checkpoint) -> str:
+    """Return the prefix of layer 0. Raises InputError for a file with none of them, or several."""
+    prefixes = [p for p in FIRST_LAYERS.values() if any(name.startswith(f"{p}.") for name in checkpoint.names)]
+    if len(prefixes) != 1:
+        names = [f"{prefix}.*" for prefix in FIRST_LAYERS.values()]
+        which = f"both {' and '.join(names)}" if prefixes else f"neither {' nor '.join(names)}"
+        raise InputError(
+            f"{checkpoint.directory} has {which} tensors; expected the first layer under one of these names"
+        )
+    return prefixes[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedAuxLayers:
+    """Aux layers as one key of a config.json names them.
+
+    The key decides what an id means. In `eagle_config` id i is the OUTPUT of layer i: SpecForge and SGLang write and
+    read it so, vLLM ignores that key. At the top, or in a speculators drafter's geometry, id i is the INPUT of layer i,
+    which is the output of layer i - 1: so vLLM reads it. Example: inputs [2, 12, 21] are outputs (1, 11, 20).
+    """
+
+    key: str
+    ids: tuple[int, ...]
+    are_outputs: bool
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """The target's 0-based layers, by output. Raises InputError if an id names no layer's output."""
+        first = self.written((0,))[0]
+        if any(layer < first for layer in self.ids):
+            hint = "" if self.are_outputs else " (id i is layer i's input, and that of layer 0 is no layer's output)"
+            raise InputError(
+                f"{self.key} is {list(self.ids)}; expected {first} or more each{hint}: write the ids it was trained "
+                "with, or give its outputs with --aux-layer-ids"
+            )
+        return tuple(layer - first for layer in self.ids)
+
+    def written(self, outputs: Sequence[int]) -> list[int]:
+        """Return the ids that mean these outputs under this key."""
+        return [layer if self.are_outputs else layer + 1 for layer in outputs]
+
+    @property
+    def meaning(self) -> str:
+        """How the ids are read, and why, in words."""
+        if self.are_outputs:
+            return "outputs, as SpecForge and SGLang write them there"
+        return "inputs, each the output of the layer before, as vLLM reads them there"
+
+
+TOP_AUX_LAYERS = NamedAuxLayers(AUX_LAYER_IDS, (), are_outputs=False)  # the key to write if a config.json has none
+
+
+def named_aux_layers(config: Mapping[str, Any]) -> list[NamedAuxLayers]:
+    """List every key of a config.json that names aux layers; the first one counts.
+
+    Raises InputError if the ids are not a list of numbers.
+    """
+    places = (
+        (AUX_LAYER_IDS, config, False),
+        (f"{NESTED}.{AUX_LAYER_IDS}", mapping(config, NESTED), False),
+        (f"{EAGLE_CONFIG}.{AUX_LAYER_IDS}", mapping(config, EAGLE_CONFIG), True),
+    )
+    named = []
+    for key, place, are_outputs in places:
+        ids = place.get(AUX_LAYER_IDS) or ()
+        if not isinstance(ids, list | tuple) or not all(type(layer) is int for layer in ids):
+            raise InputError(f"{key} is {brief(ids)}; expected a list of layers, as [2, 12, 21]")
+        if ids:
+            named.append(NamedAuxLayers(key, tuple(ids), are_outputs))
+    return named
+
+
+def parse_config(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None = None) -> DrafterConfig:
+    """Read the DrafterConfig from config.json, completed by tensor shapes (head geometry, width of aux_hidden).
+
+    aux_layer_ids win over those of config.json. Raises InputError naming the setting that is missing, contradictory or
+    not supported.
+    """
+    checkpoint, path = checkpoint.without_prefix(PREFIX), checkpoint.directory / CONFIG
+    config, first_layer = checkpoint.config, first_layer_of(checkpoint)
+    with naming(path):
+        geometry = mapping(config, NESTED) if NESTED in config else config
+        settings = {**mapping(config, EAGLE_CONFIG), **geometry, **config}
+        mask_token_id = _mask_token_id(config, checkpoint.has(MASK_HIDDEN))
+        parallel, qk_norm = mask_token_id is not None, checkpoint.has(f"{first_layer}.self_attn.q_norm.weight")
+        _refuse_variants(config, geometry, settings, parallel, qk_norm)
+        if settings.get("tie_word_embeddings") and not checkpoint.has(LM_HEAD):
+            raise InputError(f"tie_word_embeddings is true, which is not supported; store {LM_HEAD}")
+        fields = read_keys(_GEOMETRY, geometry)
+        named = named_aux_layers(config)[:1]
+        outputs = tuple(aux_layer_ids) if aux_layer_ids is not None else named[0].outputs if named else None
+        num_taps = whole(settings, "num_aux_hidden_states", len(outputs) if outputs else 3)
+        if aux_layer_ids is None and named and len(named[0].ids) != num_taps:
+            raise InputError(
+                f"{named[0].key} is {list(named[0].ids)} beside num_aux_hidden_states {num_taps}; expected one id for "
+                "each"
+            )
+        named_size = whole(settings, "target_hidden_size", 0, least=0)
+    if aux_layer_ids is not None:
+        check_aux_layer_ids(aux_layer_ids, num_taps, "--aux-layer-ids", "aux_layer_ids")
+    aux_width = checkpoint.shape(FC)[-1]
+    query_width, key_width = (checkpoint.shape(f"{first_layer}.self_attn.{x}_proj.weight")[0] for x in "qk")
+    mask_shape = checkpoint.shape(MASK_HIDDEN) if parallel else ()
+    if aux_width != num_taps * (named_size or aux_width // num_taps):
+        size = f"target_hidden_size {named_size}" if named_size else "a target"
+        raise InputError(
+            f"{checkpoint.directory}: tensor {FC} reads {aux_width} values; expected {num_taps} hidden states of "
+            f"{size}: check {AUX_LAYER_IDS} and target_hidden_size"
+        )
+    with naming(path):
+        head_dim = whole(geometry, "head_dim", query_width // fields["num_heads"])
+        fields |= read_keys(_SETTINGS, settings, draft_vocab_size=fields["vocab_size"])
+        joint, per_tap = flag(settings, "norm_before_fc"), flag(settings, "fc_norm")
+        if joint and per_tap:
+            raise InputError("both norm_before_fc and fc_norm are true; expected one of them at most")
+        positions = geometry.get("max_position_embeddings")
+        return DrafterConfig(
+            **fields,
+            num_kv_heads=whole(geometry, "num_key_value_heads", key_width // head_dim),
+            head_dim=head_dim,
+            target_hidden_size=aux_width // num_taps,
+            mask_token_id=mask_token_id,
+            rope=parse_rope(head_dim, _with_outer_rope(geometry, config), default_theta=10000.0),
+            num_taps=num_taps,
+            aux_layer_ids=outputs,
+            qk_norm=qk_norm,
+            aux_norm="joint" if joint else "per_tap" if per_tap else None,
+            norm_output=flag(settings, "norm_output") and not parallel,
+            # M of [1, M, A]; any other shape holds one vector
+            num_mask_hiddens=mask_shape[1] if len(mask_shape) == 3 and mask_shape[0] == 1 else 1,
+            max_positions=None if positions is None else whole(geometry, "max_position_embeddings"),
+            windows=_windows(geometry, fields["num_layers"]),
+        )
+
+
+def render_config(config: DrafterConfig, dialect: Dialect, dtype: str, verifier: str | None = None) -> dict[str, Any]:
+    """Render a drafter's config.json in that dialect.
+
+    In the speculators dialect vLLM reads fc_norm and num_aux_hidden_states from the nested geometry alone.
+    """
+    geometry: dict[str, Any] = {
+        "model_type": "qwen3" if config.qk_norm else "llama",
+        **render_keys(_GEOMETRY, config),
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "num_aux_hidden_states": config.num_taps,
+        **render_rope(config.rope),
+    }
+    if config.max_positions is not None:
+        geometry["max_position_embeddings"] = config.max_positions
+    if config.narrowest_window is not None:
+        geometry |= _render_windows(config)
+    common: dict[str, Any] = {
+        **render_keys(_SETTINGS, config),
+        "target_hidden_size": config.target_hidden_size,
+        "norm_before_fc": config.aux_norm == "joint",
+        "fc_norm": config.aux_norm == "per_tap",
+    }
+    if config.aux_layer_ids is not None:
+        common[AUX_LAYER_IDS] = TOP_AUX_LAYERS.written(config.aux_layer_ids)
+    if config.parallel:
+        common[MASK_TOKENS[dialect]] = config.mask_token_id
+    else:
+        common["norm_output"] = config.norm_output
+    if dialect == "vllm":
+        return {"architectures": [ARCHITECTURE], "dtype": dtype, **geometry, **common}
+    kind = "peagle" if config.parallel else "eagle3"
+    used = {
+        "algorithm": kind,
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": DRAFTS_ELSEWHERE[kind]}],
+        "default_proposal_method": "greedy",
+        "verifier": {"name_or_path": verifier, "architectures": ["GptOssForCausalLM"]},
+    }
+    return {
+        "architectures": [SPECULATORS[kind]],
+        "speculators_model_type": kind,
+        "dtype": dtype,
+        "speculators_config": used,
+        NESTED: {**geometry, "fc_norm": common["fc_norm"]},
+        **common,
+    }
+
+
+def refused_by(config: DrafterConfig, dialect: Dialect) -> dict[str, str]:
+    """List the other loaders that refuse a drafter in that dialect: {VLLM or PACKAGE: the reason}.
+
+    Found with vLLM 0.32, speculators 0.9 and transformers 5.19, whose LlamaConfig checks the width against the heads;
+    vLLM builds a LlamaConfig in its own dialect alone.
+    """
+    if config.num_mask_hiddens > 1:
+        why = f"it has {config.num_mask_hiddens} mask hiddens, expected one"
+        return dict.fromkeys((VLLM,) if dialect == "vllm" else (VLLM, PACKAGE), why)
+    if config.hidden_size % config.num_heads:
+        why = f"its width is {config.hidden_size}, expected a multiple of its {config.num_heads} heads"
+        return {VLLM if dialect == "vllm" else PACKAGE: why}
+    if dialect == "speculators" and config.hidden_size != config.target_hidden_size:
+        return {PACKAGE: f"its width is {config.hidden_size}, expected the target's {config.target_hidden_size}"}
+    return {}
+
+
+def _mask_token_id(config: Mapping[str, Any], parallel: bool) -> int | None:
+    named = {key: whole(config, key, least=0) for key in MASK_TOKEN_KEYS if config.get(key) is not None}
+    if bool(named) != parallel:
+        lone = f"tensor {MASK_HIDDEN} is missing beside {next(iter(named), '')}"
+        if not named:
+            lone = f"it names no mask token, in one of {', '.join(MASK_TOKEN_KEYS)}, beside {MASK_HIDDEN}"
+        raise InputError(f"{lone}; expected both (P-EAGLE) or neither (EAGLE-3)")
+    if len(set(named.values())) > 1:
+        raise InputError(f"it names different mask tokens: {named}; expected one")
+    return next(iter(named.values()), None)
+
+
+def _refuse_variants(
+    config: Mapping[str, Any], geometry: Mapping[str, Any], settings: Mapping[str, Any], parallel: bool, qk_norm: bool
+) -> None:
+    """Raise InputError for a setting that means another model than this one."""
+    expected = "peagle" if parallel else "eagle3"
+    if NESTED in config and (kind := config.get("speculators_model_type")) != expected:
+        raise InputError(
+            f"speculators_model_type is {kind!r}; expected {expected!r}, since there is "
+            f"{'a' if parallel else 'no'} tensor {MASK_HIDDEN}"
+        )
+    expected = "qwen3" if qk_norm else "llama"  # with and without norms of each head's query and key
+    kind = geometry.get("model_type", expected)
+    # SpecForge writes the target's model_type above Llama layers and reads the file as a LlamaConfig, so a missing
+    # setting (theta, say) has Llama's default here as well
+    of_target = kind == "gpt_oss" and "llama" in str(config.get("architectures")).lower()
+    if kind != expected and not (of_target and not qk_norm):
+        raise InputError(
+            f"the drafter's layers are model_type {kind!r}; expected {expected!r}, since it has "
+            f"{'' if qk_norm else 'no '}tensors q_norm and k_norm"
+        )
+    refuse_others({key: value for key, value in settings.items() if value is not None}, _FIXED)
+    attention_bias = geometry.get("attention_bias", False)
+    for key in ("qkv_bias", "bias"):
+        if (value := geometry.get(key)) is not None and bool(value) != bool(attention_bias):
+            raise InputError(f"{key} is {value} beside attention_bias {attention_bias}; expected them equal")
+
+
+def _with_outer_rope(geometry: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Add RoPE settings outside the nested geometry to it. Raises InputError if the two places disagree."""
+    keys = ("rope_theta", "rope_parameters", "rope_scaling", "original_max_position_embeddings")
+    merged = dict(geometry)
+    for key in keys:
+        inner, outer = geometry.get(key), config.get(key)
+        if inner is not None and outer is not None and inner != outer:
+            raise InputError(
+                f"{key} is {brief(inner)} in {NESTED} and {brief(outer)} outside; expected them equal: take out the "
+                "one that the drafter was not trained with"
+            )
+        if inner is None:
+            merged[key] = outer
+    return merged
+
+
+def _windows(geometry: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...] | None:
+    """Read the window of each layer; None if all layers see everything."""
+    kinds, window, used = (geometry.get(key) for key in ("layer_types", "sliding_window", "use_sliding_window"))
+    one_each = f"one of {FULL} and {SLIDING} for each layer"
+    if kinds is None:
+        if used:
+            raise InputError(f"use_sliding_window is {brief(used)} without layer_types; expected {one_each}")
+        return None
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not {*map(str, kinds)} <= {FULL, SLIDING}:
+        raise InputError(f"layer_types is {brief(kinds)}; expected a list of {num_layers}, {one_each}")
+    if SLIDING not in kinds:
+        return None
+    if used is False:
+        raise InputError(
+            f"use_sliding_window is false beside layer_types {brief(kinds)}; expected them to agree: take out the one "
+            "that the drafter was not trained with"
+        )
+    if type(window) is not int or window < 1:
+        raise InputError(
+            f"sliding_window is {brief(window)} beside layers of {SLIDING}; expected the positions that such a layer "
+            "sees, 1 or more"
+        )
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def _render_windows(config: DrafterConfig) -> dict[str, Any]:
+    """Render what `_windows` reads. Raises InputError for windows that differ, which config.json cannot hold."""
+    windows = {window for window in config.windows or () if window is not None}
+    if len(windows) > 1:
+        raise InputError(
+            f"the drafter's layers have windows of {sorted(windows)} positions; expected one, since config.json holds "
+            "one sliding_window"
+        )
+    kinds = [FULL if config.window(layer) is None else SLIDING for layer in range(config.num_layers)]
+    return {"sliding_window": windows.pop(), "layer_types": kinds}
