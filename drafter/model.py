@@ -29,10 +29,9 @@ from peagle.ops.attention import (
     rows_by_layer,
     split_heads,
 )
-from peagle.ops.likeliest import argmax
 from peagle.ops.linear import embed, linear
 from peagle.ops.mask import group_causal_mask
-from peagle.ops.messages import DrafterInput
+from peagle.ops.messages import Choose, DrafterInput, likeliest_of
 from peagle.ops.norm import Norm, rms_norm
 from peagle.ops.rope import rope_tables
 
@@ -194,6 +193,7 @@ def propose_in_turn(
     cache: PagedCache,
     groups: Sequence[CacheGroup],
     num_drafts: int,
+    choose: Choose = likeliest_of,
 ) -> tuple[Int[Array, "B K"], PagedCache]:
     """Propose K drafts in K passes; return (drafts as ids of the target's vocabulary, the cache).
 
@@ -214,7 +214,8 @@ def propose_in_turn(
     for number in range(num_drafts):
         x, cache = _cached_pass(params, config, token_ids, hidden, positions, cache, groups, wanted)
         needed = jnp.where(given.first_position >= 0, widths, 0)[:, None] > number
-        drafts.append(to_target_ids(params, argmax(_logits(params, config, x, jnp.where(needed, 0, -1)))))
+        logits = _logits(params, config, x, jnp.where(needed, 0, -1))
+        drafts.append(to_target_ids(params, choose(logits, params.draft_to_target, number)))
         token_ids, hidden, wanted = drafts[-1], next_input(params, config, x), None
         positions = jnp.where(
             widths > number + 1, jnp.where(given.first_position < 0, -1, given.first_position + given.num + number), -1

@@ -10,8 +10,7 @@ from drafter import model
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
 from peagle.ops.attention import MASKED, CacheGroup, PagedCache, Pages, init_pool, own_tables
-from peagle.ops.likeliest import argmax
-from peagle.ops.messages import DrafterInput, DraftOutput
+from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
 
 
 @flax.struct.dataclass
@@ -71,37 +70,46 @@ class _Cached:
 class PEagle(_Cached):
     """A P-EAGLE drafter: all drafts in one pass.
 
-    deterministic: return the argmax drafts without logits. Otherwise return logits over the target's vocabulary as
-    well, to sample from; token_ids are still the argmax.
+    with_logits: return the logits over the target's vocabulary as well, to compare them.
     """
 
-    deterministic: bool = flax.struct.field(pytree_node=False, default=True)
+    with_logits: bool = flax.struct.field(pytree_node=False, default=False)
 
     def propose(
-        self, state: PagedCache, drafter_input: DrafterInput, widths: Int[Array, " B"], num_drafts: int
+        self,
+        state: PagedCache,
+        drafter_input: DrafterInput,
+        widths: Int[Array, " B"],
+        num_drafts: int,
+        choose: Choose = likeliest_of,
     ) -> tuple[DraftOutput, PagedCache]:
         """Return (drafts, cache with the input's rows). Draft i stands for token[first_position + num + 1 + i]."""
         logits, cache = model.propose(
             self.params, self.config, drafter_input, widths, state, self.cache_groups, num_drafts
         )
-        full = None if self.deterministic else to_target_logits(self.params, self.config, logits)
-        return DraftOutput(model.to_target_ids(self.params, argmax(logits)), full), cache
+        full = to_target_logits(self.params, self.config, logits) if self.with_logits else None
+        drafts = choose(logits, self.params.draft_to_target, 0)
+        return DraftOutput(model.to_target_ids(self.params, drafts), full), cache
 
 
 @flax.struct.dataclass
 class Eagle3(_Cached):
     """An EAGLE-3 drafter: one pass per draft.
 
-    Each pass reads the argmax of the pass before. So the context alone determines the drafts, and there are no logits
-    to sample them from.
+    Each pass reads the draft that was chosen from the pass before.
     """
 
     def propose(
-        self, state: PagedCache, drafter_input: DrafterInput, widths: Int[Array, " B"], num_drafts: int
+        self,
+        state: PagedCache,
+        drafter_input: DrafterInput,
+        widths: Int[Array, " B"],
+        num_drafts: int,
+        choose: Choose = likeliest_of,
     ) -> tuple[DraftOutput, PagedCache]:
         """See `PEagle.propose`."""
         drafts, cache = model.propose_in_turn(
-            self.params, self.config, drafter_input, widths, state, self.cache_groups, num_drafts
+            self.params, self.config, drafter_input, widths, state, self.cache_groups, num_drafts, choose
         )
         return DraftOutput(drafts), cache
 

@@ -265,7 +265,7 @@ class Pair:
 
     def _page_bytes(self, config: EngineConfig) -> int:
         """Compute the bytes of pages that engines of this config take. Raises InputError as `KVMemory` does."""
-        count, models = 1 + len(self.replicas), self.models(config.num_speculative_tokens > 0, config.draft_sampling)
+        count, models = 1 + len(self.replicas), self.models(config.num_speculative_tokens > 0)
         together = count if jax.default_backend() == "cpu" else 1
         return together * KVMemory(*models, config.share(count)).num_local_bytes
 
@@ -447,7 +447,7 @@ class Pair:
                 self._refuse_beyond_free(config)
                 pairs = (self, *self.replicas)
                 shape = config.share(len(pairs))
-                models = [pair.models(k > 0, config.draft_sampling) for pair in pairs]
+                models = [pair.models(k > 0) for pair in pairs]
                 make = Executor if self.lead is None else self.lead.executor
                 engines = [Engine(*each, shape, self.stop_token_ids, self.fingerprints, make) for each in models]
                 engine = Replicas(engines, config) if self.replicas else engines[0]
@@ -470,9 +470,13 @@ class Pair:
                     f"smaller {option}, or {instead}"
                 )
 
-    def models(self, drafts: bool, sampled: bool) -> tuple[Target, Drafter | None]:
-        """Return the models of an engine. drafts: it speculates. sampled: its drafts are drawn."""
-        return (self.target, self._drafter(sampled)) if drafts else (self.plain_target, None)
+    def models(self, drafts: bool) -> tuple[Target, Drafter | None]:
+        """Return the models of an engine. drafts: it speculates."""
+        if not drafts:
+            return self.plain_target, None
+        if self.drafter is None:
+            raise InputError("this pair has no drafter to speculate with; load one, or decode with K = 0")
+        return self.target, self.drafter
 
     def _warn_beyond_training(self, config: EngineConfig) -> None:
         """Warn, once, if a drafter that sees all positions may see more than it was trained on."""
@@ -488,16 +492,6 @@ class Pair:
                 InputWarning,
                 stacklevel=3,
             )
-
-    def _drafter(self, sampled: bool) -> Drafter:
-        if self.drafter is None:
-            raise InputError("this pair has no drafter to speculate with; load one, or decode with K = 0")
-        if not sampled:
-            return self.drafter
-        if not hasattr(self.drafter, "deterministic"):
-            raise InputError("this drafter has no probabilities to sample drafts from; leave out --draft-sampling")
-        stochastic: Drafter = self.drafter.replace(deterministic=False)  # type: ignore[attr-defined]
-        return stochastic
 
 
 def _refuse_too_large(engine: AnyEngine) -> None:

@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from jaxtyping import Array, Bool, Float, Int
 
 from peagle.ops.attention import CacheGroup, PagedCache, Pages
-from peagle.ops.messages import DrafterInput, DraftOutput, VerifyOutput
+from peagle.ops.messages import Choose, DrafterInput, DraftOutput, VerifyOutput, likeliest_of
 from peagle.ops.row_blocks import RowBlocks
 
 PyTree: TypeAlias = Any
@@ -151,9 +151,14 @@ class Drafter(Protocol):
         ...
 
     def propose(
-        self, state: PyTree, drafter_input: DrafterInput, widths: Int[Array, " B"], num_drafts: int
+        self,
+        state: PyTree,
+        drafter_input: DrafterInput,
+        widths: Int[Array, " B"],
+        num_drafts: int,
+        choose: Choose = likeliest_of,
     ) -> tuple[DraftOutput, PyTree]:
-        """Append the input's rows and propose the num_drafts tokens that follow them.
+        """Append the input's rows and propose the num_drafts tokens that follow them, chosen from logits by `choose`.
 
         Only the first widths[b] drafts of row b will be verified.
         """

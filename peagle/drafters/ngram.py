@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from peagle.ops.attention import CacheGroup, Pages
-from peagle.ops.messages import DrafterInput, DraftOutput
+from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
 
 
 @flax.struct.dataclass
@@ -71,6 +71,7 @@ class NGram:
         drafter_input: DrafterInput,
         widths: Int[Array, " B"],  # noqa: ARG002
         num_drafts: int,
+        choose: Choose = likeliest_of,  # noqa: ARG002  there is nothing to choose from
     ) -> tuple[DraftOutput, History]:
         """Append the tokens of the input and look up the num_drafts that follow."""
         offsets = jnp.arange(drafter_input.token_ids.shape[1], dtype=jnp.int32)[None, :]

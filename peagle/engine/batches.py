@@ -81,8 +81,7 @@ class Batches:
         config, sampled = self.config, sampled or full
         if not num_drafts:
             return StepKind(0, sampled, full)
-        draws, rates = config.draft_sampling and sampled, config.synthetic_acceptance
-        return StepKind(num_drafts, sampled, full, draws, rates, goes_on=config.adaptive)
+        return StepKind(num_drafts, sampled, full, config.synthetic_acceptance, goes_on=config.adaptive)
 
     def choose(self, decoding: Sequence[tuple[int, Handle]], most_drafts: int, cut: bool, count: int) -> StepBatch:
         """Choose the next steps of the slots that decode. In whole (not cut) steps, slots with a grammar stand still.

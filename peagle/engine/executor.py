@@ -23,7 +23,7 @@ import numpy as np
 
 from peagle.engine.adjust import adjust
 from peagle.engine.prefill import ChunkRows, Prefilled, prefill
-from peagle.engine.sampling import TARGET, LogProbs, choose, log_probs, uniforms
+from peagle.engine.sampling import LogProbs, choose, draw_keys, log_probs
 from peagle.engine.state import Batch, DecodeState, SlotParams, admit, init_state, put, take
 from peagle.engine.step import Proposed, StepKind, absorb, accept_and_commit, propose, steps, verify
 from peagle.ops import interrupt, native
@@ -393,16 +393,16 @@ def _prefill(models: Any, num_target: int, widths: tuple[int, ...], blocks: RowB
 
 def _choose_first(logits: jax.Array, length: jax.Array, params: SlotParams) -> tuple[jax.Array, jax.Array]:
     """Choose the token that follows a prompt; return (it [1, 1], its log-probabilities, packed [1, 1, W])."""
-    random = uniforms(params.sampling, length[:, None])[..., TARGET]
+    keys = draw_keys(params.sampling, length[:, None])
     logits, no_drafts = logits[:, None], jnp.zeros((1, 0), jnp.int32)
 
     def plainly() -> tuple[jax.Array, jax.Array]:
         width = LogProbs.packed_width(logits.shape[-1])
-        return choose(logits, params.sampling, random), jnp.zeros((1, 1, width), jnp.int32)
+        return choose(logits, params.sampling, keys), jnp.zeros((1, 1, width), jnp.int32)
 
     def fully() -> tuple[jax.Array, jax.Array]:
         stops, masks = jnp.asarray(params.stop_token_ids), jnp.asarray(params.masks)
-        token = choose(adjust(logits, no_drafts, params.adjustments, stops, masks), params.sampling, random)
+        token = choose(adjust(logits, no_drafts, params.adjustments, stops, masks), params.sampling, keys)
         return token, log_probs(logits, token).pack()
 
     chosen: tuple[jax.Array, jax.Array] = jax.lax.cond(params.full[0], fully, plainly)

@@ -57,8 +57,7 @@ class Lead:
         if shape.blocks is not None:
             raise InputError("a target over several processes does not prefill at once; leave out --prefill blocked")
         number, self._executors = self._executors, self._executors + 1
-        drafts, sampled = drafter is not None, not getattr(drafter, "deterministic", True)
-        message = {"executor": number, "drafts": drafts, "sampled": sampled, "shape": _sent(asdict(shape))}
+        message = {"executor": number, "drafts": drafter is not None, "shape": _sent(asdict(shape))}
         made: Leading = self.together(message, lambda: Leading(self, number, target, drafter, shape))
         return made
 
@@ -96,16 +95,16 @@ for _name in VERBS:
 
 
 class Follower:
-    """The executors of a following process. models(drafts, sampled): the models of an engine."""
+    """The executors of a following process. models(drafts): the models of an engine."""
 
-    def __init__(self, models: Callable[[bool, bool], tuple[Target, Drafter | None]]) -> None:
+    def __init__(self, models: Callable[[bool], tuple[Target, Drafter | None]]) -> None:
         self._models = models
         self._executors: dict[int, Executor] = {}
 
     def run(self, message: Message) -> None:
         """Do what a message of `Lead` or `Leading` was sent for."""
         if "executor" in message:
-            target, drafter = self._models(message["drafts"], message["sampled"])
+            target, drafter = self._models(message["drafts"])
             shape = Shape(**_received(message["shape"], target.vocab_size))
             self._executors[message["executor"]] = Executor(target, drafter, shape)
             return

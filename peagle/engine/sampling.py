@@ -4,7 +4,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from peagle.engine.request import GREEDY_BELOW, MOST_LOGPROBS
 from peagle.ops.likeliest import NO_TOKEN, argmax
@@ -93,51 +93,63 @@ def _cut(
     return jnp.where(kept | ~limited, logits, -jnp.inf)
 
 
-BLOCK = 512  # weights in a block of `draw`
+def draw(
+    weights: Float[Array, "B T V"], keys: UInt32[Array, "B T 2"], token_ids: Int[Array, " V"] | None = None
+) -> Int[Array, "B T"]:
+    """Draw an index with a probability in proportion to its weight.
 
+    Every token has a waiting time E, exponentially distributed, that depends on its row's key and its id alone; the
+    first to arrive, after E / weight, is drawn (an exponential race: the argmax of log weight plus Gumbel noise). So
+    two sets of weights agree on one key with a probability of (1 - d) / (1 + d) or more, d their total variation.
 
-def draw(weights: Float[Array, "... V"], uniform: Float[Array, "..."]) -> Int[Array, "..."]:
-    """Draw the token whose interval of the cumulative weights holds uniform * total.
-
-    Weights need not be normalised; uniform lies in [0, 1). A token of zero weight has an empty interval and is never
-    drawn. Returns NO_TOKEN if the total is not above 0, or NaN. Finds the block first, then the token in it, since one
-    cumulative sum over a large vocabulary is slow.
+    token_ids: of the weights; None: 0, 1, 2, ... A token of zero weight is never drawn. Returns NO_TOKEN if no weight
+    is above 0, or one is NaN.
     """
-    *lead, vocab_size = weights.shape
-    padded = jnp.pad(weights, [(0, 0)] * len(lead) + [(0, -vocab_size % BLOCK)])
-    blocks = padded.reshape(*lead, -1, BLOCK)
-    sums = jnp.sum(blocks, axis=-1)
-    ends = jnp.cumsum(sums, axis=-1)
-    point = uniform * ends[..., -1]
-    block = _hit(sums, ends, point)[..., None]
-    inside = jnp.take_along_axis(blocks, block[..., None], axis=-2)[..., 0, :]
-    begin = jnp.take_along_axis(ends - sums, block, axis=-1)[..., 0]
-    token = block[..., 0] * BLOCK + _hit(inside, jnp.cumsum(inside, axis=-1), point - begin)
-    return jnp.where(ends[..., -1] > 0, token, NO_TOKEN)
+    if token_ids is None:
+        token_ids = jnp.arange(weights.shape[-1], dtype=jnp.int32)
+    drawn = argmax(weights / _waiting_time(keys, token_ids))
+    weight = jnp.take_along_axis(weights, jnp.maximum(drawn, 0)[..., None], axis=-1)[..., 0]
+    return jnp.where(weight > 0, drawn, NO_TOKEN)
 
 
-def _hit(weights: Float[Array, "... N"], ends: Float[Array, "... N"], point: Float[Array, "..."]) -> Int[Array, "..."]:
-    """Find the first index with weight above 0 whose end lies above the point.
+def _waiting_time(keys: UInt32[Array, "B T 2"], token_ids: Int[Array, " V"]) -> Float[Array, "B T V"]:
+    """Make exponentially distributed numbers of mean 1 from counters, as fine as 2^-32 at 0, where the race is won."""
+    counters = token_ids.astype(jnp.uint32)[None, None, :] * jnp.uint32(0x9E3779B9)
+    bits = _mixed(counters + keys[..., :1])
+    bits = _mixed(bits ^ keys[..., 1:])
+    past = bits.astype(jnp.float32) * 2.0**-32 + 2.0**-33  # of the distribution, in (0, 1]
+    # -log1p(-past), which XLA does not vectorise; the series is off by past^4 / 5
+    series = past * (1 + past * (1 / 2 + past * (1 / 3 + past / 4)))
+    return jnp.where(past < 2.0**-7, series, -jnp.log(1 - past))
 
-    If rounding put the point beyond all ends, the last index with weight above 0.
-    """
-    index = jax.lax.broadcasted_iota(jnp.int32, weights.shape, weights.ndim - 1)
-    least = jnp.sum(ends <= point[..., None], axis=-1, keepdims=True, dtype=jnp.int32)
-    some = weights > 0
-    first = jnp.min(jnp.where(some & (index >= least), index, weights.shape[-1]), axis=-1)
-    return jnp.minimum(first, jnp.max(jnp.where(some, index, 0), axis=-1))
+
+def uniform(keys: UInt32[Array, "B T 2"]) -> Float[Array, "B T"]:
+    """Make a number in [0, 1) of each key, which is independent of all that `draw` makes of it."""
+    return (_mixed(keys[..., 1] ^ _mixed(keys[..., 0] ^ jnp.uint32(0x9E3779B9))) >> 8).astype(jnp.float32) * 2.0**-24
+
+
+def _mixed(bits: jax.Array) -> jax.Array:
+    """Mix 32 bits so that each depends on all (lowbias32; Wellons, "Prospecting for Hash Functions")."""
+    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)
+    bits = (bits ^ (bits >> 15)) * jnp.uint32(0x846CA68B)
+    return bits ^ (bits >> 16)
 
 
 def choose(
-    logits: Float[Array, "B T V"], sampling: RowSampling, uniform: Float[Array, "B T"] | None
+    logits: Float[Array, "B T V"],
+    sampling: RowSampling,
+    keys: UInt32[Array, "B T 2"] | None,
+    token_ids: Int[Array, " V"] | None = None,
 ) -> Int[Array, "B T"]:
-    """Choose the token plain decoding emits: the argmax, or a draw by the uniform numbers.
+    """Choose the token plain decoding emits: the argmax, or a draw by the keys.
 
-    uniform None: all rows are greedy. Returns NO_TOKEN if a logit is NaN, or the largest is not finite.
+    keys None: all rows are greedy. token_ids: of the logits; None: 0, 1, 2, ... Returns an index, or NO_TOKEN if a
+    logit is NaN, or the largest is not finite.
     """
-    if uniform is None:
+    if keys is None:
         return argmax(logits)
-    return jnp.where(sampling.greedy[:, None], argmax(logits), draw(probabilities(logits, sampling), uniform))
+    drawn = draw(probabilities(logits, sampling), keys, token_ids)
+    return jnp.where(sampling.greedy[:, None], argmax(logits), drawn)
 
 
 @flax.struct.dataclass
@@ -181,19 +193,14 @@ def log_probs(logits: Float[Array, "B T V"], token_ids: Int[Array, "B T"]) -> Lo
     return LogProbs(chosen, best, best_ids)
 
 
-# The uses of a position's random numbers: the last axis of `uniforms`.
-TARGET, ACCEPT, DRAFT = 0, 1, 2
+def draw_keys(sampling: RowSampling, index: Int[Array, "B T"]) -> UInt32[Array, "B T 2"]:
+    """Make keys of draws that depend only on (seed, request index, token index).
 
-
-def uniforms(sampling: RowSampling, index: Int[Array, "B T"]) -> Float[Array, "B T 3"]:
-    """Make uniform numbers in [0, 1) that depend only on (seed, request index, token index).
-
-    So a row's randomness does not depend on other rows, its slot, K, or the length of steps. If a step drafts a token
-    index and does not reach it, the next step uses the same numbers again: no emitted token depended on them.
+    So a row's randomness does not depend on other rows, its slot, K, or the length of steps.
     """
 
     def one(seed: jax.Array, request: jax.Array, token_index: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), request), token_index)
-        return jax.random.uniform(key, (3,), jnp.float32)
+        return jax.random.key_data(key)
 
     return jax.vmap(jax.vmap(one, (None, None, 0)))(sampling.seed, sampling.index, index)

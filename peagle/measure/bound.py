@@ -78,9 +78,9 @@ def _row(sampling: SamplingParams) -> RowSampling:
 
 
 def _with_logits(drafter: Drafter) -> Drafter:
-    if not hasattr(drafter, "deterministic"):
+    if not hasattr(drafter, "with_logits"):
         return drafter
-    changed: Drafter = drafter.replace(deterministic=False)  # type: ignore[attr-defined]
+    changed: Drafter = drafter.replace(with_logits=True)  # type: ignore[attr-defined]
     return changed
 
 

@@ -1,7 +1,12 @@
 """The values that pass between the engine, a target and a drafter. In the leaf, so that all three can import them."""
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import flax.struct
 import jax
+
+from peagle.ops.likeliest import argmax
 
 
 @flax.struct.dataclass
@@ -26,11 +31,21 @@ class DrafterInput:
     first_position: jax.Array  # [B] int32; negative: the row is inactive
 
 
+# Chooses the indices [B, n] of drafts first .. first + n - 1 from logits [B, n, U]. token_ids [U]: the target's ids of
+# the logits' tokens; None: 0, 1, 2, ... NO_TOKEN where the logits are not finite.
+Choose: TypeAlias = Callable[[jax.Array, jax.Array | None, int], jax.Array]
+
+
+def likeliest_of(logits: jax.Array, token_ids: jax.Array | None, first: int) -> jax.Array:  # noqa: ARG001
+    """Choose the likeliest drafts (`Choose`)."""
+    return argmax(logits)
+
+
 @flax.struct.dataclass
 class DraftOutput:
-    """K proposed tokens, the drafter's argmax, with its logits, if it has any.
+    """K proposed tokens, with logits over the target's vocabulary if the drafter was told to return them.
 
-    logits is over the target's vocabulary; tokens that the drafter cannot propose are at -inf or a very large negative.
+    Tokens that the drafter cannot propose are at -inf or a very large negative.
     """
 
     token_ids: jax.Array  # [B, K] int32

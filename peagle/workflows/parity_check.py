@@ -230,7 +230,7 @@ def against_reference(
         texts[0],
         **{name: getattr(texts[0], name)[: settings.reference_steps] for name in ("places", "drafts", "num_accepted")},
     )
-    loud = dataclasses.replace(model, deterministic=False) if isinstance(model, PEagle) else model
+    loud = dataclasses.replace(model, with_logits=True) if isinstance(model, PEagle) else model
     ours = replay(loud, text, k)
     same, cosine, largest = [], 1.0, 0.0
     for step, place in enumerate(text.places):

@@ -184,8 +184,8 @@ def random_params(config: DrafterConfig, seed: int = 0) -> DrafterParams:
     return params.replace(draft_to_target=jnp.asarray(np.sort(kept), jnp.int32))
 
 
-def drafter(name: str, deterministic: bool = True) -> PEagle:
-    return PEagle(random_params(CONFIGS[name]), CONFIGS[name], deterministic)
+def drafter(name: str, with_logits: bool = False) -> PEagle:
+    return PEagle(random_params(CONFIGS[name]), CONFIGS[name], with_logits)
 
 
 def eagle3(name: str) -> Eagle3:

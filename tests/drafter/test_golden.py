@@ -47,7 +47,7 @@ def test_a_cached_step_and_the_reference_give_their_logits(name: str) -> None:
     token_ids = np.concatenate([[0], golden["step_token_ids"][:context]]).astype(np.int32)
     aux_hidden, expected = golden["step_aux_hidden"][:context], golden["step_logits"][context - 1 :]
 
-    peagle = PEagle(params, config, deterministic=False)
+    peagle = PEagle(params, config, with_logits=True)
     state = peagle.init_state(1, 32, num_drafts)
     prompt, aux = jnp.asarray(token_ids[None, : prefilled + 1]), jnp.asarray(aux_hidden[None, : prefilled + 1])
     state = prefill(peagle, state, prompt, jnp.asarray([prefilled + 1]), aux)

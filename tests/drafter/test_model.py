@@ -66,7 +66,7 @@ def test_the_rows_hold_everything_for_every_count(num_drafts: int) -> None:
 @pytest.mark.parametrize("name", [ONE, TWO])
 def test_cached_steps_equal_one_uncached_pass_under_the_group_causal_mask(name: str) -> None:
     """All anchors and depths of a text in one pass, in shuffled order, give the logits of the steps in turn."""
-    peagle = drafter(name, deterministic=False)
+    peagle = drafter(name, with_logits=True)
     text = random_text(peagle.config, 4)
     anchors = [p for p in range(13) for _ in range(K)]
     depths = [d for _ in range(13) for d in range(K)]
@@ -96,7 +96,7 @@ def test_cached_steps_equal_one_uncached_pass_under_the_group_causal_mask(name: 
 def test_every_draft_sees_the_whole_context() -> None:
     """A drafter that attends to its last rows only fails: each token and each aux_hidden moves every draft's logits,
     and prompts that differ early draft different tokens."""
-    peagle = drafter(TWO, deterministic=False)
+    peagle = drafter(TWO, with_logits=True)
     text = random_text(peagle.config, 5)
     last = 8  # the anchor: rows 0..5 by prefill, 6..8 in the step
 
@@ -128,7 +128,7 @@ def test_every_draft_sees_the_whole_context() -> None:
 
 def test_after_a_rollback_all_is_as_if_nothing_had_been_drafted() -> None:
     """Steps with all, some or none of the drafts accepted leave logits and caches as one prefill of the text does."""
-    peagle = drafter(FOUR, deterministic=False)
+    peagle = drafter(FOUR, with_logits=True)
     text = random_text(peagle.config, 6)
     state = prompt_state(peagle, [text], [5], K)
     first, num = 4, 1
@@ -148,7 +148,7 @@ def test_after_a_rollback_all_is_as_if_nothing_had_been_drafted() -> None:
 def test_padding_and_dead_entries_reach_no_result() -> None:
     """Input rows beyond num, prompt rows beyond the length and cache entries beyond the committed rows are garbage
     here, once mild and once wild, and so is the index before the first row; the results' bits are the same."""
-    peagle = drafter(TWO, deterministic=False)
+    peagle = drafter(TWO, with_logits=True)
     text = random_text(peagle.config, 7)
 
     def run(garbage: float, token: int) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -176,7 +176,7 @@ def test_padding_and_dead_entries_reach_no_result() -> None:
 
 def test_the_state_has_room_for_the_widest_write() -> None:
     """At a full target (length = capacity) a step equals the same step with room to spare."""
-    peagle = drafter(ONE, deterministic=False)
+    peagle = drafter(ONE, with_logits=True)
     text = random_text(peagle.config, 8)
     capacity = 15
     tight = prompt_state(peagle, [text], [capacity], K, capacity=capacity)
@@ -188,7 +188,7 @@ def test_the_state_has_room_for_the_widest_write() -> None:
 
 
 def test_rows_of_a_batch_are_independent_and_inactive_ones_write_nothing() -> None:
-    peagle = drafter(ONE, deterministic=False)
+    peagle = drafter(ONE, with_logits=True)
     texts = [random_text(peagle.config, seed) for seed in (9, 10, 11)]
     lengths = [4, 11, 7]
     state = prompt_state(peagle, texts, lengths, K)
@@ -209,7 +209,7 @@ def test_rows_of_a_batch_are_independent_and_inactive_ones_write_nothing() -> No
 
 
 def test_a_prompt_of_one_token_has_no_row_yet() -> None:
-    peagle = drafter(ONE, deterministic=False)
+    peagle = drafter(ONE, with_logits=True)
     text = random_text(peagle.config, 12)
     state = prompt_state(peagle, [text], [1], K)
     assert not any(pool.any() for pool in jax.tree.leaves(state.pages))
@@ -246,7 +246,7 @@ def test_segments_and_padding_rows_do_not_see_one_another() -> None:
 @pytest.mark.parametrize("name", [ONE, TWO, FOUR])
 def test_every_parameter_counts(name: str) -> None:
     """Moving any one tensor moves the drafts' logits: every one is read."""
-    peagle = drafter(name, deterministic=False)
+    peagle = drafter(name, with_logits=True)
     text = random_text(peagle.config, 16)
 
     def logits(params) -> np.ndarray:
@@ -265,7 +265,7 @@ def test_every_parameter_counts(name: str) -> None:
 
 
 def test_a_reduced_vocabulary_reaches_the_targets_ids() -> None:
-    peagle = drafter(ONE, deterministic=False)
+    peagle = drafter(ONE, with_logits=True)
     text = random_text(peagle.config, 17)
     state = prompt_state(peagle, [text], [6], K)
     fresh = stack_fresh([text], [5], [1], K)
@@ -282,14 +282,14 @@ def test_a_reduced_vocabulary_reaches_the_targets_ids() -> None:
     assert (np.delete(full, ids, axis=-1) == MASKED).all()
     assert np.exp(np.float32(MASKED) - full.max()) == 0
     assert draft.token_ids.tolist() == full.argmax(-1).tolist()
-    certain, _ = propose(peagle.replace(deterministic=True), state, fresh, num_drafts=K)
+    certain, _ = propose(peagle.replace(with_logits=False), state, fresh, num_drafts=K)
     assert certain.logits is None
     assert certain.token_ids.tolist() == draft.token_ids.tolist()
 
 
 def test_bfloat16_drafts_and_one_trace_serve_every_count() -> None:
     """Strict promotion holds with bfloat16 parameters and float32 aux_hidden; no retrace for another C or position."""
-    peagle = drafter(TWO, deterministic=False)
+    peagle = drafter(TWO, with_logits=True)
     narrow = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf).astype(jnp.bfloat16)), peagle.params)
     half = peagle.replace(params=narrow)
     text = random_text(peagle.config, 18)
@@ -322,7 +322,7 @@ def test_drafts_are_at_least_one() -> None:
 @pytest.mark.parametrize("name", [ONE, TWO, FOUR])
 def test_rows_may_come_late_and_together(name: str) -> None:
     """Input rows fed in one pass, wider than a step's, give the drafts of feeding them step by step."""
-    peagle = drafter(name, deterministic=False)
+    peagle = drafter(name, with_logits=True)
     text = random_text(peagle.config, 20)
     state = prompt_state(peagle, [text], [6], K)
     for first, num in ((5, 1), (6, 2), (8, 3), (11, 1)):

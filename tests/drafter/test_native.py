@@ -42,7 +42,7 @@ NUM_DRAFTS = {ONE: 8, TWO: 5}  # the same ones throughout, since every other one
 def load(directory: Path, form: Implementation, dtype: Any = jnp.float32, **shared: Any) -> PEagle:
     params, config = load_drafter(directory, dtype, implementation=form, **shared)
     assert params.implementation == form
-    return PEagle(params, config, deterministic=False)
+    return PEagle(params, config, with_logits=True)
 
 
 def steps(peagle: PEagle, num_drafts: int) -> list[DraftOutput]:

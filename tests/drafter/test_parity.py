@@ -30,7 +30,7 @@ from tests.paging import entries
 )
 def test_a_run_of_steps_gives_the_references_drafts(name: str, num_drafts: int) -> None:
     """Two rows of different length; per step none, some and all of K drafts are accepted."""
-    peagle = drafter(name, deterministic=False)
+    peagle = drafter(name, with_logits=True)
     config, tensors = peagle.config, to_tensors(peagle.params, peagle.config)
     some = num_drafts // 2
     accepted = [(0, num_drafts), (num_drafts, some), (some, 0), (0, some), (num_drafts, num_drafts), (0, 0)]

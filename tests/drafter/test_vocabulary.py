@@ -42,7 +42,7 @@ K = 3
 @pytest.mark.parametrize("name", [ONE, TWO])
 def test_kept_tokens_have_the_logits_they_had(name: str) -> None:
     """From a full vocabulary and from a reduced one."""
-    full = drafter(name, deterministic=False)
+    full = drafter(name, with_logits=True)
     ids = np.arange(full.config.vocab_size) if full.params.draft_to_target is None else full.params.draft_to_target
     wanted = tuple(int(token) for token in np.random.default_rng(0).permutation(full.config.vocab_size)[:9])
     params, config = narrow(full.params, full.config, DraftVocab(wanted, "a test"))
@@ -51,7 +51,7 @@ def test_kept_tokens_have_the_logits_they_had(name: str) -> None:
     text = random_text(full.config, 3)
     fresh = stack_fresh([text], [5], [1], K)
     logits = {}
-    for which, peagle in (("full", full), ("narrow", PEagle(params, config, deterministic=False))):
+    for which, peagle in (("full", full), ("narrow", PEagle(params, config, with_logits=True))):
         draft, _ = propose(peagle, prompt_state(peagle, [text], [6], K), fresh, num_drafts=K)
         logits[which] = logits_of(draft)[0]
         assert logits[which].shape == (K, full.config.vocab_size)
@@ -109,7 +109,7 @@ def test_drafts_come_from_the_narrowed_vocabulary() -> None:
     """With one token left, every draft is that token."""
     full = drafter(TWO)
     params, config = narrow(full.params, full.config, DraftVocab((11,), "a test"))
-    peagle = PEagle(params, config, deterministic=False)
+    peagle = PEagle(params, config, with_logits=True)
     text = random_text(full.config, 4)
     draft, _ = propose(peagle, prompt_state(peagle, [text], [6], K), stack_fresh([text], [5], [1], K), num_drafts=K)
     assert jnp.unique(draft.token_ids).tolist() == [11]

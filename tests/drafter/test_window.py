@@ -48,7 +48,7 @@ absorb, absorb_exactly = jax.jit(_absorb), jax.jit(_absorb, compiler_options=AS_
 def load(directory: Path, name: str, kernels: Any) -> PEagle | Eagle3:
     save_drafter(directory / "drafter", random_params(CONFIGS[name]), CONFIGS[name])
     drafter = drafter_of(*load_drafter(directory / "drafter", implementation=kernels))
-    return drafter.replace(deterministic=False) if isinstance(drafter, PEagle) else drafter
+    return drafter.replace(with_logits=True) if isinstance(drafter, PEagle) else drafter
 
 
 def texts_of(config: DrafterConfig) -> list[Text]:

@@ -265,7 +265,7 @@ def test_a_drafters_head_is_cut_by_vocabulary_and_gathered_once(kernels: Kernels
     inputs = DRAFTER.hidden_size
     rows = np.random.default_rng(5).normal(size=(101, inputs)).astype(np.float32)
     params = random_params(DRAFTER).replace(lm_head=arrange(rows, np.float32, kernels))
-    drafter, (mesh,) = PEagle(params, DRAFTER, deterministic=False), make_meshes(TP4)
+    drafter, (mesh,) = PEagle(params, DRAFTER, with_logits=True), make_meshes(TP4)
     split = loading.drafter_over(drafter, mesh)
     assert isinstance(split, PEagle)
     head = split.params.lm_head

@@ -15,7 +15,7 @@ from peagle.engine.engine import Engine
 from peagle.engine.request import Request, StepRecord
 from peagle.engine.state import check_integrity
 from peagle.ops.attention import CacheGroup, PagedCache, group_layers
-from peagle.ops.messages import DrafterInput, DraftOutput, VerifyOutput
+from peagle.ops.messages import Choose, DrafterInput, DraftOutput, VerifyOutput, likeliest_of
 from peagle.ops.rope import RopeConfig, Yarn
 from target.config import FULL, SLIDING, TargetConfig
 from target.model import GptOss
@@ -109,7 +109,12 @@ class Scripted(WithoutMemory):
         return self.script[:batch] + 0  # the state is donated
 
     def propose(
-        self, state: jax.Array, fresh: DrafterInput, widths: jax.Array, num_drafts: int
+        self,
+        state: jax.Array,
+        fresh: DrafterInput,
+        widths: jax.Array,
+        num_drafts: int,
+        choose: Choose = likeliest_of,
     ) -> tuple[DraftOutput, jax.Array]:
         index = (fresh.first_position + fresh.num + 1)[:, None] + jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
         return DraftOutput(jnp.take_along_axis(state, jnp.clip(index, 0, state.shape[1] - 1), axis=1)), state
@@ -163,10 +168,12 @@ class FixedLogits(WithoutMemory):
 
     logits: jax.Array
 
-    def propose(self, state: Any, fresh: DrafterInput, widths: jax.Array, num_drafts: int) -> tuple[DraftOutput, Any]:
+    def propose(
+        self, state: Any, fresh: DrafterInput, widths: jax.Array, num_drafts: int, choose: Choose = likeliest_of
+    ) -> tuple[DraftOutput, Any]:
         batch = fresh.num.shape[0]
         logits = jnp.broadcast_to(self.logits[None], (batch, *self.logits.shape))
-        return DraftOutput(jnp.argmax(logits, axis=-1).astype(jnp.int32), logits), state
+        return DraftOutput(choose(logits, None, 0), logits), state
 
 
 def check_whole(engine: Engine) -> None:

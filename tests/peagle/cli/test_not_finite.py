@@ -17,8 +17,7 @@ from peagle.config import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request, SamplingParams
 from peagle.ops.errors import InputError
-from peagle.ops.likeliest import argmax
-from peagle.ops.messages import DrafterInput, DraftOutput
+from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
 from peagle.protocols import Drafter
 from tests.peagle.conftest import toy_pair
 from tests.peagle.toys import FixedLogits, MarkovTarget, Scripted, decode
@@ -75,7 +74,7 @@ def until_refused(engine: Engine, *requests: Request) -> tuple[list[list[int]], 
         (None, 0, GREEDY, {}),
         (None, 0, SAMPLED, {}),
         (scripted(), 3, GREEDY, {}),
-        (FixedLogits(jnp.zeros((3, VOCAB_SIZE))), 3, SAMPLED, {"draft_sampling": True}),
+        (FixedLogits(jnp.zeros((3, VOCAB_SIZE))), 3, SAMPLED, {}),
         (Scripted(jnp.arange(64, dtype=jnp.int32)[None] + 2), 3, GREEDY, {"synthetic_acceptance": (1.0, 1.0, 1.0)}),
     ],
     ids=["plain", "sampled", "greedy", "sampled drafts", "synthetic"],
@@ -173,18 +172,20 @@ def test_it_ends_one_request_and_those_beside_it_go_on(k: int) -> None:
 class Broken(FixedLogits):
     """A drafter that takes the likeliest token as a drafter with weights does."""
 
-    def propose(self, state: None, fresh: DrafterInput, widths: jax.Array, num_drafts: int) -> tuple[DraftOutput, None]:
+    def propose(
+        self, state: None, fresh: DrafterInput, widths: jax.Array, num_drafts: int, choose: Choose = likeliest_of
+    ) -> tuple[DraftOutput, None]:
         draft, state = super().propose(state, fresh, widths, num_drafts)
         assert draft.logits is not None
-        return DraftOutput(argmax(jax.lax.optimization_barrier(draft.logits)), draft.logits), state
+        return DraftOutput(choose(jax.lax.optimization_barrier(draft.logits), None, 0), draft.logits), state
 
 
-@pytest.mark.parametrize(("sampling", "draft_sampling"), [(GREEDY, False), (SAMPLED, False), (SAMPLED, True)])
-def test_a_drafters_outputs_are_looked_at_as_well(sampling: SamplingParams, draft_sampling: bool) -> None:
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_a_drafters_outputs_are_looked_at_as_well(sampling: SamplingParams) -> None:
     """It would cost no token, but all the speed, without a word."""
     logits = np.zeros((3, VOCAB_SIZE), np.float32)
     logits[1, 4] = np.nan
-    speculation = engine(counting(), Broken(jnp.asarray(logits)), 3, draft_sampling=draft_sampling)
+    speculation = engine(counting(), Broken(jnp.asarray(logits)), 3)
     tokens, error = until_refused(speculation, ask((2,), sampling=sampling))
     assert tokens[0] == [3]
     assert error.startswith("the drafter's logits for token 1 of the answer to prompt 0 are not finite; expected")

@@ -178,7 +178,7 @@ def test_sampled_drafts_give_the_targets_frequencies() -> None:
         remaining=zeros + 100,
         sampling=RowSampling(ones, zeros, ones, 0 * ones, zeros, jnp.arange(rows, dtype=jnp.int32)),
     )
-    kind = StepKind(2, sampled=True, draft_sampling=True)
+    kind = StepKind(2, sampled=True)
     # so many rows take ten times as long in a program that is compiled quickly
     run_step = jax.jit(
         lambda state: step(target, drafter, state, zeros + 2, jnp.float32(0), kind), compiler_options=AS_FOR_USERS

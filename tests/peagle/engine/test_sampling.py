@@ -3,27 +3,22 @@
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from peagle.config import EngineConfig
 from peagle.engine import sampling as functions
-from peagle.engine.engine import Engine
-from peagle.engine.request import GREEDY_BELOW, HOTTEST, LARGEST_SEED, SMALLEST_SEED, Request, SamplingParams, fold_seed
-from peagle.engine.sampling import BLOCK
+from peagle.engine.request import GREEDY_BELOW, HOTTEST, LARGEST_SEED, SMALLEST_SEED, SamplingParams, fold_seed
 from peagle.ops.errors import InputError
 from peagle.ops.likeliest import NO_TOKEN
 from tests.peagle.engine.rows import defined, rows_of
-from tests.peagle.toys import FixedLogits, MarkovTarget
 
 draw = jax.jit(functions.draw)
 probabilities = jax.jit(functions.probabilities)
 choose = jax.jit(functions.choose)
-uniforms = jax.jit(functions.uniforms)
+draw_keys, uniform = jax.jit(functions.draw_keys), jax.jit(functions.uniform)
 
 SIDE_BY_SIDE = [
     SamplingParams(1.3),
@@ -111,18 +106,17 @@ def test_all_that_may_be_asked_for_gives_probabilities(logits: np.ndarray) -> No
 
 @pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-12, 1e-9, float(np.nextafter(GREEDY_BELOW, 0))])
 def test_below_a_threshold_it_is_greedy(temperature: float) -> None:
-    """Beside sampled rows, too, although its uniform number would draw another token."""
+    """Beside sampled rows, too, although its key would draw another token."""
     sampling = SamplingParams(temperature, top_k=3, top_p=0.9)
     assert sampling.greedy
     rows = rows_of([sampling, SamplingParams(1.0)])
     assert rows.greedy.tolist() == [True, False]
     logits = np.tile(np.array([1.0, 20.0, 20.0, 19.0], np.float32), (2, 1, 1))
     assert choose(logits, rows, None)[:, 0].tolist() == [1, 1]
-    assert choose(logits, rows, np.full((2, 1), 0.8, np.float32))[:, 0].tolist() == [1, 2]
-    table = jnp.zeros((3, 3))
-    engine = Engine(MarkovTarget(table), FixedLogits(table), EngineConfig(2, draft_sampling=True))
-    with pytest.raises(InputError, match="draft sampling needs a temperature of 1e-05 or more"):
-        engine.add(Request((0,), 1, sampling))
+    keys = draw_keys(rows_of([SamplingParams(1.0)]), np.arange(64, dtype=np.int32)[None])[0, :, None]
+    tokens = [choose(logits, rows, np.broadcast_to(key, (2, 1, 2)))[:, 0].tolist() for key in np.asarray(keys)]
+    assert {token for token, _ in tokens} == {1}
+    assert {token for _, token in tokens} >= {1, 2}
 
 
 def test_at_the_threshold_only_what_float32_tells_apart_matters() -> None:
@@ -177,56 +171,107 @@ def test_a_seed_of_31_bits_is_itself_on_the_device_and_a_larger_one_is_folded_fo
     assert np.asarray(rows.seed).tolist() == [*folded.values()]
 
 
-@pytest.mark.parametrize("uniform", [None, 0.5])
-def test_no_token_is_chosen_where_logits_are_not_finite(uniform: float | None) -> None:
+@pytest.mark.parametrize("drawn", [False, True])
+def test_no_token_is_chosen_where_logits_are_not_finite(drawn: bool) -> None:
     """In whatever row; the other positions of the row and the other rows choose theirs."""
     nan, infinite = float("nan"), float("inf")
     logits = [[0, 1, 2, 3], [0, nan, 2, 3], [-nan, 1, 2, 3], [0, 1, infinite, 3], [-infinite] * 4, [nan] * 4]
     asked = [SamplingParams(), SamplingParams(0.7), SamplingParams(0.7, top_k=2), SamplingParams(0.7, top_p=0.5)]
     asked += [SamplingParams(0.7, min_p=0.5), SamplingParams(0.7, 3, 0.9, 0.1)]
-    given = None if uniform is None else np.full((len(asked), len(logits)), uniform, np.float32)
+    given = np.random.default_rng(0).integers(0, 2**32, (len(asked), len(logits), 2), np.uint32) if drawn else None
     chosen = np.asarray(choose(np.tile(np.array(logits, np.float32), (len(asked), 1, 1)), rows_of(asked), given))
     assert (chosen[:, 0] >= 0).all()
     np.testing.assert_array_equal(chosen[:, 1:], NO_TOKEN)
 
 
-@pytest.mark.parametrize("vocab_size", [1, 3, BLOCK - 1, BLOCK, 3 * BLOCK + 5])
-def test_a_draw_is_the_token_whose_interval_holds_the_point(vocab_size: int) -> None:
-    rng = np.random.default_rng(vocab_size)
-    weights = (rng.integers(0, 3, vocab_size) * rng.integers(0, 2, vocab_size)).astype(np.float32)  # sums are exact
-    weights[vocab_size // 2] = 1
-    ends = np.cumsum(weights)
-    points = np.unique(np.concatenate([ends, ends - 0.5, [0.0]]))
-    points = points[(points >= 0) & (points < ends[-1])]
-    uniform = (points / ends[-1]).astype(np.float32)
-    exact = uniform * ends[-1] == points  # the quotient may be rounded
-    assert exact.any()
-    found = draw(jnp.broadcast_to(jnp.asarray(weights), (len(points), vocab_size)), jnp.asarray(uniform))
-    np.testing.assert_array_equal(np.asarray(found)[exact], np.searchsorted(ends, points, side="right")[exact])
-    assert (weights[np.asarray(found)] > 0).all()
+NUMBER = 60_000  # draws
 
 
-def test_no_uniform_number_draws_what_weighs_nothing() -> None:
-    rng = np.random.default_rng(0)
-    weights = rng.random((4000, 2 * BLOCK)).astype(np.float32) ** 8
-    weights[:, rng.random(2 * BLOCK) < 0.7] = 0
-    uniform = np.concatenate([rng.random(3998), [0.0, np.nextafter(np.float32(1), np.float32(0))]]).astype(np.float32)
-    found = np.asarray(draw(jnp.asarray(weights), jnp.asarray(uniform)))
-    assert (weights[np.arange(4000), found] > 0).all()
-    shares = np.bincount(found, minlength=2 * BLOCK)
-    expected = (weights.astype(np.float64) / weights.sum(-1, keepdims=True, dtype=np.float64)).sum(0)
-    assert ((shares - expected) ** 2 / np.maximum(expected, 1e-9))[expected > 0].sum() < 450  # 300 degrees of freedom
+def keys_of(number: int, seed: int = 0) -> jax.Array:
+    """[1, number, 2]: the keys of neighbouring tokens of a request."""
+    return draw_keys(rows_of([SamplingParams(1.0, seed=seed)]), np.arange(number, dtype=np.int32)[None])
 
 
-def test_random_numbers_are_those_of_seed_request_and_token_alone() -> None:
+def drawn_from(weights: np.ndarray, keys: jax.Array, token_ids: np.ndarray | None = None) -> np.ndarray:
+    whole = np.broadcast_to(weights.astype(np.float32), (1, keys.shape[1], len(weights)))
+    return np.asarray(draw(whole, keys, token_ids))[0]
+
+
+def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
+    return float(((counts - expected) ** 2 / np.maximum(expected, 1e-9))[expected > 0].sum())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_draws_have_the_law_of_their_weights_and_neighbours_are_independent(seed: int) -> None:
+    """Weights from 1 down to 1e-4, some of them 0; they need not be normalised."""
+    weights = np.random.default_rng(seed).permutation([1.0, 0.5, 0.3, 0.1, 0.1, 0.03, 1e-2, 1e-3, 1e-4, 0, 0, 0]) * 7
+    p, drawn = weights / weights.sum(), drawn_from(weights, keys_of(NUMBER, seed))
+    assert chi_square(np.bincount(drawn, minlength=12), NUMBER * p) < 27.9  # 8 degrees of freedom: P < 5e-4
+    pairs = np.bincount(drawn[:-1] * 12 + drawn[1:], minlength=144)
+    some = np.outer(p, p).ravel() * NUMBER > 5
+    assert chi_square(pairs[some], np.outer(p, p).ravel()[some] * NUMBER) < some.sum() + 4 * np.sqrt(2 * some.sum())
+
+
+def test_rare_tokens_of_a_large_vocabulary_are_drawn_as_often_as_they_weigh() -> None:
+    """Half of the mass lies on 100,000 tokens of 5e-6 each: the draws of 400 keys are half of these, all different."""
+    weights = np.full((100_001,), 5e-6)
+    weights[0] = 0.5
+    drawn = np.concatenate([drawn_from(weights, keys_of(400)[:, begin : begin + 40]) for begin in range(0, 400, 40)])
+    rare = drawn[drawn > 0]
+    assert 160 < len(rare) < 240  # 4 standard deviations
+    assert len(np.unique(rare)) >= len(rare) - 3
+    assert 30 < (rare < 50_000).sum() / len(rare) * 100 < 70
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_laws_agree_on_one_key_as_often_as_the_race_says(seed: int) -> None:
+    """With chance sum over i of 1 / sum over j of max(p_j / p_i, q_j / q_i), between (1 - d) / (1 + d) and 1 - d."""
+    rng, keys = np.random.default_rng(seed), keys_of(NUMBER, seed)
+    p, q = rng.dirichlet(np.full(6, 0.7), 2)
+    agree = (drawn_from(p, keys) == drawn_from(q, keys)).mean()
+    expected = sum(1 / np.maximum(p / p[i], q / q[i]).sum() for i in range(6))
+    assert abs(agree - expected) < 4.5 * np.sqrt(expected * (1 - expected) / NUMBER)
+    distance = np.abs(p - q).sum() / 2
+    assert (1 - distance) / (1 + distance) <= expected <= 1 - distance
+    assert (drawn_from(p, keys) == drawn_from(p * 3, keys)).mean() > 0.9999  # but for ties
+
+
+def test_a_part_of_the_vocabulary_draws_by_the_ids_of_its_tokens() -> None:
+    """So a drafter of fewer tokens agrees with the target where it has the token."""
+    p, ids = np.array([0.1, 0.4, 0.2, 0.3]), np.array([1, 3], np.int32)
+    keys = keys_of(2000)
+    whole, part = drawn_from(p, keys), ids[drawn_from(p[ids], keys, ids)]
+    shared = np.isin(whole, ids)
+    np.testing.assert_array_equal(part[shared], whole[shared])
+    assert {0, 2} <= set(whole[~shared])
+
+
+def test_no_key_draws_what_weighs_nothing() -> None:
+    weights = np.zeros((5,))
+    assert set(drawn_from(weights, keys_of(100))) == {NO_TOKEN}
+    weights[3] = 1e-30
+    assert set(drawn_from(weights, keys_of(100))) == {3}
+    weights[2] = np.nan
+    assert set(drawn_from(weights, keys_of(100))) == {NO_TOKEN}
+
+
+def test_keys_are_those_of_seed_request_and_token_alone() -> None:
     """They do not depend on slot, other rows or place in the pass, and no two are equal."""
     asked = [SamplingParams(0.5, seed=7), SamplingParams(0.0, seed=7), SamplingParams(1.0, 3, 0.5, seed=LARGEST_SEED)]
     rows = rows_of(asked)  # of requests 0, 1 and 2
     tokens = np.array([[5, 6, 7]] * 3, np.int32)
-    found = np.asarray(uniforms(rows, tokens))
-    assert ((found >= 0) & (found < 1)).all()
-    assert len(np.unique(found)) == found.size
+    found = np.asarray(draw_keys(rows, tokens))
+    assert len(np.unique(found.reshape(-1, 2), axis=0)) == 9
     turned = jax.tree.map(lambda leaf: leaf[::-1], rows)
-    np.testing.assert_array_equal(uniforms(turned, tokens[:, ::-1].copy()), found[::-1, ::-1])
+    np.testing.assert_array_equal(draw_keys(turned, tokens[:, ::-1].copy()), found[::-1, ::-1])
     others = rows_of([SamplingParams(2.0, 1, 0.1, 0.9, seed=7)])
-    np.testing.assert_array_equal(uniforms(others, tokens[:1, 1:2])[0, 0], found[0, 1])
+    np.testing.assert_array_equal(draw_keys(others, tokens[:1, 1:2])[0, 0], found[0, 1])
+
+
+def test_uniform_numbers_of_keys_fill_the_interval_whatever_is_drawn() -> None:
+    keys = keys_of(NUMBER)
+    numbers = np.asarray(uniform(keys))[0]
+    assert ((numbers >= 0) & (numbers < 1)).all()
+    drawn = drawn_from(np.array([0.5, 0.5]), keys)
+    for part in (numbers, numbers[drawn == 0], numbers[1:][drawn[:-1] == 0]):
+        assert chi_square(np.histogram(part, 10, (0, 1))[0], np.full(10, len(part) / 10)) < 29.7  # P < 5e-4

@@ -21,7 +21,7 @@ from peagle.cli import main
 from peagle.loading import DEMO_DIRECTORY, HELD_OUT
 from peagle.ops.attention import PagedCache, Pages
 from peagle.ops.checkpoint import read_checkpoint
-from peagle.ops.messages import DrafterInput, DraftOutput
+from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
 from peagle.text.prompt_files import read_prompt_file
 from peagle.workflows.hf_reference import Layers, layer_by_layer
 from peagle.workflows.parity import Reading, Text, accepted, causes, compare, replay
@@ -220,10 +220,10 @@ class Blind(PEagle):
     """Forgets everything before the tokens committed last."""
 
     def propose(
-        self, state: PagedCache, fresh: DrafterInput, widths: jax.Array, num_drafts: int
+        self, state: PagedCache, fresh: DrafterInput, widths: jax.Array, num_drafts: int, choose: Choose = likeliest_of
     ) -> tuple[DraftOutput, PagedCache]:
         empty = PagedCache(jax.tree.map(jnp.zeros_like, state.pages), state.tables)
-        return PEagle.propose(self, empty, fresh, widths, num_drafts)
+        return PEagle.propose(self, empty, fresh, widths, num_drafts, choose)
 
 
 @flax.struct.dataclass
@@ -240,11 +240,11 @@ class TooFarBack(PEagle):
         return put_lost(state, jnp.where(jnp.any(positions == 0, axis=1), 0, lost_rows(state)))
 
     def propose(
-        self, state: PagedCache, fresh: DrafterInput, widths: jax.Array, num_drafts: int
+        self, state: PagedCache, fresh: DrafterInput, widths: jax.Array, num_drafts: int, choose: Choose = likeliest_of
     ) -> tuple[DraftOutput, PagedCache]:
         lost = jnp.minimum(lost_rows(state), jnp.maximum(fresh.first_position, 0))
         behind = fresh.replace(first_position=fresh.first_position - lost)  # type: ignore[attr-defined]
-        draft, state = PEagle.propose(self, state, behind, widths, num_drafts)
+        draft, state = PEagle.propose(self, state, behind, widths, num_drafts, choose)
         return draft, put_lost(state, lost + num_drafts - 1)
 
 

@@ -348,8 +348,9 @@ def test_the_baseline_proposes_in_turn_and_changes_no_token(
     assert [result.output_ids for result in adaptive] == outputs
     widths = [len(step.draft_token_ids) for result in adaptive for step in result.steps]
     assert set(widths) == {0, 2}
-    with pytest.raises(InputError, match="no probabilities to sample drafts from"):
-        speculative.generate(PROMPTS[0], num_speculative_tokens=2, temperature=1.0, draft_sampling=True)
+    sampled = {"temperature": 1.0, "max_new_tokens": 12, "seed": 5}
+    drawn = speculative.generate(PROMPTS[0], num_speculative_tokens=2, **sampled)  # each draft is drawn after the last
+    assert drawn.output_ids == speculative.generate(PROMPTS[0], num_speculative_tokens=0, **sampled).output_ids
     code, said = run("info", directories.target, out / "drafter")
     assert code == 0, said
 
