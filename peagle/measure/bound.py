@@ -7,7 +7,8 @@ acceptance, as long as the output stays the target's own,
     a draft that is drawn from q is accepted with probability sum min(p, q) at most           sampled drafts
     no one-hot draft is accepted with a higher probability than max p                         the best guess
 
-(arXiv 2211.17192: the rule of `peagle.engine.accept` reaches the first two.) So 1 - max p is the target's own
+(arXiv 2211.17192. Sampled drafts of `peagle.engine.accept`, drawn by the target's own noise, reach between
+o / (2 - o) and o = sum min(p, q).) So 1 - max p is the target's own
 uncertainty, and only what lies between a drafter's one-hot figure and max p can be trained away. The figures are
 recomputed by teacher forcing, at the places whose draft a step verified after it had accepted all before: where
 acceptance is counted.

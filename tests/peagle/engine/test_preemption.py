@@ -66,7 +66,7 @@ def test_requests_with_memory_for_a_third_get_what_they_get_alone(pair: Models, 
         if chunk.steps:
             check_whole(little)
     assert [answers[handle] for handle in handles] == expected
-    assert little.num_preemptions == sum(handle.num_preempted for handle in handles) > 2
+    assert little.num_preemptions == sum(handle.num_preempted for handle in handles) >= 2
     assert any(handle.num_preempted and handle.output_ids for handle in handles)
     use = little.prefix_cache_use
     assert (use is None) == (not kept)

@@ -31,7 +31,7 @@ def test_a_follower_ends_with_the_leaders_bits(kind: str) -> None:
     target = tiny_target(aux_layer_ids=aux_layer_ids)
     drafter = PEagle(random_params(DRAFTER), DRAFTER) if kind == "P-EAGLE" else NGram()
     verbs: list[str] = []
-    follower = Follower(lambda drafts, _: (target, drafter if drafts else None))
+    follower = Follower(lambda drafts: (target, drafter if drafts else None))
 
     def send(message: dict[str, Any]) -> None:
         verbs.append(message.get("verb", "executor"))

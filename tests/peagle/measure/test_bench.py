@@ -157,7 +157,7 @@ def test_all_slots_are_at_work_while_it_is_timed(monkeypatch: pytest.MonkeyPatch
     real = Collector._read_steps
 
     def watched(self: Collector, output: Any, sent: Any, now: float) -> Any:
-        begun.setdefault(self._engine.config.slots, []).append(sum(handle is not None for handle in sent.held))
+        begun.setdefault(self._engine.config.slots, []).append(sum(handle is not None for handle in sent.requests))
         return real(self, output, sent, now)
 
     monkeypatch.setattr(Collector, "_read_steps", watched)
