@@ -80,8 +80,10 @@ class PagePool:
             raise ValueError("group 0 has a window; expected a group that keeps every index")
         self.groups, self.page_size = tuple(groups), page_size
         self.counts = PageCounts()
-        # taken from the end, in ascending order: a prompt then lies in neighbouring pages, which are read faster
-        self._free = [list(reversed(range(group.num_pages))) for group in self.groups]
+        # pages given back; and how many were ever given, in ascending order: a prompt then lies in neighbouring pages,
+        # which are read faster
+        self._returned: list[list[int]] = [[] for _ in self.groups]
+        self._num_given = [0] * len(self.groups)
         self._num_holders: list[collections.Counter[int]] = [collections.Counter() for _ in self.groups]
         # by group, nodes whose page no request holds; the first is evicted first, a parent comes after its children
         self._cached: list[collections.OrderedDict[Node, None]] = [collections.OrderedDict() for _ in self.groups]
@@ -90,7 +92,8 @@ class PagePool:
 
     def num_available(self, group: int) -> int:
         """Count the pages that requests can still be given: free ones, and cached ones, which are then evicted."""
-        return len(self._free[group]) + len(self._cached[group])
+        never_given = self.groups[group].num_pages - self._num_given[group]
+        return len(self._returned[group]) + never_given + len(self._cached[group])
 
     def num_cached(self, group: int) -> int:
         """Count the pages of known content that no request holds."""
@@ -193,7 +196,7 @@ class PagePool:
         """Free all pages of known content that no request holds."""
         for group in reversed(range(len(self.groups))):
             for _ in range(len(self._cached[group])):
-                self._free[group].append(self._take_cached(group))
+                self._returned[group].append(self._take_cached(group))
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a page is not exactly one of free, held and cached, or if a count is wrong."""
@@ -209,7 +212,8 @@ class PagePool:
             assert set(cached) == set(known) - set(holders), (
                 f"group {group}: cached are the known pages that none holds"
             )
-            everything = sorted([*self._free[group], *cached, *holders])
+            never_given = range(self._num_given[group], self.groups[group].num_pages)
+            everything = sorted([*self._returned[group], *never_given, *cached, *holders])
             assert everything == list(range(self.groups[group].num_pages)), f"group {group}: pages are lost or doubled"
             for table in self._tables:
                 for number, page in enumerate(table.pages[group]):
@@ -277,12 +281,17 @@ class PagePool:
             if self._is_known(table, group, number):
                 self._cached[group][table.path[number + 1]] = None
             else:
-                self._free[group].append(page)
+                self._returned[group].append(page)
         table.pages[group][number] = UNMAPPED
 
     def _take(self, group: int) -> int:
         """Return a free page; if there is none, evict the page that was used least recently."""
-        return self._free[group].pop() if self._free[group] else self._take_cached(group)
+        if self._returned[group]:
+            return self._returned[group].pop()
+        if self._num_given[group] < self.groups[group].num_pages:
+            self._num_given[group] += 1
+            return self._num_given[group] - 1
+        return self._take_cached(group)
 
     def _take_cached(self, group: int) -> int:
         """Evict the page that was used least recently, and return it."""
@@ -301,7 +310,7 @@ class PagePool:
         for group, page in enumerate(node.pages):
             if page != UNMAPPED:
                 del self._cached[group][node]
-                self._free[group].append(page)
+                self._returned[group].append(page)
                 self.counts.evicted_pages += 1
 
 
