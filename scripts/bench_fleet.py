@@ -27,13 +27,23 @@ from peagle.cluster.fleet import Fleet, Shape
 from peagle.config import Role
 from peagle.engine.request import Request, StepRecord
 from peagle.loading import load
-from peagle.measure.fleet import HOPS, Arrangement, Arrival, Costs, Lengths, Served, poisson, read_costs, simulate
 from peagle.measure.pages import Block, Table, heading
 from peagle.measure.sweep.figures import estimate_median
 from peagle.measure.sweep.page import estimate_text
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from scripts.fleet_processes import SocketReplicas, started
+from scripts.fleet_sim.simulation import (
+    HOPS,
+    Arrangement,
+    Arrival,
+    Costs,
+    Lengths,
+    Served,
+    poisson,
+    read_costs,
+    simulate,
+)
 from scripts.runs import (
     Json,
     Progress,

@@ -5,9 +5,10 @@
     python -m scripts.simulate_fleet costs.json --prefill 1 --decode 2 --rate 2,4,8 --ttft 1 --tpot 0.05
 
 The first measures this machine's costs, as a JSON file that may be edited; the second computes those of a published
-model on devices by their makers' figures (peagle.workflows.fleet_plan). The third plays requests that arrive as a
-Poisson process, or a file of them, through the engine's scheduler at these costs (peagle.measure.fleet). A table has,
-for each rate, K and arrangement: quantiles of ttft and of itl, tokens a second, and the requests that met both targets.
+model on devices by their makers' figures (scripts.fleet_sim.paper). The third plays requests that arrive as a
+Poisson process, or a file of them, through the engine's scheduler at these costs (scripts.fleet_sim.simulation). For
+each rate, K and arrangement a table has quantiles of ttft and of itl, tokens a second, and the requests that met both
+targets.
 Without a trace, lines below it name the highest rate of which 90 % do, and so what disaggregation and speculation add.
 """
 
@@ -17,7 +18,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from peagle.loading import load
-from peagle.measure.fleet import (
+from peagle.measure.pages import Table, markdown
+from peagle.ops.errors import InputError
+from peagle.ops.strict_json import dumps
+from peagle.parallel import parse_mesh
+from peagle.workflows.plan import device_named
+from peagle.workflows.random_checkpoint import SIZES
+from scripts.fleet_sim.measured import Shape, measure_costs, on_network
+from scripts.fleet_sim.paper import Replica, paper_costs
+from scripts.fleet_sim.simulation import (
     Arrangement,
     Arrival,
     Costs,
@@ -30,14 +39,6 @@ from peagle.measure.fleet import (
     simulate,
     summary,
 )
-from peagle.measure.fleet_costs import Shape, measure_costs, on_network
-from peagle.measure.pages import Table, markdown
-from peagle.ops.errors import InputError
-from peagle.ops.strict_json import dumps
-from peagle.parallel import parse_mesh
-from peagle.workflows.fleet_plan import Replica, paper_costs
-from peagle.workflows.plan import device_named
-from peagle.workflows.random_checkpoint import SIZES
 from scripts.runs import (
     Progress,
     add_drafter_option,

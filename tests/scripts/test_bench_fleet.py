@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from peagle.measure.fleet import Arrival, Costs, Curve, Served
 from peagle.measure.pages import markdown
 from scripts import bench_fleet, bench_routing, measure_handoff
 from scripts.bench_fleet import ALONE, APART, BOTH, FIGURES, added, alone
+from scripts.fleet_sim.simulation import Arrival, Costs, Curve, Served
 from scripts.serving.client import Reply
 
 MADE = {

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from peagle.measure.fleet import (
+from peagle.ops.errors import InputError
+from scripts.fleet_sim.simulation import (
     HOPS,
     Arrangement,
     Arrival,
@@ -26,7 +27,6 @@ from peagle.measure.fleet import (
     simulate,
     summary,
 )
-from peagle.ops.errors import InputError
 
 COSTS = Costs(
     prompt_s=Curve(((100.0, 0.05), (1000.0, 0.6))),

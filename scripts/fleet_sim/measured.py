@@ -1,4 +1,4 @@
-"""Measure on this machine what `peagle.measure.fleet` simulates with."""
+"""Measure on this machine what `scripts.fleet_sim.simulation` simulates with."""
 
 import contextlib
 import dataclasses
@@ -17,8 +17,8 @@ from peagle.engine.handle import Handle
 from peagle.engine.handoff import HandOff, parse
 from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request, StepRecord
-from peagle.measure.fleet import Costs, Curve
 from peagle.ops.errors import InputError
+from scripts.fleet_sim.simulation import Costs, Curve
 
 ROUNDS = 5
 LEAST_S = 1e-6  # of what is measured as a difference

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from peagle.measure.fleet import Arrangement, Lengths, Target, highest_rate, read_costs
 from peagle.ops.errors import InputError
 from peagle.parallel import MeshShape
-from peagle.workflows.fleet_plan import Reached, Replica, paper_costs
 from peagle.workflows.plan import DEVICES
 from peagle.workflows.random_checkpoint import SIZES
+from scripts.fleet_sim.paper import Reached, Replica, paper_costs
+from scripts.fleet_sim.simulation import Arrangement, Lengths, Target, highest_rate, read_costs
 from scripts.simulate_fleet import main
 
 ONE = Replica(SIZES["20b"], MeshShape(), DEVICES["H100"])

@@ -1,4 +1,4 @@
-"""Costs of a replica on paper, for `peagle.measure.fleet`: a published model on devices that nobody here has.
+"""Costs of a replica on paper, for `scripts.fleet_sim.simulation`: a published model on devices that nobody here has.
 
 A pass takes what reading its weights takes, or its arithmetic if that is longer, and its collectives. Devices reach a
 share of their makers' figures; both shares are assumed. Drafts are those of a drafter in the public one's geometry.
@@ -11,11 +11,11 @@ import jax
 import numpy as np
 
 from drafter.params import init_params
-from peagle.measure.fleet import Costs, Curve
 from peagle.ops.errors import InputError
 from peagle.parallel import MeshShape
 from peagle.workflows.plan import BFLOAT16, Device, pass_s, rank_bytes
 from peagle.workflows.random_checkpoint import PARALLEL
+from scripts.fleet_sim.simulation import Costs, Curve
 from target.config import FULL, TargetConfig
 
 PROMPTS = (128, 512, 2048, 8192, 32768)
