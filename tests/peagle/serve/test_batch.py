@@ -13,9 +13,9 @@ import peagle.cli.serve
 import peagle.serve.batch
 from peagle.cli import main
 from peagle.ops.errors import InputError
-from peagle.serve.app import Service
 from peagle.serve.batch import Batch, alone, check_files
 from peagle.serve.errors import ApiError
+from peagle.serve.service import Service
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.peagle.conftest import press_ctrl_c_at, toy_pair
 from tests.peagle.serve.conftest import client_of
@@ -247,14 +247,14 @@ def test_a_line_that_nobody_expected_costs_no_other(
     run: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     service = make()
-    completion = service.prompter.completion
+    completion = service.builder.completion
 
     def planted(body: Any) -> Any:
         if body.prompt == [51]:
             raise RecursionError("planted")
         return completion(body)
 
-    monkeypatch.setattr(type(service.prompter), "completion", lambda _, body, *__: planted(body))
+    monkeypatch.setattr(type(service.builder), "completion", lambda _, body, *__: planted(body))
     batch = run([line("0"), line("1"), line("2")], service=service)
     assert (batch.counts.answered, batch.counts.failed) == (2, 1)
     assert read(tmp_path / "out.jsonl")["1"]["response"]["status_code"] == 500
