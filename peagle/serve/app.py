@@ -206,9 +206,9 @@ def _add_descriptions(router: fastapi.APIRouter, service: Service) -> None:
     async def models() -> Models:
         return {"object": "list", "data": [service.model_card()]}
 
-    @router.get("/v1/models/{model:path}")
-    async def model(model: str) -> ModelCard:
-        service.check_model(model)
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> ModelCard:
+        service.check_model(name)
         return service.model_card()
 
     @router.get("/metrics", response_class=PlainTextResponse)

@@ -28,7 +28,7 @@ TYPES: dict[tuple[str, str], Any] = {
     ("POST", "/tokenize"): pydantic.TypeAdapter(types.Tokenized),
     ("POST", "/detokenize"): pydantic.TypeAdapter(types.Detokenized),
     ("GET", "/v1/models"): pydantic.TypeAdapter(types.Models),
-    ("GET", "/v1/models/{model}"): pydantic.TypeAdapter(types.ModelCard),
+    ("GET", "/v1/models/{name}"): pydantic.TypeAdapter(types.ModelCard),
     ("GET", "/tokenizer_info"): pydantic.TypeAdapter(types.TokenizerInfo),
     ("GET", "/health"): pydantic.TypeAdapter(types.Health),
 }
@@ -90,7 +90,7 @@ def client_of(service: Service) -> TestClient:
 def has_its_type(reply: Any) -> None:
     """Check a JSON reply, and that its status is published, for what the document describes."""
     path, method = reply.request.url.path, reply.request.method
-    published = "/v1/models/{model}" if path.startswith("/v1/models/") else path
+    published = "/v1/models/{name}" if path.startswith("/v1/models/") else path
     if (method, published) not in TYPES or reply.status_code == 500:
         return
     assert str(reply.status_code) in DOCUMENT["paths"][published][method.lower()]["responses"]
