@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
 import pydantic
 from pydantic.json_schema import SkipJsonSchema
+from pydantic_core import core_schema
 from typing_extensions import TypedDict  # pydantic reads that of typing from Python 3.12 on
 
 from peagle.engine.request import (
@@ -670,7 +671,9 @@ class Reply(TypedDict):
 
 
 Number: TypeAlias = float | None  # a number that is not finite is null
-JsonText: TypeAlias = SkipJsonSchema[Written]  # a list that is JSON text already
+JsonText: TypeAlias = SkipJsonSchema[
+    Annotated[Written, pydantic.GetPydanticSchema(lambda *_: core_schema.is_instance_schema(Written))]
+]  # a list that is JSON text already
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
