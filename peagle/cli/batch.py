@@ -8,9 +8,9 @@ from peagle.cli.output import say
 from peagle.cli.serve import FAILED, Chosen
 from peagle.cli.settings.batch import BatchSettings
 from peagle.ops import interrupt
-from peagle.serve.app import Service
 from peagle.serve.batch import Batch, Counts, check_files
 from peagle.serve.loop import EngineLoop
+from peagle.serve.service import Service
 
 UNLIMITED = 1 << 30  # requests that may wait: a line may ask for many responses, and no client waits for them
 ALL_REFUSED = 3  # the exit code
@@ -26,9 +26,9 @@ def batch_command(settings: BatchSettings) -> int:
     chosen = Chosen.by(settings.served, settings.slots)
     check_files(settings.requests, settings.answers)
     display = Display(text=False, quiet=settings.quiet, total=1, streaming=True)
-    engine, prompter, name = chosen.load(display, "answering as")
+    engine, builder, name = chosen.load(display, "answering as")
     loop = EngineLoop(engine, UNLIMITED)
-    batch = Batch(Service(loop, prompter, name), settings.requests, settings.answers, AT_ONCE * settings.slots)
+    batch = Batch(Service(loop, builder, name), settings.requests, settings.answers, AT_ONCE * settings.slots)
     started = time.perf_counter()
     try:
         with display.keeping(lambda: _progress(batch.counts)), display.stage("answering") as advance:

@@ -24,11 +24,12 @@ from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of
 from peagle.ops.memory import size_in_words
 from peagle.ops.sizes import PrefixCacheSize
-from peagle.serve.app import Service, create_app
+from peagle.serve.app import create_app
 from peagle.serve.http import ANY_ORIGIN
 from peagle.serve.loop import EngineLoop
-from peagle.serve.prompts import Prompter
+from peagle.serve.requests import RequestBuilder
 from peagle.serve.server import ServerOptions, listen, on_loopback, serve
+from peagle.serve.service import Service
 from peagle.text.tokenizer import parse_date
 
 DEMO_NAME = "peagle-demo"
@@ -60,8 +61,8 @@ def serve_command(settings: ServeSettings) -> int:
             say("warning", "--allow-origin * accepts pages of every site, and no --api-key-file is given")
         if not display.live:
             display.note("loading and compiling; connections wait until the server is ready")
-        engine, prompter, name = chosen.load(display)
-        return _serve(settings, engine, prompter, name, keys, address, display)
+        engine, builder, name = chosen.load(display)
+        return _serve(settings, engine, builder, name, keys, address, display)
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,8 @@ class Chosen:
         kv_memory_bytes, kept = parse_kv_memory(options.kv_memory), parse_kept_prefixes(options.prefix_cache)
         return cls(options, slots, target, drafter, k, kv_memory_bytes, kept)
 
-    def load(self, display: Display, doing: str = "serving") -> tuple[AnyEngine, Prompter, str]:
-        """Load the pair and warm up its engine; return (engine, prompter, the model's name).
+    def load(self, display: Display, doing: str = "serving") -> tuple[AnyEngine, RequestBuilder, str]:
+        """Load the pair and warm up its engine; return (engine, builder, the model's name).
 
         doing: the verb of the note about the engine.
         """
@@ -121,7 +122,7 @@ class Chosen:
         name = options.served_model_name or default_name(self.target)
         for line in _described(pair, engine, f"{doing} {name}", adaptive):
             display.note(line)
-        return engine, Prompter(pair, context, options.date, k), name
+        return engine, RequestBuilder(pair, context, options.date, k), name
 
 
 def default_name(target: str) -> str:
@@ -132,7 +133,7 @@ def default_name(target: str) -> str:
 def _serve(
     settings: ServeSettings,
     engine: AnyEngine,
-    prompter: Prompter,
+    builder: RequestBuilder,
     name: str,
     keys: tuple[str, ...],
     address: socket.socket,
@@ -143,7 +144,7 @@ def _serve(
     hosts = guarded_hosts(settings.host, keys, settings.allow_origin)
     service = Service(
         loop,
-        prompter,
+        builder,
         name,
         keys,
         settings.max_body,

@@ -33,10 +33,11 @@ from peagle.engine.request import Request, TokenChunk
 from peagle.loading import DtypeName, ExpertsChoice, KernelsChoice, load, without_weights
 from peagle.ops.errors import InputError
 from peagle.ops.sizes import PrefixCacheSize
-from peagle.serve.app import Service, create_app
+from peagle.serve.app import create_app
 from peagle.serve.errors import ApiError
 from peagle.serve.loop import EngineLoop
-from peagle.serve.prompts import Prompter
+from peagle.serve.requests import RequestBuilder
+from peagle.serve.service import Service
 from peagle.text.tokenizer import DEFAULT_DATE
 
 MANY = 1_000_000  # ongoing calls of a replica: engines have their own queues
@@ -269,9 +270,9 @@ class Application:
         pair = without_weights(config.target)
         checked = dataclasses.replace(config, prefix_cache_bytes="off").engine_config(pair, "both")
         shape = Shape(checked, pair.target.vocab_size, pair.stop_token_ids)
-        prompter = Prompter(pair, config.context, config.date, config.num_speculative_tokens)
+        builder = RequestBuilder(pair, config.context, config.date, config.num_speculative_tokens)
         fleet = Fleet(RayReplicas(prefill, decode), shape, config.most_open, config.patience_s)
-        self._service = Service(fleet, prompter, config.name, config.keys, hosts=config.hosts)
+        self._service = Service(fleet, builder, config.name, config.keys, hosts=config.hosts)
 
     def __serve_build_asgi_app__(self) -> Any:
         return create_app(self._service)

@@ -1,6 +1,6 @@
 """Files of requests in the form of OpenAI's Batch API, answered by the server's code without a server.
 
-A line of the input is {"custom_id": ..., "method": "POST", "url": one of CALLS, "body": ...}; a line of the output
+A line of the input is {"custom_id": ..., "method": "POST", "url": one of ENDPOINTS, "body": ...}; a line of the output
 {"id": ..., "custom_id": ..., "response": {"status_code": ..., "request_id": ..., "body": ...}, "error": null}, in the
 order in which the answers end. A line that is none gets an error in place of a response, a body that is none an error
 object as its response's body. Lines with a response below 500 are answered; a second run begins with the others. The id
@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,8 +24,9 @@ import pydantic_core
 from peagle.ops.errors import InputError
 from peagle.ops.files import alone, reason_of, write_whole
 from peagle.ops.strict_json import dumps
-from peagle.serve.app import CALLS, Service, whole
+from peagle.serve.app import ENDPOINTS
 from peagle.serve.errors import ApiError
+from peagle.serve.service import Service
 from peagle.text.prompts import brief
 
 POLL_S = 0.1  # between looks at Ctrl-C
@@ -175,8 +176,8 @@ def read_line(number: int, text: bytes, seen: set[str]) -> Line:
     if given.get("method") != "POST":
         raise LineError(custom_id, f"the method of {where} is {brief(given.get('method'))}; expected 'POST'")
     url, body = given.get("url"), given.get("body")
-    if not isinstance(url, str) or url not in CALLS:
-        raise LineError(custom_id, f"the url of {where} is {brief(url)}; expected one of {', '.join(CALLS)}")
+    if not isinstance(url, str) or url not in ENDPOINTS:
+        raise LineError(custom_id, f"the url of {where} is {brief(url)}; expected one of {', '.join(ENDPOINTS)}")
     if not isinstance(body, dict):
         raise LineError(custom_id, f"the body of {where} is {brief(body)}; expected an object")
     return Line(custom_id, url, pydantic_core.to_json(body))
@@ -286,17 +287,17 @@ class Batch:
             self.counts.failed += 1
         _write(file, line.custom_id, {"status_code": status, "request_id": name, "body": body}, None, line.id)
 
-    async def _reply(self, line: Line) -> tuple[dict[str, Any], str]:
+    async def _reply(self, line: Line) -> tuple[Mapping[str, Any], str]:
         """Return (the reply to a line, its id)."""
-        asked = await CALLS[line.url](self.service, line.body)
+        generation = await ENDPOINTS[line.url].generation(self.service, line.body)
         try:
-            if asked.stream:
+            if generation.stream:
                 raise ApiError(400, "stream is set; a batch has no streams: leave it out", "stream")
-            body = await whole(asked)
-            self.counts.tokens += sum(len(result.output_ids) for result in asked.answers.results())
-            return body, asked.form.id
+            body = await generation.whole()
+            self.counts.tokens += sum(len(result.output_ids) for result in generation.outputs.results())
+            return body, generation.formatter.id
         finally:
-            self.service.finish(asked.answers, line.url, asked.form.id)
+            self.service.finish(generation, line.url)
 
 
 def _write(file: BinaryIO, custom_id: str | None, response: Any, error: Any, own_id: str | None = None) -> None:

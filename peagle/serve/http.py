@@ -1,4 +1,4 @@
-"""Bodies, keys and disconnects: the parts of HTTP that every route shares."""
+"""Bodies, keys and disconnects: what every route shares of HTTP."""
 
 import asyncio
 import collections
@@ -6,12 +6,15 @@ import contextlib
 import hmac
 import ipaddress
 import logging
+import re
 import time
 import urllib.parse
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import pydantic
+import pydantic_core
 from fastapi import Request, Response
 from prometheus_client import Counter, Gauge
 from starlette.requests import ClientDisconnect
@@ -19,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from peagle.ops.strict_json import dumps
 from peagle.serve.errors import ApiError
+from peagle.serve.types import Body
 from peagle.text.prompts import brief
 
 ANY_ORIGIN = "*"
@@ -27,7 +31,21 @@ STOPPED = "the server was stopped before this request was answered"
 UNREAD = "more than {} bytes of this stream waited for its client; read it faster, or ask for less"
 COMMENT = b": waiting\n\n"  # of a stream of events
 METHODS, OTHER = ("GET", "POST", "OPTIONS"), "other"
+MOST_PROMPTS = 64  # of each call
+MOST_TOOLS = 128  # the limit of OpenAI's API
+TOKENS_OF_A_MESSAGE = 4  # at least, in harmony: its start, role, channel or text, and end
+LISTS = {"messages": ("tool_calls", "content"), "input": ("content", "output")}  # fields of chats: lists in their items
+EXPECTED = {  # of fields of several types
+    "prompt": "expected a text, a list of texts, a list of token ids, or a list of such lists",
+    "stop": "expected a text or a list of texts",
+    "input": "expected a text or a list of items",
+    "tool_choice": "expected 'none', 'auto', 'required', or a tool by its name",
+    "content": "expected a text or a list of parts",  # of any message
+    "output": "expected a text or a list of parts",
+}
+HINTS = {"item_reference": "nothing is stored here: send the item itself"}  # of types of objects
 Found = TypeVar("Found")
+Kind = TypeVar("Kind", bound=Body)
 
 
 async def read_body(request: Request, most: int) -> bytes:
@@ -59,6 +77,94 @@ async def _read_body(request: Request, most: int) -> bytes:
             raise error
         parts.append(part)
     return b"".join(parts)
+
+
+def parse(kind: type[Kind], body: bytes, context: int | None = None) -> Kind:
+    """Read the JSON of a request. Raises ApiError with the name of the field that is wrong.
+
+    context: its positions. More messages, calls and parts than it can hold are refused before they are looked at.
+    """
+    try:
+        given = pydantic_core.from_json(body)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}; expected an object in UTF-8") from None
+    if not isinstance(given, dict):
+        raise ApiError(400, f"the body is {brief(given)}; expected a JSON object")
+    if context is not None:
+        _check_count(given, context)
+    return validated(kind, given)
+
+
+def _check_count(given: dict[str, Any], context: int) -> None:
+    """Raise ApiError for more ids, messages, calls and parts than so many positions can hold, and too many tools.
+
+    To check the type of each takes seconds, in the thread that encodes everybody's texts.
+    """
+    limits = {"prompt": max(context, MOST_PROMPTS), "tokens": context, "tools": MOST_TOOLS}
+    for name, most in limits.items():
+        items = given.get(name)
+        for each in (items, *(items if isinstance(items, list) else ())):  # prompts may be lists in a list
+            if isinstance(each, list) and len(each) > most:
+                code = None if name == "tools" else "context_length_exceeded"
+                raise ApiError(400, f"{name} has {len(each)} items; expected at most {most}", name, code)
+    most = max(1, context // TOKENS_OF_A_MESSAGE)
+    for name, lists in LISTS.items():
+        items = given.get(name)
+        if not isinstance(items, list):
+            continue
+        inner = (item[key] for item in items if isinstance(item, dict) for key in lists if key in item)
+        count = len(items) + sum(len(each) for each in inner if isinstance(each, list))
+        if count > most:
+            things = "items" if name == "input" else "messages, calls"
+            message = f"{count} {things} and parts are given; expected at most {most}, since the context holds"
+            raise ApiError(400, f"{message} {context} tokens", name, "context_length_exceeded")
+
+
+def validated(kind: type[Kind], body: Any) -> Kind:
+    """Check the value of a body. Raises ApiError with the name of the field that is wrong."""
+    try:
+        return kind.model_validate(body)
+    except pydantic.ValidationError as error:
+        raise _refusal(error) from None
+
+
+def _refusal(error: pydantic.ValidationError) -> ApiError:
+    """Name the first field that is wrong."""
+    first, *_ = error.errors(include_url=False)
+    # branches of a union are part of the place, but no field of the body
+    place = [str(part) for part in first["loc"] if isinstance(part, int) or "[" not in part]
+    place = [part for part in place if part != "str"]
+    name, value = ".".join(place) or "the body", first["input"]
+    if first["type"] == "union_tag_invalid":
+        if isinstance(value, dict) and value.get("type") is None:
+            name += ".type"
+            return ApiError(400, f"{name} is missing; add it", name, "missing_required_parameter")
+        if isinstance(value, dict):
+            tags = re.sub(r"[\[\]]", "", first["ctx"]["expected_tags"])
+            expected = HINTS.get(str(value["type"]), f"expected {' or '.join(tags.rsplit(', ', 1))}")
+            message = f"{name}.type is {brief(value['type'])}; {expected}"
+            return ApiError(400, message, f"{name}.type", "unsupported_parameter")
+    if first["type"] == "extra_forbidden":
+        return ApiError(
+            400, f"{name} is not supported here (it is {brief(value)}); leave it out", name, "unsupported_parameter"
+        )
+    if first["type"] == "missing":
+        return ApiError(400, f"{name} is missing; add it", name, "missing_required_parameter")
+    is_union = first["type"] == "union_tag_invalid"
+    field = place[-1] if place and place[-1] in ("content", "output") else name
+    expected = "expected an object" if is_union else EXPECTED.get(field, _in_words(first["msg"]))
+    return ApiError(400, f"{name} is {brief(value)}; {expected}", name, "invalid_type")
+
+
+def _in_words(message: str) -> str:
+    """Say what the type checker expected."""
+    message = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", message.removeprefix("Value error, "))
+    return (
+        message.replace("Input should be", "expected")
+        .replace("a valid string", "a text")
+        .replace("a valid i", "an i")
+        .replace("a valid ", "a ")
+    )
 
 
 def check_key(request: Request, keys: Sequence[str]) -> None:

@@ -8,8 +8,8 @@ from prometheus_client.registry import Collector
 
 from peagle.engine.loop import AnyEngine
 from peagle.result import Result
-from peagle.serve.answers import pooled
 from peagle.serve.loop import Loop
+from peagle.serve.outputs import pooled
 
 SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 LONG_S = (0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0)

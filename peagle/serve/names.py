@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peagle.serve.schema import Tool
+from peagle.serve.types import Tool
 
 
 @dataclass(frozen=True)

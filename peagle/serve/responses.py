@@ -3,303 +3,85 @@
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
-
-import pydantic
+from typing import Any, Literal
 
 from peagle.ops.strict_json import Written, dumps
 from peagle.result import Result
-from peagle.serve.answers import Part, metrics, usage
 from peagle.serve.errors import ApiError
+from peagle.serve.formatter import ChannelFormatter, Generation
 from peagle.serve.names import MessageNames, ResponseNames
-from peagle.serve.replies import ChannelForm
-from peagle.serve.schema import (
-    LIMIT,
-    LOGPROBS,
-    SEED,
-    TEMPERATURE,
-    TOP_P,
+from peagle.serve.outputs import OutputChunk, OutputCollector, figures, usage
+from peagle.serve.requests import notes
+from peagle.serve.service import Service
+from peagle.serve.structured import constraint
+from peagle.serve.types import (
     Body,
     CalledCustom,
     CalledFunction,
     ChatBody,
     ChatMessage,
+    ChosenCustom,
+    ChosenFunction,
     Custom,
     CustomFormat,
     CustomTool,
-    Effort,
     Function,
     FunctionTool,
+    HostedTool,
+    InputCall,
+    InputContent,
+    InputCustomCall,
+    InputFormat,
+    InputMessage,
+    InputReasoning,
+    InputResult,
+    Item,
     JsonSchema,
-    Marked,
     NamedCustom,
     NamedFunction,
     NamedTool,
+    Namespace,
+    OfferedCustom,
+    OfferedFunction,
     PastCall,
     PastCustomCall,
     PastFunctionCall,
-    RefusalPart,
+    ResponseEvent,
     ResponseFormat,
-    Speculative,
+    ResponsesBody,
+    ResponseUsage,
     Syntax,
-    Text,
+    TextFormat,
     Tool,
     ToolName,
-    kind_of,
-    list_or_text,
-    object_or_text,
+    Usage,
 )
 from peagle.text.channels import Delta
 from peagle.text.prompts import brief
 
 LOGPROBS_OF_TEXT = "message.output_text.logprobs"  # of include
 FUNCTIONS = "functions"  # the namespace of functions without one
-HOSTED = (  # tools that OpenAI's servers run, by their types
-    *("apply_patch", "code_interpreter", "computer", "computer_use", "computer_use_preview", "file_search"),
-    *("image_generation", "local_shell", "mcp", "programmatic_tool_calling", "shell", "tool_search", "web_search"),
-    *("web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
-)
-
-
-class ReasoningOptions(Body):
-    effort: Effort | None = None
-    summary: Literal["auto"] | None = None  # there is none; the reasoning itself is in the reply
-
-
-class Offered(Marked):
-    """A tool that the client runs. The fields without a meaning here have no effect."""
-
-    name: str
-    description: str | None = None
-    allowed_callers: list[str] | None = None
-    defer_loading: bool | None = None
-    run_async: bool | None = pydantic.Field(None, alias="async")
-
-
-class OfferedFunction(Offered):
-    type: Literal["function"]
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    output_schema: dict[str, Any] | None = None
-
-
-class InputFormat(Body):
-    """What the input of a custom tool is. The model is told of a grammar; it does not bind the input."""
-
-    type: Literal["text", "grammar"]
-    syntax: Literal["lark", "regex"] | None = None
-    definition: str | None = None
-
-
-class OfferedCustom(Offered):
-    type: Literal["custom"]
-    format: InputFormat | None = None
-
-
-OfferedTool = Annotated[
-    Annotated[OfferedFunction, pydantic.Tag("[function]")] | Annotated[OfferedCustom, pydantic.Tag("[custom]")],
-    pydantic.Discriminator(kind_of),
-]
-
-
-class Namespace(Marked):
-    """Tools whose names have a common prefix for the model: NAMESPACE.NAME."""
-
-    type: Literal["namespace"]
-    name: str
-    description: str | None = None
-    tools: list[OfferedTool]
-
-
-class HostedTool(Body):
-    """A tool that only OpenAI's servers have. It is left out of the prompt."""
-
-    model_config = pydantic.ConfigDict(extra="allow")
-
-    type: str
-
-
-def _kind_of_tool(value: Any) -> str:
-    kind = kind_of(value)
-    return "[hosted tool]" if kind.strip("[]") in HOSTED else kind
-
-
-AnyTool = Annotated[
-    Annotated[OfferedFunction, pydantic.Tag("[function]")]
-    | Annotated[OfferedCustom, pydantic.Tag("[custom]")]
-    | Annotated[Namespace, pydantic.Tag("[namespace]")]
-    | Annotated[HostedTool, pydantic.Tag("[hosted tool]")],
-    pydantic.Discriminator(_kind_of_tool),
-]
-
-
-class ChosenFunction(Body):
-    type: Literal["function"]
-    name: str
-
-
-class ChosenCustom(Body):
-    type: Literal["custom"]
-    name: str
-
-
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], pydantic.Tag("[text]")]
-    | Annotated[
-        Annotated[ChosenFunction, pydantic.Tag("[function]")] | Annotated[ChosenCustom, pydantic.Tag("[custom]")],
-        pydantic.Discriminator(kind_of),
-        pydantic.Tag("[object]"),
-    ],
-    pydantic.Discriminator(object_or_text),
-]
-
-
-class TextFormat(Body):
-    """What the final text must be. `strict` changes nothing, since every answer follows its schema."""
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
-    of: dict[str, Any] | None = pydantic.Field(None, alias="schema")
-
-
-class TextOptions(Body):
-    format: TextFormat = pydantic.Field(default_factory=lambda: TextFormat(schema=None))
-    verbosity: Literal["medium"] | None = None
-
-
-class Item(Body):
-    """An item of the input. id and status: of clients that send what they received."""
-
-    id: str | None = None
-    status: str | None = None
-
-
-class InputText(Marked):
-    type: Literal["input_text", "text"]
-    text: str
-
-
-class OutputText(Marked):
-    """A part of a past answer. All but its text are of clients that send what they received."""
-
-    type: Literal["output_text"]
-    text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-    parsed: Any = None
-
-
-def _kind_of_part(value: Any) -> str:
-    kind = kind_of(value)
-    return "[input_text]" if kind == "[text]" else kind
-
-
-InputPart = Annotated[
-    Annotated[InputText, pydantic.Tag("[input_text]")]
-    | Annotated[OutputText, pydantic.Tag("[output_text]")]
-    | Annotated[RefusalPart, pydantic.Tag("[refusal]")],
-    pydantic.Discriminator(_kind_of_part),
-]
-InputContent = Annotated[
-    Text | Annotated[list[InputPart], pydantic.Tag("[list]")], pydantic.Discriminator(list_or_text)
-]
-
-
-class InputMessage(Item):
-    type: Literal["message"] = "message"
-    role: Literal["user", "system", "developer", "assistant"]
-    content: InputContent
-    phase: str | None = None
-
-
-class CallItem(Item):
-    """A call, or its result. caller, async: of clients that send what they received."""
-
-    call_id: str
-    namespace: str | None = None
-    caller: dict[str, Any] | None = None
-    run_async: bool | None = pydantic.Field(None, alias="async")
-
-
-class InputCall(CallItem):
-    type: Literal["function_call"]
-    name: str
-    arguments: str
-    parsed_arguments: Any = None
-
-
-class InputCustomCall(CallItem):
-    type: Literal["custom_tool_call"]
-    name: str
-    input: str
-
-
-class InputResult(CallItem):
-    type: Literal["function_call_output", "custom_tool_call_output"]
-    output: InputContent
-    name: str | None = None
-
-
-class ReasoningText(Body):
-    type: Literal["reasoning_text", "text"]
-    text: str
-
-
-class InputReasoning(Item):
-    """Reasoning of a past answer; it reaches the model if it led to calls. Nothing here is encrypted."""
-
-    type: Literal["reasoning"]
-    summary: list[Any] = pydantic.Field(default_factory=list)
-    content: list[ReasoningText] | None = None
-    encrypted_content: str | None = None
-
-
-def _kind_of_item(value: Any) -> str:
-    if isinstance(value, dict) and value.get("type") is None:
-        return "[message]" if "role" in value or "id" not in value else "[item_reference]"
-    return kind_of(value)
-
-
-AnyItem = Annotated[
-    Annotated[InputMessage, pydantic.Tag("[message]")]
-    | Annotated[InputCall, pydantic.Tag("[function_call]")]
-    | Annotated[InputResult, pydantic.Tag("[function_call_output]")]
-    | Annotated[InputCustomCall, pydantic.Tag("[custom_tool_call]")]
-    | Annotated[InputResult, pydantic.Tag("[custom_tool_call_output]")]
-    | Annotated[InputReasoning, pydantic.Tag("[reasoning]")],
-    pydantic.Discriminator(_kind_of_item),
-]
-
-
-class ResponsesBody(Body):
-    """client_metadata, prompt_cache_key, safety_identifier, user: no effect."""
-
-    input: Annotated[Text | Annotated[list[AnyItem], pydantic.Tag("[list]")], pydantic.Discriminator(list_or_text)]
-    model: str | None = None
-    instructions: str | None = None
-    temperature: TEMPERATURE = 1.0
-    top_p: TOP_P = 1.0
-    seed: SEED = None
-    max_output_tokens: LIMIT = None
-    reasoning: ReasoningOptions = ReasoningOptions()
-    tools: list[AnyTool] = pydantic.Field(default_factory=list)
-    tool_choice: ToolChoice = "auto"
-    parallel_tool_calls: bool = True
-    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] = pydantic.Field(
-        default_factory=list
+TEXTS_OF_CALLS = {"arguments": "function_call_arguments", "input": "custom_tool_call_input"}  # in events
+
+
+async def start(service: Service, body: ResponsesBody) -> Generation:
+    """Send the request of a body to the engine."""
+    chat = await service.encode(as_chat, body)
+    grammar = await service.grammar(chat.body, chat.names)
+    requests = await service.encode(service.builder.chat, chat.body, grammar, chat.names)
+    tokenizer = service.builder.tokenizer
+    formatter = ResponsesFormatter(
+        service.model,
+        tokenizer,
+        body=body,
+        tools=chat.body.tools,
+        tool_names=chat.tool_names,
+        one_call=not body.parallel_tool_calls,
     )
-    top_logprobs: LOGPROBS = None
-    text: TextOptions = TextOptions()
-    stream: bool = False
-    store: bool = False
-    metadata: dict[str, str] = pydantic.Field(default_factory=dict)
-    speculative: Speculative | None = None
-    client_metadata: dict[str, Any] | None = None
-    user: str | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
+    service.note(*chat.notes, *notes(chat.body))
+    field = constraint(chat.body, chat.names)
+    outputs = OutputCollector(service.loop, requests, tokenizer, channels=True, constraint=field)
+    return Generation(body.stream, formatter, outputs)
 
 
 @dataclass(frozen=True)
@@ -552,6 +334,12 @@ class _OutputItem:
         return next((name for name in TEXTS_OF_CALLS if name in self.value), None)
 
     @property
+    def place(self) -> dict[str, Any]:
+        """The fields of an event that say where the item's text is."""
+        place = {"item_id": self.value["id"], "output_index": self.index}
+        return place if self.of_call else {**place, "content_index": 0}
+
+    @property
     def text(self) -> str:
         return str(self.value[self.of_call] if self.of_call else self.value["content"][0]["text"])
 
@@ -562,63 +350,58 @@ class _OutputItem:
             self.value["content"][0]["text"] += text
 
 
-TEXTS_OF_CALLS = {"arguments": "function_call_arguments", "input": "custom_tool_call_input"}  # in events
-
-
 @dataclass
-class ResponsesForm(ChannelForm):
-    """A response and its events. asked: the body. tool_names: of its tools, in the body."""
+class ResponsesFormatter(ChannelFormatter):
+    """A response and its events. body: what it answers. tool_names: of its tools, in the body."""
 
-    asked: ResponsesBody = field(default_factory=lambda: ResponsesBody(input=""))
+    body: ResponsesBody = field(default_factory=lambda: ResponsesBody(input=""))
     tool_names: Mapping[str, NamespacedName] = field(default_factory=dict)
     _items: list[_OutputItem] = field(default_factory=list)
     _num_events: int = 0
     _reason: str | None = None
 
-    prefix = "resp"
-
-    def __post_init__(self) -> None:
-        self.id = f"resp_{uuid.uuid4().hex}"
+    prefix = "resp_"
 
     def begin(self) -> str:
         response = self._response([], "in_progress")
-        created = self._event("response.created", response=response)
-        return created + self._event("response.in_progress", response=response)
+        created = self.event({"type": "response.created", "response": response})
+        return created + self.event({"type": "response.in_progress", "response": response})
 
-    def read(self, part: Part) -> list[dict[str, Any]]:
-        """Read a part of the answer; return its events, without their numbers."""
-        self._reason = part.finish_reason
-        events: list[dict[str, Any]] = []
-        for delta in self._deltas(part):
+    def read(self, chunk: OutputChunk) -> list[ResponseEvent]:
+        """Read a chunk of the answer; return its events, without their numbers."""
+        self._reason = chunk.finish_reason
+        events: list[ResponseEvent] = []
+        for delta in self._deltas(chunk):
             item = self._items[-1] if self._items else None
             if item is None or item.message != delta.message:
                 events += self._done("completed")
                 item = self._new_item(delta)
                 events += _added(item)
             if delta.text:
-                entries = self._logprobs(part, delta)
+                entries = self._logprobs(chunk, delta)
                 item.add(delta.text)
                 item.entries += entries
                 events.append(_grown(item, delta.text, entries))
-        if part.finish_reason is not None:
-            events += self._done("incomplete" if part.finish_reason == "length" else "completed")
+        if chunk.finish_reason is not None:
+            events += self._done("incomplete" if chunk.finish_reason == "length" else "completed")
         return events
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         return self._response(results, "incomplete" if self._reason == "length" else "completed")
 
-    def event(self, choice: dict[str, Any]) -> str:
-        fields = dict(choice)
-        return self._event(fields.pop("type"), **fields)
+    def event(self, shown: ResponseEvent, used: Usage | None = None) -> str:  # noqa: ARG002  the response has it
+        number, self._num_events = self._num_events, self._num_events + 1
+        data = dumps({"type": shown["type"], "sequence_number": number, **shown}, ensure_ascii=False)
+        return f"event: {shown['type']}\ndata: {data}\n\n"
 
     def end(self, results: Sequence[Result]) -> str:
         response = self.whole(results)
-        return self._event(f"response.{response['status']}", response=response)
+        return self.event({"type": f"response.{response['status']}", "response": response})
 
     def failed(self, error: ApiError) -> str:
         response = self._response([], "failed")
         response["error"] = {"code": "server_error", "message": error.message}
-        return self._event("response.failed", response=response)
+        return self.event({"type": "response.failed", "response": response})
 
     def _new_item(self, delta: Delta) -> _OutputItem:
         number = uuid.uuid4().hex
@@ -641,7 +424,7 @@ class ResponsesForm(ChannelForm):
         self._items.append(_OutputItem(value, len(self._items), delta.message))
         return self._items[-1]
 
-    def _done(self, status: str) -> list[dict[str, Any]]:
+    def _done(self, status: str) -> list[ResponseEvent]:
         """Make the events that end the last item, if it is open."""
         item = self._items[-1] if self._items else None
         if item is None or item.value["status"] != "in_progress":
@@ -649,30 +432,22 @@ class ResponsesForm(ChannelForm):
         item.value["status"] = status
         if item.entries:
             item.value["content"][0]["logprobs"] = Written.array(item.entries)
-        place = {"item_id": item.value["id"], "output_index": item.index}
-        ended = {"type": "response.output_item.done", "output_index": item.index, "item": _copy(item.value)}
+        ended = _event("output_item.done", item=_copy(item.value), output_index=item.index)
         if item.of_call:
             called = {item.of_call: item.text, "name": item.value["name"]}
-            return [{"type": f"response.{TEXTS_OF_CALLS[item.of_call]}.done", **place, **called}, ended]
+            return [_event(f"{TEXTS_OF_CALLS[item.of_call]}.done", **item.place, **called), ended]
         (part,) = _copy(item.value["content"])
-        place["content_index"] = 0
-        kind = part["type"]
-        extra = {"logprobs": part["logprobs"]} if kind == "output_text" else {}
+        texts = {name: part[name] for name in ("text", "logprobs") if name in part}
         return [
-            {"type": f"response.{kind}.done", **place, "text": item.text, **extra},
-            {"type": "response.content_part.done", **place, "part": part},
+            _event(f"{part['type']}.done", **item.place, **texts),
+            _event("content_part.done", **item.place, part=part),
             ended,
         ]
 
-    def _event(self, kind: str, **fields: Any) -> str:
-        number, self._num_events = self._num_events, self._num_events + 1
-        data = dumps({"type": kind, "sequence_number": number, **fields}, ensure_ascii=False)
-        return f"event: {kind}\ndata: {data}\n\n"
-
     def _response(self, results: Sequence[Result], status: str) -> dict[str, Any]:
-        asked = self.asked
+        body = self.body
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        choice = asked.tool_choice
+        choice = body.tool_choice
         return {
             "id": self.id,
             "object": "response",
@@ -680,47 +455,50 @@ class ResponsesForm(ChannelForm):
             "status": status,
             "error": None,
             "incomplete_details": cut,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata,
             "model": self.model,
             "output": [_copy(item.value) for item in self._items],
-            "parallel_tool_calls": asked.parallel_tool_calls,
+            "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
-            "reasoning": {"effort": asked.reasoning.effort, "summary": None},
+            "reasoning": {"effort": body.reasoning.effort, "summary": None},
             "store": False,
-            "temperature": asked.temperature,
-            "text": {"format": asked.text.format.model_dump(exclude_none=True, by_alias=True)},
+            "temperature": body.temperature,
+            "text": {"format": body.text.format.model_dump(exclude_none=True, by_alias=True)},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-            "tools": [_echo(tool) for tool in asked.tools],
-            "top_logprobs": asked.top_logprobs or 0,
-            "top_p": asked.top_p,
+            "tools": [_echo(tool) for tool in body.tools],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": body.top_p,
             "truncation": "disabled",
             "usage": _usage(results) if results else None,
-            "user": asked.user,
-            **(metrics(results) if results else {}),
+            "user": body.user,
+            **(figures(results) if results else {}),
         }
 
 
-def _added(item: _OutputItem) -> list[dict[str, Any]]:
+def _event(kind: str, **fields: Any) -> ResponseEvent:
+    event: Any = {"type": f"response.{kind}", **fields}
+    return event
+
+
+def _added(item: _OutputItem) -> list[ResponseEvent]:
     """Make the events that begin an item."""
     begun = _copy(item.value)
-    events = [{"type": "response.output_item.added", "output_index": item.index, "item": begun}]
+    events = [_event("output_item.added", item=begun, output_index=item.index)]
     if "content" in begun:
         (part,), begun["content"] = begun["content"], []
-        place = {"item_id": begun["id"], "output_index": item.index, "content_index": 0}
-        events.append({"type": "response.content_part.added", **place, "part": part})
+        events.append(_event("content_part.added", **item.place, part=part))
     return events
 
 
-def _grown(item: _OutputItem, text: str, entries: Sequence[str]) -> dict[str, Any]:
+def _grown(item: _OutputItem, text: str, entries: Sequence[str]) -> ResponseEvent:
     """Make the event of a text that is added to an item. entries: its log-probabilities."""
-    place = {"item_id": item.value["id"], "output_index": item.index, "delta": text}
     if item.of_call:
-        return {"type": f"response.{TEXTS_OF_CALLS[item.of_call]}.delta", **place}
+        return _event(f"{TEXTS_OF_CALLS[item.of_call]}.delta", **item.place, delta=text)
     kind = item.value["content"][0]["type"]
-    extra: dict[str, Any] = {"logprobs": Written.array(entries)} if kind == "output_text" else {}
-    return {"type": f"response.{kind}.delta", "content_index": 0, **place, **extra}
+    extra = {"logprobs": Written.array(entries)} if kind == "output_text" else {}
+    return _event(f"{kind}.delta", **item.place, delta=text, **extra)
 
 
 def _echo(tool: Body) -> dict[str, Any]:
@@ -736,12 +514,12 @@ def _copy(value: Any) -> Any:
     return [_copy(each) for each in value] if isinstance(value, list) else value
 
 
-def _usage(results: Sequence[Result]) -> dict[str, Any]:
-    found = usage(results)
+def _usage(results: Sequence[Result]) -> ResponseUsage:
+    counted = usage(results)
     return {
-        "input_tokens": found["prompt_tokens"],
-        "input_tokens_details": {**found["prompt_tokens_details"], "cache_write_tokens": 0},
-        "output_tokens": found["completion_tokens"],
-        "output_tokens_details": found["completion_tokens_details"],
-        "total_tokens": found["total_tokens"],
+        "input_tokens": counted["prompt_tokens"],
+        "input_tokens_details": {**counted["prompt_tokens_details"], "cache_write_tokens": 0},
+        "output_tokens": counted["completion_tokens"],
+        "output_tokens_details": counted["completion_tokens_details"],
+        "total_tokens": counted["total_tokens"],
     }

@@ -1,4 +1,4 @@
-"""From the fields of a body that constrain its answers (peagle.serve.schema.Structured) to a grammar."""
+"""From the fields of a body that constrain its answers (peagle.serve.types.Structured) to a grammar."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from peagle.engine.grammar import Grammar, GrammarError
 from peagle.serve.errors import ApiError
 from peagle.serve.names import CHAT, Names
-from peagle.serve.schema import ChatBody, Structured
+from peagle.serve.types import ChatBody, Structured
 
 
 def constraint(body: Structured, names: Names = CHAT) -> str | None:

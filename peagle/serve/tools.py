@@ -5,7 +5,7 @@ render one call of a message, and name a result after the call before it. The ar
 letter by letter as they were given; the header before them is the template's, "commentary json" in GPT-OSS's, where
 the model itself writes "commentary <|constrain|>json".
 
-A custom tool, whose input is any text, is a function of one text for the model (peagle.serve.schema.CustomTool); its
+A custom tool, whose input is any text, is a function of one text for the model (peagle.serve.types.CustomTool); its
 calls are turned back (`CustomCalls`).
 """
 
@@ -19,8 +19,9 @@ from typing import Any, Literal
 from peagle.engine.grammar import Grammar, GrammarError
 from peagle.ops.strict_json import dumps
 from peagle.serve.errors import ApiError
+from peagle.serve.http import MOST_TOOLS
 from peagle.serve.names import CHAT, Names
-from peagle.serve.schema import CUSTOM_INPUT, MOST_TOOLS, ChatMessage, CustomTool, NamedTool, Tool
+from peagle.serve.types import CUSTOM_INPUT, ChatMessage, CustomTool, NamedTool, Tool
 from peagle.text.channels import (
     CHANNEL,
     FUNCTIONS,

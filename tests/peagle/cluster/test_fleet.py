@@ -19,10 +19,10 @@ from peagle.config import Role
 from peagle.engine.handoff import parse
 from peagle.engine.request import Request, TokenChunk
 from peagle.ops.errors import InputError
-from peagle.serve.app import Service
 from peagle.serve.errors import ApiError
 from peagle.serve.loop import EngineLoop
-from peagle.serve.prompts import Prompter
+from peagle.serve.requests import RequestBuilder
+from peagle.serve.service import Service
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.peagle.conftest import toy_pair
 from tests.peagle.serve.conftest import CONTEXT, DATE, MODEL, SLOTS, K, client_of, service_of
@@ -93,7 +93,7 @@ def make(tokenizer: ByteLevelTokenizer) -> Iterator[Make]:
         made.append(loops)
         shape = Shape(pair.engine_config(K, capacity=CONTEXT, slots=SLOTS), pair.target.vocab_size)
         fleet = Fleet(loops, shape, most_open, patience_s)
-        return loops, Service(fleet, Prompter(pair, CONTEXT, DATE, K), MODEL)
+        return loops, Service(fleet, RequestBuilder(pair, CONTEXT, DATE, K), MODEL)
 
     yield making
     for loops in made:

@@ -5,23 +5,39 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import pydantic
 import pytest
 from fastapi.testclient import TestClient
 
 from peagle.api import Pair
 from peagle.ops.sizes import PrefixCacheSize
-from peagle.serve import shapes
-from peagle.serve.app import Service, create_app
+from peagle.serve import types
+from peagle.serve.app import ENDPOINTS, create_app, document
 from peagle.serve.loop import EngineLoop
-from peagle.serve.openapi import POSTED, READ, document
-from peagle.serve.prompts import Prompter
+from peagle.serve.requests import RequestBuilder
+from peagle.serve.service import Service
 from peagle.text.tokenizer import ByteLevelTokenizer, load_tokenizer
 from tests.peagle.conftest import SPECIALS, toy_pair, write_tokenizer
 
 CONTEXT, SLOTS, K = 256, 2, 3
 MODEL = "toy"
 DATE = "2025-08-05"
-DOCUMENT = document(needs_key=False)
+DOCUMENT: dict[str, Any] = {}  # made with the first application
+TYPES: dict[tuple[str, str], Any] = {
+    **{("POST", path): pydantic.TypeAdapter(endpoint.reply) for path, endpoint in ENDPOINTS.items()},
+    ("POST", "/tokenize"): pydantic.TypeAdapter(types.Tokenized),
+    ("POST", "/detokenize"): pydantic.TypeAdapter(types.Detokenized),
+    ("GET", "/v1/models"): pydantic.TypeAdapter(types.Models),
+    ("GET", "/v1/models/{name}"): pydantic.TypeAdapter(types.ModelCard),
+    ("GET", "/tokenizer_info"): pydantic.TypeAdapter(types.TokenizerInfo),
+    ("GET", "/health"): pydantic.TypeAdapter(types.Health),
+}
+ERROR: Any = pydantic.TypeAdapter(types.Error)
+EVENTS: dict[str, Any] = {
+    "/v1/chat/completions": pydantic.TypeAdapter(types.ChatChunk | types.Error),
+    "/v1/completions": pydantic.TypeAdapter(types.CompletionChunk | types.Error),
+    "/v1/responses": pydantic.TypeAdapter(types.ResponseEvent),
+}
 HARMONY_SPECIALS = (*SPECIALS, "<|call|>", "<|constrain|>")
 HARMONY_TEMPLATE = (Path(__file__).parent / "harmony.jinja").read_text(encoding="utf-8")
 
@@ -44,32 +60,43 @@ def service_of(
     shape: dict[str, Any] = {"capacity": context, "slots": slots, "adaptive": adaptive, "k_per_request": True}
     shape |= {"kv_memory_bytes": kv_memory_bytes, "prefix_cache_bytes": prefix_cache_bytes}
     engine = pair.engine(pair.engine_config(most, **shape))
-    return Service(EngineLoop(engine, max_queue), Prompter(pair, context, DATE, most), MODEL, **options)
+    return Service(EngineLoop(engine, max_queue), RequestBuilder(pair, context, DATE, most), MODEL, **options)
+
+
+class Client(TestClient):
+    """A client that holds the events of streams to their types, if the test reads the stream as a whole."""
+
+    __test__ = False
+
+    def request(self, *arguments: Any, **options: Any) -> Any:
+        reply = super().request(*arguments, **options)
+        if reply.headers.get("content-type", "").startswith("text/event-stream"):
+            for line in reply.content.split(b"\n"):
+                if line.startswith(b"data: {"):
+                    EVENTS[reply.request.url.path].validate_json(line.removeprefix(b"data: "))
+        return reply
 
 
 def client_of(service: Service) -> TestClient:
-    """Make a client that holds every reply to its published shape."""
-    client = TestClient(create_app(service), raise_server_exceptions=False)
-    client.event_hooks = {"response": [has_its_shape]}
+    """Make a client that holds every reply to its published type."""
+    app = create_app(service)
+    if not DOCUMENT:
+        DOCUMENT.update(document(app, needs_key=False))
+    client = Client(app, raise_server_exceptions=False)
+    client.event_hooks = {"response": [has_its_type]}
     return client
 
 
-def has_its_shape(reply: Any) -> None:
+def has_its_type(reply: Any) -> None:
     """Check a JSON reply, and that its status is published, for what the document describes."""
-    path = reply.request.url.path
-    published = "/v1/models/{model}" if path.startswith("/v1/models/") else path
-    described = {**{path: reply for path, (_, reply) in POSTED.items()}, **READ}
-    method = "POST" if published in POSTED else "GET"
-    if published not in described or reply.request.method != method or reply.status_code == 500:
+    path, method = reply.request.url.path, reply.request.method
+    published = "/v1/models/{name}" if path.startswith("/v1/models/") else path
+    if (method, published) not in TYPES or reply.status_code == 500:
         return
     assert str(reply.status_code) in DOCUMENT["paths"][published][method.lower()]["responses"]
-    if reply.headers["content-type"] != "application/json":
-        return
-    reply.read()
-    good = reply.is_success or published == "/health"
-    shape = described[published] if good else shapes.Error
-    assert shape is not None
-    shape.model_validate_json(reply.content)
+    if reply.headers["content-type"] == "application/json":
+        good = reply.is_success or published == "/health"
+        (TYPES[method, published] if good else ERROR).validate_json(reply.read())
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,11 @@ import numpy as np
 
 from peagle.api import Pair
 from peagle.drafters.ngram import NGram
-from peagle.serve.app import Service
-from peagle.serve.prompts import Prompter
-from peagle.serve.responses import ResponsesBody, as_chat
-from peagle.serve.schema import ChatBody, parse
+from peagle.serve.http import parse
+from peagle.serve.requests import RequestBuilder
+from peagle.serve.responses import as_chat
+from peagle.serve.service import Service
+from peagle.serve.types import ChatBody, ResponsesBody
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.peagle.conftest import SPECIALS, VOCAB_SIZE
 from tests.peagle.serve.conftest import DATE, K, service_of
@@ -61,8 +62,8 @@ def says(tokenizer: ByteLevelTokenizer, *turns: tuple[Mapping[str, Any], str], *
 def prompt_of(tokenizer: ByteLevelTokenizer, body: Mapping[str, Any]) -> Sequence[int]:
     """Encode the prompt of a body of a chat, or of a response."""
     target = ScriptedTarget(jnp.zeros((LONG,), jnp.int32))
-    prompter = Prompter(Pair(target, target, NGram(), tokenizer, (RETURN,)), LONG, DATE, K)
+    builder = RequestBuilder(Pair(target, target, NGram(), tokenizer, (RETURN,)), LONG, DATE, K)
     given = json.dumps(body).encode()
     chat = as_chat(parse(ResponsesBody, given)) if "input" in body else None
-    (request,) = prompter.chat(parse(ChatBody, given)) if chat is None else prompter.chat(chat.body, names=chat.names)
+    (request,) = builder.chat(parse(ChatBody, given)) if chat is None else builder.chat(chat.body, names=chat.names)
     return request.prompt_ids

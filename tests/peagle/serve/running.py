@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from peagle.serve.app import Service, create_app
+from peagle.serve.app import create_app
 from peagle.serve.server import Server, ServerOptions, listen, url
+from peagle.serve.service import Service
 
 PATIENCE_S = 60.0
 

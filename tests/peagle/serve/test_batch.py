@@ -1,6 +1,7 @@
 """Files of requests: every line is answered once, whatever else the file holds and wherever a run was stopped."""
 
 import asyncio
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -10,12 +11,13 @@ from typing import Any
 import pytest
 
 import peagle.cli.serve
-import peagle.serve.batch
 from peagle.cli import main
 from peagle.ops.errors import InputError
-from peagle.serve.app import Service
+from peagle.serve.app import ENDPOINTS
 from peagle.serve.batch import Batch, alone, check_files
 from peagle.serve.errors import ApiError
+from peagle.serve.service import Service
+from peagle.serve.types import CompletionBody
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.peagle.conftest import press_ctrl_c_at, toy_pair
 from tests.peagle.serve.conftest import client_of
@@ -171,17 +173,17 @@ def test_a_line_that_the_server_fails_at_is_a_500_and_asked_again(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     out = tmp_path / "out.jsonl"
-    ask = peagle.serve.batch.CALLS[COMPLETIONS]
+    endpoint = ENDPOINTS[COMPLETIONS]
 
-    async def fails(service: Service, body: bytes) -> Any:
-        if b"[51]" in body:
+    async def fails(service: Service, body: CompletionBody) -> Any:
+        if body.prompt == [51]:
             raise ZeroDivisionError("a fault")
-        if b"[52]" in body:
+        if body.prompt == [52]:
             raise ApiError(503, "the queue is full")
-        return await ask(service, body)
+        return await endpoint.start(service, body)
 
     with monkeypatch.context() as patch:
-        patch.setitem(peagle.serve.batch.CALLS, COMPLETIONS, fails)
+        patch.setitem(ENDPOINTS, COMPLETIONS, dataclasses.replace(ENDPOINTS[COMPLETIONS], start=fails))
         counts = run([line(str(n)) for n in range(4)]).counts
     assert (counts.answered, counts.failed, counts.done, counts.total) == (2, 2, 4, 4)
     found = read(out)
@@ -247,14 +249,14 @@ def test_a_line_that_nobody_expected_costs_no_other(
     run: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     service = make()
-    completion = service.prompter.completion
+    completion = service.builder.completion
 
     def planted(body: Any) -> Any:
         if body.prompt == [51]:
             raise RecursionError("planted")
         return completion(body)
 
-    monkeypatch.setattr(type(service.prompter), "completion", lambda _, body, *__: planted(body))
+    monkeypatch.setattr(type(service.builder), "completion", lambda _, body, *__: planted(body))
     batch = run([line("0"), line("1"), line("2")], service=service)
     assert (batch.counts.answered, batch.counts.failed) == (2, 1)
     assert read(tmp_path / "out.jsonl")["1"]["response"]["status_code"] == 500
@@ -314,7 +316,7 @@ def test_the_command_fails_if_a_line_did(
         raise ApiError(500, "a fault")
 
     with monkeypatch.context() as patch:
-        patch.setitem(peagle.serve.batch.CALLS, COMPLETIONS, fails)
+        patch.setitem(ENDPOINTS, COMPLETIONS, dataclasses.replace(ENDPOINTS[COMPLETIONS], start=fails))
         assert command([line("0"), "{"]) == 1
     assert "0 lines answered, 1 refused, 1 failed: run the same command again" in capfd.readouterr().err
     assert command([line("0"), "{"]) == 0

@@ -14,7 +14,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from peagle.serve import loop as engine_loop
-from peagle.serve.app import Service, create_app
+from peagle.serve.app import create_app
+from peagle.serve.service import Service
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.peagle.conftest import toy_pair
 from tests.peagle.serve.conftest import SLOTS, client_of, service_of

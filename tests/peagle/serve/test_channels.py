@@ -10,8 +10,8 @@ import pytest
 from peagle.engine.request import FinishReason, Request, TokenLogprobs
 from peagle.ops.strict_json import dumps
 from peagle.result import Result
-from peagle.serve.answers import Part
-from peagle.serve.replies import ChatForm
+from peagle.serve.chat import ChatFormatter
+from peagle.serve.outputs import OutputChunk
 from peagle.text.channels import ChannelParser
 from peagle.text.tokenizer import ByteLevelTokenizer
 
@@ -31,14 +31,14 @@ def read(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return (the choices of a stream, the whole choice) of an answer whose tokens arrive in cuts of these sizes."""
     prompt = ids(tokenizer, "<|start|>user<|message|>hi<|end|><|start|>assistant")
-    form, parser = ChatForm("toy", tokenizer, logprobs=True), ChannelParser(tokenizer, prompt)
+    form, parser = ChatFormatter("toy", tokenizer, logprobs=True), ChannelParser(tokenizer, prompt)
     output = ids(tokenizer, answer)
     logprobs = {number: TokenLogprobs(token, -1.0, ()) for number, token in enumerate(output)}
     tokens, parts = output, []
     for size in itertools.cycle(sizes):
         cut, tokens = tokens[:size], tokens[size:]
         deltas = (*parser.add(cut), *([] if tokens else parser.finish()))
-        parts.append(Part(0, cut, deltas, logprobs, None if tokens else reason, ("plain",) * len(cut)))
+        parts.append(OutputChunk(0, cut, deltas, logprobs, None if tokens else reason, ("plain",) * len(cut)))
         if not tokens:
             break
     choices = [choice for part in parts for choice in form.read(part)]

@@ -19,7 +19,7 @@ from openai.types.responses import (
     response_reasoning_item_param,
 )
 
-from peagle.serve import responses, schema
+from peagle.serve import types
 from tests.peagle.serve.conftest import client_of
 from tests.peagle.serve.harmony import says
 
@@ -27,40 +27,40 @@ PATH, RESPONSES = "/v1/chat/completions", "/v1/responses"
 MARK = {"mode": "explicit"}
 # what the client types, what the server reads, fields that only null or nothing may be in
 KINDS: list[tuple[Any, type[pydantic.BaseModel], set[str]]] = [
-    (chat.ChatCompletionDeveloperMessageParam, schema.ChatMessage, set()),
-    (chat.ChatCompletionSystemMessageParam, schema.ChatMessage, set()),
-    (chat.ChatCompletionUserMessageParam, schema.ChatMessage, set()),
-    (chat.ChatCompletionAssistantMessageParam, schema.ChatMessage, {"audio", "function_call"}),
-    (chat.ChatCompletionToolMessageParam, schema.ChatMessage, set()),
-    (chat.ChatCompletionContentPartTextParam, schema.TextPart, set()),
-    (chat.ChatCompletionContentPartRefusalParam, schema.RefusalPart, set()),
-    (function_call.ChatCompletionMessageFunctionToolCallParam, schema.PastFunctionCall, set()),
-    (function_call.Function, schema.CalledFunction, set()),
-    (custom_call.ChatCompletionMessageCustomToolCallParam, schema.PastCustomCall, set()),
-    (custom_call.Custom, schema.CalledCustom, set()),
-    (chat.ChatCompletionFunctionToolParam, schema.FunctionTool, set()),
-    (shared_params.FunctionDefinition, schema.Function, set()),
-    (custom_tool.ChatCompletionCustomToolParam, schema.CustomTool, set()),
-    (custom_tool.Custom, schema.Custom, set()),
-    (custom_tool.CustomFormatGrammar, schema.CustomFormat, set()),
-    (custom_tool.CustomFormatGrammarGrammar, schema.Syntax, set()),
-    (chat.ChatCompletionNamedToolChoiceParam, schema.NamedFunction, set()),
-    (of_responses.EasyInputMessageParam, responses.InputMessage, set()),
-    (response_input_item_param.Message, responses.InputMessage, set()),
-    (of_responses.ResponseOutputMessageParam, responses.InputMessage, set()),
-    (of_responses.ResponseInputTextParam, responses.InputText, set()),
-    (of_responses.ResponseOutputTextParam, responses.OutputText, set()),
-    (of_responses.ResponseOutputRefusalParam, schema.RefusalPart, set()),
-    (of_responses.ResponseFunctionToolCallParam, responses.InputCall, set()),
-    (response_input_item_param.FunctionCallOutput, responses.InputResult, set()),
-    (of_responses.ResponseCustomToolCallParam, responses.InputCustomCall, set()),
-    (response_custom_tool_call_output_param.ResponseCustomToolCallOutputParam, responses.InputResult, set()),
-    (of_responses.ResponseReasoningItemParam, responses.InputReasoning, set()),
-    (response_reasoning_item_param.Content, responses.ReasoningText, set()),
-    (of_responses.FunctionToolParam, responses.OfferedFunction, set()),
-    (of_responses.CustomToolParam, responses.OfferedCustom, set()),
-    (of_responses.NamespaceToolParam, responses.Namespace, set()),
-    (namespace_tool_param.ToolFunction, responses.OfferedFunction, set()),
+    (chat.ChatCompletionDeveloperMessageParam, types.ChatMessage, set()),
+    (chat.ChatCompletionSystemMessageParam, types.ChatMessage, set()),
+    (chat.ChatCompletionUserMessageParam, types.ChatMessage, set()),
+    (chat.ChatCompletionAssistantMessageParam, types.ChatMessage, {"audio", "function_call"}),
+    (chat.ChatCompletionToolMessageParam, types.ChatMessage, set()),
+    (chat.ChatCompletionContentPartTextParam, types.TextPart, set()),
+    (chat.ChatCompletionContentPartRefusalParam, types.RefusalPart, set()),
+    (function_call.ChatCompletionMessageFunctionToolCallParam, types.PastFunctionCall, set()),
+    (function_call.Function, types.CalledFunction, set()),
+    (custom_call.ChatCompletionMessageCustomToolCallParam, types.PastCustomCall, set()),
+    (custom_call.Custom, types.CalledCustom, set()),
+    (chat.ChatCompletionFunctionToolParam, types.FunctionTool, set()),
+    (shared_params.FunctionDefinition, types.Function, set()),
+    (custom_tool.ChatCompletionCustomToolParam, types.CustomTool, set()),
+    (custom_tool.Custom, types.Custom, set()),
+    (custom_tool.CustomFormatGrammar, types.CustomFormat, set()),
+    (custom_tool.CustomFormatGrammarGrammar, types.Syntax, set()),
+    (chat.ChatCompletionNamedToolChoiceParam, types.NamedFunction, set()),
+    (of_responses.EasyInputMessageParam, types.InputMessage, set()),
+    (response_input_item_param.Message, types.InputMessage, set()),
+    (of_responses.ResponseOutputMessageParam, types.InputMessage, set()),
+    (of_responses.ResponseInputTextParam, types.InputText, set()),
+    (of_responses.ResponseOutputTextParam, types.PastText, set()),
+    (of_responses.ResponseOutputRefusalParam, types.RefusalPart, set()),
+    (of_responses.ResponseFunctionToolCallParam, types.InputCall, set()),
+    (response_input_item_param.FunctionCallOutput, types.InputResult, set()),
+    (of_responses.ResponseCustomToolCallParam, types.InputCustomCall, set()),
+    (response_custom_tool_call_output_param.ResponseCustomToolCallOutputParam, types.InputResult, set()),
+    (of_responses.ResponseReasoningItemParam, types.InputReasoning, set()),
+    (response_reasoning_item_param.Content, types.ReasoningText, set()),
+    (of_responses.FunctionToolParam, types.OfferedFunction, set()),
+    (of_responses.CustomToolParam, types.OfferedCustom, set()),
+    (of_responses.NamespaceToolParam, types.Namespace, set()),
+    (namespace_tool_param.ToolFunction, types.OfferedFunction, set()),
 ]
 
 
@@ -99,7 +99,7 @@ def client(harmony: Any) -> Iterator[TestClient]:
 
 def test_each_tool_of_a_response_is_offered_or_left_out() -> None:
     known = set(kinds_of(of_responses.ToolParam))
-    assert known - set(responses.HOSTED) == {"function", "custom", "namespace"}
+    assert known - set(types.HOSTED) == {"function", "custom", "namespace"}
 
 
 def test_each_item_of_a_response_is_read_or_refused_by_its_type(client: TestClient) -> None:

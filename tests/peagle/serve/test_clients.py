@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from peagle.api import Pair
-from peagle.serve.app import Service
+from peagle.serve.service import Service
 from peagle.text.tokenizer import ByteLevelTokenizer
 from scripts import against_clients
 from tests.peagle.conftest import toy_pair

@@ -9,9 +9,8 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from peagle.serve.responses import ResponsesBody
-from peagle.serve.schema import NEUTRAL, ChatBody, CompletionBody
-from tests.peagle.serve.conftest import client_of, has_its_shape
+from peagle.serve.types import NEUTRAL, ChatBody, CompletionBody, ResponsesBody
+from tests.peagle.serve.conftest import client_of, has_its_type
 
 ALL = CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 GOOD: dict[str, dict[str, Any]] = {
@@ -373,7 +372,7 @@ def test_no_value_of_any_field_is_more_than_an_error_object(client: TestClient, 
     fields = [(field, value) for field in (*kind.model_fields, *NEUTRAL, "other") for value in HOSTILE]
     replies = post_all(client, path, [{**GOOD[path], field: value} for field, value in fields])
     for (field, _), reply in zip(fields, replies, strict=True):
-        has_its_shape(reply)
+        has_its_type(reply)
         if reply.status_code == 200:
             served += 1
         elif reply.status_code != 404 or field != "model":

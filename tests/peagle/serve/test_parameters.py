@@ -14,8 +14,9 @@ from peagle.engine.widths import WidthTable
 from peagle.loading import DEMO_DIRECTORY
 from peagle.ops.strict_json import dumps
 from peagle.result import Result
-from peagle.serve.answers import Part
-from peagle.serve.replies import ChatForm, CompletionForm
+from peagle.serve.chat import ChatFormatter
+from peagle.serve.completions import CompletionFormatter
+from peagle.serve.outputs import OutputChunk
 from peagle.text.channels import Delta
 from peagle.text.places import TokenPlace
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize, load_tokenizer
@@ -296,15 +297,15 @@ def test_offsets_are_those_of_the_text(client: TestClient) -> None:
 
 
 def test_a_first_token_that_is_not_in_the_text_has_no_length(tokenizer: ByteLevelTokenizer) -> None:
-    form = CompletionForm("toy", tokenizer, logprobs=True, echoed=["ab"], prompts=[(0, 97 - 26, 98 - 26)])
+    form = CompletionFormatter("toy", tokenizer, logprobs=True, echoed=["ab"], prompts=[(0, 97 - 26, 98 - 26)])
     form.prompt_logprobs = [[TokenLogprobs(71, -1.0, ()), TokenLogprobs(72, -1.0, ())]]
-    event = form.event(*form.read(Part(0, (), (), {}, None, ())))
+    event = form.event(*form.read(OutputChunk(0, (), (), {}, None, ())))
     (choice,) = json.loads(event.removeprefix("data: "))["choices"]
     assert choice["logprobs"]["tokens"] == ["<|startoftext|>", "a", "b"]
     assert choice["logprobs"]["text_offset"] == [0, 0, 1]
 
 
-@pytest.mark.parametrize("kind", [ChatForm, CompletionForm])
+@pytest.mark.parametrize("kind", [ChatFormatter, CompletionFormatter])
 def test_what_a_reply_says_of_tokens_is_written_before_its_end(
     tokenizer: ByteLevelTokenizer, alone: Pair, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
@@ -316,15 +317,15 @@ def test_what_a_reply_says_of_tokens_is_written_before_its_end(
     parts = []
     for place, token in enumerate((71, 72)):
         delta = Delta("content", "?", 0, tokens=(TokenPlace(place, place),))
-        parts.append(Part(0, (token,), (delta,), {place: TokenLogprobs(token, -0.25, pairs)}, None, ("plain",)))
+        parts.append(OutputChunk(0, (token,), (delta,), {place: TokenLogprobs(token, -0.25, pairs)}, None, ("plain",)))
     events = [json.loads(form.event(form.read(part)[-1]).removeprefix("data: ")) for part in parts]
-    monkeypatch.setattr("peagle.serve.replies.number", None)
+    monkeypatch.setattr("peagle.serve.formatter.number", None)
     (choice,) = json.loads(dumps(form.whole([result])))["choices"]
     streamed = [event["choices"][0]["logprobs"] for event in events]
-    for name in ("content",) if kind is ChatForm else ("tokens", "token_logprobs", "top_logprobs"):
+    for name in ("content",) if kind is ChatFormatter else ("tokens", "token_logprobs", "top_logprobs"):
         assert choice["logprobs"][name] == [entry for each in streamed for entry in each[name]]
     first = streamed[0]
-    if kind is ChatForm:
+    if kind is ChatFormatter:
         assert [entry["logprob"] for entry in first["content"][0]["top_logprobs"]] == [-0.5, None, 1e-7]
         assert first["content"][0]["bytes"] == list(b"a")
     else:

@@ -9,9 +9,10 @@ import openai
 import pydantic
 import pytest
 
-from peagle.serve.app import Service
-from peagle.serve.responses import ResponsesBody, as_chat
-from peagle.serve.schema import parse
+from peagle.serve.http import parse
+from peagle.serve.responses import as_chat
+from peagle.serve.service import Service
+from peagle.serve.types import ResponsesBody
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
 from tests.peagle.serve.conftest import MODEL, client_of
 from tests.peagle.serve.harmony import says
@@ -66,8 +67,8 @@ def asking(saying: Making) -> Iterator[Callable[..., openai.OpenAI]]:
 def prompt_of(service: Service, **fields: Any) -> str:
     body = parse(ResponsesBody, json.dumps({"input": "hello", **fields}).encode())
     chat = as_chat(body)
-    (request,) = service.prompter.chat(chat.body, names=chat.names)
-    return detokenize(service.prompter.tokenizer, request.prompt_ids)
+    (request,) = service.builder.chat(chat.body, names=chat.names)
+    return detokenize(service.builder.tokenizer, request.prompt_ids)
 
 
 def test_a_response_has_reasoning_text_and_usage(asking: Any, harmony: ByteLevelTokenizer) -> None:
@@ -171,7 +172,7 @@ def test_a_servers_own_output_comes_back_as_in_a_chat(saying: Making, answer: st
     output = client.post(PATH, json={"input": "hello", "tools": [TOOL], "temperature": 0}).json()["output"]
     result = {"type": "function_call_output", "call_id": output[-1]["call_id"], "output": "rain"}
     found = prompt_of(service, input=[*CHAT["messages"], *output, result], tools=[TOOL])
-    assert found == detokenize(service.prompter.tokenizer, client.post("/tokenize", json=chat).json()["tokens"])
+    assert found == detokenize(service.builder.tokenizer, client.post("/tokenize", json=chat).json()["tokens"])
     assert found.count("Größer?") == answer.count("Größer?")
     assert found.count("I look.") == answer.count("I look.")
 
@@ -191,7 +192,7 @@ def test_what_the_model_said_before_a_call_stays_with_the_call(saying: Making) -
     chat = [{"role": "user", "content": "hello"}, turn, {"role": "tool", "tool_call_id": "a", "content": "noon"}]
     tokens = client_of(service).post("/tokenize", json={"messages": chat}).json()["tokens"]
     found = prompt_of(service, input=[{"role": "user", "content": "hello"}, *said])
-    assert found == detokenize(service.prompter.tokenizer, tokens)
+    assert found == detokenize(service.builder.tokenizer, tokens)
     assert "I look. Now." in found
     two = [*said[1:2], {"role": "assistant", "content": "And more."}]
     assert "Let me see." in (text := prompt_of(service, input=[{"role": "user", "content": "hello"}, *two]))

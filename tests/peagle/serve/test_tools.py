@@ -14,12 +14,12 @@ import pytest
 from fastapi.testclient import TestClient
 
 from peagle.cli.settings.serve import ServeSettings
-from peagle.serve import responses, schema
-from peagle.serve.app import Service
+from peagle.serve import responses
 from peagle.serve.errors import ApiError
-from peagle.serve.prompts import Prompter
-from peagle.serve.schema import ChatMessage
+from peagle.serve.requests import RequestBuilder
+from peagle.serve.service import Service
 from peagle.serve.tools import MOST_CALLS, chat_of
+from peagle.serve.types import ChatMessage
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
 from tests.peagle.serve.conftest import MODEL, client_of
 from tests.peagle.serve.harmony import USER, says
@@ -70,7 +70,7 @@ def ask(service: Service, body: dict[str, Any], status: int = 200) -> dict[str, 
 
 def prompt(service: Service, **fields: Any) -> str:
     reply = client_of(service).post("/tokenize", json={"messages": USER, **fields}).json()
-    return detokenize(service.prompter.tokenizer, reply["tokens"])
+    return detokenize(service.builder.tokenizer, reply["tokens"])
 
 
 def test_tools_are_in_the_prompt_as_the_format_writes_them(saying: Making) -> None:
@@ -90,7 +90,7 @@ def test_tools_are_in_the_prompt_as_the_format_writes_them(saying: Making) -> No
         client_of(service).post("/tokenize", json={"messages": USER, "tools": [tool]}).json()["tokens"]
         for tool in (WEATHER, spelled)
     )
-    special = service.prompter.tokenizer.special_tokens
+    special = service.builder.tokenizer.special_tokens
     assert [token for token in plain if token in special] == [token for token in hostile if token in special]
 
 
@@ -325,7 +325,7 @@ def test_arguments_in_the_history_are_what_the_model_wrote(saying: Making, argum
     header = "<|start|>assistant to=functions.f<|channel|>commentary json<|message|>"
     assert text.count(header) == 2
     assert header + arguments + "<|call|><|start|>functions.f to=assistant" in text
-    special = service.prompter.tokenizer.special_tokens
+    special = service.builder.tokenizer.special_tokens
     plain, given = (
         client_of(service).post("/tokenize", json={"messages": past(("a", each))}).json()["tokens"]
         for each in ("{}", arguments)
@@ -362,8 +362,8 @@ def test_a_chat_of_more_than_the_context_holds_is_refused_before_it_is_looked_at
         raise AssertionError("nothing is rendered")
 
     monkeypatch.setattr(ByteLevelTokenizer, "encode_chat", rendered)
-    monkeypatch.setattr(schema, "validated", rendered)
-    long, most = service.prompter.context + 1, service.prompter.context // 4
+    monkeypatch.setattr("peagle.serve.http.validated", rendered)
+    long, most = service.builder.context + 1, service.builder.context // 4
     part = {"type": "text", "text": ""}
     calls = [{"id": str(n), "type": "function", "function": {"name": "f", "arguments": "{}"}} for n in range(most)]
     error = ask(service, {"messages": [*USER] * (most + 1)}, 400)["error"]
@@ -851,8 +851,8 @@ def test_a_template_without_tools_refuses_them_in_a_line(shared: Service) -> Non
     reply = client_of(shared).post(PATH, json=BODY)
     assert reply.status_code == 400
     assert reply.json()["error"]["message"].startswith("tools are not supported here: the model's chat template has")
-    assert isinstance(shared.prompter, Prompter)
-    assert not shared.prompter.takes_tools
+    assert isinstance(shared.builder, RequestBuilder)
+    assert not shared.builder.takes_tools
 
 
 STOPS = [

@@ -20,9 +20,10 @@ from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from peagle.cli.settings.serve import ServeSettings
-from peagle.serve.app import Service, create_app
+from peagle.serve.app import create_app
 from peagle.serve.http import EventStream, Refusals, Unsent
 from peagle.serve.server import Connection, ServerOptions
+from peagle.serve.service import Service
 from tests.peagle.serve.conftest import SLOTS, client_of
 from tests.peagle.serve.running import Gate, Running, eventually, running
 from tests.peagle.serve.test_metrics import values

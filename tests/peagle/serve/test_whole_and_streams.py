@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 from peagle.config import EngineConfig
 from peagle.engine.request import Request, TokenChunk, TokenLogprobs
 from peagle.ops.strict_json import dumps
-from peagle.serve.answers import Answers
-from peagle.serve.replies import ChatForm, CompletionForm, Form
-from peagle.serve.responses import ResponsesBody, ResponsesForm, as_chat
-from peagle.serve.schema import ChatBody, parse
+from peagle.serve.chat import ChatFormatter
+from peagle.serve.completions import CompletionFormatter
+from peagle.serve.formatter import ResponseFormatter
+from peagle.serve.http import parse
+from peagle.serve.outputs import OutputCollector
+from peagle.serve.responses import ResponsesFormatter, as_chat
+from peagle.serve.types import ChatBody, ResponsesBody
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
 from tests.peagle.conftest import SPECIALS
 from tests.peagle.serve.conftest import HARMONY_SPECIALS, MODEL, K, client_of
@@ -96,13 +99,13 @@ class Chunks:
         pass
 
 
-def read(form: Form, answers: Answers) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def read(form: ResponseFormatter, answers: OutputCollector) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return (the whole reply, the events of the stream) that a form makes of the same answer."""
 
     async def read_all() -> str:
         text = form.begin()
-        async for part in answers.parts():
-            text += "".join(map(form.event, form.read(part)))
+        async for chunk in answers.chunks():
+            text += "".join(map(form.event, form.read(chunk)))
         return text + form.end(answers.results())
 
     text = asyncio.run(read_all())
@@ -112,11 +115,11 @@ def read(form: Form, answers: Answers) -> tuple[dict[str, Any], list[dict[str, A
 
 def answers_of(
     tokenizer: ByteLevelTokenizer, answer: Sequence[int], ends: Sequence[int], stop: Sequence[str], end: int | None
-) -> Answers:
+) -> OutputCollector:
     prompt = tokenizer.encode("<|start|>user<|message|>hi<|end|><|start|>assistant", special_tokens=True)
     request = Request(prompt, 1000, stop=tuple(stop), logprobs=1)
     loop: Any = Chunks(answer, ends, end)
-    return Answers(loop, [request], tokenizer, channels=True)
+    return OutputCollector(loop, [request], tokenizer, channels=True)
 
 
 def encoded(tokenizer: ByteLevelTokenizer, text: str, partial: bytes) -> tuple[int, ...]:
@@ -166,7 +169,7 @@ def test_a_chats_stream_is_its_whole_answer(
     ids = encoded(harmony, text, partial)
     body = parse(ChatBody, json.dumps({"messages": USER, "tools": CHAT_TOOLS}).encode())
     answers = answers_of(harmony, ids, ends, stop, end)
-    form = ChatForm(MODEL, harmony, logprobs=True, tools=body.tools, token_origins=True)
+    form = ChatFormatter(MODEL, harmony, logprobs=True, tools=body.tools, token_origins=True)
     whole, events = read(form, answers)
     (choice,) = whole["choices"]
     message, streamed = choice["message"], chat_of_stream(events)
@@ -213,7 +216,7 @@ def test_a_responses_stream_is_its_whole_answer(
     body = parse(ResponsesBody, json.dumps(fields).encode())
     chat = as_chat(body)
     answers = answers_of(harmony, encoded(harmony, text, partial), ends, (), end)
-    form = ResponsesForm(MODEL, harmony, asked=body, tools=chat.body.tools, tool_names=chat.tool_names)
+    form = ResponsesFormatter(MODEL, harmony, body=body, tools=chat.body.tools, tool_names=chat.tool_names)
     whole, events = read(form, answers)
     assert events[-1]["response"] == whole
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -239,8 +242,8 @@ def test_a_completions_stream_is_its_whole_answer(
     ids = encoded(harmony, text, partial)
     request = Request((40,), 1000, stop=stop, logprobs=1)
     loop: Any = Chunks(ids, ends, end)
-    answers = Answers(loop, [request], harmony)
-    whole, events = read(CompletionForm(MODEL, harmony, logprobs=True), answers)
+    answers = OutputCollector(loop, [request], harmony)
+    whole, events = read(CompletionFormatter(MODEL, harmony, logprobs=True), answers)
     (choice,) = whole["choices"]
     streamed = [event["choices"][0] for event in events if event["choices"]]
     assert "".join(one["text"] for one in streamed) == choice["text"]

@@ -1,4 +1,4 @@
-"""From the body of a request to requests of the engine. Encode in one thread: the tokenizer's settings are shared."""
+"""Build the engine's requests from a body. Encode in one thread: the tokenizer's settings are shared."""
 
 import dataclasses
 import functools
@@ -14,11 +14,13 @@ from peagle.engine.request import MOST_LOGPROBS, Request, SamplingParams, TokenL
 from peagle.measure.logprobs import output_logprobs
 from peagle.ops.errors import InputError
 from peagle.serve.errors import ApiError
+from peagle.serve.http import MOST_PROMPTS
 from peagle.serve.instructions import INSTRUCTING, as_instructions, instructions_first
 from peagle.serve.names import CHAT, Names
-from peagle.serve.schema import (
+from peagle.serve.structured import constraint, grammar_of, unusable
+from peagle.serve.tools import begin_call, bound_calls, chat_of, offered, parameters_of, takes_tools
+from peagle.serve.types import (
     MOST_CHOICES,
-    MOST_PROMPTS,
     ChatBody,
     ChatMessage,
     CompletionBody,
@@ -28,20 +30,19 @@ from peagle.serve.schema import (
     Sampled,
     TokenizeBody,
 )
-from peagle.serve.structured import constraint, grammar_of, unusable
-from peagle.serve.tools import begin_call, bound_calls, chat_of, offered, parameters_of, takes_tools
 from peagle.text.channels import CALL, control_ids
 from peagle.text.prompts import brief, check_encodable
 from peagle.text.tokenizer import Message, TemplateError, TextTooLong, Tokenizer, detokenize
 
 # efforts that GPT-OSS does not know
 EFFORTS: Mapping[Effort | None, Effort] = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
+SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]  # fields of bodies, too
 TOKEN_ID = re.compile(r"[0-9]{1,10}")  # as a key of JSON
 
 
 @dataclass(frozen=True)
-class Prompter:
-    """Make the engine's requests for one pair and context.
+class RequestBuilder:
+    """Build the engine's requests for one pair and context.
 
     date: of templates that show it. num_speculative_tokens: the most that a request may set.
     """
@@ -352,19 +353,10 @@ class Prompter:
             raise ApiError(400, f"logit_bias has the key {brief(bad[0])}; expected token ids as keys", "logit_bias")
         bias = tuple((int(token), value) for token, value in body.logit_bias.items())
         self.check_ids([token for token, _ in bias], "logit_bias")
-        seed = secrets.randbits(31) if body.seed is None else body.seed
-        return SamplingParams(
-            temperature=body.temperature,
-            top_k=max(body.top_k, 0) if body.top_k >= -1 else body.top_k,  # -1 is off in vLLM
-            top_p=body.top_p,
-            min_p=body.min_p,
-            seed=seed,
-            presence_penalty=body.presence_penalty,
-            frequency_penalty=body.frequency_penalty,
-            repetition_penalty=body.repetition_penalty,
-            logit_bias=bias,
-            min_tokens=body.min_tokens,
-        )
+        values = {name: getattr(body, name) for name in SAMPLING}
+        values["top_k"] = 0 if body.top_k == -1 else body.top_k  # -1 is off in vLLM
+        values["seed"] = secrets.randbits(31) if body.seed is None else body.seed
+        return SamplingParams(**{**values, "logit_bias": bias})
 
 
 def notes(body: ChatBody) -> list[str]:

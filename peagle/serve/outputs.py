@@ -1,4 +1,4 @@
-"""The answers of one HTTP request: chunks of the engine become text, and the facts that replies contain."""
+"""Collect the answers of one HTTP request: the engine's chunks become text, counts and figures."""
 
 import collections
 import contextlib
@@ -12,17 +12,18 @@ from peagle.measure.metrics import speculative_decoding_block, total
 from peagle.result import Assembler, Counters, Result, origins, refuse_stop_strings_without
 from peagle.serve.errors import ApiError
 from peagle.serve.loop import Loop, Submitted
+from peagle.serve.types import Figures, TokenOrigin, Usage
 from peagle.text.channels import CALL, ChannelParser, Delta
 from peagle.text.places import TokenPlace
 from peagle.text.tokenizer import Detokenizer, Tokenizer
 
 
 @dataclass(frozen=True)
-class Part:
+class OutputChunk:
     """One answer's tokens of a dispatch, and the text that is certain with them.
 
     deltas: that text; of an answer whose channels are not parsed, one of content. logprobs: of the deltas' tokens by
-    their numbers, if the request sets them. finish_reason: of the answer's last part. cut: a stop string or a stop
+    their numbers, if the request sets them. finish_reason: of the answer's last chunk. cut: a stop string or a stop
     token of the request's own ended the answer, not the model.
     """
 
@@ -39,7 +40,7 @@ class Part:
         return [(token, self.logprobs[token.number]) for token in delta.tokens if token.number in self.logprobs]
 
 
-class Answers:
+class OutputCollector:
     """Run requests, and read their answers. Raises as EngineLoop.submit does, before anything is sent.
 
     channels: parse the answers' channels; stop strings are then those of their messages. constraint: the field of the
@@ -74,12 +75,12 @@ class Answers:
         self._constraint = constraint
         self._call: Submitted = loop.submit(requests) if decode else Undecoded(loop, requests)
 
-    async def parts(self) -> AsyncGenerator[Part, None]:
-        """Yield parts as they arrive, until all answers have ended; end the requests if the reader leaves."""
+    async def chunks(self) -> AsyncGenerator[OutputChunk, None]:
+        """Yield chunks as they arrive, until all answers have ended; end the requests if the reader leaves."""
         try:
             async with contextlib.aclosing(self._call.chunks()) as chunks:
                 async for place, chunk in chunks:
-                    yield self._part(place, chunk)
+                    yield self._read(place, chunk)
         except ApiError as error:
             if error.status == 400 and error.param is None:  # of input, seen as late as this: its grammar's
                 error.param = self._constraint
@@ -95,7 +96,7 @@ class Answers:
         """Return the answers and their figures so far."""
         return [assembler.result() for assembler in self._assemblers]
 
-    def _part(self, place: int, chunk: TokenChunk) -> Part:
+    def _read(self, place: int, chunk: TokenChunk) -> OutputChunk:
         assembler = self._assemblers[place]
         piece = assembler.add(chunk)
         if assembler.finish_reason != chunk.finish_reason:  # after a stop string
@@ -107,7 +108,7 @@ class Answers:
         if not self._channels and (piece.text or piece.shown):
             deltas = (Delta("content", piece.text, 0, tokens=piece.shown),)
         numbers = [token.number for delta in deltas for token in delta.tokens] if assembler.logprobs else []
-        return Part(
+        return OutputChunk(
             place,
             piece.token_ids[:count],
             deltas,
@@ -156,29 +157,30 @@ class TokenTexts:
         self._waiting: collections.deque[tuple[int, str]] = collections.deque()  # (token, origin)
         self._first = 0  # the number of the first that waits
 
-    def of(self, part: Part) -> list[dict[str, str]]:
-        """Return the tokens up to the last one of the part's text; at the answer's end, all."""
-        self._waiting.extend(zip(part.token_ids, part.origins, strict=True))
-        tokens = []
-        for delta in part.deltas:
+    def of(self, chunk: OutputChunk) -> list[TokenOrigin]:
+        """Return the tokens up to the last one of the chunk's text; at the answer's end, all."""
+        self._waiting.extend(zip(chunk.token_ids, chunk.origins, strict=True))
+        tokens: list[TokenOrigin] = []
+        for delta in chunk.deltas:
             if delta.message != self._message:
                 self._detokenizer, self._message = Detokenizer(self._tokenizer), delta.message
             for token in delta.tokens:
                 tokens += self._hidden(token.number)
                 token_id, origin = self._next()
-                tokens.append({"text": self._detokenizer.add((token_id,)), "kind": delta.kind, "origin": origin})
-        return tokens if part.finish_reason is None else tokens + self._hidden(self._first + len(self._waiting))
+                text = self._detokenizer.add((token_id,))
+                tokens.append({"text": text, "kind": delta.kind, "origin": origin})
+        return tokens if chunk.finish_reason is None else tokens + self._hidden(self._first + len(self._waiting))
 
     def _next(self) -> tuple[int, str]:
         self._first += 1
         return self._waiting.popleft()
 
-    def _hidden(self, end: int) -> list[dict[str, str]]:
+    def _hidden(self, end: int) -> list[TokenOrigin]:
         """Return the waiting tokens below this number, without their texts."""
         return [{"text": "", "kind": "hidden", "origin": self._next()[1]} for _ in range(self._first, end)]
 
 
-def usage(results: Sequence[Result]) -> dict[str, Any]:
+def usage(results: Sequence[Result]) -> Usage:
     """Count tokens; a prompt with n answers counts once."""
     prompts = [result for result in results if result.request.index == 0]
     prompt, completion = (
@@ -199,11 +201,11 @@ def pooled(results: Sequence[Result]) -> Counters:
     return total([result.counters for result in results])
 
 
-def metrics(results: Sequence[Result]) -> dict[str, Any]:
-    """Return the block of figures under vLLM's names; none in plain decoding."""
-    found = pooled(results)
-    if not found.num_spec_tokens:
+def figures(results: Sequence[Result]) -> dict[str, Figures]:
+    """Return the field of a reply with the steps' figures, under vLLM's names; none in plain decoding."""
+    counters = pooled(results)
+    if not counters.num_spec_tokens:
         return {}
-    block = speculative_decoding_block(found)
+    block: Any = speculative_decoding_block(counters)
     del block["num_plain_steps"]  # no name of vLLM's
     return {"metrics": {"speculative_decoding": block}}

@@ -1,0 +1,145 @@
+"""/v1/chat/completions: from a body to requests that run, and the replies and events of their answers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from peagle.ops.strict_json import Written
+from peagle.result import Result
+from peagle.serve.formatter import ChannelFormatter, ChoicesFormatter, Generation
+from peagle.serve.outputs import OutputChunk, OutputCollector, TokenTexts
+from peagle.serve.requests import notes
+from peagle.serve.service import Service
+from peagle.serve.structured import constraint
+from peagle.serve.tools import CustomCalls
+from peagle.serve.types import (
+    CallDelta,
+    ChatBody,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    Message,
+    StreamOptions,
+)
+from peagle.text.channels import Delta
+
+TEXT_OF_CALL = {"function": "arguments", "custom": "input"}
+
+
+async def start(service: Service, body: ChatBody) -> Generation:
+    """Send the requests of a body to the engine."""
+    requests = await service.encode(service.builder.chat, body, await service.grammar(body))
+    tokenizer = service.builder.tokenizer
+    formatter = ChatFormatter(
+        service.model,
+        tokenizer,
+        tools=body.tools,
+        one_call=not body.parallel_tool_calls,
+        logprobs=body.logprobs,
+        token_origins=body.return_token_origins,
+        options=body.stream_options or StreamOptions(),
+    )
+    service.note(*notes(body))
+    outputs = OutputCollector(service.loop, requests, tokenizer, channels=True, constraint=constraint(body))
+    return Generation(body.stream, formatter, outputs)
+
+
+@dataclass
+class ChatFormatter(ChoicesFormatter, ChannelFormatter):
+    """Chat completions."""
+
+    logprobs: bool = False
+    token_origins: bool = False
+    _cut: set[int] = field(default_factory=set)  # answers that the request ended, not the model
+    _told: dict[int, list[Delta]] = field(default_factory=dict)
+    _texts: dict[int, TokenTexts] = field(default_factory=dict)
+    _entries: dict[int, list[str]] = field(default_factory=dict)  # of tokens, with their log-probabilities
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+
+    def _first(self, place: int) -> list[ChatChunkChoice]:
+        return [_choice(place, {"role": "assistant", "content": ""})]
+
+    def _middle(self, chunk: OutputChunk) -> list[ChatChunkChoice]:
+        assert self.tokenizer is not None
+        deltas, custom = self._deltas(chunk), self._custom_calls(chunk.place)
+        if chunk.cut:
+            self._cut.add(chunk.place)
+        self._told.setdefault(chunk.place, []).extend(deltas)
+        choices = []
+        for delta in deltas:
+            choices.append(_choice(chunk.place, _delta(delta, custom)))
+            if entries := self._logprobs(chunk, delta):
+                self._entries.setdefault(chunk.place, []).extend(entries)
+                choices[-1]["logprobs"] = _logprobs(entries)
+        if self.token_origins:
+            tokens = self._texts.setdefault(chunk.place, TokenTexts(self.tokenizer)).of(chunk)
+            if tokens and not choices:  # control tokens, or text that is held back
+                choices = [_choice(chunk.place, {"content": ""})]
+            if tokens:
+                choices[0]["tokens"] = tokens
+        return choices
+
+    def _last(self, place: int, reason: str) -> ChatChunkChoice:
+        return _choice(place, {}, self._reason(place, reason))
+
+    def _whole(self, place: int, result: Result) -> ChatChoice:
+        texts = {"reasoning": "", "content": ""}
+        calls: dict[int, Any] = {}
+        for delta in self._told.get(place, []):
+            if delta.call is None:
+                texts[delta.kind] += delta.text
+            elif delta.call.index in calls:
+                kind = calls[delta.call.index]["type"]
+                calls[delta.call.index][kind][TEXT_OF_CALL[kind]] += delta.text
+            else:
+                first = _call(delta, self._custom_calls(place))
+                calls[delta.call.index] = {key: value for key, value in first.items() if key != "index"}
+        message: Message = {"role": "assistant", "content": texts["content"], "refusal": None}
+        if calls:
+            message |= {"content": texts["content"] or None, "tool_calls": list(calls.values())}
+        if texts["reasoning"]:
+            message |= {"reasoning": texts["reasoning"], "reasoning_content": texts["reasoning"]}
+        return {
+            "index": place,
+            "message": message,
+            "logprobs": _logprobs(self._entries.get(place, [])) if self.logprobs else None,
+            "finish_reason": self._reason(place, result.finish_reason or "stop"),
+        }
+
+    def _reason(self, place: int, reason: str) -> Any:
+        """Return "tool_calls" after an answer that ended itself and calls a function."""
+        calls = any(delta.call is not None for delta in self._told.get(place, []))
+        return "tool_calls" if calls and reason == "stop" and place not in self._cut else reason
+
+
+def _choice(place: int, delta: ChatDelta, reason: Any = None) -> ChatChunkChoice:
+    return {"index": place, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+
+def _logprobs(entries: Sequence[str]) -> ChatLogprobs:
+    return {"content": Written.array(entries), "refusal": None}
+
+
+def _delta(delta: Delta, custom: CustomCalls) -> ChatDelta:
+    """Make the delta of one channel. Reasoning has two names, since clients differ."""
+    if delta.call is not None:
+        return {"tool_calls": [_call(delta, custom)]}
+    if delta.kind == "reasoning":
+        return {"reasoning": delta.text, "reasoning_content": delta.text}
+    return {"content": delta.text}
+
+
+def _call(delta: Delta, custom: CustomCalls) -> CallDelta:
+    """Make the delta of a call. Its first one alone, without text, names the call: clients join texts of all deltas."""
+    assert delta.call is not None
+    index, is_custom = delta.call.index, custom.is_custom(delta.call)
+    if delta.text and is_custom:
+        return {"index": index, "custom": {"input": delta.text}}
+    if delta.text:
+        return {"index": index, "function": {"arguments": delta.text}}
+    name, call_id = delta.call.name, delta.call.id
+    if is_custom:
+        return {"index": index, "id": call_id, "type": "custom", "custom": {"name": name, "input": ""}}
+    return {"index": index, "id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}

@@ -1,0 +1,219 @@
+"""Write replies and the events of streams from the outputs of one call."""
+
+import contextlib
+import functools
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from peagle.engine.request import TokenLogprobs
+from peagle.ops.strict_json import dumps, number
+from peagle.result import Result
+from peagle.serve.errors import ApiError
+from peagle.serve.outputs import OutputChunk, OutputCollector, figures, usage
+from peagle.serve.tools import CustomCalls
+from peagle.serve.types import StreamOptions, Tool, Usage
+from peagle.text.channels import Delta
+from peagle.text.tokenizer import Tokenizer
+
+DONE = "data: [DONE]\n\n"
+
+
+@dataclass
+class ResponseFormatter:
+    """What the replies of all endpoints share. Read every chunk of an answer (`read`), then write the whole.
+
+    Log-probabilities are written as their chunks arrive: those of many answers at once take seconds of the event loop.
+    """
+
+    model: str
+    tokenizer: Tokenizer | None
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+    _texts_of: dict[int, str] = field(default_factory=dict)  # tokens as JSON (`_written`)
+
+    prefix: ClassVar[str]  # of ids
+
+    def __post_init__(self) -> None:
+        self.id = f"{self.prefix}{uuid.uuid4().hex}"
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every event has the usage so far."""
+        return False
+
+    def begin(self) -> str:
+        """Write the events before the first chunk."""
+        return ""
+
+    def read(self, chunk: OutputChunk) -> Sequence[Any]:
+        """Read a chunk of an answer; return what a stream shows of it (`event`)."""
+        raise NotImplementedError
+
+    def event(self, shown: Any, used: Usage | None = None) -> str:
+        """Write the event of an entry of `read`. used: the usage so far, for events that have it."""
+        raise NotImplementedError
+
+    def end(self, results: Sequence[Result]) -> str:
+        """Write the last events of a stream."""
+        raise NotImplementedError
+
+    def failed(self, error: ApiError) -> str:
+        """Write the last events of a stream that fails."""
+        raise NotImplementedError
+
+    def whole(self, results: Sequence[Result]) -> Mapping[str, Any]:
+        """Make the reply of answers that have ended."""
+        raise NotImplementedError
+
+    def _token(self, token_id: int) -> str:
+        """Return a token's text, an incomplete character as U+FFFD; its id without a tokenizer."""
+        return f"token_id:{token_id}" if self.tokenizer is None else self._bytes(token_id).decode("utf-8", "replace")
+
+    def _written(self, token_id: int) -> str:
+        """Return a token's text as JSON, written once."""
+        text = self._texts_of.get(token_id)
+        if text is None:
+            text = self._texts_of[token_id] = self._write(token_id)
+        return text
+
+    def _write(self, token_id: int) -> str:
+        return dumps(self._token(token_id), ensure_ascii=False)
+
+    def _bytes(self, token_id: int) -> bytes:
+        return b"" if self.tokenizer is None else self.tokenizer.token_bytes(token_id)
+
+
+@dataclass
+class ChoicesFormatter(ResponseFormatter):
+    """Replies of choices: those of chats and of completions."""
+
+    options: StreamOptions = field(default_factory=StreamOptions)
+    _begun: set[int] = field(default_factory=set)  # answers of which a chunk was read
+
+    kind: ClassVar[str]  # of a reply
+    chunk_kind: ClassVar[str]  # of an event
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.options.include_usage and self.options.continuous_usage_stats
+
+    def read(self, chunk: OutputChunk) -> list[Any]:
+        is_first = chunk.place not in self._begun
+        self._begun.add(chunk.place)
+        choices = [*(self._first(chunk.place) if is_first else ()), *self._middle(chunk)]
+        if chunk.finish_reason is not None:
+            choices.append(self._last(chunk.place, chunk.finish_reason))
+        return choices
+
+    def event(self, shown: Any, used: Usage | None = None) -> str:
+        extra = f', "usage": {dumps(used)}' if self.options.include_usage else ""
+        return f'data: {self._chunk_head}, "choices": [{dumps(shown, ensure_ascii=False)}]{extra}}}\n\n'
+
+    def end(self, results: Sequence[Result]) -> str:
+        if not self.options.include_usage:
+            return DONE
+        extra = {"choices": [], "usage": usage(results), **figures(results)}
+        return _event({**self._head(self.chunk_kind), **extra}) + DONE
+
+    def failed(self, error: ApiError) -> str:
+        return _event(error.body()) + DONE
+
+    def whole(self, results: Sequence[Result]) -> Mapping[str, Any]:
+        choices = [self._whole(place, result) for place, result in enumerate(results)]
+        return {**self._head(self.kind), "choices": choices, "usage": usage(results), **figures(results)}
+
+    def _first(self, place: int) -> Sequence[Any]:
+        """Make what precedes an answer's first chunk in a stream."""
+        raise NotImplementedError
+
+    def _middle(self, chunk: OutputChunk) -> Sequence[Any]:
+        """Make a chunk's choices in a stream; none if it shows nothing."""
+        raise NotImplementedError
+
+    def _last(self, place: int, reason: str) -> Any:
+        """Make the choice that ends an answer's stream; it has no content."""
+        raise NotImplementedError
+
+    def _whole(self, place: int, result: Result) -> Any:
+        raise NotImplementedError
+
+    @functools.cached_property
+    def _chunk_head(self) -> str:
+        """The beginning of every event, as JSON."""
+        return dumps(self._head(self.chunk_kind), ensure_ascii=False)[:-1]
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+@dataclass
+class ChannelFormatter(ResponseFormatter):
+    """Replies of answers whose channels are parsed.
+
+    tools: that the model may call. one_call: leave out all calls but the first.
+    """
+
+    tools: Sequence[Tool] = ()
+    one_call: bool = False
+    _custom: dict[int, CustomCalls] = field(default_factory=dict)
+
+    def _custom_calls(self, place: int) -> CustomCalls:
+        return self._custom.setdefault(place, CustomCalls(self.tools))
+
+    def _deltas(self, chunk: OutputChunk) -> list[Delta]:
+        """Return the chunk's deltas that the reply shows, those of custom tools' calls with their inputs."""
+        deltas = self._custom_calls(chunk.place).read(chunk.deltas, at_end=chunk.finish_reason is not None)
+        return [delta for delta in deltas if not (self.one_call and delta.call is not None and delta.call.index)]
+
+    def _logprobs(self, chunk: OutputChunk, delta: Delta) -> list[str]:
+        """Write the entries of the tokens of a content delta, if log-probabilities are wanted."""
+        if delta.kind != "content":
+            return []
+        return [self._entry(logprobs) for _, logprobs in chunk.logprobs_of(delta)]
+
+    def _entry(self, entry: TokenLogprobs) -> str:
+        best = ", ".join(f"{self._written(token)}{number(value)}}}" for token, value in entry.best)
+        return f'{self._written(entry.token_id)}{number(entry.logprob)}, "top_logprobs": [{best}]}}'
+
+    def _write(self, token_id: int) -> str:
+        """Write the entry of a token up to its log-probability."""
+        entry = {"token": self._token(token_id), "bytes": list(self._bytes(token_id))}
+        return f'{dumps(entry, ensure_ascii=False)[:-1]}, "logprob": '
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The requests of a body that run in the engine, and the formatter of their reply. Whoever starts one ends it."""
+
+    stream: bool
+    formatter: ResponseFormatter
+    outputs: OutputCollector
+
+    async def whole(self) -> Mapping[str, Any]:
+        """Read the answers to their ends, and make the reply."""
+        async with contextlib.aclosing(self.outputs.chunks()) as chunks:
+            async for chunk in chunks:
+                self.formatter.read(chunk)
+        return self.formatter.whole(self.outputs.results())
+
+    async def events(self) -> AsyncGenerator[str, None]:
+        """Write the events of a stream. An error in its midst becomes an event."""
+        formatter, outputs = self.formatter, self.outputs
+        try:
+            async with contextlib.aclosing(outputs.chunks()) as chunks:
+                if begun := formatter.begin():
+                    yield begun
+                async for chunk in chunks:
+                    if shown := formatter.read(chunk):
+                        used = usage(outputs.results()) if formatter.continuous_usage else None
+                        yield "".join(formatter.event(entry, used) for entry in shown)
+            yield formatter.end(outputs.results())
+        except ApiError as error:
+            yield formatter.failed(error)
+
+
+def _event(value: Mapping[str, Any]) -> str:
+    return f"data: {dumps(value, ensure_ascii=False)}\n\n"

@@ -1,0 +1,195 @@
+"""All that the routes share: the engine's loop, the builder of requests, limits, metrics and logs."""
+
+import asyncio
+import concurrent.futures
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from peagle.engine.grammar import CompiledGrammar
+from peagle.engine.loop import AnyEngine
+from peagle.engine.request import Request, TokenLogprobs
+from peagle.ops.strict_json import dumps
+from peagle.serve.errors import ApiError
+from peagle.serve.formatter import Generation
+from peagle.serve.http import Refusals, Unsent, parse, utc_now
+from peagle.serve.loop import Loop
+from peagle.serve.metrics import Metrics
+from peagle.serve.names import CHAT, Names
+from peagle.serve.outputs import pooled, usage
+from peagle.serve.requests import RequestBuilder
+from peagle.serve.structured import constraint
+from peagle.serve.types import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Health,
+    ModelCard,
+    ResponsesBody,
+    Sampled,
+    TokenizeBody,
+)
+
+DEFAULT_MAX_BODY = DEFAULT_MAX_UNSENT = 4_000_000
+POLL_S = 0.02
+GRAMMAR_PATIENCE_S = 10.0  # beyond it a grammar is refused
+Found = TypeVar("Found")
+Kind = TypeVar("Kind", ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody)
+
+
+@dataclass
+class Service:
+    """All that the routes use. keys: empty means that none is required. origins: sites whose pages may use them.
+
+    hosts: names of the server that requests may have, beside those of loopback; None: any. max_unsent: bytes of a
+    stream that wait for its client; a stream of which more wait is ended.
+    """
+
+    loop: Loop
+    builder: RequestBuilder
+    model: str
+    keys: Sequence[str] = ()
+    max_body: int = DEFAULT_MAX_BODY
+    origins: Sequence[str] = ()
+    hosts: Sequence[str] | None = None
+    log: logging.Logger | None = None  # of a JSON line for each request
+    created: int = field(default_factory=lambda: int(time.time()))
+    max_unsent: int = DEFAULT_MAX_UNSENT
+    metrics: Metrics = field(init=False)
+    unsent: Unsent = field(init=False)
+    refusals: Refusals = field(init=False)
+    # one thread, since the tokenizer's settings are shared
+    _encoding: concurrent.futures.ThreadPoolExecutor = field(
+        default_factory=lambda: concurrent.futures.ThreadPoolExecutor(1, "tokenizer")
+    )
+
+    _num_compiling: int = 0  # grammars
+    _noted: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.metrics, self.refusals = Metrics(self.loop, self.model), Refusals(self.log)
+        self.unsent = Unsent(self.metrics.unsent, self.metrics.cut, self.max_unsent)
+
+    async def encode(self, function: Callable[..., Found], *arguments: Any) -> Found:
+        """Call a function outside of the event loop: it uses the tokenizer, or takes long for a large body."""
+        return await asyncio.get_running_loop().run_in_executor(self._encoding, function, *arguments)
+
+    async def grammar(self, body: Sampled, names: Names = CHAT) -> CompiledGrammar | None:
+        """Compile what constrains the answers (`RequestBuilder.grammar`), one grammar at a time; None: nothing does.
+
+        Raises ApiError for one that takes too long, and after a while for one that waits for another.
+        """
+        field = constraint(body, names)
+        if field is None:
+            return None
+        end = time.monotonic() + GRAMMAR_PATIENCE_S
+        while self._num_compiling:
+            if time.monotonic() > end:
+                raise ApiError(503, "grammars of other requests are being compiled; ask again later")
+            await asyncio.sleep(POLL_S)
+        self._num_compiling += 1
+        compiled = in_daemon(self.builder.grammar, body, names)
+        compiled.add_done_callback(self._compiled)
+        try:
+            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(compiled)), GRAMMAR_PATIENCE_S)
+        except TimeoutError:
+            message = f"the grammar was not compiled within {GRAMMAR_PATIENCE_S:g} seconds; make it smaller"
+            raise ApiError(400, message, field) from None
+
+    def _compiled(self, _: concurrent.futures.Future[Any]) -> None:
+        self._num_compiling -= 1
+
+    async def parse(self, kind: type[Kind], body: bytes) -> Kind:
+        """Read a body outside of the event loop, and refuse another model (`peagle.serve.http.parse`)."""
+        found = await self.encode(parse, kind, body, self.builder.context)
+        self.check_model(found.model)
+        return found
+
+    async def prompt_logprobs(self, requests: Sequence[Request]) -> list[list[TokenLogprobs]]:
+        """Compute the log-probabilities of each request's prompt (`RequestBuilder.prompt_logprobs`)."""
+        found: dict[tuple[int, ...], list[TokenLogprobs]] = {}
+        for request in requests:
+            self.loop.engine.check(request)
+            if request.prompt_ids not in found:
+                found[request.prompt_ids] = await self.loop.run(
+                    functools.partial(self.builder.prompt_logprobs, request)
+                )
+        return [found[request.prompt_ids] for request in requests]
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError for another model than the one that is served."""
+        if name is not None and name != self.model:
+            raise ApiError(
+                404, f"the model {name[:100]!r} is not served here; expected {self.model!r}", "model", "model_not_found"
+            )
+
+    def model_card(self) -> ModelCard:
+        return {
+            "id": self.model,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "peagle",
+            "max_model_len": self.builder.context,
+        }
+
+    def health(self) -> Health:
+        """Describe what the engine's loop does."""
+        loop = self.loop
+        health: Health = {
+            "status": loop.status,
+            "model": self.model,
+            "requests_running": loop.num_running,
+            "requests_waiting": loop.num_waiting,
+            "error": loop.failure,
+        }
+        if isinstance(loop.engine, AnyEngine):  # else engines are elsewhere
+            use = loop.engine.page_use
+            health |= {"kv_cache_tokens": use.num_tokens, "kv_cache_usage": round(use.held_frac, 4)}
+        return health
+
+    def note(self, *lines: str) -> None:
+        """Log each of these lines, once in the server's life."""
+        for line in lines:
+            if self.log is not None and line not in self._noted:
+                self.log.info(dumps({"time": utc_now(), "note": line}))
+            self._noted.add(line)
+
+    def finish(self, generation: Generation, path: str) -> None:
+        """End the requests of a call, and count and log them. Prompts and answers are not logged."""
+        generation.outputs.close()
+        results = generation.outputs.results()
+        self.metrics.observe(results)
+        if self.log is None:
+            return
+        counted, first = usage(results), results[0]
+        line = {
+            "time": utc_now(),
+            "id": generation.formatter.id,
+            "path": path,
+            "prompt_tokens": counted["prompt_tokens"],
+            "cached_tokens": counted["prompt_tokens_details"]["cached_tokens"],
+            "completion_tokens": counted["completion_tokens"],
+            "finish_reasons": [result.finish_reason or "abort" for result in results],
+            "ttft_s": first.ttft_s,
+            "seconds": time.perf_counter() - first.started_s,
+            "acceptance_length": pooled(results).acceptance_length,
+        }
+        self.log.info(dumps(line))
+
+
+def in_daemon(function: Callable[..., Found], *arguments: Any) -> concurrent.futures.Future[Found]:
+    """Call a function in a thread that nobody waits for when the process ends."""
+    future: concurrent.futures.Future[Found] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
