@@ -114,6 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="another checkout, to compare with")
     parser.add_argument("--long", type=int, default=8000, help="tokens before a long answer (default %(default)s)")
     parser.add_argument("--only", default="", help="cases whose names begin with this")
+    parser.add_argument("--skip", metavar="TEXT", help="leave out cases whose names hold this")
     typed = sys.argv[1:] if arguments is None else arguments
     return in_one_line("bench engine", lambda: bench(parser.parse_args(typed), ["engine", *typed]))
 
@@ -126,6 +127,8 @@ def bench(options: argparse.Namespace, typed: Sequence[str]) -> int:
     if before is not None and not (before / "peagle").is_dir():
         raise InputError(f"--before {before} has no peagle/; expected a checkout of this project")
     wanted = [case for case in cases(chosen["long"]) if case.name.startswith(chosen["only"])]
+    if chosen["skip"] is not None:
+        wanted = [case for case in wanted if chosen["skip"] not in case.name]
     if rounds < 1 or not wanted:
         raise InputError("expected --rounds of 1 or more, and --only to begin a case's name")
     raw, progress = RawLines(out), Progress()
