@@ -208,8 +208,8 @@ def of_a_checkpoint() -> tuple[Block, np.ndarray, np.ndarray]:
     )
     block, x = random_block(sizes), random_rows(sizes, 3)
     packed = block.packed.replace(gate_up=pack(gate_up, alternate), down=pack(down))
-    packed = PackedExperts(*map(jnp.asarray, (*gate_up, block.gate_up_bias, *down, block.down_bias)))
-    theirs = jax.jit(lambda x: block.run(x, experts=packed))(x)
+    stored = PackedExperts(*map(jnp.asarray, (*gate_up, block.gate_up_bias, *down, block.down_bias)))
+    theirs = jax.jit(lambda x: block.run(x, experts=stored))(x)
     return dataclasses.replace(block, packed=packed), x, np.asarray(theirs)
 
 
