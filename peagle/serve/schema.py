@@ -9,14 +9,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import pydantic
 import pydantic_core
 
-from peagle.engine.request import (
-    HOTTEST,
-    LARGEST_PENALTY,
-    LARGEST_SEED,
-    MOST_LOGPROBS,
-    MOST_STOP_STRINGS,
-    SMALLEST_SEED,
-)
+from peagle.config import HOTTEST, LARGEST_PENALTY, LARGEST_SEED, SMALLEST_SEED
+from peagle.engine.request import MOST_LOGPROBS, MOST_STOP_STRINGS
 from peagle.ops.strict_json import dumps
 from peagle.serve.errors import ApiError
 from peagle.text.prompts import brief

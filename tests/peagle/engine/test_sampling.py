@@ -10,10 +10,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from peagle.config import EngineConfig
+from peagle.config import GREEDY_BELOW, HOTTEST, LARGEST_SEED, SMALLEST_SEED, SamplingParams
 from peagle.engine import sampling as functions
 from peagle.engine.engine import Engine
-from peagle.engine.request import GREEDY_BELOW, HOTTEST, LARGEST_SEED, SMALLEST_SEED, Request, SamplingParams, fold_seed
+from peagle.engine.request import Request, fold_seed
+from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.sampling import BLOCK
 from peagle.ops.errors import InputError
 from peagle.ops.likeliest import NO_TOKEN
@@ -120,7 +121,7 @@ def test_below_a_threshold_it_is_greedy(temperature: float) -> None:
     assert choose(logits, rows, None)[:, 0].tolist() == [1, 1]
     assert choose(logits, rows, np.full((2, 1), 0.8, np.float32))[:, 0].tolist() == [1, 2]
     table = jnp.zeros((3, 3))
-    engine = Engine(MarkovTarget(table), FixedLogits(table), EngineConfig(2, draft_sampling=True))
+    engine = Engine(MarkovTarget(table), FixedLogits(table), ResolvedConfig(2, draft_sampling=True))
     with pytest.raises(InputError, match="draft sampling needs a temperature of 1e-05 or more"):
         engine.add(Request((0,), 1, sampling))
 
