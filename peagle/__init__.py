@@ -16,11 +16,11 @@ _apply_jax_cure()
 
 if TYPE_CHECKING:
     from peagle.api import AsyncStream, Pair, Stream
-    from peagle.config import EngineConfig
+    from peagle.config import EngineConfig, SamplingParams
     from peagle.engine.engine import Engine
     from peagle.engine.grammar import Grammar
     from peagle.engine.handle import EngineError
-    from peagle.engine.request import Request, SamplingParams, TokenChunk
+    from peagle.engine.request import Request, TokenChunk
     from peagle.loading import load
     from peagle.ops.errors import InputError, InputWarning
     from peagle.result import Result
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "AsyncStream": "peagle.api",
     "Engine": "peagle.engine.engine",
-    "EngineConfig": "peagle.engine.engine",
+    "EngineConfig": "peagle.config",
     "EngineError": "peagle.engine.engine",
     "Grammar": "peagle.engine.grammar",
     "InputError": "peagle.ops.errors",
@@ -37,7 +37,7 @@ _EXPORTS = {
     "Pair": "peagle.api",
     "Result": "peagle.result",
     "Request": "peagle.engine.request",
-    "SamplingParams": "peagle.engine.request",
+    "SamplingParams": "peagle.config",
     "Stream": "peagle.api",
     "TokenChunk": "peagle.engine.request",
     "load": "peagle.loading",

@@ -20,11 +20,11 @@ import time
 import warnings
 from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
-from peagle.config import MASK_BUDGET_S, MOST_RESERVED, EngineConfig, Role
+from peagle.config import AUTO, DEFAULT_CHUNK, EngineConfig, NumDrafts, SamplingParams, configs_of
 from peagle.engine.engine import Engine
 from peagle.engine.executor import Executor
 from peagle.engine.grammar import CompiledGrammar, Grammar, GrammarError, Vocabulary, inlined
@@ -34,28 +34,48 @@ from peagle.engine.kv_memory import KVMemory
 from peagle.engine.loop import AnyEngine
 from peagle.engine.remote import Lead
 from peagle.engine.replicas import Replicas
-from peagle.engine.request import DEFAULT_CHUNK, Request, SamplingParams
+from peagle.engine.request import Request, check_logprobs, check_stop_strings
+from peagle.engine.resolved import MOST_RESERVED, ResolvedConfig
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.memory import available_memory_bytes, refuse_too_large, size_in_words
-from peagle.ops.row_blocks import BlockedPrefill
-from peagle.ops.sizes import PrefixCacheSize
 from peagle.protocols import Drafter, OverDevices, Target
 from peagle.result import Assembler, Result, follow, refuse_stop_strings_without, submit
 from peagle.text.channels import answer_begun, answer_rules, has_channels
 from peagle.text.prompts import Conversation, Rendering, from_ids, from_text
-from peagle.text.tokenizer import DEFAULT_DATE, Tokenizer
+from peagle.text.tokenizer import Tokenizer
 
-AUTO: Literal["auto"] = "auto"  # as K: draft by the pair's table, and pause if it does not pay
 DEFAULT_NUM_SPECULATIVE_TOKENS = 7
 DEFAULT_MAX_NEW_TOKENS = 256
 DEFAULT_SAMPLING = SamplingParams()
 DEFAULT_WIDTHS = WidthTable({1: 3, 2: 2, 4: 1})  # of a drafter without a table
+FORMER_NAMES = {"kv_memory_bytes": "kv_memory", "prefix_cache_bytes": "prefix_cache"}  # of options of `stream`
 CAPACITY_STEP = 128  # contexts are multiples of this, so that few shapes are compiled
 KEPT_FRAC = 0.1  # of the free memory that the prefix cache takes, at most
 KEPT_TIMES = 4  # the memory of the requests themselves that it takes, at most
 LEAST_KEPT_BYTES = 1 << 26  # that it takes for the smallest models, if there is as much
 PAGES_FRAC = 0.8  # of the free memory that one request takes by the default context; programs and prefixes take some
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """What one answer may be.
+
+    grammar: what the answer must be, or its final message in a template with channels. stop: the answer ends before the
+    first of these strings. logprobs: how many of the likeliest tokens `Result.logprobs` names with each emitted one.
+    """
+
+    max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    grammar: Grammar | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens is {self.max_new_tokens}; expected 1 or more", "max_new_tokens")
+        check_stop_strings(self.stop)
+        check_logprobs(self.logprobs)
 
 
 @dataclass(frozen=True)
@@ -82,10 +102,10 @@ class Pair:
     steps_per_dispatch: int = 1  # of both engines, so that their ratio is fair
     prefill_chunk: int = DEFAULT_CHUNK  # prompt tokens of one pass
     fingerprints: Fingerprints = Fingerprints()  # noqa: RUF009  # frozen; of the models, for hand-offs
-    programs_by_width: bool = False  # peagle.engine.engine.EngineConfig; default: passes skip inactive rows
+    programs_by_width: bool = False  # peagle.engine.engine.ResolvedConfig; default: passes skip inactive rows
     lead: Lead | None = None  # of a target over several processes: what it sends to the others
     replicas: tuple["Pair", ...] = ()  # the same models on other devices, with which an engine's slots are shared
-    _engines: dict[EngineConfig, AnyEngine] = field(default_factory=dict, repr=False, compare=False)
+    _engines: dict[ResolvedConfig, AnyEngine] = field(default_factory=dict, repr=False, compare=False)
     _making: Any = field(default_factory=threading.Lock, repr=False, compare=False)  # held while an engine is made
     _vocabulary: list[Vocabulary] = field(default_factory=list, repr=False, compare=False)  # one, once it is needed
     _free: list[int] = field(default_factory=list, repr=False, compare=False)  # memory, before the first engine
@@ -95,92 +115,37 @@ class Pair:
         """Positions of prompt and output together, at most."""
         return self.target.max_positions
 
-    def stream(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
-        num_speculative_tokens: int | Literal["auto"] | None = None,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int = 0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        repetition_penalty: float = 1.0,
-        logit_bias: Mapping[int, float] | None = None,
-        min_tokens: int = 0,
-        logprobs: int | None = None,
-        grammar: Grammar | None = None,
-        draft_sampling: bool = False,
-        system: str | None = None,
-        reasoning_effort: str | None = None,
-        raw: bool = False,
-        special_tokens: bool = False,
-        date: str = DEFAULT_DATE,
-        ignore_eos: bool = False,
-        stop: str | Sequence[str] = (),
-        slots: int = 1,
-        context: int | None = None,
-        prefill_chunk: int | None = None,
-        kv_memory_bytes: int | None = None,
-        prefix_cache_bytes: PrefixCacheSize = "on",
-    ) -> "Stream":
+    def stream(self, prompt: str | Sequence[int], **options: Any) -> "Stream":
         """Stream the answer to a prompt piece by piece; `stream.result` has the figures.
 
-        A text is put into the chat template, unless `raw`. Special tokens spelled in a text are characters, unless
-        `raw` and `special_tokens`. Token ids are used unchanged. num_speculative_tokens is K, 0 for plain decoding, or
-        "auto": by the pair's table, with pauses if drafting does not pay. None is the pair's default (`num_drafts`).
-        Sampling, penalties, biases and min_tokens: peagle.SamplingParams. logprobs: how many of the likeliest tokens
-        `result.logprobs` names with each emitted one. grammar: what the answer must be, or its final message in a
-        template with channels (peagle.Grammar). The answer ends before the first of the strings in `stop`. Raises
-        InputError, before any work, for a request that cannot be run, and at the end for a grammar that cannot be
-        followed any further.
+        options: fields of SamplingParams, EngineConfig, Rendering and RequestOptions. A text is put into the chat
+        template, unless `raw`. Special tokens spelled in a text are characters, unless `raw` and `special_tokens`.
+        Token ids are used unchanged. num_speculative_tokens is K, 0 for plain decoding, or "auto": by the pair's table,
+        with pauses if drafting does not pay. None is the pair's default (`num_drafts`). The answer ends before the
+        first of the strings in `stop`. Raises InputError, before any work, for a request that cannot be run, and at the
+        end for a grammar that cannot be followed any further.
 
-        Streams of one shape share an engine, which decodes `slots` requests at once; the others wait for a slot. The
-        shape is K, `slots`, draft_sampling, prefill_chunk, kv_memory_bytes, prefix_cache_bytes (`engine_config`), and
-        the positions: `context`, or as many as prompt and max_new_tokens need, which may differ between streams.
-        Iterate over each stream in its own thread, or over `astream`.
+        Streams whose engines have equal configs share an engine, which decodes `slots` requests at once; the others
+        wait for a slot. context: by default as many positions as prompt and max_new_tokens need, which may differ
+        between streams. Iterate over each stream in its own thread, or over `astream`.
         """
+        said = {FORMER_NAMES.get(name, name): value for name, value in options.items()}
+        if isinstance(said.get("logit_bias"), Mapping):
+            said["logit_bias"] = tuple(said["logit_bias"].items())
+        if isinstance(said.get("stop"), str):
+            said["stop"] = (said["stop"],)
+        sampling, engine, rendering, about = configs_of(
+            {name: value for name, value in said.items() if name != "logit_bias" or value is not None},
+            SamplingParams,
+            EngineConfig,
+            Rendering,
+            RequestOptions,
+        )
         conversation = from_text(prompt) if isinstance(prompt, str) else from_ids(prompt)
-        rendering = Rendering(raw, system, reasoning_effort, date, special_tokens)
-        sampling = SamplingParams(
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seed,
-            presence_penalty,
-            frequency_penalty,
-            repetition_penalty,
-            tuple((logit_bias or {}).items()),
-            min_tokens,
-        )
-        request = self.request(
-            conversation,
-            (),
-            rendering,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            ignore_eos=ignore_eos,
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            logprobs=logprobs,
-            context=context,
-            grammar=grammar,
-        )
-        k, adaptive = self.num_drafts(num_speculative_tokens)
-        capacity = self.capacity([request]) if context is None else context
-        config = self.engine_config(
-            k,
-            slots=slots,
-            capacity=capacity,
-            adaptive=adaptive,
-            draft_sampling=draft_sampling,
-            chunk=prefill_chunk,
-            kv_memory_bytes=kv_memory_bytes,
-            prefix_cache_bytes=prefix_cache_bytes,
-        )
+        request = self.request(conversation, (), rendering, **vars(about), sampling=sampling, context=engine.context)
+        context = self.capacity([request]) if engine.context is None else engine.context
+        kept = "on" if engine.prefix_cache is None else engine.prefix_cache
+        config = self.resolve(engine, context=context, prefix_cache=kept)
         return Stream(self, self.engine(config), request)
 
     def astream(self, prompt: str | Sequence[int], **options: Any) -> "AsyncStream":
@@ -194,7 +159,7 @@ class Pair:
             pass
         return stream.result
 
-    def num_drafts(self, k: int | Literal["auto"] | None) -> tuple[int, bool]:
+    def num_drafts(self, k: NumDrafts) -> tuple[int, bool]:
         """Resolve K to (the most drafts of a step, whether rows pause if drafting does not pay).
 
         "auto" drafts by the pair's table of widths and pauses. None is the default: plain decoding without a drafter,
@@ -206,64 +171,51 @@ class Pair:
             return self.widths.most, k == AUTO or jax.default_backend() == "cpu"
         return k, False
 
-    def engine_config(
-        self,
-        num_speculative_tokens: int,
-        *,
-        capacity: int,
-        adaptive: bool = False,
-        slots: int = 1,
-        draft_sampling: bool = False,
-        synthetic_acceptance: tuple[float, ...] | None = None,
-        chunk: int | None = None,
-        kv_memory_bytes: int | None = None,
-        prefix_cache_bytes: PrefixCacheSize = "off",
-        k_per_request: bool = False,
-        mask_budget_s: float = MASK_BUDGET_S,
-        blocked: BlockedPrefill | None = None,
-        role: Role = "both",
-    ) -> EngineConfig:
-        """Make the config of an engine. adaptive: draft by the pair's table of widths, and pause.
+    def engine_config(self, num_speculative_tokens: NumDrafts, **options: Any) -> ResolvedConfig:
+        """Make the config of an engine. options: fields of ResolvedConfig (`resolve`)."""
+        return self.resolve(EngineConfig(num_speculative_tokens), **options)
 
-        chunk: prompt tokens of one pass; the pair's by default. kv_memory_bytes: memory for keys and values of all
-        requests together; None: each slot's context, of which 8,192 positions count at most. prefix_cache_bytes: memory
-        beside that, for prompts and answers that later requests may begin with. "on": up to a tenth of the free memory;
-        with kv_memory_bytes none beside it, so that they stay until requests need it. "off", 0: none are kept.
-        k_per_request: requests may set num_speculative_tokens. mask_budget_s: of a request's grammar in a step.
-        blocked: prefill each prompt at once.
+    def resolve(self, said: EngineConfig, **options: Any) -> ResolvedConfig:
+        """Decide what a config leaves open. options: fields of ResolvedConfig, instead of those said.
+
+        K None or "auto": `num_drafts`. context None: `default_context`. prefill_chunk None: the pair's. prefix_cache
+        "on": up to a tenth of the free memory; with kv_memory none beside it, so that prefixes stay until requests need
+        it; None: off. One rate of synthetic acceptance: its powers.
         """
-        config = EngineConfig(
-            num_speculative_tokens=num_speculative_tokens,
-            slots=slots,
-            capacity=capacity,
-            chunk=min(self.prefill_chunk if chunk is None else chunk, max(capacity, 1)),
-            steps_per_dispatch=self.steps_per_dispatch,
-            widths=self.widths if adaptive else None,
-            adaptive=adaptive,
-            programs_by_width=self.programs_by_width,
-            kv_memory_bytes=kv_memory_bytes,
-            prefix_cache_bytes=prefix_cache_bytes if isinstance(prefix_cache_bytes, int) else 0,
-            k_per_request=k_per_request,
-            mask_budget_s=mask_budget_s,
-            blocked=blocked,
-            draft_sampling=draft_sampling,
-            synthetic_acceptance=synthetic_acceptance,
-            role=role,
-        )
-        if prefix_cache_bytes != "on":
-            return config
-        return dataclasses.replace(config, prefix_cache_bytes=self._kept_bytes(config))
+        values = {**vars(said), **options}
+        k, adaptive = self.num_drafts(values["num_speculative_tokens"])
+        adaptive = values.pop("adaptive", adaptive)
+        context, chunk, kept = values["context"], values["prefill_chunk"], values["prefix_cache"]
+        if context is None:
+            context = self.default_context(k, values["slots"], values["kv_memory"])
+        rates = values["synthetic_acceptance"]
+        if rates is not None and len(rates) == 1:
+            rates = tuple(rates[0] ** (i + 1) for i in range(k))
+        values |= {
+            "num_speculative_tokens": k,
+            "context": context,
+            "prefill_chunk": min(self.prefill_chunk if chunk is None else chunk, max(context, 1)),
+            "prefix_cache": kept if isinstance(kept, int) else 0,
+            "synthetic_acceptance": rates,
+            "steps_per_dispatch": self.steps_per_dispatch,
+            "widths": self.widths if adaptive else None,
+            "adaptive": adaptive,
+            "programs_by_width": self.programs_by_width,
+        }
+        (config,) = configs_of(values, ResolvedConfig)
+        resolved: ResolvedConfig = config
+        return dataclasses.replace(resolved, prefix_cache=self._kept_bytes(resolved)) if kept == "on" else resolved
 
-    def _kept_bytes(self, config: EngineConfig) -> int:
+    def _kept_bytes(self, config: ResolvedConfig) -> int:
         """Return the bytes of the prefix cache that is on, of an engine that is of this config otherwise."""
-        if config.kv_memory_bytes is not None:
+        if config.kv_memory is not None:
             return 1  # no page more: known tokens lie in what requests leave
         own = self._page_bytes(config)
         if not own:  # a target that keeps nothing
             return 1
         return max(1, min(int(KEPT_FRAC * self._free_bytes()), max(KEPT_TIMES * own, LEAST_KEPT_BYTES)))
 
-    def _page_bytes(self, config: EngineConfig) -> int:
+    def _page_bytes(self, config: ResolvedConfig) -> int:
         """Compute the bytes of pages that engines of this config take. Raises InputError as `KVMemory` does."""
         count, models = 1 + len(self.replicas), self.models(config.num_speculative_tokens > 0)
         together = count if jax.default_backend() == "cpu" else 1
@@ -289,9 +241,7 @@ class Pair:
             most = min(most, slots * MOST_RESERVED)
 
         def fits(context: int) -> bool:
-            config = self.engine_config(
-                num_speculative_tokens, slots=slots, capacity=context, kv_memory_bytes=kv_memory_bytes
-            )
+            config = self.engine_config(num_speculative_tokens, slots=slots, context=context, kv_memory=kv_memory_bytes)
             self._refuse_beyond_free(config)
             try:
                 size = self._page_bytes(config)
@@ -418,7 +368,7 @@ class Pair:
         rounded = -(-max(longest, at_least) // CAPACITY_STEP) * CAPACITY_STEP
         return min(rounded, self.max_positions)
 
-    def engine(self, config: EngineConfig) -> AnyEngine:
+    def engine(self, config: ResolvedConfig) -> AnyEngine:
         """Return the engine of this shape; equal configs share one. K = 0 decodes plainly.
 
         A pair with replicas has an engine on the devices of each, which share the slots (peagle.engine.replicas).
@@ -455,14 +405,14 @@ class Pair:
                 self._engines[config] = engine
             return self._engines[config]
 
-    def _refuse_beyond_free(self, config: EngineConfig) -> None:
+    def _refuse_beyond_free(self, config: ResolvedConfig) -> None:
         """Raise InputError, before pages are counted, for sizes of memory that exceed what is free."""
         ranks = self.target.ranks if isinstance(self.target, OverDevices) else 1
         devices = 1 if jax.default_backend() == "cpu" else ranks * (1 + len(self.replicas))
         available = devices * available_memory_bytes()
         for name, size, option, instead in (
-            ("keys and values", config.kv_memory_bytes or 0, "--kv-memory", "auto"),
-            ("the prefix cache", config.prefix_cache_bytes, "--prefix-cache", "off"),
+            ("keys and values", config.kv_memory or 0, "--kv-memory", "auto"),
+            ("the prefix cache", config.prefix_cache, "--prefix-cache", "off"),
         ):
             if size > available:
                 raise InputError(
@@ -478,16 +428,16 @@ class Pair:
             raise InputError("this pair has no drafter to speculate with; load one, or decode with K = 0")
         return self.target, self.drafter
 
-    def _warn_beyond_training(self, config: EngineConfig) -> None:
+    def _warn_beyond_training(self, config: ResolvedConfig) -> None:
         """Warn, once, if a drafter that sees all positions may see more than it was trained on."""
         trained = getattr(self.drafter, "trained_positions", None)
 
-        def beyond(each: EngineConfig) -> bool:
-            return trained is not None and each.num_speculative_tokens > 0 and each.capacity > trained
+        def beyond(each: ResolvedConfig) -> bool:
+            return trained is not None and each.num_speculative_tokens > 0 and each.context > trained
 
         if beyond(config) and not any(map(beyond, self._engines)):
             warnings.warn(
-                f"the context has {config.capacity} positions, but the drafter's config.json says {trained}: after "
+                f"the context has {config.context} positions, but the drafter's config.json says {trained}: after "
                 "these its drafts may be accepted less; --drafter-window N limits how far its attention reaches",
                 InputWarning,
                 stacklevel=3,
@@ -500,7 +450,7 @@ def _refuse_too_large(engine: AnyEngine) -> None:
     Replicas on devices of their own each have a part of the slots.
     """
     shape = engine.config if jax.default_backend() == "cpu" else engine.one.config
-    slots, kept, limit = shape.slots, shape.prefix_cache_bytes, shape.kv_memory_bytes
+    slots, kept, limit = shape.slots, shape.prefix_cache, shape.kv_memory
     tokens = (engine if jax.default_backend() == "cpu" else engine.one).page_use.num_tokens
     pages, state, logits = engine.memory_bytes()
     available = available_memory_bytes()

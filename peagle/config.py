@@ -1,126 +1,347 @@
-"""The settings of an engine, declared once and checked once."""
+"""Every setting of the system, declared once and checked once. Nothing of JAX in here.
+
+SamplingParams: how tokens are sampled. LoadConfig: which models, and how they are loaded. EngineConfig: how requests
+are decoded. Each is a group of options of the commands, keyword arguments of the Python interface and a section of
+configuration files. The docstring below a field is the help of its flag.
+"""
 
 import dataclasses
-import math
+import difflib
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
-from peagle.engine.request import DEFAULT_CHUNK, DRAFTS_ARE_GREEDY, Request, check_num_drafts, check_rates
-from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError
-from peagle.ops.row_blocks import BlockedPrefill, padded_length
+from peagle.ops.flag import ENGINE, MACHINE, MODEL, SAMPLING, SPECULATION, Flag
+from peagle.ops.row_blocks import BlockedPrefill
+from peagle.ops.sizes import PrefixCacheSize, parse_size
 
-MASK_BUDGET_S = 0.05
-MOST_SLOW_MASKS = 8  # in a row
-MOST_RESERVED = 8192  # positions of a slot that memory is set aside for by default; longer requests share it
-SHORT_PROMPT = 64  # rows of a prompt that shares a pass
-Role: TypeAlias = Literal["both", "prefill", "decode"]
+SMALLEST_SEED, LARGEST_SEED = -(2**63), 2**64 - 1  # 64 bits, with a sign or without, as OpenAI and vLLM take them
+MOST_BIASES = 300  # biased tokens of each slot; the limit of OpenAI's API
+GREEDY_BELOW = 1e-5  # the temperature; above it, logits that differ in float32's last place at 10 differ by 0.1
+HOTTEST = 1e30  # the temperature: float32 holds it and its reciprocal, by which XLA multiplies
+LARGEST_PENALTY = 2.0  # presence and frequency, as in OpenAI's API
+LARGEST_BIAS = 1e9
+DEFAULT_CHUNK, GPU_CHUNK = 128, 2048  # prompt tokens of one prefill pass; a GPU multiplies more rows in the same time
+MAX_NUM_DRAFTS = 128  # no acceptance pays for a wider pass
+AUTO: Literal["auto"] = "auto"  # as K: draft by the pair's table, and pause if it does not pay
+NumDrafts = int | Literal["auto"] | None
+
+
+def read_bias(typed: str) -> tuple[int, float]:
+    """Read (token id, value added to its logit) from ID=VALUE. Raises InputError for anything else."""
+    token, _, value = typed.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        message = f"logit_bias is {typed!r}; expected ID=VALUE, a token id and a number: 13=-5"
+        raise InputError(message, "logit_bias") from None
+
+
+def read_layers(typed: str) -> tuple[int, ...]:
+    """Read layer numbers with commas between them. Raises InputError for anything else."""
+    try:
+        return tuple(int(part) for part in typed.split(","))
+    except ValueError:
+        message = f"aux_layer_ids is {typed!r}; expected layers with commas between them, as 1,11,20"
+        raise InputError(message, "aux_layer_ids") from None
+
+
+def read_num_drafts(typed: str) -> NumDrafts:
+    """Read K: a number or auto. Raises InputError for anything else."""
+    if typed == AUTO:
+        return AUTO
+    try:
+        return int(typed)
+    except ValueError:
+        message = f"K is {typed!r}; expected a number of drafted tokens, or auto"
+        raise InputError(message, "num_speculative_tokens") from None
+
+
+def read_rates(typed: str) -> tuple[float, ...]:
+    """Read acceptance rates with commas between them. Raises InputError for anything else."""
+    try:
+        return tuple(float(part) for part in typed.split(","))
+    except ValueError:
+        message = f"synthetic acceptance is {typed!r}; expected rates with commas between, or one"
+        raise InputError(message, "synthetic_acceptance") from None
+
+
+def read_kv_memory(typed: str) -> int | None:
+    """Read bytes, or None for auto. Raises InputError for anything else."""
+    if typed == AUTO:
+        return None
+    size = _read_size(typed, "kv_memory", "auto")
+    if not size:
+        raise InputError(f"kv_memory is {typed}; expected more than 0, or auto", "kv_memory")
+    return size
+
+
+def read_prefix_cache(typed: str) -> PrefixCacheSize | None:
+    """Read bytes, on, off, or None for auto. Raises InputError for anything else."""
+    if typed == AUTO:
+        return None
+    if typed == "on" or typed == "off":
+        return "on" if typed == "on" else "off"
+    return _read_size(typed, "prefix_cache", "on, off or auto")
+
+
+def _read_size(typed: str, field: str, others: str) -> int:
+    try:
+        return parse_size(typed, field)
+    except InputError:
+        raise InputError(f"{field} is {typed!r}; expected a size, as 512MB or 2GB, or {others}", field) from None
+
+
+def check_num_drafts(k: int, plain: bool = True, instead: str = "") -> None:
+    """Raise InputError for a K that no engine takes; plain: 0 is one. instead: ends the message."""
+    if not (0 if plain else 1) <= k <= MAX_NUM_DRAFTS:
+        least = "0 (plain decoding)" if plain else "1"
+        message = f"K is {k}; expected {least} to {MAX_NUM_DRAFTS} drafted tokens{instead}"
+        raise InputError(message, "num_speculative_tokens")
+
+
+def check_rates(rates: tuple[float, ...] | None, num_drafts: int, draft_sampling: bool) -> None:
+    """Raise InputError for rates of synthetic acceptance that are impossible or too few."""
+    if rates is None:
+        return
+    if any(not 0 <= after <= before for before, after in itertools.pairwise((1.0, *rates))):
+        raise InputError(
+            f"synthetic acceptance is {list(rates)}; expected rates between 0 and 1 that never rise: each is a share "
+            "of all steps, not of those that accepted the draft before",
+            "synthetic_acceptance",
+        )
+    if draft_sampling:
+        raise InputError("synthetic acceptance ignores the drafts; leave out --draft-sampling", "synthetic_acceptance")
+    if len(rates) < num_drafts:
+        raise InputError(
+            f"synthetic acceptance has {len(rates)} rates for K = {num_drafts}; expected one for each draft",
+            "synthetic_acceptance",
+        )
+
+
+def configs_of(options: Mapping[str, Any], *kinds: type[Any]) -> list[Any]:
+    """Make one config of each kind from keyword arguments. Raises InputError for a name that is a field of none."""
+    names = {field.name: kind for kind in kinds for field in dataclasses.fields(kind) if field.init}
+    values: dict[type[Any], dict[str, Any]] = {kind: {} for kind in kinds}
+    for name, value in options.items():
+        if name not in names:
+            close = difflib.get_close_matches(name, names, 1)
+            hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(names)}"
+            raise InputError(f"{name} is not an option; {hint}", name)
+        values[names[name]][name] = value
+    return [kind(**values[kind]) for kind in kinds]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling of one request.
+
+    Order: min_tokens, biases and penalties (peagle.engine.adjust), then temperature, top-k, top-p, min-p; all of them
+    on the target's logits, before acceptance. Random numbers depend only on (seed, the request's index, position):
+    never on other requests, slot or time.
+    """
+
+    temperature: Annotated[float, Flag(SAMPLING, "T")] = 0.0
+    """Sampling temperature; below 1e-5: greedy."""
+    top_k: Annotated[int, Flag(SAMPLING, "N")] = 0
+    """Sample from the N most likely tokens; 0: all."""
+    top_p: Annotated[float, Flag(SAMPLING, "P")] = 1.0
+    """Sample from the most likely tokens with a cumulative probability of P; 1: all."""
+    min_p: Annotated[float, Flag(SAMPLING, "P")] = 0.0
+    """Minimum probability of a token relative to the most likely one; 0: off."""
+    seed: Annotated[int, Flag(SAMPLING, "S")] = 0
+    """Random seed for sampling."""
+    presence_penalty: Annotated[float, Flag(SAMPLING, "X")] = 0.0
+    """Subtract X (-2 to 2) from the logits of tokens already generated."""
+    frequency_penalty: Annotated[float, Flag(SAMPLING, "X")] = 0.0
+    """Subtract X (-2 to 2) from a token's logit for each time it was generated."""
+    repetition_penalty: Annotated[float, Flag(SAMPLING, "X")] = 1.0
+    """Divide positive logits of tokens in the prompt or response by X, multiply negative ones; 1: off."""
+    logit_bias: Annotated[tuple[tuple[int, float], ...], Flag(SAMPLING, "ID=X", read=read_bias)] = ()
+    """Add X to the logit of token ID; repeatable."""
+    min_tokens: Annotated[int, Flag(SAMPLING, "N")] = 0
+    """Allow no stop token before N tokens are generated."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature <= HOTTEST:
+            raise InputError(
+                f"temperature is {self.temperature}; expected a number between 0 (greedy) and {HOTTEST:g}",
+                "temperature",
+            )
+        if not 0 <= self.top_k < 2**31:
+            raise InputError(f"top-k is {self.top_k}; expected 0 (off) or more", "top_k")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top-p is {self.top_p}; expected a number above 0 and at most 1 (off)", "top_p")
+        if not 0 <= self.min_p <= 1:
+            raise InputError(f"min-p is {self.min_p}; expected a number from 0 (off) to 1", "min_p")
+        if not SMALLEST_SEED <= self.seed <= LARGEST_SEED:
+            raise InputError(
+                f"seed is {self.seed}; expected an integer of 64 bits, {SMALLEST_SEED}..{LARGEST_SEED}", "seed"
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            if not -LARGEST_PENALTY <= value <= LARGEST_PENALTY:
+                raise InputError(
+                    f"{name.replace('_', ' ')} is {value}; expected a number from {-LARGEST_PENALTY:g} to "
+                    f"{LARGEST_PENALTY:g}",
+                    name,
+                )
+        if not 1 / HOTTEST <= self.repetition_penalty <= HOTTEST:
+            raise InputError(
+                f"repetition penalty is {self.repetition_penalty}; expected a number from {1 / HOTTEST:g} to "
+                f"{HOTTEST:g} (1 is off)",
+                "repetition_penalty",
+            )
+        if len(self.logit_bias) > MOST_BIASES:
+            raise InputError(
+                f"{len(self.logit_bias)} logit biases are given; expected at most {MOST_BIASES}", "logit_bias"
+            )
+        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
+            raise InputError("logit bias names a token twice; expected one value for each", "logit_bias")
+        for token, value in self.logit_bias:
+            if token < 0 or not -LARGEST_BIAS <= value <= LARGEST_BIAS:
+                raise InputError(
+                    f"logit bias of token {token} is {value}; expected a token id of 0 or more and a number from "
+                    f"{-LARGEST_BIAS:g} to {LARGEST_BIAS:g}",
+                    "logit_bias",
+                )
+        if not 0 <= self.min_tokens < 2**31:
+            raise InputError(f"min tokens are {self.min_tokens}; expected 0 (off) or more", "min_tokens")
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether `peagle.engine.adjust` changes the target's logits."""
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+            or bool(self.logit_bias)
+            or self.min_tokens > 0
+        )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadConfig:
+    """Which target and drafter, and how they are loaded."""
+
+    target: Annotated[str | None, Flag(MODEL, "DIR|OWNER/NAME")] = None
+    """GPT-OSS checkpoint: a directory, or a Hugging Face name. Default: the demo target."""
+    drafter: Annotated[str | None, Flag(MODEL, "DIR|ngram")] = None
+    """P-EAGLE or EAGLE-3 checkpoint; ngram: prompt lookup, without weights; demo-eagle3: the demo's autoregressive
+    drafter. Default: the demo drafter."""
+    aux_layer_ids: Annotated[tuple[int, ...] | None, Flag(MODEL, "L,L,L", read=read_layers)] = None
+    """Target layers (0-based) whose outputs the drafter reads. Default: as in the drafter's config.json."""
+    download: Annotated[bool, Flag(MODEL)] = False
+    """Download checkpoints named OWNER/NAME from the Hugging Face Hub unless they are in its local cache. Without it,
+    nothing is downloaded."""
+    draft_vocab: Annotated[str | None, Flag(SPECULATION, "N|FILE")] = None
+    """Draft only the N most frequent tokens, or the ids in a JSON list: a cheaper head, lower acceptance."""
+    drafter_window: Annotated[str, Flag(SPECULATION, "N|auto|off")] = "auto"
+    """Sliding window of the drafter's attention, in positions: keeps acceptance up after long prompts. auto: from its
+    speculation.json or config.json."""
+    retain_full_kv: Annotated[bool, Flag(ENGINE)] = False
+    """Keep all positions in sliding-window layers: more memory, but a prompt reuses any cached prefix, not only one up
+    to the end of a chunk, prompt or turn."""
+    dtype: Annotated[Literal["float32", "bfloat16"] | None, Flag(MACHINE, "DTYPE")] = None
+    """Compute in float32 or bfloat16. Default: float32 on CPU, bfloat16 elsewhere."""
+    experts: Annotated[Literal["auto", "packed", "expanded"], Flag(MACHINE, "LAYOUT")] = "auto"
+    """packed: keep MXFP4 in memory; expanded: dequantise at load; auto: the fastest that fits."""
+    kernels: Annotated[Literal["auto", "native", "xla"], Flag(MACHINE, "KIND")] = "auto"
+    """native: the compiled kernels, or an error; xla: XLA's own code; auto: native if they run here."""
+    mesh: Annotated[str | None, Flag(MACHINE, "tp=N,ep=N,dp=N")] = None
+    """Shard the target over tp x ep devices: heads, caches and vocabulary over all, each expert over tp, the set of
+    experts over ep. dp: that many replicas, each on its own devices, share the slots. Default: one device."""
+    reduce: Annotated[Literal["ordered", "psum"], Flag(MACHINE, "HOW")] = "ordered"
+    """How devices sum. ordered: in rank order, so that verifying equals decoding bit for bit; psum: all-reduce."""
+    coordinator: Annotated[str | None, Flag(MACHINE, "HOST:PORT")] = None
+    """Address at which process 0 waits for the others; PORT alone: this machine. --mesh then spans the devices of all
+    processes. Trusted networks only."""
+    process_id: Annotated[int | None, Flag(MACHINE, "I")] = None
+    """This process's rank. Rank 0 runs the command; the others follow."""
+    num_processes: Annotated[int | None, Flag(MACHINE, "N")] = None
+    """Number of processes, 2 or more."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `peagle.load`; the models are named apart."""
+        beside = ("target", "drafter", "download", "coordinator", "process_id", "num_processes")
+        return {name: value for name, value in vars(self).items() if name not in beside}
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The shape of an engine: slots, positions of a request, drafts of a step.
+    """How an engine decodes, as a person says it. A pair decides the rest (`Pair.resolve`)."""
 
-    capacity: the most positions of one request. widths: drafts by number of active rows, never more than
-    num_speculative_tokens. chunk: prompt tokens of one prefill pass. steps_per_dispatch changes when tokens reach the
-    host, never which tokens. adaptive: measure the cost of drafting at warm-up, and pause rows for which drafting does
-    not pay (peagle.engine.widths). programs_by_width: compile a program for each number of drafts in the table, for
-    models whose passes also compute inactive rows.
-    kv_memory_bytes: memory for keys and values of all requests together; None: that of every slot's context, of which
-    MOST_RESERVED positions count at most. prefix_cache_bytes: memory beside that, for prompts and answers that later
-    requests may begin with; 0: none are kept. k_per_request: requests may set num_speculative_tokens; plain steps are
-    then compiled, too.
-    mask_budget_s: processor time of a request's masks in a step. A request that exceeds it drafts no more; one whose
-    single masks exceed it most_slow_masks times in a row ends with an error, since all others wait for them.
-    blocked: prefill each prompt at once, not in chunks: nobody decodes meanwhile. role: "prefill" computes prompts and
-    their first tokens, and hands every request over that goes on; "decode" takes these (peagle.engine.handoff).
-    """
-
-    num_speculative_tokens: int = 0
-    slots: int = 1
-    capacity: int = 512
-    chunk: int = DEFAULT_CHUNK
-    steps_per_dispatch: int = 1
-    widths: WidthTable | None = None  # None: num_speculative_tokens at any load
-    adaptive: bool = False
-    programs_by_width: bool = False
-    kv_memory_bytes: int | None = None
-    prefix_cache_bytes: int = 0
-    k_per_request: bool = False
-    mask_budget_s: float = MASK_BUDGET_S
-    most_slow_masks: int = MOST_SLOW_MASKS
-    blocked: BlockedPrefill | None = None
-    draft_sampling: bool = False
-    synthetic_acceptance: tuple[float, ...] | None = None
-    role: Role = "both"
+    num_speculative_tokens: Annotated[
+        NumDrafts, Flag(SPECULATION, "K|auto", ("-k", "--num-speculative-tokens"), read_num_drafts)
+    ] = None
+    """Tokens drafted per step (K). auto: by the number of active requests, from the drafter's speculation.json, and
+    none while drafting does not pay. Default: auto on CPU, elsewhere the largest K of that table."""
+    slots: Annotated[int, Flag(ENGINE, "N", old="--batch")] = 1
+    """Requests decoded at once (continuous batching)."""
+    context: Annotated[int | None, Flag(ENGINE, "N")] = None
+    """Context length in tokens: the most of one request, prompt plus response. Default: the model's limit, or what the
+    memory holds if that is less."""
+    prefill_chunk: Annotated[int | None, Flag(ENGINE, "N")] = None
+    """Prompt tokens per prefill pass. More: a prompt is prefilled sooner; fewer: other requests wait less. Default:
+    128, on a GPU 2048."""
+    prefill: Annotated[Literal["chunked", "blocked"], Flag(ENGINE, "MODE")] = "chunked"
+    """chunked: alternate chunks with decoding steps; blocked: the whole prompt in one pass. Both start after a cached
+    prefix, and the tokens are the same."""
+    query_blocks: Annotated[int | None, Flag(ENGINE, "N")] = None
+    """With --prefill blocked: split attention over the prompt into N blocks of rows; more blocks take less memory.
+    Default: blocks of 128 rows."""
+    ffn_blocks: Annotated[int | None, Flag(ENGINE, "M")] = None
+    """With --prefill blocked: split the expert layers into M blocks of rows; more blocks take less memory and read each
+    expert more often. Default: blocks of at most 2048 rows."""
+    kv_memory: Annotated[int | None, Flag(ENGINE, "SIZE|auto", read=read_kv_memory, default="auto")] = None
+    """Memory for the keys and values of all requests together, such as 4GB; requests that need more wait. auto: the
+    context of every slot, of which 8192 positions count at most."""
+    prefix_cache: Annotated[
+        PrefixCacheSize | None, Flag(ENGINE, "on|off|SIZE", read=read_prefix_cache, default="auto")
+    ] = None
+    """Keep the keys and values of prompts and responses for later prompts that begin with them. SIZE: in so much more
+    memory, such as 512MB. on: up to a tenth of the free memory; with --kv-memory SIZE, in what requests leave of it.
+    auto: on, off for a single request."""
+    draft_sampling: Annotated[bool, Flag(SPECULATION)] = False
+    """With a temperature, sample the drafts instead of taking the drafter's most likely tokens."""
+    synthetic_acceptance: Annotated[tuple[float, ...] | None, Flag(SPECULATION, "P|P,P", read=read_rates)] = None
+    """To time random weights: accept draft i in this share of the steps (one P: P to the power of i), whatever the
+    target's logits. The generated text is meaningless."""
 
     def __post_init__(self) -> None:
-        k = self.num_speculative_tokens
-        check_num_drafts(k)
-        if self.slots < 1:
-            raise InputError(f"slots are {self.slots}; expected 1 or more")
-        if self.capacity < 2:
+        if isinstance(self.num_speculative_tokens, int):
+            check_num_drafts(self.num_speculative_tokens)
+        for name, least, unit in (("slots", 1, ""), ("context", 2, " positions"), ("prefill_chunk", 1, " tokens")):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise InputError(f"{name} is {value}{unit}; expected {least} or more", name)
+        if self.kv_memory is not None and self.kv_memory < 1:
+            raise InputError(f"kv_memory is {self.kv_memory} bytes; expected more than 0", "kv_memory")
+        if isinstance(self.prefix_cache, int) and self.prefix_cache < 0:
+            raise InputError(f"prefix_cache is {self.prefix_cache} bytes; expected 0 or more", "prefix_cache")
+        for name in ("query_blocks", "ffn_blocks"):
+            if self.prefill != "blocked" and getattr(self, name) is not None:
+                message = f"{name} is given, but prompts are prefilled in chunks; give --prefill blocked, too"
+                raise InputError(message, name)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Raise InputError for values that exclude each other."""
+        if self.prefill == "blocked" and self.prefill_chunk is not None:
             raise InputError(
-                f"context is {self.capacity} positions; expected room for a prompt token and an output token"
+                "blocked prefill takes a whole prompt at once; leave out --prefill-chunk or --prefill blocked",
+                "prefill",
             )
-        if self.adaptive and k < 1:
-            raise InputError("K is 0 in adaptive drafting; expected 1 or more, the most tokens to draft in a step")
-        if self.prefix_cache_bytes < 0:
-            raise InputError(f"the prefix cache is {self.prefix_cache_bytes} bytes; expected 0 or more")
-        if self.kv_memory_bytes is not None and self.kv_memory_bytes < 1:
-            raise InputError(f"the memory for keys and values is {self.kv_memory_bytes} bytes; expected more than 0")
-        if self.chunk < 1:
-            raise InputError(f"the prefill chunk is {self.chunk} tokens; expected 1 or more")
-        if not 0 < self.mask_budget_s < math.inf or self.most_slow_masks < 1:
-            raise InputError(
-                f"the budget of masks is {self.mask_budget_s:g} s in {self.most_slow_masks} steps; expected more than "
-                "0 s, and 1 step or more"
-            )
-        if self.blocked is not None:
-            self.blocked.rows(self.capacity)  # check them
-        check_rates(self.synthetic_acceptance, k, self.draft_sampling)
-        if self.role == "decode" and self.prefix_cache_bytes:
-            raise InputError("an engine that only decodes computes no prompts; leave its prefix cache out")
+        check_rates(self.synthetic_acceptance, 0, self.draft_sampling)
 
     @property
-    def pass_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Passes over prompts: (prompts, rows of each), the first for one prompt. Short prompts share a pass."""
-        if self.blocked is not None:
-            return ((1, padded_length(self.capacity)),)
-        rows = max(2, min(self.chunk, self.capacity))  # a known token may come first
-        shapes = [(count, max(rows // count, SHORT_PROMPT)) for count in (4, 8) if rows >= count * SHORT_PROMPT // 2]
-        return ((1, rows), *(shape for shape in shapes if shape[0] <= self.slots))
-
-    @property
-    def table(self) -> WidthTable:
-        return self.widths or WidthTable.constant(self.num_speculative_tokens)
-
-    def share(self, count: int) -> "EngineConfig":
-        """Return the shape of each of `count` engines that share the slots. Raises InputError if they cannot."""
-        slots = shared_slots(self.slots, count)
-        memory = None if self.kv_memory_bytes is None else self.kv_memory_bytes // count
-        kept = -(-self.prefix_cache_bytes // count)  # none only if there is none
-        return dataclasses.replace(self, slots=slots, kv_memory_bytes=memory, prefix_cache_bytes=kept)
-
-    def check(self, request: Request, vocab_size: int) -> None:
-        """Raise InputError for a request that an engine of this shape cannot run."""
-        request.check_vocabulary(vocab_size)
-        if len(request.prompt_ids) + request.max_new_tokens > self.capacity:
-            raise InputError(
-                f"{request.name} has {len(request.prompt_ids)} tokens and at most {request.max_new_tokens} new ones; "
-                f"expected a sum of at most {self.capacity}, the context: shorten one of them or raise the context"
-            )
-        asked, most = request.num_speculative_tokens, self.num_speculative_tokens
-        if asked is not None and asked > most:
-            raise InputError(f"K is {asked} for {request.name}; expected at most {most}, the engine's")
-        if asked is not None and not self.k_per_request:
-            raise InputError("K is set for one request; expected an engine with k_per_request")
-        if self.draft_sampling and request.sampling.greedy:
-            raise InputError(DRAFTS_ARE_GREEDY, "temperature")
-
-
-def shared_slots(slots: int, count: int) -> int:
-    """Return the slots of each of `count` engines. Raises InputError if they cannot share these."""
-    if slots % count:
-        raise InputError(f"slots are {slots}; expected a multiple of {count}, the replicas (dp) that share them")
-    return slots // count
+    def blocked(self) -> BlockedPrefill | None:
+        """The blocks of a prompt that is prefilled at once; None: in chunks."""
+        return BlockedPrefill(self.query_blocks, self.ffn_blocks) if self.prefill == "blocked" else None

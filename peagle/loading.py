@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from peagle.api import AUTO, DEFAULT_WIDTHS, Pair
+from peagle.api import DEFAULT_WIDTHS, Pair
+from peagle.config import AUTO, DEFAULT_CHUNK, GPU_CHUNK
 from peagle.drafters.ngram import NGram
 from peagle.engine.handoff import Fingerprints
 from peagle.engine.remote import Lead
-from peagle.engine.request import DEFAULT_CHUNK, GPU_CHUNK
 from peagle.engine.widths import OFF, SPECULATION_FILE, WidthTable, read_widths, read_window
 from peagle.hub import cached, is_name
 from peagle.ops import cuda

@@ -84,7 +84,7 @@ class Answer:
 
 def ours(pair: Pair, k: int, requests: Sequence[Request]) -> list[Answer]:
     """Decode the requests with the pair, one after the other."""
-    engine = pair.engine(pair.engine_config(k, capacity=pair.capacity(requests)))
+    engine = pair.engine(pair.engine_config(k, context=pair.capacity(requests)))
     return [
         Answer(
             result.output_ids,

@@ -111,7 +111,7 @@ def own_answers(arguments: argparse.Namespace) -> list[Answer]:
     """Decode each prompt plainly; answers of one token, which take no decoding, are left out."""
     pair = peagle.load(arguments.target, None)
     requests = prompted(arguments, pair)
-    engine = pair.engine(pair.engine_config(0, capacity=pair.capacity(requests)))
+    engine = pair.engine(pair.engine_config(0, context=pair.capacity(requests)))
     results = [result for result in decode(engine, requests, None) if len(result.output_ids) > 1]
     if not results:
         raise InputError(

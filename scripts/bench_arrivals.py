@@ -18,7 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from peagle.api import AUTO, Pair
+from peagle.api import Pair
+from peagle.config import AUTO
 from peagle.engine.handle import Handle
 from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request
@@ -70,7 +71,7 @@ def bench(asked: argparse.Namespace, given: list[str]) -> int:
     long = long_request(pair, asked.long, len(requests))
     k, adaptive = pair.num_drafts(AUTO if asked.k == AUTO else int(asked.k))
     capacity = pair.capacity([*requests, long])
-    shape = pair.engine_config(k, slots=asked.slots, capacity=capacity, adaptive=adaptive, chunk=asked.chunk)
+    shape = pair.engine_config(k, slots=asked.slots, context=capacity, adaptive=adaptive, prefill_chunk=asked.chunk)
     engine = pair.engine(shape)
     engine.warm_up()
     rate = asked.load * requests_per_s(engine, requests)

@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 
 from peagle.cluster.fleet import Fleet, Shape
-from peagle.config import Role
 from peagle.engine.request import Request, StepRecord
+from peagle.engine.resolved import Role
 from peagle.loading import load
 from peagle.measure.pages import Block, Table, heading
 from peagle.measure.sweep.figures import estimate_median
@@ -116,7 +116,7 @@ def bench(asked: argparse.Namespace, given: list[str]) -> int:
     costs = read_costs(path)
     rate = asked.load * capacity_per_s(costs, asked.k, asked.slots, MIXED)
     traces = {"mixed": poisson(rate, asked.requests, MIXED), "long prompts": long_trace(costs, asked)}
-    shape = Shape(pair.engine_config(asked.k, slots=asked.slots, capacity=asked.context), pair.target.vocab_size)
+    shape = Shape(pair.engine_config(asked.k, slots=asked.slots, context=asked.context), pair.target.vocab_size)
     both, apart = fleets = [
         dataclasses.replace(fleet, slots=asked.slots // fleet.decode, num_speculative_tokens=asked.k)
         for fleet in (BOTH, APART)

@@ -153,7 +153,7 @@ def validator() -> Any:
 
 
 def engine_of(pair: Pair, k: int, slots: int) -> Engine:
-    engine = pair.engine(pair.engine_config(k, slots=slots, capacity=CONTEXT))
+    engine = pair.engine(pair.engine_config(k, slots=slots, context=CONTEXT))
     engine.warm_up()
     return engine
 

@@ -273,7 +273,7 @@ def started(asked: argparse.Namespace, models: Models, arm: str, load: Load) -> 
 def engine_of(pair: Pair, k: K, load: Load) -> AnyEngine:
     """Make the engine that a server with this K has, here."""
     drafts, adaptive = pair.num_drafts(k)
-    shape = pair.engine_config(drafts, slots=load.clients, capacity=load.context, adaptive=adaptive, k_per_request=True)
+    shape = pair.engine_config(drafts, slots=load.clients, context=load.context, adaptive=adaptive, k_per_request=True)
     engine = pair.engine(shape)
     engine.warm_up()
     return engine

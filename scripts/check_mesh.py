@@ -20,11 +20,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from peagle.config import EngineConfig
 from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine
 from peagle.engine.replicas import Replicas
 from peagle.engine.request import Request
+from peagle.engine.resolved import ResolvedConfig
 from peagle.loading import load_over
 from peagle.measure.pages import Block, Table, heading
 from peagle.ops import native
@@ -75,7 +75,7 @@ def facts(target: Target, *copies: Target) -> Json:
     cache = jax.jit(lambda: target.init_cache(1, CHUNK, CHUNK))()
     program = jax.jit(type(target).extend).lower(target, tokens, positions, cache).compile()
     logits = np.asarray(program(target, tokens, positions, cache)[0].logits)
-    config = EngineConfig(K, slots=SEVERAL, capacity=128, chunk=16)
+    config = ResolvedConfig(K, slots=SEVERAL, context=128, prefill_chunk=16)
     engines = [Engine(each, NGram(), config.share(1 + len(copies))) for each in (target, *copies)]
     engine = Replicas(engines, config) if copies else engines[0]
     prompts = [tuple(rng.integers(0, CONFIG.vocab_size, size).tolist()) for size in (7, 30, 19, 4, 12, 9)]

@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 
 from peagle.cluster.fleet import ReplicaLost
-from peagle.config import Role
+from peagle.config import SamplingParams
 from peagle.engine.handoff import parse
-from peagle.engine.request import Request, SamplingParams, StepRecord, TokenChunk
+from peagle.engine.request import Request, StepRecord, TokenChunk
+from peagle.engine.resolved import Role
 from peagle.loading import load
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
@@ -68,7 +69,7 @@ def write_frame(writer: asyncio.StreamWriter, message: dict[str, Any], payload: 
 async def serve(port: int, role: Role, target: str, drafter: str, k: int, slots: int, context: int) -> None:
     """Answer the requests of one connection until it ends."""
     pair = load(target, drafter if k else None)
-    engine = pair.engine(pair.engine_config(k, slots=slots, capacity=context, role=role))
+    engine = pair.engine(pair.engine_config(k, slots=slots, context=context, role=role))
     engine.warm_up()
     loop = EngineLoop(engine, MOST_QUEUED)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)

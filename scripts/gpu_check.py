@@ -420,7 +420,7 @@ def synthetic_engine(pair: Pair, k: int, batch: int) -> AnyEngine:
     capacity = min(1024, pair.max_positions)
     # prompts in one chunk: while chunks alternate with steps, the first request is decoded without the others
     return pair.engine(
-        pair.engine_config(k, capacity=capacity, slots=batch, synthetic_acceptance=rates, chunk=PROMPT_TOKENS)
+        pair.engine_config(k, context=capacity, slots=batch, synthetic_acceptance=rates, prefill_chunk=PROMPT_TOKENS)
     )
 
 

@@ -116,7 +116,7 @@ def prompts_of(pair: Pair, count: int) -> list[Request]:
 
 def alone(pair: Pair, requests: Sequence[Request], k: int) -> list[str]:
     """Answer all requests in one engine, as texts."""
-    engine = pair.engine(pair.engine_config(k, capacity=CONTEXT, slots=4))
+    engine = pair.engine(pair.engine_config(k, context=CONTEXT, slots=4))
     tokens: list[list[int]] = [[] for _ in requests]
     for place, chunk in engine.generate(requests):
         tokens[place] += chunk.token_ids

@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle.config import EngineConfig
 from peagle.engine import handoff
 from peagle.engine.executor import Executor, Shape
 from peagle.engine.handoff import Fingerprints
 from peagle.engine.kv_memory import KVMemory
 from peagle.engine.pages import PageTable
+from peagle.engine.resolved import ResolvedConfig
 from peagle.measure.pages import Block, Table, heading
 from peagle.ops.attention import PAGE_SIZE, CacheGroup, PagedCache, Pages, group_layers, init_pool, own_tables
 from peagle.ops.errors import InputError
@@ -71,7 +71,7 @@ class Side:
 def side(tokens: int) -> Side:
     target: Any = PagesAlone(cache_groups(CONFIG))
     drafter: Any = PagesAlone(group_layers([None] * DRAFTER_LAYERS, offset=1))
-    memory = KVMemory(target, drafter, EngineConfig(NUM_DRAFTS, 1, tokens + 64))
+    memory = KVMemory(target, drafter, ResolvedConfig(NUM_DRAFTS, 1, tokens + 64))
     executor = Executor(target, drafter, Shape(1, tokens + 64, NUM_DRAFTS, 1, memory.num_pages, memory.widths))
     executor.start()
     executor.settle()

@@ -84,7 +84,7 @@ def measure(
     request = Request(tuple(prompt), NEW_TOKENS, stop_token_ids=())
     how = BlockedPrefill() if blocked else None
     with Peak() as decoding:
-        engine = pair.engine(pair.engine_config(0, capacity=pair.capacity([request]), blocked=how))
+        engine = pair.engine(pair.engine_config(0, context=pair.capacity([request]), blocked=how))
         chunks = [chunk for _, chunk in engine.generate([request])]
     return {
         **found,

@@ -27,7 +27,7 @@ NUM_PROMPTS, NEW_TOKENS, NUM_DRAFTS = 24, 96, 5
 def measure(pair: Pair) -> Counters:
     """Count over the first held-out prompts, greedy, chat template."""
     requests = first_requests(pair, HELD_OUT, NUM_PROMPTS, NEW_TOKENS)
-    engine = pair.engine(pair.engine_config(NUM_DRAFTS, capacity=pair.capacity(requests)))
+    engine = pair.engine(pair.engine_config(NUM_DRAFTS, context=pair.capacity(requests)))
     counters = pooled_counters(decode(engine, requests, None))
     assert counters is not None
     return counters

@@ -1,34 +1,20 @@
-"""The commands: parse arguments into one frozen Settings, and run it. A user's error is one line and exit code 2."""
+"""The commands: read the arguments into a frozen dataclass, and run it. A user's error is one line and exit code 2."""
 
 import errno
-import functools
+import importlib
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, TextIO
+from dataclasses import dataclass
+from typing import Any, TextIO
 
-import typer
+from cyclopts import App, Group, Parameter
+from cyclopts.exceptions import CycloptsError
 
-from peagle.cli.options import Settings, command_of, expect_alone, needing, refusal
+from peagle.cli.command import ARGUMENTS, OPTIONS, Command, built, flagged, from_file, options_of, refusal, register
 from peagle.cli.output import say
-from peagle.cli.settings.batch import BatchSettings
-from peagle.cli.settings.bench import BenchSettings
-from peagle.cli.settings.chat import ChatSettings
-from peagle.cli.settings.cluster import ClusterUpSettings
-from peagle.cli.settings.data import DataSettings
-from peagle.cli.settings.decode import GenerateSettings, SpeculateSettings
-from peagle.cli.settings.export import ExportSettings
-from peagle.cli.settings.frequent_tokens import FrequentTokensSettings
-from peagle.cli.settings.info import InfoSettings
-from peagle.cli.settings.parity import ParitySettings
-from peagle.cli.settings.random_checkpoint import RandomSettings
-from peagle.cli.settings.report import ReportSettings
-from peagle.cli.settings.serve import ServedOptions, ServeSettings
-from peagle.cli.settings.shared import ProcessOptions
-from peagle.cli.settings.sweep import SweepSettings
-from peagle.cli.settings.train import TrainSettings
 from peagle.hub import stay_offline
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError, InputWarning, cannot_start, is_of_backend
@@ -42,227 +28,76 @@ Lossless speculative decoding for GPT-OSS with P-EAGLE drafters, in JAX.
 
 Start with [cyan]peagle speculate[/cyan]. [cyan]peagle COMMAND --help[/cyan] has options and examples.
 """
-GENERATE, TRAIN, MEASURE = "Generate and serve", "Train drafters", "Measure and inspect"
-
-CHECK_HELP = """Test this machine's kernels and lossless decoding.
-
-Compares the kernels with references, and speculative decoding with plain
-decoding. Exit code 1 if anything differs.
-
-[bold]Examples[/bold]
-
-  this machine    [cyan]peagle check[/cyan]
-"""
-
-# allowed with --resume: they do not change what is measured
-FREE = ("out", "resume", "dry_run", "continue_on_error", "write_widths", "quiet")
-
-
-class Commands(typer.core.TyperGroup):
-    """The commands of `peagle`. Its help fits one screen, so it leaves out the option --help."""
-
-    def get_help_option(self, ctx: Any) -> Any:
-        option = super().get_help_option(ctx)
-        if option is not None:
-            option.hidden = True
-        return option
-
-
-app = typer.Typer(
-    name="peagle",
-    cls=Commands,
-    help=MAIN_HELP,
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+GENERATE, TRAIN, MEASURE = (
+    Group(name, sort_key=place)
+    for place, name in enumerate(("Generate and serve", "Train drafters", "Measure and inspect"))
 )
-
-
-@app.callback(invoke_without_command=True)
-def peagle(
-    version: Annotated[
-        bool, typer.Option("--version", is_eager=True, hidden=True, help="Show the version and exit.")
-    ] = False,
-) -> None:
-    if version:
-        import importlib.metadata
-
-        try:
-            print(importlib.metadata.version("peagle"))
-        except importlib.metadata.PackageNotFoundError:
-            print("not installed")
-        raise typer.Exit
-
-
-def command(
-    group: str | None, of: typer.Typer = app
-) -> Callable[[Callable[[Settings], int]], Callable[[Settings], int]]:
-    """Register a command of the function's name, with the options and the help of its settings.
-
-    group: of the commands in the help of `of`; None: its only one.
-    """
-    return lambda function: command_of(of, fetching(function), lambda run: guarded(run), group)
-
-
-def fetching(function: Callable[[Settings], int]) -> Callable[[Settings], int]:
-    """Download the checkpoints that a command's settings name, if --download is given, before it runs."""
-
-    @functools.wraps(function)
-    def run(settings: Settings) -> int:
-        from peagle.cli.download import download, wants_download
-
-        if wants_download(settings):
-            download(settings)
-        return function(settings)
-
-    return run
-
-
-def _with_others(
-    settings: Settings,
-    options: SpeculateSettings | GenerateSettings | ChatSettings | ServedOptions,
-    run: Callable[[Settings], int],
-) -> int:
-    """Run a command, in several processes if --coordinator is given."""
-    if options.processes == ProcessOptions():
-        return run(settings)
-    from peagle.cli.processes import run_together
-
-    return run_together(settings, options.processes, options.devices, run)
-
-
-@command(GENERATE)
-def speculate(settings: SpeculateSettings) -> int:
-    from peagle.cli.speculate import decode_command
-
-    return _with_others(settings, settings, decode_command)
-
-
-@command(GENERATE)
-def generate(settings: GenerateSettings) -> int:
-    from peagle.cli.speculate import decode_command
-
-    return _with_others(settings, settings, decode_command)
-
-
-@command(GENERATE)
-def chat(settings: ChatSettings) -> int:
-    from peagle.cli.chat import chat_command
-
-    return _with_others(settings, settings, chat_command)
-
-
-@command(GENERATE)
-def serve(settings: ServeSettings) -> int:
-    with needing("serving needs", "serve"):
-        from peagle.cli.serve import serve_command
-    return _with_others(settings, settings.served, serve_command)
-
-
-@command(GENERATE)
-def batch(settings: BatchSettings) -> int:
-    with needing("batches need", "serve"):
-        from peagle.cli.batch import batch_command
-    return _with_others(settings, settings.served, batch_command)
-
-
-cluster = typer.Typer(no_args_is_help=True, help="Serve from several replicas on Ray Serve.")
-app.add_typer(cluster, name="cluster", rich_help_panel=GENERATE)
-
-
-def up(settings: ClusterUpSettings) -> int:
-    with needing("a cluster needs", "cluster"):
-        from peagle.cli.cluster import up_command
-
-    return up_command(settings)
-
-
-command(None, of=cluster)(up)
-
-
-@command(TRAIN)
-def data(settings: DataSettings) -> int:
-    from peagle.cli.data import data_command
-
-    return data_command(settings)
-
-
-@command(TRAIN)
-def train(settings: TrainSettings) -> int:
-    with needing("training needs", "train"):
-        from peagle.cli.train import RESUMABLE, train_command
-    if settings.resume:
-        expect_alone(settings, "--resume", ("out", "resume", *RESUMABLE), f"the recipe in {settings.out}")
-    return train_command(settings)
-
-
-@command(TRAIN)
-def export(settings: ExportSettings) -> int:
-    from peagle.cli.export import export_command
-
-    return export_command(settings)
-
-
-@command(TRAIN)
-def frequent_tokens(settings: FrequentTokensSettings) -> int:
-    from peagle.cli.frequent_tokens import frequent_tokens_command
-
-    return frequent_tokens_command(settings.files, settings.out)
-
-
-@command(MEASURE)
-def sweep(settings: SweepSettings) -> int:
-    from peagle.cli.sweep import sweep_command
-
-    if settings.resume:
-        expect_alone(settings, "--resume", FREE, f"the plan in {settings.out}")
-    return sweep_command(settings)
-
-
-@command(MEASURE)
-def report(settings: ReportSettings) -> int:
-    from peagle.cli.report import report_command
-
-    return report_command(settings)
-
-
-@command(MEASURE)
-def parity(settings: ParitySettings) -> int:
-    from peagle.cli.parity import parity_command
-
-    return parity_command(settings)
-
-
-@command(MEASURE)
-def bench(settings: BenchSettings) -> int:
-    from peagle.cli.bench import bench_command
-
-    return bench_command(settings)
-
-
-@command(MEASURE)
-def info(settings: InfoSettings) -> int:
-    from peagle.cli.info import info_command
-
-    return info_command(settings)
-
-
-@app.command(help=CHECK_HELP, rich_help_panel=MEASURE)
-def check() -> int:
-    def run() -> int:
-        from peagle.cli.check import check_command
-
-        return check_command()
-
-    return guarded(run)
-
-
-@command(MEASURE)
-def random(settings: RandomSettings) -> int:
-    from peagle.cli.random_checkpoint import random_command
-
-    return random_command(settings.size, settings.directory, not settings.unquantized, settings.seed)
+DEFAULTS = Parameter(negative=(), show_env_var=False, show_choices=False, allow_repeating=True)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A command of the root's help. where: module:class, imported once it is needed; none: one of peagle.cli.former."""
+
+    group: Group
+    summary: str
+    where: str | None = None
+
+    def load(self) -> type[Command]:
+        """Import the command's class."""
+        module, _, name = (self.where or "").partition(":")
+        kind: type[Command] = getattr(importlib.import_module(module), name)
+        return kind
+
+
+COMMANDS = {
+    "speculate": Entry(
+        GENERATE, "Generate with speculative decoding and report the speed-up.", "peagle.cli.speculate:Speculate"
+    ),
+    "generate": Entry(
+        GENERATE, "Generate with plain decoding: the target alone, no drafter.", "peagle.cli.speculate:Generate"
+    ),
+    "chat": Entry(GENERATE, "Chat in the terminal with speculative decoding."),
+    "serve": Entry(GENERATE, "Serve an OpenAI-compatible HTTP API."),
+    "batch": Entry(GENERATE, "Run a file of OpenAI Batch API requests, without a server."),
+    "cluster": Entry(GENERATE, "Serve from several replicas on Ray Serve."),
+    "data": Entry(TRAIN, "Generate training data: a target's responses to prompts."),
+    "train": Entry(TRAIN, "Train a P-EAGLE or EAGLE-3 drafter."),
+    "export": Entry(TRAIN, "Convert a drafter for vLLM or speculators."),
+    "frequent-tokens": Entry(TRAIN, "Rank the tokens a target generates, for --draft-vocab."),
+    "sweep": Entry(MEASURE, "Measure acceptance length and speed over K."),
+    "report": Entry(MEASURE, "Render a sweep's report, or compare sweeps by request."),
+    "parity": Entry(MEASURE, "Check a pair against references; explain low acceptance."),
+    "bench": Entry(MEASURE, "Time a target's prefill, decoding and verify passes."),
+    "info": Entry(MEASURE, "Inspect checkpoints: geometry, memory, whether they fit."),
+    "check": Entry(MEASURE, "Test this machine's kernels and lossless decoding."),
+    "random": Entry(MEASURE, "Write a GPT-OSS checkpoint with random weights."),
+}
+
+
+def application(*loaded: str) -> App:
+    """Make the app. loaded: commands with their options; the others have their lines of the root's help alone."""
+    app = App(
+        name="peagle",
+        help=MAIN_HELP.strip(),
+        help_format="rich",
+        usage="Usage: peagle COMMAND [OPTIONS] [ARGS]",
+        help_flags=["--help", "-h"],
+        version_flags=[],
+        default_parameter=DEFAULTS,
+        group_arguments=ARGUMENTS,
+        group_parameters=OPTIONS,
+    )
+    app["--help"].show = False
+    for place, (name, entry) in enumerate(COMMANDS.items()):
+        if name in loaded:
+            register(app, entry.load(), name, entry.group)
+        else:
+            stub = App(
+                name=name, help=entry.summary, group=entry.group, sort_key=place, help_flags=[], version_flags=[]
+            )
+            app.command(stub)
+    return app
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -271,29 +106,64 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0; 2 after one line on standard error about bad input or usage; 130 after Ctrl-C; 141 if the reader of the output
     has closed it; or a command's own.
     """
-    typed = list(sys.argv[1:] if arguments is None else arguments)
+    typed = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     stay_offline()  # no library may use the network unless asked
     for stream in (sys.stdout, sys.stderr):  # print any file name, whatever its bytes
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    command = typer.main.get_command(app)
     try:
-        code = command.main(args=typed or ["--help"], prog_name="peagle", standalone_mode=False)
+        return _run(typed)
     except KeyboardInterrupt:
         return INTERRUPTED
     except InputError as error:
         return _complain(str(error))
     except OSError as error:
         return _input_or_output(error)
-    except Exception as error:
-        if type(error).__name__ == "Abort":
-            return INTERRUPTED
-        if type(error).__name__ == "NoArgsIsHelpError":  # the help is printed
-            return OK
-        if not hasattr(error, "format_message"):  # not the parser's error: a bug, so show its traceback
-            raise
-        return _complain(refusal(error, command, typed))
-    return code if isinstance(code, int) else OK
+
+
+def _run(typed: list[str]) -> int:
+    if typed == ["--version"]:
+        return _show_version()
+    entry = COMMANDS.get(typed[0])
+    if entry is not None and entry.where is None:
+        from peagle.cli.former import main as former
+
+        return former(typed)
+    words = [] if entry is None else typed[:1]
+    app = application(*words)
+    try:
+        read = app(typed, result_action="return_value", print_error=False, exit_on_error=False)
+    except CycloptsError as error:
+        return _complain(refusal(error, words, iter(()) if entry is None else options_of(entry.load())))
+    if read is None:  # the help is printed
+        return OK
+    kind, values = read
+    return guarded(lambda: _run_command(app, words, kind, values))
+
+
+def _run_command(app: App, words: Sequence[str], kind: type[Command], values: dict[str, Any]) -> int:
+    """Run a command with what was typed, and what a file of --config has beside it."""
+    try:
+        if "config" in values:
+            values = {**from_file(app, words, kind, values["config"]), **values}
+        command = built(kind, values)
+        from peagle.cli.download import download, wants_download
+
+        if wants_download(command):
+            download(command)
+        return command.run()
+    except InputError as error:
+        raise InputError(flagged(error, kind)) from error
+
+
+def _show_version() -> int:
+    import importlib.metadata
+
+    try:
+        print(importlib.metadata.version("peagle"))
+    except importlib.metadata.PackageNotFoundError:
+        print("not installed")
+    return OK
 
 
 def guarded(run: Callable[[], int]) -> int:

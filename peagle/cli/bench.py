@@ -11,12 +11,12 @@ from rich.measure import Measurement as Width
 from rich.table import Table
 
 from peagle.api import Pair
+from peagle.cli.decoding import load_pair
 from peagle.cli.display import Display
 from peagle.cli.document import SCHEMA, dumps
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile, wrapped
 from peagle.cli.settings.bench import BenchSettings
 from peagle.cli.settings.shared import DraftOptions, chosen_slots, parse_kv_memory
-from peagle.cli.speculate import load_pair
 from peagle.loading import check_fit, drafter_path, local_model, or_demo, resolve
 from peagle.measure.bench import Bench, BenchOptions, Case, Measurement, Stage, WeightBytes, bench
 from peagle.measure.metrics import figure_text

@@ -8,12 +8,12 @@ import re
 import sys
 
 from peagle.api import Pair
+from peagle.cli.decoding import chosen_context, chosen_models, load_pair, not_shown, without_effect
 from peagle.cli.display import Display
 from peagle.cli.document import summary_block
 from peagle.cli.output import say
 from peagle.cli.settings.chat import ChatSettings
 from peagle.cli.settings.shared import parse_kept_prefixes, parse_kv_memory
-from peagle.cli.speculate import chosen_context, chosen_models, load_pair, not_shown, without_effect
 from peagle.measure.metrics import figure_text
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError

@@ -98,7 +98,7 @@ def fleet_arguments(settings: ClusterUpSettings) -> dict[str, Any]:
     context = min(DEFAULT_CONTEXT, pair.max_positions) if settings.context is None else pair.room(settings.context)
     kv_memory_bytes, kept = parse_kv_memory(settings.kv_memory), parse_kept_prefixes(settings.prefix_cache)
     # refuse here what no replica could run
-    pair.engine_config(k, capacity=context, slots=settings.slots, kv_memory_bytes=kv_memory_bytes)
+    pair.engine_config(k, context=context, slots=settings.slots, kv_memory=kv_memory_bytes)
     # replicas run in directories of their own
     return {
         "target": target if target == DEMO else str(directory.resolve()),

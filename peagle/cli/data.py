@@ -20,12 +20,12 @@ from drafter.train.shards import (
     shard_path,
     total_tokens,
 )
+from peagle.cli.decoding import load_pair, not_shown, without_effect
 from peagle.cli.display import Advance, Display
 from peagle.cli.options import given
 from peagle.cli.settings.data import DataSettings
-from peagle.cli.settings.shared import DraftOptions, chosen_slots, parse_layers
-from peagle.cli.speculate import load_pair, not_shown, without_effect
-from peagle.engine.request import SamplingParams
+from peagle.cli.settings.shared import chosen_slots, parse_layers
+from peagle.config import LoadConfig, SamplingParams
 from peagle.loading import or_demo, resolve
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
@@ -75,7 +75,7 @@ def _data(settings: DataSettings) -> int:
     with display.stage("reading the prompts"):
         checked = _checked(settings)
     display.warn(checked.warnings)
-    display.warn(without_effect(settings.sampling))
+    display.warn(without_effect(settings.sampling.params()))
     if not checked.missing:
         display.note(f"{checked.out} is complete: {len(checked.starts)} shards")
         return 0
@@ -150,7 +150,8 @@ def _answered(
 
     skipped gets a line for each prompt that cannot be answered, lengths the tokens of each document before it is cut.
     """
-    pair = load_pair(checked.name, None, settings.model, DraftOptions(), display)
+    load = LoadConfig(dtype=settings.model.dtype, experts=settings.model.experts, kernels=settings.model.kernels)
+    pair = load_pair(checked.name, None, load, display)
     wants_teacher = settings.hidden or settings.top
     teacher = teacher_of(checked.directory, pair.dtype, checked.taps) if wants_teacher else None
     display.warn(not_shown(checked.rendering, pair, checked.name))

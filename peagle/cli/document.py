@@ -7,7 +7,6 @@ from typing import Any
 
 from peagle.api import Pair
 from peagle.engine.kv_memory import PrefixCacheUse
-from peagle.engine.widths import WidthTable
 from peagle.measure.metrics import figure_text, speculative_decoding_block, summarize
 from peagle.measure.profile import Breakdown
 from peagle.ops import strict_json
@@ -71,19 +70,19 @@ def summary_lines(
         return ["interrupted before the first token"] if run.interrupted else []
     summary = summary_block(run, peak_memory_bytes)
     results = [outcome.result for outcome in run.outcomes]
-    speculative = config.num_speculative_tokens > 0
+    speculative = run.engine.num_speculative_tokens > 0
     lines = [("speculation" if speculative else "plain", _speed(results, summary["tok_per_s"]))]
     if speculative:
-        if config.synthetic_acceptance is not None:
+        if run.engine.synthetic_acceptance is not None:
             lines.append(
                 (
                     "SYNTHETIC",
                     "drafts were accepted at the given rates: ignore text and acceptance, the speeds are real",
                 )
             )
-        lines.append(("acceptance", _acceptance(summary, config, run.widths, min(config.slots, len(results)))))
+        lines.append(("acceptance", _acceptance(summary, run, config, min(config.engine.slots, len(results)))))
         if run.costs is not None and run.drafting_cannot_pay:
-            lines.append(("costs", _hopeless(run.costs, config.num_speculative_tokens)))
+            lines.append(("costs", _hopeless(run.costs, run.engine.num_speculative_tokens)))
         lines.append(("plain", _comparison(run, summary, config)))
     if run.prefix_cache is not None and run.prefix_cache.num_hits:
         lines.append(("prefix cache", _prefix_cache(run.prefix_cache)))
@@ -117,20 +116,20 @@ def logprob_lines(run: Run, pair: Pair) -> Iterator[str]:
 
 def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
     return {
-        "num_speculative_tokens": config.num_speculative_tokens,
-        "adaptive": config.adaptive,
+        "num_speculative_tokens": run.engine.num_speculative_tokens,
+        "adaptive": run.engine.adaptive,
         "costs": None if run.costs is None else dataclasses.asdict(run.costs),
         "max_new_tokens": config.max_new_tokens,
         **dataclasses.asdict(config.sampling),
-        "draft_sampling": config.draft_sampling,
-        "synthetic_acceptance": config.synthetic_acceptance,
-        "slots": config.slots,
-        "context": config.context,
-        "prefill_chunk": pair.prefill_chunk if config.prefill_chunk is None else config.prefill_chunk,
+        "draft_sampling": config.engine.draft_sampling,
+        "synthetic_acceptance": run.engine.synthetic_acceptance,
+        "slots": config.engine.slots,
+        "context": config.engine.context,
+        "prefill_chunk": pair.prefill_chunk if config.engine.prefill_chunk is None else config.engine.prefill_chunk,
         "prefill": _prefill(run, config),
         "retain_full_kv": pair.retain_full_kv,
-        "kv_memory_bytes": config.kv_memory_bytes,
-        "prefix_cache_bytes": run.prefix_cache_bytes,
+        "kv_memory_bytes": config.engine.kv_memory,
+        "prefix_cache_bytes": run.engine.prefix_cache,
         "capacity": run.capacity,
         "dtype": pair.dtype,
         "experts": pair.experts,
@@ -139,7 +138,7 @@ def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
         "aux_layers": pair.aux_layers,
         "draft_vocab": pair.draft_vocab,
         "drafter_window": pair.drafter_window,
-        "baseline": config.compares,
+        "baseline": run.compares,
         "ignore_eos": config.ignore_eos,
         "logprobs": config.logprobs,
         "grammar": None if config.grammar is None else dataclasses.asdict(config.grammar),
@@ -207,15 +206,15 @@ def _speed(results: list[Result], tok_per_s: float | None) -> str:
     return " | ".join([*parts, f"finish: {ends[0]}"])
 
 
-def _acceptance(summary: dict[str, Any], config: RunConfig, widths: WidthTable | None, at_once: int) -> str:
+def _acceptance(summary: dict[str, Any], run: Run, config: RunConfig, at_once: int) -> str:
     rates = " ".join(figure_text(rate, ".2f") for rate in summary["acceptance_rate_per_position"] or [])
-    steps = f"{summary['num_spec_steps']} steps of K = {config.num_speculative_tokens}"
-    if config.adaptive:
-        steps = f"{summary['num_spec_steps']} steps of K <= {config.num_speculative_tokens}, "
+    steps = f"{summary['num_spec_steps']} steps of K = {run.engine.num_speculative_tokens}"
+    if run.engine.adaptive:
+        steps = f"{summary['num_spec_steps']} steps of K <= {run.engine.num_speculative_tokens}, "
         steps += f"{summary['num_plain_steps']} plain"
-    if widths is not None and not summary["num_spec_steps"]:
+    if run.widths is not None and not summary["num_spec_steps"]:
         load = f"{at_once} at once" + ("" if config.sampling.greedy else ", with a temperature")
-        return f"nothing drafted: -k auto drafts {widths.in_words()}; here {load} (-k K drafts anyway) | {steps}"
+        return f"nothing drafted: -k auto drafts {run.widths.in_words()}; here {load} (-k K drafts anyway) | {steps}"
     text = f"length {figure_text(summary['acceptance_length'], '.2f')} | {steps} | rate per position {rates}"
     if summary["looping_requests_frac"]:
         text += f" | {summary['looping_requests_frac']:.0%} of outputs loop"
@@ -234,7 +233,7 @@ def _hopeless(costs: CostsUsed, asked: int) -> str:
 def _comparison(run: Run, summary: dict[str, Any], config: RunConfig) -> str:
     compared = [outcome for outcome in run.outcomes if outcome.baseline is not None]
     if not compared:
-        return "not measured" + ("" if config.compares else " (--no-baseline)")
+        return "not measured" + ("" if run.compares else " (--no-baseline)")
     text = f"{figure_text(summary['baseline_tok_per_s'], '.1f')} tok/s"
     if not summary["num_spec_steps"] and summary["num_plain_steps"]:
         text += " | no speed-up, since nothing was drafted: both are plain decoding"
@@ -243,11 +242,11 @@ def _comparison(run: Run, summary: dict[str, Any], config: RunConfig) -> str:
         if len(compared) > 1:
             text += f" (median {figure_text(summary['speedup_median'], '.2f')})"
     differing = [outcome for outcome in compared if outcome.first_divergence is not None]
-    if config.synthetic_acceptance is not None:
+    if run.engine.synthetic_acceptance is not None:
         return text + " | other tokens (synthetic acceptance)"
     if not differing:
         return text + " | the same tokens"
-    if config.draft_sampling:
+    if config.engine.draft_sampling:
         return text + " | other tokens of the same distribution (--draft-sampling)"
     first = differing[0].first_divergence
     assert first is not None
@@ -257,7 +256,7 @@ def _comparison(run: Run, summary: dict[str, Any], config: RunConfig) -> str:
 
 def _prefill(run: Run, config: RunConfig) -> dict[str, int] | None:
     """Return the rows of the blocks of --prefill blocked; None for chunks."""
-    return None if config.blocked is None else dataclasses.asdict(config.blocked.rows(run.capacity))
+    return None if config.engine.blocked is None else dataclasses.asdict(config.engine.blocked.rows(run.capacity))
 
 
 def _prefix_cache(use: PrefixCacheUse) -> str:

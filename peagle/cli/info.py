@@ -12,13 +12,13 @@ from drafter.load import parse_config as parse_drafter
 from drafter.load import weight_bytes as drafter_weight_bytes
 from drafter.model import cache_groups as drafter_groups
 from drafter.trained import recorded_coverage
-from peagle.api import AUTO, DEFAULT_NUM_SPECULATIVE_TOKENS, DEFAULT_WIDTHS
+from peagle.api import DEFAULT_NUM_SPECULATIVE_TOKENS, DEFAULT_WIDTHS
 from peagle.cli.output import show_lines
 from peagle.cli.settings.info import InfoSettings
 from peagle.cli.settings.shared import parse_layers
-from peagle.config import EngineConfig, shared_slots
+from peagle.config import AUTO, DEFAULT_CHUNK
 from peagle.engine.kv_memory import Sizing, page_bytes
-from peagle.engine.request import DEFAULT_CHUNK
+from peagle.engine.resolved import ResolvedConfig, shared_slots
 from peagle.engine.widths import SPECULATION_FILE, read_widths
 from peagle.loading import (
     DEMO,
@@ -113,11 +113,11 @@ def info_command(settings: InfoSettings) -> int:
             drafting, _ = windowed(parse_drafter(checkpoint, aux_layer_ids), window, given=False)
         files = dict(paths)
         weights = _weight_bytes(files[targets[0][0]])
-        sizes = EngineConfig(
+        sizes = ResolvedConfig(
             DEFAULT_NUM_SPECULATIVE_TOKENS if drafters else 0,
             slots,
             settings.context,
-            chunk=min(default_chunk(), settings.context),
+            prefill_chunk=min(default_chunk(), settings.context),
             steps_per_dispatch=steps_per_dispatch(weights),
             role=settings.role,
         )
@@ -231,7 +231,7 @@ def drafter_rows(
     ]
 
 
-def engine_rows(config: EngineConfig, target: TargetConfig, drafter: DrafterConfig | None, memory_bytes: int) -> Rows:
+def engine_rows(config: ResolvedConfig, target: TargetConfig, drafter: DrafterConfig | None, memory_bytes: int) -> Rows:
     """What an engine takes besides the weights: the pages that its slots reserve. memory_bytes: what is left for pages.
 
     Raises InputError for an engine that cannot be.
@@ -246,7 +246,7 @@ def engine_rows(config: EngineConfig, target: TargetConfig, drafter: DrafterConf
     if sum(sizing.page_bytes):
         fitting = sizing.full_pages_in(memory_bytes // _dtype().itemsize)
         fits = f"{max(fitting, 0) * PAGE_SIZE:,} beside the weights, into the memory available now ({_dtype().name})"
-        fits += f"; too few for one request of {config.capacity:,}" if fitting < sizing.request_pages else ""
+        fits += f"; too few for one request of {config.context:,}" if fitting < sizing.request_pages else ""
     handed = {"both": "computes prompts and decodes", "prefill": "hands over what goes on", "decode": "takes hand-offs"}
     return [
         ("slots", f"{config.slots}, K = {config.num_speculative_tokens}"),
@@ -329,7 +329,7 @@ def _kv_numbers(groups: tuple[CacheGroup, ...], numbers: tuple[int, ...]) -> tup
     numbers: in a page of each group.
     """
     full = sum(size for size, group in zip(numbers, groups, strict=True) if group.window is None)
-    slot_pages = Sizing(groups, numbers, EngineConfig(DEFAULT_NUM_SPECULATIVE_TOKENS, capacity=LONG)).slot_pages
+    slot_pages = Sizing(groups, numbers, ResolvedConfig(DEFAULT_NUM_SPECULATIVE_TOKENS, context=LONG)).slot_pages
     return TOKENS * full // PAGE_SIZE, sum(count * size for count, size in zip(slot_pages, numbers, strict=True))
 
 

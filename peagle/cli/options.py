@@ -4,13 +4,16 @@ import dataclasses
 import inspect
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
+from peagle.cli.command import expect_alone as expect_alone
+from peagle.cli.command import given as given
+from peagle.cli.command import needing as needing
+from peagle.cli.command import rebuilt as rebuilt
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of
 
@@ -142,51 +145,6 @@ def refusal(error: Any, command: Any, typed: Sequence[str]) -> str:
         seen = seen if re.fullmatch(r"-?[\d.]+", seen) else repr(seen)
         message = f"{name} is {seen}; {in_words(first['msg'])}"
     return f"{message} ({' '.join(words)} --help shows the usage)"
-
-
-def given(settings: Any) -> list[str]:
-    """Name the fields, nested ones included, whose values differ from their defaults."""
-    names: list[str] = []
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        if dataclasses.is_dataclass(value):
-            names += given(value)
-        elif value != field.default:
-            names.append(field.name)
-    return names
-
-
-@contextmanager
-def needing(what: str, extra: str) -> Iterator[None]:
-    """Raise InputError if an import within finds a module missing; name the extra that brings it.
-
-    what: the beginning of the message, as "training needs".
-    """
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise InputError(f"{what} {error.name}, which is not installed; pip install 'peagle[{extra}]'") from None
-
-
-def expect_alone(settings: Any, option: str, free: Sequence[str], whole: str) -> None:
-    """Raise InputError for a field given with an option that reads the others from a file. free: may be given."""
-    if others := [name for name in given(settings) if name not in free]:
-        raise InputError(
-            f"{option} takes its options from {whole}; leave out --{others[0].replace('_', '-')}, or start a new run "
-            "with another --out"
-        )
-
-
-def rebuilt(kind: Any, values: Mapping[str, Any]) -> Any:
-    """Make settings, nested ones included, from JSON. Missing fields take their defaults, others are ignored."""
-    filled = {}
-    for field in dataclasses.fields(kind):
-        if field.name in values:
-            value = values[field.name]
-            if dataclasses.is_dataclass(field.type):
-                value = rebuilt(field.type, value)
-            filled[field.name] = tuple(value) if isinstance(value, list) else value
-    return kind(**filled)
 
 
 def by_flag(message: str, flags: Mapping[str, str]) -> str:

@@ -5,13 +5,13 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, cast
 
+from peagle.cli.decoding import load_pair
 from peagle.cli.display import LABEL, Display
 from peagle.cli.document import SCHEMA, dumps
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile, show_lines
 from peagle.cli.settings.parity import ParitySettings
 from peagle.cli.settings.shared import DraftOptions, parse_layers
-from peagle.cli.speculate import load_pair
-from peagle.engine.request import check_num_drafts
+from peagle.config import check_num_drafts
 from peagle.loading import DEMO, HELD_OUT, WEIGHTLESS, check_fit, drafter_path, or_demo, resolve
 from peagle.measure.provenance import provenance
 from peagle.measure.sweep.figures import json_ready

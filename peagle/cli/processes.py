@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 from peagle.api import Pair
 from peagle.cli.output import say
-from peagle.cli.settings.shared import MeshOptions, ProcessOptions
+from peagle.config import LoadConfig
 from peagle.engine.remote import Lead
-from peagle.loading import default_dtype, experts_in_memory, load
+from peagle.loading import default_dtype, experts_in_memory
+from peagle.loading import load as load_models
 from peagle.ops import interrupt, native
 from peagle.ops.errors import InputError, InputWarning
 from peagle.parallel import refuse_replicas
@@ -23,20 +24,18 @@ Settings = TypeVar("Settings")
 _leads: list[Lead] = []  # the command's, if this is process 0 of several
 
 
-def run_together(
-    settings: Settings, options: ProcessOptions, devices: MeshOptions, run: Callable[[Settings], int]
-) -> int:
+def run_together(settings: Settings, load: LoadConfig, run: Callable[[Settings], int]) -> int:
     """Run a command in process 0; in another one, follow it. Return the exit code.
 
     Raises InputError for options that do not fit each other, or those of the other processes.
     """
-    place = parse_place(options.coordinator, options.process_id, options.num_processes)
+    place = parse_place(load.coordinator, load.process_id, load.num_processes)
     if place is None:
         return run(settings)
-    if devices.mesh is None:
+    if load.mesh is None:
         raise InputError("--coordinator is given without --mesh, which shards the target over the processes; give both")
     why = "several processes run one replica of the target; peagle cluster up --decode N runs several"
-    refuse_replicas(devices.mesh, why)
+    refuse_replicas(load.mesh, why)
     hello = {"versions": _versions(), "options": _comparable(settings)}
     if place.process:
         warnings.simplefilter("ignore", InputWarning)  # process 0 prints them
@@ -82,13 +81,13 @@ def _to_the_end(team: Team, run: Callable[[], int]) -> int:
 def load_in_all(options: Mapping[str, Any], progress: Callable[[int, int], None] | None) -> Pair:
     """Load a pair (peagle.loading.load); as process 0 of several, have the others load it, too."""
     if not _leads:
-        return load(**options, progress=progress)
+        return load_models(**options, progress=progress)
     (lead,) = _leads
     dtype = options["dtype"] or default_dtype()
     experts = experts_in_memory(options["target"], dtype, options["experts"], options["kernels"])
     decided = {**options, "dtype": dtype, "experts": experts}
     message = {"load": decided, "kernels": native.status()[0]}
-    pair: Pair = lead.together(message, lambda: load(**decided, progress=progress, lead=lead))
+    pair: Pair = lead.together(message, lambda: load_models(**decided, progress=progress, lead=lead))
     return pair
 
 

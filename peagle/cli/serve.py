@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Literal
 
 from peagle.api import Pair
+from peagle.cli.decoding import chosen_context, chosen_models, expect_shared, load_pair
 from peagle.cli.display import Display
 from peagle.cli.output import say
 from peagle.cli.settings.serve import ServedOptions, ServeSettings
 from peagle.cli.settings.shared import parse_kept_prefixes, parse_kv_memory
-from peagle.cli.speculate import chosen_context, chosen_models, expect_shared, load_pair
 from peagle.engine.grammar import Grammar
 from peagle.engine.loop import AnyEngine
 from peagle.loading import DEMO
@@ -110,10 +110,10 @@ class Chosen:
             pair.engine_config(
                 k,
                 slots=self.slots,
-                capacity=context,
+                context=context,
                 adaptive=adaptive,
-                kv_memory_bytes=self.kv_memory_bytes,
-                prefix_cache_bytes=self.prefix_cache_bytes,
+                kv_memory=self.kv_memory_bytes,
+                prefix_cache=self.prefix_cache_bytes,
                 k_per_request=True,
                 mask_budget_s=options.mask_budget / 1000,
             )
@@ -227,10 +227,10 @@ def _described(pair: Pair, engine: AnyEngine, doing: str, adaptive: bool) -> lis
     k = config.num_speculative_tokens
     speculates = "plainly" if not k else f"with K by load: {engine.widths.in_words()}" if adaptive else f"with K = {k}"
     return [
-        f"{doing} {speculates}: {config.slots} slots with a context of {config.capacity}, {pair.dtype}",
+        f"{doing} {speculates}: {config.slots} slots with a context of {config.context}, {pair.dtype}",
         f"memory besides the weights: {size_in_words(pages + state + logits)}; its pages hold "
         f"{engine.page_use.num_tokens:,} tokens of all requests and the prefix cache"
-        + ("" if config.prefix_cache_bytes else ", which is off"),
+        + ("" if config.prefix_cache else ", which is off"),
     ]
 
 

@@ -1,359 +1,108 @@
-"""`peagle speculate` and `peagle generate`: check everything, load, run, write."""
+"""`peagle speculate` and `peagle generate`: their options."""
 
-import dataclasses
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, ClassVar
 
-from peagle.api import AUTO, Pair
-from peagle.cli.display import Display
-from peagle.cli.document import dumps, logprob_lines, report, summary_lines, trace_lines
-from peagle.cli.options import given
-from peagle.cli.output import STANDARD_OUTPUT, OutputFile, say
-from peagle.cli.processes import load_in_all
-from peagle.cli.settings.decode import DecodeSettings, GenerateSettings, SpeculateSettings
-from peagle.cli.settings.shared import (
-    DraftOptions,
-    LoadOptions,
-    MeshOptions,
-    ModelOptions,
-    SamplingOptions,
-    chosen_slots,
-    parse_kv_memory,
-    parse_layers,
-    parse_prefix_cache,
-)
-from peagle.config import shared_slots
-from peagle.engine.grammar import Grammar, GrammarError
-from peagle.engine.request import check_num_drafts
-from peagle.loading import DEMO, DEMO_EAGLE3, WEIGHTLESS, drafter_path, or_demo, resolve
-from peagle.measure.profile import writable
-from peagle.measure.provenance import peak_memory_bytes, provenance
-from peagle.ops import interrupt
-from peagle.ops.errors import InputError
-from peagle.ops.files import reason_of
-from peagle.parallel import parse_mesh
-from peagle.text.prompt_files import PromptSet, Skipped, read_prompts
-from peagle.text.prompts import Conversation, Rendering, from_text, parse_ids
-from peagle.workflows.run import RunConfig, run
+from peagle.cli.command import Takes
+from peagle.config import EngineConfig, LoadConfig, SamplingParams
+from peagle.ops.flag import OUTPUT, PROMPT, SAMPLING, SPECULATION, Flag
+from peagle.text.prompts import Rendering
 
-EXAMPLE = '''\
-Rename the function to `handle`.
-
-def push(self, item):
-    """Put an item into the queue, and wake up one of those that wait for it."""
-    with self._lock:
-        if self._closed:
-            raise ValueError("the queue is closed")
-        self._items.append(item)
-        self._ready.notify()'''  # a task that the demo target can do
+CONTEXT = "Context length in tokens: prompt plus response. Default: what the prompt and -n need."
+PLAIN = EngineConfig(num_speculative_tokens=0)
+DRAFTING = ("num_speculative_tokens", "draft_sampling", "synthetic_acceptance")  # of an engine
+DRAFTER = ("drafter", "aux_layer_ids", "draft_vocab", "drafter_window")  # of what is loaded
 
 
-Settings = SpeculateSettings | GenerateSettings
+@dataclass(frozen=True, kw_only=True)
+class Decode:
+    """The options that `speculate` and `generate` share."""
+
+    command: ClassVar[str]
+    prompt: Annotated[str | None, Flag(names=("PROMPT",))] = None
+    """The prompt; - reads standard input. Default: a built-in example."""
+    prompt_file: Annotated[Path | None, Flag(PROMPT, "FILE", ("--prompt-file", "--prompts"))] = None
+    """JSON lines with {"prompt": TEXT}, {"turns": [TEXT, ...]}, {"messages": [...]} or {"prompt_ids": [ID, ...]};
+    MT-Bench, HumanEval, MBPP, GSM8K, MATH-500, Alpaca, ShareGPT; or .txt, one prompt per line. May be gzipped."""
+    strict: Annotated[bool, Flag(PROMPT)] = False
+    """Fail on a row of a prompt file that cannot be used, instead of skipping it with a note."""
+    prompt_ids: Annotated[str | None, Flag(PROMPT, "1,2,3")] = None
+    """Prompt as token ids, without the chat template."""
+    rendering: Rendering = Rendering()  # noqa: RUF009  # frozen
+    load: LoadConfig = LoadConfig()  # noqa: RUF009
+    engine: EngineConfig = EngineConfig()  # noqa: RUF009
+    sampling: SamplingParams = SamplingParams()  # noqa: RUF009
+    max_new_tokens: Annotated[int, Flag(SAMPLING, "N", ("-n", "--max-new-tokens"))] = 256
+    """Maximum tokens of a response."""
+    ignore_eos: Annotated[bool, Flag(SAMPLING)] = False
+    """Ignore stop tokens; generate -n tokens."""
+    stop: Annotated[tuple[str, ...], Flag(SAMPLING, "TEXT")] = ()
+    """Stop string: the response ends before it; repeatable."""
+    json_schema: Annotated[Path | None, Flag(SAMPLING, "FILE")] = None
+    """Constrain the response, or its final message, to JSON that follows this schema."""
+    regex: Annotated[str | None, Flag(SAMPLING, "REGEX")] = None
+    """Constrain the response, or its final message, to match this regular expression in full."""
+    json: Annotated[str | None, Flag(OUTPUT, "FILE|-")] = None
+    """Write all results as one JSON object; -: to standard output, and nothing else there."""
+    trace: Annotated[str | None, Flag(OUTPUT, "FILE")] = None
+    """Write a JSON line per step: the drafts, how many were accepted, the next token."""
+    profile: Annotated[str | None, Flag(OUTPUT, "DIR")] = None
+    """After the run, trace some steps with JAX's profiler into this directory and report where their time goes."""
+    quiet: Annotated[bool, Flag(OUTPUT, names=("--quiet", "-q"))] = False
+    """Print only the generated text. Warnings and errors are still printed."""
+    logprobs: int | None = None
+    show_drafts: bool = False
+    no_baseline: bool = False
+
+    def run(self) -> int:
+        from peagle.cli.decoding import decode
+        from peagle.cli.processes import run_together
+
+        return run_together(self, self.load, decode)
 
 
-def decode_command(settings: Settings) -> int:
-    """Decode, and return the exit code: the text on standard output, the summary on standard error, the rest in files.
+@dataclass(frozen=True, kw_only=True)
+class Speculate(Decode):
+    """Generate with speculative decoding and report the speed-up.
 
-    Raises InputError before anything is written; after everything else is written for a profile that failed, and for
-    requests that ended because no token satisfied their grammar.
+    Streams the response, then decodes the prompt again without drafts to compare
+    speed and tokens.
+
+    [bold]Examples[/bold]
+
+      built-in example    [cyan]peagle speculate[/cyan]
+      K = 5, 128 tokens   [cyan]peagle speculate 'def mean(values):' -k 5 -n 128[/cyan]
+      standard input      [cyan]echo 'def mean(values):' | peagle speculate -[/cyan]
+      your checkpoints    [cyan]peagle speculate --target DIR --drafter DIR 'Why?'[/cyan]
+      without a drafter   [cyan]peagle speculate --target DIR --drafter ngram 'Why?'[/cyan]
+      many prompts
+        [cyan]peagle speculate --prompt-file IN.jsonl --slots 8 --json OUT.json[/cyan]
     """
-    json_file = None if settings.json is None else OutputFile(settings.json, "--json")
-    trace_file = None if settings.trace is None else _trace_file(settings, json_file)
-    target = or_demo(settings.model.target)
-    drafter = None if settings.command == "generate" else or_demo(settings.drafting.drafter)
-    directory = resolve(target, "target")
-    drafter_path(target, drafter)
-    parse_layers(settings.drafting.aux_layer_ids)  # before anything slow
-    if settings.logprobs is not None and settings.quiet and json_file is None:
-        raise InputError("--logprobs are shown in the notes that --quiet leaves out; give --json FILE, too")
-    slots = chosen_slots(settings.slots, settings.batch, 1)
-    expect_shared(slots, settings.devices)
-    rendering = settings.rendering.rendering()
-    config = _config(settings, rendering, slots)  # before anything slow; K may still be the pair's default
-    with interrupt.waiting():  # standard input may be a keyboard, a file a pipe
-        prompts = _prompts(settings, directory, rendering)
-    if settings.profile is not None:
-        writable(Path(settings.profile))
 
-    conversations = prompts.conversations
-    display = Display(
-        text=settings.json != STANDARD_OUTPUT,
-        quiet=settings.quiet,
-        total=sum(conversation.num_requests for conversation in conversations),
-        streaming=min(slots, len(conversations)) == 1,
-        drafts=settings.show_drafts,
-    )
-    display.warn(prompts.warnings)
-    display.warn(without_effect(settings.sampling, drawn=settings.synthetic_acceptance is not None))
-    if settings.show_drafts and display.shows_drafts:
-        display.note(f"accepted drafts are {display.drafts_legend}")
-    elif settings.show_drafts:
-        display.warn(["--show-drafts has no effect: the text does not go to a terminal"])
-    if _is_example(settings):
-        display.note(f"the built-in example:\n{EXAMPLE}\n")
-    pair = load_pair(
-        target, drafter, settings.model, settings.drafting, display, settings.devices, settings.retain_full_kv
-    )
-    display.read_by(pair.tokenizer)
-    if any(conversation.prompt_ids is None for conversation in conversations):
-        display.warn(not_shown(rendering, pair, target))
-    config = _config(settings, rendering, slots, pair)
-    if settings.command == "speculate" and not config.num_speculative_tokens:
-        display.warn([f"-k auto drafts {pair.widths.in_words()}: decoded plainly (-k K drafts anyway)"])
-    try:
-        with _grammar_by_option(settings):
-            outcome = run(pair, conversations, config, display)
-    finally:
-        display.end_all()
-
-    peak = peak_memory_bytes()
-    names: dict[str, str | None] = {"command": settings.command, "target": target, "drafter": drafter}
-    if trace_file is not None:
-        trace_file.write("".join(trace_lines(outcome)))
-    if json_file is not None:
-        json_file.write(dumps(report(outcome, pair, config, names, provenance(), peak, prompts.skipped)))
-    if json_file is None:  # which has them
-        display.summary(list(logprob_lines(outcome, pair)))
-    display.summary(summary_lines(outcome, config, peak, prompts.skipped))
-    if settings.quiet:  # else the summary has them
-        display.warn(outcome.cut_short)
-    if outcome.profile_failed is not None:
-        raise InputError(f"--profile {settings.profile} failed: {outcome.profile_failed}")
-    if outcome.failed:
-        first, *others = outcome.failed
-        raise InputError(f"{first}; and {len(others)} more" if others else first)
-    return interrupt.EXIT_CODE if outcome.interrupted else 0
+    command: ClassVar[str] = "speculate"
+    engine: Annotated[EngineConfig, Takes(helps={"context": CONTEXT})] = EngineConfig()  # noqa: RUF009
+    show_drafts: Annotated[bool, Flag(OUTPUT)] = False
+    """In a terminal, colour accepted drafts by their position in the step, or put them in brackets if it has no
+    colours."""
+    no_baseline: Annotated[bool, Flag(SPECULATION)] = False
+    """Skip plain decoding; no speed-up is reported."""
 
 
-def without_effect(sampling: SamplingOptions, drawn: bool = False) -> list[str]:
-    """Say which options of sampling do nothing at temperature 0. drawn: acceptance is, with the seed."""
-    if not sampling.params().greedy:
-        return []
-    idle = {"top_k", "top_p", "min_p", *([] if drawn else ["seed"])}
-    options = ", ".join(f"--{name.replace('_', '-')}" for name in given(sampling) if name in idle)
-    return [f"{options}: no effect at temperature 0, where the likeliest token is taken"] if options else []
+@dataclass(frozen=True, kw_only=True)
+class Generate(Decode):
+    """Generate with plain decoding: the target alone, no drafter.
 
+    [bold]Examples[/bold]
 
-def not_shown(rendering: Rendering, pair: Pair, target: str) -> list[str]:
-    """Say which options of a rendering the prompts do not show."""
-    options = [] if pair.tokenizer is None else rendering.without_effect(pair.tokenizer)
-    where = "raw prompts do" if rendering.raw else f"the chat template of {target} does"
-    return [f"{', '.join(options)}: no effect, since {where} not show it"] if options else []
-
-
-def chosen_models(model: ModelOptions, drafting: DraftOptions) -> tuple[str, str | None, int | Literal["auto"] | None]:
-    """Return (target, drafter, K) of commands that answer many requests; K = 0 needs no drafter.
-
-    Raises InputError, before anything slow, for models that are not there and for a K that cannot be.
+      the demo target     [cyan]peagle generate 'def mean(values):'[/cyan]
+      log-probabilities   [cyan]peagle generate 'def mean(values):' --logprobs 5[/cyan]
+      your checkpoint     [cyan]peagle generate --target DIR 'Why?' --temperature 0.8[/cyan]
     """
-    target, k = or_demo(model.target), parse_num_drafts(drafting.num_speculative_tokens)
-    if k == 0 and drafting.drafter is not None:
-        say("warning", "--drafter: no effect with -k 0, plain decoding")
-    drafter = None if k == 0 else or_demo(drafting.drafter)
-    resolve(target, "target")
-    drafter_path(target, drafter)
-    return target, drafter, k
 
-
-def chosen_context(
-    pair: Pair,
-    typed: int | None,
-    num_speculative_tokens: int,
-    slots: int,
-    kv_memory_bytes: int | None,
-    num_engines: int = 1,
-) -> int:
-    """Return the positions of a request: as typed, or all that the model has and the memory holds."""
-    if typed is not None:
-        return pair.room(typed)
-    return pair.default_context(num_speculative_tokens, slots, kv_memory_bytes, num_engines)
-
-
-def expect_shared(slots: int, devices: MeshOptions) -> None:
-    """Raise InputError, before anything slow, for slots that the replicas of a mesh cannot share."""
-    shared_slots(slots, 1 if devices.mesh is None else parse_mesh(devices.mesh).dp)
-
-
-def load_pair(
-    target: str,
-    drafter: str | None,
-    loading: LoadOptions,
-    drafting: DraftOptions,
-    display: Display,
-    devices: MeshOptions | None = None,
-    retain_full_kv: bool = False,
-) -> Pair:
-    """Load the target and the drafter, with progress; note which of the target's layers the drafter reads.
-
-    devices: of the target, one by default. retain_full_kv: sliding-window layers keep all positions.
-    """
-    devices = devices or MeshOptions()
-    if devices.mesh is None and "reduce" in given(devices):
-        raise InputError(f"--reduce {devices.reduce} is given without --mesh, over whose devices it sums; give both")
-    options = {
-        "target": target,
-        "drafter": drafter,
-        "dtype": loading.dtype,
-        "experts": loading.experts,
-        "kernels": loading.kernels,
-        "draft_vocab": drafting.draft_vocab,
-        "drafter_window": drafting.drafter_window,
-        "aux_layer_ids": parse_layers(drafting.aux_layer_ids),
-        "mesh": devices.mesh,
-        "reduce": devices.reduce,
-        "retain_full_kv": retain_full_kv,
-    }
-    with display.stage(f"loading {'the demo pair' if target == DEMO else target}") as progress:
-        pair = load_in_all(options, progress)
-    if pair.mesh is not None:
-        display.note(f"target sharded over {pair.mesh}")
-    if pair.aux_layers is not None and drafter not in (DEMO, DEMO_EAGLE3):
-        display.note(f"the drafter reads the target's {pair.aux_layers}")
-    return pair
-
-
-def _config(settings: Settings, rendering: Rendering, slots: int, pair: Pair | None = None) -> RunConfig:
-    asked = _num_drafts(settings)
-    if pair is None:
-        k, adaptive = asked if isinstance(asked, int) else 1, False
-    else:
-        k, adaptive = pair.num_drafts(asked)
-    if settings.draft_sampling and settings.drafting.drafter in WEIGHTLESS:
-        raise InputError(
-            f"the drafts of {settings.drafting.drafter} have no probabilities to sample from; leave out "
-            "--draft-sampling, or give a drafter with weights"
-        )
-    return RunConfig(
-        num_speculative_tokens=k,
-        adaptive=adaptive,
-        max_new_tokens=settings.max_new_tokens,
-        sampling=settings.sampling.params(),
-        draft_sampling=settings.draft_sampling,
-        synthetic_acceptance=_synthetic(settings, k),
-        slots=slots,
-        context=settings.context,
-        prefill_chunk=settings.prefill_chunk,
-        kv_memory_bytes=parse_kv_memory(settings.kv_memory),
-        prefix_cache_bytes=parse_prefix_cache(settings.prefix_cache),
-        blocked=settings.prefill.blocked(),
-        ignore_eos=settings.ignore_eos,
-        stop=settings.stop,
-        grammar=_grammar(settings),
-        baseline=not settings.no_baseline,
-        show_drafts=settings.show_drafts,
-        logprobs=settings.logprobs,
-        profile=None if settings.profile is None else Path(settings.profile),
-        rendering=rendering,
-    )
-
-
-def _grammar(settings: Settings) -> Grammar | None:
-    """Return the grammar of the responses. Raises InputError for a file that cannot be read, and for two grammars."""
-    path, regex = settings.json_schema, settings.regex
-    if path is None:
-        with _grammar_by_option(settings):
-            return None if regex is None else Grammar.regex(regex)
-    if regex is not None:
-        raise InputError("--json-schema and --regex are given; expected one of them")
-    try:
-        with _grammar_by_option(settings):
-            return Grammar.json_schema(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"--json-schema {path} cannot be read: {reason_of(error)}; expected a file of JSON in UTF-8"
-        ) from None
-
-
-@contextmanager
-def _grammar_by_option(settings: Settings) -> Iterator[None]:
-    """Begin the error of a grammar that cannot be used with its option."""
-    try:
-        yield
-    except GrammarError as error:
-        option = f"--json-schema {settings.json_schema}" if settings.regex is None else "--regex"
-        raise InputError(f"{option}: {error}") from None
-
-
-def _synthetic(settings: Settings, num_drafts: int) -> tuple[float, ...] | None:
-    """Return unconditional acceptance rates: as typed, or the powers of a single one."""
-    typed = settings.synthetic_acceptance
-    if typed is None:
-        return None
-    try:
-        rates = tuple(float(part) for part in typed.split(","))
-    except ValueError:
-        raise InputError(f"--synthetic-acceptance is {typed!r}; expected rates with commas between, or one") from None
-    return tuple(rates[0] ** (i + 1) for i in range(num_drafts)) if len(rates) == 1 else rates
-
-
-def parse_num_drafts(typed: str | None, plain: bool = True) -> int | Literal["auto"] | None:
-    """Read K as typed. plain: 0 is allowed. Raises InputError for anything else."""
-    if typed is None or typed == AUTO:
-        return typed
-    try:
-        k = int(typed)
-    except ValueError:
-        raise InputError(f"K is {typed!r}; expected a number of drafted tokens, or auto") from None
-    check_num_drafts(k, plain, instead="" if plain else " (peagle generate decodes plainly)")
-    return k
-
-
-def _num_drafts(settings: Settings) -> int | Literal["auto"] | None:
-    return parse_num_drafts(settings.drafting.num_speculative_tokens, plain=settings.command != "speculate")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Prompts:
-    """The conversations to decode, and the rows of a file that cannot be used."""
-
-    conversations: Sequence[Conversation]
-    skipped: Sequence[Skipped] = ()
-    warnings: Sequence[str] = ()
-
-
-def _prompts(settings: DecodeSettings, target: Path, rendering: Rendering) -> "PromptSet | _Prompts":
-    given = {"PROMPT": settings.prompt, "--prompt-file": settings.prompt_file, "--prompt-ids": settings.prompt_ids}
-    named = [name for name, value in given.items() if value is not None]
-    if len(named) > 1:
-        raise InputError(f"{' and '.join(named)} are given; expected one of them")
-    if settings.prompt_file is not None:
-        return read_prompts(settings.prompt_file, target, rendering, strict=settings.strict)
-    if settings.strict:
-        raise InputError("--strict is about the rows of a file; give --prompt-file, too, or leave it out")
-    if settings.prompt_ids is not None:
-        if rendering.options:
-            raise InputError(
-                f"--prompt-ids are used without the chat template; leave out {' and '.join(rendering.options)}"
-            )
-        return _Prompts([parse_ids(settings.prompt_ids)])
-    if settings.prompt == "-":
-        return _Prompts([from_text(_read_standard_input(), "standard input")])
-    return _Prompts([from_text(EXAMPLE if settings.prompt is None else settings.prompt)])
-
-
-def _is_example(settings: DecodeSettings) -> bool:
-    return settings.prompt is None and settings.prompt_file is None and settings.prompt_ids is None
-
-
-def _read_standard_input() -> str:
-    """Read all of it, without the line break that ends a text file."""
-    if sys.stdin is None:
-        raise InputError("standard input is closed; expected the prompt there, or a prompt instead of -")
-    try:
-        text = sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError:
-        raise InputError("standard input is not UTF-8 text; expected UTF-8") from None
-    return text.removesuffix("\n").removesuffix("\r")
-
-
-def _trace_file(settings: DecodeSettings, json_file: OutputFile | None) -> OutputFile:
-    assert settings.trace is not None
-    if settings.trace == STANDARD_OUTPUT:
-        raise InputError("--trace -: standard output is for the generated text; expected a file")
-    trace_file = OutputFile(settings.trace, "--trace")
-    if json_file is not None and settings.json != STANDARD_OUTPUT and json_file.path == trace_file.path:
-        raise InputError(f"--json and --trace both name {settings.trace}; expected two files")
-    return trace_file
+    command: ClassVar[str] = "generate"
+    load: Annotated[LoadConfig, Takes(without=DRAFTER)] = LoadConfig()  # noqa: RUF009
+    engine: Annotated[EngineConfig, Takes(without=DRAFTING, helps={"context": CONTEXT})] = PLAIN
+    logprobs: Annotated[int | None, Flag(OUTPUT, "N")] = None
+    """Print each token's log-probability and those of the N (0 to 20) most likely tokens, or write them to --json.
+    Slower."""

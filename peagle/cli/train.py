@@ -30,7 +30,7 @@ from peagle.cli.options import given, rebuilt
 from peagle.cli.output import say
 from peagle.cli.settings.shared import parse_layers
 from peagle.cli.settings.train import ShapeOptions, TrainSettings
-from peagle.engine.request import check_num_drafts
+from peagle.config import check_num_drafts
 from peagle.loading import AUTO, DEMO, default_dtype, load, name_for_others, or_demo, resolve
 from peagle.measure.metrics import figure_text
 from peagle.ops import interrupt

@@ -23,13 +23,14 @@ import ray.exceptions
 from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
-from peagle.api import AUTO, Pair
+from peagle.api import Pair
 from peagle.cluster.fleet import PATIENCE_S, Fleet, ReplicaLost, Shape
 from peagle.cluster.router import PrefixRouter
-from peagle.config import EngineConfig, Role
+from peagle.config import AUTO
 from peagle.engine.grammar import PortableGrammar
 from peagle.engine.handoff import parse
 from peagle.engine.request import Request, TokenChunk
+from peagle.engine.resolved import ResolvedConfig, Role
 from peagle.loading import DtypeName, ExpertsChoice, KernelsChoice, load, without_weights
 from peagle.ops.errors import InputError
 from peagle.ops.sizes import PrefixCacheSize
@@ -149,13 +150,13 @@ class FleetConfig:
         )
         return {"autoscaling_config": scaled}
 
-    def engine_config(self, pair: Pair, role: Role) -> EngineConfig:
+    def engine_config(self, pair: Pair, role: Role) -> ResolvedConfig:
         return pair.engine_config(
             self.num_speculative_tokens,
-            capacity=self.context,
+            context=self.context,
             slots=self.slots,
-            kv_memory_bytes=self.kv_memory_bytes,
-            prefix_cache_bytes="off" if role == "decode" else self.prefix_cache_bytes,
+            kv_memory=self.kv_memory_bytes,
+            prefix_cache="off" if role == "decode" else self.prefix_cache_bytes,
             k_per_request=True,
             role=role,
         )

@@ -18,9 +18,9 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from peagle.config import EngineConfig
 from peagle.engine.admission import check_grammar
 from peagle.engine.request import Request, TokenChunk
+from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError
 from peagle.serve.errors import ApiError
 from peagle.serve.loop import RETRY_AFTER_S, Chunks, Found, Status, read_chunks
@@ -54,7 +54,7 @@ class Replicas(Protocol):
 class Shape:
     """What is known of the engines elsewhere: it refuses what they would."""
 
-    config: EngineConfig
+    config: ResolvedConfig
     vocab_size: int
     stop_token_ids: tuple[int, ...] = ()
 

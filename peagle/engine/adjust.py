@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from peagle.config import MOST_BIASES
 from peagle.engine.masks import MASK_BITS
-from peagle.engine.request import MOST_BIASES, Request
+from peagle.engine.request import Request
 
 NO_BIAS = np.iinfo(np.int32).max  # fills unused bias entries: outside every vocabulary
 

@@ -4,7 +4,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peagle.config import EngineConfig
 from peagle.engine import handoff
 from peagle.engine.executor import Executor
 from peagle.engine.grammar import GrammarError, Matcher
@@ -12,6 +11,7 @@ from peagle.engine.handle import Handle
 from peagle.engine.handoff import Fingerprints, HandOff
 from peagle.engine.kv_memory import KVMemory
 from peagle.engine.request import Request
+from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError
 
 
@@ -22,7 +22,7 @@ class Admission:
     stop_token_ids: of requests that set none of their own. fingerprints: of the models, for hand-offs.
     """
 
-    config: EngineConfig
+    config: ResolvedConfig
     vocab_size: int
     stop_token_ids: tuple[int, ...]
     fingerprints: Fingerprints
@@ -34,7 +34,7 @@ class Admission:
         if hand_off is not None:
             if self.config.role == "prefill":
                 raise InputError("this engine only prefills; send the hand-off to one that decodes")
-            handoff.check(self.executor, self.memory, hand_off, self.config.capacity, self.fingerprints)
+            handoff.check(self.executor, self.memory, hand_off, self.config.context, self.fingerprints)
             handoff.check_request(hand_off, request, self._stops_of(request), self.vocab_size)
         elif self.config.role == "decode":
             raise InputError("this engine only decodes; expected the hand-off of one that prefills with the request")

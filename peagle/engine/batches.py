@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from peagle.config import EngineConfig
 from peagle.engine.executor import chunk_plan, step_plan
 from peagle.engine.handle import Handle
 from peagle.engine.kv_memory import KVMemory
+from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.scheduler import Piece
 from peagle.engine.step import StepKind
 from peagle.ops import native
@@ -38,7 +38,7 @@ class Batches:
     has_drafter: the engine has a drafter at all.
     """
 
-    config: EngineConfig
+    config: ResolvedConfig
     memory: KVMemory
     has_drafter: bool
 

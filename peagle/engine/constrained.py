@@ -14,7 +14,7 @@ from peagle.engine.masks import all_allowed, fill, next_mask
 class Constrained:
     """Fills in the masks of an engine's requests, each within its budget of time.
 
-    budget_s, most_slow: peagle.config.EngineConfig.mask_budget_s, most_slow_masks.
+    budget_s, most_slow: peagle.config.ResolvedConfig.mask_budget_s, most_slow_masks.
     """
 
     def __init__(

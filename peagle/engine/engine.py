@@ -27,7 +27,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from peagle.config import EngineConfig
 from peagle.engine import handoff
 from peagle.engine.admission import Admission
 from peagle.engine.batches import Batches, StepBatch
@@ -41,6 +40,7 @@ from peagle.engine.kv_memory import KVMemory, PageUse, PrefixCacheUse
 from peagle.engine.loop import AnyEngine, Measuring
 from peagle.engine.request import Request
 from peagle.engine.request_pages import RequestPages
+from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.scheduler import Chunk, Scheduler, Steps
 from peagle.engine.state import SlotParams
 from peagle.engine.timing import LoopClock, LoopTimes
@@ -62,7 +62,7 @@ class Engine(AnyEngine):
         self,
         target: Target,
         drafter: Drafter | None,
-        config: EngineConfig,
+        config: ResolvedConfig,
         stop_token_ids: Sequence[int] = (),
         fingerprints: Fingerprints = Fingerprints(),  # noqa: B008  # frozen
         make_executor: Callable[[Target, Drafter | None, Shape], Executor] = Executor,
@@ -82,12 +82,12 @@ class Engine(AnyEngine):
         self.memory = KVMemory(target, self.drafter, config)
         shape = Shape(
             config.slots,
-            config.capacity,
+            config.context,
             config.num_speculative_tokens,
             config.steps_per_dispatch,
             self.memory.num_pages,
             self.memory.widths,
-            None if config.blocked is None else config.blocked.rows(config.capacity),
+            None if config.blocked is None else config.blocked.rows(config.context),
         )
         self.executor = make_executor(target, self.drafter, shape)
         self.batches = Batches(config, self.memory, self.drafter is not None)

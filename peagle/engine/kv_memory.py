@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from peagle.config import MOST_RESERVED, EngineConfig
 from peagle.engine.pages import PageGroup, PagePool, PageTable
+from peagle.engine.resolved import MOST_RESERVED, ResolvedConfig
 from peagle.ops.attention import PAGE_SIZE, CacheGroup, Pages
 from peagle.ops.errors import InputError
 from peagle.ops.memory import size_in_words, tree_bytes
@@ -67,7 +67,7 @@ class Sizing:
 
     groups: tuple[CacheGroup, ...]
     page_bytes: tuple[int, ...]
-    config: EngineConfig
+    config: ResolvedConfig
 
     @property
     def rows_ahead(self) -> int:
@@ -83,7 +83,7 @@ class Sizing:
     @property
     def request_pages(self) -> int:
         """Count the pages of one request of the whole context in a full group."""
-        return self.pages_of(self.config.capacity + self.config.num_speculative_tokens + 1)
+        return self.pages_of(self.config.context + self.config.num_speculative_tokens + 1)
 
     def _window_pages(self, window: int, num_rows: int) -> int:
         """Count the pages that a window and the rows of a pass reach."""
@@ -118,7 +118,7 @@ class Sizing:
 
     @property
     def _keeps(self) -> bool:
-        return self.config.prefix_cache_bytes > 0
+        return self.config.prefix_cache > 0
 
     def counts(self, num_full: int) -> tuple[int, ...]:
         """Count the pages of each group that belong to so many pages of a full group."""
@@ -143,24 +143,24 @@ class Sizing:
     def num_pages(self) -> tuple[int, ...]:
         """Pages of each group. Raises InputError if the memory does not hold one request of the whole context."""
         config, full = self.config, self.request_pages
-        if config.kv_memory_bytes is None or not sum(self.page_bytes):
-            reserved = self.pages_of(min(config.capacity, MOST_RESERVED) + config.num_speculative_tokens + 1)
+        if config.kv_memory is None or not sum(self.page_bytes):
+            reserved = self.pages_of(min(config.context, MOST_RESERVED) + config.num_speculative_tokens + 1)
             num_full = max(config.slots * reserved, full)
-        elif self.size(full) > config.kv_memory_bytes:
+        elif self.size(full) > config.kv_memory:
             raise InputError(
-                f"the memory for keys and values is {size_in_words(config.kv_memory_bytes)}; expected "
-                f"{size_in_words(self.size(full))} or more, which hold one request of {config.capacity} positions: "
+                f"the memory for keys and values is {size_in_words(config.kv_memory)}; expected "
+                f"{size_in_words(self.size(full))} or more, which hold one request of {config.context} positions: "
                 "raise --kv-memory or lower --context"
             )
         else:
-            num_full = self.full_pages_in(config.kv_memory_bytes)
-        return self.counts(max(num_full, self.full_pages_in(self.size(num_full) + config.prefix_cache_bytes)))
+            num_full = self.full_pages_in(config.kv_memory)
+        return self.counts(max(num_full, self.full_pages_in(self.size(num_full) + config.prefix_cache)))
 
 
 class KVMemory:
     """The pages of an engine's requests. Only the engine's loop changes it."""
 
-    def __init__(self, target: Target, drafter: Drafter | None, config: EngineConfig) -> None:
+    def __init__(self, target: Target, drafter: Drafter | None, config: ResolvedConfig) -> None:
         """Raises InputError if the memory does not hold one request of the whole context."""
         models: list[Target | Drafter] = [target] if drafter is None else [target, drafter]
         self.groups: tuple[CacheGroup, ...] = tuple(group for model in models for group in model.cache_groups)
@@ -169,7 +169,7 @@ class KVMemory:
         self._ranks, self._local_ranks = 1, 1
         if isinstance(target, OverDevices):
             self._ranks, self._local_ranks = target.ranks, target.local_ranks
-        self._keeps = config.prefix_cache_bytes > 0
+        self._keeps = config.prefix_cache > 0
         sizing = Sizing(self.groups, tuple(self.page_bytes), config)
         self.ahead = sizing.rows_ahead
         self.widths = sizing.widths

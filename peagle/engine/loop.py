@@ -13,12 +13,12 @@ import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from peagle.config import EngineConfig
 from peagle.engine.grammar import GrammarError
 from peagle.engine.handle import Chunks, Handle
 from peagle.engine.handoff import HandOff
 from peagle.engine.kv_memory import PageUse, PrefixCacheUse
 from peagle.engine.request import Request, TokenChunk
+from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.timing import LoopTimes
 from peagle.engine.widths import WidthTable
 
@@ -36,7 +36,7 @@ class AnyEngine(abc.ABC):
     warm-up.
     """
 
-    def __init__(self, config: EngineConfig, stop_token_ids: Sequence[int]) -> None:
+    def __init__(self, config: ResolvedConfig, stop_token_ids: Sequence[int]) -> None:
         self.config, self.stop_token_ids = config, tuple(stop_token_ids)
         self._lock, self._turn, self._entry = threading.Lock(), threading.Lock(), threading.RLock()
         self._to_abort: collections.deque[Handle] = collections.deque()

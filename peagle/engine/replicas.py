@@ -20,13 +20,13 @@ from collections.abc import Sequence
 
 import jax
 
-from peagle.config import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.engine.handle import Chunks, EngineError, Handle
 from peagle.engine.handoff import HandOff
 from peagle.engine.kv_memory import PageUse, PrefixCacheUse
 from peagle.engine.loop import AnyEngine, Measuring
 from peagle.engine.request import Request
+from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.timing import LoopTimes
 from peagle.engine.widths import WidthTable
 from peagle.ops import interrupt
@@ -42,7 +42,7 @@ class Replicas(AnyEngine):
     config: of all together, whose slots and bytes the engines share.
     """
 
-    def __init__(self, engines: Sequence[Engine], config: EngineConfig) -> None:
+    def __init__(self, engines: Sequence[Engine], config: ResolvedConfig) -> None:
         super().__init__(config, engines[0].stop_token_ids)
         self.engines = tuple(engines)
         self._waiting: collections.deque[Handle] = collections.deque()  # requests that no engine has

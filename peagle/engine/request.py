@@ -1,30 +1,21 @@
 """Requests, and the chunks, steps and log-probabilities that the engine returns for them."""
 
 import hashlib
-import itertools
 from dataclasses import dataclass
 from typing import Literal
 
+from peagle.config import GREEDY_BELOW, SamplingParams, check_num_drafts
 from peagle.engine.grammar import CompiledGrammar
 from peagle.ops.errors import InputError
 
 MOST_STOP_TOKENS = 16  # of each slot
-MOST_BIASES = 300  # biased tokens of each slot; the limit of OpenAI's API
 MOST_LOGPROBS = 20  # log-probabilities of the likeliest tokens; the limit of OpenAI's API
 MOST_STOP_STRINGS, LONGEST_STOP_STRING = 64, 1024  # the length in characters
-SMALLEST_SEED, LARGEST_SEED = -(2**63), 2**64 - 1  # 64 bits, with a sign or without, as OpenAI and vLLM take them
 LARGEST_INDEX = 2**31 - 1
-GREEDY_BELOW = 1e-5  # the temperature; above it, logits that differ in float32's last place at 10 differ by 0.1
-HOTTEST = 1e30  # the temperature: float32 holds it and its reciprocal, by which XLA multiplies
-LARGEST_PENALTY = 2.0  # presence and frequency, as in OpenAI's API
-LARGEST_BIAS = 1e9
 DRAFTS_ARE_GREEDY = (
     f"draft sampling needs a temperature of {GREEDY_BELOW:g} or more, below which decoding is greedy; give "
     "--temperature or leave it out"
 )
-
-DEFAULT_CHUNK, GPU_CHUNK = 128, 2048  # prompt tokens of one prefill pass; a GPU multiplies more rows in the same time
-MAX_NUM_DRAFTS = 128  # no acceptance pays for a wider pass
 
 FinishReason = Literal["stop", "length", "aborted", "timeout", "error", "handed_off"]
 
@@ -35,30 +26,6 @@ def fold_seed(seed: int) -> int:
         return seed
     digest = hashlib.blake2b((seed % 2**64).to_bytes(8, "little"), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def check_num_drafts(k: int, plain: bool = True, instead: str = "") -> None:
-    """Raise InputError for a K that no engine takes; plain: 0 is one. instead: ends the message."""
-    if not (0 if plain else 1) <= k <= MAX_NUM_DRAFTS:
-        least = "0 (plain decoding)" if plain else "1"
-        raise InputError(f"K is {k}; expected {least} to {MAX_NUM_DRAFTS} drafted tokens{instead}")
-
-
-def check_rates(rates: tuple[float, ...] | None, num_drafts: int, draft_sampling: bool) -> None:
-    """Raise InputError for rates of synthetic acceptance that are impossible or too few."""
-    if rates is None:
-        return
-    if any(not 0 <= after <= before for before, after in itertools.pairwise((1.0, *rates))):
-        raise InputError(
-            f"synthetic acceptance is {list(rates)}; expected rates between 0 and 1 that never rise: each is a share "
-            "of all steps, not of those that accepted the draft before"
-        )
-    if draft_sampling:
-        raise InputError("synthetic acceptance ignores the drafts; leave out --draft-sampling")
-    if len(rates) < num_drafts:
-        raise InputError(
-            f"synthetic acceptance has {len(rates)} rates for K = {num_drafts}; expected one for each draft"
-        )
 
 
 def check_stop_strings(stop: tuple[str, ...]) -> None:
@@ -82,89 +49,10 @@ def check_stop_strings(stop: tuple[str, ...]) -> None:
             raise InputError(f"{which} is not valid Unicode text; expected UTF-8", "stop") from None
 
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """Sampling of one request.
-
-    A temperature below GREEDY_BELOW is greedy; top_k 0, top_p 1, min_p 0, penalties 0 (repetition_penalty 1) and
-    min_tokens 0 are off. min_tokens: no stop token is emitted before that many tokens.
-
-    Order: min_tokens, biases and penalties (peagle.engine.adjust), then temperature, top-k, top-p, min-p; all of them
-    on the target's logits, before acceptance. Random numbers depend only on (seed, the request's index, position):
-    never on other requests, slot or time.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
-    min_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature <= HOTTEST:
-            raise InputError(
-                f"temperature is {self.temperature}; expected a number between 0 (greedy) and {HOTTEST:g}",
-                "temperature",
-            )
-        if not 0 <= self.top_k < 2**31:
-            raise InputError(f"top-k is {self.top_k}; expected 0 (off) or more", "top_k")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top-p is {self.top_p}; expected a number above 0 and at most 1 (off)", "top_p")
-        if not 0 <= self.min_p <= 1:
-            raise InputError(f"min-p is {self.min_p}; expected a number from 0 (off) to 1", "min_p")
-        if not SMALLEST_SEED <= self.seed <= LARGEST_SEED:
-            raise InputError(
-                f"seed is {self.seed}; expected an integer of 64 bits, {SMALLEST_SEED}..{LARGEST_SEED}", "seed"
-            )
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            if not -LARGEST_PENALTY <= value <= LARGEST_PENALTY:
-                raise InputError(
-                    f"{name.replace('_', ' ')} is {value}; expected a number from {-LARGEST_PENALTY:g} to "
-                    f"{LARGEST_PENALTY:g}",
-                    name,
-                )
-        if not 1 / HOTTEST <= self.repetition_penalty <= HOTTEST:
-            raise InputError(
-                f"repetition penalty is {self.repetition_penalty}; expected a number from {1 / HOTTEST:g} to "
-                f"{HOTTEST:g} (1 is off)",
-                "repetition_penalty",
-            )
-        if len(self.logit_bias) > MOST_BIASES:
-            raise InputError(
-                f"{len(self.logit_bias)} logit biases are given; expected at most {MOST_BIASES}", "logit_bias"
-            )
-        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
-            raise InputError("logit bias names a token twice; expected one value for each", "logit_bias")
-        for token, value in self.logit_bias:
-            if token < 0 or not -LARGEST_BIAS <= value <= LARGEST_BIAS:
-                raise InputError(
-                    f"logit bias of token {token} is {value}; expected a token id of 0 or more and a number from "
-                    f"{-LARGEST_BIAS:g} to {LARGEST_BIAS:g}",
-                    "logit_bias",
-                )
-        if not 0 <= self.min_tokens < 2**31:
-            raise InputError(f"min tokens are {self.min_tokens}; expected 0 (off) or more", "min_tokens")
-
-    @property
-    def adjusts(self) -> bool:
-        """Whether `peagle.engine.adjust` changes the target's logits."""
-        return (
-            self.presence_penalty != 0
-            or self.frequency_penalty != 0
-            or self.repetition_penalty != 1
-            or bool(self.logit_bias)
-            or self.min_tokens > 0
-        )
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature < GREEDY_BELOW
+def check_logprobs(count: int | None) -> None:
+    """Raise InputError for a number of likeliest tokens that no step returns."""
+    if count is not None and not 0 <= count <= MOST_LOGPROBS:
+        raise InputError(f"logprobs is {count}; expected 0..{MOST_LOGPROBS}", "logprobs")
 
 
 @dataclass(frozen=True)
@@ -184,7 +72,7 @@ class Request:
 
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = SamplingParams()  # noqa: RUF009  # frozen
     stop_token_ids: tuple[int, ...] | None = None
     index: int = 0
     name: str = "the prompt"
@@ -197,7 +85,7 @@ class Request:
         if not self.prompt_ids:
             raise InputError(f"{self.name} is empty; expected at least one token", "prompt")
         if self.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens is {self.max_new_tokens}; expected 1 or more")
+            raise InputError(f"max_new_tokens is {self.max_new_tokens}; expected 1 or more", "max_new_tokens")
         if not 0 <= self.index <= LARGEST_INDEX:
             raise InputError(f"the request's index is {self.index}; expected an integer in 0..{LARGEST_INDEX}")
         if self.stop_token_ids is not None and len(self.stop_token_ids) > MOST_STOP_TOKENS:
@@ -205,8 +93,7 @@ class Request:
                 f"{len(self.stop_token_ids)} stop tokens are given; expected at most {MOST_STOP_TOKENS}",
                 "stop_token_ids",
             )
-        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
-            raise InputError(f"logprobs is {self.logprobs}; expected 0..{MOST_LOGPROBS}", "logprobs")
+        check_logprobs(self.logprobs)
         if self.num_speculative_tokens is not None:
             check_num_drafts(self.num_speculative_tokens)
         check_stop_strings(self.stop)

@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 
-from peagle.config import EngineConfig
 from peagle.engine.handle import Handle
 from peagle.engine.kv_memory import KVMemory
+from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.attention import PAGE_SIZE
 
 
 class RequestPages:
     """The pages that an engine's requests hold. Only the engine's loop changes them."""
 
-    def __init__(self, memory: KVMemory, config: EngineConfig, has_drafter: bool) -> None:
+    def __init__(self, memory: KVMemory, config: ResolvedConfig, has_drafter: bool) -> None:
         self._memory, self._config, self._has_drafter = memory, config, has_drafter
 
     def open(self, handle: Handle, prefilling: Sequence[Handle]) -> bool:
@@ -40,7 +40,7 @@ class RequestPages:
 
         Not if the target knows more of them than the drafter.
         """
-        if not self._config.prefix_cache_bytes:
+        if not self._config.prefix_cache:
             return False
         return self._memory.num_known(token_ids, drafts=True) >= self._memory.num_known(token_ids, drafts=False)
 

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from peagle.engine.request import GREEDY_BELOW, MOST_LOGPROBS
+from peagle.config import GREEDY_BELOW
+from peagle.engine.request import MOST_LOGPROBS
 from peagle.ops.likeliest import NO_TOKEN, argmax
 
 

@@ -73,7 +73,7 @@ class WarmUp:
         engine, config = self._engine, self._engine.config
         tables = sum(engine.memory.widths)
         row = SlotParams.of(Request((0,), 1), (), engine.target.vocab_size)
-        lean = engine.drafter is not None and not config.prefix_cache_bytes and 0 in engine.batches.possible_drafts
+        lean = engine.drafter is not None and not config.prefix_cache and 0 in engine.batches.possible_drafts
         for count, length in config.pass_shapes:
             interrupt.check()
             plan = chunk_plan((), (), (), length, np.full((count, tables), -1, np.int32))
@@ -112,7 +112,7 @@ class WarmUp:
         engine, config = self._engine, self._engine.config
         drafts, k = engine.widths.at(active), config.num_speculative_tokens
         shape = config.pass_shapes[0]
-        room = min(config.capacity, engine.memory.num_tokens // active) - 2
+        room = min(config.context, engine.memory.num_tokens // active) - 2
         steps = max(1, min(config.steps_per_dispatch, room // (2 * (k + 2))))
         length = max(1, min(shape[1], room - 2 * steps * (k + 1)))
         rng = np.random.default_rng(active)
@@ -121,11 +121,11 @@ class WarmUp:
             tokens = rng.integers(0, engine.target.vocab_size, length).tolist()
             table = engine.memory.open((), drafts=True)
             tables.append(table)
-            reserved = engine.memory.pool.reserve(table, min(length + 2 * steps * (k + 1) + k, config.capacity + k))
+            reserved = engine.memory.pool.reserve(table, min(length + 2 * steps * (k + 1) + k, config.context + k))
             assert reserved, "an idle engine has pages"
             plan = chunk_plan([tokens], [0], [0], shape[1], engine.memory.row(table)[None])
             engine.executor.prefill(plan, drafts=True)
-            params = SlotParams.of(Request(tuple(tokens), config.capacity), (), engine.target.vocab_size)
+            params = SlotParams.of(Request(tuple(tokens), config.context), (), engine.target.vocab_size)
             lengths, unknown = np.asarray([length], np.int32), np.asarray([-1], np.int32)
             engine.executor.admit([0], np.asarray([slot], np.int32), lengths, unknown, [params])
         size = engine.batches.size_for(active)

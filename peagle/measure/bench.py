@@ -29,7 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from peagle.api import Pair
-from peagle.engine.request import DEFAULT_CHUNK, Request, TokenChunk, check_num_drafts
+from peagle.config import DEFAULT_CHUNK, check_num_drafts
+from peagle.engine.request import Request, TokenChunk
 from peagle.measure.metrics import Spread
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
@@ -320,8 +321,8 @@ def _prepare_decoding(case: Case, pair: Pair, options: BenchOptions, rng: np.ran
     config = pair.engine_config(
         k,
         slots=case.slots,
-        capacity=pair.capacity(requests),
-        kv_memory_bytes=options.kv_memory_bytes,
+        context=pair.capacity(requests),
+        kv_memory=options.kv_memory_bytes,
         synthetic_acceptance=(0.0,) * k if k else None,
     )
     engine = pair.engine(config)

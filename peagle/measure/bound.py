@@ -23,7 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle.engine.request import SamplingParams, fold_seed
+from peagle.config import SamplingParams
+from peagle.engine.request import fold_seed
 from peagle.engine.sampling import RowSampling, probabilities
 from peagle.ops.messages import DrafterInput
 from peagle.protocols import Drafter, PyTree, Target

@@ -13,12 +13,12 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
-from peagle.config import EngineConfig
 from peagle.engine.grammar import GrammarError
 from peagle.engine.handle import Handle
 from peagle.engine.handoff import HandOff
 from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request, TokenChunk
+from peagle.engine.resolved import ResolvedConfig
 from peagle.serve.errors import ApiError
 
 STALLED_S = 120.0  # without a step while requests wait; longer than any compilation seen
@@ -109,7 +109,7 @@ class Checks(Protocol):
     @property
     def stop_token_ids(self) -> tuple[int, ...]: ...
     @property
-    def config(self) -> EngineConfig: ...
+    def config(self) -> ResolvedConfig: ...
     def check(self, request: Request) -> None: ...
 
 

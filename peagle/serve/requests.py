@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from peagle.api import Pair
+from peagle.config import SamplingParams
 from peagle.engine.grammar import CompiledGrammar, Grammar, GrammarError
-from peagle.engine.request import MOST_LOGPROBS, Request, SamplingParams, TokenLogprobs
+from peagle.engine.request import MOST_LOGPROBS, Request, TokenLogprobs
 from peagle.measure.logprobs import output_logprobs
 from peagle.ops.errors import InputError
 from peagle.serve.errors import ApiError

@@ -7,9 +7,10 @@ those (`Conversation.encode`). Conversations do not depend on one another.
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from peagle.ops.errors import InputError
+from peagle.ops.flag import PROMPT, Flag
 from peagle.text.channels import chat_messages
 from peagle.text.tokenizer import DEFAULT_DATE, Message, Tokenizer, parse_date, texts_in
 
@@ -22,11 +23,16 @@ class Rendering:
     in a chat, they are characters.
     """
 
-    raw: bool = False
-    system: str | None = None
-    reasoning_effort: str | None = None
-    date: str = DEFAULT_DATE
-    special_tokens: bool = False
+    raw: Annotated[bool, Flag(PROMPT, names=("--raw-prompt",))] = False
+    """Continue the prompt as plain text, without the chat template: acceptance is lower."""
+    system: Annotated[str | None, Flag(PROMPT, "TEXT")] = None
+    """System message."""
+    reasoning_effort: Annotated[str | None, Flag(PROMPT, "LEVEL")] = None
+    """low, medium or high, if the chat template has it. Default: the template's."""
+    date: Annotated[str, Flag(PROMPT, "YYYY-MM-DD")] = DEFAULT_DATE
+    """Current date for chat templates that show it; fixed, so that results are reproducible."""
+    special_tokens: Annotated[bool, Flag(PROMPT)] = False
+    """In a raw prompt, encode the spelling of a special token as that token."""
 
     def __post_init__(self) -> None:
         parse_date(self.date)

@@ -5,7 +5,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 from peagle.api import Pair
-from peagle.engine.request import Request, SamplingParams
+from peagle.config import SamplingParams
+from peagle.engine.request import Request
 from peagle.ops.errors import InputError
 from peagle.result import Result, follow, submit
 from peagle.text.prompts import Conversation, Rendering
@@ -92,7 +93,7 @@ def _decode(
     pair: Pair, requests: Sequence[Request], asking: Asking, ended: Callable[[Request], None]
 ) -> dict[int, Result]:
     """Decode the requests plainly; return results by request index. Calls `ended` with each that has just ended."""
-    engine = pair.engine(pair.engine_config(0, slots=asking.slots, capacity=pair.capacity(requests)))
+    engine = pair.engine(pair.engine_config(0, slots=asking.slots, context=pair.capacity(requests)))
     assemblers = submit(engine, requests, pair.tokenizer)
     try:
         with contextlib.closing(follow(engine, assemblers)) as pieces:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from peagle.api import Pair
-from peagle.engine.request import SamplingParams
+from peagle.config import SamplingParams
 from peagle.loading import DEMO, HELD_OUT, load, with_drafter
 from peagle.ops import cuda, native
 from peagle.ops.kernels import for_weights
@@ -99,7 +99,7 @@ def _lossless(pair: Pair, name: str, temperature: float) -> Finding:
     request = pair.request(conversation, [], Rendering(), max_new_tokens=NEW_TOKENS, sampling=sampling)
     capacity = pair.capacity([request])
     fast, plain = (
-        decode(pair.engine(pair.engine_config(k, capacity=capacity)), [request], None)[0] for k in (NUM_DRAFTS, 0)
+        decode(pair.engine(pair.engine_config(k, context=capacity)), [request], None)[0] for k in (NUM_DRAFTS, 0)
     )
     same = fast.output_ids == plain.output_ids
     accepted = f"acceptance length {fast.acceptance_length:.2f}" if fast.acceptance_length else "no step"

@@ -11,8 +11,8 @@ from drafter.params import DrafterParams
 from drafter.propose import drafter_of
 from drafter.train.shards import Document
 from peagle.api import Pair
+from peagle.config import SamplingParams
 from peagle.engine.engine import Engine
-from peagle.engine.request import SamplingParams
 from peagle.measure.metrics import pooled_counters
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
@@ -44,7 +44,7 @@ class Acceptance:
             pair.request(each, [], Rendering(), max_new_tokens=EVALUATION_TOKENS, index=index)
             for index, each in enumerate(conversations)
         ]
-        self._shape = pair.engine_config(num_drafts, capacity=pair.capacity(self._requests))
+        self._shape = pair.engine_config(num_drafts, context=pair.capacity(self._requests))
 
     def of(self, params: DrafterParams) -> dict[str, Any]:
         """Figures of the drafter."""

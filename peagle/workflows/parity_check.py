@@ -111,7 +111,7 @@ def ask(
         for index, each in enumerate(conversations)
     ]
     capacity = pair.capacity(requests, at_least)
-    engine = pair.engine(pair.engine_config(config.num_speculative_tokens, capacity=capacity))
+    engine = pair.engine(pair.engine_config(config.num_speculative_tokens, context=capacity))
     target = cast(GptOss, pair.target)
     every = dataclasses.replace(target, aux_layer_ids=tuple(range(target.config.num_layers)))
     texts, hiddens, rows = [], [], []

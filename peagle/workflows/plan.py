@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
 
-from peagle.config import EngineConfig
+from peagle.config import GPU_CHUNK
 from peagle.engine.kv_memory import Sizing, page_bytes
-from peagle.engine.request import GPU_CHUNK
+from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.attention import CacheGroup, Pages, init_pool
 from peagle.ops.errors import InputError
 from peagle.parallel import MeshShape
@@ -95,7 +95,7 @@ def rank_cache_bytes(config: TargetConfig, shape: MeshShape, slots: int, positio
     More than MOST_RESERVED positions of a slot are not reserved, but for one request.
     """
     part = Part(config, Place(0, shape.tp, shape.ep), False)
-    engine = EngineConfig(num_drafts, slots, positions, GPU_CHUNK)
+    engine = ResolvedConfig(num_drafts, slots, positions, GPU_CHUNK)
     sizing = Sizing(*target_pages(part.config, BFLOAT16), engine)
     return sum(count * size for count, size in zip(sizing.num_pages, sizing.page_bytes, strict=True))
 

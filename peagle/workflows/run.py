@@ -12,78 +12,41 @@ import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from peagle.api import DEFAULT_MAX_NEW_TOKENS, DEFAULT_NUM_SPECULATIVE_TOKENS, Pair
-from peagle.config import EngineConfig
-from peagle.engine.grammar import Grammar
+from peagle.api import DEFAULT_SAMPLING, Pair, RequestOptions
+from peagle.config import EngineConfig, SamplingParams
 from peagle.engine.handle import Handle
 from peagle.engine.kv_memory import PrefixCacheUse
 from peagle.engine.loop import AnyEngine
-from peagle.engine.request import DEFAULT_CHUNK, DRAFTS_ARE_GREEDY, Request, SamplingParams, check_stop_strings
+from peagle.engine.request import DRAFTS_ARE_GREEDY, Request
+from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.widths import WidthTable
 from peagle.measure.logprobs import top_2_margin
 from peagle.measure.metrics import first_difference
 from peagle.measure.profile import Breakdown, profile
 from peagle.ops.errors import InputError
-from peagle.ops.row_blocks import BlockedPrefill
 from peagle.ops.sizes import PrefixCacheSize
 from peagle.result import Assembler, Piece, Result, decode, follow, submit
 from peagle.text.prompts import Conversation, Rendering
 
 
-@dataclasses.dataclass(frozen=True)
-class RunConfig:
-    """How to answer conversations.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig(RequestOptions):
+    """How to answer conversations. K = 0: plain decoding, without a baseline.
 
-    num_speculative_tokens 0: plain decoding, without a baseline. adaptive: draft by the pair's table of widths, and
-    pause rows for which drafting does not pay.
+    engine: a context of None is what prompts and budgets need; a prefix cache of None is on for several requests.
     """
 
-    num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS
-    adaptive: bool = False
-    max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
-    sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
-    draft_sampling: bool = False
-    synthetic_acceptance: tuple[float, ...] | None = None
-    slots: int = 1
-    context: int | None = None
-    ignore_eos: bool = False
-    stop: tuple[str, ...] = ()  # an answer ends before the first of these strings
-    grammar: Grammar | None = None  # what answers must be
+    sampling: SamplingParams = DEFAULT_SAMPLING
+    engine: EngineConfig = EngineConfig()  # noqa: RUF009  # frozen
     baseline: bool = True
     show_drafts: bool = False  # tell the observer which tokens were accepted drafts
-    logprobs: int | None = None  # how many of the likeliest tokens to return with each emitted one
-    prefill_chunk: int | None = None  # None: the pair's
-    kv_memory_bytes: int | None = None  # `Pair.engine_config`, as the next one; None: "on" for several requests
-    prefix_cache_bytes: PrefixCacheSize | None = None
-    blocked: BlockedPrefill | None = None  # prefill each prompt at once
     profile: Path | None = None  # the directory for a trace of some of the steps (peagle.measure.profile)
-    rendering: Rendering = dataclasses.field(default_factory=Rendering)
+    rendering: Rendering = Rendering()  # noqa: RUF009  # frozen
 
     def __post_init__(self) -> None:
-        EngineConfig(  # check the options of an engine
-            self.num_speculative_tokens,
-            self.slots,
-            chunk=DEFAULT_CHUNK if self.prefill_chunk is None else self.prefill_chunk,
-            kv_memory_bytes=self.kv_memory_bytes,
-            prefix_cache_bytes=self.prefix_cache_bytes if isinstance(self.prefix_cache_bytes, int) else 0,
-            blocked=self.blocked and BlockedPrefill(),  # its numbers of blocks depend on the context
-            draft_sampling=self.draft_sampling,
-            synthetic_acceptance=self.synthetic_acceptance,
-        )
-        check_stop_strings(self.stop)
-        if self.blocked is not None and self.prefill_chunk is not None:
-            raise InputError(
-                "blocked prefill takes a whole prompt at once; leave out --prefill-chunk or --prefill blocked"
-            )
-        if self.draft_sampling and self.sampling.greedy:
-            raise InputError(DRAFTS_ARE_GREEDY)
-        if self.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens is {self.max_new_tokens}; expected 1 or more")
-        Request((0,), 1, logprobs=self.logprobs)  # check the options of a request
-
-    @property
-    def compares(self) -> bool:
-        return self.baseline and self.num_speculative_tokens > 0
+        super().__post_init__()
+        if self.engine.draft_sampling and self.sampling.greedy:
+            raise InputError(DRAFTS_ARE_GREEDY, "draft_sampling")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +92,8 @@ class Run:
     host_gap_frac: float | None = None  # share of the time in which the device was idle (LoopTimes of the engine)
     widths: WidthTable | None = None  # of an adaptive run: the drafts by load that it went by
     costs: CostsUsed | None = None  # of the same, if they were measured
-    prefix_cache_bytes: int = 0
+    engine: ResolvedConfig = ResolvedConfig()  # noqa: RUF009  # of the one that speculates, as the pair decided it
+    compares: bool = False  # with plain decoding
     prefix_cache: PrefixCacheUse | None = None  # of the engine that speculates, since it was made
     profile: Breakdown | None = None
     profile_failed: str | None = None  # the reason
@@ -188,28 +152,30 @@ class _Session:
         self, pair: Pair, conversations: Sequence[Conversation], config: RunConfig, observer: Observer
     ) -> None:
         self.pair, self.conversations, self.config, self.observer = pair, conversations, config, observer
+        self.num_speculative_tokens, self.adaptive = pair.num_drafts(config.engine.num_speculative_tokens)
+        self.compares = config.baseline and self.num_speculative_tokens > 0
         replicas = 1 + len(pair.replicas)
-        self.slots = min(config.slots, -(-len(conversations) // replicas) * replicas)
+        self.slots = min(config.engine.slots, -(-len(conversations) // replicas) * replicas)
         counts = [conversation.num_requests for conversation in conversations]
         self.first_index = [sum(counts[:number]) for number in range(len(counts))]
         self.total = sum(counts)
         self.done = 0
         default: PrefixCacheSize = "on" if self.total > 1 else "off"
-        self.prefix_cache = default if config.prefix_cache_bytes is None else config.prefix_cache_bytes
+        self.prefix_cache = default if config.engine.prefix_cache is None else config.engine.prefix_cache
         self.outcomes: dict[int, Outcome] = {}
         self.waiting: list[tuple[Request, int | None]] = []
         self.cut_short: dict[int, str] = {}  # by the conversation's number
         self.failed: dict[int, str] = {}  # likewise
         self.compile_s = 0.0
         needed = pair.capacity([self._widest(number) for number in range(len(conversations))])
-        self.capacity = needed if config.context is None else config.context
+        self.capacity = needed if config.engine.context is None else config.engine.context
 
     def run(self) -> Run:
         interrupted, found, failed, used = False, None, None, None
         try:
             for number, together in enumerate(self._rounds()):
                 self._decode_round(number, together)
-            used = self._engine(self.config.num_speculative_tokens).prefix_cache_use
+            used = self._engine(self.num_speculative_tokens).prefix_cache_use
             if self.config.profile is not None:
                 try:
                     found = self._profile(self.config.profile)
@@ -221,10 +187,11 @@ class _Session:
             outcomes=[self.outcomes[index] for index in sorted(self.outcomes)],
             capacity=self.capacity,
             compile_s=self.compile_s,
-            host_gap_frac=self._engine(self.config.num_speculative_tokens).times.gap_frac,
-            widths=self._engine(self.config.num_speculative_tokens).widths if self.config.adaptive else None,
+            host_gap_frac=self._engine(self.num_speculative_tokens).times.gap_frac,
+            widths=self._engine(self.num_speculative_tokens).widths if self.adaptive else None,
             costs=self._costs(),
-            prefix_cache_bytes=self._engine(self.config.num_speculative_tokens).config.prefix_cache_bytes,
+            engine=self._engine(self.num_speculative_tokens).config,
+            compares=self.compares,
             prefix_cache=used,
             profile=found,
             profile_failed=failed,
@@ -236,10 +203,10 @@ class _Session:
     def _profile(self, directory: Path) -> Breakdown:
         self.observer.profiling()
         requests = [self.outcomes[index].result.request for index in sorted(self.outcomes)]
-        return profile(self._engine(self.config.num_speculative_tokens), requests, directory)
+        return profile(self._engine(self.num_speculative_tokens), requests, directory)
 
     def _costs(self) -> CostsUsed | None:
-        table = self._engine(self.config.num_speculative_tokens).widths
+        table = self._engine(self.num_speculative_tokens).widths
         return None if table.costs is None else CostsUsed(dict(table.drafts), dict(table.costs))
 
     def _rounds(self) -> Iterator[list[tuple[Request, int | None]]]:
@@ -298,7 +265,7 @@ class _Session:
             return first
         # unknown answers take their budget, and a few tokens more, since their text may be tokenised differently
         last = self._make(conversation, [" "] * (turns - 1), 0)
-        width = min(len(last.prompt_ids) + turns * budget, self.pair.room(self.config.context))
+        width = min(len(last.prompt_ids) + turns * budget, self.pair.room(self.config.engine.context))
         return dataclasses.replace(last, max_new_tokens=max(width - len(last.prompt_ids), 1))
 
     def _make(self, conversation: Conversation, answers: Sequence[str], index: int) -> Request:
@@ -313,35 +280,36 @@ class _Session:
             stop=config.stop,
             logprobs=config.logprobs,
             index=index,
-            context=config.context,
+            context=config.engine.context,
             grammar=config.grammar,
         )
 
     def _all_engines(self) -> list[AnyEngine]:
-        kinds = [self.config.num_speculative_tokens] + ([0] if self.config.compares else [])
+        kinds = [self.num_speculative_tokens] + ([0] if self.compares else [])
         return [self._engine(kind) for kind in kinds]
 
     def _engine(self, num_speculative_tokens: int) -> AnyEngine:
-        config, k = self.config, num_speculative_tokens
-        shape = self.pair.engine_config(
-            k,
-            adaptive=config.adaptive and k > 0,
+        said = self.config.engine
+        if not num_speculative_tokens:  # the baseline
+            said = dataclasses.replace(said, draft_sampling=False, synthetic_acceptance=None)
+        shape = self.pair.resolve(
+            said,
+            num_speculative_tokens=num_speculative_tokens,
+            adaptive=self.adaptive and num_speculative_tokens > 0,
             slots=self.slots,
-            capacity=self.capacity,
-            draft_sampling=config.draft_sampling and k > 0,
-            synthetic_acceptance=config.synthetic_acceptance if k else None,
-            chunk=config.prefill_chunk,
-            kv_memory_bytes=config.kv_memory_bytes,
-            prefix_cache_bytes=self.prefix_cache,
-            blocked=config.blocked,
+            context=self.capacity,
+            prefix_cache=self.prefix_cache,
         )
         return self.pair.engine(shape)
 
     def _decode_round(self, number: int, together: list[tuple[Request, int | None]]) -> None:
         requests = [request for request, _ in together]
-        if self.config.context is None:
+        if self.config.engine.context is None:
             # in the next prompt an answer's text may be tokenised into more tokens than were emitted
-            needed, step = self.pair.capacity(requests), 1 if self.config.blocked is None else self.config.blocked.step
+            needed, step = (
+                self.pair.capacity(requests),
+                1 if self.config.engine.blocked is None else self.config.engine.blocked.step,
+            )
             if needed > self.capacity:
                 self.capacity = -(-needed // step) * step
         for engine in self._all_engines():
@@ -354,14 +322,14 @@ class _Session:
                 constrained=self.config.grammar is not None,
             )
             self.compile_s += engine.compile_s - before
-        fast = self._engine(self.config.num_speculative_tokens)
+        fast = self._engine(self.num_speculative_tokens)
         plain_results: list[Result] = []
-        plain_first = self.config.compares and self.slots == 1 and number % 2 == 1
+        plain_first = self.compares and self.slots == 1 and number % 2 == 1
         if plain_first:
             plain_results = self._decode_plainly(requests)
         self.observer.decoding(self.done, self.total, plainly=False)
         decoded = self._decode_shown(fast, together)
-        if self.config.compares and not plain_first:
+        if self.compares and not plain_first:
             plain_results = self._decode_plainly(decoded)
         for plain in plain_results:
             if plain.request.index in self.outcomes:
@@ -430,7 +398,7 @@ class _Session:
         outcome.baseline = plain
         result = outcome.result
         index = first_difference(result.output_ids, plain.output_ids)
-        if index is not None and self.config.synthetic_acceptance is None:
+        if index is not None and self.config.engine.synthetic_acceptance is None:
             longer = max(result.output_ids, plain.output_ids, key=len)
             given = (result.request.prompt_ids, longer[: index + 1], self.capacity)
             lead, margin = self.pair.lead, functools.partial(top_2_margin, self.pair.plain_target, *given)

@@ -68,7 +68,7 @@ def accepted(pair: Pair, prompts: Sequence[str]) -> Json:
         pair.request(_asked(prompt), [], Rendering(), max_new_tokens=MAX_NEW_TOKENS, index=index)
         for index, prompt in enumerate(prompts)
     ]
-    config = pair.engine_config(K, slots=min(SLOTS, len(requests)), capacity=pair.capacity(requests))
+    config = pair.engine_config(K, slots=min(SLOTS, len(requests)), context=pair.capacity(requests))
     results = decode(pair.engine(config), requests, pair.tokenizer)
     return {
         "prompt_tokens": [len(result.request.prompt_ids) for result in results],

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from peagle.api import Pair
-from peagle.config import Role
 from peagle.engine.handle import Handle
 from peagle.engine.handoff import HandOff, parse
 from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request, StepRecord
+from peagle.engine.resolved import Role
 from peagle.ops.errors import InputError
 from scripts.fleet_sim.simulation import Costs, Curve
 
@@ -59,7 +59,7 @@ def measure_costs(pair: Pair, texts: Sequence[int], shape: Shape, say: Callable[
     hand_offs = measure.hand_offs(steps[shape.k].at(1))
     say("the network of this machine")
     speed, latency_s = loopback()
-    config = pair.engine_config(0, capacity=shape.capacity)
+    config = pair.engine_config(0, context=shape.capacity)
     return Costs(
         prompts,
         steps,
@@ -68,7 +68,7 @@ def measure_costs(pair: Pair, texts: Sequence[int], shape: Shape, say: Callable[
         latency_s,
         position_s,
         acceptance,
-        config.chunk,
+        config.prefill_chunk,
         config.steps_per_dispatch,
     )
 
@@ -87,7 +87,7 @@ class _Measure:
 
     def engine(self, k: int, role: Role = "both") -> AnyEngine:
         shape = self.shape
-        engine = self.pair.engine(self.pair.engine_config(k, slots=shape.slots, capacity=shape.capacity, role=role))
+        engine = self.pair.engine(self.pair.engine_config(k, slots=shape.slots, context=shape.capacity, role=role))
         engine.warm_up()
         return engine
 

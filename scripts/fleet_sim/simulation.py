@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from peagle.config import EngineConfig
+from peagle.config import check_rates
 from peagle.engine import scheduler
-from peagle.engine.request import check_rates
+from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.scheduler import Chunk, Scheduler, Steps
 from peagle.ops.errors import InputError
 
@@ -297,7 +297,7 @@ class _Replica:
 
     def __post_init__(self) -> None:
         costs = self.costs
-        shapes = EngineConfig(slots=self.slots, capacity=ANY_CONTEXT, chunk=costs.chunk).pass_shapes
+        shapes = ResolvedConfig(slots=self.slots, context=ANY_CONTEXT, prefill_chunk=costs.chunk).pass_shapes
         self._scheduler: Scheduler[Served] = Scheduler(self.slots, shapes, costs.steps_per_dispatch)
         self._in_flight: collections.deque[_Sent] = collections.deque()
         self._seen = scheduler.Costs()

@@ -13,7 +13,8 @@ import numpy as np
 
 import peagle
 from peagle.api import Pair
-from peagle.engine.request import DEFAULT_CHUNK, Request, TokenChunk
+from peagle.config import DEFAULT_CHUNK
+from peagle.engine.request import Request, TokenChunk
 from peagle.measure.bench import BenchOptions, time_steps
 from peagle.measure.provenance import version_of
 from peagle.ops.attention import PagedCache
@@ -67,7 +68,7 @@ class Ours:
         request = Request(tuple(prompt_ids), num_tokens, stop_token_ids=())
         capacity = self._pair.capacity([request])
         config = self._pair.engine_config(
-            self._num_drafts, capacity=capacity, adaptive=self._adaptive, blocked=self._blocked
+            self._num_drafts, context=capacity, adaptive=self._adaptive, blocked=self._blocked
         )
         engine = self._pair.engine(config)
         engine.warm_up()
@@ -85,7 +86,7 @@ class Ours:
         """
         first = Request(tuple(prompt_ids), ANSWERED, stop_token_ids=())
         capacity = len(prompt_ids) + ANSWERED + len(more_ids) + ANSWERED
-        engine = self._pair.engine(self._pair.engine_config(0, capacity=capacity, prefix_cache_bytes=CACHED_BYTES))
+        engine = self._pair.engine(self._pair.engine_config(0, context=capacity, prefix_cache=CACHED_BYTES))
         engine.warm_up()
         answer = [token for _, chunk in engine.generate([first]) for token in chunk.token_ids]
         found = {}
@@ -100,7 +101,7 @@ class Ours:
         """See worker.BatchingEngine. Prefill alternates with steps of earlier requests, as always in the engine."""
         budget = budget_of_many(len(prompts), max(map(len, prompts)), num_tokens, self._pair.steps_per_dispatch)
         requests = [Request(tuple(prompt_ids), budget, stop_token_ids=()) for prompt_ids in prompts]
-        config = self._pair.engine_config(0, slots=len(requests), capacity=self._pair.capacity(requests))
+        config = self._pair.engine_config(0, slots=len(requests), context=self._pair.capacity(requests))
         engine = self._pair.engine(config)
         engine.warm_up()
         token_ids: list[list[int]] = [[] for _ in requests]

@@ -20,12 +20,13 @@ from drafter.propose import PEagle
 from drafter.train.folder import LOG, read_log, steps_done
 from drafter.train.step import devices_for
 from peagle import loading
-from peagle.config import EngineConfig
+from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine
 from peagle.engine.handoff import parse
 from peagle.engine.replicas import Replicas
-from peagle.engine.request import Request, SamplingParams, StepRecord
+from peagle.engine.request import Request, StepRecord
+from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.state import check_integrity
 from peagle.loading import load, load_over
 from peagle.ops import native
@@ -236,7 +237,7 @@ GREEDY = [request for request in REQUESTS if request.sampling.greedy]
 def run(
     target: Target, drafter: object, k: int = K, requests: Sequence[Request] = REQUESTS
 ) -> tuple[list[list[int]], list[list[StepRecord]]]:
-    config = EngineConfig(num_speculative_tokens=k, slots=2, capacity=64, chunk=8)
+    config = ResolvedConfig(num_speculative_tokens=k, slots=2, context=64, prefill_chunk=8)
     engine = Engine(target, drafter, config)
     answers = decode(engine, requests)
     check_integrity(engine.executor.state, config.capacity)
@@ -324,7 +325,7 @@ def test_acceptance_of_right_drafts_is_the_same(root: Path) -> None:
 def test_replicas_on_devices_of_their_own_answer_as_one_engine(root: Path) -> None:
     pair = load(root / "True", "ngram", mesh="dp=2,tp=2", kernels=FAST)
     assert pair.mesh == "4 devices, dp=2,tp=2,ep=1"
-    config = pair.engine_config(K, slots=2, capacity=64, chunk=8)  # a slot of each: half as many programs
+    config = pair.engine_config(K, slots=2, context=64, prefill_chunk=8)  # a slot of each: half as many programs
     engine = pair.engine(config)
     assert isinstance(engine, Replicas)
     engine.warm_up(sampled=True)
@@ -342,7 +343,7 @@ def test_replicas_on_devices_of_their_own_answer_as_one_engine(root: Path) -> No
 def test_memory_is_counted_by_device(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages are cut, all else is on each device; devices of a CPU share one memory."""
     target, drafter = over(root, TP4, "packed", FAST), PEagle(random_params(DRAFTER), DRAFTER)
-    engine = Engine(target, replicate(drafter, target.mesh), EngineConfig(K, slots=2, capacity=64, chunk=8))
+    engine = Engine(target, replicate(drafter, target.mesh), ResolvedConfig(K, slots=2, context=64, prefill_chunk=8))
     engine.start()
     shards = [shard for leaf in jax.tree.leaves(engine.executor.state) for shard in leaf.addressable_shards]
     assert sum(engine.memory_bytes()[:2]) == sum(shard.data.nbytes for shard in shards)
@@ -390,7 +391,7 @@ def test_the_layout_of_experts_is_the_same_on_all_ranks(root: Path, monkeypatch:
 def test_a_prefix_is_found_again(root: Path) -> None:
     target = over(root, TP4, "packed", FAST)
     prompt = tuple(np.random.default_rng(9).integers(0, CONFIG.vocab_size, 140).tolist())
-    config = EngineConfig(slots=1, capacity=256, chunk=64, prefix_cache_bytes=1 << 20)
+    config = ResolvedConfig(slots=1, context=256, prefill_chunk=64, prefix_cache=1 << 20)
     engine = Engine(target, None, config)
     answers = []
     for _ in range(2):
@@ -405,7 +406,7 @@ def test_a_prefix_is_found_again(root: Path) -> None:
 def test_a_sequence_goes_on_over_other_devices(root: Path) -> None:
     """From ranks that share kv heads to the whole target, and to other such ranks; and back. A head travels once."""
     targets = [over(root, TP8, "packed", FAST), over(root, TP4, "packed", FAST), whole(root, "packed", FAST)]
-    config, request = EngineConfig(slots=1, capacity=160, chunk=64), Request((PROMPTS[1] * 8)[:140], 12)
+    config, request = ResolvedConfig(slots=1, context=160, prefill_chunk=64), Request((PROMPTS[1] * 8)[:140], 12)
     expected = decode(Engine(targets[-1], None, config), [request])[0][0]
     receivers = [Engine(target, None, dataclasses.replace(config, role="decode")) for target in targets[1:]]
     sizes = set()

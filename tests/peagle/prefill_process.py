@@ -9,7 +9,8 @@ import sys
 from typing import Any
 
 import peagle
-from peagle.engine.request import Request, SamplingParams
+from peagle.config import SamplingParams
+from peagle.engine.request import Request
 
 
 def receive(connection: socket.socket) -> bytes:
@@ -35,7 +36,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 def main(port: str, target: str, drafter: str, k: str) -> None:
     pair = peagle.load(target, drafter)
-    engine = pair.engine(pair.engine_config(int(k), capacity=160, chunk=32, role="prefill"))
+    engine = pair.engine(pair.engine_config(int(k), context=160, prefill_chunk=32, role="prefill"))
     with socket.create_connection(("127.0.0.1", int(port))) as connection:
         while line := receive(connection):
             asked = json.loads(line)

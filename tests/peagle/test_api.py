@@ -11,8 +11,9 @@ import pytest
 
 import peagle
 from peagle.api import LEAST_KEPT_BYTES, Pair
+from peagle.config import SamplingParams
 from peagle.engine.engine import Engine
-from peagle.engine.request import Request, SamplingParams
+from peagle.engine.request import Request
 from peagle.engine.widths import WidthTable
 from peagle.loading import DEMO_DIRECTORY, check_fit, drafter_path, load, resolve, with_drafter
 from peagle.ops.errors import InputError, InputWarning
@@ -147,7 +148,7 @@ def test_many_requests_at_once_get_what_each_gets_alone(pair: Pair, k: int) -> N
         ).output_ids
         for each in asked
     ]
-    engine = pair.engine(pair.engine_config(k, slots=3, capacity=128, chunk=16))
+    engine = pair.engine(pair.engine_config(k, slots=3, context=128, prefill_chunk=16))
     got: list[list[int]] = [[] for _ in asked]
     for place, chunk in engine.generate([dataclasses.replace(each, stop_token_ids=()) for each in asked]):
         got[place] += chunk.token_ids
@@ -155,33 +156,33 @@ def test_many_requests_at_once_get_what_each_gets_alone(pair: Pair, k: int) -> N
         assert tuple(got[place]) == expected[place]
     assert len(got[1]) == 21
     assert tuple(got[1]) != expected[1]
-    alone = pair.engine(pair.engine_config(0, capacity=128))
+    alone = pair.engine(pair.engine_config(0, context=128))
     again = [token for _, chunk in alone.generate([asked[1]]) for token in chunk.token_ids]
     assert got[1][: len(again)] == again
 
 
 def test_slots_that_cannot_be_are_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="slots are 0; expected 1 or more"):
-        pair.engine_config(0, slots=0, capacity=64)
+        pair.engine_config(0, slots=0, context=64)
     with pytest.raises(InputError, match="context is 1 positions; expected room"):
-        pair.engine_config(0, capacity=1)
-    one = sum(pair.engine(pair.engine_config(0, capacity=128)).memory_bytes())
+        pair.engine_config(0, context=1)
+    one = sum(pair.engine(pair.engine_config(0, context=128)).memory_bytes())
     for module in ("peagle.ops.memory", "peagle.api"):
         monkeypatch.setattr(f"{module}.available_memory_bytes", lambda: 3 * one)
     said = r"positions for 64 slots, .* for the state of the slots and .* for a step's logits, .* together, do not fit"
     with pytest.raises(InputError, match=said + r".*each slot takes .* slots fit: lower") as refused:
-        pair.engine(pair.engine_config(0, slots=64, capacity=128))
+        pair.engine(pair.engine_config(0, slots=64, context=128))
     fit = int(re.findall(r"(\d+) slots fit", str(refused.value))[0])
-    assert pair.engine(pair.engine_config(0, slots=fit, capacity=128))
+    assert pair.engine(pair.engine_config(0, slots=fit, context=128))
     with pytest.raises(InputError, match="do not fit"):
-        pair.engine(pair.engine_config(0, slots=fit + 1, capacity=128))
+        pair.engine(pair.engine_config(0, slots=fit + 1, context=128))
 
 
 def test_memory_for_keys_and_values_is_refused_if_it_is_too_small_or_is_not_there(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def engine(size: int) -> Any:
-        return pair.engine(pair.engine_config(3, slots=4, capacity=256, kv_memory_bytes=size))
+        return pair.engine(pair.engine_config(3, slots=4, context=256, kv_memory=size))
 
     with pytest.raises(
         InputError, match=r"is 0\.00 MB; expected .* which hold one request of 256 positions"
@@ -199,7 +200,7 @@ def test_memory_for_keys_and_values_is_refused_if_it_is_too_small_or_is_not_ther
 
 def test_the_prefix_cache_takes_a_part_of_the_free_memory(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     def kept(size: Any, pair: Pair = pair, **options: Any) -> int:
-        return pair.engine_config(3, capacity=256, prefix_cache_bytes=size, **options).prefix_cache_bytes
+        return pair.engine_config(3, context=256, prefix_cache=size, **options).prefix_cache_bytes
 
     assert [kept(size) for size in ("off", 0, 4096)] == [0, 0, 4096]
     assert kept("on", kv_memory_bytes=1 << 24) == 1  # no page more
@@ -215,7 +216,7 @@ def test_the_default_context_is_the_models_or_what_the_memory_holds(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert pair.default_context(3) == pair.max_positions == MAX_POSITIONS
-    size = sum(pair.engine(pair.engine_config(3, capacity=256)).memory.num_bytes)
+    size = sum(pair.engine(pair.engine_config(3, context=256)).memory.num_bytes)
     assert pair.default_context(3, kv_memory_bytes=int(1.2 * size)) == 256
     assert pair.default_context(3, slots=4, kv_memory_bytes=100 * size) == MAX_POSITIONS
     fresh = dataclasses.replace(pair, _free=[], _engines={})

@@ -91,7 +91,7 @@ def test_speculation_says_what_plain_decoding_says(answers: Run) -> None:
     ("together", "adaptive", "slots"), [(1, False, 1), (4, False, 4), (MOST_STEPS_PER_DISPATCH, True, 1)]
 )
 def test_steps_keep_no_copy_of_weights_or_caches(demo: Pair, together: int, adaptive: bool, slots: int) -> None:
-    shape = demo.engine_config(3, capacity=1024, adaptive=adaptive, slots=slots)
+    shape = demo.engine_config(3, context=1024, adaptive=adaptive, slots=slots)
     engine = demo.engine(dataclasses.replace(shape, steps_per_dispatch=together))
     pages = engine.executor.shapes.target_cache.pages
     leaves = jax.tree.leaves((engine.target, pages))
@@ -110,7 +110,7 @@ def num_bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
 @pytest.mark.parametrize("together", [1, 4])
 def test_plain_steps_are_dispatched_and_not_waited_for(demo: Pair, together: int) -> None:
     """XLA on CPU runs a program that counts fewer than 1000 operations inside the dispatching call."""
-    shape = dataclasses.replace(demo.engine_config(0, capacity=512), steps_per_dispatch=together)
+    shape = dataclasses.replace(demo.engine_config(0, context=512), steps_per_dispatch=together)
     (program,) = demo.engine(shape).programs()
     analysis = program.cost_analysis()
     assert analysis is not None

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle.api import Pair
-from peagle.config import EngineConfig
+from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine
-from peagle.engine.request import FinishReason, Request, SamplingParams, StepRecord, TokenChunk
+from peagle.engine.request import FinishReason, Request, StepRecord, TokenChunk
+from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError
 from peagle.result import Assembler, decode, follow, submit
 from tests.peagle.conftest import ByteTokenizer, toy_pair
@@ -139,7 +140,7 @@ def counting(end: Sequence[float] | None = None) -> MarkovTarget:
 @pytest.mark.parametrize("together", [1, 4])
 def test_a_stop_string_ends_its_request_in_the_engine_and_no_other(k: int, together: int) -> None:
     drafter = NGram() if k else None
-    engine = Engine(counting(), drafter, EngineConfig(k, 2, 96, steps_per_dispatch=together))
+    engine = Engine(counting(), drafter, ResolvedConfig(k, 2, 96, steps_per_dispatch=together))
     asked = [
         Request((ord("a"),), 12, stop=("gh",)),
         Request((ord("A"),), 10),
@@ -159,7 +160,7 @@ def test_a_stop_string_ends_its_request_in_the_engine_and_no_other(k: int, toget
 def test_what_a_model_says_after_a_stop_string_may_be_anything(together: int) -> None:
     """Speculation may meet outputs that are not finite before the host reads the end of the answer."""
     target = counting(end=[np.nan] * 256)
-    engine = Engine(target, None, EngineConfig(0, 1, 96, steps_per_dispatch=together))
+    engine = Engine(target, None, ResolvedConfig(0, 1, 96, steps_per_dispatch=together))
     (result,) = decode(engine, [Request((ord("p"),), 20, stop=("vw",))], ByteTokenizer())
     assert (result.text, result.finish_reason) == ("qrstu", "stop")
     with pytest.raises(InputError, match="not finite"):
@@ -167,7 +168,7 @@ def test_what_a_model_says_after_a_stop_string_may_be_anything(together: int) ->
 
 
 def test_a_reader_that_stops_early_frees_every_slot() -> None:
-    engine = Engine(counting(), None, EngineConfig(0, 2, 96))
+    engine = Engine(counting(), None, ResolvedConfig(0, 2, 96))
     asked = submit(engine, [Request((ord("a"),), 90), Request((ord("b"),), 90)], ByteTokenizer())
     pieces = follow(engine, asked)
     next(pieces)
@@ -195,6 +196,6 @@ def test_speculation_ends_where_plain_decoding_does(toy: Pair, options: dict[str
 def test_without_a_tokenizer_there_is_no_text_to_stop() -> None:
     with pytest.raises(InputError, match=r"stop strings are text, but .* no tokenizer.json; leave them out"):
         toy_pair(None).stream([50], stop="a")
-    engine = Engine(counting(), None, EngineConfig())
+    engine = Engine(counting(), None, ResolvedConfig())
     with pytest.raises(InputError, match="stop strings are text"):
         decode(engine, [Request(PROMPT, 5, SamplingParams(), stop=("a",))], None)

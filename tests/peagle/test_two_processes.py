@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import peagle
+from peagle.config import SamplingParams
 from peagle.engine.handoff import parse
-from peagle.engine.request import Request, SamplingParams, TokenChunk
+from peagle.engine.request import Request, TokenChunk
 from peagle.ops import native
 from peagle.ops.errors import InputError
 from tests.peagle.conftest import Directories
@@ -58,8 +59,8 @@ def facts(chunks: list[TokenChunk]) -> tuple[list, list, list]:
 def test_two_processes_answer_as_one_engine_does(prefilling: socket.socket, directories: Directories) -> None:
     """Greedy and sampled; another checkpoint's hand-off is refused."""
     pair = peagle.load(directories.target, directories.drafter)
-    local = pair.engine(pair.engine_config(K, capacity=CAPACITY))
-    decoder = pair.engine(pair.engine_config(K, capacity=CAPACITY, slots=2, role="decode"))
+    local = pair.engine(pair.engine_config(K, context=CAPACITY))
+    decoder = pair.engine(pair.engine_config(K, context=CAPACITY, slots=2, role="decode"))
     rng = np.random.default_rng(3)
     for number, length in enumerate((5, 130, 33)):
         prompt = tuple(rng.integers(3, pair.target.vocab_size, length).tolist())
@@ -71,6 +72,6 @@ def test_two_processes_answer_as_one_engine_does(prefilling: socket.socket, dire
         assert (tokens + found[0], found[1]) == expected[:2]
         if native.available():
             assert logprobs + found[2] == expected[2]
-    plain = peagle.load(directories.target, "ngram").engine(pair.engine_config(K, capacity=CAPACITY, role="decode"))
+    plain = peagle.load(directories.target, "ngram").engine(pair.engine_config(K, context=CAPACITY, role="decode"))
     with pytest.raises(InputError, match="of another drafter"):
         plain.add(request, hand_off=parse(message))

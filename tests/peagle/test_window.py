@@ -15,9 +15,9 @@ from drafter.load import save_drafter
 from drafter.propose import Eagle3, PEagle
 from peagle.api import Pair
 from peagle.cli import main
-from peagle.config import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
+from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.widths import WidthTable
 from peagle.loading import DEMO, DEMO_EAGLE3, HELD_OUT, NGRAM, with_drafter
 from peagle.ops import native
@@ -67,12 +67,12 @@ def test_pages_of_a_window_draft_what_all_pages_draft_on_xla(mask_token_id: int 
     params, target = random_params(config), tiny_target(aux_layer_ids=(0, 1))
     rng = np.random.default_rng(5)
     asked = [Request(tuple(rng.integers(0, CONFIG.vocab_size, n).tolist()), new) for n, new in ((90, 110), (7, 40))]
-    shape = EngineConfig(K, slots=2, capacity=256, chunk=16, widths=WidthTable({1: K, 2: 0}))
+    shape = ResolvedConfig(K, slots=2, context=256, prefill_chunk=16, widths=WidthTable({1: K, 2: 0}))
     kind = PEagle if mask_token_id is not None else Eagle3
     ringed, whole = (
         decode(Engine(target, kind(params, config, retain_full_kv=retains), shape), asked) for retains in (False, True)
     )
-    plain = decode(Engine(target, None, EngineConfig(0, slots=2, capacity=256, chunk=16)), asked)[0]
+    plain = decode(Engine(target, None, ResolvedConfig(0, slots=2, context=256, prefill_chunk=16)), asked)[0]
     assert ringed[0] == whole[0] == plain
     assert ringed[1] == whole[1]
     drafted = [bool(step.draft_token_ids) for step in ringed[1][0]]
@@ -191,9 +191,9 @@ def test_positions_beyond_the_drafters_own_are_told_once(demo: Pair) -> None:
     config = dataclasses.replace(pair.drafter.config, max_positions=256)
     short = dataclasses.replace(pair, drafter=dataclasses.replace(pair.drafter, config=config), _engines={})
     for k, capacity in ((K, 256), (0, 512)):
-        short.engine(short.engine_config(k, capacity=capacity))
+        short.engine(short.engine_config(k, context=capacity))
     with pytest.warns(InputWarning, match=r"has 384 positions, but the drafter's config.json says 256: .*window N"):
-        short.engine(short.engine_config(K, capacity=384))
-    short.engine(short.engine_config(K, capacity=512))
+        short.engine(short.engine_config(K, context=384))
+    short.engine(short.engine_config(K, context=512))
     windowed = dataclasses.replace(pair.drafter, config=config.with_window(64))
-    dataclasses.replace(pair, drafter=windowed, _engines={}).engine(pair.engine_config(K, capacity=384))
+    dataclasses.replace(pair, drafter=windowed, _engines={}).engine(pair.engine_config(K, context=384))

@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from peagle.config import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
+from peagle.engine.resolved import ResolvedConfig
 from peagle.measure.pages import markdown
 from scripts.bench_arrivals import figures, main, page, play, summary
 from tests.peagle.conftest import toy_pair
 
 
 def test_what_arrives_is_decoded_whoever_comes_when() -> None:
-    engine = Engine(toy_pair(None).target, None, EngineConfig(0, 2, 96, chunk=8))
+    engine = Engine(toy_pair(None).target, None, ResolvedConfig(0, 2, 96, prefill_chunk=8))
     arrivals = [(Request((3, number), 6, index=number), 0.02 * (3 - number)) for number in range(3)]
     long = Request(tuple(range(30)), 4, index=3)
     played = play(engine, [*arrivals, (long, 0.0)])

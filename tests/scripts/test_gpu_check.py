@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle.config import EngineConfig
 from peagle.engine.request import Request, StepRecord, TokenChunk
+from peagle.engine.resolved import ResolvedConfig
 from peagle.measure.pages import markdown
 from peagle.workflows.random_checkpoint import SIZES
 from scripts import gpu_check
@@ -110,7 +110,7 @@ def test_steps_are_timed_while_all_requests_of_a_batch_are_decoded() -> None:
         return place, TokenChunk(asked[place], tokens, time_s, steps, "length" if last else None)
 
     class Scripted:
-        config = EngineConfig(3)
+        config = ResolvedConfig(3)
 
         def generate(self, requests: list[Request]) -> Iterator[tuple[int, TokenChunk]]:
             assert requests == asked
@@ -128,7 +128,7 @@ def test_steps_are_timed_while_all_requests_of_a_batch_are_decoded() -> None:
 class Alone:
     """An engine whose answer is one token."""
 
-    config = EngineConfig(3)
+    config = ResolvedConfig(3)
 
     def generate(self, requests: list[Request]) -> Iterator[tuple[int, TokenChunk]]:
         yield 0, TokenChunk(requests[0], (4,), 1.0, (), "length")

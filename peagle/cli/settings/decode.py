@@ -30,7 +30,7 @@ from peagle.cli.settings.shared import (
     quiet_option,
     slots_option,
 )
-from peagle.engine.request import DEFAULT_CHUNK, GPU_CHUNK
+from peagle.config import DEFAULT_CHUNK, GPU_CHUNK
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from typer import Option
 
 from peagle.cli.output import say
-from peagle.engine.request import SamplingParams
+from peagle.config import SamplingParams, read_bias
 from peagle.ops.errors import InputError
 from peagle.ops.row_blocks import BlockedPrefill
-from peagle.ops.sizes import PrefixCacheSize, parse_size
 from peagle.text.prompts import Rendering
 from peagle.text.tokenizer import DEFAULT_DATE
 
@@ -479,16 +478,7 @@ class SamplingOptions:
 
     def params(self) -> SamplingParams:
         """Return what the engine reads. Raises InputError for values out of range."""
-        return SamplingParams(**{**vars(self), "logit_bias": tuple(parse_bias(each) for each in self.logit_bias)})
-
-
-def parse_bias(typed: str) -> tuple[int, float]:
-    """Read (token id, value added to its logit) from "ID=VALUE". Raises InputError for anything else."""
-    token, _, value = typed.partition("=")
-    try:
-        return int(token), float(value)
-    except ValueError:
-        raise InputError(f"--logit-bias is {typed!r}; expected ID=VALUE, a token id and a number: 13=-5") from None
+        return SamplingParams(**{**vars(self), "logit_bias": tuple(read_bias(each) for each in self.logit_bias)})
 
 
 def parse_layers(typed: str | None, option: str = "--aux-layer-ids") -> tuple[int, ...] | None:
@@ -499,43 +489,6 @@ def parse_layers(typed: str | None, option: str = "--aux-layer-ids") -> tuple[in
         return tuple(int(part) for part in typed.split(","))
     except ValueError:
         raise InputError(f"{option} is {typed!r}; expected layers with commas between them, as 1,11,20") from None
-
-
-ON_OFF: tuple[Literal["on", "off"], ...] = ("on", "off")
-
-
-def parse_kv_memory(typed: str) -> int | None:
-    """Read bytes, or None for auto. Raises InputError for anything else."""
-    if typed == "auto":
-        return None
-    size = _parse_memory(typed, "--kv-memory", "auto")
-    if not size:
-        raise InputError(f"--kv-memory is {typed}; expected more than 0, or auto")
-    return size
-
-
-def parse_prefix_cache(typed: str) -> PrefixCacheSize | None:
-    """Read bytes, on, off, or None for auto. Raises InputError for anything else."""
-    if typed == "auto":
-        return None
-    for word in ON_OFF:
-        if typed == word:
-            return word
-    return _parse_memory(typed, "--prefix-cache", "on, off or auto")
-
-
-def parse_kept_prefixes(typed: str) -> PrefixCacheSize:
-    """Read bytes, on or off; auto is on. Raises InputError for anything else."""
-    size = parse_prefix_cache(typed)
-    return "on" if size is None else size
-
-
-def _parse_memory(typed: str, option: str, others: str) -> int:
-    """Read bytes. Raises InputError for anything else; others: what the option may be instead."""
-    try:
-        return parse_size(typed, option)
-    except InputError:
-        raise InputError(f"{option} is {typed!r}; expected a size, as 512MB or 2GB, or {others}") from None
 
 
 Given = TypeVar("Given", int, str)

@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from peagle.api import Pair
+from peagle.config import SamplingParams
 from peagle.engine.loop import AnyEngine
-from peagle.engine.request import Request, SamplingParams
+from peagle.engine.request import Request
 from peagle.measure.bound import bound
 from peagle.measure.profile import operations_of, profile
 from peagle.measure.sweep.folder import (
@@ -119,7 +120,7 @@ def _ask_one(
         request = pair.request(asked, answers, rendering, max_new_tokens=plan.max_new_tokens)
         found.append(SweepRequest(source.name, raw, first + turn, row, turn, conversation.category, request.prompt_ids))
         if turn + 1 < turns:
-            engine = pair.engine(pair.engine_config(0, capacity=pair.capacity([request])))
+            engine = pair.engine(pair.engine_config(0, context=pair.capacity([request])))
             engine.warm_up()
             answers.append(decode(engine, [request], pair.tokenizer)[0].text or "")
     return SweepConversation(source.name, raw, row, tuple(found), why)
@@ -256,7 +257,7 @@ class SweepRun:
             raise pair
         k, adaptive = pair.num_drafts(arm.k)
         slots = arm.concurrency or 1
-        return pair.engine(pair.engine_config(k, capacity=self.capacity, adaptive=adaptive, slots=slots))
+        return pair.engine(pair.engine_config(k, context=self.capacity, adaptive=adaptive, slots=slots))
 
     def profile(self, progress: Progress) -> None:
         """Profile PROFILED conversations in every setting and arm, and store the results in run.json.

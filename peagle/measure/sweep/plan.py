@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from peagle.config import EngineConfig
-from peagle.engine.request import MAX_NUM_DRAFTS, SamplingParams
+from peagle.config import MAX_NUM_DRAFTS, SamplingParams
+from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError
 from peagle.ops.files import printable
 
@@ -115,7 +115,7 @@ class Plan:
         for seed in (self.seed, self.seed + self.repeats - 1):
             SamplingParams(seed=seed)  # check it
         for k in self.ks:
-            EngineConfig(k if isinstance(k, int) else 1)  # check K
+            ResolvedConfig(k if isinstance(k, int) else 1)  # check K
         names = [source.name for source in self.sources]
         if len(set(names)) < len(names):
             raise InputError(f"two files of prompts have the name {_twice(names)}; give them different names")

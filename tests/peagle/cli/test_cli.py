@@ -839,7 +839,7 @@ def test_info_says_what_an_engine_of_each_role_takes(
     for role in ("prefill", "decode", "both"):
         typed = ("info", str(directories.target), str(directories.drafter), "--role", role, "--context", "300")
         code, out, _ = real(*typed, "--slots", "3")
-        config = pair.engine_config(7, slots=3, capacity=300, role=role)
+        config = pair.engine_config(7, slots=3, context=300, role=role)
         memory = pair.engine(config).memory
         assert code == 0
         assert f"{memory.num_tokens:,}, in {memory.num_pages[0]} pages of 64" in out

@@ -13,9 +13,10 @@ import pytest
 
 import peagle.cli.processes
 from peagle.cli import main
-from peagle.config import EngineConfig
+from peagle.config import SamplingParams
 from peagle.engine.engine import Engine
-from peagle.engine.request import Request, SamplingParams
+from peagle.engine.request import Request
+from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError
 from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
 from peagle.protocols import Drafter
@@ -48,7 +49,7 @@ def scripted() -> Scripted:
 
 
 def engine(target: MarkovTarget, drafter: Drafter | None, k: int, **options: Any) -> Engine:
-    return Engine(target, drafter, EngineConfig(k, capacity=64, chunk=8, steps_per_dispatch=3, **options))
+    return Engine(target, drafter, ResolvedConfig(k, context=64, prefill_chunk=8, steps_per_dispatch=3, **options))
 
 
 def ask(

@@ -15,7 +15,7 @@ NEW, K = 40, 3
 
 @pytest.mark.parametrize("stop", [(), ("34",)])
 def test_parts_are_the_text_with_the_places_of_the_drafts(toy: Pair, stop: tuple[str, ...]) -> None:
-    engine = toy.engine(toy.engine_config(K, capacity=128))
+    engine = toy.engine(toy.engine_config(K, context=128))
     request = toy.request(from_text("solo"), [], Rendering(), max_new_tokens=NEW, stop=stop)
     asked = submit(engine, [request], toy.tokenizer, by_token=True)
     pieces = [piece for _, piece in follow(engine, asked)]
@@ -30,7 +30,7 @@ def test_parts_are_the_text_with_the_places_of_the_drafts(toy: Pair, stop: tuple
 
 
 def test_without_being_asked_for_there_are_no_parts(toy: Pair) -> None:
-    engine = toy.engine(toy.engine_config(K, capacity=128))
+    engine = toy.engine(toy.engine_config(K, context=128))
     request = toy.request(from_text("solo"), [], Rendering(), max_new_tokens=NEW)
     assert not any(piece.parts for _, piece in follow(engine, submit(engine, [request], toy.tokenizer)))
 

@@ -15,9 +15,9 @@ from fastapi.testclient import TestClient
 
 from peagle.api import Pair
 from peagle.cluster.fleet import LOST, LOST_PROMPT, Fleet, ReplicaLost, Shape
-from peagle.config import Role
 from peagle.engine.handoff import parse
 from peagle.engine.request import Request, TokenChunk
+from peagle.engine.resolved import Role
 from peagle.ops.errors import InputError
 from peagle.serve.errors import ApiError
 from peagle.serve.loop import EngineLoop
@@ -41,7 +41,7 @@ class Loops:
 
     @staticmethod
     def _loop(pair: Pair, role: Role) -> EngineLoop:
-        return EngineLoop(pair.engine(pair.engine_config(K, capacity=CONTEXT, slots=SLOTS, role=role)), 64)
+        return EngineLoop(pair.engine(pair.engine_config(K, context=CONTEXT, slots=SLOTS, role=role)), 64)
 
     def _lose(self, call: str) -> None:
         if call in self.loses:
@@ -91,7 +91,7 @@ def make(tokenizer: ByteLevelTokenizer) -> Iterator[Make]:
         pair = toy_pair(tokenizer)
         loops = Loops(pair, disaggregated)
         made.append(loops)
-        shape = Shape(pair.engine_config(K, capacity=CONTEXT, slots=SLOTS), pair.target.vocab_size)
+        shape = Shape(pair.engine_config(K, context=CONTEXT, slots=SLOTS), pair.target.vocab_size)
         fleet = Fleet(loops, shape, most_open, patience_s)
         return loops, Service(fleet, RequestBuilder(pair, CONTEXT, DATE, K), MODEL)
 

@@ -69,7 +69,7 @@ def ask(url: str, tokens: int) -> dict:
 def alone(directories: Directories) -> Alone:
     """Return the text of so many tokens, as an engine alone answers."""
     pair = peagle.load(directories.target, directories.drafter)
-    engine = pair.engine(pair.engine_config(K, capacity=CONTEXT))
+    engine = pair.engine(pair.engine_config(K, context=CONTEXT))
     chunks = list(engine.follow(engine.add(Request(tuple(PROMPT), LONG, stop_token_ids=()))))
     tokenizer, tokens = pair.tokenizer, [token for chunk in chunks for token in chunk.token_ids]
     assert tokenizer is not None

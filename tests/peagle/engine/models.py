@@ -10,11 +10,11 @@ import numpy as np
 
 from drafter.load import load_drafter, save_drafter
 from drafter.propose import PEagle
-from peagle.config import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.engine.executor import chunk_plan
 from peagle.engine.pages import PageTable
 from peagle.engine.request import Request, StepRecord, TokenLogprobs
+from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.attention import PAGE_SIZE
 from target.load import load_target, save_target
 from target.model import GptOss
@@ -47,7 +47,7 @@ def models(kind: str, root: Path) -> Models:
 
 def engine_of(pair: Models, k: int = 3, capacity: int = 256, **options: object) -> Engine:
     """Make an engine of the pair; its prefix cache is off, unless prefix_cache_bytes says otherwise."""
-    return Engine(pair.target, pair.drafter, EngineConfig(k, capacity=capacity, **options))  # type: ignore[arg-type]
+    return Engine(pair.target, pair.drafter, ResolvedConfig(k, context=capacity, **options))  # type: ignore[arg-type]
 
 
 def ask(engine: Engine, prompt: Sequence[int], new: int = 24, **options: object) -> tuple[Answer, int]:

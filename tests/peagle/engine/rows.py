@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle.engine.request import Request, SamplingParams
+from peagle.config import SamplingParams
+from peagle.engine.request import Request
 from peagle.engine.sampling import RowSampling
 from peagle.engine.state import SlotParams
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle.config import EngineConfig
+from peagle.config import SamplingParams
 from peagle.engine.accept import Acceptance, accept, accept_by_rate
-from peagle.engine.request import SamplingParams
+from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.sampling import RowSampling, choose
 from peagle.ops.errors import InputError
 from peagle.ops.likeliest import NO_TOKEN
@@ -169,6 +169,6 @@ def test_behind_synthetic_acceptance_stands_a_draw_of_the_row_that_asks_for_one(
 @pytest.mark.parametrize("rates", [(0.5, 0.6), (1.2,), (-0.1,)])
 def test_synthetic_rates_never_rise(rates: tuple[float, ...]) -> None:
     with pytest.raises(InputError, match="never rise"):
-        EngineConfig(synthetic_acceptance=rates)
+        ResolvedConfig(synthetic_acceptance=rates)
     with pytest.raises(InputError, match="one for each draft"):
-        EngineConfig(3, synthetic_acceptance=(0.5, 0.4))
+        ResolvedConfig(3, synthetic_acceptance=(0.5, 0.4))

@@ -9,13 +9,14 @@ import pytest
 import torch
 from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from peagle.config import EngineConfig
+from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.adjust import Adjustments, adjust
 from peagle.engine.engine import Engine
 from peagle.engine.executor import Executor, chunk_plan, step_plan
 from peagle.engine.masks import MASK_BITS
-from peagle.engine.request import MOST_LOGPROBS, Request, SamplingParams, TokenLogprobs
+from peagle.engine.request import MOST_LOGPROBS, Request, TokenLogprobs
+from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.state import SlotParams
 from peagle.engine.step import StepKind, StepOutput
 from peagle.measure.logprobs import output_logprobs
@@ -43,7 +44,7 @@ def target() -> Any:
 
 
 def engine_of(target: Any, k: int, slots: int = 1, **options: Any) -> Engine:
-    return Engine(target, NGram() if k else None, EngineConfig(k, slots, CAPACITY, chunk=8, **options))
+    return Engine(target, NGram() if k else None, ResolvedConfig(k, slots, CAPACITY, prefill_chunk=8, **options))
 
 
 def decode(engine: Engine, asked: list[Request]) -> tuple[list[list[int]], list[list[TokenLogprobs]]]:
@@ -175,7 +176,7 @@ def test_log_probabilities_are_those_of_the_finished_answer(target: Any, k: int)
 
 def started(target: Any, sampling: SamplingParams, widths: list[int]) -> tuple[Executor, np.ndarray]:
     """Let two requests into three slots; return (the executor, the plan of their steps)."""
-    engine = Engine(target, NGram(), EngineConfig(K, 3, CAPACITY, chunk=64))
+    engine = Engine(target, NGram(), ResolvedConfig(K, 3, CAPACITY, prefill_chunk=64))
     executor, tables = engine.executor, np.full((3, sum(engine.memory.widths)), -1, np.int32)
     engine.start()
     for slot, prompt in enumerate(PROMPTS[:2]):

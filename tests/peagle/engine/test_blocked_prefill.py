@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle.config import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
+from peagle.engine.resolved import ResolvedConfig
 from peagle.ops import native
 from peagle.ops.errors import InputError
 from peagle.ops.expert_matmul import NativeExperts
@@ -29,7 +29,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def engine(pair: Models, blocked: BlockedPrefill | None, **options: object) -> Engine:
     shape = {"num_speculative_tokens": K, "capacity": CAPACITY, "chunk": 32, "blocked": blocked, **options}
-    return Engine(pair.target, pair.drafter, EngineConfig(**shape))
+    return Engine(pair.target, pair.drafter, ResolvedConfig(**shape))
 
 
 def test_requests_get_what_they_get_in_chunks(pair: Models) -> None:
@@ -46,7 +46,7 @@ def test_requests_get_what_they_get_in_chunks(pair: Models) -> None:
 def test_a_known_beginning_is_not_computed_again(pair: Models) -> None:
     prompts = [Request(TOKENS[:length], 12) for length in (140, 300, 128)]
     expected = [decode(engine(pair, BlockedPrefill()), [request]) for request in prompts]
-    warm = engine(pair, BlockedPrefill(), prefix_cache_bytes=1 << 20)
+    warm = engine(pair, BlockedPrefill(), prefix_cache=1 << 20)
     answers = [decode(warm, [request]) for request in prompts]
     assert warm.prefix_cache_use is not None
     assert warm.prefix_cache_use.num_hit_tokens == 2 * 128
@@ -68,9 +68,9 @@ def test_blocks_are_of_128_and_of_at_most_2048_rows() -> None:
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        EngineConfig(capacity=CAPACITY, **options)
+        ResolvedConfig(context=CAPACITY, **options)
 
 
 def test_a_target_without_it_is_refused() -> None:
     with pytest.raises(InputError, match="does not prefill at once"):
-        Engine(MarkovTarget(jnp.zeros((5, 5))), None, EngineConfig(blocked=BlockedPrefill()))
+        Engine(MarkovTarget(jnp.zeros((5, 5))), None, ResolvedConfig(blocked=BlockedPrefill()))

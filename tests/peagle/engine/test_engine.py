@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle.config import EngineConfig
+from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine
 from peagle.engine.executor import trace_counts
 from peagle.engine.handle import EngineError
-from peagle.engine.request import Request, SamplingParams
+from peagle.engine.request import Request
+from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.sampling import RowSampling
 from peagle.engine.state import init_state
 from peagle.engine.step import StepKind, step
@@ -37,8 +38,8 @@ def run(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
     return tokens
 
 
-def config(k: int, slots: int = 1, **options: object) -> EngineConfig:
-    return EngineConfig(**{"num_speculative_tokens": k, "slots": slots, "capacity": CAPACITY, "chunk": 8, **options})
+def config(k: int, slots: int = 1, **options: object) -> ResolvedConfig:
+    return ResolvedConfig(**{"num_speculative_tokens": k, "slots": slots, "capacity": CAPACITY, "chunk": 8, **options})
 
 
 @pytest.fixture(scope="module")
@@ -597,7 +598,7 @@ def test_outputs_that_are_not_finite_end_their_request_alone() -> None:
 )
 def test_engines_that_cannot_be_are_refused(options: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        EngineConfig(**options)
+        ResolvedConfig(**options)
 
 
 def test_a_table_without_drafts_at_some_load_warms_both_programs(target) -> None:

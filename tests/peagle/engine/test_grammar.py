@@ -16,13 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peagle import result as results
-from peagle.config import EngineConfig
+from peagle.config import SamplingParams
 from peagle.engine.adjust import Adjustments, adjust
 from peagle.engine.engine import Engine
 from peagle.engine.executor import trace_counts
 from peagle.engine.grammar import DEEPEST_SCHEMA, CompiledGrammar, Grammar, GrammarError, Vocabulary
 from peagle.engine.masks import all_allowed, fill, next_mask
-from peagle.engine.request import Request, SamplingParams, StepRecord
+from peagle.engine.request import Request, StepRecord
+from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.sampling import RowSampling, draw, draw_keys, probabilities
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError
@@ -260,7 +261,7 @@ def engine_of(target: MarkovTarget, k: int, script: list[int] | None = None, **o
     """Make an engine whose drafter proposes a script, most of it right."""
     whole = np.resize(np.asarray([2] if script is None else script, np.int32), 256)
     whole = np.where(np.random.default_rng(1).random(256) < 0.75, whole, (whole + 3) % V)
-    config = EngineConfig(k, **{"slots": 3, "capacity": CAPACITY, "chunk": 8, **options})
+    config = ResolvedConfig(k, **{"slots": 3, "context": CAPACITY, "prefill_chunk": 8, **options})
     rows = np.tile(whole, (config.slots, 1)).astype(np.int32)
     return Engine(target, Scripted(jnp.asarray(rows)) if k else None, config, (STOP,))
 
@@ -320,7 +321,7 @@ def test_the_law_is_that_of_masked_sampling_with_sampled_drafts(target: MarkovTa
     """Drafts are drawn from another distribution, most are not allowed: the answers' frequencies are the target's."""
     compiled = vocabulary.compile(Grammar.regex("[ab][ab]"))
     drafter = FixedLogits(jnp.asarray(np.random.default_rng(4).normal(0, 1.5, (2, V)).astype(np.float32)))
-    config = EngineConfig(2, 32, 16, chunk=8)
+    config = ResolvedConfig(2, 32, 16, prefill_chunk=8)
     engine = Engine(target, drafter, config, (STOP,))
     number = 300
     asked = [Request((5,), 8, SamplingParams(1.0, seed=7), index=i, grammar=compiled) for i in range(number)]
@@ -523,7 +524,7 @@ def test_a_grammar_whose_masks_are_slow_now_and_then_goes_on(
 def test_a_budget_that_cannot_be_is_refused() -> None:
     for options in ({"mask_budget_s": 0.0}, {"mask_budget_s": float("nan")}, {"most_slow_masks": 0}):
         with pytest.raises(InputError, match="the budget of masks is"):
-            EngineConfig(**options)
+            ResolvedConfig(**options)
 
 
 def test_an_automaton_that_other_requests_filled_ends_nobody_else(target: MarkovTarget, vocabulary: Vocabulary) -> None:
@@ -564,7 +565,9 @@ def test_what_a_draft_leads_to_is_nothing_to_the_request(vocabulary: Vocabulary,
 
     def answer(k: int) -> tuple[list[str], bool]:
         drafter = Scripted(jnp.asarray(np.resize(drafts, (3, 256)).astype(np.int32))) if k else None
-        config = EngineConfig(k, slots=3, capacity=CAPACITY, chunk=8)  # of engine_of's shape, whose programs it takes
+        config = ResolvedConfig(
+            k, slots=3, context=CAPACITY, prefill_chunk=8
+        )  # of engine_of's shape, whose programs it takes
         engine = Engine(MarkovTarget(jnp.asarray(table)), drafter, config, (STOP,))
         handle, tokens = engine.add(Request((2,), 20, grammar=compiled)), []
         while engine.busy:

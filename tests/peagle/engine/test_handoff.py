@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from peagle.config import EngineConfig
+from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine
 from peagle.engine.handle import Handle
 from peagle.engine.handoff import Fingerprints, HandOff, parse
-from peagle.engine.request import Request, SamplingParams, TokenChunk
+from peagle.engine.request import Request, TokenChunk
+from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.widths import WidthTable
 from peagle.ops import native
 from peagle.ops.attention import PAGE_SIZE
@@ -37,7 +38,7 @@ needs_native = pytest.mark.skipif(not native.available(), reason=native.status()
 def engine_of(given: Models, k: int = K, **options: object) -> Engine:
     shape = {"num_speculative_tokens": k, "slots": 2, "capacity": CAPACITY, "chunk": 64}
     fingerprints = Fingerprints("the target", "the drafter")
-    return Engine(given.target, given.drafter, EngineConfig(**{**shape, **options}), (), fingerprints)
+    return Engine(given.target, given.drafter, ResolvedConfig(**{**shape, **options}), (), fingerprints)
 
 
 def facts(chunks: list[TokenChunk]) -> tuple[list, list, list]:
@@ -130,7 +131,7 @@ def test_all_keys_of_sliding_layers_go_into_rings_and_back(
     ends = (retaining, given) if whole else (given, retaining)
     request, local = asked(BLOCK + 30), engine_of(given)
     first, message = prefilled(engine_of(ends[0], role="prefill"), request)
-    receiver = engine_of(ends[1], prefix_cache_bytes=1 << 24)
+    receiver = engine_of(ends[1], prefix_cache=1 << 24)
     assert facts([*first, *receiver.follow(receiver.add(request, hand_off=message))]) == facts(
         list(local.follow(local.add(request)))
     )
@@ -141,7 +142,7 @@ def test_all_keys_of_sliding_layers_go_into_rings_and_back(
 
 def test_n_grams_and_rows_that_draft_no_more_are_handed_over_too() -> None:
     table = WidthTable({1: K}, sampled=False)
-    shape = EngineConfig(K, 2, 96, chunk=8, widths=table)
+    shape = ResolvedConfig(K, 2, 96, prefill_chunk=8, widths=table)
     local = Engine(tiny_target(), NGram(), shape)
     sender = Engine(tiny_target(), NGram(), dataclasses.replace(shape, role="prefill", capacity=80, chunk=16))
     receiver = Engine(tiny_target(), NGram(), dataclasses.replace(shape, role="decode", capacity=120))
@@ -309,7 +310,7 @@ def test_a_prefill_engine_answers_what_ends_with_its_first_token(pair: Models) -
 
 
 def test_many_prompts_pass_a_prefill_engine_with_its_prefix_cache(pair: Models) -> None:
-    sender, cold = engine_of(pair, role="prefill", prefix_cache_bytes=1 << 24), engine_of(pair, role="prefill")
+    sender, cold = engine_of(pair, role="prefill", prefix_cache=1 << 24), engine_of(pair, role="prefill")
     requests = [asked(length) for length in (BLOCK + 9, BLOCK + 20, 12)]
     handles = sender.add_all(requests)
     assert len(list(sender.run(handles))) == len(requests)
@@ -373,4 +374,4 @@ def test_packing_takes_little_beside_the_message(pair: Models) -> None:
 
 def test_a_role_that_cannot_be_is_refused() -> None:
     with pytest.raises(InputError, match="computes no prompts"):
-        EngineConfig(role="decode", prefix_cache_bytes=1)
+        ResolvedConfig(role="decode", prefix_cache=1)

@@ -12,14 +12,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from peagle.config import EngineConfig
+from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine
 from peagle.engine.grammar import Grammar, Vocabulary
 from peagle.engine.handle import Handle
 from peagle.engine.kv_memory import KVMemory
 from peagle.engine.replicas import Replicas
-from peagle.engine.request import Request, SamplingParams
+from peagle.engine.request import Request
+from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.scheduler import Costs
 from peagle.engine.widths import WidthTable
 from peagle.ops import native
@@ -63,7 +64,7 @@ def decoded_alone(target: Target) -> Alone:
         for prompt in range(len(PROMPTS))
         for sampling in range(len(SAMPLINGS) + 1)
     }
-    engine = Engine(target, None, EngineConfig(0, 1, CAPACITY, chunk=8))
+    engine = Engine(target, None, ResolvedConfig(0, 1, CAPACITY, prefill_chunk=8))
     return dict(zip(asked, decode(engine, list(asked.values()))[0], strict=True))
 
 
@@ -127,19 +128,19 @@ def interleave(
 ) -> collections.Counter[str]:
     """Try interleavings in an engine, or engines behind one queue, of equal targets; count what happened."""
     count, happened = len(targets), collections.Counter[str]()
-    page_bytes = KVMemory(targets[0], proposer, EngineConfig(3)).page_bytes
+    page_bytes = KVMemory(targets[0], proposer, ResolvedConfig(3)).page_bytes
     # at three active rows nothing is drafted; the given costs of a drafted step let rows pause
     table = WidthTable({1: 3, 2: 2, 3: 0}, {1: 1.9, 2: 1.9, 3: 1.9})
-    config = EngineConfig(
+    config = ResolvedConfig(
         3,
         3,
         CAPACITY,
-        chunk=8,
+        prefill_chunk=8,
         steps_per_dispatch=together,
         widths=table,
         adaptive=True,
-        kv_memory_bytes=PAGES * sum(page_bytes),
-        prefix_cache_bytes=1,  # no memory of its own: known tokens stay where they are until others need it
+        kv_memory=PAGES * sum(page_bytes),
+        prefix_cache=1,  # no memory of its own: known tokens stay where they are until others need it
     )
     engines = [EvenlyPaced(target, proposer, config) for target in targets]
     engine = engines[0] if count == 1 else Replicas(engines, dataclasses.replace(config, slots=count * config.slots))

@@ -11,9 +11,9 @@ pytest.importorskip("torch")
 import torch
 from transformers import GptOssConfig, GptOssForCausalLM
 
-from peagle.config import EngineConfig
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
+from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.kernels import Implementation
 from peagle.ops.row_blocks import BlockedPrefill
 from target.load import load_target
@@ -52,8 +52,8 @@ def test_positions_beyond_the_initial_context_are_transformers(
     loaded = load_target(tmp_path, dtype=jnp.float32, implementation=implementation)
     target = GptOss(loaded.params, loaded.config)
     prompt = np.random.default_rng(4).integers(0, loaded.config.vocab_size, length)
-    plain, in_chunks, _ = decoded(Engine(target, None, EngineConfig(capacity=length + NEW)), prompt)
-    at_once = EngineConfig(capacity=length + NEW, blocked=BlockedPrefill())
+    plain, in_chunks, _ = decoded(Engine(target, None, ResolvedConfig(context=length + NEW)), prompt)
+    at_once = ResolvedConfig(context=length + NEW, blocked=BlockedPrefill())
     same, blocked, _ = decoded(Engine(target, None, at_once), prompt)
     assert same == plain
     if implementation == "native":
@@ -61,7 +61,7 @@ def test_positions_beyond_the_initial_context_are_transformers(
     script = np.concatenate([prompt, plain, np.zeros(K, int)])
     script[length + 4 :: 5] = (script[length + 4 :: 5] + 1) % loaded.config.vocab_size
     drafter = Scripted(jnp.asarray(script[None], jnp.int32))
-    engine = Engine(target, drafter, EngineConfig(K, capacity=length + NEW))
+    engine = Engine(target, drafter, ResolvedConfig(K, context=length + NEW))
     tokens, logprobs, accepted = decoded(engine, prompt)
     assert tokens == plain
     assert min(accepted) < K

@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
-from peagle.config import EngineConfig
+from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine
 from peagle.engine.kv_memory import KVMemory
-from peagle.engine.request import Request, SamplingParams
+from peagle.engine.request import Request
+from peagle.engine.resolved import ResolvedConfig
 from peagle.ops import native
 from peagle.ops.errors import InputError
 from tests.peagle.engine.models import TOKENS, Models, answer_of, ask, engine_of, models
@@ -28,7 +29,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 def memory_of(pair: Models, pages: int) -> int:
     """Bytes of so many pages of every group."""
-    return pages * sum(KVMemory(pair.target, pair.drafter, EngineConfig(K)).page_bytes)
+    return pages * sum(KVMemory(pair.target, pair.drafter, ResolvedConfig(K)).page_bytes)
 
 
 def requests(number: int, logprobs: int | None = None) -> list[Request]:
@@ -55,8 +56,8 @@ def test_requests_with_memory_for_a_third_get_what_they_get_alone(pair: Models, 
         slots=5,
         chunk=32,
         steps_per_dispatch=steps,
-        kv_memory_bytes=memory_of(pair, 5),
-        prefix_cache_bytes=kept,
+        kv_memory=memory_of(pair, 5),
+        prefix_cache=kept,
     )
     handles = little.add_all(some)
     answers = {handle: ([], [], []) for handle in handles}
@@ -77,17 +78,17 @@ def test_requests_with_memory_for_a_third_get_what_they_get_alone(pair: Models, 
 
 def test_n_grams_go_on_with_all_their_tokens() -> None:
     target = tiny_target()
-    page = sum(KVMemory(target, NGram(), EngineConfig(K)).page_bytes)
+    page = sum(KVMemory(target, NGram(), ResolvedConfig(K)).page_bytes)
     some = requests(5)
-    expected = [decode(Engine(target, NGram(), EngineConfig(K, 1, CAPACITY)), [request]) for request in some]
-    little = Engine(target, NGram(), EngineConfig(K, 4, CAPACITY, chunk=32, kv_memory_bytes=5 * page))
+    expected = [decode(Engine(target, NGram(), ResolvedConfig(K, 1, CAPACITY)), [request]) for request in some]
+    little = Engine(target, NGram(), ResolvedConfig(K, 4, CAPACITY, prefill_chunk=32, kv_memory=5 * page))
     tokens, steps = decode(little, some)
     assert [([ids], [records]) for ids, records in zip(tokens, steps, strict=True)] == expected
     assert little.num_preemptions > 0
 
 
 def test_the_latest_request_gives_way(pair: Models) -> None:
-    little = engine_of(pair, slots=3, kv_memory_bytes=memory_of(pair, 5))
+    little = engine_of(pair, slots=3, kv_memory=memory_of(pair, 5))
     handles = little.add_all([Request(TOKENS[:60], 120, stop_token_ids=()) for _ in range(3)])
     ended = [handle for handle, chunk in little.run(handles) if chunk.finish_reason]
     assert ended == handles
@@ -98,25 +99,28 @@ def test_memory_that_holds_no_request_is_refused_with_the_numbers(pair: Models) 
     least = memory_of(pair, 5)
     for memory, context in ((memory_of(pair, 1), CAPACITY), (least, 10 * CAPACITY)):
         with pytest.raises(InputError, match=rf"which hold one request of {context} positions: raise"):
-            engine_of(pair, capacity=context, kv_memory_bytes=memory)
+            engine_of(pair, capacity=context, kv_memory=memory)
     with pytest.raises(InputError, match="the memory for keys and values is 0 bytes; expected more than 0"):
-        EngineConfig(kv_memory_bytes=0)
-    engine = engine_of(pair, kv_memory_bytes=least)
+        ResolvedConfig(kv_memory=0)
+    engine = engine_of(pair, kv_memory=least)
     with pytest.raises(InputError, match="expected a sum of at most 256, the context"):
         engine.add(Request(TOKENS[:250], 7))
     assert len(ask(engine, TOKENS[:250], 6)[0][0]) <= 6
 
 
 def test_memory_is_used_for_whole_contexts_by_default_and_a_model_without_layers_takes_none() -> None:
-    memory = KVMemory(tiny_target(), None, EngineConfig(slots=3, capacity=128))
+    memory = KVMemory(tiny_target(), None, ResolvedConfig(slots=3, context=128))
     assert memory.num_pages[0] == 3 * 3  # a step's rows may lie behind the context
-    huge = KVMemory(tiny_target(), None, EngineConfig(slots=4, capacity=32768))
+    huge = KVMemory(tiny_target(), None, ResolvedConfig(slots=4, context=32768))
     assert huge.num_pages[0] * 64 < 1.3 * 32768, "slots share what lies behind 8,192 positions each"
-    assert KVMemory(MarkovTarget(np.zeros((5, 5))), None, EngineConfig(prefix_cache_bytes=1 << 40)).num_bytes == (0, 0)
+    assert KVMemory(MarkovTarget(np.zeros((5, 5))), None, ResolvedConfig(prefix_cache=1 << 40)).num_bytes == (
+        0,
+        0,
+    )
 
 
 def test_an_aborted_request_leaves_its_pages_to_those_that_wait(pair: Models) -> None:
-    little = engine_of(pair, slots=2, kv_memory_bytes=memory_of(pair, 5))
+    little = engine_of(pair, slots=2, kv_memory=memory_of(pair, 5))
     first, second = little.add_all([Request(TOKENS[:200], 40, stop_token_ids=()), Request(TOKENS[:190], 5)])
     while not first.output_ids:
         little.step()

@@ -6,10 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle.config import EngineConfig
+from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine
-from peagle.engine.request import Request, SamplingParams
+from peagle.engine.request import Request
+from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.widths import WidthTable
 from peagle.ops import native
 from peagle.ops.attention import PAGE_SIZE as PAGE
@@ -113,9 +114,9 @@ def test_requests_at_once_reuse_each_others_prompts(pair: Models) -> None:
 def test_n_grams_and_requests_that_draft_no_more_reuse_prompts_too(retain_full_kv: bool) -> None:
     target = tiny_target().replace(retain_full_kv=retain_full_kv)
     table = WidthTable({1: K, 2: 0})
-    shape = EngineConfig(K, 2, CAPACITY, chunk=40, widths=table, prefix_cache_bytes=HUGE)
+    shape = ResolvedConfig(K, 2, CAPACITY, prefill_chunk=40, widths=table, prefix_cache=HUGE)
     requests = [Request(PROMPTS[place], 20, index=place) for place in (0, 1, 7, 1)]
-    expected = [decode(Engine(target, None, EngineConfig(0, 1, CAPACITY)), [request])[0][0] for request in requests]
+    expected = [decode(Engine(target, None, ResolvedConfig(0, 1, CAPACITY)), [request])[0][0] for request in requests]
     warm = Engine(target, NGram(), shape)
     assert decode(warm, requests)[0] == expected
     assert warm.prefix_cache_use is not None
@@ -126,8 +127,8 @@ def test_n_grams_and_requests_that_draft_no_more_reuse_prompts_too(retain_full_k
 def test_n_grams_look_back_over_every_token_of_a_reused_prompt(known: int) -> None:
     """The tokens that repeat stand in the known pages alone."""
     target, prompt = tiny_target(), (*TOKENS[:known], *TOKENS[10:14])
-    shape = EngineConfig(K, 1, CAPACITY, chunk=40, prefix_cache_bytes=HUGE)
-    cold = decode(Engine(target, NGram(), EngineConfig(K, 1, CAPACITY)), [Request(prompt, 8)])
+    shape = ResolvedConfig(K, 1, CAPACITY, prefill_chunk=40, prefix_cache=HUGE)
+    cold = decode(Engine(target, NGram(), ResolvedConfig(K, 1, CAPACITY)), [Request(prompt, 8)])
     warm = Engine(target, NGram(), shape)
     decode(warm, [Request(TOKENS[:known], 1)])
     assert decode(warm, [Request(prompt, 8)]) == cold
@@ -171,9 +172,9 @@ def test_a_request_that_is_not_finite_disturbs_no_later_one(kind: str, size: int
     embedding = np.asarray(pair.target.params.embedding).copy()
     embedding[7] = np.nan
     broken = pair.target.replace(params=pair.target.params.replace(embedding=jnp.asarray(embedding)))
-    mixed = Engine(broken, pair.drafter, EngineConfig(K, 1, CAPACITY, chunk=40, prefix_cache_bytes=size))
+    mixed = Engine(broken, pair.drafter, ResolvedConfig(K, 1, CAPACITY, prefill_chunk=40, prefix_cache=size))
     prompts = [tuple(5 if token == 7 else token for token in TOKENS[:length]) for length in (70, 150)]
-    clean = Engine(pair.target, pair.drafter, EngineConfig(K, 1, CAPACITY, chunk=40))
+    clean = Engine(pair.target, pair.drafter, ResolvedConfig(K, 1, CAPACITY, prefill_chunk=40))
     for prompt in prompts:
         with pytest.raises(InputError, match="not finite"):
             ask(mixed, (*prompt[:66], 7, *prompt[67:]))

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from drafter.propose import PEagle
-from peagle.config import EngineConfig
+from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine
 from peagle.engine.executor import Executor, Shape
 from peagle.engine.remote import VERBS, Follower, Lead
-from peagle.engine.request import Request, SamplingParams
+from peagle.engine.request import Request
+from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError
 from peagle.ops.row_blocks import RowBlocks
 from peagle.processes import decode, encode
@@ -20,7 +21,7 @@ from tests.drafter.cases import random_params
 from tests.peagle.toys import decode as answers
 from tests.peagle.toys import drafter_config, tiny_target
 
-CONFIG = EngineConfig(2, slots=2, capacity=256, chunk=64, prefix_cache_bytes=1 << 20, steps_per_dispatch=3)
+CONFIG = ResolvedConfig(2, slots=2, context=256, prefill_chunk=64, prefix_cache=1 << 20, steps_per_dispatch=3)
 DRAFTER = drafter_config()
 
 

@@ -12,20 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle.config import EngineConfig, Role
+from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine
 from peagle.engine.executor import trace_counts
 from peagle.engine.handle import Chunks, EngineError, Handle
 from peagle.engine.replicas import Replicas
-from peagle.engine.request import Request, SamplingParams, StepRecord
+from peagle.engine.request import Request, StepRecord
+from peagle.engine.resolved import ResolvedConfig, Role
 from peagle.engine.warmup import WarmUp
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError
 from tests.peagle.toys import MarkovTarget, decode
 
 VOCAB, K = 29, 3
-CONFIG = EngineConfig(K, slots=4, capacity=192, chunk=8, prefix_cache_bytes=1)
+CONFIG = ResolvedConfig(K, slots=4, context=192, prefill_chunk=8, prefix_cache=1)
 RNG = np.random.default_rng(0)
 TARGET = MarkovTarget(jnp.asarray(RNG.normal(0, 2, (VOCAB, VOCAB)), jnp.float32))
 PROMPTS = [tuple(RNG.integers(0, VOCAB, size).tolist()) for size in (5, 70, 9, 3, 12, 8, 21)]
@@ -37,11 +38,11 @@ REQUESTS = [
 Answers: TypeAlias = tuple[list[list[int]], list[list[StepRecord]]]
 
 
-def replicas(count: int = 2, config: EngineConfig = CONFIG) -> Replicas:
+def replicas(count: int = 2, config: ResolvedConfig = CONFIG) -> Replicas:
     return Replicas([Engine(TARGET, NGram(), config.share(count)) for _ in range(count)], config)
 
 
-def shared(config: EngineConfig = CONFIG) -> Replicas:
+def shared(config: ResolvedConfig = CONFIG) -> Replicas:
     """Two engines with a slot each."""
     return replicas(config=dataclasses.replace(config, slots=2))
 

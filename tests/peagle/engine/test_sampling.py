@@ -9,8 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from peagle.config import GREEDY_BELOW, HOTTEST, LARGEST_SEED, SMALLEST_SEED, SamplingParams
 from peagle.engine import sampling as functions
-from peagle.engine.request import GREEDY_BELOW, HOTTEST, LARGEST_SEED, SMALLEST_SEED, SamplingParams, fold_seed
+from peagle.engine.request import fold_seed
 from peagle.ops.errors import InputError
 from peagle.ops.likeliest import NO_TOKEN
 from tests.peagle.engine.rows import defined, rows_of

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
-from peagle.engine.request import Request, SamplingParams
+from peagle.engine.request import Request
 from peagle.engine.state import (
     NO_STOP,
     Batch,

@@ -20,9 +20,9 @@ import peagle.loading
 import peagle.measure.bench
 from peagle.api import Pair
 from peagle.cli import main
-from peagle.config import EngineConfig
 from peagle.engine.collect import Collector
 from peagle.engine.request import Request, StepRecord, TokenChunk
+from peagle.engine.resolved import ResolvedConfig
 from peagle.loading import load
 from peagle.measure.bench import (
     Bench,
@@ -224,7 +224,7 @@ def test_decoding_is_the_engines(tiny: Pair, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Pair, "engine", watched)
     bench(tiny, OPTIONS)
     ((config, options, found),) = used
-    assert (config, options) == (EngineConfig(0, slots=2, capacity=128), {})
+    assert (config, options) == (ResolvedConfig(0, slots=2, context=128), {})
     assert found.target is tiny.plain_target
     assert found.drafter is None
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from drafter.propose import PEagle
-from peagle.engine.request import Request, SamplingParams, StepRecord
+from peagle.config import SamplingParams
+from peagle.engine.request import Request, StepRecord
 from peagle.measure.bound import bound
 from peagle.measure.sweep.figures import length_by_rates
 from peagle.result import Result

@@ -5,11 +5,12 @@ from pathlib import Path
 import jax
 import pytest
 
-from peagle.config import EngineConfig
+from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine
 from peagle.engine.executor import trace_counts
-from peagle.engine.request import Request, SamplingParams
+from peagle.engine.request import Request
+from peagle.engine.resolved import ResolvedConfig
 from peagle.measure.profile import Span, breakdown, parts_by_operation, profile, writable
 from peagle.ops.errors import InputError
 from tests.peagle.toys import decode, tiny_target
@@ -65,7 +66,7 @@ def test_operations_find_the_innermost_part_they_are_named_by() -> None:
     ids=["greedy", "sampled"],
 )
 def test_a_run_is_traced_and_broken_down(tmp_path: Path, sampling: SamplingParams) -> None:
-    engine = Engine(tiny_target(), NGram(), EngineConfig(2, capacity=64, steps_per_dispatch=2))
+    engine = Engine(tiny_target(), NGram(), ResolvedConfig(2, context=64, steps_per_dispatch=2))
     requests = [Request((1, 2, 3), 20, sampling)]
     engine.warm_up(sampled=not sampling.greedy)
     (tokens,), (steps,) = decode(engine, requests)
@@ -82,7 +83,7 @@ def test_a_run_is_traced_and_broken_down(tmp_path: Path, sampling: SamplingParam
 def test_steps_whose_operations_a_gpu_launches_alone_are_others_and_give_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = Engine(tiny_target(), NGram(), EngineConfig(2, capacity=64))
+    engine = Engine(tiny_target(), NGram(), ResolvedConfig(2, context=64))
     requests = [Request((1, 2, 3), 8)]
     expected = decode(engine, requests)
     with monkeypatch.context() as patch:

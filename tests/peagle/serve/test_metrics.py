@@ -66,8 +66,8 @@ def test_plain_decoding_has_no_figures_of_speculation(make: Any, k: int) -> None
 def test_pages_that_requests_hold_and_preemptions_are_counted(pair: Pair, replicas: int) -> None:
     pages, slots = 6, 2 * replicas
     pair = dataclasses.replace(pair, _engines={})
-    memory = KVMemory(pair.target, pair.drafter, pair.engine_config(K, capacity=CONTEXT, slots=2))
-    sizing = Sizing(memory.groups, tuple(memory.page_bytes), pair.engine_config(K, capacity=CONTEXT, slots=2))
+    memory = KVMemory(pair.target, pair.drafter, pair.engine_config(K, context=CONTEXT, slots=2))
+    sizing = Sizing(memory.groups, tuple(memory.page_bytes), pair.engine_config(K, context=CONTEXT, slots=2))
     room = {"kv_memory_bytes": replicas * sizing.size(pages), "prefix_cache_bytes": "off"}
     service = service_of(pair, slots=slots, replicas=replicas, **room)
     client, engine, held = client_of(service), service.loop.engine, []

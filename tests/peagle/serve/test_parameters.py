@@ -8,7 +8,8 @@ from typing import Any, Literal
 import pytest
 from fastapi.testclient import TestClient
 
-from peagle.api import AUTO, Pair
+from peagle.api import Pair
+from peagle.config import AUTO
 from peagle.engine.request import TokenLogprobs
 from peagle.engine.widths import WidthTable
 from peagle.loading import DEMO_DIRECTORY

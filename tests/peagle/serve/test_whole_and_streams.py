@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peagle.config import EngineConfig
 from peagle.engine.request import Request, TokenChunk, TokenLogprobs
+from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.strict_json import dumps
 from peagle.serve.chat import ChatFormatter
 from peagle.serve.completions import CompletionFormatter
@@ -57,7 +57,7 @@ class Checked:
     """The engine of `Chunks`."""
 
     stop_token_ids = (RETURN, CALL)
-    config = EngineConfig(K, slots=1, capacity=1000)
+    config = ResolvedConfig(K, slots=1, context=1000)
 
     def check(self, request: Request) -> None:
         pass

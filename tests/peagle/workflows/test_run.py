@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from peagle.api import Pair
+from peagle.config import SamplingParams
 from peagle.engine.collect import Collector
 from peagle.engine.executor import trace_counts
 from peagle.engine.grammar import GrammarError
 from peagle.engine.handle import Handle
-from peagle.engine.request import Request, SamplingParams, TokenChunk
+from peagle.engine.request import Request, TokenChunk
 from peagle.engine.warmup import Measuring, WarmUp
 from peagle.measure.logprobs import output_logprobs
 from peagle.ops import interrupt

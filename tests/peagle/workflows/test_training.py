@@ -26,7 +26,8 @@ from drafter.trained import RECIPE
 from peagle.api import Pair
 from peagle.cli import main
 from peagle.cli.train import _shown
-from peagle.engine.request import Request, SamplingParams
+from peagle.config import SamplingParams
+from peagle.engine.request import Request
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError, InputWarning
 from peagle.result import decode
@@ -316,7 +317,7 @@ def test_what_was_learnt_by_heart_is_drafted_right(
     code, said = run("train", *given, *recipe, *rates, *kind)
     assert code == 0, said
     speculative = peagle.loading.load(directories.target, tmp_path / "run" / "drafter")
-    engine = speculative.engine(speculative.engine_config(k, capacity=128))
+    engine = speculative.engine(speculative.engine_config(k, context=128))
     (result,) = decode(engine, [Request(tuple(PROMPTS[0]), tokens)], None)
     accepted = [step.num_accepted for step in result.steps]
     assert len(accepted) > 3
@@ -338,9 +339,9 @@ def test_the_baseline_proposes_in_turn_and_changes_no_token(
     speculative = dataclasses.replace(speculative, widths=WidthTable({1: 2}, {1: 1.9}))
     requests = [Request(tuple(ids), 24, index=index) for index, ids in enumerate(PROMPTS)]
     shapes = (
-        speculative.engine_config(0, slots=3, capacity=128),
-        speculative.engine_config(3, slots=3, capacity=128),
-        speculative.engine_config(2, adaptive=True, capacity=128),
+        speculative.engine_config(0, slots=3, context=128),
+        speculative.engine_config(3, slots=3, context=128),
+        speculative.engine_config(2, adaptive=True, context=128),
     )
     plain, fast, adaptive = (decode(speculative.engine(shape), requests, None) for shape in shapes)
     outputs = [result.output_ids for result in plain]

@@ -1,0 +1,356 @@
+"""Commands from dataclasses, read by cyclopts: each field of a command, or of a group in it, is one of its options."""
+
+import ast
+import dataclasses
+import difflib
+import functools
+import inspect
+import textwrap
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
+
+from cyclopts import App, Group, Parameter
+from cyclopts.exceptions import (
+    CoercionError,
+    CycloptsError,
+    MissingArgumentError,
+    UnknownCommandError,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
+
+from peagle.cli.output import say
+from peagle.ops.errors import InputError
+from peagle.ops.files import reason_of
+from peagle.ops.flag import Flag
+
+ARGUMENTS, OPTIONS = Group("Arguments", sort_key=-2), Group("Options", sort_key=-1)
+CONFIG = "config"  # the field of a command that reads options from a file
+NAMED = {"num_speculative_tokens": "K"}  # names of fields in messages
+TYPES = {int: "a valid integer", float: "a valid number"}
+
+
+class Command(Protocol):
+    """A frozen dataclass of options that runs."""
+
+    def run(self) -> int:
+        """Run the command and return its exit code. Raises InputError for options that cannot be used."""
+        ...
+
+
+@dataclass(frozen=True)
+class Takes:
+    """Which fields of a group are options of a command, all by default, and helps that differ there."""
+
+    names: tuple[str, ...] = ()
+    helps: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    without: tuple[str, ...] = ()
+
+    def has(self, name: str) -> bool:
+        return name not in self.without and (not self.names or name in self.names)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option or argument of a command. path: of the field, within its groups."""
+
+    path: tuple[str, ...]
+    kind: Any
+    flag: Flag
+    help: str
+    default: Any
+
+    @property
+    def name(self) -> str:
+        return self.path[-1]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.flag.names or (f"--{self.name.replace('_', '-')}",)
+
+    @property
+    def is_argument(self) -> bool:
+        return not self.names[0].startswith("-")
+
+    @property
+    def repeats(self) -> bool:
+        return get_origin(self.kind) is tuple
+
+    @property
+    def typed_as(self) -> Any:
+        """The type that the parser reads: text, if the option has a reader of its own."""
+        if self.flag.read is None:
+            return self.kind
+        return tuple[str, ...] if self.repeats else str
+
+    @property
+    def required(self) -> bool:
+        return self.default is dataclasses.MISSING
+
+    @property
+    def shown(self) -> str | None:
+        """The default, as the help shows it."""
+        if self.flag.default is not None:
+            return self.flag.default
+        hidden = self.required or self.default is None or self.default is False or self.default in ("", ())
+        return None if hidden else str(self.default)
+
+    def value(self, typed: Any) -> Any:
+        """Read what was typed. Raises InputError."""
+        if self.flag.read is None:
+            return typed
+        return tuple(map(self.flag.read, typed)) if self.repeats else self.flag.read(typed)
+
+
+Kind = TypeVar("Kind")
+
+
+def options_of(
+    kind: type[Any], default: Any = None, takes: Takes = Takes(), path: tuple[str, ...] = ()
+) -> Iterator[Option]:
+    """Yield the options of a command, those of its groups included. default: a group whose values are the defaults."""
+    hints, helps = get_type_hints(kind, include_extras=True), {**field_helps(kind), **takes.helps}
+    for field in dataclasses.fields(kind):
+        hint, *marks = (
+            get_args(hints[field.name]) if get_origin(hints[field.name]) is Annotated else [hints[field.name]]
+        )
+        value = field.default if default is None else getattr(default, field.name)
+        if dataclasses.is_dataclass(hint):
+            group = next((mark for mark in marks if isinstance(mark, Takes)), Takes())
+            yield from options_of(hint, value, group, (*path, field.name))  # type: ignore[arg-type]
+        elif takes.has(field.name):
+            for flag in (mark for mark in marks if isinstance(mark, Flag)):
+                yield Option((*path, field.name), hint, flag, " ".join(helps[field.name].split()), value)
+
+
+@functools.cache
+def field_helps(kind: type[Any]) -> dict[str, str]:
+    """Read the docstrings below the fields of a dataclass, inherited ones included."""
+    helps: dict[str, str] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        if dataclasses.is_dataclass(base):
+            (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+            assert isinstance(definition, ast.ClassDef)
+            for field, below in zip(definition.body, definition.body[1:], strict=False):
+                if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                    helps[ast.unparse(field.target)] = str(ast.literal_eval(below.value))
+    return helps
+
+
+def register(app: App, kind: type[Command], name: str, group: Group | None) -> None:
+    """Add a command to an app. Called, it returns (its dataclass, what was typed by the options' names)."""
+    options = list(options_of(kind))
+    panels: dict[str, Group] = {}
+
+    def parameter(option: Option) -> inspect.Parameter:
+        panel = ARGUMENTS if option.is_argument else OPTIONS
+        if option.flag.group is not None:
+            panel = panels.setdefault(option.flag.group, Group(option.flag.group, sort_key=len(panels)))
+        shown = option.shown
+        settings = Parameter(
+            name=option.names,
+            help=option.help.replace("[", "\\["),
+            group=panel,
+            metavar=option.flag.metavar,
+            allow_leading_hyphen=not option.is_argument,
+            show_default=False if shown is None else lambda _: shown,
+        )
+        kind = inspect.Parameter.POSITIONAL_ONLY if option.is_argument else inspect.Parameter.KEYWORD_ONLY
+        default = inspect.Parameter.empty if option.required else option.default
+        return inspect.Parameter(option.name, kind, default=default, annotation=Annotated[option.typed_as, settings])
+
+    def former(option: Option) -> inspect.Parameter:
+        settings = Parameter(name=option.flag.old, show=False, allow_leading_hyphen=True)
+        kind = inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(_former(option), kind, default=None, annotation=Annotated[option.typed_as, settings])
+
+    def parsed(*arguments: Any, **values: Any) -> tuple[type[Command], dict[str, Any]]:
+        names = [option.name for option in options if option.is_argument]
+        return kind, {**dict(zip(names, arguments, strict=False)), **values}
+
+    parameters = [parameter(option) for option in options]
+    parameters += [former(option) for option in options if option.flag.old is not None]
+    parsed.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        sorted(parameters, key=lambda parameter: parameter.kind)
+    )
+    parsed.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    app.command(
+        parsed, name=name, help=inspect.cleandoc(kind.__doc__ or ""), **({} if group is None else {"group": group})
+    )
+
+
+def _former(option: Option) -> str:
+    return f"former_{option.name}"
+
+
+def built(kind: type[Kind], typed: Mapping[str, Any]) -> Kind:
+    """Make a command from what was typed. Raises InputError, which begins with the option's flag."""
+    options, typed = list(options_of(kind)), dict(typed)
+    for option in options:
+        if option.flag.old is not None and _former(option) in typed:
+            if option.name in typed:
+                old, new = option.flag.old, option.names[0]
+                raise InputError(f"{new} and {old} are both given; {old} is the old name of {new}: leave it out")
+            say("warning", f"{option.flag.old} is now called {option.names[0]}")
+            typed[option.name] = typed.pop(_former(option))
+    values: dict[tuple[str, ...], dict[str, Any]] = {}
+    for option in options:
+        if option.name in typed:
+            values.setdefault(option.path[:-1], {})[option.name] = option.value(typed[option.name])
+    filled = {**values.get((), {})}
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if (field.name,) in values:
+            filled[field.name] = dataclasses.replace(field.default, **values[field.name,])  # type: ignore[type-var]
+    return kind(**filled)
+
+
+def flagged(error: InputError, kind: type[Any]) -> str:
+    """Return an error's message; if it begins with the name of its field, with the flag of the field instead."""
+    message, field = str(error), error.field
+    flag = next((option.names[0] for option in options_of(kind) if option.name == field), None)
+    if field is None or flag is None:
+        return message
+    for name in (field, field.replace("_", " "), field.replace("_", "-"), NAMED.get(field, field)):
+        for verb in (" is ", " are "):
+            if message.startswith(name + verb):
+                return f"{flag} is {message.removeprefix(name + verb)}"
+    return message
+
+
+def from_file(app: App, words: Sequence[str], kind: type[Command], file: Path) -> dict[str, Any]:
+    """Read options of a command from a TOML file, whose keys are their names without dashes.
+
+    Raises InputError, in one line, for a key that is no option, or a value that is none for it.
+    """
+    try:
+        values = tomllib.loads(file.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InputError(
+            f"--config {file} cannot be read: {reason_of(error)}; expected TOML, such as slots = 8"
+        ) from None
+    options = {name.lstrip("-"): option for option in options_of(kind) for name in option.names}
+    options.pop(CONFIG)
+    typed: dict[str, Any] = {}
+    for key, value in values.items():
+        option = options.get(key.replace("_", "-"))
+        if option is None:
+            close = difflib.get_close_matches(key, options, 1)
+            raise InputError(
+                f"--config {file} names {key}, which is not an option of this command; expected an option of --help, "
+                f"such as {close[0] if close else 'slots'}"
+            )
+        if option.name in typed:
+            raise InputError(f"--config {file} names the option of {key} twice; leave one out")
+        is_flag = option.kind is bool
+        expected = "true or false" if is_flag else "a list of texts" if option.repeats else "a text or a number"
+        several = value if option.repeats and isinstance(value, list) else [value]
+        types = (bool,) if is_flag else (str, int, float)
+        if any(not isinstance(each, types) or isinstance(each, bool) != is_flag for each in several):
+            raise InputError(f"--config {file} sets {key} to {value!r}; expected {expected}")
+        tokens = [f"{option.names[-1]}={str(each).lower() if is_flag else each}" for each in several]
+        try:
+            _, found = app([*words, *tokens], result_action="return_value", print_error=False, exit_on_error=False)
+        except CycloptsError as error:
+            reason = refusal(error, [], options_of(kind)).partition("; ")[2].partition(" (peagle")[0]
+            raise InputError(f"--config {file} sets {key} to {value!r}: {reason}") from None
+        typed |= found
+    return typed
+
+
+def refusal(error: CycloptsError, words: Sequence[str], options: Iterator[Option]) -> str:
+    """Describe in one line what the parser refused, and name the command whose help shows the usage."""
+    usage = f"({' '.join(['peagle', *words])} --help shows the usage)"
+    named = {name: option for option in options for name in (*option.names, option.flag.old) if name}
+    argument = None if error.argument is None else error.argument.name
+    option = None if argument is None else named.get(argument)
+    if isinstance(error, UnknownOptionError):
+        flag = (error.token.keyword or error.token.value or "").partition("=")[0]
+        return f"No such option: {flag}{_meant(flag, named)} {usage}"
+    if isinstance(error, UnknownCommandError):
+        word = (error.unused_tokens or [""])[0]
+        if word.startswith("-"):
+            return f"No such option: {word} {usage}"
+        return f"No such command '{word}'.{_meant(word, list(error.app or ()))} {usage}"
+    if isinstance(error, UnusedCliTokensError):
+        for token in error.unused_tokens or ():
+            if token.startswith("-"):
+                return f"No such option: {token}{_meant(token, named)} {usage}"
+        return f"Got unexpected extra argument(s) ({' '.join(error.unused_tokens or ())}) {usage}"
+    if isinstance(error, MissingArgumentError) and error.argument is not None:
+        if error.keyword is not None or error.argument.tokens:
+            return f"Option '{error.keyword or argument}' requires an argument. {usage}"
+        what = "argument" if option is not None and option.is_argument else "option"
+        return f"Missing {what} '{argument}'. {usage}"
+    if isinstance(error, CoercionError) and option is not None and error.token is not None:
+        if option.kind is bool:
+            return f"Option '{error.token.keyword}' does not take a value. {usage}"
+        value = error.token.value
+        shown = value if value.replace(".", "", 1).removeprefix("-").isdecimal() else repr(value)
+        return f"{option.names[0]} is {shown}; expected {_expected(option.kind)} {usage}"
+    return f"{' '.join(str(error).split())} {usage}"
+
+
+def _meant(typed: str, names: Any) -> str:
+    close = difflib.get_close_matches(typed, [name for name in names if name], 1)
+    return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def _expected(kind: Any) -> str:
+    """Name the values of a type."""
+    kinds = (
+        [each for each in get_args(kind) if each is not type(None)]
+        if get_origin(kind) not in (None, Literal)
+        else [kind]
+    )
+    if get_origin(kinds[0]) is Literal:
+        return f"one of {', '.join(map(repr, get_args(kinds[0])))}"
+    return TYPES.get(kinds[0], "another value")
+
+
+def given(config: Any) -> list[str]:
+    """Name the fields, nested ones included, whose values differ from their defaults."""
+    names: list[str] = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            names += given(value)
+        elif value != field.default:
+            names.append(field.name)
+    return names
+
+
+@contextmanager
+def needing(what: str, extra: str) -> Iterator[None]:
+    """Raise InputError if an import within finds a module missing; name the extra that brings it.
+
+    what: the beginning of the message, as "training needs".
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise InputError(f"{what} {error.name}, which is not installed; pip install 'peagle[{extra}]'") from None
+
+
+def expect_alone(settings: Any, option: str, free: Sequence[str], whole: str) -> None:
+    """Raise InputError for a field given with an option that reads the others from a file. free: may be given."""
+    if others := [name for name in given(settings) if name not in free]:
+        raise InputError(
+            f"{option} takes its options from {whole}; leave out --{others[0].replace('_', '-')}, or start a new run "
+            "with another --out"
+        )
+
+
+def rebuilt(kind: Any, values: Mapping[str, Any]) -> Any:
+    """Make settings, nested ones included, from JSON. Missing fields take their defaults, others are ignored."""
+    filled = {}
+    for field in dataclasses.fields(kind):
+        if field.name in values:
+            value = values[field.name]
+            if dataclasses.is_dataclass(field.type):
+                value = rebuilt(field.type, value)
+            filled[field.name] = tuple(value) if isinstance(value, list) else value
+    return kind(**filled)

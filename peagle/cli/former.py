@@ -1,0 +1,255 @@
+"""Commands that typer still reads."""
+
+import functools
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from peagle.cli.app import INTERRUPTED, OK, _complain, guarded
+from peagle.cli.options import Settings, command_of, expect_alone, needing, refusal
+from peagle.cli.settings.batch import BatchSettings
+from peagle.cli.settings.bench import BenchSettings
+from peagle.cli.settings.chat import ChatSettings
+from peagle.cli.settings.cluster import ClusterUpSettings
+from peagle.cli.settings.data import DataSettings
+from peagle.cli.settings.decode import GenerateSettings, SpeculateSettings
+from peagle.cli.settings.export import ExportSettings
+from peagle.cli.settings.frequent_tokens import FrequentTokensSettings
+from peagle.cli.settings.info import InfoSettings
+from peagle.cli.settings.parity import ParitySettings
+from peagle.cli.settings.random_checkpoint import RandomSettings
+from peagle.cli.settings.report import ReportSettings
+from peagle.cli.settings.serve import ServedOptions, ServeSettings
+from peagle.cli.settings.shared import ProcessOptions
+from peagle.cli.settings.sweep import SweepSettings
+from peagle.cli.settings.train import TrainSettings
+
+MAIN_HELP = """
+Lossless speculative decoding for GPT-OSS with P-EAGLE drafters, in JAX.
+
+Start with [cyan]peagle speculate[/cyan]. [cyan]peagle COMMAND --help[/cyan] has options and examples.
+"""
+GENERATE, TRAIN, MEASURE = "Generate and serve", "Train drafters", "Measure and inspect"
+
+CHECK_HELP = """Test this machine's kernels and lossless decoding.
+
+Compares the kernels with references, and speculative decoding with plain
+decoding. Exit code 1 if anything differs.
+
+[bold]Examples[/bold]
+
+  this machine    [cyan]peagle check[/cyan]
+"""
+
+# allowed with --resume: they do not change what is measured
+FREE = ("out", "resume", "dry_run", "continue_on_error", "write_widths", "quiet")
+
+
+class Commands(typer.core.TyperGroup):
+    """The commands of `peagle`. Its help fits one screen, so it leaves out the option --help."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.hidden = True
+        return option
+
+
+app = typer.Typer(
+    name="peagle",
+    cls=Commands,
+    help=MAIN_HELP,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback(invoke_without_command=True)
+def peagle(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, hidden=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    if version:
+        import importlib.metadata
+
+        try:
+            print(importlib.metadata.version("peagle"))
+        except importlib.metadata.PackageNotFoundError:
+            print("not installed")
+        raise typer.Exit
+
+
+def command(
+    group: str | None, of: typer.Typer = app
+) -> Callable[[Callable[[Settings], int]], Callable[[Settings], int]]:
+    """Register a command of the function's name, with the options and the help of its settings.
+
+    group: of the commands in the help of `of`; None: its only one.
+    """
+    return lambda function: command_of(of, fetching(function), lambda run: guarded(run), group)
+
+
+def fetching(function: Callable[[Settings], int]) -> Callable[[Settings], int]:
+    """Download the checkpoints that a command's settings name, if --download is given, before it runs."""
+
+    @functools.wraps(function)
+    def run(settings: Settings) -> int:
+        from peagle.cli.download import download, wants_download
+
+        if wants_download(settings):
+            download(settings)
+        return function(settings)
+
+    return run
+
+
+def _with_others(
+    settings: Settings,
+    options: SpeculateSettings | GenerateSettings | ChatSettings | ServedOptions,
+    run: Callable[[Settings], int],
+) -> int:
+    """Run a command, in several processes if --coordinator is given."""
+    if options.processes == ProcessOptions():
+        return run(settings)
+    from peagle.cli.processes import run_together
+
+    return run_together(settings, options.processes, options.devices, run)
+
+
+@command(GENERATE)
+def chat(settings: ChatSettings) -> int:
+    from peagle.cli.chat import chat_command
+
+    return _with_others(settings, settings, chat_command)
+
+
+@command(GENERATE)
+def serve(settings: ServeSettings) -> int:
+    with needing("serving needs", "serve"):
+        from peagle.cli.serve import serve_command
+    return _with_others(settings, settings.served, serve_command)
+
+
+@command(GENERATE)
+def batch(settings: BatchSettings) -> int:
+    with needing("batches need", "serve"):
+        from peagle.cli.batch import batch_command
+    return _with_others(settings, settings.served, batch_command)
+
+
+cluster = typer.Typer(no_args_is_help=True, help="Serve from several replicas on Ray Serve.")
+app.add_typer(cluster, name="cluster", rich_help_panel=GENERATE)
+
+
+def up(settings: ClusterUpSettings) -> int:
+    with needing("a cluster needs", "cluster"):
+        from peagle.cli.cluster import up_command
+
+    return up_command(settings)
+
+
+command(None, of=cluster)(up)
+
+
+@command(TRAIN)
+def data(settings: DataSettings) -> int:
+    from peagle.cli.data import data_command
+
+    return data_command(settings)
+
+
+@command(TRAIN)
+def train(settings: TrainSettings) -> int:
+    with needing("training needs", "train"):
+        from peagle.cli.train import RESUMABLE, train_command
+    if settings.resume:
+        expect_alone(settings, "--resume", ("out", "resume", *RESUMABLE), f"the recipe in {settings.out}")
+    return train_command(settings)
+
+
+@command(TRAIN)
+def export(settings: ExportSettings) -> int:
+    from peagle.cli.export import export_command
+
+    return export_command(settings)
+
+
+@command(TRAIN)
+def frequent_tokens(settings: FrequentTokensSettings) -> int:
+    from peagle.cli.frequent_tokens import frequent_tokens_command
+
+    return frequent_tokens_command(settings.files, settings.out)
+
+
+@command(MEASURE)
+def sweep(settings: SweepSettings) -> int:
+    from peagle.cli.sweep import sweep_command
+
+    if settings.resume:
+        expect_alone(settings, "--resume", FREE, f"the plan in {settings.out}")
+    return sweep_command(settings)
+
+
+@command(MEASURE)
+def report(settings: ReportSettings) -> int:
+    from peagle.cli.report import report_command
+
+    return report_command(settings)
+
+
+@command(MEASURE)
+def parity(settings: ParitySettings) -> int:
+    from peagle.cli.parity import parity_command
+
+    return parity_command(settings)
+
+
+@command(MEASURE)
+def bench(settings: BenchSettings) -> int:
+    from peagle.cli.bench import bench_command
+
+    return bench_command(settings)
+
+
+@command(MEASURE)
+def info(settings: InfoSettings) -> int:
+    from peagle.cli.info import info_command
+
+    return info_command(settings)
+
+
+@app.command(help=CHECK_HELP, rich_help_panel=MEASURE)
+def check() -> int:
+    def run() -> int:
+        from peagle.cli.check import check_command
+
+        return check_command()
+
+    return guarded(run)
+
+
+@command(MEASURE)
+def random(settings: RandomSettings) -> int:
+    from peagle.cli.random_checkpoint import random_command
+
+    return random_command(settings.size, settings.directory, not settings.unquantized, settings.seed)
+
+
+def main(typed: list[str]) -> int:
+    """Run one of these commands."""
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(args=typed, prog_name="peagle", standalone_mode=False)
+    except Exception as error:
+        if type(error).__name__ == "Abort":
+            return INTERRUPTED
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help is printed
+            return OK
+        if not hasattr(error, "format_message"):  # not the parser's error: a bug, so show its traceback
+            raise
+        return _complain(refusal(error, command, typed))
+    return code if isinstance(code, int) else OK

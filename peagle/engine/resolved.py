@@ -1,0 +1,110 @@
+"""The config of an engine whose every value is decided."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from peagle.config import DEFAULT_CHUNK, EngineConfig, check_rates
+from peagle.engine.request import DRAFTS_ARE_GREEDY, Request
+from peagle.engine.widths import WidthTable
+from peagle.ops.errors import InputError
+from peagle.ops.row_blocks import padded_length
+
+MASK_BUDGET_S = 0.05
+MOST_SLOW_MASKS = 8  # in a row
+MOST_RESERVED = 8192  # positions of a slot that memory is set aside for by default; longer requests share it
+SHORT_PROMPT = 64  # rows of a prompt that shares a pass
+Role: TypeAlias = Literal["both", "prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class ResolvedConfig(EngineConfig):
+    """An EngineConfig in which a pair has decided every value (`Pair.resolve`): what an engine takes.
+
+    prefix_cache: memory beside kv_memory, for prompts and answers that later requests may begin with; 0: none are
+    kept. kv_memory None: that of every slot's context, of which MOST_RESERVED positions count at most. widths: drafts
+    by number of active rows, never more than num_speculative_tokens. steps_per_dispatch changes when tokens reach the
+    host, never which tokens. adaptive: measure the cost of drafting at warm-up, and pause rows for which drafting does
+    not pay (peagle.engine.widths). programs_by_width: compile a program for each number of drafts in the table, for
+    models whose passes also compute inactive rows. k_per_request: requests may set num_speculative_tokens; plain steps
+    are then compiled, too.
+    mask_budget_s: processor time of a request's masks in a step. A request that exceeds it drafts no more; one whose
+    single masks exceed it most_slow_masks times in a row ends with an error, since all others wait for them.
+    role: "prefill" computes prompts and their first tokens, and hands every request over that goes on; "decode" takes
+    these (peagle.engine.handoff).
+    """
+
+    num_speculative_tokens: int = 0
+    context: int = 512
+    prefill_chunk: int = DEFAULT_CHUNK
+    prefix_cache: int = 0
+    steps_per_dispatch: int = 1
+    widths: WidthTable | None = None  # None: num_speculative_tokens at any load
+    adaptive: bool = False
+    programs_by_width: bool = False
+    k_per_request: bool = False
+    mask_budget_s: float = MASK_BUDGET_S
+    most_slow_masks: int = MOST_SLOW_MASKS
+    role: Role = "both"
+
+    def _check_together(self) -> None:
+        if self.adaptive and self.num_speculative_tokens < 1:
+            raise InputError(
+                "K is 0 in adaptive drafting; expected 1 or more, the most tokens to draft in a step",
+                "num_speculative_tokens",
+            )
+        if not 0 < self.mask_budget_s < math.inf or self.most_slow_masks < 1:
+            raise InputError(
+                f"the budget of masks is {self.mask_budget_s:g} s in {self.most_slow_masks} steps; expected more than "
+                "0 s, and 1 step or more"
+            )
+        if self.blocked is not None:
+            self.blocked.rows(self.context)  # check them
+        check_rates(self.synthetic_acceptance, self.num_speculative_tokens, self.draft_sampling)
+        if self.role == "decode" and self.prefix_cache:
+            raise InputError("an engine that only decodes computes no prompts; leave its prefix cache out")
+
+    @property
+    def pass_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Passes over prompts: (prompts, rows of each), the first for one prompt. Short prompts share a pass."""
+        if self.blocked is not None:
+            return ((1, padded_length(self.context)),)
+        rows = max(2, min(self.prefill_chunk, self.context))  # a known token may come first
+        shapes = [(count, max(rows // count, SHORT_PROMPT)) for count in (4, 8) if rows >= count * SHORT_PROMPT // 2]
+        return ((1, rows), *(shape for shape in shapes if shape[0] <= self.slots))
+
+    @property
+    def table(self) -> WidthTable:
+        return self.widths or WidthTable.constant(self.num_speculative_tokens)
+
+    def share(self, count: int) -> "ResolvedConfig":
+        """Return the config of each of `count` engines that share the slots. Raises InputError if they cannot."""
+        slots = shared_slots(self.slots, count)
+        memory = None if self.kv_memory is None else self.kv_memory // count
+        kept = -(-self.prefix_cache // count)  # none only if there is none
+        return dataclasses.replace(self, slots=slots, kv_memory=memory, prefix_cache=kept)
+
+    def check(self, request: Request, vocab_size: int) -> None:
+        """Raise InputError for a request that an engine of this config cannot run."""
+        request.check_vocabulary(vocab_size)
+        if len(request.prompt_ids) + request.max_new_tokens > self.context:
+            raise InputError(
+                f"{request.name} has {len(request.prompt_ids)} tokens and at most {request.max_new_tokens} new ones; "
+                f"expected a sum of at most {self.context}, the context: shorten one of them or raise the context"
+            )
+        k, most = request.num_speculative_tokens, self.num_speculative_tokens
+        if k is not None and k > most:
+            raise InputError(f"K is {k} for {request.name}; expected at most {most}, the engine's")
+        if k is not None and not self.k_per_request:
+            raise InputError("K is set for one request; expected an engine with k_per_request")
+        if self.draft_sampling and request.sampling.greedy:
+            raise InputError(DRAFTS_ARE_GREEDY, "temperature")
+
+
+def shared_slots(slots: int, count: int) -> int:
+    """Return the slots of each of `count` engines. Raises InputError if they cannot share these."""
+    if slots % count:
+        message = f"slots is {slots}; expected a multiple of {count}, the replicas (dp) that share them"
+        raise InputError(message, "slots")
+    return slots // count
