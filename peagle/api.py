@@ -132,8 +132,8 @@ class Pair:
         said = {FORMER_NAMES.get(name, name): value for name, value in options.items()}
         if isinstance(said.get("logit_bias"), Mapping):
             said["logit_bias"] = tuple(said["logit_bias"].items())
-        if isinstance(said.get("stop"), str):
-            said["stop"] = (said["stop"],)
+        if "stop" in said:
+            said["stop"] = (said["stop"],) if isinstance(said["stop"], str) else tuple(said["stop"])
         sampling, engine, rendering, about = configs_of(
             {name: value for name, value in said.items() if name != "logit_bias" or value is not None},
             SamplingParams,
@@ -359,7 +359,9 @@ class Pair:
         if context is None:
             return self.max_positions
         if not 2 <= context <= self.max_positions:
-            raise InputError(f"context is {context}; expected 2..{self.max_positions}, the positions of the target")
+            raise InputError(
+                f"context is {context}; expected 2..{self.max_positions}, the positions of the target", "context"
+            )
         return context
 
     def capacity(self, requests: Sequence[Request], at_least: int = 0) -> int:

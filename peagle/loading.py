@@ -500,7 +500,8 @@ def read_asked_window(asked: int | str) -> int | Literal["off"]:
         window = 0
     if window < 1:
         raise InputError(
-            f"the drafter window is {asked!r}; expected the positions that its attention sees, {AUTO} or {OFF}"
+            f"the drafter window is {asked!r}; expected the positions that its attention sees, {AUTO} or {OFF}",
+            "drafter_window",
         )
     return window
 

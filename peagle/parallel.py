@@ -78,7 +78,7 @@ def parse_mesh(text: str) -> MeshShape:
 def refuse_replicas(mesh: str | None, why: str) -> None:
     """Raise InputError for a mesh that has dp, where that has no place."""
     if mesh is not None and parse_mesh(mesh).dp > 1:
-        raise InputError(f"the mesh is {mesh!r}, but {why}; leave dp out")
+        raise InputError(f"the mesh is {mesh!r}, but {why}; leave dp out", "mesh")
 
 
 def parse_data_mesh(text: str) -> int:
@@ -91,7 +91,7 @@ def _sizes(text: str, names: Sequence[str], expected: str) -> dict[str, int]:
     for item in text.split(","):
         name, _, size = item.strip().partition("=")
         if name not in names or name in found or re.fullmatch("0*[1-9][0-9]{0,5}", size, re.ASCII) is None:
-            raise InputError(f"the mesh is {text!r}; expected {expected}")
+            raise InputError(f"the mesh is {text!r}; expected {expected}", "mesh")
         found[name] = int(size)
     return found
 

@@ -166,8 +166,9 @@ def load_pair(target: str, drafter: str | None, load: LoadConfig, display: Displ
 
 def _config(settings: Decode) -> RunConfig:
     engine = settings.engine
-    if settings.command == "speculate" and engine.num_speculative_tokens == 0:
-        check_num_drafts(0, plain=False, instead=" (peagle generate decodes plainly)")
+    k = engine.num_speculative_tokens
+    if settings.command == "speculate" and isinstance(k, int):
+        check_num_drafts(k, plain=False, instead=" (peagle generate decodes plainly)")
     if engine.draft_sampling and settings.load.drafter in WEIGHTLESS:
         raise InputError(
             f"the drafts of {settings.load.drafter} have no probabilities to sample from; leave out "

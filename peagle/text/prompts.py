@@ -7,7 +7,7 @@ those (`Conversation.encode`). Conversations do not depend on one another.
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from peagle.ops.errors import InputError
 from peagle.ops.flag import PROMPT, Flag
@@ -27,7 +27,7 @@ class Rendering:
     """Continue the prompt as plain text, without the chat template: acceptance is lower."""
     system: Annotated[str | None, Flag(PROMPT, "TEXT")] = None
     """System message."""
-    reasoning_effort: Annotated[str | None, Flag(PROMPT, "LEVEL")] = None
+    reasoning_effort: Annotated[Literal["low", "medium", "high"] | None, Flag(PROMPT, "LEVEL")] = None
     """low, medium or high, if the chat template has it. Default: the template's."""
     date: Annotated[str, Flag(PROMPT, "YYYY-MM-DD")] = DEFAULT_DATE
     """Current date for chat templates that show it; fixed, so that results are reproducible."""

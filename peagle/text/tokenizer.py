@@ -365,7 +365,7 @@ def parse_date(date: str) -> datetime.datetime:
     try:
         return datetime.datetime.strptime(date, "%Y-%m-%d")
     except ValueError:
-        raise InputError(f"date is {date!r}; expected a day as YYYY-MM-DD, such as {DEFAULT_DATE}") from None
+        raise InputError(f"date is {date!r}; expected a day as YYYY-MM-DD, such as {DEFAULT_DATE}", "date") from None
 
 
 def byte_alphabet() -> dict[str, int]:
