@@ -48,6 +48,7 @@ from peagle.text.tokenizer import DEFAULT_DATE, Tokenizer
 
 AUTO: Literal["auto"] = "auto"  # as K: draft by the pair's table, and pause if it does not pay
 DEFAULT_NUM_SPECULATIVE_TOKENS = 7
+DRAFT_SAMPLING = "draft sampling has no effect: requests with a temperature always draw their drafts"
 DEFAULT_MAX_NEW_TOKENS = 256
 DEFAULT_SAMPLING = SamplingParams()
 DEFAULT_WIDTHS = WidthTable({1: 3, 2: 2, 4: 1})  # of a drafter without a table
@@ -139,10 +140,12 @@ class Pair:
         followed any further.
 
         Streams of one shape share an engine, which decodes `slots` requests at once; the others wait for a slot. The
-        shape is K, `slots`, draft_sampling, prefill_chunk, kv_memory_bytes, prefix_cache_bytes (`engine_config`), and
+        shape is K, `slots`, prefill_chunk, kv_memory_bytes, prefix_cache_bytes (`engine_config`), and
         the positions: `context`, or as many as prompt and max_new_tokens need, which may differ between streams.
-        Iterate over each stream in its own thread, or over `astream`.
+        Iterate over each stream in its own thread, or over `astream`. draft_sampling has no effect any more.
         """
+        if draft_sampling:
+            warnings.warn(DRAFT_SAMPLING, InputWarning, stacklevel=2)
         conversation = from_text(prompt) if isinstance(prompt, str) else from_ids(prompt)
         rendering = Rendering(raw, system, reasoning_effort, date, special_tokens)
         sampling = SamplingParams(
@@ -176,7 +179,6 @@ class Pair:
             slots=slots,
             capacity=capacity,
             adaptive=adaptive,
-            draft_sampling=draft_sampling,
             chunk=prefill_chunk,
             kv_memory_bytes=kv_memory_bytes,
             prefix_cache_bytes=prefix_cache_bytes,
@@ -213,7 +215,6 @@ class Pair:
         capacity: int,
         adaptive: bool = False,
         slots: int = 1,
-        draft_sampling: bool = False,
         synthetic_acceptance: tuple[float, ...] | None = None,
         chunk: int | None = None,
         kv_memory_bytes: int | None = None,
@@ -246,7 +247,6 @@ class Pair:
             k_per_request=k_per_request,
             mask_budget_s=mask_budget_s,
             blocked=blocked,
-            draft_sampling=draft_sampling,
             synthetic_acceptance=synthetic_acceptance,
             role=role,
         )

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from peagle.engine.request import DEFAULT_CHUNK, DRAFTS_ARE_GREEDY, Request, check_num_drafts, check_rates
+from peagle.engine.request import DEFAULT_CHUNK, Request, check_num_drafts, check_rates
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError
 from peagle.ops.row_blocks import BlockedPrefill, padded_length
@@ -50,7 +50,6 @@ class EngineConfig:
     mask_budget_s: float = MASK_BUDGET_S
     most_slow_masks: int = MOST_SLOW_MASKS
     blocked: BlockedPrefill | None = None
-    draft_sampling: bool = False
     synthetic_acceptance: tuple[float, ...] | None = None
     role: Role = "both"
 
@@ -78,7 +77,7 @@ class EngineConfig:
             )
         if self.blocked is not None:
             self.blocked.rows(self.capacity)  # check them
-        check_rates(self.synthetic_acceptance, k, self.draft_sampling)
+        check_rates(self.synthetic_acceptance, k)
         if self.role == "decode" and self.prefix_cache_bytes:
             raise InputError("an engine that only decodes computes no prompts; leave its prefix cache out")
 
@@ -115,8 +114,6 @@ class EngineConfig:
             raise InputError(f"K is {asked} for {request.name}; expected at most {most}, the engine's")
         if asked is not None and not self.k_per_request:
             raise InputError("K is set for one request; expected an engine with k_per_request")
-        if self.draft_sampling and request.sampling.greedy:
-            raise InputError(DRAFTS_ARE_GREEDY, "temperature")
 
 
 def shared_slots(slots: int, count: int) -> int:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from peagle.api import AUTO, Pair
+from peagle.api import AUTO, DRAFT_SAMPLING, Pair
 from peagle.cli.display import Display
 from peagle.cli.document import dumps, logprob_lines, report, summary_lines, trace_lines
 from peagle.cli.options import given
@@ -28,7 +28,7 @@ from peagle.cli.settings.shared import (
 from peagle.config import shared_slots
 from peagle.engine.grammar import Grammar, GrammarError
 from peagle.engine.request import check_num_drafts
-from peagle.loading import DEMO, DEMO_EAGLE3, WEIGHTLESS, drafter_path, or_demo, resolve
+from peagle.loading import DEMO, DEMO_EAGLE3, drafter_path, or_demo, resolve
 from peagle.measure.profile import writable
 from peagle.measure.provenance import peak_memory_bytes, provenance
 from peagle.ops import interrupt
@@ -88,6 +88,8 @@ def decode_command(settings: Settings) -> int:
     )
     display.warn(prompts.warnings)
     display.warn(without_effect(settings.sampling, drawn=settings.synthetic_acceptance is not None))
+    if settings.draft_sampling:
+        display.warn([f"--draft-sampling: {DRAFT_SAMPLING}"])
     if settings.show_drafts and display.shows_drafts:
         display.note(f"accepted drafts are {display.drafts_legend}")
     elif settings.show_drafts:
@@ -221,17 +223,11 @@ def _config(settings: Settings, rendering: Rendering, slots: int, pair: Pair | N
         k, adaptive = asked if isinstance(asked, int) else 1, False
     else:
         k, adaptive = pair.num_drafts(asked)
-    if settings.draft_sampling and settings.drafting.drafter in WEIGHTLESS:
-        raise InputError(
-            f"the drafts of {settings.drafting.drafter} have no probabilities to sample from; leave out "
-            "--draft-sampling, or give a drafter with weights"
-        )
     return RunConfig(
         num_speculative_tokens=k,
         adaptive=adaptive,
         max_new_tokens=settings.max_new_tokens,
         sampling=settings.sampling.params(),
-        draft_sampling=settings.draft_sampling,
         synthetic_acceptance=_synthetic(settings, k),
         slots=slots,
         context=settings.context,

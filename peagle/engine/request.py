@@ -18,11 +18,6 @@ GREEDY_BELOW = 1e-5  # the temperature; above it, logits that differ in float32'
 HOTTEST = 1e30  # the temperature: float32 holds it and its reciprocal, by which XLA multiplies
 LARGEST_PENALTY = 2.0  # presence and frequency, as in OpenAI's API
 LARGEST_BIAS = 1e9
-DRAFTS_ARE_GREEDY = (
-    f"draft sampling needs a temperature of {GREEDY_BELOW:g} or more, below which decoding is greedy; give "
-    "--temperature or leave it out"
-)
-
 DEFAULT_CHUNK, GPU_CHUNK = 128, 2048  # prompt tokens of one prefill pass; a GPU multiplies more rows in the same time
 MAX_NUM_DRAFTS = 128  # no acceptance pays for a wider pass
 
@@ -44,7 +39,7 @@ def check_num_drafts(k: int, plain: bool = True, instead: str = "") -> None:
         raise InputError(f"K is {k}; expected {least} to {MAX_NUM_DRAFTS} drafted tokens{instead}")
 
 
-def check_rates(rates: tuple[float, ...] | None, num_drafts: int, draft_sampling: bool) -> None:
+def check_rates(rates: tuple[float, ...] | None, num_drafts: int) -> None:
     """Raise InputError for rates of synthetic acceptance that are impossible or too few."""
     if rates is None:
         return
@@ -53,8 +48,6 @@ def check_rates(rates: tuple[float, ...] | None, num_drafts: int, draft_sampling
             f"synthetic acceptance is {list(rates)}; expected rates between 0 and 1 that never rise: each is a share "
             "of all steps, not of those that accepted the draft before"
         )
-    if draft_sampling:
-        raise InputError("synthetic acceptance ignores the drafts; leave out --draft-sampling")
     if len(rates) < num_drafts:
         raise InputError(
             f"synthetic acceptance has {len(rates)} rates for K = {num_drafts}; expected one for each draft"

@@ -18,7 +18,7 @@ from peagle.engine.grammar import Grammar
 from peagle.engine.handle import Handle
 from peagle.engine.kv_memory import PrefixCacheUse
 from peagle.engine.loop import AnyEngine
-from peagle.engine.request import DEFAULT_CHUNK, DRAFTS_ARE_GREEDY, Request, SamplingParams, check_stop_strings
+from peagle.engine.request import DEFAULT_CHUNK, Request, SamplingParams, check_stop_strings
 from peagle.engine.widths import WidthTable
 from peagle.measure.logprobs import top_2_margin
 from peagle.measure.metrics import first_difference
@@ -42,7 +42,6 @@ class RunConfig:
     adaptive: bool = False
     max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
     sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
-    draft_sampling: bool = False
     synthetic_acceptance: tuple[float, ...] | None = None
     slots: int = 1
     context: int | None = None
@@ -67,7 +66,6 @@ class RunConfig:
             kv_memory_bytes=self.kv_memory_bytes,
             prefix_cache_bytes=self.prefix_cache_bytes if isinstance(self.prefix_cache_bytes, int) else 0,
             blocked=self.blocked and BlockedPrefill(),  # its numbers of blocks depend on the context
-            draft_sampling=self.draft_sampling,
             synthetic_acceptance=self.synthetic_acceptance,
         )
         check_stop_strings(self.stop)
@@ -75,8 +73,6 @@ class RunConfig:
             raise InputError(
                 "blocked prefill takes a whole prompt at once; leave out --prefill-chunk or --prefill blocked"
             )
-        if self.draft_sampling and self.sampling.greedy:
-            raise InputError(DRAFTS_ARE_GREEDY)
         if self.max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {self.max_new_tokens}; expected 1 or more")
         Request((0,), 1, logprobs=self.logprobs)  # check the options of a request
@@ -328,7 +324,6 @@ class _Session:
             adaptive=config.adaptive and k > 0,
             slots=self.slots,
             capacity=self.capacity,
-            draft_sampling=config.draft_sampling and k > 0,
             synthetic_acceptance=config.synthetic_acceptance if k else None,
             chunk=config.prefill_chunk,
             kv_memory_bytes=config.kv_memory_bytes,

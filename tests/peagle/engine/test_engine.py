@@ -592,7 +592,6 @@ def test_outputs_that_are_not_finite_end_their_request_alone() -> None:
         ({"chunk": 0}, "the prefill chunk is 0 tokens; expected 1 or more"),
         ({"capacity": 1}, "context is 1 positions"),
         ({"num_speculative_tokens": 2, "synthetic_acceptance": (0.5,)}, "has 1 rates for K = 2"),
-        ({"num_speculative_tokens": 1, "synthetic_acceptance": (0.5,), "draft_sampling": True}, "ignores the drafts"),
     ],
 )
 def test_engines_that_cannot_be_are_refused(options: dict, message: str) -> None:
