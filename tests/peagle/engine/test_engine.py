@@ -22,6 +22,7 @@ from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError
 from peagle.protocols import Drafter
 from tests.compiling import AS_FOR_USERS
+from tests.peagle.engine.models import fast_target
 from tests.peagle.toys import CONFIG, WINDOW, FixedLogits, MarkovTarget, Scripted, check_whole, decode, tiny_target
 
 CAPACITY, NEW = 96, 60
@@ -43,7 +44,7 @@ def config(k: int, slots: int = 1, **options: object) -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def target():
-    return tiny_target()
+    return fast_target()
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +90,13 @@ def test_greedy_speculation_equals_plain_decoding(target, requests, plain, kind:
     for row, request in enumerate(requests[:2]):
         engine = Engine(target, drafter_of(kind, plain, row), config(k))
         assert run(engine, [request]) == [plain[row]]
+
+
+def test_on_xla_speculation_of_requests_side_by_side_equals_plain_decoding(requests) -> None:
+    """The other tests run on the native kernels, where they are."""
+    target = tiny_target()
+    alone = run(Engine(target, None, config(0)), requests[:2])
+    assert run(Engine(target, NGram(), config(3, slots=2)), requests[:2]) == alone
 
 
 def test_the_oracle_is_accepted_whole_and_the_adversary_never(target, requests, plain) -> None:
