@@ -102,7 +102,7 @@ def check_num_drafts(k: int, plain: bool = True, instead: str = "") -> None:
         raise InputError(message, "num_speculative_tokens")
 
 
-def check_rates(rates: tuple[float, ...] | None, num_drafts: int, draft_sampling: bool) -> None:
+def check_rates(rates: tuple[float, ...] | None, num_drafts: int) -> None:
     """Raise InputError for rates of synthetic acceptance that are impossible or too few."""
     if rates is None:
         return
@@ -112,8 +112,6 @@ def check_rates(rates: tuple[float, ...] | None, num_drafts: int, draft_sampling
             "of all steps, not of those that accepted the draft before",
             "synthetic_acceptance",
         )
-    if draft_sampling:
-        raise InputError("synthetic acceptance ignores the drafts; leave out --draft-sampling", "synthetic_acceptance")
     if len(rates) < num_drafts:
         raise InputError(
             f"synthetic acceptance has {len(rates)} rates for K = {num_drafts}; expected one for each draft",
@@ -310,7 +308,7 @@ class EngineConfig:
     memory, such as 512MB. on: up to a tenth of the free memory; with --kv-memory SIZE, in what requests leave of it.
     auto: on, off for a single request."""
     draft_sampling: Annotated[bool, Flag(SPECULATION)] = False
-    """With a temperature, sample the drafts instead of taking the drafter's most likely tokens."""
+    """No effect: requests with a temperature always draw their drafts."""
     synthetic_acceptance: Annotated[tuple[float, ...] | None, Flag(SPECULATION, "P|P,P", read=read_rates)] = None
     """To time random weights: accept draft i in this share of the steps (one P: P to the power of i), whatever the
     target's logits. The generated text is meaningless."""
@@ -339,7 +337,7 @@ class EngineConfig:
                 "blocked prefill takes a whole prompt at once; leave out --prefill-chunk or --prefill blocked",
                 "prefill",
             )
-        check_rates(self.synthetic_acceptance, 0, self.draft_sampling)
+        check_rates(self.synthetic_acceptance, 0)
 
     @property
     def blocked(self) -> BlockedPrefill | None:

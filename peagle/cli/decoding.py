@@ -16,7 +16,7 @@ from peagle.cli.speculate import Decode
 from peagle.config import EngineConfig, LoadConfig, NumDrafts, SamplingParams, check_num_drafts
 from peagle.engine.grammar import Grammar, GrammarError
 from peagle.engine.resolved import shared_slots
-from peagle.loading import DEMO, DEMO_EAGLE3, WEIGHTLESS, drafter_path, or_demo, resolve
+from peagle.loading import DEMO, DEMO_EAGLE3, drafter_path, or_demo, resolve
 from peagle.measure.profile import writable
 from peagle.measure.provenance import peak_memory_bytes, provenance
 from peagle.ops import interrupt
@@ -169,11 +169,8 @@ def _config(settings: Decode) -> RunConfig:
     k = engine.num_speculative_tokens
     if settings.command == "speculate" and isinstance(k, int):
         check_num_drafts(k, plain=False, instead=" (peagle generate decodes plainly)")
-    if engine.draft_sampling and settings.load.drafter in WEIGHTLESS:
-        raise InputError(
-            f"the drafts of {settings.load.drafter} have no probabilities to sample from; leave out "
-            "--draft-sampling, or give a drafter with weights"
-        )
+    if engine.draft_sampling:
+        say("warning", "--draft-sampling: requests with a temperature always draw their drafts, so this has no effect")
     return RunConfig(
         max_new_tokens=settings.max_new_tokens,
         sampling=settings.sampling,

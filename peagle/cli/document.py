@@ -121,7 +121,6 @@ def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
         "costs": None if run.costs is None else dataclasses.asdict(run.costs),
         "max_new_tokens": config.max_new_tokens,
         **dataclasses.asdict(config.sampling),
-        "draft_sampling": config.engine.draft_sampling,
         "synthetic_acceptance": run.engine.synthetic_acceptance,
         "slots": config.engine.slots,
         "context": config.engine.context,
@@ -246,8 +245,6 @@ def _comparison(run: Run, summary: dict[str, Any], config: RunConfig) -> str:
         return text + " | other tokens (synthetic acceptance)"
     if not differing:
         return text + " | the same tokens"
-    if config.engine.draft_sampling:
-        return text + " | other tokens of the same distribution (--draft-sampling)"
     first = differing[0].first_divergence
     assert first is not None
     which = f"{len(differing)} of {len(compared)} outputs differ, the first" if len(compared) > 1 else "outputs differ"

@@ -4,7 +4,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Literal
 
-from peagle.config import GREEDY_BELOW, SamplingParams, check_num_drafts
+from peagle.config import SamplingParams, check_num_drafts
 from peagle.engine.grammar import CompiledGrammar
 from peagle.ops.errors import InputError
 
@@ -12,11 +12,6 @@ MOST_STOP_TOKENS = 16  # of each slot
 MOST_LOGPROBS = 20  # log-probabilities of the likeliest tokens; the limit of OpenAI's API
 MOST_STOP_STRINGS, LONGEST_STOP_STRING = 64, 1024  # the length in characters
 LARGEST_INDEX = 2**31 - 1
-DRAFTS_ARE_GREEDY = (
-    f"draft sampling needs a temperature of {GREEDY_BELOW:g} or more, below which decoding is greedy; give "
-    "--temperature or leave it out"
-)
-
 FinishReason = Literal["stop", "length", "aborted", "timeout", "error", "handed_off"]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from peagle.config import DEFAULT_CHUNK, EngineConfig, check_rates
-from peagle.engine.request import DRAFTS_ARE_GREEDY, Request
+from peagle.engine.request import Request
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError
 from peagle.ops.row_blocks import padded_length
@@ -61,7 +61,7 @@ class ResolvedConfig(EngineConfig):
             )
         if self.blocked is not None:
             self.blocked.rows(self.context)  # check them
-        check_rates(self.synthetic_acceptance, self.num_speculative_tokens, self.draft_sampling)
+        check_rates(self.synthetic_acceptance, self.num_speculative_tokens)
         if self.role == "decode" and self.prefix_cache:
             raise InputError("an engine that only decodes computes no prompts; leave its prefix cache out")
 
@@ -98,8 +98,6 @@ class ResolvedConfig(EngineConfig):
             raise InputError(f"K is {k} for {request.name}; expected at most {most}, the engine's")
         if k is not None and not self.k_per_request:
             raise InputError("K is set for one request; expected an engine with k_per_request")
-        if self.draft_sampling and request.sampling.greedy:
-            raise InputError(DRAFTS_ARE_GREEDY, "temperature")
 
 
 def shared_slots(slots: int, count: int) -> int:

@@ -17,7 +17,7 @@ from peagle.config import EngineConfig, SamplingParams
 from peagle.engine.handle import Handle
 from peagle.engine.kv_memory import PrefixCacheUse
 from peagle.engine.loop import AnyEngine
-from peagle.engine.request import DRAFTS_ARE_GREEDY, Request
+from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.widths import WidthTable
 from peagle.measure.logprobs import top_2_margin
@@ -45,8 +45,6 @@ class RunConfig(RequestOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.engine.draft_sampling and self.sampling.greedy:
-            raise InputError(DRAFTS_ARE_GREEDY, "draft_sampling")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,7 +289,7 @@ class _Session:
     def _engine(self, num_speculative_tokens: int) -> AnyEngine:
         said = self.config.engine
         if not num_speculative_tokens:  # the baseline
-            said = dataclasses.replace(said, draft_sampling=False, synthetic_acceptance=None)
+            said = dataclasses.replace(said, synthetic_acceptance=None)
         shape = self.pair.resolve(
             said,
             num_speculative_tokens=num_speculative_tokens,

@@ -94,7 +94,7 @@ class Costs:
                 raise InputError(f"{name} is {getattr(self, name)}; expected 1 or more")
         for k in self.step_s:
             if k:
-                check_rates(self.acceptance.get(k, ()), k, draft_sampling=False)
+                check_rates(self.acceptance.get(k, ()), k)
 
     def check_k(self, k: int) -> None:
         """Raise InputError for a K whose steps were not measured."""

@@ -72,8 +72,7 @@ def test_bad_input_is_one_line(
 def test_what_is_measured_runs_on_the_engine_of_this_checkout() -> None:
     measured = Measured("demo", "")
     assert measured.one(1, 0, 5, 4)["tok_per_s"] > 0
-    assert set(measured.many(2, 0, 5, 4)) == {"tok_per_s", "last_first_token_s"}
-    assert measured.turn(70, 5)["ttft_s"] > 0
+    assert set(measured.many(1, 0, 5, 4)) == {"tok_per_s", "last_first_token_s"}
     scarce = measured.memory(4, 150, 400, 50, 0.5)
     assert scarce["scarce_tok_per_s"] > 0
     with pytest.raises(InputError, match="raise --kv-memory"):

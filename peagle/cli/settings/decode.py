@@ -168,14 +168,7 @@ class SpeculateSettings(DecodeSettings):
     command: ClassVar[str] = "speculate"
     logprobs: ClassVar[int | None] = None
     drafting: DraftOptions = DraftOptions()
-    draft_sampling: Annotated[
-        bool,
-        Option(
-            "--draft-sampling",
-            rich_help_panel=SPECULATION,
-            help="With a temperature, sample the drafts instead of taking the drafter's most likely tokens.",
-        ),
-    ] = False
+    draft_sampling: Annotated[bool, Option("--draft-sampling", hidden=True)] = False  # of earlier versions: no effect
     synthetic_acceptance: Annotated[
         str | None,
         Option(

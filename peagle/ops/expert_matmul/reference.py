@@ -153,7 +153,7 @@ def grouped(
         def of_its_rows(out: jax.Array) -> jax.Array:
             through = _prepared(expert, x.dtype, limit)
 
-            def one_block(block: jax.Array, out: jax.Array) -> jax.Array:
+            def one_block(block: jax.Array | int, out: jax.Array) -> jax.Array:
                 # A last block's surplus rows are the next expert's, which overwrites them, or beyond what is read.
                 start = begin + block * BLOCK_ROWS
                 block_rows = x[jax.lax.dynamic_slice_in_dim(row_of, start, BLOCK_ROWS)]

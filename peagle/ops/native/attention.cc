@@ -279,10 +279,13 @@ Group Gather(const Attention& op, int64_t pair, int64_t begin, int64_t end, Scra
 Places PlacesFrom(const Attention& op, const Group& group, int64_t position) {
   Places places;
   int64_t index = std::clamp(position, group.oldest, group.newest), at = op.At(group.sequence, index);
+  int64_t left = op.page_size - index % op.page_size;  // counted down: a division for each position takes as long as it
   for (int64_t i = 0; i < kStretch; ++i) {
     const int64_t next = std::clamp(position + i, group.oldest, group.newest);
-    // neighbours within a page lie one behind the other
-    if (next != index) at = next % op.page_size == 0 ? op.At(group.sequence, next) : at + op.kv_heads;
+    if (next != index) {
+      at += op.kv_heads;  // neighbours within a page lie one behind the other
+      if (--left == 0) at = op.At(group.sequence, next), left = op.page_size;
+    }
     index = next;
     places.at[i] = (at + group.kv_head) * op.head_dim;
   }

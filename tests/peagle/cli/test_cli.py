@@ -159,6 +159,7 @@ def test_a_table_that_never_drafts_is_told(cli: Run, toy: Pair) -> None:
         (["--date", "2024-01-01"], None),
         (["--raw-prompt", "--date", "2024-01-01"], "--date: no effect, since raw prompts do not show it"),
         (["--show-drafts"], "--show-drafts has no effect: the text does not go to a terminal"),
+        (["--draft-sampling"], "--draft-sampling: draft sampling has no effect: requests with a temperature always"),
     ],
 )
 def test_an_option_without_effect_is_named_in_a_line(cli: Run, options: list[str], warning: str | None) -> None:
@@ -506,7 +507,6 @@ def refused(result: tuple[int, str, str], *parts: str) -> None:
         (["--min-tokens", "-1", "Hi"], ["--min-tokens is -1"]),
         (["--prefill-chunk", "0", "Hi"], ["--prefill-chunk is 0"]),
         (["--seed", str(2**64), "Hi"], [f"--seed is {2**64}", "64 bits"]),
-        (["--draft-sampling", "--temperature", "1", "Hi"], ["no probabilities"]),
         (["--date", "today", "Hi"], ["--date is 'today'", "YYYY-MM-DD"]),
         (["--reasoning-effort", "huge", "Hi"], ["huge"]),
         (["--dtype", "int4", "Hi"], ["int4"]),

@@ -22,7 +22,7 @@ PROVENANCE = {"time", "command", "git", "python", "packages", "platform", "cpu",
 CONFIG = {
     "command", "target", "drafter", "num_speculative_tokens", "adaptive", "costs", "max_new_tokens", "temperature",
     "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
-    "min_tokens", "draft_sampling", "synthetic_acceptance", "prefill_chunk", "prefill", "kv_memory_bytes",
+    "min_tokens", "synthetic_acceptance", "prefill_chunk", "prefill", "kv_memory_bytes",
     "prefix_cache_bytes",
     "retain_full_kv", "seed", "slots", "context", "capacity", "dtype", "experts", "kernels", "mesh", "aux_layers",
     "draft_vocab", "drafter_window", "baseline", "ignore_eos", "logprobs", "grammar", "raw_prompt", "special_tokens",

@@ -1,6 +1,7 @@
 """A small pair with windows in both models, and what its pages hold of a sequence."""
 
 import functools
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from peagle.engine.executor import chunk_plan
 from peagle.engine.pages import PageTable
 from peagle.engine.request import Request, StepRecord, TokenLogprobs
 from peagle.engine.resolved import ResolvedConfig
+from peagle.ops import native
 from peagle.ops.attention import PAGE_SIZE
 from target.load import load_target, save_target
 from target.model import GptOss
@@ -22,6 +24,7 @@ from tests.drafter.cases import random_params as random_drafter
 from tests.peagle.toys import CONFIG as TARGET
 from tests.peagle.toys import WINDOW, drafter_config, tiny_target
 
+FAST = "native float32" if native.available() else "float32"
 DRAFTER = drafter_config(num_layers=2, windows=(WINDOW, None))  # as the target's layers
 TOKENS = tuple(np.random.default_rng(8).integers(0, TARGET.vocab_size, 400).tolist())
 Answer = tuple[list[int], list[StepRecord], list[TokenLogprobs]]
@@ -43,6 +46,13 @@ def models(kind: str, root: Path) -> Models:
     loaded = load_target(directory / "target", dtype=dtype, implementation=implementation)
     params, config = load_drafter(directory / "drafter", dtype, implementation=implementation)
     return Models(GptOss(loaded.params, loaded.config, (0, 1)), PEagle(params, config))
+
+
+@functools.cache
+def fast_target() -> GptOss:
+    """Make `tiny_target` in the kernels' layout where they run: XLA compiles the calls of kernels in less time."""
+    with tempfile.TemporaryDirectory() as directory:
+        return models(FAST, Path(directory)).target.replace(aux_layer_ids=())
 
 
 def engine_of(pair: Models, k: int = 3, capacity: int = 256, **options: object) -> Engine:

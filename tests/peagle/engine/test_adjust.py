@@ -22,7 +22,8 @@ from peagle.engine.step import StepKind, StepOutput
 from peagle.measure.logprobs import output_logprobs
 from peagle.ops.errors import InputError
 from target.model import forward
-from tests.peagle.toys import CONFIG, check_whole, tiny_target
+from tests.peagle.engine.models import fast_target
+from tests.peagle.toys import CONFIG, check_whole
 
 V, CAPACITY, NEW, K = CONFIG.vocab_size, 96, 40, 3
 run_adjust, emitted_after = jax.jit(adjust), jax.jit(Adjustments.emitted)
@@ -40,7 +41,7 @@ STOPS = (1, 4)
 
 @pytest.fixture(scope="module")
 def target() -> Any:
-    return tiny_target()
+    return fast_target()
 
 
 def engine_of(target: Any, k: int, slots: int = 1, **options: Any) -> Engine:

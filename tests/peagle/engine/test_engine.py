@@ -23,6 +23,7 @@ from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError
 from peagle.protocols import Drafter
 from tests.compiling import AS_FOR_USERS
+from tests.peagle.engine.models import fast_target
 from tests.peagle.toys import CONFIG, WINDOW, FixedLogits, MarkovTarget, Scripted, check_whole, decode, tiny_target
 
 CAPACITY, NEW = 96, 60
@@ -44,7 +45,7 @@ def config(k: int, slots: int = 1, **options: object) -> ResolvedConfig:
 
 @pytest.fixture(scope="module")
 def target():
-    return tiny_target()
+    return fast_target()
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +91,13 @@ def test_greedy_speculation_equals_plain_decoding(target, requests, plain, kind:
     for row, request in enumerate(requests[:2]):
         engine = Engine(target, drafter_of(kind, plain, row), config(k))
         assert run(engine, [request]) == [plain[row]]
+
+
+def test_on_xla_speculation_of_requests_side_by_side_equals_plain_decoding(requests) -> None:
+    """The other tests run on the native kernels, where they are."""
+    target = tiny_target()
+    alone = run(Engine(target, None, config(0)), requests[:2])
+    assert run(Engine(target, NGram(), config(3, slots=2)), requests[:2]) == alone
 
 
 def test_the_oracle_is_accepted_whole_and_the_adversary_never(target, requests, plain) -> None:
@@ -593,7 +601,6 @@ def test_outputs_that_are_not_finite_end_their_request_alone() -> None:
         ({"chunk": 0}, "the prefill chunk is 0 tokens; expected 1 or more"),
         ({"capacity": 1}, "context is 1 positions"),
         ({"num_speculative_tokens": 2, "synthetic_acceptance": (0.5,)}, "has 1 rates for K = 2"),
-        ({"num_speculative_tokens": 1, "synthetic_acceptance": (0.5,), "draft_sampling": True}, "ignores the drafts"),
     ],
 )
 def test_engines_that_cannot_be_are_refused(options: dict, message: str) -> None:

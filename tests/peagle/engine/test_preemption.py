@@ -11,7 +11,7 @@ from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops import native
 from peagle.ops.errors import InputError
-from tests.peagle.engine.models import TOKENS, Models, answer_of, ask, engine_of, models
+from tests.peagle.engine.models import TOKENS, Models, answer_of, ask, engine_of, fast_target, models
 from tests.peagle.toys import MarkovTarget, check_whole, decode, tiny_target
 
 K, CAPACITY = 3, 256
@@ -77,7 +77,7 @@ def test_requests_with_memory_for_a_third_get_what_they_get_alone(pair: Models, 
 
 
 def test_n_grams_go_on_with_all_their_tokens() -> None:
-    target = tiny_target()
+    target = fast_target()
     page = sum(KVMemory(target, NGram(), ResolvedConfig(K)).page_bytes)
     some = requests(5)
     expected = [decode(Engine(target, NGram(), ResolvedConfig(K, 1, CAPACITY)), [request]) for request in some]

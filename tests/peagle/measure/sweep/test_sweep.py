@@ -679,13 +679,6 @@ def test_two_processes_do_not_write_to_one_run(
     assert "is being written by another run" in capsys.readouterr().err
 
 
-def test_plan_and_samples_survive_their_files(finished: Folder) -> None:
-    again = open_run(finished.path)
-    assert again.plan == finished.plan
-    assert again.samples() == finished.samples()
-    assert all(dataclasses.is_dataclass(sample) for sample in again.samples())
-
-
 def test_buckets_of_prompts(finished: Folder) -> None:
     plan = dataclasses.replace(finished.plan, buckets=(4, 16))
     assert [plan.bucket(n) for n in (1, 3, 4, 15, 16, 99)] == ["0..3", "0..3", "4..15", "4..15", "16..", "16.."]
