@@ -33,8 +33,6 @@ from drafter.dialects import (
     parse_config,
     render_config,
 )
-from drafter.dialects import is_drafter_config as is_drafter_config
-from drafter.dialects import named_aux_layers as named_aux_layers
 from drafter.params import DrafterParams, LayerParams
 from peagle.ops.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from peagle.ops.errors import InputError, InputWarning

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from drafter.config import DrafterConfig
-from drafter.load import doubtful_map, is_drafter_config, named_aux_layers
-from drafter.load import parse_config as parse_drafter
+from drafter.dialects import is_drafter_config, named_aux_layers
+from drafter.dialects import parse_config as parse_drafter
+from drafter.load import doubtful_map
 from drafter.load import weight_bytes as drafter_weight_bytes
 from drafter.model import cache_groups as drafter_groups
 from drafter.trained import recorded_coverage

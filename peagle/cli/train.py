@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from drafter.config import DrafterConfig
-from drafter.load import Dialect, sort_aux_layers
+from drafter.dialects import Dialect
+from drafter.load import sort_aux_layers
 from drafter.params import DrafterParams
 from drafter.train.batches import Batches
 from drafter.train.cod import Cod

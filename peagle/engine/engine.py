@@ -20,6 +20,7 @@ while the target verifies them. Whole steps of the other requests alternate with
 
 import collections
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -473,7 +474,7 @@ class Engine(AnyEngine):
             return
         plan = self._plan(batch)
         result = self.executor.steps(plan, self._cost(), batch.count, batch.kind)
-        self._sent(action, result, batch, len(plan), sent_s)
+        self._sent(action, result, batch, self.batches.by_row(batch.rows, len(plan)), sent_s)
 
     def _cut_step(self, action: Steps) -> Chunks:
         """Run a step of all requests, with masks for those that have a grammar; return the chunks read meanwhile."""
@@ -491,7 +492,7 @@ class Engine(AnyEngine):
         if verified.is_ready():  # type: ignore[attr-defined]
             self.times.gap_s += time.perf_counter() - read_s
         result = self.executor.accept_and_commit(plan, self._cost(), masks, counts, batch.kind)
-        self._sent(action, result, batch, len(plan), sent_s)
+        self._sent(action, result, batch, requests, sent_s)
         return chunks
 
     def _sending(self) -> float:
@@ -501,13 +502,21 @@ class Engine(AnyEngine):
         return now
 
     def _next_batch(self, action: Steps) -> StepBatch | None:
-        """Choose the next steps and reserve their pages; None: no request kept its pages."""
+        """Choose the next steps and reserve their pages; None: no request kept its pages.
+
+        If there are too few pages, the dispatch has one step, and then requests are preempted.
+        """
 
         def choose(count: int) -> StepBatch:
             drafts = self.widths.at(self._scheduler.num_active)
             return self.batches.choose(self._scheduler.decoding, drafts, action.cut, count)
 
-        batch = choose(self._reserve_steps(choose(action.count)))  # without those that lost their pages
+        batch = choose(action.count)
+        for count in (action.count, 1):
+            if self._reserve_steps(batch, count):
+                return dataclasses.replace(batch, count=count) if batch.rows else None
+        self._make_room(batch)
+        batch = choose(1)  # without those that lost their pages
         return batch if batch.rows else None
 
     def _plan(self, batch: StepBatch) -> np.ndarray:
@@ -527,11 +536,17 @@ class Engine(AnyEngine):
         """Return a drafted step's cost in plain steps at this load, if it was measured."""
         return self.widths.cost(self._scheduler.num_active) or 0.0
 
-    def _sent(self, action: Steps, result: jax.Array, batch: StepBatch, size: int, sent_s: float) -> None:
+    def _sent(
+        self,
+        action: Steps,
+        result: jax.Array,
+        batch: StepBatch,
+        requests: tuple[Handle | None, ...],
+        sent_s: float,
+    ) -> None:
         ahead = batch.count * (batch.kind.num_drafts + 1)
         for _, handle in batch.rows:
             handle.ahead += ahead
-        requests = self.batches.by_row(batch.rows, size)
         num_drafts = batch.kind.num_drafts
         self._in_flight.append(InFlight(action, result, requests, sent_s, True, num_drafts, ahead, batch.count))
 
@@ -547,19 +562,18 @@ class Engine(AnyEngine):
 
     # --- pages ------------------------------------------------------------------------------------------------------
 
-    def _reserve_steps(self, batch: StepBatch) -> int:
-        """Give requests the pages that a dispatch of steps may fill; return how many steps it may have.
+    def _reserve_steps(self, batch: StepBatch, count: int) -> bool:
+        """Give requests the pages that so many steps may fill; return whether all of them have theirs."""
+        return all(
+            self.pages.reserve(handle, self.pages.reach(handle, count, batch.kind.num_drafts))
+            for _, handle in batch.rows
+        )
 
-        If there are too few, it has one step, and then requests are preempted, the latest first.
-        """
-        for steps in (batch.count, 1):
-            reach = [self.pages.reach(handle, steps, batch.kind.num_drafts) for _, handle in batch.rows]
-            if all(self.pages.reserve(handle, end) for (_, handle), end in zip(batch.rows, reach, strict=True)):
-                return steps
+    def _make_room(self, batch: StepBatch) -> None:
+        """Give requests the pages of one step, the earliest first, those of the latest if need be."""
         for _, handle in sorted(batch.rows, key=lambda row: row[1].number):
             if handle.table is not None:
                 self._reserve(handle, self.pages.reach(handle, 1, batch.kind.num_drafts))
-        return 1
 
     def _reserve(self, handle: Handle, num_tokens: int) -> bool:
         """Give a request pages for its first tokens, those of later requests if need be; return whether it has them.

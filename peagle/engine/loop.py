@@ -2,8 +2,8 @@
 
 `AnyEngine.add`, `abort`, `run`, `follow` and `warm_up` are thread-safe. There is no thread of its own: one of those
 that wait has the turn, runs iterations of the loop, and puts the chunks of all requests into their inboxes. A thread
-between them would cost a step of a small model a tenth of its time. A server drives the loop from one thread
-(peagle.serve.loop).
+between them leaves .86 of the demo's speed if a dispatch has one step (.62 to 1.27 in 25 rounds on two cores), and
+costs nothing that can be measured if it has 24. A server drives the loop from one thread (peagle.serve.loop).
 """
 
 import abc

@@ -1,4 +1,4 @@
-"""Turn logits into probabilities and tokens, per row, for both sides of the acceptance ratio."""
+"""Turn logits into probabilities and tokens, per row; target and drafter draw by the same keys."""
 
 import flax.struct
 import jax

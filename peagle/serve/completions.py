@@ -113,8 +113,8 @@ class CompletionFormatter(ChoicesFormatter):
             "text_offset": list(map(str, places)),
         }
 
-    def _best(self, found: TokenLogprobs) -> str:
-        values = {self._written(token): number(value) for token, value in found.best}  # texts may be equal
+    def _best(self, entry: TokenLogprobs) -> str:
+        values = {self._written(token): number(value) for token, value in entry.best}  # texts may be equal
         return f"{{{', '.join(f'{text}: {value}' for text, value in values.items())}}}"
 
 

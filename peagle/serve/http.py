@@ -85,35 +85,35 @@ def parse(kind: type[Kind], body: bytes, context: int | None = None) -> Kind:
     context: its positions. More messages, calls and parts than it can hold are refused before they are looked at.
     """
     try:
-        given = pydantic_core.from_json(body)
+        fields = pydantic_core.from_json(body)
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}; expected an object in UTF-8") from None
-    if not isinstance(given, dict):
-        raise ApiError(400, f"the body is {brief(given)}; expected a JSON object")
+    if not isinstance(fields, dict):
+        raise ApiError(400, f"the body is {brief(fields)}; expected a JSON object")
     if context is not None:
-        _check_count(given, context)
-    return validated(kind, given)
+        _check_count(fields, context)
+    return validated(kind, fields)
 
 
-def _check_count(given: dict[str, Any], context: int) -> None:
+def _check_count(fields: dict[str, Any], context: int) -> None:
     """Raise ApiError for more ids, messages, calls and parts than so many positions can hold, and too many tools.
 
     To check the type of each takes seconds, in the thread that encodes everybody's texts.
     """
     limits = {"prompt": max(context, MOST_PROMPTS), "tokens": context, "tools": MOST_TOOLS}
     for name, most in limits.items():
-        items = given.get(name)
-        for each in (items, *(items if isinstance(items, list) else ())):  # prompts may be lists in a list
-            if isinstance(each, list) and len(each) > most:
+        items = fields.get(name)
+        for prompt in (items, *(items if isinstance(items, list) else ())):  # prompts may be lists in a list
+            if isinstance(prompt, list) and len(prompt) > most:
                 code = None if name == "tools" else "context_length_exceeded"
-                raise ApiError(400, f"{name} has {len(each)} items; expected at most {most}", name, code)
+                raise ApiError(400, f"{name} has {len(prompt)} items; expected at most {most}", name, code)
     most = max(1, context // TOKENS_OF_A_MESSAGE)
     for name, lists in LISTS.items():
-        items = given.get(name)
+        items = fields.get(name)
         if not isinstance(items, list):
             continue
         inner = (item[key] for item in items if isinstance(item, dict) for key in lists if key in item)
-        count = len(items) + sum(len(each) for each in inner if isinstance(each, list))
+        count = len(items) + sum(len(parts) for parts in inner if isinstance(parts, list))
         if count > most:
             things = "items" if name == "input" else "messages, calls"
             message = f"{count} {things} and parts are given; expected at most {most}, since the context holds"

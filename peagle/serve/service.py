@@ -37,7 +37,7 @@ from peagle.serve.types import (
 DEFAULT_MAX_BODY = DEFAULT_MAX_UNSENT = 4_000_000
 POLL_S = 0.02
 GRAMMAR_PATIENCE_S = 10.0  # beyond it a grammar is refused
-Found = TypeVar("Found")
+Returned = TypeVar("Returned")
 Kind = TypeVar("Kind", ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody)
 
 
@@ -74,7 +74,7 @@ class Service:
         self.metrics, self.refusals = Metrics(self.loop, self.model), Refusals(self.log)
         self.unsent = Unsent(self.metrics.unsent, self.metrics.cut, self.max_unsent)
 
-    async def encode(self, function: Callable[..., Found], *arguments: Any) -> Found:
+    async def encode(self, function: Callable[..., Returned], *arguments: Any) -> Returned:
         """Call a function outside of the event loop: it uses the tokenizer, or takes long for a large body."""
         return await asyncio.get_running_loop().run_in_executor(self._encoding, function, *arguments)
 
@@ -105,20 +105,20 @@ class Service:
 
     async def parse(self, kind: type[Kind], body: bytes) -> Kind:
         """Read a body outside of the event loop, and refuse another model (`peagle.serve.http.parse`)."""
-        found = await self.encode(parse, kind, body, self.builder.context)
-        self.check_model(found.model)
-        return found
+        read = await self.encode(parse, kind, body, self.builder.context)
+        self.check_model(read.model)
+        return read
 
     async def prompt_logprobs(self, requests: Sequence[Request]) -> list[list[TokenLogprobs]]:
         """Compute the log-probabilities of each request's prompt (`RequestBuilder.prompt_logprobs`)."""
-        found: dict[tuple[int, ...], list[TokenLogprobs]] = {}
+        by_prompt: dict[tuple[int, ...], list[TokenLogprobs]] = {}
         for request in requests:
             self.loop.engine.check(request)
-            if request.prompt_ids not in found:
-                found[request.prompt_ids] = await self.loop.run(
+            if request.prompt_ids not in by_prompt:
+                by_prompt[request.prompt_ids] = await self.loop.run(
                     functools.partial(self.builder.prompt_logprobs, request)
                 )
-        return [found[request.prompt_ids] for request in requests]
+        return [by_prompt[request.prompt_ids] for request in requests]
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for another model than the one that is served."""
@@ -181,9 +181,9 @@ class Service:
         self.log.info(dumps(line))
 
 
-def in_daemon(function: Callable[..., Found], *arguments: Any) -> concurrent.futures.Future[Found]:
+def in_daemon(function: Callable[..., Returned], *arguments: Any) -> concurrent.futures.Future[Returned]:
     """Call a function in a thread that nobody waits for when the process ends."""
-    future: concurrent.futures.Future[Found] = concurrent.futures.Future()
+    future: concurrent.futures.Future[Returned] = concurrent.futures.Future()
 
     def run() -> None:
         try:

@@ -59,6 +59,13 @@ class Case:
     over_figure: str = "tok_per_s"
     alone: bool = False
 
+    def text(self, figure: Json | None) -> str:
+        """Format the median of its figure: tokens a second, or seconds as milliseconds; empty if there is none."""
+        if figure is None:
+            return ""
+        is_rate = self.figure.endswith("per_s")
+        return f"{figure['median']:,.0f}" if is_rate else f"{figure['median'] * 1e3:.1f} ms"
+
     def ratio(self, model: str, number: int, lines: Mapping[Key, Json]) -> float | None:
         """Divide a round's figure by what it is compared with; None if that was not measured."""
         side = NOW if self.over else BEFORE
@@ -121,29 +128,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def bench(options: argparse.Namespace, typed: Sequence[str]) -> int:
     """Check everything before anything runs, then measure."""
-    chosen = vars(options)
-    out, before, rounds = chosen["out"], chosen["before"], chosen["rounds"]
-    expect_new(out)
-    if before is not None and not (before / "peagle").is_dir():
-        raise InputError(f"--before {before} has no peagle/; expected a checkout of this project")
-    wanted = [case for case in cases(chosen["long"]) if case.name.startswith(chosen["only"])]
-    if chosen["skip"] is not None:
-        wanted = [case for case in wanted if chosen["skip"] not in case.name]
-    if rounds < 1 or not wanted:
+    expect_new(options.out)
+    if options.before is not None and not (options.before / "peagle").is_dir():
+        raise InputError(f"--before {options.before} has no peagle/; expected a checkout of this project")
+    chosen = [case for case in cases(options.long) if case.name.startswith(options.only)]
+    if options.skip is not None:
+        chosen = [case for case in chosen if options.skip not in case.name]
+    if options.rounds < 1 or not chosen:
         raise InputError("expected --rounds of 1 or more, and --only to begin a case's name")
-    raw, progress = RawLines(out), Progress()
-    roots = {NOW: ROOT} | ({BEFORE: before.resolve()} if before else {})
-    for target in chosen["targets"]:
-        raw.extend(measure(target, roots, wanted, rounds, progress))
+    raw, progress = RawLines(options.out), Progress()
+    roots = {NOW: ROOT} | ({BEFORE: options.before.resolve()} if options.before else {})
+    for target in options.targets:
+        raw.extend(measure(target, roots, chosen, options.rounds, progress))
     progress.end()
-    record: Json = {"schema": 1, "provenance": origin("scripts.bench", typed), "config": {"rounds": rounds}}
-    record |= {"figures": figures(raw.lines, wanted)}
-    write_run(out, record, page(record))
+    record: Json = {"schema": 1, "provenance": origin("scripts.bench", typed), "config": {"rounds": options.rounds}}
+    record |= {"figures": figures(raw.lines, chosen)}
+    write_run(options.out, record, page(record, chosen))
     return 0
 
 
 def measure(
-    target: str, roots: dict[str, Path], wanted: Sequence[Case], rounds: int, progress: Progress
+    target: str, roots: dict[str, Path], chosen: Sequence[Case], rounds: int, progress: Progress
 ) -> Iterator[Json]:
     """Yield a line per measurement of one target. Round 0 warms up; it is kept for what compiles once."""
     name = target if target == DEMO else Path(target).name
@@ -154,23 +159,23 @@ def measure(
             progress(f"{name}: {side} loads")
             command = [sys.executable, worker, target, "" if target == DEMO else "ngram"]
             children[side] = running.enter_context(Child(f"{name}, {side}", command, root))
-        progress.begin((rounds + 1) * len(wanted))
+        progress.begin((rounds + 1) * len(chosen))
         for number in range(rounds + 1):
-            for case in wanted:
+            for case in chosen:
                 progress.part(f"{name}, {case.name}")
                 for side in rotated(list(children), number):
                     if side == NOW or not case.alone:
-                        found = children[side].call(case.call, **case.arguments)
-                        yield {"model": name, "case": case.name, "side": side, "round": number, **found}
+                        line = {"model": name, "case": case.name, "side": side, "round": number}
+                        yield line | children[side].call(case.call, **case.arguments)
 
 
-def figures(lines: Sequence[Json], wanted: Sequence[Case]) -> Json:
+def figures(lines: Sequence[Json], chosen: Sequence[Case]) -> Json:
     """Take spreads over rounds: of each figure, and of its ratio within a round."""
     by_key = {(line["model"], line["case"], line["side"], line["round"]): line for line in lines}
     rounds = sorted({line["round"] for line in lines})
     result: Json = {}
     for model in dict.fromkeys(line["model"] for line in lines):
-        for case in wanted:
+        for case in chosen:
             timed = rounds[:1] if case.call == "warm_up" else rounds[1:]
             values = {
                 side: [
@@ -184,10 +189,9 @@ def figures(lines: Sequence[Json], wanted: Sequence[Case]) -> Json:
     return result
 
 
-def page(record: Json) -> list[Block]:
+def page(record: Json, chosen: Sequence[Case]) -> list[Block]:
     """Lay out README.md of the run."""
     source = record["provenance"]
-    over = {case.name: case.over for case in cases(0)}
     blocks: list[Block] = [
         heading("The engine", 1),
         f"`{source['command']}`; {where(source)}.",
@@ -195,29 +199,19 @@ def page(record: Json) -> list[Block]:
         "and the greatest. The checkouts take turns; ratios are taken within a round: this checkout over the other, or "
         "over the row that the table names. Tokens a second, or milliseconds.",
     ]
-    for model, found in record["figures"].items():
+    for model, by_case in record["figures"].items():
         rows = [
             (
-                name,
-                _figure(name, figure[NOW]),
-                _figure(name, figure[BEFORE]) if BEFORE in figure else "",
-                spread_text(figure["ratio"], ".2f") if "ratio" in figure else "",
-                _over(name, over),
+                case.name,
+                case.text(by_case[case.name].get(NOW)),
+                case.text(by_case[case.name].get(BEFORE)),
+                spread_text(by_case[case.name]["ratio"], ".2f") if "ratio" in by_case[case.name] else "",
+                "all of the memory" if case.over == case.name else case.over or "",
             )
-            for name, figure in found.items()
+            for case in chosen
         ]
         blocks += [heading(model, 2), Table(("case", "now", "before", "ratio", "over the row"), rows)]
     return blocks
-
-
-def _over(name: str, over: Mapping[str, str | None]) -> str:
-    row = over.get(name) or ""
-    return "all of the memory" if row == name else row
-
-
-def _figure(name: str, figure: Json) -> str:
-    in_seconds = "first token" in name or "second turn" in name or "warm-up" in name
-    return f"{figure['median'] * 1e3:.1f} ms" if in_seconds else f"{figure['median']:,.0f}"
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ class Measured:
     def __init__(self, target: str, drafter: str) -> None:
         self._pair = peagle.load() if target == "demo" else peagle.load(target, drafter or None)
         self._vocab_size = self._pair.plain_target.vocab_size
+        self._num_turns = 0
 
     def describe(self) -> dict[str, Any]:
         return {"kernels": self._pair.kernels}
@@ -40,8 +41,8 @@ class Measured:
     def turn(self, history: int, question: int) -> dict[str, float]:
         """Answer a second turn that repeats a first one: time to its first token."""
         engine = self._engine(1, 0, history + 2 * question, prefix_cache_bytes=1 << 28)
-        self._serial = getattr(self, "_serial", 0) + 1  # other tokens than those of the rounds before
-        first = self._prompt(history, 1000 + self._serial)
+        self._num_turns += 1
+        first = self._prompt(history, 1000 + self._num_turns)  # other tokens than those of the rounds before
         list(engine.generate([Request(first, 2, stop_token_ids=())]))
         started = time.perf_counter()
         chunks = engine.generate([Request(first + self._prompt(question, 0), 2, stop_token_ids=())])
@@ -53,14 +54,14 @@ class Measured:
     def memory(self, requests: int, least: int, most: int, new: int, frac: float) -> dict[str, float]:
         """Decode requests of least to most tokens with kv memory for all of their contexts, and for `frac` of it."""
         lengths = np.exp(np.random.default_rng(1).uniform(np.log(least), np.log(most), requests)).astype(int)
-        asked = [(int(length) - new, new) for length in lengths]
+        shapes = [(int(length) - new, new) for length in lengths]
         whole = self._engine(requests, 0, most + 64)
         token_bytes = sum(whole.memory.num_bytes) / whole.memory.num_tokens
         scarce = self._engine(requests, 0, most + 64, kv_memory_bytes=int(frac * token_bytes * lengths.sum()))
         before = scarce.num_preemptions
         figures = {}
         for name, engine in (("tok_per_s", whole), ("scarce_tok_per_s", scarce)):
-            _, _, total_s, count = self._run(engine, asked)
+            _, _, total_s, count = self._run(engine, shapes)
             figures[name] = count / total_s
         return figures | {"preemptions": scarce.num_preemptions - before}
 
@@ -79,11 +80,11 @@ class Measured:
     def _prompt(self, length: int, seed: int) -> tuple[int, ...]:
         return tuple(np.random.default_rng(seed).integers(5, self._vocab_size - 5, length).tolist())
 
-    def _run(self, engine: Any, asked: list[tuple[int, int]]) -> tuple[float, float, float, int]:
+    def _run(self, engine: Any, shapes: list[tuple[int, int]]) -> tuple[float, float, float, int]:
         """Decode (prompt, new) tokens each; return (last and first first token, all, tokens)."""
         requests = [
             Request(self._prompt(prompt, index), new, stop_token_ids=(), index=index)
-            for index, (prompt, new) in enumerate(asked)
+            for index, (prompt, new) in enumerate(shapes)
         ]
         first: dict[int, float] = {}
         started, count = time.perf_counter(), 0

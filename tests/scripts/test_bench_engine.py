@@ -27,13 +27,13 @@ def test_figures_are_of_the_rounds_after_the_first_and_ratios_of_one_round() -> 
         lines += [line("one", NOW, number, tok_per_s=now), line("one", BEFORE, number, tok_per_s=before)]
         lines += [line("two at once", NOW, number, tok_per_s=two)]
         lines += [line("little memory", NOW, number, tok_per_s=10.0, scarce=8.0)]
-    found = engine.figures(lines, [ONE, BOTH, SCARCE, WARM])["demo"]
-    assert found["one"][NOW] == {"median": 20, "lowest": 10, "highest": 30}
-    assert found["one"]["ratio"] == {"median": 2, "lowest": 1, "highest": 3}
-    assert found["two at once"]["ratio"] == {"median": 1.5, "lowest": 1, "highest": 2}
-    assert BEFORE not in found["two at once"]
-    assert found["little memory"]["ratio"]["median"] == 0.8
-    assert found["warm-up"]["ratio"]["median"] == 0.5
+    figures = engine.figures(lines, [ONE, BOTH, SCARCE, WARM])["demo"]
+    assert figures["one"][NOW] == {"median": 20, "lowest": 10, "highest": 30}
+    assert figures["one"]["ratio"] == {"median": 2, "lowest": 1, "highest": 3}
+    assert figures["two at once"]["ratio"] == {"median": 1.5, "lowest": 1, "highest": 2}
+    assert BEFORE not in figures["two at once"]
+    assert figures["little memory"]["ratio"]["median"] == 0.8
+    assert figures["warm-up"]["ratio"]["median"] == 0.5
 
 
 def test_without_another_checkout_figures_have_no_ratio() -> None:

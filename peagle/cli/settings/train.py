@@ -246,7 +246,7 @@ class TrainSettings:
             rich_help_panel=LEARNING,
             help="cross_entropy: with the token in the data; soft_cross_entropy or kl: with the target's distribution; "
             "half: half soft_cross_entropy, half cross-entropy with the target's best token; total_variation: the "
-            "rejection rate of drafts sampled at temperature 1, to be used with --init.",
+            "distance of the two distributions at temperature 1, to be used with --init.",
         ),
     ] = "half"
     optimizer: Annotated[

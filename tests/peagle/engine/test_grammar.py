@@ -66,7 +66,7 @@ GRAMMARS = {
     "gbnf": Grammar.lark('root ::= "x" ("12" | "ba")+ "."?'.replace('"."', '":"')),
 }
 HARD = SamplingParams(0.9, top_p=0.95, seed=7, repetition_penalty=1.3, logit_bias=((STOP, 3.0),), min_tokens=4)
-HOT = SamplingParams(1.3, seed=2)
+HOT = SamplingParams(1.3, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +291,7 @@ def test_an_answer_is_a_text_of_the_grammar_and_that_of_constrained_plain_decodi
             auto = {"adaptive": True, "widths": WidthTable({1: 3, 2: 0}, {1: 1.5, 2: 1.5})}
             assert run(engine_of(target, 3, [*prompt, *expected], **auto), [request])[0] == [expected]
     assert ended >= 3
-    assert accepted > 10
+    assert accepted > 20
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def requests(number: int, logprobs: int | None = None) -> list[Request]:
 def test_requests_with_memory_for_a_third_get_what_they_get_alone(pair: Models, kept: int, steps: int) -> None:
     """Tokens, steps and log-probabilities; they were interrupted in the midst of prompts and of answers."""
     alone = engine_of(pair)
-    some = requests(7, logprobs=2)
+    some = requests(8, logprobs=2)
     expected = [answer_of(list(alone.follow(alone.add(request)))) for request in some]
     little = engine_of(
         pair,
@@ -67,7 +67,7 @@ def test_requests_with_memory_for_a_third_get_what_they_get_alone(pair: Models, 
         if chunk.steps:
             check_whole(little)
     assert [answers[handle] for handle in handles] == expected
-    assert little.num_preemptions == sum(handle.num_preempted for handle in handles) >= 2
+    assert little.num_preemptions == sum(handle.num_preempted for handle in handles) > 2
     assert any(handle.num_preempted and handle.output_ids for handle in handles)
     use = little.prefix_cache_use
     assert (use is None) == (not kept)
