@@ -157,6 +157,7 @@ def register(app: App, kind: type[Command], name: str, group: Group | None) -> N
             group=panel,
             metavar=option.flag.metavar,
             allow_leading_hyphen=not option.is_argument,
+            converter=_whole if option.typed_as in (int, int | None) else None,
             show_default=False if shown is None else lambda _: shown,
         )
         kind = inspect.Parameter.POSITIONAL_ONLY if option.is_argument else inspect.Parameter.KEYWORD_ONLY
@@ -269,7 +270,7 @@ def refusal(error: CycloptsError, words: Sequence[str], options: Iterator[Option
     option = None if argument is None else named.get(argument)
     if isinstance(error, UnknownOptionError):
         flag = (error.token.keyword or error.token.value or "").partition("=")[0]
-        return f"No such option: {flag}{_meant(flag, named)} {usage}"
+        return f"No such option: {flag}.{_meant(flag, named)} {usage}"
     if isinstance(error, UnknownCommandError):
         word = (error.unused_tokens or [""])[0]
         if word.startswith("-"):
@@ -278,7 +279,7 @@ def refusal(error: CycloptsError, words: Sequence[str], options: Iterator[Option
     if isinstance(error, UnusedCliTokensError):
         for token in error.unused_tokens or ():
             if token.startswith("-"):
-                return f"No such option: {token}{_meant(token, named)} {usage}"
+                return f"No such option: {token}.{_meant(token, named)} {usage}"
         return f"Got unexpected extra argument(s) ({' '.join(error.unused_tokens or ())}) {usage}"
     if isinstance(error, MissingArgumentError) and error.argument is not None:
         if error.keyword is not None or error.argument.tokens:
@@ -292,6 +293,11 @@ def refusal(error: CycloptsError, words: Sequence[str], options: Iterator[Option
         shown = value if value.replace(".", "", 1).removeprefix("-").isdecimal() else repr(value)
         return f"{option.names[0]} is {shown}; expected {_expected(option.kind)} {usage}"
     return f"{' '.join(str(error).split())} {usage}"
+
+
+def _whole(_: Any, tokens: Sequence[Any]) -> int:
+    """Read a whole number: cyclopts rounds others."""
+    return int(tokens[-1].value)
 
 
 def _meant(typed: str, names: Any) -> str:

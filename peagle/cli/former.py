@@ -12,7 +12,6 @@ from peagle.cli.settings.batch import BatchSettings
 from peagle.cli.settings.bench import BenchSettings
 from peagle.cli.settings.chat import ChatSettings
 from peagle.cli.settings.cluster import ClusterUpSettings
-from peagle.cli.settings.data import DataSettings
 from peagle.cli.settings.decode import GenerateSettings, SpeculateSettings
 from peagle.cli.settings.export import ExportSettings
 from peagle.cli.settings.frequent_tokens import FrequentTokensSettings
@@ -153,13 +152,6 @@ def up(settings: ClusterUpSettings) -> int:
 
 
 command(None, of=cluster)(up)
-
-
-@command(TRAIN)
-def data(settings: DataSettings) -> int:
-    from peagle.cli.data import data_command
-
-    return data_command(settings)
 
 
 @command(TRAIN)
