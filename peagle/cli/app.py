@@ -65,7 +65,7 @@ COMMANDS = {
     "train": Entry(TRAIN, "Train a P-EAGLE or EAGLE-3 drafter."),
     "export": Entry(TRAIN, "Convert a drafter for vLLM or speculators."),
     "frequent-tokens": Entry(TRAIN, "Rank the tokens a target generates, for --draft-vocab."),
-    "sweep": Entry(MEASURE, "Measure acceptance length and speed over K."),
+    "sweep": Entry(MEASURE, "Measure acceptance length and speed over K.", "peagle.cli.sweep:Sweep"),
     "report": Entry(MEASURE, "Render a sweep's report, or compare sweeps by request."),
     "parity": Entry(MEASURE, "Check a pair against references; explain low acceptance."),
     "bench": Entry(MEASURE, "Time a target's prefill, decoding and verify passes."),

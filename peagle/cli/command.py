@@ -317,14 +317,15 @@ def _expected(kind: Any) -> str:
     return TYPES.get(kinds[0], "another value")
 
 
-def given(config: Any) -> list[str]:
-    """Name the fields, nested ones included, whose values differ from their defaults."""
+def given(config: Any, usual: Any = None) -> list[str]:
+    """Name the fields, nested ones included, whose values differ from their defaults. usual: has these."""
     names: list[str] = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
+        default = field.default if usual is None else getattr(usual, field.name)
         if dataclasses.is_dataclass(value):
-            names += given(value)
-        elif value != field.default:
+            names += given(value, default)
+        elif value != default:
             names.append(field.name)
     return names
 
@@ -343,10 +344,11 @@ def needing(what: str, extra: str) -> Iterator[None]:
 
 def expect_alone(settings: Any, option: str, free: Sequence[str], whole: str) -> None:
     """Raise InputError for a field given with an option that reads the others from a file. free: may be given."""
+    flags = {each.name: each.names[-1] for each in options_of(type(settings))}
     if others := [name for name in given(settings) if name not in free]:
         raise InputError(
-            f"{option} takes its options from {whole}; leave out --{others[0].replace('_', '-')}, or start a new run "
-            "with another --out"
+            f"{option} takes its options from {whole}; leave out {flags[others[0]]}, or start a new run with another "
+            "--out"
         )
 
 

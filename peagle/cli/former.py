@@ -21,7 +21,6 @@ from peagle.cli.settings.random_checkpoint import RandomSettings
 from peagle.cli.settings.report import ReportSettings
 from peagle.cli.settings.serve import ServedOptions, ServeSettings
 from peagle.cli.settings.shared import ProcessOptions
-from peagle.cli.settings.sweep import SweepSettings
 from peagle.cli.settings.train import TrainSettings
 
 MAIN_HELP = """
@@ -40,9 +39,6 @@ decoding. Exit code 1 if anything differs.
 
   this machine    [cyan]peagle check[/cyan]
 """
-
-# allowed with --resume: they do not change what is measured
-FREE = ("out", "resume", "dry_run", "continue_on_error", "write_widths", "quiet")
 
 
 class Commands(typer.core.TyperGroup):
@@ -175,15 +171,6 @@ def frequent_tokens(settings: FrequentTokensSettings) -> int:
     from peagle.cli.frequent_tokens import frequent_tokens_command
 
     return frequent_tokens_command(settings.files, settings.out)
-
-
-@command(MEASURE)
-def sweep(settings: SweepSettings) -> int:
-    from peagle.cli.sweep import sweep_command
-
-    if settings.resume:
-        expect_alone(settings, "--resume", FREE, f"the plan in {settings.out}")
-    return sweep_command(settings)
 
 
 @command(MEASURE)
