@@ -62,7 +62,7 @@ COMMANDS = {
     "batch": Entry(GENERATE, "Run a file of OpenAI Batch API requests, without a server."),
     "cluster": Entry(GENERATE, "Serve from several replicas on Ray Serve."),
     "data": Entry(TRAIN, "Generate training data: a target's responses to prompts.", "peagle.cli.data:Data"),
-    "train": Entry(TRAIN, "Train a P-EAGLE or EAGLE-3 drafter."),
+    "train": Entry(TRAIN, "Train a P-EAGLE or EAGLE-3 drafter.", "peagle.cli.train:Train"),
     "export": Entry(TRAIN, "Convert a drafter for vLLM or speculators."),
     "frequent-tokens": Entry(TRAIN, "Rank the tokens a target generates, for --draft-vocab."),
     "sweep": Entry(MEASURE, "Measure acceptance length and speed over K.", "peagle.cli.sweep:Sweep"),

@@ -83,7 +83,7 @@ class Option:
     @property
     def typed_as(self) -> Any:
         """The type that the parser reads: text, if the option has a reader of its own."""
-        if self.flag.read is None:
+        if self.flag.read is None or self.kind is bool:
             return self.kind
         return tuple[str, ...] if self.repeats else str
 
@@ -96,7 +96,7 @@ class Option:
         """The default, as the help shows it."""
         if self.flag.default is not None:
             return self.flag.default
-        hidden = self.required or self.default is None or self.default is False or self.default in ("", ())
+        hidden = self.required or self.default is None or self.kind is bool or self.default in ("", ())
         return None if hidden else str(self.default)
 
     def value(self, typed: Any) -> Any:
@@ -202,11 +202,40 @@ def built(kind: type[Kind], typed: Mapping[str, Any]) -> Kind:
     for option in options:
         if option.name in typed:
             values.setdefault(option.path[:-1], {})[option.name] = option.value(typed[option.name])
-    filled = {**values.get((), {})}
+    return _filled(kind, values)
+
+
+def _filled(
+    kind: type[Kind], values: Mapping[tuple[str, ...], Any], path: tuple[str, ...] = (), usual: Any = None
+) -> Kind:
+    """Make a config, and the groups in it, of values by the paths of their groups. usual: has the others."""
+    filled = dict(values.get(path, {}))
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
-        if (field.name,) in values:
-            filled[field.name] = dataclasses.replace(field.default, **values[field.name,])  # type: ignore[type-var]
-    return kind(**filled)
+        below = (*path, field.name)
+        if any(each[: len(below)] == below for each in values):
+            group = field.default if usual is None else getattr(usual, field.name)
+            filled[field.name] = _filled(type(group), values, below, group)
+    return kind(**filled) if usual is None else dataclasses.replace(usual, **filled)
+
+
+def record(command: Any) -> dict[str, Any]:
+    """Return a command's options by the names of their fields, for a file that a later command goes on from."""
+    return {option.name: functools.reduce(getattr, option.path, command) for option in options_of(type(command))}
+
+
+def read_record(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
+    """Undo `record` after a round trip through JSON; what is missing takes its default.
+
+    Raises InputError for a name that is no option: a later version's, or one that has another name now.
+    """
+    options = {option.name: option for option in options_of(kind)}
+    filled: dict[tuple[str, ...], dict[str, Any]] = {}
+    for name, value in values.items():
+        if name not in options:
+            raise InputError(f"{name} is not an option of this version.{_meant(name, options)}")
+        held = tuple(value) if isinstance(value, list) else value
+        filled.setdefault(options[name].path[:-1], {})[name] = held
+    return _filled(kind, filled)
 
 
 def flagged(error: InputError, kind: type[Any]) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from peagle.cli.app import INTERRUPTED, OK, _complain, guarded
-from peagle.cli.options import Settings, command_of, expect_alone, needing, refusal
+from peagle.cli.options import Settings, command_of, needing, refusal
 from peagle.cli.settings.batch import BatchSettings
 from peagle.cli.settings.bench import BenchSettings
 from peagle.cli.settings.chat import ChatSettings
@@ -21,7 +21,6 @@ from peagle.cli.settings.random_checkpoint import RandomSettings
 from peagle.cli.settings.report import ReportSettings
 from peagle.cli.settings.serve import ServedOptions, ServeSettings
 from peagle.cli.settings.shared import ProcessOptions
-from peagle.cli.settings.train import TrainSettings
 
 MAIN_HELP = """
 Lossless speculative decoding for GPT-OSS with P-EAGLE drafters, in JAX.
@@ -148,15 +147,6 @@ def up(settings: ClusterUpSettings) -> int:
 
 
 command(None, of=cluster)(up)
-
-
-@command(TRAIN)
-def train(settings: TrainSettings) -> int:
-    with needing("training needs", "train"):
-        from peagle.cli.train import RESUMABLE, train_command
-    if settings.resume:
-        expect_alone(settings, "--resume", ("out", "resume", *RESUMABLE), f"the recipe in {settings.out}")
-    return train_command(settings)
 
 
 @command(TRAIN)
