@@ -11,7 +11,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    Protocol,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    runtime_checkable,
+)
 
 from cyclopts import App, Group, Parameter
 from cyclopts.exceptions import (
@@ -34,6 +46,7 @@ NAMED = {"num_speculative_tokens": "K"}  # names of fields in messages
 TYPES = {int: "a valid integer", float: "a valid number"}
 
 
+@runtime_checkable
 class Command(Protocol):
     """A frozen dataclass of options that runs."""
 
@@ -226,7 +239,8 @@ def record(command: Any) -> dict[str, Any]:
 def read_record(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
     """Undo `record` after a round trip through JSON; what is missing takes its default.
 
-    Raises InputError for a name that is no option: a later version's, or one that has another name now.
+    Raises InputError for a name that is no option (a later version's, or one that has another name now), and for a
+    value that is none for its option.
     """
     options = {option.name: option for option in options_of(kind)}
     filled: dict[tuple[str, ...], dict[str, Any]] = {}
@@ -234,6 +248,8 @@ def read_record(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
         if name not in options:
             raise InputError(f"{name} is not an option of this version.{_meant(name, options)}")
         held = tuple(value) if isinstance(value, list) else value
+        if not _fits(held, options[name].kind):
+            raise InputError(f"{name} is {value!r}; expected {_expected(options[name].kind)}", name)
         filled.setdefault(options[name].path[:-1], {})[name] = held
     return _filled(kind, filled)
 
@@ -327,6 +343,17 @@ def refusal(error: CycloptsError, words: Sequence[str], options: Iterator[Option
 def _whole(_: Any, tokens: Sequence[Any]) -> int:
     """Read a whole number: cyclopts rounds others."""
     return int(tokens[-1].value)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Tell whether a value of JSON is one of a field's type."""
+    if get_origin(kind) in (Union, UnionType):
+        return any(_fits(value, each) for each in get_args(kind))
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_fits(each, get_args(kind)[0]) for each in value)
+    return isinstance(value, int | float if kind is float else kind) and isinstance(value, bool) == (kind is bool)
 
 
 def _meant(typed: str, names: Any) -> str:

@@ -28,7 +28,7 @@ class Flag:
     old: str | None = None
 
 
-def check_least(config: Any, **least: float) -> None:
+def check_least(config: Any, **least: int) -> None:
     """Raise InputError for a number of a config that is smaller than its least value; None is no number."""
     for name, lowest in least.items():
         value = getattr(config, name)

@@ -72,13 +72,15 @@ GIVEN = Train(
 
 
 def typed(*words: str) -> Train:
-    kind, values = application("train")(words, result_action="return_value", print_error=False, exit_on_error=False)
+    kind, values = application("train")(
+        ["train", *words], result_action="return_value", print_error=False, exit_on_error=False
+    )
     command: Train = built(kind, values)
     return command
 
 
 def test_the_first_form_of_a_record_is_read_as_what_was_typed() -> None:
-    assert read_record(Train, today(OLD[COMMAND])) == typed(*OLD["provenance"]["command"][1:])
+    assert read_record(Train, today(OLD[COMMAND])) == typed(*OLD["provenance"]["command"][2:])
 
 
 def test_a_record_is_read_as_it_was_written() -> None:
@@ -94,7 +96,10 @@ def test_a_record_is_read_as_it_was_written() -> None:
         ({"shape": {"lairs": 2}}, "lairs is not an option of this version"),
         ({"warm": 0.1}, "warm is not an option of this version"),
         ({"depth": 0}, "depth is 0; expected 1 or more"),
-        ({"depth": "three"}, "cannot be read"),
+        ({"depth": "three"}, "depth is 'three'; expected a valid integer"),
+        ({"steps": True}, "steps is True; expected a valid integer"),
+        ({"taps": ["a"]}, "taps is ['a']; expected another value"),
+        ({"loss": "hinge"}, "loss is 'hinge'; expected one of"),
     ],
 )
 @pytest.mark.parametrize("form", ["first", "today's"])
