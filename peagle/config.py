@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from peagle.ops.errors import InputError
-from peagle.ops.flag import ENGINE, MACHINE, MODEL, SAMPLING, SPECULATION, Flag
+from peagle.ops.flag import ENGINE, MACHINE, MODEL, SAMPLING, SPECULATION, Flag, layers_reader
 from peagle.ops.row_blocks import BlockedPrefill
 from peagle.ops.sizes import PrefixCacheSize, parse_size
 
@@ -39,13 +39,7 @@ def read_bias(typed: str) -> tuple[int, float]:
         raise InputError(message, "logit_bias") from None
 
 
-def read_layers(typed: str) -> tuple[int, ...]:
-    """Read layer numbers with commas between them. Raises InputError for anything else."""
-    try:
-        return tuple(int(part) for part in typed.split(","))
-    except ValueError:
-        message = f"aux_layer_ids is {typed!r}; expected layers with commas between them, as 1,11,20"
-        raise InputError(message, "aux_layer_ids") from None
+read_layers = layers_reader("aux_layer_ids")
 
 
 def read_num_drafts(typed: str) -> NumDrafts:

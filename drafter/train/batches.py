@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 import flax.struct
 import numpy as np
 
-from drafter.train.cod import Cod, Segments, sample_chains
+from drafter.train.cod import Segments, sample_chains
+from drafter.train.config import Cod
 from drafter.train.shards import TEACHER, Document
 from peagle.ops.errors import InputError
 

@@ -17,31 +17,12 @@ import dataclasses
 
 import numpy as np
 
+from drafter.train.config import Cod
 from peagle.ops.errors import InputError
 
 # A part's room, relative to its share of the chains. A batch's excess is cut from the longest depths. A whole sequence
 # needs no extra room.
 ROOM = 1.25
-
-
-@dataclasses.dataclass(frozen=True)
-class Cod:
-    """depth: rows per full chain, K_train (depths 0..depth-1)."""
-
-    depth: int = 8
-    ratio: float = 0.8
-    min_ratio: float = 0.2
-
-    def __post_init__(self) -> None:
-        if self.depth < 1 or not 0 < self.ratio <= 1 or not 0 <= self.min_ratio <= 1:
-            raise InputError(
-                f"depth {self.depth}, ratio {self.ratio} and least ratio {self.min_ratio}; expected a depth of 1 or "
-                "more, and ratios in 0..1"
-            )
-
-    def counts(self, num_anchors: int) -> tuple[int, ...]:
-        """Count the chains that reach depth 1, 2, ..., depth - 1, given the anchors at depth 0 (arXiv 2602.01469)."""
-        return tuple(max(0, int((num_anchors - d) * max(self.ratio**d, self.min_ratio))) for d in range(1, self.depth))
 
 
 @dataclasses.dataclass(frozen=True)

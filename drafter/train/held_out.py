@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from drafter.train.batches import Batch, Batches, Row, Source, pack
-from drafter.train.loss import LossName
+from drafter.train.config import LossName
 from drafter.train.shards import Document
 from peagle.ops.errors import InputError
 

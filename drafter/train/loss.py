@@ -5,7 +5,7 @@ or from the data: the token itself.
 """
 
 import functools
-from typing import Any, Literal, get_args
+from typing import Any
 
 import flax.struct
 import jax
@@ -18,14 +18,6 @@ from drafter.train.blocks import in_blocks
 from drafter.train.forward import forward_chains, rows_of
 from peagle.ops.linear import linear
 from peagle.ops.norm import Norm
-
-# cross_entropy: with the token in the data. soft_cross_entropy: with the target's distribution. kl: soft_cross_entropy
-# less the distribution's entropy, so a loss of 0 is perfect; gradients are equal. half: half soft_cross_entropy, half
-# cross-entropy with the target's best token: greedy acceptance needs the best token, and the distribution ranks the
-# others (measured best on the first prototype). total_variation: 1 - sum min(p, q), p the target's and q the drafter's
-# distribution: the share of sampled drafts that are refused at temperature 1 (arXiv 2211.17192).
-LossName = Literal["half", "cross_entropy", "soft_cross_entropy", "kl", "total_variation"]
-LOSSES: tuple[str, ...] = get_args(LossName)
 
 CHUNK_BYTES = 64_000_000  # of logits in memory at once: with a large vocabulary all rows' would not fit
 

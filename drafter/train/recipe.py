@@ -1,31 +1,26 @@
-"""What a drafter is trained by: the settings of a training, and the rule of its updates."""
+"""What a drafter is trained by: a TrainConfig with every value decided, and the rule of its updates."""
 
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from drafter.params import DrafterParams
-from drafter.train.cod import Cod, Segments
-from drafter.train.loss import LOSSES, LossName
-from peagle.ops.errors import InputError
+from drafter.train.cod import Segments
+from drafter.train.config import OptimizerName, TrainConfig
+from peagle.ops.flag import check_least
 
-OptimizerName = Literal["adamw", "muon"]
 SHORT_STEPS = 3000  # fewer steps than this are a short training
 MEASURED_WIDTH = 192  # of the drafter that the rates of a short training were measured with
 
 
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """The settings of a training. Hashable.
-
-    The learning rate rises from 0 over the first warmup_frac of the steps, stays, and falls to 0 over the last
-    decay_frac. learning_rate is for matrices, other_rate for embedding, head, norms and mask_hidden (with adamw,
-    learning_rate is for all).
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe(TrainConfig):
+    """A TrainConfig in which every value is decided, and how many steps it is followed for: what a trainer takes.
 
     `steps` is the only field that may change when a training continues. It sets the length, and with it the rate of
     each later step, which is that of a training of the new length. So a training continued from 1000 steps to 2000 ends
@@ -33,39 +28,16 @@ class Recipe:
     """
 
     steps: int
-    width: int = 512  # tokens of a row
-    cod: Cod = dataclasses.field(default_factory=Cod)
     parts: int = 1  # of a sequence; their gradients are computed one after the other (Algorithm 1)
-    loss: LossName = "half"
     optimizer: OptimizerName = "adamw"
     learning_rate: float = 1e-4
     other_rate: float = 1e-4
-    weight_decay: float = 0.0
     warmup_frac: float = 0.0025
     decay_frac: float = 1.0
-    clip_norm: float | None = None  # longer gradients are scaled down to this length
-    train_embedding: bool = True
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"  # weights, gradients' sums and optimiser stay float32
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.loss not in LOSSES:
-            raise InputError(f"loss {self.loss!r}; expected one of {', '.join(LOSSES)}")
-        if self.optimizer not in get_args(OptimizerName):
-            raise InputError(f"optimizer {self.optimizer!r}; expected one of {', '.join(get_args(OptimizerName))}")
-        if self.steps < 1 or self.width < 3:
-            raise InputError(f"{self.steps} steps of rows of {self.width} tokens; expected 1 or more, and 3 or more")
-        if not (0 <= self.warmup_frac < 1 and 0 < self.decay_frac <= 1):
-            raise InputError(
-                f"warm-up over {self.warmup_frac} of the steps and decay over {self.decay_frac}; expected parts of 1"
-            )
-        if not all(0 < rate < math.inf for rate in (self.learning_rate, self.other_rate)):
-            raise InputError(f"learning rates {self.learning_rate} and {self.other_rate}; expected numbers above 0")
-        if not 0 <= self.weight_decay < math.inf or not (self.clip_norm is None or self.clip_norm > 0):
-            raise InputError(
-                f"weight decay {self.weight_decay} and gradients clipped at {self.clip_norm}; expected 0 or more, and "
-                "more than 0"
-            )
+        super().__post_init__()
+        check_least(self, steps=1)
 
     @property
     def segments(self) -> Segments:
@@ -126,6 +98,18 @@ class Update:
             rates = f"rates of {self.learning_rate:.2g} and {self.other_rate:.2g}"
         rises, falls = (f"{100 * frac:.3g}%" for frac in (self.warmup_frac, self.decay_frac))
         return f"{self.optimizer} at {rates}, rising over {rises} of the steps and falling over the last {falls}"
+
+
+def typed_update(config: TrainConfig) -> dict[str, Any]:
+    """Return the fields of the update that a person said."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(Update)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def decided(config: TrainConfig, steps: int, parts: int, update: Update) -> Recipe:
+    """Decide what a config leaves open."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(TrainConfig)}
+    return Recipe(**{**values, **dataclasses.asdict(update), "steps": steps, "parts": parts})
 
 
 PAPER = Update("adamw", 1e-4, 1e-4, 0.0025, 1.0)  # arXiv 2602.01469

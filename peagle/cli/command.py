@@ -11,7 +11,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    Protocol,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    runtime_checkable,
+)
 
 from cyclopts import App, Group, Parameter
 from cyclopts.exceptions import (
@@ -34,6 +46,7 @@ NAMED = {"num_speculative_tokens": "K"}  # names of fields in messages
 TYPES = {int: "a valid integer", float: "a valid number"}
 
 
+@runtime_checkable
 class Command(Protocol):
     """A frozen dataclass of options that runs."""
 
@@ -83,7 +96,7 @@ class Option:
     @property
     def typed_as(self) -> Any:
         """The type that the parser reads: text, if the option has a reader of its own."""
-        if self.flag.read is None:
+        if self.flag.read is None or self.kind is bool:
             return self.kind
         return tuple[str, ...] if self.repeats else str
 
@@ -96,7 +109,7 @@ class Option:
         """The default, as the help shows it."""
         if self.flag.default is not None:
             return self.flag.default
-        hidden = self.required or self.default is None or self.default is False or self.default in ("", ())
+        hidden = self.required or self.default is None or self.kind is bool or self.default in ("", ())
         return None if hidden else str(self.default)
 
     def value(self, typed: Any) -> Any:
@@ -202,11 +215,43 @@ def built(kind: type[Kind], typed: Mapping[str, Any]) -> Kind:
     for option in options:
         if option.name in typed:
             values.setdefault(option.path[:-1], {})[option.name] = option.value(typed[option.name])
-    filled = {**values.get((), {})}
+    return _filled(kind, values)
+
+
+def _filled(
+    kind: type[Kind], values: Mapping[tuple[str, ...], Any], path: tuple[str, ...] = (), usual: Any = None
+) -> Kind:
+    """Make a config, and the groups in it, of values by the paths of their groups. usual: has the others."""
+    filled = dict(values.get(path, {}))
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
-        if (field.name,) in values:
-            filled[field.name] = dataclasses.replace(field.default, **values[field.name,])  # type: ignore[type-var]
-    return kind(**filled)
+        below = (*path, field.name)
+        if any(each[: len(below)] == below for each in values):
+            group = field.default if usual is None else getattr(usual, field.name)
+            filled[field.name] = _filled(type(group), values, below, group)
+    return kind(**filled) if usual is None else dataclasses.replace(usual, **filled)
+
+
+def record(command: Any) -> dict[str, Any]:
+    """Return a command's options by the names of their fields, for a file that a later command goes on from."""
+    return {option.name: functools.reduce(getattr, option.path, command) for option in options_of(type(command))}
+
+
+def read_record(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
+    """Undo `record` after a round trip through JSON; what is missing takes its default.
+
+    Raises InputError for a name that is no option (a later version's, or one that has another name now), and for a
+    value that is none for its option.
+    """
+    options = {option.name: option for option in options_of(kind)}
+    filled: dict[tuple[str, ...], dict[str, Any]] = {}
+    for name, value in values.items():
+        if name not in options:
+            raise InputError(f"{name} is not an option of this version.{_meant(name, options)}")
+        held = tuple(value) if isinstance(value, list) else value
+        if not _fits(held, options[name].kind):
+            raise InputError(f"{name} is {value!r}; expected {_expected(options[name].kind)}", name)
+        filled.setdefault(options[name].path[:-1], {})[name] = held
+    return _filled(kind, filled)
 
 
 def flagged(error: InputError, kind: type[Any]) -> str:
@@ -301,6 +346,17 @@ def _whole(_: Any, tokens: Sequence[Any]) -> int:
     return int(tokens[-1].value)
 
 
+def _fits(value: Any, kind: Any) -> bool:
+    """Tell whether a value of JSON is one of a field's type."""
+    if get_origin(kind) in (Union, UnionType):
+        return any(_fits(value, each) for each in get_args(kind))
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_fits(each, get_args(kind)[0]) for each in value)
+    return isinstance(value, int | float if kind is float else kind) and isinstance(value, bool) == (kind is bool)
+
+
 def _meant(typed: str, names: Any) -> str:
     close = difflib.get_close_matches(typed, [name for name in names if name], 1)
     return f" Did you mean '{close[0]}'?" if close else ""
@@ -318,14 +374,15 @@ def _expected(kind: Any) -> str:
     return TYPES.get(kinds[0], "another value")
 
 
-def given(config: Any) -> list[str]:
-    """Name the fields, nested ones included, whose values differ from their defaults."""
+def given(config: Any, usual: Any = None) -> list[str]:
+    """Name the fields, nested ones included, whose values differ from their defaults. usual: has these."""
     names: list[str] = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
+        default = field.default if usual is None else getattr(usual, field.name)
         if dataclasses.is_dataclass(value):
-            names += given(value)
-        elif value != field.default:
+            names += given(value, default)
+        elif value != default:
             names.append(field.name)
     return names
 
@@ -344,10 +401,11 @@ def needing(what: str, extra: str) -> Iterator[None]:
 
 def expect_alone(settings: Any, option: str, free: Sequence[str], whole: str) -> None:
     """Raise InputError for a field given with an option that reads the others from a file. free: may be given."""
+    flags = {each.name: each.names[-1] for each in options_of(type(settings))}
     if others := [name for name in given(settings) if name not in free]:
         raise InputError(
-            f"{option} takes its options from {whole}; leave out --{others[0].replace('_', '-')}, or start a new run "
-            "with another --out"
+            f"{option} takes its options from {whole}; leave out {flags[others[0]]}, or start a new run with another "
+            "--out"
         )
 
 

@@ -1,211 +1,80 @@
-"""`peagle data`: the target answers prompts, and shards of training data hold what it said."""
+"""`peagle data`: its options."""
 
-import dataclasses
-import hashlib
-import json
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-import numpy as np
-
-from drafter.train.shards import (
-    KEPT,
-    NAME,
-    WEIGHTS,
-    expect_folder,
-    open_folder,
-    shard_path,
-    total_tokens,
-)
-from peagle.cli.decoding import load_pair, not_shown, without_effect
-from peagle.cli.display import Advance, Display
-from peagle.cli.options import given
-from peagle.cli.settings.data import DataSettings
-from peagle.cli.settings.shared import chosen_slots, parse_layers
-from peagle.config import LoadConfig, SamplingParams
-from peagle.loading import or_demo, resolve
-from peagle.ops.checkpoint import fingerprint
+from peagle.cli.command import Takes
+from peagle.config import EngineConfig, LoadConfig, SamplingParams
 from peagle.ops.errors import InputError
-from peagle.ops.files import alone
-from peagle.ops.strict_json import dumps
-from peagle.text.prompt_files import Skipped, read_prompts, skipped_line
-from peagle.text.prompts import Conversation, Rendering
-from peagle.workflows.answers import Asking, answer
-from peagle.workflows.dataset import chosen_taps, document, lengths_in_words, taught, teacher_of, write
-from target.load import inspect_target
+from peagle.ops.flag import DRAFTER, OUTPUT, PROMPT, SAMPLING, Flag, check_least, layers_reader
+from peagle.text.prompts import Rendering
+
+LOADED = Takes(("target", "download", "dtype", "experts", "kernels"))
+CONTEXT = "Context length in tokens: prompt plus response; a prompt that leaves no room is skipped."
 
 
-@dataclass(frozen=True)
-class Checked:
-    """What is to be answered and kept: all that can be found out before weights are loaded."""
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Generate training data: a target's responses to prompts.
 
-    name: str  # of the target, as given
-    directory: Path
-    out: Path
-    made_by: dict[str, Any]
-    conversations: Sequence[Conversation]
-    skipped: Sequence[Skipped]
-    warnings: Sequence[str]
-    rendering: Rendering
-    sampling: SamplingParams
-    slots: int
-    taps: tuple[int, ...]
-    starts: range  # of each shard, the first of its conversations
-    missing: Sequence[int]  # numbers of the shards that are not there yet
+    Writes the responses in shards. The same command resumes with the shards that
+    are missing.
 
-    def part(self, number: int) -> Sequence[Conversation]:
-        """Return the conversations of a shard."""
-        return self.conversations[self.starts[number] : self.starts[number] + self.starts.step]
+    [bold]Examples[/bold]
 
-
-def data_command(settings: DataSettings) -> int:
-    """Answer the prompts of every shard that the folder lacks. Return the exit code.
-
-    Raises InputError before any weights are read for whatever can be known then, and if a shard cannot be written.
+      the demo target   [cyan]peagle data --prompt-file IN.jsonl --out DATA[/cyan]
+      your target
+        [cyan]peagle data --target DIR --prompt-file IN.jsonl --out DATA -n 512[/cyan]
+      with aux_hidden and logits: training then does not run the target
+        [cyan]peagle data --prompt-file IN.jsonl --out DATA --hidden --top 32[/cyan]
+      long prompts
+        [cyan]peagle data --target DIR --prompt-file IN.jsonl --out DATA --context 8192[/cyan]
     """
-    with alone(Path(settings.out)):
-        return _data(settings)
 
-
-def _data(settings: DataSettings) -> int:
-    display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
-    with display.stage("reading the prompts"):
-        checked = _checked(settings)
-    display.warn(checked.warnings)
-    display.warn(without_effect(settings.sampling.params()))
-    if not checked.missing:
-        display.note(f"{checked.out} is complete: {len(checked.starts)} shards")
-        return 0
-    skipped: list[str] = []
-    lengths: list[int] = []
-    (num_documents, num_tokens, num_answered), seconds = _answered(checked, settings, display, skipped, lengths)
-    lines = [
-        f"data         {len(checked.starts)} shards in {checked.out}, {len(checked.missing)} of them made now",
-        f"made now     {num_documents} documents, {num_tokens:,} tokens, {num_answered:,} of them the target's, "
-        f"{num_answered / seconds:,.0f} tok/s",
-        f"lengths      {lengths_in_words(lengths)}",
-    ]
-    if checked.skipped:
-        lines.append(f"left out     {skipped_line(checked.skipped)}")
-    lost = [f"{len(skipped)} prompts that cannot be answered, the first: {skipped[0]}"] if skipped else []
-    display.summary([*lines, *(f"skipped      {line}" for line in lost)])
-    if settings.quiet:  # else the summary has it
-        display.warn(lost)
-    return 0
-
-
-def _checked(settings: DataSettings) -> Checked:
-    """Read the prompts and the folder. Raises InputError for what cannot be."""
-    name, asked_taps = or_demo(settings.model.target), parse_layers(settings.taps, "--taps")
-    slots = chosen_slots(settings.slots, settings.batch, 32)
-    directory = resolve(name, "target")
-    rendering = settings.rendering.rendering()
-    sets = [read_prompts(path, directory, rendering, strict=settings.strict) for path in settings.prompt_file]
-    conversations = [each for one in sets for each in one.conversations]
-    if settings.num_prompts is not None:
-        conversations = conversations[: settings.num_prompts]
-    least = {"--shard-prompts": (settings.shard_prompts, 1), "--slots": (slots, 1), "-n": (settings.max_new_tokens, 1)}
-    least["--top"] = (settings.top, 0)
-    for option, (value, lowest) in least.items():
-        if value < lowest:
-            raise InputError(f"{option} is {value}; expected {lowest} or more")
-    config = inspect_target(directory).config
-    if settings.top > config.vocab_size:
-        raise InputError(f"--top is {settings.top}; expected at most {config.vocab_size}, the target's vocabulary")
-    if settings.keep_prompt is not None and not (settings.hidden and settings.top):
-        raise InputError(
-            "--keep-prompt leaves out tokens that the target would have to read again in training; give --hidden and "
-            "--top, too, or leave it out"
-        )
-    if asked_taps is not None and not settings.hidden:
-        raise InputError("--taps names hidden states to keep, and none are kept: give --hidden, too, or leave it out")
-    taps, out = chosen_taps(asked_taps, config.num_layers) if settings.hidden else (), Path(settings.out)
-    starts = range(0, len(conversations), settings.shard_prompts)
-    made_by = _made_by(settings, name, fingerprint(directory), len(conversations), taps)
-    expect_folder(out, made_by)
-    return Checked(
-        name,
-        directory,
-        out,
-        made_by,
-        conversations,
-        [row for prompts in sets for row in prompts.skipped],
-        [line for prompts in sets for line in prompts.warnings],
-        rendering,
-        settings.sampling.params(),
-        slots,
-        taps,
-        starts,
-        [number for number in range(len(starts)) if not shard_path(out, number).exists()],
+    prompt_file: Annotated[tuple[Path, ...], Flag(PROMPT, "FILE", ("--prompt-file", "--prompts"))]
+    """Prompt file, in a format of peagle speculate; repeatable."""
+    out: Annotated[str, Flag(OUTPUT, "DIR")]
+    """Output directory; the same command resumes it."""
+    num_prompts: Annotated[int | None, Flag(PROMPT, "N")] = None
+    """Use the first N prompts, 1 or more."""
+    strict: Annotated[bool, Flag(PROMPT)] = False
+    """Fail on a row of a prompt file that cannot be used, instead of skipping it with a note."""
+    rendering: Rendering = Rendering()  # noqa: RUF009  # frozen
+    load: Annotated[LoadConfig, LOADED] = LoadConfig()  # noqa: RUF009
+    max_new_tokens: Annotated[int, Flag(SAMPLING, "N", ("-n", "--max-new-tokens"))] = 256
+    """Maximum tokens of a response."""
+    engine: Annotated[EngineConfig, Takes(("context", "slots"), helps={"context": CONTEXT})] = EngineConfig(  # noqa: RUF009
+        context=512, slots=32
     )
+    shard_prompts: Annotated[int, Flag(OUTPUT, "N")] = 512
+    """Prompts per shard."""
+    hidden: Annotated[bool, Flag(OUTPUT)] = False
+    """Also store the aux_hidden of every token (large)."""
+    top: Annotated[int, Flag(OUTPUT, "N")] = 0
+    """Also store the target's N largest logits after every token."""
+    keep_prompt: Annotated[int | None, Flag(OUTPUT, "N")] = None
+    """Store only the last N tokens of a prompt; the target still reads all of it. For drafters whose windows reach no
+    further; needs --hidden and --top."""
+    taps: Annotated[tuple[int, ...] | None, Flag(DRAFTER, "L,L,L", read=layers_reader("taps"))] = None
+    """Target layers (0-based) whose outputs a new drafter reads. Default: 1, n/2 - 1 and n - 4 of n layers."""
+    sampling: SamplingParams = SamplingParams()  # noqa: RUF009
+    quiet: Annotated[bool, Flag(OUTPUT, names=("--quiet", "-q"))] = False
+    """Hide progress and summary. Warnings and errors are still printed."""
 
+    def __post_init__(self) -> None:
+        check_least(self, num_prompts=1, max_new_tokens=1, shard_prompts=1, top=0, keep_prompt=0)
+        if self.keep_prompt is not None and not (self.hidden and self.top):
+            raise InputError(
+                "--keep-prompt leaves out tokens that the target would have to read again in training; give --hidden "
+                "and --top, too, or leave it out"
+            )
+        if self.taps is not None and not self.hidden:
+            raise InputError(
+                "--taps names hidden states to keep, and none are kept: give --hidden, too, or leave it out"
+            )
 
-def _answered(
-    checked: Checked, settings: DataSettings, display: Display, skipped: list[str], lengths: list[int]
-) -> tuple[Sequence[int], float]:
-    """Write the missing shards, with progress; return their documents, tokens, tokens of the target, and seconds.
+    def run(self) -> int:
+        from peagle.cli.answering import make_data
 
-    skipped gets a line for each prompt that cannot be answered, lengths the tokens of each document before it is cut.
-    """
-    load = LoadConfig(dtype=settings.model.dtype, experts=settings.model.experts, kernels=settings.model.kernels)
-    pair = load_pair(checked.name, None, load, display)
-    wants_teacher = settings.hidden or settings.top
-    teacher = teacher_of(checked.directory, pair.dtype, checked.taps) if wants_teacher else None
-    display.warn(not_shown(checked.rendering, pair, checked.name))
-    context = pair.room(None if settings.context is None else min(settings.context, pair.max_positions))
-    if "context" in given(settings) and context != settings.context:
-        display.warn([f"--context is {settings.context}; {context} is used, all that {checked.name} has"])
-    asking = Asking(checked.rendering, checked.sampling, settings.max_new_tokens, context, checked.slots)
-    open_folder(checked.out, checked.made_by)
-    finished, wanted = 0, sum(len(checked.part(number)) for number in checked.missing)
-    counts, started = np.zeros((3,), np.int64), time.perf_counter()
-
-    def kept() -> str:
-        there = sum(shard_path(checked.out, number).exists() for number in range(len(checked.starts)))
-        return f"{there} of {len(checked.starts)} shards are in {checked.out}; the same command goes on after them"
-
-    with display.keeping(kept):
-        for place, number in enumerate(checked.missing):
-            with display.stage(f"answering {wanted} prompts", animated=False) as progress:
-
-                def done(more: int, progress: Advance = progress) -> None:
-                    nonlocal finished
-                    finished += more
-                    spent_s = time.perf_counter() - started  # the teacher's part, too
-                    progress(finished, wanted, spent_s / finished * (wanted - finished))
-
-                answers = answer(pair, checked.part(number), asking, checked.starts[number], skipped.append, done)
-                documents = [document(each) for each in answers]
-            lengths += [len(each.token_ids) for each in documents]
-            if teacher is not None:
-                shard = f"shard {place + 1} of {len(checked.missing)}"
-                with display.stage(f"the target reads {shard} once more", animated=False) as progress:
-                    keep = settings.keep_prompt
-                    documents = list(taught(documents, teacher, settings.hidden, settings.top, keep, progress))
-            write(checked.out, number, documents, skipped)
-            counts += (len(documents), *total_tokens(documents))
-    return counts.tolist(), time.perf_counter() - started
-
-
-def _made_by(settings: DataSettings, name: str, weights: str, num_prompts: int, taps: Sequence[int]) -> dict[str, Any]:
-    """Return everything that the shards depend on, for their manifest."""
-    made: dict[str, Any] = {
-        NAME: name,
-        WEIGHTS: weights,
-        **{kind: getattr(settings.model, kind) for kind in ("dtype", "experts", "kernels")},
-        "prompts": [[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in settings.prompt_file],
-        "num_prompts": num_prompts,
-        "shard_prompts": settings.shard_prompts,
-        "max_new_tokens": settings.max_new_tokens,
-        "context": settings.context,
-        "rendering": dataclasses.asdict(settings.rendering.rendering()),
-        "sampling": dataclasses.asdict(settings.sampling.params()),
-        "taps": list(taps),
-        "top": settings.top,
-        **({} if settings.keep_prompt is None else {KEPT: settings.keep_prompt}),
-    }
-    loaded: dict[str, Any] = json.loads(dumps(made))
-    return loaded
+        return make_data(self)

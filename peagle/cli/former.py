@@ -7,12 +7,11 @@ from typing import Annotated, Any
 import typer
 
 from peagle.cli.app import INTERRUPTED, OK, _complain, guarded
-from peagle.cli.options import Settings, command_of, expect_alone, needing, refusal
+from peagle.cli.options import Settings, command_of, needing, refusal
 from peagle.cli.settings.batch import BatchSettings
 from peagle.cli.settings.bench import BenchSettings
 from peagle.cli.settings.chat import ChatSettings
 from peagle.cli.settings.cluster import ClusterUpSettings
-from peagle.cli.settings.data import DataSettings
 from peagle.cli.settings.decode import GenerateSettings, SpeculateSettings
 from peagle.cli.settings.export import ExportSettings
 from peagle.cli.settings.frequent_tokens import FrequentTokensSettings
@@ -22,8 +21,6 @@ from peagle.cli.settings.random_checkpoint import RandomSettings
 from peagle.cli.settings.report import ReportSettings
 from peagle.cli.settings.serve import ServedOptions, ServeSettings
 from peagle.cli.settings.shared import ProcessOptions
-from peagle.cli.settings.sweep import SweepSettings
-from peagle.cli.settings.train import TrainSettings
 
 MAIN_HELP = """
 Lossless speculative decoding for GPT-OSS with P-EAGLE drafters, in JAX.
@@ -41,9 +38,6 @@ decoding. Exit code 1 if anything differs.
 
   this machine    [cyan]peagle check[/cyan]
 """
-
-# allowed with --resume: they do not change what is measured
-FREE = ("out", "resume", "dry_run", "continue_on_error", "write_widths", "quiet")
 
 
 class Commands(typer.core.TyperGroup):
@@ -156,22 +150,6 @@ command(None, of=cluster)(up)
 
 
 @command(TRAIN)
-def data(settings: DataSettings) -> int:
-    from peagle.cli.data import data_command
-
-    return data_command(settings)
-
-
-@command(TRAIN)
-def train(settings: TrainSettings) -> int:
-    with needing("training needs", "train"):
-        from peagle.cli.train import RESUMABLE, train_command
-    if settings.resume:
-        expect_alone(settings, "--resume", ("out", "resume", *RESUMABLE), f"the recipe in {settings.out}")
-    return train_command(settings)
-
-
-@command(TRAIN)
 def export(settings: ExportSettings) -> int:
     from peagle.cli.export import export_command
 
@@ -183,15 +161,6 @@ def frequent_tokens(settings: FrequentTokensSettings) -> int:
     from peagle.cli.frequent_tokens import frequent_tokens_command
 
     return frequent_tokens_command(settings.files, settings.out)
-
-
-@command(MEASURE)
-def sweep(settings: SweepSettings) -> int:
-    from peagle.cli.sweep import sweep_command
-
-    if settings.resume:
-        expect_alone(settings, "--resume", FREE, f"the plan in {settings.out}")
-    return sweep_command(settings)
 
 
 @command(MEASURE)

@@ -1,109 +1,14 @@
-"""`peagle train`: check everything, write the recipe, train the drafter, export it."""
+"""`peagle train`: its options."""
 
-import dataclasses
 import math
-import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from drafter.config import DrafterConfig
-from drafter.dialects import Dialect
-from drafter.load import sort_aux_layers
-from drafter.params import DrafterParams
-from drafter.train.batches import Batches
-from drafter.train.cod import Cod
-from drafter.train.folder import COMMAND, EVALUATION, HELD_OUT, LOG, best_held_out, read_log, steps_done
-from drafter.train.held_out import DEFAULT_FRAC, HeldOut
-from drafter.train.recipe import Recipe, Update, chosen_update
-from drafter.train.step import devices_for
-from drafter.train.trainer import Trainer, TrainingStopped
-from drafter.trained import DRAFTER
-from drafter.vocabulary import DraftVocab
-from peagle.cli.curve import draw
-from peagle.cli.display import Display, duration
-from peagle.cli.options import given, rebuilt
-from peagle.cli.output import say
-from peagle.cli.settings.shared import parse_layers
-from peagle.cli.settings.train import ShapeOptions, TrainSettings
-from peagle.config import check_num_drafts
-from peagle.loading import AUTO, DEMO, default_dtype, load, name_for_others, or_demo, resolve
-from peagle.measure.metrics import figure_text
-from peagle.ops import interrupt
-from peagle.ops.checkpoint import fingerprint
+from drafter.train.config import DrafterShape, TrainConfig
+from peagle.cli.command import Takes, expect_alone, needing
+from peagle.config import LoadConfig, check_num_drafts
 from peagle.ops.errors import InputError
-from peagle.ops.files import alone
-from peagle.parallel import parse_data_mesh
-from peagle.text.prompt_files import PromptSet, read_prompts, skipped_line
-from peagle.text.prompts import Rendering
-from peagle.workflows.evaluation import Acceptance, answered, known_prompts, taught_alike
-from peagle.workflows.export import with_positions, write_with_card
-from peagle.workflows.training import (
-    MEASURED_FRAC,
-    Deadline,
-    DrafterShape,
-    TrainingData,
-    anchors,
-    begun_in,
-    check_parts,
-    check_teachers,
-    check_tokens,
-    check_window,
-    data_coverage,
-    drafter_config,
-    even_parts,
-    held_out_every,
-    initial_params,
-    kept_of_prompts,
-    parse_mix,
-    planned_steps,
-    record_recipe,
-    seconds_of_held_out,
-    seconds_per_step,
-    self_contained,
-    shares,
-    training_data,
-    with_held_out,
-)
-from peagle.workflows.training_advice import (
-    coverage_in_words,
-    epochs_in_words,
-    parted_curves,
-    recipe_in_words,
-    share,
-    weak_drafter,
-)
-from target.config import TargetConfig
-from target.load import inspect_target, load_target
-from target.teacher import Teacher
-
-
-@dataclass(frozen=True)
-class Checked:
-    """A training that may begin: all that can be found out before weights are loaded."""
-
-    name: str  # of the target, as given
-    directory: Path
-    target: TargetConfig
-    out: Path
-    data: TrainingData
-    held_out_frac: float
-    keep_prompt: int | None  # tokens of a prompt that the data keeps at most; None: all
-    shape: DrafterShape
-    config: DrafterConfig
-    vocab: DraftVocab | None
-    weights: str  # fingerprint of the target's
-    recipe: Recipe  # steps: 1 if they follow from --minutes
-    typed: Mapping[str, Any]  # fields of the recipe's update that were given
-    batches: Batches
-    begun: dict[str, Any] | None  # the record of the training that goes on
-    devices: int | None  # that share the rows of a step
-
+from peagle.ops.flag import DATA, LEARNING, OUTPUT, RUNNING, Flag, check_least
 
 # what may be given beside --resume, as it does not change what is learnt, or only for how long
 RESUMABLE = (
@@ -117,344 +22,84 @@ RESUMABLE = (
     "strict",
     "quiet",
 )
-FIRST_STEPS = 10  # each with a line of its own if there is no terminal
 
 
-def train_command(settings: TrainSettings) -> int:
-    """Check everything, write the recipe, train, and export the drafter. Return the exit code.
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a P-EAGLE or EAGLE-3 drafter.
 
-    The folder --out then holds the recipe, the log, checkpoints, a curve, and in drafter/ the trained drafter. Raises
-    InputError before anything is written for whatever can be known then, and for a training that cannot go on;
-    KeyboardInterrupt after Ctrl-C, when the newest checkpoint holds the last step.
+    Reads the output of peagle data. Writes the recipe, the log, checkpoints and a
+    plot of the training, and at the end the drafter. The same command, or
+    --resume, resumes after the last checkpoint.
+
+    [bold]Examples[/bold]
+
+      one hour          [cyan]peagle train --data DATA --out RUN --minutes 60[/cyan]
+      resume, longer    [cyan]peagle train --out RUN --resume --steps 5000[/cyan]
+      your target
+        [cyan]peagle train --target DIR --data DATA --out RUN --steps 5000[/cyan]
+      from a trained drafter
+        [cyan]peagle train --data DATA --out RUN --init DRAFTER --minutes 10[/cyan]
+      acceptance length on held-out prompts
+        [cyan]peagle train --data DATA --out RUN --steps 900 --evaluate IN.jsonl[/cyan]
+      long prompts
+        [cyan]peagle train --data DATA --out RUN --steps 900 --width 8192 \\
+          --drafter-window 2048[/cyan]
+      EAGLE-3
+        [cyan]peagle train --data DATA --out RUN --minutes 60 --autoregressive[/cyan]
     """
-    with alone(Path(settings.out)):
-        return _train(settings)
 
+    data: Annotated[tuple[str, ...], Flag(DATA, "DIR[:SHARE]")] = ()
+    """Output of peagle data; repeatable. SHARE: its weight among the rows of a step."""
+    mix: Annotated[str | None, Flag(DATA, "LEN:SHARE,...")] = None
+    """Weights among the rows of a step by length of the document: up to LEN tokens, such as 512:5,2048:2,4096:1."""
+    out: Annotated[str, Flag(OUTPUT, "DIR")]
+    """Output directory; the same command resumes it."""
+    resume: Annotated[bool, Flag(RUNNING)] = False
+    """Resume the training in --out with its own options; --steps or --minutes extend it."""
+    load: Annotated[LoadConfig, Takes(("target", "download"))] = LoadConfig()  # noqa: RUF009  # frozen
+    steps: Annotated[int | None, Flag(LEARNING, "N")] = None
+    """Training steps; more steps than before extend the training in --out."""
+    minutes: Annotated[float | None, Flag(LEARNING, "MINUTES")] = None
+    """Time limit of this run, from its first step on. Without --steps, train for as many steps as fit."""
+    shape: DrafterShape = DrafterShape()  # noqa: RUF009
+    mesh: Annotated[str | None, Flag(RUNNING, "dp=N")] = None
+    """Data parallelism: devices that share the rows of a step; may differ after --resume. Default: the most devices
+    that divide --rows."""
+    rows: Annotated[int, Flag(LEARNING, "N")] = 8
+    """Rows per step, over all devices."""
+    learning: TrainConfig = TrainConfig()  # noqa: RUF009
+    save_every: Annotated[int, Flag(RUNNING, "STEPS")] = 100
+    """Steps between checkpoints, 1 or more."""
+    evaluate: Annotated[str | None, Flag(RUNNING, "FILE.jsonl")] = None
+    """Held-out prompts: measure the acceptance length on them with the engine."""
+    evaluate_every: Annotated[int, Flag(RUNNING, "STEPS")] = 200
+    """Steps between evaluations; 0: only at the end."""
+    evaluate_prompts: Annotated[int, Flag(RUNNING, "N")] = 20
+    """Prompts of an evaluation: the first N, 1 or more."""
+    held_out: Annotated[float | None, Flag(DATA, "P")] = None
+    """Fraction of the documents to hold out, 0 to 0.5; the step that is best on them is kept. 0 keeps the last step.
+    Default: 0.1; with --evaluate, its prompts are held out instead."""
+    strict: Annotated[bool, Flag(DATA)] = False
+    """Refuse data of another target and unusable rows of --evaluate, instead of warning."""
+    num_speculative_tokens: Annotated[int, Flag(RUNNING, "K", ("-k", "--num-speculative-tokens"))] = 7
+    """Tokens drafted per step (K) in evaluations."""
+    dialect: Annotated[Literal["vllm", "speculators"], Flag(OUTPUT, "LAYOUT")] = "vllm"
+    """Layout of the trained drafter: vllm or speculators."""
+    quiet: Annotated[bool, Flag(OUTPUT, names=("--quiet", "-q"))] = False
+    """Hide progress, log and summary; they are in --out. Warnings and errors are still printed."""
 
-def _train(settings: TrainSettings) -> int:
-    settings = _resumed(settings) if settings.resume else settings
-    display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
-    with display.stage("reading the data"):
-        checked = _checked(settings)
-    prompts = _prompts(settings, checked.directory, display)
-    if layers := checked.config.aux_layer_ids:
-        chosen = settings.shape.init or settings.shape.taps or settings.shape.aux_layer_ids
-        why = "as given" if chosen else "early, in the middle and late, as EAGLE-3 takes them; --taps names others"
-        display.note(f"reads the outputs of the target's layers {', '.join(map(str, layers))}: {why}")
-    trainer, initial = _trainer(checked, settings, prompts, display)
-    begun, out, documents = checked.begun, checked.out, checked.data.documents
-    covered = None
-    if trainer.draft_to_target is not None:
-        covered = data_coverage(documents, trainer.draft_to_target, settings.num_speculative_tokens)
-        display.note(f"proposes {coverage_in_words(documents, trainer.draft_to_target, covered)}")
-    record_recipe(
-        out,
-        begun,
-        trainer.recipe,
-        checked.config,
-        settings.data,
-        settings.rows,
-        documents,
-        checked.weights,
-        checked.held_out_frac,
-        dataclasses.asdict(settings) | ({} if checked.name == DEMO else {"target": name_for_others(checked.name)}),
-        covered,
-    )
+    def __post_init__(self) -> None:
+        check_least(self, steps=1, save_every=1, evaluate_every=0, evaluate_prompts=1)
+        check_num_drafts(self.num_speculative_tokens, plain=False)
+        if self.minutes is not None and not 0 < self.minutes < math.inf:
+            raise InputError(f"minutes is {self.minutes:g}; expected a number above 0", "minutes")
+        if self.held_out is not None and not 0 <= self.held_out <= 0.5:
+            raise InputError(f"held_out is {self.held_out:g}; expected a fraction from 0 to 0.5", "held_out")
 
-    started = time.monotonic()
-    _say_where_it_begins(display, checked, trainer)
-    params = _trained(trainer, initial, settings.minutes, display)
-    log = list(read_log(out / LOG))
-    best = best_held_out(log) if trainer.held_out is not None else None
-    done = steps_done(out)
-    kept = f"step {done}" if best is None else f"step {best['step']} of {done}, the best on held-out documents"
-    curve = draw(log, out)  # before the card, which shows it
-    _write_drafter(checked, params, settings.dialect)
-    lines = [f"drafter      {out / DRAFTER} | {kept} | {time.monotonic() - started:.0f} s now"]
-    lines.append(f"curve        {curve}")
-    if covered is not None:
-        lines.append(f"proposes     {covered.in_words()}")
-    if prompts is not None and prompts.skipped:
-        lines.append(f"left out     of --evaluate {skipped_line(prompts.skipped)}")
-    if weak := weak_drafter(log, out, init=settings.shape.init is not None):
-        say("warning", weak)
-    display.summary(lines)
-    return 0
-
-
-def _resumed(settings: TrainSettings) -> TrainSettings:
-    """Return the settings that the folder was begun with, and of the given ones those that may change.
-
-    Raises InputError for a folder without a training, and for one whose record does not hold them.
-    """
-    out = Path(settings.out)
-    begun = begun_in(out)
-    if begun is None:
-        raise InputError(f"--resume: {out} holds no training; expected the folder of one, or leave out --resume")
-    if COMMAND not in begun:
-        raise InputError(f"--resume: {out} was begun by an older version; repeat its command without --resume instead")
-    changed = {name: getattr(settings, name) for name in RESUMABLE if name in given(settings)}
-    before: TrainSettings = rebuilt(TrainSettings, begun[COMMAND])
-    return dataclasses.replace(
-        before, **{"out": settings.out, "resume": True, "steps": None, "minutes": None, **changed}
-    )
-
-
-def _checked(settings: TrainSettings) -> Checked:
-    """Read all but weights. Raises InputError for whatever cannot be trained."""
-    check_num_drafts(settings.num_speculative_tokens, plain=False)
-    if settings.minutes is not None and not 0 < settings.minutes < math.inf:
-        raise InputError(f"--minutes is {settings.minutes:g}; expected a number above 0")
-    name, out = or_demo(settings.target), Path(settings.out)
-    devices = None if settings.mesh is None else parse_data_mesh(settings.mesh)
-    directory = resolve(name, "target")
-    files = inspect_target(directory)
-    parts = shares(settings.data)
-    mix = () if settings.mix is None else parse_mix(settings.mix)
-    begun = begun_in(out)
-    held_out_frac = _held_out_frac(settings, begun)
-    data = training_data(parts, settings.rows, settings.width, mix, held_out_frac, settings.seed)
-    shape = _shape(settings.shape)
-    config, vocab = drafter_config(shape, files.config, files.stop_token_ids, directory, data.documents)
-    if vocab is not None:
-        data_coverage(data.documents, np.array(vocab.token_ids), settings.num_speculative_tokens)  # there is some
-    check_tokens(data.documents, config, shape)
-    weights = fingerprint(directory)
-    folders = [folder for folder, _ in parts]
-    check_teachers(folders, config, weights, settings.depth, strict=settings.strict)
-    check_window(config, files.config, settings.depth, given=shape.drafter_window != AUTO)
-    parts_of_row = even_parts(config, settings.width) if settings.parts is None else settings.parts
-    steps = settings.steps if settings.steps is not None or begun is None else begun["recipe"]["steps"]
-    if steps is None and settings.minutes is None:
-        raise InputError("a new training needs --steps or --minutes")
-    typed = _typed_update(settings)
-    update = _update(steps or 1, config, settings, begun, typed)
-    recipe = _recipe(settings, steps or 1, update, parts_of_row)
-    check_parts(config, recipe)
-    if not 1 <= shape.mask_hiddens <= max(1, settings.depth - 1):
-        raise InputError(f"--mask-hiddens is {shape.mask_hiddens}; expected 1..{max(1, settings.depth - 1)}")
-    counts = recipe.segments.counts(recipe.cod, *anchors(data.sources, recipe.segments))
-    batches = Batches(data.sources, recipe.width, recipe.cod, recipe.segments, counts, recipe.seed)
-    devices_for(settings.rows, devices)  # check them
-    models = (data, held_out_frac, kept_of_prompts(folders), shape, config, vocab, weights)
-    return Checked(name, directory, files.config, out, *models, recipe, typed, batches, begun, devices)
-
-
-def _held_out_frac(settings: TrainSettings, begun: Mapping[str, Any] | None) -> float:
-    """Choose the part of the documents to hold out: as given or as begun; none if --evaluate has other ones."""
-    if settings.held_out is not None:
-        return settings.held_out
-    if begun is not None:
-        frac: float = with_held_out(begun)["data"]["held_out"]
-        return frac
-    return DEFAULT_FRAC if settings.evaluate is None else 0.0
-
-
-def _typed_update(settings: TrainSettings) -> dict[str, Any]:
-    """Return the fields of the recipe's update that were given."""
-    names = {"warmup": "warmup_frac", "decay": "decay_frac"}
-    options = ("optimizer", "learning_rate", "other_rate", "warmup", "decay")
-    values = {names.get(option, option): getattr(settings, option) for option in options}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _trainer(
-    checked: Checked, settings: TrainSettings, prompts: PromptSet | None, display: Display
-) -> tuple[Trainer, DrafterParams]:
-    """Load the target, and return the trainer with what it begins from; its steps are measured if none are given."""
-    name, config, documents = checked.name, checked.config, checked.data.documents
-    with display.stage(f"loading {'the demo target' if name == DEMO else name}") as progress:
-        loaded = load_target(checked.directory, dtype=jnp.dtype(default_dtype()), progress=progress)
-    initial = initial_params(checked.shape.init, settings.seed, config, loaded, checked.vocab)
-    ids = None if initial.draft_to_target is None else np.asarray(initial.draft_to_target)
-    teacher = Teacher(loaded.params, loaded.config, config.aux_layer_ids or ())
-    held_out = checked.data.held_out
-    deadline, evaluate = Deadline(settings.minutes), None
-    if prompts is not None:
-        k = settings.num_speculative_tokens
-        with display.stage("loading it to evaluate"):
-            plain = load(name, None)
-        acceptance = Acceptance(plain, config, prompts, settings.evaluate_prompts, k)
-        if settings.held_out is None and not checked.held_out_frac:
-            with display.stage("answering the held-out prompts"):
-                held_out = answered(plain, prompts, settings.evaluate_prompts, settings.width)
-            held_out = taught_alike(held_out, documents, teacher, checked.keep_prompt)
-            if told := known_prompts(held_out, documents):
-                say("warning", told)
-
-        def evaluate(params: DrafterParams) -> Mapping[str, Any]:
-            return acceptance.of(params)
-
-    trainer = Trainer(
-        checked.out,
-        config,
-        checked.recipe,
-        checked.batches,
-        None if self_contained(documents) else teacher,
-        ids,
-        held_out=HeldOut.of(held_out, checked.batches) if held_out else None,
-        held_out_every=held_out_every(checked.recipe.steps),
-        evaluate=evaluate,
-        evaluate_every=settings.evaluate_every,
-        save_every=settings.save_every,
-        should_stop=lambda: interrupt.asked() or deadline.over(),
-        devices=checked.devices,
-    )
-    done = steps_done(checked.out)
-    complete = checked.begun is None or (settings.resume and done == trainer.recipe.steps)
-    if settings.minutes is not None and settings.steps is None and complete:
-        steps = done + _planned(settings.minutes, trainer, initial, display)
-        update = _update(steps, config, settings, checked.begun, checked.typed)
-        recipe = dataclasses.replace(checked.recipe, steps=steps, **dataclasses.asdict(update))
-        trainer = dataclasses.replace(trainer, recipe=recipe, held_out_every=held_out_every(steps))
-    return trainer, initial
-
-
-def _trained(trainer: Trainer, initial: DrafterParams, minutes: float | None, display: Display) -> DrafterParams:
-    """Train, with progress. Raises InputError if the training cannot go on, KeyboardInterrupt after Ctrl-C."""
-    steps, out = trainer.recipe.steps, trainer.out
-
-    def kept() -> str:
-        return f"{steps_done(out)} of {steps} steps are kept in {out}; the same command goes on after them"
-
-    done = steps_done(out)
-    with display.keeping(kept), display.stage("training", animated=False) as advance:
-
-        def progress(step: int, left_s: float | None) -> None:
-            advance(step, steps, left_s)
-            if step - done <= FIRST_STEPS and not display.live:
-                display.note(f"step {step} of {steps}{'' if left_s is None else f', {duration(left_s)} left'}")
-
-        parted = False
-
-        def watch(line: Mapping[str, Any]) -> None:
-            nonlocal parted
-            display.note(_shown(line))
-            if HELD_OUT in line and not parted and (told := parted_curves(list(read_log(out / LOG)))):
-                parted = True
-                say("warning", told)
-
-        try:
-            params = dataclasses.replace(trainer, watch=watch, progress=progress).run(initial)
-        except TrainingStopped as error:
-            raise InputError(str(error)) from None
-        interrupt.check()
-    if steps_done(out) < steps:
-        display.note(f"--minutes {minutes:g} are over: {kept()}")
-    return params
-
-
-def _write_drafter(checked: Checked, params: DrafterParams, dialect: Dialect) -> None:
-    """Write the trained drafter in bfloat16, with its card, into the folder's drafter/."""
-    trained = dataclasses.replace(params, draft_to_target=None)
-    shipped = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), trained)
-    shipped = dataclasses.replace(shipped, draft_to_target=params.draft_to_target)
-    shipped, config = sort_aux_layers(shipped, with_positions(checked.config, checked.target, checked.out))
-    target = name_for_others(checked.name)
-    write_with_card(checked.out / DRAFTER, shipped, config, dialect, target, checked.target, checked.out)
-
-
-def _shape(options: ShapeOptions) -> DrafterShape:
-    layers = {"taps": parse_layers(options.taps, "--taps"), "aux_layer_ids": parse_layers(options.aux_layer_ids)}
-    return DrafterShape(**{**vars(options), **layers})
-
-
-def _prompts(settings: TrainSettings, directory: Path, display: Display) -> PromptSet | None:
-    if settings.evaluate is None:
-        return None
-    prompts = read_prompts(Path(settings.evaluate), directory, Rendering(), strict=settings.strict)
-    display.warn(prompts.warnings)
-    return prompts
-
-
-def _say_where_it_begins(display: Display, checked: Checked, trainer: Trainer) -> None:
-    """Say what is held out, by which recipe a new training goes, and from which step to which."""
-    done, steps, begun = steps_done(trainer.out), trainer.recipe.steps, checked.begun
-    if trainer.held_out is not None:
-        kept_back, number = len(checked.data.held_out), len(checked.data.documents)
-        which = f"{kept_back} of the {number:,} documents" if kept_back else "the answers to --evaluate"
-        display.note(f"held out: {which}; the step that is best on them is kept (--held-out 0: the last one)")
-    if begun is None:
-        display.note(f"recipe: {recipe_in_words(trainer.recipe, checked.typed, init=checked.shape.init is not None)}")
-    elif begun["recipe"]["steps"] != steps:
-        display.note(
-            f"goes on from step {done} with {steps} steps instead of {begun['recipe']['steps']}: the learning rate is "
-            f"from here on that of a training of {steps} steps"
-        )
-    if done < steps:
-        epochs = epochs_in_words([source.epochs(steps) for source in trainer.batches.sources])
-        display.note(f"training steps {done + 1} to {steps}, {epochs} in all; the first one compiles")
-    else:
-        display.note(f"{trainer.out} has all of its steps, {steps}; a larger --steps goes on with more")
-
-
-def _update(
-    steps: int,
-    config: DrafterConfig,
-    settings: TrainSettings,
-    begun: Mapping[str, Any] | None,
-    typed: Mapping[str, Any],
-) -> Update:
-    """Choose the update of a new training; that of one which goes on is as it was begun."""
-    if begun is not None:
-        fields = [field.name for field in dataclasses.fields(Update)]
-        return dataclasses.replace(Update(**{name: begun["recipe"][name] for name in fields}), **typed)
-    return chosen_update(steps, config.hidden_size, from_trained=settings.shape.init is not None, typed=typed)
-
-
-def _recipe(settings: TrainSettings, steps: int, update: Update, parts: int) -> Recipe:
-    return Recipe(
-        steps=steps,
-        width=settings.width,
-        cod=Cod(settings.depth, settings.ratio, settings.min_ratio),
-        parts=parts,
-        loss=settings.loss,
-        weight_decay=settings.weight_decay,
-        clip_norm=settings.clip,
-        train_embedding=not settings.freeze_embedding,
-        compute_dtype=settings.dtype,
-        seed=settings.seed,
-        **dataclasses.asdict(update),
-    )
-
-
-def _planned(minutes: float, trainer: Trainer, initial: DrafterParams, display: Display) -> int:
-    """Plan as many steps as fit into most of --minutes, by measured ones. Raises InputError if not one does."""
-    display.note(f"compiling, and measuring a step: how many fit into {minutes:g} minutes")
-    with display.stage("measuring a step", animated=False) as progress:
-        at_most_s = MEASURED_FRAC * 60 * minutes
-        step_s = seconds_per_step(trainer, initial, at_most_s, lambda done, total: progress(done, total, None))
-        held_out_s = seconds_of_held_out(trainer, initial)
-    evaluation_s = 0.0
-    if trainer.evaluate is not None:
-        with display.stage("measuring an evaluation", animated=False):
-            began = time.monotonic()
-            trainer.evaluate(initial)
-            evaluation_s = time.monotonic() - began
-    steps = planned_steps(minutes, step_s, evaluation_s, trainer.evaluate_every, held_out_s)
-    takes = f"a step takes {step_s:.2g} s" + (f", an evaluation {evaluation_s:.2g} s" if evaluation_s else "")
-    if not steps:
-        raise InputError(f"--minutes is {minutes:g}, and {takes}; expected time for a step, or --steps")
-    display.note(f"{takes}: {steps} steps are planned")
-    return steps
-
-
-def _shown(line: Mapping[str, Any]) -> str:
-    """A line of the log, for a person."""
-    if EVALUATION in line:
-        found = line[EVALUATION]
-        lengths = [figure_text(found[f"acceptance_length{of}"], ".2f") for of in ("", "_without_loops")]
-        return (
-            f"step {line['step']}: acceptance length {lengths[0]}, without loops {lengths[1]}, of "
-            f"{found['num_outputs']} held-out prompts"
-        )
-    if HELD_OUT in line:
-        return f"step {line['step']}: held out: {_figures(line[HELD_OUT])}"
-    speed = "" if line["tok_per_s"] is None else f", {line['tok_per_s']:,} tok/s, {duration(line['left_s'])} left"
-    epochs = f", {epochs_in_words(line['epochs'])}"
-    return f"step {line['step']} of {line['steps']}{epochs}: {_figures(line)}{speed}"
-
-
-def _figures(line: Mapping[str, Any]) -> str:
-    """Say the loss and the hits. Example: loss 3.214, right by depth .31 .12."""
-    return f"loss {line['loss']:.3f}, right by depth {' '.join(share(hits) for hits in line['hits_by_depth'])}"
+    def run(self) -> int:
+        if self.resume:
+            expect_alone(self, "--resume", ("out", "resume", *RESUMABLE), f"the recipe in {self.out}")
+        with needing("training needs", "train"):
+            from peagle.cli.training import train
+        return train(self)

@@ -4,9 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from peagle.ops.errors import InputError
+
 # the groups of a command's help
 PROMPT, MODEL, SPECULATION, SAMPLING = "Prompt", "Target and drafter", "Speculation", "Sampling"
 ENGINE, MACHINE, SERVER, RUNNING, OUTPUT = "Engine", "Machine", "Server", "Run", "Output"
+DRAFTER, LEARNING, DATA = "Drafter", "Training", "Data"
 
 
 @dataclass(frozen=True)
@@ -23,3 +26,24 @@ class Flag:
     read: Callable[[str], Any] | None = None
     default: str | None = None
     old: str | None = None
+
+
+def check_least(config: Any, **least: int) -> None:
+    """Raise InputError for a number of a config that is smaller than its least value; None is no number."""
+    for name, lowest in least.items():
+        value = getattr(config, name)
+        if value is not None and not value >= lowest:
+            raise InputError(f"{name} is {value}; expected {lowest} or more", name)
+
+
+def layers_reader(name: str) -> Callable[[str], tuple[int, ...]]:
+    """Make the reader of layer numbers with commas between them, which raises InputError for anything else."""
+
+    def read(typed: str) -> tuple[int, ...]:
+        try:
+            return tuple(int(part) for part in typed.split(","))
+        except ValueError:
+            message = f"{name} is {typed!r}; expected layers with commas between them, as 1,11,20"
+            raise InputError(message, name) from None
+
+    return read

@@ -21,6 +21,7 @@ from drafter.load import load_drafter, shared_tensors
 from drafter.params import DrafterParams, init_params
 from drafter.train.batches import Source, pack
 from drafter.train.cod import Segments
+from drafter.train.config import DrafterShape
 from drafter.train.folder import COMMAND, steps_done
 from drafter.train.held_out import FILLED_FRAC, keep_back, rows_of_evaluation
 from drafter.train.recipe import Recipe
@@ -67,26 +68,6 @@ OPTIONS = {  # of a record's values that are not called as their options are
 }
 # what a training may be continued with another of
 GIVEN, LENGTH = "data.given", "recipe.steps"
-
-
-@dataclasses.dataclass(frozen=True)
-class DrafterShape:
-    """Which drafter is trained: that of `init`, or a new one. None stands for the default, which the target gives."""
-
-    init: str | None = None
-    aux_layer_ids: tuple[int, ...] | None = None  # what `init` reads
-    autoregressive: bool = False
-    layers: int | None = None
-    hidden_size: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    mlp_width: int | None = None
-    taps: tuple[int, ...] | None = None  # what a new one reads
-    drafter_window: str = AUTO  # or positions, or OFF
-    mask_token: int | None = None
-    mask_hiddens: int = 1
-    draft_vocab: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

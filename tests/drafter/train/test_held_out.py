@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from drafter.train.batches import Batches, Source, pack
-from drafter.train.cod import Cod
+from drafter.train.config import Cod
 from drafter.train.folder import best_held_out
 from drafter.train.held_out import HeldOut, keep_back, rows_of_evaluation, score_of
 from drafter.train.recipe import Recipe

@@ -16,9 +16,10 @@ from drafter.params import init_params
 from drafter.propose import Eagle3, PEagle
 from drafter.train import forward, loss
 from drafter.train.batches import Batch
-from drafter.train.cod import Cod, Segments, sample_chains
+from drafter.train.cod import Segments, sample_chains
+from drafter.train.config import LOSSES, Cod
 from drafter.train.forward import forward_chains, rows_of
-from drafter.train.loss import LOSSES, Labels, labels_of_best, labels_of_logits
+from drafter.train.loss import Labels, labels_of_best, labels_of_logits
 from drafter.train.recipe import Recipe
 from drafter.train.step import gradients_of
 from peagle.ops.attention import PagedCache

@@ -21,7 +21,7 @@ import pytest
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams, init_params
 from drafter.train.batches import Batches, Source, pack
-from drafter.train.cod import Cod
+from drafter.train.config import Cod
 from drafter.train.folder import CHECKPOINTS, LOG, read_log, steps_done
 from drafter.train.held_out import HeldOut
 from drafter.train.recipe import Recipe, rate_schedule

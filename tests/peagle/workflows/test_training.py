@@ -14,18 +14,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import peagle.cli.train
+import peagle.cli.training
 import peagle.loading
 import peagle.workflows.answers
 from drafter.load import load_drafter, save_drafter
 from drafter.propose import Eagle3
 from drafter.train.batches import Batches
+from drafter.train.config import DrafterShape
 from drafter.train.folder import LOG, best_held_out, read_log
 from drafter.train.shards import read_shards
 from drafter.trained import RECIPE
 from peagle.api import Pair
 from peagle.cli import main
-from peagle.cli.train import _shown
+from peagle.cli.training import _shown
 from peagle.config import SamplingParams
 from peagle.engine.request import Request
 from peagle.engine.widths import WidthTable
@@ -97,8 +98,8 @@ def trained(directories: Directories, made: Path, tmp_path_factory: pytest.TempP
 @pytest.fixture(autouse=True)
 def curves(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Draw no curves, which takes as long as a training of a few steps; return what draws them."""
-    draw = peagle.cli.train.draw
-    monkeypatch.setattr("peagle.cli.train.draw", lambda *_: "none")
+    draw = peagle.cli.training.draw
+    monkeypatch.setattr("peagle.cli.training.draw", lambda *_: "none")
     return draw
 
 
@@ -246,7 +247,7 @@ def test_from_data_to_a_drafter_that_runs(
     more: tuple[object, ...],
 ) -> None:
     """With the target inside the step, and with all it says in the data."""
-    monkeypatch.setattr("peagle.cli.train.draw", curves)
+    monkeypatch.setattr("peagle.cli.training.draw", curves)
     data, out = made, tmp_path / "run"
     if more:
         data = tmp_path / "data"
@@ -451,7 +452,7 @@ def test_a_drafter_to_begin_with_may_share_the_targets_embedding_and_head(
         (("--taps", "0,1,1"), "--taps is 0,1,1; expected each layer once"),
         (("--taps", "a,b"), "--taps is 'a,b'; expected layers"),
         (("--aux-layer-ids", "0,1,2"), "--aux-layer-ids says what --init reads, and there is none"),
-        (("--depth", 0), "expected a depth of 1 or more"),
+        (("--depth", 0), "--depth is 0; expected 1 or more"),
         (("--autoregressive", "--mask-token", 4), "an EAGLE-3 drafter has no mask slots"),
         (("--parts", 99), "99 parts of a sequence of 32"),
         (("--drafter-window", 3), "--drafter-window is 3; expected 4 or more: --depth 3 tokens are drafted"),
@@ -465,10 +466,10 @@ def test_a_drafter_to_begin_with_may_share_the_targets_embedding_and_head(
         (("--mix", "8:1"), "--mix ends at 8 tokens, and the longest document has 26"),
         (("--width", 512), "a row has 512 tokens (--width), and all of the data"),
         (("--drafter-window", 8, "--parts", 3), "--parts is 3, and does not divide the 32 tokens of --width"),
-        (("--learning-rate", -1), "expected numbers above 0"),
+        (("--learning-rate", -1), "--learning-rate is -1.0; expected a number above 0"),
         (("--heads", 5), "5 query heads do not divide"),
-        (("--weight-decay", -1), "weight decay -1.0"),
-        (("--clip", 0), "gradients clipped at 0.0"),
+        (("--weight-decay", -1), "--weight-decay is -1.0; expected 0 or more"),
+        (("--clip", 0), "--clip is 0.0; expected a number above 0"),
         (("--minutes", 0), "--minutes is 0; expected a number above 0"),
         (("--minutes", "nan"), "--minutes is nan; expected a number above 0"),
         (("--mask-hiddens", 3), "--mask-hiddens is 3; expected 1..2"),
@@ -687,7 +688,7 @@ def test_minutes_plan_the_steps_of_a_new_training_and_are_a_deadline(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A step is said to take a minute; the time is said to be over after the first."""
-    monkeypatch.setattr("peagle.cli.train.seconds_per_step", lambda *_: 60.0)
+    monkeypatch.setattr("peagle.cli.training.seconds_per_step", lambda *_: 60.0)
     out = tmp_path / "run"
     given = [str(each) for each in train(directories, made, out)]
     del given[given.index("--steps") : given.index("--steps") + 2]
@@ -730,7 +731,7 @@ def test_minutes_choose_the_recipe_by_the_steps_that_fit(
     recipe: tuple[str, float],
 ) -> None:
     """Said before the first step. A training that goes on keeps its recipe, however many steps it gets."""
-    monkeypatch.setattr("peagle.cli.train.seconds_per_step", lambda *_: step_s)
+    monkeypatch.setattr("peagle.cli.training.seconds_per_step", lambda *_: step_s)
     out = tmp_path / "run"
     given = [str(each) for each in train(directories, made, out, *more)]
     del given[given.index("--steps") : given.index("--steps") + 2]
@@ -751,9 +752,16 @@ def older(run: Path) -> None:
     """Make the folder of a training look as an earlier version wrote it."""
     record = json.loads((run / RECIPE).read_text())
     del record["data"]["held_out"], record["command"]["held_out"]
-    recipe = record["recipe"]
+    recipe, command = record["recipe"], record["command"]
+    shape = {field.name: command.pop(field.name) for field in dataclasses.fields(DrafterShape)}
+    shape["taps"] = ",".join(map(str, shape["taps"]))
+    for name, former in {"clip_norm": "clip", "compute_dtype": "dtype"}.items():
+        command[former] = command.pop(name)
+    for name in ("warmup_frac", "decay_frac"):
+        command[name.removesuffix("_frac")] = command.pop(name) and recipe[name]
+    command["freeze_embedding"] = not command.pop("train_embedding")
     rates = {"optimizer": recipe["optimizer"], "learning_rate": recipe["learning_rate"], "other_rate": None}
-    record["command"] |= rates | {"warmup": recipe["warmup_frac"], "decay": recipe["decay_frac"]}
+    record["command"] = command | rates | {"shape": shape}
     (run / RECIPE).write_text(json.dumps(record))
     lines = [{key: value for key, value in line.items() if key != "epochs"} for line in read_log(run / LOG)]
     (run / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -934,7 +942,7 @@ def test_resume_needs_nothing_else_and_takes_more(
     assert all(np.array_equal(one[name], other[name]) for name in one)
     assert run("train", "--out", out, "--resume", "--steps", 6)[0] == 0
     assert json.loads((out / RECIPE).read_text())["recipe"]["steps"] == 6
-    monkeypatch.setattr("peagle.cli.train.seconds_per_step", lambda *_: 30.0)
+    monkeypatch.setattr("peagle.cli.training.seconds_per_step", lambda *_: 30.0)
     assert run("train", "--out", out, "--resume", "--minutes", 2)[0] == 0  # .9 of it: three steps
     assert json.loads((out / RECIPE).read_text())["recipe"]["steps"] == 9
     code, said = run("train", "--out", out, "--resume", "--seed", 5)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-import peagle.cli.sweep
+import peagle.cli.sweeping
 from peagle.api import Pair
 from peagle.cli import main
 from peagle.measure.sweep.folder import Folder, open_run
@@ -31,8 +31,8 @@ def prompt_file(directory: Path, *rows: Any) -> Path:
 def sweep(monkeypatch: pytest.MonkeyPatch, *arguments: object, pair: Pair | None = None) -> int:
     """`peagle sweep` on the toy pair, which stands in for whatever would be loaded."""
     loaded = toy_pair(Tokens(), ()) if pair is None else pair
-    monkeypatch.setattr(peagle.cli.sweep, "load", lambda *_, **__: loaded)
-    monkeypatch.setattr(peagle.cli.sweep, "with_drafter", lambda *_, **__: loaded)
+    monkeypatch.setattr(peagle.cli.sweeping, "load", lambda *_, **__: loaded)
+    monkeypatch.setattr(peagle.cli.sweeping, "with_drafter", lambda *_, **__: loaded)
     return main(["sweep", *map(str, arguments)])
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import peagle.cli.sweep
+import peagle.cli.sweeping
 import peagle.measure.sweep.measure
 from peagle.api import Pair
 from peagle.cli import main
@@ -209,7 +209,7 @@ def test_the_folder_says_what_was_asked_and_shows_it(finished: Folder) -> None:
 
 
 def test_drafters_settings_and_windows_stand_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("peagle.cli.sweep.check_fit", lambda *_: ())
+    monkeypatch.setattr("peagle.cli.sweeping.check_fit", lambda *_: ())
     out = tmp_path / "run"
     options = ["--num-prompts", 1, "--repeats", 1, "-n", 12, "--render", "both", "--temperature", "0,0.5", "-k", "2"]
     for name in ("one", "two"):
@@ -340,7 +340,7 @@ def test_ctrl_c_keeps_what_was_decoded(
 
 def test_a_run_that_had_not_read_its_prompts_goes_on_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr("peagle.cli.sweep.ask", lambda *_: (_ for _ in ()).throw(Killed()))
+        patched.setattr("peagle.cli.sweeping.ask", lambda *_: (_ for _ in ()).throw(Killed()))
         with pytest.raises(Killed):
             swept(patched, tmp_path / "run")
     assert not (tmp_path / "run" / PROMPTS).exists()
@@ -633,7 +633,7 @@ def test_what_only_a_template_can_do_is_left_out_of_raw_text(monkeypatch: pytest
 def test_a_drafter_that_cannot_be_loaded_need_not_cost_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("peagle.cli.sweep.check_fit", lambda *_: ())
+    monkeypatch.setattr("peagle.cli.sweeping.check_fit", lambda *_: ())
     (tmp_path / "bad").mkdir()
 
     def with_drafter(pair: Pair, _: str, drafter: str, **__: object) -> Pair:
@@ -642,8 +642,8 @@ def test_a_drafter_that_cannot_be_loaded_need_not_cost_the_others(
         raise InputError("its weights are damaged")
 
     toy = toy_pair(Tokens(), ())
-    monkeypatch.setattr(peagle.cli.sweep, "load", lambda *_, **__: toy)
-    monkeypatch.setattr(peagle.cli.sweep, "with_drafter", with_drafter)
+    monkeypatch.setattr(peagle.cli.sweeping, "load", lambda *_, **__: toy)
+    monkeypatch.setattr(peagle.cli.sweeping, "with_drafter", with_drafter)
     given = [
         "sweep",
         "--prompts",

@@ -1,0 +1,144 @@
+"""What a training is told: the shape of its drafter, and how it learns. Needs neither JAX nor a library for training.
+
+Each field is an option of `peagle train`, whose help is the docstring below it, and a key of its recipe.json.
+"""
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
+
+from peagle.ops.errors import InputError
+from peagle.ops.flag import DRAFTER, LEARNING, MODEL, Flag, check_least, layers_reader
+
+# cross_entropy: with the token in the data. soft_cross_entropy: with the target's distribution. kl: soft_cross_entropy
+# less the distribution's entropy, so a loss of 0 is perfect; gradients are equal. half: half soft_cross_entropy, half
+# cross-entropy with the target's best token: greedy acceptance needs the best token, and the distribution ranks the
+# others (measured best on the first prototype). total_variation: 1 - sum min(p, q), p the target's and q the drafter's
+# distribution: the share of sampled drafts that are refused at temperature 1 (arXiv 2211.17192).
+LossName = Literal["half", "cross_entropy", "soft_cross_entropy", "kl", "total_variation"]
+LOSSES: tuple[str, ...] = get_args(LossName)
+OptimizerName = Literal["adamw", "muon"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterShape:
+    """Which drafter is trained: that of `init`, or a new one. None stands for the default, which the target gives."""
+
+    init: Annotated[str | None, Flag(DRAFTER, "DIR")] = None
+    """Start from this drafter: its weights and its shape."""
+    aux_layer_ids: Annotated[tuple[int, ...] | None, Flag(MODEL, "L,L,L", read=layers_reader("aux_layer_ids"))] = None
+    """Target layers (0-based) whose outputs the drafter of --init reads. Default: as in its config.json."""
+    autoregressive: Annotated[bool, Flag(DRAFTER)] = False
+    """Train an EAGLE-3 drafter: one pass per draft."""
+    layers: Annotated[int | None, Flag(DRAFTER, "N")] = None
+    """Decoder layers. Default: 4, or 1 for EAGLE-3."""
+    hidden_size: Annotated[int | None, Flag(DRAFTER, "N")] = None
+    """Hidden size. Default: the target's."""
+    heads: Annotated[int | None, Flag(DRAFTER, "N")] = None
+    """Query heads. Default: the target's."""
+    kv_heads: Annotated[int | None, Flag(DRAFTER, "N")] = None
+    """Key/value heads. Default: the target's."""
+    head_dim: Annotated[int | None, Flag(DRAFTER, "N")] = None
+    """Size of a head, 2 or more. Default: the target's."""
+    mlp_width: Annotated[int | None, Flag(DRAFTER, "N")] = None
+    """Width of the MLP. Default: twice the hidden size."""
+    taps: Annotated[tuple[int, ...] | None, Flag(DRAFTER, "L,L,L", read=layers_reader("taps"))] = None
+    """Target layers (0-based) whose outputs a new drafter reads. Default: 1, n/2 - 1 and n - 4 of n layers."""
+    drafter_window: Annotated[str, Flag(DRAFTER, "N|auto|off")] = "auto"
+    """Sliding window of the drafter's attention, in positions, in training and after. auto: that of --init, else
+    off."""
+    mask_token: Annotated[int | None, Flag(DRAFTER, "ID")] = None
+    """Token id of the mask slots. Default: the highest id not in the data."""
+    mask_hiddens: Annotated[int, Flag(DRAFTER, "N")] = 1
+    """Learned mask_hidden vectors, up to --depth - 1; 1: all mask slots share one."""
+    draft_vocab: Annotated[str | None, Flag(DRAFTER, "N|FILE")] = None
+    """Draft only the N most frequent tokens of the data, or the ids in a JSON list. Default: all."""
+
+    def __post_init__(self) -> None:
+        check_least(self, layers=1, hidden_size=1, heads=1, kv_heads=1, head_dim=2, mlp_width=1, mask_hiddens=1)
+
+
+@dataclass(frozen=True)
+class Cod:
+    """Which chains are kept (drafter/train/cod.py). depth: rows per full chain (depths 0..depth-1)."""
+
+    depth: Annotated[int, Flag(LEARNING, "N")] = 8
+    """K_train: draft positions that are trained."""
+    ratio: Annotated[float, Flag(LEARNING, "P")] = 0.8
+    """Fraction of chains kept from one depth to the next (COD)."""
+    min_ratio: Annotated[float, Flag(LEARNING, "P")] = 0.2
+    """Least fraction of chains kept at any depth (COD)."""
+
+    def __post_init__(self) -> None:
+        check_least(self, depth=1)
+        if not 0 < self.ratio <= 1:
+            raise InputError(f"ratio is {self.ratio}; expected a number above 0 and at most 1", "ratio")
+        if not 0 <= self.min_ratio <= 1:
+            raise InputError(f"min_ratio is {self.min_ratio}; expected a number from 0 to 1", "min_ratio")
+
+    def counts(self, num_anchors: int) -> tuple[int, ...]:
+        """Count the chains that reach depth 1, 2, ..., depth - 1, given the anchors at depth 0 (arXiv 2602.01469)."""
+        return tuple(max(0, int((num_anchors - d) * max(self.ratio**d, self.min_ratio))) for d in range(1, self.depth))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How a drafter learns, as a person says it. None: chosen by the number of steps (drafter.train.recipe). Hashable.
+
+    The learning rate rises from 0 over the first warmup_frac of the steps, stays, and falls to 0 over the last
+    decay_frac. learning_rate is for matrices, other_rate for embedding, head, norms and mask_hidden (with adamw,
+    learning_rate is for all).
+    """
+
+    width: Annotated[int, Flag(LEARNING, "N")] = 512
+    """Tokens per row, 3 or more."""
+    cod: Cod = Cod()
+    parts: Annotated[int | None, Flag(LEARNING, "N")] = None
+    """Split rows into N parts: less memory, the same gradient. Default: 1; with --drafter-window, parts of 512 tokens
+    or more."""
+    loss: Annotated[LossName, Flag(LEARNING, "LOSS")] = "half"
+    """cross_entropy: with the token in the data; soft_cross_entropy or kl: with the target's distribution; half: half
+    soft_cross_entropy, half cross-entropy with the target's best token; total_variation: the distance of
+    the two distributions at temperature 1, to be used with --init."""
+    optimizer: Annotated[OptimizerName | None, Flag(LEARNING, "NAME")] = None
+    """adamw; or muon for the layers' matrices, with Adam for the rest. Default: muon below 3,000 steps; adamw from
+    there on and with --init. Rates and schedule follow it."""
+    learning_rate: Annotated[float | None, Flag(LEARNING, "X")] = None
+    """Peak learning rate; given alone, of adamw. Default: by the optimizer."""
+    other_rate: Annotated[float | None, Flag(LEARNING, "X")] = None
+    """With muon: peak learning rate of embedding, head, norms and mask_hidden. Default: --learning-rate."""
+    weight_decay: Annotated[float, Flag(LEARNING, "X")] = 0.0
+    """Weight decay."""
+    warmup_frac: Annotated[float | None, Flag(LEARNING, "P", ("--warmup",))] = None
+    """Fraction of the steps in which the learning rate rises, at the start. Default: by the optimizer."""
+    decay_frac: Annotated[float | None, Flag(LEARNING, "P", ("--decay",))] = None
+    """Fraction of the steps in which it falls, at the end. Default: by the optimizer."""
+    clip_norm: Annotated[float | None, Flag(LEARNING, "X", ("--clip",))] = None
+    """Maximum gradient norm. Default: no clipping."""
+    train_embedding: Annotated[bool, Flag(LEARNING, names=("--freeze-embedding",), read=operator.not_)] = True
+    """Do not train the embedding."""
+    compute_dtype: Annotated[Literal["float32", "bfloat16"], Flag(LEARNING, "DTYPE", ("--dtype",))] = "float32"
+    """Compute in float32 or bfloat16; weights and optimiser stay float32."""
+    seed: Annotated[int, Flag(LEARNING, "S")] = 0
+    """Random seed."""
+
+    def __post_init__(self) -> None:
+        check_least(self, width=3, seed=0)
+        if self.loss not in LOSSES:
+            raise InputError(f"loss is {self.loss!r}; expected one of {', '.join(LOSSES)}", "loss")
+        if self.optimizer not in (None, *get_args(OptimizerName)):
+            names = ", ".join(get_args(OptimizerName))
+            raise InputError(f"optimizer is {self.optimizer!r}; expected one of {names}", "optimizer")
+        for name in ("learning_rate", "other_rate", "clip_norm"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise InputError(f"{name} is {value}; expected a number above 0", name)
+        if not 0 <= self.weight_decay < math.inf:
+            raise InputError(f"weight_decay is {self.weight_decay}; expected 0 or more", "weight_decay")
+        if self.warmup_frac is not None and not 0 <= self.warmup_frac < 1:
+            message = f"warmup_frac is {self.warmup_frac}; expected a fraction of the steps, 0 or more and below 1"
+            raise InputError(message, "warmup_frac")
+        if self.decay_frac is not None and not 0 < self.decay_frac <= 1:
+            message = f"decay_frac is {self.decay_frac}; expected a fraction of the steps, above 0 and at most 1"
+            raise InputError(message, "decay_frac")

@@ -1,0 +1,432 @@
+"""`peagle train`: check everything, write the recipe, train the drafter, export it."""
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from drafter.config import DrafterConfig
+from drafter.dialects import Dialect
+from drafter.load import sort_aux_layers
+from drafter.params import DrafterParams
+from drafter.train.batches import Batches
+from drafter.train.config import DrafterShape
+from drafter.train.folder import COMMAND, EVALUATION, HELD_OUT, LOG, best_held_out, read_log, steps_done
+from drafter.train.held_out import DEFAULT_FRAC, HeldOut
+from drafter.train.recipe import Recipe, Update, chosen_update, decided, typed_update
+from drafter.train.step import devices_for
+from drafter.train.trainer import Trainer, TrainingStopped
+from drafter.trained import DRAFTER, RECIPE
+from drafter.vocabulary import DraftVocab
+from peagle.cli.command import given, read_record, record
+from peagle.cli.curve import draw
+from peagle.cli.display import Display, duration
+from peagle.cli.output import say
+from peagle.cli.train import RESUMABLE, Train
+from peagle.loading import AUTO, DEMO, default_dtype, load, name_for_others, or_demo, resolve
+from peagle.measure.metrics import figure_text
+from peagle.ops import interrupt
+from peagle.ops.checkpoint import fingerprint
+from peagle.ops.errors import InputError
+from peagle.ops.files import alone
+from peagle.ops.flag import layers_reader
+from peagle.parallel import parse_data_mesh
+from peagle.text.prompt_files import PromptSet, read_prompts, skipped_line
+from peagle.text.prompts import Rendering
+from peagle.workflows.evaluation import Acceptance, answered, known_prompts, taught_alike
+from peagle.workflows.export import with_positions, write_with_card
+from peagle.workflows.training import (
+    MEASURED_FRAC,
+    Deadline,
+    TrainingData,
+    anchors,
+    begun_in,
+    check_parts,
+    check_teachers,
+    check_tokens,
+    check_window,
+    data_coverage,
+    drafter_config,
+    even_parts,
+    held_out_every,
+    initial_params,
+    kept_of_prompts,
+    parse_mix,
+    planned_steps,
+    record_recipe,
+    seconds_of_held_out,
+    seconds_per_step,
+    self_contained,
+    shares,
+    training_data,
+    with_held_out,
+)
+from peagle.workflows.training_advice import (
+    coverage_in_words,
+    epochs_in_words,
+    parted_curves,
+    recipe_in_words,
+    share,
+    weak_drafter,
+)
+from target.config import TargetConfig
+from target.load import inspect_target, load_target
+from target.teacher import Teacher
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A training that may begin: all that can be found out before weights are loaded."""
+
+    name: str  # of the target, as given
+    directory: Path
+    target: TargetConfig
+    out: Path
+    data: TrainingData
+    held_out_frac: float
+    keep_prompt: int | None  # tokens of a prompt that the data keeps at most; None: all
+    shape: DrafterShape
+    config: DrafterConfig
+    vocab: DraftVocab | None
+    weights: str  # fingerprint of the target's
+    recipe: Recipe  # steps: 1 if they follow from --minutes
+    typed: Mapping[str, Any]  # fields of the recipe's update that were given
+    batches: Batches
+    begun: dict[str, Any] | None  # the record of the training that goes on
+    devices: int | None  # that share the rows of a step
+
+
+FORMER_NAMES = {"warmup": "warmup_frac", "decay": "decay_frac", "clip": "clip_norm", "dtype": "compute_dtype"}
+FIRST_STEPS = 10  # each with a line of its own if there is no terminal
+
+
+def train(settings: Train) -> int:
+    """Check everything, write the recipe, train, and export the drafter. Return the exit code.
+
+    The folder --out then holds the recipe, the log, checkpoints, a curve, and in drafter/ the trained drafter. Raises
+    InputError before anything is written for whatever can be known then, and for a training that cannot go on;
+    KeyboardInterrupt after Ctrl-C, when the newest checkpoint holds the last step.
+    """
+    with alone(Path(settings.out)):
+        return _train(settings)
+
+
+def _train(settings: Train) -> int:
+    settings = _resumed(settings) if settings.resume else settings
+    display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
+    with display.stage("reading the data"):
+        checked = _checked(settings)
+    prompts = _prompts(settings, checked.directory, display)
+    if layers := checked.config.aux_layer_ids:
+        chosen = settings.shape.init or settings.shape.taps or settings.shape.aux_layer_ids
+        why = "as given" if chosen else "early, in the middle and late, as EAGLE-3 takes them; --taps names others"
+        display.note(f"reads the outputs of the target's layers {', '.join(map(str, layers))}: {why}")
+    trainer, initial = _trainer(checked, settings, prompts, display)
+    begun, out, documents = checked.begun, checked.out, checked.data.documents
+    covered = None
+    if trainer.draft_to_target is not None:
+        covered = data_coverage(documents, trainer.draft_to_target, settings.num_speculative_tokens)
+        display.note(f"proposes {coverage_in_words(documents, trainer.draft_to_target, covered)}")
+    record_recipe(
+        out,
+        begun,
+        trainer.recipe,
+        checked.config,
+        settings.data,
+        settings.rows,
+        documents,
+        checked.weights,
+        checked.held_out_frac,
+        record(settings) | ({} if checked.name == DEMO else {"target": name_for_others(checked.name)}),
+        covered,
+    )
+
+    started = time.monotonic()
+    _say_where_it_begins(display, checked, trainer)
+    params = _trained(trainer, initial, settings.minutes, display)
+    log = list(read_log(out / LOG))
+    best = best_held_out(log) if trainer.held_out is not None else None
+    done = steps_done(out)
+    kept = f"step {done}" if best is None else f"step {best['step']} of {done}, the best on held-out documents"
+    curve = draw(log, out)  # before the card, which shows it
+    _write_drafter(checked, params, settings.dialect)
+    lines = [f"drafter      {out / DRAFTER} | {kept} | {time.monotonic() - started:.0f} s now"]
+    lines.append(f"curve        {curve}")
+    if covered is not None:
+        lines.append(f"proposes     {covered.in_words()}")
+    if prompts is not None and prompts.skipped:
+        lines.append(f"left out     of --evaluate {skipped_line(prompts.skipped)}")
+    if weak := weak_drafter(log, out, init=settings.shape.init is not None):
+        say("warning", weak)
+    display.summary(lines)
+    return 0
+
+
+def _resumed(settings: Train) -> Train:
+    """Return the settings that the folder was begun with, and of the given ones those that may change.
+
+    Raises InputError for a folder without a training, and for one whose record does not hold them.
+    """
+    out = Path(settings.out)
+    begun = begun_in(out)
+    if begun is None:
+        raise InputError(f"--resume: {out} holds no training; expected the folder of one, or leave out --resume")
+    if COMMAND not in begun:
+        raise InputError(f"--resume: {out} was begun by an older version; repeat its command without --resume instead")
+    changed = {name: getattr(settings, name) for name in RESUMABLE if name in given(settings)}
+    try:
+        before = read_record(Train, today(begun[COMMAND]))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"--resume: the options in {out / RECIPE} cannot be read: {error}; expected what this version of peagle "
+            "train writes: repeat the command without --resume instead"
+        ) from None
+    return dataclasses.replace(
+        before, **{"out": settings.out, "resume": True, "steps": None, "minutes": None, **changed}
+    )
+
+
+def today(command: Mapping[str, Any]) -> dict[str, Any]:
+    """Name the options of a recorded command as they are named today. The first form nests those of the shape."""
+    if "shape" not in command:
+        return dict(command)
+    flat = {FORMER_NAMES.get(name, name): value for name, value in command.items()}
+    flat |= flat.pop("shape")
+    flat["train_embedding"] = not flat.pop("freeze_embedding", False)
+    for name in ("taps", "aux_layer_ids"):
+        flat[name] = None if flat.get(name) is None else layers_reader(name)(flat[name])
+    return flat
+
+
+def _checked(settings: Train) -> Checked:
+    """Read all but weights. Raises InputError for whatever cannot be trained."""
+    name, out = or_demo(settings.load.target), Path(settings.out)
+    devices = None if settings.mesh is None else parse_data_mesh(settings.mesh)
+    directory = resolve(name, "target")
+    files = inspect_target(directory)
+    parts = shares(settings.data)
+    mix = () if settings.mix is None else parse_mix(settings.mix)
+    begun = begun_in(out)
+    held_out_frac = _held_out_frac(settings, begun)
+    data = training_data(parts, settings.rows, settings.learning.width, mix, held_out_frac, settings.learning.seed)
+    shape, learning = settings.shape, settings.learning
+    config, vocab = drafter_config(shape, files.config, files.stop_token_ids, directory, data.documents)
+    if vocab is not None:
+        data_coverage(data.documents, np.array(vocab.token_ids), settings.num_speculative_tokens)  # there is some
+    check_tokens(data.documents, config, shape)
+    weights = fingerprint(directory)
+    folders = [folder for folder, _ in parts]
+    check_teachers(folders, config, weights, learning.cod.depth, strict=settings.strict)
+    check_window(config, files.config, learning.cod.depth, given=shape.drafter_window != AUTO)
+    parts_of_row = even_parts(config, learning.width) if learning.parts is None else learning.parts
+    steps = settings.steps if settings.steps is not None or begun is None else begun["recipe"]["steps"]
+    if steps is None and settings.minutes is None:
+        raise InputError("a new training needs --steps or --minutes")
+    typed = typed_update(learning)
+    update = _update(steps or 1, config, settings, begun, typed)
+    recipe = decided(learning, steps or 1, parts_of_row, update)
+    check_parts(config, recipe)
+    if not 1 <= shape.mask_hiddens <= max(1, learning.cod.depth - 1):
+        raise InputError(f"--mask-hiddens is {shape.mask_hiddens}; expected 1..{max(1, learning.cod.depth - 1)}")
+    counts = recipe.segments.counts(recipe.cod, *anchors(data.sources, recipe.segments))
+    batches = Batches(data.sources, recipe.width, recipe.cod, recipe.segments, counts, recipe.seed)
+    devices_for(settings.rows, devices)  # check them
+    models = (data, held_out_frac, kept_of_prompts(folders), shape, config, vocab, weights)
+    return Checked(name, directory, files.config, out, *models, recipe, typed, batches, begun, devices)
+
+
+def _held_out_frac(settings: Train, begun: Mapping[str, Any] | None) -> float:
+    """Choose the part of the documents to hold out: as given or as begun; none if --evaluate has other ones."""
+    if settings.held_out is not None:
+        return settings.held_out
+    if begun is not None:
+        frac: float = with_held_out(begun)["data"]["held_out"]
+        return frac
+    return DEFAULT_FRAC if settings.evaluate is None else 0.0
+
+
+def _trainer(
+    checked: Checked, settings: Train, prompts: PromptSet | None, display: Display
+) -> tuple[Trainer, DrafterParams]:
+    """Load the target, and return the trainer with what it begins from; its steps are measured if none are given."""
+    name, config, documents = checked.name, checked.config, checked.data.documents
+    with display.stage(f"loading {'the demo target' if name == DEMO else name}") as progress:
+        loaded = load_target(checked.directory, dtype=jnp.dtype(default_dtype()), progress=progress)
+    initial = initial_params(checked.shape.init, settings.learning.seed, config, loaded, checked.vocab)
+    ids = None if initial.draft_to_target is None else np.asarray(initial.draft_to_target)
+    teacher = Teacher(loaded.params, loaded.config, config.aux_layer_ids or ())
+    held_out = checked.data.held_out
+    deadline, evaluate = Deadline(settings.minutes), None
+    if prompts is not None:
+        k = settings.num_speculative_tokens
+        with display.stage("loading it to evaluate"):
+            plain = load(name, None)
+        acceptance = Acceptance(plain, config, prompts, settings.evaluate_prompts, k)
+        if settings.held_out is None and not checked.held_out_frac:
+            with display.stage("answering the held-out prompts"):
+                held_out = answered(plain, prompts, settings.evaluate_prompts, settings.learning.width)
+            held_out = taught_alike(held_out, documents, teacher, checked.keep_prompt)
+            if told := known_prompts(held_out, documents):
+                say("warning", told)
+
+        def evaluate(params: DrafterParams) -> Mapping[str, Any]:
+            return acceptance.of(params)
+
+    trainer = Trainer(
+        checked.out,
+        config,
+        checked.recipe,
+        checked.batches,
+        None if self_contained(documents) else teacher,
+        ids,
+        held_out=HeldOut.of(held_out, checked.batches) if held_out else None,
+        held_out_every=held_out_every(checked.recipe.steps),
+        evaluate=evaluate,
+        evaluate_every=settings.evaluate_every,
+        save_every=settings.save_every,
+        should_stop=lambda: interrupt.asked() or deadline.over(),
+        devices=checked.devices,
+    )
+    done = steps_done(checked.out)
+    complete = checked.begun is None or (settings.resume and done == trainer.recipe.steps)
+    if settings.minutes is not None and settings.steps is None and complete:
+        steps = done + _planned(settings.minutes, trainer, initial, display)
+        update = _update(steps, config, settings, checked.begun, checked.typed)
+        recipe = dataclasses.replace(checked.recipe, steps=steps, **dataclasses.asdict(update))
+        trainer = dataclasses.replace(trainer, recipe=recipe, held_out_every=held_out_every(steps))
+    return trainer, initial
+
+
+def _trained(trainer: Trainer, initial: DrafterParams, minutes: float | None, display: Display) -> DrafterParams:
+    """Train, with progress. Raises InputError if the training cannot go on, KeyboardInterrupt after Ctrl-C."""
+    steps, out = trainer.recipe.steps, trainer.out
+
+    def kept() -> str:
+        return f"{steps_done(out)} of {steps} steps are kept in {out}; the same command goes on after them"
+
+    done = steps_done(out)
+    with display.keeping(kept), display.stage("training", animated=False) as advance:
+
+        def progress(step: int, left_s: float | None) -> None:
+            advance(step, steps, left_s)
+            if step - done <= FIRST_STEPS and not display.live:
+                display.note(f"step {step} of {steps}{'' if left_s is None else f', {duration(left_s)} left'}")
+
+        parted = False
+
+        def watch(line: Mapping[str, Any]) -> None:
+            nonlocal parted
+            display.note(_shown(line))
+            if HELD_OUT in line and not parted and (told := parted_curves(list(read_log(out / LOG)))):
+                parted = True
+                say("warning", told)
+
+        try:
+            params = dataclasses.replace(trainer, watch=watch, progress=progress).run(initial)
+        except TrainingStopped as error:
+            raise InputError(str(error)) from None
+        interrupt.check()
+    if steps_done(out) < steps:
+        display.note(f"--minutes {minutes:g} are over: {kept()}")
+    return params
+
+
+def _write_drafter(checked: Checked, params: DrafterParams, dialect: Dialect) -> None:
+    """Write the trained drafter in bfloat16, with its card, into the folder's drafter/."""
+    trained = dataclasses.replace(params, draft_to_target=None)
+    shipped = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), trained)
+    shipped = dataclasses.replace(shipped, draft_to_target=params.draft_to_target)
+    shipped, config = sort_aux_layers(shipped, with_positions(checked.config, checked.target, checked.out))
+    target = name_for_others(checked.name)
+    write_with_card(checked.out / DRAFTER, shipped, config, dialect, target, checked.target, checked.out)
+
+
+def _prompts(settings: Train, directory: Path, display: Display) -> PromptSet | None:
+    if settings.evaluate is None:
+        return None
+    prompts = read_prompts(Path(settings.evaluate), directory, Rendering(), strict=settings.strict)
+    display.warn(prompts.warnings)
+    return prompts
+
+
+def _say_where_it_begins(display: Display, checked: Checked, trainer: Trainer) -> None:
+    """Say what is held out, by which recipe a new training goes, and from which step to which."""
+    done, steps, begun = steps_done(trainer.out), trainer.recipe.steps, checked.begun
+    if trainer.held_out is not None:
+        kept_back, number = len(checked.data.held_out), len(checked.data.documents)
+        which = f"{kept_back} of the {number:,} documents" if kept_back else "the answers to --evaluate"
+        display.note(f"held out: {which}; the step that is best on them is kept (--held-out 0: the last one)")
+    if begun is None:
+        display.note(f"recipe: {recipe_in_words(trainer.recipe, checked.typed, init=checked.shape.init is not None)}")
+    elif begun["recipe"]["steps"] != steps:
+        display.note(
+            f"goes on from step {done} with {steps} steps instead of {begun['recipe']['steps']}: the learning rate is "
+            f"from here on that of a training of {steps} steps"
+        )
+    if done < steps:
+        epochs = epochs_in_words([source.epochs(steps) for source in trainer.batches.sources])
+        display.note(f"training steps {done + 1} to {steps}, {epochs} in all; the first one compiles")
+    else:
+        display.note(f"{trainer.out} has all of its steps, {steps}; a larger --steps goes on with more")
+
+
+def _update(
+    steps: int,
+    config: DrafterConfig,
+    settings: Train,
+    begun: Mapping[str, Any] | None,
+    typed: Mapping[str, Any],
+) -> Update:
+    """Choose the update of a new training; that of one which goes on is as it was begun."""
+    if begun is not None:
+        fields = [field.name for field in dataclasses.fields(Update)]
+        return dataclasses.replace(Update(**{name: begun["recipe"][name] for name in fields}), **typed)
+    return chosen_update(steps, config.hidden_size, from_trained=settings.shape.init is not None, typed=typed)
+
+
+def _planned(minutes: float, trainer: Trainer, initial: DrafterParams, display: Display) -> int:
+    """Plan as many steps as fit into most of --minutes, by measured ones. Raises InputError if not one does."""
+    display.note(f"compiling, and measuring a step: how many fit into {minutes:g} minutes")
+    with display.stage("measuring a step", animated=False) as progress:
+        at_most_s = MEASURED_FRAC * 60 * minutes
+        step_s = seconds_per_step(trainer, initial, at_most_s, lambda done, total: progress(done, total, None))
+        held_out_s = seconds_of_held_out(trainer, initial)
+    evaluation_s = 0.0
+    if trainer.evaluate is not None:
+        with display.stage("measuring an evaluation", animated=False):
+            began = time.monotonic()
+            trainer.evaluate(initial)
+            evaluation_s = time.monotonic() - began
+    steps = planned_steps(minutes, step_s, evaluation_s, trainer.evaluate_every, held_out_s)
+    takes = f"a step takes {step_s:.2g} s" + (f", an evaluation {evaluation_s:.2g} s" if evaluation_s else "")
+    if not steps:
+        raise InputError(f"--minutes is {minutes:g}, and {takes}; expected time for a step, or --steps")
+    display.note(f"{takes}: {steps} steps are planned")
+    return steps
+
+
+def _shown(line: Mapping[str, Any]) -> str:
+    """A line of the log, for a person."""
+    if EVALUATION in line:
+        found = line[EVALUATION]
+        lengths = [figure_text(found[f"acceptance_length{of}"], ".2f") for of in ("", "_without_loops")]
+        return (
+            f"step {line['step']}: acceptance length {lengths[0]}, without loops {lengths[1]}, of "
+            f"{found['num_outputs']} held-out prompts"
+        )
+    if HELD_OUT in line:
+        return f"step {line['step']}: held out: {_figures(line[HELD_OUT])}"
+    speed = "" if line["tok_per_s"] is None else f", {line['tok_per_s']:,} tok/s, {duration(line['left_s'])} left"
+    epochs = f", {epochs_in_words(line['epochs'])}"
+    return f"step {line['step']} of {line['steps']}{epochs}: {_figures(line)}{speed}"
+
+
+def _figures(line: Mapping[str, Any]) -> str:
+    """Say the loss and the hits. Example: loss 3.214, right by depth .31 .12."""
+    return f"loss {line['loss']:.3f}, right by depth {' '.join(share(hits) for hits in line['hits_by_depth'])}"

@@ -1,0 +1,51 @@
+"""Every flag of before is a flag now, with its aliases, its default and its place in the help."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peagle.cli.app import COMMANDS
+from peagle.cli.command import Option, options_of
+
+RECORDED: dict[str, list[dict[str, Any]]] = json.loads(Path(__file__).with_name("flags.json").read_text())
+READ = [name for name, entry in COMMANDS.items() if entry.where is not None]
+NOT_TAKEN = {"--freeze-embedding"}  # its field says the contrary
+
+
+def options(name: str) -> dict[str, Option]:
+    """Return the options of a command by each of their flags, former ones included."""
+    return {flag: each for each in options_of(COMMANDS[name].load()) for flag in (*each.names, each.flag.old) if flag}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_flag_is_what_it_was(name: str) -> None:
+    found = options(name)
+    for before in RECORDED[name]:
+        if before["argument"]:
+            continue
+        here = {found[flag] for flag in before["flags"]}
+        assert len(here) == 1, before
+        (option,) = here
+        assert (option.kind is not bool) == before["value"], before
+        assert option.repeats == before["repeats"] or option.flag.read is not None, before
+        assert option.required == before["required"], before
+        if not before["hidden"]:
+            assert option.flag.group == before["group"], before
+
+
+@pytest.mark.parametrize("name", READ)
+def test_no_flag_has_come_unrecorded(name: str) -> None:
+    assert options(name).keys() <= {flag for before in RECORDED[name] for flag in before["flags"]}
+
+
+@pytest.mark.parametrize("name", ["data", "train", "sweep"])
+def test_a_default_is_what_it_was(name: str) -> None:
+    found = options(name)
+    for before in RECORDED[name]:
+        option = found[before["flags"][0]]
+        if option.required or before["hidden"] or before["flags"][0] in NOT_TAKEN:
+            continue
+        now = list(option.default) if isinstance(option.default, tuple) else option.default
+        assert now == before["default"] or (before["flags"] == ["--slots"] and now == 32), before

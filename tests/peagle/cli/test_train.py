@@ -1,0 +1,162 @@
+"""The options of `peagle train`, and the record of them from which a training goes on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drafter.train.config import Cod, DrafterShape, TrainConfig
+from drafter.train.folder import COMMAND
+from drafter.trained import RECIPE
+from peagle.cli import main
+from peagle.cli.app import application
+from peagle.cli.command import built, read_record, record
+from peagle.cli.train import Train
+from peagle.cli.training import today
+from peagle.config import LoadConfig
+
+OLD: dict[str, Any] = json.loads((Path(__file__).parent / "recorded" / RECIPE).read_text())  # by the first form's code
+GIVEN = Train(
+    data=("a:2", "b"),
+    mix="40:1,64:2",
+    out="run",
+    load=LoadConfig(target="t", download=True),
+    steps=9,
+    minutes=1.5,
+    shape=DrafterShape(
+        init="d",
+        aux_layer_ids=(1, 2),
+        autoregressive=True,
+        layers=2,
+        hidden_size=8,
+        heads=4,
+        kv_heads=2,
+        head_dim=4,
+        mlp_width=16,
+        taps=(0, 1, 2),
+        drafter_window="64",
+        mask_token=5,
+        mask_hiddens=2,
+        draft_vocab="40",
+    ),
+    mesh="dp=2",
+    rows=4,
+    learning=TrainConfig(
+        width=64,
+        cod=Cod(3, 0.5, 0.1),
+        parts=2,
+        loss="kl",
+        optimizer="muon",
+        learning_rate=0.1,
+        other_rate=0.2,
+        weight_decay=0.3,
+        warmup_frac=0.4,
+        decay_frac=0.5,
+        clip_norm=0.6,
+        train_embedding=False,
+        compute_dtype="bfloat16",
+        seed=7,
+    ),
+    save_every=3,
+    evaluate="e.jsonl",
+    evaluate_every=5,
+    evaluate_prompts=6,
+    held_out=0.25,
+    strict=True,
+    num_speculative_tokens=5,
+    dialect="speculators",
+    resume=True,
+    quiet=True,
+)
+
+
+def typed(*words: str) -> Train:
+    kind, values = application("train")(
+        ["train", *words], result_action="return_value", print_error=False, exit_on_error=False
+    )
+    command: Train = built(kind, values)
+    return command
+
+
+def test_the_first_form_of_a_record_is_read_as_what_was_typed() -> None:
+    assert read_record(Train, today(OLD[COMMAND])) == typed(*OLD["provenance"]["command"][2:])
+
+
+def test_a_record_is_read_as_it_was_written() -> None:
+    usual = record(Train(out=""))
+    assert not [name for name, value in record(GIVEN).items() if value == usual[name]], "every option is another"
+    assert read_record(Train, json.loads(json.dumps(record(GIVEN)))) == GIVEN
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"dept": 4}, "dept is not an option of this version. Did you mean 'depth'?"),
+        ({"shape": {"lairs": 2}}, "lairs is not an option of this version"),
+        ({"warm": 0.1}, "warm is not an option of this version"),
+        ({"depth": 0}, "depth is 0; expected 1 or more"),
+        ({"depth": "three"}, "depth is 'three'; expected a valid integer"),
+        ({"steps": True}, "steps is True; expected a valid integer"),
+        ({"taps": ["a"]}, "taps is ['a']; expected another value"),
+        ({"loss": "hinge"}, "loss is 'hinge'; expected one of"),
+    ],
+)
+@pytest.mark.parametrize("form", ["first", "today's"])
+def test_a_record_that_is_not_understood_is_refused(
+    form: str, changed: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = OLD[COMMAND] if form == "first" else today(OLD[COMMAND])
+    if "shape" in changed:
+        changed = {"shape": OLD[COMMAND]["shape"] | changed["shape"]} if form == "first" else changed["shape"]
+    (tmp_path / RECIPE).write_text(json.dumps({**OLD, COMMAND: {**command, **changed}}))
+    assert main(["train", "--out", str(tmp_path), "--resume"]) == 2
+    told = capsys.readouterr().err
+    assert says in told
+    assert "repeat the command without --resume" in told
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [("--warmup", "0.1"), ("--freeze-embedding",), ("--layers", "3")])
+def test_what_stands_beside_resume_is_named_by_its_flag(
+    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--out", str(tmp_path), "--resume", *words]) == 2
+    assert f"leave out {words[0]}, or start a new run" in capsys.readouterr().err
+
+
+def test_a_flag_may_say_the_contrary_of_its_field() -> None:
+    assert typed("--out", "run").learning.train_embedding
+    assert not typed("--out", "run", "--freeze-embedding").learning.train_embedding
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--layers", "0"), "--layers is 0; expected 1 or more"),
+        (("--head-dim", "1"), "--head-dim is 1; expected 2 or more"),
+        (("--mask-hiddens", "0"), "--mask-hiddens is 0; expected 1 or more"),
+        (("--steps", "1.5"), "--steps is 1.5; expected a valid integer"),
+        (("--width", "0"), "--width is 0; expected 3 or more"),
+        (("--depth", "0"), "--depth is 0; expected 1 or more"),
+        (("--ratio", "2"), "--ratio is 2.0; expected a number above 0 and at most 1"),
+        (("--min-ratio", "nan"), "--min-ratio is nan; expected a number from 0 to 1"),
+        (("--learning-rate", "nan"), "--learning-rate is nan; expected a number above 0"),
+        (("--other-rate", "0"), "--other-rate is 0.0; expected a number above 0"),
+        (("--warmup", "2"), "--warmup is 2.0; expected a fraction of the steps"),
+        (("--decay", "0"), "--decay is 0.0; expected a fraction of the steps"),
+        (("--clip", "-1"), "--clip is -1.0; expected a number above 0"),
+        (("--held-out", "nan"), "--held-out is nan; expected a fraction from 0 to 0.5"),
+        (("--seed", "-1"), "--seed is -1; expected 0 or more"),
+        (("--taps", "a,b"), "--taps is 'a,b'; expected layers with commas between them"),
+        (("-k", "0"), "-k is 0; expected 1 to 128 drafted tokens"),
+    ],
+)
+def test_what_an_option_does_not_take_is_one_line_that_names_it(
+    words: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--data", str(tmp_path), "--out", str(tmp_path / "run"), "--steps", "1", *words]) == 2
+    told = capsys.readouterr().err
+    assert says in told
+    assert told.count("\n") == 1
+    assert not (tmp_path / "run").exists()
