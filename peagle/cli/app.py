@@ -57,9 +57,11 @@ COMMANDS = {
     "generate": Entry(
         GENERATE, "Generate with plain decoding: the target alone, no drafter.", "peagle.cli.speculate:Generate"
     ),
-    "chat": Entry(GENERATE, "Chat in the terminal with speculative decoding."),
-    "serve": Entry(GENERATE, "Serve an OpenAI-compatible HTTP API."),
-    "batch": Entry(GENERATE, "Run a file of OpenAI Batch API requests, without a server."),
+    "chat": Entry(GENERATE, "Chat in the terminal with speculative decoding.", "peagle.cli.chat:Chat"),
+    "serve": Entry(GENERATE, "Serve an OpenAI-compatible HTTP API.", "peagle.cli.serve:Serve"),
+    "batch": Entry(
+        GENERATE, "Run a file of OpenAI Batch API requests, without a server.", "peagle.cli.batch:BatchCommand"
+    ),
     "cluster": Entry(GENERATE, "Serve from several replicas on Ray Serve."),
     "data": Entry(TRAIN, "Generate training data: a target's responses to prompts.", "peagle.cli.data:Data"),
     "train": Entry(TRAIN, "Train a P-EAGLE or EAGLE-3 drafter.", "peagle.cli.train:Train"),

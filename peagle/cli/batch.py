@@ -1,59 +1,43 @@
-"""`peagle batch`: load a pair, answer a file of requests, and report progress."""
+"""`peagle batch`: its options."""
 
-import asyncio
-import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
-from peagle.cli.display import Display
-from peagle.cli.output import say
-from peagle.cli.serve import FAILED, Chosen
-from peagle.cli.settings.batch import BatchSettings
-from peagle.ops import interrupt
-from peagle.serve.batch import Batch, Counts, check_files
-from peagle.serve.loop import EngineLoop
-from peagle.serve.service import Service
-
-UNLIMITED = 1 << 30  # requests that may wait: a line may ask for many responses, and no client waits for them
-ALL_REFUSED = 3  # the exit code
-AT_ONCE = 2  # lines in flight per slot, so that no slot is empty
+from peagle.cli.command import needing
+from peagle.cli.serve import TAKEN, Served
+from peagle.config import EngineConfig
+from peagle.ops.flag import OUTPUT, Flag
 
 
-def batch_command(settings: BatchSettings) -> int:
-    """Answer the file and return the exit code.
+@dataclass(frozen=True, kw_only=True)
+class BatchCommand(Served):
+    """Run a file of OpenAI Batch API requests, without a server.
 
-    0 if a line was answered, 1 if the engine failed on a line or as a whole, 3 if every line was refused. Raises
-    InputError, before anything slow, for options and files that cannot be used; KeyboardInterrupt after Ctrl-C.
+    Each line is {"custom_id": "a", "method": "POST",
+    "url": "/v1/chat/completions", "body": {...}}. The same command resumes with
+    the lines that have no response yet. Exit code: 0 if a line was answered, 3 if
+    every line was refused, 1 if the engine failed on a line or as a whole; then
+    run the command again.
+
+    [bold]Examples[/bold]
+
+      the demo models      [cyan]peagle batch IN.jsonl OUT.jsonl[/cyan]
+      your checkpoints
+        [cyan]peagle batch IN.jsonl OUT.jsonl --target DIR --drafter DIR --slots 16[/cyan]
     """
-    chosen = Chosen.by(settings.served, settings.slots)
-    check_files(settings.requests, settings.answers)
-    display = Display(text=False, quiet=settings.quiet, total=1, streaming=True)
-    engine, builder, name = chosen.load(display, "answering as")
-    loop = EngineLoop(engine, UNLIMITED)
-    batch = Batch(Service(loop, builder, name), settings.requests, settings.answers, AT_ONCE * settings.slots)
-    started = time.perf_counter()
-    try:
-        with display.keeping(lambda: _progress(batch.counts)), display.stage("answering") as advance:
-            asyncio.run(batch.run(interrupt.asked, lambda counts: advance(counts.done, counts.total)))
-            interrupt.check()
-    finally:
-        loop.close()
-    if loop.failure is not None:
-        say("error", f"{loop.failure}; {_progress(batch.counts)}")
-        return FAILED
-    summary = _summary(batch.counts, time.perf_counter() - started)
-    display.note(summary)
-    if settings.quiet and (batch.counts.refused or batch.counts.failed):
-        display.warn([summary])
-    return FAILED if batch.counts.failed else ALL_REFUSED if batch.counts.all_refused else 0
 
+    requests: Annotated[Path, Flag(names=("IN.jsonl",))]
+    """Requests, one per line."""
+    answers: Annotated[Path, Flag(names=("OUT.jsonl",))]
+    """Responses, appended in the order they finish."""
+    engine: Annotated[EngineConfig, TAKEN] = EngineConfig(slots=8, prefix_cache="on")  # noqa: RUF009  # frozen
+    quiet: Annotated[bool, Flag(OUTPUT, names=("--quiet", "-q"))] = False
+    """Hide notes and progress. Warnings and errors are still printed."""
 
-def _progress(counts: Counts) -> str:
-    return f"{counts.done} of {counts.total} lines are done; the same command resumes"
+    def run(self) -> int:
+        from peagle.cli.processes import run_together
 
-
-def _summary(counts: Counts, seconds: float) -> str:
-    known = f", {counts.known} answered before" if counts.known else ""
-    speed = f"; {counts.tokens} tokens in {seconds:.1f} s, {counts.tokens / seconds:.0f} tok/s"
-    failed = f", {counts.failed} failed: run the same command again" if counts.failed else ""
-    why = "; the output has the reason of each refusal" if counts.refused else ""
-    done = f"{counts.answered} lines answered, {counts.refused} refused{failed}{known}"
-    return f"{done}{speed if counts.tokens else ''}{why}"
+        with needing("batches need", "serve"):
+            from peagle.cli.batching import answer_file
+        return run_together(self, self.load, answer_file)

@@ -1,165 +1,48 @@
-"""`peagle chat`: a conversation in a terminal, or from a pipe with one message per line.
+"""`peagle chat`: its options."""
 
-Each turn is one run of `peagle speculate` whose history is the turns before.
-"""
+from dataclasses import dataclass
+from typing import Annotated
 
-import dataclasses
-import re
-import sys
+from peagle.cli.command import Takes
+from peagle.config import EngineConfig, LoadConfig, SamplingParams
+from peagle.ops.flag import OUTPUT, SAMPLING, SPECULATION, Flag
+from peagle.text.prompts import Rendering
 
-from peagle.api import Pair
-from peagle.cli.decoding import chosen_context, chosen_models, load_pair, not_shown, without_effect
-from peagle.cli.display import Display
-from peagle.cli.document import summary_block
-from peagle.cli.output import say
-from peagle.cli.settings.chat import ChatSettings
-from peagle.cli.settings.shared import parse_kept_prefixes, parse_kv_memory
-from peagle.measure.metrics import figure_text
-from peagle.ops import interrupt
-from peagle.ops.errors import InputError
-from peagle.parallel import refuse_replicas
-from peagle.text.channels import chat_messages
-from peagle.text.prompts import Conversation, Rendering, from_text
-from peagle.text.tokenizer import Message
-from peagle.workflows.run import Run, RunConfig, run
-
-PROMPT = "> "
-RESET, EXIT = "/reset", "/exit"
-_COMMAND = re.compile(r"/[a-z]+")
-WELCOME = f"{RESET} starts a new conversation, {EXIT} quits, Ctrl-C stops a response"
+CONTEXT = "Context length of the conversation, in tokens. Default: the model's limit, or what the memory holds if that "
+TAKEN = Takes(
+    ("num_speculative_tokens", "context", "kv_memory", "prefix_cache"), helps={"context": CONTEXT + "is less."}
+)
 
 
-def chat_command(settings: ChatSettings) -> int:
-    """Run a chat and return the exit code. Responses go to standard output, all else to standard error.
-
-    Raises InputError, before any message is read, for options that cannot be used, and KeyboardInterrupt after Ctrl-C
-    at the prompt.
-    """
-    if sys.stdin is None:
-        raise InputError("standard input is closed; expected a terminal, or one message per line")
-    refuse_replicas(settings.devices.mesh, "peagle chat runs one conversation")
-    target, drafter, asked = chosen_models(settings.model, settings.drafting)
-    config = RunConfig(  # refuse invalid options before anything slow
-        num_speculative_tokens=asked if isinstance(asked, int) else 1,
-        max_new_tokens=settings.max_new_tokens,
-        sampling=settings.sampling.params(),
-        stop=settings.stop,
-        baseline=settings.baseline,
-        kv_memory_bytes=parse_kv_memory(settings.kv_memory),
-        prefix_cache_bytes=parse_kept_prefixes(settings.prefix_cache),
-        rendering=settings.template.rendering(),
-    )
-    display = Display(text=True, quiet=settings.quiet, total=1, streaming=True)
-    pair = load_pair(
-        target, drafter, settings.model, settings.drafting, display, settings.devices, settings.retain_full_kv
-    )
-    display.read_by(pair.tokenizer)
-    _refuse_without_template(pair, config.rendering, target)
-    display.warn([*without_effect(settings.sampling), *not_shown(config.rendering, pair, target)])
-    k, adaptive = pair.num_drafts(asked)
-    context = chosen_context(pair, settings.context, k, 1, config.kv_memory_bytes, num_engines=1 + config.compares)
-    config = dataclasses.replace(config, num_speculative_tokens=k, adaptive=adaptive, context=context)
-    if sys.stdin.isatty():
-        display.note(WELCOME)
-    Chat(pair, config, display).run()
-    return 0
-
-
+@dataclass(frozen=True, kw_only=True)
 class Chat:
-    """A conversation: its turns so far, and the pair that answers."""
+    """Chat in the terminal with speculative decoding.
 
-    def __init__(self, pair: Pair, config: RunConfig, display: Display) -> None:
-        self._pair, self._config, self._display = pair, config, display
-        self._turns: list[str] = []
-        self._answers: list[str] = []
+    Each line of input is a message. /reset starts a new conversation; /exit or
+    the end of input quits. Ctrl-C stops a response, and at the prompt it quits.
 
-    def run(self) -> None:
-        """Answer each line of standard input, until its end or /exit.
+    [bold]Examples[/bold]
 
-        A line that cannot be answered is reported on standard error and left out of the conversation.
-        """
-        while True:
-            try:
-                message = _read_message()
-                if message is None or message.strip() == EXIT:
-                    return
-                if message.strip() == RESET:
-                    self._turns, self._answers = [], []
-                    self._display.note("new conversation")
-                elif _COMMAND.fullmatch(message.strip()):
-                    raise InputError(f"{message.strip()} is not a command; expected {RESET} or {EXIT}")
-                elif message.strip():
-                    self._answer(message)
-            except InputError as error:
-                say("error", str(error))
+      your checkpoints    [cyan]peagle chat --target DIR --drafter DIR[/cyan]
+      without a drafter   [cyan]peagle chat --target DIR --drafter ngram[/cyan]
+      from a pipe         [cyan]printf 'Hi\\nAnd you?\\n' | peagle chat --target DIR[/cyan]
+    """
 
-    def _answer(self, message: str) -> None:
-        """Stream the response to a message, and add both to the history. After Ctrl-C, add what was generated."""
-        conversation = Conversation("the conversation", turns=(message,), history=self._history())
-        self._refuse_too_long(conversation)
-        try:
-            done = run(self._pair, [conversation], self._config, self._display)
-        finally:
-            self._display.end_all()
-        interrupt.forget()
-        if not done.outcomes:
-            self._display.note("interrupted before the first token; the message is left out")
-            return
-        self._turns.append(message)
-        self._answers.append(done.outcomes[0].result.text or "")
-        self._display.note(summary_line(done, self._config))
+    rendering: Annotated[Rendering, Takes(without=("raw", "special_tokens"))] = Rendering()  # noqa: RUF009  # frozen
+    load: LoadConfig = LoadConfig()  # noqa: RUF009
+    engine: Annotated[EngineConfig, TAKEN] = EngineConfig(prefix_cache="on")  # noqa: RUF009
+    baseline: Annotated[bool, Flag(SPECULATION)] = False
+    """Also decode each response plainly; report the speed-up."""
+    sampling: SamplingParams = SamplingParams()  # noqa: RUF009
+    max_new_tokens: Annotated[int, Flag(SAMPLING, "N", ("-n", "--max-new-tokens"))] = 1024
+    """Maximum tokens of a response."""
+    stop: Annotated[tuple[str, ...], Flag(SAMPLING, "TEXT")] = ()
+    """Stop string: a response ends before it; repeatable."""
+    quiet: Annotated[bool, Flag(OUTPUT, names=("--quiet", "-q"))] = False
+    """Print only the responses. Warnings and errors are still printed."""
 
-    def _history(self) -> tuple[Message, ...]:
-        return tuple(chat_messages([*self._turns, ""], self._answers, None)[:-1])
+    def run(self) -> int:
+        from peagle.cli.chatting import chat
+        from peagle.cli.processes import run_together
 
-    def _refuse_too_long(self, conversation: Conversation) -> None:
-        room = self._pair.room(self._config.context)
-        count = len(conversation.encode((), self._pair.tokenizer, self._config.rendering))
-        if count < room:
-            return
-        seen = f"has {count} tokens, but the context holds {room} positions"
-        if self._turns:
-            raise InputError(f"the conversation with this message {seen}; {RESET} starts a new one")
-        raise InputError(f"the message {seen}; shorten it, or start again with a larger --context")
-
-
-def summary_line(done: Run, config: RunConfig) -> str:
-    """Summarise a response in one line."""
-    summary, result = summary_block(done, None), done.outcomes[0].result
-    parts = [f"{len(result.output_ids)} tokens", f"{figure_text(summary['tok_per_s'], '.1f')} tok/s"]
-    if result.num_cached_tokens:
-        parts.append(f"{result.num_cached_tokens} of {len(result.request.prompt_ids)} prompt tokens cached")
-    if summary["num_plain_steps"] and not summary["num_spec_steps"]:
-        parts.append("nothing drafted, since it does not pay here (-k K drafts anyway)")
-    elif config.num_speculative_tokens:
-        parts.append(f"acceptance length {figure_text(summary['acceptance_length'], '.2f')}")
-        if config.compares:
-            parts.append(f"speed-up {figure_text(summary['speedup'], '.2f')}")
-    return " | ".join([*parts, f"finish: {result.finish_reason or 'interrupted'}"])
-
-
-def _refuse_without_template(pair: Pair, rendering: Rendering, target: str) -> None:
-    if pair.tokenizer is None:
-        raise InputError(f"{target} has no tokenizer.json, so it cannot chat; add the file")
-    try:
-        from_text("Hi").encode((), pair.tokenizer, rendering)
-    except InputError as error:  # which names an option of peagle speculate
-        raise InputError(f"{error} to peagle speculate: without a template {target} cannot chat") from None
-
-
-def _read_message() -> str | None:
-    """Read the next line of standard input; None at its end."""
-    if sys.stdin.isatty():
-        sys.stderr.write(PROMPT)
-        sys.stderr.flush()
-    with interrupt.waiting():
-        line = sys.stdin.buffer.readline()
-    if not line:
-        if sys.stdin.isatty():  # the shell's prompt begins a line
-            sys.stderr.write("\n")
-        return None
-    try:
-        message = line.decode("utf-8").removesuffix("\n").removesuffix("\r")
-    except UnicodeDecodeError:
-        raise InputError("the message is not UTF-8 text; expected UTF-8") from None
-    return message
+        return run_together(self, self.load, chat)

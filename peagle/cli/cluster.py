@@ -8,7 +8,7 @@ from typing import Any
 from peagle.cli.display import Display
 from peagle.cli.options import needing
 from peagle.cli.output import OutputFile
-from peagle.cli.serve import default_name, guarded_hosts, read_keys, warn_of_strangers
+from peagle.cli.serving import default_name, guarded_hosts, read_keys, warn_of_strangers
 from peagle.cli.settings.cluster import ClusterUpSettings
 from peagle.cli.settings.shared import parse_kept_prefixes, parse_kv_memory
 from peagle.loading import (

@@ -107,7 +107,7 @@ class Option:
     @property
     def shown(self) -> str | None:
         """The default, as the help shows it."""
-        if self.flag.default is not None:
+        if self.flag.default is not None and self.default is None:
             return self.flag.default
         hidden = self.required or self.default is None or self.kind is bool or self.default in ("", ())
         return None if hidden else str(self.default)

@@ -8,19 +8,14 @@ import typer
 
 from peagle.cli.app import INTERRUPTED, OK, _complain, guarded
 from peagle.cli.options import Settings, command_of, needing, refusal
-from peagle.cli.settings.batch import BatchSettings
 from peagle.cli.settings.bench import BenchSettings
-from peagle.cli.settings.chat import ChatSettings
 from peagle.cli.settings.cluster import ClusterUpSettings
-from peagle.cli.settings.decode import GenerateSettings, SpeculateSettings
 from peagle.cli.settings.export import ExportSettings
 from peagle.cli.settings.frequent_tokens import FrequentTokensSettings
 from peagle.cli.settings.info import InfoSettings
 from peagle.cli.settings.parity import ParitySettings
 from peagle.cli.settings.random_checkpoint import RandomSettings
 from peagle.cli.settings.report import ReportSettings
-from peagle.cli.settings.serve import ServedOptions, ServeSettings
-from peagle.cli.settings.shared import ProcessOptions
 
 MAIN_HELP = """
 Lossless speculative decoding for GPT-OSS with P-EAGLE drafters, in JAX.
@@ -99,40 +94,6 @@ def fetching(function: Callable[[Settings], int]) -> Callable[[Settings], int]:
         return function(settings)
 
     return run
-
-
-def _with_others(
-    settings: Settings,
-    options: SpeculateSettings | GenerateSettings | ChatSettings | ServedOptions,
-    run: Callable[[Settings], int],
-) -> int:
-    """Run a command, in several processes if --coordinator is given."""
-    if options.processes == ProcessOptions():
-        return run(settings)
-    from peagle.cli.processes import run_together
-
-    return run_together(settings, options.processes, options.devices, run)
-
-
-@command(GENERATE)
-def chat(settings: ChatSettings) -> int:
-    from peagle.cli.chat import chat_command
-
-    return _with_others(settings, settings, chat_command)
-
-
-@command(GENERATE)
-def serve(settings: ServeSettings) -> int:
-    with needing("serving needs", "serve"):
-        from peagle.cli.serve import serve_command
-    return _with_others(settings, settings.served, serve_command)
-
-
-@command(GENERATE)
-def batch(settings: BatchSettings) -> int:
-    with needing("batches need", "serve"):
-        from peagle.cli.batch import batch_command
-    return _with_others(settings, settings.served, batch_command)
 
 
 cluster = typer.Typer(no_args_is_help=True, help="Serve from several replicas on Ray Serve.")

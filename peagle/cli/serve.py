@@ -1,244 +1,96 @@
-"""`peagle serve`: load a pair, warm it up, and serve OpenAI's API over HTTP until SIGTERM or Ctrl-C."""
+"""`peagle serve`: its options; those of the models and the engine are `peagle batch`'s, too."""
 
-import logging
-import re
-import socket
-import sys
-import urllib.parse
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated
 
-from peagle.api import Pair
-from peagle.cli.decoding import chosen_context, chosen_models, expect_shared, load_pair
-from peagle.cli.display import Display
-from peagle.cli.output import say
-from peagle.cli.settings.serve import ServedOptions, ServeSettings
-from peagle.cli.settings.shared import parse_kept_prefixes, parse_kv_memory
-from peagle.engine.grammar import Grammar
-from peagle.engine.loop import AnyEngine
-from peagle.loading import DEMO
-from peagle.ops import interrupt
-from peagle.ops.errors import InputError
-from peagle.ops.files import reason_of
-from peagle.ops.memory import size_in_words
-from peagle.ops.sizes import PrefixCacheSize
-from peagle.serve.app import create_app
-from peagle.serve.http import ANY_ORIGIN
-from peagle.serve.loop import EngineLoop
-from peagle.serve.requests import RequestBuilder
-from peagle.serve.server import ServerOptions, listen, on_loopback, serve
-from peagle.serve.service import Service
-from peagle.text.tokenizer import parse_date
+from peagle.cli.command import Takes, needing
+from peagle.config import EngineConfig, LoadConfig
+from peagle.ops.flag import ENGINE, OUTPUT, PROMPT, SERVER, Flag, check_least
+from peagle.text.tokenizer import DEFAULT_DATE, parse_date
 
-DEMO_NAME = "peagle-demo"
-FAILED = 1
+TAKEN = Takes(("num_speculative_tokens", "slots", "context", "kv_memory", "prefix_cache"))
 
 
-def serve_command(settings: ServeSettings) -> int:
-    """Serve and return the exit code: 0 after a drain, 1 if the engine failed.
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """The pair and its engine, for requests of OpenAI's API over HTTP or from a file."""
 
-    Raises InputError, before anything slow, for options that cannot be used.
+    load: LoadConfig = LoadConfig()  # noqa: RUF009  # frozen
+    engine: Annotated[EngineConfig, TAKEN] = EngineConfig(slots=4, prefix_cache="on")  # noqa: RUF009
+    served_model_name: Annotated[str | None, Flag(SERVER, "NAME")] = None
+    """Model name in the API. Default: the name of the target's directory."""
+    date: Annotated[str, Flag(PROMPT, "YYYY-MM-DD")] = DEFAULT_DATE
+    """Current date for chat templates that show it; fixed, so that results are reproducible."""
+    mask_budget: Annotated[int, Flag(ENGINE, "MS")] = 50
+    """Milliseconds per step for the grammar mask of a request; a request that repeatedly takes longer ends with an
+    error."""
+
+    def __post_init__(self) -> None:
+        parse_date(self.date)
+        check_least(self, mask_budget=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve(Served):
+    """Serve an OpenAI-compatible HTTP API.
+
+    Chat completions, completions and responses, with continuous batching; also
+    GET /health and GET /metrics. After Ctrl-C or SIGTERM, open responses finish
+    first.
+
+    [bold]Examples[/bold]
+
+      the demo models        [cyan]peagle serve[/cyan]
+      your checkpoints
+        [cyan]peagle serve --target DIR --drafter DIR --slots 8 --context 8192[/cyan]
+      with an API key      [cyan]peagle serve --api-key-file KEYS --host 0.0.0.0[/cyan]
+      options from a file  [cyan]peagle serve --config serve.toml[/cyan]   (max-queue = 8)
+      call the server
+        [cyan]curl localhost:8000/v1/completions --json '{"prompt": "def mean("}'[/cyan]
+      call a tool (the target's chat template must support tools)
+        [cyan]curl localhost:8000/v1/chat/completions --json '{"messages": [[/cyan]
+        [cyan]{"role": "user", "content": "What time is it?"}], "tools": [{"type":[/cyan]
+        [cyan]"function", "function": {"name": "clock"}}], "tool_choice": "required"}'[/cyan]
+      then return its result, with the id of the call
+        [cyan]curl localhost:8000/v1/chat/completions --json '{"messages": [[/cyan]
+        [cyan]{"role": "user", "content": "What time is it?"}, {"role": "assistant",[/cyan]
+        [cyan]"tool_calls": [{"id": "call_1", "type": "function", "function":[/cyan]
+        [cyan]{"name": "clock", "arguments": "{}"}}]}, {"role": "tool",[/cyan]
+        [cyan]"tool_call_id": "call_1", "content": "12:00"}], "tools": [{"type":[/cyan]
+        [cyan]"function", "function": {"name": "clock"}}], "tool_choice": "auto"}'[/cyan]
     """
-    chosen = Chosen.by(settings.served, settings.slots)
-    for option, value, least in (
-        ("--max-queue", settings.max_queue, 0),
-        ("--max-body", settings.max_body, 1),
-        ("--max-unsent", settings.max_unsent, 1),
-        ("--drain", settings.drain, 0),
-        ("--keep-alive", settings.keep_alive, 1),
-    ):
-        if value < least:
-            raise InputError(f"{option} is {value}; expected {least} or more")
-    keys = () if settings.api_key_file is None else read_keys(settings.api_key_file)
-    for origin in settings.allow_origin:
-        check_allowed_origin(origin)
-    display = Display(text=False, quiet=settings.quiet, total=1, streaming=True)
-    with listen(settings.host, settings.port) as address:
-        warn_of_strangers(settings.host, keys)
-        if ANY_ORIGIN in settings.allow_origin and not keys:
-            say("warning", "--allow-origin * accepts pages of every site, and no --api-key-file is given")
-        if not display.live:
-            display.note("loading and compiling; connections wait until the server is ready")
-        engine, builder, name = chosen.load(display)
-        return _serve(settings, engine, builder, name, keys, address, display)
 
+    host: Annotated[str, Flag(SERVER, "ADDRESS")] = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 also accepts other machines."""
+    port: Annotated[int, Flag(SERVER, "N")] = 8000
+    """Port to listen on; 0: any free port."""
+    max_queue: Annotated[int, Flag(SERVER, "N")] = 64
+    """Requests that may wait for a slot; further ones get status 429."""
+    max_body: Annotated[int, Flag(SERVER, "BYTES")] = 4_000_000
+    """Largest request, in bytes."""
+    max_unsent: Annotated[int, Flag(SERVER, "BYTES")] = 4_000_000
+    """Most bytes of a stream that wait for a slow client; the stream then ends with an error."""
+    api_key_file: Annotated[Path | None, Flag(SERVER, "FILE")] = None
+    """File of accepted API keys, one per line. Default: no key is required."""
+    allow_origin: Annotated[tuple[str, ...], Flag(SERVER, "ORIGIN")] = ()
+    """Site whose pages may call this server from a browser (CORS), such as https://example.org; *: any. Repeatable."""
+    drain: Annotated[int, Flag(SERVER, "SECONDS")] = 30
+    """Time for open responses to finish after SIGTERM or Ctrl-C."""
+    keep_alive: Annotated[int, Flag(SERVER, "SECONDS")] = 75
+    """Time that a connection stays open between two requests."""
+    quiet: Annotated[bool, Flag(OUTPUT, names=("--quiet", "-q"))] = False
+    """Hide notes and the log of requests. Warnings and errors are still printed."""
+    config: Annotated[Path | None, Flag(SERVER, "FILE.toml")] = None
+    """TOML file with options by name; options on the command line take precedence."""
 
-@dataclass(frozen=True)
-class Chosen:
-    """The models and the engine of `serve` and `batch`, as their options say."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_least(self, max_queue=0, max_body=1, max_unsent=1, drain=0, keep_alive=1)
 
-    options: ServedOptions
-    slots: int
-    target: str
-    drafter: str | None
-    k: int | Literal["auto"] | None
-    kv_memory_bytes: int | None
-    prefix_cache_bytes: PrefixCacheSize
+    def run(self) -> int:
+        from peagle.cli.processes import run_together
 
-    @classmethod
-    def by(cls, options: ServedOptions, slots: int) -> "Chosen":
-        """Read the options. Raises InputError, before anything slow, for those that cannot be used."""
-        target, drafter, k = chosen_models(options.model, options.drafting)
-        parse_date(options.date)
-        for option, value in (("--slots", slots), ("--mask-budget", options.mask_budget)):
-            if value < 1:
-                raise InputError(f"{option} is {value}; expected 1 or more")
-        expect_shared(slots, options.devices)
-        kv_memory_bytes, kept = parse_kv_memory(options.kv_memory), parse_kept_prefixes(options.prefix_cache)
-        return cls(options, slots, target, drafter, k, kv_memory_bytes, kept)
-
-    def load(self, display: Display, doing: str = "serving") -> tuple[AnyEngine, RequestBuilder, str]:
-        """Load the pair and warm up its engine; return (engine, builder, the model's name).
-
-        doing: the verb of the note about the engine.
-        """
-        options = self.options
-        pair = load_pair(
-            self.target,
-            self.drafter,
-            options.model,
-            options.drafting,
-            display,
-            options.devices,
-            options.retain_full_kv,
-        )
-        k, adaptive = pair.num_drafts(self.k)
-        context = chosen_context(pair, options.context, k, self.slots, self.kv_memory_bytes)
-        engine = pair.engine(
-            pair.engine_config(
-                k,
-                slots=self.slots,
-                context=context,
-                adaptive=adaptive,
-                kv_memory=self.kv_memory_bytes,
-                prefix_cache=self.prefix_cache_bytes,
-                k_per_request=True,
-                mask_budget_s=options.mask_budget / 1000,
-            )
-        )
-        _warm_up(pair, engine, display)
-        name = options.served_model_name or default_name(self.target)
-        for line in _described(pair, engine, f"{doing} {name}", adaptive):
-            display.note(line)
-        return engine, RequestBuilder(pair, context, options.date, k), name
-
-
-def default_name(target: str) -> str:
-    """Return the API's name of a target: that of its directory, or of its repository."""
-    return DEMO_NAME if target == DEMO else Path(target).resolve().name
-
-
-def _serve(
-    settings: ServeSettings,
-    engine: AnyEngine,
-    builder: RequestBuilder,
-    name: str,
-    keys: tuple[str, ...],
-    address: socket.socket,
-    display: Display,
-) -> int:
-    loop = EngineLoop(engine, settings.max_queue)
-    log = None if settings.quiet else _log()
-    hosts = guarded_hosts(settings.host, keys, settings.allow_origin)
-    service = Service(
-        loop,
-        builder,
-        name,
-        keys,
-        settings.max_body,
-        settings.allow_origin,
-        hosts,
-        log,
-        max_unsent=settings.max_unsent,
-    )
-    try:
-        options = ServerOptions(
-            drain_s=settings.drain,
-            keep_alive_s=settings.keep_alive,
-            ready=lambda url: display.note(f"ready: {url}/v1"),
-            note=display.note,
-            unread=service.metrics.unread.inc,
-        )
-        serve(create_app(service), loop, address, options)
-    finally:
-        loop.close()
-    if loop.failure is not None:
-        say("error", loop.failure)
-    return 0 if loop.failure is None else FAILED
-
-
-def warn_of_strangers(host: str, keys: Sequence[str] | Path | None) -> None:
-    """Warn that other machines reach a server without keys."""
-    if not keys and not on_loopback(host):
-        say("warning", f"--host {host} accepts other machines, and no --api-key-file is given")
-
-
-def guarded_hosts(host: str, keys: Sequence[str], origins: Sequence[str] = ()) -> list[str] | None:
-    """Return the names by which a server on loopback without keys is asked, beside loopback's own; None: any name.
-
-    The name that it listens on is one; its address may be loopback by this machine's own list of hosts.
-    """
-    if keys or ANY_ORIGIN in origins or not on_loopback(host):
-        return None
-    return [host.lower().rstrip("."), *(urllib.parse.urlsplit(origin).hostname or "" for origin in origins)]
-
-
-def read_keys(path: Path) -> tuple[str, ...]:
-    """Read one key a line. Raises InputError for a file without keys."""
-    try:
-        keys = tuple(line.strip() for line in path.read_text("utf-8").splitlines() if line.strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"--api-key-file {path} cannot be read: {reason_of(error)}; expected a key a line, in UTF-8"
-        ) from None
-    if not keys:
-        raise InputError(f"--api-key-file {path} is empty; expected a key a line")
-    return keys
-
-
-def check_allowed_origin(origin: str) -> None:
-    """Raise InputError for a text that no browser sends as an origin."""
-    found = re.fullmatch(r"([a-z][a-z0-9+.-]*)://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]*)?", origin)
-    default = found is not None and (found[1], found[2]) in (("http", ":80"), ("https", ":443"))
-    if origin != ANY_ORIGIN and (found is None or default):
-        raise InputError(
-            f"--allow-origin is {origin!r}; expected a site as browsers send it: https://example.org, in lower case, "
-            "without a path, a wildcard or its default port; or *"
-        )
-
-
-def _warm_up(pair: Pair, engine: AnyEngine, display: Display) -> None:
-    """Compile all programs that requests may need, so that no request waits for them."""
-    with display.stage("compiling"):
-        for sampled, full in ((False, False), (True, False), (True, True)):
-            interrupt.check()
-            engine.warm_up(sampled=sampled, full=full, measuring=display.measuring, constrained=full)
-        if pair.tokenizer is not None:  # a large vocabulary takes seconds
-            pair.compile_grammar(Grammar.json_object(), channels=True)
-    interrupt.check()
-
-
-def _described(pair: Pair, engine: AnyEngine, doing: str, adaptive: bool) -> list[str]:
-    """Describe the engine and its memory."""
-    config = engine.config
-    pages, state, logits = engine.memory_bytes()
-    k = config.num_speculative_tokens
-    speculates = "plainly" if not k else f"with K by load: {engine.widths.in_words()}" if adaptive else f"with K = {k}"
-    return [
-        f"{doing} {speculates}: {config.slots} slots with a context of {config.context}, {pair.dtype}",
-        f"memory besides the weights: {size_in_words(pages + state + logits)}; its pages hold "
-        f"{engine.page_use.num_tokens:,} tokens of all requests and the prefix cache"
-        + ("" if config.prefix_cache else ", which is off"),
-    ]
-
-
-def _log() -> logging.Logger:
-    """Return a log of one JSON line a request, on standard error."""
-    logger = logging.getLogger("peagle.serve")
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    if not logger.handlers:
-        logger.addHandler(logging.StreamHandler(sys.stderr))
-    return logger
+        with needing("serving needs", "serve"):
+            from peagle.cli.serving import serve
+        return run_together(self, self.load, serve)

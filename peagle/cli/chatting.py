@@ -1,0 +1,160 @@
+"""The loop of `peagle chat`: a conversation in a terminal, or from a pipe with one message per line.
+
+Each turn is one run of `peagle speculate` whose history is the turns before.
+"""
+
+import dataclasses
+import re
+import sys
+
+from peagle.api import Pair
+from peagle.cli.chat import Chat
+from peagle.cli.decoding import chosen_context, chosen_models, load_pair, not_shown, without_effect
+from peagle.cli.display import Display
+from peagle.cli.document import summary_block
+from peagle.cli.output import say
+from peagle.measure.metrics import figure_text
+from peagle.ops import interrupt
+from peagle.ops.errors import InputError
+from peagle.parallel import refuse_replicas
+from peagle.text.channels import chat_messages
+from peagle.text.prompts import Conversation, Rendering, from_text
+from peagle.text.tokenizer import Message
+from peagle.workflows.run import Run, RunConfig, run
+
+PROMPT = "> "
+RESET, EXIT = "/reset", "/exit"
+_COMMAND = re.compile(r"/[a-z]+")
+WELCOME = f"{RESET} starts a new conversation, {EXIT} quits, Ctrl-C stops a response"
+
+
+def chat(settings: Chat) -> int:
+    """Run a chat and return the exit code. Responses go to standard output, all else to standard error.
+
+    Raises InputError, before any message is read, for options that cannot be used, and KeyboardInterrupt after Ctrl-C
+    at the prompt.
+    """
+    if sys.stdin is None:
+        raise InputError("standard input is closed; expected a terminal, or one message per line")
+    refuse_replicas(settings.load.mesh, "peagle chat runs one conversation")
+    target, drafter = chosen_models(settings.load, settings.engine.num_speculative_tokens)
+    config = RunConfig(  # refuse invalid options before anything slow
+        max_new_tokens=settings.max_new_tokens,
+        sampling=settings.sampling,
+        stop=settings.stop,
+        baseline=settings.baseline,
+        engine=settings.engine,
+        rendering=settings.rendering,
+    )
+    display = Display(text=True, quiet=settings.quiet, total=1, streaming=True)
+    pair = load_pair(target, drafter, settings.load, display)
+    display.read_by(pair.tokenizer)
+    _refuse_without_template(pair, config.rendering, target)
+    display.warn([*without_effect(settings.sampling), *not_shown(config.rendering, pair, target)])
+    k, _ = pair.num_drafts(settings.engine.num_speculative_tokens)
+    context = chosen_context(pair, settings.engine, num_engines=1 + (settings.baseline and k > 0))
+    config = dataclasses.replace(config, engine=dataclasses.replace(settings.engine, context=context))
+    if sys.stdin.isatty():
+        display.note(WELCOME)
+    ChatLoop(pair, config, display).run()
+    return 0
+
+
+class ChatLoop:
+    """A conversation: its turns so far, and the pair that answers."""
+
+    def __init__(self, pair: Pair, config: RunConfig, display: Display) -> None:
+        self._pair, self._config, self._display = pair, config, display
+        self._turns: list[str] = []
+        self._answers: list[str] = []
+
+    def run(self) -> None:
+        """Answer each line of standard input, until its end or /exit.
+
+        A line that cannot be answered is reported on standard error and left out of the conversation.
+        """
+        while True:
+            try:
+                message = _read_message()
+                if message is None or message.strip() == EXIT:
+                    return
+                if message.strip() == RESET:
+                    self._turns, self._answers = [], []
+                    self._display.note("new conversation")
+                elif _COMMAND.fullmatch(message.strip()):
+                    raise InputError(f"{message.strip()} is not a command; expected {RESET} or {EXIT}")
+                elif message.strip():
+                    self._answer(message)
+            except InputError as error:
+                say("error", str(error))
+
+    def _answer(self, message: str) -> None:
+        """Stream the response to a message, and add both to the history. After Ctrl-C, add what was generated."""
+        conversation = Conversation("the conversation", turns=(message,), history=self._history())
+        self._refuse_too_long(conversation)
+        try:
+            done = run(self._pair, [conversation], self._config, self._display)
+        finally:
+            self._display.end_all()
+        interrupt.forget()
+        if not done.outcomes:
+            self._display.note("interrupted before the first token; the message is left out")
+            return
+        self._turns.append(message)
+        self._answers.append(done.outcomes[0].result.text or "")
+        self._display.note(summary_line(done))
+
+    def _history(self) -> tuple[Message, ...]:
+        return tuple(chat_messages([*self._turns, ""], self._answers, None)[:-1])
+
+    def _refuse_too_long(self, conversation: Conversation) -> None:
+        room = self._pair.room(self._config.engine.context)
+        count = len(conversation.encode((), self._pair.tokenizer, self._config.rendering))
+        if count < room:
+            return
+        seen = f"has {count} tokens, but the context holds {room} positions"
+        if self._turns:
+            raise InputError(f"the conversation with this message {seen}; {RESET} starts a new one")
+        raise InputError(f"the message {seen}; shorten it, or start again with a larger --context")
+
+
+def summary_line(done: Run) -> str:
+    """Summarise a response in one line."""
+    summary, result = summary_block(done, None), done.outcomes[0].result
+    parts = [f"{len(result.output_ids)} tokens", f"{figure_text(summary['tok_per_s'], '.1f')} tok/s"]
+    if result.num_cached_tokens:
+        parts.append(f"{result.num_cached_tokens} of {len(result.request.prompt_ids)} prompt tokens cached")
+    if summary["num_plain_steps"] and not summary["num_spec_steps"]:
+        parts.append("nothing drafted, since it does not pay here (-k K drafts anyway)")
+    elif done.engine.num_speculative_tokens:
+        parts.append(f"acceptance length {figure_text(summary['acceptance_length'], '.2f')}")
+        if done.compares:
+            parts.append(f"speed-up {figure_text(summary['speedup'], '.2f')}")
+    return " | ".join([*parts, f"finish: {result.finish_reason or 'interrupted'}"])
+
+
+def _refuse_without_template(pair: Pair, rendering: Rendering, target: str) -> None:
+    if pair.tokenizer is None:
+        raise InputError(f"{target} has no tokenizer.json, so it cannot chat; add the file")
+    try:
+        from_text("Hi").encode((), pair.tokenizer, rendering)
+    except InputError as error:  # which names an option of peagle speculate
+        raise InputError(f"{error} to peagle speculate: without a template {target} cannot chat") from None
+
+
+def _read_message() -> str | None:
+    """Read the next line of standard input; None at its end."""
+    if sys.stdin.isatty():
+        sys.stderr.write(PROMPT)
+        sys.stderr.flush()
+    with interrupt.waiting():
+        line = sys.stdin.buffer.readline()
+    if not line:
+        if sys.stdin.isatty():  # the shell's prompt begins a line
+            sys.stderr.write("\n")
+        return None
+    try:
+        message = line.decode("utf-8").removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError:
+        raise InputError("the message is not UTF-8 text; expected UTF-8") from None
+    return message

@@ -1,0 +1,202 @@
+"""Load a pair, warm it up, and serve OpenAI's API over HTTP until SIGTERM or Ctrl-C."""
+
+import logging
+import re
+import socket
+import sys
+import urllib.parse
+from collections.abc import Sequence
+from pathlib import Path
+
+from peagle.api import Pair
+from peagle.cli.decoding import chosen_context, chosen_models, expect_shared, load_pair
+from peagle.cli.display import Display
+from peagle.cli.output import say
+from peagle.cli.serve import Serve, Served
+from peagle.engine.grammar import Grammar
+from peagle.engine.loop import AnyEngine
+from peagle.loading import DEMO
+from peagle.ops import interrupt
+from peagle.ops.errors import InputError
+from peagle.ops.files import reason_of
+from peagle.ops.memory import size_in_words
+from peagle.serve.app import create_app
+from peagle.serve.http import ANY_ORIGIN
+from peagle.serve.loop import EngineLoop
+from peagle.serve.requests import RequestBuilder
+from peagle.serve.server import ServerOptions, listen, on_loopback
+from peagle.serve.server import serve as serve_app
+from peagle.serve.service import Service
+
+DEMO_NAME = "peagle-demo"
+FAILED = 1
+
+
+def serve(settings: Serve) -> int:
+    """Serve and return the exit code: 0 after a drain, 1 if the engine failed.
+
+    Raises InputError, before anything slow, for options that cannot be used.
+    """
+    models = check_models(settings)
+    keys = () if settings.api_key_file is None else read_keys(settings.api_key_file)
+    for origin in settings.allow_origin:
+        check_allowed_origin(origin)
+    display = Display(text=False, quiet=settings.quiet, total=1, streaming=True)
+    with listen(settings.host, settings.port) as address:
+        warn_of_strangers(settings.host, keys)
+        if ANY_ORIGIN in settings.allow_origin and not keys:
+            say("warning", "--allow-origin * accepts pages of every site, and no --api-key-file is given")
+        if not display.live:
+            display.note("loading and compiling; connections wait until the server is ready")
+        engine, builder, name = load_engine(settings, models, display)
+        return _serve(settings, engine, builder, name, keys, address, display)
+
+
+def check_models(settings: Served) -> tuple[str, str | None]:
+    """Return (target, drafter). Raises InputError, before anything slow, for what cannot be loaded or shared."""
+    models = chosen_models(settings.load, settings.engine.num_speculative_tokens)
+    expect_shared(settings.engine.slots, settings.load.mesh)
+    return models
+
+
+def load_engine(
+    settings: Served, models: tuple[str, str | None], display: Display, doing: str = "serving"
+) -> tuple[AnyEngine, RequestBuilder, str]:
+    """Load the pair and warm up its engine; return (engine, builder, the model's name).
+
+    doing: the verb of the note about the engine.
+    """
+    pair = load_pair(*models, settings.load, display)
+    config = pair.resolve(
+        settings.engine,
+        context=chosen_context(pair, settings.engine),
+        prefix_cache="on" if settings.engine.prefix_cache is None else settings.engine.prefix_cache,
+        k_per_request=True,
+        mask_budget_s=settings.mask_budget / 1000,
+    )
+    engine = pair.engine(config)
+    _warm_up(pair, engine, display)
+    name = settings.served_model_name or default_name(models[0])
+    for line in _described(pair, engine, f"{doing} {name}"):
+        display.note(line)
+    return engine, RequestBuilder(pair, config.context, settings.date, config.num_speculative_tokens), name
+
+
+def default_name(target: str) -> str:
+    """Return the API's name of a target: that of its directory, or of its repository."""
+    return DEMO_NAME if target == DEMO else Path(target).resolve().name
+
+
+def _serve(
+    settings: Serve,
+    engine: AnyEngine,
+    builder: RequestBuilder,
+    name: str,
+    keys: tuple[str, ...],
+    address: socket.socket,
+    display: Display,
+) -> int:
+    loop = EngineLoop(engine, settings.max_queue)
+    log = None if settings.quiet else _log()
+    hosts = guarded_hosts(settings.host, keys, settings.allow_origin)
+    service = Service(
+        loop,
+        builder,
+        name,
+        keys,
+        settings.max_body,
+        settings.allow_origin,
+        hosts,
+        log,
+        max_unsent=settings.max_unsent,
+    )
+    try:
+        options = ServerOptions(
+            drain_s=settings.drain,
+            keep_alive_s=settings.keep_alive,
+            ready=lambda url: display.note(f"ready: {url}/v1"),
+            note=display.note,
+            unread=service.metrics.unread.inc,
+        )
+        serve_app(create_app(service), loop, address, options)
+    finally:
+        loop.close()
+    if loop.failure is not None:
+        say("error", loop.failure)
+    return 0 if loop.failure is None else FAILED
+
+
+def warn_of_strangers(host: str, keys: Sequence[str] | Path | None) -> None:
+    """Warn that other machines reach a server without keys."""
+    if not keys and not on_loopback(host):
+        say("warning", f"--host {host} accepts other machines, and no --api-key-file is given")
+
+
+def guarded_hosts(host: str, keys: Sequence[str], origins: Sequence[str] = ()) -> list[str] | None:
+    """Return the names by which a server on loopback without keys is asked, beside loopback's own; None: any name.
+
+    The name that it listens on is one; its address may be loopback by this machine's own list of hosts.
+    """
+    if keys or ANY_ORIGIN in origins or not on_loopback(host):
+        return None
+    return [host.lower().rstrip("."), *(urllib.parse.urlsplit(origin).hostname or "" for origin in origins)]
+
+
+def read_keys(path: Path) -> tuple[str, ...]:
+    """Read one key a line. Raises InputError for a file without keys."""
+    try:
+        keys = tuple(line.strip() for line in path.read_text("utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"--api-key-file {path} cannot be read: {reason_of(error)}; expected a key a line, in UTF-8"
+        ) from None
+    if not keys:
+        raise InputError(f"--api-key-file {path} is empty; expected a key a line")
+    return keys
+
+
+def check_allowed_origin(origin: str) -> None:
+    """Raise InputError for a text that no browser sends as an origin."""
+    found = re.fullmatch(r"([a-z][a-z0-9+.-]*)://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]*)?", origin)
+    default = found is not None and (found[1], found[2]) in (("http", ":80"), ("https", ":443"))
+    if origin != ANY_ORIGIN and (found is None or default):
+        raise InputError(
+            f"--allow-origin is {origin!r}; expected a site as browsers send it: https://example.org, in lower case, "
+            "without a path, a wildcard or its default port; or *"
+        )
+
+
+def _warm_up(pair: Pair, engine: AnyEngine, display: Display) -> None:
+    """Compile all programs that requests may need, so that no request waits for them."""
+    with display.stage("compiling"):
+        for sampled, full in ((False, False), (True, False), (True, True)):
+            interrupt.check()
+            engine.warm_up(sampled=sampled, full=full, measuring=display.measuring, constrained=full)
+        if pair.tokenizer is not None:  # a large vocabulary takes seconds
+            pair.compile_grammar(Grammar.json_object(), channels=True)
+    interrupt.check()
+
+
+def _described(pair: Pair, engine: AnyEngine, doing: str) -> list[str]:
+    """Describe the engine and its memory."""
+    config = engine.config
+    pages, state, logits = engine.memory_bytes()
+    k = config.num_speculative_tokens
+    by_load = f"with K by load: {engine.widths.in_words()}"
+    speculates = "plainly" if not k else by_load if config.adaptive else f"with K = {k}"
+    return [
+        f"{doing} {speculates}: {config.slots} slots with a context of {config.context}, {pair.dtype}",
+        f"memory besides the weights: {size_in_words(pages + state + logits)}; its pages hold "
+        f"{engine.page_use.num_tokens:,} tokens of all requests and the prefix cache"
+        + ("" if config.prefix_cache else ", which is off"),
+    ]
+
+
+def _log() -> logging.Logger:
+    """Return a log of one JSON line a request, on standard error."""
+    logger = logging.getLogger("peagle.serve")
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    if not logger.handlers:
+        logger.addHandler(logging.StreamHandler(sys.stderr))
+    return logger
