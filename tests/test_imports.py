@@ -150,7 +150,7 @@ def test_every_file_keeps_the_order() -> None:
         ("peagle/workflows/run.py", "from peagle.cli import main"),
         ("peagle/cli.py", "from scripts import sweep_acceptance"),
         ("peagle/cli.py", "import tests.conftest"),
-        ("peagle/serve/app.py", "from peagle.cli.settings.serve import ServeSettings"),
+        ("peagle/serve/app.py", "from peagle.cli.serve import Serve"),
         ("peagle/serve/app.py", "from peagle.loading import load"),
         ("peagle/serve/app.py", "from peagle.workflows.run import run"),
         ("peagle/workflows/run.py", "from peagle.serve.loop import EngineLoop"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import peagle.cli.serve
+import peagle.cli.serving
 from peagle.cli import main
 from peagle.ops.errors import InputError
 from peagle.serve.app import ENDPOINTS
@@ -285,7 +285,7 @@ def test_many_lines_are_under_way_at_once_but_not_all(make: Any, run: Any) -> No
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tokenizer: ByteLevelTokenizer, tmp_path: Path) -> Any:
     pair = toy_pair(tokenizer)
-    monkeypatch.setattr(peagle.cli.serve, "load_pair", lambda *_: pair)
+    monkeypatch.setattr(peagle.cli.serving, "load_pair", lambda *_: pair)
     source = tmp_path / "in.jsonl"
 
     def start(lines: list[str], *options: str) -> int:

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-import peagle.cli.serve
+import peagle.cli.serving
 from peagle.cli import main
-from peagle.cli.serve import guarded_hosts
+from peagle.cli.serving import guarded_hosts
 from peagle.engine.executor import Executor
 from peagle.serve.server import ServerOptions, listen, on_loopback
 from peagle.text.tokenizer import ByteLevelTokenizer
@@ -26,8 +26,8 @@ Use = Callable[[str], None]
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tokenizer: ByteLevelTokenizer) -> Callable[..., int]:
     """Run the command over the toy pair; call `use` with its URL in a thread, then send SIGTERM."""
-    pair, serve = toy_pair(tokenizer), peagle.cli.serve.serve
-    monkeypatch.setattr(peagle.cli.serve, "load_pair", lambda *_: pair)
+    pair, serve = toy_pair(tokenizer), peagle.cli.serving.serve_app
+    monkeypatch.setattr(peagle.cli.serving, "load_pair", lambda *_: pair)
 
     def start(use: Use, *options: str, number: int = signal.SIGTERM) -> int:
         def used(url: str) -> None:
@@ -43,7 +43,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tokenizer: ByteLevelTokenizer) -> C
 
             serve(app, loop, address, dataclasses.replace(options, ready=told))
 
-        monkeypatch.setattr(peagle.cli.serve, "serve", watched)
+        monkeypatch.setattr(peagle.cli.serving, "serve_app", watched)
         return main(["serve", "--port", "0", "--prefix-cache", "1MB", *options])
 
     return start
@@ -195,7 +195,7 @@ def test_a_file_of_options_that_is_none_is_refused_in_a_line(
     ["*", "https://example.org", "http://127.0.0.1:3000", "http://[::1]:8080", "http://a-b.example:443", "app://x_y"],
 )
 def test_sites_that_a_browser_may_send_are_taken(origin: str) -> None:
-    peagle.cli.serve.check_allowed_origin(origin)
+    peagle.cli.serving.check_allowed_origin(origin)
 
 
 def test_after_the_engine_failed_the_command_ends_with_code_1(

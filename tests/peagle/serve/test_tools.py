@@ -13,7 +13,7 @@ import pydantic_core
 import pytest
 from fastapi.testclient import TestClient
 
-from peagle.cli.settings.serve import ServeSettings
+from peagle.cli.serve import Serve
 from peagle.serve import responses
 from peagle.serve.errors import ApiError
 from peagle.serve.requests import RequestBuilder
@@ -179,7 +179,7 @@ def test_an_agent_calls_reads_the_result_and_answers(saying: Making) -> None:
 
 
 def test_the_example_in_the_help_calls_a_tool_and_answers_from_its_result(saying: Making) -> None:
-    text = re.sub(r"\[/?cyan\]", "", ServeSettings.__doc__ or "")
+    text = re.sub(r"\[/?cyan\]", "", Serve.__doc__ or "")
     asked, told = (json.loads(body) for body in re.findall(r"chat/completions --json '([^']*)'", text))
     # the call's header ends the prompt, as a call is required
     service = saying((asked, "{}<|call|>"), (told, "<|channel|>final<|message|>It is noon.<|return|>"))

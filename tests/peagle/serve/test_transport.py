@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from peagle.cli.settings.serve import ServeSettings
+from peagle.cli.serve import Serve
 from peagle.serve.app import create_app
 from peagle.serve.http import EventStream, Refusals, Unsent
 from peagle.serve.server import Connection, ServerOptions
@@ -43,7 +43,7 @@ def connect(server: Running) -> socket.socket:
 
 def test_an_idle_connection_is_kept_for_75_seconds_by_default_and_as_long_as_is_said(make: Make) -> None:
     """Longer than the minute after which clients with pools give their connections up."""
-    assert ServeSettings().keep_alive == ServerOptions().keep_alive_s == 75
+    assert Serve().keep_alive == ServerOptions().keep_alive_s == 75
     with running(make(), keep_alive_s=1) as server, connect(server) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         received = b"".join(iter(lambda: connection.recv(65536), b""))  # until the server closes it
