@@ -174,13 +174,16 @@ def register(app: App, kind: type[Command], name: str, group: Group | None) -> N
             show_default=False if shown is None else lambda _: shown,
         )
         kind = inspect.Parameter.POSITIONAL_ONLY if option.is_argument else inspect.Parameter.KEYWORD_ONLY
-        default = inspect.Parameter.empty if option.required else option.default
-        return inspect.Parameter(option.name, kind, default=default, annotation=Annotated[option.typed_as, settings])
+        return reading(option, option.name, kind, settings, inspect.Parameter.empty if option.required else None)
 
     def former(option: Option) -> inspect.Parameter:
         settings = Parameter(name=option.flag.old, show=False, allow_leading_hyphen=True)
-        kind = inspect.Parameter.KEYWORD_ONLY
-        return inspect.Parameter(_former(option), kind, default=None, annotation=Annotated[option.typed_as, settings])
+        return reading(option, _former(option), inspect.Parameter.KEYWORD_ONLY, settings, None)
+
+    def reading(option: Option, name: str, kind: Any, settings: Parameter, default: Any) -> inspect.Parameter:
+        # None: what was not typed is left to the dataclass
+        typed_as = option.typed_as if default is not None else option.typed_as | None
+        return inspect.Parameter(name, kind, default=default, annotation=Annotated[typed_as, settings])
 
     def parsed(*arguments: Any, **values: Any) -> tuple[type[Command], dict[str, Any]]:
         names = [option.name for option in options if option.is_argument]

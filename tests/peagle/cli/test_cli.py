@@ -24,7 +24,7 @@ import peagle.loading
 from peagle.api import Pair
 from peagle.cli import main
 from peagle.cli.display import Display
-from peagle.cli.speculate import EXAMPLE
+from peagle.cli.decoding import EXAMPLE
 from peagle.engine.request import Request
 from peagle.engine.warmup import WarmUp
 from peagle.engine.widths import WidthTable
