@@ -28,7 +28,7 @@ def chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], to
     """Pipes lines into the command, which runs in this process on the toy pair: (exit code, standard output, error)."""
 
     def run(lines: bytes, *options: str, pair: Pair = toy) -> tuple[int, str, str]:
-        monkeypatch.setattr(peagle.cli.processes, "load", lambda *_, **__: pair)
+        monkeypatch.setattr(peagle.cli.processes, "load_models", lambda *_, **__: pair)
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
         code = main(["chat", *OPTIONS, *options])
         captured = capsys.readouterr()

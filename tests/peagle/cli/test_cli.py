@@ -40,7 +40,7 @@ import peagle.cli.processes
 import peagle.cli.speculate
 from peagle.cli import main
 from tests.peagle.conftest import toy_pair
-peagle.cli.processes.load = lambda *a, **b: toy_pair(None)
+peagle.cli.processes.load_models = lambda *a, **b: toy_pair(None)
 sys.exit(main(sys.argv[1:]))
 """
 # whatever was shown, it goes on when somebody looked and closed its standard input
@@ -58,7 +58,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], toy
     """Runs the command line in this process on the toy pair: (exit code, standard output, standard error)."""
 
     def run(*arguments: str, pair: Pair = toy) -> tuple[int, str, str]:
-        monkeypatch.setattr(peagle.cli.processes, "load", lambda *_, **__: pair)
+        monkeypatch.setattr(peagle.cli.processes, "load_models", lambda *_, **__: pair)
         code = main([*arguments[:1], "--target", "toy", *arguments[1:]])
         captured = capsys.readouterr()
         return code, captured.out, captured.err

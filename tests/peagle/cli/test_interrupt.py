@@ -131,7 +131,7 @@ def test_waiting_for_a_person_to_type_is_left_at_once() -> None:
 def test_before_the_first_token_there_is_nothing_to_show(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], toy: Any, stage: str
 ) -> None:
-    monkeypatch.setattr("peagle.cli.processes.load", lambda *_, **__: toy)
+    monkeypatch.setattr("peagle.cli.processes.load_models", lambda *_, **__: toy)
     press_ctrl_c_at(monkeypatch, Display, stage)
     assert main([*SPECULATE, "--no-baseline"]) == 130
     error = capsys.readouterr().err
@@ -142,7 +142,7 @@ def test_what_is_done_before_anything_looks_ends_with_130_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, toy: Any
 ) -> None:
     """The last lines are being written: they are."""
-    monkeypatch.setattr("peagle.cli.processes.load", lambda *_, **__: toy)
+    monkeypatch.setattr("peagle.cli.processes.load_models", lambda *_, **__: toy)
     press_ctrl_c_at(monkeypatch, Display, "end_all")
     out = tmp_path / "out.json"
     assert main([*SPECULATE, "-n", "5", "--json", str(out)]) == 130

@@ -199,7 +199,7 @@ def test_the_command_says_so_in_a_line(
     pair = toy_pair(None)
     broken = dataclasses.replace(pair.target, table=pair.target.table.at[60:].set(jnp.nan))  # type: ignore[attr-defined, type-var]
     pair = dataclasses.replace(pair, target=broken, plain_target=broken)
-    monkeypatch.setattr(peagle.cli.processes, "load", lambda *_, **__: pair)
+    monkeypatch.setattr(peagle.cli.processes, "load_models", lambda *_, **__: pair)
     drafter = ["--drafter", "ngram", "-k", "2"] if command == "speculate" else []
     arguments = [command, "--target", "toy", *drafter, "--prompt-ids", "70", "-n", "8", "--json", "-"]
     assert main([*arguments, *(["--logprobs", "1"] if command == "generate" else [])]) == 2
@@ -218,7 +218,7 @@ def test_log_probabilities_of_what_cannot_be_are_null(
     table = jnp.full_like(pair.target.table, -jnp.inf).at[:, 70].set(1.0)  # type: ignore[attr-defined]
     certain = dataclasses.replace(pair.target, table=table)  # type: ignore[type-var]
     pair = dataclasses.replace(pair, target=certain, plain_target=certain)
-    monkeypatch.setattr(peagle.cli.processes, "load", lambda *_, **__: pair)
+    monkeypatch.setattr(peagle.cli.processes, "load_models", lambda *_, **__: pair)
     arguments = ["generate", "--target", "toy", "--prompt-ids", "70", "-n", "2", "--logprobs", "2", "--json", "-"]
     assert main(arguments) == 0
 

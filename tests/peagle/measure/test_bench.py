@@ -474,7 +474,7 @@ def test_bad_input_is_refused_in_one_line_before_weights_are_read(
     def no_loading(*_: Any, **__: Any) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(peagle.cli.processes, "load", no_loading)
+    monkeypatch.setattr(peagle.cli.processes, "load_models", no_loading)
     code, out, err = run(*ARGUMENTS, *arguments)
     assert (code, out) == (2, "")
     assert err.startswith("peagle: error: ")

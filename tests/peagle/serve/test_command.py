@@ -165,7 +165,7 @@ def test_a_name_is_loopback_if_this_machine_says_so(monkeypatch: pytest.MonkeyPa
         ("slots = true", "sets slots to True; expected"),
         ("quiet = 1", "sets quiet to 1; expected true or false"),
         ("slots = 'x'", "serve.toml sets slots to 'x': "),
-        ("slots = 1.5", "serve.toml sets slots to '1.5': "),
+        ("slots = 1.5", "serve.toml sets slots to 1.5: expected a valid integer"),
         ("dtype = 'float16'", "serve.toml sets dtype to 'float16': expected one of"),
         ("k = 1\nnum-speculative-tokens = 2", "twice"),
         ("slots = 0", "--slots is 0"),
