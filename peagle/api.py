@@ -50,6 +50,7 @@ DEFAULT_MAX_NEW_TOKENS = 256
 DEFAULT_SAMPLING = SamplingParams()
 DEFAULT_WIDTHS = WidthTable({1: 3, 2: 2, 4: 1})  # of a drafter without a table
 FORMER_NAMES = {"kv_memory_bytes": "kv_memory", "prefix_cache_bytes": "prefix_cache"}  # of options of `stream`
+DRAFT_SAMPLING = "draft sampling has no effect: requests with a temperature always draw their drafts"
 CAPACITY_STEP = 128  # contexts are multiples of this, so that few shapes are compiled
 KEPT_FRAC = 0.1  # of the free memory that the prefix cache takes, at most
 KEPT_TIMES = 4  # the memory of the requests themselves that it takes, at most
@@ -127,9 +128,12 @@ class Pair:
 
         Streams whose engines have equal configs share an engine, which decodes `slots` requests at once; the others
         wait for a slot. context: by default as many positions as prompt and max_new_tokens need, which may differ
-        between streams. Iterate over each stream in its own thread, or over `astream`.
+        between streams. Iterate over each stream in its own thread, or over `astream`. draft_sampling, an option of
+        earlier versions, has no effect.
         """
         said = {FORMER_NAMES.get(name, name): value for name, value in options.items()}
+        if said.pop("draft_sampling", False):
+            warnings.warn(DRAFT_SAMPLING, InputWarning, stacklevel=2)
         if isinstance(said.get("logit_bias"), Mapping):
             said["logit_bias"] = tuple(said["logit_bias"].items())
         if "stop" in said:

@@ -301,8 +301,6 @@ class EngineConfig:
     """Keep the keys and values of prompts and responses for later prompts that begin with them. SIZE: in so much more
     memory, such as 512MB. on: up to a tenth of the free memory; with --kv-memory SIZE, in what requests leave of it.
     auto: on, off for a single request."""
-    draft_sampling: Annotated[bool, Flag(SPECULATION)] = False
-    """No effect: requests with a temperature always draw their drafts."""
     synthetic_acceptance: Annotated[tuple[float, ...] | None, Flag(SPECULATION, "P|P,P", read=read_rates)] = None
     """To time random weights: accept draft i in this share of the steps (one P: P to the power of i), whatever the
     target's logits. The generated text is meaningless."""

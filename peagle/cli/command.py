@@ -169,6 +169,7 @@ def register(app: App, kind: type[Command], name: str, group: Group | None) -> N
             help=option.help.replace("[", "\\["),
             group=panel,
             metavar=option.flag.metavar,
+            show=not option.flag.hidden,
             allow_leading_hyphen=not option.is_argument,
             converter=_whole if option.typed_as in (int, int | None) else None,
             show_default=False if shown is None else lambda _: shown,

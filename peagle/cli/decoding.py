@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from peagle.api import Pair
+from peagle.api import DRAFT_SAMPLING, Pair
 from peagle.cli.command import given
 from peagle.cli.display import Display
 from peagle.cli.document import dumps, logprob_lines, report, summary_lines, trace_lines
@@ -169,8 +169,8 @@ def _config(settings: Decode) -> RunConfig:
     k = engine.num_speculative_tokens
     if settings.command == "speculate" and isinstance(k, int):
         check_num_drafts(k, plain=False, instead=" (peagle generate decodes plainly)")
-    if engine.draft_sampling:
-        say("warning", "--draft-sampling: requests with a temperature always draw their drafts, so this has no effect")
+    if settings.draft_sampling:
+        say("warning", f"--draft-sampling: {DRAFT_SAMPLING}")
     return RunConfig(
         max_new_tokens=settings.max_new_tokens,
         sampling=settings.sampling,

@@ -11,7 +11,7 @@ from peagle.text.prompts import Rendering
 
 CONTEXT = "Context length in tokens: prompt plus response. Default: what the prompt and -n need."
 PLAIN = EngineConfig(num_speculative_tokens=0)
-DRAFTING = ("num_speculative_tokens", "draft_sampling", "synthetic_acceptance")  # of an engine
+DRAFTING = ("num_speculative_tokens", "synthetic_acceptance")  # of an engine
 DRAFTER = ("drafter", "aux_layer_ids", "draft_vocab", "drafter_window")  # of what is loaded
 
 
@@ -54,6 +54,7 @@ class Decode:
     logprobs: int | None = None
     show_drafts: bool = False
     no_baseline: bool = False
+    draft_sampling: bool = False
 
     def run(self) -> int:
         from peagle.cli.decoding import decode
@@ -87,6 +88,8 @@ class Speculate(Decode):
     colours."""
     no_baseline: Annotated[bool, Flag(SPECULATION)] = False
     """Skip plain decoding; no speed-up is reported."""
+    draft_sampling: Annotated[bool, Flag(SPECULATION, hidden=True)] = False
+    """Of earlier versions: no effect."""
 
 
 @dataclass(frozen=True, kw_only=True)

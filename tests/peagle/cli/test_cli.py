@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+import peagle.cli.decoding
 import peagle.cli.info
 import peagle.cli.processes
-import peagle.cli.speculate
 import peagle.loading
 from peagle.api import Pair
 from peagle.cli import main
-from peagle.cli.display import Display
 from peagle.cli.decoding import EXAMPLE
+from peagle.cli.display import Display
 from peagle.engine.request import Request
 from peagle.engine.warmup import WarmUp
 from peagle.engine.widths import WidthTable
@@ -37,7 +37,7 @@ Run = Callable[..., tuple[int, str, str]]
 TOY_PROCESS = """
 import sys
 import peagle.cli.processes
-import peagle.cli.speculate
+import peagle.cli.decoding
 from peagle.cli import main
 from tests.peagle.conftest import toy_pair
 peagle.cli.processes.load_models = lambda *a, **b: toy_pair(None)
@@ -202,7 +202,7 @@ def test_stop_strings_end_every_answer_and_the_json_says_which(cli: Run, toy: Pa
 def test_stop_strings_that_cannot_be_are_refused_before_anything_is_loaded(
     cli: Run, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], message: str
 ) -> None:
-    monkeypatch.setattr(peagle.cli.speculate, "resolve", lambda *_: Path())
+    monkeypatch.setattr(peagle.cli.decoding, "resolve", lambda *_: Path())
     code, out, err = cli(*SPECULATE, *options, "Hi")
     assert (code, out) == (2, "")
     assert message in err
@@ -393,8 +393,8 @@ def test_the_date_of_a_template_is_fixed_and_can_be_given(cli: Run, toy: Pair) -
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["train", "--steps", "-5"], ["--steps is -5; expected 1 or more", "(peagle train --help shows"]),
-        (["train", "--layers", "0"], ["--layers is 0; expected 1 or more"]),
+        (["train", "--out", "x", "--steps", "-5"], ["--steps is -5; expected 1 or more", "(peagle train --help shows"]),
+        (["train", "--out", "x", "--layers", "0"], ["--layers is 0; expected 1 or more"]),
         (["speculate", "--dtype", "int4"], ["--dtype is 'int4'; expected", "'float32'"]),
         (["cluster", "up", "--decode", "0"], ["--decode is 0; expected 1 or more", "(peagle cluster up --help shows"]),
         (["cluster", "up", "--port"], ["'--port'", "(peagle cluster up --help shows"]),

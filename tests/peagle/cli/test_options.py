@@ -34,7 +34,7 @@ class Paint:
 
     where: Annotated[str, Flag(names=("WHERE",))]
     """The place."""
-    colour: Annotated[Colour, Takes(helps={"red": "Redness."})] = Colour(red=2)  # noqa: RUF009  # frozen
+    colour: Annotated[Colour, Takes(helps={"red": "Redness."})] = Colour(red=2)  # frozen
     thick: Annotated[bool, Flag()] = False
     """Use much paint."""
 
@@ -50,7 +50,9 @@ def application() -> App:
 
 def painted(*typed: str) -> Paint:
     """Read a command line of `paint`."""
-    kind, values = application()(["paint", *typed], result_action="return_value", print_error=False, exit_on_error=False)
+    kind, values = application()(
+        ["paint", *typed], result_action="return_value", print_error=False, exit_on_error=False
+    )
     return built(kind, values)
 
 
