@@ -66,14 +66,18 @@ COMMANDS = {
     "data": Entry(TRAIN, "Generate training data: a target's responses to prompts.", "peagle.cli.data:Data"),
     "train": Entry(TRAIN, "Train a P-EAGLE or EAGLE-3 drafter.", "peagle.cli.train:Train"),
     "export": Entry(TRAIN, "Convert a drafter for vLLM or speculators."),
-    "frequent-tokens": Entry(TRAIN, "Rank the tokens a target generates, for --draft-vocab."),
+    "frequent-tokens": Entry(
+        TRAIN, "Rank the tokens a target generates, for --draft-vocab.", "peagle.cli.frequent_tokens:FrequentTokens"
+    ),
     "sweep": Entry(MEASURE, "Measure acceptance length and speed over K.", "peagle.cli.sweep:Sweep"),
     "report": Entry(MEASURE, "Render a sweep's report, or compare sweeps by request."),
     "parity": Entry(MEASURE, "Check a pair against references; explain low acceptance."),
     "bench": Entry(MEASURE, "Time a target's prefill, decoding and verify passes."),
     "info": Entry(MEASURE, "Inspect checkpoints: geometry, memory, whether they fit."),
-    "check": Entry(MEASURE, "Test this machine's kernels and lossless decoding."),
-    "random": Entry(MEASURE, "Write a GPT-OSS checkpoint with random weights."),
+    "check": Entry(MEASURE, "Test this machine's kernels and lossless decoding.", "peagle.cli.check:Check"),
+    "random": Entry(
+        MEASURE, "Write a GPT-OSS checkpoint with random weights.", "peagle.cli.random_checkpoint:RandomCheckpoint"
+    ),
 }
 
 

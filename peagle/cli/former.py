@@ -11,10 +11,8 @@ from peagle.cli.options import Settings, command_of, needing, refusal
 from peagle.cli.settings.bench import BenchSettings
 from peagle.cli.settings.cluster import ClusterUpSettings
 from peagle.cli.settings.export import ExportSettings
-from peagle.cli.settings.frequent_tokens import FrequentTokensSettings
 from peagle.cli.settings.info import InfoSettings
 from peagle.cli.settings.parity import ParitySettings
-from peagle.cli.settings.random_checkpoint import RandomSettings
 from peagle.cli.settings.report import ReportSettings
 
 MAIN_HELP = """
@@ -23,16 +21,6 @@ Lossless speculative decoding for GPT-OSS with P-EAGLE drafters, in JAX.
 Start with [cyan]peagle speculate[/cyan]. [cyan]peagle COMMAND --help[/cyan] has options and examples.
 """
 GENERATE, TRAIN, MEASURE = "Generate and serve", "Train drafters", "Measure and inspect"
-
-CHECK_HELP = """Test this machine's kernels and lossless decoding.
-
-Compares the kernels with references, and speculative decoding with plain
-decoding. Exit code 1 if anything differs.
-
-[bold]Examples[/bold]
-
-  this machine    [cyan]peagle check[/cyan]
-"""
 
 
 class Commands(typer.core.TyperGroup):
@@ -117,13 +105,6 @@ def export(settings: ExportSettings) -> int:
     return export_command(settings)
 
 
-@command(TRAIN)
-def frequent_tokens(settings: FrequentTokensSettings) -> int:
-    from peagle.cli.frequent_tokens import frequent_tokens_command
-
-    return frequent_tokens_command(settings.files, settings.out)
-
-
 @command(MEASURE)
 def report(settings: ReportSettings) -> int:
     from peagle.cli.report import report_command
@@ -150,23 +131,6 @@ def info(settings: InfoSettings) -> int:
     from peagle.cli.info import info_command
 
     return info_command(settings)
-
-
-@app.command(help=CHECK_HELP, rich_help_panel=MEASURE)
-def check() -> int:
-    def run() -> int:
-        from peagle.cli.check import check_command
-
-        return check_command()
-
-    return guarded(run)
-
-
-@command(MEASURE)
-def random(settings: RandomSettings) -> int:
-    from peagle.cli.random_checkpoint import random_command
-
-    return random_command(settings.size, settings.directory, not settings.unquantized, settings.seed)
 
 
 def main(typed: list[str]) -> int:
