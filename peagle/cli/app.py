@@ -65,7 +65,7 @@ COMMANDS = {
     "cluster": Entry(GENERATE, "Serve from several replicas on Ray Serve."),
     "data": Entry(TRAIN, "Generate training data: a target's responses to prompts.", "peagle.cli.data:Data"),
     "train": Entry(TRAIN, "Train a P-EAGLE or EAGLE-3 drafter.", "peagle.cli.train:Train"),
-    "export": Entry(TRAIN, "Convert a drafter for vLLM or speculators."),
+    "export": Entry(TRAIN, "Convert a drafter for vLLM or speculators.", "peagle.cli.export:Export"),
     "frequent-tokens": Entry(
         TRAIN, "Rank the tokens a target generates, for --draft-vocab.", "peagle.cli.frequent_tokens:FrequentTokens"
     ),

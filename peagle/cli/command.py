@@ -204,7 +204,7 @@ def register(app: App, kind: type[Command], name: str, group: Group | None) -> N
         sorted(parameters, key=lambda parameter: parameter.kind)
     )
     parsed.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    extra = {} if group is None else {"group": group}
+    extra: dict[str, Any] = {} if group is None else {"group": group}
     app.command(parsed, name=name, help=inspect.cleandoc(kind.__doc__ or ""), usage=_usage(name, options), **extra)
 
 

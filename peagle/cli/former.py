@@ -10,7 +10,6 @@ from peagle.cli.app import INTERRUPTED, OK, _complain, guarded
 from peagle.cli.options import Settings, command_of, needing, refusal
 from peagle.cli.settings.bench import BenchSettings
 from peagle.cli.settings.cluster import ClusterUpSettings
-from peagle.cli.settings.export import ExportSettings
 from peagle.cli.settings.info import InfoSettings
 from peagle.cli.settings.parity import ParitySettings
 from peagle.cli.settings.report import ReportSettings
@@ -96,13 +95,6 @@ def up(settings: ClusterUpSettings) -> int:
 
 
 command(None, of=cluster)(up)
-
-
-@command(TRAIN)
-def export(settings: ExportSettings) -> int:
-    from peagle.cli.export import export_command
-
-    return export_command(settings)
 
 
 @command(MEASURE)
