@@ -70,7 +70,7 @@ COMMANDS = {
         TRAIN, "Rank the tokens a target generates, for --draft-vocab.", "peagle.cli.frequent_tokens:FrequentTokens"
     ),
     "sweep": Entry(MEASURE, "Measure acceptance length and speed over K.", "peagle.cli.sweep:Sweep"),
-    "report": Entry(MEASURE, "Render a sweep's report, or compare sweeps by request."),
+    "report": Entry(MEASURE, "Render a sweep's report, or compare sweeps by request.", "peagle.cli.report:Report"),
     "parity": Entry(MEASURE, "Check a pair against references; explain low acceptance."),
     "bench": Entry(MEASURE, "Time a target's prefill, decoding and verify passes."),
     "info": Entry(MEASURE, "Inspect checkpoints: geometry, memory, whether they fit."),

@@ -12,7 +12,6 @@ from peagle.cli.settings.bench import BenchSettings
 from peagle.cli.settings.cluster import ClusterUpSettings
 from peagle.cli.settings.info import InfoSettings
 from peagle.cli.settings.parity import ParitySettings
-from peagle.cli.settings.report import ReportSettings
 
 MAIN_HELP = """
 Lossless speculative decoding for GPT-OSS with P-EAGLE drafters, in JAX.
@@ -95,13 +94,6 @@ def up(settings: ClusterUpSettings) -> int:
 
 
 command(None, of=cluster)(up)
-
-
-@command(MEASURE)
-def report(settings: ReportSettings) -> int:
-    from peagle.cli.report import report_command
-
-    return report_command(settings)
 
 
 @command(MEASURE)
