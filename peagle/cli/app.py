@@ -73,7 +73,7 @@ COMMANDS = {
     "report": Entry(MEASURE, "Render a sweep's report, or compare sweeps by request.", "peagle.cli.report:Report"),
     "parity": Entry(MEASURE, "Check a pair against references; explain low acceptance."),
     "bench": Entry(MEASURE, "Time a target's prefill, decoding and verify passes."),
-    "info": Entry(MEASURE, "Inspect checkpoints: geometry, memory, whether they fit."),
+    "info": Entry(MEASURE, "Inspect checkpoints: geometry, memory, whether they fit.", "peagle.cli.info:Info"),
     "check": Entry(MEASURE, "Test this machine's kernels and lossless decoding.", "peagle.cli.check:Check"),
     "random": Entry(
         MEASURE, "Write a GPT-OSS checkpoint with random weights.", "peagle.cli.random_checkpoint:RandomCheckpoint"

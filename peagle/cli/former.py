@@ -10,7 +10,6 @@ from peagle.cli.app import INTERRUPTED, OK, _complain, guarded
 from peagle.cli.options import Settings, command_of, needing, refusal
 from peagle.cli.settings.bench import BenchSettings
 from peagle.cli.settings.cluster import ClusterUpSettings
-from peagle.cli.settings.info import InfoSettings
 from peagle.cli.settings.parity import ParitySettings
 
 MAIN_HELP = """
@@ -108,13 +107,6 @@ def bench(settings: BenchSettings) -> int:
     from peagle.cli.bench import bench_command
 
     return bench_command(settings)
-
-
-@command(MEASURE)
-def info(settings: InfoSettings) -> int:
-    from peagle.cli.info import info_command
-
-    return info_command(settings)
 
 
 def main(typed: list[str]) -> int:
