@@ -10,7 +10,6 @@ from peagle.cli.app import INTERRUPTED, OK, _complain, guarded
 from peagle.cli.options import Settings, command_of, needing, refusal
 from peagle.cli.settings.bench import BenchSettings
 from peagle.cli.settings.cluster import ClusterUpSettings
-from peagle.cli.settings.parity import ParitySettings
 
 MAIN_HELP = """
 Lossless speculative decoding for GPT-OSS with P-EAGLE drafters, in JAX.
@@ -93,13 +92,6 @@ def up(settings: ClusterUpSettings) -> int:
 
 
 command(None, of=cluster)(up)
-
-
-@command(MEASURE)
-def parity(settings: ParitySettings) -> int:
-    from peagle.cli.parity import parity_command
-
-    return parity_command(settings)
 
 
 @command(MEASURE)

@@ -35,9 +35,9 @@ class Info:
     mesh: Annotated[str | None, Flag(PLAN, "tp=N,ep=N,dp=N")] = None
     """Also print what each device of this mesh holds of the target. The devices need not be present."""
     slots: Annotated[int | None, Flag(PLAN, "N")] = None
-    """Requests decoded at once, over all replicas. Default: one per replica."""
+    """Requests decoded at once, 1 or more, over all replicas. Default: one per replica."""
     context: Annotated[int, Flag(PLAN, "N")] = 4096
-    """Context length in tokens."""
+    """Context length in tokens, 2 or more."""
     device: Annotated[str, Flag(PLAN, "H100|H200|B200")] = "H100"
     """Device of the mesh: its memory and bandwidth."""
 
