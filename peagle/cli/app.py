@@ -65,15 +65,19 @@ COMMANDS = {
     "cluster": Entry(GENERATE, "Serve from several replicas on Ray Serve."),
     "data": Entry(TRAIN, "Generate training data: a target's responses to prompts.", "peagle.cli.data:Data"),
     "train": Entry(TRAIN, "Train a P-EAGLE or EAGLE-3 drafter.", "peagle.cli.train:Train"),
-    "export": Entry(TRAIN, "Convert a drafter for vLLM or speculators."),
-    "frequent-tokens": Entry(TRAIN, "Rank the tokens a target generates, for --draft-vocab."),
+    "export": Entry(TRAIN, "Convert a drafter for vLLM or speculators.", "peagle.cli.export:Export"),
+    "frequent-tokens": Entry(
+        TRAIN, "Rank the tokens a target generates, for --draft-vocab.", "peagle.cli.frequent_tokens:FrequentTokens"
+    ),
     "sweep": Entry(MEASURE, "Measure acceptance length and speed over K.", "peagle.cli.sweep:Sweep"),
-    "report": Entry(MEASURE, "Render a sweep's report, or compare sweeps by request."),
-    "parity": Entry(MEASURE, "Check a pair against references; explain low acceptance."),
+    "report": Entry(MEASURE, "Render a sweep's report, or compare sweeps by request.", "peagle.cli.report:Report"),
+    "parity": Entry(MEASURE, "Check a pair against references; explain low acceptance.", "peagle.cli.parity:Parity"),
     "bench": Entry(MEASURE, "Time a target's prefill, decoding and verify passes."),
-    "info": Entry(MEASURE, "Inspect checkpoints: geometry, memory, whether they fit."),
-    "check": Entry(MEASURE, "Test this machine's kernels and lossless decoding."),
-    "random": Entry(MEASURE, "Write a GPT-OSS checkpoint with random weights."),
+    "info": Entry(MEASURE, "Inspect checkpoints: geometry, memory, whether they fit.", "peagle.cli.info:Info"),
+    "check": Entry(MEASURE, "Test this machine's kernels and lossless decoding.", "peagle.cli.check:Check"),
+    "random": Entry(
+        MEASURE, "Write a GPT-OSS checkpoint with random weights.", "peagle.cli.random_checkpoint:RandomCheckpoint"
+    ),
 }
 
 

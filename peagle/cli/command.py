@@ -173,7 +173,13 @@ def register(app: App, kind: type[Command], name: str, group: Group | None) -> N
             allow_leading_hyphen=not option.is_argument,
             converter=_whole if option.typed_as in (int, int | None) else None,
             show_default=False if shown is None else lambda _: shown,
+            required=option.required,
         )
+        if option.is_argument and option.repeats:  # of *arguments, options may stand between them
+            (item, _) = get_args(option.typed_as)
+            return inspect.Parameter(
+                option.name, inspect.Parameter.VAR_POSITIONAL, annotation=Annotated[item, settings]
+            )
         kind = inspect.Parameter.POSITIONAL_ONLY if option.is_argument else inspect.Parameter.KEYWORD_ONLY
         return reading(option, option.name, kind, settings, inspect.Parameter.empty if option.required else None)
 
@@ -187,8 +193,11 @@ def register(app: App, kind: type[Command], name: str, group: Group | None) -> N
         return inspect.Parameter(name, kind, default=default, annotation=Annotated[typed_as, settings])
 
     def parsed(*arguments: Any, **values: Any) -> tuple[type[Command], dict[str, Any]]:
-        names = [option.name for option in options if option.is_argument]
-        return kind, {**dict(zip(names, arguments, strict=False)), **values}
+        for option in (option for option in options if option.is_argument):
+            if arguments:
+                value, arguments = (arguments, ()) if option.repeats else (arguments[0], arguments[1:])
+                values[option.name] = value
+        return kind, values
 
     parameters = [parameter(option) for option in options]
     parameters += [former(option) for option in options if option.flag.old is not None]
@@ -196,9 +205,19 @@ def register(app: App, kind: type[Command], name: str, group: Group | None) -> N
         sorted(parameters, key=lambda parameter: parameter.kind)
     )
     parsed.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    app.command(
-        parsed, name=name, help=inspect.cleandoc(kind.__doc__ or ""), **({} if group is None else {"group": group})
-    )
+    extra: dict[str, Any] = {} if group is None else {"group": group}
+    app.command(parsed, name=name, help=inspect.cleandoc(kind.__doc__ or ""), usage=_usage(name, options), **extra)
+
+
+def _usage(name: str, options: Sequence[Option]) -> str | None:
+    """Return the usage of a command with an argument NAME..., to which cyclopts adds dots of its own; else None."""
+    arguments = [option.names[0] for option in options if option.is_argument]
+    if not any(argument.endswith("...") for argument in arguments):
+        return None
+    typed = [option for option in options if not option.is_argument]
+    needed = [f"{option.names[0]} {option.flag.metavar}" for option in typed if option.required]
+    others = ["[OPTIONS]"] if len(needed) < len(typed) else []
+    return " ".join(["Usage: peagle", name, *needed, *others, *arguments])
 
 
 def _former(option: Option) -> str:

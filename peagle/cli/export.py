@@ -1,31 +1,65 @@
 """`peagle export`: convert a drafter to another layout, bit for bit, with a model card."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
-from peagle.cli.display import Display
-from peagle.cli.settings.export import ExportSettings
-from peagle.cli.settings.shared import parse_layers
-from peagle.loading import resolve
-from peagle.workflows.export import export
+from peagle.cli.command import Takes
+from peagle.config import LoadConfig
+from peagle.ops.flag import OUTPUT, Flag
 
 
-def export_command(settings: ExportSettings) -> int:
-    """Write the drafter to --out, and print which packages refuse it. Return the exit code.
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Convert a drafter for vLLM or speculators.
 
-    Raises InputError as peagle.workflows.export.export does.
+    Writes the same weights bit for bit, and a model card.
+
+    [bold]Examples[/bold]
+
+      the demo drafter   [cyan]peagle export demo --out OUT[/cyan]
+      for vLLM
+        [cyan]peagle export DIR --out OUT --verifier openai/gpt-oss-20b[/cyan]
+      for speculators
+        [cyan]peagle export DIR --out OUT --dialect speculators --verifier NAME[/cyan]
     """
-    source, out = resolve(settings.drafter, "drafter"), Path(settings.out)
-    display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
-    with display.stage(f"exporting {settings.drafter}"):
-        found = export(source, out, settings.dialect, settings.verifier, parse_layers(settings.aux_layer_ids))
-    lines = [f"drafter      {out} | {settings.dialect} | read back bit for bit"]
-    if found.config.aux_layer_ids != found.stored.aux_layer_ids:
-        lines.append("aux layers   sorted, together with the weights that read them: vLLM feeds them in layer order")
-    if found.verifier is not None:
-        place = "config.json and README.md" if settings.dialect == "speculators" else "README.md"
-        here = Path(found.verifier).is_absolute()
-        others = "; other machines need a name: --verifier OWNER/NAME" if here else ""
-        lines.append(f"verifier     {found.verifier}, in {place}{others}")
-    lines += [f"refused      by {who}: {why}" for who, why in found.refused.items()]
-    display.summary(lines)
-    return 0
+
+    drafter: Annotated[str, Flag(names=("DRAFTER",))]
+    """Drafter checkpoint, in any layout; or demo."""
+    out: Annotated[str, Flag(OUTPUT, "DIR")]
+    """Output directory; it must not exist yet."""
+    dialect: Annotated[Literal["vllm", "speculators"], Flag(OUTPUT, "LAYOUT")] = "vllm"
+    """Layout to write: vllm or speculators."""
+    verifier: Annotated[str | None, Flag(OUTPUT, "NAME|DIR")] = None
+    """Target, as named in the exported config; required for speculators. A directory also supplies what the drafter
+    lacks: positions, embedding, head."""
+    load: Annotated[LoadConfig, Takes(("aux_layer_ids", "download"))] = LoadConfig()  # noqa: RUF009  # frozen
+    quiet: Annotated[bool, Flag(OUTPUT, names=("--quiet", "-q"))] = False
+    """Hide the summary. Warnings and errors are still printed."""
+
+    def run(self) -> int:
+        """Write the drafter to --out, and print which packages refuse it. Return the exit code.
+
+        Raises InputError as peagle.workflows.export.export does.
+        """
+        from peagle.cli.display import Display
+        from peagle.loading import resolve
+        from peagle.workflows.export import export
+
+        source, out = resolve(self.drafter, "drafter"), Path(self.out)
+        display = Display(text=False, quiet=self.quiet, total=1, streaming=False)
+        with display.stage(f"exporting {self.drafter}"):
+            exported = export(source, out, self.dialect, self.verifier, self.load.aux_layer_ids)
+        lines = [f"drafter      {out} | {self.dialect} | read back bit for bit"]
+        if exported.config.aux_layer_ids != exported.stored.aux_layer_ids:
+            lines.append(
+                "aux layers   sorted, together with the weights that read them: vLLM feeds them in layer order"
+            )
+        if exported.verifier is not None:
+            place = "config.json and README.md" if self.dialect == "speculators" else "README.md"
+            here = Path(exported.verifier).is_absolute()
+            others = "; other machines need a name: --verifier OWNER/NAME" if here else ""
+            lines.append(f"verifier     {exported.verifier}, in {place}{others}")
+        lines += [f"refused      by {who}: {why}" for who, why in exported.refused.items()]
+        display.summary(lines)
+        return 0

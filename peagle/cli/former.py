@@ -10,12 +10,6 @@ from peagle.cli.app import INTERRUPTED, OK, _complain, guarded
 from peagle.cli.options import Settings, command_of, needing, refusal
 from peagle.cli.settings.bench import BenchSettings
 from peagle.cli.settings.cluster import ClusterUpSettings
-from peagle.cli.settings.export import ExportSettings
-from peagle.cli.settings.frequent_tokens import FrequentTokensSettings
-from peagle.cli.settings.info import InfoSettings
-from peagle.cli.settings.parity import ParitySettings
-from peagle.cli.settings.random_checkpoint import RandomSettings
-from peagle.cli.settings.report import ReportSettings
 
 MAIN_HELP = """
 Lossless speculative decoding for GPT-OSS with P-EAGLE drafters, in JAX.
@@ -23,16 +17,6 @@ Lossless speculative decoding for GPT-OSS with P-EAGLE drafters, in JAX.
 Start with [cyan]peagle speculate[/cyan]. [cyan]peagle COMMAND --help[/cyan] has options and examples.
 """
 GENERATE, TRAIN, MEASURE = "Generate and serve", "Train drafters", "Measure and inspect"
-
-CHECK_HELP = """Test this machine's kernels and lossless decoding.
-
-Compares the kernels with references, and speculative decoding with plain
-decoding. Exit code 1 if anything differs.
-
-[bold]Examples[/bold]
-
-  this machine    [cyan]peagle check[/cyan]
-"""
 
 
 class Commands(typer.core.TyperGroup):
@@ -110,63 +94,11 @@ def up(settings: ClusterUpSettings) -> int:
 command(None, of=cluster)(up)
 
 
-@command(TRAIN)
-def export(settings: ExportSettings) -> int:
-    from peagle.cli.export import export_command
-
-    return export_command(settings)
-
-
-@command(TRAIN)
-def frequent_tokens(settings: FrequentTokensSettings) -> int:
-    from peagle.cli.frequent_tokens import frequent_tokens_command
-
-    return frequent_tokens_command(settings.files, settings.out)
-
-
-@command(MEASURE)
-def report(settings: ReportSettings) -> int:
-    from peagle.cli.report import report_command
-
-    return report_command(settings)
-
-
-@command(MEASURE)
-def parity(settings: ParitySettings) -> int:
-    from peagle.cli.parity import parity_command
-
-    return parity_command(settings)
-
-
 @command(MEASURE)
 def bench(settings: BenchSettings) -> int:
     from peagle.cli.bench import bench_command
 
     return bench_command(settings)
-
-
-@command(MEASURE)
-def info(settings: InfoSettings) -> int:
-    from peagle.cli.info import info_command
-
-    return info_command(settings)
-
-
-@app.command(help=CHECK_HELP, rich_help_panel=MEASURE)
-def check() -> int:
-    def run() -> int:
-        from peagle.cli.check import check_command
-
-        return check_command()
-
-    return guarded(run)
-
-
-@command(MEASURE)
-def random(settings: RandomSettings) -> int:
-    from peagle.cli.random_checkpoint import random_command
-
-    return random_command(settings.size, settings.directory, not settings.unquantized, settings.seed)
 
 
 def main(typed: list[str]) -> int:

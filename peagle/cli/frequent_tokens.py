@@ -1,18 +1,38 @@
 """`peagle frequent-tokens`: rank the tokens that a target generates."""
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from peagle.cli.display import Display
-from peagle.cli.output import show_lines
-from peagle.workflows.frequent_tokens import list_frequent_tokens
+from peagle.ops.flag import Flag
 
 
-def frequent_tokens_command(files: Sequence[Path], out: Path) -> int:
-    """Write the list, and print its coverage. Raises InputError for a file without responses."""
-    with Display(text=False, quiet=False, total=1, streaming=False).stage("counting tokens"):
-        counted = list_frequent_tokens(files, out)
-    marks = ", ".join(f"the first {size} are {share:.1%}" for size, share in counted.shares.items())
-    line = f"{out}: {counted.num_listed} tokens; of {counted.num_counted} tokens counted, {marks}"
-    show_lines([line])
-    return 0
+@dataclass(frozen=True, kw_only=True)
+class FrequentTokens:
+    """Rank the tokens a target generates, for --draft-vocab.
+
+    Writes a JSON list of token ids, the most frequent first.
+
+    [bold]Examples[/bold]
+
+      from training data
+        [cyan]peagle frequent-tokens DATA/shard_*.safetensors --out TOKENS.json[/cyan]
+      from the responses of peagle generate --json
+        [cyan]peagle frequent-tokens OUT.json --out TOKENS.json[/cyan]
+    """
+
+    files: Annotated[tuple[Path, ...], Flag(names=("FILE...",))]
+    """Files of generate or speculate --json, and shards of peagle data."""
+    out: Annotated[Path, Flag(metavar="FILE")]
+    """File to write."""
+
+    def run(self) -> int:
+        from peagle.cli.display import Display
+        from peagle.cli.output import show_lines
+        from peagle.workflows.frequent_tokens import list_frequent_tokens
+
+        with Display(text=False, quiet=False, total=1, streaming=False).stage("counting tokens"):
+            counted = list_frequent_tokens(self.files, self.out)
+        marks = ", ".join(f"the first {size} are {share:.1%}" for size, share in counted.shares.items())
+        show_lines([f"{self.out}: {counted.num_listed} tokens; of {counted.num_counted} tokens counted, {marks}"])
+        return 0

@@ -1,361 +1,50 @@
-"""`peagle info`: what checkpoints are and what they need, from config.json and the headers of the weights alone."""
+"""`peagle info`: its options."""
 
-from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-import jax.numpy as jnp
-import numpy as np
-
-from drafter.config import DrafterConfig
-from drafter.dialects import is_drafter_config, named_aux_layers
-from drafter.dialects import parse_config as parse_drafter
-from drafter.load import doubtful_map
-from drafter.load import weight_bytes as drafter_weight_bytes
-from drafter.model import cache_groups as drafter_groups
-from drafter.trained import recorded_coverage
-from peagle.api import DEFAULT_NUM_SPECULATIVE_TOKENS, DEFAULT_WIDTHS
-from peagle.cli.output import show_lines
-from peagle.cli.settings.info import InfoSettings
-from peagle.cli.settings.shared import parse_layers
-from peagle.config import AUTO, DEFAULT_CHUNK
-from peagle.engine.kv_memory import Sizing, page_bytes
-from peagle.engine.resolved import ResolvedConfig, shared_slots
-from peagle.engine.widths import SPECULATION_FILE, read_widths
-from peagle.loading import (
-    DEMO,
-    NO_STOP_TOKEN,
-    another_target,
-    asked_window,
-    aux_layers_in_words,
-    default_chunk,
-    default_dtype,
-    doubtful_aux_layers,
-    drafter_folder,
-    fitting_aux_layers,
-    or_demo,
-    resolve,
-    steps_per_dispatch,
-    windowed,
-)
-from peagle.ops.attention import PAGE_SIZE, CacheGroup, Pages, init_pool
-from peagle.ops.checkpoint import CONFIG, INDEX, WEIGHTS, Checkpoint, read_checkpoint, read_json
-from peagle.ops.errors import InputError
-from peagle.ops.kernels import for_weights
-from peagle.ops.kernels import in_words as kernels_in_words
-from peagle.ops.memory import available_memory_bytes
-from peagle.ops.native import available as native_available
-from peagle.ops.row_blocks import BlockedPrefill, RowBlocks
-from peagle.parallel import MeshShape, parse_mesh
-from peagle.text.tokenizer import TOKENIZER_FILE
-from peagle.workflows.export import coverage_in_data
-from peagle.workflows.plan import Device, device_named, pass_s, rank_bytes, rank_cache_bytes, target_pages
-from target.config import FULL, SLIDING, TargetConfig, default_aux_layer_ids
-from target.load import TargetFiles, inspect_target, weight_bytes
-
-TOKENS = 1000
-PROMPT = 8192  # tokens
-LONG = 1 << 17  # positions of a request: more than a window's pages hold
-ONE_STEP = f"K = {DEFAULT_NUM_SPECULATIVE_TOKENS}, one step per dispatch"
-FLOAT32, BFLOAT16, INT8 = np.dtype(np.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int8)
-
-Rows = list[tuple[str, str]]
+from peagle.cli.command import Takes
+from peagle.config import LoadConfig
+from peagle.ops.flag import PLAN, Flag, check_least
 
 
-def info_command(settings: InfoSettings) -> int:
-    """Print what the directories hold, and whether a target and a drafter fit. Return the exit code.
+@dataclass(frozen=True, kw_only=True)
+class Info:
+    """Inspect checkpoints: geometry, memory, whether they fit.
 
-    Raises InputError for more than two, for two of a kind, for what cannot be read, and for a pair that does not fit.
+    Reads only config.json and the headers of the weights, so it is fast for a
+    checkpoint of any size.
+
+    [bold]Examples[/bold]
+
+      the demo models               [cyan]peagle info[/cyan]
+      a target or a drafter         [cyan]peagle info DIR[/cyan]
+      both, and whether they fit    [cyan]peagle info TARGET DRAFTER[/cyan]
+      memory on eight GPUs
+        [cyan]peagle info --mesh tp=8 --slots 16 --context 8192 --device H100 DIR[/cyan]
+      memory of an engine that only decodes
+        [cyan]peagle info TARGET DRAFTER --role decode --slots 8[/cyan]
     """
-    names, aux_layer_ids = settings.directories, parse_layers(settings.aux_layer_ids)
-    shape, device = None if settings.mesh is None else parse_mesh(settings.mesh), device_named(settings.device)
-    slots = settings.slots or (1 if shape is None else shape.dp)
-    if len(names) > 2:
-        raise InputError(f"{len(names)} directories are given; expected a target, a drafter, or both")
-    paths = [(name, drafter_folder(resolve(or_demo(name), "target"))) for name in names]
-    if not names:
-        paths = [("the demo's target", resolve(DEMO, "target")), ("the demo's drafter", resolve(DEMO, "drafter"))]
-    if aux_layer_ids is not None and not any(is_drafter_config(read_json(path, CONFIG)) for _, path in paths):
-        raise InputError("--aux-layer-ids is given, but no drafter that reads any; leave it out")
-    targets: list[tuple[str, TargetFiles]] = []
-    drafters: list[tuple[str, Checkpoint]] = []
-    for name, path in paths:
-        if is_drafter_config(read_json(path, CONFIG)):
-            checkpoint = read_checkpoint(path)
-            drafters.append((name, checkpoint))
-            config = parse_drafter(checkpoint, aux_layer_ids)
-            kind = "P-EAGLE drafter" if config.parallel else "EAGLE-3 drafter"
-            _print(name, kind, drafter_rows(checkpoint, config, path, aux_layer_ids))
-        else:
-            targets.append((name, inspect_target(path)))
-            rows = target_rows(targets[-1][1], path)
-            if shape is not None:
-                rows += mesh_rows(targets[-1][1], shape, device, slots, settings.context)
-            _print(name, "GPT-OSS target", rows)
-    if shape is not None and not targets:
-        raise InputError("--mesh is given, but no target that it cuts; name one, or leave --mesh out")
-    doubts = [doubtful_map(each, parse_drafter(each, aux_layer_ids)) for _, each in drafters]
-    if len(paths) == 2:
-        if len(targets) != 1:
-            kind = "targets" if targets else "drafters"
-            raise InputError(f"{paths[0][0]} and {paths[1][0]} are both {kind}; expected a target and a drafter")
-        (target_name, target), (drafter_name, drafter) = targets[0], drafters[0]
-        layers = fitting_aux_layers(target.config, drafter, target_name, drafter_name, aux_layer_ids)
-        read = _list(layers.outputs)
-        show_lines([f"They fit: the drafter reads the outputs of the target's layers {read}."])
-        doubts += [layers.doubt, another_target(dict(paths)[drafter_name], dict(paths)[target_name])]
-    elif aux_layer_ids is None:
-        doubts += [doubtful_aux_layers(named_aux_layers(each.config), name) for name, each in drafters]
-    if settings.role is not None:
-        if len(targets) != 1:
-            raise InputError(f"--role {settings.role} is given, but no target; expected one, with a drafter or without")
-        drafting = None
-        for name, checkpoint in drafters:
-            window = asked_window(dict(paths)[name], AUTO)
-            drafting, _ = windowed(parse_drafter(checkpoint, aux_layer_ids), window, given=False)
-        files = dict(paths)
-        weights = _weight_bytes(files[targets[0][0]])
-        sizes = ResolvedConfig(
-            DEFAULT_NUM_SPECULATIVE_TOKENS if drafters else 0,
-            slots,
-            settings.context,
-            prefill_chunk=min(default_chunk(), settings.context),
-            steps_per_dispatch=steps_per_dispatch(weights),
-            role=settings.role,
-        )
-        weights += sum(
-            drafter_weight_bytes(files[name], _dtype(), implementation=for_weights()) for name, _ in drafters
-        )
-        rows = engine_rows(sizes, targets[0][1].config, drafting, available_memory_bytes() - weights)
-        _print(f"an engine of role {settings.role}", f"{settings.context:,} positions", rows)
-    show_lines([f"WARNING: {doubt}" for doubt in doubts if doubt is not None])
-    return 0
 
+    directories: Annotated[tuple[str, ...], Flag(names=("DIR",))] = ()
+    """Target, drafter, or both. Default: the demo models."""
+    load: Annotated[LoadConfig, Takes(("aux_layer_ids", "download"))] = LoadConfig()  # noqa: RUF009  # frozen
+    role: Annotated[Literal["both", "prefill", "decode"] | None, Flag(PLAN, "ROLE")] = None
+    """Also print the cache memory of an engine, and how many tokens fit: one that only prefills (prefill), only decodes
+    (decode), or does both."""
+    mesh: Annotated[str | None, Flag(PLAN, "tp=N,ep=N,dp=N")] = None
+    """Also print what each device of this mesh holds of the target. The devices need not be present."""
+    slots: Annotated[int | None, Flag(PLAN, "N")] = None
+    """Requests decoded at once, 1 or more, over all replicas. Default: one per replica."""
+    context: Annotated[int, Flag(PLAN, "N")] = 4096
+    """Context length in tokens, 2 or more."""
+    device: Annotated[str, Flag(PLAN, "H100|H200|B200")] = "H100"
+    """Device of the mesh: its memory and bandwidth."""
 
-def target_rows(files: TargetFiles, path: Path) -> Rows:
-    """What to say of a target."""
-    c = files.config
-    kinds = {kind: c.layer_types.count(kind) for kind in (SLIDING, FULL)}
-    per_token, per_slot = _kv_numbers(*target_pages(c, INT8))
-    retained, _ = _kv_numbers(*target_pages(c, INT8, retain_full_kv=True))
-    try:
-        taps = _list(default_aux_layer_ids(c.num_layers))
-    except InputError:
-        taps = "none by default below 7 layers; a drafter names its own"
-    return [
-        ("layers", f"{c.num_layers}: {kinds[SLIDING]} sliding (window {c.sliding_window}), {kinds[FULL]} full"),
-        ("hidden size", f"{c.hidden_size:,}"),
-        ("attention", f"{c.num_heads} query heads, {c.num_kv_heads} key/value heads, {c.head_dim} wide"),
-        ("experts", f"{c.num_experts}, {c.top_k} per token, {c.expert_width:,} wide"),
-        ("vocabulary", f"{c.vocab_size:,}"),
-        ("positions", f"{c.max_positions:,}"),
-        ("parameters", f"{files.num_parameters:,}, {files.num_expert_parameters:,} of them in experts"),
-        ("weights", f"{'MXFP4 experts, the rest' if files.mxfp4 else 'not quantised,'} as stored"),
-        ("on disk", _bytes(_disk_bytes(path))),
-        ("in memory", _target_memory(files)),
-        ("loaded here", _loaded_here(path)),
-        (f"KV cache per {TOKENS:,} tokens", f"{_both(per_token)} (full layers)"),
-        ("KV pages per slot", f"{_both(per_slot)} (sliding layers, {ONE_STEP})"),
-        ("with --retain-full-kv", f"{_both(retained)} per {TOKENS:,} tokens, and no pages per slot"),
-        (f"prefill of {PROMPT:,} tokens", f"beside the caches about {_prefill_memory(c)}"),
-        ("default taps", taps),
-        ("stop tokens", _stop_tokens(files)),
-        ("tokenizer", "yes" if (path / TOKENIZER_FILE).is_file() else "no: token ids only"),
-        ("kernels", kernels_in_words()),
-    ]
+    def __post_init__(self) -> None:
+        check_least(self, slots=1, context=2)
 
+    def run(self) -> int:
+        from peagle.cli.inspecting import inspect
 
-def mesh_rows(files: TargetFiles, shape: MeshShape, device: Device, slots: int, positions: int) -> Rows:
-    """What to say of a target that is cut over the devices of a mesh."""
-    c, k = files.config, DEFAULT_NUM_SPECULATIVE_TOKENS
-    of_ranks = rank_bytes(c, files.mxfp4, shape)
-    first, last = of_ranks[0], of_ranks[-1]
-    own = shared_slots(slots, shape.dp)
-    caches = rank_cache_bytes(c, shape, own, positions, k)
-    total = first.total + caches
-    shared = "the embedding, routers and norms" + (", shared kv heads" if shape.ranks > c.num_kv_heads else "")
-    fits = "fits" if total <= device.memory_bytes else "does not fit"
-    collectives = 2 * c.num_layers + 1 if shape.ranks > 1 else 0
-
-    def times(rows: int) -> str:
-        reading, summing = (1e3 * each for each in pass_s(c, files.mxfp4, shape, device, rows))
-        return f"{reading + summing:.2f} ms ({reading:.2f} reading weights, {summing:.2f} in collectives)"
-
-    replicas = f": {shape.dp} replicas on {shape.ranks} each, of {own} slots each"
-    kinds = ", ".join(f"{kind} {_bytes(size)}" for kind, size in first.kinds.items())
-    each = f"{collectives} collectives at an assumed {device.latency_s * 1e6:.0f} us each"
-    return [
-        (f"over {shape}", f"{shape.devices} devices" + replicas * (shape.dp > 1)),
-        ("  weights of each", f"{_bytes(first.total)}: {kinds}"),
-        ("  of it on every one", f"{_bytes(first.replicated)}: {shared}"),
-        ("  padding of the last", f"{_bytes(last.padding)} of zeros"),
-        (
-            "  loading each",
-            f"reads {_bytes(first.total - first.padding)} of {_bytes(files.tensor_bytes)}; on CPU it takes at most "
-            "1.15 of its weights",
-        ),
-        ("  pages of each", f"{_bytes(caches)} bfloat16, with --slots {slots} --context {positions}"),
-        (f"  together on an {device.name}", f"{_bytes(total)}; {fits} into its {_bytes(int(device.memory_bytes))}"),
-        ("  a pass over 1 row", f"at least {times(1)}; {each}"),
-        (f"  over {k + 1} rows", f"at least {times(k + 1)}"),
-    ]
-
-
-def drafter_rows(
-    checkpoint: Checkpoint, config: DrafterConfig, path: Path, aux_layer_ids: Sequence[int] | None = None
-) -> Rows:
-    """What to say of a drafter. aux_layer_ids: those that are given."""
-    c = config
-    named = named_aux_layers(checkpoint.config)
-    weights = [name for name in checkpoint.names if name not in ("d2t", "t2d")]
-    parameters = sum(int(np.prod(checkpoint.shape(name))) for name in weights)
-    c, window = windowed(c, asked_window(path, AUTO), given=False)
-    per_token, per_slot = _kv_numbers(*_drafter_pages(c))
-    narrow, covered = c.draft_vocab_size < c.vocab_size, recorded_coverage(path)
-    unknown = "; peagle parity measures how many of an answer's they are"
-    proposes = f"{c.draft_vocab_size:,} of the target's {c.vocab_size:,} tokens{coverage_in_data(covered) or unknown}"
-    return [
-        ("layers", f"{c.num_layers}"),
-        ("hidden size", f"{c.hidden_size:,}, reading hidden states of size {c.target_hidden_size:,}"),
-        ("attention", f"{c.num_heads} query heads, {c.num_kv_heads} key/value heads, {c.head_dim} wide"),
-        ("MLP", f"{c.mlp_width:,} wide"),
-        ("proposes", proposes if narrow else f"all of the target's {c.vocab_size:,} tokens"),
-        ("mask token", f"{c.mask_token_id}" if c.parallel else "none: a pass per draft"),
-        ("aux layers", f"{c.num_taps}: {aux_layers_in_words(c.aux_layer_ids, named, aux_layer_ids is not None)}"),
-        ("window", window),
-        ("drafts by auto", _drafts(path)),
-        ("parameters", f"{parameters:,}"),
-        ("on disk", _bytes(_disk_bytes(path))),
-        ("in memory", f"{_bytes(parameters * 4)} float32, {_bytes(parameters * 2)} bfloat16"),
-        *([(f"KV cache per {TOKENS:,} tokens", _both(per_token))] if per_token else []),
-        *([("KV pages per slot", f"{_both(per_slot)} (layers with a window, {ONE_STEP})")] if per_slot else []),
-        ("kernels", kernels_in_words()),
-    ]
-
-
-def engine_rows(config: ResolvedConfig, target: TargetConfig, drafter: DrafterConfig | None, memory_bytes: int) -> Rows:
-    """What an engine takes besides the weights: the pages that its slots reserve. memory_bytes: what is left for pages.
-
-    Raises InputError for an engine that cannot be.
-    """
-    models = [target_pages(target, INT8), *([] if drafter is None else [_drafter_pages(drafter)])]
-    groups, numbers = ([value for values in both for value in values] for both in zip(*models, strict=True))
-    sizing = Sizing(tuple(groups), tuple(numbers), config)
-    num_pages = sizing.num_pages
-    reserved = sum(count * size for count, size in zip(num_pages, numbers, strict=True))
-    windows = [count for count, group in zip(num_pages, groups, strict=True) if group.window is not None]
-    fits = "any number: every layer has a window"
-    if sum(sizing.page_bytes):
-        fitting = sizing.full_pages_in(memory_bytes // _dtype().itemsize)
-        fits = f"{max(fitting, 0) * PAGE_SIZE:,} beside the weights, into the memory available now ({_dtype().name})"
-        fits += f"; too few for one request of {config.context:,}" if fitting < sizing.request_pages else ""
-    handed = {"both": "computes prompts and decodes", "prefill": "hands over what goes on", "decode": "takes hand-offs"}
-    return [
-        ("slots", f"{config.slots}, K = {config.num_speculative_tokens}"),
-        ("tokens reserved", f"{num_pages[0] * PAGE_SIZE:,}, in {num_pages[0]:,} pages of {PAGE_SIZE}"),
-        *([("pages of windows", " + ".join(f"{count:,}" for count in windows))] if windows else []),
-        ("in memory", _both(reserved)),
-        ("tokens that fit", fits),
-        ("requests", handed[config.role]),
-    ]
-
-
-def _drafts(path: Path) -> str:
-    """How many tokens auto drafts, and what says so."""
-    table = read_widths(path)
-    if table is None:
-        return f"{DEFAULT_WIDTHS.in_words()}, by default: there is no {SPECULATION_FILE}"
-    return f"{table.in_words()}, by {SPECULATION_FILE}"
-
-
-def _stop_tokens(files: TargetFiles) -> str:
-    if not files.stop_token_ids:
-        return f"none. WARNING: {NO_STOP_TOKEN}"
-    return f"{_list(files.stop_token_ids)}, by {files.stop_tokens_from}"
-
-
-def _target_memory(files: TargetFiles) -> str:
-    def of(dtype: np.dtype, packed: bool) -> str:
-        experts = files.expert_tensor_bytes if packed else files.num_expert_parameters * dtype.itemsize
-        return _bytes((files.num_parameters - files.num_expert_parameters) * dtype.itemsize + experts)
-
-    layouts = [("expanded", False)] + ([("packed", True)] if files.mxfp4 else [])
-    stored = f"{_bytes(files.tensor_bytes)} as stored; without native kernels " if native_available() else ""
-    return stored + "; ".join(
-        f"{name} {of(FLOAT32, packed)} float32, {of(BFLOAT16, packed)} bfloat16" for name, packed in layouts
-    )
-
-
-def _loaded_here(path: Path) -> str:
-    """What the default options load, and whether there is memory for it now."""
-    needed, available = _weight_bytes(path), available_memory_bytes()
-    fits = "fits" if needed <= available else "does not fit"
-    return f"{_bytes(needed)} for {_dtype().name} arithmetic; {fits} into the {_bytes(available)} available now"
-
-
-def _weight_bytes(path: Path) -> int:
-    """Compute the memory of a target's weights with the default options."""
-    return weight_bytes(path, dtype=_dtype(), implementation=for_weights())
-
-
-def _dtype() -> np.dtype:
-    return jnp.dtype(default_dtype())
-
-
-def _prefill_memory(config: TargetConfig) -> str:
-    """What a long prompt takes while it is prefilled, in chunks and at once: the widest tensors, in float32."""
-    of_query = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim + 2 * config.num_heads * config.head_dim
-    of_choice = config.expert_width + config.hidden_size
-
-    def taken(rows: int, blocks: RowBlocks) -> str:
-        numbers = rows * config.hidden_size + blocks.query_rows * (of_query + config.hidden_size)
-        return _bytes(FLOAT32.itemsize * (numbers + blocks.expert_rows * config.top_k * of_choice))
-
-    chunked = taken(DEFAULT_CHUNK, RowBlocks(DEFAULT_CHUNK, DEFAULT_CHUNK))
-    return f"{chunked} in chunks, {taken(PROMPT, BlockedPrefill().rows(PROMPT))} with --prefill blocked"
-
-
-def _drafter_pages(config: DrafterConfig) -> tuple[tuple[CacheGroup, ...], tuple[int, ...]]:
-    """Return (a drafter's cache groups, the numbers in a page of each)."""
-    groups = drafter_groups(config)
-
-    def init_pages(num_pages: Sequence[int]) -> tuple[Pages, ...]:
-        return init_pool(groups, num_pages, config.num_kv_heads, config.head_dim, INT8)
-
-    return groups, page_bytes(groups, init_pages)
-
-
-def _kv_numbers(groups: tuple[CacheGroup, ...], numbers: tuple[int, ...]) -> tuple[int, int]:
-    """Count what a model caches: (for TOKENS tokens in full layers, in the pages of windows of one slot).
-
-    numbers: in a page of each group.
-    """
-    full = sum(size for size, group in zip(numbers, groups, strict=True) if group.window is None)
-    slot_pages = Sizing(groups, numbers, ResolvedConfig(DEFAULT_NUM_SPECULATIVE_TOKENS, context=LONG)).slot_pages
-    return TOKENS * full // PAGE_SIZE, sum(count * size for count, size in zip(slot_pages, numbers, strict=True))
-
-
-def _both(numbers: int) -> str:
-    return f"{_bytes(numbers * FLOAT32.itemsize)} float32, {_bytes(numbers * BFLOAT16.itemsize)} bfloat16"
-
-
-def _disk_bytes(path: Path) -> int:
-    if (path / WEIGHTS).is_file():
-        return (path / WEIGHTS).stat().st_size
-    shards = set(read_json(path, INDEX)["weight_map"].values())
-    return sum((path / shard).stat().st_size for shard in shards)
-
-
-def _print(name: str, kind: str, rows: Rows) -> None:
-    show_lines([f"{name}: {kind}"], style="bold")
-    show_lines([f"  {label:<29} {value}" for label, value in rows], indent=32)
-    show_lines([""])
-
-
-def _list(values: Sequence[int]) -> str:
-    return ", ".join(map(str, values))
-
-
-def _bytes(value: int) -> str:
-    if value < 1e6:
-        return f"{value / 1e3:.1f} kB"
-    return f"{value / 1e6:,.1f} MB" if value < 1e9 else f"{value / 1e9:,.2f} GB"
+        return inspect(self)

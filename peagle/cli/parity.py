@@ -1,143 +1,64 @@
-"""`peagle parity`: check a pair against references, and explain its acceptance length."""
+"""`peagle parity`: its options."""
 
-import collections
-import dataclasses
-from collections.abc import Iterator
-from typing import Any, cast
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
 
-from peagle.cli.decoding import load_pair
-from peagle.cli.display import LABEL, Display
-from peagle.cli.document import SCHEMA, dumps
-from peagle.cli.output import STANDARD_OUTPUT, OutputFile, show_lines
-from peagle.cli.settings.parity import ParitySettings
-from peagle.cli.settings.shared import DraftOptions, parse_layers
-from peagle.config import check_num_drafts
-from peagle.loading import DEMO, HELD_OUT, WEIGHTLESS, check_fit, drafter_path, or_demo, resolve
-from peagle.measure.provenance import provenance
-from peagle.measure.sweep.figures import json_ready
-from peagle.ops.checkpoint import read_checkpoint
-from peagle.ops.errors import InputError
-from peagle.text.prompt_files import PromptSet, read_prompt_file, read_prompts, skipped_line
-from peagle.text.prompts import Rendering
-from peagle.workflows.hf_reference import layer_by_layer
-from peagle.workflows.parity_check import Model, Parity, ParityConfig, ask, examine
+from peagle.cli.command import Takes
+from peagle.config import LoadConfig, check_num_drafts
+from peagle.ops.flag import MODEL, OUTPUT, PROMPT, RUNNING, SPECULATION, Flag, check_least
+
+LOADED = Takes(("aux_layer_ids", "drafter_window", "target", "download", "dtype", "experts", "kernels"))
 
 
-def parity_command(settings: ParitySettings) -> int:
-    """Examine a pair, print and write the findings, and return the exit code.
+@dataclass(frozen=True, kw_only=True)
+class Parity:
+    """Check a pair against references; explain low acceptance.
 
-    0, or 1 if there is a difference or a likely cause of low acceptance. Raises InputError for whatever cannot be run.
+    Compares the target with transformers layer by layer (if torch is installed),
+    the drafter with a float64 reference, and the engine with both. Then reads the
+    drafter in other ways: aux layers off by one, another mask token, norm,
+    vocabulary map, the target's embedding, raw prompts. If a reading is accepted
+    more often, it is a likely cause, and the report says what to change in the
+    checkpoint. Exit code 1 if there is a difference or a likely cause.
+
+    [bold]Examples[/bold]
+
+      the demo models          [cyan]peagle parity[/cyan]
+      low acceptance, why?
+        [cyan]peagle parity --target DIR --drafter DIR --prompts IN.jsonl[/cyan]
     """
-    check_num_drafts(settings.num_speculative_tokens, plain=False)
-    json_file = None if settings.json is None else OutputFile(settings.json, "--json")
-    target, drafter = or_demo(settings.model.target), or_demo(settings.drafter)
-    if drafter in WEIGHTLESS:
-        raise InputError(f"{drafter} has no weights to compare; give the directory of a drafter")
-    path = drafter_path(target, drafter)
-    assert path is not None
-    aux_layer_ids = parse_layers(settings.aux_layer_ids)
-    check_fit(resolve(target, "target"), path, aux_layer_ids)
-    prompts = _prompts(settings, target)
-    conversations = prompts.conversations[: settings.num_prompts]
-    config = ParityConfig(
-        num_speculative_tokens=settings.num_speculative_tokens,
-        max_new_tokens=settings.max_new_tokens,
-        reference_steps=settings.reference_steps,
-        raw=settings.render == "raw",
-        special_tokens=settings.special_tokens,
-    )
-    display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
-    display.warn(prompts.warnings)
-    drafting = DraftOptions(aux_layer_ids=settings.aux_layer_ids, drafter_window=settings.drafter_window)
-    pair = load_pair(target, drafter, settings.model, drafting, display)
-    model = cast(Model, pair.drafter)
-    with display.stage("decoding", animated=False):
-        asked = ask(pair, conversations, config, raw=config.raw)
-    with display.stage("comparing the target layer by layer"):
-        text = asked.texts[0].token_ids
-        layers = layer_by_layer(resolve(target, "target"), text, asked.hiddens[0], pair.dtype)
-    with display.stage("comparing the drafter", animated=False) as progress:
-        found = examine(pair, model, read_checkpoint(path), asked, conversations, config, progress)
-    lines = [*layers.lines, f"aux layers   {pair.aux_layers}", f"window       {pair.drafter_window}"]
-    lines += report_lines(found, settings)
-    if prompts.skipped:
-        lines.append(f"left out     {skipped_line(prompts.skipped)}")
-    if json_file is not None:
-        whole = {
-            "schema": SCHEMA,
-            "provenance": provenance(),
-            "config": json_ready(_config_block(settings)),
-            "skipped": [dataclasses.asdict(row) for row in prompts.skipped],
-            "target": dataclasses.asdict(layers),
-            "drafter": json_ready(dataclasses.asdict(found)),
-        }
-        json_file.write(dumps(whole))
-    if settings.json != STANDARD_OUTPUT:
-        show_lines(lines, LABEL)
-    return 0 if found.fine and layers.fine else 1
 
+    drafter: Annotated[str | None, Flag(MODEL, "DIR")] = None
+    """P-EAGLE or EAGLE-3 checkpoint. Default: the demo drafter."""
+    load: Annotated[LoadConfig, LOADED] = LoadConfig()  # noqa: RUF009  # frozen
+    prompts: Annotated[Path | None, Flag(PROMPT, "FILE", ("--prompt-file", "--prompts"))] = None
+    """Prompt file, in a format of peagle speculate; required for any other target than the demo's. Default: the demo's
+    held-out prompts."""
+    num_prompts: Annotated[int, Flag(PROMPT, "N")] = 10
+    """Use the first N prompts, 1 or more."""
+    strict: Annotated[bool, Flag(PROMPT)] = False
+    """Fail on a row of a prompt file that cannot be used, instead of skipping it with a note."""
+    render: Annotated[Literal["chat", "raw"], Flag(PROMPT, "HOW")] = "chat"
+    """As you prompt the model. chat: with its chat template; raw: as plain text."""
+    special_tokens: Annotated[bool, Flag(PROMPT)] = False
+    """In a raw prompt, encode the spelling of a special token as that token."""
+    num_speculative_tokens: Annotated[int, Flag(SPECULATION, "K", ("-k", "--num-speculative-tokens"))] = 5
+    """Tokens drafted per step (K)."""
+    max_new_tokens: Annotated[int, Flag(RUNNING, "N", ("-n", "--max-new-tokens"))] = 64
+    """Maximum tokens of a response, 2 or more."""
+    reference_steps: Annotated[int, Flag(RUNNING, "N")] = 6
+    """Steps, 1 or more, to compare with the float64 reference, which is slow."""
+    json: Annotated[str | None, Flag(OUTPUT, "FILE|-")] = None
+    """Write all results as one JSON object; -: to standard output, and nothing else there."""
+    quiet: Annotated[bool, Flag(OUTPUT, names=("--quiet", "-q"))] = False
+    """Hide progress and notes. Warnings and errors are still printed."""
 
-def _config_block(settings: ParitySettings) -> dict[str, Any]:
-    block = dataclasses.asdict(settings)
-    return {**block, **block.pop("model"), "prompts": settings.prompts and settings.prompts.name}
+    def __post_init__(self) -> None:
+        check_num_drafts(self.num_speculative_tokens, plain=False)
+        check_least(self, num_prompts=1, max_new_tokens=2, reference_steps=1)
 
+    def run(self) -> int:
+        from peagle.cli.comparing import compare
 
-def report_lines(found: Parity, settings: ParitySettings) -> Iterator[str]:
-    """Yield the lines of the findings."""
-    if found.logits is not None:
-        verdict = "the same" if found.logits.close else "DIFFERENT"
-        yield (
-            f"drafter      {verdict} as the float64 reference in {found.logits.num_steps} steps: cosine "
-            f"{found.logits.cosine:.6f}, largest difference {found.logits.max_difference:.1e} of the logits' spread, "
-            f"{found.same_drafts_frac:.0%} of the drafts equal"
-        )
-    elif found.same_drafts_frac is not None:
-        yield f"drafter      {found.same_drafts_frac:.0%} of the drafts are the float64 reference's"
-    else:
-        yield "drafter      not compared with the float64 reference, since it shares the target's head"
-    if found.difference is None:
-        yield "engine       drafts the same as the drafter run along the text by itself, in every step"
-    elif found.drafts_fine:
-        yield f"engine       drafts the same except in {found.difference.frac:.1%} of the steps, explained by rounding"
-    else:
-        each = found.difference
-        yield (
-            f"engine       DIFFERENT in {each.frac:.0%} of the steps, first in text {each.text}, step {each.step}, "
-            f"draft {each.draft}: token {each.engine}, the drafter by itself {each.reference}"
-        )
-        yield f"             {each.explanation or 'no known fault explains it'}"
-    yield (
-        f"acceptance   {found.seen:.2f} tokens a step at K = {settings.num_speculative_tokens}, {settings.render}; "
-        f"expected of this checkpoint {found.expected:.2f}"
-    )
-    if found.vocabulary is not None:
-        yield f"vocabulary   of the answers {found.vocabulary.in_words()}"
-    if found.other_rendering is not None:
-        other = "raw" if settings.render == "chat" else "chat"
-        yield f"             the same prompts {other}: {found.other_rendering:.2f}"
-    for cause in found.causes:
-        yield (
-            f"LIKELY CAUSE {cause.name}: {cause.acceptance_length:.2f} tokens a step, {cause.gain.value:+.2f} "
-            f"({cause.gain.low or 0:+.2f}..{cause.gain.high or 0:+.2f})"
-        )
-        yield f"             to fix it, {cause.cure}"
-    if not found.causes:
-        kinds = collections.Counter(name.partition(":")[0] for name in found.readings)
-        tried = ", ".join(f"{name} ({count})" for name, count in kinds.items())
-        yield f"             no other reading of the checkpoint is accepted more often; tried: {tried}"
-
-
-def _prompts(settings: ParitySettings, target: str) -> PromptSet:
-    if settings.prompts is None and target != DEMO:
-        raise InputError(
-            f"the demo's prompts are for the demo target only; give prompts for {target} with --prompt-file FILE"
-        )
-    if settings.special_tokens and settings.render != "raw":
-        raise InputError("--special-tokens are read in raw text alone; give --render raw, too, or leave them out")
-    if settings.prompts is None:
-        if settings.strict:
-            raise InputError("--strict is about the rows of a file; give --prompts, too, or leave it out")
-        return read_prompt_file(HELD_OUT)
-    raw = settings.render == "raw"
-    rendering = Rendering(raw=raw, special_tokens=raw and settings.special_tokens)
-    return read_prompts(settings.prompts, resolve(target, "target"), rendering, strict=settings.strict)
+        return compare(self)

@@ -1,22 +1,47 @@
 """`peagle random`: a checkpoint of random weights."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from peagle.cli.display import Display
-from peagle.cli.output import show_lines
 from peagle.ops.errors import InputError
-from peagle.ops.files import expect_new
-from peagle.workflows.random_checkpoint import SIZES, write_random_checkpoint
+from peagle.ops.flag import Flag, check_least
 
 
-def random_command(size: str, directory: Path, mxfp4: bool, seed: int) -> int:
-    """Write a checkpoint of random weights. Raises InputError for an unknown size, and for a directory that exists."""
-    if size not in SIZES:
-        raise InputError(f"SIZE is {size!r}; expected one of {', '.join(SIZES)}")
-    if seed < 0:
-        raise InputError(f"--seed is {seed}; expected 0 or more")
-    expect_new(directory)
-    with Display(text=False, quiet=False, total=1, streaming=False).stage(f"writing {directory}"):
-        write_random_checkpoint(directory, SIZES[size], mxfp4=mxfp4, seed=seed)
-    show_lines([f"{directory}: {size}, seed {seed}"])
-    return 0
+@dataclass(frozen=True, kw_only=True)
+class RandomCheckpoint:
+    """Write a GPT-OSS checkpoint with random weights.
+
+    For tests of speed, memory and format.
+
+    [bold]Examples[/bold]
+
+      1 MB, for tests     [cyan]peagle random tiny CHECKPOINT[/cyan]
+      13 GB, for speed    [cyan]peagle random 20b CHECKPOINT[/cyan]
+    """
+
+    size: Annotated[str, Flag(names=("SIZE",))]
+    """tiny, S, M, L, 20b or 120b."""
+    directory: Annotated[Path, Flag(names=("DIR",))]
+    """Output directory; it must not exist yet."""
+    unquantized: Annotated[bool, Flag()] = False
+    """Write experts in bfloat16 instead of MXFP4."""
+    seed: Annotated[int, Flag(metavar="N")] = 0
+    """Random seed; equal seeds give equal files."""
+
+    def __post_init__(self) -> None:
+        check_least(self, seed=0)
+
+    def run(self) -> int:
+        from peagle.cli.display import Display
+        from peagle.cli.output import show_lines
+        from peagle.ops.files import expect_new
+        from peagle.workflows.random_checkpoint import SIZES, write_random_checkpoint
+
+        if self.size not in SIZES:
+            raise InputError(f"size is {self.size!r}; expected one of {', '.join(SIZES)}", "size")
+        expect_new(self.directory)
+        with Display(text=False, quiet=False, total=1, streaming=False).stage(f"writing {self.directory}"):
+            write_random_checkpoint(self.directory, SIZES[self.size], mxfp4=not self.unquantized, seed=self.seed)
+        show_lines([f"{self.directory}: {self.size}, seed {self.seed}"])
+        return 0

@@ -2,60 +2,89 @@
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import rich.box
 import rich.table
 from rich.console import Console
 from rich.text import Text
 
-from peagle.cli.display import Display
-from peagle.cli.settings.report import ReportSettings
 from peagle.measure import pages
-from peagle.measure.sweep import charts, concurrency, page
-from peagle.measure.sweep.compare import differences
-from peagle.measure.sweep.figures import rows
-from peagle.measure.sweep.folder import open_run
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
+from peagle.ops.flag import OUTPUT, Flag
+
+if TYPE_CHECKING:  # it imports JAX
+    from peagle.cli.display import Display
 
 BETWEEN = 2  # characters between two columns of a table
 EDGES = 2  # characters beside the outer columns
 
 
-def report_command(settings: ReportSettings) -> int:
-    """Write the pages of one run into its directory, or of one or several into a new one. Return the exit code.
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Render a sweep's report, or compare sweeps by request.
 
-    Raises InputError for a folder that is no run, for runs that cannot be compared, and for several runs without --out.
+    Writes one self-contained HTML file, and Markdown with plots. Compares each of
+    several runs with the first, request by request, to tell a difference from
+    noise.
+
+    [bold]Examples[/bold]
+
+      render again         [cyan]peagle report RUN[/cyan]
+      before and after     [cyan]peagle report BEFORE AFTER --out DIFF[/cyan]
     """
-    out = settings.out
-    folders = [open_run(path) for path in dict.fromkeys(settings.runs)]
-    if len(folders) > 1 and out is None:
-        raise InputError("a comparison of several runs needs its own directory; give --out DIR")
-    if out is not None:
-        expect_new(out)
-    display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
-    with display.stage("figures"):
-        found = {folder: rows(folder) for folder in folders}  # of what is there, finished or not
-        loads = concurrency.rows(folders[0])
-        if empty := [folder.path for folder, some in found.items() if not some]:
-            raise InputError(f"{empty[0]} holds no request with all of its repeats; resume the run first")
-        if len(folders) == 1:
-            blocks = page.run_blocks(folders[0], found[folders[0]], loads)
-            tables = list(page.arms_blocks(folders[0], found[folders[0]]))
-        else:
-            compared = [differences(folders[0], folder) for folder in folders[1:]]
-            blocks = page.comparison_blocks(found, compared)
-            tables = list(page.difference_tables(folders, compared))
-        where = out or folders[0].path
-        pages.write(where, blocks)
-    show(tables, where, settings.quiet)
-    tell_of_pictures(display, where)
-    return 0
+
+    runs: Annotated[tuple[Path, ...], Flag(names=("RUN...",))]
+    """Output directories of peagle sweep."""
+    out: Annotated[Path | None, Flag(OUTPUT, "DIR")] = None
+    """Output directory; it must not exist yet. Default: the run's own. Required for several runs."""
+    quiet: Annotated[bool, Flag(OUTPUT, names=("--quiet", "-q"))] = False
+    """Hide progress and table. Warnings and errors are still printed."""
+
+    def run(self) -> int:
+        """Write the pages of one run into its directory, or of one or several into a new one. Return the exit code.
+
+        Raises InputError for a folder that is no run, for runs that cannot be compared, and for several runs without
+        --out.
+        """
+        from peagle.cli.display import Display
+        from peagle.measure.sweep import concurrency, page
+        from peagle.measure.sweep.compare import differences
+        from peagle.measure.sweep.figures import rows
+        from peagle.measure.sweep.folder import open_run
+
+        folders = [open_run(path) for path in dict.fromkeys(self.runs)]
+        if len(folders) > 1 and self.out is None:
+            raise InputError("a comparison of several runs needs its own directory; give --out DIR")
+        if self.out is not None:
+            expect_new(self.out)
+        display = Display(text=False, quiet=self.quiet, total=1, streaming=False)
+        with display.stage("figures"):
+            figures = {folder: rows(folder) for folder in folders}  # of what is there, finished or not
+            loads = concurrency.rows(folders[0])
+            if empty := [folder.path for folder, some in figures.items() if not some]:
+                raise InputError(f"{empty[0]} holds no request with all of its repeats; resume the run first")
+            if len(folders) == 1:
+                blocks = page.run_blocks(folders[0], figures[folders[0]], loads)
+                tables = list(page.arms_blocks(folders[0], figures[folders[0]]))
+            else:
+                compared = [differences(folders[0], folder) for folder in folders[1:]]
+                blocks = page.comparison_blocks(figures, compared)
+                tables = list(page.difference_tables(folders, compared))
+            where = self.out or folders[0].path
+            pages.write(where, blocks)
+        show(tables, where, self.quiet)
+        tell_of_pictures(display, where)
+        return 0
 
 
-def tell_of_pictures(display: Display, where: Path) -> None:
+def tell_of_pictures(display: "Display", where: Path) -> None:
     """If the pages have no plots, note how to get them."""
+    from peagle.measure.sweep import charts
+
     if not charts.can_draw():
         display.note(f"no plots: matplotlib is not installed; pip install matplotlib, then: peagle report {where}")
 

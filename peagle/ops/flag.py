@@ -9,7 +9,7 @@ from peagle.ops.errors import InputError
 # the groups of a command's help
 PROMPT, MODEL, SPECULATION, SAMPLING = "Prompt", "Target and drafter", "Speculation", "Sampling"
 ENGINE, MACHINE, SERVER, RUNNING, OUTPUT = "Engine", "Machine", "Server", "Run", "Output"
-DRAFTER, LEARNING, DATA = "Drafter", "Training", "Data"
+DRAFTER, LEARNING, DATA, PLAN = "Drafter", "Training", "Data", "Memory plan"
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class Logits:
 
 
 @dataclasses.dataclass(frozen=True)
-class Parity:
+class Findings:
     """What was found. `expected`: accepted at the engine's places by the drafter led along the text by itself."""
 
     logits: Logits | None  # None: an EAGLE-3 drafter, whose drafts alone are compared
@@ -156,7 +156,7 @@ def examine(
     conversations: Sequence[Conversation],
     settings: ParityConfig,
     progress: Any,
-) -> Parity:
+) -> Findings:
     """The engine's drafts against the model's (`model`: the drafter as it is loaded; the pair's own may be another),
     the model's against the float64 reference's, and other readings of the checkpoint."""
     k = settings.num_speculative_tokens
@@ -187,7 +187,7 @@ def examine(
             other_rendering = 1 + float(answered.num_accepted.mean())
             if settings.raw:
                 likely = [*_template(asked, answered), *likely]
-    return Parity(
+    return Findings(
         logits=logits,
         same_drafts_frac=same,
         difference=compare(asked.texts, led, blind),

@@ -132,5 +132,5 @@ def pass_s(config: TargetConfig, mxfp4: bool, shape: MeshShape, device: Device, 
 def device_named(name: str) -> Device:
     """Look a device up. Raises InputError for an unknown one."""
     if name.upper() not in DEVICES:
-        raise InputError(f"the device is {name!r}; expected {', '.join(DEVICES)}")
+        raise InputError(f"the device is {name!r}; expected {', '.join(DEVICES)}", "device")
     return DEVICES[name.upper()]

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import peagle.cli.decoding
-import peagle.cli.info
+import peagle.cli.inspecting
 import peagle.cli.processes
 import peagle.loading
 from peagle.api import Pair
@@ -683,13 +683,13 @@ def test_weights_that_do_not_fit_into_memory_are_refused_before_they_are_read(
     target_directory, drafter_directory = str(directories.target), str(directories.drafter)
     used = for_weights() if kernels == "auto" else "xla"
     needed = target.load.weight_bytes(directories.target, implementation=used)
-    for module in (peagle.ops.memory, peagle.cli.info):
+    for module in (peagle.ops.memory, peagle.cli.inspecting):
         monkeypatch.setattr(module, "available_memory_bytes", lambda: needed)
     assert "fits into" in real("info", target_directory)[1]
     monkeypatch.setattr(Checkpoint, "take", no_reading)
     pair = ("--target", target_directory, "--drafter", drafter_directory, "--kernels", kernels)
     refused(real("speculate", *pair, "Hi"), "out of memory", "the target", "the drafter", "together", "MB", "--experts")
-    monkeypatch.setattr(peagle.cli.info, "available_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(peagle.cli.inspecting, "available_memory_bytes", lambda: 1000)
     assert "does not fit into the 1.0 kB" in real("info", target_directory)[1]
 
 
@@ -827,7 +827,7 @@ def test_info_says_what_an_engine_of_each_role_takes(
 ) -> None:
     """The pages of an engine of that shape, and the tokens of one that has all the memory."""
     from drafter.load import weight_bytes as drafter_weight_bytes
-    from peagle.cli.info import _bytes
+    from peagle.cli.inspecting import _bytes
     from peagle.loading import load
     from target.load import weight_bytes
 
@@ -835,7 +835,7 @@ def test_info_says_what_an_engine_of_each_role_takes(
     free = 1_000_000
     weights = weight_bytes(directories.target, dtype=np.float32, implementation=for_weights())
     weights += drafter_weight_bytes(directories.drafter, np.float32, implementation=for_weights())
-    monkeypatch.setattr(peagle.cli.info, "available_memory_bytes", lambda: weights + free)
+    monkeypatch.setattr(peagle.cli.inspecting, "available_memory_bytes", lambda: weights + free)
     for role in ("prefill", "decode", "both"):
         typed = ("info", str(directories.target), str(directories.drafter), "--role", role, "--context", "300")
         code, out, _ = real(*typed, "--slots", "3")
@@ -844,9 +844,9 @@ def test_info_says_what_an_engine_of_each_role_takes(
         assert code == 0
         assert f"{memory.num_tokens:,}, in {memory.num_pages[0]} pages of 64" in out
         assert f"{_bytes(sum(memory.num_bytes))} float32" in out
-        filled = pair.engine(dataclasses.replace(config, kv_memory_bytes=free)).memory
+        filled = pair.engine(dataclasses.replace(config, kv_memory=free)).memory
         assert f"{filled.num_tokens:,} beside the weights, into the memory available now (float32)\n" in out
-    monkeypatch.setattr(peagle.cli.info, "available_memory_bytes", lambda: weights)
+    monkeypatch.setattr(peagle.cli.inspecting, "available_memory_bytes", lambda: weights)
     assert "0 beside the weights" in (out := real(*typed)[1])
     assert "; too few for one request of 300" in out
     assert real("info", str(directories.drafter), "--role", "decode")[0] == 2

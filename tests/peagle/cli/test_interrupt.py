@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-import peagle.cli.parity
+import peagle.cli.comparing
 from peagle.cli import main
 from peagle.cli.display import Display
 from tests.peagle.cli.test_cli import ROOT, TOY_PROCESS
@@ -151,6 +151,6 @@ def test_what_is_done_before_anything_looks_ends_with_130_too(
 
 
 def test_parity_ends_before_it_loads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    press_ctrl_c_at(monkeypatch, peagle.cli.parity, "check_fit")
+    press_ctrl_c_at(monkeypatch, peagle.cli.comparing, "check_fit")
     assert main(["parity"]) == 130
     assert capsys.readouterr().out == ""

@@ -63,12 +63,12 @@ def test_the_command_ends_with_a_verdict_of_two_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     right, wrong = Finding("kernels", True, "native"), Finding("logits of S", False, "0.1 off")
-    monkeypatch.setattr("peagle.cli.check.check", lambda: iter([right]))
+    monkeypatch.setattr("peagle.workflows.check.check", lambda: iter([right]))
     assert main(["check"]) == 0
     *_, first, second = capsys.readouterr().out.splitlines()
     assert first == "Right: all 1 checks pass."
     assert second == f"Kernels here: {native.status()[1]}."
-    monkeypatch.setattr("peagle.cli.check.check", lambda: iter([right, wrong]))
+    monkeypatch.setattr("peagle.workflows.check.check", lambda: iter([right, wrong]))
     assert main(["check"]) == 1
     assert "Wrong: 1 of 2 checks fail: logits of S." in capsys.readouterr().out
     assert verdict([wrong]) == (False, "Wrong: 1 of 1 checks fail: logits of S.")

@@ -49,7 +49,7 @@ def _transformers_computes_a_text_once() -> Iterator[None]:
         return found[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("peagle.cli.parity.layer_by_layer", once)
+        patch.setattr("peagle.cli.comparing.layer_by_layer", once)
         yield
 
 

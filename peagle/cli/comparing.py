@@ -1,0 +1,135 @@
+"""`peagle parity`: check a pair against references, and explain its acceptance length."""
+
+import collections
+import dataclasses
+from collections.abc import Iterator
+from typing import cast
+
+from peagle.cli.command import record
+from peagle.cli.decoding import load_pair
+from peagle.cli.display import LABEL, Display
+from peagle.cli.document import SCHEMA, dumps
+from peagle.cli.output import STANDARD_OUTPUT, OutputFile, show_lines
+from peagle.cli.parity import Parity
+from peagle.loading import DEMO, HELD_OUT, WEIGHTLESS, check_fit, drafter_path, or_demo, resolve
+from peagle.measure.provenance import provenance
+from peagle.measure.sweep.figures import json_ready
+from peagle.ops.checkpoint import read_checkpoint
+from peagle.ops.errors import InputError
+from peagle.text.prompt_files import PromptSet, read_prompt_file, read_prompts, skipped_line
+from peagle.text.prompts import Rendering
+from peagle.workflows.hf_reference import layer_by_layer
+from peagle.workflows.parity_check import Findings, Model, ParityConfig, ask, examine
+
+
+def compare(settings: Parity) -> int:
+    """Examine a pair, print and write the findings, and return the exit code.
+
+    0, or 1 if there is a difference or a likely cause of low acceptance. Raises InputError for whatever cannot be run.
+    """
+    json_file = None if settings.json is None else OutputFile(settings.json, "--json")
+    target, drafter = or_demo(settings.load.target), or_demo(settings.drafter)
+    if drafter in WEIGHTLESS:
+        raise InputError(f"{drafter} has no weights to compare; give the directory of a drafter")
+    path = drafter_path(target, drafter)
+    assert path is not None
+    check_fit(resolve(target, "target"), path, settings.load.aux_layer_ids)
+    prompts = _prompts(settings, target)
+    conversations = prompts.conversations[: settings.num_prompts]
+    config = ParityConfig(
+        num_speculative_tokens=settings.num_speculative_tokens,
+        max_new_tokens=settings.max_new_tokens,
+        reference_steps=settings.reference_steps,
+        raw=settings.render == "raw",
+        special_tokens=settings.special_tokens,
+    )
+    display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
+    display.warn(prompts.warnings)
+    pair = load_pair(target, drafter, settings.load, display)
+    model = cast(Model, pair.drafter)
+    with display.stage("decoding", animated=False):
+        asked = ask(pair, conversations, config, raw=config.raw)
+    with display.stage("comparing the target layer by layer"):
+        text = asked.texts[0].token_ids
+        layers = layer_by_layer(resolve(target, "target"), text, asked.hiddens[0], pair.dtype)
+    with display.stage("comparing the drafter", animated=False) as progress:
+        findings = examine(pair, model, read_checkpoint(path), asked, conversations, config, progress)
+    lines = [*layers.lines, f"aux layers   {pair.aux_layers}", f"window       {pair.drafter_window}"]
+    lines += report_lines(findings, settings)
+    if prompts.skipped:
+        lines.append(f"left out     {skipped_line(prompts.skipped)}")
+    if json_file is not None:
+        whole = {
+            "schema": SCHEMA,
+            "provenance": provenance(),
+            "config": json_ready({**record(settings), "prompts": settings.prompts and settings.prompts.name}),
+            "skipped": [dataclasses.asdict(row) for row in prompts.skipped],
+            "target": dataclasses.asdict(layers),
+            "drafter": json_ready(dataclasses.asdict(findings)),
+        }
+        json_file.write(dumps(whole))
+    if settings.json != STANDARD_OUTPUT:
+        show_lines(lines, LABEL)
+    return 0 if findings.fine and layers.fine else 1
+
+
+def report_lines(findings: Findings, settings: Parity) -> Iterator[str]:
+    """Yield the lines of the findings."""
+    logits, difference = findings.logits, findings.difference
+    if logits is not None:
+        verdict = "the same" if logits.close else "DIFFERENT"
+        yield (
+            f"drafter      {verdict} as the float64 reference in {logits.num_steps} steps: cosine {logits.cosine:.6f}, "
+            f"largest difference {logits.max_difference:.1e} of the logits' spread, "
+            f"{findings.same_drafts_frac:.0%} of the drafts equal"
+        )
+    elif findings.same_drafts_frac is not None:
+        yield f"drafter      {findings.same_drafts_frac:.0%} of the drafts are the float64 reference's"
+    else:
+        yield "drafter      not compared with the float64 reference, since it shares the target's head"
+    if difference is None:
+        yield "engine       drafts the same as the drafter run along the text by itself, in every step"
+    elif findings.drafts_fine:
+        yield f"engine       drafts the same except in {difference.frac:.1%} of the steps, explained by rounding"
+    else:
+        yield (
+            f"engine       DIFFERENT in {difference.frac:.0%} of the steps, first in text {difference.text}, step "
+            f"{difference.step}, draft {difference.draft}: token {difference.engine}, the drafter by itself "
+            f"{difference.reference}"
+        )
+        yield f"             {difference.explanation or 'no known fault explains it'}"
+    yield (
+        f"acceptance   {findings.seen:.2f} tokens a step at K = {settings.num_speculative_tokens}, {settings.render}; "
+        f"expected of this checkpoint {findings.expected:.2f}"
+    )
+    if findings.vocabulary is not None:
+        yield f"vocabulary   of the answers {findings.vocabulary.in_words()}"
+    if findings.other_rendering is not None:
+        other = "raw" if settings.render == "chat" else "chat"
+        yield f"             the same prompts {other}: {findings.other_rendering:.2f}"
+    for cause in findings.causes:
+        yield (
+            f"LIKELY CAUSE {cause.name}: {cause.acceptance_length:.2f} tokens a step, {cause.gain.value:+.2f} "
+            f"({cause.gain.low or 0:+.2f}..{cause.gain.high or 0:+.2f})"
+        )
+        yield f"             to fix it, {cause.cure}"
+    if not findings.causes:
+        kinds = collections.Counter(name.partition(":")[0] for name in findings.readings)
+        tried = ", ".join(f"{name} ({count})" for name, count in kinds.items())
+        yield f"             no other reading of the checkpoint is accepted more often; tried: {tried}"
+
+
+def _prompts(settings: Parity, target: str) -> PromptSet:
+    if settings.prompts is None and target != DEMO:
+        raise InputError(
+            f"the demo's prompts are for the demo target only; give prompts for {target} with --prompt-file FILE"
+        )
+    if settings.special_tokens and settings.render != "raw":
+        raise InputError("--special-tokens are read in raw text alone; give --render raw, too, or leave them out")
+    if settings.prompts is None:
+        if settings.strict:
+            raise InputError("--strict is about the rows of a file; give --prompts, too, or leave it out")
+        return read_prompt_file(HELD_OUT)
+    raw = settings.render == "raw"
+    rendering = Rendering(raw=raw, special_tokens=raw and settings.special_tokens)
+    return read_prompts(settings.prompts, resolve(target, "target"), rendering, strict=settings.strict)
