@@ -70,7 +70,7 @@ COMMANDS = {
     "sweep": Entry(MEASURE, "Measure acceptance length and speed over K.", "peagle.cli.sweep:Sweep"),
     "report": Entry(MEASURE, "Render a sweep's report, or compare sweeps by request."),
     "parity": Entry(MEASURE, "Check a pair against references; explain low acceptance."),
-    "bench": Entry(MEASURE, "Time a target's prefill, decoding and verify passes."),
+    "bench": Entry(MEASURE, "Time a target's prefill, decoding and verify passes.", "peagle.cli.bench:Bench"),
     "info": Entry(MEASURE, "Inspect checkpoints: geometry, memory, whether they fit."),
     "check": Entry(MEASURE, "Test this machine's kernels and lossless decoding."),
     "random": Entry(MEASURE, "Write a GPT-OSS checkpoint with random weights."),

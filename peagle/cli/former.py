@@ -8,7 +8,6 @@ import typer
 
 from peagle.cli.app import INTERRUPTED, OK, _complain, guarded
 from peagle.cli.options import Settings, command_of, needing, refusal
-from peagle.cli.settings.bench import BenchSettings
 from peagle.cli.settings.cluster import ClusterUpSettings
 from peagle.cli.settings.export import ExportSettings
 from peagle.cli.settings.frequent_tokens import FrequentTokensSettings
@@ -136,13 +135,6 @@ def parity(settings: ParitySettings) -> int:
     from peagle.cli.parity import parity_command
 
     return parity_command(settings)
-
-
-@command(MEASURE)
-def bench(settings: BenchSettings) -> int:
-    from peagle.cli.bench import bench_command
-
-    return bench_command(settings)
 
 
 @command(MEASURE)
