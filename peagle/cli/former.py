@@ -7,8 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from peagle.cli.app import INTERRUPTED, OK, _complain, guarded
-from peagle.cli.options import Settings, command_of, needing, refusal
-from peagle.cli.settings.cluster import ClusterUpSettings
+from peagle.cli.options import Settings, command_of, refusal
 from peagle.cli.settings.export import ExportSettings
 from peagle.cli.settings.frequent_tokens import FrequentTokensSettings
 from peagle.cli.settings.info import InfoSettings
@@ -93,20 +92,6 @@ def fetching(function: Callable[[Settings], int]) -> Callable[[Settings], int]:
         return function(settings)
 
     return run
-
-
-cluster = typer.Typer(no_args_is_help=True, help="Serve from several replicas on Ray Serve.")
-app.add_typer(cluster, name="cluster", rich_help_panel=GENERATE)
-
-
-def up(settings: ClusterUpSettings) -> int:
-    with needing("a cluster needs", "cluster"):
-        from peagle.cli.cluster import up_command
-
-    return up_command(settings)
-
-
-command(None, of=cluster)(up)
 
 
 @command(TRAIN)
