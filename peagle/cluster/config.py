@@ -74,7 +74,7 @@ class FleetConfig:
     """How long the load must be low before replicas stop; --drain lets them finish open responses."""
     max_queue: Annotated[int, Flag(SERVER, "N")] = 64
     """Requests that may wait for a slot; further ones get status 429."""
-    drain: Annotated[float, Flag(SERVER, "SECONDS")] = 30
+    drain: Annotated[float, Flag(SERVER, "SECONDS")] = 30.0
     """Time for a stopping replica to finish open responses."""
     num_cpus: Annotated[float, Flag(MACHINE, "N")] = 1.0
     """CPUs per replica, for Ray."""
@@ -97,11 +97,8 @@ class FleetConfig:
             if most and (most < count or not count):
                 message = f"max_{name} is {most}, and {name} {count}; expected {max(1, count)} of those or more"
                 raise InputError(message, f"max_{name}")
-        for name in TEXTS:  # a text would be a key for each of its letters; no key is shown
-            texts = getattr(self, name) or ()
-            one = isinstance(texts, str) or not isinstance(texts, Sequence)
-            if one or not all(isinstance(text, str) and text for text in texts):
-                raise InputError(f"{name} are no list of texts; expected [TEXT, ...]", name)
+        for name in TEXTS:
+            _check_texts(name, getattr(self, name))
         if self.engine.num_speculative_tokens == AUTO:
             raise InputError("K is 'auto'; expected a number of drafted tokens", "num_speculative_tokens")
         for name in TOGETHER:
@@ -164,10 +161,20 @@ def today(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(values: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
-    """Check the types of a section's values."""
-    kinds = get_type_hints(kind)
-    read = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    for name, value in read.items():
-        if name in kinds and name not in TEXTS:  # which the config checks
+    """Check the types of a section's values. Raises InputError for one that is none for its field."""
+    kinds, checked = get_type_hints(kind), dict(values)
+    for name in values.keys() & kinds.keys():
+        value = tuple(values[name]) if isinstance(values[name], list) else values[name]
+        if name in TEXTS:
+            _check_texts(name, value)
+        else:
             check_type(name, value, kinds[name])
-    return read
+        checked[name] = float(value) if kinds[name] is float else value
+    return checked
+
+
+def _check_texts(name: str, texts: Any) -> None:
+    """Raise InputError for what is no list: a text would be a key for each of its letters. No key is shown."""
+    listed = texts is None or (isinstance(texts, Sequence) and not isinstance(texts, str))
+    if not listed or not all(isinstance(text, str) and text for text in texts or ()):
+        raise InputError(f"{name} are no list of texts; expected [TEXT, ...]", name)
