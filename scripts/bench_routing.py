@@ -20,7 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from peagle.cli.cluster import keep_to_itself
+from peagle.cli.clustering import keep_to_itself
+from peagle.cluster.config import FleetConfig
+from peagle.config import EngineConfig, LoadConfig
 from peagle.measure.metrics import Spread
 from peagle.measure.pages import Block, Table, heading
 from peagle.ops.errors import InputError
@@ -107,7 +109,7 @@ def running(asked: argparse.Namespace) -> Iterator[dict[str, str]]:
     from ray import serve
     from ray.serve.config import HTTPOptions
 
-    from peagle.cluster.deployments import FleetConfig, build
+    from peagle.cluster.deployments import build
 
     port = free_port()
     ray.init(num_cpus=len(ROUTES) * REPLICAS + 1, include_dashboard=False, log_to_driver=False)
@@ -115,8 +117,9 @@ def running(asked: argparse.Namespace) -> Iterator[dict[str, str]]:
         serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
         for route in ROUTES:
             config = FleetConfig(
-                asked.target, asked.drafter, decode=REPLICAS, num_speculative_tokens=asked.k, slots=SLOTS,
-                context=CONTEXT, prefix_cache_bytes=CACHE_BYTES, route_by_prefix=route == "prefix",
+                load=LoadConfig(target=asked.target, drafter=asked.drafter),
+                engine=EngineConfig(asked.k, slots=SLOTS, context=CONTEXT, prefix_cache=CACHE_BYTES),
+                decode=REPLICAS, route_by_prefix=route == "prefix",
             )  # fmt: skip
             serve.run(build(config), name=route, route_prefix=f"/{route}")
         yield {route: f"http://127.0.0.1:{port}/{route}" for route in ROUTES}

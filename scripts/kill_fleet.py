@@ -25,7 +25,9 @@ import httpx
 import numpy as np
 
 from peagle.api import Pair
-from peagle.cli.cluster import keep_to_itself
+from peagle.cli.clustering import keep_to_itself
+from peagle.cluster.config import FleetConfig
+from peagle.config import EngineConfig, LoadConfig
 from peagle.engine.request import Request
 from peagle.loading import load
 from peagle.measure.pages import Block, Table, heading
@@ -138,12 +140,14 @@ class Running:
         from ray import serve
         from ray.serve.config import HTTPOptions
 
-        from peagle.cluster.deployments import FleetConfig, build
+        from peagle.cluster.deployments import build
 
         asked = self._asked
         port = free_port()
         config = FleetConfig(
-            asked.target, asked.drafter, APP, 1, asked.decode, asked.k, 4, CONTEXT, asked.requests,
+            load=LoadConfig(target=asked.target, drafter=asked.drafter),
+            engine=EngineConfig(asked.k, slots=4, context=CONTEXT, prefix_cache="on"),
+            served_model_name=APP, prefill=1, decode=asked.decode, max_queue=asked.requests,
             patience_s=asked.deadline * 0.75,
         )  # fmt: skip
         ray.init(num_cpus=asked.decode + 3, include_dashboard=False, log_to_driver=False)

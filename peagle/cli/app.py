@@ -32,14 +32,18 @@ GENERATE, TRAIN, MEASURE = (
     Group(name, sort_key=place)
     for place, name in enumerate(("Generate and serve", "Train drafters", "Measure and inspect"))
 )
+HELP_FLAGS = ("--help", "-h")
 DEFAULTS = Parameter(negative=(), show_env_var=False, show_choices=False, allow_repeating=True)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A command of the root's help. where: module:class, imported once it is needed; none: one of peagle.cli.former."""
+    """A command. where: module:class, imported once it is needed; "": it has commands; none: of peagle.cli.former.
 
-    group: Group
+    group: of the help that lists it.
+    """
+
+    group: Group | None
     summary: str
     where: str | None = None
 
@@ -62,7 +66,10 @@ COMMANDS = {
     "batch": Entry(
         GENERATE, "Run a file of OpenAI Batch API requests, without a server.", "peagle.cli.batch:BatchCommand"
     ),
-    "cluster": Entry(GENERATE, "Serve from several replicas on Ray Serve."),
+    "cluster": Entry(GENERATE, "Serve from several replicas on Ray Serve.", ""),
+    "cluster up": Entry(
+        None, "Serve the API of `peagle serve` from several replicas, on Ray Serve.", "peagle.cli.cluster:Up"
+    ),
     "data": Entry(TRAIN, "Generate training data: a target's responses to prompts.", "peagle.cli.data:Data"),
     "train": Entry(TRAIN, "Train a P-EAGLE or EAGLE-3 drafter.", "peagle.cli.train:Train"),
     "export": Entry(TRAIN, "Convert a drafter for vLLM or speculators.", "peagle.cli.export:Export"),
@@ -72,7 +79,7 @@ COMMANDS = {
     "sweep": Entry(MEASURE, "Measure acceptance length and speed over K.", "peagle.cli.sweep:Sweep"),
     "report": Entry(MEASURE, "Render a sweep's report, or compare sweeps by request.", "peagle.cli.report:Report"),
     "parity": Entry(MEASURE, "Check a pair against references; explain low acceptance.", "peagle.cli.parity:Parity"),
-    "bench": Entry(MEASURE, "Time a target's prefill, decoding and verify passes."),
+    "bench": Entry(MEASURE, "Time a target's prefill, decoding and verify passes.", "peagle.cli.bench:Bench"),
     "info": Entry(MEASURE, "Inspect checkpoints: geometry, memory, whether they fit.", "peagle.cli.info:Info"),
     "check": Entry(MEASURE, "Test this machine's kernels and lossless decoding.", "peagle.cli.check:Check"),
     "random": Entry(
@@ -88,21 +95,23 @@ def application(*loaded: str) -> App:
         help=MAIN_HELP.strip(),
         help_format="rich",
         usage="Usage: peagle COMMAND [OPTIONS] [ARGS]",
-        help_flags=["--help", "-h"],
+        help_flags=HELP_FLAGS,
         version_flags=[],
         default_parameter=DEFAULTS,
         group_arguments=ARGUMENTS,
         group_parameters=OPTIONS,
     )
     app["--help"].show = False
-    for place, (name, entry) in enumerate(COMMANDS.items()):
-        if name in loaded:
-            register(app, entry.load(), name, entry.group)
+    for place, (words, entry) in enumerate(COMMANDS.items()):
+        within, _, name = words.rpartition(" ")
+        parent = app[within] if within else app
+        if words in loaded:
+            register(parent, entry.load(), name, entry.group)
         else:
-            stub = App(
-                name=name, help=entry.summary, group=entry.group, sort_key=place, help_flags=[], version_flags=[]
-            )
-            app.command(stub)
+            flags = HELP_FLAGS if entry.where == "" else ()
+            panel: dict[str, Any] = {} if entry.group is None else {"group": entry.group}
+            stub = App(name=name, help=entry.summary, sort_key=place, help_flags=flags, version_flags=[], **panel)
+            parent.command(stub)
     return app
 
 
@@ -130,17 +139,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(typed: list[str]) -> int:
     if typed == ["--version"]:
         return _show_version()
-    entry = COMMANDS.get(typed[0])
+    name = next((name for count in (2, 1) if (name := " ".join(typed[:count])) in COMMANDS), "")
+    entry = COMMANDS.get(name)
     if entry is not None and entry.where is None:
         from peagle.cli.former import main as former
 
         return former(typed)
-    words = [] if entry is None else typed[:1]
-    app = application(*words)
+    words, loaded = name.split(), [name] if entry is not None and entry.where else []
+    app = application(*loaded)
     try:
         read = app(typed, result_action="return_value", print_error=False, exit_on_error=False)
     except CycloptsError as error:
-        return _complain(refusal(error, words, iter(()) if entry is None else options_of(entry.load())))
+        return _complain(refusal(error, words, options_of(COMMANDS[name].load()) if loaded else iter(())))
     if read is None:  # the help is printed
         return OK
     kind, values = read

@@ -1,274 +1,61 @@
-"""`peagle bench`: check everything, load, measure, print and write the table."""
+"""`peagle bench`: its options."""
 
-import dataclasses
-import sys
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated
 
-import jax
-from rich import box
-from rich.console import Console
-from rich.measure import Measurement as Width
-from rich.table import Table
+from peagle.cli.command import Takes
+from peagle.config import EngineConfig, LoadConfig
+from peagle.ops.flag import OUTPUT, RUNNING, SPECULATION, Flag
 
-from peagle.api import Pair
-from peagle.cli.decoding import load_pair
-from peagle.cli.display import Display
-from peagle.cli.document import SCHEMA, dumps
-from peagle.cli.output import STANDARD_OUTPUT, OutputFile, wrapped
-from peagle.cli.settings.bench import BenchSettings
-from peagle.cli.settings.shared import DraftOptions, chosen_slots, parse_kv_memory
-from peagle.loading import check_fit, drafter_path, local_model, or_demo, resolve
-from peagle.measure.bench import Bench, BenchOptions, Case, Measurement, Stage, WeightBytes, bench
-from peagle.measure.metrics import figure_text
-from peagle.measure.provenance import peak_memory_bytes, provenance
-from peagle.ops import interrupt
-from peagle.ops.errors import InputError
-from peagle.parallel import refuse_replicas
-from target.load import inspect_target
-
-COLUMNS = ("test", "tok/s", "ms/pass", "v(T)", "floor", "GB/s")
-OVER_ONE_SLOT, COST = "over 1 slot", "c(K)"  # further columns: with several numbers of slots, with drafts
-LEGEND = (
-    "Medians (min..max). tg and verify: after @ tokens of context. v(T): time of a pass over T rows divided by that "
-    "over one row; floor: v(T) if reading weights were the only cost and routing were even. GB/s: weights read while "
-    "decoding."
-)
-LEGEND_OVER_ONE_SLOT = (
-    " tok/s: total over all slots, while all are active; over 1 slot: divided by that of one slot. 1 of N slots: one "
-    "request in an engine of N slots, whose idle slots should cost nothing."
-)
-LEGEND_COST = (
-    " K: each slot drafts K tokens and verifies K + 1 rows; all drafts are rejected, so that positions are those of "
-    "plain steps. c(K): time of such a step divided by that of a plain one, at the same number of slots."
+DRAFTER = "Drafter for -k: a checkpoint, or ngram. Default: the demo drafter."
+DECODED = Takes(("prefill", "query_blocks", "ffn_blocks", "kv_memory"))
+LOADED = Takes(
+    ("drafter", "download", "drafter_window", "dtype", "experts", "kernels", "mesh", "reduce"), {"drafter": DRAFTER}
 )
 
 
-def bench_command(settings: BenchSettings) -> int:
-    """Run the benchmark, print its table, and return the exit code.
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Time a target's prefill, decoding and verify passes.
 
-    The table is on standard output, or on standard error if a file goes to standard output. Raises InputError before
-    any weights are read, if possible.
+    v(T) is the time of a verify pass over T rows divided by that over one row.
+    Drafting K = T - 1 tokens can pay only if a step emits more than v(T) tokens.
+
+    [bold]Examples[/bold]
+
+      the demo target       [cyan]peagle bench[/cyan]
+      a checkpoint          [cyan]peagle bench DIR[/cyan]
+      decoding only         [cyan]peagle bench DIR -p 0 -t 1 -n 64,256 --context 1024[/cyan]
+      batch sizes           [cyan]peagle bench DIR -p 0 -t 1 --slots 1,2,4,8,16,32[/cyan]
+      cost of drafting
+        [cyan]peagle bench DIR --drafter DIR -p 0 -t 1 --slots 1,4,16 -k 1,3[/cyan]
+      for a report          [cyan]peagle bench DIR --markdown - --json OUT.json[/cyan]
     """
-    options = _options(settings)
-    json_file = None if settings.json is None else OutputFile(settings.json, "--json")
-    markdown_file = None if settings.markdown is None else OutputFile(settings.markdown, "--markdown")
-    if json_file is not None and markdown_file is not None and json_file.path == markdown_file.path:
-        raise InputError(f"--json and --markdown both name {settings.json}; expected two files")
-    refuse_replicas(settings.devices.mesh, "peagle bench measures one replica")
-    name = or_demo(settings.target)
-    drafter = None if settings.num_speculative_tokens is None else or_demo(settings.drafter)
-    if settings.drafter is not None and drafter is None:
-        raise InputError("--drafter is given without -k, the number of drafts to measure; give both, or neither")
-    if (directory := drafter_path(name, drafter)) is not None:
-        check_fit(resolve(name, "target"), directory)
-    options.check(inspect_target(resolve(name, "target")).config.max_positions)
 
-    display = Display(text=False, quiet=False, total=1, streaming=False)
-    drafting = DraftOptions(drafter_window=settings.drafter_window)
-    pair = load_pair(name, drafter, settings.loading, drafting, display, settings.devices)
+    target: Annotated[str | None, Flag(names=("TARGET",))] = None
+    """GPT-OSS checkpoint. Default: the demo target."""
+    prompt_lengths: Annotated[str, Flag(RUNNING, "N,N", ("-p", "--prompt-lengths"))] = "128,512"
+    """Prompt lengths to prefill (pp); 0: none."""
+    new_tokens: Annotated[str, Flag(RUNNING, "N,N", ("-n", "--new-tokens"))] = "64"
+    """Tokens to decode (tg); 0: none."""
+    widths: Annotated[str, Flag(RUNNING, "T,T", ("-t", "--widths"))] = "1,2,4,8"
+    """Rows of the verify passes; 1 is always included."""
+    context: Annotated[int, Flag(RUNNING, "N")] = 128
+    """Tokens in the KV cache before decoding and verifying."""
+    slots: Annotated[str, Flag(RUNNING, "N,N", old="--batch")] = "1"
+    """Requests decoded at once. With several numbers, decoding runs at each and at 1, all else at 1."""
+    engine: Annotated[EngineConfig, DECODED] = EngineConfig()  # noqa: RUF009  # frozen
+    num_speculative_tokens: Annotated[str | None, Flag(SPECULATION, "K,K", ("-k", "--num-speculative-tokens"))] = None
+    """Also time decoding with K drafts per step, all rejected: the cost of a drafted step."""
+    load: Annotated[LoadConfig, LOADED] = LoadConfig()  # noqa: RUF009
+    repeats: Annotated[int, Flag(RUNNING, "R")] = 5
+    """Measurements per test."""
+    json: Annotated[str | None, Flag(OUTPUT, "FILE|-")] = None
+    """Write all results as one JSON object; -: to standard output, and nothing else there."""
+    markdown: Annotated[str | None, Flag(OUTPUT, "FILE|-")] = None
+    """Write the table in Markdown; -: to standard output."""
 
-    def progress(stage: Stage, done: int, total: int, left_s: float | None) -> None:
-        display.run_of(stage, done, total, left_s, "test" if stage == "compiling" else "run")
+    def run(self) -> int:
+        from peagle.cli.benching import time_target
 
-    measured = bench(pair, options, progress)
-    display.clear()
-
-    weights = weight_bytes(pair)
-    report = bench_report(measured, pair, weights, (name, drafter), provenance(), peak_memory_bytes())
-    if json_file is not None:
-        json_file.write(dumps(report))
-    if markdown_file is not None:
-        markdown_file.write(markdown(measured, weights, report))
-    if settings.markdown != STANDARD_OUTPUT or not sys.stdout.isatty():  # else it is on the screen already
-        _show(measured, weights, report, to_stderr=STANDARD_OUTPUT in (settings.json, settings.markdown))
-    return interrupt.EXIT_CODE if measured.interrupted else 0
-
-
-def weight_bytes(pair: Pair) -> WeightBytes:
-    """Count the bytes of the target's weights."""
-    target = local_model(pair.plain_target)
-    params, config = target.params, target.config
-    experts = _bytes([layer.moe.experts for layer in params.layers])
-    return WeightBytes(
-        dense=_bytes(params) - _bytes(params.embedding) - experts,
-        experts=experts,
-        num_experts=config.num_experts,
-        experts_per_token=config.num_experts if pair.experts == "fused" else config.top_k,
-    )
-
-
-def bench_report(
-    measured: Bench,
-    pair: Pair,
-    weights: WeightBytes,
-    names: tuple[str, str | None],
-    provenance: dict[str, Any],
-    peak: int | None,
-) -> dict[str, Any]:
-    """Make the object that --json writes; an absent value is null. names: of the target and the drafter."""
-    return {
-        "schema": SCHEMA,
-        "provenance": provenance,
-        "config": {
-            "command": "bench",
-            "target": names[0],
-            "drafter": names[1],
-            **dataclasses.asdict(measured.options),
-            "dtype": pair.dtype,
-            "experts": pair.experts,
-            "kernels": pair.kernels,
-            "mesh": pair.mesh,
-            "drafter_window": pair.drafter_window,
-            "steps_per_dispatch": pair.steps_per_dispatch,
-            "interrupted": measured.interrupted,
-        },
-        "weight_bytes": dataclasses.asdict(weights),
-        "tests": [_test_block(each, measured, weights) for each in measured.measurements],
-        "peak_memory_bytes": peak,
-    }
-
-
-def markdown(measured: Bench, weights: WeightBytes, report: dict[str, Any]) -> str:
-    """Render the table in Markdown, with the machine and the command."""
-    lines = [part for line in _heading(measured, weights, report) for part in (line, "")]
-    columns = _columns(measured.options)
-    lines += [f"| {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) - 1)}"]
-    lines += [f"| {' | '.join(row)} |" for row in _rows(measured, weights)]
-    command = " ".join(report["provenance"]["command"])
-    return "\n".join([*lines, "", _legend(measured.options), "", f"`{command}`", ""])
-
-
-def _options(settings: BenchSettings) -> BenchOptions:
-    return BenchOptions(
-        prompt_lengths=_numbers("-p", settings.prompt_lengths, may_be_none=True),
-        new_tokens=_numbers("-n", settings.new_tokens, may_be_none=True),
-        widths=_numbers("-t", settings.widths),
-        context=settings.context,
-        slots=_numbers("--slots", chosen_slots(settings.slots, settings.batch, "1")),
-        drafts=_numbers("-k", settings.num_speculative_tokens) if settings.num_speculative_tokens is not None else (),
-        kv_memory_bytes=parse_kv_memory(settings.kv_memory),
-        repeats=settings.repeats,
-        blocked=settings.prefill.blocked(),
-    )
-
-
-def _numbers(flag: str, text: str, may_be_none: bool = False) -> tuple[int, ...]:
-    if may_be_none and text.strip() == "0":
-        return ()
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise InputError(f"{flag} is {text!r}; expected whole numbers with commas between them, as 1,2,4") from None
-
-
-def _bytes(tree: Any) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-
-
-def _weight_rate(measurement: Measurement, weights: WeightBytes) -> float | None:
-    """Return the gigabytes of weights that decoding reads per second."""
-    if measurement.case.kind != "tg" or measurement.case.num_drafts:
-        return None
-    return weights.read(measurement.case.active) / measurement.ms_per_pass.median / 1e6
-
-
-def _test_block(measurement: Measurement, measured: Bench, weights: WeightBytes) -> dict[str, Any]:
-    case, verify = measurement.case, measurement.case.kind == "verify"
-    counts_tokens = not verify and not case.num_drafts  # of a drafted step, how many depends on the text
-    return {
-        "kind": case.kind,
-        "size": case.size,
-        "context": 0 if case.kind == "pp" else measured.options.context,
-        "slots": case.slots,
-        "active": case.active,
-        "num_speculative_tokens": case.num_drafts,
-        "blocked": case.blocked,
-        "num_passes": measurement.passes,
-        "num_tokens": measurement.num_tokens,
-        "seconds": list(measurement.seconds),
-        "tok_per_s": dataclasses.asdict(measurement.tok_per_s) if counts_tokens else None,
-        "ms_per_pass": dataclasses.asdict(measurement.ms_per_pass),
-        "v": measured.v(measurement),
-        "v_floor": weights.floor(case.size, case.slots) if verify else None,
-        "weight_gb_per_s": _weight_rate(measurement, weights),
-        "over_one_slot": measured.over_one_slot(measurement),
-        "cost": measured.cost(measurement),
-    }
-
-
-def _columns(options: BenchOptions) -> tuple[str, ...]:
-    return (*COLUMNS, *([OVER_ONE_SLOT] if _several(options) else []), *([COST] if options.drafts else []))
-
-
-def _legend(options: BenchOptions) -> str:
-    return LEGEND + LEGEND_OVER_ONE_SLOT * _several(options) + LEGEND_COST * bool(options.drafts)
-
-
-def _several(options: BenchOptions) -> bool:
-    return len(set(options.slots)) > 1
-
-
-def _name(case: Case, options: BenchOptions) -> str:
-    """Name a test in the table."""
-    name = f"{case.kind} {case.size}" + ("" if case.kind == "pp" else f" @ {options.context}")
-    if case.kind == "tg" and _several(options):
-        name += f", 1 of {case.slots} slots" if case.idle else f", {case.slots} slot{'s' * (case.slots > 1)}"
-    return name + (f", K = {case.num_drafts}" if case.num_drafts else "") + ", at once" * case.blocked
-
-
-def _rows(measured: Bench, weights: WeightBytes) -> list[tuple[str, ...]]:
-    options, rows = measured.options, []
-    figures = ["v", "v_floor", "weight_gb_per_s"]
-    figures += ["over_one_slot"] * _several(options) + ["cost"] * bool(options.drafts)
-    for each in measured.measurements:
-        block = _test_block(each, measured, weights)
-        rows.append(
-            (
-                _name(each.case, options),
-                "-" if block["tok_per_s"] is None else each.tok_per_s.text(_number),
-                each.ms_per_pass.text(_number),
-                *(_number(block[name]) for name in figures),
-            )
-        )
-    return rows
-
-
-def _heading(measured: Bench, weights: WeightBytes, report: dict[str, Any]) -> list[str]:
-    config, origin, options = report["config"], report["provenance"], measured.options
-    packages = ", ".join(f"{name} {origin['packages'][name]}" for name in ("peagle", "jax"))
-    device = origin["device"]
-    where = origin["cpu"] or "CPU" if device["platform"] == "cpu" else device["kind"]
-    drafter = "" if config["drafter"] is None else f" with the drafter {config['drafter']}"
-    repeats = f"{options.repeats} repeats" + (", interrupted" if measured.interrupted else "")
-    return [
-        f"{config['target']}{drafter}: {config['dtype']} arithmetic, {config['experts']} experts, kernels "
-        f"{config['kernels']}; "
-        f"{(weights.dense + weights.experts) / 1e6:,.1f} MB of weights without the embedding, "
-        f"{weights.read(1) / 1e6:,.1f} MB read per token",
-        f"{where}, {origin['num_threads']} threads; {packages}; slots {', '.join(map(str, options.slots))}, {repeats}",
-    ]
-
-
-def _show(measured: Bench, weights: WeightBytes, report: dict[str, Any], to_stderr: bool) -> None:
-    console = Console(file=sys.stderr if to_stderr else sys.stdout, highlight=False, soft_wrap=True)
-    if not measured.measurements:
-        console.print("interrupted before the first measurement")
-        return
-    for line in _heading(measured, weights, report):
-        console.print(wrapped(line, console), markup=False)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for index, name in enumerate(_columns(measured.options)):
-        table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
-    for row in _rows(measured, weights):
-        table.add_row(*row)
-    # whole numbers wherever it goes: a reader of a file has no width, and a narrow terminal breaks lines by itself
-    wide = console.width
-    console.width = max(console.width, Width.get(console, console.options.update(max_width=1000), table).maximum)
-    console.print(table)
-    console.width = wide
-    console.print(wrapped(_legend(measured.options), console), style="dim")
-
-
-def _number(value: float | None) -> str:
-    """Three figures or more, and no exponent."""
-    return figure_text(value, ",.0f" if value and value >= 1000 else ".1f" if value and value >= 100 else ".3g")
+        return time_target(self)

@@ -11,14 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import UnionType
 from typing import (
     Annotated,
     Any,
-    Literal,
     Protocol,
     TypeVar,
-    Union,
     get_args,
     get_origin,
     get_type_hints,
@@ -38,12 +35,12 @@ from cyclopts.exceptions import (
 from peagle.cli.output import say
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of
-from peagle.ops.flag import Flag
+from peagle.ops.flag import Flag, Takes, check_type, expected_of
 
 ARGUMENTS, OPTIONS = Group("Arguments", sort_key=-2), Group("Options", sort_key=-1)
+ALL = Takes()
 CONFIG = "config"  # the field of a command that reads options from a file
 NAMED = {"num_speculative_tokens": "K"}  # names of fields in messages
-TYPES = {int: "a valid integer", float: "a valid number"}
 
 
 @runtime_checkable
@@ -53,18 +50,6 @@ class Command(Protocol):
     def run(self) -> int:
         """Run the command and return its exit code. Raises InputError for options that cannot be used."""
         ...
-
-
-@dataclass(frozen=True)
-class Takes:
-    """Which fields of a group are options of a command, all by default, and helps that differ there."""
-
-    names: tuple[str, ...] = ()
-    helps: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    without: tuple[str, ...] = ()
-
-    def has(self, name: str) -> bool:
-        return name not in self.without and (not self.names or name in self.names)
 
 
 @dataclass(frozen=True)
@@ -123,20 +108,21 @@ Kind = TypeVar("Kind")
 
 
 def options_of(
-    kind: type[Any], default: Any = None, takes: Takes = Takes(), path: tuple[str, ...] = ()
+    kind: type[Any], default: Any = None, takes: Takes = ALL, path: tuple[str, ...] = ()
 ) -> Iterator[Option]:
     """Yield the options of a command, those of its groups included. default: a group whose values are the defaults."""
     hints, helps = get_type_hints(kind, include_extras=True), {**field_helps(kind), **takes.helps}
-    for field in dataclasses.fields(kind):
+    for field in sorted(dataclasses.fields(kind), key=lambda field: takes.place(field.name)):
         hint, *marks = (
             get_args(hints[field.name]) if get_origin(hints[field.name]) is Annotated else [hints[field.name]]
         )
         value = field.default if default is None else getattr(default, field.name)
         if dataclasses.is_dataclass(hint):
-            group = next((mark for mark in marks if isinstance(mark, Takes)), Takes())
+            group = next((mark for mark in marks if isinstance(mark, Takes)), ALL)
             yield from options_of(hint, value, group, (*path, field.name))  # type: ignore[arg-type]
         elif takes.has(field.name):
             for flag in (mark for mark in marks if isinstance(mark, Flag)):
+                flag = dataclasses.replace(flag, metavar=takes.metavars.get(field.name, flag.metavar))
                 yield Option((*path, field.name), hint, flag, " ".join(helps[field.name].split()), value)
 
 
@@ -271,8 +257,7 @@ def read_record(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
         if name not in options:
             raise InputError(f"{name} is not an option of this version.{_meant(name, options)}")
         held = tuple(value) if isinstance(value, list) else value
-        if not _fits(held, options[name].kind):
-            raise InputError(f"{name} is {value!r}; expected {_expected(options[name].kind)}", name)
+        check_type(name, held, options[name].kind)
         filled.setdefault(options[name].path[:-1], {})[name] = held
     return _filled(kind, filled)
 
@@ -360,7 +345,7 @@ def refusal(error: CycloptsError, words: Sequence[str], options: Iterator[Option
             return f"Option '{error.token.keyword}' does not take a value. {usage}"
         value = error.token.value
         shown = value if value.replace(".", "", 1).removeprefix("-").isdecimal() else repr(value)
-        return f"{option.names[0]} is {shown}; expected {_expected(option.kind)} {usage}"
+        return f"{option.names[0]} is {shown}; expected {expected_of(option.kind)} {usage}"
     return f"{' '.join(str(error).split())} {usage}"
 
 
@@ -369,32 +354,9 @@ def _whole(_: Any, tokens: Sequence[Any]) -> int:
     return int(tokens[-1].value)
 
 
-def _fits(value: Any, kind: Any) -> bool:
-    """Tell whether a value of JSON is one of a field's type."""
-    if get_origin(kind) in (Union, UnionType):
-        return any(_fits(value, each) for each in get_args(kind))
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
-    if get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(_fits(each, get_args(kind)[0]) for each in value)
-    return isinstance(value, int | float if kind is float else kind) and isinstance(value, bool) == (kind is bool)
-
-
 def _meant(typed: str, names: Any) -> str:
     close = difflib.get_close_matches(typed, [name for name in names if name], 1)
     return f" Did you mean '{close[0]}'?" if close else ""
-
-
-def _expected(kind: Any) -> str:
-    """Name the values of a type."""
-    kinds = (
-        [each for each in get_args(kind) if each is not type(None)]
-        if get_origin(kind) not in (None, Literal)
-        else [kind]
-    )
-    if get_origin(kinds[0]) is Literal:
-        return f"one of {', '.join(map(repr, get_args(kinds[0])))}"
-    return TYPES.get(kinds[0], "another value")
 
 
 def given(config: Any, usual: Any = None) -> list[str]:

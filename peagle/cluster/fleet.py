@@ -18,6 +18,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from peagle.cluster.config import PATIENCE_S
 from peagle.engine.admission import check_grammar
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
@@ -26,7 +27,6 @@ from peagle.serve.errors import ApiError
 from peagle.serve.loop import RETRY_AFTER_S, Chunks, Found, Status, read_chunks
 
 PREFILL_TRIES = 3
-PATIENCE_S = 600.0  # longer than any queue of answers
 LOST = "the process that decoded this answer was lost; send the request again"
 LOST_PROMPT = "the processes that computed this prompt were lost; send the request again"
 

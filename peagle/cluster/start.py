@@ -12,7 +12,8 @@ import ray
 from ray import serve
 from ray.serve.config import HTTPOptions
 
-from peagle.cluster.deployments import FleetConfig, build
+from peagle.cluster.config import FleetConfig
+from peagle.cluster.deployments import build
 from peagle.ops.errors import InputError
 from peagle.serve.server import listen
 
@@ -22,7 +23,7 @@ REACHED_S = 5.0  # an address of a cluster must answer in so long; Ray itself tr
 
 
 def run(
-    arguments: dict[str, Any],
+    config: FleetConfig,
     address: str | None,
     host: str,
     port: int,
@@ -33,10 +34,8 @@ def run(
 
     note: called with a line at each change of what runs.
     address: of a Ray cluster; None: one is started on this machine. A cluster that was running keeps Serve and what
-    others serve there. Raises InputError for arguments that cannot be used, for an address at which there is no
-    cluster, and if no replica can be started.
+    others serve there. Raises InputError for an address at which there is no cluster, and if no replica can be started.
     """
-    config = FleetConfig(**arguments)
     _connect(config, address, host, port)
     try:
         if not stopped.is_set():

@@ -62,16 +62,10 @@ class BenchOptions:
     blocked: BlockedPrefill | None = None  # prefill at once as well, cut so
 
     def __post_init__(self) -> None:
-        for name, values in (
-            ("prompt length", self.prompt_lengths),
-            ("number of new tokens", self.new_tokens),
-            ("width", self.widths),
-            ("context", (self.context,)),
-            ("number of slots", self.slots),
-            ("number of repeats", (self.repeats,)),
-        ):
-            if wrong := [value for value in values if value < 1]:
-                raise InputError(f"{name} is {wrong[0]}; expected 1 or more")
+        for name in ("prompt_lengths", "new_tokens", "widths", "context", "slots", "repeats"):
+            values = getattr(self, name)
+            if wrong := [value for value in ((values,) if isinstance(values, int) else values) if value < 1]:
+                raise InputError(f"{name} is {wrong[0]}; expected 1 or more", name)
         if not self.new_tokens and (self.drafts or len(set(self.slots)) > 1):
             given = "-k is" if self.drafts else "several --slots are"
             raise InputError(f"{given} given, but no decoding test, to which it applies; give -n 1 or more")

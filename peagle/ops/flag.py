@@ -1,15 +1,18 @@
 """How the fields of a config are options of the command line. The docstring below a field is its help."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from peagle.ops.errors import InputError
 
 # the groups of a command's help
 PROMPT, MODEL, SPECULATION, SAMPLING = "Prompt", "Target and drafter", "Speculation", "Sampling"
 ENGINE, MACHINE, SERVER, RUNNING, OUTPUT = "Engine", "Machine", "Server", "Run", "Output"
-DRAFTER, LEARNING, DATA, PLAN = "Drafter", "Training", "Data", "Memory plan"
+DRAFTER, LEARNING, DATA, PLAN, REPLICAS = "Drafter", "Training", "Data", "Memory plan", "Replicas"
+TYPES = {int: "a valid integer", float: "a valid number"}
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,50 @@ class Flag:
     default: str | None = None
     old: str | None = None
     hidden: bool = False
+
+
+@dataclass(frozen=True)
+class Takes:
+    """Which fields of a group are options of a command, all by default; helps and metavars that differ there.
+
+    names: in the order of the help.
+    """
+
+    names: tuple[str, ...] = ()
+    helps: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    without: tuple[str, ...] = ()
+    metavars: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def has(self, name: str) -> bool:
+        return name not in self.without and (not self.names or name in self.names)
+
+    def place(self, name: str) -> int:
+        return self.names.index(name) if name in self.names else 0
+
+
+def check_type(name: str, value: Any, kind: Any) -> None:
+    """Raise InputError for a value of JSON that is not of a field's type."""
+    if not _fits(value, kind):
+        raise InputError(f"{name} is {value!r}; expected {expected_of(kind)}", name)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if get_origin(kind) in (Union, UnionType):
+        return any(_fits(value, kind) for kind in get_args(kind))
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_fits(item, get_args(kind)[0]) for item in value)
+    return isinstance(value, int | float if kind is float else kind) and isinstance(value, bool) == (kind is bool)
+
+
+def expected_of(kind: Any) -> str:
+    """Name the values of a type."""
+    if get_origin(kind) not in (None, Literal):
+        kind = get_args(kind)[0]
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(repr, get_args(kind)))}"
+    return TYPES.get(kind, "another value")
 
 
 def check_least(config: Any, **least: int) -> None:

@@ -34,8 +34,9 @@ class BlockedPrefill:
         for name, number in (("query", self.query_blocks), ("ffn", self.ffn_blocks)):
             if number is not None and number not in divisors:
                 raise InputError(
-                    f"--{name}-blocks is {number}; expected a number that divides {length}, the context padded to a "
-                    f"multiple of {PADDED_TO}: {', '.join(map(str, divisors))}"
+                    f"{name}_blocks is {number}; expected a number that divides {length}, the context padded to a "
+                    f"multiple of {PADDED_TO}: {', '.join(map(str, divisors))}",
+                    f"{name}_blocks",
                 )
         query = self.query_blocks or length // QUERY_ROWS
         ffn = self.ffn_blocks or next(number for number in divisors if length // number <= EXPERT_ROWS)

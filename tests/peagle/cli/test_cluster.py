@@ -6,66 +6,99 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from peagle.cli.cluster import fleet_arguments, up_command
-from peagle.cli.settings.cluster import ClusterUpSettings
+from peagle.cli import main
+from peagle.cli.cluster import Up
+from peagle.cli.clustering import served, start_fleet
+from peagle.cli.command import built
+from peagle.cluster.config import FleetConfig, read_fleet
 from peagle.ops.errors import InputError
 from tests.peagle.conftest import Directories
+
+OWN = {
+    "served_model_name", "prefill", "decode", "max_prefill", "max_decode", "busy", "scale_up", "scale_down",
+    "max_queue", "drain", "num_cpus", "num_gpus", "hosts",
+}  # fmt: skip
+
+
+def fleet(**typed: Any) -> FleetConfig:
+    """Return the config that replicas get, of options by their names."""
+    return served(built(Up, typed))
 
 
 def test_replicas_are_told_absolute_paths_and_a_number_of_drafts(
     directories: Directories, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(directories.target.parent)
-    found = fleet_arguments(ClusterUpSettings(target="target", drafter="drafter", prefill=1, decode=2, context=90))
-    assert (found["target"], found["drafter"]) == (str(directories.target), str(directories.drafter))
-    assert (found["prefill"], found["decode"], found["context"], found["name"]) == (1, 2, 90, "target")
-    assert found["num_speculative_tokens"] == 3
-    scaled = fleet_arguments(ClusterUpSettings(max_decode=3, busy=2, scale_up=4.0, scale_down=8.0))
-    assert [scaled[name] for name in ("max_decode", "busy", "scale_up_s", "scale_down_s")] == [3, 2, 4, 8]
-    assert found["hosts"] == ["127.0.0.1"]  # no keys: pages of other names are kept out
-    assert fleet_arguments(ClusterUpSettings(host="0.0.0.0"))["hosts"] is None
-    demo = fleet_arguments(ClusterUpSettings(num_speculative_tokens=0))
-    assert (demo["target"], demo["drafter"], demo["num_speculative_tokens"]) == ("demo", None, 0)
+    config = fleet(target="target", drafter="drafter", prefill=1, decode=2, context=90)
+    assert (config.load.target, config.load.drafter) == (str(directories.target), str(directories.drafter))
+    assert (config.prefill, config.decode, config.engine.context, config.served_model_name) == (1, 2, 90, "target")
+    assert config.engine.num_speculative_tokens == 3
+    scaled = fleet(max_decode=3, busy=2, scale_up=4.0, scale_down=8.0)
+    assert (scaled.max_decode, scaled.busy, scaled.scale_up, scaled.scale_down) == (3, 2, 4, 8)
+    assert fleet().hosts == ["127.0.0.1"]  # no keys: pages of other names are kept out
+    assert fleet(host="0.0.0.0").hosts is None
+    demo = fleet(num_speculative_tokens="0")
+    assert (demo.load.target, demo.load.drafter, demo.engine.num_speculative_tokens) == ("demo", None, 0)
+    assert [fleet(prefix_cache=typed).engine.prefix_cache for typed in ("auto", "on", "off", "1MB")] == [
+        "on", "on", "off", 1_000_000
+    ]  # fmt: skip
 
 
 def test_replicas_are_told_where_a_repository_lies_and_clients_its_name(cached_target: Path) -> None:
-    found = fleet_arguments(ClusterUpSettings(target="openai/gpt-oss-20b", drafter="ngram"))
-    assert (found["target"], found["drafter"], found["name"]) == (str(cached_target), "ngram", "gpt-oss-20b")
+    config = fleet(target="openai/gpt-oss-20b", drafter="ngram")
+    assert (config.load.target, config.load.drafter, config.served_model_name) == (
+        str(cached_target), "ngram", "gpt-oss-20b"
+    )  # fmt: skip
 
 
-def test_what_cannot_be_served_is_refused_before_anything_starts(directories: Directories, tmp_path: Path) -> None:
-    for settings, match in (
-        (ClusterUpSettings(target=str(tmp_path / "none"), drafter="ngram"), "does not exist"),
-        (ClusterUpSettings(target=str(directories.target), drafter="demo"), "needs its own drafter"),
-        (ClusterUpSettings(context=1), "context is 1"),
-        (ClusterUpSettings(num_speculative_tokens=-1), "K is -1; expected 0"),
-        (ClusterUpSettings(kv_memory="none"), "--kv-memory is 'none'"),
-        (ClusterUpSettings(prefix_cache="much"), "--prefix-cache is 'much'"),
+def test_what_cannot_be_served_is_refused_before_anything_starts(
+    directories: Directories, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = ("--target", str(directories.target))
+    for arguments, part in (
+        (("--target", str(tmp_path / "none"), "--drafter", "ngram"), "does not exist"),
+        ((*target, "--drafter", "demo"), "needs its own drafter"),
+        (("--context", "1"), "--context is 1"),
+        (("--context", "99999999"), "--context is 99999999"),
+        (("-k", "-1"), "-k is -1; expected 0"),
+        (("-k", "auto"), "-k is 'auto'; expected a number"),
+        (("--kv-memory", "none"), "--kv-memory is 'none'"),
+        (("--prefix-cache", "much"), "--prefix-cache is 'much'"),
+        (("--mesh", "dp=2"), "--mesh is 'dp=2', but the replicas of a cluster are --decode N; leave dp out"),
+        (("--decode", "2", "--max-decode", "1"), "--max-decode is 1, and decode 2; expected 2 of those or more"),
+        (("--decode", "0"), "--decode is 0; expected 1 or more"),
+        (("--num-cpus", "nan"), "--num-cpus is nan; expected a number of 0 or more"),
+        (("--port", "0"), "--port is 0; expected a port of 1 to 65535"),
+        (("--port", "65536"), "--port is 65536; expected a port of 1 to 65535"),
     ):
-        with pytest.raises(InputError, match=match):
-            fleet_arguments(settings)
+        assert main(["cluster", "up", "--write-config", str(tmp_path / "fleet.json"), *arguments]) == 2
+        err = capsys.readouterr().err
+        assert part in err
+        assert err.count("\n") == 1
+    assert not (tmp_path / "fleet.json").exists()
 
 
-def test_a_config_for_serve_deploy_holds_the_options_and_no_keys(tmp_path: Path) -> None:
+def test_a_config_for_serve_deploy_is_read_back_and_holds_no_keys(tmp_path: Path) -> None:
     file = tmp_path / "fleet.json"
-    settings = ClusterUpSettings(decode=3, port=8123, kv_memory="2GB", write_config=str(file))
-    assert up_command(settings) == 0
+    settings = built(Up, {"decode": 3, "port": 8123, "kv_memory": "2GB", "write_config": str(file)})
+    assert start_fleet(settings) == 0
     config = json.loads(file.read_text("utf-8"))
     (application,) = config["applications"]
     assert config["http_options"] == {"host": "127.0.0.1", "port": 8123}
-    assert application["args"] == {**fleet_arguments(settings), "keys": []}
-    assert application["args"]["kv_memory_bytes"] == 2_000_000_000
-    assert application["args"]["prefix_cache_bytes"] == "on"
+    assert set(application["args"]) == {"load", "engine", *OWN}
+    assert application["args"]["engine"]["kv_memory"] == 2_000_000_000
+    assert read_fleet(application["args"]) == replace(served(settings), hosts=("127.0.0.1",))
     keys = tmp_path / "keys"
     keys.write_text("a key\n")
     keys.chmod(0o600)
     with pytest.raises(InputError, match="keys of --api-key-file"):
-        up_command(replace(settings, api_key_file=keys))
+        start_fleet(replace(settings, api_key_file=keys))
     with pytest.raises(InputError, match="cannot be written"):
-        up_command(replace(settings, write_config=str(tmp_path / "none" / "fleet.json")))
+        start_fleet(replace(settings, write_config=str(tmp_path / "none" / "fleet.json")))
 
 
 def test_without_fastapi_one_line_says_what_to_install() -> None:
@@ -80,4 +113,4 @@ def test_without_ray_one_line_says_what_to_install() -> None:
     with pytest.raises(
         InputError, match=r"a cluster needs ray, which is not installed; pip install 'peagle\[cluster\]'"
     ):
-        up_command(ClusterUpSettings())
+        start_fleet(Up())

@@ -134,7 +134,7 @@ def test_the_help_of_all_commands_fits_one_screen(
 ) -> None:
     lines = shown("", monkeypatch, capsys)
     assert len(lines) <= 32
-    for name, entry in COMMANDS.items():
+    for name, entry in ((name, entry) for name, entry in COMMANDS.items() if " " not in name):
         assert any(re.fullmatch(rf"│ {name} +{re.escape(entry.summary)} +│", line) for line in lines), name
 
 

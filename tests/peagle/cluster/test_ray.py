@@ -16,7 +16,9 @@ import httpx
 import pytest
 
 import peagle
-from peagle.cli.cluster import LOOPBACK_ALONE
+from peagle.cli.clustering import LOOPBACK_ALONE
+from peagle.cluster.config import FleetConfig
+from peagle.config import EngineConfig, LoadConfig
 from peagle.engine.request import Request
 from peagle.ops.attention import PAGE_SIZE
 from peagle.text.tokenizer import detokenize
@@ -42,15 +44,16 @@ def url(directories: Directories) -> Iterator[str]:
     from ray import serve
     from ray.serve.config import HTTPOptions
 
-    from peagle.cluster.deployments import FleetConfig, build
+    from peagle.cluster.deployments import build
 
     port = free_port()
     ray.init(num_cpus=6, include_dashboard=False, log_to_driver=False)
     try:
         serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
         config = FleetConfig(
-            str(directories.target), str(directories.drafter), "toy", 2, 1, K, slots=2, context=CONTEXT,
-            prefix_cache_bytes=1 << 24, max_decode=2, busy=BUSY, scale_up_s=0.0, scale_down_s=0.0, drain_s=PATIENCE_S,
+            load=LoadConfig(target=str(directories.target), drafter=str(directories.drafter)),
+            engine=EngineConfig(K, slots=2, context=CONTEXT, prefix_cache=1 << 24),
+            served_model_name="toy", prefill=2, max_decode=2, busy=BUSY, scale_up=0.0, scale_down=0.0, drain=PATIENCE_S,
         )  # fmt: skip
         serve.run(build(config), name="peagle")
         yield f"http://127.0.0.1:{port}"

@@ -1,6 +1,6 @@
 """What a fleet is told, and what it leaves behind; with Ray's modules, and no cluster. Needs `peagle[cluster]`."""
 
-import math
+import dataclasses
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from peagle.cluster.config import FleetConfig
+from peagle.config import EngineConfig
 from peagle.ops.errors import InputError
 from peagle.serve.server import listen
 from scripts.serving.servers import free_port
@@ -18,44 +20,36 @@ pytest.importorskip("ray", reason="ray is not installed: pip install 'peagle[clu
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize(
-    ("fields", "match"),
-    [
-        ({"keys": "secret"}, "keys are no list"),
-        ({"keys": ["a", ""]}, "keys are no list"),
-        ({"hosts": "localhost"}, "hosts are no list"),
-        ({"decode": 0}, "decode is 0"),
-        ({"prefill": -1}, "prefill is -1"),
-        ({"slots": 0}, "slots is 0"),
-        ({"decode": 3, "max_decode": 2}, "max_decode is 2, and decode 3; expected 3 of those or more"),
-        ({"max_prefill": 2}, "max_prefill is 2, and prefill 0; expected 1 of those or more"),
-        ({"busy": -1}, "busy is -1"),
-        ({"num_cpus": math.inf}, "num_cpus is inf; expected a number"),
-        ({"drain_s": math.nan}, "drain_s is nan"),
-        ({"speed": 1}, "are not understood"),
-    ],
-)
-def test_a_config_that_cannot_be_is_refused_and_shows_no_key(fields: dict, match: str) -> None:
-    from peagle.cluster.deployments import FleetConfig, build
+def test_a_file_that_cannot_be_is_refused_before_anything_is_deployed() -> None:
+    from peagle.cluster.deployments import build
 
-    with pytest.raises(InputError, match=match) as raised:
-        build({"target": "demo", "drafter": None, **fields})
-    assert "secret" not in str(raised.value)
-    assert "secret" not in repr(FleetConfig("demo", None, keys=("secret",)))
+    for file, match in (
+        ({"target": "demo", "drafter": None, "decode": 0}, "decode is 0"),
+        ({"speed": 1}, "speed is not an option"),
+        ({"load": {"target": "no/such/folder"}}, "no/such/folder"),
+    ):
+        with pytest.raises(InputError, match=match):
+            build(file)
 
 
-def test_serve_scales_the_replicas_that_may_be_more_and_room_is_reckoned_with() -> None:
-    from peagle.cluster.deployments import FleetConfig
+def test_a_file_makes_the_application_of_both_forms() -> None:
+    from peagle.cluster.deployments import build
 
-    config = FleetConfig("demo", None, prefill=1, decode=2, slots=4, max_queue=5, max_decode=6, scale_up_s=7.0)
-    assert (config.most_replicas, config.most_open) == (1 + 6, 6 * 4 + 5)
-    assert config.scaling(1, 0, 2) == {"num_replicas": 1}
-    scaled = config.scaling(2, 6, 4)["autoscaling_config"]
+    for file in ({"target": "demo", "drafter": None}, {"load": {"target": "demo"}, "engine": {"slots": 2}}):
+        assert build({**file, "prefill": 1, "max_decode": 3}) is not None
+
+
+def test_serve_scales_the_replicas_that_may_be_more() -> None:
+    from peagle.cluster.deployments import scaling
+
+    config = FleetConfig(scale_up=7.0)
+    assert scaling(config, 1, 0, 2) == {"num_replicas": 1}
+    scaled = scaling(config, 2, 6, 4)["autoscaling_config"]
     assert (scaled.min_replicas, scaled.max_replicas, scaled.target_ongoing_requests) == (2, 6, 4)
     assert (scaled.upscale_delay_s, scaled.downscale_delay_s) == (7, 600)
 
 
-ARGUMENTS = {"target": "demo", "drafter": None}
+PLAIN = FleetConfig(engine=EngineConfig(0, slots=4, context=4096, prefix_cache="on"))
 Done = list[str]
 
 
@@ -114,7 +108,7 @@ def test_a_cluster_that_was_running_keeps_what_others_serve_there(
         if "1 running" in line:
             stopped.set()
 
-    start.run(ARGUMENTS, address, "127.0.0.1", free_port(), note, stopped)
+    start.run(PLAIN, address, "127.0.0.1", free_port(), note, stopped)
     assert [line.split(":")[0] for line in notes] == ["ready", "replicas", "replicas", "ending"]
     assert notes[1:3] == ["replicas: Both 2 running", "replicas: Both 1 running, 1 starting"]
     assert done == ["ray.init", "serve.start", "serve.run_many", "serve.delete peagle", "ray.shutdown"]
@@ -125,7 +119,7 @@ def test_a_fleet_that_cannot_be_started_is_one_line_and_is_ended(monkeypatch: py
 
     status_of(monkeypatch, of("DEPLOY_FAILED", "Traceback\n  of theirs\nMemoryError: no room"))
     with pytest.raises(InputError, match="the fleet cannot be started: MemoryError: no room"):
-        start.run(ARGUMENTS, None, "127.0.0.1", free_port(), lambda _: None, threading.Event())
+        start.run(PLAIN, None, "127.0.0.1", free_port(), lambda _: None, threading.Event())
     assert done[-2:] == ["serve.delete peagle", "ray.shutdown"]
 
 
@@ -136,7 +130,7 @@ def test_what_is_stopped_early_starts_nothing_and_the_second_time_waits_for_noth
 
     stopped = threading.Event()
     stopped.set()
-    start.run(ARGUMENTS, None, "127.0.0.1", free_port(), lambda _: None, stopped)
+    start.run(PLAIN, None, "127.0.0.1", free_port(), lambda _: None, stopped)
     assert done == ["ray.init", "ray.shutdown"]
 
     def pressed(*_: object) -> None:
@@ -145,7 +139,7 @@ def test_what_is_stopped_early_starts_nothing_and_the_second_time_waits_for_noth
     monkeypatch.setattr(start.serve, "run_many", lambda *_, **__: stopped.set())
     monkeypatch.setattr(start.serve, "delete", pressed)
     stopped.clear()
-    start.run(ARGUMENTS, None, "127.0.0.1", free_port(), lambda _: None, stopped)
+    start.run(PLAIN, None, "127.0.0.1", free_port(), lambda _: None, stopped)
     assert done[-2:] == ["serve.start", "ray.shutdown"]
 
 
@@ -157,9 +151,9 @@ def test_an_address_without_a_cluster_is_one_line(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(start.ray, "init", refused)
     with pytest.raises(InputError, match="--address auto: could not find any running cluster; expected a Ray cluster"):
-        start.run(ARGUMENTS, "auto", "127.0.0.1", 8000, lambda _: None, threading.Event())
+        start.run(PLAIN, "auto", "127.0.0.1", 8000, lambda _: None, threading.Event())
     with pytest.raises(InputError, match=r"--address 127.0.0.1:\d+: .*refused; expected a Ray cluster"):
-        start.run(ARGUMENTS, f"127.0.0.1:{free_port()}", "127.0.0.1", 8000, lambda _: None, threading.Event())
+        start.run(PLAIN, f"127.0.0.1:{free_port()}", "127.0.0.1", 8000, lambda _: None, threading.Event())
 
 
 def test_a_machine_that_cannot_start_ray_is_one_line(monkeypatch: pytest.MonkeyPatch, done: Done) -> None:
@@ -170,7 +164,7 @@ def test_a_machine_that_cannot_start_ray_is_one_line(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(start.ray, "init", too_busy)
     with pytest.raises(InputError, match=r"^Ray cannot be started: the node timed out during startup; more is in"):
-        start.run(ARGUMENTS, None, "127.0.0.1", free_port(), lambda _: None, threading.Event())
+        start.run(PLAIN, None, "127.0.0.1", free_port(), lambda _: None, threading.Event())
     assert done == ["ray.shutdown"]  # of the processes that did start
 
 
@@ -182,10 +176,16 @@ def test_a_port_that_is_taken_and_gpus_that_are_not_there_are_refused_before_any
     with closing(listen("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(InputError, match=f"--port {port} cannot be listened on: Address already in use"):
-            start.run(ARGUMENTS, None, "127.0.0.1", port, lambda _: None, threading.Event())
+            start.run(PLAIN, None, "127.0.0.1", port, lambda _: None, threading.Event())
     assert done == []
     monkeypatch.setattr(start.ray, "cluster_resources", dict)
-    more = {"prefill": 1, "decode": 2, "num_gpus": 0.5}
     with pytest.raises(InputError, match=r"--num-gpus 0\.5 for 3 replicas needs 1\.5 GPUs, and Ray finds 0"):
-        start.run(ARGUMENTS | more, None, "127.0.0.1", free_port(), lambda _: None, threading.Event())
+        start.run(
+            dataclasses.replace(PLAIN, prefill=1, decode=2, num_gpus=0.5),
+            None,
+            "127.0.0.1",
+            free_port(),
+            lambda _: None,
+            threading.Event(),
+        )
     assert done == ["ray.init", "ray.shutdown"]

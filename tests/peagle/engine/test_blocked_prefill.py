@@ -62,8 +62,8 @@ def test_blocks_are_of_128_and_of_at_most_2048_rows() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"blocked": BlockedPrefill(query_blocks=5)}, "--query-blocks is 5; expected a number that divides 384"),
-        ({"blocked": BlockedPrefill(ffn_blocks=0)}, "--ffn-blocks is 0; .*: 1, 2, 3, 4, 6, 8, 12, 16"),
+        ({"blocked": BlockedPrefill(query_blocks=5)}, "query_blocks is 5; expected a number that divides 384"),
+        ({"blocked": BlockedPrefill(ffn_blocks=0)}, "ffn_blocks is 0; .*: 1, 2, 3, 4, 6, 8, 12, 16"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:

@@ -1,0 +1,274 @@
+"""`peagle bench`: check everything, load, measure, print and write the table."""
+
+import dataclasses
+import sys
+from typing import Any
+
+import jax
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement as Width
+from rich.table import Table
+
+from peagle.api import Pair
+from peagle.cli.bench import Bench as Settings
+from peagle.cli.decoding import load_pair
+from peagle.cli.display import Display
+from peagle.cli.document import SCHEMA, dumps
+from peagle.cli.output import STANDARD_OUTPUT, OutputFile, wrapped
+from peagle.loading import check_fit, drafter_path, local_model, or_demo, resolve
+from peagle.measure.bench import Bench, BenchOptions, Case, Measurement, Stage, WeightBytes, bench
+from peagle.measure.metrics import figure_text
+from peagle.measure.provenance import peak_memory_bytes, provenance
+from peagle.ops import interrupt
+from peagle.ops.errors import InputError
+from peagle.parallel import refuse_replicas
+from target.load import inspect_target
+
+MAY_BE_NONE = ("prompt_lengths", "new_tokens")
+COLUMNS = ("test", "tok/s", "ms/pass", "v(T)", "floor", "GB/s")
+OVER_ONE_SLOT, COST = "over 1 slot", "c(K)"  # further columns: with several numbers of slots, with drafts
+LEGEND = (
+    "Medians (min..max). tg and verify: after @ tokens of context. v(T): time of a pass over T rows divided by that "
+    "over one row; floor: v(T) if reading weights were the only cost and routing were even. GB/s: weights read while "
+    "decoding."
+)
+LEGEND_OVER_ONE_SLOT = (
+    " tok/s: total over all slots, while all are active; over 1 slot: divided by that of one slot. 1 of N slots: one "
+    "request in an engine of N slots, whose idle slots should cost nothing."
+)
+LEGEND_COST = (
+    " K: each slot drafts K tokens and verifies K + 1 rows; all drafts are rejected, so that positions are those of "
+    "plain steps. c(K): time of such a step divided by that of a plain one, at the same number of slots."
+)
+
+
+def time_target(settings: Settings) -> int:
+    """Run the benchmark, print its table, and return the exit code.
+
+    The table is on standard output, or on standard error if a file goes to standard output. Raises InputError before
+    any weights are read, if possible.
+    """
+    options = _options(settings)
+    json_file = None if settings.json is None else OutputFile(settings.json, "--json")
+    markdown_file = None if settings.markdown is None else OutputFile(settings.markdown, "--markdown")
+    if json_file is not None and markdown_file is not None and json_file.path == markdown_file.path:
+        raise InputError(f"--json and --markdown both name {settings.json}; expected two files")
+    refuse_replicas(settings.load.mesh, "peagle bench measures one replica")
+    name = or_demo(settings.target)
+    drafter = None if settings.num_speculative_tokens is None else or_demo(settings.load.drafter)
+    if settings.load.drafter is not None and drafter is None:
+        raise InputError("--drafter is given without -k, the number of drafts to measure; give both, or neither")
+    if (directory := drafter_path(name, drafter)) is not None:
+        check_fit(resolve(name, "target"), directory)
+    options.check(inspect_target(resolve(name, "target")).config.max_positions)
+
+    display = Display(text=False, quiet=False, total=1, streaming=False)
+    pair = load_pair(name, drafter, settings.load, display)
+
+    def progress(stage: Stage, done: int, total: int, left_s: float | None) -> None:
+        display.run_of(stage, done, total, left_s, "test" if stage == "compiling" else "run")
+
+    measured = bench(pair, options, progress)
+    display.clear()
+
+    weights = weight_bytes(pair)
+    report = bench_report(measured, pair, weights, (name, drafter), provenance(), peak_memory_bytes())
+    if json_file is not None:
+        json_file.write(dumps(report))
+    if markdown_file is not None:
+        markdown_file.write(markdown(measured, weights, report))
+    if settings.markdown != STANDARD_OUTPUT or not sys.stdout.isatty():  # else it is on the screen already
+        _show(measured, weights, report, to_stderr=STANDARD_OUTPUT in (settings.json, settings.markdown))
+    return interrupt.EXIT_CODE if measured.interrupted else 0
+
+
+def weight_bytes(pair: Pair) -> WeightBytes:
+    """Count the bytes of the target's weights."""
+    target = local_model(pair.plain_target)
+    params, config = target.params, target.config
+    experts = _bytes([layer.moe.experts for layer in params.layers])
+    return WeightBytes(
+        dense=_bytes(params) - _bytes(params.embedding) - experts,
+        experts=experts,
+        num_experts=config.num_experts,
+        experts_per_token=config.num_experts if pair.experts == "fused" else config.top_k,
+    )
+
+
+def bench_report(
+    measured: Bench,
+    pair: Pair,
+    weights: WeightBytes,
+    names: tuple[str, str | None],
+    provenance: dict[str, Any],
+    peak: int | None,
+) -> dict[str, Any]:
+    """Make the object that --json writes; an absent value is null. names: of the target and the drafter."""
+    return {
+        "schema": SCHEMA,
+        "provenance": provenance,
+        "config": {
+            "command": "bench",
+            "target": names[0],
+            "drafter": names[1],
+            **dataclasses.asdict(measured.options),
+            "dtype": pair.dtype,
+            "experts": pair.experts,
+            "kernels": pair.kernels,
+            "mesh": pair.mesh,
+            "drafter_window": pair.drafter_window,
+            "steps_per_dispatch": pair.steps_per_dispatch,
+            "interrupted": measured.interrupted,
+        },
+        "weight_bytes": dataclasses.asdict(weights),
+        "tests": [_test_block(each, measured, weights) for each in measured.measurements],
+        "peak_memory_bytes": peak,
+    }
+
+
+def markdown(measured: Bench, weights: WeightBytes, report: dict[str, Any]) -> str:
+    """Render the table in Markdown, with the machine and the command."""
+    lines = [part for line in _heading(measured, weights, report) for part in (line, "")]
+    columns = _columns(measured.options)
+    lines += [f"| {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) - 1)}"]
+    lines += [f"| {' | '.join(row)} |" for row in _rows(measured, weights)]
+    command = " ".join(report["provenance"]["command"])
+    return "\n".join([*lines, "", _legend(measured.options), "", f"`{command}`", ""])
+
+
+def _options(settings: Settings) -> BenchOptions:
+    def numbers(name: str) -> tuple[int, ...]:
+        typed = getattr(settings, name)
+        if typed is None or (name in MAY_BE_NONE and typed.strip() == "0"):
+            return ()
+        try:
+            return tuple(int(part) for part in typed.split(","))
+        except ValueError:
+            message = f"{name} is {typed!r}; expected whole numbers with commas between them, as 1,2,4"
+            raise InputError(message, name) from None
+
+    return BenchOptions(
+        prompt_lengths=numbers("prompt_lengths"),
+        new_tokens=numbers("new_tokens"),
+        widths=numbers("widths"),
+        context=settings.context,
+        slots=numbers("slots"),
+        drafts=numbers("num_speculative_tokens"),
+        kv_memory_bytes=settings.engine.kv_memory,
+        repeats=settings.repeats,
+        blocked=settings.engine.blocked,
+    )
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def _weight_rate(measurement: Measurement, weights: WeightBytes) -> float | None:
+    """Return the gigabytes of weights that decoding reads per second."""
+    if measurement.case.kind != "tg" or measurement.case.num_drafts:
+        return None
+    return weights.read(measurement.case.active) / measurement.ms_per_pass.median / 1e6
+
+
+def _test_block(measurement: Measurement, measured: Bench, weights: WeightBytes) -> dict[str, Any]:
+    case, verify = measurement.case, measurement.case.kind == "verify"
+    counts_tokens = not verify and not case.num_drafts  # of a drafted step, how many depends on the text
+    return {
+        "kind": case.kind,
+        "size": case.size,
+        "context": 0 if case.kind == "pp" else measured.options.context,
+        "slots": case.slots,
+        "active": case.active,
+        "num_speculative_tokens": case.num_drafts,
+        "blocked": case.blocked,
+        "num_passes": measurement.passes,
+        "num_tokens": measurement.num_tokens,
+        "seconds": list(measurement.seconds),
+        "tok_per_s": dataclasses.asdict(measurement.tok_per_s) if counts_tokens else None,
+        "ms_per_pass": dataclasses.asdict(measurement.ms_per_pass),
+        "v": measured.v(measurement),
+        "v_floor": weights.floor(case.size, case.slots) if verify else None,
+        "weight_gb_per_s": _weight_rate(measurement, weights),
+        "over_one_slot": measured.over_one_slot(measurement),
+        "cost": measured.cost(measurement),
+    }
+
+
+def _columns(options: BenchOptions) -> tuple[str, ...]:
+    return (*COLUMNS, *([OVER_ONE_SLOT] if _several(options) else []), *([COST] if options.drafts else []))
+
+
+def _legend(options: BenchOptions) -> str:
+    return LEGEND + LEGEND_OVER_ONE_SLOT * _several(options) + LEGEND_COST * bool(options.drafts)
+
+
+def _several(options: BenchOptions) -> bool:
+    return len(set(options.slots)) > 1
+
+
+def _name(case: Case, options: BenchOptions) -> str:
+    """Name a test in the table."""
+    name = f"{case.kind} {case.size}" + ("" if case.kind == "pp" else f" @ {options.context}")
+    if case.kind == "tg" and _several(options):
+        name += f", 1 of {case.slots} slots" if case.idle else f", {case.slots} slot{'s' * (case.slots > 1)}"
+    return name + (f", K = {case.num_drafts}" if case.num_drafts else "") + ", at once" * case.blocked
+
+
+def _rows(measured: Bench, weights: WeightBytes) -> list[tuple[str, ...]]:
+    options, rows = measured.options, []
+    figures = ["v", "v_floor", "weight_gb_per_s"]
+    figures += ["over_one_slot"] * _several(options) + ["cost"] * bool(options.drafts)
+    for each in measured.measurements:
+        block = _test_block(each, measured, weights)
+        rows.append(
+            (
+                _name(each.case, options),
+                "-" if block["tok_per_s"] is None else each.tok_per_s.text(_number),
+                each.ms_per_pass.text(_number),
+                *(_number(block[name]) for name in figures),
+            )
+        )
+    return rows
+
+
+def _heading(measured: Bench, weights: WeightBytes, report: dict[str, Any]) -> list[str]:
+    config, origin, options = report["config"], report["provenance"], measured.options
+    packages = ", ".join(f"{name} {origin['packages'][name]}" for name in ("peagle", "jax"))
+    device = origin["device"]
+    where = origin["cpu"] or "CPU" if device["platform"] == "cpu" else device["kind"]
+    drafter = "" if config["drafter"] is None else f" with the drafter {config['drafter']}"
+    repeats = f"{options.repeats} repeats" + (", interrupted" if measured.interrupted else "")
+    return [
+        f"{config['target']}{drafter}: {config['dtype']} arithmetic, {config['experts']} experts, kernels "
+        f"{config['kernels']}; "
+        f"{(weights.dense + weights.experts) / 1e6:,.1f} MB of weights without the embedding, "
+        f"{weights.read(1) / 1e6:,.1f} MB read per token",
+        f"{where}, {origin['num_threads']} threads; {packages}; slots {', '.join(map(str, options.slots))}, {repeats}",
+    ]
+
+
+def _show(measured: Bench, weights: WeightBytes, report: dict[str, Any], to_stderr: bool) -> None:
+    console = Console(file=sys.stderr if to_stderr else sys.stdout, highlight=False, soft_wrap=True)
+    if not measured.measurements:
+        console.print("interrupted before the first measurement")
+        return
+    for line in _heading(measured, weights, report):
+        console.print(wrapped(line, console), markup=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for index, name in enumerate(_columns(measured.options)):
+        table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
+    for row in _rows(measured, weights):
+        table.add_row(*row)
+    # whole numbers wherever it goes: a reader of a file has no width, and a narrow terminal breaks lines by itself
+    wide = console.width
+    console.width = max(console.width, Width.get(console, console.options.update(max_width=1000), table).maximum)
+    console.print(table)
+    console.width = wide
+    console.print(wrapped(_legend(measured.options), console), style="dim")
+
+
+def _number(value: float | None) -> str:
+    """Three figures or more, and no exponent."""
+    return figure_text(value, ",.0f" if value and value >= 1000 else ".1f" if value and value >= 100 else ".3g")

@@ -1,0 +1,89 @@
+"""`peagle cluster up`: a fleet on Ray Serve, until Ctrl-C or SIGTERM."""
+
+import dataclasses
+import functools
+import os
+import signal
+import threading
+from typing import Any
+
+from peagle.cli.cluster import Up
+from peagle.cli.command import needing, options_of
+from peagle.cli.display import Display
+from peagle.cli.output import OutputFile
+from peagle.cli.serving import default_name, guarded_hosts, read_keys, warn_of_strangers
+from peagle.cluster.config import FleetConfig
+from peagle.cluster.decide import decided
+from peagle.loading import or_demo
+from peagle.ops import interrupt
+from peagle.ops.errors import InputError
+from peagle.ops.strict_json import dumps
+from peagle.parallel import refuse_replicas
+
+# Ray's switch to listen on loopback only; it must be set before Ray is imported
+LOOPBACK_ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+REPORTS = "RAY_USAGE_STATS_ENABLED"  # usage reports to Ray's makers
+
+
+def keep_to_itself() -> None:
+    """Let the Ray that this process starts listen on loopback and send no usage reports, unless the user decides."""
+    for name in (LOOPBACK_ALONE, REPORTS):
+        os.environ.setdefault(name, "0")
+
+
+def start_fleet(settings: Up) -> int:
+    """Run a fleet and return the exit code.
+
+    Raises InputError, before anything is started, for options that cannot be used, and without Ray.
+    """
+    refuse_replicas(settings.fleet.load.mesh, "the replicas of a cluster are --decode N")
+    config = served(settings)
+    if settings.write_config is not None:
+        write_config(OutputFile(settings.write_config, "--write-config"), settings, config)
+        return 0
+    if settings.address is None:
+        keep_to_itself()
+    with needing("a cluster needs", "cluster"):
+        from peagle.cluster.start import run
+    warn_of_strangers(settings.host, settings.api_key_file)
+    stopped = threading.Event()
+
+    pressed = signal.getsignal(signal.SIGINT)
+
+    def stop(number: int, frame: Any) -> None:
+        if stopped.is_set():  # the second time: without waiting for answers
+            raise KeyboardInterrupt
+        stopped.set()
+        if number == signal.SIGINT and callable(pressed):
+            pressed(number, frame)
+            interrupt.forget()  # or the second press would end this process alone, and leave Ray's
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    display = Display(text=False, quiet=False, total=1, streaming=True)
+    display.note(f"starting {config.prefill + config.decode} replicas; each loads the pair and compiles")
+    run(config, settings.address, settings.host, settings.port, display.note, stopped)
+    return 0
+
+
+def served(settings: Up) -> FleetConfig:
+    """Decide what the options leave open, and who may ask. Raises InputError for models that do not fit."""
+    fleet = settings.fleet
+    keys = () if settings.api_key_file is None else read_keys(settings.api_key_file)
+    name = fleet.served_model_name or default_name(or_demo(fleet.load.target))
+    hosts = guarded_hosts(settings.host, keys)
+    return dataclasses.replace(decided(fleet), served_model_name=name, keys=keys, hosts=hosts)
+
+
+def write_config(file: OutputFile, settings: Up, fleet: FleetConfig) -> None:
+    """Write the config of `serve deploy`, in JSON, which is YAML. Raises InputError for keys, which it would hold."""
+    if settings.api_key_file is not None:
+        raise InputError("--write-config would write the keys of --api-key-file as plain text; give one of the two")
+    arguments: dict[str, Any] = {"load": {}, "engine": {}}
+    for option in options_of(FleetConfig):
+        *section, name = option.path
+        (arguments[section[0]] if section else arguments)[name] = functools.reduce(getattr, option.path, fleet)
+    arguments["hosts"] = fleet.hosts
+    application = {"name": "peagle", "import_path": "peagle.cluster.deployments:build", "args": arguments}
+    config = {"http_options": {"host": settings.host, "port": settings.port}, "applications": [application]}
+    file.write(dumps(config, indent=1) + "\n")

@@ -1,0 +1,180 @@
+"""What a fleet runs. Nothing of JAX or Ray in here."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, get_type_hints
+
+from peagle.config import AUTO, EngineConfig, LoadConfig, configs_of
+from peagle.ops.errors import InputError
+from peagle.ops.flag import MACHINE, REPLICAS, SERVER, Flag, Takes, check_least, check_type
+from peagle.text.tokenizer import DEFAULT_DATE
+
+PATIENCE_S = 600.0  # longer than any queue of answers
+TEXTS = ("keys", "hosts")
+TOGETHER = ("coordinator", "process_id", "num_processes")  # of processes that share one target
+LOADED = Takes(
+    (
+        "target",
+        "drafter",
+        "download",
+        "drafter_window",
+        "dtype",
+        "experts",
+        "kernels",
+        "mesh",
+        "reduce",
+        "retain_full_kv",
+    )
+)
+DECODED = Takes(
+    ("num_speculative_tokens", "context", "kv_memory", "prefix_cache", "slots"),
+    {
+        "num_speculative_tokens": "Tokens drafted per step (K); 0: plain decoding. Default: the largest K in the "
+        "drafter's speculation.json.",
+        "context": "Context length in tokens: the most of one request, prompt plus response. Default: 4096, or the "
+        "model's limit if that is less.",
+        "kv_memory": "Memory for the keys and values of all requests together, such as 4GB; requests that need more "
+        "wait. auto: the context of every slot, of which 8192 positions count at most. SIZE is that of a replica.",
+        "prefix_cache": "Keep the keys and values of prompts and responses for later prompts that begin with them. "
+        "SIZE: in so much more memory, such as 512MB. on: up to a tenth of the free memory; with --kv-memory SIZE, in "
+        "what requests leave of it. Of each replica that prefills. Default: on.",
+        "slots": "Requests decoded at once per replica.",
+    },
+    metavars={"num_speculative_tokens": "K"},
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetConfig:
+    """What each replica loads and how it decodes, and how many of them there are.
+
+    keys, hosts: peagle.serve.service.Service. patience_s: peagle.cluster.fleet.Fleet.
+    route_by_prefix: prompts go where their beginning went (peagle.cluster.router), if prompts are kept.
+    """
+
+    load: Annotated[LoadConfig, LOADED] = LoadConfig()  # noqa: RUF009  # frozen
+    engine: Annotated[EngineConfig, DECODED] = EngineConfig(slots=4, prefix_cache="on")  # noqa: RUF009
+    served_model_name: Annotated[str | None, Flag(SERVER, "NAME")] = None
+    """Model name in the API. Default: the name of the target's directory."""
+    prefill: Annotated[int, Flag(REPLICAS, "N")] = 0
+    """Replicas that only prefill."""
+    decode: Annotated[int, Flag(REPLICAS, "N")] = 1
+    """Replicas that decode."""
+    max_prefill: Annotated[int, Flag(REPLICAS, "N")] = 0
+    """Scale the replicas that prefill up to N by load; 0: always --prefill."""
+    max_decode: Annotated[int, Flag(REPLICAS, "N")] = 0
+    """Scale the replicas that decode up to N by load; 0: always --decode."""
+    busy: Annotated[int, Flag(REPLICAS, "N")] = 0
+    """Ongoing requests per replica above which to scale up; 0: --slots, and 2 for replicas that only prefill."""
+    scale_up: Annotated[float, Flag(REPLICAS, "SECONDS")] = 30.0
+    """How long the load must be high before replicas start."""
+    scale_down: Annotated[float, Flag(REPLICAS, "SECONDS")] = 600.0
+    """How long the load must be low before replicas stop; --drain lets them finish open responses."""
+    max_queue: Annotated[int, Flag(SERVER, "N")] = 64
+    """Requests that may wait for a slot; further ones get status 429."""
+    drain: Annotated[float, Flag(SERVER, "SECONDS")] = 30.0
+    """Time for a stopping replica to finish open responses."""
+    num_cpus: Annotated[float, Flag(MACHINE, "N")] = 1.0
+    """CPUs per replica, for Ray."""
+    num_gpus: Annotated[float, Flag(MACHINE, "N")] = 0.0
+    """GPUs per replica, for Ray."""
+    keys: Sequence[str] = field(default=(), repr=False)
+    hosts: Sequence[str] | None = None
+    date: str = DEFAULT_DATE
+    patience_s: float = PATIENCE_S
+    route_by_prefix: bool = True
+
+    def __post_init__(self) -> None:
+        check_least(self, prefill=0, decode=1, max_prefill=0, max_decode=0, busy=0, max_queue=0)
+        for name in ("scale_up", "scale_down", "drain", "num_cpus", "num_gpus", "patience_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                message = f"{name} is {getattr(self, name)}; expected a number of 0 or more, and not infinity"
+                raise InputError(message, name)
+        for name in ("prefill", "decode"):
+            count, most = getattr(self, name), getattr(self, f"max_{name}")
+            if most and (most < count or not count):
+                message = f"max_{name} is {most}, and {name} {count}; expected {max(1, count)} of those or more"
+                raise InputError(message, f"max_{name}")
+        for name in TEXTS:
+            _check_texts(name, getattr(self, name))
+        if self.engine.num_speculative_tokens == AUTO:
+            raise InputError("K is 'auto'; expected a number of drafted tokens", "num_speculative_tokens")
+        for name in TOGETHER:
+            if getattr(self.load, name) is not None:
+                raise InputError(f"{name} is given, but each replica of a fleet is one process; leave it out", name)
+
+    @property
+    def most_replicas(self) -> int:
+        """Engines at once."""
+        return max(self.prefill, self.max_prefill) + max(self.decode, self.max_decode)
+
+    @property
+    def most_open(self) -> int:
+        """Requests at once."""
+        return max(self.decode, self.max_decode) * self.engine.slots + self.max_queue
+
+
+SECTIONS = {"load": LoadConfig, "engine": EngineConfig}
+# the first form of a fleet had no sections, and other names for these
+FORMER_NAMES = {
+    "name": "served_model_name",
+    "kv_memory_bytes": "kv_memory",
+    "prefix_cache_bytes": "prefix_cache",
+    "scale_up_s": "scale_up",
+    "scale_down_s": "scale_down",
+    "drain_s": "drain",
+}
+FORMER_ENGINE = ("num_speculative_tokens", "slots", "context", "kv_memory", "prefix_cache")
+
+
+def read_fleet(values: Mapping[str, Any]) -> FleetConfig:
+    """Make a fleet's config from JSON or YAML: its fields, those of `load` and `engine` in sections of their own.
+
+    Raises InputError, in one line, for a name that is no field, and for a value that is none for its field.
+    """
+    values = today(values)
+    own = {name: value for name, value in values.items() if name not in SECTIONS}
+    checked = _checked(own, FleetConfig)
+    usual = FleetConfig()
+    for name, kind in SECTIONS.items():
+        section = values.get(name, {})
+        if not isinstance(section, Mapping):
+            raise InputError(f"{name} is {section!r}; expected its fields, as in {name}: {{...}}", name)
+        checked[name], *_ = configs_of({**vars(getattr(usual, name)), **_checked(section, kind)}, kind)
+    (config,) = configs_of(checked, FleetConfig)
+    fleet: FleetConfig = config
+    return fleet
+
+
+def today(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Name the fields of a fleet as they are named today. The first form has no sections."""
+    if "target" not in values or "load" in values:
+        return dict(values)
+    flat = {FORMER_NAMES.get(name, name): value for name, value in values.items()}
+    flat["drafter_window"] = str(flat.get("drafter_window", "auto"))
+    loaded = [each.name for each in dataclasses.fields(LoadConfig) if each.name in flat]
+    engine = {"num_speculative_tokens": 0, "context": 4096}
+    engine |= {name: flat.pop(name) for name in FORMER_ENGINE if name in flat}
+    return {"load": {name: flat.pop(name) for name in loaded}, "engine": engine, **flat}
+
+
+def _checked(values: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
+    """Check the types of a section's values. Raises InputError for one that is none for its field."""
+    kinds, checked = get_type_hints(kind), dict(values)
+    for name in values.keys() & kinds.keys():
+        value = tuple(values[name]) if isinstance(values[name], list) else values[name]
+        if name in TEXTS:
+            _check_texts(name, value)
+        else:
+            check_type(name, value, kinds[name])
+        checked[name] = float(value) if kinds[name] is float else value
+    return checked
+
+
+def _check_texts(name: str, texts: Any) -> None:
+    """Raise InputError for what is no list: a text would be a key for each of its letters. No key is shown."""
+    listed = texts is None or (isinstance(texts, Sequence) and not isinstance(texts, str))
+    if not listed or not all(isinstance(text, str) and text for text in texts or ()):
+        raise InputError(f"{name} are no list of texts; expected [TEXT, ...]", name)

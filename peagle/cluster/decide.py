@@ -1,0 +1,47 @@
+"""Decide what a fleet's config leaves open, without weights: all replicas must decode alike. Nothing of Ray in here."""
+
+import dataclasses
+
+from peagle.cluster.config import FleetConfig
+from peagle.loading import (
+    DEMO,
+    DEMO_EAGLE3,
+    asked_window,
+    check_fit,
+    drafter_path,
+    or_demo,
+    resolve,
+    widths_of,
+    without_weights,
+)
+
+DEFAULT_CONTEXT = 4096  # positions of a request, if the model has as many: the memory of replicas is not known here
+
+
+def decided(config: FleetConfig) -> FleetConfig:
+    """Return a config with absolute paths, K, context and prefix cache.
+
+    Raises InputError for models that do not fit, and for an engine that no replica could run.
+    """
+    load, engine = config.load, config.engine
+    target, k = or_demo(load.target), engine.num_speculative_tokens
+    drafter = None if k == 0 else or_demo(load.drafter)
+    directory, beside = resolve(target, "target"), drafter_path(target, drafter)
+    pair = without_weights(target)
+    asked_window(beside, load.drafter_window)
+    if beside is not None:
+        check_fit(directory, beside, load.aux_layer_ids)
+    context = engine.context
+    engine = dataclasses.replace(
+        engine,
+        num_speculative_tokens=widths_of(drafter, beside).most if k is None else k,
+        context=min(DEFAULT_CONTEXT, pair.max_positions) if context is None else pair.room(context),
+        prefix_cache="on" if engine.prefix_cache is None else engine.prefix_cache,
+    )
+    pair.resolve(engine, prefix_cache="off")  # refuse here what no replica could run
+    load = dataclasses.replace(
+        load,  # replicas run in directories of their own
+        target=target if target == DEMO else str(directory.resolve()),
+        drafter=drafter if beside is None or drafter in (DEMO, DEMO_EAGLE3) else str(beside.resolve()),
+    )
+    return dataclasses.replace(config, load=load, engine=engine)

@@ -1,0 +1,100 @@
+"""What a fleet's config refuses, and that configs of both forms are read. Without Ray."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from peagle.cluster.config import FleetConfig, read_fleet
+from peagle.cluster.decide import decided
+from peagle.config import EngineConfig, LoadConfig
+from peagle.ops.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"keys": "secret"}, "keys are no list"),
+        ({"keys": ["a", ""]}, "keys are no list"),
+        ({"keys": 5}, "keys are no list"),
+        ({"hosts": "localhost"}, "hosts are no list"),
+        ({"decode": 0}, "decode is 0; expected 1 or more"),
+        ({"decode": "2"}, "decode is '2'; expected a valid integer"),
+        ({"decode": True}, "decode is True; expected a valid integer"),
+        ({"prefill": -1}, "prefill is -1; expected 0 or more"),
+        ({"max_queue": -1}, "max_queue is -1"),
+        ({"decode": 3, "max_decode": 2}, "max_decode is 2, and decode 3; expected 3 of those or more"),
+        ({"max_prefill": 2}, "max_prefill is 2, and prefill 0; expected 1 of those or more"),
+        ({"busy": -1}, "busy is -1"),
+        ({"num_cpus": math.inf}, "num_cpus is inf; expected a number"),
+        ({"drain": math.nan}, "drain is nan"),
+        ({"drain": "long"}, "drain is 'long'; expected a valid number"),
+        ({"speed": 1}, "speed is not an option; expected one of load, engine, "),
+        ({"load": {"targt": "DIR"}}, "targt is not an option; did you mean target"),
+        ({"load": {"dtype": "float16"}}, "dtype is 'float16'; expected one of 'float32', 'bfloat16'"),
+        ({"load": {"coordinator": "HOST:7000"}}, "coordinator is given, but each replica of a fleet is one process"),
+        ({"load": "DIR"}, "load is 'DIR'; expected its fields"),
+        ({"engine": {"slots": 0}}, "slots is 0; expected 1 or more"),
+        ({"engine": {"slots": "a"}}, "slots is 'a'; expected a valid integer"),
+        ({"engine": {"kv_memory": "2GB"}}, "kv_memory is '2GB'; expected a valid integer"),
+        ({"engine": {"num_speculative_tokens": "auto"}}, "K is 'auto'; expected a number of drafted tokens"),
+        ({"engine": {"num_speculative_tokens": 999}}, "K is 999; expected 0"),
+        # without sections, as files were once
+        ({"target": "demo", "drafter": None, "slots": 0}, "slots is 0"),
+        ({"target": "demo", "drafter": None, "kv_memory_bytes": "2GB"}, "kv_memory is '2GB'"),
+        ({"target": "demo", "drafter": None, "prefix_cache_bytes": "much"}, "prefix_cache is 'much'"),
+        ({"target": "demo", "drafter": None, "speed": 1}, "speed is not an option"),
+        ({"target": "demo", "load": {}}, "target is not an option"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused_in_one_line(fields: dict, match: str) -> None:
+    with pytest.raises(InputError, match=match) as raised:
+        read_fleet(fields)
+    assert "secret" not in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_config_shows_no_key() -> None:
+    assert "secret" not in repr(FleetConfig(keys=("secret",)))
+    with pytest.raises(InputError, match="keys are no list"):
+        FleetConfig(keys="secret")
+
+
+def test_room_is_reckoned_with_the_replicas_that_may_be() -> None:
+    config = FleetConfig(prefill=1, decode=2, max_queue=5, max_decode=6)
+    assert (config.most_replicas, config.most_open) == (1 + 6, 6 * 4 + 5)
+
+
+def test_a_file_without_sections_is_read_whole() -> None:
+    """Recorded before a fleet's file had sections, with a value of each key that is not its default."""
+    text = Path(__file__).with_name("fleet_without_sections.json").read_text("utf-8")
+    (application,) = json.loads(text)["applications"]
+    assert read_fleet(application["args"]) == FleetConfig(
+        load=LoadConfig(
+            target="demo", drafter="demo", dtype="float32", experts="packed", kernels="xla", drafter_window="4096",
+            retain_full_kv=True,
+        ),
+        engine=EngineConfig(
+            num_speculative_tokens=5, slots=6, context=2048, kv_memory=2_000_000_000, prefix_cache=512_000_000
+        ),
+        served_model_name="golden", prefill=1, decode=2, max_prefill=2, max_decode=4, busy=3, scale_up=4.0,
+        scale_down=8.0, max_queue=7, drain=9.0, num_cpus=2.0, num_gpus=0.5,
+    )  # fmt: skip
+
+
+def test_without_sections_what_is_missing_is_what_it_was() -> None:
+    """Plain decoding, 4 slots of 4096 positions, and prompts that are kept; a window may be a number."""
+    config = read_fleet({"target": "DIR", "drafter": None, "drafter_window": 512})
+    assert config.engine == EngineConfig(num_speculative_tokens=0, slots=4, context=4096, prefix_cache="on")
+    assert config.load == LoadConfig(target="DIR", drafter_window="512")
+
+
+def test_with_sections_what_is_missing_is_decided() -> None:
+    config = decided(read_fleet({"load": {"aux_layer_ids": [1, 2, 3]}, "engine": {"context": 900}, "decode": 2}))
+    assert (config.load.target, config.load.drafter, config.load.aux_layer_ids) == ("demo", "demo", (1, 2, 3))
+    assert (config.engine.slots, config.engine.context, config.engine.prefix_cache) == (4, 900, "on")
+    assert isinstance(config.engine.num_speculative_tokens, int)
+    assert decided(config) == config
+    plain = decided(read_fleet({"engine": {"num_speculative_tokens": 0, "prefix_cache": None}}))
+    assert (plain.load.drafter, plain.engine.prefix_cache) == (None, "on")
