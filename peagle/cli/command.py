@@ -126,7 +126,8 @@ def options_of(
     kind: type[Any], default: Any = None, takes: Takes = Takes(), path: tuple[str, ...] = ()
 ) -> Iterator[Option]:
     """Yield the options of a command, those of its groups included. default: a group whose values are the defaults."""
-    hints, helps = get_type_hints(kind, include_extras=True), {**field_helps(kind), **takes.helps}
+    hints = get_type_hints(kind, include_extras=True)
+    helps = {**field_helps(kind), **takes.helps}  # type: ignore[arg-type]  # a class has a hash
     for field in dataclasses.fields(kind):
         hint, *marks = (
             get_args(hints[field.name]) if get_origin(hints[field.name]) is Annotated else [hints[field.name]]
@@ -192,9 +193,8 @@ def register(app: App, kind: type[Command], name: str, group: Group | None) -> N
         sorted(parameters, key=lambda parameter: parameter.kind)
     )
     parsed.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    app.command(
-        parsed, name=name, help=inspect.cleandoc(kind.__doc__ or ""), **({} if group is None else {"group": group})
-    )
+    where: dict[str, Any] = {} if group is None else {"group": group}
+    app.command(parsed, name=name, help=inspect.cleandoc(kind.__doc__ or ""), **where)
 
 
 def _former(option: Option) -> str:
