@@ -398,7 +398,7 @@ def test_a_prefix_is_found_again(root: Path) -> None:
         chunks = list(engine.follow(engine.add(Request(prompt, 6))))
         answers.append([token for chunk in chunks for token in chunk.token_ids])
     assert chunks[0].num_cached_tokens > 0
-    cold = Engine(whole(root, "packed", FAST), None, dataclasses.replace(config, prefix_cache_bytes=0))
+    cold = Engine(whole(root, "packed", FAST), None, dataclasses.replace(config, prefix_cache=0))
     chunks = list(cold.follow(cold.add(Request(prompt, 6))))
     assert answers == [[token for chunk in chunks for token in chunk.token_ids]] * 2
 
