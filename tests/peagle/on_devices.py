@@ -240,7 +240,7 @@ def run(
     config = ResolvedConfig(num_speculative_tokens=k, slots=2, context=64, prefill_chunk=8)
     engine = Engine(target, drafter, config)
     answers = decode(engine, requests)
-    check_integrity(engine.executor.state, config.capacity)
+    check_integrity(engine.executor.state, config.context)
     if isinstance(target, Sharded):
         layers = engine.executor.state.target_cache.pages
         assert all(len(pages.key.sharding.device_set) == target.ranks for pages in layers)
