@@ -256,7 +256,7 @@ async def play(
         served = Served(arrival)
         await asyncio.sleep(arrival.time_s - (time.perf_counter() - started_s))
         prompt = np.resize(np.roll(texts, -97 * place), arrival.prompt_tokens).tolist()
-        budget = min(arrival.output_tokens, shape.config.capacity - len(prompt))
+        budget = min(arrival.output_tokens, shape.config.context - len(prompt))
         call = router.submit([Request(tuple(prompt), budget, stop_token_ids=())])
         async with contextlib.aclosing(call.chunks()) as chunks:
             async for _, chunk in chunks:

@@ -19,7 +19,6 @@ import numpy as np
 from peagle.engine.request import Request
 from peagle.loading import load
 from peagle.ops.errors import InputError
-from peagle.ops.row_blocks import BlockedPrefill
 from peagle.ops.strict_json import dumps
 from scripts.runs import in_one_line, new_parser, origin
 
@@ -82,9 +81,9 @@ def measure(
         return found
     prompt = np.random.default_rng(0).integers(0, pair.target.vocab_size, prompt_tokens).tolist()
     request = Request(tuple(prompt), NEW_TOKENS, stop_token_ids=())
-    how = BlockedPrefill() if blocked else None
+    how = "blocked" if blocked else "chunked"
     with Peak() as decoding:
-        engine = pair.engine(pair.engine_config(0, context=pair.capacity([request]), blocked=how))
+        engine = pair.engine(pair.engine_config(0, context=pair.capacity([request]), prefill=how))
         chunks = [chunk for _, chunk in engine.generate([request])]
     return {
         **found,

@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.text import Text
 
 import peagle
+from peagle.cli.decoding import EXAMPLE
 from peagle.cli.display import DRAFT_COLOURS, draft_text
 from peagle.cli.document import summary_lines
-from peagle.cli.speculate import EXAMPLE
+from peagle.config import EngineConfig
 from peagle.engine.request import Request
 from peagle.text.prompts import from_text
 from peagle.workflows.run import Observer, RunConfig, run
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-k", type=int, default=3, metavar="K")
     given = parser.parse_args(arguments)
     pair = peagle.load()
-    config = RunConfig(num_speculative_tokens=given.k, show_drafts=True)
+    config = RunConfig(engine=EngineConfig(given.k), show_drafts=True)
     console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False, force_terminal=True)
     console.print(f"$ peagle speculate -k {given.k} --show-drafts", style="bold")
     console.print(f"{given.prompt}\n", style="dim", markup=False)

@@ -111,7 +111,8 @@ def options_of(
     kind: type[Any], default: Any = None, takes: Takes = ALL, path: tuple[str, ...] = ()
 ) -> Iterator[Option]:
     """Yield the options of a command, those of its groups included. default: a group whose values are the defaults."""
-    hints, helps = get_type_hints(kind, include_extras=True), {**field_helps(kind), **takes.helps}
+    hints = get_type_hints(kind, include_extras=True)
+    helps = {**field_helps(kind), **takes.helps}  # type: ignore[arg-type]  # a class has a hash
     for field in sorted(dataclasses.fields(kind), key=lambda field: takes.place(field.name)):
         hint, *marks = (
             get_args(hints[field.name]) if get_origin(hints[field.name]) is Annotated else [hints[field.name]]

@@ -83,7 +83,7 @@ def summary_lines(
         lines.append(("acceptance", _acceptance(summary, run, config, min(config.engine.slots, len(results)))))
         if run.costs is not None and run.drafting_cannot_pay:
             lines.append(("costs", _hopeless(run.costs, run.engine.num_speculative_tokens)))
-        lines.append(("plain", _comparison(run, summary, config)))
+        lines.append(("plain", _comparison(run, summary)))
     if run.prefix_cache is not None and run.prefix_cache.num_hits:
         lines.append(("prefix cache", _prefix_cache(run.prefix_cache)))
     lines.append(("process", f"compiled in {run.compile_s:.2f} s | peak memory {_bytes(peak_memory_bytes)}"))
@@ -229,7 +229,7 @@ def _hopeless(costs: CostsUsed, asked: int) -> str:
     )
 
 
-def _comparison(run: Run, summary: dict[str, Any], config: RunConfig) -> str:
+def _comparison(run: Run, summary: dict[str, Any]) -> str:
     compared = [outcome for outcome in run.outcomes if outcome.baseline is not None]
     if not compared:
         return "not measured" + ("" if run.compares else " (--no-baseline)")

@@ -193,14 +193,21 @@ def _resumed(settings: Train) -> Train:
 
 
 def today(command: Mapping[str, Any]) -> dict[str, Any]:
-    """Name the options of a recorded command as they are named today. The first form nests those of the shape."""
+    """Name the options of a recorded command as they are named today. The first form nests those of the shape.
+
+    Raises InputError for an option that is in the shape and beside it.
+    """
     if "shape" not in command:
         return dict(command)
     flat = {FORMER_NAMES.get(name, name): value for name, value in command.items()}
-    flat |= flat.pop("shape")
+    shape = flat.pop("shape")
+    if twice := [name for name in shape if name in flat]:
+        raise InputError(f"{twice[0]} is recorded twice, in shape and beside it")
+    flat |= shape
     flat["train_embedding"] = not flat.pop("freeze_embedding", False)
     for name in ("taps", "aux_layer_ids"):
-        flat[name] = None if flat.get(name) is None else layers_reader(name)(flat[name])
+        if isinstance(flat.get(name), str):
+            flat[name] = layers_reader(name)(flat[name])
     return flat
 
 

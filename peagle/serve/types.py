@@ -1,8 +1,8 @@
 """The types of the HTTP interface: bodies, replies and the events of streams. `/openapi.json` is written from them.
 
 A body is a pydantic model: its fields are checked, unknown ones are refused by name. Ranges are published here and
-checked where the values are used (`peagle.engine.request`). A reply or an event is a typed dictionary: mypy checks the
-code that writes it, and no token pays for a check at run time.
+checked where the values are used (`peagle.config`, `peagle.engine.request`). A reply or an event is a typed
+dictionary: mypy checks the code that writes it, and no token pays for a check at run time.
 """
 
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias
@@ -13,10 +13,7 @@ from pydantic_core import core_schema
 from typing_extensions import TypedDict  # pydantic reads that of typing from Python 3.12 on
 
 from peagle.config import HOTTEST, LARGEST_PENALTY, LARGEST_SEED, SMALLEST_SEED
-from peagle.engine.request import (
-    MOST_LOGPROBS,
-    MOST_STOP_STRINGS,
-)
+from peagle.engine.request import MOST_LOGPROBS, MOST_STOP_STRINGS
 from peagle.ops.strict_json import Written, dumps
 
 MOST_CHOICES = 16  # of each prompt

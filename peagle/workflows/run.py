@@ -43,9 +43,6 @@ class RunConfig(RequestOptions):
     profile: Path | None = None  # the directory for a trace of some of the steps (peagle.measure.profile)
     rendering: Rendering = Rendering()  # noqa: RUF009  # frozen
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:

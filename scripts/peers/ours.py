@@ -19,7 +19,6 @@ from peagle.measure.bench import BenchOptions, time_steps
 from peagle.measure.provenance import version_of
 from peagle.ops.attention import PagedCache
 from peagle.ops.rope import Yarn
-from peagle.ops.row_blocks import BlockedPrefill
 from target.model import GptOss
 
 ANSWERED = 16  # tokens of a turn
@@ -49,7 +48,7 @@ class Ours:
 
     def __init__(self, pair: Pair, num_drafts: int | Literal["auto"], blocked: bool = False) -> None:
         self._pair = pair
-        self._blocked = BlockedPrefill() if blocked else None
+        self._prefill = "blocked" if blocked else "chunked"
         self._num_drafts, self._adaptive = pair.num_drafts(num_drafts)
         self._target: GptOss = pair.plain_target
 
@@ -68,7 +67,7 @@ class Ours:
         request = Request(tuple(prompt_ids), num_tokens, stop_token_ids=())
         capacity = self._pair.capacity([request])
         config = self._pair.engine_config(
-            self._num_drafts, context=capacity, adaptive=self._adaptive, blocked=self._blocked
+            self._num_drafts, context=capacity, adaptive=self._adaptive, prefill=self._prefill
         )
         engine = self._pair.engine(config)
         engine.warm_up()

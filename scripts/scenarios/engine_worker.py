@@ -15,6 +15,8 @@ import numpy as np
 import peagle
 from peagle.engine.request import Request
 
+FORMER_NAMES = {"context": "capacity", "prefix_cache": "prefix_cache_bytes", "kv_memory": "kv_memory_bytes"}
+
 
 class Measured:
     """The measurements of one pair. Each compiles at its first call, outside its time. Times are seconds."""
@@ -40,7 +42,7 @@ class Measured:
 
     def turn(self, history: int, question: int) -> dict[str, float]:
         """Answer a second turn that repeats a first one: time to its first token."""
-        engine = self._engine(1, 0, history + 2 * question, prefix_cache_bytes=1 << 28)
+        engine = self._engine(1, 0, history + 2 * question, prefix_cache=1 << 28)
         self._num_turns += 1
         first = self._prompt(history, 1000 + self._num_turns)  # other tokens than those of the rounds before
         list(engine.generate([Request(first, 2, stop_token_ids=())]))
@@ -57,7 +59,7 @@ class Measured:
         shapes = [(int(length) - new, new) for length in lengths]
         whole = self._engine(requests, 0, most + 64)
         token_bytes = sum(whole.memory.num_bytes) / whole.memory.num_tokens
-        scarce = self._engine(requests, 0, most + 64, kv_memory_bytes=int(frac * token_bytes * lengths.sum()))
+        scarce = self._engine(requests, 0, most + 64, kv_memory=int(frac * token_bytes * lengths.sum()))
         before = scarce.num_preemptions
         figures = {}
         for name, engine in (("tok_per_s", whole), ("scarce_tok_per_s", scarce)):
@@ -67,12 +69,12 @@ class Measured:
 
     def warm_up(self, slots: int, k: int, context: int) -> dict[str, float]:
         """Return the seconds that the first engine of this shape took to compile."""
-        return {"warm_up_s": self._engine(slots, k, context, prefix_cache_bytes=1 << 20).compile_s}
+        return {"warm_up_s": self._engine(slots, k, context, prefix_cache=1 << 20).compile_s}
 
     def _engine(self, slots: int, k: int, context: int, **options: Any) -> Any:
-        named = inspect.signature(self._pair.engine_config).parameters
-        options |= {"context" if "context" in named else "capacity": context}  # older checkouts say capacity
-        options = {"prefix_cache_bytes": 0, **options}
+        options = {"context": context, "prefix_cache": 0, **options}
+        if "capacity" in inspect.signature(self._pair.engine_config).parameters:  # of an older checkout
+            options = {FORMER_NAMES.get(name, name): value for name, value in options.items()}
         engine = self._pair.engine(self._pair.engine_config(k, slots=slots, **options))
         engine.warm_up()
         return engine

@@ -240,7 +240,7 @@ def run(
     config = ResolvedConfig(num_speculative_tokens=k, slots=2, context=64, prefill_chunk=8)
     engine = Engine(target, drafter, config)
     answers = decode(engine, requests)
-    check_integrity(engine.executor.state, config.capacity)
+    check_integrity(engine.executor.state, config.context)
     if isinstance(target, Sharded):
         layers = engine.executor.state.target_cache.pages
         assert all(len(pages.key.sharding.device_set) == target.ranks for pages in layers)
@@ -398,7 +398,7 @@ def test_a_prefix_is_found_again(root: Path) -> None:
         chunks = list(engine.follow(engine.add(Request(prompt, 6))))
         answers.append([token for chunk in chunks for token in chunk.token_ids])
     assert chunks[0].num_cached_tokens > 0
-    cold = Engine(whole(root, "packed", FAST), None, dataclasses.replace(config, prefix_cache_bytes=0))
+    cold = Engine(whole(root, "packed", FAST), None, dataclasses.replace(config, prefix_cache=0))
     chunks = list(cold.follow(cold.add(Request(prompt, 6))))
     assert answers == [[token for chunk in chunks for token in chunk.token_ids]] * 2
 

@@ -107,11 +107,11 @@ def test_capacity_is_the_smallest_multiple_of_128_that_holds_it(toy: Pair) -> No
 
 def test_equal_shapes_share_an_engine(toy: Pair) -> None:
     def engine(k: int = 3, **options: Any) -> Engine:
-        return toy.engine(toy.engine_config(k, **{"capacity": 128, **options}))
+        return toy.engine(toy.engine_config(k, **{"context": 128, **options}))
 
     assert engine() is engine()
     assert engine(adaptive=True) is engine(adaptive=True)
-    different = [engine(), engine(2), engine(0), engine(capacity=256), engine(slots=2), engine(adaptive=True)]
+    different = [engine(), engine(2), engine(0), engine(context=256), engine(slots=2), engine(adaptive=True)]
     assert len(set(map(id, different))) == len(different)
 
 
@@ -200,10 +200,10 @@ def test_memory_for_keys_and_values_is_refused_if_it_is_too_small_or_is_not_ther
 
 def test_the_prefix_cache_takes_a_part_of_the_free_memory(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     def kept(size: Any, pair: Pair = pair, **options: Any) -> int:
-        return pair.engine_config(3, context=256, prefix_cache=size, **options).prefix_cache_bytes
+        return pair.engine_config(3, context=256, prefix_cache=size, **options).prefix_cache
 
     assert [kept(size) for size in ("off", 0, 4096)] == [0, 0, 4096]
-    assert kept("on", kv_memory_bytes=1 << 24) == 1  # no page more
+    assert kept("on", kv_memory=1 << 24) == 1  # no page more
     for free, part in ((100_000_000, 10_000_000), (10_000_000_000, LEAST_KEPT_BYTES)):
         monkeypatch.setattr("peagle.api.available_memory_bytes", lambda free=free: free)
         fresh = dataclasses.replace(pair, _free=[], _engines={})

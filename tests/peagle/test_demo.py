@@ -11,6 +11,7 @@ import pytest
 import peagle.loading
 from drafter.propose import Eagle3, PEagle
 from peagle.api import DEFAULT_WIDTHS, Pair
+from peagle.config import EngineConfig
 from peagle.engine.widths import read_widths
 from peagle.loading import DEMO, DEMO_DIRECTORY, DEMO_EAGLE3, MOST_STEPS_PER_DISPATCH, with_drafter
 from peagle.ops import native
@@ -31,7 +32,7 @@ def answers(demo: Pair, request: pytest.FixtureRequest) -> Run:
     demo = with_drafter(demo, DEMO, name)
     assert isinstance(demo.drafter, kind)
     conversations = read_prompt_file(DEMO_DIRECTORY / "heldout_prompts.jsonl").conversations[:6]
-    return run(demo, conversations, RunConfig(num_speculative_tokens=3, max_new_tokens=48))
+    return run(demo, conversations, RunConfig(engine=EngineConfig(3), max_new_tokens=48))
 
 
 def test_it_is_small_and_has_a_card() -> None:

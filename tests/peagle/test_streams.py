@@ -201,7 +201,7 @@ def test_streams_that_name_their_context_share_an_engine(toy: Pair) -> None:
     for text, budget in (("a", 10), ("b" * 150, 60)):
         toy.generate(text, max_new_tokens=budget, num_speculative_tokens=3, context=300, slots=2)
     ((config, _),) = toy._engines.items()
-    assert (config.capacity, config.slots) == (300, 2)
+    assert (config.context, config.slots) == (300, 2)
     assert len(toy.generate("a" * 250, max_new_tokens=200, num_speculative_tokens=3, context=300).output_ids) < 50
     with pytest.raises(InputError, match=r"the context holds 20 positions; .* raise --context"):
         toy.stream("a" * 50, context=20)

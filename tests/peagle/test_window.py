@@ -48,7 +48,7 @@ def test_pages_of_a_window_accept_what_all_pages_accept_and_emit_plain_decodings
 
     def ask(pair: Pair, k: int) -> Result:
         return pair.generate(
-            prompt, num_speculative_tokens=k, max_new_tokens=120, prefill_chunk=64, context=896, prefix_cache_bytes=0
+            prompt, num_speculative_tokens=k, max_new_tokens=120, prefill_chunk=64, context=896, prefix_cache=0
         )
 
     plain, ringed, whole = ask(pair, 0), ask(pair, K), ask(other, K)

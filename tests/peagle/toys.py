@@ -178,7 +178,7 @@ class FixedLogits(WithoutMemory):
 
 def check_whole(engine: Engine) -> None:
     """Assert the invariants of an engine's state and of its pages; an idle one holds no page."""
-    check_integrity(engine.executor.state, engine.config.capacity, [slot for slot, _ in engine.decoding])
+    check_integrity(engine.executor.state, engine.config.context, [slot for slot, _ in engine.decoding])
     engine.memory.pool.check_integrity()
     if not engine.busy:
         for number, count in enumerate(engine.memory.num_pages):

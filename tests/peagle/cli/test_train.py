@@ -17,6 +17,7 @@ from peagle.cli.training import today
 from peagle.config import LoadConfig
 
 OLD: dict[str, Any] = json.loads((Path(__file__).parent / "recorded" / RECIPE).read_text())  # by the first form's code
+IN_SHAPE = {*OLD[COMMAND]["shape"], "lairs"}
 GIVEN = Train(
     data=("a:2", "b"),
     mix="40:1,64:2",
@@ -93,7 +94,7 @@ def test_a_record_is_read_as_it_was_written() -> None:
     ("changed", "says"),
     [
         ({"dept": 4}, "dept is not an option of this version. Did you mean 'depth'?"),
-        ({"shape": {"lairs": 2}}, "lairs is not an option of this version"),
+        ({"lairs": 2}, "lairs is not an option of this version"),
         ({"warm": 0.1}, "warm is not an option of this version"),
         ({"depth": 0}, "depth is 0; expected 1 or more"),
         ({"depth": "three"}, "depth is 'three'; expected a valid integer"),
@@ -107,13 +108,23 @@ def test_a_record_that_is_not_understood_is_refused(
     form: str, changed: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = OLD[COMMAND] if form == "first" else today(OLD[COMMAND])
-    if "shape" in changed:
-        changed = {"shape": OLD[COMMAND]["shape"] | changed["shape"]} if form == "first" else changed["shape"]
+    if changed.keys() <= IN_SHAPE:
+        changed = {"shape": OLD[COMMAND]["shape"] | changed} if form == "first" else changed
     (tmp_path / RECIPE).write_text(json.dumps({**OLD, COMMAND: {**command, **changed}}))
     assert main(["train", "--out", str(tmp_path), "--resume"]) == 2
     told = capsys.readouterr().err
     assert says in told
     assert "repeat the command without --resume" in told
+    assert told.count("\n") == 1
+
+
+def test_a_record_that_has_an_option_in_its_shape_and_beside_it_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / RECIPE).write_text(json.dumps({**OLD, COMMAND: {**OLD[COMMAND], "taps": "1,2,3"}}))
+    assert main(["train", "--out", str(tmp_path), "--resume"]) == 2
+    told = capsys.readouterr().err
+    assert "taps is recorded twice, in shape and beside it; expected" in told
     assert told.count("\n") == 1
 
 

@@ -55,9 +55,9 @@ def fast_target() -> GptOss:
         return models(FAST, Path(directory)).target.replace(aux_layer_ids=())
 
 
-def engine_of(pair: Models, k: int = 3, capacity: int = 256, **options: object) -> Engine:
-    """Make an engine of the pair; its prefix cache is off, unless prefix_cache_bytes says otherwise."""
-    return Engine(pair.target, pair.drafter, ResolvedConfig(k, context=capacity, **options))  # type: ignore[arg-type]
+def engine_of(pair: Models, k: int = 3, context: int = 256, **options: object) -> Engine:
+    """Make an engine of the pair; its prefix cache is off, unless prefix_cache says otherwise."""
+    return Engine(pair.target, pair.drafter, ResolvedConfig(k, context=context, **options))  # type: ignore[arg-type]
 
 
 def ask(engine: Engine, prompt: Sequence[int], new: int = 24, **options: object) -> tuple[Answer, int]:

@@ -27,16 +27,16 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return models(request.param, tmp_path_factory.getbasetemp())
 
 
-def engine(pair: Models, blocked: BlockedPrefill | None, **options: object) -> Engine:
-    shape = {"num_speculative_tokens": K, "capacity": CAPACITY, "chunk": 32, "blocked": blocked, **options}
+def engine(pair: Models, prefill: str, **options: object) -> Engine:
+    shape = {"num_speculative_tokens": K, "context": CAPACITY, "prefill": prefill, "prefill_chunk": 32, **options}
     return Engine(pair.target, pair.drafter, ResolvedConfig(**shape))
 
 
 def test_requests_get_what_they_get_in_chunks(pair: Models) -> None:
     """Tokens, drafts and what was accepted; more requests than slots."""
     asked = [Request(TOKENS[:length], 20) for length in (1, 40, 128, 300, 129)]
-    expected = decode(engine(pair, None, slots=2), asked)
-    found = decode(engine(pair, BlockedPrefill(), slots=2), asked)
+    expected = decode(engine(pair, "chunked", slots=2), asked)
+    found = decode(engine(pair, "blocked", slots=2), asked)
     if isinstance(pair.target.params.layers[0].moe.experts, NativeExperts):
         assert found == expected
     else:  # a near tie may turn
@@ -45,8 +45,8 @@ def test_requests_get_what_they_get_in_chunks(pair: Models) -> None:
 
 def test_a_known_beginning_is_not_computed_again(pair: Models) -> None:
     prompts = [Request(TOKENS[:length], 12) for length in (140, 300, 128)]
-    expected = [decode(engine(pair, BlockedPrefill()), [request]) for request in prompts]
-    warm = engine(pair, BlockedPrefill(), prefix_cache=1 << 20)
+    expected = [decode(engine(pair, "blocked"), [request]) for request in prompts]
+    warm = engine(pair, "blocked", prefix_cache=1 << 20)
     answers = [decode(warm, [request]) for request in prompts]
     assert warm.prefix_cache_use is not None
     assert warm.prefix_cache_use.num_hit_tokens == 2 * 128
@@ -62,15 +62,15 @@ def test_blocks_are_of_128_and_of_at_most_2048_rows() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"blocked": BlockedPrefill(query_blocks=5)}, "query_blocks is 5; expected a number that divides 384"),
-        ({"blocked": BlockedPrefill(ffn_blocks=0)}, "ffn_blocks is 0; .*: 1, 2, 3, 4, 6, 8, 12, 16"),
+        ({"query_blocks": 5}, "query_blocks is 5; expected a number that divides 384"),
+        ({"ffn_blocks": 0}, "ffn_blocks is 0; .*: 1, 2, 3, 4, 6, 8, 12, 16"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        ResolvedConfig(context=CAPACITY, **options)
+        ResolvedConfig(context=CAPACITY, prefill="blocked", **options)
 
 
 def test_a_target_without_it_is_refused() -> None:
     with pytest.raises(InputError, match="does not prefill at once"):
-        Engine(MarkovTarget(jnp.zeros((5, 5))), None, ResolvedConfig(blocked=BlockedPrefill()))
+        Engine(MarkovTarget(jnp.zeros((5, 5))), None, ResolvedConfig(prefill="blocked"))

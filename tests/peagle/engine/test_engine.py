@@ -40,7 +40,9 @@ def run(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
 
 
 def config(k: int, slots: int = 1, **options: object) -> ResolvedConfig:
-    return ResolvedConfig(**{"num_speculative_tokens": k, "slots": slots, "capacity": CAPACITY, "chunk": 8, **options})
+    return ResolvedConfig(
+        **{"num_speculative_tokens": k, "slots": slots, "context": CAPACITY, "prefill_chunk": 8, **options}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +126,7 @@ def test_requests_beside_others_get_what_they_get_alone(target, plain, slots: in
 
 @pytest.mark.parametrize("chunk", [1, 3, 19, 64])
 def test_any_cutting_of_a_prompt_gives_the_same(target, requests, plain, chunk: int) -> None:
-    assert run(Engine(target, NGram(), config(3, chunk=chunk)), requests) == plain
+    assert run(Engine(target, NGram(), config(3, prefill_chunk=chunk)), requests) == plain
 
 
 @pytest.mark.parametrize("kind", ["oracle", "sometimes"])
@@ -280,7 +282,7 @@ def test_a_request_that_sets_its_k_drafts_whether_it_pays_or_not(target, plain) 
 
 
 def test_the_step_donates_its_state_and_keeps_no_hidden_copy(target) -> None:
-    engine = Engine(target, NGram(), config(3, capacity=4096, steps_per_dispatch=4))
+    engine = Engine(target, NGram(), config(3, context=4096, steps_per_dispatch=4))
     engine.warm_up()
     state = engine.executor.state
     donated = sum(leaf.nbytes for leaf in jax.tree.leaves((state.target_cache, state.drafter_state)))
@@ -578,7 +580,7 @@ def test_outputs_that_are_not_finite_end_their_request_alone() -> None:
     table = np.full((9, 9), -9.0, np.float32)
     table[np.arange(9), (np.arange(9) + 1) % 9] = 9.0
     table[[0, 5]] = np.nan
-    engine = Engine(MarkovTarget(jnp.asarray(table)), NGram(), config(2, slots=2, chunk=4))
+    engine = Engine(MarkovTarget(jnp.asarray(table)), NGram(), config(2, slots=2, prefill_chunk=4))
     wrong, right = engine.add(Request((2,), 8, name="the first prompt")), engine.add(Request((6,), 3))
     said = "the target's logits for token 3 of the answer to the first prompt are not finite; expected finite ones"
     with pytest.raises(InputError, match=said):
@@ -620,7 +622,7 @@ def test_a_row_whose_drafter_is_too_far_behind_drafts_no_more(target, plain, mon
     """At two active rows nothing is drafted; the load falls after more plain steps than the drafter's input holds."""
     monkeypatch.setattr("peagle.engine.state.INPUT_ROOM", 8)
     # a capacity of its own, since engines of equal shapes share the program that makes their state
-    engine = Engine(target, NGram(), config(3, slots=2, capacity=CAPACITY + 1, widths=WidthTable({1: 3, 2: 0})))
+    engine = Engine(target, NGram(), config(3, slots=2, context=CAPACITY + 1, widths=WidthTable({1: 3, 2: 0})))
     tokens, records = decode(engine, [Request(PROMPTS[1], 30), Request(PROMPTS[0], 60)])
     assert tokens == [plain[1][:30], plain[0]]
     assert {len(record.draft_token_ids) for record in records[1]} == {0}

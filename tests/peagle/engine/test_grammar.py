@@ -366,7 +366,7 @@ def test_an_aborted_request_leaves_nothing(target: MarkovTarget, vocabulary: Voc
 
 
 def test_nothing_compiles_after_a_warm_up(target: MarkovTarget, vocabulary: Vocabulary) -> None:
-    engine = engine_of(target, 2, capacity=72)
+    engine = engine_of(target, 2, context=72)
     engine.warm_up(sampled=True)
     engine.warm_up(sampled=True, full=True, constrained=True)
     assert engine.compile_s > 0

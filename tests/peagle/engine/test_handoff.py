@@ -36,7 +36,7 @@ needs_native = pytest.mark.skipif(not native.available(), reason=native.status()
 
 
 def engine_of(given: Models, k: int = K, **options: object) -> Engine:
-    shape = {"num_speculative_tokens": k, "slots": 2, "capacity": CAPACITY, "chunk": 64}
+    shape = {"num_speculative_tokens": k, "slots": 2, "context": CAPACITY, "prefill_chunk": 64}
     fingerprints = Fingerprints("the target", "the drafter")
     return Engine(given.target, given.drafter, ResolvedConfig(**{**shape, **options}), (), fingerprints)
 
@@ -83,9 +83,9 @@ def test_a_fresh_prompt_goes_on_in_an_engine_of_another_shape(
 ) -> None:
     """Prompts around blocks, chunks and the window; rings of the sender's chunks go into rings of single steps."""
     given = models(f"native {dtype}", tmp_path_factory.getbasetemp())
-    local, decoder = engine_of(given, k), engine_of(given, k, role="decode", capacity=CAPACITY + 30)
+    local, decoder = engine_of(given, k), engine_of(given, k, role="decode", context=CAPACITY + 30)
     for chunk, lengths in ((64, (1, WINDOW, 45, BLOCK + 1)), (100, (2, BLOCK, 2 * BLOCK + 20))):
-        sender = engine_of(given, k, chunk=chunk, role="prefill", capacity=CAPACITY - chunk % 3)
+        sender = engine_of(given, k, prefill_chunk=chunk, role="prefill", context=CAPACITY - chunk % 3)
         for place, length in enumerate(lengths):
             request = asked(length, place % len(SAMPLINGS))
             expected = facts(list(local.follow(local.add(request))))
@@ -99,7 +99,10 @@ def test_a_fresh_prompt_goes_on_in_an_engine_of_another_shape(
 def test_a_sequence_goes_on_from_the_midst_of_its_answer(k: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Beside others, that are not disturbed; twice, so that what was received is handed over, too."""
     given = models("native float32", tmp_path_factory.getbasetemp())
-    first, second = engine_of(given, k, steps_per_dispatch=3), engine_of(given, k, chunk=32, capacity=CAPACITY + 7)
+    first, second = (
+        engine_of(given, k, steps_per_dispatch=3),
+        engine_of(given, k, prefill_chunk=32, context=CAPACITY + 7),
+    )
     alone = engine_of(given, k)
     for place, length in enumerate((3, 45, BLOCK + 9)):
         moved, stays = asked(length, place), asked(20 + length, 1)
@@ -142,8 +145,8 @@ def test_n_grams_and_rows_that_draft_no_more_are_handed_over_too() -> None:
     table = WidthTable({1: K}, sampled=False)
     shape = ResolvedConfig(K, 2, 96, prefill_chunk=8, widths=table)
     local = Engine(tiny_target(), NGram(), shape)
-    sender = Engine(tiny_target(), NGram(), dataclasses.replace(shape, role="prefill", capacity=80, chunk=16))
-    receiver = Engine(tiny_target(), NGram(), dataclasses.replace(shape, role="decode", capacity=120))
+    sender = Engine(tiny_target(), NGram(), dataclasses.replace(shape, role="prefill", context=80, prefill_chunk=16))
+    receiver = Engine(tiny_target(), NGram(), dataclasses.replace(shape, role="decode", context=120))
     for sampling in SAMPLINGS[:2]:
         request = Request(TOKENS[:40], 30, sampling, ())
         (tokens,), (steps,) = decode(local, [request])
@@ -204,7 +207,7 @@ def test_what_does_not_fit_is_refused_by_name(pair: Models, sent: HandOff) -> No
     refused("another target", changed(sent, target="another"))
     refused("another drafter", changed(sent, drafter="another"))
     refused("another drafter", prefilled(engine_of(pair, 0, role="prefill"), request)[1])
-    refused("46 tokens; expected at most 40", sent, engine=engine_of(pair, capacity=40))
+    refused("46 tokens; expected at most 40", sent, engine=engine_of(pair, context=40))
     other = dataclasses.replace(request, prompt_ids=(*TOKENS[:44], (TOKENS[44] + 1) % TARGET.vocab_size))
     refused("does not begin with the prompt", sent, other)
     refused("does not begin with the prompt", sent, asked(46))

@@ -15,7 +15,6 @@ from peagle.engine.engine import Engine
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.kernels import Implementation
-from peagle.ops.row_blocks import BlockedPrefill
 from target.load import load_target
 from target.model import GptOss
 from tests.peagle.toys import Scripted
@@ -53,7 +52,7 @@ def test_positions_beyond_the_initial_context_are_transformers(
     target = GptOss(loaded.params, loaded.config)
     prompt = np.random.default_rng(4).integers(0, loaded.config.vocab_size, length)
     plain, in_chunks, _ = decoded(Engine(target, None, ResolvedConfig(context=length + NEW)), prompt)
-    at_once = ResolvedConfig(context=length + NEW, blocked=BlockedPrefill())
+    at_once = ResolvedConfig(context=length + NEW, prefill="blocked")
     same, blocked, _ = decoded(Engine(target, None, at_once), prompt)
     assert same == plain
     if implementation == "native":

@@ -54,7 +54,7 @@ def test_requests_with_memory_for_a_third_get_what_they_get_alone(pair: Models, 
     little = engine_of(
         pair,
         slots=5,
-        chunk=32,
+        prefill_chunk=32,
         steps_per_dispatch=steps,
         kv_memory=memory_of(pair, 5),
         prefix_cache=kept,
@@ -99,7 +99,7 @@ def test_memory_that_holds_no_request_is_refused_with_the_numbers(pair: Models) 
     least = memory_of(pair, 5)
     for memory, context in ((memory_of(pair, 1), CAPACITY), (least, 10 * CAPACITY)):
         with pytest.raises(InputError, match=rf"which hold one request of {context} positions: raise"):
-            engine_of(pair, capacity=context, kv_memory=memory)
+            engine_of(pair, context=context, kv_memory=memory)
     with pytest.raises(InputError, match="the memory for keys and values is 0 bytes; expected more than 0"):
         ResolvedConfig(kv_memory=0)
     engine = engine_of(pair, kv_memory=least)

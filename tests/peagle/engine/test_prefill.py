@@ -8,7 +8,6 @@ import pytest
 from peagle.engine.executor import chunk_plan
 from peagle.ops import native
 from peagle.ops.attention import paged
-from peagle.ops.row_blocks import BlockedPrefill
 from tests.peagle.engine.models import TOKENS, Models, engine_of, held, models, prefilled
 from tests.peagle.toys import WINDOW
 
@@ -34,7 +33,7 @@ def shortened(counts: Sequence[int], length: int) -> list[int]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_any_cutting_of_a_prompt_gives_the_same_bits(dtype: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keys and values of target and drafter, aux_hidden and logits, past windows and over pages."""
-    engine = engine_of(models(f"native {dtype}", tmp_path_factory.getbasetemp()), slots=4, chunk=LENGTH)
+    engine = engine_of(models(f"native {dtype}", tmp_path_factory.getbasetemp()), slots=4, prefill_chunk=LENGTH)
     for length in (LENGTH, 1, 2, WINDOW, 64, 65):
         _, whole = prefilled(engine, TOKENS[:length], LENGTH, [length])
         assert all(np.isfinite(part.astype(np.float32)).all() for part in whole.values())
@@ -54,7 +53,7 @@ def test_any_cutting_of_a_prompt_gives_the_same_to_rounding(
         monkeypatch.setattr(paged, "MOST_SCORES", most_scores)
     # a capacity of its own, since engines of equal shapes share programs
     pair = models("float32", tmp_path_factory.getbasetemp())
-    engine = engine_of(pair, capacity=256 if most_scores is None else 257, chunk=LENGTH, slots=3)
+    engine = engine_of(pair, context=256 if most_scores is None else 257, prefill_chunk=LENGTH, slots=3)
     for length in (LENGTH, 2):
         _, whole = prefilled(engine, TOKENS[:length], LENGTH, [length])
         for rows, counts in CUTTINGS[1:4]:
@@ -68,10 +67,10 @@ def test_any_cutting_of_a_prompt_gives_the_same_to_rounding(
 @NATIVE
 def test_prompts_that_share_a_pass_leave_what_each_leaves_alone(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Fresh ones, one that goes on in the midst of a page, one that is known whole, and an empty entry."""
-    engine = engine_of(models("native float32", tmp_path_factory.getbasetemp()), slots=4, chunk=64)
+    engine = engine_of(models("native float32", tmp_path_factory.getbasetemp()), slots=4, prefill_chunk=64)
     prompts, known = [TOKENS[:30], TOKENS[5:90], TOKENS[100:164]], [0, 70, 64]
     alone = [prefilled(engine, prompt, 128, [len(prompt)])[1] for prompt in prompts]
-    engine = engine_of(models("native float32", tmp_path_factory.getbasetemp()), slots=4, chunk=64)
+    engine = engine_of(models("native float32", tmp_path_factory.getbasetemp()), slots=4, prefill_chunk=64)
     tables = [engine.memory.open((), drafts=True) for _ in prompts]
     for place, prompt in enumerate(prompts):
         if known[place]:
@@ -102,8 +101,8 @@ def test_a_prompt_in_blocks_of_rows_leaves_what_chunks_leave(
     """On native kernels bit for bit; last blocks are full, part full and of one row."""
     pair: Models = models(kind, tmp_path_factory.getbasetemp())
     capacity = 3 * 128 - 20
-    chunked = engine_of(pair, capacity=capacity, chunk=capacity)
-    at_once = engine_of(pair, capacity=capacity, blocked=BlockedPrefill(*blocks))
+    chunked = engine_of(pair, context=capacity, prefill_chunk=capacity)
+    at_once = engine_of(pair, context=capacity, prefill="blocked", query_blocks=blocks[0], ffn_blocks=blocks[1])
     for length in (1, 23, 128, 129, capacity):
         parts = []
         for engine, rows in ((chunked, capacity), (at_once, 384)):

@@ -29,7 +29,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def engine(pair: Models, size: int = HUGE, **options: object) -> Engine:
-    shape = {"slots": 2, "capacity": CAPACITY, "chunk": 40, "prefix_cache_bytes": size}
+    shape = {"slots": 2, "context": CAPACITY, "prefill_chunk": 40, "prefix_cache": size}
     return engine_of(pair, **{"k": K, **shape, **options})  # type: ignore[arg-type]
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from peagle.cli.document import summary_lines
 from peagle.engine.request import FinishReason, Request, StepRecord, TokenChunk
+from peagle.engine.resolved import ResolvedConfig
 from peagle.measure.metrics import (
     figure_text,
     first_difference,
@@ -70,9 +71,13 @@ def test_a_position_that_was_never_drafted_has_no_rate() -> None:
     counters = Counters.of(steps, 5)
     assert counters.acceptance_rate_per_position == pytest.approx((2 / 3, 1 / 3, 0, None, None))
     assert Counters.of([step(0, 0)], 2).acceptance_rate_per_position == (None, None)
-    config = RunConfig(num_speculative_tokens=5, adaptive=True, baseline=False)
+    engine = ResolvedConfig(5, adaptive=True)
     made = Result(REQUEST, 5, (1, 2), None, "length", 0.0, 1.0, 2.0, tuple(steps))
-    (line,) = [text for text in summary_lines(Run([Outcome(made, None)], 128), config, None) if "per position" in text]
+    (line,) = [
+        text
+        for text in summary_lines(Run([Outcome(made, None)], 128, engine=engine), RunConfig(), None)
+        if "per position" in text
+    ]
     assert line.endswith("length 2.00 | 3 steps of K <= 5, 1 plain | rate per position 0.67 0.33 0.00 - -")
 
 

@@ -49,16 +49,16 @@ def service_of(
     context: int = CONTEXT,
     slots: int = SLOTS,
     replicas: int = 1,
-    kv_memory_bytes: int | None = None,
-    prefix_cache_bytes: PrefixCacheSize = 1_000_000,
+    kv_memory: int | None = None,
+    prefix_cache: PrefixCacheSize = 1_000_000,
     **options: Any,
 ) -> Service:
     # several tests have engines of one shape, and each engine has one driver
     pair._engines.clear()
     pair = dataclasses.replace(pair, replicas=(pair,) * (replicas - 1))
     most, adaptive = pair.num_drafts(k)
-    shape: dict[str, Any] = {"capacity": context, "slots": slots, "adaptive": adaptive, "k_per_request": True}
-    shape |= {"kv_memory_bytes": kv_memory_bytes, "prefix_cache_bytes": prefix_cache_bytes}
+    shape: dict[str, Any] = {"context": context, "slots": slots, "adaptive": adaptive, "k_per_request": True}
+    shape |= {"kv_memory": kv_memory, "prefix_cache": prefix_cache}
     engine = pair.engine(pair.engine_config(most, **shape))
     return Service(EngineLoop(engine, max_queue), RequestBuilder(pair, context, DATE, most), MODEL, **options)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from peagle.api import Pair
-from peagle.config import SamplingParams
+from peagle.config import EngineConfig, SamplingParams, configs_of
 from peagle.engine.collect import Collector
 from peagle.engine.executor import trace_counts
 from peagle.engine.grammar import GrammarError
@@ -21,7 +21,6 @@ from peagle.engine.warmup import Measuring, WarmUp
 from peagle.measure.logprobs import output_logprobs
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
-from peagle.ops.row_blocks import BlockedPrefill
 from peagle.result import Result
 from peagle.text.prompts import Conversation, Rendering, from_ids, from_text
 from peagle.text.tokenizer import Tokenizer
@@ -29,8 +28,12 @@ from peagle.workflows.run import Observer, Run, RunConfig, run
 from tests.peagle.conftest import MAX_POSITIONS, STOP, VOCAB_SIZE, ToyTarget, toy_pair
 
 K, NEW = 3, 12
-CONFIG = RunConfig(num_speculative_tokens=K, max_new_tokens=NEW)
+CONFIG = RunConfig(engine=EngineConfig(K), max_new_tokens=NEW)
 CHAT = Conversation("chat", turns=("one", "two", "three"), numbered=True)
+
+
+def with_engine(**options: Any) -> RunConfig:
+    return dataclasses.replace(CONFIG, engine=dataclasses.replace(CONFIG.engine, **options))
 
 
 def ids(run: Run) -> list[tuple[int, ...]]:
@@ -71,7 +74,7 @@ def test_results_come_in_the_order_of_the_input_with_their_turns(toy: Pair) -> N
 def test_a_conversation_that_outgrows_the_positions_keeps_what_it_has_and_stops_nobody(toy, slots) -> None:
     # the three prompts fit; with the answers between them, the third does not
     long = Conversation("long", turns=("a" * 90, "b" * 90, "c" * 90), numbered=True)
-    config = RunConfig(num_speculative_tokens=K, max_new_tokens=60, slots=slots)
+    config = RunConfig(engine=EngineConfig(K, slots), max_new_tokens=60)
     done = run(toy, [from_ids([50]), long, CHAT], config)
     turns = [(outcome.result.request.index, outcome.turn) for outcome in done.outcomes]
     begun = [turn for index, turn in turns if 1 <= index <= 3]
@@ -98,7 +101,7 @@ def test_a_grammar_that_cannot_be_followed_ends_its_own_conversation(
         return dataclasses.replace(handle.inbox.pop(), token_ids=found.token_ids, steps=found.steps)
 
     monkeypatch.setattr(Collector, "_chunk", chunk)
-    done = run(toy, [from_ids([50]), bad, CHAT], dataclasses.replace(CONFIG, slots=slots))
+    done = run(toy, [from_ids([50]), bad, CHAT], with_engine(slots=slots))
     assert done.failed == ("bad: no text follows",)
     assert [outcome.result.request.index for outcome in done.outcomes] == [0, 1, 3, 4, 5]
     assert done.outcomes.pop(1).result.error == "bad: no text follows"
@@ -117,7 +120,7 @@ def test_requests_in_slots_get_what_each_gets_alone(toy: Pair) -> None:
     conversations = [from_ids([50]), CHAT, from_text("solo"), from_ids([60, 61])]
     config = dataclasses.replace(CONFIG, sampling=SamplingParams(1.0, seed=3), baseline=False)
     alone = run(toy, conversations, config)
-    together = run(toy, conversations, dataclasses.replace(config, slots=3))
+    together = run(toy, conversations, dataclasses.replace(config, engine=EngineConfig(K, slots=3)))
     assert ids(alone) == ids(together)
     assert len(set(ids(alone))) == len(ids(alone))
 
@@ -137,7 +140,7 @@ def test_plain_decoding_runs_beside_it_first_and_second_in_turn(toy: Pair) -> No
 
 def test_compilation_is_told_apart_from_running(toy: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a fake clock: compiling a program takes 1000 s, reading the clock a millisecond."""
-    looks, config = itertools.count(), dataclasses.replace(CONFIG, context=77)  # a shape that no other test has
+    looks, config = itertools.count(), with_engine(context=77)  # a shape that no other test has
     monkeypatch.setattr("time.perf_counter", lambda: 1000.0 * sum(trace_counts().values()) + 1e-3 * next(looks))
     done = run(toy, [from_ids([50])], config)
     assert done.compile_s >= 1000
@@ -162,7 +165,8 @@ def test_measuring_what_drafting_costs_compiles_nothing(
 
     monkeypatch.setattr(WarmUp, "measure_costs", counting)
     context = 78 + round(temperature)  # a shape that no other test has
-    config = dataclasses.replace(CONFIG, adaptive=True, sampling=SamplingParams(temperature), context=context)
+    engine = EngineConfig("auto", context=context)
+    config = dataclasses.replace(CONFIG, engine=engine, sampling=SamplingParams(temperature))
     run(toy, [from_ids([50])], config)
     before, after = counts
     assert before == after
@@ -224,7 +228,7 @@ def test_conversations_go_on_while_others_are_at_their_first_turn(toy: Pair) -> 
     """
     conversations = [CHAT, dataclasses.replace(CHAT, turns=("a", "b", "c")), from_ids([50])]
     alone = run(toy, conversations, CONFIG)
-    together = run(toy, conversations, dataclasses.replace(CONFIG, slots=2))
+    together = run(toy, conversations, with_engine(slots=2))
     assert ids(together) == ids(alone)
     assert [outcome.turn for outcome in together.outcomes] == [0, 1, 2, 0, 1, 2, None]
     assert all(outcome.baseline is not None for outcome in together.outcomes)
@@ -237,7 +241,7 @@ def test_conversations_go_on_while_others_are_at_their_first_turn(toy: Pair) -> 
 def test_ctrl_c_is_a_flag_that_the_next_dispatch_finds(toy: Pair, slots: int) -> None:
     """Dispatches in flight are dropped, and the engines stay intact: the same run then finishes."""
     conversations = [from_ids([50]), from_ids([51]), from_ids([52])]
-    config = dataclasses.replace(CONFIG, slots=slots)
+    config = with_engine(slots=slots)
     whole = run(toy, conversations, config)
 
     class Pressing(Watcher):
@@ -268,7 +272,7 @@ def test_a_budget_beyond_the_positions_is_cut(toy: Pair) -> None:
     prompt = [50] * (MAX_POSITIONS - 5)
     result = run(toy, [from_ids(prompt)], CONFIG).outcomes[0].result
     assert (len(result.output_ids), result.finish_reason) == (5, "length")
-    narrow = dataclasses.replace(CONFIG, context=10)
+    narrow = with_engine(context=10)
     assert len(run(toy, [from_ids([50] * 7)], narrow).outcomes[0].result.output_ids) == 3
 
 
@@ -293,8 +297,8 @@ def test_a_stop_token_ends_it_and_is_no_text(toy: Pair) -> None:
         (from_ids([VOCAB_SIZE]), CONFIG, f"0..{VOCAB_SIZE - 1}"),
         (from_ids([-1]), CONFIG, "-1"),
         (from_ids([5] * MAX_POSITIONS), CONFIG, f"{MAX_POSITIONS} positions"),
-        (from_ids([5] * 10), dataclasses.replace(CONFIG, context=10), "10 positions"),
-        (from_ids([5]), dataclasses.replace(CONFIG, context=MAX_POSITIONS + 1), f"2..{MAX_POSITIONS}"),
+        (from_ids([5] * 10), with_engine(context=10), "10 positions"),
+        (from_ids([5]), with_engine(context=MAX_POSITIONS + 1), f"2..{MAX_POSITIONS}"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_runs(
@@ -316,13 +320,13 @@ def test_what_cannot_run_is_refused_before_anything_runs(
         {"logprobs": -1},
         {"logprobs": 21},
         {"prefill_chunk": 0},
-        {"kv_memory_bytes": 0},
-        {"prefix_cache_bytes": -1},
+        {"kv_memory": 0},
+        {"prefix_cache": -1},
     ],
 )
 def test_settings_that_mean_nothing_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(InputError):
-        RunConfig(**wrong)  # type: ignore[arg-type]
+        configs_of(wrong, RunConfig, EngineConfig)
 
 
 def test_scores_are_the_log_softmax_of_the_targets_logits(toy: Pair) -> None:
@@ -339,7 +343,7 @@ def test_scores_are_the_log_softmax_of_the_targets_logits(toy: Pair) -> None:
 
 
 def test_logprobs_of_a_greedy_run_name_the_emitted_token_first(toy: Pair) -> None:
-    config = dataclasses.replace(CONFIG, num_speculative_tokens=0, logprobs=2)
+    config = dataclasses.replace(CONFIG, engine=EngineConfig(0), logprobs=2)
     outcome = run(toy, [from_ids([50])], config).outcomes[0]
     assert outcome.baseline is None
     assert [token.best[0][0] for token in outcome.result.logprobs] == list(outcome.result.output_ids)
@@ -360,8 +364,8 @@ def test_turns_begin_with_those_before_them_and_say_the_same(toy: Pair, slots: i
     """By default if there are several requests; 0 turns it off, and one request has nothing to begin with."""
     # a first turn fills a page
     conversations = [dataclasses.replace(CHAT, turns=(letter * 60, "two", "three")) for letter in "ab"]
-    cold = run(toy, conversations, dataclasses.replace(CONFIG, slots=slots, prefix_cache_bytes=0))
-    warm = run(toy, conversations, dataclasses.replace(CONFIG, slots=slots))
+    cold = run(toy, conversations, with_engine(slots=slots, prefix_cache=0))
+    warm = run(toy, conversations, with_engine(slots=slots))
     assert ids(warm) == ids(cold)
     assert cold.prefix_cache is None
     assert warm.prefix_cache is not None
@@ -377,8 +381,9 @@ def test_turns_begin_with_those_before_them_and_say_the_same(toy: Pair, slots: i
 def test_a_prompt_that_is_prefilled_at_once_begins_after_its_known_tokens(pair: Pair) -> None:
     prompt = [5 + place % 7 for place in range(70)]
     prompts = [from_ids([*prompt, last]) for last in (3, 4)]
-    config = dataclasses.replace(CONFIG, ignore_eos=True, baseline=False, blocked=BlockedPrefill())
-    cold = run(pair, prompts, dataclasses.replace(config, prefix_cache_bytes="off"))
+    config = RunConfig(engine=EngineConfig(K, prefill="blocked"), max_new_tokens=NEW, ignore_eos=True, baseline=False)
+    without = dataclasses.replace(config.engine, prefix_cache="off")
+    cold = run(pair, prompts, dataclasses.replace(config, engine=without))
     warm = run(pair, prompts, config)
     assert [outcome.result.num_cached_tokens for outcome in warm.outcomes] == [0, 64]
     assert ids(warm) == ids(cold)
