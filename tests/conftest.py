@@ -27,7 +27,6 @@ import jax
 import jaxtyping
 import numpy as np
 import pytest
-import typer.main
 
 _struct_dataclass = flax.struct.dataclass
 
@@ -106,8 +105,6 @@ hypothesis.settings.load_profile("peagle")
 # a suite that was started in the background ignores Ctrl-C, and so would the processes whose Ctrl-C is tested
 if threading.current_thread() is threading.main_thread():  # Ray imports it elsewhere, for a checked class
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-typer.main.get_command = functools.cache(typer.main.get_command)  # parsers are made alike at each of a thousand calls
 
 _stage = jax._src.core.stage_p
 _lift = _stage.impl

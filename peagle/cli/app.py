@@ -38,18 +38,18 @@ DEFAULTS = Parameter(negative=(), show_env_var=False, show_choices=False, allow_
 
 @dataclass(frozen=True)
 class Entry:
-    """A command. where: module:class, imported once it is needed; "": it has commands; none: of peagle.cli.former.
+    """A command. where: module:class, imported once it is needed; "": it has commands of its own.
 
     group: of the help that lists it.
     """
 
     group: Group | None
     summary: str
-    where: str | None = None
+    where: str
 
     def load(self) -> type[Command]:
         """Import the command's class."""
-        module, _, name = (self.where or "").partition(":")
+        module, _, name = self.where.partition(":")
         kind: type[Command] = getattr(importlib.import_module(module), name)
         return kind
 
@@ -108,7 +108,7 @@ def application(*loaded: str) -> App:
         if words in loaded:
             register(parent, entry.load(), name, entry.group)
         else:
-            flags = HELP_FLAGS if entry.where == "" else ()
+            flags = () if entry.where else HELP_FLAGS
             panel: dict[str, Any] = {} if entry.group is None else {"group": entry.group}
             stub = App(name=name, help=entry.summary, sort_key=place, help_flags=flags, version_flags=[], **panel)
             parent.command(stub)
@@ -141,10 +141,6 @@ def _run(typed: list[str]) -> int:
         return _show_version()
     name = next((name for count in (2, 1) if (name := " ".join(typed[:count])) in COMMANDS), "")
     entry = COMMANDS.get(name)
-    if entry is not None and entry.where is None:
-        from peagle.cli.former import main as former
-
-        return former(typed)
     words, loaded = name.split(), [name] if entry is not None and entry.where else []
     app = application(*loaded)
     try:

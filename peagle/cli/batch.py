@@ -31,7 +31,7 @@ class BatchCommand(Served):
     """Requests, one per line."""
     answers: Annotated[Path, Flag(names=("OUT.jsonl",))]
     """Responses, appended in the order they finish."""
-    engine: Annotated[EngineConfig, TAKEN] = EngineConfig(slots=8, prefix_cache="on")  # noqa: RUF009  # frozen
+    engine: Annotated[EngineConfig, TAKEN] = EngineConfig(slots=8, prefix_cache="on")
     quiet: Annotated[bool, Flag(OUTPUT, names=("--quiet", "-q"))] = False
     """Hide notes and progress. Warnings and errors are still printed."""
 

@@ -44,10 +44,10 @@ class Bench:
     """Tokens in the KV cache before decoding and verifying."""
     slots: Annotated[str, Flag(RUNNING, "N,N", old="--batch")] = "1"
     """Requests decoded at once. With several numbers, decoding runs at each and at 1, all else at 1."""
-    engine: Annotated[EngineConfig, DECODED] = EngineConfig()  # noqa: RUF009  # frozen
+    engine: Annotated[EngineConfig, DECODED] = EngineConfig()
     num_speculative_tokens: Annotated[str | None, Flag(SPECULATION, "K,K", ("-k", "--num-speculative-tokens"))] = None
     """Also time decoding with K drafts per step, all rejected: the cost of a drafted step."""
-    load: Annotated[LoadConfig, LOADED] = LoadConfig()  # noqa: RUF009
+    load: Annotated[LoadConfig, LOADED] = LoadConfig()
     repeats: Annotated[int, Flag(RUNNING, "R")] = 5
     """Measurements per test."""
     json: Annotated[str | None, Flag(OUTPUT, "FILE|-")] = None

@@ -28,12 +28,12 @@ class Chat:
       from a pipe         [cyan]printf 'Hi\\nAnd you?\\n' | peagle chat --target DIR[/cyan]
     """
 
-    rendering: Annotated[Rendering, Takes(without=("raw", "special_tokens"))] = Rendering()  # noqa: RUF009  # frozen
-    load: LoadConfig = LoadConfig()  # noqa: RUF009
-    engine: Annotated[EngineConfig, TAKEN] = EngineConfig(prefix_cache="on")  # noqa: RUF009
+    rendering: Annotated[Rendering, Takes(without=("raw", "special_tokens"))] = Rendering()
+    load: LoadConfig = LoadConfig()
+    engine: Annotated[EngineConfig, TAKEN] = EngineConfig(prefix_cache="on")
     baseline: Annotated[bool, Flag(SPECULATION)] = False
     """Also decode each response plainly; report the speed-up."""
-    sampling: SamplingParams = SamplingParams()  # noqa: RUF009
+    sampling: SamplingParams = SamplingParams()
     max_new_tokens: Annotated[int, Flag(SAMPLING, "N", ("-n", "--max-new-tokens"))] = 1024
     """Maximum tokens of a response."""
     stop: Annotated[tuple[str, ...], Flag(SAMPLING, "TEXT")] = ()

@@ -35,7 +35,7 @@ class Up:
         [cyan]peagle cluster up --decode 8 --write-config fleet.json[/cyan]
     """
 
-    fleet: FleetConfig = FleetConfig()  # noqa: RUF009  # frozen
+    fleet: FleetConfig = FleetConfig()
     host: Annotated[str, Flag(SERVER, "ADDRESS")] = "127.0.0.1"
     """Address to listen on; 0.0.0.0 also accepts other machines."""
     port: Annotated[int, Flag(SERVER, "N")] = 8000

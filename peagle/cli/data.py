@@ -40,11 +40,11 @@ class Data:
     """Use the first N prompts, 1 or more."""
     strict: Annotated[bool, Flag(PROMPT)] = False
     """Fail on a row of a prompt file that cannot be used, instead of skipping it with a note."""
-    rendering: Rendering = Rendering()  # noqa: RUF009  # frozen
-    load: Annotated[LoadConfig, LOADED] = LoadConfig()  # noqa: RUF009
+    rendering: Rendering = Rendering()
+    load: Annotated[LoadConfig, LOADED] = LoadConfig()
     max_new_tokens: Annotated[int, Flag(SAMPLING, "N", ("-n", "--max-new-tokens"))] = 256
     """Maximum tokens of a response."""
-    engine: Annotated[EngineConfig, Takes(("context", "slots"), helps={"context": CONTEXT})] = EngineConfig(  # noqa: RUF009
+    engine: Annotated[EngineConfig, Takes(("context", "slots"), helps={"context": CONTEXT})] = EngineConfig(
         context=512, slots=32
     )
     shard_prompts: Annotated[int, Flag(OUTPUT, "N")] = 512
@@ -58,7 +58,7 @@ class Data:
     further; needs --hidden and --top."""
     taps: Annotated[tuple[int, ...] | None, Flag(DRAFTER, "L,L,L", read=layers_reader("taps"))] = None
     """Target layers (0-based) whose outputs a new drafter reads. Default: 1, n/2 - 1 and n - 4 of n layers."""
-    sampling: SamplingParams = SamplingParams()  # noqa: RUF009
+    sampling: SamplingParams = SamplingParams()
     quiet: Annotated[bool, Flag(OUTPUT, names=("--quiet", "-q"))] = False
     """Hide progress and summary. Warnings and errors are still printed."""
 

@@ -33,7 +33,7 @@ class Export:
     verifier: Annotated[str | None, Flag(OUTPUT, "NAME|DIR")] = None
     """Target, as named in the exported config; required for speculators. A directory also supplies what the drafter
     lacks: positions, embedding, head."""
-    load: Annotated[LoadConfig, Takes(("aux_layer_ids", "download"))] = LoadConfig()  # noqa: RUF009  # frozen
+    load: Annotated[LoadConfig, Takes(("aux_layer_ids", "download"))] = LoadConfig()
     quiet: Annotated[bool, Flag(OUTPUT, names=("--quiet", "-q"))] = False
     """Hide the summary. Warnings and errors are still printed."""
 

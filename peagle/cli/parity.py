@@ -31,7 +31,7 @@ class Parity:
 
     drafter: Annotated[str | None, Flag(MODEL, "DIR")] = None
     """P-EAGLE or EAGLE-3 checkpoint. Default: the demo drafter."""
-    load: Annotated[LoadConfig, LOADED] = LoadConfig()  # noqa: RUF009  # frozen
+    load: Annotated[LoadConfig, LOADED] = LoadConfig()
     prompts: Annotated[Path | None, Flag(PROMPT, "FILE", ("--prompt-file", "--prompts"))] = None
     """Prompt file, in a format of peagle speculate; required for any other target than the demo's. Default: the demo's
     held-out prompts."""

@@ -16,8 +16,8 @@ TAKEN = Takes(("num_speculative_tokens", "slots", "context", "kv_memory", "prefi
 class Served:
     """The pair and its engine, for requests of OpenAI's API over HTTP or from a file."""
 
-    load: LoadConfig = LoadConfig()  # noqa: RUF009  # frozen
-    engine: Annotated[EngineConfig, TAKEN] = EngineConfig(slots=4, prefix_cache="on")  # noqa: RUF009
+    load: LoadConfig = LoadConfig()
+    engine: Annotated[EngineConfig, TAKEN] = EngineConfig(slots=4, prefix_cache="on")
     served_model_name: Annotated[str | None, Flag(SERVER, "NAME")] = None
     """Model name in the API. Default: the name of the target's directory."""
     date: Annotated[str, Flag(PROMPT, "YYYY-MM-DD")] = DEFAULT_DATE

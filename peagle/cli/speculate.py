@@ -29,10 +29,10 @@ class Decode:
     """Fail on a row of a prompt file that cannot be used, instead of skipping it with a note."""
     prompt_ids: Annotated[str | None, Flag(PROMPT, "1,2,3")] = None
     """Prompt as token ids, without the chat template."""
-    rendering: Rendering = Rendering()  # noqa: RUF009  # frozen
-    load: LoadConfig = LoadConfig()  # noqa: RUF009
-    engine: EngineConfig = EngineConfig()  # noqa: RUF009
-    sampling: SamplingParams = SamplingParams()  # noqa: RUF009
+    rendering: Rendering = Rendering()
+    load: LoadConfig = LoadConfig()
+    engine: EngineConfig = EngineConfig()
+    sampling: SamplingParams = SamplingParams()
     max_new_tokens: Annotated[int, Flag(SAMPLING, "N", ("-n", "--max-new-tokens"))] = 256
     """Maximum tokens of a response."""
     ignore_eos: Annotated[bool, Flag(SAMPLING)] = False
@@ -82,7 +82,7 @@ class Speculate(Decode):
     """
 
     command: ClassVar[str] = "speculate"
-    engine: Annotated[EngineConfig, Takes(helps={"context": CONTEXT})] = EngineConfig()  # noqa: RUF009
+    engine: Annotated[EngineConfig, Takes(helps={"context": CONTEXT})] = EngineConfig()
     show_drafts: Annotated[bool, Flag(OUTPUT)] = False
     """In a terminal, colour accepted drafts by their position in the step, or put them in brackets if it has no
     colours."""
@@ -104,7 +104,7 @@ class Generate(Decode):
     """
 
     command: ClassVar[str] = "generate"
-    load: Annotated[LoadConfig, Takes(without=DRAFTER)] = LoadConfig()  # noqa: RUF009
+    load: Annotated[LoadConfig, Takes(without=DRAFTER)] = LoadConfig()
     engine: Annotated[EngineConfig, Takes(without=DRAFTING, helps={"context": CONTEXT})] = PLAIN
     logprobs: Annotated[int | None, Flag(OUTPUT, "N")] = None
     """Print each token's log-probability and those of the N (0 to 20) most likely tokens, or write them to --json.

@@ -48,7 +48,7 @@ class Sweep:
     """Draft vocabularies, as of speculate --draft-vocab, or full; every K runs with each."""
     drafter_window: Annotated[str, Flag(SPECULATION, "N,N|auto|off")] = "auto"
     """Drafter windows, as of speculate --drafter-window; every K runs with each."""
-    load: Annotated[LoadConfig, LOADED] = LoadConfig()  # noqa: RUF009  # frozen
+    load: Annotated[LoadConfig, LOADED] = LoadConfig()
     prompts: Annotated[tuple[Path, ...], Flag(PROMPT, "FILE", ("--prompt-file", "--prompts"))] = ()
     """Prompt file, in a format of peagle speculate; repeatable. Default: the demo's held-out prompts."""
     num_prompts: Annotated[int | None, Flag(PROMPT, "N")] = None

@@ -57,18 +57,18 @@ class Train:
     """Output directory; the same command resumes it."""
     resume: Annotated[bool, Flag(RUNNING)] = False
     """Resume the training in --out with its own options; --steps or --minutes extend it."""
-    load: Annotated[LoadConfig, Takes(("target", "download"))] = LoadConfig()  # noqa: RUF009  # frozen
+    load: Annotated[LoadConfig, Takes(("target", "download"))] = LoadConfig()
     steps: Annotated[int | None, Flag(LEARNING, "N")] = None
     """Training steps; more steps than before extend the training in --out."""
     minutes: Annotated[float | None, Flag(LEARNING, "MINUTES")] = None
     """Time limit of this run, from its first step on. Without --steps, train for as many steps as fit."""
-    shape: DrafterShape = DrafterShape()  # noqa: RUF009
+    shape: DrafterShape = DrafterShape()
     mesh: Annotated[str | None, Flag(RUNNING, "dp=N")] = None
     """Data parallelism: devices that share the rows of a step; may differ after --resume. Default: the most devices
     that divide --rows."""
     rows: Annotated[int, Flag(LEARNING, "N")] = 8
     """Rows per step, over all devices."""
-    learning: TrainConfig = TrainConfig()  # noqa: RUF009
+    learning: TrainConfig = TrainConfig()
     save_every: Annotated[int, Flag(RUNNING, "STEPS")] = 100
     """Steps between checkpoints, 1 or more."""
     evaluate: Annotated[str | None, Flag(RUNNING, "FILE.jsonl")] = None

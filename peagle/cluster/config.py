@@ -164,7 +164,7 @@ def _checked(values: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
     """Check the types of a section's values. Raises InputError for one that is none for its field."""
     kinds, checked = get_type_hints(kind), dict(values)
     for name in values.keys() & kinds.keys():
-        value = tuple(values[name]) if isinstance(values[name], list) else values[name]
+        value: Any = tuple(values[name]) if isinstance(values[name], list) else values[name]
         if name in TEXTS:
             _check_texts(name, value)
         else:
