@@ -301,7 +301,7 @@ class EngineConfig:
     """Keep the keys and values of prompts and responses for later prompts that begin with them. SIZE: in so much more
     memory, such as 512MB. on: up to a tenth of the free memory; with --kv-memory SIZE, in what requests leave of it.
     auto: on, off for a single request."""
-    draft_sampling: Annotated[bool, Flag(SPECULATION)] = False
+    draft_sampling: Annotated[bool, Flag(SPECULATION, hidden=True)] = False
     """No effect: requests with a temperature always draw their drafts."""
     synthetic_acceptance: Annotated[tuple[float, ...] | None, Flag(SPECULATION, "P|P,P", read=read_rates)] = None
     """To time random weights: accept draft i in this share of the steps (one P: P to the power of i), whatever the
@@ -310,7 +310,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if isinstance(self.num_speculative_tokens, int):
             check_num_drafts(self.num_speculative_tokens)
-        for name, least, unit in (("slots", 1, ""), ("context", 2, " positions"), ("prefill_chunk", 1, " tokens")):
+        for name, least, unit in (("slots", 1, ""), ("prefill_chunk", 1, " tokens")):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InputError(f"{name} is {value}{unit}; expected {least} or more", name)

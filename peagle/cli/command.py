@@ -7,7 +7,7 @@ import functools
 import inspect
 import textwrap
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,10 +57,11 @@ class Command(Protocol):
 
 @dataclass(frozen=True)
 class Takes:
-    """Which fields of a group are options of a command, all by default, and helps that differ there."""
+    """Which fields of a group are options of a command, all by default; helps and readers that differ there."""
 
     names: tuple[str, ...] = ()
     helps: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    reads: Mapping[str, Callable[[str], Any]] = dataclasses.field(default_factory=dict)
     without: tuple[str, ...] = ()
 
     def has(self, name: str) -> bool:
@@ -138,6 +139,7 @@ def options_of(
             yield from options_of(hint, value, group, (*path, field.name))  # type: ignore[arg-type]
         elif takes.has(field.name):
             for flag in (mark for mark in marks if isinstance(mark, Flag)):
+                flag = dataclasses.replace(flag, read=takes.reads.get(field.name, flag.read))
                 yield Option((*path, field.name), hint, flag, " ".join(helps[field.name].split()), value)
 
 
@@ -156,9 +158,12 @@ def field_helps(kind: type[Any]) -> dict[str, str]:
 
 
 def register(app: App, kind: type[Command], name: str, group: Group | None) -> None:
-    """Add a command to an app. Called, it returns (its dataclass, what was typed by the options' names)."""
+    """Add a command to an app. Called, it returns (its dataclass, what was typed by the options' names).
+
+    Its GROUPS: those of the help in their order, if it is not that of the fields.
+    """
     options = list(options_of(kind))
-    panels: dict[str, Group] = {}
+    panels = {group: Group(group, sort_key=place) for place, group in enumerate(getattr(kind, "GROUPS", ()))}
 
     def parameter(option: Option) -> inspect.Parameter:
         panel = ARGUMENTS if option.is_argument else OPTIONS
@@ -171,6 +176,7 @@ def register(app: App, kind: type[Command], name: str, group: Group | None) -> N
             group=panel,
             metavar=option.flag.metavar,
             allow_leading_hyphen=not option.is_argument,
+            show=not option.flag.hidden,
             converter=_whole if option.typed_as in (int, int | None) else None,
             show_default=False if shown is None else lambda _: shown,
         )

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from peagle.cli.command import Takes
-from peagle.config import EngineConfig, LoadConfig, SamplingParams
-from peagle.ops.flag import OUTPUT, PROMPT, SAMPLING, SPECULATION, Flag
+from peagle.config import EngineConfig, LoadConfig, NumDrafts, SamplingParams, check_num_drafts, read_num_drafts
+from peagle.ops.flag import ENGINE, MACHINE, MODEL, OUTPUT, PROMPT, SAMPLING, SPECULATION, Flag
 from peagle.text.prompts import Rendering
 
 CONTEXT = "Context length in tokens: prompt plus response. Default: what the prompt and -n need."
@@ -15,10 +15,19 @@ DRAFTING = ("num_speculative_tokens", "draft_sampling", "synthetic_acceptance") 
 DRAFTER = ("drafter", "aux_layer_ids", "draft_vocab", "drafter_window")  # of what is loaded
 
 
+def read_drafts(typed: str) -> NumDrafts:
+    """Read K of a command that always drafts. Raises InputError."""
+    k = read_num_drafts(typed)
+    if isinstance(k, int):
+        check_num_drafts(k, plain=False, instead=" (peagle generate decodes plainly)")
+    return k
+
+
 @dataclass(frozen=True, kw_only=True)
 class Decode:
     """The options that `speculate` and `generate` share."""
 
+    GROUPS: ClassVar = (PROMPT, MODEL, MACHINE, ENGINE, SAMPLING, OUTPUT, SPECULATION)
     command: ClassVar[str]
     prompt: Annotated[str | None, Flag(names=("PROMPT",))] = None
     """The prompt; - reads standard input. Default: a built-in example."""
@@ -30,8 +39,8 @@ class Decode:
     prompt_ids: Annotated[str | None, Flag(PROMPT, "1,2,3")] = None
     """Prompt as token ids, without the chat template."""
     rendering: Rendering = Rendering()  # noqa: RUF009  # frozen
-    load: LoadConfig = LoadConfig()  # noqa: RUF009
     engine: EngineConfig = EngineConfig()  # noqa: RUF009
+    load: LoadConfig = LoadConfig()  # noqa: RUF009
     sampling: SamplingParams = SamplingParams()  # noqa: RUF009
     max_new_tokens: Annotated[int, Flag(SAMPLING, "N", ("-n", "--max-new-tokens"))] = 256
     """Maximum tokens of a response."""
@@ -81,7 +90,9 @@ class Speculate(Decode):
     """
 
     command: ClassVar[str] = "speculate"
-    engine: Annotated[EngineConfig, Takes(helps={"context": CONTEXT})] = EngineConfig()  # noqa: RUF009
+    engine: Annotated[
+        EngineConfig, Takes(helps={"context": CONTEXT}, reads={"num_speculative_tokens": read_drafts})
+    ] = EngineConfig()  # noqa: RUF009
     show_drafts: Annotated[bool, Flag(OUTPUT)] = False
     """In a terminal, colour accepted drafts by their position in the step, or put them in brackets if it has no
     colours."""

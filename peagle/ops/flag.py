@@ -18,6 +18,7 @@ class Flag:
 
     group: of the help. names: errors name the first; none: the field's name with dashes. read: turn the text as typed
     into the value; it raises InputError. default: shown in the place of the value. old: a former name, which warns.
+    hidden: not in the help.
     """
 
     group: str | None = None
@@ -26,6 +27,7 @@ class Flag:
     read: Callable[[str], Any] | None = None
     default: str | None = None
     old: str | None = None
+    hidden: bool = False
 
 
 def check_least(config: Any, **least: int) -> None:
