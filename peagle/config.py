@@ -308,7 +308,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if isinstance(self.num_speculative_tokens, int):
             check_num_drafts(self.num_speculative_tokens)
-        for name, least, unit in (("slots", 1, ""), ("context", 2, " positions"), ("prefill_chunk", 1, " tokens")):
+        for name, least, unit in (("slots", 1, ""), ("prefill_chunk", 1, " tokens")):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InputError(f"{name} is {value}{unit}; expected {least} or more", name)

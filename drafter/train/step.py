@@ -284,6 +284,7 @@ def devices_for(rows_per_step: int, wanted: int | None = None) -> Mesh:
     if wanted is not None and wanted not in good:
         raise InputError(
             f"the mesh is dp={wanted}, a step has {rows_per_step} rows, and there are {len(available)} devices; "
-            f"expected dp of {', '.join(map(str, good))}, or another --rows"
+            f"expected dp of {', '.join(map(str, good))}, or another --rows",
+            "mesh",
         )
     return Mesh(np.asarray(available[: wanted or good[-1]]), (ROWS,))

@@ -123,7 +123,11 @@ def options_of(
             yield from options_of(hint, value, group, (*path, field.name))  # type: ignore[arg-type]
         elif takes.has(field.name):
             for flag in (mark for mark in marks if isinstance(mark, Flag)):
-                flag = dataclasses.replace(flag, metavar=takes.metavars.get(field.name, flag.metavar))
+                flag = dataclasses.replace(
+                    flag,
+                    metavar=takes.metavars.get(field.name, flag.metavar),
+                    read=takes.reads.get(field.name, flag.read),
+                )
                 yield Option((*path, field.name), hint, flag, " ".join(helps[field.name].split()), value)
 
 

@@ -13,7 +13,7 @@ from peagle.cli.document import dumps, logprob_lines, report, summary_lines, tra
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile, say
 from peagle.cli.processes import load_in_all
 from peagle.cli.speculate import Decode
-from peagle.config import EngineConfig, LoadConfig, NumDrafts, SamplingParams, check_num_drafts
+from peagle.config import EngineConfig, LoadConfig, NumDrafts, SamplingParams
 from peagle.engine.grammar import Grammar, GrammarError
 from peagle.engine.resolved import shared_slots
 from peagle.loading import DEMO, DEMO_EAGLE3, drafter_path, or_demo, resolve
@@ -166,9 +166,6 @@ def load_pair(target: str, drafter: str | None, load: LoadConfig, display: Displ
 
 def _config(settings: Decode) -> RunConfig:
     engine = settings.engine
-    k = engine.num_speculative_tokens
-    if settings.command == "speculate" and isinstance(k, int):
-        check_num_drafts(k, plain=False, instead=" (peagle generate decodes plainly)")
     if settings.draft_sampling:
         say("warning", f"--draft-sampling: {DRAFT_SAMPLING}")
     return RunConfig(

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from peagle.cli.command import Takes
-from peagle.config import EngineConfig, LoadConfig, SamplingParams
+from peagle.config import EngineConfig, LoadConfig, NumDrafts, SamplingParams, check_num_drafts, read_num_drafts
 from peagle.ops.flag import OUTPUT, PROMPT, SAMPLING, SPECULATION, Flag
 from peagle.text.prompts import Rendering
 
@@ -13,6 +13,14 @@ CONTEXT = "Context length in tokens: prompt plus response. Default: what the pro
 PLAIN = EngineConfig(num_speculative_tokens=0)
 DRAFTING = ("num_speculative_tokens", "synthetic_acceptance")  # of an engine
 DRAFTER = ("drafter", "aux_layer_ids", "draft_vocab", "drafter_window")  # of what is loaded
+
+
+def read_drafts(typed: str) -> NumDrafts:
+    """Read K of a command that always drafts. Raises InputError."""
+    k = read_num_drafts(typed)
+    if isinstance(k, int):
+        check_num_drafts(k, plain=False, instead=" (peagle generate decodes plainly)")
+    return k
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +90,9 @@ class Speculate(Decode):
     """
 
     command: ClassVar[str] = "speculate"
-    engine: Annotated[EngineConfig, Takes(helps={"context": CONTEXT})] = EngineConfig()
+    engine: Annotated[
+        EngineConfig, Takes(helps={"context": CONTEXT}, reads={"num_speculative_tokens": read_drafts})
+    ] = EngineConfig()
     show_drafts: Annotated[bool, Flag(OUTPUT)] = False
     """In a terminal, colour accepted drafts by their position in the step, or put them in brackets if it has no
     colours."""

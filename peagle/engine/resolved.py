@@ -49,6 +49,9 @@ class ResolvedConfig(EngineConfig):
     role: Role = "both"
 
     def _check_together(self) -> None:
+        if self.context < 2:
+            message = f"context is {self.context} positions; expected room for a prompt token and an output token"
+            raise InputError(message, "context")
         if self.adaptive and self.num_speculative_tokens < 1:
             raise InputError(
                 "K is 0 in adaptive drafting; expected 1 or more, the most tokens to draft in a step",

@@ -35,7 +35,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Takes:
-    """Which fields of a group are options of a command, all by default; helps and metavars that differ there.
+    """Which fields of a group are options of a command, all by default; helps, metavars and readers that differ there.
 
     names: in the order of the help.
     """
@@ -44,6 +44,7 @@ class Takes:
     helps: Mapping[str, str] = dataclasses.field(default_factory=dict)
     without: tuple[str, ...] = ()
     metavars: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    reads: Mapping[str, Callable[[str], Any]] = dataclasses.field(default_factory=dict)
 
     def has(self, name: str) -> bool:
         return name not in self.without and (not self.names or name in self.names)

@@ -162,7 +162,7 @@ def test_many_requests_at_once_get_what_each_gets_alone(pair: Pair, k: int) -> N
 
 
 def test_slots_that_cannot_be_are_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match="slots are 0; expected 1 or more"):
+    with pytest.raises(InputError, match="slots is 0; expected 1 or more"):
         pair.engine_config(0, slots=0, context=64)
     with pytest.raises(InputError, match="context is 1 positions; expected room"):
         pair.engine_config(0, context=1)

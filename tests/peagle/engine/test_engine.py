@@ -599,9 +599,9 @@ def test_outputs_that_are_not_finite_end_their_request_alone() -> None:
     [
         ({"adaptive": True}, "K is 0 in adaptive drafting"),
         ({"num_speculative_tokens": 129}, "K is 129; expected 0"),
-        ({"slots": 0}, "slots are 0; expected 1 or more"),
-        ({"chunk": 0}, "the prefill chunk is 0 tokens; expected 1 or more"),
-        ({"capacity": 1}, "context is 1 positions"),
+        ({"slots": 0}, "slots is 0; expected 1 or more"),
+        ({"prefill_chunk": 0}, "prefill_chunk is 0 tokens; expected 1 or more"),
+        ({"context": 1}, "context is 1 positions"),
         ({"num_speculative_tokens": 2, "synthetic_acceptance": (0.5,)}, "has 1 rates for K = 2"),
     ],
 )

@@ -100,7 +100,7 @@ def test_memory_that_holds_no_request_is_refused_with_the_numbers(pair: Models) 
     for memory, context in ((memory_of(pair, 1), CAPACITY), (least, 10 * CAPACITY)):
         with pytest.raises(InputError, match=rf"which hold one request of {context} positions: raise"):
             engine_of(pair, context=context, kv_memory=memory)
-    with pytest.raises(InputError, match="the memory for keys and values is 0 bytes; expected more than 0"):
+    with pytest.raises(InputError, match="kv_memory is 0 bytes; expected more than 0"):
         ResolvedConfig(kv_memory=0)
     engine = engine_of(pair, kv_memory=least)
     with pytest.raises(InputError, match="expected a sum of at most 256, the context"):

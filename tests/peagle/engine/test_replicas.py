@@ -235,7 +235,7 @@ def test_a_warm_up_that_fails_is_raised_after_the_others_have_ended(monkeypatch:
 
 
 def test_slots_that_cannot_be_shared_are_refused() -> None:
-    with pytest.raises(InputError, match="slots are 3; expected a multiple of 2, the replicas"):
+    with pytest.raises(InputError, match="slots is 3; expected a multiple of 2, the replicas"):
         replicas(config=dataclasses.replace(CONFIG, slots=3))
 
 
