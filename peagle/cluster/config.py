@@ -1,6 +1,5 @@
 """What a fleet runs. Nothing of JAX or Ray in here."""
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -154,7 +153,7 @@ def today(values: Mapping[str, Any]) -> dict[str, Any]:
         return dict(values)
     flat = {FORMER_NAMES.get(name, name): value for name, value in values.items()}
     flat["drafter_window"] = str(flat.get("drafter_window", "auto"))
-    loaded = [each.name for each in dataclasses.fields(LoadConfig) if each.name in flat]
+    loaded = [name for name in get_type_hints(LoadConfig) if name in flat]
     engine = {"num_speculative_tokens": 0, "context": 4096}
     engine |= {name: flat.pop(name) for name in FORMER_ENGINE if name in flat}
     return {"load": {name: flat.pop(name) for name in loaded}, "engine": engine, **flat}

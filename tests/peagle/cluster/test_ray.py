@@ -2,7 +2,7 @@
 
     python -m pytest -m slow -n 1 tests/peagle/cluster/test_ray.py
 
-Last run, 27 November 2026, ray 2.60.0, jax 0.10.2, two cores, busy with other work: all passed in three minutes.
+Last run, 28 November 2026, ray 2.60.0, jax 0.10.2, two cores, busy with other work: all passed in five minutes.
 """
 
 import os

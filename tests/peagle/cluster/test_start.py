@@ -179,13 +179,7 @@ def test_a_port_that_is_taken_and_gpus_that_are_not_there_are_refused_before_any
             start.run(PLAIN, None, "127.0.0.1", port, lambda _: None, threading.Event())
     assert done == []
     monkeypatch.setattr(start.ray, "cluster_resources", dict)
+    many = dataclasses.replace(PLAIN, prefill=1, decode=2, num_gpus=0.5)
     with pytest.raises(InputError, match=r"--num-gpus 0\.5 for 3 replicas needs 1\.5 GPUs, and Ray finds 0"):
-        start.run(
-            dataclasses.replace(PLAIN, prefill=1, decode=2, num_gpus=0.5),
-            None,
-            "127.0.0.1",
-            free_port(),
-            lambda _: None,
-            threading.Event(),
-        )
+        start.run(many, None, "127.0.0.1", free_port(), lambda _: None, threading.Event())
     assert done == ["ray.init", "ray.shutdown"]
