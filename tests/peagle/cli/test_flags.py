@@ -1,11 +1,13 @@
 """Every flag of before is a flag now, with its aliases, its default and its place in the help."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from peagle.cli import main
 from peagle.cli.app import COMMANDS
 from peagle.cli.command import Option, options_of
 
@@ -38,6 +40,15 @@ def test_a_flag_is_what_it_was(name: str) -> None:
 @pytest.mark.parametrize("name", READ)
 def test_no_flag_has_come_unrecorded(name: str) -> None:
     assert options(name).keys() <= {flag for before in RECORDED[name] for flag in before["flags"]}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_the_groups_of_a_help_come_in_their_order(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    groups = {before["group"]: None for before in RECORDED[name] if before["group"] and not before["hidden"]}
+    assert main([*name.split(), "--help"]) == 0
+    assert [title for title in re.findall(r"^╭─ (.+?) ─", capsys.readouterr().out, re.M) if title in groups] == [
+        *groups
+    ]
 
 
 @pytest.mark.parametrize("name", ["data", "train", "sweep"])
