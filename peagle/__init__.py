@@ -15,7 +15,6 @@ from peagle.ops.jax_cure import apply as _apply_jax_cure
 _apply_jax_cure()
 
 if TYPE_CHECKING:
-    from peagle.api import AsyncStream, Pair, Stream
     from peagle.config import EngineConfig, SamplingParams
     from peagle.engine.engine import Engine
     from peagle.engine.grammar import Grammar
@@ -23,22 +22,24 @@ if TYPE_CHECKING:
     from peagle.engine.request import Request, TokenChunk
     from peagle.loading import load
     from peagle.ops.errors import InputError, InputWarning
+    from peagle.pair import Pair
     from peagle.result import Result
+    from peagle.stream import AsyncStream, Stream
 
 # name -> its module, imported on first use (PEP 562), so that `import peagle` takes milliseconds
 _EXPORTS = {
-    "AsyncStream": "peagle.api",
+    "AsyncStream": "peagle.stream",
     "Engine": "peagle.engine.engine",
     "EngineConfig": "peagle.config",
     "EngineError": "peagle.engine.engine",
     "Grammar": "peagle.engine.grammar",
     "InputError": "peagle.ops.errors",
     "InputWarning": "peagle.ops.errors",
-    "Pair": "peagle.api",
+    "Pair": "peagle.pair",
     "Result": "peagle.result",
     "Request": "peagle.engine.request",
     "SamplingParams": "peagle.config",
-    "Stream": "peagle.api",
+    "Stream": "peagle.stream",
     "TokenChunk": "peagle.engine.request",
     "load": "peagle.loading",
 }

@@ -17,16 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from peagle.api import DEFAULT_WIDTHS, Pair
+from peagle.checkpoints import DEMO, WEIGHTLESS, another_target, drafter_path, resolve, widths_of
 from peagle.config import AUTO, DEFAULT_CHUNK, GPU_CHUNK
-from peagle.drafters.ngram import NGram
 from peagle.engine.handoff import Fingerprints
 from peagle.engine.remote import Lead
-from peagle.engine.widths import OFF, SPECULATION_FILE, WidthTable, read_widths, read_window
-from peagle.hub import cached, is_name
+from peagle.fit import AuxLayers, check_fit, chosen_window, warn_of_windows, windowed
 from peagle.ops import cuda
 from peagle.ops.attention import CacheGroup, PagedCache, Pages
-from peagle.ops.checkpoint import CONFIG, Checkpoint, fingerprint, read_checkpoint, read_json
+from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError, InputWarning, cannot_start
 from peagle.ops.kernels import Implementation, for_weights
 from peagle.ops.kernels import in_words as kernels_in_words
@@ -34,22 +32,18 @@ from peagle.ops.linear import PackedMatrix
 from peagle.ops.memory import refuse_too_large, size_in_words, tree_bytes
 from peagle.ops.messages import VerifyOutput
 from peagle.ops.native import available as native_available
+from peagle.pair import Loaded, Pair
 from peagle.parallel import MeshShape, Sharded, make_meshes, parse_mesh, ranks_of, replicate, shard
 from peagle.protocols import Drafter, Target
 from peagle.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from drafter.config import DrafterConfig
-    from drafter.dialects import NamedAuxLayers
     from drafter.params import DrafterParams
     from drafter.vocabulary import DraftVocab
-    from target.config import TargetConfig
     from target.load import LoadedTarget
     from target.model import GptOss
 
-DEMO, DEMO_EAGLE3, NGRAM = "demo", "demo-eagle3", "ngram"
-DEMO_DIRECTORY = Path(__file__).parent / "demo"
-HELD_OUT = DEMO_DIRECTORY / "heldout_prompts.jsonl"  # not in the demo pair's training data
 MOST_STEPS_PER_DISPATCH = 24
 NO_STOP_TOKEN = (  # a warning; the directory stands before it
     "no stop token is named in generation_config.json, config.json or the tokenizer's files, so every answer takes its "
@@ -57,18 +51,6 @@ NO_STOP_TOKEN = (  # a warning; the directory stands before it
 )
 
 
-@dataclass(frozen=True)
-class Weightless:
-    """A drafter without weights, which is asked for by its name."""
-
-    make: Callable[[], Drafter]
-    widths: WidthTable  # its drafts by load
-
-
-WEIGHTLESS = {
-    # more drafts, or any with a temperature, do not pay
-    NGRAM: Weightless(NGram, WidthTable({1: 2, 4: 1}, sampled=False)),
-}
 DtypeName = Literal["float32", "bfloat16"]
 ExpertsChoice = Literal["auto", "packed", "expanded"]
 KernelsChoice = Literal["auto", "native", "xla"]
@@ -99,8 +81,8 @@ def load(
     (see `peagle info`). draft_vocab: propose only this many of the most frequent tokens, or the tokens listed in a file
     (drafter.vocabulary). drafter_window: the drafter's attention sees this many last positions only, or all if "off";
     "auto" takes the window in speculation.json beside the drafter, else those of its config.json (see
-    `Pair.drafter_window`). aux_layer_ids: the 0-based layers of the target whose outputs the drafter reads, instead of
-    those in its config.json (see `Pair.aux_layers`). mesh: cut the target over devices, as "tp=2" or "tp=2,ep=4"
+    `peagle.pair.Loaded`). aux_layer_ids: the 0-based layers of the target whose outputs the drafter reads, instead of
+    those in its config.json (see `peagle.pair.Loaded`). mesh: cut the target over devices, as "tp=2" or "tp=2,ep=4"
     (peagle.parallel); the drafter is on each of them, but for its head, which is cut. With "dp=2" there are two such
     copies, which share the slots of an engine (`Pair.replicas`). reduce: sum over devices in order, or by "psum", an
     all-reduce.
@@ -121,7 +103,7 @@ def load(
     _aux_layers(target_directory, drafter_directory, aux_layer_ids)  # check them before weights are read
     if draft_vocab is not None:
         _vocabulary(target_directory, drafter_directory, draft_vocab)
-    asked_window(drafter_directory, drafter_window)
+    chosen_window(drafter_directory, drafter_window)
     tokenizer = load_tokenizer(target_directory)
     dtype = dtype or default_dtype()
     implementation = _implementation(kernels)
@@ -144,10 +126,12 @@ def load(
         drafter=None,
         tokenizer=tokenizer,
         stop_token_ids=loaded.stop_token_ids,
-        dtype=dtype,
-        experts=loaded.experts,
-        kernels=kernels_in_words() if kernels != "xla" else "XLA",
-        mesh=None if shape is None else f"{shape.devices} devices, {shape}",
+        loaded=Loaded(
+            dtype=dtype,
+            experts=loaded.experts,
+            kernels=kernels_in_words() if kernels != "xla" else "XLA",
+            mesh=None if shape is None else f"{shape.devices} devices, {shape}",
+        ),
         retain_full_kv=retain_full_kv,
         steps_per_dispatch=steps_per_dispatch(tree_bytes(loaded.params)),
         prefill_chunk=default_chunk(),
@@ -157,7 +141,7 @@ def load(
     )
     if shape is not None and isinstance(plain, Sharded):
         copies = map(plain.on, make_meshes(shape)[1:])
-        others = tuple(dataclasses.replace(pair, target=copy, plain_target=copy, _engines={}) for copy in copies)
+        others = tuple(dataclasses.replace(pair, target=copy, plain_target=copy) for copy in copies)
         pair = dataclasses.replace(pair, replicas=others)
     return with_drafter(
         pair, target, drafter, draft_vocab=draft_vocab, drafter_window=drafter_window, aux_layer_ids=aux_layer_ids
@@ -330,7 +314,7 @@ def with_drafter(
     narrowed = window_in_words = drafted = None
     print_of_drafter = "" if drafter is None else str(drafter)  # n-gram: no files
     widths = widths_of(drafter, drafter_directory)
-    window = asked_window(drafter_directory, drafter_window)
+    window = chosen_window(drafter_directory, drafter_window)
     vocab = None if draft_vocab is None else _vocabulary(target_directory, drafter_directory, draft_vocab)
     if drafter_directory is not None:
         named = layers.outputs if layers is not None and layers.reread else aux_layer_ids
@@ -340,10 +324,10 @@ def with_drafter(
             drafted = vocab.token_ids
             narrowed = f"{config.draft_vocab_size} tokens, by {vocab.source}"
         config, window_in_words = windowed(config, window, given=drafter_window != AUTO)
-        _warn_of_windows(config, plain.max_positions)
+        warn_of_windows(config, plain.max_positions)
         drafting = dataclasses.replace(drafter_of(params, config), retain_full_kv=pair.retain_full_kv)
         seen = (None if layers is None else layers.outputs, config.windows, drafted)
-        print_of_drafter = _digest(fingerprint(drafter_directory), pair.dtype, *seen)
+        print_of_drafter = _digest(fingerprint(drafter_directory), pair.loaded.dtype, *seen)
         if (other := another_target(drafter_directory, target_directory)) is not None:
             warnings.warn(other, InputWarning, stacklevel=2)
     if layers is not None and layers.doubt is not None:
@@ -353,9 +337,12 @@ def with_drafter(
     return dataclasses.replace(
         _drafting(pair, drafting, aux_layer_ids),
         replicas=tuple(replicas),
-        aux_layers=None if layers is None else layers.description,
-        draft_vocab=narrowed,
-        drafter_window=window_in_words,
+        loaded=dataclasses.replace(
+            pair.loaded,
+            aux_layers=None if layers is None else layers.description,
+            draft_vocab=narrowed,
+            drafter_window=window_in_words,
+        ),
         widths=widths,
         fingerprints=Fingerprints(pair.fingerprints.target, print_of_drafter),
     )
@@ -367,7 +354,7 @@ def _drafting(pair: Pair, drafter: Drafter | None, aux_layer_ids: tuple[int, ...
     with_aux = local_model(plain).replace(aux_layer_ids=aux_layer_ids)  # type: ignore[attr-defined]
     target = plain.replace(parts=with_aux) if isinstance(plain, Sharded) else with_aux  # type: ignore[attr-defined]
     own = drafter_over(drafter, plain.mesh) if isinstance(plain, Sharded) else drafter
-    return dataclasses.replace(pair, target=target, drafter=own, _engines={})
+    return dataclasses.replace(pair, target=target, drafter=own)
 
 
 def drafter_over(drafter: Drafter | None, mesh: Mesh) -> Drafter | None:
@@ -395,7 +382,7 @@ def _load_drafter(
     """
     from drafter.load import load_drafter, weight_bytes
 
-    target, dtype = pair.plain_target, jnp.dtype(pair.dtype)
+    target, dtype = pair.plain_target, jnp.dtype(pair.loaded.dtype)
     implementation = local_model(target).params.implementation
     size = weight_bytes(directory, dtype, implementation=implementation)
     if isinstance(target, Sharded) and jax.default_backend() == "cpu":
@@ -410,17 +397,6 @@ def _load_drafter(
         target_lm_head=lm_head,
         aux_layer_ids=aux_layer_ids,
     )
-
-
-def _warn_of_windows(config: "DrafterConfig", max_positions: int) -> None:
-    """Warn of a window that is wider than all positions of the target."""
-    if (widest := max((each or 0 for each in config.windows or ()), default=0)) > max_positions:
-        warnings.warn(
-            f"the drafter's window of {widest} positions is larger than the target's {max_positions}, so it hides "
-            "nothing",
-            InputWarning,
-            stacklevel=3,
-        )
 
 
 def local_model(target: Target) -> "GptOss":
@@ -452,7 +428,7 @@ def _ends(
 
 def _aux_layers(
     target_directory: Path, drafter_directory: Path | None, aux_layer_ids: Sequence[int] | None
-) -> "AuxLayers | None":
+) -> AuxLayers | None:
     """Find the aux layers of a drafter with weights; None for another drafter.
 
     Raises InputError as `check_fit` does, and for aux_layer_ids without such a drafter.
@@ -476,285 +452,6 @@ def _vocabulary(target_directory: Path, drafter_directory: Path | None, draft_vo
         raise InputError("a draft vocabulary is given, but no drafter with weights; give a drafter, or leave it out")
     files = inspect_target(target_directory)
     return choose(str(draft_vocab), drafter_directory, files.config.vocab_size, files.stop_token_ids)
-
-
-def asked_window(drafter_directory: Path | None, asked: int | str) -> int | Literal["off"] | None:
-    """Read the window asked for, or the one in speculation.json; None: neither, so config.json decides.
-
-    Raises InputError for a value that is no window, and for a window without a drafter.
-    """
-    if asked == AUTO:
-        return None if drafter_directory is None else read_window(drafter_directory)
-    if drafter_directory is None:
-        raise InputError("a drafter window is given, but there is no drafter with weights; leave it out")
-    return read_asked_window(asked)
-
-
-def read_asked_window(asked: int | str) -> int | Literal["off"]:
-    """Read a window that is given, not "auto". Raises InputError for anything else."""
-    if asked == OFF:
-        return OFF
-    try:
-        window = int(asked)
-    except ValueError:
-        window = 0
-    if window < 1:
-        raise InputError(
-            f"the drafter window is {asked!r}; expected the positions that its attention sees, {AUTO} or {OFF}",
-            "drafter_window",
-        )
-    return window
-
-
-def windowed(
-    config: "DrafterConfig", window: int | Literal["off"] | None, *, given: bool
-) -> tuple["DrafterConfig", str]:
-    """Give every layer that window, None leaving the config as it is; with the windows in words, and their source."""
-    if window is None:
-        return config, windows_in_words(config)
-    source = "given" if given else f"by {SPECULATION_FILE}"
-    if isinstance(window, int):
-        return config.with_window(window), f"{window} positions, {source}"
-    return config.with_window(None), f"{OFF}, {source}"
-
-
-def windows_in_words(config: "DrafterConfig") -> str:
-    """Say how far the layers of a drafter see by its config.json. Example: 2048 positions in 3 of 4 layers, by
-    config.json."""
-    windows = [window for window in config.windows or () if window is not None]
-    if not windows:
-        return f"{OFF}, by default: no file names one"
-    where = "" if len(windows) == config.num_layers else f" in {len(windows)} of {config.num_layers} layers"
-    return f"{' and '.join(map(str, sorted(set(windows))))} positions{where}, by config.json"
-
-
-def or_demo(name: str | None) -> str:
-    """Return a name as typed, by default the demo's. Raises InputError for an empty one, as of an unset variable."""
-    if name == "":
-        raise InputError("a target's or a drafter's name is empty; expected a directory or a name, or leave it out")
-    return DEMO if name is None else name
-
-
-def resolve(name: str | Path, part: Literal["target", "drafter"]) -> Path:
-    """Return the directory of a name: one of the demo's, itself, or of OWNER/NAME in the local Hugging Face cache.
-
-    A drafter may be named by the folder of its training. Nothing is fetched. Raises InputError without a demo, and for
-    an OWNER/NAME that is neither a path nor in the cache.
-    """
-    if name == DEMO_EAGLE3 and part == "drafter":
-        directory = DEMO_DIRECTORY / "drafter_eagle3"
-    elif name == DEMO:
-        directory = DEMO_DIRECTORY / part
-    else:
-        directory = cached(str(name)) if is_name(name) else Path(name)
-        return drafter_folder(directory) if part == "drafter" else directory
-    if not (directory / "config.json").is_file():
-        raise InputError(
-            f"this installation of peagle comes without the demo {part}; give checkpoint directories with --target and "
-            "--drafter, or train the demo with scripts/demo"
-        )
-    return directory
-
-
-def target_folder(name: str) -> Path | None:
-    """Return the directory of a target's name; None if it is not on this machine."""
-    try:
-        directory = resolve(name, "target")
-    except InputError:
-        return None
-    return directory if directory.is_dir() else None
-
-
-def name_for_others(target: str | None) -> str | None:
-    """Name a target for programs that look from elsewhere: a folder by its whole path, OWNER/NAME as it is.
-
-    None if it is neither.
-    """
-    if target is None or is_name(target):
-        return target
-    directory = target_folder(target)
-    return None if directory is None else str(directory.resolve())
-
-
-def drafter_folder(directory: Path) -> Path:
-    """Return the drafter's folder in a folder of peagle train, with a warning that names it; another folder as it is.
-
-    Raises InputError for a training that has not written its drafter yet.
-    """
-    from drafter.trained import drafter_in
-
-    inner = drafter_in(directory)
-    if inner is None:
-        return directory
-    warnings.warn(f"{directory} is a folder of peagle train: the drafter is {inner}", InputWarning, stacklevel=3)
-    return inner
-
-
-def another_target(drafter_directory: Path, target_directory: Path) -> str | None:
-    """Return a warning about a drafter whose training was for another target, by the record beside it; else None."""
-    from drafter.trained import RECIPE, trained_for
-
-    if trained_for(drafter_directory) in (None, fingerprint(target_directory)):
-        return None
-    return (
-        f"{drafter_directory} was trained for another target than {target_directory}, by {RECIPE} beside it, so fewer "
-        "drafts may be accepted; expected that target, or --init in a training on data of this one"
-    )
-
-
-def drafter_path(target: str | Path, drafter: str | Path | None) -> Path | None:
-    """Return the drafter's directory; None for a drafter without weights.
-
-    Raises InputError for a demo drafter with another target.
-    """
-    if drafter is None or drafter in WEIGHTLESS:
-        return None
-    if drafter in (DEMO, DEMO_EAGLE3) and target != DEMO:
-        read_json(resolve(target, "target"), CONFIG)  # what is no checkpoint needs none
-        raise InputError(
-            f"the target {target} needs its own drafter (the demo's drafters fit only the demo target); give "
-            "--drafter DIR, or --drafter ngram, which needs no weights"
-        )
-    directory = resolve(drafter, "drafter")
-    if not directory.exists():
-        raise InputError(
-            f"{directory} does not exist; expected a drafter's directory, {DEMO}, {DEMO_EAGLE3}, or {NGRAM}"
-        )
-    return directory
-
-
-def widths_of(drafter: str | Path | None, directory: Path | None) -> WidthTable:
-    """Return the drafts by load: of the table beside the drafter, else the default of such drafters.
-
-    directory: what `drafter_path` found. Raises InputError for a table that cannot be read.
-    """
-    if drafter in WEIGHTLESS:
-        return WEIGHTLESS[str(drafter)].widths
-    return (None if directory is None else read_widths(directory)) or DEFAULT_WIDTHS
-
-
-@dataclass(frozen=True)
-class AuxLayers:
-    """The layers of a target whose outputs a drafter reads."""
-
-    outputs: tuple[int, ...]
-    description: str  # the same in words, and their source
-    doubt: str | None = None  # a warning, if their numbers look like another convention's
-    reread: bool = False  # the ids of config.json are read by the other convention, the only one that fits
-
-
-def check_fit(target_directory: Path, drafter_directory: Path, aux_layer_ids: Sequence[int] | None = None) -> AuxLayers:
-    """Check that a drafter fits a target, and find its aux layers, without reading weights.
-
-    They are those given, or its config.json's, or the target's default. Raises InputError, naming both sides, if hidden
-    size, vocabulary or aux layers do not fit.
-    """
-    from target.load import inspect_target
-
-    target = inspect_target(target_directory).config
-    return fitting_aux_layers(
-        target, read_checkpoint(drafter_directory), target_directory, drafter_directory, aux_layer_ids
-    )
-
-
-def fitting_aux_layers(
-    target: "TargetConfig",
-    checkpoint: Checkpoint,
-    target_name: str | Path,
-    drafter_name: str | Path,
-    aux_layer_ids: Sequence[int] | None = None,
-) -> AuxLayers:
-    """See `check_fit`; the names are for messages."""
-    from drafter.dialects import TOP_AUX_LAYERS, named_aux_layers, parse_config
-    from target.config import default_aux_layer_ids
-
-    drafter = parse_config(checkpoint, aux_layer_ids)
-
-    def refuse(why: str) -> InputError:
-        return InputError(f"the drafter {drafter_name} does not fit the target {target_name}: {why}")
-
-    def other(seen: str, drafters: object, targets: object) -> InputError:
-        return refuse(f"{seen} {drafters}, the target's is {targets}; use the drafter that was trained for this target")
-
-    if drafter.target_hidden_size != target.hidden_size:
-        raise other("it reads hidden states of size", drafter.target_hidden_size, target.hidden_size)
-    if drafter.vocab_size != target.vocab_size:
-        raise other("its vocabulary has size", drafter.vocab_size, target.vocab_size)
-    n, named = target.num_layers, named_aux_layers(checkpoint.config)
-    outputs = drafter.aux_layer_ids
-    if aux_layer_ids is None and named and named[0].are_outputs and max(named[0].ids) == n:
-        inputs = dataclasses.replace(named[0], are_outputs=False)
-        why = (
-            f"{drafter_name}: {inputs.key} {list(inputs.ids)} in config.json are read as inputs, which are the outputs "
-            f"{list(inputs.outputs)}, since {n} is no output of the target's {n} layers; if few drafts are accepted, "
-            "give the outputs with --aux-layer-ids"
-        )
-        return AuxLayers(inputs.outputs, aux_layers_in_words(inputs.outputs, [inputs]), why, reread=True)
-    if outputs is None:
-        outputs = default_aux_layer_ids(n)
-        if len(outputs) != drafter.num_taps:
-            raise InputError(
-                f"the drafter {drafter_name} reads {drafter.num_taps} aux layers and does not name them, and the "
-                f"default for the target {target_name} is {len(outputs)}: {list(outputs)}; give --aux-layer-ids, or "
-                f"name the layers whose inputs they are in its config.json, under {TOP_AUX_LAYERS.key}"
-            )
-        return AuxLayers(outputs, aux_layers_in_words(outputs, named))
-    if outside := [layer for layer in outputs if not 0 <= layer < n]:
-        if aux_layer_ids is not None:
-            raise refuse(f"--aux-layer-ids names the output of layer {outside[0]}; expected 0..{n - 1}")
-        (wrong,), (first, last) = named[0].written(outside[:1]), named[0].written((0, n - 1))
-        raise refuse(
-            f"{named[0].key} in its config.json is {list(named[0].ids)}, and {wrong} names no layer; expected "
-            f"{first}..{last} there, for the target's layers 0..{n - 1}: use the drafter that was trained for it, or "
-            "give --aux-layer-ids"
-        )
-    given = aux_layer_ids is not None
-    doubt = None if given else doubtful_aux_layers(named, drafter_name, n)
-    return AuxLayers(outputs, aux_layers_in_words(outputs, named, given), doubt)
-
-
-def aux_layers_in_words(outputs: Sequence[int] | None, named: Sequence["NamedAuxLayers"], given: bool = False) -> str:
-    """Describe the aux layers of a drafter (None: the target's default) and their source."""
-    which = "outputs" if outputs is None else f"outputs {', '.join(map(str, outputs))}"
-    if not named:
-        return f"{which}, given" if given else f"{which} by the target's default, as config.json names none"
-    ids = f"config.json's {named[0].key} {list(named[0].ids)}"
-    return f"{which}, given instead of {ids}" if given else f"{which}: {ids} are {named[0].meaning}"
-
-
-def doubtful_aux_layers(
-    named: Sequence["NamedAuxLayers"], drafter_name: str | Path, num_layers: int | None = None
-) -> str | None:
-    """Warn if the ids in config.json look like the other convention's, or several keys disagree.
-
-    Returns a line, or None. num_layers: the target's, if it is known.
-    """
-    if not named:
-        return None
-    used = named[0]
-
-    def line(but: str, outputs: Sequence[int]) -> str:
-        typed = ",".join(map(str, outputs))
-        return (
-            f"{drafter_name}: {used.key} {list(used.ids)} in config.json are read as {used.meaning}, but {but}; if few "
-            f"drafts are accepted, try --aux-layer-ids {typed}, and if it helps write {used.written(outputs)} there"
-        )
-
-    for each in named[1:]:
-        if each.outputs != used.outputs:
-            return line(f"{each.key} {list(each.ids)}, which are {each.meaning}, name others", each.outputs)
-    # all known defaults begin with the output of layer 1, which is the input of layer 2; some exporters write inputs
-    # where others write outputs, so outputs that begin elsewhere may be inputs
-    flipped = dataclasses.replace(used, are_outputs=not used.are_outputs)
-    unusual = min(used.ids) != 1 if used.are_outputs else min(used.ids) == 1
-    first = flipped.written((0,))[0]
-    fits = min(used.ids) >= first and (num_layers is None or max(flipped.outputs) < num_layers)
-    if unusual and fits:
-        if used.are_outputs and min(used.ids) != 2:
-            return line("outputs usually begin with 1, and some exporters write inputs there", flipped.outputs)
-        kind = "outputs" if flipped.are_outputs else "inputs"
-        return line(f"{kind} usually begin with {min(used.ids)}", flipped.outputs)
-    return None
 
 
 def default_chunk() -> int:

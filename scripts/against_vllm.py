@@ -29,15 +29,16 @@ import numpy as np
 
 import peagle
 from drafter.dialects import parse_config
-from peagle.api import Pair
+from peagle.checkpoints import DEMO, DEMO_EAGLE3, drafter_path, resolve
 from peagle.engine.request import Request
-from peagle.loading import DEMO, DEMO_EAGLE3, drafter_path, resolve, with_drafter
+from peagle.loading import with_drafter
 from peagle.measure.metrics import first_difference, speculative_decoding_block
 from peagle.measure.pages import Block, Table, heading
 from peagle.ops import strict_json
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new, write_text_whole
+from peagle.pair import Pair
 from peagle.result import decode
 from scripts.peers.cost import Storage
 from scripts.peers.remote import Remote
@@ -271,7 +272,7 @@ def compare(arguments: argparse.Namespace, typed: list[str]) -> int:
         "provenance": source,
         "config": prompt_config(arguments, len(requests)),
         "vllm": peer.version,
-        "kernels": pair.kernels,
+        "kernels": pair.loaded.kernels,
         "rows": rows,
     }
     write_run(arguments.out, record, page(record))

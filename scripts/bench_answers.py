@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 import peagle
-from peagle.loading import drafter_path, resolve
+from peagle.checkpoints import drafter_path, resolve
 from peagle.measure.metrics import first_difference
 from peagle.measure.pages import Block, Table, heading
 from peagle.measure.provenance import num_threads

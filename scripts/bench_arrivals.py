@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 
-from peagle.api import Pair
 from peagle.config import AUTO
 from peagle.engine.handle import Handle
 from peagle.engine.loop import AnyEngine
@@ -27,6 +26,7 @@ from peagle.loading import load
 from peagle.measure.pages import Block, Table, heading
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
+from peagle.pair import Pair
 from scripts.runs import (
     Json,
     RawLines,

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import peagle
-from peagle.api import Pair
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
 from peagle.loading import load
 from peagle.measure.pages import Block, Table, heading
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
+from peagle.pair import Pair
 from peagle.result import decode
 from peagle.text.prompt_files import read_prompt_file
 from peagle.text.prompts import Rendering

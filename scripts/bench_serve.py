@@ -35,15 +35,15 @@ from pathlib import Path
 import numpy as np
 
 import peagle
-from peagle.api import Pair
+from peagle.checkpoints import DEMO, HELD_OUT, resolve
 from peagle.engine.handle import Handle
 from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request
-from peagle.loading import DEMO, HELD_OUT, resolve
 from peagle.measure.provenance import num_threads
 from peagle.measure.sweep.plan import K, parse_ks
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
+from peagle.pair import Pair
 from peagle.result import Counters
 from peagle.text.prompt_files import read_prompt_file
 from peagle.text.prompts import Rendering

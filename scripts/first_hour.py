@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from peagle.loading import DEMO, HELD_OUT, resolve
+from peagle.checkpoints import DEMO, HELD_OUT, resolve
 from peagle.measure.pages import Block, Table, heading
 from peagle.measure.sweep.page import estimate_text
 from peagle.ops.errors import InputError

@@ -45,7 +45,6 @@ import numpy as np
 
 from drafter.params import init_params as init_drafter
 from drafter.propose import drafter_of
-from peagle.api import Pair
 from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request
 from peagle.loading import default_chunk, load
@@ -62,6 +61,7 @@ from peagle.ops.kernels import in_words as kernels_in_words
 from peagle.ops.memory import tree_bytes
 from peagle.ops.native.build import LAUNCHER, BuildError, build_launcher
 from peagle.ops.strict_json import dumps
+from peagle.pair import Pair
 from peagle.parallel import MeshShape, make_meshes, parse_mesh, refuse_replicas
 from peagle.result import Counters
 from peagle.workflows.check import CHECKED, MOST_OFF, Finding, check_kernels, check_logits, check_losslessness

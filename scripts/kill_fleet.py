@@ -24,7 +24,6 @@ from typing import Any
 import httpx
 import numpy as np
 
-from peagle.api import Pair
 from peagle.cli.clustering import keep_to_itself
 from peagle.cluster.config import FleetConfig
 from peagle.config import EngineConfig, LoadConfig
@@ -33,6 +32,7 @@ from peagle.loading import load
 from peagle.measure.pages import Block, Table, heading
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
+from peagle.pair import Pair
 from peagle.text.tokenizer import detokenize
 from scripts.peers.bystanders import cpu_s
 from scripts.runs import (

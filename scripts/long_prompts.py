@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from peagle.loading import DEMO, HELD_OUT, resolve
+from peagle.checkpoints import DEMO, HELD_OUT, resolve
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
 from peagle.text.tokenizer import Tokenizer, load_tokenizer

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import peagle
-from peagle.api import Pair
-from peagle.loading import HELD_OUT
+from peagle.checkpoints import HELD_OUT
 from peagle.measure.metrics import pooled_counters
 from peagle.measure.provenance import provenance
 from peagle.ops.strict_json import dumps
+from peagle.pair import Pair
 from peagle.result import Counters, decode
 from scripts.runs import first_requests
 

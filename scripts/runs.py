@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from peagle.api import Pair
+from peagle.checkpoints import DEMO, HELD_OUT
 from peagle.engine.request import Request
-from peagle.loading import DEMO, HELD_OUT
 from peagle.measure import pages
 from peagle.measure.metrics import Spread
 from peagle.measure.provenance import provenance, tuning
 from peagle.measure.sweep.plan import AUTO
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
+from peagle.pair import Pair
 from peagle.text.prompt_files import read_prompt_file
 from peagle.text.prompts import Rendering
 

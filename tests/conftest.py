@@ -206,7 +206,7 @@ COMPILING = (
     "peagle/measure/test_profile.py",
     "peagle/serve/test_errors.py",
     "peagle/serve/test_parameters.py",
-    "peagle/test_api.py",
+    "peagle/test_pair.py",
     "peagle/test_demo.py",
     "peagle/test_grammars.py",
     "peagle/test_parallel.py",

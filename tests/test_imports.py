@@ -17,35 +17,34 @@ PACKAGES = ("peagle", "target", "drafter")
 OURS = (*PACKAGES, "scripts", "tests", "results")
 ROOTS = ("peagle.cli", "peagle.__main__")  # where everything is put together
 _BENEATH = ("peagle.ops", "peagle.protocols")
-_API = (*_BENEATH, "peagle.config", "peagle.engine", "peagle.drafters", "peagle.text", "peagle.result", "peagle.api")
+_ANSWERS = (*_BENEATH, "peagle.config", "peagle.engine", "peagle.text", "peagle.result")
+_PAIR = (*_ANSWERS, "peagle.drafters", "peagle.stream", "peagle.grammars", "peagle.pair")
 _MODELS = ("target", "drafter")
+_LOADING = (*_PAIR, "peagle.checkpoints", "peagle.fit", "peagle.loading")
 # what each room may import of ours beside itself; training is for workflows and commands alone
 ROOMS: dict[str, tuple[str, ...]] = {
     "peagle.ops": (),
     "target": ("peagle.ops",),
     "drafter": ("peagle.ops",),
     "peagle.protocols": ("peagle.ops",),
-    "peagle.config": (*_BENEATH, "peagle.engine.request", "peagle.engine.widths"),
+    "peagle.config": _BENEATH,
     "peagle.engine": (*_BENEATH, "peagle.config"),
     "peagle.drafters": _BENEATH,
     "peagle.text": _BENEATH,
     "peagle.result": (*_BENEATH, "peagle.engine", "peagle.text"),
-    "peagle.api": _API,
+    "peagle.stream": _ANSWERS,
+    "peagle.grammars": _ANSWERS,
+    "peagle.pair": _PAIR,
     "peagle.parallel": _BENEATH,
     "peagle.processes": _BENEATH,
     "peagle.hub": ("peagle.ops",),
-    "peagle.loading": (*_API, "peagle.parallel", "peagle.hub", *_MODELS),
-    "peagle.measure": (*_API, "peagle.loading"),
-    "peagle.serve": (*_API, "peagle.measure"),
-    "peagle.cluster": (*_API, "peagle.loading", "peagle.measure", "peagle.serve"),
-    "peagle.workflows": (
-        *_API,
-        "peagle.parallel",
-        "peagle.processes",
-        "peagle.loading",
-        "peagle.measure",
-        *_MODELS,
-    ),
+    "peagle.checkpoints": (*_PAIR, "peagle.hub", *_MODELS),
+    "peagle.fit": (*_BENEATH, "peagle.config", "peagle.engine.widths", *_MODELS),
+    "peagle.loading": (*_LOADING, "peagle.parallel", *_MODELS),
+    "peagle.measure": _LOADING,
+    "peagle.serve": (*_PAIR, "peagle.measure"),
+    "peagle.cluster": (*_LOADING, "peagle.measure", "peagle.serve"),
+    "peagle.workflows": (*_LOADING, "peagle.parallel", "peagle.processes", "peagle.measure", *_MODELS),
 }
 # torch and transformers' models are oracles of the tests; pickle runs code
 ORACLE = "peagle.workflows.hf_reference"  # but for this file, which compares with them on demand
@@ -137,9 +136,9 @@ def test_every_file_keeps_the_order() -> None:
         ("peagle/drafters/ngram.py", "from peagle.engine.request import Request"),
         ("peagle/drafters/ngram.py", "from drafter.propose import PEagle"),
         ("peagle/text/tokenizer.py", "from peagle.engine.request import Request"),
-        ("peagle/result.py", "from peagle.api import Pair"),
-        ("peagle/api.py", "from peagle.loading import load"),
-        ("peagle/api.py", "from target.model import GptOss"),
+        ("peagle/result.py", "from peagle.pair import Pair"),
+        ("peagle/pair.py", "from peagle.loading import load"),
+        ("peagle/pair.py", "from target.model import GptOss"),
         ("peagle/measure/bench.py", "from target.model import GptOss"),
         ("peagle/measure/bench.py", "from peagle.workflows.run import run"),
         ("peagle/parallel.py", "from target.shard import Part"),
@@ -180,7 +179,7 @@ def test_what_breaks_the_order_is_found(path: str, source: str) -> None:
         ),
         ("peagle/text/prompts.py", "from peagle.text.tokenizer import Tokenizer"),
         ("peagle/result.py", "from peagle.engine.request import Request\nfrom peagle.text.tokenizer import Tokenizer"),
-        ("peagle/workflows/run.py", "from peagle.api import Pair\nfrom target.model import GptOss"),
+        ("peagle/workflows/run.py", "from peagle.pair import Pair\nfrom target.model import GptOss"),
         ("peagle/serve/loop.py", "from peagle.engine.engine import Engine\nfrom peagle.result import Result"),
         ("peagle/cluster/deployments.py", "from peagle.loading import load\nfrom peagle.serve.app import create_app"),
         ("peagle/cli/serve.py", "from peagle.serve.app import create_app"),

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import jaxtyping
 import pytest
 
-from peagle.api import Pair
 from peagle.engine.request import Request
 from peagle.measure.bench import WeightBytes
 from peagle.ops.files import trim
 from peagle.ops.mask import causal_mask
+from peagle.pair import Pair
 
 BROKEN = (beartype.roar.BeartypeException, jaxtyping.TypeCheckError)
 

@@ -20,10 +20,10 @@ from drafter.train.shards import (
     shard_path,
     total_tokens,
 )
+from peagle.checkpoints import or_demo, resolve
 from peagle.cli.data import Data
 from peagle.cli.decoding import load_pair, not_shown, without_effect
 from peagle.cli.display import Advance, Display
-from peagle.loading import or_demo, resolve
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
 from peagle.ops.files import alone
@@ -129,7 +129,7 @@ def _answered(
     """
     pair = load_pair(checked.name, None, settings.load, display)
     wants_teacher = settings.hidden or settings.top
-    teacher = teacher_of(checked.directory, pair.dtype, checked.taps) if wants_teacher else None
+    teacher = teacher_of(checked.directory, pair.loaded.dtype, checked.taps) if wants_teacher else None
     display.warn(not_shown(settings.rendering, pair, checked.name))
     given, engine = settings.engine.context, settings.engine
     context = pair.room(None if given is None else min(given, pair.max_positions))

@@ -10,18 +10,20 @@ from rich.console import Console
 from rich.measure import Measurement as Width
 from rich.table import Table
 
-from peagle.api import Pair
+from peagle.checkpoints import drafter_path, or_demo, resolve
 from peagle.cli.bench import Bench as Settings
 from peagle.cli.decoding import load_pair
 from peagle.cli.display import Display
 from peagle.cli.document import SCHEMA, dumps
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile, wrapped
-from peagle.loading import check_fit, drafter_path, local_model, or_demo, resolve
+from peagle.fit import check_fit
+from peagle.loading import local_model
 from peagle.measure.bench import Bench, BenchOptions, Case, Measurement, Stage, WeightBytes, bench
 from peagle.measure.metrics import figure_text
 from peagle.measure.provenance import peak_memory_bytes, provenance
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
+from peagle.pair import Pair
 from peagle.parallel import refuse_replicas
 from target.load import inspect_target
 
@@ -92,7 +94,7 @@ def weight_bytes(pair: Pair) -> WeightBytes:
         dense=_bytes(params) - _bytes(params.embedding) - experts,
         experts=experts,
         num_experts=config.num_experts,
-        experts_per_token=config.num_experts if pair.experts == "fused" else config.top_k,
+        experts_per_token=config.num_experts if pair.loaded.experts == "fused" else config.top_k,
     )
 
 
@@ -113,11 +115,11 @@ def bench_report(
             "target": names[0],
             "drafter": names[1],
             **dataclasses.asdict(measured.options),
-            "dtype": pair.dtype,
-            "experts": pair.experts,
-            "kernels": pair.kernels,
-            "mesh": pair.mesh,
-            "drafter_window": pair.drafter_window,
+            "dtype": pair.loaded.dtype,
+            "experts": pair.loaded.experts,
+            "kernels": pair.loaded.kernels,
+            "mesh": pair.loaded.mesh,
+            "drafter_window": pair.loaded.drafter_window,
             "steps_per_dispatch": pair.steps_per_dispatch,
             "interrupted": measured.interrupted,
         },

@@ -7,7 +7,6 @@ import dataclasses
 import re
 import sys
 
-from peagle.api import Pair
 from peagle.cli.chat import Chat
 from peagle.cli.decoding import chosen_context, chosen_models, load_pair, not_shown, without_effect
 from peagle.cli.display import Display
@@ -16,6 +15,7 @@ from peagle.cli.output import say
 from peagle.measure.metrics import figure_text
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
+from peagle.pair import Pair
 from peagle.parallel import refuse_replicas
 from peagle.text.channels import chat_messages
 from peagle.text.prompts import Conversation, Rendering, from_text

@@ -7,6 +7,7 @@ import signal
 import threading
 from typing import Any
 
+from peagle.checkpoints import or_demo
 from peagle.cli.cluster import Up
 from peagle.cli.command import needing, options_of
 from peagle.cli.display import Display
@@ -14,7 +15,6 @@ from peagle.cli.output import OutputFile
 from peagle.cli.serving import default_name, guarded_hosts, read_keys, warn_of_strangers
 from peagle.cluster.config import FleetConfig
 from peagle.cluster.decide import decided
-from peagle.loading import or_demo
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps

@@ -5,13 +5,14 @@ import dataclasses
 from collections.abc import Iterator
 from typing import cast
 
+from peagle.checkpoints import DEMO, HELD_OUT, WEIGHTLESS, drafter_path, or_demo, resolve
 from peagle.cli.command import record
 from peagle.cli.decoding import load_pair
 from peagle.cli.display import LABEL, Display
 from peagle.cli.document import SCHEMA, dumps
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile, show_lines
 from peagle.cli.parity import Parity
-from peagle.loading import DEMO, HELD_OUT, WEIGHTLESS, check_fit, drafter_path, or_demo, resolve
+from peagle.fit import check_fit
 from peagle.measure.provenance import provenance
 from peagle.measure.sweep.figures import json_ready
 from peagle.ops.checkpoint import read_checkpoint
@@ -51,10 +52,10 @@ def compare(settings: Parity) -> int:
         asked = ask(pair, conversations, config, raw=config.raw)
     with display.stage("comparing the target layer by layer"):
         text = asked.texts[0].token_ids
-        layers = layer_by_layer(resolve(target, "target"), text, asked.hiddens[0], pair.dtype)
+        layers = layer_by_layer(resolve(target, "target"), text, asked.hiddens[0], pair.loaded.dtype)
     with display.stage("comparing the drafter", animated=False) as progress:
         findings = examine(pair, model, read_checkpoint(path), asked, conversations, config, progress)
-    lines = [*layers.lines, f"aux layers   {pair.aux_layers}", f"window       {pair.drafter_window}"]
+    lines = [*layers.lines, f"aux layers   {pair.loaded.aux_layers}", f"window       {pair.loaded.drafter_window}"]
     lines += report_lines(findings, settings)
     if prompts.skipped:
         lines.append(f"left out     {skipped_line(prompts.skipped)}")

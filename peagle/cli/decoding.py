@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from peagle.api import DRAFT_SAMPLING, Pair
+from peagle.checkpoints import DEMO, DEMO_EAGLE3, drafter_path, or_demo, resolve
 from peagle.cli.command import given
 from peagle.cli.display import Display
 from peagle.cli.document import dumps, logprob_lines, report, summary_lines, trace_lines
@@ -16,12 +16,12 @@ from peagle.cli.speculate import Decode
 from peagle.config import EngineConfig, LoadConfig, NumDrafts, SamplingParams
 from peagle.engine.grammar import Grammar, GrammarError
 from peagle.engine.resolved import shared_slots
-from peagle.loading import DEMO, DEMO_EAGLE3, drafter_path, or_demo, resolve
 from peagle.measure.profile import writable
 from peagle.measure.provenance import peak_memory_bytes, provenance
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of
+from peagle.pair import DRAFT_SAMPLING, Pair
 from peagle.parallel import parse_mesh
 from peagle.text.prompt_files import PromptSet, Skipped, read_prompts
 from peagle.text.prompts import Conversation, Rendering, from_text, parse_ids
@@ -157,10 +157,10 @@ def load_pair(target: str, drafter: str | None, load: LoadConfig, display: Displ
     options = {"target": target, "drafter": drafter, **load.arguments}
     with display.stage(f"loading {'the demo pair' if target == DEMO else target}") as progress:
         pair = load_in_all(options, progress)
-    if pair.mesh is not None:
-        display.note(f"target sharded over {pair.mesh}")
-    if pair.aux_layers is not None and drafter not in (DEMO, DEMO_EAGLE3):
-        display.note(f"the drafter reads the target's {pair.aux_layers}")
+    if pair.loaded.mesh is not None:
+        display.note(f"target sharded over {pair.loaded.mesh}")
+    if pair.loaded.aux_layers is not None and drafter not in (DEMO, DEMO_EAGLE3):
+        display.note(f"the drafter reads the target's {pair.loaded.aux_layers}")
     return pair
 
 

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from peagle.api import show_ids
 from peagle.cli.output import say, wrapped
 from peagle.engine.request import Request
 from peagle.ops import interrupt
 from peagle.result import Result
+from peagle.stream import show_ids
 from peagle.text.channels import ChannelParser, Delta
 from peagle.text.tokenizer import Tokenizer
 from peagle.workflows.run import Observer

@@ -5,11 +5,11 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from peagle.api import Pair
 from peagle.engine.kv_memory import PrefixCacheUse
 from peagle.measure.metrics import figure_text, speculative_decoding_block, summarize
 from peagle.measure.profile import Breakdown
 from peagle.ops import strict_json
+from peagle.pair import Pair
 from peagle.result import Result
 from peagle.text.prompt_files import Skipped, skipped_line
 from peagle.workflows.run import CostsUsed, Outcome, Run, RunConfig
@@ -130,13 +130,13 @@ def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
         "kv_memory_bytes": config.engine.kv_memory,
         "prefix_cache_bytes": run.engine.prefix_cache,
         "capacity": run.capacity,
-        "dtype": pair.dtype,
-        "experts": pair.experts,
-        "kernels": pair.kernels,
-        "mesh": pair.mesh,
-        "aux_layers": pair.aux_layers,
-        "draft_vocab": pair.draft_vocab,
-        "drafter_window": pair.drafter_window,
+        "dtype": pair.loaded.dtype,
+        "experts": pair.loaded.experts,
+        "kernels": pair.loaded.kernels,
+        "mesh": pair.loaded.mesh,
+        "aux_layers": pair.loaded.aux_layers,
+        "draft_vocab": pair.loaded.draft_vocab,
+        "drafter_window": pair.loaded.drafter_window,
         "baseline": run.compares,
         "ignore_eos": config.ignore_eos,
         "logprobs": config.logprobs,

@@ -42,8 +42,8 @@ class Export:
 
         Raises InputError as peagle.workflows.export.export does.
         """
+        from peagle.checkpoints import resolve
         from peagle.cli.display import Display
-        from peagle.loading import resolve
         from peagle.workflows.export import export
 
         source, out = resolve(self.drafter, "drafter"), Path(self.out)

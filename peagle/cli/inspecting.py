@@ -13,29 +13,15 @@ from drafter.load import doubtful_map
 from drafter.load import weight_bytes as drafter_weight_bytes
 from drafter.model import cache_groups as drafter_groups
 from drafter.trained import recorded_coverage
-from peagle.api import DEFAULT_NUM_SPECULATIVE_TOKENS, DEFAULT_WIDTHS
+from peagle.checkpoints import DEMO, another_target, drafter_folder, or_demo, resolve
 from peagle.cli.info import Info
 from peagle.cli.output import show_lines
 from peagle.config import AUTO, DEFAULT_CHUNK
 from peagle.engine.kv_memory import Sizing, page_bytes
 from peagle.engine.resolved import ResolvedConfig, shared_slots
 from peagle.engine.widths import SPECULATION_FILE, read_widths
-from peagle.loading import (
-    DEMO,
-    NO_STOP_TOKEN,
-    another_target,
-    asked_window,
-    aux_layers_in_words,
-    default_chunk,
-    default_dtype,
-    doubtful_aux_layers,
-    drafter_folder,
-    fitting_aux_layers,
-    or_demo,
-    resolve,
-    steps_per_dispatch,
-    windowed,
-)
+from peagle.fit import chosen_window, describe_aux_layers, doubtful_aux_layers, fitting_aux_layers, windowed
+from peagle.loading import NO_STOP_TOKEN, default_chunk, default_dtype, steps_per_dispatch
 from peagle.ops.attention import PAGE_SIZE, CacheGroup, Pages, init_pool
 from peagle.ops.checkpoint import CONFIG, INDEX, WEIGHTS, Checkpoint, read_checkpoint, read_json
 from peagle.ops.errors import InputError
@@ -44,6 +30,7 @@ from peagle.ops.kernels import in_words as kernels_in_words
 from peagle.ops.memory import available_memory_bytes
 from peagle.ops.native import available as native_available
 from peagle.ops.row_blocks import BlockedPrefill, RowBlocks
+from peagle.pair import DEFAULT_NUM_SPECULATIVE_TOKENS, DEFAULT_WIDTHS
 from peagle.parallel import MeshShape, parse_mesh
 from peagle.text.tokenizer import TOKENIZER_FILE
 from peagle.workflows.export import coverage_in_data
@@ -109,7 +96,7 @@ def inspect(settings: Info) -> int:
             raise InputError(f"--role {settings.role} is given, but no target; expected one, with a drafter or without")
         drafting = None
         for name, checkpoint in drafters:
-            window = asked_window(dict(paths)[name], AUTO)
+            window = chosen_window(dict(paths)[name], AUTO)
             drafting, _ = windowed(parse_drafter(checkpoint, aux_layer_ids), window, given=False)
         files = dict(paths)
         weights = _weight_bytes(files[targets[0][0]])
@@ -207,7 +194,7 @@ def drafter_rows(
     named = named_aux_layers(checkpoint.config)
     weights = [name for name in checkpoint.names if name not in ("d2t", "t2d")]
     parameters = sum(int(np.prod(checkpoint.shape(name))) for name in weights)
-    c, window = windowed(c, asked_window(path, AUTO), given=False)
+    c, window = windowed(c, chosen_window(path, AUTO), given=False)
     per_token, per_slot = _kv_numbers(*_drafter_pages(c))
     narrow, covered = c.draft_vocab_size < c.vocab_size, recorded_coverage(path)
     unknown = "; peagle parity measures how many of an answer's they are"
@@ -219,7 +206,7 @@ def drafter_rows(
         ("MLP", f"{c.mlp_width:,} wide"),
         ("proposes", proposes if narrow else f"all of the target's {c.vocab_size:,} tokens"),
         ("mask token", f"{c.mask_token_id}" if c.parallel else "none: a pass per draft"),
-        ("aux layers", f"{c.num_taps}: {aux_layers_in_words(c.aux_layer_ids, named, aux_layer_ids is not None)}"),
+        ("aux layers", f"{c.num_taps}: {describe_aux_layers(c.aux_layer_ids, named, aux_layer_ids is not None)}"),
         ("window", window),
         ("drafts by auto", _drafts(path)),
         ("parameters", f"{parameters:,}"),

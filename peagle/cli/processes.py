@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from peagle.api import Pair
 from peagle.cli.output import say
 from peagle.config import LoadConfig
 from peagle.engine.remote import Lead
@@ -16,6 +15,7 @@ from peagle.loading import default_dtype, experts_in_memory
 from peagle.loading import load as load_models
 from peagle.ops import interrupt, native
 from peagle.ops.errors import InputError, InputWarning
+from peagle.pair import Pair
 from peagle.parallel import refuse_replicas
 from peagle.processes import BAD_INPUT, LOST, Team, gather, join, parse_place
 from peagle.workflows.follow import follow

@@ -8,18 +8,18 @@ import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
 
-from peagle.api import Pair
+from peagle.checkpoints import DEMO
 from peagle.cli.decoding import chosen_context, chosen_models, expect_shared, load_pair
 from peagle.cli.display import Display
 from peagle.cli.output import say
 from peagle.cli.serve import Serve, Served
 from peagle.engine.grammar import Grammar
 from peagle.engine.loop import AnyEngine
-from peagle.loading import DEMO
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of
 from peagle.ops.memory import size_in_words
+from peagle.pair import Pair
 from peagle.serve.app import create_app
 from peagle.serve.http import ANY_ORIGIN
 from peagle.serve.loop import EngineLoop
@@ -173,7 +173,7 @@ def _warm_up(pair: Pair, engine: AnyEngine, display: Display) -> None:
             interrupt.check()
             engine.warm_up(sampled=sampled, full=full, measuring=display.measuring, constrained=full)
         if pair.tokenizer is not None:  # a large vocabulary takes seconds
-            pair.compile_grammar(Grammar.json_object(), channels=True)
+            pair.grammars.compile(Grammar.json_object(), channels=True)
     interrupt.check()
 
 
@@ -185,7 +185,7 @@ def _described(pair: Pair, engine: AnyEngine, doing: str) -> list[str]:
     by_load = f"with K by load: {engine.widths.in_words()}"
     speculates = "plainly" if not k else by_load if config.adaptive else f"with K = {k}"
     return [
-        f"{doing} {speculates}: {config.slots} slots with a context of {config.context}, {pair.dtype}",
+        f"{doing} {speculates}: {config.slots} slots with a context of {config.context}, {pair.loaded.dtype}",
         f"memory besides the weights: {size_in_words(pages + state + logits)}; its pages hold "
         f"{engine.page_use.num_tokens:,} tokens of all requests and the prefix cache"
         + ("" if config.prefix_cache else ", which is off"),

@@ -6,26 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from peagle.api import Pair
+from peagle.checkpoints import DEMO, HELD_OUT, WEIGHTLESS, drafter_folder, drafter_path, or_demo, resolve
 from peagle.cli.command import given
 from peagle.cli.display import LABEL, Display
 from peagle.cli.output import show_lines
 from peagle.cli.report import show, tell_of_pictures
 from peagle.cli.sweep import Sweep
 from peagle.engine.widths import OFF, WINDOW_KEY, WidthTable, widths_file, write_widths
-from peagle.loading import (
-    DEMO,
-    HELD_OUT,
-    WEIGHTLESS,
-    asked_window,
-    check_fit,
-    drafter_folder,
-    drafter_path,
-    load,
-    or_demo,
-    resolve,
-    with_drafter,
-)
+from peagle.fit import check_fit, chosen_window
+from peagle.loading import load, with_drafter
 from peagle.measure import pages
 from peagle.measure.provenance import provenance
 from peagle.measure.sweep import concurrency, page
@@ -38,6 +27,7 @@ from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
 from peagle.ops.files import alone, expect_new
+from peagle.pair import Pair
 from peagle.text.prompt_files import PromptSet, read_prompt_file, read_prompts, without_suffix
 from peagle.text.prompts import Rendering
 from peagle.text.tokenizer import template_fingerprint
@@ -317,7 +307,7 @@ def _check_models(plan: Plan) -> None:
     for path in paths:
         check_fit(resolve(plan.target, "target"), path, plan.aux_layer_ids)
     for name, window in itertools.product(plan.drafters, plan.drafter_windows):
-        asked_window(drafter_path(plan.target, name), window or AUTO)
+        chosen_window(drafter_path(plan.target, name), window or AUTO)
 
 
 def _same_files(plan: Plan) -> None:

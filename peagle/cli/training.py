@@ -24,12 +24,13 @@ from drafter.train.step import devices_for
 from drafter.train.trainer import Trainer, TrainingStopped
 from drafter.trained import DRAFTER, RECIPE
 from drafter.vocabulary import DraftVocab
+from peagle.checkpoints import DEMO, name_for_others, or_demo, resolve
 from peagle.cli.command import given, read_record, record
 from peagle.cli.curve import draw
 from peagle.cli.display import Display, duration
 from peagle.cli.output import say
 from peagle.cli.train import RESUMABLE, Train
-from peagle.loading import AUTO, DEMO, default_dtype, load, name_for_others, or_demo, resolve
+from peagle.loading import AUTO, default_dtype, load
 from peagle.measure.metrics import figure_text
 from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint

@@ -2,18 +2,10 @@
 
 import dataclasses
 
+from peagle.checkpoints import DEMO, DEMO_EAGLE3, drafter_path, or_demo, resolve, widths_of
 from peagle.cluster.config import FleetConfig
-from peagle.loading import (
-    DEMO,
-    DEMO_EAGLE3,
-    asked_window,
-    check_fit,
-    drafter_path,
-    or_demo,
-    resolve,
-    widths_of,
-    without_weights,
-)
+from peagle.fit import check_fit, chosen_window
+from peagle.loading import without_weights
 
 DEFAULT_CONTEXT = 4096  # positions of a request, if the model has as many: the memory of replicas is not known here
 
@@ -28,7 +20,7 @@ def decided(config: FleetConfig) -> FleetConfig:
     drafter = None if k == 0 else or_demo(load.drafter)
     directory, beside = resolve(target, "target"), drafter_path(target, drafter)
     pair = without_weights(target)
-    asked_window(beside, load.drafter_window)
+    chosen_window(beside, load.drafter_window)
     if beside is not None:
         check_fit(directory, beside, load.aux_layer_ids)
     context = engine.context

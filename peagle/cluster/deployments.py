@@ -21,6 +21,7 @@ import ray.exceptions
 from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
+from peagle.checkpoints import DEMO
 from peagle.cluster.config import FleetConfig, read_fleet
 from peagle.cluster.decide import decided
 from peagle.cluster.fleet import Fleet, ReplicaLost, Shape
@@ -29,7 +30,7 @@ from peagle.engine.grammar import PortableGrammar
 from peagle.engine.handoff import parse
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import Role
-from peagle.loading import DEMO, load, without_weights
+from peagle.loading import load, without_weights
 from peagle.ops.errors import InputError
 from peagle.serve.app import create_app
 from peagle.serve.errors import ApiError
@@ -75,7 +76,7 @@ class Worker:
         for sampled, full in ((False, False), (True, False), (True, True)):
             engine.warm_up(sampled=sampled, full=full, constrained=full)
         if self._pair.tokenizer is not None:  # a large vocabulary takes seconds
-            self._pair.vocabulary()
+            self._pair.grammars.read()
         self._loop = EngineLoop(engine, config.most_open)  # the fleet's own bound is the queue's
 
     def check_health(self) -> None:
@@ -87,7 +88,7 @@ class Worker:
         """Put the request's grammar in its place."""
         if grammar is None:
             return request
-        compiled = await asyncio.to_thread(self._pair.vocabulary().restore, grammar)
+        compiled = await asyncio.to_thread(self._pair.grammars.read().restore, grammar)
         return dataclasses.replace(request, grammar=compiled)
 
     async def prefill(self, request: Request, grammar: PortableGrammar | None) -> tuple[TokenChunk, np.ndarray | None]:

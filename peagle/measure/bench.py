@@ -28,7 +28,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle.api import Pair
 from peagle.config import DEFAULT_CHUNK, check_num_drafts
 from peagle.engine.request import Request, TokenChunk
 from peagle.measure.metrics import Spread
@@ -36,6 +35,7 @@ from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.memory import refuse_too_large, tree_bytes
 from peagle.ops.row_blocks import BlockedPrefill, RowBlocks, padded_length
+from peagle.pair import Pair
 from peagle.protocols import PrefillsAtOnce, PyTree, Target
 
 SHORTEST_S = 0.05  # of a verify measurement, which repeats its pass accordingly

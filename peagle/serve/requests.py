@@ -8,12 +8,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from peagle.api import Pair
 from peagle.config import SamplingParams
 from peagle.engine.grammar import CompiledGrammar, Grammar, GrammarError
 from peagle.engine.request import MOST_LOGPROBS, Request, TokenLogprobs
 from peagle.measure.logprobs import output_logprobs
 from peagle.ops.errors import InputError
+from peagle.pair import Pair
 from peagle.serve.errors import ApiError
 from peagle.serve.http import MOST_PROMPTS
 from peagle.serve.instructions import INSTRUCTING, as_instructions, instructions_first
@@ -73,7 +73,7 @@ class RequestBuilder:
         if grammar is None:
             return None
         try:
-            return self.pair.compile_grammar(grammar, channels=isinstance(body, ChatBody))
+            return self.pair.grammars.compile(grammar, channels=isinstance(body, ChatBody))
         except GrammarError as error:
             raise unusable(error, name) from None
 
@@ -90,8 +90,8 @@ class RequestBuilder:
             return None
         try:
             if only is not None:  # the prompt ends with the call's header
-                return self.pair.compile_grammar(calls[only], channels=False)
-            return self.pair.compile_grammar(grammar, channels=True, calls=calls, must_call=must_call)
+                return self.pair.grammars.compile(calls[only], channels=False)
+            return self.pair.grammars.compile(grammar, channels=True, calls=calls, must_call=must_call)
         except GrammarError as error:
             raise self._blamed(body, calls, unusable(error, name), names) from None
 
@@ -100,7 +100,7 @@ class RequestBuilder:
         for function, schema in calls.items():
             try:
                 if schema is not None:
-                    self.pair.compile_grammar(schema, channels=False)
+                    self.pair.grammars.compile(schema, channels=False)
             except GrammarError as found:
                 return unusable(found, parameters_of(body.tools, function, names))
         return error
@@ -126,7 +126,7 @@ class RequestBuilder:
             prompt_ids = begin_call(self.tokenizer, prompt_ids, forced)
         if grammar is not None:
             try:
-                grammar = self.pair.begin_grammar(grammar, prompt_ids)
+                grammar = self.pair.grammars.begin(grammar, prompt_ids)
             except GrammarError as error:
                 raise ApiError.of(error, constraint(body, names)) from None
         limit, ends = limits.pop() if limits else None, self._call_ends(tools)

@@ -4,10 +4,10 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
-from peagle.api import Pair
 from peagle.config import SamplingParams
 from peagle.engine.request import Request
 from peagle.ops.errors import InputError
+from peagle.pair import Pair
 from peagle.result import Result, follow, submit
 from peagle.text.prompts import Conversation, Rendering
 

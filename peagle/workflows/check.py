@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle.api import Pair
+from peagle.checkpoints import DEMO, HELD_OUT
 from peagle.config import SamplingParams
-from peagle.loading import DEMO, HELD_OUT, load, with_drafter
+from peagle.loading import load, with_drafter
 from peagle.ops import cuda, native
 from peagle.ops.kernels import for_weights
 from peagle.ops.kernels import in_words as kernels_in_words
+from peagle.pair import Pair
 from peagle.result import decode
 from peagle.text.prompt_files import read_prompt_file
 from peagle.text.prompts import Rendering

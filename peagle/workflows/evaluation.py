@@ -10,12 +10,12 @@ from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
 from drafter.propose import drafter_of
 from drafter.train.shards import Document
-from peagle.api import Pair
 from peagle.config import SamplingParams
 from peagle.engine.engine import Engine
 from peagle.measure.metrics import pooled_counters
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
+from peagle.pair import Pair
 from peagle.result import decode
 from peagle.text.prompt_files import PromptSet
 from peagle.text.prompts import Rendering

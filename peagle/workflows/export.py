@@ -17,8 +17,9 @@ from drafter.params import DrafterParams
 from drafter.train.folder import COMMAND, LOG, read_log
 from drafter.trained import DRAFTER, RECIPE, read_record, recorded_coverage
 from drafter.vocabulary import FREQUENT_TOKENS, Coverage
+from peagle.checkpoints import DEMO, name_for_others, target_folder
 from peagle.engine.widths import SPECULATION_FILE
-from peagle.loading import DEMO, check_fit, name_for_others, target_folder, windows_in_words
+from peagle.fit import check_fit, describe_windows
 from peagle.measure.metrics import figure_text
 from peagle.ops.errors import InputError
 from peagle.ops.files import encoded
@@ -174,7 +175,7 @@ def card(config: DrafterConfig, dialect: Dialect, verifier: str | None, target: 
         target_hidden=c.target_hidden_size,
         proposes=f"{'all' if all_tokens else f'{c.draft_vocab_size:,}'} of the target's {c.vocab_size:,} tokens"
         + coverage_in_data(recorded_coverage(run / DRAFTER)),
-        sees="sees all positions" if c.narrowest_window is None else f"sees the last {windows_in_words(c)}",
+        sees="sees all positions" if c.narrowest_window is None else f"sees the last {describe_windows(c)}",
         slots=f"all drafts in one pass; mask token {c.mask_token_id}" if c.parallel else "one draft a pass",
         training=_training(run),
         elsewhere=_elsewhere(c, dialect, verifier or "TARGET", target),

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from peagle.api import Pair
 from peagle.engine.remote import Follower
 from peagle.loading import load
 from peagle.measure.logprobs import top_2_margin
 from peagle.ops import interrupt, native
 from peagle.ops.errors import InputError
+from peagle.pair import Pair
 from peagle.processes import Team
 
 
@@ -19,7 +19,7 @@ def follow(team: Team) -> int:
         if "load" in message:
             _check_kernels(message["kernels"])
             pair = load(**_arguments(message["load"]))
-            follower = Follower(pair.models)
+            follower = Follower(pair.engines.models.of)
         elif "margin" in message:
             assert pair is not None
             prompt_ids, output_ids, capacity = message["margin"]

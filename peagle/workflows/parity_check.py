@@ -16,12 +16,12 @@ from drafter.load import STORE_OFFSETS
 from drafter.params import DrafterParams
 from drafter.propose import Eagle3, PEagle
 from drafter.vocabulary import Coverage, coverage
-from peagle.api import Pair
 from peagle.engine.widths import OFF, SPECULATION_FILE, WINDOW_KEY
 from peagle.measure.sweep.figures import estimate, ratio
 from peagle.ops import interrupt, strict_json
 from peagle.ops.checkpoint import Checkpoint
 from peagle.ops.errors import InputError
+from peagle.pair import Pair
 from peagle.result import decode
 from peagle.text.prompts import Conversation, Rendering
 from peagle.workflows.parity import Cause, Difference, Reading, Text, accepted, causes, compare, replay
@@ -196,7 +196,7 @@ def examine(
         other_rendering=other_rendering,
         readings={each.name: 1 + float(each.accepted.mean()) for each in found},
         causes=tuple(likely),
-        allowed_frac=TURNED_FRAC[pair.dtype],
+        allowed_frac=TURNED_FRAC[pair.loaded.dtype],
         vocabulary=vocabulary,
     )
 
@@ -248,7 +248,7 @@ def against_reference(
     found = (
         None
         if ours.logits is None
-        else Logits(len(text.places), cosine, largest, float(np.mean(same)), largest < CLOSE[pair.dtype])
+        else Logits(len(text.places), cosine, largest, float(np.mean(same)), largest < CLOSE[pair.loaded.dtype])
     )
     return found, float(np.mean(same))
 

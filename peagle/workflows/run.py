@@ -12,7 +12,6 @@ import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from peagle.api import DEFAULT_SAMPLING, Pair, RequestOptions
 from peagle.config import EngineConfig, SamplingParams
 from peagle.engine.handle import Handle
 from peagle.engine.kv_memory import PrefixCacheUse
@@ -25,6 +24,7 @@ from peagle.measure.metrics import first_difference
 from peagle.measure.profile import Breakdown, profile
 from peagle.ops.errors import InputError
 from peagle.ops.sizes import PrefixCacheSize
+from peagle.pair import DEFAULT_SAMPLING, Pair, RequestOptions
 from peagle.result import Assembler, Piece, Result, decode, follow, submit
 from peagle.text.prompts import Conversation, Rendering
 

@@ -29,8 +29,10 @@ from drafter.train.shards import KEPT, NAME, WEIGHTS, Document, read_manifest, r
 from drafter.train.trainer import Trainer
 from drafter.trained import COVERAGE, RECIPE, read_record
 from drafter.vocabulary import Coverage, DraftVocab, by_frequency, check_count, choose, coverage, first_of
+from peagle.checkpoints import resolve
 from peagle.engine.request import fold_seed
-from peagle.loading import AUTO, asked_window, fitting_aux_layers, read_asked_window, resolve, windowed
+from peagle.fit import chosen_window, fitting_aux_layers, parse_window, windowed
+from peagle.loading import AUTO
 from peagle.measure.provenance import provenance
 from peagle.ops import interrupt
 from peagle.ops.checkpoint import read_checkpoint
@@ -295,9 +297,9 @@ def drafter_config(
 def _with_window(config: DrafterConfig, shape: DrafterShape) -> DrafterConfig:
     """Give the drafter the window asked for; by default the one that decoding with --init would take."""
     if shape.drafter_window == AUTO:
-        window = None if shape.init is None else asked_window(resolve(shape.init, "drafter"), AUTO)
+        window = None if shape.init is None else chosen_window(resolve(shape.init, "drafter"), AUTO)
     else:
-        window = read_asked_window(shape.drafter_window)
+        window = parse_window(shape.drafter_window)
     return windowed(config, window, given=shape.drafter_window != AUTO)[0]
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from peagle.api import Pair
-from peagle.loading import HELD_OUT, load
+from peagle.checkpoints import HELD_OUT
+from peagle.loading import load
 from peagle.measure.logprobs import output_logprobs
 from peagle.measure.pages import Block, Picture, Table
 from peagle.measure.sweep import charts
@@ -29,6 +29,7 @@ from peagle.measure.sweep.figures import Estimate, estimate, one_more_than_ratio
 from peagle.measure.sweep.page import estimate_text
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
+from peagle.pair import Pair
 from peagle.result import decode
 from peagle.text.prompts import Conversation, Rendering
 from scripts.demo.build import DRAFTERS

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from peagle.api import Pair
 from peagle.engine.handle import Handle
 from peagle.engine.handoff import HandOff, parse
 from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request, StepRecord
 from peagle.engine.resolved import Role
 from peagle.ops.errors import InputError
+from peagle.pair import Pair
 from scripts.fleet_sim.simulation import Costs, Curve
 
 ROUNDS = 5

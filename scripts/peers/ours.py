@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import peagle
-from peagle.api import Pair
 from peagle.config import DEFAULT_CHUNK
 from peagle.engine.request import Request, TokenChunk
 from peagle.measure.bench import BenchOptions, time_steps
 from peagle.measure.provenance import version_of
 from peagle.ops.attention import PagedCache
 from peagle.ops.rope import Yarn
+from peagle.pair import Pair
 from target.model import GptOss
 
 ANSWERED = 16  # tokens of a turn
@@ -53,9 +53,10 @@ class Ours:
         self._target: GptOss = pair.plain_target
 
     def describe(self) -> dict[str, Any]:
+        loaded = self._pair.loaded
         return {
             "version": f"peagle {version_of('peagle') or 'not installed'}",
-            "computes": f"{self._pair.kernels}; {self._pair.dtype} activations; experts {self._pair.experts}",
+            "computes": f"{loaded.kernels}; {loaded.dtype} activations; experts {loaded.experts}",
         }
 
     def prepare(self, prompt_ids: list[int], widths: list[int]) -> dict[str, Any]:

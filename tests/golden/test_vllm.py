@@ -4,8 +4,9 @@ import functools
 
 import pytest
 
-from peagle.api import Pair
-from peagle.loading import DEMO, load, with_drafter
+from peagle.checkpoints import DEMO
+from peagle.loading import load, with_drafter
+from peagle.pair import Pair
 from scripts.against_vllm import GOLDEN, Setting, ours, recorded
 
 ABOUT, KEPT = recorded()

@@ -20,10 +20,10 @@ import pytest
 import peagle.loading
 from drafter.config import DrafterConfig
 from drafter.load import save_drafter
-from peagle.api import Pair
 from peagle.cli import display
 from peagle.drafters.ngram import NGram
 from peagle.ops.rope import RopeConfig, Yarn
+from peagle.pair import Pair
 from peagle.text.tokenizer import ByteLevelTokenizer, Message, Tokenizer, load_tokenizer
 from target.config import TargetConfig
 from target.load import save_target

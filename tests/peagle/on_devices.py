@@ -324,7 +324,7 @@ def test_acceptance_of_right_drafts_is_the_same(root: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*no stop token")
 def test_replicas_on_devices_of_their_own_answer_as_one_engine(root: Path) -> None:
     pair = load(root / "True", "ngram", mesh="dp=2,tp=2", kernels=FAST)
-    assert pair.mesh == "4 devices, dp=2,tp=2,ep=1"
+    assert pair.loaded.mesh == "4 devices, dp=2,tp=2,ep=1"
     config = pair.engine_config(K, slots=2, context=64, prefill_chunk=8)  # a slot of each: half as many programs
     engine = pair.engine(config)
     assert isinstance(engine, Replicas)
@@ -438,7 +438,7 @@ def test_a_pair_is_loaded_over_a_mesh() -> None:
     """The demo, which has three heads; its drafter is on every device of both replicas."""
     prompt, seen = "def clamp(value, low, high):", []
     pair = load(mesh="dp=2,tp=3", progress=lambda *done: seen.append(done))
-    assert pair.mesh == "6 devices, dp=2,tp=3,ep=1"
+    assert pair.loaded.mesh == "6 devices, dp=2,tp=3,ep=1"
     assert isinstance(pair.target, Sharded)
     assert seen[-1][0] == seen[-1][1]
     expected = load().generate(prompt, max_new_tokens=16, num_speculative_tokens=3)

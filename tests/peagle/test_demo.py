@@ -8,13 +8,15 @@ from pathlib import Path
 import jax
 import pytest
 
+import peagle.checkpoints
 import peagle.loading
 from drafter.propose import Eagle3, PEagle
-from peagle.api import DEFAULT_WIDTHS, Pair
+from peagle.checkpoints import DEMO, DEMO_DIRECTORY, DEMO_EAGLE3
 from peagle.config import EngineConfig
 from peagle.engine.widths import read_widths
-from peagle.loading import DEMO, DEMO_DIRECTORY, DEMO_EAGLE3, MOST_STEPS_PER_DISPATCH, with_drafter
+from peagle.loading import MOST_STEPS_PER_DISPATCH, with_drafter
 from peagle.ops import native
+from peagle.pair import DEFAULT_WIDTHS, Pair
 from peagle.text.prompt_files import read_prompt_file
 from peagle.workflows.run import Run, RunConfig, run
 from scripts import record_acceptance
@@ -57,7 +59,7 @@ def test_it_drafts_by_the_table_that_it_ships_if_any(
     shutil.copytree(DEMO_DIRECTORY / "drafter", tmp_path / "drafter")
     (tmp_path / "target").symlink_to(DEMO_DIRECTORY / "target")
     (tmp_path / "drafter" / "speculation.json").write_text('{"drafts": {"1": 6, "3": 0}}')
-    monkeypatch.setattr(peagle.loading, "DEMO_DIRECTORY", tmp_path)
+    monkeypatch.setattr(peagle.checkpoints, "DEMO_DIRECTORY", tmp_path)
     with_table = with_drafter(demo, DEMO, DEMO)
     assert dict(with_table.widths.drafts) == {1: 6, 3: 0}
     assert with_table.num_drafts("auto") == (6, True)
@@ -77,7 +79,7 @@ def test_the_gate_notices_a_worse_drafter(demo: Pair) -> None:
     params = demo.drafter.params
     worse = dataclasses.replace(params, norm=params.norm.at[::3].set(0))
     drafter = dataclasses.replace(demo.drafter, params=worse)
-    counters = record_acceptance.measure(dataclasses.replace(demo, drafter=drafter, _engines={}))
+    counters = record_acceptance.measure(dataclasses.replace(demo, drafter=drafter))
     assert (counters.acceptance_length or 0) < 0.95 * record_acceptance.recorded()["acceptance_length"]
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import peagle
-from peagle.api import Pair
 from peagle.engine.grammar import Grammar, GrammarError
 from peagle.ops.errors import InputError
+from peagle.pair import Pair
 from peagle.text.channels import ChannelParser
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.peagle.conftest import SPECIALS, STOP, toy_pair
@@ -154,8 +154,8 @@ def test_answers_in_channels(
 ) -> None:
     prompt = spelled(tokenizer, "<|start|>user<|message|>hi<|end|><|start|>assistant")
     for calls, expected in (({}, plainly), ({"f": None}, with_tools)):
-        compiled = toy.compile_grammar(Grammar.regex("[0-9]{2}"), channels=True, calls=calls)
-        matcher = toy.begin_grammar(compiled, prompt).begin((RETURN,))
+        compiled = toy.grammars.compile(Grammar.regex("[0-9]{2}"), channels=True, calls=calls)
+        matcher = toy.grammars.begin(compiled, prompt).begin((RETURN,))
         matcher.read(spelled(tokenizer, answer))
         assert matcher.may_end == expected
 
@@ -173,17 +173,17 @@ def test_answers_in_channels(
     ],
 )
 def test_a_prompt_may_begin_the_answer(toy: Pair, tokenizer: ByteLevelTokenizer, end: str, answer: str) -> None:
-    compiled = toy.compile_grammar(Grammar.regex("[0-9]{2}"), channels=True)
-    matcher = toy.begin_grammar(compiled, spelled(tokenizer, end)).begin((RETURN,))
+    compiled = toy.grammars.compile(Grammar.regex("[0-9]{2}"), channels=True)
+    matcher = toy.grammars.begin(compiled, spelled(tokenizer, end)).begin((RETURN,))
     matcher.read(spelled(tokenizer, answer))
     assert matcher.may_end
 
 
 def test_a_prompt_that_no_grammar_follows_is_refused(toy: Pair, tokenizer: ByteLevelTokenizer) -> None:
-    compiled = toy.compile_grammar(Grammar.regex("[0-9]"), channels=True)
+    compiled = toy.grammars.compile(Grammar.regex("[0-9]"), channels=True)
     for end in ("<|start|>user<|message|>hi<|end|>", "<|start|>assistant<|channel|>commentary<|message|>"):
         with pytest.raises(GrammarError, match="cannot follow the end of this prompt"):
-            toy.begin_grammar(compiled, spelled(tokenizer, end))
+            toy.grammars.begin(compiled, spelled(tokenizer, end))
 
 
 def test_without_a_tokenizer_a_grammar_is_refused() -> None:
@@ -192,5 +192,5 @@ def test_without_a_tokenizer_a_grammar_is_refused() -> None:
 
 
 def test_equal_grammars_are_compiled_once(toy: Pair) -> None:
-    first, second = (toy.compile_grammar(Grammar.regex("[0-9]x"), channels=False) for _ in range(2))
+    first, second = (toy.grammars.compile(Grammar.regex("[0-9]x"), channels=False) for _ in range(2))
     assert first is second

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peagle.api import Pair
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine
 from peagle.engine.request import FinishReason, Request, StepRecord, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError
+from peagle.pair import Pair
 from peagle.result import Assembler, decode, follow, submit
 from tests.peagle.conftest import ByteTokenizer, toy_pair
 from tests.peagle.toys import MarkovTarget
@@ -190,7 +190,7 @@ def test_speculation_ends_where_plain_decoding_does(toy: Pair, options: dict[str
             stream = toy.stream("Hi", max_new_tokens=60, num_speculative_tokens=k, stop=["\x00", stop], **options)
             assert "".join(stream) == plain.text
             assert stream.result.output_ids == plain.output_ids
-    assert not any(engine.busy for engine in toy._engines.values())
+    assert not any(engine.busy for engine in toy.engines.by_config.values())
 
 
 def test_without_a_tokenizer_there_is_no_text_to_stop() -> None:

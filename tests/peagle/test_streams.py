@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from peagle.api import Pair
 from peagle.engine.engine import Engine
 from peagle.ops.errors import InputError
+from peagle.pair import Pair
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.peagle.conftest import toy_pair
 
@@ -23,7 +23,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
 
 
 def one_engine(pair: Pair) -> Engine:
-    (engine,) = (engine for config, engine in pair._engines.items() if config.slots == 2)
+    (engine,) = (engine for config, engine in pair.engines.by_config.items() if config.slots == 2)
     return engine
 
 
@@ -51,7 +51,7 @@ def some_pair(request: pytest.FixtureRequest, tokenizer: ByteLevelTokenizer) -> 
 def test_threads_that_stream_at_once_get_what_each_gets_alone(
     some_pair: Pair, monkeypatch: pytest.MonkeyPatch, k: int
 ) -> None:
-    some_pair._engines.clear()
+    some_pair.engines.by_config.clear()
     options = {**SHAPE, "num_speculative_tokens": k}
     alone = [some_pair.generate(text, **options, **asked) for text, asked in ASKED]
     most = most_at_once(monkeypatch, one_engine(some_pair))
@@ -73,7 +73,7 @@ def test_threads_that_stream_at_once_get_what_each_gets_alone(
 
 
 def test_tasks_that_stream_at_once_get_what_each_gets_alone(some_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    some_pair._engines.clear()
+    some_pair.engines.by_config.clear()
     options = {**SHAPE, "num_speculative_tokens": 3}
     alone = [some_pair.generate(text, **options, **asked) for text, asked in ASKED]
     most = most_at_once(monkeypatch, one_engine(some_pair))
@@ -116,7 +116,7 @@ def test_a_stream_that_ends_early_frees_its_slot(tokenizer: ByteLevelTokenizer, 
     pair = toy_pair(tokenizer)
     options: dict[str, Any] = {"max_new_tokens": 200, "num_speculative_tokens": 1}
     whole = pair.generate("hello", **options)
-    (engine,) = pair._engines.values()
+    (engine,) = pair.engines.by_config.values()
 
     async def early() -> None:
         stream = pair.astream("hello", **options)
@@ -167,7 +167,7 @@ def test_a_stream_that_is_closed_before_it_began_asks_nothing(toy: Pair) -> None
 
 def test_the_event_loop_goes_on_while_a_stream_waits(toy: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = toy.astream("hello", max_new_tokens=20, num_speculative_tokens=0, slots=2)
-    (engine,) = toy._engines.values()
+    (engine,) = toy.engines.by_config.values()
     went_on, step = threading.Event(), engine._step
 
     def waiting() -> Any:
@@ -200,7 +200,7 @@ def test_text_that_is_held_back_is_shown_at_the_end(toy: Pair) -> None:
 def test_streams_that_name_their_context_share_an_engine(toy: Pair) -> None:
     for text, budget in (("a", 10), ("b" * 150, 60)):
         toy.generate(text, max_new_tokens=budget, num_speculative_tokens=3, context=300, slots=2)
-    ((config, _),) = toy._engines.items()
+    ((config, _),) = toy.engines.by_config.items()
     assert (config.context, config.slots) == (300, 2)
     assert len(toy.generate("a" * 250, max_new_tokens=200, num_speculative_tokens=3, context=300).output_ids) < 50
     with pytest.raises(InputError, match=r"the context holds 20 positions; .* raise --context"):

@@ -13,16 +13,17 @@ import peagle.loading
 from drafter.dialects import parse_config
 from drafter.load import save_drafter
 from drafter.propose import Eagle3, PEagle
-from peagle.api import Pair
+from peagle.checkpoints import DEMO, DEMO_EAGLE3, HELD_OUT, NGRAM
 from peagle.cli import main
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.widths import WidthTable
-from peagle.loading import DEMO, DEMO_EAGLE3, HELD_OUT, NGRAM, with_drafter
+from peagle.loading import with_drafter
 from peagle.ops import native
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError, InputWarning
+from peagle.pair import Pair
 from peagle.result import Result
 from tests.drafter.cases import random_params
 from tests.peagle.conftest import DRAFTER, MAX_POSITIONS, Directories
@@ -43,7 +44,7 @@ def test_pages_of_a_window_accept_what_all_pages_accept_and_emit_plain_decodings
     pair = with_drafter(demo, DEMO, name, drafter_window=WINDOW)
     drafter = pair.drafter
     assert isinstance(drafter, PEagle | Eagle3)
-    other = dataclasses.replace(pair, drafter=dataclasses.replace(drafter, retain_full_kv=True), _engines={})
+    other = dataclasses.replace(pair, drafter=dataclasses.replace(drafter, retain_full_kv=True))
     prompt = HELD_OUT.read_text(encoding="utf-8")[:1500]
 
     def ask(pair: Pair, k: int) -> Result:
@@ -56,7 +57,7 @@ def test_pages_of_a_window_accept_what_all_pages_accept_and_emit_plain_decodings
     assert ringed.output_ids == whole.output_ids == plain.output_ids
     assert ringed.steps == whole.steps
     assert 0 < ringed.counters.num_accepted < K * ringed.counters.num_steps
-    rings = [pair.engine(config) for config in pair._engines if config.num_speculative_tokens]
+    rings = [pair.engine(config) for config in pair.engines.by_config if config.num_speculative_tokens]
     assert rings[0].memory_bytes()[0] < other.engine(rings[0].config).memory_bytes()[0]
 
 
@@ -87,7 +88,7 @@ def test_who_decides_on_the_window(directories: Directories, tmp_path: Path, pai
     def found(**asked: Any) -> tuple[tuple[int | None, ...] | None, str | None]:
         made = with_drafter(pair, directories.target, tmp_path / "drafter", **asked)
         assert isinstance(made.drafter, PEagle)
-        return made.drafter.config.windows, made.drafter_window
+        return made.drafter.config.windows, made.loaded.drafter_window
 
     assert found() == ((20, None), "20 positions in 1 of 2 layers, by config.json")
     assert found(drafter_window=32) == found(drafter_window="32") == ((32, 32), "32 positions, given")
@@ -101,8 +102,8 @@ def test_who_decides_on_the_window(directories: Directories, tmp_path: Path, pai
     assert found() == (None, "off, by speculation.json")
     table.write_text('{"drafts": {"1": 2}}')
     assert found() == ((20, None), "20 positions in 1 of 2 layers, by config.json")
-    assert pair.drafter_window == "off, by default: no file names one"
-    assert with_drafter(pair, directories.target, NGRAM).drafter_window is None
+    assert pair.loaded.drafter_window == "off, by default: no file names one"
+    assert with_drafter(pair, directories.target, NGRAM).loaded.drafter_window is None
     with pytest.warns(InputWarning, match=f"window of 999 positions is larger than the target's {MAX_POSITIONS}"):
         assert found(drafter_window=999)[0] == (999, 999)
 
@@ -189,11 +190,11 @@ def test_positions_beyond_the_drafters_own_are_told_once(demo: Pair) -> None:
     pair = with_drafter(demo, DEMO, DEMO, drafter_window="off")
     assert isinstance(pair.drafter, PEagle)
     config = dataclasses.replace(pair.drafter.config, max_positions=256)
-    short = dataclasses.replace(pair, drafter=dataclasses.replace(pair.drafter, config=config), _engines={})
+    short = dataclasses.replace(pair, drafter=dataclasses.replace(pair.drafter, config=config))
     for k, capacity in ((K, 256), (0, 512)):
         short.engine(short.engine_config(k, context=capacity))
     with pytest.warns(InputWarning, match=r"has 384 positions, but the drafter's config.json says 256: .*window N"):
         short.engine(short.engine_config(K, context=384))
     short.engine(short.engine_config(K, context=512))
     windowed = dataclasses.replace(pair.drafter, config=config.with_window(64))
-    dataclasses.replace(pair, drafter=windowed, _engines={}).engine(pair.engine_config(K, context=384))
+    dataclasses.replace(pair, drafter=windowed).engine(pair.engine_config(K, context=384))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from peagle.checkpoints import DEMO, resolve
 from peagle.engine.warmup import WarmUp
-from peagle.loading import DEMO, resolve
 from peagle.measure.pages import markdown
 from scripts import bench_answers
 from scripts.bench_answers import Answer, decoded, entries, figures, page

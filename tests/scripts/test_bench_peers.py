@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peagle.loading import DEMO, resolve
+from peagle.checkpoints import DEMO, resolve
 from peagle.measure.pages import markdown
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from peagle.loading import DEMO, resolve
+from peagle.checkpoints import DEMO, resolve
 from peagle.ops.errors import InputError
 from scripts.demo import judge
 from scripts.demo.long_rows import CHARS_PER_TOKEN, LENGTHS, behind_texts, chat_rows, texts_of

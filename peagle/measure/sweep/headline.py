@@ -11,8 +11,8 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from peagle.checkpoints import WEIGHTLESS
 from peagle.config import MAX_NUM_DRAFTS
-from peagle.loading import WEIGHTLESS
 from peagle.measure.sweep.compare import Difference
 from peagle.measure.sweep.figures import FEWEST, SLOWER, best, sure
 from peagle.measure.sweep.folder import Folder, SweepRequest

@@ -19,7 +19,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from peagle.api import Pair
 from peagle.config import SamplingParams
 from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request
@@ -40,6 +39,7 @@ from peagle.measure.sweep.folder import (
 from peagle.measure.sweep.plan import PLAIN, PROFILED, PROFILED_TOKENS, Arm, Plan, Setting, Source
 from peagle.ops.errors import InputError
 from peagle.ops.memory import share_of_mappings
+from peagle.pair import Pair
 from peagle.result import Result, decode
 from peagle.text.prompt_files import PromptSet
 from peagle.text.prompts import Conversation, Rendering

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import peagle.cli.processes
-from peagle.api import Pair
 from peagle.cli import main
 from peagle.cli.display import Display
 from peagle.ops import interrupt
+from peagle.pair import Pair
 from peagle.text.prompts import Conversation, Rendering
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.peagle.cli.test_cli import TOY_PROCESS
@@ -52,7 +52,7 @@ def answers(pair: Pair, *turns: str, system: str | None = None, **options: Any) 
 @pytest.fixture
 def real_pair(pair: Pair) -> Pair:
     """The pair with weights, whose answer depends on the whole conversation, without a token that ends it."""
-    return dataclasses.replace(pair, stop_token_ids=(), _engines={})
+    return dataclasses.replace(pair, stop_token_ids=())
 
 
 def test_the_second_turn_sees_the_first(chat: Chat, real_pair: Pair) -> None:

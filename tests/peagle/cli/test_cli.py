@@ -21,7 +21,6 @@ import peagle.cli.decoding
 import peagle.cli.inspecting
 import peagle.cli.processes
 import peagle.loading
-from peagle.api import Pair
 from peagle.cli import main
 from peagle.cli.decoding import EXAMPLE
 from peagle.cli.display import Display
@@ -29,6 +28,7 @@ from peagle.engine.request import Request
 from peagle.engine.warmup import WarmUp
 from peagle.engine.widths import WidthTable
 from peagle.ops.kernels import for_weights
+from peagle.pair import Pair
 from tests.peagle.conftest import MASK, SPECIALS, STOP, VOCAB_SIZE, Directories, edit_json, toy_pair
 
 Run = Callable[..., tuple[int, str, str]]
@@ -131,7 +131,7 @@ def test_where_the_table_drafts_nothing_it_says_why_and_no_speed_up(
 ) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt_ids": [50]}\n' * 4)
-    pair = dataclasses.replace(toy, widths=table, _engines={})
+    pair = dataclasses.replace(toy, widths=table)
     arguments = ("--drafter", "ngram", "-k", "auto", "-n", "12", "--prompt-file", str(prompts), "--json")
     code, out, err = cli("speculate", *arguments, "-", *options, pair=pair)
     assert code == 0
@@ -141,7 +141,7 @@ def test_where_the_table_drafts_nothing_it_says_why_and_no_speed_up(
 
 
 def test_a_table_that_never_drafts_is_told(cli: Run, toy: Pair) -> None:
-    pair = dataclasses.replace(toy, widths=WidthTable({1: 0}), _engines={})
+    pair = dataclasses.replace(toy, widths=WidthTable({1: 0}))
     _, _, err = cli("speculate", "--drafter", "ngram", "-k", "auto", "-n", "4", "--quiet", "Hi", pair=pair)
     assert err == (
         "peagle: warning: -k auto drafts none from 1 active request on: decoded plainly (-k K drafts anyway)\n"

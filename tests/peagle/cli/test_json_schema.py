@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from peagle.api import Pair
 from peagle.cli.document import dumps, report, trace_lines
 from peagle.engine.widths import WidthTable
 from peagle.measure.provenance import TUNING, provenance, tuning
 from peagle.ops import jax_cure
+from peagle.pair import Pair
 from peagle.text.prompts import Conversation, from_ids
 from peagle.workflows.run import Outcome, Run, RunConfig, run
 from scripts import runs
@@ -129,7 +129,7 @@ def test_a_request_that_was_cut_off_is_called_interrupted(toy: Pair, config: Run
 def test_an_adaptive_run_tells_what_it_went_by(toy: Pair, config: RunConfig) -> None:
     config = dataclasses.replace(config, adaptive=True)
     table = WidthTable({1: K}, {1: 1.5})
-    done = run(dataclasses.replace(toy, widths=table, _engines={}), [from_ids([50])], config)
+    done = run(dataclasses.replace(toy, widths=table), [from_ids([50])], config)
     value = made(toy, config, done)
     assert set(value["config"]) == CONFIG
     assert value["config"]["costs"] == {"drafts": {"1": K}, "plain_steps": {"1": 1.5}}

@@ -5,8 +5,8 @@ import itertools
 import pytest
 from rich.console import Console
 
-from peagle.api import Pair
 from peagle.cli.display import DRAFT_COLOURS, draft_text
+from peagle.pair import Pair
 from peagle.result import follow, submit
 from peagle.text.prompts import Rendering, from_text
 

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from peagle.api import Pair
 from peagle.cluster.fleet import LOST, LOST_PROMPT, Fleet, ReplicaLost, Shape
 from peagle.engine.handoff import parse
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import Role
 from peagle.ops.errors import InputError
+from peagle.pair import Pair
 from peagle.serve.errors import ApiError
 from peagle.serve.loop import EngineLoop
 from peagle.serve.requests import RequestBuilder

@@ -18,7 +18,6 @@ import peagle.cli.benching
 import peagle.cli.processes
 import peagle.loading
 import peagle.measure.bench
-from peagle.api import Pair
 from peagle.cli import main
 from peagle.engine.collect import Collector
 from peagle.engine.request import Request, StepRecord, TokenChunk
@@ -36,6 +35,7 @@ from peagle.measure.bench import (
     time_steps,
 )
 from peagle.ops.errors import InputError
+from peagle.pair import Pair
 from tests.peagle.conftest import MAX_POSITIONS, Directories, toy_pair
 from tests.peagle.toys import tiny_target
 
@@ -363,7 +363,7 @@ def test_bytes_are_those_in_memory(directories: Directories, kernels: Any) -> No
     everything = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     assert weights.dense + weights.experts + params.embedding.nbytes == everything
     assert weights.num_experts == 4
-    assert weights.experts_per_token == (4 if pair.experts == "fused" else 2)
+    assert weights.experts_per_token == (4 if pair.loaded.experts == "fused" else 2)
 
 
 def test_the_table_is_on_standard_output_and_in_markdown(run: Run, tmp_path: Path) -> None:

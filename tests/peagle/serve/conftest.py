@@ -9,8 +9,8 @@ import pydantic
 import pytest
 from fastapi.testclient import TestClient
 
-from peagle.api import Pair
 from peagle.ops.sizes import PrefixCacheSize
+from peagle.pair import Pair
 from peagle.serve import types
 from peagle.serve.app import ENDPOINTS, create_app, document
 from peagle.serve.loop import EngineLoop
@@ -54,7 +54,7 @@ def service_of(
     **options: Any,
 ) -> Service:
     # several tests have engines of one shape, and each engine has one driver
-    pair._engines.clear()
+    pair.engines.by_config.clear()
     pair = dataclasses.replace(pair, replicas=(pair,) * (replicas - 1))
     most, adaptive = pair.num_drafts(k)
     shape: dict[str, Any] = {"context": context, "slots": slots, "adaptive": adaptive, "k_per_request": True}

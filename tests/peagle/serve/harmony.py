@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle.api import Pair
 from peagle.drafters.ngram import NGram
+from peagle.pair import Pair
 from peagle.serve.http import parse
 from peagle.serve.requests import RequestBuilder
 from peagle.serve.responses import as_chat

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from peagle.api import Pair
+from peagle.pair import Pair
 from peagle.serve.service import Service
 from peagle.text.tokenizer import ByteLevelTokenizer
 from scripts import against_clients

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from peagle.api import Pair
 from peagle.engine.kv_memory import KVMemory, Sizing
 from peagle.ops.attention import PAGE_SIZE
+from peagle.pair import Pair
 from tests.peagle.serve.conftest import CONTEXT, K, client_of, service_of
 
 
@@ -65,7 +65,7 @@ def test_plain_decoding_has_no_figures_of_speculation(make: Any, k: int) -> None
 @pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_pages_that_requests_hold_and_preemptions_are_counted(pair: Pair, replicas: int) -> None:
     pages, slots = 6, 2 * replicas
-    pair = dataclasses.replace(pair, _engines={})
+    pair = dataclasses.replace(pair)
     memory = KVMemory(pair.target, pair.drafter, pair.engine_config(K, context=CONTEXT, slots=2))
     sizing = Sizing(memory.groups, tuple(memory.page_bytes), pair.engine_config(K, context=CONTEXT, slots=2))
     room = {"kv_memory": replicas * sizing.size(pages), "prefix_cache": "off"}

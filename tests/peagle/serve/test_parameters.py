@@ -8,12 +8,12 @@ from typing import Any, Literal
 import pytest
 from fastapi.testclient import TestClient
 
-from peagle.api import Pair
+from peagle.checkpoints import DEMO_DIRECTORY
 from peagle.config import AUTO
 from peagle.engine.request import TokenLogprobs
 from peagle.engine.widths import WidthTable
-from peagle.loading import DEMO_DIRECTORY
 from peagle.ops.strict_json import dumps
+from peagle.pair import Pair
 from peagle.result import Result
 from peagle.serve.chat import ChatFormatter
 from peagle.serve.completions import CompletionFormatter

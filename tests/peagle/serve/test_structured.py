@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from peagle.api import Pair
 from peagle.engine.grammar import Grammar
+from peagle.pair import Pair
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.peagle.conftest import STOP, toy_pair
 from tests.peagle.serve.conftest import CONTEXT, K, client_of

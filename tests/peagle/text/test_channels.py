@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peagle.checkpoints import DEMO_DIRECTORY
 from peagle.engine.request import FinishReason, Request, TokenChunk
-from peagle.loading import DEMO_DIRECTORY
 from peagle.result import Assembler
 from peagle.text.channels import CONTROL, ChannelParser, Delta
 from peagle.text.tokenizer import detokenize, load_tokenizer

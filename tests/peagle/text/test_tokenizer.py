@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peagle.loading import DEMO_DIRECTORY
+from peagle.checkpoints import DEMO_DIRECTORY
 from peagle.ops.errors import InputError
 from peagle.text.channels import chat_messages, final_message
 from peagle.text.tokenizer import (

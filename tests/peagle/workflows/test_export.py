@@ -17,8 +17,8 @@ from drafter.load import load_drafter, save_drafter
 from drafter.train.folder import LOG
 from drafter.trained import RECIPE
 from drafter.vocabulary import FREQUENT_TOKENS
+from peagle.checkpoints import DEMO_DIRECTORY
 from peagle.cli import main
-from peagle.loading import DEMO_DIRECTORY
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.workflows.export import card, spread_over_groups
 from target.config import FULL, SLIDING, TargetConfig

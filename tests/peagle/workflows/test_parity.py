@@ -17,8 +17,8 @@ import peagle.loading
 from drafter.load import load_drafter, save_drafter
 from drafter.propose import PEagle, drafter_of
 from drafter.vocabulary import Coverage, choose, narrow
+from peagle.checkpoints import DEMO_DIRECTORY, HELD_OUT
 from peagle.cli import main
-from peagle.loading import DEMO_DIRECTORY, HELD_OUT
 from peagle.ops.attention import PagedCache, Pages
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
@@ -266,7 +266,7 @@ def test_an_engine_that_does_something_else_is_named(fault: type[PEagle], words:
     demo = peagle.loading.load()
     assert isinstance(demo.drafter, PEagle)
     healthy = demo.drafter
-    pair = dataclasses.replace(demo, drafter=fault(healthy.params, healthy.config, retain_full_kv=True), _engines={})
+    pair = dataclasses.replace(demo, drafter=fault(healthy.params, healthy.config, retain_full_kv=True))
     asked = ask(pair, read_prompt_file(HELD_OUT).conversations[:10], SETTINGS, raw=False)
     led = [replay(healthy, text, K).token_ids for text in asked.texts]
     blind = [replay(healthy, text, K, blind=True).token_ids for text in asked.texts]

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle.api import Pair
 from peagle.config import EngineConfig, SamplingParams, configs_of
 from peagle.engine.collect import Collector
 from peagle.engine.executor import trace_counts
@@ -21,6 +20,7 @@ from peagle.engine.warmup import Measuring, WarmUp
 from peagle.measure.logprobs import output_logprobs
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
+from peagle.pair import Pair
 from peagle.result import Result
 from peagle.text.prompts import Conversation, Rendering, from_ids, from_text
 from peagle.text.tokenizer import Tokenizer
@@ -187,7 +187,7 @@ def test_a_divergence_is_reported_with_the_margin_there(toy: Pair) -> None:
     table = np.array(toy.target.table)
     other = int(np.argsort(table[last])[-2])
     table[last, other] = table[last].max() + 0.25
-    parting = dataclasses.replace(toy, plain_target=ToyTarget(jnp.asarray(table)), _engines={})
+    parting = dataclasses.replace(toy, plain_target=ToyTarget(jnp.asarray(table)))
     outcome = run(parting, [from_ids([50])], CONFIG).outcomes[0]
     assert outcome.first_divergence is not None
     assert outcome.first_divergence.index == 4
@@ -280,7 +280,7 @@ def test_a_stop_token_ends_it_and_is_no_text(toy: Pair) -> None:
     free = run(toy, [from_ids([50])], CONFIG).outcomes[0].result
     stop = free.output_ids[5]
     at = free.output_ids.index(stop)
-    stopping = dataclasses.replace(toy, stop_token_ids=(stop,), _engines={})
+    stopping = dataclasses.replace(toy, stop_token_ids=(stop,))
     outcome = run(stopping, [from_ids([50])], CONFIG).outcomes[0]
     assert outcome.result.output_ids == free.output_ids[: at + 1]
     assert outcome.result.finish_reason == "stop"

@@ -24,13 +24,13 @@ from drafter.train.config import DrafterShape
 from drafter.train.folder import LOG, best_held_out, read_log
 from drafter.train.shards import read_shards
 from drafter.trained import RECIPE
-from peagle.api import Pair
 from peagle.cli import main
 from peagle.cli.training import _shown
 from peagle.config import SamplingParams
 from peagle.engine.request import Request
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError, InputWarning
+from peagle.pair import Pair
 from peagle.result import decode
 from peagle.text.prompts import Rendering, from_ids
 from peagle.workflows.answers import Asking, answer
@@ -276,7 +276,7 @@ def test_from_data_to_a_drafter_that_runs(
     assert (out / "drafter" / "curve.svg").read_bytes() == curve
     assert "](curve.svg)" in (out / "drafter" / "README.md").read_text()
     speculative = peagle.loading.load(directories.target, out / "drafter")
-    assert speculative.drafter_window == (
+    assert speculative.loaded.drafter_window == (
         "5 positions, by config.json" if more else "off, by default: no file names one"
     )
     plain = speculative.generate(PROMPTS[0], num_speculative_tokens=0, max_new_tokens=30)

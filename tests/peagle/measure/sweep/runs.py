@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import peagle.cli.sweeping
-from peagle.api import Pair
 from peagle.cli import main
 from peagle.measure.sweep.folder import Folder, open_run
+from peagle.pair import Pair
 from tests.peagle.conftest import ByteTokenizer, toy_pair
 
 TEXTS = ("one two one two", "a", "never", "b", "c", "dd", "e", "f", "gg")  # enough for an interval

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import peagle.measure.sweep.measure
-from peagle.api import Pair
 from peagle.cli import main
 from peagle.engine.collect import Collector
 from peagle.engine.engine import Engine
@@ -25,6 +24,7 @@ from peagle.measure.sweep.concurrency import best_table, ratios, rows
 from peagle.measure.sweep.folder import RAW, RUN, Folder, key, open_run
 from peagle.measure.sweep.measure import SweepRun
 from peagle.measure.sweep.plan import Plan
+from peagle.pair import Pair
 from peagle.result import Result, decode
 from peagle.text.tokenizer import Tokenizer
 from scripts.publish import publish, rounded

@@ -17,7 +17,6 @@ import pytest
 
 import peagle.cli.sweeping
 import peagle.measure.sweep.measure
-from peagle.api import Pair
 from peagle.cli import main
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
@@ -28,6 +27,7 @@ from peagle.measure.sweep.measure import SweepRun
 from peagle.measure.sweep.plan import Arm, Plan, Setting, short_names
 from peagle.ops.errors import InputError
 from peagle.ops.files import alone
+from peagle.pair import Pair
 from peagle.result import Result, decode
 from peagle.text.tokenizer import ByteLevelTokenizer, Tokenizer
 from tests.peagle.conftest import SPECIALS, press_ctrl_c_at, toy_pair

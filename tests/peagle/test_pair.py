@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 
 import peagle
-from peagle.api import LEAST_KEPT_BYTES, Pair
+from peagle.checkpoints import DEMO_DIRECTORY, drafter_path, resolve
 from peagle.config import SamplingParams
 from peagle.engine.engine import Engine
+from peagle.engine.engines import LEAST_KEPT_BYTES
 from peagle.engine.request import Request
 from peagle.engine.widths import WidthTable
-from peagle.loading import DEMO_DIRECTORY, check_fit, drafter_path, load, resolve, with_drafter
+from peagle.fit import check_fit
+from peagle.loading import load, with_drafter
 from peagle.ops.errors import InputError, InputWarning
+from peagle.pair import Pair
 from peagle.text.prompts import Rendering, from_ids
 from tests.peagle.conftest import (
     DRAFTER,
@@ -57,7 +60,7 @@ def test_a_loaded_pair_streams_what_plain_decoding_says(pair: Pair) -> None:
 def test_a_pair_knows_what_was_loaded(pair: Pair) -> None:
     assert pair.stop_token_ids == (STOP,)
     assert pair.max_positions == MAX_POSITIONS
-    assert pair.dtype == "float32"  # tests run on CPU
+    assert pair.loaded.dtype == "float32"  # tests run on CPU
     assert pair.target.vocab_size == VOCAB_SIZE
     assert getattr(pair.target, "aux_layer_ids", None) == DRAFTER.aux_layer_ids
     assert getattr(pair.plain_target, "aux_layer_ids", None) == ()
@@ -80,7 +83,7 @@ def test_without_a_tokenizer_a_stream_shows_ids() -> None:
 
 
 def test_without_a_drafter_a_pair_decodes_plainly(toy: Pair) -> None:
-    alone = dataclasses.replace(toy, drafter=None, _engines={})
+    alone = dataclasses.replace(toy, drafter=None)
     assert alone.generate([50], max_new_tokens=5).output_ids == toy.generate([50], max_new_tokens=5).output_ids
     with pytest.raises(InputError, match="no drafter"):
         alone.stream([50], num_speculative_tokens=2)
@@ -88,12 +91,12 @@ def test_without_a_drafter_a_pair_decodes_plainly(toy: Pair) -> None:
 
 def test_the_default_k_is_the_pairs(toy: Pair) -> None:
     table = WidthTable({1: 5, 4: 2}, {1: 1.5, 4: 1.5})
-    best = dataclasses.replace(toy, widths=table, _engines={})
+    best = dataclasses.replace(toy, widths=table)
     assert best.generate([50], max_new_tokens=4).num_speculative_tokens == 5
     assert best.num_drafts("auto") == (5, True)
     assert best.num_drafts(None) == (5, True)  # tests run on CPU
     assert best.num_drafts(3) == (3, False)
-    assert dataclasses.replace(toy, drafter=None, _engines={}).num_drafts(None) == (0, False)
+    assert dataclasses.replace(toy, drafter=None).num_drafts(None) == (0, False)
 
 
 def test_capacity_is_the_smallest_multiple_of_128_that_holds_it(toy: Pair) -> None:
@@ -120,16 +123,16 @@ def test_what_a_request_asks_for_needs_no_engine_of_its_own(toy: Pair) -> None:
         return toy.generate([50], max_new_tokens=12, num_speculative_tokens=3, **options).output_ids
 
     greedy = ask()
-    assert len(toy._engines) == 1
+    assert len(toy.engines.by_config) == 1
     assert ask(temperature=1.5, top_k=9, top_p=0.9, seed=3) != greedy
     assert ask(ignore_eos=True) == greedy
-    assert len(toy._engines) == 1
+    assert len(toy.engines.by_config) == 1
     stop = greedy[5]
-    stopping = dataclasses.replace(toy, stop_token_ids=(stop,), _engines={})
+    stopping = dataclasses.replace(toy, stop_token_ids=(stop,))
     options = {"max_new_tokens": 12, "num_speculative_tokens": 3}
     assert stopping.generate([50], **options).output_ids == greedy[: greedy.index(stop) + 1]
     assert stopping.generate([50], ignore_eos=True, **options).output_ids == greedy
-    assert len(stopping._engines) == 1
+    assert len(stopping.engines.by_config) == 1
 
 
 @pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.slow), 3])
@@ -167,7 +170,7 @@ def test_slots_that_cannot_be_are_refused(pair: Pair, monkeypatch: pytest.Monkey
     with pytest.raises(InputError, match="context is 1 positions; expected room"):
         pair.engine_config(0, context=1)
     one = sum(pair.engine(pair.engine_config(0, context=128)).memory_bytes())
-    for module in ("peagle.ops.memory", "peagle.api"):
+    for module in ("peagle.ops.memory", "peagle.engine.engines"):
         monkeypatch.setattr(f"{module}.available_memory_bytes", lambda: 3 * one)
     said = r"positions for 64 slots, .* for the state of the slots and .* for a step's logits, .* together, do not fit"
     with pytest.raises(InputError, match=said + r".*each slot takes .* slots fit: lower") as refused:
@@ -191,7 +194,7 @@ def test_memory_for_keys_and_values_is_refused_if_it_is_too_small_or_is_not_ther
     enough = float(re.findall(r"expected ([\d.]+) MB or more", str(refused.value))[0]) * 1e6
     assert engine(int(enough * 1.01)).page_use.num_tokens < 2 * 256
     assert engine(int(enough * 3)).page_use.num_tokens > 2 * 256
-    monkeypatch.setattr("peagle.api.available_memory_bytes", lambda: int(enough * 4))
+    monkeypatch.setattr("peagle.engine.engines.available_memory_bytes", lambda: int(enough * 4))
     with pytest.raises(
         InputError, match=r"keys and values may take .* MB, but .* are available; .* smaller --kv-memory"
     ):
@@ -205,10 +208,10 @@ def test_the_prefix_cache_takes_a_part_of_the_free_memory(pair: Pair, monkeypatc
     assert [kept(size) for size in ("off", 0, 4096)] == [0, 0, 4096]
     assert kept("on", kv_memory=1 << 24) == 1  # no page more
     for free, part in ((100_000_000, 10_000_000), (10_000_000_000, LEAST_KEPT_BYTES)):
-        monkeypatch.setattr("peagle.api.available_memory_bytes", lambda free=free: free)
-        fresh = dataclasses.replace(pair, _free=[], _engines={})
+        monkeypatch.setattr("peagle.engine.engines.available_memory_bytes", lambda free=free: free)
+        fresh = dataclasses.replace(pair)
         assert kept("on", fresh) == part
-        monkeypatch.setattr("peagle.api.available_memory_bytes", lambda: 7)
+        monkeypatch.setattr("peagle.engine.engines.available_memory_bytes", lambda: 7)
         assert kept("on", fresh) == part  # equal arguments make equal engines
 
 
@@ -219,11 +222,11 @@ def test_the_default_context_is_the_models_or_what_the_memory_holds(
     size = sum(pair.engine(pair.engine_config(3, context=256)).memory.num_bytes)
     assert pair.default_context(3, kv_memory_bytes=int(1.2 * size)) == 256
     assert pair.default_context(3, slots=4, kv_memory_bytes=100 * size) == MAX_POSITIONS
-    fresh = dataclasses.replace(pair, _free=[], _engines={})
-    monkeypatch.setattr("peagle.api.available_memory_bytes", lambda: int(1.3 * size))
+    fresh = dataclasses.replace(pair)
+    monkeypatch.setattr("peagle.engine.engines.available_memory_bytes", lambda: int(1.3 * size))
     assert fresh.default_context(3) == 256
     assert fresh.default_context(3, num_engines=2) == 128
-    monkeypatch.setattr("peagle.api.MOST_RESERVED", 100)
+    monkeypatch.setattr("peagle.pair.MOST_RESERVED", 100)
     assert [pair.default_context(3, slots=slots) for slots in (1, 2)] == [100, 200], "slots share what is set aside"
 
 
@@ -239,7 +242,7 @@ def test_a_later_stream_begins_with_what_an_earlier_one_computed(pair: Pair) -> 
 
 
 def test_a_k_beyond_the_positions_is_refused(toy: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pair, "max_positions", 64)
+    monkeypatch.setattr(type(toy.target), "max_positions", 64)
     with pytest.raises(InputError, match="K is 63; expected at most 62"):
         toy.stream([50], num_speculative_tokens=63)
 
@@ -422,7 +425,7 @@ def test_loading_tells_how_far_it_is(directories: Directories) -> None:
 
 def test_dtype_and_experts_are_as_asked(directories: Directories) -> None:
     packed = load(directories.target, None, dtype="bfloat16", experts="packed", kernels="xla")
-    assert (packed.dtype, packed.experts, packed.kernels) == ("bfloat16", "packed", "XLA")
+    assert (packed.loaded.dtype, packed.loaded.experts, packed.loaded.kernels) == ("bfloat16", "packed", "XLA")
     embedding = packed.plain_target.params.embedding  # type: ignore[attr-defined]
     assert embedding.dtype == np.dtype("bfloat16")
 
@@ -440,7 +443,7 @@ def test_kernels_are_as_asked_and_refused_where_they_do_not_run(
     monkeypatch.setattr("peagle.loading.native_available", lambda: False)
     with pytest.raises(InputError, match="no compiler was found"):
         load(directories.target, None, kernels="native")
-    assert load(directories.target, None).kernels == "XLA: no compiler was found"
+    assert load(directories.target, None).loaded.kernels == "XLA: no compiler was found"
 
 
 def test_stop_tokens_come_from_generation_config_and_else_from_config(directories: Directories, tmp_path: Path) -> None:

@@ -1,0 +1,138 @@
+"""Directories of checkpoints by the names that people type, and drafters that need none."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from peagle.drafters.ngram import NGram
+from peagle.engine.widths import WidthTable, read_widths
+from peagle.hub import cached, is_name
+from peagle.ops.checkpoint import CONFIG, fingerprint, read_json
+from peagle.ops.errors import InputError, InputWarning
+from peagle.pair import DEFAULT_WIDTHS
+from peagle.protocols import Drafter
+
+DEMO, DEMO_EAGLE3, NGRAM = "demo", "demo-eagle3", "ngram"
+DEMO_DIRECTORY = Path(__file__).parent / "demo"
+HELD_OUT = DEMO_DIRECTORY / "heldout_prompts.jsonl"  # not in the demo pair's training data
+
+
+@dataclass(frozen=True)
+class Weightless:
+    """A drafter without weights, which is asked for by its name."""
+
+    make: Callable[[], Drafter]
+    widths: WidthTable  # its drafts by load
+
+
+WEIGHTLESS = {
+    # more drafts, or any with a temperature, do not pay
+    NGRAM: Weightless(NGram, WidthTable({1: 2, 4: 1}, sampled=False)),
+}
+
+
+def or_demo(name: str | None) -> str:
+    """Return a name as typed, by default the demo's. Raises InputError for an empty one, as of an unset variable."""
+    if name == "":
+        raise InputError("a target's or a drafter's name is empty; expected a directory or a name, or leave it out")
+    return DEMO if name is None else name
+
+
+def resolve(name: str | Path, part: Literal["target", "drafter"]) -> Path:
+    """Return the directory of a name: one of the demo's, itself, or of OWNER/NAME in the local Hugging Face cache.
+
+    A drafter may be named by the folder of its training. Nothing is fetched. Raises InputError without a demo, and for
+    an OWNER/NAME that is neither a path nor in the cache.
+    """
+    if name == DEMO_EAGLE3 and part == "drafter":
+        directory = DEMO_DIRECTORY / "drafter_eagle3"
+    elif name == DEMO:
+        directory = DEMO_DIRECTORY / part
+    else:
+        directory = cached(str(name)) if is_name(name) else Path(name)
+        return drafter_folder(directory) if part == "drafter" else directory
+    if not (directory / "config.json").is_file():
+        raise InputError(
+            f"this installation of peagle comes without the demo {part}; give checkpoint directories with --target and "
+            "--drafter, or train the demo with scripts/demo"
+        )
+    return directory
+
+
+def target_folder(name: str) -> Path | None:
+    """Return the directory of a target's name; None if it is not on this machine."""
+    try:
+        directory = resolve(name, "target")
+    except InputError:
+        return None
+    return directory if directory.is_dir() else None
+
+
+def name_for_others(target: str | None) -> str | None:
+    """Name a target for programs that look from elsewhere: a folder by its whole path, OWNER/NAME as it is.
+
+    None if it is neither.
+    """
+    if target is None or is_name(target):
+        return target
+    directory = target_folder(target)
+    return None if directory is None else str(directory.resolve())
+
+
+def drafter_folder(directory: Path) -> Path:
+    """Return the drafter's folder in a folder of peagle train, with a warning that names it; another folder as it is.
+
+    Raises InputError for a training that has not written its drafter yet.
+    """
+    from drafter.trained import drafter_in
+
+    inner = drafter_in(directory)
+    if inner is None:
+        return directory
+    warnings.warn(f"{directory} is a folder of peagle train: the drafter is {inner}", InputWarning, stacklevel=3)
+    return inner
+
+
+def another_target(drafter_directory: Path, target_directory: Path) -> str | None:
+    """Return a warning about a drafter whose training was for another target, by the record beside it; else None."""
+    from drafter.trained import RECIPE, trained_for
+
+    if trained_for(drafter_directory) in (None, fingerprint(target_directory)):
+        return None
+    return (
+        f"{drafter_directory} was trained for another target than {target_directory}, by {RECIPE} beside it, so fewer "
+        "drafts may be accepted; expected that target, or --init in a training on data of this one"
+    )
+
+
+def drafter_path(target: str | Path, drafter: str | Path | None) -> Path | None:
+    """Return the drafter's directory; None for a drafter without weights.
+
+    Raises InputError for a demo drafter with another target.
+    """
+    if drafter is None or drafter in WEIGHTLESS:
+        return None
+    if drafter in (DEMO, DEMO_EAGLE3) and target != DEMO:
+        read_json(resolve(target, "target"), CONFIG)  # what is no checkpoint needs none
+        raise InputError(
+            f"the target {target} needs its own drafter (the demo's drafters fit only the demo target); give "
+            "--drafter DIR, or --drafter ngram, which needs no weights"
+        )
+    directory = resolve(drafter, "drafter")
+    if not directory.exists():
+        raise InputError(
+            f"{directory} does not exist; expected a drafter's directory, {DEMO}, {DEMO_EAGLE3}, or {NGRAM}"
+        )
+    return directory
+
+
+def widths_of(drafter: str | Path | None, directory: Path | None) -> WidthTable:
+    """Return the drafts by load: of the table beside the drafter, else the default of such drafters.
+
+    directory: what `drafter_path` found. Raises InputError for a table that cannot be read.
+    """
+    if drafter in WEIGHTLESS:
+        return WEIGHTLESS[str(drafter)].widths
+    return (None if directory is None else read_widths(directory)) or DEFAULT_WIDTHS

@@ -1,0 +1,189 @@
+"""The engines of a pair, each made once for its config, within the memory there is."""
+
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+
+from peagle.engine.engine import Engine
+from peagle.engine.executor import Executor
+from peagle.engine.handoff import Fingerprints
+from peagle.engine.kv_memory import KVMemory
+from peagle.engine.loop import AnyEngine
+from peagle.engine.remote import Lead
+from peagle.engine.replicas import Replicas
+from peagle.engine.resolved import ResolvedConfig
+from peagle.ops.errors import InputError, InputWarning
+from peagle.ops.memory import available_memory_bytes, refuse_too_large, size_in_words
+from peagle.protocols import Drafter, OverDevices, Target
+
+KEPT_FRAC = 0.1  # of the free memory that the prefix cache takes, at most
+KEPT_TIMES = 4  # the memory of the requests themselves that it takes, at most
+LEAST_KEPT_BYTES = 1 << 26  # that it takes for the smallest models, if there is as much
+PAGES_FRAC = 0.8  # of the free memory that one request takes by the default context; programs and prefixes take some
+
+
+class Models(NamedTuple):
+    """The models of one replica. target: with the aux_hidden that the drafter reads; plain_target: without."""
+
+    target: Target
+    plain_target: Target
+    drafter: Drafter | None
+
+    def of(self, drafts: bool) -> tuple[Target, Drafter | None]:
+        """Return the models of an engine. drafts: it speculates. Raises InputError without a drafter to do so."""
+        if not drafts:
+            return self.plain_target, None
+        if self.drafter is None:
+            raise InputError("this pair has no drafter to speculate with; load one, or decode with K = 0")
+        return self.target, self.drafter
+
+
+class Engines:
+    """Engines by their configs; equal configs share one. replicas: the models on the devices of each, one or more."""
+
+    def __init__(
+        self,
+        replicas: Sequence[Models],
+        stop_token_ids: tuple[int, ...],
+        fingerprints: Fingerprints,
+        lead: Lead | None,
+    ) -> None:
+        self.by_config: dict[ResolvedConfig, AnyEngine] = {}
+        self.models = replicas[0]
+        self._replicas, self._stop_token_ids = replicas, stop_token_ids
+        self._fingerprints, self._lead = fingerprints, lead
+        self._making = threading.Lock()
+        self._free: int | None = None
+
+    def get(self, config: ResolvedConfig) -> AnyEngine:
+        """Return the engine of a config. K = 0 decodes plainly. Any thread may call it.
+
+        Several replicas have an engine each, which share the slots (peagle.engine.replicas). Raises InputError for a K
+        that exceeds the positions or the drafter's window, for K > 0 without a drafter, for caches that take more
+        memory than there is, for slots that replicas cannot share, and for a role over several processes.
+        """
+        self._check(config)
+        with self._making:
+            if config not in self.by_config:
+                self._warn_beyond_training(config)
+                self.refuse_beyond_free(config)
+                share, drafts = config.share(len(self._replicas)), config.num_speculative_tokens > 0
+                make = Executor if self._lead is None else self._lead.executor
+                engines = [
+                    Engine(*models.of(drafts), share, self._stop_token_ids, self._fingerprints, make)
+                    for models in self._replicas
+                ]
+                engine = Replicas(engines, config) if len(engines) > 1 else engines[0]
+                _refuse_too_large(engine)
+                self.by_config[config] = engine
+            return self.by_config[config]
+
+    def page_bytes(self, config: ResolvedConfig) -> int:
+        """Compute the bytes of pages that engines of this config take. Raises InputError as `KVMemory` does."""
+        count, drafts = len(self._replicas), config.num_speculative_tokens > 0
+        together = count if jax.default_backend() == "cpu" else 1
+        return together * KVMemory(*self.models.of(drafts), config.share(count)).num_local_bytes
+
+    def kept_bytes(self, config: ResolvedConfig) -> int:
+        """Return the bytes of the prefix cache that is on, of an engine that is of this config otherwise."""
+        if config.kv_memory is not None:
+            return 1  # no page more: known tokens lie in what requests leave
+        own = self.page_bytes(config)
+        if not own:  # a target that keeps nothing
+            return 1
+        return max(1, min(int(KEPT_FRAC * self._free_bytes()), max(KEPT_TIMES * own, LEAST_KEPT_BYTES)))
+
+    def fits(self, config: ResolvedConfig, num_engines: int = 1) -> bool:
+        """Tell whether the memory holds the pages of a config. num_engines: how many share what is free.
+
+        Raises InputError for sizes that exceed all of it.
+        """
+        self.refuse_beyond_free(config)
+        try:
+            size = self.page_bytes(config)
+        except InputError:  # it does not hold one request
+            return False
+        return config.kv_memory is not None or num_engines * size <= PAGES_FRAC * self._free_bytes()
+
+    def refuse_beyond_free(self, config: ResolvedConfig) -> None:
+        """Raise InputError, before pages are counted, for sizes of memory that exceed what is free."""
+        target = self.models.target
+        ranks = target.ranks if isinstance(target, OverDevices) else 1
+        devices = 1 if jax.default_backend() == "cpu" else ranks * len(self._replicas)
+        available = devices * available_memory_bytes()
+        for name, size, option, instead in (
+            ("keys and values", config.kv_memory or 0, "--kv-memory", "auto"),
+            ("the prefix cache", config.prefix_cache, "--prefix-cache", "off"),
+        ):
+            if size > available:
+                raise InputError(
+                    f"{name} may take {size_in_words(size)}, but {size_in_words(available)} are available; give a "
+                    f"smaller {option}, or {instead}"
+                )
+
+    def _free_bytes(self) -> int:
+        """Measure the free memory once, so that equal arguments make equal engines."""
+        with self._making:
+            if self._free is None:
+                self._free = available_memory_bytes()
+            return self._free
+
+    def _check(self, config: ResolvedConfig) -> None:
+        """Raise InputError for a K or a role that these models cannot run."""
+        k, (target, _, drafter) = config.num_speculative_tokens, self.models
+        if k > target.max_positions - 2:
+            raise InputError(
+                f"K is {k}; expected at most {max(target.max_positions - 2, 0)}, since a step takes K + 1 positions "
+                f"after the prompt and the target has {target.max_positions}"
+            )
+        window = getattr(drafter, "window", None) if k else None
+        if window is not None and window < k + 1:
+            raise InputError(
+                f"the drafter's window is {window} positions; expected {k + 1} or more at K = {k}, since a step's rows "
+                f"must see the token they follow: raise --drafter-window, or lower -k to {max(window - 1, 0)}"
+            )
+        if self._lead is not None and config.role != "both":
+            raise InputError(f"a target over several processes cannot only {config.role}; leave the role out")
+
+    def _warn_beyond_training(self, config: ResolvedConfig) -> None:
+        """Warn, once, if a drafter that sees all positions may see more than it was trained on."""
+        trained = getattr(self.models.drafter, "trained_positions", None)
+
+        def beyond(config: ResolvedConfig) -> bool:
+            return trained is not None and config.num_speculative_tokens > 0 and config.context > trained
+
+        if beyond(config) and not any(map(beyond, self.by_config)):
+            warnings.warn(
+                f"the context has {config.context} positions, but the drafter's config.json says {trained}: after "
+                "these its drafts may be accepted less; --drafter-window N limits how far its attention reaches",
+                InputWarning,
+                stacklevel=4,
+            )
+
+
+def _refuse_too_large(engine: AnyEngine) -> None:
+    """Raise InputError, before allocation, for an engine that takes more memory than there is.
+
+    Replicas on devices of their own each have a part of the slots.
+    """
+    config = engine.config if jax.default_backend() == "cpu" else engine.one.config
+    slots, kept, limit = config.slots, config.prefix_cache, config.kv_memory
+    tokens = (engine if jax.default_backend() == "cpu" else engine.one).page_use.num_tokens
+    pages, state, logits = engine.memory_bytes()
+    available = available_memory_bytes()
+
+    def hint() -> str:
+        if limit is not None:
+            return "lower --kv-memory, --prefix-cache or --slots"
+        if slots == 1:
+            return "lower --context or -n"
+        slot_bytes = (pages - kept + state + logits) // slots
+        fit = max(0, available - kept) // max(slot_bytes, 1)
+        which = f"{fit} slots fit" if fit > 1 else "1 slot fits" if fit else "not even one fits"
+        return f"each slot takes {size_in_words(slot_bytes)}, and {which}: lower --context, -n or --slots"
+
+    caches = f"the keys and values of {tokens:,} positions" + (f" for {slots} slots" if slots > 1 else "")
+    refuse_too_large({caches: pages, "the state of the slots": state, "a step's logits": logits}, hint)

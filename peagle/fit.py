@@ -1,0 +1,203 @@
+"""Do a target and a drafter fit? Their sizes, the layers that the drafter reads, how far it sees."""
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from peagle.config import AUTO
+from peagle.engine.widths import OFF, SPECULATION_FILE, read_window
+from peagle.ops.checkpoint import Checkpoint, read_checkpoint
+from peagle.ops.errors import InputError, InputWarning
+
+if TYPE_CHECKING:
+    from drafter.config import DrafterConfig
+    from drafter.dialects import NamedAuxLayers
+    from target.config import TargetConfig
+
+
+@dataclass(frozen=True)
+class AuxLayers:
+    """The layers of a target whose outputs a drafter reads."""
+
+    outputs: tuple[int, ...]
+    description: str  # the same in words, and their source
+    doubt: str | None = None  # a warning, if their numbers look like another convention's
+    reread: bool = False  # the ids of config.json are read by the other convention, the only one that fits
+
+
+def check_fit(target_directory: Path, drafter_directory: Path, aux_layer_ids: Sequence[int] | None = None) -> AuxLayers:
+    """Check that a drafter fits a target, and find its aux layers, without reading weights.
+
+    They are those given, or its config.json's, or the target's default. Raises InputError, naming both sides, if hidden
+    size, vocabulary or aux layers do not fit.
+    """
+    from target.load import inspect_target
+
+    target = inspect_target(target_directory).config
+    return fitting_aux_layers(
+        target, read_checkpoint(drafter_directory), target_directory, drafter_directory, aux_layer_ids
+    )
+
+
+def fitting_aux_layers(
+    target: "TargetConfig",
+    checkpoint: Checkpoint,
+    target_name: str | Path,
+    drafter_name: str | Path,
+    aux_layer_ids: Sequence[int] | None = None,
+) -> AuxLayers:
+    """See `check_fit`; the names are for messages."""
+    from drafter.dialects import TOP_AUX_LAYERS, named_aux_layers, parse_config
+    from target.config import default_aux_layer_ids
+
+    drafter = parse_config(checkpoint, aux_layer_ids)
+
+    def refuse(why: str) -> InputError:
+        return InputError(f"the drafter {drafter_name} does not fit the target {target_name}: {why}")
+
+    def other(seen: str, drafters: object, targets: object) -> InputError:
+        return refuse(f"{seen} {drafters}, the target's is {targets}; use the drafter that was trained for this target")
+
+    if drafter.target_hidden_size != target.hidden_size:
+        raise other("it reads hidden states of size", drafter.target_hidden_size, target.hidden_size)
+    if drafter.vocab_size != target.vocab_size:
+        raise other("its vocabulary has size", drafter.vocab_size, target.vocab_size)
+    n, named = target.num_layers, named_aux_layers(checkpoint.config)
+    outputs = drafter.aux_layer_ids
+    if aux_layer_ids is None and named and named[0].are_outputs and max(named[0].ids) == n:
+        inputs = dataclasses.replace(named[0], are_outputs=False)
+        why = (
+            f"{drafter_name}: {inputs.key} {list(inputs.ids)} in config.json are read as inputs, which are the outputs "
+            f"{list(inputs.outputs)}, since {n} is no output of the target's {n} layers; if few drafts are accepted, "
+            "give the outputs with --aux-layer-ids"
+        )
+        return AuxLayers(inputs.outputs, describe_aux_layers(inputs.outputs, [inputs]), why, reread=True)
+    if outputs is None:
+        outputs = default_aux_layer_ids(n)
+        if len(outputs) != drafter.num_taps:
+            raise InputError(
+                f"the drafter {drafter_name} reads {drafter.num_taps} aux layers and does not name them, and the "
+                f"default for the target {target_name} is {len(outputs)}: {list(outputs)}; give --aux-layer-ids, or "
+                f"name the layers whose inputs they are in its config.json, under {TOP_AUX_LAYERS.key}"
+            )
+        return AuxLayers(outputs, describe_aux_layers(outputs, named))
+    if outside := [layer for layer in outputs if not 0 <= layer < n]:
+        if aux_layer_ids is not None:
+            raise refuse(f"--aux-layer-ids names the output of layer {outside[0]}; expected 0..{n - 1}")
+        (wrong,), (first, last) = named[0].written(outside[:1]), named[0].written((0, n - 1))
+        raise refuse(
+            f"{named[0].key} in its config.json is {list(named[0].ids)}, and {wrong} names no layer; expected "
+            f"{first}..{last} there, for the target's layers 0..{n - 1}: use the drafter that was trained for it, or "
+            "give --aux-layer-ids"
+        )
+    given = aux_layer_ids is not None
+    doubt = None if given else doubtful_aux_layers(named, drafter_name, n)
+    return AuxLayers(outputs, describe_aux_layers(outputs, named, given), doubt)
+
+
+def describe_aux_layers(outputs: Sequence[int] | None, named: Sequence["NamedAuxLayers"], given: bool = False) -> str:
+    """Describe the aux layers of a drafter (None: the target's default) and their source."""
+    which = "outputs" if outputs is None else f"outputs {', '.join(map(str, outputs))}"
+    if not named:
+        return f"{which}, given" if given else f"{which} by the target's default, as config.json names none"
+    ids = f"config.json's {named[0].key} {list(named[0].ids)}"
+    return f"{which}, given instead of {ids}" if given else f"{which}: {ids} are {named[0].meaning}"
+
+
+def doubtful_aux_layers(
+    named: Sequence["NamedAuxLayers"], drafter_name: str | Path, num_layers: int | None = None
+) -> str | None:
+    """Warn if the ids in config.json look like the other convention's, or several keys disagree.
+
+    Returns a line, or None. num_layers: the target's, if it is known.
+    """
+    if not named:
+        return None
+    used = named[0]
+
+    def line(but: str, outputs: Sequence[int]) -> str:
+        typed = ",".join(map(str, outputs))
+        return (
+            f"{drafter_name}: {used.key} {list(used.ids)} in config.json are read as {used.meaning}, but {but}; if few "
+            f"drafts are accepted, try --aux-layer-ids {typed}, and if it helps write {used.written(outputs)} there"
+        )
+
+    for each in named[1:]:
+        if each.outputs != used.outputs:
+            return line(f"{each.key} {list(each.ids)}, which are {each.meaning}, name others", each.outputs)
+    # all known defaults begin with the output of layer 1, which is the input of layer 2; some exporters write inputs
+    # where others write outputs, so outputs that begin elsewhere may be inputs
+    flipped = dataclasses.replace(used, are_outputs=not used.are_outputs)
+    unusual = min(used.ids) != 1 if used.are_outputs else min(used.ids) == 1
+    first = flipped.written((0,))[0]
+    fits = min(used.ids) >= first and (num_layers is None or max(flipped.outputs) < num_layers)
+    if unusual and fits:
+        if used.are_outputs and min(used.ids) != 2:
+            return line("outputs usually begin with 1, and some exporters write inputs there", flipped.outputs)
+        kind = "outputs" if flipped.are_outputs else "inputs"
+        return line(f"{kind} usually begin with {min(used.ids)}", flipped.outputs)
+    return None
+
+
+def chosen_window(drafter_directory: Path | None, asked: int | str) -> int | Literal["off"] | None:
+    """Read the window asked for, or the one in speculation.json; None: neither, so config.json decides.
+
+    Raises InputError for a value that is no window, and for a window without a drafter.
+    """
+    if asked == AUTO:
+        return None if drafter_directory is None else read_window(drafter_directory)
+    if drafter_directory is None:
+        raise InputError("a drafter window is given, but there is no drafter with weights; leave it out")
+    return parse_window(asked)
+
+
+def parse_window(asked: int | str) -> int | Literal["off"]:
+    """Read a window that is given, not "auto". Raises InputError for anything else."""
+    if asked == OFF:
+        return OFF
+    try:
+        window = int(asked)
+    except ValueError:
+        window = 0
+    if window < 1:
+        raise InputError(
+            f"the drafter window is {asked!r}; expected the positions that its attention sees, {AUTO} or {OFF}",
+            "drafter_window",
+        )
+    return window
+
+
+def windowed(
+    config: "DrafterConfig", window: int | Literal["off"] | None, *, given: bool
+) -> tuple["DrafterConfig", str]:
+    """Give every layer that window, None leaving the config as it is; with the windows in words, and their source."""
+    if window is None:
+        return config, describe_windows(config)
+    source = "given" if given else f"by {SPECULATION_FILE}"
+    if isinstance(window, int):
+        return config.with_window(window), f"{window} positions, {source}"
+    return config.with_window(None), f"{OFF}, {source}"
+
+
+def describe_windows(config: "DrafterConfig") -> str:
+    """Say how far the layers of a drafter see by its config.json. Example: 2048 positions in 3 of 4 layers, by
+    config.json."""
+    windows = [window for window in config.windows or () if window is not None]
+    if not windows:
+        return f"{OFF}, by default: no file names one"
+    where = "" if len(windows) == config.num_layers else f" in {len(windows)} of {config.num_layers} layers"
+    return f"{' and '.join(map(str, sorted(set(windows))))} positions{where}, by config.json"
+
+
+def warn_of_windows(config: "DrafterConfig", max_positions: int) -> None:
+    """Warn of a window that is wider than all positions of the target."""
+    if (widest := max((each or 0 for each in config.windows or ()), default=0)) > max_positions:
+        warnings.warn(
+            f"the drafter's window of {widest} positions is larger than the target's {max_positions}, so it hides "
+            "nothing",
+            InputWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,73 @@
+"""Compile the grammars of a pair's answers: for its vocabulary, in the channels of its chat template."""
+
+import threading
+from collections.abc import Mapping, Sequence
+
+from peagle.engine.grammar import CompiledGrammar, Grammar, GrammarError, Vocabulary, inlined
+from peagle.ops.errors import InputError
+from peagle.text.channels import answer_begun, answer_rules, has_channels
+from peagle.text.tokenizer import Tokenizer
+
+
+class Grammars:
+    """Grammars over the tokens of a target. Any thread may use it."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._vocabulary: Vocabulary | None = None
+        self._reading = threading.Lock()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises InputError without one."""
+        if self._tokenizer is None:
+            raise InputError(
+                "a grammar is about text, but the target's directory has no tokenizer.json; leave it out, or add the "
+                "file"
+            )
+        return self._tokenizer
+
+    def read(self) -> Vocabulary:
+        """Return the target's tokens; read once, which takes a while. Raises InputError without a tokenizer."""
+        tokenizer = self.tokenizer
+        with self._reading:
+            if self._vocabulary is None:
+                tokens = [tokenizer.token_bytes(token) for token in range(self._vocab_size)]
+                control = [token for token in tokenizer.special_tokens if token < len(tokens)]
+                self._vocabulary = Vocabulary(tokens, control)
+            return self._vocabulary
+
+    def compile(
+        self,
+        grammar: Grammar | None,
+        *,
+        channels: bool,
+        calls: Mapping[str, Grammar | None] | None = None,
+        must_call: bool = False,
+    ) -> CompiledGrammar:
+        """Compile a grammar; equal grammars are compiled once.
+
+        channels: the grammar is that of the final message, in a vocabulary that has channels (peagle.text.channels);
+        None: any text, with preambles. calls: functions that the answer may call instead, by name, with the JSON
+        schemas of their arguments; None: any text. must_call: it must call one. Raises GrammarError for such schemas
+        in a vocabulary without channels.
+        """
+        tokenizer = self.tokenizer
+        final = Grammar.any_text() if grammar is None else grammar
+        if channels and has_channels(tokenizer):
+            written = {name: None if schema is None else inlined(schema) for name, schema in (calls or {}).items()}
+            rules = answer_rules(tokenizer, written, final=not must_call, preambles=grammar is None)
+            return self.read().compile(final, rules)
+        if any((calls or {}).values()):
+            raise GrammarError("the model's vocabulary has no channels, so no call can be told from an answer")
+        return self.read().compile(final)
+
+    def begin(self, compiled: CompiledGrammar, prompt_ids: Sequence[int]) -> CompiledGrammar:
+        """Begin a grammar that was compiled with channels at the end of a prompt.
+
+        A prompt without a message has no channels: all of its answer is the grammar's.
+        """
+        if not compiled.around:
+            return compiled
+        begun = answer_begun(self.tokenizer, prompt_ids)
+        return compiled.after(begun) if begun else self.read().compile(compiled.grammar)

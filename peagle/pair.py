@@ -1,0 +1,297 @@
+"""The Python interface: `peagle.load` returns a `Pair`, a target with its drafter.
+
+    import peagle
+
+    pair = peagle.load()  # the demo models; or peagle.load("DIR", "DIR"), peagle.load("DIR", "ngram")
+    stream = pair.stream("def mean(values): ...", max_new_tokens=128)
+    for text in stream:
+        print(text, end="", flush=True)
+    print(stream.result.acceptance_length, stream.result.tok_per_s)
+
+A pair compiles its programs at first use and keeps them. Reported times exclude compilation.
+"""
+
+import bisect
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from peagle.config import AUTO, DEFAULT_CHUNK, EngineConfig, NumDrafts, SamplingParams, configs_of
+from peagle.engine.engines import Engines, Models
+from peagle.engine.grammar import Grammar
+from peagle.engine.handoff import Fingerprints
+from peagle.engine.loop import AnyEngine
+from peagle.engine.remote import Lead
+from peagle.engine.request import Request, check_logprobs, check_stop_strings
+from peagle.engine.resolved import MOST_RESERVED, ResolvedConfig
+from peagle.engine.widths import WidthTable
+from peagle.grammars import Grammars
+from peagle.ops.errors import InputError, InputWarning
+from peagle.protocols import Drafter, Target
+from peagle.result import Result, refuse_stop_strings_without
+from peagle.stream import AsyncStream, Stream
+from peagle.text.prompts import Conversation, Rendering, from_ids, from_text
+from peagle.text.tokenizer import Tokenizer
+
+DEFAULT_NUM_SPECULATIVE_TOKENS = 7
+DEFAULT_MAX_NEW_TOKENS = 256
+DEFAULT_SAMPLING = SamplingParams()
+DEFAULT_WIDTHS = WidthTable({1: 3, 2: 2, 4: 1})  # of a drafter without a table
+FORMER_NAMES = {"kv_memory_bytes": "kv_memory", "prefix_cache_bytes": "prefix_cache"}  # of options of `stream`
+DRAFT_SAMPLING = "draft sampling has no effect: requests with a temperature always draw their drafts"
+CAPACITY_STEP = 128  # contexts are multiples of this, so that few shapes are compiled
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """What one answer may be.
+
+    grammar: what the answer must be, or its final message in a template with channels. stop: the answer ends before the
+    first of these strings. logprobs: how many of the likeliest tokens `Result.logprobs` names with each emitted one.
+    """
+
+    max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    grammar: Grammar | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens is {self.max_new_tokens}; expected 1 or more", "max_new_tokens")
+        check_stop_strings(self.stop)
+        check_logprobs(self.logprobs)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """How the models of a pair were loaded, in words for summaries and reports."""
+
+    dtype: str = "float32"
+    experts: str | None = None  # the layout of the target's experts
+    kernels: str | None = None  # compiled kernels, or XLA and the reason
+    mesh: str | None = None  # of a target that is cut over several devices: how many of them, and how
+    aux_layers: str | None = None  # which hidden states the drafter reads, and the source of their numbers
+    draft_vocab: str | None = None  # of a narrowed draft vocabulary, its size and source
+    drafter_window: str | None = None  # positions that the drafter's attention sees, and the source of that number
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and its drafter, ready to run.
+
+    Made by `load`, or from any objects that follow peagle.protocols.
+    """
+
+    target: Target  # with the aux_hidden that the drafter reads
+    plain_target: Target  # the same without aux_hidden, for plain decoding
+    drafter: Drafter | None  # None: plain decoding only
+    tokenizer: Tokenizer | None  # None: token ids only
+    stop_token_ids: tuple[int, ...] = ()
+    loaded: Loaded = Loaded()  # frozen
+    retain_full_kv: bool = False  # layers with a window keep all positions
+    widths: WidthTable = DEFAULT_WIDTHS  # drafts of "auto", by active rows
+    steps_per_dispatch: int = 1  # of both engines, so that their ratio is fair
+    prefill_chunk: int = DEFAULT_CHUNK  # prompt tokens of one pass
+    fingerprints: Fingerprints = Fingerprints()  # noqa: RUF009  # frozen; of the models, for hand-offs
+    programs_by_width: bool = False  # peagle.engine.engine.ResolvedConfig; default: passes skip inactive rows
+    lead: Lead | None = None  # of a target over several processes: what it sends to the others
+    replicas: tuple["Pair", ...] = ()  # the same models on other devices, with which an engine's slots are shared
+    engines: Engines = field(init=False, repr=False, compare=False)
+    grammars: Grammars = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        models = [Models(pair.target, pair.plain_target, pair.drafter) for pair in (self, *self.replicas)]
+        engines = Engines(models, self.stop_token_ids, self.fingerprints, self.lead)
+        object.__setattr__(self, "engines", engines)
+        object.__setattr__(self, "grammars", Grammars(self.tokenizer, self.target.vocab_size))
+
+    @property
+    def max_positions(self) -> int:
+        """Positions of prompt and output together, at most."""
+        return self.target.max_positions
+
+    def stream(self, prompt: str | Sequence[int], **options: Any) -> "Stream":
+        """Stream the answer to a prompt piece by piece; `stream.result` has the figures.
+
+        options: fields of SamplingParams, EngineConfig, Rendering and RequestOptions. A text is put into the chat
+        template, unless `raw`. Special tokens spelled in a text are characters, unless `raw` and `special_tokens`.
+        Token ids are used unchanged. num_speculative_tokens is K, 0 for plain decoding, or "auto": by the pair's table,
+        with pauses if drafting does not pay. None is the pair's default (`num_drafts`). The answer ends before the
+        first of the strings in `stop`. Raises InputError, before any work, for a request that cannot be run, and at the
+        end for a grammar that cannot be followed any further.
+
+        Streams whose engines have equal configs share an engine, which decodes `slots` requests at once; the others
+        wait for a slot. context: by default as many positions as prompt and max_new_tokens need, which may differ
+        between streams. Iterate over each stream in its own thread, or over `astream`. draft_sampling, an option of
+        earlier versions, has no effect.
+        """
+        said = {FORMER_NAMES.get(name, name): value for name, value in options.items()}
+        if said.pop("draft_sampling", False):
+            warnings.warn(DRAFT_SAMPLING, InputWarning, stacklevel=2)
+        if isinstance(said.get("logit_bias"), Mapping):
+            said["logit_bias"] = tuple(said["logit_bias"].items())
+        if "stop" in said:
+            said["stop"] = (said["stop"],) if isinstance(said["stop"], str) else tuple(said["stop"])
+        sampling, engine, rendering, about = configs_of(
+            {name: value for name, value in said.items() if name != "logit_bias" or value is not None},
+            SamplingParams,
+            EngineConfig,
+            Rendering,
+            RequestOptions,
+        )
+        conversation = from_text(prompt) if isinstance(prompt, str) else from_ids(prompt)
+        request = self.request(conversation, (), rendering, **vars(about), sampling=sampling, context=engine.context)
+        context = self.capacity([request]) if engine.context is None else engine.context
+        kept = "on" if engine.prefix_cache is None else engine.prefix_cache
+        config = self.resolve(engine, context=context, prefix_cache=kept)
+        return Stream(self.tokenizer, self.engine(config), request)
+
+    def astream(self, prompt: str | Sequence[int], **options: Any) -> "AsyncStream":
+        """Stream for `async for`, without blocking the event loop; options are those of `stream`."""
+        return AsyncStream(self.stream(prompt, **options))
+
+    def generate(self, prompt: str | Sequence[int], **options: Any) -> Result:
+        """Return the whole answer; options are those of `stream`."""
+        stream = self.stream(prompt, **options)
+        for _ in stream:
+            pass
+        return stream.result
+
+    def num_drafts(self, k: NumDrafts) -> tuple[int, bool]:
+        """Resolve K to (the most drafts of a step, whether rows pause if drafting does not pay).
+
+        "auto" drafts by the pair's table of widths and pauses. None is the default: plain decoding without a drafter,
+        auto on CPU, elsewhere the table's largest K without pauses.
+        """
+        if k is None and self.drafter is None:
+            return 0, False
+        if k is None or k == AUTO:
+            return self.widths.most, k == AUTO or jax.default_backend() == "cpu"
+        return k, False
+
+    def engine_config(self, num_speculative_tokens: NumDrafts, **options: Any) -> ResolvedConfig:
+        """Make the config of an engine. options: fields of ResolvedConfig (`resolve`)."""
+        return self.resolve(EngineConfig(num_speculative_tokens), **options)
+
+    def resolve(self, said: EngineConfig, **options: Any) -> ResolvedConfig:
+        """Decide what a config leaves open. options: fields of ResolvedConfig, instead of those said.
+
+        K None or "auto": `num_drafts`. context None: `default_context`. prefill_chunk None: the pair's. prefix_cache
+        "on": up to a tenth of the free memory; with kv_memory none beside it, so that prefixes stay until requests need
+        it; None: off. One rate of synthetic acceptance: its powers.
+        """
+        values = {**vars(said), **options}
+        k, adaptive = self.num_drafts(values["num_speculative_tokens"])
+        adaptive = values.pop("adaptive", adaptive)
+        context, chunk, kept = values["context"], values["prefill_chunk"], values["prefix_cache"]
+        if context is None:
+            context = self.default_context(k, values["slots"], values["kv_memory"])
+        rates = values["synthetic_acceptance"]
+        if rates is not None and len(rates) == 1:
+            rates = tuple(rates[0] ** (i + 1) for i in range(k))
+        values |= {
+            "num_speculative_tokens": k,
+            "context": context,
+            "prefill_chunk": min(self.prefill_chunk if chunk is None else chunk, max(context, 1)),
+            "prefix_cache": kept if isinstance(kept, int) else 0,
+            "synthetic_acceptance": rates,
+            "steps_per_dispatch": self.steps_per_dispatch,
+            "widths": self.widths if adaptive else None,
+            "adaptive": adaptive,
+            "programs_by_width": self.programs_by_width,
+        }
+        (config,) = configs_of(values, ResolvedConfig)
+        resolved: ResolvedConfig = config
+        if kept != "on":
+            return resolved
+        return dataclasses.replace(resolved, prefix_cache=self.engines.kept_bytes(resolved))
+
+    def default_context(
+        self, num_speculative_tokens: int, slots: int = 1, kv_memory_bytes: int | None = None, num_engines: int = 1
+    ) -> int:
+        """Return the positions of the target, or as many of them as the memory holds for one request.
+
+        kv_memory_bytes: of each engine; None: most of the free memory, which num_engines share; on a CPU, memory of
+        MOST_RESERVED positions for each slot, which one request may have alone.
+        """
+        most = self.max_positions
+        if kv_memory_bytes is None and jax.default_backend() == "cpu":
+            most = min(most, slots * MOST_RESERVED)
+
+        def fits(context: int) -> bool:
+            config = self.engine_config(num_speculative_tokens, slots=slots, context=context, kv_memory=kv_memory_bytes)
+            return self.engines.fits(config, num_engines)
+
+        steps = range(1, max(1, most // CAPACITY_STEP) + 1)
+        if fits(most):
+            return most
+        num_fit = bisect.bisect_left(steps, True, key=lambda step: not fits(step * CAPACITY_STEP))
+        return min(most, max(1, num_fit) * CAPACITY_STEP)
+
+    def request(
+        self,
+        conversation: Conversation,
+        answers: Sequence[str],
+        rendering: Rendering,
+        *,
+        max_new_tokens: int,
+        sampling: SamplingParams = DEFAULT_SAMPLING,
+        ignore_eos: bool = False,
+        stop: tuple[str, ...] = (),
+        logprobs: int | None = None,
+        index: int = 0,
+        context: int | None = None,
+        grammar: Grammar | None = None,
+    ) -> Request:
+        """Make the request for the turn after these answers; cut its budget to the positions left.
+
+        Raises InputError for a prompt that is empty, holds ids outside the vocabulary, or fills the positions, for
+        stop strings or a grammar without a tokenizer, and for a grammar that cannot be used.
+        """
+        if max_new_tokens < 1:
+            raise InputError(f"max_new_tokens is {max_new_tokens}; expected 1 or more")
+        room = self.room(context)
+        prompt_ids = conversation.encode(answers, self.tokenizer, rendering)
+        if len(prompt_ids) >= room:
+            whose = "the model has" if context is None else "the context holds"
+            raise InputError(
+                f"{conversation.name} has {len(prompt_ids)} tokens, but {whose} {room} positions; expected at most "
+                f"{room - 1}, which leaves room for an answer: shorten it"
+                + ("" if context is None or room == self.max_positions else " or raise --context")
+            )
+        refuse_stop_strings_without(self.tokenizer, stop)
+        stops = () if ignore_eos else self.stop_token_ids
+        budget = min(max_new_tokens, room - len(prompt_ids))
+        compiled = None
+        if grammar is not None:
+            compiled = self.grammars.begin(self.grammars.compile(grammar, channels=not rendering.raw), prompt_ids)
+        request = Request(
+            tuple(prompt_ids), budget, sampling, stops, index, conversation.name, logprobs, stop, grammar=compiled
+        )
+        request.check_vocabulary(self.target.vocab_size)
+        return request
+
+    def room(self, context: int | None) -> int:
+        """Return the most positions of a prompt with its output: `context`, or all of the target's."""
+        if context is None:
+            return self.max_positions
+        if not 2 <= context <= self.max_positions:
+            raise InputError(
+                f"context is {context}; expected 2..{self.max_positions}, the positions of the target", "context"
+            )
+        return context
+
+    def capacity(self, requests: Sequence[Request], at_least: int = 0) -> int:
+        """Round the longest prompt with its budget up to a multiple of 128, at most all positions."""
+        longest = max((len(request.prompt_ids) + request.max_new_tokens for request in requests), default=2)
+        rounded = -(-max(longest, at_least) // CAPACITY_STEP) * CAPACITY_STEP
+        return min(rounded, self.max_positions)
+
+    def engine(self, config: ResolvedConfig) -> AnyEngine:
+        """Return the engine of a config; equal configs share one (`peagle.engine.engines.Engines.get`)."""
+        return self.engines.get(config)
