@@ -13,7 +13,18 @@ from typing import Any, TextIO
 from cyclopts import App, Group, Parameter
 from cyclopts.exceptions import CycloptsError
 
-from peagle.cli.command import ARGUMENTS, OPTIONS, Command, built, flagged, from_file, options_of, refusal, register
+from peagle.cli.command import (
+    ARGUMENTS,
+    OPTIONS,
+    Command,
+    built,
+    flagged,
+    from_file,
+    lone_dashes_last,
+    options_of,
+    refusal,
+    register,
+)
 from peagle.cli.output import say
 from peagle.hub import stay_offline
 from peagle.ops import interrupt
@@ -142,11 +153,13 @@ def _run(typed: list[str]) -> int:
     name = next((name for count in (2, 1) if (name := " ".join(typed[:count])) in COMMANDS), "")
     entry = COMMANDS.get(name)
     words, loaded = name.split(), [name] if entry is not None and entry.where else []
-    app = application(*loaded)
+    app, options = application(*loaded), list(options_of(COMMANDS[name].load()) if loaded else ())
     try:
-        read = app(typed, result_action="return_value", print_error=False, exit_on_error=False)
+        read = app(
+            lone_dashes_last(typed, options), result_action="return_value", print_error=False, exit_on_error=False
+        )
     except CycloptsError as error:
-        return _complain(refusal(error, words, options_of(COMMANDS[name].load()) if loaded else iter(())))
+        return _complain(refusal(error, words, options))
     if read is None:  # the help is printed
         return OK
     kind, values = read

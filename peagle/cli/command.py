@@ -211,6 +211,17 @@ def _usage(name: str, options: Sequence[Option]) -> str | None:
     return " ".join(["Usage: peagle", name, *needed, *others, *arguments])
 
 
+def lone_dashes_last(typed: Sequence[str], options: Sequence[Option]) -> list[str]:
+    """Move each argument - behind --, where the parser does not take it for an option."""
+    end = typed.index("--") if "--" in typed else len(typed)
+    taking = {name for option in options if option.kind is not bool for name in (*option.names, option.flag.old)}
+    dashes = [place for place in range(1, end) if typed[place] == "-" and typed[place - 1] not in taking]
+    if not dashes:
+        return list(typed)
+    others = [word for place, word in enumerate(typed[:end]) if place not in dashes]
+    return [*others, "--", *("-" for _ in dashes), *typed[end + 1 :]]
+
+
 def _former(option: Option) -> str:
     return f"former_{option.name}"
 
@@ -315,13 +326,13 @@ def from_file(app: App, words: Sequence[str], kind: type[Command], file: Path) -
         try:
             _, found = app([*words, *tokens], result_action="return_value", print_error=False, exit_on_error=False)
         except CycloptsError as error:
-            reason = refusal(error, [], options_of(kind)).partition("; ")[2].partition(" (peagle")[0]
+            reason = refusal(error, [], list(options_of(kind))).partition("; ")[2].partition(" (peagle")[0]
             raise InputError(f"--config {file} sets {key} to {value!r}: {reason}") from None
         typed |= found
     return typed
 
 
-def refusal(error: CycloptsError, words: Sequence[str], options: Iterator[Option]) -> str:
+def refusal(error: CycloptsError, words: Sequence[str], options: Sequence[Option]) -> str:
     """Describe in one line what the parser refused, and name the command whose help shows the usage."""
     usage = f"({' '.join(['peagle', *words])} --help shows the usage)"
     named = {name: option for option in options for name in (*option.names, option.flag.old) if name}
@@ -337,7 +348,7 @@ def refusal(error: CycloptsError, words: Sequence[str], options: Iterator[Option
         return f"No such command '{word}'.{_meant(word, list(error.app or ()))} {usage}"
     if isinstance(error, UnusedCliTokensError):
         for token in error.unused_tokens or ():
-            if token.startswith("-"):
+            if token.startswith("-") and token != "-":
                 return f"No such option: {token}.{_meant(token, named)} {usage}"
         return f"Got unexpected extra argument(s) ({' '.join(error.unused_tokens or ())}) {usage}"
     if isinstance(error, MissingArgumentError) and error.argument is not None:

@@ -205,5 +205,5 @@ def test_streams_that_name_their_context_share_an_engine(toy: Pair) -> None:
     assert len(toy.generate("a" * 250, max_new_tokens=200, num_speculative_tokens=3, context=300).output_ids) < 50
     with pytest.raises(InputError, match=r"the context holds 20 positions; .* raise --context"):
         toy.stream("a" * 50, context=20)
-    with pytest.raises(InputError, match="slots are 0"):
+    with pytest.raises(InputError, match="slots is 0"):
         toy.stream("a", slots=0)

@@ -1,6 +1,8 @@
 """Every flag of before is a flag now, with its aliases, its default and its place in the help."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +54,17 @@ def test_a_default_is_what_it_was(name: str) -> None:
         now = list(option.default) if isinstance(option.default, tuple) else option.default
         now = option.flag.default if now is None else now
         assert now == before["default"] or (before["flags"] == ["--slots"] and now == WITHOUT_SLOTS[name]), before
+
+
+def test_options_import_nothing_heavy() -> None:
+    """The help of every command, and the refusal of what is typed, come at once."""
+    code = """
+import sys
+from peagle.cli.app import COMMANDS
+for entry in COMMANDS.values():
+    if entry.where:
+        entry.load()
+heavy = {"jax", "numpy", "transformers", "flax", "safetensors", "tokenizers", "matplotlib", "pydantic", "ray"}
+print(sorted(heavy & set(sys.modules)))
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -118,7 +118,7 @@ def test_the_second_ends_it_at_once_whatever_it_is_doing() -> None:
 
 
 def test_waiting_for_a_person_to_type_is_left_at_once() -> None:
-    code = "import peagle.cli.speculate as run\nread = run._read_standard_input\n"
+    code = "import peagle.cli.decoding as run\nread = run._read_standard_input\n"
     code += "run._read_standard_input = lambda: (print('type', flush=True), read())[1]\n"
     with Terminal(code + TOY_PROCESS, "generate", "--target", "demo", "-") as terminal:
         terminal.wait_for(b"type")

@@ -12,7 +12,11 @@ from cyclopts.exceptions import MissingArgumentError
 
 from peagle.cli import main
 from peagle.cli.app import COMMANDS, DEFAULTS
-from peagle.cli.command import ARGUMENTS, OPTIONS, Takes, built, flagged, given, options_of, register
+from peagle.cli.app import application as commands
+from peagle.cli.command import ARGUMENTS, OPTIONS, Takes, built, flagged, given, lone_dashes_last, options_of, register
+from peagle.cli.info import Info
+from peagle.cli.report import Report
+from peagle.cli.speculate import Generate
 from peagle.config import EngineConfig, read_kv_memory, read_prefix_cache
 from peagle.ops.errors import InputError
 from peagle.ops.flag import Flag
@@ -65,6 +69,33 @@ def test_fields_are_options_and_nested_dataclasses_are_groups_of_them() -> None:
 def test_a_field_without_a_default_is_required() -> None:
     with pytest.raises(MissingArgumentError):
         painted()
+
+
+def test_options_may_stand_between_the_files_of_an_argument_that_repeats(capsys: pytest.CaptureFixture[str]) -> None:
+    typed = ["report", "ONE", "--out", "DIR", "TWO", "--quiet", "THREE"]
+    kind, values = commands("report")(typed, result_action="return_value")
+    assert built(kind, values) == Report(runs=(Path("ONE"), Path("TWO"), Path("THREE")), out=Path("DIR"), quiet=True)
+    kind, values = commands("info")(["info", "--slots", "2"], result_action="return_value")
+    assert built(kind, values) == Info(slots=2)
+    for command, usage in (("report", "[OPTIONS] RUN..."), ("frequent-tokens", "--out FILE FILE...")):
+        commands(command)([command, "--help"], result_action="return_value")
+        assert capsys.readouterr().out.splitlines()[0] == f"Usage: peagle {command} {usage}"
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        (("-", "-n", "3"), Generate(prompt="-", max_new_tokens=3)),
+        (("-n", "3", "-q", "-"), Generate(prompt="-", max_new_tokens=3, quiet=True)),
+        (("--json", "-", "--stop", "-"), Generate(json="-", stop=("-",))),
+        (("--json", "-", "-"), Generate(json="-", prompt="-")),
+        (("-q", "--", "-q"), Generate(prompt="-q", quiet=True)),
+    ],
+)
+def test_a_lone_dash_is_an_argument_or_the_value_of_an_option(typed: tuple[str, ...], read: Generate) -> None:
+    moved = lone_dashes_last(["generate", *typed], list(options_of(Generate)))
+    kind, values = commands("generate")(moved, result_action="return_value")
+    assert built(kind, values) == read
 
 
 def test_docstrings_are_the_help_and_a_command_may_say_more_of_a_group(capsys: pytest.CaptureFixture[str]) -> None:
