@@ -408,15 +408,3 @@ def expect_alone(settings: Any, option: str, free: Sequence[str], whole: str) ->
             f"{option} takes its options from {whole}; leave out {flags[others[0]]}, or start a new run with another "
             "--out"
         )
-
-
-def rebuilt(kind: Any, values: Mapping[str, Any]) -> Any:
-    """Make settings, nested ones included, from JSON. Missing fields take their defaults, others are ignored."""
-    filled = {}
-    for field in dataclasses.fields(kind):
-        if field.name in values:
-            value = values[field.name]
-            if dataclasses.is_dataclass(field.type):
-                value = rebuilt(field.type, value)
-            filled[field.name] = tuple(value) if isinstance(value, list) else value
-    return kind(**filled)

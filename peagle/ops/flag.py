@@ -56,7 +56,8 @@ class Takes:
 def check_type(name: str, value: Any, kind: Any) -> None:
     """Raise InputError for a value of JSON that is not of a field's type."""
     if not _fits(value, kind):
-        raise InputError(f"{name} is {value!r}; expected {expected_of(kind)}", name)
+        shown = list(value) if isinstance(value, tuple) else value
+        raise InputError(f"{name} is {shown!r}; expected {expected_of(kind)}", name)
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -71,10 +72,12 @@ def _fits(value: Any, kind: Any) -> bool:
 
 def expected_of(kind: Any) -> str:
     """Name the values of a type."""
-    if get_origin(kind) not in (None, Literal):
+    if get_origin(kind) in (Union, UnionType):
         kind = get_args(kind)[0]
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(repr, get_args(kind)))}"
+    if get_origin(kind) is tuple:
+        return "a list of whole numbers" if get_args(kind)[0] is int else "a list"
     return TYPES.get(kind, "another value")
 
 

@@ -393,10 +393,10 @@ def test_the_date_of_a_template_is_fixed_and_can_be_given(cli: Run, toy: Pair) -
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["train", "--out", "x", "--steps", "-5"], ["--steps is -5; expected 1 or more", "(peagle train --help shows"]),
+        (["train", "--out", "x", "--steps", "-5"], ["--steps is -5; expected 1 or more"]),
         (["train", "--out", "x", "--layers", "0"], ["--layers is 0; expected 1 or more"]),
         (["speculate", "--dtype", "int4"], ["--dtype is 'int4'; expected", "'float32'"]),
-        (["cluster", "up", "--decode", "0"], ["--decode is 0; expected 1 or more", "(peagle cluster up --help shows"]),
+        (["cluster", "up", "--decode", "0"], ["--decode is 0; expected 1 or more"]),
         (["cluster", "up", "--port"], ["'--port'", "(peagle cluster up --help shows"]),
         (["parity", "-k", "200"], ["-k is 200; expected 1 to 128 drafted tokens"]),
         (["bench", "-k", "0"], ["-k is 0; expected 1 to 128 drafted tokens"]),

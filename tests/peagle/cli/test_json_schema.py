@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from peagle.cli.document import dumps, report, trace_lines
+from peagle.config import EngineConfig
 from peagle.engine.widths import WidthTable
 from peagle.measure.provenance import TUNING, provenance, tuning
 from peagle.ops import jax_cure
@@ -62,7 +63,7 @@ def made(pair: Pair, config: RunConfig, done: Run) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def config() -> RunConfig:
-    return RunConfig(num_speculative_tokens=K, max_new_tokens=12)
+    return RunConfig(engine=EngineConfig(K), max_new_tokens=12)
 
 
 def test_speculation_has_every_key(toy: Pair, config: RunConfig) -> None:
@@ -127,7 +128,7 @@ def test_a_request_that_was_cut_off_is_called_interrupted(toy: Pair, config: Run
 
 
 def test_an_adaptive_run_tells_what_it_went_by(toy: Pair, config: RunConfig) -> None:
-    config = dataclasses.replace(config, adaptive=True)
+    config = dataclasses.replace(config, engine=EngineConfig("auto"))
     table = WidthTable({1: K}, {1: 1.5})
     done = run(dataclasses.replace(toy, widths=table), [from_ids([50])], config)
     value = made(toy, config, done)
@@ -137,7 +138,7 @@ def test_an_adaptive_run_tells_what_it_went_by(toy: Pair, config: RunConfig) -> 
 
 def test_the_trace_tells_the_output_again(toy: Pair, config: RunConfig) -> None:
     """Replaying the trace of a request gives its output, cut at the budget; lengths are of what is cached."""
-    done = run(toy, [from_ids([50, 51]), from_ids([52])], dataclasses.replace(config, slots=2))
+    done = run(toy, [from_ids([50, 51]), from_ids([52])], dataclasses.replace(config, engine=EngineConfig(K, slots=2)))
     lines = [json.loads(line) for line in trace_lines(done)]
     assert {tuple(line) for line in lines} == {
         ("request", "step", "length", "draft_token_ids", "num_accepted", "next_token")

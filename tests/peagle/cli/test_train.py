@@ -99,7 +99,7 @@ def test_a_record_is_read_as_it_was_written() -> None:
         ({"depth": 0}, "depth is 0; expected 1 or more"),
         ({"depth": "three"}, "depth is 'three'; expected a valid integer"),
         ({"steps": True}, "steps is True; expected a valid integer"),
-        ({"taps": ["a"]}, "taps is ['a']; expected another value"),
+        ({"taps": ["a"]}, "taps is ['a']; expected a list of whole numbers"),
         ({"loss": "hinge"}, "loss is 'hinge'; expected one of"),
     ],
 )
