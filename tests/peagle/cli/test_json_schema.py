@@ -91,7 +91,7 @@ def test_speculation_has_every_key(toy: Pair, config: RunConfig) -> None:
 
 
 def test_plain_decoding_has_the_same_keys_with_nulls(toy: Pair, config: RunConfig) -> None:
-    config = dataclasses.replace(config, num_speculative_tokens=0, logprobs=2)
+    config = dataclasses.replace(config, engine=EngineConfig(0), logprobs=2)
     value = made(toy, config, run(toy, [from_ids([50])], config))
     (request,) = value["requests"]
     assert (set(value["config"]), set(value["summary"]), set(request)) == (CONFIG, SUMMARY, REQUEST)
