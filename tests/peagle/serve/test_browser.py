@@ -10,7 +10,7 @@ from peagle.text.tokenizer import ByteLevelTokenizer
 from scripts.screenshots import chromium
 from tests.peagle.conftest import toy_pair
 from tests.peagle.serve.conftest import service_of
-from tests.peagle.serve.running import PATIENCE_S, Running, eventually, running
+from tests.peagle.serve.running import PATIENCE_S, Gate, Running, eventually, running
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip install playwright)")
 CHROMIUM = chromium()
@@ -88,11 +88,17 @@ def test_a_message_is_answered_in_colours(server: Running, visit: Callable[..., 
 
 
 def test_escape_stops_an_answer_and_frees_its_slot(server: Running, visit: Callable[..., Visit]) -> None:
+    gate, loop = Gate(server.service), server.service.loop
+    gate.close()  # the answer has no other end
     seen = visit(server.url)
     seen.ask("ab", 200)
+    eventually(lambda: loop._running)
+    (job,) = loop._running.values()
     seen.page.keyboard.press("Escape")
-    seen.ends(r"stopped|finish: length")
-    eventually(lambda: server.service.loop.num_running == 0)
+    seen.ends("stopped")
+    eventually(lambda: job.aborted)
+    gate.open()
+    eventually(lambda: loop.num_open == 0)
     assert seen.errors == []
 
 
