@@ -25,6 +25,7 @@ from peagle.serve.service import Service
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.peagle.conftest import toy_pair
 from tests.peagle.serve.conftest import CONTEXT, DATE, MODEL, SLOTS, K, client_of, service_of
+from tests.peagle.serve.running import Gate
 
 BODY = {"model": MODEL, "prompt": [5, 9, 2, 11], "max_tokens": 24, "temperature": 0, "logprobs": 2}
 
@@ -155,18 +156,26 @@ def test_too_many_requests_and_what_no_fleet_computes_are_refused(make: Make) ->
 
 
 def test_an_aborted_call_ends_in_its_engine(make: Make) -> None:
+    """Without a step: the engine that decodes is held until the call has ended."""
     loops, service = make()
+    gate = Gate(Service(loops.decodes, service.builder, MODEL))
+    gate.close()
 
     async def leave() -> None:
         call = service.loop.submit([Request((5, 9), 200, stop_token_ids=())])
         async with contextlib.aclosing(call.chunks()) as chunks:
-            async for _ in chunks:
-                break
+            await anext(chunks)
+            while not loops.decodes.num_open:
+                await asyncio.sleep(0.002)
         call.close()
-        while loops.decodes.num_open or service.loop.num_running:
+        while service.loop.num_running:
+            await asyncio.sleep(0.002)
+        gate.open()
+        while loops.decodes.num_open:
             await asyncio.sleep(0.002)
 
     asyncio.run(asyncio.wait_for(leave(), 60))
+    assert gate.dispatched == []
 
 
 def test_errors_cross_processes() -> None:
