@@ -3,7 +3,7 @@ at each call, shapes by jaxtyping and the rest by beartype."""
 
 import os
 
-from tests.compiling import COMPILED, FLAGS, MOST_BYTES
+from tests.support.compiling import COMPILED, FLAGS, MOST_BYTES
 
 os.environ["JAX_COMPILATION_CACHE_DIR"] = ""  # child processes keep nothing
 os.environ["XLA_FLAGS"] = f"{FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()  # of two of a name the last one counts

@@ -13,7 +13,7 @@ from drafter.load import load_drafter, to_tensors
 from drafter.propose import Eagle3, PEagle
 from drafter.train.forward import forward_chains
 from peagle.ops.messages import DrafterInput
-from tests.drafter.cases import forward, logits_of, prefill, propose
+from tests.support.drafters import forward, logits_of, prefill, propose
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "drafter_speculators"
 MODELS = ("plain", "variant")

@@ -22,7 +22,7 @@ from drafter.reference import draft_logits
 from peagle.ops.checkpoint import read_checkpoint, write_checkpoint
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.rope import RopeConfig, Yarn
-from tests.drafter.cases import (
+from tests.support.drafters import (
     CONFIGS,
     EAGLE,
     EAGLE_NORMED,

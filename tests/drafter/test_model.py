@@ -9,7 +9,7 @@ from drafter import model
 from drafter.propose import PEagle
 from peagle.ops.attention import MASKED
 from peagle.ops.messages import DrafterInput
-from tests.drafter.cases import (
+from tests.support.drafters import (
     EAGLE,
     FOUR,
     ONE,
@@ -25,7 +25,7 @@ from tests.drafter.cases import (
     random_text,
     stack_fresh,
 )
-from tests.paging import entries, small_pages
+from tests.support.paging import entries, small_pages
 
 K = 3
 lay_out = jax.jit(model.lay_out_rows, static_argnums=(3, 4))

@@ -16,8 +16,9 @@ from peagle.ops.errors import InputError
 from peagle.ops.kernels import Implementation
 from peagle.ops.linear import PackedMatrix, arrange, arrange_embedding
 from peagle.ops.messages import DraftOutput
-from tests.compiling import AS_FOR_USERS
-from tests.drafter.cases import (
+from tests.drafter.test_load import Tensors, cast, write
+from tests.support.compiling import AS_FOR_USERS
+from tests.support.drafters import (
     CONFIGS,
     FOUR,
     ONE,
@@ -29,8 +30,7 @@ from tests.drafter.cases import (
     random_text,
     stack_fresh,
 )
-from tests.drafter.test_load import Tensors, cast, write
-from tests.paging import entries, of_sequences
+from tests.support.paging import entries, of_sequences
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.status()[1])
 

@@ -6,7 +6,7 @@ import pytest
 from drafter import reference
 from drafter.load import to_tensors
 from peagle.ops.attention import MASKED
-from tests.drafter.cases import (
+from tests.support.drafters import (
     EAGLE,
     EAGLE_NORMED,
     FOUR,
@@ -21,7 +21,7 @@ from tests.drafter.cases import (
     random_text,
     stack_fresh,
 )
-from tests.paging import entries
+from tests.support.paging import entries
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from peagle.ops.attention import MASKED
 from peagle.ops.errors import InputError
 from peagle.ops.linear import PackedMatrix
 from peagle.ops.linear.packed import pack_floats, packed_matrix, unpack_floats
-from tests.drafter.cases import (
+from tests.support.drafters import (
     CONFIGS,
     ONE,
     TWO,

@@ -16,8 +16,8 @@ from peagle.ops import native
 from peagle.ops.attention import PagedCache
 from peagle.ops.errors import InputError
 from peagle.ops.messages import DraftOutput
-from tests.compiling import AS_FOR_USERS
-from tests.drafter.cases import (
+from tests.support.compiling import AS_FOR_USERS
+from tests.support.drafters import (
     CONFIGS,
     EAGLE_WINDOW,
     WINDOWS,
@@ -28,7 +28,7 @@ from tests.drafter.cases import (
     random_text,
     stack_fresh,
 )
-from tests.paging import SMALL, small_pages
+from tests.support.paging import SMALL, small_pages
 
 K, WINDOW, CAPACITY = 4, 9, 64
 KEPT = 3 * SMALL  # what a window's pages hold

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from peagle.text.channels import CONTROL, ChannelParser
 from scripts.against_harmony import GOLDEN
-from tests.peagle.conftest import ByteTokenizer
+from tests.support.pairs import ByteTokenizer
 
 ABOUT, *LINES = [json.loads(line) for line in GOLDEN.read_text(encoding="utf-8").splitlines()]
 PROMPT = ("<|start|>", "assistant")

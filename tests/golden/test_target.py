@@ -8,7 +8,7 @@ import pytest
 
 from target.load import load_target
 from target.model import GptOss
-from tests.target.walk import WIDTH, walk
+from tests.support.walk import WIDTH, walk
 
 DIRECTORY = Path(__file__).parent / "target"
 AUX_LAYER_IDS = (2, 0, 1)

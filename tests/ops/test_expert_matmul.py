@@ -13,7 +13,7 @@ from peagle.ops.collectives import Held
 from peagle.ops.expert_matmul import ExpandedExperts, Experts, FusedExperts, PackedExperts, expert_mlp, reference
 from peagle.ops.expert_matmul.routing import route_dense, route_top_k
 from peagle.ops.mxfp4 import dequantize, quantize
-from tests.compiling import AS_FOR_USERS
+from tests.support.compiling import AS_FOR_USERS
 
 D, F, E, K = 64, 96, 7, 2
 LIMIT = 0.9  # low enough that gates and ups are really clamped, on both sides

@@ -13,7 +13,7 @@ from peagle.ops.errors import InputError
 from peagle.pair import Pair
 from peagle.text.channels import ChannelParser
 from peagle.text.tokenizer import ByteLevelTokenizer
-from tests.peagle.conftest import SPECIALS, STOP, toy_pair
+from tests.support.pairs import SPECIALS, STOP, toy_pair
 
 RETURN, START, END = (SPECIALS.index(name) for name in ("<|return|>", "<|start|>", "<|end|>"))
 

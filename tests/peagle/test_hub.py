@@ -14,7 +14,7 @@ import peagle.cli
 from peagle import hub
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
-from tests.peagle.conftest import Directories
+from tests.support.pairs import Directories
 
 REVISION = "1" * 40
 NAME = "someone/some-model"

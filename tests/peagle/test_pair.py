@@ -21,7 +21,7 @@ from peagle.loading import load, with_drafter
 from peagle.ops.errors import InputError, InputWarning
 from peagle.pair import Pair
 from peagle.text.prompts import Rendering, from_ids
-from tests.peagle.conftest import (
+from tests.support.pairs import (
     DRAFTER,
     MAX_POSITIONS,
     STOP,

@@ -19,8 +19,8 @@ from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError
 from peagle.pair import Pair
 from peagle.result import Assembler, decode, follow, submit
-from tests.peagle.conftest import ByteTokenizer, toy_pair
-from tests.peagle.toys import MarkovTarget
+from tests.support.pairs import ByteTokenizer, toy_pair
+from tests.support.toys import MarkovTarget
 
 PIECES = (b"a", b"b", b"ab", b"aab", b"bab", b"", b"\xc3", b"\xa9", b"\xc3\xa9", b"b\xc3", b"\xa9a")
 PROMPT = (1, 2, 3)

@@ -13,7 +13,7 @@ from peagle.engine.engine import Engine
 from peagle.ops.errors import InputError
 from peagle.pair import Pair
 from peagle.text.tokenizer import ByteLevelTokenizer
-from tests.peagle.conftest import toy_pair
+from tests.support.pairs import toy_pair
 
 SHAPE: dict[str, Any] = {"slots": 2, "context": 256, "ignore_eos": True}
 ASKED: list[tuple[str, dict[str, Any]]] = [

@@ -17,8 +17,8 @@ from peagle.engine.handoff import parse
 from peagle.engine.request import Request, TokenChunk
 from peagle.ops import native
 from peagle.ops.errors import InputError
-from tests.peagle.conftest import Directories
 from tests.peagle.prefill_process import receive, send
+from tests.support.pairs import Directories
 
 K, CAPACITY, NEW = 3, 200, 40
 ROOT = Path(__file__).parents[2]

@@ -25,9 +25,9 @@ from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError, InputWarning
 from peagle.pair import Pair
 from peagle.result import Result
-from tests.drafter.cases import random_params
-from tests.peagle.conftest import DRAFTER, MAX_POSITIONS, Directories
-from tests.peagle.toys import CONFIG, decode, drafter_config, tiny_target
+from tests.support.drafters import random_params
+from tests.support.pairs import DRAFTER, MAX_POSITIONS, Directories
+from tests.support.toys import CONFIG, decode, drafter_config, tiny_target
 
 K, WINDOW = 4, 48
 

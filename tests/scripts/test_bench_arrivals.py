@@ -9,7 +9,7 @@ from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.measure.pages import markdown
 from scripts.bench_arrivals import figures, main, page, play, summary
-from tests.peagle.conftest import toy_pair
+from tests.support.pairs import toy_pair
 
 
 def test_what_arrives_is_decoded_whoever_comes_when() -> None:

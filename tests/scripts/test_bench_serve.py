@@ -18,9 +18,9 @@ from scripts.runs import Progress
 from scripts.serving import client, servers, soak
 from scripts.serving.client import Counted, Reply, quantile
 from scripts.serving.servers import Server, made_tokens, with_tokenizer
-from tests.peagle.conftest import write_tokenizer
-from tests.peagle.serve.harmony import says
-from tests.peagle.serve.running import running
+from tests.support.harmony import says
+from tests.support.pairs import write_tokenizer
+from tests.support.running import running
 
 LOAD = Load(2, 4, 6, 9, 2)
 PROMPTS = [[40 + place, 50, 51, 52, 53, 54] for place in range(4)]

@@ -14,7 +14,7 @@ from scripts.demo.train_target import Rows, Schedule, positions_of
 from target import model
 from target.packed_attention import attend_packed
 from target.params import TargetParams
-from tests.peagle.toys import CONFIG, tiny_target
+from tests.support.toys import CONFIG, tiny_target
 
 
 def packed_rows(path: Path, seed: int) -> Rows:

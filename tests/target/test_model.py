@@ -12,8 +12,8 @@ from peagle.ops.rope import RopeConfig, Yarn
 from target.config import FULL, SLIDING, TargetConfig
 from target.model import GptOss, forward
 from target.params import TargetParams, init_params
-from tests.paging import entries, small_pages
-from tests.target.walk import WIDTH, walk
+from tests.support.paging import entries, small_pages
+from tests.support.walk import WIDTH, walk
 
 CONFIG = TargetConfig(
     hidden_size=24,

@@ -17,10 +17,10 @@ from peagle.ops.linear import PackedMatrix
 from peagle.workflows.random_checkpoint import SIZES, random_tensors
 from target.load import LoadedTarget, load_target, save_target, write_target
 from target.model import GptOss
-from tests.compiling import AS_FOR_USERS
-from tests.paging import SMALL, of_sequences, small_pages
+from tests.support.compiling import AS_FOR_USERS
+from tests.support.paging import SMALL, of_sequences, small_pages
+from tests.support.walk import walk
 from tests.target.test_model import CONFIG, random_params
-from tests.target.walk import walk
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.status()[1])
 

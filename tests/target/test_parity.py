@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 from peagle.workflows.random_checkpoint import SIZES, random_tensors
 from target.load import LoadedTarget, load_target, write_target
 from target.model import GptOss, forward
-from tests.target.oracle import (
+from tests.support.oracle import (
     BATCH,
     CONFIGS,
     LENGTH,
@@ -26,7 +26,7 @@ from tests.target.oracle import (
     quantized_model,
     random_model,
 )
-from tests.target.walk import WIDTH, walk
+from tests.support.walk import WIDTH, walk
 
 AUX_LAYER_IDS = (1, 0)  # out of order, without the last layer, whose hidden state transformers returns normed
 PROMPTS = [9, 16, 4]

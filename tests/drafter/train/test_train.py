@@ -26,7 +26,7 @@ from peagle.ops.attention import PagedCache
 from peagle.ops.errors import InputError
 from peagle.ops.messages import DrafterInput
 from peagle.ops.rope import RopeConfig
-from tests.paging import small_pages
+from tests.support.paging import small_pages
 
 CONFIG = DrafterConfig(
     hidden_size=20,

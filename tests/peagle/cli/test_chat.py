@@ -17,7 +17,7 @@ from peagle.text.prompts import Conversation, Rendering
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.peagle.cli.test_cli import TOY_PROCESS
 from tests.peagle.cli.test_interrupt import CTRL_C, IN_A_CALLBACK, Terminal
-from tests.peagle.conftest import MAX_POSITIONS, press_ctrl_c_at, toy_pair
+from tests.support.pairs import MAX_POSITIONS, press_ctrl_c_at, toy_pair
 
 Chat = Callable[..., tuple[int, str, str]]
 OPTIONS = ("--target", "toy", "--drafter", "ngram", "-k", "3", "-n", "12")

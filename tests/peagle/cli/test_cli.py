@@ -29,7 +29,7 @@ from peagle.engine.warmup import WarmUp
 from peagle.engine.widths import WidthTable
 from peagle.ops.kernels import for_weights
 from peagle.pair import Pair
-from tests.peagle.conftest import MASK, SPECIALS, STOP, VOCAB_SIZE, Directories, edit_json, toy_pair
+from tests.support.pairs import MASK, SPECIALS, STOP, VOCAB_SIZE, Directories, edit_json, toy_pair
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -39,7 +39,7 @@ import sys
 import peagle.cli.processes
 import peagle.cli.decoding
 from peagle.cli import main
-from tests.peagle.conftest import toy_pair
+from tests.support.pairs import toy_pair
 peagle.cli.processes.load_models = lambda *a, **b: toy_pair(None)
 sys.exit(main(sys.argv[1:]))
 """

@@ -16,7 +16,7 @@ from peagle.cli.clustering import served, start_fleet
 from peagle.cli.command import built
 from peagle.cluster.config import FleetConfig, read_fleet
 from peagle.ops.errors import InputError
-from tests.peagle.conftest import Directories
+from tests.support.pairs import Directories
 
 OWN = {
     "served_model_name", "prefill", "decode", "max_prefill", "max_decode", "busy", "scale_up", "scale_down",

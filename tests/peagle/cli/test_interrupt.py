@@ -18,7 +18,7 @@ import peagle.cli.comparing
 from peagle.cli import main
 from peagle.cli.display import Display
 from tests.peagle.cli.test_cli import ROOT, TOY_PROCESS
-from tests.peagle.conftest import press_ctrl_c_at
+from tests.support.pairs import press_ctrl_c_at
 
 CTRL_C = b"\x03"
 FAR_S = 600  # a process that has not ended by then never will

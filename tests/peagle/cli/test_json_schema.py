@@ -15,7 +15,7 @@ from peagle.pair import Pair
 from peagle.text.prompts import Conversation, from_ids
 from peagle.workflows.run import Outcome, Run, RunConfig, run
 from scripts import runs
-from tests.peagle.conftest import MAX_POSITIONS
+from tests.support.pairs import MAX_POSITIONS
 
 K = 3
 TOP = {"schema", "provenance", "config", "skipped", "profile", "requests", "summary"}

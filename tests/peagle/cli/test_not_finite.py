@@ -20,8 +20,8 @@ from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError
 from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
 from peagle.protocols import Drafter
-from tests.peagle.conftest import toy_pair
-from tests.peagle.toys import FixedLogits, MarkovTarget, Scripted, decode
+from tests.support.pairs import toy_pair
+from tests.support.toys import FixedLogits, MarkovTarget, Scripted, decode
 
 VOCAB_SIZE, BAD, BUDGET = 12, 7, 10
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(0.7, top_p=0.9)

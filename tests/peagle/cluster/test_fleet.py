@@ -23,9 +23,9 @@ from peagle.serve.loop import EngineLoop
 from peagle.serve.requests import RequestBuilder
 from peagle.serve.service import Service
 from peagle.text.tokenizer import ByteLevelTokenizer
-from tests.peagle.conftest import toy_pair
-from tests.peagle.serve.conftest import CONTEXT, DATE, MODEL, SLOTS, K, client_of, service_of
-from tests.peagle.serve.running import Gate
+from tests.support.pairs import toy_pair
+from tests.support.running import Gate
+from tests.support.servers import CONTEXT, DATE, MODEL, SLOTS, K, client_of, service_of
 
 BODY = {"model": MODEL, "prompt": [5, 9, 2, 11], "max_tokens": 24, "temperature": 0, "logprobs": 2}
 

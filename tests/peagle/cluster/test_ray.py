@@ -26,7 +26,7 @@ from scripts.kill_fleet import processes
 from scripts.peers.bystanders import cpu_s
 from scripts.serving import client
 from scripts.serving.servers import free_port
-from tests.peagle.conftest import Directories
+from tests.support.pairs import Directories
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 os.environ.setdefault(LOOPBACK_ALONE, "0")

@@ -16,7 +16,7 @@ from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.sampling import RowSampling, choose
 from peagle.ops.errors import InputError
 from peagle.ops.likeliest import NO_TOKEN
-from tests.peagle.engine.rows import rows_of
+from tests.support.rows import rows_of
 
 V, K = 3, 2
 jitted_accept, jitted_choose = jax.jit(accept), jax.jit(choose)

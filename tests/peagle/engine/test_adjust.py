@@ -22,8 +22,8 @@ from peagle.engine.step import StepKind, StepOutput
 from peagle.measure.logprobs import output_logprobs
 from peagle.ops.errors import InputError
 from target.model import forward
-from tests.peagle.engine.models import fast_target
-from tests.peagle.toys import CONFIG, check_whole
+from tests.support.models import fast_target
+from tests.support.toys import CONFIG, check_whole
 
 V, CAPACITY, NEW, K = CONFIG.vocab_size, 96, 40, 3
 run_adjust, emitted_after = jax.jit(adjust), jax.jit(Adjustments.emitted)

@@ -13,8 +13,8 @@ from peagle.ops import native
 from peagle.ops.errors import InputError
 from peagle.ops.expert_matmul import NativeExperts
 from peagle.ops.row_blocks import BlockedPrefill, RowBlocks
-from tests.peagle.engine.models import TARGET, Models, models
-from tests.peagle.toys import MarkovTarget, decode
+from tests.support.models import TARGET, Models, models
+from tests.support.toys import MarkovTarget, decode
 
 CAPACITY, K = 3 * 128 - 20, 3
 TOKENS = tuple(np.random.default_rng(8).integers(0, TARGET.vocab_size, CAPACITY).tolist())

@@ -22,9 +22,9 @@ from peagle.engine.step import StepKind, step
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError
 from peagle.protocols import Drafter
-from tests.compiling import AS_FOR_USERS
-from tests.peagle.engine.models import fast_target
-from tests.peagle.toys import CONFIG, WINDOW, FixedLogits, MarkovTarget, Scripted, check_whole, decode, tiny_target
+from tests.support.compiling import AS_FOR_USERS
+from tests.support.models import fast_target
+from tests.support.toys import CONFIG, WINDOW, FixedLogits, MarkovTarget, Scripted, check_whole, decode, tiny_target
 
 CAPACITY, NEW = 96, 60
 PROMPTS = [

@@ -27,7 +27,7 @@ from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.sampling import RowSampling, draw, draw_keys, probabilities
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError
-from tests.peagle.toys import FixedLogits, MarkovTarget, Scripted, check_whole, decode
+from tests.support.toys import FixedLogits, MarkovTarget, Scripted, check_whole, decode
 
 CONTROL, STOP = 0, 1
 SPELLED = [

@@ -21,8 +21,8 @@ from peagle.engine.widths import WidthTable
 from peagle.ops import native
 from peagle.ops.attention import PAGE_SIZE
 from peagle.ops.errors import InputError
-from tests.peagle.engine.models import TARGET, Models, models
-from tests.peagle.toys import WINDOW, decode, tiny_target
+from tests.support.models import TARGET, Models, models
+from tests.support.toys import WINDOW, decode, tiny_target
 
 BLOCK = PAGE_SIZE
 CAPACITY, K, NEW = 2 * BLOCK + 90, 3, 65

@@ -25,8 +25,8 @@ from peagle.engine.scheduler import Costs
 from peagle.engine.widths import WidthTable
 from peagle.ops import native
 from peagle.protocols import Drafter, Target
-from tests.peagle.engine.models import models
-from tests.peagle.toys import CONFIG, check_whole, decode
+from tests.support.models import models
+from tests.support.toys import CONFIG, check_whole, decode
 
 CAPACITY, LONGEST = 192, 60
 FAST = "native float32" if native.available() else "float32"  # what XLA makes of a whole engine takes long to compile

@@ -17,8 +17,8 @@ from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.kernels import Implementation
 from target.load import load_target
 from target.model import GptOss
-from tests.peagle.toys import Scripted
-from tests.target.oracle import CONFIGS, EAGER
+from tests.support.oracle import CONFIGS, EAGER
+from tests.support.toys import Scripted
 
 INITIAL, NEW, K = 4096, 24, 3
 

@@ -11,8 +11,8 @@ from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops import native
 from peagle.ops.errors import InputError
-from tests.peagle.engine.models import TOKENS, Models, answer_of, ask, engine_of, fast_target, models
-from tests.peagle.toys import MarkovTarget, check_whole, decode, tiny_target
+from tests.support.models import TOKENS, Models, answer_of, ask, engine_of, fast_target, models
+from tests.support.toys import MarkovTarget, check_whole, decode, tiny_target
 
 K, CAPACITY = 3, 256
 SAMPLINGS = [

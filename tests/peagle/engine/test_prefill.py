@@ -8,8 +8,8 @@ import pytest
 from peagle.engine.executor import chunk_plan
 from peagle.ops import native
 from peagle.ops.attention import paged
-from tests.peagle.engine.models import TOKENS, Models, engine_of, held, models, prefilled
-from tests.peagle.toys import WINDOW
+from tests.support.models import TOKENS, Models, engine_of, held, models, prefilled
+from tests.support.toys import WINDOW
 
 NATIVE = pytest.mark.skipif(not native.available(), reason=native.status()[1])
 LENGTH = 150

@@ -15,8 +15,8 @@ from peagle.engine.widths import WidthTable
 from peagle.ops import native
 from peagle.ops.attention import PAGE_SIZE as PAGE
 from peagle.ops.errors import InputError
-from tests.peagle.engine.models import TARGET, TOKENS, Models, answer_of, ask, engine_of, models
-from tests.peagle.toys import check_whole, decode, tiny_target
+from tests.support.models import TARGET, TOKENS, Models, answer_of, ask, engine_of, models
+from tests.support.toys import check_whole, decode, tiny_target
 
 NATIVE = pytest.mark.skipif(not native.available(), reason=native.status()[1])
 CAPACITY, K = 3 * PAGE + 40, 3

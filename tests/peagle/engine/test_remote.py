@@ -17,9 +17,9 @@ from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError
 from peagle.ops.row_blocks import RowBlocks
 from peagle.processes import decode, encode
-from tests.drafter.cases import random_params
-from tests.peagle.toys import decode as answers
-from tests.peagle.toys import drafter_config, tiny_target
+from tests.support.drafters import random_params
+from tests.support.toys import decode as answers
+from tests.support.toys import drafter_config, tiny_target
 
 CONFIG = ResolvedConfig(2, slots=2, context=256, prefill_chunk=64, prefix_cache=1 << 20, steps_per_dispatch=3)
 DRAFTER = drafter_config()

@@ -23,7 +23,7 @@ from peagle.engine.resolved import ResolvedConfig, Role
 from peagle.engine.warmup import WarmUp
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError
-from tests.peagle.toys import MarkovTarget, decode
+from tests.support.toys import MarkovTarget, decode
 
 VOCAB, K = 29, 3
 CONFIG = ResolvedConfig(K, slots=4, context=192, prefill_chunk=8, prefix_cache=1)

@@ -14,7 +14,7 @@ from peagle.engine import sampling as functions
 from peagle.engine.request import fold_seed
 from peagle.ops.errors import InputError
 from peagle.ops.likeliest import NO_TOKEN
-from tests.peagle.engine.rows import defined, rows_of
+from tests.support.rows import defined, rows_of
 
 draw = jax.jit(functions.draw)
 probabilities = jax.jit(functions.probabilities)

@@ -20,8 +20,8 @@ from peagle.engine.state import (
     take,
 )
 from peagle.ops.likeliest import NO_TOKEN
-from tests.peagle.engine.models import TARGET, TOKENS, Models, models
-from tests.peagle.toys import tiny_target
+from tests.support.models import TARGET, TOKENS, Models, models
+from tests.support.toys import tiny_target
 
 SLOTS, NUM_DRAFTS, CAPACITY = 5, 4, 64
 REQUEST = Request(TOKENS[:45], 9, SamplingParams(0.7, 5, 0.9, 0.1, seed=11), (2, 30), index=6)

@@ -36,8 +36,8 @@ from peagle.measure.bench import (
 )
 from peagle.ops.errors import InputError
 from peagle.pair import Pair
-from tests.peagle.conftest import MAX_POSITIONS, Directories, toy_pair
-from tests.peagle.toys import tiny_target
+from tests.support.pairs import MAX_POSITIONS, Directories, toy_pair
+from tests.support.toys import tiny_target
 
 OPTIONS = BenchOptions(prompt_lengths=(5,), new_tokens=(3,), widths=(2,), context=7, slots=(2,), repeats=3)
 KINDS = [("pp", 5), ("tg", 3), ("verify", 1), ("verify", 2)]

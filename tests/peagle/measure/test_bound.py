@@ -13,8 +13,8 @@ from peagle.engine.request import Request, StepRecord
 from peagle.measure.bound import bound
 from peagle.measure.sweep.figures import length_by_rates
 from peagle.result import Result
-from tests.drafter.cases import random_params
-from tests.peagle.toys import FixedLogits, MarkovTarget, drafter_config, tiny_target
+from tests.support.drafters import random_params
+from tests.support.toys import FixedLogits, MarkovTarget, drafter_config, tiny_target
 
 V, K, FIRST = 4, 2, 3
 RNG = np.random.default_rng(2)

@@ -21,7 +21,7 @@ from peagle.measure.metrics import (
 )
 from peagle.result import Assembler, Counters, Result, loop_grams
 from peagle.workflows.run import Outcome, Run, RunConfig
-from tests.peagle.conftest import ByteTokenizer
+from tests.support.pairs import ByteTokenizer
 
 REQUEST = Request((7, 8), max_new_tokens=100)
 

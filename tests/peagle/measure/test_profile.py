@@ -13,7 +13,7 @@ from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.measure.profile import Span, breakdown, parts_by_operation, profile, writable
 from peagle.ops.errors import InputError
-from tests.peagle.toys import decode, tiny_target
+from tests.support.toys import decode, tiny_target
 
 MS = 1_000_000.0
 

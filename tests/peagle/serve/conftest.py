@@ -1,102 +1,15 @@
 """A server over the toy pair, in the test's process."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import pydantic
 import pytest
 from fastapi.testclient import TestClient
 
-from peagle.ops.sizes import PrefixCacheSize
-from peagle.pair import Pair
-from peagle.serve import types
-from peagle.serve.app import ENDPOINTS, create_app, document
-from peagle.serve.loop import EngineLoop
-from peagle.serve.requests import RequestBuilder
 from peagle.serve.service import Service
 from peagle.text.tokenizer import ByteLevelTokenizer, load_tokenizer
-from tests.peagle.conftest import SPECIALS, toy_pair, write_tokenizer
-
-CONTEXT, SLOTS, K = 256, 2, 3
-MODEL = "toy"
-DATE = "2025-08-05"
-DOCUMENT: dict[str, Any] = {}  # made with the first application
-TYPES: dict[tuple[str, str], Any] = {
-    **{("POST", path): pydantic.TypeAdapter(endpoint.reply) for path, endpoint in ENDPOINTS.items()},
-    ("POST", "/tokenize"): pydantic.TypeAdapter(types.Tokenized),
-    ("POST", "/detokenize"): pydantic.TypeAdapter(types.Detokenized),
-    ("GET", "/v1/models"): pydantic.TypeAdapter(types.Models),
-    ("GET", "/v1/models/{name}"): pydantic.TypeAdapter(types.ModelCard),
-    ("GET", "/tokenizer_info"): pydantic.TypeAdapter(types.TokenizerInfo),
-    ("GET", "/health"): pydantic.TypeAdapter(types.Health),
-}
-ERROR: Any = pydantic.TypeAdapter(types.Error)
-EVENTS: dict[str, Any] = {
-    "/v1/chat/completions": pydantic.TypeAdapter(types.ChatChunk | types.Error),
-    "/v1/completions": pydantic.TypeAdapter(types.CompletionChunk | types.Error),
-    "/v1/responses": pydantic.TypeAdapter(types.ResponseEvent),
-}
-HARMONY_SPECIALS = (*SPECIALS, "<|call|>", "<|constrain|>")
-HARMONY_TEMPLATE = (Path(__file__).parent / "harmony.jinja").read_text(encoding="utf-8")
-
-
-def service_of(
-    pair: Pair,
-    max_queue: int = 64,
-    k: int | Literal["auto"] = K,
-    context: int = CONTEXT,
-    slots: int = SLOTS,
-    replicas: int = 1,
-    kv_memory: int | None = None,
-    prefix_cache: PrefixCacheSize = 1_000_000,
-    **options: Any,
-) -> Service:
-    # several tests have engines of one shape, and each engine has one driver
-    pair.engines.by_config.clear()
-    pair = dataclasses.replace(pair, replicas=(pair,) * (replicas - 1))
-    most, adaptive = pair.num_drafts(k)
-    shape: dict[str, Any] = {"context": context, "slots": slots, "adaptive": adaptive, "k_per_request": True}
-    shape |= {"kv_memory": kv_memory, "prefix_cache": prefix_cache}
-    engine = pair.engine(pair.engine_config(most, **shape))
-    return Service(EngineLoop(engine, max_queue), RequestBuilder(pair, context, DATE, most), MODEL, **options)
-
-
-class Client(TestClient):
-    """A client that holds the events of streams to their types, if the test reads the stream as a whole."""
-
-    __test__ = False
-
-    def request(self, *arguments: Any, **options: Any) -> Any:
-        reply = super().request(*arguments, **options)
-        if reply.headers.get("content-type", "").startswith("text/event-stream"):
-            for line in reply.content.split(b"\n"):
-                if line.startswith(b"data: {"):
-                    EVENTS[reply.request.url.path].validate_json(line.removeprefix(b"data: "))
-        return reply
-
-
-def client_of(service: Service) -> TestClient:
-    """Make a client that holds every reply to its published type."""
-    app = create_app(service)
-    if not DOCUMENT:
-        DOCUMENT.update(document(app, needs_key=False))
-    client = Client(app, raise_server_exceptions=False)
-    client.event_hooks = {"response": [has_its_type]}
-    return client
-
-
-def has_its_type(reply: Any) -> None:
-    """Check a JSON reply, and that its status is published, for what the document describes."""
-    path, method = reply.request.url.path, reply.request.method
-    published = "/v1/models/{name}" if path.startswith("/v1/models/") else path
-    if (method, published) not in TYPES or reply.status_code == 500:
-        return
-    assert str(reply.status_code) in DOCUMENT["paths"][published][method.lower()]["responses"]
-    if reply.headers["content-type"] == "application/json":
-        good = reply.is_success or published == "/health"
-        (TYPES[method, published] if good else ERROR).validate_json(reply.read())
+from tests.support.pairs import toy_pair, write_tokenizer
+from tests.support.servers import HARMONY_SPECIALS, HARMONY_TEMPLATE, client_of, service_of
 
 
 @pytest.fixture(scope="session")

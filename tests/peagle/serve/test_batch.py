@@ -19,10 +19,10 @@ from peagle.serve.errors import ApiError
 from peagle.serve.service import Service
 from peagle.serve.types import CompletionBody
 from peagle.text.tokenizer import ByteLevelTokenizer
-from tests.peagle.conftest import press_ctrl_c_at, toy_pair
-from tests.peagle.serve.conftest import client_of
-from tests.peagle.serve.harmony import USER, says
-from tests.peagle.serve.running import Gate
+from tests.support.harmony import USER, says
+from tests.support.pairs import press_ctrl_c_at, toy_pair
+from tests.support.running import Gate
+from tests.support.servers import client_of
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -17,9 +17,9 @@ from peagle.serve import loop as engine_loop
 from peagle.serve.app import create_app
 from peagle.serve.service import Service
 from peagle.text.tokenizer import ByteLevelTokenizer
-from tests.peagle.conftest import toy_pair
-from tests.peagle.serve.conftest import SLOTS, client_of, service_of
-from tests.peagle.serve.running import Gate, Running, eventually, running
+from tests.support.pairs import toy_pair
+from tests.support.running import Gate, Running, eventually, running
+from tests.support.servers import SLOTS, client_of, service_of
 
 PATH = "/v1/completions"
 BODY: dict[str, Any] = {"prompt": [40, 41, 42], "max_tokens": 30, "temperature": 0}

@@ -8,9 +8,9 @@ import pytest
 
 from peagle.text.tokenizer import ByteLevelTokenizer
 from scripts.screenshots import chromium
-from tests.peagle.conftest import toy_pair
-from tests.peagle.serve.conftest import service_of
-from tests.peagle.serve.running import PATIENCE_S, Gate, Running, eventually, running
+from tests.support.pairs import toy_pair
+from tests.support.running import PATIENCE_S, Gate, Running, eventually, running
+from tests.support.servers import service_of
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip install playwright)")
 CHROMIUM = chromium()

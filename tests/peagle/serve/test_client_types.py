@@ -20,8 +20,8 @@ from openai.types.responses import (
 )
 
 from peagle.serve import types
-from tests.peagle.serve.conftest import client_of
-from tests.peagle.serve.harmony import says
+from tests.support.harmony import says
+from tests.support.servers import client_of
 
 PATH, RESPONSES = "/v1/chat/completions", "/v1/responses"
 MARK = {"mode": "explicit"}

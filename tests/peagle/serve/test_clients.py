@@ -12,10 +12,10 @@ from peagle.pair import Pair
 from peagle.serve.service import Service
 from peagle.text.tokenizer import ByteLevelTokenizer
 from scripts import against_clients
-from tests.peagle.conftest import toy_pair
-from tests.peagle.serve.conftest import CONTEXT, MODEL, K, service_of
-from tests.peagle.serve.running import Gate, Running, running
 from tests.peagle.test_streams import most_at_once
+from tests.support.pairs import toy_pair
+from tests.support.running import Gate, Running, running
+from tests.support.servers import CONTEXT, MODEL, K, service_of
 
 USER: Any = [{"role": "user", "content": "hello"}]
 

@@ -18,7 +18,7 @@ from peagle.cli.serving import guarded_hosts
 from peagle.engine.executor import Executor
 from peagle.serve.server import ServerOptions, listen, on_loopback
 from peagle.text.tokenizer import ByteLevelTokenizer
-from tests.peagle.conftest import toy_pair
+from tests.support.pairs import toy_pair
 
 Use = Callable[[str], None]
 

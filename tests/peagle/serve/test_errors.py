@@ -10,7 +10,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from peagle.serve.types import NEUTRAL, ChatBody, CompletionBody, ResponsesBody
-from tests.peagle.serve.conftest import client_of, has_its_type
+from tests.support.servers import client_of, has_its_type
 
 ALL = CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 GOOD: dict[str, dict[str, Any]] = {

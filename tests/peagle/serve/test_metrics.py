@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from peagle.engine.kv_memory import KVMemory, Sizing
 from peagle.ops.attention import PAGE_SIZE
 from peagle.pair import Pair
-from tests.peagle.serve.conftest import CONTEXT, K, client_of, service_of
+from tests.support.servers import CONTEXT, K, client_of, service_of
 
 
 def values(client: Any) -> dict[tuple[str, ...], float]:

@@ -6,7 +6,7 @@ import re
 
 from fastapi.testclient import TestClient
 
-from tests.peagle.serve.conftest import client_of
+from tests.support.servers import client_of
 
 
 def test_it_loads_nothing_and_its_policy_names_its_own_script(client: TestClient) -> None:

@@ -21,8 +21,8 @@ from peagle.serve.outputs import OutputChunk
 from peagle.text.channels import Delta
 from peagle.text.places import TokenPlace
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize, load_tokenizer
-from tests.peagle.conftest import VOCAB_SIZE, toy_pair
-from tests.peagle.serve.conftest import CONTEXT, DATE, MODEL, K, client_of
+from tests.support.pairs import VOCAB_SIZE, toy_pair
+from tests.support.servers import CONTEXT, DATE, MODEL, K, client_of
 
 PROMPT = [40, 41, 42]
 SEEDED = {"temperature": 1.5, "seed": 3}

@@ -14,9 +14,9 @@ from peagle.serve.responses import as_chat
 from peagle.serve.service import Service
 from peagle.serve.types import ResponsesBody
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
-from tests.peagle.serve.conftest import MODEL, client_of
-from tests.peagle.serve.harmony import says
-from tests.peagle.serve.running import running
+from tests.support.harmony import says
+from tests.support.running import running
+from tests.support.servers import MODEL, client_of
 
 PATH = "/v1/responses"
 TOOL: Any = {

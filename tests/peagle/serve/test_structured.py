@@ -11,8 +11,8 @@ from fastapi.testclient import TestClient
 from peagle.engine.grammar import Grammar
 from peagle.pair import Pair
 from peagle.text.tokenizer import ByteLevelTokenizer
-from tests.peagle.conftest import STOP, toy_pair
-from tests.peagle.serve.conftest import CONTEXT, K, client_of
+from tests.support.pairs import STOP, toy_pair
+from tests.support.servers import CONTEXT, K, client_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]

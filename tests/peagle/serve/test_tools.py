@@ -21,9 +21,9 @@ from peagle.serve.service import Service
 from peagle.serve.tools import MOST_CALLS, chat_of
 from peagle.serve.types import ChatMessage
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
-from tests.peagle.serve.conftest import MODEL, client_of
-from tests.peagle.serve.harmony import USER, says
-from tests.peagle.serve.running import eventually, running
+from tests.support.harmony import USER, says
+from tests.support.running import eventually, running
+from tests.support.servers import MODEL, client_of
 
 PATH = "/v1/chat/completions"
 WEATHER = {
@@ -50,7 +50,7 @@ Making = Callable[..., Service]
 
 @pytest.fixture
 def saying(harmony: ByteLevelTokenizer) -> Iterator[Making]:
-    """Make servers that say what is given (tests.peagle.serve.harmony.says)."""
+    """Make servers that say what is given (tests.support.harmony.says)."""
     made: list[Service] = []
 
     def making(*turns: Any, **options: Any) -> Service:

@@ -21,9 +21,9 @@ from peagle.serve.outputs import OutputCollector
 from peagle.serve.responses import ResponsesFormatter, as_chat
 from peagle.serve.types import ChatBody, ResponsesBody
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
-from tests.peagle.conftest import SPECIALS
-from tests.peagle.serve.conftest import HARMONY_SPECIALS, MODEL, K, client_of
-from tests.peagle.serve.harmony import CALL, RETURN, USER, says
+from tests.support.harmony import CALL, RETURN, USER, says
+from tests.support.pairs import SPECIALS
+from tests.support.servers import HARMONY_SPECIALS, MODEL, K, client_of
 
 INPUT = '{"input": "d\\u00e9j\\u00e0"}'
 PARTS = [  # of answers: control tokens, what headers hold, texts, bytes of incomplete characters

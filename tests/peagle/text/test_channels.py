@@ -13,7 +13,7 @@ from peagle.engine.request import FinishReason, Request, TokenChunk
 from peagle.result import Assembler
 from peagle.text.channels import CONTROL, ChannelParser, Delta
 from peagle.text.tokenizer import detokenize, load_tokenizer
-from tests.peagle.conftest import ByteTokenizer
+from tests.support.pairs import ByteTokenizer
 
 IDS = {name: 256 + number for number, name in enumerate(CONTROL)}
 Stream = Sequence[str]  # of an answer: a control token, or a text

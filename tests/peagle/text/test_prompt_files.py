@@ -17,7 +17,7 @@ from peagle.ops.errors import InputError
 from peagle.text.prompt_files import CONVERT, PLACEHOLDER, Skipped, read_prompt_file, read_prompts
 from peagle.text.prompts import Rendering
 from peagle.text.tokenizer import load_tokenizer
-from tests.peagle.conftest import Directories
+from tests.support.pairs import Directories
 
 
 def write(directory: Path, *lines: str | bytes) -> Path:

@@ -8,7 +8,7 @@ import pytest
 from peagle.ops.errors import InputError
 from peagle.text.prompts import Conversation, Rendering, from_ids, from_text, parse_ids
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize, load_tokenizer
-from tests.peagle.conftest import TEMPLATE, write_tokenizer
+from tests.support.pairs import TEMPLATE, write_tokenizer
 
 
 def test_ids_are_read_as_typed() -> None:

@@ -22,7 +22,7 @@ from peagle.text.tokenizer import (
     parse_date,
     template_fingerprint,
 )
-from tests.peagle.conftest import SPECIALS, TEMPLATE, TEXTS, VOCAB_SIZE, ByteTokenizer, Directories, write_tokenizer
+from tests.support.pairs import SPECIALS, TEMPLATE, TEXTS, VOCAB_SIZE, ByteTokenizer, Directories, write_tokenizer
 
 
 @given(st.text(), st.lists(st.integers(1, 5)))

@@ -23,8 +23,8 @@ from peagle.ops.checkpoint import read_checkpoint
 from peagle.workflows.export import card, spread_over_groups
 from target.config import FULL, SLIDING, TargetConfig
 from target.load import inspect_target, load_target
-from tests.drafter.cases import random_params
-from tests.peagle.conftest import DRAFTER, MAX_POSITIONS, TARGET, Directories, edit_json
+from tests.support.drafters import random_params
+from tests.support.pairs import DRAFTER, MAX_POSITIONS, TARGET, Directories, edit_json
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "drafter_speculators"
 

@@ -26,7 +26,7 @@ from peagle.text.prompt_files import read_prompt_file
 from peagle.workflows.hf_reference import Layers, layer_by_layer
 from peagle.workflows.parity import Reading, Text, accepted, causes, compare, replay
 from peagle.workflows.parity_check import Asked, ParityConfig, ask, readings, with_all_tokens
-from tests.peagle.conftest import edit_json
+from tests.support.pairs import edit_json
 
 K = 3
 OPTIONS = ["-n", "32", "-k", str(K)]

@@ -25,7 +25,7 @@ from peagle.result import Result
 from peagle.text.prompts import Conversation, Rendering, from_ids, from_text
 from peagle.text.tokenizer import Tokenizer
 from peagle.workflows.run import Observer, Run, RunConfig, run
-from tests.peagle.conftest import MAX_POSITIONS, STOP, VOCAB_SIZE, ToyTarget, toy_pair
+from tests.support.pairs import MAX_POSITIONS, STOP, VOCAB_SIZE, ToyTarget, toy_pair
 
 K, NEW = 3, 12
 CONFIG = RunConfig(engine=EngineConfig(K), max_new_tokens=NEW)

@@ -38,8 +38,8 @@ from peagle.workflows.dataset import lengths_in_words, passes, rows_of_pass
 from peagle.workflows.training import Deadline, given_params, planned_steps
 from peagle.workflows.training_advice import parted_curves, weak_drafter
 from target.load import load_target
-from tests.drafter.cases import random_params
-from tests.peagle.conftest import (
+from tests.support.drafters import random_params
+from tests.support.pairs import (
     DRAFTER,
     MAX_POSITIONS,
     STOP,

@@ -10,7 +10,7 @@ import peagle.cli.sweeping
 from peagle.cli import main
 from peagle.measure.sweep.folder import Folder, open_run
 from peagle.pair import Pair
-from tests.peagle.conftest import ByteTokenizer, toy_pair
+from tests.support.pairs import ByteTokenizer, toy_pair
 
 TEXTS = ("one two one two", "a", "never", "b", "c", "dd", "e", "f", "gg")  # enough for an interval
 

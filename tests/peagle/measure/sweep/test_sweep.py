@@ -30,8 +30,8 @@ from peagle.ops.files import alone
 from peagle.pair import Pair
 from peagle.result import Result, decode
 from peagle.text.tokenizer import ByteLevelTokenizer, Tokenizer
-from tests.peagle.conftest import SPECIALS, press_ctrl_c_at, toy_pair
 from tests.peagle.measure.sweep.runs import TEXTS, Tokens, prompt_file, sweep, swept
+from tests.support.pairs import SPECIALS, press_ctrl_c_at, toy_pair
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,9 @@ from peagle.serve.responses import as_chat
 from peagle.serve.service import Service
 from peagle.serve.types import ChatBody, ResponsesBody
 from peagle.text.tokenizer import ByteLevelTokenizer
-from tests.peagle.conftest import SPECIALS, VOCAB_SIZE
-from tests.peagle.serve.conftest import DATE, K, service_of
-from tests.peagle.toys import TargetWithoutLayers
+from tests.support.pairs import SPECIALS, VOCAB_SIZE
+from tests.support.servers import DATE, K, service_of
+from tests.support.toys import TargetWithoutLayers
 
 LONG = 2048  # positions: a token is a byte
 RETURN, CALL = 1, len(SPECIALS)

@@ -20,9 +20,9 @@ from peagle.ops import native
 from peagle.ops.attention import PAGE_SIZE
 from target.load import load_target, save_target
 from target.model import GptOss
-from tests.drafter.cases import random_params as random_drafter
-from tests.peagle.toys import CONFIG as TARGET
-from tests.peagle.toys import WINDOW, drafter_config, tiny_target
+from tests.support.drafters import random_params as random_drafter
+from tests.support.toys import CONFIG as TARGET
+from tests.support.toys import WINDOW, drafter_config, tiny_target
 
 FAST = "native float32" if native.available() else "float32"
 DRAFTER = drafter_config(num_layers=2, windows=(WINDOW, None))  # as the target's layers

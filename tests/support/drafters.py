@@ -15,7 +15,7 @@ from drafter.propose import Eagle3, PEagle
 from peagle.ops.attention import PagedCache
 from peagle.ops.messages import DrafterInput, DraftOutput
 from peagle.ops.rope import Llama3, RopeConfig
-from tests.paging import small_pages
+from tests.support.paging import small_pages
 
 LLAMA3 = Llama3(factor=4.0, original_length=24, low_freq_factor=1.0, high_freq_factor=4.0)
 

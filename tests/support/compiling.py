@@ -6,7 +6,7 @@ import importlib.metadata
 from pathlib import Path
 
 # what an earlier run, or the worker beside this one, compiled is read back
-COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "jax"
+COMPILED = Path(__file__).parents[2] / ".pytest_cache" / "jax"
 MOST_BYTES = 1 << 30
 
 # each of the 32 parts into which LLVM gets a program costs as much as a small program

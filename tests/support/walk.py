@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from target.model import GptOss
-from tests.paging import small_pages
+from tests.support.paging import small_pages
 
 WIDTH = 4  # rows of a verifying pass
 ACCEPTED = np.array([[0, 3, 1], [2, 0, 3], [3, 1, 0], [1, 2, 2]])  # per pass, per row of the batch: none, some, all
