@@ -71,7 +71,7 @@ def _sweep(settings: Sweep) -> int:
         pairs = _load(plan, settings.continue_on_error, display)
         pair = pairs[loaded(PLAIN)]
         assert isinstance(pair, Pair)
-        origin = provenance() | {"ran": {name: getattr(pair, name) for name in RAN}}
+        origin = provenance() | {"ran": {name: getattr(pair.loaded, name) for name in RAN}}
         if folder is None:
             folder = begin(out, plan, origin)
         else:
