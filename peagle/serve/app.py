@@ -14,7 +14,7 @@ import pydantic
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse, PlainTextResponse
-from pydantic.json_schema import models_json_schema
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -56,7 +56,7 @@ from peagle.serve.types import (
 
 ROOM = (429, 503)  # statuses of requests that are refused for want of it
 SCHEMA = "#/components/schemas/{model}"
-REFUSALS = {
+REFUSALS: dict[int | str, str] = {
     401: "No key, or a wrong one.",
     403: "A page of another site.",
     404: "Another model.",
@@ -66,6 +66,7 @@ REFUSALS = {
     415: "The body has a content encoding.",
     429: "The queue is full; try again later.",
     503: "The server shuts down, or its engine has failed.",
+    "default": "Another error.",
 }
 OF_BODIES = (400, 408, 413, 415)
 EVENT = {  # of a stream
@@ -104,7 +105,7 @@ def create_app(service: Service) -> fastapi.FastAPI:
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
-        generate_unique_id_function=lambda route: route.path_format.strip("/").replace("/", "_"),
+        generate_unique_id_function=_operation_id,
     )
 
     def authorised(request: fastapi.Request) -> None:
@@ -134,8 +135,11 @@ def create_app(service: Service) -> fastapi.FastAPI:
     async def page() -> HTMLResponse:
         return HTMLResponse(PAGE, headers=HEADERS)
 
-    refusals = _refusals(401, 403, 404) | {"default": {"model": Error, "description": "Another error."}}
-    guarded = fastapi.APIRouter(dependencies=[fastapi.Depends(authorised)], responses=refusals)
+    guarded = fastapi.APIRouter(
+        dependencies=[fastapi.Depends(authorised)],
+        responses=_refusals(401, 403, 404, "default"),
+        generate_unique_id_function=_operation_id,
+    )
     _add_answers(guarded, service)
     _add_tokens(guarded, service)
     _add_descriptions(guarded, service)
@@ -144,7 +148,7 @@ def create_app(service: Service) -> fastapi.FastAPI:
     async def openapi() -> dict[str, Any]:
         return document(app, needs_key=bool(service.keys))
 
-    app.include_router(guarded)
+    app.router.routes.extend(guarded.routes)  # `include_router` would make each of them again
     _handle_errors(app, service)
     return app
 
@@ -216,9 +220,14 @@ def _add_descriptions(router: fastapi.APIRouter, service: Service) -> None:
         return fastapi.Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Describe refusals by these statuses, for the document."""
-    return {status: {"model": Error, "description": REFUSALS[status]} for status in statuses}
+def _operation_id(route: APIRoute) -> str:
+    return route.path_format.strip("/").replace("/", "_")
+
+
+def _refusals(*statuses: int | str) -> dict[int | str, dict[str, Any]]:
+    """Describe refusals by these statuses, for the document: a model here would be built for each of them."""
+    content = {"application/json": {"schema": {"$ref": SCHEMA.format(model=Error.__name__)}}}
+    return {status: {"description": REFUSALS[status], "content": content} for status in statuses}
 
 
 def _takes(body: type[pydantic.BaseModel]) -> dict[str, Any]:
@@ -228,10 +237,11 @@ def _takes(body: type[pydantic.BaseModel]) -> dict[str, Any]:
 
 
 def document(app: fastapi.FastAPI, needs_key: bool) -> dict[str, Any]:
-    """Make the OpenAPI document of the routes, with the types of their bodies."""
+    """Make the OpenAPI document of the routes, with the types of their bodies and of errors."""
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     bodies = [*(endpoint.body for endpoint in ENDPOINTS.values()), TokenizeBody, DetokenizeBody]
-    _, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=SCHEMA)
+    types: list[Any] = [(kind, "validation", pydantic.TypeAdapter(kind)) for kind in (*bodies, Error)]
+    _, schemas = pydantic.TypeAdapter.json_schemas(types, ref_template=SCHEMA)
     document["components"]["schemas"] |= schemas["$defs"]
     if needs_key:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
