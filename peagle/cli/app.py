@@ -1,6 +1,7 @@
 """The commands: read the arguments into a frozen dataclass, and run it. A user's error is one line and exit code 2."""
 
 import errno
+import functools
 import importlib
 import os
 import sys
@@ -99,6 +100,7 @@ COMMANDS = {
 }
 
 
+@functools.cache
 def application(*loaded: str) -> App:
     """Make the app. loaded: commands with their options; the others have their lines of the root's help alone."""
     app = App(
