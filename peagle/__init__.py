@@ -15,7 +15,7 @@ from peagle.ops.jax_cure import apply as _apply_jax_cure
 _apply_jax_cure()
 
 if TYPE_CHECKING:
-    from peagle.config import EngineConfig, SamplingParams
+    from peagle.config import EngineConfig, LoadConfig, SamplingParams
     from peagle.engine.engine import Engine
     from peagle.engine.grammar import Grammar
     from peagle.engine.handle import EngineError
@@ -31,6 +31,7 @@ _EXPORTS = {
     "AsyncStream": "peagle.stream",
     "Engine": "peagle.engine.engine",
     "EngineConfig": "peagle.config",
+    "LoadConfig": "peagle.config",
     "EngineError": "peagle.engine.engine",
     "Grammar": "peagle.engine.grammar",
     "InputError": "peagle.ops.errors",
@@ -52,6 +53,7 @@ __all__ = [
     "Grammar",
     "InputError",
     "InputWarning",
+    "LoadConfig",
     "Pair",
     "Request",
     "Result",

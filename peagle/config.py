@@ -81,6 +81,12 @@ def read_prefix_cache(typed: str) -> PrefixCacheSize | None:
     return _read_size(typed, "prefix_cache", "on, off or auto")
 
 
+def read_kept_prefixes(typed: str) -> PrefixCacheSize:
+    """Read bytes, on or off, where many requests come: auto is on. Raises InputError for anything else."""
+    size = read_prefix_cache(typed)
+    return "on" if size is None else size
+
+
 def _read_size(typed: str, field: str, others: str) -> int:
     try:
         return parse_size(typed, field)

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from peagle.config import AUTO, DEFAULT_CHUNK, EngineConfig, NumDrafts, SamplingParams, configs_of
-from peagle.engine.engines import Engines, Models
+from peagle.engine.engines import Engines, FreeMemory, Models
 from peagle.engine.grammar import Grammar
 from peagle.engine.handoff import Fingerprints
 from peagle.engine.loop import AnyEngine
@@ -67,6 +67,19 @@ class RequestOptions:
         check_logprobs(self.logprobs)
 
 
+def _by_names_of_today(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Name options of `stream` as they are named today. Raises InputError for one with both of its names."""
+    renamed = dict(options)
+    for former, name in FORMER_NAMES.items():
+        if former in renamed:
+            if name in renamed:
+                raise InputError(f"{name} and {former}, its former name, are both given; leave {former} out", name)
+            renamed[name] = renamed.pop(former)
+            if name == "prefix_cache" and renamed[name] is None:
+                renamed[name] = "off"
+    return renamed
+
+
 @dataclass(frozen=True)
 class Loaded:
     """How the models of a pair were loaded, in words for summaries and reports."""
@@ -101,14 +114,17 @@ class Pair:
     programs_by_width: bool = False  # peagle.engine.engine.ResolvedConfig; default: passes skip inactive rows
     lead: Lead | None = None  # of a target over several processes: what it sends to the others
     replicas: tuple["Pair", ...] = ()  # the same models on other devices, with which an engine's slots are shared
+    # pairs that are made of this one with another drafter share these two
+    memory: FreeMemory = field(default_factory=FreeMemory, repr=False, compare=False)
+    grammars: Grammars = field(default=None, repr=False, compare=False)  # type: ignore[assignment]  # made below
     engines: Engines = field(init=False, repr=False, compare=False)
-    grammars: Grammars = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         models = [Models(pair.target, pair.plain_target, pair.drafter) for pair in (self, *self.replicas)]
-        engines = Engines(models, self.stop_token_ids, self.fingerprints, self.lead)
+        engines = Engines(models, self.stop_token_ids, self.fingerprints, self.lead, self.memory)
         object.__setattr__(self, "engines", engines)
-        object.__setattr__(self, "grammars", Grammars(self.tokenizer, self.target.vocab_size))
+        if self.grammars is None:
+            object.__setattr__(self, "grammars", Grammars(self.tokenizer, self.target.vocab_size))
 
     @property
     def max_positions(self) -> int:
@@ -130,19 +146,17 @@ class Pair:
         between streams. Iterate over each stream in its own thread, or over `astream`. draft_sampling, an option of
         earlier versions, has no effect.
         """
-        said = {FORMER_NAMES.get(name, name): value for name, value in options.items()}
-        if said.pop("draft_sampling", False):
+        options = _by_names_of_today(options)
+        if options.pop("draft_sampling", False):
             warnings.warn(DRAFT_SAMPLING, InputWarning, stacklevel=2)
-        if isinstance(said.get("logit_bias"), Mapping):
-            said["logit_bias"] = tuple(said["logit_bias"].items())
-        if "stop" in said:
-            said["stop"] = (said["stop"],) if isinstance(said["stop"], str) else tuple(said["stop"])
+        if options.get("logit_bias", ()) is None:
+            del options["logit_bias"]
+        elif isinstance(options.get("logit_bias"), Mapping):
+            options["logit_bias"] = tuple(options["logit_bias"].items())
+        if "stop" in options:
+            options["stop"] = (options["stop"],) if isinstance(options["stop"], str) else tuple(options["stop"])
         sampling, engine, rendering, about = configs_of(
-            {name: value for name, value in said.items() if name != "logit_bias" or value is not None},
-            SamplingParams,
-            EngineConfig,
-            Rendering,
-            RequestOptions,
+            options, SamplingParams, EngineConfig, Rendering, RequestOptions
         )
         conversation = from_text(prompt) if isinstance(prompt, str) else from_ids(prompt)
         request = self.request(conversation, (), rendering, **vars(about), sampling=sampling, context=engine.context)
@@ -178,14 +192,14 @@ class Pair:
         """Make the config of an engine. options: fields of ResolvedConfig (`resolve`)."""
         return self.resolve(EngineConfig(num_speculative_tokens), **options)
 
-    def resolve(self, said: EngineConfig, **options: Any) -> ResolvedConfig:
-        """Decide what a config leaves open. options: fields of ResolvedConfig, instead of those said.
+    def resolve(self, config: EngineConfig, **options: Any) -> ResolvedConfig:
+        """Decide what a config leaves open. options: fields of ResolvedConfig, instead of the config's.
 
         K None or "auto": `num_drafts`. context None: `default_context`. prefill_chunk None: the pair's. prefix_cache
         "on": up to a tenth of the free memory; with kv_memory none beside it, so that prefixes stay until requests need
         it; None: off. One rate of synthetic acceptance: its powers.
         """
-        values = {**vars(said), **options}
+        values = {**vars(config), **options}
         k, adaptive = self.num_drafts(values["num_speculative_tokens"])
         adaptive = values.pop("adaptive", adaptive)
         context, chunk, kept = values["context"], values["prefill_chunk"], values["prefix_cache"]
@@ -205,8 +219,8 @@ class Pair:
             "adaptive": adaptive,
             "programs_by_width": self.programs_by_width,
         }
-        (config,) = configs_of(values, ResolvedConfig)
-        resolved: ResolvedConfig = config
+        resolved: ResolvedConfig
+        (resolved,) = configs_of(values, ResolvedConfig)
         if kept != "on":
             return resolved
         return dataclasses.replace(resolved, prefix_cache=self.engines.kept_bytes(resolved))
@@ -292,6 +306,6 @@ class Pair:
         rounded = -(-max(longest, at_least) // CAPACITY_STEP) * CAPACITY_STEP
         return min(rounded, self.max_positions)
 
-    def engine(self, config: ResolvedConfig) -> AnyEngine:
+    def engine(self, config: EngineConfig) -> AnyEngine:
         """Return the engine of a config; equal configs share one (`peagle.engine.engines.Engines.get`)."""
-        return self.engines.get(config)
+        return self.engines.get(config if isinstance(config, ResolvedConfig) else self.resolve(config))

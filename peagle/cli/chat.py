@@ -4,13 +4,19 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from peagle.cli.command import Takes
-from peagle.config import EngineConfig, LoadConfig, SamplingParams
+from peagle.cli.serve import KEPT
+from peagle.config import EngineConfig, LoadConfig, SamplingParams, read_kept_prefixes
 from peagle.ops.flag import OUTPUT, SAMPLING, SPECULATION, Flag
 from peagle.text.prompts import Rendering
 
-CONTEXT = "Context length of the conversation, in tokens. Default: the model's limit, or what the memory holds if that "
+CONTEXT = (
+    "Context length of the conversation, in tokens. Default: the model's limit, or what the memory holds if that is "
+    "less."
+)
 TAKEN = Takes(
-    ("num_speculative_tokens", "context", "kv_memory", "prefix_cache"), helps={"context": CONTEXT + "is less."}
+    ("num_speculative_tokens", "context", "kv_memory", "prefix_cache"),
+    helps={"context": CONTEXT, "prefix_cache": KEPT},
+    reads={"prefix_cache": read_kept_prefixes},
 )
 
 

@@ -5,11 +5,19 @@ from pathlib import Path
 from typing import Annotated
 
 from peagle.cli.command import Takes, needing
-from peagle.config import EngineConfig, LoadConfig
+from peagle.config import EngineConfig, LoadConfig, read_kept_prefixes
 from peagle.ops.flag import ENGINE, OUTPUT, PROMPT, SERVER, Flag, check_least
 from peagle.text.tokenizer import DEFAULT_DATE, parse_date
 
-TAKEN = Takes(("num_speculative_tokens", "slots", "context", "kv_memory", "prefix_cache"))
+KEPT = (
+    "Keep the keys and values of prompts and responses for later prompts that begin with them. SIZE: in so much more "
+    "memory, such as 512MB. on: up to a tenth of the free memory; with --kv-memory SIZE, in what requests leave of it."
+)
+TAKEN = Takes(
+    ("num_speculative_tokens", "slots", "context", "kv_memory", "prefix_cache"),
+    helps={"prefix_cache": KEPT},
+    reads={"prefix_cache": read_kept_prefixes},
+)
 
 
 @dataclass(frozen=True, kw_only=True)

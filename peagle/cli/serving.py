@@ -70,7 +70,6 @@ def load_engine(
     config = pair.resolve(
         settings.engine,
         context=chosen_context(pair, settings.engine),
-        prefix_cache="on" if settings.engine.prefix_cache is None else settings.engine.prefix_cache,
         k_per_request=True,
         mask_budget_s=settings.mask_budget / 1000,
     )

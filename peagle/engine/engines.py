@@ -25,6 +25,20 @@ LEAST_KEPT_BYTES = 1 << 26  # that it takes for the smallest models, if there is
 PAGES_FRAC = 0.8  # of the free memory that one request takes by the default context; programs and prefixes take some
 
 
+class FreeMemory:
+    """The memory that was free at first, so that equal arguments make equal engines."""
+
+    def __init__(self) -> None:
+        self._num_bytes: int | None = None
+        self._measuring = threading.Lock()
+
+    def num_bytes(self) -> int:
+        with self._measuring:
+            if self._num_bytes is None:
+                self._num_bytes = available_memory_bytes()
+            return self._num_bytes
+
+
 class Models(NamedTuple):
     """The models of one replica. target: with the aux_hidden that the drafter reads; plain_target: without."""
 
@@ -50,13 +64,13 @@ class Engines:
         stop_token_ids: tuple[int, ...],
         fingerprints: Fingerprints,
         lead: Lead | None,
+        memory: FreeMemory,
     ) -> None:
         self.by_config: dict[ResolvedConfig, AnyEngine] = {}
         self.models = replicas[0]
         self._replicas, self._stop_token_ids = replicas, stop_token_ids
-        self._fingerprints, self._lead = fingerprints, lead
+        self._fingerprints, self._lead, self._memory = fingerprints, lead, memory
         self._making = threading.Lock()
-        self._free: int | None = None
 
     def get(self, config: ResolvedConfig) -> AnyEngine:
         """Return the engine of a config. K = 0 decodes plainly. Any thread may call it.
@@ -94,7 +108,7 @@ class Engines:
         own = self.page_bytes(config)
         if not own:  # a target that keeps nothing
             return 1
-        return max(1, min(int(KEPT_FRAC * self._free_bytes()), max(KEPT_TIMES * own, LEAST_KEPT_BYTES)))
+        return max(1, min(int(KEPT_FRAC * self._memory.num_bytes()), max(KEPT_TIMES * own, LEAST_KEPT_BYTES)))
 
     def fits(self, config: ResolvedConfig, num_engines: int = 1) -> bool:
         """Tell whether the memory holds the pages of a config. num_engines: how many share what is free.
@@ -106,7 +120,7 @@ class Engines:
             size = self.page_bytes(config)
         except InputError:  # it does not hold one request
             return False
-        return config.kv_memory is not None or num_engines * size <= PAGES_FRAC * self._free_bytes()
+        return config.kv_memory is not None or num_engines * size <= PAGES_FRAC * self._memory.num_bytes()
 
     def refuse_beyond_free(self, config: ResolvedConfig) -> None:
         """Raise InputError, before pages are counted, for sizes of memory that exceed what is free."""
@@ -123,13 +137,6 @@ class Engines:
                     f"{name} may take {size_in_words(size)}, but {size_in_words(available)} are available; give a "
                     f"smaller {option}, or {instead}"
                 )
-
-    def _free_bytes(self) -> int:
-        """Measure the free memory once, so that equal arguments make equal engines."""
-        with self._making:
-            if self._free is None:
-                self._free = available_memory_bytes()
-            return self._free
 
     def _check(self, config: ResolvedConfig) -> None:
         """Raise InputError for a K or a role that these models cannot run."""

@@ -284,18 +284,18 @@ class _Session:
         return [self._engine(kind) for kind in kinds]
 
     def _engine(self, num_speculative_tokens: int) -> AnyEngine:
-        said = self.config.engine
+        config = self.config.engine
         if not num_speculative_tokens:  # the baseline
-            said = dataclasses.replace(said, synthetic_acceptance=None)
-        shape = self.pair.resolve(
-            said,
+            config = dataclasses.replace(config, synthetic_acceptance=None)
+        resolved = self.pair.resolve(
+            config,
             num_speculative_tokens=num_speculative_tokens,
             adaptive=self.adaptive and num_speculative_tokens > 0,
             slots=self.slots,
             context=self.capacity,
             prefix_cache=self.prefix_cache,
         )
-        return self.pair.engine(shape)
+        return self.pair.engine(resolved)
 
     def _decode_round(self, number: int, together: list[tuple[Request, int | None]]) -> None:
         requests = [request for request, _ in together]

@@ -11,9 +11,9 @@ import pytest
 
 import peagle
 from peagle.checkpoints import DEMO_DIRECTORY, drafter_path, resolve
-from peagle.config import SamplingParams
+from peagle.config import EngineConfig, SamplingParams
 from peagle.engine.engine import Engine
-from peagle.engine.engines import LEAST_KEPT_BYTES
+from peagle.engine.engines import LEAST_KEPT_BYTES, FreeMemory
 from peagle.engine.request import Request
 from peagle.engine.widths import WidthTable
 from peagle.fit import check_fit
@@ -164,6 +164,27 @@ def test_many_requests_at_once_get_what_each_gets_alone(pair: Pair, k: int) -> N
     assert got[1][: len(again)] == again
 
 
+def test_an_engine_takes_a_config_as_a_person_says_it(toy: Pair) -> None:
+    engine = toy.engine(EngineConfig(3, slots=2, context=64))
+    assert (engine.config.num_speculative_tokens, engine.config.slots, engine.config.context) == (3, 2, 64)
+    assert toy.engine(toy.resolve(EngineConfig(3, slots=2, context=64))) is engine
+
+
+def test_former_names_of_options_mean_what_they_did(toy: Pair) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 2, "num_speculative_tokens": 0}
+    toy.generate([50], kv_memory_bytes=1 << 20, prefix_cache_bytes=None, **options)
+    (config,) = toy.engines.by_config
+    assert (config.kv_memory, config.prefix_cache) == (1 << 20, 0)
+    with pytest.raises(InputError, match="kv_memory and kv_memory_bytes, its former name, are both given"):
+        toy.stream([50], kv_memory_bytes=1 << 20, kv_memory=1 << 20)
+
+
+def test_a_pair_with_another_drafter_has_engines_of_its_own_and_shares_the_rest(toy: Pair) -> None:
+    other = dataclasses.replace(toy, drafter=None)
+    assert other.engines is not toy.engines
+    assert (other.grammars, other.memory) == (toy.grammars, toy.memory)
+
+
 def test_slots_that_cannot_be_are_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="slots is 0; expected 1 or more"):
         pair.engine_config(0, slots=0, context=64)
@@ -209,7 +230,7 @@ def test_the_prefix_cache_takes_a_part_of_the_free_memory(pair: Pair, monkeypatc
     assert kept("on", kv_memory=1 << 24) == 1  # no page more
     for free, part in ((100_000_000, 10_000_000), (10_000_000_000, LEAST_KEPT_BYTES)):
         monkeypatch.setattr("peagle.engine.engines.available_memory_bytes", lambda free=free: free)
-        fresh = dataclasses.replace(pair)
+        fresh = dataclasses.replace(pair, memory=FreeMemory())
         assert kept("on", fresh) == part
         monkeypatch.setattr("peagle.engine.engines.available_memory_bytes", lambda: 7)
         assert kept("on", fresh) == part  # equal arguments make equal engines
@@ -222,7 +243,7 @@ def test_the_default_context_is_the_models_or_what_the_memory_holds(
     size = sum(pair.engine(pair.engine_config(3, context=256)).memory.num_bytes)
     assert pair.default_context(3, kv_memory_bytes=int(1.2 * size)) == 256
     assert pair.default_context(3, slots=4, kv_memory_bytes=100 * size) == MAX_POSITIONS
-    fresh = dataclasses.replace(pair)
+    fresh = dataclasses.replace(pair, memory=FreeMemory())
     monkeypatch.setattr("peagle.engine.engines.available_memory_bytes", lambda: int(1.3 * size))
     assert fresh.default_context(3) == 256
     assert fresh.default_context(3, num_engines=2) == 128

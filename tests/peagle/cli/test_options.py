@@ -124,6 +124,13 @@ def test_memory_is_a_size_or_one_of_a_few_words() -> None:
             read(wrong)
 
 
+@pytest.mark.parametrize("name", ["chat", "serve", "batch"])
+def test_auto_keeps_prefixes_where_many_requests_come(name: str) -> None:
+    (option,) = (option for option in options_of(COMMANDS[name].load()) if option.name == "prefix_cache")
+    assert [option.value(typed) for typed in ("auto", "on", "off", "1kB")] == ["on", "on", "off", 1000]
+    assert option.default == "on"
+
+
 @pytest.mark.parametrize(
     ("message", "field", "named"),
     [
