@@ -9,10 +9,12 @@ All comparisons are made at the positions of a greedy text at which the engine d
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from peagle.measure.sweep.figures import Estimate, estimate, ratio
@@ -25,6 +27,7 @@ CHANCE = 0.05  # a pattern must be less likely than this by chance
 LEAST_GAIN = 0.1  # of a cause, in tokens a step
 LEAST_FRAC = 0.05  # of a cause, over the acceptance length as it is
 LENGTHS = 256  # cache lengths are multiples of this, so that texts share programs
+PLACES = 32  # likewise the numbers of places
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,33 +58,41 @@ def replay(drafter: Drafter, text: Text, num_drafts: int, blind: bool = False) -
     It absorbs the prompt, then gets at each place the tokens committed since the last. blind: with an empty cache at
     each place.
     """
+    interrupt.check()
     prompt, widest = text.places[0], num_drafts + 1
     capacity = -(-len(text.token_ids) // LENGTHS) * LENGTHS
-    empty = drafter.init_state(1, capacity, max(capacity, 2 * num_drafts))  # the prompt is written at once
-    ids, aux = _padded(text.token_ids[1:prompt], capacity), _padded(text.aux_hidden[: prompt - 1], capacity)
-    row = np.arange(capacity, dtype=np.int32)
-    positions = np.where(row < prompt - 1, row, -1)[None]
-    state = empty if blind else jax.jit(type(drafter).absorb)(drafter, empty, ids, aux, positions)
-    propose = jax.jit(type(drafter).propose, static_argnames="num_drafts")
-    found: list[DraftOutput] = []
-    held = prompt - 1
-    for place in text.places:
-        interrupt.check()
-        first = max(held, place - widest)
-        rows = slice(first, place)
-        num = place - first
-        drafter_input = DrafterInput(
-            token_ids=_padded(text.token_ids[first + 1 : place + 1], widest),
-            aux_hidden=_padded(text.aux_hidden[rows], widest),
-            num=np.array([num], np.int32),  # type: ignore[arg-type]  # NumPy's, too
-            first_position=np.array([first], np.int32),  # type: ignore[arg-type]
-        )
-        widths = np.array([num_drafts], np.int32)
-        draft, state = propose(drafter, empty if blind else state, drafter_input, widths, num_drafts=num_drafts)
-        found.append(draft)
-        held = place
-    logits = None if found[0].logits is None else np.concatenate([np.asarray(each.logits) for each in found])
-    return Replayed(np.concatenate([np.asarray(each.token_ids) for each in found]), logits)
+    state = drafter.init_state(1, capacity, max(capacity, 2 * num_drafts))  # the prompt is written at once
+    if not blind:
+        ids, aux = _padded(text.token_ids[1:prompt], capacity), _padded(text.aux_hidden[: prompt - 1], capacity)
+        row = np.arange(capacity, dtype=np.int32)
+        positions = np.where(row < prompt - 1, row, -1)[None]
+        state = jax.jit(type(drafter).absorb)(drafter, state, ids, aux, positions)
+    # the last place fills up, so that texts share programs
+    places = (*text.places, *[text.places[-1]] * (-len(text.places) % PLACES))
+    firsts = [max(held, place - widest) for held, place in zip((prompt - 1, *places), places, strict=False)]
+    firsts[len(text.places) :] = [firsts[len(text.places) - 1]] * (len(places) - len(text.places))
+    runs = list(zip(firsts, places, strict=True))
+    leaves: dict[str, Any] = {
+        "token_ids": np.stack([_padded(text.token_ids[first + 1 : place + 1], widest) for first, place in runs]),
+        "aux_hidden": np.stack([_padded(text.aux_hidden[first:place], widest) for first, place in runs]),
+        "num": np.array([[place - first] for first, place in runs], np.int32),
+        "first_position": np.array(firsts, np.int32)[:, None],
+    }
+    drafts = _in_turn(drafter, state, DrafterInput(**leaves), num_drafts, blind)
+    of_text = jax.tree.map(lambda leaf: np.asarray(leaf)[: len(text.places), 0], drafts)
+    return Replayed(of_text.token_ids, of_text.logits)
+
+
+@functools.partial(jax.jit, static_argnames=("num_drafts", "blind"))
+def _in_turn(drafter: Any, state: Any, drafter_inputs: Any, num_drafts: int, blind: bool) -> Any:
+    """Propose at each place in turn; [S, 1, ...]. blind: from the state of the beginning."""
+
+    def propose(state: Any, drafter_input: DrafterInput) -> tuple[Any, DraftOutput]:
+        widths = jnp.full(1, num_drafts, jnp.int32)
+        draft, after = drafter.propose(state, drafter_input, widths, num_drafts=num_drafts)
+        return state if blind else after, draft
+
+    return jax.lax.scan(propose, state, drafter_inputs)[1]
 
 
 def _padded(rows: np.ndarray, width: int) -> Any:
