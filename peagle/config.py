@@ -281,7 +281,7 @@ class EngineConfig:
     ] = None
     """Tokens drafted per step (K). auto: by the number of active requests, from the drafter's speculation.json, and
     none while drafting does not pay. Default: auto on CPU, elsewhere the largest K of that table."""
-    slots: Annotated[int, Flag(ENGINE, "N", old="--batch")] = 1
+    slots: Annotated[int, Flag(ENGINE, "N")] = 1
     """Requests decoded at once (continuous batching)."""
     context: Annotated[int | None, Flag(ENGINE, "N")] = None
     """Context length in tokens: the most of one request, prompt plus response. Default: the model's limit, or what the

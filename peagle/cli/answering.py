@@ -96,7 +96,7 @@ def _checked(settings: Data) -> Checked:
     name = or_demo(settings.load.target)
     directory = resolve(name, "target")
     sets = [read_prompts(path, directory, settings.rendering, strict=settings.strict) for path in settings.prompt_file]
-    conversations = [each for one in sets for each in one.conversations]
+    conversations = [conversation for prompts in sets for conversation in prompts.conversations]
     if settings.num_prompts is not None:
         conversations = conversations[: settings.num_prompts]
     config = inspect_target(directory).config
@@ -131,13 +131,13 @@ def _answered(
     wants_teacher = settings.hidden or settings.top
     teacher = teacher_of(checked.directory, pair.loaded.dtype, checked.taps) if wants_teacher else None
     display.warn(not_shown(settings.rendering, pair, checked.name))
-    given, engine = settings.engine.context, settings.engine
-    context = pair.room(None if given is None else min(given, pair.max_positions))
-    if context != given != Data.engine.context:
-        display.warn([f"--context is {given}; {context} is used, all that {checked.name} has"])
+    engine = settings.engine
+    context = pair.room(None if engine.context is None else min(engine.context, pair.max_positions))
+    if context != engine.context != Data.engine.context:
+        display.warn([f"--context is {engine.context}; {context} is used, all that {checked.name} has"])
     asking = Asking(settings.rendering, settings.sampling, settings.max_new_tokens, context, engine.slots)
     open_folder(checked.out, checked.made_by)
-    finished, wanted = 0, sum(len(checked.part(number)) for number in checked.missing)
+    finished, total = 0, sum(len(checked.part(number)) for number in checked.missing)
     counts, started = np.zeros((3,), np.int64), time.perf_counter()
 
     def kept() -> str:
@@ -146,17 +146,17 @@ def _answered(
 
     with display.keeping(kept):
         for place, number in enumerate(checked.missing):
-            with display.stage(f"answering {wanted} prompts", animated=False) as progress:
+            with display.stage(f"answering {total} prompts", animated=False) as progress:
 
                 def done(more: int, progress: Advance = progress) -> None:
                     nonlocal finished
                     finished += more
                     spent_s = time.perf_counter() - started  # the teacher's part, too
-                    progress(finished, wanted, spent_s / finished * (wanted - finished))
+                    progress(finished, total, spent_s / finished * (total - finished))
 
                 answers = answer(pair, checked.part(number), asking, checked.starts[number], skipped.append, done)
-                documents = [document(each) for each in answers]
-            lengths += [len(each.token_ids) for each in documents]
+                documents = [document(conversation) for conversation in answers]
+            lengths += [len(one.token_ids) for one in documents]
             if teacher is not None:
                 shard = f"shard {place + 1} of {len(checked.missing)}"
                 with display.stage(f"the target reads {shard} once more", animated=False) as progress:
@@ -169,7 +169,7 @@ def _answered(
 
 def _made_by(settings: Data, name: str, weights: str, num_prompts: int, taps: Sequence[int]) -> dict[str, Any]:
     """Return everything that the shards depend on, for their manifest."""
-    made: dict[str, Any] = {
+    depends_on: dict[str, Any] = {
         NAME: name,
         WEIGHTS: weights,
         **{kind: getattr(settings.load, kind) for kind in ("dtype", "experts", "kernels")},
@@ -184,5 +184,5 @@ def _made_by(settings: Data, name: str, weights: str, num_prompts: int, taps: Se
         "top": settings.top,
         **({} if settings.keep_prompt is None else {KEPT: settings.keep_prompt}),
     }
-    loaded: dict[str, Any] = json.loads(dumps(made))
+    loaded: dict[str, Any] = json.loads(dumps(depends_on))
     return loaded

@@ -16,15 +16,16 @@ from cyclopts.exceptions import CycloptsError
 
 from peagle.cli.command import (
     ARGUMENTS,
+    HELP_FLAGS,
     OPTIONS,
     Command,
     built,
     flagged,
     from_file,
-    lone_dashes_last,
     options_of,
     refusal,
     register,
+    unambiguous,
 )
 from peagle.cli.output import say
 from peagle.hub import stay_offline
@@ -39,12 +40,12 @@ MAIN_HELP = """
 Lossless speculative decoding for GPT-OSS with P-EAGLE drafters, in JAX.
 
 Start with [cyan]peagle speculate[/cyan]. [cyan]peagle COMMAND --help[/cyan] has options and examples.
+For completion in your shell: [cyan]source <(peagle --completion bash)[/cyan], or zsh.
 """
 GENERATE, TRAIN, MEASURE = (
     Group(name, sort_key=place)
     for place, name in enumerate(("Generate and serve", "Train drafters", "Measure and inspect"))
 )
-HELP_FLAGS = ("--help", "-h")
 DEFAULTS = Parameter(negative=(), show_env_var=False, show_choices=False, allow_repeating=True)
 
 
@@ -150,16 +151,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(typed: list[str]) -> int:
-    if typed == ["--version"]:
-        return _show_version()
-    name = next((name for count in (2, 1) if (name := " ".join(typed[:count])) in COMMANDS), "")
-    entry = COMMANDS.get(name)
-    words, loaded = name.split(), [name] if entry is not None and entry.where else []
+    if typed[0] == "--version":
+        return _show_version(typed[1:])
+    if typed[0].partition("=")[0] == "--completion":
+        return _show_completion(typed)
+    words, typed = _command_words(typed)
+    name = " ".join(words)
+    loaded = [name] if words and COMMANDS[name].where else []
     app, options = application(*loaded), list(options_of(COMMANDS[name].load()) if loaded else ())
     try:
-        read = app(
-            lone_dashes_last(typed, options), result_action="return_value", print_error=False, exit_on_error=False
-        )
+        line = [*words, *unambiguous(typed, words, options)]
+        read = app(line, result_action="return_value", print_error=False, exit_on_error=False)
     except CycloptsError as error:
         return _complain(refusal(error, words, options))
     if read is None:  # the help is printed
@@ -183,9 +185,33 @@ def _run_command(app: App, words: Sequence[str], kind: type[Command], values: di
         raise InputError(flagged(error, kind)) from error
 
 
-def _show_version() -> int:
+def _command_words(typed: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split a command line into the words of its command, a -- before each left out, and what follows them."""
+    words: list[str] = []
+    while typed:
+        rest = typed[1:] if typed[0] == "--" else typed
+        if not rest or " ".join([*words, rest[0]]) not in COMMANDS:
+            break
+        words.append(rest[0])
+        typed = rest[1:]
+    return words, list(typed)
+
+
+def _show_completion(typed: Sequence[str]) -> int:
+    """Print the script by which a shell completes commands and options. Raises InputError for another shell."""
+    shell, *others = [*typed[0].split("=", 1), *typed[1:]][1:] or [""]
+    if shell not in ("bash", "zsh") or others:
+        raise InputError(f"--completion is {' '.join([shell, *others])!r}; expected bash or zsh, and nothing else")
+    app = application(*(name for name, entry in COMMANDS.items() if entry.where))
+    print(app.generate_completion(shell="bash" if shell == "bash" else "zsh"))
+    return OK
+
+
+def _show_version(others: Sequence[str]) -> int:
     import importlib.metadata
 
+    if others:
+        raise InputError(f"--version is followed by {' '.join(others)}; leave that out")
     try:
         print(importlib.metadata.version("peagle"))
     except importlib.metadata.PackageNotFoundError:

@@ -39,6 +39,7 @@ from peagle.ops.flag import Flag, Takes, check_type, expected_of
 
 ARGUMENTS, OPTIONS = Group("Arguments", sort_key=-2), Group("Options", sort_key=-1)
 ALL = Takes()
+HELP_FLAGS = ("--help", "-h")
 CONFIG = "config"  # the field of a command that reads options from a file
 NAMED = {"num_speculative_tokens": "K"}  # names of fields in messages
 
@@ -127,6 +128,7 @@ def options_of(
                     flag,
                     metavar=takes.metavars.get(field.name, flag.metavar),
                     read=takes.reads.get(field.name, flag.read),
+                    old=takes.olds.get(field.name, flag.old),
                 )
                 yield Option((*path, field.name), hint, flag, " ".join(helps[field.name].split()), value)
 
@@ -211,15 +213,33 @@ def _usage(name: str, options: Sequence[Option]) -> str | None:
     return " ".join(["Usage: peagle", name, *needed, *others, *arguments])
 
 
-def lone_dashes_last(typed: Sequence[str], options: Sequence[Option]) -> list[str]:
-    """Move each argument - behind --, where the parser does not take it for an option."""
-    end = typed.index("--") if "--" in typed else len(typed)
+def unambiguous(typed: Sequence[str], words: Sequence[str], options: Sequence[Option]) -> list[str]:
+    """Join options to their values by =, and put the arguments last, in their order.
+
+    The parser takes an argument - for an option, and a value -- for the end of the options. words: of the command.
+    Raises InputError for a value of an option that takes none.
+    """
+    flags = {name for option in options if option.kind is bool for name in option.names} | set(HELP_FLAGS)
     taking = {name for option in options if option.kind is not bool for name in (*option.names, option.flag.old)}
-    dashes = [place for place in range(1, end) if typed[place] == "-" and typed[place - 1] not in taking]
-    if not dashes:
-        return list(typed)
-    others = [word for place, word in enumerate(typed[:end]) if place not in dashes]
-    return [*others, "--", *("-" for _ in dashes), *typed[end + 1 :]]
+    read: list[str] = []
+    arguments: list[str] = []
+    rest = iter(typed)
+    for word in rest:
+        name = word.partition("=")[0]
+        if word == "--":
+            arguments += rest
+        elif not word.startswith("-") or word[1:2] in "0123456789":  # of the dash alone, no digit: ""
+            arguments.append(word)
+        elif word != name and name in flags:
+            raise InputError(f"Option '{name}' does not take a value. {_usage_shown(words)}")
+        else:
+            if not word.startswith("--") and all(f"-{letter}" in flags for letter in word[1:-1]):  # -qn 3
+                read += [f"-{letter}" for letter in word[1:-1]]
+                word = f"-{word[-1]}"
+            value = next(rest, None) if word in taking else None
+            read.append(word if value is None else f"{word}={value}")
+    behind = ["--"] if options and any(argument.startswith("-") for argument in arguments) else []
+    return [*read, *behind, *arguments]
 
 
 def _former(option: Option) -> str:
@@ -250,7 +270,7 @@ def _filled(
     filled = dict(values.get(path, {}))
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         below = (*path, field.name)
-        if any(each[: len(below)] == below for each in values):
+        if any(group[: len(below)] == below for group in values):
             group = field.default if usual is None else getattr(usual, field.name)
             filled[field.name] = _filled(type(group), values, below, group)
     return kind(**filled) if usual is None else dataclasses.replace(usual, **filled)
@@ -286,8 +306,8 @@ def flagged(error: InputError, kind: type[Any]) -> str:
         return message
     for name in (field, field.replace("_", " "), field.replace("_", "-"), NAMED.get(field, field)):
         for verb in (" is ", " are "):
-            start, found, rest = message.partition(name + verb)
-            if found and start in ("", "the "):
+            start, is_named, rest = message.partition(name + verb)
+            if is_named and start in ("", "the "):
                 return f"{flag} is {rest}"
     return message
 
@@ -320,54 +340,73 @@ def from_file(app: App, words: Sequence[str], kind: type[Command], file: Path) -
         expected = "true or false" if is_flag else "a list of texts" if option.repeats else "a text or a number"
         several = value if option.repeats and isinstance(value, list) else [value]
         types = (bool,) if is_flag else (str, int, float)
-        if any(not isinstance(each, types) or isinstance(each, bool) != is_flag for each in several):
+        if any(not isinstance(item, types) or isinstance(item, bool) != is_flag for item in several):
             raise InputError(f"--config {file} sets {key} to {value!r}; expected {expected}")
-        tokens = [f"{option.names[-1]}={str(each).lower() if is_flag else each}" for each in several]
+        tokens = [f"{option.names[-1]}={str(item).lower() if is_flag else item}" for item in several]
         try:
-            _, found = app([*words, *tokens], result_action="return_value", print_error=False, exit_on_error=False)
+            _, read = app([*words, *tokens], result_action="return_value", print_error=False, exit_on_error=False)
         except CycloptsError as error:
             reason = refusal(error, [], list(options_of(kind))).partition("; ")[2].partition(" (peagle")[0]
             raise InputError(f"--config {file} sets {key} to {value!r}: {reason}") from None
-        typed |= found
+        typed |= read
     return typed
 
 
 def refusal(error: CycloptsError, words: Sequence[str], options: Sequence[Option]) -> str:
     """Describe in one line what the parser refused, and name the command whose help shows the usage."""
-    usage = f"({' '.join(['peagle', *words])} --help shows the usage)"
+    usage = _usage_shown(words)
     named = {name: option for option in options for name in (*option.names, option.flag.old) if name}
     argument = None if error.argument is None else error.argument.name
     option = None if argument is None else named.get(argument)
     if isinstance(error, UnknownOptionError):
-        flag = (error.token.keyword or error.token.value or "").partition("=")[0]
-        return f"No such option: {flag}.{_meant(flag, named)} {usage}"
+        flag = error.token.keyword or error.token.value or ""
+        if flag == "-":
+            return f"Got unexpected extra argument(s) (-) {usage}"
+        return f"{_no_such_option(flag, options)} {usage}"
     if isinstance(error, UnknownCommandError):
         word = (error.unused_tokens or [""])[0]
         if word.startswith("-"):
-            return f"No such option: {word} {usage}"
+            return f"{_no_such_option(word, options)} {usage}"
         return f"No such command '{word}'.{_meant(word, list(error.app or ()))} {usage}"
     if isinstance(error, UnusedCliTokensError):
         for token in error.unused_tokens or ():
             if token.startswith("-") and token != "-":
-                return f"No such option: {token}.{_meant(token, named)} {usage}"
+                return f"{_no_such_option(token, options)} {usage}"
         return f"Got unexpected extra argument(s) ({' '.join(error.unused_tokens or ())}) {usage}"
     if isinstance(error, MissingArgumentError) and error.argument is not None:
         if error.keyword is not None or error.argument.tokens:
             return f"Option '{error.keyword or argument}' requires an argument. {usage}"
         what = "argument" if option is not None and option.is_argument else "option"
-        return f"Missing {what} '{argument}'. {usage}"
+        names = "' / '".join([str(argument)] if option is None else option.names)
+        return f"Missing {what} '{names}'. {usage}"
     if isinstance(error, CoercionError) and option is not None and error.token is not None:
-        if option.kind is bool:
-            return f"Option '{error.token.keyword}' does not take a value. {usage}"
         value = error.token.value
         shown = value if value.replace(".", "", 1).removeprefix("-").isdecimal() else repr(value)
         return f"{option.names[0]} is {shown}; expected {expected_of(option.kind)} {usage}"
     return f"{' '.join(str(error).split())} {usage}"
 
 
+def _usage_shown(words: Sequence[str]) -> str:
+    return f"({' '.join(['peagle', *words])} --help shows the usage)"
+
+
+def _no_such_option(flag: str, options: Sequence[Option]) -> str:
+    shown = [name for option in options if not option.flag.hidden and not option.is_argument for name in option.names]
+    flag = flag.partition("=")[0]
+    meant = _meant(flag, shown)
+    return f"No such option: {flag}{'.' if meant else ''}{meant}"
+
+
 def _whole(_: Any, tokens: Sequence[Any]) -> int:
-    """Read a whole number: cyclopts rounds others."""
-    return int(tokens[-1].value)
+    """Read a whole number, such as 8 or 8.0. Raises ValueError for others, which cyclopts would round."""
+    value = tokens[-1].value
+    try:
+        return int(value)
+    except ValueError:
+        number = float(value)
+        if not number.is_integer():
+            raise
+        return int(number)
 
 
 def _meant(typed: str, names: Any) -> str:
@@ -375,14 +414,14 @@ def _meant(typed: str, names: Any) -> str:
     return f" Did you mean '{close[0]}'?" if close else ""
 
 
-def given(config: Any, usual: Any = None) -> list[str]:
+def changed_fields(config: Any, usual: Any = None) -> list[str]:
     """Name the fields, nested ones included, whose values differ from their defaults. usual: has these."""
     names: list[str] = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         default = field.default if usual is None else getattr(usual, field.name)
         if dataclasses.is_dataclass(value):
-            names += given(value, default)
+            names += changed_fields(value, default)
         elif value != default:
             names.append(field.name)
     return names
@@ -402,8 +441,8 @@ def needing(what: str, extra: str) -> Iterator[None]:
 
 def expect_alone(settings: Any, option: str, free: Sequence[str], whole: str) -> None:
     """Raise InputError for a field given with an option that reads the others from a file. free: may be given."""
-    flags = {each.name: each.names[-1] for each in options_of(type(settings))}
-    if others := [name for name in given(settings) if name not in free]:
+    flags = {option.name: option.names[-1] for option in options_of(type(settings))}
+    if others := [name for name in changed_fields(settings) if name not in free]:
         raise InputError(
             f"{option} takes its options from {whole}; leave out {flags[others[0]]}, or start a new run with another "
             "--out"

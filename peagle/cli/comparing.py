@@ -49,12 +49,12 @@ def compare(settings: Parity) -> int:
     pair = load_pair(target, drafter, settings.load, display)
     model = cast(Model, pair.drafter)
     with display.stage("decoding", animated=False):
-        asked = ask(pair, conversations, config, raw=config.raw)
+        answers = ask(pair, conversations, config, raw=config.raw)
     with display.stage("comparing the target layer by layer"):
-        text = asked.texts[0].token_ids
-        layers = layer_by_layer(resolve(target, "target"), text, asked.hiddens[0], pair.loaded.dtype)
+        text = answers.texts[0].token_ids
+        layers = layer_by_layer(resolve(target, "target"), text, answers.hiddens[0], pair.loaded.dtype)
     with display.stage("comparing the drafter", animated=False) as progress:
-        findings = examine(pair, model, read_checkpoint(path), asked, conversations, config, progress)
+        findings = examine(pair, model, read_checkpoint(path), answers, conversations, config, progress)
     lines = [*layers.lines, f"aux layers   {pair.loaded.aux_layers}", f"window       {pair.loaded.drafter_window}"]
     lines += report_lines(findings, settings)
     if prompts.skipped:

@@ -44,9 +44,9 @@ class Data:
     load: Annotated[LoadConfig, LOADED] = LoadConfig()
     max_new_tokens: Annotated[int, Flag(SAMPLING, "N", ("-n", "--max-new-tokens"))] = 256
     """Maximum tokens of a response."""
-    engine: Annotated[EngineConfig, Takes(("context", "slots"), helps={"context": CONTEXT})] = EngineConfig(
-        context=512, slots=32
-    )
+    engine: Annotated[
+        EngineConfig, Takes(("context", "slots"), helps={"context": CONTEXT}, olds={"slots": "--batch"})
+    ] = EngineConfig(context=512, slots=32)
     shard_prompts: Annotated[int, Flag(OUTPUT, "N")] = 512
     """Prompts per shard."""
     hidden: Annotated[bool, Flag(OUTPUT)] = False

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from peagle.checkpoints import DEMO, DEMO_EAGLE3, drafter_path, or_demo, resolve
-from peagle.cli.command import given
+from peagle.cli.command import changed_fields
 from peagle.cli.display import Display
 from peagle.cli.document import dumps, logprob_lines, report, summary_lines, trace_lines
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile, say
@@ -112,7 +112,7 @@ def without_effect(sampling: SamplingParams, drawn: bool = False) -> list[str]:
     if not sampling.greedy:
         return []
     idle = {"top_k", "top_p", "min_p", *([] if drawn else ["seed"])}
-    options = ", ".join(f"--{name.replace('_', '-')}" for name in given(sampling) if name in idle)
+    options = ", ".join(f"--{name.replace('_', '-')}" for name in changed_fields(sampling) if name in idle)
     return [f"{options}: no effect at temperature 0, where the likeliest token is taken"] if options else []
 
 
@@ -221,8 +221,8 @@ class _Prompts:
 
 def _prompts(settings: Decode, target: Path) -> "PromptSet | _Prompts":
     rendering = settings.rendering
-    given = {"PROMPT": settings.prompt, "--prompt-file": settings.prompt_file, "--prompt-ids": settings.prompt_ids}
-    named = [name for name, value in given.items() if value is not None]
+    prompts = {"PROMPT": settings.prompt, "--prompt-file": settings.prompt_file, "--prompt-ids": settings.prompt_ids}
+    named = [name for name, value in prompts.items() if value is not None]
     if len(named) > 1:
         raise InputError(f"{' and '.join(named)} are given; expected one of them")
     if settings.prompt_file is not None:

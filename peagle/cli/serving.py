@@ -156,9 +156,9 @@ def read_keys(path: Path) -> tuple[str, ...]:
 
 def check_allowed_origin(origin: str) -> None:
     """Raise InputError for a text that no browser sends as an origin."""
-    found = re.fullmatch(r"([a-z][a-z0-9+.-]*)://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]*)?", origin)
-    default = found is not None and (found[1], found[2]) in (("http", ":80"), ("https", ":443"))
-    if origin != ANY_ORIGIN and (found is None or default):
+    parts = re.fullmatch(r"([a-z][a-z0-9+.-]*)://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]*)?", origin)
+    default = parts is not None and (parts[1], parts[2]) in (("http", ":80"), ("https", ":443"))
+    if origin != ANY_ORIGIN and (parts is None or default):
         raise InputError(
             f"--allow-origin is {origin!r}; expected a site as browsers send it: https://example.org, in lower case, "
             "without a path, a wildcard or its default port; or *"

@@ -10,6 +10,7 @@ from peagle.ops.flag import OUTPUT, PROMPT, SAMPLING, SPECULATION, Flag
 from peagle.text.prompts import Rendering
 
 CONTEXT = "Context length in tokens: prompt plus response. Default: what the prompt and -n need."
+OLDS = {"slots": "--batch"}
 PLAIN = EngineConfig(num_speculative_tokens=0)
 DRAFTING = ("num_speculative_tokens", "synthetic_acceptance")  # of an engine
 DRAFTER = ("drafter", "aux_layer_ids", "draft_vocab", "drafter_window")  # of what is loaded
@@ -91,7 +92,7 @@ class Speculate(Decode):
 
     command: ClassVar[str] = "speculate"
     engine: Annotated[
-        EngineConfig, Takes(helps={"context": CONTEXT}, reads={"num_speculative_tokens": read_drafts})
+        EngineConfig, Takes(helps={"context": CONTEXT}, reads={"num_speculative_tokens": read_drafts}, olds=OLDS)
     ] = EngineConfig()
     show_drafts: Annotated[bool, Flag(OUTPUT)] = False
     """In a terminal, colour accepted drafts by their position in the step, or put them in brackets if it has no
@@ -115,7 +116,7 @@ class Generate(Decode):
 
     command: ClassVar[str] = "generate"
     load: Annotated[LoadConfig, Takes(without=DRAFTER)] = LoadConfig()
-    engine: Annotated[EngineConfig, Takes(without=DRAFTING, helps={"context": CONTEXT})] = PLAIN
+    engine: Annotated[EngineConfig, Takes(without=DRAFTING, helps={"context": CONTEXT}, olds=OLDS)] = PLAIN
     logprobs: Annotated[int | None, Flag(OUTPUT, "N")] = None
     """Print each token's log-probability and those of the N (0 to 20) most likely tokens, or write them to --json.
     Slower."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.checkpoints import DEMO, HELD_OUT, WEIGHTLESS, drafter_folder, drafter_path, or_demo, resolve
-from peagle.cli.command import given
+from peagle.cli.command import changed_fields
 from peagle.cli.display import LABEL, Display
 from peagle.cli.output import show_lines
 from peagle.cli.report import show, tell_of_pictures
@@ -53,7 +53,7 @@ def _sweep(settings: Sweep) -> int:
         expect_new(out)
         with display.stage("reading the prompts"):
             plan, sets = _plan(settings)
-        if "seed" in given(settings) and not any(plan.temperatures):
+        if "seed" in changed_fields(settings) and not any(plan.temperatures):
             display.warn(["--seed: no effect at temperature 0, where the likeliest token is taken"])
     else:
         plan = folder.plan
@@ -230,7 +230,7 @@ def _plan(settings: Sweep) -> tuple[Plan, dict[str, PromptSet]]:
             None if window == AUTO else window for window in dict.fromkeys(settings.drafter_window.split(","))
         ),
         ks=parse_ks(settings.num_speculative_tokens),
-        sources=tuple(_source(name, found, settings) for name, found in files.items()),
+        sources=tuple(_source(name, prompts, settings) for name, prompts in files.items()),
         raw=raw,
         temperatures=numbers("--temperature", settings.temperature, float),
         repeats=settings.repeats,
@@ -249,7 +249,7 @@ def _plan(settings: Sweep) -> tuple[Plan, dict[str, PromptSet]]:
         aux_layer_ids=settings.load.aux_layer_ids,
         concurrencies=() if settings.concurrency is None else numbers("--concurrency", settings.concurrency, int),
     )
-    return plan, {found.name: found for found in files.values()}
+    return plan, {prompts.name: prompts for prompts in files.values()}
 
 
 def _expect_enough(plan: Plan, sets: Mapping[str, PromptSet]) -> None:
@@ -265,7 +265,9 @@ def _expect_enough(plan: Plan, sets: Mapping[str, PromptSet]) -> None:
 
 
 def _num_turns(source: Source, raw: bool, sets: Mapping[str, PromptSet]) -> int:
-    return sum(turns_asked(source, raw, each) for each in sets[source.name].conversations[: source.num_used])
+    return sum(
+        turns_asked(source, raw, conversation) for conversation in sets[source.name].conversations[: source.num_used]
+    )
 
 
 def _read(path: Path, target: str, raw: Sequence[bool], strict: bool) -> PromptSet:
@@ -273,15 +275,15 @@ def _read(path: Path, target: str, raw: Sequence[bool], strict: bool) -> PromptS
     return read_prompts(path, resolve(target, "target"), Rendering(raw=False not in raw), strict=strict)
 
 
-def _source(file: str, found: PromptSet, settings: Sweep) -> Source:
+def _source(file: str, prompts: PromptSet, settings: Sweep) -> Source:
     return Source(
-        name=found.name,
+        name=prompts.name,
         file=file,
-        layout=found.layout,
-        sha256=found.sha256,
-        num_rows=found.num_rows,
-        num_skipped=len(found.skipped),
-        num_used=min(_num_prompts(settings, file) or len(found.conversations), len(found.conversations)),
+        layout=prompts.layout,
+        sha256=prompts.sha256,
+        num_rows=prompts.num_rows,
+        num_skipped=len(prompts.skipped),
+        num_used=min(_num_prompts(settings, file) or len(prompts.conversations), len(prompts.conversations)),
         max_turns=settings.turns,
     )
 
@@ -312,8 +314,8 @@ def _check_models(plan: Plan) -> None:
 
 def _same_files(plan: Plan) -> None:
     """Raises InputError where a checkpoint is another than when the run began."""
-    for name, found in _fingerprints(plan.target, plan.drafters).items():
-        if plan.fingerprints.get(name) != found:
+    for name, weights in _fingerprints(plan.target, plan.drafters).items():
+        if plan.fingerprints.get(name) != weights:
             raise InputError(f"the {name} is another than when this run began; begin a new run with another --out")
 
 
@@ -321,13 +323,13 @@ def _runs_alike(folder: Folder, ran: Mapping[str, str]) -> None:
     """Raises InputError where the models would run in another way than before: times, and tokens, would be mixed."""
     before = folder.record["sittings"][-1].get("ran", ran)
     if before != ran:
-        how = [", ".join(f"{name} {value}" for name, value in each.items()) for each in (before, ran)]
+        how = [", ".join(f"{name} {value}" for name, value in way.items()) for way in (before, ran)]
         raise InputError(f"{folder.path} ran with {how[0]}; now it is {how[1]}: begin a new run with another --out")
 
 
 def _read_again(plan: Plan) -> dict[str, PromptSet]:
     """The prompts of a run that goes on; needed only where it had not got as far as to write them down."""
-    found: dict[str, PromptSet] = {}
+    sets: dict[str, PromptSet] = {}
     for source in plan.sources:
         demo = source.file == DEMO
         read = read_prompt_file(HELD_OUT) if demo else _read(Path(source.file), plan.target, plan.raw, strict=False)
@@ -336,8 +338,8 @@ def _read_again(plan: Plan) -> dict[str, PromptSet]:
                 f"{source.file} is another than when this run began, and it had not read its prompts yet; begin a new "
                 "run with another --out"
             )
-        found[source.name] = dataclasses.replace(read, name=source.name)
-    return found
+        sets[source.name] = dataclasses.replace(read, name=source.name)
+    return sets
 
 
 def _load(plan: Plan, continue_on_error: bool, display: Display) -> Pairs:
@@ -379,8 +381,8 @@ def _say(plan: Plan, sets: Mapping[str, PromptSet], folder: Folder | None) -> No
         return _num_turns(source, raw, sets)
 
     requests = {(source.name, raw): turns(source, raw) for source in plan.sources for raw in plan.raw}
-    each = sum(requests[setting.prompts, setting.raw] for setting in plan.settings)
-    decodes = plan.repeats * (len(plan.arms) + len(plan.loads)) * each
+    num_requests = sum(requests[setting.prompts, setting.raw] for setting in plan.settings)
+    decodes = plan.repeats * (len(plan.arms) + len(plan.loads)) * num_requests
     lines = [
         f"target       {plan.target}; drafters {', '.join(plan.drafters)}",
         f"settings     {'; '.join(setting.label for setting in plan.settings)}",

@@ -37,7 +37,7 @@ class Flag:
 class Takes:
     """Which fields of a group are options of a command, all by default; helps, metavars and readers that differ there.
 
-    names: in the order of the help.
+    names: in the order of the help. olds: former names of options.
     """
 
     names: tuple[str, ...] = ()
@@ -45,6 +45,7 @@ class Takes:
     without: tuple[str, ...] = ()
     metavars: Mapping[str, str] = dataclasses.field(default_factory=dict)
     reads: Mapping[str, Callable[[str], Any]] = dataclasses.field(default_factory=dict)
+    olds: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def has(self, name: str) -> bool:
         return name not in self.without and (not self.names or name in self.names)

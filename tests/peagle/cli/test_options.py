@@ -1,5 +1,6 @@
 """Commands whose options are the fields of dataclasses."""
 
+import dataclasses
 import inspect
 import re
 from dataclasses import dataclass
@@ -13,14 +14,28 @@ from cyclopts.exceptions import MissingArgumentError
 from peagle.cli import main
 from peagle.cli.app import COMMANDS, DEFAULTS
 from peagle.cli.app import application as commands
-from peagle.cli.command import ARGUMENTS, OPTIONS, Takes, built, flagged, given, lone_dashes_last, options_of, register
+from peagle.cli.batch import BatchCommand
+from peagle.cli.command import (
+    ARGUMENTS,
+    OPTIONS,
+    Takes,
+    built,
+    changed_fields,
+    flagged,
+    from_file,
+    options_of,
+    register,
+    unambiguous,
+)
 from peagle.cli.info import Info
 from peagle.cli.report import Report
+from peagle.cli.serve import Serve
 from peagle.cli.speculate import Generate
-from peagle.config import EngineConfig, read_kv_memory, read_prefix_cache
+from peagle.config import EngineConfig, SamplingParams, read_kv_memory, read_prefix_cache
 from peagle.ops.errors import InputError
 from peagle.ops.flag import Flag
 from peagle.ops.row_blocks import BlockedPrefill
+from peagle.text.prompts import Rendering
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,20 +97,95 @@ def test_options_may_stand_between_the_files_of_an_argument_that_repeats(capsys:
         assert capsys.readouterr().out.splitlines()[0] == f"Usage: peagle {command} {usage}"
 
 
+TWO_SLOTS = dataclasses.replace(BatchCommand.engine, slots=2)
+PENALTY = SamplingParams(presence_penalty=-1.0)
+
+
 @pytest.mark.parametrize(
     ("typed", "read"),
     [
-        (("-", "-n", "3"), Generate(prompt="-", max_new_tokens=3)),
-        (("-n", "3", "-q", "-"), Generate(prompt="-", max_new_tokens=3, quiet=True)),
-        (("--json", "-", "--stop", "-"), Generate(json="-", stop=("-",))),
-        (("--json", "-", "-"), Generate(json="-", prompt="-")),
-        (("-q", "--", "-q"), Generate(prompt="-q", quiet=True)),
+        ("generate - -n 3", Generate(prompt="-", max_new_tokens=3)),
+        ("generate -n 3 -q -", Generate(prompt="-", max_new_tokens=3, quiet=True)),
+        ("generate --json - --stop -", Generate(json="-", stop=("-",))),
+        ("generate --json - -", Generate(json="-", prompt="-")),
+        ("generate -q -- -q", Generate(prompt="-q", quiet=True)),
+        ("generate --stop -- -n 2", Generate(stop=("--",), max_new_tokens=2)),
+        ("generate --stop --help --system -h", Generate(stop=("--help",), rendering=Rendering(system="-h"))),
+        ("generate -qn 3 -", Generate(prompt="-", max_new_tokens=3, quiet=True)),
+        ("generate --presence-penalty -1 -- --", Generate(prompt="--", sampling=PENALTY)),
+        ("batch - OUT.jsonl --slots 2", BatchCommand(requests=Path("-"), answers=Path("OUT.jsonl"), engine=TWO_SLOTS)),
+        ("batch IN.jsonl --slots 2 -", BatchCommand(requests=Path("IN.jsonl"), answers=Path("-"), engine=TWO_SLOTS)),
+        ("report - --quiet x", Report(runs=(Path("-"), Path("x")), quiet=True)),
+        ("info - x", Info(directories=("-", "x"))),
     ],
 )
-def test_a_lone_dash_is_an_argument_or_the_value_of_an_option(typed: tuple[str, ...], read: Generate) -> None:
-    moved = lone_dashes_last(["generate", *typed], list(options_of(Generate)))
-    kind, values = commands("generate")(moved, result_action="return_value")
+def test_a_dash_is_an_argument_in_its_place_or_the_value_of_an_option(typed: str, read: Any) -> None:
+    command, *rest = typed.split()
+    line = unambiguous(rest, [command], list(options_of(type(read))))
+    kind, values = commands(command)([command, *line], result_action="return_value")
     assert built(kind, values) == read
+
+
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        ("--help=foo", "Option '--help' does not take a value. (peagle --help shows the usage)"),
+        ("--version foo", "--version is followed by foo; leave that out"),
+        ("--completion", "--completion is ''; expected bash or zsh, and nothing else"),
+        ("--completion=zsh x", "--completion is 'zsh x'; expected bash or zsh, and nothing else"),
+        ("-z", "No such option: -z (peagle --help shows the usage)"),
+        ("-- nope", "No such command 'nope'. (peagle --help shows the usage)"),
+        ("cluster -- up -z", "No such option: -z (peagle cluster up --help shows the usage)"),
+        ("-- info -z", "No such option: -z (peagle info --help shows the usage)"),
+        ("info --help=foo", "Option '--help' does not take a value. (peagle info --help shows the usage)"),
+        (
+            "speculate --quiet=false",
+            "Option '--quiet' does not take a value. (peagle speculate --help shows the usage)",
+        ),
+        ("speculate -q=1", "Option '-q' does not take a value. (peagle speculate --help shows the usage)"),
+        ("speculate -qz", "No such option: -z (peagle speculate --help shows the usage)"),
+        ("speculate --PROMPT x", "No such option: --PROMPT (peagle speculate --help shows the usage)"),
+        (
+            "speculate --slot",
+            "No such option: --slot. Did you mean '--slots'? (peagle speculate --help shows the usage)",
+        ),
+        ("speculate - -", "Got unexpected extra argument(s) (-) (peagle speculate --help shows the usage)"),
+        ("speculate -qn - -", "-n is '-'; expected a valid integer (peagle speculate --help shows the usage)"),
+        ("speculate --top-k 1.5", "--top-k is 1.5; expected a valid integer (peagle speculate --help shows the usage)"),
+        ("data", "Missing option '--prompt-file' / '--prompts'. (peagle data --help shows the usage)"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_a_line(typed: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(typed.split()) == 2
+    assert capsys.readouterr().err == f"peagle: error: {line}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [("serve", "--batch"), ("batch", "--batch"), ("cluster up", "--batch"), ("speculate", "--draft-samplin")],
+)
+def test_former_and_hidden_flags_are_neither_taken_elsewhere_nor_proposed(
+    command: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command.split(), flag, "3"]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"peagle: error: No such option: {flag}")
+    assert not re.search("'(--batch|--draft-sampling)'", line)
+
+
+def test_a_whole_number_may_be_typed_as_8_0_and_a_file_may_set_flags(tmp_path: Path) -> None:
+    kind, values = commands("generate")(["generate", "--top-k", "1.0"], result_action="return_value")
+    assert built(kind, values).sampling.top_k == 1
+    (tmp_path / "serve.toml").write_text("port = 8001.0\nquiet = true\nretain-full-kv = false\n")
+    values = from_file(commands("serve"), ["serve"], Serve, tmp_path / "serve.toml")
+    assert built(Serve, values) == Serve(port=8001, quiet=True)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_knows_commands_and_their_flags(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(name in script for name in ("frequent-tokens", "--synthetic-acceptance", "--write-config"))
 
 
 def test_docstrings_are_the_help_and_a_command_may_say_more_of_a_group(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,7 +195,7 @@ def test_docstrings_are_the_help_and_a_command_may_say_more_of_a_group(capsys: p
 
 
 def test_what_differs_from_its_default_was_given() -> None:
-    assert given(Paint(where="door", colour=Colour(red=2, names=("a",)))) == ["where", "names"]
+    assert changed_fields(Paint(where="door", colour=Colour(red=2, names=("a",)))) == ["where", "names"]
 
 
 def test_blocks_are_those_of_blocked_prefill() -> None:
