@@ -181,8 +181,10 @@ def register(app: App, kind: type[Command], name: str, group: Group | None) -> N
         return reading(option, _former(option), inspect.Parameter.KEYWORD_ONLY, settings, None)
 
     def reading(option: Option, name: str, kind: Any, settings: Parameter, default: Any) -> inspect.Parameter:
-        # None: what was not typed is left to the dataclass
-        typed_as = option.typed_as if default is not None else option.typed_as | None
+        # what was not typed is left to the dataclass, so that this default is never read
+        typed_as = option.typed_as
+        if default is None:
+            default, typed_as = (False, bool) if option.kind is bool else (None, typed_as | None)
         return inspect.Parameter(name, kind, default=default, annotation=Annotated[typed_as, settings])
 
     def parsed(*arguments: Any, **values: Any) -> tuple[type[Command], dict[str, Any]]:
