@@ -7,13 +7,15 @@ configuration files. The docstring below a field is the help of its flag.
 
 import dataclasses
 import difflib
+import functools
 import itertools
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 from peagle.ops.errors import InputError
-from peagle.ops.flag import ENGINE, MACHINE, MODEL, SAMPLING, SPECULATION, Flag, layers_reader
+from peagle.ops.flag import ENGINE, MACHINE, MODEL, SAMPLING, SPECULATION, Flag, check_type, layers_reader
 from peagle.ops.row_blocks import BlockedPrefill
 from peagle.ops.sizes import PrefixCacheSize, parse_size
 
@@ -120,7 +122,10 @@ def check_rates(rates: tuple[float, ...] | None, num_drafts: int) -> None:
 
 
 def configs_of(options: Mapping[str, Any], *kinds: type[Any]) -> list[Any]:
-    """Make one config of each kind from keyword arguments. Raises InputError for a name that is a field of none."""
+    """Make one config of each kind from keyword arguments; lists become tuples.
+
+    Raises InputError for a name that is a field of none, and for a value of another type.
+    """
     names = {field.name: kind for kind in kinds for field in dataclasses.fields(kind) if field.init}
     values: dict[type[Any], dict[str, Any]] = {kind: {} for kind in kinds}
     for name, value in options.items():
@@ -128,8 +133,25 @@ def configs_of(options: Mapping[str, Any], *kinds: type[Any]) -> list[Any]:
             close = difflib.get_close_matches(name, names, 1)
             hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(names)}"
             raise InputError(f"{name} is not an option; {hint}", name)
+        value = _plain(value)
+        check_type(name, value, field_types(names[name])[name])  # type: ignore[arg-type]  # a class has a hash
         values[names[name]][name] = value
     return [kind(**values[kind]) for kind in kinds]
+
+
+def _plain(value: Any) -> Any:
+    """Return a list as a tuple, and a number of NumPy as one of Python."""
+    if isinstance(value, list):
+        return tuple(map(_plain, value))
+    if isinstance(value, numbers.Real) and not isinstance(value, int | float):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    return value
+
+
+@functools.cache
+def field_types(kind: type[Any]) -> dict[str, Any]:
+    """Return the types of a config's fields."""
+    return get_type_hints(kind)
 
 
 @dataclass(frozen=True)
@@ -194,14 +216,15 @@ class SamplingParams:
             )
         if len(self.logit_bias) > MOST_BIASES:
             raise InputError(
-                f"{len(self.logit_bias)} logit biases are given; expected at most {MOST_BIASES}", "logit_bias"
+                f"logit bias is of {len(self.logit_bias)} tokens; expected at most {MOST_BIASES}", "logit_bias"
             )
-        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
-            raise InputError("logit bias names a token twice; expected one value for each", "logit_bias")
+        tokens = [token for token, _ in self.logit_bias]
+        if twice := [token for token in tokens if tokens.count(token) > 1]:
+            raise InputError(f"logit bias is of token {twice[0]} twice; expected one value for it", "logit_bias")
         for token, value in self.logit_bias:
             if token < 0 or not -LARGEST_BIAS <= value <= LARGEST_BIAS:
                 raise InputError(
-                    f"logit bias of token {token} is {value}; expected a token id of 0 or more and a number from "
+                    f"logit bias is {value} for token {token}; expected a token id of 0 or more and a number from "
                     f"{-LARGEST_BIAS:g} to {LARGEST_BIAS:g}",
                     "logit_bias",
                 )
@@ -312,6 +335,8 @@ class EngineConfig:
     target's logits. The generated text is meaningless."""
 
     def __post_init__(self) -> None:
+        for name, kind in field_types(type(self)).items():  # type: ignore[arg-type]  # a class has a hash
+            check_type(name, getattr(self, name), kind)
         if isinstance(self.num_speculative_tokens, int):
             check_num_drafts(self.num_speculative_tokens)
         for name, least, unit in (("slots", 1, ""), ("prefill_chunk", 1, " tokens")):
@@ -332,10 +357,11 @@ class EngineConfig:
         """Raise InputError for values that exclude each other."""
         if self.prefill == "blocked" and self.prefill_chunk is not None:
             raise InputError(
-                "blocked prefill takes a whole prompt at once; leave out --prefill-chunk or --prefill blocked",
+                "prefill is blocked, of a whole prompt at once, and --prefill-chunk is given; leave out one of them",
                 "prefill",
             )
-        check_rates(self.synthetic_acceptance, 0)
+        k, rates = self.num_speculative_tokens, self.synthetic_acceptance
+        check_rates(rates, k if isinstance(k, int) and rates is not None and len(rates) > 1 else 0)
 
     @property
     def blocked(self) -> BlockedPrefill | None:

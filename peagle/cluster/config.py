@@ -3,11 +3,11 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 from peagle.config import AUTO, EngineConfig, LoadConfig, configs_of
 from peagle.ops.errors import InputError
-from peagle.ops.flag import MACHINE, REPLICAS, SERVER, Flag, Takes, check_least, check_type
+from peagle.ops.flag import MACHINE, REPLICAS, SERVER, Flag, Takes, check_least
 from peagle.text.tokenizer import DEFAULT_DATE
 
 PATIENCE_S = 600.0  # longer than any queue of answers
@@ -93,8 +93,10 @@ class FleetConfig:
                 raise InputError(message, name)
         for name in ("prefill", "decode"):
             count, most = getattr(self, name), getattr(self, f"max_{name}")
-            if most and (most < count or not count):
-                message = f"max_{name} is {most}, and {name} {count}; expected {max(1, count)} of those or more"
+            if most and not count:
+                raise InputError(f"{name} is 0; expected 1 or more, to scale up to {most}", name)
+            if most and most < count:
+                message = f"max_{name} is {most}; expected {count} or more, as many as there are at least, or 0"
                 raise InputError(message, f"max_{name}")
         for name in TEXTS:
             _check_texts(name, getattr(self, name))
@@ -131,24 +133,31 @@ FORMER_ENGINE = ("num_speculative_tokens", "slots", "context", "kv_memory", "pre
 def read_fleet(values: Mapping[str, Any]) -> FleetConfig:
     """Make a fleet's config from JSON or YAML: its fields, those of `load` and `engine` in sections of their own.
 
-    Raises InputError, in one line, for a name that is no field, and for a value that is none for its field.
+    Texts are read as the values of options are. Raises InputError, in one line, for a name that is no field, and for a
+    value of another type.
     """
-    values = today(values)
-    own = {name: value for name, value in values.items() if name not in SECTIONS}
-    checked = _checked(own, FleetConfig)
-    usual = FleetConfig()
+    fields = upgrade_fleet(values)
+    read, usual = _read(fields, FleetConfig), FleetConfig()
+    beside = fields.keys() - get_type_hints(FleetConfig).keys()
     for name, kind in SECTIONS.items():
-        section = values.get(name, {})
+        section = fields.get(name, {})
         if not isinstance(section, Mapping):
             raise InputError(f"{name} is {section!r}; expected its fields, as in {name}: {{...}}", name)
-        checked[name], *_ = configs_of({**vars(getattr(usual, name)), **_checked(section, kind)}, kind)
-    (config,) = configs_of(checked, FleetConfig)
+        if misplaced := next((field for field in get_type_hints(kind) if field in beside), None):
+            message = f"{misplaced} is not an option here; expected it in {name}, as in {name}: {{{misplaced}: ...}}"
+            raise InputError(message, misplaced)
+        try:
+            read[name], *_ = configs_of({**vars(getattr(usual, name)), **_read(section, kind)}, kind)
+        except InputError as error:
+            where = f"{name}: " if name in values else ""
+            raise InputError(f"{where}{error}", error.field) from None
+    (config,) = configs_of(read, FleetConfig)
     fleet: FleetConfig = config
     return fleet
 
 
-def today(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Name the fields of a fleet as they are named today. The first form has no sections."""
+def upgrade_fleet(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Name the fields of a fleet as they are named now. The first form has no sections."""
     if "target" not in values or "load" in values:
         return dict(values)
     flat = {FORMER_NAMES.get(name, name): value for name, value in values.items()}
@@ -159,21 +168,23 @@ def today(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"load": {name: flat.pop(name) for name in loaded}, "engine": engine, **flat}
 
 
-def _checked(values: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
-    """Check the types of a section's values. Raises InputError for one that is none for its field."""
-    kinds, checked = get_type_hints(kind), dict(values)
-    for name in values.keys() & kinds.keys():
-        value: Any = tuple(values[name]) if isinstance(values[name], list) else values[name]
-        if name in TEXTS:
+def _read(values: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
+    """Read a section's values: texts as those of options, and 30 as 30.0 where that is meant. Raises InputError."""
+    kinds, read = get_type_hints(kind), dict(values)
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        value = values.get(name)
+        flag = next((mark for mark in get_args(hint) if isinstance(mark, Flag)), None)
+        if name in TEXTS and name in values:
             _check_texts(name, value)
-        else:
-            check_type(name, value, kinds[name])
-        checked[name] = float(value) if kinds[name] is float else value
-    return checked
+        elif flag is not None and flag.read is not None and isinstance(value, str):
+            read[name] = flag.read(value)
+        elif kinds[name] is float and isinstance(value, int) and not isinstance(value, bool):
+            read[name] = float(value)
+    return read
 
 
 def _check_texts(name: str, texts: Any) -> None:
-    """Raise InputError for what is no list: a text would be a key for each of its letters. No key is shown."""
+    """Raise InputError for a value that is not a list: a text would be a key for each of its letters. None is shown."""
     listed = texts is None or (isinstance(texts, Sequence) and not isinstance(texts, str))
     if not listed or not all(isinstance(text, str) and text for text in texts or ()):
         raise InputError(f"{name} are no list of texts; expected [TEXT, ...]", name)

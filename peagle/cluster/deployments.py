@@ -70,6 +70,7 @@ class Worker:
     """A replica of an engine."""
 
     def __init__(self, config: FleetConfig, role: Role) -> None:
+        config = decided(config)
         self._pair = load(config.load.target or DEMO, config.load.drafter, **config.load.arguments)
         decoded = config.engine if role != "decode" else dataclasses.replace(config.engine, prefix_cache="off")
         engine = self._pair.engine(self._pair.resolve(decoded, k_per_request=True, role=role))
@@ -131,11 +132,11 @@ class RayReplicas:
         with _known_errors():
             response = self._prefill.prefill.remote(*_parted(request))
             try:
-                found: tuple[TokenChunk, np.ndarray | None] = await response
+                first: tuple[TokenChunk, np.ndarray | None] = await response
             except asyncio.CancelledError:
                 response.cancel()  # Serve goes on with what nobody awaits
                 raise
-            return found
+            return first
 
     async def decode(self, request: Request, hand_off: np.ndarray | None) -> AsyncGenerator[TokenChunk, None]:
         with _known_errors():
@@ -173,6 +174,7 @@ class Application:
     """The HTTP application: it holds the tokenizer, and no weights."""
 
     def __init__(self, config: FleetConfig, prefill: Any, decode: Any) -> None:
+        config = decided(config)
         pair = without_weights(config.load.target or DEMO)
         engine = pair.resolve(config.engine, prefix_cache="off", k_per_request=True)
         shape = Shape(engine, pair.target.vocab_size, pair.stop_token_ids)
@@ -185,9 +187,12 @@ class Application:
 
 
 def build(config: FleetConfig | Mapping[str, Any]) -> serve.Application:
-    """Make the application of a fleet, whose config is decided (peagle.cluster.decide), or of what a file says."""
+    """Make the application of a fleet from its config or its file's fields, and read no other files.
+
+    Its processes decide what the config leaves open, each alike (peagle.cluster.decide): they have the checkpoints.
+    """
     if not isinstance(config, FleetConfig):
-        config = decided(read_fleet(config))
+        config = read_fleet(config)
     actor = {"num_cpus": config.num_cpus, "num_gpus": config.num_gpus}
     options: Any = {"health_check_period_s": 5, "graceful_shutdown_timeout_s": config.drain}
 
@@ -195,8 +200,8 @@ def build(config: FleetConfig | Mapping[str, Any]) -> serve.Application:
         if config.route_by_prefix and config.engine.prefix_cache not in ("off", 0) and role != "decode":
             choice: Any = PrefixRouter
             scaled["request_router_config"] = RequestRouterConfig(request_router_class=choice)
-        made: Any = serve.deployment(Worker, name=name, max_ongoing_requests=MANY, **scaled)
-        return made.options(ray_actor_options=actor, **options).bind(config, role)
+        worker: Any = serve.deployment(Worker, name=name, max_ongoing_requests=MANY, **scaled)
+        return worker.options(ray_actor_options=actor, **options).bind(config, role)
 
     prefill = None
     if config.prefill:  # one prompt is computed at a time
@@ -205,5 +210,7 @@ def build(config: FleetConfig | Mapping[str, Any]) -> serve.Application:
     scaled = scaling(config, config.decode, config.max_decode, config.busy or config.engine.slots)
     decode = workers("Decode", "decode", scaled) if config.prefill else workers("Both", "both", scaled)
     app: Any = serve.deployment(Application, name="Application", max_ongoing_requests=MANY)
-    made: serve.Application = app.options(ray_actor_options={"num_cpus": 0}, **options).bind(config, prefill, decode)
-    return made
+    application: serve.Application = app.options(ray_actor_options={"num_cpus": 0}, **options).bind(
+        config, prefill, decode
+    )
+    return application

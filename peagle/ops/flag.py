@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from peagle.ops.errors import InputError
@@ -12,7 +12,8 @@ from peagle.ops.errors import InputError
 PROMPT, MODEL, SPECULATION, SAMPLING = "Prompt", "Target and drafter", "Speculation", "Sampling"
 ENGINE, MACHINE, SERVER, RUNNING, OUTPUT = "Engine", "Machine", "Server", "Run", "Output"
 DRAFTER, LEARNING, DATA, PLAN, REPLICAS = "Drafter", "Training", "Data", "Memory plan", "Replicas"
-TYPES = {int: "a valid integer", float: "a valid number"}
+TYPES = {int: "a valid integer", float: "a valid number", str: "a text", bool: "true or false"}
+ITEMS = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
 @dataclass(frozen=True)
@@ -55,31 +56,35 @@ class Takes:
 
 
 def check_type(name: str, value: Any, kind: Any) -> None:
-    """Raise InputError for a value of JSON that is not of a field's type."""
+    """Raise InputError for a value that is not of a field's type."""
     if not _fits(value, kind):
         shown = list(value) if isinstance(value, tuple) else value
         raise InputError(f"{name} is {shown!r}; expected {expected_of(kind)}", name)
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    if get_origin(kind) in (Union, UnionType):
-        return any(_fits(value, kind) for kind in get_args(kind))
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
-    if get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(_fits(item, get_args(kind)[0]) for item in value)
-    return isinstance(value, int | float if kind is float else kind) and isinstance(value, bool) == (kind is bool)
+    origin, kinds = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return any(_fits(value, kind) for kind in kinds)
+    if origin is Literal:
+        return isinstance(value, str) and value in kinds
+    if origin is tuple:
+        items = kinds if kinds[-1] is not Ellipsis else kinds[:1] * len(value) if isinstance(value, tuple) else ()
+        return isinstance(value, tuple) and len(value) == len(items) and all(map(_fits, value, items))
+    kind = int | float if kind is float else origin or kind
+    return isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
 
 
 def expected_of(kind: Any) -> str:
-    """Name the values of a type."""
+    """Name the values of a type; null is none of them."""
+    kinds = get_args(kind)
     if get_origin(kind) in (Union, UnionType):
-        kind = get_args(kind)[0]
+        return " or ".join(expected_of(kind) for kind in kinds if kind is not NoneType)
     if get_origin(kind) is Literal:
-        return f"one of {', '.join(map(repr, get_args(kind)))}"
+        return f"{'one of ' if len(kinds) > 1 else ''}{', '.join(map(repr, kinds))}"
     if get_origin(kind) is tuple:
-        return "a list of whole numbers" if get_args(kind)[0] is int else "a list"
-    return TYPES.get(kind, "another value")
+        return f"a list of {ITEMS[kinds[0]]}" if kinds[0] in ITEMS else "a list"
+    return TYPES.get(kind, getattr(kind, "__name__", "another value"))
 
 
 def check_least(config: Any, **least: int) -> None:

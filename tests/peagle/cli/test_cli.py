@@ -526,7 +526,7 @@ def refused(result: tuple[int, str, str], *parts: str) -> None:
         (["--prompt-ids", "5", "--raw-prompt", "--special-tokens"], ["--prompt-ids", "leave out --special-tokens"]),
         (["--strict", "Hi"], ["--strict", "give --prompt-file"]),
         (["--reduce", "psum", "Hi"], ["--reduce psum is given without --mesh"]),
-        (["--prefill", "blocked", "--prefill-chunk", "8", "Hi"], ["--prefill-chunk or --prefill blocked"]),
+        (["--prefill", "blocked", "--prefill-chunk", "8", "Hi"], ["--prefill is blocked", "--prefill-chunk is given"]),
         (["--raw-prompt", "--system", "x", "Hi"], ["--raw-prompt"]),
         (["--json", "/", "Hi"], ["--json / cannot be written", "directory"]),
         (["--json", "no/such/folder/out.json", "Hi"], ["--json", "cannot be written"]),

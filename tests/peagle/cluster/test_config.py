@@ -24,28 +24,38 @@ from peagle.ops.errors import InputError
         ({"decode": True}, "decode is True; expected a valid integer"),
         ({"prefill": -1}, "prefill is -1; expected 0 or more"),
         ({"max_queue": -1}, "max_queue is -1"),
-        ({"decode": 3, "max_decode": 2}, "max_decode is 2, and decode 3; expected 3 of those or more"),
-        ({"max_prefill": 2}, "max_prefill is 2, and prefill 0; expected 1 of those or more"),
+        ({"decode": 3, "max_decode": 2}, "max_decode is 2; expected 3 or more, as many as there are at least, or 0"),
+        ({"max_prefill": 2}, "prefill is 0; expected 1 or more, to scale up to 2"),
         ({"busy": -1}, "busy is -1"),
         ({"num_cpus": math.inf}, "num_cpus is inf; expected a number"),
         ({"drain": math.nan}, "drain is nan"),
         ({"drain": "long"}, "drain is 'long'; expected a valid number"),
         ({"speed": 1}, "speed is not an option; expected one of load, engine, "),
-        ({"load": {"targt": "DIR"}}, "targt is not an option; did you mean target"),
+        ({"slots": 8}, r"slots is not an option here; expected it in engine, as in engine: {slots: ...}"),
+        ({"drafter": "DIR", "decode": 2}, r"drafter is not an option here; expected it in load, as in load: {drafter:"),
+        ({"load": {"targt": "DIR"}}, "load: targt is not an option; did you mean target"),
+        ({"engine": {"slot": 8}}, "engine: slot is not an option; did you mean slots"),
+        ({"load": {"drafter_window": 64}}, "load: drafter_window is 64; expected a text"),
+        ({"load": {"download": "yes"}}, "download is 'yes'; expected true or false"),
         ({"load": {"dtype": "float16"}}, "dtype is 'float16'; expected one of 'float32', 'bfloat16'"),
         ({"load": {"coordinator": "HOST:7000"}}, "coordinator is given, but each replica of a fleet is one process"),
         ({"load": "DIR"}, "load is 'DIR'; expected its fields"),
         ({"engine": {"slots": 0}}, "slots is 0; expected 1 or more"),
         ({"engine": {"slots": "a"}}, "slots is 'a'; expected a valid integer"),
-        ({"engine": {"kv_memory": "2GB"}}, "kv_memory is '2GB'; expected a valid integer"),
+        ({"engine": {"kv_memory": "much"}}, "engine: kv_memory is 'much'; expected a size, as 512MB or 2GB, or auto"),
+        (
+            {"engine": {"prefix_cache": "bogus"}},
+            "prefix_cache is 'bogus'; expected a size, as 512MB or 2GB, or on,",
+        ),
+        ({"engine": {"prefix_cache": True}}, "prefix_cache is True; expected a valid integer or one of 'on', 'off'"),
         ({"engine": {"num_speculative_tokens": "auto"}}, "K is 'auto'; expected a number of drafted tokens"),
         ({"engine": {"num_speculative_tokens": 999}}, "K is 999; expected 0"),
         # without sections, as files were once
-        ({"target": "demo", "drafter": None, "slots": 0}, "slots is 0"),
-        ({"target": "demo", "drafter": None, "kv_memory_bytes": "2GB"}, "kv_memory is '2GB'"),
+        ({"target": "demo", "drafter": None, "slots": 0}, "^slots is 0"),
+        ({"target": "demo", "drafter": None, "kv_memory_bytes": "2XB"}, "kv_memory is '2XB'"),
         ({"target": "demo", "drafter": None, "prefix_cache_bytes": "much"}, "prefix_cache is 'much'"),
         ({"target": "demo", "drafter": None, "speed": 1}, "speed is not an option"),
-        ({"target": "demo", "load": {}}, "target is not an option"),
+        ({"target": "demo", "load": {}}, "target is not an option here; expected it in load"),
     ],
 )
 def test_a_config_that_cannot_be_is_refused_in_one_line(fields: dict, match: str) -> None:
@@ -88,6 +98,12 @@ def test_without_sections_what_is_missing_is_what_it_was() -> None:
     config = read_fleet({"target": "DIR", "drafter": None, "drafter_window": 512})
     assert config.engine == EngineConfig(num_speculative_tokens=0, slots=4, context=4096, prefix_cache="on")
     assert config.load == LoadConfig(target="DIR", drafter_window="512")
+
+
+def test_a_text_is_read_as_the_value_of_the_option() -> None:
+    engine = read_fleet({"engine": {"kv_memory": "4GB", "prefix_cache": "512MB", "num_speculative_tokens": "5"}}).engine
+    assert (engine.kv_memory, engine.prefix_cache, engine.num_speculative_tokens) == (4_000_000_000, 512_000_000, 5)
+    assert read_fleet({"target": "DIR", "kv_memory_bytes": "2GB"}).engine.kv_memory == 2_000_000_000
 
 
 def test_with_sections_what_is_missing_is_decided() -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle.config import SamplingParams
+from peagle.config import EngineConfig, SamplingParams
 from peagle.engine.accept import Acceptance, accept, accept_by_rate
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.sampling import RowSampling, choose
@@ -172,3 +172,6 @@ def test_synthetic_rates_never_rise(rates: tuple[float, ...]) -> None:
         ResolvedConfig(synthetic_acceptance=rates)
     with pytest.raises(InputError, match="one for each draft"):
         ResolvedConfig(3, synthetic_acceptance=(0.5, 0.4))
+    with pytest.raises(InputError, match="has 2 rates for K = 3"):  # before any model is loaded
+        EngineConfig(3, synthetic_acceptance=(0.5, 0.4))
+    assert EngineConfig(3, synthetic_acceptance=(0.5,)).synthetic_acceptance == (0.5,)

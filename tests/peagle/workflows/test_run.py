@@ -329,6 +329,37 @@ def test_settings_that_mean_nothing_are_refused(wrong: dict[str, object]) -> Non
         configs_of(wrong, RunConfig, EngineConfig)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"prefill": "bogus"}, "prefill is 'bogus'; expected one of 'chunked', 'blocked'"),
+        ({"prefix_cache": "bogus"}, "prefix_cache is 'bogus'; expected a valid integer or one of 'on', 'off'"),
+        ({"prefix_cache": True}, "prefix_cache is True; expected a valid integer or one of"),
+        ({"synthetic_acceptance": 0.5}, "synthetic_acceptance is 0.5; expected a list of numbers"),
+        ({"synthetic_acceptance": [0.5, "a"]}, r"synthetic_acceptance is \[0.5, 'a'\]; expected a list of numbers"),
+        ({"num_speculative_tokens": "5"}, "num_speculative_tokens is '5'; expected a valid integer or 'auto'"),
+        ({"slots": None}, "slots is None; expected a valid integer"),
+        ({"slots": 2.5}, "slots is 2.5; expected a valid integer"),
+        ({"temperature": "hot"}, "temperature is 'hot'; expected a valid number"),
+        ({"logit_bias": [[5, "much"]]}, "logit_bias is .*; expected a list"),
+        ({"logit_bias": [[5]]}, "logit_bias is .*; expected a list"),
+        ({"stop": [1]}, r"stop is \[1\]; expected a list of texts"),
+        ({"ignore_eos": 1}, "ignore_eos is 1; expected true or false"),
+        ({"grammar": "[0-9]"}, r"grammar is '\[0-9\]'; expected Grammar"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(wrong: dict[str, object], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        configs_of(wrong, RunConfig, EngineConfig, SamplingParams)
+
+
+def test_a_list_and_a_number_of_numpy_are_values_too() -> None:
+    options = {"logit_bias": [[5, 1.0]], "temperature": np.float32(0.5), "synthetic_acceptance": [0.5, 0.25]}
+    sampling, engine = configs_of({**options, "slots": np.int64(2)}, SamplingParams, EngineConfig)
+    assert sampling == SamplingParams(0.5, logit_bias=((5, 1.0),))
+    assert engine == EngineConfig(slots=2, synthetic_acceptance=(0.5, 0.25))
+
+
 def test_scores_are_the_log_softmax_of_the_targets_logits(toy: Pair) -> None:
     assert isinstance(toy.target, ToyTarget)
     table = np.array(toy.target.table, np.float64)
