@@ -177,6 +177,13 @@ def test_former_names_of_options_mean_what_they_did(toy: Pair) -> None:
     assert (config.kv_memory, config.prefix_cache) == (1 << 20, 0)
     with pytest.raises(InputError, match="kv_memory and kv_memory_bytes, its former name, are both given"):
         toy.stream([50], kv_memory_bytes=1 << 20, kv_memory=1 << 20)
+    with pytest.warns(InputWarning, match="draft sampling has no effect"):
+        toy.stream([50], draft_sampling=True, **options)
+
+
+def test_an_option_that_there_is_not_is_refused(toy: Pair) -> None:
+    with pytest.raises(InputError, match="temprature is not an option; did you mean temperature"):
+        toy.stream([50], temprature=1.0)
 
 
 def test_a_pair_with_another_drafter_has_engines_of_its_own_and_shares_the_rest(toy: Pair) -> None:
