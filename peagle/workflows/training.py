@@ -30,9 +30,9 @@ from drafter.train.trainer import Trainer
 from drafter.trained import COVERAGE, RECIPE, read_record
 from drafter.vocabulary import Coverage, DraftVocab, by_frequency, check_count, choose, coverage, first_of
 from peagle.checkpoints import resolve
+from peagle.config import AUTO
 from peagle.engine.request import fold_seed
 from peagle.fit import chosen_window, fitting_aux_layers, parse_window, windowed
-from peagle.loading import AUTO
 from peagle.measure.provenance import provenance
 from peagle.ops import interrupt
 from peagle.ops.checkpoint import read_checkpoint
