@@ -204,7 +204,8 @@ def upgrade_record(command: Any) -> dict[str, Any]:
         raise InputError(f"{COMMAND} is {brief(command)}; expected an object")
     if "shape" not in command:
         return dict(command)
-    flat: dict[str, Any] = {FORMER_NAMES.get(name, name): value for name, value in command.items()}
+    options: Mapping[str, Any] = command
+    flat = {FORMER_NAMES.get(name, name): value for name, value in options.items()}
     shape = mapping(flat, "shape")
     del flat["shape"]
     if twice := [name for name in shape if name in flat]:

@@ -300,7 +300,7 @@ def _with_window(config: DrafterConfig, shape: DrafterShape) -> DrafterConfig:
         window = None if shape.init is None else chosen_window(resolve(shape.init, "drafter"), AUTO)
     else:
         window = parse_window(shape.drafter_window)
-    return windowed(config, window, given=shape.drafter_window != AUTO)[0]
+    return windowed(config, window, by_option=shape.drafter_window != AUTO)[0]
 
 
 def _draft_vocab(
