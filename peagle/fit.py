@@ -58,8 +58,8 @@ def fitting_aux_layers(
     def refuse(why: str) -> InputError:
         return InputError(f"the drafter {drafter_name} does not fit the target {target_name}: {why}")
 
-    def other(seen: str, drafters: object, targets: object) -> InputError:
-        return refuse(f"{seen} {drafters}, the target's is {targets}; use the drafter that was trained for this target")
+    def other(what: str, drafters: object, targets: object) -> InputError:
+        return refuse(f"{what} {drafters}, the target's is {targets}; use the drafter that was trained for this target")
 
     if drafter.target_hidden_size != target.hidden_size:
         raise other("it reads hidden states of size", drafter.target_hidden_size, target.hidden_size)
@@ -93,18 +93,20 @@ def fitting_aux_layers(
             f"{first}..{last} there, for the target's layers 0..{n - 1}: use the drafter that was trained for it, or "
             "give --aux-layer-ids"
         )
-    given = aux_layer_ids is not None
-    doubt = None if given else doubtful_aux_layers(named, drafter_name, n)
-    return AuxLayers(outputs, describe_aux_layers(outputs, named, given), doubt)
+    by_option = aux_layer_ids is not None
+    doubt = None if by_option else doubtful_aux_layers(named, drafter_name, n)
+    return AuxLayers(outputs, describe_aux_layers(outputs, named, by_option), doubt)
 
 
-def describe_aux_layers(outputs: Sequence[int] | None, named: Sequence["NamedAuxLayers"], given: bool = False) -> str:
+def describe_aux_layers(
+    outputs: Sequence[int] | None, named: Sequence["NamedAuxLayers"], by_option: bool = False
+) -> str:
     """Describe the aux layers of a drafter (None: the target's default) and their source."""
     which = "outputs" if outputs is None else f"outputs {', '.join(map(str, outputs))}"
     if not named:
-        return f"{which}, given" if given else f"{which} by the target's default, as config.json names none"
+        return f"{which}, given" if by_option else f"{which} by the target's default, as config.json names none"
     ids = f"config.json's {named[0].key} {list(named[0].ids)}"
-    return f"{which}, given instead of {ids}" if given else f"{which}: {ids} are {named[0].meaning}"
+    return f"{which}, given instead of {ids}" if by_option else f"{which}: {ids} are {named[0].meaning}"
 
 
 def doubtful_aux_layers(
@@ -125,9 +127,9 @@ def doubtful_aux_layers(
             f"drafts are accepted, try --aux-layer-ids {typed}, and if it helps write {used.written(outputs)} there"
         )
 
-    for each in named[1:]:
-        if each.outputs != used.outputs:
-            return line(f"{each.key} {list(each.ids)}, which are {each.meaning}, name others", each.outputs)
+    for other in named[1:]:
+        if other.outputs != used.outputs:
+            return line(f"{other.key} {list(other.ids)}, which are {other.meaning}, name others", other.outputs)
     # all known defaults begin with the output of layer 1, which is the input of layer 2; some exporters write inputs
     # where others write outputs, so outputs that begin elsewhere may be inputs
     flipped = dataclasses.replace(used, are_outputs=not used.are_outputs)
@@ -142,41 +144,41 @@ def doubtful_aux_layers(
     return None
 
 
-def chosen_window(drafter_directory: Path | None, asked: int | str) -> int | Literal["off"] | None:
+def chosen_window(drafter_directory: Path | None, window: int | str) -> int | Literal["off"] | None:
     """Read the window asked for, or the one in speculation.json; None: neither, so config.json decides.
 
     Raises InputError for a value that is no window, and for a window without a drafter.
     """
-    if asked == AUTO:
+    if window == AUTO:
         return None if drafter_directory is None else read_window(drafter_directory)
     if drafter_directory is None:
         raise InputError("a drafter window is given, but there is no drafter with weights; leave it out")
-    return parse_window(asked)
+    return parse_window(window)
 
 
-def parse_window(asked: int | str) -> int | Literal["off"]:
+def parse_window(window: int | str) -> int | Literal["off"]:
     """Read a window that is given, not "auto". Raises InputError for anything else."""
-    if asked == OFF:
+    if window == OFF:
         return OFF
     try:
-        window = int(asked)
+        positions = int(window)
     except ValueError:
-        window = 0
-    if window < 1:
+        positions = 0
+    if positions < 1:
         raise InputError(
-            f"the drafter window is {asked!r}; expected the positions that its attention sees, {AUTO} or {OFF}",
+            f"the drafter window is {window!r}; expected the positions that its attention sees, {AUTO} or {OFF}",
             "drafter_window",
         )
-    return window
+    return positions
 
 
 def windowed(
-    config: "DrafterConfig", window: int | Literal["off"] | None, *, given: bool
+    config: "DrafterConfig", window: int | Literal["off"] | None, *, by_option: bool
 ) -> tuple["DrafterConfig", str]:
     """Give every layer that window, None leaving the config as it is; with the windows in words, and their source."""
     if window is None:
         return config, describe_windows(config)
-    source = "given" if given else f"by {SPECULATION_FILE}"
+    source = "given" if by_option else f"by {SPECULATION_FILE}"
     if isinstance(window, int):
         return config.with_window(window), f"{window} positions, {source}"
     return config.with_window(None), f"{OFF}, {source}"
@@ -194,7 +196,7 @@ def describe_windows(config: "DrafterConfig") -> str:
 
 def warn_of_windows(config: "DrafterConfig", max_positions: int) -> None:
     """Warn of a window that is wider than all positions of the target."""
-    if (widest := max((each or 0 for each in config.windows or ()), default=0)) > max_positions:
+    if (widest := max((window or 0 for window in config.windows or ()), default=0)) > max_positions:
         warnings.warn(
             f"the drafter's window of {widest} positions is larger than the target's {max_positions}, so it hides "
             "nothing",

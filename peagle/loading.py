@@ -323,17 +323,17 @@ def with_drafter(
             params, config = narrow(params, config, vocab)
             drafted = vocab.token_ids
             narrowed = f"{config.draft_vocab_size} tokens, by {vocab.source}"
-        config, window_in_words = windowed(config, window, given=drafter_window != AUTO)
+        config, window_in_words = windowed(config, window, by_option=drafter_window != AUTO)
         warn_of_windows(config, plain.max_positions)
         drafting = dataclasses.replace(drafter_of(params, config), retain_full_kv=pair.retain_full_kv)
-        seen = (None if layers is None else layers.outputs, config.windows, drafted)
-        print_of_drafter = _digest(fingerprint(drafter_directory), pair.loaded.dtype, *seen)
+        reads = (None if layers is None else layers.outputs, config.windows, drafted)
+        print_of_drafter = _digest(fingerprint(drafter_directory), pair.loaded.dtype, *reads)
         if (other := another_target(drafter_directory, target_directory)) is not None:
             warnings.warn(other, InputWarning, stacklevel=2)
     if layers is not None and layers.doubt is not None:
         warnings.warn(layers.doubt, InputWarning, stacklevel=2)
     aux_layer_ids = () if layers is None else layers.outputs
-    replicas = (_drafting(each, drafting, aux_layer_ids) for each in pair.replicas)
+    replicas = (_drafting(replica, drafting, aux_layer_ids) for replica in pair.replicas)
     return dataclasses.replace(
         _drafting(pair, drafting, aux_layer_ids),
         replicas=tuple(replicas),

@@ -286,14 +286,18 @@ def record(command: Any) -> dict[str, Any]:
 def read_record(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
     """Undo `record` after a round trip through JSON; what is missing takes its default.
 
-    Raises InputError for a name that is no option (a later version's, or one that has another name now), and for a
-    value that is none for its option.
+    Raises InputError for a name that is no option (a later version's, or one that has another name now), for a required
+    option that is missing, and for a value of another type.
     """
     options = {option.name: option for option in options_of(kind)}
+    if missing := [name for name, option in options.items() if option.required and name not in values]:
+        raise InputError(f"{missing[0]} is missing", missing[0])
     filled: dict[tuple[str, ...], dict[str, Any]] = {}
     for name, value in values.items():
         if name not in options:
-            raise InputError(f"{name} is not an option of this version.{_meant(name, options)}")
+            close = difflib.get_close_matches(name, options, 1)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            raise InputError(f"{name} is not an option of this version{hint}", name)
         held = tuple(value) if isinstance(value, list) else value
         check_type(name, held, options[name].kind)
         filled.setdefault(options[name].path[:-1], {})[name] = held
@@ -317,7 +321,7 @@ def flagged(error: InputError, kind: type[Any]) -> str:
 def from_file(app: App, words: Sequence[str], kind: type[Command], file: Path) -> dict[str, Any]:
     """Read options of a command from a TOML file, whose keys are their names without dashes.
 
-    Raises InputError, in one line, for a key that is no option, or a value that is none for it.
+    Raises InputError, in one line, for a key that is no option, or a value of another type.
     """
     try:
         values = tomllib.loads(file.read_text("utf-8"))

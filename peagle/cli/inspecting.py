@@ -97,7 +97,7 @@ def inspect(settings: Info) -> int:
         drafting = None
         for name, checkpoint in drafters:
             window = chosen_window(dict(paths)[name], AUTO)
-            drafting, _ = windowed(parse_drafter(checkpoint, aux_layer_ids), window, given=False)
+            drafting, _ = windowed(parse_drafter(checkpoint, aux_layer_ids), window, by_option=False)
         files = dict(paths)
         weights = _weight_bytes(files[targets[0][0]])
         sizes = ResolvedConfig(
@@ -194,7 +194,7 @@ def drafter_rows(
     named = named_aux_layers(checkpoint.config)
     weights = [name for name in checkpoint.names if name not in ("d2t", "t2d")]
     parameters = sum(int(np.prod(checkpoint.shape(name))) for name in weights)
-    c, window = windowed(c, chosen_window(path, AUTO), given=False)
+    c, window = windowed(c, chosen_window(path, AUTO), by_option=False)
     per_token, per_slot = _kv_numbers(*_drafter_pages(c))
     narrow, covered = c.draft_vocab_size < c.vocab_size, recorded_coverage(path)
     unknown = "; peagle parity measures how many of an answer's they are"

@@ -30,13 +30,15 @@ from peagle.cli.curve import draw
 from peagle.cli.display import Display, duration
 from peagle.cli.output import say
 from peagle.cli.train import RESUMABLE, Train
-from peagle.loading import AUTO, default_dtype, load
+from peagle.config import AUTO
+from peagle.loading import default_dtype, load
 from peagle.measure.metrics import figure_text
 from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
 from peagle.ops.files import alone
 from peagle.ops.flag import layers_reader
+from peagle.ops.settings import brief, mapping
 from peagle.parallel import parse_data_mesh
 from peagle.text.prompt_files import PromptSet, read_prompts, skipped_line
 from peagle.text.prompts import Rendering
@@ -182,8 +184,8 @@ def _resumed(settings: Train) -> Train:
         raise InputError(f"--resume: {out} was begun by an older version; repeat its command without --resume instead")
     changed = {name: getattr(settings, name) for name in RESUMABLE if name in changed_fields(settings)}
     try:
-        before = read_record(Train, today(begun[COMMAND]))
-    except (ValueError, TypeError, AttributeError) as error:
+        before = read_record(Train, upgrade_record(begun[COMMAND]))
+    except InputError as error:
         raise InputError(
             f"--resume: the options in {out / RECIPE} cannot be read: {error}; expected what this version of peagle "
             "train writes: repeat the command without --resume instead"
@@ -193,15 +195,19 @@ def _resumed(settings: Train) -> Train:
     )
 
 
-def today(command: Mapping[str, Any]) -> dict[str, Any]:
-    """Name the options of a recorded command as they are named today. The first form nests those of the shape.
+def upgrade_record(command: Any) -> dict[str, Any]:
+    """Name the options of a recorded command as they are named now. The first form nests those of the shape.
 
-    Raises InputError for an option that is in the shape and beside it.
+    Raises InputError for a record that holds no options, and for an option that is in the shape and beside it.
     """
+    if not isinstance(command, Mapping):
+        raise InputError(f"{COMMAND} is {brief(command)}; expected an object")
     if "shape" not in command:
         return dict(command)
-    flat = {FORMER_NAMES.get(name, name): value for name, value in command.items()}
-    shape = flat.pop("shape")
+    options: Mapping[str, Any] = command
+    flat = {FORMER_NAMES.get(name, name): value for name, value in options.items()}
+    shape = mapping(flat, "shape")
+    del flat["shape"]
     if twice := [name for name in shape if name in flat]:
         raise InputError(f"{twice[0]} is recorded twice, in shape and beside it")
     flat |= shape

@@ -30,9 +30,9 @@ from drafter.train.trainer import Trainer
 from drafter.trained import COVERAGE, RECIPE, read_record
 from drafter.vocabulary import Coverage, DraftVocab, by_frequency, check_count, choose, coverage, first_of
 from peagle.checkpoints import resolve
+from peagle.config import AUTO
 from peagle.engine.request import fold_seed
 from peagle.fit import chosen_window, fitting_aux_layers, parse_window, windowed
-from peagle.loading import AUTO
 from peagle.measure.provenance import provenance
 from peagle.ops import interrupt
 from peagle.ops.checkpoint import read_checkpoint
@@ -300,7 +300,7 @@ def _with_window(config: DrafterConfig, shape: DrafterShape) -> DrafterConfig:
         window = None if shape.init is None else chosen_window(resolve(shape.init, "drafter"), AUTO)
     else:
         window = parse_window(shape.drafter_window)
-    return windowed(config, window, given=shape.drafter_window != AUTO)[0]
+    return windowed(config, window, by_option=shape.drafter_window != AUTO)[0]
 
 
 def _draft_vocab(

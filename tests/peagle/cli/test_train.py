@@ -13,7 +13,7 @@ from peagle.cli import main
 from peagle.cli.app import application
 from peagle.cli.command import built, read_record, record
 from peagle.cli.train import Train
-from peagle.cli.training import today
+from peagle.cli.training import upgrade_record
 from peagle.config import LoadConfig
 
 OLD: dict[str, Any] = json.loads((Path(__file__).parent / "recorded" / RECIPE).read_text())  # by the first form's code
@@ -81,7 +81,7 @@ def typed(*words: str) -> Train:
 
 
 def test_the_first_form_of_a_record_is_read_as_what_was_typed() -> None:
-    assert read_record(Train, today(OLD[COMMAND])) == typed(*OLD["provenance"]["command"][2:])
+    assert read_record(Train, upgrade_record(OLD[COMMAND])) == typed(*OLD["provenance"]["command"][2:])
 
 
 def test_a_record_is_read_as_it_was_written() -> None:
@@ -93,7 +93,7 @@ def test_a_record_is_read_as_it_was_written() -> None:
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"dept": 4}, "dept is not an option of this version. Did you mean 'depth'?"),
+        ({"dept": 4}, "dept is not an option of this version (did you mean depth?); expected"),
         ({"lairs": 2}, "lairs is not an option of this version"),
         ({"warm": 0.1}, "warm is not an option of this version"),
         ({"depth": 0}, "depth is 0; expected 1 or more"),
@@ -107,10 +107,31 @@ def test_a_record_is_read_as_it_was_written() -> None:
 def test_a_record_that_is_not_understood_is_refused(
     form: str, changed: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = OLD[COMMAND] if form == "first" else today(OLD[COMMAND])
+    command = OLD[COMMAND] if form == "first" else upgrade_record(OLD[COMMAND])
     if changed.keys() <= IN_SHAPE:
         changed = {"shape": OLD[COMMAND]["shape"] | changed} if form == "first" else changed
     (tmp_path / RECIPE).write_text(json.dumps({**OLD, COMMAND: {**command, **changed}}))
+    assert main(["train", "--out", str(tmp_path), "--resume"]) == 2
+    told = capsys.readouterr().err
+    assert says in told
+    assert "repeat the command without --resume" in told
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ([], "command is []; expected an object"),
+        (None, "command is None; expected an object"),
+        ({}, "out is missing; expected"),
+        ({"shape": []}, "shape is []; expected an object"),
+        ({"shape": "small"}, "shape is 'small'; expected an object"),
+    ],
+)
+def test_a_record_without_options_is_refused(
+    command: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / RECIPE).write_text(json.dumps({**OLD, COMMAND: command}))
     assert main(["train", "--out", str(tmp_path), "--resume"]) == 2
     told = capsys.readouterr().err
     assert says in told
