@@ -1,6 +1,7 @@
 """Hold PROPERTIES.md to the tests that it names."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -19,17 +20,19 @@ def named() -> list[tuple[Path, str]]:
     return tests
 
 
+@functools.cache
+def tests_of(path: Path) -> set[str]:
+    """List the functions of a file; of one that is not there, none."""
+    if not path.is_file():
+        return set()
+    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+
+
 def test_every_test_exists_and_is_named_once() -> None:
     tests = named()
     assert len(tests) > 50
     assert len(tests) == len(set(tests)), [
         str(path) + "::" + name for path, name in tests if tests.count((path, name)) > 1
     ]
-    missing = [
-        f"{path}::{name}"
-        for path, name in tests
-        if not path.is_file()
-        or name
-        not in {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
-    ]
+    missing = [f"{path}::{name}" for path, name in tests if name not in tests_of(path)]
     assert not missing
