@@ -5,6 +5,7 @@
 Last run, 28 November 2026, ray 2.60.0, jax 0.10.2, two cores, busy with other work: all passed in five minutes.
 """
 
+import dataclasses
 import os
 import signal
 import threading
@@ -26,7 +27,7 @@ from scripts.kill_fleet import processes
 from scripts.peers.bystanders import cpu_s
 from scripts.serving import client
 from scripts.serving.servers import free_port
-from tests.support.pairs import Directories
+from tests.support.pairs import TARGET, Directories, write_drafter, write_target, write_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 os.environ.setdefault(LOOPBACK_ALONE, "0")
@@ -37,6 +38,16 @@ LONG, BUSY = CONTEXT - 100, 4
 Alone = Callable[[int], str]
 PROMPT = [5, 9, 2, 11, 30, 4]
 BODY = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
+    """Make a pair whose target has as many positions as the fleet's context."""
+    root = tmp_path_factory.mktemp("fleet")
+    write_target(root / "target", dataclasses.replace(TARGET, max_positions=CONTEXT))
+    write_tokenizer(root / "target")
+    write_drafter(root / "drafter")
+    return Directories(root / "target", root / "drafter", root)
 
 
 @pytest.fixture(scope="module")
