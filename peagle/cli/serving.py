@@ -167,11 +167,12 @@ def check_allowed_origin(origin: str) -> None:
 
 def _warm_up(pair: Pair, engine: AnyEngine, display: Display) -> None:
     """Compile all programs that requests may need, so that no request waits for them."""
-    with display.stage("compiling"):
-        for sampled, full in ((False, False), (True, False), (True, True)):
-            interrupt.check()
+    for sampled, full in ((False, False), (True, False), (True, True)):
+        interrupt.check()
+        with display.stage("compiling"):  # which `measuring` ends
             engine.warm_up(sampled=sampled, full=full, measuring=display.measuring, constrained=full)
-        if pair.tokenizer is not None:  # a large vocabulary takes seconds
+    if pair.tokenizer is not None:  # a large vocabulary takes seconds
+        with display.stage("compiling"):
             pair.grammars.compile(Grammar.json_object(), channels=True)
     interrupt.check()
 
