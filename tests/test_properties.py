@@ -21,7 +21,7 @@ def named() -> list[tuple[Path, str]]:
 
 
 @functools.cache
-def tests_of(path: Path) -> set[str]:
+def functions_of(path: Path) -> set[str]:
     """List the functions of a file; of one that is not there, none."""
     if not path.is_file():
         return set()
@@ -34,5 +34,5 @@ def test_every_test_exists_and_is_named_once() -> None:
     assert len(tests) == len(set(tests)), [
         str(path) + "::" + name for path, name in tests if tests.count((path, name)) > 1
     ]
-    missing = [f"{path}::{name}" for path, name in tests if name not in tests_of(path)]
+    missing = [f"{path}::{name}" for path, name in tests if name not in functions_of(path)]
     assert not missing
