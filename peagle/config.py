@@ -15,7 +15,18 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_type_hints
 
 from peagle.ops.errors import InputError
-from peagle.ops.flag import ENGINE, MACHINE, MODEL, SAMPLING, SPECULATION, Flag, check_type, layers_reader
+from peagle.ops.flag import (
+    ENGINE,
+    MACHINE,
+    MODEL,
+    OUTPUT,
+    SAMPLING,
+    SPECULATION,
+    Flag,
+    check_least,
+    check_type,
+    layers_reader,
+)
 from peagle.ops.row_blocks import BlockedPrefill
 from peagle.ops.sizes import PrefixCacheSize, parse_size
 
@@ -27,6 +38,8 @@ LARGEST_PENALTY = 2.0  # presence and frequency, as in OpenAI's API
 LARGEST_BIAS = 1e9
 DEFAULT_CHUNK, GPU_CHUNK = 128, 2048  # prompt tokens of one prefill pass; a GPU multiplies more rows in the same time
 MAX_NUM_DRAFTS = 128  # no acceptance pays for a wider pass
+MOST_LOGPROBS = 20  # log-probabilities of the likeliest tokens; the limit of OpenAI's API
+MOST_STOP_STRINGS, LONGEST_STOP_STRING = 64, 1024  # the length in characters
 AUTO: Literal["auto"] = "auto"  # as K: draft by the pair's table, and pause if it does not pay
 NumDrafts = int | Literal["auto"] | None
 
@@ -245,6 +258,53 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
+
+
+def check_stop_strings(stop: tuple[str, ...]) -> None:
+    """Raise InputError for stop strings that are empty, not Unicode text, too long or too many."""
+    if len(stop) > MOST_STOP_STRINGS:
+        raise InputError(
+            f"{len(stop)} stop strings are given; expected at most {MOST_STOP_STRINGS}: leave some out", "stop"
+        )
+    for number, text in enumerate(stop, 1):
+        which = f"stop string {number} of {len(stop)}"
+        if not text:
+            raise InputError(f"{which} is empty; expected a character or more: leave it out", "stop")
+        if len(text) > LONGEST_STOP_STRING:
+            raise InputError(
+                f"{which} has {len(text)} characters; expected at most {LONGEST_STOP_STRING}: give only its beginning",
+                "stop",
+            )
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise InputError(f"{which} is not valid Unicode text; expected UTF-8", "stop") from None
+
+
+def check_logprobs(count: int | None) -> None:
+    """Raise InputError for a number of likeliest tokens that no step returns."""
+    if count is not None and not 0 <= count <= MOST_LOGPROBS:
+        raise InputError(f"logprobs is {count}; expected 0..{MOST_LOGPROBS}", "logprobs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerConfig:
+    """What ends an answer, and what is told of its tokens."""
+
+    max_new_tokens: Annotated[int, Flag(SAMPLING, "N", ("-n", "--max-new-tokens"))] = 256
+    """Maximum tokens of a response."""
+    ignore_eos: Annotated[bool, Flag(SAMPLING)] = False
+    """Ignore stop tokens; generate -n tokens."""
+    stop: Annotated[tuple[str, ...], Flag(SAMPLING, "TEXT")] = ()
+    """Stop string: the response ends before it; repeatable."""
+    logprobs: Annotated[int | None, Flag(OUTPUT, "N")] = None
+    """Print each token's log-probability and those of the N (0 to 20) most likely tokens, or write them to --json.
+    Slower."""
+
+    def __post_init__(self) -> None:
+        check_least(self, max_new_tokens=1)
+        check_stop_strings(self.stop)
+        check_logprobs(self.logprobs)
 
 
 @dataclass(frozen=True, kw_only=True)

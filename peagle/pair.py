@@ -20,13 +20,13 @@ from typing import Any
 
 import jax
 
-from peagle.config import AUTO, DEFAULT_CHUNK, EngineConfig, NumDrafts, SamplingParams, configs_of
+from peagle.config import AUTO, DEFAULT_CHUNK, AnswerConfig, EngineConfig, NumDrafts, SamplingParams, configs_of
 from peagle.engine.engines import Engines, FreeMemory, Models
 from peagle.engine.grammar import Grammar
 from peagle.engine.handoff import Fingerprints
 from peagle.engine.loop import AnyEngine
 from peagle.engine.remote import Lead
-from peagle.engine.request import Request, check_logprobs, check_stop_strings
+from peagle.engine.request import Request
 from peagle.engine.resolved import MOST_RESERVED, ResolvedConfig
 from peagle.engine.widths import WidthTable
 from peagle.grammars import Grammars
@@ -47,24 +47,14 @@ CAPACITY_STEP = 128  # contexts are multiples of this, so that few shapes are co
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestOptions:
+class RequestOptions(AnswerConfig):
     """What one answer may be.
 
-    grammar: what the answer must be, or its final message in a template with channels. stop: the answer ends before the
-    first of these strings. logprobs: how many of the likeliest tokens `Result.logprobs` names with each emitted one.
+    grammar: what it must be, or its final message in a template with channels. stop: it ends before the first of these
+    strings. logprobs: how many of the likeliest tokens `Result.logprobs` names with each emitted one.
     """
 
-    max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
-    ignore_eos: bool = False
-    stop: tuple[str, ...] = ()
     grammar: Grammar | None = None
-    logprobs: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens is {self.max_new_tokens}; expected 1 or more", "max_new_tokens")
-        check_stop_strings(self.stop)
-        check_logprobs(self.logprobs)
 
 
 def _by_names_of_today(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def _answered(
     context = pair.room(None if engine.context is None else min(engine.context, pair.max_positions))
     if context != engine.context != Data.engine.context:
         display.warn([f"--context is {engine.context}; {context} is used, all that {checked.name} has"])
-    asking = Asking(settings.rendering, settings.sampling, settings.max_new_tokens, context, engine.slots)
+    asking = Asking(settings.rendering, settings.sampling, settings.answer.max_new_tokens, context, engine.slots)
     open_folder(checked.out, checked.made_by)
     finished, total = 0, sum(len(checked.part(number)) for number in checked.missing)
     counts, started = np.zeros((3,), np.int64), time.perf_counter()
@@ -176,7 +176,7 @@ def _made_by(settings: Data, name: str, weights: str, num_prompts: int, taps: Se
         "prompts": [[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in settings.prompt_file],
         "num_prompts": num_prompts,
         "shard_prompts": settings.shard_prompts,
-        "max_new_tokens": settings.max_new_tokens,
+        "max_new_tokens": settings.answer.max_new_tokens,
         "context": settings.engine.context,
         "rendering": dataclasses.asdict(settings.rendering),
         "sampling": dataclasses.asdict(settings.sampling),

@@ -5,8 +5,8 @@ from typing import Annotated
 
 from peagle.cli.command import Takes
 from peagle.cli.serve import KEPT
-from peagle.config import EngineConfig, LoadConfig, SamplingParams, read_kept_prefixes
-from peagle.ops.flag import OUTPUT, SAMPLING, SPECULATION, Flag
+from peagle.config import AnswerConfig, EngineConfig, LoadConfig, SamplingParams, read_kept_prefixes
+from peagle.ops.flag import OUTPUT, SPECULATION, Flag
 from peagle.text.prompts import Rendering
 
 CONTEXT = (
@@ -40,10 +40,7 @@ class Chat:
     baseline: Annotated[bool, Flag(SPECULATION)] = False
     """Also decode each response plainly; report the speed-up."""
     sampling: SamplingParams = SamplingParams()
-    max_new_tokens: Annotated[int, Flag(SAMPLING, "N", ("-n", "--max-new-tokens"))] = 1024
-    """Maximum tokens of a response."""
-    stop: Annotated[tuple[str, ...], Flag(SAMPLING, "TEXT")] = ()
-    """Stop string: a response ends before it; repeatable."""
+    answer: Annotated[AnswerConfig, Takes(("max_new_tokens", "stop"))] = AnswerConfig(max_new_tokens=1024)
     quiet: Annotated[bool, Flag(OUTPUT, names=("--quiet", "-q"))] = False
     """Print only the responses. Warnings and errors are still printed."""
 

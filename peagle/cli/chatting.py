@@ -39,9 +39,8 @@ def chat(settings: Chat) -> int:
     refuse_replicas(settings.load.mesh, "peagle chat runs one conversation")
     target, drafter = chosen_models(settings.load, settings.engine.num_speculative_tokens)
     config = RunConfig(  # refuse invalid options before anything slow
-        max_new_tokens=settings.max_new_tokens,
+        **vars(settings.answer),
         sampling=settings.sampling,
-        stop=settings.stop,
         baseline=settings.baseline,
         engine=settings.engine,
         rendering=settings.rendering,

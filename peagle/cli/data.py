@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Annotated
 
 from peagle.cli.command import Takes
-from peagle.config import EngineConfig, LoadConfig, SamplingParams
+from peagle.config import AnswerConfig, EngineConfig, LoadConfig, SamplingParams
 from peagle.ops.errors import InputError
-from peagle.ops.flag import DRAFTER, OUTPUT, PROMPT, SAMPLING, Flag, check_least, layers_reader
+from peagle.ops.flag import DRAFTER, OUTPUT, PROMPT, Flag, check_least, layers_reader
 from peagle.text.prompts import Rendering
 
 LOADED = Takes(("target", "download", "dtype", "experts", "kernels"))
@@ -42,8 +42,7 @@ class Data:
     """Fail on a row of a prompt file that cannot be used, instead of skipping it with a note."""
     rendering: Rendering = Rendering()
     load: Annotated[LoadConfig, LOADED] = LoadConfig()
-    max_new_tokens: Annotated[int, Flag(SAMPLING, "N", ("-n", "--max-new-tokens"))] = 256
-    """Maximum tokens of a response."""
+    answer: Annotated[AnswerConfig, Takes(("max_new_tokens",))] = AnswerConfig()
     engine: Annotated[
         EngineConfig, Takes(("context", "slots"), helps={"context": CONTEXT}, olds={"slots": "--batch"})
     ] = EngineConfig(context=512, slots=32)
@@ -63,7 +62,7 @@ class Data:
     """Hide progress and summary. Warnings and errors are still printed."""
 
     def __post_init__(self) -> None:
-        check_least(self, num_prompts=1, max_new_tokens=1, shard_prompts=1, top=0, keep_prompt=0)
+        check_least(self, num_prompts=1, shard_prompts=1, top=0, keep_prompt=0)
         if self.keep_prompt is not None and not (self.hidden and self.top):
             raise InputError(
                 "--keep-prompt leaves out tokens that the target would have to read again in training; give --hidden "

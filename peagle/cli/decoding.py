@@ -51,7 +51,7 @@ def decode(settings: Decode) -> int:
     drafter = None if settings.command == "generate" else or_demo(settings.load.drafter)
     directory = resolve(target, "target")
     drafter_path(target, drafter)
-    if settings.logprobs is not None and settings.quiet and json_file is None:
+    if settings.answer.logprobs is not None and settings.quiet and json_file is None:
         raise InputError("--logprobs are shown in the notes that --quiet leaves out; give --json FILE, too")
     expect_shared(settings.engine.slots, settings.load.mesh)
     config = _config(settings)  # before anything slow
@@ -169,15 +169,12 @@ def _config(settings: Decode) -> RunConfig:
     if settings.draft_sampling:
         say("warning", f"--draft-sampling: {DRAFT_SAMPLING}")
     return RunConfig(
-        max_new_tokens=settings.max_new_tokens,
+        **vars(settings.answer),
         sampling=settings.sampling,
         engine=engine,
-        ignore_eos=settings.ignore_eos,
-        stop=settings.stop,
         grammar=_grammar(settings),
         baseline=not settings.no_baseline,
         show_drafts=settings.show_drafts,
-        logprobs=settings.logprobs,
         profile=None if settings.profile is None else Path(settings.profile),
         rendering=settings.rendering,
     )

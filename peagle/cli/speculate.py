@@ -5,7 +5,15 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from peagle.cli.command import Takes
-from peagle.config import EngineConfig, LoadConfig, NumDrafts, SamplingParams, check_num_drafts, read_num_drafts
+from peagle.config import (
+    AnswerConfig,
+    EngineConfig,
+    LoadConfig,
+    NumDrafts,
+    SamplingParams,
+    check_num_drafts,
+    read_num_drafts,
+)
 from peagle.ops.flag import OUTPUT, PROMPT, SAMPLING, SPECULATION, Flag
 from peagle.text.prompts import Rendering
 
@@ -42,12 +50,7 @@ class Decode:
     load: LoadConfig = LoadConfig()
     engine: EngineConfig = EngineConfig()
     sampling: SamplingParams = SamplingParams()
-    max_new_tokens: Annotated[int, Flag(SAMPLING, "N", ("-n", "--max-new-tokens"))] = 256
-    """Maximum tokens of a response."""
-    ignore_eos: Annotated[bool, Flag(SAMPLING)] = False
-    """Ignore stop tokens; generate -n tokens."""
-    stop: Annotated[tuple[str, ...], Flag(SAMPLING, "TEXT")] = ()
-    """Stop string: the response ends before it; repeatable."""
+    answer: Annotated[AnswerConfig, Takes(without=("logprobs",))] = AnswerConfig()
     json_schema: Annotated[Path | None, Flag(SAMPLING, "FILE")] = None
     """Constrain the response, or its final message, to JSON that follows this schema."""
     regex: Annotated[str | None, Flag(SAMPLING, "REGEX")] = None
@@ -60,7 +63,6 @@ class Decode:
     """After the run, trace some steps with JAX's profiler into this directory and report where their time goes."""
     quiet: Annotated[bool, Flag(OUTPUT, names=("--quiet", "-q"))] = False
     """Print only the generated text. Warnings and errors are still printed."""
-    logprobs: int | None = None
     show_drafts: bool = False
     no_baseline: bool = False
     draft_sampling: bool = False
@@ -117,6 +119,4 @@ class Generate(Decode):
     command: ClassVar[str] = "generate"
     load: Annotated[LoadConfig, Takes(without=DRAFTER)] = LoadConfig()
     engine: Annotated[EngineConfig, Takes(without=DRAFTING, helps={"context": CONTEXT}, olds=OLDS)] = PLAIN
-    logprobs: Annotated[int | None, Flag(OUTPUT, "N")] = None
-    """Print each token's log-probability and those of the N (0 to 20) most likely tokens, or write them to --json.
-    Slower."""
+    answer: AnswerConfig = AnswerConfig()

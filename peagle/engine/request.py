@@ -4,13 +4,11 @@ import hashlib
 from dataclasses import dataclass
 from typing import Literal
 
-from peagle.config import SamplingParams, check_num_drafts
+from peagle.config import SamplingParams, check_logprobs, check_num_drafts, check_stop_strings
 from peagle.engine.grammar import CompiledGrammar
 from peagle.ops.errors import InputError
 
 MOST_STOP_TOKENS = 16  # of each slot
-MOST_LOGPROBS = 20  # log-probabilities of the likeliest tokens; the limit of OpenAI's API
-MOST_STOP_STRINGS, LONGEST_STOP_STRING = 64, 1024  # the length in characters
 LARGEST_INDEX = 2**31 - 1
 FinishReason = Literal["stop", "length", "aborted", "timeout", "error", "handed_off"]
 
@@ -21,33 +19,6 @@ def fold_seed(seed: int) -> int:
         return seed
     digest = hashlib.blake2b((seed % 2**64).to_bytes(8, "little"), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def check_stop_strings(stop: tuple[str, ...]) -> None:
-    """Raise InputError for stop strings that are empty, not Unicode text, too long or too many."""
-    if len(stop) > MOST_STOP_STRINGS:
-        raise InputError(
-            f"{len(stop)} stop strings are given; expected at most {MOST_STOP_STRINGS}: leave some out", "stop"
-        )
-    for number, text in enumerate(stop, 1):
-        which = f"stop string {number} of {len(stop)}"
-        if not text:
-            raise InputError(f"{which} is empty; expected a character or more: leave it out", "stop")
-        if len(text) > LONGEST_STOP_STRING:
-            raise InputError(
-                f"{which} has {len(text)} characters; expected at most {LONGEST_STOP_STRING}: give only its beginning",
-                "stop",
-            )
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise InputError(f"{which} is not valid Unicode text; expected UTF-8", "stop") from None
-
-
-def check_logprobs(count: int | None) -> None:
-    """Raise InputError for a number of likeliest tokens that no step returns."""
-    if count is not None and not 0 <= count <= MOST_LOGPROBS:
-        raise InputError(f"logprobs is {count}; expected 0..{MOST_LOGPROBS}", "logprobs")
 
 
 @dataclass(frozen=True)

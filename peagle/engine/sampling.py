@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from peagle.config import GREEDY_BELOW
-from peagle.engine.request import MOST_LOGPROBS
+from peagle.config import GREEDY_BELOW, MOST_LOGPROBS
 from peagle.ops.likeliest import NO_TOKEN, argmax
 
 

@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from peagle.config import SamplingParams
+from peagle.config import MOST_LOGPROBS, SamplingParams
 from peagle.engine.grammar import CompiledGrammar, Grammar, GrammarError
-from peagle.engine.request import MOST_LOGPROBS, Request, TokenLogprobs
+from peagle.engine.request import Request, TokenLogprobs
 from peagle.measure.logprobs import output_logprobs
 from peagle.ops.errors import InputError
 from peagle.pair import Pair

@@ -12,8 +12,7 @@ from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import core_schema
 from typing_extensions import TypedDict  # pydantic reads that of typing from Python 3.12 on
 
-from peagle.config import HOTTEST, LARGEST_PENALTY, LARGEST_SEED, SMALLEST_SEED
-from peagle.engine.request import MOST_LOGPROBS, MOST_STOP_STRINGS
+from peagle.config import HOTTEST, LARGEST_PENALTY, LARGEST_SEED, MOST_LOGPROBS, MOST_STOP_STRINGS, SMALLEST_SEED
 from peagle.ops.strict_json import Written, dumps
 
 MOST_CHOICES = 16  # of each prompt

@@ -31,7 +31,7 @@ from peagle.cli.info import Info
 from peagle.cli.report import Report
 from peagle.cli.serve import Serve
 from peagle.cli.speculate import Generate
-from peagle.config import EngineConfig, SamplingParams, read_kv_memory, read_prefix_cache
+from peagle.config import AnswerConfig, EngineConfig, SamplingParams, read_kv_memory, read_prefix_cache
 from peagle.ops.errors import InputError
 from peagle.ops.flag import Flag
 from peagle.ops.row_blocks import BlockedPrefill
@@ -98,20 +98,25 @@ def test_options_may_stand_between_the_files_of_an_argument_that_repeats(capsys:
 
 
 TWO_SLOTS = dataclasses.replace(BatchCommand.engine, slots=2)
+THREE = AnswerConfig(max_new_tokens=3)
+STOPPED = AnswerConfig(stop=("--help",))
 PENALTY = SamplingParams(presence_penalty=-1.0)
 
 
 @pytest.mark.parametrize(
     ("typed", "read"),
     [
-        ("generate - -n 3", Generate(prompt="-", max_new_tokens=3)),
-        ("generate -n 3 -q -", Generate(prompt="-", max_new_tokens=3, quiet=True)),
-        ("generate --json - --stop -", Generate(json="-", stop=("-",))),
+        ("generate - -n 3", Generate(prompt="-", answer=THREE)),
+        ("generate -n 3 -q -", Generate(prompt="-", answer=THREE, quiet=True)),
+        ("generate --json - --stop -", Generate(json="-", answer=AnswerConfig(stop=("-",)))),
         ("generate --json - -", Generate(json="-", prompt="-")),
         ("generate -q -- -q", Generate(prompt="-q", quiet=True)),
-        ("generate --stop -- -n 2", Generate(stop=("--",), max_new_tokens=2)),
-        ("generate --stop --help --system -h", Generate(stop=("--help",), rendering=Rendering(system="-h"))),
-        ("generate -qn 3 -", Generate(prompt="-", max_new_tokens=3, quiet=True)),
+        ("generate --stop -- -n 2", Generate(answer=AnswerConfig(stop=("--",), max_new_tokens=2))),
+        (
+            "generate --stop --help --system -h",
+            Generate(answer=STOPPED, rendering=Rendering(system="-h")),
+        ),
+        ("generate -qn 3 -", Generate(prompt="-", answer=THREE, quiet=True)),
         ("generate --presence-penalty -1 -- --", Generate(prompt="--", sampling=PENALTY)),
         ("batch - OUT.jsonl --slots 2", BatchCommand(requests=Path("-"), answers=Path("OUT.jsonl"), engine=TWO_SLOTS)),
         ("batch IN.jsonl --slots 2 -", BatchCommand(requests=Path("IN.jsonl"), answers=Path("-"), engine=TWO_SLOTS)),

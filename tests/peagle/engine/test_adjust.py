@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from peagle.config import SamplingParams
+from peagle.config import MOST_LOGPROBS, SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.adjust import Adjustments, adjust
 from peagle.engine.engine import Engine
 from peagle.engine.executor import Executor, chunk_plan, step_plan
 from peagle.engine.masks import MASK_BITS
-from peagle.engine.request import MOST_LOGPROBS, Request, TokenLogprobs
+from peagle.engine.request import Request, TokenLogprobs
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.state import SlotParams
 from peagle.engine.step import StepKind, StepOutput
