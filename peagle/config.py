@@ -40,6 +40,10 @@ DEFAULT_CHUNK, GPU_CHUNK = 128, 2048  # prompt tokens of one prefill pass; a GPU
 MAX_NUM_DRAFTS = 128  # no acceptance pays for a wider pass
 MOST_LOGPROBS = 20  # log-probabilities of the likeliest tokens; the limit of OpenAI's API
 MOST_STOP_STRINGS, LONGEST_STOP_STRING = 64, 1024  # the length in characters
+KEPT_PREFIXES = (  # the help of --prefix-cache where many requests come
+    "Keep the keys and values of prompts and responses for later prompts that begin with them. SIZE: in so much more "
+    "memory, such as 512MB. on: up to a tenth of the free memory; with --kv-memory SIZE, in what requests leave of it."
+)
 AUTO: Literal["auto"] = "auto"  # as K: draft by the pair's table, and pause if it does not pay
 NumDrafts = int | Literal["auto"] | None
 

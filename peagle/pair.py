@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from peagle.config import AUTO, DEFAULT_CHUNK, AnswerConfig, EngineConfig, NumDrafts, SamplingParams, configs_of
-from peagle.engine.engines import Engines, FreeMemory, Models
+from peagle.engine.engines import Engines, FreeMemory, ReplicaModels
 from peagle.engine.grammar import Grammar
 from peagle.engine.handoff import Fingerprints
 from peagle.engine.loop import AnyEngine
@@ -110,7 +110,7 @@ class Pair:
     engines: Engines = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        models = [Models(pair.target, pair.plain_target, pair.drafter) for pair in (self, *self.replicas)]
+        models = [ReplicaModels(pair.target, pair.plain_target, pair.drafter) for pair in (self, *self.replicas)]
         engines = Engines(models, self.stop_token_ids, self.fingerprints, self.lead, self.memory)
         object.__setattr__(self, "engines", engines)
         if self.grammars is None:

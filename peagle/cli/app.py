@@ -92,7 +92,7 @@ COMMANDS = {
     "sweep": Entry(MEASURE, "Measure acceptance length and speed over K.", "peagle.cli.sweep:Sweep"),
     "report": Entry(MEASURE, "Render a sweep's report, or compare sweeps by request.", "peagle.cli.report:Report"),
     "parity": Entry(MEASURE, "Check a pair against references; explain low acceptance.", "peagle.cli.parity:Parity"),
-    "bench": Entry(MEASURE, "Time a target's prefill, decoding and verify passes.", "peagle.cli.bench:Bench"),
+    "bench": Entry(MEASURE, "Time a target's prefill, decoding and verify passes.", "peagle.cli.bench:BenchCommand"),
     "info": Entry(MEASURE, "Inspect checkpoints: geometry, memory, whether they fit.", "peagle.cli.info:Info"),
     "check": Entry(MEASURE, "Test this machine's kernels and lossless decoding.", "peagle.cli.check:Check"),
     "random": Entry(

@@ -15,7 +15,7 @@ LOADED = Takes(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
+class BenchCommand:
     """Time a target's prefill, decoding and verify passes.
 
     v(T) is the time of a verify pass over T rows divided by that over one row.

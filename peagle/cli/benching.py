@@ -11,7 +11,7 @@ from rich.measure import Measurement as Width
 from rich.table import Table
 
 from peagle.checkpoints import drafter_path, or_demo, resolve
-from peagle.cli.bench import Bench as Settings
+from peagle.cli.bench import BenchCommand
 from peagle.cli.decoding import load_pair
 from peagle.cli.display import Display
 from peagle.cli.document import SCHEMA, dumps
@@ -45,7 +45,7 @@ LEGEND_COST = (
 )
 
 
-def time_target(settings: Settings) -> int:
+def time_target(settings: BenchCommand) -> int:
     """Run the benchmark, print its table, and return the exit code.
 
     The table is on standard output, or on standard error if a file goes to standard output. Raises InputError before
@@ -124,7 +124,7 @@ def bench_report(
             "interrupted": measured.interrupted,
         },
         "weight_bytes": dataclasses.asdict(weights),
-        "tests": [_test_block(each, measured, weights) for each in measured.measurements],
+        "tests": [_test_block(measurement, measured, weights) for measurement in measured.measurements],
         "peak_memory_bytes": peak,
     }
 
@@ -139,7 +139,7 @@ def markdown(measured: Bench, weights: WeightBytes, report: dict[str, Any]) -> s
     return "\n".join([*lines, "", _legend(measured.options), "", f"`{command}`", ""])
 
 
-def _options(settings: Settings) -> BenchOptions:
+def _options(settings: BenchCommand) -> BenchOptions:
     def numbers(name: str) -> tuple[int, ...]:
         typed = getattr(settings, name)
         if typed is None or (name in MAY_BE_NONE and typed.strip() == "0"):
@@ -222,13 +222,13 @@ def _rows(measured: Bench, weights: WeightBytes) -> list[tuple[str, ...]]:
     options, rows = measured.options, []
     figures = ["v", "v_floor", "weight_gb_per_s"]
     figures += ["over_one_slot"] * _several(options) + ["cost"] * bool(options.drafts)
-    for each in measured.measurements:
-        block = _test_block(each, measured, weights)
+    for measurement in measured.measurements:
+        block = _test_block(measurement, measured, weights)
         rows.append(
             (
-                _name(each.case, options),
-                "-" if block["tok_per_s"] is None else each.tok_per_s.text(_number),
-                each.ms_per_pass.text(_number),
+                _name(measurement.case, options),
+                "-" if block["tok_per_s"] is None else measurement.tok_per_s.text(_number),
+                measurement.ms_per_pass.text(_number),
                 *(_number(block[name]) for name in figures),
             )
         )

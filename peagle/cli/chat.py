@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from peagle.cli.command import Takes
-from peagle.cli.serve import KEPT
-from peagle.config import AnswerConfig, EngineConfig, LoadConfig, SamplingParams, read_kept_prefixes
+from peagle.config import KEPT_PREFIXES, AnswerConfig, EngineConfig, LoadConfig, SamplingParams, read_kept_prefixes
 from peagle.ops.flag import OUTPUT, SPECULATION, Flag
 from peagle.text.prompts import Rendering
 
@@ -15,7 +14,7 @@ CONTEXT = (
 )
 TAKEN = Takes(
     ("num_speculative_tokens", "context", "kv_memory", "prefix_cache"),
-    helps={"context": CONTEXT, "prefix_cache": KEPT},
+    helps={"context": CONTEXT, "prefix_cache": KEPT_PREFIXES},
     reads={"prefix_cache": read_kept_prefixes},
 )
 

@@ -111,10 +111,10 @@ class ChatLoop:
         count = len(conversation.encode((), self._pair.tokenizer, self._config.rendering))
         if count < room:
             return
-        seen = f"has {count} tokens, but the context holds {room} positions"
+        too_long = f"has {count} tokens, but the context holds {room} positions"
         if self._turns:
-            raise InputError(f"the conversation with this message {seen}; {RESET} starts a new one")
-        raise InputError(f"the message {seen}; shorten it, or start again with a larger --context")
+            raise InputError(f"the conversation with this message {too_long}; {RESET} starts a new one")
+        raise InputError(f"the message {too_long}; shorten it, or start again with a larger --context")
 
 
 def summary_line(done: Run) -> str:

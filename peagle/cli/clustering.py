@@ -1,7 +1,6 @@
 """`peagle cluster up`: a fleet on Ray Serve, until Ctrl-C or SIGTERM."""
 
 import dataclasses
-import functools
 import os
 import signal
 import threading
@@ -82,7 +81,7 @@ def write_config(file: OutputFile, settings: Up, fleet: FleetConfig) -> None:
     arguments: dict[str, Any] = {"load": {}, "engine": {}}
     for option in options_of(FleetConfig):
         *section, name = option.path
-        (arguments[section[0]] if section else arguments)[name] = functools.reduce(getattr, option.path, fleet)
+        (arguments[section[0]] if section else arguments)[name] = option.of(fleet)
     arguments["hosts"] = fleet.hosts
     application = {"name": "peagle", "import_path": "peagle.cluster.deployments:build", "args": arguments}
     config = {"http_options": {"host": settings.host, "port": settings.port}, "applications": [application]}

@@ -98,6 +98,10 @@ class Option:
         hidden = self.required or self.default is None or self.kind is bool or self.default in ("", ())
         return None if hidden else str(self.default)
 
+    def of(self, config: Any) -> Any:
+        """Return the option's value in a command, or in another config with this path."""
+        return functools.reduce(getattr, self.path, config)
+
     def value(self, typed: Any) -> Any:
         """Read what was typed. Raises InputError."""
         if self.flag.read is None:
@@ -280,7 +284,7 @@ def _filled(
 
 def record(command: Any) -> dict[str, Any]:
     """Return a command's options by the names of their fields, for a file that a later command goes on from."""
-    return {option.name: functools.reduce(getattr, option.path, command) for option in options_of(type(command))}
+    return {option.name: option.of(command) for option in options_of(type(command))}
 
 
 def read_record(kind: type[Kind], values: Mapping[str, Any]) -> Kind:

@@ -79,7 +79,7 @@ def inspect(settings: Info) -> int:
             _print(name, "GPT-OSS target", rows)
     if shape is not None and not targets:
         raise InputError("--mesh is given, but no target that it cuts; name one, or leave --mesh out")
-    doubts = [doubtful_map(each, parse_drafter(each, aux_layer_ids)) for _, each in drafters]
+    doubts = [doubtful_map(checkpoint, parse_drafter(checkpoint, aux_layer_ids)) for _, checkpoint in drafters]
     if len(paths) == 2:
         if len(targets) != 1:
             kind = "targets" if targets else "drafters"
@@ -90,7 +90,7 @@ def inspect(settings: Info) -> int:
         show_lines([f"They fit: the drafter reads the outputs of the target's layers {read}."])
         doubts += [layers.doubt, another_target(dict(paths)[drafter_name], dict(paths)[target_name])]
     elif aux_layer_ids is None:
-        doubts += [doubtful_aux_layers(named_aux_layers(each.config), name) for name, each in drafters]
+        doubts += [doubtful_aux_layers(named_aux_layers(checkpoint.config), name) for name, checkpoint in drafters]
     if settings.role is not None:
         if len(targets) != 1:
             raise InputError(f"--role {settings.role} is given, but no target; expected one, with a drafter or without")
@@ -163,12 +163,12 @@ def mesh_rows(files: TargetFiles, shape: MeshShape, device: Device, slots: int, 
     collectives = 2 * c.num_layers + 1 if shape.ranks > 1 else 0
 
     def times(rows: int) -> str:
-        reading, summing = (1e3 * each for each in pass_s(c, files.mxfp4, shape, device, rows))
+        reading, summing = (1e3 * seconds for seconds in pass_s(c, files.mxfp4, shape, device, rows))
         return f"{reading + summing:.2f} ms ({reading:.2f} reading weights, {summing:.2f} in collectives)"
 
     replicas = f": {shape.dp} replicas on {shape.ranks} each, of {own} slots each"
     kinds = ", ".join(f"{kind} {_bytes(size)}" for kind, size in first.kinds.items())
-    each = f"{collectives} collectives at an assumed {device.latency_s * 1e6:.0f} us each"
+    sums = f"{collectives} collectives at an assumed {device.latency_s * 1e6:.0f} us each"
     return [
         (f"over {shape}", f"{shape.devices} devices" + replicas * (shape.dp > 1)),
         ("  weights of each", f"{_bytes(first.total)}: {kinds}"),
@@ -181,7 +181,7 @@ def mesh_rows(files: TargetFiles, shape: MeshShape, device: Device, slots: int, 
         ),
         ("  pages of each", f"{_bytes(caches)} bfloat16, with --slots {slots} --context {positions}"),
         (f"  together on an {device.name}", f"{_bytes(total)}; {fits} into its {_bytes(int(device.memory_bytes))}"),
-        ("  a pass over 1 row", f"at least {times(1)}; {each}"),
+        ("  a pass over 1 row", f"at least {times(1)}; {sums}"),
         (f"  over {k + 1} rows", f"at least {times(k + 1)}"),
     ]
 

@@ -5,17 +5,13 @@ from pathlib import Path
 from typing import Annotated
 
 from peagle.cli.command import Takes, needing
-from peagle.config import EngineConfig, LoadConfig, read_kept_prefixes
+from peagle.config import KEPT_PREFIXES, EngineConfig, LoadConfig, read_kept_prefixes
 from peagle.ops.flag import ENGINE, OUTPUT, PROMPT, SERVER, Flag, check_least
 from peagle.text.tokenizer import DEFAULT_DATE, parse_date
 
-KEPT = (
-    "Keep the keys and values of prompts and responses for later prompts that begin with them. SIZE: in so much more "
-    "memory, such as 512MB. on: up to a tenth of the free memory; with --kv-memory SIZE, in what requests leave of it."
-)
 TAKEN = Takes(
     ("num_speculative_tokens", "slots", "context", "kv_memory", "prefix_cache"),
-    helps={"prefix_cache": KEPT},
+    helps={"prefix_cache": KEPT_PREFIXES},
     reads={"prefix_cache": read_kept_prefixes},
 )
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args, get_type_hints
 
-from peagle.config import AUTO, EngineConfig, LoadConfig, configs_of
+from peagle.config import AUTO, KEPT_PREFIXES, EngineConfig, LoadConfig, configs_of
 from peagle.ops.errors import InputError
 from peagle.ops.flag import MACHINE, REPLICAS, SERVER, Flag, Takes, check_least
 from peagle.text.tokenizer import DEFAULT_DATE
@@ -36,9 +36,7 @@ DECODED = Takes(
         "model's limit if that is less.",
         "kv_memory": "Memory for the keys and values of all requests together, such as 4GB; requests that need more "
         "wait. auto: the context of every slot, of which 8192 positions count at most. SIZE is that of a replica.",
-        "prefix_cache": "Keep the keys and values of prompts and responses for later prompts that begin with them. "
-        "SIZE: in so much more memory, such as 512MB. on: up to a tenth of the free memory; with --kv-memory SIZE, in "
-        "what requests leave of it. Of each replica that prefills. Default: on.",
+        "prefix_cache": f"{KEPT_PREFIXES} Of each replica that prefills. Default: on.",
         "slots": "Requests decoded at once per replica.",
     },
     metavars={"num_speculative_tokens": "K"},

@@ -39,7 +39,7 @@ class FreeMemory:
             return self._num_bytes
 
 
-class Models(NamedTuple):
+class ReplicaModels(NamedTuple):
     """The models of one replica. target: with the aux_hidden that the drafter reads; plain_target: without."""
 
     target: Target
@@ -60,7 +60,7 @@ class Engines:
 
     def __init__(
         self,
-        replicas: Sequence[Models],
+        replicas: Sequence[ReplicaModels],
         stop_token_ids: tuple[int, ...],
         fingerprints: Fingerprints,
         lead: Lead | None,

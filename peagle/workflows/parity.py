@@ -67,16 +67,14 @@ def replay(drafter: Drafter, text: Text, num_drafts: int, blind: bool = False) -
         row = np.arange(capacity, dtype=np.int32)
         positions = np.where(row < prompt - 1, row, -1)[None]
         state = jax.jit(type(drafter).absorb)(drafter, state, ids, aux, positions)
-    # the last place fills up, so that texts share programs
-    places = (*text.places, *[text.places[-1]] * (-len(text.places) % PLACES))
-    firsts = [max(held, place - widest) for held, place in zip((prompt - 1, *places), places, strict=False)]
-    firsts[len(text.places) :] = [firsts[len(text.places) - 1]] * (len(places) - len(text.places))
-    runs = list(zip(firsts, places, strict=True))
+    before = (prompt - 1, *text.places)
+    runs = [(max(held, place - widest), place) for held, place in zip(before, text.places, strict=False)]
+    runs += [runs[-1]] * (-len(runs) % PLACES)  # so that texts share programs
     leaves: dict[str, Any] = {
         "token_ids": np.stack([_padded(text.token_ids[first + 1 : place + 1], widest) for first, place in runs]),
         "aux_hidden": np.stack([_padded(text.aux_hidden[first:place], widest) for first, place in runs]),
         "num": np.array([[place - first] for first, place in runs], np.int32),
-        "first_position": np.array(firsts, np.int32)[:, None],
+        "first_position": np.array([[first] for first, _ in runs], np.int32),
     }
     drafts = _in_turn(drafter, state, DrafterInput(**leaves), num_drafts, blind)
     of_text = jax.tree.map(lambda leaf: np.asarray(leaf)[: len(text.places), 0], drafts)
@@ -103,12 +101,12 @@ def _padded(rows: np.ndarray, width: int) -> Any:
 
 def accepted(drafts: Sequence[np.ndarray] | np.ndarray, text: Text) -> np.ndarray:
     """Count the leading drafts of each step that equal the text, as far as the text reaches; [S]."""
-    found = []
+    counts = []
     for place, step in zip(text.places, drafts, strict=True):
         following = text.token_ids[place + 1 : place + 1 + len(step)]
         right = step[: len(following)] == following
-        found.append(int(np.cumprod(right).sum()))
-    return np.array(found)
+        counts.append(int(np.cumprod(right).sum()))
+    return np.array(counts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +148,7 @@ def explain(texts: Sequence[Text], reference: Sequence[np.ndarray], blind: Seque
         for number, (text, expected, unseen) in enumerate(zip(texts, reference, blind, strict=True))
         for step, (ours, theirs, alone) in enumerate(zip(text.drafts, expected, unseen, strict=True))
     ]
-    right, alone = (float(np.mean([each[which] for each in steps])) for which in (2, 3))
+    right, alone = (float(np.mean([step[which] for step in steps])) for which in (2, 3))
     if alone >= FOLLOWS and alone > right:
         return (
             "the drafter is blind to its context: its drafts are those of an empty cache; the cache is not filled at "
@@ -196,17 +194,17 @@ class Cause:
     cure: str = ""
 
 
-def causes(given: np.ndarray, readings: Sequence[Reading]) -> list[Cause]:
+def causes(as_it_is: np.ndarray, readings: Sequence[Reading]) -> list[Cause]:
     """Select the readings that explain a low acceptance, the greatest gain first.
 
     At the same places they accept more: the gain's 95 % interval excludes zero, and it exceeds both LEAST_GAIN and
     LEAST_FRAC.
     """
-    found = []
+    likely = []
     for reading in readings:
-        more = (reading.accepted - given).astype(np.float64)
+        more = (reading.accepted - as_it_is).astype(np.float64)
         gain = estimate(np.stack([more, np.ones_like(more)], axis=1), ratio)
-        least = max(LEAST_GAIN, LEAST_FRAC * (1 + given.mean()))
+        least = max(LEAST_GAIN, LEAST_FRAC * (1 + as_it_is.mean()))
         if gain is not None and (gain.low or 0.0) > 0 and gain.value > least:
-            found.append(Cause(reading.name, 1 + float(reading.accepted.mean()), gain, reading.cure))
-    return sorted(found, key=lambda cause: -cause.gain.value)
+            likely.append(Cause(reading.name, 1 + float(reading.accepted.mean()), gain, reading.cure))
+    return sorted(likely, key=lambda cause: -cause.gain.value)
