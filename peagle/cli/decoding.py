@@ -80,8 +80,6 @@ def decode(settings: Decode) -> int:
     display.read_by(pair.tokenizer)
     if any(conversation.prompt_ids is None for conversation in conversations):
         display.warn(not_shown(settings.rendering, pair, target))
-    if settings.command == "speculate" and not pair.num_drafts(settings.engine.num_speculative_tokens)[0]:
-        display.warn([f"-k auto drafts {pair.widths.in_words()}: decoded plainly (-k K drafts anyway)"])
     try:
         with _grammar_by_option(settings):
             outcome = run(pair, conversations, config, display)
