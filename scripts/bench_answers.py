@@ -27,7 +27,6 @@ from peagle.measure.metrics import first_difference
 from peagle.measure.pages import Block, Table, heading
 from peagle.measure.provenance import num_threads
 from peagle.measure.sweep.figures import estimate, ratio
-from peagle.measure.sweep.page import estimate_text
 from peagle.measure.sweep.plan import K, parse_ks
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
@@ -43,6 +42,7 @@ from scripts.runs import (
     add_drafter_option,
     add_prompt_options,
     add_run_options,
+    figure_text,
     in_one_line,
     new_parser,
     origin,
@@ -187,8 +187,8 @@ def page(record: Json) -> list[Block]:
         [
             row["engine"],
             f"{row['tok_per_s']:.0f}",
-            "" if row["engine"] == LLAMA else estimate_text(row["over_llama"]),
-            "" if row["engine"] == OURS else estimate_text(row["over_plain"]),
+            "" if row["engine"] == LLAMA else figure_text(row["over_llama"]),
+            "" if row["engine"] == OURS else figure_text(row["over_plain"]),
             f"{100 * row['same_answers']:.0f} %",
             row["computes"],
         ]

@@ -29,7 +29,6 @@ from peagle.engine.resolved import Role
 from peagle.loading import load
 from peagle.measure.pages import Block, Table, heading
 from peagle.measure.sweep.figures import estimate_median
-from peagle.measure.sweep.page import estimate_text
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from scripts.fleet_processes import SocketReplicas, started
@@ -51,6 +50,7 @@ from scripts.runs import (
     add_drafter_option,
     add_prompt_options,
     add_run_options,
+    figure_text,
     in_one_line,
     new_parser,
     origin,
@@ -312,8 +312,8 @@ def page(record: Json) -> list[Block]:
         by["long prompts", str(APART), name] / by["long prompts", str(BOTH), name] for name in ("itl p99", FIGURES[-1])
     )
     lone = [
-        (str(each["prompt_tokens"]), f"{each['first']:.1f}", estimate_text(each["first added"], 1),
-         f"{each['next']:.1f}", estimate_text(each["next added"], 1), f"{each['counted']:.1f}")
+        (str(each["prompt_tokens"]), f"{each['first']:.1f}", figure_text(each["first added"], 1),
+         f"{each['next']:.1f}", figure_text(each["next added"], 1), f"{each['counted']:.1f}")
         for each in record["hand_off"]
     ]  # fmt: skip
     return [

@@ -24,13 +24,12 @@ from pathlib import Path
 
 from peagle.checkpoints import DEMO, HELD_OUT, resolve
 from peagle.measure.pages import Block, Table, heading
-from peagle.measure.sweep.page import estimate_text
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from peagle.ops.strict_json import dumps
 from scripts.demo.corpus import build_corpus, collect_sources
 from scripts.demo.tasks import digest
-from scripts.runs import Json, Progress, add_run_options, in_one_line, new_parser, origin, where, write_run
+from scripts.runs import Json, Progress, add_run_options, figure_text, in_one_line, new_parser, origin, where, write_run
 from scripts.screenshots import chromium
 
 PROMPTS, HELDOUT = "prompts.jsonl", "heldout.jsonl"
@@ -213,7 +212,7 @@ def page(record: Json) -> list[Block]:
         Table(
             ("K", "drafter", "acceptance length", "speed-up over plain decoding"),
             [
-                [str(each["k"]), each["drafter"], *map(estimate_text, (each["acceptance_length"], each["speedup"]))]
+                [str(each["k"]), each["drafter"], *map(figure_text, (each["acceptance_length"], each["speedup"]))]
                 for each in found
             ],
         ),

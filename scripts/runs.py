@@ -17,6 +17,7 @@ from peagle.engine.request import Request
 from peagle.measure import pages
 from peagle.measure.metrics import Spread
 from peagle.measure.provenance import provenance, tuning
+from peagle.measure.sweep.figures import Estimate, estimate_text
 from peagle.measure.sweep.plan import AUTO
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
@@ -68,6 +69,19 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def spread_text(figure: Json, form: str) -> str:
     """Format a spread of a record."""
     return Spread(**figure).text(lambda value: format(value, form))
+
+
+def figure_text(figure: Json | None, digits: int = 2) -> str:
+    """Format an estimate of a record with its interval."""
+    return estimate_text(None if figure is None else Estimate(**figure), digits)
+
+
+def acceptance_length_text(row: Json) -> str:
+    """Format the acceptance length of a sweep's row; of `auto`, with the share of passes that drafted."""
+    text = figure_text(row["acceptance_length"])
+    if row["num_plain_steps"] and row["num_spec_steps"]:
+        text += f" in {row['num_spec_steps'] / (row['num_spec_steps'] + row['num_plain_steps']):.1%} of the passes"
+    return text
 
 
 def add_run_options(parser: argparse.ArgumentParser, rounds: int = 0, of: str = "") -> None:

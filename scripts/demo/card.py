@@ -16,12 +16,11 @@ from pathlib import Path
 
 import peagle  # noqa: F401  (before anything starts JAX)
 from peagle.measure.pages import Block, Table, markdown
-from peagle.measure.sweep import page as sweep_page
-from peagle.measure.sweep.plan import AUTO, Setting
+from peagle.measure.sweep.plan import AUTO, Workload
 from scripts.demo.build import DEMO, DRAFTERS
 from scripts.demo.practice import GOOD, LOOPING
 from scripts.demo.train_target import SEED, Rows, evaluate
-from scripts.runs import Json, at_largest_k, new_parser
+from scripts.runs import Json, acceptance_length_text, at_largest_k, figure_text, new_parser
 from target.load import LoadedTarget, inspect_target, load_target
 
 SETTING = ("prompts", "raw", "temperature")
@@ -134,14 +133,14 @@ def acceptance_text(sweeps: Sequence[Path]) -> str:
             "raw" if row["raw"] else "chat",
             f"{row['temperature']:g}",
             row["label"],
-            sweep_page.acceptance_text(row),
-            *map(sweep_page.estimate_text, (row["without_loops"]["acceptance_length"], row["speedup"])),
+            acceptance_length_text(row),
+            *map(figure_text, (row["without_loops"]["acceptance_length"], row["speedup"])),
         ]
         for row in rows
         if row["k"] in SHOWN
     ]
     blocks = [
-        f"{rows[0]['num_requests']} held-out prompts; {Setting(*(rows[0][key] for key in SETTING)).label}: "
+        f"{rows[0]['num_requests']} held-out prompts; {Workload(*(rows[0][key] for key in SETTING)).label}: "
         f"{rows[0]['looping_frac']:.0%} of the outputs loop. Intervals: 95 %. More: "
         f"{', '.join(f'results/{sweep.name}' for sweep in sweeps)}.",
         Table(header, lines),
@@ -165,7 +164,7 @@ def by_task(rows: list[Json]) -> list[Block]:
             str(part["num_requests"]),
             f"{part['looping_frac']:.0%}",
             *map(
-                sweep_page.estimate_text,
+                figure_text,
                 (part["acceptance_length"], part["without_loops"]["acceptance_length"], part["speedup"]),
             ),
         ]

@@ -25,8 +25,7 @@ from peagle.loading import load
 from peagle.measure.logprobs import output_logprobs
 from peagle.measure.pages import Block, Picture, Table
 from peagle.measure.sweep import charts
-from peagle.measure.sweep.figures import Estimate, estimate, one_more_than_ratio, ratio
-from peagle.measure.sweep.page import estimate_text
+from peagle.measure.sweep.figures import Estimate, estimate, estimate_text, one_more_than_ratio, ratio
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
 from peagle.pair import Pair
@@ -229,13 +228,11 @@ def _pictures(rows: Sequence[Json]) -> Iterator[Picture]:
         (0, "acceptance", "Acceptance length over the length of the prompt."),
         (1, "acceptance_without_loops", "The same, of outputs that do not loop."),
     ):
-        series: dict[str, list[Json]] = {}
-        for row, found in zip(rows, lengths, strict=True):
-            figure = found[which]
-            length = None if figure is None else dataclasses.asdict(figure)
-            part = {"prompt_tokens": float(np.median(row["prompt_tokens"])), "acceptance_length": length}
-            series.setdefault(f"{row['pair']}, {row['drafter']}", []).append(part)
-        if (svg := charts.over_context(series, "acceptance_length", "acceptance length")) is not None:
+        series: dict[str, list[charts.Point]] = {}
+        for row, estimates in zip(rows, lengths, strict=True):
+            point = (float(np.median(row["prompt_tokens"])), estimates[which])
+            series.setdefault(f"{row['pair']}, {row['drafter']}", []).append(point)
+        if (svg := charts.over_context(series, "acceptance length")) is not None:
             yield Picture(name, svg, caption)
 
 
@@ -245,7 +242,7 @@ def _nats_row(row: Json) -> list[str]:
 
 
 def _text(figure: Estimate | None) -> str:
-    return estimate_text(None if figure is None else dataclasses.asdict(figure))
+    return estimate_text(figure)
 
 
 def parse_pair(typed: str) -> Judged:
