@@ -19,7 +19,7 @@ from peagle.ops import native
 from peagle.pair import DEFAULT_WIDTHS, Pair
 from peagle.text.prompt_files import read_prompt_file
 from peagle.workflows.run import Run, RunConfig, run
-from scripts import record_acceptance
+from scripts.golden import acceptance
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +66,8 @@ def test_it_drafts_by_the_table_that_it_ships_if_any(
 
 
 def test_it_accepts_what_it_did(demo: Pair) -> None:
-    """The regression gate: 95 % of the recorded acceptance (python -m scripts.record_acceptance)."""
-    known, counters = record_acceptance.recorded(), record_acceptance.measure(demo)
+    """The regression gate: 95 % of the recorded acceptance (python -m scripts.golden.acceptance)."""
+    known, counters = acceptance.recorded(), acceptance.measure(demo)
     assert (counters.acceptance_length or 0) >= 0.95 * known["acceptance_length"]
     rates = [rate or 0.0 for rate in counters.acceptance_rate_per_position]
     assert all(now >= 0.95 * then for now, then in zip(rates, known["rate_per_position"], strict=True)), rates
@@ -79,8 +79,8 @@ def test_the_gate_notices_a_worse_drafter(demo: Pair) -> None:
     params = demo.drafter.params
     worse = dataclasses.replace(params, norm=params.norm.at[::3].set(0))
     drafter = dataclasses.replace(demo.drafter, params=worse)
-    counters = record_acceptance.measure(dataclasses.replace(demo, drafter=drafter))
-    assert (counters.acceptance_length or 0) < 0.95 * record_acceptance.recorded()["acceptance_length"]
+    counters = acceptance.measure(dataclasses.replace(demo, drafter=drafter))
+    assert (counters.acceptance_length or 0) < 0.95 * acceptance.recorded()["acceptance_length"]
 
 
 def test_speculation_says_what_plain_decoding_says(answers: Run) -> None:

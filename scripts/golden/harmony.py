@@ -1,6 +1,6 @@
 """Record how openai-harmony parses answers, for tests/golden/test_harmony.py.
 
-    TIKTOKEN_ENCODINGS_BASE=DIRECTORY python -m scripts.against_harmony
+    TIKTOKEN_ENCODINGS_BASE=DIRECTORY python -m scripts.golden.harmony
 
 needs `pip install openai-harmony==0.0.8` and, in DIRECTORY, o200k_base.tiktoken: the vocabulary of GPT-OSS, which that
 package downloads if the variable is not set. It writes tests/golden/harmony.jsonl: a line about the record, then one
@@ -11,14 +11,13 @@ makes of them.
 import importlib.metadata
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
-from scripts.runs import in_one_line, new_parser
+from scripts.runs import ROOT, in_one_line, new_parser
 
-GOLDEN = Path(__file__).parents[1] / "tests" / "golden" / "harmony.jsonl"
+GOLDEN = ROOT / "tests" / "golden" / "harmony.jsonl"
 NUM_GENERATED = 40
 MAX_MESSAGES = 4
 
@@ -68,7 +67,7 @@ def record() -> Iterator[dict[str, Any]]:
 
     encoding = load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
     yield {
-        "command": "python -m scripts.against_harmony",
+        "command": "python -m scripts.golden.harmony",
         "recorded": {"openai-harmony": importlib.metadata.version("openai-harmony")},
     }
     every = (f"{header}<|message|>{text}<|end|>" for header in HEADERS for text in TEXTS[2:4])
@@ -79,7 +78,8 @@ def record() -> Iterator[dict[str, Any]]:
             tokens.append(encoding._inner.decode_bytes([token]).decode("latin-1"))  # the public decode() replaces bytes
         parser.process_eos()
         messages = [
-            (each.channel, each.recipient, "".join(part.text for part in each.content)) for each in parser.messages
+            (message.channel, message.recipient, "".join(part.text for part in message.content))
+            for message in parser.messages
         ]
         yield {"tokens": tokens, "messages": messages}
 
@@ -87,7 +87,7 @@ def record() -> Iterator[dict[str, Any]]:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command."""
     new_parser(__doc__).parse_args(arguments)
-    return in_one_line("against_harmony", write)
+    return in_one_line("golden.harmony", write)
 
 
 def write() -> int:

@@ -3,7 +3,7 @@
 Run it in an environment of its own, since the package pins an older transformers:
 
     python3.11 -m venv recorder && recorder/bin/pip install speculators==0.9.0
-    recorder/bin/python scripts/record_golden_drafter.py tests/golden/drafter_speculators
+    recorder/bin/python scripts/golden/drafter.py tests/golden/drafter_speculators
 
 For each tiny random model it leaves the checkpoint as the package saves it, and golden.npz. P-EAGLE (`plain`,
 `variant`): inputs, and logits of every (anchor, depth) row of two passes: `train_*`, rows drawn by the package's own
@@ -139,7 +139,7 @@ def record(model: core.PEagleDraftModel, rows: tuple[torch.Tensor, torch.Tensor]
 
 
 def record_in_turn(model: Eagle3DraftModel) -> dict[str, np.ndarray]:
-    """Record inputs, and logits of each of NUM_DEPTHS passes, over the tokens that truly follow."""
+    """Record inputs, and logits of NUM_DEPTHS passes, over the tokens that truly follow."""
     geometry = model.config.transformer_layer_config
     taps = len(model.config.eagle_aux_hidden_state_layer_ids)
     token_ids = torch.randint(0, geometry.vocab_size, (1, NUM_ROWS))

@@ -1,6 +1,6 @@
 """Record what transformers computes for a tiny MXFP4 checkpoint: parity for machines without torch.
 
-    python -m scripts.record_golden
+    python -m scripts.golden.target
 
 Writes tests/golden/target/: the checkpoint (drawn from a seed) and expected.npz with token ids, logits and every
 layer's output, all from transformers' GptOssForCausalLM in float32, eager, its own dequantisation. Needs torch.
@@ -13,10 +13,10 @@ import torch
 import transformers
 
 from peagle.workflows.random_checkpoint import geometry, random_tensors
-from scripts.runs import new_parser
+from scripts.runs import ROOT, new_parser
 from target.load import write_target
 
-DIRECTORY = Path(__file__).parents[1] / "tests" / "golden" / "target"
+DIRECTORY = ROOT / "tests" / "golden" / "target"
 # long enough to wrap the ring of a window of 6 twice, and to exceed YaRN's original length
 BATCH, LENGTH = 2, 30
 CONFIG = geometry(

@@ -1,7 +1,7 @@
 """Measure this project beside transformers and llama.cpp on the same random checkpoints.
 
     peagle random M /tmp/M
-    python -m scripts.bench_peers --out RUN --llama-python LLAMA/bin/python /tmp/M
+    python -m scripts.bench peers --out RUN --llama-python LLAMA/bin/python /tmp/M
 
 Measured are plain decoding, verify passes, and how far each engine's logits are from a float32 reference. On a GPU all
 compute in bfloat16, and transformers decodes with the faster of its two caches: one that grows, and a static one, whose
@@ -23,6 +23,7 @@ import argparse
 import math
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -34,11 +35,11 @@ from scripts.peers.measure import CHECKED_WIDE, Settings, measure
 from scripts.peers.ours import budget_of_many
 from scripts.peers.page import page
 from scripts.peers.roster import DEFAULT, MOST_REQUESTS, NAMES, OURS, unavailable
-from scripts.runs import Json, Progress, RawLines, add_run_options, in_one_line, new_parser, numbers, origin, write_run
+from scripts.runs import Progress, RawLines, add_run_options, new_parser, new_record, numbers, run_scenario, write_run
 from target.load import inspect_target
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     parser = new_parser(__doc__)
     parser.add_argument("checkpoints", nargs="+", type=Path, metavar="CHECKPOINT", help="directories, one or several")
@@ -58,9 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--requests", metavar="N,...", help="also decode so many requests together, such as 1,4,8,16,32 (default: none)"
     )
-    given = sys.argv[1:] if arguments is None else arguments
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share a GPU's memory
-    return in_one_line("bench_peers", lambda: bench(parser.parse_intermixed_args(arguments), given))
+    return run_scenario("peers", parser, bench, arguments)
 
 
 def bench(arguments: argparse.Namespace, typed: list[str]) -> int:
@@ -82,14 +82,7 @@ def bench(arguments: argparse.Namespace, typed: list[str]) -> int:
     expect_new(arguments.out)
     for engine, why in left_out.items():
         print(f"{engine} is left out: {why}", file=sys.stderr)
-    record: Json = {
-        "schema": 1,
-        "provenance": origin("scripts.bench_peers", typed),
-        "config": asdict(settings),
-        "left_out": left_out,
-        "checkpoints": [],
-        "rows": [],
-    }
+    record = new_record(typed, asdict(settings), left_out=left_out, checkpoints=[], rows=[])
     raw = RawLines(arguments.out)
     for number, checkpoint in enumerate(arguments.checkpoints, start=1):
         say = Progress(f"{number}/{len(arguments.checkpoints)} {checkpoint.name}:")
@@ -113,13 +106,12 @@ def bench(arguments: argparse.Namespace, typed: list[str]) -> int:
 
 def engines(named: str, llama_python: str | None) -> tuple[tuple[str, ...], dict[str, str]]:
     """Choose (the engines to compare, ours among them; those left out, with the reason)."""
-    wanted = named.split(",")
-    if unknown := [name for name in wanted if name not in NAMES]:
+    names = list(dict.fromkeys([OURS, *named.split(",")]))
+    if unknown := [name for name in names if name not in NAMES]:
         raise InputError(f"--engines names {unknown[0]!r}; expected names of {', '.join(NAMES)} with commas between")
-    wanted = list(dict.fromkeys([OURS, *wanted]))
-    reasons = {name: unavailable(name, llama_python) for name in wanted}
+    reasons = {name: unavailable(name, llama_python) for name in names}
     left_out = {name: why for name, why in reasons.items() if why is not None}
-    return tuple(name for name in wanted if name not in left_out), left_out
+    return tuple(name for name in names if name not in left_out), left_out
 
 
 def check(settings: Settings, checkpoints: list[Path]) -> None:
@@ -145,7 +137,3 @@ def check(settings: Settings, checkpoints: list[Path]) -> None:
         room = inspect_target(checkpoint).config.max_positions
         if longest > room:
             raise InputError(f"{checkpoint} has {room} positions; expected {longest} or more: ask for fewer tokens")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Measure how long requests that arrive at random wait for their next token while a long prompt is among them.
 
-    python -m scripts.bench_arrivals --out RUN
+    python -m scripts.bench arrivals --out RUN
 
 The pair's held-out prompts arrive as a Poisson process at a share of what the engine can decode, measured first as a
 closed batch. The same arrivals are played with one long prompt among them and without, in turns. Reported: the time
@@ -10,7 +10,6 @@ the engine. Afterwards `--out` (which must not exist yet) holds run.json, raw.js
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,11 +32,11 @@ from scripts.runs import (
     add_drafter_option,
     add_prompt_options,
     add_run_options,
-    in_one_line,
     new_parser,
-    origin,
+    new_record,
     prompt_config,
     prompted,
+    run_scenario,
     where,
     write_run,
 )
@@ -45,7 +44,7 @@ from scripts.runs import (
 LONG_BUDGET = 16  # tokens of the long prompt's answer
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     parser = new_parser(__doc__)
     add_prompt_options(parser)
@@ -57,27 +56,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--load", type=float, default=0.8, help="share of the capacity (default %(default)s)")
     parser.add_argument("--chunk", type=int, default=128, help="tokens of a prefill chunk (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the arrivals (default %(default)s)")
-    given = sys.argv[1:] if arguments is None else arguments
-    return in_one_line("bench_arrivals", lambda: bench(parser.parse_args(given), given))
+    return run_scenario("arrivals", parser, bench, arguments)
 
 
-def bench(asked: argparse.Namespace, given: list[str]) -> int:
+def bench(options: argparse.Namespace, typed: Sequence[str]) -> int:
     """Check everything before anything runs, then measure."""
-    expect_new(asked.out)
-    if min(asked.rounds, asked.long, asked.num_prompts) < 1 or asked.load <= 0:
+    expect_new(options.out)
+    if min(options.rounds, options.long, options.num_prompts) < 1 or options.load <= 0:
         raise InputError("--rounds, --long and --num-prompts must be 1 or more, --load above 0")
-    pair = load(asked.target, asked.drafter)
-    requests = prompted(asked, pair)
-    long = long_request(pair, asked.long, len(requests))
-    k, adaptive = pair.num_drafts(AUTO if asked.k == AUTO else int(asked.k))
+    pair = load(options.target, options.drafter)
+    requests = prompted(options, pair)
+    long = long_request(pair, options.long, len(requests))
+    k, adaptive = pair.num_drafts(AUTO if options.k == AUTO else int(options.k))
     capacity = pair.capacity([*requests, long])
-    shape = pair.engine_config(k, slots=asked.slots, context=capacity, adaptive=adaptive, prefill_chunk=asked.chunk)
+    shape = pair.engine_config(k, slots=options.slots, context=capacity, adaptive=adaptive, prefill_chunk=options.chunk)
     engine = pair.engine(shape)
     engine.warm_up()
-    rate = asked.load * requests_per_s(engine, requests)
-    raw = RawLines(asked.out)
-    for number in range(asked.rounds):
-        rng = np.random.default_rng([asked.seed, number])
+    rate = options.load * requests_per_s(engine, requests)
+    raw = RawLines(options.out)
+    for number in range(options.rounds):
+        rng = np.random.default_rng([options.seed, number])
         due = np.cumsum(rng.exponential(1 / rate, len(requests))).tolist()
         middle = due[len(due) // 3]
         for with_long in (True, False) if number % 2 else (False, True):
@@ -85,14 +83,11 @@ def bench(asked: argparse.Namespace, given: list[str]) -> int:
             played = play(engine, [*zip(requests, due, strict=True), *extra])
             raw.add({"round": number, "long": with_long, **figures(played, long)})
         raw.add({"round": number, "long": "alone", "ttft_s": play(engine, [(long, 0.0)])[0]["ttft_s"]})
-    found = summary(raw.lines)
-    config = prompt_config(asked, len(requests)) | {
-        "drafter": Path(asked.drafter).name,
-        "k": asked.k, "slots": asked.slots, "long": asked.long, "load": asked.load, "chunk": asked.chunk,
-        "rounds": asked.rounds, "requests_per_s": rate,
-    }  # fmt: skip
-    record = {"schema": 1, "provenance": origin("scripts.bench_arrivals", given), "config": config, "figures": found}
-    write_run(asked.out, record, page(record))
+    named = {name: getattr(options, name) for name in ("k", "slots", "long", "load", "chunk", "rounds")}
+    config = prompt_config(options, len(requests)) | named
+    config |= {"drafter": Path(options.drafter).name, "requests_per_s": rate}
+    record = new_record(typed, config, figures=summary(raw.lines))
+    write_run(options.out, record, page(record))
     return 0
 
 
@@ -112,7 +107,7 @@ def requests_per_s(engine: AnyEngine, requests: Sequence[Request]) -> float:
 
 
 def play(engine: AnyEngine, arrivals: Sequence[tuple[Request, float]]) -> list[Json]:
-    """Add each request when it is due; collect its ttft_s and itl_s, the times between arrivals of its tokens."""
+    """Add every request when it is due; collect its ttft_s and itl_s, the times between arrivals of its tokens."""
     waiting = sorted(enumerate(arrivals), key=lambda entry: entry[1][1])
     added: dict[Handle, tuple[int, float]] = {}
     times: list[list[float]] = [[] for _ in arrivals]
@@ -130,16 +125,18 @@ def play(engine: AnyEngine, arrivals: Sequence[tuple[Request, float]]) -> list[J
                 times[added[handle][0]].append(chunk.time_s)
     engine.settle()
     since = dict(added.values())
-    return [{"ttft_s": found[0] - since[place], "itl_s": np.diff(found).tolist()} for place, found in enumerate(times)]
+    return [
+        {"ttft_s": arrived[0] - since[place], "itl_s": np.diff(arrived).tolist()} for place, arrived in enumerate(times)
+    ]
 
 
 def figures(played: list[Json], long: Request) -> Json:
     """Sum up a round: the ttft of the long prompt if there is one, the other requests' itl."""
     others = played[: long.index]
-    itl = np.concatenate([np.asarray(each["itl_s"]) for each in others])
-    found = {"itl_p50_s": float(np.quantile(itl, 0.5)), "itl_p99_s": float(np.quantile(itl, 0.99))}
-    found["others_ttft_s"] = statistics.median(each["ttft_s"] for each in others)
-    return found | ({"ttft_s": played[long.index]["ttft_s"]} if len(played) > long.index else {})
+    itl = np.concatenate([np.asarray(request["itl_s"]) for request in others])
+    quantiles = {"itl_p50_s": float(np.quantile(itl, 0.5)), "itl_p99_s": float(np.quantile(itl, 0.99))}
+    quantiles["others_ttft_s"] = statistics.median(request["ttft_s"] for request in others)
+    return quantiles | ({"ttft_s": played[long.index]["ttft_s"]} if len(played) > long.index else {})
 
 
 def summary(raw: Sequence[Json]) -> Json:
@@ -166,15 +163,15 @@ def summary(raw: Sequence[Json]) -> Json:
 
 def page(record: Json) -> list[Block]:
     """Lay out README.md of the run."""
-    config, found, source = record["config"], record["figures"], record["provenance"]
+    config, figures, source = record["config"], record["figures"], record["provenance"]
     rows = [
-        ("itl of the others without it, median", f"{found['itl_p50_without_s'] * 1e3:.1f} ms"),
-        ("itl of the others without it, p99", f"{found['itl_p99_without_s'] * 1e3:.1f} ms"),
-        ("itl of the others with it, p99", f"{found['itl_p99_with_s'] * 1e3:.1f} ms"),
-        ("p99 with it over the median without it", f"{found['p99_with_over_p50_without']:.2f}"),
-        ("its ttft among the others", f"{found['ttft_s'] * 1e3:.0f} ms"),
-        ("its ttft alone", f"{found['ttft_alone_s'] * 1e3:.0f} ms"),
-        ("ratio", f"{found['ttft_over_alone']:.2f}"),
+        ("itl of the others without it, median", f"{figures['itl_p50_without_s'] * 1e3:.1f} ms"),
+        ("itl of the others without it, p99", f"{figures['itl_p99_without_s'] * 1e3:.1f} ms"),
+        ("itl of the others with it, p99", f"{figures['itl_p99_with_s'] * 1e3:.1f} ms"),
+        ("p99 with it over the median without it", f"{figures['p99_with_over_p50_without']:.2f}"),
+        ("its ttft among the others", f"{figures['ttft_s'] * 1e3:.0f} ms"),
+        ("its ttft alone", f"{figures['ttft_alone_s'] * 1e3:.0f} ms"),
+        ("ratio", f"{figures['ttft_over_alone']:.2f}"),
     ]
     return [
         heading("A long prompt among requests that arrive at random", 1),
@@ -186,7 +183,3 @@ def page(record: Json) -> list[Block]:
         Table(("", ""), rows),
         f"`{source['command']}`; {where(source)}.",
     ]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

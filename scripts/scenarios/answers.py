@@ -1,9 +1,9 @@
 """Measure speculation beside llama.cpp's plain decoding of the same target, on the answers to prompts.
 
-    python -m scripts.bench_answers --out RUN --llama-python LLAMA/bin/python -k 3,auto
+    python -m scripts.bench answers --out RUN --llama-python LLAMA/bin/python -k 3,auto
 
 Every prompt is decoded greedily by every engine in turn, repeatedly: this project's plain decoding, its speculation for
-each K of `-k`, and llama.cpp (scripts.bench_peers says how to install it). All write as many tokens as this project's
+each K of `-k`, and llama.cpp (the scenario `peers` says how to install it). All write as many tokens as this project's
 own answer has, so that no engine is fast by stopping early.
 
 Afterwards `--out` (which must not exist yet) holds run.json (provenance, configuration, a row per engine), raw.jsonl (a
@@ -12,7 +12,6 @@ line per prompt, repeat and engine) and README.md (the table).
 
 import argparse
 import dataclasses
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -27,7 +26,6 @@ from peagle.measure.metrics import first_difference
 from peagle.measure.pages import Block, Table, heading
 from peagle.measure.provenance import num_threads
 from peagle.measure.sweep.figures import estimate, ratio
-from peagle.measure.sweep.page import estimate_text
 from peagle.measure.sweep.plan import K, parse_ks
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
@@ -43,11 +41,12 @@ from scripts.runs import (
     add_drafter_option,
     add_prompt_options,
     add_run_options,
-    in_one_line,
+    figure_text,
     new_parser,
-    origin,
+    new_record,
     prompt_config,
     prompted,
+    run_scenario,
     where,
     write_run,
 )
@@ -62,7 +61,7 @@ class Answer:
     token_ids: list[int]
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     parser = new_parser(__doc__)
     add_run_options(parser)
@@ -71,11 +70,10 @@ def main() -> int:
     add_prompt_options(parser)
     add_drafter_option(parser)
     parser.add_argument("--repeats", type=int, default=5, help="after one that warms up (default %(default)s)")
-    arguments = parser.parse_args()
-    return in_one_line("bench_answers", lambda: bench(arguments))
+    return run_scenario("answers", parser, bench, arguments)
 
 
-def bench(arguments: argparse.Namespace) -> int:
+def bench(arguments: argparse.Namespace, typed: Sequence[str]) -> int:
     """Check everything before anything runs, then measure."""
     drafts = parse_ks(arguments.k)
     if arguments.repeats < 1 or arguments.num_prompts < 1:
@@ -93,8 +91,8 @@ def bench(arguments: argparse.Namespace) -> int:
             checkpoint, inspect_target(checkpoint).mxfp4, gguf, context, num_threads() or 1, arguments.llama_python
         )
         engines = {
-            made.name: running.enter_context(Remote(made))
-            for made in entries(site, drafter_path(arguments.target, arguments.drafter) or arguments.drafter, drafts)
+            engine.name: running.enter_context(Remote(engine))
+            for engine in entries(site, drafter_path(arguments.target, arguments.drafter) or arguments.drafter, drafts)
         }
         raw = RawLines(arguments.out)
         raw.extend(decoded(engines, answers, arguments.repeats))
@@ -102,13 +100,13 @@ def bench(arguments: argparse.Namespace) -> int:
     config = prompt_config(arguments, len(answers))
     config |= {"drafter": Path(arguments.drafter).name, "repeats": arguments.repeats}
     rows = [{"engine": name, **described[name], **figures(raw.lines, name)} for name in engines]
-    record = {"schema": 1, "provenance": origin("scripts.bench_answers"), "config": config, "rows": rows}
+    record = new_record(typed, config, rows=rows)
     write_run(arguments.out, record, page(record))
     return 0
 
 
 def own_answers(arguments: argparse.Namespace) -> list[Answer]:
-    """Decode each prompt plainly; answers of one token, which take no decoding, are left out."""
+    """Decode every prompt plainly; answers of one token, which take no decoding, are left out."""
     pair = peagle.load(arguments.target, None)
     requests = prompted(arguments, pair)
     engine = pair.engine(pair.engine_config(0, context=pair.capacity(requests)))
@@ -137,11 +135,11 @@ def decoded(engines: Mapping[str, Remote], answers: Sequence[Answer], repeats: i
         for index, answer in enumerate(answers):
             say.part("prompts")
             for name in rotated(list(engines), repeat + index):
-                found = engines[name].call("decode", prompt_ids=answer.prompt_ids, num_tokens=len(answer.token_ids))
+                reply = engines[name].call("decode", prompt_ids=answer.prompt_ids, num_tokens=len(answer.token_ids))
                 line = {"engine": name, "prompt": index, "repeat": repeat, "tokens": len(answer.token_ids)}
-                times = {key: found[key] for key in ("prefill_s", "decode_s")}
+                times = {key: reply[key] for key in ("prefill_s", "decode_s")}
                 if repeat:
-                    yield {**line, **times, "same": first_difference(found["token_ids"], answer.token_ids) is None}
+                    yield {**line, **times, "same": first_difference(reply["token_ids"], answer.token_ids) is None}
     say.end()
 
 
@@ -157,9 +155,9 @@ def figures(lines: Sequence[Json], engine: str) -> Json:
 
     def faster_than(other: str) -> Json:
         theirs = by_prompt(lines, other)
-        found = estimate(np.array([[theirs[prompt], seconds[prompt]] for prompt in seconds]), ratio)
-        assert found is not None
-        return dataclasses.asdict(found)
+        factor = estimate(np.array([[theirs[prompt], seconds[prompt]] for prompt in seconds]), ratio)
+        assert factor is not None
+        return dataclasses.asdict(factor)
 
     differing = {line["prompt"] for line in own if not line["same"]}
     return {
@@ -171,12 +169,12 @@ def figures(lines: Sequence[Json], engine: str) -> Json:
 
 
 def by_prompt(lines: Sequence[Json], engine: str) -> dict[int, float]:
-    """Add up the seconds of decoding each prompt's answer, over all repeats."""
-    found: dict[int, float] = {}
+    """Add up the seconds of decoding a prompt's answer, over all repeats; by prompt."""
+    seconds: dict[int, float] = {}
     for line in lines:
         if line["engine"] == engine:
-            found[line["prompt"]] = found.get(line["prompt"], 0.0) + line["decode_s"]
-    return found
+            seconds[line["prompt"]] = seconds.get(line["prompt"], 0.0) + line["decode_s"]
+    return seconds
 
 
 def page(record: Json) -> list[Block]:
@@ -187,8 +185,8 @@ def page(record: Json) -> list[Block]:
         [
             row["engine"],
             f"{row['tok_per_s']:.0f}",
-            "" if row["engine"] == LLAMA else estimate_text(row["over_llama"]),
-            "" if row["engine"] == OURS else estimate_text(row["over_plain"]),
+            "" if row["engine"] == LLAMA else figure_text(row["over_llama"]),
+            "" if row["engine"] == OURS else figure_text(row["over_plain"]),
             f"{100 * row['same_answers']:.0f} %",
             row["computes"],
         ]
@@ -209,7 +207,3 @@ def page(record: Json) -> list[Block]:
         "Answered the same: token for token as this project's plain decoding. llama.cpp rounds activations to eight "
         "bits and YaRN's bounds to whole dimensions, so that near-ties fall otherwise and a text goes another way.",
     ]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

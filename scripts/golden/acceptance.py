@@ -1,6 +1,6 @@
 """Record what the demo pair accepts on a fixed set, as a regression gate for changes of the engine.
 
-    python -m scripts.record_acceptance     # after the pair itself has changed, never to make a test pass
+    python -m scripts.golden.acceptance     # after the pair itself has changed, never to make a test pass
 
 Afterwards tests/golden/demo_acceptance.json holds the counters. tests/peagle/test_demo.py fails if acceptance length
 or the rate at any position is below 95 % of them.
@@ -8,7 +8,6 @@ or the rate at any position is below 95 % of them.
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import peagle
@@ -18,9 +17,9 @@ from peagle.measure.provenance import provenance
 from peagle.ops.strict_json import dumps
 from peagle.pair import Pair
 from peagle.result import Counters, decode
-from scripts.runs import first_requests
+from scripts.runs import ROOT, first_requests
 
-GOLDEN = Path(__file__).parents[1] / "tests" / "golden" / "demo_acceptance.json"
+GOLDEN = ROOT / "tests" / "golden" / "demo_acceptance.json"
 NUM_PROMPTS, NEW_TOKENS, NUM_DRAFTS = 24, 96, 5
 
 
@@ -35,8 +34,8 @@ def measure(pair: Pair) -> Counters:
 
 def recorded() -> dict[str, Any]:
     """Read the record."""
-    found: dict[str, Any] = json.loads(GOLDEN.read_text(encoding="utf-8"))
-    return found
+    record: dict[str, Any] = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    return record
 
 
 def main() -> int:

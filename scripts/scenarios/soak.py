@@ -1,31 +1,43 @@
-"""A soak: for some minutes more clients than a server has room for. Every answer is checked.
+"""Soak `peagle serve`: for some minutes more clients than it has room for. Every answer is checked.
 
-Many clients leave, some send what must be refused, and one reads nothing of its streams. What must hold: an answer
-equals the one that the same request gets alone, up to where its client left; what is wrong is refused, with the status
-that says so; afterwards no slot is held, nothing waits to be sent, all slots answer, and memory has not grown.
+    python -m scripts.bench soak --out RUN --minutes 10
+
+Many clients leave, some send what must be refused, and one reads nothing of its streams. Afterwards an answer must
+equal the one that the same request gets alone, up to where its client left; a wrong request must be refused with its
+status; no slot is held, nothing waits to be sent, all slots answer, and memory has not grown. `--out` (which must not
+exist yet) then holds run.json and README.md.
 """
 
+import argparse
 import http.client
 import random
 import statistics
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from peagle.measure.pages import Block, Table
 from peagle.ops.errors import InputError
-from scripts.runs import Json
+from peagle.ops.files import expect_new
+from scripts.runs import Json, add_run_options, new_parser, new_record, run_scenario, write_run
+from scripts.scenarios.serve import Load, add_model_options, page_head, prepared, prompts
+from scripts.serving import servers
 from scripts.serving.client import RefusedError, leave_unread, samples_of, stall, status_of, stream, whole
 from scripts.serving.servers import Server
 
+SLOTS, PROMPTS, TOKENS_IN, TOKENS_OUT = 4, 24, 128, 64
+LONG_IN, LONG_OUT = 1500, 3000  # tokens of long prompts, and of answers that nobody reads
 LEAVING, BAD = 0.3, 0.1  # shares of the requests
 UNREAD_S = 30.0  # before a client that reads nothing leaves
 FREE_S = 30.0  # for the slots of those that left last
 SCHEMA = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}, "required": ["a"]}
-LONGEST_WAIT_S = 0.25  # after status 429, and before a client that waits for a whole answer leaves
+LONGEST_WAIT_S = 0.25  # after status 429, and before a client waiting for a whole answer leaves
 SAMPLES = 100  # of memory
 UNREAD = {"logprobs": 20, "n": 2, "ignore_eos": True, "stream": True}  # many bytes a token
-# what must be refused: status, method, path, body, headers
+# requests that must be refused: status, method, path, body, headers
 REFUSED: tuple[tuple[int, str, str, bytes, dict[str, str]], ...] = (
     (400, "POST", "/v1/completions", b"{", {}),
     (400, "POST", "/v1/completions", b'{"prompt": "a", "temperature": -1}', {}),
@@ -45,9 +57,41 @@ REFUSED: tuple[tuple[int, str, str, bytes, dict[str, str]], ...] = (
 )
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    parser = new_parser(__doc__)
+    add_run_options(parser)
+    add_model_options(parser)
+    parser.add_argument("--minutes", type=float, default=10, help="default %(default)s")
+    return run_scenario("soak", parser, bench, arguments)
+
+
+def bench(options: argparse.Namespace, typed: Sequence[str]) -> int:
+    """Soak a server of the last K, with a small prefix cache that is soon full."""
+    expect_new(options.out)
+    if not 0 < options.minutes < 1e6:
+        raise InputError(f"--minutes is {options.minutes}; expected a number above 0")
+    short = Load(SLOTS, PROMPTS, TOKENS_IN, 2 * TOKENS_OUT, 1)
+    long = replace(short, requests=SLOTS, tokens_in=LONG_IN, tokens_out=LONG_OUT)
+    with tempfile.TemporaryDirectory() as scratch:
+        models = prepared(options, [short, long], Path(scratch))
+        variant = [*models.drafts][-1]
+        texts = [
+            text for load in (short, long) for text in prompts(models.checkpoint, models.vocab_size, load, options.seed)
+        ]
+        serve = [*models.options(variant, long), "--prefix-cache", "64MB", "--max-queue", str(SLOTS)]
+        clients = 2 * SLOTS + 2  # as many as slots and queue have room for, and two more
+        with servers.ours(*serve, "--max-unsent", "100000") as server:
+            bodies = mixed_bodies(texts, TOKENS_OUT)
+            counts = soak(server, bodies, clients, options.minutes * 60, options.seed, SLOTS, LONG_OUT)
+    record = new_record(typed, models.config(options), soak={"variant": variant, **counts})
+    write_run(options.out, record, page(record))
+    return 0
+
+
 @dataclass
-class Found:
-    """What a soak has seen. wrong: what the first few wrong answers were."""
+class Counts:
+    """What a soak has counted. wrong: the first few wrong answers."""
 
     answered: int = 0
     left: int = 0
@@ -68,7 +112,7 @@ class Found:
             self.failed.append(str(error) or type(error).__name__)
 
 
-def bodies(prompts: Sequence[Sequence[int]], tokens_out: int) -> list[Json]:
+def mixed_bodies(prompts: Sequence[Sequence[int]], tokens_out: int) -> list[Json]:
     """Make requests that differ: greedy or seeded, with penalties, log-probabilities, stop strings, grammars, own K."""
     kinds: tuple[Json, ...] = (
         {"temperature": 0},
@@ -88,7 +132,7 @@ def bodies(prompts: Sequence[Sequence[int]], tokens_out: int) -> list[Json]:
 
 def soak(
     server: Server,
-    asked: Sequence[Json],
+    bodies: Sequence[Json],
     clients: int,
     seconds: float,
     seed: int,
@@ -98,105 +142,106 @@ def soak(
 ) -> Json:
     """Run it; return its figures. Raises InputError if the server does not answer a request alone.
 
-    longest: tokens of an answer of which nothing is read. turns: requests of each client, however long they take.
+    longest: tokens of an answer of which nothing is read. turns: requests of a client, however long they take.
     """
     try:
-        expected = [whole(server.url, body) for body in asked]
+        expected = [whole(server.url, body) for body in bodies]
     except (RefusedError, OSError, http.client.HTTPException) as error:
         raise InputError(f"{server.url} does not answer: {error or type(error).__name__}") from None
-    found, end = Found(), time.monotonic() + seconds
+    counts, end = Counts(), time.monotonic() + seconds
     randoms = [random.Random(f"{seed} {place}") for place in range(clients)]
     threads = [
-        threading.Thread(target=_client, args=(server.url, asked, expected, rng, end, turns, found)) for rng in randoms
+        threading.Thread(target=_client, args=(server.url, bodies, expected, rng, end, turns, counts))
+        for rng in randoms
     ]
-    threads.append(threading.Thread(target=_reads_nothing, args=(server.url, asked[0], longest, end, found)))
+    threads.append(threading.Thread(target=_reads_nothing, args=(server.url, bodies[0], longest, end, counts)))
     for thread in threads:
         thread.start()
-    _watch_memory(server, end, seconds, found)
+    _watch_memory(server, end, seconds, counts)
     for thread in threads:
         thread.join()
     leaked = _held(server)
-    after = [_text(lambda body=body: whole(server.url, body)) for body in asked[:slots]]
-    wrong = len(found.wrong) + sum(text != known for text, known in zip(after, expected, strict=False))
+    after = [_text(lambda body=body: whole(server.url, body)) for body in bodies[:slots]]
+    wrong = len(counts.wrong) + sum(text != known for text, known in zip(after, expected, strict=False))
     return {
-        "clients": clients, "slots": slots, "seconds": seconds, "answered": found.answered, "left": found.left,
-        "bad": found.bad, "unread": found.unread, "refused": found.refused, "wrong": wrong,
-        "failed": len(found.failed), "leaked_slots": leaked, **_counted(server),
-        "first_wrong": (found.failed + found.wrong)[:3], "memory_growth_frac": growth(found.memory_bytes),
-        "memory_bytes": found.memory_bytes[-1] if found.memory_bytes else None,
+        "clients": clients, "slots": slots, "seconds": seconds, "answered": counts.answered, "left": counts.left,
+        "bad": counts.bad, "unread": counts.unread, "refused": counts.refused, "wrong": wrong,
+        "failed": len(counts.failed), "leaked_slots": leaked, **_counted(server),
+        "first_wrong": (counts.failed + counts.wrong)[:3], "memory_growth_frac": growth(counts.memory_bytes),
+        "memory_bytes": counts.memory_bytes[-1] if counts.memory_bytes else None,
     }  # fmt: skip
 
 
-def _text(ask: Callable[[], str]) -> str | None:
+def _text(read: Callable[[], str]) -> str | None:
     try:
-        return ask()
+        return read()
     except (RefusedError, OSError, http.client.HTTPException):
         return None
 
 
 def _client(
     url: str,
-    asked: Sequence[Json],
+    bodies: Sequence[Json],
     expected: Sequence[str],
     rng: random.Random,
     end: float,
     turns: int,
-    found: Found,
+    counts: Counts,
 ) -> None:
-    """Ask until the end, and so many times at least, each time for another answer."""
+    """Ask for random answers until the end, and so many times at least."""
     turn = 0
     while time.monotonic() < end or turn < turns:
         turn += 1
         if rng.random() < BAD:
-            _ask_badly(url, rng, found)
+            _send_bad(url, rng, counts)
             continue
-        place = rng.randrange(len(asked))
+        place = rng.randrange(len(bodies))
         try:
-            text, left = _ask(url, asked[place], rng)
+            text, left = _ask(url, bodies[place], rng)
         except RefusedError as error:
             if error.status == http.client.TOO_MANY_REQUESTS:
-                found.add("refused")
+                counts.add("refused")
                 time.sleep(rng.uniform(0, LONGEST_WAIT_S))
             else:
-                found.fail(error)
+                counts.fail(error)
             continue
         except (OSError, http.client.HTTPException) as error:
-            found.fail(error)
+            counts.fail(error)
             continue
-        found.add("left" if left else "answered")
+        counts.add("left" if left else "answered")
         known = expected[place]
         if text != known and not (left and known.startswith(text)):
-            with found.lock:
-                found.wrong.append(f"request {place}: {text[:80]!r}; expected {known[:80]!r}")
+            with counts.lock:
+                counts.wrong.append(f"request {place}: {text[:80]!r}; expected {known[:80]!r}")
 
 
-def _ask_badly(url: str, rng: random.Random, found: Found) -> None:
+def _send_bad(url: str, rng: random.Random, counts: Counts) -> None:
     """Send a request that must be refused."""
     expected, method, path, body, headers = rng.choice(REFUSED)
     try:
         status = status_of(url, method, path, body, headers)
     except (OSError, http.client.HTTPException) as error:
-        found.fail(error)
+        counts.fail(error)
         return
     if status == expected:
-        found.add("bad")
+        counts.add("bad")
     else:
-        found.fail(InputError(f"{method} {path} {body[:80]!r}: status {status}; expected {expected}"))
+        counts.fail(InputError(f"{method} {path} {body[:80]!r}: status {status}; expected {expected}"))
 
 
-def _reads_nothing(url: str, body: Json, longest: int, end: float, found: Found) -> None:
+def _reads_nothing(url: str, body: Json, longest: int, end: float, counts: Counts) -> None:
     """Ask for long streams until the end, and read nothing of them."""
     while (left := end - time.monotonic()) > 0:
         try:
             stall(url, {**body, **UNREAD, "max_tokens": longest}, min(UNREAD_S, left))
         except RefusedError as error:
             if error.status != http.client.TOO_MANY_REQUESTS:
-                found.fail(error)
+                counts.fail(error)
             time.sleep(LONGEST_WAIT_S)
         except (OSError, http.client.HTTPException) as error:
-            found.fail(error)
+            counts.fail(error)
         else:
-            found.add("unread")
+            counts.add("unread")
 
 
 def _ask(url: str, body: Json, rng: random.Random) -> tuple[str, bool]:
@@ -212,10 +257,10 @@ def _ask(url: str, body: Json, rng: random.Random) -> tuple[str, bool]:
     return "", True
 
 
-def _watch_memory(server: Server, end: float, seconds: float, found: Found) -> None:
+def _watch_memory(server: Server, end: float, seconds: float, counts: Counts) -> None:
     while time.monotonic() < end:
         if (size := server.memory_bytes()) is not None:
-            found.memory_bytes.append(size)
+            counts.memory_bytes.append(size)
         time.sleep(seconds / SAMPLES)
 
 
@@ -249,3 +294,32 @@ def growth(sizes: Sequence[int]) -> float | None:
     if tenth < 2:
         return None
     return statistics.median(sizes[-tenth:]) / statistics.median(sizes[tenth : 2 * tenth]) - 1
+
+
+def page(record: Json) -> list[Block]:
+    """Lay out README.md of the run."""
+    counts = record["soak"]
+    grown = counts["memory_growth_frac"]
+    lines = [
+        ("answers read to their ends", str(counts["answered"])),
+        ("requests that their clients left", str(counts["left"])),
+        ("streams of which their client read nothing", str(counts["unread"])),
+        ("of these, ended by the server", f"{counts['cut_streams']:g}"),
+        ("wrong requests, refused with the right status", str(counts["bad"])),
+        ("refused with status 429, since the queue was full", str(counts["refused"])),
+        ("other failures", str(counts["failed"])),
+        ("wrong answers", str(counts["wrong"])),
+        ("replies with a status of 500 or more", f"{counts['server_errors']:g}"),
+        ("leaked slots", str(counts["leaked_slots"])),
+        ("bytes that wait for clients, at the end", f"{counts['unsent_bytes']:g}"),
+        ("growth of memory", "-" if grown is None else f"{100 * grown:.1f} %"),
+    ]
+    text = (
+        f"{counts['clients']} clients for {counts['seconds'] / 60:g} min on {counts['slots']} slots, "
+        f"{counts['variant']}: "
+        "greedy, seeded, with penalties, log-probabilities, stop strings, grammars, long prompts and K of their own, "
+        "streamed and whole; 3 of 10 leave at a random moment. Every answer is compared with the one that its request "
+        "got alone; one that was left, up to there. 1 of 10 requests must be refused; one more client reads nothing of "
+        "its streams. Memory: the last tenth of the time over its second tenth."
+    )
+    return [*page_head("A soak of the server", record), text, Table(("", ""), lines)]
