@@ -94,7 +94,7 @@ def decode(settings: Decode) -> int:
         json_file.write(dumps(report(outcome, pair, config, names, provenance(), peak, prompts.skipped)))
     if json_file is None:  # which has them
         display.summary(list(logprob_lines(outcome, pair)))
-    display.summary(summary_lines(outcome, config, peak, prompts.skipped))
+    display.summary(summary_lines(outcome, peak, prompts.skipped))
     if settings.quiet:  # else the summary has them
         display.warn(outcome.cut_short)
     if outcome.profile_failed is not None:

@@ -63,9 +63,7 @@ def dumps(value: dict[str, Any]) -> str:
     return strict_json.dumps(value, indent=1) + "\n"
 
 
-def summary_lines(
-    run: Run, config: RunConfig, peak_memory_bytes: int | None, skipped: Sequence[Skipped] = ()
-) -> list[str]:
+def summary_lines(run: Run, peak_memory_bytes: int | None, skipped: Sequence[Skipped] = ()) -> list[str]:
     """Return the lines of the summary."""
     if not run.outcomes:
         return ["interrupted before the first token"] if run.interrupted else []
@@ -215,6 +213,11 @@ def _acceptance(summary: dict[str, Any], run: Run) -> str:
     if run.engine.adaptive and not summary["num_spec_steps"]:
         return f"no draft was verified, since none was likely enough to pay (-k K verifies K in every step) | {steps}"
     text = f"length {figure_text(summary['acceptance_length'], '.2f')} | {steps} | rate per position {rates}"
+    if run.engine.adaptive:
+        text += f" | {summary['num_proposed_draft_tokens']} drafted, {summary['num_draft_tokens']} verified, "
+        text += f"{summary['num_accepted_draft_tokens']} accepted"
+        if summary["num_looked_up_draft_tokens"]:
+            text += f", {summary['num_looked_up_draft_tokens']} of these looked up in the text"
     if summary["looping_requests_frac"]:
         text += f" | {summary['looping_requests_frac']:.0%} of outputs loop"
         if summary["acceptance_length_without_loops"] is not None:

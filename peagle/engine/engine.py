@@ -82,7 +82,8 @@ class Engine(AnyEngine):
         super().__init__(config, stop_token_ids)
         drafter = drafter if config.adaptive else alone(drafter)
         self.target, self.drafter = target, drafter if config.num_speculative_tokens else None
-        self.fingerprints, self._costs = fingerprints, None
+        self.fingerprints = fingerprints
+        self._costs: CostTable | None = None
         self._packed_costs: dict[tuple[int, int], np.ndarray] = {}
         self.memory = KVMemory(target, self.drafter, config)
         shape = Shape(

@@ -35,7 +35,15 @@ from peagle.engine.beside import second_of
 from peagle.engine.sampling import LogProbs, choose, draw_keys, log_probs
 from peagle.engine.state import DecodeState, is_stop
 from peagle.engine.widths import KEEPING_UP, StepCosts, choose_widths, gain_of
-from peagle.ops.messages import Choose, Chosen, DrafterInput, VerifyOutput, likeliest_of, likeliest_with_confidence
+from peagle.ops.messages import (
+    Choose,
+    Chosen,
+    DrafterInput,
+    DraftOutput,
+    VerifyOutput,
+    likeliest_of,
+    likeliest_with_confidence,
+)
 from peagle.protocols import Drafter, Target
 
 Carry = TypeVar("Carry")
@@ -151,7 +159,7 @@ class SourceDrafts:
     token_ids: jax.Array  # [B, K]
     confidence: jax.Array  # [B, K]
     num: jax.Array  # [B]: how many of them
-    survival: jax.Array | None = None  # [B, K]: by the counts (peagle.engine.widths)
+    survival: jax.Array  # [B, K]: by the counts (peagle.engine.widths)
 
 
 @flax.struct.dataclass
@@ -214,8 +222,8 @@ def propose(
         if kind.adaptive:
             state, proposed = _propose_adaptively(drafter, state, widths, costs, kind, keys, may_skip)
             return state, dataclasses.replace(proposed, keys=keys)
-        state, drafts = _run_drafter(drafter, state, widths, _chooser(state, keys, kind), kind.num_drafts)
-        return state, Proposed(widths, drafts.token_ids, keys, jnp.ones((), bool), widths)
+        state, draft = _run_drafter(drafter, state, widths, _chooser(state, keys, kind), kind.num_drafts)
+        return state, Proposed(widths, draft.token_ids, keys, jnp.ones((), bool), widths)
 
 
 def verify(target: Target, state: DecodeState, proposed: Proposed) -> tuple[DecodeState, VerifyOutput]:
@@ -278,14 +286,15 @@ def _chooser(state: DecodeState, keys: jax.Array | None, kind: StepKind) -> Choo
             / jnp.where(state.sampling.greedy, 1.0, state.sampling.temperature)[:, None, None]
         )
         drawn = jnp.take_along_axis(scaled, jnp.maximum(index, 0)[..., None], axis=-1)[..., 0]
-        return index, jnp.where(index < 0, 0.0, jnp.exp(drawn - jax.nn.logsumexp(scaled, axis=-1)))
+        probability = jnp.exp(drawn - jax.nn.logsumexp(scaled, axis=-1))
+        return index, jnp.where(index < 0, 1.0, probability)  # what is not finite is verified, and so noticed
 
     return draw
 
 
 def _run_drafter(
     drafter: Drafter | None, state: DecodeState, num: Int[Array, " B"], chooser: Choose, num_drafts: int
-) -> tuple[DecodeState, SourceDrafts]:
+) -> tuple[DecodeState, DraftOutput]:
     """Let the drafter read its input, of K + 1 rows at most, and propose num[b] <= K drafts."""
     assert drafter is not None
     assert state.drafter_input is not None
@@ -296,8 +305,7 @@ def _run_drafter(
         whole.token_ids[:, :num_rows], whole.aux_hidden[:, :num_rows], whole.num, first_position
     )
     draft, drafter_state = drafter.propose(state.drafter_state, drafter_input, num, num_drafts, chooser)
-    confidence = jnp.full(draft.token_ids.shape, 0.5, jnp.float32) if draft.confidence is None else draft.confidence
-    return dataclasses.replace(state, drafter_state=drafter_state), SourceDrafts(draft.token_ids, confidence, num)
+    return dataclasses.replace(state, drafter_state=drafter_state), draft
 
 
 def _propose_adaptively(
@@ -317,19 +325,19 @@ def _propose_adaptively(
     now = ~state.pace.given_up
     if second_of(drafter) is not None:
         now |= state.pace.idle == 0
-
     shapes = jax.eval_shape(evaluates, state)[1]
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     return _run_if(jnp.any(now & (limits > 0)), lambda carry: evaluates(carry[0]), (state, nothing))
 
 
 def _run_if(condition: jax.Array, function: Callable[[Carry], Carry], carry: Carry) -> Carry:
-    """Run a function once if the condition holds. A `cond` would copy the pages that it takes, on XLA's CPU backend."""
+    """Run a function once if the condition holds. XLA on CPU copies the pages that a `cond` changes, not a loop's."""
 
     def body(run: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
         return jnp.zeros((), bool), function(run[1])
 
-    return jax.lax.while_loop(lambda run: run[0], body, (condition, carry))[1]
+    result: Carry = jax.lax.while_loop(lambda run: run[0], body, (condition, carry))[1]
+    return result
 
 
 def _propose_by_sources(
@@ -346,46 +354,43 @@ def _propose_by_sources(
     assert learned is not None
     assert pace is not None
     assert state.drafter_input is not None
-    sampled, num_active = ~state.sampling.greedy, jnp.sum(~state.done, dtype=jnp.int32)
+    num_active, sampled = jnp.sum(~state.done, dtype=jnp.int32), ~state.sampling.greedy
     rate, chooser = jnp.maximum(learned.rate, 1.0), _chooser(state, keys, kind)
-    to_drafter = jnp.where(pace.given_up, 0, jnp.minimum(limits, pace.reach))
-    worth, looked_up, worth_looked_up = pace.gain_or(learned.gain), None, None
+    worth, looked_up = pace.gain_or(learned.gain), None
     if (second := second_of(drafter)) is not None:
-        kept_up = dataclasses.replace(
-            state.drafter_input, first_position=jnp.where(state.may_draft, state.drafter_input.first_position, -1)
-        )
-        draft, second_state = second.propose(state.second_state, kept_up, limits, num_drafts, chooser)
-        assert draft.confidence is not None
-        state = dataclasses.replace(state, second_state=second_state)
-        by_counts = learned.survival(1, sampled, draft.confidence)
-        looked_up = SourceDrafts(draft.token_ids, draft.confidence, limits, by_counts)
-        worth_looked_up = gain_of(by_counts * pace.trust[:, 1:], limits, costs, num_active, rate)
+        state, looked_up = _look_up(second, state, limits, chooser, num_drafts)
+        worth_looked_up = gain_of(looked_up.survival * pace.trust[:, 1:], limits, costs, num_active, rate)
         worth = jnp.maximum(worth - worth_looked_up, 0.0)
 
-    def run(state: DecodeState) -> tuple[DecodeState, SourceDrafts]:
+    to_drafter, ran = jnp.where(pace.given_up, 0, jnp.minimum(limits, pace.reach)), jnp.ones((), bool)
+    if may_skip:
+        time = costs.of_drafts(jnp.sum(to_drafter))
+        pays = jnp.sum(jnp.where(to_drafter > 0, worth, 0.0)) >= rate * num_active.astype(jnp.float32) * time
+        to_drafter = jnp.where(pays, to_drafter, 0)
+        ran = jnp.any(to_drafter > 0) | jnp.any(state.keeps_up & _has_no_room(state, num_drafts))
+
+    def run(carry: tuple[DecodeState, DraftOutput]) -> tuple[DecodeState, DraftOutput]:
+        state, _ = carry
         if may_skip:
             assert state.drafter_input is not None
             behind = jnp.any(state.keeps_up & (state.drafter_input.num > num_drafts + 1))
             state = _run_if(behind, functools.partial(absorb, drafter), state)
-        return _run_drafter(drafter, state, to_drafter, chooser, num_drafts)
+        state, draft = _run_drafter(drafter, state, to_drafter, chooser, num_drafts)
+        unsure = jnp.full(draft.token_ids.shape, 0.5, jnp.float32)  # of a drafter that does not say
+        confidence = unsure if draft.confidence is None else draft.confidence
+        return state, DraftOutput(draft.token_ids, confidence=confidence)
 
-    if may_skip:
-        time = costs.of_drafts(jnp.sum(to_drafter))
-        pays = jnp.sum(jnp.where(to_drafter > 0, worth, 0.0)) >= rate * num_active * time
-        to_drafter = jnp.where(pays, to_drafter, 0)
-        ran = jnp.any(to_drafter > 0) | jnp.any(state.keeps_up & (state.drafter_input.num > _room(state, num_drafts)))
-        shape = (state.slots, num_drafts)
-        none = SourceDrafts(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), to_drafter)
-        state, drafts = _run_if(ran, lambda carry: run(carry[0]), (state, none))
-    else:
-        ran = jnp.ones((), bool)
-        state, drafts = run(state)
+    shape = (state.slots, num_drafts)
+    none = DraftOutput(jnp.zeros(shape, jnp.int32), confidence=jnp.zeros(shape, jnp.float32))
+    state, draft = _run_if(ran, run, (state, none)) if may_skip else run((state, none))
+    assert draft.confidence is not None
+    counted = learned.survival(0, sampled, draft.confidence)
+    drafts = SourceDrafts(draft.token_ids, draft.confidence, to_drafter, counted)
 
-    drafts = dataclasses.replace(drafts, survival=learned.survival(0, sampled, drafts.confidence))
-    survival = drafts.survival * pace.trust[:, :1]
+    survival = counted * pace.trust[:, :1]
     gain = gain_of(survival, to_drafter, costs, num_active, rate)
-    token_ids, num = drafts.token_ids, to_drafter
-    source, sources = jnp.zeros((state.slots,), jnp.int32), (drafts,)
+    token_ids, num, source = drafts.token_ids, to_drafter, jnp.zeros((state.slots,), jnp.int32)
+    sources: tuple[SourceDrafts, ...] = (drafts,)
     if looked_up is not None:
         takes = worth_looked_up > gain
         source, sources = takes.astype(jnp.int32), (drafts, looked_up)
@@ -393,8 +398,23 @@ def _propose_by_sources(
         survival = jnp.where(takes[:, None], looked_up.survival * pace.trust[:, 1:], survival)
         num = jnp.where(takes, limits, num)
     widths = choose_widths(survival, num, num_active, costs, rate)
-    used = jnp.full((), second is not None)
+    used = jnp.full((), looked_up is not None)
     return state, Proposed(widths, token_ids, None, ran, num, sources, source, to_drafter, used, gain)
+
+
+def _look_up(
+    second: Drafter, state: DecodeState, limits: Int[Array, " B"], chooser: Choose, num_drafts: int
+) -> tuple[DecodeState, SourceDrafts]:
+    """Let the second drafter read the input, all of it, and propose."""
+    assert state.learned is not None
+    assert state.drafter_input is not None
+    first_position = jnp.where(state.may_draft, state.drafter_input.first_position, -1)
+    drafter_input = dataclasses.replace(state.drafter_input, first_position=first_position)
+    draft, second_state = second.propose(state.second_state, drafter_input, limits, num_drafts, chooser)
+    assert draft.confidence is not None
+    survival = state.learned.survival(1, ~state.sampling.greedy, draft.confidence)
+    drafts = SourceDrafts(draft.token_ids, draft.confidence, limits, survival)
+    return dataclasses.replace(state, second_state=second_state), drafts
 
 
 def _commit(
@@ -475,7 +495,6 @@ def _paced(
     assert proposed.gain is not None
     active, num_accepted, sampled = ~state.done, acceptance.num_accepted, ~state.sampling.greedy
     for number, drafts in enumerate(proposed.sources):
-        assert drafts.survival is not None
         known, right = _known(number, drafts, proposed, acceptance, run, active)
         learned = learned.counted(number, sampled, drafts.confidence, known, right)
         pace = pace.judged(number, drafts.survival[:, 0], right[:, 0], known[:, 0] & (drafts.confidence[:, 0] > 0))
@@ -484,25 +503,25 @@ def _paced(
     pass_time = costs.of_rows(num_active + jnp.sum(widths))
     measured = pass_time > 0
     draft_time = jnp.where(proposed.ran, costs.of_drafts(jnp.sum(proposed.num_to_drafter)), 0.0)
-    tokens = jnp.sum(jnp.where(active, num_accepted + 1, 0)) / num_active
+    tokens = jnp.sum(jnp.where(active, num_accepted + 1, 0)).astype(jnp.float32) / num_active.astype(jnp.float32)
     learned = learned.paced(tokens, jnp.where(measured, draft_time + pass_time, 0.0))
     ran = active & (proposed.num_to_drafter > 0) & measured
     learned = learned.gained(proposed.gain, ran)
+    assert proposed.looked_up is not None
     found_nothing = (widths == 0) & proposed.looked_up
     num_drafts = drafts.token_ids.shape[1]
     pace = pace.after(active, ran, proposed.gain, widths, found_nothing, learned.gain, num_drafts)
     # reading what was not drafted for takes about a pass for every K + 1 tokens
     too_dear = costs.of_drafts(num_active) > KEEPING_UP * (num_drafts + 1)
-    assert state.drafter_input is not None
-    full = state.drafter_input.num > _room(state, 2 * num_drafts)
-    pace = dataclasses.replace(pace, given_up=pace.given_up | (active & full & ~proposed.ran & too_dear))
+    behind = active & _has_no_room(state, 2 * num_drafts) & ~proposed.ran
+    pace = dataclasses.replace(pace, given_up=pace.given_up | (behind & too_dear))
     return dataclasses.replace(state, pace=pace, learned=learned)
 
 
-def _room(state: DecodeState, num_drafts: int) -> int:
-    """Return the rows that drafter_input may have before a step so that those of the step fit in, too."""
+def _has_no_room(state: DecodeState, num_drafts: int) -> Bool[Array, " B"]:
+    """Test which slots' drafter_input has no room for the rows of a step."""
     assert state.drafter_input is not None
-    return state.drafter_input.token_ids.shape[1] - num_drafts - 1
+    return state.drafter_input.num + num_drafts + 1 > state.drafter_input.token_ids.shape[1]
 
 
 def _known(
@@ -514,6 +533,7 @@ def _known(
     active: jax.Array,
 ) -> tuple[Bool[Array, "B K"], Bool[Array, "B K"]]:
     """Return (of which drafts of a source the tokens at their places are known, verified or not; which are right)."""
+    assert proposed.source is not None
     place = jnp.arange(drafts.token_ids.shape[1], dtype=jnp.int32)[None, :]
     known = (place <= acceptance.num_accepted[:, None]) & (place < drafts.num[:, None]) & active[:, None]
     known_tokens = jnp.pad(run, ((0, 0), (0, max(place.shape[1] - run.shape[1], 0))))[:, : place.shape[1]]
@@ -555,7 +575,7 @@ def _input_after(
             for old, new in ((before.num, num_new), (before.first_position, state.length))
         )
         return DrafterInput(token_ids, aux, num, first_position), jnp.zeros_like(state.done)
-    read = proposed.ran & state.may_draft
+    read = jnp.asarray(proposed.ran & state.may_draft)
     if state.pace is not None and proposed.looked_up is not None:
         read |= state.pace.given_up & proposed.looked_up  # nobody but a second drafter reads its rows, at once
     begin = jnp.where(read, 0, before.num)

@@ -4,7 +4,6 @@ Every program runs once over no slot. So later times include no compilation, and
 """
 
 import dataclasses
-import itertools
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -24,7 +23,8 @@ from peagle.ops import interrupt
 if TYPE_CHECKING:
     from peagle.engine.engine import Engine
 
-MEASURED_ROUNDS = 5
+LEAST_ROUNDS, MOST_ROUNDS = 5, 12  # until the two shortest times of each case agree
+AGREEMENT = 1.1
 
 
 class WarmUp:
@@ -33,6 +33,11 @@ class WarmUp:
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self._warm: set[object] = set()
+
+    @property
+    def num_drafts(self) -> int:
+        """The most drafts of the engine's steps."""
+        return self._engine.config.num_speculative_tokens
 
     def compile(self, sampled: bool, full: bool, constrained: bool) -> bool:
         """Run the programs once that requests of these sorts need; return whether some had not run before."""
@@ -98,20 +103,18 @@ class WarmUp:
     def measure_costs(self, measuring: Measuring) -> CostTable:
         """Measure steps in plain steps at 1, 2, 4, ... active slots.
 
-        All cases run in each round, in turns. Of each the shortest time counts: noise only adds to it.
+        All cases run in each round, in turns, until their shortest times repeat: noise only adds to a time.
         """
         slots, k = self._engine.config.slots, self._engine.config.num_speculative_tokens
         numbers = [1 << power for power in range(slots.bit_length()) if 1 << power <= slots]
-        runs = list(itertools.product(numbers, range(MEASURED_ROUNDS)))
-        times: dict[int, list[dict[_Case, float]]] = {active: [] for active in numbers}
-        for done, (active, number) in enumerate(runs):
-            measuring(done, len(runs))
-            cases = _cases(active, k)
-            times[active].append(self._measure_round(active, cases[number:] + cases[:number]))
-        self._engine.executor.relearn()
         verify, draft = {}, {}
-        for active, rounds in times.items():
-            seconds = {case: min(by[case] for by in rounds) for case in _cases(active, k)}
+        for done, active in enumerate(numbers):
+            cases, rounds = _cases(active, k), list[dict[_Case, float]]()
+            while len(rounds) < LEAST_ROUNDS or (len(rounds) < MOST_ROUNDS and _differ(rounds)):
+                measuring(done * MOST_ROUNDS + len(rounds), len(numbers) * MOST_ROUNDS)
+                turn = len(rounds) % len(cases)
+                rounds.append(self._measure_round(active, cases[turn:] + cases[:turn]))
+            seconds = {case: min(by[case] for by in rounds) for case in cases}
             time = {case: value / seconds[_PLAIN] for case, value in seconds.items()}
             # a step that drafts and verifies nothing costs what drafting does
             drafted = time[_Case(active, k, 0)]
@@ -127,6 +130,7 @@ class WarmUp:
                     if case.slots == active and case.verified
                 ),
             )
+        self._engine.executor.relearn()
         return CostTable(verify, draft)
 
     def _measure_round(self, active: int, cases: Sequence["_Case"]) -> dict["_Case", float]:
@@ -195,6 +199,12 @@ class _Case:
 
 
 _PLAIN = _Case(0, 0, 0)
+
+
+def _differ(rounds: Sequence[dict[_Case, float]]) -> bool:
+    """Whether the two shortest times of some case are apart: the machine was busy."""
+    shortest = (sorted(by[case] for by in rounds)[:2] for case in rounds[0])
+    return any(second > AGREEMENT * first for first, second in shortest)
 
 
 def _cases(active: int, k: int) -> list[_Case]:

@@ -109,8 +109,8 @@ class Learned:
 
     def gained(self, gain: Float[Array, " B"], ran: Bool[Array, " B"]) -> "Learned":
         """Average what drafts are worth, over the slots for which the drafter ran."""
-        count = jnp.sum(ran)
-        mean = jnp.sum(jnp.where(ran, gain, 0.0)) / jnp.maximum(count, 1)
+        count = jnp.sum(ran, dtype=jnp.int32)
+        mean = jnp.sum(jnp.where(ran, gain, 0.0)) / jnp.maximum(count, 1).astype(jnp.float32)
         first = FIRST_GAIN * self.tried.shape[2]
         towards = jnp.where(count > 0, (mean - self.gain) / ALL_GAINS_STEPS, (first - self.gain) / ALL_DRIFT_STEPS)
         return dataclasses.replace(self, gain=self.gain + towards)
@@ -118,8 +118,8 @@ class Learned:
 
 def _in_bin(confidence: Float[Array, "B K"]) -> Bool[Array, "B K bin"]:
     """Test which bin a probability is in."""
-    low = jnp.asarray((-1.0, *EDGES), jnp.float32)
-    high = jnp.asarray((*EDGES, 2.0), jnp.float32)
+    low = jnp.asarray((-1.0, *EDGES), jnp.float32)[None, None, :]
+    high = jnp.asarray((*EDGES, 2.0), jnp.float32)[None, None, :]
     return (confidence[..., None] >= low) & (confidence[..., None] < high)
 
 
@@ -156,7 +156,9 @@ class StepCosts:
     def of_one_row(self, num_active: jax.Array) -> jax.Array:
         """Average the time of one more row."""
         most = self.verify.shape[0] - 1
-        return (self.of_rows(jnp.asarray(most)) - self.of_rows(num_active)) / jnp.maximum(most - num_active, 1)
+        return (self.of_rows(jnp.asarray(most)) - self.of_rows(num_active)) / jnp.maximum(most - num_active, 1).astype(
+            jnp.float32
+        )
 
 
 def choose_widths(
@@ -178,7 +180,7 @@ def choose_widths(
     falling = values[order]
     taken = jnp.arange(values.size + 1, dtype=jnp.int32)
     tokens = jnp.pad(jnp.cumsum(jnp.maximum(falling, 0.0)), (1, 0))
-    worth = tokens - rate * num_active * costs.of_rows(num_active + taken)
+    worth = tokens - rate * num_active.astype(jnp.float32) * costs.of_rows(num_active + taken)
     worth = jnp.where(jnp.pad(falling, (1, 0)) < 0, -jnp.inf, worth)
     best = jnp.argmax(worth)  # the first of equal ones
     if batch == 1:
@@ -192,7 +194,7 @@ def gain_of(
 ) -> Float[Array, " B"]:
     """Estimate the tokens that a slot's drafts are worth beyond the time of their rows."""
     valid = jnp.arange(survival.shape[1], dtype=jnp.int32)[None, :] < limits[:, None]
-    price = rate * num_active * costs.of_one_row(num_active)
+    price = rate * num_active.astype(jnp.float32) * costs.of_one_row(num_active)
     return jnp.sum(jnp.where(valid, jnp.maximum(survival - price, 0.0), 0.0), axis=1)
 
 
@@ -258,7 +260,7 @@ class Pace:
         reach = jnp.clip(jnp.maximum(widths + REACH, self.reach - 1), 1, num_drafts)
         return dataclasses.replace(
             self,
-            idle=jnp.where(found_nothing, IDLE, jnp.maximum(self.idle - active, 0)),
+            idle=jnp.where(found_nothing, IDLE, jnp.where(active, jnp.maximum(self.idle - 1, 0), self.idle)),
             reach=jnp.where(ran, reach, self.reach),
             gain=jnp.where(active, known + towards, self.gain),
         )

@@ -48,7 +48,8 @@ def likeliest_with_confidence(logits: jax.Array, token_ids: jax.Array | None, fi
     """Choose the likeliest drafts (`Choose`), with their probabilities."""
     index, probability = likeliest(logits)
     finite = jnp.isfinite(probability)
-    return jnp.where(finite, index, NO_TOKEN), jnp.where(finite, probability, 0.0)
+    # what is not finite counts as sure, so that it is verified, and noticed
+    return jnp.where(finite, index, NO_TOKEN), jnp.where(finite, probability, 1.0)
 
 
 @flax.struct.dataclass

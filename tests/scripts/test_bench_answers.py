@@ -14,6 +14,7 @@ from scripts.peers import ours
 from scripts.peers.roster import Site
 from scripts.scenarios import answers as scenario
 from scripts.scenarios.answers import Answer, decoded, entries, figures, page
+from tests.support.toys import costs
 
 DEMO_TARGET, DEMO_DRAFTER = (resolve(DEMO, part) for part in ("target", "drafter"))
 
@@ -73,7 +74,9 @@ def record(found: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("num_drafts", [2, "auto"])
 def test_speculation_writes_what_plain_decoding_does(num_drafts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WarmUp, "measure_costs", lambda *_: {1: 1.0})  # so that auto drafts, whatever the machine does
+    monkeypatch.setattr(
+        WarmUp, "measure_costs", lambda *_: costs(3, {1: True})
+    )  # so that auto drafts, whatever the machine does
     plain = ours.load(str(DEMO_TARGET), "auto", "float32").decode([3, 1, 4, 1, 5], 24)
     pair = ours.load(str(DEMO_TARGET), "auto", "float32", str(DEMO_DRAFTER), num_drafts)
     assert pair.decode([3, 1, 4, 1, 5], 24)["token_ids"] == plain["token_ids"]
