@@ -48,7 +48,7 @@ from peagle.engine.scheduler import Chunk, Scheduler, Steps
 from peagle.engine.state import SlotParams
 from peagle.engine.timing import LoopClock, LoopTimes
 from peagle.engine.warmup import WarmUp
-from peagle.engine.widths import CostTable
+from peagle.engine.widths import CostTable, Counts
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.memory import tree_bytes
@@ -218,9 +218,27 @@ class Engine(AnyEngine):
                 self.costs = read_costs(store)
                 if self.costs is None:
                     self.costs = self._warm_up.measure_costs(measuring)
-                    write_costs(store, self.costs)
+                    if self._warm_up.steady:  # else they are measured again next time
+                        write_costs(store, self.costs)
             if compiled or measures:
                 self._clock.reset()
+
+    def count_acceptance(self, requests: Sequence[Request]) -> Counts:
+        """Decode requests, verify every draft, and count by confidence how many were right (peagle.engine.widths).
+
+        For an adaptive engine without other requests. Afterwards it decodes as before, and has learned nothing.
+        """
+        costs, self.costs = self.costs, None
+        try:
+            self.start()
+            self.executor.relearn(blank=True)
+            for _ in self.generate(requests):
+                pass
+            self.settle()
+            return self.executor.counts()
+        finally:
+            self.costs = costs
+            self.executor.relearn()
 
     def start(self) -> None:
         """Make the state and the pages, if that has not happened."""

@@ -257,10 +257,20 @@ class Executor:
         self._state = _join(after, kept)
         return outputs  # type: ignore[no-any-return]
 
-    def relearn(self) -> None:
-        """Forget what steps have learned: of an engine that has only been measured."""
-        learned = Learned.start(1 if second_of(self.drafter) is None else 2, self.shape.num_drafts, self.shape.counts)
+    def relearn(self, blank: bool = False) -> None:
+        """Forget what steps have learned. blank: the recorded counts of the shape as well."""
+        counts = None if blank else self.shape.counts
+        learned = Learned.start(1 if second_of(self.drafter) is None else 2, self.shape.num_drafts, counts)
         self._state = dataclasses.replace(self.state, learned=learned)
+
+    def counts(self) -> Counts:
+        """Read the counts of the first source since `relearn(blank=True)`; waits for all dispatches."""
+        assert self.state.learned is not None
+        begun = Learned.start(1, self.shape.num_drafts)
+        pairs = ((self.state.learned.tried, begun.tried), (self.state.learned.accepted, begun.accepted))
+        tried, accepted = (np.maximum(np.asarray(now)[0] - np.asarray(then)[0], 0.0) for now, then in pairs)
+        both = np.stack([tried, np.minimum(accepted, tried)], axis=-1).round(2).tolist()
+        return tuple(tuple(tuple((t, a) for t, a in bins) for bins in kind) for kind in both)
 
     def read_pages(self, layer: int, numbers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Copy pages of a layer, counted over the target's and then the drafter's, to the host: (keys, values)."""

@@ -392,7 +392,8 @@ def _propose_by_sources(
     token_ids, num, source = drafts.token_ids, to_drafter, jnp.zeros((state.slots,), jnp.int32)
     sources: tuple[SourceDrafts, ...] = (drafts,)
     if looked_up is not None:
-        takes = worth_looked_up > gain
+        # where times are unknown the first source is counted, undisturbed (`Engine.count_acceptance`)
+        takes = (worth_looked_up > gain) & (costs.of_rows(num_active) > 0)
         source, sources = takes.astype(jnp.int32), (drafts, looked_up)
         token_ids = jnp.where(takes[:, None], looked_up.token_ids, token_ids)
         survival = jnp.where(takes[:, None], looked_up.survival * pace.trust[:, 1:], survival)

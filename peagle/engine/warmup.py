@@ -33,6 +33,7 @@ class WarmUp:
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self._warm: set[object] = set()
+        self.steady = True  # the times of `measure_costs` repeated
 
     @property
     def num_drafts(self) -> int:
@@ -103,7 +104,8 @@ class WarmUp:
     def measure_costs(self, measuring: Measuring) -> CostTable:
         """Measure steps in plain steps at 1, 2, 4, ... active slots.
 
-        All cases run in each round, in turns, until their shortest times repeat: noise only adds to a time.
+        All cases run in each round, in turns, until their shortest times repeat: noise only adds to a time. If some
+        never repeat, `steady` is False: the machine is busy.
         """
         slots, k = self._engine.config.slots, self._engine.config.num_speculative_tokens
         numbers = [1 << power for power in range(slots.bit_length()) if 1 << power <= slots]
@@ -114,6 +116,7 @@ class WarmUp:
                 measuring(done * MOST_ROUNDS + len(rounds), len(numbers) * MOST_ROUNDS)
                 turn = len(rounds) % len(cases)
                 rounds.append(self._measure_round(active, cases[turn:] + cases[:turn]))
+            self.steady &= not _differ(rounds)
             seconds = {case: min(by[case] for by in rounds) for case in cases}
             time = {case: value / seconds[_PLAIN] for case, value in seconds.items()}
             # a step that drafts and verifies nothing costs what drafting does

@@ -128,6 +128,8 @@ class Sample:
         counters = {"num_spec_tokens": rest.pop("num_speculative_tokens")}
         for name in ("histogram", "verified", "num_plain_steps", "tried"):
             counters[name] = rest.pop(name)
+        for name in ("num_proposed", "num_looked_up"):  # not in the lines of earlier versions
+            counters[name] = rest.pop(name, 0)
         if rest.get("bound") is not None:
             rest["bound"] = _tuples(Bound, rest["bound"])
         return _tuples(cls, rest | {"workload": workload, "variant": variant, "counters": _tuples(Counters, counters)})

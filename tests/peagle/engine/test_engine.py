@@ -11,6 +11,7 @@ import pytest
 
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
+from peagle.engine.beside import Beside
 from peagle.engine.engine import Engine
 from peagle.engine.executor import trace_counts
 from peagle.engine.handle import EngineError
@@ -22,6 +23,7 @@ from peagle.engine.step import StepKind, step
 from peagle.engine.widths import CostTable, Learned, StepCosts
 from peagle.ops.errors import InputError
 from peagle.protocols import Drafter
+from peagle.result import Counters
 from tests.support.compiling import AS_FOR_USERS
 from tests.support.models import fast_target
 from tests.support.toys import (
@@ -536,6 +538,25 @@ def test_an_engine_that_failed_says_so_to_everybody(target) -> None:
             list(engine.follow(handle))
     with pytest.raises(EngineError, match="has failed: the device is gone"):
         engine.add(Request(PROMPTS[0], 9))
+
+
+def test_counted_acceptance_is_that_of_a_fixed_k(target, plain) -> None:
+    """By position; and afterwards the engine has learned nothing from it, and decodes by its times again."""
+    script = np.asarray(scripts(plain, "oracle").script).copy()
+    script[:, ::3] = (script[:, ::3] + 1) % CONFIG.vocab_size  # some are wrong
+    drafter = Beside(Scripted(jnp.asarray(script[:1])), NGram())
+    requests = [Request(PROMPTS[0], 50)]
+    fixed = decode(Engine(target, drafter, config(3)), requests)[1]
+    expected = Counters.of(fixed[0], 3)
+    engine = drafting_at(Engine(target, drafter, config(3, adaptive=True)), {1: True})
+    costs = engine.costs
+    greedy, sampled = np.asarray(engine.count_acceptance(requests))
+    np.testing.assert_array_equal(greedy[..., 0].sum(axis=1), expected.tried)
+    np.testing.assert_array_equal(greedy[..., 1].sum(axis=1), expected.accepted_per_position)
+    assert not sampled.any()
+    assert engine.costs is costs
+    np.testing.assert_array_equal(engine.executor.state.learned.tried, Learned.start(2, 3).tried)
+    assert run(engine, requests) == [plain[0][:50]]
 
 
 def test_what_drafting_costs_is_measured_once_for_each_number_of_rows(target, plain) -> None:
