@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
+import fastapi._compat.v2
 import pydantic
 from fastapi.testclient import TestClient
 
@@ -37,6 +38,21 @@ EVENTS: dict[str, Any] = {
 }
 HARMONY_SPECIALS = (*SPECIALS, "<|call|>", "<|constrain|>")
 HARMONY_TEMPLATE = (Path(__file__).parent / "harmony.jinja").read_text(encoding="utf-8")
+
+
+_adapters: dict[tuple[Any, str, str], Any] = {}
+_adapter = fastapi._compat.v2.TypeAdapter
+
+
+def _adapter_once(annotated: Any, config: Any = None) -> Any:
+    """Make a type's schema once, in place of once for each of the hundreds of applications of the tests."""
+    key = annotated.__origin__, repr(annotated.__metadata__), repr(config)
+    if key not in _adapters:
+        _adapters[key] = _adapter(annotated, config=config)
+    return _adapters[key]
+
+
+fastapi._compat.v2.TypeAdapter = _adapter_once  # type: ignore[assignment, misc]
 
 
 def service_of(
