@@ -2,17 +2,39 @@
 
 import shutil
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import peagle.loading
 from peagle.cli import display
+from peagle.engine.batches import Batches
 from peagle.pair import Pair
 from peagle.text.tokenizer import ByteLevelTokenizer, load_tokenizer
 from tests.support.pairs import Directories, toy_pair, write_drafter, write_target, write_tokenizer
 
 display.LINE_SECONDS = threading.TIMEOUT_MAX  # messages must be those of a quick machine
+
+
+SIZES_OF_THEIR_OWN = (
+    "engine/test_engine.py",
+    "engine/test_interleaving.py",
+    "engine/test_remote.py",
+    "engine/test_step_loop.py",
+    "engine/test_warmup.py",
+    "measure",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _batches_have_one_size(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compile steps for all slots alone: every size of a batch is a program more, and takes half a second."""
+    path = request.path.relative_to(Path(__file__).parent).as_posix()
+    with pytest.MonkeyPatch.context() as patch:
+        if not path.startswith(SIZES_OF_THEIR_OWN):
+            patch.setattr(Batches, "sizes", property(lambda batches: (batches.config.slots,)))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -439,9 +439,7 @@ def test_a_pair_is_loaded_over_a_mesh() -> None:
     for one, devices in ((pair, {0, 1, 2}), (other, {3, 4, 5})):
         for model in (one.target, one.drafter):
             assert {device.id for leaf in jax.tree.leaves(model) for device in leaf.devices()} == devices
-    expected, answer = (
-        one.generate(prompt, max_new_tokens=16, num_speculative_tokens=3) for one in (load(), other)
-    )
+    expected, answer = (one.generate(prompt, max_new_tokens=16, num_speculative_tokens=3) for one in (load(), other))
     assert (answer.output_ids, answer.acceptance_length) == (expected.output_ids, expected.acceptance_length)
 
 
