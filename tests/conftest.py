@@ -18,6 +18,7 @@ import inspect
 import signal
 import threading
 import types
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -159,6 +160,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_compilation_cache_dir", str(COMPILED))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+jax._src.compilation_cache.compress_executable = functools.partial(zlib.compress, level=1)  # a quarter of the time
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -225,9 +225,10 @@ K, NEW = 3, 24
 PROMPTS = [
     tuple(np.random.default_rng(s).integers(0, CONFIG.vocab_size, n).tolist()) for s, n in ((0, 5), (1, 19), (2, 9))
 ]
+# the sampled one is there from first to last, so that one program runs them all
 REQUESTS = [
-    *(Request(prompt, NEW) for prompt in PROMPTS),
-    Request(PROMPTS[0], NEW, SamplingParams(temperature=0.9, seed=7)),
+    Request(PROMPTS[0], 50, SamplingParams(temperature=0.9, seed=7)),
+    *(Request(prompt, 9) for prompt in PROMPTS),
 ]
 
 
@@ -303,17 +304,18 @@ def test_any_interleaving_gives_each_request_what_it_gets_alone(tmp_path: Path) 
 def test_acceptance_of_right_drafts_is_the_same(root: Path) -> None:
     """Drafts that are right now and then: what is rolled back in every rank's caches is overwritten."""
     alone = whole(root, "packed", FAST)
-    outputs, _ = run(alone, None, 0)
+    requests = [Request(prompt, NEW) for prompt in PROMPTS[:2]]
+    outputs, _ = run(alone, None, 0, requests)
     script = np.zeros((2, 64), np.int32)
     rng = np.random.default_rng(3)
     for row in range(2):
         right = np.array([*PROMPTS[row], *outputs[row]])
         script[row, : len(right)] = np.where(rng.random(len(right)) < 0.7, right, 5)
     drafter = Scripted(jnp.asarray(script))
-    expected = run(alone, drafter)
+    expected = run(alone, drafter, K, requests)
     assert sum(record.num_accepted for record in expected[1][0]) > 5
     target = over(root, TP8, "packed", FAST)
-    assert run(target, replicate(drafter, target.mesh)) == expected
+    assert run(target, replicate(drafter, target.mesh), K, requests) == expected
 
 
 @pytest.mark.filterwarnings("ignore:.*no stop token")

@@ -1,10 +1,12 @@
 """A server over a pair, in the test's process; each reply is checked against its type."""
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any, Literal
 
 import fastapi._compat.v2
+import httpx
 import pydantic
 from fastapi.testclient import TestClient
 
@@ -53,6 +55,8 @@ def _adapter_once(annotated: Any, config: Any = None) -> Any:
 
 
 fastapi._compat.v2.TypeAdapter = _adapter_once  # type: ignore[assignment, misc]
+# each client reads the certificates of the system, which takes longer than its requests
+httpx._transports.default.create_ssl_context = functools.cache(httpx._transports.default.create_ssl_context)
 
 
 def service_of(
