@@ -21,6 +21,8 @@ from peagle.loading import load, with_drafter
 from peagle.ops.errors import InputError, InputWarning
 from peagle.pair import Pair
 from peagle.text.prompts import Rendering, from_ids
+from peagle.workflows.random_checkpoint import random_tensors
+from target.load import write_target
 from tests.support.pairs import (
     DRAFTER,
     MAX_POSITIONS,
@@ -31,7 +33,6 @@ from tests.support.pairs import (
     edit_json,
     toy_pair,
     write_drafter,
-    write_target,
 )
 
 
@@ -435,7 +436,7 @@ def test_a_drafter_that_does_not_fit_is_refused(
 
 def test_fewer_taps_than_the_default_must_be_named(tmp_path: Path) -> None:
     deep = dataclasses.replace(TARGET, layer_types=TARGET.layer_types * 3)
-    write_target(tmp_path / "deep", deep)
+    write_target(tmp_path / "deep", deep, random_tensors(deep, True, 1), mxfp4=True)
     write_drafter(tmp_path / "two", dataclasses.replace(DRAFTER, num_taps=2, aux_layer_ids=None))
     write_drafter(tmp_path / "three", dataclasses.replace(DRAFTER, aux_layer_ids=None))
     assert check_fit(tmp_path / "deep", tmp_path / "three").outputs == (1, 3, 5)

@@ -75,8 +75,7 @@ def test_pages_of_a_window_draft_what_all_pages_draft_on_xla(mask_token_id: int 
         )
         for retains in (False, True)
     )
-    plain = decode(Engine(target, None, ResolvedConfig(0, slots=2, context=256, prefill_chunk=16)), asked)[0]
-    assert ringed[0] == whole[0] == plain
+    assert ringed[0] == whole[0]
     assert ringed[1] == whole[1]
     drafted = [bool(step.draft_token_ids) for step in ringed[1][0]]
     assert True in drafted[drafted.index(False) :]  # it went on after the other row had ended

@@ -902,18 +902,6 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         assert running.wait() == 141
 
 
-def test_ctrl_c_in_a_process_leaves_130() -> None:
-    arguments = ("speculate", "--target", "toy", "--drafter", "ngram", "--prompt-ids", "50", "-n", "380", "-k", "1")
-    with process(*arguments, code=LOOKED_AT + TOY_PROCESS) as running:
-        assert running.stdout is not None
-        assert running.stdout.read(2)
-        running.send_signal(signal.SIGINT)  # it is there before the input ends
-        _, err = running.communicate()
-    assert running.returncode == 130
-    assert b"Traceback" not in err
-    assert b"finish: interrupted" in err
-
-
 def test_synthetic_acceptance_is_marked_wherever_it_shows(cli: Run, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     given = ("speculate", "--drafter", "ngram", "a", "-k", "3", "--synthetic-acceptance")

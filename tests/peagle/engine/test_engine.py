@@ -124,23 +124,6 @@ def test_the_oracle_is_accepted_whole_and_the_adversary_never(target, requests, 
             length += record.num_accepted + 1
 
 
-@pytest.mark.parametrize(
-    ("together", "slots"),
-    [pytest.param(1, 2, marks=pytest.mark.slow), (1, 3), (5, 2), pytest.param(5, 3, marks=pytest.mark.slow)],
-)
-def test_requests_beside_others_get_what_they_get_alone(target, plain, slots: int, together: int) -> None:
-    asked = [Request(PROMPTS[i % 3], budget) for i, budget in enumerate((7, 50, 1, 33, 60, 2, 21))]
-    expected = [plain[i % 3][: request.max_new_tokens] for i, request in enumerate(asked)]
-    for k in (0, 3):
-        engine = Engine(target, NGram(), config(k, slots, steps_per_dispatch=together))
-        assert run(engine, asked) == expected
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 19, 64])
-def test_any_cutting_of_a_prompt_gives_the_same(target, requests, plain, chunk: int) -> None:
-    assert run(Engine(target, NGram(), config(3, prefill_chunk=chunk)), requests) == plain
-
-
 @pytest.mark.parametrize("kind", ["oracle", "sometimes"])
 @pytest.mark.parametrize("budget", [1, 2, 4, 5, 7])
 def test_a_budget_inside_the_run_cuts_there(target, plain, kind: str, budget: int) -> None:
@@ -173,15 +156,6 @@ def test_sampling_with_one_hot_drafts_emits_plain_samplings_tokens(target, sampl
     tokens, records = decode(Engine(target, oracle, config(3)), asked[:1])
     assert tokens == plain[:1]
     assert records[0][0].num_accepted == 3
-
-
-def test_greedy_and_sampled_rows_stand_side_by_side(target, plain) -> None:
-    sampled = SamplingParams(0.9, top_k=11, min_p=0.02, seed=3)
-    asked = [Request(PROMPTS[0], 40), Request(PROMPTS[1], 40, sampled), Request(PROMPTS[2], 40)]
-    alone = [run(Engine(target, None, config(0)), [request])[0] for request in asked]
-    assert alone[0] == plain[0][:40]
-    assert alone[1] != plain[1][:40]
-    assert run(Engine(target, NGram(), config(3, slots=3)), asked) == alone
 
 
 def test_sampled_drafts_give_the_targets_frequencies() -> None:
@@ -613,14 +587,6 @@ def test_outputs_that_are_not_finite_end_their_request_alone() -> None:
 def test_engines_that_cannot_be_are_refused(options: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         ResolvedConfig(**options)
-
-
-def test_loads_at_which_nothing_is_drafted_find_their_programs_warm(target) -> None:
-    engine = drafting_at(Engine(target, NGram(), config(3, slots=2, adaptive=True)), {1: True, 2: False})
-    engine.warm_up()
-    before = trace_counts()
-    run(engine, [Request(PROMPTS[0], 70), Request(PROMPTS[1], 70)])
-    assert trace_counts() == before
 
 
 def test_a_row_whose_drafter_is_too_far_behind_drafts_no_more(target, plain, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from peagle.engine.resolved import ResolvedConfig
 from peagle.ops import native
 from peagle.ops.attention import PAGE_SIZE
 from peagle.ops.errors import InputError
-from tests.support.models import TARGET, Models, models
+from tests.support.models import FAST, TARGET, Models, models
 from tests.support.toys import WINDOW, decode, tiny_target
 
 BLOCK = PAGE_SIZE
@@ -73,8 +73,8 @@ def until(engine: Engine, handle: Handle, tokens: int) -> list[TokenChunk]:
     ("k", "dtype"),
     [
         pytest.param(0, "float32", marks=pytest.mark.slow),
-        pytest.param(K, "float32", marks=pytest.mark.slow),
-        (K, "bfloat16"),
+        (K, "float32"),
+        pytest.param(K, "bfloat16", marks=pytest.mark.slow),
     ],
 )
 def test_a_fresh_prompt_goes_on_in_an_engine_of_another_shape(
@@ -162,7 +162,7 @@ def test_n_grams_and_rows_that_draft_no_more_are_handed_over_too() -> None:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return models("float32", tmp_path_factory.getbasetemp())
+    return models(FAST, tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="module")

@@ -58,8 +58,7 @@ def leaves(state: DecodeState) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("slots", [[3], [4, 0], [1, SLOTS, 2, SLOTS], [0, SLOTS, 2, 3, SLOTS]])
-@pytest.mark.parametrize("input_rows", [0, NUM_DRAFTS + 1, None])
-@pytest.mark.parametrize("adjusts", [False, True])
+@pytest.mark.parametrize(("input_rows", "adjusts"), [(0, False), (NUM_DRAFTS + 1, True), (None, False)])
 def test_a_pass_changes_its_own_slots_alone(noisy: DecodeState, slots: list[int], input_rows, adjusts: bool) -> None:
     """Entries without a slot are done; what the pass does not take stays, and so do the tables outside."""
     batch = batch_of(slots)

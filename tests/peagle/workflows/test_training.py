@@ -338,21 +338,16 @@ def test_the_baseline_proposes_in_turn_and_changes_no_token(
     speculative = peagle.loading.load(directories.target, out / "drafter")
     assert isinstance(speculative.drafter, Eagle3)
     requests = [Request(tuple(ids), 24, index=index) for index, ids in enumerate(PROMPTS)]
+    requests.append(Request(tuple(PROMPTS[0]), 12, SamplingParams(1.0, seed=5), index=len(PROMPTS)))
     shapes = (
         speculative.engine_config(0, slots=3, context=128),
-        speculative.engine_config(3, slots=3, context=128),
-        speculative.engine_config(2, adaptive=True, context=128),
+        speculative.engine_config(2, slots=3, context=128, adaptive=True),
     )
-    speculative.engine(shapes[2]).one.costs = costs(2, {1: True})
-    plain, fast, adaptive = (decode(speculative.engine(shape), requests, None) for shape in shapes)
-    outputs = [result.output_ids for result in plain]
-    assert [result.output_ids for result in fast] == outputs
-    assert [result.output_ids for result in adaptive] == outputs
+    speculative.engine(shapes[1]).one.costs = costs(2, {1: True})
+    plain, adaptive = (decode(speculative.engine(shape), requests, None) for shape in shapes)
+    assert [result.output_ids for result in adaptive] == [result.output_ids for result in plain]
     widths = [len(step.draft_token_ids) for result in adaptive for step in result.steps]
     assert {0, 2} <= set(widths)
-    sampled = {"temperature": 1.0, "max_new_tokens": 12, "seed": 5}
-    drawn = speculative.generate(PROMPTS[0], num_speculative_tokens=2, **sampled)  # each draft is drawn after the last
-    assert drawn.output_ids == speculative.generate(PROMPTS[0], num_speculative_tokens=0, **sampled).output_ids
     code, said = run("info", directories.target, out / "drafter")
     assert code == 0, said
 
