@@ -30,8 +30,8 @@ LOADED = Takes(
 DECODED = Takes(
     ("num_speculative_tokens", "context", "kv_memory", "prefix_cache", "slots"),
     {
-        "num_speculative_tokens": "Tokens drafted per step (K); 0: plain decoding. Default: the largest K in the "
-        "drafter's speculation.json.",
+        "num_speculative_tokens": "Tokens drafted per step (K); 0: plain decoding. Default: 3, or the most in "
+        "the drafter's speculation.json if that is less.",
         "context": "Context length in tokens: the most of one request, prompt plus response. Default: 4096, or the "
         "model's limit if that is less.",
         "kv_memory": "Memory for the keys and values of all requests together, such as 4GB; requests that need more "

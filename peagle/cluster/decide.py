@@ -1,13 +1,14 @@
 """Decide what a fleet's config leaves open, without weights: all replicas must decode alike. Nothing of Ray in here."""
 
 import dataclasses
+from pathlib import Path
 
-from peagle.checkpoints import DEMO, DEMO_EAGLE3, drafter_path, or_demo, resolve
+from peagle.checkpoints import DEMO, DEMO_EAGLE3, drafter_path, or_demo, resolve, speculation_of
 from peagle.cluster.config import FleetConfig
-from peagle.config import AUTO
 from peagle.fit import check_fit, chosen_window
 from peagle.loading import without_weights
 
+MOST_DRAFTS = 3  # of a step by default: replicas do not adapt, and more pay only where nearly all are right
 DEFAULT_CONTEXT = 4096  # positions of a request, if the model has as many: the memory of replicas is not known here
 
 
@@ -27,7 +28,7 @@ def decided(config: FleetConfig) -> FleetConfig:
     context = engine.context
     engine = dataclasses.replace(
         engine,
-        num_speculative_tokens=AUTO if k is None else k,
+        num_speculative_tokens=_drafts(drafter, beside) if k is None else k,
         context=min(DEFAULT_CONTEXT, pair.max_positions) if context is None else pair.room(context),
         prefix_cache="on" if engine.prefix_cache is None else engine.prefix_cache,
     )
@@ -38,3 +39,7 @@ def decided(config: FleetConfig) -> FleetConfig:
         drafter=drafter if beside is None or drafter in (DEMO, DEMO_EAGLE3) else str(beside.resolve()),
     )
     return dataclasses.replace(config, load=load, engine=engine)
+
+
+def _drafts(drafter: str | None, directory: Path | None) -> int:
+    return min(speculation_of(drafter, directory).num_drafts, MOST_DRAFTS)
