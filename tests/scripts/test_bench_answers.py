@@ -27,10 +27,10 @@ class Scripted:
     def call(self, do: str, prompt_ids: list[int], num_tokens: int) -> dict[str, Any]:
         assert do == "decode"
         self._calls.append(self._name)
-        found = self._tokens[prompt_ids[0]]
-        assert len(found) == num_tokens
+        token_ids = self._tokens[prompt_ids[0]]
+        assert len(token_ids) == num_tokens
         seconds = self._seconds * (num_tokens - 1)
-        return {"prefill_s": 0.1, "decode_s": seconds, "token_ids": found}
+        return {"prefill_s": 0.1, "decode_s": seconds, "token_ids": token_ids}
 
 
 def test_all_engines_take_turns_and_the_first_repeat_does_not_count() -> None:
@@ -47,23 +47,23 @@ def test_all_engines_take_turns_and_the_first_repeat_does_not_count() -> None:
     turns = [calls[start : start + 3] for start in range(0, len(calls), 3)]
     assert all(set(turn) == set(times) for turn in turns)
     assert {turn[0] for turn in turns} == set(times)  # everyone is first at times
-    found = {name: figures(lines, name) for name in times}
-    assert found["peagle, K = 3"]["tok_per_s"] == pytest.approx(1000)
-    assert found["peagle, K = 3"]["over_llama"]["value"] == pytest.approx(4)
-    assert found["peagle, K = 3"]["over_plain"]["value"] == pytest.approx(2)
-    assert found["peagle"]["over_llama"]["value"] == pytest.approx(2)
-    assert found["llama.cpp"]["same_answers"] == 0.5
-    assert found["peagle"]["same_answers"] == 1
-    text = markdown(page(record(found)))
+    by_engine = {name: figures(lines, name) for name in times}
+    assert by_engine["peagle, K = 3"]["tok_per_s"] == pytest.approx(1000)
+    assert by_engine["peagle, K = 3"]["over_llama"]["value"] == pytest.approx(4)
+    assert by_engine["peagle, K = 3"]["over_plain"]["value"] == pytest.approx(2)
+    assert by_engine["peagle"]["over_llama"]["value"] == pytest.approx(2)
+    assert by_engine["llama.cpp"]["same_answers"] == 0.5
+    assert by_engine["peagle"]["same_answers"] == 1
+    text = markdown(page(record(by_engine)))
     assert "| peagle, K = 3 | 1000 | 4.00 | 2.00 | 100 % | in its way |" in text
     assert "| llama.cpp | 250 |  | 0.50 | 50 % | in its way |" in text
 
 
-def record(found: dict[str, Any]) -> dict[str, Any]:
+def record(by_engine: dict[str, Any]) -> dict[str, Any]:
     source = {"command": "python -m scripts.scenario", "cpu": "a processor", "num_threads": 2, "time": "now"}
     source |= {"device": {"platform": "cpu"}}
     config = {"target": "demo", "drafter": "demo", "prompts": "some.jsonl", "num_prompts": 2, "max_new_tokens": 9}
-    rows = [{"engine": name, "version": "1", "computes": "in its way", **row} for name, row in found.items()]
+    rows = [{"engine": name, "version": "1", "computes": "in its way", **row} for name, row in by_engine.items()]
     return {
         "provenance": {**source, "packages": {"jaxlib": "1"}},
         "config": {**config, "repeats": 2},
@@ -82,11 +82,11 @@ def test_speculation_writes_what_plain_decoding_does(num_drafts: Any, monkeypatc
 
 def test_the_engines_of_a_comparison() -> None:
     site = Site(DEMO_TARGET, True, Path("model.gguf"), 64, 2, "python")
-    made = list(entries(site, DEMO_DRAFTER, [3, "auto"]))
-    assert [one.name for one in made] == ["peagle", "peagle, K = 3", "peagle, K = auto", "llama.cpp"]
-    assert "drafter" not in made[0].options
-    assert made[2].options["num_drafts"] == "auto"
-    assert made[1].options["drafter"] == str(DEMO_DRAFTER)
+    chosen = list(entries(site, DEMO_DRAFTER, [3, "auto"]))
+    assert [one.name for one in chosen] == ["peagle", "peagle, K = 3", "peagle, K = auto", "llama.cpp"]
+    assert "drafter" not in chosen[0].options
+    assert chosen[2].options["num_drafts"] == "auto"
+    assert chosen[1].options["drafter"] == str(DEMO_DRAFTER)
 
 
 @pytest.mark.parametrize(

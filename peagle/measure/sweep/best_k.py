@@ -70,7 +70,7 @@ def file_for(plan: Plan, path: Path) -> Path:
 
 def write(folder: Folder, rows: Sequence[Row], file: Path) -> WidthTable:
     """Write the table, with its ratios and where it was measured. Raises InputError if there is none."""
-    plan, first = folder.plan, folder.sittings[0]
+    plan, first = folder.plan, folder.origins[0]
     table = best_table(rows)
     if table is None:
         raise InputError(f"{folder.path} holds no speed of one request by any K; resume it first")
@@ -84,7 +84,7 @@ def write(folder: Folder, rows: Sequence[Row], file: Path) -> WidthTable:
         measured={
             "command": " ".join(first["command"]),
             "time": first["time"],
-            "machine": "; ".join(dict.fromkeys(map(place_text, folder.sittings))),
+            "machine": "; ".join(dict.fromkeys(map(place_text, folder.origins))),
             "target": plan.target,
             "repeats": plan.repeats,
             "requests": sum(row.num_requests for row in alone(rows) if row.k == 0),

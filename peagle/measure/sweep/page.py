@@ -319,7 +319,7 @@ def _sentences(sentences: Sequence[str]) -> Iterator[Block]:
 def _circumstances(folder: Folder, rows: Sequence[Row]) -> str:
     """Say in two lines what was decoded, where, and how fast."""
     plan = folder.plan
-    where = ", ".join(dict.fromkeys(map(headline.machine_text, folder.sittings)))
+    where = ", ".join(dict.fromkeys(map(headline.machine_text, folder.origins)))
     conditions = f"decoded one at a time, {counted(plan.repeats, 'repeat')}, on {where}."
     if len(plan.workloads) > 1 or not rows:
         return plain(f"{counted(len(plan.workloads), 'workload')}, {conditions}")
@@ -418,12 +418,12 @@ def _terms(rows: Sequence[Row]) -> Iterator[Block]:
 
 def _origin(folder: Folder) -> Iterator[Block]:
     """Show how a run was made: its command, machine, files and checksums."""
-    plan, sittings = folder.plan, folder.sittings
-    yield Commands([shlex.join(sittings[0]["command"])])
+    plan, origins = folder.plan, folder.origins
+    yield Commands([shlex.join(origins[0]["command"])])
     lines = [
-        ("began", sittings[0]["time"]),
-        *(("machine", place) for place in dict.fromkeys(map(place_text, sittings))),
-        *([("processes", f"{len(sittings)}, each after --resume")] if len(sittings) > 1 else []),
+        ("began", origins[0]["time"]),
+        *(("machine", place) for place in dict.fromkeys(map(place_text, origins))),
+        *([("processes", f"{len(origins)}, each after --resume")] if len(origins) > 1 else []),
         (
             "decoding",
             f"one request at a time; variants take turns after {counted(plan.in_a_row, 'request')}; "

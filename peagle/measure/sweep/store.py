@@ -203,10 +203,10 @@ class Folder:
         return self.record["rows"] is not None
 
     @property
-    def sittings(self) -> list[Json]:
+    def origins(self) -> list[Json]:
         """The provenance of every process of the run."""
-        sittings: list[Json] = self.record["sittings"]
-        return sittings
+        origins: list[Json] = self.record["sittings"]
+        return origins
 
     @property
     def shares(self) -> list[Share]:

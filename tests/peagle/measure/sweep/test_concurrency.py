@@ -301,8 +301,8 @@ def test_a_finished_run_gives_a_table_that_its_drafter_is_read_with(finished: Fo
         "3": pytest.approx({"1": 4 / 9, "3": 2 / 3}),
     }
     assert set(record) == {"drafts", "sampled", "rule", "ratios", "measured"}
-    assert record["measured"]["command"] == " ".join(finished.sittings[0]["command"])
-    assert record["measured"]["time"] == finished.sittings[0]["time"]
+    assert record["measured"]["command"] == " ".join(finished.origins[0]["command"])
+    assert record["measured"]["time"] == finished.origins[0]["time"]
     assert (record["measured"]["repeats"], record["measured"]["requests"]) == (2, 8)
 
 

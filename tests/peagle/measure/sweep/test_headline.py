@@ -259,7 +259,7 @@ def test_the_answer_comes_first_and_the_command_last(folder: Folder) -> None:
     assert headline == 1
     assert order == sorted(order)
     commands_of_page = [block for block in blocks if isinstance(block, Commands)]
-    assert shlex.split(commands_of_page[-1].lines[0]) == folder.sittings[0]["command"]
+    assert shlex.split(commands_of_page[-1].lines[0]) == folder.origins[0]["command"]
     (origin,) = (block for block in blocks[texts.index("## How it was measured") :] if isinstance(block, Table))
     assert {"machine", "target demo", "drafter demo"} <= {cells[0] for cells in origin.rows}
 
