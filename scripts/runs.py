@@ -15,9 +15,9 @@ from typing import Any
 from peagle.checkpoints import DEMO, HELD_OUT
 from peagle.engine.request import Request
 from peagle.measure import pages
+from peagle.measure.estimates import Estimate, estimate_text
 from peagle.measure.metrics import Spread
 from peagle.measure.provenance import provenance, tuning
-from peagle.measure.sweep.figures import Estimate, estimate_text
 from peagle.measure.sweep.plan import AUTO
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps

@@ -22,10 +22,10 @@ import numpy as np
 
 import peagle
 from peagle.checkpoints import drafter_path, resolve
+from peagle.measure.estimates import estimate, ratio
 from peagle.measure.metrics import first_difference
 from peagle.measure.pages import Block, Table, heading
 from peagle.measure.provenance import num_threads
-from peagle.measure.sweep.figures import estimate, ratio
 from peagle.measure.sweep.plan import K, parse_ks
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new

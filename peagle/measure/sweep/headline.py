@@ -13,8 +13,9 @@ from typing import Any
 
 from peagle.checkpoints import WEIGHTLESS
 from peagle.config import MAX_NUM_DRAFTS
+from peagle.measure.estimates import FEWEST, Estimate
 from peagle.measure.sweep.compare import LENGTH, Difference
-from peagle.measure.sweep.figures import FEWEST, SLOWER, Estimate, Row, alone, best, of_workload, sure
+from peagle.measure.sweep.figures import SLOWER, Row, alone, best, of_workload, sure
 from peagle.measure.sweep.plan import AUTO, PLAIN, Plan, Workload, short_names
 from peagle.measure.sweep.store import Folder
 from peagle.ops.files import printable

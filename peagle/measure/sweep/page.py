@@ -5,23 +5,11 @@ import shlex
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from peagle.measure.estimates import FEWEST, Estimate, estimate_text
 from peagle.measure.pages import Block, Commands, Picture, Table, heading, plain
 from peagle.measure.sweep import charts, headline
 from peagle.measure.sweep.compare import Difference
-from peagle.measure.sweep.figures import (
-    BOUNDS,
-    FEWEST,
-    SLOWER,
-    CountedFigures,
-    Estimate,
-    Row,
-    alone,
-    best,
-    concurrent,
-    estimate_text,
-    of_workload,
-    sure,
-)
+from peagle.measure.sweep.figures import BOUNDS, SLOWER, CountedFigures, Row, alone, best, concurrent, of_workload, sure
 from peagle.measure.sweep.headline import counted, place_text, speedup_of, variant_text
 from peagle.measure.sweep.plan import AUTO, PROFILED, Plan, Workload, short_names
 from peagle.measure.sweep.store import Folder

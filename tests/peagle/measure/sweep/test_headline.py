@@ -12,10 +12,11 @@ import pytest
 
 import peagle.measure.sweep.run
 from peagle.cli import main
+from peagle.measure.estimates import Estimate
 from peagle.measure.pages import Commands, Table
 from peagle.measure.sweep import page
 from peagle.measure.sweep.compare import Difference
-from peagle.measure.sweep.figures import Estimate, Row, rows
+from peagle.measure.sweep.figures import Row, rows
 from peagle.measure.sweep.headline import caveats, commands, compared, headlines, speedup_of, title, verdicts
 from peagle.measure.sweep.plan import Variant, Workload
 from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
