@@ -8,9 +8,9 @@ import dataclasses
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from peagle.checkpoints import DEMO, HELD_OUT
 from peagle.engine.request import Request
@@ -26,6 +26,7 @@ from peagle.text.prompt_files import read_prompt_file
 from peagle.text.prompts import Rendering
 
 Json = dict[str, Any]
+Item = TypeVar("Item")
 ROOT = Path(__file__).parents[1]
 
 
@@ -75,6 +76,22 @@ def at_largest_k(rows: Sequence[Json]) -> list[Json]:
     fixed = [row for row in rows if not row["raw"] and row["k"] != AUTO]
     largest = max((row["k"] for row in fixed), default=None)
     return [row for row in fixed if row["k"] == largest]
+
+
+def rotated(items: Sequence[Item], number: int) -> list[Item]:
+    """Begin with another item in every round, so that drift affects all equally."""
+    turn = number % len(items)
+    return [*items[turn:], *items[:turn]]
+
+
+def table(rows: Iterable[Json], columns: Mapping[str, Callable[[Json], str]]) -> pages.Table:
+    """Make a page's table: `columns` format a row by the names of the header."""
+    return pages.Table(tuple(columns), [[text(row) for text in columns.values()] for row in rows])
+
+
+def cell(name: str, form: str = ".2f", factor: float = 1.0) -> Callable[[Json], str]:
+    """Format a number of a row; "-" if it is not known."""
+    return lambda row: "-" if row[name] is None else format(factor * row[name], form)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from scripts.peers.bystanders import Bystanders
 from scripts.peers.gguf_file import write_gguf
 from scripts.peers.remote import Remote
 from scripts.peers.roster import LLAMA, Entry, Site, batches, entry, reference
-from scripts.runs import Json, Progress
+from scripts.runs import Json, Progress, rotated
 from target.load import TargetFiles, inspect_target
 
 CHECKED_WIDE = 4  # rows of a pass in the second half of the check; the first half goes token by token
@@ -184,9 +184,3 @@ def measure_once(
             found = remote.call("decode_many", prompts=prompts, num_tokens=settings.new_tokens)
         measured = {"requests": num_requests, **{key: found[key] for key in ("decode_s", "way") if key in found}}
         yield {**line, "what": "decode_many", **measured, "others_frac": others.frac}
-
-
-def rotated(names: Sequence[str], number: int) -> list[str]:
-    """Start the names with another one each round."""
-    turn = number % len(names)
-    return [*names[turn:], *names[:turn]]

@@ -24,14 +24,13 @@ import peagle
 from peagle.checkpoints import drafter_path, resolve
 from peagle.measure.estimates import estimate, ratio
 from peagle.measure.metrics import first_difference
-from peagle.measure.pages import Block, Table, heading
+from peagle.measure.pages import Block, heading
 from peagle.measure.provenance import num_threads
 from peagle.measure.sweep.plan import K, parse_ks
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from peagle.result import decode
 from scripts.peers.gguf_file import write_gguf
-from scripts.peers.measure import rotated
 from scripts.peers.remote import Remote
 from scripts.peers.roster import LLAMA, OURS, Entry, Site, entry, unavailable
 from scripts.runs import (
@@ -41,12 +40,15 @@ from scripts.runs import (
     add_drafter_option,
     add_prompt_options,
     add_run_options,
+    cell,
     figure_text,
     new_parser,
     new_record,
     prompt_config,
     prompted,
+    rotated,
     run_scenario,
+    table,
     where,
     write_run,
 )
@@ -181,17 +183,14 @@ def page(record: Json) -> list[Block]:
     """Lay out README.md of the run."""
     config, source = record["config"], record["provenance"]
     versions = "; ".join(dict.fromkeys(row["version"] for row in record["rows"]))
-    lines = [
-        [
-            row["engine"],
-            f"{row['tok_per_s']:.0f}",
-            "" if row["engine"] == LLAMA else figure_text(row["over_llama"]),
-            "" if row["engine"] == OURS else figure_text(row["over_plain"]),
-            f"{100 * row['same_answers']:.0f} %",
-            row["computes"],
-        ]
-        for row in record["rows"]
-    ]
+    columns = {
+        "engine": lambda row: str(row["engine"]),
+        "tok/s": cell("tok_per_s", ".0f"),
+        "over llama.cpp": lambda row: "" if row["engine"] == LLAMA else figure_text(row["over_llama"]),
+        "over plain decoding": lambda row: "" if row["engine"] == OURS else figure_text(row["over_plain"]),
+        "prompts answered the same": lambda row: f"{100 * row['same_answers']:.0f} %",
+        "computes": lambda row: str(row["computes"]),
+    }
     return [
         heading("Speculation beside llama.cpp", 1),
         f"`{source['command']}`",
@@ -201,9 +200,7 @@ def page(record: Json) -> list[Block]:
         "warms up, at each prompt every engine in turn, one at work at a time. Tokens after the first over the time "
         f"they took, all prompts and repeats together; intervals: 95 %, bootstrap over prompts. {versions}; "
         f"{where(source)}.",
-        Table(
-            ("engine", "tok/s", "over llama.cpp", "over plain decoding", "prompts answered the same", "computes"), lines
-        ),
+        table(record["rows"], columns),
         "Answered the same: token for token as this project's plain decoding. llama.cpp rounds activations to eight "
         "bits and YaRN's bounds to whole dimensions, so that near-ties fall otherwise and a text goes another way.",
     ]

@@ -21,7 +21,6 @@ from peagle.checkpoints import DEMO
 from peagle.measure.pages import Block, Table, heading
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
-from scripts.peers.measure import rotated
 from scripts.peers.remote import ROOT, Child
 from scripts.runs import (
     Json,
@@ -30,6 +29,7 @@ from scripts.runs import (
     add_run_options,
     new_parser,
     new_record,
+    rotated,
     run_scenario,
     spread,
     spread_text,

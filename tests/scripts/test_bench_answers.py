@@ -60,7 +60,7 @@ def test_all_engines_take_turns_and_the_first_repeat_does_not_count() -> None:
 
 
 def record(by_engine: dict[str, Any]) -> dict[str, Any]:
-    source = {"command": "python -m scripts.scenario", "cpu": "a processor", "num_threads": 2, "time": "now"}
+    source = {"command": "python -m scripts.bench answers", "cpu": "a processor", "num_threads": 2, "time": "now"}
     source |= {"device": {"platform": "cpu"}}
     config = {"target": "demo", "drafter": "demo", "prompts": "some.jsonl", "num_prompts": 2, "max_new_tokens": 9}
     rows = [{"engine": name, "version": "1", "computes": "in its way", **row} for name, row in by_engine.items()]

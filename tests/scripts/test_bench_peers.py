@@ -27,7 +27,7 @@ from peagle.workflows.random_checkpoint import SIZES, geometry, random_tensors, 
 from scripts.peers import bystanders, cost, figures, gguf_file, measure, ours, page, remote, roster
 from scripts.peers.bystanders import Bystanders
 from scripts.peers.stepwise import StepwiseEngine
-from scripts.runs import Progress
+from scripts.runs import Progress, rotated
 from scripts.scenarios import peers as bench_peers
 from target.load import inspect_target, write_target
 
@@ -234,7 +234,7 @@ def test_requests_are_decoded_together_by_engines_that_can() -> None:
     assert [(line["round"], line["engine"], line["requests"]) for line in decoded] == [
         (number, name, count)
         for number in (1, 2, 3)
-        for name in measure.rotated(names, number)
+        for name in rotated(names, number)
         if name != "transformers-bf16"
         for count in (1, 3)
     ]
