@@ -89,13 +89,13 @@ class Ours:
         engine = self._pair.engine(self._pair.engine_config(0, context=capacity, prefix_cache=CACHED_BYTES))
         engine.warm_up()
         answer = [token for _, chunk in engine.generate([first]) for token in chunk.token_ids]
-        found = {}
+        times = {}
         for name, history in (("miss_s", others_ids), ("hit_s", prompt_ids)):
             turn = Request((*history, *answer, *more_ids), ANSWERED, stop_token_ids=())
             started = time.perf_counter()
             chunks = [chunk for _, chunk in engine.generate([turn])]
-            found[name] = chunks[0].time_s - started
-        return found
+            times[name] = chunks[0].time_s - started
+        return times
 
     def decode_many(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
         """See worker.BatchingEngine. Prefill alternates with steps of earlier requests, as always in the engine."""
