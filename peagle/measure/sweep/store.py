@@ -171,9 +171,13 @@ class Share:
     def key(self) -> tuple[Workload, Variant, int]:
         return self.workload, self.variant, self.request
 
+    def to_json(self) -> Json:
+        """Make the entry of run.json, with the fields of workload and variant in it."""
+        return {name: value for name, value in flat(self).items() if name != "why_not" or value is not None}
+
     @classmethod
     def from_json(cls, line: Json) -> "Share":
-        """Undo `flat`."""
+        """Undo `to_json`."""
         rest = {name: value for name, value in line.items() if name not in _VARIANT_FIELDS}
         return cls(workload_of(line), variant_of(line), **rest)
 
@@ -204,7 +208,7 @@ class Folder:
     @property
     def shares(self) -> list[Share]:
         """The profiles, without those that failed."""
-        return [Share.from_json(line) for line in self.record["shares"] if line.get("why_not") is None]
+        return [Share.from_json(line) for line in self.record["shares"] if "why_not" not in line]
 
     def save(self, **changes: Any) -> None:
         """Write run.json with these keys changed."""
