@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from peagle.checkpoints import DEMO, HELD_OUT
 from peagle.engine.request import Request
 from peagle.measure import pages
-from peagle.measure.estimates import Estimate, estimate_text
 from peagle.measure.metrics import Spread
 from peagle.measure.provenance import provenance, tuning
 from peagle.measure.sweep.plan import AUTO
@@ -104,11 +103,6 @@ def spread_text(figure: Json, form: str) -> str:
     return Spread(**figure).text(lambda value: format(value, form))
 
 
-def figure_text(figure: Json | None, digits: int = 2) -> str:
-    """Format an estimate of a record with its interval."""
-    return estimate_text(None if figure is None else Estimate(**figure), digits)
-
-
 def add_run_options(parser: argparse.ArgumentParser, rounds: int = 0, of: str = "") -> None:
     """Add the options of the folder that is written, and, if it has rounds, of how many."""
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
@@ -144,16 +138,6 @@ def first_requests(pair: Pair, prompts: Path, num_prompts: int, max_new_tokens: 
         pair.request(conversation, [], Rendering(), max_new_tokens=max_new_tokens, index=index)
         for index, conversation in enumerate(read_prompt_file(prompts, strict=True).conversations[:num_prompts])
     ]
-
-
-def prompt_config(arguments: argparse.Namespace, num_prompts: int) -> Json:
-    """Collect the prompt options for run.json; of a path its name."""
-    return {
-        "target": Path(arguments.target).name,
-        "prompts": arguments.prompts.name,
-        "num_prompts": num_prompts,
-        "max_new_tokens": arguments.max_new_tokens,
-    }
 
 
 def origin(module: str, arguments: Sequence[str] | None = None) -> Json:
