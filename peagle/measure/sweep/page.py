@@ -366,11 +366,11 @@ def _by_slots(plan: Plan, rows: Sequence[Row]) -> Iterator[Block]:
     """Name the best K for each number of requests at once."""
     lines = []
     for workload in plan.workloads:
-        timed = [row for row in of_workload(rows, workload) if row.speedup is not None]
-        for slots in dict.fromkeys(row.concurrency for row in timed):
-            row = max((row for row in timed if row.concurrency == slots), key=lambda row: speedup_of(row).value)
-            figures = (estimate_text(row.tok_per_s, 0), _over_plain(row))
-            lines.append((workload.label, str(slots), variant_text(row.label), *figures))
+        own = of_workload(rows, workload)
+        for slots in dict.fromkeys(row.concurrency for row in own):
+            if (row := best(row for row in own if row.concurrency == slots)) is not None:
+                figures = (estimate_text(row.tok_per_s, 0), _over_plain(row))
+                lines.append((workload.label, str(slots), variant_text(row.label), *figures))
     if not lines:
         return
     header = ("workload", "requests at once", "fastest", "total tok/s", "over plain decoding")

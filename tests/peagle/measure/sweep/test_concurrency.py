@@ -17,8 +17,10 @@ from peagle.engine.collect import Collector
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
 from peagle.engine.widths import WidthTable, read_widths
+from peagle.measure.estimates import Estimate
 from peagle.measure.metrics import busy_s
-from peagle.measure.sweep import charts
+from peagle.measure.pages import Table
+from peagle.measure.sweep import charts, page
 from peagle.measure.sweep.best_k import best_table, ratios
 from peagle.measure.sweep.compare import differences
 from peagle.measure.sweep.figures import Row, concurrent, rows
@@ -207,6 +209,20 @@ def test_the_page_has_a_table_a_picture_and_names_the_resampled_unit(finished: F
     assert f"]({picture.name})" in text
     drawn = picture.read_text()
     assert all(name in drawn for name in ("plain decoding", "K = 1", "K = 3", "requests at once"))
+
+
+def test_auto_that_never_drafted_is_not_the_fastest_at_any_load(finished: Folder) -> None:
+    auto = Variant("auto", "demo")
+    run = [
+        dataclasses.replace(row, variant=auto.at(row.concurrency), label="auto", speedup=Estimate(9.0))
+        if row.k == 3
+        else row
+        for row in rows(finished)
+    ]
+    for drafted, named in ((1, True), (0, False)):
+        blocks = page.run_blocks(finished, [dataclasses.replace(row, num_spec_steps=drafted) for row in run])
+        (table,) = [block for block in blocks if isinstance(block, Table) and block.header[0] == "requests at once"]
+        assert [cells[1] == "K = auto" for cells in table.rows] == [named] * len(SLOTS)
 
 
 def test_a_run_in_short_keeps_it(finished: Folder, tmp_path: Path) -> None:
