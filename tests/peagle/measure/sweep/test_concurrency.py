@@ -213,14 +213,13 @@ def test_the_page_has_a_table_a_picture_and_names_the_resampled_unit(finished: F
 
 def test_auto_that_never_drafted_is_not_the_fastest_at_any_load(finished: Folder) -> None:
     auto = Variant("auto", "demo")
-    run = [
-        dataclasses.replace(row, variant=auto.at(row.concurrency), label="auto", speedup=Estimate(9.0))
-        if row.k == 3
-        else row
-        for row in rows(finished)
-    ]
     for drafted, named in ((1, True), (0, False)):
-        blocks = page.run_blocks(finished, [dataclasses.replace(row, num_spec_steps=drafted) for row in run])
+        ahead = {"label": "auto", "speedup": Estimate(9.0), "num_spec_steps": drafted}
+        figures = [
+            dataclasses.replace(row, variant=auto.at(row.concurrency), **ahead) if row.k == 3 else row
+            for row in rows(finished)
+        ]
+        blocks = page.run_blocks(finished, figures)
         (table,) = [block for block in blocks if isinstance(block, Table) and block.header[0] == "requests at once"]
         assert [cells[1] == "K = auto" for cells in table.rows] == [named] * len(SLOTS)
 
