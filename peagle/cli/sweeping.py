@@ -16,7 +16,7 @@ from peagle.fit import check_fit, chosen_window
 from peagle.loading import load, with_drafter
 from peagle.measure import pages
 from peagle.measure.provenance import provenance
-from peagle.measure.sweep import best_k, page
+from peagle.measure.sweep import calibration, page
 from peagle.measure.sweep.figures import Row, alone, concurrent, rows
 from peagle.measure.sweep.plan import AUTO, FULL, PLAIN, Plan, Source, numbers, parse_ks, short_names
 from peagle.measure.sweep.run import Models, Pairs, SweepRun, make_requests, models_of, num_turns
@@ -59,7 +59,7 @@ def _sweep(settings: Sweep) -> int:
         sets = _read_again(plan) if folder.prompts() is None else {}
         _check_same_files(plan)
     _check_concurrency(plan, sets)
-    widths = None if settings.write_widths is None else best_k.file_for(plan, settings.write_widths)
+    widths = None if settings.write_widths is None else calibration.file_for(plan, settings.write_widths)
     _check_models(plan)
     for prompts in sets.values():
         display.warn(prompts.warnings)
@@ -84,7 +84,8 @@ def _sweep(settings: Sweep) -> int:
     figures = _finish(folder, display)
     display.warn(_undrafted(figures))
     if widths is not None:
-        display.note(f"{widths}: {best_k.write(folder, figures, widths).in_words()}")
+        written = calibration.write(folder, widths)
+        display.note(f"{widths}: {written.num_drafts} drafts at most, and the acceptance that auto begins with")
     for (workload, variant), why in run.failed.items():
         display.note(f"failed: {workload.label}, K = {plan.label(variant)}: {why}")
     return 1 if run.failed else 0
@@ -119,6 +120,10 @@ def _measure(
             run.decode(appender, progress)
         with display.stage("profiling some steps", animated=False) as progress:
             run.profile(progress)
+    if not folder.record.get("calibrations"):
+        with display.stage("counting acceptance by confidence", animated=False) as progress:
+            counted = calibration.calibrate(run, progress)
+            folder.save(calibrations=[entry.to_json() for entry in counted])
     return run
 
 
@@ -138,8 +143,8 @@ def _undrafted(figures: Sequence[Row]) -> Iterator[str]:
         if row.k == AUTO and not row.num_spec_steps:
             at_once = "" if row.concurrency is None else f", {row.concurrency} at once"
             yield (
-                f"{row.workload.label}{at_once}: K = {row.label} drafted nothing, since by its table or by measured "
-                "costs that does not pay (peagle info shows both); its speed-up compares plain decoding with itself"
+                f"{row.workload.label}{at_once}: K = {row.label} verified no draft, since by measured times none "
+                "was likely enough to pay; its speed-up compares plain decoding with itself"
             )
 
 

@@ -8,7 +8,7 @@ store     a run's folder: run.json, prompts.jsonl, raw.jsonl; valid at any momen
 run       decodes a plan
 figures   from raw lines to rows of figures with intervals: every formula beyond those of peagle.result
 compare   two runs, prompt by prompt: is a difference real?
-best_k    the table of drafts for -k auto
+calibration  acceptance by the drafter's confidence, with which -k auto begins
 headline  the sentences of a page
 charts    the pictures
 page      the pages: Markdown, and one self-contained HTML file

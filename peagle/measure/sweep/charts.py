@@ -177,6 +177,20 @@ def _lines(lines: Mapping[str, Sequence[Point]], finish: Callable[[Any], None]) 
     return svg(draw, titles)
 
 
+def calibration(lines: Mapping[str, Sequence[tuple[float, float]]]) -> str | None:
+    """Draw the share of right drafts over the drafter's confidence in them; on the diagonal both are equal."""
+    titles = shortened(list(lines), LONG_NAME)
+
+    def draw(axis: Any) -> None:
+        axis.plot([0, 1], [0, 1], linestyle=":", color=INK, linewidth=1, label="_")
+        for title, points, (color, marker) in zip(titles, lines.values(), _looks(), strict=False):
+            axis.plot(*zip(*points, strict=True), f"{marker}-", color=color, markersize=5, linewidth=1.2, label=title)
+        axis.set(xlabel="the drafter's probability of its draft", ylabel="accepted", xlim=(0, 1), ylim=(0, 1.02))
+        _legend(axis, titles)
+
+    return svg(draw, titles) if lines else None
+
+
 def _over_k(
     series: Mapping[str, Sequence[Row]],
     value: Callable[[Row], Estimate | None],

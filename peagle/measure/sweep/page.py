@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from peagle.measure.estimates import FEWEST, Estimate, estimate_text
 from peagle.measure.pages import Block, Commands, Picture, Table, heading, plain
 from peagle.measure.sweep import charts, headline
+from peagle.measure.sweep.calibration import KINDS, calibrations_of
 from peagle.measure.sweep.compare import Difference
 from peagle.measure.sweep.figures import BOUNDS, SLOWER, CountedFigures, Row, alone, best, concurrent, of_workload, sure
 from peagle.measure.sweep.headline import counted, place_text, speedup_of, variant_text
@@ -147,6 +148,7 @@ def run_blocks(folder: Folder, rows: Sequence[Row]) -> list[Block]:
         *_front(folder, rows),
         *_overview(plan, alone(rows)),
         *(block for workload in plan.workloads for block in _workload(plan, workload, of_workload(rows, workload))),
+        *_calibrations(folder),
         *_terms(rows),
         heading("How it was measured"),
         *_origin(folder),
@@ -375,9 +377,7 @@ def _by_slots(plan: Plan, rows: Sequence[Row]) -> Iterator[Block]:
         return
     header = ("workload", "requests at once", "fastest", "total tok/s", "over plain decoding")
     first = 0 if len(plan.workloads) > 1 else 1
-    choices = (plan.drafters, plan.draft_vocabs, plan.drafter_windows)
-    writable = 1 in plan.concurrencies and all(len(way) == 1 for way in choices)
-    yield "By the number of requests at once" + " (`--write-widths` writes it for `-k auto`)" * writable + ":"
+    yield "By the number of requests at once:"
     yield Table(header[first:], tuple(line[first:] for line in lines))
 
 
@@ -536,6 +536,18 @@ def _times(rows: Sequence[Row], slug: str) -> Iterator[Block]:
     yield from _cycle(rows, slug)
     yield heading("Latency", 3)
     yield _table(rows, LATENCY)
+
+
+def _calibrations(folder: Folder) -> Iterator[Block]:
+    """Show how far each drafter's confidence can be trusted."""
+    for number, calibration in enumerate(calibrations_of(folder)):
+        if number == 0:
+            yield heading("The drafter's confidence")
+        for kind in KINDS:
+            if lines := dict(calibration.lines(kind)):
+                text = f"{calibration.label}, {kind}: of drafts after right ones, the share that was right."
+                slug = f"calibration_{number}_{kind}"
+                yield from _picture(slug, charts.calibration(lines), text)
 
 
 def _cycle(rows: Sequence[Row], slug: str) -> Iterator[Block]:

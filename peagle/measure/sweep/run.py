@@ -25,7 +25,7 @@ from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request
 from peagle.measure.bound import Bound, bound
 from peagle.measure.profile import operations_of, profile
-from peagle.measure.sweep.plan import PLAIN, PROFILED, PROFILED_TOKENS, Plan, Source, Variant, Workload
+from peagle.measure.sweep.plan import AUTO, PLAIN, PROFILED, PROFILED_TOKENS, Plan, Source, Variant, Workload
 from peagle.measure.sweep.store import ASKING, Appender, Folder, Sample, Share, SweepConversation, SweepRequest
 from peagle.ops.errors import InputError
 from peagle.ops.memory import share_of_mappings
@@ -128,7 +128,7 @@ class SweepRun:
         by_workload = {workload: folder.requests(workload) for workload in self.plan.workloads}
         self.requests = {workload: requests for workload, requests in by_workload.items() if requests}
         everything = itertools.chain.from_iterable(self.requests.values())
-        self.capacity = self.pair.capacity([self._request(request, SamplingParams()) for request in everything])
+        self.capacity = self.pair.capacity([self.request(request, SamplingParams()) for request in everything])
         self.done = {sample.key for sample in folder.samples()}
         self.failed: dict[tuple[Workload, Variant], str] = {}
 
@@ -200,7 +200,7 @@ class SweepRun:
             sampling = SamplingParams(
                 workload.temperature, seed=self.plan.seed + (repeat if workload.temperature else 0)
             )
-            engine_requests = [self._request(request, sampling) for request in requests]
+            engine_requests = [self.request(request, sampling) for request in requests]
             results = decode(self._engine(variant), engine_requests, self.pair.tokenizer)
             bounded = workload.temperature > 0 and repeat == 0 and variant.speculates and variant.concurrency is None
             bounds = [self._bound(variant, result) if bounded else None for result in results]
@@ -232,7 +232,8 @@ class SweepRun:
                 ) from error
             self.failed[workload, variant] = why
 
-    def _request(self, request: SweepRequest, sampling: SamplingParams) -> Request:
+    def request(self, request: SweepRequest, sampling: SamplingParams) -> Request:
+        """Make the engine's request."""
         room = self.pair.max_positions - len(request.prompt_ids)
         return Request(request.prompt_ids, min(self.plan.max_new_tokens, room), sampling, index=request.request)
 
@@ -241,6 +242,17 @@ class SweepRun:
         if isinstance(pair, InputError):
             raise pair
         return pair
+
+    def auto_drafts(self, variant: Variant) -> int:
+        """Return the most drafts of a step by `auto`."""
+        return self._pair(variant).num_drafts(AUTO)[0]
+
+    def counting_engine(self, variant: Variant, num_drafts: int) -> tuple[AnyEngine, int]:
+        """Return (an adaptive engine of a variant's models, the most drafts of its steps)."""
+        pair = self._pair(variant)
+        window = getattr(pair.drafter, "window", None)
+        num_drafts = num_drafts if window is None else min(num_drafts, window - 1)
+        return pair.engine(pair.engine_config(num_drafts, context=self.capacity, adaptive=True)), num_drafts
 
     def _engine(self, variant: Variant) -> AnyEngine:
         pair = self._pair(variant)
@@ -282,7 +294,7 @@ class SweepRun:
     ) -> Share:
         """Decode a request under the profiler. programs: the operations of those compiled so far."""
         try:
-            profiled = self._request(request, SamplingParams(workload.temperature, seed=self.plan.seed))
+            profiled = self.request(request, SamplingParams(workload.temperature, seed=self.plan.seed))
             profiled = dataclasses.replace(profiled, max_new_tokens=min(profiled.max_new_tokens, PROFILED_TOKENS))
             engine, sampled = self._engine(variant), not profiled.sampling.greedy
             engine.warm_up(sampled=sampled)

@@ -127,6 +127,8 @@ class Sample:
         rest = {name: value for name, value in rest.items() if name not in _VARIANT_FIELDS}
         counters = {name: rest.pop(name) for name in ("histogram", "verified", "num_plain_steps", "tried")}
         counters["num_spec_tokens"] = rest.pop("num_speculative_tokens")
+        # missing in the lines of earlier versions
+        counters |= {name: rest.pop(name, 0) for name in ("num_proposed", "num_looked_up")}
         rest |= {"workload": workload_of(line), "variant": variant_of(line), "counters": _tuples(Counters, counters)}
         return _tuples(cls, rest | ({"bound": _tuples(Bound, rest["bound"])} if rest.get("bound") else {}))
 

@@ -16,15 +16,13 @@ from peagle.cli import main
 from peagle.engine.collect import Collector
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
-from peagle.engine.widths import WidthTable, read_widths
 from peagle.measure.estimates import Estimate
 from peagle.measure.metrics import busy_s
 from peagle.measure.pages import Table
 from peagle.measure.sweep import charts, page
-from peagle.measure.sweep.best_k import best_table, ratios
 from peagle.measure.sweep.compare import differences
-from peagle.measure.sweep.figures import Row, concurrent, rows
-from peagle.measure.sweep.plan import PLAIN, Plan, Variant, Workload
+from peagle.measure.sweep.figures import concurrent, rows
+from peagle.measure.sweep.plan import PLAIN, Plan, Variant
 from peagle.measure.sweep.run import SweepRun
 from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
 from peagle.pair import Pair
@@ -261,74 +259,6 @@ def test_a_plan_comes_back_from_json(finished: Folder) -> None:
     assert Plan.from_json(older) == dataclasses.replace(plan, concurrencies=())
 
 
-# the table of drafts
-
-
-def at_once(k: Any, slots: int, *speedups: float, temperature: float = 0.0) -> Row:
-    """Make the row of a K with these speed-ups of its repeats."""
-    workload = Workload("prompts", True, temperature)
-    return example_row(workload=workload, variant=Variant(k, concurrency=slots), speedup_repeats=speedups)
-
-
-def test_the_best_k_has_the_greatest_median_and_none_where_plain_decoding_wins() -> None:
-    """Over workloads and repeats; `auto`, and a K that failed in a workload, cannot be chosen."""
-    plain = [at_once(0, slots, 1.0, 1.0) for slots in (1, 4, 8, 16) for _ in range(2)]
-    some = [
-        *(at_once(1, 1, 1.1, 1.2), at_once(1, 1, 1.3, 9.0), at_once(3, 1, 1.4, 1.5), at_once(3, 1, 1.2, 1.0)),
-        *(at_once("auto", 1, 3.0, 3.0), at_once("auto", 1, 3.0, 3.0), at_once(5, 1, 5.0, 5.0)),
-        *(at_once(1, 4, 0.9, 1.1), at_once(1, 4, 1.0, 1.0), at_once(3, 4, 0.5, 0.5), at_once(3, 4, 0.5, 2.5)),
-        *(at_once(1, 8, 1.01, 1.02), at_once(1, 8, 0.9, 1.03)),
-    ]
-    assert ratios([*plain, *some]) == {
-        1: {1: pytest.approx(1.25), 3: pytest.approx(1.3)},
-        4: {1: 1.0, 3: 0.5},
-        8: {1: pytest.approx(1.015)},
-    }
-    assert best_table([*plain, *some]) == WidthTable({1: 3, 4: 0, 8: 1})
-    hot = [at_once(0, 1, 1.0, temperature=1.0), at_once(1, 1, 0.9, temperature=1.0)]
-    assert best_table([*plain, *some, *hot]) == WidthTable({1: 3, 4: 0, 8: 1}, sampled=False)
-    alone = dataclasses.replace(some[0], variant=Variant(1))
-    assert best_table([*plain, alone]) is None, "only rows of many at once are read"
-
-
-@pytest.mark.usefixtures("quickly")
-def test_a_finished_run_gives_a_table_that_its_drafter_is_read_with(finished: Folder, tmp_path: Path) -> None:
-    """Resumed: nothing is decoded again."""
-
-    def change(line: dict[str, Any]) -> None:
-        line["decode_s"] = {0: 2.0, 1: 1.5, 3: 1.0}[line["k"]] * (
-            3 if line["k"] and line.get("concurrency") == 3 else 1
-        )
-
-    rewrite(finished, change)
-    lines = (finished.path / RAW).read_text()
-    drafter = tmp_path / "drafter"
-    drafter.mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        assert sweep(patch, "--out", finished.path, "--resume", "--write-widths", drafter) == 0
-    assert (finished.path / RAW).read_text() == lines
-    table = read_widths(drafter)
-    assert table is not None
-    assert dict(table.drafts) == {1: 3, 3: 0}
-    record = json.loads((drafter / "speculation.json").read_text())
-    assert record["ratios"] == {
-        "1": pytest.approx({"1": 4 / 3, "3": 2.0}),
-        "3": pytest.approx({"1": 4 / 9, "3": 2 / 3}),
-    }
-    assert set(record) == {"drafts", "sampled", "rule", "ratios", "measured"}
-    assert record["measured"]["command"] == " ".join(finished.origins[0]["command"])
-    assert record["measured"]["time"] == finished.origins[0]["time"]
-    assert (record["measured"]["repeats"], record["measured"]["requests"]) == (2, 8)
-
-
-@pytest.mark.usefixtures("quickly")
-def test_a_run_writes_its_table_at_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    swept(monkeypatch, tmp_path / "run", "--concurrency", "1", "-k", "2", "--write-widths", tmp_path / "table.json")
-    drafts = json.loads((tmp_path / "table.json").read_text())["drafts"]
-    assert list(drafts) == ["1"]
-    assert drafts["1"] in (0, 2), "which one, the machine decides"
-
-
 # cut off, failed, refused
 
 
@@ -393,15 +323,13 @@ def test_a_variant_that_fails_at_many_at_once_need_not_cost_the_others(
         (["--concurrency", ""], "--concurrency is ''"),
         (["--concurrency", "1,0"], "--concurrency is 0; expected 1 or more"),
         (["--concurrency", "2,10"], "--concurrency is 10, but prompts has 9 requests"),
-        (["--write-widths", "table.json"], "give --concurrency 1 and others"),
-        (["--write-widths", "table.json", "--concurrency", "2,4"], "give --concurrency 1 and others"),
+        (["--write-widths", "table.json", "-k", "1-3"], "-k does not name it; add it, as -k 1-7,auto"),
         (["--write-widths", "no/table.json", "--concurrency", "1"], "no does not exist"),
         (["--write-widths", "/dev/null", "--concurrency", "1"], "/dev/null exists"),
         (
             ["--write-widths", "draftr", "--concurrency", "1"],
             "--write-widths draftr is no folder; expected a drafter's directory",
         ),
-        (["--write-widths", "table.json", "--concurrency", "1", "-k", "auto"], "-k names auto alone"),
         (["--write-widths", "table.json", "--concurrency", "1", "--drafter", "demo,ngram"], "one drafter"),
         (["--write-widths", "table.json", "--concurrency", "1", "--draft-vocab", "9,full"], "one vocabulary"),
         (["--write-widths", "table.json", "--concurrency", "1", "--drafter-window", "9,off"], "one window"),

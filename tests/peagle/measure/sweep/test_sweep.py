@@ -33,6 +33,7 @@ from peagle.result import Result, decode
 from peagle.text.tokenizer import ByteLevelTokenizer, Tokenizer
 from tests.peagle.measure.sweep.runs import TEXTS, Tokens, prompt_file, sweep, swept
 from tests.support.pairs import SPECIALS, press_ctrl_c_at, toy_pair
+from tests.support.toys import costs
 
 
 @pytest.fixture(scope="module")
@@ -592,12 +593,12 @@ def test_special_tokens_are_read_in_raw_text_alone(
 def test_auto_that_never_drafted_is_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(WarmUp, "measure_costs", lambda *_: {1: 9.0, 2: 9.0})
+    monkeypatch.setattr(WarmUp, "measure_costs", lambda warm_up, _: costs(warm_up.num_drafts, {1: False}))
     options = ["-k", "auto", "--repeats", 1, "-n", 4, "--concurrency", 2, "--quiet", "--seed", 3]
     assert sweep(monkeypatch, "--out", tmp_path / "run", "--prompts", prompt_file(tmp_path), *options) == 0
     idle, alone, together = capsys.readouterr().err.splitlines()
     assert idle == "peagle: warning: --seed: no effect at temperature 0, where the likeliest token is taken"
-    why = "K = auto drafted nothing, since by its table or by measured costs that does not pay"
+    why = "K = auto verified no draft, since by measured times none was likely enough to pay"
     assert alone.startswith(f"peagle: warning: prompts, chat, greedy: {why}")
     assert together.startswith(f"peagle: warning: prompts, chat, greedy, 2 at once: {why}")
 
