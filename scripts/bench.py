@@ -1,23 +1,30 @@
-"""Run a benchmark: python -m scripts.bench SCENARIO --help says what it measures and takes."""
+"""List the benchmarks, or run one: python -m scripts.bench [SCENARIO [--help]]."""
 
+import ast
 import importlib
-import pkgutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-import scripts.scenarios
+SCENARIOS = Path(__file__).with_name("scenarios")
 
 
-def names() -> list[str]:
-    """List the scenarios: the modules of scripts/scenarios that have a main."""
-    return [module.name for module in pkgutil.iter_modules(scripts.scenarios.__path__) if "_" not in module.name]
+def scenarios() -> dict[str, str]:
+    """Map the scenarios, modules of scripts/scenarios that have a main, to the first lines of their docstrings."""
+    paths = [path for path in sorted(SCENARIOS.glob("*.py")) if "_" not in path.stem]
+    docstrings = {path.stem: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) for path in paths}
+    return {name: (docstring or "").partition("\n")[0] for name, docstring in docstrings.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the scenario that comes first."""
+    """Run the scenario that comes first; without one, list them."""
     typed = list(sys.argv[1:] if arguments is None else arguments)
-    if not typed or typed[0] not in names():
-        print(f"bench: error: expected a scenario: {', '.join(names())}", file=sys.stderr)
+    if not typed or typed[0] in ("-h", "--help"):
+        print("usage: python -m scripts.bench SCENARIO [--help]\n")
+        print("\n".join(f"{name:<8} {line}" for name, line in scenarios().items()))
+        return 0
+    if typed[0] not in scenarios():
+        print(f"bench: error: {typed[0]} is no scenario; expected one of {', '.join(scenarios())}", file=sys.stderr)
         return 2
     code: int = importlib.import_module(f"scripts.scenarios.{typed[0]}").main(typed[1:])
     return code

@@ -9,9 +9,9 @@
 Needs no network, no checkpoint and no installation (run it in the checkout), but for the conformance suite, which
 needs what the tests do: weights are random and made in the device's memory. First what must be right: the checks of
 `peagle check` (the kernels' launcher is compiled if it is not there) and the conformance suite. Then, for each shape:
-prefill, decoding and verify passes, by XLA's own code, too; each operation's bytes and time; steps of speculation whose
+prefill, decoding and verify passes, by XLA's own code, too; the bytes and time of operations; speculation whose
 acceptance is drawn at given rates (marked synthetic: it says what a step costs, nothing of any drafter), by drafter,
-head and batch, and where a step's time goes; and this project beside transformers (scripts.bench_peers). With --mesh
+head and batch, and where a step's time goes; and this project beside transformers (scripts.bench peers). With --mesh
 also: a small target over those devices against the whole one, and the time of a larger one's passes over them.
 
 `--out` (which must not exist yet) gets a line in raw.jsonl as soon as a figure is known, so that a run that is cut off
@@ -190,12 +190,11 @@ def peers() -> Iterator[Json]:
     """Compare this project, its own XLA form and transformers, interleaved, each in a process of its own."""
     with tempfile.TemporaryDirectory() as directory:
         size = PEERS if on_gpu() else PEERS_TRIED_OUT
-        made, out = Path(directory) / size, Path(directory) / "out"
-        script = [sys.executable, "-m"]
-        write_random_checkpoint(made, SIZES[size])
-        asked = ["--engines", "peagle-xla,transformers-bf16", "--rounds", "3", "--seconds", "0.2"]
+        checkpoint, out = Path(directory) / size, Path(directory) / "out"
+        write_random_checkpoint(checkpoint, SIZES[size])
+        options = ["--out", str(out), "--engines", "peagle-xla,transformers-bf16", "--rounds", "3", "--seconds", "0.2"]
         done = subprocess.run(
-            [*script, "scripts.bench_peers", str(made), "--out", str(out), *asked],
+            [sys.executable, "-m", "scripts.bench", "peers", str(checkpoint), *options],
             cwd=ROOT,
             capture_output=True,
             text=True,
@@ -204,10 +203,10 @@ def peers() -> Iterator[Json]:
         )
         if done.returncode:
             raise RuntimeError(" ".join(done.stderr.split())[-500:])
-        found = json.loads((out / "run.json").read_text(encoding="utf-8"))
-    for name, why in found["left_out"].items():
+        run = json.loads((out / "run.json").read_text(encoding="utf-8"))
+    for name, why in run["left_out"].items():
         yield {"engine": name, "left_out": why}
-    for row in found["rows"]:
+    for row in run["rows"]:
         yield {"peer": row["engine"], **row}
 
 
@@ -230,9 +229,9 @@ def over_devices(shape: MeshShape) -> Iterator[Json]:
 def passes(name: str, pair: Pair, kernels: str) -> Iterator[Json]:
     """Measure prefill, decoding and verify passes of one sequence."""
     options = BenchOptions(prompt_lengths=(512,), new_tokens=(64,), widths=(1, 4, 8), repeats=REPEATS)
-    found = bench(pair, options)
-    for each in found.measurements:
-        yield line_of_pass(name, kernels, found, each, 1, options.context)
+    timings = bench(pair, options)
+    for measurement in timings.measurements:
+        yield line_of_pass(name, kernels, timings, measurement, 1, options.context)
 
 
 def operations(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
@@ -286,24 +285,24 @@ def target_alone(name: str, params: Any, config: TargetConfig, passes: Passes) -
         options.check(config.max_positions, pair.steps_per_dispatch)
     except InputError:  # a tiny target, which has too few positions for it
         return
-    found = bench(pair, options)
-    for each in found.measurements:
-        by = "CUDA" if rows_of(each.case, passes.batch) <= most_rows else "XLA"
-        yield line_of_pass(name, by, found, each, passes.batch, passes.context)
+    timings = bench(pair, options)
+    for measurement in timings.measurements:
+        kernels = "CUDA" if rows_of(measurement.case, passes.batch) <= most_rows else "XLA"
+        yield line_of_pass(name, kernels, timings, measurement, passes.batch, passes.context)
 
 
-def line_of_pass(name: str, kernels: str, found: Bench, each: Measurement, batch: int, context: int) -> Json:
+def line_of_pass(name: str, kernels: str, timings: Bench, measurement: Measurement, batch: int, context: int) -> Json:
     """Make a line of raw.jsonl from a measurement."""
     return {
         "shape": name,
         "kernels": kernels,
-        "kind": each.case.kind,
-        "size": each.case.size,
+        "kind": measurement.case.kind,
+        "size": measurement.case.size,
         "batch": batch,
         "context": context,
-        "ms_per_pass": dataclasses.asdict(each.ms_per_pass),
-        "tok_per_s": dataclasses.asdict(each.tok_per_s),
-        "v": found.v(each),
+        "ms_per_pass": dataclasses.asdict(measurement.ms_per_pass),
+        "tok_per_s": dataclasses.asdict(measurement.tok_per_s),
+        "v": timings.v(measurement),
         "peak_bytes": peak_bytes(),
     }
 
@@ -355,33 +354,33 @@ def by_part(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
 
 
 def steps(engines: dict[int, AnyEngine], config: TargetConfig, batch: int) -> Iterator[Json]:
-    """Time a step of each engine, by K."""
-    asked = [request(config, PROMPT_TOKENS, NEW_TOKENS, number) for number in range(batch)]
+    """Time a step of every engine, by K."""
+    requests = [request(config, PROMPT_TOKENS, NEW_TOKENS, number) for number in range(batch)]
     runs: dict[int, list[Timed]] = {k: [] for k in engines}
     for repeat in range(REPEATS):
         for k in sorted(engines, reverse=repeat % 2 == 1):
-            runs[k].append(timed(engines[k], asked))
+            runs[k].append(timed(engines[k], requests))
     plain_s = statistics.median(run.step_s for run in runs[0])
-    for k, found in runs.items():
-        step_s = statistics.median(run.step_s for run in found)
+    for k, repeats in runs.items():
+        step_s = statistics.median(run.step_s for run in repeats)
         yield {
             "batch": batch,
             "k": k,
-            "tok_per_s": sum(run.tokens for run in found) / sum(run.seconds for run in found),
+            "tok_per_s": sum(run.tokens for run in repeats) / sum(run.seconds for run in repeats),
             "step_ms": 1e3 * step_s,
             "cycle_cost": step_s / plain_s,
-            "tokens_a_step": total([run.counters for run in found]).acceptance_length if k else 1.0,
+            "tokens_a_step": total([run.counters for run in repeats]).acceptance_length if k else 1.0,
         }
 
 
-def shares(engine: AnyEngine, asked: Request) -> Json:
+def shares(engine: AnyEngine, request: Request) -> Json:
     """Find where a step's time goes, or why that is not known."""
     with tempfile.TemporaryDirectory() as directory:
         try:
-            found = profile(engine, [asked], Path(directory))
+            times = profile(engine, [request], Path(directory))
         except (InputError, OSError, RuntimeError) as error:
             return {"profile": str(error)}
-    return {"profile": dataclasses.asdict(found) | {"directory": None}}
+    return {"profile": dataclasses.asdict(times) | {"directory": None}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -398,14 +397,14 @@ class Timed:
         return self.seconds / self.steps
 
 
-def timed(engine: AnyEngine, asked: list[Request]) -> Timed:
+def timed(engine: AnyEngine, requests: list[Request]) -> Timed:
     """Decode the requests together. Raises RuntimeError if the first one ends before the last one begins."""
-    chunks = list(engine.generate(asked))
+    chunks = list(engine.generate(requests))
     begun = max(chunk.time_s for _, chunk in chunks if not chunk.steps)
     ended = min(chunk.time_s for _, chunk in chunks if chunk.finish_reason is not None)
     between = [(place, chunk) for place, chunk in chunks if chunk.steps and begun < chunk.time_s <= ended]
     if not between:
-        raise RuntimeError(f"no step has all of {len(asked)} requests; expected longer answers")
+        raise RuntimeError(f"no step has all of {len(requests)} requests; expected longer answers")
     records = [record for _, chunk in between for record in chunk.steps]
     return Timed(
         seconds=ended - begun,
@@ -544,11 +543,11 @@ def check(arguments: argparse.Namespace) -> int:
     ]
     sections = every
     if arguments.only is not None:
-        wanted = tuple(arguments.only.split(","))
+        beginnings = tuple(arguments.only.split(","))
         named = [section.name for section in every if not section.name.endswith(ENDS)]
-        if not any(name.startswith(wanted) for name in named):
+        if not any(name.startswith(beginnings) for name in named):
             raise InputError(f"--only {arguments.only} names no section; they are {', '.join(named)}")
-        sections = [section for section in every if section.name.startswith(wanted) or section.name.endswith(ENDS)]
+        sections = [section for section in every if section.name.startswith(beginnings) or section.name.endswith(ENDS)]
     expect_new(arguments.out)
     prepare_kernels()
     raw = RawLines(arguments.out)

@@ -8,16 +8,15 @@ import dataclasses
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from peagle.checkpoints import DEMO, HELD_OUT
 from peagle.engine.request import Request
 from peagle.measure import pages
 from peagle.measure.metrics import Spread
 from peagle.measure.provenance import provenance, tuning
-from peagle.measure.sweep.figures import Estimate, estimate_text
 from peagle.measure.sweep.plan import AUTO
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
@@ -26,6 +25,7 @@ from peagle.text.prompt_files import read_prompt_file
 from peagle.text.prompts import Rendering
 
 Json = dict[str, Any]
+Item = TypeVar("Item")
 ROOT = Path(__file__).parents[1]
 
 
@@ -77,6 +77,22 @@ def at_largest_k(rows: Sequence[Json]) -> list[Json]:
     return [row for row in fixed if row["k"] == largest]
 
 
+def rotated(items: Sequence[Item], number: int) -> list[Item]:
+    """Begin with another item in every round, so that drift affects all equally."""
+    turn = number % len(items)
+    return [*items[turn:], *items[:turn]]
+
+
+def table(rows: Iterable[Json], columns: Mapping[str, Callable[[Json], str]]) -> pages.Table:
+    """Make a page's table: `columns` format a row by the names of the header."""
+    return pages.Table(tuple(columns), [[text(row) for text in columns.values()] for row in rows])
+
+
+def cell(name: str, form: str = ".2f", factor: float = 1.0) -> Callable[[Json], str]:
+    """Format a number of a row; "-" if it is not known."""
+    return lambda row: "-" if row[name] is None else format(factor * row[name], form)
+
+
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Return the median with the extremes, as a record has them."""
     return dataclasses.asdict(Spread.of(values))
@@ -85,11 +101,6 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def spread_text(figure: Json, form: str) -> str:
     """Format a spread of a record."""
     return Spread(**figure).text(lambda value: format(value, form))
-
-
-def figure_text(figure: Json | None, digits: int = 2) -> str:
-    """Format an estimate of a record with its interval."""
-    return estimate_text(None if figure is None else Estimate(**figure), digits)
 
 
 def add_run_options(parser: argparse.ArgumentParser, rounds: int = 0, of: str = "") -> None:
@@ -127,16 +138,6 @@ def first_requests(pair: Pair, prompts: Path, num_prompts: int, max_new_tokens: 
         pair.request(conversation, [], Rendering(), max_new_tokens=max_new_tokens, index=index)
         for index, conversation in enumerate(read_prompt_file(prompts, strict=True).conversations[:num_prompts])
     ]
-
-
-def prompt_config(arguments: argparse.Namespace, num_prompts: int) -> Json:
-    """Collect the prompt options for run.json; of a path its name."""
-    return {
-        "target": Path(arguments.target).name,
-        "prompts": arguments.prompts.name,
-        "num_prompts": num_prompts,
-        "max_new_tokens": arguments.max_new_tokens,
-    }
 
 
 def origin(module: str, arguments: Sequence[str] | None = None) -> Json:

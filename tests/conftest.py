@@ -262,7 +262,6 @@ COMPILING = (
     "peagle/workflows/test_parity.py",
     "peagle/workflows/test_run.py",
     "peagle/workflows/test_training.py",
-    "scripts/test_bench_answers.py",
     "scripts/test_bench_peers.py",
     "scripts/test_gpu_check.py",
     "target/test_memory.py",

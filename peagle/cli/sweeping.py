@@ -103,7 +103,7 @@ def _measure(
     """Decode what the folder lacks, with progress. origin: of this process."""
     with folder.appending() as appender:
         if settings.resume:
-            folder.save(sittings=[*folder.sittings, origin], rows=None)
+            folder.save(sittings=[*folder.origins, origin], rows=None)
         if folder.prompts() is None:
             with display.stage("reading the prompts", animated=False) as progress:
                 try:
@@ -277,7 +277,7 @@ def _check_same_files(plan: Plan) -> None:
 
 def _check_runs_alike(folder: Folder, ran: Mapping[str, str]) -> None:
     """Raise InputError for models that would run in another way than before: times, and tokens, would be mixed."""
-    before = folder.sittings[-1].get("ran", ran)
+    before = folder.origins[-1].get("ran", ran)
     if before != ran:
         former, now = (", ".join(f"{name} {value}" for name, value in way.items()) for way in (before, ran))
         raise InputError(f"{folder.path} ran with {former}; now it is {now}: begin a new run with another --out")

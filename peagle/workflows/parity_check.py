@@ -17,7 +17,7 @@ from drafter.params import DrafterParams
 from drafter.propose import Eagle3, PEagle
 from drafter.vocabulary import Coverage, coverage
 from peagle.engine.speculation import OFF, SPECULATION_FILE, WINDOW_KEY
-from peagle.measure.sweep.figures import estimate, ratio
+from peagle.measure.estimates import estimate, ratio
 from peagle.ops import interrupt, strict_json
 from peagle.ops.checkpoint import Checkpoint
 from peagle.ops.errors import InputError

@@ -168,15 +168,15 @@ def package_root(import_name: str) -> Path:
 
 def collect_sources(packages: dict[str, str]) -> list[SourceFile]:
     """Read the standard library and packages; a text that occurs twice is taken once."""
-    seen: set[str] = set()
+    digests: set[str] = set()
     sources: list[SourceFile] = []
     roots = [("stdlib", Path(sysconfig.get_paths()["stdlib"]))]
     roots += [(distribution, package_root(name)) for distribution, name in packages.items()]
     for origin, root in roots:
         for source in walk_sources(root, origin):
             key = digest(source.text)
-            if key not in seen:
-                seen.add(key)
+            if key not in digests:
+                digests.add(key)
                 sources.append(source)
     return sources
 
@@ -203,8 +203,8 @@ def function_key(node: FunctionNode) -> str:
 
 def functions_of(tree: ast.Module) -> list[FunctionNode]:
     """List every function and method, nested ones too, in source order."""
-    found = [node for node in ast.walk(tree) if isinstance(node, FunctionNode)]
-    return sorted(found, key=lambda node: node.lineno)
+    functions = [node for node in ast.walk(tree) if isinstance(node, FunctionNode)]
+    return sorted(functions, key=lambda node: node.lineno)
 
 
 def parse(text: str) -> ast.Module:
@@ -275,12 +275,12 @@ def chat_functions(source: SourceFile) -> Iterator[Function]:
             yield Function(source.module, node.name, task_of(stub, body), has_docstring, digest(normalised_body(node)))
 
 
-def unique_bodies(functions: Iterable[Function], seen: set[str]) -> list[Function]:
-    """Keep the functions whose body is new; `seen` holds the keys of those before, and grows by these."""
+def unique_bodies(functions: Iterable[Function], keys: set[str]) -> list[Function]:
+    """Keep the functions whose body is new; `keys` holds those before, and grows by these."""
     kept = []
     for function in functions:
-        if function.body_key not in seen:
-            seen.add(function.body_key)
+        if function.body_key not in keys:
+            keys.add(function.body_key)
             kept.append(function)
     return kept
 
@@ -336,16 +336,16 @@ def build_corpus(sources: list[SourceFile]) -> Corpus:
     rest = [source for source in sources if not (source.origin == "stdlib" and source.module in held_out)]
     forbidden = {function_key(node) for source in raw_heldout for node in functions_of(parse(source.text))}
     raw_train = [without_functions(source, forbidden) for source in rest]
-    seen: set[str] = set()
-    chat_heldout = unique_bodies((function for source in raw_heldout for function in functions(source)), seen)
-    chat_train = unique_bodies((function for source in rest for function in functions(source)), seen)
+    keys: set[str] = set()
+    chat_heldout = unique_bodies((function for source in raw_heldout for function in functions(source)), keys)
+    chat_train = unique_bodies((function for source in rest for function in functions(source)), keys)
     return Corpus(raw_train, raw_heldout, chat_train, chat_heldout, select_prompts(chat_heldout), held_out)
 
 
 def versions(packages: dict[str, str]) -> dict[str, str]:
     """Look up Python's and every package's version."""
-    found = {distribution: importlib.metadata.version(distribution) for distribution in packages}
-    return {"python": platform.python_version(), **found}
+    installed = {distribution: importlib.metadata.version(distribution) for distribution in packages}
+    return {"python": platform.python_version(), **installed}
 
 
 def manifest(corpus: Corpus, packages: dict[str, str]) -> dict:

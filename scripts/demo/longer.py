@@ -127,7 +127,7 @@ def _ship_drafter(work: Path, name: str, written: Sequence[Path]) -> None:
     config = json.loads((out / CONFIG).read_text(encoding="utf-8"))
     (out / CONFIG).write_text(dumps({k: v for k, v in config.items() if k not in WINDOW_FIELDS}, indent=2))
     table = json.loads((work / "before" / name / SPECULATION_FILE).read_text(encoding="utf-8"))
-    table = {"drafts": table.pop("drafts"), **table, WINDOW_KEY: WINDOW[name]}
+    table = {**table, WINDOW_KEY: WINDOW[name]}
     (out / SPECULATION_FILE).write_text(dumps(table, indent=1) + "\n", encoding="utf-8")
     if not (out / FREQUENT_TOKENS).exists():
         list_frequent_tokens(

@@ -41,13 +41,13 @@ def kind_of(answer: list[int]) -> str:
 
 def repeats(answer: list[int]) -> np.ndarray:
     """Mark the tokens [n] that end a run of LOOP_GRAM tokens which was there before."""
-    seen: set[tuple[int, ...]] = set()
-    found = np.zeros(len(answer), bool)
+    grams: set[tuple[int, ...]] = set()
+    repeated = np.zeros(len(answer), bool)
     for end in range(LOOP_GRAM, len(answer) + 1):
         gram = tuple(answer[end - LOOP_GRAM : end])
-        found[end - 1] = gram in seen
-        seen.add(gram)
-    return found
+        repeated[end - 1] = gram in grams
+        grams.add(gram)
+    return repeated
 
 
 def with_roles(document: Document, of_answer: np.ndarray | int = TEXT) -> dataset.Document:
@@ -78,7 +78,7 @@ def make_long_practice(written: Path, rows: Path, out: Path) -> None:
         shutil.copy(path, out / path.name)
     narrow = 0
     for width in LONG:
-        own = pack([each for each in shuffled(kept) if narrow < len(each[0]) <= width], width)
+        own = pack([document for document in shuffled(kept) if narrow < len(document[0]) <= width], width)
         of_corpus = load_rows(rows / f"chat_{width}.npz")
         most = max(len(own["roles"]), FEWEST_ROWS)
         joined = {name: np.concatenate([own[name], of_corpus[name][:most]]) for name in own}
@@ -100,7 +100,7 @@ def make_practice(written: Path, data: Path, out: Path) -> None:
     lessons = [lesson(document) for document in read_shards(written)]
     documents = [document for kind, document in lessons if kind != OTHER]
     corpus = read_shards(data / "shards" / "chat")[: max(len(documents), FEWEST_OF_CORPUS)]
-    documents += [with_roles(each) for each in corpus]
+    documents += [with_roles(document) for document in corpus]
     np.savez_compressed(out / "chat_train.npz", **pack(shuffled(documents)))
     for name in KEPT_AS_IT_IS:
         shutil.copy(data / name, out / name)

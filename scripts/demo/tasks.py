@@ -88,10 +88,10 @@ def task_of(stub: str, body: str) -> Task:
 def _stands_alone(whole: Whole) -> bool:
     """Whether the text is one function to Python."""
     try:
-        found = ast.parse(whole.text).body
+        statements = ast.parse(whole.text).body
     except (SyntaxError, ValueError):
         return False
-    return len(found) == 1 and isinstance(found[0], FunctionNode)
+    return len(statements) == 1 and isinstance(statements[0], FunctionNode)
 
 
 def describe(whole: Whole) -> str:
@@ -101,14 +101,14 @@ def describe(whole: Whole) -> str:
     count = {0: "no parameters.", 1: "1 parameter:"}.get(len(parameters), f"{len(parameters)} parameters:")
     lines = [f"`{node.name}` takes {count}", *(f"- `{name}`: {what}" for name, what in parameters)]
     inner = list(_own_nodes(node))
-    calls = _first(_dotted(each.func) for each in inner if isinstance(each, ast.Call))[:MAX_CALLS]
-    raised = _first(_raised(each) for each in inner if isinstance(each, ast.Raise))
-    results = [each.value for each in inner if isinstance(each, ast.Return) and each.value is not None]
+    calls = _first(_dotted(part.func) for part in inner if isinstance(part, ast.Call))[:MAX_CALLS]
+    raised = _first(_raised(part) for part in inner if isinstance(part, ast.Raise))
+    results = [part.value for part in inner if isinstance(part, ast.Return) and part.value is not None]
     returned = _first(_short(whole.text, result) for result in results)[:MAX_RESULTS]
     lines.append(f"It calls {_listed(calls, 'and')}." if calls else "It calls nothing.")
     if raised:
         lines.append(f"It raises {_listed(raised, 'or')}.")
-    if any(isinstance(each, ast.Yield | ast.YieldFrom) for each in inner):
+    if any(isinstance(part, ast.Yield | ast.YieldFrom) for part in inner):
         lines.append("It is a generator.")
     elif returned:
         lines.append(f"It returns {_listed(returned, 'or')}.")
@@ -194,7 +194,7 @@ def with_parameter_renamed(whole: Whole) -> tuple[str, str] | None:
     names = [parameter.arg for parameter in (*node.args.args, *node.args.kwonlyargs)]
     names = [name for name in names if name not in ("self", "cls") and not name.startswith("_")]
     closed = FunctionNode | ast.ClassDef | ast.Lambda | ast.Global | ast.Nonlocal
-    if not names or any(isinstance(each, closed) for each in ast.walk(node) if each is not node):
+    if not names or any(isinstance(inner, closed) for inner in ast.walk(node) if inner is not node):
         return None
     old, new = names[whole.choice % len(names)], whole.pick(NEW_PARAMETERS)
     return f"Rename the parameter `{old}` to `{new}`.", _renamed(whole.text, node, old, new)
@@ -217,9 +217,9 @@ def _renamed(text: str, tree: ast.AST, old: str, new: str) -> str:
     """Rename every name and parameter `old` of the text's tree to `new`."""
     lines = [line.encode() for line in text.split("\n")]
     places = [
-        (each.lineno, each.col_offset)
-        for each in ast.walk(tree)
-        if (isinstance(each, ast.Name) and each.id == old) or (isinstance(each, ast.arg) and each.arg == old)
+        (leaf.lineno, leaf.col_offset)
+        for leaf in ast.walk(tree)
+        if (isinstance(leaf, ast.Name) and leaf.id == old) or (isinstance(leaf, ast.arg) and leaf.arg == old)
     ]
     for row, column in sorted(places, reverse=True):
         line = lines[row - 1]

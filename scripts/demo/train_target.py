@@ -196,9 +196,9 @@ def loss_and_gradients(params: TargetParams, config: TargetConfig, batch: Batch)
     total = jax.lax.psum(jnp.sum(jnp.abs(batch.weights[:, 1:])), ROWS)
 
     def loss_of_row(params: TargetParams, row: Batch) -> jax.Array:
-        wanted, weights = log_likelihoods(params, config, row), row.weights[:, 1:]
-        unwanted = jnp.log1p(-jnp.exp(jnp.minimum(wanted, SUREST)))
-        return -jnp.sum(jnp.abs(weights) * jnp.where(weights < 0, unwanted, wanted)) / total
+        likelihoods, weights = log_likelihoods(params, config, row), row.weights[:, 1:]
+        unwanted = jnp.log1p(-jnp.exp(jnp.minimum(likelihoods, SUREST)))
+        return -jnp.sum(jnp.abs(weights) * jnp.where(weights < 0, unwanted, likelihoods)) / total
 
     def add_row(sums: Any, row: tuple[jax.Array, ...]) -> tuple[Any, None]:
         one = Batch(*(part[None] for part in row))

@@ -110,13 +110,13 @@ class _Measure:
         budget = min(256, self.shape.capacity - 64 - k)
         rows = sorted({1 << power for power in range(8) if 1 << power < self.shape.slots} | {self.shape.slots})
         for active in rows:
-            found = []
+            times = []
             for number in range(ROUNDS):
                 requests = [self.request(48, budget, number * active + row) for row in range(active)]
-                seconds, seen = steady(engine, requests)
-                found.append(seconds)
-                records += seen
-            points.append((active, statistics.median(found)))
+                seconds, steps = steady(engine, requests)
+                times.append(seconds)
+                records += steps
+            points.append((active, statistics.median(times)))
         accepted = np.asarray([record.num_accepted for record in records if len(record.draft_token_ids) == k])
         return Curve(tuple(points)), tuple(float(np.mean(accepted > place)) for place in range(k))
 
@@ -124,8 +124,8 @@ class _Measure:
         """Return what each position in a row's cache adds to a plain step, of which a short row takes step_s."""
         engine, budget = self.engine(0), 96
         length = self.shape.capacity - budget
-        found = [steady(engine, [self.request(length, budget, number)])[0] for number in range(3)]
-        return max(0.0, statistics.median(found) - step_s) / length
+        times = [steady(engine, [self.request(length, budget, number)])[0] for number in range(3)]
+        return max(0.0, statistics.median(times) - step_s) / length
 
     def hand_offs(self, step_s: float) -> tuple[Curve, Curve, Curve]:
         """Return (bytes, seconds of packing, seconds of loading) by tokens of the prompt."""
@@ -159,12 +159,12 @@ def _handed(sender: AnyEngine, request: Request) -> HandOff:
 def steady(engine: AnyEngine, requests: Sequence[Request]) -> tuple[float, list[StepRecord]]:
     """Decode requests together; return (seconds of a step while all of them go on, all of their steps)."""
     handles = engine.add_all(requests)
-    begun, seen = set[Handle](), list[StepRecord]()
+    begun, records = set[Handle](), list[StepRecord]()
     marks: list[tuple[float, int]] = []  # (time, steps of the first request so far) while all go on
     steps, ended = 0, False
     with contextlib.closing(engine.run(handles)) as chunks:
         for handle, chunk in chunks:
-            seen += chunk.steps
+            records += chunk.steps
             steps += len(chunk.steps) if handle is handles[0] else 0
             ended |= chunk.finish_reason is not None
             begun |= {handle} if chunk.steps else set()
@@ -174,7 +174,7 @@ def steady(engine: AnyEngine, requests: Sequence[Request]) -> tuple[float, list[
     if len(marks) < 2:
         raise InputError("the answers end before all of them go on together; expected more positions, or fewer slots")
     (first_s, first), (last_s, last) = marks[0], marks[-1]
-    return (last_s - first_s) / (last - first), seen
+    return (last_s - first_s) / (last - first), records
 
 
 def loopback() -> tuple[float, float]:

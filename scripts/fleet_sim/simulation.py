@@ -103,41 +103,41 @@ class Costs:
 
     def to_json(self) -> dict[str, Any]:
         """Return what `read_costs` reads."""
-        found = dataclasses.asdict(self)
-        found |= {name: getattr(self, name).points for name in CURVES}
-        found["step_s"] = {str(k): curve.points for k, curve in self.step_s.items()}
-        found["acceptance"] = {str(k): rates for k, rates in self.acceptance.items()}
-        return found
+        value = dataclasses.asdict(self)
+        value |= {name: getattr(self, name).points for name in CURVES}
+        value["step_s"] = {str(k): curve.points for k, curve in self.step_s.items()}
+        value["acceptance"] = {str(k): rates for k, rates in self.acceptance.items()}
+        return value
 
 
 def read_costs(path: Path) -> Costs:
     """Read a file of costs. Raises InputError for one that is none, naming what is wrong."""
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read as JSON: {error}; expected a file of costs") from None
-    return costs_of(given, str(path))
+    return costs_of(value, str(path))
 
 
-def costs_of(given: Any, where: str) -> Costs:
+def costs_of(costs: Any, where: str) -> Costs:
     """Make costs of a JSON value; the message of an error begins with `where`."""
-    fields = {each.name: each for each in dataclasses.fields(Costs)}
-    if not isinstance(given, dict):
+    fields = {spec.name: spec for spec in dataclasses.fields(Costs)}
+    if not isinstance(costs, dict):
         raise InputError(f"{where} holds no JSON object; expected {', '.join(fields)}")
-    given = {name: value for name, value in given.items() if name != "provenance"}
-    required = [name for name, each in fields.items() if not _optional(each)]
-    missing = [name for name in required if name not in given]
-    unknown = [name for name in given if name not in fields]
+    costs = {name: value for name, value in costs.items() if name != "provenance"}
+    required = [name for name, spec in fields.items() if not _optional(spec)]
+    missing = [name for name in required if name not in costs]
+    unknown = [name for name in costs if name not in fields]
     if missing or unknown:
-        seen = f"lacks {missing[0]}" if missing else f"has {unknown[0]!r}"
-        raise InputError(f"{where} {seen}; expected {', '.join(fields)}")
+        why = f"lacks {missing[0]}" if missing else f"has {unknown[0]!r}"
+        raise InputError(f"{where} {why}; expected {', '.join(fields)}")
     try:
         values: dict[str, Any] = {
-            name: float(value) if fields[name].type is float else value for name, value in given.items()
+            name: float(value) if fields[name].type is float else value for name, value in costs.items()
         }
-        values |= {name: _curve(given[name]) for name in CURVES}
-        values["step_s"] = {int(k): _curve(points) for k, points in given["step_s"].items()}
-        accepted = given.get("acceptance", {})
+        values |= {name: _curve(costs[name]) for name in CURVES}
+        values["step_s"] = {int(k): _curve(points) for k, points in costs["step_s"].items()}
+        accepted = costs.get("acceptance", {})
         values["acceptance"] = {int(k): tuple(map(float, rates)) for k, rates in accepted.items()}
         return Costs(**values)
     except InputError as error:
@@ -146,8 +146,8 @@ def costs_of(given: Any, where: str) -> Costs:
         raise InputError(f"{where} holds a value of another form ({error}); expected what --measure writes") from None
 
 
-def _optional(each: "dataclasses.Field[Any]") -> bool:
-    return each.default is not dataclasses.MISSING or each.default_factory is not dataclasses.MISSING
+def _optional(spec: "dataclasses.Field[Any]") -> bool:
+    return spec.default is not dataclasses.MISSING or spec.default_factory is not dataclasses.MISSING
 
 
 def _curve(points: Any) -> Curve:
@@ -199,23 +199,23 @@ def poisson(rate: float, count: int, lengths: Lengths, seed: int = 0) -> list[Ar
 
 def read_trace(path: Path) -> list[Arrival]:
     """Read JSON lines of time_s, prompt_tokens and output_tokens. Raises InputError, naming the line."""
-    found = []
+    arrivals = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}") from None
-    names = [each.name for each in dataclasses.fields(Arrival)]
+    names = [spec.name for spec in dataclasses.fields(Arrival)]
     for number, line in enumerate(lines, 1):
         try:
-            given = json.loads(line)
-            found.append(Arrival(*(float(given[names[0]]), int(given[names[1]]), int(given[names[2]]))))
+            values = json.loads(line)
+            arrivals.append(Arrival(*(float(values[names[0]]), int(values[names[1]]), int(values[names[2]]))))
         except InputError as error:
             raise InputError(f"line {number} of {path}: {error}") from None
         except (ValueError, TypeError, KeyError):
             raise InputError(f"line {number} of {path} is no request; expected {', '.join(names)}") from None
-    if not found:
+    if not arrivals:
         raise InputError(f"{path} is empty; expected a request a line")
-    return sorted(found, key=lambda arrival: arrival.time_s)
+    return sorted(arrivals, key=lambda arrival: arrival.time_s)
 
 
 @dataclass(frozen=True)
@@ -427,7 +427,7 @@ def simulate(costs: Costs, trace: Sequence[Arrival], fleet: Arrangement, seed: i
     prefills, decodes = replicas(fleet.prefill, True), replicas(fleet.decode, False)
 
     def send(pool: list[_Replica], served: Served, now: float) -> None:
-        replica = min(pool, key=lambda each: each.num_open)
+        replica = min(pool, key=lambda replica: replica.num_open)
         replica.add(served)
         if not replica.awake:
             replica.awake = True
@@ -452,12 +452,12 @@ def simulate(costs: Costs, trace: Sequence[Arrival], fleet: Arrangement, seed: i
         arrives_s = time_s + HOPS * hop_s + costs.network_s
         events.at(arrives_s, lambda now: send(decodes, served, now))
 
-    found = [Served(arrival) for arrival in trace]
-    for served in found:
+    requests = [Served(arrival) for arrival in trace]
+    for served in requests:
         pool = prefills or decodes
         events.at(served.arrival.time_s + costs.network_s, lambda now, one=served, to=pool: send(to, one, now))  # type: ignore[misc]
     events.run()
-    return found
+    return requests
 
 
 # --- what it says -----------------------------------------------------------------------------------------------------
@@ -484,10 +484,10 @@ def summary(played: Sequence[Served], target: Target) -> dict[str, float]:
     firsts = np.asarray([served.ttft_s for served in played])
     last = max(served.times[-1][0] for served in played) - min(served.arrival.time_s for served in played)
     met = sum(map(target.met_by, played))
-    found = {f"ttft_p{100 * q:.0f}_s": float(np.quantile(firsts, q)) for q in QUANTILES}
-    found |= {f"itl_p{100 * q:.0f}_s": float(np.quantile(gaps, q)) for q in QUANTILES}
+    quantiles = {f"ttft_p{100 * q:.0f}_s": float(np.quantile(firsts, q)) for q in QUANTILES}
+    quantiles |= {f"itl_p{100 * q:.0f}_s": float(np.quantile(gaps, q)) for q in QUANTILES}
     tokens = sum(served.num_tokens for served in played)
-    return found | {"tok_per_s": tokens / last, "met_frac": met / len(played), "goodput_per_s": met / last}
+    return quantiles | {"tok_per_s": tokens / last, "met_frac": met / len(played), "goodput_per_s": met / last}
 
 
 def highest_rate(

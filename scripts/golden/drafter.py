@@ -108,11 +108,11 @@ def record(model: core.PEagleDraftModel, rows: tuple[torch.Tensor, torch.Tensor]
     loss_mask = (torch.rand(1, NUM_ROWS) < 0.9).float()
     loss_mask[0, 0] = 0  # position 0 in the loss would give the package a row of anchor -1
 
-    sample, loss, seen, logits = core.generate_cod_sample_indices, core.compute_metrics, [], []
+    sample, loss, sampled, logits = core.generate_cod_sample_indices, core.compute_metrics, [], []
 
     def observed(**kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        seen.append(sample(**kwargs) if rows is None else rows)
-        return seen[-1]
+        sampled.append(sample(**kwargs) if rows is None else rows)
+        return sampled[-1]
 
     hook = model.lm_head.register_forward_hook(lambda _module, _inputs, output: logits.append(output))
     core.generate_cod_sample_indices = observed
@@ -130,7 +130,7 @@ def record(model: core.PEagleDraftModel, rows: tuple[torch.Tensor, torch.Tensor]
     finally:
         core.generate_cod_sample_indices, core.compute_metrics = sample, loss
         hook.remove()
-    (anchor, depth), (row_logits,) = seen[0], logits
+    (anchor, depth), (row_logits,) = sampled[0], logits
     arrays = {"token_ids": token_ids, "aux_hidden": aux_hidden, "documents": documents, "logits": row_logits}
     return {name: value[0].numpy() for name, value in arrays.items()} | {
         "anchor": anchor.numpy(),

@@ -47,7 +47,7 @@ COUNTS = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "ac
 
 
 @dataclass(frozen=True)
-class Setting:
+class Drafting:
     """A drafter, as it was typed, and its drafts of a step."""
 
     drafter: str
@@ -119,13 +119,13 @@ def write_float32_copy(directory: Path, copy: Path) -> None:
     save_target(copy, loaded.params, loaded.config, dtype=np.float32, mxfp4=False, stop_token_ids=loaded.stop_token_ids)
 
 
-def recorded() -> tuple[Json, list[tuple[Setting, Request, Answer]]]:
+def recorded() -> tuple[Json, list[tuple[Drafting, Request, Answer]]]:
     """Read the golden file: (what it says of itself, vLLM's answers)."""
     about, *lines = [json.loads(line) for line in GOLDEN.read_text(encoding="utf-8").splitlines()]
     requests = [Request(tuple(ids), about["max_new_tokens"], index=i) for i, ids in enumerate(about["prompt_ids"])]
     return about, [
         (
-            Setting(line["drafter"], line["k"]),
+            Drafting(line["drafter"], line["k"]),
             requests[line["request"]],
             Answer(tuple(line["token_ids"]), tuple(line["accepted"]), line["counts"]),
         )
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def record(options: argparse.Namespace, typed: Sequence[str]) -> int:
     """Check everything, then run vLLM, then write the file."""
     drafters = list(dict.fromkeys(options.drafters.split(",")))
-    settings = [Setting(drafter, k) for drafter in drafters for k in numbers("-k", options.k)]
+    draftings = [Drafting(drafter, k) for drafter in drafters for k in numbers("-k", options.k)]
     if why := cannot_run("--vllm-python", options.vllm_python, "vllm"):
         raise InputError(f"vLLM cannot run here: {why}")
     directories = {drafter: with_weights(options.target, drafter) for drafter in drafters}
@@ -158,9 +158,9 @@ def record(options: argparse.Namespace, typed: Sequence[str]) -> int:
         write_float32_copy(resolve(options.target, "target"), copy)
         peer = Peer(options.vllm_python, copy, pair.stop_token_ids)
         answers = {}
-        for setting in settings:
-            print(f"vLLM: {setting}", file=sys.stderr)
-            answers[setting] = peer.answers(directories[setting.drafter], setting.k, requests)
+        for drafting in draftings:
+            print(f"vLLM: {drafting}", file=sys.stderr)
+            answers[drafting] = peer.answers(directories[drafting.drafter], drafting.k, requests)
     write_golden(answers, requests, peer.version, origin("scripts.golden.vllm", typed))
     return 0
 
@@ -174,9 +174,9 @@ def with_weights(target: str, drafter: str) -> Path:
 
 
 def write_golden(
-    by_setting: dict[Setting, list[Answer]], requests: Sequence[Request], version: str, source: Json
+    by_drafting: dict[Drafting, list[Answer]], requests: Sequence[Request], version: str, source: Json
 ) -> None:
-    """Write a line about the file itself, and one per setting and request."""
+    """Write a line about the file itself, and one per drafting and request."""
     about = {
         "what": "greedy answers of vLLM, with each step's number of accepted drafts and the counts of all steps",
         "recorded": {"vllm": version, "cpu": source["cpu"], "time": source["time"], "command": source["command"]},
@@ -184,8 +184,8 @@ def write_golden(
         "prompt_ids": [list(request.prompt_ids) for request in requests],
     }
     lines = [
-        {"drafter": setting.drafter, "k": setting.k, "request": request.index, **asdict(answer)}
-        for setting, answers in by_setting.items()
+        {"drafter": drafting.drafter, "k": drafting.k, "request": request.index, **asdict(answer)}
+        for drafting, answers in by_drafting.items()
         for request, answer in zip(requests, answers, strict=True)
     ]
     write_text_whole(GOLDEN, "".join(strict_json.dumps(line) + "\n" for line in [about, *lines]))

@@ -128,8 +128,8 @@ def operations(params: TargetParams, config: TargetConfig, rows: int, contexts: 
                 continue
             window, placed = group.window, causal_rows(table, positions, PAGE_SIZE, group.window, group.offset)
             operands = [(drawn(1, rows, heads * config.head_dim), *cos_sin, placed) for _ in own]
-            seen = context + rows if window is None else min(context, window - 1) + rows
-            read = 2 * seen * config.num_kv_heads * config.head_dim * dtype.itemsize
+            visible = context + rows if window is None else min(context, window - 1) + rows
+            read = 2 * visible * config.num_kv_heads * config.head_dim * dtype.itemsize
             name = "attention, all" if window is None else f"attention, window {window}"
             for form, implementation in FORMS if cuda.available() else FORMS[:1]:
                 one = functools.partial(_attention, num_heads=config.num_heads, implementation=implementation)
@@ -146,7 +146,7 @@ def _experts(
         return
     logits = [jnp.asarray(draw.standard_normal((rows, config.num_experts)), jnp.float32) for _ in weights]
     one_expert = sum(leaf.nbytes for leaf in jax.tree.leaves(weights[0])) / config.num_experts
-    selected = [np.unique(np.asarray(route_top_k(each, config.top_k)[0])).size for each in logits]
+    selected = [np.unique(np.asarray(route_top_k(rows_logits, config.top_k)[0])).size for rows_logits in logits]
     forms = [("CUDA", expert_mlp)] if cuda.available() else []
     if rows > calls.FEW_ROWS:  # a prefill's
         forms += [("XLA, all experts", reference.each_expert_once), ("XLA, in blocks", reference.in_blocks)]

@@ -133,14 +133,16 @@ def _steps(rows: list[Json]) -> Table:
 
 def _against(rows: list[Json], parallel: str, in_turn: str) -> Table:
     """Compare the drafters: at equal acceptance a step's time decides."""
-    found = {(row["shape"], row["draft_vocab"], row["batch"], row["k"], row["drafter"]): row["step_ms"] for row in rows}
-    places = dict.fromkeys(key[:4] for key in found)
+    step_ms = {
+        (row["shape"], row["draft_vocab"], row["batch"], row["k"], row["drafter"]): row["step_ms"] for row in rows
+    }
+    places = dict.fromkeys(key[:4] for key in step_ms)
     return _table(
         f"shape | head | batch | K | a step of {in_turn} over one of {parallel}",
         [
-            [*map(str, place), f"{found[*place, in_turn] / found[*place, parallel]:.2f}"]
+            [*map(str, place), f"{step_ms[*place, in_turn] / step_ms[*place, parallel]:.2f}"]
             for place in places
-            if (*place, in_turn) in found and (*place, parallel) in found
+            if (*place, in_turn) in step_ms and (*place, parallel) in step_ms
         ],
     )
 

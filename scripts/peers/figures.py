@@ -32,18 +32,18 @@ def by_round(lines: Sequence[Json], settings: Settings) -> dict[tuple[str, str],
 
     The measurement is prefill, decode (a token), a width, or "together N" (a step of N requests).
     """
-    found: dict[tuple[str, str], list[float]] = {}
+    seconds: dict[tuple[str, str], list[float]] = {}
     for line in sorted(lines, key=lambda line: line["round"]):
         engine = line["engine"]
         if line["what"] == "decode":
-            found.setdefault((engine, "prefill"), []).append(line["prefill_s"])
-            found.setdefault((engine, "decode"), []).append(line["decode_s"] / (settings.new_tokens - 1))
+            seconds.setdefault((engine, "prefill"), []).append(line["prefill_s"])
+            seconds.setdefault((engine, "decode"), []).append(line["decode_s"] / (settings.new_tokens - 1))
         elif line["what"] == "decode_many":
             step_s = line["decode_s"] / (settings.new_tokens - 1)
-            found.setdefault((engine, f"together {line['requests']}"), []).append(step_s)
+            seconds.setdefault((engine, f"together {line['requests']}"), []).append(step_s)
         else:
-            found.setdefault((engine, str(line["rows"])), []).append(line["pass_s"])
-    return found
+            seconds.setdefault((engine, str(line["rows"])), []).append(line["pass_s"])
+    return seconds
 
 
 def _row(

@@ -149,17 +149,17 @@ class Llama(StepwiseEngine):
 
     def _faster(self, prompts: list[list[int]], num_tokens: int) -> tuple[bool, Context]:
         """Choose (whether unified, the context), and close the other."""
-        made = {
+        contexts = {
             unified: Context(self._model, self._room, self._num_threads, len(prompts), unified) for unified in CACHES
         }
         runs = [
             (context.decode_many(prompts, num_tokens)["decode_s"], unified)
             for _ in range(TRIALS)
-            for unified, context in made.items()
+            for unified, context in contexts.items()
         ]
         _, best = min(runs)
-        made[not best].close()
-        return best, made[best]
+        contexts[not best].close()
+        return best, contexts[best]
 
     def _run(self, token_ids: list[int], all_logits: bool) -> None:
         self._context.run([(0, self._length + i, token) for i, token in enumerate(token_ids)], all_logits)

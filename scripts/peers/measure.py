@@ -2,7 +2,7 @@
 
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from scripts.peers.bystanders import Bystanders
 from scripts.peers.gguf_file import write_gguf
 from scripts.peers.remote import Remote
 from scripts.peers.roster import LLAMA, Entry, Site, batches, entry, reference
-from scripts.runs import Json, Progress
+from scripts.runs import Json, Progress, rotated
 from target.load import TargetFiles, inspect_target
 
 CHECKED_WIDE = 4  # rows of a pass in the second half of the check; the first half goes token by token
@@ -68,16 +68,16 @@ def measure(checkpoint: Path, settings: Settings, llama_python: str, say: Progre
         remotes: dict[str, Remote] = {}
         checks: dict[str, Json] = {}
         # the largest first: loading takes about twice the memory that an engine keeps
-        for made in sorted(entries, key=lambda made: -made.storage.experts):
-            say(f"{made.name} loads and is checked")
-            remote = running.enter_context(Remote(made))
+        for own in sorted(entries, key=lambda own: -own.storage.experts):
+            say(f"{own.name} loads and is checked")
+            remote = running.enter_context(Remote(own))
             remote.described |= remote.call("prepare", prompt_ids=tokens.prompt, widths=list(settings.widths))
-            rounds_yarn = made.name == LLAMA
-            found = logits_of(remote, tokens, Path(scratch))
-            checks[made.name] = compare(found, expected[False])
+            rounds_yarn = own.name == LLAMA
+            logits = logits_of(remote, tokens, Path(scratch))
+            checks[own.name] = compare(logits, expected[False])
             if rounds_yarn:
-                checks[made.name]["rounded_yarn"] = compare(found, expected[True])
-            remotes[made.name] = remote
+                checks[own.name]["rounded_yarn"] = compare(logits, expected[True])
+            remotes[own.name] = remote
         lines = list(run_rounds(remotes, tokens, settings, say))
         described = {engine: remote.described for engine, remote in remotes.items()}
     return Measured(files, entries, described, checks, lines)
@@ -111,8 +111,8 @@ class Tokens:
 
 def reference_logits(site: Site, tokens: Tokens, scratch: Path, rounded: bool) -> dict[bool, np.ndarray]:
     """Compute float32 logits of the checked tokens; rounded: also, under True, with YaRN's bounds rounded."""
-    made = reference(site)
-    with Remote(made) as remote:
+    checked = reference(site)
+    with Remote(checked) as remote:
         kinds = (False, True) if rounded else (False,)
         return {kind: logits_of(remote, tokens, scratch, round_yarn=kind) for kind in kinds}
 
@@ -181,12 +181,6 @@ def measure_once(
     for num_requests in settings.requests if batches(engine) else ():
         prompts = tokens.prompts(num_requests)
         with Bystanders(remote.pid) as others:
-            found = remote.call("decode_many", prompts=prompts, num_tokens=settings.new_tokens)
-        measured = {"requests": num_requests, **{key: found[key] for key in ("decode_s", "way") if key in found}}
+            reply = remote.call("decode_many", prompts=prompts, num_tokens=settings.new_tokens)
+        measured = {"requests": num_requests, **{key: reply[key] for key in ("decode_s", "way") if key in reply}}
         yield {**line, "what": "decode_many", **measured, "others_frac": others.frac}
-
-
-def rotated(names: Sequence[str], number: int) -> list[str]:
-    """Start the names with another one each round."""
-    turn = number % len(names)
-    return [*names[turn:], *names[:turn]]

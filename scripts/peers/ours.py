@@ -21,36 +21,22 @@ from peagle.ops.rope import Yarn
 from peagle.pair import Pair
 from target.model import GptOss
 
-ANSWERED = 16  # tokens of a turn
-CACHED_BYTES = 1 << 30
 MOST_PASSES = 256  # passes of one program; fewer are run by its count, so that each width compiles once
 
 
-def load(
-    directory: str,
-    kernels: str,
-    dtype: str,
-    drafter: str | None = None,
-    num_drafts: int | Literal["auto"] = 0,
-    blocked: bool = False,
-) -> "Ours":
-    """Load a checkpoint, or with a drafter a pair, which drafts so many tokens a step when it decodes.
-
-    kernels: auto, native or xla. blocked: `decode` prefills at once. Raises InputError if they do not run.
-    """
+def load(directory: str, kernels: Literal["auto", "native", "xla"], dtype: Literal["float32", "bfloat16"]) -> "Ours":
+    """Load a checkpoint. Raises InputError if these kernels do not run."""
     if dtype == "float32" and jax.default_backend() == "gpu":  # the reference; a process has one engine
         jax.config.update("jax_default_matmul_precision", "highest")  # not TF32
-    return Ours(peagle.load(directory, drafter, kernels=kernels, dtype=dtype), num_drafts, blocked)
+    return Ours(peagle.load(directory, None, kernels=kernels, dtype=dtype))
 
 
 class Ours:
     """See worker.Engine."""
 
-    def __init__(self, pair: Pair, num_drafts: int | Literal["auto"], blocked: bool = False) -> None:
+    def __init__(self, pair: Pair) -> None:
         self._pair = pair
-        self._prefill = "blocked" if blocked else "chunked"
-        self._num_drafts, self._adaptive = pair.num_drafts(num_drafts)
-        self._target: GptOss = pair.plain_target
+        self._target = pair.plain_target
 
     def describe(self) -> dict[str, Any]:
         loaded = self._pair.loaded
@@ -66,36 +52,13 @@ class Ours:
 
     def decode(self, prompt_ids: list[int], num_tokens: int) -> dict[str, Any]:
         request = Request(tuple(prompt_ids), num_tokens, stop_token_ids=())
-        capacity = self._pair.capacity([request])
-        config = self._pair.engine_config(
-            self._num_drafts, context=capacity, adaptive=self._adaptive, prefill=self._prefill
-        )
-        engine = self._pair.engine(config)
+        engine = self._pair.engine(self._pair.engine_config(0, context=self._pair.capacity([request])))
         engine.warm_up()
         started = time.perf_counter()
         chunks = [chunk for _, chunk in engine.generate([request])]
         first_s, ended_s = chunks[0].time_s, chunks[-1].time_s
         tokens = [token for chunk in chunks for token in chunk.token_ids]
         return {"prefill_s": first_s - started, "decode_s": ended_s - first_s, "token_ids": tokens}
-
-    def reuse(self, prompt_ids: list[int], others_ids: list[int], more_ids: list[int]) -> dict[str, Any]:
-        """Time a second turn to its first token: {"hit_s", "miss_s"}.
-
-        Of a hit the prefix cache holds the first turn, prompt_ids and its answer; of a miss, whose history is
-        others_ids and as long an answer, it holds nothing.
-        """
-        first = Request(tuple(prompt_ids), ANSWERED, stop_token_ids=())
-        capacity = len(prompt_ids) + ANSWERED + len(more_ids) + ANSWERED
-        engine = self._pair.engine(self._pair.engine_config(0, context=capacity, prefix_cache=CACHED_BYTES))
-        engine.warm_up()
-        answer = [token for _, chunk in engine.generate([first]) for token in chunk.token_ids]
-        found = {}
-        for name, history in (("miss_s", others_ids), ("hit_s", prompt_ids)):
-            turn = Request((*history, *answer, *more_ids), ANSWERED, stop_token_ids=())
-            started = time.perf_counter()
-            chunks = [chunk for _, chunk in engine.generate([turn])]
-            found[name] = chunks[0].time_s - started
-        return found
 
     def decode_many(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
         """See worker.BatchingEngine. Prefill alternates with steps of earlier requests, as always in the engine."""

@@ -103,8 +103,8 @@ def _together(rows: list[Json]) -> list[Block]:
     blocks: list[Block] = [Table(header, lines)]
     for row in peers:
         ways: dict[str, list[str]] = {}
-        for number, found in row["together"].items():
-            ways.setdefault(found.get("way", ""), []).append(number)
+        for number, figures in row["together"].items():
+            ways.setdefault(figures.get("way", ""), []).append(number)
         named = [f"{way} (requests: {', '.join(numbers)})" for way, numbers in ways.items() if way]
         if named:
             blocks.append(f"The faster cache of {row['engine']}: {'; '.join(named)}.")

@@ -53,12 +53,12 @@ def unavailable(name: str, llama_python: str | None) -> str | None:
     """Say why an engine cannot be compared here; None if it can."""
     if name.startswith(OURS):
         return None
-    wanted = ("gguf",) if name == LLAMA else ("torch", "transformers")
-    if absent := [module for module in wanted if importlib.util.find_spec(module) is None]:
+    modules = ("gguf",) if name == LLAMA else ("torch", "transformers")
+    if absent := [module for module in modules if importlib.util.find_spec(module) is None]:
         return f"{absent[0]} is not installed"
     if name.startswith("transformers") and jax.default_backend() == "gpu":
-        asked = [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]
-        if subprocess.run(asked, capture_output=True, check=False).returncode:
+        command = [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
             return "torch has no CUDA here"
     return cannot_run("--llama-python", llama_python, "llama_cpp") if name == LLAMA else None
 
@@ -97,5 +97,5 @@ def entry(name: str, site: Site) -> Entry:
 
 def reference(site: Site) -> Entry:
     """Make the entry that the others' logits are compared with: this project on XLA in float32, experts dequantised."""
-    made = entry("peagle-xla", site)
-    return replace(made, options={**made.options, "dtype": "float32"})
+    plain = entry("peagle-xla", site)
+    return replace(plain, options={**plain.options, "dtype": "float32"})

@@ -64,12 +64,12 @@ class Transformers(StepwiseEngine):
         """
         seconds = {width: self._time_all(prompt_ids, width) for width in {*widths, len(prompt_ids)}}
         self._best = {width: min(times, key=times.__getitem__) for width, times in seconds.items()}
-        found: dict[str, Any] = {"best": self._best, "seconds": seconds}
+        choice: dict[str, Any] = {"best": self._best, "seconds": seconds}
         if self._tries_static:
-            found["decoding"] = self._time_decoding(prompt_ids)
+            choice["decoding"] = self._time_decoding(prompt_ids)
             way = STATIC if self._static else GROWING
-            found |= {**self.describe(), "computes": f"{self.describe()['computes']}, {way}"}
-        return found
+            choice |= {**self.describe(), "computes": f"{self.describe()['computes']}, {way}"}
+        return choice
 
     def choose(self, width: int) -> None:
         # without `prepare`, transformers' own choice
@@ -122,11 +122,11 @@ class Transformers(StepwiseEngine):
         prompt = self._tensor(prompt_ids)
         started = time.perf_counter()
         tokens = self._model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)
-        found: list[int] = tokens[0, len(prompt_ids) :].tolist()
+        token_ids: list[int] = tokens[0, len(prompt_ids) :].tolist()
         seconds = time.perf_counter() - started
-        if len(found) < num_tokens:
-            raise RuntimeError(f"{len(found)} tokens came; expected {num_tokens}")
-        return seconds, found
+        if len(token_ids) < num_tokens:
+            raise RuntimeError(f"{len(token_ids)} tokens came; expected {num_tokens}")
+        return seconds, token_ids
 
     def _time_decoding(self, prompt_ids: list[int]) -> dict[str, float | str]:
         """Try both ways, and keep the faster."""

@@ -1,4 +1,4 @@
-"""Measure the engine: one and many requests, prompts, known prefixes and little memory, beside another checkout's.
+"""Measure the engine: one and many requests, prompts, arrivals, prefixes, memory, beside another checkout's.
 
     peagle random S /tmp/S
     python -m scripts.bench engine --out RUN --before CHECKOUT demo /tmp/S
@@ -21,7 +21,6 @@ from peagle.checkpoints import DEMO
 from peagle.measure.pages import Block, Table, heading
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
-from scripts.peers.measure import rotated
 from scripts.peers.remote import ROOT, Child
 from scripts.runs import (
     Json,
@@ -30,6 +29,7 @@ from scripts.runs import (
     add_run_options,
     new_parser,
     new_record,
+    rotated,
     run_scenario,
     spread,
     spread_text,
@@ -99,6 +99,13 @@ def cases(long: int) -> Iterator[Case]:
         {"requests": 16, "k": 0, "prompt": 60, "new": 2},
     )
     yield Case("a second turn after 2,048 tokens", "ttft_s", "turn", {"history": 2048, "question": 20})
+    arrivals = {"requests": 60, "slots": 8, "prompt": 40, "new": 60, "long": 4096, "load": 0.8}
+    yield Case(
+        "60 requests that arrive at random, with one of 4,096 tokens among them: 99 % of waits for a token",
+        "itl_p99_s",
+        "arrivals",
+        arrivals,
+    )
     memory = {"requests": 64, "least": 200, "most": 6000, "new": 100, "frac": SHARE}
     little = f"64 requests of 200 to 6,000 tokens in {SHARE:.0%} of their memory"
     yield Case(little, "scarce_tok_per_s", "memory", memory, over=little, alone=True)

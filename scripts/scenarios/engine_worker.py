@@ -53,6 +53,26 @@ class Measured:
         list(chunks)
         return {"ttft_s": seconds}
 
+    def arrivals(self, requests: int, slots: int, prompt: int, new: int, long: int, load: float) -> dict[str, float]:
+        """Decode requests that arrive at a share of what the engine decodes, with and without a long prompt among them.
+
+        Returns the quantile .99 of the others' waits between two arrivals of tokens, and the long prompt's first token.
+        """
+        engine = self._engine(slots, 0, long + new + 64)
+        shapes = [(prompt, new)] * requests
+        _, _, closed_s, _ = self._run(engine, shapes)
+        self._num_turns += 1
+        rng = np.random.default_rng(self._num_turns)
+        due = np.cumsum(rng.exponential(closed_s / (load * requests), requests)).tolist()
+        figures = {}
+        for name, extra in (("itl_p99_alone_s", []), ("itl_p99_s", [((long, new), due[requests // 3])])):
+            times, due_s = self._play(engine, [*zip(shapes, due, strict=True), *extra])
+            waits = np.concatenate([np.diff(arrived) for arrived in times[:requests]])
+            figures[name] = float(np.quantile(waits, 0.99))
+            if extra:
+                figures["ttft_s"] = times[requests][0] - due_s[requests]
+        return figures
+
     def memory(self, requests: int, least: int, most: int, new: int, frac: float) -> dict[str, float]:
         """Decode requests of least to most tokens with kv memory for all of their contexts, and for `frac` of it."""
         lengths = np.exp(np.random.default_rng(1).uniform(np.log(least), np.log(most), requests)).astype(int)
@@ -81,6 +101,29 @@ class Measured:
 
     def _prompt(self, length: int, seed: int) -> tuple[int, ...]:
         return tuple(np.random.default_rng(seed).integers(5, self._vocab_size - 5, length).tolist())
+
+    def _play(
+        self, engine: Any, arrivals: list[tuple[tuple[int, int], float]]
+    ) -> tuple[list[list[float]], list[float]]:
+        """Add requests when they are due; return when their tokens arrived, and when they were due."""
+        waiting = sorted(range(len(arrivals)), key=lambda place: arrivals[place][1])
+        times: list[list[float]] = [[] for _ in arrivals]
+        places: dict[Any, int] = {}
+        started = time.perf_counter()
+        while waiting or engine.busy:
+            while waiting and arrivals[waiting[0]][1] <= time.perf_counter() - started:
+                place = waiting.pop(0)
+                (prompt, new), _ = arrivals[place]
+                request = Request(self._prompt(prompt, place), new, stop_token_ids=(), index=place)
+                places[engine.add(request)] = place
+            if not engine.busy:
+                time.sleep(max(0.0, arrivals[waiting[0]][1] - (time.perf_counter() - started)))
+                continue
+            for handle, chunk in engine.step():
+                if chunk.token_ids:
+                    times[places[handle]].append(chunk.time_s)
+        engine.settle()
+        return times, [started + due for _, due in arrivals]
 
     def _run(self, engine: Any, shapes: list[tuple[int, int]]) -> tuple[float, float, float, int]:
         """Decode (prompt, new) tokens each; return (last and first first token, all, tokens)."""

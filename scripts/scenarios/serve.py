@@ -35,7 +35,7 @@ from peagle.checkpoints import DEMO, HELD_OUT, resolve
 from peagle.engine.handle import Handle
 from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request
-from peagle.measure.pages import Block, Table, heading
+from peagle.measure.pages import Block, heading
 from peagle.measure.provenance import num_threads
 from peagle.measure.sweep.plan import K, parse_ks
 from peagle.ops.errors import InputError
@@ -47,16 +47,18 @@ from peagle.text.prompts import Rendering
 from peagle.text.tokenizer import load_tokenizer
 from scripts.peers.bystanders import Bystanders
 from scripts.peers.gguf_file import write_gguf
-from scripts.peers.measure import rotated
 from scripts.runs import (
     Json,
     Progress,
     RawLines,
     add_run_options,
+    cell,
     new_parser,
     new_record,
     numbers,
+    rotated,
     run_scenario,
+    table,
     where,
     write_run,
 )
@@ -188,7 +190,9 @@ def prepared(options: argparse.Namespace, loads: Sequence[Load], scratch: Path, 
     if longest > config.max_positions:
         raise InputError(f"{checkpoint} has {config.max_positions} positions; expected {longest} or more")
     drafter = options.drafter or (DEMO if options.target == DEMO else None)
-    drafts: dict[str, K] = {PLAIN: 0} | ({} if drafter is None else {f"K = {k}": k for k in ks})
+    drafts: dict[str, K] = {PLAIN: 0}
+    if drafter is not None:
+        drafts |= {f"K = {k}": k for k in ks}
     directory, tokens = options.target, servers.byte_level_tokens(config.vocab_size)
     if options.target != DEMO and load_tokenizer(checkpoint) is None:
         directory = str(scratch / checkpoint.resolve().name)
@@ -364,8 +368,10 @@ def summary(raw: Sequence[Json], load: Load, variant: str) -> Json:
         mine = of("tok_per_s") if ours is None else ours
         return median([a / b for a, b in zip(mine, others, strict=True)]) if others else None
 
-    names = ("tok_per_s", "ttft_p50_s", "itl_p50_s", "itl_p99_s", "acceptance_length", "client_cpu_s", "server_cpu_s")
-    names += ("seconds", "others_frac", "own_itl_p50_s", "own_itl_mean_s", "own_ttft_mean_s", "own_tpot_s")
+    names = (
+        *("tok_per_s", "ttft_p50_s", "itl_p50_s", "itl_p99_s", "acceptance_length", "client_cpu_s", "server_cpu_s"),
+        *("seconds", "others_frac", "own_itl_p50_s", "own_itl_mean_s", "own_ttft_mean_s", "own_tpot_s"),
+    )
     ttft = zip(of("ttft_p50_s"), of("ttft_p50_s", "engine"), strict=False)
     return {
         **asdict(load),
@@ -377,14 +383,6 @@ def summary(raw: Sequence[Json], load: Load, variant: str) -> Json:
         "over_engine": over(of("tok_per_s", "engine")),
         "ttft_more_s": median([served - alone for served, alone in ttft]),
     }
-
-
-def ms(value: float | None) -> str:
-    return "-" if value is None else f"{value * 1e3:.1f}"
-
-
-def number(value: float | None, form: str = ".2f") -> str:
-    return "-" if value is None else format(value, form)
 
 
 def page_head(title: str, record: Json) -> list[Block]:
@@ -413,23 +411,18 @@ def single_blocks(rows: Sequence[Json]) -> list[Block]:
         "time between two arrivals of tokens, however many come together; tpot that of a token after the first. By the "
         "server's own count (/metrics; the median is interpolated in its bucket); the client's medians beside it."
     )
-    header = ("", "itl p50, ms", "itl mean, ms", "tpot, ms", "client's itl p50, ms", "ttft p50, ms", "tok/s")
-    header += ("over plain", "acceptance length")
-    lines = [
-        [
-            row["variant"],
-            ms(row["own_itl_p50_s"]),
-            ms(row["own_itl_mean_s"]),
-            "-" if row["own_tpot_s"] is None else f"{row['own_tpot_s'] * 1e3:.2f}",
-            ms(row["itl_p50_s"]),
-            ms(row["ttft_p50_s"]),
-            number(row["tok_per_s"], ".0f"),
-            number(row["over_plain"]),
-            number(row["acceptance_length"]),
-        ]
-        for row in rows
-    ]
-    return [heading("One request at a time"), text, Table(header, lines)]
+    columns = {
+        "": lambda row: str(row["variant"]),
+        "itl p50, ms": cell("own_itl_p50_s", ".1f", 1e3),
+        "itl mean, ms": cell("own_itl_mean_s", ".1f", 1e3),
+        "tpot, ms": cell("own_tpot_s", ".2f", 1e3),
+        "client's itl p50, ms": cell("itl_p50_s", ".1f", 1e3),
+        "ttft p50, ms": cell("ttft_p50_s", ".1f", 1e3),
+        "tok/s": cell("tok_per_s", ".0f"),
+        "over plain": cell("over_plain"),
+        "acceptance length": cell("acceptance_length"),
+    }
+    return [heading("One request at a time"), text, table(rows, columns)]
 
 
 def shared_blocks(rows: Sequence[Json]) -> list[Block]:
@@ -441,24 +434,19 @@ def shared_blocks(rows: Sequence[Json]) -> list[Block]:
         "first request to the last token, prefill included."
     )
     peer = any(row["variant"] == PEER for row in rows)
-    header = ("clients", "", "tok/s", "over plain", *(["over llama.cpp"] if peer else []), "ttft p50, ms")
-    header += ("itl p50, ms", "itl p99, ms", "acceptance length", "others' share of the machine")
-    lines = [
-        [
-            str(row["clients"]),
-            row["variant"],
-            number(row["tok_per_s"], ".0f"),
-            number(row["over_plain"]),
-            *([number(row["over_peer"])] if peer else []),
-            ms(row["ttft_p50_s"]),
-            ms(row["itl_p50_s"]),
-            ms(row["itl_p99_s"]),
-            number(row["acceptance_length"]),
-            number(row["others_frac"]),
-        ]
-        for row in rows
-    ]
-    return [heading("Many at once"), text, Table(header, lines)]
+    columns = {
+        "clients": lambda row: str(row["clients"]),
+        "": lambda row: str(row["variant"]),
+        "tok/s": cell("tok_per_s", ".0f"),
+        "over plain": cell("over_plain"),
+        **({"over llama.cpp": cell("over_peer")} if peer else {}),
+        "ttft p50, ms": cell("ttft_p50_s", ".1f", 1e3),
+        "itl p50, ms": cell("itl_p50_s", ".1f", 1e3),
+        "itl p99, ms": cell("itl_p99_s", ".1f", 1e3),
+        "acceptance length": cell("acceptance_length"),
+        "others' share of the machine": cell("others_frac"),
+    }
+    return [heading("Many at once"), text, table(rows, columns)]
 
 
 def engine_blocks(rows: Sequence[Json]) -> list[Block]:
@@ -470,20 +458,15 @@ def engine_blocks(rows: Sequence[Json]) -> list[Block]:
         "The same requests, decoded by the same engine in the client's process. Processor seconds of a round of the "
         "server's; a client and its server share the machine."
     )
-    header = ("clients", "", "tok/s", "engine's tok/s", "server over engine", "ttft more, ms", "round, s")
-    header += ("server's processor, s", "client's processor, s")
-    lines = [
-        [
-            str(row["clients"]),
-            row["variant"],
-            number(row["tok_per_s"], ".0f"),
-            number(row["engine_tok_per_s"], ".0f"),
-            number(row["over_engine"], ".3f"),
-            ms(row["ttft_more_s"]),
-            number(row["seconds"]),
-            number(row["server_cpu_s"]),
-            number(row["client_cpu_s"]),
-        ]
-        for row in alone
-    ]
-    return [heading("The server over the engine alone"), text, Table(header, lines)]
+    columns = {
+        "clients": lambda row: str(row["clients"]),
+        "": lambda row: str(row["variant"]),
+        "tok/s": cell("tok_per_s", ".0f"),
+        "engine's tok/s": cell("engine_tok_per_s", ".0f"),
+        "server over engine": cell("over_engine", ".3f"),
+        "ttft more, ms": cell("ttft_more_s", ".1f", 1e3),
+        "round, s": cell("seconds"),
+        "server's processor, s": cell("server_cpu_s"),
+        "client's processor, s": cell("client_cpu_s"),
+    }
+    return [heading("The server over the engine alone"), text, table(alone, columns)]

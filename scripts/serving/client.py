@@ -54,8 +54,6 @@ class Reply:
     num_steps: int = 0  # that drafted
     num_accepted: int = 0
     left: bool = False
-    num_prompt: int = 0  # tokens
-    num_cached: int = 0  # of them
 
 
 @dataclass
@@ -163,8 +161,6 @@ def stream(url: str, body: Json, leave: Callable[[int], bool] = lambda _: False)
         read.drafted.get("num_spec_steps", 0),
         read.drafted.get("num_accepted_draft_tokens", 0),
         left,
-        read.usage.get("prompt_tokens", 0),
-        (read.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
     )
 
 

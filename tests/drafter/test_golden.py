@@ -75,8 +75,8 @@ def test_training_in_turn_gives_their_logits(name: str) -> None:
     golden = np.load(GOLDEN / name / "golden.npz")
     depths, rows = golden["logits"].shape[:2]
     anchors = np.arange(rows, dtype=np.int32)
-    given = (golden["token_ids"], golden["aux_hidden"], golden["documents"] + 1, anchors, anchors)
-    x = chains(params, config, *(jnp.asarray(array[None]) for array in given), counts=(rows,) * (depths - 1))
+    arrays = (golden["token_ids"], golden["aux_hidden"], golden["documents"] + 1, anchors, anchors)
+    x = chains(params, config, *(jnp.asarray(array[None]) for array in arrays), counts=(rows,) * (depths - 1))
     logits = np.asarray(logits_of_rows(params, config, x))[0].reshape(depths, rows, -1)
     for depth in range(depths):
         np.testing.assert_allclose(logits[depth, : rows - depth], golden["logits"][depth, : rows - depth], atol=1e-4)
@@ -105,8 +105,8 @@ def test_a_cached_step_in_turn_agrees_with_training_on_its_drafts(name: str) -> 
 
     following = np.concatenate([token_ids[1:], draft.token_ids[0]])
     positions = np.arange(known, dtype=np.int32)
-    given = (following, aux_hidden, np.ones_like(positions), positions, np.array([known - 1], np.int32))
-    x = chains(params, config, *(jnp.asarray(array[None]) for array in given), counts=(1,) * (num_drafts - 1))
+    arrays = (following, aux_hidden, np.ones_like(positions), positions, np.array([known - 1], np.int32))
+    x = chains(params, config, *(jnp.asarray(array[None]) for array in arrays), counts=(1,) * (num_drafts - 1))
     logits = np.asarray(logits_of_rows(params, config, x))[0, known - 1 :]
     target_ids = np.arange(config.vocab_size) if params.draft_to_target is None else np.asarray(params.draft_to_target)
     assert draft.token_ids[0].tolist() == target_ids[logits.argmax(-1)].tolist()

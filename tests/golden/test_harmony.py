@@ -34,13 +34,13 @@ TOKENIZER = RecordedTokenizer()
 
 def expected(messages: list[Any]) -> list[tuple[str, str, str | None]]:
     """Read the record's messages as (kind, text, tool)."""
-    found = []
+    kinds = []
     for channel, recipient, text in messages:
         if recipient is not None and recipient.startswith("functions."):
-            found.append(("tool_call", text, recipient.removeprefix("functions.")))
+            kinds.append(("tool_call", text, recipient.removeprefix("functions.")))
         elif text:
-            found.append(("reasoning" if channel == "analysis" else "content", text, None))
-    return found
+            kinds.append(("reasoning" if channel == "analysis" else "content", text, None))
+    return kinds
 
 
 @pytest.mark.parametrize("line", LINES, ids=range(len(LINES)))

@@ -21,15 +21,15 @@ def test_logits_and_taps_are_the_recorded_ones(experts: Literal["packed", "expan
     loaded = load_target(DIRECTORY, experts=experts)
     assert loaded.stop_token_ids == (46, 3)
     hidden = np.concatenate([outputs[i] for i in AUX_LAYER_IDS], axis=-1)
-    seen = np.zeros(token_ids.shape, bool)
+    written = np.zeros(token_ids.shape, bool)
 
     def check(rows: np.ndarray, positions: np.ndarray, ours: np.ndarray, aux: np.ndarray) -> None:
         assert np.abs(ours - logits[rows, positions]).max() <= 1e-4 * logits.std()
         assert np.abs(aux - hidden[rows, positions]).max() <= 1e-4 * hidden.std()
-        seen[rows, positions] = True
+        written[rows, positions] = True
 
     walk(GptOss(loaded.params, loaded.config, AUX_LAYER_IDS), token_ids, [7, 3], check, decoded=0)
-    assert seen[:, 7 : -2 * WIDTH].all()
+    assert written[:, 7 : -2 * WIDTH].all()
 
 
 def test_the_record_is_small_and_says_what_made_it() -> None:

@@ -139,8 +139,8 @@ def check_parity(root: Path, target: Target, shape: MeshShape, stored: str, kern
     """Assert that a target over a mesh is cut, and computes the whole model's logits and aux_hidden."""
     check_shapes(target, shape)
     for mine, reference in zip(walk(target), expected(root, stored, kernels), strict=True):
-        for given, wanted in zip(mine, reference, strict=True):
-            assert np.abs(given - wanted).max() <= 1e-5 * wanted.std()
+        for sharded, whole in zip(mine, reference, strict=True):
+            assert np.abs(sharded - whole).max() <= 1e-5 * whole.std()
 
 
 def check_shapes(target: Target, shape: MeshShape) -> None:
@@ -188,13 +188,13 @@ def test_verifying_equals_decoding_bit_for_bit(root: Path, shape: MeshShape) -> 
     extend = jax.jit(Sharded.extend, compiler_options=AS_FOR_USERS)
     rows: list[list[np.ndarray]] = []
     for width in (4, 1):
-        cache, found = jax.jit(lambda: target.init_cache(2, 40, 8))(), []
+        cache, logits = jax.jit(lambda: target.init_cache(2, 40, 8))(), []
         for start in range(0, 32, width):
             positions = np.tile(np.arange(start, start + width, dtype=np.int32), (2, 1))
             out, cache = extend(target, TOKENS[:, start : start + width], positions, cache)
-            found.append(np.asarray(out.logits))
-        rows.append(found)
-    np.testing.assert_array_equal(*(np.concatenate(each, axis=1) for each in rows))
+            logits.append(np.asarray(out.logits))
+        rows.append(logits)
+    np.testing.assert_array_equal(*(np.concatenate(passes, axis=1) for passes in rows))
 
 
 COLLECTIVE = r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)[-a-z]*\("
@@ -210,8 +210,8 @@ def compiled_text(target: Target, width: int = 4) -> str:
 @pytest.mark.parametrize("kernels", ON)
 def test_two_collectives_a_layer_and_one_at_the_head(root: Path, kernels: Kernels) -> None:
     text = compiled_text(over(root, TP4, "packed", kernels))
-    found = re.findall(COLLECTIVE, text)
-    assert found == ["all-gather"] * (2 * CONFIG.num_layers + 1)
+    collectives = re.findall(COLLECTIVE, text)
+    assert collectives == ["all-gather"] * (2 * CONFIG.num_layers + 1)
     if kernels == "native":
         calls = [line for line in text.splitlines() if "custom-call(" in line and "peagle_" in line]
         assert len(calls) == 4 * CONFIG.num_layers + 2  # qkv, attention, out, experts; RoPE's tables, the head
@@ -273,18 +273,18 @@ def test_a_drafters_head_is_cut_by_vocabulary_and_gathered_once(kernels: Kernels
     cut = [leaf for leaf in jax.tree.leaves(split) if not leaf.sharding.is_fully_replicated]
     assert len(cut) == 1
     rng = np.random.default_rng(6)
-    given = DrafterInput(
+    inputs = DrafterInput(
         jnp.asarray(rng.integers(0, 101, (2, K + 1)), jnp.int32),
         jnp.asarray(rng.normal(size=(2, K + 1, DRAFTER.aux_width)), jnp.float32),
         jnp.asarray([0, 0], jnp.int32),
         jnp.asarray([2, 4], jnp.int32),
     )
-    found = []
-    for each in (drafter, split):
-        propose = jax.jit(lambda each: each.propose(each.init_state(2, 40, 8), given, jnp.asarray([K, 1]), K)[0])
-        program = propose.lower(each).compile()
-        found.append((program(each), re.findall(COLLECTIVE, program.as_text())))
-    (alone, none), (together, one) = found
+    results = []
+    for model in (drafter, split):
+        propose = jax.jit(lambda model: model.propose(model.init_state(2, 40, 8), inputs, jnp.asarray([K, 1]), K)[0])
+        program = propose.lower(model).compile()
+        results.append((program(model), re.findall(COLLECTIVE, program.as_text())))
+    (alone, none), (together, one) = results
     assert (none, one) == ([], ["all-gather"])
     np.testing.assert_array_equal(alone.token_ids, together.token_ids)
     np.testing.assert_allclose(alone.logits, together.logits, rtol=1e-5, atol=1e-5)
@@ -330,10 +330,11 @@ def test_replicas_on_devices_of_their_own_answer_as_one_engine(root: Path) -> No
     one_slot = dataclasses.replace(config, slots=1)
     assert answers == decode(Engine(whole(root, "packed", FAST), NGram(), one_slot), REQUESTS)
     used = [
-        {each.id for leaf in jax.tree.leaves(one.executor.state) for each in leaf.devices()} for one in engine.engines
+        {device.id for leaf in jax.tree.leaves(one.executor.state) for device in leaf.devices()}
+        for one in engine.engines
     ]
     assert used == [{0, 1}, {2, 3}]
-    held = [{each.id for leaf in jax.tree.leaves(one.target) for each in leaf.devices()} for one in engine.engines]
+    held = [{device.id for leaf in jax.tree.leaves(one.target) for device in leaf.devices()} for one in engine.engines]
     assert held == used
 
 
@@ -433,11 +434,11 @@ def test_what_is_not_finite_is_named(root: Path) -> None:
 
 def test_a_pair_is_loaded_over_a_mesh() -> None:
     """The demo, which has three heads; its drafter is on every device of both replicas."""
-    prompt, seen = "def clamp(value, low, high):", []
-    pair = load(mesh="dp=2,tp=3", progress=lambda *done: seen.append(done))
+    prompt, reports = "def clamp(value, low, high):", []
+    pair = load(mesh="dp=2,tp=3", progress=lambda *done: reports.append(done))
     assert pair.loaded.mesh == "6 devices, dp=2,tp=3,ep=1"
     assert isinstance(pair.target, Sharded)
-    assert seen[-1][0] == seen[-1][1]
+    assert reports[-1][0] == reports[-1][1]
     (other,) = pair.replicas
     for one, devices in ((pair, {0, 1, 2}), (other, {3, 4, 5})):
         for model in (one.target, one.drafter):
@@ -461,17 +462,17 @@ def test_a_drafter_may_share_the_ends(root: Path, kernels: Kernels, monkeypatch:
 @pytest.mark.parametrize(("off", "token", "right"), [(1e-5, 5, True), (1e-2, 5, False), (1e-5, 6, False)])
 def test_gpu_check_compares_over_a_mesh(off: float, token: int, right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits and tokens, the copies' too. It is its first line; the others are times."""
-    seen = []
+    sharded = []
 
     def facts(*targets: Target) -> dict[str, object]:
-        seen.append([isinstance(target, Sharded) for target in targets])
-        over = seen[-1][0]
+        sharded.append([isinstance(target, Sharded) for target in targets])
+        over = sharded[-1][0]
         logits = np.asarray([1.0, 2.0 + over * off, 3.0])
         return {"logits": logits, "answers": [[[4, token if over else 5], 1]], "collectives": 9}
 
     monkeypatch.setattr(gpu_mesh, "facts", facts)
     line = next(gpu_check.over_devices(MeshShape(2, dp=2)))
-    assert seen == [[False], [True, True]]
+    assert sharded == [[False], [True, True]]
     assert (line["ok"], line["mesh"], line["same_tokens"]) == (right, "dp=2,tp=2,ep=1", int(token == 5))
 
 
@@ -494,9 +495,9 @@ def test_a_training_over_devices_learns_the_same_and_goes_on_over_others(tmp_pat
 
     run("parts", 2, 4)
     assert steps_done(tmp_path / "parts") == 4
-    found, expected = run("parts", 1, 8), run("whole", 1, 8)
-    for given, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(given, wanted, rtol=1e-3, atol=1e-5)
+    parts, expected = run("parts", 1, 8), run("whole", 1, 8)
+    for leaf, expected_leaf in zip(jax.tree.leaves(parts), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, expected_leaf, rtol=1e-3, atol=1e-5)
     losses = [[line["loss"] for line in read_log(tmp_path / out / LOG)] for out in ("parts", "whole")]
     np.testing.assert_allclose(*losses, rtol=1e-4)
     with pytest.raises(InputError, match=r"dp=3, a step has 4 rows, and there are 8 devices; expected dp of 1, 2, 4,"):
@@ -550,9 +551,9 @@ def test_faults_are_found(root: Path, fault: str, monkeypatch: pytest.MonkeyPatc
     FAULTS[fault](monkeypatch)
     faulty = over(root, TP2, "packed", FAST)
     check_shapes(faulty, TP2)
-    (given,), _ = walk(faulty, PASSES[:1])
-    wanted = expected(root, "packed", FAST)[0][0]
-    assert np.abs(given - wanted).max() > 1e-2 * wanted.std()
+    (logits,), _ = walk(faulty, PASSES[:1])
+    whole = expected(root, "packed", FAST)[0][0]
+    assert np.abs(logits - whole).max() > 1e-2 * whole.std()
 
 
 def test_the_whole_model_in_place_of_its_parts_is_found(root: Path) -> None:

@@ -52,8 +52,7 @@ def test_a_case_names_the_row_it_is_divided_by() -> None:
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        ([], "expected a scenario: answers, arrivals, engine, memory, peers, serve, soak"),
-        (["unknown"], "expected a scenario: answers, arrivals, engine, memory, peers, serve, soak"),
+        (["unknown"], "unknown is no scenario; expected one of engine, memory, peers, serve, soak"),
         (["engine", "--out", "OUT", "--before", "nowhere", "demo"], "expected a checkout of this project"),
         (["engine", "--out", "OUT", "--rounds", "0", "demo"], "expected --rounds of 1 or more"),
         (["engine", "--out", "OUT", "--only", "no such case", "demo"], "--only to begin a case's name"),
@@ -77,3 +76,27 @@ def test_what_is_measured_runs_on_the_engine_of_this_checkout() -> None:
     assert scarce["scarce_tok_per_s"] > 0
     with pytest.raises(InputError, match="raise --kv-memory"):
         measured.memory(1, 300, 400, 50, 0.1)
+
+
+def test_arrivals_are_played_to_their_ends() -> None:
+    """Every request gets its tokens after it is due, the long one too; the others' waits are between them."""
+    worker = Measured("demo", "")
+    engine = worker._engine(2, 0, 128)
+    arrivals = [((4, 6), 0.02), ((3, 5), 0.0), ((60, 4), 0.01)]
+    times, due = worker._play(engine, arrivals)
+    assert all(arrived == sorted(arrived) and arrived[0] > start for arrived, start in zip(times, due, strict=True))
+    assert not engine.busy
+    figures = worker.arrivals(requests=4, slots=2, prompt=4, new=6, long=60, load=0.8)
+    assert set(figures) == {"itl_p99_alone_s", "itl_p99_s", "ttft_s"}
+    assert min(figures.values()) > 0
+
+
+def test_without_a_scenario_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each line of the list is a scenario that has help."""
+    assert bench.main([]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert listed == ["engine", "memory", "peers", "serve", "soak"]
+    for name in listed:
+        with pytest.raises(SystemExit) as ended:
+            bench.main([name, "--help"])
+        assert ended.value.code == 0

@@ -27,7 +27,7 @@ from peagle.workflows.random_checkpoint import SIZES, geometry, random_tensors, 
 from scripts.peers import bystanders, cost, figures, gguf_file, measure, ours, page, remote, roster
 from scripts.peers.bystanders import Bystanders
 from scripts.peers.stepwise import StepwiseEngine
-from scripts.runs import Progress
+from scripts.runs import Progress, rotated
 from scripts.scenarios import peers as bench_peers
 from target.load import inspect_target, write_target
 
@@ -195,8 +195,8 @@ def test_every_engine_gets_the_same_tokens_and_each_round_new_ones() -> None:
 
 def test_differences_are_in_standard_deviations() -> None:
     expected = np.array([[0.0, 2.0], [2.0, 0.0]], np.float32)  # of standard deviation 1
-    found = measure.compare(expected + np.array([[0.0, 0.0], [0.0, 3.0]], np.float32), expected)
-    assert found == {"max_difference": 3.0, "rms_difference": 1.5, "top_1_agreement": 0.5}
+    differences = measure.compare(expected + np.array([[0.0, 0.0], [0.0, 3.0]], np.float32), expected)
+    assert differences == {"max_difference": 3.0, "rms_difference": 1.5, "top_1_agreement": 0.5}
 
 
 class Scripted:
@@ -205,10 +205,10 @@ class Scripted:
     pid = os.getpid()
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.calls: list[tuple[str, dict[str, Any]]] = []
 
     def call(self, do: str, **arguments: Any) -> dict[str, Any]:
-        self.asked.append((do, arguments))
+        self.calls.append((do, arguments))
         if do == "decode_many":
             return {"decode_s": 0.02, "token_ids": [], "way": "its only one"}
         return {"prefill_s": 0.1, "decode_s": 0.01, "pass_s": 0.01, "token_ids": []}
@@ -217,35 +217,35 @@ class Scripted:
 def test_requests_are_decoded_together_by_engines_that_can() -> None:
     """The same prompts for each of them, once to warm up, then once a round."""
     names = ("peagle", "transformers-bf16", "llama.cpp")
-    asked = settings(engines=names, requests=(1, 3))
+    chosen = settings(engines=names, requests=(1, 3))
     engines = {name: Scripted() for name in names}
-    tokens = measure.Tokens(89, asked)
-    lines = list(measure.run_rounds(engines, tokens, asked, Progress()))  # type: ignore[arg-type]
-    many = {name: [given for do, given in engines[name].asked if do == "decode_many"] for name in names}
+    tokens = measure.Tokens(89, chosen)
+    lines = list(measure.run_rounds(engines, tokens, chosen, Progress()))  # type: ignore[arg-type]
+    many = {name: [arguments for do, arguments in engines[name].calls if do == "decode_many"] for name in names}
     assert many["transformers-bf16"] == []
     assert many["peagle"] == many["llama.cpp"]
-    prompts = [given["prompts"] for given in many["peagle"]]
-    assert [len(each) for each in prompts] == [1, 3] * (1 + asked.rounds)
+    prompts = [arguments["prompts"] for arguments in many["peagle"]]
+    assert [len(batch) for batch in prompts] == [1, 3] * (1 + chosen.rounds)
     assert prompts[0] == [tokens.prompt] == prompts[1][:1]
     assert {len(prompt) for prompt in prompts[1]} == {16}
     assert len({tuple(prompt) for prompt in prompts[1]}) == 3
-    assert {given["num_tokens"] for given in many["peagle"]} == {11}
-    found = [line for line in lines if line["what"] == "decode_many"]
-    assert [(line["round"], line["engine"], line["requests"]) for line in found] == [
+    assert {arguments["num_tokens"] for arguments in many["peagle"]} == {11}
+    decoded = [line for line in lines if line["what"] == "decode_many"]
+    assert [(line["round"], line["engine"], line["requests"]) for line in decoded] == [
         (number, name, count)
         for number in (1, 2, 3)
-        for name in measure.rotated(names, number)
+        for name in rotated(names, number)
         if name != "transformers-bf16"
         for count in (1, 3)
     ]
-    assert (found[0]["decode_s"], found[0]["way"]) == (0.02, "its only one")
+    assert (decoded[0]["decode_s"], decoded[0]["way"]) == (0.02, "its only one")
 
 
 def test_without_requests_none_are_decoded_together() -> None:
     engines = {name: Scripted() for name in ("peagle", "llama.cpp")}
-    asked = settings()
-    list(measure.run_rounds(engines, measure.Tokens(89, asked), asked, Progress()))  # type: ignore[arg-type]
-    assert {do for engine in engines.values() for do, _ in engine.asked} == {"decode", "verify"}
+    chosen = settings()
+    list(measure.run_rounds(engines, measure.Tokens(89, chosen), chosen, Progress()))  # type: ignore[arg-type]
+    assert {do for engine in engines.values() for do, _ in engine.calls} == {"decode", "verify"}
 
 
 def test_requests_decoded_together_get_the_tokens_that_each_gets_alone() -> None:
@@ -253,10 +253,10 @@ def test_requests_decoded_together_get_the_tokens_that_each_gets_alone() -> None
     prompts, num_tokens = measure.Tokens(89, settings()).prompts(3), 60
     together = engine.decode_many(prompts, num_tokens)
     assert together["decode_s"] > 0
-    for prompt_ids, found in zip(prompts, together["token_ids"], strict=True):
-        assert len(found) > num_tokens // 2
-        assert found == engine.decode(prompt_ids, len(found))["token_ids"]
-    assert len({tuple(found[:9]) for found in together["token_ids"]}) == 3
+    for prompt_ids, token_ids in zip(prompts, together["token_ids"], strict=True):
+        assert len(token_ids) > num_tokens // 2
+        assert token_ids == engine.decode(prompt_ids, len(token_ids))["token_ids"]
+    assert len({tuple(token_ids[:9]) for token_ids in together["token_ids"]}) == 3
 
 
 class FakeLlama:
@@ -314,13 +314,13 @@ def test_llama_cpp_decodes_a_sequence_for_each_request(unified: bool, monkeypatc
     alone, *tried = fake.contexts
     assert (alone.n_ctx, alone.n_seq_max, alone.kv_unified) == (8, 1, False)
     assert tried == []
-    found = engine.decode_many([[1, 2], [3, 4], [5, 6]], 3)
-    assert found["token_ids"] == [[2, 2, 2], [5, 6, 0], [1, 3, 5]]
-    assert found["way"] == llama_engine.CACHES[unified]
-    assert [(each.n_ctx, each.n_batch, each.n_seq_max) for each in fake.contexts[1:]] == [(24, 8, 3)] * 2
-    assert {each.kv_unified for each in fake.contexts[1:]} == {False, True}
+    decoded = engine.decode_many([[1, 2], [3, 4], [5, 6]], 3)
+    assert decoded["token_ids"] == [[2, 2, 2], [5, 6, 0], [1, 3, 5]]
+    assert decoded["way"] == llama_engine.CACHES[unified]
+    assert [(context.n_ctx, context.n_batch, context.n_seq_max) for context in fake.contexts[1:]] == [(24, 8, 3)] * 2
+    assert {context.kv_unified for context in fake.contexts[1:]} == {False, True}
     fake.ran.clear()
-    assert engine.decode_many([[1, 2], [3, 4], [5, 6]], 3)["token_ids"] == found["token_ids"]
+    assert engine.decode_many([[1, 2], [3, 4], [5, 6]], 3)["token_ids"] == decoded["token_ids"]
     assert len(fake.contexts) == 3  # what is faster is found out once
     assert fake.ran == [
         [(0, 0, 1, False), (0, 1, 2, True)],
@@ -388,7 +388,7 @@ PROVENANCE = {
 
 
 def test_the_page_shows_every_engine_and_who_was_left_out(measured: measure.Measured) -> None:
-    asked = settings()
+    chosen = settings()
     run = {
         "provenance": dict(PROVENANCE),
         "config": {"prompt_tokens": 16, "new_tokens": 11, "rounds": 3, "widths": [1, 4], "check_tokens": 8},
@@ -397,11 +397,11 @@ def test_the_page_shows_every_engine_and_who_was_left_out(measured: measure.Meas
             {
                 "name": "small",
                 "parameters": 123e6,
-                "v_by_bytes": figures.floors(measured, asked),
+                "v_by_bytes": figures.floors(measured, chosen),
                 "others_frac": figures.others(measured),
             }
         ],
-        "rows": figures.rows("small", measured, asked),
+        "rows": figures.rows("small", measured, chosen),
     }
     text = markdown(page.page(json.loads(json.dumps(run))))
     assert "Left out: transformers-bf16 (torch is not installed)." in text
@@ -423,9 +423,9 @@ def test_the_page_shows_every_engine_and_who_was_left_out(measured: measure.Meas
 
 def test_the_page_shows_requests_decoded_together(measured: measure.Measured) -> None:
     """Medians of tokens a second in all, ratios within a round, and who is not there."""
-    asked = settings(requests=(1, 4))
+    chosen = settings(requests=(1, 4))
     lines = [*measured.lines, *fake_lines_of_many()]
-    ours_row, peer_row = figures.rows("small", dataclasses.replace(measured, lines=lines), asked)
+    ours_row, peer_row = figures.rows("small", dataclasses.replace(measured, lines=lines), chosen)
     assert ours_row["together"]["4"]["tok_per_s"] == pytest.approx(
         {"median": 2000 / 1.5, "lowest": 2000 / 3, "highest": 2000}
     )
@@ -436,7 +436,7 @@ def test_the_page_shows_requests_decoded_together(measured: measure.Measured) ->
     checkpoint = {"name": "small", "parameters": 123e6, "v_by_bytes": {"1": 1.0, "4": 1.2}, "others_frac": None}
     run = {
         "provenance": dict(PROVENANCE),
-        "config": dataclasses.asdict(asked),
+        "config": dataclasses.asdict(chosen),
         "left_out": {},
         "checkpoints": [checkpoint],
         "rows": [ours_row, slow, peer_row],
@@ -471,12 +471,12 @@ def test_transformers_and_ours_compute_the_same_logits(checkpoint: Path, tmp_pat
         "theirs": torch_engine.load(str(checkpoint), "float32", inspect_target(checkpoint).mxfp4, 1, "cpu"),
         "ours": ours.load(str(checkpoint), "xla", "float32"),
     }
-    found = {}
+    logits = {}
     for name, engine in engines.items():
         assert engine.verify([3, 1, 4], [[5, 9], [2, 6]])["pass_s"] > 0
         engine.logits([3, 1, 4], [[1], [5], [9, 2, 6]], str(tmp_path / f"{name}.npy"))
-        found[name] = np.load(tmp_path / f"{name}.npy")
-    assert measure.compare(found["theirs"], found["ours"])["max_difference"] < 1e-3
+        logits[name] = np.load(tmp_path / f"{name}.npy")
+    assert measure.compare(logits["theirs"], logits["ours"])["max_difference"] < 1e-3
     tokens = [engine.decode([3, 1, 4], 12)["token_ids"] for engine in engines.values()]
     assert tokens[0] == tokens[1]
 
@@ -506,8 +506,8 @@ def test_bad_input_is_one_line_and_writes_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, checkpoint: Path, arguments: list[str], message: str
 ) -> None:
     out = tmp_path / "run"
-    given = [word.format(checkpoint=checkpoint, out=out) for word in arguments]
-    assert bench_peers.main([str(checkpoint), "--engines", "peagle", "--out", str(out), *given]) == 2
+    typed = [word.format(checkpoint=checkpoint, out=out) for word in arguments]
+    assert bench_peers.main([str(checkpoint), "--engines", "peagle", "--out", str(out), *typed]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
@@ -528,17 +528,17 @@ def test_work_of_others_is_told_from_that_of_an_engine(tmp_path: Path, monkeypat
         (tmp_path / "7" / "stat").write_text(f"7 (a (name) of) R{' 1' * 10} {own[0]} {own[1]} 0 0\n")
 
     say(1000, 500, 90_000, (300, 40))
-    with Bystanders(7) as found:
+    with Bystanders(7) as others:
         say(2100, 1000, 92_400, (1200, 140))
-    assert found.frac == pytest.approx(6 / 40)
+    assert others.frac == pytest.approx(6 / 40)
 
 
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="not Linux")
 def test_work_of_others_is_known_here() -> None:
-    with Bystanders(os.getpid()) as found:
+    with Bystanders(os.getpid()) as others:
         pass
-    assert found.frac is not None
-    assert 0 <= found.frac <= 1
+    assert others.frac is not None
+    assert 0 <= others.frac <= 1
 
 
 def test_an_engine_that_is_not_there_is_named_with_the_reason() -> None:

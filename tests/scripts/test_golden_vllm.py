@@ -19,7 +19,7 @@ import peagle
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.workflows.random_checkpoint import geometry, random_tensors
 from scripts.golden import vllm
-from scripts.golden.vllm import Answer, Setting
+from scripts.golden.vllm import Answer, Drafting
 from scripts.peers import worker
 from target.load import load_target, write_target
 
@@ -58,7 +58,7 @@ def test_vllms_worker_imports_nothing_of_ours() -> None:
         tree = ast.parse((Path(worker.__file__).parent / name).read_text(encoding="utf-8"))
         imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        assert {each.partition(".")[0] for each in imported} <= {*sys.stdlib_module_names, "torch", "vllm"}
+        assert {name.partition(".")[0] for name in imported} <= {*sys.stdlib_module_names, "torch", "vllm"}
 
 
 LOAD = functools.cache(peagle.load)
@@ -100,7 +100,7 @@ def test_the_command(tmp_path: Path) -> None:
     about, kept = vllm.recorded()
     assert about["recorded"]["vllm"] == "vLLM 0.0"
     assert str(tmp_path) not in about["recorded"]["command"]
-    assert [(setting, answer) for setting, _, answer in kept] == [(Setting("demo", 3), answer) for answer in ANSWERS]
+    assert [(drafting, answer) for drafting, _, answer in kept] == [(Drafting("demo", 3), answer) for answer in ANSWERS]
     assert len(kept[1][1].prompt_ids) > 10
 
 

@@ -31,21 +31,21 @@ runpy.run_module("scripts.bench", run_name="__main__")
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made: Path = tmp_path_factory.mktemp("memory") / "target"
+    path: Path = tmp_path_factory.mktemp("memory") / "target"
     tensors = random_tensors(CONFIG, mxfp4=True, seed=0)
-    write_target(made, CONFIG, tensors, mxfp4=True, shard_bytes=100_000_000)
-    return made
+    write_target(path, CONFIG, tensors, mxfp4=True, shard_bytes=100_000_000)
+    return path
 
 
 @pytest.fixture(scope="module")
 def smaller(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a checkpoint of some 10 MB."""
-    made: Path = tmp_path_factory.mktemp("smaller") / "target"
+    path: Path = tmp_path_factory.mktemp("smaller") / "target"
     config = geometry(
         hidden=512, layers=2, heads=(8, 2), head_dim=64, vocab=4096, experts=(8, 2), expert_width=512, window=64
     )
-    write_target(made, config, random_tensors(config, mxfp4=True, seed=0), mxfp4=True)
-    return made
+    write_target(path, config, random_tensors(config, mxfp4=True, seed=0), mxfp4=True)
+    return path
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")

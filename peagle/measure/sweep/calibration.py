@@ -105,7 +105,7 @@ def file_for(plan: Plan, path: Path) -> Path:
 
 def write(folder: Folder, file: Path) -> Calibration:
     """Write what `auto` begins with, and where it was measured. Raises InputError if nothing was counted."""
-    plan, first = folder.plan, folder.sittings[0]
+    plan, first = folder.plan, folder.origins[0]
     if not (calibrations := calibrations_of(folder)):
         raise InputError(f"{folder.path} counted no drafts of auto; resume it first")
     calibration, window = calibrations[0], plan.drafter_windows[0]
@@ -116,7 +116,7 @@ def write(folder: Folder, file: Path) -> Calibration:
         measured={
             "command": " ".join(first["command"]),
             "time": first["time"],
-            "machine": "; ".join(dict.fromkeys(map(place_text, folder.sittings))),
+            "machine": "; ".join(dict.fromkeys(map(place_text, folder.origins))),
             "target": plan.target,
         },
     )

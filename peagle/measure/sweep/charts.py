@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from peagle.measure.sweep.figures import Estimate, Row
+from peagle.measure.estimates import Estimate
+from peagle.measure.sweep.figures import Row
 from peagle.measure.sweep.plan import AUTO
 
 PAGE, INK = "#ffffff", "#222222"

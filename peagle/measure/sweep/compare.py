@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from peagle.measure.sweep.figures import Estimate, RequestPairing, Statistic, estimate, pairings, ratio, ratio_of_ratios
+from peagle.measure.estimates import Estimate, Statistic, estimate, ratio, ratio_of_ratios
+from peagle.measure.sweep.figures import RequestPairing, pairings
 from peagle.measure.sweep.plan import Variant, Workload
 from peagle.measure.sweep.store import Folder
 from peagle.ops.errors import InputError

@@ -1,44 +1,14 @@
-"""Compute the figures of a run from its raw lines.
+"""Compute the figures of a run from its raw lines: a Row for every workload and variant.
 
-Counters and their ratios are in peagle.result.
+Counters and their ratios are in peagle.result. Every figure is an Estimate, with a bootstrap interval over
+conversations: the turns of one and their repeats stay together. A request loops if the loop share of any of the
+variant's repeats is above 0.3. Only PROFILED conversations run under the profiler: the intervals of their shares are
+wider, and missing if few of them are among the requests.
 
-Every figure is an Estimate: its value, and a 95 % interval by bootstrap over conversations (the turns of one and their
-repeats stay together); fewer than FEWEST conversations have no interval. With n over requests:
-
-    acceptance_length        1 + sum accepted_n / sum steps_n           (pooled; steps that verified drafts)
-    acceptance_length_mean   mean of 1 + accepted_n / steps_n           (per request)
-    rate_per_position[i]     sum steps accepting draft i / sum steps    (unconditional)
-    conditional_rate[i]      the same / steps that verified draft i and accepted all before it
-    tok_per_s                sum (tokens_n - 1) / sum decode_s_n
-    speedup                  tok_per_s / plain decoding's of the same requests and repeats
-    speedup_median           median of each request's (median seconds a token of plain decoding / of the variant)
-    ttft_s, tpot_s           median over requests of the median over repeats
-    itl_s                    quantiles .5, .9, .99 of a request's waits, the median of each over requests
-    step_s                   sum decode_s / sum passes of the target
-    tokens_per_step          sum (tokens_n - 1) / sum passes of the target: emitted tokens a pass, plain passes of
-                             `auto` included
-    cycle_cost, c(K)         step_s / plain decoding's step_s: a step in plain passes; speedup = tokens_per_step / c(K)
-    draft_s, verify_s        step_s times the part's share of a step in some requests under the profiler
-                             (peagle.measure.profile); host_s is the rest: accepting, committing, the runtime
-                             between operations, the host
-    verify_cost, v(T)        verify_s, a pass over T = K + 1 rows / plain decoding's, a pass over one
-    bounds                   at a temperature: acceptance length and rate of the first draft that the law of acceptance
-                             allows this drafter, and any (peagle.measure.bound)
-
-A request loops if the loop share of any of the variant's repeats is above 0.3; `without_loops` has the same figures of
-the other requests. `by_category` and `by_bucket` have them of parts of the requests. Only PROFILED conversations run
-under the profiler: the intervals of their shares are wider, and missing if few of them are among the requests.
-
-Many requests at once share the time, so a repeat takes the place of a request in every figure of time:
-
-    tok_per_s, speedup       over the seconds in which at least one request was between its first and last token; plain
-                             decoding's with the same slots, in the same repeats
-    speedup_median           median of the repeats' ratios
-    ttft_s, tpot_s, itl_s    median over repeats of the median over requests. ttft counts from the moment the requests
-                             were added: it includes the wait for a slot
-
-Their intervals resample whole repeats; fewer than FEWEST have none. Steps are shared too, so they have no time of their
-own, and there are no figures by part or request. Figures of acceptance depend only on the text and stay as above.
+Many requests at once share the time, so a repeat takes the place of a request in every figure of time, and intervals
+resample repeats. tok_per_s is then over the seconds in which at least one request was between its first and last token,
+and ttft_s counts from the moment the requests were added: it includes the wait for a slot. Steps are shared too, so
+they have no time of their own, and there are no figures by part or request.
 """
 
 import dataclasses
@@ -50,73 +20,57 @@ from typing import Any, TypeVar
 import numpy as np
 from scipy.special import stdtrit
 
-from peagle.measure.metrics import busy_s, figure_text, total
+from peagle.measure.estimates import (
+    Bootstrap,
+    Estimate,
+    Statistic,
+    bootstrap,
+    estimate,
+    estimate_median,
+    one_more_than_ratio,
+    ratio,
+    ratio_of_ratios,
+)
+from peagle.measure.metrics import busy_s, total
 from peagle.measure.sweep.plan import AUTO, PLAIN, K, Plan, Variant, Workload
 from peagle.measure.sweep.store import ITL_QUANTILES, Folder, Sample, Share, SweepRequest
 from peagle.result import LOOPING_ABOVE, Counters
 
-RESAMPLES = 2000
-FEWEST = 8  # conversations, or repeats of many requests at once, for a bootstrap interval
 BOUNDS = ("one_hot", "sampled", "best")  # of peagle.measure.bound
 SLOWER = 0.97  # a request is slower with speculation if its interval lies wholly below
 
 AnyPairing = TypeVar("AnyPairing", bound="Pairing")
-Statistic = Callable[[np.ndarray], np.ndarray]  # sums of a table's columns [R, c] -> [R]
-
-
-@dataclasses.dataclass(frozen=True)
-class Estimate:
-    """A figure with its 95 % interval, or none if there are too few conversations."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-    def text(self, digits: int = 2) -> str:
-        """Format it: 1.19 (1.14..1.24)."""
-        value, low, high = (figure_text(end, f".{digits}f") for end in (self.value, self.low, self.high))
-        return value if self.low is None else f"{value} ({low}..{high})"
-
-    def times(self, factor: float) -> "Estimate":
-        """Change the unit."""
-        low, high = (None if end is None else factor * end for end in (self.low, self.high))
-        return Estimate(factor * self.value, low, high)
-
-
-def estimate_text(figure: Estimate | None, digits: int = 2) -> str:
-    """Format a figure with its interval; "-" if it is undefined."""
-    return "-" if figure is None else figure.text(digits)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figures:
-    """The figures of some requests, as the module's docstring defines them."""
+    """The figures of some requests."""
 
     num_requests: int
-    acceptance_length: Estimate | None
-    acceptance_length_mean: Estimate | None
-    rate_per_position: tuple[Estimate | None, ...]
-    conditional_rate: tuple[Estimate | None, ...]
-    tok_per_s: Estimate | None
-    speedup: Estimate | None
-    speedup_median: Estimate | None
-    ttft_s: Estimate | None
-    tpot_s: Estimate | None
-    itl_s: tuple[Estimate | None, ...]
-    tokens_per_step: Estimate | None
-    step_s: Estimate | None
+    acceptance_length: Estimate | None  # 1 + sum accepted / sum steps that verified drafts
+    acceptance_length_mean: Estimate | None  # mean over requests of 1 + accepted / steps
+    rate_per_position: tuple[Estimate | None, ...]  # [i]: steps that accepted draft i / steps
+    conditional_rate: tuple[Estimate | None, ...]  # [i]: the same / steps that accepted all before draft i
+    tok_per_s: Estimate | None  # sum (tokens - 1) / sum decode_s
+    speedup: Estimate | None  # tok_per_s / plain decoding's of the same requests and repeats
+    speedup_median: Estimate | None  # median over requests of plain decoding's median seconds a token / the variant's
+    ttft_s: Estimate | None  # median over requests of the median over repeats
+    tpot_s: Estimate | None  # the same of decode_s / (tokens - 1)
+    itl_s: tuple[Estimate | None, ...]  # the same of a request's ITL_QUANTILES
+    tokens_per_step: Estimate | None  # sum (tokens - 1) / sum passes of the target, plain passes of `auto` included
+    step_s: Estimate | None  # sum decode_s / sum passes of the target
     plain_step_s: Estimate | None
-    cycle_cost: Estimate | None
-    draft_s: Estimate | None
+    cycle_cost: Estimate | None  # c(K): step_s / plain_step_s; speedup = tokens_per_step / c(K)
+    draft_s: Estimate | None  # step_s times the share of drafting under the profiler (peagle.measure.profile)
     verify_s: Estimate | None
-    host_s: Estimate | None
-    verify_cost: Estimate | None
+    host_s: Estimate | None  # the rest: accepting, committing, the runtime between operations, the host
+    verify_cost: Estimate | None  # v(T): verify_s, a pass over T = K + 1 rows / plain decoding's, a pass over one
     bounds: Mapping[str, "BoundFigures"] | None  # by name of BOUNDS; None for greedy requests
 
 
 @dataclasses.dataclass(frozen=True)
 class BoundFigures:
-    """The acceptance length, and the rate of the first draft, that a bound allows."""
+    """The acceptance length, and the rate of the first draft, that a bound allows (peagle.measure.bound)."""
 
     length: Estimate | None
     first: Estimate | None
@@ -268,93 +222,6 @@ class RequestPairing(Pairing):
     @functools.cached_property
     def counters(self) -> Counters:
         return total([sample.counters for sample in self.fast])
-
-
-@dataclasses.dataclass(frozen=True)
-class Bootstrap:
-    """A figure, and its values in RESAMPLES draws of conversations; None if there are too few."""
-
-    value: float
-    draws: np.ndarray | None
-
-    @property
-    def estimate(self) -> Estimate:
-        if self.draws is None or np.isinf(self.draws).any():  # infinite if a draw's denominator is zero
-            return Estimate(self.value)
-        low, high = np.nanquantile(self.draws, (0.025, 0.975))
-        return Estimate(self.value, float(low), float(high))
-
-    def times(self, other: "Bootstrap") -> "Bootstrap":
-        if self.draws is None or other.draws is None:
-            return Bootstrap(self.value * other.value, None)
-        with np.errstate(invalid="ignore"):  # infinity times zero: see `estimate`
-            return Bootstrap(self.value * other.value, self.draws * other.draws)
-
-
-def bootstrap(
-    table: np.ndarray, statistic: Statistic, groups: Sequence[int] | None = None, seed: int = 0
-) -> Bootstrap | None:
-    """Bootstrap a statistic of the sums of a table's [n, c] columns; None if it is not a number.
-
-    groups[i] is the conversation of row i (None: every row is its own). Draws are the same for the same seed and number
-    of conversations. (scipy.stats.bootstrap knows no groups, and a draw without a denominator costs it the interval.)
-    """
-    if not len(table):
-        return None
-    names, group_of = np.unique(np.arange(len(table)) if groups is None else groups, return_inverse=True)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        value = float(statistic(table.sum(axis=0)[None])[0])
-        if not np.isfinite(value):
-            return None
-        if len(names) < FEWEST:
-            return Bootstrap(value, None)
-        sums = np.zeros((len(names), table.shape[1]))
-        np.add.at(sums, group_of, table)
-        return Bootstrap(value, statistic(_times_drawn(len(names), seed) @ sums))
-
-
-def estimate(table: np.ndarray, statistic: Statistic, groups: Sequence[int] | None = None) -> Estimate | None:
-    """Return the estimate of `bootstrap`."""
-    figure = bootstrap(table, statistic, groups)
-    return None if figure is None else figure.estimate
-
-
-def estimate_median(values: Sequence[float], groups: Sequence[int]) -> Estimate | None:
-    """Estimate the median of a value per request; groups[i] is its conversation. None without values."""
-    if not values:
-        return None
-    names, group_of = np.unique(groups, return_inverse=True)
-    if len(names) < FEWEST:
-        return Estimate(float(np.median(values)))
-    order = np.argsort(values)
-    ordered, weights = np.asarray(values)[order], _times_drawn(len(names), 0)[:, group_of[order]].cumsum(axis=1)
-    # a draw's median is the mean of its two middle values: the first with a cumulative weight of at least half, and the
-    # first with more than half
-    half = weights[:, -1:] / 2
-    lower, upper = (weights >= half).argmax(axis=1), (weights > half).argmax(axis=1)
-    return Bootstrap(float(np.median(values)), (ordered[lower] + ordered[upper]) / 2).estimate
-
-
-@functools.lru_cache(maxsize=32)
-def _times_drawn(num_groups: int, seed: int) -> np.ndarray:
-    """Draw num_groups groups with replacement, and count how often each group is drawn; [RESAMPLES, num_groups]."""
-    picks = np.random.default_rng(seed).integers(0, num_groups, (RESAMPLES, num_groups))
-    counts = np.zeros((RESAMPLES, num_groups))
-    np.add.at(counts, (np.arange(RESAMPLES)[:, None], picks), 1)
-    return counts
-
-
-def ratio(sums: np.ndarray) -> np.ndarray:
-    """Divide column 0 by column 1."""
-    return sums[:, 0] / sums[:, 1]
-
-
-def one_more_than_ratio(sums: np.ndarray) -> np.ndarray:
-    return 1 + ratio(sums)
-
-
-def ratio_of_ratios(sums: np.ndarray) -> np.ndarray:
-    return (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3])
 
 
 def length_by_rates(sums: np.ndarray) -> np.ndarray:

@@ -13,8 +13,9 @@ from typing import Any
 
 from peagle.checkpoints import WEIGHTLESS
 from peagle.config import MAX_NUM_DRAFTS
+from peagle.measure.estimates import FEWEST, Estimate
 from peagle.measure.sweep.compare import LENGTH, Difference
-from peagle.measure.sweep.figures import FEWEST, SLOWER, Estimate, Row, alone, best, of_workload, sure
+from peagle.measure.sweep.figures import SLOWER, Row, alone, best, of_workload, sure
 from peagle.measure.sweep.plan import AUTO, PLAIN, Plan, Workload, short_names
 from peagle.measure.sweep.store import Folder
 from peagle.ops.files import printable
@@ -58,7 +59,7 @@ def subject(plan: Plan) -> str:
 
 def date(folder: Folder) -> str:
     """Return the day on which the run began."""
-    return str(folder.sittings[0]["time"])[:10]
+    return str(folder.origins[0]["time"])[:10]
 
 
 def headlines(folder: Folder, rows: Sequence[Row]) -> list[str]:
@@ -154,23 +155,23 @@ def notes(folder: Folder) -> Iterator[tuple[str, str]]:
         )
     for (workload, variant), why in folder.errors().items():
         yield "Failed", f"{workload.label}, K = {plan.label(variant)}: {why}"
-    if len(dict.fromkeys(map(place_text, folder.sittings))) > 1:
+    if len(dict.fromkeys(map(place_text, folder.origins))) > 1:
         yield "Mixed times", "parts of the run were timed on different machines or versions (see the end)"
 
 
-def place_text(sitting: Mapping[str, Any]) -> str:
-    """Describe machine, library and commit of a process of a run (run.json, "sittings")."""
-    git = sitting["git"] or {}
+def place_text(origin: Mapping[str, Any]) -> str:
+    """Describe machine, library and commit of a process of a run."""
+    git = origin["git"] or {}
     commit = f", commit {git['commit'][:10]}{' with changes' if git['dirty'] else ''}" if git else ""
-    ran = "".join(f", {name} {value}" for name, value in sitting.get("ran", {}).items())
-    versions = ", ".join(f"{name} {sitting['packages'][name]}" for name in NAMED if name in sitting["packages"])
-    return f"{machine_text(sitting)}{ran}; {versions}{commit}"
+    ran = "".join(f", {name} {value}" for name, value in origin.get("ran", {}).items())
+    versions = ", ".join(f"{name} {origin['packages'][name]}" for name in NAMED if name in origin["packages"])
+    return f"{machine_text(origin)}{ran}; {versions}{commit}"
 
 
-def machine_text(sitting: Mapping[str, Any]) -> str:
+def machine_text(origin: Mapping[str, Any]) -> str:
     """Name the machine of a process of a run."""
-    device = sitting["device"]
-    return f"{sitting['cpu']}, {sitting['num_threads']} threads" if device["platform"] == "cpu" else str(device["kind"])
+    device = origin["device"]
+    return f"{origin['cpu']}, {origin['num_threads']} threads" if device["platform"] == "cpu" else str(device["kind"])
 
 
 def caveats(folder: Folder, rows: Sequence[Row]) -> list[tuple[str, str]]:
@@ -231,7 +232,7 @@ def _without_loops(row: Row) -> str:
 
 
 def _why_differing(folder: Folder) -> str:
-    kernels = {str(sitting.get("ran", {}).get("kernels", "")).partition(",")[0] for sitting in folder.sittings}
+    kernels = {str(origin.get("ran", {}).get("kernels", "")).partition(",")[0] for origin in folder.origins}
     if kernels == {"native"}:
         return "The native kernels must not do this: please report it"
     return "Without the native kernels a pass over several rows may round a near-tie the other way"

@@ -5,24 +5,12 @@ import shlex
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from peagle.measure.estimates import FEWEST, Estimate, estimate_text
 from peagle.measure.pages import Block, Commands, Picture, Table, heading, plain
 from peagle.measure.sweep import charts, headline
 from peagle.measure.sweep.calibration import KINDS, calibrations_of
 from peagle.measure.sweep.compare import Difference
-from peagle.measure.sweep.figures import (
-    BOUNDS,
-    FEWEST,
-    SLOWER,
-    CountedFigures,
-    Estimate,
-    Row,
-    alone,
-    best,
-    concurrent,
-    estimate_text,
-    of_workload,
-    sure,
-)
+from peagle.measure.sweep.figures import BOUNDS, SLOWER, CountedFigures, Row, alone, best, concurrent, of_workload, sure
 from peagle.measure.sweep.headline import counted, place_text, speedup_of, variant_text
 from peagle.measure.sweep.plan import AUTO, PROFILED, Plan, Workload, short_names
 from peagle.measure.sweep.store import Folder
@@ -321,7 +309,7 @@ def _sentences(sentences: Sequence[str]) -> Iterator[Block]:
 def _circumstances(folder: Folder, rows: Sequence[Row]) -> str:
     """Say in two lines what was decoded, where, and how fast."""
     plan = folder.plan
-    where = ", ".join(dict.fromkeys(map(headline.machine_text, folder.sittings)))
+    where = ", ".join(dict.fromkeys(map(headline.machine_text, folder.origins)))
     conditions = f"decoded one at a time, {counted(plan.repeats, 'repeat')}, on {where}."
     if len(plan.workloads) > 1 or not rows:
         return plain(f"{counted(len(plan.workloads), 'workload')}, {conditions}")
@@ -380,11 +368,11 @@ def _by_slots(plan: Plan, rows: Sequence[Row]) -> Iterator[Block]:
     """Name the best K for each number of requests at once."""
     lines = []
     for workload in plan.workloads:
-        timed = [row for row in of_workload(rows, workload) if row.speedup is not None]
-        for slots in dict.fromkeys(row.concurrency for row in timed):
-            row = max((row for row in timed if row.concurrency == slots), key=lambda row: speedup_of(row).value)
-            figures = (estimate_text(row.tok_per_s, 0), _over_plain(row))
-            lines.append((workload.label, str(slots), variant_text(row.label), *figures))
+        own = of_workload(rows, workload)
+        for slots in dict.fromkeys(row.concurrency for row in own):
+            if (row := best(row for row in own if row.concurrency == slots)) is not None:
+                figures = (estimate_text(row.tok_per_s, 0), _over_plain(row))
+                lines.append((workload.label, str(slots), variant_text(row.label), *figures))
     if not lines:
         return
     header = ("workload", "requests at once", "fastest", "total tok/s", "over plain decoding")
@@ -418,12 +406,12 @@ def _terms(rows: Sequence[Row]) -> Iterator[Block]:
 
 def _origin(folder: Folder) -> Iterator[Block]:
     """Show how a run was made: its command, machine, files and checksums."""
-    plan, sittings = folder.plan, folder.sittings
-    yield Commands([shlex.join(sittings[0]["command"])])
+    plan, origins = folder.plan, folder.origins
+    yield Commands([shlex.join(origins[0]["command"])])
     lines = [
-        ("began", sittings[0]["time"]),
-        *(("machine", place) for place in dict.fromkeys(map(place_text, sittings))),
-        *([("processes", f"{len(sittings)}, each after --resume")] if len(sittings) > 1 else []),
+        ("began", origins[0]["time"]),
+        *(("machine", place) for place in dict.fromkeys(map(place_text, origins))),
+        *([("processes", f"{len(origins)}, each after --resume")] if len(origins) > 1 else []),
         (
             "decoding",
             f"one request at a time; variants take turns after {counted(plan.in_a_row, 'request')}; "

@@ -16,7 +16,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -36,6 +36,8 @@ FEWEST_WAITS = 4  # between arrivals, for quantiles
 RUN, PROMPTS, ASKING, RAW = "run.json", "prompts.jsonl", "asking.jsonl", "raw.jsonl"
 
 Json = dict[str, Any]
+_VARIANT_FIELDS = {field.name for kind in (Workload, Variant) for field in dataclasses.fields(kind)}
+
 Record = TypeVar("Record")
 Key = tuple[Workload, Variant, int, int]  # of a sample: workload, variant, repeat, request
 
@@ -113,8 +115,8 @@ class Sample:
 
     def to_json(self) -> Json:
         """Make the line, with the fields of workload, variant and counters in it, and nothing that is None."""
-        line = dataclasses.asdict(self)
-        line |= line.pop("workload") | line.pop("variant") | line.pop("counters")
+        line = flat(self)
+        line |= line.pop("counters")
         line["num_speculative_tokens"] = line.pop("num_spec_tokens")
         return {name: value for name, value in line.items() if value is not None}
 
@@ -122,17 +124,13 @@ class Sample:
     def from_json(cls, line: Json) -> "Sample":
         """Undo `to_json`. Raises KeyError or TypeError for any other line."""
         rest: Json = dict.fromkeys(("loop_share", "ttft_s", "decode_s", "itl_s")) | line
-        workload, variant = workload_of(line), variant_of(line)
-        for field in (*dataclasses.fields(Workload), *dataclasses.fields(Variant)):
-            rest.pop(field.name, None)
-        counters = {"num_spec_tokens": rest.pop("num_speculative_tokens")}
-        for name in ("histogram", "verified", "num_plain_steps", "tried"):
-            counters[name] = rest.pop(name)
-        for name in ("num_proposed", "num_looked_up"):  # not in the lines of earlier versions
-            counters[name] = rest.pop(name, 0)
-        if rest.get("bound") is not None:
-            rest["bound"] = _tuples(Bound, rest["bound"])
-        return _tuples(cls, rest | {"workload": workload, "variant": variant, "counters": _tuples(Counters, counters)})
+        rest = {name: value for name, value in rest.items() if name not in _VARIANT_FIELDS}
+        counters = {name: rest.pop(name) for name in ("histogram", "verified", "num_plain_steps", "tried")}
+        counters["num_spec_tokens"] = rest.pop("num_speculative_tokens")
+        # missing in the lines of earlier versions
+        counters |= {name: rest.pop(name, 0) for name in ("num_proposed", "num_looked_up")}
+        rest |= {"workload": workload_of(line), "variant": variant_of(line), "counters": _tuples(Counters, counters)}
+        return _tuples(cls, rest | ({"bound": _tuples(Bound, rest["bound"])} if rest.get("bound") else {}))
 
     @classmethod
     def of(
@@ -176,15 +174,14 @@ class Share:
         return self.workload, self.variant, self.request
 
     def to_json(self) -> Json:
-        times = {name: getattr(self, name) for name in ("num_steps", "draft_ms", "verify_ms", "other_ms")}
-        result = times if self.why_not is None else {"why_not": self.why_not}
-        variant = dataclasses.asdict(self.workload) | dataclasses.asdict(self.variant)
-        return variant | {"request": self.request} | result
+        """Make the entry of run.json, with the fields of workload and variant in it."""
+        return {name: value for name, value in flat(self).items() if name != "why_not" or value is not None}
 
     @classmethod
     def from_json(cls, line: Json) -> "Share":
-        names = ("request", "num_steps", "draft_ms", "verify_ms", "other_ms", "why_not")
-        return cls(workload_of(line), variant_of(line), **{name: line[name] for name in names if name in line})
+        """Undo `to_json`."""
+        rest = {name: value for name, value in line.items() if name not in _VARIANT_FIELDS}
+        return cls(workload_of(line), variant_of(line), **rest)
 
 
 class Folder:
@@ -205,10 +202,10 @@ class Folder:
         return self.record["rows"] is not None
 
     @property
-    def sittings(self) -> list[Json]:
+    def origins(self) -> list[Json]:
         """The provenance of every process of the run."""
-        sittings: list[Json] = self.record["sittings"]
-        return sittings
+        origins: list[Json] = self.record["sittings"]
+        return origins
 
     @property
     def shares(self) -> list[Share]:
@@ -231,14 +228,15 @@ class Folder:
         """Read (requests, conversations and rows left out); None if they are not all determined yet."""
         if not (self.path / PROMPTS).exists():
             return None
-        requests, left_out = [], []
-        for number, line in _lines(self.path / PROMPTS):
-            with _complete(self.path / PROMPTS, number):
-                if "why" in line:
-                    left_out.append(LeftOut(**line))
-                else:
-                    requests.append(_tuples(SweepRequest, line))
-        return requests, left_out
+        records = list(
+            _records(
+                self.path / PROMPTS, lambda line: LeftOut(**line) if "why" in line else _tuples(SweepRequest, line)
+            )
+        )
+        return (
+            [record for record in records if isinstance(record, SweepRequest)],
+            [record for record in records if isinstance(record, LeftOut)],
+        )
 
     def requests(self, workload: Workload) -> list[SweepRequest]:
         """Read the requests of a workload, in order."""
@@ -257,30 +255,21 @@ class Folder:
 
     def begun(self) -> list[SweepConversation]:
         """Read the conversations that were finished before the run was interrupted."""
-        conversations = []
-        for number, line in _lines(self.path / ASKING):
-            with _complete(self.path / ASKING, number):
-                conversations.append(SweepConversation.from_json(line))
-        return conversations
+        return list(_records(self.path / ASKING, SweepConversation.from_json))
 
     def samples(self) -> list[Sample]:
         """Read all decoded requests, without an incomplete last line."""
-        samples = []
-        for number, line in _lines(self.path / RAW):
-            if "error" not in line:
-                with _complete(self.path / RAW, number):
-                    samples.append(Sample.from_json(line))
-        return samples
+        records = _records(self.path / RAW, lambda line: None if "error" in line else Sample.from_json(line))
+        return [sample for sample in records if sample is not None]
 
     def errors(self) -> dict[tuple[Workload, Variant], str]:
         """Read why variants failed; one that succeeded later is left out."""
         errors: dict[tuple[Workload, Variant], str] = {}
-        for number, line in _lines(self.path / RAW):
-            with _complete(self.path / RAW, number):
-                key = workload_of(line), variant_of(line)
-            errors.pop(key, None)
-            if "error" in line:
-                errors[key] = line["error"]
+        lines = _records(self.path / RAW, lambda line: (workload_of(line), variant_of(line), line.get("error")))
+        for workload, variant, error in lines:
+            errors.pop((workload, variant), None)
+            if error is not None:
+                errors[workload, variant] = error
         return errors
 
     @contextlib.contextmanager
@@ -356,6 +345,12 @@ def open_run(path: Path) -> Folder:
     return Folder(path, record)
 
 
+def flat(record: Sample | Share) -> Json:
+    """Make a line of a record, with the fields of its workload and variant in it."""
+    line = dataclasses.asdict(record)
+    return line.pop("workload") | line.pop("variant") | line
+
+
 def workload_of(line: Json) -> Workload:
     """Read the workload of a line of raw.jsonl, or of a share."""
     return Workload(line["prompts"], line["raw"], line["temperature"])
@@ -376,14 +371,16 @@ def _tuples(kind: type[Record], values: Json) -> Record:
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
-@contextlib.contextmanager
-def _complete(path: Path, number: int) -> Iterator[None]:
-    """Raise InputError for a line that lacks a key, or has an unknown one."""
-    try:
-        yield
-    except (KeyError, TypeError) as error:
-        why = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise InputError(f"{path} line {number} is incomplete ({why}); remove the line, and resume the run") from None
+def _records(path: Path, make: Callable[[Json], Record]) -> Iterator[Record]:
+    """Make a record of every line. Raises InputError for a line that lacks a key, or has an unknown one."""
+    for number, line in _lines(path):
+        try:
+            yield make(line)
+        except (KeyError, TypeError) as error:
+            why = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise InputError(
+                f"{path} line {number} is incomplete ({why}); remove the line, and resume the run"
+            ) from None
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Json]]:

@@ -104,7 +104,7 @@ def test_it_answers_as_one_engine_does(url: str, expected: str) -> None:
     # Serve's router takes the two calls of one HTTP request for one, unless it is first in, first out
     body = {**BODY, "prompt": [PROMPT, PROMPT], "max_tokens": 40}
     both = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S).json()
-    assert [each["text"] for each in both["choices"]] == [expected, expected]
+    assert [choice["text"] for choice in both["choices"]] == [expected, expected]
 
 
 def test_a_later_turn_goes_where_its_beginning_went(url: str) -> None:
@@ -164,10 +164,10 @@ def test_a_replica_that_is_scaled_away_ends_its_streams_whole(url: str, alone: A
         os.kill(newest, signal.SIGSTOP)
         try:
             until(lambda: decoding("STOPPING") == 1)
-            assert not all(each.done() for each in load)
+            assert not all(worker.done() for worker in load)
         finally:
             os.kill(newest, signal.SIGCONT)
-        assert {text for each in load for text in each.result()} == {alone(LONG)}
+        assert {text for worker in load for text in worker.result()} == {alone(LONG)}
     until(lambda: processes("Decode") == [first])
 
 

@@ -29,8 +29,8 @@ def browser() -> Iterator[Any]:
 def server(tokenizer: ByteLevelTokenizer) -> Iterator[Running]:
     """One server for all tests, whose answers have the length they are asked for."""
     service = service_of(toy_pair(tokenizer, ()))
-    with running(service) as found:
-        yield found
+    with running(service) as served:
+        yield served
     service.loop.close()
 
 
@@ -45,8 +45,8 @@ class Visit:
         page.goto(url)
 
     def text(self, name: str) -> str:
-        found: str = self.page.locator(f"#{name}").inner_text()
-        return found
+        text: str = self.page.locator(f"#{name}").inner_text()
+        return text
 
     def ends(self, pattern: str) -> None:
         """Wait until the state's line matches."""
@@ -74,40 +74,40 @@ def visit(browser: Any) -> Iterator[Callable[..., Visit]]:
 
 
 def test_a_message_is_answered_in_colours(server: Running, visit: Callable[..., Visit]) -> None:
-    seen = visit(server.url)
-    seen.ask("ab", 12)
-    seen.ends("finish: length")
-    spans = seen.page.locator(".assistant span")
+    tab = visit(server.url)
+    tab.ask("ab", 12)
+    tab.ends("finish: length")
+    spans = tab.page.locator(".assistant span")
     assert spans.count() == 12
-    assert seen.text("count") == "12"
+    assert tab.text("count") == "12"
     assert spans.first.get_attribute("class") == "prefill"
-    assert float(seen.text("length")) >= 1
-    assert seen.page.evaluate("document.activeElement.id") == "prompt"  # ready for the next message
-    assert seen.errors == []
-    assert {address.startswith(server.url) for address in seen.addresses} == {True}
+    assert float(tab.text("length")) >= 1
+    assert tab.page.evaluate("document.activeElement.id") == "prompt"  # ready for the next message
+    assert tab.errors == []
+    assert {address.startswith(server.url) for address in tab.addresses} == {True}
 
 
 def test_escape_stops_an_answer_and_frees_its_slot(server: Running, visit: Callable[..., Visit]) -> None:
     gate, loop = Gate(server.service), server.service.loop
     gate.close()  # the answer has no other end
-    seen = visit(server.url)
-    seen.ask("ab", 200)
+    tab = visit(server.url)
+    tab.ask("ab", 200)
     eventually(lambda: loop._running)
     (job,) = loop._running.values()
-    seen.page.keyboard.press("Escape")
-    seen.ends("stopped")
+    tab.page.keyboard.press("Escape")
+    tab.ends("stopped")
     eventually(lambda: job.aborted)
     gate.open()
     eventually(lambda: loop.num_open == 0)
-    assert seen.errors == []
+    assert tab.errors == []
 
 
 def test_a_refusal_is_shown_where_the_answer_would_be(server: Running, visit: Callable[..., Visit]) -> None:
-    seen = visit(server.url)
-    seen.ask("ab " * 400, 5)
-    seen.ends(".*tokens.*")
-    assert seen.page.locator(".assistant").count() == 0
-    assert seen.page.locator("#prompt").input_value().startswith("ab")  # the message is not lost
+    tab = visit(server.url)
+    tab.ask("ab " * 400, 5)
+    tab.ends(".*tokens.*")
+    assert tab.page.locator(".assistant").count() == 0
+    assert tab.page.locator("#prompt").input_value().startswith("ab")  # the message is not lost
 
 
 @pytest.mark.parametrize("width", [1400, 500])

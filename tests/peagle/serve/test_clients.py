@@ -21,15 +21,15 @@ USER: Any = [{"role": "user", "content": "hello"}]
 @pytest.fixture(scope="module")
 def server(tokenizer: ByteLevelTokenizer) -> Iterator[Running]:
     service = service_of(toy_pair(tokenizer), keys=("secret",))
-    with running(service) as found:
-        yield found
+    with running(service) as served:
+        yield served
     service.loop.close()
 
 
 @pytest.fixture
 def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="secret", max_retries=0) as found:
-        yield found
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="secret", max_retries=0) as opened:
+        yield opened
 
 
 def test_whole_answers_and_models(client: openai.OpenAI) -> None:
@@ -88,20 +88,20 @@ def test_many_at_once_get_what_each_gets_alone(
     server: Running, tokenizer: ByteLevelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone: Pair = toy_pair(tokenizer)
-    asked: list[dict[str, Any]] = [
+    bodies: list[dict[str, Any]] = [
         {"prompt": [40 + number, 7, 50], "max_tokens": 10 + 9 * number, "temperature": 0.9 * (number % 2), "seed": 7}
         for number in range(8)
     ]
     expected = [
         alone.generate(
-            each["prompt"],
-            max_new_tokens=each["max_tokens"],
-            temperature=each["temperature"],
-            seed=each["seed"],
+            body["prompt"],
+            max_new_tokens=body["max_tokens"],
+            temperature=body["temperature"],
+            seed=body["seed"],
             num_speculative_tokens=K,
             context=CONTEXT,
         ).text
-        for each in asked
+        for body in bodies
     ]
     gate = Gate(server.service)
     most = most_at_once(monkeypatch, server.service.loop.engine)
@@ -116,7 +116,7 @@ def test_many_at_once_get_what_each_gets_alone(
         async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="secret", max_retries=0) as client:
             gate.close()
             tasks = [
-                asyncio.create_task(ask(client, fields, stream=number % 3 == 0)) for number, fields in enumerate(asked)
+                asyncio.create_task(ask(client, fields, stream=number % 3 == 0)) for number, fields in enumerate(bodies)
             ]
             while server.service.loop.num_open < len(tasks):
                 await asyncio.sleep(0.002)

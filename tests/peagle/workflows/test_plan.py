@@ -33,7 +33,7 @@ def test_parts_padding_and_copies_add_up() -> None:
     assert whole.padding == 0
     for shape in (MeshShape(2), MeshShape(1, 2)):
         parts = rank_bytes(CONFIG, True, shape)
-        own = sum(each.total - each.padding - each.replicated for each in parts)
+        own = sum(part.total - part.padding - part.replicated for part in parts)
         assert own + whole.replicated == whole.total
 
 

@@ -44,7 +44,7 @@ def test_a_run_counts_and_writes_what_auto_begins_with(monkeypatch: pytest.Monke
     np.testing.assert_allclose(greedy[0, :, 1].sum(), greedy[1, :, 0].sum())  # a draft counts after right ones
     assert read_speculation(drafter) == Speculation(2, calibration.counts)
     measured = json.loads((drafter / "speculation.json").read_text())["measured"]
-    assert measured["time"] == folder.sittings[0]["time"]
+    assert measured["time"] == folder.origins[0]["time"]
     assert (
         "The drafter's confidence"
         in (folder.path / "README.md").read_text() + (folder.path / "report.html").read_text()

@@ -16,11 +16,13 @@ from peagle.cli import main
 from peagle.engine.collect import Collector
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
+from peagle.measure.estimates import Estimate
 from peagle.measure.metrics import busy_s
-from peagle.measure.sweep import charts
+from peagle.measure.pages import Table
+from peagle.measure.sweep import charts, page
 from peagle.measure.sweep.compare import differences
 from peagle.measure.sweep.figures import concurrent, rows
-from peagle.measure.sweep.plan import PLAIN, Plan
+from peagle.measure.sweep.plan import PLAIN, Plan, Variant
 from peagle.measure.sweep.run import SweepRun
 from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
 from peagle.pair import Pair
@@ -207,6 +209,19 @@ def test_the_page_has_a_table_a_picture_and_names_the_resampled_unit(finished: F
     assert all(name in drawn for name in ("plain decoding", "K = 1", "K = 3", "requests at once"))
 
 
+def test_auto_that_never_drafted_is_not_the_fastest_at_any_load(finished: Folder) -> None:
+    auto = Variant("auto", "demo")
+    for drafted, named in ((1, True), (0, False)):
+        ahead = {"label": "auto", "speedup": Estimate(9.0), "num_spec_steps": drafted}
+        figures = [
+            dataclasses.replace(row, variant=auto.at(row.concurrency), **ahead) if row.k == 3 else row
+            for row in rows(finished)
+        ]
+        blocks = page.run_blocks(finished, figures)
+        (table,) = [block for block in blocks if isinstance(block, Table) and block.header[0] == "requests at once"]
+        assert [cells[1] == "K = auto" for cells in table.rows] == [named] * len(SLOTS)
+
+
 def test_a_run_in_short_keeps_it(finished: Folder, tmp_path: Path) -> None:
     publish(finished.path, tmp_path / "short")
     short = json.loads((tmp_path / "short" / RUN).read_text())
@@ -308,15 +323,13 @@ def test_a_variant_that_fails_at_many_at_once_need_not_cost_the_others(
         (["--concurrency", ""], "--concurrency is ''"),
         (["--concurrency", "1,0"], "--concurrency is 0; expected 1 or more"),
         (["--concurrency", "2,10"], "--concurrency is 10, but prompts has 9 requests"),
-        (["--write-widths", "table.json"], "give --concurrency 1 and others"),
-        (["--write-widths", "table.json", "--concurrency", "2,4"], "give --concurrency 1 and others"),
+        (["--write-widths", "table.json", "-k", "1-3"], "-k does not name it; add it, as -k 1-7,auto"),
         (["--write-widths", "no/table.json", "--concurrency", "1"], "no does not exist"),
         (["--write-widths", "/dev/null", "--concurrency", "1"], "/dev/null exists"),
         (
             ["--write-widths", "draftr", "--concurrency", "1"],
             "--write-widths draftr is no folder; expected a drafter's directory",
         ),
-        (["--write-widths", "table.json", "--concurrency", "1", "-k", "auto"], "-k names auto alone"),
         (["--write-widths", "table.json", "--concurrency", "1", "--drafter", "demo,ngram"], "one drafter"),
         (["--write-widths", "table.json", "--concurrency", "1", "--draft-vocab", "9,full"], "one vocabulary"),
         (["--write-widths", "table.json", "--concurrency", "1", "--drafter-window", "9,off"], "one window"),

@@ -12,10 +12,11 @@ import pytest
 
 import peagle.measure.sweep.run
 from peagle.cli import main
+from peagle.measure.estimates import Estimate
 from peagle.measure.pages import Commands, Table
 from peagle.measure.sweep import page
 from peagle.measure.sweep.compare import Difference
-from peagle.measure.sweep.figures import Estimate, Row, rows
+from peagle.measure.sweep.figures import Row, rows
 from peagle.measure.sweep.headline import caveats, commands, compared, headlines, speedup_of, title, verdicts
 from peagle.measure.sweep.plan import Variant, Workload
 from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
@@ -259,7 +260,7 @@ def test_the_answer_comes_first_and_the_command_last(folder: Folder) -> None:
     assert headline == 1
     assert order == sorted(order)
     commands_of_page = [block for block in blocks if isinstance(block, Commands)]
-    assert shlex.split(commands_of_page[-1].lines[0]) == folder.sittings[0]["command"]
+    assert shlex.split(commands_of_page[-1].lines[0]) == folder.origins[0]["command"]
     (origin,) = (block for block in blocks[texts.index("## How it was measured") :] if isinstance(block, Table))
     assert {"machine", "target demo", "drafter demo"} <= {cells[0] for cells in origin.rows}
 

@@ -21,7 +21,8 @@ from peagle.cli import main
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
 from peagle.engine.warmup import WarmUp
-from peagle.measure.sweep.figures import Estimate, best, rows
+from peagle.measure.estimates import Estimate
+from peagle.measure.sweep.figures import best, rows
 from peagle.measure.sweep.plan import Plan, Variant, Workload, short_names
 from peagle.measure.sweep.run import SweepRun
 from peagle.measure.sweep.store import ASKING, PROMPTS, RAW, RUN, Folder, open_run

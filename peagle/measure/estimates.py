@@ -1,0 +1,126 @@
+"""Estimate figures of many requests: values with 95 % bootstrap intervals over groups, such as conversations."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from peagle.measure.metrics import figure_text
+
+RESAMPLES = 2000
+FEWEST = 8  # groups for an interval
+
+Statistic = Callable[[np.ndarray], np.ndarray]  # sums of a table's columns [R, c] -> [R]
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A figure with its 95 % interval, or none if there are too few groups."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def text(self, digits: int = 2) -> str:
+        """Format it: 1.19 (1.14..1.24)."""
+        value, low, high = (figure_text(end, f".{digits}f") for end in (self.value, self.low, self.high))
+        return value if self.low is None else f"{value} ({low}..{high})"
+
+    def times(self, factor: float) -> "Estimate":
+        """Change the unit."""
+        low, high = (None if end is None else factor * end for end in (self.low, self.high))
+        return Estimate(factor * self.value, low, high)
+
+
+def estimate_text(figure: Estimate | None, digits: int = 2) -> str:
+    """Format a figure with its interval; "-" if it is undefined."""
+    return "-" if figure is None else figure.text(digits)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bootstrap:
+    """A figure, and its values in RESAMPLES draws of groups; None if there are too few."""
+
+    value: float
+    draws: np.ndarray | None
+
+    @property
+    def estimate(self) -> Estimate:
+        if self.draws is None or np.isinf(self.draws).any():  # infinite if a draw's denominator is zero
+            return Estimate(self.value)
+        low, high = np.nanquantile(self.draws, (0.025, 0.975))
+        return Estimate(self.value, float(low), float(high))
+
+    def times(self, other: "Bootstrap") -> "Bootstrap":
+        if self.draws is None or other.draws is None:
+            return Bootstrap(self.value * other.value, None)
+        with np.errstate(invalid="ignore"):  # infinity times zero: see `estimate`
+            return Bootstrap(self.value * other.value, self.draws * other.draws)
+
+
+def bootstrap(
+    table: np.ndarray, statistic: Statistic, groups: Sequence[int] | None = None, seed: int = 0
+) -> Bootstrap | None:
+    """Bootstrap a statistic of the sums of a table's [n, c] columns; None if it is not a number.
+
+    groups[i] is the group of row i, which is drawn as a whole (None: every row is its own). Draws are the same for the
+    same seed and number of groups. (scipy.stats.bootstrap knows no groups, and a draw without a denominator costs it
+    the interval.)
+    """
+    if not len(table):
+        return None
+    names, group_of = np.unique(np.arange(len(table)) if groups is None else groups, return_inverse=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value = float(statistic(table.sum(axis=0)[None])[0])
+        if not np.isfinite(value):
+            return None
+        if len(names) < FEWEST:
+            return Bootstrap(value, None)
+        sums = np.zeros((len(names), table.shape[1]))
+        np.add.at(sums, group_of, table)
+        return Bootstrap(value, statistic(_times_drawn(len(names), seed) @ sums))
+
+
+def estimate(table: np.ndarray, statistic: Statistic, groups: Sequence[int] | None = None) -> Estimate | None:
+    """Return the estimate of `bootstrap`."""
+    figure = bootstrap(table, statistic, groups)
+    return None if figure is None else figure.estimate
+
+
+def estimate_median(values: Sequence[float], groups: Sequence[int]) -> Estimate | None:
+    """Estimate the median of values; groups[i] is the group of value i. None without values."""
+    if not values:
+        return None
+    names, group_of = np.unique(groups, return_inverse=True)
+    if len(names) < FEWEST:
+        return Estimate(float(np.median(values)))
+    order = np.argsort(values)
+    ordered, weights = np.asarray(values)[order], _times_drawn(len(names), 0)[:, group_of[order]].cumsum(axis=1)
+    # a draw's median is the mean of its two middle values: the first with a cumulative weight of at least half, and the
+    # first with more than half
+    half = weights[:, -1:] / 2
+    lower, upper = (weights >= half).argmax(axis=1), (weights > half).argmax(axis=1)
+    return Bootstrap(float(np.median(values)), (ordered[lower] + ordered[upper]) / 2).estimate
+
+
+@functools.lru_cache(maxsize=32)
+def _times_drawn(num_groups: int, seed: int) -> np.ndarray:
+    """Draw num_groups groups with replacement, and count how often each group is drawn; [RESAMPLES, num_groups]."""
+    picks = np.random.default_rng(seed).integers(0, num_groups, (RESAMPLES, num_groups))
+    counts = np.zeros((RESAMPLES, num_groups))
+    np.add.at(counts, (np.arange(RESAMPLES)[:, None], picks), 1)
+    return counts
+
+
+def ratio(sums: np.ndarray) -> np.ndarray:
+    """Divide column 0 by column 1."""
+    return sums[:, 0] / sums[:, 1]
+
+
+def one_more_than_ratio(sums: np.ndarray) -> np.ndarray:
+    return 1 + ratio(sums)
+
+
+def ratio_of_ratios(sums: np.ndarray) -> np.ndarray:
+    return (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3])
