@@ -88,8 +88,8 @@ class PEagle(_Cached):
             self.params, self.config, drafter_input, widths, state, self.cache_groups, num_drafts
         )
         full = to_target_logits(self.params, self.config, logits) if self.with_logits else None
-        drafts = choose(logits, self.params.draft_to_target, 0)
-        return DraftOutput(model.to_target_ids(self.params, drafts), full), cache
+        drafts, confidence = choose(logits, self.params.draft_to_target, 0)
+        return DraftOutput(model.to_target_ids(self.params, drafts), full, confidence), cache
 
 
 @flax.struct.dataclass
@@ -108,10 +108,10 @@ class Eagle3(_Cached):
         choose: Choose = likeliest_of,
     ) -> tuple[DraftOutput, PagedCache]:
         """See `PEagle.propose`."""
-        drafts, cache = model.propose_in_turn(
+        (drafts, confidence), cache = model.propose_in_turn(
             self.params, self.config, drafter_input, widths, state, self.cache_groups, num_drafts, choose
         )
-        return DraftOutput(drafts), cache
+        return DraftOutput(drafts, confidence=confidence), cache
 
 
 def drafter_of(params: DrafterParams, config: DrafterConfig) -> PEagle | Eagle3:

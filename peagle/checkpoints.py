@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 from peagle.drafters.ngram import NGram
-from peagle.engine.widths import WidthTable, read_widths
+from peagle.engine.speculation import Speculation, read_speculation
 from peagle.hub import cached, is_name
 from peagle.ops.checkpoint import CONFIG, fingerprint, read_json
 from peagle.ops.errors import InputError, InputWarning
-from peagle.pair import DEFAULT_WIDTHS
 from peagle.protocols import Drafter
 
 DEMO, DEMO_EAGLE3, NGRAM = "demo", "demo-eagle3", "ngram"
@@ -24,12 +23,11 @@ class Weightless:
     """A drafter without weights, which is asked for by its name."""
 
     make: Callable[[], Drafter]
-    widths: WidthTable  # its drafts by load
+    speculation: Speculation
 
 
 WEIGHTLESS = {
-    # more drafts, or any with a temperature, do not pay
-    NGRAM: Weightless(NGram, WidthTable({1: 2, 4: 1}, sampled=False)),
+    NGRAM: Weightless(NGram, Speculation()),
 }
 
 
@@ -128,11 +126,11 @@ def drafter_path(target: str | Path, drafter: str | Path | None) -> Path | None:
     return directory
 
 
-def widths_of(drafter: str | Path | None, directory: Path | None) -> WidthTable:
-    """Return the drafts by load: of the table beside the drafter, else the default of such drafters.
+def speculation_of(drafter: str | Path | None, directory: Path | None) -> Speculation:
+    """Return how a drafter drafts by "auto": what the file beside it says, else the default.
 
-    directory: what `drafter_path` found. Raises InputError for a table that cannot be read.
+    directory: of `drafter_path`. Raises InputError for a file that cannot be read.
     """
     if drafter in WEIGHTLESS:
-        return WEIGHTLESS[str(drafter)].widths
-    return (None if directory is None else read_widths(directory)) or DEFAULT_WIDTHS
+        return WEIGHTLESS[str(drafter)].speculation
+    return Speculation() if directory is None else read_speculation(directory)

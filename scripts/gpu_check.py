@@ -66,7 +66,7 @@ from peagle.parallel import MeshShape, make_meshes, parse_mesh, refuse_replicas
 from peagle.result import Counters
 from peagle.workflows.check import CHECKED, MOST_OFF, Finding, check_kernels, check_logits, check_losslessness
 from peagle.workflows.random_checkpoint import IN_TURN, PARALLEL, SIZES, DrafterShape, write_random_checkpoint
-from scripts.check_mesh import CONFIG, compare, loud_target
+from scripts.gpu.mesh import CONFIG, compare, loud_target
 from scripts.gpu.operations import costs
 from scripts.gpu.page import page
 from scripts.gpu.parts import bytes_of_parts, parts

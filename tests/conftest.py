@@ -196,6 +196,12 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20)
 
 
+@pytest.fixture(autouse=True)
+def _no_stored_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure each engine's costs anew: those in the user's cache are of this machine."""
+    monkeypatch.setattr("peagle.engine.engine.store_for", lambda *_: None)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _programs_are_dropped_when_they_fill_the_memory() -> Iterator[None]:
     """Two processes that kept all programs of the suite took 14 GB. glibc keeps what was freed, unless it is told to

@@ -19,7 +19,7 @@ from peagle.cli.output import show_lines
 from peagle.config import AUTO, DEFAULT_CHUNK
 from peagle.engine.kv_memory import Sizing, page_bytes
 from peagle.engine.resolved import ResolvedConfig, shared_slots
-from peagle.engine.widths import SPECULATION_FILE, read_widths
+from peagle.engine.speculation import SPECULATION_FILE, read_speculation
 from peagle.fit import chosen_window, describe_aux_layers, doubtful_aux_layers, fitting_aux_layers, windowed
 from peagle.loading import NO_STOP_TOKEN, default_chunk, default_dtype, steps_per_dispatch
 from peagle.ops.attention import PAGE_SIZE, CacheGroup, Pages, init_pool
@@ -30,7 +30,7 @@ from peagle.ops.kernels import in_words as kernels_in_words
 from peagle.ops.memory import available_memory_bytes
 from peagle.ops.native import available as native_available
 from peagle.ops.row_blocks import BlockedPrefill, RowBlocks
-from peagle.pair import DEFAULT_NUM_SPECULATIVE_TOKENS, DEFAULT_WIDTHS
+from peagle.pair import DEFAULT_NUM_SPECULATIVE_TOKENS
 from peagle.parallel import MeshShape, parse_mesh
 from peagle.text.tokenizer import TOKENIZER_FILE
 from peagle.workflows.export import coverage_in_data
@@ -246,11 +246,11 @@ def engine_rows(config: ResolvedConfig, target: TargetConfig, drafter: DrafterCo
 
 
 def _drafts(path: Path) -> str:
-    """How many tokens auto drafts, and what says so."""
-    table = read_widths(path)
-    if table is None:
-        return f"{DEFAULT_WIDTHS.in_words()}, by default: there is no {SPECULATION_FILE}"
-    return f"{table.in_words()}, by {SPECULATION_FILE}"
+    """Say how `auto` drafts, and what says so."""
+    speculation = read_speculation(path)
+    source = f"by {SPECULATION_FILE}" if (path / SPECULATION_FILE).is_file() else f"there is no {SPECULATION_FILE}"
+    begins = "acceptance counted while decoding" if speculation.counts is None else "recorded acceptance"
+    return f"{speculation.num_drafts} at most per step, from {begins}; {source}"
 
 
 def _stop_tokens(files: TargetFiles) -> str:

@@ -38,8 +38,9 @@ from peagle.ops.messages import DrafterInput
 from peagle.parallel import MeshShape, Sharded, make_meshes, replicate, shard
 from peagle.protocols import Explains, Target
 from peagle.workflows.random_checkpoint import random_tensors
-from scripts import check_mesh, gpu_check
-from scripts.check_mesh import loud
+from scripts import gpu_check
+from scripts.gpu import mesh as gpu_mesh
+from scripts.gpu.mesh import loud
 from target import load as target_load
 from target.load import load_target, save_target, write_target
 from target.model import GptOss
@@ -468,7 +469,7 @@ def test_gpu_check_compares_over_a_mesh(off: float, token: int, right: bool, mon
         logits = np.asarray([1.0, 2.0 + over * off, 3.0])
         return {"logits": logits, "answers": [[[4, token if over else 5], 1]], "collectives": 9}
 
-    monkeypatch.setattr(check_mesh, "facts", facts)
+    monkeypatch.setattr(gpu_mesh, "facts", facts)
     line = next(gpu_check.over_devices(MeshShape(2, dp=2)))
     assert seen == [[False], [True, True]]
     assert (line["ok"], line["mesh"], line["same_tokens"]) == (right, "dp=2,tp=2,ep=1", int(token == 5))

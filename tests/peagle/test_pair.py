@@ -15,7 +15,7 @@ from peagle.config import EngineConfig, SamplingParams
 from peagle.engine.engine import Engine
 from peagle.engine.engines import LEAST_KEPT_BYTES, FreeMemory
 from peagle.engine.request import Request
-from peagle.engine.widths import WidthTable
+from peagle.engine.speculation import Speculation
 from peagle.fit import check_fit
 from peagle.loading import load, with_drafter
 from peagle.ops.errors import InputError, InputWarning
@@ -91,11 +91,10 @@ def test_without_a_drafter_a_pair_decodes_plainly(toy: Pair) -> None:
 
 
 def test_the_default_k_is_the_pairs(toy: Pair) -> None:
-    table = WidthTable({1: 5, 4: 2}, {1: 1.5, 4: 1.5})
-    best = dataclasses.replace(toy, widths=table)
+    best = dataclasses.replace(toy, speculation=Speculation(5))
     assert best.generate([50], max_new_tokens=4).num_speculative_tokens == 5
     assert best.num_drafts("auto") == (5, True)
-    assert best.num_drafts(None) == (5, True)  # tests run on CPU
+    assert best.num_drafts(None) == (5, True)
     assert best.num_drafts(3) == (3, False)
     assert dataclasses.replace(toy, drafter=None).num_drafts(None) == (0, False)
 

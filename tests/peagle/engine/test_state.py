@@ -151,11 +151,10 @@ def test_a_drafter_may_have_no_caches_and_there_may_be_none() -> None:
 
 
 def test_a_request_that_goes_on_has_what_it_had() -> None:
-    """Counts, the budget, must_emit and credit, after three emitted tokens, of which one is pending."""
+    """Counts, the budget and must_emit, after three emitted tokens, of which one is pending."""
     request = Request((1, 2), 9, SamplingParams(frequency_penalty=0.5, min_tokens=4))
-    params = SlotParams.of(request, (), TARGET.vocab_size).continued([5, 5, 6], credit=1.25)
+    params = SlotParams.of(request, (), TARGET.vocab_size).continued([5, 5, 6])
     assert params.remaining.tolist() == [7]
-    assert params.credit.tolist() == [1.25]
     assert params.adjustments.must_emit.tolist() == [2]
     counts = np.asarray(params.adjustments.counts)[0]
     assert (counts[5], counts[6], counts.sum()) == (2, 0, 2)  # the pending token is counted when it is admitted
