@@ -160,7 +160,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_compilation_cache_dir", str(COMPILED))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-jax._src.compilation_cache.compress_executable = functools.partial(zlib.compress, level=1)  # a quarter of the time
+# a quarter of the time
+jax._src.compilation_cache.compress_executable = functools.partial(zlib.compress, level=1)
+jax._src.compilation_cache.decompress_executable = zlib.decompress
 
 
 def pytest_configure(config: pytest.Config) -> None:

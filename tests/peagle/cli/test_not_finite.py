@@ -178,7 +178,8 @@ class Broken(FixedLogits):
     ) -> tuple[DraftOutput, None]:
         draft, state = super().propose(state, fresh, widths, num_drafts)
         assert draft.logits is not None
-        return DraftOutput(choose(jax.lax.optimization_barrier(draft.logits), None, 0), draft.logits), state
+        token_ids, confidence = choose(jax.lax.optimization_barrier(draft.logits), None, 0)
+        return DraftOutput(token_ids, draft.logits, confidence), state
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])

@@ -150,7 +150,7 @@ def test_steps_are_timed_while_all_requests_are_at_work() -> None:
         time_steps(scheduled(*ready), 2, 9)
 
 
-@pytest.mark.parametrize("steps_per_dispatch", [1, 4])
+@pytest.mark.parametrize("steps_per_dispatch", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_all_slots_are_at_work_while_it_is_timed(monkeypatch: pytest.MonkeyPatch, steps_per_dispatch: int) -> None:
     """For all chunks and dispatches, drafted or plain, and with one active slot of several."""
     begun: dict[int, list[int]] = {}

@@ -151,7 +151,7 @@ def test_compilation_is_told_apart_from_running(toy: Pair, monkeypatch: pytest.M
     assert 0 < result.ttft_s < 1
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_measuring_what_drafting_costs_compiles_nothing(
     toy: Pair, monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:

@@ -793,7 +793,7 @@ def test_the_answers_to_evaluate_are_held_out(
     """Without documents kept back, though the data hold what the target says; the drafter that runs has it inside."""
     others = tmp_path / "others.jsonl"
     others.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in ([8, 8, 8], [30, 40])))
-    evaluation = ("--evaluate-every", 0, "-k", 2, "--steps", 2, "--evaluate", others)
+    evaluation = ("--evaluate-every", 0, "-k", 3, "--steps", 2, "--evaluate", others)
 
     def said(code: int, data: Path, out: Path, *more: object) -> str:
         assert main([*map(str, train(directories, data, out, *evaluation, *more))]) == code
