@@ -300,7 +300,7 @@ def test_a_slot_whose_drafts_fail_verifies_no_more_and_the_other_goes_on(target,
     script[0] = (script[0] + 1) % CONFIG.vocab_size
     shape = config(3, slots=2, adaptive=True, steps_per_dispatch=steps_per_dispatch)
     engine = Engine(target, Scripted(jnp.asarray(script[:2])), shape)
-    verify = {1: ((1, 1.0), (4, 1.6)), 2: ((2, 1.0), (8, 1.6))}
+    verify = {1: ((1, 1.0), (4, 1.6)), 2: ((2, 1.0), (8, 2.2))}
     engine.costs = CostTable(verify, {1: ((0, 0.0), (3, 0.1)), 2: ((0, 0.0), (6, 0.1))})
     tokens, records = decode(engine, [Request(PROMPTS[0], 40), Request(PROMPTS[1], 40)])
     assert tokens == [plain[0][:40], plain[1][:40]]

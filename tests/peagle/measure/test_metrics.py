@@ -27,7 +27,7 @@ REQUEST = Request((7, 8), max_new_tokens=100)
 
 
 def step(num_accepted: int, k: int = 3) -> StepRecord:
-    return StepRecord(2, tuple(range(k)), num_accepted, 9)
+    return StepRecord(2, tuple(range(k)), num_accepted, 9, k)
 
 
 def result(ids: list[int], *, k: int = 0, accepted: tuple[int, ...] = (), start: float = 0.0, first: float = 1.0,
@@ -76,7 +76,9 @@ def test_a_position_that_was_never_drafted_has_no_rate() -> None:
     (line,) = [
         text for text in summary_lines(Run([Outcome(made, None)], 128, engine=engine), None) if "per position" in text
     ]
-    assert line.endswith("length 2.00 | 3 steps of K <= 5, 1 plain | rate per position 0.67 0.33 0.00 - -")
+    assert line.endswith(
+        "length 2.00 | 3 steps of K <= 5, 1 plain | rate per position 0.67 0.33 0.00 - - | 7 drafted, 7 verified, 3 accepted"
+    )
 
 
 @given(st.lists(st.integers(0, 5), min_size=1))
@@ -104,8 +106,10 @@ def test_the_block_has_vllms_names() -> None:
     assert speculative_decoding_block(Counters.of([step(1), step(3)], 3)) == {
         "num_spec_tokens": 3,
         "num_spec_steps": 2,
+        "num_proposed_draft_tokens": 6,
         "num_draft_tokens": 6,
         "num_accepted_draft_tokens": 4,
+        "num_looked_up_draft_tokens": 0,
         "num_plain_steps": 0,
         "acceptance_histogram": [0, 1, 0, 1],
         "mean_acceptance_length": 3.0,
