@@ -50,7 +50,7 @@ def fitting_aux_layers(
     aux_layer_ids: Sequence[int] | None = None,
 ) -> AuxLayers:
     """See `check_fit`; the names are for messages."""
-    from drafter.dialects import TOP_AUX_LAYERS, named_aux_layers, parse_config
+    from drafter.dialects import TOP_AUX_LAYERS, default_dflash_layers, named_aux_layers, parse_config
     from target.config import default_aux_layer_ids
 
     drafter = parse_config(checkpoint, aux_layer_ids)
@@ -66,8 +66,11 @@ def fitting_aux_layers(
     if drafter.vocab_size != target.vocab_size:
         raise other("its vocabulary has size", drafter.vocab_size, target.vocab_size)
     n, named = target.num_layers, named_aux_layers(checkpoint.config)
+    if drafter.num_target_layers not in (None, n):
+        raise other("its config.json says num_target_layers", drafter.num_target_layers, n)
     outputs = drafter.aux_layer_ids
-    if aux_layer_ids is None and named and named[0].are_outputs and max(named[0].ids) == n:
+    nested = aux_layer_ids is None and bool(named) and named[0].are_outputs and not named[0].certain
+    if nested and max(named[0].ids) == n:
         inputs = dataclasses.replace(named[0], are_outputs=False)
         why = (
             f"{drafter_name}: {inputs.key} {list(inputs.ids)} in config.json are read as inputs, which are the outputs "
@@ -76,7 +79,8 @@ def fitting_aux_layers(
         )
         return AuxLayers(inputs.outputs, describe_aux_layers(inputs.outputs, [inputs]), why, reread=True)
     if outputs is None:
-        outputs = default_aux_layer_ids(n)
+        of_block = drafter.kind == "DFlash"
+        outputs = default_dflash_layers(drafter.num_layers, n) if of_block else default_aux_layer_ids(n)
         if len(outputs) != drafter.num_taps:
             raise InputError(
                 f"the drafter {drafter_name} reads {drafter.num_taps} aux layers and does not name them, and the "
@@ -132,6 +136,8 @@ def doubtful_aux_layers(
             return line(f"{other.key} {list(other.ids)}, which are {other.meaning}, name others", other.outputs)
     # all known defaults begin with the output of layer 1, which is the input of layer 2; some exporters write inputs
     # where others write outputs, so outputs that begin elsewhere may be inputs
+    if used.certain:
+        return None
     flipped = dataclasses.replace(used, are_outputs=not used.are_outputs)
     unusual = min(used.ids) != 1 if used.are_outputs else min(used.ids) == 1
     first = flipped.written((0,))[0]

@@ -146,6 +146,13 @@ class Engines:
                 f"K is {k}; expected at most {max(target.max_positions - 2, 0)}, since a step takes K + 1 positions "
                 f"after the prompt and the target has {target.max_positions}"
             )
+        most = getattr(drafter, "most_drafts", None)
+        if most is not None and k > most:
+            raise InputError(
+                f"K is {k}; expected at most {most}, since the drafter's block has {most + 1} rows, the pending token "
+                f"and {most} drafts: lower -k",
+                "num_speculative_tokens",
+            )
         window = getattr(drafter, "window", None) if k else None
         if window is not None and window < k + 1:
             raise InputError(
