@@ -111,7 +111,9 @@ class DrafterConfig:
     def _check_block(self, block_size: int) -> None:
         """Raise InputError for a DFlash drafter that cannot be."""
         if block_size < 2:
-            raise InputError(f"the drafter's block_size is {block_size}; expected 2 or more: a token and its mask slots")
+            raise InputError(
+                f"the drafter's block_size is {block_size}; expected 2 or more: a token and its mask slots"
+            )
         if self.mask_token_id is None:
             raise InputError("the drafter has a block_size and no mask token; expected both (DFlash)")
         if self.hidden_size != self.target_hidden_size:

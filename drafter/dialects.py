@@ -171,8 +171,9 @@ class NamedAuxLayers:
     """Aux layers as one key of a config.json names them.
 
     The key decides what an id means. In `eagle_config` id i is the OUTPUT of layer i: SpecForge and SGLang write and
-    read it so, vLLM ignores that key. So are `target_layer_ids` of `dflash_config`, for all loaders. At the top, or in a speculators drafter's geometry, id i is the INPUT of layer i,
-    which is the output of layer i - 1: so vLLM reads it. Example: inputs [2, 12, 21] are outputs (1, 11, 20).
+    read it so, vLLM ignores that key. In `dflash_config` all read it so. At the top, or in a speculators drafter's
+    geometry, id i is the INPUT of layer i, which is the output of layer i - 1: so vLLM reads it. Example: inputs
+    [2, 12, 21] are outputs (1, 11, 20).
     """
 
     key: str
@@ -357,8 +358,10 @@ def refused_by(config: DrafterConfig, dialect: Dialect) -> dict[str, str]:
     """List the other loaders that refuse a drafter in that dialect: {VLLM or PACKAGE: the reason}.
 
     Found with vLLM 0.32, speculators 0.9 and transformers 5.19, whose LlamaConfig checks the width against the heads;
-    vLLM builds a LlamaConfig in its own dialect alone.
+    vLLM builds a LlamaConfig in its own dialect alone. DFlash's layout is that of Qwen3, which checks no width.
     """
+    if config.kind == "DFlash":
+        return {}
     if config.num_mask_hiddens > 1:
         why = f"it has {config.num_mask_hiddens} mask hiddens, expected one"
         return dict.fromkeys((VLLM,) if dialect == "vllm" else (VLLM, PACKAGE), why)
@@ -428,8 +431,11 @@ def _parse_dflash(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None) -
 
 def _agreed(config: Mapping[str, Any], own: Mapping[str, Any], key: str) -> int:
     """Read a number of a DFlash drafter, from config.json itself or from dflash_config, which must agree."""
-    named = {place: whole(values, key, least=0) for place, values in (("config.json", config), (DFLASH_CONFIG, own))
-             if values.get(key) is not None}
+    named = {
+        place: whole(values, key, least=0)
+        for place, values in (("config.json", config), (DFLASH_CONFIG, own))
+        if values.get(key) is not None
+    }
     if len(set(named.values())) != 1:
         seen = " and ".join(f"{value} in {place}" for place, value in named.items()) or "missing"
         raise InputError(f"{key} is {seen}; expected one number, in config.json or in its {DFLASH_CONFIG}")
@@ -439,10 +445,12 @@ def _agreed(config: Mapping[str, Any], own: Mapping[str, Any], key: str) -> int:
 def _render_dflash(config: DrafterConfig, dialect: Dialect, dtype: str) -> dict[str, Any]:
     """Render a DFlash drafter's config.json, in the one layout that it has."""
     if dialect != "vllm":
-        raise InputError(f"a DFlash drafter is written in its own layout, not in that of {dialect}; take --dialect vllm")
+        raise InputError(
+            f"a DFlash drafter is written in its own layout, not in that of {dialect}; take --dialect vllm"
+        )
     if config.draft_vocab_size < config.vocab_size:
         raise InputError(
-            f"this DFlash drafter proposes {config.draft_vocab_size} of {config.vocab_size} tokens; expected all, since "
+            f"this DFlash drafter proposes {config.draft_vocab_size} of {config.vocab_size} tokens; expected all, as "
             "it has no head of its own: narrow it when it is loaded, with --draft-vocab"
         )
     if config.narrowest_window is not None:

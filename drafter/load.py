@@ -127,7 +127,8 @@ def save_drafter(
 ) -> None:
     """Write the drafter to a directory in that dialect; load_drafter returns the same bits and the same config.
 
-    A DFlash drafter's embedding and head are its target's, and not written. verifier: the name or path by which the speculators package finds the target (it loads no drafter without one).
+    A DFlash drafter's embedding and head are its target's, and not written. verifier: the name or path by which the
+    speculators package finds the target (it loads no drafter without one).
     """
     tensors = to_tensors(params, config, dialect)
     rendered = render_config(config, dialect, str(params.dtype), verifier)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from drafter.config import DrafterConfig
-from peagle.ops.rope import Llama3, Yarn
+from peagle.ops.rope import Yarn
 
 Tensors = Mapping[str, np.ndarray]
 

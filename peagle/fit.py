@@ -2,12 +2,13 @@
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from peagle.config import AUTO
+from peagle.engine.engines import refuse_beyond_block
 from peagle.engine.widths import OFF, SPECULATION_FILE, read_window
 from peagle.ops.checkpoint import Checkpoint, read_checkpoint
 from peagle.ops.errors import InputError, InputWarning
@@ -100,6 +101,15 @@ def fitting_aux_layers(
     by_option = aux_layer_ids is not None
     doubt = None if by_option else doubtful_aux_layers(named, drafter_name, n)
     return AuxLayers(outputs, describe_aux_layers(outputs, named, by_option), doubt)
+
+
+def check_drafts(drafter_directory: Path, ks: Iterable[int]) -> None:
+    """Raise InputError for more drafts than a drafter's block has. Reads no weights."""
+    from drafter.dialects import parse_config
+
+    most = parse_config(read_checkpoint(drafter_directory)).most_drafts
+    for k in ks:
+        refuse_beyond_block(k, most, str(drafter_directory))
 
 
 def describe_aux_layers(

@@ -32,7 +32,7 @@ from peagle.ops.linear import PackedMatrix
 from peagle.ops.memory import refuse_too_large, size_in_words, tree_bytes
 from peagle.ops.messages import VerifyOutput
 from peagle.ops.native import available as native_available
-from peagle.pair import Loaded, Pair
+from peagle.pair import DEFAULT_WIDTHS, Loaded, Pair
 from peagle.parallel import MeshShape, Sharded, make_meshes, parse_mesh, ranks_of, replicate, shard
 from peagle.protocols import Drafter, Target
 from peagle.text.tokenizer import load_tokenizer
@@ -326,6 +326,9 @@ def with_drafter(
         config, window_in_words = windowed(config, window, by_option=drafter_window != AUTO)
         warn_of_windows(config, plain.max_positions)
         drafting = dataclasses.replace(drafter_of(params, config), retain_full_kv=pair.retain_full_kv)
+        if widths is DEFAULT_WIDTHS and config.most_drafts is not None:
+            drafts = {rows: min(k, config.most_drafts) for rows, k in widths.drafts.items()}
+            widths = dataclasses.replace(widths, drafts=drafts)
         reads = (None if layers is None else layers.outputs, config.windows, drafted)
         print_of_drafter = _digest(fingerprint(drafter_directory), pair.loaded.dtype, *reads)
         if (other := another_target(drafter_directory, target_directory)) is not None:

@@ -69,8 +69,7 @@ def inspect(settings: Info) -> int:
             checkpoint = read_checkpoint(path)
             drafters.append((name, checkpoint))
             config = parse_drafter(checkpoint, aux_layer_ids)
-            kind = "P-EAGLE drafter" if config.parallel else "EAGLE-3 drafter"
-            _print(name, kind, drafter_rows(checkpoint, config, path, aux_layer_ids))
+            _print(name, f"{config.kind} drafter", drafter_rows(checkpoint, config, path, aux_layer_ids))
         else:
             targets.append((name, inspect_target(path)))
             rows = target_rows(targets[-1][1], path)
@@ -206,6 +205,7 @@ def drafter_rows(
         ("MLP", f"{c.mlp_width:,} wide"),
         ("proposes", proposes if narrow else f"all of the target's {c.vocab_size:,} tokens"),
         ("mask token", f"{c.mask_token_id}" if c.parallel else "none: a pass per draft"),
+        *([] if c.most_drafts is None else [("block", f"{c.block_size} rows: up to {c.most_drafts} drafts")]),
         ("aux layers", f"{c.num_taps}: {describe_aux_layers(c.aux_layer_ids, named, aux_layer_ids is not None)}"),
         ("window", window),
         ("drafts by auto", _drafts(path)),

@@ -1,4 +1,4 @@
-"""DFlash drafters: drafts of the float64 reference, blocks that see forward, rows that are dropped, files and refusals."""
+"""DFlash drafters: drafts of the float64 reference, blocks that see forward and are dropped, files and refusals."""
 
 import dataclasses
 import json
@@ -296,7 +296,9 @@ def written(directory: Path, name: str, edit: Edit = lambda _config, _tensors: N
 def test_a_drafter_comes_back_bit_for_bit_beside_its_target(tmp_path: Path, name: str) -> None:
     config = DFLASH_CONFIGS[name]
     for dtype in (jnp.float32, jnp.bfloat16):
-        params = jax.tree.map(lambda leaf, dtype=dtype: jnp.asarray(np.asarray(leaf).astype(dtype)), random_params(config))
+        params = jax.tree.map(
+            lambda leaf, dtype=dtype: jnp.asarray(np.asarray(leaf).astype(dtype)), random_params(config)
+        )
         save_drafter(tmp_path / "saved", params, config)
         loaded, loaded_config = load_drafter(tmp_path / "saved", **ends_of(params))
         assert loaded_config == config
@@ -317,7 +319,10 @@ def test_the_layout_of_the_file(tmp_path: Path) -> None:
             expected |= {f"layers.{layer}.self_attn.{x}_proj.weight": (outputs, 24)}
             expected |= {f"layers.{layer}.self_attn.{x}_proj.bias": (outputs,)}
         expected |= {f"layers.{layer}.self_attn.{x}_norm.weight": (10,) for x in ("q", "k")}
-        expected |= {f"layers.{layer}.self_attn.o_proj.weight": (24, 60), f"layers.{layer}.self_attn.o_proj.bias": (24,)}
+        expected |= {
+            f"layers.{layer}.self_attn.o_proj.weight": (24, 60),
+            f"layers.{layer}.self_attn.o_proj.bias": (24,),
+        }
         expected |= {f"layers.{layer}.mlp.{x}_proj.weight": (34, 24) for x in ("gate", "up")}
         expected |= {f"layers.{layer}.mlp.down_proj.weight": (24, 34)}
     assert {name: tensor.shape for name, tensor in load_file(tmp_path / "model.safetensors").items()} == expected
@@ -333,7 +338,11 @@ def test_what_z_lab_writes_is_read(tmp_path: Path) -> None:
     """The target's type, null keys, `model.` before names, RoPE by layer type; vLLM's ids at the top win."""
 
     def as_published(config: dict[str, Any], tensors: Tensors) -> None:
-        config |= {"model_type": "gpt_oss", "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "sliding_window": None}
+        config |= {
+            "model_type": "gpt_oss",
+            "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+            "sliding_window": None,
+        }
         config |= {"use_sliding_window": False, "tie_word_embeddings": False, "max_window_layers": 2, "mlp_bias": None}
         config["rope_parameters"] = {"rope_theta": config.pop("rope_theta"), **config.pop("rope_scaling")}
         config["dflash_config"]["block_size"] = config.pop("block_size")
@@ -426,7 +435,7 @@ def test_a_bad_file_is_refused_in_one_line(tmp_path: Path, edit: Edit, says: str
 
 
 def test_a_drafter_without_its_target_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="embed_tokens.weight is missing: this drafter shares its target's") as caught:
+    with pytest.raises(InputError, match="missing: this drafter shares its target's") as caught:
         load_drafter(written(tmp_path, BIASED))
     assert "store the tensor" not in str(caught.value)
 

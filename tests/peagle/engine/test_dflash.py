@@ -15,7 +15,7 @@ from tests.support.toys import check_whole, decode
 
 CAPACITY, NEW = 192, 40
 PROMPTS = [TOKENS[:5], TOKENS[20:90], TOKENS[100:119], TOKENS[7:8]]
-DRAWN = SamplingParams(0.9, seed=4)
+GREEDY, DRAWN = SamplingParams(), SamplingParams(0.9, seed=4)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def plain(pair: Models) -> list[list[int]]:
     return decode(Engine(pair.target, None, ResolvedConfig(0, context=CAPACITY)), asked())[0]
 
 
-def asked(sampling: SamplingParams = SamplingParams()) -> list[Request]:
+def asked(sampling: SamplingParams = GREEDY) -> list[Request]:
     return [Request(tuple(prompt), NEW, sampling, (), index=place) for place, prompt in enumerate(PROMPTS)]
 
 
