@@ -393,7 +393,7 @@ def _parse_dflash(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None) -
                 f"layer_types is {brief(kinds)}; expected {fields['num_layers']} of {FULL}: a DFlash drafter with "
                 "sliding attention is not supported, since other servers make it causal"
             )
-        numbers = {key: _agreed(config, own, key) for key in ("mask_token_id", "block_size")}
+        numbers: dict[str, Any] = {key: _agreed(config, own, key) for key in ("mask_token_id", "block_size")}
         named = named_aux_layers(config)[:1]
         outputs = tuple(aux_layer_ids) if aux_layer_ids is not None else named[0].outputs if named else None
         size, aux_width = fields["hidden_size"], checkpoint.shape(FC)[-1]
@@ -402,7 +402,7 @@ def _parse_dflash(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None) -
         query_width, key_width = (checkpoint.shape(f"layers.0.self_attn.{x}_proj.weight")[0] for x in "qk")
         head_dim = whole(config, "head_dim", query_width // fields["num_heads"])
         num_target_layers = config.get("num_target_layers")
-        geometry = {
+        geometry: dict[str, Any] = {
             "num_kv_heads": whole(config, "num_key_value_heads", key_width // head_dim),
             "rope": parse_rope(head_dim, config, default_theta=10000.0),
             "max_positions": None if positions is None else whole(config, "max_position_embeddings"),

@@ -9,7 +9,7 @@ from typing import Literal
 from peagle.drafters.ngram import NGram
 from peagle.engine.widths import WidthTable, read_widths
 from peagle.hub import cached, is_name
-from peagle.ops.checkpoint import CONFIG, fingerprint, read_json
+from peagle.ops.checkpoint import CONFIG, fingerprint, read_checkpoint, read_json
 from peagle.ops.errors import InputError, InputWarning
 from peagle.pair import DEFAULT_WIDTHS
 from peagle.protocols import Drafter
@@ -135,4 +135,16 @@ def widths_of(drafter: str | Path | None, directory: Path | None) -> WidthTable:
     """
     if drafter in WEIGHTLESS:
         return WEIGHTLESS[str(drafter)].widths
-    return (None if directory is None else read_widths(directory)) or DEFAULT_WIDTHS
+    if directory is None:
+        return DEFAULT_WIDTHS
+    return read_widths(directory) or default_widths(directory)
+
+
+def default_widths(drafter_directory: Path) -> WidthTable:
+    """Return the drafts by load of a drafter without a table: no more than its block holds. Reads no weights."""
+    from drafter.dialects import parse_config
+
+    most = parse_config(read_checkpoint(drafter_directory)).most_drafts
+    if most is None or most >= DEFAULT_WIDTHS.most:
+        return DEFAULT_WIDTHS
+    return WidthTable({rows: min(k, most) for rows, k in DEFAULT_WIDTHS.drafts.items()})

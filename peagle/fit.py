@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from peagle.config import AUTO
-from peagle.engine.engines import refuse_beyond_block
+from peagle.config import AUTO, check_block
 from peagle.engine.widths import OFF, SPECULATION_FILE, read_window
 from peagle.ops.checkpoint import Checkpoint, read_checkpoint
 from peagle.ops.errors import InputError, InputWarning
@@ -109,7 +108,7 @@ def check_drafts(drafter_directory: Path, ks: Iterable[int]) -> None:
 
     most = parse_config(read_checkpoint(drafter_directory)).most_drafts
     for k in ks:
-        refuse_beyond_block(k, most, str(drafter_directory))
+        check_block(k, most, str(drafter_directory))
 
 
 def describe_aux_layers(

@@ -32,7 +32,7 @@ from peagle.ops.linear import PackedMatrix
 from peagle.ops.memory import refuse_too_large, size_in_words, tree_bytes
 from peagle.ops.messages import VerifyOutput
 from peagle.ops.native import available as native_available
-from peagle.pair import DEFAULT_WIDTHS, Loaded, Pair
+from peagle.pair import Loaded, Pair
 from peagle.parallel import MeshShape, Sharded, make_meshes, parse_mesh, ranks_of, replicate, shard
 from peagle.protocols import Drafter, Target
 from peagle.text.tokenizer import load_tokenizer
@@ -74,21 +74,20 @@ def load(
 ) -> Pair:
     """Load a target and a drafter from checkpoint directories, or the demo pair of the package.
 
-    drafter: "demo-eagle3" is the demo's autoregressive drafter, for comparison; "ngram" needs no weights; None: plain
-    decoding only. Give a directory of such a name as "./demo". dtype: by default float32 on CPU, bfloat16 elsewhere.
-    experts: "packed" keeps MXFP4 in memory, "expanded" dequantises at load, "auto" takes the fastest that fits.
-    kernels: "native" runs the compiled CPU kernels or raises, "xla" runs without them, "auto" uses them if they run
-    (see `peagle info`). draft_vocab: propose only this many of the most frequent tokens, or the tokens listed in a file
-    (drafter.vocabulary). drafter_window: the drafter's attention sees this many last positions only, or all if "off";
-    "auto" takes the window in speculation.json beside the drafter, else those of its config.json (see
-    `peagle.pair.Loaded`). aux_layer_ids: the 0-based layers of the target whose outputs the drafter reads, instead of
-    those in its config.json (see `peagle.pair.Loaded`). mesh: cut the target over devices, as "tp=2" or "tp=2,ep=4"
+    drafter: of P-EAGLE, EAGLE-3 or DFlash; "demo-eagle3" is the demo's autoregressive drafter, for comparison; "ngram"
+    needs no weights; None: plain decoding only. Give a directory of such a name as "./demo". dtype: by default float32
+    on CPU, bfloat16 elsewhere. experts: "packed" keeps MXFP4 in memory, "expanded" dequantises at load, "auto" takes
+    the fastest that fits. kernels: "native" runs the compiled CPU kernels or raises, "xla" runs without them, "auto"
+    uses them if they run (see `peagle info`). draft_vocab: propose only this many of the most frequent tokens, or the
+    tokens listed in a file (drafter.vocabulary). drafter_window: the drafter's attention sees this many last positions
+    only, or all if "off"; "auto" takes the window in speculation.json beside the drafter, else those of its config.json
+    (see `peagle.pair.Loaded`). aux_layer_ids: the 0-based layers of the target whose outputs the drafter reads, instead
+    of those in its config.json (see `peagle.pair.Loaded`). mesh: cut the target over devices, as "tp=2" or "tp=2,ep=4"
     (peagle.parallel); the drafter is on each of them, but for its head, which is cut. With "dp=2" there are two such
     copies, which share the slots of an engine (`Pair.replicas`). reduce: sum over devices in order, or by "psum", an
-    all-reduce.
-    retain_full_kv: layers with a window keep all positions, so that requests begin anywhere in what the prefix cache
-    holds. progress(bytes of the target read, total bytes) is called during the load. lead: of a mesh over several
-    processes, what this one sends to the others (peagle.workflows.follow).
+    all-reduce. retain_full_kv: layers with a window keep all positions, so that requests begin anywhere in what the
+    prefix cache holds. progress(bytes of the target read, total bytes) is called during the load. lead: of a mesh over
+    several processes, what this one sends to the others (peagle.workflows.follow).
 
     Raises InputError for checkpoints that cannot be run, do not fit together, or take more memory than there is; if
     possible before any weights are read. Warns (InputWarning) if aux layers or a vocabulary map look like another
@@ -326,9 +325,6 @@ def with_drafter(
         config, window_in_words = windowed(config, window, by_option=drafter_window != AUTO)
         warn_of_windows(config, plain.max_positions)
         drafting = dataclasses.replace(drafter_of(params, config), retain_full_kv=pair.retain_full_kv)
-        if widths is DEFAULT_WIDTHS and config.most_drafts is not None:
-            drafts = {rows: min(k, config.most_drafts) for rows, k in widths.drafts.items()}
-            widths = dataclasses.replace(widths, drafts=drafts)
         reads = (None if layers is None else layers.outputs, config.windows, drafted)
         print_of_drafter = _digest(fingerprint(drafter_directory), pair.loaded.dtype, *reads)
         if (other := another_target(drafter_directory, target_directory)) is not None:

@@ -13,7 +13,7 @@ from drafter.load import doubtful_map
 from drafter.load import weight_bytes as drafter_weight_bytes
 from drafter.model import cache_groups as drafter_groups
 from drafter.trained import recorded_coverage
-from peagle.checkpoints import DEMO, another_target, drafter_folder, or_demo, resolve
+from peagle.checkpoints import DEMO, another_target, default_widths, drafter_folder, or_demo, resolve
 from peagle.cli.info import Info
 from peagle.cli.output import show_lines
 from peagle.config import AUTO, DEFAULT_CHUNK
@@ -30,7 +30,7 @@ from peagle.ops.kernels import in_words as kernels_in_words
 from peagle.ops.memory import available_memory_bytes
 from peagle.ops.native import available as native_available
 from peagle.ops.row_blocks import BlockedPrefill, RowBlocks
-from peagle.pair import DEFAULT_NUM_SPECULATIVE_TOKENS, DEFAULT_WIDTHS
+from peagle.pair import DEFAULT_NUM_SPECULATIVE_TOKENS
 from peagle.parallel import MeshShape, parse_mesh
 from peagle.text.tokenizer import TOKENIZER_FILE
 from peagle.workflows.export import coverage_in_data
@@ -249,7 +249,7 @@ def _drafts(path: Path) -> str:
     """How many tokens auto drafts, and what says so."""
     table = read_widths(path)
     if table is None:
-        return f"{DEFAULT_WIDTHS.in_words()}, by default: there is no {SPECULATION_FILE}"
+        return f"{default_widths(path).in_words()}, by default: there is no {SPECULATION_FILE}"
     return f"{table.in_words()}, by {SPECULATION_FILE}"
 
 

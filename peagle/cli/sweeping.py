@@ -308,7 +308,7 @@ def _check_models(plan: Plan) -> None:
         raise InputError("--aux-layer-ids is given, but no drafter with weights that reads any; leave it out")
     for path in paths:
         check_fit(resolve(plan.target, "target"), path, plan.aux_layer_ids)
-        check_drafts(path, [arm.k for arm in plan.arms])
+        check_drafts(path, [arm.k for arm in plan.arms if isinstance(arm.k, int)])
     for name, window in itertools.product(plan.drafters, plan.drafter_windows):
         chosen_window(drafter_path(plan.target, name), window or AUTO)
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 
+from peagle.config import check_block
 from peagle.engine.engine import Engine
 from peagle.engine.executor import Executor
 from peagle.engine.handoff import Fingerprints
@@ -146,7 +147,7 @@ class Engines:
                 f"K is {k}; expected at most {max(target.max_positions - 2, 0)}, since a step takes K + 1 positions "
                 f"after the prompt and the target has {target.max_positions}"
             )
-        refuse_beyond_block(k, getattr(drafter, "most_drafts", None))
+        check_block(k, getattr(drafter, "most_drafts", None))
         window = getattr(drafter, "window", None) if k else None
         if window is not None and window < k + 1:
             raise InputError(
@@ -170,16 +171,6 @@ class Engines:
                 InputWarning,
                 stacklevel=4,
             )
-
-
-def refuse_beyond_block(k: int, most_drafts: int | None, drafter: str = "the drafter") -> None:
-    """Raise InputError for more drafts than a drafter's block has. most_drafts None: any number."""
-    if most_drafts is not None and k > most_drafts:
-        raise InputError(
-            f"K is {k}; expected at most {most_drafts}, since a block of {drafter} has {most_drafts + 1} rows, the "
-            f"pending token and {most_drafts} drafts: lower -k",
-            "num_speculative_tokens",
-        )
 
 
 def _refuse_too_large(engine: AnyEngine) -> None:

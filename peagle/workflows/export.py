@@ -95,7 +95,7 @@ def export(
     files = {name: path.read_bytes() for name, path in beside.items() if path.is_file()}
     write_with_card(out, params, config, dialect, verifier, target, source.parent, files)
     shared = shared_tensors(out)
-    ends = {"target_embedding": params.embedding, "target_lm_head": params.lm_head} if shared else {}
+    ends: dict[str, Any] = {"target_embedding": params.embedding, "target_lm_head": params.lm_head} if shared else {}
     again, config_again = load_drafter(out, **ends)
     if config_again != config or not _equal(params, again):
         raise InputError(f"the files in {out} do not read back the same; please report this drafter")

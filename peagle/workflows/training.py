@@ -254,6 +254,10 @@ def drafter_config(
         config = parse_config(checkpoint, given)
         if (config.target_hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
             raise InputError(f"--init {shape.init} does not fit the target; use a drafter of this target")
+        if config.kind == "DFlash":
+            raise InputError(
+                f"--init {shape.init} is a DFlash drafter, which is not trained here; take another, or none"
+            )
         if shape.autoregressive and config.parallel:
             raise InputError(f"--init {shape.init} is a P-EAGLE drafter; leave out --autoregressive, or --init")
         if vocab is not None:
