@@ -121,7 +121,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="another checkout, to compare with")
     parser.add_argument("--long", type=int, default=8000, help="tokens before a long answer (default %(default)s)")
     parser.add_argument("--only", default="", help="cases whose names begin with this")
-    parser.add_argument("--skip", metavar="TEXT", help="leave out cases whose names hold this")
+    parser.add_argument(
+        "--skip", metavar="TEXT", action="append", default=[], help="leave out cases whose names hold this; repeatable"
+    )
     typed = sys.argv[1:] if arguments is None else arguments
     return in_one_line("bench engine", lambda: bench(parser.parse_args(typed), ["engine", *typed]))
 
@@ -132,8 +134,7 @@ def bench(options: argparse.Namespace, typed: Sequence[str]) -> int:
     if options.before is not None and not (options.before / "peagle").is_dir():
         raise InputError(f"--before {options.before} has no peagle/; expected a checkout of this project")
     chosen = [case for case in cases(options.long) if case.name.startswith(options.only)]
-    if options.skip is not None:
-        chosen = [case for case in chosen if options.skip not in case.name]
+    chosen = [case for case in chosen if not any(text in case.name for text in options.skip)]
     if options.rounds < 1 or not chosen:
         raise InputError("expected --rounds of 1 or more, and --only to begin a case's name")
     raw, progress = RawLines(options.out), Progress()

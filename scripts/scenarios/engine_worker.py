@@ -27,7 +27,7 @@ class Measured:
         self._num_turns = 0
 
     def describe(self) -> dict[str, Any]:
-        return {"kernels": self._pair.loaded.kernels}
+        return {"kernels": getattr(self._pair, "loaded", self._pair).kernels}  # an older checkout has it in the pair
 
     def one(self, slots: int, k: int, prompt: int, new: int) -> dict[str, float]:
         """Decode one request in an engine of so many slots: tokens a second after the first one."""
