@@ -155,9 +155,15 @@ class DrafterConfig:
 
     @property
     def context_reach(self) -> int | None:
-        """Positions before a row that its output depends on: a window less one from layer to layer; None: all."""
+        """Positions before a row that its output depends on: a window less one from layer to layer; None: all.
+
+        Of a DFlash drafter the widest window less one: every layer reads the same context.
+        """
         windows = self.windows or (None,)
-        return None if None in windows else sum(window - 1 for window in windows if window is not None)
+        reaches = [window - 1 for window in windows if window is not None]
+        if None in windows:
+            return None
+        return max(reaches) if self.kind == "DFlash" else sum(reaches)
 
     def with_window(self, window: int | None) -> "DrafterConfig":
         """Give every layer the same window, or none."""

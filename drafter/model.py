@@ -359,8 +359,8 @@ def feed_forward(
     p: LayerParams,
     x: Float[Array, "B T D"],
     eps: float,
-    positions: Int[Array, "B T"],
-    implementation: Implementation | None,
+    positions: Int[Array, "B T"] | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B T D"]:
     """Add a layer's MLP to the residual stream."""
     product = functools.partial(linear, positions=positions, implementation=implementation)

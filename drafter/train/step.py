@@ -6,6 +6,7 @@
 The target runs inside the step and computes aux_hidden and labels, or both come from the data.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
@@ -107,6 +108,7 @@ def gradients_of(
             reach,
             part.counts,
             (part.start, part.end),
+            recipe.draft_decay,
         )
         return sums.loss, sums
 
@@ -211,14 +213,24 @@ def next_state(
     sums, gradient = _over_rows(config, recipe, counts, state.params, draft_to_target, teacher, batch)
     num_rows = jnp.maximum(jnp.sum(sums.rows), 1.0)
     gradient = jax.tree.map(lambda leaf: leaf / num_rows, gradient)
-    if not recipe.train_embedding:
-        gradient = gradient.replace(embedding=jnp.zeros_like(gradient.embedding))
+    still = _not_trained(config, recipe)
+    gradient = _zeroed(gradient, still)
     with jax.numpy_dtype_promotion("standard"):  # optax counts steps in integers
         updates, after = optimizer(recipe, steps).update(gradient, state.optimizer, state.params)
-    if not recipe.train_embedding:
-        updates = updates.replace(embedding=jnp.zeros_like(updates.embedding))
+    updates = _zeroed(updates, still)
     record = Record(sums, jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(gradient))))
     return State(optax.apply_updates(state.params, updates), after), record
+
+
+def _not_trained(config: DrafterConfig, recipe: Recipe) -> tuple[str, ...]:
+    """Name the parameters that stay: a DFlash drafter's embedding and head are its target's."""
+    if config.kind == "DFlash":
+        return "embedding", "lm_head"
+    return () if recipe.train_embedding else ("embedding",)
+
+
+def _zeroed(tree: DrafterParams, fields: tuple[str, ...]) -> DrafterParams:
+    return dataclasses.replace(tree, **{name: jnp.zeros_like(getattr(tree, name)) for name in fields})
 
 
 def _over_rows(
