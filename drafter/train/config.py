@@ -66,7 +66,7 @@ class DrafterShape:
             raise InputError(f"the drafter is {self.kind!r}; expected one of {names}", "kind")
         if self.autoregressive and self.kind not in (None, "eagle-3"):
             raise InputError(
-                f"autoregressive means an EAGLE-3 drafter, and --drafter is {self.kind}; leave one of them out",
+                f"--autoregressive means an EAGLE-3 drafter, and --drafter is {self.kind}; leave one of them out",
                 "autoregressive",
             )
 

@@ -230,7 +230,8 @@ def _not_trained(config: DrafterConfig, recipe: Recipe) -> tuple[str, ...]:
 
 
 def _zeroed(tree: DrafterParams, fields: tuple[str, ...]) -> DrafterParams:
-    return dataclasses.replace(tree, **{name: jnp.zeros_like(getattr(tree, name)) for name in fields})
+    zeros: dict[str, Any] = {name: jnp.zeros_like(getattr(tree, name)) for name in fields}
+    return dataclasses.replace(tree, **zeros)
 
 
 def _over_rows(
