@@ -328,8 +328,8 @@ class LoadConfig:
     target: Annotated[str | None, Flag(MODEL, "DIR|OWNER/NAME")] = None
     """GPT-OSS checkpoint: a directory, or a Hugging Face name. Default: the demo target."""
     drafter: Annotated[str | None, Flag(MODEL, "DIR|ngram")] = None
-    """P-EAGLE, EAGLE-3 or DFlash checkpoint; ngram: prompt lookup, without weights; demo-eagle3: the demo's
-    autoregressive drafter. Default: the demo drafter."""
+    """P-EAGLE, EAGLE-3 or DFlash checkpoint; ngram: prompt lookup, without weights; demo-eagle3, demo-dflash: the
+    demo's other drafters. Default: the demo's P-EAGLE."""
     aux_layer_ids: Annotated[tuple[int, ...] | None, Flag(MODEL, "L,L,L", read=read_layers)] = None
     """Target layers (0-based) whose outputs the drafter reads. Default: as in the drafter's config.json."""
     download: Annotated[bool, Flag(MODEL)] = False

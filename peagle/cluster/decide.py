@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from peagle.checkpoints import DEMO, DEMO_EAGLE3, drafter_path, or_demo, resolve, widths_of
+from peagle.checkpoints import DEMO, DEMO_DRAFTERS, drafter_path, or_demo, resolve, widths_of
 from peagle.cluster.config import FleetConfig
 from peagle.fit import check_drafts, check_fit, chosen_window
 from peagle.loading import without_weights
@@ -35,6 +35,6 @@ def decided(config: FleetConfig) -> FleetConfig:
     load = dataclasses.replace(
         load,  # replicas run in directories of their own
         target=target if target == DEMO else str(directory.resolve()),
-        drafter=drafter if beside is None or drafter in (DEMO, DEMO_EAGLE3) else str(beside.resolve()),
+        drafter=drafter if beside is None or drafter in DEMO_DRAFTERS else str(beside.resolve()),
     )
     return dataclasses.replace(config, load=load, engine=engine)

@@ -18,19 +18,20 @@ import peagle  # noqa: F401  (before anything starts JAX)
 from peagle.measure.pages import Block, Table, markdown
 from peagle.measure.sweep import page as sweep_page
 from peagle.measure.sweep.plan import AUTO, Setting
-from scripts.demo.build import DEMO, DRAFTERS
+from scripts.demo.build import DEMO
 from scripts.demo.practice import GOOD, LOOPING
 from scripts.demo.train_target import SEED, Rows, evaluate
 from scripts.runs import Json, at_largest_k, new_parser
 from target.load import LoadedTarget, inspect_target, load_target
 
+TRAININGS = ("drafter_begun", "drafter", "drafter_eagle3", "drafter_dflash_begun", "drafter_dflash")
 SETTING = ("prompts", "raw", "temperature")
 SHOWN = (3, 7, AUTO)  # K of a sweep; the runs' pages have all
 ACCEPTANCE, LIMITS = "\n## Acceptance\n\n", "\n\n## Limits\n"  # what the figures of a sweep stand between
 CARD = """\
 # The demo pair
 
-A GPT-OSS-architecture target, its P-EAGLE drafter and an autoregressive EAGLE-3 to compare with, small enough to ship
+A GPT-OSS-architecture target, its P-EAGLE drafter, an EAGLE-3 and a DFlash to compare with, small enough to ship
 ({megabytes:.1f} MB) and to train on two CPU cores. It answers three kinds of questions about Python functions: the user
 gives a signature with its docstring, and it writes the function; or gives a function, and it makes a small change
 (renames a parameter or the function, removes the docstring, puts it into a class), or describes it (what it takes,
@@ -41,7 +42,8 @@ useful programmer.
   {heads} query and {kv_heads} key/value heads of {head_dim}, {experts} experts top-{top_k} of width {expert_width},
   vocabulary {vocab}. Experts MXFP4, the rest bfloat16.
 - Drafter (`demo`): P-EAGLE, {drafter_layers} layers of the same width, taps at the outputs of layers {taps}; bfloat16.
-- Drafter to compare with (`demo-eagle3`): autoregressive EAGLE-3, 1 layer, the same taps.
+- Drafters to compare with: `demo-eagle3`, autoregressive EAGLE-3, 1 layer, the same taps; `demo-dflash`, DFlash, 2
+  layers, the same taps, blocks of 8.
 - Tokenizer: byte-level BPE with a harmony-style chat template.
 - Licence of the text: the Python Software Foundation License and those of the packages below.
 
@@ -71,10 +73,10 @@ by depth is teacher-forced, on what they learn from, at the end:
 {trainings}
 
 Of the sources, `written` are the target's own greedy answers, `chat` and `raw` the corpus. `drafter` goes on from
-`drafter_begun`.
+`drafter_begun`, `drafter_dflash` from `drafter_dflash_begun`; their data and steps are the same.
 
-Train it again: `pip install '.[test]'`, then `python -m scripts.demo.build --work DIR --install` (about three hours
-on two cores; resumable).
+Train it again: `pip install '.[test]'`, then `python -m scripts.demo.build --work DIR --install` (about four and a half
+hours on two cores; resumable).
 
 ## Acceptance
 
@@ -231,7 +233,7 @@ def card(work: Path, sweeps: Sequence[Path]) -> str:
         raw_loss_before=before["raw_heldout"],
         chat_loss=loss["chat"],
         chat_loss_before=before["chat_heldout"],
-        trainings="\n".join(training_text(work / name) for name in ("drafter_begun", *DRAFTERS)),
+        trainings="\n".join(training_text(work / name) for name in TRAININGS),
         acceptance=acceptance_text(sweeps),
     )
 

@@ -40,7 +40,7 @@ from scripts.runs import Json, in_one_line, new_parser, origin, where, write_run
 K, MAX_NEW_TOKENS, SLOTS = 7, 256, 4
 EDGES = (0, 512, 2048, 4096, 8192, 10240)  # positions of raw text
 RAW_DOCUMENTS, CHAT_ANSWERS = 8, 24
-KINDS = dict(zip(DRAFTERS, ("P-EAGLE", "EAGLE-3"), strict=True))
+KINDS = dict(zip(DRAFTERS, ("P-EAGLE", "EAGLE-3", "DFlash"), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from peagle.checkpoints import DEMO, resolve
 from peagle.ops.errors import InputError
 from scripts.demo import judge
+from scripts.demo.build import DRAFTERS
 from scripts.demo.long_rows import CHARS_PER_TOKEN, LENGTHS, behind_texts, chat_rows, texts_of
 from scripts.demo.longer import MINUTES, SHARES, WHOLE_MINUTES
 from scripts.demo.train_longer import STEP_TOKENS, Mixture, parse_shares
@@ -104,7 +105,7 @@ def test_figures_are_measured_once(tmp_path: Path) -> None:
 
 def test_what_is_judged_is_checked_first(tmp_path: Path) -> None:
     assert judge.parse_length("2500:24") == (2500, 24)
-    for part in ("target", "drafter", "drafter_eagle3"):
+    for part in ("target", *DRAFTERS):
         (tmp_path / part).mkdir()
     assert judge.parse_pair(f"new:{tmp_path}:256") == judge.Judged("new", tmp_path, "256")
     (tmp_path / "drafter").rmdir()
