@@ -12,6 +12,7 @@ def page(record: Json) -> list[Block]:
     source, rows = record["provenance"], record["rows"]
     platform, rate = source["device"]["platform"], record["config"]["synthetic_acceptance"]
     steps = [row for row in rows if "cycle_cost" in row]
+    first, *others = record["config"]["drafters"]
     blocks: list[Block] = [
         heading("On one GPU: right, and how fast" if platform == "gpu" else "A rehearsal without a GPU", 1),
         f"`{source['command']}`",
@@ -23,7 +24,7 @@ def page(record: Json) -> list[Block]:
         _operations([row for row in rows if "operation" in row], _copy_bandwidth(rows)),
         _alone([row for row in rows if "kind" in row]),
         _steps(steps),
-        _against([row for row in steps if row["k"]], *record["config"]["drafters"]),
+        *(_against([row for row in steps if row["k"]], first, other) for other in others),
         _shares([row for row in rows if isinstance(row.get("profile"), dict)]),
         _published(steps, record["config"]["published"]),
         _peers([row for row in rows if "peer" in row]),
@@ -131,16 +132,16 @@ def _steps(rows: list[Json]) -> Table:
     )
 
 
-def _against(rows: list[Json], parallel: str, in_turn: str) -> Table:
-    """Compare the drafters: at equal acceptance a step's time decides."""
+def _against(rows: list[Json], first: str, other: str) -> Table:
+    """Compare two drafters: at equal acceptance a step's time decides."""
     found = {(row["shape"], row["draft_vocab"], row["batch"], row["k"], row["drafter"]): row["step_ms"] for row in rows}
     places = dict.fromkeys(key[:4] for key in found)
     return _table(
-        f"shape | head | batch | K | a step of {in_turn} over one of {parallel}",
+        f"shape | head | batch | K | a step of {other} over one of {first}",
         [
-            [*map(str, place), f"{found[*place, in_turn] / found[*place, parallel]:.2f}"]
+            [*map(str, place), f"{found[*place, other] / found[*place, first]:.2f}"]
             for place in places
-            if (*place, in_turn) in found and (*place, parallel) in found
+            if (*place, other) in found and (*place, first) in found
         ],
     )
 
