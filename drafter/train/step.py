@@ -93,6 +93,7 @@ def gradients_of(
     def loss_of(
         trained: DrafterParams, rows: _Stretch, labels: Labels, anchors: jax.Array, reach: jax.Array, part: _Part
     ) -> tuple[jax.Array, Sums]:
+        trained = _each(trained, _not_trained(config, recipe), jax.lax.stop_gradient)
         cast = jax.tree.map(lambda leaf: leaf.astype(dtype), trained)
         sums = chain_loss(
             cast.replace(draft_to_target=draft_to_target),
@@ -213,11 +214,9 @@ def next_state(
     sums, gradient = _over_rows(config, recipe, counts, state.params, draft_to_target, teacher, batch)
     num_rows = jnp.maximum(jnp.sum(sums.rows), 1.0)
     gradient = jax.tree.map(lambda leaf: leaf / num_rows, gradient)
-    still = _not_trained(config, recipe)
-    gradient = _zeroed(gradient, still)
     with jax.numpy_dtype_promotion("standard"):  # optax counts steps in integers
         updates, after = optimizer(recipe, steps).update(gradient, state.optimizer, state.params)
-    updates = _zeroed(updates, still)
+    updates = _each(updates, _not_trained(config, recipe), jnp.zeros_like)  # weights decay without a gradient, too
     record = Record(sums, jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(gradient))))
     return State(optax.apply_updates(state.params, updates), after), record
 
@@ -229,9 +228,10 @@ def _not_trained(config: DrafterConfig, recipe: Recipe) -> tuple[str, ...]:
     return () if recipe.train_embedding else ("embedding",)
 
 
-def _zeroed(tree: DrafterParams, fields: tuple[str, ...]) -> DrafterParams:
-    zeros: dict[str, Any] = {name: jnp.zeros_like(getattr(tree, name)) for name in fields}
-    return dataclasses.replace(tree, **zeros)
+def _each(tree: DrafterParams, fields: tuple[str, ...], function: Callable[[jax.Array], jax.Array]) -> DrafterParams:
+    """Apply a function to some fields."""
+    changed: dict[str, Any] = {name: function(getattr(tree, name)) for name in fields}
+    return dataclasses.replace(tree, **changed)
 
 
 def _over_rows(

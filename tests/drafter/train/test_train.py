@@ -283,7 +283,7 @@ def test_drafting_in_turn_and_training_in_turn_agree_on_tokens_and_logits(
             return seen[-1]
 
         with monkeypatch.context() as patch:
-            patch.setattr(model, "_logits", recorded)
+            patch.setattr(model, "head", recorded)
             drafts, _ = model.propose_in_turn(params, config, fresh, given, cache, groups, depth)
         return drafts, jnp.concatenate(seen, axis=1)
 
