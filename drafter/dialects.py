@@ -84,6 +84,11 @@ _FIXED_OF_DFLASH = (
     ("quantization_config", None, "plain weights"),
     ("draft_vocab_size", None, "the target's vocabulary, by its head"),
 )
+_FIXED_IN_DFLASH = (  # in dflash_config
+    ("causal", False, "a block whose rows see each other"),
+    ("use_aux_hidden_state", True, "aux hidden states"),
+)
+_DFLASH_NUMBERS = {"mask_token_id": True, "block_size": True, "num_target_layers": False}  # whether they are needed
 
 
 class Leaf(NamedTuple):
@@ -382,8 +387,12 @@ def _parse_dflash(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None) -
     with naming(path):
         if NESTED in config:
             raise InputError(f"DFlash in the layout with {NESTED} is not supported; expected z-lab's, without that key")
-        own = mapping(config, DFLASH_CONFIG)
-        if unknown := sorted(own.keys() - {"mask_token_id", "block_size", TARGET_LAYER_IDS}):
+        if "dflash2" in str(config.get("architectures")).lower():
+            raise InputError(f"architectures is {brief(config['architectures'])}; expected {DFLASH_ARCHITECTURE}")
+        own = {key: value for key, value in mapping(config, DFLASH_CONFIG).items() if value is not None}
+        refuse_others(own, _FIXED_IN_DFLASH)
+        known = {TARGET_LAYER_IDS, *_DFLASH_NUMBERS, *(key for key, *_ in _FIXED_IN_DFLASH)}
+        if unknown := sorted(own.keys() - known):
             raise InputError(f"{DFLASH_CONFIG} has {unknown[0]}, which is not supported; expected no such key")
         refuse_others({key: value for key, value in config.items() if value is not None}, _FIXED_OF_DFLASH)
         fields = read_keys(_GEOMETRY, config)
@@ -393,7 +402,7 @@ def _parse_dflash(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None) -
                 f"layer_types is {brief(kinds)}; expected {fields['num_layers']} of {FULL}: a DFlash drafter with "
                 "sliding attention is not supported, since other servers make it causal"
             )
-        numbers: dict[str, Any] = {key: _agreed(config, own, key) for key in ("mask_token_id", "block_size")}
+        numbers = {key: _agreed(config, own, key, needed) for key, needed in _DFLASH_NUMBERS.items()}
         named = named_aux_layers(config)[:1]
         outputs = tuple(aux_layer_ids) if aux_layer_ids is not None else named[0].outputs if named else None
         size, aux_width = fields["hidden_size"], checkpoint.shape(FC)[-1]
@@ -401,12 +410,10 @@ def _parse_dflash(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None) -
         positions = config.get("max_position_embeddings")
         query_width, key_width = (checkpoint.shape(f"layers.0.self_attn.{x}_proj.weight")[0] for x in "qk")
         head_dim = whole(config, "head_dim", query_width // fields["num_heads"])
-        num_target_layers = config.get("num_target_layers")
         geometry: dict[str, Any] = {
             "num_kv_heads": whole(config, "num_key_value_heads", key_width // head_dim),
             "rope": parse_rope(head_dim, config, default_theta=10000.0),
             "max_positions": None if positions is None else whole(config, "max_position_embeddings"),
-            "num_target_layers": None if num_target_layers is None else whole(config, "num_target_layers"),
         }
     if aux_layer_ids is not None:
         check_aux_layer_ids(aux_layer_ids, num_taps, "--aux-layer-ids", "aux_layer_ids")
@@ -429,17 +436,20 @@ def _parse_dflash(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None) -
         )
 
 
-def _agreed(config: Mapping[str, Any], own: Mapping[str, Any], key: str) -> int:
-    """Read a number of a DFlash drafter, from config.json itself or from dflash_config, which must agree."""
+def _agreed(config: Mapping[str, Any], own: Mapping[str, Any], key: str, needed: bool) -> Any:
+    """Read a number of a DFlash drafter, from config.json itself or from dflash_config, which must agree.
+
+    None if it is not needed, and in neither.
+    """
     named = {
         place: whole(values, key, least=0)
         for place, values in (("config.json", config), (DFLASH_CONFIG, own))
         if values.get(key) is not None
     }
-    if len(set(named.values())) != 1:
+    if len(set(named.values())) > 1 or (needed and not named):
         seen = " and ".join(f"{value} in {place}" for place, value in named.items()) or "missing"
         raise InputError(f"{key} is {seen}; expected one number, in config.json or in its {DFLASH_CONFIG}")
-    return next(iter(named.values()))
+    return next(iter(named.values()), None)
 
 
 def _render_dflash(config: DrafterConfig, dialect: Dialect, dtype: str) -> dict[str, Any]:
