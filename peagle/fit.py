@@ -28,18 +28,27 @@ class AuxLayers:
     reread: bool = False  # the ids of config.json are read by the other convention, the only one that fits
 
 
-def check_fit(target_directory: Path, drafter_directory: Path, aux_layer_ids: Sequence[int] | None = None) -> AuxLayers:
+def check_fit(
+    target_directory: Path,
+    drafter_directory: Path,
+    aux_layer_ids: Sequence[int] | None = None,
+    num_drafts: Iterable[int] = (),
+) -> AuxLayers:
     """Check that a drafter fits a target, and find its aux layers, without reading weights.
 
-    They are those given, or its config.json's, or the target's default. Raises InputError, naming both sides, if hidden
-    size, vocabulary or aux layers do not fit.
+    They are those given, or its config.json's, or the target's default. num_drafts: numbers K that it shall draft.
+    Raises InputError, naming both sides, if hidden size, vocabulary or aux layers do not fit, and for a K that exceeds
+    the drafter's block.
     """
+    from drafter.dialects import parse_config
     from target.load import inspect_target
 
-    target = inspect_target(target_directory).config
-    return fitting_aux_layers(
-        target, read_checkpoint(drafter_directory), target_directory, drafter_directory, aux_layer_ids
-    )
+    target, checkpoint = inspect_target(target_directory).config, read_checkpoint(drafter_directory)
+    layers = fitting_aux_layers(target, checkpoint, target_directory, drafter_directory, aux_layer_ids)
+    most = parse_config(checkpoint, aux_layer_ids).most_drafts
+    for k in num_drafts:
+        check_block(k, most, str(drafter_directory))
+    return layers
 
 
 def fitting_aux_layers(
@@ -100,15 +109,6 @@ def fitting_aux_layers(
     by_option = aux_layer_ids is not None
     doubt = None if by_option else doubtful_aux_layers(named, drafter_name, n)
     return AuxLayers(outputs, describe_aux_layers(outputs, named, by_option), doubt)
-
-
-def check_drafts(drafter_directory: Path, ks: Iterable[int]) -> None:
-    """Raise InputError for more drafts than a drafter's block has. Reads no weights."""
-    from drafter.dialects import parse_config
-
-    most = parse_config(read_checkpoint(drafter_directory)).most_drafts
-    for k in ks:
-        check_block(k, most, str(drafter_directory))
 
 
 def describe_aux_layers(

@@ -13,7 +13,7 @@ from peagle.cli.output import show_lines
 from peagle.cli.report import show, tell_of_pictures
 from peagle.cli.sweep import Sweep
 from peagle.engine.widths import OFF, WINDOW_KEY, WidthTable, widths_file, write_widths
-from peagle.fit import check_drafts, check_fit, chosen_window
+from peagle.fit import check_fit, chosen_window
 from peagle.loading import load, with_drafter
 from peagle.measure import pages
 from peagle.measure.provenance import provenance
@@ -307,8 +307,8 @@ def _check_models(plan: Plan) -> None:
     if plan.aux_layer_ids is not None and not paths:
         raise InputError("--aux-layer-ids is given, but no drafter with weights that reads any; leave it out")
     for path in paths:
-        check_fit(resolve(plan.target, "target"), path, plan.aux_layer_ids)
-        check_drafts(path, [arm.k for arm in plan.arms if isinstance(arm.k, int)])
+        ks = [arm.k for arm in plan.arms if isinstance(arm.k, int)]
+        check_fit(resolve(plan.target, "target"), path, plan.aux_layer_ids, ks)
     for name, window in itertools.product(plan.drafters, plan.drafter_windows):
         chosen_window(drafter_path(plan.target, name), window or AUTO)
 

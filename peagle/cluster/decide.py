@@ -4,7 +4,7 @@ import dataclasses
 
 from peagle.checkpoints import DEMO, DEMO_DRAFTERS, drafter_path, or_demo, resolve, widths_of
 from peagle.cluster.config import FleetConfig
-from peagle.fit import check_drafts, check_fit, chosen_window
+from peagle.fit import check_fit, chosen_window
 from peagle.loading import without_weights
 
 DEFAULT_CONTEXT = 4096  # positions of a request, if the model has as many: the memory of replicas is not known here
@@ -22,8 +22,7 @@ def decided(config: FleetConfig) -> FleetConfig:
     pair = without_weights(target)
     chosen_window(beside, load.drafter_window)
     if beside is not None:
-        check_fit(directory, beside, load.aux_layer_ids)
-        check_drafts(beside, [k] if isinstance(k, int) else [])
+        check_fit(directory, beside, load.aux_layer_ids, [k] if isinstance(k, int) else [])
     context = engine.context
     engine = dataclasses.replace(
         engine,

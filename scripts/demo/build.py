@@ -46,7 +46,8 @@ RATES_GOING_ON = ("--learning-rate", "0.006", "--other-rate", "0.0022", "--decay
 BEGUN = ("--layers", "2", "--depth", "6", "--ratio", "0.75", *RATES_BEGUN)
 GOING_ON = ("--depth", "8", "--ratio", "0.7", *RATES_GOING_ON)
 EAGLE3 = ("--autoregressive", "--layers", "1", "--depth", "6", "--ratio", "0.7", *RATES_BEGUN)
-BLOCKS = ("--depth", "7", "--blocks", "96")  # of eight rows, as the public DFlash's
+# of eight rows, as the public DFlash's; with so many of them a step takes as long as one of the P-EAGLE
+BLOCKS = ("--depth", "7", "--blocks", "224")
 DFLASH_BEGUN = ("--drafter", "dflash", "--layers", "2", *BLOCKS, *RATES_BEGUN)
 DFLASH_GOING_ON = (*BLOCKS, *RATES_GOING_ON)
 ANSWERS_BEGUN, PRACTICE_TOKENS = 4096, 1_228_800

@@ -90,10 +90,13 @@ def test_a_dflash_drafter_of_another_target_is_refused(targets: dict[str, Path],
 def test_a_block_has_no_more_drafts_than_rows(
     targets: dict[str, Path], plain: dict[str, tuple[Pair, tuple[int, ...]]], tmp_path: Path
 ) -> None:
-    """The whole block decodes; one draft more is refused in one line."""
+    """The whole block decodes; one draft more is refused in one line, before weights are read if K is known then."""
     (small,) = (drafter for drafter in DRAFTERS if drafter.name == "z-lab/gpt-oss-20b-DFlash")
     pair, expected = plain["20b"]
-    drafting = with_drafter(pair, targets["20b"], small.write(tmp_path))
+    check_fit(targets["20b"], small.write(tmp_path), None, [1, 7])
+    with pytest.raises(InputError, match="K is 8; expected at most 7, since a block of .* has 8 rows"):
+        check_fit(targets["20b"], tmp_path, None, [1, 8])
+    drafting = with_drafter(pair, targets["20b"], tmp_path)
     assert generate(drafting, 7) == expected
     with pytest.raises(InputError, match=r"K is 8; expected at most 7, since a block of the drafter has 8 rows"):
         drafting.stream(PROMPT, num_speculative_tokens=8)
