@@ -1,5 +1,6 @@
 """Every public drafter of GPT-OSS, as a tiny file in its layout: it loads and decodes losslessly, or is refused."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -94,9 +95,11 @@ def test_a_block_has_no_more_drafts_than_rows(
     (small,) = (drafter for drafter in DRAFTERS if drafter.name == "z-lab/gpt-oss-20b-DFlash")
     pair, expected = plain["20b"]
     check_fit(targets["20b"], small.write(tmp_path), None, [1, 7])
-    with pytest.raises(InputError, match="K is 8; expected at most 7, since a block of .* has 8 rows"):
+    with pytest.raises(InputError, match=r"K is 8; expected at most 7, since a block of .* has 8 rows"):
         check_fit(targets["20b"], tmp_path, None, [1, 8])
     drafting = with_drafter(pair, targets["20b"], tmp_path)
     assert generate(drafting, 7) == expected
     with pytest.raises(InputError, match=r"K is 8; expected at most 7, since a block of the drafter has 8 rows"):
         drafting.stream(PROMPT, num_speculative_tokens=8)
+    tiny = dataclasses.replace(small, config={**small.config, "block_size": 3}).write(tmp_path / "tiny")
+    assert with_drafter(pair, targets["20b"], tiny).num_drafts("auto") == (2, True)
