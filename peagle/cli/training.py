@@ -20,7 +20,7 @@ from drafter.train.config import DrafterShape
 from drafter.train.folder import COMMAND, EVALUATION, HELD_OUT, LOG, best_held_out, read_log, steps_done
 from drafter.train.held_out import DEFAULT_FRAC, HeldOut
 from drafter.train.recipe import Recipe, Update, chosen_update, decided, typed_update
-from drafter.train.step import devices_for
+from drafter.train.step import Ends, devices_for
 from drafter.train.trainer import Trainer, TrainingStopped
 from drafter.trained import DRAFTER, RECIPE
 from drafter.vocabulary import DraftVocab
@@ -313,6 +313,7 @@ def _trainer(
         checked.batches,
         None if self_contained(documents) else teacher,
         ids,
+        Ends.of(initial, config),
         held_out=HeldOut.of(held_out, checked.batches) if held_out else None,
         held_out_every=held_out_every(checked.recipe.steps),
         evaluate=evaluate,
