@@ -73,13 +73,24 @@ class _Cached:
 
 
 @flax.struct.dataclass
-class PEagle(_Cached):
-    """A P-EAGLE drafter: all drafts in one pass.
+class _AtOnce(_Cached):
+    """A drafter that computes the logits of all drafts in one pass.
 
     with_logits: return the logits over the target's vocabulary as well, to compare them.
     """
 
     with_logits: bool = flax.struct.field(pytree_node=False, default=False)
+
+    def _drafts(self, logits: Float[Array, "B K U"], choose: Choose) -> DraftOutput:
+        """Choose the drafts."""
+        full = to_target_logits(self.params, self.config, logits) if self.with_logits else None
+        drafts = choose(logits, self.params.draft_to_target, 0)
+        return DraftOutput(model.to_target_ids(self.params, drafts), full)
+
+
+@flax.struct.dataclass
+class PEagle(_AtOnce):
+    """A P-EAGLE drafter: all drafts in one pass."""
 
     def propose(
         self,
@@ -93,9 +104,7 @@ class PEagle(_Cached):
         logits, cache = model.propose(
             self.params, self.config, drafter_input, widths, state, self.cache_groups, num_drafts
         )
-        full = to_target_logits(self.params, self.config, logits) if self.with_logits else None
-        drafts = choose(logits, self.params.draft_to_target, 0)
-        return DraftOutput(model.to_target_ids(self.params, drafts), full), cache
+        return self._drafts(logits, choose), cache
 
 
 @flax.struct.dataclass
@@ -121,13 +130,8 @@ class Eagle3(_Cached):
 
 
 @flax.struct.dataclass
-class DFlash(_Cached):
-    """A DFlash drafter: all drafts in one pass, as a block whose rows see each other.
-
-    with_logits: as of a PEagle.
-    """
-
-    with_logits: bool = flax.struct.field(pytree_node=False, default=False)
+class DFlash(_AtOnce):
+    """A DFlash drafter: all drafts in one pass, as a block whose rows see each other."""
 
     def absorb(
         self,
@@ -151,9 +155,7 @@ class DFlash(_Cached):
         logits, cache = dflash.propose(
             self.params, self.config, drafter_input, widths, state, self.cache_groups, num_drafts
         )
-        full = to_target_logits(self.params, self.config, logits) if self.with_logits else None
-        drafts = choose(logits, self.params.draft_to_target, 0)
-        return DraftOutput(model.to_target_ids(self.params, drafts), full), cache
+        return self._drafts(logits, choose), cache
 
 
 AnyDrafter: TypeAlias = PEagle | Eagle3 | DFlash

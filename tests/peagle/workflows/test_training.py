@@ -465,6 +465,7 @@ def test_a_drafter_to_begin_with_may_share_the_targets_embedding_and_head(
         (("--drafter", "dflash", "--mask-hiddens", 2), "a DFlash drafter has no mask hiddens"),
         (("--drafter", "dflash", "--depth", 1), "--depth is 1; expected 2 or more"),
         (("--drafter", "dflash", "--dialect", "speculators"), "a DFlash drafter has a layout of its own"),
+        (("--drafter", "dflash", "--evaluate", "missing.jsonl"), "-k is 7; expected at most 3, since a block"),
         (("--blocks", 4), "--blocks is given, and a P-EAGLE drafter has none"),
         (("--draft-decay", 4), "--draft-decay is given, and a P-EAGLE drafter has none"),
         (("--draft-decay", 0), "--draft-decay is 0.0; expected a number above 0"),
