@@ -18,8 +18,9 @@ from drafter.dialects import default_dflash_layers, is_drafter_config, parse_con
 from drafter.load import load_drafter, save_drafter, shared_tensors, to_tensors
 from drafter.params import DrafterParams
 from drafter.propose import DFlash, drafter_of
+from drafter.vocabulary import DraftVocab, narrow
 from peagle.ops import native
-from peagle.ops.attention import PagedCache
+from peagle.ops.attention import MASKED, PagedCache
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.ops.kernels import Implementation
@@ -244,6 +245,20 @@ def test_drafts_fit_the_block() -> None:
     for count in (0, 5):
         with pytest.raises(ValueError, match=f"{count} drafts; expected 1 to 4"):
             drafter.propose(drafter.init_state(1, 16, 12), fresh, jnp.asarray([1]), count)
+
+
+def test_a_narrowed_vocabulary_drafts_its_tokens_alone(tmp_path: Path) -> None:
+    """As when it is loaded with fewer tokens: the target's head is cut, and the file cannot hold that."""
+    drafter, kept = dflash(BIASED, with_logits=True), (5, 50, 17, 2)
+    params, config = narrow(drafter.params, drafter.config, DraftVocab(kept, "a test"))
+    text = random_text(drafter.config, 20)
+    full = step(drafter, text, 9, K)
+    narrowed = step(drafter.replace(params=params, config=config), text, 9, K)
+    ids = sorted(kept)
+    np.testing.assert_allclose(narrowed[:, ids], full[:, ids], atol=1e-5)
+    assert (np.delete(narrowed, ids, axis=1) == MASKED).all()
+    with pytest.raises(InputError, match="proposes 4 of 53 tokens; expected all"):
+        save_drafter(tmp_path / "drafter", params, config)
 
 
 # A draft's bits are its own
