@@ -238,6 +238,15 @@ def test_every_parameter_counts(name: str) -> None:
         assert np.abs(moved - base).max() > 1e-3, jax.tree_util.keystr(path)
 
 
+def test_bfloat16_drafts_nearly_the_same() -> None:
+    """Strict promotion holds with bfloat16 parameters and float32 aux_hidden."""
+    drafter = dflash(BIASED, with_logits=True)
+    rounded = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf).astype(jnp.bfloat16)), drafter.params)
+    text = random_text(drafter.config, 18)
+    exact, half = step(drafter, text, 9, K), step(drafter.replace(params=rounded), text, 9, K)
+    assert 0 < np.abs(half - exact).max() < 0.3 * exact.std()
+
+
 def test_drafts_fit_the_block() -> None:
     drafter = dflash(PLAIN)
     fresh = stack_fresh([random_text(drafter.config, 19)], [5], [1], 5)
