@@ -32,7 +32,7 @@ from peagle.ops.attention import (
 from peagle.ops.kernels import Implementation
 from peagle.ops.linear import embed, linear
 from peagle.ops.mask import group_causal_mask
-from peagle.ops.messages import Choose, DrafterInput, likeliest_of
+from peagle.ops.messages import Choose, Chosen, DrafterInput, likeliest_of
 from peagle.ops.norm import Norm, rms_norm
 from peagle.ops.rope import rope_tables
 
@@ -196,8 +196,8 @@ def propose_in_turn(
     groups: Sequence[CacheGroup],
     num_drafts: int,
     choose: Choose = likeliest_of,
-) -> tuple[Int[Array, "B K"], PagedCache]:
-    """Propose K drafts in K passes; return (drafts as ids of the target's vocabulary, the cache).
+) -> tuple[Chosen, PagedCache]:
+    """Propose K drafts in K passes; return (drafts as ids of the target's vocabulary with confidence, the cache).
 
     The first pass covers the committed rows, each later pass one draft; the last draft needs none. Row
     first_position + num - 1 + i, i >= 1, is (embedding of draft i-1, `next_input` of the row before) and predicts
@@ -210,19 +210,23 @@ def propose_in_turn(
     rows = lay_out_rows(given.token_ids, given.num, given.first_position, 1, 0)
     real = jnp.where(rows.committed, 0, -1)
     hidden = project_aux(params, config, given.aux_hidden.astype(params.dtype), real)
-    drafts = []
+    drafts, confidence = [], []
     token_ids, positions = rows.token_ids, rows.positions
     wanted: jax.Array | None = jnp.where(widths[:, None] > 0, rows.draft_rows, -1)
     for number in range(num_drafts):
         x, cache = _cached_pass(params, config, token_ids, hidden, positions, cache, groups, wanted)
         needed = jnp.where(given.first_position >= 0, widths, 0)[:, None] > number
         logits = head(params, config, x, jnp.where(needed, 0, -1))
-        drafts.append(to_target_ids(params, choose(logits, params.draft_to_target, number)))
+        index, probability = choose(logits, params.draft_to_target, number)
+        drafts.append(to_target_ids(params, index))
+        confidence.append(probability)
         token_ids, hidden, wanted = drafts[-1], next_input(params, config, x), None
         positions = jnp.where(
             widths > number + 1, jnp.where(given.first_position < 0, -1, given.first_position + given.num + number), -1
         )[:, None]
-    return jnp.concatenate(drafts, axis=1), cache
+    probabilities = [probability for probability in confidence if probability is not None]
+    chosen = jnp.concatenate(drafts, axis=1), jnp.concatenate(probabilities, axis=1) if probabilities else None
+    return chosen, cache
 
 
 def next_input(params: DrafterParams, config: DrafterConfig, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

@@ -84,8 +84,8 @@ class _AtOnce(_Cached):
     def _drafts(self, logits: Float[Array, "B K U"], choose: Choose) -> DraftOutput:
         """Choose the drafts."""
         full = to_target_logits(self.params, self.config, logits) if self.with_logits else None
-        drafts = choose(logits, self.params.draft_to_target, 0)
-        return DraftOutput(model.to_target_ids(self.params, drafts), full)
+        drafts, confidence = choose(logits, self.params.draft_to_target, 0)
+        return DraftOutput(model.to_target_ids(self.params, drafts), full, confidence)
 
 
 @flax.struct.dataclass
@@ -123,10 +123,10 @@ class Eagle3(_Cached):
         choose: Choose = likeliest_of,
     ) -> tuple[DraftOutput, PagedCache]:
         """See `PEagle.propose`."""
-        drafts, cache = model.propose_in_turn(
+        (drafts, confidence), cache = model.propose_in_turn(
             self.params, self.config, drafter_input, widths, state, self.cache_groups, num_drafts, choose
         )
-        return DraftOutput(drafts), cache
+        return DraftOutput(drafts, confidence=confidence), cache
 
 
 @flax.struct.dataclass

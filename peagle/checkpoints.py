@@ -1,5 +1,6 @@
 """Directories of checkpoints by the names that people type, and drafters that need none."""
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,11 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 from peagle.drafters.ngram import NGram
-from peagle.engine.widths import WidthTable, read_widths
+from peagle.engine.speculation import Speculation, read_speculation
 from peagle.hub import cached, is_name
 from peagle.ops.checkpoint import CONFIG, fingerprint, read_checkpoint, read_json
 from peagle.ops.errors import InputError, InputWarning
-from peagle.pair import DEFAULT_WIDTHS
 from peagle.protocols import Drafter
 
 DEMO, DEMO_EAGLE3, DEMO_DFLASH, NGRAM = "demo", "demo-eagle3", "demo-dflash", "ngram"
@@ -25,12 +25,11 @@ class Weightless:
     """A drafter without weights, which is asked for by its name."""
 
     make: Callable[[], Drafter]
-    widths: WidthTable  # its drafts by load
+    speculation: Speculation
 
 
 WEIGHTLESS = {
-    # more drafts, or any with a temperature, do not pay
-    NGRAM: Weightless(NGram, WidthTable({1: 2, 4: 1}, sampled=False)),
+    NGRAM: Weightless(NGram, Speculation()),
 }
 
 
@@ -129,23 +128,22 @@ def drafter_path(target: str | Path, drafter: str | Path | None) -> Path | None:
     return directory
 
 
-def widths_of(drafter: str | Path | None, directory: Path | None) -> WidthTable:
-    """Return the drafts by load: of the table beside the drafter, else the default of such drafters.
+def speculation_of(drafter: str | Path | None, directory: Path | None) -> Speculation:
+    """Return how a drafter drafts by "auto": what the file beside it says, else the default.
 
-    directory: what `drafter_path` found. Raises InputError for a table that cannot be read.
+    directory: of `drafter_path`. Raises InputError for a file that cannot be read.
     """
     if drafter in WEIGHTLESS:
-        return WEIGHTLESS[str(drafter)].widths
-    if directory is None:
-        return DEFAULT_WIDTHS
-    return read_widths(directory) or default_widths(directory)
+        return WEIGHTLESS[str(drafter)].speculation
+    return Speculation() if directory is None else drafter_speculation(directory)
 
 
-def default_widths(drafter_directory: Path) -> WidthTable:
-    """Return the drafts by load of a drafter without a table: no more than its block holds. Reads no weights."""
+def drafter_speculation(drafter_directory: Path) -> Speculation:
+    """Return how a drafter with weights drafts by "auto": no more than its block holds. Reads no weights."""
     from drafter.dialects import parse_config
 
+    speculation = read_speculation(drafter_directory)
     most = parse_config(read_checkpoint(drafter_directory)).most_drafts
-    if most is None or most >= DEFAULT_WIDTHS.most:
-        return DEFAULT_WIDTHS
-    return WidthTable({rows: min(k, most) for rows, k in DEFAULT_WIDTHS.drafts.items()})
+    if most is None or speculation.num_drafts <= most:
+        return speculation
+    return dataclasses.replace(speculation, num_drafts=most)

@@ -44,7 +44,7 @@ KEPT_PREFIXES = (  # the help of --prefix-cache where many requests come
     "Keep the keys and values of prompts and responses for later prompts that begin with them. SIZE: in so much more "
     "memory, such as 512MB. on: up to a tenth of the free memory; with --kv-memory SIZE, in what requests leave of it."
 )
-AUTO: Literal["auto"] = "auto"  # as K: draft by the pair's table, and pause if it does not pay
+AUTO: Literal["auto"] = "auto"  # as K: verify the drafts that are likely enough to pay (peagle.engine.widths)
 NumDrafts = int | Literal["auto"] | None
 
 
@@ -376,8 +376,8 @@ class EngineConfig:
     num_speculative_tokens: Annotated[
         NumDrafts, Flag(SPECULATION, "K|auto", ("-k", "--num-speculative-tokens"), read_num_drafts)
     ] = None
-    """Tokens drafted per step (K). auto: by the number of active requests, from the drafter's speculation.json, and
-    none while drafting does not pay. Default: auto on CPU, elsewhere the largest K of that table."""
+    """Tokens drafted per step (K). auto: verify as many as the drafter is sure of and the machine has time for, also of
+    drafts looked up in the text so far; no more than its speculation.json says. Default: auto."""
     slots: Annotated[int, Flag(ENGINE, "N")] = 1
     """Requests decoded at once (continuous batching)."""
     context: Annotated[int | None, Flag(ENGINE, "N")] = None

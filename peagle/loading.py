@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from peagle.checkpoints import DEMO, WEIGHTLESS, another_target, drafter_path, resolve, widths_of
+from peagle.checkpoints import DEMO, WEIGHTLESS, another_target, drafter_path, resolve, speculation_of
 from peagle.config import AUTO, DEFAULT_CHUNK, GPU_CHUNK
 from peagle.engine.handoff import Fingerprints
 from peagle.engine.remote import Lead
@@ -134,7 +134,6 @@ def load(
         retain_full_kv=retain_full_kv,
         steps_per_dispatch=steps_per_dispatch(tree_bytes(loaded.params)),
         prefill_chunk=default_chunk(),
-        programs_by_width=implementation != "native",
         fingerprints=Fingerprints(_digest(fingerprint(target_directory), dtype)),
         lead=lead,
     )
@@ -312,7 +311,7 @@ def with_drafter(
     layers = _aux_layers(target_directory, drafter_directory, aux_layer_ids)
     narrowed = window_in_words = drafted = None
     print_of_drafter = "" if drafter is None else str(drafter)  # n-gram: no files
-    widths = widths_of(drafter, drafter_directory)
+    speculation = speculation_of(drafter, drafter_directory)
     window = chosen_window(drafter_directory, drafter_window)
     vocab = None if draft_vocab is None else _vocabulary(target_directory, drafter_directory, draft_vocab)
     if drafter_directory is not None:
@@ -342,7 +341,7 @@ def with_drafter(
             draft_vocab=narrowed,
             drafter_window=window_in_words,
         ),
-        widths=widths,
+        speculation=speculation,
         fingerprints=Fingerprints(pair.fingerprints.target, print_of_drafter),
     )
 

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from peagle.config import AUTO, DEFAULT_CHUNK, AnswerConfig, EngineConfig, NumDrafts, SamplingParams, configs_of
+from peagle.drafters.ngram import NGram
 from peagle.engine.engines import Engines, FreeMemory, ReplicaModels
 from peagle.engine.grammar import Grammar
 from peagle.engine.handoff import Fingerprints
@@ -28,7 +29,7 @@ from peagle.engine.loop import AnyEngine
 from peagle.engine.remote import Lead
 from peagle.engine.request import Request
 from peagle.engine.resolved import MOST_RESERVED, ResolvedConfig
-from peagle.engine.widths import WidthTable
+from peagle.engine.speculation import Speculation
 from peagle.grammars import Grammars
 from peagle.ops.errors import InputError, InputWarning
 from peagle.protocols import Drafter, Target
@@ -40,7 +41,6 @@ from peagle.text.tokenizer import Tokenizer
 DEFAULT_NUM_SPECULATIVE_TOKENS = 7
 DEFAULT_MAX_NEW_TOKENS = 256
 DEFAULT_SAMPLING = SamplingParams()
-DEFAULT_WIDTHS = WidthTable({1: 3, 2: 2, 4: 1})  # of a drafter without a table
 FORMER_NAMES = {"kv_memory_bytes": "kv_memory", "prefix_cache_bytes": "prefix_cache"}  # of options of `stream`
 DRAFT_SAMPLING = "draft sampling has no effect: requests with a temperature always draw their drafts"
 CAPACITY_STEP = 128  # contexts are multiples of this, so that few shapes are compiled
@@ -97,11 +97,10 @@ class Pair:
     stop_token_ids: tuple[int, ...] = ()
     loaded: Loaded = Loaded()  # frozen
     retain_full_kv: bool = False  # layers with a window keep all positions
-    widths: WidthTable = DEFAULT_WIDTHS  # drafts of "auto", by active rows
+    speculation: Speculation = Speculation()  # noqa: RUF009  # frozen; how "auto" drafts
     steps_per_dispatch: int = 1  # of both engines, so that their ratio is fair
     prefill_chunk: int = DEFAULT_CHUNK  # prompt tokens of one pass
     fingerprints: Fingerprints = Fingerprints()  # noqa: RUF009  # frozen; of the models, for hand-offs
-    programs_by_width: bool = False  # peagle.engine.engine.ResolvedConfig; default: passes skip inactive rows
     lead: Lead | None = None  # of a target over several processes: what it sends to the others
     replicas: tuple["Pair", ...] = ()  # the same models on other devices, with which an engine's slots are shared
     # pairs that are made of this one with another drafter share these two
@@ -110,7 +109,11 @@ class Pair:
     engines: Engines = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        models = [ReplicaModels(pair.target, pair.plain_target, pair.drafter) for pair in (self, *self.replicas)]
+        # the text so far drafts beside a drafter with caches
+        beside = NGram(longest=5) if self.drafter is not None and self.drafter.cache_groups else None
+        models = [
+            ReplicaModels(pair.target, pair.plain_target, pair.drafter, beside) for pair in (self, *self.replicas)
+        ]
         engines = Engines(models, self.stop_token_ids, self.fingerprints, self.lead, self.memory)
         object.__setattr__(self, "engines", engines)
         if self.grammars is None:
@@ -126,10 +129,10 @@ class Pair:
 
         options: fields of SamplingParams, EngineConfig, Rendering and RequestOptions. A text is put into the chat
         template, unless `raw`. Special tokens spelled in a text are characters, unless `raw` and `special_tokens`.
-        Token ids are used unchanged. num_speculative_tokens is K, 0 for plain decoding, or "auto": by the pair's table,
-        with pauses if drafting does not pay. None is the pair's default (`num_drafts`). The answer ends before the
-        first of the strings in `stop`. Raises InputError, before any work, for a request that cannot be run, and at the
-        end for a grammar that cannot be followed any further.
+        Token ids are used unchanged. num_speculative_tokens is K, 0 for plain decoding, or "auto": as many as the
+        drafter is sure of, and none while drafting does not pay. None is the pair's default (`num_drafts`). The answer
+        ends before the first of the strings in `stop`. Raises InputError, before any work, for a request that cannot be
+        run, and at the end for a grammar that cannot be followed any further.
 
         Streams whose engines have equal configs share an engine, which decodes `slots` requests at once; the others
         wait for a slot. context: by default as many positions as prompt and max_new_tokens need, which may differ
@@ -167,15 +170,14 @@ class Pair:
         return stream.result
 
     def num_drafts(self, k: NumDrafts) -> tuple[int, bool]:
-        """Resolve K to (the most drafts of a step, whether rows pause if drafting does not pay).
+        """Resolve K to (the most drafts of a step, whether steps adapt).
 
-        "auto" drafts by the pair's table of widths and pauses. None is the default: plain decoding without a drafter,
-        auto on CPU, elsewhere the table's largest K without pauses.
+        None is the default: plain decoding without a drafter, "auto" with one.
         """
         if k is None and self.drafter is None:
             return 0, False
         if k is None or k == AUTO:
-            return self.widths.most, k == AUTO or jax.default_backend() == "cpu"
+            return self.speculation.num_drafts, True
         return k, False
 
     def engine_config(self, num_speculative_tokens: NumDrafts, **options: Any) -> ResolvedConfig:
@@ -205,9 +207,8 @@ class Pair:
             "prefix_cache": kept if isinstance(kept, int) else 0,
             "synthetic_acceptance": rates,
             "steps_per_dispatch": self.steps_per_dispatch,
-            "widths": self.widths if adaptive else None,
             "adaptive": adaptive,
-            "programs_by_width": self.programs_by_width,
+            "counts": self.speculation.counts if adaptive else None,
         }
         resolved: ResolvedConfig
         (resolved,) = configs_of(values, ResolvedConfig)

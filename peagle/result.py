@@ -35,13 +35,18 @@ class Counters:
     verified: tuple[int, ...]  # [K]: steps that verified draft i
     num_plain_steps: int = 0
     tried: tuple[int, ...] = ()  # [K]: steps that verified draft i and accepted all before it
+    num_proposed: int = 0  # drafts, verified or not
+    num_looked_up: int = 0  # accepted drafts of the second source, the text so far
 
     @classmethod
     def of(cls, steps: Iterable[StepRecord], num_spec_tokens: int) -> "Counters":
         histogram, plain = [0] * (num_spec_tokens + 1), 0
         verified, tried = [0] * num_spec_tokens, [0] * num_spec_tokens
+        num_proposed = num_looked_up = 0
         for step in steps:
             width = len(step.draft_token_ids)
+            num_proposed += step.num_drafted
+            num_looked_up += step.num_accepted if step.source else 0
             if width == 0:
                 plain += 1
                 continue
@@ -49,7 +54,7 @@ class Counters:
             for place in range(width):
                 verified[place] += 1
                 tried[place] += place <= step.num_accepted
-        return cls(num_spec_tokens, tuple(histogram), tuple(verified), plain, tuple(tried))
+        return cls(num_spec_tokens, tuple(histogram), tuple(verified), plain, tuple(tried), num_proposed, num_looked_up)
 
     def __add__(self, other: "Counters") -> "Counters":
         """Add up the counts of equal K. Raises ValueError for another K."""
@@ -61,6 +66,8 @@ class Counters:
             tuple(a + b for a, b in zip(self.verified, other.verified, strict=True)),
             self.num_plain_steps + other.num_plain_steps,
             tuple(a + b for a, b in zip(self.tried, other.tried, strict=True)),
+            self.num_proposed + other.num_proposed,
+            self.num_looked_up + other.num_looked_up,
         )
 
     @property

@@ -73,7 +73,7 @@ from peagle.workflows.random_checkpoint import (
     DrafterShape,
     write_random_checkpoint,
 )
-from scripts.check_mesh import CONFIG, compare, loud_target
+from scripts.gpu.mesh import CONFIG, compare, loud_target
 from scripts.gpu.operations import costs
 from scripts.gpu.page import page
 from scripts.gpu.parts import bytes_of_parts, parts

@@ -8,6 +8,7 @@ of another run everything, the folder's other .json files too. Figures have six 
 above the limits below is refused.
 """
 
+import dataclasses
 import functools
 import json
 import sys
@@ -16,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from peagle.measure import pages
-from peagle.measure.sweep import charts, concurrency, page
-from peagle.measure.sweep.figures import rows
-from peagle.measure.sweep.folder import IN_SHORT, KIND, RUN, open_run
+from peagle.measure.sweep import charts, page
+from peagle.measure.sweep.figures import alone, concurrent, rows
+from peagle.measure.sweep.store import IN_SHORT, KIND, RUN, open_run
 from peagle.ops import strict_json
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
@@ -31,6 +32,11 @@ FIGURES = ("num_requests", "looping_frac", "acceptance_length", "speedup")  # of
 ROW = (
     *("prompts", "raw", "temperature", "k", "drafter", "draft_vocab", "label"),
     *("num_spec_steps", "num_plain_steps", "num_slower", "num_compared"),
+)
+AT_ONCE = (  # of a row of many requests at once
+    *("prompts", "raw", "temperature", "k", "drafter", "draft_vocab", "concurrency", "drafter_window", "label"),
+    *("num_requests", "num_repeats", "tok_per_s", "tok_per_s_repeats", "speedup", "speedup_median", "speedup_repeats"),
+    *("ttft_s", "itl_s", "acceptance_length", "num_spec_steps", "num_plain_steps", "equal_to_plain_frac"),
 )
 
 
@@ -48,12 +54,12 @@ def publish(run: Path, out: Path) -> None:
 def _read(path: Path) -> Json:
     """Read a JSON object."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise InputError(f"{path} is not valid JSON ({error}); expected what a run wrote") from None
-    if not isinstance(found, dict):
-        raise InputError(f"{path} holds no object; expected what a run wrote")
-    return found
+        raise InputError(f"{path} is not valid JSON ({error}); expected a file of a run") from None
+    if not isinstance(record, dict):
+        raise InputError(f"{path} holds no object; expected a file of a run")
+    return record
 
 
 def _sweep(run: Path) -> dict[str, bytes]:
@@ -63,13 +69,14 @@ def _sweep(run: Path) -> dict[str, bytes]:
         raise InputError(f"{run} is not finished; expected a run that is: peagle sweep --out {run} --resume")
     if not charts.can_draw():
         raise InputError("no pictures can be drawn without matplotlib; pip install matplotlib")
-    found = rounded(rows(folder))  # first, so that page and tables agree to the last digit
-    loads = rounded(concurrency.rows(folder))
-    blocks = page.short_blocks(folder, found, loads)
-    largest = at_largest_k(found)
-    kept = [_headline(row, parts=row in largest) for row in found]
+    figures = rounded(rows(folder))  # first, so that page and tables agree to the last digit
+    blocks = page.short_blocks(folder, figures)
+    entries = [row.to_json() for row in alone(figures)]
+    largest = at_largest_k(entries)
+    kept = [_headline(entry, parts=entry in largest) for entry in entries]
+    at_once = [{name: entry[name] for name in AT_ONCE} for entry in (row.to_json() for row in concurrent(figures))]
     record = {name: value for name, value in folder.record.items() if name != "shares"}
-    record |= {"by_concurrency": loads} if loads else {}
+    record |= {"by_concurrency": at_once} if at_once else {}
     texts = {"README.md": pages.markdown(blocks), RUN: _text(record | {"kind": IN_SHORT, "rows": kept})}
     return {name: text.encode() for name, text in (texts | pages.pictures(blocks)).items()}
 
@@ -97,12 +104,15 @@ def _as_it_is(run: Path, record: Json) -> dict[str, bytes]:
 
 
 def rounded(value: Any) -> Any:
-    """Round every float in a JSON value to DIGITS digits."""
+    """Round every float in a JSON value, or in rows of figures, to DIGITS digits."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return dataclasses.replace(value, **{field.name: rounded(getattr(value, field.name)) for field in fields})
     if isinstance(value, dict):
         return {name: rounded(item) for name, item in value.items()}
-    return [rounded(item) for item in value] if isinstance(value, list) else value
+    return type(value)(map(rounded, value)) if isinstance(value, list | tuple) else value
 
 
 def _text(record: Mapping[str, Any]) -> str:

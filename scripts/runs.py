@@ -17,6 +17,7 @@ from peagle.engine.request import Request
 from peagle.measure import pages
 from peagle.measure.metrics import Spread
 from peagle.measure.provenance import provenance, tuning
+from peagle.measure.sweep.figures import Estimate, estimate_text
 from peagle.measure.sweep.plan import AUTO
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
@@ -42,15 +43,31 @@ def in_one_line(name: str, run: Callable[[], int]) -> int:
         return 2
 
 
+def run_scenario(
+    name: str,
+    parser: argparse.ArgumentParser,
+    bench: Callable[[argparse.Namespace, list[str]], int],
+    arguments: Sequence[str] | None,
+) -> int:
+    """Run a scenario of scripts.bench; it gets its options and the words after `python -m scripts.bench`."""
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    return in_one_line(f"bench {name}", lambda: bench(parser.parse_intermixed_args(typed), [name, *typed]))
+
+
+def new_record(typed: Sequence[str], config: Json, **parts: Any) -> Json:
+    """Make the record of a scenario's run; `typed`: the words after `python -m scripts.bench`."""
+    return {"schema": 1, "provenance": origin("scripts.bench", typed), "config": config, **parts}
+
+
 def numbers(option: str, typed: str) -> list[int]:
-    """Read numbers of 1 or more with commas between, in order, each once."""
+    """Read numbers of 1 or more with commas between, in order, without repeats."""
     try:
-        found = sorted({int(number) for number in typed.split(",")})
+        values = sorted({int(number) for number in typed.split(",")})
     except ValueError:
         raise InputError(f"{option} is {typed!r}; expected numbers with commas between, such as 1,2,4,8") from None
-    if found[0] < 1:
+    if values[0] < 1:
         raise InputError(f"{option} is {typed!r}; expected numbers of 1 or more")
-    return found
+    return values
 
 
 def at_largest_k(rows: Sequence[Json]) -> list[Json]:
@@ -68,6 +85,11 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def spread_text(figure: Json, form: str) -> str:
     """Format a spread of a record."""
     return Spread(**figure).text(lambda value: format(value, form))
+
+
+def figure_text(figure: Json | None, digits: int = 2) -> str:
+    """Format an estimate of a record with its interval."""
+    return estimate_text(None if figure is None else Estimate(**figure), digits)
 
 
 def add_run_options(parser: argparse.ArgumentParser, rounds: int = 0, of: str = "") -> None:
@@ -102,8 +124,8 @@ def prompted(arguments: argparse.Namespace, pair: Pair) -> list[Request]:
 def first_requests(pair: Pair, prompts: Path, num_prompts: int, max_new_tokens: int) -> list[Request]:
     """Make requests of the first turns of a file's first prompts, in the chat template."""
     return [
-        pair.request(each, [], Rendering(), max_new_tokens=max_new_tokens, index=index)
-        for index, each in enumerate(read_prompt_file(prompts, strict=True).conversations[:num_prompts])
+        pair.request(conversation, [], Rendering(), max_new_tokens=max_new_tokens, index=index)
+        for index, conversation in enumerate(read_prompt_file(prompts, strict=True).conversations[:num_prompts])
     ]
 
 

@@ -17,6 +17,8 @@ import gc
 import inspect
 import signal
 import threading
+import types
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -54,23 +56,56 @@ def _may_hold_a_shape(hint: Any) -> bool:
 _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
-def _at_its_first_call(check: Callable[[Any], Any], made: Any) -> Any:
-    """`check(made)`, made at the first call: a process calls a part of our functions, and making a check takes as long
-    as thousands of checks; a function within another is made anew at every call of that one."""
-    if not made.__annotations__:
-        return made
-    if made.__code__.co_flags & _SUSPENDED:
-        return check(made)
+def _at_its_first_call(check: Callable[[Any], Any], function: Any) -> Any:
+    """Make `check(function)` at the first call: a process calls a part of our functions, and making a check takes as
+    long as thousands of checks."""
+    if not function.__annotations__:
+        return function
+    if function.__code__.co_flags & _SUSPENDED:
+        return check(function)
     run: Any = None
 
-    @functools.wraps(made)
+    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal run
         if run is None:
-            run = check(made)
+            run = check(function) if function.__closure__ is None else _by_shared_check(check, function)
         return run(*args, **kwargs)
 
     return call
+
+
+_shared_checks: dict[types.CodeType, Any] = {}  # of closures
+_pending = threading.local()  # the closures whose arguments are being checked
+
+
+def _by_shared_check(check: Callable[[Any], Any], closure: Any) -> Any:
+    """Share one check among the closures of a function, which is made anew at every call of the one around it."""
+    code = closure.__code__
+    if code not in _shared_checks:
+        # holds nothing alive of what the first closure saw
+        cells = tuple(types.CellType() for _ in code.co_freevars)
+        hollow = types.FunctionType(code, closure.__globals__, closure.__name__, closure.__defaults__, cells)
+        hollow.__kwdefaults__, hollow.__qualname__ = closure.__kwdefaults__, closure.__qualname__
+        hollow.__annotations__ = closure.__annotations__
+
+        @functools.wraps(hollow)
+        def relay(*args: Any, **kwargs: Any) -> Any:
+            return _pending.closures.pop()(*args, **kwargs)
+
+        _shared_checks[code] = check(relay)
+    checked = _shared_checks[code]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        closures = _pending.__dict__.setdefault("closures", [])
+        depth = len(closures)
+        closures.append(closure)
+        try:
+            return checked(*args, **kwargs)
+        finally:
+            del closures[depth:]  # left there if its arguments do not fit
+
+    return run
 
 
 def _jaxtyped_where_shapes_are(*, typechecker: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -125,6 +160,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_compilation_cache_dir", str(COMPILED))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+jax._src.compilation_cache.compress_executable = functools.partial(zlib.compress, level=1)  # a quarter of the time
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -158,6 +194,12 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20)
+
+
+@pytest.fixture(autouse=True)
+def _no_stored_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure each engine's costs anew: those in the user's cache are of this machine."""
+    monkeypatch.setattr("peagle.engine.engine.store_for", lambda *_: None)
 
 
 @pytest.fixture(scope="module", autouse=True)

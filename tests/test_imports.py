@@ -39,7 +39,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "peagle.processes": _BENEATH,
     "peagle.hub": ("peagle.ops",),
     "peagle.checkpoints": (*_PAIR, "peagle.hub", *_MODELS),
-    "peagle.fit": (*_BENEATH, "peagle.config", "peagle.engine.widths", *_MODELS),
+    "peagle.fit": (*_BENEATH, "peagle.config", "peagle.engine.speculation", "peagle.engine.widths", *_MODELS),
     "peagle.loading": (*_LOADING, "peagle.parallel", *_MODELS),
     "peagle.measure": _LOADING,
     "peagle.serve": (*_PAIR, "peagle.measure"),

@@ -69,9 +69,13 @@ def test_without_the_cure_the_sum_is_wrong() -> None:
     assert probed("")[0] != RIGHT
 
 
-@pytest.mark.parametrize("package", ["peagle", "target", "drafter", "peagle.ops.norm"])
-def test_importing_any_of_ours_makes_it_right(package: str) -> None:
-    assert probed(f"import {package}\n")[0] == RIGHT
+def test_importing_any_of_ours_makes_it_right() -> None:
+    assert probed("import peagle\n")[0] == RIGHT
+    environments = [
+        printed(f"import os, {package}\nprint(os.environ.get('XLA_FLAGS'))")
+        for package in ("peagle", "target", "drafter", "peagle.ops.norm")
+    ]
+    assert len(set(environments)) == 1
 
 
 @with_the_flag

@@ -14,7 +14,6 @@ from peagle.cli.output import STANDARD_OUTPUT, OutputFile, show_lines
 from peagle.cli.parity import Parity
 from peagle.fit import check_fit
 from peagle.measure.provenance import provenance
-from peagle.measure.sweep.figures import json_ready
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.text.prompt_files import PromptSet, read_prompt_file, read_prompts, skipped_line
@@ -63,10 +62,10 @@ def compare(settings: Parity) -> int:
         whole = {
             "schema": SCHEMA,
             "provenance": provenance(),
-            "config": json_ready({**record(settings), "prompts": settings.prompts and settings.prompts.name}),
+            "config": {**record(settings), "prompts": settings.prompts and settings.prompts.name},
             "skipped": [dataclasses.asdict(row) for row in prompts.skipped],
             "target": dataclasses.asdict(layers),
-            "drafter": json_ready(dataclasses.asdict(findings)),
+            "drafter": dataclasses.asdict(findings),
         }
         json_file.write(dumps(whole))
     if settings.json != STANDARD_OUTPUT:

@@ -80,8 +80,6 @@ def decode(settings: Decode) -> int:
     display.read_by(pair.tokenizer)
     if any(conversation.prompt_ids is None for conversation in conversations):
         display.warn(not_shown(settings.rendering, pair, target))
-    if settings.command == "speculate" and not pair.num_drafts(settings.engine.num_speculative_tokens)[0]:
-        display.warn([f"-k auto drafts {pair.widths.in_words()}: decoded plainly (-k K drafts anyway)"])
     try:
         with _grammar_by_option(settings):
             outcome = run(pair, conversations, config, display)
@@ -96,7 +94,7 @@ def decode(settings: Decode) -> int:
         json_file.write(dumps(report(outcome, pair, config, names, provenance(), peak, prompts.skipped)))
     if json_file is None:  # which has them
         display.summary(list(logprob_lines(outcome, pair)))
-    display.summary(summary_lines(outcome, config, peak, prompts.skipped))
+    display.summary(summary_lines(outcome, peak, prompts.skipped))
     if settings.quiet:  # else the summary has them
         display.warn(outcome.cut_short)
     if outcome.profile_failed is not None:

@@ -22,7 +22,7 @@ from peagle.text.tokenizer import Tokenizer
 from peagle.workflows.run import Observer
 
 DIM, NOT_DIM = "\x1b[2m", "\x1b[22m"
-LINE_SECONDS: float = 10  # between two lines about progress, if standard error is no terminal
+LINE_SECONDS: float = 10.0  # between two lines about progress, if standard error is no terminal
 REDRAW_SECONDS = 1  # between two changes of progress that is shown while something is measured
 LEAST_LEFT = 0.5  # seconds: less is not said
 COUNTED = ("tokens", "requests")  # units of a stage that are counted; others are numbered

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from peagle.engine.kv_memory import PrefixCacheUse
+from peagle.engine.widths import CostTable
 from peagle.measure.metrics import figure_text, speculative_decoding_block, summarize
 from peagle.measure.profile import Breakdown
 from peagle.ops import strict_json
 from peagle.pair import Pair
 from peagle.result import Result
 from peagle.text.prompt_files import Skipped, skipped_line
-from peagle.workflows.run import CostsUsed, Outcome, Run, RunConfig
+from peagle.workflows.run import Outcome, Run, RunConfig
 
 SCHEMA = 1
 
@@ -62,9 +63,7 @@ def dumps(value: dict[str, Any]) -> str:
     return strict_json.dumps(value, indent=1) + "\n"
 
 
-def summary_lines(
-    run: Run, config: RunConfig, peak_memory_bytes: int | None, skipped: Sequence[Skipped] = ()
-) -> list[str]:
+def summary_lines(run: Run, peak_memory_bytes: int | None, skipped: Sequence[Skipped] = ()) -> list[str]:
     """Return the lines of the summary."""
     if not run.outcomes:
         return ["interrupted before the first token"] if run.interrupted else []
@@ -80,7 +79,7 @@ def summary_lines(
                     "drafts were accepted at the given rates: ignore text and acceptance, the speeds are real",
                 )
             )
-        lines.append(("acceptance", _acceptance(summary, run, config, min(config.engine.slots, len(results)))))
+        lines.append(("acceptance", _acceptance(summary, run)))
         if run.costs is not None and run.drafting_cannot_pay:
             lines.append(("costs", _hopeless(run.costs, run.engine.num_speculative_tokens)))
         lines.append(("plain", _comparison(run, summary)))
@@ -118,7 +117,7 @@ def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
     return {
         "num_speculative_tokens": run.engine.num_speculative_tokens,
         "adaptive": run.engine.adaptive,
-        "costs": None if run.costs is None else dataclasses.asdict(run.costs),
+        "costs": None if run.costs is None else run.costs.to_json(),
         "max_new_tokens": config.max_new_tokens,
         **dataclasses.asdict(config.sampling),
         "synthetic_acceptance": run.engine.synthetic_acceptance,
@@ -205,16 +204,20 @@ def _speed(results: list[Result], tok_per_s: float | None) -> str:
     return " | ".join([*parts, f"finish: {ends[0]}"])
 
 
-def _acceptance(summary: dict[str, Any], run: Run, config: RunConfig, at_once: int) -> str:
+def _acceptance(summary: dict[str, Any], run: Run) -> str:
     rates = " ".join(figure_text(rate, ".2f") for rate in summary["acceptance_rate_per_position"] or [])
     steps = f"{summary['num_spec_steps']} steps of K = {run.engine.num_speculative_tokens}"
     if run.engine.adaptive:
         steps = f"{summary['num_spec_steps']} steps of K <= {run.engine.num_speculative_tokens}, "
         steps += f"{summary['num_plain_steps']} plain"
-    if run.widths is not None and not summary["num_spec_steps"]:
-        load = f"{at_once} at once" + ("" if config.sampling.greedy else ", with a temperature")
-        return f"nothing drafted: -k auto drafts {run.widths.in_words()}; here {load} (-k K drafts anyway) | {steps}"
+    if run.engine.adaptive and not summary["num_spec_steps"]:
+        return f"no draft was verified, since none was likely enough to pay (-k K verifies K in every step) | {steps}"
     text = f"length {figure_text(summary['acceptance_length'], '.2f')} | {steps} | rate per position {rates}"
+    if run.engine.adaptive:
+        text += f" | {summary['num_proposed_draft_tokens']} drafted, {summary['num_draft_tokens']} verified, "
+        text += f"{summary['num_accepted_draft_tokens']} accepted"
+        if summary["num_looked_up_draft_tokens"]:
+            text += f", {summary['num_looked_up_draft_tokens']} of these looked up in the text"
     if summary["looping_requests_frac"]:
         text += f" | {summary['looping_requests_frac']:.0%} of outputs loop"
         if summary["acceptance_length_without_loops"] is not None:
@@ -222,10 +225,12 @@ def _acceptance(summary: dict[str, Any], run: Run, config: RunConfig, at_once: i
     return text
 
 
-def _hopeless(costs: CostsUsed, asked: int) -> str:
+def _hopeless(costs: CostTable, most: int) -> str:
+    step = costs.at(1, 1, most)
+    time = float(step.draft[most] + step.verify[1 + most])
     return (
-        f"drafting cannot pay here: a drafted step takes as long as {costs.plain_steps[1]:.1f} plain steps and emits "
-        f"at most {asked + 1} tokens; decoded plainly"
+        f"drafting cannot pay here: a step that drafts {most} tokens takes as long as {time:.1f} plain steps and emits "
+        f"at most {most + 1} tokens; decoded plainly"
     )
 
 

@@ -13,13 +13,13 @@ from drafter.load import doubtful_map
 from drafter.load import weight_bytes as drafter_weight_bytes
 from drafter.model import cache_groups as drafter_groups
 from drafter.trained import recorded_coverage
-from peagle.checkpoints import DEMO, another_target, default_widths, drafter_folder, or_demo, resolve
+from peagle.checkpoints import DEMO, another_target, drafter_folder, drafter_speculation, or_demo, resolve
 from peagle.cli.info import Info
 from peagle.cli.output import show_lines
 from peagle.config import AUTO, DEFAULT_CHUNK
 from peagle.engine.kv_memory import Sizing, page_bytes
 from peagle.engine.resolved import ResolvedConfig, shared_slots
-from peagle.engine.widths import SPECULATION_FILE, read_widths
+from peagle.engine.speculation import SPECULATION_FILE
 from peagle.fit import chosen_window, describe_aux_layers, doubtful_aux_layers, fitting_aux_layers, windowed
 from peagle.loading import NO_STOP_TOKEN, default_chunk, default_dtype, steps_per_dispatch
 from peagle.ops.attention import PAGE_SIZE, CacheGroup, Pages, init_pool
@@ -246,11 +246,11 @@ def engine_rows(config: ResolvedConfig, target: TargetConfig, drafter: DrafterCo
 
 
 def _drafts(path: Path) -> str:
-    """How many tokens auto drafts, and what says so."""
-    table = read_widths(path)
-    if table is None:
-        return f"{default_widths(path).in_words()}, by default: there is no {SPECULATION_FILE}"
-    return f"{table.in_words()}, by {SPECULATION_FILE}"
+    """Say how `auto` drafts, and what says so."""
+    speculation = drafter_speculation(path)
+    source = f"by {SPECULATION_FILE}" if (path / SPECULATION_FILE).is_file() else f"there is no {SPECULATION_FILE}"
+    begins = "acceptance counted while decoding" if speculation.counts is None else "recorded acceptance"
+    return f"{speculation.num_drafts} at most per step, from {begins}; {source}"
 
 
 def _stop_tokens(files: TargetFiles) -> str:

@@ -51,10 +51,10 @@ class Report:
         --out.
         """
         from peagle.cli.display import Display
-        from peagle.measure.sweep import concurrency, page
+        from peagle.measure.sweep import page
         from peagle.measure.sweep.compare import differences
-        from peagle.measure.sweep.figures import rows
-        from peagle.measure.sweep.folder import open_run
+        from peagle.measure.sweep.figures import alone, rows
+        from peagle.measure.sweep.store import open_run
 
         folders = [open_run(path) for path in dict.fromkeys(self.runs)]
         if len(folders) > 1 and self.out is None:
@@ -63,13 +63,12 @@ class Report:
             expect_new(self.out)
         display = Display(text=False, quiet=self.quiet, total=1, streaming=False)
         with display.stage("figures"):
-            figures = {folder: rows(folder) for folder in folders}  # of what is there, finished or not
-            loads = concurrency.rows(folders[0])
-            if empty := [folder.path for folder, some in figures.items() if not some]:
+            figures = {folder: rows(folder) for folder in folders}  # finished or not
+            if empty := [folder.path for folder in folders if not alone(figures[folder])]:
                 raise InputError(f"{empty[0]} holds no request with all of its repeats; resume the run first")
             if len(folders) == 1:
-                blocks = page.run_blocks(folders[0], figures[folders[0]], loads)
-                tables = list(page.arms_blocks(folders[0], figures[folders[0]]))
+                blocks = page.run_blocks(folders[0], figures[folders[0]])
+                tables = list(page.terminal_tables(folders[0], figures[folders[0]]))
             else:
                 compared = [differences(folders[0], folder) for folder in folders[1:]]
                 blocks = page.comparison_blocks(figures, compared)
@@ -135,7 +134,7 @@ def fitting(widths: Sequence[int], room: int) -> list[list[int]]:
     """Split a table's columns into tables that fit, each with the first column and at least one other."""
     tables: list[list[int]] = []
     for place in range(1, len(widths)):
-        if tables and _total(widths[each] for each in (*tables[-1], place)) <= room:
+        if tables and _total(widths[column] for column in (*tables[-1], place)) <= room:
             tables[-1].append(place)
         else:
             tables.append([0, place])

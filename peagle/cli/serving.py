@@ -182,8 +182,7 @@ def _described(pair: Pair, engine: AnyEngine, doing: str) -> list[str]:
     config = engine.config
     pages, state, logits = engine.memory_bytes()
     k = config.num_speculative_tokens
-    by_load = f"with K by load: {engine.widths.in_words()}"
-    speculates = "plainly" if not k else by_load if config.adaptive else f"with K = {k}"
+    speculates = "plainly" if not k else f"with K <= {k} by confidence" if config.adaptive else f"with K = {k}"
     return [
         f"{doing} {speculates}: {config.slots} slots with a context of {config.context}, {pair.loaded.dtype}",
         f"memory besides the weights: {size_in_words(pages + state + logits)}; its pages hold "

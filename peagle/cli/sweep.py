@@ -26,7 +26,7 @@ class Sweep:
       the demo models    [cyan]peagle sweep --out RUN[/cyan]
       resume             [cyan]peagle sweep --out RUN --resume[/cyan]
       batch sizes        [cyan]peagle sweep --out RUN --concurrency 1,2,4,8,16[/cyan]
-      best K by batch size, for -k auto
+      the acceptance that -k auto begins with
         [cyan]peagle sweep --out RUN --resume --write-widths DRAFTER[/cyan]
       your checkpoints
         [cyan]peagle sweep --out RUN --target DIR --drafter DIR --prompts IN.jsonl[/cyan]
@@ -87,8 +87,8 @@ class Sweep:
     continue_on_error: Annotated[bool, Flag(RUNNING)] = False
     """Skip a K or drafter that fails; run the others."""
     write_widths: Annotated[Path | None, Flag(OUTPUT, "DIR|FILE")] = None
-    """Write the best K by number of active requests, for -k auto: into a drafter's directory, as speculation.json, or
-    to a file. Needs --concurrency with 1 and other numbers."""
+    """Write the acceptance by the drafter's confidence, with which -k auto begins: into a drafter's directory, as
+    speculation.json, or to a file. Needs auto in -k, whose largest number is then the most drafts of a step."""
     quiet: Annotated[bool, Flag(OUTPUT, names=("--quiet", "-q"))] = False
     """Hide progress and table; the results are in --out. Warnings and errors are still printed."""
 

@@ -6,43 +6,42 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from peagle.checkpoints import DEMO, HELD_OUT, WEIGHTLESS, drafter_folder, drafter_path, or_demo, resolve
+from peagle.checkpoints import DEMO, HELD_OUT, WEIGHTLESS, drafter_path, or_demo, resolve
 from peagle.cli.command import changed_fields
 from peagle.cli.display import LABEL, Display
 from peagle.cli.output import show_lines
 from peagle.cli.report import show, tell_of_pictures
 from peagle.cli.sweep import Sweep
-from peagle.engine.widths import OFF, WINDOW_KEY, WidthTable, widths_file, write_widths
 from peagle.fit import check_fit, chosen_window
 from peagle.loading import load, with_drafter
 from peagle.measure import pages
 from peagle.measure.provenance import provenance
-from peagle.measure.sweep import concurrency, page
-from peagle.measure.sweep.concurrency import RULE, best_table, ratios
-from peagle.measure.sweep.figures import rows
-from peagle.measure.sweep.folder import RAW, Folder, begin, open_run
-from peagle.measure.sweep.measure import Loaded, Pairs, SweepRun, ask, loaded, turns_asked
-from peagle.measure.sweep.plan import AUTO, FULL, PLAIN, Plan, Setting, Source, numbers, parse_ks, short_names
+from peagle.measure.sweep import calibration, page
+from peagle.measure.sweep.figures import Row, alone, concurrent, rows
+from peagle.measure.sweep.plan import AUTO, FULL, PLAIN, Plan, Source, numbers, parse_ks, short_names
+from peagle.measure.sweep.run import Models, Pairs, SweepRun, make_requests, models_of, num_turns
+from peagle.measure.sweep.store import RAW, Folder, begin, open_run
 from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
-from peagle.ops.files import alone, expect_new
+from peagle.ops.files import alone as alone_in
+from peagle.ops.files import expect_new
 from peagle.pair import Pair
 from peagle.text.prompt_files import PromptSet, read_prompt_file, read_prompts, without_suffix
 from peagle.text.prompts import Rendering
 from peagle.text.tokenizer import template_fingerprint
 
-RAN = ("dtype", "experts", "kernels")  # of a pair: what `auto` came to
+RAN = ("dtype", "experts", "kernels")  # of a pair: what `auto` resolved to
 DEMO_PROMPTS = 60  # of the held-out ones, by default
 
 
 def sweep(settings: Sweep) -> int:
     """Decode every request of the plan, and write figures and pages into the folder --out.
 
-    Return the exit code: 0, 1 if some arms failed and the others went on, 130 after Ctrl-C (then --resume goes on).
+    Return the exit code: 0, 1 if some variants failed and the others went on, 130 after Ctrl-C (then --resume goes on).
     Raises InputError, before anything is written, for whatever can be known then.
     """
-    with alone(Path(settings.out)):
+    with alone_in(Path(settings.out)):
         return _sweep(settings)
 
 
@@ -57,61 +56,61 @@ def _sweep(settings: Sweep) -> int:
             display.warn(["--seed: no effect at temperature 0, where the likeliest token is taken"])
     else:
         plan = folder.plan
-        sets = _read_again(plan) if folder.asked() is None else {}
-        _same_files(plan)
-    _expect_enough(plan, sets)
-    widths = None if settings.write_widths is None else _widths_file(plan, settings.write_widths)
+        sets = _read_again(plan) if folder.prompts() is None else {}
+        _check_same_files(plan)
+    _check_concurrency(plan, sets)
+    widths = None if settings.write_widths is None else calibration.file_for(plan, settings.write_widths)
     _check_models(plan)
     for prompts in sets.values():
         display.warn(prompts.warnings)
     if settings.dry_run:
-        _say(plan, sets, folder)
+        _show_plan(plan, sets, folder)
         return 0
     try:
         pairs = _load(plan, settings.continue_on_error, display)
-        pair = pairs[loaded(PLAIN)]
+        pair = pairs[models_of(PLAIN)]
         assert isinstance(pair, Pair)
         origin = provenance() | {"ran": {name: getattr(pair.loaded, name) for name in RAN}}
         if folder is None:
             folder = begin(out, plan, origin)
         else:
-            _runs_alike(folder, origin["ran"])
-        run = _measured(folder, pairs, sets, settings, origin, display)
+            _check_runs_alike(folder, origin["ran"])
+        run = _measure(folder, pairs, pair, sets, settings, origin, display)
     except KeyboardInterrupt:
         display.note("interrupted" if folder is None else f"interrupted; to go on: peagle sweep --out {out} --resume")
         return interrupt.EXIT_CODE
     finally:
         display.clear()
-    loads = _finish(folder, display)
-    display.warn(_undrafted([*folder.record["rows"], *loads]))
+    figures = _finish(folder, display)
+    display.warn(_undrafted(figures))
     if widths is not None:
-        display.note(f"{widths}: {_write_widths(folder, widths).in_words()}")
-    for (setting, arm), why in run.failed.items():
-        display.note(f"failed: {setting.label}, K = {plan.label(arm)}: {why}")
+        written = calibration.write(folder, widths)
+        display.note(f"{widths}: {written.num_drafts} drafts at most, and the acceptance that auto begins with")
+    for (workload, variant), why in run.failed.items():
+        display.note(f"failed: {workload.label}, K = {plan.label(variant)}: {why}")
     return 1 if run.failed else 0
 
 
-def _measured(
+def _measure(
     folder: Folder,
     pairs: Pairs,
+    plain: Pair,
     sets: Mapping[str, PromptSet],
     settings: Sweep,
     origin: Mapping[str, Any],
     display: Display,
 ) -> SweepRun:
-    """Decode what the folder lacks, with progress. origin: of this sitting."""
-    plain = pairs[loaded(PLAIN)]
-    assert isinstance(plain, Pair)
+    """Decode what the folder lacks, with progress. origin: of this process."""
     with folder.appending() as appender:
         if settings.resume:
-            folder.save(sittings=[*folder.record["sittings"], origin], rows=None)
-        if folder.asked() is None:
+            folder.save(sittings=[*folder.sittings, origin], rows=None)
+        if folder.prompts() is None:
             with display.stage("reading the prompts", animated=False) as progress:
                 try:
-                    ask(folder, plain, sets, progress)
+                    make_requests(folder, plain, sets, progress)
                 except InputError:
                     if not settings.resume:
-                        folder.discard()  # what is wrong is the plan itself
+                        folder.discard()  # the plan itself is wrong
                     raise
             display.warn(_left_out(folder))
         run = SweepRun(folder, pairs, settings.continue_on_error)
@@ -121,89 +120,47 @@ def _measured(
             run.decode(appender, progress)
         with display.stage("profiling some steps", animated=False) as progress:
             run.profile(progress)
+    if not folder.record.get("calibrations"):
+        with display.stage("counting acceptance by confidence", animated=False) as progress:
+            counted = calibration.calibrate(run, progress)
+            folder.save(calibrations=[entry.to_json() for entry in counted])
     return run
 
 
 def _left_out(folder: Folder) -> Iterator[str]:
-    """Say which conversations are not asked, or not to their ends."""
-    prompts = folder.asked()
-    assert prompts is not None
+    """Say which conversations are left out or cut."""
+    _, left_out = folder.prompts() or ([], [])
     for source in folder.plan.sources:
-        reasons = [left.why for left in prompts[1] if left.prompts == source.name and left.row is not None]
+        reasons = [left.why for left in left_out if left.prompts == source.name and left.row is not None]
         if reasons:
             count = "1 conversation" if len(reasons) == 1 else f"{len(reasons)} conversations"
             yield f"{source.name}: {count} left out or cut, the first: {reasons[0]}"
 
 
-def _undrafted(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _undrafted(figures: Sequence[Row]) -> Iterator[str]:
     """Say where auto drafted nothing, so that its speed-up is no measure of drafting."""
-    for row in rows:
-        if row["k"] == AUTO and not row["num_spec_steps"]:
-            setting = Setting(row["prompts"], row["raw"], row["temperature"])
-            load = "" if row.get("concurrency") is None else f", {row['concurrency']} at once"
+    for row in [*alone(figures), *concurrent(figures)]:
+        if row.k == AUTO and not row.num_spec_steps:
+            at_once = "" if row.concurrency is None else f", {row.concurrency} at once"
             yield (
-                f"{setting.label}{load}: K = {row['label']} drafted nothing, since by its table or by measured costs "
-                "that does not pay (peagle info shows both); its speed-up compares plain decoding with itself"
+                f"{row.workload.label}{at_once}: K = {row.label} verified no draft, since by measured times none "
+                "was likely enough to pay; its speed-up compares plain decoding with itself"
             )
 
 
-def _finish(folder: Folder, display: Display) -> Sequence[Mapping[str, Any]]:
-    """Write the figures into run.json and the pages beside it, and show them. Return those of many at once."""
+def _finish(folder: Folder, display: Display) -> Sequence[Row]:
+    """Write the figures into run.json and the pages beside it, and show them. Return the figures."""
     with display.stage("figures"):
-        loads = concurrency.rows(folder)
-        folder.save(rows=rows(folder), **({"by_concurrency": loads} if folder.plan.loads else {}))
+        figures = rows(folder)
+        by_concurrency = {"by_concurrency": [row.to_json() for row in concurrent(figures)]}
+        folder.save(
+            rows=[row.to_json() for row in alone(figures)], **(by_concurrency if folder.plan.concurrent else {})
+        )
     with display.stage("drawing"):
-        blocks = page.run_blocks(folder, folder.record["rows"], loads)
-        pages.write(folder.path, blocks)
-    show(page.arms_blocks(folder, folder.record["rows"]), folder.path, quiet=not display.talks)
+        pages.write(folder.path, page.run_blocks(folder, figures))
+    show(page.terminal_tables(folder, figures), folder.path, quiet=not display.talks)
     tell_of_pictures(display, folder.path)
-    return loads
-
-
-def _widths_file(plan: Plan, path: Path) -> Path:
-    """Where the table of drafts goes. Raises InputError where the plan gives none, or the place cannot be written."""
-    if 1 not in plan.concurrencies:
-        raise InputError(
-            "--write-widths needs figures of one request, too; give --concurrency 1 and others, as 1,2,4,8"
-        )
-    if all(k == AUTO for k in plan.ks):
-        raise InputError(
-            "--write-widths chooses among numbers of drafts, and -k names auto alone; give some, as -k 1-4"
-        )
-    if len(plan.drafters) > 1 or len(plan.draft_vocabs) > 1 or len(plan.drafter_windows) > 1:
-        raise InputError(
-            "--write-widths is for one drafter with one vocabulary and one window; sweep each in a run of its own"
-        )
-    return widths_file(drafter_folder(path))
-
-
-def _write_widths(folder: Folder, file: Path) -> WidthTable:
-    """Write the table of drafts, with its ratios and where it was measured. Raises InputError if there is none."""
-    plan, sittings, loads = folder.plan, folder.record["sittings"], folder.record["by_concurrency"]
-    table = best_table(loads)
-    if table is None:
-        raise InputError(f"{folder.path} holds no speed of one request by any K; resume it first")
-    write_widths(
-        file,
-        table,
-        rule=RULE,
-        ratios=ratios(loads),
-        **_window_entry(plan.drafter_windows[0]),
-        measured={
-            "command": " ".join(sittings[0]["command"]),
-            "time": sittings[0]["time"],
-            "machine": "; ".join(dict.fromkeys(page.place_text(sitting) for sitting in sittings)),
-            "target": plan.target,
-            "repeats": plan.repeats,
-            "requests": sum(row["num_requests"] for row in folder.record["rows"] if row["k"] == 0),
-        },
-    )
-    return table
-
-
-def _window_entry(window: str | None) -> dict[str, int | str]:
-    """Name the window that a table was measured with, if one was given."""
-    return {} if window is None else {WINDOW_KEY: window if window == OFF else int(window)}
+    return figures
 
 
 def _plan(settings: Sweep) -> tuple[Plan, dict[str, PromptSet]]:
@@ -252,26 +209,25 @@ def _plan(settings: Sweep) -> tuple[Plan, dict[str, PromptSet]]:
     return plan, {prompts.name: prompts for prompts in files.values()}
 
 
-def _expect_enough(plan: Plan, sets: Mapping[str, PromptSet]) -> None:
-    """Raises InputError where there are fewer requests than are to be decoded at once; `sets` may lack what was read
-    before."""
+def _check_concurrency(plan: Plan, sets: Mapping[str, PromptSet]) -> None:
+    """Raise InputError for fewer requests than are decoded at once; `sets` may lack what was read before."""
     most = max(plan.concurrencies, default=0)
     for source, raw in itertools.product(plan.sources, plan.raw):
-        if source.name in sets and (there := _num_turns(source, raw, sets)) < most:
+        if source.name in sets and (num_requests := _num_requests(source, raw, sets)) < most:
             raise InputError(
-                f"--concurrency is {most}, but {source.name} has {there} requests; expected at least as many: raise "
-                "--num-prompts, or lower --concurrency"
+                f"--concurrency is {most}, but {source.name} has {num_requests} requests; expected at least as many: "
+                "raise --num-prompts, or lower --concurrency"
             )
 
 
-def _num_turns(source: Source, raw: bool, sets: Mapping[str, PromptSet]) -> int:
+def _num_requests(source: Source, raw: bool, sets: Mapping[str, PromptSet]) -> int:
     return sum(
-        turns_asked(source, raw, conversation) for conversation in sets[source.name].conversations[: source.num_used]
+        num_turns(source, raw, conversation) for conversation in sets[source.name].conversations[: source.num_used]
     )
 
 
 def _read(path: Path, target: str, raw: Sequence[bool], strict: bool) -> PromptSet:
-    """Read a file for all renderings: what the template refuses is left out of raw text, too."""
+    """Read a file for all renderings: rows that the template refuses are left out of raw text, too."""
     return read_prompts(path, resolve(target, "target"), Rendering(raw=False not in raw), strict=strict)
 
 
@@ -289,7 +245,7 @@ def _source(file: str, prompts: PromptSet, settings: Sweep) -> Source:
 
 
 def _num_prompts(settings: Sweep, file: str) -> int:
-    """Of the demo's many some, of a file all: sets are often sorted by category."""
+    """Return how many prompts to use, 0 for all: of a file all, since sets are often sorted by category."""
     if settings.num_prompts is not None:
         return settings.num_prompts
     return DEMO_PROMPTS if file == DEMO else 0
@@ -302,34 +258,34 @@ def _fingerprints(target: str, drafters: Sequence[str]) -> dict[str, str]:
 
 
 def _check_models(plan: Plan) -> None:
-    """Raises InputError, without reading weights, for a target and drafter that do not fit, and for bad windows."""
+    """Raise InputError, without reading weights, for a target and drafter that do not fit, and for bad windows."""
     paths = [path for name in plan.drafters if (path := drafter_path(plan.target, name)) is not None]
     if plan.aux_layer_ids is not None and not paths:
         raise InputError("--aux-layer-ids is given, but no drafter with weights that reads any; leave it out")
     for path in paths:
-        ks = [arm.k for arm in plan.arms if isinstance(arm.k, int)]
+        ks = [variant.k for variant in plan.variants if isinstance(variant.k, int)]
         check_fit(resolve(plan.target, "target"), path, plan.aux_layer_ids, ks)
     for name, window in itertools.product(plan.drafters, plan.drafter_windows):
         chosen_window(drafter_path(plan.target, name), window or AUTO)
 
 
-def _same_files(plan: Plan) -> None:
-    """Raises InputError where a checkpoint is another than when the run began."""
+def _check_same_files(plan: Plan) -> None:
+    """Raise InputError for a checkpoint that is another than when the run began."""
     for name, weights in _fingerprints(plan.target, plan.drafters).items():
         if plan.fingerprints.get(name) != weights:
             raise InputError(f"the {name} is another than when this run began; begin a new run with another --out")
 
 
-def _runs_alike(folder: Folder, ran: Mapping[str, str]) -> None:
-    """Raises InputError where the models would run in another way than before: times, and tokens, would be mixed."""
-    before = folder.record["sittings"][-1].get("ran", ran)
+def _check_runs_alike(folder: Folder, ran: Mapping[str, str]) -> None:
+    """Raise InputError for models that would run in another way than before: times, and tokens, would be mixed."""
+    before = folder.sittings[-1].get("ran", ran)
     if before != ran:
-        how = [", ".join(f"{name} {value}" for name, value in way.items()) for way in (before, ran)]
-        raise InputError(f"{folder.path} ran with {how[0]}; now it is {how[1]}: begin a new run with another --out")
+        former, now = (", ".join(f"{name} {value}" for name, value in way.items()) for way in (before, ran))
+        raise InputError(f"{folder.path} ran with {former}; now it is {now}: begin a new run with another --out")
 
 
 def _read_again(plan: Plan) -> dict[str, PromptSet]:
-    """The prompts of a run that goes on; needed only where it had not got as far as to write them down."""
+    """Read the prompts of a resumed run that had not written them down yet."""
     sets: dict[str, PromptSet] = {}
     for source in plan.sources:
         demo = source.file == DEMO
@@ -344,54 +300,55 @@ def _read_again(plan: Plan) -> dict[str, PromptSet]:
 
 
 def _load(plan: Plan, continue_on_error: bool, display: Display) -> Pairs:
-    """A pair for each drafter, draft vocabulary and window, all with the weights of one target; plain decoding runs on
-    the first. Raises InputError for a drafter that cannot be loaded, unless the others are to go on without it."""
+    """Load a pair for each drafter, draft vocabulary and window, all with the weights of one target.
+
+    Plain decoding runs on the target alone. Raises InputError for a drafter that cannot be loaded, unless the run
+    continues without it.
+    """
     kinds: Any = {"dtype": plan.dtype, "experts": plan.experts, "kernels": plan.kernels}
     with display.stage(f"loading {plan.target}") as progress:
         plain = load(plan.target, None, progress=progress, **kinds)
-    pairs: dict[Loaded, Pair | InputError] = {loaded(PLAIN): plain}
-    for arm in plan.arms[1:]:
-        if loaded(arm) in pairs:
+    pairs: dict[Models, Pair | InputError] = {models_of(PLAIN): plain}
+    for variant in plan.variants[1:]:
+        if models_of(variant) in pairs:
             continue
         try:
-            with display.stage(f"loading {arm.drafter}"):
-                layers = None if arm.drafter in WEIGHTLESS else plan.aux_layer_ids
-                pairs[loaded(arm)] = with_drafter(
+            with display.stage(f"loading {variant.drafter}"):
+                pairs[models_of(variant)] = with_drafter(
                     plain,
                     plan.target,
-                    arm.drafter,
-                    draft_vocab=arm.draft_vocab,
-                    drafter_window=arm.drafter_window or AUTO,
-                    aux_layer_ids=layers,
+                    variant.drafter,
+                    draft_vocab=variant.draft_vocab,
+                    drafter_window=variant.drafter_window or AUTO,
+                    aux_layer_ids=None if variant.drafter in WEIGHTLESS else plan.aux_layer_ids,
                 )
         except InputError as error:
             if not continue_on_error:
                 raise
-            pairs[loaded(arm)] = error
+            pairs[models_of(variant)] = error
     return pairs
 
 
-def _say(plan: Plan, sets: Mapping[str, PromptSet], folder: Folder | None) -> None:
-    """What would run."""
+def _show_plan(plan: Plan, sets: Mapping[str, PromptSet], folder: Folder | None) -> None:
+    """Print what would run."""
+    stored = None if folder is None else folder.prompts()
 
-    known = None if folder is None else folder.asked()
+    def num_requests(source: Source, raw: bool) -> int:
+        if stored is None:
+            return _num_requests(source, raw, sets)
+        return sum((request.prompts, request.raw) == (source.name, raw) for request in stored[0])
 
-    def turns(source: Source, raw: bool) -> int:
-        if known is not None:
-            return sum((one.prompts, one.raw) == (source.name, raw) for one in known[0])
-        return _num_turns(source, raw, sets)
-
-    requests = {(source.name, raw): turns(source, raw) for source in plan.sources for raw in plan.raw}
-    num_requests = sum(requests[setting.prompts, setting.raw] for setting in plan.settings)
-    decodes = plan.repeats * (len(plan.arms) + len(plan.loads)) * num_requests
+    requests = {(source.name, raw): num_requests(source, raw) for source in plan.sources for raw in plan.raw}
+    per_variant = sum(requests[workload.prompts, workload.raw] for workload in plan.workloads)
+    decodes = plan.repeats * (len(plan.variants) + len(plan.concurrent)) * per_variant
     lines = [
         f"target       {plan.target}; drafters {', '.join(plan.drafters)}",
-        f"settings     {'; '.join(setting.label for setting in plan.settings)}",
-        f"arms         K = {'; '.join(plan.label(arm) for arm in plan.arms)}",
-        *([f"at once      {', '.join(map(str, sorted(plan.concurrencies)))}"] if plan.loads else []),
+        f"workloads    {'; '.join(workload.label for workload in plan.workloads)}",
+        f"variants     K = {'; '.join(plan.label(variant) for variant in plan.variants)}",
+        *([f"at once      {', '.join(map(str, sorted(plan.concurrencies)))}"] if plan.concurrent else []),
         *(
             f"prompts      {source.name}: layout {source.layout}, {source.num_used} of {source.num_rows} rows"
-            f"{f', {source.num_skipped} cannot be asked' if source.num_skipped else ''}, "
+            f"{f', {source.num_skipped} without a usable prompt' if source.num_skipped else ''}, "
             f"{' and '.join(f'{requests[source.name, raw]} turns' + ' raw' * raw for raw in plan.raw)}"
             for source in plan.sources
         ),

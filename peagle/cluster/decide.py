@@ -2,8 +2,9 @@
 
 import dataclasses
 
-from peagle.checkpoints import DEMO, DEMO_DRAFTERS, drafter_path, or_demo, resolve, widths_of
+from peagle.checkpoints import DEMO, DEMO_DRAFTERS, drafter_path, or_demo, resolve
 from peagle.cluster.config import FleetConfig
+from peagle.config import AUTO
 from peagle.fit import check_fit, chosen_window
 from peagle.loading import without_weights
 
@@ -26,7 +27,7 @@ def decided(config: FleetConfig) -> FleetConfig:
     context = engine.context
     engine = dataclasses.replace(
         engine,
-        num_speculative_tokens=widths_of(drafter, beside).most if k is None else k,
+        num_speculative_tokens=AUTO if k is None else k,
         context=min(DEFAULT_CONTEXT, pair.max_positions) if context is None else pair.room(context),
         prefix_cache="on" if engine.prefix_cache is None else engine.prefix_cache,
     )

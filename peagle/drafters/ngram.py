@@ -38,9 +38,9 @@ class NGram:
         """See `cache_groups`."""
         return ()
 
-    def init_state(self, batch: int, capacity: int, widest_write: int) -> History:  # noqa: ARG002
-        """Make an empty history with room for `capacity` tokens and the pending one."""
-        room = capacity + 2
+    def init_state(self, batch: int, capacity: int, widest_write: int) -> History:
+        """Make an empty history with room for `capacity` tokens, the pending one and a whole input after these."""
+        room = capacity + 2 + widest_write
         return History(jnp.full((batch, room), -1, jnp.int32), jnp.zeros((batch,), jnp.int32))
 
     def restart(self, state: History) -> History:
@@ -74,25 +74,34 @@ class NGram:
         choose: Choose = likeliest_of,  # noqa: ARG002  there is nothing to choose from
     ) -> tuple[DraftOutput, History]:
         """Append the tokens of the input and look up the num_drafts that follow."""
-        offsets = jnp.arange(drafter_input.token_ids.shape[1], dtype=jnp.int32)[None, :]
-        taken = (offsets < drafter_input.num[:, None]) & (drafter_input.first_position[:, None] >= 0)
-        positions = jnp.where(taken, drafter_input.first_position[:, None] + offsets, -1)
-        state = self.absorb(state, drafter_input.token_ids, drafter_input.aux_hidden, positions)
-        drafts = jax.vmap(self._look_up, (0, 0, None))(state.token_ids, state.num, num_drafts)
-        return DraftOutput(drafts), state
+        state = jax.vmap(self._append)(state, drafter_input.token_ids, drafter_input.num, drafter_input.first_position)
+        drafts, confidence = jax.vmap(self._look_up, (0, 0, None))(state.token_ids, state.num, num_drafts)
+        return DraftOutput(drafts, confidence=confidence), state
 
-    def _look_up(self, tokens: jax.Array, num: jax.Array, num_drafts: int) -> jax.Array:
+    def _append(self, state: History, token_ids: jax.Array, num: jax.Array, first_position: jax.Array) -> History:
+        """Append the first num tokens, which follow first_position; the rest of their room is free so far."""
+        index = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
+        begin = jnp.maximum(first_position, 0) + 1
+        before = jax.lax.dynamic_slice_in_dim(state.token_ids, begin, token_ids.shape[0])
+        taken = (index < num) & (first_position >= 0)
+        tokens = jax.lax.dynamic_update_slice_in_dim(state.token_ids, jnp.where(taken, token_ids, before), begin, 0)
+        return History(tokens, jnp.where(first_position < 0, state.num, begin + num))
+
+    def _look_up(self, tokens: jax.Array, num: jax.Array, num_drafts: int) -> tuple[jax.Array, jax.Array]:
+        """Return (drafts, confidence), which grows with the length of the match and is 0 without one."""
         index = jnp.arange(tokens.shape[0], dtype=jnp.int32)
         agree = jnp.zeros(tokens.shape, jnp.int32)
         still = index < num - 1  # a candidate ends before the history does
         for back in range(self.longest):
-            here = tokens[jnp.maximum(index - back, 0)]
+            here = jnp.pad(tokens, (back, 0))[: tokens.shape[0]]
             there = tokens[jnp.maximum(num - 1 - back, 0)]
             still = still & (index - back >= 0) & (num - 1 - back >= 0) & (here == there)
             agree = agree + still.astype(jnp.int32)
-        # the longest match, then the latest
-        best = jnp.argmax(agree * tokens.shape[0] + index * (agree > 0).astype(jnp.int32))
+        # the longest match, then the latest; XLA on CPU does not vectorise an argmax
+        top = jnp.max(jnp.where(agree > 0, agree * tokens.shape[0] + index, 0))
+        best, length = top % tokens.shape[0], top // tokens.shape[0]
         follow = best + 1 + jnp.arange(num_drafts, dtype=jnp.int32)
-        found = (agree[best] > 0) & (follow < num)
+        found = (length > 0) & (follow < num)
         last = tokens[jnp.maximum(num - 1, 0)]
-        return jnp.where(found, tokens[jnp.minimum(follow, tokens.shape[0] - 1)], last)
+        confidence = jnp.where(found, 1.0 - 0.8 ** length.astype(jnp.float32), 0.0)
+        return jnp.where(found, tokens[jnp.minimum(follow, tokens.shape[0] - 1)], last), confidence

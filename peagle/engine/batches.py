@@ -44,14 +44,13 @@ class Batches:
 
     @functools.cached_property
     def possible_drafts(self) -> tuple[int, ...]:
-        """The numbers of drafts of the programs, ascending."""
-        k, table = self.config.num_speculative_tokens, self.config.table.drafts.values()
-        drafts = {k}
-        if k and (self.config.k_per_request or self.drafting_lapses):
-            drafts.add(0)
-        if self.config.programs_by_width:
-            drafts |= {min(number, k) for number in table}
-        return tuple(sorted(drafts))
+        """The numbers of drafts of the programs, ascending: K, and 0 if some steps are plain."""
+        return tuple(sorted({self.config.num_speculative_tokens, *([0] if self.some_are_plain else [])}))
+
+    @property
+    def some_are_plain(self) -> bool:
+        """Whether a request takes plain steps at some load, or by its own K."""
+        return self.config.adaptive or self.config.k_per_request
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -66,22 +65,16 @@ class Batches:
         """Return the smallest size of a batch for so many slots."""
         return next(size for size in self.sizes if size >= count)
 
-    @property
-    def drafting_lapses(self) -> bool:
-        """Whether a row that may draft again takes plain steps, at some load."""
-        table = self.config.table
-        return self.config.adaptive or 0 in table.drafts.values() or not table.sampled
-
-    def program_for(self, most: int) -> int:
-        """Return the smallest compiled number of drafts that is at least `most`."""
-        return min((number for number in self.possible_drafts if number >= most), default=most) if most else 0
-
     def kind(self, num_drafts: int, sampled: bool, full: bool = False) -> StepKind:
         """Return the variant of steps with so many drafts. full: with adjusted logits or log-probabilities."""
         config, sampled = self.config, sampled or full
         if not num_drafts:
             return StepKind(0, sampled, full)
-        return StepKind(num_drafts, sampled, full, config.synthetic_acceptance, goes_on=config.adaptive)
+        return StepKind(num_drafts, sampled, full, config.synthetic_acceptance, adaptive=config.adaptive)
+
+    def no_costs(self, kind: StepKind, size: int) -> np.ndarray:
+        """Write the packed costs of steps before these are measured."""
+        return np.zeros((kind.num_costs(size),), np.float32)
 
     def choose(self, decoding: Sequence[tuple[int, Handle]], most_drafts: int, cut: bool, count: int) -> StepBatch:
         """Choose the next steps of the slots that decode. In whole (not cut) steps, slots with a grammar stand still.
@@ -90,7 +83,7 @@ class Batches:
         """
         rows = [(slot, handle) for slot, handle in decoding if cut or handle.matcher is None]
         widths = [0 if handle.paused else handle.request.drafts(most_drafts) for _, handle in rows]
-        number = self.program_for(max(widths, default=0))
+        number = self.config.num_speculative_tokens if any(widths) else 0
         if cut:
             return StepBatch(rows, widths, self.kind(number, sampled=True, full=True), count)
         sampled = any(not handle.request.sampling.greedy for _, handle in rows)

@@ -92,11 +92,12 @@ class Collector:
                     not_finite = "target" if NO_TOKEN in emitted else "drafter"
                     token_ids += tokens[:accepted]
                     break
-                records.append(StepRecord(handle.length, drafts, accepted, tokens[accepted]))
+                drafted, source = int(output.num_drafted[index, row]), int(output.source[index, row])
+                records.append(StepRecord(handle.length, drafts, accepted, tokens[accepted], drafted, source))
                 token_ids += emitted
                 if output.log_probs is not None:
                     logprobs += _logprobs(output.log_probs.at(index, row), emitted, handle.request.logprobs)
-                if verified:  # the drafter has read all rows before these
+                if output.caught_up[index, row]:
                     handle.drafter_rows = handle.length + 1
                 handle.length += accepted + 1
                 handle.paused |= bool(output.paused[index, row])

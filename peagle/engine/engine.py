@@ -31,8 +31,10 @@ import numpy as np
 from peagle.engine import handoff
 from peagle.engine.admission import Admission
 from peagle.engine.batches import Batches, StepBatch
+from peagle.engine.beside import alone, second_of
 from peagle.engine.collect import Collector, InFlight
 from peagle.engine.constrained import Constrained
+from peagle.engine.cost_store import read_costs, store_for, write_costs
 from peagle.engine.executor import Executor, Shape
 from peagle.engine.grammar import GrammarError
 from peagle.engine.handle import Chunks, EngineError, Handle
@@ -46,7 +48,7 @@ from peagle.engine.scheduler import Chunk, Scheduler, Steps
 from peagle.engine.state import SlotParams
 from peagle.engine.timing import LoopClock, LoopTimes
 from peagle.engine.warmup import WarmUp
-from peagle.engine.widths import WidthTable
+from peagle.engine.widths import CostTable, Counts
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.memory import tree_bytes
@@ -78,8 +80,11 @@ class Engine(AnyEngine):
         if config.blocked is not None and not isinstance(target, PrefillsAtOnce):
             raise InputError("this target does not prefill at once; leave out --prefill blocked")
         super().__init__(config, stop_token_ids)
+        drafter = drafter if config.adaptive else alone(drafter)
         self.target, self.drafter = target, drafter if config.num_speculative_tokens else None
-        self.fingerprints, self._widths = fingerprints, config.table
+        self.fingerprints = fingerprints
+        self._costs: CostTable | None = None
+        self._packed_costs: dict[tuple[int, int], np.ndarray] = {}
         self.memory = KVMemory(target, self.drafter, config)
         shape = Shape(
             config.slots,
@@ -89,6 +94,8 @@ class Engine(AnyEngine):
             self.memory.num_pages,
             self.memory.widths,
             None if config.blocked is None else config.blocked.rows(config.context),
+            config.adaptive,
+            config.counts,
         )
         self.executor = make_executor(target, self.drafter, shape)
         self.batches = Batches(config, self.memory, self.drafter is not None)
@@ -98,7 +105,8 @@ class Engine(AnyEngine):
         self._admission = Admission(
             config, target.vocab_size, self.stop_token_ids, fingerprints, self.executor, self.memory
         )
-        self._learns = self.drafter is not None and not self.drafter.cache_groups
+        learns = self.drafter if second_of(self.drafter) is None else second_of(self.drafter)
+        self.learns = learns is not None and not learns.cache_groups
         self._scheduler: Scheduler[Handle] = Scheduler(config.slots, config.pass_shapes, config.steps_per_dispatch)
         self._collector, self._warm_up, self._clock = Collector(self), WarmUp(self), LoopClock()
         self._in_flight: collections.deque[InFlight] = collections.deque()
@@ -195,7 +203,7 @@ class Engine(AnyEngine):
         constrained: bool = False,
         measure: bool = True,
     ) -> None:
-        """See `AnyEngine.warm_up`. measure=False: another engine's costs of drafting will hold (`widths`)."""
+        """See `AnyEngine.warm_up`. measure=False: another engine's `costs` will hold."""
         with self._entry, self._lock:
             self._end_aborted()
             if self._alive:
@@ -204,11 +212,33 @@ class Engine(AnyEngine):
             self.start()
             compiled = self._warm_up.compile(sampled, full, constrained)
             self.compile_s += time.perf_counter() - started if compiled else 0.0
-            measures = measure and self.config.adaptive and self.widths.costs is None
+            measures = measure and self.config.adaptive and self.costs is None
             if measures:
-                self.widths = self.widths.paying(self._warm_up.measure_costs(measuring))
+                store = store_for(self.config, self.fingerprints)
+                self.costs = read_costs(store)
+                if self.costs is None:
+                    self.costs = self._warm_up.measure_costs(measuring)
+                    if self._warm_up.steady:  # else they are measured again next time
+                        write_costs(store, self.costs)
             if compiled or measures:
                 self._clock.reset()
+
+    def count_acceptance(self, requests: Sequence[Request]) -> Counts:
+        """Decode requests, verify every draft, and count by confidence how many were right (peagle.engine.widths).
+
+        For an adaptive engine without other requests. Afterwards it decodes as before, and has learned nothing.
+        """
+        costs, self.costs = self.costs, None
+        try:
+            self.start()
+            self.executor.relearn(blank=True)
+            for _ in self.generate(requests):
+                pass
+            self.settle()
+            return self.executor.counts()
+        finally:
+            self.costs = costs
+            self.executor.relearn()
 
     def start(self) -> None:
         """Make the state and the pages, if that has not happened."""
@@ -239,8 +269,8 @@ class Engine(AnyEngine):
         """Compile the step programs that requests may run once more, for inspection."""
         state, plan = self.executor.shapes, self.batches.empty_plan(self.config.slots)
         prepared = [
-            self.executor.prepared_steps(state, plan, 0.0, 1, self.batches.kind(drafts, sampled))
-            for drafts in self.batches.possible_drafts
+            self.executor.prepared_steps(state, plan, self.batches.no_costs(kind, len(plan)), 1, kind)
+            for kind in (self.batches.kind(drafts, sampled) for drafts in self.batches.possible_drafts)
         ]
         return [program.lower(*operands).compile() for program, operands in prepared]
 
@@ -261,12 +291,13 @@ class Engine(AnyEngine):
         return self._clock.times
 
     @property
-    def widths(self) -> WidthTable:
-        return self._widths
+    def costs(self) -> CostTable | None:
+        return self._costs
 
-    @widths.setter
-    def widths(self, widths: WidthTable) -> None:
-        self._widths = widths
+    @costs.setter
+    def costs(self, costs: CostTable | None) -> None:
+        self._costs = costs
+        self._packed_costs.clear()
 
     @property
     def prefix_cache_use(self) -> PrefixCacheUse | None:
@@ -403,7 +434,7 @@ class Engine(AnyEngine):
             return None
         assert handle.table is not None
         token_ids, known = handle.computed_ids, handle.table.num_cached_tokens
-        handle.ahead, handle.input_rows = 0, 1
+        handle.ahead = 0
         if handle.hand_off is not None:
             reserved = self.pages.reserve(handle, len(token_ids))
             assert reserved, "pages that were counted"
@@ -415,16 +446,13 @@ class Engine(AnyEngine):
         return known
 
     def _begins_paused(self, handle: Handle) -> bool:
-        """Whether a request does not draft: by its own K, or by the table of widths.
-
-        The table may say so for its temperature, or for full slots while more requests wait than there are slots.
-        """
+        """Whether a request does not draft: by its own K, or since drafting does not pay with full slots while more
+        requests wait than there are slots."""
         num_waiting = self._scheduler.num_waiting - 1 + self.num_queued
-        crowded = num_waiting > self.config.slots and self.widths.at(self.config.slots) == 0
+        crowded = num_waiting > self.config.slots and not self._pays(self.config.slots)
         if self.config.role == "prefill":
             crowded = False  # its requests are decoded elsewhere
-        plain = handle.request.num_speculative_tokens == 0
-        return plain or crowded or not (self.widths.sampled or handle.request.sampling.greedy)
+        return crowded or handle.request.num_speculative_tokens == 0
 
     def _prefill(self, action: Chunk[Handle]) -> None:
         """Compute pieces of prompts in one pass, and let those that are complete into their slots."""
@@ -457,10 +485,10 @@ class Engine(AnyEngine):
             )
             if handle.output_ids:
                 known[row] = handle.output_ids[-1]
-                slot = slot.continued(handle.output_ids, None if handle.paused else handle.credit)
+                slot = slot.continued(handle.output_ids)
             params.append(slot)
         first = self.executor.admit([row for row, _ in complete], into, lengths, known, params)
-        if self._learns:
+        if self.learns:
             for _, handle in complete:
                 self.executor.learn(slots[handle], handle.computed_ids)
         return first
@@ -472,8 +500,8 @@ class Engine(AnyEngine):
         sent_s = self._sending()
         if (batch := self._next_batch(action)) is None:
             return
-        plan = self._plan(batch)
-        result = self.executor.steps(plan, self._cost(), batch.count, batch.kind)
+        plan = self.batches.plan(batch.rows, batch.widths)
+        result = self.executor.steps(plan, self._step_costs(batch, len(plan)), batch.count, batch.kind)
         self._sent(action, result, batch, self.batches.by_row(batch.rows, len(plan)), sent_s)
 
     def _cut_step(self, action: Steps) -> Chunks:
@@ -481,8 +509,11 @@ class Engine(AnyEngine):
         sent_s = self._sending()
         if (batch := self._next_batch(action)) is None:
             return []
-        plan = self._plan(batch)
-        proposed = self.executor.propose(plan, batch.kind)
+        plan = self.batches.plan(batch.rows, batch.widths)
+        if batch.kind.adaptive:  # whole steps before it may have left the drafter behind
+            self.executor.absorb(plan)
+        costs = self._step_costs(batch, len(plan))
+        proposed = self.executor.propose(plan, costs, batch.kind)
         verified = self.executor.verify(plan)
         chunks = self._read_all()  # a mask follows all tokens before
         drafts, read_s = np.asarray(proposed), time.perf_counter()
@@ -491,7 +522,7 @@ class Engine(AnyEngine):
         chunks += self._end_stuck(batch)
         if verified.is_ready():  # type: ignore[attr-defined]
             self.times.gap_s += time.perf_counter() - read_s
-        result = self.executor.accept_and_commit(plan, self._cost(), masks, counts, batch.kind)
+        result = self.executor.accept_and_commit(plan, costs, masks, counts, batch.kind)
         self._sent(action, result, batch, requests, sent_s)
         return chunks
 
@@ -508,7 +539,7 @@ class Engine(AnyEngine):
         """
 
         def choose(count: int) -> StepBatch:
-            drafts = self.widths.at(self._scheduler.num_active)
+            drafts = self.config.num_speculative_tokens if self._pays(self._scheduler.num_active) else 0
             return self.batches.choose(self._scheduler.decoding, drafts, action.cut, count)
 
         batch = choose(action.count)
@@ -519,22 +550,18 @@ class Engine(AnyEngine):
         batch = choose(1)  # without those that lost their pages
         return batch if batch.rows else None
 
-    def _plan(self, batch: StepBatch) -> np.ndarray:
-        """Write a batch's plan. Before that let the drafter absorb its input, if it exceeds one step's rows."""
-        plan, rows = self.batches.plan(batch.rows, batch.widths), batch.kind.num_drafts + 1
-        if batch.kind.num_drafts:
-            if any(handle.input_rows > rows for _, handle in batch.rows if not handle.paused):
-                self.executor.absorb(plan)
-            for _, handle in batch.rows:
-                handle.input_rows = rows
-        elif not batch.kind.lean:  # lean steps keep nothing for the drafter
-            for _, handle in batch.rows:
-                handle.input_rows += batch.count
-        return plan
+    def _pays(self, num_active: int) -> bool:
+        """Whether drafting can pay with so many active slots, as far as is known."""
+        return self.costs is None or self.costs.pays(num_active, self.config.num_speculative_tokens)
 
-    def _cost(self) -> float:
-        """Return a drafted step's cost in plain steps at this load, if it was measured."""
-        return self.widths.cost(self._scheduler.num_active) or 0.0
+    def _step_costs(self, batch: StepBatch, size: int) -> np.ndarray:
+        """Return the packed costs of a batch's steps; of no entries if these do not adapt."""
+        if not batch.kind.adaptive or self.costs is None:
+            return self.batches.no_costs(batch.kind, size)
+        key = self._scheduler.num_active, size
+        if key not in self._packed_costs:
+            self._packed_costs[key] = self.costs.at(*key, batch.kind.num_drafts).pack()
+        return self._packed_costs[key]
 
     def _sent(
         self,
@@ -590,9 +617,6 @@ class Engine(AnyEngine):
 
     def _preempt(self, handle: Handle) -> None:
         """Take the pages of a request, of which all dispatches have been read, and queue it before all others."""
-        slots = self._slots
-        if handle in slots and self.drafter is not None:
-            handle.credit = self.executor.credit(slots[handle])
         self._scheduler.remove(handle)
         self.pages.close(handle)
         handle.num_preempted += 1

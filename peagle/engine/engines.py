@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 
 from peagle.config import check_block
+from peagle.engine.beside import Beside
 from peagle.engine.engine import Engine
 from peagle.engine.executor import Executor
 from peagle.engine.handoff import Fingerprints
@@ -41,11 +42,15 @@ class FreeMemory:
 
 
 class ReplicaModels(NamedTuple):
-    """The models of one replica. target: with the aux_hidden that the drafter reads; plain_target: without."""
+    """The models of one replica. target: with the aux_hidden that the drafter reads; plain_target: without.
+
+    second: drafts beside the drafter in adaptive steps (peagle.engine.beside).
+    """
 
     target: Target
     plain_target: Target
     drafter: Drafter | None
+    second: Drafter | None = None
 
     def of(self, drafts: bool) -> tuple[Target, Drafter | None]:
         """Return the models of an engine. drafts: it speculates. Raises InputError without a drafter to do so."""
@@ -53,7 +58,7 @@ class ReplicaModels(NamedTuple):
             return self.plain_target, None
         if self.drafter is None:
             raise InputError("this pair has no drafter to speculate with; load one, or decode with K = 0")
-        return self.target, self.drafter
+        return self.target, self.drafter if self.second is None else Beside(self.drafter, self.second)
 
 
 class Engines:
@@ -141,7 +146,7 @@ class Engines:
 
     def _check(self, config: ResolvedConfig) -> None:
         """Raise InputError for a K or a role that these models cannot run."""
-        k, (target, _, drafter) = config.num_speculative_tokens, self.models
+        k, target, drafter = config.num_speculative_tokens, self.models.target, self.models.drafter
         if k > target.max_positions - 2:
             raise InputError(
                 f"K is {k}; expected at most {max(target.max_positions - 2, 0)}, since a step takes K + 1 positions "

@@ -22,10 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from peagle.engine.adjust import adjust
+from peagle.engine.beside import alone, second_of
 from peagle.engine.prefill import ChunkRows, Prefilled, prefill
 from peagle.engine.sampling import LogProbs, choose, draw_keys, log_probs
 from peagle.engine.state import Batch, DecodeState, SlotParams, admit, init_state, put, take
 from peagle.engine.step import Proposed, StepKind, absorb, accept_and_commit, propose, steps, verify
+from peagle.engine.widths import Counts, Learned
 from peagle.ops import interrupt, native
 from peagle.ops.attention import PagedCache, Pages
 from peagle.ops.messages import VerifyOutput
@@ -48,6 +50,7 @@ class Shape:
 
     num_drafts: most drafts of a step. most_steps: of a dispatch. num_pages: of each cache group, the target's first,
     then the drafter's. widths: of their tables. blocks: a prompt is computed at once, in these blocks of rows.
+    adaptive: some steps are (StepKind); counts: what these begin with (peagle.engine.widths.Learned).
     """
 
     slots: int
@@ -57,6 +60,8 @@ class Shape:
     num_pages: tuple[int, ...]
     widths: tuple[int, ...]
     blocks: RowBlocks | None = None
+    adaptive: bool = False
+    counts: Counts | None = None
 
 
 class Executor:
@@ -66,10 +71,10 @@ class Executor:
     """
 
     def __init__(self, target: Target, drafter: Drafter | None, shape: Shape) -> None:
-        self.target, self.drafter, self.shape = target, drafter, shape
-        self._models, self._tree = jax.tree.flatten((target, drafter))
+        self.target, self.drafter, self.shape = target, drafter if shape.adaptive else alone(drafter), shape
+        self._models, self._tree = jax.tree.flatten((target, self.drafter))
         self._plain_models, self._plain_tree = jax.tree.flatten((target, None))
-        self._target_alone, self._drafter_alone = jax.tree.flatten(target), jax.tree.flatten(drafter)
+        self._target_alone, self._drafter_alone = jax.tree.flatten(target), jax.tree.flatten(self.drafter)
         self.launches_alone = False  # the operations of steps: `Engine.launching_alone`
         self._state: DecodeState | None = None
         self._prefilled: Prefilled | None = None
@@ -142,19 +147,23 @@ class Executor:
         return first
 
     def learn(self, slot: int, token_ids: Sequence[int]) -> None:
-        """Let a drafter without caches read the tokens of a slot's request, the pending one excluded."""
+        """Let the drafter without caches read the tokens of a slot's request, the pending one excluded."""
         padded = np.zeros((1, self.shape.capacity), np.int32)
         padded[0, : len(token_ids)] = token_ids
-        models, tree = self._drafter_alone
-        drafter_state = _learn(tree)(models, self.state.drafter_state, padded, np.int32(len(token_ids)), np.int32(slot))
-        self._state = dataclasses.replace(self.state, drafter_state=drafter_state)
+        second, state = second_of(self.drafter), self.state
+        models, tree = self._drafter_alone if second is None else jax.tree.flatten(second)
+        before = state.drafter_state if second is None else state.second_state
+        after = _learn(tree)(models, before, padded, np.int32(len(token_ids)), np.int32(slot))
+        changed = {"drafter_state" if second is None else "second_state": after}
+        self._state = dataclasses.replace(state, **changed)
 
-    def steps(self, plan: np.ndarray, cost: float, count: int, kind: StepKind) -> jax.Array:
+    def steps(self, plan: np.ndarray, costs: np.ndarray, count: int, kind: StepKind) -> jax.Array:
         """Dispatch `count` steps of the slots of a plan (`step_plan`); return their packed outputs.
 
-        Starts the copy of the outputs to the host and waits for nothing.
+        costs: packed (peagle.engine.widths.StepCosts) for adaptive steps, of no entries for others. Starts the copy of
+        the outputs to the host and waits for nothing.
         """
-        program, operands = self.prepared_steps(self.state, plan, cost, count, kind)
+        program, operands = self.prepared_steps(self.state, plan, costs, count, kind)
         after, outputs = program(*operands)
         outputs.copy_to_host_async()
         self._state = self._merged(after, kind)
@@ -168,7 +177,8 @@ class Executor:
 
         def one(plan: np.ndarray, kind: StepKind) -> None:
             interrupt.check()
-            program, operands = self.prepared_steps(self.state, plan, 0.0, 1, kind)
+            costs = np.zeros((kind.num_costs(len(plan)),), np.float32)
+            program, operands = self.prepared_steps(self.state, plan, costs, 1, kind)
             program.lower(*operands).compile()
 
         with ThreadPoolExecutor() as pool:
@@ -178,13 +188,15 @@ class Executor:
         """Put back what the steps of a kind did not take."""
         state = self.state
         if kind.num_drafts == 0:
-            after = dataclasses.replace(after, drafter_state=state.drafter_state)
+            after = dataclasses.replace(
+                after, drafter_state=state.drafter_state, second_state=state.second_state, learned=state.learned
+            )
         if kind.lean:
             after = dataclasses.replace(after, drafter_input=state.drafter_input)
         return after if kind.full else dataclasses.replace(after, adjustments=state.adjustments)
 
     def prepared_steps(
-        self, state: DecodeState, plan: np.ndarray, cost: float, count: int, kind: StepKind
+        self, state: DecodeState, plan: np.ndarray, costs: np.ndarray, count: int, kind: StepKind
     ) -> tuple[Any, list[Any]]:
         """Return (the program of a dispatch of steps, its operands).
 
@@ -193,13 +205,13 @@ class Executor:
         models, tree = self._models, self._tree
         if kind.num_drafts == 0:
             models, tree = self._plain_models, self._plain_tree
-            state = dataclasses.replace(state, drafter_state=None)
+            state = dataclasses.replace(state, drafter_state=None, second_state=None, learned=None)
         if kind.lean:
             state = dataclasses.replace(state, drafter_input=None)
         if not kind.full:
             state = dataclasses.replace(state, adjustments=None)
         program = _steps(tree, kind, self.shape, self._num_groups, self.launches_alone)
-        return program, [models, state, plan, np.float32(cost), np.int32(count)]
+        return program, [models, state, plan, costs, np.int32(count)]
 
     def absorb(self, plan: np.ndarray) -> None:
         """Let the drafter absorb all of the input of a plan's slots but each last row."""
@@ -210,13 +222,15 @@ class Executor:
             after, target_cache=self.state.target_cache, adjustments=self.state.adjustments
         )
 
-    def propose(self, plan: np.ndarray, kind: StepKind) -> jax.Array:
+    def propose(self, plan: np.ndarray, costs: np.ndarray, kind: StepKind) -> jax.Array:
         """Dispatch the first part of a cut step; return the drafts, whose copy to the host is started."""
         models, tree = self._drafter_alone
         state = dataclasses.replace(self.state, target_cache=PagedCache((), ()), adjustments=None)
         program = _propose(tree, kind, self.shape, self._num_groups)
-        drafter_state, self._proposed = program(models, state.drafter_state, _without_drafter(state), plan)
-        self._state = dataclasses.replace(self.state, drafter_state=drafter_state)
+        (drafter_state, second_state), self._proposed = program(
+            models, (state.drafter_state, state.second_state), _without_drafter(state), plan, costs
+        )
+        self._state = dataclasses.replace(self.state, drafter_state=drafter_state, second_state=second_state)
         self._proposed.draft_token_ids.copy_to_host_async()
         return self._proposed.draft_token_ids
 
@@ -230,7 +244,7 @@ class Executor:
         return self._verified.logits
 
     def accept_and_commit(
-        self, plan: np.ndarray, cost: float, masks: np.ndarray, counts: np.ndarray, kind: StepKind
+        self, plan: np.ndarray, costs: np.ndarray, masks: np.ndarray, counts: np.ndarray, kind: StepKind
     ) -> jax.Array:
         """Dispatch the last part; return its packed output [1, B, W].
 
@@ -238,14 +252,25 @@ class Executor:
         """
         small, kept = _split(self.state)
         program = _accept_and_commit(kind, self.shape, self._num_groups)
-        after, outputs = program(small, plan, self._proposed, self._verified, np.float32(cost), masks, counts)
+        after, outputs = program(small, plan, self._proposed, self._verified, costs, masks, counts)
         outputs.copy_to_host_async()
         self._state = _join(after, kept)
         return outputs  # type: ignore[no-any-return]
 
-    def credit(self, slot: int) -> float:
-        """Read the credit of a slot; waits for all dispatches."""
-        return float(np.asarray(self.state.credit)[slot])
+    def relearn(self, blank: bool = False) -> None:
+        """Forget what steps have learned. blank: the recorded counts of the shape as well."""
+        counts = None if blank else self.shape.counts
+        learned = Learned.start(1 if second_of(self.drafter) is None else 2, self.shape.num_drafts, counts)
+        self._state = dataclasses.replace(self.state, learned=learned)
+
+    def counts(self) -> Counts:
+        """Read the counts of the first source since `relearn(blank=True)`; waits for all dispatches."""
+        assert self.state.learned is not None
+        begun = Learned.start(1, self.shape.num_drafts)
+        pairs = ((self.state.learned.tried, begun.tried), (self.state.learned.accepted, begun.accepted))
+        tried, accepted = (np.maximum(np.asarray(now)[0] - np.asarray(then)[0], 0.0) for now, then in pairs)
+        both = np.stack([tried, np.minimum(accepted, tried)], axis=-1).round(2).tolist()
+        return tuple(tuple(tuple((t, a) for t, a in bins) for bins in kind) for kind in both)
 
     def read_pages(self, layer: int, numbers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Copy pages of a layer, counted over the target's and then the drafter's, to the host: (keys, values)."""
@@ -325,18 +350,18 @@ def _cut_tables(columns: jax.Array, widths: tuple[int, ...]) -> tuple[jax.Array,
 # --- parts of the state -----------------------------------------------------------------------------------------------
 
 
-def _split(state: DecodeState) -> tuple[DecodeState, tuple[PagedCache, Any]]:
-    """Return (the state without pages and the drafter's state, these)."""
-    small = dataclasses.replace(state, target_cache=PagedCache((), ()), drafter_state=None)
-    return small, (state.target_cache, state.drafter_state)
+def _split(state: DecodeState) -> tuple[DecodeState, tuple[PagedCache, Any, Any]]:
+    """Return (the state without pages and the drafters' states, these)."""
+    small = _without_drafter(dataclasses.replace(state, target_cache=PagedCache((), ())))
+    return small, (state.target_cache, state.drafter_state, state.second_state)
 
 
-def _join(small: DecodeState, kept: tuple[PagedCache, Any]) -> DecodeState:
-    return dataclasses.replace(small, target_cache=kept[0], drafter_state=kept[1])
+def _join(small: DecodeState, kept: tuple[PagedCache, Any, Any]) -> DecodeState:
+    return dataclasses.replace(small, target_cache=kept[0], drafter_state=kept[1], second_state=kept[2])
 
 
 def _without_drafter(state: DecodeState) -> DecodeState:
-    return dataclasses.replace(state, drafter_state=None)
+    return dataclasses.replace(state, drafter_state=None, second_state=None)
 
 
 def _on_host(leaf: jax.Array) -> bool:
@@ -366,7 +391,8 @@ def _init(models: Any, shape: Shape) -> Any:
         target, drafter = jax.tree.unflatten(models, model_leaves)
         split = len(target.cache_groups)
         pages = shape.num_pages[:split], shape.num_pages[split:]
-        return init_state(target, drafter, shape.slots, shape.capacity, shape.num_drafts, *pages)
+        sizes = shape.slots, shape.capacity, shape.num_drafts
+        return init_state(target, drafter, *sizes, *pages, adaptive=shape.adaptive, counts=shape.counts)
 
     return jax.jit(_make)
 
@@ -465,14 +491,15 @@ def _learn(model: Any) -> Any:
 @_once
 def _steps(models: Any, kind: StepKind, shape: Shape, num_target: int, launches_alone: bool) -> Any:
     def _run(
-        model_leaves: list[jax.Array], state: DecodeState, plan: jax.Array, cost: jax.Array, limit: jax.Array
+        model_leaves: list[jax.Array], state: DecodeState, plan: jax.Array, costs: jax.Array, limit: jax.Array
     ) -> tuple[DecodeState, jax.Array]:
         _traces["steps"] += 1
         target, drafter = jax.tree.unflatten(models, model_leaves)
         batch, widths = _read_step_plan(plan, shape.widths, num_target)
-        input_rows = kind.num_drafts + 1 if kind.num_drafts else None  # a plain step appends its row
-        rows = take(state, batch, input_rows, kind.full)
-        after, outputs = steps(target, drafter, rows, widths, cost, limit, kind, shape.most_steps)
+        rows = take(state, batch, kind.input_rows, kind.full)
+        after, outputs = steps(
+            target, drafter, rows, widths, kind.costs(costs, plan.shape[0]), limit, kind, shape.most_steps
+        )
         return put(state, batch, after), _counted_as_long(outputs, outputs[0, 0, 0])
 
     # the profiler's name of it (peagle.measure.profile)
@@ -483,15 +510,21 @@ def _steps(models: Any, kind: StepKind, shape: Shape, num_target: int, launches_
 @_once
 def _propose(model: Any, kind: StepKind, shape: Shape, num_target: int) -> Any:
     def _propose_drafts(
-        model_leaves: list[jax.Array], drafter_state: Any, small: DecodeState, plan: jax.Array
-    ) -> tuple[Any, Proposed]:
+        model_leaves: list[jax.Array],
+        drafter_states: tuple[Any, Any],
+        small: DecodeState,
+        plan: jax.Array,
+        costs: jax.Array,
+    ) -> tuple[tuple[Any, Any], Proposed]:
         _traces["propose"] += 1
-        state = dataclasses.replace(small, drafter_state=drafter_state)
+        state = dataclasses.replace(small, drafter_state=drafter_states[0], second_state=drafter_states[1])
         batch, widths = _read_step_plan(plan, shape.widths, num_target)
-        rows = take(state, batch, kind.num_drafts + 1, adjusts=False)
-        after, proposed = propose(jax.tree.unflatten(model, model_leaves), rows, widths, kind)
-        left = put(state, batch, dataclasses.replace(after, drafter_input=None)).drafter_state
-        return left, dataclasses.replace(proposed, widths=_counted_as_long(proposed.widths, plan[0, 0]))
+        rows = take(state, batch, kind.input_rows, adjusts=False)
+        drafter = jax.tree.unflatten(model, model_leaves)
+        after, proposed = propose(drafter, rows, widths, kind.costs(costs, plan.shape[0]), kind, may_skip=False)
+        left = put(state, batch, dataclasses.replace(after, drafter_input=None))
+        proposed = dataclasses.replace(proposed, widths=_counted_as_long(proposed.widths, plan[0, 0]))
+        return (left.drafter_state, left.second_state), proposed
 
     return jax.jit(_propose_drafts, donate_argnums=1)
 
@@ -518,15 +551,15 @@ def _accept_and_commit(kind: StepKind, shape: Shape, num_target: int) -> Any:
         plan: jax.Array,
         proposed: Proposed,
         verified: VerifyOutput,
-        cost: jax.Array,
+        costs: jax.Array,
         masks: jax.Array,
         counts: jax.Array,
     ) -> tuple[DecodeState, jax.Array]:
         _traces["accept"] += 1
         batch, _ = _read_step_plan(plan, shape.widths, num_target)
-        rows = take(small, batch, kind.num_drafts + 1 if kind.num_drafts else None, adjusts=True)
+        rows = take(small, batch, kind.input_rows, adjusts=True)
         proposed = dataclasses.replace(proposed, widths=jnp.minimum(proposed.widths, counts))
-        after, output = accept_and_commit(rows, proposed, verified, cost, kind, masks)
+        after, output = accept_and_commit(rows, proposed, verified, kind.costs(costs, plan.shape[0]), kind, masks)
         return put(small, batch, after), _counted_as_long(output.pack()[None], plan[0, 0])
 
     return jax.jit(_accept_drafts, donate_argnums=0)

@@ -31,7 +31,7 @@ class Handle:
     length: int = 0  # prompt and output tokens that the host has read, the pending one excluded
     output_ids: list[int] = field(default_factory=list, repr=False)  # output tokens that the host has read
     num_cached_tokens: int = 0  # of its prompt, that the prefix cache held
-    paused: bool = False  # it drafts no more, and is decoded plainly (peagle.engine.widths)
+    paused: bool = False  # it drafts no more, and is decoded plainly
     error: InputError | None = None  # why it ended, if finished is "error"
     matcher: Matcher | None = None  # of its grammar; has read output_ids
     hand_off: HandOff | None = field(default=None, repr=False)  # to begin with, until then; or if it was handed over
@@ -42,10 +42,8 @@ class Handle:
     table: PageTable | None = field(default=None, repr=False)  # its pages, while it has a slot
     ahead: int = 0  # the most rows that dispatches in flight add to `length`
     drafter_rows: int = 0  # first indices of the drafter's pages that are final
-    input_rows: int = 1  # an upper bound of its rows of drafter_input
     num_published: int = 0  # whole pages that the host has looked at
     num_preempted: int = 0  # how often its pages were taken from it
-    credit: float | None = None  # what a preempted request has left of it (peagle.engine.widths)
     number: int = field(default_factory=_numbers.__next__)  # in order of arrival
 
     @property

@@ -20,7 +20,7 @@ from peagle.engine.kv_memory import PageUse, PrefixCacheUse
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.timing import LoopTimes
-from peagle.engine.widths import WidthTable
+from peagle.engine.widths import CostTable
 
 if TYPE_CHECKING:
     from peagle.engine.engine import Engine
@@ -65,8 +65,8 @@ class AnyEngine(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def widths(self) -> WidthTable:
-        """Drafts by number of active rows; with costs, if they were measured."""
+    def costs(self) -> CostTable | None:
+        """Measured times of steps, by which an adaptive engine drafts; None: not measured."""
 
     @property
     @abc.abstractmethod

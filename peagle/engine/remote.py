@@ -4,7 +4,7 @@ The leader has the engine: it alone schedules, measures and reads. Each verb is 
 and its values. What verbs leave on the device stays in the executor of each process. So a follower needs no scheduler
 and no tokenizer, and decides nothing.
 
-    leader     executor.steps(plan, cost, count, kind)       {"verb": "steps", "values": [plan, ..]}
+    leader     executor.steps(plan, costs, count, kind)      {"verb": "steps", "values": [plan, ..]}
     follower   executor.steps(plan, cost, count, kind)
 """
 
@@ -35,6 +35,7 @@ VERBS = (
     "propose",
     "verify",
     "accept_and_commit",
+    "relearn",
     "first_not_finite",
 )
 

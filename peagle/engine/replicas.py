@@ -28,7 +28,7 @@ from peagle.engine.loop import AnyEngine, Measuring
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.timing import LoopTimes
-from peagle.engine.widths import WidthTable
+from peagle.engine.widths import CostTable
 from peagle.ops import interrupt
 
 POLL_S = 1e-4  # between looks at what is ready: little beside a step, and little work
@@ -104,7 +104,7 @@ class Replicas(AnyEngine):
                     threads.shutdown(cancel_futures=True)
             self.one.warm_up(sampled, measuring, full, constrained)
             for engine in self.engines:
-                engine.widths = self.one.widths
+                engine.costs = self.one.costs
 
     @property
     def compile_s(self) -> float:
@@ -118,9 +118,9 @@ class Replicas(AnyEngine):
         return LoopTimes(sum(time.gap_s for time in times), sum(time.busy_s for time in times))
 
     @property
-    def widths(self) -> WidthTable:
-        """See `AnyEngine.widths`: by the active rows of one engine."""
-        return self.one.widths
+    def costs(self) -> CostTable | None:
+        """See `AnyEngine.costs`: by the active slots of one engine."""
+        return self.one.costs
 
     @property
     def prefix_cache_use(self) -> PrefixCacheUse | None:

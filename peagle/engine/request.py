@@ -93,6 +93,8 @@ class StepRecord:
     draft_token_ids: tuple[int, ...]  # the verified ones: none in a plain step
     num_accepted: int
     next_token: int
+    num_drafted: int = 0  # by the source that the slot took; the first ones were verified
+    source: int = 0  # 0: the drafter; 1: the second one beside it (peagle.engine.beside)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from peagle.config import DEFAULT_CHUNK, EngineConfig, check_rates
 from peagle.engine.request import Request
-from peagle.engine.widths import WidthTable
+from peagle.engine.widths import Counts
 from peagle.ops.errors import InputError
 from peagle.ops.row_blocks import padded_length
 
@@ -23,12 +23,10 @@ class ResolvedConfig(EngineConfig):
     """An EngineConfig in which a pair has decided every value (`Pair.resolve`): what an engine takes.
 
     prefix_cache: memory beside kv_memory, for prompts and answers that later requests may begin with; 0: none are
-    kept. kv_memory None: that of every slot's context, of which MOST_RESERVED positions count at most. widths: drafts
-    by number of active rows, never more than num_speculative_tokens. steps_per_dispatch changes when tokens reach the
-    host, never which tokens. adaptive: measure the cost of drafting at warm-up, and pause rows for which drafting does
-    not pay (peagle.engine.widths). programs_by_width: compile a program for each number of drafts in the table, for
-    models whose passes also compute inactive rows. k_per_request: requests may set num_speculative_tokens; plain steps
-    are then compiled, too.
+    kept. kv_memory None: that of every slot's context, of which MOST_RESERVED positions count at most.
+    steps_per_dispatch changes when tokens reach the host, never which tokens. adaptive: steps choose how many drafts to
+    verify, num_speculative_tokens at most, by costs measured at warm-up; counts: the acceptance to begin with
+    (peagle.engine.widths). k_per_request: requests may set num_speculative_tokens; plain steps are then compiled, too.
     mask_budget_s: processor time of a request's masks in a step. A request that exceeds it drafts no more; one whose
     single masks exceed it most_slow_masks times in a row ends with an error, since all others wait for them.
     role: "prefill" computes prompts and their first tokens, and hands every request over that goes on; "decode" takes
@@ -40,9 +38,8 @@ class ResolvedConfig(EngineConfig):
     prefill_chunk: int = DEFAULT_CHUNK
     prefix_cache: int = 0
     steps_per_dispatch: int = 1
-    widths: WidthTable | None = None  # None: num_speculative_tokens at any load
     adaptive: bool = False
-    programs_by_width: bool = False
+    counts: Counts | None = None
     k_per_request: bool = False
     mask_budget_s: float = MASK_BUDGET_S
     most_slow_masks: int = MOST_SLOW_MASKS
@@ -76,10 +73,6 @@ class ResolvedConfig(EngineConfig):
         rows = max(2, min(self.prefill_chunk, self.context))  # a known token may come first
         shapes = [(count, max(rows // count, SHORT_PROMPT)) for count in (4, 8) if rows >= count * SHORT_PROMPT // 2]
         return ((1, rows), *(shape for shape in shapes if shape[0] <= self.slots))
-
-    @property
-    def table(self) -> WidthTable:
-        return self.widths or WidthTable.constant(self.num_speculative_tokens)
 
     def share(self, count: int) -> "ResolvedConfig":
         """Return the config of each of `count` engines that share the slots. Raises InputError if they cannot."""

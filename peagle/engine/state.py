@@ -5,17 +5,16 @@ The slot is the leading axis of every leaf but the pages, which all slots share.
     target pages       hold the prompt and all emitted tokens but the last: `length` of them
     pending_token      is the last emitted token; it is in no page
     drafter pages      lag by the tokens in drafter_input: rows first_position ..
-                       first_position + num - 1 = length - 1. They have no gap, unless credit is below 0
+                       first_position + num - 1 = length - 1. They have no gap where `drafts`
     remaining          counts the tokens that may still be emitted
-    credit             counts the plain steps that drafting may still lose (peagle.engine.widths); below 0 the slot
-                       never drafts again
+    drafts             says whether the slot ever drafts again
+    pace               says how it drafts at present, in engines that adapt; `learned` is what all slots share
 
 A pass runs over the slots that the host names, gathered into a batch. A slot that is done, or an entry of the batch
 without a slot, has rows of position -1, which write nothing and emit nothing.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import flax.struct
@@ -25,17 +24,17 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from peagle.engine.adjust import Adjustments
+from peagle.engine.beside import second_of
 from peagle.engine.masks import all_allowed
 from peagle.engine.request import MOST_STOP_TOKENS, Request, fold_seed
 from peagle.engine.sampling import RowSampling
-from peagle.engine.widths import allowance
+from peagle.engine.widths import Counts, Learned, Pace
 from peagle.ops.attention import PagedCache
 from peagle.ops.messages import DrafterInput
 from peagle.protocols import Drafter, PyTree, Target
 
 NO_STOP = -2  # fills unused stop token entries; neither a token nor NO_TOKEN
-NO_CREDIT = -1.0
-INPUT_ROOM = 128  # rows of drafter_input, at least; a row whose drafter is further behind drafts no more
+INPUT_ROOM = 128  # rows of drafter_input, at least; a slot whose drafter is further behind drafts no more
 
 
 @flax.struct.dataclass
@@ -49,10 +48,13 @@ class DecodeState:
     drafter_state: PyTree  # a PagedCache; of a drafter without caches, a tree led by the slot
     done: jax.Array  # [B] bool
     remaining: jax.Array  # [B] int32
-    credit: jax.Array  # [B] float32
+    drafts: jax.Array  # [B] bool
     stop_token_ids: jax.Array  # [B, MOST_STOP_TOKENS] int32, NO_STOP in unused entries
     sampling: RowSampling
     adjustments: Adjustments | None  # only full steps take it, and keep its counts (peagle.engine.step.StepKind)
+    pace: Pace | None = None
+    learned: Learned | None = None  # without a slot axis
+    second_state: PyTree = None  # of the drafter that drafts beside the first, led by the slot
 
     @property
     def slots(self) -> int:
@@ -61,7 +63,12 @@ class DecodeState:
     @property
     def may_draft(self) -> jax.Array:
         """[B]: slots whose request goes on, and may draft again."""
-        return ~self.done & (self.credit >= 0)
+        return ~self.done & self.drafts
+
+    @property
+    def keeps_up(self) -> jax.Array:
+        """[B]: those of them whose drafter reads all their rows."""
+        return self.may_draft if self.pace is None else self.may_draft & ~self.pace.given_up
 
 
 @flax.struct.dataclass
@@ -78,7 +85,7 @@ class SlotParams:
     """The parameters of requests as arrays led by the request, for `admit`."""
 
     remaining: jax.Array | np.ndarray
-    credit: jax.Array | np.ndarray
+    drafts: jax.Array | np.ndarray  # [B] bool
     stop_token_ids: jax.Array | np.ndarray
     sampling: RowSampling
     adjustments: Adjustments
@@ -107,9 +114,16 @@ class SlotParams:
         whole = np.asarray([[sampling.top_k], [fold_seed(sampling.seed)], [request.index]], np.int32)
         row = RowSampling(reals[0], whole[0], reals[1], reals[2], whole[1], whole[2])  # type: ignore[arg-type]
         budget, full = np.asarray([request.max_new_tokens], np.int32), np.asarray([request.full])
-        credit = np.asarray([_first_credit(request) if drafts else NO_CREDIT], np.float32)
         masks = all_allowed(1, 1, vocab_size) if masks is None else masks
-        return cls(budget, credit, stops, row, Adjustments.of(request, vocab_size), full, masks)
+        return cls(
+            budget,
+            np.asarray([drafts]),
+            stops,
+            row,
+            Adjustments.of(request, vocab_size),
+            full,
+            masks,
+        )
 
     @classmethod
     def stack(cls, rows: Sequence["SlotParams"], size: int) -> "SlotParams":
@@ -118,25 +132,14 @@ class SlotParams:
         stacked: SlotParams = jax.tree.map(lambda *leaves: np.concatenate(leaves), *padded)
         return stacked
 
-    def continued(self, output_ids: Sequence[int], credit: float | None = None) -> "SlotParams":
-        """Make the row of a request that has emitted these tokens, the pending one last, in NumPy.
-
-        credit: what is left of it; None: a new one.
-        """
+    def continued(self, output_ids: Sequence[int]) -> "SlotParams":
+        """Make the row of a request that has emitted these tokens, the pending one last, in NumPy."""
         *before, _ = output_ids
         counts = np.array(self.adjustments.counts)
         np.add.at(counts[0], before, 1)
         must_emit = np.maximum(np.asarray(self.adjustments.must_emit) - len(before), 0)
         adjustments = dataclasses.replace(self.adjustments, counts=counts, must_emit=must_emit)  # type: ignore[arg-type]
-        left = self.credit if credit is None else np.asarray([credit], np.float32)
-        return dataclasses.replace(
-            self, remaining=np.asarray(self.remaining) - len(before), adjustments=adjustments, credit=left
-        )
-
-
-def _first_credit(request: Request) -> float:
-    """Return a row's credit at its start. A request that sets its own K asks for drafts, whether they pay or not."""
-    return math.inf if request.num_speculative_tokens is not None else allowance(request.max_new_tokens)
+        return dataclasses.replace(self, remaining=np.asarray(self.remaining) - len(before), adjustments=adjustments)
 
 
 def init_state(
@@ -147,9 +150,12 @@ def init_state(
     num_drafts: int,
     target_pages: Sequence[int],
     drafter_pages: Sequence[int],
+    adaptive: bool = False,
+    counts: Counts | None = None,
 ) -> DecodeState:
-    """Make a state of empty slots. target_pages, drafter_pages: of each cache group."""
-    zero = jnp.zeros((slots,), jnp.int32)
+    """Make a state of empty slots. target_pages, drafter_pages: of each cache group. counts: to begin to adapt with."""
+    zero, second = jnp.zeros((slots,), jnp.int32), second_of(drafter) if adaptive else None
+    num_sources = 1 if second is None else 2
     drafter_input = drafter_state = None
     if drafter is not None:
         room = max(INPUT_ROOM, num_drafts + 1)
@@ -170,10 +176,13 @@ def init_state(
         drafter_state=drafter_state,
         done=jnp.ones((slots,), bool),
         remaining=zero,
-        credit=real,
+        drafts=jnp.zeros((slots,), bool),
         stop_token_ids=jnp.full((slots, MOST_STOP_TOKENS), NO_STOP, jnp.int32),
         sampling=RowSampling(real, zero, real + 1, real, zero, zero),
         adjustments=Adjustments.none(slots, target.vocab_size),
+        pace=Pace.start(slots, num_drafts, num_sources) if adaptive else None,
+        learned=Learned.start(num_sources, num_drafts, counts) if adaptive else None,
+        second_state=None if second is None else second.init_state(slots, capacity, max(2 * num_drafts, INPUT_ROOM)),
     )
 
 
@@ -211,10 +220,13 @@ def take(state: DecodeState, batch: Batch, input_rows: int | None, adjusts: bool
         drafter_state=drafter_state,
         done=rows(state.done) | (slots >= state.slots),
         remaining=rows(state.remaining),
-        credit=rows(state.credit),
+        drafts=rows(state.drafts),
         stop_token_ids=rows(state.stop_token_ids),
         sampling=jax.tree.map(rows, state.sampling),
         adjustments=jax.tree.map(rows, state.adjustments) if adjusts else None,
+        pace=jax.tree.map(rows, state.pace),
+        learned=state.learned,
+        second_state=jax.tree.map(rows, state.second_state),
     )
 
 
@@ -260,10 +272,13 @@ def put(state: DecodeState, batch: Batch, after: DecodeState) -> DecodeState:
         drafter_state=drafter_state,
         done=done,
         remaining=rows(state.remaining, after.remaining),
-        credit=rows(state.credit, after.credit),
+        drafts=rows(state.drafts, after.drafts),
         stop_token_ids=state.stop_token_ids,
         sampling=state.sampling,
         adjustments=adjustments,
+        pace=jax.tree.map(rows, state.pace, after.pace),
+        learned=after.learned,
+        second_state=jax.tree.map(rows, state.second_state, after.second_state),
     )
 
 
@@ -294,6 +309,11 @@ def admit(
             rows(drafter_input.num, jnp.ones_like(length)),
             rows(drafter_input.first_position, length - 1),
         )
+    pace = state.pace
+    if pace is not None:
+        assert state.learned is not None
+        num_sources, _, num_drafts, _ = state.learned.tried.shape
+        pace = jax.tree.map(rows, pace, Pace.start(slots.shape[0], num_drafts, num_sources))
     stops = jnp.any(token_ids[:, None] == params.stop_token_ids, axis=1)
     emitted = params.adjustments.emitted(token_ids[:, None], jnp.ones_like(token_ids[:, None], dtype=bool))
     return dataclasses.replace(
@@ -303,10 +323,11 @@ def admit(
         drafter_input=drafter_input,
         done=rows(state.done, stops | (jnp.asarray(params.remaining) <= 1)),
         remaining=rows(state.remaining, jnp.asarray(params.remaining) - 1),
-        credit=rows(state.credit, params.credit),
+        drafts=rows(state.drafts, params.drafts),
         stop_token_ids=rows(state.stop_token_ids, params.stop_token_ids),
         sampling=jax.tree.map(rows, state.sampling, params.sampling),
         adjustments=jax.tree.map(rows, state.adjustments, emitted),
+        pace=pace,
     )
 
 
@@ -320,7 +341,12 @@ def check_integrity(state: DecodeState, capacity: int, slots: Sequence[int] | No
 
     For tests: copies everything to the host.
     """
-    small = dataclasses.replace(state, target_cache=None, drafter_state=None)  # type: ignore[arg-type]
+    small = dataclasses.replace(
+        state,
+        target_cache=None,  # type: ignore[arg-type]
+        drafter_state=None,
+        learned=None,
+    )
     for path, leaf in jax.tree_util.tree_leaves_with_path(small):
         name = jax.tree_util.keystr(path)
         assert leaf.shape[:1] == (state.slots,), f"{name} has shape {leaf.shape}, not {state.slots} rows"

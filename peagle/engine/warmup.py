@@ -1,12 +1,11 @@
-"""Compile an engine's programs ahead of its requests; measure what drafting costs.
+"""Compile an engine's programs ahead of its requests; measure what parts of a step cost.
 
 Every program runs once over no slot. So later times include no compilation, and no request is needed.
 """
 
 import dataclasses
-import itertools
-import statistics
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -18,12 +17,14 @@ from peagle.engine.masks import all_allowed
 from peagle.engine.request import Request
 from peagle.engine.state import SlotParams
 from peagle.engine.step import StepKind
+from peagle.engine.widths import CostTable, StepCosts
 from peagle.ops import interrupt
 
 if TYPE_CHECKING:
     from peagle.engine.engine import Engine
 
-MEASURED_ROUNDS = 5
+LEAST_ROUNDS, MOST_ROUNDS = 5, 12  # until the two shortest times of each case agree
+AGREEMENT = 1.1
 
 
 class WarmUp:
@@ -32,18 +33,24 @@ class WarmUp:
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self._warm: set[object] = set()
+        self.steady = True  # the times of `measure_costs` repeated
+
+    @property
+    def num_drafts(self) -> int:
+        """The most drafts of the engine's steps."""
+        return self._engine.config.num_speculative_tokens
 
     def compile(self, sampled: bool, full: bool, constrained: bool) -> bool:
         """Run the programs once that requests of these sorts need; return whether some had not run before."""
         engine, batches = self._engine, self._engine.batches
         kinds = {batches.kind(drafts, sampled, full) for drafts in batches.possible_drafts}
-        if engine.config.adaptive and engine.widths.costs is None:  # the costs are those of greedy steps
+        if engine.config.adaptive and engine.costs is None:  # the costs are those of greedy steps
             kinds |= {batches.kind(drafts, sampled=False) for drafts in batches.possible_drafts}
         if engine.drafter is not None:
             plain = {kind for kind in kinds if not kind.num_drafts}
             lean = {dataclasses.replace(kind, lean=True) for kind in plain}
-            # without lapses, plain steps are those of requests that never draft
-            kinds = kinds | lean if batches.drafting_lapses else kinds - plain | lean
+            # if steps do not adapt, plain ones are those of requests that never draft
+            kinds = kinds | lean if engine.config.adaptive else kinds - plain | lean
         missing = {(kind, size) for kind in kinds for size in batches.sizes} - self._warm
         cut = set()
         if constrained:
@@ -58,9 +65,9 @@ class WarmUp:
             engine.executor.compile_steps(steps)
         for plan, kind in steps:
             interrupt.check()
-            engine.executor.steps(plan, 0.0, 1, kind)
-        if missing and len(batches.possible_drafts) > 1 and engine.drafter is not None:
-            for size in batches.sizes:  # plain steps run between drafted ones
+            engine.executor.steps(plan, batches.no_costs(kind, len(plan)), 1, kind)
+        if constrained and engine.config.adaptive:
+            for size in batches.sizes:  # before a cut step
                 engine.executor.absorb(batches.empty_plan(size))
         for _, kind, size in sorted(cut, key=str):
             interrupt.check()
@@ -82,66 +89,133 @@ class WarmUp:
             absent = np.full((count,), config.slots, np.int32)
             ones = np.ones((count,), np.int32)
             engine.executor.admit((0,), absent, ones, -ones, [row])
-        if engine.drafter is not None and not engine.drafter.cache_groups:
+        if engine.learns:
             engine.executor.learn(0, (0,))
 
     def _cut_step(self, kind: StepKind, size: int) -> None:
         engine = self._engine
         plan = engine.batches.empty_plan(size)
-        engine.executor.propose(plan, kind)
+        costs = engine.batches.no_costs(kind, size)
+        engine.executor.propose(plan, costs, kind)
         engine.executor.verify(plan)
         masks = all_allowed(size, kind.num_drafts + 1, engine.target.vocab_size)
-        engine.executor.accept_and_commit(plan, 0.0, masks, np.zeros((size,), np.int32), kind)
+        engine.executor.accept_and_commit(plan, costs, masks, np.zeros((size,), np.int32), kind)
 
-    def measure_costs(self, measuring: Measuring) -> dict[int, float]:
-        """Measure a drafted step in plain steps at 1, 2, 4, ... active rows.
+    def measure_costs(self, measuring: Measuring) -> CostTable:
+        """Measure steps in plain steps at 1, 2, 4, ... active slots.
 
-        Medians over rounds; both programs run in each round, in alternating order.
+        All cases run in each round, in turns, until their shortest times repeat: noise only adds to a time. If some
+        never repeat, `steady` is False: the machine is busy.
         """
-        slots = self._engine.config.slots
-        rows = [1 << power for power in range(slots.bit_length()) if 1 << power <= slots]
-        runs = list(itertools.product(rows, range(MEASURED_ROUNDS)))
-        ratios: dict[int, list[float]] = {active: [] for active in rows}
-        for done, (active, number) in enumerate(runs):
-            measuring(done, len(runs))
-            ratios[active].append(self._measure_once(active, number % 2 == 1))
-        return {active: statistics.median(found) for active, found in ratios.items()}
+        slots, k = self._engine.config.slots, self._engine.config.num_speculative_tokens
+        numbers = [1 << power for power in range(slots.bit_length()) if 1 << power <= slots]
+        verify, draft = {}, {}
+        for done, active in enumerate(numbers):
+            cases, rounds = _cases(active, k), list[dict[_Case, float]]()
+            while len(rounds) < LEAST_ROUNDS or (len(rounds) < MOST_ROUNDS and _differ(rounds)):
+                measuring(done * MOST_ROUNDS + len(rounds), len(numbers) * MOST_ROUNDS)
+                turn = len(rounds) % len(cases)
+                rounds.append(self._measure_round(active, cases[turn:] + cases[:turn]))
+            self.steady &= not _differ(rounds)
+            seconds = {case: min(by[case] for by in rounds) for case in cases}
+            time = {case: value / seconds[_PLAIN] for case, value in seconds.items()}
+            # a step that drafts and verifies nothing costs what drafting does
+            drafted = time[_Case(active, k, 0)]
+            draft[active] = (
+                (0, 0.0),
+                *sorted((case.count, max(time[case] - 1.0, 0.0)) for case in time if case.count and not case.width),
+            )
+            verify[active] = (
+                (active, 1.0),
+                *sorted(
+                    (active + case.verified, max(1.0 + time[case] - drafted, 1.0))
+                    for case in time
+                    if case.slots == active and case.verified
+                ),
+            )
+        self._engine.executor.relearn()
+        return CostTable(verify, draft)
 
-    def _measure_once(self, active: int, plain_first: bool) -> float:
-        """Measure the time of a drafted step over a plain one, with `active` rows of random tokens."""
+    def _measure_round(self, active: int, cases: Sequence["_Case"]) -> dict["_Case", float]:
+        """Measure seconds of each case once, with `active` slots of random tokens."""
         engine, config = self._engine, self._engine.config
-        drafts, k = engine.widths.at(active), config.num_speculative_tokens
-        shape = config.pass_shapes[0]
+        k, shape = config.num_speculative_tokens, config.pass_shapes[0]
         room = min(config.context, engine.memory.num_tokens // active) - 2
-        steps = max(1, min(config.steps_per_dispatch, room // (2 * (k + 2))))
-        length = max(1, min(shape[1], room - 2 * steps * (k + 1)))
+        steps = max(1, min(config.steps_per_dispatch, room // (2 * (k + 1))))
+        length = max(1, min(shape[1], room - steps * (k + 1)))
         rng = np.random.default_rng(active)
         tables = []
-        for slot in range(active):
+        for _ in range(active):
             tokens = rng.integers(0, engine.target.vocab_size, length).tolist()
             table = engine.memory.open((), drafts=True)
             tables.append(table)
-            reserved = engine.memory.pool.reserve(table, min(length + 2 * steps * (k + 1) + k, config.context + k))
+            reserved = engine.memory.pool.reserve(table, min(length + steps * (k + 1) + k, config.context + k))
             assert reserved, "an idle engine has pages"
             plan = chunk_plan([tokens], [0], [0], shape[1], engine.memory.row(table)[None])
             engine.executor.prefill(plan, drafts=True)
-            params = SlotParams.of(Request(tuple(tokens), config.context), (), engine.target.vocab_size)
-            lengths, unknown = np.asarray([length], np.int32), np.asarray([-1], np.int32)
-            engine.executor.admit([0], np.asarray([slot], np.int32), lengths, unknown, [params])
+        params = SlotParams.of(Request((0,) * length, config.context), (), engine.target.vocab_size)
+        lengths, unknown = np.asarray([length], np.int32), np.asarray([-1], np.int32)
         size = engine.batches.size_for(active)
         rows = np.full((size, sum(engine.memory.widths)), -1, np.int32)
         rows[:active] = [engine.memory.row(table) for table in tables]
-        seconds, drafted = {}, engine.batches.program_for(drafts)
-        for num_drafts in (0, drafted) if plain_first else (drafted, 0):
+        seconds = {}
+        for case in cases:
+            for slot in range(active):  # back to where its prompt ended; the first token is any
+                engine.executor.admit([0], np.asarray([slot], np.int32), lengths, unknown, [params])
             engine.executor.settle()
-            started = time.perf_counter()
-            widths = [drafts if num_drafts else 0] * active
+            widths = [case.num_drafts] * case.slots + [0] * (active - case.slots)
             plan = step_plan(range(active), widths, rows, config.slots)
-            kind = engine.batches.kind(num_drafts, sampled=False)
-            kind = kind if num_drafts else dataclasses.replace(kind, lean=True)  # as rows that paused go on
-            jax.block_until_ready(engine.executor.steps(plan, 0.0, steps, kind))
-            seconds[num_drafts] = time.perf_counter() - started
-            engine.executor.absorb(plan)
+            kind = engine.batches.kind(k if case.num_drafts else 0, sampled=False)
+            costs = case.forcing(active, size, k).pack() if case.num_drafts else engine.batches.no_costs(kind, size)
+            started = time.perf_counter()
+            jax.block_until_ready(engine.executor.steps(plan, costs, steps, kind))
+            seconds[case] = time.perf_counter() - started
         for table in tables:
             engine.memory.pool.close(table)
-        return seconds[drafted] / seconds[0]
+        return seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """Steps in which so many slots draft num_drafts tokens each, and all together verify `width` of each, or `rows`."""
+
+    slots: int
+    num_drafts: int
+    width: int
+    rows: int | None = None
+
+    @property
+    def count(self) -> int:
+        """Tokens that are drafted."""
+        return self.slots * self.num_drafts
+
+    @property
+    def verified(self) -> int:
+        """Drafts that are verified."""
+        return self.slots * self.width if self.rows is None else self.rows
+
+    def forcing(self, active: int, size: int, k: int) -> StepCosts:
+        """Make costs by which a step verifies so many rows, and learns nothing from its time."""
+        costs = StepCosts.unknown(size, k)
+        rows = np.arange(costs.verify.size)
+        return StepCosts(np.where(rows == active + self.verified, 0.0, 1e6).astype(np.float32), costs.draft)
+
+
+_PLAIN = _Case(0, 0, 0)
+
+
+def _differ(rounds: Sequence[dict[_Case, float]]) -> bool:
+    """Whether the two shortest times of some case are apart: the machine was busy."""
+    shortest = (sorted(by[case] for by in rounds)[:2] for case in rounds[0])
+    return any(second > AGREEMENT * first for first, second in shortest)
+
+
+def _cases(active: int, k: int) -> list[_Case]:
+    """List what is measured with so many active slots: plain steps, numbers of verified and of drafted tokens."""
+    widths = sorted({0, 1, 2, 3, 5, k} & set(range(k + 1)))
+    cases = [_PLAIN, *(_Case(active, k, width) for width in widths)]
+    if k > 1:
+        cases.append(_Case(active, 1, 0))
+    if active > 1:
+        cases += [_Case(active, k, 0, rows=1), _Case(1, k, 0)]
+    return cases

@@ -1,186 +1,315 @@
-"""Choose how many tokens each row drafts, and when it stops drafting. Pure functions of counts and costs.
+"""Choose how many drafts each slot verifies, from the drafter's confidence. Pure functions of counts and times.
 
-A table maps numbers of active rows to numbers of drafts; a number without an entry uses the next smaller one. Each row
-has a credit, in plain steps: a drafted step takes its cost from it and adds the tokens that it emitted. A row whose
-credit is below 0 drafts no more, so rejected drafts cannot cost it more than its first credit. The device keeps the
-credits (peagle.engine.step), as a dispatch of a small model holds dozens of steps.
+The chance that a draft is accepted, if those before it are, is counted while decoding: by source (which drafter),
+greedy or sampled, position, and bin of the drafter's probability of the draft. Draft i survives if drafts 0..i are
+accepted: its survival is the product of their chances. Texts differ, so each slot compares how often the first drafts
+of a source were right with what the counts had said, and scales their survival by that ratio. A pass verifies drafts in
+falling order of survival, over all slots, while each is worth its time:
 
-A row whose request sets its own K has endless credit: the measured cost is that of the table's drafts, and whoever sets
-a K gets it. It still drafts no more than the table's number.
+    tokens expected     one for each active slot, and the sum of the survivals
+    time                of a pass of so many rows, in plain steps of as many slots (StepCosts, measured)
+    worth of time       the tokens that the engine emits in it at present, at least those of plain decoding
 
-A row that drafts no more needs no drafter, so its drafter is not kept up. The same holds for a row that does not draft
-for so long that its drafter is INPUT_ROOM tokens behind (peagle.engine.state): keeping it up takes a sixth of a small
-target's speed.
+Verified or not, a draft teaches where the token at its place becomes known: a step that accepts a drafts tells about
+the drafts 0..a of every source.
+
+Before a pass of the drafter its confidence is unknown. So the drafter runs if its latest drafts were worth, over all
+slots, more than the time of the pass. A slot where it does not run drifts back to what drafts are worth elsewhere, and
+is tried again. Tokens that a second drafter looks up in the text so far cost next to nothing, and are tried anyway.
+
+Whatever is chosen here changes time alone, never a token (peagle.engine.accept).
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, TypeAlias
 
+import flax.struct
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
-from peagle.ops.errors import InputError
-from peagle.ops.files import write_text_whole, writing
-from peagle.ops.strict_json import dumps
+EDGES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98)  # between bins of confidence
+NUM_BINS = len(EDGES) + 1
+MIDDLES = tuple((low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 1.0), strict=True))
+PRIOR_TRIES = 4.0  # a bin without counts is expected to be right: its chance is its middle
+MOST_STARTING = 64.0  # tries of a bin that recorded counts are worth at most at the start
+HORIZON = 512.0  # tries of a bin after which older ones are forgotten
+TRUST_STEPS, TRUST_PRIOR = 12.0, 1.5  # steps over which a slot's trust is averaged; right drafts that it begins with
+MOST_TRUST = 1.25
 
-# beside a drafter: {"drafts": {ACTIVE ROWS: DRAFTS}, "sampled": true, "drafter_window": POSITIONS}; the drafts may be
-# missing, or the window
-SPECULATION_FILE = "speculation.json"
-WINDOW_KEY = "drafter_window"
-OFF: Literal["off"] = "off"  # as a window: none
+RATE_STEPS = 32.0  # plain steps over which the engine's rate is averaged
+FIRST_GAIN = 0.4  # of K: what drafts are worth before any were made
+GAIN_STEPS, ALL_GAINS_STEPS = 3.0, 32.0  # passes over which gains are averaged: of a slot, of all
+DRIFT_STEPS = 64.0  # steps without the drafter over which a slot's gain drifts back to that of all
+ALL_DRIFT_STEPS = 2048.0  # and that of all to the first
+KEEPING_UP = 0.05  # share of the time that it may take to let a drafter that does not draft read the tokens
+REACH = 2  # drafts beyond those that the last step verified
+IDLE = 3  # steps without a look-up after one that proposed nothing
 
-# a row pauses after it has lost this many plain steps, or this share of its budget, whichever is more
-PLAIN_STEPS_LOST = 4.0
-BUDGET_LOST = 0.03
+# [greedy, sampled][position][bin]: (tried, accepted)
+Counts: TypeAlias = tuple[tuple[tuple[tuple[float, float], ...], ...], ...]
+
+
+@flax.struct.dataclass
+class Learned:
+    """What the slots of an engine have learned together. tried, accepted: [source, sampled, position, bin]."""
+
+    tried: jax.Array  # float32
+    accepted: jax.Array
+    rate: jax.Array  # float32: tokens of a slot in the time of a plain step
+    gain: jax.Array  # float32: average of what the drafts of the drafter are worth to a slot (`gain_of`)
+
+    @classmethod
+    def start(cls, num_sources: int, num_drafts: int, counts: Counts | None = None) -> "Learned":
+        """Make the counts of an engine that has decoded nothing. counts: recorded ones of the first source."""
+        tried = np.full((num_sources, 2, num_drafts, NUM_BINS), PRIOR_TRIES, np.float32)
+        accepted = tried * np.asarray(MIDDLES, np.float32)
+        if counts is not None:
+            recorded = np.asarray(counts, np.float32)[:, :num_drafts]
+            scale = np.minimum(1.0, MOST_STARTING / np.maximum(recorded[..., 0], 1.0))
+            tried[0, :, : recorded.shape[1]] += scale * recorded[..., 0]
+            accepted[0, :, : recorded.shape[1]] += scale * recorded[..., 1]
+        gain = jnp.full((), FIRST_GAIN * num_drafts, jnp.float32)
+        return cls(jnp.asarray(tried), jnp.asarray(accepted), jnp.ones((), jnp.float32), gain)
+
+    def survival(self, source: int, sampled: Bool[Array, " B"], confidence: Float[Array, "B K"]) -> Float[Array, "B K"]:
+        """Compute each draft's chance of being accepted with all drafts before it."""
+        chances = (self.accepted / self.tried)[source]  # [sampled, K, bin]
+        by_row = jnp.where(sampled[:, None, None], chances[1][None], chances[0][None])
+        return jnp.cumprod(jnp.sum(jnp.where(_in_bin(confidence), by_row, 0.0), axis=-1), axis=-1)
+
+    def counted(
+        self,
+        source: int,
+        sampled: Bool[Array, " B"],
+        confidence: Float[Array, "B K"],
+        tried: Bool[Array, "B K"],
+        accepted: Bool[Array, "B K"],
+    ) -> "Learned":
+        """Count drafts of a source of which it is known whether they were right."""
+        which = jnp.stack([~sampled, sampled], axis=1)[:, :, None, None]  # [B, 2, 1, 1]
+        cells = which & _in_bin(confidence)[:, None] & tried[:, None, :, None]  # [B, 2, K, bin]
+        new_tried = jnp.sum(cells, axis=0, dtype=jnp.float32)
+        new_accepted = jnp.sum(cells & accepted[:, None, :, None], axis=0, dtype=jnp.float32)
+        total_tried, total_accepted = self.tried[source] + new_tried, self.accepted[source] + new_accepted
+        kept = jnp.minimum(1.0, HORIZON / total_tried)
+        return dataclasses.replace(
+            self,
+            tried=self.tried.at[source].set(kept * total_tried),
+            accepted=self.accepted.at[source].set(kept * total_accepted),
+        )
+
+    def paced(self, tokens: Float[Array, ""], time: Float[Array, ""]) -> "Learned":
+        """Average the rate: tokens of a slot in a step that took `time` plain steps; 0: unknown."""
+        share = jnp.minimum(time / RATE_STEPS, 1.0)
+        return dataclasses.replace(self, rate=self.rate + share * (tokens / jnp.maximum(time, 1e-6) - self.rate))
+
+    def gained(self, gain: Float[Array, " B"], ran: Bool[Array, " B"]) -> "Learned":
+        """Average what drafts are worth, over the slots for which the drafter ran."""
+        count = jnp.sum(ran, dtype=jnp.int32)
+        mean = jnp.sum(jnp.where(ran, gain, 0.0)) / jnp.maximum(count, 1).astype(jnp.float32)
+        first = FIRST_GAIN * self.tried.shape[2]
+        towards = jnp.where(count > 0, (mean - self.gain) / ALL_GAINS_STEPS, (first - self.gain) / ALL_DRIFT_STEPS)
+        return dataclasses.replace(self, gain=self.gain + towards)
+
+
+def _in_bin(confidence: Float[Array, "B K"]) -> Bool[Array, "B K bin"]:
+    """Test which bin a probability is in."""
+    low = jnp.asarray((-1.0, *EDGES), jnp.float32)[None, None, :]
+    high = jnp.asarray((*EDGES, 2.0), jnp.float32)[None, None, :]
+    return (confidence[..., None] >= low) & (confidence[..., None] < high)
+
+
+@flax.struct.dataclass
+class StepCosts:
+    """Times of parts of a step at one number of active slots, in plain steps of as many; all 0: not measured."""
+
+    verify: jax.Array | np.ndarray  # [B (K + 1) + 1] float32: of a pass of so many rows, with all but drafting
+    draft: jax.Array | np.ndarray  # [B K + 1]: of a pass of the drafter that drafts so many tokens
+
+    @classmethod
+    def unknown(cls, size: int, num_drafts: int) -> "StepCosts":
+        """Make the costs of an engine that has not measured them: then every draft is verified."""
+        return cls(np.zeros((size * (num_drafts + 1) + 1,), np.float32), np.zeros((size * num_drafts + 1,), np.float32))
+
+    def pack(self) -> np.ndarray:
+        """Put both side by side, for one operand."""
+        return np.concatenate([np.asarray(self.verify), np.asarray(self.draft)])
+
+    @classmethod
+    def unpack(cls, packed: jax.Array, size: int, num_drafts: int) -> "StepCosts":
+        """Undo `pack`."""
+        split = size * (num_drafts + 1) + 1
+        return cls(packed[:split], packed[split:])
+
+    def of_drafts(self, count: jax.Array) -> jax.Array:
+        """Look up the time of drafting so many tokens."""
+        return jnp.asarray(self.draft)[count]
+
+    def of_rows(self, rows: jax.Array) -> jax.Array:
+        """Look up the time of a pass of so many rows."""
+        return jnp.asarray(self.verify)[jnp.minimum(rows, self.verify.shape[0] - 1)]
+
+    def of_one_row(self, num_active: jax.Array) -> jax.Array:
+        """Average the time of one more row."""
+        most = self.verify.shape[0] - 1
+        return (self.of_rows(jnp.asarray(most)) - self.of_rows(num_active)) / jnp.maximum(most - num_active, 1).astype(
+            jnp.float32
+        )
+
+
+def choose_widths(
+    survival: Float[Array, "B K"],
+    limits: Int[Array, " B"],
+    num_active: Int[Array, ""],
+    costs: StepCosts,
+    rate: Float[Array, ""],
+) -> Int[Array, " B"]:
+    """Choose how many drafts of each slot to verify, limits[b] at most.
+
+    rate: tokens of a slot in the time of a plain step, 1 or more. The times of a pass need not rise with its rows.
+    """
+    batch, num_drafts = survival.shape
+    valid = jnp.arange(num_drafts, dtype=jnp.int32)[None, :] < limits[:, None]
+    values = jnp.where(valid, survival, -1.0).reshape(-1)
+    # equal ones in the order of positions: a slot's drafts are taken from the first on
+    order = jnp.arange(values.size, dtype=jnp.int32) if batch == 1 else jnp.argsort(-values, stable=True)
+    falling = values[order]
+    taken = jnp.arange(values.size + 1, dtype=jnp.int32)
+    tokens = jnp.pad(jnp.cumsum(jnp.maximum(falling, 0.0)), (1, 0))
+    worth = tokens - rate * num_active.astype(jnp.float32) * costs.of_rows(num_active + taken)
+    worth = jnp.where(jnp.pad(falling, (1, 0)) < 0, -jnp.inf, worth)
+    best = jnp.argmax(worth)  # the first of equal ones
+    if batch == 1:
+        return jnp.minimum(best, limits).astype(jnp.int32)
+    rank = jnp.zeros_like(order).at[order].set(taken[:-1])
+    return jnp.sum((rank < best).reshape(batch, num_drafts) & valid, axis=1, dtype=jnp.int32)
+
+
+def gain_of(
+    survival: Float[Array, "B K"], limits: Int[Array, " B"], costs: StepCosts, num_active: jax.Array, rate: jax.Array
+) -> Float[Array, " B"]:
+    """Estimate the tokens that a slot's drafts are worth beyond the time of their rows."""
+    valid = jnp.arange(survival.shape[1], dtype=jnp.int32)[None, :] < limits[:, None]
+    price = rate * num_active.astype(jnp.float32) * costs.of_one_row(num_active)
+    return jnp.sum(jnp.where(valid, jnp.maximum(survival - price, 0.0), 0.0), axis=1)
+
+
+@flax.struct.dataclass
+class Pace:
+    """How the slots draft; the slot leads."""
+
+    given_up: jax.Array  # [B] bool: its drafter is left out for good
+    idle: jax.Array  # [B] int32: steps before tokens are looked up for it again
+    reach: jax.Array  # [B] int32: drafts of the next pass, at most
+    gain: jax.Array  # [B] float32: average of what its drafter's drafts are worth (`gain_of`); inf: not known yet
+    expected: jax.Array  # [B, source] float32: of lately proposed first drafts, how many were expected to be right
+    right: jax.Array  # [B, source] float32: and how many were
+
+    @classmethod
+    def start(cls, slots: int, num_drafts: int, num_sources: int) -> "Pace":
+        """Make the pace of slots that have drafted nothing."""
+        none, hits = jnp.zeros((slots,), jnp.int32), jnp.zeros((slots, num_sources), jnp.float32)
+        unknown = jnp.full((slots,), jnp.inf, jnp.float32)
+        return cls(jnp.zeros((slots,), bool), none, none + num_drafts, unknown, hits, hits)
+
+    @property
+    def trust(self) -> Float[Array, "B source"]:
+        """How often first drafts were right lately, over what the counts had said."""
+        return jnp.minimum((self.right + TRUST_PRIOR) / (self.expected + TRUST_PRIOR), MOST_TRUST)
+
+    def gain_or(self, gain: jax.Array) -> Float[Array, " B"]:
+        """Return each slot's gain; that of all where it is not known yet."""
+        return jnp.where(jnp.isinf(self.gain), gain, self.gain)
+
+    def judged(
+        self, source: int, expected: Float[Array, " B"], right: Bool[Array, " B"], proposed: Bool[Array, " B"]
+    ) -> "Pace":
+        """Note the first draft of a source. expected: its chance by the counts."""
+        kept = 1.0 - 1.0 / TRUST_STEPS
+
+        def averaged(before: jax.Array, value: jax.Array) -> jax.Array:
+            column = before[:, source]
+            return before.at[:, source].set(jnp.where(proposed, kept * column + value, column))
+
+        return dataclasses.replace(
+            self,
+            expected=averaged(self.expected, expected),
+            right=averaged(self.right, right.astype(jnp.float32)),
+        )
+
+    def after(
+        self,
+        active: Bool[Array, " B"],
+        ran: Bool[Array, " B"],
+        gain: Float[Array, " B"],
+        widths: Int[Array, " B"],
+        found_nothing: Bool[Array, " B"],
+        gain_of_all: Float[Array, ""],
+        num_drafts: int,
+    ) -> "Pace":
+        """Note a step. ran: the drafter drafted for the slot, and its drafts were worth `gain`.
+
+        found_nothing: the second drafter looked for drafts, and none was worth its time.
+        """
+        known = self.gain_or(gain_of_all)
+        towards = jnp.where(ran, (gain - known) / GAIN_STEPS, (gain_of_all - known) / DRIFT_STEPS)
+        reach = jnp.clip(jnp.maximum(widths + REACH, self.reach - 1), 1, num_drafts)
+        return dataclasses.replace(
+            self,
+            idle=jnp.where(found_nothing, IDLE, jnp.where(active, jnp.maximum(self.idle - 1, 0), self.idle)),
+            reach=jnp.where(ran, reach, self.reach),
+            gain=jnp.where(active, known + towards, self.gain),
+        )
 
 
 @dataclass(frozen=True)
-class WidthTable:
-    """Drafts by number of active rows: {1: 4, 8: 2, 16: 0}.
+class CostTable:
+    """Times of parts of steps by number of active slots, in plain steps of as many.
 
-    costs: the time of a step with those drafts, in plain steps of the same number of rows; None: not measured, and no
-    row pauses. sampled: whether requests with a temperature draft, too; fewer of their drafts are accepted.
+    verify: (rows, time) of passes over so many rows, from as many as slots on. draft: (drafts, time) of passes of the
+    drafter, from none on. Between them times are interpolated.
     """
 
-    drafts: Mapping[int, int]
-    costs: Mapping[int, float] | None = None
-    sampled: bool = True
+    verify: Mapping[int, tuple[tuple[int, float], ...]]
+    draft: Mapping[int, tuple[tuple[int, float], ...]]
 
-    def __post_init__(self) -> None:
-        if not self.drafts or min(self.drafts) != 1:
-            raise ValueError(f"the table begins at {min(self.drafts, default=None)} active rows; expected 1")
+    def at(self, num_active: int, size: int, num_drafts: int) -> StepCosts:
+        """Make the costs of a batch of `size` entries with so many active slots."""
+        entry = max((number for number in self.verify if number <= num_active), default=min(self.verify))
+        scale = max(num_active, 1) / entry  # rows and drafts of each slot take as long as there
+        rows, row_times = np.asarray(self.verify[entry], np.float64).T
+        drafts, draft_times = np.asarray(self.draft[entry], np.float64).T
+        verify = np.interp(np.arange(size * (num_drafts + 1) + 1), scale * rows, row_times)
+        draft = np.interp(np.arange(size * num_drafts + 1), scale * drafts, draft_times)
+        return StepCosts(verify.astype(np.float32), draft.astype(np.float32))
 
-    def __hash__(self) -> int:
-        costs = None if self.costs is None else frozenset(self.costs.items())
-        return hash((frozenset(self.drafts.items()), costs, self.sampled))
+    def pays(self, num_active: int, num_drafts: int) -> bool:
+        """Whether drafting would pay with so many active slots if every draft were accepted."""
+        costs = self.at(num_active, num_active, num_drafts)
+        more = np.arange(1, num_drafts + 1)
+        times = np.asarray(costs.draft)[num_active * more] + np.asarray(costs.verify)[num_active * (1 + more)]
+        return bool(np.any(1 + more > times))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON's values."""
+        parts = {"verify": self.verify, "draft": self.draft}
+        return {name: {str(number): times for number, times in part.items()} for name, part in parts.items()}
 
     @classmethod
-    def constant(cls, num_drafts: int) -> "WidthTable":
-        """Make a table of the same drafts at any load."""
-        return cls({1: num_drafts})
+    def from_json(cls, value: Mapping[str, Any]) -> "CostTable":
+        """Undo `to_json`. Raises ValueError, or as Python does, for anything else."""
 
-    def paying(self, costs: Mapping[int, float]) -> "WidthTable":
-        """Add costs, and set drafts that cannot pay, even if all are accepted, to 0."""
-        rows = sorted({*self.drafts, *costs})
-        drafts = {each: self.at(each) for each in rows}
-        costed = dataclasses.replace(self, drafts=drafts, costs=costs)
-        paying = {each: k if k + 1 > (costed.cost(each) or 0) else 0 for each, k in drafts.items()}
-        return dataclasses.replace(costed, drafts=paying)
+        def part(name: str) -> dict[int, tuple[tuple[int, float], ...]]:
+            return {
+                int(number): tuple((int(count), float(time)) for count, time in times)
+                for number, times in value[name].items()
+            }
 
-    def in_words(self) -> str:
-        """Describe the table. Example: 3 from 1 active request on, 1 from 4, none from 16."""
-        changes = [(rows, k) for rows, k in sorted(self.drafts.items()) if rows == 1 or k != self.at(rows - 1)]
-        parts = [f"{k or 'none'} from {rows}" for rows, k in changes]
-        greedy = "" if self.sampled or not self.most else "; none with a temperature"
-        return ", ".join([f"{parts[0]} active request on", *parts[1:]]) + greedy
-
-    @property
-    def most(self) -> int:
-        """The most tokens a row ever drafts."""
-        return max(self.drafts.values())
-
-    def at(self, active_rows: int) -> int:
-        """Look up the drafts of a step with this many active rows."""
-        return self.drafts[_entry(self.drafts, active_rows)]
-
-    def cost(self, active_rows: int) -> float | None:
-        """Look up the time of such a step, in plain steps; None: not measured."""
-        return None if self.costs is None else self.costs[_entry(self.costs, active_rows)]
-
-
-def read_widths(directory: Path) -> WidthTable | None:
-    """Read the table beside a drafter; None if there is none.
-
-    Raises InputError for a malformed file.
-    """
-    path = directory / SPECULATION_FILE
-    if not path.is_file():
-        return None
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-        if "drafts" not in table and WINDOW_KEY in table:
-            return None
-        drafts = {int(rows): number for rows, number in table["drafts"].items()}
-        sampled = table.get("sampled", True)
-        if any(isinstance(k, bool) or not isinstance(k, int) or k < 0 for k in drafts.values()):
-            raise ValueError
-        if not isinstance(sampled, bool):
-            raise ValueError
-        return WidthTable(dict(sorted(drafts.items())), sampled=sampled)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        raise InputError(
-            f'{path} holds no table of drafts; expected {{"drafts": {{"1": 4, "4": 2}}}}, drafts by number of active '
-            "requests, from 1 on: correct it, or remove it"
-        ) from None
-
-
-def read_window(directory: Path) -> int | Literal["off"] | None:
-    """Read the window beside a drafter: so many positions, or "off"; None if no file names one.
-
-    Raises InputError for a file that holds something else.
-    """
-    path = directory / SPECULATION_FILE
-    if not path.is_file():
-        return None
-    try:
-        window = json.loads(path.read_text(encoding="utf-8")).get(WINDOW_KEY)
-    except (OSError, ValueError, AttributeError):
-        raise InputError(f"{path} is no JSON object; mend it, or remove it") from None
-    if window is None or window == OFF:
-        return window
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise InputError(
-            f"{path} names the {WINDOW_KEY} {window!r}; expected the positions that the drafter sees, 1 or more, or "
-            f'"{OFF}": mend it, or remove it'
-        )
-    return window
-
-
-def widths_file(path: Path) -> Path:
-    """Return the path of a new table: in a drafter's directory, or the given file.
-
-    Raises InputError if the file exists, its folder does not, or its name is that of a folder that is missing.
-    """
-    file = path / SPECULATION_FILE if path.is_dir() else path
-    if file.exists():
-        raise InputError(f"{file} exists; expected a new file: remove it first to replace it")
-    if not file.parent.is_dir():
-        raise InputError(f"{file.parent} does not exist; expected a drafter's directory, or a file in a folder")
-    if file.suffix != ".json":
-        raise InputError(
-            f"--write-widths {path} is no folder; expected a drafter's directory, or a new file, as table.json"
-        )
-    return file
-
-
-def write_widths(file: Path, table: WidthTable, **origin: Any) -> None:
-    """Write a table for `read_widths`.
-
-    `origin`: its provenance, under keys that readers ignore.
-
-    Raises InputError if the file cannot be written.
-    """
-    drafts = {str(rows): k for rows, k in sorted(table.drafts.items())}
-    value = {"drafts": drafts, "sampled": table.sampled, **origin}
-    with writing(file):
-        write_text_whole(file, dumps(value, indent=1) + "\n")
-
-
-def _entry(table: Mapping[int, object], active_rows: int) -> int:
-    return max(rows for rows in table if rows <= max(active_rows, 1))
-
-
-def allowance(budget: int) -> float:
-    """Return how many plain steps drafting may lose for a request of this budget, in tokens: its first credit."""
-    return max(PLAIN_STEPS_LOST, BUDGET_LOST * budget)
-
-
-Real = jax.Array | float
-
-
-def credit_after(credit: Real, num_accepted: Real, cost: Real) -> Real:
-    """Return a row's credit after a drafted step that took `cost` plain steps and emitted num_accepted + 1 tokens."""
-    return credit - cost + num_accepted + 1
+        table = cls(part("verify"), part("draft"))
+        if not table.verify or table.verify.keys() != table.draft.keys() or not all(table.verify.values()):
+            raise ValueError("no times")
+        return table

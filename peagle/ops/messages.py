@@ -5,8 +5,9 @@ from typing import TypeAlias
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 
-from peagle.ops.likeliest import argmax
+from peagle.ops.likeliest import NO_TOKEN, argmax, likeliest
 
 
 @flax.struct.dataclass
@@ -31,22 +32,34 @@ class DrafterInput:
     first_position: jax.Array  # [B] int32; negative: the row is inactive
 
 
-# Chooses the indices [B, n] of drafts first .. first + n - 1 from logits [B, n, U]. token_ids [U]: the target's ids of
-# the logits' tokens; None: 0, 1, 2, ... NO_TOKEN where the logits are not finite.
-Choose: TypeAlias = Callable[[jax.Array, jax.Array | None, int], jax.Array]
+# (indices [B, n], NO_TOKEN where the logits are not finite; the probabilities [B, n] of these drafts, float32, or None)
+Chosen: TypeAlias = tuple[jax.Array, jax.Array | None]
+# Chooses drafts first .. first + n - 1 from logits [B, n, U]. token_ids [U]: the target's ids of the logits' tokens;
+# None: 0, 1, 2, ...
+Choose: TypeAlias = Callable[[jax.Array, jax.Array | None, int], Chosen]
 
 
-def likeliest_of(logits: jax.Array, token_ids: jax.Array | None, first: int) -> jax.Array:  # noqa: ARG001
-    """Choose the likeliest drafts (`Choose`)."""
-    return argmax(logits)
+def likeliest_of(logits: jax.Array, token_ids: jax.Array | None, first: int) -> Chosen:  # noqa: ARG001
+    """Choose the likeliest drafts (`Choose`), without their probabilities."""
+    return argmax(logits), None
+
+
+def likeliest_with_confidence(logits: jax.Array, token_ids: jax.Array | None, first: int) -> Chosen:  # noqa: ARG001
+    """Choose the likeliest drafts (`Choose`), with their probabilities."""
+    index, probability = likeliest(logits)
+    finite = jnp.isfinite(probability)
+    # what is not finite counts as sure, so that it is verified, and noticed
+    return jnp.where(finite, index, NO_TOKEN), jnp.where(finite, probability, 1.0)
 
 
 @flax.struct.dataclass
 class DraftOutput:
     """K proposed tokens, with logits over the target's vocabulary if the drafter was told to return them.
 
-    Tokens that the drafter cannot propose are at -inf or a very large negative.
+    confidence: how sure the drafter is of its drafts, 0 to 1; None: it was not asked for. Tokens that the drafter
+    cannot propose are at -inf or a very large negative.
     """
 
     token_ids: jax.Array  # [B, K] int32
     logits: jax.Array | None = None  # [B, K, V]
+    confidence: jax.Array | None = None  # [B, K] float32

@@ -706,6 +706,8 @@ class Speculation(Reply):
     num_spec_steps: int
     num_accepted_draft_tokens: int
     num_draft_tokens: int
+    num_looked_up_draft_tokens: int
+    num_proposed_draft_tokens: int
     num_spec_tokens: int
 
 

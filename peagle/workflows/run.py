@@ -18,7 +18,7 @@ from peagle.engine.kv_memory import PrefixCacheUse
 from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
-from peagle.engine.widths import WidthTable
+from peagle.engine.widths import CostTable
 from peagle.measure.logprobs import top_2_margin
 from peagle.measure.metrics import first_difference
 from peagle.measure.profile import Breakdown, profile
@@ -65,14 +65,6 @@ class Outcome:
     first_divergence: Divergence | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class CostsUsed:
-    """The table of an adaptive run, by number of active rows."""
-
-    drafts: dict[int, int]  # of a step; 0: they could not pay
-    plain_steps: dict[int, float]  # the time of a step, in plain steps
-
-
 @dataclasses.dataclass
 class Run:
     """Outcomes of all requests that have a token, in the order of the input.
@@ -85,8 +77,7 @@ class Run:
     capacity: int
     compile_s: float = 0.0
     host_gap_frac: float | None = None  # share of the time in which the device was idle (LoopTimes of the engine)
-    widths: WidthTable | None = None  # of an adaptive run: the drafts by load that it went by
-    costs: CostsUsed | None = None  # of the same, if they were measured
+    costs: CostTable | None = None  # of an adaptive run: the times of steps that it went by
     engine: ResolvedConfig = ResolvedConfig()  # noqa: RUF009  # of the one that speculates, as the pair decided it
     compares: bool = False  # with plain decoding
     prefix_cache: PrefixCacheUse | None = None  # of the engine that speculates, since it was made
@@ -98,8 +89,8 @@ class Run:
 
     @property
     def drafting_cannot_pay(self) -> bool:
-        """Whether no step could draft."""
-        return self.costs is not None and not any(self.costs.drafts.values())
+        """Whether no draft of one request could pay, even if all are accepted."""
+        return self.costs is not None and not self.costs.pays(1, self.engine.num_speculative_tokens)
 
 
 class Observer:
@@ -183,8 +174,7 @@ class _Session:
             capacity=self.capacity,
             compile_s=self.compile_s,
             host_gap_frac=self._engine(self.num_speculative_tokens).times.gap_frac,
-            widths=self._engine(self.num_speculative_tokens).widths if self.adaptive else None,
-            costs=self._costs(),
+            costs=self._engine(self.num_speculative_tokens).costs,
             engine=self._engine(self.num_speculative_tokens).config,
             compares=self.compares,
             prefix_cache=used,
@@ -199,10 +189,6 @@ class _Session:
         self.observer.profiling()
         requests = [self.outcomes[index].result.request for index in sorted(self.outcomes)]
         return profile(self._engine(self.num_speculative_tokens), requests, directory)
-
-    def _costs(self) -> CostsUsed | None:
-        table = self._engine(self.num_speculative_tokens).widths
-        return None if table.costs is None else CostsUsed(dict(table.drafts), dict(table.costs))
 
     def _rounds(self) -> Iterator[list[tuple[Request, int | None]]]:
         """Yield the requests that are decoded together, with their turn numbers.

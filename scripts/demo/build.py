@@ -10,8 +10,8 @@ drafter_dflash (`peagle train`: a P-EAGLE on answers and corpus, the same going 
 DFlash by the P-EAGLE's data and steps), and those in pair/ (with the answers' tokens by frequency). A stage that is
 done is not repeated; a training that was cut off goes on.
 
-With --install the pair, its held-out prompts and its card replace those in peagle/demo. About four and a half hours on
-two cores, and 4 GB; the result is the same within noise.
+With --install the pair and its held-out prompts replace those in peagle/demo; its card is then written by hand. About
+four and a half hours on two cores, and 4 GB; the result is the same within noise.
 """
 
 from __future__ import annotations
@@ -148,14 +148,11 @@ def build(work: Path, target_tokens: int, scale: float = 1) -> None:
 
 
 def install(work: Path) -> None:
-    """Copy the pair and the held-out prompts of a build into peagle/demo, and write the card."""
-    from scripts.demo.card import card
-
+    """Copy the pair and the held-out prompts of a build into peagle/demo."""
     for part in ("target", *DRAFTERS):
         shutil.rmtree(DEMO / part, ignore_errors=True)
         shutil.copytree(work / "pair" / part, DEMO / part)
     shutil.copy(work / "corpus" / "heldout_prompts.jsonl", DEMO / "heldout_prompts.jsonl")
-    (DEMO / "README.md").write_text(card(work, []), encoding="utf-8")
 
 
 def main() -> None:

@@ -7,8 +7,7 @@ The folder holds, for scripts.demo.train_longer,
     raw_heldout.npz, chat_heldout.npz, raw_heldout_2048.npz, chat_heldout_2048.npz
 
 for `peagle data`, long_prompts.jsonl (other tasks behind texts) and short_prompts.jsonl; and manifest.json. The texts
-are stretches of the training sources, code or docstrings; what the pair is judged by stands behind topics of pydoc
-(scripts.long_prompts), which no training text holds.
+are stretches of the training sources, code or docstrings.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ def texts_of(records: Sequence[dict]) -> dict[str, str]:
     for record in shuffled(list(records)):
         code.append(record["text"].strip())
         nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        found = [ast.get_docstring(node) for node in ast.walk(parse(record["text"])) if isinstance(node, nodes)]
-        docs += [text for text in found if text and len(text) > 80]
+        docstrings = [ast.get_docstring(node) for node in ast.walk(parse(record["text"])) if isinstance(node, nodes)]
+        docs += [text for text in docstrings if text and len(text) > 80]
     return {"code": "\n\n\n".join(code), "docstrings": "\n\n".join(docs)}
 
 
 def behind_texts(records: Sequence[dict], texts: dict[str, str], width: int) -> Iterator[dict]:
-    """Put another stretch of text before each record's prompt, of a length that leaves room for the rest of a row.
+    """Put another stretch of text before every record's prompt, of a length that leaves room for the rest of a row.
 
     Kind, place and length follow from the prompt's hash.
     """

@@ -8,12 +8,11 @@ It begins with the pair that ships. Stages, each a folder of `--work`: before (t
 target_begun (training on rows of 512, 2048 and 4096), answers_begun (some of its own answers behind long texts),
 practice (rows of those), target (training on them), pair/target, written_long and written_short (its answers with its
 aux_hidden and best tokens; of a long prompt what a drafter's windows reach), drafter, drafter_eagle3 and drafter_dflash
-(`peagle train --init --drafter-window`), those in pair/, and judged (scripts.demo.judge: the pair before without and
-with the window, and the new one, by the length of the prompt). A stage that is done is not repeated; one that was cut
-off goes on.
+(`peagle train --init --drafter-window`), and those in pair/. A stage that is done is not repeated; one that was cut off
+goes on.
 
 `--minutes` is shared out among the stages; of `--work` made with another number, stages that are done stay. With
---install the pair replaces the one in peagle/demo; its card is then written by hand from what judged says.
+--install the pair replaces the one in peagle/demo; its card is then written by hand, from a sweep of before/ and pair/.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from drafter.vocabulary import FREQUENT_TOKENS
-from peagle.engine.widths import SPECULATION_FILE, WINDOW_KEY
+from peagle.engine.speculation import SPECULATION_FILE, WINDOW_KEY
 from peagle.ops.checkpoint import CONFIG
 from peagle.ops.strict_json import dumps
 from peagle.workflows.frequent_tokens import list_frequent_tokens
@@ -63,12 +62,10 @@ LEARNING = (
 )  # fmt: skip
 RATES = ("--learning-rate", "0.004", "--other-rate", "0.0015")
 LOSS = ("--loss", "half")
-# what the pair is judged at: tokens of a prompt, and how many prompts
-JUDGED = ("0:60", "2500:36", "9900:12")
 
 
 def build(work: Path, minutes: float) -> None:
-    """Build everything up to work/pair, and judge it."""
+    """Build everything up to work/pair."""
     scale = min(1.0, minutes / WHOLE_MINUTES)
     before, corpus, dataset, rows = (work / name for name in ("before", "corpus", "dataset", "long_rows"))
     opened, begun, target, pair = (work / name for name in ("opened", "target_begun", "target", "pair"))
@@ -81,17 +78,18 @@ def build(work: Path, minutes: float) -> None:
 
     def train_target(out: Path, begin: Path, data: Path) -> None:
         name = out.name
-        made = _finished(out, lambda: command(
+        run = _finished(out, lambda: command(
             "scripts.demo.train_longer", "--begin", begin, "--data", data, "--out", out, "--shares", SHARES[name],
             "--peak", PEAKS[name], "--minutes", str(MINUTES[name] * minutes / WHOLE_MINUTES),
         ))  # fmt: skip
-        stage(name, out / "finished", made)
+        stage(name, out / "finished", run)
 
     def answer(by: Path, name: str, prompts: Path, count: int, *more: str) -> Path:
         out = work / name
-        asked = ("--target", by / "target", "--prompt-file", prompts, "--num-prompts", str(max(8, int(scale * count))))
-        made = _finished(out, lambda: command("peagle", "data", *asked, *CONTEXT, *more, "--out", out))
-        stage(name, out / "finished", made)
+        options = ("--target", by / "target", "--prompt-file", prompts, *CONTEXT, *more)
+        num_prompts = str(max(8, int(scale * count)))
+        run = _finished(out, lambda: command("peagle", "data", *options, "--num-prompts", num_prompts, "--out", out))
+        stage(name, out / "finished", run)
         return out
 
     def ship(run: Path, out: Path) -> None:
@@ -112,7 +110,6 @@ def build(work: Path, minutes: float) -> None:
     for name in DRAFTERS:
         _train_drafter(work, name, written, minutes)
         _ship_drafter(work, name, written)
-    _judge(work)
 
 
 def _train_drafter(work: Path, name: str, written: Sequence[Path], minutes: float) -> None:
@@ -146,14 +143,6 @@ def _ship_drafter(work: Path, name: str, written: Sequence[Path]) -> None:
         list_frequent_tokens(
             [shard for folder in written for shard in sorted(folder.glob("*.safetensors"))], out / FREQUENT_TOKENS
         )
-
-
-def _judge(work: Path) -> None:
-    pairs = [f"before:{work / 'before'}:off", f"window alone:{work / 'before'}:256", f"new:{work / 'pair'}:auto"]
-    asked = [part for pair in pairs for part in ("--pair", pair)] + [part for each in JUDGED for part in ("--at", each)]
-    held_out = ("--chat", work / "corpus" / "chat_heldout.jsonl", "--raw", work / "corpus" / "raw_heldout.jsonl")
-    out = work / "judged"
-    stage("judged", out / "README.md", lambda: command("scripts.demo.judge", "--out", out, *asked, *held_out))
 
 
 def _finished(out: Path, make: Callable[[], None]) -> Callable[[], None]:

@@ -28,9 +28,9 @@ from scripts.runs import (
     Progress,
     RawLines,
     add_run_options,
-    in_one_line,
     new_parser,
-    origin,
+    new_record,
+    run_scenario,
     spread,
     spread_text,
     where,
@@ -124,8 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--skip", metavar="TEXT", action="append", default=[], help="leave out cases whose names hold this; repeatable"
     )
-    typed = sys.argv[1:] if arguments is None else arguments
-    return in_one_line("bench engine", lambda: bench(parser.parse_args(typed), ["engine", *typed]))
+    return run_scenario("engine", parser, bench, arguments)
 
 
 def bench(options: argparse.Namespace, typed: Sequence[str]) -> int:
@@ -142,8 +141,7 @@ def bench(options: argparse.Namespace, typed: Sequence[str]) -> int:
     for target in options.targets:
         raw.extend(measure(target, roots, chosen, options.rounds, progress))
     progress.end()
-    record: Json = {"schema": 1, "provenance": origin("scripts.bench", typed), "config": {"rounds": options.rounds}}
-    record |= {"figures": figures(raw.lines, chosen)}
+    record = new_record(typed, {"rounds": options.rounds}, figures=figures(raw.lines, chosen))
     write_run(options.out, record, page(record, chosen))
     return 0
 
@@ -213,7 +211,3 @@ def page(record: Json, chosen: Sequence[Case]) -> list[Block]:
         ]
         blocks += [heading(model, 2), Table(("case", "now", "before", "ratio", "over the row"), rows)]
     return blocks
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
-"""A client that costs little, so that it takes the server hardly any time: completions, streamed, a thread for each.
+"""A client that costs little, so that it takes the server hardly any time: streamed completions, a thread per client.
 
-What a round of requests gives: when each request was sent and when its tokens arrived, and what the server counts.
+It notes when requests were sent and when their tokens arrived, and reads the server's own counts.
 """
 
 import contextlib
@@ -86,14 +86,14 @@ def sent(url: str, body: Json, receive_buffer: int | None = None) -> Iterator[ht
     receive_buffer: bytes that the system reads ahead; it must be said before it connects.
     """
     parts = urllib.parse.urlsplit(url)
-    with contextlib.closing(http.client.HTTPConnection(parts.netloc, timeout=PATIENCE_S)) as found:
+    with contextlib.closing(http.client.HTTPConnection(parts.netloc, timeout=PATIENCE_S)) as connection:
         if receive_buffer is not None:
-            found.sock = socket.socket()
-            found.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-            found.sock.settimeout(PATIENCE_S)
-            found.sock.connect((parts.hostname, parts.port))
-        found.request("POST", parts.path + PATH, dumps(body), {"Content-Type": "application/json"})
-        yield found
+            connection.sock = socket.socket()
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+            connection.sock.settimeout(PATIENCE_S)
+            connection.sock.connect((parts.hostname, parts.port))
+        connection.request("POST", parts.path + PATH, dumps(body), {"Content-Type": "application/json"})
+        yield connection
 
 
 def reply_of(connection: http.client.HTTPConnection) -> http.client.HTTPResponse:
@@ -147,8 +147,8 @@ def stream(url: str, body: Json, leave: Callable[[int], bool] = lambda _: False)
     leave: whether to leave after so many arrivals of text. Raises RefusedError for an error object.
     """
     started, read, left = time.perf_counter(), _Read(), False
-    asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    with sent(url, asked) as connection:
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    with sent(url, streamed) as connection:
         for line in reply_of(connection):
             if line.startswith(b"data: {"):
                 read.event(line[len(b"data: ") :])
@@ -169,7 +169,7 @@ def stream(url: str, body: Json, leave: Callable[[int], bool] = lambda _: False)
 
 
 def together(url: str, bodies: Sequence[Json], clients: int) -> list[Reply]:
-    """Send completions from so many clients at once, each its next as soon as its last has ended.
+    """Send completions from so many clients at once, a client's next as soon as its last has ended.
 
     Raises InputError if one is refused, or has another number of tokens than it asked for.
     """
@@ -179,13 +179,13 @@ def together(url: str, bodies: Sequence[Json], clients: int) -> list[Reply]:
 
     with ThreadPoolExecutor(clients) as pool:
         try:
-            found = [reply for replies in pool.map(client, range(clients)) for reply in replies]
+            all_replies = [reply for replies in pool.map(client, range(clients)) for reply in replies]
         except (RefusedError, OSError, http.client.HTTPException) as error:
             raise InputError(f"{url} does not answer as expected: {error or type(error).__name__}") from None
-    wanted = {body["max_tokens"] for body in bodies}
-    if others := {reply.num_tokens for reply in found} - wanted:
-        raise InputError(f"{url} answered with {others.pop()} tokens; expected {max(wanted)}")
-    return found
+    lengths = {body["max_tokens"] for body in bodies}
+    if others := {reply.num_tokens for reply in all_replies} - lengths:
+        raise InputError(f"{url} answered with {others.pop()} tokens; expected {max(lengths)}")
+    return all_replies
 
 
 def figures(replies: Sequence[Reply]) -> Json:
@@ -227,9 +227,9 @@ class Counted:
         samples = samples_of(server)
 
         def total(name: str) -> float:
-            return sum(each.value for each in samples if each.name == name)
+            return sum(sample.value for sample in samples if sample.name == name)
 
-        buckets = [(float(each.labels["le"]), each.value) for each in samples if each.name == f"{ITL}_bucket"]
+        buckets = [(float(sample.labels["le"]), sample.value) for sample in samples if sample.name == f"{ITL}_bucket"]
         sums = (total(f"{name}_sum") for name in (ITL, TTFT, E2E))
         return cls(total(f"{E2E}_count"), total("vllm:generation_tokens_total"), tuple(buckets), *sums)
 
@@ -237,11 +237,11 @@ class Counted:
     def after(cls, server: Server, before: "Counted", requests: int) -> "Counted":
         """Read /metrics as soon as so many more requests are counted. Raises InputError if they never are."""
         end = time.monotonic() + COUNTED_S
-        while (found := cls.by(server)).requests < before.requests + requests:
+        while (counted := cls.by(server)).requests < before.requests + requests:
             if time.monotonic() > end:
-                raise InputError(f"{server.url}/metrics counts {found.requests - before.requests:g} of {requests}")
+                raise InputError(f"{server.url}/metrics counts {counted.requests - before.requests:g} of {requests}")
             time.sleep(0.01)
-        return found
+        return counted
 
     def since(self, before: "Counted") -> Json:
         """Return the server's own figures of the requests between two counts.
@@ -261,9 +261,9 @@ class Counted:
 
 def quantile(buckets: Sequence[tuple[float, float]], share: float) -> float:
     """Interpolate a quantile of (most, how many are at most that), ascending; the last bucket is of all."""
-    wanted, low, below = share * buckets[-1][1], 0.0, 0.0
+    rank, low, below = share * buckets[-1][1], 0.0, 0.0
     for most, count in buckets:
-        if count >= wanted:
-            return low if np.isinf(most) else low + (most - low) * (wanted - below) / (count - below)
+        if count >= rank:
+            return low if np.isinf(most) else low + (most - low) * (rank - below) / (count - below)
         low, below = most, count
     raise AssertionError("the last bucket counts all")

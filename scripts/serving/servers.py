@@ -1,4 +1,4 @@
-"""Servers in processes of their own: `peagle serve` and llama.cpp's, with what a measurement reads of them."""
+"""Servers in processes of their own: `peagle serve` and llama.cpp's, with the figures that a measurement reads."""
 
 import contextlib
 import json
@@ -43,16 +43,16 @@ class Server:
     def get(self, path: str) -> bytes:
         """Read a page. Raises OSError if it cannot be had."""
         with urllib.request.urlopen(self.url + path, timeout=REPLY_S) as reply:
-            found: bytes = reply.read()
-            return found
+            content: bytes = reply.read()
+            return content
 
     def health(self) -> Json:
         """Read /health, whatever its status is."""
         try:
-            found: Json = json.loads(self.get("/health"))
+            status: Json = json.loads(self.get("/health"))
         except urllib.error.HTTPError as error:
-            found = json.loads(error.read())
-        return found
+            status = json.loads(error.read())
+        return status
 
 
 @contextlib.contextmanager
@@ -91,8 +91,8 @@ def _answers(url: str) -> bool:
 
 def free_port() -> int:
     """Find a port of this machine on which nobody listens now."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port: int = found.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
         return port
 
 
@@ -107,7 +107,7 @@ def ours(*options: str) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def llama_server(binary: str, gguf: Path, slots: int, context: int, num_threads: int) -> Iterator[Server]:
-    """Run llama.cpp's server on a GGUF file: so many slots, each with room for `context` tokens."""
+    """Run llama.cpp's server on a GGUF file: so many slots, all with room for `context` tokens."""
     port = free_port()
     command = [binary, "-m", str(gguf), "--host", "127.0.0.1", "--port", str(port), "-np", str(slots)]
     command += ["-c", str(slots * context), "-t", str(num_threads), "-tb", str(num_threads), "-ngl", "0"]
@@ -121,7 +121,7 @@ def check_binary(binary: str) -> None:
         raise InputError(f"--peer names {binary}, which is no program; expected llama-server, or the URL of one")
 
 
-def made_tokens(size: int) -> list[str]:
+def byte_level_tokens(size: int) -> list[str]:
     """Make a byte-level vocabulary of so many tokens, for checkpoints without one: the 256 bytes, then other texts."""
     from peagle.text.tokenizer import byte_alphabet
 

@@ -1,4 +1,4 @@
-"""Against recorded weights, inputs and logits of the public speculators package (scripts/record_golden_drafter.py)."""
+"""Against recorded weights, inputs and logits of the public speculators package (scripts/golden/drafter.py)."""
 
 from pathlib import Path
 

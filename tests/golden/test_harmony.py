@@ -1,4 +1,4 @@
-"""Channels against what openai-harmony made of the same tokens (python -m scripts.against_harmony), any cut."""
+"""Channels against what openai-harmony made of the same tokens (python -m scripts.golden.harmony), any cut."""
 
 import json
 from typing import Any
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle.text.channels import CONTROL, ChannelParser
-from scripts.against_harmony import GOLDEN
+from scripts.golden.harmony import GOLDEN
 from tests.support.pairs import ByteTokenizer
 
 ABOUT, *LINES = [json.loads(line) for line in GOLDEN.read_text(encoding="utf-8").splitlines()]

@@ -1,4 +1,4 @@
-"""The target against activations recorded from transformers (scripts/record_golden.py): no torch needed."""
+"""The target against activations recorded from transformers (scripts/golden/target.py): no torch needed."""
 
 from pathlib import Path
 from typing import Literal

@@ -1,4 +1,4 @@
-"""The demo pair against what vLLM gave on it (python -m scripts.against_vllm --record): tokens and drafts."""
+"""The demo pair against what vLLM gave on it (python -m scripts.golden.vllm): tokens and drafts."""
 
 import functools
 
@@ -7,7 +7,7 @@ import pytest
 from peagle.checkpoints import DEMO
 from peagle.loading import load, with_drafter
 from peagle.pair import Pair
-from scripts.against_vllm import GOLDEN, Setting, ours, recorded
+from scripts.golden.vllm import GOLDEN, Setting, ours, recorded
 
 ABOUT, KEPT = recorded()
 

@@ -100,7 +100,7 @@ def run(experts: Experts, x: jax.Array | np.ndarray, logits: np.ndarray) -> np.n
     return np.asarray(jitted(x, logits, experts, K, LIMIT))
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 19, 150])  # 2 to 300 choices of 7 experts: none, one, or several blocks each
+@pytest.mark.parametrize("rows", [1, 4, 150])  # 2 to 300 choices of 7 experts: none, one, or several blocks each
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_layouts_are_the_definition(layout: str, rows: int) -> None:
     weights = random_weights()
@@ -108,7 +108,7 @@ def test_all_layouts_are_the_definition(layout: str, rows: int) -> None:
     np.testing.assert_allclose(run(LAYOUTS[layout](weights), x, logits), by_definition(weights, x, logits), atol=2e-5)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize(
     "form", [reference.all_pairs, reference.each_expert_once, reference.grouped, reference.in_blocks]
 )
@@ -141,11 +141,10 @@ FORMS: dict[str, Callable[..., jax.Array]] = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize(("layout", "form"), [*((each, "api") for each in LAYOUTS), *(("packed", f) for f in FORMS)])
-def test_parts_of_the_experts_sum_to_the_whole(layout: str, form: str, rows: int) -> None:
+def test_parts_of_the_experts_sum_to_the_whole(layout: str, form: str) -> None:
     weights = random_weights(5)
-    x, logits = rows_and_logits(rows)
+    x, logits = rows_and_logits(5)
     total = np.zeros_like(x)
 
     @jax.jit
@@ -167,11 +166,10 @@ def test_the_clamp_changes_results() -> None:
     assert np.abs(unclamped - by_definition(weights, x, logits)).max() > 0.1
 
 
-@pytest.mark.parametrize("rows", [3, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ties_go_to_the_lower_expert(layout: str, rows: int) -> None:
+def test_ties_go_to_the_lower_expert(layout: str) -> None:
     weights = random_weights(3)
-    x, logits = rows_and_logits(rows, 4)
+    x, logits = rows_and_logits(4, 4)
     logits[0] = 0.5  # all tie
     logits[1] = [0.0, 1.0, 2.0, 1.0, 1.0, 0.0, 1.0]  # four tie for the second place
     np.testing.assert_allclose(run(LAYOUTS[layout](weights), x, logits), by_definition(weights, x, logits), atol=2e-5)
@@ -268,7 +266,7 @@ def test_both_routings_select_the_same() -> None:
     assert ((dense > 0).sum(axis=1) == K).all()
 
 
-@pytest.mark.parametrize("rows", [1, 8, 100])
+@pytest.mark.parametrize("rows", [1, 150])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bfloat16_stays_bfloat16_and_close(layout: str, rows: int) -> None:
     weights = random_weights()

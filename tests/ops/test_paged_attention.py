@@ -201,18 +201,28 @@ def many_passes() -> tuple[np.ndarray, ...]:
     return steps(0, 0, -1, rows=300), steps(300, 297, 0, rows=4)
 
 
-@pytest.mark.parametrize(("form", "name"), forms_of(SHAPES | GPU_SHAPES), indirect=["form"])
-def test_it_is_the_definition(form: str, name: str) -> None:
-    """Pages in no order; what a row does not see is NaN; what is not written keeps its bits."""
+@functools.cache
+def defined(name: str) -> list[tuple[Sequences, np.ndarray, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]]:
+    """Compute passes by definition: [(sequences, table, [(positions, operands, results)])]; all forms share them."""
     shape, rng = (SHAPES | GPU_SHAPES)[name], np.random.default_rng(0)
+    runs = []
     for passes in (PASSES, many_passes()) if shape.page_size == PAGE_SIZE else (PASSES,):
         longest = max(int(positions.max()) for positions in passes) + 1 + shape.offset
         width = -(-longest // shape.page_size)
         table = shuffled_table(rng, 3, width, 3 * width + 2)
-        sequences, pages = Sequences(shape, rng), empty(shape, 3 * width + 2)
-        for positions in passes:
-            qkv = sequences.project(positions)
-            expected = sequences.attend(qkv, positions)
+        sequences = Sequences(shape, rng)
+        operands = [(positions, sequences.project(positions)) for positions in passes]
+        runs.append((sequences, table, [(*both, sequences.attend(both[1], both[0])) for both in operands]))
+    return runs
+
+
+@pytest.mark.parametrize(("form", "name"), forms_of(SHAPES | GPU_SHAPES), indirect=["form"])
+def test_it_is_the_definition(form: str, name: str) -> None:
+    """Pages in no order; what a row does not see is NaN; what is not written keeps its bits."""
+    shape = (SHAPES | GPU_SHAPES)[name]
+    for sequences, table, passes in defined(name):
+        pages = empty(shape, table.size + 2)
+        for positions, qkv, expected in passes:
             before = np.asarray(pages.value, np.float32)
             out, pages = run(form, sequences, pages, table, positions, qkv)
             sees = positions >= 0

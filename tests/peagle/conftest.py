@@ -1,18 +1,62 @@
 """Fixtures: one tiny random pair in the real file layout, written once and loaded once."""
 
+import copy
 import shutil
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cyclopts import App
+from cyclopts.argument import ArgumentCollection
 
 import peagle.loading
 from peagle.cli import display
+from peagle.engine.batches import Batches
 from peagle.pair import Pair
 from peagle.text.tokenizer import ByteLevelTokenizer, load_tokenizer
 from tests.support.pairs import Directories, toy_pair, write_drafter, write_target, write_tokenizer
 
 display.LINE_SECONDS = threading.TIMEOUT_MAX  # messages must be those of a quick machine
+
+_assemble = App.assemble_argument_collection
+_assembled: dict[tuple[int, bool], tuple[App, ArgumentCollection]] = {}
+
+
+def _assemble_once(app: App, *, parse_docstring: bool = False) -> ArgumentCollection:
+    """Build a command's options once for the hundreds of command lines of the tests: it takes longer than the rest."""
+    key = id(app), parse_docstring
+    if key not in _assembled:
+        _assembled[key] = app, _assemble(app, parse_docstring=parse_docstring)
+    options = _assembled[key][1]
+    fresh = {id(option): copy.copy(option) for option in options}
+    for option in fresh.values():
+        option.tokens = []
+        option.children = ArgumentCollection(fresh[id(child)] for child in option.children)
+    return ArgumentCollection(fresh.values())
+
+
+App.assemble_argument_collection = _assemble_once  # type: ignore[method-assign, assignment]
+
+
+SIZES_OF_THEIR_OWN = (
+    "engine/test_engine.py",
+    "engine/test_interleaving.py",
+    "engine/test_remote.py",
+    "engine/test_step_loop.py",
+    "engine/test_warmup.py",
+    "measure",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _batches_have_one_size(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compile steps for all slots alone: every size of a batch is a program more, and takes half a second."""
+    path = request.path.relative_to(Path(__file__).parent).as_posix()
+    with pytest.MonkeyPatch.context() as patch:
+        if not path.startswith(SIZES_OF_THEIR_OWN):
+            patch.setattr(Batches, "sizes", property(lambda batches: (batches.config.slots,)))
+        yield
 
 
 @pytest.fixture(scope="session")

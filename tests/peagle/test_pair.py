@@ -15,12 +15,14 @@ from peagle.config import EngineConfig, SamplingParams
 from peagle.engine.engine import Engine
 from peagle.engine.engines import LEAST_KEPT_BYTES, FreeMemory
 from peagle.engine.request import Request
-from peagle.engine.widths import WidthTable
+from peagle.engine.speculation import Speculation
 from peagle.fit import check_fit
 from peagle.loading import load, with_drafter
 from peagle.ops.errors import InputError, InputWarning
 from peagle.pair import Pair
 from peagle.text.prompts import Rendering, from_ids
+from peagle.workflows.random_checkpoint import random_tensors
+from target.load import write_target
 from tests.support.pairs import (
     DRAFTER,
     MAX_POSITIONS,
@@ -31,7 +33,6 @@ from tests.support.pairs import (
     edit_json,
     toy_pair,
     write_drafter,
-    write_target,
 )
 
 
@@ -90,11 +91,10 @@ def test_without_a_drafter_a_pair_decodes_plainly(toy: Pair) -> None:
 
 
 def test_the_default_k_is_the_pairs(toy: Pair) -> None:
-    table = WidthTable({1: 5, 4: 2}, {1: 1.5, 4: 1.5})
-    best = dataclasses.replace(toy, widths=table)
+    best = dataclasses.replace(toy, speculation=Speculation(5))
     assert best.generate([50], max_new_tokens=4).num_speculative_tokens == 5
     assert best.num_drafts("auto") == (5, True)
-    assert best.num_drafts(None) == (5, True)  # tests run on CPU
+    assert best.num_drafts(None) == (5, True)
     assert best.num_drafts(3) == (3, False)
     assert dataclasses.replace(toy, drafter=None).num_drafts(None) == (0, False)
 
@@ -436,7 +436,7 @@ def test_a_drafter_that_does_not_fit_is_refused(
 
 def test_fewer_taps_than_the_default_must_be_named(tmp_path: Path) -> None:
     deep = dataclasses.replace(TARGET, layer_types=TARGET.layer_types * 3)
-    write_target(tmp_path / "deep", deep)
+    write_target(tmp_path / "deep", deep, random_tensors(deep, True, 1), mxfp4=True)
     write_drafter(tmp_path / "two", dataclasses.replace(DRAFTER, num_taps=2, aux_layer_ids=None))
     write_drafter(tmp_path / "three", dataclasses.replace(DRAFTER, aux_layer_ids=None))
     assert check_fit(tmp_path / "deep", tmp_path / "three").outputs == (1, 3, 5)

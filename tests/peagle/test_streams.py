@@ -40,7 +40,7 @@ def most_at_once(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> Callable[[]
     return lambda: max(seen)
 
 
-@pytest.fixture(params=["toy", "pair"])
+@pytest.fixture(params=["toy", pytest.param("pair", marks=pytest.mark.slow)])
 def some_pair(request: pytest.FixtureRequest, tokenizer: ByteLevelTokenizer) -> Pair:
     """For the quick toy, and for the real pair with its caches."""
     found: Pair = toy_pair(tokenizer) if request.param == "toy" else request.getfixturevalue("pair")

@@ -18,7 +18,6 @@ from peagle.cli import main
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
-from peagle.engine.widths import WidthTable
 from peagle.loading import with_drafter
 from peagle.ops import native
 from peagle.ops.checkpoint import read_checkpoint
@@ -27,7 +26,7 @@ from peagle.pair import Pair
 from peagle.result import Result
 from tests.support.drafters import random_params
 from tests.support.pairs import DRAFTER, MAX_POSITIONS, Directories
-from tests.support.toys import CONFIG, decode, drafter_config, tiny_target
+from tests.support.toys import CONFIG, decode, drafter_config, drafting_at, tiny_target
 
 K, WINDOW = 4, 48
 
@@ -68,13 +67,15 @@ def test_pages_of_a_window_draft_what_all_pages_draft_on_xla(mask_token_id: int 
     params, target = random_params(config), tiny_target(aux_layer_ids=(0, 1))
     rng = np.random.default_rng(5)
     asked = [Request(tuple(rng.integers(0, CONFIG.vocab_size, n).tolist()), new) for n, new in ((90, 110), (7, 40))]
-    shape = ResolvedConfig(K, slots=2, context=256, prefill_chunk=16, widths=WidthTable({1: K, 2: 0}))
+    shape = ResolvedConfig(K, slots=2, context=256, prefill_chunk=16, adaptive=True)
     kind = PEagle if mask_token_id is not None else Eagle3
     ringed, whole = (
-        decode(Engine(target, kind(params, config, retain_full_kv=retains), shape), asked) for retains in (False, True)
+        decode(
+            drafting_at(Engine(target, kind(params, config, retain_full_kv=retains), shape), {1: True, 2: False}), asked
+        )
+        for retains in (False, True)
     )
-    plain = decode(Engine(target, None, ResolvedConfig(0, slots=2, context=256, prefill_chunk=16)), asked)[0]
-    assert ringed[0] == whole[0] == plain
+    assert ringed[0] == whole[0]
     assert ringed[1] == whole[1]
     drafted = [bool(step.draft_token_ids) for step in ringed[1][0]]
     assert True in drafted[drafted.index(False) :]  # it went on after the other row had ended
@@ -98,9 +99,9 @@ def test_who_decides_on_the_window(directories: Directories, tmp_path: Path, pai
     assert found() == ((24, 24), "24 positions, by speculation.json")
     assert found(drafter_window="auto") == found()
     assert found(drafter_window=40)[1] == "40 positions, given"
-    table.write_text('{"drafts": {"1": 2}, "drafter_window": "off"}')
+    table.write_text('{"num_speculative_tokens": 2, "drafter_window": "off"}')
     assert found() == (None, "off, by speculation.json")
-    table.write_text('{"drafts": {"1": 2}}')
+    table.write_text('{"num_speculative_tokens": 2}')
     assert found() == ((20, None), "20 positions in 1 of 2 layers, by config.json")
     assert pair.loaded.drafter_window == "off, by default: no file names one"
     assert with_drafter(pair, directories.target, NGRAM).loaded.drafter_window is None
@@ -118,7 +119,7 @@ def test_what_is_no_window_is_refused(directories: Directories, pair: Pair, aske
 def test_a_file_that_names_no_window_is_refused(tmp_path: Path, directories: Directories, text: str) -> None:
     shutil.copytree(directories.drafter, tmp_path / "drafter")
     (tmp_path / "drafter" / "speculation.json").write_text(text)
-    with pytest.raises(InputError, match=r"speculation\.json names the drafter_window .*; expected .*mend it"):
+    with pytest.raises(InputError, match=r"speculation\.json names the drafter_window .*; expected .*correct it"):
         peagle.loading.load(directories.target, tmp_path / "drafter")
 
 

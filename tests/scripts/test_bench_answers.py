@@ -10,10 +10,11 @@ import pytest
 from peagle.checkpoints import DEMO, resolve
 from peagle.engine.warmup import WarmUp
 from peagle.measure.pages import markdown
-from scripts import bench_answers
-from scripts.bench_answers import Answer, decoded, entries, figures, page
 from scripts.peers import ours
 from scripts.peers.roster import Site
+from scripts.scenarios import answers as scenario
+from scripts.scenarios.answers import Answer, decoded, entries, figures, page
+from tests.support.toys import costs
 
 DEMO_TARGET, DEMO_DRAFTER = (resolve(DEMO, part) for part in ("target", "drafter"))
 
@@ -60,7 +61,7 @@ def test_all_engines_take_turns_and_the_first_repeat_does_not_count() -> None:
 
 
 def record(found: dict[str, Any]) -> dict[str, Any]:
-    source = {"command": "python -m scripts.bench_answers", "cpu": "a processor", "num_threads": 2, "time": "now"}
+    source = {"command": "python -m scripts.scenario", "cpu": "a processor", "num_threads": 2, "time": "now"}
     source |= {"device": {"platform": "cpu"}}
     config = {"target": "demo", "drafter": "demo", "prompts": "some.jsonl", "num_prompts": 2, "max_new_tokens": 9}
     rows = [{"engine": name, "version": "1", "computes": "in its way", **row} for name, row in found.items()]
@@ -73,7 +74,9 @@ def record(found: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("num_drafts", [2, "auto"])
 def test_speculation_writes_what_plain_decoding_does(num_drafts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WarmUp, "measure_costs", lambda *_: {1: 1.0})  # so that auto drafts, whatever the machine does
+    monkeypatch.setattr(
+        WarmUp, "measure_costs", lambda *_: costs(3, {1: True})
+    )  # so that auto drafts, whatever the machine does
     plain = ours.load(str(DEMO_TARGET), "auto", "float32").decode([3, 1, 4, 1, 5], 24)
     pair = ours.load(str(DEMO_TARGET), "auto", "float32", str(DEMO_DRAFTER), num_drafts)
     assert pair.decode([3, 1, 4, 1, 5], 24)["token_ids"] == plain["token_ids"]
@@ -100,12 +103,11 @@ def test_the_engines_of_a_comparison() -> None:
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str],
     message: str,
 ) -> None:  # fmt: skip
     out = tmp_path / "run"
-    monkeypatch.setattr("sys.argv", ["bench_answers", "--out", str(out), "--llama-python", "python", *arguments])
-    assert bench_answers.main() == 2
+    assert scenario.main(["--out", str(out), "--llama-python", "python", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1

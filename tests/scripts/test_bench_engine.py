@@ -52,8 +52,8 @@ def test_a_case_names_the_row_it_is_divided_by() -> None:
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        ([], "expected a scenario: engine"),
-        (["unknown"], "expected a scenario: engine"),
+        ([], "expected a scenario: answers, arrivals, engine, memory, peers, serve, soak"),
+        (["unknown"], "expected a scenario: answers, arrivals, engine, memory, peers, serve, soak"),
         (["engine", "--out", "OUT", "--before", "nowhere", "demo"], "expected a checkout of this project"),
         (["engine", "--out", "OUT", "--rounds", "0", "demo"], "expected --rounds of 1 or more"),
         (["engine", "--out", "OUT", "--only", "no such case", "demo"], "--only to begin a case's name"),

@@ -24,11 +24,11 @@ from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.ops.mxfp4 import CODES
 from peagle.workflows.random_checkpoint import SIZES, geometry, random_tensors, write_random_checkpoint
-from scripts import bench_peers
 from scripts.peers import bystanders, cost, figures, gguf_file, measure, ours, page, remote, roster
 from scripts.peers.bystanders import Bystanders
 from scripts.peers.stepwise import StepwiseEngine
 from scripts.runs import Progress
+from scripts.scenarios import peers as bench_peers
 from target.load import inspect_target, write_target
 
 GEOMETRY = geometry(
@@ -377,7 +377,7 @@ def test_ratios_are_taken_within_a_round(measured: measure.Measured) -> None:
 
 
 PROVENANCE = {
-    "command": "python -m scripts.bench_peers",
+    "command": "python -m scripts.bench peers",
     "cpu": "a processor",
     "num_threads": 2,
     "packages": {"jaxlib": "1"},

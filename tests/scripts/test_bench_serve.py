@@ -12,19 +12,19 @@ from peagle.engine.engine import Engine
 from peagle.measure.pages import markdown
 from peagle.ops.errors import InputError
 from peagle.text.tokenizer import load_tokenizer
-from scripts import bench_serve
-from scripts.bench_serve import PEER, PLAIN, Load, by_engine, page, prompts, rounds, summary
 from scripts.runs import Progress
-from scripts.serving import client, servers, soak
+from scripts.scenarios import serve, soak
+from scripts.scenarios.serve import PEER, PLAIN, Load, by_engine, page, prompts, rounds, summary
+from scripts.serving import client, servers
 from scripts.serving.client import Counted, Reply, quantile
-from scripts.serving.servers import Server, made_tokens, with_tokenizer
+from scripts.serving.servers import Server, byte_level_tokens, with_tokenizer
 from tests.support.harmony import says
 from tests.support.pairs import write_tokenizer
 from tests.support.running import running
 
 LOAD = Load(2, 4, 6, 9, 2)
 PROMPTS = [[40 + place, 50, 51, 52, 53, 54] for place in range(4)]
-MADE = {
+ORIGIN = {
     "command": "python", "cpu": "a CPU", "num_threads": 2, "time": "now",
     "device": {"platform": "cpu"}, "packages": {"jaxlib": "1"},
 }  # fmt: skip
@@ -39,15 +39,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, E
     assert tokenizer is not None
     body = {"messages": [{"role": "user", "content": ""}]}
     service = says(tokenizer, (body, "ab cd\n\nef " * 60), max_queue=2, hosts=())
-    with running(service) as found:
-        yield Server(found.url), service.loop.engine  # type: ignore[misc]
+    with running(service) as server:
+        yield Server(server.url), service.loop.engine  # type: ignore[misc]
     service.loop.close()  # type: ignore[attr-defined]
 
 
 def test_rounds_have_the_clients_figures_the_servers_own_and_the_engines(server: tuple[Server, Engine]) -> None:
-    found, engine = server
+    running_server, engine = server
     load = Load(2, 4, 6, 9, 2, engine_alone=True)
-    lines = list(rounds(load, PROMPTS, {PLAIN: found}, {PLAIN: engine}, Progress()))
+    lines = list(rounds(load, PROMPTS, {PLAIN: running_server}, {PLAIN: engine}, Progress()))
     assert [(line["round"], line["place"]) for line in lines] == [
         (1, "engine"), (1, "server"), (2, "server"), (2, "engine")
     ]  # fmt: skip
@@ -77,35 +77,35 @@ def test_the_engine_alone_decodes_as_clients_ask(server: tuple[Server, Engine]) 
 def test_what_is_refused_or_cut_short_is_one_line(
     server: tuple[Server, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, _ = server
+    running_server, _ = server
     with pytest.raises(InputError, match="max_tokens is 0"):
-        client.together(found.url, [{"prompt": [40], "max_tokens": 0}], 1)
+        client.together(running_server.url, [{"prompt": [40], "max_tokens": 0}], 1)
     stopped = {"prompt": [40, 41, 42], "max_tokens": 300, "temperature": 0, "stop": ["e"]}
     with pytest.raises(InputError, match="tokens; expected 300"):
-        client.together(found.url, [stopped], 1)
+        client.together(running_server.url, [stopped], 1)
     monkeypatch.setattr(client, "COUNTED_S", 0.0)
-    before = Counted.by(found)
+    before = Counted.by(running_server)
     with pytest.raises(InputError, match="counts 0 of 1"):
-        Counted.after(found, before, 1)
+        Counted.after(running_server, before, 1)
 
 
 def soaked(server: Server, clients: int = 6) -> dict[str, Any]:
-    asked = soak.bodies([[40 + place % 9, *range(60, 60 + place)] for place in range(8)], 16)
-    return soak.soak(server, asked, clients=clients, seconds=1.0, seed=0, slots=2, longest=100, turns=12)
+    bodies = soak.mixed_bodies([[40 + place % 9, *range(60, 60 + place)] for place in range(8)], 16)
+    return soak.soak(server, bodies, clients=clients, seconds=1.0, seed=0, slots=2, longest=100, turns=12)
 
 
 def test_a_soak_of_a_server_that_is_right_finds_nothing(server: tuple[Server, Engine]) -> None:
-    found = soaked(server[0])
-    assert found["answered"] > 0
-    assert found["left"] > 0
-    assert found["bad"] > 0
+    counts = soaked(server[0])
+    assert counts["answered"] > 0
+    assert counts["left"] > 0
+    assert counts["bad"] > 0
     names = ("wrong", "failed", "leaked_slots", "server_errors", "unsent_bytes")
-    assert [found[name] for name in names] == [0] * 5, found
+    assert [counts[name] for name in names] == [0] * 5, counts
 
 
 def test_of_a_soak_one_client_more_reads_nothing(server: tuple[Server, Engine]) -> None:
-    found = soaked(server[0], clients=0)
-    assert (found["answered"], found["unread"] > 0, found["leaked_slots"]) == (0, True, 0), found
+    counts = soaked(server[0], clients=0)
+    assert (counts["answered"], counts["unread"] > 0, counts["leaked_slots"]) == (0, True, 0), counts
 
 
 def test_a_soak_finds_wrong_answers_and_leaked_slots(
@@ -115,10 +115,10 @@ def test_a_soak_finds_wrong_answers_and_leaked_slots(
     monkeypatch.setattr(soak, "whole", lambda url, body: right(url, body) + "!")
     monkeypatch.setattr(soak, "FREE_S", 0.0)
     monkeypatch.setattr(Server, "health", lambda _: {"requests_running": 1, "requests_waiting": 2})
-    found = soaked(server[0])
-    assert found["leaked_slots"] == 3
-    assert found["wrong"] > 0
-    assert "expected" in found["first_wrong"][0]
+    counts = soaked(server[0])
+    assert counts["leaked_slots"] == 3
+    assert counts["wrong"] > 0
+    assert "expected" in counts["first_wrong"][0]
 
 
 def test_growth_is_of_the_last_tenth_over_the_second() -> None:
@@ -133,19 +133,19 @@ def test_a_quantile_is_interpolated_in_its_bucket() -> None:
     assert quantile(buckets, 0.95) == 4.0
 
 
-def test_prompts_have_the_length_that_is_asked_for_and_differ() -> None:
+def test_prompts_have_the_length_of_the_load_and_differ() -> None:
     directory = resolve(DEMO, "target")
     for length in (60, 300):
-        found = prompts(directory, 1000, Load(1, 4, length, 2, 1), 0)
-        assert [len(prompt) for prompt in found] == [length] * 4
-        assert len({tuple(prompt) for prompt in found}) > 1
+        token_ids = prompts(directory, 1000, Load(1, 4, length, 2, 1), 0)
+        assert [len(prompt) for prompt in token_ids] == [length] * 4
+        assert len({tuple(prompt) for prompt in token_ids}) > 1
 
 
-def test_a_made_tokenizer_has_a_text_for_every_token(tmp_path: Path) -> None:
+def test_a_generated_tokenizer_has_a_text_for_every_token(tmp_path: Path) -> None:
     source = tmp_path / "checkpoint"
     source.mkdir()
     (source / "config.json").write_text("{}")
-    tokens = made_tokens(300)
+    tokens = byte_level_tokens(300)
     assert len(set(tokens)) == 300
     with_tokenizer(source, tokens, tmp_path / "with")
     tokenizer = load_tokenizer(tmp_path / "with")
@@ -165,28 +165,28 @@ def test_a_server_that_does_not_come_up_says_why_in_a_line() -> None:
         pass
 
 
-def test_the_page_names_every_arm_and_what_is_missing() -> None:
-    single, load = Load(1, 3, 1000, 1000, 1, single=True), Load(8, 16, 128, 128, 1, engine_alone=True)
+def test_the_page_names_every_variant_and_what_is_missing() -> None:
+    single, many = Load(1, 3, 1000, 1000, 1, single=True), Load(8, 16, 128, 128, 1, engine_alone=True)
     line = client.figures([Reply(0.0, (1.0, 2.0, 4.0), 9, "", 3, 4), Reply(0.5, (1.0, 3.0), 9)])
     assert line["tok_per_s"] == 4.5
     assert line["itl_p50_s"] == 2.0
     assert line["acceptance_length"] == pytest.approx(1 + 4 / 3)
     raw: list[dict[str, Any]] = []
-    for each in (single, load):
-        for arm, factor in ((PLAIN, 1.0), ("K = 3", 2.0), (PEER, 0.5)):
-            of = {**vars(each), "round": 1, "arm": arm, **line, "tok_per_s": factor * 100}
+    for load in (single, many):
+        for variant, factor in ((PLAIN, 1.0), ("K = 3", 2.0), (PEER, 0.5)):
+            of = {**vars(load), "round": 1, "variant": variant, **line, "tok_per_s": factor * 100}
             raw.append({**of, "place": "server"})
-            if each.engine_alone and arm != PEER:
+            if load.engine_alone and variant != PEER:
                 raw.append({**of, "place": "engine", "tok_per_s": factor * 125})
-    rows = [summary(raw, each, arm) for each in (single, load) for arm in (PLAIN, "K = 3", PEER)]
+    rows = [summary(raw, load, variant) for load in (single, many) for variant in (PLAIN, "K = 3", PEER)]
     assert (rows[1]["over_plain"], rows[1]["over_peer"], rows[4]["over_engine"]) == (2.0, 4.0, 0.8)
-    record = {"config": {"target": "M", "drafter": None}, "provenance": MADE, "rows": rows}
+    record = {"config": {"target": "M", "drafter": None}, "provenance": ORIGIN, "rows": rows}
     text = markdown(page(record))
     assert "| 8 | K = 3 | 200 | 2.00 | 4.00 |" in text
     assert "| 8 | plain | 100 | 125 | 0.800 |" in text
     assert "1000 tokens in, 1000 out, 3 requests, one at a time" in text
-    seen = {
-        "arm": "K = 3",
+    counts = {
+        "variant": "K = 3",
         "clients": 10,
         "slots": 4,
         "seconds": 60,
@@ -195,9 +195,9 @@ def test_the_page_names_every_arm_and_what_is_missing() -> None:
         "refused": 2,
         "wrong": 0,
     }
-    seen |= {"failed": 0, "leaked_slots": 0, "memory_growth_frac": 0.012, "bad": 4, "unread": 5, "cut_streams": 3.0}
-    seen |= {"server_errors": 0.0, "unsent_bytes": 0.0}
-    text = markdown(page({"config": {"target": "M", "drafter": None}, "provenance": MADE, "soak": seen}))
+    counts |= {"failed": 0, "leaked_slots": 0, "memory_growth_frac": 0.012, "bad": 4, "unread": 5, "cut_streams": 3.0}
+    counts |= {"server_errors": 0.0, "unsent_bytes": 0.0}
+    text = markdown(soak.page({"config": {"target": "M", "drafter": None}, "provenance": ORIGIN, "soak": counts}))
     assert "| growth of memory | 1.2 % |" in text
     assert "| of these, ended by the server | 3 |" in text
 
@@ -209,7 +209,6 @@ def test_the_page_names_every_arm_and_what_is_missing() -> None:
         (["--round-out", "1"], "--round-out must be 2"),
         (["--clients", "0"], "--clients is '0'"),
         (["--requests", "-1"], "--requests"),
-        (["--soak", "0"], "--soak is 0"),
         (["--peer", "no-such-program"], "no-such-program, which is no program"),
         (["-k", "x"], "-k is 'x'"),
         (["--tokens-out", "10000000"], "positions; expected"),
@@ -219,7 +218,7 @@ def test_bad_options_are_one_line_and_write_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str], message: str
 ) -> None:
     out = tmp_path / "run"
-    assert bench_serve.main(["--out", str(out), *options]) == 2
+    assert serve.main(["--out", str(out), *options]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
@@ -227,5 +226,10 @@ def test_bad_options_are_one_line_and_write_nothing(
 
 
 def test_only_the_peer_is_told_to_keep_no_prompts() -> None:
-    assert bench_serve.body_of([1], LOAD, PEER)["cache_prompt"] is False
-    assert "cache_prompt" not in bench_serve.body_of([1], LOAD, PLAIN)
+    assert serve.body_of([1], LOAD, PEER)["cache_prompt"] is False
+    assert "cache_prompt" not in serve.body_of([1], LOAD, PLAIN)
+
+
+def test_a_soak_of_no_minutes_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert soak.main(["--out", str(tmp_path / "run"), "--minutes", "0"]) == 2
+    assert capsys.readouterr().err == "bench soak: error: --minutes is 0.0; expected a number above 0\n"

@@ -1,19 +1,15 @@
-"""The demo's last stage: rows behind texts, a mixture of rows, a judge that goes on where it was cut off."""
+"""The demo's last stage: rows behind texts, and a mixture of rows."""
 
 import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
 from peagle.checkpoints import DEMO, resolve
-from peagle.ops.errors import InputError
-from scripts.demo import judge
-from scripts.demo.build import DRAFTERS
 from scripts.demo.long_rows import CHARS_PER_TOKEN, LENGTHS, behind_texts, chat_rows, texts_of
 from scripts.demo.longer import MINUTES, SHARES, WHOLE_MINUTES
 from scripts.demo.train_longer import STEP_TOKENS, Mixture, parse_shares
@@ -56,10 +52,10 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Mixture:
     return Mixture(50, rows, {"short": 3, "long": 2}, 0.3)
 
 
-def test_each_round_of_steps_holds_every_kinds_share_in_another_order(mixture: Mixture) -> None:
+def test_every_round_of_steps_holds_every_kinds_share_in_another_order(mixture: Mixture) -> None:
     kinds = [mixture.kind_at(step) for step in range(mixture.steps)]
     rounds = [tuple(kinds[first : first + 5]) for first in range(0, mixture.steps, 5)]
-    assert all(Counter(each) == mixture.shares for each in rounds)
+    assert all(Counter(kinds) == mixture.shares for kinds in rounds)
     assert len(set(rounds)) > 1
 
 
@@ -69,8 +65,8 @@ def test_steps_have_as_many_tokens_and_go_through_all_rows(mixture: Mixture) -> 
         batches = [mixture.at(step) for step in range(mixture.steps) if mixture.kind_at(step) == kind]
         assert {batch.token_ids.size for batch in batches} == {STEP_TOKENS}
         count = len(batches[0].token_ids)
-        seen = np.concatenate([np.asarray(batch.token_ids) for batch in batches])[: 12 // count * count]
-        assert len(np.unique(seen, axis=0)) == len(seen)
+        rows = np.concatenate([np.asarray(batch.token_ids) for batch in batches])[: 12 // count * count]
+        assert len(np.unique(rows, axis=0)) == len(rows)
     again = dataclasses.replace(mixture)
     np.testing.assert_array_equal(again.at(17).token_ids, mixture.at(17).token_ids)
 
@@ -82,44 +78,10 @@ def test_rates_rise_then_fall_to_zero(mixture: Mixture) -> None:
     assert 0 < rates[-1] < 0.02 < max(rates) <= 0.3
 
 
-def test_shares_name_rows_that_are_made_and_minutes_fit() -> None:
-    made = {f"{kind}_{width}" for kind in ("chat", "raw") for width in (512, 2048, 4096)}
+def test_shares_name_rows_of_the_stage_and_minutes_fit() -> None:
+    kinds = {f"{kind}_{width}" for kind in ("chat", "raw") for width in (512, 2048, 4096)}
     for typed in SHARES.values():
-        assert set(parse_shares(typed)) <= made
+        assert set(parse_shares(typed)) <= kinds
     assert sum(MINUTES.values()) < WHOLE_MINUTES
     with pytest.raises(SystemExit, match="expected NAME:SHARE"):
         parse_shares("chat_512=4")
-
-
-def test_figures_are_measured_once(tmp_path: Path) -> None:
-    kept, asked = judge.Kept(tmp_path / "figures"), list[int]()
-
-    def measure() -> dict[str, Any]:
-        asked.append(1)
-        return {"nats": [1.0]}
-
-    assert kept.get("New, 0", measure) == kept.get("New, 0", measure) == {"nats": [1.0]}
-    assert asked == [1]
-    assert json.loads((tmp_path / "figures" / "new_0.json").read_text()) == {"nats": [1.0]}
-
-
-def test_what_is_judged_is_checked_first(tmp_path: Path) -> None:
-    assert judge.parse_length("2500:24") == (2500, 24)
-    for part in ("target", *DRAFTERS):
-        (tmp_path / part).mkdir()
-    assert judge.parse_pair(f"new:{tmp_path}:256") == judge.Judged("new", tmp_path, "256")
-    (tmp_path / "drafter").rmdir()
-    with pytest.raises(InputError, match="holds no drafter/"):
-        judge.parse_pair(f"new:{tmp_path}:256")
-    for typed in ("2500", "x:3", "10:0"):
-        with pytest.raises(InputError, match="expected TOKENS:PROMPTS"):
-            judge.parse_length(typed)
-
-
-def test_rows_of_the_page_tell_loops_apart() -> None:
-    row = {"pair": "new", "drafter": "P-EAGLE", "tokens": 2500, "prompt_tokens": [2500, 2510], "loops": [True, False]}
-    cells = judge._decoded_row(row | {"accepted": [60, 10], "steps": [10, 10]})
-    assert cells[:4] == ["new", "P-EAGLE", "2,505", "2"]
-    assert cells[4].startswith("4.50")
-    assert cells[5].startswith("2.00")
-    assert cells[6] == "50%"

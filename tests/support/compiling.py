@@ -3,6 +3,8 @@ asserted is what programs say, not how fast they say it. That a row's bits are i
 they are compiled for users."""
 
 import importlib.metadata
+import os
+import sys
 from pathlib import Path
 
 # what an earlier run, or the worker beside this one, compiled is read back
@@ -18,3 +20,7 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):  # the newer line h
     AS_FOR_USERS["xla_cpu_use_fusion_emitters"] = True
 
 FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in QUICKLY.items())
+
+# the suite starts some 60 processes, and each would compile the package's source again
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.struct
@@ -14,6 +14,7 @@ from drafter.config import DrafterConfig
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request, StepRecord
 from peagle.engine.state import check_integrity
+from peagle.engine.widths import CostTable
 from peagle.ops.attention import CacheGroup, PagedCache, group_layers
 from peagle.ops.messages import Choose, DrafterInput, DraftOutput, VerifyOutput, likeliest_of
 from peagle.ops.rope import RopeConfig, Yarn
@@ -173,7 +174,27 @@ class FixedLogits(WithoutMemory):
     ) -> tuple[DraftOutput, Any]:
         batch = fresh.num.shape[0]
         logits = jnp.broadcast_to(self.logits[None], (batch, *self.logits.shape))
-        return DraftOutput(choose(logits, None, 0), logits), state
+        token_ids, confidence = choose(logits, None, 0)
+        return DraftOutput(token_ids, logits, confidence), state
+
+
+def costs(k: int, pays: Mapping[int, bool]) -> CostTable:
+    """Make times of steps: where drafting pays it takes next to no time, so that all drafts are verified.
+
+    pays: by number of active slots; a number without an entry is as the next smaller one.
+    """
+
+    def times(first: int, last: int, much: bool) -> tuple[tuple[int, float], ...]:
+        return ((first, float(first > 0)), (last, 1e3 if much else 1.0 + 1e-4))
+
+    verify = {number: times(number, number * (k + 1), not pay) for number, pay in pays.items()}
+    return CostTable(verify, {number: ((0, 0.0), (number * k, 1e-4)) for number in pays})
+
+
+def drafting_at(engine: Engine, pays: Mapping[int, bool]) -> Engine:
+    """Give an adaptive engine the times of `costs`."""
+    engine.costs = costs(engine.config.num_speculative_tokens, pays)
+    return engine
 
 
 def check_whole(engine: Engine) -> None:

@@ -345,12 +345,6 @@ def test_layers_that_all_see_everything_need_no_window(tmp_path: Path) -> None:
     assert {loaded.config.window(layer) for layer in range(config.num_layers)} == {None}
 
 
-def test_buffers_of_rope_are_ignored(mxfp4: Path, tmp_path: Path) -> None:
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    directory = changed(mxfp4, tmp_path / "buffers", put(name, np.zeros(8, np.float32)))
-    assert load_target(directory).config == load_target(mxfp4).config
-
-
 def test_packed_needs_mxfp4(tmp_path: Path) -> None:
     save_target(tmp_path / "a", random_params(), CONFIG, mxfp4=False)
     with pytest.raises(InputError, match="packed needs an MXFP4 checkpoint") as caught:

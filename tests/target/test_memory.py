@@ -22,9 +22,10 @@ COMPILER_BYTES = {"native": 128_000_000, "xla": 256_000_000}
 ROOT = Path(__file__).parents[2]
 # on a machine of many processors the compiler would run many threads, each with memory of its own
 ON_TWO_PROCESSORS = """
-import os, runpy
+import os, runpy, sys
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
-runpy.run_module("scripts.measure_memory", run_name="__main__")
+sys.argv.insert(1, "memory")
+runpy.run_module("scripts.bench", run_name="__main__")
 """
 
 

@@ -3,14 +3,14 @@
 import importlib.util
 import io
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from peagle.measure.sweep.figures import Estimate, Row
 from peagle.measure.sweep.plan import AUTO
 
-Row = Mapping[str, Any]
 PAGE, INK = "#ffffff", "#222222"
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)  # safe for colour-blind readers
 ON_DARK = {  # what a reader of dark pages sees in place of a colour
@@ -31,7 +31,7 @@ FEW_SERIES = 4
 SHORT_NAME, LONG_NAME, LONG_TICK = 30, 70, 24  # characters: of a legend inside, below a picture, and of a label
 LINE = 0.2  # inches of a legend's line
 
-Series = TypeVar("Series")
+Point = tuple[int | float, Estimate | None]  # (place on the horizontal axis, figure)
 
 
 def can_draw() -> bool:
@@ -41,16 +41,16 @@ def can_draw() -> bool:
 
 def speedup(series: Mapping[str, Sequence[Row]]) -> str | None:
     """Draw pooled speed-up over K, one line per series."""
-    return _over_k(series, "speedup", "speed-up over plain decoding", level=1.0)
+    return _over_k(series, lambda row: row.speedup, "speed-up over plain decoding", level=1.0)
 
 
 def acceptance_length(series: Mapping[str, Sequence[Row]]) -> str | None:
     """Draw acceptance length over K; hollow markers: without the outputs that loop, if some do."""
 
-    def without_loops(row: Row) -> Any:
-        return row["without_loops"]["acceptance_length"] if row["looping_frac"] else None
+    def without_loops(row: Row) -> Estimate | None:
+        return row.without_loops.acceptance_length if row.looping_frac else None
 
-    return _over_k(series, "acceptance_length", "acceptance length", also=without_loops)
+    return _over_k(series, lambda row: row.acceptance_length, "acceptance length", hollow=without_loops)
 
 
 def cycle(rows: Sequence[Row]) -> str | None:
@@ -58,27 +58,26 @@ def cycle(rows: Sequence[Row]) -> str | None:
 
     Dots are the tokens a pass, which must lie above the bar. None if no step was profiled.
     """
-    profiled = [row for row in rows if row["draft_s"] is not None]
-    if not profiled:
+    profiled = [row for row in rows if row.draft_s is not None]
+    if not profiled or profiled[0].plain_step_s is None:
         return None
+    plain_s = profiled[0].plain_step_s.value
+    parts = (
+        ("verify", [row.verify_s for row in profiled], COLORS[0]),
+        ("draft", [row.draft_s for row in profiled], COLORS[1]),
+        ("rest", [row.host_s for row in profiled], "#bbbbbb"),
+    )
 
     def draw(axis: Any) -> None:
-        places, plain = range(len(profiled)), profiled[0]["plain_step_s"]["value"]
         bottom = np.zeros(len(profiled))
-        for key, name, color in (
-            ("verify_s", "verify", COLORS[0]),
-            ("draft_s", "draft", COLORS[1]),
-            ("host_s", "rest", "#bbbbbb"),
-        ):
-            heights = np.array([row[key]["value"] for row in profiled]) / plain
-            axis.bar(places, heights, 0.6, bottom=bottom, label=name, color=color)
+        for name, times, color in parts:
+            heights = np.array([0.0 if time is None else time.value for time in times]) / plain_s
+            axis.bar(range(len(profiled)), heights, 0.6, bottom=bottom, label=name, color=color)
             bottom += heights
-        lengths = [row["tokens_per_step"] for row in profiled]
-        shown = [(place, each) for place, each in zip(places, lengths, strict=True) if each is not None]
-        _bars(axis, [place for place, _ in shown], [each for _, each in shown], label="tokens a pass", color=INK)
+        _points(axis, enumerate(row.tokens_per_step for row in profiled), label="tokens a pass", color=INK)
         axis.set(xlabel="K", ylabel="passes of plain decoding")
         _from_zero(axis)
-        axis.set_xticks(places, shortened([row["label"] for row in profiled], LONG_TICK))
+        axis.set_xticks(range(len(profiled)), shortened([row.label for row in profiled], LONG_TICK))
         if tilt := _tilt(profiled):
             axis.tick_params(axis="x", rotation=tilt)
             for label in axis.get_xticklabels():
@@ -89,37 +88,27 @@ def cycle(rows: Sequence[Row]) -> str | None:
 
 
 def positions(series: Mapping[str, Row]) -> str | None:
-    """Draw the acceptance rate of each draft, one line per series. None if nothing was drafted."""
-    drafted = _named({name: row for name, row in series.items() if any(row["rate_per_position"])})
-    if not drafted:
-        return None
+    """Draw the acceptance rate by draft, one line per series. None if nothing was drafted."""
+    lines = {name: list(enumerate(row.rate_per_position, 1)) for name, row in series.items()}
 
-    def draw(axis: Any) -> None:
-        for (name, row), (color, marker) in zip(drafted.items(), _looks(), strict=False):
-            rates = [each for each in row["rate_per_position"] if each is not None]
-            _bars(axis, range(1, len(rates) + 1), rates, label=name, color=color, fmt=f"{marker}-")
+    def finish(axis: Any) -> None:
         axis.set(xlabel="draft", ylabel="accepted / steps", ylim=(0, 1.05))
         axis.xaxis.get_major_locator().set_params(integer=True)
-        _legend(axis, drafted)
 
-    return svg(draw, drafted)
+    return _lines(lines, finish)
 
 
-def requests(row: Row, looping_above: float) -> str | None:
-    """Draw the speed-up of each request, slowest first. None if no request has one."""
-    found = sorted((each for each in row["per_request"] if each["speedup"]), key=lambda each: each["speedup"]["value"])
-    if not found:
+def requests(row: Row) -> str | None:
+    """Draw the speed-up of every request, slowest first. None if no request has one."""
+    timed = [(figures, figures.speedup) for figures in row.per_request if figures.speedup is not None]
+    if not timed:
         return None
+    timed.sort(key=lambda pair: pair[1].value)
 
     def draw(axis: Any) -> None:
         for looping, color, name in ((False, COLORS[0], "other outputs"), (True, COLORS[1], "looping outputs")):
-            some = [
-                (place, each["speedup"])
-                for place, each in enumerate(found, 1)
-                if ((each["loop_share"] or 0) > looping_above) == looping
-            ]
-            if some:
-                _bars(axis, [p for p, _ in some], [e for _, e in some], label=name, color=color, fmt=".", capsize=0)
+            points = [(place, speedup) for place, (figures, speedup) in enumerate(timed, 1) if figures.loops == looping]
+            _points(axis, points, label=name, color=color, fmt=".", capsize=0)
         axis.axhline(1, color="grey", linewidth=0.8)
         axis.set(xlabel="requests, slowest first", ylabel="speed-up over plain decoding")
         axis.xaxis.get_major_locator().set_params(integer=True)
@@ -142,105 +131,125 @@ def _log_ratios(axis: Any) -> None:
 
 
 def concurrency(series: Mapping[str, Sequence[Row]]) -> str | None:
-    """Draw total tokens a second over the number of requests at once, one line per variant.
+    """Draw total tokens a second over the number of requests at once, one line per variant. None without any."""
+    lines = {name: [(row.concurrency or 1, row.tok_per_s) for row in rows] for name, rows in series.items()}
+    figures = [figure for points in lines.values() for _, figure in points if figure is not None]
+    highest = max((figure.high or figure.value for figure in figures), default=0.0)
 
-    None without any.
-    """
-    timed = {name: [row for row in rows if row["tok_per_s"] is not None] for name, rows in series.items()}
-    timed = _named({name: rows for name, rows in timed.items() if rows})
-    if not timed:
-        return None
-    numbers = sorted({row["concurrency"] for rows in timed.values() for row in rows})
-
-    def draw(axis: Any) -> None:
-        for (name, rows), (color, marker) in zip(timed.items(), _looks(), strict=False):
-            places, rates = [row["concurrency"] for row in rows], [row["tok_per_s"] for row in rows]
-            _bars(axis, places, rates, label=name, color=color, fmt=f"{marker}-")
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(numbers, list(map(str, numbers)))
-        axis.minorticks_off()
-        highest = max(row["tok_per_s"]["high"] or row["tok_per_s"]["value"] for some in timed.values() for row in some)
+    def finish(axis: Any) -> None:
+        _log_numbers(axis, lines)
         axis.set(xlabel="requests at once", ylabel="total tokens a second", ylim=(0, HEADROOM * highest))
-        _legend(axis, timed)
 
-    return svg(draw, timed)
+    return _lines(lines, finish)
 
 
-def over_context(series: Mapping[str, Sequence[Row]], key: str, name: str, level: float | None = None) -> str | None:
-    """Draw a figure over the length of prompts, one line per series: of buckets, each at its median.
+def over_context(lines: Mapping[str, Sequence[Point]], name: str, level: float | None = None) -> str | None:
+    """Draw a figure over the length of prompts, one line per series: points (median tokens of a bucket, figure).
 
     None if no series has two buckets with that figure.
     """
-    found = {title: [part for part in parts if part[key] is not None] for title, parts in series.items()}
-    found = _named({title: parts for title, parts in found.items() if len(parts) > 1})
-    if not found:
-        return None
+    known = {title: [point for point in points if point[1] is not None] for title, points in lines.items()}
+    known = {title: points for title, points in known.items() if len(points) > 1}
 
-    def draw(axis: Any) -> None:
-        for (title, parts), (color, marker) in zip(found.items(), _looks(), strict=False):
-            places = [part["prompt_tokens"] for part in parts]
-            _bars(axis, places, [part[key] for part in parts], label=title, color=color, fmt=f"{marker}-")
-        if level is not None:
-            axis.axhline(level, color="grey", linewidth=0.8)
-        axis.set_xscale("log", base=2)
-        places = sorted({part["prompt_tokens"] for parts in found.values() for part in parts})
-        axis.set_xticks(places, [f"{place:,.0f}" for place in places])
-        axis.minorticks_off()
+    def finish(axis: Any) -> None:
+        _level(axis, level)
+        _log_numbers(axis, known)
         axis.set(xlabel="tokens of the prompt", ylabel=name)
         _from_zero(axis)
-        _legend(axis, found)
 
-    return svg(draw, found)
+    return _lines(known, finish)
+
+
+def _lines(lines: Mapping[str, Sequence[Point]], finish: Callable[[Any], None]) -> str | None:
+    """Draw lines with intervals and a legend, after which `finish` sets up the axis. None without a point."""
+    drawn = {title: points for title, points in lines.items() if any(figure is not None for _, figure in points)}
+    if not drawn:
+        return None
+    titles = shortened(list(drawn), LONG_NAME)
+
+    def draw(axis: Any) -> None:
+        for title, points, (color, marker) in zip(titles, drawn.values(), _looks(), strict=False):
+            _points(axis, points, label=title, color=color, fmt=f"{marker}-")
+        finish(axis)
+        _legend(axis, titles)
+
+    return svg(draw, titles)
+
+
+def calibration(lines: Mapping[str, Sequence[tuple[float, float]]]) -> str | None:
+    """Draw the share of right drafts over the drafter's confidence in them; on the diagonal both are equal."""
+    titles = shortened(list(lines), LONG_NAME)
+
+    def draw(axis: Any) -> None:
+        axis.plot([0, 1], [0, 1], linestyle=":", color=INK, linewidth=1, label="_")
+        for title, points, (color, marker) in zip(titles, lines.values(), _looks(), strict=False):
+            axis.plot(*zip(*points, strict=True), f"{marker}-", color=color, markersize=5, linewidth=1.2, label=title)
+        axis.set(xlabel="the drafter's probability of its draft", ylabel="accepted", xlim=(0, 1), ylim=(0, 1.02))
+        _legend(axis, titles)
+
+    return svg(draw, titles) if lines else None
 
 
 def _over_k(
     series: Mapping[str, Sequence[Row]],
-    key: str,
+    value: Callable[[Row], Estimate | None],
     name: str,
     level: float | None = None,
-    also: Callable[[Row], Any] | None = None,
+    hollow: Callable[[Row], Estimate | None] = lambda _: None,
 ) -> str | None:
-    series = _named(series)
-    labels = list(dict.fromkeys(str(row["k"]) for rows in series.values() for row in rows))
-    labels.sort(key=lambda label: int(label) if label.isdecimal() else 1 << 30)
+    """Draw a figure over K; `auto` is joined by no line. hollow: the values of hollow markers."""
+    titles = shortened(list(series), LONG_NAME)
+    ks = list(dict.fromkeys(row.k for rows in series.values() for row in rows))
+    ks.sort(key=lambda k: (k == AUTO, k))
 
     def draw(axis: Any) -> None:
         spread = np.linspace(-0.08, 0.08, len(series)) if len(series) > 1 else [0.0]
-        for (title, rows), shift, (color, marker) in zip(series.items(), spread, _looks(), strict=False):
-            for value, hollow in ((lambda row: row[key], False), (also, True)):
-                present = [row for row in rows if value is not None and value(row) is not None]
-                fixed, chosen = ([row for row in present if (row["k"] == AUTO) == auto] for auto in (False, True))
-                for some, line in ((fixed, ":" if hollow else "-"), (chosen, "")):  # no line to `auto`
-                    if value is not None and some:
-                        _bars(
-                            axis,
-                            [labels.index(str(row["k"])) + shift for row in some],
-                            [value(row) for row in some],
-                            label=None if hollow or (some is chosen and fixed) else title,
-                            color=color,
-                            fmt=f"{marker}{line}",
-                            markerfacecolor=PAGE if hollow else color,
-                        )
-        if level is not None:
-            axis.axhline(level, color="grey", linewidth=0.8)
-        axis.set(xlabel="K", ylabel=name, xlim=(-0.5, len(labels) - 0.5))
+        for title, rows, shift, (color, marker) in zip(titles, series.values(), spread, _looks(), strict=False):
+            fixed, auto = ([row for row in rows if (row.k == AUTO) == chosen] for chosen in (False, True))
+            label = title
+            for figure, line, fill in ((value, "-", color), (hollow, ":", PAGE)):
+                for some, joint in ((fixed, line), (auto, "")):
+                    points = [(ks.index(row.k) + shift, figure(row)) for row in some]
+                    style = {"label": label, "color": color, "markerfacecolor": fill, "fmt": f"{marker}{joint}"}
+                    if _points(axis, points, **style):
+                        label = "_"  # so that the legend has a series once
+        _level(axis, level)
+        axis.set(xlabel="K", ylabel=name, xlim=(-0.5, len(ks) - 0.5))
         _from_zero(axis)
-        axis.set_xticks(range(len(labels)), labels)
-        _legend(axis, series)
+        axis.set_xticks(range(len(ks)), list(map(str, ks)))
+        _legend(axis, titles)
 
-    return svg(draw, series)
+    return svg(draw, titles)
 
 
-def _bars(axis: Any, places: Sequence[int | float], values: Sequence[Mapping[str, float]], **style: Any) -> None:
-    """Draw points with their intervals, in the legend, too, if they have any."""
-    middle = np.array([each["value"] for each in values])
+def _points(axis: Any, points: Iterable[Point], **style: Any) -> bool:
+    """Draw the points that have a figure, with their intervals, in the legend, too, if they have any."""
+    known = [(place, figure) for place, figure in points if figure is not None]
+    if not known:
+        return False
+    places, middle = [place for place, _ in known], np.array([figure.value for _, figure in known])
     style = {"fmt": "o", "markersize": 5, "linewidth": 1.2} | style
-    if all(each["low"] is None for each in values):
-        axis.plot(list(places), middle, style.pop("fmt"), **{key: style[key] for key in style if key != "capsize"})
-        return
-    ends = [[each[end] if each[end] is not None else each["value"] for end in ("low", "high")] for each in values]
-    span = np.abs(np.array(ends) - middle[:, None]).T
-    axis.errorbar(list(places), middle, span, **({"capsize": 3, "elinewidth": 1} | style))
+    if all(figure.low is None for _, figure in known):
+        axis.plot(places, middle, style.pop("fmt"), **{key: style[key] for key in style if key != "capsize"})
+        return True
+    ends = [[figure.value if end is None else end for end in (figure.low, figure.high)] for _, figure in known]
+    axis.errorbar(
+        places, middle, np.abs(np.array(ends) - middle[:, None]).T, **({"capsize": 3, "elinewidth": 1} | style)
+    )
+    return True
+
+
+def _level(axis: Any, level: float | None) -> None:
+    if level is not None:
+        axis.axhline(level, color="grey", linewidth=0.8)
+
+
+def _log_numbers(axis: Any, lines: Mapping[str, Sequence[Point]]) -> None:
+    """Make the horizontal axis logarithmic, with a tick at every point."""
+    places = sorted({place for points in lines.values() for place, figure in points if figure is not None})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(places, [f"{place:,.0f}" for place in places])
+    axis.minorticks_off()
 
 
 def _from_zero(axis: Any) -> None:
@@ -249,15 +258,10 @@ def _from_zero(axis: Any) -> None:
 
 
 def _looks() -> Iterator[tuple[str, str]]:
-    """Yield a colour and a marker for each series; a pair repeats only after all pairs."""
+    """Yield a colour and a marker for every series; a pair repeats only after all pairs."""
     for shift in itertools.count():
         for place, color in enumerate(COLORS):
             yield color, MARKERS[(place + shift) % len(MARKERS)]
-
-
-def _named(series: Mapping[str, Series]) -> dict[str, Series]:
-    """Shorten the names of series to what a legend holds."""
-    return dict(zip(shortened(list(series), LONG_NAME), series.values(), strict=True))
 
 
 def shortened(names: Sequence[str], most: int) -> list[str]:
@@ -292,7 +296,7 @@ def _tilt(rows: Sequence[Row]) -> int:
     """Choose the angle at which the labels of rows do not meet."""
     if len(rows) > 12:
         return 90
-    return 25 if any(len(row["label"]) > 4 for row in rows) else 0
+    return 25 if any(len(row.label) > 4 for row in rows) else 0
 
 
 def svg(
@@ -305,7 +309,7 @@ def svg(
     """Draw as SVG text that follows the reader's colour scheme; None without matplotlib.
 
     `draw` gets the axes: of several panels an array, one below the other, with one horizontal axis. names: of its
-    `_legend`. on_dark: the colour of a dark page for each colour of a light one.
+    `_legend`. on_dark: the colour of a dark page by that of a light one.
     """
     if not can_draw():
         return None

@@ -11,30 +11,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from peagle.measure.sweep.figures import (
-    Estimate,
-    Pairing,
-    Statistic,
-    estimate,
-    pairings,
-    ratio,
-    ratio_of_ratios,
-    timed_sums,
-)
-from peagle.measure.sweep.folder import Folder
-from peagle.measure.sweep.plan import Arm, Setting
+from peagle.measure.sweep.figures import Estimate, RequestPairing, Statistic, estimate, pairings, ratio, ratio_of_ratios
+from peagle.measure.sweep.plan import Variant, Workload
+from peagle.measure.sweep.store import Folder
 from peagle.ops.errors import InputError
 
-Row = Callable[[Pairing], Sequence[float]]
+LENGTH, SPEEDUP = "acceptance length", "speed-up"
+Key = tuple[Workload, Variant]  # identifies a variant in both runs; its drafter by its files
+ByPrompt = Mapping[tuple[int, ...], RequestPairing]
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
     """A figure of the second run minus that of the first, for one workload and variant."""
 
-    setting: Setting
+    workload: Workload
     label: str
-    figure: str
+    figure: str  # LENGTH or SPEEDUP
     first: float
     second: float
     difference: Estimate
@@ -53,109 +46,113 @@ class Difference:
         return self.repeats_apart and low is not None and high is not None and (low > 0 or high < 0)
 
 
-Key = tuple[Setting, Arm]  # identifies a variant in both runs; its drafter by its files
-
-
 def differences(first: Folder, second: Folder) -> list[Difference]:
     """Compare acceptance length and pooled speed-up for each workload and variant of both runs.
 
-    Variants are the same if K, draft vocabulary and drafter are; if each run has one drafter, it may differ. Raises
-    InputError for runs of another target, other prompts or another cap of tokens, or with nothing in common.
+    One request at a time. Variants are the same if K, draft vocabulary and drafter are; if each run has one drafter, it
+    may differ. Raises InputError for runs of another target, other prompts or another cap of tokens, or with nothing in
+    common.
     """
     _check(first, second)
     any_drafter = len(first.plan.drafters) == len(second.plan.drafters) == 1
-    left, right = (_by_arm(folder, any_drafter) for folder in (first, second))
-    found = [
+    left, right = (_by_variant(folder, any_drafter) for folder in (first, second))
+    compared = [
         difference
-        for key, (label, some) in left.items()
+        for key, (label, requests) in left.items()
         if key in right
-        for difference in _differences(key[0], label, some, right[key][1])
+        for difference in _differences(key[0], label, requests, right[key][1])
     ]
-    if not found:
+    if not compared:
         raise InputError(f"{first.path} and {second.path} cannot be compared: they have no workload and K in common")
-    return found
+    return compared
 
 
 def _check(first: Folder, second: Folder) -> None:
-    one, two = first.plan, second.plan
+    plans = first.plan, second.plan
 
-    def refuse(why: str, of_one: object, of_two: object) -> InputError:
-        return InputError(f"{first.path} and {second.path} cannot be compared: {why} ({of_one} and {of_two})")
+    def refuse(why: str, of_first: object, of_second: object) -> InputError:
+        return InputError(f"{first.path} and {second.path} cannot be compared: {why} ({of_first} and {of_second})")
 
-    targets = [plan.fingerprints["target"][:12] for plan in (one, two)]
+    targets = [plan.fingerprints["target"][:12] for plan in plans]
     if targets[0] != targets[1]:
-        raise refuse("another target", f"{one.target} {targets[0]}", f"{two.target} {targets[1]}")
-    sets = [{source.name: source.sha256 for source in plan.sources} for plan in (one, two)]
+        raise refuse("another target", *(f"{plan.target} {name}" for plan, name in zip(plans, targets, strict=True)))
+    sets = [{source.name: source.sha256 for source in plan.sources} for plan in plans]
     shared = sets[0].keys() & sets[1].keys()
     if not shared or any(sets[0][name] != sets[1][name] for name in shared):
-        raise refuse("other prompts", ", ".join(sets[0]), ", ".join(sets[1]))
-    if one.max_new_tokens != two.max_new_tokens:
-        raise refuse("another cap of new tokens", one.max_new_tokens, two.max_new_tokens)
+        raise refuse("other prompts", *map(", ".join, sets))
+    if plans[0].max_new_tokens != plans[1].max_new_tokens:
+        raise refuse("another cap of new tokens", *(plan.max_new_tokens for plan in plans))
 
 
-ByPrompt = Mapping[tuple[int, ...], Pairing]
-
-
-def _by_arm(folder: Folder, any_drafter: bool) -> dict[Key, tuple[str, ByPrompt]]:
+def _by_variant(folder: Folder, any_drafter: bool) -> dict[Key, tuple[str, ByPrompt]]:
     """Map each variant that speculates to (its label, its requests by prompt)."""
-    prints = folder.plan.fingerprints
+    fingerprints = folder.plan.fingerprints
 
-    def known(arm: Arm) -> Arm:
-        return dataclasses.replace(
-            arm, drafter=None if any_drafter else prints.get(f"drafter {arm.drafter}", arm.drafter)
-        )
+    def identified(variant: Variant) -> Variant:
+        drafter = None if any_drafter else fingerprints.get(f"drafter {variant.drafter}", variant.drafter)
+        return dataclasses.replace(variant, drafter=drafter)
 
     return {
-        (setting, known(arm)): (
-            folder.plan.label(arm),
-            {each.asked.prompt_ids: each for each in some},
+        (workload, identified(variant)): (
+            folder.plan.label(variant),
+            {pairing.request.prompt_ids: pairing for pairing in requests},
         )
-        for (setting, arm), some in pairings(folder).items()
-        if some and arm.speculates
+        for (workload, variant), requests in pairings(folder).items()
+        if requests and variant.speculates and variant.concurrency is None
     }
 
 
-def _differences(
-    setting: Setting,
-    label: str,
-    left: ByPrompt,
-    right: ByPrompt,
-) -> Iterator[Difference]:
+def _differences(workload: Workload, label: str, left: ByPrompt, right: ByPrompt) -> Iterator[Difference]:
     both = [(left[prompt], right[prompt]) for prompt in left if prompt in right]
     drafted = [(a, b) for a, b in both if a.counters.num_steps and b.counters.num_steps]
     timed = [(a, b) for a, b in both if a.timed and b.timed]
-    kinds: tuple[tuple[str, Sequence[tuple[Pairing, Pairing]], Row, Statistic], ...] = (
-        ("acceptance length", drafted, _length, ratio),
-        ("speed-up", timed, timed_sums, ratio_of_ratios),
+    if drafted:
+        first, second, change, _ = _paired(drafted, _tokens_and_steps, ratio)
+        if change is not None:
+            yield Difference(workload, label, LENGTH, first, second, change, len(drafted))
+    if timed:
+        first, second, change, factor = _paired(timed, lambda pairing: pairing.sums, ratio_of_ratios)
+        if change is not None:
+            apart = _repeats_apart(timed)
+            yield Difference(workload, label, SPEEDUP, first, second, change, len(timed), apart, factor)
+
+
+def _paired(
+    pairs: Sequence[tuple[RequestPairing, RequestPairing]],
+    row: Callable[[RequestPairing], Sequence[float]],
+    statistic: Statistic,
+) -> tuple[float, float, Estimate | None, Estimate | None]:
+    """Compute a statistic of the sums of rows: (of the first run, of the second, difference, second over first)."""
+    table = np.array([[*row(first), *row(second)] for first, second in pairs], np.float64)
+    conversations = [first.group for first, _ in pairs]
+
+    def halves(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        first, second = np.split(sums, 2, axis=1)
+        return statistic(first), statistic(second)
+
+    def difference(sums: np.ndarray) -> np.ndarray:
+        first, second = halves(sums)
+        return second - first
+
+    def factor(sums: np.ndarray) -> np.ndarray:
+        first, second = halves(sums)
+        return second / first
+
+    ((first,), (second,)) = halves(table.sum(axis=0)[None])
+    return (
+        float(first),
+        float(second),
+        estimate(table, difference, conversations),
+        estimate(table, factor, conversations),
     )
-    for figure, pairs, row, statistic in kinds:
-        if not pairs:
-            continue
-        table = np.array([[*row(a), *row(b)] for a, b in pairs], np.float64)
-        half = table.shape[1] // 2
-
-        def minus(sums: np.ndarray, statistic: Statistic = statistic, half: int = half) -> np.ndarray:
-            return statistic(sums[:, half:]) - statistic(sums[:, :half])
-
-        def over(sums: np.ndarray, statistic: Statistic = statistic, half: int = half) -> np.ndarray:
-            return statistic(sums[:, half:]) / statistic(sums[:, :half])
-
-        sums, conversations = table.sum(axis=0)[None], [a.asked.row for a, _ in pairs]
-        one, two = (float(statistic(part)[0]) for part in (sums[:, :half], sums[:, half:]))
-        timing = figure == "speed-up"
-        apart = not timing or _repeats_apart(timed)
-        factor = estimate(table, over, conversations) if timing else None
-        if (found := estimate(table, minus, conversations)) is not None:
-            yield Difference(setting, label, figure, one, two, found, len(pairs), apart, factor)
 
 
-def _length(each: Pairing) -> tuple[float, float]:
-    """Return (tokens, steps)."""
-    counters = each.counters
+def _tokens_and_steps(pairing: RequestPairing) -> tuple[float, float]:
+    counters = pairing.counters
     return float(counters.num_accepted + counters.num_steps), float(counters.num_steps)
 
 
-def _repeats_apart(timed: Sequence[tuple[Pairing, Pairing]]) -> bool:
+def _repeats_apart(timed: Sequence[tuple[RequestPairing, RequestPairing]]) -> bool:
     """Test whether the speed-ups of all repeats of one run lie beyond those of the other.
 
     A whole repeat may be slow, which resampling requests cannot show.

@@ -1,4 +1,4 @@
-"""Compute the figures of many requests from raw lines.
+"""Compute the figures of a run from its raw lines.
 
 Counters and their ratios are in peagle.result.
 
@@ -11,7 +11,7 @@ repeats stay together); fewer than FEWEST conversations have no interval. With n
     conditional_rate[i]      the same / steps that verified draft i and accepted all before it
     tok_per_s                sum (tokens_n - 1) / sum decode_s_n
     speedup                  tok_per_s / plain decoding's of the same requests and repeats
-    speedup_median           median of each request's (median seconds a token of plain decoding / of the arm)
+    speedup_median           median of each request's (median seconds a token of plain decoding / of the variant)
     ttft_s, tpot_s           median over requests of the median over repeats
     itl_s                    quantiles .5, .9, .99 of a request's waits, the median of each over requests
     step_s                   sum decode_s / sum passes of the target
@@ -25,32 +25,42 @@ repeats stay together); fewer than FEWEST conversations have no interval. With n
     bounds                   at a temperature: acceptance length and rate of the first draft that the law of acceptance
                              allows this drafter, and any (peagle.measure.bound)
 
-A request loops if the loop share of any of the arm's repeats is above 0.3; `without_loops` has the same figures of the
-other requests. `by_category` and `by_bucket` have them of parts of the requests. Only PROFILED conversations run under
-the profiler: the intervals of their shares are wider, and missing if few of them are among the requests.
+A request loops if the loop share of any of the variant's repeats is above 0.3; `without_loops` has the same figures of
+the other requests. `by_category` and `by_bucket` have them of parts of the requests. Only PROFILED conversations run
+under the profiler: the intervals of their shares are wider, and missing if few of them are among the requests.
+
+Many requests at once share the time, so a repeat takes the place of a request in every figure of time:
+
+    tok_per_s, speedup       over the seconds in which at least one request was between its first and last token; plain
+                             decoding's with the same slots, in the same repeats
+    speedup_median           median of the repeats' ratios
+    ttft_s, tpot_s, itl_s    median over repeats of the median over requests. ttft counts from the moment the requests
+                             were added: it includes the wait for a slot
+
+Their intervals resample whole repeats; fewer than FEWEST have none. Steps are shared too, so they have no time of their
+own, and there are no figures by part or request. Figures of acceptance depend only on the text and stay as above.
 """
 
 import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from scipy.special import stdtrit
 
-from peagle.measure.metrics import total
-from peagle.measure.sweep.folder import ITL_QUANTILES, Folder, Json, Sample, SweepRequest, arm_of
-from peagle.measure.sweep.plan import AUTO, PLAIN, Arm, Plan, Setting
+from peagle.measure.metrics import busy_s, figure_text, total
+from peagle.measure.sweep.plan import AUTO, PLAIN, K, Plan, Variant, Workload
+from peagle.measure.sweep.store import ITL_QUANTILES, Folder, Sample, Share, SweepRequest
 from peagle.result import LOOPING_ABOVE, Counters
 
 RESAMPLES = 2000
-FEWEST = 8  # conversations for a bootstrap interval
-SHARES = {"draft": "draft_ms", "verify": "verify_ms", "host": "other_ms"}  # part of a step -> key in run.json
+FEWEST = 8  # conversations, or repeats of many requests at once, for a bootstrap interval
 BOUNDS = ("one_hot", "sampled", "best")  # of peagle.measure.bound
 SLOWER = 0.97  # a request is slower with speculation if its interval lies wholly below
 
-Row = Mapping[str, Any]  # the figures of one arm in one setting, as JSON
+AnyPairing = TypeVar("AnyPairing", bound="Pairing")
 Statistic = Callable[[np.ndarray], np.ndarray]  # sums of a table's columns [R, c] -> [R]
 
 
@@ -59,8 +69,205 @@ class Estimate:
     """A figure with its 95 % interval, or none if there are too few conversations."""
 
     value: float
-    low: float | None
-    high: float | None
+    low: float | None = None
+    high: float | None = None
+
+    def text(self, digits: int = 2) -> str:
+        """Format it: 1.19 (1.14..1.24)."""
+        value, low, high = (figure_text(end, f".{digits}f") for end in (self.value, self.low, self.high))
+        return value if self.low is None else f"{value} ({low}..{high})"
+
+    def times(self, factor: float) -> "Estimate":
+        """Change the unit."""
+        low, high = (None if end is None else factor * end for end in (self.low, self.high))
+        return Estimate(factor * self.value, low, high)
+
+
+def estimate_text(figure: Estimate | None, digits: int = 2) -> str:
+    """Format a figure with its interval; "-" if it is undefined."""
+    return "-" if figure is None else figure.text(digits)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Figures:
+    """The figures of some requests, as the module's docstring defines them."""
+
+    num_requests: int
+    acceptance_length: Estimate | None
+    acceptance_length_mean: Estimate | None
+    rate_per_position: tuple[Estimate | None, ...]
+    conditional_rate: tuple[Estimate | None, ...]
+    tok_per_s: Estimate | None
+    speedup: Estimate | None
+    speedup_median: Estimate | None
+    ttft_s: Estimate | None
+    tpot_s: Estimate | None
+    itl_s: tuple[Estimate | None, ...]
+    tokens_per_step: Estimate | None
+    step_s: Estimate | None
+    plain_step_s: Estimate | None
+    cycle_cost: Estimate | None
+    draft_s: Estimate | None
+    verify_s: Estimate | None
+    host_s: Estimate | None
+    verify_cost: Estimate | None
+    bounds: Mapping[str, "BoundFigures"] | None  # by name of BOUNDS; None for greedy requests
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundFigures:
+    """The acceptance length, and the rate of the first draft, that a bound allows."""
+
+    length: Estimate | None
+    first: Estimate | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CountedFigures(Figures):
+    """Figures with the counts behind them."""
+
+    prompt_tokens: float  # median
+    looping_frac: float
+    finished_frac: float  # ended by a stop token
+    output_tokens: int
+    num_spec_steps: int
+    num_plain_steps: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    histogram: tuple[int, ...]
+    accepted_per_position: tuple[int, ...]
+    equal_to_plain_frac: float
+    without_loops: Figures
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part(CountedFigures):
+    """The figures of a category, or of a bucket of prompt lengths."""
+
+    part: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestFigures:
+    """The acceptance and speed-up of one request."""
+
+    request: int
+    prompt_tokens: int
+    output_tokens: int
+    loop_share: float | None
+    acceptance_length: float | None
+    num_spec_steps: int
+    speedup: Estimate | None
+    slower: bool | None  # None: too few repeats for an interval
+
+    @property
+    def loops(self) -> bool:
+        return (self.loop_share or 0.0) > LOOPING_ABOVE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row(CountedFigures):
+    """The figures of one variant in one workload."""
+
+    workload: Workload
+    variant: Variant
+    label: str  # of the variant, without its number of slots
+    num_repeats: int
+    num_slower: int
+    num_compared: int  # requests with enough repeats for an interval
+    tok_per_s_repeats: tuple[float, ...]
+    speedup_repeats: tuple[float, ...]
+    by_category: tuple[Part, ...]
+    by_bucket: tuple[Part, ...]
+    per_request: tuple[RequestFigures, ...]
+
+    @property
+    def k(self) -> K:
+        return self.variant.k
+
+    @property
+    def concurrency(self) -> int | None:
+        return self.variant.concurrency
+
+    @property
+    def num_differing(self) -> int:
+        """Outputs that are not plain decoding's."""
+        return round((1 - self.equal_to_plain_frac) * self.num_outputs)
+
+    @property
+    def num_outputs(self) -> int:
+        return self.num_requests * self.num_repeats
+
+    def to_json(self) -> dict[str, Any]:
+        """Make the entry of run.json, with the fields of workload and variant in it."""
+        entry = dataclasses.asdict(self)
+        return entry.pop("workload") | entry.pop("variant") | entry
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairing:
+    """Samples of a variant and plain decoding's of the same requests and repeats, pair by pair.
+
+    They are of one request over all repeats or, of many requests at once, of one repeat over all requests.
+    """
+
+    group: int  # the conversation, or the repeat: the unit of resampling
+    fast: tuple[Sample, ...]
+    plain: tuple[Sample, ...]
+
+    @property
+    def concurrent(self) -> bool:
+        return self.fast[0].variant.concurrency is not None
+
+    @functools.cached_property
+    def timed(self) -> tuple[tuple[Sample, Sample], ...]:
+        """Pairs in which both have a time of two tokens or more."""
+        pairs = zip(self.fast, self.plain, strict=True)
+        return tuple(pair for pair in pairs if all(sample.output_tokens > 1 and sample.decode_s for sample in pair))
+
+    @functools.cached_property
+    def sums(self) -> tuple[float, float, float, float]:
+        """Sum (tokens after the first, seconds) of the variant, then of plain decoding."""
+        if self.concurrent:
+            return *_together(self.fast), *_together(self.plain)
+        fast, plain = (_in_turns([pair[side] for pair in self.timed]) for side in (0, 1))
+        return *fast, *plain
+
+    @functools.cached_property
+    def passes(self) -> tuple[float, float]:
+        """Count passes of the target: (of the variant, of plain decoding)."""
+        fast, plain = (float(sum(pair[side].num_passes for pair in self.timed)) for side in (0, 1))
+        return fast, plain
+
+    @property
+    def speedup(self) -> float:
+        """Divide plain decoding's seconds a token by the variant's: in turns medians, of many at once sums."""
+        if self.concurrent:
+            return float(ratio_of_ratios(np.array([self.sums]))[0])
+        return _seconds_per_token(pair[1] for pair in self.timed) / _seconds_per_token(pair[0] for pair in self.timed)
+
+    def median(self, value: Callable[[Sample], float | None]) -> float | None:
+        """Take the median of a value of the variant's samples; None if none has it."""
+        values = [number for sample in self.fast if (number := value(sample)) is not None]
+        return float(np.median(values)) if values else None
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestPairing(Pairing):
+    """The samples of one request over all repeats. Shares: profiles of its steps."""
+
+    request: SweepRequest
+    share: Share | None = None
+    plain_share: Share | None = None
+
+    @property
+    def loops(self) -> bool:
+        """Whether the variant's output loops, in any repeat."""
+        return any((sample.loop_share or 0.0) > LOOPING_ABOVE for sample in self.fast)
+
+    @functools.cached_property
+    def counters(self) -> Counters:
+        return total([sample.counters for sample in self.fast])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +280,7 @@ class Bootstrap:
     @property
     def estimate(self) -> Estimate:
         if self.draws is None or np.isinf(self.draws).any():  # infinite if a draw's denominator is zero
-            return Estimate(self.value, None, None)
+            return Estimate(self.value)
         low, high = np.nanquantile(self.draws, (0.025, 0.975))
         return Estimate(self.value, float(low), float(high))
 
@@ -89,8 +296,8 @@ def bootstrap(
 ) -> Bootstrap | None:
     """Bootstrap a statistic of the sums of a table's [n, c] columns; None if it is not a number.
 
-    The table has a row per request; groups[i] is its conversation (None: one request each). Draws are the same for the
-    same seed and number of conversations.
+    groups[i] is the conversation of row i (None: every row is its own). Draws are the same for the same seed and number
+    of conversations. (scipy.stats.bootstrap knows no groups, and a draw without a denominator costs it the interval.)
     """
     if not len(table):
         return None
@@ -108,20 +315,17 @@ def bootstrap(
 
 def estimate(table: np.ndarray, statistic: Statistic, groups: Sequence[int] | None = None) -> Estimate | None:
     """Return the estimate of `bootstrap`."""
-    found = bootstrap(table, statistic, groups)
-    return None if found is None else found.estimate
+    figure = bootstrap(table, statistic, groups)
+    return None if figure is None else figure.estimate
 
 
 def estimate_median(values: Sequence[float], groups: Sequence[int]) -> Estimate | None:
-    """Estimate the median of a value per request; groups[i] is its conversation.
-
-    None without values.
-    """
+    """Estimate the median of a value per request; groups[i] is its conversation. None without values."""
     if not values:
         return None
     names, group_of = np.unique(groups, return_inverse=True)
     if len(names) < FEWEST:
-        return Estimate(float(np.median(values)), None, None)
+        return Estimate(float(np.median(values)))
     order = np.argsort(values)
     ordered, weights = np.asarray(values)[order], _times_drawn(len(names), 0)[:, group_of[order]].cumsum(axis=1)
     # a draw's median is the mean of its two middle values: the first with a cumulative weight of at least half, and the
@@ -133,11 +337,11 @@ def estimate_median(values: Sequence[float], groups: Sequence[int]) -> Estimate 
 
 @functools.lru_cache(maxsize=32)
 def _times_drawn(num_groups: int, seed: int) -> np.ndarray:
-    """Draw num_groups groups with replacement, and count each; [RESAMPLES, num_groups]."""
+    """Draw num_groups groups with replacement, and count how often each group is drawn; [RESAMPLES, num_groups]."""
     picks = np.random.default_rng(seed).integers(0, num_groups, (RESAMPLES, num_groups))
-    found = np.zeros((RESAMPLES, num_groups))
-    np.add.at(found, (np.arange(RESAMPLES)[:, None], picks), 1)
-    return found
+    counts = np.zeros((RESAMPLES, num_groups))
+    np.add.at(counts, (np.arange(RESAMPLES)[:, None], picks), 1)
+    return counts
 
 
 def ratio(sums: np.ndarray) -> np.ndarray:
@@ -150,183 +354,287 @@ def one_more_than_ratio(sums: np.ndarray) -> np.ndarray:
 
 
 def ratio_of_ratios(sums: np.ndarray) -> np.ndarray:
-    """Compute (column 0 / column 1) / (column 2 / column 3)."""
-    return ratio(sums[:, :2]) / ratio(sums[:, 2:])
+    return (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3])
 
 
-@dataclasses.dataclass(frozen=True)
-class Pairing:
-    """All repeats of one request by an arm, and by plain decoding."""
+def length_by_rates(sums: np.ndarray) -> np.ndarray:
+    """Compute the acceptance length from sums [R, 2K]: places of the drafts, then of their rates there.
 
-    asked: SweepRequest
-    fast: tuple[Sample, ...]
-    plain: tuple[Sample, ...]
-    share: Json  # the profile of its steps (SHARES); empty if there is none
-    plain_share: Json
-
-    @property
-    def loops(self) -> bool:
-        """Whether the arm's output loops, in any repeat."""
-        return any((sample.loop_share or 0.0) > LOOPING_ABOVE for sample in self.fast)
-
-    @functools.cached_property
-    def counters(self) -> Counters:
-        return total([sample.counters for sample in self.fast])
-
-    @functools.cached_property
-    def timed(self) -> tuple[tuple[Sample, Sample], ...]:
-        """Repeats in which both have a time of two tokens or more."""
-        pairs = zip(self.fast, self.plain, strict=True)
-        return tuple((f, p) for f, p in pairs if all(s.output_tokens > 1 and s.decode_s for s in (f, p)))
+    It is 1 + v_1 + v_1 v_2 + ..., v_i the mean rate of draft i where all before it were accepted.
+    """
+    tried, rates = np.split(sums, 2, axis=1)
+    means = np.divide(rates, tried, out=np.zeros_like(rates), where=tried > 0)
+    length: np.ndarray = 1 + np.cumprod(means, axis=1).sum(axis=1)
+    return length
 
 
-def pairings(folder: Folder) -> dict[tuple[Setting, Arm], list[Pairing]]:
-    """Pair requests with plain decoding by setting and arm, in order; only those with all repeats."""
-    plan, prompts = folder.plan, folder.asked()
-    if prompts is None:
-        return {}
-    by_key: dict[tuple[Setting, Arm], dict[int, dict[int, Sample]]] = {}
-    for sample in folder.samples():
-        by_key.setdefault((sample.setting, sample.arm), {}).setdefault(sample.request, {})[sample.repeat] = sample
-    shares = {(*arm_of(share), share["request"]): share for share in folder.record["shares"] if "why_not" not in share}
-    found = {}
-    for setting, arm in itertools.product(plan.settings, plan.arms):
-        fast, plain = by_key.get((setting, arm), {}), by_key.get((setting, PLAIN), {})
-        asked = [each for each in prompts[0] if (each.prompts, each.raw) == (setting.prompts, setting.raw)]
-        found[setting, arm] = [
-            Pairing(
-                each,
-                fast=tuple(fast[each.request][repeat] for repeat in range(plan.repeats)),
-                plain=tuple(plain[each.request][repeat] for repeat in range(plan.repeats)),
-                share=shares.get((setting, arm, each.request), {}),
-                plain_share=shares.get((setting, PLAIN, each.request), {}),
-            )
-            for each in asked
-            if all(len(of.get(each.request, {})) == plan.repeats for of in (fast, plain))
-        ]
-    return found
+def pairings(folder: Folder) -> dict[tuple[Workload, Variant], list[RequestPairing]]:
+    """Pair requests with plain decoding by workload and variant, in order, over the repeats that are complete.
+
+    One request at a time is complete with all its repeats; of many at once a repeat with all its requests.
+    """
+    plan = folder.plan
+    samples = {sample.key: sample for sample in folder.samples()}
+    shares = {share.key: share for share in folder.shares}
+    by_variant = {}
+    for workload in plan.workloads:
+        requests = folder.requests(workload)
+        for variant in (*plan.variants, *plan.concurrent):
+            plainly = PLAIN.at(variant.concurrency)
+            complete = {
+                (request.request, repeat)
+                for request, repeat in itertools.product(requests, range(plan.repeats))
+                if all((workload, way, repeat, request.request) in samples for way in (variant, plainly))
+            }
+            repeats = list(range(plan.repeats))
+            if variant.concurrency is not None:
+                repeats = [n for n in repeats if all((request.request, n) in complete for request in requests)]
+            by_variant[workload, variant] = [
+                RequestPairing(
+                    group=request.row,
+                    fast=tuple(samples[workload, variant, repeat, request.request] for repeat in repeats),
+                    plain=tuple(samples[workload, plainly, repeat, request.request] for repeat in repeats),
+                    request=request,
+                    share=shares.get((workload, variant, request.request)),
+                    plain_share=shares.get((workload, plainly, request.request)),
+                )
+                for request in requests
+                if repeats and all((request.request, repeat) in complete for repeat in repeats)
+            ]
+    return by_variant
 
 
-def rows(folder: Folder) -> list[dict[str, Any]]:
-    """Compute the figures of every setting and arm that has complete requests."""
-    return [_row(folder.plan, setting, arm, some) for (setting, arm), some in pairings(folder).items() if some]
+def by_repeat(requests: Sequence[RequestPairing]) -> list[Pairing]:
+    """Turn pairings of requests over repeats into pairings of repeats over requests."""
+    sides = ([pairing.fast for pairing in requests], [pairing.plain for pairing in requests])
+    repeats = zip(*(zip(*side, strict=True) for side in sides), strict=True)
+    return [Pairing(fast[0].repeat, fast, plain) for fast, plain in repeats]
 
 
-def _row(plan: Plan, setting: Setting, arm: Arm, some: Sequence[Pairing]) -> dict[str, Any]:
-    requests = [_per_request(each) for each in some]
-    compared = [each["slower"] for each in requests if each["slower"] is not None]
-    whole = {
-        **dataclasses.asdict(setting),
-        **dataclasses.asdict(arm),
-        "label": plan.label(arm),
-        **_all_figures(some),
-        "num_slower": sum(compared),
-        "num_compared": len(compared),  # requests with enough repeats for an interval
-        "by_category": _parts(some, lambda each: each.asked.category),
-        "by_bucket": _parts(some, lambda each: plan.bucket(len(each.asked.prompt_ids))),
-        "per_request": requests,
-    }
-    return json_ready(whole)
+def rows(folder: Folder) -> list[Row]:
+    """Compute the figures of every workload and variant that has complete requests, in the order of the plan."""
+    return [
+        _row(folder.plan, workload, variant, requests)
+        for (workload, variant), requests in pairings(folder).items()
+        if requests
+    ]
 
 
-def _all_figures(some: Sequence[Pairing]) -> dict[str, Any]:
-    without_loops = [each for each in some if not each.loops]
+def alone(rows: Iterable[Row]) -> list[Row]:
+    """Select the rows of one request at a time."""
+    return [row for row in rows if row.concurrency is None]
+
+
+def concurrent(rows: Iterable[Row]) -> list[Row]:
+    """Select the rows of many requests at once."""
+    return [row for row in rows if row.concurrency is not None]
+
+
+def of_workload(rows: Iterable[Row], workload: Workload) -> list[Row]:
+    """Select a workload's rows."""
+    return [row for row in rows if row.workload == workload]
+
+
+def _row(plan: Plan, workload: Workload, variant: Variant, requests: Sequence[RequestPairing]) -> Row:
+    repeats = by_repeat(requests)
+    in_turns = variant.concurrency is None
+    timed = np.array([repeat.sums for repeat in repeats if min(repeat.sums) > 0], np.float64).reshape(-1, 4)
+    per_request = [_per_request(pairing) for pairing in requests] if in_turns else []
+    compared = [figures.slower for figures in per_request if figures.slower is not None]
+    parts = requests if in_turns else []
+    return Row(
+        workload=workload,
+        variant=variant,
+        label=plan.label(variant.at(None)),
+        num_repeats=len(repeats),
+        num_slower=sum(compared),
+        num_compared=len(compared),
+        tok_per_s_repeats=tuple(ratio(timed).tolist()),
+        speedup_repeats=tuple(ratio_of_ratios(timed).tolist()),
+        by_category=_parts(parts, lambda pairing: pairing.request.category or ""),
+        by_bucket=_parts(parts, lambda pairing: plan.bucket(len(pairing.request.prompt_ids))),
+        per_request=tuple(per_request),
+        **_counted(requests, requests if in_turns else repeats),
+    )
+
+
+def _parts(requests: Sequence[RequestPairing], part: Callable[[RequestPairing], str]) -> tuple[Part, ...]:
+    """Compute the figures of every part of the requests; none if there is only one part."""
+    parts: dict[str, list[RequestPairing]] = {}
+    for pairing in requests:
+        parts.setdefault(part(pairing), []).append(pairing)
+    if len(parts) < 2:
+        return ()
+    return tuple(Part(part=name, **_counted(parts[name], parts[name])) for name in sorted(parts, key=_natural))
+
+
+def _natural(name: str) -> tuple[int, str]:
+    head = name.partition(".")[0]
+    return (int(head), name) if head.isdecimal() else (-1, name)
+
+
+def _counted(requests: Sequence[RequestPairing], units: Sequence[Pairing]) -> dict[str, Any]:
+    """Compute the fields of CountedFigures. units: what times are of, requests or repeats."""
+    counters = total([pairing.counters for pairing in requests])
+    outputs = [pairing.fast[0] for pairing in requests]
+    equal = [
+        fast.output_sha256 == plain.output_sha256
+        for pairing in requests
+        for fast, plain in zip(pairing.fast, pairing.plain, strict=True)
+    ]
+    calm = [pairing for pairing in requests if not pairing.loops]
     return {
-        **_counts(some),
-        **_figures(some),
-        "without_loops": {"num_requests": len(without_loops), **_figures(without_loops)},
-    }
-
-
-def _counts(some: Sequence[Pairing]) -> dict[str, Any]:
-    counters = total([each.counters for each in some])
-    outputs = [each.fast[0] for each in some]
-    equal = [f.output_sha256 == p.output_sha256 for each in some for f, p in zip(each.fast, each.plain, strict=True)]
-    return {
-        "num_requests": len(some),
-        "prompt_tokens": float(np.median([len(each.asked.prompt_ids) for each in some])),
-        "looping_frac": sum(each.loops for each in some) / len(some),
-        "finished_frac": sum(output.finish_reason == "stop" for output in outputs) / len(some),
-        "output_tokens": sum(sample.output_tokens for each in some for sample in each.fast),
+        "prompt_tokens": float(np.median([len(pairing.request.prompt_ids) for pairing in requests])),
+        "looping_frac": (len(requests) - len(calm)) / len(requests),
+        "finished_frac": sum(output.finish_reason == "stop" for output in outputs) / len(requests),
+        "output_tokens": sum(sample.output_tokens for pairing in requests for sample in pairing.fast),
         "num_spec_steps": counters.num_steps,
         "num_plain_steps": counters.num_plain_steps,
         "num_draft_tokens": counters.num_drafted,
         "num_accepted_draft_tokens": counters.num_accepted,
-        "histogram": list(counters.histogram),
-        "accepted_per_position": list(counters.accepted_per_position),
+        "histogram": counters.histogram,
+        "accepted_per_position": counters.accepted_per_position,
         "equal_to_plain_frac": sum(equal) / len(equal),
+        # the time of many at once cannot be split among them
+        "without_loops": Figures(**_figures(calm, calm if units is requests else [])),
+        **_figures(requests, units),
     }
 
 
-def _figures(some: Sequence[Pairing]) -> dict[str, Any]:
-    drafted = [(each, counters) for each in some if (counters := each.counters).num_steps]
-    timed = [each for each in some if each.timed]
-    drafted_rows, timed_rows = [each.asked.row for each, _ in drafted], [each.asked.row for each in timed]
-    positions = range(len(drafted[0][1].tried) if drafted else 0)
+def _figures(requests: Sequence[RequestPairing], units: Sequence[Pairing]) -> dict[str, Any]:
+    """Compute the fields of Figures. units: what times are of, requests or repeats."""
+    drafted = [pairing for pairing in requests if pairing.counters.num_steps]
+    timed = [unit for unit in units if min(unit.sums) > 0]
+    stepped = [unit for unit in timed if not unit.concurrent]
+    positions = range(len(drafted[0].counters.tried) if drafted else 0)
 
     def of_drafted(row: Callable[[Counters], Sequence[float]], statistic: Statistic) -> Estimate | None:
-        return estimate(_table(row(counters) for _, counters in drafted), statistic, drafted_rows)
+        return _estimate(_of(drafted, lambda pairing: row(pairing.counters), statistic))
 
-    def of_timed(row: Callable[[Pairing], Sequence[float]], statistic: Statistic) -> Bootstrap | None:
-        return bootstrap(_table(map(row, timed)), statistic, timed_rows)
+    def median(value: Callable[[Sample], float | None]) -> Estimate | None:
+        known = [(number, unit.group) for unit in units if (number := unit.median(value)) is not None]
+        return estimate_median([number for number, _ in known], [group for _, group in known])
 
-    def of_all(value: Callable[[Pairing], float | None]) -> Estimate | None:
-        known = [(found, each.asked.row) for each in some if (found := value(each)) is not None]
-        return estimate_median([found for found, _ in known], [row for _, row in known])
-
-    step = of_timed(lambda each: (timed_sums(each)[1], _passes(each)[0]), ratio)
-    cycle_cost = of_timed(
-        lambda each: (timed_sums(each)[1], _passes(each)[0], timed_sums(each)[3], _passes(each)[1]), ratio_of_ratios
-    )
-    pooled = {
-        "tokens_per_step": of_timed(lambda each: (timed_sums(each)[0], _passes(each)[0]), ratio),
-        "tok_per_s": of_timed(lambda each: timed_sums(each)[:2], ratio),
-        "speedup": of_timed(timed_sums, ratio_of_ratios),
-        "step_s": step,
-        "plain_step_s": of_timed(lambda each: (timed_sums(each)[3], _passes(each)[1]), ratio),
-        "cycle_cost": cycle_cost,
-        **_split(some, timed_rows, step, cycle_cost),
-    }
+    step = _of(stepped, lambda unit: (unit.sums[1], unit.passes[0]), ratio)
+    cycle = _of(stepped, lambda unit: (unit.sums[1], unit.passes[0], unit.sums[3], unit.passes[1]), ratio_of_ratios)
     return {
+        "num_requests": len(requests),
         "acceptance_length": of_drafted(lambda c: (float(c.num_accepted), float(c.num_steps)), one_more_than_ratio),
         "acceptance_length_mean": of_drafted(lambda c: (1 + c.num_accepted / c.num_steps, 1.0), ratio),
-        "rate_per_position": [of_drafted(functools.partial(_accepted, i, tried=False), ratio) for i in positions],
-        "conditional_rate": [of_drafted(functools.partial(_accepted, i, tried=True), ratio) for i in positions],
-        **{name: None if found is None else found.estimate for name, found in pooled.items()},
-        "speedup_median": estimate_median([_speedup(each) for each in timed], timed_rows),
-        "ttft_s": of_all(lambda each: _median(s.ttft_s for s in each.fast)),
-        "tpot_s": estimate_median([_seconds_per_token(each.timed)[0] for each in timed], timed_rows),
-        "itl_s": [of_all(functools.partial(_wait, i)) for i in range(len(ITL_QUANTILES))],
-        "bounds": _bounds(some),
+        "rate_per_position": tuple(of_drafted(functools.partial(_accepted, i, tried=False), ratio) for i in positions),
+        "conditional_rate": tuple(of_drafted(functools.partial(_accepted, i, tried=True), ratio) for i in positions),
+        "tok_per_s": _estimate(_of(timed, lambda unit: unit.sums[:2], ratio)),
+        "speedup": _estimate(_of(timed, lambda unit: unit.sums, ratio_of_ratios)),
+        "speedup_median": estimate_median([unit.speedup for unit in timed], [unit.group for unit in timed]),
+        "ttft_s": median(lambda sample: sample.ttft_s),
+        "tpot_s": estimate_median(
+            [_seconds_per_token(fast for fast, _ in unit.timed) for unit in timed if unit.timed],
+            [unit.group for unit in timed if unit.timed],
+        ),
+        "itl_s": tuple(median(functools.partial(_wait, i)) for i in range(len(ITL_QUANTILES))),
+        "tokens_per_step": _estimate(_of(stepped, lambda unit: (unit.sums[0], unit.passes[0]), ratio)),
+        "step_s": _estimate(step),
+        "plain_step_s": _estimate(_of(stepped, lambda unit: (unit.sums[3], unit.passes[1]), ratio)),
+        "cycle_cost": _estimate(cycle),
+        **_split(requests, [unit.group for unit in stepped], step, cycle),
+        "bounds": _bounds(requests),
     }
 
 
-def _bounds(some: Sequence[Pairing]) -> dict[str, dict[str, Estimate | None]] | None:
+def _bounds(requests: Sequence[RequestPairing]) -> dict[str, BoundFigures] | None:
     """Compute of each bound the acceptance length and the rate of the first draft; None for greedy requests."""
-    found = [(each.asked.row, each.fast[0].bound) for each in some if each.fast[0].bound]
-    if not found:
+    bounded = [(pairing.fast[0].bound, pairing.group) for pairing in requests if pairing.fast[0].bound is not None]
+    if not bounded:
         return None
-    rows = [row for row, _ in found]
+    groups = [group for _, group in bounded]
 
-    def of(name: str) -> dict[str, Estimate | None]:
-        if any(each[name] is None for _, each in found):
-            return {"length": None, "first": None}
-        table = _table([*each["tried"], *each[name]] for _, each in found)
+    def of(name: str) -> BoundFigures:
+        sums = [getattr(bound, name) for bound, _ in bounded]
+        if None in sums:
+            return BoundFigures(None, None)
+        table = np.array([[*bound.tried, *own] for (bound, _), own in zip(bounded, sums, strict=True)], np.float64)
         k = table.shape[1] // 2
-        return {"length": estimate(table, length_by_rates, rows), "first": estimate(table[:, [k, 0]], ratio, rows)}
+        return BoundFigures(estimate(table, length_by_rates, groups), estimate(table[:, [k, 0]], ratio, groups))
 
     return {name: of(name) for name in BOUNDS}
 
 
-def length_by_rates(sums: np.ndarray) -> np.ndarray:
-    """Compute the acceptance length from sums [R, 2K]: places of each draft, then of its rates there.
+def _split(
+    requests: Sequence[RequestPairing], groups: Sequence[int], step: Bootstrap | None, cycle: Bootstrap | None
+) -> dict[str, Estimate | None]:
+    """Split a step's time into parts, and compute v(T); None without profiles. groups: of the times."""
 
-    It is 1 + v_1 + v_1 v_2 + ..., v_i the mean rate of draft i where all before it were accepted.
+    def fraction(
+        pairings: Sequence[RequestPairing], row: Callable[[RequestPairing], Sequence[float]], statistic: Statistic
+    ) -> Bootstrap | None:
+        # for the same conversations use the draws of the times, since a slow conversation is slow in both
+        same = [pairing.group for pairing in pairings] == list(groups)
+        return _of(pairings, row, statistic, seed=0 if same else 1)
+
+    def of_step(part: str) -> Estimate | None:
+        return times(step, fraction(profiled, lambda pairing: _share(part, pairing.share), ratio))
+
+    def times(left: Bootstrap | None, right: Bootstrap | None) -> Estimate | None:
+        return None if left is None or right is None else left.times(right).estimate
+
+    profiled = [pairing for pairing in requests if pairing.share is not None]
+    # without `auto`, whose passes differ in their number of rows
+    both = [pairing for pairing in profiled if pairing.plain_share and pairing.fast[0].variant.k != AUTO]
+    verified = fraction(
+        both,
+        lambda pairing: (*_share("verify_ms", pairing.share), *_share("verify_ms", pairing.plain_share)),
+        ratio_of_ratios,
+    )
+    return {
+        "draft_s": of_step("draft_ms"),
+        "verify_s": of_step("verify_ms"),
+        "host_s": of_step("other_ms"),
+        "verify_cost": times(cycle, verified),
+    }
+
+
+def _share(part: str, share: Share | None) -> tuple[float, float]:
+    """Return the milliseconds of the profiled steps (in a part, in all)."""
+    assert share is not None
+    whole = share.draft_ms + share.verify_ms + share.other_ms
+    return share.num_steps * float(getattr(share, part)), share.num_steps * whole
+
+
+def _per_request(pairing: RequestPairing) -> RequestFigures:
+    """Compute one request's acceptance and speed-up.
+
+    With three repeats or more, the speed-up has a 95 % t-interval: of the mean logarithm of the ratios of repeats.
     """
-    tried, total = np.split(sums, 2, axis=1)
-    rates = np.divide(total, tried, out=np.zeros_like(total), where=tried > 0)
-    length: np.ndarray = 1 + np.cumprod(rates, axis=1).sum(axis=1)
-    return length
+    counters, speedup = pairing.counters, None
+    if pairing.timed:
+        logs = np.log([_seconds_per_token([plain]) / _seconds_per_token([fast]) for fast, plain in pairing.timed])
+        low = high = None
+        if len(logs) > 2:
+            half = stdtrit(len(logs) - 1, 0.975) * logs.std(ddof=1) / np.sqrt(len(logs)) if logs.std() > 0 else 0.0
+            low, high = (float(np.exp(logs.mean() + side * half)) for side in (-1, 1))
+        speedup = Estimate(pairing.speedup, low, high)
+    return RequestFigures(
+        request=pairing.request.request,
+        prompt_tokens=len(pairing.request.prompt_ids),
+        output_tokens=pairing.fast[0].output_tokens,
+        loop_share=pairing.fast[0].loop_share,
+        acceptance_length=counters.acceptance_length,
+        num_spec_steps=counters.num_steps,
+        speedup=speedup,
+        slower=None if speedup is None or speedup.high is None else speedup.high < SLOWER,
+    )
+
+
+def _of(
+    pairings: Sequence[AnyPairing], row: Callable[[AnyPairing], Sequence[float]], statistic: Statistic, seed: int = 0
+) -> Bootstrap | None:
+    """Bootstrap a statistic of a table with a row per pairing."""
+    table = np.array([row(pairing) for pairing in pairings], np.float64)
+    return bootstrap(table, statistic, [pairing.group for pairing in pairings], seed)
+
+
+def _estimate(figure: Bootstrap | None) -> Estimate | None:
+    return None if figure is None else figure.estimate
 
 
 def _accepted(position: int, counters: Counters, *, tried: bool) -> tuple[float, float]:
@@ -335,146 +643,41 @@ def _accepted(position: int, counters: Counters, *, tried: bool) -> tuple[float,
     return float(counters.accepted_per_position[position]), float(below)
 
 
-def _wait(quantile: int, each: Pairing) -> float | None:
-    return _median(sample.itl_s[quantile] if sample.itl_s else None for sample in each.fast)
+def _wait(quantile: int, sample: Sample) -> float | None:
+    return None if sample.itl_s is None else sample.itl_s[quantile]
 
 
-def _passes(each: Pairing) -> tuple[float, float]:
-    """Count passes of the target in the timed repeats: (of the arm, of plain decoding)."""
-    fast, plain = (float(sum(pair[side].num_steps for pair in each.timed)) for side in (0, 1))
-    return fast, plain
+def _seconds_per_token(samples: Iterable[Sample]) -> float:
+    """Return the median of seconds per token after the first; every sample has two tokens or more."""
+    return float(np.median([(sample.decode_s or 0.0) / (sample.output_tokens - 1) for sample in samples]))
 
 
-def _speedup(each: Pairing) -> float:
-    """Divide plain decoding's seconds a token by the arm's, medians over repeats."""
-    fast, plain = _seconds_per_token(each.timed)
-    return plain / fast
+def _in_turns(samples: Sequence[Sample]) -> tuple[float, float]:
+    """Sum (tokens after the first, seconds) of requests that were decoded one at a time."""
+    return float(sum(sample.output_tokens - 1 for sample in samples)), float(sum(s.decode_s or 0.0 for s in samples))
 
 
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(np.median(known)) if known else None
+def _together(samples: Sequence[Sample]) -> tuple[float, float]:
+    """Sum tokens after the first, and seconds in which at least one request was decoding.
 
-
-def _table(rows: Iterable[Sequence[float]]) -> np.ndarray:
-    return np.array(list(rows), np.float64)
-
-
-def timed_sums(each: Pairing) -> tuple[float, float, float, float]:
-    """Sum (tokens after the first, seconds) of the arm, then of plain decoding."""
-    fast, plain = (_sums([pair[side] for pair in each.timed]) for side in (0, 1))
-    return *fast, *plain
-
-
-def _sums(samples: Sequence[Sample]) -> tuple[float, float]:
-    return float(sum(s.output_tokens - 1 for s in samples)), sum((s.decode_s or 0.0 for s in samples), start=0.0)
-
-
-def _seconds_per_token(timed: Sequence[tuple[Sample, Sample]]) -> list[float]:
-    """Return seconds a token of (the arm, plain decoding), medians over repeats."""
-    return [float(np.median([s.seconds_per_token for s in samples])) for samples in zip(*timed, strict=True)]
-
-
-def _per_request(each: Pairing) -> dict[str, Any]:
-    """Compute one request's acceptance and speed-up.
-
-    With three repeats or more, the speed-up has a 95 % t-interval: of the mean logarithm of the ratios of repeats.
+    The requests were added at one time, from which ttft counts.
     """
-    counters, speedup = each.counters, None
-    if each.timed:
-        logs = np.log([plain.seconds_per_token / fast.seconds_per_token for fast, plain in each.timed])
-        low = high = None
-        if len(logs) > 2:
-            half = stdtrit(len(logs) - 1, 0.975) * logs.std(ddof=1) / np.sqrt(len(logs)) if logs.std() > 0 else 0.0
-            low, high = (float(np.exp(logs.mean() + side * half)) for side in (-1, 1))
-        speedup = Estimate(_speedup(each), low, high)
-    return {
-        "request": each.asked.request,
-        "prompt_tokens": len(each.asked.prompt_ids),
-        "output_tokens": each.fast[0].output_tokens,
-        "loop_share": each.fast[0].loop_share,
-        "acceptance_length": counters.acceptance_length,
-        "num_spec_steps": counters.num_steps,
-        "speedup": speedup,
-        "slower": None if speedup is None or speedup.high is None else speedup.high < SLOWER,
-    }
+    timed = [sample for sample in samples if sample.ttft_s is not None and sample.decode_s is not None]
+    spans = [(sample.ttft_s or 0.0, (sample.ttft_s or 0.0) + (sample.decode_s or 0.0)) for sample in timed]
+    return float(sum(sample.output_tokens - 1 for sample in timed)), busy_s(spans)
 
 
-def _parts(some: Sequence[Pairing], part: Callable[[Pairing], str | None]) -> list[dict[str, Any]]:
-    """Compute the figures of each part of the requests; [] if there is only one part."""
-    inside: dict[str, list[Pairing]] = {}
-    for each in some:
-        inside.setdefault(part(each) or "", []).append(each)
-    if len(inside) < 2:
-        return []
-    return [{"part": name, **_all_figures(inside[name])} for name in sorted(inside, key=_natural)]
+def best(rows: Iterable[Row]) -> Row | None:
+    """Choose the row of the highest pooled speed-up in one workload, plain decoding included.
 
-
-def _natural(name: str) -> tuple[int, str]:
-    head = name.partition(".")[0]
-    return (int(head), name) if head.isdecimal() else (-1, name)
-
-
-def _split(
-    some: Sequence[Pairing], timed_rows: Sequence[int], step: Bootstrap | None, cycle_cost: Bootstrap | None
-) -> dict[str, Bootstrap | None]:
-    """Split a step's time into parts, and compute v(T); None without profiles."""
-
-    def fraction(
-        of: Sequence[Pairing], row: Callable[[Pairing], Sequence[float]], statistic: Statistic
-    ) -> Bootstrap | None:
-        rows = [each.asked.row for each in of]
-        # for the same conversations use the draws of the times, since a slow conversation is slow in both
-        return bootstrap(_table(map(row, of)), statistic, rows, seed=0 if rows == timed_rows else 1)
-
-    def of_step(part: str) -> Bootstrap | None:
-        return times(step, fraction(profiled, lambda each: _share(part, each.share), ratio))
-
-    def times(left: Bootstrap | None, right: Bootstrap | None) -> Bootstrap | None:
-        return left.times(right) if left is not None and right is not None else None
-
-    profiled = [each for each in some if each.share]
-    # without `auto`, whose passes differ in their number of rows
-    both = [each for each in profiled if each.plain_share and each.share["k"] != AUTO]
-    over_plain = fraction(
-        both, lambda each: (*_share("verify", each.share), *_share("verify", each.plain_share)), ratio_of_ratios
-    )
-    return {**{f"{part}_s": of_step(part) for part in SHARES}, "verify_cost": times(cycle_cost, over_plain)}
-
-
-def _share(part: str, share: Json) -> tuple[float, float]:
-    """Return the milliseconds of the profiled steps (in a part, in all)."""
-    steps = share["num_steps"]
-    return steps * share[SHARES[part]], steps * sum(share[name] for name in SHARES.values())
-
-
-def best(rows: Sequence[Row]) -> Row | None:
-    """Choose the row of the highest pooled speed-up in one setting, plain decoding included.
-
-    Only of rows with all requests that plain decoding has.
+    Only of rows with all requests that plain decoding has; an `auto` that never drafted is plain decoding.
     """
-    most = max((row["num_requests"] for row in rows), default=0)
-    complete = [
-        row
-        for row in rows
-        if row["speedup"] is not None
-        and row["num_requests"] == most
-        and (row["k"] == 0 or row["num_spec_steps"])  # an `auto` that never drafted is plain decoding
-    ]
-    return max(complete, key=lambda row: row["speedup"]["value"], default=None)
+    rows = [row for row in rows if row.speedup is not None]
+    most = max((row.num_requests for row in rows), default=0)
+    complete = [row for row in rows if row.num_requests == most and (row.k == 0 or row.num_spec_steps)]
+    return max(complete, key=lambda row: row.speedup.value if row.speedup else 0.0, default=None)
 
 
 def sure(row: Row) -> bool:
     """Test whether a row is significantly faster than plain decoding."""
-    return (row["speedup"]["low"] or 0.0) > 1
-
-
-def json_ready(value: Any) -> Any:
-    """Replace estimates by dicts."""
-    if isinstance(value, Estimate):
-        return dataclasses.asdict(value)
-    if isinstance(value, dict):
-        return {name: json_ready(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_ready(item) for item in value]
-    return value
+    return row.speedup is not None and (row.speedup.low or 0.0) > 1

@@ -14,32 +14,36 @@ from peagle.ops.files import printable
 AUTO: Literal["auto"] = "auto"  # as K: draft by the pair's table, and pause if it does not pay
 FULL = "full"  # the drafter's whole vocabulary
 BUCKETS = (128, 512, 2048)  # prompt tokens at which a new bucket begins
-PROFILED, PROFILED_TOKENS = 12, 32  # conversations of each arm that run under the profiler, and tokens of each
+PROFILED, PROFILED_TOKENS = 12, 32  # conversations of a variant under the profiler, and tokens of their answers
 
 K = int | Literal["auto"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Arm:
-    """One method of decoding; k 0 is plain decoding, without a drafter."""
+class Variant:
+    """One way to decode; k 0 is plain decoding, without a drafter."""
 
     k: K
     drafter: str | None = None
     draft_vocab: str | None = None  # None: full
-    concurrency: int | None = None  # slots that all requests share; None: one request at a time, arms in turns
+    concurrency: int | None = None  # slots that all requests share; None: one request at a time, variants in turns
     drafter_window: str | None = None  # None: as the drafter's files say
 
     @property
     def speculates(self) -> bool:
         return self.k != 0
 
+    def at(self, concurrency: int | None) -> "Variant":
+        """Decode the same way with another number of slots."""
+        return dataclasses.replace(self, concurrency=concurrency)
 
-PLAIN = Arm(0)
+
+PLAIN = Variant(0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
-    """The conditions that arms share when they are compared."""
+class Workload:
+    """The requests that variants are compared on, and how they are sampled."""
 
     prompts: str  # a source's name
     raw: bool  # without the chat template
@@ -47,8 +51,8 @@ class Setting:
 
     @property
     def label(self) -> str:
-        how = "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}"
-        return f"{printable(self.prompts)}, {'raw' if self.raw else 'chat'}, {how}"
+        sampling = "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}"
+        return f"{printable(self.prompts)}, {'raw' if self.raw else 'chat'}, {sampling}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +66,14 @@ class Source:
     num_rows: int
     num_skipped: int  # rows without a usable prompt
     num_used: int  # conversations
-    max_turns: int | None  # of each; None: all
+    max_turns: int | None  # of a conversation; None: all
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A whole sweep.
 
-    `fingerprints`: hashes of the files of "target" and of each "drafter NAME".
+    `fingerprints`: hashes of the files of "target" and of every "drafter NAME".
     """
 
     target: str
@@ -90,10 +94,10 @@ class Plan:
     kernels: str
     template: str = ""  # sha256 of the target's chat template and tokenizer
     fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    in_a_row: int = 1  # requests of an arm before the next arm's turn
+    in_a_row: int = 1  # requests of a variant before the next one's turn
     special_tokens: bool = False  # special tokens spelled in raw text are control tokens
     aux_layer_ids: tuple[int, ...] | None = None  # of every drafter with weights; None: by its config.json
-    concurrencies: tuple[int, ...] = ()  # numbers of slots; with each, every arm also decodes all requests at once
+    concurrencies: tuple[int, ...] = ()  # numbers of slots with which every variant also decodes all requests at once
     drafter_windows: tuple[str | None, ...] = (None,)
 
     def __post_init__(self) -> None:
@@ -110,8 +114,8 @@ class Plan:
         if list(self.buckets) != sorted(set(self.buckets)) or any(edge < 1 for edge in self.buckets):
             typed = ",".join(map(str, self.buckets))
             raise InputError(f"--buckets is {typed}; expected numbers of tokens that rise, such as 128,512")
-        if wrong := [slots for slots in self.concurrencies if slots < 1]:
-            raise InputError(f"--concurrency is {wrong[0]}; expected 1 or more requests at once")
+        if (fewest := min(self.concurrencies, default=1)) < 1:
+            raise InputError(f"--concurrency is {fewest}; expected 1 or more requests at once")
         for seed in (self.seed, self.seed + self.repeats - 1):
             SamplingParams(seed=seed)  # check it
         for k in self.ks:
@@ -121,45 +125,44 @@ class Plan:
             raise InputError(f"two files of prompts have the name {_twice(names)}; give them different names")
 
     @property
-    def arms(self) -> tuple[Arm, ...]:
-        """Plain decoding first, then by K."""
+    def variants(self) -> tuple[Variant, ...]:
+        """One request at a time: plain decoding first, then by K."""
         ks: list[K] = [*sorted(k for k in self.ks if isinstance(k, int)), *([AUTO] if AUTO in self.ks else [])]
-        ways = list(itertools.product(self.drafters, self.draft_vocabs, self.drafter_windows))
-        return (PLAIN, *(Arm(k, d, v, drafter_window=w) for k in ks for d, v, w in ways))
+        drafters = list(itertools.product(self.drafters, self.draft_vocabs, self.drafter_windows))
+        return (PLAIN, *(Variant(k, d, v, drafter_window=w) for k in ks for d, v, w in drafters))
 
     @property
-    def loads(self) -> tuple[Arm, ...]:
-        """The arms of many requests at once: each arm with each number of slots."""
+    def concurrent(self) -> tuple[Variant, ...]:
+        """Many requests at once: each variant with each number of slots."""
         return tuple(
-            dataclasses.replace(arm, concurrency=slots)
-            for slots, arm in itertools.product(sorted(self.concurrencies), self.arms)
+            variant.at(slots) for slots, variant in itertools.product(sorted(self.concurrencies), self.variants)
         )
 
     @property
-    def settings(self) -> tuple[Setting, ...]:
+    def workloads(self) -> tuple[Workload, ...]:
         return tuple(
-            Setting(source.name, raw, temperature)
+            Workload(source.name, raw, temperature)
             for source, raw, temperature in itertools.product(self.sources, self.raw, self.temperatures)
         )
 
-    def label(self, arm: Arm) -> str:
-        """Name an arm by the parts in which arms differ."""
-        parts = [str(arm.k)]
-        if arm.drafter is not None and len(self.drafters) > 1:
-            parts.append(short_names(self.drafters)[self.drafters.index(arm.drafter)])
-        if arm.draft_vocab is not None:
-            parts.append(f"{printable(Path(arm.draft_vocab).name)} tokens")
-        if arm.drafter_window is not None:
-            parts.append(f"window {printable(arm.drafter_window)}")
-        if arm.concurrency is not None:
-            parts.append(f"{arm.concurrency} at once")
+    def label(self, variant: Variant) -> str:
+        """Name a variant by what sets it apart."""
+        parts = [str(variant.k)]
+        if variant.drafter is not None and len(self.drafters) > 1:
+            parts.append(short_names(self.drafters)[self.drafters.index(variant.drafter)])
+        if variant.draft_vocab is not None:
+            parts.append(f"{printable(Path(variant.draft_vocab).name)} tokens")
+        if variant.drafter_window is not None:
+            parts.append(f"window {printable(variant.drafter_window)}")
+        if variant.concurrency is not None:
+            parts.append(f"{variant.concurrency} at once")
         return ", ".join(parts)
 
     def bucket(self, prompt_tokens: int) -> str:
         """Name the bucket of a prompt, such as 128..511."""
-        edges = (0, *self.buckets)
-        place = sum(prompt_tokens >= edge for edge in self.buckets)
-        return f"{edges[place]}.." + (str(edges[place + 1] - 1) if place < len(self.buckets) else "")
+        low = max((edge for edge in self.buckets if edge <= prompt_tokens), default=0)
+        high = min((edge for edge in self.buckets if edge > prompt_tokens), default=None)
+        return f"{low}.." + ("" if high is None else str(high - 1))
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -167,15 +170,12 @@ class Plan:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Plan":
         """Undo `to_json`. Raises KeyError or TypeError for any other value."""
-        lists = {
-            name: tuple(value[name]) for name in ("drafters", "draft_vocabs", "ks", "raw", "temperatures", "buckets")
-        }
-        if any(k != AUTO and not isinstance(k, int) for k in lists["ks"]):
+        if any(k != AUTO and not isinstance(k, int) for k in value["ks"]):
             raise TypeError(f"ks is {value['ks']}")
-        for name in ("aux_layer_ids", "concurrencies", "drafter_windows"):  # missing in older runs
-            if value.get(name) is not None:
-                lists[name] = tuple(value[name])
-        return cls(**{**value, **lists, "sources": tuple(Source(**source) for source in value["sources"])})
+        fields: dict[str, Any] = {
+            name: tuple(field) if isinstance(field, list) else field for name, field in value.items()
+        }
+        return cls(**fields | {"sources": tuple(Source(**source) for source in value["sources"])})
 
 
 def short_names(paths: Sequence[str | Path]) -> list[str]:
@@ -185,7 +185,7 @@ def short_names(paths: Sequence[str | Path]) -> list[str]:
     """
     parts = [Path(printable(str(path))).parts or ("",) for path in paths]
     for length in range(1, max(map(len, parts), default=0) + 1):
-        names = ["/".join(each[-length:]) for each in parts]
+        names = ["/".join(part[-length:]) for part in parts]
         if len(set(names)) == len(names):
             return names
     return [printable(str(path)) for path in paths]
@@ -196,19 +196,19 @@ def parse_ks(text: str) -> tuple[K, ...]:
 
     0 is dropped: plain decoding always runs.
     """
-    found: list[K] = []
+    ks: list[K] = []
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")
         if part.strip() == AUTO:
-            found.append(AUTO)
+            ks.append(AUTO)
         elif low.isdecimal() and (high.isdecimal() or not dash):
-            between = range(int(low), int(high or low) + 1)
-            if not between:
+            values = range(int(low), int(high or low) + 1)
+            if not values:
                 raise InputError(f"-k is {text!r}: {part.strip()} is no range; expected the smaller number first")
-            found += between
+            ks += values
         else:
             raise InputError(f"-k is {text!r}; expected numbers, ranges or auto, separated by commas, as 1-3,5,auto")
-    unique = tuple(dict.fromkeys(k for k in found if k != 0))
+    unique = tuple(dict.fromkeys(k for k in ks if k != 0))
     if not unique:
         raise InputError(f"-k is {text!r}; expected at least one K of 1 to {MAX_NUM_DRAFTS}, or auto")
     return unique

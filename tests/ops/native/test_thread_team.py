@@ -26,12 +26,17 @@ def stress(folder: Path, *flags: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    "flags", [pytest.param((), id="as_it_is"), pytest.param((RACES,), id="races", marks=pytest.mark.slow)]
+    ("milliseconds", "flags"),
+    [pytest.param(200, (), id="as_it_is"), pytest.param(1000, (RACES,), id="races", marks=pytest.mark.slow)],
 )
-def test_every_chunk_runs_once(tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_every_chunk_runs_once(tmp_path: Path, milliseconds: int, flags: tuple[str, ...]) -> None:
     program = stress(tmp_path, *flags)
     for callers, threads in ((1, 2), (1, 4), (3, 2), (3, 4)):
         done = subprocess.run(
-            [program, str(callers), str(threads), "1"], capture_output=True, text=True, timeout=120, check=False
+            [program, str(callers), str(threads), str(milliseconds)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
         assert done.returncode == 0, (callers, threads, (done.stdout + done.stderr)[-2000:])

@@ -8,7 +8,7 @@ import pytest
 
 from peagle.cli.document import dumps, report, trace_lines
 from peagle.config import EngineConfig
-from peagle.engine.widths import WidthTable
+from peagle.engine.speculation import Speculation
 from peagle.measure.provenance import TUNING, provenance, tuning
 from peagle.ops import jax_cure
 from peagle.pair import Pair
@@ -35,13 +35,15 @@ REQUEST = {
 }  # fmt: skip
 SPECULATIVE = {
     "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_spec_steps", "num_plain_steps",
-    "num_accepted_draft_tokens", "num_draft_tokens", "num_spec_tokens",
+    "num_accepted_draft_tokens", "num_draft_tokens", "num_spec_tokens", "num_proposed_draft_tokens",
+    "num_looked_up_draft_tokens",
 }  # fmt: skip
 BASELINE = {"output_ids", "ttft_s", "tok_per_s", "first_divergence"}
 SUMMARY = {
     "num_requests", "num_prompt_tokens", "num_output_tokens", "num_truncated_tokens", "num_spec_steps",
     "num_plain_steps",
     "num_draft_tokens", "num_accepted_draft_tokens", "acceptance_histogram", "acceptance_length",
+    "num_proposed_draft_tokens", "num_looked_up_draft_tokens",
     "acceptance_length_without_loops",
     "acceptance_rate_per_position", "conditional_rate_per_position", "loop_share", "looping_requests_frac", "tok_per_s",
     "baseline_tok_per_s", "speedup",
@@ -129,11 +131,11 @@ def test_a_request_that_was_cut_off_is_called_interrupted(toy: Pair, config: Run
 
 def test_an_adaptive_run_tells_what_it_went_by(toy: Pair, config: RunConfig) -> None:
     config = dataclasses.replace(config, engine=EngineConfig("auto"))
-    table = WidthTable({1: K}, {1: 1.5})
-    done = run(dataclasses.replace(toy, widths=table), [from_ids([50])], config)
+    done = run(dataclasses.replace(toy, speculation=Speculation(K)), [from_ids([50])], config)
+    assert done.costs is not None
     value = made(toy, config, done)
     assert set(value["config"]) == CONFIG
-    assert value["config"]["costs"] == {"drafts": {"1": K}, "plain_steps": {"1": 1.5}}
+    assert value["config"]["costs"] == json.loads(json.dumps(done.costs.to_json()))
 
 
 def test_the_trace_tells_the_output_again(toy: Pair, config: RunConfig) -> None:
@@ -141,7 +143,7 @@ def test_the_trace_tells_the_output_again(toy: Pair, config: RunConfig) -> None:
     done = run(toy, [from_ids([50, 51]), from_ids([52])], dataclasses.replace(config, engine=EngineConfig(K, slots=2)))
     lines = [json.loads(line) for line in trace_lines(done)]
     assert {tuple(line) for line in lines} == {
-        ("request", "step", "length", "draft_token_ids", "num_accepted", "next_token")
+        ("request", "step", "length", "draft_token_ids", "num_accepted", "next_token", "num_drafted", "source")
     }
     for outcome in done.outcomes:
         output = outcome.result.output_ids

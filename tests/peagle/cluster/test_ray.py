@@ -5,6 +5,7 @@
 Last run, 28 November 2026, ray 2.60.0, jax 0.10.2, two cores, busy with other work: all passed in five minutes.
 """
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -23,7 +25,6 @@ from peagle.config import EngineConfig, LoadConfig
 from peagle.engine.request import Request
 from peagle.ops.attention import PAGE_SIZE
 from peagle.text.tokenizer import detokenize
-from scripts.kill_fleet import processes
 from scripts.peers.bystanders import cpu_s
 from scripts.serving import client
 from scripts.serving.servers import free_port
@@ -122,6 +123,18 @@ def until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.1)
+
+
+def processes(deployment: str) -> list[int]:
+    """List the process ids of a deployment's replicas on this machine."""
+    replicas = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                command = (folder / "cmdline").read_bytes().split(b"\0")[0].decode()
+                if command.startswith(f"ray::ServeReplica:peagle:{deployment}"):
+                    replicas.append(int(folder.name))
+    return sorted(replicas)
 
 
 def decoding(state: str) -> int:

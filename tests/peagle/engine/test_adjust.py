@@ -37,6 +37,7 @@ HARD = SamplingParams(
     min_tokens=12,
 )
 STOPS = (1, 4)
+NO_COSTS = np.zeros((0,), np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -199,10 +200,10 @@ def test_a_step_cut_in_two_is_the_step(target: Any, sampling: SamplingParams) ->
     all_count = np.full(all_may.shape[0], kind.num_drafts, np.int32)
     (whole, plan), (cut, _) = (started(target, sampling, [K, 2]) for _ in range(2))
     for _ in range(4):
-        expected = whole.steps(plan, 0.0, 1, kind)
-        cut.propose(plan, kind)
+        expected = whole.steps(plan, NO_COSTS, 1, kind)
+        cut.propose(plan, NO_COSTS, kind)
         cut.verify(plan)
-        output = cut.accept_and_commit(plan, 0.0, all_may, all_count, kind)
+        output = cut.accept_and_commit(plan, NO_COSTS, all_may, all_count, kind)
         np.testing.assert_array_equal(output, expected)
     for mine, theirs in zip(jax.tree.leaves(cut.state), jax.tree.leaves(whole.state), strict=True):
         np.testing.assert_array_equal(mine, theirs)
@@ -215,12 +216,12 @@ def test_masked_rows_emit_what_masked_plain_decoding_does(target: Any) -> None:
         (executor, plan), kind = started(target, SamplingParams(), [k, k]), StepKind(k, sampled=True, full=True)
         tokens: list[int] = []
         while len(tokens) < 20:
-            executor.propose(plan, kind)
+            executor.propose(plan, NO_COSTS, kind)
             executor.verify(plan)
             first = np.arange(k + 1) + len(tokens)
             may = (np.arange(V)[None, :] % 2 == first[:, None] % 2) & np.ones((3, 1, 1), bool)
             masks = np.asarray(packed(may))
-            packed_output = executor.accept_and_commit(plan, 0.0, masks, np.full(3, k, np.int32), kind)
+            packed_output = executor.accept_and_commit(plan, NO_COSTS, masks, np.full(3, k, np.int32), kind)
             output = StepOutput.unpack(np.asarray(packed_output)[0], k)
             tokens += output.token_ids[0, : int(output.count[0])].tolist()
         return tokens[:20]

@@ -8,10 +8,9 @@ from peagle.config import SamplingParams
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
-from peagle.engine.widths import WidthTable
 from peagle.ops import native
 from tests.support.models import FAST, TOKENS, Models, models
-from tests.support.toys import check_whole, decode
+from tests.support.toys import check_whole, decode, drafting_at
 
 CAPACITY, NEW = 192, 40
 PROMPTS = [TOKENS[:5], TOKENS[20:90], TOKENS[100:119], TOKENS[7:8]]
@@ -70,10 +69,9 @@ def test_drawn_drafts_are_those_of_a_request_alone(pair: Models, k: int) -> None
     assert {len(record.draft_token_ids) for record in records[1]} == {k - 1}
 
 
-def test_drafts_by_load_change_no_token(pair: Models, plain: list[list[int]]) -> None:
+def test_adaptive_steps_change_no_token(pair: Models, plain: list[list[int]]) -> None:
     """Blocks of other sizes, plain steps between them, and rows that catch up."""
-    table = WidthTable({1: 5, 2: 2, 3: 0})
-    engine = engine_of(pair, 5, 4, widths=table, steps_per_dispatch=2)
+    engine = drafting_at(engine_of(pair, 5, 4, adaptive=True, steps_per_dispatch=2), {1: True, 3: False})
     tokens, records = decode(engine, asked())
     assert tokens == plain
     assert len({len(record.draft_token_ids) for steps in records for record in steps}) > 1

@@ -11,6 +11,7 @@ import pytest
 
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
+from peagle.engine.beside import Beside
 from peagle.engine.engine import Engine
 from peagle.engine.executor import trace_counts
 from peagle.engine.handle import EngineError
@@ -19,12 +20,23 @@ from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.sampling import RowSampling
 from peagle.engine.state import init_state
 from peagle.engine.step import StepKind, step
-from peagle.engine.widths import WidthTable
+from peagle.engine.widths import CostTable, Learned, StepCosts
 from peagle.ops.errors import InputError
 from peagle.protocols import Drafter
+from peagle.result import Counters
 from tests.support.compiling import AS_FOR_USERS
 from tests.support.models import fast_target
-from tests.support.toys import CONFIG, WINDOW, FixedLogits, MarkovTarget, Scripted, check_whole, decode, tiny_target
+from tests.support.toys import (
+    CONFIG,
+    WINDOW,
+    FixedLogits,
+    MarkovTarget,
+    Scripted,
+    check_whole,
+    decode,
+    drafting_at,
+    tiny_target,
+)
 
 CAPACITY, NEW = 96, 60
 PROMPTS = [
@@ -112,23 +124,6 @@ def test_the_oracle_is_accepted_whole_and_the_adversary_never(target, requests, 
             length += record.num_accepted + 1
 
 
-@pytest.mark.parametrize(
-    ("together", "slots"),
-    [pytest.param(1, 2, marks=pytest.mark.slow), (1, 3), (5, 2), pytest.param(5, 3, marks=pytest.mark.slow)],
-)
-def test_requests_beside_others_get_what_they_get_alone(target, plain, slots: int, together: int) -> None:
-    asked = [Request(PROMPTS[i % 3], budget) for i, budget in enumerate((7, 50, 1, 33, 60, 2, 21))]
-    expected = [plain[i % 3][: request.max_new_tokens] for i, request in enumerate(asked)]
-    for k in (0, 3):
-        engine = Engine(target, NGram(), config(k, slots, steps_per_dispatch=together))
-        assert run(engine, asked) == expected
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 19, 64])
-def test_any_cutting_of_a_prompt_gives_the_same(target, requests, plain, chunk: int) -> None:
-    assert run(Engine(target, NGram(), config(3, prefill_chunk=chunk)), requests) == plain
-
-
 @pytest.mark.parametrize("kind", ["oracle", "sometimes"])
 @pytest.mark.parametrize("budget", [1, 2, 4, 5, 7])
 def test_a_budget_inside_the_run_cuts_there(target, plain, kind: str, budget: int) -> None:
@@ -163,15 +158,6 @@ def test_sampling_with_one_hot_drafts_emits_plain_samplings_tokens(target, sampl
     assert records[0][0].num_accepted == 3
 
 
-def test_greedy_and_sampled_rows_stand_side_by_side(target, plain) -> None:
-    sampled = SamplingParams(0.9, top_k=11, min_p=0.02, seed=3)
-    asked = [Request(PROMPTS[0], 40), Request(PROMPTS[1], 40, sampled), Request(PROMPTS[2], 40)]
-    alone = [run(Engine(target, None, config(0)), [request])[0] for request in asked]
-    assert alone[0] == plain[0][:40]
-    assert alone[1] != plain[1][:40]
-    assert run(Engine(target, NGram(), config(3, slots=3)), asked) == alone
-
-
 def test_sampled_drafts_give_the_targets_frequencies() -> None:
     """The wiring around the proven law: 30000 slots, the first three tokens against the product of p."""
     rng = np.random.default_rng(1)
@@ -186,13 +172,15 @@ def test_sampled_drafts_give_the_targets_frequencies() -> None:
         state,
         length=zeros + 1,
         done=zeros > 0,
+        drafts=zeros == 0,
         remaining=zeros + 100,
         sampling=RowSampling(ones, zeros, ones, 0 * ones, zeros, jnp.arange(rows, dtype=jnp.int32)),
     )
     kind = StepKind(2, sampled=True)
     # so many rows take ten times as long in a program that is compiled quickly
     run_step = jax.jit(
-        lambda state: step(target, drafter, state, zeros + 2, jnp.float32(0), kind), compiler_options=AS_FOR_USERS
+        lambda state: step(target, drafter, state, zeros + 2, StepCosts.unknown(1, 2), kind),
+        compiler_options=AS_FOR_USERS,
     )
     tokens: list[list[int]] = [[] for _ in range(rows)]
     for _ in range(3):
@@ -224,9 +212,7 @@ def test_nothing_that_a_request_asks_for_compiles_anything(target, requests) -> 
 def test_a_mixed_workload_takes_few_programs(target) -> None:
     rng = np.random.default_rng(5)
     before = trace_counts()
-    engine = Engine(
-        target, NGram(longest=1), config(2, slots=3, adaptive=True, widths=WidthTable({1: 2, 3: 0}, {1: 1.5, 3: 1.5}))
-    )
+    engine = drafting_at(Engine(target, NGram(longest=1), config(2, slots=3, adaptive=True)), {1: True, 3: False})
     asked = [
         Request(
             tuple(rng.integers(0, CONFIG.vocab_size, rng.integers(1, 40)).tolist()),
@@ -242,20 +228,14 @@ def test_a_mixed_workload_takes_few_programs(target) -> None:
     assert sum(after.values()) - sum(before.values()) <= 10
 
 
-@pytest.mark.parametrize(
-    ("by_width", "steps_per_dispatch"),
-    [
-        pytest.param(False, 1, marks=pytest.mark.slow),
-        (False, 5),
-        (True, 1),
-        pytest.param(True, 5, marks=pytest.mark.slow),
-    ],
-)
-def test_a_requests_own_k_bounds_its_drafts_and_changes_no_token(target, plain, steps_per_dispatch, by_width) -> None:
+@pytest.mark.parametrize("steps_per_dispatch", [pytest.param(1, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_requests_own_k_bounds_its_drafts_and_changes_no_token(
+    target, plain, steps_per_dispatch: int, adaptive: bool
+) -> None:
     """Beside others and alone, and nothing compiles for it."""
-    options = {"k_per_request": True, "programs_by_width": by_width, "steps_per_dispatch": steps_per_dispatch}
-    width = {1: 5, 2: 3} if by_width else {1: 5}
-    engine = Engine(target, NGram(), config(5, 2, widths=WidthTable(width), **options))
+    options = {"k_per_request": True, "adaptive": adaptive, "steps_per_dispatch": steps_per_dispatch}
+    engine = drafting_at(Engine(target, NGram(), config(5, 2, **options)), {1: True})
     engine.warm_up()
     before = trace_counts()
     for limits in ([None, 0, 1, 2, 5, 0], [0], [1], [0, 0]):
@@ -269,25 +249,13 @@ def test_a_requests_own_k_bounds_its_drafts_and_changes_no_token(target, plain, 
     assert trace_counts() == before
 
 
-def test_a_request_that_sets_its_k_drafts_whether_it_pays_or_not(target, plain) -> None:
-    """Beside one that leaves it to the table, whose cost no draft of this drafter pays."""
-    engine = Engine(target, NGram(), config(3, 2, adaptive=True, k_per_request=True))
-    engine.warm_up()
-    engine.widths = WidthTable({1: 3}, costs={1: 3.9, 2: 3.9})  # as measured
-    asked = [Request(PROMPTS[0], NEW, num_speculative_tokens=limit) for limit in (1, None)]
-    tokens, (own, by_table) = decode(engine, asked)
-    assert tokens == [plain[0], plain[0]]
-    assert sum(not step.draft_token_ids for step in own) == 0
-    assert sum(not step.draft_token_ids for step in by_table) > 0
-
-
 def test_the_step_donates_its_state_and_keeps_no_hidden_copy(target) -> None:
     engine = Engine(target, NGram(), config(3, context=4096, steps_per_dispatch=4))
     engine.warm_up()
     state = engine.executor.state
     donated = sum(leaf.nbytes for leaf in jax.tree.leaves((state.target_cache, state.drafter_state)))
     assert engine.programs()[0].memory_analysis().alias_size_in_bytes >= donated
-    engine.executor.steps(engine.batches.empty_plan(1), 0.0, 4, StepKind(3))
+    engine.executor.steps(engine.batches.empty_plan(1), np.zeros((0,), np.float32), 4, StepKind(3))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.target_cache))
 
 
@@ -326,74 +294,59 @@ def test_chunks_tell_what_was_decided_before_the_cut(target, plain) -> None:
 
 
 @pytest.mark.parametrize("steps_per_dispatch", [pytest.param(1, marks=pytest.mark.slow), 16])
-def test_a_row_pauses_and_the_others_go_on_drafting(target, plain, steps_per_dispatch: int) -> None:
-    """Row 0's drafts are always wrong, row 1's always right: 0 pauses after the step that uses up its credit, within a
-    dispatch too, and its tokens are plain decoding's."""
+def test_a_slot_whose_drafts_fail_verifies_no_more_and_the_other_goes_on(target, plain, steps_per_dispatch) -> None:
+    """Slot 0's drafts are always wrong, slot 1's always right; the tokens are plain decoding's."""
     script = np.asarray(scripts(plain, "oracle").script).copy()
     script[0] = (script[0] + 1) % CONFIG.vocab_size
-    table = WidthTable({1: 3}, {1: 2.0})
-    shape = config(3, slots=2, widths=table, steps_per_dispatch=steps_per_dispatch)
+    shape = config(3, slots=2, adaptive=True, steps_per_dispatch=steps_per_dispatch)
     engine = Engine(target, Scripted(jnp.asarray(script[:2])), shape)
-    asked = [Request(PROMPTS[0], 40), Request(PROMPTS[1], 40)]
-    tokens, records = decode(engine, asked)
+    verify = {1: ((1, 1.0), (4, 1.6)), 2: ((2, 1.0), (8, 1.6))}
+    engine.costs = CostTable(verify, {1: ((0, 0.0), (3, 0.1)), 2: ((0, 0.0), (6, 0.1))})
+    tokens, records = decode(engine, [Request(PROMPTS[0], 40), Request(PROMPTS[1], 40)])
     assert tokens == [plain[0][:40], plain[1][:40]]
-    widths = [len(record.draft_token_ids) for record in records[0]]
-    assert widths[:5] == [3] * 5  # each loses a plain step, and four are allowed
-    assert set(widths[5:]) == {0}
-    assert {len(record.draft_token_ids) for record in records[1]} == {3}
+    widths = [[len(record.draft_token_ids) for record in steps] for steps in records]
+    assert sum(widths[0][:4]) > 0
+    assert sum(widths[0][8:]) < 0.3 * len(widths[0][8:])
+    assert sum(widths[1]) > 24
 
 
 @pytest.mark.parametrize("logprobs", [pytest.param(None, marks=pytest.mark.slow), 2])
-def test_a_dispatch_whose_rows_have_all_paused_goes_on_plainly(target, plain, logprobs: int | None) -> None:
-    """The host would send plain steps two dispatches later."""
+def test_a_drafter_that_never_pays_is_left_out_and_changes_nothing(target, plain, logprobs: int | None) -> None:
+    """Within a dispatch: its steps become plain ones, of the same log-probabilities."""
     script = (np.asarray(scripts(plain, "oracle").script)[:1] + 1) % CONFIG.vocab_size
-    shape = config(3, adaptive=True, widths=WidthTable({1: 3}, {1: 2.0}), steps_per_dispatch=16)
-    asked = Request(PROMPTS[0], 40, logprobs=logprobs)
-    found = [
-        [chunk for _, chunk in engine.generate([asked])]
-        for engine in (Engine(target, Scripted(jnp.asarray(script)), shape), Engine(target, None, config(0)))
-    ]
-    assert [len(record.draft_token_ids) for record in found[0][1].steps] == [3] * 5 + [0] * 11
-    tokens, expected = ([token for chunk in chunks for token in chunk.token_ids] for chunks in found)
-    assert tokens == expected == plain[0][:40]
-    given, alone = ([each for chunk in chunks for each in chunk.logprobs] for chunks in found)
-    assert len(given) == len(alone) == (40 if logprobs else 0)
-    for mine, reference in zip(given, alone, strict=True):
-        assert mine.token_id == reference.token_id
-        np.testing.assert_allclose(mine.logprob, reference.logprob, rtol=1e-4, atol=1e-5)
+    shape = config(3, adaptive=True, steps_per_dispatch=16)
+    adaptive = Engine(target, Scripted(jnp.asarray(script)), shape)
+    adaptive.costs = CostTable({1: ((1, 1.0), (4, 1.6))}, {1: ((0, 0.0), (3, 0.5))})
+    request = Request(PROMPTS[0], 40, logprobs=logprobs)
+    chunks, expected = (
+        [chunk for _, chunk in engine.generate([request])] for engine in (adaptive, Engine(target, None, config(0)))
+    )
+    drafted = [step.num_drafted for chunk in chunks for step in chunk.steps]
+    assert sum(drafted[:8]) > 0
+    assert 0 in drafted[:10]
+    assert sum(number > 0 for number in drafted) < 12
+    tokens = [[token for chunk in of for token in chunk.token_ids] for of in (chunks, expected)]
+    assert tokens[0] == tokens[1] == plain[0][:40]
+    entries, references = ([entry for chunk in of for entry in chunk.logprobs] for of in (chunks, expected))
+    assert len(entries) == len(references) == (40 if logprobs else 0)
+    for entry, reference in zip(entries, references, strict=True):
+        assert entry.token_id == reference.token_id
+        np.testing.assert_allclose(entry.logprob, reference.logprob, rtol=1e-4, atol=1e-5)
 
 
-def test_rows_that_paused_draft_again_when_the_load_falls_and_lose_no_row(target, plain) -> None:
-    """Nothing is drafted for two active rows; the last row then drafts as it does alone."""
-    table = WidthTable({1: 3, 2: 0})
+def test_slots_that_took_plain_steps_draft_again_when_the_load_falls_and_lose_no_row(target, plain) -> None:
+    """Nothing is drafted for two active slots; the last one then drafts what it drafts alone."""
     short, long = Request(PROMPTS[1], 30), Request(PROMPTS[0], 60)
     alone = decode(Engine(target, NGram(), config(3)), [long])[1][0]
-    engine = Engine(target, NGram(), config(3, slots=2, widths=table))
+    engine = drafting_at(Engine(target, NGram(), config(3, slots=2, adaptive=True)), {1: True, 2: False})
     tokens, records = decode(engine, [short, long])
     assert tokens == [plain[1][:30], plain[0]]
     assert 0 in {len(record.draft_token_ids) for record in records[1]}
     by_length = {record.length: record for record in alone}
     resumed = [record for record in records[1] if record.draft_token_ids and record.length in by_length]
     assert len(resumed) > 3
-    assert all(record == by_length[record.length] for record in resumed)
-
-
-def test_programs_by_width_run_no_wider_than_the_table(target, plain) -> None:
-    """If passes also compute inactive rows, each number of drafts has its own program."""
-    table = WidthTable({1: 5, 2: 1, 3: 0})
-    engine = Engine(target, NGram(), config(5, slots=3, widths=table, programs_by_width=True))
-    engine.warm_up()
-    before, kinds, steps = trace_counts(), [], engine.executor.steps
-
-    def spy(plan, cost, count, kind):
-        kinds.append((int((plan[:, 1] > 0).sum()), kind.num_drafts))
-        return steps(plan, cost, count, kind)
-
-    engine.executor.steps = spy
-    asked = [Request(PROMPTS[i % 3], budget) for i, budget in enumerate((7, 50, 33, 60))]
-    assert run(engine, asked) == [plain[i % 3][: request.max_new_tokens] for i, request in enumerate(asked)]
-    assert set(kinds) == {(1, 5), (2, 1), (0, 0)}
-    assert trace_counts() == before
+    for record in resumed:
+        assert record.draft_token_ids == by_length[record.length].draft_token_ids[: len(record.draft_token_ids)]
 
 
 def test_gaps_are_a_share_of_the_time(target, requests) -> None:
@@ -561,16 +514,42 @@ def test_an_engine_that_failed_says_so_to_everybody(target) -> None:
         engine.add(Request(PROMPTS[0], 9))
 
 
+def test_counted_acceptance_is_that_of_a_fixed_k(target, plain) -> None:
+    """By position; and afterwards the engine has learned nothing from it, and decodes by its times again."""
+    script = np.asarray(scripts(plain, "oracle").script).copy()
+    script[:, ::3] = (script[:, ::3] + 1) % CONFIG.vocab_size  # some are wrong
+    drafter = Beside(Scripted(jnp.asarray(script[:1])), NGram())
+    requests = [Request(PROMPTS[0], 50)]
+    fixed = decode(Engine(target, drafter, config(3)), requests)[1]
+    expected = Counters.of(fixed[0], 3)
+    engine = drafting_at(Engine(target, drafter, config(3, adaptive=True)), {1: True})
+    costs = engine.costs
+    greedy, sampled = np.asarray(engine.count_acceptance(requests))
+    np.testing.assert_array_equal(greedy[..., 0].sum(axis=1), expected.tried)
+    np.testing.assert_array_equal(greedy[..., 1].sum(axis=1), expected.accepted_per_position)
+    assert not sampled.any()
+    assert engine.costs is costs
+    np.testing.assert_array_equal(engine.executor.state.learned.tried, Learned.start(2, 3).tried)
+    assert run(engine, requests) == [plain[0][:50]]
+
+
 def test_what_drafting_costs_is_measured_once_for_each_number_of_rows(target, plain) -> None:
     engine = Engine(target, NGram(), config(3, slots=2, adaptive=True))
-    assert engine.widths.costs is None
+    assert engine.costs is None
     engine.warm_up()
-    costs = engine.widths.costs
+    costs = engine.costs
     assert costs is not None
-    assert set(costs) == {1, 2}
-    assert all(0 < cost < float("inf") for cost in costs.values())
+    assert set(costs.verify) == set(costs.draft) == {1, 2}
+    for number in (1, 2):
+        assert [rows for rows, _ in costs.verify[number]] == sorted(
+            {number, number + 1, *(number * n for n in (2, 3, 4))}
+        )
+        assert all(1 <= time < float("inf") for _, time in costs.verify[number])
+        assert all(0 <= time < float("inf") for _, time in costs.draft[number])
+    first = Learned.start(1, 3)
+    np.testing.assert_array_equal(engine.executor.state.learned.tried, first.tried)  # measuring teaches nothing
     engine.warm_up()
-    assert engine.widths.costs is costs
+    assert engine.costs is costs
     asked = [Request(PROMPTS[0], 30), Request(PROMPTS[1], 30)]
     assert run(engine, asked) == [plain[0][:30], plain[1][:30]]
 
@@ -610,53 +589,26 @@ def test_engines_that_cannot_be_are_refused(options: dict, message: str) -> None
         ResolvedConfig(**options)
 
 
-def test_a_table_without_drafts_at_some_load_warms_both_programs(target) -> None:
-    engine = Engine(target, NGram(), config(3, slots=2, widths=WidthTable({1: 3, 2: 0})))
-    engine.warm_up()
-    before = trace_counts()
-    run(engine, [Request(PROMPTS[0], 70), Request(PROMPTS[1], 70)])
-    assert trace_counts() == before
-
-
 def test_a_row_whose_drafter_is_too_far_behind_drafts_no_more(target, plain, monkeypatch: pytest.MonkeyPatch) -> None:
     """At two active rows nothing is drafted; the load falls after more plain steps than the drafter's input holds."""
     monkeypatch.setattr("peagle.engine.state.INPUT_ROOM", 8)
     # a capacity of its own, since engines of equal shapes share the program that makes their state
-    engine = Engine(target, NGram(), config(3, slots=2, context=CAPACITY + 1, widths=WidthTable({1: 3, 2: 0})))
+    engine = Engine(target, NGram(), config(3, slots=2, context=CAPACITY + 1, adaptive=True))
+    drafting_at(engine, {1: True, 2: False})
     tokens, records = decode(engine, [Request(PROMPTS[1], 30), Request(PROMPTS[0], 60)])
     assert tokens == [plain[1][:30], plain[0]]
     assert {len(record.draft_token_ids) for record in records[1]} == {0}
 
 
-def test_requests_with_a_temperature_draft_only_if_the_table_says_so(target) -> None:
-    """And then run plain decoding's program, from their first step on."""
-    warm = SamplingParams(temperature=0.8, seed=3)
-    asked = [Request(PROMPTS[0], 40, warm), Request(PROMPTS[0], 40)]
-    expected = decode(Engine(target, None, config(0)), asked)[0]
-    engine = Engine(target, NGram(), config(3, widths=WidthTable({1: 3}, sampled=False)))
-    lean, steps = [], engine.executor.steps
-
-    def spy(plan, cost, count, kind):
-        lean.append(kind.lean)
-        return steps(plan, cost, count, kind)
-
-    engine.executor.steps = spy
-    tokens, records = decode(engine, asked)
-    assert tokens == expected
-    assert {len(record.draft_token_ids) for record in records[0]} == {0}
-    assert {len(record.draft_token_ids) for record in records[1]} == {3}
-    assert set(lean) == {True, False}
-
-
 def test_a_crowd_is_decoded_as_without_a_drafter(target, plain) -> None:
     """While more wait than there are slots, and full slots do not draft, steps leave the drafter out."""
-    engine = Engine(target, NGram(), config(3, slots=2, widths=WidthTable({1: 3, 2: 0})))
+    engine = drafting_at(Engine(target, NGram(), config(3, slots=2, adaptive=True)), {1: True, 2: False})
     engine.warm_up()
     before, lean, steps = trace_counts(), [], engine.executor.steps
 
-    def spy(plan, cost, count, kind):
+    def spy(plan, costs, count, kind):
         lean.append(kind.lean)
-        return steps(plan, cost, count, kind)
+        return steps(plan, costs, count, kind)
 
     engine.executor.steps = spy
     tokens, records = decode(engine, [Request(PROMPTS[i % 3], 20) for i in range(7)])

@@ -17,11 +17,10 @@ from peagle.engine.handle import Handle
 from peagle.engine.handoff import Fingerprints, HandOff, parse
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
-from peagle.engine.widths import WidthTable
 from peagle.ops import native
 from peagle.ops.attention import PAGE_SIZE
 from peagle.ops.errors import InputError
-from tests.support.models import TARGET, Models, models
+from tests.support.models import FAST, TARGET, Models, models
 from tests.support.toys import WINDOW, decode, tiny_target
 
 BLOCK = PAGE_SIZE
@@ -74,8 +73,8 @@ def until(engine: Engine, handle: Handle, tokens: int) -> list[TokenChunk]:
     ("k", "dtype", "drafter"),
     [
         pytest.param(0, "float32", "P-EAGLE", marks=pytest.mark.slow),
-        pytest.param(K, "float32", "P-EAGLE", marks=pytest.mark.slow),
-        (K, "bfloat16", "P-EAGLE"),
+        (K, "float32", "P-EAGLE"),
+        pytest.param(K, "bfloat16", "P-EAGLE", marks=pytest.mark.slow),
         (K, "float32", "DFlash"),
     ],
 )
@@ -143,16 +142,15 @@ def test_all_keys_of_sliding_layers_go_into_rings_and_back(
 
 
 def test_n_grams_and_rows_that_draft_no_more_are_handed_over_too() -> None:
-    table = WidthTable({1: K}, sampled=False)
-    shape = ResolvedConfig(K, 2, 96, prefill_chunk=8, widths=table)
+    shape = ResolvedConfig(K, 2, 96, prefill_chunk=8, k_per_request=True)
     local = Engine(tiny_target(), NGram(), shape)
     sender = Engine(tiny_target(), NGram(), dataclasses.replace(shape, role="prefill", context=80, prefill_chunk=16))
     receiver = Engine(tiny_target(), NGram(), dataclasses.replace(shape, role="decode", context=120))
-    for sampling in SAMPLINGS[:2]:
-        request = Request(TOKENS[:40], 30, sampling, ())
+    for sampling, own_k in ((SAMPLINGS[0], None), (SAMPLINGS[1], 0)):
+        request = Request(TOKENS[:40], 30, sampling, (), num_speculative_tokens=own_k)
         (tokens,), (steps,) = decode(local, [request])
         chunks, message = prefilled(sender, request)
-        assert message.drafts == sampling.greedy
+        assert message.drafts == (own_k is None)
         chunks += receiver.follow(receiver.add(request, hand_off=message))
         assert facts(chunks)[:2] == (tokens, steps)
     paused = local.add(request)
@@ -165,7 +163,7 @@ def test_n_grams_and_rows_that_draft_no_more_are_handed_over_too() -> None:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return models("float32", tmp_path_factory.getbasetemp())
+    return models(FAST, tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="module")

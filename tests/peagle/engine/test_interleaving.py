@@ -22,11 +22,10 @@ from peagle.engine.replicas import Replicas
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.scheduler import Costs
-from peagle.engine.widths import WidthTable
 from peagle.ops import native
 from peagle.protocols import Drafter, Target
 from tests.support.models import models
-from tests.support.toys import CONFIG, check_whole, decode
+from tests.support.toys import CONFIG, check_whole, decode, drafting_at
 
 CAPACITY, LONGEST = 192, 60
 FAST = "native float32" if native.available() else "float32"  # what XLA makes of a whole engine takes long to compile
@@ -130,20 +129,18 @@ def interleave(
     """Try interleavings in an engine, or engines behind one queue, of equal targets; count what happened."""
     count, happened = len(targets), collections.Counter[str]()
     page_bytes = KVMemory(targets[0], proposer, ResolvedConfig(3)).page_bytes
-    # at three active rows nothing is drafted; the given costs of a drafted step let rows pause
-    table = WidthTable({1: 3, 2: 2, 3: 0}, {1: 1.9, 2: 1.9, 3: 1.9})
     config = ResolvedConfig(
         3,
         3,
         CAPACITY,
         prefill_chunk=8,
         steps_per_dispatch=together,
-        widths=table,
         adaptive=True,
         kv_memory=PAGES * sum(page_bytes),
         prefix_cache=1,  # no memory of its own: known tokens stay where they are until others need it
     )
-    engines = [EvenlyPaced(target, proposer, config) for target in targets]
+    # with three active slots nothing is drafted
+    engines = [drafting_at(EvenlyPaced(target, proposer, config), {1: True, 3: False}) for target in targets]
     engine = engines[0] if count == 1 else Replicas(engines, dataclasses.replace(config, slots=count * config.slots))
 
     for each in engines:

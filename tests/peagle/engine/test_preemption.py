@@ -1,5 +1,7 @@
 """With too little memory requests take turns, and each gets what it gets alone."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -88,7 +90,7 @@ def test_requests_with_memory_for_a_third_get_what_they_get_alone(
 def test_n_grams_go_on_with_all_their_tokens() -> None:
     target = fast_target()
     page = sum(KVMemory(target, NGram(), ResolvedConfig(K)).page_bytes)
-    some = requests(5)
+    some = [dataclasses.replace(request, sampling=SamplingParams()) for request in requests(5)]
     expected = [decode(Engine(target, NGram(), ResolvedConfig(K, 1, CAPACITY)), [request]) for request in some]
     little = Engine(target, NGram(), ResolvedConfig(K, 4, CAPACITY, prefill_chunk=32, kv_memory=5 * page))
     tokens, steps = decode(little, some)

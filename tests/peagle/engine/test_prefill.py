@@ -93,8 +93,14 @@ def test_prompts_that_share_a_pass_leave_what_each_leaves_alone(tmp_path_factory
             np.testing.assert_array_equal(part, expected[name], f"{name} of prompt {place}")
 
 
-@pytest.mark.parametrize("kind", [pytest.param("native float32", marks=NATIVE), "float32"])
-@pytest.mark.parametrize("blocks", [(1, 1), (3, 1), (12, 2)])
+@pytest.mark.parametrize(
+    ("blocks", "kind"),
+    [
+        *(pytest.param(blocks, "native float32", marks=NATIVE) for blocks in ((1, 1), (3, 1), (12, 2))),
+        ((3, 1), "float32"),
+        *(pytest.param(blocks, "float32", marks=pytest.mark.slow) for blocks in ((1, 1), (12, 2))),
+    ],
+)
 def test_a_prompt_in_blocks_of_rows_leaves_what_chunks_leave(
     kind: str, blocks: tuple[int, int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -11,12 +11,11 @@ from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
-from peagle.engine.widths import WidthTable
 from peagle.ops import native
 from peagle.ops.attention import PAGE_SIZE as PAGE
 from peagle.ops.errors import InputError
 from tests.support.models import TARGET, TOKENS, Models, answer_of, ask, engine_of, models
-from tests.support.toys import check_whole, decode, tiny_target
+from tests.support.toys import check_whole, decode, drafting_at, tiny_target
 
 NATIVE = pytest.mark.skipif(not native.available(), reason=native.status()[1])
 CAPACITY, K = 3 * PAGE + 40, 3
@@ -117,11 +116,10 @@ def test_requests_at_once_reuse_each_others_prompts(pair: Models) -> None:
 @pytest.mark.parametrize("retain_full_kv", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_n_grams_and_requests_that_draft_no_more_reuse_prompts_too(retain_full_kv: bool) -> None:
     target = tiny_target().replace(retain_full_kv=retain_full_kv)
-    table = WidthTable({1: K, 2: 0})
-    shape = ResolvedConfig(K, 2, CAPACITY, prefill_chunk=40, widths=table, prefix_cache=HUGE)
+    shape = ResolvedConfig(K, 2, CAPACITY, prefill_chunk=40, adaptive=True, prefix_cache=HUGE)
     requests = [Request(PROMPTS[place], 20, index=place) for place in (0, 1, 7, 1)]
     expected = [decode(Engine(target, None, ResolvedConfig(0, 1, CAPACITY)), [request])[0][0] for request in requests]
-    warm = Engine(target, NGram(), shape)
+    warm = drafting_at(Engine(target, NGram(), shape), {1: True, 2: False})
     assert decode(warm, requests)[0] == expected
     assert warm.prefix_cache_use is not None
     assert warm.prefix_cache_use.num_hits >= 2

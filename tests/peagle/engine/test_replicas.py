@@ -21,7 +21,6 @@ from peagle.engine.replicas import Replicas
 from peagle.engine.request import Request, StepRecord
 from peagle.engine.resolved import ResolvedConfig, Role
 from peagle.engine.warmup import WarmUp
-from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError
 from tests.support.toys import MarkovTarget, decode
 
@@ -189,16 +188,15 @@ def test_engines_compile_at_once_and_the_first_measures_when_all_have(monkeypatc
         measured.append(done)
         assert all(each.compile_s > 0 and not each.busy for each in engine.engines)
 
-    table = WidthTable({1: 3})
-    config = dataclasses.replace(CONFIG, widths=table, adaptive=True)
+    config = dataclasses.replace(CONFIG, adaptive=True)
     engine, measured = replicas(config=config), list[int]()
     monkeypatch.setattr(WarmUp, "compile", meet)
     engine.warm_up(measuring=measuring)
     monkeypatch.undo()
     assert measured
     assert len(measured) == len(set(measured))
-    assert engine.widths.costs is not None
-    assert {id(each.widths) for each in engine.engines} == {id(engine.widths)}
+    assert engine.costs is not None
+    assert {id(each.costs) for each in engine.engines} == {id(engine.costs)}
     assert engine.compile_s == max(each.compile_s for each in engine.engines)
     before = trace_counts()
     decode(engine, [request for request in REQUESTS if request.sampling.greedy])

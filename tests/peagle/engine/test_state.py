@@ -58,8 +58,7 @@ def leaves(state: DecodeState) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("slots", [[3], [4, 0], [1, SLOTS, 2, SLOTS], [0, SLOTS, 2, 3, SLOTS]])
-@pytest.mark.parametrize("input_rows", [0, NUM_DRAFTS + 1, None])
-@pytest.mark.parametrize("adjusts", [False, True])
+@pytest.mark.parametrize(("input_rows", "adjusts"), [(0, False), (NUM_DRAFTS + 1, True), (None, False)])
 def test_a_pass_changes_its_own_slots_alone(noisy: DecodeState, slots: list[int], input_rows, adjusts: bool) -> None:
     """Entries without a slot are done; what the pass does not take stays, and so do the tables outside."""
     batch = batch_of(slots)
@@ -152,11 +151,10 @@ def test_a_drafter_may_have_no_caches_and_there_may_be_none() -> None:
 
 
 def test_a_request_that_goes_on_has_what_it_had() -> None:
-    """Counts, the budget, must_emit and credit, after three emitted tokens, of which one is pending."""
+    """Counts, the budget and must_emit, after three emitted tokens, of which one is pending."""
     request = Request((1, 2), 9, SamplingParams(frequency_penalty=0.5, min_tokens=4))
-    params = SlotParams.of(request, (), TARGET.vocab_size).continued([5, 5, 6], credit=1.25)
+    params = SlotParams.of(request, (), TARGET.vocab_size).continued([5, 5, 6])
     assert params.remaining.tolist() == [7]
-    assert params.credit.tolist() == [1.25]
     assert params.adjustments.must_emit.tolist() == [2]
     counts = np.asarray(params.adjustments.counts)[0]
     assert (counts[5], counts[6], counts.sum()) == (2, 0, 2)  # the pending token is counted when it is admitted

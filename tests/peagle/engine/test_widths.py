@@ -1,105 +1,178 @@
-"""How many tokens a row drafts, and when it stops: pure functions."""
+"""How many drafts are verified: pure functions of counts and times."""
 
+import itertools
 import json
-from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle.engine.widths import (
-    SPECULATION_FILE,
-    WidthTable,
-    allowance,
-    credit_after,
-    read_widths,
-    widths_file,
-    write_widths,
+    EDGES,
+    HORIZON,
+    NUM_BINS,
+    TRUST_STEPS,
+    CostTable,
+    Learned,
+    Pace,
+    StepCosts,
+    choose_widths,
+    gain_of,
 )
-from peagle.ops.errors import InputError
+
+K = 3
 
 
-def test_the_nearest_smaller_entry_holds() -> None:
-    table = WidthTable({1: 4, 4: 2, 16: 0}, {1: 2.0, 8: 3.0})
-    assert [table.at(rows) for rows in (0, 1, 3, 4, 15, 16, 99)] == [4, 4, 4, 2, 2, 0, 0]
-    assert [table.cost(rows) for rows in (1, 7, 8, 99)] == [2.0, 2.0, 3.0, 3.0]
-    assert table.most == 4
-    assert WidthTable.constant(3).cost(1) is None
-    with pytest.raises(ValueError, match="begins at 2 active rows"):
-        WidthTable({2: 3})
+def costs_of(size: int, verify: list[float]) -> StepCosts:
+    """Costs of a batch; drafting is free."""
+    assert len(verify) == size * (K + 1) + 1
+    return StepCosts(np.asarray(verify, np.float32), np.zeros((size * K + 1,), np.float32))
 
 
-def test_drafts_that_cannot_pay_even_if_all_are_right_go() -> None:
-    paying = WidthTable({1: 4, 8: 1}).paying({1: 3.0, 2: 5.5, 8: 1.9, 16: 2.0})
-    assert paying.drafts == {1: 4, 2: 0, 8: 1, 16: 0}
-
-
-@given(st.lists(st.tuples(st.integers(0, 7), st.floats(1, 9)), min_size=1), st.integers(1, 4096))
-def test_a_row_never_loses_more_than_its_allowance_and_one_step(steps: list[tuple[int, float]], budget: int) -> None:
-    credit, worst = allowance(budget), 0.0
-    for num_accepted, cost in steps:
-        if credit < 0:
-            break
-        credit = credit_after(credit, float(num_accepted), cost)
-        worst = max(worst, cost - 1)
-    assert allowance(budget) - credit <= max(4.0, 0.03 * budget) + worst
-
-
-def test_a_table_is_read_from_beside_the_drafter(tmp_path: Path) -> None:
-    assert read_widths(tmp_path) is None
-    (tmp_path / SPECULATION_FILE).write_text('{"drafts": {"4": 2, "1": 5}}')
-    found = read_widths(tmp_path)
-    assert found is not None
-    assert (dict(found.drafts), found.costs) == ({1: 5, 4: 2}, None)
-
-
-def test_a_table_that_is_written_is_read_with_whatever_stands_beside_it(tmp_path: Path) -> None:
-    file = widths_file(tmp_path)
-    write_widths(
-        file,
-        WidthTable({4: 2, 1: 5, 16: 0}, sampled=False),
-        rule="the best",
-        measured={"time": "now", "nothing": float("nan")},
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_other_choice_of_rows_is_worth_more(data: st.DataObject) -> None:
+    """Against all choices of up to limits[b] drafts of two slots; times of passes are any numbers."""
+    chances = st.lists(st.floats(0.01, 1.0), min_size=K, max_size=K)
+    survival = np.cumprod([data.draw(chances) for _ in range(2)], axis=1).astype(np.float32)
+    limits = data.draw(st.lists(st.integers(0, K), min_size=2, max_size=2))
+    verify = data.draw(st.lists(st.floats(0.0, 4.0, width=32), min_size=2 * K + 3, max_size=2 * K + 3))
+    rate = data.draw(st.floats(1.0, 2.0, width=32))
+    costs = costs_of(2, verify)
+    widths = choose_widths(
+        jnp.asarray(survival), jnp.asarray(limits), jnp.asarray(2), costs, jnp.asarray(rate, jnp.float32)
     )
-    found = read_widths(tmp_path)
-    assert found is not None
-    assert list(found.drafts.items()) == [(1, 5), (4, 2), (16, 0)]
-    assert not found.sampled
-    assert json.loads(file.read_text())["measured"] == {"time": "now", "nothing": None}
-    with pytest.raises(InputError, match=r"speculation\.json exists; expected a new file"):
-        widths_file(tmp_path)
-    with pytest.raises(InputError, match=r"absent does not exist"):
-        widths_file(tmp_path / "absent" / "table.json")
-    assert widths_file(tmp_path / "table.json") == tmp_path / "table.json"
-    with pytest.raises(InputError, match="cannot be written"):
-        write_widths(tmp_path / "absent" / "table.json", WidthTable({1: 2}))
+
+    def worth(choice: tuple[int, ...]) -> float:
+        tokens = sum(float(survival[b, :width].sum()) for b, width in enumerate(choice))
+        return tokens - rate * 2 * float(costs.verify[2 + sum(choice)])
+
+    chosen = tuple(np.asarray(widths).tolist())
+    assert all(width <= limit for width, limit in zip(chosen, limits, strict=True))
+    best = max(map(worth, itertools.product(*(range(limit + 1) for limit in limits))))
+    assert worth(chosen) == pytest.approx(best, abs=1e-4)
 
 
-def test_a_table_in_words() -> None:
-    assert (
-        WidthTable({1: 3, 2: 3, 4: 1, 16: 0, 32: 0}).in_words() == "3 from 1 active request on, 1 from 4, none from 16"
+def test_without_measured_times_every_draft_is_verified() -> None:
+    survival = jnp.asarray([[0.9, 0.5, 0.01]] * 2)
+    for size, limits in ((1, [2]), (2, [3, 1])):
+        costs = StepCosts.unknown(size, K)
+        widths = choose_widths(survival[:size], jnp.asarray(limits), jnp.asarray(size), costs, jnp.ones(()))
+        assert widths.tolist() == limits
+
+
+def test_equal_drafts_are_taken_from_the_first_position_on() -> None:
+    costs = costs_of(2, [0, 0, 1.0, 1.3, 1.6, 9, 9, 9, 9])
+    widths = choose_widths(jnp.ones((2, K)), jnp.asarray([3, 3]), jnp.asarray(2), costs, jnp.ones(()))
+    assert widths.tolist() == [2, 0]
+
+
+def test_chances_are_those_that_were_counted() -> None:
+    """By source, kind of choice, position and bin; a chance counts only after the drafts before it."""
+    rng = np.random.default_rng(3)
+    learned, tried, accepted = Learned.start(2, K), *np.zeros((2, 2, 2, K, NUM_BINS))
+    low, high = (0.0, *EDGES), (*EDGES, 1.0)
+    for _ in range(40):
+        source, sampled = int(rng.integers(2)), rng.random(4) < 0.5
+        bins = rng.integers(NUM_BINS, size=(4, K))
+        confidence = np.asarray([[rng.uniform(low[n], high[n]) for n in row] for row in bins], np.float32)
+        known, right = rng.random((4, K)) < 0.7, rng.random((4, K)) < 0.5
+        learned = learned.counted(source, *map(jnp.asarray, (sampled, confidence, known, right)))
+        for row, place in itertools.product(range(4), range(K)):
+            cell = source, int(sampled[row]), place, int(bins[row, place])
+            tried[cell] += known[row, place]
+            accepted[cell] += known[row, place] & right[row, place]
+    begun = Learned.start(2, K)
+    np.testing.assert_allclose(learned.tried, begun.tried + tried, rtol=1e-5)
+    np.testing.assert_allclose(learned.accepted, begun.accepted + accepted, rtol=1e-5)
+    confidence = np.asarray([[0.97, 0.3, 0.05]], np.float32)
+    for sampled in (False, True):
+        chances = (learned.accepted / learned.tried)[1, int(sampled)]
+        cells = [chances[place, np.searchsorted(EDGES, confidence[0, place], side="right")] for place in range(K)]
+        survival = learned.survival(1, jnp.asarray([sampled]), jnp.asarray(confidence))
+        np.testing.assert_allclose(survival[0], np.cumprod(cells), rtol=1e-5)
+
+
+def test_old_counts_are_forgotten() -> None:
+    """After a change of the text, a few times the horizon later, the chance is the new text's."""
+    learned, one = Learned.start(1, 1), jnp.ones((1, 1), bool)
+    confidence, greedy = jnp.full((1, 1), 0.7), jnp.zeros((1,), bool)
+    for right, chance in ((True, 1.0), (False, 0.0)):
+        tried = jnp.full_like(learned.tried, HORIZON)
+        learned = learned.replace(tried=tried, accepted=(1 - chance) * tried)  # type: ignore[attr-defined]
+        for _ in range(40):
+            learned = learned.counted(
+                0, jnp.tile(greedy, 64), jnp.tile(confidence, (64, 1)), jnp.tile(one, (64, 1)), jnp.full((64, 1), right)
+            )
+        assert float(learned.survival(0, greedy, confidence)[0, 0]) == pytest.approx(chance, abs=0.02)
+        assert float(jnp.max(learned.tried)) <= HORIZON
+
+
+def test_recorded_counts_are_a_beginning_that_later_ones_outweigh() -> None:
+    counts = tuple(tuple(tuple((1000.0, 900.0) for _ in range(NUM_BINS)) for _ in range(K + 2)) for _ in range(2))
+    learned = Learned.start(2, K, counts)
+    confidence = jnp.full((1, K), 0.05)
+    greedy = jnp.zeros((1,), bool)
+    np.testing.assert_allclose(learned.survival(0, greedy, confidence)[0], 0.85 ** np.arange(1, K + 1), atol=0.05)
+    assert float(jnp.max(learned.tried)) < 100
+    assert float(learned.survival(1, greedy, confidence)[0, 0]) < 0.1  # they are the first source's
+
+
+def test_a_source_that_fails_here_is_trusted_less_and_recovers() -> None:
+    pace, yes = Pace.start(2, K, 2), jnp.ones((2,), bool)
+    right = jnp.asarray([True, False])
+    for _ in range(20):
+        pace = pace.judged(1, jnp.full((2,), 0.6), right, yes)
+    trust = np.asarray(pace.trust)
+    assert trust[0, 1] > 1 > 0.5 > trust[1, 1]
+    np.testing.assert_allclose(trust[:, 0], 1)
+    for _ in range(int(3 * TRUST_STEPS)):
+        pace = pace.judged(1, jnp.full((2,), 0.6), ~right, yes)
+    assert np.asarray(pace.trust)[1, 1] > 1
+
+
+def test_a_slots_gain_follows_its_drafts_and_drifts_back_to_that_of_all() -> None:
+    learned, pace = Learned.start(1, K), Pace.start(2, K, 1)
+    active, none = jnp.ones((2,), bool), jnp.zeros((2,), bool)
+    zero, both = jnp.zeros((2,), jnp.int32), jnp.asarray([2.0, 0.0])
+    before = learned.gain
+    for _ in range(8):
+        pace = pace.after(active, active, both, zero, none, learned.gain, K)
+    gain = np.asarray(pace.gain)
+    assert gain[0] > 1.9
+    assert gain[1] < 0.1
+    for _ in range(400):
+        pace = pace.after(active, none, both, zero, none, learned.gain, K)
+    np.testing.assert_allclose(pace.gain, before, rtol=0.01)
+    for _ in range(200):
+        learned = learned.gained(both, active)
+    assert float(learned.gain) == pytest.approx(1.0, abs=0.05)
+
+
+def test_gains_are_survivals_beyond_the_price_of_a_row() -> None:
+    costs = costs_of(1, [0, 1.0, 1.2, 1.4, 1.6])
+    survival = jnp.asarray([[0.9, 0.5, 0.1]])
+    gain = gain_of(survival, jnp.asarray([3]), costs, jnp.asarray(1), jnp.asarray(1.5))
+    assert float(gain[0]) == pytest.approx(0.9 - 0.3 + 0.5 - 0.3)
+    assert float(gain_of(survival, jnp.asarray([1]), costs, jnp.asarray(1), jnp.asarray(1.5))[0]) == pytest.approx(0.6)
+
+
+def test_times_between_measured_ones_are_interpolated() -> None:
+    table = CostTable(
+        {1: ((1, 1.0), (2, 1.2), (4, 1.8)), 4: ((4, 1.0), (8, 2.0), (16, 3.0))},
+        {1: ((0, 0.0), (1, 0.2), (3, 0.3)), 4: ((0, 0.0), (4, 0.4), (12, 0.5))},
     )
-    assert WidthTable.constant(0).in_words() == "none from 1 active request on"
-    assert WidthTable({1: 3}, sampled=False).in_words() == "3 from 1 active request on; none with a temperature"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        '{"drafts": 3}',
-        '{"drafts": {}}',
-        '{"drafts": {"1": -1}}',
-        '{"drafts": {"1": 2}, "sampled": 1}',
-        '{"drafts": {"1": true}}',
-        '{"drafts": {"2": 1}}',
-        '{"drafts": {"one": 1}}',
-    ],
-)
-def test_a_table_that_is_none_is_refused_in_a_line(tmp_path: Path, text: str) -> None:
-    (tmp_path / SPECULATION_FILE).write_text(text)
-    with pytest.raises(
-        InputError, match=r"speculation\.json holds no table of drafts; expected .*: correct it, or remove it"
-    ):
-        read_widths(tmp_path)
+    alone = table.at(1, 1, K)
+    np.testing.assert_allclose(alone.verify[1:], [1.0, 1.2, 1.5, 1.8], rtol=1e-6)
+    np.testing.assert_allclose(alone.draft, [0, 0.2, 0.25, 0.3], rtol=1e-6)
+    six = table.at(6, 8, K)  # by the entry of 4, scaled
+    assert float(six.verify[12]) == pytest.approx(2.0)
+    assert float(six.draft[6]) == pytest.approx(0.4)
+    assert CostTable.from_json(json.loads(json.dumps(table.to_json()))) == table
+    assert table.pays(1, K)
+    assert not CostTable({1: ((1, 1.0), (4, 4.5))}, {1: ((0, 0.0), (3, 0.1))}).pays(1, K)
+    for broken in ({}, {"verify": {"1": [[1, 1.0]]}, "draft": {}}, {"verify": {}, "draft": {}}):
+        with pytest.raises((ValueError, KeyError)):
+            CostTable.from_json(broken)

@@ -20,7 +20,7 @@ from peagle.measure.metrics import (
     summarize,
 )
 from peagle.result import Assembler, Counters, Result, loop_grams
-from peagle.workflows.run import Outcome, Run, RunConfig
+from peagle.workflows.run import Outcome, Run
 from tests.support.pairs import ByteTokenizer
 
 REQUEST = Request((7, 8), max_new_tokens=100)
@@ -74,9 +74,7 @@ def test_a_position_that_was_never_drafted_has_no_rate() -> None:
     engine = ResolvedConfig(5, adaptive=True)
     made = Result(REQUEST, 5, (1, 2), None, "length", 0.0, 1.0, 2.0, tuple(steps))
     (line,) = [
-        text
-        for text in summary_lines(Run([Outcome(made, None)], 128, engine=engine), RunConfig(), None)
-        if "per position" in text
+        text for text in summary_lines(Run([Outcome(made, None)], 128, engine=engine), None) if "per position" in text
     ]
     assert line.endswith("length 2.00 | 3 steps of K <= 5, 1 plain | rate per position 0.67 0.33 0.00 - -")
 

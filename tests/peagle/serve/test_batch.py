@@ -286,6 +286,7 @@ def test_many_lines_are_under_way_at_once_but_not_all(make: Any, run: Any) -> No
 def command(monkeypatch: pytest.MonkeyPatch, tokenizer: ByteLevelTokenizer, tmp_path: Path) -> Any:
     pair = toy_pair(tokenizer)
     monkeypatch.setattr(peagle.cli.serving, "load_pair", lambda *_: pair)
+    monkeypatch.setattr(peagle.cli.serving, "_warm_up", lambda *_: None)  # takes longer than all the answers
     source = tmp_path / "in.jsonl"
 
     def start(lines: list[str], *options: str) -> int:

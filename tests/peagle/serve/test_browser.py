@@ -1,19 +1,19 @@
 """The page at / in a real browser, by keyboard alone: Chromium, driven by playwright, if both are installed."""
 
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from peagle.text.tokenizer import ByteLevelTokenizer
-from scripts.screenshots import chromium
 from tests.support.pairs import toy_pair
 from tests.support.running import PATIENCE_S, Gate, Running, eventually, running
 from tests.support.servers import service_of
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip install playwright)")
-CHROMIUM = chromium()
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)")
 
 

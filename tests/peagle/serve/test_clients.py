@@ -2,16 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
 from peagle.pair import Pair
-from peagle.serve.service import Service
 from peagle.text.tokenizer import ByteLevelTokenizer
-from scripts import against_clients
 from tests.peagle.test_streams import most_at_once
 from tests.support.pairs import toy_pair
 from tests.support.running import Gate, Running, running
@@ -128,12 +126,3 @@ def test_many_at_once_get_what_each_gets_alone(
     assert asyncio.run(ask_all()) == expected
     assert most() == 2
     assert server.service.loop.num_open == 0
-
-
-def test_the_script_of_other_clients_calls_a_server(
-    make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(against_clients, "MODEL", MODEL)
-    with running(make()) as server:
-        (answer,) = against_clients.by_openai(server.url).values()
-    assert answer

@@ -11,7 +11,6 @@ from fastapi.testclient import TestClient
 from peagle.checkpoints import DEMO_DIRECTORY
 from peagle.config import AUTO
 from peagle.engine.request import TokenLogprobs
-from peagle.engine.widths import WidthTable
 from peagle.ops.strict_json import dumps
 from peagle.pair import Pair
 from peagle.result import Result
@@ -23,6 +22,7 @@ from peagle.text.places import TokenPlace
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize, load_tokenizer
 from tests.support.pairs import VOCAB_SIZE, toy_pair
 from tests.support.servers import CONTEXT, DATE, MODEL, K, client_of
+from tests.support.toys import costs
 
 PROMPT = [40, 41, 42]
 SEEDED = {"temperature": 1.5, "seed": 3}
@@ -419,11 +419,11 @@ def choices(client: TestClient) -> list[Any]:
 def test_every_parameter_means_the_same_with_and_without_speculation(
     choices: list[Any], make: Any, k: int | Literal["auto"]
 ) -> None:
-    """The other K is the shared server's; auto pauses."""
+    """The other K is the shared server's; auto chooses."""
     service = make(k=k)
     other = client_of(service)
     if k == AUTO:
-        service.loop.engine.widths = WidthTable({1: 3, 2: 1}, costs={1: 2.2, 2: 1.9})
+        service.loop.engine.costs = costs(service.loop.engine.config.num_speculative_tokens, {1: True})
         found = complete(other)["metrics"]["speculative_decoding"]
         assert 0 < found["num_spec_steps"] + found["num_accepted_draft_tokens"] < 39
     for fields, expected in zip(LONGER, choices, strict=True):

@@ -53,9 +53,10 @@ def test_an_idle_connection_is_kept_for_75_seconds_by_default_and_as_long_as_is_
 def test_a_client_that_reads_nothing_of_its_replies_loses_its_connection(make: Make) -> None:
     service = make()
     many = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000  # more than sockets hold
+    client = TestClient(create_app(service))
     with running(service, unread_s=0.2, unread=service.metrics.unread.inc) as server, connect(server) as connection:
         threading.Thread(target=_sent, args=(connection, many)).start()
-        eventually(lambda: _value(service, "peagle:unread_connections_total") == 1)
+        eventually(lambda: values(client).get(("peagle:unread_connections_total",)) == 1)
         eventually(lambda: not server.server.server_state.connections)
 
 

@@ -22,6 +22,7 @@ from peagle.cli import main
 from peagle.ops.attention import PagedCache, Pages
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
+from peagle.pair import Pair
 from peagle.text.prompt_files import read_prompt_file
 from peagle.workflows.hf_reference import Layers, layer_by_layer
 from peagle.workflows.parity import Reading, Text, accepted, causes, compare, replay
@@ -31,8 +32,7 @@ from tests.support.pairs import edit_json
 
 K = 3
 OPTIONS = ["-n", "32", "-k", str(K)]
-MANY = ["--num-prompts", "10", "--reference-steps", "2"]
-FEW = ["--num-prompts", "6", "--reference-steps", "1"]  # enough for what is far from right
+FEW = ["--num-prompts", "6", "--reference-steps", "1"]
 TAPS = "eagle_aux_hidden_state_layer_ids"
 DEMO_DRAFTER = DEMO_DIRECTORY / "drafter"
 
@@ -62,8 +62,8 @@ def parity(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int,
 def test_the_demo_pair_does_what_it_should(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_bytes(HELD_OUT.read_bytes() + b'{"prompt": ""}\n')
-    assert parity(capsys, *MANY, "--prompts", prompts, "--strict")[0] == 2
-    code, said = parity(capsys, *MANY, "--prompts", prompts, "--json", tmp_path / "parity.json")
+    assert parity(capsys, *FEW, "--prompts", prompts, "--strict")[0] == 2
+    code, said = parity(capsys, *FEW, "--prompts", prompts, "--json", tmp_path / "parity.json")
     assert code == 0, said
     (row,) = json.loads((tmp_path / "parity.json").read_text())["skipped"]
     assert row["reason"].endswith(f"line {row['line']} is empty; expected some text")
@@ -89,8 +89,8 @@ def edited(tmp_path: Path, **changes: object) -> Path:
     ("changes", "cause"),
     [
         (lambda config: {TAPS: [i - 1 for i in config[TAPS]]}, "taps: "),
-        (lambda _: {"ptd_token_id": 3}, "mask token: 7 instead of 3"),
-        # the same way: other readings of the same checkpoint
+        # the same way: other readings of the same checkpoint; that they are tried is tested below
+        pytest.param(lambda _: {"ptd_token_id": 3}, "mask token: 7 instead of 3", marks=pytest.mark.slow),
         pytest.param(lambda _: {"norm_before_residual": True}, "norm_before_residual: false", marks=pytest.mark.slow),
     ],
     ids=["taps", "mask token", "norm"],
@@ -163,7 +163,9 @@ def test_tensors_that_are_not_what_they_should_be_are_named(
 
 
 def faulty(tmp_path: Path, fault: str) -> tuple[Path, str]:
-    """Plant a wrong tensor in a demo drafter; return it and the name of the cause."""
+    """Plant a wrong value in a demo drafter; return it and the name of the cause."""
+    if fault == "mask token":
+        return edited(tmp_path, ptd_token_id=3), "mask token: 7 instead of 3"
     params, config = load_drafter(DEMO_DRAFTER)
     if fault == "embedding":
         order = np.random.default_rng(0).permutation(config.vocab_size)
@@ -175,16 +177,25 @@ def faulty(tmp_path: Path, fault: str) -> tuple[Path, str]:
     return tmp_path / "drafter", "vocabulary map: d2t holds absolute ids, not offsets"
 
 
-@pytest.mark.parametrize("fault", ["embedding", "absolute ids"])
-def test_other_readings_of_tensors_are_tried(tmp_path: Path, fault: str) -> None:
+def tried(pair: Pair, directory: Path, length: int = 1) -> dict[str, Any]:
+    """List the other readings of a pair's drafter, by name, for a text of this length."""
+    hidden = np.zeros((1, 8, 192), np.float32)
+    asked = Asked((Text(np.zeros(length, np.int32), hidden[:, :3], (), (), ()),), (hidden,), (0,), 0)
+    return {reading.name: reading for reading in readings(pair, pair.drafter, read_checkpoint(directory), asked)}
+
+
+@pytest.mark.parametrize("fault", ["mask token", "embedding", "absolute ids"])
+def test_other_readings_are_tried(tmp_path: Path, fault: str) -> None:
     """Each once, and as it would be loaded with the cure."""
     directory, cause = faulty(tmp_path, fault)
     pair = peagle.loading.load("demo", directory)
-    hidden = np.zeros((1, 8, 192), np.float32)
-    asked = Asked((Text(np.zeros(1, np.int32), hidden[:, :3], (), (), ()),), (hidden,), (0,), 0)
-    found = {each.name: each for each in readings(pair, pair.drafter, read_checkpoint(directory), asked)}
+    found = tried(pair, directory)
     params: Any = found[cause].model.params
-    if fault == "embedding":
+    if fault == "mask token":
+        row = pair.drafter.config.mask_token_id
+        np.testing.assert_array_equal(params.embedding[row], pair.drafter.params.embedding[7])
+        assert '"ptd_token_id": 7' in found[cause].cure
+    elif fault == "embedding":
         np.testing.assert_array_equal(params.embedding, pair.plain_target.params.embedding)
         assert "take the tensor embed_tokens.weight out" in found[cause].cure
     else:
@@ -195,23 +206,19 @@ def test_other_readings_of_tensors_are_tried(tmp_path: Path, fault: str) -> None
 
 def test_windows_that_hide_something_are_tried() -> None:
     pair = peagle.loading.load("demo", DEMO_DRAFTER, drafter_window=64)
-    hidden = np.zeros((1, 8, 192), np.float32)
-
-    def tried(length: int) -> dict[str, Any]:
-        asked = Asked((Text(np.zeros(length, np.int32), hidden[:, :3], (), (), ()),), (hidden,), (0,), 0)
-        found = readings(pair, pair.drafter, read_checkpoint(DEMO_DRAFTER), asked)
-        return {each.name: each for each in found if each.name.startswith("window")}
-
-    assert list(tried(100)) == ["window: off"]
-    found = tried(400)
-    assert list(found) == ["window: off", "window: 128", "window: 256"]
-    assert found["window: 256"].model.config.windows == (256,) * pair.drafter.config.num_layers
+    short, long = (
+        {name: reading for name, reading in tried(pair, DEMO_DRAFTER, length).items() if name.startswith("window")}
+        for length in (100, 400)
+    )
+    assert list(short) == ["window: off"]
+    assert list(long) == ["window: off", "window: 128", "window: 256"]
+    assert long["window: 256"].model.config.windows == (256,) * pair.drafter.config.num_layers
     cure = 'give --drafter-window 256, or write {"drafter_window": 256} into speculation.json beside the drafter'
-    assert found["window: 256"].cure == cure
+    assert long["window: 256"].cure == cure
 
 
 def test_raw_prompts_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    code, said = parity(capsys, *MANY, "--render", "raw")
+    code, said = parity(capsys, *FEW, "--num-prompts", "10", "--render", "raw")
     assert code == 1
     assert "LIKELY CAUSE the prompts are raw" in said
 
@@ -302,13 +309,26 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: li
     assert error.count("\n") == 1
 
 
-def test_an_eagle3_drafter_is_compared_too(tmp_path: Path) -> None:
-    """Its drafts, not its logits; and its own readings are tried."""
+@pytest.fixture
+def in_turn(tmp_path: Path) -> Path:
+    """Write an EAGLE-3 drafter of the demo's first layer."""
     params, config = load_drafter(DEMO_DRAFTER)
     config = dataclasses.replace(config, mask_token_id=None, num_layers=1)
     save_drafter(tmp_path / "drafter", dataclasses.replace(params, mask_hidden=None, layers=params.layers[:1]), config)
     assert not drafter_of(*load_drafter(tmp_path / "drafter")).config.parallel
-    given = ["--drafter", str(tmp_path / "drafter"), "--json", str(tmp_path / "found.json")]
+    return tmp_path / "drafter"
+
+
+def test_readings_of_an_eagle3_drafter_are_its_own(in_turn: Path) -> None:
+    names = tried(peagle.loading.load("demo", in_turn), in_turn).keys()
+    assert "norm_output: true" in names
+    assert not any(name.startswith("mask token") for name in names)
+
+
+@pytest.mark.slow  # takes the way of a P-EAGLE drafter, but for the logits
+def test_an_eagle3_drafter_is_compared_too(in_turn: Path, tmp_path: Path) -> None:
+    """Its drafts, not its logits; and its own readings are tried."""
+    given = ["--drafter", str(in_turn), "--json", str(tmp_path / "found.json")]
     assert main(["parity", *OPTIONS, *FEW, *given]) in (0, 1)
     found = json.loads((tmp_path / "found.json").read_text())["drafter"]
     assert found["logits"] is None

@@ -63,7 +63,7 @@ void Call(xla::ffi::ThreadPool& pool, unsigned seed, int64_t end) {
 
 int main(int, char** arguments) {
   xla::ffi::ThreadPool pool(std::atoi(arguments[2]));
-  const int64_t end = peagle::Now() + 1'000'000'000LL * std::atoi(arguments[3]);
+  const int64_t end = peagle::Now() + 1'000'000LL * std::atoi(arguments[3]);
   std::vector<std::thread> callers;
   for (int i = 0; i < std::atoi(arguments[1]); ++i) callers.emplace_back([&pool, i, end] { Call(pool, i, end); });
   for (std::thread& caller : callers) caller.join();

@@ -11,24 +11,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-import peagle.measure.sweep.measure
+import peagle.measure.sweep.run
 from peagle.cli import main
 from peagle.engine.collect import Collector
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
-from peagle.engine.widths import WidthTable, read_widths
 from peagle.measure.metrics import busy_s
 from peagle.measure.sweep import charts
 from peagle.measure.sweep.compare import differences
-from peagle.measure.sweep.concurrency import best_table, ratios, rows
-from peagle.measure.sweep.folder import RAW, RUN, Folder, key, open_run
-from peagle.measure.sweep.measure import SweepRun
-from peagle.measure.sweep.plan import Plan
+from peagle.measure.sweep.figures import concurrent, rows
+from peagle.measure.sweep.plan import PLAIN, Plan
+from peagle.measure.sweep.run import SweepRun
+from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
 from peagle.pair import Pair
 from peagle.result import Result, decode
 from peagle.text.tokenizer import Tokenizer
-from scripts.publish import publish, rounded
-from tests.peagle.measure.sweep.runs import prompt_file, sweep, swept
+from scripts.publish import AT_ONCE, publish, rounded
+from tests.peagle.measure.sweep.runs import example_row, prompt_file, sweep, swept
 
 SLOTS = (1, 3)
 KS = (0, 1, 3)
@@ -38,7 +37,7 @@ KS = (0, 1, 3)
 def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight prompts, plainly and by K = 1 and 3; two repeats; at one and at three at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peagle.measure.sweep.measure, "PROFILED", 1)
+        patch.setattr(peagle.measure.sweep.run, "PROFILED", 1)
         return swept(patch, tmp_path_factory.mktemp("swept") / "run", "--concurrency", "3,1").path
 
 
@@ -71,30 +70,30 @@ def rewrite(folder: Folder, change: Callable[[dict[str, Any]], object], repeats:
     return open_run(folder.path)
 
 
-def found_at(some: Sequence[dict[str, Any]], k: int, slots: int) -> dict[str, Any]:
-    (row,) = [row for row in some if (row["k"], row["concurrency"]) == (k, slots)]
-    return row
+def row_at(folder: Folder, k: int, slots: int) -> dict[str, Any]:
+    (row,) = [row for row in rows(folder) if (row.k, row.concurrency) == (k, slots)]
+    return row.to_json()
 
 
 # decoding
 
 
-def test_every_arm_decodes_all_requests_with_each_number_of_slots(finished: Folder) -> None:
-    keys = [key(sample) for sample in finished.samples()]
+def test_every_variant_decodes_all_requests_with_every_number_of_slots(finished: Folder) -> None:
+    keys = [sample.key for sample in finished.samples()]
     assert len(keys) == len(set(keys))
-    loads = [each for each in keys if each[1].concurrency is not None]
-    assert {(arm.k, arm.concurrency, repeat, request) for _, arm, repeat, request in loads} == set(
+    at_once = [key for key in keys if key[1].concurrency is not None]
+    assert {(variant.k, variant.concurrency, repeat, request) for _, variant, repeat, request in at_once} == set(
         itertools.product(KS, SLOTS, range(2), range(8))
     )
-    assert len(keys) - len(loads) == 3 * 2 * 8, "and one at a time, as without it"
-    plain = {(s.repeat, s.request): s.output_sha256 for s in finished.samples() if s.arm.k == 0 and not s.concurrency}
+    assert len(keys) - len(at_once) == 3 * 2 * 8, "and one at a time, as without it"
+    plain = {(s.repeat, s.request): s.output_sha256 for s in finished.samples() if s.variant == PLAIN}
     assert all(sample.output_sha256 == plain[sample.repeat, sample.request] for sample in finished.samples())
 
 
-def test_arms_with_as_many_slots_follow_one_another_and_take_turns(finished: Folder) -> None:
-    """So that drift of the machine affects all arms and plain decoding equally."""
-    arms = [(s.repeat, s.concurrency, s.arm.k) for s in finished.samples() if s.concurrency is not None]
-    order = [each for each, _ in itertools.groupby(arms)]
+def test_variants_with_as_many_slots_follow_one_another_and_take_turns(finished: Folder) -> None:
+    """So that drift of the machine affects all variants and plain decoding equally."""
+    variants = [(s.repeat, s.variant.concurrency, s.variant.k) for s in finished.samples() if s.variant.concurrency]
+    order = [variant for variant, _ in itertools.groupby(variants)]
     assert len(order) == len(set(order)) == 2 * 2 * 3
     assert [slots for _, slots, _ in order] == [1] * 3 + [3] * 6 + [1] * 3
     first = [order[number][2] for number in range(0, 12, 3)]
@@ -103,17 +102,17 @@ def test_arms_with_as_many_slots_follow_one_another_and_take_turns(finished: Fol
 
 @pytest.mark.usefixtures("quickly")
 def test_so_many_requests_are_at_work_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    seen: dict[int, set[int]] = {}
+    active_by_slots: dict[int, set[int]] = {}
     real = Collector._read_steps
 
     def watched(self: Collector, output: Any, sent: Any, now: float) -> Any:
         active = sum(handle is not None for handle in sent.requests)
-        seen.setdefault(self._engine.config.slots, set()).add(active)
+        active_by_slots.setdefault(self._engine.config.slots, set()).add(active)
         return real(self, output, sent, now)
 
     monkeypatch.setattr(Collector, "_read_steps", watched)
     swept(monkeypatch, tmp_path / "run", "--concurrency", "3,5", "-k", "2", "--repeats", "1")
-    assert {slots: max(active) for slots, active in seen.items()} == {1: 1, 3: 3, 5: 5}
+    assert {slots: max(active) for slots, active in active_by_slots.items()} == {1: 1, 3: 3, 5: 5}
 
 
 # figures
@@ -121,15 +120,15 @@ def test_so_many_requests_are_at_work_together(monkeypatch: pytest.MonkeyPatch, 
 
 def test_figures_follow_from_raw_lines(finished: Folder) -> None:
     raw = [json.loads(line) for line in (finished.path / RAW).read_text().splitlines()]
-    found = finished.record["by_concurrency"]
-    assert [(row["concurrency"], row["k"]) for row in found] == list(itertools.product(SLOTS, KS))
-    assert found == json.loads(json.dumps(rows(finished)))
-    for row in found:
+    figures = finished.record["by_concurrency"]
+    assert [(row["concurrency"], row["k"]) for row in figures] == list(itertools.product(SLOTS, KS))
+    assert figures == json.loads(json.dumps([row.to_json() for row in concurrent(rows(finished))]))
+    for row in figures:
         rates = {}
         for k, repeat in itertools.product((row["k"], 0), range(2)):
-            some = [e for e in raw if (e["k"], e.get("concurrency"), e["repeat"]) == (k, row["concurrency"], repeat)]
-            seconds = busy_s((each["ttft_s"], each["ttft_s"] + each["decode_s"]) for each in some)
-            rates[k, repeat] = sum(each["output_tokens"] - 1 for each in some) / seconds
+            some = [r for r in raw if (r["k"], r.get("concurrency"), r["repeat"]) == (k, row["concurrency"], repeat)]
+            seconds = busy_s((line["ttft_s"], line["ttft_s"] + line["decode_s"]) for line in some)
+            rates[k, repeat] = sum(line["output_tokens"] - 1 for line in some) / seconds
         mine = [rates[row["k"], repeat] for repeat in range(2)]
         assert row["tok_per_s_repeats"] == pytest.approx(mine)
         ratios = [rates[row["k"], repeat] / rates[0, repeat] for repeat in range(2)]
@@ -144,7 +143,7 @@ def test_figures_follow_from_raw_lines(finished: Folder) -> None:
             assert row["acceptance_length"]["low"] is not None, "of eight conversations one does"
 
 
-def test_what_requests_share_of_the_time_counts_once(finished: Folder) -> None:
+def test_time_that_requests_share_counts_once(finished: Folder) -> None:
     """Three that overlap fully, in twice the time of plain decoding's: as fast as plain ones in sequence."""
 
     def change(line: dict[str, Any]) -> None:
@@ -153,35 +152,34 @@ def test_what_requests_share_of_the_time_counts_once(finished: Folder) -> None:
             line["ttft_s"] = 1.0 if line["k"] else 1.0 + line["request"]
             line["decode_s"] = 2.0 if line["k"] else 0.5
 
-    found = rows(rewrite(finished, change))
-    fast, plain = found_at(found, 3, 3), found_at(found, 0, 3)
+    changed = rewrite(finished, change)
+    fast, plain = row_at(changed, 3, 3), row_at(changed, 0, 3)
     assert plain["tok_per_s"]["value"] == pytest.approx(8 * 4 / (8 * 0.5))
     assert fast["tok_per_s"]["value"] == pytest.approx(8 * 4 / 2.0)
     assert fast["speedup"]["value"] == pytest.approx(2)
     assert plain["ttft_s"]["value"] == pytest.approx(1 + 3.5), "the wait for a slot is in it"
-    assert [each["value"] for each in fast["itl_s"]] == [0.1, 0.2, 0.3]
+    assert [quantile["value"] for quantile in fast["itl_s"]] == [0.1, 0.2, 0.3]
 
 
-def test_times_are_resampled_by_repetitions_and_acceptance_by_conversations(finished: Folder) -> None:
+def test_times_are_resampled_by_repeats_and_acceptance_by_conversations(finished: Folder) -> None:
     """A machine that is slow in half of the repetitions slows both: the ratio has a narrow interval."""
 
     def change(line: dict[str, Any]) -> None:
         line["decode_s"] = (2.0 if line["k"] else 3.0) * (1 + line["repeat"] % 2)
 
-    row = found_at(rows(rewrite(finished, change, repeats=8)), 3, 3)
+    row = row_at(rewrite(finished, change, repeats=8), 3, 3)
     assert row["tok_per_s"]["low"] < 0.9 * row["tok_per_s"]["value"] < 1.1 * row["tok_per_s"]["high"]
     for name in ("low", "value", "high"):
         assert row["speedup"][name] == pytest.approx(1.5)
     assert row["ttft_s"] == {"value": 1.0, "low": 1.0, "high": 1.0}
 
 
-def test_a_repetition_that_is_not_whole_counts_for_nothing(finished: Folder) -> None:
+def test_an_incomplete_repeat_counts_for_nothing(finished: Folder) -> None:
     lines = (finished.path / RAW).read_text().splitlines(keepends=True)
     last = json.loads(lines[-1])
     (finished.path / RAW).write_text("".join(lines[:-1]))
-    found = rows(finished)
     assert (last["concurrency"], last["repeat"]) == (1, 1)
-    assert {(row["k"], row["concurrency"]): row["num_repeats"] for row in found} == {
+    assert {(row.k, row.concurrency): row.num_repeats for row in concurrent(rows(finished))} == {
         (k, slots): 1 if last["k"] in (0, k) and slots == 1 else 2 for slots, k in itertools.product(SLOTS, KS)
     }
 
@@ -194,7 +192,7 @@ def test_spans_that_overlap_count_once() -> None:
 # pages
 
 
-def test_the_page_has_a_table_a_picture_and_says_what_is_resampled(finished: Folder) -> None:
+def test_the_page_has_a_table_a_picture_and_names_the_resampled_unit(finished: Folder) -> None:
     text = (finished.path / "README.md").read_text()
     table = text.split(": many requests at once\n")[1]
     lines = [line.strip("| ").split(" | ")[:2] for line in table.partition("\n#")[0].splitlines() if line[:1] == "|"]
@@ -212,13 +210,14 @@ def test_the_page_has_a_table_a_picture_and_says_what_is_resampled(finished: Fol
 def test_a_run_in_short_keeps_it(finished: Folder, tmp_path: Path) -> None:
     publish(finished.path, tmp_path / "short")
     short = json.loads((tmp_path / "short" / RUN).read_text())
-    assert short["by_concurrency"] == rounded(finished.record["by_concurrency"])
+    whole = rounded(finished.record["by_concurrency"])
+    assert short["by_concurrency"] == [{name: row[name] for name in AT_ONCE} for row in whole]
     assert len(list((tmp_path / "short").glob("*.svg"))) == 2
     assert "many requests at once" in (tmp_path / "short" / "README.md").read_text()
 
 
 def test_without_a_speed_there_is_no_picture() -> None:
-    assert charts.concurrency({"plain decoding": [{"concurrency": 1, "tok_per_s": None}]}) is None
+    assert charts.concurrency({"plain decoding": [example_row(variant=PLAIN.at(1))]}) is None
 
 
 @pytest.mark.usefixtures("quickly")
@@ -230,9 +229,9 @@ def test_a_run_with_it_is_compared_with_one_without(
     assert "by_concurrency" not in without.record
     assert "requests at once" not in (without.path / "README.md").read_text()
     for pair in ((without, finished), (finished, without)):
-        found = differences(*pair)
-        assert [each.label for each in found] == ["1", "1", "3", "3"]
-        assert all(each.equal for each in found if each.figure == "acceptance length")
+        compared = differences(*pair)
+        assert [difference.label for difference in compared] == ["1", "1", "3", "3"]
+        assert all(change.equal for change in compared if change.figure == "acceptance length")
     assert main(["report", str(without.path), str(finished.path), "--out", str(tmp_path / "both"), "--quiet"]) == 0
 
 
@@ -245,79 +244,11 @@ def test_a_plan_comes_back_from_json(finished: Folder) -> None:
     assert Plan.from_json(older) == dataclasses.replace(plan, concurrencies=())
 
 
-# the table of drafts
-
-
-def load(k: int | str, slots: int, *speedups: float) -> dict[str, Any]:
-    return {"k": k, "concurrency": slots, "speedup_repeats": list(speedups)}
-
-
-def test_the_best_k_is_that_of_the_greatest_median_and_none_where_plain_decoding_is() -> None:
-    """Over settings and repetitions; `auto`, and a K that failed in a setting, cannot be chosen."""
-    plain = [load(0, slots, 1.0, 1.0) for slots in (1, 4, 8, 16) for _ in range(2)]
-    some = [
-        *(load(1, 1, 1.1, 1.2), load(1, 1, 1.3, 9.0), load(3, 1, 1.4, 1.5), load(3, 1, 1.2, 1.0)),
-        *(load("auto", 1, 3.0, 3.0), load("auto", 1, 3.0, 3.0), load(5, 1, 5.0, 5.0)),
-        *(load(1, 4, 0.9, 1.1), load(1, 4, 1.0, 1.0), load(3, 4, 0.5, 0.5), load(3, 4, 0.5, 2.5)),
-        *(load(1, 8, 1.01, 1.02), load(1, 8, 0.9, 1.03)),
-    ]
-    found = ratios([*plain, *some])
-    assert {slots: dict(each) for slots, each in found.items()} == {
-        1: {1: pytest.approx(1.25), 3: pytest.approx(1.3)},
-        4: {1: 1.0, 3: 0.5},
-        8: {1: pytest.approx(1.015)},
-    }
-    loads = [{**row, "temperature": 0.0} for row in [*plain, *some]]
-    assert best_table(loads) == WidthTable({1: 3, 4: 0, 8: 1})
-    hot = {"temperature": 1.0, "concurrency": 1}
-    assert best_table([*loads, {**plain[0], **hot}, {**some[0], **hot, "speedup_repeats": [0.9]}]) == WidthTable(
-        {1: 3, 4: 0, 8: 1}, sampled=False
-    )
-
-
-@pytest.mark.usefixtures("quickly")
-def test_a_finished_run_gives_a_table_that_its_drafter_is_read_with(finished: Folder, tmp_path: Path) -> None:
-    """Resumed: nothing is decoded again."""
-
-    def change(line: dict[str, Any]) -> None:
-        line["decode_s"] = {0: 2.0, 1: 1.5, 3: 1.0}[line["k"]] * (
-            3 if line["k"] and line.get("concurrency") == 3 else 1
-        )
-
-    rewrite(finished, change)
-    lines = (finished.path / RAW).read_text()
-    drafter = tmp_path / "drafter"
-    drafter.mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        assert sweep(patch, "--out", finished.path, "--resume", "--write-widths", drafter) == 0
-    assert (finished.path / RAW).read_text() == lines
-    table = read_widths(drafter)
-    assert table is not None
-    assert dict(table.drafts) == {1: 3, 3: 0}
-    record = json.loads((drafter / "speculation.json").read_text())
-    assert record["ratios"] == {
-        "1": pytest.approx({"1": 4 / 3, "3": 2.0}),
-        "3": pytest.approx({"1": 4 / 9, "3": 2 / 3}),
-    }
-    assert set(record) == {"drafts", "sampled", "rule", "ratios", "measured"}
-    assert record["measured"]["command"] == " ".join(finished.record["sittings"][0]["command"])
-    assert record["measured"]["time"] == finished.record["sittings"][0]["time"]
-    assert (record["measured"]["repeats"], record["measured"]["requests"]) == (2, 8)
-
-
-@pytest.mark.usefixtures("quickly")
-def test_a_run_writes_its_table_at_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    swept(monkeypatch, tmp_path / "run", "--concurrency", "1", "-k", "2", "--write-widths", tmp_path / "table.json")
-    drafts = json.loads((tmp_path / "table.json").read_text())["drafts"]
-    assert list(drafts) == ["1"]
-    assert drafts["1"] in (0, 2), "which one, the machine decides"
-
-
 # cut off, failed, refused
 
 
 @pytest.mark.usefixtures("quickly")
-def test_a_run_that_is_cut_off_goes_on_with_what_is_missing(
+def test_a_killed_run_goes_on_with_the_missing_requests(
     monkeypatch: pytest.MonkeyPatch, finished: Folder, tmp_path: Path
 ) -> None:
     """After a kill between loads and a lost line, the load of that line is decoded again, whole and once."""
@@ -330,7 +261,7 @@ def test_a_run_that_is_cut_off_goes_on_with_what_is_missing(
         decoded.append((engine.config.slots, engine.config.num_speculative_tokens, len(requests)))
         return decode(engine, requests, tokenizer)
 
-    monkeypatch.setattr("peagle.measure.sweep.measure.decode", killing)
+    monkeypatch.setattr("peagle.measure.sweep.run.decode", killing)
     out = tmp_path / "cut" / "run"
     out.parent.mkdir()
     with pytest.raises(Killed):
@@ -338,19 +269,19 @@ def test_a_run_that_is_cut_off_goes_on_with_what_is_missing(
     lines = (out / RAW).read_text().splitlines(keepends=True)
     assert len(lines) == (3 + 4) * 8
     (out / RAW).write_text("".join(lines[:-1]))
-    before = [key(sample) for sample in open_run(out).samples()]
+    before = [sample.key for sample in open_run(out).samples()]
     decoded.clear()
     assert sweep(monkeypatch, "--out", out, "--resume") == 0
     assert decoded[:2] == [(3, 1, 8), (3, 3, 8)], "the load that lost a line, then the next"
     folder = open_run(out)
-    keys = [key(sample) for sample in folder.samples()]
-    assert set(keys) == {key(sample) for sample in finished.samples()}
-    assert [each for each in keys if keys.count(each) > 1] == 2 * before[-7:]
+    keys = [sample.key for sample in folder.samples()]
+    assert set(keys) == {sample.key for sample in finished.samples()}
+    assert [key for key in keys if keys.count(key) > 1] == 2 * before[-7:]
     assert {row["num_repeats"] for row in folder.record["by_concurrency"]} == {2}
 
 
 @pytest.mark.usefixtures("quickly")
-def test_an_arm_that_fails_at_many_at_once_need_not_cost_the_others(
+def test_a_variant_that_fails_at_many_at_once_need_not_cost_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     real = Pair.engine
@@ -362,8 +293,8 @@ def test_an_arm_that_fails_at_many_at_once_need_not_cost_the_others(
 
     monkeypatch.setattr(Pair, "engine", engine)
     options = ["--prompts", prompt_file(tmp_path), "-k", "2", "--repeats", 1, "-n", 9, "--render", "raw"]
-    given = ["--out", tmp_path / "run", *options, "--concurrency", "3", "--continue-on-error"]
-    assert sweep(monkeypatch, *given) == 1
+    typed = ["--out", tmp_path / "run", *options, "--concurrency", "3", "--continue-on-error"]
+    assert sweep(monkeypatch, *typed) == 1
     folder = open_run(tmp_path / "run")
     assert [row["k"] for row in folder.record["rows"]] == [0, 2]
     assert [row["k"] for row in folder.record["by_concurrency"]] == [0]
@@ -400,8 +331,8 @@ def test_bad_input_is_one_line_and_writes_nothing(
     arguments: list[str],
     message: str,
 ) -> None:
-    given = ["--out", tmp_path / "run", "--prompts", prompt_file(tmp_path), *arguments]
-    assert sweep(monkeypatch, *given) == 2
+    typed = ["--out", tmp_path / "run", "--prompts", prompt_file(tmp_path), *arguments]
+    assert sweep(monkeypatch, *typed) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
@@ -411,8 +342,8 @@ def test_bad_input_is_one_line_and_writes_nothing(
 def test_a_dry_run_counts_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["--prompts", prompt_file(tmp_path), "-k", "2", "--concurrency", "4,2", "--repeats", 1, "--dry-run"]
-    assert sweep(monkeypatch, "--out", tmp_path / "run", *given) == 0
+    typed = ["--prompts", prompt_file(tmp_path), "-k", "2", "--concurrency", "4,2", "--repeats", 1, "--dry-run"]
+    assert sweep(monkeypatch, "--out", tmp_path / "run", *typed) == 0
     said = capsys.readouterr().out
     assert "at once      2, 4" in said
     assert f"{9 * (2 + 2 * 2)} requests" in said

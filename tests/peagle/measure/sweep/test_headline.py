@@ -4,31 +4,33 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import peagle.measure.sweep.measure
+import peagle.measure.sweep.run
 from peagle.cli import main
 from peagle.measure.pages import Commands, Table
 from peagle.measure.sweep import page
 from peagle.measure.sweep.compare import Difference
-from peagle.measure.sweep.figures import Estimate, rows
-from peagle.measure.sweep.folder import RAW, RUN, Folder, open_run
-from peagle.measure.sweep.headline import caveats, commands, compared, headlines, title, verdicts
-from peagle.measure.sweep.plan import Setting
+from peagle.measure.sweep.figures import Estimate, Row, rows
+from peagle.measure.sweep.headline import caveats, commands, compared, headlines, speedup_of, title, verdicts
+from peagle.measure.sweep.plan import Variant, Workload
+from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
+from tests.peagle.measure.sweep.runs import figures as partial_figures
 from tests.peagle.measure.sweep.runs import swept
 
-Row = dict[str, Any]
-GREEDY = Setting("prompts", True, 0.0)
+Changes = dict[str, Any]
+GREEDY = Workload("prompts", True, 0.0)
 
 
 @pytest.fixture(scope="module")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight raw prompts, plainly and by K = 1 and 3; two repeats."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peagle.measure.sweep.measure, "PROFILED", 1)
+        patch.setattr(peagle.measure.sweep.run, "PROFILED", 1)
         return swept(patch, tmp_path_factory.mktemp("swept") / "run").path
 
 
@@ -37,19 +39,15 @@ def folder(once: Path, tmp_path: Path) -> Folder:
     return open_run(Path(shutil.copytree(once, tmp_path / "run")))
 
 
-def figure(value: float, low: float | None = None, high: float | None = None) -> dict[str, float | None]:
-    return {"value": value, "low": low, "high": high}
-
-
-def measured(folder: Folder, by_k: dict[int, Row]) -> list[Row]:
+def measured(folder: Folder, by_k: dict[int, Changes]) -> list[Row]:
     """Return a run's rows with other figures: nothing loops, nothing differs, unless `by_k` says so."""
     calm = {"looping_frac": 0.0, "equal_to_plain_frac": 1.0, "num_slower": 0, "num_compared": 8}
-    even = [row | calm | {"speedup": figure(1.0, 1.0, 1.0)} for row in rows(folder)]
-    return [row | by_k.get(row["k"], {}) for row in even]
+    even = [replace(row, speedup=Estimate(1.0, 1.0, 1.0), **calm) for row in rows(folder)]
+    return [replace(row, **by_k[row.k]) if isinstance(row.k, int) and row.k in by_k else row for row in even]
 
 
-SURE, UNSURE = figure(1.19, 1.14, 1.24), figure(1.05, 0.94, 1.18)
-SLOW, SLOWER = figure(0.95, 0.91, 0.99), figure(0.8, 0.7, 0.9)
+SURE, UNSURE = Estimate(1.19, 1.14, 1.24), Estimate(1.05, 0.94, 1.18)
+SLOW, SLOWER = Estimate(0.95, 0.91, 0.99), Estimate(0.8, 0.7, 0.9)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +66,7 @@ SLOW, SLOWER = figure(0.95, 0.91, 0.99), figure(0.8, 0.7, 0.9)
             "no K beats plain decoding here: the best, K = 1, gives 0.95x (95 %: 0.91 to 0.99)",
         ),
         (
-            {1: {"speedup": SLOW}, 3: {"speedup": figure(1.1)}},
+            {1: {"speedup": SLOW}, 3: {"speedup": Estimate(1.1)}},
             "K = 3: 1.10x plain decoding (too few prompts for an interval), identical output",
         ),
         (
@@ -89,11 +87,11 @@ SLOW, SLOWER = figure(0.95, 0.91, 0.99), figure(0.8, 0.7, 0.9)
         ),
     ],
 )
-def test_a_headline_says_what_was_measured(folder: Folder, by_k: dict[int, Row], expected: str) -> None:
+def test_a_headline_says_what_was_measured(folder: Folder, by_k: dict[int, Changes], expected: str) -> None:
     assert headlines(folder, measured(folder, by_k)) == [expected]
 
 
-def rewrite(folder: Folder, keep: Callable[[Row], bool], *more: Row) -> Folder:
+def rewrite(folder: Folder, keep: Callable[[Changes], bool], *more: Changes) -> Folder:
     """Keep some lines of the raw file, and add more."""
     lines = [json.loads(line) for line in (folder.path / RAW).read_text().splitlines()]
     kept = [line for line in lines if keep(line)]
@@ -102,7 +100,7 @@ def rewrite(folder: Folder, keep: Callable[[Row], bool], *more: Row) -> Folder:
     return open_run(folder.path)
 
 
-def failed(k: int, drafter: str | None) -> Row:
+def failed(k: int, drafter: str | None) -> Changes:
     return {"prompts": "prompts", "raw": True, "temperature": 0.0, "k": k, "drafter": drafter, "error": "out of memory"}
 
 
@@ -124,7 +122,7 @@ def failed(k: int, drafter: str | None) -> Row:
     ],
 )
 def test_a_run_without_a_speed_up_says_why(
-    folder: Folder, keep: Callable[[Row], bool], errors: Sequence[Row], expected: str
+    folder: Folder, keep: Callable[[Changes], bool], errors: Sequence[Changes], expected: str
 ) -> None:
     part = rewrite(folder, keep, *errors)
     figures = rows(part)
@@ -139,11 +137,11 @@ def test_an_unfinished_run_is_judged_by_the_requests_that_all_its_variants_have(
     part = rewrite(folder, lambda line: line["k"] == 0 or line["request"] < 5)
     (verdict,) = verdicts(part, rows(part))
     assert verdict.fastest is not None
-    assert verdict.fastest["num_requests"] == 5
+    assert verdict.fastest.num_requests == 5
     assert any("Not finished" in block for block in page.run_blocks(part, rows(part)) if isinstance(block, str))
 
 
-LOOPS = {"looping_frac": 0.25, "without_loops": {"num_requests": 6, "speedup": figure(0.98, 0.9, 1.05)}}
+LOOPS = {"looping_frac": 0.25, "without_loops": partial_figures(num_requests=6, speedup=Estimate(0.98, 0.9, 1.05))}
 
 
 @pytest.mark.parametrize(
@@ -160,7 +158,7 @@ LOOPS = {"looping_frac": 0.25, "without_loops": {"num_requests": 6, "speedup": f
         ({1: {"speedup": SURE}}, None, ""),
     ],
 )
-def test_a_caveat_stands_where_it_holds(folder: Folder, by_k: dict[int, Row], name: str | None, text: str) -> None:
+def test_a_caveat_stands_where_it_holds(folder: Folder, by_k: dict[int, Changes], name: str | None, text: str) -> None:
     """Beside that of raw prompts, which this run has."""
     figures = dict(caveats(folder, measured(folder, by_k)))
     assert "--render chat" in figures.pop("Raw prompts")
@@ -173,9 +171,9 @@ def test_a_caveat_stands_where_it_holds(folder: Folder, by_k: dict[int, Row], na
 
 def test_outputs_that_differ_with_many_at_once_are_told(folder: Folder) -> None:
     figures = measured(folder, {})
-    load = figures[2] | {"concurrency": 4, "num_repeats": 3, "equal_to_plain_frac": 23 / 24}
+    at_once = replace(figures[2], variant=figures[2].variant.at(4), num_repeats=3, equal_to_plain_frac=23 / 24)
     assert "Outputs that differ" not in dict(caveats(folder, figures))
-    text = dict(caveats(folder, figures, [load]))["Outputs that differ"]
+    text = dict(caveats(folder, [*figures, at_once]))["Outputs that differ"]
     assert "K = 3 with 4 requests at once in 1 of 24" in text
 
 
@@ -183,7 +181,7 @@ def test_few_prompts_are_counted_as_conversations(folder: Folder) -> None:
     part = rewrite(folder, lambda line: line["request"] < 3)
     (verdict,) = verdicts(part, rows(part))
     assert verdict.fastest is not None
-    assert verdict.fastest["speedup"]["low"] is None
+    assert verdict.fastest.speedup == Estimate(speedup_of(verdict.fastest).value)
     assert dict(caveats(part, rows(part)))["Few prompts"].startswith("3 prompts; an interval needs 8 or more")
 
 
@@ -194,14 +192,17 @@ def planned(folder: Folder, **plan: Any) -> Folder:
 
 
 @pytest.mark.parametrize(
-    ("behind", "surely"), [(figure(1.2, 1.1, 1.25), True), (figure(1.4, 1.2, 1.6), False)], ids=["surely", "perhaps"]
+    ("behind", "surely"),
+    [(Estimate(1.2, 1.1, 1.25), True), (Estimate(1.4, 1.2, 1.6), False)],
+    ids=["surely", "perhaps"],
 )
-def test_drafters_are_ranked(folder: Folder, behind: dict[str, float | None], surely: bool) -> None:
+def test_drafters_are_ranked(folder: Folder, behind: Estimate, surely: bool) -> None:
     plainly, row, _ = measured(folder, {})
     paths = ["runs/one/drafter", "runs/two/drafter"]
-    ahead = figure(1.5, 1.3, 1.7)
+    ahead = Estimate(1.5, 1.3, 1.7)
     figures = [
-        row | {"drafter": path, "speedup": speedup} for path, speedup in zip(paths, (behind, ahead), strict=True)
+        replace(row, variant=Variant(1, path), speedup=speedup)
+        for path, speedup in zip(paths, (behind, ahead), strict=True)
     ]
     both = planned(folder, drafters=paths)
     assert title(both).startswith("Speculative decoding of demo with drafters one/drafter and two/drafter, 20")
@@ -212,7 +213,7 @@ def test_drafters_are_ranked(folder: Folder, behind: dict[str, float | None], su
 
 def test_a_temperature_is_a_caveat_only_if_nothing_was_greedy(folder: Folder) -> None:
     hot = planned(folder, temperatures=[0.7])
-    sampled = [row | {"temperature": 0.7} for row in measured(folder, {})]
+    sampled = [replace(row, workload=Workload("prompts", True, 0.7)) for row in measured(folder, {})]
     assert "temperature 0.7" in dict(caveats(hot, sampled))["Sampled"]
     both = planned(folder, temperatures=[0.0, 0.7])
     assert "Sampled" not in dict(caveats(both, [*measured(folder, {}), *sampled]))
@@ -234,7 +235,7 @@ def test_a_temperature_is_a_caveat_only_if_nothing_was_greedy(folder: Folder) ->
         ),
     ],
 )
-def test_the_commands_are_commands(folder: Folder, speedup: Row, plan: Row, expected: str) -> None:
+def test_the_commands_are_commands(folder: Folder, speedup: Estimate, plan: Changes, expected: str) -> None:
     changed = planned(folder, **plan)
     (verdict,) = verdicts(changed, measured(changed, {1: {"speedup": SLOWER}, 3: {"speedup": speedup}}))
     lines = commands(changed.plan, verdict, alone=True)
@@ -258,7 +259,7 @@ def test_the_answer_comes_first_and_the_command_last(folder: Folder) -> None:
     assert headline == 1
     assert order == sorted(order)
     commands_of_page = [block for block in blocks if isinstance(block, Commands)]
-    assert shlex.split(commands_of_page[-1].lines[0]) == folder.record["sittings"][0]["command"]
+    assert shlex.split(commands_of_page[-1].lines[0]) == folder.sittings[0]["command"]
     (origin,) = (block for block in blocks[texts.index("## How it was measured") :] if isinstance(block, Table))
     assert {"machine", "target demo", "drafter demo"} <= {cells[0] for cells in origin.rows}
 

@@ -4,30 +4,40 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import peagle.measure.sweep.measure
+import peagle.measure.sweep.run
 from peagle.cli import main
 from peagle.cli.report import show
 from peagle.measure.pages import Table
 from peagle.measure.sweep import charts, page
 from peagle.measure.sweep.compare import differences
-from peagle.measure.sweep.figures import RESAMPLES, Estimate, estimate, estimate_median, ratio, rows
-from peagle.measure.sweep.folder import RAW, RUN, Folder, open_run
-from peagle.measure.sweep.page import estimate_text
+from peagle.measure.sweep.figures import (
+    RESAMPLES,
+    Estimate,
+    RequestFigures,
+    estimate,
+    estimate_median,
+    estimate_text,
+    ratio,
+    rows,
+)
+from peagle.measure.sweep.plan import Variant
+from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
 from peagle.ops.errors import InputError
 from scripts.publish import ROW, publish, rounded
-from tests.peagle.measure.sweep.runs import swept
+from tests.peagle.measure.sweep.runs import example_row, figures, swept
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peagle.measure.sweep.measure, "PROFILED", 1)
+        patch.setattr(peagle.measure.sweep.run, "PROFILED", 1)
         return swept(patch, tmp_path_factory.mktemp("swept") / "run").path
 
 
@@ -82,7 +92,7 @@ def test_a_run_is_rendered_once_more_and_an_unfinished_one_says_so(
     assert "resume the run first" in capsys.readouterr().err
 
 
-def test_the_terminal_shows_all_arms_and_a_winner_only_if_it_is_surely_one(
+def test_the_terminal_shows_all_variants_and_a_winner_only_if_it_is_surely_one(
     runs: tuple[Folder, Folder], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Twice as fast: not sure with few conversations, whose speed-up has no interval; sure with one above 1."""
@@ -90,15 +100,17 @@ def test_the_terminal_shows_all_arms_and_a_winner_only_if_it_is_surely_one(
     rewrite(folder, lambda _: None)
     assert main(["report", str(folder.path)]) == 0
     shown = capsys.readouterr().out
-    found = rows(folder)
+    run = rows(folder)
     labels = [line.split()[0] for line in shown.splitlines() if line.strip()]
-    assert all(row["label"].split(",")[0] in labels for row in found)
-    assert ("undecided" in shown) == (found[-1]["speedup"]["low"] is None)
-    surely = [row | {"speedup": {"value": 2.0, "low": 1.5, "high": 2.5}} if row["k"] else row for row in found]
-    (*_, (title, table)) = page.arms_blocks(folder, surely)
-    assert (title, table.rows[0][1]) == ("the K to use", found[1]["label"])
-    slower = [row | {"speedup": {"value": 0.5, "low": 0.4, "high": 0.6}} if row["k"] else row for row in found]
-    assert list(page.arms_blocks(folder, slower))[-1][1].rows[0][1] == "0, plain decoding"
+    assert all(row.label.split(",")[0] in labels for row in run)
+    assert ("undecided" in shown) == (run[-1].speedup is None or run[-1].speedup.low is None)
+    surely, slower = (
+        [replace(row, speedup=speedup) if row.k else row for row in run]
+        for speedup in (Estimate(2.0, 1.5, 2.5), Estimate(0.5, 0.4, 0.6))
+    )
+    (*_, (title, table)) = page.terminal_tables(folder, surely)
+    assert (title, table.rows[0][1]) == ("the K to use", run[1].label)
+    assert list(page.terminal_tables(folder, slower))[-1][1].rows[0][1] == "0, plain decoding"
 
 
 def test_no_word_of_a_table_is_cut_at_80_columns(
@@ -106,7 +118,7 @@ def test_no_word_of_a_table_is_cut_at_80_columns(
 ) -> None:
     """Columns that do not fit follow below, each with the first."""
     monkeypatch.setenv("COLUMNS", "80")
-    header = ("arm", "acceptance length", *(f"figure{place}" for place in range(6)))
+    header = ("variant", "acceptance length", *(f"figure{place}" for place in range(6)))
     table = Table(header, [(f"K={k}", *(f"{place}.{k} (12345..67890)" for place in range(7))) for k in range(2)])
     show([("title", table)], Path("/run"), quiet=False)
     lines = capsys.readouterr().out.splitlines()
@@ -115,7 +127,7 @@ def test_no_word_of_a_table_is_cut_at_80_columns(
     expected = [
         word for cells in zip(table.header, *table.rows, strict=True) for cell in cells for word in cell.split()
     ]
-    repeated = [cells[0] for cells in (table.header, *table.rows)] * (words.count("arm") - 1)
+    repeated = [cells[0] for cells in (table.header, *table.rows)] * (words.count("variant") - 1)
     assert repeated
     assert words == sorted(["title", "/run/report.html", *expected, *repeated])
 
@@ -139,8 +151,8 @@ def test_every_colour_of_a_drawing_is_readable_on_a_dark_page() -> None:
     def luminance(color: str) -> float:
         return sum(part * int(color[at : at + 2], 16) / 255 for part, at in ((0.2126, 1), (0.7152, 3), (0.0722, 5)))
 
-    row = {"k": 1, "label": "1", "speedup": {"value": 2.0, "low": 1.0, "high": 3.0}}
-    series = {str(place): [row] for place in range(len(charts.COLORS))}
+    line = [example_row(variant=Variant(1), speedup=Estimate(2.0, 1.0, 3.0))]
+    series = {str(place): line for place in range(len(charts.COLORS))}
     drawn = charts.speedup(series) or ""
     rules, _, body = drawn.partition("</style>")
     assert "@media (prefers-color-scheme: dark)" in rules
@@ -153,20 +165,18 @@ def test_every_colour_of_a_drawing_is_readable_on_a_dark_page() -> None:
 
 
 def test_an_interval_is_in_the_legend_only_if_it_is_drawn() -> None:
-    def line(low: float | None) -> dict[str, Any]:
-        return {"k": 1, "label": "1", "speedup": {"value": 2.0, "low": low, "high": None if low is None else 3.0}}
-
-    bare, with_interval = (charts.speedup({"a": [line(low)], "b": [line(low)]}) or "" for low in (None, 1.0))
+    lines = ([example_row(variant=Variant(1), speedup=speedup)] for speedup in (Estimate(2.0), Estimate(2.0, 1.0, 3.0)))
+    bare, with_interval = (charts.speedup({"a": line, "b": line}) or "" for line in lines)
     assert ("LineCollection" in bare, "LineCollection" in with_interval) == (False, True)
 
 
 def test_no_interval_of_a_request_is_cut_off() -> None:
     """However far the intervals of few repeats reach."""
-    speedups = [{"value": 1.2, "low": 0.2, "high": 7.0}, {"value": 0.5, "low": 0.01, "high": 20.0}]
-    row = {
-        "per_request": [{"speedup": each, "loop_share": share} for each, share in zip(speedups, (0, 1), strict=True)]
-    }
-    drawn = charts.requests(row, 0.3) or ""
+    speedups = [Estimate(1.2, 0.2, 7.0), Estimate(0.5, 0.01, 20.0)]
+    per_request = tuple(
+        RequestFigures(number, 9, 9, float(number), None, 0, speedup, None) for number, speedup in enumerate(speedups)
+    )
+    drawn = charts.requests(example_row(per_request=per_request)) or ""
     (frame,) = re.findall(r'<g id="patch_2">\s*<path d="([^"]+)"', drawn)
     bars = re.findall(r'<g id="LineCollection_[12]">\s*<path d="([^"]+)"', drawn)  # those after are the legend's
     heights = [[float(y) for y in re.findall(r"[ML] [-\d.]+ ([-\d.]+)", path)] for path in (frame, *bars)]
@@ -179,30 +189,31 @@ def test_long_names_are_cut_in_their_middle_unless_two_would_be_equal() -> None:
     assert charts.shortened(["a" * 10, "bcdefghijklm"], 10) == ["a" * 10, "bcdef…ijklm"]
     alike = ["runs/one/a", "runs/two/a"]
     assert charts.shortened(alike, 4) == alike
-    row = {"k": 1, "speedup": {"value": 2.0, "low": 1.0, "high": 3.0}}
-    drawn = charts.speedup({f"{'long' * 30}{place}": [row] for place in range(2)}) or ""
+    line = [example_row(variant=Variant(1), speedup=Estimate(2.0, 1.0, 3.0))]
+    drawn = charts.speedup({f"{'long' * 30}{place}": line for place in range(2)}) or ""
     assert drawn.count("…") == 2
 
 
 def test_hollow_markers_stand_only_where_outputs_loop() -> None:
-    def line(looping: float) -> dict[str, Any]:
-        lengths = {"acceptance_length": {"value": 3.0, "low": 2.5, "high": 3.5}}
-        return {"k": 1, "label": "1", "looping_frac": looping, **lengths, "without_loops": lengths}
-
-    without, some = (charts.acceptance_length({"": [line(looping)]}) or "" for looping in (0.0, 0.5))
+    length = Estimate(3.0, 2.5, 3.5)
+    calm = figures(acceptance_length=length)
+    without, some = (
+        charts.acceptance_length(
+            {"": [example_row(variant=Variant(1), looping_frac=looping, acceptance_length=length, without_loops=calm)]}
+        )
+        or ""
+        for looping in (0.0, 0.5)
+    )
     assert some.count("LineCollection_") == 2 * without.count("LineCollection_")
 
 
-def test_figures_are_drawn_over_the_length_of_the_prompt_where_there_are_several() -> None:
-    def part(tokens: float, value: float | None) -> dict[str, Any]:
-        figure = None if value is None else {"value": value, "low": value - 0.1, "high": value + 0.2}
-        return {"prompt_tokens": tokens, "speedup": figure}
-
-    parts = {"K = 3": [part(94, 2.0), part(2500, 1.5), part(9900, None)], "K = 7": [part(94, 3.0)], "auto": []}
-    drawn = charts.over_context(parts, "speedup", "speed-up") or ""
-    assert all(f">{each}<" in drawn for each in ("94", "2,500", "tokens of the prompt", "speed-up"))
+def test_figures_are_drawn_over_the_length_of_the_prompt_if_there_are_several() -> None:
+    wide = [(94, Estimate(2.0, 1.9, 2.2)), (2500, Estimate(1.5, 1.4, 1.7)), (9900, None)]
+    single = [(94, Estimate(3.0, 2.9, 3.2))]
+    drawn = charts.over_context({"K = 3": wide, "K = 7": single, "auto": []}, "speed-up") or ""
+    assert all(f">{text}<" in drawn for text in ("94", "2,500", "tokens of the prompt", "speed-up"))
     assert "9,900" not in drawn
-    assert charts.over_context({"K = 7": parts["K = 7"]}, "speedup", "speed-up") is None
+    assert charts.over_context({"K = 7": single}, "speed-up") is None
 
 
 def test_a_run_in_short_has_the_figures_of_the_whole(
@@ -227,7 +238,7 @@ def test_a_run_in_short_has_the_figures_of_the_whole(
             assert row[name] == rounded(full[name])
         quiet = full["without_loops"]["acceptance_length"]
         assert row["without_loops"] == {"acceptance_length": rounded(quiet)}
-        assert estimate_text(row["speedup"]) in text
+        assert estimate_text(Estimate(**row["speedup"])) in text
     capsys.readouterr()
     assert main(["report", str(out)]) == 2
     assert "with its raw lines" in capsys.readouterr().err
@@ -249,12 +260,12 @@ def test_slower_requests_are_counted_where_repeats_are_enough(runs: tuple[Folder
     """Two repeats give no interval; of three, a request counts if its interval lies below."""
     folder = runs[0]
     rewrite(folder, three_are_slow)
-    assert {(row["num_slower"], row["num_compared"]) for row in rows(folder)} == {(0, 0)}
+    assert {(row.num_slower, row.num_compared) for row in rows(folder)} == {(0, 0)}
     lines = [json.loads(line) for line in (folder.path / RAW).read_text().splitlines()]
     lines += [line | {"repeat": 2} for line in lines if line["repeat"] == 1]
     (folder.path / RAW).write_text("".join(json.dumps(line) + "\n" for line in lines))
     change(folder, repeats=3)
-    counted = {row["k"]: (row["num_slower"], row["num_compared"]) for row in rows(open_run(folder.path))}
+    counted = {row.k: (row.num_slower, row.num_compared) for row in rows(open_run(folder.path))}
     assert counted == {0: (0, 8), 1: (0, 8), 3: (3, 8)}
 
 
@@ -265,10 +276,10 @@ def test_without_matplotlib_there_is_the_page_without_pictures(
     whole = (folder.path / "README.md").read_text()
     monkeypatch.setattr(charts, "can_draw", lambda: False)
     assert main(["report", str(folder.path)]) == 0
-    found = (folder.path / "README.md").read_text()
+    bare = (folder.path / "README.md").read_text()
     assert "![" in whole
-    assert "![" not in found
-    tables = [[line for line in text.splitlines() if line.startswith("|")] for text in (whole, found)]
+    assert "![" not in bare
+    tables = [[line for line in text.splitlines() if line.startswith("|")] for text in (whole, bare)]
     assert tables[0] == tables[1]
     assert "pip install matplotlib" in capsys.readouterr().err
 
@@ -276,13 +287,13 @@ def test_without_matplotlib_there_is_the_page_without_pictures(
 def test_equal_runs_do_not_differ(runs: tuple[Folder, Folder], tmp_path: Path) -> None:
     rewrite(runs[0], lambda _: None)
     rewrite(runs[1], now_and_then_slower)
-    found = differences(*runs)
-    assert [(each.figure, each.label) for each in found] == [
+    compared = differences(*runs)
+    assert [(difference.figure, difference.label) for difference in compared] == [
         (figure, label) for label in ("1", "3") for figure in ("acceptance length", "speed-up")
     ]
-    assert not any(each.real for each in found)
-    assert all(each.num_requests == 8 for each in found)
-    assert [each.equal for each in found] == [True, True, True, False]
+    assert not any(difference.real for difference in compared)
+    assert all(difference.num_requests == 8 for difference in compared)
+    assert [difference.equal for difference in compared] == [True, True, True, False]
     assert main(["report", *(str(run.path) for run in runs), "--out", str(tmp_path / "both")]) == 0
     text = (tmp_path / "both" / "README.md").read_text()
     assert "two against one" in text
@@ -295,9 +306,9 @@ def test_equal_runs_do_not_differ(runs: tuple[Folder, Folder], tmp_path: Path) -
 def test_a_difference_of_every_request_is_real(runs: tuple[Folder, Folder]) -> None:
     rewrite(runs[0], lambda _: None)
     rewrite(runs[1], one_more_step_accepts_nothing)
-    worse = [each for each in differences(*runs) if each.label == "3"]
-    assert all(each.real and (each.difference.high or 0) < 0 for each in worse)
-    assert {each.figure for each in worse} == {"acceptance length", "speed-up"}
+    worse = [difference for difference in differences(*runs) if difference.label == "3"]
+    assert all(change.real and (change.difference.high or 0) < 0 for change in worse)
+    assert {change.figure for change in worse} == {"acceptance length", "speed-up"}
 
 
 @pytest.mark.parametrize(
@@ -343,15 +354,15 @@ def test_several_runs_need_a_folder(runs: tuple[Folder, Folder], capsys: pytest.
     assert "give --out DIR" in capsys.readouterr().err
 
 
-def test_intervals_cover_what_they_should() -> None:
+def test_intervals_cover_the_true_value() -> None:
     """For 200 samples of a known distribution, about 95 % of the intervals hold the true value."""
     rng = np.random.default_rng(1)
     inside = 0
     for _ in range(200):
         steps = rng.integers(5, 50, 40)
-        found = estimate(np.stack([rng.binomial(steps, 0.6), steps], axis=1), ratio)
-        assert found is not None
-        inside += (found.low or 1) <= 0.6 <= (found.high or 0)
+        rate = estimate(np.stack([rng.binomial(steps, 0.6), steps], axis=1), ratio)
+        assert rate is not None
+        inside += (rate.low or 1) <= 0.6 <= (rate.high or 0)
     assert 180 <= inside <= 199
     assert estimate(np.zeros((0, 2)), ratio) is None
     assert estimate(np.zeros((3, 2)), ratio) is None  # 0 / 0
@@ -379,9 +390,9 @@ def test_medians_are_those_of_draws() -> None:
     members = [[value for value, mine in zip(values, groups, strict=True) if mine == group] for group in range(10)]
     picks = np.random.default_rng(0).integers(0, 10, (RESAMPLES, 10))
     draws = [np.median([value for group in pick for value in members[group]]) for pick in picks]
-    found = estimate_median(values, groups)
-    assert found is not None
-    assert found.value == np.median(values)
-    assert (found.low, found.high) == tuple(np.quantile(draws, (0.025, 0.975)))
+    median = estimate_median(values, groups)
+    assert median is not None
+    assert median.value == np.median(values)
+    assert (median.low, median.high) == tuple(np.quantile(draws, (0.025, 0.975)))
     assert estimate_median([4.0, 1.0, 2.0, 1.0], [0, 1, 2, 3]) == Estimate(1.5, None, None)  # too few for an interval
     assert estimate_median([], []) is None

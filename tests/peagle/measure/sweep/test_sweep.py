@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 
 import peagle.cli.sweeping
-import peagle.measure.sweep.measure
+import peagle.measure.sweep.run
 from peagle.cli import main
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
 from peagle.engine.warmup import WarmUp
-from peagle.measure.sweep.figures import best, rows
-from peagle.measure.sweep.folder import ASKING, PROMPTS, RAW, RUN, Folder, key, open_run
-from peagle.measure.sweep.measure import SweepRun
-from peagle.measure.sweep.plan import Arm, Plan, Setting, short_names
+from peagle.measure.sweep.figures import Estimate, best, rows
+from peagle.measure.sweep.plan import Plan, Variant, Workload, short_names
+from peagle.measure.sweep.run import SweepRun
+from peagle.measure.sweep.store import ASKING, PROMPTS, RAW, RUN, Folder, open_run
 from peagle.ops.errors import InputError
 from peagle.ops.files import alone
 from peagle.pair import Pair
@@ -32,6 +32,7 @@ from peagle.result import Result, decode
 from peagle.text.tokenizer import ByteLevelTokenizer, Tokenizer
 from tests.peagle.measure.sweep.runs import TEXTS, Tokens, prompt_file, sweep, swept
 from tests.support.pairs import SPECIALS, press_ctrl_c_at, toy_pair
+from tests.support.toys import costs
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +63,7 @@ class Killed(BaseException):
 
 def counts(folder: Folder) -> dict[Any, Any]:
     """Read the decoded results, without times."""
-    return {
-        key(sample): (sample.output_sha256, sample.histogram, sample.verified, sample.num_plain_steps)
-        for sample in folder.samples()
-    }
+    return {sample.key: (sample.output_sha256, sample.counters) for sample in folder.samples()}
 
 
 def test_a_plan_comes_back_from_json(finished: Folder) -> None:
@@ -79,10 +77,10 @@ def test_a_plan_comes_back_from_json(finished: Folder) -> None:
 def test_figures_follow_from_raw_lines(finished: Folder) -> None:
     raw = [json.loads(line) for line in (finished.path / RAW).read_text().splitlines()]
     assert len(raw) == 3 * 2 * 8
-    found = finished.record["rows"]
-    assert [row["k"] for row in found] == [0, 1, 3]
+    figures = finished.record["rows"]
+    assert [row["k"] for row in figures] == [0, 1, 3]
     plain = {(line["repeat"], line["request"]): line for line in raw if line["k"] == 0}
-    for row in found[1:]:
+    for row in figures[1:]:
         mine = [line for line in raw if line["k"] == row["k"]]
         histogram = np.sum([line["histogram"] for line in mine], axis=0)
         steps, accepted = histogram.sum(), histogram @ np.arange(row["k"] + 1)
@@ -107,82 +105,82 @@ def test_figures_follow_from_raw_lines(finished: Folder) -> None:
         parts = [row[f"{part}_s"] for part in ("draft", "verify", "host")]
         assert sum(part["value"] for part in parts) == pytest.approx(row["step_s"]["value"])
         assert all(0 <= part["low"] <= part["value"] <= part["high"] for part in parts)
-        one = found[0]["verify_s"]["value"]  # may be nothing at all: the toy looks its logits up
+        one = figures[0]["verify_s"]["value"]  # may be nothing at all: the toy looks its logits up
         assert (row["verify_cost"] or {}).get("value") == (pytest.approx(parts[1]["value"] / one) if one else None)
-    assert found[0]["speedup"]["value"] == 1
-    assert found == json.loads(json.dumps(rows(finished)))
+    assert figures[0]["speedup"]["value"] == 1
+    assert figures == json.loads(json.dumps([row.to_json() for row in rows(finished)]))
 
 
 def share(
     folder: Folder, k: int, request: int, steps: int, draft: float, verify: float, other: float
 ) -> dict[str, Any]:
     """Make a share as the profiler would for a request."""
-    like = next(each for each in folder.record["shares"] if each["k"] == k)
+    like = next(share for share in folder.record["shares"] if share["k"] == k)
     parts = {"draft_ms": draft, "verify_ms": verify, "other_ms": other}
     return like | parts | {"request": request, "num_steps": steps}
 
 
-def test_shares_of_a_step_are_those_of_all_that_was_looked_at(finished: Folder) -> None:
+def test_shares_of_a_step_are_those_of_all_profiled_steps(finished: Folder) -> None:
     """Weighted by the steps of requests; with every conversation profiled there is an interval."""
     kinds = [(1, 2.0, 6.0, 2.0), (3, 1.0, 8.0, 1.0)]  # steps; ms of drafting, verifying and the rest of each
-    for num_looked, known in ((8, True), (2, False)):
-        finished.record["shares"] = [share(finished, 3, n, *kinds[n % 2]) for n in range(num_looked)] + [
-            share(finished, 0, n, 1, 0.0, 8.0, 2.0) for n in range(num_looked)
+    for num_profiled, known in ((8, True), (2, False)):
+        finished.record["shares"] = [share(finished, 3, n, *kinds[n % 2]) for n in range(num_profiled)] + [
+            share(finished, 0, n, 1, 0.0, 8.0, 2.0) for n in range(num_profiled)
         ]
-        row = rows(finished)[2]
+        row = rows(finished)[2].to_json()
         step, cycle = row["step_s"], row["cycle_cost"]
         assert row["draft_s"]["value"] == pytest.approx((1 * 2 + 3 * 1) / 40 * step["value"])
         assert row["verify_s"]["value"] == pytest.approx((1 * 6 + 3 * 8) / 40 * step["value"])
         assert row["verify_cost"]["value"] == pytest.approx(30 / 40 / 0.8 * cycle["value"])
         assert [row[name]["low"] is not None for name in ("draft_s", "verify_cost")] == [known, known]
-    assert rows(finished)[1]["draft_s"] is None  # K = 1 was not profiled
+    assert rows(finished)[1].draft_s is None  # K = 1 was not profiled
 
 
-def test_what_is_alike_in_an_arm_and_in_plain_decoding_cancels_out_of_the_cost(finished: Folder) -> None:
+def test_a_share_alike_in_a_variant_and_in_plain_decoding_cancels_out_of_the_cost(finished: Folder) -> None:
     """If requests differ in the share of verifying, in both arms alike, v(T) has an interval as narrow as c(K).
 
     Requests without a profile of plain decoding are left out.
     """
     plain = [share(finished, 0, n, 1, 0.0, 2.0 + n, 8.0 - n) for n in range(8)]
-    mine = [each | {"k": 3, "drafter": "demo"} for each in plain]
+    mine = [share | {"k": 3, "drafter": "demo"} for share in plain]
     finished.record["shares"] = plain + mine
-    row = rows(finished)[2]
+    row = rows(finished)[2].to_json()
     assert row["verify_cost"] == pytest.approx(row["cycle_cost"])
     finished.record["shares"] = plain[1:] + mine
-    assert rows(finished)[2]["verify_cost"]["value"] == pytest.approx(row["cycle_cost"]["value"])
+    assert rows(finished)[2].to_json()["verify_cost"]["value"] == pytest.approx(row["cycle_cost"]["value"])
 
 
-def test_steps_of_some_conversations_are_looked_at_and_what_is_missing_is_looked_at_again(
+def test_steps_of_some_conversations_are_profiled_and_those_missing_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """One request of each conversation, by every arm, exactly once, even after a kill and a failure."""
+    """One request of each conversation, by every variant, exactly once, even after a kill and a failure."""
     monkeypatch.setattr(SweepRun, "profile", profiling)
-    monkeypatch.setattr(peagle.measure.sweep.measure, "PROFILED", 2)
-    seen: list[tuple[int, int]] = []
-    real = peagle.measure.sweep.measure.profile
+    monkeypatch.setattr(peagle.measure.sweep.run, "PROFILED", 2)
+    profiles: list[tuple[int, int]] = []
+    real = peagle.measure.sweep.run.profile
 
     def profile(engine: Engine, requests: Sequence[Request], *rest: Any, **options: Any) -> Any:
-        seen.append((engine.config.num_speculative_tokens, requests[0].index))
-        if len(seen) == 2:
+        profiles.append((engine.config.num_speculative_tokens, requests[0].index))
+        if len(profiles) == 2:
             raise RuntimeError("no trace")
-        if len(seen) == 4:
+        if len(profiles) == 4:
             raise Killed
         return real(engine, requests, *rest, **options)
 
-    monkeypatch.setattr(peagle.measure.sweep.measure, "profile", profile)
+    monkeypatch.setattr(peagle.measure.sweep.run, "profile", profile)
     turns = [{"turns": ["a", "b"]}, {"turns": ["c", "d"]}, {"turns": ["e"]}]
     options = ["--prompts", prompt_file(tmp_path, *turns), "-k", "2", "--repeats", 1, "-n", 9]
     with pytest.raises(Killed):
         sweep(monkeypatch, "--out", tmp_path / "run", *options)
-    assert [each.get("why_not") for each in open_run(tmp_path / "run").record["shares"]] == [None, "no trace", None]
+    assert [share.get("why_not") for share in open_run(tmp_path / "run").record["shares"]] == [None, "no trace", None]
     assert sweep(monkeypatch, "--out", tmp_path / "run", "--resume") == 0
     shares = open_run(tmp_path / "run").record["shares"]
-    looked = sorted((each["k"], each["request"]) for each in shares)
-    assert len(looked) == len(set(looked)) == 4  # plain decoding and K = 2
-    rows_of = {each.request: each.row for each in (open_run(tmp_path / "run").asked() or ([], []))[0]}
-    assert len({rows_of[request] for _, request in looked}) == 2
-    assert seen[4:] == [(2, seen[1][1]), (2, seen[3][1])]
-    assert not any("why_not" in each for each in shares)
+    profiled = sorted((share["k"], share["request"]) for share in shares)
+    assert len(profiled) == len(set(profiled)) == 4  # plain decoding and K = 2
+    rows_of = {request.request: request.row for request in (open_run(tmp_path / "run").prompts() or ([], []))[0]}
+    assert len({rows_of[request] for _, request in profiled}) == 2
+    assert profiles[4:] == [(2, profiles[1][1]), (2, profiles[3][1])]
+    assert not any("why_not" in share for share in shares)
 
 
 def test_a_run_of_the_schema_before_has_its_figures_but_the_shares(finished: Folder) -> None:
@@ -190,15 +188,15 @@ def test_a_run_of_the_schema_before_has_its_figures_but_the_shares(finished: Fol
     old = {"temperature": 0.0, "k": 3, "drafter": "demo", "draft_frac": 0.2, "verify_frac": 0.7, "host_frac": 0.1}
     (finished.path / RUN).write_text(json.dumps(record | {"schema": 2, "shares": [old]}))
     for before, now in zip(rows(open_run(finished.path)), rows(finished), strict=True):
-        assert before["speedup"] == now["speedup"]
-        assert before["draft_s"] is before["verify_cost"] is None
+        assert before.speedup == now.speedup
+        assert before.draft_s is before.verify_cost is None
     assert main(["report", str(finished.path), "--quiet"]) == 0
     assert "No steps were profiled" in (finished.path / "README.md").read_text()
 
 
-def test_the_folder_says_what_was_asked_and_shows_it(finished: Folder) -> None:
-    asked, left_out = finished.asked() or ([], [])
-    assert [bytes(each.prompt_ids).decode() for each in asked] == list(TEXTS[:8])
+def test_the_folder_holds_the_requests_and_shows_them(finished: Folder) -> None:
+    requests, left_out = finished.prompts() or ([], [])
+    assert [bytes(request.prompt_ids).decode() for request in requests] == list(TEXTS[:8])
     assert left_out == []
     page, html = ((finished.path / name).read_text() for name in ("README.md", "report.html"))
     assert "| 3 |" in page
@@ -208,7 +206,7 @@ def test_the_folder_says_what_was_asked_and_shows_it(finished: Folder) -> None:
     assert not re.search(r"(src|href)=.(?!data:)", html)  # needs no network
 
 
-def test_drafters_settings_and_windows_stand_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_drafters_workloads_and_windows_stand_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("peagle.cli.sweeping.check_fit", lambda *_: ())
     out = tmp_path / "run"
     options = ["--num-prompts", 1, "--repeats", 1, "-n", 12, "--render", "both", "--temperature", "0,0.5", "-k", "2"]
@@ -218,26 +216,30 @@ def test_drafters_settings_and_windows_stand_side_by_side(monkeypatch: pytest.Mo
     options += ["--drafter", drafters, "--drafter-window", "128,off"]
     assert sweep(monkeypatch, "--out", out, "--prompts", prompt_file(tmp_path), *options) == 0
     folder = open_run(out)
-    found = folder.record["rows"]
-    assert {sample.drafter_window for sample in folder.samples()} == {None, "128", "off"}  # None: plain decoding
-    settings = dict.fromkeys((row["raw"], row["temperature"]) for row in found)
-    assert list(settings) == [(False, 0), (False, 0.5), (True, 0), (True, 0.5)]
-    arms = [(f"2, {name}, window {window}", window) for name in ("one", "two") for window in ("128", "off")]
-    assert [(row["label"], row["drafter_window"]) for row in found[:5]] == [("0", None), *arms]
+    figures = folder.record["rows"]
+    assert {sample.variant.drafter_window for sample in folder.samples()} == {
+        None,
+        "128",
+        "off",
+    }  # None: plain decoding
+    workloads = dict.fromkeys((row["raw"], row["temperature"]) for row in figures)
+    assert list(workloads) == [(False, 0), (False, 0.5), (True, 0), (True, 0.5)]
+    variants = [(f"2, {name}, window {window}", window) for name in ("one", "two") for window in ("128", "off")]
+    assert [(row["label"], row["drafter_window"]) for row in figures[:5]] == [("0", None), *variants]
     text = (out / "README.md").read_text()
     assert "| 2, two, window 128 |" in text
     for how in ("chat, greedy", "chat, temperature 0.5", "raw, greedy", "raw, temperature 0.5"):
         assert f"\n- **prompts, {how}: " in text, "a headline for each workload"
 
 
-def test_arms_take_turns_by_as_many_requests_as_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_variants_take_turns_by_in_a_row_requests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = swept(monkeypatch, tmp_path / "run", "--in-a-row", 3)
-    order = [(sample.arm, sample.repeat, sample.request) for sample in folder.samples()]
+    order = [(sample.variant, sample.repeat, sample.request) for sample in folder.samples()]
     assert len(order) == len(set(order)) == 3 * 2 * 8
-    rows = [list(row) for _, row in itertools.groupby(order, key=lambda each: each[:2])]
-    assert [each[2] for each in rows[0]] == [0, 1, 2]
+    rows = [list(row) for _, row in itertools.groupby(order, key=lambda entry: entry[:2])]
+    assert [entry[2] for entry in rows[0]] == [0, 1, 2]
     assert {len(row) for row in rows} == {3, 2}, "eight requests, by three"
-    assert len({row[0][0] for row in rows[:3]}) == 3, "each arm has its turn"
+    assert len({row[0][0] for row in rows[:3]}) == 3, "each variant has its turn"
     assert "variants take turns after 3 requests;" in (folder.path / "README.md").read_text()
 
 
@@ -247,10 +249,10 @@ def test_repeats_at_a_temperature_are_other_draws_and_greedy_ones_the_same(
     folder = swept(monkeypatch, tmp_path / "run", "--temperature", "0,1.5", "-k", "1", "--num-prompts", 1)
     outputs: dict[tuple[float, int], set[str]] = {(t, k): set() for t in (0.0, 1.5) for k in (0, 1)}
     for sample in folder.samples():
-        outputs[sample.temperature, sample.k].add(sample.output_sha256)
-    assert [len(found) for found in outputs.values()] == [1, 1, 2, 2]
+        outputs[sample.workload.temperature, sample.variant.k].add(sample.output_sha256)
+    assert [len(texts) for texts in outputs.values()] == [1, 1, 2, 2]
     # what the temperature allows is measured once, and of drafts alone
-    measured = [(each.temperature, each.k, each.repeat) for each in folder.samples() if each.bound is not None]
+    measured = [(s.workload.temperature, s.variant.k, s.repeat) for s in folder.samples() if s.bound is not None]
     assert measured == [(1.5, 1, 0)]
     greedy, _, hot = (row["bounds"] for row in folder.record["rows"] if (row["temperature"], row["k"]) != (0.0, 0))
     assert greedy is None
@@ -261,28 +263,33 @@ def test_repeats_at_a_temperature_are_other_draws_and_greedy_ones_the_same(
     assert f"{hot['best']['length']['value']:.2f}" in text
 
 
-def test_later_turns_are_the_same_for_every_arm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_later_turns_are_the_same_for_every_variant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     prompts = prompt_file(tmp_path, {"turns": ["a", "b", "c"], "category": "x"}, {"prompt": "d", "category": "y"})
     options = ["--prompts", prompts, "-k", "2", "--repeats", 1, "-n", 9, "--turns", 2]
     assert sweep(monkeypatch, "--out", tmp_path / "run", *options) == 0
     folder = open_run(tmp_path / "run")
-    asked, _ = folder.asked() or ([], [])
-    assert [(each.row, each.turn, each.category) for each in asked] == [(0, 0, "x"), (0, 1, "x"), (1, 0, "y")]
-    answer = next(sample.output_ids for sample in folder.samples() if sample.k == 0 and sample.request == 0)
+    requests, _ = folder.prompts() or ([], [])
+    assert [(request.row, request.turn, request.category) for request in requests] == [
+        (0, 0, "x"),
+        (0, 1, "x"),
+        (1, 0, "y"),
+    ]
+    answer = next(sample.output_ids for sample in folder.samples() if sample.variant.k == 0 and sample.request == 0)
     assert answer is not None
-    assert repr(bytes(answer).decode(errors="replace"))[1:-1] in bytes(asked[1].prompt_ids).decode()
+    assert repr(bytes(answer).decode(errors="replace"))[1:-1] in bytes(requests[1].prompt_ids).decode()
     parts = folder.record["rows"][1]["by_category"]
     assert [(part["part"], part["num_requests"]) for part in parts] == [("x", 2), ("y", 1)]
     whole = {name for name in folder.record["rows"][1] if name not in parts[0]}  # a part has every other figure
-    names = {field.name for each in (Setting, Arm) for field in dataclasses.fields(each)}
-    assert whole == {*names, "label", "by_category", "by_bucket", "per_request", "num_slower", "num_compared"}
+    names = {field.name for kind in (Workload, Variant) for field in dataclasses.fields(kind)}
+    of_rows = {"label", "by_category", "by_bucket", "per_request", "num_slower", "num_compared"}
+    assert whole == {*names, *of_rows, "num_repeats", "tok_per_s_repeats", "speedup_repeats"}
     everything = (folder.path / PROMPTS).read_text().splitlines(keepends=True)
     for part, lines in zip(parts, (everything[:2], everything[2:]), strict=True):
         (folder.path / PROMPTS).write_text("".join(lines))  # as if the others had not been used
-        alone = rows(folder)[1]
+        alone = json.loads(json.dumps(rows(folder)[1].to_json()))
         assert part == {name: alone.get(name, part["part"]) for name in part}
     assert sweep(monkeypatch, "--out", tmp_path / "raw", *options, "--render", "raw") == 0
-    _, left_out = open_run(tmp_path / "raw").asked() or ([], [])
+    _, left_out = open_run(tmp_path / "raw").prompts() or ([], [])
     assert "raw text has one turn" in left_out[0].why
 
 
@@ -307,13 +314,13 @@ def test_killed_five_times_it_gives_the_counters_of_an_uninterrupted_run(
     options += ["--render", "raw"]
     out, torn = tmp_path / "killed", '{"prompts": "prom'
     for number, (after, begun) in enumerate(zip((1, 0, 4, 2, 1), ("", torn, torn, "", torn), strict=True)):
-        monkeypatch.setattr("peagle.measure.sweep.measure.decode", dying(after))
+        monkeypatch.setattr("peagle.measure.sweep.run.decode", dying(after))
         with pytest.raises(Killed):
             sweep(monkeypatch, "--out", out, *(["--resume"] if number else options))
         with (out / RAW).open("a") as file:
             file.write(begun)  # a line that was being written
         assert len(open_run(out).samples()) == sum((1, 0, 4, 2, 1)[: number + 1])
-    monkeypatch.setattr("peagle.measure.sweep.measure.decode", decode)
+    monkeypatch.setattr("peagle.measure.sweep.run.decode", decode)
     assert sweep(monkeypatch, "--out", out, "--resume") == 0
     resumed = open_run(out)
     assert counts(resumed) == counts(finished)
@@ -323,14 +330,14 @@ def test_killed_five_times_it_gives_the_counters_of_an_uninterrupted_run(
         assert one["acceptance_length"] == two["acceptance_length"]
 
 
-def test_ctrl_c_keeps_what_was_decoded(
+def test_ctrl_c_keeps_the_decoded_requests(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Pressed as the third of four requests begins."""
     options = ["-k", "1", "--prompts", prompt_file(tmp_path), "--num-prompts", 2, "--repeats", 1, "-n", 8]
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
-        press_ctrl_c_at(patch, peagle.measure.sweep.measure, "decode", 3)
+        press_ctrl_c_at(patch, peagle.measure.sweep.run, "decode", 3)
         assert sweep(patch, "--out", out, *options, "--render", "raw") == 130
     assert f"interrupted; to go on: peagle sweep --out {out} --resume" in capsys.readouterr().err
     assert len(open_run(out).samples()) == 2
@@ -340,7 +347,7 @@ def test_ctrl_c_keeps_what_was_decoded(
 
 def test_a_run_that_had_not_read_its_prompts_goes_on_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr("peagle.cli.sweeping.ask", lambda *_: (_ for _ in ()).throw(Killed()))
+        patched.setattr("peagle.cli.sweeping.make_requests", lambda *_: (_ for _ in ()).throw(Killed()))
         with pytest.raises(Killed):
             swept(patched, tmp_path / "run")
     assert not (tmp_path / "run" / PROMPTS).exists()
@@ -348,20 +355,18 @@ def test_a_run_that_had_not_read_its_prompts_goes_on_too(monkeypatch: pytest.Mon
     assert open_run(tmp_path / "run").finished
 
 
-def test_answers_to_earlier_turns_are_not_asked_for_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_answers_to_earlier_turns_are_not_decoded_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     prompts = prompt_file(tmp_path, {"turns": ["a", "b"]}, {"turns": ["c", "d", "e"]}, {"prompt": "f"})
     options = ["--prompts", prompts, "-k", "1", "--repeats", 1, "-n", 9]
     assert sweep(monkeypatch, "--out", tmp_path / "whole", *options) == 0
     out = tmp_path / "run"
-    monkeypatch.setattr("peagle.measure.sweep.measure.decode", dying(after=2))
+    monkeypatch.setattr("peagle.measure.sweep.run.decode", dying(after=2))
     with pytest.raises(Killed):
         sweep(monkeypatch, "--out", out, *options)
     assert len((out / ASKING).read_text().splitlines()) == 1  # the second conversation lacked an answer
     with (out / ASKING).open("a") as file:
         file.write('{"prompts": ')  # a line that was being written
-    monkeypatch.setattr(
-        peagle.measure.sweep.measure, "decode", dying(after=2 + 6 * 2)
-    )  # its two answers, then everything
+    monkeypatch.setattr(peagle.measure.sweep.run, "decode", dying(after=2 + 6 * 2))  # its two answers, then everything
     assert sweep(monkeypatch, "--out", out, "--resume") == 0
     assert (out / PROMPTS).read_text() == (tmp_path / "whole" / PROMPTS).read_text()
     assert not (out / ASKING).exists()
@@ -374,7 +379,7 @@ def test_a_refusal_costs_no_answer_that_was_given(
     options = ["--prompts", prompts, "-k", "1", "--max-prompt-tokens", 300, "--too-long", "error", "-n", 9]
     assert sweep(monkeypatch, "--out", tmp_path / "run", *options) == 2
     assert "expected at most 300" in capsys.readouterr().err
-    assert [len(each.asked) for each in open_run(tmp_path / "run").posed()] == [2]
+    assert [len(conversation.requests) for conversation in open_run(tmp_path / "run").begun()] == [2]
 
 
 def failing(on: int) -> Any:
@@ -392,17 +397,17 @@ def test_programs_that_the_system_has_no_mappings_for_are_refused_before_anythin
     """XLA crashes without free mappings, so the error must come before."""
     options = ["-k", "1,2", "--prompts", prompt_file(tmp_path), "--repeats", 1, "-n", 9, "--render", "raw"]
     shares = iter([0.1, 0.5, 0.9])
-    monkeypatch.setattr(peagle.measure.sweep.measure, "share_of_mappings", lambda: next(shares))
+    monkeypatch.setattr(peagle.measure.sweep.run, "share_of_mappings", lambda: next(shares))
     assert sweep(monkeypatch, "--out", tmp_path / "run", *options) == 2
     assert "K = 2: the programs of 2 variants take 90% of the memory mappings" in capsys.readouterr().err
     assert not open_run(tmp_path / "run").samples()
 
 
-def test_an_arm_that_fails_stops_the_run_and_loses_nothing(
+def test_a_variant_that_fails_stops_the_run_and_loses_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["-k", "1,2", "--prompts", prompt_file(tmp_path), "--repeats", 1, "-n", 9, "--render", "raw"]
-    monkeypatch.setattr("peagle.measure.sweep.measure.decode", failing(on=2))
+    monkeypatch.setattr("peagle.measure.sweep.run.decode", failing(on=2))
     assert sweep(monkeypatch, "--out", tmp_path / "run", *options) == 2
     error = capsys.readouterr().err
     assert "K = 2: RESOURCE_EXHAUSTED: out of memory" in error
@@ -414,7 +419,7 @@ def test_an_arm_that_fails_stops_the_run_and_loses_nothing(
     assert [row["k"] for row in folder.record["rows"]] == [0, 1]
     text = (tmp_path / "run" / "README.md").read_text()
     assert "**Failed:** prompts, raw, greedy, K = 2: RESOURCE_EXHAUSTED" in text.partition("\n## ")[0]
-    monkeypatch.setattr("peagle.measure.sweep.measure.decode", decode)
+    monkeypatch.setattr("peagle.measure.sweep.run.decode", decode)
     assert sweep(monkeypatch, "--out", tmp_path / "run", "--resume") == 0
     assert [row["k"] for row in open_run(tmp_path / "run").record["rows"]] == [0, 1, 2]
     assert open_run(tmp_path / "run").errors() == {}
@@ -436,8 +441,8 @@ def test_prompts_that_are_too_long_are_left_out_and_counted_or_refused(
 ) -> None:
     options = ["--prompts", prompt_file(tmp_path), "-k", "1", "--repeats", 1, "-n", 4, "--render", "raw"]
     assert sweep(monkeypatch, "--out", tmp_path / "run", *options, "--max-prompt-tokens", 5) == 0
-    asked, left_out = open_run(tmp_path / "run").asked() or ([], [])
-    assert (len(asked), len(left_out)) == (8, 1)
+    requests, left_out = open_run(tmp_path / "run").prompts() or ([], [])
+    assert (len(requests), len(left_out)) == (8, 1)
     assert "has 15 tokens; expected at most 5" in (tmp_path / "run" / "README.md").read_text()
     assert re.search(r"warning: prompts: 1 conversation left out or cut, .*has 15 tokens", capsys.readouterr().err)
     options += ["--max-prompt-tokens", 5, "--too-long", "error"]
@@ -477,7 +482,7 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_there_is_never_overwritten(
+def test_a_run_is_never_overwritten(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], finished: Folder
 ) -> None:
     before = {path.name: path.read_bytes() for path in finished.path.iterdir()}
@@ -518,7 +523,7 @@ def test_another_schema_another_checkpoint_and_damage_are_refused(
     assert "line 49 is no JSON object" in capsys.readouterr().err
 
 
-def test_what_only_a_template_can_put_together_is_left_out_of_raw(
+def test_conversations_that_need_a_template_are_left_out_of_raw(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
@@ -550,8 +555,8 @@ def test_no_text_costs_a_sweep_its_report(
     assert sweep(monkeypatch, *options) == 0
     folder = open_run(out)
     assert (folder.plan.sources[0].num_rows, folder.plan.sources[0].num_skipped) == (5, 2)
-    _, left_out = folder.asked() or ([], [])
-    assert [each.why.partition(".jsonl ")[2] for each in left_out] == [
+    _, left_out = folder.prompts() or ([], [])
+    assert [left.why.partition(".jsonl ")[2] for left in left_out] == [
         "line 4: category is not valid Unicode text: it holds the lone surrogate \\ud800; expected UTF-8",
         "line 5 is empty; expected some text",
     ]
@@ -579,7 +584,7 @@ def test_special_tokens_are_read_in_raw_text_alone(
     assert sweep(monkeypatch, *options, pair=toy_pair(tokenizer, ())) == 2
     assert "applies to raw text only" in capsys.readouterr().err
     assert sweep(monkeypatch, *options, "--render", "both", pair=toy_pair(tokenizer, ())) == 0
-    chat, raw = (each.prompt_ids for each in (open_run(tmp_path / "run").asked() or ([], []))[0])
+    chat, raw = (request.prompt_ids for request in (open_run(tmp_path / "run").prompts() or ([], []))[0])
     start = SPECIALS.index("<|start|>")
     assert (raw[0], raw.count(start), chat.count(start)) == (start, 1, 3)  # of the chat's all are the template's
 
@@ -587,21 +592,21 @@ def test_special_tokens_are_read_in_raw_text_alone(
 def test_auto_that_never_drafted_is_told(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(WarmUp, "measure_costs", lambda *_: {1: 9.0, 2: 9.0})
+    monkeypatch.setattr(WarmUp, "measure_costs", lambda warm_up, _: costs(warm_up.num_drafts, {1: False}))
     options = ["-k", "auto", "--repeats", 1, "-n", 4, "--concurrency", 2, "--quiet", "--seed", 3]
     assert sweep(monkeypatch, "--out", tmp_path / "run", "--prompts", prompt_file(tmp_path), *options) == 0
     idle, alone, together = capsys.readouterr().err.splitlines()
     assert idle == "peagle: warning: --seed: no effect at temperature 0, where the likeliest token is taken"
-    why = "K = auto drafted nothing, since by its table or by measured costs that does not pay"
+    why = "K = auto verified no draft, since by measured times none was likely enough to pay"
     assert alone.startswith(f"peagle: warning: prompts, chat, greedy: {why}")
     assert together.startswith(f"peagle: warning: prompts, chat, greedy, 2 at once: {why}")
 
 
 def test_auto_that_never_drafted_is_not_the_k_to_use(finished: Folder) -> None:
-    plain, *_, last = finished.record["rows"]
-    ahead = {**last, "k": "auto", "speedup": {"value": 9.0, "low": 8.0, "high": 10.0}}
+    plain, *_, last = rows(finished)
+    ahead = dataclasses.replace(last, variant=Variant("auto", "demo"), speedup=Estimate(9.0, 8.0, 10.0))
     assert best([plain, ahead]) == ahead
-    assert best([plain, {**ahead, "num_spec_steps": 0}]) == plain
+    assert best([plain, dataclasses.replace(ahead, num_spec_steps=0)]) == plain
 
 
 def test_lines_that_lack_something_are_named(finished: Folder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -618,16 +623,16 @@ def test_lines_that_lack_something_are_named(finished: Folder, capsys: pytest.Ca
     assert error.count("\n") == 1
 
 
-def test_what_only_a_template_can_do_is_left_out_of_raw_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_system_text_is_left_out_of_raw_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def said(*messages: tuple[str, str]) -> dict[str, Any]:
         return {"messages": [{"role": role, "content": text} for role, text in messages]}
 
     prompts = prompt_file(tmp_path, said(("system", "Be kind."), ("user", "a")), said(("user", "b")))
     options = ["--prompts", prompts, "-k", "1", "--repeats", 1, "-n", 9, "--render", "both"]
     assert sweep(monkeypatch, "--out", tmp_path / "run", *options) == 0
-    asked, left_out = open_run(tmp_path / "run").asked() or ([], [])
-    assert [(each.raw, each.row) for each in asked] == [(False, 0), (False, 1), (True, 1)]
-    assert [(each.raw, each.row) for each in left_out] == [(True, 0)]
+    requests, left_out = open_run(tmp_path / "run").prompts() or ([], [])
+    assert [(request.raw, request.row) for request in requests] == [(False, 0), (False, 1), (True, 1)]
+    assert [(left.raw, left.row) for left in left_out] == [(True, 0)]
 
 
 def test_a_drafter_that_cannot_be_loaded_need_not_cost_the_others(
@@ -644,7 +649,7 @@ def test_a_drafter_that_cannot_be_loaded_need_not_cost_the_others(
     toy = toy_pair(Tokens(), ())
     monkeypatch.setattr(peagle.cli.sweeping, "load", lambda *_, **__: toy)
     monkeypatch.setattr(peagle.cli.sweeping, "with_drafter", with_drafter)
-    given = [
+    arguments = [
         "sweep",
         "--prompts",
         str(prompt_file(tmp_path)),
@@ -657,10 +662,10 @@ def test_a_drafter_that_cannot_be_loaded_need_not_cost_the_others(
         "--render",
         "raw",
     ]
-    given += ["--drafter", f"ngram,{tmp_path / 'bad'}", "--out", str(tmp_path / "run")]
-    assert main(given) == 2
+    arguments += ["--drafter", f"ngram,{tmp_path / 'bad'}", "--out", str(tmp_path / "run")]
+    assert main(arguments) == 2
     assert not (tmp_path / "run").exists()
-    assert main([*given, "--continue-on-error"]) == 1
+    assert main([*arguments, "--continue-on-error"]) == 1
     assert [row["label"] for row in open_run(tmp_path / "run").record["rows"]] == ["0", "1, ngram"]
     assert "its weights are damaged" in (tmp_path / "run" / "README.md").read_text()
 

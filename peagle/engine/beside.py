@@ -1,0 +1,60 @@
+"""A drafter beside which a second one, without caches, drafts in adaptive steps (peagle.engine.step)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import flax.struct
+import jax
+
+from peagle.ops.attention import CacheGroup, Pages
+from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
+from peagle.protocols import Drafter, PyTree
+
+
+@flax.struct.dataclass
+class Beside:
+    """The first drafter in all but adaptive steps, which run `second` as well."""
+
+    first: Any  # a Drafter
+    second: Any  # a Drafter without cache groups
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """The first one's."""
+        groups: tuple[CacheGroup, ...] = self.first.cache_groups
+        return groups
+
+    def init_pages(self, num_pages: Sequence[int]) -> tuple[Pages, ...]:
+        """Make the first one's pools."""
+        pages: tuple[Pages, ...] = self.first.init_pages(num_pages)
+        return pages
+
+    def init_state(self, batch: int, capacity: int, widest_write: int) -> PyTree:
+        """Make the first one's state."""
+        return self.first.init_state(batch, capacity, widest_write)
+
+    def absorb(self, state: PyTree, token_ids: jax.Array, aux_hidden: jax.Array, positions: jax.Array) -> PyTree:
+        """Let the first one read committed rows."""
+        return self.first.absorb(state, token_ids, aux_hidden, positions)
+
+    def propose(
+        self,
+        state: PyTree,
+        drafter_input: DrafterInput,
+        widths: jax.Array,
+        num_drafts: int,
+        choose: Choose = likeliest_of,
+    ) -> tuple[DraftOutput, PyTree]:
+        """Let the first one propose."""
+        output: tuple[DraftOutput, PyTree] = self.first.propose(state, drafter_input, widths, num_drafts, choose)
+        return output
+
+
+def alone(drafter: Drafter | None) -> Drafter | None:
+    """Return a drafter without the one beside it."""
+    return drafter.first if isinstance(drafter, Beside) else drafter
+
+
+def second_of(drafter: Drafter | None) -> Drafter | None:
+    """Return the drafter that drafts beside this one; None if it is alone."""
+    return drafter.second if isinstance(drafter, Beside) else None

@@ -1,0 +1,137 @@
+"""Read and write what a drafter's folder says about drafting: speculation.json."""
+
+import dataclasses
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from peagle.engine.widths import EDGES, NUM_BINS, Counts
+from peagle.ops.errors import InputError, InputWarning
+from peagle.ops.files import write_text_whole, writing
+from peagle.ops.strict_json import dumps
+
+# {"num_speculative_tokens": K, "edges": [..], "acceptance": {"greedy": [position][bin][tried, accepted],
+# "sampled": ..}, "drafter_window": POSITIONS}; all may be missing. Files of earlier versions have
+# {"drafts": {ACTIVE REQUESTS: DRAFTS}}
+SPECULATION_FILE = "speculation.json"
+WINDOW_KEY = "drafter_window"
+OFF: Literal["off"] = "off"  # as a window: none
+DEFAULT_DRAFTS = 7
+_KINDS = ("greedy", "sampled")
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How a drafter drafts by `auto`: num_drafts at most per step, and from which counts it begins to adapt."""
+
+    num_drafts: int = DEFAULT_DRAFTS
+    counts: Counts | None = None
+
+
+def read_speculation(directory: Path) -> Speculation:
+    """Read the file beside a drafter; without one, or with one that names a window alone, the default.
+
+    Warns about a table of drafts by load, of an earlier version. Raises InputError for a malformed file.
+    """
+    path = directory / SPECULATION_FILE
+    if not path.is_file():
+        return Speculation()
+    value = _object(path)
+    try:
+        speculation = Speculation()
+        if "drafts" in value and "num_speculative_tokens" not in value:
+            most = max(_whole(number) for number in value["drafts"].values())
+            speculation = Speculation(max(most, 1))
+            warnings.warn(
+                f"{path} has drafts by load, of an earlier version: only the most of them, {most}, is used; peagle "
+                "sweep --write-widths writes a new one",
+                InputWarning,
+                stacklevel=3,
+            )
+        if "num_speculative_tokens" in value:
+            speculation = Speculation(_whole(value["num_speculative_tokens"], least=1))
+        if "acceptance" in value:
+            if value.get("edges") != list(EDGES):
+                raise ValueError
+            counts = tuple(_positions(value["acceptance"][kind]) for kind in _KINDS)
+            speculation = dataclasses.replace(speculation, counts=counts)
+        return speculation
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise InputError(
+            f'{path} does not say how to draft; expected {{"num_speculative_tokens": 7}}, and "acceptance" as peagle '
+            "sweep --write-widths writes it: correct it, or remove it"
+        ) from None
+
+
+def read_window(directory: Path) -> int | Literal["off"] | None:
+    """Read the window beside a drafter: so many positions, or "off"; None if no file names one.
+
+    Raises InputError for a file that holds something else.
+    """
+    path = directory / SPECULATION_FILE
+    if not path.is_file():
+        return None
+    window = _object(path).get(WINDOW_KEY)
+    if window is None or window == OFF:
+        return window
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise InputError(
+            f"{path} names the {WINDOW_KEY} {window!r}; expected the positions that the drafter sees, 1 or more, or "
+            f'"{OFF}": correct it, or remove it'
+        )
+    return window
+
+
+def speculation_file(path: Path) -> Path:
+    """Return the path of a new file: in a drafter's directory, or the path itself.
+
+    Raises InputError if the file exists, its folder does not, or its name is that of a folder that is missing.
+    """
+    file = path / SPECULATION_FILE if path.is_dir() else path
+    if file.exists():
+        raise InputError(f"{file} exists; expected a new file: remove it first to replace it")
+    if not file.parent.is_dir():
+        raise InputError(f"{file.parent} does not exist; expected a drafter's directory, or a file in a folder")
+    if file.suffix != ".json":
+        raise InputError(
+            f"--write-widths {path} is no folder; expected a drafter's directory, or a new file, as table.json"
+        )
+    return file
+
+
+def write_speculation(file: Path, speculation: Speculation, **origin: Any) -> None:
+    """Write a file for `read_speculation`. origin: its provenance, and a window, under keys of their own.
+
+    Raises InputError if the file cannot be written.
+    """
+    value: dict[str, Any] = {"num_speculative_tokens": speculation.num_drafts}
+    if speculation.counts is not None:
+        value |= {"edges": list(EDGES), "acceptance": dict(zip(_KINDS, speculation.counts, strict=True))}
+    with writing(file):
+        write_text_whole(file, dumps(value | origin, indent=1) + "\n")
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        value = None
+    if not isinstance(value, dict):
+        raise InputError(f"{path} is no JSON object; correct it, or remove it")
+    return value
+
+
+def _whole(number: Any, least: int = 0) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+        raise ValueError
+    return number
+
+
+def _positions(value: Any) -> tuple[tuple[tuple[float, float], ...], ...]:
+    """Read the counts of one kind of choice: [position][bin][tried, accepted]."""
+    positions = tuple(tuple((float(tried), float(accepted)) for tried, accepted in bins) for bins in value)
+    if any(len(bins) != NUM_BINS or any(not 0 <= a <= t < 1e12 for t, a in bins) for bins in positions):
+        raise ValueError
+    return positions

@@ -1,0 +1,123 @@
+"""Count by the drafter's confidence how often drafts are right: how far it can be trusted, and what `auto` begins with.
+
+Every request is decoded once more by an adaptive engine that verifies every draft (`Engine.count_acceptance`).
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from peagle.checkpoints import drafter_folder
+from peagle.config import SamplingParams
+from peagle.engine.speculation import OFF, WINDOW_KEY, Speculation, speculation_file, write_speculation
+from peagle.engine.widths import MIDDLES, Counts
+from peagle.measure.sweep.headline import place_text
+from peagle.measure.sweep.plan import AUTO, Plan, Variant
+from peagle.measure.sweep.run import Progress, SweepRun, models_of
+from peagle.measure.sweep.store import Folder
+from peagle.ops.errors import InputError
+
+KINDS = ("greedy", "sampled")
+LEAST_TRIES = 8  # of a point of the plot
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The counts of one drafter, with num_drafts drafts at most in a step."""
+
+    label: str
+    num_drafts: int
+    counts: Counts
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON's values."""
+        counts = dict(zip(KINDS, self.counts, strict=True))
+        return {"label": self.label, "num_drafts": self.num_drafts, "counts": counts}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Calibration":
+        """Undo `to_json`."""
+        counts = (tuple(tuple((t, a) for t, a in bins) for bins in value["counts"][kind]) for kind in KINDS)
+        return cls(value["label"], value["num_drafts"], tuple(counts))
+
+    def lines(self, kind: str) -> Iterator[tuple[str, list[tuple[float, float]]]]:
+        """Yield for the first drafts and the last one (name, points of confidence and share of right drafts)."""
+        counts = self.counts[KINDS.index(kind)]
+        for place in sorted({0, 1, 2, self.num_drafts - 1} & set(range(self.num_drafts))):
+            points = [
+                (middle, right / tried)
+                for middle, (tried, right) in zip(MIDDLES, counts[place], strict=True)
+                if tried >= LEAST_TRIES
+            ]
+            if points:
+                yield f"draft {place + 1}", points
+
+
+def calibrate(run: SweepRun, progress: Progress) -> list[Calibration]:
+    """Count the acceptance of each drafter that the plan runs by `auto`."""
+    plan = run.plan
+    variants = {models_of(variant): variant for variant in plan.variants if variant.k == AUTO}
+    work = list(itertools.product(variants.values(), enumerate(run.requests.items())))
+    by_label: dict[str, list[Calibration]] = {}
+    for done, (variant, (_, (workload, requests))) in enumerate(work):
+        progress(done, len(work))
+        if (workload, variant) in run.failed:
+            continue
+        sampling = SamplingParams(workload.temperature, seed=plan.seed)
+        engine, num_drafts = run.counting_engine(variant, _most_drafts(plan, variant, run))
+        engine.warm_up(sampled=not sampling.greedy)
+        counts = engine.one.count_acceptance([run.request(request, sampling) for request in requests])
+        label = variant.drafter or "the drafter"
+        by_label.setdefault(label, []).append(Calibration(label, num_drafts, counts))
+    return [_pooled(parts) for parts in by_label.values()]
+
+
+def _most_drafts(plan: Plan, variant: Variant, run: SweepRun) -> int:
+    """Choose the most drafts of a step: the largest K of the plan, else that of `auto`."""
+    return max((k for k in plan.ks if isinstance(k, int)), default=0) or run.auto_drafts(variant)
+
+
+def _pooled(parts: Sequence[Calibration]) -> Calibration:
+    total = np.sum([np.asarray(part.counts) for part in parts], axis=0)
+    counts = tuple(tuple(tuple((t, a) for t, a in bins) for bins in kind) for kind in total.tolist())
+    return Calibration(parts[0].label, parts[0].num_drafts, counts)
+
+
+def calibrations_of(folder: Folder) -> list[Calibration]:
+    """Read the calibrations of a run; none of a run before they were counted."""
+    return [Calibration.from_json(value) for value in folder.record.get("calibrations", ())]
+
+
+def file_for(plan: Plan, path: Path) -> Path:
+    """Return the file for `auto`. Raises InputError if the plan does not count for it, or `path` cannot be written."""
+    if AUTO not in plan.ks:
+        raise InputError("--write-widths is for auto, and -k does not name it; add it, as -k 1-7,auto")
+    if any(len(choices) > 1 for choices in (plan.drafters, plan.draft_vocabs, plan.drafter_windows)):
+        raise InputError(
+            "--write-widths is for one drafter with one vocabulary and one window; sweep each in a run of its own"
+        )
+    return speculation_file(drafter_folder(path))
+
+
+def write(folder: Folder, file: Path) -> Calibration:
+    """Write what `auto` begins with, and where it was measured. Raises InputError if nothing was counted."""
+    plan, first = folder.plan, folder.sittings[0]
+    if not (calibrations := calibrations_of(folder)):
+        raise InputError(f"{folder.path} counted no drafts of auto; resume it first")
+    calibration, window = calibrations[0], plan.drafter_windows[0]
+    write_speculation(
+        file,
+        Speculation(calibration.num_drafts, calibration.counts),
+        **({} if window is None else {WINDOW_KEY: window if window == OFF else int(window)}),
+        measured={
+            "command": " ".join(first["command"]),
+            "time": first["time"],
+            "machine": "; ".join(dict.fromkeys(map(place_text, folder.sittings))),
+            "target": plan.target,
+        },
+    )
+    return calibration

@@ -1,0 +1,323 @@
+"""Decode a plan: every prompt by every variant, in turns. Each result is appended at once.
+
+In each repeat and workload every prompt is decoded by every variant. The order of variants rotates from prompt to
+prompt and repeat to repeat, so that drift of the machine affects all of them equally. No time includes compilation, or
+the measurement of costs for `auto`. At a temperature above 0 each repeat has its own seed. At the end each variant
+decodes some requests once more under the profiler, to split a step's time into parts.
+
+Many requests at once (`Plan.concurrent`): every variant decodes all requests of a workload together, once a repeat.
+Variants with the same number of slots follow one another in rotating order; numbers of slots ascend and descend in
+alternating repeats.
+
+The prompts of later turns hold plain decoding's greedy answers to the turns before, so that all variants get the same
+prompts.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from peagle.config import SamplingParams
+from peagle.engine.loop import AnyEngine
+from peagle.engine.request import Request
+from peagle.measure.bound import Bound, bound
+from peagle.measure.profile import operations_of, profile
+from peagle.measure.sweep.plan import AUTO, PLAIN, PROFILED, PROFILED_TOKENS, Plan, Source, Variant, Workload
+from peagle.measure.sweep.store import ASKING, Appender, Folder, Sample, Share, SweepConversation, SweepRequest
+from peagle.ops.errors import InputError
+from peagle.ops.memory import share_of_mappings
+from peagle.pair import Pair
+from peagle.result import Result, decode
+from peagle.text.prompt_files import PromptSet
+from peagle.text.prompts import Conversation, Rendering
+
+Models = tuple[str | None, str | None, str | None]  # drafter, draft vocabulary, window of the drafter
+Pairs = Mapping[Models, Pair | InputError]  # an error if the pair could not be loaded and the run continues
+Progress = Callable[[int, int], None]
+
+MOST_MAPPINGS = 0.85  # share of the allowed memory mappings; a variant's programs take up to a tenth
+
+
+def models_of(variant: Variant) -> Models:
+    """Return the key of the pair that a variant needs; plain decoding runs with any."""
+    return variant.drafter, variant.draft_vocab, variant.drafter_window
+
+
+def make_requests(folder: Folder, pair: Pair, sets: Mapping[str, PromptSet], progress: Progress) -> None:
+    """Make and store the numbered requests of every source and rendering, and the prompts left out.
+
+    Conversations that the folder holds already are not made again. `sets`: prompts by a source's name. Raises
+    InputError for a conversation that cannot be rendered; for a prompt that is too long only by `Plan.too_long`.
+    """
+    plan = folder.plan
+    stored = {(begun.prompts, begun.raw, begun.row): begun for begun in folder.begun()}
+    total = sum(source.num_used for source in plan.sources) * len(plan.raw)
+    conversations: list[SweepConversation] = []
+    with folder.appending(ASKING) as out:
+        for source, raw in itertools.product(plan.sources, plan.raw):
+            first = 0
+            for row, prompts in enumerate(sets[source.name].conversations[: source.num_used]):
+                conversation = stored.get((source.name, raw, row))
+                if conversation is None:
+                    conversation = _conversation(plan, pair, source, raw, row, prompts, first)
+                    out.conversation(conversation)
+                first += len(conversation.requests)
+                conversations.append(conversation)
+                progress(len(conversations), total)
+    for source in plan.sources:
+        own = [conversation for conversation in conversations if conversation.prompts == source.name]
+        if not any(conversation.requests for conversation in own):
+            last = f"; the last: {own[-1].why}" if own else ""
+            raise InputError(f"{source.name} has no usable prompt{last}")
+    folder.save_prompts(conversations, {name: [row.reason for row in read.skipped] for name, read in sets.items()})
+
+
+def num_turns(source: Source, raw: bool, conversation: Conversation) -> int:
+    """Count the turns of a conversation that the plan uses, before lengths. Raw text has one."""
+    turns = min(source.max_turns or conversation.num_requests, conversation.num_requests)
+    return min(turns, 1) if raw and conversation.turns else turns
+
+
+def _conversation(
+    plan: Plan, pair: Pair, source: Source, raw: bool, row: int, prompts: Conversation, first: int
+) -> SweepConversation:
+    """Make a conversation's requests, numbered from `first`; later turns need plain decoding."""
+    requests: list[SweepRequest] = []
+    answers: list[str] = []
+    why = None
+    turns = num_turns(source, raw, prompts)
+    if turns < num_turns(source, False, prompts):
+        why = f"{prompts.name}: raw text has one turn; the {prompts.num_requests - 1} after it"
+    used = dataclasses.replace(prompts, turns=prompts.turns[:turns])
+    rendering = Rendering(raw=raw, special_tokens=raw and plan.special_tokens)
+    longest = min(plan.max_prompt_tokens or pair.max_positions, pair.max_positions - 1)
+    for turn in range(turns):
+        try:
+            prompt_ids = used.encode(answers, pair.tokenizer, rendering)
+        except InputError as error:
+            if not raw:
+                raise
+            why = str(error).partition(";")[0]  # raw text has no system text or history
+            break
+        if len(prompt_ids) > longest:
+            why = f"{prompts.name}, turn {turn + 1}, has {len(prompt_ids)} tokens; expected at most {longest}"
+            if plan.too_long == "error":
+                raise InputError(f"{why}: leave it out with --too-long skip")
+            break
+        request = pair.request(used, answers, rendering, max_new_tokens=plan.max_new_tokens)
+        requests.append(SweepRequest(source.name, raw, first + turn, row, turn, prompts.category, request.prompt_ids))
+        if turn + 1 < turns:
+            engine = pair.engine(pair.engine_config(0, context=pair.capacity([request])))
+            engine.warm_up()
+            answers.append(decode(engine, [request], pair.tokenizer)[0].text or "")
+    return SweepConversation(source.name, raw, row, tuple(requests), why)
+
+
+class SweepRun:
+    """Decode the rest of a plan in this process, after `make_requests`.
+
+    `failed`: the errors of variants without which the run continued.
+    """
+
+    def __init__(self, folder: Folder, pairs: Pairs, continue_on_error: bool) -> None:
+        self.folder, self.plan, self.pairs, self.continue_on_error = folder, folder.plan, pairs, continue_on_error
+        self.pair = self._pair(PLAIN)
+        by_workload = {workload: folder.requests(workload) for workload in self.plan.workloads}
+        self.requests = {workload: requests for workload, requests in by_workload.items() if requests}
+        everything = itertools.chain.from_iterable(self.requests.values())
+        self.capacity = self.pair.capacity([self.request(request, SamplingParams()) for request in everything])
+        self.done = {sample.key for sample in folder.samples()}
+        self.failed: dict[tuple[Workload, Variant], str] = {}
+
+    def warm_up(self, out: Appender, progress: Progress) -> None:
+        """Compile for all variants that have requests left, and measure the costs for `auto`.
+
+        Raises InputError if a variant fails, unless `continue_on_error`.
+        """
+        left = [
+            (workload, variant)
+            for workload, variant in itertools.product(self.requests, (*self.plan.variants, *self.plan.concurrent))
+            if any(self._left(workload, variant, repeat) for repeat in range(self.plan.repeats))
+        ]
+        for number, (workload, variant) in enumerate(left):
+            progress(number, len(left))
+            with self._failing(out, workload, variant):
+                if (share := share_of_mappings()) > MOST_MAPPINGS:
+                    raise InputError(
+                        f"the programs of {number} variants take {share:.0%} of the memory mappings of a process; "
+                        f"expected at most {MOST_MAPPINGS:.0%}, since XLA crashes without free ones: run fewer Ks or "
+                        "temperatures at a time (peagle report joins runs), or raise vm.max_map_count"
+                    )
+                self._engine(variant).warm_up(sampled=not SamplingParams(workload.temperature).greedy)
+
+    def decode(self, out: Appender, progress: Progress) -> None:
+        """Decode the requests that the folder's raw lines lack, and append them by `out`.
+
+        Raises InputError as `warm_up` does.
+        """
+        variants, size = self.plan.variants, self.plan.in_a_row
+        num_requests = sum(map(len, self.requests.values()))
+        before = len(self.done)
+        total = self.plan.repeats * num_requests * (len(variants) + len(self.plan.concurrent)) - before
+        for repeat, (workload, requests) in itertools.product(range(self.plan.repeats), self.requests.items()):
+            for number, start in enumerate(range(0, len(requests), size)):
+                turn = (repeat + number) % len(variants)
+                for variant in variants[turn:] + variants[:turn]:
+                    for request in self._left(workload, variant, repeat, requests[start : start + size]):
+                        self._decode(out, workload, variant, repeat, [request])
+                progress(len(self.done) - before, total)
+            for variant in self._concurrent(repeat):
+                if self._left(workload, variant, repeat):
+                    self._decode(out, workload, variant, repeat, requests)
+                progress(len(self.done) - before, total)
+
+    def _left(
+        self, workload: Workload, variant: Variant, repeat: int, requests: Sequence[SweepRequest] | None = None
+    ) -> list[SweepRequest]:
+        """Select the requests that were not decoded yet, of these, or of all the workload's."""
+        among = self.requests[workload] if requests is None else requests
+        return [request for request in among if (workload, variant, repeat, request.request) not in self.done]
+
+    def _concurrent(self, repeat: int) -> Iterator[Variant]:
+        """Yield the variants of many requests at once in the order of this repeat."""
+        by_slots = itertools.groupby(self.plan.concurrent, key=lambda variant: variant.concurrency)
+        groups = [list(group) for _, group in by_slots]
+        for number, variants in enumerate(groups if repeat % 2 == 0 else reversed(groups)):
+            turn = (repeat + number) % len(variants)
+            yield from variants[turn:] + variants[:turn]
+
+    def _decode(
+        self, out: Appender, workload: Workload, variant: Variant, repeat: int, requests: Sequence[SweepRequest]
+    ) -> None:
+        """Decode these requests together, and append their lines together; nothing of a variant that failed."""
+        self.done.update((workload, variant, repeat, request.request) for request in requests)
+        if (workload, variant) in self.failed:
+            return
+        with self._failing(out, workload, variant):
+            sampling = SamplingParams(
+                workload.temperature, seed=self.plan.seed + (repeat if workload.temperature else 0)
+            )
+            engine_requests = [self.request(request, sampling) for request in requests]
+            results = decode(self._engine(variant), engine_requests, self.pair.tokenizer)
+            bounded = workload.temperature > 0 and repeat == 0 and variant.speculates and variant.concurrency is None
+            bounds = [self._bound(variant, result) if bounded else None for result in results]
+            out.samples(
+                [
+                    Sample.of(workload, variant, repeat, result, most)
+                    for result, most in zip(results, bounds, strict=True)
+                ]
+            )
+
+    def _bound(self, variant: Variant, result: Result) -> Bound | None:
+        """Measure what the law of acceptance allows along an output, after its time was taken."""
+        pair = self._pair(variant)
+        assert pair.drafter is not None
+        return bound(pair.target, pair.drafter, result)
+
+    @contextlib.contextmanager
+    def _failing(self, out: Appender, workload: Workload, variant: Variant) -> Iterator[None]:
+        """Append the error of a variant, and raise it as InputError, or with `continue_on_error` keep it."""
+        try:
+            yield
+        except (InputError, MemoryError, RuntimeError) as error:  # JAX raises RuntimeErrors
+            why = " ".join(str(error).split()) or type(error).__name__
+            out.error(workload, variant, why)
+            if not self.continue_on_error:
+                raise InputError(
+                    f"{workload.label}, K = {self.plan.label(variant)}: {why}; decoded requests are kept: continue "
+                    "with --resume, without this K with --continue-on-error"
+                ) from error
+            self.failed[workload, variant] = why
+
+    def request(self, request: SweepRequest, sampling: SamplingParams) -> Request:
+        """Make the engine's request."""
+        room = self.pair.max_positions - len(request.prompt_ids)
+        return Request(request.prompt_ids, min(self.plan.max_new_tokens, room), sampling, index=request.request)
+
+    def _pair(self, variant: Variant) -> Pair:
+        pair = self.pairs[models_of(variant)]
+        if isinstance(pair, InputError):
+            raise pair
+        return pair
+
+    def auto_drafts(self, variant: Variant) -> int:
+        """Return the most drafts of a step by `auto`."""
+        return self._pair(variant).num_drafts(AUTO)[0]
+
+    def counting_engine(self, variant: Variant, num_drafts: int) -> tuple[AnyEngine, int]:
+        """Return (an adaptive engine of a variant's models, the most drafts of its steps)."""
+        pair = self._pair(variant)
+        window = getattr(pair.drafter, "window", None)
+        num_drafts = num_drafts if window is None else min(num_drafts, window - 1)
+        return pair.engine(pair.engine_config(num_drafts, context=self.capacity, adaptive=True)), num_drafts
+
+    def _engine(self, variant: Variant) -> AnyEngine:
+        pair = self._pair(variant)
+        k, adaptive = pair.num_drafts(variant.k)
+        slots = variant.concurrency or 1
+        return pair.engine(pair.engine_config(k, context=self.capacity, adaptive=adaptive, slots=slots))
+
+    def profile(self, progress: Progress) -> None:
+        """Profile PROFILED conversations in every workload and variant, and store the results in run.json.
+
+        Profiles that failed are tried again on the next resume.
+        """
+        shares = self.folder.shares
+        stored = {share.key for share in shares}
+        tokens = {
+            (sample.workload, sample.request): min(sample.output_tokens, PROFILED_TOKENS)
+            for sample in self.folder.samples()
+            if sample.variant == PLAIN
+        }
+        left = [
+            (workload, request, variant)
+            for workload, requests in self.requests.items()
+            for request in _longest(requests, [tokens.get((workload, request.request), 0) for request in requests])
+            for variant in self.plan.variants
+            if (workload, variant, request.request) not in stored and (workload, variant) not in self.failed
+        ]
+        programs: dict[tuple[float, Variant], dict[str, str]] = {}
+        for number, (workload, request, variant) in enumerate(left):
+            progress(number, len(left))
+            shares.append(self._profile(workload, request, variant, programs))
+            self.folder.save(shares=[share.to_json() for share in shares])
+
+    def _profile(
+        self,
+        workload: Workload,
+        request: SweepRequest,
+        variant: Variant,
+        programs: dict[tuple[float, Variant], dict[str, str]],
+    ) -> Share:
+        """Decode a request under the profiler. programs: the operations of those compiled so far."""
+        try:
+            profiled = self.request(request, SamplingParams(workload.temperature, seed=self.plan.seed))
+            profiled = dataclasses.replace(profiled, max_new_tokens=min(profiled.max_new_tokens, PROFILED_TOKENS))
+            engine, sampled = self._engine(variant), not profiled.sampling.greedy
+            engine.warm_up(sampled=sampled)
+            program = (workload.temperature, variant)
+            if program not in programs:
+                programs[program] = operations_of(engine, sampled)
+            with tempfile.TemporaryDirectory() as directory:
+                times = profile(engine, [profiled], Path(directory), programs[program], perfetto=False)
+        except (InputError, OSError, RuntimeError) as error:
+            return Share(workload, variant, request.request, why_not=str(error).partition("\n")[0])
+        draft_ms, verify_ms, other_ms = times.in_three.values()
+        return Share(workload, variant, request.request, times.num_steps, draft_ms, verify_ms, other_ms)
+
+
+def _longest(requests: Sequence[SweepRequest], tokens: Sequence[int]) -> list[SweepRequest]:
+    """Choose PROFILED requests of different conversations, evenly among the longest plain outputs.
+
+    tokens: of each request's plain output; PROFILED_TOKENS count as equally long as more.
+    """
+    first_turns: dict[int, tuple[SweepRequest, int]] = {}
+    for request, length in zip(requests, tokens, strict=True):
+        first_turns.setdefault(request.row, (request, length))
+    lengths = sorted((length for _, length in first_turns.values()), reverse=True)
+    count = min(PROFILED, len(lengths))
+    longest = [request for request, length in first_turns.values() if length >= lengths[count - 1]]
+    return [longest[number * len(longest) // count] for number in range(count)]

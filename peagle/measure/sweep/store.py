@@ -1,0 +1,418 @@
+"""The folder of a run.
+
+A run that is killed at any moment loses at most the requests being decoded.
+
+    run.json        schema, plan, provenance ("sittings": one per process, the run and its resumes); at the end profiles
+                    ("shares") and figures ("rows" and, of many requests at once, "by_concurrency")
+    prompts.jsonl   a line per request: set, raw, row, turn, category, prompt_ids; and those left out, with the reason
+    asking.jsonl    until prompts.jsonl is complete: a line per conversation
+    raw.jsonl       a line per decoded request, in order of decoding
+
+All other files (README.md, report.html, pictures) are made from these.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import numpy as np
+
+from peagle.measure.bound import Bound
+from peagle.measure.sweep.plan import PLAIN, Plan, Variant, Workload
+from peagle.ops.errors import InputError
+from peagle.ops.files import expect_new, reason_of, write_text_whole, writing
+from peagle.ops.strict_json import dumps
+from peagle.result import Counters, Result
+
+SCHEMA, KIND = 3, "sweep"
+IN_SHORT = "sweep in short"  # the kind of a run's summary by scripts.publish
+ITL_QUANTILES = (0.5, 0.9, 0.99)
+FEWEST_WAITS = 4  # between arrivals, for quantiles
+RUN, PROMPTS, ASKING, RAW = "run.json", "prompts.jsonl", "asking.jsonl", "raw.jsonl"
+
+Json = dict[str, Any]
+Record = TypeVar("Record")
+Key = tuple[Workload, Variant, int, int]  # of a sample: workload, variant, repeat, request
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepRequest:
+    """One request of a set of prompts: the same for every variant and temperature."""
+
+    prompts: str
+    raw: bool
+    request: int  # its number in the set
+    row: int  # of the conversation, from 0
+    turn: int
+    category: str | None
+    prompt_ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class LeftOut:
+    """A conversation that was left out or cut short, or a row of the file without a usable prompt."""
+
+    prompts: str
+    raw: bool | None
+    row: int | None  # None: a row of the file, which `why` names
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepConversation:
+    """A conversation's requests, with the answers to earlier turns in their prompts."""
+
+    prompts: str
+    raw: bool
+    row: int
+    requests: tuple[SweepRequest, ...]
+    why: str | None  # the reason, if it ends early
+
+    def to_json(self) -> Json:
+        line = dataclasses.asdict(self)
+        return line | {"asked": line.pop("requests")}
+
+    @classmethod
+    def from_json(cls, line: Json) -> "SweepConversation":
+        rest = {name: value for name, value in line.items() if name != "asked"}
+        return cls(requests=tuple(_tuples(SweepRequest, request) for request in line["asked"]), **rest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """The result of one request, decoded once: a line of raw.jsonl. Times in seconds."""
+
+    workload: Workload
+    variant: Variant
+    repeat: int
+    request: int
+    output_tokens: int
+    finish_reason: str
+    loop_share: float | None
+    ttft_s: float | None  # of many at once: since they were added together, with the wait for a slot
+    decode_s: float | None
+    itl_s: tuple[float, ...] | None  # ITL_QUANTILES
+    counters: Counters
+    output_sha256: str  # of the ids, shortened, to compare outputs
+    output_ids: tuple[int, ...] | None = None  # of plain decoding's first repeat
+    bound: Bound | None = None  # of the first repeat at a temperature
+
+    @property
+    def key(self) -> Key:
+        return self.workload, self.variant, self.repeat, self.request
+
+    @property
+    def num_passes(self) -> int:
+        """Passes of the target, plain ones included."""
+        return self.counters.num_steps + self.counters.num_plain_steps
+
+    def to_json(self) -> Json:
+        """Make the line, with the fields of workload, variant and counters in it, and nothing that is None."""
+        line = dataclasses.asdict(self)
+        line |= line.pop("workload") | line.pop("variant") | line.pop("counters")
+        line["num_speculative_tokens"] = line.pop("num_spec_tokens")
+        return {name: value for name, value in line.items() if value is not None}
+
+    @classmethod
+    def from_json(cls, line: Json) -> "Sample":
+        """Undo `to_json`. Raises KeyError or TypeError for any other line."""
+        rest: Json = dict.fromkeys(("loop_share", "ttft_s", "decode_s", "itl_s")) | line
+        workload, variant = workload_of(line), variant_of(line)
+        for field in (*dataclasses.fields(Workload), *dataclasses.fields(Variant)):
+            rest.pop(field.name, None)
+        counters = {"num_spec_tokens": rest.pop("num_speculative_tokens")}
+        for name in ("histogram", "verified", "num_plain_steps", "tried"):
+            counters[name] = rest.pop(name)
+        for name in ("num_proposed", "num_looked_up"):  # not in the lines of earlier versions
+            counters[name] = rest.pop(name, 0)
+        if rest.get("bound") is not None:
+            rest["bound"] = _tuples(Bound, rest["bound"])
+        return _tuples(cls, rest | {"workload": workload, "variant": variant, "counters": _tuples(Counters, counters)})
+
+    @classmethod
+    def of(
+        cls, workload: Workload, variant: Variant, repeat: int, result: Result, bound: Bound | None = None
+    ) -> "Sample":
+        """Take what a result says."""
+        itl = np.quantile(result.itl_s, ITL_QUANTILES) if len(result.itl_s) >= FEWEST_WAITS else None
+        return cls(
+            workload=workload,
+            variant=variant,
+            repeat=repeat,
+            request=result.request.index,
+            output_tokens=len(result.output_ids),
+            finish_reason=result.finish_reason or "interrupted",
+            loop_share=result.loop_share,
+            ttft_s=_rounded(result.ttft_s),
+            decode_s=_rounded(result.decode_s),
+            itl_s=None if itl is None else tuple(round(float(seconds), 7) for seconds in itl),
+            counters=result.counters,
+            output_sha256=hashlib.sha256(dumps(result.output_ids).encode()).hexdigest()[:16],
+            output_ids=result.output_ids if repeat == 0 and variant == PLAIN else None,
+            bound=bound,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """The time of a request's steps under the profiler, in ms a step; or why there is none."""
+
+    workload: Workload
+    variant: Variant
+    request: int
+    num_steps: int = 0
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    other_ms: float = 0.0
+    why_not: str | None = None
+
+    @property
+    def key(self) -> tuple[Workload, Variant, int]:
+        return self.workload, self.variant, self.request
+
+    def to_json(self) -> Json:
+        times = {name: getattr(self, name) for name in ("num_steps", "draft_ms", "verify_ms", "other_ms")}
+        result = times if self.why_not is None else {"why_not": self.why_not}
+        variant = dataclasses.asdict(self.workload) | dataclasses.asdict(self.variant)
+        return variant | {"request": self.request} | result
+
+    @classmethod
+    def from_json(cls, line: Json) -> "Share":
+        names = ("request", "num_steps", "draft_ms", "verify_ms", "other_ms", "why_not")
+        return cls(workload_of(line), variant_of(line), **{name: line[name] for name in names if name in line})
+
+
+class Folder:
+    """A run's folder, made by `begin` or opened by `open_run`."""
+
+    def __init__(self, path: Path, record: Json) -> None:
+        self.path, self.record = path, record
+        try:
+            self.plan = Plan.from_json(record["plan"])
+            missing = [name for name in ("sittings", "shares", "rows") if name not in record]
+        except (KeyError, TypeError) as error:
+            missing = [repr(error)]
+        if missing:
+            raise InputError(f"{path / RUN} is incomplete ({missing[0]}); expected a folder of peagle sweep")
+
+    @property
+    def finished(self) -> bool:
+        return self.record["rows"] is not None
+
+    @property
+    def sittings(self) -> list[Json]:
+        """The provenance of every process of the run."""
+        sittings: list[Json] = self.record["sittings"]
+        return sittings
+
+    @property
+    def shares(self) -> list[Share]:
+        """The profiles, without those that failed."""
+        return [Share.from_json(line) for line in self.record["shares"] if "why_not" not in line]
+
+    def save(self, **changes: Any) -> None:
+        """Write run.json with these keys changed."""
+        self.record = self.record | changes
+        _write(self.path / RUN, dumps(self.record, indent=1) + "\n")
+
+    def discard(self) -> None:
+        """Remove the folder, unless it holds decoded requests or answers to earlier turns."""
+        if not self.samples() and all(len(conversation.requests) < 2 for conversation in self.begun()):
+            for name in (ASKING, RAW, RUN):
+                (self.path / name).unlink(missing_ok=True)
+            self.path.rmdir()
+
+    def prompts(self) -> tuple[list[SweepRequest], list[LeftOut]] | None:
+        """Read (requests, conversations and rows left out); None if they are not all determined yet."""
+        if not (self.path / PROMPTS).exists():
+            return None
+        requests, left_out = [], []
+        for number, line in _lines(self.path / PROMPTS):
+            with _complete(self.path / PROMPTS, number):
+                if "why" in line:
+                    left_out.append(LeftOut(**line))
+                else:
+                    requests.append(_tuples(SweepRequest, line))
+        return requests, left_out
+
+    def requests(self, workload: Workload) -> list[SweepRequest]:
+        """Read the requests of a workload, in order."""
+        requests, _ = self.prompts() or ([], [])
+        return [request for request in requests if (request.prompts, request.raw) == (workload.prompts, workload.raw)]
+
+    def save_prompts(self, conversations: Sequence[SweepConversation], left_out: Mapping[str, Sequence[str]]) -> None:
+        """Write all prompts, and the rows left out of each source; then remove asking.jsonl."""
+        records: list[SweepRequest | LeftOut] = [
+            *(request for conversation in conversations for request in conversation.requests),
+            *(LeftOut(name, None, None, why) for name, reasons in left_out.items() for why in reasons),
+            *(LeftOut(cut.prompts, cut.raw, cut.row, cut.why) for cut in conversations if cut.why),
+        ]
+        _write(self.path / PROMPTS, "".join(dumps(dataclasses.asdict(record)) + "\n" for record in records))
+        (self.path / ASKING).unlink(missing_ok=True)
+
+    def begun(self) -> list[SweepConversation]:
+        """Read the conversations that were finished before the run was interrupted."""
+        conversations = []
+        for number, line in _lines(self.path / ASKING):
+            with _complete(self.path / ASKING, number):
+                conversations.append(SweepConversation.from_json(line))
+        return conversations
+
+    def samples(self) -> list[Sample]:
+        """Read all decoded requests, without an incomplete last line."""
+        samples = []
+        for number, line in _lines(self.path / RAW):
+            if "error" not in line:
+                with _complete(self.path / RAW, number):
+                    samples.append(Sample.from_json(line))
+        return samples
+
+    def errors(self) -> dict[tuple[Workload, Variant], str]:
+        """Read why variants failed; one that succeeded later is left out."""
+        errors: dict[tuple[Workload, Variant], str] = {}
+        for number, line in _lines(self.path / RAW):
+            with _complete(self.path / RAW, number):
+                key = workload_of(line), variant_of(line)
+            errors.pop(key, None)
+            if "error" in line:
+                errors[key] = line["error"]
+        return errors
+
+    @contextlib.contextmanager
+    def appending(self, name: str = RAW) -> Iterator["Appender"]:
+        """Append to raw.jsonl, or asking.jsonl. The command that runs the sweep has the folder `alone`."""
+        path = self.path / name
+        with writing(path):
+            file = path.open("a+b")
+        with file:
+            _cut_torn_line(file)
+            yield Appender(file)
+
+
+class Appender:
+    """Append lines to a file and flush them, so that they outlive the process."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def conversation(self, conversation: SweepConversation) -> None:
+        self._lines([conversation.to_json()])
+
+    def samples(self, samples: Sequence[Sample]) -> None:
+        """Append lines in a single write, since requests decoded together belong together."""
+        self._lines([sample.to_json() for sample in samples])
+
+    def error(self, workload: Workload, variant: Variant, message: str) -> None:
+        self._lines([dataclasses.asdict(workload) | dataclasses.asdict(variant) | {"error": message}])
+
+    def _lines(self, lines: Sequence[Json]) -> None:
+        try:
+            self._file.write("".join(dumps(line) + "\n" for line in lines).encode())
+            self._file.flush()
+        except OSError as error:
+            raise InputError(
+                f"{self._file.name} cannot be written: {reason_of(error)}; requests decoded before are kept: make "
+                "room, then continue with --resume"
+            ) from None
+
+
+def begin(path: Path, plan: Plan, provenance: Json) -> Folder:
+    """Create a folder with a plan. Raises InputError if the path exists."""
+    expect_new(path)
+    record: Json = {"schema": SCHEMA, "kind": KIND, "plan": plan.to_json(), "sittings": [provenance]}
+    record |= {"shares": [], "rows": None}
+    hidden = path.with_name(f".{path.name}.tmp")  # so that no folder is without its plan
+    with writing(path):
+        hidden.mkdir(parents=True, exist_ok=True)
+        Folder(hidden, record).save()
+        os.rename(hidden, path)
+    return Folder(path, record)
+
+
+def open_run(path: Path) -> Folder:
+    """Open the folder of a run. Raises InputError for another kind of folder, or another schema."""
+    try:
+        record = json.loads((path / RUN).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(
+            f"{path / RUN} cannot be read: {reason_of(error)}; expected a folder of peagle sweep"
+        ) from None
+    except ValueError as error:
+        raise InputError(f"{path / RUN} is not valid JSON ({error}); expected a folder of peagle sweep") from None
+    schema = record.get("schema") if isinstance(record, dict) else None
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise InputError(f"{path} has schema {schema} of a newer peagle; expected at most {SCHEMA}: update peagle")
+    if isinstance(record, dict) and record.get("kind") == IN_SHORT:
+        raise InputError(f"{path} holds the summary of a run; expected the folder of peagle sweep, with its raw lines")
+    if schema not in (2, SCHEMA) or record.get("kind") != KIND:
+        raise InputError(f"{path} holds no run of peagle sweep (schema {schema}); expected schema {SCHEMA}")
+    if schema == 2:  # its shares are of no single request, so they cannot be used
+        record |= {"schema": SCHEMA, "shares": []}
+    return Folder(path, record)
+
+
+def workload_of(line: Json) -> Workload:
+    """Read the workload of a line of raw.jsonl, or of a share."""
+    return Workload(line["prompts"], line["raw"], line["temperature"])
+
+
+def variant_of(line: Json) -> Variant:
+    """Read the variant of a line of raw.jsonl, or of a share."""
+    others = ("drafter", "draft_vocab", "concurrency", "drafter_window")
+    return Variant(line["k"], *(line.get(name) for name in others))
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 7)
+
+
+def _tuples(kind: type[Record], values: Json) -> Record:
+    """Make a record of JSON values, whose lists are its tuples."""
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+@contextlib.contextmanager
+def _complete(path: Path, number: int) -> Iterator[None]:
+    """Raise InputError for a line that lacks a key, or has an unknown one."""
+    try:
+        yield
+    except (KeyError, TypeError) as error:
+        why = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise InputError(f"{path} line {number} is incomplete ({why}); remove the line, and resume the run") from None
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Json]]:
+    """Yield complete lines with their numbers. Raises InputError for a line that is no JSON object.
+
+    A last line without a line break was cut off and is left out.
+    """
+    if not path.exists():
+        return
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
+            return
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise InputError(f"{path} line {number} is no JSON object; remove the line, and resume the run")
+        yield number, value
+
+
+def _cut_torn_line(file: IO[bytes]) -> None:
+    """Truncate the file after its last line break."""
+    file.seek(0)
+    whole = file.read().rfind(b"\n") + 1
+    file.truncate(whole)
+    file.seek(0, os.SEEK_END)
+
+
+def _write(path: Path, text: str) -> None:
+    with writing(path):
+        write_text_whole(path, text)

@@ -1,0 +1,62 @@
+"""What `auto` begins with: acceptance by the drafter's confidence."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from peagle.engine.speculation import Speculation, read_speculation
+from peagle.engine.widths import NUM_BINS
+from peagle.measure.sweep.calibration import Calibration, calibrations_of
+from peagle.measure.sweep.run import SweepRun
+from tests.peagle.measure.sweep.runs import sweep, swept
+
+
+def test_the_picture_has_the_first_drafts_and_the_last() -> None:
+    bins = tuple((10.0 * n, 2.0 * n) for n in range(NUM_BINS))
+    nothing = ((0.0, 0.0),) * NUM_BINS
+    calibration = Calibration("demo", 5, ((bins,) * 5, (nothing,) * 5))
+    lines = dict(calibration.lines("greedy"))
+    assert list(lines) == ["draft 1", "draft 2", "draft 3", "draft 5"]
+    assert len(lines["draft 1"]) == NUM_BINS - 1
+    assert [share for _, share in lines["draft 1"]] == pytest.approx([0.2] * (NUM_BINS - 1))
+    assert not dict(calibration.lines("sampled"))
+    assert Calibration.from_json(json.loads(json.dumps(calibration.to_json()))) == calibration
+
+
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sweep without profiles."""
+    monkeypatch.setattr(SweepRun, "profile", lambda *_: None)
+
+
+@pytest.mark.usefixtures("quickly")
+def test_a_run_counts_and_writes_what_auto_begins_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+    folder = swept(monkeypatch, tmp_path / "run", "-k", "2,auto", "--write-widths", drafter)
+    (calibration,) = calibrations_of(folder)
+    assert calibration.num_drafts == 2
+    greedy = np.asarray(calibration.counts)[0]
+    assert greedy[0, :, 0].sum() > 8
+    assert (greedy[..., 1] <= greedy[..., 0]).all()
+    np.testing.assert_allclose(greedy[0, :, 1].sum(), greedy[1, :, 0].sum())  # a draft counts after right ones
+    assert read_speculation(drafter) == Speculation(2, calibration.counts)
+    measured = json.loads((drafter / "speculation.json").read_text())["measured"]
+    assert measured["time"] == folder.sittings[0]["time"]
+    assert (
+        "The drafter's confidence"
+        in (folder.path / "README.md").read_text() + (folder.path / "report.html").read_text()
+    )
+    (drafter / "speculation.json").unlink()
+    assert sweep(monkeypatch, "--out", folder.path, "--resume", "--write-widths", drafter) == 0
+    assert read_speculation(drafter) == Speculation(2, calibration.counts)
+
+
+@pytest.mark.usefixtures("quickly")
+def test_what_auto_begins_with_needs_auto(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sweep(monkeypatch, "--out", tmp_path / "run", "-k", "1,2", "--write-widths", tmp_path / "k.json") == 2
+    assert "--write-widths is for auto, and -k does not name it; add it, as -k 1-7,auto" in capsys.readouterr().err
