@@ -34,7 +34,7 @@ from peagle.engine.adjust import adjust
 from peagle.engine.beside import second_of
 from peagle.engine.sampling import LogProbs, choose, draw_keys, log_probs
 from peagle.engine.state import DecodeState, is_stop
-from peagle.engine.widths import KEEPING_UP, StepCosts, choose_widths, gain_of
+from peagle.engine.widths import KEEPING_UP, StepCosts, choose_drafts, choose_widths, gains_of
 from peagle.ops.messages import (
     Choose,
     Chosen,
@@ -176,7 +176,7 @@ class Proposed:
     source: jax.Array | None = None  # [B]: the one whose drafts these are
     num_to_drafter: jax.Array | None = None  # [B]: drafts of the pass of the drafter
     looked_up: jax.Array | None = None  # bool: the second drafter ran
-    gain: jax.Array | None = None  # [B]: what the drafter's are worth
+    gains: jax.Array | None = None  # [B, K]: what the drafter's are worth
 
     def without_drafts(self) -> "Proposed":
         """Make the proposal of a pass that verifies none of them."""
@@ -356,16 +356,20 @@ def _propose_by_sources(
     assert state.drafter_input is not None
     num_active, sampled = jnp.sum(~state.done, dtype=jnp.int32), ~state.sampling.greedy
     rate, chooser = jnp.maximum(learned.rate, 1.0), _chooser(state, keys, kind)
-    worth, looked_up = pace.gain_or(learned.gain), None
+    known_gains, looked_up = pace.gain_or(learned.gain), None
+    worth_looked_up = jnp.zeros((state.slots,), jnp.float32)
     if (second := second_of(drafter)) is not None:
         state, looked_up = _look_up(second, state, limits, chooser, num_drafts)
-        worth_looked_up = gain_of(looked_up.survival * pace.trust[:, 1:], limits, costs, num_active, rate)
-        worth = jnp.maximum(worth - worth_looked_up, 0.0)
+        trusted = looked_up.survival * pace.trust[:, 1:]
+        worth_looked_up = jnp.sum(gains_of(trusted, limits, costs, num_active, rate), axis=1)
 
-    to_drafter, ran = jnp.where(pace.given_up, 0, jnp.minimum(limits, pace.reach)), jnp.ones((), bool)
+    to_drafter, ran = jnp.where(pace.given_up, 0, limits), jnp.ones((), bool)
     if may_skip:
-        time = costs.of_drafts(jnp.sum(to_drafter))
-        pays = jnp.sum(jnp.where(to_drafter > 0, worth, 0.0)) >= rate * num_active.astype(jnp.float32) * time
+        to_drafter = choose_drafts(known_gains, to_drafter, num_active, costs, rate)
+        place = jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
+        worth = jnp.sum(jnp.where(place < to_drafter[:, None], known_gains, 0.0), axis=1) - worth_looked_up
+        time = rate * num_active.astype(jnp.float32) * costs.of_drafts(jnp.sum(to_drafter))
+        pays = jnp.sum(jnp.maximum(worth, 0.0)) >= time
         to_drafter = jnp.where(pays, to_drafter, 0)
         ran = jnp.any(to_drafter > 0) | jnp.any(state.keeps_up & _has_no_room(state, num_drafts))
 
@@ -388,19 +392,19 @@ def _propose_by_sources(
     drafts = SourceDrafts(draft.token_ids, draft.confidence, to_drafter, counted)
 
     survival = counted * pace.trust[:, :1]
-    gain = gain_of(survival, to_drafter, costs, num_active, rate)
+    gains = gains_of(survival, to_drafter, costs, num_active, rate)
     token_ids, num, source = drafts.token_ids, to_drafter, jnp.zeros((state.slots,), jnp.int32)
     sources: tuple[SourceDrafts, ...] = (drafts,)
     if looked_up is not None:
         # where times are unknown the first source is counted, undisturbed (`Engine.count_acceptance`)
-        takes = (worth_looked_up > gain) & (costs.of_rows(num_active) > 0)
+        takes = (worth_looked_up > jnp.sum(gains, axis=1)) & (costs.of_rows(num_active) > 0)
         source, sources = takes.astype(jnp.int32), (drafts, looked_up)
         token_ids = jnp.where(takes[:, None], looked_up.token_ids, token_ids)
         survival = jnp.where(takes[:, None], looked_up.survival * pace.trust[:, 1:], survival)
         num = jnp.where(takes, limits, num)
     widths = choose_widths(survival, num, num_active, costs, rate)
     used = jnp.full((), looked_up is not None)
-    return state, Proposed(widths, token_ids, None, ran, num, sources, source, to_drafter, used, gain)
+    return state, Proposed(widths, token_ids, None, ran, num, sources, source, to_drafter, used, gains)
 
 
 def _look_up(
@@ -493,7 +497,7 @@ def _paced(
     assert pace is not None
     assert learned is not None
     assert proposed.num_to_drafter is not None
-    assert proposed.gain is not None
+    assert proposed.gains is not None
     active, num_accepted, sampled = ~state.done, acceptance.num_accepted, ~state.sampling.greedy
     for number, drafts in enumerate(proposed.sources):
         known, right = _known(number, drafts, proposed, acceptance, run, active)
@@ -506,12 +510,13 @@ def _paced(
     draft_time = jnp.where(proposed.ran, costs.of_drafts(jnp.sum(proposed.num_to_drafter)), 0.0)
     tokens = jnp.sum(jnp.where(active, num_accepted + 1, 0)).astype(jnp.float32) / num_active.astype(jnp.float32)
     learned = learned.paced(tokens, jnp.where(measured, draft_time + pass_time, 0.0))
-    ran = active & (proposed.num_to_drafter > 0) & measured
-    learned = learned.gained(proposed.gain, ran)
+    num_drafts = proposed.gains.shape[1]
+    place = jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
+    drafted = active[:, None] & (place < proposed.num_to_drafter[:, None]) & measured
+    learned = learned.gained(proposed.gains, drafted)
     assert proposed.looked_up is not None
     found_nothing = (widths == 0) & proposed.looked_up
-    num_drafts = drafts.token_ids.shape[1]
-    pace = pace.after(active, ran, proposed.gain, widths, found_nothing, learned.gain, num_drafts)
+    pace = pace.after(active, proposed.gains, drafted, found_nothing, learned.gain)
     # reading what was not drafted for takes about a pass for every K + 1 tokens
     too_dear = costs.of_drafts(num_active) > KEEPING_UP * (num_drafts + 1)
     behind = active & _has_no_room(state, 2 * num_drafts) & ~proposed.ran

@@ -13,9 +13,10 @@ falling order of survival, over all slots, while each is worth its time:
 Verified or not, a draft teaches where the token at its place becomes known: a step that accepts a drafts tells about
 the drafts 0..a of every source.
 
-Before a pass of the drafter its confidence is unknown. So the drafter runs if its latest drafts were worth, over all
-slots, more than the time of the pass. A slot where it does not run drifts back to what drafts are worth elsewhere, and
-is tried again. Tokens that a second drafter looks up in the text so far cost next to nothing, and are tried anyway.
+Before a pass of the drafter its confidence is unknown. So what its latest drafts were worth, by slot and position, says
+how many it drafts, and it runs if these are worth, over all slots, more than the time of the pass. A slot where it does
+not run drifts back to what drafts are worth elsewhere, and is tried again. Tokens that a second drafter looks up in the
+text so far cost next to nothing, and are tried anyway.
 
 Whatever is chosen here changes time alone, never a token (peagle.engine.accept).
 """
@@ -41,12 +42,11 @@ TRUST_STEPS, TRUST_PRIOR = 12.0, 1.5  # steps over which a slot's trust is avera
 MOST_TRUST = 1.25
 
 RATE_STEPS = 32.0  # plain steps over which the engine's rate is averaged
-FIRST_GAIN = 0.4  # of K: what drafts are worth before any were made
+FIRST_GAIN = 0.7  # what a slot's first draft is worth before any were made; the next ones this share of that before
 GAIN_STEPS, ALL_GAINS_STEPS = 3.0, 32.0  # passes over which gains are averaged: of a slot, of all
 DRIFT_STEPS = 64.0  # steps without the drafter over which a slot's gain drifts back to that of all
 ALL_DRIFT_STEPS = 2048.0  # and that of all to the first
 KEEPING_UP = 0.05  # share of the time that it may take to let a drafter that does not draft read the tokens
-REACH = 2  # drafts beyond those that the last step verified
 IDLE = 3  # steps without a look-up after one that proposed nothing
 
 # [greedy, sampled][position][bin]: (tried, accepted)
@@ -60,7 +60,7 @@ class Learned:
     tried: jax.Array  # float32
     accepted: jax.Array
     rate: jax.Array  # float32: tokens of a slot in the time of a plain step
-    gain: jax.Array  # float32: average of what the drafts of the drafter are worth to a slot (`gain_of`)
+    gain: jax.Array  # [K] float32: average of what the drafter's drafts are worth to a slot (`gains_of`)
 
     @classmethod
     def start(cls, num_sources: int, num_drafts: int, counts: Counts | None = None) -> "Learned":
@@ -72,7 +72,7 @@ class Learned:
             scale = np.minimum(1.0, MOST_STARTING / np.maximum(recorded[..., 0], 1.0))
             tried[0, :, : recorded.shape[1]] += scale * recorded[..., 0]
             accepted[0, :, : recorded.shape[1]] += scale * recorded[..., 1]
-        gain = jnp.full((), FIRST_GAIN * num_drafts, jnp.float32)
+        gain = jnp.asarray(_first_gain(num_drafts))
         return cls(jnp.asarray(tried), jnp.asarray(accepted), jnp.ones((), jnp.float32), gain)
 
     def survival(self, source: int, sampled: Bool[Array, " B"], confidence: Float[Array, "B K"]) -> Float[Array, "B K"]:
@@ -107,13 +107,17 @@ class Learned:
         share = jnp.minimum(time / RATE_STEPS, 1.0)
         return dataclasses.replace(self, rate=self.rate + share * (tokens / jnp.maximum(time, 1e-6) - self.rate))
 
-    def gained(self, gain: Float[Array, " B"], ran: Bool[Array, " B"]) -> "Learned":
-        """Average what drafts are worth, over the slots for which the drafter ran."""
-        count = jnp.sum(ran, dtype=jnp.int32)
-        mean = jnp.sum(jnp.where(ran, gain, 0.0)) / jnp.maximum(count, 1).astype(jnp.float32)
-        first = FIRST_GAIN * self.tried.shape[2]
+    def gained(self, gains: Float[Array, "B K"], drafted: Bool[Array, "B K"]) -> "Learned":
+        """Average what drafts are worth, over the slots for which they were made."""
+        count = jnp.sum(drafted, axis=0, dtype=jnp.int32)
+        mean = jnp.sum(jnp.where(drafted, gains, 0.0), axis=0) / jnp.maximum(count, 1).astype(jnp.float32)
+        first = jnp.asarray(_first_gain(gains.shape[1]))
         towards = jnp.where(count > 0, (mean - self.gain) / ALL_GAINS_STEPS, (first - self.gain) / ALL_DRIFT_STEPS)
         return dataclasses.replace(self, gain=self.gain + towards)
+
+
+def _first_gain(num_drafts: int) -> np.ndarray:
+    return FIRST_GAIN ** np.arange(1, num_drafts + 1, dtype=np.float32)
 
 
 def _in_bin(confidence: Float[Array, "B K"]) -> Bool[Array, "B K bin"]:
@@ -189,13 +193,24 @@ def choose_widths(
     return jnp.sum((rank < best).reshape(batch, num_drafts) & valid, axis=1, dtype=jnp.int32)
 
 
-def gain_of(
+def gains_of(
     survival: Float[Array, "B K"], limits: Int[Array, " B"], costs: StepCosts, num_active: jax.Array, rate: jax.Array
-) -> Float[Array, " B"]:
-    """Estimate the tokens that a slot's drafts are worth beyond the time of their rows."""
+) -> Float[Array, "B K"]:
+    """Estimate the tokens that drafts are worth beyond the time of their rows."""
     valid = jnp.arange(survival.shape[1], dtype=jnp.int32)[None, :] < limits[:, None]
     price = rate * num_active.astype(jnp.float32) * costs.of_one_row(num_active)
-    return jnp.sum(jnp.where(valid, jnp.maximum(survival - price, 0.0), 0.0), axis=1)
+    return jnp.where(valid, jnp.maximum(survival - price, 0.0), 0.0)
+
+
+def choose_drafts(
+    gains: Float[Array, "B K"], limits: Int[Array, " B"], num_active: jax.Array, costs: StepCosts, rate: jax.Array
+) -> Int[Array, " B"]:
+    """Choose how many drafts each slot lets the drafter make, if all slots were as it is, limits[b] at most."""
+    count = jnp.arange(gains.shape[1] + 1, dtype=jnp.int32)
+    times = costs.of_drafts(jnp.minimum(num_active * count, costs.draft.shape[0] - 1))
+    worth = jnp.pad(jnp.cumsum(gains, axis=1), ((0, 0), (1, 0))) - rate * times[None, :]
+    worth = jnp.where(count[None, :] <= limits[:, None], worth, -jnp.inf)
+    return jnp.argmax(worth, axis=1).astype(jnp.int32)
 
 
 @flax.struct.dataclass
@@ -204,8 +219,7 @@ class Pace:
 
     given_up: jax.Array  # [B] bool: its drafter is left out for good
     idle: jax.Array  # [B] int32: steps before tokens are looked up for it again
-    reach: jax.Array  # [B] int32: drafts of the next pass, at most
-    gain: jax.Array  # [B] float32: average of what its drafter's drafts are worth (`gain_of`); inf: not known yet
+    gain: jax.Array  # [B, K] float32: average of what its drafter's drafts are worth (`gains_of`); inf: not known yet
     expected: jax.Array  # [B, source] float32: of lately proposed first drafts, how many were expected to be right
     right: jax.Array  # [B, source] float32: and how many were
 
@@ -213,17 +227,17 @@ class Pace:
     def start(cls, slots: int, num_drafts: int, num_sources: int) -> "Pace":
         """Make the pace of slots that have drafted nothing."""
         none, hits = jnp.zeros((slots,), jnp.int32), jnp.zeros((slots, num_sources), jnp.float32)
-        unknown = jnp.full((slots,), jnp.inf, jnp.float32)
-        return cls(jnp.zeros((slots,), bool), none, none + num_drafts, unknown, hits, hits)
+        unknown = jnp.full((slots, num_drafts), jnp.inf, jnp.float32)
+        return cls(jnp.zeros((slots,), bool), none, unknown, hits, hits)
 
     @property
     def trust(self) -> Float[Array, "B source"]:
         """How often first drafts were right lately, over what the counts had said."""
         return jnp.minimum((self.right + TRUST_PRIOR) / (self.expected + TRUST_PRIOR), MOST_TRUST)
 
-    def gain_or(self, gain: jax.Array) -> Float[Array, " B"]:
-        """Return each slot's gain; that of all where it is not known yet."""
-        return jnp.where(jnp.isinf(self.gain), gain, self.gain)
+    def gain_or(self, gain: Float[Array, " K"]) -> Float[Array, "B K"]:
+        """Return each slot's gains; those of all where they are not known yet."""
+        return jnp.where(jnp.isinf(self.gain), gain[None, :], self.gain)
 
     def judged(
         self, source: int, expected: Float[Array, " B"], right: Bool[Array, " B"], proposed: Bool[Array, " B"]
@@ -244,25 +258,22 @@ class Pace:
     def after(
         self,
         active: Bool[Array, " B"],
-        ran: Bool[Array, " B"],
-        gain: Float[Array, " B"],
-        widths: Int[Array, " B"],
+        gains: Float[Array, "B K"],
+        drafted: Bool[Array, "B K"],
         found_nothing: Bool[Array, " B"],
-        gain_of_all: Float[Array, ""],
-        num_drafts: int,
+        gain_of_all: Float[Array, " K"],
     ) -> "Pace":
-        """Note a step. ran: the drafter drafted for the slot, and its drafts were worth `gain`.
+        """Note a step. drafted: drafts that the drafter made, which were worth `gains`.
 
         found_nothing: the second drafter looked for drafts, and none was worth its time.
         """
         known = self.gain_or(gain_of_all)
-        towards = jnp.where(ran, (gain - known) / GAIN_STEPS, (gain_of_all - known) / DRIFT_STEPS)
-        reach = jnp.clip(jnp.maximum(widths + REACH, self.reach - 1), 1, num_drafts)
+        towards = jnp.where(drafted, (gains - known) / GAIN_STEPS, (gain_of_all[None, :] - known) / DRIFT_STEPS)
+        waited = jnp.where(active, jnp.maximum(self.idle - 1, 0), self.idle)
         return dataclasses.replace(
             self,
-            idle=jnp.where(found_nothing, IDLE, jnp.where(active, jnp.maximum(self.idle - 1, 0), self.idle)),
-            reach=jnp.where(ran, reach, self.reach),
-            gain=jnp.where(active, known + towards, self.gain),
+            idle=jnp.where(found_nothing, IDLE, waited),
+            gain=jnp.where(active[:, None], known + towards, self.gain),
         )
 
 

@@ -18,8 +18,9 @@ from peagle.engine.widths import (
     Learned,
     Pace,
     StepCosts,
+    choose_drafts,
     choose_widths,
-    gain_of,
+    gains_of,
 )
 
 K = 3
@@ -133,30 +134,48 @@ def test_a_source_that_fails_here_is_trusted_less_and_recovers() -> None:
     assert np.asarray(pace.trust)[1, 1] > 1
 
 
-def test_a_slots_gain_follows_its_drafts_and_drifts_back_to_that_of_all() -> None:
+def test_a_slots_gains_follow_its_drafts_and_drift_back_to_those_of_all() -> None:
     learned, pace = Learned.start(1, K), Pace.start(2, K, 1)
     active, none = jnp.ones((2,), bool), jnp.zeros((2,), bool)
-    zero, both = jnp.zeros((2,), jnp.int32), jnp.asarray([2.0, 0.0])
-    before = learned.gain
-    for _ in range(8):
-        pace = pace.after(active, active, both, zero, none, learned.gain, K)
-    gain = np.asarray(pace.gain)
-    assert gain[0] > 1.9
-    assert gain[1] < 0.1
+    gains = jnp.asarray([[0.9, 0.8, 0.7], [0.0, 0.0, 0.0]])
+    two = jnp.asarray([[True, True, False]] * 2)
+    before = np.asarray(learned.gain)
+    assert (np.diff(before) < 0).all()
+    for _ in range(12):
+        pace = pace.after(active, gains, two, none, learned.gain)
+    np.testing.assert_allclose(pace.gain[:, :2], gains[:, :2], atol=0.02)
+    np.testing.assert_allclose(pace.gain[:, 2], before[2], atol=1e-6)  # nothing was drafted there
     for _ in range(400):
-        pace = pace.after(active, none, both, zero, none, learned.gain, K)
-    np.testing.assert_allclose(pace.gain, before, rtol=0.01)
+        pace = pace.after(active, gains, jnp.zeros_like(two), none, learned.gain)
+    np.testing.assert_allclose(pace.gain, np.tile(before, (2, 1)), rtol=0.02)
     for _ in range(200):
-        learned = learned.gained(both, active)
-    assert float(learned.gain) == pytest.approx(1.0, abs=0.05)
+        learned = learned.gained(gains, two)
+    np.testing.assert_allclose(learned.gain[:2], gains.mean(axis=0)[:2], atol=0.02)
+    assert abs(float(learned.gain[2]) - before[2]) < 1e-3
 
 
 def test_gains_are_survivals_beyond_the_price_of_a_row() -> None:
     costs = costs_of(1, [0, 1.0, 1.2, 1.4, 1.6])
     survival = jnp.asarray([[0.9, 0.5, 0.1]])
-    gain = gain_of(survival, jnp.asarray([3]), costs, jnp.asarray(1), jnp.asarray(1.5))
-    assert float(gain[0]) == pytest.approx(0.9 - 0.3 + 0.5 - 0.3)
-    assert float(gain_of(survival, jnp.asarray([1]), costs, jnp.asarray(1), jnp.asarray(1.5))[0]) == pytest.approx(0.6)
+    for limit, expected in ((3, [0.6, 0.2, 0.0]), (1, [0.6, 0.0, 0.0])):
+        gains = gains_of(survival, jnp.asarray([limit]), costs, jnp.asarray(1), jnp.asarray(1.5))
+        np.testing.assert_allclose(gains, [expected], atol=1e-6)
+
+
+def test_a_slot_drafts_as_many_as_are_worth_the_pass() -> None:
+    """All, where one pass makes all; few, where every draft takes a pass; none, where they are worth less."""
+    gains = jnp.asarray([[0.8, 0.5, 0.3], [0.8, 0.5, 0.3], [0.1, 0.1, 0.1]])
+    limits, active, rate = jnp.asarray([3, 2, 3]), jnp.asarray(1), jnp.ones(())
+    free = np.zeros((3 * (K + 1) + 1,), np.float32)
+    for draft, expected in (
+        ([0, 0.6, 0.6, 0.6], [3, 2, 0]),
+        ([0, 0.4, 0.8, 1.2], [2, 2, 0]),
+        ([0, 2, 2, 2], [0, 0, 0]),
+    ):
+        times = np.pad(np.asarray(draft, np.float32), (0, 6), mode="edge")
+        chosen = choose_drafts(gains, limits, active, StepCosts(free, times), rate)
+        assert chosen.tolist() == expected
+    assert choose_drafts(gains, limits, active, StepCosts.unknown(3, K), rate).tolist() == [3, 2, 3]
 
 
 def test_times_between_measured_ones_are_interpolated() -> None:
