@@ -7,6 +7,8 @@ from typing import Literal
 from peagle.ops.errors import InputError
 from peagle.ops.rope import RopeConfig
 
+Kind = Literal["P-EAGLE", "EAGLE-3", "DFlash"]
+
 
 def check_aux_layer_ids(ids: Sequence[int], num_taps: int, who: str, field: str | None = None) -> None:
     """Raise InputError for layers that a drafter of so many taps cannot read. who: named them; field: the error's."""
@@ -33,6 +35,8 @@ class DrafterConfig:
     Field names and values are keys of a training's recipe.json: a renamed one would keep it from continuing.
 
     mask_token_id: the token in a mask slot. None: an EAGLE-3 drafter, which has no mask slots and takes K passes.
+    block_size: rows of a DFlash drafter's block, the pending token and its mask slots. None: another kind.
+    num_target_layers: of a DFlash drafter's target; None: config.json does not say.
 
     vocab_size: the target's; input tokens and drafts are ids of it. draft_vocab_size: how many of them the drafter can
     propose. num_taps: how many aux layers it reads. aux_layer_ids: those layers of the target, 0-based, by OUTPUT;
@@ -69,6 +73,8 @@ class DrafterConfig:
     mlp_bias: bool = False
     max_positions: int | None = None
     windows: tuple[int | None, ...] | None = None
+    block_size: int | None = None
+    num_target_layers: int | None = None
 
     def __post_init__(self) -> None:
         geometry = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_width", "num_taps")
@@ -97,13 +103,41 @@ class DrafterConfig:
             raise InputError(
                 f"the drafter has {len(self.windows)} windows for {self.num_layers} layers; expected one for each"
             )
+        if self.block_size is not None:
+            self._check_block(self.block_size)
         if wrong := [window for window in self.windows or () if window is not None and window < 1]:
             raise InputError(f"the drafter's window is {wrong[0]}; expected 1 position or more")
 
+    def _check_block(self, block_size: int) -> None:
+        """Raise InputError for a DFlash drafter that cannot be."""
+        if block_size < 2:
+            raise InputError(
+                f"the drafter's block_size is {block_size}; expected 2 or more: a token and its mask slots"
+            )
+        if self.mask_token_id is None:
+            raise InputError("the drafter has a block_size and no mask token; expected both (DFlash)")
+        if self.hidden_size != self.target_hidden_size:
+            raise InputError(
+                f"the drafter's hidden_size is {self.hidden_size}, its target's {self.target_hidden_size}; expected "
+                "them equal: a DFlash drafter has the target's embedding and head"
+            )
+
+    @property
+    def kind(self) -> Kind:
+        """The architecture."""
+        if self.block_size is not None:
+            return "DFlash"
+        return "EAGLE-3" if self.mask_token_id is None else "P-EAGLE"
+
     @property
     def parallel(self) -> bool:
-        """Whether one pass proposes all drafts (P-EAGLE) rather than one draft a pass (EAGLE-3)."""
+        """Whether one pass proposes all drafts (P-EAGLE, DFlash) rather than one draft a pass (EAGLE-3)."""
         return self.mask_token_id is not None
+
+    @property
+    def most_drafts(self) -> int | None:
+        """The most drafts of a step; None: any number."""
+        return None if self.block_size is None else self.block_size - 1
 
     @property
     def aux_width(self) -> int:
@@ -121,14 +155,23 @@ class DrafterConfig:
 
     @property
     def context_reach(self) -> int | None:
-        """Positions before a row that its output depends on: a window less one from layer to layer; None: all."""
+        """Positions before a row that its output depends on: a window less one from layer to layer; None: all.
+
+        Of a DFlash drafter the widest window less one: every layer reads the same context.
+        """
         windows = self.windows or (None,)
-        return None if None in windows else sum(window - 1 for window in windows if window is not None)
+        reaches = [window - 1 for window in windows if window is not None]
+        if None in windows:
+            return None
+        return max(reaches) if self.kind == "DFlash" else sum(reaches)
 
     def with_window(self, window: int | None) -> "DrafterConfig":
         """Give every layer the same window, or none."""
         return dataclasses.replace(self, windows=None if window is None else (window,) * self.num_layers)
 
     def layer_input(self, layer: int) -> int:
-        """Return the input width of a layer's qkv projection: layer 0 reads [embedding, hidden], the others hidden."""
-        return self.hidden_size * (2 if layer == 0 else 1)
+        """Return the input width of a layer's qkv projection.
+
+        Layer 0 of P-EAGLE and EAGLE-3 reads [embedding, hidden], every other layer the hidden state.
+        """
+        return self.hidden_size * (2 if layer == 0 and self.block_size is None else 1)

@@ -14,7 +14,10 @@ ModelOpt name aux layers in `eagle_config` (`NamedAuxLayers`). Windows are `slid
 geometry; without layer_types a sliding_window means nothing, as in vLLM. `d2t` holds offsets; `t2d` repeats it. A
 `mask_hidden` of more than one vector is this project's own extension (`refused_by`).
 
-Sources: vllm llama_eagle3.py; speculators models/peagle, models/eagle3.
+A DFlash drafter has a layout of its own (`_parse_dflash`): `layers.*` from 0 on, `hidden_norm` after fc, neither
+embedding nor head, and `dflash_config` with the mask token and `target_layer_ids`, aux layers by output.
+
+Sources: vllm llama_eagle3.py, qwen3_dflash.py; speculators models/peagle, models/eagle3; z-lab/dflash.
 """
 
 import dataclasses
@@ -32,10 +35,11 @@ FIRST_LAYERS: dict[Dialect, str] = {"vllm": "midlayer", "speculators": "layers.0
 MASK_TOKENS: dict[Dialect, str] = {"vllm": "ptd_token_id", "speculators": "mask_token_id"}
 MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 PREFIX = "model."
-NESTED, EAGLE_CONFIG = "transformer_layer_config", "eagle_config"
-AUX_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+NESTED, EAGLE_CONFIG, DFLASH_CONFIG = "transformer_layer_config", "eagle_config", "dflash_config"
+AUX_LAYER_IDS, TARGET_LAYER_IDS = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
 FULL, SLIDING = "full_attention", "sliding_attention"  # in layer_types
-ARCHITECTURE = "LlamaForCausalLMEagle3"  # vLLM's name of both kinds
+ARCHITECTURE = "LlamaForCausalLMEagle3"  # vLLM's name of P-EAGLE and EAGLE-3
+DFLASH_ARCHITECTURE = "DFlashDraftModel"
 SPECULATORS = {"peagle": "PEagleSpeculator", "eagle3": "Eagle3Speculator"}  # speculators_model_type: architecture
 DRAFTS_ELSEWHERE = {"peagle": 7, "eagle3": 3}  # the default K that other servers read from a speculators config
 VLLM, PACKAGE = "vLLM", "the speculators package"  # other loaders of drafters
@@ -69,6 +73,24 @@ _FIXED = (
 )
 
 
+# the same for a DFlash drafter
+_FIXED_OF_DFLASH = (
+    ("hidden_act", "silu", "a SiLU MLP"),
+    ("mlp_bias", False, "an MLP without biases"),
+    ("use_sliding_window", False, "full attention"),
+    ("logit_scale", 1.0, "unscaled logits"),
+    ("final_logit_softcapping", None, "unscaled logits"),
+    ("partial_rotary_factor", 1.0, "heads rotated as a whole"),
+    ("quantization_config", None, "plain weights"),
+    ("draft_vocab_size", None, "the target's vocabulary, by its head"),
+)
+_FIXED_IN_DFLASH = (  # in dflash_config
+    ("causal", False, "a block whose rows see each other"),
+    ("use_aux_hidden_state", True, "aux hidden states"),
+)
+_DFLASH_NUMBERS = {"mask_token_id": True, "block_size": True, "num_target_layers": False}  # whether they are needed
+
+
 class Leaf(NamedTuple):
     """A parameter of ours as files hold it: these tensors, their outputs side by side."""
 
@@ -81,6 +103,9 @@ class Leaf(NamedTuple):
 def own_leaves(config: DrafterConfig) -> list[Leaf]:
     """List the parameters outside of the layers, but for those that a target may share, mask_hidden and d2t."""
     taps, width = config.num_taps, config.target_hidden_size
+    if config.kind == "DFlash":
+        first = Leaf("fc", (FC,), (config.hidden_size,), config.aux_width)
+        return [first, *(Leaf(name, (f"{name}.weight",), (config.hidden_size,)) for name in ("hidden_norm", "norm"))]
     leaves = [
         Leaf("fc", (FC,), (config.hidden_size,), config.aux_width),
         Leaf("norm", ("norm.weight",), (config.hidden_size,)),
@@ -101,7 +126,7 @@ def layer_leaves(config: DrafterConfig, layer: int, first_layer: str) -> list[Le
         return Leaf(field, (f"{prefix}.{name}.weight",), (size,))
 
     leaves = [norm("norm", "input_layernorm"), norm("mlp_norm", "post_attention_layernorm")]
-    if layer == 0:
+    if layer == 0 and c.kind != "DFlash":
         leaves.append(norm("hidden_norm", "hidden_norm"))
     if c.qk_norm:
         leaves += [norm(f"{x}_norm", f"self_attn.{x[0]}_norm", c.head_dim) for x in ("query", "key")]
@@ -122,10 +147,16 @@ def is_drafter_config(config: Mapping[str, Any]) -> bool:
     """Recognise a drafter's config.json by its architecture, a mask token or nested geometry.
 
     Every project names the architecture after EAGLE: LlamaForCausalLMEagle3 (SGLang, SpecForge), Eagle3LlamaForCausalLM
-    and PEagleDraftModel (vLLM), PEagleSpeculator, LlamaEagle3DraftModel (NeMo).
+    and PEagleDraftModel (vLLM), PEagleSpeculator, LlamaEagle3DraftModel (NeMo). DFlash's is DFlashDraftModel.
     """
-    named = "eagle" in str(config.get("architectures")).lower()
+    named = "eagle" in str(config.get("architectures")).lower() or is_dflash_config(config)
     return named or NESTED in config or any(key in config for key in MASK_TOKEN_KEYS)
+
+
+def is_dflash_config(config: Mapping[str, Any]) -> bool:
+    """Recognise a DFlash drafter's config.json. Its model_type says qwen3 or gpt_oss, and nothing of the kind."""
+    named = f"{config.get('architectures')} {config.get('speculators_model_type')}"
+    return "dflash" in named.lower() or DFLASH_CONFIG in config
 
 
 def first_layer_of(checkpoint: Checkpoint) -> str:
@@ -145,8 +176,9 @@ class NamedAuxLayers:
     """Aux layers as one key of a config.json names them.
 
     The key decides what an id means. In `eagle_config` id i is the OUTPUT of layer i: SpecForge and SGLang write and
-    read it so, vLLM ignores that key. At the top, or in a speculators drafter's geometry, id i is the INPUT of layer i,
-    which is the output of layer i - 1: so vLLM reads it. Example: inputs [2, 12, 21] are outputs (1, 11, 20).
+    read it so, vLLM ignores that key. In `dflash_config` all read it so. At the top, or in a speculators drafter's
+    geometry, id i is the INPUT of layer i, which is the output of layer i - 1: so vLLM reads it. Example: inputs
+    [2, 12, 21] are outputs (1, 11, 20).
     """
 
     key: str
@@ -170,8 +202,15 @@ class NamedAuxLayers:
         return [layer if self.are_outputs else layer + 1 for layer in outputs]
 
     @property
+    def certain(self) -> bool:
+        """Whether all projects write and read the key's ids alike."""
+        return self.key.startswith(DFLASH_CONFIG)
+
+    @property
     def meaning(self) -> str:
         """How the ids are read, and why, in words."""
+        if self.certain:
+            return "outputs, as DFlash's authors and vLLM read them there"
         if self.are_outputs:
             return "outputs, as SpecForge and SGLang write them there"
         return "inputs, each the output of the layer before, as vLLM reads them there"
@@ -186,13 +225,15 @@ def named_aux_layers(config: Mapping[str, Any]) -> list[NamedAuxLayers]:
     Raises InputError if the ids are not a list of numbers.
     """
     places = (
-        (AUX_LAYER_IDS, config, False),
-        (f"{NESTED}.{AUX_LAYER_IDS}", mapping(config, NESTED), False),
-        (f"{EAGLE_CONFIG}.{AUX_LAYER_IDS}", mapping(config, EAGLE_CONFIG), True),
+        ("", AUX_LAYER_IDS, False),
+        (NESTED, AUX_LAYER_IDS, False),
+        (EAGLE_CONFIG, AUX_LAYER_IDS, True),
+        (DFLASH_CONFIG, TARGET_LAYER_IDS, True),
     )
     named = []
-    for key, place, are_outputs in places:
-        ids = place.get(AUX_LAYER_IDS) or ()
+    for place, name, are_outputs in places:
+        key = f"{place}.{name}" if place else name
+        ids = (mapping(config, place) if place else config).get(name) or ()
         if not isinstance(ids, list | tuple) or not all(type(layer) is int for layer in ids):
             raise InputError(f"{key} is {brief(ids)}; expected a list of layers, as [2, 12, 21]")
         if ids:
@@ -207,6 +248,8 @@ def parse_config(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None = N
     not supported.
     """
     checkpoint, path = checkpoint.without_prefix(PREFIX), checkpoint.directory / CONFIG
+    if is_dflash_config(checkpoint.config):
+        return _parse_dflash(checkpoint, aux_layer_ids)
     config, first_layer = checkpoint.config, first_layer_of(checkpoint)
     with naming(path):
         geometry = mapping(config, NESTED) if NESTED in config else config
@@ -266,8 +309,11 @@ def parse_config(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None = N
 def render_config(config: DrafterConfig, dialect: Dialect, dtype: str, verifier: str | None = None) -> dict[str, Any]:
     """Render a drafter's config.json in that dialect.
 
-    In the speculators dialect vLLM reads fc_norm and num_aux_hidden_states from the nested geometry alone.
+    In the speculators dialect vLLM reads fc_norm and num_aux_hidden_states from the nested geometry alone. Raises
+    InputError for a config that the dialect cannot hold.
     """
+    if config.kind == "DFlash":
+        return _render_dflash(config, dialect, dtype)
     geometry: dict[str, Any] = {
         "model_type": "qwen3" if config.qk_norm else "llama",
         **render_keys(_GEOMETRY, config),
@@ -317,8 +363,10 @@ def refused_by(config: DrafterConfig, dialect: Dialect) -> dict[str, str]:
     """List the other loaders that refuse a drafter in that dialect: {VLLM or PACKAGE: the reason}.
 
     Found with vLLM 0.32, speculators 0.9 and transformers 5.19, whose LlamaConfig checks the width against the heads;
-    vLLM builds a LlamaConfig in its own dialect alone.
+    vLLM builds a LlamaConfig in its own dialect alone. DFlash's layout is that of Qwen3, which checks no width.
     """
+    if config.kind == "DFlash":
+        return {}
     if config.num_mask_hiddens > 1:
         why = f"it has {config.num_mask_hiddens} mask hiddens, expected one"
         return dict.fromkeys((VLLM,) if dialect == "vllm" else (VLLM, PACKAGE), why)
@@ -328,6 +376,128 @@ def refused_by(config: DrafterConfig, dialect: Dialect) -> dict[str, str]:
     if dialect == "speculators" and config.hidden_size != config.target_hidden_size:
         return {PACKAGE: f"its width is {config.hidden_size}, expected the target's {config.target_hidden_size}"}
     return {}
+
+
+def _parse_dflash(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None) -> DrafterConfig:
+    """Read the DrafterConfig of a DFlash drafter; see `parse_config`.
+
+    `eagle_aux_hidden_state_layer_ids` at the top win over target_layer_ids, as in vLLM.
+    """
+    config, path = checkpoint.config, checkpoint.directory / CONFIG
+    with naming(path):
+        if NESTED in config:
+            raise InputError(f"DFlash in the layout with {NESTED} is not supported; expected z-lab's, without that key")
+        if "dflash2" in str(config.get("architectures")).lower():
+            raise InputError(f"architectures is {brief(config['architectures'])}; expected {DFLASH_ARCHITECTURE}")
+        own = {key: value for key, value in mapping(config, DFLASH_CONFIG).items() if value is not None}
+        refuse_others(own, _FIXED_IN_DFLASH)
+        known = {TARGET_LAYER_IDS, *_DFLASH_NUMBERS, *(key for key, *_ in _FIXED_IN_DFLASH)}
+        if unknown := sorted(own.keys() - known):
+            raise InputError(f"{DFLASH_CONFIG} has {unknown[0]}, which is not supported; expected no such key")
+        refuse_others({key: value for key, value in config.items() if value is not None}, _FIXED_OF_DFLASH)
+        fields = read_keys(_GEOMETRY, config)
+        kinds = config.get("layer_types")
+        if kinds is not None and kinds != [FULL] * fields["num_layers"]:
+            raise InputError(
+                f"layer_types is {brief(kinds)}; expected {fields['num_layers']} of {FULL}: a DFlash drafter with "
+                "sliding attention is not supported, since other servers make it causal"
+            )
+        numbers = {key: _agreed(config, own, key, needed) for key, needed in _DFLASH_NUMBERS.items()}
+        named = named_aux_layers(config)[:1]
+        outputs = tuple(aux_layer_ids) if aux_layer_ids is not None else named[0].outputs if named else None
+        size, aux_width = fields["hidden_size"], checkpoint.shape(FC)[-1]
+        num_taps = len(named[0].ids) if named else max(1, aux_width // size)
+        positions = config.get("max_position_embeddings")
+        query_width, key_width = (checkpoint.shape(f"layers.0.self_attn.{x}_proj.weight")[0] for x in "qk")
+        head_dim = whole(config, "head_dim", query_width // fields["num_heads"])
+        geometry: dict[str, Any] = {
+            "num_kv_heads": whole(config, "num_key_value_heads", key_width // head_dim),
+            "rope": parse_rope(head_dim, config, default_theta=10000.0),
+            "max_positions": None if positions is None else whole(config, "max_position_embeddings"),
+        }
+    if aux_layer_ids is not None:
+        check_aux_layer_ids(aux_layer_ids, num_taps, "--aux-layer-ids", "aux_layer_ids")
+    if aux_width != num_taps * size:
+        raise InputError(
+            f"{checkpoint.directory}: tensor {FC} reads {aux_width} values; expected {num_taps} hidden states of "
+            f"{size}, the drafter's and its target's hidden_size: check {TARGET_LAYER_IDS}"
+        )
+    with naming(path):
+        return DrafterConfig(
+            **fields,
+            **numbers,
+            **geometry,
+            head_dim=head_dim,
+            target_hidden_size=size,
+            draft_vocab_size=fields["vocab_size"],
+            num_taps=num_taps,
+            aux_layer_ids=outputs,
+            qk_norm=True,
+        )
+
+
+def _agreed(config: Mapping[str, Any], own: Mapping[str, Any], key: str, needed: bool) -> Any:
+    """Read a number of a DFlash drafter, from config.json itself or from dflash_config, which must agree.
+
+    None if it is not needed, and in neither.
+    """
+    named = {
+        place: whole(values, key, least=0)
+        for place, values in (("config.json", config), (DFLASH_CONFIG, own))
+        if values.get(key) is not None
+    }
+    if len(set(named.values())) > 1 or (needed and not named):
+        seen = " and ".join(f"{value} in {place}" for place, value in named.items()) or "missing"
+        raise InputError(f"{key} is {seen}; expected one number, in config.json or in its {DFLASH_CONFIG}")
+    return next(iter(named.values()), None)
+
+
+def _render_dflash(config: DrafterConfig, dialect: Dialect, dtype: str) -> dict[str, Any]:
+    """Render a DFlash drafter's config.json, in the one layout that it has."""
+    if dialect != "vllm":
+        raise InputError(
+            f"a DFlash drafter is written in its own layout, not in that of {dialect}; take --dialect vllm"
+        )
+    if config.draft_vocab_size < config.vocab_size:
+        raise InputError(
+            f"this DFlash drafter proposes {config.draft_vocab_size} of {config.vocab_size} tokens; expected all, as "
+            "it has no head of its own: narrow it when it is loaded, with --draft-vocab"
+        )
+    if config.narrowest_window is not None:
+        raise InputError(
+            f"this DFlash drafter has a window of {config.narrowest_window} positions, which its config.json cannot "
+            'hold; write {"drafter_window": N} into speculation.json beside it instead'
+        )
+    own: dict[str, Any] = {"mask_token_id": config.mask_token_id}
+    if config.aux_layer_ids is not None:
+        own[TARGET_LAYER_IDS] = list(config.aux_layer_ids)
+    rendered = {
+        "architectures": [DFLASH_ARCHITECTURE],
+        "dtype": dtype,
+        "model_type": "qwen3",  # whose layers it has
+        **render_keys([key for key in _GEOMETRY if key.field != "mlp_bias"], config),
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "layer_types": [FULL] * config.num_layers,
+        **render_rope(config.rope),
+        "block_size": config.block_size,
+        DFLASH_CONFIG: own,
+    }
+    optional = {"max_position_embeddings": config.max_positions, "num_target_layers": config.num_target_layers}
+    return rendered | {key: value for key, value in optional.items() if value is not None}
+
+
+def default_dflash_layers(num_layers: int, num_target_layers: int) -> tuple[int, ...]:
+    """Return the aux layers, by output, of a DFlash drafter of so many layers whose config.json names none.
+
+    Example: 5 layers over a target of 36 read 1, 9, 17, 25, 33.
+    """
+    if num_layers == 1:
+        return (num_target_layers // 2,)
+    last = num_target_layers - 4
+    return tuple(round(1 + place * last / (num_layers - 1)) for place in range(num_layers))
 
 
 def _mask_token_id(config: Mapping[str, Any], parallel: bool) -> int | None:

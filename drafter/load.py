@@ -28,6 +28,7 @@ from drafter.dialects import (
     Dialect,
     Leaf,
     first_layer_of,
+    is_dflash_config,
     layer_leaves,
     own_leaves,
     parse_config,
@@ -70,12 +71,12 @@ def load_drafter(
     draft_to_target = _draft_to_target(checkpoint, config)
     if (doubt := doubtful_map(checkpoint, config)) is not None:
         warnings.warn(doubt, InputWarning, stacklevel=2)
-    reader, first_layer = _Reader(checkpoint, config, dtype, implementation), first_layer_of(checkpoint)
+    reader, first_layer = _Reader(checkpoint, config, dtype, implementation), _first_layer(checkpoint, config)
     absent: dict[str, Any] = {field.name: None for field in dataclasses.fields(LayerParams)}
     params = DrafterParams(
         embedding=reader.embedding(target_embedding),
         mask_hidden=reader.mask_hidden(),
-        **{"aux_norm": None} | reader.leaves(own_leaves(config)),
+        **{"aux_norm": None, "hidden_norm": None} | reader.leaves(own_leaves(config)),
         layers=tuple(
             LayerParams(**absent | reader.leaves(layer_leaves(config, layer, first_layer)))
             for layer in range(config.num_layers)
@@ -87,6 +88,11 @@ def load_drafter(
     checkpoint.ignore(IN_DRAFT_VOCAB)
     checkpoint.finish()
     return params, config
+
+
+def _first_layer(checkpoint: Checkpoint, config: DrafterConfig) -> str:
+    """Return the prefix of layer 0."""
+    return FIRST_LAYERS["speculators"] if config.kind == "DFlash" else first_layer_of(checkpoint)
 
 
 def weight_bytes(directory: Path, dtype: DTypeLike, *, implementation: Implementation | None = None) -> int:
@@ -106,7 +112,8 @@ def weight_bytes(directory: Path, dtype: DTypeLike, *, implementation: Implement
 
 def shared_tensors(directory: Path) -> list[str]:
     """List the tensors that a drafter takes from its target: its embedding, its head. Reads no weights."""
-    names = read_checkpoint(directory).without_prefix(PREFIX).names
+    checkpoint = read_checkpoint(directory).without_prefix(PREFIX)
+    names = set() if is_dflash_config(checkpoint.config) else checkpoint.names
     return [name for name in (EMBEDDING, LM_HEAD) if name not in names]
 
 
@@ -120,7 +127,8 @@ def save_drafter(
 ) -> None:
     """Write the drafter to a directory in that dialect; load_drafter returns the same bits and the same config.
 
-    verifier: the name or path by which the speculators package finds the target (it loads no drafter without one).
+    A DFlash drafter's embedding and head are its target's, and not written. verifier: the name or path by which the
+    speculators package finds the target (it loads no drafter without one).
     """
     tensors = to_tensors(params, config, dialect)
     rendered = render_config(config, dialect, str(params.dtype), verifier)
@@ -147,12 +155,13 @@ def sort_aux_layers(params: DrafterParams, config: DrafterConfig) -> tuple[Draft
 def to_tensors(params: DrafterParams, config: DrafterConfig, dialect: Dialect = "vllm") -> dict[str, np.ndarray]:
     """Return a checkpoint's tensors by name, output dimension first, as every dialect stores them."""
     assert not isinstance(params.lm_head, SplitMatrix)  # one that is read, or trained
-    tensors = {EMBEDDING: np.asarray(params.embedding), LM_HEAD: as_matrix(params.lm_head).T}
+    own = config.kind != "DFlash"
+    tensors = {EMBEDDING: np.asarray(params.embedding), LM_HEAD: as_matrix(params.lm_head).T} if own else {}
     if params.mask_hidden is not None:
         tensors[MASK_HIDDEN] = np.asarray(params.mask_hidden)[None]
     parts: list[tuple[DrafterParams | LayerParams, list[Leaf]]] = [(params, own_leaves(config))]
     for index, layer in enumerate(params.layers):
-        parts.append((layer, layer_leaves(config, index, FIRST_LAYERS[dialect])))
+        parts.append((layer, layer_leaves(config, index, FIRST_LAYERS[dialect if own else "speculators"])))
     for owner, leaves in parts:
         for leaf in leaves:
             rows = as_matrix(getattr(owner, leaf.field)).T
@@ -195,7 +204,7 @@ class _Reader:
         return arrange(rows, self.dtype, self.implementation) if inputs else to_device(rows.astype(self.dtype))
 
     def mask_hidden(self) -> jax.Array | None:
-        if not self.config.parallel:
+        if self.config.kind != "P-EAGLE":
             return None
         name, width, count = MASK_HIDDEN, self.config.aux_width, self.config.num_mask_hiddens
         shape = self.checkpoint.shape(name)
@@ -208,7 +217,7 @@ class _Reader:
 
     def embedding(self, shared: jax.Array | np.ndarray | None) -> jax.Array:
         shape = (self.config.vocab_size, self.config.hidden_size)
-        if self.checkpoint.has(EMBEDDING):
+        if self._stores(EMBEDDING):
             return arrange_embedding(self.take(EMBEDDING, shape), self.dtype, self.implementation)
         shared = self._shared(EMBEDDING, shared, shape)
         return jnp.asarray(shared) if self.implementation == "native" else jnp.asarray(shared).astype(self.dtype)
@@ -217,25 +226,28 @@ class _Reader:
         self, shared: jax.Array | np.ndarray | PackedMatrix | None, draft_to_target: np.ndarray | None
     ) -> jax.Array | PackedMatrix:
         c = self.config
-        if self.checkpoint.has(LM_HEAD):
+        if self._stores(LM_HEAD):
             return self._leaf(Leaf("lm_head", (LM_HEAD,), (c.draft_vocab_size,), c.hidden_size))
         shared = self._shared(LM_HEAD, shared, (c.hidden_size, c.vocab_size))
         head = shared if isinstance(shared, PackedMatrix) else jnp.asarray(shared).astype(self.dtype)
         return head if draft_to_target is None else take_outputs(head, draft_to_target)
 
+    def _stores(self, name: str) -> bool:
+        """Whether the drafter has its own embedding or head: a DFlash drafter never does."""
+        return self.config.kind != "DFlash" and self.checkpoint.has(name)
+
     def _shared(self, name: str, tensor: Any, expected: tuple[int, int]) -> Any:
         """Return the target's tensor. Raises InputError if there is none or it cannot stand in for the missing one."""
         missing = f"{self.checkpoint.directory}: tensor {name} is missing"
+        stored = self.config.kind != "DFlash"
         if tensor is None:
-            raise InputError(
-                f"{missing}: this drafter shares its target's; load it together with that target, or store the tensor "
-                "in it"
-            )
+            also = ", or store the tensor in it" if stored else ""
+            raise InputError(f"{missing}: this drafter shares its target's; load it together with that target{also}")
         shape = (tensor.inputs, tensor.outputs) if isinstance(tensor, PackedMatrix) else tuple(tensor.shape)
         if shape != expected:
             raise InputError(
-                f"{missing}, and the target's has shape {list(shape)}; expected {list(expected)} to share it: store "
-                "the tensor in the drafter"
+                f"{missing}, and the target's has shape {list(shape)}; expected {list(expected)} to share it: "
+                + ("store the tensor in the drafter" if stored else "take the drafter of this target")
             )
         return tensor
 

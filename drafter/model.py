@@ -29,6 +29,7 @@ from peagle.ops.attention import (
     rows_by_layer,
     split_heads,
 )
+from peagle.ops.kernels import Implementation
 from peagle.ops.linear import embed, linear
 from peagle.ops.mask import group_causal_mask
 from peagle.ops.messages import Choose, Chosen, DrafterInput, likeliest_of
@@ -81,7 +82,7 @@ def forward(
     slots = mask_slots(params, config)[jnp.clip(depth - 1, 0, config.num_mask_hiddens - 1)]
     hidden = jnp.where(masked[:, :, None], slots, project_aux(params, config, aux_hidden.astype(params.dtype)))
     x = run_layers(params, config, token_ids, hidden, anchor + depth, after_rope(config, attend))
-    return _logits(params, config, x)
+    return head(params, config, x)
 
 
 def cache_groups(config: DrafterConfig, retain_full_kv: bool = False) -> tuple[CacheGroup, ...]:
@@ -90,10 +91,11 @@ def cache_groups(config: DrafterConfig, retain_full_kv: bool = False) -> tuple[C
     The row at position p stands at index p + 1, because it holds token p + 1: so the content of a page depends on its
     own tokens and on those before it. Index 0 stays empty.
     """
-    return group_layers([None] * config.num_layers if retain_full_kv else _windows(config), offset=1)
+    return group_layers([None] * config.num_layers if retain_full_kv else windows_of(config), offset=1)
 
 
-def _windows(config: DrafterConfig) -> list[int | None]:
+def windows_of(config: DrafterConfig) -> list[int | None]:
+    """List the window of each layer."""
     return [config.window(layer) for layer in range(config.num_layers)]
 
 
@@ -182,7 +184,7 @@ def propose(
     hidden = _slot_hidden(params, config, drafter_input, rows)
     wanted = jnp.where(jnp.arange(num_drafts, dtype=jnp.int32)[None, :] < widths[:, None], rows.draft_rows, -1)
     x, cache = _cached_pass(params, config, rows.token_ids, hidden, rows.positions, cache, groups, wanted)
-    return _logits(params, config, x, wanted), cache
+    return head(params, config, x, wanted), cache
 
 
 def propose_in_turn(
@@ -214,7 +216,7 @@ def propose_in_turn(
     for number in range(num_drafts):
         x, cache = _cached_pass(params, config, token_ids, hidden, positions, cache, groups, wanted)
         needed = jnp.where(given.first_position >= 0, widths, 0)[:, None] > number
-        logits = _logits(params, config, x, jnp.where(needed, 0, -1))
+        logits = head(params, config, x, jnp.where(needed, 0, -1))
         index, probability = choose(logits, params.draft_to_target, number)
         drafts.append(to_target_ids(params, index))
         confidence.append(probability)
@@ -266,7 +268,7 @@ def _cached_pass(
 
     Returns (residual stream of the wanted rows, of all by default; the cache).
     """
-    pages, rows = list(cache.pages), rows_by_layer(groups, _windows(config), cache, positions)
+    pages, rows = list(cache.pages), rows_by_layer(groups, windows_of(config), cache, positions)
 
     def attend(layer: int, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         out, pages[layer] = paged_attention(
@@ -347,20 +349,30 @@ def run_layers(
             embedded = rms_norm(embed(params.embedding, token_ids, hidden.dtype), p.norm, eps)
             qkv = product(jnp.concatenate([embedded, normed], axis=-1), p.qkv, p.qkv_bias, positions=positions)
             x = normed if config.norm_before_residual else x
-        out = attend(index, _norm_heads(qkv, p, config), cos, sin)
+        out = attend(index, norm_heads(qkv, p, config), cos, sin)
         if wanted is not None and index == len(params.layers) - 1:
             taken = jnp.maximum(wanted, 0)
             out, x = (jnp.take_along_axis(rows, taken[:, :, None], axis=1) for rows in (out, x))
             positions = jnp.where(wanted < 0, -1, jnp.take_along_axis(positions, taken, axis=1))
         x = product(out, p.out, p.out_bias, residual=x, positions=positions)
-        gate, up = jnp.split(
-            product(x, p.gate_up, p.gate_up_bias, norm=Norm(p.mlp_norm, eps), positions=positions), 2, axis=-1
-        )
-        x = product(jax.nn.silu(gate) * up, p.down, p.down_bias, residual=x, positions=positions)
+        x = feed_forward(p, x, eps, positions, params.implementation)
     return x
 
 
-def _norm_heads(qkv: jax.Array, p: LayerParams, config: DrafterConfig) -> jax.Array:
+def feed_forward(
+    p: LayerParams,
+    x: Float[Array, "B T D"],
+    eps: float,
+    positions: Int[Array, "B T"] | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B T D"]:
+    """Add a layer's MLP to the residual stream."""
+    product = functools.partial(linear, positions=positions, implementation=implementation)
+    gate, up = jnp.split(product(x, p.gate_up, p.gate_up_bias, norm=Norm(p.mlp_norm, eps)), 2, axis=-1)
+    return product(jax.nn.silu(gate) * up, p.down, p.down_bias, residual=x)
+
+
+def norm_heads(qkv: jax.Array, p: LayerParams, config: DrafterConfig) -> jax.Array:
     """Normalise each head's query and key, if the layer has such norms."""
     if p.query_norm is None or p.key_norm is None:
         return qkv
@@ -372,8 +384,12 @@ def _norm_heads(qkv: jax.Array, p: LayerParams, config: DrafterConfig) -> jax.Ar
     return jnp.concatenate(normed, axis=-2).reshape(qkv.shape)
 
 
-def _logits(
-    params: DrafterParams, config: DrafterConfig, x: jax.Array, positions: jax.Array | None = None
-) -> jax.Array:
+def head(
+    params: DrafterParams,
+    config: DrafterConfig,
+    x: Float[Array, "B T D"],
+    positions: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T U"]:
+    """Compute the logits of rows, over the draft vocabulary. Ignore those of a row of negative position."""
     norm = Norm(params.norm, config.rms_norm_eps)
     return linear(x, params.lm_head, norm=norm, positions=positions, implementation=params.implementation)

@@ -17,10 +17,13 @@ from peagle.ops.linear import PackedMatrix, SplitMatrix
 
 @flax.struct.dataclass
 class LayerParams:
-    """One decoder layer. In layer 0 `norm` is the embedding's, `hidden_norm` the hidden state's, and qkv reads 2D."""
+    """One decoder layer.
+
+    In layer 0 of P-EAGLE and EAGLE-3 `norm` is the embedding's, `hidden_norm` the hidden state's, and qkv reads 2D.
+    """
 
     norm: jax.Array  # [D]
-    hidden_norm: jax.Array | None  # [D] in layer 0, None elsewhere
+    hidden_norm: jax.Array | None  # [D] in layer 0 of P-EAGLE and EAGLE-3, None elsewhere
     qkv: jax.Array | PackedMatrix  # [2D or D, (N + 2G) H]: queries, keys, values side by side
     qkv_bias: jax.Array | None  # [(N + 2G) H]
     query_norm: jax.Array | None  # [H]: weight of the norm of each head's query; None: no such norm
@@ -45,11 +48,12 @@ class DrafterParams:
     embedding: jax.Array  # [V, D]; uint16 holds the bits of bfloat16
     aux_norm: jax.Array | None  # [A]: weight of the norm before fc, if the config has one
     fc: jax.Array | PackedMatrix  # [A, D]
-    mask_hidden: jax.Array | None  # [M, A]: aux_hidden of mask slots, one per depth or one for all; None: EAGLE-3
+    mask_hidden: jax.Array | None  # [M, A]: aux_hidden of a P-EAGLE's mask slots, one per depth or one for all
     layers: tuple[LayerParams, ...]
     norm: jax.Array  # [D]
     lm_head: jax.Array | PackedMatrix | SplitMatrix  # [D, U]
     draft_to_target: jax.Array | None  # [U] int32, absolute ids; None: the draft vocabulary is the target's
+    hidden_norm: jax.Array | None = None  # [D]: weight of the norm after a DFlash drafter's fc
     implementation: Implementation | None = flax.struct.field(pytree_node=False, default=None)
 
     @property
@@ -76,7 +80,7 @@ def init_params(config: DrafterConfig, key: jax.Array, dtype: DTypeLike = jnp.fl
         keys = jax.random.split(key, 4)
         return LayerParams(
             norm=jnp.ones((c.hidden_size,), dtype),
-            hidden_norm=jnp.ones((c.hidden_size,), dtype) if index == 0 else None,
+            hidden_norm=jnp.ones((c.hidden_size,), dtype) if index == 0 and c.kind != "DFlash" else None,
             qkv=matrix(keys[0], (c.layer_input(index), qkv_width)),
             qkv_bias=jnp.zeros((qkv_width,), dtype) if c.attention_bias else None,
             query_norm=jnp.ones((c.head_dim,), dtype) if c.qk_norm else None,
@@ -96,9 +100,10 @@ def init_params(config: DrafterConfig, key: jax.Array, dtype: DTypeLike = jnp.fl
         embedding=(jax.random.normal(embed_key, (c.vocab_size, c.hidden_size), jnp.float32) * 0.02).astype(dtype),
         aux_norm=jnp.ones((c.aux_width,), dtype) if c.aux_norm else None,
         fc=matrix(fc_key, (c.aux_width, c.hidden_size)),
-        mask_hidden=jax.random.normal(mask_key, masks, jnp.float32).astype(dtype) if c.parallel else None,
+        mask_hidden=jax.random.normal(mask_key, masks, jnp.float32).astype(dtype) if c.kind == "P-EAGLE" else None,
         layers=tuple(layer(index, key) for index, key in enumerate(layer_keys)),
         norm=jnp.ones((c.hidden_size,), dtype),
         lm_head=matrix(head_key, (c.hidden_size, c.draft_vocab_size)),
         draft_to_target=jnp.arange(c.draft_vocab_size, dtype=jnp.int32) if reduced else None,
+        hidden_norm=jnp.ones((c.hidden_size,), dtype) if c.kind == "DFlash" else None,
     )

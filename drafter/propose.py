@@ -1,13 +1,14 @@
-"""The engine's view of a drafter: PEagle and Eagle3 match peagle's Drafter protocol without importing it."""
+"""The engine's view of a drafter: PEagle, Eagle3 and DFlash match peagle's Drafter protocol without importing it."""
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from drafter import model
-from drafter.config import DrafterConfig
+from drafter import dflash, model
+from drafter.config import DrafterConfig, Kind
 from drafter.params import DrafterParams
 from peagle.ops.attention import MASKED, CacheGroup, PagedCache, Pages, init_pool, own_tables
 from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
@@ -33,6 +34,11 @@ class _Cached:
     def window(self) -> int | None:
         """Positions that its layer of the smallest window sees; None: every layer sees all."""
         return self.config.narrowest_window
+
+    @property
+    def most_drafts(self) -> int | None:
+        """The most drafts of a step; None: any number."""
+        return self.config.most_drafts
 
     @property
     def trained_positions(self) -> int | None:
@@ -67,13 +73,24 @@ class _Cached:
 
 
 @flax.struct.dataclass
-class PEagle(_Cached):
-    """A P-EAGLE drafter: all drafts in one pass.
+class _AtOnce(_Cached):
+    """A drafter that computes the logits of all drafts in one pass.
 
     with_logits: return the logits over the target's vocabulary as well, to compare them.
     """
 
     with_logits: bool = flax.struct.field(pytree_node=False, default=False)
+
+    def _drafts(self, logits: Float[Array, "B K U"], choose: Choose) -> DraftOutput:
+        """Choose the drafts."""
+        full = to_target_logits(self.params, self.config, logits) if self.with_logits else None
+        drafts, confidence = choose(logits, self.params.draft_to_target, 0)
+        return DraftOutput(model.to_target_ids(self.params, drafts), full, confidence)
+
+
+@flax.struct.dataclass
+class PEagle(_AtOnce):
+    """A P-EAGLE drafter: all drafts in one pass."""
 
     def propose(
         self,
@@ -87,9 +104,7 @@ class PEagle(_Cached):
         logits, cache = model.propose(
             self.params, self.config, drafter_input, widths, state, self.cache_groups, num_drafts
         )
-        full = to_target_logits(self.params, self.config, logits) if self.with_logits else None
-        drafts, confidence = choose(logits, self.params.draft_to_target, 0)
-        return DraftOutput(model.to_target_ids(self.params, drafts), full, confidence), cache
+        return self._drafts(logits, choose), cache
 
 
 @flax.struct.dataclass
@@ -114,9 +129,42 @@ class Eagle3(_Cached):
         return DraftOutput(drafts, confidence=confidence), cache
 
 
-def drafter_of(params: DrafterParams, config: DrafterConfig) -> PEagle | Eagle3:
-    """Make the drafter that the config describes: PEagle or Eagle3."""
-    return PEagle(params, config) if config.parallel else Eagle3(params, config)
+@flax.struct.dataclass
+class DFlash(_AtOnce):
+    """A DFlash drafter: all drafts in one pass, as a block whose rows see each other."""
+
+    def absorb(
+        self,
+        state: PagedCache,
+        token_ids: Int[Array, "B T"],  # noqa: ARG002  # the context has no tokens
+        aux_hidden: Float[Array, "B T A"],
+        positions: Int[Array, "B T"],
+    ) -> PagedCache:
+        """See `drafter.dflash.absorb`."""
+        return dflash.absorb(self.params, self.config, aux_hidden, positions, state, self.cache_groups)
+
+    def propose(
+        self,
+        state: PagedCache,
+        drafter_input: DrafterInput,
+        widths: Int[Array, " B"],
+        num_drafts: int,
+        choose: Choose = likeliest_of,
+    ) -> tuple[DraftOutput, PagedCache]:
+        """See `PEagle.propose`."""
+        logits, cache = dflash.propose(
+            self.params, self.config, drafter_input, widths, state, self.cache_groups, num_drafts
+        )
+        return self._drafts(logits, choose), cache
+
+
+AnyDrafter: TypeAlias = PEagle | Eagle3 | DFlash
+
+
+def drafter_of(params: DrafterParams, config: DrafterConfig) -> AnyDrafter:
+    """Make the drafter that the config describes."""
+    kinds: dict[Kind, type[AnyDrafter]] = {"P-EAGLE": PEagle, "EAGLE-3": Eagle3, "DFlash": DFlash}
+    return kinds[config.kind](params, config)
 
 
 def to_target_logits(

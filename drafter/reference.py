@@ -1,8 +1,8 @@
 """A reference drafter in NumPy, float64, uncached and slow, for parity tests.
 
 It shares no code with model.py or the loader: it reads a checkpoint's tensors as stored (output dimension first), and
-follows only the model's description (arXiv 2602.01469; checkpoint layouts as vLLM and speculators read them). Heads and
-rows are loops, so that no shape can be confused with another.
+follows only the models' descriptions (arXiv 2602.01469, 2602.06036; checkpoint layouts as vLLM and speculators read
+them). Heads and rows are loops, so that no shape can be confused with another.
 """
 
 import math
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from drafter.config import DrafterConfig
-from peagle.ops.rope import Llama3
+from peagle.ops.rope import Yarn
 
 Tensors = Mapping[str, np.ndarray]
 
@@ -24,13 +24,15 @@ def draft_logits(
     aux_hidden is [n, A], n >= 1: the last token has none yet. Rows 0..n-1 are (token[p+1], fc of aux_hidden[p]). Rows
     n..n+K-2 are K-1 mask slots (P-EAGLE), or computed in turn: (the best draft of the row before, that row's last
     hidden state) (EAGLE-3). Each row attends to the rows up to itself, in a layer with a window of W to the last W of
-    them. Drafts are read from rows n-1..n+K-2: draft i predicts token n+1+i.
+    them. Drafts are read from rows n-1..n+K-2: draft i predicts token n+1+i. DFlash: see `_block_logits`.
     """
     known = len(token_ids) - 1
     if len(aux_hidden) != known or known < 1:
         raise ValueError(
             f"{len(aux_hidden)} rows of aux_hidden for {known + 1} tokens; expected one less than tokens, at least one"
         )
+    if config.block_size is not None:
+        return _block_logits(tensors, config, token_ids[-1], aux_hidden, num_drafts)
     rows = [(int(token), projected(tensors, config, aux)) for token, aux in zip(token_ids[1:], aux_hidden, strict=True)]
     if config.mask_token_id is not None:
         masks = tensors["mask_hidden"].reshape(-1, config.aux_width)
@@ -56,6 +58,30 @@ def draft_ids(
     """Compute the K drafts as ids of the target's vocabulary."""
     best = draft_logits(tensors, config, token_ids, aux_hidden, num_drafts).argmax(axis=-1)
     return best + tensors["d2t"][best] if "d2t" in tensors else best
+
+
+def _block_logits(
+    tensors: Tensors, config: DrafterConfig, pending: int, aux_hidden: np.ndarray, num_drafts: int
+) -> np.ndarray:
+    """Compute the logits [K, V] of a DFlash drafter: of the K mask slots behind the pending token.
+
+    Rows 0..n-1 are the context, the normalised fc of aux_hidden, in every layer the same; rows n..n+K the block. Each
+    row of the block attends to all rows, in a layer with a window of W to those from W-1 before it on. The embedding
+    and the head are the target's.
+    """
+    weights = {name: np.asarray(value).astype(np.float64) for name, value in tensors.items()}
+    eps, known = config.rms_norm_eps, len(aux_hidden)
+    context = np.stack([projected(tensors, config, aux) for aux in aux_hidden])
+    context = _rms(context, weights["hidden_norm.weight"], eps)
+    hidden = weights["embed_tokens.weight"][[int(pending)] + [config.mask_token_id] * num_drafts]
+    rows = list(range(known + num_drafts + 1))
+    visible = [[row] for row in rows[:known]] + [rows] * (num_drafts + 1)  # what context rows see is not used
+    for layer in range(config.num_layers):
+        name = f"layers.{layer}"
+        read = np.concatenate([context, _rms(hidden, weights[f"{name}.input_layernorm.weight"], eps)])
+        attended = _attend(weights, f"{name}.self_attn", config, read, rows, visible, config.window(layer))
+        hidden = _feed_forward(weights, name, config, hidden + attended[known:])
+    return _apply(weights, "lm_head", _rms(hidden[1:], weights["norm.weight"], eps))
 
 
 def _causal(
@@ -98,11 +124,15 @@ def row_outputs(
             residual = hidden
         window = config.window(layer)
         attended = residual + _attend(weights, f"{name}.self_attn", config, read, positions, visible, window)
-        read = _rms(attended, weights[f"{name}.post_attention_layernorm.weight"], eps)
-        gate = _apply(weights, f"{name}.mlp.gate_proj", read)
-        up = _apply(weights, f"{name}.mlp.up_proj", read)
-        hidden = attended + _apply(weights, f"{name}.mlp.down_proj", gate / (1 + np.exp(-gate)) * up)
+        hidden = _feed_forward(weights, name, config, attended)
     return _apply(weights, "lm_head", _rms(hidden, weights["norm.weight"], eps)), hidden
+
+
+def _feed_forward(weights: Tensors, name: str, config: DrafterConfig, hidden: np.ndarray) -> np.ndarray:
+    read = _rms(hidden, weights[f"{name}.post_attention_layernorm.weight"], config.rms_norm_eps)
+    gate, up = _apply(weights, f"{name}.mlp.gate_proj", read), _apply(weights, f"{name}.mlp.up_proj", read)
+    out: np.ndarray = hidden + _apply(weights, f"{name}.mlp.down_proj", gate / (1 + np.exp(-gate)) * up)
+    return out
 
 
 def _normed_aux(weights: Tensors, config: DrafterConfig, aux: np.ndarray) -> np.ndarray:
@@ -138,13 +168,13 @@ def _attend(
                 ("k", np.split(key, config.num_kv_heads, -1)),
             )
         )
-    frequencies = _frequencies(config)
+    frequencies, concentration = _frequencies(config), _concentration(config)
     out = np.zeros((len(read), config.num_heads * width))
     for head in range(config.num_heads):
         mine = slice(head * width, (head + 1) * width)
         shared = slice(head // per_kv_head * width, (head // per_kv_head + 1) * width)
-        queries = [_rotate(row[mine], p, frequencies) for row, p in zip(query, positions, strict=True)]
-        keys = [_rotate(row[shared], p, frequencies) for row, p in zip(key, positions, strict=True)]
+        queries = [concentration * _rotate(row[mine], p, frequencies) for row, p in zip(query, positions, strict=True)]
+        keys = [concentration * _rotate(row[shared], p, frequencies) for row, p in zip(key, positions, strict=True)]
         for row, seen in enumerate(visible):
             near = [other for other in seen if window is None or positions[row] - positions[other] < window]
             scores = np.array([queries[row] @ keys[other] for other in near]) / math.sqrt(width)
@@ -165,8 +195,8 @@ def _frequencies(config: DrafterConfig) -> np.ndarray:
     plain = [rope.theta ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)]
     if rope.scaling is None:
         return np.array(plain)
-    if not isinstance(rope.scaling, Llama3):
-        raise ValueError(f"the reference has plain and llama3 RoPE only, not {rope.scaling}")
+    if isinstance(rope.scaling, Yarn):
+        return np.array([_yarn(frequency, pair, config) for pair, frequency in enumerate(plain)])
     scaled = []
     for frequency in plain:
         turns = rope.scaling.original_length * frequency / (2 * math.pi)  # within the original context
@@ -179,6 +209,31 @@ def _frequencies(config: DrafterConfig) -> np.ndarray:
             kept = (turns - rope.scaling.low_freq_factor) / span
             scaled.append((1 - kept) * frequency / rope.scaling.factor + kept * frequency)
     return np.array(scaled)
+
+
+def _yarn(frequency: float, pair: int, config: DrafterConfig) -> float:
+    """Scale the frequency of a pair of values (arXiv 2309.00071): none of the fast ones, all of the slow ones."""
+    yarn, theta = config.rope.scaling, config.rope.theta
+    assert isinstance(yarn, Yarn)
+
+    def pair_that_turns(times: float) -> float:
+        """The pair, as a real number, whose wavelength fits so many times into the original length."""
+        return config.head_dim / 2 * math.log(yarn.original_length / (2 * math.pi * times)) / math.log(theta)
+
+    first, last = pair_that_turns(yarn.beta_fast), pair_that_turns(yarn.beta_slow)
+    if yarn.truncate:
+        first, last = float(math.floor(first)), float(math.ceil(last))
+    first, last = max(first, 0.0), min(last, config.head_dim - 1.0)
+    slow = min(max((pair - first) / max(last - first, 1e-3), 0.0), 1.0)
+    return frequency * ((1 - slow) + slow / yarn.factor)
+
+
+def _concentration(config: DrafterConfig) -> float:
+    """The factor of YaRN's cosines and sines; 1 for other RoPEs."""
+    yarn = config.rope.scaling
+    if not isinstance(yarn, Yarn):
+        return 1.0
+    return 0.1 * math.log(yarn.factor) + 1 if yarn.concentration is None else yarn.concentration
 
 
 def _rms(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:

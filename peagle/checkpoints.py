@@ -1,5 +1,6 @@
 """Directories of checkpoints by the names that people type, and drafters that need none."""
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,11 +10,12 @@ from typing import Literal
 from peagle.drafters.ngram import NGram
 from peagle.engine.speculation import Speculation, read_speculation
 from peagle.hub import cached, is_name
-from peagle.ops.checkpoint import CONFIG, fingerprint, read_json
+from peagle.ops.checkpoint import CONFIG, fingerprint, read_checkpoint, read_json
 from peagle.ops.errors import InputError, InputWarning
 from peagle.protocols import Drafter
 
-DEMO, DEMO_EAGLE3, NGRAM = "demo", "demo-eagle3", "ngram"
+DEMO, DEMO_EAGLE3, DEMO_DFLASH, NGRAM = "demo", "demo-eagle3", "demo-dflash", "ngram"
+DEMO_DRAFTERS = {DEMO: "drafter", DEMO_EAGLE3: "drafter_eagle3", DEMO_DFLASH: "drafter_dflash"}  # their folders
 DEMO_DIRECTORY = Path(__file__).parent / "demo"
 HELD_OUT = DEMO_DIRECTORY / "heldout_prompts.jsonl"  # not in the demo pair's training data
 
@@ -44,8 +46,8 @@ def resolve(name: str | Path, part: Literal["target", "drafter"]) -> Path:
     A drafter may be named by the folder of its training. Nothing is fetched. Raises InputError without a demo, and for
     an OWNER/NAME that is neither a path nor in the cache.
     """
-    if name == DEMO_EAGLE3 and part == "drafter":
-        directory = DEMO_DIRECTORY / "drafter_eagle3"
+    if name in DEMO_DRAFTERS and part == "drafter":
+        directory = DEMO_DIRECTORY / DEMO_DRAFTERS[str(name)]
     elif name == DEMO:
         directory = DEMO_DIRECTORY / part
     else:
@@ -53,8 +55,8 @@ def resolve(name: str | Path, part: Literal["target", "drafter"]) -> Path:
         return drafter_folder(directory) if part == "drafter" else directory
     if not (directory / "config.json").is_file():
         raise InputError(
-            f"this installation of peagle comes without the demo {part}; give checkpoint directories with --target and "
-            "--drafter, or train the demo with scripts/demo"
+            f"this installation of peagle comes without the demo {directory.name}; give checkpoint directories with "
+            "--target and --drafter, or train the demo with scripts/demo"
         )
     return directory
 
@@ -112,7 +114,7 @@ def drafter_path(target: str | Path, drafter: str | Path | None) -> Path | None:
     """
     if drafter is None or drafter in WEIGHTLESS:
         return None
-    if drafter in (DEMO, DEMO_EAGLE3) and target != DEMO:
+    if drafter in DEMO_DRAFTERS and target != DEMO:
         read_json(resolve(target, "target"), CONFIG)  # what is no checkpoint needs none
         raise InputError(
             f"the target {target} needs its own drafter (the demo's drafters fit only the demo target); give "
@@ -121,7 +123,7 @@ def drafter_path(target: str | Path, drafter: str | Path | None) -> Path | None:
     directory = resolve(drafter, "drafter")
     if not directory.exists():
         raise InputError(
-            f"{directory} does not exist; expected a drafter's directory, {DEMO}, {DEMO_EAGLE3}, or {NGRAM}"
+            f"{directory} does not exist; expected a drafter's directory, {', '.join(DEMO_DRAFTERS)}, or {NGRAM}"
         )
     return directory
 
@@ -133,4 +135,15 @@ def speculation_of(drafter: str | Path | None, directory: Path | None) -> Specul
     """
     if drafter in WEIGHTLESS:
         return WEIGHTLESS[str(drafter)].speculation
-    return Speculation() if directory is None else read_speculation(directory)
+    return Speculation() if directory is None else drafter_speculation(directory)
+
+
+def drafter_speculation(drafter_directory: Path) -> Speculation:
+    """Return how a drafter with weights drafts by "auto": no more than its block holds. Reads no weights."""
+    from drafter.dialects import parse_config
+
+    speculation = read_speculation(drafter_directory)
+    most = parse_config(read_checkpoint(drafter_directory)).most_drafts
+    if most is None or speculation.num_drafts <= most:
+        return speculation
+    return dataclasses.replace(speculation, num_drafts=most)

@@ -121,6 +121,16 @@ def check_num_drafts(k: int, plain: bool = True, instead: str = "") -> None:
         raise InputError(message, "num_speculative_tokens")
 
 
+def check_block(num_drafts: int, most_drafts: int | None, drafter: str = "the drafter") -> None:
+    """Raise InputError for more drafts than a drafter's block has. most_drafts None: any number."""
+    if most_drafts is not None and num_drafts > most_drafts:
+        raise InputError(
+            f"K is {num_drafts}; expected at most {most_drafts}, since a block of {drafter} has {most_drafts + 1} "
+            f"rows, the pending token and {most_drafts} drafts: lower -k",
+            "num_speculative_tokens",
+        )
+
+
 def check_rates(rates: tuple[float, ...] | None, num_drafts: int) -> None:
     """Raise InputError for rates of synthetic acceptance that are impossible or too few."""
     if rates is None:
@@ -318,8 +328,8 @@ class LoadConfig:
     target: Annotated[str | None, Flag(MODEL, "DIR|OWNER/NAME")] = None
     """GPT-OSS checkpoint: a directory, or a Hugging Face name. Default: the demo target."""
     drafter: Annotated[str | None, Flag(MODEL, "DIR|ngram")] = None
-    """P-EAGLE or EAGLE-3 checkpoint; ngram: prompt lookup, without weights; demo-eagle3: the demo's autoregressive
-    drafter. Default: the demo drafter."""
+    """P-EAGLE, EAGLE-3 or DFlash checkpoint; ngram: prompt lookup, without weights; demo-eagle3, demo-dflash: the
+    demo's other drafters. Default: the demo's P-EAGLE."""
     aux_layer_ids: Annotated[tuple[int, ...] | None, Flag(MODEL, "L,L,L", read=read_layers)] = None
     """Target layers (0-based) whose outputs the drafter reads. Default: as in the drafter's config.json."""
     download: Annotated[bool, Flag(MODEL)] = False

@@ -2,12 +2,12 @@
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from peagle.config import AUTO
+from peagle.config import AUTO, check_block
 from peagle.engine.speculation import OFF, SPECULATION_FILE, read_window
 from peagle.ops.checkpoint import Checkpoint, read_checkpoint
 from peagle.ops.errors import InputError, InputWarning
@@ -28,18 +28,27 @@ class AuxLayers:
     reread: bool = False  # the ids of config.json are read by the other convention, the only one that fits
 
 
-def check_fit(target_directory: Path, drafter_directory: Path, aux_layer_ids: Sequence[int] | None = None) -> AuxLayers:
+def check_fit(
+    target_directory: Path,
+    drafter_directory: Path,
+    aux_layer_ids: Sequence[int] | None = None,
+    num_drafts: Iterable[int] = (),
+) -> AuxLayers:
     """Check that a drafter fits a target, and find its aux layers, without reading weights.
 
-    They are those given, or its config.json's, or the target's default. Raises InputError, naming both sides, if hidden
-    size, vocabulary or aux layers do not fit.
+    They are those given, or its config.json's, or the target's default. num_drafts: numbers K that it shall draft.
+    Raises InputError, naming both sides, if hidden size, vocabulary or aux layers do not fit, and for a K that exceeds
+    the drafter's block.
     """
+    from drafter.dialects import parse_config
     from target.load import inspect_target
 
-    target = inspect_target(target_directory).config
-    return fitting_aux_layers(
-        target, read_checkpoint(drafter_directory), target_directory, drafter_directory, aux_layer_ids
-    )
+    target, checkpoint = inspect_target(target_directory).config, read_checkpoint(drafter_directory)
+    layers = fitting_aux_layers(target, checkpoint, target_directory, drafter_directory, aux_layer_ids)
+    most = parse_config(checkpoint, aux_layer_ids).most_drafts
+    for k in num_drafts:
+        check_block(k, most, str(drafter_directory))
+    return layers
 
 
 def fitting_aux_layers(
@@ -50,7 +59,7 @@ def fitting_aux_layers(
     aux_layer_ids: Sequence[int] | None = None,
 ) -> AuxLayers:
     """See `check_fit`; the names are for messages."""
-    from drafter.dialects import TOP_AUX_LAYERS, named_aux_layers, parse_config
+    from drafter.dialects import TOP_AUX_LAYERS, default_dflash_layers, named_aux_layers, parse_config
     from target.config import default_aux_layer_ids
 
     drafter = parse_config(checkpoint, aux_layer_ids)
@@ -66,8 +75,11 @@ def fitting_aux_layers(
     if drafter.vocab_size != target.vocab_size:
         raise other("its vocabulary has size", drafter.vocab_size, target.vocab_size)
     n, named = target.num_layers, named_aux_layers(checkpoint.config)
+    if drafter.num_target_layers not in (None, n):
+        raise other("its config.json says num_target_layers", drafter.num_target_layers, n)
     outputs = drafter.aux_layer_ids
-    if aux_layer_ids is None and named and named[0].are_outputs and max(named[0].ids) == n:
+    nested = aux_layer_ids is None and bool(named) and named[0].are_outputs and not named[0].certain
+    if nested and max(named[0].ids) == n:
         inputs = dataclasses.replace(named[0], are_outputs=False)
         why = (
             f"{drafter_name}: {inputs.key} {list(inputs.ids)} in config.json are read as inputs, which are the outputs "
@@ -76,7 +88,8 @@ def fitting_aux_layers(
         )
         return AuxLayers(inputs.outputs, describe_aux_layers(inputs.outputs, [inputs]), why, reread=True)
     if outputs is None:
-        outputs = default_aux_layer_ids(n)
+        of_block = drafter.kind == "DFlash"
+        outputs = default_dflash_layers(drafter.num_layers, n) if of_block else default_aux_layer_ids(n)
         if len(outputs) != drafter.num_taps:
             raise InputError(
                 f"the drafter {drafter_name} reads {drafter.num_taps} aux layers and does not name them, and the "
@@ -132,6 +145,8 @@ def doubtful_aux_layers(
             return line(f"{other.key} {list(other.ids)}, which are {other.meaning}, name others", other.outputs)
     # all known defaults begin with the output of layer 1, which is the input of layer 2; some exporters write inputs
     # where others write outputs, so outputs that begin elsewhere may be inputs
+    if used.certain:
+        return None
     flipped = dataclasses.replace(used, are_outputs=not used.are_outputs)
     unusual = min(used.ids) != 1 if used.are_outputs else min(used.ids) == 1
     first = flipped.written((0,))[0]

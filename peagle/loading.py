@@ -74,21 +74,20 @@ def load(
 ) -> Pair:
     """Load a target and a drafter from checkpoint directories, or the demo pair of the package.
 
-    drafter: "demo-eagle3" is the demo's autoregressive drafter, for comparison; "ngram" needs no weights; None: plain
-    decoding only. Give a directory of such a name as "./demo". dtype: by default float32 on CPU, bfloat16 elsewhere.
-    experts: "packed" keeps MXFP4 in memory, "expanded" dequantises at load, "auto" takes the fastest that fits.
-    kernels: "native" runs the compiled CPU kernels or raises, "xla" runs without them, "auto" uses them if they run
-    (see `peagle info`). draft_vocab: propose only this many of the most frequent tokens, or the tokens listed in a file
-    (drafter.vocabulary). drafter_window: the drafter's attention sees this many last positions only, or all if "off";
-    "auto" takes the window in speculation.json beside the drafter, else those of its config.json (see
-    `peagle.pair.Loaded`). aux_layer_ids: the 0-based layers of the target whose outputs the drafter reads, instead of
-    those in its config.json (see `peagle.pair.Loaded`). mesh: cut the target over devices, as "tp=2" or "tp=2,ep=4"
-    (peagle.parallel); the drafter is on each of them, but for its head, which is cut. With "dp=2" there are two such
-    copies, which share the slots of an engine (`Pair.replicas`). reduce: sum over devices in order, or by "psum", an
-    all-reduce.
-    retain_full_kv: layers with a window keep all positions, so that requests begin anywhere in what the prefix cache
-    holds. progress(bytes of the target read, total bytes) is called during the load. lead: of a mesh over several
-    processes, what this one sends to the others (peagle.workflows.follow).
+    drafter: of P-EAGLE, EAGLE-3 or DFlash; "demo-eagle3" and "demo-dflash" are the demo's others, for comparison;
+    "ngram" needs no weights; None: plain decoding only. Give a directory of such a name as "./demo". dtype: by default
+    float32 on CPU, bfloat16 elsewhere. experts: "packed" keeps MXFP4 in memory, "expanded" dequantises at load, "auto"
+    takes the fastest that fits. kernels: "native" runs the compiled CPU kernels or raises, "xla" runs without them,
+    "auto" uses them if they run (see `peagle info`). draft_vocab: propose only this many of the most frequent tokens,
+    or the tokens listed in a file (drafter.vocabulary). drafter_window: the drafter's attention sees this many last
+    positions only, or all if "off"; "auto" takes the window in speculation.json beside the drafter, else those of its
+    config.json (see `peagle.pair.Loaded`). aux_layer_ids: the 0-based layers of the target whose outputs the drafter
+    reads, instead of those in its config.json (see `peagle.pair.Loaded`). mesh: cut the target over devices, as "tp=2"
+    or "tp=2,ep=4" (peagle.parallel); the drafter is on each of them, but for its head, which is cut. With "dp=2" there
+    are two such copies, which share the slots of an engine (`Pair.replicas`). reduce: sum over devices in order, or by
+    "psum", an all-reduce. retain_full_kv: layers with a window keep all positions, so that requests begin anywhere in
+    what the prefix cache holds. progress(bytes of the target read, total bytes) is called during the load. lead: of a
+    mesh over several processes, what this one sends to the others (peagle.workflows.follow).
 
     Raises InputError for checkpoints that cannot be run, do not fit together, or take more memory than there is; if
     possible before any weights are read. Warns (InputWarning) if aux layers or a vocabulary map look like another

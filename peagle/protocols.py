@@ -4,10 +4,12 @@ The protocols are structural: target/ and drafter/ satisfy them without importin
 arrays with static configuration and every method is pure, so that a whole step is one jitted function. Caches are pages
 that all sequences share; tables say whose they are (peagle.ops.attention.paged).
 
-What three drafters keep as state, and how they use drafter_input (the tokens committed last, with aux_hidden):
+What four drafters keep as state, and how they use drafter_input (the tokens committed last, with aux_hidden):
 
     P-EAGLE    pages of its own KV cache. It writes the rows (token[p+1], aux_hidden[p]) from position first_position
                on; the K-1 mask slots after them give the drafts 1..K-1 in the same pass.
+    DFlash     pages of projections of aux_hidden, under the same indices. After these rows it writes those of a block,
+               the pending token and K mask slots, which all see each other and count in this pass alone.
     n-gram     each slot's tokens. It appends drafter_input.token_ids; aux_hidden has width 0 and is never read.
     oracle     the answer (tests). It reads token_ids at first_position + num + 1 + i and ignores the rest.
 

@@ -65,7 +65,14 @@ from peagle.pair import Pair
 from peagle.parallel import MeshShape, make_meshes, parse_mesh, refuse_replicas
 from peagle.result import Counters
 from peagle.workflows.check import CHECKED, MOST_OFF, Finding, check_kernels, check_logits, check_losslessness
-from peagle.workflows.random_checkpoint import IN_TURN, PARALLEL, SIZES, DrafterShape, write_random_checkpoint
+from peagle.workflows.random_checkpoint import (
+    IN_BLOCKS,
+    IN_TURN,
+    PARALLEL,
+    SIZES,
+    DrafterShape,
+    write_random_checkpoint,
+)
 from scripts.gpu.mesh import CONFIG, compare, loud_target
 from scripts.gpu.operations import costs
 from scripts.gpu.page import page
@@ -493,7 +500,7 @@ def shape_sections(name: str, seconds: float) -> Iterator[Section]:
         yield Section(f"{name}: {passes}", functools.partial(alone, passes), seconds)
     yield Section(f"{name}: parts", lambda: by_part(name, weights(), config), seconds)
     for vocab in (None, NARROW_VOCAB) if config.vocab_size > NARROW_VOCAB else (None,):
-        for kind in (PARALLEL, IN_TURN):
+        for kind in (PARALLEL, IN_TURN, IN_BLOCKS):
             head = "" if vocab is None else f", head of {vocab}"
             yield Section(f"{name}: {kind.name}{head}", functools.partial(speculating, kind, vocab), seconds)
     for passes in FURTHER:
@@ -558,7 +565,7 @@ def check(arguments: argparse.Namespace) -> int:
 
     source = origin("scripts.gpu_check")
     config = {"shapes": shapes, "synthetic_acceptance": PUBLISHED_RATE, "published": PUBLISHED}
-    config |= {"drafters": (PARALLEL.name, IN_TURN.name)}
+    config |= {"drafters": (PARALLEL.name, IN_TURN.name, IN_BLOCKS.name)}
     started = time.monotonic()
     deadline = started + 60 * arguments.minutes
     for section in sections:

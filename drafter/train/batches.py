@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import flax.struct
 import numpy as np
 
-from drafter.train.cod import Segments, sample_chains
+from drafter.train.cod import Segments, sample_blocks, sample_chains
 from drafter.train.config import Cod
 from drafter.train.shards import TEACHER, Document
 from peagle.ops.errors import InputError
@@ -111,7 +111,10 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """The batches of a training; `counts` is a batch's room for chains, by part, then by depth."""
+    """The batches of a training; `counts` is a batch's room for chains, by part, then by depth.
+
+    in_blocks: a DFlash drafter's chains, whole blocks at random anchors.
+    """
 
     sources: tuple[Source, ...]
     width: int
@@ -119,6 +122,7 @@ class Batches:
     segments: Segments
     counts: tuple[tuple[int, ...], ...]
     seed: int
+    in_blocks: bool = False
 
     @property
     def rows_per_step(self) -> int:
@@ -133,9 +137,9 @@ class Batches:
         ]
         rows = [row.arrays(self.width) for row in picked]
         rng = np.random.default_rng((self.seed, 1, step))
+        sample = sample_blocks if self.in_blocks else sample_chains
         chains = [
-            sample_chains(self.cod, row["trained"] > 0, row["segment_ids"], self.segments, self.counts, rng)
-            for row in rows
+            sample(self.cod, row["trained"] > 0, row["segment_ids"], self.segments, self.counts, rng) for row in rows
         ]
         # stored results of the target count only if all rows have them: the target runs for a whole batch or not at all
         shared = [name for name in rows[0] if all(name in row for row in rows)]

@@ -1,4 +1,6 @@
-"""Conditional-on-depth sampling (COD; arXiv 2602.01469, section 4) and sequence partition (its Algorithm 1).
+"""The rows that a sequence is trained on: conditional-on-depth sampling, blocks, sequence partition.
+
+Conditional-on-depth sampling (COD) and the partition are those of P-EAGLE (arXiv 2602.01469, section 4, Algorithm 1).
 
 COD draws the (anchor, depth) rows that a sequence is trained on. Depth 0 keeps every anchor. Depth d keeps a random
 part of the chains that depth d - 1 kept and whose label still lies in the sequence's trained region: about ratio^d of
@@ -11,6 +13,8 @@ to their own chain by slicing (drafter/train/forward.py):
     depth 1  x   x   x   x   x   x      counts[0] = 6
     depth 2  x   x   x   x              counts[1] = 4
     depth 3  x   x                      counts[2] = 2
+
+A DFlash drafter is trained on whole blocks at random anchors (`sample_blocks`): every chain reaches every depth.
 """
 
 import dataclasses
@@ -72,6 +76,15 @@ class Segments:
             return tuple(tuple(min(span, n) for n in cod.counts(in_part)) for span in spans)
         return tuple(tuple(min(span, int(np.ceil(ROOM * n * span / self.width))) for n in whole) for span in spans)
 
+    def block_counts(self, depth: int, num_blocks: int) -> tuple[tuple[int, ...], ...]:
+        """Count the blocks that a batch has room for, in the form of `counts`: per part, the same at each depth."""
+        rooms = (
+            num_blocks if len(self.starts) == 1 else int(np.ceil(ROOM * num_blocks * (end - start) / self.width))
+            for start, end in zip(self.starts, self.ends, strict=True)
+        )
+        spans = [end - start for start, end in zip(self.starts, self.ends, strict=True)]
+        return tuple((min(room, span),) * (depth - 1) for room, span in zip(rooms, spans, strict=True))
+
 
 def sample_chains(
     cod: Cod,
@@ -87,11 +100,7 @@ def sample_chains(
     predicts token a + d + 2, so it is kept only if that token is trained and lies in the anchor's segment, and row
     (a, d - 1) is kept. reach is each chain's deepest kept depth, descending; surplus anchors are padding of reach 0.
     """
-    width = trained.shape[0]
-    label = np.arange(width)[:, None] + np.arange(cod.depth)[None, :] + 2
-    inside = label < width
-    label = np.minimum(label, width - 1)
-    usable = inside & trained[label] & (segment_ids[label] == segment_ids[:, None]) & (segment_ids[:, None] > 0)
+    width, usable = trained.shape[0], _usable(cod.depth, trained, segment_ids)
     reach = np.zeros((width,), np.int32)
     kept = np.flatnonzero(usable[:, 0])
     for depth, wanted in enumerate(cod.counts(len(kept)), start=1):
@@ -103,6 +112,39 @@ def sample_chains(
         _fit(drawn[part_of[drawn] == part], reach, room, padding=segments.ends[part] - 1)
         for part, room in enumerate(counts)
     ]
+
+
+def sample_blocks(
+    cod: Cod,
+    trained: np.ndarray,
+    segment_ids: np.ndarray,
+    segments: Segments,
+    counts: tuple[tuple[int, ...], ...],
+    rng: np.random.Generator,
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Draw the anchors of one sequence's blocks, as `sample_chains` does chains.
+
+    A block begins after any anchor whose first draft is trained. It is whole, as when decoding: its reach is the
+    deepest draft, and rows whose token is not trained do not count. Padding has reach -1.
+    """
+    anchors = rng.permutation(np.flatnonzero(_usable(1, trained, segment_ids)[:, 0]))
+    part_of, drawn = segments.of_chain(anchors), []
+    for part, room in enumerate(counts):
+        own = anchors[part_of == part][: room[0]]
+        free = (0, room[0] - len(own))
+        padded = np.pad(own, free, constant_values=segments.ends[part] - 1).astype(np.int32)
+        drawn.append((padded, np.pad(np.full(len(own), cod.depth - 1, np.int32), free, constant_values=-1)))
+    return drawn
+
+
+def _usable(depth: int, trained: np.ndarray, segment_ids: np.ndarray) -> np.ndarray:
+    """Tell of each anchor and depth [T, D] whether the row predicts a trained token of the anchor's segment."""
+    width = trained.shape[0]
+    label = np.arange(width)[:, None] + np.arange(depth)[None, :] + 2
+    inside = label < width
+    label = np.minimum(label, width - 1)
+    usable: np.ndarray = inside & trained[label] & (segment_ids[label] == segment_ids[:, None])
+    return usable & (segment_ids[:, None] > 0)
 
 
 def _fit(anchors: np.ndarray, reach: np.ndarray, room: tuple[int, ...], padding: int) -> tuple[np.ndarray, np.ndarray]:

@@ -19,6 +19,7 @@ from peagle.ops.flag import DRAFTER, LEARNING, MODEL, Flag, check_least, layers_
 LossName = Literal["half", "cross_entropy", "soft_cross_entropy", "kl", "total_variation"]
 LOSSES: tuple[str, ...] = get_args(LossName)
 OptimizerName = Literal["adamw", "muon"]
+KindName = Literal["p-eagle", "eagle-3", "dflash"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +30,12 @@ class DrafterShape:
     """Start from this drafter: its weights and its shape."""
     aux_layer_ids: Annotated[tuple[int, ...] | None, Flag(MODEL, "L,L,L", read=layers_reader("aux_layer_ids"))] = None
     """Target layers (0-based) whose outputs the drafter of --init reads. Default: as in its config.json."""
+    kind: Annotated[KindName | None, Flag(DRAFTER, "KIND", ("--drafter",))] = None
+    """p-eagle, eagle-3 or dflash. Default: that of --init, else p-eagle."""
     autoregressive: Annotated[bool, Flag(DRAFTER)] = False
-    """Train an EAGLE-3 drafter: one pass per draft."""
+    """Train an EAGLE-3 drafter, one pass per draft: --drafter eagle-3."""
     layers: Annotated[int | None, Flag(DRAFTER, "N")] = None
-    """Decoder layers. Default: 4, or 1 for EAGLE-3."""
+    """Decoder layers. Default: 4, 1 for EAGLE-3, 5 for DFlash."""
     hidden_size: Annotated[int | None, Flag(DRAFTER, "N")] = None
     """Hidden size. Default: the target's."""
     heads: Annotated[int | None, Flag(DRAFTER, "N")] = None
@@ -44,7 +47,8 @@ class DrafterShape:
     mlp_width: Annotated[int | None, Flag(DRAFTER, "N")] = None
     """Width of the MLP. Default: twice the hidden size."""
     taps: Annotated[tuple[int, ...] | None, Flag(DRAFTER, "L,L,L", read=layers_reader("taps"))] = None
-    """Target layers (0-based) whose outputs a new drafter reads. Default: 1, n/2 - 1 and n - 4 of n layers."""
+    """Target layers (0-based) whose outputs a new drafter reads. Default: 1, n/2 - 1 and n - 4 of n layers; for
+    DFlash as many as it has layers, from 1 to n - 3."""
     drafter_window: Annotated[str, Flag(DRAFTER, "N|auto|off")] = "auto"
     """Sliding window of the drafter's attention, in positions, in training and after. auto: that of --init, else
     off."""
@@ -57,6 +61,14 @@ class DrafterShape:
 
     def __post_init__(self) -> None:
         check_least(self, layers=1, hidden_size=1, heads=1, kv_heads=1, head_dim=2, mlp_width=1, mask_hiddens=1)
+        if self.kind not in (None, *get_args(KindName)):
+            names = ", ".join(get_args(KindName))
+            raise InputError(f"the drafter is {self.kind!r}; expected one of {names}", "kind")
+        if self.autoregressive and self.kind not in (None, "eagle-3"):
+            raise InputError(
+                f"--autoregressive means an EAGLE-3 drafter, and --drafter is {self.kind}; leave one of them out",
+                "autoregressive",
+            )
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,7 @@ class Cod:
     """Which chains are kept (drafter/train/cod.py). depth: rows per full chain (depths 0..depth-1)."""
 
     depth: Annotated[int, Flag(LEARNING, "N")] = 8
-    """K_train: draft positions that are trained."""
+    """K_train: draft positions that are trained. A DFlash drafter's block has one row more."""
     ratio: Annotated[float, Flag(LEARNING, "P")] = 0.8
     """Fraction of chains kept from one depth to the next (COD)."""
     min_ratio: Annotated[float, Flag(LEARNING, "P")] = 0.2
@@ -94,6 +106,10 @@ class TrainConfig:
     width: Annotated[int, Flag(LEARNING, "N")] = 512
     """Tokens per row, 3 or more."""
     cod: Cod = Cod()
+    blocks: Annotated[int | None, Flag(LEARNING, "N")] = None
+    """With DFlash: blocks per row, at random tokens that are trained. Default: a sixth of the row's tokens."""
+    draft_decay: Annotated[float | None, Flag(LEARNING, "X")] = None
+    """With DFlash: draft i counts exp(-i/X) in the loss, i from 0. Default: 4 up to 7 drafts, 5 up to 9, else 7."""
     parts: Annotated[int | None, Flag(LEARNING, "N")] = None
     """Split rows into N parts: less memory, the same gradient. Default: 1; with --drafter-window, parts of 512 tokens
     or more."""
@@ -124,13 +140,13 @@ class TrainConfig:
     """Random seed."""
 
     def __post_init__(self) -> None:
-        check_least(self, width=3, seed=0)
+        check_least(self, width=3, seed=0, blocks=1)
         if self.loss not in LOSSES:
             raise InputError(f"loss is {self.loss!r}; expected one of {', '.join(LOSSES)}", "loss")
         if self.optimizer not in (None, *get_args(OptimizerName)):
             names = ", ".join(get_args(OptimizerName))
             raise InputError(f"optimizer is {self.optimizer!r}; expected one of {names}", "optimizer")
-        for name in ("learning_rate", "other_rate", "clip_norm"):
+        for name in ("learning_rate", "other_rate", "clip_norm", "draft_decay"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise InputError(f"{name} is {value}; expected a number above 0", name)

@@ -11,6 +11,9 @@ those are at the same index in each of the depth 1..d blocks:
 
 There are rows * (T + D) scores instead of rows^2, and long sequences hold only a block's in memory. The result equals
 drafter.model.forward for P-EAGLE, and the float64 reference for EAGLE-3 (tested).
+
+A DFlash drafter (`forward_blocks`) has no rows of depth 0: its context are keys and values alone. Its chains are blocks
+of D + 1 rows, and a row attends to all of its own.
 """
 
 import functools
@@ -21,11 +24,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from drafter import model
+from drafter import dflash, model
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
 from drafter.train.blocks import in_blocks
-from peagle.ops.attention import MASKED
+from peagle.ops.attention import MASKED, split_heads
+from peagle.ops.linear import embed, linear
+from peagle.ops.norm import rms_norm
+from peagle.ops.rope import rope_tables
 
 CONTEXT_BLOCK = 128  # context rows that are scored together; later keys are left out, and those before their windows
 # From this many tokens on, loops on the device go over blocks, sequences and kv heads, and a block's scores are
@@ -64,6 +70,49 @@ def forward_chains(
     row_positions = jnp.take_along_axis(positions, anchor, axis=1) + depth
     run = _at_once if config.parallel else _in_turn
     return run(params, config, token_ids, aux_hidden, segment_ids, row_positions, anchor, counts)
+
+
+def forward_blocks(
+    params: DrafterParams,
+    config: DrafterConfig,
+    token_ids: Int[Array, "B N"],
+    aux_hidden: Float[Array, "B T A"],
+    segment_ids: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    anchors: Int[Array, "B n"],
+    depth: int,
+) -> Float[Array, "B R D"]:
+    """Compute the residual stream of a DFlash drafter's mask slots, R = depth n, before the final norm and head.
+
+    Row d n + j is draft d of the block that follows anchor j: position and arguments are those of `forward_chains`.
+    The block begins with the token after the anchor, which is token_ids[anchor].
+    """
+    batch, width = segment_ids.shape
+    count = anchors.shape[1]
+    own = jnp.take_along_axis(positions, anchors, axis=1)
+    place = jnp.concatenate([own + 1 + row for row in range(depth + 1)], axis=1)
+    cos, sin = rope_tables(config.rope, jnp.concatenate([positions, place], axis=1), params.dtype)
+    masks = jnp.full((batch, depth * count), model.mask_token_of(config), jnp.int32)
+    tokens = jnp.concatenate([jnp.take_along_axis(token_ids, anchors, axis=1), masks], axis=1)
+    context = dflash.project_context(params, config, aux_hidden)
+    x = embed(params.embedding, tokens, params.dtype)
+    rows = [slice(width + row * count, width + (row + 1) * count) for row in range(depth + 1)]
+    for layer, p in enumerate(params.layers):
+        read = jnp.concatenate([context, rms_norm(x, p.norm, config.rms_norm_eps)], axis=1)
+        qkv = model.norm_heads(linear(read, p.qkv, p.qkv_bias), p, config)
+        query, key, value = split_heads(qkv, config.num_heads, config.num_kv_heads, cos, sin)
+        block = [(key[:, row], value[:, row]) for row in rows]
+        seen = key[:, :width], value[:, :width], anchors, segment_ids, block
+        skipped = layer == config.num_layers - 1  # nobody reads what the pending token's last row becomes
+        found = [
+            _attention(query[:, row], *seen, config.window(layer), place)
+            for place, row in enumerate(rows, 1)
+            if place > skipped
+        ]
+        out = jnp.concatenate(found, axis=1).reshape(batch, len(found) * count, -1)
+        x = linear(out, p.out, p.out_bias, residual=x[:, skipped * count :])
+        x = model.feed_forward(p, x, config.rms_norm_eps)
+    return x
 
 
 def _at_once(
@@ -153,12 +202,15 @@ def _attention(
     segment_ids: Int[Array, "B T"],
     chain: list[tuple[jax.Array, jax.Array]],
     window: int | None,
+    depth: int | None = None,
 ) -> Float[Array, "B n N H"]:
     """Attend from the rows of one depth to the context up to their anchors, and to their own chain.
 
-    `chain` holds the chain's keys and values [B, n, G, H] by depth; it is empty for the context rows themselves. A row
-    attends to the last `window` positions, itself included; None: to all. Plain matrix products and elementwise sums,
-    one sequence and kv head at a time: on a CPU several times faster than batched products of such small matrices.
+    `chain` holds the chain's keys and values [B, n, G, H] by depth; it is empty for the context rows themselves. depth:
+    how far behind their anchors the rows are; None: the chain ends with them. A row attends to the last `window`
+    positions, itself included, and to what its chain holds after it; None: to all. Plain matrix products and
+    elementwise sums, one sequence and kv head at a time: on a CPU several times faster than batched products of such
+    small matrices.
     """
     batch, rows, heads, head_dim = query.shape
     if not rows:
@@ -166,7 +218,7 @@ def _attention(
     groups, width = key.shape[2], segment_ids.shape[1]
     grouped = query.reshape(batch, rows, groups, heads // groups, head_dim) * head_dim**-0.5
     long = width >= LONG
-    depth = len(chain)
+    depth = len(chain) if depth is None else depth
     # the context of a segment stands at consecutive positions, and a row `depth` positions behind its anchor
     reach, chain = (None, chain) if window is None else (window - depth, chain[max(depth - window, 0) :])
     one = functools.partial(_one_long if long else _one, reach=reach)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
 from drafter.train.blocks import in_blocks
-from drafter.train.forward import forward_chains, rows_of
+from drafter.train.forward import forward_blocks, forward_chains, rows_of
 from peagle.ops.linear import linear
 from peagle.ops.norm import Norm
 
@@ -90,24 +90,33 @@ def chain_loss(
     reach: Int[Array, "B n"],
     counts: tuple[int, ...],
     part: tuple[int, int] | None = None,
+    draft_decay: float | None = None,
 ) -> Sums:
     """Compute the loss of one part of the sequence, by default all of it.
 
     token_ids are the sequence itself, unshifted. Row (a, d) predicts token a + d + 2; its label is the target's row
     a + d + 1. A row counts if the token it predicts is trained, in the anchor's segment, and d <= its reach. It must
     also have a label that the drafter can propose. Of the rows of depth 0 those with part[0] <= a < part[1] count;
-    positions from part[1] on are not read (drafter/train/cod.py).
+    positions from part[1] on are not read (drafter/train/cod.py). draft_decay: the loss of draft d counts
+    exp(-d / draft_decay).
+
+    Of a DFlash drafter a chain is a block, whose draft d is row d of its chain; there are no other rows.
     """
     width = token_ids.shape[1]
     first, last = (0, width) if part is None else part
     shifted = jnp.pad(token_ids[:, 1:], ((0, 0), (0, 1)))
     context = (aux_hidden[:, :last], segment_ids[:, :last], positions[:, :last])
-    x = forward_chains(params, config, shifted, *context, anchors, counts)
-    anchor, depth = rows_of(anchors, counts, last)
-    batch = token_ids.shape[0]
-    reached = jnp.concatenate([jnp.zeros((batch, last), jnp.int32), *(reach[:, :n] for n in counts)], axis=1)
+    batch, of_dflash, depths = token_ids.shape[0], config.kind == "DFlash", len(counts) + 1
+    if of_dflash:
+        x = forward_blocks(params, config, shifted, *context, anchors, depths)
+        anchor, reached = (jnp.tile(values, (1, depths)) for values in (anchors, reach))
+        depth = jnp.broadcast_to(jnp.arange(depths, dtype=jnp.int32).repeat(anchors.shape[1])[None], anchor.shape)
+    else:
+        x = forward_chains(params, config, shifted, *context, anchors, counts)
+        anchor, depth = rows_of(anchors, counts, last)
+        reached = jnp.concatenate([jnp.zeros((batch, last), jnp.int32), *(reach[:, :n] for n in counts)], axis=1)
     label_place = anchor + depth + 1  # the target's row; it predicts the token one further
-    inside = (label_place + 1 < width) & ((depth > 0) | (anchor >= first))
+    inside = (label_place + 1 < width) & ((depth > 0) | (anchor >= first) | of_dflash)
     place = jnp.where(inside, label_place, 0)
     following = jnp.minimum(place + 1, width - 1)
     same = jnp.take_along_axis(segment_ids, following, axis=1) == jnp.take_along_axis(segment_ids, anchor, axis=1)
@@ -124,7 +133,9 @@ def chain_loss(
         rows = (x[b], place[b], tokens[b], counted[b])
         found.append(of_rows(fixed, rows) if x.shape[1] <= most else in_blocks(of_rows, fixed, rows, most))
     each_loss, hit, kept = (jnp.stack(each) for each in zip(*found, strict=True))
-    by_depth = (depth[:, :, None] == jnp.arange(len(counts) + 1, dtype=jnp.int32)[None, None, :]).astype(jnp.float32)
+    by_depth = (depth[:, :, None] == jnp.arange(depths, dtype=jnp.int32)[None, None, :]).astype(jnp.float32)
+    if draft_decay is not None:
+        each_loss = each_loss * jnp.exp(-depth.astype(jnp.float32) / draft_decay)
     hits, rows_of_depth = (jnp.sum(each[:, :, None] * by_depth, axis=(0, 1)) for each in (hit, kept))
     return Sums(jnp.sum(each_loss), hits, rows_of_depth)
 

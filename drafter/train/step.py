@@ -6,6 +6,7 @@
 The target runs inside the step and computes aux_hidden and labels, or both come from the data.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
@@ -36,11 +37,29 @@ class Teacher(Protocol):
     ) -> tuple[jax.Array, jax.Array]: ...
 
 
+class Ends(NamedTuple):
+    """The target's embedding and head, which a DFlash drafter has and no step changes."""
+
+    embedding: jax.Array
+    lm_head: jax.Array
+
+    @classmethod
+    def of(cls, params: DrafterParams, config: DrafterConfig) -> "Ends | None":
+        """Return those of a DFlash drafter; None for another, whose own are trained."""
+        if config.kind != "DFlash":
+            return None
+        assert isinstance(params.lm_head, jax.Array)
+        return cls(params.embedding, params.lm_head)
+
+    def within(self, params: DrafterParams) -> DrafterParams:
+        return dataclasses.replace(params, embedding=self.embedding, lm_head=self.lm_head)
+
+
 @flax.struct.dataclass
 class State:
     """Everything that a step changes."""
 
-    params: DrafterParams  # float32, without draft_to_target
+    params: DrafterParams  # float32, without draft_to_target, and without the target's ends (`Ends`)
     optimizer: Any
 
 
@@ -80,11 +99,13 @@ def gradients_of(
     teacher: Teacher | None,
     batch: Batch,
     with_gradient: bool = True,
+    ends: Ends | None = None,
 ) -> tuple[Sums, Any]:
     """Compute (sums, gradient of the summed loss) of a batch, part after part; without a gradient, (sums, ()).
 
-    teacher None: the data holds aux_hidden and the target's best tokens. If every layer has a window, a part reads only
-    the stretch of the rows that its outputs depend on, and a part without a trained token is skipped.
+    ends: embedding and head of params that have none. teacher None: the data holds aux_hidden and the target's best
+    tokens. If every layer has a window, a part reads only the stretch of the rows that its outputs depend on, and a
+    part without a trained token is skipped.
     """
     rows = _taught(teacher, batch)
     segments, dtype = recipe.segments, jnp.dtype(recipe.compute_dtype)
@@ -92,7 +113,8 @@ def gradients_of(
     def loss_of(
         trained: DrafterParams, rows: _Stretch, labels: Labels, anchors: jax.Array, reach: jax.Array, part: _Part
     ) -> tuple[jax.Array, Sums]:
-        cast = jax.tree.map(lambda leaf: leaf.astype(dtype), trained)
+        whole = trained if ends is None else ends.within(trained)
+        cast = jax.tree.map(lambda leaf: leaf.astype(dtype), whole)
         sums = chain_loss(
             cast.replace(draft_to_target=draft_to_target),
             config,
@@ -107,6 +129,7 @@ def gradients_of(
             reach,
             part.counts,
             (part.start, part.end),
+            recipe.draft_decay,
         )
         return sums.loss, sums
 
@@ -201,6 +224,7 @@ def next_state(
     steps: jax.Array,
     draft_to_target: jax.Array | None,
     teacher: Teacher | None,
+    ends: Ends | None,
     batch: Batch,
 ) -> tuple[State, Record]:
     """Compute (the next state, the record). Runs on every device, on its own rows, one row after the other.
@@ -208,14 +232,15 @@ def next_state(
     steps: of the whole training, for the learning rate; data, so that the program that measures a step trains, too.
     """
 
-    sums, gradient = _over_rows(config, recipe, counts, state.params, draft_to_target, teacher, batch)
+    sums, gradient = _over_rows(config, recipe, counts, state.params, draft_to_target, teacher, ends, batch)
     num_rows = jnp.maximum(jnp.sum(sums.rows), 1.0)
     gradient = jax.tree.map(lambda leaf: leaf / num_rows, gradient)
-    if not recipe.train_embedding:
+    still = not recipe.train_embedding and ends is None
+    if still:
         gradient = gradient.replace(embedding=jnp.zeros_like(gradient.embedding))
     with jax.numpy_dtype_promotion("standard"):  # optax counts steps in integers
         updates, after = optimizer(recipe, steps).update(gradient, state.optimizer, state.params)
-    if not recipe.train_embedding:
+    if still:  # weights decay without a gradient, too
         updates = updates.replace(embedding=jnp.zeros_like(updates.embedding))
     record = Record(sums, jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(gradient))))
     return State(optax.apply_updates(state.params, updates), after), record
@@ -228,6 +253,7 @@ def _over_rows(
     params: DrafterParams,
     draft_to_target: jax.Array | None,
     teacher: Teacher | None,
+    ends: Ends | None,
     batch: Batch,
     with_gradient: bool = True,
 ) -> tuple[Sums, Any]:
@@ -235,7 +261,7 @@ def _over_rows(
 
     def add_row(total: Any, row: Batch) -> tuple[Any, None]:
         one = jax.tree.map(lambda leaf: leaf[None], row)
-        found = gradients_of(params, config, recipe, counts, draft_to_target, teacher, one, with_gradient)
+        found = gradients_of(params, config, recipe, counts, draft_to_target, teacher, one, with_gradient, ends)
         return jax.tree.map(jnp.add, total, found), None
 
     gradient, sums = _nothing(recipe, params if with_gradient else ())
@@ -248,9 +274,9 @@ def _over_rows(
 def step_program(
     config: DrafterConfig, recipe: Recipe, counts: tuple[tuple[int, ...], ...], mesh: Mesh
 ) -> Callable[..., tuple[State, Record]]:
-    """Compile (state, steps, draft_to_target, teacher, batch) -> (state, record), `next_state` over all devices."""
+    """Compile (state, steps, draft_to_target, teacher, ends, batch) -> (state, record), `next_state` over devices."""
     body = functools.partial(next_state, config, recipe, counts)
-    program = jax.jit(_by_rows(body, mesh, replicated=4), donate_argnums=0)
+    program = jax.jit(_by_rows(body, mesh, replicated=5), donate_argnums=0)
     return cast(Callable[..., tuple[State, Record]], program)
 
 
@@ -258,13 +284,20 @@ def step_program(
 def sums_program(
     config: DrafterConfig, recipe: Recipe, counts: tuple[tuple[int, ...], ...], mesh: Mesh
 ) -> Callable[..., Sums]:
-    """Compile (params, draft_to_target, teacher, batch) -> the batch's sums, over all devices, without an update."""
+    """Compile (params, draft_to_target, teacher, ends, batch) -> the batch's sums over all devices; no update."""
 
-    def body(params: DrafterParams, draft_to_target: jax.Array | None, teacher: Teacher | None, batch: Batch) -> Sums:
-        sums, _ = _over_rows(config, recipe, counts, params, draft_to_target, teacher, batch, with_gradient=False)
+    def body(
+        params: DrafterParams,
+        draft_to_target: jax.Array | None,
+        teacher: Teacher | None,
+        ends: Ends | None,
+        batch: Batch,
+    ) -> Sums:
+        operands = params, draft_to_target, teacher, ends, batch
+        sums, _ = _over_rows(config, recipe, counts, *operands, with_gradient=False)
         return sums
 
-    return cast(Callable[..., Sums], jax.jit(_by_rows(body, mesh, replicated=3)))
+    return cast(Callable[..., Sums], jax.jit(_by_rows(body, mesh, replicated=4)))
 
 
 def _by_rows(body: Callable[..., Any], mesh: Mesh, replicated: int) -> Callable[..., Any]:

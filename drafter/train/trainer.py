@@ -40,7 +40,7 @@ from drafter.train.folder import (
 from drafter.train.held_out import HeldOut, score_of
 from drafter.train.loss import Sums
 from drafter.train.recipe import Recipe, optimizer
-from drafter.train.step import Record, State, Teacher, devices_for, step_program, sums_program
+from drafter.train.step import Ends, Record, State, Teacher, devices_for, step_program, sums_program
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of, write_text_whole
 from peagle.ops.strict_json import dumps
@@ -108,6 +108,7 @@ class Trainer:
     batches: Batches
     teacher: Teacher | None
     draft_to_target: np.ndarray | None = None
+    ends: Ends | None = None  # of a DFlash drafter
     held_out: HeldOut | None = None
     held_out_every: int = 10  # steps; at the end, too
     evaluate: Callable[[DrafterParams], Mapping[str, Any]] | None = None
@@ -269,8 +270,8 @@ class Trainer:
 
     @functools.cached_property
     def _fixed(self) -> Any:
-        """(draft_to_target, the target) on all devices."""
-        return self._replicated((self.draft_to_target, self.teacher))
+        """(draft_to_target, the target, its ends) on all devices."""
+        return self._replicated((self.draft_to_target, self.teacher, self.ends))
 
     def compiled(self) -> Callable[[State, Batch], tuple[State, Record]]:
         """Compile a step over all devices; a call donates the state's memory."""
@@ -281,9 +282,9 @@ class Trainer:
 
     def begin(self, initial: DrafterParams) -> State:
         """Make the state before the first step."""
-        params = jax.tree.map(
-            lambda leaf: jnp.array(leaf, jnp.float32), dataclasses.replace(initial, draft_to_target=None)
-        )
+        without: dict[str, Any] = {} if self.ends is None else {"embedding": None, "lm_head": None}
+        trained = dataclasses.replace(initial, draft_to_target=None, **without)
+        params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), trained)
         return cast(
             State, self._replicated(State(params, optimizer(self.recipe, jnp.float32(self.recipe.steps)).init(params)))
         )
@@ -295,6 +296,7 @@ class Trainer:
     def _whole(self, params: DrafterParams) -> DrafterParams:
         ids = None if self.draft_to_target is None else jnp.asarray(self.draft_to_target, jnp.int32)
         one = jax.devices()[0]
+        params = params if self.ends is None else self.ends.within(params)
         return dataclasses.replace(jax.tree.map(lambda leaf: jax.device_put(leaf, one), params), draft_to_target=ids)
 
     def _replicated(self, tree: Any) -> Any:

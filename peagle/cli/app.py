@@ -84,7 +84,7 @@ COMMANDS = {
         None, "Serve the API of `peagle serve` from several replicas, on Ray Serve.", "peagle.cli.cluster:Up"
     ),
     "data": Entry(TRAIN, "Generate training data: a target's responses to prompts.", "peagle.cli.data:Data"),
-    "train": Entry(TRAIN, "Train a P-EAGLE or EAGLE-3 drafter.", "peagle.cli.train:Train"),
+    "train": Entry(TRAIN, "Train a P-EAGLE, EAGLE-3 or DFlash drafter.", "peagle.cli.train:Train"),
     "export": Entry(TRAIN, "Convert a drafter for vLLM or speculators.", "peagle.cli.export:Export"),
     "frequent-tokens": Entry(
         TRAIN, "Rank the tokens a target generates, for --draft-vocab.", "peagle.cli.frequent_tokens:FrequentTokens"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from peagle.checkpoints import DEMO, DEMO_EAGLE3, drafter_path, or_demo, resolve
+from peagle.checkpoints import DEMO, DEMO_DRAFTERS, drafter_path, or_demo, resolve
 from peagle.cli.command import changed_fields
 from peagle.cli.display import Display
 from peagle.cli.document import dumps, logprob_lines, report, summary_lines, trace_lines
@@ -157,7 +157,7 @@ def load_pair(target: str, drafter: str | None, load: LoadConfig, display: Displ
         pair = load_in_all(options, progress)
     if pair.loaded.mesh is not None:
         display.note(f"target sharded over {pair.loaded.mesh}")
-    if pair.loaded.aux_layers is not None and drafter not in (DEMO, DEMO_EAGLE3):
+    if pair.loaded.aux_layers is not None and drafter not in DEMO_DRAFTERS:
         display.note(f"the drafter reads the target's {pair.loaded.aux_layers}")
     return pair
 

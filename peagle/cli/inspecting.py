@@ -13,13 +13,13 @@ from drafter.load import doubtful_map
 from drafter.load import weight_bytes as drafter_weight_bytes
 from drafter.model import cache_groups as drafter_groups
 from drafter.trained import recorded_coverage
-from peagle.checkpoints import DEMO, another_target, drafter_folder, or_demo, resolve
+from peagle.checkpoints import DEMO, another_target, drafter_folder, drafter_speculation, or_demo, resolve
 from peagle.cli.info import Info
 from peagle.cli.output import show_lines
 from peagle.config import AUTO, DEFAULT_CHUNK
 from peagle.engine.kv_memory import Sizing, page_bytes
 from peagle.engine.resolved import ResolvedConfig, shared_slots
-from peagle.engine.speculation import SPECULATION_FILE, read_speculation
+from peagle.engine.speculation import SPECULATION_FILE
 from peagle.fit import chosen_window, describe_aux_layers, doubtful_aux_layers, fitting_aux_layers, windowed
 from peagle.loading import NO_STOP_TOKEN, default_chunk, default_dtype, steps_per_dispatch
 from peagle.ops.attention import PAGE_SIZE, CacheGroup, Pages, init_pool
@@ -69,8 +69,7 @@ def inspect(settings: Info) -> int:
             checkpoint = read_checkpoint(path)
             drafters.append((name, checkpoint))
             config = parse_drafter(checkpoint, aux_layer_ids)
-            kind = "P-EAGLE drafter" if config.parallel else "EAGLE-3 drafter"
-            _print(name, kind, drafter_rows(checkpoint, config, path, aux_layer_ids))
+            _print(name, f"{config.kind} drafter", drafter_rows(checkpoint, config, path, aux_layer_ids))
         else:
             targets.append((name, inspect_target(path)))
             rows = target_rows(targets[-1][1], path)
@@ -206,6 +205,7 @@ def drafter_rows(
         ("MLP", f"{c.mlp_width:,} wide"),
         ("proposes", proposes if narrow else f"all of the target's {c.vocab_size:,} tokens"),
         ("mask token", f"{c.mask_token_id}" if c.parallel else "none: a pass per draft"),
+        *([] if c.most_drafts is None else [("block", f"{c.block_size} rows: up to {c.most_drafts} drafts")]),
         ("aux layers", f"{c.num_taps}: {describe_aux_layers(c.aux_layer_ids, named, aux_layer_ids is not None)}"),
         ("window", window),
         ("drafts by auto", _drafts(path)),
@@ -247,7 +247,7 @@ def engine_rows(config: ResolvedConfig, target: TargetConfig, drafter: DrafterCo
 
 def _drafts(path: Path) -> str:
     """Say how `auto` drafts, and what says so."""
-    speculation = read_speculation(path)
+    speculation = drafter_speculation(path)
     source = f"by {SPECULATION_FILE}" if (path / SPECULATION_FILE).is_file() else f"there is no {SPECULATION_FILE}"
     begins = "acceptance counted while decoding" if speculation.counts is None else "recorded acceptance"
     return f"{speculation.num_drafts} at most per step, from {begins}; {source}"

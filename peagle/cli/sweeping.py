@@ -263,7 +263,8 @@ def _check_models(plan: Plan) -> None:
     if plan.aux_layer_ids is not None and not paths:
         raise InputError("--aux-layer-ids is given, but no drafter with weights that reads any; leave it out")
     for path in paths:
-        check_fit(resolve(plan.target, "target"), path, plan.aux_layer_ids)
+        ks = [variant.k for variant in plan.variants if isinstance(variant.k, int)]
+        check_fit(resolve(plan.target, "target"), path, plan.aux_layer_ids, ks)
     for name, window in itertools.product(plan.drafters, plan.drafter_windows):
         chosen_window(drafter_path(plan.target, name), window or AUTO)
 

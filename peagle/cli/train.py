@@ -26,7 +26,7 @@ RESUMABLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Train a P-EAGLE or EAGLE-3 drafter.
+    """Train a P-EAGLE, EAGLE-3 or DFlash drafter.
 
     Reads the output of peagle data. Writes the recipe, the log, checkpoints and a
     plot of the training, and at the end the drafter. The same command, or
@@ -45,8 +45,8 @@ class Train:
       long prompts
         [cyan]peagle train --data DATA --out RUN --steps 900 --width 8192 \\
           --drafter-window 2048[/cyan]
-      EAGLE-3
-        [cyan]peagle train --data DATA --out RUN --minutes 60 --autoregressive[/cyan]
+      another kind: eagle-3 or dflash
+        [cyan]peagle train --data DATA --out RUN --minutes 60 --drafter dflash[/cyan]
     """
 
     data: Annotated[tuple[str, ...], Flag(DATA, "DIR[:SHARE]")] = ()

@@ -20,7 +20,7 @@ from drafter.train.config import DrafterShape
 from drafter.train.folder import COMMAND, EVALUATION, HELD_OUT, LOG, best_held_out, read_log, steps_done
 from drafter.train.held_out import DEFAULT_FRAC, HeldOut
 from drafter.train.recipe import Recipe, Update, chosen_update, decided, typed_update
-from drafter.train.step import devices_for
+from drafter.train.step import Ends, devices_for
 from drafter.train.trainer import Trainer, TrainingStopped
 from drafter.trained import DRAFTER, RECIPE
 from drafter.vocabulary import DraftVocab
@@ -30,15 +30,17 @@ from peagle.cli.curve import draw
 from peagle.cli.display import Display, duration
 from peagle.cli.output import say
 from peagle.cli.train import RESUMABLE, Train
-from peagle.config import AUTO
+from peagle.config import AUTO, check_block
+from peagle.engine.speculation import SPECULATION_FILE, WINDOW_KEY
 from peagle.loading import default_dtype, load
 from peagle.measure.metrics import figure_text
 from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
-from peagle.ops.files import alone
+from peagle.ops.files import alone, encoded
 from peagle.ops.flag import layers_reader
 from peagle.ops.settings import brief, mapping
+from peagle.ops.strict_json import dumps
 from peagle.parallel import parse_data_mesh
 from peagle.text.prompt_files import PromptSet, read_prompts, skipped_line
 from peagle.text.prompts import Rendering
@@ -68,6 +70,7 @@ from peagle.workflows.training import (
     self_contained,
     shares,
     training_data,
+    with_blocks,
     with_held_out,
 )
 from peagle.workflows.training_advice import (
@@ -230,7 +233,13 @@ def _checked(settings: Train) -> Checked:
     held_out_frac = _held_out_frac(settings, begun)
     data = training_data(parts, settings.rows, settings.learning.width, mix, held_out_frac, settings.learning.seed)
     shape, learning = settings.shape, settings.learning
-    config, vocab = drafter_config(shape, files.config, files.stop_token_ids, directory, data.documents)
+    depth = learning.cod.depth
+    config, vocab = drafter_config(shape, files.config, files.stop_token_ids, directory, data.documents, depth)
+    learning = with_blocks(learning, config)
+    if config.kind == "DFlash" and settings.dialect != "vllm":
+        raise InputError(f"--dialect is {settings.dialect}; expected vllm: a DFlash drafter has a layout of its own")
+    if settings.evaluate is not None:
+        check_block(settings.num_speculative_tokens, config.most_drafts)
     if vocab is not None:
         data_coverage(data.documents, np.array(vocab.token_ids), settings.num_speculative_tokens)  # there is some
     check_tokens(data.documents, config, shape)
@@ -248,8 +257,13 @@ def _checked(settings: Train) -> Checked:
     check_parts(config, recipe)
     if not 1 <= shape.mask_hiddens <= max(1, learning.cod.depth - 1):
         raise InputError(f"--mask-hiddens is {shape.mask_hiddens}; expected 1..{max(1, learning.cod.depth - 1)}")
-    counts = recipe.segments.counts(recipe.cod, *anchors(data.sources, recipe.segments))
-    batches = Batches(data.sources, recipe.width, recipe.cod, recipe.segments, counts, recipe.seed)
+    if recipe.blocks is not None:
+        counts = recipe.segments.block_counts(recipe.cod.depth, recipe.blocks)
+    else:
+        counts = recipe.segments.counts(recipe.cod, *anchors(data.sources, recipe.segments))
+    batches = Batches(
+        data.sources, recipe.width, recipe.cod, recipe.segments, counts, recipe.seed, recipe.blocks is not None
+    )
     devices_for(settings.rows, devices)  # check them
     models = (data, held_out_frac, kept_of_prompts(folders), shape, config, vocab, weights)
     return Checked(name, directory, files.config, out, *models, recipe, typed, batches, begun, devices)
@@ -299,6 +313,7 @@ def _trainer(
         checked.batches,
         None if self_contained(documents) else teacher,
         ids,
+        Ends.of(initial, config),
         held_out=HeldOut.of(held_out, checked.batches) if held_out else None,
         held_out_every=held_out_every(checked.recipe.steps),
         evaluate=evaluate,
@@ -357,8 +372,11 @@ def _write_drafter(checked: Checked, params: DrafterParams, dialect: Dialect) ->
     shipped = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), trained)
     shipped = dataclasses.replace(shipped, draft_to_target=params.draft_to_target)
     shipped, config = sort_aux_layers(shipped, with_positions(checked.config, checked.target, checked.out))
-    target = name_for_others(checked.name)
-    write_with_card(checked.out / DRAFTER, shipped, config, dialect, target, checked.target, checked.out)
+    target, files = name_for_others(checked.name), dict[str, bytes]()
+    if config.kind == "DFlash" and config.narrowest_window is not None:  # its config.json has no place for a window
+        files[SPECULATION_FILE] = encoded(dumps({WINDOW_KEY: config.narrowest_window}) + "\n")
+        config = config.with_window(None)
+    write_with_card(checked.out / DRAFTER, shipped, config, dialect, target, checked.target, checked.out, files)
 
 
 def _prompts(settings: Train, directory: Path, display: Display) -> PromptSet | None:

@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from peagle.checkpoints import DEMO, DEMO_EAGLE3, drafter_path, or_demo, resolve, speculation_of
+from peagle.checkpoints import DEMO, DEMO_DRAFTERS, drafter_path, or_demo, resolve, speculation_of
 from peagle.cluster.config import FleetConfig
 from peagle.fit import check_fit, chosen_window
 from peagle.loading import without_weights
@@ -24,7 +24,7 @@ def decided(config: FleetConfig) -> FleetConfig:
     pair = without_weights(target)
     chosen_window(beside, load.drafter_window)
     if beside is not None:
-        check_fit(directory, beside, load.aux_layer_ids)
+        check_fit(directory, beside, load.aux_layer_ids, [k] if isinstance(k, int) else [])
     context = engine.context
     engine = dataclasses.replace(
         engine,
@@ -36,7 +36,7 @@ def decided(config: FleetConfig) -> FleetConfig:
     load = dataclasses.replace(
         load,  # replicas run in directories of their own
         target=target if target == DEMO else str(directory.resolve()),
-        drafter=drafter if beside is None or drafter in (DEMO, DEMO_EAGLE3) else str(beside.resolve()),
+        drafter=drafter if beside is None or drafter in DEMO_DRAFTERS else str(beside.resolve()),
     )
     return dataclasses.replace(config, load=load, engine=engine)
 

@@ -94,7 +94,9 @@ def export(
     beside = {name: source / name for name in (FREQUENT_TOKENS, SPECULATION_FILE)}
     files = {name: path.read_bytes() for name, path in beside.items() if path.is_file()}
     write_with_card(out, params, config, dialect, verifier, target, source.parent, files)
-    again, config_again = load_drafter(out)
+    shared = shared_tensors(out)
+    ends: dict[str, Any] = {"target_embedding": params.embedding, "target_lm_head": params.lm_head} if shared else {}
+    again, config_again = load_drafter(out, **ends)
     if config_again != config or not _equal(params, again):
         raise InputError(f"the files in {out} do not read back the same; please report this drafter")
     return Exported(stored, config, refused, verifier)
@@ -162,7 +164,7 @@ def card(config: DrafterConfig, dialect: Dialect, verifier: str | None, target: 
     c = config
     all_tokens = c.draft_vocab_size == c.vocab_size
     return CARD.format(
-        kind="P-EAGLE" if c.parallel else "EAGLE-3",
+        kind=c.kind,
         target=verifier or "TARGET",
         taps=c.num_taps,
         layers="1 layer" if c.num_layers == 1 else f"{c.num_layers} layers",
@@ -176,10 +178,18 @@ def card(config: DrafterConfig, dialect: Dialect, verifier: str | None, target: 
         proposes=f"{'all' if all_tokens else f'{c.draft_vocab_size:,}'} of the target's {c.vocab_size:,} tokens"
         + coverage_in_data(recorded_coverage(run / DRAFTER)),
         sees="sees all positions" if c.narrowest_window is None else f"sees the last {describe_windows(c)}",
-        slots=f"all drafts in one pass; mask token {c.mask_token_id}" if c.parallel else "one draft a pass",
+        slots=_slots(c),
         training=_training(run),
         elsewhere=_elsewhere(c, dialect, verifier or "TARGET", target),
     )
+
+
+def _slots(config: DrafterConfig) -> str:
+    """Say how it drafts."""
+    if not config.parallel:
+        return "one draft a pass"
+    block = "" if config.most_drafts is None else f", up to {config.most_drafts} of them"
+    return f"all drafts in one pass{block}; mask token {config.mask_token_id}"
 
 
 def coverage_in_data(measured: Coverage | None) -> str:
@@ -199,9 +209,12 @@ def _elsewhere(config: DrafterConfig, dialect: Dialect, name: str, target: Targe
         return "\n\n".join([*lines, f"vLLM cannot load it: {refused[VLLM]}."])
     grouped = target is not None and spread_over_groups(config, target)
     flag = f" {ONE_GROUP}" if grouped else ""
-    if dialect == "vllm":
+    if config.kind == "DFlash":
+        served: dict[str, Any] = {"method": "dflash", "model": ".", "num_speculative_tokens": config.most_drafts}
+        lines.append(f"vLLM: `vllm serve {name}{flag} --speculative-config '{dumps(served)}'`")
+    elif dialect == "vllm":
         kind = "peagle" if config.parallel else "eagle3"
-        served: dict[str, Any] = {"method": "eagle3", "model": ".", "num_speculative_tokens": DRAFTS_ELSEWHERE[kind]}
+        served = {"method": "eagle3", "model": ".", "num_speculative_tokens": DRAFTS_ELSEWHERE[kind]}
         if config.parallel:
             served["parallel_drafting"] = True
         lines.append(f"vLLM: `vllm serve {name}{flag} --speculative-config '{dumps(served)}'`")

@@ -11,16 +11,25 @@ import numpy as np
 
 from drafter import reference
 from drafter.config import DrafterConfig
-from drafter.dialects import MASK_TOKEN_KEYS, TOP_AUX_LAYERS, named_aux_layers
+from drafter.dialects import (
+    DFLASH_CONFIG,
+    EMBEDDING,
+    LM_HEAD,
+    MASK_TOKEN_KEYS,
+    PREFIX,
+    TOP_AUX_LAYERS,
+    named_aux_layers,
+)
 from drafter.load import STORE_OFFSETS
 from drafter.params import DrafterParams
-from drafter.propose import Eagle3, PEagle
+from drafter.propose import AnyDrafter, DFlash, PEagle
 from drafter.vocabulary import Coverage, coverage
 from peagle.engine.speculation import OFF, SPECULATION_FILE, WINDOW_KEY
 from peagle.measure.estimates import estimate, ratio
 from peagle.ops import interrupt, strict_json
 from peagle.ops.checkpoint import Checkpoint
 from peagle.ops.errors import InputError
+from peagle.ops.linear import as_matrix
 from peagle.pair import Pair
 from peagle.result import decode
 from peagle.text.prompts import Conversation, Rendering
@@ -31,10 +40,9 @@ WINDOWS = (None, 128, 256, 512)  # positions that the drafter's layers are tried
 MOST_MASK_TOKENS = 24  # other ids that are tried in the mask slots
 # of the spread of the reference's logits, by our arithmetic; and the steps whose drafts rounding may turn over
 CLOSE, TURNED_FRAC = {"float32": 1e-3, "bfloat16": 0.2}, {"float32": 0.02, "bfloat16": 0.15}
-EMBEDDING = "embed_tokens.weight"
 SPECIAL = re.compile(rb"<\|.*\|>|<[a-z_0-9/]+>|\[[A-Z_0-9]+\]")  # spellings of tokens that stand for no text
 Tensors = dict[str, np.ndarray]
-Model = PEagle | Eagle3
+Model = AnyDrafter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,16 +229,16 @@ def against_reference(
     pair: Pair, model: Model, checkpoint: Checkpoint, texts: Sequence[Text], settings: ParityConfig
 ) -> tuple[Logits | None, float | None]:
     """(the logits of the first steps of the first text against drafter/reference.py, how many of its drafts agree):
-    of a drafter that shares the target's head, neither."""
+    of an EAGLE drafter that shares the target's head, neither."""
     config, k = model.config, settings.num_speculative_tokens
-    tensors = _tensors(checkpoint, pair)
-    if "lm_head.weight" not in tensors:  # the target's: the reference cannot do without
+    tensors = _tensors(checkpoint, pair, config)
+    if LM_HEAD not in tensors:  # the target's: the reference cannot do without
         return None, None
     text = dataclasses.replace(
         texts[0],
         **{name: getattr(texts[0], name)[: settings.reference_steps] for name in ("places", "drafts", "num_accepted")},
     )
-    loud = dataclasses.replace(model, with_logits=True) if isinstance(model, PEagle) else model
+    loud = dataclasses.replace(model, with_logits=True) if isinstance(model, PEagle | DFlash) else model
     ours = replay(loud, text, k)
     same, cosine, largest = [], 1.0, 0.0
     for step, place in enumerate(text.places):
@@ -278,16 +286,18 @@ def readings(pair: Pair, model: Model, checkpoint: Checkpoint, asked: Asked) -> 
             typed = ",".join(map(str, moved))
             cure = f"{_key(aux_layers.key, aux_layers.written(moved))}, or give --aux-layer-ids {typed}"
             yield Other(name, cure, model, shifted)
-    flipped = dataclasses.replace(config, norm_before_residual=not config.norm_before_residual)
-    flipped_key = "norm_before_residual", flipped.norm_before_residual
-    yield Other(_plain(*flipped_key), _key(*flipped_key), dataclasses.replace(model, config=flipped), texts)
+    if config.kind != "DFlash":  # which has no such choice
+        flipped = dataclasses.replace(config, norm_before_residual=not config.norm_before_residual)
+        flipped_key = "norm_before_residual", flipped.norm_before_residual
+        yield Other(_plain(*flipped_key), _key(*flipped_key), dataclasses.replace(model, config=flipped), texts)
     target_embedding = cast(GptOss, pair.plain_target).params.embedding
     if checkpoint.has(EMBEDDING) and target_embedding.shape == params.embedding.shape:
         shared = dataclasses.replace(model, params=dataclasses.replace(params, embedding=target_embedding))
         cure = f"take the tensor {EMBEDDING} out of the drafter's file: it then shares the target's"
         yield Other("embedding: the target's instead of the stored one", cure, shared, texts)
-    if config.parallel:
-        mask_key = next(key for key in MASK_TOKEN_KEYS if checkpoint.config.get(key) is not None)
+    if config.mask_token_id is not None:
+        places = {**checkpoint.config.get(DFLASH_CONFIG, {}), **checkpoint.config}
+        mask_key = next(key for key in MASK_TOKEN_KEYS if places.get(key) is not None)
         for token in mask_tokens(pair, config):
             embedding = params.embedding.at[config.mask_token_id].set(params.embedding[token])
             other = dataclasses.replace(model, params=dataclasses.replace(params, embedding=embedding))
@@ -345,7 +355,7 @@ def vocabularies(
     checkpoint: Checkpoint, params: DrafterParams, config: DrafterConfig
 ) -> Iterator[tuple[str, str, np.ndarray]]:
     """Other maps from draft ids to the target's that the files may mean: (name, cure, ids), each map once."""
-    if params.draft_to_target is None or not checkpoint.has("lm_head.weight"):  # a shared head follows the map
+    if params.draft_to_target is None or not checkpoint.has(LM_HEAD):  # a shared head follows the map
         return
     used = np.asarray(params.draft_to_target)
     found = [("d2t holds absolute ids, not offsets", STORE_OFFSETS, checkpoint.take("d2t").astype(np.int64))]
@@ -383,11 +393,14 @@ def _to_target(tensors: Tensors, ids: np.ndarray) -> np.ndarray:
     return ids + tensors["d2t"][ids] if "d2t" in tensors else ids
 
 
-def _tensors(checkpoint: Checkpoint, pair: Pair) -> Tensors:
+def _tensors(checkpoint: Checkpoint, pair: Pair, config: DrafterConfig) -> Tensors:
     """A drafter's tensors as they are stored; what it shares with the target is the target's."""
+    checkpoint = checkpoint.without_prefix(PREFIX)
     tensors = {name: checkpoint.take(name) for name in checkpoint.names}
     target = cast(GptOss, pair.plain_target).params
     if EMBEDDING not in tensors:
         bits = np.asarray(target.embedding)
         tensors[EMBEDDING] = bits.view(jnp.bfloat16) if bits.dtype == np.uint16 else bits
+    if config.kind == "DFlash":
+        tensors[LM_HEAD] = as_matrix(target.lm_head).T
     return tensors

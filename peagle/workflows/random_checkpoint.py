@@ -13,7 +13,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from drafter.config import DrafterConfig
+from drafter.config import DrafterConfig, Kind
+from drafter.dialects import default_dflash_layers
 from peagle.ops.mxfp4 import BLOCK
 from peagle.ops.rope import RopeConfig, Yarn
 from target.config import FULL, SLIDING, TargetConfig
@@ -92,12 +93,12 @@ class DrafterShape:
 
     name: str
     layers: int
-    parallel: bool
+    kind: Kind
 
     def config(self, target: TargetConfig, draft_vocab: int | None = None) -> DrafterConfig:
-        """Make the config that `peagle train` makes by default."""
+        """Make the config that `peagle train` makes by default; of a DFlash drafter the public one's geometry."""
         taps = tuple(sorted((min(1, target.num_layers - 1), target.num_layers // 2, target.num_layers - 1)))
-        return DrafterConfig(
+        config = DrafterConfig(
             hidden_size=target.hidden_size,
             num_layers=self.layers,
             num_heads=target.num_heads,
@@ -107,14 +108,29 @@ class DrafterShape:
             target_hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
             draft_vocab_size=draft_vocab or target.vocab_size,
-            mask_token_id=target.vocab_size - 1 if self.parallel else None,
+            mask_token_id=None if self.kind == "EAGLE-3" else target.vocab_size - 1,
             rope=RopeConfig(target.head_dim, 10000.0),
             aux_layer_ids=taps,
         )
+        if self.kind != "DFlash":
+            return config
+        taps = tuple(dict.fromkeys(default_dflash_layers(DFLASH_TAPS, target.num_layers)))
+        return dataclasses.replace(
+            config,
+            mlp_width=target.hidden_size * 8 // 3,
+            rope=target.rope,
+            num_taps=len(taps),
+            aux_layer_ids=taps,
+            qk_norm=True,
+            attention_bias=True,
+            block_size=8,
+        )
 
 
-IN_TURN = DrafterShape("EAGLE-3, 1 layer", 1, False)
-PARALLEL = DrafterShape("P-EAGLE, 4 layers", 4, True)  # the public 20b drafter's geometry
+DFLASH_TAPS = 5
+IN_TURN = DrafterShape("EAGLE-3, 1 layer", 1, "EAGLE-3")
+PARALLEL = DrafterShape("P-EAGLE, 4 layers", 4, "P-EAGLE")  # the public 20b drafter's geometry
+IN_BLOCKS = DrafterShape("DFlash, 8 layers", 8, "DFlash")  # likewise
 
 
 def write_random_checkpoint(directory: Path, config: TargetConfig, *, mxfp4: bool = True, seed: int = 0) -> None:

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from drafter.config import DrafterConfig
-from drafter.dialects import parse_config
+from drafter.config import DrafterConfig, Kind
+from drafter.dialects import default_dflash_layers, parse_config
 from drafter.load import load_drafter, shared_tensors
 from drafter.params import DrafterParams, init_params
 from drafter.train.batches import Source, pack
 from drafter.train.cod import Segments
-from drafter.train.config import DrafterShape
+from drafter.train.config import DrafterShape, KindName, TrainConfig
 from drafter.train.folder import COMMAND, steps_done
 from drafter.train.held_out import FILLED_FRAC, keep_back, rows_of_evaluation
 from drafter.train.recipe import Recipe
@@ -49,7 +49,11 @@ from target.params import TargetParams
 ROOM_QUANTILE = 0.75  # of the rows, as many as have no more trained tokens than the program's shapes have room for
 EDGE = 2  # a chain begins up to so many tokens before the first one that it predicts
 SHORT_ROW = 512  # tokens of a row, or a part of one, that need no further cut
-PEAGLE_LAYERS, EAGLE3_LAYERS = 4, 1  # as their authors'
+KINDS: dict[KindName, Kind] = {"p-eagle": "P-EAGLE", "eagle-3": "EAGLE-3", "dflash": "DFlash"}
+LAYERS: dict[Kind, int] = {"P-EAGLE": 4, "EAGLE-3": 1, "DFlash": 5}  # as their authors'
+BLOCKS_FRAC = 1 / 6  # of a row's tokens that begin a DFlash drafter's block; its authors' 512 of 3072
+DRAFT_DECAY = ((7, 4.0), (9, 5.0))  # up to so many drafts; its authors' for blocks of 8 and 10
+LATEST_DECAY = 7.0  # their's for 16
 MEASURED_STEPS, LEAST_MEASURED = 6, 3  # to find how many fit into --minutes; the first compiles
 MEASURED_FRAC = 0.05  # of the time, if steps are slow
 LEAST_BETWEEN, MEASURED_TIMES = 10, 20  # steps between losses on held-out documents, and how often they are measured
@@ -233,6 +237,39 @@ def check_window(config: DrafterConfig, target: TargetConfig, depth: int, *, giv
         )
 
 
+def kind_of(shape: DrafterShape) -> Kind | None:
+    """Return the kind of drafter that is asked for; None: no option says."""
+    if shape.autoregressive:
+        return "EAGLE-3"
+    return None if shape.kind is None else KINDS[shape.kind]
+
+
+def with_blocks(learning: TrainConfig, config: DrafterConfig) -> TrainConfig:
+    """Decide what a config leaves open about the blocks of a DFlash drafter.
+
+    Raises InputError for what only a DFlash drafter has, and for a depth that is not that of its blocks.
+    """
+    if config.most_drafts is None:
+        for name, value in (("blocks", learning.blocks), ("draft_decay", learning.draft_decay)):
+            if value is not None:
+                raise InputError(f"{name} is given, and a {config.kind} drafter has none; leave it out", name)
+        return learning
+    if learning.cod.depth != config.most_drafts:
+        raise InputError(
+            f"depth is {learning.cod.depth}, and a block of the drafter has {config.most_drafts} drafts; expected the "
+            "same",
+            "depth",
+        )
+    if config.most_drafts < 2:
+        raise InputError("depth is 1; expected 2 or more, the drafts of a DFlash drafter's block", "depth")
+    decay = next((decay for most, decay in DRAFT_DECAY if config.most_drafts <= most), LATEST_DECAY)
+    return dataclasses.replace(
+        learning,
+        blocks=learning.blocks or max(1, round(BLOCKS_FRAC * learning.width)),
+        draft_decay=learning.draft_decay or decay,
+    )
+
+
 def self_contained(documents: Sequence[Document]) -> bool:
     """Whether the data holds both the taps and the target's best tokens, so that the target need not run."""
     return all("aux_hidden" in each.teacher and "top_ids" in each.teacher for each in documents)
@@ -244,9 +281,13 @@ def drafter_config(
     stop_token_ids: tuple[int, ...],
     directory: Path,
     documents: Sequence[Document],
+    depth: int,
 ) -> tuple[DrafterConfig, DraftVocab | None]:
-    """The drafter's shape: that of --init, or as wide as the target where nothing else is said."""
-    vocab = None
+    """The drafter's shape: that of --init, or as wide as the target where nothing else is said.
+
+    depth: drafts that are trained, of which a new DFlash drafter's block has room for as many.
+    """
+    vocab, kind = None, kind_of(shape)
     if shape.draft_vocab is not None:
         vocab = _draft_vocab(shape.draft_vocab, directory, target.vocab_size, stop_token_ids, documents)
     if shape.init is not None:
@@ -254,8 +295,9 @@ def drafter_config(
         config = parse_config(checkpoint, given)
         if (config.target_hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
             raise InputError(f"--init {shape.init} does not fit the target; use a drafter of this target")
-        if shape.autoregressive and config.parallel:
-            raise InputError(f"--init {shape.init} is a P-EAGLE drafter; leave out --autoregressive, or --init")
+        if kind not in (None, config.kind):
+            option = "--autoregressive" if shape.autoregressive else "--drafter"
+            raise InputError(f"--init {shape.init} is a {config.kind} drafter; leave out {option}, or --init")
         if vocab is not None:
             raise InputError("--init has its own draft vocabulary; leave out --draft-vocab, or --init")
         layers = fitting_aux_layers(target, checkpoint, directory, shape.init, given)
@@ -266,17 +308,23 @@ def drafter_config(
         return _with_window(config, shape), None
     if shape.aux_layer_ids is not None:
         raise InputError("--aux-layer-ids says what --init reads, and there is none; a new drafter's are --taps")
-    taps = chosen_taps(shape.taps, target.num_layers)
+    kind = kind or "P-EAGLE"
+    num_layers = shape.layers or LAYERS[kind]
+    taps = shape.taps
+    if kind == "DFlash":
+        _check_shape_of_block(shape, target)
+        taps = taps or tuple(sorted(set(default_dflash_layers(num_layers, target.num_layers))))
+    taps = chosen_taps(taps, target.num_layers)
     hidden = shape.hidden_size or target.hidden_size
     head_dim = shape.head_dim or target.head_dim
-    if shape.autoregressive and (shape.mask_token is not None or shape.mask_hiddens > 1):
+    if kind == "EAGLE-3" and (shape.mask_token is not None or shape.mask_hiddens > 1):
         raise InputError("an EAGLE-3 drafter has no mask slots; leave out --mask-token and --mask-hiddens")
     mask_token = shape.mask_token
-    if mask_token is None and not shape.autoregressive:
+    if mask_token is None and kind != "EAGLE-3":
         mask_token = _free_token(documents, target.vocab_size, stop_token_ids)
     config = DrafterConfig(
         hidden_size=hidden,
-        num_layers=shape.layers or (EAGLE3_LAYERS if shape.autoregressive else PEAGLE_LAYERS),
+        num_layers=num_layers,
         num_heads=shape.heads or target.num_heads,
         num_kv_heads=shape.kv_heads or target.num_kv_heads,
         head_dim=head_dim,
@@ -291,7 +339,27 @@ def drafter_config(
         aux_layer_ids=taps,
         rms_norm_eps=target.rms_norm_eps,
     )
+    if kind == "DFlash":
+        config = dataclasses.replace(config, qk_norm=True, block_size=depth + 1, num_target_layers=target.num_layers)
     return _with_window(config, shape), vocab
+
+
+def _check_shape_of_block(shape: DrafterShape, target: TargetConfig) -> None:
+    """Raise InputError for options that a new DFlash drafter cannot follow: it has its target's embedding and head."""
+    if shape.hidden_size not in (None, target.hidden_size):
+        raise InputError(
+            f"hidden_size is {shape.hidden_size}; expected the target's {target.hidden_size}, since a DFlash drafter "
+            "has its embedding and head",
+            "hidden_size",
+        )
+    if shape.mask_hiddens > 1:
+        raise InputError("a DFlash drafter has no mask hiddens; leave out --mask-hiddens", "mask_hiddens")
+    if shape.draft_vocab is not None:
+        raise InputError(
+            "a DFlash drafter has its target's head, and drafts all tokens; leave out --draft-vocab, and narrow it "
+            "when it is loaded",
+            "draft_vocab",
+        )
 
 
 def _with_window(config: DrafterConfig, shape: DrafterShape) -> DrafterConfig:

@@ -5,12 +5,13 @@
 
 Stages, each a folder of `--work`: corpus, tokenizer, dataset, target_begun (training), answers_begun (some of its own
 answers), practice (a dataset of those), target (training on it), pair/target (the checkpoint), written (all its answers
-with its aux_hidden and best tokens: `peagle data`), drafter_begun, drafter and drafter_eagle3 (`peagle train`: a
-P-EAGLE on answers and corpus, the same going on with answers alone, an EAGLE-3), and those two in pair/ (with the
-answers' tokens by frequency). A stage that is done is not repeated; a training that was cut off goes on.
+with its aux_hidden and best tokens: `peagle data`), drafter_begun, drafter, drafter_eagle3, drafter_dflash_begun and
+drafter_dflash (`peagle train`: a P-EAGLE on answers and corpus, the same going on with answers alone, an EAGLE-3, a
+DFlash by the P-EAGLE's data and steps), and those in pair/ (with the answers' tokens by frequency). A stage that is
+done is not repeated; a training that was cut off goes on.
 
 With --install the pair and its held-out prompts replace those in peagle/demo; its card is then written by hand. About
-three hours on two cores, and 4 GB; the result is the same within noise.
+four and a half hours on two cores, and 4 GB; the result is the same within noise.
 """
 
 from __future__ import annotations
@@ -40,22 +41,25 @@ RECIPE = (
     "--rows", "8", "--width", "512", "--loss", "half", "--optimizer", "muon", "--weight-decay", "0.02",
     "--warmup", "0.02", "--held-out", "0",
 )  # fmt: skip
-BEGUN = (
-    "--layers", "2", "--depth", "6", "--ratio", "0.75",
-    "--learning-rate", "0.008", "--other-rate", "0.003", "--decay", "0.6",
-)  # fmt: skip
-GOING_ON = (
-    "--depth", "8", "--ratio", "0.7",
-    "--learning-rate", "0.006", "--other-rate", "0.0022", "--decay", "0.8",
-)  # fmt: skip
-EAGLE3 = (
-    "--autoregressive", "--layers", "1", "--depth", "6", "--ratio", "0.7",
-    "--learning-rate", "0.008", "--other-rate", "0.003", "--decay", "0.6",
-)  # fmt: skip
+RATES_BEGUN = ("--learning-rate", "0.008", "--other-rate", "0.003", "--decay", "0.6")
+RATES_GOING_ON = ("--learning-rate", "0.006", "--other-rate", "0.0022", "--decay", "0.8")
+BEGUN = ("--layers", "2", "--depth", "6", "--ratio", "0.75", *RATES_BEGUN)
+GOING_ON = ("--depth", "8", "--ratio", "0.7", *RATES_GOING_ON)
+EAGLE3 = ("--autoregressive", "--layers", "1", "--depth", "6", "--ratio", "0.7", *RATES_BEGUN)
+# of eight rows, as the public DFlash's; with so many of them a step takes as long as one of the P-EAGLE
+BLOCKS = ("--depth", "7", "--blocks", "224")
+DFLASH_BEGUN = ("--drafter", "dflash", "--layers", "2", *BLOCKS, *RATES_BEGUN)
+DFLASH_GOING_ON = (*BLOCKS, *RATES_GOING_ON)
 ANSWERS_BEGUN, PRACTICE_TOKENS = 4096, 1_228_800
 ANSWERS = ("-n", "288", "--context", "512", "--slots", "64")
-STEPS = {"drafter_begun": 900, "drafter": 2500, "drafter_eagle3": 700}
-DRAFTERS = ("drafter", "drafter_eagle3")
+STEPS = {
+    "drafter_begun": 900,
+    "drafter": 2500,
+    "drafter_eagle3": 700,
+    "drafter_dflash_begun": 900,
+    "drafter_dflash": 2500,
+}
+DRAFTERS = ("drafter", "drafter_eagle3", "drafter_dflash")
 TAPS = "1,4,7"
 
 
@@ -127,11 +131,15 @@ def build(work: Path, target_tokens: int, scale: float = 1) -> None:
 
         stage(name, work / name / "drafter" / "config.json", run)
 
-    mixture = [f"{written}:5", f"{dataset}/shards/chat:2", f"{dataset}/shards/raw:1"]
+    shares = (f"{written}:5", f"{dataset}/shards/chat:2", f"{dataset}/shards/raw:1")
+    mixture = [part for data in shares for part in ("--data", data)]
     mask = ("--mask-token", str(SPECIAL_TOKENS.index(MASK)))
-    train("drafter_begun", "--taps", TAPS, *mask, *BEGUN, *(part for data in mixture for part in ("--data", data)))
+    train("drafter_begun", "--taps", TAPS, *mask, *BEGUN, *mixture)
     train("drafter", "--init", work / "drafter_begun" / "drafter", *GOING_ON, "--data", written)
     train("drafter_eagle3", "--taps", TAPS, *EAGLE3, "--data", written)
+    train("drafter_dflash_begun", "--taps", TAPS, *mask, *DFLASH_BEGUN, *mixture)
+    begun_dflash = work / "drafter_dflash_begun" / "drafter"
+    train("drafter_dflash", "--init", begun_dflash, *DFLASH_GOING_ON, "--data", written)
     for name in DRAFTERS:
         if not (pair / name).exists():
             shutil.copytree(work / name / "drafter", pair / name, ignore=shutil.ignore_patterns("README.md"))

@@ -7,8 +7,9 @@ It begins with the pair that ships. Stages, each a folder of `--work`: before (t
 (tasks behind texts of 1000 to 4000 tokens, files in rows of 2048 and 4096), opened (the target's parameters),
 target_begun (training on rows of 512, 2048 and 4096), answers_begun (some of its own answers behind long texts),
 practice (rows of those), target (training on them), pair/target, written_long and written_short (its answers with its
-aux_hidden and best tokens; of a long prompt what a drafter's windows reach), drafter and drafter_eagle3 (`peagle train
---init --drafter-window`), and those in pair/. A stage that is done is not repeated; one that was cut off goes on.
+aux_hidden and best tokens; of a long prompt what a drafter's windows reach), drafter, drafter_eagle3 and drafter_dflash
+(`peagle train --init --drafter-window`), and those in pair/. A stage that is done is not repeated; one that was cut off
+goes on.
 
 `--minutes` is shared out among the stages; of `--work` made with another number, stages that are done stay. With
 --install the pair replaces the one in peagle/demo; its card is then written by hand, from a sweep of before/ and pair/.
@@ -37,20 +38,27 @@ from scripts.demo.tuned import tuned_environment
 from scripts.runs import new_parser
 
 WHOLE_MINUTES = 180.0  # for which the numbers of prompts are meant
-MINUTES = {"target_begun": 62.0, "target": 12.0, "drafter": 40.0, "drafter_eagle3": 10.0}  # of them
+MINUTES = {  # of them; the DFlash has the P-EAGLE's, on top
+    "target_begun": 62.0,
+    "target": 12.0,
+    "drafter": 40.0,
+    "drafter_eagle3": 10.0,
+    "drafter_dflash": 40.0,
+}
 SHARES = {
     "target_begun": "chat_512:4,raw_512:2,chat_2048:6,raw_2048:3,chat_4096:2,raw_4096:1",
     "target": "chat_512:4,raw_512:1,chat_2048:5,raw_2048:1,chat_4096:2",
 }
 PEAKS = {"target_begun": "0.3", "target": "0.12"}
 ANSWERS_BEGUN = 900
-WINDOW = {"drafter": 256, "drafter_eagle3": 256}
+WINDOW = dict.fromkeys(DRAFTERS, 256)
+DEPTH = {"drafter": "8", "drafter_eagle3": "8", "drafter_dflash": "7"}  # that of a DFlash is its block's
 WINDOW_FIELDS = ("sliding_window", "layer_types")  # of a drafter's config.json
 KEEP_PROMPT = 520  # what two layers with a window of 256 reach, and the drafts of a step
 CONTEXT = ("-n", "288", "--context", "4608", "--slots", "32", "--shard-prompts", "200")
 LEARNING = (
     "--rows", "8", "--width", "832", "--optimizer", "muon", "--weight-decay", "0.02", "--warmup", "0.02",
-    "--depth", "8", "--ratio", "0.7", "--decay", "0.8", "--held-out", "0",
+    "--ratio", "0.7", "--decay", "0.8", "--held-out", "0",
 )  # fmt: skip
 RATES = ("--learning-rate", "0.004", "--other-rate", "0.0015")
 LOSS = ("--loss", "half")
@@ -108,7 +116,8 @@ def _train_drafter(work: Path, name: str, written: Sequence[Path], minutes: floa
     data = [part for folder in written for part in ("--data", folder)]
     stage(name, work / name / "drafter" / "config.json", lambda: command(
         "peagle", "train", "--target", work / "pair" / "target", "--out", work / name, *data,
-        "--init", work / "before" / name, "--drafter-window", str(WINDOW[name]), *LEARNING, *RATES, *LOSS,
+        "--init", work / "before" / name, "--drafter-window", str(WINDOW[name]), "--depth", DEPTH[name],
+        *LEARNING, *RATES, *LOSS,
         "--minutes", str(MINUTES[name] * minutes / WHOLE_MINUTES),
         "--evaluate", work / "corpus" / "heldout_prompts.jsonl", "--evaluate-prompts", "40", "--evaluate-every", "0",
         environment=tuned_environment(),
@@ -119,7 +128,7 @@ def _ship_drafter(work: Path, name: str, written: Sequence[Path]) -> None:
     """Copy a trained drafter into the pair, with what stands beside it.
 
     Its window moves from config.json to the table: vLLM with caches of one group, which this P-EAGLE needs there, takes
-    no window but the target's.
+    no window but the target's. A DFlash's config.json has none.
     """
     out = work / "pair" / name
     if not out.exists():

@@ -12,6 +12,7 @@ def page(record: Json) -> list[Block]:
     source, rows = record["provenance"], record["rows"]
     platform, rate = source["device"]["platform"], record["config"]["synthetic_acceptance"]
     steps = [row for row in rows if "cycle_cost" in row]
+    first, *others = record["config"]["drafters"]
     blocks: list[Block] = [
         heading("On one GPU: right, and how fast" if platform == "gpu" else "A rehearsal without a GPU", 1),
         f"`{source['command']}`",
@@ -23,7 +24,7 @@ def page(record: Json) -> list[Block]:
         _operations([row for row in rows if "operation" in row], _copy_bandwidth(rows)),
         _alone([row for row in rows if "kind" in row]),
         _steps(steps),
-        _against([row for row in steps if row["k"]], *record["config"]["drafters"]),
+        *(_against([row for row in steps if row["k"]], first, other) for other in others),
         _shares([row for row in rows if isinstance(row.get("profile"), dict)]),
         _published(steps, record["config"]["published"]),
         _peers([row for row in rows if "peer" in row]),
@@ -131,18 +132,18 @@ def _steps(rows: list[Json]) -> Table:
     )
 
 
-def _against(rows: list[Json], parallel: str, in_turn: str) -> Table:
-    """Compare the drafters: at equal acceptance a step's time decides."""
+def _against(rows: list[Json], first: str, other: str) -> Table:
+    """Compare two drafters: at equal acceptance a step's time decides."""
     step_ms = {
         (row["shape"], row["draft_vocab"], row["batch"], row["k"], row["drafter"]): row["step_ms"] for row in rows
     }
     places = dict.fromkeys(key[:4] for key in step_ms)
     return _table(
-        f"shape | head | batch | K | a step of {in_turn} over one of {parallel}",
+        f"shape | head | batch | K | a step of {other} over one of {first}",
         [
-            [*map(str, place), f"{step_ms[*place, in_turn] / step_ms[*place, parallel]:.2f}"]
+            [*map(str, place), f"{step_ms[*place, other] / step_ms[*place, first]:.2f}"]
             for place in places
-            if (*place, in_turn) in step_ms and (*place, parallel) in step_ms
+            if (*place, other) in step_ms and (*place, first) in step_ms
         ],
     )
 

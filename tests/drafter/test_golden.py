@@ -20,7 +20,7 @@ MODELS = ("plain", "variant")
 EAGLE3_MODELS = ("eagle3", "eagle3_variant")
 
 chains = jax.jit(forward_chains, static_argnames=("config", "counts"))
-logits_of_rows = jax.jit(model._logits, static_argnames="config")
+logits_of_rows = jax.jit(model.head, static_argnames="config")
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -5,6 +5,7 @@ see shows.
 """
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
@@ -95,8 +96,11 @@ class Sequences:
     def project(self, positions: np.ndarray) -> np.ndarray:
         return (1.5 * self.rng.standard_normal((*positions.shape, self.shape.width))).astype(self.shape.dtype)
 
-    def attend(self, qkv: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Write all rows, then attend; return [B, T, N, H], zeros at negative positions."""
+    def attend(self, qkv: np.ndarray, positions: np.ndarray, until: np.ndarray | None = None) -> np.ndarray:
+        """Write all rows, then attend, up to a row's own position or `until`; return [B, T, N, H].
+
+        Rows that see nothing have zeros.
+        """
         shape = self.shape
         heads = qkv.astype(np.float64).reshape(*positions.shape, -1, shape.head_dim)
         cos, sin = (part.astype(np.float64)[:, :, None] for part in angles(positions, shape))
@@ -113,8 +117,10 @@ class Sequences:
             self.keys[at], self.values[at] = key[b, t], heads[b, t, -shape.kv_heads :]
         out = np.zeros(query.shape)
         for b, t in rows:
-            newest = int(positions[b, t])
-            oldest = 0 if shape.window is None else max(0, newest - shape.window + 1)
+            newest = int(positions[b, t] if until is None else until[b, t])
+            if newest < 0:
+                continue
+            oldest = 0 if shape.window is None else max(0, int(positions[b, t]) - shape.window + 1)
             keys, values = (
                 np.stack([held[b, p] for p in range(oldest, newest + 1)]) for held in (self.keys, self.values)
             )
@@ -145,20 +151,28 @@ def attend(
     table: jax.Array,
     positions: jax.Array,
     sinks: jax.Array | None,
+    until: jax.Array | None = None,
     *,
     shape: Shape,
     form: str,
 ) -> tuple[jax.Array, Pages]:
-    rows = causal_rows(table, positions, shape.page_size, shape.window, shape.offset)
+    rows = causal_rows(table, positions, shape.page_size, shape.window, shape.offset, until)
     out, pages = paged_attention(qkv, cos, sin, pages, rows, shape.heads, sinks, implementation=form)  # type: ignore[arg-type]
     return out.reshape(*positions.shape, shape.heads, shape.head_dim), pages
 
 
 def run(
-    form: str, sequences: Sequences, pages: Pages, table: np.ndarray, positions: np.ndarray, qkv: np.ndarray
+    form: str,
+    sequences: Sequences,
+    pages: Pages,
+    table: np.ndarray,
+    positions: np.ndarray,
+    qkv: np.ndarray,
+    until: np.ndarray | None = None,
 ) -> tuple[np.ndarray, Pages]:
     shape = sequences.shape
-    operands = jax.tree.map(jnp.asarray, (qkv, *angles(positions, shape), pages, table, positions, sequences.sinks))
+    given = (qkv, *angles(positions, shape), pages, table, positions, sequences.sinks, until)
+    operands = jax.tree.map(jnp.asarray, given)
     out, pages = attend(*operands, shape=shape, form=form)
     return np.asarray(out), pages
 
@@ -221,6 +235,42 @@ def test_it_is_the_definition(form: str, name: str) -> None:
             after = np.asarray(pages.value, np.float32)
             np.testing.assert_array_equal(after[~written], before[~written])
             assert np.isfinite(after[written]).all()
+
+
+def block_passes(length: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield (positions, until) of a prompt that only writes, then of rows that only write, each before a block."""
+    prompt = steps(0, 0, -1, rows=length)
+    prompt[1, length - 3 :] = -1  # a shorter one
+    yield prompt, np.full_like(prompt, -1)
+    begin, num, width = np.array([length, length - 3, -1]), np.array([1, 3, 1]), np.array([3, 1, 3])
+    for _ in range(3):
+        # up to four new rows of the context, then a block of up to four rows that all see its last one
+        row = np.arange(8)[None, :]
+        block, place = row >= 4, begin[:, None] + np.where(row < 4, row, num[:, None] + row - 4)
+        active = (begin[:, None] >= 0) & np.where(block, row - 4 <= width[:, None], row < num[:, None])
+        until = np.where(active & block, (begin + num + width)[:, None], -1)
+        yield np.where(active, place, -1).astype(np.int32), until.astype(np.int32)
+        begin, num, width = np.where(begin < 0, begin, begin + num), np.roll(num, 1), np.roll(width, 1)
+
+
+@pytest.mark.parametrize(("form", "name"), forms_of(SHAPES | GPU_SHAPES), indirect=["form"])
+def test_rows_of_a_block_see_each_other(form: str, name: str) -> None:
+    """Beside rows that write and see nothing; what a later pass does not see again may be overwritten.
+
+    The first blocks end within a page, across pages, and in a GPU's second chunk.
+    """
+    shape, rng = (SHAPES | GPU_SHAPES)[name], np.random.default_rng(3)
+    for length in (11, 254) if shape.page_size == PAGE_SIZE else (11,):
+        width = -(-(length + 24 + shape.offset) // shape.page_size)
+        table = shuffled_table(rng, 3, width, 3 * width + 2)
+        sequences, pages = Sequences(shape, rng), empty(shape, 3 * width + 2)
+        for positions, until in block_passes(length):
+            qkv = sequences.project(positions)
+            expected = sequences.attend(qkv, positions, until)
+            out, pages = run(form, sequences, pages, table, positions, qkv, until)
+            sees = until >= 0
+            assert np.isfinite(out.astype(np.float32)).all()
+            assert_close(form, out[sees], expected[sees], shape.dtype)
 
 
 # 300 positions, so that threads share one sequence, and the GPU's kernels take two chunks

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
-from drafter.propose import PEagle
+from drafter.propose import PEagle, drafter_of
 from drafter.train.folder import LOG, read_log, steps_done
 from drafter.train.step import devices_for
 from peagle import loading
@@ -79,6 +80,7 @@ CASES = [  # by default each kind of mesh, with each kind of kernels
     ),
 ]
 DRAFTER = drafter_config(CONFIG, aux_layer_ids=AUX)
+BLOCK = drafter_config(CONFIG, hidden_size=CONFIG.hidden_size, aux_layer_ids=AUX, block_size=6, qk_norm=True)
 
 
 def test_there_are_eight_devices() -> None:
@@ -248,10 +250,14 @@ def run(
     return answers
 
 
-@pytest.mark.parametrize("shape", [pytest.param(TP4, marks=pytest.mark.slow), BOTH], ids=str)
-def test_the_engine_emits_the_same_with_the_same_acceptance(root: Path, shape: MeshShape) -> None:
+@pytest.mark.parametrize(
+    ("shape", "config"), [pytest.param(TP4, DRAFTER, marks=pytest.mark.slow), (BOTH, DRAFTER), (TP4, BLOCK)], ids=str
+)
+def test_the_engine_emits_the_same_with_the_same_acceptance(
+    root: Path, shape: MeshShape, config: DrafterConfig
+) -> None:
     """With a real drafter, whose head is cut, too, and requests that enter and leave slots; one is sampled."""
-    drafter = PEagle(random_params(DRAFTER), DRAFTER)
+    drafter = drafter_of(random_params(config), config)
     target = over(root, shape, "packed", FAST)
     expected = run(whole(root, "packed", FAST), drafter)
     assert run(target, loading.drafter_over(drafter, target.mesh)) == expected

@@ -11,10 +11,10 @@ import numpy as np
 from drafter import model
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams, init_params
-from drafter.propose import Eagle3, PEagle
+from drafter.propose import AnyDrafter, DFlash, Eagle3, PEagle
 from peagle.ops.attention import PagedCache
 from peagle.ops.messages import DrafterInput, DraftOutput
-from peagle.ops.rope import Llama3, RopeConfig
+from peagle.ops.rope import Llama3, RopeConfig, Yarn
 from tests.support.paging import small_pages
 
 LLAMA3 = Llama3(factor=4.0, original_length=24, low_freq_factor=1.0, high_freq_factor=4.0)
@@ -158,6 +158,48 @@ CONFIGS = {
 }
 ONE, TWO, FOUR, MASKS, EAGLE, EAGLE_NORMED, WINDOWS, EAGLE_WINDOW, HEADS_NORMED = CONFIGS
 
+DFLASH_CONFIGS = {
+    "DFlash, two layers, biases, YaRN": DrafterConfig(
+        hidden_size=24,
+        num_layers=2,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=10,
+        mlp_width=34,
+        target_hidden_size=24,
+        vocab_size=53,
+        draft_vocab_size=53,
+        mask_token_id=3,
+        rope=RopeConfig(10, 150000.0, Yarn(factor=8.0, original_length=16, truncate=False)),
+        num_taps=2,
+        aux_layer_ids=(0, 3),
+        qk_norm=True,
+        attention_bias=True,
+        block_size=8,
+        rms_norm_eps=1e-5,
+        max_positions=131072,
+    ),
+    "DFlash, three layers, one kv head": DrafterConfig(
+        hidden_size=18,
+        num_layers=3,
+        num_heads=5,
+        num_kv_heads=1,
+        head_dim=6,
+        mlp_width=28,
+        target_hidden_size=18,
+        vocab_size=47,
+        draft_vocab_size=47,
+        mask_token_id=46,
+        rope=RopeConfig(6, 10000.0),
+        num_taps=3,
+        aux_layer_ids=(1, 4, 6),
+        qk_norm=True,
+        block_size=5,
+        num_target_layers=8,
+    ),
+}
+BIASED, PLAIN = DFLASH_CONFIGS
+
 
 @functools.cache
 def random_params(config: DrafterConfig, seed: int = 0) -> DrafterParams:
@@ -190,6 +232,10 @@ def drafter(name: str, with_logits: bool = False) -> PEagle:
 
 def eagle3(name: str) -> Eagle3:
     return Eagle3(random_params(CONFIGS[name]), CONFIGS[name])
+
+
+def dflash(name: str, with_logits: bool = False) -> DFlash:
+    return DFlash(random_params(DFLASH_CONFIGS[name]), DFLASH_CONFIGS[name], with_logits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +272,7 @@ def stack_fresh(texts: Sequence[Text], firsts: Sequence[int], nums: Sequence[int
 
 
 def prompt_state(
-    drafter: PEagle | Eagle3,
+    drafter: AnyDrafter,
     texts: Sequence[Text],
     lengths: Sequence[int],
     num_drafts: int,
@@ -235,13 +281,13 @@ def prompt_state(
     """Prefill each text's first `length` tokens in one padded batch of one width; return the state.
 
     The caches have room for 80 rows unless a capacity is given (fewer shapes, fewer compilations)."""
-    width = 32
-    capacity = 80 - 2 * num_drafts if capacity is None else capacity
+    width, widest = 32, 2 * num_drafts + 2
+    capacity = 80 - widest if capacity is None else capacity
     tokens = np.stack(
         [np.where(np.arange(width) < n, t.token_ids[:width], 5) for t, n in zip(texts, lengths, strict=True)]
     )
     aux = np.stack([t.aux_hidden[:width] for t in texts])
-    state = small_pages(drafter, len(texts), capacity, 2 * num_drafts)
+    state = small_pages(drafter, len(texts), capacity, widest)
     return prefill(drafter, state, jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32), jnp.asarray(aux))
 
 
@@ -250,7 +296,7 @@ forward = jax.jit(model.forward, static_argnames="config")
 
 @jax.jit
 def prefill(
-    drafter: PEagle | Eagle3, state: PagedCache, token_ids: jax.Array, lengths: jax.Array, aux_hidden: jax.Array
+    drafter: AnyDrafter, state: PagedCache, token_ids: jax.Array, lengths: jax.Array, aux_hidden: jax.Array
 ) -> PagedCache:
     """Write rows 0..length-2 of each padded prompt to the caches: row length-1 needs a token more."""
     index = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
@@ -260,7 +306,7 @@ def prefill(
 
 @functools.partial(jax.jit, static_argnames="num_drafts")
 def propose(
-    drafter: PEagle | Eagle3,
+    drafter: AnyDrafter,
     state: PagedCache,
     fresh: DrafterInput,
     *,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from drafter.load import load_drafter, save_drafter
-from drafter.propose import PEagle
+from drafter.propose import AnyDrafter, drafter_of
 from peagle.engine.engine import Engine
 from peagle.engine.executor import chunk_plan
 from peagle.engine.pages import PageTable
@@ -26,6 +26,10 @@ from tests.support.toys import WINDOW, drafter_config, tiny_target
 
 FAST = "native float32" if native.available() else "float32"
 DRAFTER = drafter_config(num_layers=2, windows=(WINDOW, None))  # as the target's layers
+BLOCK = drafter_config(
+    hidden_size=TARGET.hidden_size, num_layers=2, mask_token_id=36, block_size=8, qk_norm=True, attention_bias=True
+)
+DRAFTERS = {"P-EAGLE": DRAFTER, "DFlash": BLOCK}
 TOKENS = tuple(np.random.default_rng(8).integers(0, TARGET.vocab_size, 400).tolist())
 Answer = tuple[list[int], list[StepRecord], list[TokenLogprobs]]
 
@@ -33,19 +37,26 @@ Answer = tuple[list[int], list[StepRecord], list[TokenLogprobs]]
 @flax.struct.dataclass
 class Models:
     target: GptOss
-    drafter: PEagle
+    drafter: AnyDrafter
 
 
 @functools.cache
-def models(kind: str, root: Path) -> Models:
+def models(kind: str, root: Path, drafter: str = "P-EAGLE") -> Models:
     """Load the same weights as XLA's arrays, or in the kernels' layout. kind: "native float32", "float32", ..."""
-    directory, dtype = root / kind, jnp.dtype(kind.split()[-1])
+    directory, dtype = root / f"{kind} {drafter}", jnp.dtype(kind.split()[-1])
     implementation = "native" if kind.startswith("native") else None
     save_target(directory / "target", tiny_target().params, TARGET, dtype=np.float32, mxfp4=False)
-    save_drafter(directory / "drafter", random_drafter(DRAFTER), DRAFTER)
+    drafting = DRAFTERS[drafter]
+    save_drafter(directory / "drafter", random_drafter(drafting), drafting)
     loaded = load_target(directory / "target", dtype=dtype, implementation=implementation)
-    params, config = load_drafter(directory / "drafter", dtype, implementation=implementation)
-    return Models(GptOss(loaded.params, loaded.config, (0, 1)), PEagle(params, config))
+    params, config = load_drafter(
+        directory / "drafter",
+        dtype,
+        implementation=implementation,
+        target_embedding=loaded.params.embedding,
+        target_lm_head=loaded.params.lm_head,
+    )
+    return Models(GptOss(loaded.params, loaded.config, (0, 1)), drafter_of(params, config))
 
 
 @functools.cache

@@ -3,12 +3,12 @@
 import jax
 import numpy as np
 
-from drafter.propose import Eagle3, PEagle
+from drafter.propose import AnyDrafter
 from peagle.ops.attention import PagedCache, init_pool, own_tables
 from target.model import GptOss
 
 SMALL = 8  # indices of a page
-Cached = GptOss | PEagle | Eagle3
+Cached = GptOss | AnyDrafter
 
 
 def small_pages(model: Cached, batch: int, capacity: int, widest_write: int) -> PagedCache:

@@ -118,8 +118,9 @@ def rows_by_layer(
     cache: PagedCache,
     positions: jax.Array,
     writes: jax.Array | None = None,
+    until: jax.Array | None = None,
 ) -> dict[int, "PagedRows"]:
-    """Place the causal rows of a pass in the caches of each layer.
+    """Place the rows of a pass in the caches of each layer, causal ones unless `until` is given (`causal_rows`).
 
     windows: by layer, what its rows see; its group may keep more. writes: False in rows that only read.
     """
@@ -127,7 +128,7 @@ def rows_by_layer(
     for group, table in zip(groups, cache.tables, strict=True):
         for window in dict.fromkeys(windows[layer] for layer in group.layers):
             page_size = cache.pages[group.layers[0]].page_size
-            rows = causal_rows(table, positions, page_size, window, group.offset)
+            rows = causal_rows(table, positions, page_size, window, group.offset, until)
             if writes is not None:
                 rows = rows.replace(write=jnp.where(writes, rows.write, -1))  # type: ignore[attr-defined]
             placed |= dict.fromkeys((layer for layer in group.layers if windows[layer] == window), rows)
@@ -162,17 +163,20 @@ def causal_rows(
     page_size: int,
     window: int | None = None,
     offset: int = 0,
+    until: Int[Array, "B T"] | None = None,
 ) -> PagedRows:
     """Let each row write index position + offset and see the indices up to it, from `offset` on.
 
     window: it sees that many of the latest. A row of negative position writes and sees nothing. The positions of one
-    sequence follow each other.
+    sequence follow each other. until: the position that each row sees up to, at most the pass's last, instead of its
+    own; negative: it sees nothing. So rows of a block see each other, later ones too: all are written before any reads.
     """
     index = jnp.where(positions < 0, -1, positions + offset)
+    last = index if until is None else jnp.where((positions < 0) | (until < 0), -1, until + offset)
     if window is None:
-        return PagedRows(table, index, jnp.full_like(index, offset), index, table.shape[1] * page_size)
+        return PagedRows(table, index, jnp.full_like(index, offset), last, table.shape[1] * page_size)
     first = jnp.maximum(index - (window - 1), offset)
-    return PagedRows(table, index, first, index, window + positions.shape[1] - 1)
+    return PagedRows(table, index, first, last, window + positions.shape[1] - 1)
 
 
 def paged_attention(

@@ -46,7 +46,7 @@ SMALL = dataclasses.replace(CONFIG, num_heads=2, num_kv_heads=1, mlp_width=12)
 T = 24
 loss_of_chains = jax.jit(loss.chain_loss, static_argnames=("config", "loss", "counts", "part"))
 run_chains = jax.jit(forward_chains, static_argnames=("config", "counts"))
-head = jax.jit(model._logits, static_argnums=1)
+head = jax.jit(model.head, static_argnums=1)
 QUICKLY: Any = {"xla_backend_optimization_level": 0}  # for programs that run once
 
 
@@ -271,7 +271,7 @@ def test_drafting_in_turn_and_training_in_turn_agree_on_tokens_and_logits(
     groups, empty = model.cache_groups(config), small_pages(Eagle3(params, config), 1, 40, T)
     cache = run_absorb(params, config, shifted, aux, rows_before(anchor), empty, groups)
     fresh = drafter_input(shifted, aux, anchor)
-    given, logits_of = jnp.full((1,), depth, jnp.int32), model._logits
+    given, logits_of = jnp.full((1,), depth, jnp.int32), model.head
 
     @jax.jit
     def draft(cache: PagedCache) -> tuple[jax.Array, jax.Array]:
@@ -283,7 +283,7 @@ def test_drafting_in_turn_and_training_in_turn_agree_on_tokens_and_logits(
             return seen[-1]
 
         with monkeypatch.context() as patch:
-            patch.setattr(model, "_logits", recorded)
+            patch.setattr(model, "head", recorded)
             drafts, _ = model.propose_in_turn(params, config, fresh, given, cache, groups, depth)
         return drafts, jnp.concatenate(seen, axis=1)
 

@@ -630,7 +630,7 @@ def test_a_target_without_a_drafter_and_other_mixtures_are_refused(
     refused(real("generate", "--target", str(tmp_path / "absent"), "Hi"), "absent does not exist")
     refused(real("speculate", "--target", str(tmp_path / "absent"), "Hi"), "absent does not exist")
     refused(real("speculate", "--target", str(tmp_path), "Hi"), f"{tmp_path} has no config.json; expected")
-    refused(real("speculate", "--drafter", "demo-eagle9", "Hi"), "demo-eagle9 does not exist", "demo-eagle3, or ngram")
+    refused(real("speculate", "--drafter", "demo-eagle9", "Hi"), "demo-eagle9 does not exist", "demo-dflash, or ngram")
     drafter_as_target = ("--target", str(directories.drafter), "--drafter", "ngram")
     refused(real("speculate", *drafter_as_target, "Hi"), "'llama'")
     shutil.copytree(directories.target, tmp_path / "bare")

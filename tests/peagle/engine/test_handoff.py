@@ -70,18 +70,19 @@ def until(engine: Engine, handle: Handle, tokens: int) -> list[TokenChunk]:
 
 @needs_native
 @pytest.mark.parametrize(
-    ("k", "dtype"),
+    ("k", "dtype", "drafter"),
     [
-        pytest.param(0, "float32", marks=pytest.mark.slow),
-        (K, "float32"),
-        pytest.param(K, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(0, "float32", "P-EAGLE", marks=pytest.mark.slow),
+        (K, "float32", "P-EAGLE"),
+        pytest.param(K, "bfloat16", "P-EAGLE", marks=pytest.mark.slow),
+        (K, "float32", "DFlash"),
     ],
 )
 def test_a_fresh_prompt_goes_on_in_an_engine_of_another_shape(
-    k: int, dtype: str, tmp_path_factory: pytest.TempPathFactory
+    k: int, dtype: str, drafter: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Prompts around blocks, chunks and the window; rings of the sender's chunks go into rings of single steps."""
-    given = models(f"native {dtype}", tmp_path_factory.getbasetemp())
+    given = models(f"native {dtype}", tmp_path_factory.getbasetemp(), drafter)
     local, decoder = engine_of(given, k), engine_of(given, k, role="decode", context=CAPACITY + 30)
     for chunk, lengths in ((64, (1, WINDOW, 45, BLOCK + 1)), (100, (2, BLOCK, 2 * BLOCK + 20))):
         sender = engine_of(given, k, prefill_chunk=chunk, role="prefill", context=CAPACITY - chunk % 3)

@@ -89,6 +89,7 @@ class EvenlyPaced(Engine):
     [
         pytest.param(1, 1, "ngram", "float32", marks=pytest.mark.slow),
         (5, 1, "P-EAGLE", FAST),
+        (5, 1, "DFlash", FAST),
         pytest.param(5, 1, "P-EAGLE", "float32", marks=pytest.mark.slow),
         pytest.param(1, 2, "ngram", "float32", marks=pytest.mark.slow),
     ],
@@ -97,7 +98,7 @@ def test_any_interleaving_gives_each_request_what_it_gets_alone(
     together: int, count: int, drafter: str, kind: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """In one engine, and in two behind one queue, with memory for less than what all slots may hold."""
-    pair = models(kind, tmp_path_factory.getbasetemp())
+    pair = models(kind, tmp_path_factory.getbasetemp(), "DFlash" if drafter == "DFlash" else "P-EAGLE")
     proposer = NGram() if drafter == "ngram" else pair.drafter
     happened = interleave(
         [pair.target] * count, decoded_alone(pair.target), 14 if count == 1 else 6, together, proposer

@@ -45,11 +45,20 @@ def requests(number: int, logprobs: int | None = None) -> list[Request]:
 
 @pytest.mark.skipif(not native.available(), reason=native.status()[1])
 @pytest.mark.parametrize(
-    ("steps", "kept"),
-    [(1, 0), pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(4, 0, marks=pytest.mark.slow), (4, 1)],
+    ("steps", "kept", "drafter"),
+    [
+        (1, 0, "P-EAGLE"),
+        pytest.param(1, 1, "P-EAGLE", marks=pytest.mark.slow),
+        pytest.param(4, 0, "P-EAGLE", marks=pytest.mark.slow),
+        (4, 1, "P-EAGLE"),
+        (4, 1, "DFlash"),
+    ],
 )
-def test_requests_with_memory_for_a_third_get_what_they_get_alone(pair: Models, kept: int, steps: int) -> None:
+def test_requests_with_memory_for_a_third_get_what_they_get_alone(
+    kept: int, steps: int, drafter: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Tokens, steps and log-probabilities; they were interrupted in the midst of prompts and of answers."""
+    pair = models("native float32", tmp_path_factory.getbasetemp(), drafter)
     alone = engine_of(pair)
     some = requests(8, logprobs=2)
     expected = [answer_of(list(alone.follow(alone.add(request)))) for request in some]

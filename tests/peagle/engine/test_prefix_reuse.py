@@ -48,17 +48,21 @@ PROMPTS = [
 
 @NATIVE
 @pytest.mark.parametrize(
-    ("size", "dtype"),
+    ("size", "dtype", "drafter"),
     [
-        pytest.param(1, "float32", marks=pytest.mark.slow),
-        (1, "bfloat16"),
-        (HUGE, "float32"),
-        pytest.param(HUGE, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(1, "float32", "P-EAGLE", marks=pytest.mark.slow),
+        (1, "bfloat16", "P-EAGLE"),
+        (HUGE, "float32", "P-EAGLE"),
+        pytest.param(HUGE, "bfloat16", "P-EAGLE", marks=pytest.mark.slow),
+        (1, "float32", "DFlash"),
+        (HUGE, "bfloat16", "DFlash"),
     ],
 )
-def test_a_hit_gives_what_a_cold_start_gives(dtype: str, size: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_hit_gives_what_a_cold_start_gives(
+    dtype: str, size: int, drafter: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """With windows in both models; with little memory, known pages give way meanwhile."""
-    pair = models(f"native {dtype}", tmp_path_factory.getbasetemp())
+    pair = models(f"native {dtype}", tmp_path_factory.getbasetemp(), drafter)
     warm, sampling = engine(pair, size), SamplingParams(0.8, seed=3)
     hits = []
     for number, prompt in enumerate(PROMPTS):

@@ -249,3 +249,25 @@ def test_a_card_tells_what_a_training_reached_with_a_dash_for_what_nobody_knows(
     assert "Acceptance length on 3 held-out prompts, greedy, K = 7: -.\n" in text
     (tmp_path / LOG).write_text(json.dumps({"step": 4, "loss": 1.0}))
     assert "\n4 of 9 steps of 2 rows" in card(DRAFTER, "vllm", None, None, tmp_path)
+
+
+def test_a_dflash_drafter_is_written_in_its_own_layout(
+    directories: Directories, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without embedding and head, which it reads from the target; the card says how vLLM runs it."""
+    source = write(tmp_path / "drafter", hidden_size=TARGET.hidden_size, block_size=6, qk_norm=True)
+    assert export(source, tmp_path / "out") == 2
+    assert "does not store embed_tokens.weight and lm_head.weight" in capsys.readouterr().err
+    target = ("--verifier", str(directories.target))
+    assert export(source, tmp_path / "out", *target, "--dialect", "speculators") == 2
+    assert "written in its own layout, not in that of speculators" in capsys.readouterr().err
+    assert export(source, tmp_path / "out", *target) == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert all((before[name] == after[name]).all() for name in before)
+    assert stored(tmp_path / "out") == dataclasses.replace(stored(source), max_positions=MAX_POSITIONS)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "# DFlash drafter" in card
+    assert '"method": "dflash"' in card
+    assert '"num_speculative_tokens": 5' in card
+    assert "up to 5 of them" in card

@@ -27,6 +27,7 @@ from peagle.text.prompt_files import read_prompt_file
 from peagle.workflows.hf_reference import Layers, layer_by_layer
 from peagle.workflows.parity import Reading, Text, accepted, causes, compare, replay
 from peagle.workflows.parity_check import Asked, ParityConfig, ask, readings, with_all_tokens
+from tests.support.drafters import random_params
 from tests.support.pairs import edit_json
 
 K = 3
@@ -334,3 +335,19 @@ def test_an_eagle3_drafter_is_compared_too(in_turn: Path, tmp_path: Path) -> Non
     assert found["same_drafts_frac"] == 1
     assert found["difference"] is None
     assert any(name.startswith("norm_output") for name in found["readings"])
+
+
+def test_a_dflash_drafter_is_compared_too(tmp_path: Path) -> None:
+    """Its drafts and logits, with the target's embedding and head; other layers and mask tokens are tried."""
+    _, demo = load_drafter(DEMO_DRAFTER)
+    config = dataclasses.replace(demo, block_size=8, qk_norm=True, num_target_layers=8)
+    save_drafter(tmp_path / "drafter", random_params(config), config)
+    given = ["--drafter", str(tmp_path / "drafter"), "--json", str(tmp_path / "found.json"), "--num-prompts", "2"]
+    for k in ("3", "7"):
+        assert main(["parity", "-n", "16", "-k", k, "--reference-steps", "2", *given]) == 0
+        found = json.loads((tmp_path / "found.json").read_text())["drafter"]
+        assert found["logits"]["max_difference"] < 1e-4
+        assert found["same_drafts_frac"] == 1
+        assert found["difference"] is None
+    names = {name.partition(":")[0] for name in found["readings"]}
+    assert names == {"taps", "mask token", "window"}

@@ -287,8 +287,12 @@ def test_from_data_to_a_drafter_that_runs(
 
 @pytest.mark.parametrize(
     "kind",
-    [("--layers", 2), pytest.param(("--layers", 1, "--autoregressive"), marks=pytest.mark.slow)],
-    ids=["P-EAGLE", "EAGLE-3"],
+    [
+        ("--layers", 2),
+        pytest.param(("--layers", 1, "--autoregressive"), marks=pytest.mark.slow),
+        ("--layers", 2, "--drafter", "dflash", "--blocks", 64),
+    ],
+    ids=["P-EAGLE", "EAGLE-3", "DFlash"],
 )
 def test_what_was_learnt_by_heart_is_drafted_right(
     directories: Directories, tmp_path: Path, run: Run, kind: tuple[object, ...]
@@ -449,6 +453,17 @@ def test_a_drafter_to_begin_with_may_share_the_targets_embedding_and_head(
         (("--aux-layer-ids", "0,1,2"), "--aux-layer-ids says what --init reads, and there is none"),
         (("--depth", 0), "--depth is 0; expected 1 or more"),
         (("--autoregressive", "--mask-token", 4), "an EAGLE-3 drafter has no mask slots"),
+        (("--drafter", "medusa"), "--drafter is 'medusa'; expected"),
+        (("--drafter", "dflash", "--autoregressive"), "--autoregressive means an EAGLE-3 drafter, and --drafter is"),
+        (("--drafter", "dflash", "--hidden-size", 8), "--hidden-size is 8; expected the target's 64"),
+        (("--drafter", "dflash", "--draft-vocab", 9), "a DFlash drafter has its target's head"),
+        (("--drafter", "dflash", "--mask-hiddens", 2), "a DFlash drafter has no mask hiddens"),
+        (("--drafter", "dflash", "--depth", 1), "--depth is 1; expected 2 or more"),
+        (("--drafter", "dflash", "--dialect", "speculators"), "a DFlash drafter has a layout of its own"),
+        (("--drafter", "dflash", "--evaluate", "missing.jsonl"), "-k is 7; expected at most 3, since a block"),
+        (("--blocks", 4), "--blocks is given, and a P-EAGLE drafter has none"),
+        (("--draft-decay", 4), "--draft-decay is given, and a P-EAGLE drafter has none"),
+        (("--draft-decay", 0), "--draft-decay is 0.0; expected a number above 0"),
         (("--parts", 99), "99 parts of a sequence of 32"),
         (("--drafter-window", 3), "--drafter-window is 3; expected 4 or more: --depth 3 tokens are drafted"),
         (("--drafter-window", "wide"), "--drafter-window is 'wide'; expected"),
@@ -478,6 +493,39 @@ def test_what_cannot_be_trained_is_one_line_and_nothing_is_written(
     assert code == 2
     assert says in said
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dflash_drafter_is_trained_written_and_trained_again(
+    directories: Directories, made: Path, tmp_path: Path, run: Run
+) -> None:
+    """In z-lab's layout, its window in speculation.json; embedding and head are the target's all the while."""
+    first, again = tmp_path / "first", tmp_path / "again"
+    more = ("--drafter", "dflash", "--drafter-window", 8, "--blocks", 6)
+    code, said = run(*train(directories, made, first, *more))
+    assert code == 0, said
+    recipe = json.loads((first / "recipe.json").read_text())
+    assert (recipe["recipe"]["blocks"], recipe["recipe"]["draft_decay"]) == (6, 4.0)
+    assert recipe["drafter"]["num_target_layers"] == 3
+    config = json.loads((first / "drafter" / "config.json").read_text())
+    assert config["architectures"] == ["DFlashDraftModel"]
+    assert config["block_size"] == recipe["recipe"]["cod"]["depth"] + 1
+    assert json.loads((first / "drafter" / "speculation.json").read_text()) == {"drafter_window": 8}
+    assert not {"embed_tokens.weight", "lm_head.weight"} & load_file(first / "drafter" / "model.safetensors").keys()
+    assert "# DFlash drafter" in (first / "drafter" / "README.md").read_text()
+    speculative = peagle.loading.load(directories.target, first / "drafter")
+    assert speculative.loaded.drafter_window == "8 positions, by speculation.json"
+    plain = speculative.generate(PROMPTS[0], num_speculative_tokens=0, max_new_tokens=30)
+    assert speculative.generate(PROMPTS[0], num_speculative_tokens=3, max_new_tokens=30).output_ids == plain.output_ids
+    code, said = run(*train(directories, made, again, "--init", first / "drafter", "--blocks", 6))
+    assert code == 0, said
+    written = {**recipe["drafter"], "max_positions": MAX_POSITIONS}
+    assert json.loads((again / "recipe.json").read_text())["drafter"] == written
+    code, said = run(*train(directories, made, tmp_path / "other", "--init", first / "drafter", "--depth", 5))
+    assert code == 2
+    assert "--depth is 5, and a block of the drafter has 3 drafts; expected the same" in said
+    code, said = run(*train(directories, made, tmp_path / "other", "--init", first / "drafter", "--drafter", "p-eagle"))
+    assert code == 2
+    assert "is a DFlash drafter; leave out --drafter" in said
 
 
 def test_a_drafter_to_begin_with_keeps_its_kind(directories: Directories, made: Path, tmp_path: Path, run: Run) -> None:

@@ -1,0 +1,161 @@
+"""Run a DFlash drafter: one pass over a block of the pending token and mask slots, which all see each other.
+
+Tokens 0 .. m-1 are read by the target, token m is pending. A position of the context is one projection of its
+aux_hidden, the same for every layer, and has no token; the block has tokens, and no aux_hidden:
+
+    context   c[p] = hidden_norm(fc(aux_hidden[p]))          positions 0 .. m-1     keys and values of each layer
+    block     embedding of [token m, mask, .., mask]         positions m .. m+K     queries, keys and values
+    drafts                 [   -     d0   .. dK-1]           row 1 + i gives draft i, which stands at its own position
+
+A block row sees the whole context and all of its block, later rows too. The caches keep the context alone: the next
+pass writes the rows that became context over those of the block, and none sees what lies behind its own block.
+
+The context row at position p stands at index p + 1 of a page, as a P-EAGLE's, whose row p holds token p + 1. It would
+fit index p; but so all drafters' rows come with the token after them, and all their pages are final together.
+
+A block has one row more than a slot's width, so that its drafts depend on the slot alone.
+
+Sources: arXiv 2602.06036; z-lab/dflash; vllm qwen3_dflash.py.
+"""
+
+from collections.abc import Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from drafter import model
+from drafter.config import DrafterConfig
+from drafter.params import DrafterParams
+from peagle.ops.attention import CacheGroup, PagedCache, paged_attention, rows_by_layer
+from peagle.ops.linear import embed, linear
+from peagle.ops.messages import DrafterInput
+from peagle.ops.norm import rms_norm
+from peagle.ops.rope import rope_tables
+
+
+@flax.struct.dataclass
+class BlockRows:
+    """The rows of one proposing pass: F of the context, then K + 1 of the block (`lay_out_block`)."""
+
+    token_ids: jax.Array  # [B, K+1]: of the block
+    positions: jax.Array  # [B, F+K+1]; -1 in padding, and in an inactive sequence
+    until: jax.Array  # [B, F+K+1]: the position that a row sees up to; -1: it sees nothing
+
+
+def lay_out_block(
+    drafter_input: DrafterInput, widths: Int[Array, " B"], num_drafts: int, mask_token_id: int
+) -> BlockRows:
+    """Lay out the committed rows as context, and behind them the block of widths[b] + 1 rows.
+
+    Example (K = 3, mask id M): C = 2 tokens 11 12 committed from position 5, width 2; and C = 1, 20 from 9, width 3.
+
+        row          0    1    2  .. F-1 |  F    F+1  F+2  F+3
+        token_ids                        |  12   M    M    (M)
+        positions    5    6    -1 .. -1  |  7    8    9    -1      12 is pending: aux_hidden[6] predicted it
+        until        -1   -1   -1 .. -1  |  9    9    9    -1
+        token_ids                        |  20   M    M    M
+        positions    9    -1   -1 .. -1  |  10   11   12   13
+    """
+    num, first = drafter_input.num[:, None], drafter_input.first_position[:, None]
+    row = jnp.arange(drafter_input.token_ids.shape[1], dtype=jnp.int32)[None, :]
+    context = jnp.where((first >= 0) & (row < num), first + row, -1)
+    pending = jnp.take_along_axis(drafter_input.token_ids, jnp.maximum(num - 1, 0), axis=1)
+    masks = jnp.full((num.shape[0], num_drafts), mask_token_id, jnp.int32)
+    place = jnp.arange(num_drafts + 1, dtype=jnp.int32)[None, :]
+    width = widths[:, None]
+    active = (first >= 0) & (width > 0) & (place <= width)
+    block = jnp.where(active, first + num + place, -1)
+    until = jnp.where(active, first + num + width, -1)
+    return BlockRows(
+        token_ids=jnp.concatenate([pending, masks], axis=1),
+        positions=jnp.concatenate([context, block], axis=1),
+        until=jnp.concatenate([jnp.full_like(context, -1), until], axis=1),
+    )
+
+
+def project_context(
+    params: DrafterParams,
+    config: DrafterConfig,
+    aux_hidden: Float[Array, "B T A"],
+    positions: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T D"]:
+    """Project aux_hidden as every layer's keys and values read it. Ignore the result at a negative position."""
+    assert params.hidden_norm is not None
+    return rms_norm(model.project_aux(params, config, aux_hidden, positions), params.hidden_norm, config.rms_norm_eps)
+
+
+def absorb(
+    params: DrafterParams,
+    config: DrafterConfig,
+    aux_hidden: Float[Array, "B T A"],
+    positions: Int[Array, "B T"],
+    cache: PagedCache,
+    groups: Sequence[CacheGroup],
+) -> PagedCache:
+    """Write context rows to the cache. Rows of negative position are inactive and never written."""
+    context = project_context(params, config, aux_hidden.astype(params.dtype), positions)
+    nothing = jnp.full_like(positions, -1)
+    pages, rows = list(cache.pages), rows_by_layer(groups, model.windows_of(config), cache, positions, until=nothing)
+    cos, sin = rope_tables(config.rope, positions, params.dtype, implementation=params.implementation)
+    for layer, p in enumerate(params.layers):
+        qkv = linear(context, p.qkv, p.qkv_bias, positions=positions, implementation=params.implementation)
+        _, pages[layer] = paged_attention(
+            model.norm_heads(qkv, p, config),
+            cos,
+            sin,
+            pages[layer],
+            rows[layer],
+            config.num_heads,
+            implementation=params.implementation,
+        )
+    return PagedCache(tuple(pages), cache.tables)
+
+
+def propose(
+    params: DrafterParams,
+    config: DrafterConfig,
+    drafter_input: DrafterInput,
+    widths: Int[Array, " B"],
+    cache: PagedCache,
+    groups: Sequence[CacheGroup],
+    num_drafts: int,
+) -> tuple[Float[Array, "B K U"], PagedCache]:
+    """Propose K drafts in one pass; return (logits over the draft vocabulary, the cache).
+
+    The cache holds the context 0 .. first_position-1 before the pass, and the input's rows as well after it. Draft i
+    predicts token[first_position + num + 1 + i]; ignore logits of drafts from widths[b] on. A sequence of negative
+    first_position is inactive: it writes nothing; ignore its logits.
+
+    Raises ValueError for more drafts than a block has mask slots.
+    """
+    if not 1 <= num_drafts <= (config.most_drafts or 0):
+        raise ValueError(f"{num_drafts} drafts; expected 1 to {config.most_drafts}, the mask slots of a block")
+    rows = lay_out_block(drafter_input, widths, num_drafts, model.mask_token_of(config))
+    num_context = drafter_input.token_ids.shape[1]
+    aux_hidden, before = drafter_input.aux_hidden.astype(params.dtype), rows.positions[:, :num_context]
+    context = project_context(params, config, aux_hidden, before)
+    positions = rows.positions[:, num_context:]
+    pages = list(cache.pages)
+    placed = rows_by_layer(groups, model.windows_of(config), cache, rows.positions, until=rows.until)
+    cos, sin = rope_tables(config.rope, rows.positions, params.dtype, implementation=params.implementation)
+    x = embed(params.embedding, rows.token_ids, params.dtype)
+    for layer, p in enumerate(params.layers):
+        read = jnp.concatenate([context, rms_norm(x, p.norm, config.rms_norm_eps)], axis=1)
+        qkv = linear(read, p.qkv, p.qkv_bias, positions=rows.positions, implementation=params.implementation)
+        out, pages[layer] = paged_attention(
+            model.norm_heads(qkv, p, config),
+            cos,
+            sin,
+            pages[layer],
+            placed[layer],
+            config.num_heads,
+            implementation=params.implementation,
+        )
+        out = out[:, num_context:]
+        if layer == config.num_layers - 1:  # nobody reads what follows the pending token's last keys and values
+            out, x, positions = out[:, 1:], x[:, 1:], positions[:, 1:]
+        x = linear(out, p.out, p.out_bias, residual=x, positions=positions, implementation=params.implementation)
+        x = model.feed_forward(p, x, config.rms_norm_eps, positions, params.implementation)
+    return model.head(params, config, x, positions), PagedCache(tuple(pages), cache.tables)

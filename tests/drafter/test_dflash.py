@@ -1,0 +1,502 @@
+"""DFlash drafters: drafts of the float64 reference, blocks that see forward and are dropped, files and refusals."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from drafter import reference
+from drafter.dflash import lay_out_block
+from drafter.dialects import default_dflash_layers, is_drafter_config, parse_config, render_config
+from drafter.load import load_drafter, save_drafter, shared_tensors, to_tensors
+from drafter.params import DrafterParams
+from drafter.propose import DFlash, drafter_of
+from drafter.vocabulary import DraftVocab, narrow
+from peagle.ops import native
+from peagle.ops.attention import MASKED, PagedCache
+from peagle.ops.checkpoint import read_checkpoint
+from peagle.ops.errors import InputError
+from peagle.ops.kernels import Implementation
+from peagle.ops.linear import arrange, arrange_embedding
+from peagle.ops.messages import DrafterInput, DraftOutput
+from tests.support.compiling import AS_FOR_USERS
+from tests.support.drafters import (
+    BIASED,
+    DFLASH_CONFIGS,
+    PLAIN,
+    Text,
+    dflash,
+    logits_of,
+    prompt_state,
+    propose,
+    random_params,
+    random_text,
+    stack_fresh,
+)
+from tests.support.paging import SMALL, entries, of_sequences, small_pages
+
+NATIVE = pytest.mark.skipif(not native.available(), reason=native.status()[1])
+K = 3
+LENGTHS = (5, 9)
+Step = tuple[list[int], DraftOutput]
+
+
+def tensors_of(drafter: DFlash) -> dict[str, np.ndarray]:
+    """Return a drafter's tensors with the embedding and the head of its target."""
+    own = random_params(DFLASH_CONFIGS[PLAIN] if drafter.config == DFLASH_CONFIGS[PLAIN] else DFLASH_CONFIGS[BIASED])
+    shared = {"embed_tokens.weight": np.asarray(own.embedding), "lm_head.weight": np.asarray(own.lm_head).T}
+    return {**to_tensors(own, drafter.config.with_window(None)), **shared}
+
+
+def load(directory: Path, name: str, form: Implementation) -> DFlash:
+    """Write a drafter and load it beside a target, whose embedding and head it takes."""
+    config, params = DFLASH_CONFIGS[name], random_params(DFLASH_CONFIGS[name])
+    save_drafter(directory / "drafter", params, config)
+    ends = {
+        "target_embedding": arrange_embedding(np.asarray(params.embedding), jnp.float32, form),
+        "target_lm_head": arrange(np.asarray(params.lm_head).T, jnp.float32, form),
+    }
+    loaded = drafter_of(*load_drafter(directory / "drafter", implementation=form, **ends))
+    assert isinstance(loaded, DFlash)
+    return loaded.replace(with_logits=True)
+
+
+def run(drafter: DFlash, num_drafts: int, state: PagedCache, proposing: Callable[..., Any] = propose) -> list[Step]:
+    """Run steps that accept none, some and all; return (rows known of each text, drafts) of each step."""
+    some = num_drafts // 2
+    accepted = [(0, num_drafts), (num_drafts, some), (some, 0), (0, some), (num_drafts, num_drafts), (0, 0)]
+    texts = [random_text(drafter.config, seed) for seed in (1, 2)]
+    firsts, nums, steps = [n - 1 for n in LENGTHS], [1, 1], []
+    for counts in accepted:
+        fresh = stack_fresh(texts, firsts, nums, num_drafts)
+        draft, state = proposing(drafter, state, fresh, num_drafts=num_drafts)
+        firsts = [first + num for first, num in zip(firsts, nums, strict=True)]
+        steps.append((firsts, draft))
+        nums = [count + 1 for count in counts]
+    return steps
+
+
+def assert_reference(drafter: DFlash, steps: list[Step], num_drafts: int) -> None:
+    """Assert that all steps have the drafts and logits of the float64 reference."""
+    tensors = tensors_of(drafter)
+    for known, draft in steps:
+        for row, seed in enumerate((1, 2)):
+            text = random_text(drafter.config, seed)
+            told = text.token_ids[: known[row] + 1].tolist(), text.aux_hidden[: known[row]]
+            expected = reference.draft_logits(tensors, drafter.config, *told, num_drafts)
+            np.testing.assert_allclose(logits_of(draft)[row], expected, atol=1e-4)
+            assert draft.token_ids[row].tolist() == expected.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "num_drafts", "form"),
+    [
+        (BIASED, 3, "xla"),
+        (BIASED, 7, "xla"),
+        (PLAIN, 3, "xla"),
+        (PLAIN, 4, "xla"),
+        (PLAIN, 1, "xla"),
+        pytest.param(BIASED, 7, "native", marks=NATIVE),
+        pytest.param(PLAIN, 3, "native", marks=NATIVE),
+    ],
+)
+def test_a_run_of_steps_gives_the_references_drafts(
+    tmp_path: Path, name: str, num_drafts: int, form: Implementation
+) -> None:
+    """Two sequences of different length; K = 3 and the whole block, two geometries; 6 steps that roll back."""
+    drafter = load(tmp_path, name, form)
+    texts = [random_text(drafter.config, seed) for seed in (1, 2)]
+    assert_reference(drafter, run(drafter, num_drafts, prompt_state(drafter, texts, LENGTHS, num_drafts)), num_drafts)
+
+
+@pytest.mark.parametrize("form", ["xla", pytest.param("native", marks=NATIVE)])
+def test_a_window_gives_the_references_drafts_in_pages_that_repeat(tmp_path: Path, form: Implementation) -> None:
+    drafter = load(tmp_path, BIASED, form)
+    drafter = drafter.replace(config=drafter.config.with_window(7))
+    texts = [random_text(drafter.config, seed) for seed in (1, 2)]
+    state = small_pages(drafter, 2, 64, 2 * K + 2)
+    assert state.tables[1].shape[1] * SMALL < 64
+    absorb = jax.jit(lambda drafter, state, *rows: drafter.absorb(state, *rows))
+    for begin in range(0, max(LENGTHS) - 1, 4):
+        place = np.arange(begin, begin + 4)
+        positions = np.stack([np.where(place < length - 1, place, -1) for length in LENGTHS]).astype(np.int32)
+        aux = np.stack([text.aux_hidden[place] for text in texts])
+        state = absorb(drafter, state, np.zeros_like(positions), aux, positions)
+    steps = run(drafter, K, state)
+    assert_reference(drafter, steps, K)
+    known, draft = steps[-1]
+    text = random_text(drafter.config, 1)
+    told = text.token_ids[: known[0] + 1].tolist(), text.aux_hidden[: known[0]]
+    everything = reference.draft_logits(tensors_of(drafter), drafter.config.with_window(None), *told, K)
+    assert np.abs(everything - logits_of(draft)[0]).max() > 0.01  # the window counts
+
+
+def test_the_rows_of_a_pass() -> None:
+    """The example of `lay_out_block`, and a sequence that is inactive, and one that drafts nothing."""
+    tokens = jnp.asarray([[11, 12, 9, 9], [20, 9, 9, 9], [7, 9, 9, 9], [8, 9, 9, 9]])
+    given = DrafterInput(tokens, jnp.zeros((4, 4, 1)), jnp.asarray([2, 1, 1, 1]), jnp.asarray([5, 9, -1, 3]))
+    rows = lay_out_block(given, jnp.asarray([2, 3, 3, 0]), K, 99)
+    assert rows.token_ids.tolist() == [[12, 99, 99, 99], [20, 99, 99, 99], [7, 99, 99, 99], [8, 99, 99, 99]]
+    assert rows.positions.tolist() == [
+        [5, 6, -1, -1, 7, 8, 9, -1],
+        [9, -1, -1, -1, 10, 11, 12, 13],
+        [-1] * 8,
+        [3, -1, -1, -1, -1, -1, -1, -1],
+    ]
+    assert rows.until.tolist() == [
+        [-1, -1, -1, -1, 9, 9, 9, -1],
+        [-1, -1, -1, -1, 13, 13, 13, 13],
+        [-1] * 8,
+        [-1] * 8,
+    ]
+
+
+def step(drafter: DFlash, text: Text, known: int, num_drafts: int, width: int | None = None) -> np.ndarray:
+    """Return the logits [K, V] after `known` rows of a text, all but the last two by prefill."""
+    state = prompt_state(drafter, [text], [known - 1], num_drafts)
+    widths = None if width is None else jnp.asarray([width])
+    fresh = stack_fresh([text], [known - 2], [2], num_drafts)
+    return logits_of(propose(drafter, state, fresh, num_drafts=num_drafts, widths=widths)[0])[0]
+
+
+def test_every_draft_sees_the_whole_context_and_no_token_but_the_pending_one() -> None:
+    drafter = dflash(BIASED, with_logits=True)
+    text, known = random_text(drafter.config, 5), 9
+    base = step(drafter, text, known, K)
+    for place in range(known):
+        aux = text.aux_hidden.copy()
+        aux[place] = -aux[place]
+        moved = np.abs(step(drafter, Text(text.token_ids, aux), known, K) - base).max(axis=-1)
+        assert (moved > 1e-3).all(), f"row {place} does not move every draft: {moved}"
+        tokens = text.token_ids.copy()
+        tokens[place] = (tokens[place] + 1) % drafter.config.vocab_size
+        np.testing.assert_array_equal(step(drafter, Text(tokens, text.aux_hidden), known, K), base)
+    tokens = text.token_ids.copy()
+    tokens[known] = (tokens[known] + 1) % drafter.config.vocab_size
+    moved = np.abs(step(drafter, Text(tokens, text.aux_hidden), known, K) - base).max(axis=-1)
+    assert (moved > 1e-3).all()
+
+
+@pytest.mark.parametrize("name", DFLASH_CONFIGS)
+def test_a_width_is_the_size_of_the_block(name: str) -> None:
+    """A slot of width w in a pass of K drafts gets the drafts of a pass of w; a wider block gives others."""
+    drafter = dflash(name, with_logits=True)
+    text, most = random_text(drafter.config, 6), drafter.config.most_drafts or 0
+    for width in (1, 2):
+        alone = step(drafter, text, 9, width)
+        np.testing.assert_allclose(step(drafter, text, 9, most, width)[:width], alone, atol=1e-5)
+        assert np.abs(step(drafter, text, 9, most)[:width] - alone).max() > 1e-3
+
+
+def test_rows_of_a_block_leave_nothing_behind() -> None:
+    """After steps that accept none, some and all, drafts and context are those of one prefill of the text."""
+    drafter = dflash(PLAIN, with_logits=True)
+    text = random_text(drafter.config, 7)
+    state = prompt_state(drafter, [text], [5], 4)
+    first, num = 4, 1
+    for accepted in (0, 4, 1, 0, 4):
+        _, state = propose(drafter, state, stack_fresh([text], [first], [num], 4), num_drafts=4)
+        first, num = first + num, accepted + 1
+    fresh = stack_fresh([text], [first], [num], 4)
+    draft, state = propose(drafter, state, fresh, num_drafts=4)
+    clean, clean_state = propose(drafter, prompt_state(drafter, [text], [first + 1], 4), fresh, num_drafts=4)
+    np.testing.assert_allclose(logits_of(draft), logits_of(clean), atol=2e-5)
+    for ours, theirs in zip(*(entries(drafter, each, 0, first + num) for each in (state, clean_state)), strict=True):
+        assert np.abs(ours[:, -1]).max() > 1e-3
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+def test_an_inactive_sequence_writes_nothing() -> None:
+    drafter = dflash(BIASED, with_logits=True)
+    texts = [random_text(drafter.config, seed) for seed in (8, 9)]
+    state = prompt_state(drafter, texts, LENGTHS, K)
+    before = entries(drafter, state, 0, 40)
+    _, state = propose(drafter, state, stack_fresh(texts, [4, -1], [1, 2], K), num_drafts=K)
+    for old, new in zip(before, entries(drafter, state, 0, 40), strict=True):
+        assert (old[0] != new[0]).any()
+        np.testing.assert_array_equal(old[1], new[1])
+
+
+@pytest.mark.parametrize("name", DFLASH_CONFIGS)
+def test_every_parameter_counts(name: str) -> None:
+    drafter = dflash(name, with_logits=True)
+    text = random_text(drafter.config, 16)
+    base = step(drafter, text, 6, K)
+    leaves, tree = jax.tree.flatten_with_path(jax.tree.map(np.asarray, drafter.params))
+    rng = np.random.default_rng(99)
+    for index, (path, leaf) in enumerate(leaves):
+        changed = [other for _, other in leaves]
+        changed[index] = jnp.asarray(leaf + 0.3 * rng.standard_normal(leaf.shape).astype(np.float32))
+        moved = step(drafter.replace(params=jax.tree.unflatten(tree, changed)), text, 6, K)
+        assert np.abs(moved - base).max() > 1e-3, jax.tree_util.keystr(path)
+
+
+def test_bfloat16_drafts_nearly_the_same() -> None:
+    """Strict promotion holds with bfloat16 parameters and float32 aux_hidden."""
+    drafter = dflash(BIASED, with_logits=True)
+    rounded = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf).astype(jnp.bfloat16)), drafter.params)
+    text = random_text(drafter.config, 18)
+    exact, half = step(drafter, text, 9, K), step(drafter.replace(params=rounded), text, 9, K)
+    assert 0 < np.abs(half - exact).max() < 0.3 * exact.std()
+
+
+def test_drafts_fit_the_block() -> None:
+    drafter = dflash(PLAIN)
+    fresh = stack_fresh([random_text(drafter.config, 19)], [5], [1], 5)
+    assert drafter.most_drafts == 4
+    for count in (0, 5):
+        with pytest.raises(ValueError, match=f"{count} drafts; expected 1 to 4"):
+            drafter.propose(drafter.init_state(1, 16, 12), fresh, jnp.asarray([1]), count)
+
+
+def test_a_narrowed_vocabulary_drafts_its_tokens_alone(tmp_path: Path) -> None:
+    """As when it is loaded with fewer tokens: the target's head is cut, and the file cannot hold that."""
+    drafter, kept = dflash(BIASED, with_logits=True), (5, 50, 17, 2)
+    params, config = narrow(drafter.params, drafter.config, DraftVocab(kept, "a test"))
+    text = random_text(drafter.config, 20)
+    full = step(drafter, text, 9, K)
+    narrowed = step(drafter.replace(params=params, config=config), text, 9, K)
+    ids = sorted(kept)
+    np.testing.assert_allclose(narrowed[:, ids], full[:, ids], atol=1e-5)
+    assert (np.delete(narrowed, ids, axis=1) == MASKED).all()
+    with pytest.raises(InputError, match="proposes 4 of 53 tokens; expected all"):
+        save_drafter(tmp_path / "drafter", params, config)
+
+
+# A draft's bits are its own
+
+propose_exactly = jax.jit(propose.__wrapped__, static_argnames="num_drafts", compiler_options=AS_FOR_USERS)
+
+
+@NATIVE
+@pytest.mark.parametrize("name", DFLASH_CONFIGS)
+def test_a_sequence_alone_has_the_bits_of_the_sequence_in_a_batch(tmp_path: Path, name: str) -> None:
+    """Also in a pass of more drafts than its width."""
+    drafter = load(tmp_path, name, "native")
+    texts, lengths = [random_text(drafter.config, seed) for seed in (1, 2, 3)], (5, 9, 7)
+    firsts, nums, widths = [n - 1 for n in lengths], [1, 4, 3], jnp.asarray([4, 1, 3])
+    state = prompt_state(drafter, texts, lengths, 4)
+    fresh = stack_fresh(texts, firsts, nums, 4)
+    together, after = propose_exactly(drafter, state, fresh, num_drafts=4, widths=widths)
+    for b, width in enumerate(widths.tolist()):
+        own = slice(b, b + 1)
+        own_fresh = jax.tree.map(lambda part, own=own: jnp.asarray(np.asarray(part)[own]), fresh)
+        alone, own_after = propose_exactly(drafter, of_sequences(state, own), own_fresh, num_drafts=width)
+        bits = (logits_of(draft).view(np.uint32) for draft in (alone, together))
+        np.testing.assert_array_equal(next(bits)[0], next(bits)[b, :width])
+        held = (entries(drafter, cache, 0, lengths[b] + nums[b] - 1) for cache in (own_after, of_sequences(after, own)))
+        for one, other in zip(*held, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+# Files
+
+Tensors = dict[str, np.ndarray]
+Edit = Callable[[dict[str, Any], Tensors], None]
+
+
+def ends_of(params: DrafterParams) -> dict[str, Any]:
+    return {"target_embedding": params.embedding, "target_lm_head": params.lm_head}
+
+
+def written(directory: Path, name: str, edit: Edit = lambda _config, _tensors: None) -> Path:
+    """Write a drafter's directory, after editing its config and tensors in place."""
+    config = DFLASH_CONFIGS[name]
+    entries, tensors = render_config(config, "vllm", "float32"), to_tensors(random_params(config), config)
+    edit(entries, tensors)
+    (directory / "config.json").write_text(json.dumps(entries))
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize("name", DFLASH_CONFIGS)
+def test_a_drafter_comes_back_bit_for_bit_beside_its_target(tmp_path: Path, name: str) -> None:
+    config = DFLASH_CONFIGS[name]
+    for dtype in (jnp.float32, jnp.bfloat16):
+        params = jax.tree.map(
+            lambda leaf, dtype=dtype: jnp.asarray(np.asarray(leaf).astype(dtype)), random_params(config)
+        )
+        save_drafter(tmp_path / "saved", params, config)
+        loaded, loaded_config = load_drafter(tmp_path / "saved", **ends_of(params))
+        assert loaded_config == config
+        assert jax.tree.structure(loaded) == jax.tree.structure(params)
+        for one, other in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True):
+            assert one.dtype == other.dtype
+            np.testing.assert_array_equal(one, other)
+
+
+def test_the_layout_of_the_file(tmp_path: Path) -> None:
+    """As z-lab's: names and shapes, neither embedding nor head; a drafter by its config.json, whatever its type."""
+    c = DFLASH_CONFIGS[BIASED]
+    save_drafter(tmp_path, random_params(c), c)
+    expected = {"fc.weight": (24, 48), "hidden_norm.weight": (24,), "norm.weight": (24,)}
+    for layer in range(2):
+        expected |= {f"layers.{layer}.{x}_layernorm.weight": (24,) for x in ("input", "post_attention")}
+        for x, outputs in (("q", 60), ("k", 20), ("v", 20)):
+            expected |= {f"layers.{layer}.self_attn.{x}_proj.weight": (outputs, 24)}
+            expected |= {f"layers.{layer}.self_attn.{x}_proj.bias": (outputs,)}
+        expected |= {f"layers.{layer}.self_attn.{x}_norm.weight": (10,) for x in ("q", "k")}
+        expected |= {
+            f"layers.{layer}.self_attn.o_proj.weight": (24, 60),
+            f"layers.{layer}.self_attn.o_proj.bias": (24,),
+        }
+        expected |= {f"layers.{layer}.mlp.{x}_proj.weight": (34, 24) for x in ("gate", "up")}
+        expected |= {f"layers.{layer}.mlp.down_proj.weight": (24, 34)}
+    assert {name: tensor.shape for name, tensor in load_file(tmp_path / "model.safetensors").items()} == expected
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["DFlashDraftModel"]
+    assert config["dflash_config"] == {"mask_token_id": 3, "target_layer_ids": [0, 3]}
+    assert config["block_size"] == 8
+    assert is_drafter_config(config)
+    assert shared_tensors(tmp_path) == ["embed_tokens.weight", "lm_head.weight"]
+
+
+def test_what_z_lab_writes_is_read(tmp_path: Path) -> None:
+    """The target's type, null keys, `model.` before names, RoPE by layer type; vLLM's ids at the top win."""
+
+    def as_published(config: dict[str, Any], tensors: Tensors) -> None:
+        config |= {
+            "model_type": "gpt_oss",
+            "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+            "sliding_window": None,
+        }
+        config |= {"use_sliding_window": False, "tie_word_embeddings": False, "max_window_layers": 2, "mlp_bias": None}
+        config["rope_parameters"] = {"rope_theta": config.pop("rope_theta"), **config.pop("rope_scaling")}
+        config["dflash_config"]["block_size"] = config.pop("block_size")
+        config["dflash_config"] |= {"causal": False, "use_aux_hidden_state": True, "num_target_layers": None}
+        for name in list(tensors):
+            tensors[f"model.{name}"] = tensors.pop(name)
+
+    directory = written(tmp_path, BIASED, as_published)
+    params = random_params(DFLASH_CONFIGS[BIASED])
+    assert load_drafter(directory, **ends_of(params))[1] == DFLASH_CONFIGS[BIASED]
+
+    def top(config: dict[str, Any], _tensors: Tensors) -> None:
+        config["eagle_aux_hidden_state_layer_ids"] = [2, 5]
+
+    assert parse_config(read_checkpoint(written(tmp_path, BIASED, top))).aux_layer_ids == (1, 4)
+    assert parse_config(read_checkpoint(tmp_path), (0, 5)).aux_layer_ids == (0, 5)
+
+
+def test_layers_that_are_not_named_are_spread_over_the_target(tmp_path: Path) -> None:
+    assert default_dflash_layers(5, 36) == (1, 9, 17, 25, 33)
+    assert default_dflash_layers(1, 24) == (12,)
+
+    def unnamed(config: dict[str, Any], _tensors: Tensors) -> None:
+        del config["dflash_config"]["target_layer_ids"]
+
+    found = parse_config(read_checkpoint(written(tmp_path, BIASED, unnamed)))
+    assert (found.aux_layer_ids, found.num_taps) == (None, 2)
+
+
+def change(**changes: Any) -> Edit:
+    """Change keys of config.json, those of dflash_config as dflash_config__KEY; None removes one."""
+
+    def edit(config: dict[str, Any], _tensors: Tensors) -> None:
+        for key, value in changes.items():
+            *outer, name = key.split("__")
+            place = config[outer[0]] if outer else config
+            place.pop(name, None)
+            place |= {} if value is None else {name: value}
+
+    return edit
+
+
+def drop(*names: str) -> Edit:
+    def edit(_config: dict[str, Any], tensors: Tensors) -> None:
+        for name in names:
+            del tensors[name]
+
+    return edit
+
+
+def add(name: str, *shape: int) -> Edit:
+    def edit(_config: dict[str, Any], tensors: Tensors) -> None:
+        tensors[name] = np.zeros(shape, np.float32)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (change(block_size=None), "block_size is missing; expected one number"),
+        (change(block_size=1), "block_size is 1; expected 2 or more"),
+        (change(dflash_config__block_size=9), "block_size is 8 in config.json and 9 in dflash_config"),
+        (change(dflash_config__mask_token_id=None), "mask_token_id is missing"),
+        (change(dflash_config__mask_token_id=53), "mask token 53 lies outside 0..52"),
+        (change(dflash_config__target_layer_ids=[1, 1]), "one of them twice"),
+        (change(dflash_config__target_layer_ids=[-1, 2]), "expected 0 or more each"),
+        (change(dflash_config__target_layer_ids="1,2"), "expected a list of layers"),
+        (change(dflash_config__target_layer_ids=[0, 1, 2]), "reads 48 values; expected 3 hidden states of 24"),
+        (change(dflash_config__causal=True), "causal is True, which is not supported; expected a block whose rows"),
+        (change(dflash_config__use_aux_hidden_state=False), "use_aux_hidden_state is False, which is not supported"),
+        (change(dflash_config__selector_rank=8), "dflash_config has selector_rank, which is not supported"),
+        (change(architectures=["DFlash2DraftModel"]), "['DFlash2DraftModel']; expected DFlashDraftModel"),
+        (change(layer_types=["full_attention", "sliding_attention"]), "sliding attention is not supported"),
+        (change(use_sliding_window=True), "use_sliding_window is True, which is not supported"),
+        (change(transformer_layer_config={}), "DFlash in the layout with transformer_layer_config is not supported"),
+        (change(draft_vocab_size=40), "expected the target's vocabulary"),
+        (change(num_target_layers="many"), "num_target_layers is 'many'; expected a whole number"),
+        (drop("hidden_norm.weight"), "tensor hidden_norm.weight is missing"),
+        (drop("layers.1.self_attn.k_norm.weight"), "tensor layers.1.self_attn.k_norm.weight is missing"),
+        (drop("layers.0.self_attn.q_proj.bias"), "tensor layers.0.self_attn.q_proj.bias is missing"),
+        (change(attention_bias=False), "self_attn.k_proj.bias"),
+        (add("embed_tokens.weight", 53, 24), "embed_tokens.weight"),
+        (add("mask_hidden", 1, 1, 48), "mask_hidden"),
+        (add("layers.2.input_layernorm.weight", 24), "layers.2.input_layernorm.weight"),
+    ],
+)
+def test_a_bad_file_is_refused_in_one_line(tmp_path: Path, edit: Edit, says: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load_drafter(written(tmp_path, BIASED, edit), **ends_of(random_params(DFLASH_CONFIGS[BIASED])))
+    line = str(caught.value)
+    assert says in line, line
+    assert "\n" not in line
+
+
+def test_a_drafter_without_its_target_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="missing: this drafter shares its target's") as caught:
+        load_drafter(written(tmp_path, BIASED))
+    assert "store the tensor" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"windows": (9, 9)}, "has a window of 9 positions, which its config.json cannot hold"),
+        ({"draft_vocab_size": 20}, "proposes 20 of 53 tokens; expected all"),
+    ],
+)
+def test_what_the_layout_cannot_hold_is_not_written(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    config = dataclasses.replace(DFLASH_CONFIGS[BIASED], **changes)
+    with pytest.raises(InputError, match=says):
+        save_drafter(tmp_path / "drafter", random_params(DFLASH_CONFIGS[BIASED]), config)
+    with pytest.raises(InputError, match="not in that of speculators"):
+        render_config(DFLASH_CONFIGS[BIASED], "speculators", "float32")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"block_size": 1}, "block_size is 1; expected 2 or more"),
+        ({"mask_token_id": None}, "a block_size and no mask token"),
+        ({"target_hidden_size": 32}, "hidden_size is 24, its target's 32; expected them equal"),
+    ],
+)
+def test_configs_that_cannot_be_are_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        dataclasses.replace(DFLASH_CONFIGS[BIASED], **changes)
+
+
+def test_kinds_are_named() -> None:
+    assert DFLASH_CONFIGS[PLAIN].kind == "DFlash"
+    assert DFLASH_CONFIGS[PLAIN].parallel
+    assert isinstance(drafter_of(random_params(DFLASH_CONFIGS[PLAIN]), DFLASH_CONFIGS[PLAIN]), DFlash)

@@ -1,0 +1,199 @@
+"""Training DFlash: it computes what drafting does; blocks begin at random trained tokens; the target's ends stay."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from drafter import reference
+from drafter.load import to_tensors
+from drafter.model import head
+from drafter.params import DrafterParams
+from drafter.train.batches import Batch
+from drafter.train.cod import Segments, sample_blocks
+from drafter.train.config import Cod
+from drafter.train.forward import forward_blocks
+from drafter.train.loss import Sums, chain_loss, labels_of_logits
+from drafter.train.recipe import Recipe, optimizer
+from drafter.train.step import Ends, State, gradients_of, next_state
+from tests.support.drafters import BIASED, CONFIGS, DFLASH_CONFIGS, ONE, PLAIN, random_params
+
+T, DEPTH, BLOCKS = 24, 4, 7
+CONFIG = DFLASH_CONFIGS[PLAIN]
+RECIPE = Recipe(steps=10, width=T, cod=Cod(depth=DEPTH), blocks=BLOCKS, draft_decay=4.0, learning_rate=1e-2)
+losses = jax.jit(chain_loss, static_argnames=("config", "loss", "counts", "part", "draft_decay"))
+
+
+def row(seed: int) -> dict[str, np.ndarray]:
+    """Make a row of two documents and padding."""
+    rng = np.random.default_rng(seed)
+    segment_ids = np.array([[1] * 12 + [2] * 9 + [0] * 3], np.int32)
+    return {
+        "token_ids": rng.integers(0, 40, (1, T)).astype(np.int32),
+        "aux_hidden": rng.normal(0, 1, (1, T, CONFIG.aux_width)).astype(np.float32),
+        "segment_ids": segment_ids,
+        "positions": np.array([[*range(12), *range(9), *range(3)]], np.int32),
+        "trained": ((rng.random((1, T)) < 0.8) & (segment_ids > 0)).astype(np.float32),
+    }
+
+
+def sampled(data: dict[str, np.ndarray], segments: Segments, counts: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+    rng = np.random.default_rng(4)
+    own = data["trained"][0] > 0, data["segment_ids"][0]
+    return [(a[None], r[None]) for a, r in sample_blocks(Cod(depth=DEPTH), *own, segments, counts, rng)]
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("name", [PLAIN, BIASED])
+def test_training_computes_the_references_drafts(name: str, window: int | None) -> None:
+    """At anchors of both documents: the logits of every draft are those of drafting after the anchor."""
+    config, params = DFLASH_CONFIGS[name].with_window(window), random_params(DFLASH_CONFIGS[name])
+    rng, anchors = np.random.default_rng(1), np.array([[3, 14, 0, 9]], np.int32)
+    data = row(2)
+    aux = rng.normal(0, 1, (1, T, config.aux_width)).astype(np.float32)
+    shifted = np.roll(data["token_ids"], -1, axis=1)
+    run = jax.jit(forward_blocks, static_argnames=("config", "depth"))
+    x = run(params, config, shifted, aux, data["segment_ids"], data["positions"], anchors, DEPTH)
+    logits = np.asarray(jax.jit(head, static_argnums=1)(params, config, x))[0]
+    ends = {"embed_tokens.weight": np.asarray(params.embedding), "lm_head.weight": np.asarray(params.lm_head).T}
+    tensors = {**to_tensors(params, config.with_window(None)), **ends}
+    for place, anchor in enumerate(anchors[0].tolist()):
+        begin = 0 if anchor < 12 else 12
+        told = data["token_ids"][0, begin : anchor + 2].tolist(), aux[0, begin : anchor + 1]
+        expected = reference.draft_logits(tensors, config, *told, DEPTH)
+        np.testing.assert_allclose(logits[place :: anchors.shape[1]], expected, atol=1e-4)
+
+
+def test_blocks_begin_at_trained_tokens_and_do_not_repeat() -> None:
+    data, segments = row(3), Segments(T)
+    ((anchors, reach),) = sampled(data, segments, segments.block_counts(DEPTH, BLOCKS))
+    real = anchors[reach >= 0]
+    assert len(set(real.tolist())) == len(real) == BLOCKS
+    assert set(reach[reach >= 0].tolist()) == {DEPTH - 1}
+    first = real + 2
+    assert (data["trained"][0, first] > 0).all()
+    assert (data["segment_ids"][0, first] == data["segment_ids"][0, real]).all()
+    other = sample_blocks(
+        Cod(depth=DEPTH),
+        data["trained"][0] > 0,
+        data["segment_ids"][0],
+        segments,
+        segments.block_counts(DEPTH, BLOCKS),
+        np.random.default_rng(5),
+    )[0][0]
+    assert set(other.tolist()) != set(real.tolist())
+    everything = segments.block_counts(DEPTH, T)
+    ((anchors, reach),) = sampled(data, segments, everything)
+    assert (reach == -1).any()  # more room than anchors
+    expected = [
+        a
+        for a in range(T - 2)
+        if data["trained"][0, a + 2] and data["segment_ids"][0, a] == data["segment_ids"][0, a + 2]
+    ]
+    assert sorted(anchors[reach >= 0].tolist()) == [a for a in expected if data["segment_ids"][0, a]]
+
+
+def sums_of(params: DrafterParams, data: dict[str, np.ndarray], chains: Any, counts: Any, **options: Any) -> Sums:
+    logits = np.random.default_rng(7).normal(0, 2, (1, T, CONFIG.vocab_size)).astype(np.float32)
+    given = {**data, "anchors": chains[0], "reach": chains[1], "counts": counts}
+    return losses(params, CONFIG, "half", labels=labels_of_logits(jnp.asarray(logits), None), **given, **options)
+
+
+def test_rows_without_a_trained_token_and_padding_do_not_count() -> None:
+    """Counted by hand, with every anchor; a block reaches into neither the next document nor the prompt."""
+    data, segments = row(5), Segments(T)
+    counts = segments.block_counts(DEPTH, T)
+    ((anchors, reach),) = sampled(data, segments, counts)
+    found = sums_of(random_params(CONFIG), data, (anchors, reach), counts[0])
+    segment, trained = data["segment_ids"][0], data["trained"][0]
+    expected = [
+        sum(
+            trained[a + depth + 2] > 0 and segment[a + depth + 2] == segment[a]
+            for a, r in zip(anchors[0], reach[0], strict=True)
+            if r >= 0 and a + depth + 2 < T
+        )
+        for depth in range(DEPTH)
+    ]
+    assert np.asarray(found.rows).tolist() == expected
+    assert expected[0] > expected[-1] > 0
+
+
+def test_later_drafts_count_less_by_the_decay() -> None:
+    data, segments = row(6), Segments(T)
+    counts, params = segments.block_counts(DEPTH, BLOCKS), random_params(CONFIG)
+    ((anchors, reach),) = sampled(data, segments, counts)
+
+    def loss_of(draft: int, decay: float | None) -> float:
+        """The loss with the tokens of one draft alone trained, for one block."""
+        anchor = int(anchors[0, 0])
+        only = np.zeros_like(data["trained"])
+        only[0, anchor + 2 + draft] = 1.0
+        same = np.array(data["segment_ids"])
+        same[0, : anchor + 3 + draft] = same[0, anchor]
+        chains = anchors[:, :1], reach[:, :1]
+        few = (1,) * (DEPTH - 1)
+        changed = {**data, "trained": only, "segment_ids": same}
+        return float(sums_of(params, changed, chains, few, draft_decay=decay).loss)
+
+    for draft in range(DEPTH):
+        assert loss_of(draft, 4.0) == pytest.approx(loss_of(draft, None) * np.exp(-draft / 4.0), rel=1e-5)
+
+
+def batch_of(data: dict[str, np.ndarray], chains: list[tuple[np.ndarray, np.ndarray]]) -> Batch:
+    rng = np.random.default_rng(8)
+    teacher = {
+        "aux_hidden": data["aux_hidden"],
+        "top_ids": rng.integers(0, CONFIG.vocab_size, (1, T, 2)).astype(np.int32),
+        "top_logits": rng.normal(0, 1, (1, T, 2)).astype(np.float32),
+        "log_total": np.full((1, T), 2.0, np.float32),
+    }
+    names = ("token_ids", "positions", "segment_ids", "trained")
+    anchors, reach = zip(*chains, strict=True)
+    return jax.tree.map(jnp.asarray, Batch(*(data[name] for name in names), anchors, reach, teacher))
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_gradients_of_parts_add_up_to_those_of_the_whole(window: int | None) -> None:
+    """Also where a part reads only what its window reaches."""
+    config, params, data = CONFIG.with_window(window), random_params(CONFIG), row(9)
+    found = []
+    for parts in (1, 3):
+        segments = Segments.even(T, parts)
+        counts = tuple((T // parts,) * (DEPTH - 1) for _ in range(parts))
+        recipe = dataclasses.replace(RECIPE, parts=parts, blocks=T)
+        run = jax.jit(gradients_of, static_argnums=(1, 2, 3))
+        found.append(run(params, config, recipe, counts, None, None, batch_of(data, sampled(data, segments, counts))))
+    whole, cut = found
+    np.testing.assert_array_equal(whole[0].rows, cut[0].rows)
+    for one, other in zip(jax.tree.leaves(whole[1]), jax.tree.leaves(cut[1]), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-4)
+
+
+@pytest.mark.parametrize("rule", ["adamw", "muon"])
+def test_a_step_trains_all_but_the_targets_embedding_and_head(rule: Any) -> None:
+    data, segments = row(10), Segments(T)
+    recipe = dataclasses.replace(RECIPE, optimizer=rule, weight_decay=0.1)
+    counts = segments.block_counts(DEPTH, BLOCKS)
+    batch = batch_of(data, sampled(data, segments, counts))
+    whole = random_params(CONFIG)
+    ends = Ends.of(whole, CONFIG)
+    params = dataclasses.replace(whole, embedding=None, lm_head=None)
+    mesh = jax.make_mesh((1,), ("rows",))
+
+    def run(params: DrafterParams) -> DrafterParams:
+        state = State(params, optimizer(recipe, jnp.float32(10)).init(params))
+        for _ in range(2):  # the rate is 0 in the first step
+            state, _ = next_state(CONFIG, recipe, counts, state, jnp.float32(10), None, None, ends, batch)
+        return state.params
+
+    everywhere = jax.sharding.PartitionSpec()
+    stepped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False))(params)
+    for path, before in jax.tree.leaves_with_path(params):
+        name = jax.tree_util.keystr(path)
+        after = dict(jax.tree.leaves_with_path(stepped))[path]
+        assert not np.array_equal(before, after), name
+    assert stepped.embedding is None
+    assert Ends.of(random_params(CONFIGS[ONE]), CONFIGS[ONE]) is None

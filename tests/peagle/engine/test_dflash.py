@@ -1,0 +1,78 @@
+"""A DFlash drafter in the engine: plain decoding's tokens for any K up to its block, greedy, drawn, beside others."""
+
+from pathlib import Path
+
+import pytest
+
+from peagle.config import SamplingParams
+from peagle.engine.engine import Engine
+from peagle.engine.request import Request
+from peagle.engine.resolved import ResolvedConfig
+from peagle.ops import native
+from tests.support.models import FAST, TOKENS, Models, models
+from tests.support.toys import check_whole, decode, drafting_at
+
+CAPACITY, NEW = 192, 40
+PROMPTS = [TOKENS[:5], TOKENS[20:90], TOKENS[100:119], TOKENS[7:8]]
+GREEDY, DRAWN = SamplingParams(), SamplingParams(0.9, seed=4)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return models(FAST, tmp_path_factory.getbasetemp(), "DFlash")
+
+
+@pytest.fixture(scope="module")
+def plain(pair: Models) -> list[list[int]]:
+    return decode(Engine(pair.target, None, ResolvedConfig(0, context=CAPACITY)), asked())[0]
+
+
+def asked(sampling: SamplingParams = GREEDY) -> list[Request]:
+    return [Request(tuple(prompt), NEW, sampling, (), index=place) for place, prompt in enumerate(PROMPTS)]
+
+
+def engine_of(pair: Models, k: int, slots: int = 1, **options: object) -> Engine:
+    return Engine(pair.target, pair.drafter, ResolvedConfig(k, slots, CAPACITY, prefill_chunk=32, **options))
+
+
+@pytest.mark.parametrize(("k", "slots", "together"), [(1, 1, 1), (3, 3, 1), (7, 1, 4), (7, 4, 1)])
+def test_greedy_speculation_equals_plain_decoding(
+    pair: Models, plain: list[list[int]], k: int, slots: int, together: int
+) -> None:
+    """K = 7 takes the whole block. Some drafts are accepted, and some are not."""
+    engine = engine_of(pair, k, slots, steps_per_dispatch=together)
+    tokens, records = decode(engine, asked())
+    assert tokens == plain
+    check_whole(engine)
+    accepted = [record.num_accepted for steps in records for record in steps]
+    assert min(accepted) == 0 < max(accepted)
+
+
+def test_on_xla_too(tmp_path: Path) -> None:
+    pair = models("float32", tmp_path, "DFlash")
+    alone = decode(Engine(pair.target, None, ResolvedConfig(0, context=CAPACITY)), asked()[:2])[0]
+    assert decode(engine_of(pair, 3, 2), asked()[:2])[0] == alone
+
+
+@pytest.mark.skipif(not native.available(), reason=native.status()[1])
+@pytest.mark.parametrize("k", [2, 7])
+def test_drawn_drafts_are_those_of_a_request_alone(pair: Models, k: int) -> None:
+    """Tokens, drafts and acceptance; also beside one that asks for fewer drafts, in the same pass."""
+    alone = engine_of(pair, k, k_per_request=True)
+    requests = asked(DRAWN)
+    fewer = Request(requests[1].prompt_ids, NEW, DRAWN, (), index=1, num_speculative_tokens=k - 1)
+    requests[1] = fewer
+    expected = [[each[0] for each in decode(alone, [request])] for request in requests]
+    tokens, records = decode(engine_of(pair, k, 4, k_per_request=True), requests)
+    assert [list(each) for each in zip(tokens, records, strict=True)] == expected
+    assert any(record.num_accepted for steps in records for record in steps)
+    assert {len(record.draft_token_ids) for record in records[1]} == {k - 1}
+
+
+def test_adaptive_steps_change_no_token(pair: Models, plain: list[list[int]]) -> None:
+    """Blocks of other sizes, plain steps between them, and rows that catch up."""
+    engine = drafting_at(engine_of(pair, 5, 4, adaptive=True, steps_per_dispatch=2), {1: True, 3: False})
+    tokens, records = decode(engine, asked())
+    assert tokens == plain
+    assert len({len(record.draft_token_ids) for steps in records for record in steps}) > 1
+    check_whole(engine)

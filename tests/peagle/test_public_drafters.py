@@ -1,0 +1,105 @@
+"""Every public drafter of GPT-OSS, as a tiny file in its layout: it loads and decodes losslessly, or is refused."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from drafter.dialects import parse_config
+from peagle.fit import check_fit
+from peagle.loading import load, with_drafter
+from peagle.ops.checkpoint import read_checkpoint
+from peagle.ops.errors import InputError, InputWarning
+from peagle.pair import Pair
+from tests.support.public_drafters import DRAFTERS, LAYERS, VOCAB, PublicDrafter, write_target
+
+LOADABLE = [drafter for drafter in DRAFTERS if drafter.refused is None]
+REFUSED = [drafter for drafter in DRAFTERS if drafter.refused is not None]
+PROMPT = [(7 * place + 3) % VOCAB for place in range(70)]
+NEW, K = 24, 3
+DOUBTFUL = "ignore:.*are read as.*:peagle.ops.errors.InputWarning"  # nested ids that do not begin with 1
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("targets")
+    return {size: write_target(root / size, size) for size in LAYERS}
+
+
+@pytest.fixture(scope="module")
+def plain(targets: dict[str, Path]) -> dict[str, tuple[Pair, tuple[int, ...]]]:
+    """The targets with what they emit by themselves."""
+    pairs = {size: load(directory, None) for size, directory in targets.items()}
+    return {size: (pair, generate(pair, 0)) for size, pair in pairs.items()}
+
+
+def generate(pair: Pair, k: int) -> tuple[int, ...]:
+    return pair.generate(PROMPT, max_new_tokens=NEW, num_speculative_tokens=k, ignore_eos=True).output_ids
+
+
+@pytest.mark.filterwarnings(DOUBTFUL)
+@pytest.mark.parametrize("drafter", LOADABLE, ids=lambda drafter: drafter.name)
+def test_it_reads_the_layers_that_vllm_feeds_it(
+    targets: dict[str, Path], tmp_path: Path, drafter: PublicDrafter
+) -> None:
+    directory = drafter.write(tmp_path)
+    assert parse_config(read_checkpoint(directory)).kind == drafter.kind
+    assert check_fit(targets[drafter.target], directory).outputs == drafter.outputs
+
+
+@pytest.mark.filterwarnings(DOUBTFUL)
+@pytest.mark.parametrize("drafter", LOADABLE, ids=lambda drafter: drafter.name)
+def test_it_decodes_losslessly(
+    targets: dict[str, Path],
+    plain: dict[str, tuple[Pair, tuple[int, ...]]],
+    tmp_path: Path,
+    drafter: PublicDrafter,
+) -> None:
+    pair, expected = plain[drafter.target]
+    drafting = with_drafter(pair, targets[drafter.target], drafter.write(tmp_path))
+    assert getattr(drafting.target, "aux_layer_ids", None) == drafter.outputs
+    assert len(set(expected)) > 5
+    assert generate(drafting, K) == expected
+
+
+@pytest.mark.parametrize("drafter", REFUSED, ids=lambda drafter: drafter.name)
+def test_it_is_refused_by_name(targets: dict[str, Path], tmp_path: Path, drafter: PublicDrafter) -> None:
+    with pytest.raises(InputError) as caught:
+        load(targets[drafter.target], drafter.write(tmp_path))
+    assert drafter.refused is not None
+    assert drafter.refused in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_ids_that_could_be_meant_otherwise_are_doubted(targets: dict[str, Path], tmp_path: Path) -> None:
+    (v3,) = (drafter for drafter in DRAFTERS if drafter.name.endswith("-v3"))
+    doubt = check_fit(targets["120b"], v3.write(tmp_path)).doubt
+    assert doubt is not None
+    assert "36 is no output of the target's 36 layers" in doubt
+    with pytest.warns(InputWarning, match="are read as inputs"):
+        load(targets["120b"], tmp_path)
+
+
+def test_a_dflash_drafter_of_another_target_is_refused(targets: dict[str, Path], tmp_path: Path) -> None:
+    small, large = (drafter.write(tmp_path / drafter.target) for drafter in DRAFTERS if drafter.kind == "DFlash")
+    with pytest.raises(InputError, match="num_target_layers 24, the target's is 36"):
+        check_fit(targets["120b"], small)
+    with pytest.raises(InputError, match="num_target_layers 36, the target's is 24"):
+        check_fit(targets["20b"], large)
+
+
+def test_a_block_has_no_more_drafts_than_rows(
+    targets: dict[str, Path], plain: dict[str, tuple[Pair, tuple[int, ...]]], tmp_path: Path
+) -> None:
+    """The whole block decodes; one draft more is refused in one line, before weights are read if K is known then."""
+    (small,) = (drafter for drafter in DRAFTERS if drafter.name == "z-lab/gpt-oss-20b-DFlash")
+    pair, expected = plain["20b"]
+    check_fit(targets["20b"], small.write(tmp_path), None, [1, 7])
+    with pytest.raises(InputError, match=r"K is 8; expected at most 7, since a block of .* has 8 rows"):
+        check_fit(targets["20b"], tmp_path, None, [1, 8])
+    drafting = with_drafter(pair, targets["20b"], tmp_path)
+    assert generate(drafting, 7) == expected
+    with pytest.raises(InputError, match=r"K is 8; expected at most 7, since a block of the drafter has 8 rows"):
+        drafting.stream(PROMPT, num_speculative_tokens=8)
+    tiny = dataclasses.replace(small, config={**small.config, "block_size": 3}).write(tmp_path / "tiny")
+    assert with_drafter(pair, targets["20b"], tiny).num_drafts("auto") == (2, True)
