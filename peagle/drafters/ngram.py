@@ -101,7 +101,7 @@ class NGram:
         top = jnp.max(jnp.where(agree > 0, agree * tokens.shape[0] + index, 0))
         best, length = top % tokens.shape[0], top // tokens.shape[0]
         follow = best + 1 + jnp.arange(num_drafts, dtype=jnp.int32)
-        found = (length > 0) & (follow < num)
+        known = (length > 0) & (follow < num)
         last = tokens[jnp.maximum(num - 1, 0)]
-        confidence = jnp.where(found, 1.0 - 0.8 ** length.astype(jnp.float32), 0.0)
-        return jnp.where(found, tokens[jnp.minimum(follow, tokens.shape[0] - 1)], last), confidence
+        confidence = jnp.where(known, 1.0 - 0.8 ** length.astype(jnp.float32), 0.0)
+        return jnp.where(known, tokens[jnp.minimum(follow, tokens.shape[0] - 1)], last), confidence

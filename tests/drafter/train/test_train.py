@@ -284,7 +284,7 @@ def test_drafting_in_turn_and_training_in_turn_agree_on_tokens_and_logits(
 
         with monkeypatch.context() as patch:
             patch.setattr(model, "head", recorded)
-            drafts, _ = model.propose_in_turn(params, config, fresh, given, cache, groups, depth)
+            (drafts, _), _ = model.propose_in_turn(params, config, fresh, given, cache, groups, depth)
         return drafts, jnp.concatenate(seen, axis=1)
 
     drafts, logits = map(np.asarray, draft(cache))

@@ -350,6 +350,8 @@ def test_figures_of_speculation_come_with_the_answer(client: TestClient, alone: 
         "num_spec_steps": counters.num_steps,
         "num_accepted_draft_tokens": counters.num_accepted,
         "num_draft_tokens": counters.num_drafted,
+        "num_proposed_draft_tokens": counters.num_proposed,
+        "num_looked_up_draft_tokens": 0,
         "num_spec_tokens": K,
     }
 
@@ -425,7 +427,7 @@ def test_every_parameter_means_the_same_with_and_without_speculation(
     if k == AUTO:
         service.loop.engine.costs = costs(service.loop.engine.config.num_speculative_tokens, {1: True})
         found = complete(other)["metrics"]["speculative_decoding"]
-        assert 0 < found["num_spec_steps"] + found["num_accepted_draft_tokens"] < 39
+        assert found["num_spec_steps"] > 0
     for fields, expected in zip(LONGER, choices, strict=True):
         assert same(complete(other, **fields)["choices"], expected), fields
 
