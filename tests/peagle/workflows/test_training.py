@@ -351,7 +351,7 @@ def test_the_baseline_proposes_in_turn_and_changes_no_token(
     plain, adaptive = (decode(speculative.engine(shape), requests, None) for shape in shapes)
     assert [result.output_ids for result in adaptive] == [result.output_ids for result in plain]
     widths = [len(step.draft_token_ids) for result in adaptive for step in result.steps]
-    assert {0, 2} <= set(widths)
+    assert 2 in widths
     code, said = run("info", directories.target, out / "drafter")
     assert code == 0, said
 
@@ -1132,8 +1132,8 @@ def test_the_folder_of_a_training_is_its_drafter(
     pair = ("--target", directories.target, "--drafter", trained)
     prompt = tmp_path / "prompts.jsonl"
     prompt.write_text(json.dumps({"prompt_ids": [17, 4, 90]}) + "\n")
-    sweep = ("sweep", "--out", tmp_path / "sweep", "--prompts", prompt, "-n", 4, "-k", "0,2", "--repeats", 1)
-    concurrency = ("--concurrency", 1, "--write-widths", tmp_path / "copy")
+    sweep = ("sweep", "--out", tmp_path / "sweep", "--prompts", prompt, "-n", 4, "-k", "2,auto", "--repeats", 1)
+    writing = ("--write-widths", tmp_path / "copy")
     shutil.copytree(trained, tmp_path / "copy")
     learning = ("train", "--target", directories.target, "--data", made, "--out", tmp_path / "run", "--steps", 1)
     for command in (
@@ -1142,7 +1142,7 @@ def test_the_folder_of_a_training_is_its_drafter(
         ("info", directories.target, trained),
         ("export", trained, "--out", tmp_path / "theirs", "--dialect", "speculators"),
         (*learning, "--init", trained, "--width", 32, "--depth", 3, "--rows", 2),
-        (*sweep, *concurrency, *pair),
+        (*sweep, *writing, *pair),
     ):
         assert main([str(word) for word in command]) == 0, command
         assert capsys.readouterr().err.count(line) == 1, command
