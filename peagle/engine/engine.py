@@ -85,6 +85,7 @@ class Engine(AnyEngine):
         self.fingerprints = fingerprints
         self._costs: CostTable | None = None
         self._packed_costs: dict[tuple[int, int], np.ndarray] = {}
+        self._paying: dict[int, bool] = {}
         self.memory = KVMemory(target, self.drafter, config)
         shape = Shape(
             config.slots,
@@ -298,6 +299,7 @@ class Engine(AnyEngine):
     def costs(self, costs: CostTable | None) -> None:
         self._costs = costs
         self._packed_costs.clear()
+        self._paying.clear()
 
     @property
     def prefix_cache_use(self) -> PrefixCacheUse | None:
@@ -552,7 +554,11 @@ class Engine(AnyEngine):
 
     def _pays(self, num_active: int) -> bool:
         """Whether drafting can pay with so many active slots, as far as is known."""
-        return self.costs is None or self.costs.pays(num_active, self.config.num_speculative_tokens)
+        if self.costs is None:
+            return True
+        if num_active not in self._paying:  # every dispatch looks it up
+            self._paying[num_active] = self.costs.pays(num_active, self.config.num_speculative_tokens)
+        return self._paying[num_active]
 
     def _step_costs(self, batch: StepBatch, size: int) -> np.ndarray:
         """Return the packed costs of a batch's steps; of no entries if these do not adapt."""
