@@ -72,10 +72,6 @@ class Batches:
             return StepKind(0, sampled, full)
         return StepKind(num_drafts, sampled, full, config.synthetic_acceptance, adaptive=config.adaptive)
 
-    def no_costs(self, kind: StepKind, size: int) -> np.ndarray:
-        """Write the packed costs of steps before these are measured."""
-        return np.zeros((kind.num_costs(size),), np.float32)
-
     def choose(self, decoding: Sequence[tuple[int, Handle]], most_drafts: int, cut: bool, count: int) -> StepBatch:
         """Choose the next steps of the slots that decode. In whole (not cut) steps, slots with a grammar stand still.
 

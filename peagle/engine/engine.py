@@ -270,7 +270,7 @@ class Engine(AnyEngine):
         """Compile the step programs that requests may run once more, for inspection."""
         state, plan = self.executor.shapes, self.batches.empty_plan(self.config.slots)
         prepared = [
-            self.executor.prepared_steps(state, plan, self.batches.no_costs(kind, len(plan)), 1, kind)
+            self.executor.prepared_steps(state, plan, kind.no_costs(len(plan)), 1, kind)
             for kind in (self.batches.kind(drafts, sampled) for drafts in self.batches.possible_drafts)
         ]
         return [program.lower(*operands).compile() for program, operands in prepared]
@@ -563,7 +563,7 @@ class Engine(AnyEngine):
     def _step_costs(self, batch: StepBatch, size: int) -> np.ndarray:
         """Return the packed costs of a batch's steps; of no entries if these do not adapt."""
         if not batch.kind.adaptive or self.costs is None:
-            return self.batches.no_costs(batch.kind, size)
+            return batch.kind.no_costs(size)
         key = self._scheduler.num_active, size
         if key not in self._packed_costs:
             self._packed_costs[key] = self.costs.at(*key, batch.kind.num_drafts).pack()

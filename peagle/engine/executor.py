@@ -177,8 +177,7 @@ class Executor:
 
         def one(plan: np.ndarray, kind: StepKind) -> None:
             interrupt.check()
-            costs = np.zeros((kind.num_costs(len(plan)),), np.float32)
-            program, operands = self.prepared_steps(self.state, plan, costs, 1, kind)
+            program, operands = self.prepared_steps(self.state, plan, kind.no_costs(len(plan)), 1, kind)
             program.lower(*operands).compile()
 
         with ThreadPoolExecutor() as pool:

@@ -67,9 +67,9 @@ class StepKind:
     lean: bool = False
     adaptive: bool = False
 
-    def num_costs(self, size: int) -> int:
-        """Count the entries of the packed costs of a batch of this size."""
-        return StepCosts.unknown(size, self.num_drafts).pack().size if self.adaptive else 0
+    def no_costs(self, size: int) -> np.ndarray:
+        """Make the packed costs of a batch of this size before they are measured; none if nobody reads them."""
+        return StepCosts.unknown(size, self.num_drafts).pack() if self.adaptive else np.zeros((0,), np.float32)
 
     def costs(self, packed: jax.Array, size: int) -> StepCosts:
         """Read the packed costs of a batch of this size."""

@@ -65,7 +65,7 @@ class WarmUp:
             engine.executor.compile_steps(steps)
         for plan, kind in steps:
             interrupt.check()
-            engine.executor.steps(plan, batches.no_costs(kind, len(plan)), 1, kind)
+            engine.executor.steps(plan, kind.no_costs(len(plan)), 1, kind)
         if constrained and engine.config.adaptive:
             for size in batches.sizes:  # before a cut step
                 engine.executor.absorb(batches.empty_plan(size))
@@ -95,7 +95,7 @@ class WarmUp:
     def _cut_step(self, kind: StepKind, size: int) -> None:
         engine = self._engine
         plan = engine.batches.empty_plan(size)
-        costs = engine.batches.no_costs(kind, size)
+        costs = kind.no_costs(size)
         engine.executor.propose(plan, costs, kind)
         engine.executor.verify(plan)
         masks = all_allowed(size, kind.num_drafts + 1, engine.target.vocab_size)
@@ -166,7 +166,7 @@ class WarmUp:
             widths = [case.num_drafts] * case.slots + [0] * (active - case.slots)
             plan = step_plan(range(active), widths, rows, config.slots)
             kind = engine.batches.kind(k if case.num_drafts else 0, sampled=False)
-            costs = case.forcing(active, size, k).pack() if case.num_drafts else engine.batches.no_costs(kind, size)
+            costs = case.forcing(active, size, k).pack() if case.num_drafts else kind.no_costs(size)
             started = time.perf_counter()
             jax.block_until_ready(engine.executor.steps(plan, costs, steps, kind))
             seconds[case] = time.perf_counter() - started
