@@ -306,7 +306,7 @@ def test_a_slot_whose_drafts_fail_verifies_no_more_and_the_other_goes_on(target,
     assert tokens == [plain[0][:40], plain[1][:40]]
     widths = [[len(record.draft_token_ids) for record in steps] for steps in records]
     assert sum(widths[0][:4]) > 0
-    assert sum(widths[0][8:]) < 0.3 * len(widths[0][8:])
+    assert sum(widths[0][8:]) < 0.5 * len(widths[0][8:])  # of 3 drafts a step; it is tried again, alone more often
     assert sum(widths[1]) > 24
 
 
