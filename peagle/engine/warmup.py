@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
+from peagle.engine.cost_store import read_costs, store_for, write_costs
 from peagle.engine.executor import chunk_plan, step_plan
 from peagle.engine.loop import Measuring
 from peagle.engine.masks import all_allowed
@@ -101,6 +102,16 @@ class WarmUp:
         engine.executor.verify(plan)
         masks = all_allowed(size, kind.num_drafts + 1, engine.target.vocab_size)
         engine.executor.accept_and_commit(plan, costs, masks, np.zeros((size,), np.int32), kind)
+
+    def costs(self, measuring: Measuring) -> CostTable:
+        """Return the costs that were kept for such an engine on this machine, or measure and keep them."""
+        store = store_for(self._engine.config, self._engine.fingerprints)
+        costs = read_costs(store)
+        if costs is None:
+            costs = self.measure_costs(measuring)
+            if self.steady:  # else they are measured again next time
+                write_costs(store, costs)
+        return costs
 
     def measure_costs(self, measuring: Measuring) -> CostTable:
         """Measure steps in plain steps at 1, 2, 4, ... active slots.

@@ -23,7 +23,7 @@ Whatever is chosen here changes time alone, never a token (peagle.engine.accept)
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import flax.struct
@@ -288,6 +288,15 @@ class CostTable:
 
     verify: Mapping[int, tuple[tuple[int, float], ...]]
     draft: Mapping[int, tuple[tuple[int, float], ...]]
+    _kept: dict[tuple[str, int, int, int], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def packed(self, num_active: int, size: int, num_drafts: int) -> np.ndarray:
+        """Make the packed costs of `at`; once, since every dispatch needs them."""
+        key = "packed", num_active, size, num_drafts
+        if key not in self._kept:
+            self._kept[key] = self.at(num_active, size, num_drafts).pack()
+        packed: np.ndarray = self._kept[key]
+        return packed
 
     def at(self, num_active: int, size: int, num_drafts: int) -> StepCosts:
         """Make the costs of a batch of `size` entries with so many active slots."""
@@ -301,10 +310,13 @@ class CostTable:
 
     def pays(self, num_active: int, num_drafts: int) -> bool:
         """Whether drafts pay with so many active slots if nearly all are accepted, and looked up in no time."""
-        costs = self.at(num_active, num_active, num_drafts)
-        more = np.arange(1, num_drafts + 1)
-        tokens = 1 + np.cumsum(GOOD_CHANCE**more)
-        return bool(np.any(tokens > np.asarray(costs.verify)[num_active * (1 + more)]))
+        key = "pays", num_active, num_active, num_drafts
+        if key not in self._kept:
+            more = np.arange(1, num_drafts + 1)
+            times = np.asarray(self.at(num_active, num_active, num_drafts).verify)[num_active * (1 + more)]
+            self._kept[key] = bool(np.any(1 + np.cumsum(GOOD_CHANCE**more) > times))
+        pays: bool = self._kept[key]
+        return pays
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON's values."""
