@@ -65,7 +65,7 @@ def make_data(settings: Data) -> int:
 
 
 def _data(settings: Data) -> int:
-    display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
+    display = Display(quiet=settings.quiet)
     with display.stage("reading the prompts"):
         checked = _checked(settings)
     display.warn(checked.warnings)

@@ -25,7 +25,7 @@ def answer_file(settings: BatchCommand) -> int:
     """
     models = check_models(settings)
     check_files(settings.requests, settings.answers)
-    display = Display(text=False, quiet=settings.quiet, total=1, streaming=True)
+    display = Display(quiet=settings.quiet)
     engine, builder, name = load_engine(settings, models, display, "answering as")
     loop = EngineLoop(engine, UNLIMITED)
     batch = Batch(Service(loop, builder, name), settings.requests, settings.answers, AT_ONCE * settings.engine.slots)

@@ -65,7 +65,7 @@ def time_target(settings: BenchCommand) -> int:
         check_fit(resolve(name, "target"), directory)
     options.check(inspect_target(resolve(name, "target")).config.max_positions)
 
-    display = Display(text=False, quiet=False, total=1, streaming=False)
+    display = Display()
     pair = load_pair(name, drafter, settings.load, display)
 
     def progress(stage: Stage, done: int, total: int, left_s: float | None) -> None:

@@ -45,7 +45,7 @@ def chat(settings: Chat) -> int:
         engine=settings.engine,
         rendering=settings.rendering,
     )
-    display = Display(text=True, quiet=settings.quiet, total=1, streaming=True)
+    display = Display(text=True, quiet=settings.quiet, streaming=True)
     pair = load_pair(target, drafter, settings.load, display)
     display.read_by(pair.tokenizer)
     _refuse_without_template(pair, config.rendering, target)

@@ -22,7 +22,7 @@ class Check:
         from peagle.ops.kernels import in_words
         from peagle.workflows.check import check, verdict
 
-        display, checks, findings = Display(text=False, quiet=False, total=1, streaming=False), check(), []
+        display, checks, findings = Display(), check(), []
         while True:
             with display.stage("checking"):
                 finding = next(checks, None)

@@ -59,7 +59,7 @@ def start_fleet(settings: Up) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    display = Display(text=False, quiet=False, total=1, streaming=True)
+    display = Display()
     display.note(f"starting {config.prefill + config.decode} replicas; each loads the pair and compiles")
     run(config, settings.address, settings.host, settings.port, display.note, stopped)
     return 0

@@ -134,7 +134,8 @@ def options_of(
                     read=takes.reads.get(field.name, flag.read),
                     old=takes.olds.get(field.name, flag.old),
                 )
-                yield Option((*path, field.name), hint, flag, " ".join(helps[field.name].split()), value)
+                help = " ".join(helps.get(field.name, flag.help).split())
+                yield Option((*path, field.name), hint, flag, help, value)
 
 
 @functools.cache

@@ -43,7 +43,7 @@ def compare(settings: Parity) -> int:
         raw=settings.render == "raw",
         special_tokens=settings.special_tokens,
     )
-    display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
+    display = Display(quiet=settings.quiet)
     display.warn(prompts.warnings)
     pair = load_pair(target, drafter, settings.load, display)
     model = cast(Model, pair.drafter)

@@ -124,7 +124,9 @@ class Display(Observer):
     drafts: colour accepted drafts of a text on a terminal, or mark them if it has no colours.
     """
 
-    def __init__(self, *, text: bool, quiet: bool, total: int, streaming: bool, drafts: bool = False) -> None:
+    def __init__(
+        self, *, text: bool = False, quiet: bool = False, total: int = 1, streaming: bool = False, drafts: bool = False
+    ) -> None:
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._stdout = Console(highlight=False, soft_wrap=True)
         self._text, self._quiet, self._total, self._streaming = text, quiet, total, streaming

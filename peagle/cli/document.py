@@ -268,9 +268,10 @@ def _prefix_cache(use: PrefixCacheUse) -> str:
     )
 
 
-def _profile(found: Breakdown) -> str:
-    parts = ", ".join(f"{name} {ms:.2f} ({ms / found.step_ms:.0%})" for name, ms in found.parts.items())
-    return f"{found.step_ms:.2f} ms a step while traced: {parts} | {found.num_steps} steps in {found.directory}"
+def _profile(breakdown: Breakdown) -> str:
+    parts = ", ".join(f"{name} {ms:.2f} ({ms / breakdown.step_ms:.0%})" for name, ms in breakdown.parts.items())
+    steps = f"{breakdown.num_steps} steps in {breakdown.directory}"
+    return f"{breakdown.step_ms:.2f} ms a step while traced: {parts} | {steps}"
 
 
 def _bytes(value: int | None) -> str:

@@ -17,7 +17,7 @@ def download(settings: Any) -> None:
     Raises InputError if a checkpoint cannot be fetched, and KeyboardInterrupt after Ctrl-C.
     """
     display = Display(text=False, quiet=getattr(settings, "quiet", False), total=1, streaming=False)
-    for name in dict.fromkeys(each for each in _named(settings) if is_name(each)):
+    for name in dict.fromkeys(checkpoint for checkpoint in _named(settings) if is_name(checkpoint)):
         with display.stage(f"looking up {name}"):
             missing = remaining(name)
         if not missing.num_files:
@@ -36,7 +36,7 @@ def _kept() -> str:
 def wants_download(settings: Any) -> bool:
     """Return whether --download was given to a command that has it."""
     own = getattr(settings, "download", False)
-    groups = (getattr(settings, each.name) for each in dataclasses.fields(settings))
+    groups = (getattr(settings, field.name) for field in dataclasses.fields(settings))
     return bool(own) or any(wants_download(group) for group in groups if dataclasses.is_dataclass(group))
 
 

@@ -101,13 +101,13 @@ def _comparable(settings: Any) -> dict[str, Any]:
     def plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value):
             pairs = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
-            return {name: plain(each) for name, each in pairs if name != "process_id"}
+            return {name: plain(item) for name, item in pairs if name != "process_id"}
         if isinstance(value, list | tuple):
-            return [plain(each) for each in value]
+            return [plain(item) for item in value]
         return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
-    found: dict[str, Any] = plain(settings)
-    return found
+    options: dict[str, Any] = plain(settings)
+    return options
 
 
 def _lost(line: str) -> None:

@@ -11,6 +11,7 @@ import rich.table
 from rich.console import Console
 from rich.text import Text
 
+from peagle.cli.flags import QUIET
 from peagle.measure import pages
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
@@ -41,8 +42,7 @@ class Report:
     """Output directories of peagle sweep."""
     out: Annotated[Path | None, Flag(OUTPUT, "DIR")] = None
     """Output directory; it must not exist yet. Default: the run's own. Required for several runs."""
-    quiet: Annotated[bool, Flag(OUTPUT, names=("--quiet", "-q"))] = False
-    """Hide progress and table. Warnings and errors are still printed."""
+    quiet: Annotated[bool, QUIET] = False
 
     def run(self) -> int:
         """Write the pages of one run into its directory, or of one or several into a new one. Return the exit code.
@@ -61,7 +61,7 @@ class Report:
             raise InputError("a comparison of several runs needs its own directory; give --out DIR")
         if self.out is not None:
             expect_new(self.out)
-        display = Display(text=False, quiet=self.quiet, total=1, streaming=False)
+        display = Display(quiet=self.quiet)
         with display.stage("figures"):
             figures = {folder: rows(folder) for folder in folders}  # finished or not
             if empty := [folder.path for folder in folders if not alone(figures[folder])]:

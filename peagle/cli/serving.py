@@ -41,7 +41,7 @@ def serve(settings: Serve) -> int:
     keys = () if settings.api_key_file is None else read_keys(settings.api_key_file)
     for origin in settings.allow_origin:
         check_allowed_origin(origin)
-    display = Display(text=False, quiet=settings.quiet, total=1, streaming=True)
+    display = Display(quiet=settings.quiet)
     with listen(settings.host, settings.port) as address:
         warn_of_strangers(settings.host, keys)
         if ANY_ORIGIN in settings.allow_origin and not keys:

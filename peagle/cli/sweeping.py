@@ -46,7 +46,7 @@ def sweep(settings: Sweep) -> int:
 
 
 def _sweep(settings: Sweep) -> int:
-    out, display = Path(settings.out), Display(text=False, quiet=settings.quiet, total=1, streaming=False)
+    out, display = Path(settings.out), Display(quiet=settings.quiet)
     folder = open_run(out) if settings.resume else None
     if folder is None:
         expect_new(out)

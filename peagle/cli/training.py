@@ -125,7 +125,7 @@ def train(settings: Train) -> int:
 
 def _train(settings: Train) -> int:
     settings = _resumed(settings) if settings.resume else settings
-    display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
+    display = Display(quiet=settings.quiet)
     with display.stage("reading the data"):
         checked = _checked(settings)
     prompts = _prompts(settings, checked.directory, display)
@@ -446,11 +446,11 @@ def _planned(minutes: float, trainer: Trainer, initial: DrafterParams, display: 
 def _shown(line: Mapping[str, Any]) -> str:
     """A line of the log, for a person."""
     if EVALUATION in line:
-        found = line[EVALUATION]
-        lengths = [figure_text(found[f"acceptance_length{of}"], ".2f") for of in ("", "_without_loops")]
+        figures = line[EVALUATION]
+        lengths = [figure_text(figures[f"acceptance_length{of}"], ".2f") for of in ("", "_without_loops")]
         return (
             f"step {line['step']}: acceptance length {lengths[0]}, without loops {lengths[1]}, of "
-            f"{found['num_outputs']} held-out prompts"
+            f"{figures['num_outputs']} held-out prompts"
         )
     if HELD_OUT in line:
         return f"step {line['step']}: held out: {_figures(line[HELD_OUT])}"

@@ -34,16 +34,16 @@ class Affinity(Generic[Replica]):
         num_open: requests of each replica there is. All requests may begin alike, so what is known does not count
         where more than twice as many are open as elsewhere, as in peagle.engine.replicas.
         """
-        known, found = 0, None
+        known, preferred = 0, None
         for number, block in enumerate(_blocks(prompt_ids), 1):
             replica = self._went.get(block)
             if replica is None:
                 break
             if replica in num_open:
-                known, found = number, replica
-        if found is None or 2 * known * BLOCK <= len(prompt_ids):
+                known, preferred = number, replica
+        if preferred is None or 2 * known * BLOCK <= len(prompt_ids):
             return None
-        return found if num_open[found] <= 2 * min(num_open.values()) + 1 else None
+        return preferred if num_open[preferred] <= 2 * min(num_open.values()) + 1 else None
 
 
 def _blocks(prompt_ids: Sequence[int]) -> Iterator[int]:

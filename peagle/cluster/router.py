@@ -32,9 +32,9 @@ class PrefixRouter(FIFOMixin, RequestRouter):
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # between tries of all ranks
         lengths = self.replica_queue_len_cache
-        num_open = {each.replica_id: lengths.get(each.replica_id) or 0 for each in candidate_replicas}
+        num_open = {replica.replica_id: lengths.get(replica.replica_id) or 0 for replica in candidate_replicas}
         preferred = self._affinity.prefer(prompt_ids, num_open) if num_open else None
-        first = [each for each in candidate_replicas if each.replica_id == preferred]
+        first = [replica for replica in candidate_replicas if replica.replica_id == preferred]
         return [first, candidate_replicas] if first else [candidate_replicas]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:

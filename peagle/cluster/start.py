@@ -77,12 +77,12 @@ def _connect(config: FleetConfig, address: str | None, host: str, port: int) -> 
         ray.shutdown()
         raise InputError(_no_cluster(address, str(error))) from None
     if address is None and config.num_gpus:
-        found, needed = ray.cluster_resources().get("GPU", 0), replicas * config.num_gpus
-        if found < needed:
+        num_gpus, needed = ray.cluster_resources().get("GPU", 0), replicas * config.num_gpus
+        if num_gpus < needed:
             ray.shutdown()
             raise InputError(
                 f"--num-gpus {config.num_gpus:g} for {replicas} replicas needs {needed:g} GPUs, and Ray finds "
-                f"{found:g}; take fewer replicas, or a share of a GPU for each, as 0.5"
+                f"{num_gpus:g}; take fewer replicas, or a share of a GPU for each, as 0.5"
             )
 
 
@@ -109,16 +109,16 @@ def _watch(ready: str, note: Callable[[str], None], stopped: threading.Event) ->
     """
     shown, answers = "", False
     while not stopped.wait(LOOKS_S):
-        found = serve.status().applications.get(NAME)
-        if found is None:
+        application = serve.status().applications.get(NAME)
+        if application is None:
             continue
-        if found.status == "DEPLOY_FAILED":
-            why = (found.message.strip() or "without a reason").splitlines()[-1]
+        if application.status == "DEPLOY_FAILED":
+            why = (application.message.strip() or "without a reason").splitlines()[-1]
             raise InputError(f"the fleet cannot be started: {why}; more is in Ray's logs, /tmp/ray/session_latest/logs")
-        if found.status == "RUNNING" and not answers:
+        if application.status == "RUNNING" and not answers:
             answers = True
             note(ready)
-        line = running(found.deployments)
+        line = running(application.deployments)
         if line != shown and answers:
             note(line)
         shown = line
@@ -132,8 +132,8 @@ def running(deployments: dict[str, Any]) -> str:
     'replicas: none'
     """
     parts = [
-        f"{name} {', '.join(f'{count} {state.lower()}' for state, count in sorted(each.replica_states.items()))}"
-        for name, each in sorted(deployments.items())
-        if name != "Application" and each.replica_states
+        f"{name} {', '.join(f'{count} {state.lower()}' for state, count in sorted(deployment.replica_states.items()))}"
+        for name, deployment in sorted(deployments.items())
+        if name != "Application" and deployment.replica_states
     ]
     return f"replicas: {'; '.join(parts) or 'none'}"

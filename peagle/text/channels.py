@@ -217,13 +217,13 @@ class _Messages:
         self._foreign = False  # whether text belongs to a message of another role
         self._header: list[tuple[str, str]] = []  # (control token, text after it); empty: not in a header
         self._spelled = ""  # the header as text, without the prompt's part of it
-        self._given = False  # whether all control tokens of the header are the prompt's
+        self._prompted = False  # whether all control tokens of the header are the prompt's
         self._place = 0  # characters of the answer's text that were read
         self._next = 0  # where the open message's next character stands
 
     def begin_answer(self) -> None:
         """Drop text that is the prompt's. A message that the prompt began is the answer's, a call with its name."""
-        self._spelled, self._given, self._foreign = "", True, False
+        self._spelled, self._prompted, self._foreign = "", True, False
         self._place = self._next = 0
         self._deltas = [self._open] if self._open is not None and self._open.call is not None else []
 
@@ -261,16 +261,16 @@ class _Messages:
         if name in ENDS:
             return
         if name == START or (name == CHANNEL and not self._header):
-            self._header, self._spelled, self._given = [(name, "")], name, False
+            self._header, self._spelled, self._prompted = [(name, "")], name, False
         elif not self._header:
             self._write(name)
         elif name != MESSAGE:
             self._header.append((name, ""))
-            self._spelled, self._given = self._spelled + name, False
+            self._spelled, self._prompted = self._spelled + name, False
             self._check()
-        elif (found := self._read_header(whole=True)) is not None:
+        elif (header := self._read_header(whole=True)) is not None:
             self._header, self._spelled = [], ""
-            self._begin(found)
+            self._begin(header)
         else:
             self._spelled += name
             self._degrade()
@@ -289,11 +289,11 @@ class _Messages:
             self._degrade()
 
     def _read_header(self, whole: bool) -> "_Header | None":
-        return _read_header(self._header, whole=whole, given=self._given)
+        return _read_header(self._header, whole=whole, prompted=self._prompted)
 
     def _drop_header(self) -> None:
         """End a header without a message, and the message that it interrupts. Text after the prompt's is no header."""
-        if self._given:
+        if self._prompted:
             self._degrade()
         elif self._header:
             self._close()
@@ -301,7 +301,7 @@ class _Messages:
 
     def _degrade(self) -> None:
         """Make the header so far text."""
-        spelled, self._header, self._spelled, self._given = self._spelled, [], "", False
+        spelled, self._header, self._spelled, self._prompted = self._spelled, [], "", False
         if spelled:
             self._write(spelled)
 
@@ -375,7 +375,7 @@ class _Header:
         return None
 
 
-def _read_header(parts: Sequence[tuple[str, str]], *, whole: bool, given: bool) -> _Header | None:
+def _read_header(parts: Sequence[tuple[str, str]], *, whole: bool, prompted: bool) -> _Header | None:
     """Read a header of (control token, text after it). None if it is none.
 
     whole: it has ended; else it is a beginning, whose last word may be incomplete. Each beginning of a header is one,
@@ -389,11 +389,11 @@ def _read_header(parts: Sequence[tuple[str, str]], *, whole: bool, given: bool) 
             role, rest = words[0], words[0].removeprefix(ROLE)
             if role.startswith(ROLE):
                 words[:1] = [rest] if rest else []
-            elif not given and (role in OTHER_ROLES or role.startswith(FUNCTIONS)):
+            elif not prompted and (role in OTHER_ROLES or role.startswith(FUNCTIONS)):
                 return _Header(foreign=True)
             elif is_open and len(words) == 1 and ROLE.startswith(role):
                 return _Header()
-            elif not given and _NAME.fullmatch(role) and not _beginning(role, (*CHANNELS, *CONTENT_TYPES)):
+            elif not prompted and _NAME.fullmatch(role) and not _beginning(role, (*CHANNELS, *CONTENT_TYPES)):
                 foreign = True
                 words.pop(0)
         words = [part for word in words for part in _split(word)]
@@ -435,7 +435,7 @@ def _begins_recipient(word: str) -> bool:
 
 
 def _beginning(word: str, of: Sequence[str]) -> bool:
-    return any(each.startswith(word) for each in of)
+    return any(name.startswith(word) for name in of)
 
 
 def _equal(word: str, to: Sequence[str]) -> bool:
@@ -514,10 +514,10 @@ def _parse_text(answer: str) -> Iterator[Delta]:
     messages.control(START)
     messages.text(ROLE)
     messages.begin_answer()
-    for number, each in enumerate(_BETWEEN_MESSAGES.split(answer)):
+    for number, piece in enumerate(_BETWEEN_MESSAGES.split(answer)):
         if number:
             messages.finish()
-        header, message, text = each.partition(MESSAGE)
+        header, message, text = piece.partition(MESSAGE)
         for place, part in enumerate(_IN_HEADER.split(header)):
             if place % 2:
                 messages.control(part)

@@ -269,7 +269,11 @@ def _rows(path: Path, data: bytes) -> Iterator[tuple[int, str, Any]]:
 
 def _is_chat(value: Any) -> bool:
     """Test whether the value is a bare list of messages."""
-    return isinstance(value, list) and all(isinstance(each, dict) and "role" in each for each in value) and bool(value)
+    return (
+        isinstance(value, list)
+        and all(isinstance(message, dict) and "role" in message for message in value)
+        and bool(value)
+    )
 
 
 def _parses(line: bytes) -> bool:
@@ -452,8 +456,8 @@ def _messages(listed: Any, name: str) -> tuple[str | None, list[Message]]:
     if not isinstance(listed, list):
         raise InputError(f"{name} is {brief(listed)}; expected a list of messages")
     systems, messages = [], []
-    for number, given in enumerate(listed):
-        message = _message(given, f"{name}: message {number}")
+    for number, item in enumerate(listed):
+        message = _message(item, f"{name}: message {number}")
         if message["role"] != SYSTEM:
             messages.append(message)
         elif message["content"].strip():
@@ -461,26 +465,26 @@ def _messages(listed: Any, name: str) -> tuple[str | None, list[Message]]:
     return "\n\n".join(systems) or None, messages
 
 
-def _message(given: Any, name: str) -> Message:
+def _message(fields: Any, name: str) -> Message:
     """Read a message into the form that templates take."""
-    spelled = given.get("role", given.get("from")) if isinstance(given, dict) else None
+    spelled = fields.get("role", fields.get("from")) if isinstance(fields, dict) else None
     if not isinstance(spelled, str):
-        raise InputError(f"{name} is {brief(given)}; expected an object with role and content, or from and value")
+        raise InputError(f"{name} is {brief(fields)}; expected an object with role and content, or from and value")
     role = next((role for role, names in ROLES.items() if spelled.strip().lower() in names), None)
     if role is None:
-        expected = ", ".join(each for names in ROLES.values() for each in names)
+        expected = ", ".join(spelling for names in ROLES.values() for spelling in names)
         raise InputError(f"{name} has the role {brief(spelled)}; expected one of {expected}")
-    text = _text(given.get("content", given.get("value")), f"{name}: its content")
+    text = _text(fields.get("content", fields.get("value")), f"{name}: its content")
     message: dict[str, Any] = {"role": role, "content": final_message(text) if role == ASSISTANT else text}
-    message |= {key: given[key] for key in BESIDE if isinstance(given.get(key), str)}
-    calls = given.get("tool_calls") or [
-        {"type": "function", "function": each} for each in [given.get("function_call")] if each
+    message |= {key: fields[key] for key in BESIDE if isinstance(fields.get(key), str)}
+    calls = fields.get("tool_calls") or [
+        {"type": "function", "function": spelling} for spelling in [fields.get("function_call")] if spelling
     ]
     if calls and role != ASSISTANT:
         raise InputError(f"{name} of the role {role} has tool_calls; expected them in an assistant's message")
     if calls:
         message["tool_calls"] = _calls(calls, f"{name}: tool_calls")
-        if reasoning := next((given[key] for key in REASONING if isinstance(given.get(key), str)), ""):
+        if reasoning := next((fields[key] for key in REASONING if isinstance(fields.get(key), str)), ""):
             # templates take one text before a call
             message |= {"thinking": "\n\n".join(filter(None, (reasoning, message["content"]))), "content": ""}
     return message
@@ -489,15 +493,15 @@ def _message(given: Any, name: str) -> Message:
 def _calls(listed: Any, name: str) -> list[Message]:
     """Read calls of tools. Arguments in JSON text, as in APIs, become an object, as in templates."""
     calls: list[Message] = []
-    for each in listed if isinstance(listed, list) else [listed]:
-        function = each.get("function") if isinstance(each, dict) else None
+    for call in listed if isinstance(listed, list) else [listed]:
+        function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise InputError(f"{name} holds {brief(each)}; expected a function with a name and arguments")
+            raise InputError(f"{name} holds {brief(call)}; expected a function with a name and arguments")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             with contextlib.suppress(ValueError, RecursionError):  # a model may have written invalid JSON
                 arguments = json.loads(arguments)
-        calls.append({**each, "function": {**function, "arguments": arguments}})
+        calls.append({**call, "function": {**function, "arguments": arguments}})
     return calls
 
 

@@ -181,9 +181,9 @@ def check_encodable(text: str, name: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        found = text[error.start].encode("unicode_escape").decode()
+        surrogate = text[error.start].encode("unicode_escape").decode()
         raise InputError(
-            f"{name} is not valid Unicode text: it holds the lone surrogate {found}; expected UTF-8"
+            f"{name} is not valid Unicode text: it holds the lone surrogate {surrogate}; expected UTF-8"
         ) from None
 
 

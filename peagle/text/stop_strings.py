@@ -23,13 +23,12 @@ class StopStrings:
         if self.complete:
             return ""
         text = self._held + piece
-        found = [start for each in self._stop if (start := text.find(each)) >= 0]
-        if found:
+        if matches := [start for stop in self._stop if (start := text.find(stop)) >= 0]:
             self._held, self.complete = "", True
-            return text[: min(found)]
+            return text[: min(matches)]
         longest = max(map(len, self._stop), default=0)
         starts = range(max(0, len(text) - longest + 1), len(text))
-        start = next((i for i in starts if any(each.startswith(text[i:]) for each in self._stop)), len(text))
+        start = next((i for i in starts if any(stop.startswith(text[i:]) for stop in self._stop)), len(text))
         self._held = text[start:]
         return text[:start]
 

@@ -125,11 +125,11 @@ def encode_characters(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 
 def template_fingerprint(directory: Path) -> str:
     """Hash a directory's files that turn text into ids: tokenizer, its settings, chat template."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in (TOKENIZER_FILE, "tokenizer_config.json", "chat_template.jinja", TEMPLATE_FILE):
         path = Path(directory) / name
-        found.update(path.read_bytes() if path.is_file() else b"")
-    return found.hexdigest()
+        digest.update(path.read_bytes() if path.is_file() else b"")
+    return digest.hexdigest()
 
 
 def load_tokenizer(directory: Path) -> "ByteLevelTokenizer | None":
@@ -163,8 +163,8 @@ def load_tokenizer(directory: Path) -> "ByteLevelTokenizer | None":
 
 def _template_in(path: Path) -> str:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        template = found["chat_template"]
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        template = fields["chat_template"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         template = None
     if not isinstance(template, str):
@@ -193,8 +193,8 @@ class ByteLevelTokenizer:
     def info(self) -> Mapping[str, Any]:
         """Its special tokens by their roles and its chat_template; None where it has none."""
         roles = ("bos_token", "eos_token", "pad_token", "unk_token")
-        found = {role: getattr(self._inner, role) for role in roles}
-        return {**found, "chat_template": self._inner.chat_template}
+        spellings = {role: getattr(self._inner, role) for role in roles}
+        return {**spellings, "chat_template": self._inner.chat_template}
 
     def encode(self, text: str, *, special_tokens: bool = False, most_tokens: int | None = None) -> tuple[int, ...]:
         """Encode a raw text, with the tokens that the tokenizer puts before it, but no token twice.
@@ -273,7 +273,7 @@ class ByteLevelTokenizer:
         written = {mark: text.translate(masks) for mark, text in zip(marks, verbatim, strict=True)}
         if marks:
             mark = f"[{''.join(marks)}]"
-            text = re.sub(f'"{mark}"|{mark}', lambda found: written[found[0].strip('"')], text)
+            text = re.sub(f'"{mark}"|{mark}', lambda match: written[match[0].strip('"')], text)
         unmask = {ord(mask): chr(char) for char, mask in masks.items()}
         self._check_size(text.translate(unmask), most_tokens)
         return self._encode_rendered(text, unmask)
@@ -293,14 +293,14 @@ class ByteLevelTokenizer:
 
     def _encode_rendered(self, text: str, unmask: Mapping[int, str]) -> tuple[int, ...]:
         """Encode a chat with masked texts: special tokens are the template's, the rest is characters."""
-        found = self._inner(text, add_special_tokens=False, split_special_tokens=False, return_offsets_mapping=True)
-        whole = tuple(found["input_ids"])
+        encoded = self._inner(text, add_special_tokens=False, split_special_tokens=False, return_offsets_mapping=True)
+        whole = tuple(encoded["input_ids"])
         if text.translate(unmask) == text:
             return whole
         ids: list[int] = []
         start = 0
         # a tokenizer splits at special tokens first, so the pieces give the ids of the whole
-        for token_id, (begin, end) in zip(whole, found["offset_mapping"], strict=True):
+        for token_id, (begin, end) in zip(whole, encoded["offset_mapping"], strict=True):
             if token_id in self._special:
                 ids += [*self._characters(text[start:begin].translate(unmask)), token_id]
                 start = end
@@ -311,11 +311,11 @@ class ByteLevelTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the UTF-8 bytes of a token; none for an id of a padded vocabulary."""
-        found = self._bytes.get(token_id)
-        if found is None:
+        data = self._bytes.get(token_id)
+        if data is None:
             token = self._inner.convert_ids_to_tokens(token_id) if 0 <= token_id < self._size else None
-            found = self._bytes[token_id] = self._to_bytes(token or "")
-        return found
+            data = self._bytes[token_id] = self._to_bytes(token or "")
+        return data
 
     def _to_bytes(self, token: str) -> bytes:
         try:

@@ -151,9 +151,9 @@ def test_ctrl_c_keeps_the_answer_as_far_as_it_came(chat: Chat, toy: Pair, monkey
     prompts: list[Conversation] = []
     encode = Conversation.encode
 
-    def noting(self: Conversation, *given: Any) -> tuple[int, ...]:
+    def noting(self: Conversation, *arguments: Any) -> tuple[int, ...]:
         prompts.append(self)
-        return encode(self, *given)
+        return encode(self, *arguments)
 
     monkeypatch.setattr(Conversation, "encode", noting)
     press_ctrl_c_at(monkeypatch, Display, "emitted", 3)
@@ -165,7 +165,7 @@ def test_ctrl_c_keeps_the_answer_as_far_as_it_came(chat: Chat, toy: Pair, monkey
     assert whole.startswith(first)
     assert "finish: interrupted" in err
     assert "finish: length" in err
-    second = next(each for each in prompts if each.turns == ("Go on",))
+    second = next(conversation for conversation in prompts if conversation.turns == ("Go on",))
     assert [dict(message) for message in second.history] == [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": first},

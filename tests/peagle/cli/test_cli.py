@@ -229,10 +229,10 @@ def test_a_link_is_followed_and_a_device_is_not_replaced(cli: Run, tmp_path: Pat
 
 def test_sampling_options_reach_the_engine(cli: Run) -> None:
     """They stand in the document, and speculation answers as plain decoding does."""
-    asked = {
+    sampling = {
         "min_p": 0.1, "presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.5, "min_tokens": 3,
     }  # fmt: skip
-    options = [part for name, value in asked.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    options = [part for name, value in sampling.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     options += ["--logit-bias", "51=-100", "--logit-bias", "60=2", "--temperature", "1.5", "--seed", "3"]
 
     def answer(command: str, *more: str) -> tuple[dict[str, Any], list[int]]:
@@ -241,7 +241,7 @@ def test_sampling_options_reach_the_engine(cli: Run) -> None:
         return json.loads(out)["config"], json.loads(out)["requests"][0]["output_ids"]
 
     config, plain = answer("generate", *options)
-    assert {name: config[name] for name in asked} == asked
+    assert {name: config[name] for name in sampling} == sampling
     assert config["logit_bias"] == [[51, -100], [60, 2]]
     assert answer("generate")[1][0] == 51
     assert 51 not in plain
@@ -293,7 +293,7 @@ def test_logprobs_are_shown_where_no_json_has_them(cli: Run) -> None:
 
 
 def test_texts_decoded_together_come_in_the_order_of_the_requests(capsys: pytest.CaptureFixture[str]) -> None:
-    display = Display(text=True, quiet=False, total=3, streaming=False)
+    display = Display(text=True, total=3)
     requests = [Request((1,), 1, index=index) for index in range(3)]
     for request in requests:
         display.started(request, None)
@@ -308,7 +308,7 @@ def test_texts_decoded_together_come_in_the_order_of_the_requests(capsys: pytest
 
 
 def test_texts_that_were_cut_off_are_shown_and_those_not_begun_are_not(capsys: pytest.CaptureFixture[str]) -> None:
-    display = Display(text=True, quiet=False, total=5, streaming=False)
+    display = Display(text=True, total=5)
     requests = [Request((1,), 1, index=index) for index in range(4)]
     for request in requests:
         display.started(request, None)
@@ -329,14 +329,14 @@ def test_without_a_tokenizer_ids_are_printed(cli: Run) -> None:
 
 
 def test_a_prompt_may_come_from_standard_input(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def given(data: bytes) -> tuple[int, str, str]:
+    def piped_in(data: bytes) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
         return cli(*SPECULATE, "--raw-prompt", "--json", "-", "-")
 
-    piped, typed = given("größer\n".encode()), cli(*SPECULATE, "--raw-prompt", "--json", "-", "größer")
+    piped, typed = piped_in("größer\n".encode()), cli(*SPECULATE, "--raw-prompt", "--json", "-", "größer")
     assert json.loads(piped[1])["requests"][0]["prompt_ids"] == json.loads(typed[1])["requests"][0]["prompt_ids"]
-    assert given(b"\xff")[0] == 2
-    assert given(b"\n")[0] == 2
+    assert piped_in(b"\xff")[0] == 2
+    assert piped_in(b"\n")[0] == 2
 
 
 def test_no_prompt_runs_the_built_in_example(cli: Run) -> None:
@@ -904,15 +904,15 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 
 def test_synthetic_acceptance_is_marked_wherever_it_shows(cli: Run, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    given = ("speculate", "--drafter", "ngram", "a", "-k", "3", "--synthetic-acceptance")
-    code, _, error = cli(*given, "0.9", "-n", "64", "--json", str(out))
+    arguments = ("speculate", "--drafter", "ngram", "a", "-k", "3", "--synthetic-acceptance")
+    code, _, error = cli(*arguments, "0.9", "-n", "64", "--json", str(out))
     assert code == 0
     assert "SYNTHETIC" in error
-    found = json.loads(out.read_text())
-    assert found["config"]["synthetic_acceptance"] == pytest.approx([0.9, 0.81, 0.729])
-    assert found["requests"][0]["baseline"]["first_divergence"] is None
-    assert found["summary"]["acceptance_length"] > 2  # drawn: an n-gram drafter starts slower
-    code, _, error = cli(*given, "much")
+    document = json.loads(out.read_text())
+    assert document["config"]["synthetic_acceptance"] == pytest.approx([0.9, 0.81, 0.729])
+    assert document["requests"][0]["baseline"]["first_divergence"] is None
+    assert document["summary"]["acceptance_length"] > 2  # drawn: an n-gram drafter starts slower
+    code, _, error = cli(*arguments, "much")
     assert (code, error.count("\n")) == (2, 1)
     assert "expected rates" in error
-    assert cli(*given, "0.5,0.4")[0] == 2
+    assert cli(*arguments, "0.5,0.4")[0] == 2

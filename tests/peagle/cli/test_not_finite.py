@@ -227,4 +227,4 @@ def test_log_probabilities_of_what_cannot_be_are_null(
         raise AssertionError(f"{name} is no JSON")
 
     (request,) = json.loads(capsys.readouterr().out, parse_constant=refuse)["requests"]
-    assert [[each[1] for each in token["top"]] for token in request["logprobs"]] == [[0.0, None]] * 2
+    assert [[entry[1] for entry in token["top"]] for token in request["logprobs"]] == [[0.0, None]] * 2

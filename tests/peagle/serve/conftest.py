@@ -40,16 +40,16 @@ def client(shared: Service) -> Iterator[TestClient]:
 @pytest.fixture
 def make(tokenizer: ByteLevelTokenizer) -> Iterator[Callable[..., Service]]:
     """Make a server of one's own."""
-    made: list[Service] = []
+    services: list[Service] = []
 
     shared_tokenizer = tokenizer
 
     def making(
         stops: tuple[int, ...] = (1,), tokenizer: ByteLevelTokenizer = shared_tokenizer, **options: Any
     ) -> Service:
-        made.append(service_of(toy_pair(tokenizer, stops), **options))
-        return made[-1]
+        services.append(service_of(toy_pair(tokenizer, stops), **options))
+        return services[-1]
 
     yield making
-    for service in made:
+    for service in services:
         service.loop.close()

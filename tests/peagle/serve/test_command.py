@@ -71,21 +71,21 @@ def test_it_says_what_it_serves_answers_and_ends_well(
 
 def test_its_options_reach_the_server(started: Callable[..., int], tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("one\n\ntwo\n")
-    seen: list[httpx.Response] = []
+    replies: list[httpx.Response] = []
 
     def use(url: str) -> None:
         with httpx.Client(base_url=url, headers={"Authorization": "Bearer two"}, timeout=60) as client:
-            seen.append(httpx.get(f"{url}/v1/models"))
-            seen.append(client.get("/v1/models"))
-            seen.append(client.post("/v1/completions", content=b" " * 201))
-            seen.append(client.post("/v1/completions", json={"prompt": "ab", "n": 4}))
+            replies.append(httpx.get(f"{url}/v1/models"))
+            replies.append(client.get("/v1/models"))
+            replies.append(client.post("/v1/completions", content=b" " * 201))
+            replies.append(client.post("/v1/completions", json={"prompt": "ab", "n": 4}))
 
     options = ["--api-key-file", str(tmp_path / "keys"), "--served-model-name", "mine", "--max-body", "200"]
     assert started(use, "-k", "0", "--slots", "1", "--max-queue", "2", "--context", "128", *options, "-q") == 0
-    assert [reply.status_code for reply in seen] == [401, 200, 413, 400]
-    assert seen[1].json()["data"][0]["id"] == "mine"
-    assert seen[1].json()["data"][0]["max_model_len"] == 128
-    assert "at most 3" in seen[3].json()["error"]["message"]
+    assert [reply.status_code for reply in replies] == [401, 200, 413, 400]
+    assert replies[1].json()["data"][0]["id"] == "mine"
+    assert replies[1].json()["data"][0]["max_model_len"] == 128
+    assert "at most 3" in replies[3].json()["error"]["message"]
 
 
 def test_options_from_a_file_give_way_to_typed_ones(
@@ -95,20 +95,20 @@ def test_options_from_a_file_give_way_to_typed_ones(
         'slots = 1\nk = 0\nmax-queue = 2\nmax_body = 300\nserved-model-name = "filed"\ncontext = 128\nquiet = false\n'
         'allow-origin = ["https://a.example", "https://b.example"]\n'
     )
-    seen: list[httpx.Response] = []
+    replies: list[httpx.Response] = []
 
     def use(url: str) -> None:
         with httpx.Client(base_url=url, timeout=60) as client:
-            seen.append(client.get("/v1/models", headers={"Origin": "https://b.example"}))
-            seen.append(client.post("/v1/completions", content=b" " * 301))
-            seen.append(client.post("/v1/completions", json={"prompt": "ab", "n": 5}))
+            replies.append(client.get("/v1/models", headers={"Origin": "https://b.example"}))
+            replies.append(client.post("/v1/completions", content=b" " * 301))
+            replies.append(client.post("/v1/completions", json={"prompt": "ab", "n": 5}))
             for host in ("b.example", "evil.example"):
-                seen.append(client.get("/v1/models", headers={"Host": host}))
+                replies.append(client.get("/v1/models", headers={"Host": host}))
 
     assert started(use, "--config", str(tmp_path / "serve.toml"), "--slots", "2") == 0
-    assert [reply.status_code for reply in seen] == [200, 413, 400, 200, 403]
-    assert seen[0].headers["access-control-allow-origin"] == "https://b.example"
-    assert "at most 4" in seen[2].json()["error"]["message"]
+    assert [reply.status_code for reply in replies] == [200, 413, 400, 200, 403]
+    assert replies[0].headers["access-control-allow-origin"] == "https://b.example"
+    assert "at most 4" in replies[2].json()["error"]["message"]
     assert "serving filed plainly: 2 slots with a context of 128" in capfd.readouterr().err
 
 

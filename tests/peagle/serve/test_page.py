@@ -29,9 +29,7 @@ def test_each_input_has_a_label_and_the_ids_of_the_script_are_there(client: Test
     ids = set(re.findall(r'\bid="(\w+)"', text))
     assert set(re.findall(r'\bat\("(\w+)"\)', text)) <= ids
     labelled = set(re.findall(r'<label[^>]*for="(\w+)"', text))
-    labelled |= {
-        found for label in re.findall(r"<label.*?</label>", text) for found in re.findall(r'id="(\w+)"', label)
-    }
+    labelled |= {name for label in re.findall(r"<label.*?</label>", text) for name in re.findall(r'id="(\w+)"', label)}
     assert set(re.findall(r'<(?:input|textarea)[^>]*\bid="(\w+)"', text)) <= labelled
 
 

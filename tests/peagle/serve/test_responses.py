@@ -36,14 +36,14 @@ Making = Callable[..., Service]
 
 @pytest.fixture
 def saying(harmony: ByteLevelTokenizer) -> Iterator[Making]:
-    made: list[Service] = []
+    services: list[Service] = []
 
     def making(*turns: Any, **options: Any) -> Service:
-        made.append(says(harmony, *turns, **options))
-        return made[-1]
+        services.append(says(harmony, *turns, **options))
+        return services[-1]
 
     yield making
-    for service in made:
+    for service in services:
         service.loop.close()
 
 
@@ -66,8 +66,7 @@ def asking(saying: Making) -> Iterator[Callable[..., openai.OpenAI]]:
 
 def prompt_of(service: Service, **fields: Any) -> str:
     body = parse(ResponsesBody, json.dumps({"input": "hello", **fields}).encode())
-    chat = as_chat(body)
-    (request,) = service.builder.chat(chat.body, names=chat.names)
+    (request,) = service.builder.chat(as_chat(body).body)
     return detokenize(service.builder.tokenizer, request.prompt_ids)
 
 
@@ -137,11 +136,11 @@ def test_a_call_and_its_result_make_a_turn(asking: Any, stream: bool) -> None:
         if not stream:
             return client.responses.create(**options)
         with client.responses.stream(**options) as events:
-            seen = list(events)
-            if any(event.type == "response.function_call_arguments.delta" for event in seen):
-                deltas = [each.delta for each in seen if each.type == "response.function_call_arguments.delta"]
+            received = list(events)
+            if any(event.type == "response.function_call_arguments.delta" for event in received):
+                deltas = [event.delta for event in received if event.type == "response.function_call_arguments.delta"]
                 assert "".join(deltas) == '{"city": "x"}'
-                (done,) = (each for each in seen if each.type == "response.function_call_arguments.done")
+                (done,) = (event for event in received if event.type == "response.function_call_arguments.done")
                 assert done.arguments == '{"city": "x"}'
             return events.get_final_response()
 
@@ -164,17 +163,19 @@ def test_a_servers_own_output_comes_back_as_in_a_chat(saying: Making, answer: st
     first = {**CHAT, "tools": [CHAT_TOOL], "temperature": 0}
     service = saying((first, answer))
     client = client_of(service)
-    given = client.post("/v1/chat/completions", json=first).json()["choices"][0]["message"]
-    (call,) = given["tool_calls"]
-    message = {key: given[key] for key in ("role", "content", "reasoning", "tool_calls") if given[key] is not None}
+    answered = client.post("/v1/chat/completions", json=first).json()["choices"][0]["message"]
+    (call,) = answered["tool_calls"]
+    message = {
+        key: answered[key] for key in ("role", "content", "reasoning", "tool_calls") if answered[key] is not None
+    }
     result = {"role": "tool", "tool_call_id": call["id"], "content": "rain"}
     chat = {"messages": [*CHAT["messages"], message, result], "tools": [CHAT_TOOL]}
     output = client.post(PATH, json={"input": "hello", "tools": [TOOL], "temperature": 0}).json()["output"]
     result = {"type": "function_call_output", "call_id": output[-1]["call_id"], "output": "rain"}
-    found = prompt_of(service, input=[*CHAT["messages"], *output, result], tools=[TOOL])
-    assert found == detokenize(service.builder.tokenizer, client.post("/tokenize", json=chat).json()["tokens"])
-    assert found.count("Größer?") == answer.count("Größer?")
-    assert found.count("I look.") == answer.count("I look.")
+    prompt = prompt_of(service, input=[*CHAT["messages"], *output, result], tools=[TOOL])
+    assert prompt == detokenize(service.builder.tokenizer, client.post("/tokenize", json=chat).json()["tokens"])
+    assert prompt.count("Größer?") == answer.count("Größer?")
+    assert prompt.count("I look.") == answer.count("I look.")
 
 
 def test_what_the_model_said_before_a_call_stays_with_the_call(saying: Making) -> None:
@@ -191,9 +192,9 @@ def test_what_the_model_said_before_a_call_stays_with_the_call(saying: Making) -
     turn = {"role": "assistant", "content": "Let me see.", "reasoning": "I look. Now.", "tool_calls": [call]}
     chat = [{"role": "user", "content": "hello"}, turn, {"role": "tool", "tool_call_id": "a", "content": "noon"}]
     tokens = client_of(service).post("/tokenize", json={"messages": chat}).json()["tokens"]
-    found = prompt_of(service, input=[{"role": "user", "content": "hello"}, *said])
-    assert found == detokenize(service.builder.tokenizer, tokens)
-    assert "I look. Now." in found
+    prompt = prompt_of(service, input=[{"role": "user", "content": "hello"}, *said])
+    assert prompt == detokenize(service.builder.tokenizer, tokens)
+    assert "I look. Now." in prompt
     two = [*said[1:2], {"role": "assistant", "content": "And more."}]
     assert "Let me see." in (text := prompt_of(service, input=[{"role": "user", "content": "hello"}, *two]))
     assert text.index("Let me see.") < text.index("And more.")
@@ -278,14 +279,14 @@ def test_the_format_of_the_text_binds_the_final_message_as_in_a_chat(
 ) -> None:
     client = client_of(saying((CHAT, FINAL)))
     named = {"name": "n", "schema": schema}
-    given = {"type": "json_object"} if schema is None else {"type": "json_schema", **named}
-    form = given if schema is None else {"type": "json_schema", "json_schema": named}
+    text_format = {"type": "json_object"} if schema is None else {"type": "json_schema", **named}
+    form = text_format if schema is None else {"type": "json_schema", "json_schema": named}
     chat = {**CHAT, "temperature": 0, "max_tokens": 90, "response_format": form}
     expected = client.post("/v1/chat/completions", json=chat).json()["choices"][0]["message"]["content"]
-    body = {"input": "hello", "temperature": 0, "max_output_tokens": 90, "text": {"format": given}}
-    found = client.post(PATH, json=body).json()
-    assert found["output"][-1]["content"][0]["text"] == expected
-    assert found["text"]["format"] == given
+    body = {"input": "hello", "temperature": 0, "max_output_tokens": 90, "text": {"format": text_format}}
+    response = client.post(PATH, json=body).json()
+    assert response["output"][-1]["content"][0]["text"] == expected
+    assert response["text"]["format"] == text_format
     assert (expected == '{"city": "東京", "days": 2}') == (schema is None)
 
 
@@ -294,8 +295,8 @@ def test_several_calls_and_only_the_first_without_parallel_calls(saying: Making)
     service = saying(({**CHAT, "tools": [CHAT_TOOL]}, answer))
     for parallel, count in ((True, 2), (False, 1)):
         body = {"input": "hello", "tools": [TOOL], "temperature": 0, "parallel_tool_calls": parallel}
-        found = client_of(service).post(PATH, json=body).json()
-        assert [item["type"] for item in found["output"]] == ["reasoning"] + ["function_call"] * count
+        response = client_of(service).post(PATH, json=body).json()
+        assert [item["type"] for item in response["output"]] == ["reasoning"] + ["function_call"] * count
 
 
 def reasoning(text: str) -> dict[str, Any]:

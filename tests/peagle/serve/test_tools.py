@@ -51,14 +51,14 @@ Making = Callable[..., Service]
 @pytest.fixture
 def saying(harmony: ByteLevelTokenizer) -> Iterator[Making]:
     """Make servers that say what is given (tests.support.harmony.says)."""
-    made: list[Service] = []
+    services: list[Service] = []
 
     def making(*turns: Any, **options: Any) -> Service:
-        made.append(says(harmony, *turns, **options))
-        return made[-1]
+        services.append(says(harmony, *turns, **options))
+        return services[-1]
 
     yield making
-    for service in made:
+    for service in services:
         service.loop.close()
 
 
@@ -180,14 +180,14 @@ def test_an_agent_calls_reads_the_result_and_answers(saying: Making) -> None:
 
 def test_the_example_in_the_help_calls_a_tool_and_answers_from_its_result(saying: Making) -> None:
     text = re.sub(r"\[/?cyan\]", "", Serve.__doc__ or "")
-    asked, told = (json.loads(body) for body in re.findall(r"chat/completions --json '([^']*)'", text))
+    question, continued = (json.loads(body) for body in re.findall(r"chat/completions --json '([^']*)'", text))
     # the call's header ends the prompt, as a call is required
-    service = saying((asked, "{}<|call|>"), (told, "<|channel|>final<|message|>It is noon.<|return|>"))
+    service = saying((question, "{}<|call|>"), (continued, "<|channel|>final<|message|>It is noon.<|return|>"))
     # greedy, as the toy's script is likeliest, not certain
-    first, second = (ask(service, {**body, "temperature": 0})["choices"][0] for body in (asked, told))
+    first, second = (ask(service, {**body, "temperature": 0})["choices"][0] for body in (question, continued))
     assert first["finish_reason"] == "tool_calls"
     (call,) = first["message"]["tool_calls"]
-    (sent,) = told["messages"][1]["tool_calls"]
+    (sent,) = continued["messages"][1]["tool_calls"]
     assert call["function"] == sent["function"] == {"name": "clock", "arguments": "{}"}
     assert second["message"]["content"] == "It is noon."
 
@@ -240,15 +240,15 @@ def turn(*calls: tuple[str, str, str], thinks: str = "", says: str | None = None
     """Make a past step of the assistant: calls (name, arguments, result) of one message, or a final message."""
     if says is not None:
         return [{"role": "assistant", "content": says, "reasoning": thinks}]
-    made = [
+    tool_calls = [
         {"id": f"{name}{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
         for number, (name, arguments, _) in enumerate(calls)
     ]
     results = [
         {"role": "tool", "tool_call_id": call["id"], "content": result}
-        for call, (_, _, result) in zip(made, calls, strict=True)
+        for call, (_, _, result) in zip(tool_calls, calls, strict=True)
     ]
-    return [{"role": "assistant", "content": None, "reasoning": thinks, "tool_calls": made}, *results[::-1]]
+    return [{"role": "assistant", "content": None, "reasoning": thinks, "tool_calls": tool_calls}, *results[::-1]]
 
 
 def written(messages: list[Any]) -> str:
@@ -267,11 +267,11 @@ def written(messages: list[Any]) -> str:
             text += f"<|start|>assistant<|channel|>final<|message|>{message['content']}<|end|>"
             continue
         later = messages[place + 1 :]
-        final = any(each["role"] == "assistant" and "tool_calls" not in each for each in later)
+        final = any(following["role"] == "assistant" and "tool_calls" not in following for following in later)
         if message["reasoning"] and not final:
             text += f"<|start|>assistant<|channel|>analysis<|message|>{message['reasoning']}<|end|>"
         for call in message["tool_calls"]:
-            (result,) = (each["content"] for each in later if each.get("tool_call_id") == call["id"])
+            (result,) = (following["content"] for following in later if following.get("tool_call_id") == call["id"])
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             text += f"<|start|>assistant to=functions.{name}<|channel|>commentary json<|message|>{arguments}<|call|>"
             text += f"<|start|>functions.{name} to=assistant<|channel|>commentary<|message|>{json.dumps(result)}<|end|>"
@@ -307,9 +307,11 @@ def test_histories_of_tools_are_as_the_format_has_them(saying: Making, name: str
 
 def past(*calls: tuple[str, str]) -> list[Any]:
     """Make a history of calls (id, arguments) in one message, and their results."""
-    made = [{"id": name, "type": "function", "function": {"name": "f", "arguments": text}} for name, text in calls]
+    tool_calls = [
+        {"id": name, "type": "function", "function": {"name": "f", "arguments": text}} for name, text in calls
+    ]
     results = [{"role": "tool", "tool_call_id": name, "content": "x"} for name, _ in calls]
-    return [*USER, {"role": "assistant", "tool_calls": made}, *results]
+    return [*USER, {"role": "assistant", "tool_calls": tool_calls}, *results]
 
 
 AS_WRITTEN = [
@@ -326,11 +328,11 @@ def test_arguments_in_the_history_are_what_the_model_wrote(saying: Making, argum
     assert text.count(header) == 2
     assert header + arguments + "<|call|><|start|>functions.f to=assistant" in text
     special = service.builder.tokenizer.special_tokens
-    plain, given = (
-        client_of(service).post("/tokenize", json={"messages": past(("a", each))}).json()["tokens"]
-        for each in ("{}", arguments)
+    plain, hostile = (
+        client_of(service).post("/tokenize", json={"messages": past(("a", written))}).json()["tokens"]
+        for written in ("{}", arguments)
     )
-    assert [token for token in given if token in special] == [token for token in plain if token in special]
+    assert [token for token in hostile if token in special] == [token for token in plain if token in special]
 
 
 class Counting(list[Any]):
@@ -383,7 +385,9 @@ def test_a_chat_of_more_than_the_context_holds_is_refused_before_it_is_looked_at
 
 
 def test_more_calls_than_a_template_renders_soon_are_refused() -> None:
-    messages = [ChatMessage.model_validate(each) for each in past(*((str(n), "{}") for n in range(MOST_CALLS + 1)))]
+    messages = [
+        ChatMessage.model_validate(message) for message in past(*((str(n), "{}") for n in range(MOST_CALLS + 1)))
+    ]
     with pytest.raises(ApiError, match="messages holds 513 calls; expected at most 512"):
         chat_of(messages)
 
@@ -415,10 +419,10 @@ def test_bodies_are_read_outside_of_the_event_loop(saying: Making, monkeypatch: 
 
 
 def nested(levels: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    schema: dict[str, Any] = {}
     for _ in range(levels):
-        found = {"properties": found}
-    return found
+        schema = {"properties": schema}
+    return schema
 
 
 @pytest.mark.parametrize(
@@ -470,9 +474,9 @@ def test_no_tool_is_offered_with_the_choice_none(saying: Making) -> None:
 def test_a_function_that_must_be_called_is_called(saying: Making, choice: Any) -> None:
     body = {**BODY, "tools": [CLOCK], "tool_choice": choice}
     service = saying((body, "{}<|call|>"))
-    found = ask(service, body)["choices"][0]
-    assert found["message"]["tool_calls"][0]["function"] == {"name": "clock", "arguments": "{}"}
-    assert found["finish_reason"] == "tool_calls"
+    answered = ask(service, body)["choices"][0]
+    assert answered["message"]["tool_calls"][0]["function"] == {"name": "clock", "arguments": "{}"}
+    assert answered["finish_reason"] == "tool_calls"
     chunks = client_of(service).post(PATH, json={**body, "stream": True}).text
     assert chunks.count('"name": "clock"') == 1
 
@@ -494,10 +498,10 @@ WRONG = '{"città": "Paris", "days": 77, "extra": [1]}'
 
 
 def is_a_trip(arguments: str) -> bool:
-    found = json.loads(arguments)
-    days, people = found["days"], found.get("with", [])
-    good = found["città"] in ("東京", "Rome") and type(days) is int and 1 <= days <= 9
-    return good and {*found} <= {"città", "days", "with"} and all(type(each["who"]) is bool for each in people)
+    trip = json.loads(arguments)
+    days, people = trip["days"], trip.get("with", [])
+    good = trip["città"] in ("東京", "Rome") and type(days) is int and 1 <= days <= 9
+    return good and {*trip} <= {"città", "days", "with"} and all(type(person["who"]) is bool for person in people)
 
 
 def without_ids(choice: dict[str, Any]) -> dict[str, Any]:
@@ -688,9 +692,9 @@ def test_a_custom_tool_is_a_function_of_a_text_in_the_prompt(saying: Making) -> 
 def test_a_custom_tool_can_be_what_must_be_called(saying: Making, choice: Any) -> None:
     body = {**BODY, "tools": [{"type": "custom", "custom": PATCH}], "tool_choice": choice}
     written = json.dumps({"input": EDITED}, ensure_ascii=False)
-    found = ask(saying((body, written + "<|call|>")), body)["choices"][0]
-    assert found["message"]["tool_calls"][0]["custom"] == {"name": "patch", "input": EDITED}
-    assert found["finish_reason"] == "tool_calls"
+    answered = ask(saying((body, written + "<|call|>")), body)["choices"][0]
+    assert answered["message"]["tool_calls"][0]["custom"] == {"name": "patch", "input": EDITED}
+    assert answered["finish_reason"] == "tool_calls"
     wrong = {**body, "tool_choice": {"type": "function", "function": {"name": "patch"}}}
     assert "names 'patch', which is not among the tools" in ask(saying(), wrong, 400)["error"]["message"]
 
@@ -716,7 +720,7 @@ def test_instructions_are_in_the_prompt_wherever_they_stand(saying: Making, role
 def test_a_template_that_renders_instructions_anywhere_writes_them_itself(client: TestClient, tokenizer: Any) -> None:
     messages = [{"role": role, "content": role} for role in ("system", "developer", "user", "developer", "user")]
     ids = client.post("/tokenize", json={"messages": messages}).json()["tokens"]
-    written = "".join(f"<|start|>{each['role']}<|message|>{each['role']}<|end|>" for each in messages)
+    written = "".join(f"<|start|>{message['role']}<|message|>{message['role']}<|end|>" for message in messages)
     assert written in detokenize(tokenizer, ids)
 
 

@@ -247,18 +247,18 @@ def test_a_completions_stream_is_its_whole_answer(
     (choice,) = whole["choices"]
     streamed = [event["choices"][0] for event in events if event["choices"]]
     assert "".join(one["text"] for one in streamed) == choice["text"]
-    found = choice["logprobs"]
-    for key, entries in found.items():
+    columns = choice["logprobs"]
+    for key, entries in columns.items():
         assert [entry for one in streamed if one["logprobs"] for entry in one["logprobs"][key]] == entries
-    count = len(found["tokens"])
-    assert [-token for token in found["token_logprobs"]] == list(ids[:count])
+    count = len(columns["tokens"])
+    assert [-token for token in columns["token_logprobs"]] == list(ids[:count])
     shown = detokenize(harmony, ids[:count])
     if choice["text"] == detokenize(harmony, ids):
         assert count == len(ids)
     else:
         assert shown.startswith(choice["text"])
         assert not detokenize(harmony, ids[: max(count - 1, 0)]).startswith(choice["text"] or " ")
-    for offset, token in zip(found["text_offset"], ids, strict=False):
+    for offset, token in zip(columns["text_offset"], ids, strict=False):
         whole_token = harmony.token_bytes(token).decode("utf-8", "ignore")
         assert choice["text"][offset:].startswith(whole_token[: len(choice["text"]) - offset])
 
@@ -286,8 +286,8 @@ def test_log_probabilities_are_the_contents(scripted: Any, k: int, stop: list[st
     reply = scripted.post("/v1/chat/completions", json={**body, "speculative": {"num_speculative_tokens": k}})
     if stream:
         lines = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line.startswith("data: {")]
-        found = chat_of_stream([json.loads(line) for line in lines])
-        content, entries = found["content"], found["logprobs"]
+        choice = chat_of_stream([json.loads(line) for line in lines])
+        content, entries = choice["content"], choice["logprobs"]
     else:
         (choice,) = reply.json()["choices"]
         content, entries = choice["message"]["content"], choice["logprobs"]["content"]
