@@ -1,4 +1,4 @@
-"""`peagle data`: the target answers prompts, and shards of training data hold what it said."""
+"""`peagle data`: let the target answer prompts, and write its answers to shards of training data."""
 
 import dataclasses
 import hashlib
@@ -37,9 +37,9 @@ from target.load import inspect_target
 
 @dataclass(frozen=True)
 class Checked:
-    """What is to be answered and kept: all that can be found out before weights are loaded."""
+    """Checked options: everything that is known before weights are loaded."""
 
-    name: str  # of the target, as given
+    name: str  # of the target, as typed
     directory: Path
     out: Path
     made_by: dict[str, Any]
@@ -47,8 +47,8 @@ class Checked:
     skipped: Sequence[Skipped]
     warnings: Sequence[str]
     taps: tuple[int, ...]
-    starts: range  # of each shard, the first of its conversations
-    missing: Sequence[int]  # numbers of the shards that are not there yet
+    starts: range  # the first conversation of each shard
+    missing: Sequence[int]  # numbers of the shards still to write
 
     def part(self, number: int) -> Sequence[Conversation]:
         """Return the conversations of a shard."""
@@ -56,9 +56,9 @@ class Checked:
 
 
 def make_data(settings: Data) -> int:
-    """Answer the prompts of every shard that the folder lacks. Return the exit code.
+    """Answer the prompts of every missing shard. Return the exit code.
 
-    Raises InputError before any weights are read for whatever can be known then, and if a shard cannot be written.
+    Raises InputError, before any weights are read, for bad options and prompts; later if a shard cannot be written.
     """
     with alone(Path(settings.out)):
         return _data(settings)
@@ -92,7 +92,7 @@ def _data(settings: Data) -> int:
 
 
 def _checked(settings: Data) -> Checked:
-    """Read the prompts and the folder. Raises InputError for what cannot be."""
+    """Read the prompts and the folder. Raises InputError for prompts, options and folders that cannot be used."""
     name = or_demo(settings.load.target)
     directory = resolve(name, "target")
     sets = [read_prompts(path, directory, settings.rendering, strict=settings.strict) for path in settings.prompt_file]
@@ -123,9 +123,9 @@ def _checked(settings: Data) -> Checked:
 def _answered(
     checked: Checked, settings: Data, display: Display, skipped: list[str], lengths: list[int]
 ) -> tuple[Sequence[int], float]:
-    """Write the missing shards, with progress; return their documents, tokens, tokens of the target, and seconds.
+    """Write the missing shards, with progress; return ((documents, tokens, answered tokens), seconds).
 
-    skipped gets a line for each prompt that cannot be answered, lengths the tokens of each document before it is cut.
+    skipped: gets a line for each prompt without an answer. lengths: gets the tokens of each document before it is cut.
     """
     pair = load_pair(checked.name, None, settings.load, display)
     wants_teacher = settings.hidden or settings.top
@@ -168,7 +168,7 @@ def _answered(
 
 
 def _made_by(settings: Data, name: str, weights: str, num_prompts: int, taps: Sequence[int]) -> dict[str, Any]:
-    """Return everything that the shards depend on, for their manifest."""
+    """Return the manifest: everything on which the shards depend."""
     depends_on: dict[str, Any] = {
         NAME: name,
         WEIGHTS: weights,

@@ -48,8 +48,8 @@ LEGEND_COST = (
 def time_target(settings: BenchCommand) -> int:
     """Run the benchmark, print its table, and return the exit code.
 
-    The table is on standard output, or on standard error if a file goes to standard output. Raises InputError before
-    any weights are read, if possible.
+    The table goes to standard error if a file goes to standard output. Raises InputError, mostly before weights are
+    read.
     """
     options = _options(settings)
     json_file = None if settings.json is None else OutputFile(settings.json, "--json")
@@ -106,7 +106,7 @@ def bench_report(
     provenance: dict[str, Any],
     peak: int | None,
 ) -> dict[str, Any]:
-    """Make the object that --json writes; an absent value is null. names: of the target and the drafter."""
+    """Make the object of --json; an absent value is null. names: of the target and the drafter."""
     return {
         "schema": SCHEMA,
         "provenance": provenance,
@@ -263,7 +263,7 @@ def _show(measured: Bench, weights: WeightBytes, report: dict[str, Any], to_stde
         table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
     for row in _rows(measured, weights):
         table.add_row(*row)
-    # whole numbers wherever it goes: a reader of a file has no width, and a narrow terminal breaks lines by itself
+    # never cut a number: a file has no width, and a narrow terminal breaks lines by itself
     wide = console.width
     console.width = max(console.width, Width.get(console, console.options.update(max_width=1000), table).maximum)
     console.print(table)
@@ -272,5 +272,5 @@ def _show(measured: Bench, weights: WeightBytes, report: dict[str, Any], to_stde
 
 
 def _number(value: float | None) -> str:
-    """Three figures or more, and no exponent."""
+    """Write three figures or more, without an exponent."""
     return figure_text(value, ",.0f" if value and value >= 1000 else ".1f" if value and value >= 100 else ".3g")

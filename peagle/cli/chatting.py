@@ -1,6 +1,6 @@
-"""The loop of `peagle chat`: a conversation in a terminal, or from a pipe with one message per line.
+"""`peagle chat`: a conversation in a terminal, or from a pipe with one message per line.
 
-Each turn is one run of `peagle speculate` whose history is the turns before.
+Each turn is a run (peagle.workflows.run) whose history is the turns before.
 """
 
 import dataclasses
@@ -29,10 +29,9 @@ WELCOME = f"{RESET} starts a new conversation, {EXIT} quits, Ctrl-C stops a resp
 
 
 def chat(settings: Chat) -> int:
-    """Run a chat and return the exit code. Responses go to standard output, all else to standard error.
+    """Run a chat and return the exit code. Only responses go to standard output.
 
-    Raises InputError, before any message is read, for options that cannot be used, and KeyboardInterrupt after Ctrl-C
-    at the prompt.
+    Raises InputError, before any message is read, for bad options; KeyboardInterrupt after Ctrl-C at the prompt.
     """
     if sys.stdin is None:
         raise InputError("standard input is closed; expected a terminal, or one message per line")
@@ -70,7 +69,7 @@ class ChatLoop:
     def run(self) -> None:
         """Answer each line of standard input, until its end or /exit.
 
-        A line that cannot be answered is reported on standard error and left out of the conversation.
+        A line without an answer is reported on standard error and left out of the conversation.
         """
         while True:
             try:

@@ -16,7 +16,7 @@ class Check:
     """
 
     def run(self) -> int:
-        """Print the finding of every check and the verdict. Return the exit code: 1 if a check fails."""
+        """Print every finding and the verdict. Return the exit code: 1 if a check fails."""
         from peagle.cli.display import Display
         from peagle.cli.output import show_lines
         from peagle.ops.kernels import in_words

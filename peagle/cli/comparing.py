@@ -1,4 +1,4 @@
-"""`peagle parity`: check a pair against references, and explain its acceptance length."""
+"""`peagle parity`: check a pair against references, and explain low acceptance."""
 
 import collections
 import dataclasses
@@ -25,7 +25,7 @@ from peagle.workflows.parity_check import Findings, Model, ParityConfig, ask, ex
 def compare(settings: Parity) -> int:
     """Examine a pair, print and write the findings, and return the exit code.
 
-    0, or 1 if there is a difference or a likely cause of low acceptance. Raises InputError for whatever cannot be run.
+    1 if there is a difference, or a likely cause of low acceptance. Raises InputError for bad options and models.
     """
     json_file = None if settings.json is None else OutputFile(settings.json, "--json")
     target, drafter = or_demo(settings.load.target), or_demo(settings.drafter)

@@ -27,10 +27,7 @@ def report(
     peak: int | None,
     skipped: Sequence[Skipped] = (),
 ) -> dict[str, Any]:
-    """Make the object that --json writes.
-
-    names: the command, and the target and drafter as typed. skipped: the rows of a prompt file that cannot be used.
-    """
+    """Make the object of --json. names: of the command, and of target and drafter as typed. skipped: unusable rows."""
     return {
         "schema": SCHEMA,
         "provenance": provenance,
@@ -59,7 +56,7 @@ def trace_lines(run: Run) -> Iterator[str]:
 
 
 def dumps(value: dict[str, Any]) -> str:
-    """Return JSON text in ASCII, so that any path and any text of a model can be written."""
+    """Return JSON text in ASCII, which any file can hold."""
     return strict_json.dumps(value, indent=1) + "\n"
 
 
@@ -95,7 +92,7 @@ def summary_lines(run: Run, peak_memory_bytes: int | None, skipped: Sequence[Ski
 
 
 def logprob_lines(run: Run, pair: Pair) -> Iterator[str]:
-    """Yield a line per token for --logprobs: its log-probability, its text, and the most likely tokens with theirs."""
+    """Yield the lines of --logprobs: each token with its log-probability, and the most likely tokens with theirs."""
 
     def shown(token_id: int) -> str:
         if pair.tokenizer is None:
@@ -257,7 +254,7 @@ def _comparison(run: Run, summary: dict[str, Any]) -> str:
 
 
 def _prefill(run: Run, config: RunConfig) -> dict[str, int] | None:
-    """Return the rows of the blocks of --prefill blocked; None for chunks."""
+    """Return the rows per block of --prefill blocked; None for chunks."""
     return None if config.engine.blocked is None else dataclasses.asdict(config.engine.blocked.rows(run.capacity))
 
 

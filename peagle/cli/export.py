@@ -38,10 +38,7 @@ class Export:
     quiet: Annotated[bool, QUIET] = False
 
     def run(self) -> int:
-        """Write the drafter to --out, and print which packages refuse it. Return the exit code.
-
-        Raises InputError as peagle.workflows.export.export does.
-        """
+        """Write the drafter to --out, and print which packages refuse it. Return the exit code."""
         from peagle.checkpoints import resolve
         from peagle.cli.display import Display
         from peagle.workflows.export import export

@@ -49,6 +49,7 @@ class Parity:
     """Steps, 1 or more, to compare with the float64 reference, which is slow."""
     json: Annotated[str | None, JSON] = None
     quiet: Annotated[bool, QUIET] = False
+    """Hide progress and notes. Warnings and errors are still printed."""
 
     def __post_init__(self) -> None:
         check_num_drafts(self.num_speculative_tokens, plain=False)

@@ -1,4 +1,4 @@
-"""`peagle serve`: its options; those of the models and the engine are `peagle batch`'s, too."""
+"""`peagle serve`: its options; `peagle batch` shares those of models and engine."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -35,7 +35,7 @@ FAILED = 1
 def serve(settings: Serve) -> int:
     """Serve and return the exit code: 0 after a drain, 1 if the engine failed.
 
-    Raises InputError, before anything slow, for options that cannot be used.
+    Raises InputError, before anything slow, for bad options.
     """
     models = check_models(settings)
     keys = () if settings.api_key_file is None else read_keys(settings.api_key_file)
@@ -53,7 +53,7 @@ def serve(settings: Serve) -> int:
 
 
 def check_models(settings: Served) -> tuple[str, str | None]:
-    """Return (target, drafter). Raises InputError, before anything slow, for what cannot be loaded or shared."""
+    """Return (target, drafter). Raises InputError, before anything slow, for missing models and slots not shareable."""
     models = chosen_models(settings.load, settings.engine.num_speculative_tokens)
     expect_shared(settings.engine.slots, settings.load.mesh)
     return models
@@ -62,10 +62,7 @@ def check_models(settings: Served) -> tuple[str, str | None]:
 def load_engine(
     settings: Served, models: tuple[str, str | None], display: Display, doing: str = "serving"
 ) -> tuple[AnyEngine, RequestBuilder, str]:
-    """Load the pair and warm up its engine; return (engine, builder, the model's name).
-
-    doing: the verb of the note about the engine.
-    """
+    """Load the pair and warm up its engine; return (engine, builder, the model's name). doing: verb of the note."""
     pair = load_pair(*models, settings.load, display)
     config = pair.resolve(
         settings.engine,
@@ -82,7 +79,7 @@ def load_engine(
 
 
 def default_name(target: str) -> str:
-    """Return the API's name of a target: that of its directory, or of its repository."""
+    """Return a target's name in the API: that of its directory or repository."""
     return DEMO_NAME if target == DEMO else Path(target).resolve().name
 
 
@@ -132,9 +129,9 @@ def warn_of_strangers(host: str, keys: Sequence[str] | Path | None) -> None:
 
 
 def guarded_hosts(host: str, keys: Sequence[str], origins: Sequence[str] = ()) -> list[str] | None:
-    """Return the names by which a server on loopback without keys is asked, beside loopback's own; None: any name.
+    """Return the names, beside loopback's, that address a server on loopback without keys; None: any name may.
 
-    The name that it listens on is one; its address may be loopback by this machine's own list of hosts.
+    The host is among them: this machine's list of hosts may map it to loopback.
     """
     if keys or ANY_ORIGIN in origins or not on_loopback(host):
         return None
@@ -142,7 +139,7 @@ def guarded_hosts(host: str, keys: Sequence[str], origins: Sequence[str] = ()) -
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """Read one key a line. Raises InputError for a file without keys."""
+    """Read one key per line. Raises InputError for a file without keys."""
     try:
         keys = tuple(line.strip() for line in path.read_text("utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
@@ -155,7 +152,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
 
 
 def check_allowed_origin(origin: str) -> None:
-    """Raise InputError for a text that no browser sends as an origin."""
+    """Raise InputError for an origin in a form that no browser sends."""
     parts = re.fullmatch(r"([a-z][a-z0-9+.-]*)://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]*)?", origin)
     default = parts is not None and (parts[1], parts[2]) in (("http", ":80"), ("https", ":443"))
     if origin != ANY_ORIGIN and (parts is None or default):
@@ -166,10 +163,10 @@ def check_allowed_origin(origin: str) -> None:
 
 
 def _warm_up(pair: Pair, engine: AnyEngine, display: Display) -> None:
-    """Compile all programs that requests may need, so that no request waits for them."""
+    """Compile all programs before the first request."""
     for sampled, full in ((False, False), (True, False), (True, True)):
         interrupt.check()
-        with display.stage("compiling"):  # which `measuring` ends
+        with display.stage("compiling"):  # `measuring` ends it
             engine.warm_up(sampled=sampled, full=full, measuring=display.measuring, constrained=full)
     if pair.tokenizer is not None:  # a large vocabulary takes seconds
         with display.stage("compiling"):
@@ -192,7 +189,7 @@ def _described(pair: Pair, engine: AnyEngine, doing: str) -> list[str]:
 
 
 def _log() -> logging.Logger:
-    """Return a log of one JSON line a request, on standard error."""
+    """Return a log on standard error, with one JSON line per request."""
     logger = logging.getLogger("peagle.serve")
     logger.setLevel(logging.INFO)
     logger.propagate = False

@@ -26,7 +26,7 @@ DRAFTER = ("drafter", "aux_layer_ids", "draft_vocab", "drafter_window")  # of wh
 
 
 def read_drafts(typed: str) -> NumDrafts:
-    """Read K of a command that always drafts. Raises InputError."""
+    """Read K of a command that always drafts. Raises InputError for 0 and for anything else than a number or auto."""
     k = read_num_drafts(typed)
     if isinstance(k, int):
         check_num_drafts(k, plain=False, instead=" (peagle generate decodes plainly)")

@@ -11,7 +11,7 @@ from peagle.config import LoadConfig, check_num_drafts
 from peagle.ops.errors import InputError
 from peagle.ops.flag import DATA, LEARNING, OUTPUT, RUNNING, Flag, check_least
 
-# what may be given beside --resume, as it does not change what is learnt, or only for how long
+# allowed beside --resume: they do not change what is learnt, or only for how long
 RESUMABLE = (
     "steps",
     "minutes",

@@ -88,36 +88,36 @@ from target.teacher import Teacher
 
 @dataclass(frozen=True)
 class Checked:
-    """A training that may begin: all that can be found out before weights are loaded."""
+    """Checked options: everything that is known before weights are loaded."""
 
-    name: str  # of the target, as given
+    name: str  # of the target, as typed
     directory: Path
     target: TargetConfig
     out: Path
     data: TrainingData
     held_out_frac: float
-    keep_prompt: int | None  # tokens of a prompt that the data keeps at most; None: all
+    keep_prompt: int | None  # most tokens of a prompt in the data; None: all
     shape: DrafterShape
     config: DrafterConfig
     vocab: DraftVocab | None
     weights: str  # fingerprint of the target's
-    recipe: Recipe  # steps: 1 if they follow from --minutes
-    typed: Mapping[str, Any]  # fields of the recipe's update that were given
+    recipe: Recipe  # steps: 1 if --minutes decides
+    typed: Mapping[str, Any]  # the typed fields of the recipe's update
     batches: Batches
-    begun: dict[str, Any] | None  # the record of the training that goes on
+    begun: dict[str, Any] | None  # the record of a resumed training
     devices: int | None  # that share the rows of a step
 
 
 FORMER_NAMES = {"warmup": "warmup_frac", "decay": "decay_frac", "clip": "clip_norm", "dtype": "compute_dtype"}
-FIRST_STEPS = 10  # each with a line of its own if there is no terminal
+FIRST_STEPS = 10  # each is noted if there is no terminal
 
 
 def train(settings: Train) -> int:
     """Check everything, write the recipe, train, and export the drafter. Return the exit code.
 
-    The folder --out then holds the recipe, the log, checkpoints, a curve, and in drafter/ the trained drafter. Raises
-    InputError before anything is written for whatever can be known then, and for a training that cannot go on;
-    KeyboardInterrupt after Ctrl-C, when the newest checkpoint holds the last step.
+    --out then holds the recipe, the log, checkpoints, a curve, and the drafter in drafter/. Raises InputError, before
+    anything is written, for bad options, data and models; later for a training that cannot go on; KeyboardInterrupt
+    after Ctrl-C, when a checkpoint holds the last step.
     """
     with alone(Path(settings.out)):
         return _train(settings)
@@ -175,9 +175,9 @@ def _train(settings: Train) -> int:
 
 
 def _resumed(settings: Train) -> Train:
-    """Return the settings that the folder was begun with, and of the given ones those that may change.
+    """Return the recorded settings of the folder's training, with the typed ones that may change.
 
-    Raises InputError for a folder without a training, and for one whose record does not hold them.
+    Raises InputError for a folder without a training, and for a record that cannot be read.
     """
     out = Path(settings.out)
     begun = begun_in(out)
@@ -199,9 +199,9 @@ def _resumed(settings: Train) -> Train:
 
 
 def upgrade_record(command: Any) -> dict[str, Any]:
-    """Name the options of a recorded command as they are named now. The first form nests those of the shape.
+    """Rename the options of a recorded command to today's names. The first form nests those of the shape.
 
-    Raises InputError for a record that holds no options, and for an option that is in the shape and beside it.
+    Raises InputError for a record without options, and for an option both in the shape and beside it.
     """
     if not isinstance(command, Mapping):
         raise InputError(f"{COMMAND} is {brief(command)}; expected an object")
@@ -222,7 +222,7 @@ def upgrade_record(command: Any) -> dict[str, Any]:
 
 
 def _checked(settings: Train) -> Checked:
-    """Read all but weights. Raises InputError for whatever cannot be trained."""
+    """Read and check everything but weights. Raises InputError for options, data and models that do not fit."""
     name, out = or_demo(settings.load.target), Path(settings.out)
     devices = None if settings.mesh is None else parse_data_mesh(settings.mesh)
     directory = resolve(name, "target")
@@ -270,7 +270,7 @@ def _checked(settings: Train) -> Checked:
 
 
 def _held_out_frac(settings: Train, begun: Mapping[str, Any] | None) -> float:
-    """Choose the part of the documents to hold out: as given or as begun; none if --evaluate has other ones."""
+    """Choose the fraction of documents to hold out: typed, or recorded; 0 if --evaluate holds prompts out instead."""
     if settings.held_out is not None:
         return settings.held_out
     if begun is not None:
@@ -282,7 +282,7 @@ def _held_out_frac(settings: Train, begun: Mapping[str, Any] | None) -> float:
 def _trainer(
     checked: Checked, settings: Train, prompts: PromptSet | None, display: Display
 ) -> tuple[Trainer, DrafterParams]:
-    """Load the target, and return the trainer with what it begins from; its steps are measured if none are given."""
+    """Load the target, and return (trainer, initial parameters). Without --steps, measure how many fit."""
     name, config, documents = checked.name, checked.config, checked.data.documents
     with display.stage(f"loading {'the demo target' if name == DEMO else name}") as progress:
         loaded = load_target(checked.directory, dtype=jnp.dtype(default_dtype()), progress=progress)
@@ -388,7 +388,7 @@ def _prompts(settings: Train, directory: Path, display: Display) -> PromptSet | 
 
 
 def _say_where_it_begins(display: Display, checked: Checked, trainer: Trainer) -> None:
-    """Say what is held out, by which recipe a new training goes, and from which step to which."""
+    """Note the held-out documents, the recipe of a new training, and the first and last step."""
     done, steps, begun = steps_done(trainer.out), trainer.recipe.steps, checked.begun
     if trainer.held_out is not None:
         kept_back, number = len(checked.data.held_out), len(checked.data.documents)
@@ -415,7 +415,7 @@ def _update(
     begun: Mapping[str, Any] | None,
     typed: Mapping[str, Any],
 ) -> Update:
-    """Choose the update of a new training; that of one which goes on is as it was begun."""
+    """Choose the update of a new training, or return the recorded one; typed fields replace either's."""
     if begun is not None:
         fields = [field.name for field in dataclasses.fields(Update)]
         return dataclasses.replace(Update(**{name: begun["recipe"][name] for name in fields}), **typed)
@@ -423,7 +423,7 @@ def _update(
 
 
 def _planned(minutes: float, trainer: Trainer, initial: DrafterParams, display: Display) -> int:
-    """Plan as many steps as fit into most of --minutes, by measured ones. Raises InputError if not one does."""
+    """Measure a step, and return how many fit into most of --minutes. Raises InputError if none does."""
     display.note(f"compiling, and measuring a step: how many fit into {minutes:g} minutes")
     with display.stage("measuring a step", animated=False) as progress:
         at_most_s = MEASURED_FRAC * 60 * minutes
@@ -444,7 +444,7 @@ def _planned(minutes: float, trainer: Trainer, initial: DrafterParams, display: 
 
 
 def _shown(line: Mapping[str, Any]) -> str:
-    """A line of the log, for a person."""
+    """Write a line of the log for a person."""
     if EVALUATION in line:
         figures = line[EVALUATION]
         lengths = [figure_text(figures[f"acceptance_length{of}"], ".2f") for of in ("", "_without_loops")]
@@ -460,5 +460,5 @@ def _shown(line: Mapping[str, Any]) -> str:
 
 
 def _figures(line: Mapping[str, Any]) -> str:
-    """Say the loss and the hits. Example: loss 3.214, right by depth .31 .12."""
+    """Write loss and hits. Example: loss 3.214, right by depth .31 .12."""
     return f"loss {line['loss']:.3f}, right by depth {' '.join(share(hits) for hits in line['hits_by_depth'])}"
