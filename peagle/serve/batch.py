@@ -23,11 +23,11 @@ import pydantic_core
 
 from peagle.ops.errors import InputError
 from peagle.ops.files import alone, reason_of, write_whole
+from peagle.ops.settings import brief
 from peagle.ops.strict_json import dumps
 from peagle.serve.app import ENDPOINTS
 from peagle.serve.errors import ApiError
 from peagle.serve.service import Service
-from peagle.text.prompts import brief
 
 POLL_S = 0.1  # between looks at Ctrl-C
 BEGINNING = b'{"id": "batch_req_'  # of an answer's line

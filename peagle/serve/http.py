@@ -20,10 +20,10 @@ from prometheus_client import Counter, Gauge
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from peagle.ops.settings import brief
 from peagle.ops.strict_json import dumps
 from peagle.serve.errors import ApiError
 from peagle.serve.types import Body
-from peagle.text.prompts import brief
 
 ANY_ORIGIN = "*"
 BODY_PATIENCE_S = 60.0

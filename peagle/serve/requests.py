@@ -13,6 +13,7 @@ from peagle.engine.grammar import CompiledGrammar, Grammar, GrammarError
 from peagle.engine.request import Request, TokenLogprobs
 from peagle.measure.logprobs import output_logprobs
 from peagle.ops.errors import InputError
+from peagle.ops.settings import brief
 from peagle.pair import Pair
 from peagle.serve.errors import ApiError
 from peagle.serve.http import MOST_PROMPTS
@@ -32,7 +33,7 @@ from peagle.serve.types import (
     TokenizeBody,
 )
 from peagle.text.channels import CALL, control_ids
-from peagle.text.prompts import brief, check_encodable
+from peagle.text.prompts import check_encodable
 from peagle.text.tokenizer import Message, TemplateError, TextTooLong, Tokenizer, detokenize
 
 # efforts unknown to GPT-OSS, and the nearest known ones

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from peagle.ops.settings import brief
 from peagle.ops.strict_json import Written, dumps
 from peagle.result import Result
 from peagle.serve.errors import ApiError
@@ -47,7 +48,6 @@ from peagle.serve.types import (
     text_of,
 )
 from peagle.text.channels import Delta
-from peagle.text.prompts import brief
 
 LOGPROBS_OF_TEXT = "message.output_text.logprobs"  # of include
 TEXTS_OF_CALLS = {"arguments": "function_call_arguments", "input": "custom_tool_call_input"}  # in events

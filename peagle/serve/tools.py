@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from peagle.engine.grammar import Grammar, GrammarError
+from peagle.ops.settings import brief
 from peagle.ops.strict_json import dumps
 from peagle.serve.errors import ApiError
 from peagle.serve.http import MOST_TOOLS
@@ -31,7 +32,6 @@ from peagle.text.channels import (
     control_ids,
     final_message,
 )
-from peagle.text.prompts import brief
 from peagle.text.tokenizer import Message, TemplateError, Tokenizer, Verbatim, detokenize, encode_characters
 
 MOST_CALLS = 512  # of a chat: GPT-OSS's template takes time quadratic in them
