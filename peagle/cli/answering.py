@@ -11,15 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from drafter.train.shards import (
-    KEPT,
-    NAME,
-    WEIGHTS,
-    expect_folder,
-    open_folder,
-    shard_path,
-    total_tokens,
-)
+from drafter.train.shards import KEPT, NAME, WEIGHTS, expect_folder, open_folder, shard_path, total_tokens
 from peagle.checkpoints import or_demo, resolve
 from peagle.cli.data import Data
 from peagle.cli.decoding import load_pair, not_shown, without_effect

@@ -96,15 +96,7 @@ def _serve(
     log = None if settings.quiet else _log()
     hosts = guarded_hosts(settings.host, keys, settings.allow_origin)
     service = Service(
-        loop,
-        builder,
-        name,
-        keys,
-        settings.max_body,
-        settings.allow_origin,
-        hosts,
-        log,
-        max_unsent=settings.max_unsent,
+        loop, builder, name, keys, settings.max_body, settings.allow_origin, hosts, log, max_unsent=settings.max_unsent
     )
     try:
         options = ServerOptions(

@@ -409,11 +409,7 @@ def _say_where_it_begins(display: Display, checked: Checked, trainer: Trainer) -
 
 
 def _update(
-    steps: int,
-    config: DrafterConfig,
-    settings: Train,
-    begun: Mapping[str, Any] | None,
-    typed: Mapping[str, Any],
+    steps: int, config: DrafterConfig, settings: Train, begun: Mapping[str, Any] | None, typed: Mapping[str, Any]
 ) -> Update:
     """Choose the update of a new training, or return the recorded one; typed fields replace either's."""
     if begun is not None:

@@ -63,12 +63,7 @@ def on_loopback(host: str) -> bool:
         return False
 
 
-def serve(
-    app: fastapi.FastAPI,
-    loop: EngineLoop,
-    address: socket.socket,
-    options: "ServerOptions",
-) -> None:
+def serve(app: fastapi.FastAPI, loop: EngineLoop, address: socket.socket, options: "ServerOptions") -> None:
     """Serve until SIGTERM or SIGINT, then drain."""
     Server(app, loop, options).run([address])
 

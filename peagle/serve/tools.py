@@ -21,17 +21,7 @@ from peagle.serve.errors import ApiError
 from peagle.serve.http import MOST_TOOLS
 from peagle.serve.names import CHAT, Names
 from peagle.serve.types import CUSTOM_INPUT, ChatMessage, CustomTool, NamedTool, Tool
-from peagle.text.channels import (
-    CHANNEL,
-    FUNCTIONS,
-    MESSAGE,
-    ROLE,
-    START,
-    Delta,
-    ToolCall,
-    control_ids,
-    final_message,
-)
+from peagle.text.channels import CHANNEL, FUNCTIONS, MESSAGE, ROLE, START, Delta, ToolCall, control_ids, final_message
 from peagle.text.tokenizer import Message, TemplateError, Tokenizer, Verbatim, detokenize, encode_characters
 
 MOST_CALLS = 512  # of a chat: GPT-OSS's template takes time quadratic in them

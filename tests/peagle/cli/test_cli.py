@@ -456,14 +456,8 @@ def refused(result: tuple[int, str, str], *parts: str) -> None:
         (["--temperature", "hot", "Hi"], ["--temperature is 'hot'", "number", "(peagle speculate --help shows"]),
         (["--top-k", "2.5", "Hi"], ["--top-k is 2.5", "integer", "(peagle speculate --help shows"]),
         (["--regex"], ["'--regex'", "(peagle speculate --help shows"]),
-        (
-            ["--regex", "a((", "Hi"],
-            ["--regex: the regular expression", "unclosed group at character 3 of a((;"],
-        ),
-        (
-            ["--json-schema", "absent", "Hi"],
-            ["--json-schema absent cannot be read: No such file or directory;"],
-        ),
+        (["--regex", "a((", "Hi"], ["--regex: the regular expression", "unclosed group at character 3 of a((;"]),
+        (["--json-schema", "absent", "Hi"], ["--json-schema absent cannot be read: No such file or directory;"]),
         (["--top-p", "0", "Hi"], ["--top-p is 0"]),
         (["--top-k", "-1", "Hi"], ["--top-k is -1"]),
         (["--min-p", "2", "Hi"], ["--min-p is 2"]),

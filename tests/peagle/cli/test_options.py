@@ -112,10 +112,7 @@ PENALTY = SamplingParams(presence_penalty=-1.0)
         ("generate --json - -", Generate(json="-", prompt="-")),
         ("generate -q -- -q", Generate(prompt="-q", quiet=True)),
         ("generate --stop -- -n 2", Generate(answer=AnswerConfig(stop=("--",), max_new_tokens=2))),
-        (
-            "generate --stop --help --system -h",
-            Generate(answer=STOPPED, rendering=Rendering(system="-h")),
-        ),
+        ("generate --stop --help --system -h", Generate(answer=STOPPED, rendering=Rendering(system="-h"))),
         ("generate -qn 3 -", Generate(prompt="-", answer=THREE, quiet=True)),
         ("generate --presence-penalty -1 -- --", Generate(prompt="--", sampling=PENALTY)),
         ("batch - OUT.jsonl --slots 2", BatchCommand(requests=Path("-"), answers=Path("OUT.jsonl"), engine=TWO_SLOTS)),

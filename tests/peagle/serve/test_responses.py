@@ -506,11 +506,7 @@ def test_what_the_client_parsed_comes_back(asking: Any) -> None:
 
     tool: Any = {"type": "function", "name": "Where", "strict": True, "parameters": Where.model_json_schema()}
     call = '<|channel|>commentary to=functions.Where json<|message|>{"city":"Rome"}<|call|>'
-    history = [
-        HI,
-        called("a", name="Where", arguments='{"city":"Rome"}'),
-        result("a", "rain"),
-    ]
+    history = [HI, called("a", name="Where", arguments='{"city":"Rome"}'), result("a", "rain")]
     answer = '<|channel|>final<|message|>{"city":"Rome"}<|return|>'
     client = asking(({"input": "hello", "tools": [tool]}, call), ({"input": history, "tools": [tool]}, answer))
     options: Any = {"model": MODEL, "tools": [tool], "text_format": Where, "temperature": 0}

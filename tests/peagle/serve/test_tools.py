@@ -809,10 +809,7 @@ def test_a_schema_that_cannot_bind_a_call_is_named(saying: Making) -> None:
         (
             {
                 "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}],
-                    }
+                    {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]}
                 ]
             },
             "messages.0.tool_calls.0 has no result",
@@ -820,10 +817,7 @@ def test_a_schema_that_cannot_bind_a_call_is_named(saying: Making) -> None:
         (
             {
                 "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}],
-                    },
+                    {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]},
                     {"role": "tool", "tool_call_id": "b", "content": "x"},
                 ]
             },
