@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from peagle.cli import main
 from peagle.cli.cluster import Up
 from peagle.cli.clustering import served, start_fleet
 from peagle.cli.command import built
 from peagle.cluster.config import FleetConfig, read_fleet
 from peagle.ops.errors import InputError
+from tests.support.commands import all_refused
 from tests.support.pairs import Directories
 
 OWN = {
@@ -59,7 +59,7 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(
     directories: Directories, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = ("--target", str(directories.target))
-    for arguments, part in (
+    table = (
         (("--target", str(tmp_path / "none"), "--drafter", "ngram"), "does not exist"),
         ((*target, "--drafter", "demo"), "needs its own drafter"),
         (("--context", "1"), "--context is 1"),
@@ -75,11 +75,8 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(
         (("--num-cpus", "nan"), "--num-cpus is nan; expected a number of 0 or more"),
         (("--port", "0"), "--port is 0; expected a port of 1 to 65535"),
         (("--port", "65536"), "--port is 65536; expected a port of 1 to 65535"),
-    ):
-        assert main(["cluster", "up", "--write-config", str(tmp_path / "fleet.json"), *arguments]) == 2
-        err = capsys.readouterr().err
-        assert part in err
-        assert err.count("\n") == 1
+    )
+    all_refused(capsys, ("cluster", "up", "--write-config", str(tmp_path / "fleet.json")), table)
     assert not (tmp_path / "fleet.json").exists()
 
 

@@ -19,6 +19,7 @@ from peagle.serve.errors import ApiError
 from peagle.serve.service import Service
 from peagle.serve.types import CompletionBody
 from peagle.text.tokenizer import ByteLevelTokenizer
+from tests.support.commands import all_refused
 from tests.support.harmony import USER, says
 from tests.support.pairs import press_ctrl_c_at, toy_pair
 from tests.support.running import Gate
@@ -351,7 +352,7 @@ def test_what_cannot_be_is_refused_in_a_line(capfd: pytest.CaptureFixture[str], 
     (tmp_path / "other.jsonl").write_text('{"a": 1}\n{"b": 2}\n')
     source, pipe = str(tmp_path / "in.jsonl"), str(tmp_path / "pipe")
     os.mkfifo(pipe)
-    for arguments, message in (
+    table = (
         ([str(tmp_path / "none"), "out"], "cannot be read"),
         ([pipe, "out"], "is no regular file"),
         ([source, source], "is the file of the requests"),
@@ -360,11 +361,8 @@ def test_what_cannot_be_is_refused_in_a_line(capfd: pytest.CaptureFixture[str], 
         ([source, str(tmp_path / "no" / "out")], "cannot be written"),
         ([source, str(tmp_path / "other.jsonl")], "line 1 is no answer of a batch"),
         ([source, str(tmp_path / "out"), "--slots", "0"], "--slots is 0"),
-    ):
-        assert main(["batch", *arguments]) == 2
-        said = capfd.readouterr().err
-        assert message in said
-        assert said.count("\n") == 1
+    )
+    all_refused(capfd, ["batch"], table)
 
 
 def test_log_probabilities_in_a_batch_are_the_contents(

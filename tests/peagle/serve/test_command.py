@@ -18,6 +18,7 @@ from peagle.cli.serving import guarded_hosts
 from peagle.engine.executor import Executor
 from peagle.serve.server import ServerOptions, listen, on_loopback
 from peagle.text.tokenizer import ByteLevelTokenizer
+from tests.support.commands import all_refused, refused, run
 from tests.support.pairs import toy_pair
 
 Use = Callable[[str], None]
@@ -183,11 +184,9 @@ def test_a_file_of_options_that_is_none_is_refused_in_a_line(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, text: str, message: str
 ) -> None:
     (tmp_path / "serve.toml").write_text(text)
-    assert main(["serve", "--config", str(tmp_path / "serve.toml")]) == 2
-    said = capfd.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
-    assert "Value error" not in said
+    result = run(capfd, "serve", "--config", str(tmp_path / "serve.toml"))
+    refused(result, message)
+    assert "Value error" not in result[2]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +214,7 @@ def test_after_the_engine_failed_the_command_ends_with_code_1(
 def test_what_cannot_be_served_is_refused_in_a_line(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     with listen("127.0.0.1", 0) as taken:  # by a server that loads its model
-        for options, message in (
+        table = (
             (["--port", str(taken.getsockname()[1])], "Address already in use"),
             (["--port", "70000"], "cannot be listened on"),
             (["--host", "nowhere.invalid"], "cannot be listened on"),
@@ -237,8 +236,5 @@ def test_what_cannot_be_served_is_refused_in_a_line(capfd: pytest.CaptureFixture
             (["--kv-memory", "0"], "--kv-memory is 0; expected more than 0, or auto"),
             (["-k", "many"], "-k is 'many'"),
             (["--target", str(tmp_path / "none")], "none"),
-        ):
-            assert main(["serve", *options]) == 2
-            said = capfd.readouterr().err
-            assert message in said
-            assert said.count("\n") == 1
+        )
+        all_refused(capfd, ["serve"], table)
