@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -92,6 +93,11 @@ class Client(TestClient):
                 if line.startswith(b"data: {"):
                     EVENTS[reply.request.url.path].validate_json(line.removeprefix(b"data: "))
         return reply
+
+
+def events_of(stream: str) -> list[dict[str, Any]]:
+    """Read the events of a stream, without [DONE]."""
+    return [json.loads(line.removeprefix("data: ")) for line in stream.split("\n") if line.startswith("data: {")]
 
 
 def client_of(service: Service) -> TestClient:

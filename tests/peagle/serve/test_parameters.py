@@ -21,7 +21,7 @@ from peagle.text.channels import Delta
 from peagle.text.places import TokenPlace
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize, load_tokenizer
 from tests.support.pairs import VOCAB_SIZE, toy_pair
-from tests.support.servers import CONTEXT, DATE, MODEL, K, client_of
+from tests.support.servers import CONTEXT, DATE, MODEL, K, client_of, events_of
 from tests.support.toys import costs
 
 PROMPT = [40, 41, 42]
@@ -213,8 +213,7 @@ def test_an_echoed_prompt_has_log_probabilities_too(client: TestClient, alone: P
     fields = {"prompt": [prompt, others], "echo": True, "logprobs": 2, "max_tokens": 4}
     if stream:
         body = {"temperature": 0, "stream": True, **fields}
-        lines = client.post("/v1/completions", json=body).text.split("\n\n")[:-2]
-        parts = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+        parts = [event["choices"][0] for event in events_of(client.post("/v1/completions", json=body).text)]
         parts = [part["logprobs"] for part in parts if part["index"] == 0 and part["logprobs"]]
         columns = {key: [entry for part in parts for entry in part[key]] for key in parts[0]}
     else:
@@ -247,9 +246,8 @@ def test_an_echo_without_new_tokens_is_the_prompt_alone(client: TestClient, prom
         assert longer["text"].startswith(choice["text"])
         assert choice["logprobs"] == {name: column[:-1] for name, column in longer["logprobs"].items()}
     streamed = client.post("/v1/completions", json={**fields, "max_tokens": 0, "stream": True}).text
-    *events, done = streamed.removesuffix("\n\n").split("\n\n")
-    assert done == "data: [DONE]"
-    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    assert streamed.endswith("data: [DONE]\n\n")
+    choices = [event["choices"][0] for event in events_of(streamed)]
     for place, choice in enumerate(echoed["choices"]):
         first, last = (event for event in choices if event["index"] == place)
         assert (first["text"], first["logprobs"]) == (choice["text"], choice["logprobs"])

@@ -1,5 +1,6 @@
 """/v1/responses, as the openai client reads it: whole, in a stream, with reasoning, calls and their results."""
 
+import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -14,9 +15,8 @@ from peagle.serve.responses import as_chat
 from peagle.serve.service import Service
 from peagle.serve.types import ResponsesBody
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
-from tests.support.harmony import says
 from tests.support.running import running
-from tests.support.servers import MODEL, client_of
+from tests.support.servers import MODEL, client_of, events_of
 
 PATH = "/v1/responses"
 TOOL: Any = {
@@ -35,33 +35,27 @@ Making = Callable[..., Service]
 
 
 @pytest.fixture
-def saying(harmony: ByteLevelTokenizer) -> Iterator[Making]:
-    services: list[Service] = []
-
-    def making(*turns: Any, **options: Any) -> Service:
-        services.append(says(harmony, *turns, **options))
-        return services[-1]
-
-    yield making
-    for service in services:
-        service.loop.close()
-
-
-@pytest.fixture
 def asking(saying: Making) -> Iterator[Callable[..., openai.OpenAI]]:
-    """Make a client of a server that says what is given."""
-    opened: list[Any] = []
+    """Make a client of a server that gives these answers."""
+    with contextlib.ExitStack() as opened:
 
-    def making(*turns: Any) -> openai.OpenAI:
-        server = running(saying(*turns))
-        client = openai.OpenAI(base_url=server.__enter__().url + "/v1", api_key="none", max_retries=0)
-        opened.append((server, client))
-        return client
+        def making(*turns: Any) -> openai.OpenAI:
+            url = opened.enter_context(running(saying(*turns))).url + "/v1"
+            return opened.enter_context(openai.OpenAI(base_url=url, api_key="none", max_retries=0))
 
-    yield making
-    for server, client in opened:
-        client.close()
-        server.__exit__(None, None, None)
+        yield making
+
+
+def reasoning(text: str) -> dict[str, Any]:
+    return {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+
+def called(call_id: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": call_id, "name": f"f_{call_id}", "arguments": "{}", **fields}
+
+
+def result(call_id: str, output: Any = "x") -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": call_id, "output": output}
 
 
 def prompt_of(service: Service, **fields: Any) -> str:
@@ -182,11 +176,11 @@ def test_what_the_model_said_before_a_call_stays_with_the_call(saying: Making) -
     """Its own output, sent back, makes the prompt that the same turn makes in a chat."""
     service = saying()
     said = [
-        {"type": "reasoning", "id": "r1", "summary": [], "content": [{"type": "reasoning_text", "text": "I look. "}]},
+        reasoning("I look. "),
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Let me see."}]},
-        {"type": "reasoning", "id": "r2", "summary": [], "content": [{"type": "reasoning_text", "text": "Now."}]},
-        {"type": "function_call", "call_id": "a", "name": "clock", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "a", "output": "noon"},
+        reasoning("Now."),
+        called("a", name="clock"),
+        result("a", "noon"),
     ]
     call = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
     turn = {"role": "assistant", "content": "Let me see.", "reasoning": "I look. Now.", "tool_calls": [call]}
@@ -297,18 +291,6 @@ def test_several_calls_and_only_the_first_without_parallel_calls(saying: Making)
         body = {"input": "hello", "tools": [TOOL], "temperature": 0, "parallel_tool_calls": parallel}
         response = client_of(service).post(PATH, json=body).json()
         assert [item["type"] for item in response["output"]] == ["reasoning"] + ["function_call"] * count
-
-
-def reasoning(text: str) -> dict[str, Any]:
-    return {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
-
-
-def called(call_id: str, **fields: Any) -> dict[str, Any]:
-    return {"type": "function_call", "call_id": call_id, "name": f"f_{call_id}", "arguments": "{}", **fields}
-
-
-def result(call_id: str, output: Any = "x") -> dict[str, Any]:
-    return {"type": "function_call_output", "call_id": call_id, "output": output}
 
 
 def written(call_id: str, output: str = "x") -> str:
@@ -452,7 +434,7 @@ def test_codex_calls_its_tools(saying: Making, argument: str, caplog: pytest.Log
         ),
         "grammars of custom tools are told to the model, and do not bind what it writes",
     ]
-    events = [json.loads(line.split("data: ")[1]) for line in replies[0].text.split("\n\n")[:-1]]
+    events = events_of(replies[0].text)
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     thinks, plan, patch = done
     assert (plan["type"], plan["name"], plan["namespace"]) == ("function_call", "plan", "functions")
@@ -567,10 +549,7 @@ def test_what_the_client_parsed_comes_back(asking: Any) -> None:
             "input.0.content.0.type is 'input_image'; expected",
         ),
         ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input.0.arguments is missing"),
-        (
-            {"input": [{"type": "function_call_output", "call_id": "a", "output": "x"}]},
-            "input.0 is a tool's result, but no call precedes it",
-        ),
+        ({"input": [result("a")]}, "input.0 is a tool's result, but no call precedes it"),
         ({"max_output_tokens": 0}, "max_output_tokens is 0"),
         ({"max_output_tokens": 10**6}, "expected max_output_tokens of at most"),
         ({"n": 2}, "n is not supported"),
@@ -578,28 +557,13 @@ def test_what_the_client_parsed_comes_back(asking: Any) -> None:
         (
             {
                 "instructions": "Be brief.",
-                "input": [
-                    {"role": "system", "content": "And kind."},
-                    {"role": "user", "content": "hello"},
-                    {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x"}]},
-                    {"type": "function_call", "call_id": "a", "name": "f", "arguments": ""},
-                    {"type": "function_call", "call_id": "a", "name": "f", "arguments": ""},
-                ],
+                "input": [{"role": "system", "content": "And kind."}, HI, reasoning("x"), called("a"), called("a")],
             },
             "input.4.call_id is 'a', as that of a call before it",
         ),
+        ({"input": [called("a")]}, "input.0 has no result; send a function_call_output with the call_id 'a'"),
         (
-            {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": ""}]},
-            "input.0 has no result; send a function_call_output with the call_id 'a'",
-        ),
-        (
-            {
-                "input": [
-                    {"type": "function_call", "call_id": "a", "name": "f", "arguments": ""},
-                    {"type": "function_call_output", "call_id": "a", "output": "x"},
-                    {"type": "function_call_output", "call_id": "a", "output": "x"},
-                ]
-            },
+            {"input": [called("a"), result("a"), result("a")]},
             "input.2.call_id is 'a'; expected the id of a call before it that has no other result",
         ),
         ({"input": [{"role": "user", "content": ""}] * 3000}, "3000 items and parts are given; expected at most 512"),
@@ -624,6 +588,6 @@ def test_a_failure_in_a_stream_is_an_event(saying: Making) -> None:
     service.loop.engine.executor.prefill = broken  # type: ignore[method-assign, assignment]
     text = client_of(service).post(PATH, json={"input": "hello", "stream": True}).text
     assert text.startswith("event: response.created\n")
-    last = json.loads(text.split("\n\n")[-2].split("data: ")[1])
+    last = events_of(text)[-1]
     assert last["type"] == "response.failed"
     assert "the device is gone" in last["response"]["error"]["message"]

@@ -1,10 +1,11 @@
 """The format of streams: what is sent, in which order, and that its parts are the whole answer."""
 
-import json
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+
+from tests.support.servers import events_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BODIES: dict[str, dict[str, Any]] = {
@@ -17,9 +18,8 @@ def events(client: TestClient, path: str, body: dict[str, Any]) -> list[dict[str
     reply = client.post(path, json={**body, "stream": True})
     assert reply.status_code == 200
     assert reply.headers["content-type"].startswith("text/event-stream")
-    lines = reply.text.split("\n\n")
-    assert lines[-2:] == ["data: [DONE]", ""]
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert reply.text.endswith("\n\ndata: [DONE]\n\n")
+    return events_of(reply.text)
 
 
 def test_a_chat_streams_its_role_then_deltas_then_the_reason(client: TestClient) -> None:

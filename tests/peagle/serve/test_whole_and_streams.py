@@ -23,7 +23,7 @@ from peagle.serve.types import ChatBody, ResponsesBody
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
 from tests.support.harmony import CALL, RETURN, USER, says
 from tests.support.pairs import SPECIALS
-from tests.support.servers import HARMONY_SPECIALS, MODEL, K, client_of
+from tests.support.servers import HARMONY_SPECIALS, MODEL, K, client_of, events_of
 
 INPUT = '{"input": "d\\u00e9j\\u00e0"}'
 PARTS = [  # of answers: control tokens, what headers hold, texts, bytes of incomplete characters
@@ -108,9 +108,8 @@ def read(form: ResponseFormatter, answers: OutputCollector) -> tuple[dict[str, A
             text += "".join(map(form.event, form.read(chunk)))
         return text + form.end(answers.results())
 
-    text = asyncio.run(read_all())
-    events = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: {")]
-    return json.loads(dumps(form.whole(answers.results()))), [json.loads(event) for event in events]
+    events = events_of(asyncio.run(read_all()))
+    return json.loads(dumps(form.whole(answers.results()))), events
 
 
 def answers_of(
@@ -285,8 +284,7 @@ def test_log_probabilities_are_the_contents(scripted: Any, k: int, stop: list[st
     body = {"messages": USER, "temperature": 0, "logprobs": True, "top_logprobs": 1, "stop": stop, "stream": stream}
     reply = scripted.post("/v1/chat/completions", json={**body, "speculative": {"num_speculative_tokens": k}})
     if stream:
-        lines = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line.startswith("data: {")]
-        choice = chat_of_stream([json.loads(line) for line in lines])
+        choice = chat_of_stream(events_of(reply.text))
         content, entries = choice["content"], choice["logprobs"]
     else:
         (choice,) = reply.json()["choices"]
@@ -301,11 +299,7 @@ def test_log_probabilities_of_a_response_are_its_texts(scripted: Any, stream: bo
     include = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     body = {"input": "hello", "temperature": 0, **include, "stream": stream}
     reply = scripted.post("/v1/responses", json=body)
-    if stream:
-        lines = [line.removeprefix("data: ") for line in reply.text.split("\n") if line.startswith("data: {")]
-        output = json.loads(lines[-1])["response"]["output"]
-    else:
-        output = reply.json()["output"]
+    output = events_of(reply.text)[-1]["response"]["output"] if stream else reply.json()["output"]
     messages = [item["content"][0] for item in output if item["type"] == "message"]
     assert [part["text"] for part in messages] == ["Ich sehe nach.", CONTENT[14:]]
     for part in messages:
