@@ -276,4 +276,4 @@ def _handle_errors(app: fastapi.FastAPI, service: Service) -> None:
 
     @app.exception_handler(Exception)
     async def unknown(_: fastapi.Request, error: Exception) -> JsonReply:
-        return reply(ApiError(500, f"the server failed at this request ({type(error).__name__}); its log has more"))
+        return reply(ApiError.unforeseen(error))

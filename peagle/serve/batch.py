@@ -273,7 +273,7 @@ class Batch:
             body, status = refused.body(), refused.status
         except Exception as error:
             LOG.exception("the request %s failed", brief(line.custom_id))
-            failed = ApiError(500, f"the server failed at this request ({type(error).__name__}); its log has more")
+            failed = ApiError.unforeseen(error)
             body, status = failed.body(), failed.status
         if status == 200:
             self.counts.answered += 1

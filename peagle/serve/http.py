@@ -136,8 +136,7 @@ def _refusal(error: pydantic.ValidationError) -> ApiError:
     name, value = ".".join(place) or "the body", first["input"]
     if first["type"] == "union_tag_invalid":
         if isinstance(value, dict) and value.get("type") is None:
-            name += ".type"
-            return ApiError(400, f"{name} is missing; add it", name, "missing_required_parameter")
+            return ApiError.missing(f"{name}.type")
         if isinstance(value, dict):
             tags = re.sub(r"[\[\]]", "", first["ctx"]["expected_tags"])
             expected = HINTS.get(str(value["type"]), f"expected {' or '.join(tags.rsplit(', ', 1))}")
@@ -148,7 +147,7 @@ def _refusal(error: pydantic.ValidationError) -> ApiError:
             400, f"{name} is not supported here (it is {brief(value)}); leave it out", name, "unsupported_parameter"
         )
     if first["type"] == "missing":
-        return ApiError(400, f"{name} is missing; add it", name, "missing_required_parameter")
+        return ApiError.missing(name)
     is_union = first["type"] == "union_tag_invalid"
     field = place[-1] if place and place[-1] in ("content", "output") else name
     expected = "expected an object" if is_union else EXPECTED.get(field, _in_words(first["msg"]))

@@ -112,9 +112,7 @@ class RequestBuilder:
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs is given without logprobs; set logprobs to true", "top_logprobs")
         if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MOST_LOGPROBS:
-            raise ApiError(
-                400, f"top_logprobs is {brief(body.top_logprobs)}; expected 0..{MOST_LOGPROBS}", "top_logprobs"
-            )
+            raise ApiError.wrong("top_logprobs", body.top_logprobs, f"0..{MOST_LOGPROBS}")
         limits = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
         if len(limits) > 1:
             raise ApiError(400, "max_tokens and max_completion_tokens differ; leave out max_tokens", "max_tokens")
@@ -249,8 +247,14 @@ class RequestBuilder:
         return tokens
 
     def _too_long(self, name: str, error: TextTooLong, field: str) -> ApiError:
-        message = f"{name} has {error.num_bytes} bytes, {error.least_tokens} tokens or more, but the context holds"
-        message = f"{message} {self.context} positions; expected at most {self.context - 1} tokens: shorten it"
+        return self._beyond_context(
+            f"{name} has {error.num_bytes} bytes, {error.least_tokens} tokens or more",
+            field,
+            f"at most {self.context - 1} tokens: shorten it",
+        )
+
+    def _beyond_context(self, fault: str, field: str, expected: str) -> ApiError:
+        message = f"{fault}, but the context holds {self.context} positions; expected {expected}"
         return ApiError(400, message, field, "context_length_exceeded")
 
     def _renders(self, tools: Sequence[Mapping[str, Any]]) -> bool:
@@ -284,7 +288,7 @@ class RequestBuilder:
     ) -> list[Request]:
         """Make n requests for each prompt. ends: token ids that end an answer beside the model's own."""
         if not 1 <= body.n <= MOST_CHOICES:
-            raise ApiError(400, f"n is {brief(body.n)}; expected 1..{MOST_CHOICES}", "n")
+            raise ApiError.wrong("n", body.n, f"1..{MOST_CHOICES}")
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options is given without stream; set stream to true", "stream_options")
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
@@ -298,9 +302,7 @@ class RequestBuilder:
             name = "the prompt" if num_prompts == 1 else f"prompt {number}"
             budget = self._budget(body, len(prompt_ids), limit, name)
             if body.min_tokens > budget:
-                raise ApiError(
-                    400, f"min_tokens is {body.min_tokens}; expected at most {budget}, the most tokens", "min_tokens"
-                )
+                raise ApiError.wrong("min_tokens", body.min_tokens, f"at most {budget}, the most tokens")
             first = Request(prompt_ids, budget, sampling, stops, 0, name, logprobs, stop, drafts, grammar)
             requests += [dataclasses.replace(first, index=index) for index in range(body.n)]
         return requests
@@ -309,11 +311,8 @@ class RequestBuilder:
         """Return the request's own K; None: the server's."""
         k = None if body.speculative is None else body.speculative.num_speculative_tokens
         if k is not None and not 0 <= k <= self.num_speculative_tokens:
-            name = "speculative.num_speculative_tokens"
-            message = (
-                f"{name} is {brief(k)}; expected 0 (plain decoding) to {self.num_speculative_tokens}, the server's K"
-            )
-            raise ApiError(400, message, name)
+            expected = f"0 (plain decoding) to {self.num_speculative_tokens}, the server's K"
+            raise ApiError.wrong("speculative.num_speculative_tokens", k, expected)
         return k
 
     def _budget(self, body: Sampled, length: int, limit: int | None, name: str) -> int:
@@ -323,25 +322,14 @@ class RequestBuilder:
             field = body.names.messages
             limits = "max_tokens" if body.max_completion_tokens is None else body.names.limit
         if room < 1:
-            raise ApiError(
-                400,
-                f"{name} has {length} tokens, but the context holds {self.context} positions; expected at most "
-                f"{self.context - 1}: shorten it",
-                field,
-                "context_length_exceeded",
-            )
+            raise self._beyond_context(f"{name} has {length} tokens", field, f"at most {self.context - 1}: shorten it")
         if limit is None:
             return room
         if limit < 1:
-            raise ApiError(400, f"{limits} is {brief(limit)}; expected 1 or more", limits)
+            raise ApiError.wrong(limits, limit, "1 or more")
         if limit > room:
-            raise ApiError(
-                400,
-                f"{name} has {length} tokens and {limits} is {limit}, but the context holds {self.context} "
-                f"positions; expected {limits} of at most {room}",
-                limits,
-                "context_length_exceeded",
-            )
+            fault = f"{name} has {length} tokens and {limits} is {limit}"
+            raise self._beyond_context(fault, limits, f"{limits} of at most {room}")
         return limit
 
     def _sampling(self, body: Sampled) -> SamplingParams:

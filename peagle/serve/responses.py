@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from peagle.ops.settings import brief
 from peagle.ops.strict_json import Written, dumps
 from peagle.result import Result
 from peagle.serve.errors import ApiError
@@ -15,6 +14,7 @@ from peagle.serve.outputs import OutputChunk, OutputCollector, figures, usage
 from peagle.serve.requests import notes
 from peagle.serve.service import Service
 from peagle.serve.structured import constraint
+from peagle.serve.tools import id_of_no_call, id_twice, result_alone
 from peagle.serve.types import (
     Body,
     ChatBody,
@@ -104,7 +104,7 @@ class AsChat:
 
 
 def as_chat(body: ResponsesBody) -> AsChat:
-    """Make the chat that a body asks for. Raises ApiError for what it cannot be."""
+    """Make the chat of a body. Raises ApiError for a body that no chat expresses."""
     if body.store:
         raise ApiError(
             400, "store is not supported here: no response is kept; set it to false", "store", "unsupported_parameter"
@@ -135,7 +135,7 @@ def as_chat(body: ResponsesBody) -> AsChat:
 
 
 def _response_format(form: TextFormat) -> ResponseFormat:
-    """Make a chat's field of it. Raises ApiError for a schema without its type, and the reverse."""
+    """Make the chat's response_format. Raises ApiError for a schema without its type, and the reverse."""
     if (form.type == "json_schema") != (form.of is not None):
         fault = "is missing" if form.of is None else f"is given with the type {form.type!r}"
         raise ApiError(
@@ -189,8 +189,7 @@ def _format(form: InputFormat | None, where: str) -> CustomFormat | None:
         return None
     for name in ("syntax", "definition"):
         if getattr(form, name) is None:
-            name = f"{where}.format.{name}"
-            raise ApiError(400, f"{name} is missing; add it", name, "missing_required_parameter")
+            raise ApiError.missing(f"{where}.format.{name}")
     assert form.syntax is not None
     assert form.definition is not None
     return CustomFormat(type="grammar", grammar=Syntax(syntax=form.syntax, definition=form.definition))
@@ -243,18 +242,14 @@ def _results(items: Sequence[Item]) -> dict[int, tuple[int, InputResult]]:
         where = f"{_name(place)}.call_id"
         if isinstance(item, InputCall | InputCustomCall):
             if item.call_id in waiting:
-                twice = f"{where} is {brief(item.call_id)}, as that of a call before it"
-                raise ApiError(400, f"{twice}; expected its own", where)
+                raise id_twice(where, item.call_id)
             waiting[item.call_id] = place
             ids.add(item.call_id)
         elif isinstance(item, InputResult):
             if item.call_id not in ids:
-                raise ApiError(
-                    400, f"{_name(place)} is a tool's result, but no call precedes it; send that, too", "input"
-                )
+                raise result_alone(_name(place), "input")
             if item.call_id not in waiting:
-                expected = "expected the id of a call before it that has no other result"
-                raise ApiError(400, f"{where} is {brief(item.call_id)}; {expected}", where)
+                raise id_of_no_call(where, item.call_id)
             results[waiting.pop(item.call_id)] = place, item
     return results
 
@@ -300,7 +295,7 @@ class _OutputItem:
 
     @property
     def place(self) -> dict[str, Any]:
-        """The fields of an event that say where the item's text is."""
+        """The fields of an event that locate the item's text."""
         place = {"item_id": self.value["id"], "output_index": self.index}
         return place if self.of_call else {**place, "content_index": 0}
 

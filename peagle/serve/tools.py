@@ -115,15 +115,14 @@ def check_tools(tools: Sequence[Tool], names: Names = CHAT) -> None:
     for place, tool in enumerate(tools):
         name, where = tool.name, f"{names.tool(place, tool.type)}.name"
         if not NAME.fullmatch(name) or len(name) > LONGEST_NAME:
-            expected = f"expected 1 to {LONGEST_NAME} letters, digits, _, - or ."
-            raise ApiError(400, f"{where} is {brief(name)}; {expected}", where)
+            raise ApiError.wrong(where, name, f"1 to {LONGEST_NAME} letters, digits, _, - or .")
         if name in known:
             raise ApiError(400, f"{where} is {brief(name)}, as that of a tool before it", where)
         known.add(name)
         kinds = (tool.function.parameters or {}).get("type", "object")
         if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
             where = f"{names.tool(place, tool.type)}.parameters.type"
-            raise ApiError(400, f"{where} is {brief(kinds)}; expected 'object': arguments are one", where)
+            raise ApiError.wrong(where, kinds, "'object': arguments are one")
     _check_parameters(tools, names)
 
 
@@ -165,6 +164,21 @@ def begin_call(tokenizer: Tokenizer, prompt_ids: Sequence[int], name: str) -> tu
     )
 
 
+def result_alone(where: str, field: str) -> ApiError:
+    """Make the error of a result without a call before it."""
+    return ApiError(400, f"{where} is a tool's result, but no call precedes it; send that, too", field)
+
+
+def id_twice(where: str, call_id: str) -> ApiError:
+    """Make the error of a call with the id of another one."""
+    return ApiError(400, f"{where} is {brief(call_id)}, as that of a call before it; expected its own", where)
+
+
+def id_of_no_call(where: str, call_id: str | None) -> ApiError:
+    """Make the error of a result whose id is not that of a call that waits for it."""
+    return ApiError.wrong(where, call_id, "the id of a call before it that has no other result")
+
+
 def chat_of(messages: Sequence[ChatMessage], names: Names = CHAT) -> list[Message]:
     """Make the messages that templates take; past answers keep their final texts and calls alone.
 
@@ -179,8 +193,7 @@ def chat_of(messages: Sequence[ChatMessage], names: Names = CHAT) -> list[Messag
     while rest:
         place, message = rest.popleft()
         if message.role == "tool":
-            lost = f"{names.message(place)} is a tool's result, but no call precedes it; send that, too"
-            raise ApiError(400, lost, names.messages)
+            raise result_alone(names.message(place), names.messages)
         if not message.tool_calls:
             text = final_message(message.text) if message.role == ROLE else message.text
             named = {} if message.name is None else {"name": message.name}
@@ -201,8 +214,7 @@ def _functions(place: int, message: ChatMessage, names: Names) -> dict[str, str]
     functions: dict[str, str] = {}
     for number, call in enumerate(message.tool_calls):
         if call.id in functions:
-            where = names.call_id(place, number)
-            raise ApiError(400, f"{where} is {brief(call.id)}, as that of a call before it; expected its own", where)
+            raise id_twice(names.call_id(place, number), call.id)
         functions[call.id] = call.function.name
     return functions
 
@@ -216,9 +228,7 @@ def _check_result(
     """
     called = functions.get(result.tool_call_id or "")
     if called is None or result.tool_call_id in known:
-        where = names.result_id(place)
-        expected = "expected the id of a call before it that has no other result"
-        raise ApiError(400, f"{where} is {brief(result.tool_call_id)}; {expected}", where)
+        raise id_of_no_call(names.result_id(place), result.tool_call_id)
     if result.name is not None and result.name != called:
         where = f"{names.message(place)}.name"
         message = f"{where} is {brief(result.name)}, but the call is one of {brief(called)}; leave it out"

@@ -537,52 +537,42 @@ def index(path: Path, shard: str) -> None:
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-@pytest.mark.parametrize(
-    ("spoil", "parts"),
-    [
-        (lambda path: (path / "config.json").unlink(), ["no config.json"]),
-        (lambda path: (path / "config.json").write_text("{"), ["config.json", "not valid JSON"]),
-        (lambda path: edit_json(path / "config.json", model_type="llama"), ["'llama'", "gpt_oss"]),
-        (lambda path: cut(path / "model.safetensors"), ["model.safetensors", "truncated"]),
-        (lambda path: (path / "model.safetensors").write_bytes(b"no"), ["model.safetensors"]),
-        (lambda path: (path / "model.safetensors").unlink(), ["no weights"]),
-        (lambda path: index(path, "b.safetensors"), ["b.safetensors", "no such file"]),
-        (lambda path: index(path, "../b.safetensors"), ["../b.safetensors", "outside"]),
-        (lambda path: edit_json(path / "config.json", num_hidden_layers=2, layer_types=None), ["no place for"]),
-        (lambda path: edit_json(path / "config.json", num_hidden_layers=4, layer_types=None), ["missing"]),
-        (lambda path: edit_json(path / "config.json", vocab_size=321), ["[320, 64]", "[321, 64]"]),
-        (lambda path: (path / "tokenizer.json").write_text("{"), ["tokenizer.json"]),
-    ],
-)
-def test_a_target_that_does_not_work_is_refused_in_one_line(
-    real: Run, directories: Directories, tmp_path: Path, spoil: Spoil, parts: list[str]
-) -> None:
-    shutil.copytree(directories.target, tmp_path / "target")
-    spoil(tmp_path / "target")
-    arguments = ("--target", str(tmp_path / "target"), "--drafter", "ngram", "--json", str(tmp_path / "out"), "Hi")
-    refused(real("speculate", *arguments), *parts)
-    assert not (tmp_path / "out").exists()
+def configure(path: Path, **fields: Any) -> None:
+    edit_json(path / "config.json", **fields)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "parts"),
-    [
-        (lambda path: (path / "config.json").unlink(), ["no config.json"]),
-        (lambda path: edit_json(path / "config.json", ptd_token_id=None), ["mask token"]),
-        (lambda path: edit_json(path / "config.json", ptd_token_id=VOCAB_SIZE), [str(VOCAB_SIZE)]),
-        (lambda path: edit_json(path / "config.json", hidden_size=48), ["48"]),
-        (lambda path: edit_json(path / "config.json", eagle_aux_hidden_state_layer_ids=[1, 2, 9]), ["9", "1..3"]),
-        (lambda path: cut(path / "model.safetensors"), ["truncated"]),
-    ],
-)
-def test_a_drafter_that_does_not_work_or_fit_is_refused_in_one_line(
-    real: Run, directories: Directories, tmp_path: Path, spoil: Spoil, parts: list[str]
+SPOILED: list[tuple[str, Spoil, list[str]]] = [
+    ("target", lambda path: (path / "config.json").unlink(), ["no config.json"]),
+    ("target", lambda path: (path / "config.json").write_text("{"), ["config.json", "not valid JSON"]),
+    ("target", lambda path: configure(path, model_type="llama"), ["'llama'", "gpt_oss"]),
+    ("target", lambda path: cut(path / "model.safetensors"), ["model.safetensors", "truncated"]),
+    ("target", lambda path: (path / "model.safetensors").write_bytes(b"no"), ["model.safetensors"]),
+    ("target", lambda path: (path / "model.safetensors").unlink(), ["no weights"]),
+    ("target", lambda path: index(path, "b.safetensors"), ["b.safetensors", "no such file"]),
+    ("target", lambda path: index(path, "../b.safetensors"), ["../b.safetensors", "outside"]),
+    ("target", lambda path: configure(path, num_hidden_layers=2, layer_types=None), ["no place for"]),
+    ("target", lambda path: configure(path, num_hidden_layers=4, layer_types=None), ["missing"]),
+    ("target", lambda path: configure(path, vocab_size=321), ["[320, 64]", "[321, 64]"]),
+    ("target", lambda path: (path / "tokenizer.json").write_text("{"), ["tokenizer.json"]),
+    ("drafter", lambda path: (path / "config.json").unlink(), ["no config.json"]),
+    ("drafter", lambda path: configure(path, ptd_token_id=None), ["mask token"]),
+    ("drafter", lambda path: configure(path, ptd_token_id=VOCAB_SIZE), [str(VOCAB_SIZE)]),
+    ("drafter", lambda path: configure(path, hidden_size=48), ["48"]),
+    ("drafter", lambda path: configure(path, eagle_aux_hidden_state_layer_ids=[1, 2, 9]), ["9", "1..3"]),
+    ("drafter", lambda path: cut(path / "model.safetensors"), ["truncated"]),
+]
+
+
+@pytest.mark.parametrize(("model", "spoil", "parts"), SPOILED)
+def test_a_target_or_a_drafter_that_does_not_work_or_fit_is_refused_in_one_line(
+    real: Run, directories: Directories, tmp_path: Path, model: str, spoil: Spoil, parts: list[str]
 ) -> None:
     assert json.loads((directories.drafter / "config.json").read_text())["ptd_token_id"] == MASK
-    shutil.copytree(directories.drafter, tmp_path / "drafter")
-    spoil(tmp_path / "drafter")
-    pair = ("--target", str(directories.target), "--drafter", str(tmp_path / "drafter"))
-    refused(real("speculate", *pair, "--json", str(tmp_path / "out"), "Hi"), *parts)
+    shutil.copytree(getattr(directories, model), tmp_path / model)
+    spoil(tmp_path / model)
+    models = {"target": directories.target, "drafter": "ngram", model: tmp_path / model}
+    named = [part for name, path in models.items() for part in (f"--{name}", str(path))]
+    refused(real("speculate", *named, "--json", str(tmp_path / "out"), "Hi"), *parts)
     assert not (tmp_path / "out").exists()
 
 
