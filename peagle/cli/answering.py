@@ -126,7 +126,7 @@ def _answered(
     engine = settings.engine
     context = pair.room(None if engine.context is None else min(engine.context, pair.max_positions))
     if context != engine.context != Data.engine.context:
-        display.warn([f"--context is {engine.context}; {context} is used, all that {checked.name} has"])
+        display.warn([f"--context is {engine.context}, more than {checked.name} has; {context} is used"])
     asking = Asking(settings.rendering, settings.sampling, settings.answer.max_new_tokens, context, engine.slots)
     open_folder(checked.out, checked.made_by)
     finished, total = 0, sum(len(checked.part(number)) for number in checked.missing)
@@ -151,7 +151,7 @@ def _answered(
             lengths += [len(one.token_ids) for one in documents]
             if teacher is not None:
                 shard = f"shard {place + 1} of {len(checked.missing)}"
-                with display.stage(f"the target reads {shard} once more", animated=False) as progress:
+                with display.stage(f"computing hidden states and logits of {shard}", animated=False) as progress:
                     keep = settings.keep_prompt
                     documents = list(taught(documents, teacher, settings.hidden, settings.top, keep, progress))
             write(checked.out, number, documents, skipped)

@@ -125,7 +125,7 @@ def _prompts(settings: Parity, target: str) -> PromptSet:
             f"the demo's prompts are for the demo target only; give prompts for {target} with --prompt-file FILE"
         )
     if settings.special_tokens and settings.render != "raw":
-        raise InputError("--special-tokens are read in raw text alone; give --render raw, too, or leave them out")
+        raise InputError("--special-tokens needs raw text; give --render raw, too, or leave it out")
     if settings.prompts is None:
         if settings.strict:
             raise InputError("--strict is about the rows of a file; give --prompts, too, or leave it out")

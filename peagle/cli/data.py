@@ -64,8 +64,8 @@ class Data:
         check_least(self, num_prompts=1, shard_prompts=1, top=0, keep_prompt=0)
         if self.keep_prompt is not None and not (self.hidden and self.top):
             raise InputError(
-                "--keep-prompt leaves out tokens that the target would have to read again in training; give --hidden "
-                "and --top, too, or leave it out"
+                "--keep-prompt drops tokens that the target would have to read again in training; give --hidden and "
+                "--top, too, or leave it out"
             )
         if self.taps is not None and not self.hidden:
             raise InputError(

@@ -101,9 +101,9 @@ def _check_kinds(settings: Info, num_targets: int, num_drafters: int, names: Seq
         kind = "targets" if num_targets else "drafters"
         raise InputError(f"{names[0]} and {names[1]} are both {kind}; expected a target and a drafter")
     if settings.load.aux_layer_ids is not None and not num_drafters:
-        raise InputError("--aux-layer-ids is given, but no drafter that reads any; leave it out")
+        raise InputError("--aux-layer-ids is given, but no drafter to read them; leave it out")
     if settings.mesh is not None and not num_targets:
-        raise InputError("--mesh is given, but no target that it cuts; name one, or leave --mesh out")
+        raise InputError("--mesh is given, but no target to shard; name one, or leave --mesh out")
     if settings.role is not None and not num_targets:
         raise InputError(f"--role {settings.role} is given, but no target; expected one, with a drafter or without")
 

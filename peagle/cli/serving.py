@@ -136,10 +136,10 @@ def read_keys(path: Path) -> tuple[str, ...]:
         keys = tuple(line.strip() for line in path.read_text("utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
-            f"--api-key-file {path} cannot be read: {reason_of(error)}; expected a key a line, in UTF-8"
+            f"--api-key-file {path} cannot be read: {reason_of(error)}; expected one key per line, in UTF-8"
         ) from None
     if not keys:
-        raise InputError(f"--api-key-file {path} is empty; expected a key a line")
+        raise InputError(f"--api-key-file {path} is empty; expected one key per line")
     return keys
 
 

@@ -261,7 +261,7 @@ def _check_models(plan: Plan) -> None:
     """Raise InputError, without reading weights, for models that do not fit, and for bad windows."""
     paths = [path for name in plan.drafters if (path := drafter_path(plan.target, name)) is not None]
     if plan.aux_layer_ids is not None and not paths:
-        raise InputError("--aux-layer-ids is given, but no drafter with weights that reads any; leave it out")
+        raise InputError("--aux-layer-ids is given, but no drafter with weights to read them; leave it out")
     for path in paths:
         ks = [variant.k for variant in plan.variants if isinstance(variant.k, int)]
         check_fit(resolve(plan.target, "target"), path, plan.aux_layer_ids, ks)
@@ -273,7 +273,7 @@ def _check_same_files(plan: Plan) -> None:
     """Raise InputError for a checkpoint that has changed since the run began."""
     for name, weights in _fingerprints(plan.target, plan.drafters).items():
         if plan.fingerprints.get(name) != weights:
-            raise InputError(f"the {name} is another than when this run began; begin a new run with another --out")
+            raise InputError(f"the {name} has changed since this run began; begin a new run with another --out")
 
 
 def _check_runs_alike(folder: Folder, ran: Mapping[str, str]) -> None:
@@ -292,8 +292,8 @@ def _read_again(plan: Plan) -> dict[str, PromptSet]:
         read = read_prompt_file(HELD_OUT) if demo else _read(Path(source.file), plan.target, plan.raw, strict=False)
         if read.sha256 != source.sha256:
             raise InputError(
-                f"{source.file} is another than when this run began, and it had not read its prompts yet; begin a new "
-                "run with another --out"
+                f"{source.file} has changed since this run began, before its prompts were stored; begin a new run with "
+                "another --out"
             )
         sets[source.name] = dataclasses.replace(read, name=source.name)
     return sets

@@ -293,7 +293,7 @@ def _trainer(
     deadline, evaluate = Deadline(settings.minutes), None
     if prompts is not None:
         k = settings.num_speculative_tokens
-        with display.stage("loading it to evaluate"):
+        with display.stage("loading the target to evaluate"):
             plain = load(name, None)
         acceptance = Acceptance(plain, config, prompts, settings.evaluate_prompts, k)
         if settings.held_out is None and not checked.held_out_frac:
@@ -398,8 +398,8 @@ def _say_where_it_begins(display: Display, checked: Checked, trainer: Trainer) -
         display.note(f"recipe: {recipe_in_words(trainer.recipe, checked.typed, init=checked.shape.init is not None)}")
     elif begun["recipe"]["steps"] != steps:
         display.note(
-            f"goes on from step {done} with {steps} steps instead of {begun['recipe']['steps']}: the learning rate is "
-            f"from here on that of a training of {steps} steps"
+            f"resumes at step {done} with {steps} steps instead of {begun['recipe']['steps']}: the learning rate now "
+            f"follows a training of {steps} steps"
         )
     if done < steps:
         epochs = epochs_in_words([source.epochs(steps) for source in trainer.batches.sources])

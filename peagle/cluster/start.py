@@ -122,7 +122,7 @@ def _watch(ready: str, note: Callable[[str], None], stopped: threading.Event) ->
         if line != shown and answers:
             note(line)
         shown = line
-    note("ending: answers are waited for")
+    note("ending: waiting for open answers")
 
 
 def running(deployments: dict[str, Any]) -> str:

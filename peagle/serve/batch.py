@@ -99,11 +99,11 @@ def count_lines(source: Path) -> int:
     """Count the lines of a file that are not blank. Raises InputError if it cannot be read twice."""
     try:
         if source.exists() and not source.is_file():  # a pipe can be read only once
-            raise InputError(f"{source} is no regular file; expected a file of requests, one a line")
+            raise InputError(f"{source} is no regular file; expected a file with one request per line")
         with source.open("rb") as file:
             return sum(not line.isspace() for line in file)
     except OSError as error:
-        raise InputError(f"{source} cannot be read: {reason_of(error)}; expected requests, one a line") from None
+        raise InputError(f"{source} cannot be read: {reason_of(error)}; expected one request per line") from None
 
 
 def read_answers(out: Path) -> Answered:

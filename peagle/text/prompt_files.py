@@ -153,7 +153,7 @@ def read_prompt_file(
     if not conversations:
         if skipped and not _is_text(path) and _HEADER.match(data):
             raise _not_read(path, "CSV")
-        expected = "a prompt a line" if _is_text(path) else 'JSON lines such as {"prompt": "..."}'
+        expected = "one prompt per line" if _is_text(path) else 'JSON lines such as {"prompt": "..."}'
         why = f": {skipped[0].reason}" if skipped else f"; expected {expected}"
         raise InputError(f"{path} holds no prompts{why}")
     return PromptSet(
@@ -282,7 +282,7 @@ def _parsed(data: bytes, name: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{name} is not valid JSON ({error}); expected an object a line, or a list of them") from None
+        raise InputError(f"{name} is not valid JSON ({error}); expected one object per line, or one list") from None
 
 
 def _decoded(data: bytes, name: str) -> str:

@@ -368,7 +368,7 @@ def test_chats_are_read_as_people_have_them(
         ("a.tsv", b"id\tprompt\n1\ta\n", "a.tsv is TSV; expected JSON lines, or .txt, in UTF-8; to convert it: python"),
         ("a.jsonl", b"id,prompt\n1,a\n", "a.jsonl is CSV"),
         ("a.jsonl", b"not json\n", "holds no prompts: "),
-        ("empty.txt", b"", "empty.txt holds no prompts; expected a prompt a line"),
+        ("empty.txt", b"", "empty.txt holds no prompts; expected one prompt per line"),
         ("a.csv.gz", gzip.compress(b"id,prompt\n1,a\n", mtime=0), "a.csv.gz is CSV"),
         ("a.parquet", b"PAR1\x15\x04\xff\n{}", "a.parquet is parquet"),
         ("a.jsonl", '{"prompt": "a"}\n'.encode("utf-16"), "a.jsonl is UTF-16"),
