@@ -14,8 +14,8 @@ from peagle.checkpoints import drafter_path, or_demo, resolve
 from peagle.cli.bench import BenchCommand
 from peagle.cli.decoding import load_pair
 from peagle.cli.display import Display
-from peagle.cli.document import SCHEMA, dumps
-from peagle.cli.output import STANDARD_OUTPUT, OutputFile, wrapped
+from peagle.cli.document import LOADED, SCHEMA, dumps
+from peagle.cli.output import STANDARD_OUTPUT, output_file, wrapped
 from peagle.fit import check_fit
 from peagle.loading import local_model
 from peagle.measure.bench import Bench, BenchOptions, Case, Measurement, Stage, WeightBytes, bench
@@ -52,8 +52,8 @@ def time_target(settings: BenchCommand) -> int:
     read.
     """
     options = _options(settings)
-    json_file = None if settings.json is None else OutputFile(settings.json, "--json")
-    markdown_file = None if settings.markdown is None else OutputFile(settings.markdown, "--markdown")
+    json_file = output_file(settings.json, "--json")
+    markdown_file = output_file(settings.markdown, "--markdown")
     if json_file is not None and markdown_file is not None and json_file.path == markdown_file.path:
         raise InputError(f"--json and --markdown both name {settings.json}; expected two files")
     refuse_replicas(settings.load.mesh, "peagle bench measures one replica")
@@ -115,11 +115,7 @@ def bench_report(
             "target": names[0],
             "drafter": names[1],
             **dataclasses.asdict(measured.options),
-            "dtype": pair.loaded.dtype,
-            "experts": pair.loaded.experts,
-            "kernels": pair.loaded.kernels,
-            "mesh": pair.loaded.mesh,
-            "drafter_window": pair.loaded.drafter_window,
+            **{name: getattr(pair.loaded, name) for name in LOADED},
             "steps_per_dispatch": pair.steps_per_dispatch,
             "interrupted": measured.interrupted,
         },

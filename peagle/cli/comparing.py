@@ -10,7 +10,8 @@ from peagle.cli.command import record
 from peagle.cli.decoding import load_pair
 from peagle.cli.display import LABEL, Display
 from peagle.cli.document import SCHEMA, dumps
-from peagle.cli.output import STANDARD_OUTPUT, OutputFile, show_lines
+from peagle.cli.flags import refuse_strict
+from peagle.cli.output import STANDARD_OUTPUT, output_file, show_lines
 from peagle.cli.parity import Parity
 from peagle.fit import check_fit
 from peagle.measure.provenance import provenance
@@ -27,7 +28,7 @@ def compare(settings: Parity) -> int:
 
     1 if there is a difference, or a likely cause of low acceptance. Raises InputError for bad options and models.
     """
-    json_file = None if settings.json is None else OutputFile(settings.json, "--json")
+    json_file = output_file(settings.json, "--json")
     target, drafter = or_demo(settings.load.target), or_demo(settings.drafter)
     if drafter in WEIGHTLESS:
         raise InputError(f"{drafter} has no weights to compare; give the directory of a drafter")
@@ -127,8 +128,7 @@ def _prompts(settings: Parity, target: str) -> PromptSet:
     if settings.special_tokens and settings.render != "raw":
         raise InputError("--special-tokens needs raw text; give --render raw, too, or leave it out")
     if settings.prompts is None:
-        if settings.strict:
-            raise InputError("--strict is about the rows of a file; give --prompts, too, or leave it out")
+        refuse_strict(settings.strict)
         return read_prompt_file(HELD_OUT)
     raw = settings.render == "raw"
     rendering = Rendering(raw=raw, special_tokens=raw and settings.special_tokens)

@@ -10,7 +10,8 @@ from peagle.checkpoints import DEMO, DEMO_DRAFTERS, drafter_path, or_demo, resol
 from peagle.cli.command import changed_fields
 from peagle.cli.display import Display
 from peagle.cli.document import dumps, logprob_lines, report, summary_lines, trace_lines
-from peagle.cli.output import STANDARD_OUTPUT, OutputFile, say
+from peagle.cli.flags import refuse_strict
+from peagle.cli.output import STANDARD_OUTPUT, OutputFile, output_file, say
 from peagle.cli.processes import load_in_all
 from peagle.cli.speculate import Decode
 from peagle.config import EngineConfig, LoadConfig, NumDrafts, SamplingParams
@@ -45,7 +46,7 @@ def decode(settings: Decode) -> int:
     Raises InputError before anything is written; but for a failed profile, and for requests whose grammar no token
     satisfied, at the end.
     """
-    json_file = None if settings.json is None else OutputFile(settings.json, "--json")
+    json_file = output_file(settings.json, "--json")
     trace_file = None if settings.trace is None else _trace_file(settings, json_file)
     target = or_demo(settings.load.target)
     drafter = None if settings.command == "generate" else or_demo(settings.load.drafter)
@@ -219,8 +220,7 @@ def _prompts(settings: Decode, target: Path) -> "PromptSet | _Prompts":
         raise InputError(f"{' and '.join(named)} are given; expected one of them")
     if settings.prompt_file is not None:
         return read_prompts(settings.prompt_file, target, rendering, strict=settings.strict)
-    if settings.strict:
-        raise InputError("--strict is about the rows of a file; give --prompt-file, too, or leave it out")
+    refuse_strict(settings.strict)
     if settings.prompt_ids is not None:
         if rendering.options:
             raise InputError(

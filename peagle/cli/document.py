@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from peagle.engine.kv_memory import PrefixCacheUse
+from peagle.engine.request import TokenLogprobs
 from peagle.engine.widths import CostTable
 from peagle.measure.metrics import figure_text, speculative_decoding_block, summarize
 from peagle.measure.profile import Breakdown
@@ -16,6 +17,7 @@ from peagle.text.prompt_files import Skipped, skipped_line
 from peagle.workflows.run import Outcome, Run, RunConfig
 
 SCHEMA = 1
+LOADED = ("dtype", "experts", "kernels", "mesh", "drafter_window")  # of peagle.pair.Loaded
 
 
 def report(
@@ -70,12 +72,7 @@ def summary_lines(run: Run, peak_memory_bytes: int | None, skipped: Sequence[Ski
     lines = [("speculation" if speculative else "plain", _speed(results, summary["tok_per_s"]))]
     if speculative:
         if run.engine.synthetic_acceptance is not None:
-            lines.append(
-                (
-                    "SYNTHETIC",
-                    "drafts were accepted at the given rates: ignore text and acceptance, the speeds are real",
-                )
-            )
+            lines.append(("SYNTHETIC", "drafts were accepted at the typed rates: only the speeds are real"))
         lines.append(("acceptance", _acceptance(summary, run)))
         if run.costs is not None and run.drafting_cannot_pay:
             lines.append(("costs", _hopeless(run.costs, run.engine.num_speculative_tokens)))
@@ -126,22 +123,13 @@ def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
         "kv_memory_bytes": config.engine.kv_memory,
         "prefix_cache_bytes": run.engine.prefix_cache,
         "capacity": run.capacity,
-        "dtype": pair.loaded.dtype,
-        "experts": pair.loaded.experts,
-        "kernels": pair.loaded.kernels,
-        "mesh": pair.loaded.mesh,
-        "aux_layers": pair.loaded.aux_layers,
-        "draft_vocab": pair.loaded.draft_vocab,
-        "drafter_window": pair.loaded.drafter_window,
+        **{name: getattr(pair.loaded, name) for name in (*LOADED, "aux_layers", "draft_vocab")},
         "baseline": run.compares,
         "ignore_eos": config.ignore_eos,
         "logprobs": config.logprobs,
         "grammar": None if config.grammar is None else dataclasses.asdict(config.grammar),
         "raw_prompt": config.rendering.raw,
-        "special_tokens": config.rendering.special_tokens,
-        "system": config.rendering.system,
-        "reasoning_effort": config.rendering.reasoning_effort,
-        "date": config.rendering.date,
+        **{name: getattr(config.rendering, name) for name in ("special_tokens", "system", "reasoning_effort", "date")},
         "stop_token_ids": list(pair.stop_token_ids),
         "interrupted": run.interrupted,
         "cut_short": list(run.cut_short),
@@ -168,13 +156,12 @@ def _request_block(outcome: Outcome) -> dict[str, Any]:
         "loop_share": result.loop_share,
         "speculative_decoding": speculative_decoding_block(result.counters) if speculative else None,
         "baseline": _baseline_block(outcome),
-        "logprobs": None
-        if outcome.result.request.logprobs is None
-        else [
-            {"id": token.token_id, "logprob": token.logprob, "top": [list(pair) for pair in token.best]}
-            for token in outcome.result.logprobs
-        ],
+        "logprobs": None if result.request.logprobs is None else [_logprob_block(token) for token in result.logprobs],
     }
+
+
+def _logprob_block(token: TokenLogprobs) -> dict[str, Any]:
+    return {"id": token.token_id, "logprob": token.logprob, "top": [list(pair) for pair in token.best]}
 
 
 def _baseline_block(outcome: Outcome) -> dict[str, Any] | None:

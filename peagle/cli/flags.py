@@ -1,5 +1,6 @@
 """Options that several commands have, declared once. A docstring below a field replaces the help."""
 
+from peagle.ops.errors import InputError
 from peagle.ops.flag import OUTPUT, PROMPT, SERVER, SPECULATION, Flag
 
 PROMPT_FILE = Flag(PROMPT, "FILE", ("--prompt-file", "--prompts"))
@@ -14,3 +15,9 @@ QUIET = Flag(
 )
 HOST = Flag(SERVER, "ADDRESS", help="Address to listen on; 0.0.0.0 also accepts other machines.")
 API_KEY_FILE = Flag(SERVER, "FILE", help="File of accepted API keys, one per line. Default: no key is required.")
+
+
+def refuse_strict(strict: bool) -> None:
+    """Raise InputError for --strict without a prompt file."""
+    if strict:
+        raise InputError("--strict is about the rows of a file; give --prompt-file, too, or leave it out")

@@ -43,6 +43,11 @@ def wrapped(text: str, console: Console, indent: int = 0) -> str:
     )
 
 
+def output_file(name: str | None, flag: str) -> "OutputFile | None":
+    """Return the file that an option names; None without one. Raises InputError if it cannot be written."""
+    return None if name is None else OutputFile(name, flag)
+
+
 class OutputFile:
     """A file to write at the end of a run; "-" is standard output. Nothing is created until `write`.
 

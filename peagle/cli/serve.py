@@ -7,8 +7,8 @@ from typing import Annotated
 from peagle.cli.command import Takes, needing
 from peagle.cli.flags import API_KEY_FILE, HOST, QUIET
 from peagle.config import KEPT_PREFIXES, EngineConfig, LoadConfig, read_kept_prefixes
-from peagle.ops.flag import ENGINE, PROMPT, SERVER, Flag, check_least
-from peagle.text.tokenizer import DEFAULT_DATE, parse_date
+from peagle.ops.flag import ENGINE, SERVER, Flag, check_least
+from peagle.text.prompts import Rendering
 
 TAKEN = Takes(
     ("num_speculative_tokens", "slots", "context", "kv_memory", "prefix_cache"),
@@ -25,14 +25,12 @@ class Served:
     engine: Annotated[EngineConfig, TAKEN] = EngineConfig(slots=4, prefix_cache="on")
     served_model_name: Annotated[str | None, Flag(SERVER, "NAME")] = None
     """Model name in the API. Default: the name of the target's directory."""
-    date: Annotated[str, Flag(PROMPT, "YYYY-MM-DD")] = DEFAULT_DATE
-    """Current date for chat templates that show it; fixed, so that results are reproducible."""
+    rendering: Annotated[Rendering, Takes(("date",))] = Rendering()
     mask_budget: Annotated[int, Flag(ENGINE, "MS")] = 50
     """Milliseconds per step for the grammar mask of a request; a request that repeatedly takes longer ends with an
     error."""
 
     def __post_init__(self) -> None:
-        parse_date(self.date)
         check_least(self, mask_budget=1)
 
 

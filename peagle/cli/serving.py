@@ -75,7 +75,8 @@ def load_engine(
     name = settings.served_model_name or default_name(models[0])
     for line in _described(pair, engine, f"{doing} {name}"):
         display.note(line)
-    return engine, RequestBuilder(pair, config.context, settings.date, config.num_speculative_tokens), name
+    builder = RequestBuilder(pair, config.context, settings.rendering.date, config.num_speculative_tokens)
+    return engine, builder, name
 
 
 def default_name(target: str) -> str:

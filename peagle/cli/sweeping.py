@@ -9,6 +9,7 @@ from typing import Any
 from peagle.checkpoints import DEMO, HELD_OUT, WEIGHTLESS, drafter_path, or_demo, resolve
 from peagle.cli.command import changed_fields
 from peagle.cli.display import LABEL, Display
+from peagle.cli.flags import refuse_strict
 from peagle.cli.output import show_lines
 from peagle.cli.report import show, tell_of_pictures
 from peagle.cli.sweep import Sweep
@@ -173,9 +174,8 @@ def _plan(settings: Sweep) -> tuple[Plan, dict[str, PromptSet]]:
         str(path): dataclasses.replace(_read(path, target, raw, settings.strict), name=name)
         for path, name in zip(paths, names, strict=True)
     }
-    if not files and settings.strict:
-        raise InputError("--strict is about the rows of a file; give --prompts, too, or leave it out")
     if not files:
+        refuse_strict(settings.strict)
         files = {DEMO: dataclasses.replace(read_prompt_file(HELD_OUT), name=DEMO)}
     plan = Plan(
         target=target,
