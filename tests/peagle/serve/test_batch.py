@@ -274,14 +274,15 @@ def test_a_line_that_nobody_expected_costs_no_other(
 def test_many_lines_are_under_way_at_once_but_not_all(make: Any, run: Any) -> None:
     service = make()
     gate, most = Gate(service), 0
-    enter = service.loop._enter
+    submit = service.loop.submit
 
-    def entered(count: int) -> None:
+    def submitted(requests: Any) -> Any:
         nonlocal most
-        enter(count)
+        call = submit(requests)
         most = max(most, service.loop.num_open)
+        return call
 
-    service.loop._enter = entered
+    service.loop.submit = submitted
     gate.open()
     run([line(str(n)) for n in range(6)], service=service)
     assert most == 3

@@ -368,7 +368,7 @@ def test_more_calls_than_a_template_renders_soon_are_refused() -> None:
 
 def test_bodies_are_read_outside_of_the_event_loop(saying: Making, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
-    read, items = pydantic_core.from_json, responses._messages
+    read, as_chat = pydantic_core.from_json, responses.as_chat
 
     def recorded(function: Any) -> Any:
         def call(*arguments: Any) -> Any:
@@ -378,7 +378,7 @@ def test_bodies_are_read_outside_of_the_event_loop(saying: Making, monkeypatch: 
         return call
 
     monkeypatch.setattr(pydantic_core, "from_json", recorded(read))
-    monkeypatch.setattr(responses, "_messages", recorded(items))
+    monkeypatch.setattr(responses, "as_chat", recorded(as_chat))
     client = client_of(saying())
     for path, body in (
         (PATH, {"messages": USER, "max_tokens": 1}),
