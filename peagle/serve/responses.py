@@ -50,6 +50,15 @@ from peagle.serve.types import (
 from peagle.text.channels import Delta
 
 LOGPROBS_OF_TEXT = "message.output_text.logprobs"  # of include
+AS_IN_CHAT = (  # fields
+    "temperature",
+    "top_p",
+    "seed",
+    "top_logprobs",
+    "parallel_tool_calls",
+    "stream",
+    "speculative",
+)
 TEXTS_OF_CALLS = {"arguments": "function_call_arguments", "input": "custom_tool_call_input"}  # in events
 
 
@@ -117,19 +126,13 @@ def as_chat(body: ResponsesBody) -> AsChat:
     chat = ResponseChat(
         ResponseNames(items=[item for _, item in messages], tools=tools.fields),
         messages=[message for message, _ in messages],
-        temperature=body.temperature,
-        top_p=body.top_p,
-        seed=body.seed,
         max_completion_tokens=body.max_output_tokens,
         logprobs=logprobs,
-        top_logprobs=body.top_logprobs,
         reasoning_effort=body.reasoning.effort,
         tools=tools.tools,
         tool_choice=choice if isinstance(choice, str) else choice.as_in_chat,
-        parallel_tool_calls=body.parallel_tool_calls,
         response_format=_response_format(body.text.format),
-        stream=body.stream,
-        speculative=body.speculative,
+        **{name: getattr(body, name) for name in AS_IN_CHAT},
     )
     return AsChat(chat, tools.names, notes)
 

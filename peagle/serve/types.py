@@ -50,10 +50,7 @@ def published(**limits: Any) -> Any:
     return pydantic.Field(json_schema_extra=limits)
 
 
-TEMPERATURE = Annotated[float, published(minimum=0, maximum=HOTTEST)]
-TOP_P = Annotated[float, published(exclusiveMinimum=0, maximum=1)]
 PENALTY = Annotated[float, published(minimum=-LARGEST_PENALTY, maximum=LARGEST_PENALTY)]
-SEED = Annotated[int | None, published(minimum=SMALLEST_SEED, maximum=LARGEST_SEED)]
 LIMIT = Annotated[int | None, published(minimum=1)]
 LOGPROBS = Annotated[int | None, published(minimum=0, maximum=MOST_LOGPROBS)]
 TOKEN_ID = Annotated[int, published(minimum=0)]
@@ -119,6 +116,8 @@ class TextPart(Marked):
 
 
 class RefusalPart(Body):
+    """The refusal of a past answer."""
+
     type: Literal["refusal"]
     refusal: str
 
@@ -353,18 +352,25 @@ class Structured(Body):
         return CHAT
 
 
-class Sampled(Structured):
-    """Fields of both kinds of completion. None: the default of the interface.
-
-    prompt_cache_key, safety_identifier, user: no effect.
-    """
+class AnswerBody(Body):
+    """Fields of every body that asks for an answer. prompt_cache_key, safety_identifier, user: no effect."""
 
     model: str | None = None
-    temperature: TEMPERATURE = 1.0
-    top_p: TOP_P = 1.0
+    temperature: Annotated[float, published(minimum=0, maximum=HOTTEST)] = 1.0
+    top_p: Annotated[float, published(exclusiveMinimum=0, maximum=1)] = 1.0
+    seed: Annotated[int | None, published(minimum=SMALLEST_SEED, maximum=LARGEST_SEED)] = None
+    stream: bool = False
+    speculative: Speculative | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+
+class Sampled(AnswerBody, Structured):
+    """Fields of both kinds of completion. None: the default of the interface."""
+
     top_k: Annotated[int, published(minimum=-1, exclusiveMaximum=2**31)] = 0
     min_p: Annotated[float, published(minimum=0, maximum=1)] = 0.0
-    seed: SEED = None
     max_tokens: LIMIT = None
     min_tokens: Annotated[int, published(minimum=0)] = 0
     stop: Annotated[str | list[str], published(minLength=1, maxItems=MOST_STOP_STRINGS)] = []
@@ -375,12 +381,7 @@ class Sampled(Structured):
     presence_penalty: PENALTY = 0.0
     frequency_penalty: PENALTY = 0.0
     repetition_penalty: Annotated[float, published(exclusiveMinimum=0)] = 1.0
-    stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
-    speculative: Speculative | None = None
 
 
 class ChatBody(Sampled):
@@ -450,7 +451,7 @@ class OfferedFunction(Offered):
 
 
 class InputFormat(Body):
-    """See CustomFormat."""
+    """The input of a custom tool. A grammar is told to the model, and does not bind the input."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
@@ -654,33 +655,22 @@ AnyItem = Annotated[
 ]
 
 
-class ResponsesBody(Body):
+class ResponsesBody(AnswerBody):
     """client_metadata, prompt_cache_key, safety_identifier, user: no effect."""
 
     input: Annotated[Text | Annotated[list[AnyItem], Tag("[list]")], LIST_OR_TEXT]
-    model: str | None = None
     instructions: str | None = None
-    temperature: TEMPERATURE = 1.0
-    top_p: TOP_P = 1.0
-    seed: SEED = None
     max_output_tokens: LIMIT = None
     reasoning: ReasoningOptions = ReasoningOptions()
     tools: list[AnyTool] = []
     tool_choice: ChosenTool = "auto"
     parallel_tool_calls: bool = True
-    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] = pydantic.Field(
-        default_factory=list
-    )
+    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] = []
     top_logprobs: LOGPROBS = None
     text: TextOptions = TextOptions()
-    stream: bool = False
     store: bool = False
     metadata: dict[str, str] = {}
-    speculative: Speculative | None = None
     client_metadata: dict[str, Any] | None = None
-    user: str | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
 
 
 @pydantic.with_config(pydantic.ConfigDict(extra="forbid", strict=True))
