@@ -28,8 +28,8 @@ from target.load import inspect_target
 
 
 @dataclass(frozen=True)
-class Checked:
-    """Checked options: everything that is known before weights are loaded."""
+class CheckedData:
+    """CheckedData options: everything that is known before weights are loaded."""
 
     name: str  # of the target, as typed
     directory: Path
@@ -83,7 +83,7 @@ def _data(settings: Data) -> int:
     return 0
 
 
-def _checked(settings: Data) -> Checked:
+def _checked(settings: Data) -> CheckedData:
     """Read the prompts and the folder. Raises InputError for prompts, options and folders that cannot be used."""
     name = or_demo(settings.load.target)
     directory = resolve(name, "target")
@@ -98,22 +98,17 @@ def _checked(settings: Data) -> Checked:
     starts = range(0, len(conversations), settings.shard_prompts)
     made_by = _made_by(settings, name, fingerprint(directory), len(conversations), taps)
     expect_folder(out, made_by)
-    return Checked(
-        name,
-        directory,
-        out,
-        made_by,
-        conversations,
-        [row for prompts in sets for row in prompts.skipped],
-        [line for prompts in sets for line in prompts.warnings],
-        taps,
-        starts,
-        [number for number in range(len(starts)) if not shard_path(out, number).exists()],
-    )
+    return CheckedData(
+        name=name, directory=directory, out=out, made_by=made_by, conversations=conversations,
+        skipped=[row for prompts in sets for row in prompts.skipped],
+        warnings=[line for prompts in sets for line in prompts.warnings],
+        taps=taps, starts=starts,
+        missing=[number for number in range(len(starts)) if not shard_path(out, number).exists()],
+    )  # fmt: skip
 
 
 def _answered(
-    checked: Checked, settings: Data, display: Display, skipped: list[str], lengths: list[int]
+    checked: CheckedData, settings: Data, display: Display, skipped: list[str], lengths: list[int]
 ) -> tuple[Sequence[int], float]:
     """Write the missing shards, with progress; return ((documents, tokens, answered tokens), seconds).
 

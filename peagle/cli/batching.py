@@ -8,7 +8,7 @@ from peagle.cli.display import Display
 from peagle.cli.output import say
 from peagle.cli.serving import FAILED, check_models, load_engine
 from peagle.ops import interrupt
-from peagle.serve.batch import Batch, Counts, check_files
+from peagle.serve.batch import BatchFile, Counts, check_files
 from peagle.serve.loop import EngineLoop
 from peagle.serve.service import Service
 
@@ -27,7 +27,9 @@ def answer_file(settings: BatchCommand) -> int:
     display = Display(quiet=settings.quiet)
     engine, builder, name = load_engine(settings, models, display, "answering as")
     loop = EngineLoop(engine, UNLIMITED)
-    batch = Batch(Service(loop, builder, name), settings.requests, settings.answers, AT_ONCE * settings.engine.slots)
+    batch = BatchFile(
+        Service(loop, builder, name), settings.requests, settings.answers, AT_ONCE * settings.engine.slots
+    )
     started = time.perf_counter()
     try:
         with display.keeping(lambda: _progress(batch.counts)), display.stage("answering") as advance:

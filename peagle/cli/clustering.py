@@ -11,7 +11,7 @@ from peagle.cli.cluster import Up
 from peagle.cli.command import needing, options_of
 from peagle.cli.display import Display
 from peagle.cli.output import OutputFile
-from peagle.cli.serving import default_name, guarded_hosts, read_keys, warn_of_strangers
+from peagle.cli.serving import default_name, guarded_hosts, read_api_keys, warn_of_strangers
 from peagle.cluster.config import FleetConfig
 from peagle.cluster.decide import decided
 from peagle.ops import interrupt
@@ -65,7 +65,7 @@ def start_fleet(settings: Up) -> int:
 def served(settings: Up) -> FleetConfig:
     """Complete the fleet's config: name, keys and hosts. Raises InputError for models that do not fit."""
     fleet = settings.fleet
-    keys = () if settings.api_key_file is None else read_keys(settings.api_key_file)
+    keys = () if settings.api_key_file is None else read_api_keys(settings.api_key_file)
     name = fleet.served_model_name or default_name(or_demo(fleet.load.target))
     hosts = guarded_hosts(settings.host, keys)
     return dataclasses.replace(decided(fleet), served_model_name=name, keys=keys, hosts=hosts)

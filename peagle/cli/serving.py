@@ -38,7 +38,7 @@ def serve(settings: Serve) -> int:
     Raises InputError, before anything slow, for bad options.
     """
     models = check_models(settings)
-    keys = () if settings.api_key_file is None else read_keys(settings.api_key_file)
+    keys = () if settings.api_key_file is None else read_api_keys(settings.api_key_file)
     for origin in settings.allow_origin:
         check_allowed_origin(origin)
     display = Display(quiet=settings.quiet)
@@ -131,7 +131,7 @@ def guarded_hosts(host: str, keys: Sequence[str], origins: Sequence[str] = ()) -
     return [host.lower().rstrip("."), *(urllib.parse.urlsplit(origin).hostname or "" for origin in origins)]
 
 
-def read_keys(path: Path) -> tuple[str, ...]:
+def read_api_keys(path: Path) -> tuple[str, ...]:
     """Read one key per line. Raises InputError for a file without keys."""
     try:
         keys = tuple(line.strip() for line in path.read_text("utf-8").splitlines() if line.strip())

@@ -87,8 +87,8 @@ from target.teacher import Teacher
 
 
 @dataclass(frozen=True)
-class Checked:
-    """Checked options: everything that is known before weights are loaded."""
+class CheckedTraining:
+    """CheckedTraining options: everything that is known before weights are loaded."""
 
     name: str  # of the target, as typed
     directory: Path
@@ -221,7 +221,7 @@ def upgrade_record(command: Any) -> dict[str, Any]:
     return flat
 
 
-def _checked(settings: Train) -> Checked:
+def _checked(settings: Train) -> CheckedTraining:
     """Read and check everything but weights. Raises InputError for options, data and models that do not fit."""
     name, out = or_demo(settings.load.target), Path(settings.out)
     devices = None if settings.mesh is None else parse_data_mesh(settings.mesh)
@@ -241,7 +241,7 @@ def _checked(settings: Train) -> Checked:
     if settings.evaluate is not None:
         check_block(settings.num_speculative_tokens, config.most_drafts)
     if vocab is not None:
-        data_coverage(data.documents, np.array(vocab.token_ids), settings.num_speculative_tokens)  # there is some
+        data_coverage(data.documents, np.array(vocab.token_ids), settings.num_speculative_tokens)  # raises InputError
     check_tokens(data.documents, config, shape)
     weights = fingerprint(directory)
     folders = [folder for folder, _ in parts]
@@ -264,9 +264,12 @@ def _checked(settings: Train) -> Checked:
     batches = Batches(
         data.sources, recipe.width, recipe.cod, recipe.segments, counts, recipe.seed, recipe.blocks is not None
     )
-    devices_for(settings.rows, devices)  # check them
-    models = (data, held_out_frac, kept_of_prompts(folders), shape, config, vocab, weights)
-    return Checked(name, directory, files.config, out, *models, recipe, typed, batches, begun, devices)
+    devices_for(settings.rows, devices)  # raises InputError
+    return CheckedTraining(
+        name=name, directory=directory, target=files.config, out=out, data=data, held_out_frac=held_out_frac,
+        keep_prompt=kept_of_prompts(folders), shape=shape, config=config, vocab=vocab, weights=weights, recipe=recipe,
+        typed=typed, batches=batches, begun=begun, devices=devices,
+    )  # fmt: skip
 
 
 def _held_out_frac(settings: Train, begun: Mapping[str, Any] | None) -> float:
@@ -280,7 +283,7 @@ def _held_out_frac(settings: Train, begun: Mapping[str, Any] | None) -> float:
 
 
 def _trainer(
-    checked: Checked, settings: Train, prompts: PromptSet | None, display: Display
+    checked: CheckedTraining, settings: Train, prompts: PromptSet | None, display: Display
 ) -> tuple[Trainer, DrafterParams]:
     """Load the target, and return (trainer, initial parameters). Without --steps, measure how many fit."""
     name, config, documents = checked.name, checked.config, checked.data.documents
@@ -366,7 +369,7 @@ def _trained(trainer: Trainer, initial: DrafterParams, minutes: float | None, di
     return params
 
 
-def _write_drafter(checked: Checked, params: DrafterParams, dialect: Dialect) -> None:
+def _write_drafter(checked: CheckedTraining, params: DrafterParams, dialect: Dialect) -> None:
     """Write the trained drafter in bfloat16, with its card, into the folder's drafter/."""
     trained = dataclasses.replace(params, draft_to_target=None)
     shipped = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), trained)
@@ -387,7 +390,7 @@ def _prompts(settings: Train, directory: Path, display: Display) -> PromptSet | 
     return prompts
 
 
-def _say_where_it_begins(display: Display, checked: Checked, trainer: Trainer) -> None:
+def _say_where_it_begins(display: Display, checked: CheckedTraining, trainer: Trainer) -> None:
     """Note the held-out documents, the recipe of a new training, and the first and last step."""
     done, steps, begun = steps_done(trainer.out), trainer.recipe.steps, checked.begun
     if trainer.held_out is not None:

@@ -24,7 +24,7 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from peagle.checkpoints import DEMO
 from peagle.cluster.config import FleetConfig, read_fleet
 from peagle.cluster.decide import decided
-from peagle.cluster.fleet import Fleet, ReplicaLost, Shape
+from peagle.cluster.fleet import Fleet, FleetEngine, ReplicaLost
 from peagle.cluster.router import PrefixRouter
 from peagle.engine.grammar import PortableGrammar
 from peagle.engine.handoff import parse
@@ -93,7 +93,7 @@ class Worker:
         return dataclasses.replace(request, grammar=compiled)
 
     async def prefill(self, request: Request, grammar: PortableGrammar | None) -> tuple[TokenChunk, np.ndarray | None]:
-        """See peagle.cluster.fleet.Replicas."""
+        """See peagle.cluster.fleet.ReplicaCalls."""
         call = self._loop.submit([await self._whole(request, grammar)])
         try:
             async with contextlib.aclosing(call.chunks()) as chunks:
@@ -109,7 +109,7 @@ class Worker:
     async def decode(
         self, request: Request, grammar: PortableGrammar | None, hand_off: np.ndarray | None
     ) -> AsyncGenerator[TokenChunk, None]:
-        """See peagle.cluster.fleet.Replicas."""
+        """See peagle.cluster.fleet.ReplicaCalls."""
         request = await self._whole(request, grammar)
         call = self._loop.submit([request], [None if hand_off is None else parse(hand_off)])
         del hand_off  # the engine drops it as soon as the request has a slot
@@ -121,7 +121,7 @@ class Worker:
             call.close()
 
 
-class RayReplicas:
+class RayCalls:
     """Calls to the replicas by Serve's handles, which balance the load."""
 
     def __init__(self, prefill: Any, decode: Any) -> None:
@@ -176,10 +176,10 @@ class Application:
     def __init__(self, config: FleetConfig, prefill: Any, decode: Any) -> None:
         config = decided(config)
         pair = without_weights(config.load.target or DEMO)
-        engine = pair.resolve(config.engine, prefix_cache="off", k_per_request=True)
-        shape = Shape(engine, pair.target.vocab_size, pair.stop_token_ids)
-        builder = RequestBuilder(pair, engine.context, config.date, engine.num_speculative_tokens)
-        fleet = Fleet(RayReplicas(prefill, decode), shape, config.most_open, config.patience_s)
+        resolved = pair.resolve(config.engine, prefix_cache="off", k_per_request=True)
+        engine = FleetEngine(resolved, pair.target.vocab_size, pair.stop_token_ids)
+        builder = RequestBuilder(pair, resolved.context, config.date, resolved.num_speculative_tokens)
+        fleet = Fleet(RayCalls(prefill, decode), engine, config.most_open, config.patience_s)
         self._service = Service(fleet, builder, config.served_model_name or NAME, config.keys, hosts=config.hosts)
 
     def __serve_build_asgi_app__(self) -> Any:

@@ -36,7 +36,7 @@ class ReplicaLost(Exception):
 
 
 @runtime_checkable
-class Replicas(Protocol):
+class ReplicaCalls(Protocol):
     """Engines elsewhere. Both raise ReplicaLost, InputError and ApiError."""
 
     disaggregated: bool
@@ -51,8 +51,8 @@ class Replicas(Protocol):
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The shape of the engines elsewhere. Refuses the requests that they would refuse."""
+class FleetEngine:
+    """The engines elsewhere, as far as requests are checked here. Refuses the requests that they would refuse."""
 
     config: ResolvedConfig
     vocab_size: int
@@ -97,8 +97,10 @@ class Fleet:
     may be left.
     """
 
-    def __init__(self, replicas: Replicas, shape: Shape, most_open: int, patience_s: float = PATIENCE_S) -> None:
-        self.engine, self.most_open, self.patience_s = shape, most_open, patience_s
+    def __init__(
+        self, replicas: ReplicaCalls, engine: FleetEngine, most_open: int, patience_s: float = PATIENCE_S
+    ) -> None:
+        self.engine, self.most_open, self.patience_s = engine, most_open, patience_s
         self.failure: str | None = None
         self._replicas, self._open = replicas, 0
 

@@ -24,7 +24,7 @@ from peagle.serve.errors import ApiError
 from peagle.serve.formatter import Generation
 from peagle.serve.http import (
     CancelledQuietly,
-    Counted,
+    CountReplies,
     EventStream,
     JsonReply,
     PlainRequests,
@@ -123,7 +123,7 @@ def create_app(service: Service) -> fastapi.FastAPI:
         )
 
     app.add_middleware(CancelledQuietly)
-    app.add_middleware(Counted, replies=service.metrics.replies)
+    app.add_middleware(CountReplies, replies=service.metrics.replies)
     app.add_middleware(PlainRequests)
 
     @app.get("/health", response_model=Health, responses={503: {"model": Health, "description": "It cannot answer."}})

@@ -180,7 +180,7 @@ def read_line(number: int, text: bytes, custom_ids: set[str]) -> Line:
 
 
 @dataclass
-class Batch:
+class BatchFile:
     """Answer a file. at_once: the most lines in flight."""
 
     service: Service

@@ -388,7 +388,7 @@ def _parsed(target: str, headers: Sequence[tuple[bytes, bytes]]) -> dict[str, An
     }
 
 
-class Counted:
+class CountReplies:
     """Count replies as vLLM does, by route, method and status."""
 
     def __init__(self, app: ASGIApp, replies: Counter) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from peagle.cluster.fleet import LOST, LOST_PROMPT, Fleet, ReplicaLost, Shape
+from peagle.cluster.fleet import LOST, LOST_PROMPT, Fleet, FleetEngine, ReplicaLost
 from peagle.engine.handoff import parse
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import Role
@@ -91,8 +91,8 @@ def make(tokenizer: ByteLevelTokenizer) -> Iterator[Make]:
         pair = toy_pair(tokenizer)
         loops = Loops(pair, disaggregated)
         fleets.append(loops)
-        shape = Shape(pair.engine_config(K, context=CONTEXT, slots=SLOTS), pair.target.vocab_size)
-        fleet = Fleet(loops, shape, most_open, patience_s)
+        engine = FleetEngine(pair.engine_config(K, context=CONTEXT, slots=SLOTS), pair.target.vocab_size)
+        fleet = Fleet(loops, engine, most_open, patience_s)
         return loops, Service(fleet, RequestBuilder(pair, CONTEXT, DATE, K), MODEL)
 
     yield making

@@ -14,7 +14,7 @@ import peagle.cli.serving
 from peagle.cli import main
 from peagle.ops.errors import InputError
 from peagle.serve.app import ENDPOINTS
-from peagle.serve.batch import Batch, alone, check_files
+from peagle.serve.batch import BatchFile, alone, check_files
 from peagle.serve.errors import ApiError
 from peagle.serve.service import Service
 from peagle.serve.types import CompletionBody
@@ -52,13 +52,13 @@ def stable(body: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def run(make: Callable[..., Service], tmp_path: Path) -> Callable[..., Batch]:
+def run(make: Callable[..., Service], tmp_path: Path) -> Callable[..., BatchFile]:
     """Answer lines; `stop_at`: end early after so many looks."""
 
-    def running(lines: list[str], stop_at: int | None = None, service: Service | None = None) -> Batch:
+    def running(lines: list[str], stop_at: int | None = None, service: Service | None = None) -> BatchFile:
         (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
         looks = iter(range(10**9))
-        batch = Batch(service or make(), tmp_path / "in.jsonl", tmp_path / "out.jsonl", 3)
+        batch = BatchFile(service or make(), tmp_path / "in.jsonl", tmp_path / "out.jsonl", 3)
         asyncio.run(batch.run(lambda: stop_at is not None and next(looks) >= stop_at, lambda _: None))
         assert batch.service.loop.num_open == 0 or stop_at is not None
         return batch
@@ -367,7 +367,7 @@ def test_what_cannot_be_is_refused_in_a_line(capfd: pytest.CaptureFixture[str], 
 
 
 def test_log_probabilities_in_a_batch_are_the_contents(
-    harmony: ByteLevelTokenizer, run: Callable[..., Batch], tmp_path: Path
+    harmony: ByteLevelTokenizer, run: Callable[..., BatchFile], tmp_path: Path
 ) -> None:
     """As over HTTP: without control tokens, headers and reasoning."""
     answer = (
