@@ -29,7 +29,7 @@ from target.load import inspect_target
 
 @dataclass(frozen=True)
 class CheckedData:
-    """CheckedData options: everything that is known before weights are loaded."""
+    """Checked options: everything that is known before weights are loaded."""
 
     name: str  # of the target, as typed
     directory: Path
@@ -43,7 +43,6 @@ class CheckedData:
     missing: Sequence[int]  # numbers of the shards still to write
 
     def part(self, number: int) -> Sequence[Conversation]:
-        """Return the conversations of a shard."""
         return self.conversations[self.starts[number] : self.starts[number] + self.starts.step]
 
 

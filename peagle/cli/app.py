@@ -58,7 +58,6 @@ class Entry:
     where: str
 
     def load(self) -> type[Command]:
-        """Import the command's class."""
         module, _, name = self.where.partition(":")
         kind: type[Command] = getattr(importlib.import_module(module), name)
         return kind

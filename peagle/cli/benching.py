@@ -86,7 +86,6 @@ def time_target(settings: BenchCommand) -> int:
 
 
 def weight_bytes(pair: Pair) -> WeightBytes:
-    """Count the bytes of the target's weights."""
     target = local_model(pair.plain_target)
     params, config = target.params, target.config
     experts = _bytes([layer.moe.experts for layer in params.layers])
@@ -207,7 +206,6 @@ def _several(options: BenchOptions) -> bool:
 
 
 def _name(case: Case, options: BenchOptions) -> str:
-    """Name a test in the table."""
     name = f"{case.kind} {case.size}" + ("" if case.kind == "pp" else f" @ {options.context}")
     if case.kind == "tg" and _several(options):
         name += f", 1 of {case.slots} slots" if case.idle else f", {case.slots} slot{'s' * (case.slots > 1)}"

@@ -117,7 +117,6 @@ class ChatLoop:
 
 
 def summary_line(done: Run) -> str:
-    """Summarise a response in one line."""
     summary, result = summary_block(done, None), done.outcomes[0].result
     parts = [f"{len(result.output_ids)} tokens", f"{figure_text(summary['tok_per_s'], '.1f')} tok/s"]
     if result.num_cached_tokens:

@@ -94,7 +94,6 @@ class Option:
         return functools.reduce(getattr, self.path, config)
 
     def value(self, typed: Any) -> Any:
-        """Read what was typed. Raises InputError."""
         if self.flag.read is None:
             return typed
         return tuple(map(self.flag.read, typed)) if self.repeats else self.flag.read(typed)

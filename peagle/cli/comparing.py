@@ -75,7 +75,6 @@ def compare(settings: Parity) -> int:
 
 
 def report_lines(findings: Findings, settings: Parity) -> Iterator[str]:
-    """Yield the lines of the findings."""
     logits, difference = findings.logits, findings.difference
     if logits is not None:
         verdict = "the same" if logits.close else "DIFFERENT"

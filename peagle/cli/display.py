@@ -171,7 +171,6 @@ class Display(Observer):
 
     @property
     def drafts_legend(self) -> str:
-        """Describe how accepted drafts are shown."""
         return "coloured by their position in the step" if self._coloured else f"in {''.join(DRAFT_MARKS)}"
 
     @contextmanager
@@ -189,7 +188,6 @@ class Display(Observer):
 
     @property
     def talks(self) -> bool:
-        """Whether anything but the text is printed."""
         return not self._quiet
 
     def compiling(self) -> None:
@@ -270,7 +268,6 @@ class Display(Observer):
             self.console.print(wrapped(line, self.console), style="dim", markup=False)
 
     def warn(self, lines: Iterable[str]) -> None:
-        """Print warnings on standard error, quiet or not."""
         for line in lines:
             self.clear()
             say("warning", line)
@@ -284,7 +281,6 @@ class Display(Observer):
             self.console.print(wrapped(line, self.console, LABEL), markup=False)
 
     def clear(self) -> None:
-        """Stop showing progress."""
         self._stage = None
         if self._progress is not None:
             self._progress.stop()
@@ -299,12 +295,10 @@ class Display(Observer):
             self.note(f"--- request {request.index + 1} of {self._total}{turns}{left_text(self._left_s())}")
 
     def _count(self) -> None:
-        """Show how many requests are finished."""
         if self._stage is not None and self._stage.unit == "requests":
             self._stage(self._done + self._finished, self._total, self._left_s())
 
     def _left_s(self) -> float | None:
-        """Estimate the seconds left from the requests so far."""
         done = self._done + self._finished
         if not done or self._began is None:
             return None

@@ -63,7 +63,6 @@ def dumps(value: dict[str, Any]) -> str:
 
 
 def summary_lines(run: Run, peak_memory_bytes: int | None, skipped: Sequence[Skipped] = ()) -> list[str]:
-    """Return the lines of the summary."""
     if not run.outcomes:
         return ["interrupted before the first token"] if run.interrupted else []
     summary = summary_block(run, peak_memory_bytes)

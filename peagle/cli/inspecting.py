@@ -111,7 +111,6 @@ def _check_kinds(settings: Info, num_targets: int, num_drafters: int, names: Seq
 def _print_engine(
     settings: Info, slots: int, target: tuple[Path, TargetFiles], drafter: tuple[Path, Checkpoint] | None
 ) -> None:
-    """Print the memory of an engine of --role."""
     assert settings.role is not None
     weights, drafting = _weight_bytes(target[0]), None
     sizes = ResolvedConfig(
@@ -132,7 +131,6 @@ def _print_engine(
 
 
 def target_rows(files: TargetFiles, path: Path) -> Rows:
-    """Make the rows of a target."""
     c = files.config
     kinds = {kind: c.layer_types.count(kind) for kind in (SLIDING, FULL)}
     per_token, per_slot = _kv_numbers(*target_pages(c, INT8))
@@ -294,7 +292,6 @@ def _loaded_here(path: Path) -> str:
 
 
 def _weight_bytes(path: Path) -> int:
-    """Compute the memory of a target's weights with the default options."""
     return weight_bytes(path, dtype=_dtype(), implementation=for_weights())
 
 

@@ -156,7 +156,6 @@ def check_allowed_origin(origin: str) -> None:
 
 
 def _warm_up(pair: Pair, engine: AnyEngine, display: Display) -> None:
-    """Compile all programs before the first request."""
     for sampled, full in ((False, False), (True, False), (True, True)):
         interrupt.check()
         with display.stage("compiling"):  # `measuring` ends it
@@ -168,7 +167,6 @@ def _warm_up(pair: Pair, engine: AnyEngine, display: Display) -> None:
 
 
 def _described(pair: Pair, engine: AnyEngine, doing: str) -> list[str]:
-    """Describe the engine and its memory."""
     config = engine.config
     pages, state, logits = engine.memory_bytes()
     k = config.num_speculative_tokens

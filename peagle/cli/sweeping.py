@@ -329,7 +329,6 @@ def _load(plan: Plan, continue_on_error: bool, display: Display) -> Pairs:
 
 
 def _show_plan(plan: Plan, sets: Mapping[str, PromptSet], folder: Folder | None) -> None:
-    """Print the plan."""
     stored = None if folder is None else folder.prompts()
 
     def num_requests(source: Source, raw: bool) -> int:

@@ -88,7 +88,7 @@ from target.teacher import Teacher
 
 @dataclass(frozen=True)
 class CheckedTraining:
-    """CheckedTraining options: everything that is known before weights are loaded."""
+    """Checked options: everything that is known before weights are loaded."""
 
     name: str  # of the target, as typed
     directory: Path
@@ -443,7 +443,6 @@ def _planned(minutes: float, trainer: Trainer, initial: DrafterParams, display: 
 
 
 def _shown(line: Mapping[str, Any]) -> str:
-    """Write a line of the log for a person."""
     if EVALUATION in line:
         figures = line[EVALUATION]
         lengths = [figure_text(figures[f"acceptance_length{of}"], ".2f") for of in ("", "_without_loops")]

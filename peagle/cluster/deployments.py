@@ -86,7 +86,6 @@ class Worker:
             raise RuntimeError(self._loop.failure or "the engine stands still")
 
     async def _whole(self, request: Request, grammar: PortableGrammar | None) -> Request:
-        """Restore the request's grammar."""
         if grammar is None:
             return request
         compiled = await asyncio.to_thread(self._pair.grammars.read().restore, grammar)

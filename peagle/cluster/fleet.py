@@ -59,7 +59,6 @@ class FleetEngine:
     stop_token_ids: tuple[int, ...] = ()
 
     def check(self, request: Request) -> None:
-        """Raise InputError for a request that cannot run."""
         self.config.check(request, self.vocab_size)
         stops = self.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
         check_grammar(request, stops, self.vocab_size)
@@ -85,7 +84,6 @@ class FleetCall:
         self.tasks[place].cancel()
 
     def close(self) -> None:
-        """End all requests of the call."""
         for place in range(len(self.tasks)):
             self.abort(place)
 

@@ -21,7 +21,6 @@ class PrefixRouter(FIFOMixin, RequestRouter):
     """
 
     def initialize_state(self, **_: Any) -> None:
-        """Begin without known prompts."""
         self._affinity = Affinity[ReplicaID]()
 
     async def choose_replicas(
@@ -38,7 +37,6 @@ class PrefixRouter(FIFOMixin, RequestRouter):
         return [first, candidate_replicas] if first else [candidate_replicas]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Note where a prompt went."""
         del result
         if prompt_ids := _prompt(pending_request):
             self._affinity.note(prompt_ids, replica_id)

@@ -54,7 +54,6 @@ class Line:
 
     @property
     def id(self) -> str:
-        """The id of its answer."""
         parts = (self.custom_id.encode("utf-8", "surrogatepass"), self.url.encode(), self.body)
         return f"batch_req_{hashlib.sha256(bytes(1).join(parts)).hexdigest()[:32]}"
 
@@ -263,7 +262,6 @@ class BatchFile:
                 task.result()
 
     async def _answer(self, line: Line, file: BinaryIO) -> None:
-        """Answer a line, and write its response or its error object."""
         name = f"req_{uuid.uuid4().hex}"
         try:
             body, name = await self._reply(line)

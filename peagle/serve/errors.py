@@ -33,7 +33,6 @@ class ApiError(Exception):
 
     @classmethod
     def missing(cls, name: str) -> "ApiError":
-        """Make the error of a missing field."""
         return cls(400, f"{name} is missing; add it", name, "missing_required_parameter")
 
     @classmethod
@@ -45,12 +44,10 @@ class ApiError(Exception):
         return type(self), (self.status, self.message, self.param, self.code, self.retry_after_s)
 
     def body(self) -> dict[str, Any]:
-        """Return the error object."""
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """Return the headers that belong to the status."""
         retry = {"Retry-After": str(self.retry_after_s)} if self.retry_after_s else {}
         by_status = {401: {"WWW-Authenticate": "Bearer"}, 415: {"Accept-Encoding": "identity"}}
         return retry | by_status.get(self.status, {})

@@ -120,7 +120,6 @@ def _check_count(fields: dict[str, Any], context: int) -> None:
 
 
 def validated(kind: type[Kind], body: Any) -> Kind:
-    """Check the value of a body. Raises ApiError with the name of the wrong field."""
     try:
         return kind.model_validate(body)
     except pydantic.ValidationError as error:
@@ -204,7 +203,6 @@ def check_host(request: Request, hosts: Sequence[str] | None) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Test whether a text is an IP address of this machine's loopback."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -300,7 +298,6 @@ class EventStream(Response):
             self._close()
 
     async def _send(self, send: Send) -> None:
-        """Send the events as fast as the client reads them."""
         reading = asyncio.ensure_future(self._read())
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -348,7 +345,6 @@ class EventStream(Response):
         self._arrived.set()
 
     def _forget(self) -> None:
-        """Drop the events that wait."""
         self._waiting.clear()
         self._count(-self._size)
 
@@ -438,5 +434,4 @@ class Refusals:
 
 
 def utc_now() -> str:
-    """Return the time as a log has it."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

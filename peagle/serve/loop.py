@@ -85,7 +85,6 @@ class Call:
             self.engine.abort(job.handle)
 
     def close(self) -> None:
-        """End all requests of the call."""
         for place in range(len(self.jobs)):
             self.abort(place)
 
@@ -148,7 +147,6 @@ class EngineLoop:
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
         return self._open
 
     @property
@@ -226,7 +224,6 @@ class EngineLoop:
             job.call.close()
 
     def close(self) -> None:
-        """End all requests and the thread."""
         self.stop("the server was stopped")
         with self._lock:
             self._closing = True
@@ -286,7 +283,6 @@ class EngineLoop:
             self._open -= 1
 
     def _hand_over(self) -> None:
-        """Send the chunks of a step to their event loops."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Job, TokenChunk | ApiError]]] = {}
         ended = []
         for handle, job in self._running.items():

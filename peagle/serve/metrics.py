@@ -22,7 +22,6 @@ class _Preemptions(Collector):
         self._engine, self._model = engine, model
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the counter."""
         text = "Requests whose pages were given to an earlier one; they are computed again."
         counter = CounterMetricFamily("vllm:num_preemptions", text, labels=["model_name"])
         counter.add_metric([self._model], self._engine.num_preemptions)
@@ -97,7 +96,6 @@ class Metrics:
             self._per_position.labels(self._model, str(position)).inc(accepted)
 
     def text(self) -> bytes:
-        """Write all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _counter(self, name: str, text: str) -> Counter:

@@ -36,7 +36,6 @@ class OutputChunk:
     cut: bool = False
 
     def logprobs_of(self, delta: Delta) -> list[tuple[TokenPlace, TokenLogprobs]]:
-        """Return the tokens of a delta with their log-probabilities, if the request sets them."""
         return [(token, self.logprobs[token.number]) for token in delta.tokens if token.number in self.logprobs]
 
 
@@ -88,11 +87,9 @@ class OutputCollector:
             self._call.close()
 
     def close(self) -> None:
-        """End the requests."""
         self._call.close()
 
     def results(self) -> list[Result]:
-        """Return the answers and their figures so far."""
         return [assembler.result() for assembler in self._assemblers]
 
     def _read(self, place: int, chunk: TokenChunk) -> OutputChunk:
@@ -196,7 +193,6 @@ def usage(results: Sequence[Result]) -> Usage:
 
 
 def pooled(results: Sequence[Result]) -> Counters:
-    """Add up the steps of all answers."""
     return total([result.counters for result in results])
 
 

@@ -63,7 +63,6 @@ class RequestBuilder:
 
     @functools.cached_property
     def takes_tools(self) -> bool:
-        """Whether the chat template renders tools."""
         return takes_tools(self.tokenizer)
 
     def grammar(self, body: Sampled) -> CompiledGrammar | None:
@@ -147,7 +146,6 @@ class RequestBuilder:
         return requests, [text for text in texts for _ in range(body.n)]
 
     def _prompt_ids(self, prompt: str | list[int]) -> tuple[int, ...]:
-        """Return the ids of a completion's prompt."""
         ids = self.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         self.check_ids(ids, "prompt")
         return ids
@@ -173,7 +171,6 @@ class RequestBuilder:
         return self.encode_chat(body.messages, body.reasoning_effort, tools)
 
     def detokenize(self, body: DetokenizeBody) -> str:
-        """Return the text of ids, special tokens spelled out."""
         self.check_ids(body.tokens, "tokens")
         return detokenize(self.tokenizer, body.tokens)
 

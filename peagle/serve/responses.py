@@ -446,7 +446,6 @@ def _event(kind: str, **fields: Any) -> ResponseEvent:
 
 
 def _added(item: _OutputItem) -> list[ResponseEvent]:
-    """Make the events that begin an item."""
     begun = _copy(item.value)
     events = [_event("output_item.added", item=begun, output_index=item.index)]
     if "content" in begun:

@@ -69,7 +69,6 @@ def serve(app: fastapi.FastAPI, loop: EngineLoop, address: socket.socket, option
 
 
 def url(address: socket.socket) -> str:
-    """Return the URL of an address."""
     host, port, *_ = address.getsockname()
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -187,7 +186,6 @@ class Server(uvicorn.Server):
         self._event_loop.call_later(AFTER_DEADLINE_S, setattr, self, "force_exit", True)
 
     def _cut(self, message: str) -> None:
-        """End open answers with an error."""
         if count := self._engine_loop.num_open:
             self._options.note(f"cutting {_counted(count)} off")
         self._engine_loop.stop(message)

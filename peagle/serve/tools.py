@@ -35,7 +35,6 @@ Choice = Literal["none", "auto", "required"] | NamedTool
 
 
 def takes_tools(tokenizer: Tokenizer) -> bool:
-    """Test whether the chat template renders tools."""
     chat = [{"role": "user", "content": "a"}]
     try:
         return tokenizer.encode_chat(chat, tools=[PROBE]) != tokenizer.encode_chat(chat)
@@ -165,17 +164,14 @@ def begin_call(tokenizer: Tokenizer, prompt_ids: Sequence[int], name: str) -> tu
 
 
 def result_alone(where: str, field: str) -> ApiError:
-    """Make the error of a result without a call before it."""
     return ApiError(400, f"{where} is a tool's result, but no call precedes it; send that, too", field)
 
 
 def id_twice(where: str, call_id: str) -> ApiError:
-    """Make the error of a call with the id of another one."""
     return ApiError(400, f"{where} is {brief(call_id)}, as that of a call before it; expected its own", where)
 
 
 def id_of_no_call(where: str, call_id: str | None) -> ApiError:
-    """Make the error of a result whose id is not that of a call that waits for it."""
     return ApiError.wrong(where, call_id, "the id of a call before it that has no other result")
 
 
@@ -258,7 +254,6 @@ class CustomCalls:
         self._arguments = ""
 
     def is_custom(self, call: ToolCall) -> bool:
-        """Test whether this is the call of a custom tool."""
         return call.name in self._names
 
     def read(self, deltas: Sequence[Delta], at_end: bool) -> list[Delta]:
@@ -276,7 +271,6 @@ class CustomCalls:
         return texts + self._input() if at_end else texts
 
     def _input(self) -> list[Delta]:
-        """End the open call, if any."""
         delta, text = self._open, _input_of(self._arguments)
         self._open, self._arguments = None, ""
         return [] if delta is None or not text else [dataclasses.replace(delta, text=text)]

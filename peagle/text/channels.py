@@ -155,7 +155,6 @@ class ChannelParser:
         return self._deltas()
 
     def _deltas(self) -> list[Delta]:
-        """Take the deltas, each with its tokens."""
         return [
             dataclasses.replace(delta, tokens=self._places.take(delta.start, delta.start + len(delta.text)))
             for delta in self._messages.take()
@@ -181,7 +180,6 @@ class ChannelParser:
             self._length += len(text)
 
     def _consume(self) -> None:
-        """Parse the part of the queue that is certain."""
         while self._queue:
             text, is_control = self._queue.popleft()
             room = len(text) if self._certain is None else min(len(text), self._certain)
@@ -272,7 +270,6 @@ class _Messages:
             self._degrade()
 
     def finish(self) -> None:
-        """End the message, after the answer's end."""
         self._drop_header()
         self._close()
 
@@ -296,7 +293,6 @@ class _Messages:
         self._header, self._spelled = [], ""
 
     def _degrade(self) -> None:
-        """Make the header so far text."""
         spelled, self._header, self._spelled, self._prompted = self._spelled, [], "", False
         if spelled:
             self._write(spelled)
@@ -409,7 +405,6 @@ def _read_header(parts: Sequence[tuple[str, str]], *, whole: bool, prompted: boo
 
 
 def _split(word: str) -> Sequence[str]:
-    """Split a channel from a recipient that follows without a space."""
     for channel in CHANNELS:
         rest = word.removeprefix(channel)
         if rest and rest != word and (rest.startswith(RECIPIENT) or RECIPIENT.startswith(rest)):
@@ -436,7 +431,6 @@ def _equal(word: str, to: Sequence[str]) -> bool:
 
 
 def has_channels(tokenizer: Tokenizer) -> bool:
-    """Test whether a vocabulary has the control tokens of channels."""
     return all(name in control_ids(tokenizer) for name in REQUIRED)
 
 

@@ -28,7 +28,6 @@ class TokenPlaces:
         self._first = 0  # the number of the first of them
 
     def add(self, place: int) -> None:
-        """Add the answer's next token."""
         self._places.append(place)
 
     def take(self, start: int, end: int | None = None) -> tuple[TokenPlace, ...]:

@@ -261,7 +261,6 @@ def _rows(path: Path, data: bytes) -> Iterator[tuple[int, str, Any]]:
 
 
 def _is_chat(value: Any) -> bool:
-    """Test whether the value is a bare list of messages."""
     return (
         isinstance(value, list)
         and all(isinstance(message, dict) and "role" in message for message in value)
@@ -350,7 +349,6 @@ def _filled(value: Any) -> Any:
 
 
 def _layout(row: Row, name: str) -> str:
-    """Return the layout of a row. Raises InputError if it has none."""
     own = [key for key in OWN if row.get(key) is not None]
     for layout, kind in LAYOUTS.items():
         if layout == OWN_LAYOUT:
@@ -445,7 +443,6 @@ def _answered(name: str, system: str | None, messages: Sequence[Message]) -> Con
 
 
 def _messages(listed: Any, name: str) -> tuple[str | None, list[Message]]:
-    """Read a chat; return (its system texts joined, the other messages)."""
     if not isinstance(listed, list):
         raise InputError(f"{name} is {brief(listed)}; expected a list of messages")
     systems, messages = [], []
@@ -459,7 +456,6 @@ def _messages(listed: Any, name: str) -> tuple[str | None, list[Message]]:
 
 
 def _message(fields: Any, name: str) -> Message:
-    """Read a message into the form that templates take."""
     spelled = fields.get("role", fields.get("from")) if isinstance(fields, dict) else None
     if not isinstance(spelled, str):
         raise InputError(f"{name} is {brief(fields)}; expected an object with role and content, or from and value")

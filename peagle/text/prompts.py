@@ -153,7 +153,6 @@ def from_ids(ids: Iterable[Any], name: str = "the prompt") -> Conversation:
 
 
 def parse_ids(text: str) -> Conversation:
-    """Parse typed token ids: 1,2,3."""
     parts = [part.strip() for part in text.split(",")] if text.strip() else []
     if bad := [part for part in parts if not re.fullmatch("-?[0-9]{1,18}", part)]:
         raise InputError(f"--prompt-ids holds {brief(bad[0])}; expected token ids separated by commas, such as 1,2,3")

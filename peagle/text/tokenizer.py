@@ -109,7 +109,6 @@ class Detokenizer:
         return self._decoder.decode(b"".join(map(self._tokenizer.token_bytes, token_ids)))
 
     def flush(self) -> str:
-        """Return the text held back."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -215,7 +214,6 @@ class ByteLevelTokenizer:
         return max(len(self._to_bytes(token)) for token in self._inner.get_vocab())
 
     def _check_size(self, text: str, most_tokens: int | None) -> None:
-        """Raise TextTooLong for a text with too many bytes for most_tokens."""
         if most_tokens is None or (longest := self._longest_token) is None:
             return
         size = len(text.encode("utf-8", "replace"))
@@ -349,7 +347,6 @@ def fix_date(template: str, date: str) -> tuple[str, Mapping[str, Mapping[str, s
 
 
 def parse_date(date: str) -> datetime.datetime:
-    """Parse YYYY-MM-DD. Raises InputError for anything else."""
     try:
         return datetime.datetime.strptime(date, "%Y-%m-%d")
     except ValueError:
