@@ -23,11 +23,9 @@ from peagle.serve import chat, completions, responses
 from peagle.serve.errors import ApiError
 from peagle.serve.formatter import Generation
 from peagle.serve.http import (
-    CancelledQuietly,
-    CountReplies,
     EventStream,
     JsonReply,
-    PlainRequests,
+    Transport,
     check_host,
     check_key,
     check_origin,
@@ -122,9 +120,7 @@ def create_app(service: Service) -> fastapi.FastAPI:
             expose_headers=["Retry-After"],
         )
 
-    app.add_middleware(CancelledQuietly)
-    app.add_middleware(CountReplies, replies=service.metrics.replies)
-    app.add_middleware(PlainRequests)
+    app.add_middleware(Transport, replies=service.metrics.replies)
 
     @app.get("/health", response_model=Health, responses={503: {"model": Health, "description": "It cannot answer."}})
     async def health() -> JsonReply:

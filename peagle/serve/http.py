@@ -229,21 +229,6 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class CancelledQuietly:
-    """Answer a request that the server's end cancels, without a traceback."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await self._app(scope, receive, send)
-        except asyncio.CancelledError:
-            error = ApiError(503, STOPPED)
-            with contextlib.suppress(RuntimeError):  # the reply had begun
-                await JsonReply(error.body(), error.status)(scope, receive, send)
-
-
 class JsonReply(Response):
     """A JSON value, in which a number that is not finite is null."""
 
@@ -353,18 +338,42 @@ class EventStream(Response):
         self._unsent.size.inc(size)
 
 
-class PlainRequests:
-    """Normalise a request for the routes: HEAD is GET; an absolute target, as of a proxy, is a path and a host."""
+class Transport:
+    """Normalise each request, and count its reply as vLLM does: by route, method and status.
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    HEAD is GET; an absolute target, as of a proxy, is a path and a host. A request that the server's end cancels gets
+    an error, and no traceback is logged.
+    """
+
+    def __init__(self, app: ASGIApp, replies: Counter) -> None:
+        self._app, self._replies = app, replies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            scope = {**scope, "method": "GET" if scope["method"] == "HEAD" else scope["method"]}
-            if not scope["path"].startswith("/"):
-                scope |= _parsed(scope["raw_path"].decode("latin-1"), scope["headers"])
-        await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scope = {**scope, "method": "GET" if scope["method"] == "HEAD" else scope["method"]}
+        if not scope["path"].startswith("/"):
+            scope |= _parsed(scope["raw_path"].decode("latin-1"), scope["headers"])
+
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._count(scope, message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counting)
+        except asyncio.CancelledError:
+            error = ApiError(503, STOPPED)
+            with contextlib.suppress(RuntimeError):  # the reply had begun
+                await JsonReply(error.body(), error.status)(scope, receive, counting)
+        except Exception:  # a handler outside of this one replies
+            self._count(scope, 500)
+            raise
+
+    def _count(self, scope: Scope, status: int) -> None:
+        method = scope["method"] if scope["method"] in METHODS else OTHER  # clients may make up any
+        self._replies.labels(getattr(scope.get("route"), "path", OTHER), method, str(status)).inc()
 
 
 def _parsed(target: str, headers: Sequence[tuple[bytes, bytes]]) -> dict[str, Any]:
@@ -382,33 +391,6 @@ def _parsed(target: str, headers: Sequence[tuple[bytes, bytes]]) -> dict[str, An
         "raw_path": path.encode("latin-1"),
         "headers": [(b"host", host), *others],
     }
-
-
-class CountReplies:
-    """Count replies as vLLM does, by route, method and status."""
-
-    def __init__(self, app: ASGIApp, replies: Counter) -> None:
-        self._app, self._replies = app, replies
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
-        async def counting(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._count(scope, message["status"])
-            await send(message)
-
-        try:
-            await self._app(scope, receive, counting)
-        except Exception:  # a handler outside of this one replies
-            self._count(scope, 500)
-            raise
-
-    def _count(self, scope: Scope, status: int) -> None:
-        method = scope["method"] if scope["method"] in METHODS else OTHER  # clients may make up any
-        self._replies.labels(getattr(scope.get("route"), "path", OTHER), method, str(status)).inc()
 
 
 class Refusals:
