@@ -775,7 +775,7 @@ def test_info_says_what_an_engine_of_each_role_takes(
     monkeypatch.setattr(peagle.cli.inspecting, "available_memory_bytes", lambda: weights)
     assert "0 beside the weights" in (out := real(*typed)[1])
     assert "; too few for one request of 300" in out
-    assert real("info", str(directories.drafter), "--role", "decode")[0] == 2
+    refused(real("info", str(directories.drafter), "--role", "decode"), "--role decode is given, but no target")
 
 
 def test_info_refuses_what_is_no_pair(real: Run, directories: Directories, tmp_path: Path) -> None:

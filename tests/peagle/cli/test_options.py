@@ -36,6 +36,7 @@ from peagle.ops.errors import InputError
 from peagle.ops.flag import Flag
 from peagle.ops.row_blocks import BlockedPrefill
 from peagle.text.prompts import Rendering
+from tests.support.commands import refused, run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +159,7 @@ def test_a_dash_is_an_argument_in_its_place_or_the_value_of_an_option(typed: str
     ],
 )
 def test_what_cannot_be_read_is_refused_in_a_line(typed: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(typed.split()) == 2
-    assert capsys.readouterr().err == f"peagle: error: {line}\n"
+    assert run(capsys, *typed.split()) == (2, "", f"peagle: error: {line}\n")
 
 
 @pytest.mark.parametrize(
@@ -169,10 +169,9 @@ def test_what_cannot_be_read_is_refused_in_a_line(typed: str, line: str, capsys:
 def test_former_and_hidden_flags_are_neither_taken_elsewhere_nor_proposed(
     command: str, flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*command.split(), flag, "3"]) == 2
-    line = capsys.readouterr().err
-    assert line.startswith(f"peagle: error: No such option: {flag}")
-    assert not re.search("'(--batch|--draft-sampling)'", line)
+    result = run(capsys, *command.split(), flag, "3")
+    refused(result, f"No such option: {flag}")
+    assert not re.search("'(--batch|--draft-sampling)'", result[2])
 
 
 def test_a_whole_number_may_be_typed_as_8_0_and_a_file_may_set_flags(tmp_path: Path) -> None:
@@ -290,8 +289,8 @@ def test_files_of_prompts_have_two_names_in_every_command(
     name: str, flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     absent, out = str(tmp_path / "absent.jsonl"), ["--out", str(tmp_path / "out")]
-    assert main([name, flag, absent, *(out if name in ("data", "sweep") else [])]) == 2
-    assert f"{absent} cannot be read" in capsys.readouterr().err
+    result = run(capsys, name, flag, absent, *(out if name in ("data", "sweep") else []))
+    refused(result, f"{absent} cannot be read")
 
 
 def test_all_commands_that_read_files_of_prompts_are_known() -> None:
