@@ -24,7 +24,7 @@ from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError
 from peagle.serve.errors import ApiError
-from peagle.serve.loop import RETRY_AFTER_S, Chunks, Found, Status, read_chunks
+from peagle.serve.loop import Chunks, Found, Status, check_room, read_chunks
 
 PREFILL_TRIES = 3
 LOST = "the process that decoded this answer was lost; send the request again"
@@ -119,12 +119,7 @@ class Fleet:
         """Send all requests off, or none. Raises like EngineLoop.submit."""
         for request in requests:
             self.engine.check(request)
-        if len(requests) > self.most_open:
-            message = f"{len(requests)} answers are asked for at once; expected at most {self.most_open}: ask for fewer"
-            raise ApiError(400, message, "n")
-        if self._open + len(requests) > self.most_open:
-            message = f"{self._open} requests are running, and at most {self.most_open} may; try again later"
-            raise ApiError(429, message, retry_after_s=RETRY_AFTER_S)
+        check_room(len(requests), self._open, self.most_open)
         call = FleetCall(requests)
         self._open += len(requests)
         for place, request in enumerate(requests):

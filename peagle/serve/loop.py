@@ -61,6 +61,15 @@ async def read_chunks(
             yield place, chunk
 
 
+def check_room(count: int, num_open: int, most: int) -> None:
+    """Raise ApiError if `count` more requests than the open ones are more than `most`."""
+    if count > most:
+        raise ApiError(400, f"{count} answers are asked for at once; expected at most {most}: ask for fewer", "n")
+    if num_open + count > most:
+        message = f"{num_open} requests are running or waiting, and at most {most} may; try again later"
+        raise ApiError(429, message, retry_after_s=RETRY_AFTER_S)
+
+
 @dataclass(eq=False)
 class Call:
     """The requests of one HTTP request, and their chunks. Read it in the event loop that made it."""
@@ -175,10 +184,6 @@ class EngineLoop:
         begun = hand_offs or [None] * len(requests)
         for request, hand_off in zip(requests, begun, strict=True):
             self.engine.check(request, hand_off)
-        most = self.engine.config.slots + self.max_queue
-        if len(requests) > most:
-            message = f"{len(requests)} answers are asked for at once; expected at most {most}: ask for fewer"
-            raise ApiError(400, message, "n")
         call = Call(self.engine, asyncio.get_running_loop())
         pairs = enumerate(zip(requests, begun, strict=True))
         call.jobs = [_Job(call, place, request, hand_off) for place, (request, hand_off) in pairs]
@@ -199,17 +204,11 @@ class EngineLoop:
 
     def _enter(self, count: int) -> None:
         """Count requests. Raises ApiError if there is no room for all of them."""
-        most = self.engine.config.slots + self.max_queue
         if self.failure is not None:
             raise self._failed()
         if self.draining:
             raise ApiError(503, "the server is shutting down; send the request to another one")
-        if self._open + count > most:
-            raise ApiError(
-                429,
-                f"{self._open} requests are running or waiting, and at most {most} may; try again later",
-                retry_after_s=RETRY_AFTER_S,
-            )
+        check_room(count, self._open, self.engine.config.slots + self.max_queue)
         if not self._open:
             self._last_step_s = time.monotonic()
         self._open += count

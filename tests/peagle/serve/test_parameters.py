@@ -280,8 +280,8 @@ def test_a_seed_of_64_bits_gives_the_same_answer_again(
     def answer() -> Any:
         reply = client.post(path, json={**body, "temperature": 1.5, "seed": seed})
         assert reply.status_code == 200, reply.text
-        body_of_reply = reply.json()
-        return [body_of_reply["output"][0]["content"]] if "output" in body_of_reply else body_of_reply["choices"]
+        answered = reply.json()
+        return [answered["output"][0]["content"]] if "output" in answered else answered["choices"]
 
     assert answer() == answer()
 
