@@ -10,6 +10,7 @@ import fastapi._compat.v2
 import httpx
 import pydantic
 from fastapi.testclient import TestClient
+from prometheus_client.parser import text_string_to_metric_families
 
 from peagle.ops.sizes import PrefixCacheSize
 from peagle.pair import Pair
@@ -120,3 +121,14 @@ def has_its_type(reply: Any) -> None:
     if reply.headers["content-type"] == "application/json":
         good = reply.is_success or published == "/health"
         (TYPES[method, published] if good else ERROR).validate_json(reply.read())
+
+
+def values(client: Any) -> dict[tuple[str, ...], float]:
+    """Read the metrics of a server, by name and labels."""
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    labels = ("finished_reason", "position", "le")
+    return {
+        (sample.name, *(sample.labels[label] for label in labels if label in sample.labels)): sample.value
+        for family in families
+        for sample in family.samples
+    }

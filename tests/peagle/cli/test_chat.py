@@ -14,10 +14,9 @@ from peagle.ops import interrupt
 from peagle.pair import Pair
 from peagle.text.prompts import Conversation, Rendering
 from peagle.text.tokenizer import ByteLevelTokenizer
-from tests.peagle.cli.test_cli import TOY_PROCESS
-from tests.peagle.cli.test_interrupt import CTRL_C, IN_A_CALLBACK, Terminal
 from tests.support.commands import Captured, refused, run
 from tests.support.pairs import MAX_POSITIONS, press_ctrl_c_at, toy_pair
+from tests.support.terminal import CTRL_C, IN_A_CALLBACK, TOY_PROCESS, Terminal
 
 Chat = Callable[..., Captured]
 OPTIONS = ("--target", "toy", "--drafter", "ngram", "-k", "3", "-n", "12")

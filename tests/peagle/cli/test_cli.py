@@ -31,19 +31,10 @@ from peagle.ops.kernels import for_weights
 from peagle.pair import Pair
 from tests.support.commands import Captured, refused, run
 from tests.support.pairs import MASK, SPECIALS, STOP, VOCAB_SIZE, Directories, edit_json, toy_pair
+from tests.support.terminal import ROOT, TOY_PROCESS
 
 Run = Callable[..., Captured]
 
-# a process with the toy pair in place of a loaded one
-TOY_PROCESS = """
-import sys
-import peagle.cli.processes
-import peagle.cli.decoding
-from peagle.cli import main
-from tests.support.pairs import toy_pair
-peagle.cli.processes.load_models = lambda *a, **b: toy_pair(None)
-sys.exit(main(sys.argv[1:]))
-"""
 # whatever was shown, it goes on when somebody looked and closed its standard input
 LOOKED_AT = """
 import sys
@@ -51,7 +42,6 @@ from peagle.cli.display import Display
 show = Display.emitted
 Display.emitted = lambda *given: (show(*given), sys.stdin.buffer.read())
 """
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from peagle.cli import display
 from peagle.cli.display import Display, Stage
 from peagle.cli.output import wrapped
 from peagle.engine.request import Request
-from tests.peagle.text.test_channels import PROMPT, HarmonyTokenizer, ids, split
+from tests.support.channels import PROMPT, HarmonyTokenizer, ids, split
 
 
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:

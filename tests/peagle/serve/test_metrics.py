@@ -4,22 +4,11 @@ import dataclasses
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from peagle.engine.kv_memory import KVMemory, Sizing
 from peagle.ops.attention import PAGE_SIZE
 from peagle.pair import Pair
-from tests.support.servers import CONTEXT, K, client_of, service_of
-
-
-def values(client: Any) -> dict[tuple[str, ...], float]:
-    families = text_string_to_metric_families(client.get("/metrics").text)
-    labels = ("finished_reason", "position", "le")
-    return {
-        (sample.name, *(sample.labels[label] for label in labels if label in sample.labels)): sample.value
-        for family in families
-        for sample in family.samples
-    }
+from tests.support.servers import CONTEXT, K, client_of, service_of, values
 
 
 def test_counters_are_the_sums_of_the_replies(make: Any) -> None:

@@ -3,8 +3,7 @@
 from typing import Any
 
 from peagle.engine.replicas import Replicas
-from tests.peagle.serve.test_metrics import values
-from tests.support.servers import SLOTS, client_of
+from tests.support.servers import SLOTS, client_of, values
 
 ASKED = {"prompt": [100, 110, 120], "max_tokens": 40, "temperature": 0}
 BODIES = (

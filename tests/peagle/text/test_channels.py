@@ -1,7 +1,6 @@
 """Channels of an answer: the format's rules, any cut, malformed answers, stop strings, prompts that begin a message."""
 
 import itertools
-import re
 from collections.abc import Iterable, Sequence
 
 import pytest
@@ -13,34 +12,8 @@ from peagle.engine.request import FinishReason, Request, TokenChunk
 from peagle.result import Assembler
 from peagle.text.channels import CONTROL, ChannelParser, Delta
 from peagle.text.tokenizer import detokenize, load_tokenizer
+from tests.support.channels import PROMPT, HarmonyTokenizer, Stream, ids, split
 from tests.support.pairs import ByteTokenizer
-
-IDS = {name: 256 + number for number, name in enumerate(CONTROL)}
-Stream = Sequence[str]  # of an answer: a control token, or a text
-
-
-class HarmonyTokenizer(ByteTokenizer):
-    """A token for each byte, and the control tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.special_tokens = {token_id: name for name, token_id in IDS.items()}
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self.special_tokens[token_id].encode() if token_id > 255 else bytes([token_id])
-
-
-def ids(stream: Iterable[str]) -> tuple[int, ...]:
-    """Encode; text that spells a control token with a space in front is text."""
-    return tuple(i for part in stream for i in ([IDS[part]] if part in IDS else part.encode("latin-1")))
-
-
-def split(text: str) -> Stream:
-    """Cut a text at the control tokens that it spells."""
-    return [part for part in re.split("(" + "|".join(map(re.escape, CONTROL)) + ")", text) if part]
-
-
-PROMPT = ids(["<|start|>", "user", "<|message|>", "Hi", "<|end|>", "<|start|>", "assistant"])
 
 
 def parser(prompt: Sequence[int] = PROMPT, tokenizer: ByteTokenizer | None = None) -> ChannelParser:
