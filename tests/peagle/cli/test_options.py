@@ -55,8 +55,9 @@ class Paint:
     where: Annotated[str, Flag(names=("WHERE",))]
     """The place."""
     colour: Annotated[Colour, Takes(helps={"red": "Redness."})] = Colour(red=2)  # frozen
-    thick: Annotated[bool, Flag()] = False
+    thick: Annotated[bool, Flag(help="Of several commands.")] = False
     """Use much paint."""
+    dry: Annotated[bool, Flag(help="Let it dry.")] = False
 
     def run(self) -> int:
         return 0
@@ -192,7 +193,10 @@ def test_completion_knows_commands_and_their_flags(shell: str, capsys: pytest.Ca
 def test_docstrings_are_the_help_and_a_command_may_say_more_of_a_group(capsys: pytest.CaptureFixture[str]) -> None:
     application()(["paint", "--help"], result_action="return_value")
     text = capsys.readouterr().out
-    assert all(part in text for part in ("Paint a place.", "Use much paint.", "Redness.", "[default: 2]"))
+    assert all(
+        part in text for part in ("Paint a place.", "Use much paint.", "Let it dry.", "Redness.", "[default: 2]")
+    )
+    assert "Of several commands." not in text
 
 
 def test_what_differs_from_its_default_was_given() -> None:
