@@ -29,14 +29,14 @@ def fleet(**typed: Any) -> FleetConfig:
     return served(built(Up, typed))
 
 
-def test_replicas_are_told_absolute_paths_and_a_number_of_drafts(
+def test_replicas_are_told_absolute_paths_and_to_draft_by_auto(
     directories: Directories, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(directories.target.parent)
     config = fleet(target="target", drafter="drafter", prefill=1, decode=2, context=90)
     assert (config.load.target, config.load.drafter) == (str(directories.target), str(directories.drafter))
     assert (config.prefill, config.decode, config.engine.context, config.served_model_name) == (1, 2, 90, "target")
-    assert config.engine.num_speculative_tokens == 3
+    assert config.engine.num_speculative_tokens == "auto"
     scaled = fleet(max_decode=3, busy=2, scale_up=4.0, scale_down=8.0)
     assert (scaled.max_decode, scaled.busy, scaled.scale_up, scaled.scale_down) == (3, 2, 4, 8)
     assert fleet().hosts == ["127.0.0.1"]  # no keys: pages of other names are kept out
@@ -65,7 +65,7 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(
         (("--context", "1"), "--context is 1"),
         (("--context", "99999999"), "--context is 99999999"),
         (("-k", "-1"), "-k is -1; expected 0"),
-        (("-k", "auto"), "-k is 'auto'; expected a number"),
+        (("-k", "much"), "-k is 'much'; expected a number of drafted tokens, or auto"),
         (("--kv-memory", "none"), "--kv-memory is 'none'"),
         (("--prefix-cache", "much"), "--prefix-cache is 'much'"),
         (("--mesh", "dp=2"), "--mesh is 'dp=2', but the replicas of a cluster are --decode N; leave dp out"),
