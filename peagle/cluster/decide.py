@@ -1,4 +1,4 @@
-"""Decide what a fleet's config leaves open, without weights: all replicas must decode alike. Nothing of Ray in here."""
+"""Complete a fleet's config without weights, so that all replicas decode alike. Nothing of Ray in here."""
 
 import dataclasses
 
@@ -9,13 +9,13 @@ from peagle.fit import check_fit, chosen_window
 from peagle.loading import without_weights
 from peagle.pair import Pair
 
-DEFAULT_CONTEXT = 4096  # positions of a request, if the model has as many: the memory of replicas is not known here
+DEFAULT_CONTEXT = 4096  # positions, if the model has as many: the memory of replicas is unknown here
 
 
 def decided(config: FleetConfig) -> FleetConfig:
     """Return a config with absolute paths, K, context and prefix cache.
 
-    Raises InputError for models that do not fit, and for an engine that no replica could run.
+    Raises InputError for models that do not fit, and for an engine that no replica can run.
     """
     load, engine, (target, drafter) = config.load, config.engine, _models(config)
     context, k = engine.context, engine.num_speculative_tokens
@@ -30,7 +30,7 @@ def decided(config: FleetConfig) -> FleetConfig:
         context=min(DEFAULT_CONTEXT, pair.max_positions) if context is None else pair.room(context),
         prefix_cache="on" if engine.prefix_cache is None else engine.prefix_cache,
     )
-    pair.resolve(engine, prefix_cache="off")  # refuse here what no replica could run
+    pair.resolve(engine, prefix_cache="off")  # raises for an engine that no replica can run
     load = dataclasses.replace(
         load,  # replicas run in directories of their own
         target=target if target == DEMO else str(directory.resolve()),

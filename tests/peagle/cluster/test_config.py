@@ -43,10 +43,7 @@ from peagle.ops.errors import InputError
         ({"engine": {"slots": 0}}, "slots is 0; expected 1 or more"),
         ({"engine": {"slots": "a"}}, "slots is 'a'; expected a valid integer"),
         ({"engine": {"kv_memory": "much"}}, "engine: kv_memory is 'much'; expected a size, as 512MB or 2GB, or auto"),
-        (
-            {"engine": {"prefix_cache": "bogus"}},
-            "prefix_cache is 'bogus'; expected a size, as 512MB or 2GB, or on,",
-        ),
+        ({"engine": {"prefix_cache": "bogus"}}, "prefix_cache is 'bogus'; expected a size, as 512MB or 2GB, or on,"),
         ({"engine": {"prefix_cache": True}}, "prefix_cache is True; expected a valid integer or one of 'on', 'off'"),
         ({"engine": {"num_speculative_tokens": "much"}}, "K is 'much'; expected a number of drafted tokens, or auto"),
         ({"engine": {"num_speculative_tokens": 999}}, "K is 999; expected 0"),

@@ -510,7 +510,7 @@ def test_another_schema_another_checkpoint_and_damage_are_refused(
             {"sittings": [record["sittings"][0] | {"ran": {"dtype": "float32", "experts": "e", "kernels": "other"}}]},
             "kernels other; now it is dtype float32",
         ),
-        ({"plan": record["plan"] | {"fingerprints": prints | {"target": "0"}}}, "target is another than when"),
+        ({"plan": record["plan"] | {"fingerprints": prints | {"target": "0"}}}, "target has changed since"),
     ):
         (finished.path / RUN).write_text(json.dumps(record | change))
         assert sweep(monkeypatch, "--out", finished.path, "--resume") == 2
