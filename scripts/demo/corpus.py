@@ -12,8 +12,6 @@ Held-out modules are whole top-level modules of the standard library. No functio
 docstring, comments and layout, stays in the training files.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib.metadata

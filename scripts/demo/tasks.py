@@ -5,8 +5,6 @@ describing can be learnt by so small a model: most of the answer stands in the p
 three; the held-out prompts carry the task as their category, and figures stand by category.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import re

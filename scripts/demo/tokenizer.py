@@ -5,8 +5,6 @@ It is a Hugging Face directory (tokenizer.json, tokenizer_config.json, chat_temp
 sign, the line break and the indentation after it share a token if that is frequent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
