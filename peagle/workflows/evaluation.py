@@ -21,7 +21,7 @@ from peagle.text.prompt_files import PromptSet
 from peagle.text.prompts import Rendering
 from peagle.workflows.answers import Asking, answer
 from peagle.workflows.dataset import document, taught
-from peagle.workflows.training import self_contained
+from peagle.workflows.training_data import self_contained
 from target.model import GptOss
 from target.teacher import Teacher
 

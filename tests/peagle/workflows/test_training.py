@@ -34,7 +34,8 @@ from peagle.result import decode
 from peagle.text.prompts import Rendering, from_ids
 from peagle.workflows.answers import Asking, answer
 from peagle.workflows.dataset import lengths_in_words, passes, rows_of_pass
-from peagle.workflows.training import Deadline, given_params, planned_steps
+from peagle.workflows.new_drafter import given_params
+from peagle.workflows.training import Deadline, planned_steps
 from peagle.workflows.training_advice import parted_curves, weak_drafter
 from target.load import load_target
 from tests.support.drafters import random_params
