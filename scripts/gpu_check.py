@@ -414,8 +414,8 @@ def random_drafter(kind: DrafterShape, config: TargetConfig, draft_vocab: int | 
 
 
 def pair_of(params: Any, config: TargetConfig, drafter: Any) -> Pair:
-    taps = () if drafter is None else drafter.aux_layer_ids
-    targets = GptOss(params, config, aux_layer_ids=taps), GptOss(params, config)
+    layers = () if drafter is None else drafter.aux_layer_ids
+    targets = GptOss(params, config, aux_layer_ids=layers), GptOss(params, config)
     return Pair(*targets, drafter, None, prefill_chunk=default_chunk())
 
 

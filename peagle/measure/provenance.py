@@ -82,8 +82,8 @@ def git_state() -> dict[str, Any] | None:
 
 def cpu_model() -> str | None:
     """Return the processor's name, if the system provides it."""
-    found = first_processor()
-    return (platform.processor() or None) if found is None else found.get("model name")
+    processor = first_processor()
+    return (platform.processor() or None) if processor is None else processor.get("model name")
 
 
 def first_processor() -> dict[str, str] | None:

@@ -1,4 +1,4 @@
-"""What a process does that follows another one: load its ranks of the same models, then run what is sent."""
+"""Follow process 0: load this process's ranks of the same models, then run its messages."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ def _check_kernels(leaders: str | None) -> None:
     if (ours := native.status()[0]) != leaders:
         raise InputError(
             f"its kernels are {ours or native.XLA}, those of process 0 {leaders or native.XLA}; expected the same: set "
-            f"{native.VARIABLE} to one that all machines have"
+            f"{native.VARIABLE} to kernels that all machines have"
         )
 
 

@@ -24,7 +24,7 @@ from peagle.fit import chosen_window, fitting_aux_layers, parse_window, windowed
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.rope import RopeConfig
-from peagle.workflows.dataset import chosen_taps
+from peagle.workflows.dataset import chosen_aux_layers
 from peagle.workflows.training_data import answers
 from target.config import TargetConfig
 from target.load import LoadedTarget
@@ -83,7 +83,7 @@ def drafter_config(
     if kind == "DFlash":
         _check_shape_of_block(shape, target)
         aux_layer_ids = aux_layer_ids or tuple(sorted(set(default_dflash_layers(num_layers, target.num_layers))))
-    aux_layer_ids = chosen_taps(aux_layer_ids, target.num_layers)
+    aux_layer_ids = chosen_aux_layers(aux_layer_ids, target.num_layers)
     hidden = shape.hidden_size or target.hidden_size
     head_dim = shape.head_dim or target.head_dim
     if kind == "EAGLE-3" and (shape.mask_token is not None or shape.mask_hiddens > 1):
@@ -187,8 +187,8 @@ def check_window(config: DrafterConfig, target: TargetConfig, depth: int, *, by_
     name = "--drafter-window" if by_option else "the drafter's window"
     if window < depth + 1:
         raise InputError(
-            f"{name} is {window}; expected {depth + 1} or more: all --depth {depth} drafts of a chain see "
-            "the token before it"
+            f"{name} is {window}; expected {depth + 1} or more, for the drafts of --depth {depth} and the token "
+            "before them"
         )
     if by_option and window > target.max_positions:
         raise InputError(

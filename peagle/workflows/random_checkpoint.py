@@ -97,7 +97,7 @@ class DrafterShape:
 
     def config(self, target: TargetConfig, draft_vocab: int | None = None) -> DrafterConfig:
         """Make the config that `peagle train` makes by default; of a DFlash drafter the public one's geometry."""
-        taps = tuple(sorted((min(1, target.num_layers - 1), target.num_layers // 2, target.num_layers - 1)))
+        layers = tuple(sorted((min(1, target.num_layers - 1), target.num_layers // 2, target.num_layers - 1)))
         config = DrafterConfig(
             hidden_size=target.hidden_size,
             num_layers=self.layers,
@@ -110,24 +110,24 @@ class DrafterShape:
             draft_vocab_size=draft_vocab or target.vocab_size,
             mask_token_id=None if self.kind == "EAGLE-3" else target.vocab_size - 1,
             rope=RopeConfig(target.head_dim, 10000.0),
-            aux_layer_ids=taps,
+            aux_layer_ids=layers,
         )
         if self.kind != "DFlash":
             return config
-        taps = tuple(dict.fromkeys(default_dflash_layers(DFLASH_TAPS, target.num_layers)))
+        layers = tuple(dict.fromkeys(default_dflash_layers(DFLASH_LAYERS, target.num_layers)))
         return dataclasses.replace(
             config,
             mlp_width=target.hidden_size * 8 // 3,
             rope=target.rope,
-            num_taps=len(taps),
-            aux_layer_ids=taps,
+            num_taps=len(layers),
+            aux_layer_ids=layers,
             qk_norm=True,
             attention_bias=True,
             block_size=8,
         )
 
 
-DFLASH_TAPS = 5
+DFLASH_LAYERS = 5
 IN_TURN = DrafterShape("EAGLE-3, 1 layer", 1, "EAGLE-3")
 PARALLEL = DrafterShape("P-EAGLE, 4 layers", 4, "P-EAGLE")  # the public 20b drafter's geometry
 IN_BLOCKS = DrafterShape("DFlash, 8 layers", 8, "DFlash")  # likewise

@@ -101,9 +101,9 @@ def build(geometry: dict[str, Any], settings: dict[str, Any], algorithm: str) ->
 def record(model: core.PEagleDraftModel, rows: tuple[torch.Tensor, torch.Tensor] | None) -> dict[str, np.ndarray]:
     """Record inputs, rows and logits of one pass, over the given (anchor, depth) rows or over the package's samples."""
     geometry = model.config.transformer_layer_config
-    taps = len(model.config.eagle_aux_hidden_state_layer_ids)
+    num_layers = len(model.config.eagle_aux_hidden_state_layer_ids)
     token_ids = torch.randint(0, geometry.vocab_size, (1, NUM_ROWS))
-    aux_hidden = 1.5 * torch.randn(1, NUM_ROWS, taps * geometry.hidden_size)
+    aux_hidden = 1.5 * torch.randn(1, NUM_ROWS, num_layers * geometry.hidden_size)
     documents = torch.tensor([[0] * 13 + [1] * (NUM_ROWS - 13)]) if rows is None else torch.zeros(1, NUM_ROWS).long()
     loss_mask = (torch.rand(1, NUM_ROWS) < 0.9).float()
     loss_mask[0, 0] = 0  # position 0 in the loss would give the package a row of anchor -1
@@ -141,9 +141,9 @@ def record(model: core.PEagleDraftModel, rows: tuple[torch.Tensor, torch.Tensor]
 def record_in_turn(model: Eagle3DraftModel) -> dict[str, np.ndarray]:
     """Record inputs, and logits of NUM_DEPTHS passes, over the tokens that truly follow."""
     geometry = model.config.transformer_layer_config
-    taps = len(model.config.eagle_aux_hidden_state_layer_ids)
+    num_layers = len(model.config.eagle_aux_hidden_state_layer_ids)
     token_ids = torch.randint(0, geometry.vocab_size, (1, NUM_ROWS))
-    aux_hidden = 1.5 * torch.randn(1, NUM_ROWS, taps * geometry.hidden_size)
+    aux_hidden = 1.5 * torch.randn(1, NUM_ROWS, num_layers * geometry.hidden_size)
     documents = torch.tensor([[0] * 13 + [1] * (NUM_ROWS - 13)])
     logits: list[torch.Tensor] = []
     hook = model.lm_head.register_forward_hook(lambda _module, _inputs, output: logits.append(output[0]))

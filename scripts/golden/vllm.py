@@ -34,9 +34,8 @@ from peagle.ops.errors import InputError
 from peagle.ops.files import write_text_whole
 from peagle.pair import Pair
 from peagle.result import decode
-from scripts.peers.cost import Storage
 from scripts.peers.remote import Remote
-from scripts.peers.roster import Entry, cannot_run
+from scripts.peers.roster import Entry, Storage, cannot_run
 from scripts.runs import ROOT, Json, add_prompt_options, in_one_line, new_parser, numbers, origin, prompted
 from target.load import load_target, save_target
 

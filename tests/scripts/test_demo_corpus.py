@@ -94,7 +94,7 @@ def test_trivial_and_long_bodies_are_left_out(body: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "wanted"),
+    ("path", "kept"),
     [
         ("argparse.py", True),
         ("json/decoder.py", True),
@@ -104,8 +104,8 @@ def test_trivial_and_long_bodies_are_left_out(body: str) -> None:
         ("a/b_test.py", False),
     ],
 )
-def test_tests_and_tables_are_not_collected(path: str, wanted: bool) -> None:
-    assert corpus.is_wanted(Path(path)) is wanted
+def test_tests_and_tables_are_not_collected(path: str, kept: bool) -> None:
+    assert corpus.is_wanted(Path(path)) is kept
 
 
 @given(st.text())

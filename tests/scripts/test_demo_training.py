@@ -90,7 +90,7 @@ def test_a_batch_depends_on_its_step_alone_and_takes_every_row_in_turn(tmp_path:
     rows = rows_of(tmp_path, raw_512=512, chat_512=512)
     batches = Batches(STAGE, rows)
     assert batches.steps == 40
-    first, again = (made.at(9) for made in (batches, Batches(STAGE, rows)))
+    first, again = (same.at(9) for same in (batches, Batches(STAGE, rows)))
     jax.tree.map(np.testing.assert_array_equal, first, again)
     assert first.token_ids.shape == (BATCH_ROWS, 512)
     assert (first.positions.max(axis=1) == 5).all()

@@ -466,7 +466,7 @@ def test_a_drafter_to_begin_with_may_share_the_targets_embedding_and_head(
         (("--draft-decay", 4), "--draft-decay is given, and a P-EAGLE drafter has none"),
         (("--draft-decay", 0), "--draft-decay is 0.0; expected a number above 0"),
         (("--parts", 99), "99 parts of a sequence of 32"),
-        (("--drafter-window", 3), "--drafter-window is 3; expected 4 or more: --depth 3 tokens are drafted"),
+        (("--drafter-window", 3), "--drafter-window is 3; expected 4 or more, for the drafts of --depth 3"),
         (("--drafter-window", "wide"), "--drafter-window is 'wide'; expected"),
         (("--drafter-window", 9**9), f"the target has {MAX_POSITIONS} positions, so it would hide nothing"),
         (("--mix", "32"), "--mix is '32'; expected lengths that rise"),

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-import peagle.measure.sweep.run
 from peagle.cli import main
 from peagle.cli.report import show
 from peagle.measure.estimates import Estimate, estimate_text
@@ -22,20 +21,13 @@ from peagle.measure.sweep.plan import Variant
 from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
 from peagle.ops.errors import InputError
 from scripts.publish import ROW, publish, rounded
-from tests.peagle.measure.sweep.runs import example_row, figures, swept
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peagle.measure.sweep.run, "PROFILED", 1)
-        return swept(patch, tmp_path_factory.mktemp("swept") / "run").path
+from tests.peagle.measure.sweep.runs import example_row, figures
 
 
 @pytest.fixture
-def runs(finished: Path, tmp_path: Path) -> tuple[Folder, Folder]:
+def runs(once: Path, tmp_path: Path) -> tuple[Folder, Folder]:
     """Make two runs of equal results."""
-    one, two = (open_run(Path(shutil.copytree(finished, tmp_path / name))) for name in ("one", "two"))
+    one, two = (open_run(Path(shutil.copytree(once, tmp_path / name))) for name in ("one", "two"))
     return one, two
 
 
