@@ -74,10 +74,8 @@ def weak_drafter(log: Sequence[Mapping[str, Any]], out: Path, *, init: bool) -> 
         length, figure = evaluated[-1], f"the acceptance length is {evaluated[-1]:.2f}"
     elif trained:
         hits = trained[-1]["hits_by_depth"] if best is None else best[HELD_OUT]["hits_by_depth"]
-        length, figure = (
-            1 + float(np.cumprod(hits).sum()),
-            f"the first draft is right in {share(hits[0])} of places",
-        )
+        length = 1 + float(np.cumprod(hits).sum())
+        figure = f"the first draft is right in {share(hits[0])} of the places"
     else:
         return None
     if length >= WEAK_ACCEPTANCE:
