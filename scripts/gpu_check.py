@@ -48,7 +48,6 @@ from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request
 from peagle.loading import default_chunk, load
 from peagle.measure.bench import BenchOptions, bench
-from peagle.measure.metrics import total
 from peagle.measure.profile import profile
 from peagle.ops import cuda
 from peagle.ops.cuda import calls
@@ -76,6 +75,7 @@ from scripts.gpu.mesh import CONFIG, compare, loud_target
 from scripts.gpu.page import page
 from scripts.gpu.parts import bytes_of_parts, parts
 from scripts.runs import ROOT, Json, Progress, RawLines, in_one_line, new_parser, origin, write_run
+from scripts.steady import Steady, steady
 from target.config import TargetConfig
 from target.model import GptOss
 from target.random import random_bytes, random_params
@@ -334,20 +334,21 @@ def by_part(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
 def steps(engines: dict[int, AnyEngine], config: TargetConfig, batch: int) -> Iterator[Json]:
     """Time a step of every engine, by K."""
     requests = [request(config, PROMPT_TOKENS, NEW_TOKENS, number) for number in range(batch)]
-    runs: dict[int, list[Timed]] = {k: [] for k in engines}
+    runs: dict[int, list[Steady]] = {k: [] for k in engines}
     for repeat in range(REPEATS):
         for k in sorted(engines, reverse=repeat % 2 == 1):
-            runs[k].append(timed(engines[k], requests))
+            runs[k].append(steady(engines[k], requests))
     plain_s = statistics.median(run.step_s for run in runs[0])
     for k, repeats in runs.items():
         step_s = statistics.median(run.step_s for run in repeats)
+        records = [record for run in repeats for record in run.records]
         yield {
             "batch": batch,
             "k": k,
             "tok_per_s": sum(run.tokens for run in repeats) / sum(run.seconds for run in repeats),
             "step_ms": 1e3 * step_s,
             "cycle_cost": step_s / plain_s,
-            "tokens_a_step": total([run.counters for run in repeats]).acceptance_length if k else 1.0,
+            "tokens_a_step": Counters.of(records, k).acceptance_length if k else 1.0,
         }
 
 
@@ -359,37 +360,6 @@ def shares(engine: AnyEngine, request: Request) -> Json:
         except (InputError, OSError, RuntimeError) as error:
             return {"profile": str(error)}
     return {"profile": dataclasses.asdict(times) | {"directory": None}}
-
-
-@dataclasses.dataclass(frozen=True)
-class Timed:
-    """Counts while all requests of a batch decode: from the last first token to the first end."""
-
-    seconds: float
-    tokens: int
-    steps: int
-    counters: Counters
-
-    @property
-    def step_s(self) -> float:
-        return self.seconds / self.steps
-
-
-def timed(engine: AnyEngine, requests: list[Request]) -> Timed:
-    """Decode the requests together. Raises RuntimeError if the first one ends before the last one begins."""
-    chunks = list(engine.generate(requests))
-    begun = max(chunk.time_s for _, chunk in chunks if not chunk.steps)
-    ended = min(chunk.time_s for _, chunk in chunks if chunk.finish_reason is not None)
-    between = [(place, chunk) for place, chunk in chunks if chunk.steps and begun < chunk.time_s <= ended]
-    if not between:
-        raise RuntimeError(f"no step has all of {len(requests)} requests; expected longer answers")
-    records = [record for _, chunk in between for record in chunk.steps]
-    return Timed(
-        seconds=ended - begun,
-        tokens=sum(len(chunk.token_ids) for _, chunk in between),
-        steps=sum(len(chunk.steps) for place, chunk in between if place == 0),
-        counters=Counters.of(records, engine.config.num_speculative_tokens),
-    )
 
 
 def synthetic_engine(pair: Pair, k: int, batch: int) -> AnyEngine:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from peagle.engine.request import Request, StepRecord, TokenChunk
-from peagle.engine.resolved import ResolvedConfig
 from peagle.measure.pages import markdown
 from scripts import gpu_check
 from scripts.gpu import page
@@ -93,39 +91,6 @@ def test_a_section_that_there_is_not_is_told_in_a_line(
     assert "tiny: 64 after 512, tiny: parts, tiny: P-EAGLE, 4 layers, tiny: EAGLE-3, 1 layer, " in error
     assert error.endswith("tiny: 1 after 512 by XLA\n")
     assert not (tmp_path / "run").exists()
-
-
-def test_steps_are_timed_while_all_requests_of_a_batch_are_decoded() -> None:
-    batch = [Request((1, 2), 9), Request((3,), 9, index=1)]
-
-    def chunk(place: int, time_s: float, *accepted: int, last: bool = False) -> tuple[int, TokenChunk]:
-        steps = tuple(StepRecord(2, (7, 7, 7), num, 5) for num in accepted)
-        tokens = tuple(range(sum(accepted) + len(accepted))) or (4,)
-        return place, TokenChunk(batch[place], tokens, time_s, steps, "length" if last else None)
-
-    class Scripted:
-        config = ResolvedConfig(3)
-
-        def generate(self, requests: list[Request]) -> Iterator[tuple[int, TokenChunk]]:
-            assert requests == batch
-            yield from (chunk(0, 1.0), chunk(0, 2.0, 3), chunk(1, 3.0))  # 0 was decoded alone
-            yield from (chunk(0, 5.0, 1, 2), chunk(1, 5.0, 0, 0), chunk(0, 6.0, 0), chunk(1, 6.0, 3, last=True))
-            yield chunk(0, 7.0, 3, last=True)
-
-    run = gpu_check.timed(Scripted(), batch)  # type: ignore[arg-type]
-    assert (run.seconds, run.steps, run.tokens) == (3.0, 3, 12)
-    assert (run.step_s, run.counters.histogram) == (1.0, (3, 1, 1, 1))
-    with pytest.raises(RuntimeError, match="no step has all of 1 requests"):
-        gpu_check.timed(Alone(), batch[:1])  # type: ignore[arg-type]
-
-
-class Alone:
-    """An engine whose answer is one token."""
-
-    config = ResolvedConfig(3)
-
-    def generate(self, requests: list[Request]) -> Iterator[tuple[int, TokenChunk]]:
-        yield 0, TokenChunk(requests[0], (4,), 1.0, (), "length")
 
 
 def test_the_page_has_every_table() -> None:

@@ -1,0 +1,40 @@
+"""Timing of steps while all requests of a batch decode."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from peagle.engine.request import Request, StepRecord, TokenChunk
+from peagle.ops.errors import InputError
+from peagle.result import Counters
+from scripts.steady import steady
+
+
+def test_steps_are_timed_while_all_requests_of_a_batch_are_decoded() -> None:
+    batch = [Request((1, 2), 9), Request((3,), 9, index=1)]
+
+    def chunk(place: int, time_s: float, *accepted: int, last: bool = False) -> tuple[int, TokenChunk]:
+        steps = tuple(StepRecord(2, (7, 7, 7), num, 5) for num in accepted)
+        tokens = tuple(range(sum(accepted) + len(accepted))) or (4,)
+        return place, TokenChunk(batch[place], tokens, time_s, steps, "length" if last else None)
+
+    class Scripted:
+        def generate(self, requests: list[Request]) -> Iterator[tuple[int, TokenChunk]]:
+            assert requests == batch
+            yield from (chunk(0, 1.0), chunk(0, 2.0, 3), chunk(1, 3.0))  # 0 was decoded alone
+            yield from (chunk(0, 5.0, 1, 2), chunk(1, 5.0, 0, 0), chunk(0, 6.0, 0), chunk(1, 6.0, 3, last=True))
+            yield chunk(0, 7.0, 3, last=True)
+
+    run = steady(Scripted(), batch)  # type: ignore[arg-type]
+    assert (run.seconds, run.steps, run.tokens) == (3.0, 3, 12)
+    assert run.step_s == 1.0
+    assert Counters.of(run.records, 3).histogram == (3, 1, 1, 1)
+    with pytest.raises(InputError, match="no step has all of 1 requests"):
+        steady(Alone(), batch[:1])  # type: ignore[arg-type]
+
+
+class Alone:
+    """An engine whose answer is one token."""
+
+    def generate(self, requests: list[Request]) -> Iterator[tuple[int, TokenChunk]]:
+        yield 0, TokenChunk(requests[0], (4,), 1.0, (), "length")
