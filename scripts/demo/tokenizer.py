@@ -79,7 +79,7 @@ def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         model_max_length=MAX_POSITIONS,
     )
     wrapped.chat_template = CHAT_TEMPLATE
-    # a raw text starts as in training; the chat template brings its own marks
+    # raw text starts as in training; the chat template has marks of its own
     wrapped.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{START_OF_TEXT} $A", special_tokens=[(START_OF_TEXT, wrapped.bos_token_id)]
     )
@@ -87,7 +87,7 @@ def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def training_texts(corpus: Path) -> Iterator[str]:
-    """Yield the text a tokenizer is fitted to: the raw files, and once more the functions, which are generated."""
+    """Yield the tokenizer's training text: the raw files, and the functions again, as the model writes those."""
     for record in read_lines(corpus / "raw_train.jsonl"):
         yield record["text"]
     for record in read_lines(corpus / "chat_train.jsonl"):

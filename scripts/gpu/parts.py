@@ -1,4 +1,4 @@
-"""Where the time of a step goes on a GPU: its kernels, by part of a layer."""
+"""The time of a step on a GPU, by part of a layer."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from target.config import TargetConfig
 from target.params import MoeParams, TargetParams
 
 EXPERTS, ATTENTION, PRODUCTS, REST = PARTS = ("experts, with router", "attention", "qkv, output and head", "rest")
-# what kernels' names begin with; of cuBLAS and XLA, too
+# prefixes of the names of kernels, with cuBLAS' and XLA's
 NAMES = {
     EXPERTS: (
         *("peagle_tiles", "peagle_router", "peagle_choose", "peagle_route", "peagle_gather", "peagle_combine_experts"),
@@ -28,7 +28,7 @@ NAMES = {
 def parts(engine: AnyEngine, requests: Sequence[Request], directory: Path) -> dict[str, float]:
     """Decode the requests under the profiler, all at once; return microseconds of a step by part.
 
-    A kernel may begin while the one before still runs, to wait for it: it counts from that one's end.
+    A kernel may begin, to wait, while the one before still runs: it counts from the end of that one.
     """
     trace, num_steps = record(engine.one, requests, directory)
     spent: dict[str, float] = dict.fromkeys(PARTS, 0.0)
@@ -40,7 +40,7 @@ def parts(engine: AnyEngine, requests: Sequence[Request], directory: Path) -> di
 
 
 def part_of(kernel: str) -> str:
-    """Find the part that a kernel belongs to, by its name."""
+    """Find a kernel's part by its name."""
     return next((part for part, names in NAMES.items() if kernel.startswith(names)), REST)
 
 

@@ -105,7 +105,7 @@ def test_trivial_and_long_bodies_are_left_out(body: str) -> None:
     ],
 )
 def test_tests_and_tables_are_not_collected(path: str, kept: bool) -> None:
-    assert corpus.is_wanted(Path(path)) is kept
+    assert corpus.is_source(Path(path)) is kept
 
 
 @given(st.text())

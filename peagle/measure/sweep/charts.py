@@ -88,49 +88,6 @@ def cycle(rows: Sequence[Row]) -> str | None:
     return svg(draw)
 
 
-def positions(series: Mapping[str, Row]) -> str | None:
-    """Draw the acceptance rate by draft, one line per series. None if nothing was drafted."""
-    lines = {name: list(enumerate(row.rate_per_position, 1)) for name, row in series.items()}
-
-    def finish(axis: Any) -> None:
-        axis.set(xlabel="draft", ylabel="accepted / steps", ylim=(0, 1.05))
-        axis.xaxis.get_major_locator().set_params(integer=True)
-
-    return _lines(lines, finish)
-
-
-def requests(row: Row) -> str | None:
-    """Draw the speed-up of every request, slowest first. None if no request has one."""
-    timed = [(figures, figures.speedup) for figures in row.per_request if figures.speedup is not None]
-    if not timed:
-        return None
-    timed.sort(key=lambda pair: pair[1].value)
-
-    def draw(axis: Any) -> None:
-        for looping, color, name in ((False, COLORS[0], "other outputs"), (True, COLORS[1], "looping outputs")):
-            points = [(place, speedup) for place, (figures, speedup) in enumerate(timed, 1) if figures.loops == looping]
-            _points(axis, points, label=name, color=color, fmt=".", capsize=0)
-        axis.axhline(1, color="grey", linewidth=0.8)
-        axis.set(xlabel="requests, slowest first", ylabel="speed-up over plain decoding")
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        _log_ratios(axis)  # intervals of few repeats reach far, as far up as down by this scale
-        if len(axis.get_legend_handles_labels()[1]) > 1:
-            _legend_above(axis)
-
-    return svg(draw)
-
-
-def _log_ratios(axis: Any) -> None:
-    """Make the vertical axis logarithmic, with ticks at plain numbers."""
-    from matplotlib.ticker import LogLocator, MaxNLocator, StrMethodFormatter
-
-    axis.set_yscale("log")
-    low, high = axis.get_ylim()
-    axis.yaxis.set_major_locator(MaxNLocator(6) if high < 4 * low else LogLocator(2, (1.0, 1.5)))
-    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axis.minorticks_off()
-
-
 def concurrency(series: Mapping[str, Sequence[Row]]) -> str | None:
     """Draw total tokens a second over the number of requests at once, one line per variant. None without any."""
     lines = {name: [(row.concurrency or 1, row.tok_per_s) for row in rows] for name, rows in series.items()}

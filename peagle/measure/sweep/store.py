@@ -2,8 +2,8 @@
 
 A run that is killed at any moment loses at most the requests being decoded.
 
-    run.json        schema, plan, provenance ("sittings": one per process, the run and its resumes); at the end profiles
-                    ("shares") and figures ("rows" and, of many requests at once, "by_concurrency")
+    run.json        schema, plan, provenance ("sittings": one per process, for the run and its resumes); at the end
+                    profiles ("shares") and figures ("rows" and, for many requests at once, "by_concurrency")
     prompts.jsonl   a line per request: set, raw, row, turn, category, prompt_ids; and those left out, with the reason
     asking.jsonl    until prompts.jsonl is complete: a line per conversation
     raw.jsonl       a line per decoded request, in order of decoding
@@ -44,7 +44,7 @@ Key = tuple[Workload, Variant, int, int]  # of a sample: workload, variant, repe
 
 @dataclasses.dataclass(frozen=True)
 class SweepRequest:
-    """One request of a set of prompts: the same for every variant and temperature."""
+    """One request of a set of prompts, the same for all variants and temperatures."""
 
     prompts: str
     raw: bool
@@ -61,7 +61,7 @@ class LeftOut:
 
     prompts: str
     raw: bool | None
-    row: int | None  # None: a row of the file, which `why` names
+    row: int | None  # None: a row of the file, named in `why`
     why: str
 
 
@@ -114,7 +114,7 @@ class Sample:
         return self.counters.num_steps + self.counters.num_plain_steps
 
     def to_json(self) -> Json:
-        """Make the line, with the fields of workload, variant and counters in it, and nothing that is None."""
+        """Make the line, with the fields of workload, variant and counters, without fields that are None."""
         line = flat(self)
         line |= line.pop("counters")
         line["num_speculative_tokens"] = line.pop("num_spec_tokens")
@@ -136,7 +136,7 @@ class Sample:
     def of(
         cls, workload: Workload, variant: Variant, repeat: int, result: Result, bound: Bound | None = None
     ) -> "Sample":
-        """Take what a result says."""
+        """Make a sample of a result."""
         itl = np.quantile(result.itl_s, ITL_QUANTILES) if len(result.itl_s) >= FEWEST_WAITS else None
         return cls(
             workload=workload,
@@ -174,7 +174,7 @@ class Share:
         return self.workload, self.variant, self.request
 
     def to_json(self) -> Json:
-        """Make the entry of run.json, with the fields of workload and variant in it."""
+        """Make the entry of run.json, with the fields of workload and variant."""
         return {name: value for name, value in flat(self).items() if name != "why_not" or value is not None}
 
     @classmethod
@@ -225,7 +225,7 @@ class Folder:
             self.path.rmdir()
 
     def prompts(self) -> tuple[list[SweepRequest], list[LeftOut]] | None:
-        """Read (requests, conversations and rows left out); None if they are not all determined yet."""
+        """Read (requests, conversations and rows left out); None before all are known."""
         if not (self.path / PROMPTS).exists():
             return None
         records = list(
@@ -244,7 +244,7 @@ class Folder:
         return [request for request in requests if (request.prompts, request.raw) == (workload.prompts, workload.raw)]
 
     def save_prompts(self, conversations: Sequence[SweepConversation], left_out: Mapping[str, Sequence[str]]) -> None:
-        """Write all prompts, and the rows left out of each source; then remove asking.jsonl."""
+        """Write all prompts and the rows left out, by source; then remove asking.jsonl."""
         records: list[SweepRequest | LeftOut] = [
             *(request for conversation in conversations for request in conversation.requests),
             *(LeftOut(name, None, None, why) for name, reasons in left_out.items() for why in reasons),
@@ -254,7 +254,7 @@ class Folder:
         (self.path / ASKING).unlink(missing_ok=True)
 
     def begun(self) -> list[SweepConversation]:
-        """Read the conversations that were finished before the run was interrupted."""
+        """Read the conversations that were ready before an interruption."""
         return list(_records(self.path / ASKING, SweepConversation.from_json))
 
     def samples(self) -> list[Sample]:
@@ -263,7 +263,7 @@ class Folder:
         return [sample for sample in records if sample is not None]
 
     def errors(self) -> dict[tuple[Workload, Variant], str]:
-        """Read why variants failed; one that succeeded later is left out."""
+        """Read the errors of variants that have not succeeded since."""
         errors: dict[tuple[Workload, Variant], str] = {}
         lines = _records(self.path / RAW, lambda line: (workload_of(line), variant_of(line), line.get("error")))
         for workload, variant, error in lines:
@@ -274,7 +274,7 @@ class Folder:
 
     @contextlib.contextmanager
     def appending(self, name: str = RAW) -> Iterator["Appender"]:
-        """Append to raw.jsonl, or asking.jsonl. The command that runs the sweep has the folder `alone`."""
+        """Append to raw.jsonl, or asking.jsonl. The caller must hold the folder `alone`."""
         path = self.path / name
         with writing(path):
             file = path.open("a+b")
@@ -315,7 +315,7 @@ def begin(path: Path, plan: Plan, provenance: Json) -> Folder:
     expect_new(path)
     record: Json = {"schema": SCHEMA, "kind": KIND, "plan": plan.to_json(), "sittings": [provenance]}
     record |= {"shares": [], "rows": None}
-    hidden = path.with_name(f".{path.name}.tmp")  # so that no folder is without its plan
+    hidden = path.with_name(f".{path.name}.tmp")  # so that a folder always has its plan
     with writing(path):
         hidden.mkdir(parents=True, exist_ok=True)
         Folder(hidden, record).save()
@@ -340,13 +340,13 @@ def open_run(path: Path) -> Folder:
         raise InputError(f"{path} holds the summary of a run; expected the folder of peagle sweep, with its raw lines")
     if schema not in (2, SCHEMA) or record.get("kind") != KIND:
         raise InputError(f"{path} holds no run of peagle sweep (schema {schema}); expected schema {SCHEMA}")
-    if schema == 2:  # its shares are of no single request, so they cannot be used
+    if schema == 2:  # its shares are not by request, so they cannot be used
         record |= {"schema": SCHEMA, "shares": []}
     return Folder(path, record)
 
 
 def flat(record: Sample | Share) -> Json:
-    """Make a line of a record, with the fields of its workload and variant in it."""
+    """Make a line of a record, with the fields of its workload and variant."""
     line = dataclasses.asdict(record)
     return line.pop("workload") | line.pop("variant") | line
 
@@ -367,7 +367,7 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 def _tuples(kind: type[Record], values: Json) -> Record:
-    """Make a record of JSON values, whose lists are its tuples."""
+    """Make a record of JSON values; lists become tuples."""
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
