@@ -140,7 +140,7 @@ def bandwidth() -> Iterator[Json]:
 
 
 def prepare_kernels() -> None:
-    """Compile the launcher of the GPU kernels if it is missing and can be compiled; then check the kernels."""
+    """Compile the GPU kernels' launcher if it is missing; then check the kernels."""
     if on_gpu() and not LAUNCHER.exists():
         try:
             build_launcher()
@@ -190,7 +190,7 @@ def conformance() -> Iterator[Json]:
 
 
 def peers() -> Iterator[Json]:
-    """Compare this project, its own XLA form and transformers, interleaved, each in a process of its own."""
+    """Compare this project, its XLA form and transformers, in interleaved processes."""
     with tempfile.TemporaryDirectory() as directory:
         size = PEERS if on_gpu() else PEERS_TRIED_OUT
         checkpoint, out = Path(directory) / size, Path(directory) / "out"
@@ -214,7 +214,7 @@ def peers() -> Iterator[Json]:
 
 
 def over_devices(shape: MeshShape) -> Iterator[Json]:
-    """Compare a small target over a mesh with the whole one; then time passes of a larger one, over it and whole."""
+    """Compare a small target over a mesh with the whole one; then time a larger one."""
     name = PEERS if on_gpu() else PEERS_TRIED_OUT
     with tempfile.TemporaryDirectory() as scratch:
         small, large = loud_target(Path(scratch)), Path(scratch) / name
@@ -281,7 +281,7 @@ PROFILED = (1, 8, 32)  # requests
 
 
 def target_alone(name: str, params: Any, config: TargetConfig, passes: Passes) -> Iterator[Json]:
-    """Measure passes of a shape; nothing by XLA if that was measured already, or XLA does not take the layout."""
+    """Measure passes of a shape; by XLA only if CUDA ran before, and XLA takes the layout."""
     if passes.xla and (not cuda.available() or isinstance(params.layers[0].moe.experts, TiledExperts)):
         return
     weights = dataclasses.replace(params, implementation="xla") if passes.xla else params
@@ -394,7 +394,7 @@ def on_gpu() -> bool:
 
 
 def checked_mesh(text: str) -> MeshShape:
-    """Read a mesh. Raises InputError for dp, too few devices, and a mesh that does not divide the targets."""
+    """Parse a mesh. Raises InputError for dp, too few devices, and targets it cannot divide."""
     refuse_replicas(text, "this measures the passes of one copy")
     shape = parse_mesh(text)
     for config in (CONFIG, SIZES[PEERS if on_gpu() else PEERS_TRIED_OUT]):

@@ -41,7 +41,7 @@ AT_ONCE = (  # of a row of many requests at once
 
 
 def publish(run: Path, out: Path) -> None:
-    """Write the run in short into a new folder. Raises InputError for an unfinished run and for too large a file."""
+    """Write the run in short into a new folder. Raises InputError for what cannot be published."""
     expect_new(out)
     record = _read(run / RUN)
     files = _sweep(run) if record.get("kind") == KIND else _as_it_is(run, record)

@@ -49,7 +49,7 @@ def run_scenario(
     bench: Callable[[argparse.Namespace, list[str]], int],
     arguments: Sequence[str] | None,
 ) -> int:
-    """Run a scenario of scripts.bench on its options and the words after `python -m scripts.bench`."""
+    """Run a scenario on its options and the words after `python -m scripts.bench`."""
     typed = list(sys.argv[1:] if arguments is None else arguments)
     return in_one_line(f"bench {name}", lambda: bench(parser.parse_intermixed_args(typed), [name, *typed]))
 
@@ -210,7 +210,7 @@ class RawLines:
 
 
 def write_run(out: Path, record: Json, blocks: Sequence[pages.Block], show: bool = True) -> None:
-    """Write run.json, README.md and the pictures of its page into the folder; show: print the page, too."""
+    """Write run.json, README.md and pictures into the folder. show: print the page, too."""
     text = pages.markdown(blocks)
     out.mkdir(parents=True, exist_ok=True)
     (out / "run.json").write_text(dumps(record, indent=1) + "\n", encoding="utf-8")

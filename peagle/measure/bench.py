@@ -194,7 +194,7 @@ class Bench:
     interrupted: bool = False
 
     def v(self, measurement: Measurement) -> float | None:
-        """Return time(T) / time(1) of a verify test, medians; None for other tests and without time(1)."""
+        """Return time(T) / time(1) of a verify test, by medians; None if it is not known."""
         if measurement.case.kind != "verify":
             return None
         return self._over(measurement, dataclasses.replace(measurement.case, size=1))
@@ -214,7 +214,7 @@ class Bench:
         return None if ratio is None else case.active / ratio
 
     def _over(self, measurement: Measurement, other: Case) -> float | None:
-        """Return a pass's time over that of another test, medians; None if the other was not measured."""
+        """Divide a pass's median time by that of another test; None if that was not measured."""
         base = [known for known in self.measurements if known.case == other]
         return measurement.ms_per_pass.median / base[0].ms_per_pass.median if base else None
 
@@ -332,7 +332,7 @@ def _prepare_decoding(case: Case, pair: Pair, options: BenchOptions, rng: np.ran
 
 
 def time_steps(chunks: Generator[tuple[int, TokenChunk], None, None], num_requests: int, count: int) -> float:
-    """Time `count` steps of an engine, in seconds, while all requests are active; then close `chunks`.
+    """Time `count` steps of an engine while all requests are active; then close `chunks`.
 
     chunks: those of `Engine.generate`. The time begins with the last request's first token. Steps are counted in the
     first request, since all requests share each step. Raises RuntimeError if the first request ends before.
@@ -395,7 +395,7 @@ class _Verify:
 
 
 def _prefill(target: Target, token_ids: np.ndarray, capacity: int, chunk: int, widest_write: int) -> PyTree:
-    """Prefill token_ids [B, T] chunk by chunk into caches with room for passes of widest_write rows."""
+    """Prefill token_ids [B, T] by chunks, into caches for passes of widest_write rows."""
     caches = _empty(target, token_ids.shape[0], capacity, max(chunk, widest_write))
     for start in range(0, token_ids.shape[1], chunk):
         piece = token_ids[:, start : start + chunk]
@@ -434,7 +434,7 @@ def _at_once(
 def _verify_passes(
     target: Target, caches: PyTree, token_ids: jax.Array, lengths: jax.Array, turn: jax.Array, passes: jax.Array
 ) -> tuple[PyTree, jax.Array]:
-    """Run passes over the next sets of token_ids [sets, B, T]; return (caches, a digest of all logits)."""
+    """Run passes over sets of token_ids [sets, B, T]; return (caches, a digest of all logits)."""
 
     positions = lengths[:, None] + jnp.arange(token_ids.shape[2], dtype=jnp.int32)[None, :]
 

@@ -86,12 +86,12 @@ def _with_logits(drafter: Drafter) -> Drafter:
 
 
 def _capacity(num_tokens: int) -> int:
-    """Return a power of two that holds so many tokens: texts of most lengths share their programs."""
+    """Round up to a power of two, so that most texts share their programs."""
     return max(256, 1 << (num_tokens - 1).bit_length())
 
 
 def _read(target: Target, text: Sequence[int], first: int, sampling: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
-    """Run the target over a text; return (distributions after the tokens from `first` on, aux_hidden of all)."""
+    """Run the target over a text; return (distributions from token `first` on, aux_hidden)."""
     cache = target.init_cache(1, _capacity(len(text)), CHUNK)
     probs, aux = [], []
     for start in range(0, len(text), CHUNK):

@@ -19,7 +19,7 @@ CHUNK = 32  # tokens of one pass
 def output_logprobs(
     target: Target, prompt_ids: Sequence[int], output_ids: Sequence[int], num_best: int, capacity: int | None = None
 ) -> list[TokenLogprobs]:
-    """Compute the log-probability of each output token, with the num_best likeliest tokens there.
+    """Compute the output tokens' log-probabilities, with the num_best likeliest tokens.
 
     `capacity`: room for prompt and output, by default the next power of two; each value compiles its own program.
     """
@@ -65,7 +65,7 @@ def _chunk_logprobs(
     *,
     num_best: int,
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array] | None, PyTree]:
-    """Run `count` tokens at positions begin..; return (`_pick` of each row, or None; the caches)."""
+    """Run `count` tokens at positions begin..; return (`_pick` of the rows or None, caches)."""
     place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
     positions = jnp.where(place < count, begin + place, -1)
     if not num_best:

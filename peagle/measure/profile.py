@@ -95,7 +95,7 @@ def profile(
     part_of: dict[str, str] | None = None,
     perfetto: bool = True,
 ) -> Breakdown:
-    """Decode requests under the profiler: as many as there are slots, MOST_TOKENS tokens at most.
+    """Decode a request per slot under the profiler, at most MOST_TOKENS tokens.
 
     Writes the trace to the directory, for XProf or TensorBoard, and with `perfetto` for Perfetto, too, in twice the
     time. The engine must be warmed up; of replicas, one is profiled. part_of: the result of `operations_of`, if it is
@@ -141,7 +141,7 @@ def _traces(directory: Path) -> dict[Path, int]:
 
 
 def operations_of(engine: AnyEngine, sampled: bool) -> dict[str, str]:
-    """Map operations of the engine's step programs to parts of the step: {module/operation: part}."""
+    """Map the step programs' operations to parts of the step: {module/operation: part}."""
     part_of: dict[str, str] = {}
     with engine.one.launching_alone():
         for program in engine.one.programs(sampled):

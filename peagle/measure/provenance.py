@@ -131,7 +131,7 @@ def _git(directory: Path, *arguments: str) -> str | None:
 
 
 def version_of(name: str) -> str | None:
-    """Return a distribution's version; None if it is not installed, as this project is in a bare checkout."""
+    """Return a distribution's version; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -58,7 +58,7 @@ def check_kernels() -> Finding:
 
 
 def check_logits(size: str) -> Iterator[Finding]:
-    """Compare a random model's logits, as this machine computes them, with XLA's on CPU in float32.
+    """Compare this machine's logits of a random model with XLA's on CPU in float32.
 
     size: a name of random_checkpoint.SIZES. Yields nothing if this machine computes by XLA on CPU anyway.
     """
@@ -86,7 +86,7 @@ def check_logits(size: str) -> Iterator[Finding]:
 
 
 def check_losslessness() -> Iterator[Finding]:
-    """Compare speculation with plain decoding, token by token: the demo pair in float32, greedy and sampled."""
+    """Compare the demo pair's speculation with plain decoding in float32, greedy and sampled."""
     with jax.default_matmul_precision("highest"):
         demo = load(dtype="float32")
         for name, pair in (("the demo's drafter", demo), ("n-grams", with_drafter(demo, DEMO, "ngram"))):

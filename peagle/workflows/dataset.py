@@ -29,7 +29,7 @@ LENGTHS = (512, 1024, 2048, 4096, 8192)
 
 
 def chosen_aux_layers(typed: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
-    """Return the layers of aux_hidden: those of --taps, or the default. Raises InputError for impossible ones."""
+    """Return the layers of aux_hidden: --taps or the default. Raises InputError for bad ones."""
     if typed is None:
         if num_layers < 7:
             raise InputError(f"a target of {num_layers} layers has no default taps; name them with --taps, as 0,1,2")
@@ -82,7 +82,7 @@ def taught(
     keep_prompt: int | None = None,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Iterator[Document]:
-    """Add to the documents' tokens aux_hidden (if hidden), and the target's `top` best next tokens.
+    """Add aux_hidden (if hidden) and the target's `top` best next tokens to documents.
 
     The target reads whole documents; the last `keep_prompt` tokens of the prompt are kept, None: all. Calls
     progress(documents read, all) after a pass.
@@ -118,7 +118,7 @@ def taught(
 
 
 def passes(sizes: Sequence[int]) -> Iterator[tuple[list[int], int]]:
-    """Group documents by their sizes, the shortest first; yield (their indices, the width of their pass)."""
+    """Group documents by size, the shortest first; yield (their indices, the pass's width)."""
     order = sorted(range(len(sizes)), key=sizes.__getitem__)
     while order:
         group = order[:TOGETHER]

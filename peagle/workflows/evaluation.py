@@ -96,7 +96,7 @@ def taught_alike(
 
 
 def known_prompts(held_out: Sequence[Document], documents: Sequence[Document]) -> str | None:
-    """Return a warning about held-out prompts that the drafter is trained on; None if there are none."""
+    """Return a warning about held-out prompts in the training data, or None."""
     known = {_prompt(document) for document in documents}
     count = sum(_prompt(document) in known for document in held_out)
     if not count:

@@ -65,7 +65,7 @@ class Exported:
 def export(
     source: Path, out: Path, dialect: Dialect, verifier: str | None, aux_layer_ids: tuple[int, ...] | None
 ) -> Exported:
-    """Write the drafter in the dialect into a new folder, with its card, and check that it reads back bit for bit.
+    """Write the drafter in the dialect with its card, and check that it reads back bit for bit.
 
     verifier: the target's name for others; None: that in the record of the drafter's training. If it is a folder, it
     provides the embedding, head and positions that the drafter does not store. Raises InputError for files that cannot
@@ -230,7 +230,7 @@ def _elsewhere(config: DrafterConfig, dialect: Dialect, name: str, target: Targe
 
 
 def spread_over_groups(config: DrafterConfig, target: TargetConfig) -> bool:
-    """Test whether vLLM would put the drafter's layers into several groups of its KV cache, at which it stops.
+    """Test whether vLLM would put the drafter's layers into several KV cache groups, and stop.
 
     It cuts the layers of every kind into groups of one size: the size of the largest kind if that is less than 1.5
     times the smallest, else that of the smallest. A kind is a cache shape and a window: a drafter's layers count among

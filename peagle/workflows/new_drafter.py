@@ -52,7 +52,7 @@ def drafter_config(
     documents: Sequence[Document],
     depth: int,
 ) -> tuple[DrafterConfig, DraftVocab | None]:
-    """Return the drafter's shape and draft vocabulary: of --init, or new ones; the target's sizes are the defaults.
+    """Return the shape and draft vocabulary of --init, or new ones with the target's sizes.
 
     depth: the drafts to train; a new DFlash drafter's block has as many.
     """
@@ -114,7 +114,7 @@ def drafter_config(
 
 
 def _check_shape_of_block(shape: DrafterShape, target: TargetConfig) -> None:
-    """Raise InputError for options that contradict a DFlash drafter: it has its target's embedding and head."""
+    """Raise InputError for options that contradict the shared ends of a DFlash drafter."""
     if shape.hidden_size not in (None, target.hidden_size):
         raise InputError(
             f"hidden_size is {shape.hidden_size}; expected the target's {target.hidden_size}, since a DFlash drafter "
@@ -143,7 +143,7 @@ def _with_window(config: DrafterConfig, shape: DrafterShape) -> DrafterConfig:
 def _draft_vocab(
     typed: str, directory: Path, vocab_size: int, stop_token_ids: tuple[int, ...], documents: Sequence[Document]
 ) -> DraftVocab:
-    """Choose the N tokens that the target wrote most often in the data, or those that a file lists."""
+    """Choose the target's N most frequent tokens in the data, or those of a file."""
     if not typed.isdecimal():
         return choose(typed, directory, vocab_size, stop_token_ids)
     count = int(typed)
@@ -154,7 +154,7 @@ def _draft_vocab(
 
 
 def _free_token(documents: Sequence[Document], vocab_size: int, stop_token_ids: Sequence[int]) -> int:
-    """Return the highest token id that the data never uses, for mask slots; the rarest if it uses all."""
+    """Return the highest token id that the data never uses, for mask slots; else the rarest."""
     ids = np.concatenate([document.token_ids for document in documents])
     uses = np.bincount(ids[(ids >= 0) & (ids < vocab_size)], minlength=vocab_size)
     uses[list(stop_token_ids)] = np.iinfo(uses.dtype).max
@@ -180,7 +180,7 @@ def _check_shape_of_init(shape: DrafterShape, config: DrafterConfig) -> None:
 
 
 def check_window(config: DrafterConfig, target: TargetConfig, depth: int, *, by_option: bool) -> None:
-    """Raise InputError for a window that hides a chain's anchor from its drafts, or that hides nothing."""
+    """Raise InputError for a window that hides a chain's anchor, or that hides nothing."""
     window = config.narrowest_window
     if window is None:
         return

@@ -100,7 +100,7 @@ def _padded(rows: np.ndarray, width: int) -> Any:
 
 
 def accepted(drafts: Sequence[np.ndarray] | np.ndarray, text: Text) -> np.ndarray:
-    """Count the leading drafts of each step that equal the text, as far as the text reaches; [S]."""
+    """Count every step's leading drafts that equal the text, as far as it reaches; [S]."""
     counts = []
     for place, step in zip(text.places, drafts, strict=True):
         following = text.token_ids[place + 1 : place + 1 + len(step)]

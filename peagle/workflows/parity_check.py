@@ -112,7 +112,7 @@ class Findings:
 def ask(
     pair: Pair, conversations: Sequence[Conversation], config: ParityConfig, *, raw: bool, at_least: int = 0
 ) -> Replies:
-    """Answer the prompts greedily, and read every hidden state of the target. at_least: tokens that the caches hold."""
+    """Answer the prompts greedily, and read all hidden states. at_least: the caches' tokens."""
     requests = [
         pair.request(conversation, [], config.rendering(raw), max_new_tokens=config.max_new_tokens, index=index)
         for index, conversation in enumerate(conversations)
@@ -164,7 +164,7 @@ def examine(
     settings: ParityConfig,
     progress: Any,
 ) -> Findings:
-    """Compare the engine's drafts with the model's, those with the float64 reference's, and try other readings.
+    """Compare drafts of engine, model and float64 reference, and try other readings.
 
     model: the drafter as it is loaded; the pair's own may be another.
     """
@@ -230,7 +230,7 @@ def with_all_tokens(texts: Sequence[Text], drafts: Sequence[np.ndarray], ids: np
 def against_reference(
     pair: Pair, model: Model, checkpoint: Checkpoint, texts: Sequence[Text], settings: ParityConfig
 ) -> tuple[Logits | None, float | None]:
-    """Compare the first steps of the first text with drafter/reference.py: (logits, share of equal drafts).
+    """Compare first steps with drafter/reference.py: (logits, share of equal drafts).
 
     (None, None) for a drafter that shares the target's head, which the reference needs.
     """
@@ -274,7 +274,7 @@ class Other:
 
 
 def readings(pair: Pair, model: Model, checkpoint: Checkpoint, replies: Replies) -> Iterator[Other]:
-    """Yield other ways to read this checkpoint that have caused low acceptance; a cure names the file's own keys."""
+    """Yield other readings of this checkpoint that have caused low acceptance before."""
     params, config = model.params, model.config
     aux_layers = [*named_aux_layers(checkpoint.config), TOP_AUX_LAYERS][0]
     texts, layers = replies.texts, cast(GptOss, pair.target).aux_layer_ids
@@ -338,7 +338,7 @@ def _plain(key: str, value: object) -> str:
 
 
 def mask_tokens(pair: Pair, config: DrafterConfig) -> list[int]:
-    """List ids that a drafter's mask slots may have had in training: special and unknown tokens, the last ids first."""
+    """List ids that mask slots may have had in training: special and unknown, the last first."""
     tokenizer = pair.tokenizer
     special = [
         token
@@ -354,7 +354,7 @@ def mask_tokens(pair: Pair, config: DrafterConfig) -> list[int]:
 def vocabularies(
     checkpoint: Checkpoint, params: DrafterParams, config: DrafterConfig
 ) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Yield other maps from draft ids to the target's that the files may mean, as (name, cure, ids)."""
+    """Yield other maps to the target's ids that the files may mean: (name, cure, ids)."""
     if params.draft_to_target is None or not checkpoint.has(LM_HEAD):  # a shared head follows the map
         return
     used = np.asarray(params.draft_to_target)

@@ -70,7 +70,7 @@ class RankBytes:
 
 
 def rank_bytes(config: TargetConfig, mxfp4: bool, shape: MeshShape) -> list[RankBytes]:
-    """Count the weights of every rank. Raises InputError for a mesh that does not divide the model."""
+    """Count the ranks' weights. Raises InputError for a mesh that does not divide the model."""
     leaves = Counter(tensor_leaves(config, mxfp4).values())  # most layers have equal ones
     return [_of_rank(Part(config, Place(rank, shape.tp, shape.ep), mxfp4), leaves) for rank in range(shape.ranks)]
 
@@ -90,7 +90,7 @@ def _of_rank(part: Part, leaves: Mapping[tuple[Leaf, tuple[int, ...]], int]) -> 
 
 
 def rank_cache_bytes(config: TargetConfig, shape: MeshShape, slots: int, positions: int, num_drafts: int) -> int:
-    """Count the pages of a rank, in bfloat16: those that an engine of these slots and this context reserves.
+    """Count the bytes of a rank's pages in bfloat16 that an engine of this shape reserves.
 
     More than MOST_RESERVED positions of a slot are not reserved, but for one request.
     """
@@ -113,7 +113,7 @@ def target_pages(
 
 
 def pass_s(config: TargetConfig, mxfp4: bool, shape: MeshShape, device: Device, rows: int) -> tuple[float, float]:
-    """Bound the time of a pass over `rows` rows at a short context: (reading weights, collectives), in seconds.
+    """Bound the seconds of a pass at a short context: (reading weights, collectives).
 
     Weights: those of the rank that reads most, at its memory's bandwidth. Rows select experts evenly.
     """

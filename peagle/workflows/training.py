@@ -51,7 +51,7 @@ GIVEN, LENGTH = "data.given", "recipe.steps"  # values that may differ when a tr
 
 
 def even_parts(config: DrafterConfig, width: int) -> int:
-    """Count the equal parts to cut a row into, so that each with its windows' context takes a short row's memory.
+    """Count the equal parts of a row that take a short row's memory with their windows.
 
     1 if a layer has no window.
     """
@@ -71,7 +71,7 @@ def check_parts(config: DrafterConfig, recipe: Recipe) -> None:
 
 
 def begun_in(out: Path) -> dict[str, Any] | None:
-    """Read the record of a training; None for a new folder. Raises InputError for a folder of something else."""
+    """Read a training's record; None for a new folder. Raises InputError for another folder."""
     if (record := read_record(out)) is not None:
         return record
     if out.exists() and (not out.is_dir() or holds_files(out)):
@@ -93,7 +93,7 @@ def record_recipe(
     command: Mapping[str, Any],
     covered: Coverage | None,
 ) -> None:
-    """Write recipe.json, or check that it is the same; more steps are recorded under `continued`.
+    """Write recipe.json, or check that it is the same; more steps go under `continued`.
 
     command: the options as typed, for --resume. covered: the data's coverage by a narrowed vocabulary. Raises
     InputError that names every difference.
@@ -171,7 +171,7 @@ def held_out_every(steps: int) -> int:
 def planned_steps(
     minutes: float, step_s: float, evaluation_s: float, evaluate_every: int, held_out_s: float = 0.0
 ) -> int:
-    """Count the steps that fit into PLANNED_FRAC of the minutes, with evaluations and losses on held-out documents.
+    """Count the steps that fit into the minutes, with evaluations and held-out losses.
 
     evaluation_s, held_out_s: the time of one; 0 if there is none. evaluate_every: steps between evaluations; 0: only
     one at the end.
@@ -206,7 +206,7 @@ def seconds_per_step(
 
 
 def seconds_of_held_out(trainer: Trainer, initial: DrafterParams) -> float:
-    """Measure the time of a loss on the held-out documents, without compilation; 0 if there are none."""
+    """Measure the time of a loss on held-out documents without compilation; 0 without them."""
     if trainer.held_out is None:
         return 0.0
     state = trainer.begin(initial)

@@ -92,7 +92,7 @@ def weak_drafter(log: Sequence[Mapping[str, Any]], out: Path, *, init: bool) -> 
 
 
 def coverage_in_words(documents: Sequence[Document], token_ids: np.ndarray, measured: Coverage) -> str:
-    """Describe a draft vocabulary. Example: 512 tokens, 12 of them not in the data: 83.1% of the tokens, ..."""
+    """Describe a draft vocabulary. Example: 512 tokens, 12 of which no answer holds: ..."""
     written = np.unique(np.concatenate(list(answers(documents))))
     absent = int(np.sum(~np.isin(token_ids, written)))
     lacking = f", {absent:,} of which no answer holds" if absent else ""

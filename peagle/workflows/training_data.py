@@ -37,7 +37,7 @@ def training_data(
     held_out_frac: float = 0.0,
     seed: int = 0,
 ) -> TrainingData:
-    """Read the folders (path, share of a step's rows) and pack their documents into rows of `width` tokens.
+    """Read folders (path, share of a step's rows), and pack documents into rows of `width`.
 
     mix: shares by the length of a document instead. held_out_frac: the most of each folder's (or length's) documents to
     hold out; an evaluation has room for so many. Raises InputError for shares that do not divide the rows, a folder
@@ -73,7 +73,7 @@ def training_data(
 
 
 def parse_mix(typed: str) -> tuple[tuple[int, int], ...]:
-    """Read (the most tokens of a document, its share) from LEN:SHARE,... Raises InputError for anything else."""
+    """Parse LEN:SHARE,... to (most tokens of a document, share). Raises InputError."""
     try:
         mix = tuple((int(most), int(share)) for most, share in (part.split(":") for part in typed.split(",")))
     except ValueError:
@@ -116,7 +116,7 @@ def mixed(
 
 
 def shares(typed: Sequence[str]) -> list[tuple[Path, int]]:
-    """Parse DIR[:SHARE] to (folder, its share of a step's rows). Raises InputError for anything else."""
+    """Parse DIR[:SHARE] to (folder, its share of a step's rows). Raises InputError."""
     if not typed:
         raise InputError("no training data is given; expected --data DIR, a folder that peagle data wrote")
     parts = []
@@ -149,7 +149,7 @@ def answers(documents: Sequence[Document]) -> Iterator[np.ndarray]:
 
 
 def data_coverage(documents: Sequence[Document], token_ids: np.ndarray, num_drafts: int) -> Coverage:
-    """Measure the share of the answers that a draft vocabulary covers. Raises InputError if it is 0."""
+    """Measure a draft vocabulary's share of the answers. Raises InputError if it is 0."""
     measured = coverage(answers(documents), token_ids, num_drafts)
     if not measured.frac:
         raise InputError(
@@ -160,12 +160,12 @@ def data_coverage(documents: Sequence[Document], token_ids: np.ndarray, num_draf
 
 
 def self_contained(documents: Sequence[Document]) -> bool:
-    """Test whether the data holds aux_hidden and the target's best tokens, so that the target need not run."""
+    """Test whether the data holds aux_hidden and best tokens, so that no target need run."""
     return all({"aux_hidden", "top_ids"} <= document.teacher.keys() for document in documents)
 
 
 def check_tokens(documents: Sequence[Document], config: DrafterConfig, shape: DrafterShape) -> None:
-    """Raise InputError for data of another vocabulary or other layers, and for a --mask-token that the data holds.
+    """Raise InputError for data of another vocabulary or layers, and for a --mask-token in it.
 
     Warns of a mask token in the data that no option named: that of --init, or the rarest token, as none is free.
     """
@@ -201,7 +201,7 @@ def kept_of_prompts(folders: Sequence[Path]) -> int | None:
 
 
 def check_teachers(folders: Sequence[Path], config: DrafterConfig, weights: str, depth: int, *, strict: bool) -> None:
-    """Raise InputError for hidden states or logits of another target or other layers than the drafter reads.
+    """Raise InputError for hidden states or logits of another target or other layers.
 
     Also for prompts cut shorter than the drafter's windows reach. Text of another target is an error if strict, else a
     warning.

@@ -128,7 +128,7 @@ class Build:
 
     def train(self, trainings: dict[str, Training], target: Path, width: int, data: Sequence[str | Path]) -> None:
         """Train drafters by `peagle train`."""
-        prompts = ("--evaluate", self.work / "corpus" / "heldout_prompts.jsonl", "--evaluate-prompts", "60")
+        prompts = ("--evaluate", self.work / "corpus" / "heldout_prompts.jsonl", "--evaluate-prompts", self.count(60))
         for name, training in trainings.items():
             options = [part for folder in data for part in ("--data", folder)]
             options += [] if training.init is None else ["--init", self.work / training.init / "drafter"]
@@ -143,7 +143,7 @@ class Build:
 
 
 def command(module: str, *arguments: str | Path, environment: dict[str, str] | None = None) -> None:
-    """Run `python -m module` in a process of its own, in this environment or this process'. Exits if it fails."""
+    """Run `python -m module` in a process of its own. Exits if it fails."""
     typed = [sys.executable, "-m", module, *map(str, arguments)]
     print("build:", *typed[1:], flush=True)
     if subprocess.run(typed, env=environment, check=False).returncode:

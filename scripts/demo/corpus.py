@@ -218,7 +218,7 @@ def summary(docstring: str) -> str:
 
 
 def stub_of(node: FunctionNode, lines: list[str]) -> str | None:
-    """Render signature and the docstring's first paragraph, dedented; None if the body is on the signature's line."""
+    """Render signature and summary, dedented; None if the body is on the signature's line."""
     first = node.body[0]
     if first.lineno == node.lineno:
         return None
@@ -286,7 +286,7 @@ def unique_bodies(functions: Iterable[Function], keys: set[str]) -> list[Functio
 def choose_held_out(
     sources: list[SourceFile], functions: Callable[[SourceFile], Iterable[Function]] = chat_functions
 ) -> list[str]:
-    """Choose NUM_HELD_OUT modules of the standard library with enough prompts, in the order of their names' hashes.
+    """Choose NUM_HELD_OUT standard modules with enough prompts, by their names' hashes.
 
     functions: chat_functions, or a cached one.
     """

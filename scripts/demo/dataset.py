@@ -47,7 +47,7 @@ Record = Mapping[str, Any]
 
 
 def chat_prefix(tokenizer: PreTrainedTokenizerFast, prompt: str) -> str:
-    """Render a prompt by the chat template; a few, chosen by hash, with a system message or a reasoning effort."""
+    """Render a prompt by the chat template; a few have a system message or a reasoning effort."""
     choice = int(digest(prompt)[:8], 16)
     messages = [{"role": "user", "content": prompt}]
     if choice % SYSTEM_EVERY == 0:
@@ -77,7 +77,7 @@ def chat_documents(tokenizer: PreTrainedTokenizerFast, records: Iterable[Record]
 
 
 def raw_documents(tokenizer: PreTrainedTokenizerFast, records: Iterable[Record], width: int = WIDTH) -> list[Document]:
-    """Cut every file, between start-of-text and end-of-text, into pieces of a row's width, shuffled."""
+    """Cut all files, with start-of-text and end-of-text, into pieces of a row; shuffled."""
     texts = [START_OF_TEXT + record["text"] + END_OF_TEXT for record in records]
     pieces = [ids[start : start + width] for ids in encode_all(tokenizer, texts) for start in range(0, len(ids), width)]
     return shuffled([(piece, [TEXT] * len(piece)) for piece in pieces if len(piece) > 1])
@@ -153,7 +153,7 @@ def texts_of(records: Iterable[Record]) -> dict[str, str]:
 
 
 def behind_texts(records: Iterable[Record], texts: Mapping[str, str], width: int) -> Iterator[dict[str, Any]]:
-    """Put another stretch of text before every record's prompt, of a length that leaves room for the rest of a row.
+    """Put a stretch of text before every record's prompt, with room for the rest of a row.
 
     Kind, place and length follow from the prompt's hash.
     """
@@ -166,7 +166,7 @@ def behind_texts(records: Iterable[Record], texts: Mapping[str, str], width: int
 
 
 def make_long_dataset(corpus: Path, dataset: Path, tokenizer: Path, out: Path) -> None:
-    """Write long rows of a corpus beside the short ones, and long_prompts.jsonl and short_prompts.jsonl."""
+    """Write long rows beside the short ones, long_prompts.jsonl and short_prompts.jsonl."""
     encoder, rows = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True), Rows(out)
     for path in dataset.glob("*.npz"):
         shutil.copy(path, out / path.name)

@@ -24,7 +24,7 @@ GOOD, LOOPING, OTHER = "good", "looping", "other"
 
 
 def kind_of(answer: list[int]) -> str:
-    """Judge an answer: GOOD ends by itself and does not loop; LOOPING does neither; OTHER is left out."""
+    """Judge an answer. GOOD ends by itself and does not loop; LOOPING does neither."""
     distinct, total = loop_grams(answer)
     loops = distinct < (1 - LOOPING_ABOVE) * total
     ended = bool(answer) and answer[-1] == SPECIAL_TOKENS.index(RETURN)
@@ -51,7 +51,7 @@ def lesson(document: Document) -> tuple[str, dataset.Document]:
 
 
 def make_practice(written: Path, rows: Path, widths: tuple[int, ...], out: Path) -> None:
-    """Write a dataset: in chat rows of these widths half are lessons of answers (`peagle data`), half the corpus'.
+    """Write a dataset: chat rows of these widths are half lessons of answers, half the corpus'.
 
     rows: a folder of scripts.demo.dataset, whose other rows stay as they are.
     """

@@ -137,7 +137,7 @@ def _parameters(node: FunctionNode, text: str) -> Iterator[tuple[str, str]]:
 
 
 def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a function's statements in source order, without those of functions inside it."""
+    """Yield the nodes of a function's statements, without those of functions inside it."""
     for child in node.body if isinstance(node, FunctionNode) else ast.iter_child_nodes(node):
         if not isinstance(child, FunctionNode | ast.ClassDef | ast.Lambda):
             yield child

@@ -51,7 +51,7 @@ CHAT_TEMPLATE = """\
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """Train a byte-level BPE of `vocab_size` ids: the special tokens first, all 256 bytes among them."""
+    """Train a byte-level BPE of `vocab_size` ids: special tokens, all 256 bytes, pieces."""
     tokenizer = Tokenizer(models.BPE())
     pieces = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -87,7 +87,7 @@ def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def training_texts(corpus: Path) -> Iterator[str]:
-    """Yield the tokenizer's training text: the raw files, and the functions again, as the model writes those."""
+    """Yield the tokenizer's training text: the raw files, and the functions again."""
     for record in read_lines(corpus / "raw_train.jsonl"):
         yield record["text"]
     for record in read_lines(corpus / "chat_train.jsonl"):

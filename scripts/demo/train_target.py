@@ -109,7 +109,7 @@ class Stage:
         return tuple(sorted(self.shares)) or (f"raw_{WIDTH}", f"chat_{WIDTH}")
 
     def rate_at(self, progress: float) -> float:
-        """Compute the share of the learning rates: a linear warm-up, a plateau, a linear decay to zero at the end."""
+        """Compute the share of the learning rates: linear warm-up, plateau, linear decay to zero."""
         return self.peak * min(1.0, progress / self.warmup_frac, (1.0 - progress) / self.decay_frac)
 
 
@@ -200,7 +200,7 @@ def positions_of(segment_ids: np.ndarray) -> np.ndarray:
 
 
 def make_batch(parts: list[tuple[Rows, np.ndarray]], prompt_weight: float = PROMPT_WEIGHT) -> Batch:
-    """Gather rows of each file. A weight is of the prediction OF its token: how much it counts, below 0 as unwanted."""
+    """Gather rows of files. A weight counts the prediction OF its token; below 0 as unwanted."""
     token_ids, segment_ids, roles = (
         np.concatenate([getattr(rows, name)[numbers] for rows, numbers in parts])
         for name in ("token_ids", "segment_ids", "roles")
@@ -242,7 +242,7 @@ def loss_and_gradients(params: TargetParams, config: TargetConfig, batch: Batch)
 
 
 def blocks(config: TargetConfig, params: TargetParams) -> TargetParams:
-    """Cut the matrices into stacks [blocks, inputs, outputs] of one attention head or expert matrix each.
+    """Cut the matrices into stacks [blocks, inputs, outputs], a block per head or expert.
 
     Muon orthogonalises matrices that act on their own; the parameters hold them side by side.
     """
@@ -285,7 +285,7 @@ def _with_matrices(params: TargetParams, *changes: Callable[[jax.Array], jax.Arr
 
 
 def optimizer() -> optax.GradientTransformation:
-    """Make the update rule of `blocks`: Muon for its stacks, Adam for everything else, as in `peagle train`."""
+    """Make the update rule of `blocks`: Muon for stacks, else Adam, as in `peagle train`."""
     spec = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
     return optax.contrib.muon(
         MUON_RATE,
@@ -323,7 +323,7 @@ def init_state(config: TargetConfig) -> State:
 
 
 def next_state(config: TargetConfig, state: State, batch: Batch, rate: jax.Array) -> tuple[State, jax.Array]:
-    """Compute (next state, this batch's loss) on every device, on its rows; `rate` scales both learning rates."""
+    """Compute (next state, loss) on a device's rows; `rate` scales both learning rates."""
     loss, gradients = loss_and_gradients(state.params, config, batch)
     params = blocks(config, state.params)
     updates, update = optimizer().update(blocks(config, gradients), state.update, params)
@@ -354,7 +354,7 @@ def compiled_evaluation(config: TargetConfig) -> Callable[[TargetParams, Batch],
 
 
 def evaluate(params: TargetParams, config: TargetConfig, rows: Rows) -> float:
-    """Measure nats per token on the first EVALUATED_ROWS held-out rows; of chat, the assistant's tokens only."""
+    """Measure nats per token on EVALUATED_ROWS held-out rows; of chat, the assistant's."""
     total = count = 0.0
     for start in range(0, min(EVALUATED_ROWS, len(rows.roles)) - BATCH_ROWS + 1, BATCH_ROWS):
         batch = make_batch([(rows, np.arange(start, start + BATCH_ROWS))], prompt_weight=0.0)
@@ -375,7 +375,7 @@ def save_tree(path: Path, tree: Any) -> None:
 
 
 def load_tree(path: Path, like: Any) -> Any:
-    """Read a tree that `save_tree` wrote; exits if leaves, shapes or types differ from those of `like`."""
+    """Read a tree of `save_tree`; exits if names, shapes or types differ from `like`."""
     leaves_like, structure = jax.tree_util.tree_flatten_with_path(like)
     expected = {jax.tree_util.keystr(key): (leaf.shape, leaf.dtype) for key, leaf in leaves_like}
     with np.load(path, allow_pickle=False) as stored:
@@ -409,7 +409,7 @@ def export(run: Path, tokenizer: Path, out: Path) -> None:
 
 
 def restore(out: Path, config: TargetConfig, begin: Path | None) -> tuple[State, int]:
-    """Read the last checkpoint, or make a state at step 0, with the parameters of another run if there is one."""
+    """Read the last checkpoint, or make a state at step 0 with the parameters of `begin`."""
     if not (out / "state.npz").exists():
         state = init_state(config)
         return state if begin is None else state._replace(params=load_run(begin)[1]), 0
@@ -442,7 +442,7 @@ class Clock:
 
 
 def train(out: Path, config: TargetConfig, batches: Batches, held_out: Mapping[str, Rows], begin: Path | None) -> None:
-    """Train from the last checkpoint to the last step; the parameters are in out/params.npz afterwards."""
+    """Train from the last checkpoint to the last step, and write out/params.npz."""
     state, first = restore(out, config, begin)
     state, step_of, steps = replicated(state), compiled_step(config), batches.steps
     saving, evaluating = Clock(SAVE_SECONDS), Clock(EVALUATE_SECONDS)

@@ -34,7 +34,7 @@ class Shape:
 
 
 def measure_costs(pair: Pair, texts: Sequence[int], shape: Shape, progress: Callable[[str], object]) -> Costs:
-    """Measure a pair on prompts cut from the tokens `texts`. Raises InputError for too few tokens or positions."""
+    """Measure a pair on prompts cut from the tokens `texts`. Raises InputError for too few."""
     if len(texts) < 64 or shape.capacity < 256:
         raise InputError(f"{len(texts)} tokens of text and {shape.capacity} positions; expected 64 and 256 or more")
     measure = _Measure(pair, tuple(texts), shape)
@@ -90,7 +90,7 @@ class _Measure:
         return Curve(tuple((length, _median(once, length)) for length in self.lengths))
 
     def steps(self, k: int) -> tuple[Curve, tuple[float, ...]]:
-        """Return (seconds of a step by active rows, the shares of steps that accept 1, 2, .. k drafts or more)."""
+        """Return (seconds of a step by active rows, shares of steps that accept 1, 2, .. or more)."""
         engine, points, records = self.engine(k), [], list[StepRecord]()
         budget = min(256, self.shape.capacity - 64 - k)
         rows = sorted({1 << power for power in range(8) if 1 << power < self.shape.slots} | {self.shape.slots})
@@ -105,7 +105,7 @@ class _Measure:
         return Curve(tuple(points)), tuple(float(np.mean(accepted > place)) for place in range(k))
 
     def position_s(self, step_s: float) -> float:
-        """Return the time that a position in a row's cache adds to a plain step. step_s: that of a short row."""
+        """Return the time that a position in a row's cache adds to a plain step of step_s."""
         engine, budget = self.engine(0), 96
         length = self.shape.capacity - budget
         times = [steady(engine, [self.request(length, budget, number)]).step_s for number in range(3)]

@@ -265,7 +265,7 @@ class _Replica:
         return sum(drawn < rate for rate in self.costs.acceptance[self.k][: self.k])
 
     def _learn(self, sent: _Sent, now: float) -> None:
-        """Learn the costs of actions as the engine does: they decide the number of steps between two chunks."""
+        """Learn the costs of actions, which decide the steps between two chunks."""
         seconds = now - max(sent.sent_s, self._last_read_s)
         self._last_read_s = now
         if isinstance(sent.action, Chunk):
@@ -351,7 +351,7 @@ class Target:
 
 
 def summary(requests: Sequence[Served], target: Target) -> dict[str, float]:
-    """Compute quantiles of ttft and itl, tokens a second, the share that met the target, and its requests a second."""
+    """Compute quantiles of ttft and itl, tokens a second, the share that met the target."""
     gaps = np.asarray([gap for served in requests for gap in served.itl_s] or [0.0])
     firsts = np.asarray([served.ttft_s for served in requests])
     last = max(served.times[-1][0] for served in requests) - min(served.arrival.time_s for served in requests)
@@ -365,7 +365,7 @@ def summary(requests: Sequence[Served], target: Target) -> dict[str, float]:
 def highest_rate(
     costs: Costs, fleet: Arrangement, lengths: Lengths, target: Target, count: int = 300, seed: int = 0
 ) -> float:
-    """Find the most requests a second at which ATTAINED of them meet a target; 0: none does even alone."""
+    """Find the most requests a second of which ATTAINED meet a target; 0: not even one alone."""
 
     def attained(rate: float) -> bool:
         requests = simulate(costs, poisson(rate, count, lengths, seed), fleet, seed)

@@ -99,7 +99,7 @@ def build(geometry: dict[str, Any], settings: dict[str, Any], algorithm: str) ->
 
 
 def record(model: core.PEagleDraftModel, rows: tuple[torch.Tensor, torch.Tensor] | None) -> dict[str, np.ndarray]:
-    """Record inputs, rows and logits of one pass, over these (anchor, depth) rows or the package's samples."""
+    """Record inputs and logits of a pass over (anchor, depth) rows, or the package's samples."""
     geometry = model.config.transformer_layer_config
     num_layers = len(model.config.eagle_aux_hidden_state_layer_ids)
     token_ids = torch.randint(0, geometry.vocab_size, (1, NUM_ROWS))

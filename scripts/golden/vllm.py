@@ -164,7 +164,7 @@ def record(options: argparse.Namespace, typed: Sequence[str]) -> int:
 
 
 def with_weights(target: str, drafter: str) -> Path:
-    """Find the drafter's directory. Raises InputError for one without files, which vLLM could not read."""
+    """Find the drafter's directory. Raises InputError for a drafter without files."""
     directory = drafter_path(target, drafter)
     if directory is None:
         raise InputError(f"--drafters names {drafter}, which has no weights; expected directories")

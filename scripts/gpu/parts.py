@@ -26,7 +26,7 @@ NAMES = {
 
 
 def parts(engine: AnyEngine, requests: Sequence[Request], directory: Path) -> dict[str, float]:
-    """Decode the requests under the profiler, all at once; return microseconds of a step by part.
+    """Decode the requests at once under the profiler; return microseconds of a step by part.
 
     A kernel may begin, to wait, while the one before still runs: it counts from the end of that one.
     """
@@ -45,7 +45,7 @@ def part_of(kernel: str) -> str:
 
 
 def bytes_of_parts(params: TargetParams, config: TargetConfig, rows: int, context: int) -> dict[str, float]:
-    """Estimate the bytes that the parts of a plain step read, for `rows` sequences after `context` tokens."""
+    """Estimate the bytes that parts of a plain step read, for `rows` sequences of `context`."""
     dense = tree_bytes([(layer.attention.qkv, layer.attention.out) for layer in params.layers])
     a_row = 2 * config.num_kv_heads * config.head_dim * params.dtype.itemsize
     positions = (min(context, config.window(layer) or context) for layer in range(config.num_layers))
@@ -57,7 +57,7 @@ def bytes_of_parts(params: TargetParams, config: TargetConfig, rows: int, contex
 
 
 def expert_bytes(moes: Sequence[MoeParams], config: TargetConfig, rows: int) -> float:
-    """Estimate the bytes of the experts that `rows` rows select in these layers (`WeightBytes.read`)."""
+    """Estimate the bytes of the experts that `rows` rows select (`WeightBytes.read`)."""
     experts = tree_bytes([moe.experts for moe in moes])
     return WeightBytes(0, experts, config.num_experts, config.top_k).read(rows)
 

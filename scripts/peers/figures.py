@@ -23,13 +23,13 @@ def floors(measured: Measured, settings: Settings) -> Json:
 
 
 def others(measured: Measured) -> Json | None:
-    """Summarise the share of the processors' time that other processes took; None if that is not known."""
+    """Summarise the processors' time that other processes took; None if it is not known."""
     shares = [line["others_frac"] for line in measured.lines if line["others_frac"] is not None]
     return spread(shares) if shares else None
 
 
 def by_round(lines: Sequence[Json], settings: Settings) -> Seconds:
-    """Collect the seconds of prefill, decode (a token), a width, or "together N" (a step of N requests)."""
+    """Collect the seconds of prefill, decode (a token), a width, "together N" (a step)."""
     seconds: Seconds = {}
     for line in sorted(lines, key=lambda line: line["round"]):
         for measurement, value in _seconds_of(line, settings.new_tokens - 1):

@@ -57,7 +57,7 @@ class Context:
             raise RuntimeError("llama.cpp cannot roll its cache back")
 
     def run(self, rows: list[tuple[int, int, int]], all_logits: bool) -> None:
-        """Append rows (sequence, position, token); `logits` returns those of all rows, or of the last."""
+        """Append rows (sequence, position, token), and keep the logits of all or of the last."""
         batch, last = self._batch, len(rows) - 1
         batch.n_tokens = len(rows)
         for i, (sequence, position, token) in enumerate(rows):
@@ -141,7 +141,7 @@ class Llama(StepwiseEngine):
         return self._context.logits().copy()
 
     def decode_many(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
-        """See worker.BatchingEngine. The first call for a number of requests chooses the faster cache."""
+        """See worker.BatchingEngine. The first call for a batch size chooses the faster cache."""
         if len(prompts) not in self._of_many:
             self._of_many[len(prompts)] = self._faster(prompts, min(num_tokens, TRIED_TOKENS))
         unified, context = self._of_many[len(prompts)]

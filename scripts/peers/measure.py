@@ -110,7 +110,7 @@ class Tokens:
 
 
 def reference_logits(site: Site, tokens: Tokens, scratch: Path, rounded: bool) -> dict[bool, np.ndarray]:
-    """Compute float32 logits of the checked tokens; rounded: also, under True, with YaRN's bounds rounded."""
+    """Compute float32 logits of the checked tokens; by rounding of YaRN's bounds."""
     checked = reference(site)
     with Remote(checked) as remote:
         kinds = (False, True) if rounded else (False,)
@@ -127,7 +127,7 @@ def logits_of(remote: Remote, tokens: Tokens, scratch: Path, **options: Any) -> 
 
 
 def compare(logits: np.ndarray, expected: np.ndarray) -> Json:
-    """Compare logits with the expected ones, in standard deviations of those, and their greedy tokens."""
+    """Compare logits in standard deviations of the expected ones, and greedy tokens."""
     if logits.shape != expected.shape:
         raise InputError(f"logits have shape {list(logits.shape)}; expected {list(expected.shape)}")
     difference = (logits.astype(np.float64) - expected) / expected.std()

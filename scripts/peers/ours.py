@@ -107,14 +107,14 @@ class Ours:
 
 
 def budget_of_many(num_requests: int, prompt_tokens: int, num_tokens: int, steps_per_dispatch: int) -> int:
-    """Compute the budget of requests of `decode_many`, so that the first does not end before the timed steps."""
+    """Compute the budget of `decode_many`, so that no request ends before the timed steps."""
     options = BenchOptions((), (num_tokens - 1,), (), prompt_tokens, (num_requests,))
     (case,) = options.cases
     return options.budget(case, steps_per_dispatch)
 
 
 def prefilled(target: GptOss, prompt_ids: list[int], widest: int, room: int) -> tuple[int, PagedCache]:
-    """Compute a prompt chunk by chunk; return (its length, its cache with room for passes of `widest` rows)."""
+    """Prefill a prompt; return (its length, its cache for passes of `widest` rows)."""
     chunk = min(DEFAULT_CHUNK, len(prompt_ids))
     cache = target.init_cache(1, room, max(chunk, widest))
     for begin in range(0, len(prompt_ids), chunk):
@@ -153,7 +153,7 @@ def _extend(target: GptOss, token_ids: jax.Array, length: jax.Array, cache: Page
 def _passes(
     target: GptOss, token_ids: jax.Array, count: jax.Array, length: jax.Array, cache: PagedCache
 ) -> tuple[PagedCache, jax.Array]:
-    """Run `count` verify passes at one length, with tokens of their own; the sum keeps all of them in the program."""
+    """Run `count` verify passes at one length; their sum keeps all of them in the program."""
     positions = _behind(length, token_ids.shape[2])
 
     def one(index: jax.Array, carry: tuple[PagedCache, jax.Array]) -> tuple[PagedCache, jax.Array]:

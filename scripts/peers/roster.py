@@ -118,6 +118,6 @@ def entry(name: str, site: Site) -> Entry:
 
 
 def reference(site: Site) -> Entry:
-    """Make the entry of the reference's logits: this project on XLA in float32, experts dequantised."""
+    """Make the reference's entry: this project on XLA in float32, experts dequantised."""
     plain = entry("peagle-xla", site)
     return replace(plain, options={**plain.options, "dtype": "float32"})

@@ -57,7 +57,7 @@ class Transformers(StepwiseEngine):
         }
 
     def prepare(self, prompt_ids: list[int], widths: list[int]) -> dict[str, Any]:
-        """Time all implementations: {"best": {width: name}, "seconds": {width: {name: best of some passes}}}.
+        """Time all implementations: {"best": {width: name}, "seconds": {width: {name: least}}}.
 
         If there are two caches, also {"decoding": {cache: seconds of some tokens, or its error}}, and `describe` with
         the faster cache.
@@ -111,7 +111,7 @@ class Transformers(StepwiseEngine):
 
     @torch.inference_mode()
     def _generate(self, prompt_ids: list[int], num_tokens: int) -> tuple[float, list[int]]:
-        """Decode (seconds, greedy tokens) by transformers' own loop with a static cache, which compiles on a GPU."""
+        """Decode by transformers' own loop with a static cache; return (seconds, greedy tokens)."""
         config = GenerationConfig(
             max_new_tokens=num_tokens,
             min_new_tokens=num_tokens,

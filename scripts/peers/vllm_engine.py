@@ -24,7 +24,7 @@ from vllm import LLM, SamplingParams
 def load(
     target: str, drafter: str, parallel: bool, num_drafts: int, max_positions: int, stop_token_ids: list[int]
 ) -> "Vllm":
-    """Load an unquantised target with a drafter. parallel: it proposes in one pass (P-EAGLE), else in turn."""
+    """Load an unquantised target with a drafter. parallel: P-EAGLE."""
     speculation: dict[str, Any] = {"method": "eagle3", "model": drafter, "num_speculative_tokens": num_drafts}
     if parallel:
         speculation["parallel_drafting"] = True
@@ -54,7 +54,7 @@ class Vllm:
         return {"version": f"vLLM {vllm.__version__}, torch {torch.__version__}", "computes": "float32"}
 
     def speculate(self, prompt_ids: list[int], num_tokens: int) -> dict[str, Any]:
-        """Decode greedily: {"token_ids": with the stop token, "speculative_decoding": vLLM's own counts}.
+        """Decode greedily: {"token_ids": with the stop token, "speculative_decoding": counts}.
 
         The counts are vLLM's per-request block at its level `detailed`. It counts steps in full, even if a stop token
         or the budget cut their output.

@@ -36,7 +36,7 @@ class Engine(Protocol):
         ...
 
     def decode(self, prompt_ids: list[int], num_tokens: int) -> dict[str, Any]:
-        """Decode plainly: {"prefill_s": until the first token, "decode_s": for all tokens after it, "token_ids"}."""
+        """Decode plainly: {"prefill_s": until the first token, "decode_s": after it, "token_ids"}."""
         ...
 
     def verify(self, prompt_ids: list[int], passes: list[list[int]]) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class Engine(Protocol):
         ...
 
     def logits(self, prompt_ids: list[int], passes: list[list[int]], path: str) -> dict[str, Any]:
-        """Write float32 logits [tokens, vocabulary] after the tokens of the passes, which follow the prompt."""
+        """Write float32 logits [tokens, vocabulary] of the passes, which follow the prompt."""
         ...
 
 
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def serve(load: Callable[[], Any]) -> int:
-    """Answer the calls of standard input until it ends. load: makes the served object, with a method `describe`."""
+    """Answer the calls of standard input. load: makes the served object, with `describe`."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     try:

@@ -156,7 +156,7 @@ def bench(options: argparse.Namespace, typed: Sequence[str]) -> int:
 def measure(
     target: str, roots: dict[str, Path], chosen: Sequence[Case], rounds: int, progress: Progress
 ) -> Iterator[Json]:
-    """Yield a line per measurement of one target. Round 0 warms up; compile times are taken from it."""
+    """Yield a line per measurement of one target. Round 0 warms up and has compile times."""
     name = target if target == DEMO else Path(target).name
     worker = str(Path(__file__).with_name("engine_worker.py"))
     with ExitStack() as running:

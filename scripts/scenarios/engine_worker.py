@@ -35,7 +35,7 @@ class Measured:
         return {"tok_per_s": (count - 1) / (total_s - first_s)}
 
     def many(self, requests: int, k: int, prompt: int, new: int) -> dict[str, float]:
-        """Decode equal requests at once: tokens a second with prompts, and the time until all have a token."""
+        """Decode equal requests at once: tokens a second, and the time until all have a token."""
         engine = self._engine(requests, k, prompt + new + 64)
         last_s, _, total_s, count = self._run(engine, [(prompt, new)] * requests)
         return {"tok_per_s": count / total_s, "last_first_token_s": last_s}
@@ -54,7 +54,7 @@ class Measured:
         return {"ttft_s": seconds}
 
     def arrivals(self, requests: int, slots: int, prompt: int, new: int, long: int, load: float) -> dict[str, float]:
-        """Decode requests that arrive at `load` times the engine's throughput, with and without a long prompt.
+        """Decode requests that arrive at `load` times the throughput, with and without a long one.
 
         Returns the 99th percentile of the others' inter-token latency, and the long prompt's ttft.
         """
@@ -74,7 +74,7 @@ class Measured:
         return figures
 
     def memory(self, requests: int, least: int, most: int, new: int, frac: float) -> dict[str, float]:
-        """Decode requests of least to most tokens with kv memory for all of their contexts, and for `frac` of that."""
+        """Decode requests of several lengths with kv memory for all contexts, and for `frac` of it."""
         lengths = np.exp(np.random.default_rng(1).uniform(np.log(least), np.log(most), requests)).astype(int)
         shapes = [(int(length) - new, new) for length in lengths]
         whole = self._engine(requests, 0, most + 64)
@@ -126,7 +126,7 @@ class Measured:
         return times, [started + due for _, due in arrivals]
 
     def _run(self, engine: Any, shapes: list[tuple[int, int]]) -> tuple[float, float, float, int]:
-        """Decode requests; return (seconds to the last first token, to the first, to the end; tokens)."""
+        """Decode requests; return (seconds to all and any first tokens, to the end; tokens)."""
         requests = [
             Request(self._prompt(prompt, index), new, stop_token_ids=(), index=index)
             for index, (prompt, new) in enumerate(shapes)

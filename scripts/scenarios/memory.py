@@ -61,7 +61,7 @@ def anonymous_bytes() -> int:
 def measure(
     directory: str, kernels: str, prompt_tokens: int = 3, blocked: bool = False, mesh: str | None = None
 ) -> dict[str, int | float]:
-    """Measure bytes of weights and caches, and the peaks of loading and decoding above the start.
+    """Measure bytes of weights and caches, and the peaks of loading and decoding.
 
     blocked: prefill the prompt at once. mesh: load over these devices, and decode nothing.
     """

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def bench(arguments: argparse.Namespace, typed: list[str]) -> int:
-    """Check everything before anything runs, then measure; figures are written after every checkpoint."""
+    """Check everything, then measure; figures are written after every checkpoint."""
     names, left_out = engines(arguments.engines, arguments.llama_python)
     settings = Settings(
         tuple(path.name for path in arguments.checkpoints),
@@ -113,7 +113,7 @@ def engines(named: str, llama_python: str | None) -> tuple[tuple[str, ...], dict
 
 
 def check(settings: Settings, checkpoints: list[Path]) -> None:
-    """Raise InputError for settings that cannot run, and for paths without a checkpoint or with too few positions."""
+    """Raise InputError for impossible settings, and for checkpoints with too few positions."""
     if settings.rounds < 1 or settings.prompt_tokens < 1 or settings.new_tokens < 2:
         raise InputError("--rounds and --prompt-tokens must be 1 or more, --new-tokens 2 or more")
     if not 0 < settings.seconds < math.inf:

@@ -152,7 +152,7 @@ def bench(options: argparse.Namespace, typed: Sequence[str]) -> int:
 
 
 def checked_loads(options: argparse.Namespace) -> list[Load]:
-    """List the loads: one request at a time, then rounds by clients. Raises InputError for bad options."""
+    """List the loads. Raises InputError for bad options."""
     expect_new(options.out)
     for option in ("tokens_in", "round_requests", "round_in", "rounds"):
         if (value := getattr(options, option)) < 1:
@@ -207,7 +207,7 @@ def variants(models: ServedPair, peer: str | None) -> list[str]:
 
 
 def prompts(checkpoint: Path, vocab_size: int, load: Load, seed: int) -> list[list[int]]:
-    """Make the prompts of a load, of one length: ends of joined held-out chats; random tokens without a tokenizer."""
+    """Make prompts of one length: ends of joined held-out chats, or random tokens."""
     tokenizer = load_tokenizer(checkpoint)
     if tokenizer is None:
         rng = np.random.default_rng([seed, load.tokens_in])
@@ -233,7 +233,7 @@ def body_of(prompt: Sequence[int], load: Load, variant: str) -> Json:
 
 
 def measure(options: argparse.Namespace, models: ServedPair, loads: Sequence[Load]) -> Iterator[Json]:
-    """Measure every load on servers with a slot per client; yield a line for every round and variant."""
+    """Measure loads on servers with a slot per client; yield a line per round and variant."""
     progress, pair = Progress(), None
     for load in loads:
         with contextlib.ExitStack() as stack:
@@ -281,7 +281,7 @@ def rounds(
     engines: Mapping[str, AnyEngine],
     progress: Progress,
 ) -> Iterator[Json]:
-    """Yield a line per round, variant and place (server or engine). Round 0 warms up, with short answers."""
+    """Yield a line per round, variant and place (server, engine). Round 0 warms up."""
     places = [(variant, "server") for variant in running] + [(variant, "engine") for variant in engines]
     progress.begin(load.rounds * len(places))
     for number in range(load.rounds + 1):
@@ -299,7 +299,7 @@ def rounds(
 
 
 def by_server(server: Server, bodies: Sequence[Json], load: Load, variant: str) -> Json:
-    """Measure a round of a server, with the processor time of both sides and the server's own counts."""
+    """Measure a server's round, with both sides' processor time and the server's counts."""
     before = None if variant == PEER else Counted.by(server)
     pids = [] if server.pid is None else [server.pid]
     with Bystanders(os.getpid(), *pids) as others:

@@ -113,7 +113,7 @@ class Counts:
 
 
 def mixed_bodies(prompts: Sequence[Sequence[int]], tokens_out: int) -> list[Json]:
-    """Make different requests: greedy or seeded, with penalties, log-probabilities, stop strings, grammars, own K."""
+    """Make different requests: greedy, seeded, with penalties, stop strings, grammars, own K."""
     kinds: tuple[Json, ...] = (
         {"temperature": 0},
         {"temperature": 1.0, "seed": 1},
@@ -140,7 +140,7 @@ def soak(
     longest: int,
     turns: int = 1,
 ) -> Json:
-    """Run the soak; return its figures. Raises InputError if the server does not answer a request alone.
+    """Run the soak; return its figures. Raises InputError if the server does not answer.
 
     longest: tokens of an unread answer. turns: the fewest requests of a client, whatever their time.
     """
@@ -245,7 +245,7 @@ def _reads_nothing(url: str, body: Json, longest: int, end: float, counts: Count
 
 
 def _ask(url: str, body: Json, rng: random.Random) -> tuple[str, bool]:
-    """Send a request, whole or streamed; return (the text, whether the client left before its end)."""
+    """Send a request, whole or streamed; return (the text, whether the client left early)."""
     leaves = rng.random() < LEAVING
     if rng.random() < 0.5:
         arrivals = rng.randrange(8) if leaves else -1
@@ -275,7 +275,7 @@ def _held(server: Server) -> int:
 
 
 def _counted(server: Server) -> Json:
-    """Return the server's counts: replies with a status of 500 or more, cut streams, unsent bytes."""
+    """Return the server's counts: its errors, cut streams, unsent bytes."""
     samples = samples_of(server)
 
     def total(name: str, counts: Callable[[Mapping[str, str]], bool] = lambda _: True) -> float:
@@ -289,7 +289,7 @@ def _counted(server: Server) -> Json:
 
 
 def growth(sizes: Sequence[int]) -> float | None:
-    """Compare the median of the last tenth with that of the second; None for fewer than 20 samples."""
+    """Compare the medians of the last and second tenth; None for fewer than 20 samples."""
     tenth = len(sizes) // 10
     if tenth < 2:
         return None

@@ -162,7 +162,7 @@ def stream(url: str, body: Json, leave: Callable[[int], bool] = lambda _: False)
 
 
 def together(url: str, bodies: Sequence[Json], clients: int) -> list[Reply]:
-    """Send completions from several clients at once; a client sends its next request after the last one's end.
+    """Send completions from several clients at once, one after the other by client.
 
     Raises InputError for a refusal, and for an answer without exactly max_tokens tokens.
     """
@@ -182,7 +182,7 @@ def together(url: str, bodies: Sequence[Json], clients: int) -> list[Reply]:
 
 
 def figures(replies: Sequence[Reply]) -> Json:
-    """Summarise a round: tokens over the time from the first request to the last token; ttft and itl."""
+    """Summarise a round: tokens from the first request to the last token a second, ttft, itl."""
     seconds = max(reply.times_s[-1] for reply in replies) - min(reply.started_s for reply in replies)
     itl = np.concatenate([np.diff(reply.times_s) for reply in replies])
     ttft = [reply.times_s[0] - reply.started_s for reply in replies]

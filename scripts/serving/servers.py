@@ -122,7 +122,7 @@ def check_binary(binary: str) -> None:
 
 
 def byte_level_tokens(size: int) -> list[str]:
-    """Make a byte-level vocabulary for a checkpoint without one: the 256 bytes, then other texts."""
+    """Make a byte-level vocabulary: the 256 bytes, then other texts."""
     from peagle.text.tokenizer import byte_alphabet
 
     return [*byte_alphabet(), *(f"t{number}." for number in range(256, size))][:size]

@@ -103,7 +103,7 @@ def _why_none(folder: Folder, workload: Workload, drafting: Sequence[Row]) -> st
 
 
 def sentence(verdict: Verdict) -> str:
-    """State a workload's result: its speed-up with the interval, and whether outputs are plain decoding's."""
+    """State a workload's speed-up with its interval, and whether outputs are plain decoding's."""
     row = verdict.fastest
     if row is None:
         return verdict.why_none
@@ -145,7 +145,7 @@ def _differing_text(row: Row) -> str:
 
 
 def notes(folder: Folder) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of limits on all figures: the run is unfinished, or a part of it failed."""
+    """Yield (name, text) of limits on all figures: an unfinished run, failed parts."""
     plan = folder.plan
     if not folder.finished:
         resume = shlex.join(["peagle", "sweep", "--out", printable(str(folder.path)), "--resume"])
@@ -291,7 +291,7 @@ def _command(*arguments: str) -> str:
 
 
 def compared(differences: Sequence[Difference], first: str, second: str) -> list[str]:
-    """Return a sentence per workload of two runs: whether the fastest K of both is faster in the second."""
+    """Say for every workload of two runs whether the fastest K is faster in the second."""
     by_workload: dict[Workload, list[Difference]] = {}
     for difference in differences:
         by_workload.setdefault(difference.workload, []).append(difference)

@@ -77,7 +77,7 @@ def _rates(rates: Iterable[Estimate | None]) -> str:
 
 
 def _of_tried(row: Row) -> str:
-    """Format rates per position, of drafts that some step verified after accepting all before them."""
+    """Format rates per position, of drafts that some step tried."""
     pairs = zip(row.rate_per_position, row.conditional_rate, strict=True)
     return _rates(rate if conditional is not None else None for rate, conditional in pairs)
 
@@ -187,7 +187,7 @@ def terminal_tables(folder: Folder, rows: Sequence[Row]) -> Iterator[tuple[str, 
 
 
 def _summary(plan: Plan, rows: Sequence[Row]) -> Table:
-    """Name the K to use of every workload, if one is surely faster than plain decoding, or none is faster."""
+    """Name every workload's K to use, if one is surely faster than plain decoding or none is."""
     header = ("workload", "K to use", "fastest measured", "its speed-up", "its acceptance length", "without loops")
     lines = []
     for workload in plan.workloads:
@@ -200,7 +200,7 @@ def _summary(plan: Plan, rows: Sequence[Row]) -> Table:
 
 
 def comparison_blocks(runs: Mapping[Folder, Sequence[Row]], compared: Sequence[Sequence[Difference]]) -> list[Block]:
-    """Lay out the page of several runs: all of them over K, and the others against the first (`compared`)."""
+    """Lay out the page of several runs: all over K, the others against the first (`compared`)."""
     folders = list(runs)
     names = dict(zip(folders, short_names([folder.path.resolve() for folder in folders]), strict=True))
     first, others = names[folders[0]], folders[1:]
@@ -385,7 +385,7 @@ def _by_slots(plan: Plan, rows: Sequence[Row]) -> Iterator[Block]:
 
 
 def _over_plain(row: Row) -> str:
-    """Format a speed-up with its interval, or with its least and greatest repeat if there is none."""
+    """Format a speed-up with its interval, else with its least and greatest repeat."""
     text = estimate_text(row.speedup)
     if row.k == 0 or speedup_of(row).low is not None:
         return text
@@ -607,7 +607,7 @@ def _acceptances(series: Mapping[str, Sequence[Row]], slug: str) -> Iterator[Blo
 
 
 def _by_context(series: Mapping[str, Sequence[Row]], slug: str) -> Iterator[Block]:
-    """Draw figures over the length of the prompt, of the largest K and the `auto` of every series."""
+    """Draw figures over the length of the prompt, of every series' largest K and `auto`."""
     buckets = {
         f"{title and f'{title}, '}K = {row.k}": row.by_bucket
         for title, rows in series.items()

@@ -47,7 +47,7 @@ def models_of(variant: Variant) -> Models:
 
 
 def make_requests(folder: Folder, pair: Pair, sets: Mapping[str, PromptSet], progress: Progress) -> None:
-    """Make and store the numbered requests of every source and rendering, and the prompts left out.
+    """Make and store the requests of every source and rendering, and the prompts left out.
 
     Conversations that the folder holds already are kept. sets: prompts by a source's name. Raises InputError for a
     conversation that cannot be rendered, and by `Plan.too_long` for a prompt that is too long.
@@ -192,7 +192,7 @@ class SweepRun:
     def _decode(
         self, out: Appender, workload: Workload, variant: Variant, repeat: int, requests: Sequence[SweepRequest]
     ) -> None:
-        """Decode requests together, and append their lines together; nothing of a variant that failed."""
+        """Decode requests together, and append their lines; nothing of a failed variant."""
         self.done.update((workload, variant, repeat, request.request) for request in requests)
         if (workload, variant) in self.failed:
             return
@@ -212,14 +212,14 @@ class SweepRun:
             )
 
     def _bound(self, variant: Variant, result: Result) -> Bound | None:
-        """Measure the acceptance that the temperature allows along an output, after its time was taken."""
+        """Measure the acceptance that the temperature allows along an output."""
         pair = self._pair(variant)
         assert pair.drafter is not None
         return bound(pair.target, pair.drafter, result)
 
     @contextlib.contextmanager
     def _failing(self, out: Appender, workload: Workload, variant: Variant) -> Iterator[None]:
-        """Append the error of a variant, then raise it as InputError or, with `continue_on_error`, keep it."""
+        """Append a variant's error; then raise InputError or, with `continue_on_error`, keep it."""
         try:
             yield
         except (InputError, MemoryError, RuntimeError) as error:  # JAX raises RuntimeErrors
@@ -261,7 +261,7 @@ class SweepRun:
         return pair.engine(pair.engine_config(k, context=self.capacity, adaptive=adaptive, slots=slots))
 
     def profile(self, progress: Progress) -> None:
-        """Profile PROFILED conversations in every workload and variant, and store the results in run.json.
+        """Profile PROFILED conversations by workload and variant, and store the results.
 
         Profiles that failed are tried again on the next resume.
         """
@@ -310,7 +310,7 @@ class SweepRun:
 
 
 def _longest(requests: Sequence[SweepRequest], tokens: Sequence[int]) -> list[SweepRequest]:
-    """Choose PROFILED requests of different conversations, evenly among the longest plain outputs.
+    """Choose PROFILED conversations' requests, evenly among the longest plain outputs.
 
     tokens: of the requests' plain outputs; PROFILED_TOKENS and more count as equal.
     """

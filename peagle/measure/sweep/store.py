@@ -114,7 +114,7 @@ class Sample:
         return self.counters.num_steps + self.counters.num_plain_steps
 
     def to_json(self) -> Json:
-        """Make the line, with the fields of workload, variant and counters, without fields that are None."""
+        """Make the line, with the fields of workload, variant and counters, without None."""
         line = flat(self)
         line |= line.pop("counters")
         line["num_speculative_tokens"] = line.pop("num_spec_tokens")
@@ -372,7 +372,7 @@ def _tuples(kind: type[Record], values: Json) -> Record:
 
 
 def _records(path: Path, make: Callable[[Json], Record]) -> Iterator[Record]:
-    """Make a record of every line. Raises InputError for a line that lacks a key, or has an unknown one."""
+    """Make a record of every line. Raises InputError for missing and unknown keys."""
     for number, line in _lines(path):
         try:
             yield make(line)
@@ -384,7 +384,7 @@ def _records(path: Path, make: Callable[[Json], Record]) -> Iterator[Record]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Json]]:
-    """Yield complete lines with their numbers. Raises InputError for a line that is no JSON object.
+    """Yield complete lines with their numbers. Raises InputError for other than JSON objects.
 
     A last line without a line break was cut off and is left out.
     """
