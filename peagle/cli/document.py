@@ -226,11 +226,10 @@ def _acceptance(summary: dict[str, Any], run: Run) -> str:
 
 
 def _hopeless(costs: CostTable, most: int) -> str:
-    step = costs.at(1, 1, most)
-    time = float(step.draft[most] + step.verify[1 + most])
+    time = float(costs.at(1, 1, most).verify[1 + most])
     return (
-        f"drafting cannot pay here: a step that drafts {most} tokens takes as long as {time:.1f} plain steps and emits "
-        f"at most {most + 1} tokens; decoded plainly"
+        f"drafting cannot pay here: a step that verifies {most} drafts takes as long as {time:.1f} plain steps and "
+        f"emits at most {most + 1} tokens; decoded plainly"
     )
 
 

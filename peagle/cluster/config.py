@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args, get_type_hints
 
-from peagle.config import AUTO, KEPT_PREFIXES, EngineConfig, LoadConfig, configs_of
+from peagle.config import KEPT_PREFIXES, EngineConfig, LoadConfig, configs_of
 from peagle.ops.errors import InputError
 from peagle.ops.flag import MACHINE, REPLICAS, SERVER, Flag, Takes, check_least
 from peagle.text.tokenizer import DEFAULT_DATE
@@ -30,8 +30,6 @@ LOADED = Takes(
 DECODED = Takes(
     ("num_speculative_tokens", "context", "kv_memory", "prefix_cache", "slots"),
     {
-        "num_speculative_tokens": "Tokens drafted per step (K); 0: plain decoding. Default: 3, or the most in "
-        "the drafter's speculation.json if that is less.",
         "context": "Context length in tokens: the most of one request, prompt plus response. Default: 4096, or the "
         "model's limit if that is less.",
         "kv_memory": "Memory for the keys and values of all requests together, such as 4GB; requests that need more "
@@ -39,7 +37,6 @@ DECODED = Takes(
         "prefix_cache": f"{KEPT_PREFIXES} Of each replica that prefills. Default: on.",
         "slots": "Requests decoded at once per replica.",
     },
-    metavars={"num_speculative_tokens": "K"},
 )
 
 
@@ -98,8 +95,6 @@ class FleetConfig:
                 raise InputError(message, f"max_{name}")
         for name in TEXTS:
             _check_texts(name, getattr(self, name))
-        if self.engine.num_speculative_tokens == AUTO:
-            raise InputError("K is 'auto'; expected a number of drafted tokens", "num_speculative_tokens")
         for name in TOGETHER:
             if getattr(self.load, name) is not None:
                 raise InputError(f"{name} is given, but each replica of a fleet is one process; leave it out", name)

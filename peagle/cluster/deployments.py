@@ -23,14 +23,14 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from peagle.checkpoints import DEMO
 from peagle.cluster.config import FleetConfig, read_fleet
-from peagle.cluster.decide import decided
+from peagle.cluster.decide import decided, pair_of
 from peagle.cluster.fleet import Fleet, ReplicaLost, Shape
 from peagle.cluster.router import PrefixRouter
 from peagle.engine.grammar import PortableGrammar
 from peagle.engine.handoff import parse
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import Role
-from peagle.loading import load, without_weights
+from peagle.loading import load
 from peagle.ops.errors import InputError
 from peagle.serve.app import create_app
 from peagle.serve.errors import ApiError
@@ -73,7 +73,8 @@ class Worker:
         config = decided(config)
         self._pair = load(config.load.target or DEMO, config.load.drafter, **config.load.arguments)
         decoded = config.engine if role != "decode" else dataclasses.replace(config.engine, prefix_cache="off")
-        engine = self._pair.engine(self._pair.resolve(decoded, k_per_request=True, role=role))
+        resolved = self._pair.resolve(decoded, k_per_request=True, role=role)
+        engine = self._pair.engine(dataclasses.replace(resolved, adaptive=resolved.adaptive and role != "prefill"))
         for sampled, full in ((False, False), (True, False), (True, True)):
             engine.warm_up(sampled=sampled, full=full, constrained=full)
         if self._pair.tokenizer is not None:  # a large vocabulary takes seconds
@@ -175,7 +176,7 @@ class Application:
 
     def __init__(self, config: FleetConfig, prefill: Any, decode: Any) -> None:
         config = decided(config)
-        pair = without_weights(config.load.target or DEMO)
+        pair = pair_of(config)
         engine = pair.resolve(config.engine, prefix_cache="off", k_per_request=True)
         shape = Shape(engine, pair.target.vocab_size, pair.stop_token_ids)
         builder = RequestBuilder(pair, engine.context, config.date, engine.num_speculative_tokens)

@@ -154,7 +154,7 @@ class Engine(AnyEngine):
             slots = self._slots
             if handle not in self._alive or handle not in slots:
                 raise InputError(f"{handle.request.name} is not being decoded; expected a request that has a slot")
-            if self.drafter is not None and not handle.paused:
+            if self._has_all_rows(handle):
                 self.executor.absorb(self.batches.plan([(slots[handle], handle)], [0]))
             handle.hand_off = self.pack(handle)
             self.end(handle, "handed_off")
@@ -163,10 +163,14 @@ class Engine(AnyEngine):
     def pack(self, handle: Handle) -> HandOff:
         """Make the message of a request, of which all dispatches have been read."""
         assert handle.table is not None
-        drafts = self.drafter is not None and not handle.paused
+        drafts = self._has_all_rows(handle)
         return handoff.pack(
             self.executor, self.memory, handle.table, tuple(handle.token_ids), self.fingerprints, drafts
         )
+
+    def _has_all_rows(self, handle: Handle) -> bool:
+        """Whether the drafter's pages and its input hold all rows of a request."""
+        return self.drafter is not None and not (handle.paused or handle.left_out)
 
     def end(self, handle: Handle, reason: Any, error: InputError | None = None) -> None:
         """End a request before its last token."""

@@ -32,6 +32,7 @@ class Handle:
     output_ids: list[int] = field(default_factory=list, repr=False)  # output tokens that the host has read
     num_cached_tokens: int = 0  # of its prompt, that the prefix cache held
     paused: bool = False  # it drafts no more, and is decoded plainly
+    left_out: bool = False  # the drafter reads its tokens no more; a second one may draft for it
     error: InputError | None = None  # why it ended, if finished is "error"
     matcher: Matcher | None = None  # of its grammar; has read output_ids
     hand_off: HandOff | None = field(default=None, repr=False)  # to begin with, until then; or if it was handed over

@@ -20,7 +20,7 @@ import numpy as np
 from peagle.engine.executor import Executor, Shape
 from peagle.engine.request import Request
 from peagle.engine.state import SlotParams
-from peagle.engine.step import StepKind
+from peagle.engine.step_kinds import StepKind
 from peagle.ops.errors import InputError
 from peagle.protocols import Drafter, Target
 

@@ -16,7 +16,7 @@ from peagle.engine.loop import Measuring
 from peagle.engine.masks import all_allowed
 from peagle.engine.request import Request
 from peagle.engine.state import SlotParams
-from peagle.engine.step import StepKind
+from peagle.engine.step_kinds import StepKind
 from peagle.engine.widths import CostTable, StepCosts
 from peagle.ops import interrupt
 

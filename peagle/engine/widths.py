@@ -299,11 +299,10 @@ class CostTable:
         return StepCosts(verify.astype(np.float32), draft.astype(np.float32))
 
     def pays(self, num_active: int, num_drafts: int) -> bool:
-        """Whether drafting would pay with so many active slots if every draft were accepted."""
+        """Whether drafts pay with so many active slots if every one is accepted, and looked up in no time."""
         costs = self.at(num_active, num_active, num_drafts)
-        more = np.arange(1, num_drafts + 1)
-        times = np.asarray(costs.draft)[num_active * more] + np.asarray(costs.verify)[num_active * (1 + more)]
-        return bool(np.any(1 + more > times))
+        rows = 1 + np.arange(1, num_drafts + 1)
+        return bool(np.any(rows > np.asarray(costs.verify)[num_active * rows]))
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON's values."""

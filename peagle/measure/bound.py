@@ -137,7 +137,7 @@ class _Walk:
         widest = max(CHUNK, 2 * k)
         self._state = drafter.init_state(1, _capacity(len(text) + k + 1), widest)
         self._absorbed = 0
-        # drafts are drawn at the request's temperature, not truncated (peagle.engine.step)
+        # drafts are drawn at the request's temperature, not truncated (peagle.engine.propose)
         self._sampling = _row(SamplingParams(sampling.temperature, seed=sampling.seed))
 
     def at(self, length: int, width: int, probs: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array | None]:
