@@ -387,9 +387,14 @@ def load_tree(path: Path, like: Any) -> Any:
     return jax.tree_util.tree_unflatten(structure, [jnp.asarray(leaves[name]) for name in expected])
 
 
+def read_config(folder: Path) -> TargetConfig:
+    """Read the config of a run's folder."""
+    return parse_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+
+
 def load_run(folder: Path) -> tuple[TargetConfig, TargetParams]:
     """Read (config, float32 parameters with fused experts) of a run's folder."""
-    config = parse_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    config = read_config(folder)
     like = jax.eval_shape(lambda: init_params(config, jax.random.key(0), jnp.float32))
     return config, load_tree(folder / "params.npz", like)
 
@@ -490,7 +495,7 @@ def main() -> None:
     }  # fmt: skip
     (out / "run.json").write_text(dumps(recipe, indent=1) + "\n", encoding="utf-8")
     held_out = {path.stem: Rows(path) for path in sorted(arguments.data.glob("*_heldout*.npz"))}
-    train(out, parse_config(CONFIG), batches, held_out, arguments.begin)
+    train(out, read_config(out), batches, held_out, arguments.begin)
 
 
 if __name__ == "__main__":
