@@ -26,7 +26,16 @@ from peagle.engine.request import Request
 from peagle.measure.bound import Bound, bound
 from peagle.measure.profile import operations_of, profile
 from peagle.measure.sweep.plan import AUTO, PLAIN, PROFILED, PROFILED_TOKENS, Plan, Source, Variant, Workload
-from peagle.measure.sweep.store import ASKING, Appender, Folder, Sample, Share, SweepConversation, SweepRequest
+from peagle.measure.sweep.store import (
+    ASKING,
+    Appender,
+    Folder,
+    Sample,
+    Share,
+    SweepConversation,
+    SweepRequest,
+    line_of,
+)
 from peagle.ops.errors import InputError
 from peagle.ops.memory import share_of_mappings
 from peagle.pair import Pair
@@ -283,7 +292,7 @@ class SweepRun:
         for number, (workload, request, variant) in enumerate(left):
             progress(number, len(left))
             shares.append(self._profile(workload, request, variant, programs))
-            self.folder.save(shares=[share.to_json() for share in shares])
+            self.folder.save(shares=[line_of(share) for share in shares])
 
     def _profile(
         self,

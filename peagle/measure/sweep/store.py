@@ -36,7 +36,12 @@ FEWEST_WAITS = 4  # between arrivals, for quantiles
 RUN, PROMPTS, ASKING, RAW = "run.json", "prompts.jsonl", "asking.jsonl", "raw.jsonl"
 
 Json = dict[str, Any]
-_VARIANT_FIELDS = {field.name for kind in (Workload, Variant) for field in dataclasses.fields(kind)}
+_FLAT: dict[str, Any] = {
+    "workload": Workload,
+    "variant": Variant,
+    "counters": Counters,
+}  # their fields are keys of a line
+_KEYS = {"num_spec_tokens": "num_speculative_tokens", "requests": "asked"}  # of fields with other names
 
 Record = TypeVar("Record")
 Key = tuple[Workload, Variant, int, int]  # of a sample: workload, variant, repeat, request
@@ -73,19 +78,10 @@ class SweepConversation:
     raw: bool
     row: int
     requests: tuple[SweepRequest, ...]
-    why: str | None  # the reason, if it ends early
-
-    def to_json(self) -> Json:
-        line = dataclasses.asdict(self)
-        return line | {"asked": line.pop("requests")}
-
-    @classmethod
-    def from_json(cls, line: Json) -> "SweepConversation":
-        rest = {name: value for name, value in line.items() if name != "asked"}
-        return cls(requests=tuple(_tuples(SweepRequest, request) for request in line["asked"]), **rest)
+    why: str | None = None  # the reason, if it ends early
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample:
     """The result of one request, decoded once: a line of raw.jsonl. Times in seconds."""
 
@@ -95,10 +91,10 @@ class Sample:
     request: int
     output_tokens: int
     finish_reason: str
-    loop_share: float | None
-    ttft_s: float | None  # of many at once: since they were added together, with the wait for a slot
-    decode_s: float | None
-    itl_s: tuple[float, ...] | None  # ITL_QUANTILES
+    loop_share: float | None = None
+    ttft_s: float | None = None  # of many at once: since they were added together, with the wait for a slot
+    decode_s: float | None = None
+    itl_s: tuple[float, ...] | None = None  # ITL_QUANTILES
     counters: Counters
     output_sha256: str  # of the ids, shortened, to compare outputs
     output_ids: tuple[int, ...] | None = None  # of plain decoding's first repeat
@@ -112,25 +108,6 @@ class Sample:
     def num_passes(self) -> int:
         """Passes of the target, plain ones included."""
         return self.counters.num_steps + self.counters.num_plain_steps
-
-    def to_json(self) -> Json:
-        """Make the line, with the fields of workload, variant and counters, without None."""
-        line = flat(self)
-        line |= line.pop("counters")
-        line["num_speculative_tokens"] = line.pop("num_spec_tokens")
-        return {name: value for name, value in line.items() if value is not None}
-
-    @classmethod
-    def from_json(cls, line: Json) -> "Sample":
-        """Undo `to_json`. Raises KeyError or TypeError for any other line."""
-        rest: Json = dict.fromkeys(("loop_share", "ttft_s", "decode_s", "itl_s")) | line
-        rest = {name: value for name, value in rest.items() if name not in _VARIANT_FIELDS}
-        counters = {name: rest.pop(name) for name in ("histogram", "verified", "num_plain_steps", "tried")}
-        counters["num_spec_tokens"] = rest.pop("num_speculative_tokens")
-        # missing in the lines of earlier versions
-        counters |= {name: rest.pop(name, 0) for name in ("num_proposed", "num_looked_up")}
-        rest |= {"workload": workload_of(line), "variant": variant_of(line), "counters": _tuples(Counters, counters)}
-        return _tuples(cls, rest | ({"bound": _tuples(Bound, rest["bound"])} if rest.get("bound") else {}))
 
     @classmethod
     def of(
@@ -173,16 +150,6 @@ class Share:
     def key(self) -> tuple[Workload, Variant, int]:
         return self.workload, self.variant, self.request
 
-    def to_json(self) -> Json:
-        """Make the entry of run.json, with the fields of workload and variant."""
-        return {name: value for name, value in flat(self).items() if name != "why_not" or value is not None}
-
-    @classmethod
-    def from_json(cls, line: Json) -> "Share":
-        """Undo `to_json`."""
-        rest = {name: value for name, value in line.items() if name not in _VARIANT_FIELDS}
-        return cls(workload_of(line), variant_of(line), **rest)
-
 
 class Folder:
     """A run's folder, made by `begin` or opened by `open_run`."""
@@ -210,7 +177,7 @@ class Folder:
     @property
     def shares(self) -> list[Share]:
         """The profiles, without those that failed."""
-        return [Share.from_json(line) for line in self.record["shares"] if "why_not" not in line]
+        return [record_of(Share, line) for line in self.record["shares"] if "why_not" not in line]
 
     def save(self, **changes: Any) -> None:
         """Write run.json with these keys changed."""
@@ -228,11 +195,8 @@ class Folder:
         """Read (requests, conversations and rows left out); None before all are known."""
         if not (self.path / PROMPTS).exists():
             return None
-        records = list(
-            _records(
-                self.path / PROMPTS, lambda line: LeftOut(**line) if "why" in line else _tuples(SweepRequest, line)
-            )
-        )
+        kinds = {True: LeftOut, False: SweepRequest}
+        records = list(_records(self.path / PROMPTS, lambda line: record_of(kinds["why" in line], line)))
         return (
             [record for record in records if isinstance(record, SweepRequest)],
             [record for record in records if isinstance(record, LeftOut)],
@@ -255,17 +219,17 @@ class Folder:
 
     def begun(self) -> list[SweepConversation]:
         """Read the conversations that were ready before an interruption."""
-        return list(_records(self.path / ASKING, SweepConversation.from_json))
+        return list(_records(self.path / ASKING, lambda line: record_of(SweepConversation, line)))
 
     def samples(self) -> list[Sample]:
         """Read all decoded requests, without an incomplete last line."""
-        records = _records(self.path / RAW, lambda line: None if "error" in line else Sample.from_json(line))
+        records = _records(self.path / RAW, lambda line: None if "error" in line else record_of(Sample, line))
         return [sample for sample in records if sample is not None]
 
     def errors(self) -> dict[tuple[Workload, Variant], str]:
         """Read the errors of variants that have not succeeded since."""
         errors: dict[tuple[Workload, Variant], str] = {}
-        lines = _records(self.path / RAW, lambda line: (workload_of(line), variant_of(line), line.get("error")))
+        lines = _records(self.path / RAW, lambda line: (_take(Workload, line), _take(Variant, line), line.get("error")))
         for workload, variant, error in lines:
             errors.pop((workload, variant), None)
             if error is not None:
@@ -290,14 +254,14 @@ class Appender:
         self._file = file
 
     def conversation(self, conversation: SweepConversation) -> None:
-        self._lines([conversation.to_json()])
+        self._lines([line_of(conversation)])
 
     def samples(self, samples: Sequence[Sample]) -> None:
         """Append lines in a single write, since requests decoded together belong together."""
-        self._lines([sample.to_json() for sample in samples])
+        self._lines([line_of(sample) for sample in samples])
 
     def error(self, workload: Workload, variant: Variant, message: str) -> None:
-        self._lines([dataclasses.asdict(workload) | dataclasses.asdict(variant) | {"error": message}])
+        self._lines([line_of(workload) | line_of(variant) | {"error": message}])
 
     def _lines(self, lines: Sequence[Json]) -> None:
         try:
@@ -345,30 +309,42 @@ def open_run(path: Path) -> Folder:
     return Folder(path, record)
 
 
-def flat(record: Sample | Share) -> Json:
-    """Make a line of a record, with the fields of its workload and variant."""
+def line_of(record: Any) -> Json:
+    """Make a line of a record, without fields that are None."""
     line = dataclasses.asdict(record)
-    return line.pop("workload") | line.pop("variant") | line
+    for name in reversed(_FLAT):
+        line = line.pop(name, {}) | line
+    return {_KEYS.get(name, name): value for name, value in line.items() if value is not None}
 
 
-def workload_of(line: Json) -> Workload:
-    """Read the workload of a line of raw.jsonl, or of a share."""
-    return Workload(line["prompts"], line["raw"], line["temperature"])
+def record_of(kind: type[Record], line: Json) -> Record:
+    """Undo `line_of`. Raises KeyError for a missing field, TypeError for an unknown one."""
+    rest = dict(line)
+    record = _take(kind, rest)
+    if rest:
+        raise TypeError(f"{next(iter(rest))} is unknown")
+    return record
 
 
-def variant_of(line: Json) -> Variant:
-    """Read the variant of a line of raw.jsonl, or of a share."""
-    others = ("drafter", "draft_vocab", "concurrency", "drafter_window")
-    return Variant(line["k"], *(line.get(name) for name in others))
+def _take(kind: Any, line: Json) -> Any:
+    """Take a record's fields out of a line."""
+    values: Json = {}
+    for field in dataclasses.fields(kind):
+        key = _KEYS.get(field.name, field.name)
+        if field.name in _FLAT:
+            values[field.name] = _take(_FLAT[field.name], line)
+        elif key in line or field.default is dataclasses.MISSING:
+            value = line.pop(key)
+            if key == "asked":
+                value = [record_of(SweepRequest, request) for request in value]
+            elif key == "bound":
+                value = _take(Bound, value)
+            values[field.name] = tuple(value) if isinstance(value, list) else value
+    return kind(**values)
 
 
 def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 7)
-
-
-def _tuples(kind: type[Record], values: Json) -> Record:
-    """Make a record of JSON values; lists become tuples."""
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def _records(path: Path, make: Callable[[Json], Record]) -> Iterator[Record]:
