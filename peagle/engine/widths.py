@@ -47,6 +47,7 @@ GAIN_STEPS, ALL_GAINS_STEPS = 3.0, 32.0  # passes over which gains are averaged:
 DRIFT_STEPS = 64.0  # steps without the drafter over which a slot's gain drifts back to that of all
 ALL_DRIFT_STEPS = 2048.0  # and that of all to the first
 KEEPING_UP = 0.05  # share of the time that it may take to let a drafter that does not draft read the tokens
+GOOD_CHANCE = 0.85  # of a draft, if those before it were accepted: where even this does not pay nothing is drafted
 IDLE = 3  # steps without a look-up after one that proposed nothing
 
 # [greedy, sampled][position][bin]: (tried, accepted)
@@ -299,10 +300,11 @@ class CostTable:
         return StepCosts(verify.astype(np.float32), draft.astype(np.float32))
 
     def pays(self, num_active: int, num_drafts: int) -> bool:
-        """Whether drafts pay with so many active slots if every one is accepted, and looked up in no time."""
+        """Whether drafts pay with so many active slots if nearly all are accepted, and looked up in no time."""
         costs = self.at(num_active, num_active, num_drafts)
-        rows = 1 + np.arange(1, num_drafts + 1)
-        return bool(np.any(rows > np.asarray(costs.verify)[num_active * rows]))
+        more = np.arange(1, num_drafts + 1)
+        tokens = 1 + np.cumsum(GOOD_CHANCE**more)
+        return bool(np.any(tokens > np.asarray(costs.verify)[num_active * (1 + more)]))
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON's values."""
