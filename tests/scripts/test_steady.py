@@ -22,13 +22,17 @@ def test_steps_are_timed_while_all_requests_of_a_batch_are_decoded() -> None:
         def generate(self, requests: list[Request]) -> Iterator[tuple[int, TokenChunk]]:
             assert requests == batch
             yield from (chunk(0, 1.0), chunk(0, 2.0, 3), chunk(1, 3.0))  # 0 was decoded alone
-            yield from (chunk(0, 5.0, 1, 2), chunk(1, 5.0, 0, 0), chunk(0, 6.0, 0), chunk(1, 6.0, 3, last=True))
-            yield chunk(0, 7.0, 3, last=True)
+            yield from (chunk(0, 5.0, 1, 2), chunk(1, 5.0, 0, 0), *rest, chunk(1, 9.0, 3, last=True))
+            yield chunk(0, 10.0, 3, last=True)
 
+    rest = [chunk(0, 7.0, 0, 1), chunk(1, 7.0, 2, 2)]
     run = steady(Scripted(), batch)  # type: ignore[arg-type]
-    assert (run.seconds, run.steps, run.tokens) == (3.0, 3, 12)
+    assert (run.seconds, run.steps, run.tokens) == (2.0, 2, 9), "the dispatch that ends at 5 began without request 1"
     assert run.step_s == 1.0
-    assert Counters.of(run.records, 3).histogram == (3, 1, 1, 1)
+    assert Counters.of(run.records, 3).histogram == (1, 1, 2, 0)
+    rest = []
+    alone = steady(Scripted(), batch)  # type: ignore[arg-type]
+    assert (alone.seconds, alone.steps, alone.tokens) == (2.0, 2, 7), "of the one dispatch with both requests"
     with pytest.raises(InputError, match="no step has all of 1 requests"):
         steady(Alone(), batch[:1])  # type: ignore[arg-type]
 

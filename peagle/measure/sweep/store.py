@@ -195,8 +195,11 @@ class Folder:
         """Read (requests, conversations and rows left out); None before all are known."""
         if not (self.path / PROMPTS).exists():
             return None
-        kinds = {True: LeftOut, False: SweepRequest}
-        records = list(_records(self.path / PROMPTS, lambda line: record_of(kinds["why" in line], line)))
+
+        def record(line: Json) -> SweepRequest | LeftOut:
+            return record_of(LeftOut, line) if "why" in line else record_of(SweepRequest, line)
+
+        records = list(_records(self.path / PROMPTS, record))
         return (
             [record for record in records if isinstance(record, SweepRequest)],
             [record for record in records if isinstance(record, LeftOut)],
