@@ -37,7 +37,7 @@ class Handle:
     matcher: Matcher | None = None  # of its grammar; has read output_ids
     hand_off: HandOff | None = field(default=None, repr=False)  # to begin with, until then; or if it was handed over
     num_received: int = 0  # of output_ids, that came with a hand-off
-    wanted: bool = True  # until its reader aborts it
+    has_reader: bool = True  # until its reader aborts it
     inbox: collections.deque[TokenChunk] = field(default_factory=collections.deque, repr=False)
 
     table: PageTable | None = field(default=None, repr=False)  # its pages, while it has a slot

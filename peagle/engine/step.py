@@ -129,11 +129,11 @@ def _commit(
         remaining=remaining,
         drafts=state.drafts & ~too_far_behind,
     )
-    token_ids, found = jnp.where(place == accepted, acceptance.next_token[:, None], run), None
+    token_ids, token_log_probs = jnp.where(place == accepted, acceptance.next_token[:, None], run), None
     if kind.full:
         assert state.adjustments is not None
         after = dataclasses.replace(after, adjustments=state.adjustments.emitted(run, kept))
-        found = log_probs(verified.logits, token_ids)
+        token_log_probs = log_probs(verified.logits, token_ids)
     output = StepOutput(
         count=count,
         num_accepted=jnp.where(active, acceptance.num_accepted, -1),
@@ -146,7 +146,7 @@ def _commit(
         left_out=jnp.zeros_like(done) if after.pace is None else after.pace.given_up,
         token_ids=token_ids,
         draft_token_ids=drafts,
-        log_probs=found,
+        log_probs=token_log_probs,
     )
     return after, output
 
