@@ -23,7 +23,7 @@ from peagle.ops.strict_json import dumps
 from peagle.text.prompt_files import Skipped, read_prompts, skipped_line
 from peagle.text.prompts import Conversation
 from peagle.workflows.answers import Asking, answer
-from peagle.workflows.dataset import chosen_taps, document, lengths_in_words, taught, teacher_of, write
+from peagle.workflows.dataset import chosen_aux_layers, document, lengths_in_words, taught, teacher_of, write
 from target.load import inspect_target
 
 
@@ -93,7 +93,7 @@ def _checked(settings: Data) -> CheckedData:
     config = inspect_target(directory).config
     if settings.top > config.vocab_size:
         raise InputError(f"--top is {settings.top}; expected at most {config.vocab_size}, the target's vocabulary")
-    taps, out = chosen_taps(settings.taps, config.num_layers) if settings.hidden else (), Path(settings.out)
+    taps, out = chosen_aux_layers(settings.taps, config.num_layers) if settings.hidden else (), Path(settings.out)
     starts = range(0, len(conversations), settings.shard_prompts)
     made_by = _made_by(settings, name, fingerprint(directory), len(conversations), taps)
     expect_folder(out, made_by)

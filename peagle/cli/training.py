@@ -46,31 +46,18 @@ from peagle.text.prompt_files import PromptSet, read_prompts, skipped_line
 from peagle.text.prompts import Rendering
 from peagle.workflows.evaluation import Acceptance, answered, known_prompts, taught_alike
 from peagle.workflows.export import with_positions, write_with_card
+from peagle.workflows.new_drafter import check_window, drafter_config, initial_params, with_blocks
 from peagle.workflows.training import (
     MEASURED_FRAC,
     Deadline,
-    TrainingData,
-    anchors,
     begun_in,
     check_parts,
-    check_teachers,
-    check_tokens,
-    check_window,
-    data_coverage,
-    drafter_config,
     even_parts,
     held_out_every,
-    initial_params,
-    kept_of_prompts,
-    parse_mix,
     planned_steps,
     record_recipe,
     seconds_of_held_out,
     seconds_per_step,
-    self_contained,
-    shares,
-    training_data,
-    with_blocks,
     with_held_out,
 )
 from peagle.workflows.training_advice import (
@@ -80,6 +67,18 @@ from peagle.workflows.training_advice import (
     recipe_in_words,
     share,
     weak_drafter,
+)
+from peagle.workflows.training_data import (
+    TrainingData,
+    anchors,
+    check_teachers,
+    check_tokens,
+    data_coverage,
+    kept_of_prompts,
+    parse_mix,
+    self_contained,
+    shares,
+    training_data,
 )
 from target.config import TargetConfig
 from target.load import inspect_target, load_target
@@ -246,7 +245,7 @@ def _checked(settings: Train) -> CheckedTraining:
     weights = fingerprint(directory)
     folders = [folder for folder, _ in parts]
     check_teachers(folders, config, weights, learning.cod.depth, strict=settings.strict)
-    check_window(config, files.config, learning.cod.depth, given=shape.drafter_window != AUTO)
+    check_window(config, files.config, learning.cod.depth, by_option=shape.drafter_window != AUTO)
     parts_of_row = even_parts(config, learning.width) if learning.parts is None else learning.parts
     steps = settings.steps if settings.steps is not None or begun is None else begun["recipe"]["steps"]
     if steps is None and settings.minutes is None:

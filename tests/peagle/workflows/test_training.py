@@ -34,7 +34,8 @@ from peagle.result import decode
 from peagle.text.prompts import Rendering, from_ids
 from peagle.workflows.answers import Asking, answer
 from peagle.workflows.dataset import lengths_in_words, passes, rows_of_pass
-from peagle.workflows.training import Deadline, given_params, planned_steps
+from peagle.workflows.new_drafter import given_params
+from peagle.workflows.training import Deadline, planned_steps
 from peagle.workflows.training_advice import parted_curves, weak_drafter
 from target.load import load_target
 from tests.support.drafters import random_params
@@ -465,7 +466,7 @@ def test_a_drafter_to_begin_with_may_share_the_targets_embedding_and_head(
         (("--draft-decay", 4), "--draft-decay is given, and a P-EAGLE drafter has none"),
         (("--draft-decay", 0), "--draft-decay is 0.0; expected a number above 0"),
         (("--parts", 99), "99 parts of a sequence of 32"),
-        (("--drafter-window", 3), "--drafter-window is 3; expected 4 or more: --depth 3 tokens are drafted"),
+        (("--drafter-window", 3), "--drafter-window is 3; expected 4 or more, for the drafts of --depth 3"),
         (("--drafter-window", "wide"), "--drafter-window is 'wide'; expected"),
         (("--drafter-window", 9**9), f"the target has {MAX_POSITIONS} positions, so it would hide nothing"),
         (("--mix", "32"), "--mix is '32'; expected lengths that rise"),
