@@ -88,6 +88,17 @@ def cycle(rows: Sequence[Row]) -> str | None:
     return svg(draw)
 
 
+def positions(series: Mapping[str, Row]) -> str | None:
+    """Draw the acceptance rate by draft, a line per series. None if nothing was drafted."""
+    lines = {name: list(enumerate(row.rate_per_position, 1)) for name, row in series.items()}
+
+    def finish(axis: Any) -> None:
+        axis.set(xlabel="draft", ylabel="accepted / steps", ylim=(0, 1.05))
+        axis.xaxis.get_major_locator().set_params(integer=True)
+
+    return _lines(lines, finish)
+
+
 def concurrency(series: Mapping[str, Sequence[Row]]) -> str | None:
     """Draw total tokens a second over the number of requests at once, a line per variant."""
     lines = {name: [(row.concurrency or 1, row.tok_per_s) for row in rows] for name, rows in series.items()}

@@ -493,7 +493,7 @@ def _workload(plan: Plan, workload: Workload, rows: Sequence[Row]) -> Iterator[B
         if len(plan.workloads) > 1:  # else it is the page's first picture
             yield from _speedups(series, slug)
         yield from _acceptances(series, slug)
-        yield from _drafts(drafting)
+        yield from _drafts(drafting, series, slug)
         yield from _times(rows, slug)
         yield from _bounds(drafting)
         yield from _parts(drafting)
@@ -511,11 +511,13 @@ def _about(workload: Workload, rows: Sequence[Row]) -> Iterator[Block]:
     )
 
 
-def _drafts(drafting: Sequence[Row]) -> Iterator[Block]:
+def _drafts(drafting: Sequence[Row], series: Mapping[str, Sequence[Row]], slug: str) -> Iterator[Block]:
     """Show the acceptance by position."""
     if drafted := [row for row in drafting if row.num_spec_steps]:
         yield heading("Drafts", 3)
         yield _table(drafted, DRAFTS)
+        svg = charts.positions({name or "all": _widest(line) for name, line in series.items()})
+        yield from _picture(f"{slug}_positions", svg, "Acceptance by draft, at the largest K.")
 
 
 def _times(rows: Sequence[Row], slug: str) -> Iterator[Block]:
