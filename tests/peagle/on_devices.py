@@ -46,12 +46,12 @@ from target import load as target_load
 from target.load import load_target, save_target, write_target
 from target.model import GptOss
 from target.shard import Hint, Part, Place
-from tests.drafter.train.test_trainer import RECIPE, initial, trainer
 from tests.peagle.engine.test_interleaving import decoded_alone, interleave
 from tests.support.compiling import AS_FOR_USERS
 from tests.support.drafters import random_params
 from tests.support.toys import CONFIG as TINY
 from tests.support.toys import Scripted, decode, drafter_config, tiny_target
+from tests.support.trainers import RECIPE, initial, trainer
 from tests.target.test_shard import CONFIG
 
 AUX = (0, 1)
