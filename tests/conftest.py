@@ -219,7 +219,7 @@ def _programs_are_dropped_when_they_fill_the_memory() -> Iterator[None]:
 
 # modules that compile for long; a person at work leaves them out: pytest -m "not slow and not compile"
 COMPILING = (
-    "drafter/test_parity.py",
+    "drafter/test_conformance.py",
     "drafter/test_window.py",
     "drafter/train/test_train.py",
     "drafter/train/test_trainer.py",
