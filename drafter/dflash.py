@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 from drafter import model
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
-from peagle.ops.attention import CacheGroup, PagedCache, paged_attention, rows_by_layer
+from peagle.ops.attention import CacheGroup, PagedCache
 from peagle.ops.linear import embed, linear
 from peagle.ops.messages import DrafterInput
 from peagle.ops.norm import rms_norm
@@ -97,20 +97,12 @@ def absorb(
     """Write context rows to the cache. Rows of negative position are inactive and never written."""
     context = project_context(params, config, aux_hidden.astype(params.dtype), positions)
     nothing = jnp.full_like(positions, -1)
-    pages, rows = list(cache.pages), rows_by_layer(groups, model.windows_of(config), cache, positions, until=nothing)
+    attend, written = model.attend_to(params, config, cache, groups, positions, until=nothing)
     cos, sin = rope_tables(config.rope, positions, params.dtype, implementation=params.implementation)
     for layer, p in enumerate(params.layers):
         qkv = linear(context, p.qkv, p.qkv_bias, positions=positions, implementation=params.implementation)
-        _, pages[layer] = paged_attention(
-            model.norm_heads(qkv, p, config),
-            cos,
-            sin,
-            pages[layer],
-            rows[layer],
-            config.num_heads,
-            implementation=params.implementation,
-        )
-    return PagedCache(tuple(pages), cache.tables)
+        attend(layer, model.norm_heads(qkv, p, config), cos, sin)
+    return written()
 
 
 def propose(
@@ -137,25 +129,15 @@ def propose(
     aux_hidden, before = drafter_input.aux_hidden.astype(params.dtype), rows.positions[:, :num_context]
     context = project_context(params, config, aux_hidden, before)
     positions = rows.positions[:, num_context:]
-    pages = list(cache.pages)
-    placed = rows_by_layer(groups, model.windows_of(config), cache, rows.positions, until=rows.until)
+    attend, written = model.attend_to(params, config, cache, groups, rows.positions, until=rows.until)
     cos, sin = rope_tables(config.rope, rows.positions, params.dtype, implementation=params.implementation)
     x = embed(params.embedding, rows.token_ids, params.dtype)
     for layer, p in enumerate(params.layers):
         read = jnp.concatenate([context, rms_norm(x, p.norm, config.rms_norm_eps)], axis=1)
         qkv = linear(read, p.qkv, p.qkv_bias, positions=rows.positions, implementation=params.implementation)
-        out, pages[layer] = paged_attention(
-            model.norm_heads(qkv, p, config),
-            cos,
-            sin,
-            pages[layer],
-            placed[layer],
-            config.num_heads,
-            implementation=params.implementation,
-        )
-        out = out[:, num_context:]
+        out = attend(layer, model.norm_heads(qkv, p, config), cos, sin)[:, num_context:]
         if layer == config.num_layers - 1:  # nobody reads what follows the pending token's last keys and values
             out, x, positions = out[:, 1:], x[:, 1:], positions[:, 1:]
         x = linear(out, p.out, p.out_bias, residual=x, positions=positions, implementation=params.implementation)
         x = model.feed_forward(p, x, config.rms_norm_eps, positions, params.implementation)
-    return model.head(params, config, x, positions), PagedCache(tuple(pages), cache.tables)
+    return model.head(params, config, x, positions), written()

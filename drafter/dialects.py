@@ -447,8 +447,8 @@ def _agreed(config: Mapping[str, Any], own: Mapping[str, Any], key: str, needed:
         if values.get(key) is not None
     }
     if len(set(named.values())) > 1 or (needed and not named):
-        seen = " and ".join(f"{value} in {place}" for place, value in named.items()) or "missing"
-        raise InputError(f"{key} is {seen}; expected one number, in config.json or in its {DFLASH_CONFIG}")
+        texts = " and ".join(f"{value} in {place}" for place, value in named.items()) or "missing"
+        raise InputError(f"{key} is {texts}; expected one number, in config.json or in its {DFLASH_CONFIG}")
     return next(iter(named.values()), None)
 
 

@@ -179,12 +179,12 @@ def propose(
     """
     if num_drafts < 1:
         raise ValueError(f"{num_drafts} drafts; expected K >= 1")
-    given = drafter_input
-    rows = lay_out_rows(given.token_ids, given.num, given.first_position, num_drafts, mask_token_of(config), widths)
+    token_ids, num, first = drafter_input.token_ids, drafter_input.num, drafter_input.first_position
+    rows = lay_out_rows(token_ids, num, first, num_drafts, mask_token_of(config), widths)
     hidden = _slot_hidden(params, config, drafter_input, rows)
-    wanted = jnp.where(jnp.arange(num_drafts, dtype=jnp.int32)[None, :] < widths[:, None], rows.draft_rows, -1)
-    x, cache = _cached_pass(params, config, rows.token_ids, hidden, rows.positions, cache, groups, wanted)
-    return head(params, config, x, wanted), cache
+    output_rows = jnp.where(jnp.arange(num_drafts, dtype=jnp.int32)[None, :] < widths[:, None], rows.draft_rows, -1)
+    x, cache = _cached_pass(params, config, rows.token_ids, hidden, rows.positions, cache, groups, output_rows)
+    return head(params, config, x, output_rows), cache
 
 
 def propose_in_turn(
@@ -205,25 +205,23 @@ def propose_in_turn(
     """
     if num_drafts < 1:
         raise ValueError(f"{num_drafts} drafts; expected K >= 1")
-    given = drafter_input
+    num, first = drafter_input.num, drafter_input.first_position
     # a layout of one draft has no mask slots
-    rows = lay_out_rows(given.token_ids, given.num, given.first_position, 1, 0)
+    rows = lay_out_rows(drafter_input.token_ids, num, first, 1, 0)
     real = jnp.where(rows.committed, 0, -1)
-    hidden = project_aux(params, config, given.aux_hidden.astype(params.dtype), real)
+    hidden = project_aux(params, config, drafter_input.aux_hidden.astype(params.dtype), real)
     drafts, confidence = [], []
     token_ids, positions = rows.token_ids, rows.positions
-    wanted: jax.Array | None = jnp.where(widths[:, None] > 0, rows.draft_rows, -1)
+    output_rows: jax.Array | None = jnp.where(widths[:, None] > 0, rows.draft_rows, -1)
     for number in range(num_drafts):
-        x, cache = _cached_pass(params, config, token_ids, hidden, positions, cache, groups, wanted)
-        needed = jnp.where(given.first_position >= 0, widths, 0)[:, None] > number
+        x, cache = _cached_pass(params, config, token_ids, hidden, positions, cache, groups, output_rows)
+        needed = jnp.where(first >= 0, widths, 0)[:, None] > number
         logits = head(params, config, x, jnp.where(needed, 0, -1))
         index, probability = choose(logits, params.draft_to_target, number)
         drafts.append(to_target_ids(params, index))
         confidence.append(probability)
-        token_ids, hidden, wanted = drafts[-1], next_input(params, config, x), None
-        positions = jnp.where(
-            widths > number + 1, jnp.where(given.first_position < 0, -1, given.first_position + given.num + number), -1
-        )[:, None]
+        token_ids, hidden, output_rows = drafts[-1], next_input(params, config, x), None
+        positions = jnp.where(widths > number + 1, jnp.where(first < 0, -1, first + num + number), -1)[:, None]
     probabilities = [probability for probability in confidence if probability is not None]
     chosen = jnp.concatenate(drafts, axis=1), jnp.concatenate(probabilities, axis=1) if probabilities else None
     return chosen, cache
@@ -262,13 +260,31 @@ def _cached_pass(
     positions: Int[Array, "B T"],
     cache: PagedCache,
     groups: Sequence[CacheGroup],
-    wanted: Int[Array, "B K"] | None = None,
+    output_rows: Int[Array, "B K"] | None = None,
 ) -> tuple[Float[Array, "B t D"], PagedCache]:
     """Write the rows to the cache, then let each row attend up to its own position.
 
-    Returns (residual stream of the wanted rows, of all by default; the cache).
+    Returns (residual stream of the output rows, by default of all; the cache).
     """
-    pages, rows = list(cache.pages), rows_by_layer(groups, windows_of(config), cache, positions)
+    attend, written = attend_to(params, config, cache, groups, positions)
+    x = run_layers(params, config, token_ids, hidden, positions, attend, output_rows)
+    return x, written()
+
+
+def attend_to(
+    params: DrafterParams,
+    config: DrafterConfig,
+    cache: PagedCache,
+    groups: Sequence[CacheGroup],
+    positions: Int[Array, "B T"],
+    until: Int[Array, "B T"] | None = None,
+) -> tuple[AttendProjected, Callable[[], PagedCache]]:
+    """Make the attention of one pass over a cache, called once for each layer in order.
+
+    until: as in `rows_by_layer`. Returns (the attention, which writes its rows first; a function that returns the cache
+    afterwards).
+    """
+    pages, rows = list(cache.pages), rows_by_layer(groups, windows_of(config), cache, positions, until=until)
 
     def attend(layer: int, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         out, pages[layer] = paged_attention(
@@ -276,8 +292,7 @@ def _cached_pass(
         )
         return out
 
-    x = run_layers(params, config, token_ids, hidden, positions, attend, wanted)
-    return x, PagedCache(tuple(pages), cache.tables)
+    return attend, lambda: PagedCache(tuple(pages), cache.tables)
 
 
 def _slot_hidden(params: DrafterParams, config: DrafterConfig, drafter_input: DrafterInput, rows: Rows) -> jax.Array:
@@ -287,8 +302,8 @@ def _slot_hidden(params: DrafterParams, config: DrafterConfig, drafter_input: Dr
     masks = params.mask_hidden.shape[0]
     mask_hidden = jnp.broadcast_to(params.mask_hidden[None], (batch, masks, aux_width))
     aux_hidden = jnp.concatenate([drafter_input.aux_hidden.astype(params.dtype), mask_hidden], axis=1)
-    wanted = jnp.pad(jnp.where(rows.committed[:, :width], 0, -1), ((0, 0), (0, masks)))
-    hidden = project_aux(params, config, aux_hidden, wanted)
+    real = jnp.pad(jnp.where(rows.committed[:, :width], 0, -1), ((0, 0), (0, masks)))
+    hidden = project_aux(params, config, aux_hidden, real)
     # committed row r reads projection r; mask slot m reads projection F + m, or the last one if there are fewer
     row = jnp.arange(rows.committed.shape[1], dtype=jnp.int32)[None, :]
     source = jnp.where(rows.committed, row, width + jnp.clip(row - drafter_input.num[:, None], 0, masks - 1))
@@ -330,11 +345,11 @@ def run_layers(
     hidden: jax.Array,
     positions: jax.Array,
     attend: AttendProjected,
-    wanted: Int[Array, "B K"] | None = None,
+    output_rows: Int[Array, "B K"] | None = None,
 ) -> jax.Array:
     """Return the residual stream after the last layer [B, T, D], from each row's token and fc output.
 
-    If `wanted` names rows, return those alone [B, K, D]: the last layer then computes only keys and values for the
+    If there are `output_rows`, return those alone [B, K, D]: the last layer then computes only keys and values for the
     others. Ignore the result of a negative index.
     """
     eps = config.rms_norm_eps
@@ -350,10 +365,10 @@ def run_layers(
             qkv = product(jnp.concatenate([embedded, normed], axis=-1), p.qkv, p.qkv_bias, positions=positions)
             x = normed if config.norm_before_residual else x
         out = attend(index, norm_heads(qkv, p, config), cos, sin)
-        if wanted is not None and index == len(params.layers) - 1:
-            taken = jnp.maximum(wanted, 0)
+        if output_rows is not None and index == len(params.layers) - 1:
+            taken = jnp.maximum(output_rows, 0)
             out, x = (jnp.take_along_axis(rows, taken[:, :, None], axis=1) for rows in (out, x))
-            positions = jnp.where(wanted < 0, -1, jnp.take_along_axis(positions, taken, axis=1))
+            positions = jnp.where(output_rows < 0, -1, jnp.take_along_axis(positions, taken, axis=1))
         x = product(out, p.out, p.out_bias, residual=x, positions=positions)
         x = feed_forward(p, x, eps, positions, params.implementation)
     return x

@@ -41,15 +41,15 @@ def draft_logits(
             for slot in range(num_drafts - 1)
         ]
         return _causal(tensors, config, rows)[0][known - 1 :]
-    found: list[np.ndarray] = []
-    while len(found) < num_drafts:
+    draft_logits: list[np.ndarray] = []
+    while len(draft_logits) < num_drafts:
         logits, hidden = _causal(tensors, config, rows)
-        found.append(logits[-1])
+        draft_logits.append(logits[-1])
         best = int(logits[-1].argmax())
         token = best + int(tensors["d2t"][best]) if "d2t" in tensors else best
         last = _rms(hidden[-1], tensors["norm.weight"], config.rms_norm_eps) if config.norm_output else hidden[-1]
         rows.append((token, last))
-    return np.stack(found)
+    return np.stack(draft_logits)
 
 
 def draft_ids(
@@ -175,8 +175,8 @@ def _attend(
         shared = slice(head // per_kv_head * width, (head // per_kv_head + 1) * width)
         queries = [concentration * _rotate(row[mine], p, frequencies) for row, p in zip(query, positions, strict=True)]
         keys = [concentration * _rotate(row[shared], p, frequencies) for row, p in zip(key, positions, strict=True)]
-        for row, seen in enumerate(visible):
-            near = [other for other in seen if window is None or positions[row] - positions[other] < window]
+        for row, others in enumerate(visible):
+            near = [other for other in others if window is None or positions[row] - positions[other] < window]
             scores = np.array([queries[row] @ keys[other] for other in near]) / math.sqrt(width)
             shares = np.exp(scores - scores.max())
             out[row, mine] = shares @ value[near, shared] / shares.sum()

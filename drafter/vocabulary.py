@@ -34,15 +34,15 @@ class DraftVocab:
     source: str
 
 
-def choose(asked: str, directory: Path, vocab_size: int, first: Sequence[int] = ()) -> DraftVocab:
+def choose(choice: str, directory: Path, vocab_size: int, first: Sequence[int] = ()) -> DraftVocab:
     """Choose the draft vocabulary that an option names: a number of tokens, or a file that lists their ids.
 
     directory is the drafter's. `first` are tokens to put first if the directory has no list. Raises InputError for a
     number of tokens that the target does not have, and for a file that does not list ids of the target.
     """
-    if not asked.lstrip("-").isdigit():
-        return DraftVocab(_listed(Path(asked), vocab_size), asked)
-    count = int(asked)
+    if not choice.lstrip("-").isdigit():
+        return DraftVocab(_listed(Path(choice), vocab_size), choice)
+    count = int(choice)
     check_count(count, vocab_size)
     known = directory / FREQUENT_TOKENS
     if known.is_file():
@@ -99,9 +99,9 @@ def _unique(ids: Iterable[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def first_of(wanted: Iterable[int], vocab_size: int, count: int) -> tuple[int, ...]:
-    """Return `count` tokens: the wanted ones, then all others by id."""
-    return _unique([*wanted, *range(vocab_size)])[:count]
+def first_of(preferred: Iterable[int], vocab_size: int, count: int) -> tuple[int, ...]:
+    """Return `count` tokens: the preferred ones, then all others by id."""
+    return _unique([*preferred, *range(vocab_size)])[:count]
 
 
 def by_frequency(counts: np.ndarray) -> list[int]:

@@ -87,13 +87,13 @@ def parse_data_mesh(text: str) -> int:
 
 
 def _sizes(text: str, names: Sequence[str], expected: str) -> dict[str, int]:
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for item in text.split(","):
         name, _, size = item.strip().partition("=")
-        if name not in names or name in found or re.fullmatch("0*[1-9][0-9]{0,5}", size, re.ASCII) is None:
+        if name not in names or name in sizes or re.fullmatch("0*[1-9][0-9]{0,5}", size, re.ASCII) is None:
             raise InputError(f"the mesh is {text!r}; expected {expected}", "mesh")
-        found[name] = int(size)
-    return found
+        sizes[name] = int(size)
+    return sizes
 
 
 def make_meshes(shape: MeshShape) -> list[Mesh]:
@@ -115,13 +115,13 @@ def make_meshes(shape: MeshShape) -> list[Mesh]:
         devices = [
             device
             for process in range(processes)
-            for device in [each for each in devices if each.process_index == process][: shape.ranks // processes]
+            for device in [device for device in devices if device.process_index == process][: shape.ranks // processes]
         ]
     if (needed := shape.devices) > len(devices):
         kind = devices[0].platform
         more = f"; JAX_NUM_CPU_DEVICES={needed} in the environment makes more of one CPU" if kind == "cpu" else ""
         raise InputError(f"the mesh {shape} needs {needed} devices, and there are {len(devices)} ({kind}){more}")
-    return [Mesh(each, (AXIS,)) for each in np.array(devices[:needed]).reshape(shape.dp, shape.ranks)]
+    return [Mesh(replica, (AXIS,)) for replica in np.array(devices[:needed]).reshape(shape.dp, shape.ranks)]
 
 
 @flax.struct.dataclass
@@ -218,8 +218,8 @@ class Sharded:
             on_ranks = jax.shard_map(
                 of_rank, mesh=self.mesh, in_specs=(OF_PARTS, SAME), out_specs=SAME, check_vma=False
             )
-            found: jax.Array = jax.jit(on_ranks)(self.parts, values)
-            return found
+            outputs: jax.Array = jax.jit(on_ranks)(self.parts, values)
+            return outputs
 
         named: str | None = self.parts.first_not_finite(token_ids, run)  # type: ignore[attr-defined]
         return named

@@ -62,12 +62,12 @@ def parse_place(coordinator: str | None, process: int | None, count: int | None)
 
     Raises InputError for some of the three, or values out of range.
     """
-    given = {"--coordinator": coordinator, "--process-id": process, "--num-processes": count}
-    missing = [name for name, value in given.items() if value is None]
+    flags = {"--coordinator": coordinator, "--process-id": process, "--num-processes": count}
+    missing = [name for name, value in flags.items() if value is None]
     if len(missing) == 3:
         return None
     if missing:
-        raise InputError(f"{missing[0]} is missing; expected {', '.join(given)} together, or none of them")
+        raise InputError(f"{missing[0]} is missing; expected {', '.join(flags)} together, or none of them")
     assert coordinator is not None
     assert process is not None
     assert count is not None
@@ -94,11 +94,11 @@ def encode(message: Mapping[str, Any]) -> bytes:
             arrays.append(np.asarray(value, order="C"))
             return {"array": [arrays[-1].dtype.str, list(arrays[-1].shape)]}
         if isinstance(value, Mapping):
-            return {key: plain(each) for key, each in value.items()}
-        return [plain(each) for each in value] if isinstance(value, list | tuple) else value
+            return {key: plain(item) for key, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
     head = dumps(plain(message)).encode()
-    return b"".join([len(head).to_bytes(4, "little"), head, *(each.tobytes() for each in arrays)])
+    return b"".join([len(head).to_bytes(4, "little"), head, *(array.tobytes() for array in arrays)])
 
 
 def decode(data: bytes) -> Message:
@@ -113,17 +113,17 @@ def decode(data: bytes) -> Message:
             dtype = np.dtype(str(kind))
             if dtype.hasobject:
                 raise ValueError("an array of objects")
-            found = np.frombuffer(data, dtype, int(np.prod(shape, dtype=np.int64)), at).reshape(shape)
-            at += found.nbytes
-            return found
+            array = np.frombuffer(data, dtype, int(np.prod(shape, dtype=np.int64)), at).reshape(shape)
+            at += array.nbytes
+            return array
         if isinstance(value, dict):
-            return {key: whole(each) for key, each in value.items()}
-        return [whole(each) for each in value] if isinstance(value, list) else value
+            return {key: whole(item) for key, item in value.items()}
+        return [whole(item) for item in value] if isinstance(value, list) else value
 
-    found = whole(json.loads(data[4 : 4 + size]))
-    if not isinstance(found, dict):
+    message = whole(json.loads(data[4 : 4 + size]))
+    if not isinstance(message, dict):
         raise ValueError("no object")
-    return found
+    return message
 
 
 class Link:
@@ -305,7 +305,7 @@ def _welcome(
     try:
         connection, _ = server.accept()
     except TimeoutError:
-        absent = [str(each) for each in range(1, place.count) if each not in links]
+        absent = [str(rank) for rank in range(1, place.count) if rank not in links]
         which = f"process {absent[0]}" if len(absent) == 1 else f"processes {', '.join(absent)}"
         raise InputError(
             f"{which} of {place.count} did not connect to {place.address} within {JOIN_S:.0f} s; start them with the "
@@ -315,9 +315,9 @@ def _welcome(
     try:
         if link.receive(5, len(GREETING)) != GREETING:
             raise ValueError("no greeting")
-        given = decode(link.receive(5, MOST_HELLO_BYTES))
-        process = int(given["process"])
-        theirs = flat(given["hello"])
+        greeting = decode(link.receive(5, MOST_HELLO_BYTES))
+        process = int(greeting["process"])
+        theirs = flat(greeting["hello"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return link.close()
     if not 0 < process < place.count or process in links:

@@ -378,12 +378,12 @@ def origins(chunk: TokenChunk) -> tuple[str, ...]:
     """Name each token's origin: "prefill", "plain", an accepted draft's position from 1, "recovered", "bonus"."""
     if not chunk.steps:
         return ("prefill",) * len(chunk.token_ids)
-    found: list[str] = []
+    origins: list[str] = []
     for step in chunk.steps:
-        found += [str(place + 1) for place in range(step.num_accepted)]
+        origins += [str(place + 1) for place in range(step.num_accepted)]
         drafted = len(step.draft_token_ids)
-        found.append("plain" if not drafted else "bonus" if step.num_accepted == drafted else "recovered")
-    return tuple(found[: len(chunk.token_ids)])
+        origins.append("plain" if not drafted else "bonus" if step.num_accepted == drafted else "recovered")
+    return tuple(origins[: len(chunk.token_ids)])
 
 
 def refuse_stop_strings_without(tokenizer: Tokenizer | None, stop: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ SCENARIOS = Path(__file__).with_name("scenarios")
 
 
 def scenarios() -> dict[str, str]:
-    """Map the scenarios, modules of scripts/scenarios that have a main, to the first lines of their docstrings."""
+    """Map the modules of scripts/scenarios to the first lines of their docstrings."""
     paths = [path for path in sorted(SCENARIOS.glob("*.py")) if "_" not in path.stem]
     docstrings = {path.stem: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) for path in paths}
     return {name: (docstring or "").partition("\n")[0] for name, docstring in docstrings.items()}

@@ -1,21 +1,20 @@
-"""Find out in one call whether this project is right on a GPU, and how fast.
+"""Check on a GPU in one call that this project is right, and measure how fast it is.
 
-    python -m scripts.gpu_check --out DIR                          # on a GPU: 20b and 120b shapes, about ten minutes
+    python -m scripts.gpu_check --out DIR                          # 20b and 120b shapes, about ten minutes
     python -m scripts.gpu_check --out DIR --shapes 20b --minutes 5
     python -m scripts.gpu_check --out DIR --only peers,120b             # these sections alone, for a second call
-    python -m scripts.gpu_check --out DIR --mesh tp=2 --mesh tp=4 --only mesh       # several GPUs: over these, too
-    python -m scripts.gpu_check --out DIR --shapes tiny --any-device    # the same on any device, to try it out
+    python -m scripts.gpu_check --out DIR --mesh tp=2 --mesh tp=4 --only mesh       # also over several GPUs
+    python -m scripts.gpu_check --out DIR --shapes tiny --any-device    # a rehearsal on any device
 
-Needs no network, no checkpoint and no installation (run it in the checkout), but for the conformance suite, which
-needs what the tests do: weights are random and made in the device's memory. First what must be right: the checks of
-`peagle check` (the kernels' launcher is compiled if it is not there) and the conformance suite. Then, for each shape:
-prefill, decoding and verify passes, by XLA's own code, too; the bytes and time of operations; speculation whose
-acceptance is drawn at given rates (marked synthetic: it says what a step costs, nothing of any drafter), by drafter,
-head and batch, and where a step's time goes; and this project beside transformers (scripts.bench peers). With --mesh
-also: a small target over those devices against the whole one, and the time of a larger one's passes over them.
+Needs no network, no checkpoint and no installation; run it in the checkout. Only the conformance suite needs what the
+tests do. Weights are random and made in the device's memory. First come the checks of `peagle check` (the kernels'
+launcher is compiled if it is missing) and the conformance suite. Then, for each shape: prefill, decoding and verify
+passes, by XLA's own code, too; the parts of a step; speculation with acceptance drawn at given rates (marked synthetic:
+it measures what a step costs), by drafter, head and batch; and this project beside transformers (scripts.bench peers).
+With --mesh also a small target over those devices against the whole one, and the passes of a larger one over them.
 
-`--out` (which must not exist yet) gets a line in raw.jsonl as soon as a figure is known, so that a run that is cut off
-has lost nothing, and run.json and README.md after each section. What does not fit into --minutes is named as left out;
+`--out` (which must not exist yet) gets a line in raw.jsonl with every figure, so that a run that is cut off has lost
+nothing, and run.json and README.md after each section. Sections that do not fit into --minutes are named as left out;
 the section that runs when they end stops at its next line.
 Exit code 1: something is wrong, or could not be measured.
 """
@@ -48,8 +47,7 @@ from drafter.propose import drafter_of
 from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request
 from peagle.loading import default_chunk, load
-from peagle.measure.bench import Bench, BenchOptions, Case, Measurement, bench
-from peagle.measure.metrics import total
+from peagle.measure.bench import BenchOptions, bench
 from peagle.measure.profile import profile
 from peagle.ops import cuda
 from peagle.ops.cuda import calls
@@ -74,30 +72,28 @@ from peagle.workflows.random_checkpoint import (
     write_random_checkpoint,
 )
 from scripts.gpu.mesh import CONFIG, compare, loud_target
-from scripts.gpu.operations import costs
 from scripts.gpu.page import page
 from scripts.gpu.parts import bytes_of_parts, parts
-from scripts.runs import Json, Progress, RawLines, in_one_line, new_parser, origin, write_run
+from scripts.runs import ROOT, Json, Progress, RawLines, in_one_line, new_parser, origin, write_run
+from scripts.steady import Steady, steady
 from target.config import TargetConfig
 from target.model import GptOss
 from target.random import random_bytes, random_params
 from target.shard import check_ranks
 
-ROOT = Path(__file__).parents[1]
 NARROW_VOCAB = 32768  # a reduced draft vocabulary, as drafters of large vocabularies have
-PUBLISHED_RATE = 0.76  # of draft i .76^i are kept: 3.70 tokens a step at K = 7, as published for the 20b on MT-Bench
-
-
-SUITE = ("tests/ops/test_expert_matmul.py", "tests/ops/test_mxfp4.py", "tests/ops/test_attention.py")
-SUITE += ("tests/ops/test_paged_attention.py", "tests/drafter/test_model.py", "tests/peagle/engine/test_accept.py")
-SUITE_OPTIONS = ("--maxfail", "20", "--tb", "line")
-# what else is installed on such a machine is no matter: plugins that do not go with xdist, what newer versions warn of
-SUITE_OPTIONS += ("-p", "no:benchmark", "-W", "default")
+PUBLISHED_RATE = 0.76  # draft i is accepted at .76^i: 3.70 tokens a step at K = 7, as published for the 20b on MT-Bench
+SUITE = (
+    *("tests/ops/test_expert_matmul.py", "tests/ops/test_mxfp4.py", "tests/ops/test_attention.py"),
+    *("tests/ops/test_paged_attention.py", "tests/drafter/test_model.py", "tests/peagle/engine/test_accept.py"),
+)
+# warnings of newer versions on the machine, and plugins that conflict with xdist, must not stop the suite
+SUITE_OPTIONS = ("--maxfail", "20", "--tb", "line", "-p", "no:benchmark", "-W", "default")
 SUITE_NEEDS = ("pytest", "xdist", "hypothesis", "beartype")
 PROMPT_TOKENS, NEW_TOKENS, REPEATS = 512, 128, 3
 PROFILED_TOKENS = 48
-MOST_WORKERS = 12  # of the suite: each of them has a part of the device's memory
-SUITE_S, PEERS_S = 180, 300  # after so long they are stopped
+MOST_WORKERS = 12  # of the suite: each takes a part of the device's memory
+SUITE_S, PEERS_S = 180, 300  # time limits
 PEERS, PEERS_TRIED_OUT = "L", "tiny"  # the checkpoint that engines are compared on: two layers as the 20b's
 # acceptance lengths on MT-Bench: P-EAGLE (arXiv 2602.01469), tables 9 and 10, and for K = 7 vLLM's post on it
 _PAPER, _POST = "arXiv 2602.01469", "vLLM's post"
@@ -111,9 +107,9 @@ PUBLISHED = tuple(
         ("120b", PARALLEL.name, 5, 2.9, _PAPER),
     )
 )
-ENDS = "memory"  # of a shape: its weights are freed, even if nothing else of it ran to its end
-PATIENCE = 1.25  # a section that takes so many times what it may ends at its next line, for the sake of the others
-ROOM = 1.15  # of the weights: caches, and what a pass needs on the way
+MEMORY = "memory"  # ends the name of the section that frees a shape's weights, which always runs
+PATIENCE = 1.25  # times its own limit after which a section stops at its next line
+ROOM = 1.15  # of the weights: caches, and the temporary memory of a pass
 
 
 class TooLarge(Exception):
@@ -126,11 +122,11 @@ class Section:
 
     name: str
     run: Callable[[], Iterator[Json]]
-    seconds: float  # it may take
+    seconds: float  # its limit; 0: none
 
 
 def bandwidth() -> Iterator[Json]:
-    """Time reading and writing a large array: what the device's memory gives."""
+    """Time a copy of a large array: the bandwidth of the device's memory."""
     size = 1 << (29 if on_gpu() else 24)
     source = jnp.zeros((size,), jnp.float32)
     copy = jax.jit(lambda x: x + 1)
@@ -144,7 +140,7 @@ def bandwidth() -> Iterator[Json]:
 
 
 def prepare_kernels() -> None:
-    """Compile the launcher of the GPU kernels if it is missing and can be compiled; then check the kernels."""
+    """Compile the GPU kernels' launcher if it is missing; then check the kernels."""
     if on_gpu() and not LAUNCHER.exists():
         try:
             build_launcher()
@@ -154,7 +150,7 @@ def prepare_kernels() -> None:
 
 
 def kernels() -> Iterator[Json]:
-    """Find which kernels run here, or why none do."""
+    """Say which kernels run here, or why none do."""
     yield line_of(check_kernels())
 
 
@@ -175,7 +171,7 @@ def line_of(finding: Finding) -> Json:
 
 
 def conformance() -> Iterator[Json]:
-    """Run the kernels' suite, which is the same on every device."""
+    """Run the kernels' tests, the same on every device."""
     if missing := [name for name in SUITE_NEEDS if importlib.util.find_spec(name) is None]:
         yield {"ok": False, "error": f"not run: it needs {', '.join(missing)}; pip install '.[test]'"}
         return
@@ -187,14 +183,14 @@ def conformance() -> Iterator[Json]:
         text=True,
         check=False,
         timeout=SUITE_S,
-        # what GPUs otherwise multiply float32 with (TF32) has ten bits
+        # not TF32, whose ten bits are a GPU's default
         env={**os.environ, "JAX_DEFAULT_MATMUL_PRECISION": "highest"},
     )
     yield {"ok": done.returncode == 0, "said": (done.stdout + done.stderr)[-2000:]}
 
 
 def peers() -> Iterator[Json]:
-    """Compare this project, its own XLA form and transformers, interleaved, each in a process of its own."""
+    """Compare this project, its XLA form and transformers, in interleaved processes."""
     with tempfile.TemporaryDirectory() as directory:
         size = PEERS if on_gpu() else PEERS_TRIED_OUT
         checkpoint, out = Path(directory) / size, Path(directory) / "out"
@@ -218,40 +214,25 @@ def peers() -> Iterator[Json]:
 
 
 def over_devices(shape: MeshShape) -> Iterator[Json]:
-    """Compare a small target over a mesh with the whole one; then time passes of a larger one, over it and whole."""
+    """Compare a small target over a mesh with the whole one; then time a larger one."""
     name = PEERS if on_gpu() else PEERS_TRIED_OUT
     with tempfile.TemporaryDirectory() as scratch:
         small, large = loud_target(Path(scratch)), Path(scratch) / name
-        with jax.default_matmul_precision("highest"):  # not TF32 on a GPU, which has ten bits
+        with jax.default_matmul_precision("highest"):  # not TF32, whose ten bits are a GPU's default
             (row,) = compare(small, for_weights(), (shape,), Progress())
         yield {"ok": row["error_in_spreads"] < MOST_OFF and row["same_tokens"] == row["answers"], **row}
         write_random_checkpoint(large, SIZES[name])
         for mesh in (str(shape), None):
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", InputWarning)  # it has no tokenizer and no stop token
+                warnings.simplefilter("ignore", InputWarning)  # of the missing tokenizer and stop token
                 pair = load(large, None, mesh=mesh)
-            yield from passes(f"{name}, {mesh or 'one device'}", pair, kernels_in_words())
-
-
-def passes(name: str, pair: Pair, kernels: str) -> Iterator[Json]:
-    """Measure prefill, decoding and verify passes of one sequence."""
-    options = BenchOptions(prompt_lengths=(512,), new_tokens=(64,), widths=(1, 4, 8), repeats=REPEATS)
-    timings = bench(pair, options)
-    for measurement in timings.measurements:
-        yield line_of_pass(name, kernels, timings, measurement, 1, options.context)
-
-
-def operations(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
-    """Measure every operation's bytes and time, by the number of rows."""
-    contexts = tuple(context for context in (512, 8192) if context + 16 < config.max_positions)
-    for rows in (1, 8, 16, 64, 512, 2048):
-        for line in costs(params, config, rows, contexts if rows in (1, 8) else ()):
-            yield {"shape": name, **line}
+            where = f"{name}, {mesh or 'one device'}"
+            yield from OVER_DEVICES.measure(where, pair, lambda _: kernels_in_words(), 64)
 
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """What is measured of a target alone: decoding and verify passes of `batch` sequences after `context` tokens."""
+    """Passes of a target alone: prefill, and decoding and verify passes of `batch` sequences after `context` tokens."""
 
     batch: int
     context: int
@@ -262,7 +243,33 @@ class Passes:
     def __str__(self) -> str:
         return f"{self.batch} after {self.context}{' by XLA' if self.xla else ''}"
 
+    def measure(self, name: str, pair: Pair, kernels: Callable[[int], str], new_tokens: int) -> Iterator[Json]:
+        """Measure a pair's target. kernels: names those that run a pass over so many rows."""
+        options = BenchOptions(
+            self.prompts, (new_tokens,), self.widths, self.context, slots=(self.batch,), repeats=REPEATS
+        )
+        try:
+            options.check(pair.max_positions, pair.steps_per_dispatch)
+        except InputError:  # a tiny target, with too few positions
+            return
+        timings = bench(pair, options)
+        for measurement in timings.measurements:
+            case = measurement.case
+            yield {
+                "shape": name,
+                "kernels": kernels(self.batch if case.kind == "tg" else self.batch * case.size),
+                "kind": case.kind,
+                "size": case.size,
+                "batch": self.batch,
+                "context": self.context,
+                "ms_per_pass": dataclasses.asdict(measurement.ms_per_pass),
+                "tok_per_s": dataclasses.asdict(measurement.tok_per_s),
+                "v": timings.v(measurement),
+                "peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
+            }
 
+
+OVER_DEVICES = Passes(1, 128, (1, 4, 8), (512,))
 ALONE = (
     Passes(1, 512, (1, 2, 4, 8), (512, 2048, 8192)),
     Passes(8, 512, (1, 4)),
@@ -274,49 +281,13 @@ PROFILED = (1, 8, 32)  # requests
 
 
 def target_alone(name: str, params: Any, config: TargetConfig, passes: Passes) -> Iterator[Json]:
-    """Measure prefill, decoding and verify passes."""
+    """Measure passes of a shape; by XLA only if CUDA ran before, and XLA takes the layout."""
     if passes.xla and (not cuda.available() or isinstance(params.layers[0].moe.experts, TiledExperts)):
-        return  # it is measured already, or XLA does not take the layout
+        return
     weights = dataclasses.replace(params, implementation="xla") if passes.xla else params
     most_rows = calls.MAX_ROWS if cuda.available() and not passes.xla else 0
     pair = pair_of(weights, config, None)
-    options = BenchOptions(
-        prompt_lengths=passes.prompts,
-        new_tokens=(NEW_TOKENS,),
-        widths=passes.widths,
-        context=passes.context,
-        slots=(passes.batch,),
-        repeats=REPEATS,
-    )
-    try:
-        options.check(config.max_positions, pair.steps_per_dispatch)
-    except InputError:  # a tiny target, which has too few positions for it
-        return
-    timings = bench(pair, options)
-    for measurement in timings.measurements:
-        kernels = "CUDA" if rows_of(measurement.case, passes.batch) <= most_rows else "XLA"
-        yield line_of_pass(name, kernels, timings, measurement, passes.batch, passes.context)
-
-
-def line_of_pass(name: str, kernels: str, timings: Bench, measurement: Measurement, batch: int, context: int) -> Json:
-    """Make a line of raw.jsonl from a measurement."""
-    return {
-        "shape": name,
-        "kernels": kernels,
-        "kind": measurement.case.kind,
-        "size": measurement.case.size,
-        "batch": batch,
-        "context": context,
-        "ms_per_pass": dataclasses.asdict(measurement.ms_per_pass),
-        "tok_per_s": dataclasses.asdict(measurement.tok_per_s),
-        "v": timings.v(measurement),
-        "peak_bytes": peak_bytes(),
-    }
-
-
-def rows_of(case: Case, batch: int) -> int:
-    """Count the rows of a pass."""
-    return batch if case.kind == "tg" else batch * case.size
+    yield from passes.measure(name, pair, lambda rows: "CUDA" if rows <= most_rows else "XLA", NEW_TOKENS)
 
 
 def speculation(name: str, params: Any, config: TargetConfig, kind: DrafterShape, vocab: int | None) -> Iterator[Json]:
@@ -336,10 +307,10 @@ def speculation(name: str, params: Any, config: TargetConfig, kind: DrafterShape
     batches = {1: (0, 5, 7), 8: (0, 3)} if vocab is None else {1: (0, 7)}
     engines = {batch: {k: synthetic_engine(pair, k, batch) for k in ks} for batch, ks in batches.items()}
     started = time.perf_counter()
-    every = [engine for of_batch in engines.values() for engine in of_batch.values()]
+    compiled = [engine for of_batch in engines.values() for engine in of_batch.values()]
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda engine: engine.warm_up(), every))
-    yield {"engines": len(every), "compiling_s": time.perf_counter() - started}
+        list(pool.map(lambda engine: engine.warm_up(), compiled))
+    yield {"engines": len(compiled), "compiling_s": time.perf_counter() - started}
     for batch, of_batch in engines.items():
         for measured in steps(of_batch, config, batch):
             yield line | measured
@@ -348,7 +319,7 @@ def speculation(name: str, params: Any, config: TargetConfig, kind: DrafterShape
 
 
 def by_part(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
-    """Find where the time of a plain step goes, by the number of requests."""
+    """Measure the parts of a plain step, by the number of requests."""
     for batch in PROFILED:
         engine = synthetic_engine(pair_of(params, config, None), 0, batch)
         engine.warm_up()
@@ -363,25 +334,26 @@ def by_part(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
 def steps(engines: dict[int, AnyEngine], config: TargetConfig, batch: int) -> Iterator[Json]:
     """Time a step of every engine, by K."""
     requests = [request(config, PROMPT_TOKENS, NEW_TOKENS, number) for number in range(batch)]
-    runs: dict[int, list[Timed]] = {k: [] for k in engines}
+    runs: dict[int, list[Steady]] = {k: [] for k in engines}
     for repeat in range(REPEATS):
         for k in sorted(engines, reverse=repeat % 2 == 1):
-            runs[k].append(timed(engines[k], requests))
+            runs[k].append(steady(engines[k], requests))
     plain_s = statistics.median(run.step_s for run in runs[0])
     for k, repeats in runs.items():
         step_s = statistics.median(run.step_s for run in repeats)
+        records = [record for run in repeats for record in run.records]
         yield {
             "batch": batch,
             "k": k,
             "tok_per_s": sum(run.tokens for run in repeats) / sum(run.seconds for run in repeats),
             "step_ms": 1e3 * step_s,
             "cycle_cost": step_s / plain_s,
-            "tokens_a_step": total([run.counters for run in repeats]).acceptance_length if k else 1.0,
+            "tokens_a_step": Counters.of(records, k).acceptance_length if k else 1.0,
         }
 
 
 def shares(engine: AnyEngine, request: Request) -> Json:
-    """Find where a step's time goes, or why that is not known."""
+    """Profile the parts of a step, or say why that failed."""
     with tempfile.TemporaryDirectory() as directory:
         try:
             times = profile(engine, [request], Path(directory))
@@ -390,41 +362,10 @@ def shares(engine: AnyEngine, request: Request) -> Json:
     return {"profile": dataclasses.asdict(times) | {"directory": None}}
 
 
-@dataclasses.dataclass(frozen=True)
-class Timed:
-    """Counts from the last request's first token to the first request's end, while all of a batch were at work."""
-
-    seconds: float
-    tokens: int
-    steps: int
-    counters: Counters
-
-    @property
-    def step_s(self) -> float:
-        return self.seconds / self.steps
-
-
-def timed(engine: AnyEngine, requests: list[Request]) -> Timed:
-    """Decode the requests together. Raises RuntimeError if the first one ends before the last one begins."""
-    chunks = list(engine.generate(requests))
-    begun = max(chunk.time_s for _, chunk in chunks if not chunk.steps)
-    ended = min(chunk.time_s for _, chunk in chunks if chunk.finish_reason is not None)
-    between = [(place, chunk) for place, chunk in chunks if chunk.steps and begun < chunk.time_s <= ended]
-    if not between:
-        raise RuntimeError(f"no step has all of {len(requests)} requests; expected longer answers")
-    records = [record for _, chunk in between for record in chunk.steps]
-    return Timed(
-        seconds=ended - begun,
-        tokens=sum(len(chunk.token_ids) for _, chunk in between),
-        steps=sum(len(chunk.steps) for place, chunk in between if place == 0),
-        counters=Counters.of(records, engine.config.num_speculative_tokens),
-    )
-
-
 def synthetic_engine(pair: Pair, k: int, batch: int) -> AnyEngine:
     rates = tuple(PUBLISHED_RATE ** (i + 1) for i in range(k)) if k else None
     capacity = min(1024, pair.max_positions)
-    # prompts in one chunk: while chunks alternate with steps, the first request is decoded without the others
+    # prompts in one chunk: steps between chunks would decode the first request without the others
     return pair.engine(
         pair.engine_config(k, context=capacity, slots=batch, synthetic_acceptance=rates, prefill_chunk=PROMPT_TOKENS)
     )
@@ -436,15 +377,15 @@ def request(config: TargetConfig, prompt_tokens: int, new_tokens: int, number: i
 
 
 def random_drafter(kind: DrafterShape, config: TargetConfig, draft_vocab: int | None, embedding: jax.Array) -> Any:
-    """Make a drafter that shares its target's embedding: on 80 GB there is room for the 120b and few more of them."""
+    """Make a drafter that shares its target's embedding: 80 GB have little room beside the 120b."""
     shape = kind.config(config, draft_vocab)
     make = jax.jit(lambda key: init_drafter(shape, key, jnp.bfloat16).replace(embedding=None))
     return drafter_of(make(jax.random.key(3)).replace(embedding=embedding), shape)
 
 
 def pair_of(params: Any, config: TargetConfig, drafter: Any) -> Pair:
-    taps = () if drafter is None else drafter.aux_layer_ids
-    targets = GptOss(params, config, aux_layer_ids=taps), GptOss(params, config)
+    layers = () if drafter is None else drafter.aux_layer_ids
+    targets = GptOss(params, config, aux_layer_ids=layers), GptOss(params, config)
     return Pair(*targets, drafter, None, prefill_chunk=default_chunk())
 
 
@@ -452,12 +393,8 @@ def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def peak_bytes() -> int | None:
-    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-
-
 def checked_mesh(text: str) -> MeshShape:
-    """Read a mesh. Raises InputError for dp, too few devices, and what the compared targets cannot be cut over."""
+    """Parse a mesh. Raises InputError for dp, too few devices, and targets it cannot divide."""
     refuse_replicas(text, "this measures the passes of one copy")
     shape = parse_mesh(text)
     for config in (CONFIG, SIZES[PEERS if on_gpu() else PEERS_TRIED_OUT]):
@@ -468,7 +405,7 @@ def checked_mesh(text: str) -> MeshShape:
 
 def shape_sections(name: str, seconds: float) -> Iterator[Section]:
     config = SIZES[name]
-    held: list[Any] = []  # the weights, made when they are first needed and let go after the last
+    held: list[Any] = []  # the weights, made when a section first needs them
 
     def weights() -> Any:
         if not held:
@@ -490,7 +427,7 @@ def shape_sections(name: str, seconds: float) -> Iterator[Section]:
     def speculating(kind: DrafterShape, vocab: int | None) -> Iterator[Json]:
         yield from speculation(name, weights(), config, kind, vocab)
 
-    def let_go() -> Iterator[Json]:
+    def free() -> Iterator[Json]:
         held.clear()
         gc.collect()
         yield from ()
@@ -505,8 +442,7 @@ def shape_sections(name: str, seconds: float) -> Iterator[Section]:
             yield Section(f"{name}: {kind.name}{head}", functools.partial(speculating, kind, vocab), seconds)
     for passes in FURTHER:
         yield Section(f"{name}: {passes}", functools.partial(alone, passes), seconds)
-    yield Section(f"{name}: operations", lambda: operations(name, weights(), config), seconds / 2)
-    yield Section(f"{name}: {ENDS}", let_go, 0)
+    yield Section(f"{name}: {MEMORY}", free, 0)
 
 
 def main() -> int:
@@ -521,7 +457,7 @@ def main() -> int:
     )
     parser.add_argument("--any-device", action="store_true", help="go on without a GPU")
     arguments = parser.parse_args()
-    # the suite and the peers are processes of their own
+    # the suite and the peers run in processes of their own
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")  # 120b and 80 GB; three quarters are the default
     return in_one_line("gpu_check", lambda: check(arguments))
@@ -537,24 +473,26 @@ def check(arguments: argparse.Namespace) -> int:
             f"JAX computes on {jax.default_backend()}, not on a GPU; give --any-device to go on all the same"
         )
     meshes = [checked_mesh(text) for text in arguments.mesh]
-    every = [
+    all_sections = [
         Section("kernels", kernels, 30),
         Section("bandwidth", bandwidth, 10),
         Section("parity", parity, 30),
         Section("losslessness", losslessness, 80),
         Section("conformance", conformance, 120),
-        # while this process has not taken the memory
+        # before this process takes the memory
         Section("peers", peers, 150),
         *(Section(f"mesh {shape}", functools.partial(over_devices, shape), 90) for shape in meshes),
         *(section for name in shapes for section in shape_sections(name, 60)),
     ]
-    sections = every
+    sections = all_sections
     if arguments.only is not None:
         beginnings = tuple(arguments.only.split(","))
-        named = [section.name for section in every if not section.name.endswith(ENDS)]
+        named = [section.name for section in all_sections if not section.name.endswith(MEMORY)]
         if not any(name.startswith(beginnings) for name in named):
             raise InputError(f"--only {arguments.only} names no section; they are {', '.join(named)}")
-        sections = [section for section in every if section.name.startswith(beginnings) or section.name.endswith(ENDS)]
+        sections = [
+            section for section in all_sections if section.name.startswith(beginnings) or section.name.endswith(MEMORY)
+        ]
     expect_new(arguments.out)
     prepare_kernels()
     raw = RawLines(arguments.out)
@@ -566,8 +504,7 @@ def check(arguments: argparse.Namespace) -> int:
     source = origin("scripts.gpu_check")
     config = {"shapes": shapes, "synthetic_acceptance": PUBLISHED_RATE, "published": PUBLISHED}
     config |= {"drafters": (PARALLEL.name, IN_TURN.name, IN_BLOCKS.name)}
-    started = time.monotonic()
-    deadline = started + 60 * arguments.minutes
+    deadline = time.monotonic() + 60 * arguments.minutes
     for section in sections:
         left = deadline - time.monotonic()
         if section.seconds and left < section.seconds / 2:
@@ -578,10 +515,10 @@ def check(arguments: argparse.Namespace) -> int:
             for line in section.run():
                 log(section, line)
                 if time.monotonic() > deadline:
-                    log(section, {"left_out": f"what follows, at the end of --minutes {arguments.minutes:g}"})
+                    log(section, {"left_out": f"the rest, at the end of --minutes {arguments.minutes:g}"})
                     break
                 if section.seconds and time.monotonic() > begun + PATIENCE * section.seconds:
-                    log(section, {"left_out": f"what follows, after {time.monotonic() - begun:.0f} s"})
+                    log(section, {"left_out": f"the rest, after {time.monotonic() - begun:.0f} s"})
                     break
         except TooLarge as error:
             log(section, {"left_out": str(error)})

@@ -3,9 +3,9 @@
     python -m scripts.publish RUN results/NAME
 
 RUN is the folder of a finished `peagle sweep` or of a script here, and stays as it is. The new folder holds README.md,
-run.json and at most two pictures. Of a sweep, run.json keeps the plan, where it ran, and the figures that tables read;
-of another run everything, the folder's other .json files too. Figures have six digits. Raw lines are left out. A file
-above the limits below is refused.
+run.json and at most two pictures. Of a sweep, run.json keeps the plan, the provenance and the figures of tables; of
+another run everything, with the folder's other .json files. Figures have six digits. Raw lines are left out. It refuses
+files above the limits below.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ AT_ONCE = (  # of a row of many requests at once
 
 
 def publish(run: Path, out: Path) -> None:
-    """Write the run in short into a new folder. Raises InputError for an unfinished run and for too large a file."""
+    """Write the run in short into a new folder. Raises InputError for what cannot be published."""
     expect_new(out)
     record = _read(run / RUN)
     files = _sweep(run) if record.get("kind") == KIND else _as_it_is(run, record)
@@ -69,7 +69,7 @@ def _sweep(run: Path) -> dict[str, bytes]:
         raise InputError(f"{run} is not finished; expected a run that is: peagle sweep --out {run} --resume")
     if not charts.can_draw():
         raise InputError("no pictures can be drawn without matplotlib; pip install matplotlib")
-    figures = rounded(rows(folder))  # first, so that page and tables agree to the last digit
+    figures = rounded(rows(folder))  # so that page and run.json agree to the last digit
     blocks = page.short_blocks(folder, figures)
     entries = [row.to_json() for row in alone(figures)]
     largest = at_largest_k(entries)
@@ -82,7 +82,7 @@ def _sweep(run: Path) -> dict[str, bytes]:
 
 
 def _headline(row: Mapping[str, Any], parts: bool) -> Json:
-    """Keep what tables read of a row, with or without its categories."""
+    """Keep the figures of a row that tables read, with or without its categories."""
 
     def figures(of: Mapping[str, Any]) -> Json:
         quiet = {"acceptance_length": of["without_loops"]["acceptance_length"]}
@@ -95,7 +95,7 @@ def _headline(row: Mapping[str, Any], parts: bool) -> Json:
 
 
 def _as_it_is(run: Path, record: Json) -> dict[str, bytes]:
-    """Take a script's page and pictures, and all that its .json files say."""
+    """Take a script's page, pictures and .json files."""
     for path in sorted(run.glob("*.json")):
         if path.name != RUN:
             record[path.stem] = _read(path)
@@ -116,7 +116,7 @@ def rounded(value: Any) -> Any:
 
 
 def _text(record: Mapping[str, Any]) -> str:
-    """Write a record as JSON, a line for each name and for each object of a list, so that a change shows in a diff."""
+    """Write a record as JSON with a line per name and per object of a list, for readable diffs."""
     compact = functools.partial(strict_json.dumps, separators=(",", ":"))
 
     def lines(value: Any) -> str:

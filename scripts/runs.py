@@ -1,4 +1,4 @@
-"""A script's run: its command line, the requests it decodes, its progress, and the folder that it writes.
+"""A script's run: its command line, its requests, its progress, and its folder.
 
 The folder holds run.json, raw.jsonl, README.md and pictures; scripts.publish puts it into results/ in short.
 """
@@ -49,7 +49,7 @@ def run_scenario(
     bench: Callable[[argparse.Namespace, list[str]], int],
     arguments: Sequence[str] | None,
 ) -> int:
-    """Run a scenario of scripts.bench; it gets its options and the words after `python -m scripts.bench`."""
+    """Run a scenario on its options and the words after `python -m scripts.bench`."""
     typed = list(sys.argv[1:] if arguments is None else arguments)
     return in_one_line(f"bench {name}", lambda: bench(parser.parse_intermixed_args(typed), [name, *typed]))
 
@@ -60,7 +60,7 @@ def new_record(typed: Sequence[str], config: Json, **parts: Any) -> Json:
 
 
 def numbers(option: str, typed: str) -> list[int]:
-    """Read numbers of 1 or more with commas between, in order, without repeats."""
+    """Parse numbers of 1 or more, separated by commas; sorted, without repeats."""
     try:
         values = sorted({int(number) for number in typed.split(",")})
     except ValueError:
@@ -71,20 +71,20 @@ def numbers(option: str, typed: str) -> list[int]:
 
 
 def at_largest_k(rows: Sequence[Json]) -> list[Json]:
-    """Select a sweep's rows of chat prompts at its largest fixed K, of which tables show the tasks, too."""
+    """Select a sweep's rows of chat prompts at its largest fixed K."""
     fixed = [row for row in rows if not row["raw"] and row["k"] != AUTO]
     largest = max((row["k"] for row in fixed), default=None)
     return [row for row in fixed if row["k"] == largest]
 
 
 def rotated(items: Sequence[Item], number: int) -> list[Item]:
-    """Begin with another item in every round, so that drift affects all equally."""
+    """Rotate the items by the round's number, so that drift affects all equally."""
     turn = number % len(items)
     return [*items[turn:], *items[:turn]]
 
 
 def table(rows: Iterable[Json], columns: Mapping[str, Callable[[Json], str]]) -> pages.Table:
-    """Make a page's table: `columns` format a row by the names of the header."""
+    """Make a page's table. columns: {header: format of a row's cell}."""
     return pages.Table(tuple(columns), [[text(row) for text in columns.values()] for row in rows])
 
 
@@ -94,7 +94,7 @@ def cell(name: str, form: str = ".2f", factor: float = 1.0) -> Callable[[Json], 
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the median with the extremes, as a record has them."""
+    """Return median, lowest and highest for a record."""
     return dataclasses.asdict(Spread.of(values))
 
 
@@ -104,14 +104,14 @@ def spread_text(figure: Json, form: str) -> str:
 
 
 def add_run_options(parser: argparse.ArgumentParser, rounds: int = 0, of: str = "") -> None:
-    """Add the options of the folder that is written, and, if it has rounds, of how many."""
+    """Add the options of the output folder and, if there are rounds, of their number."""
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
     if rounds:
         parser.add_argument("--rounds", type=int, default=rounds, help=f"{of} (default %(default)s)".lstrip())
 
 
 def add_prompt_options(parser: argparse.ArgumentParser, num_prompts: int = 60, max_new_tokens: int = 256) -> None:
-    """Add the options of the target, its prompts and the length of their answers."""
+    """Add the options of the target, its prompts and the length of answers."""
     parser.add_argument("--target", default=DEMO, help="a target's directory (default: the demo's)")
     parser.add_argument("--prompts", type=Path, default=HELD_OUT, help="JSON lines (default: the demo's held-out ones)")
     parser.add_argument("--num-prompts", type=int, default=num_prompts, help="how many of them (default %(default)s)")
@@ -126,7 +126,7 @@ def add_drafter_option(parser: argparse.ArgumentParser) -> None:
 
 
 def prompted(arguments: argparse.Namespace, pair: Pair) -> list[Request]:
-    """Make the requests that the prompt options name. Raises InputError for fewer than one."""
+    """Make the requests of the prompt options. Raises InputError for fewer than one."""
     if arguments.num_prompts < 1:
         raise InputError(f"--num-prompts is {arguments.num_prompts}; expected 1 or more")
     return first_requests(pair, arguments.prompts, arguments.num_prompts, arguments.max_new_tokens)
@@ -141,10 +141,10 @@ def first_requests(pair: Pair, prompts: Path, num_prompts: int, max_new_tokens: 
 
 
 def origin(module: str, arguments: Sequence[str] | None = None) -> Json:
-    """Collect what goes with every number of a run of `python -m module`.
+    """Collect the provenance of a run of `python -m module`, with its command line.
 
-    The command line is part of it, after the environment's variables that change what runs; of absolute paths it keeps
-    the names. `arguments` as typed: sys.argv's by default.
+    The environment's variables that change the run come first; absolute paths are shortened to names. arguments: as
+    typed, by default sys.argv's.
     """
     typed = sys.argv[1:] if arguments is None else arguments
     named = [Path(word).name if Path(word).is_absolute() else word for word in typed]
@@ -152,7 +152,7 @@ def origin(module: str, arguments: Sequence[str] | None = None) -> Json:
 
 
 def where(source: Json) -> str:
-    """Say where, with what and when a run was made."""
+    """Describe a run's machine, versions and time."""
     device = source["device"]
     on_cpu = device["platform"] == "cpu"
     machine = f"{source['cpu']}, {source['num_threads']} threads" if on_cpu else device["kind"]
@@ -161,7 +161,7 @@ def where(source: Json) -> str:
 
 
 class Progress:
-    """One line on standard error, overwritten: what goes on, and the time left for `total` parts."""
+    """One line on standard error, overwritten: the current part, and the time left for `total` parts."""
 
     def __init__(self, prefix: str = "", total: int = 0) -> None:
         self._prefix, self._total, self._done = prefix, total, 0
@@ -173,11 +173,11 @@ class Progress:
         print(f"\r{line:<{self._longest}}", end="", file=sys.stderr, flush=True)
 
     def begin(self, total: int) -> None:
-        """Count the parts of what follows from here on."""
+        """Count parts from here on."""
         self._total, self._done, self._started = total, 0, time.monotonic()
 
     def part(self, what: str) -> None:
-        """Name the part that begins now, with the time left if one is done."""
+        """Show the part that begins now, with the time left if one is done."""
         took = time.monotonic() - self._started
         left = f", {took / self._done * (self._total - self._done):.0f} s left" if self._done else ""
         self(f"{self._done + 1} of {self._total}: {what}{left}")
@@ -190,7 +190,7 @@ class Progress:
 
 
 class RawLines:
-    """raw.jsonl of a new run, written line by line, so that a run that stops has lost nothing."""
+    """raw.jsonl of a new run, written line by line, so that a stopped run has lost nothing."""
 
     def __init__(self, out: Path) -> None:
         self.lines: list[Json] = []
@@ -210,7 +210,7 @@ class RawLines:
 
 
 def write_run(out: Path, record: Json, blocks: Sequence[pages.Block], show: bool = True) -> None:
-    """Write run.json, README.md and the pictures of its page into the folder; show: print the page, too."""
+    """Write run.json, README.md and pictures into the folder. show: print the page, too."""
     text = pages.markdown(blocks)
     out.mkdir(parents=True, exist_ok=True)
     (out / "run.json").write_text(dumps(record, indent=1) + "\n", encoding="utf-8")

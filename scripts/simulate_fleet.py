@@ -1,13 +1,12 @@
-"""Size a fleet on paper: what 1 prefill and 2 decode replicas would give, and as many replicas that do both.
+"""Size a fleet on paper: compare prefill and decode replicas with as many replicas that do both.
 
     python -m scripts.simulate_fleet --measure costs.json [--target DIR --drafter DIR -k 3]
     python -m scripts.simulate_fleet costs.json --prefill 1 --decode 2 --rate 2,4,8 --ttft 1 --tpot 0.05
 
-The first measures this machine's costs, as a JSON file that may be edited. The second plays requests that arrive as a
-Poisson process, or a file of them, through the engine's scheduler at these costs (scripts.fleet_sim.simulation). For
-each rate, K and arrangement a table has quantiles of ttft and of itl, tokens a second, and the requests that met both
-targets. Without a trace, lines below it name the highest rate of which 90 % do, and so the gain of disaggregation and
-speculation.
+The first measures this machine's costs, as a JSON file that may be edited. The second serves requests of a Poisson
+process, or of a file, by the engine's scheduler at these costs (scripts.fleet_sim.simulation). For each rate, K and
+fleet a table has quantiles of ttft and of itl, tokens a second, and the requests that met both targets. Without a trace
+a second table has the highest rate at which 90 % meet them: the gain of disaggregation and speculation.
 """
 
 import argparse
@@ -19,16 +18,15 @@ from peagle.loading import load
 from peagle.measure.pages import Table, markdown
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
+from scripts.fleet_sim.costs import Costs, read_costs
 from scripts.fleet_sim.measured import Shape, measure_costs, on_network
 from scripts.fleet_sim.simulation import (
     Arrangement,
     Arrival,
-    Costs,
     Lengths,
     Target,
     highest_rate,
     poisson,
-    read_costs,
     read_trace,
     simulate,
     summary,
@@ -78,10 +76,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace, typed: Sequence[str]) -> int:
-    """Measure this machine's costs, and write a file that `show` reads."""
-    pair = load(options.target, options.drafter)
+    """Measure this machine's costs into the file that `show` reads."""
+    pair, progress = load(options.target, options.drafter), Progress("measuring")
     texts = [token for request in prompted(options, pair) for token in request.prompt_ids]
-    progress = Progress("measuring")
     shape = Shape(3 if options.k is None else options.k, options.slots, options.context)
     costs = measure_costs(pair, texts, shape, progress)
     progress.end()

@@ -161,7 +161,7 @@ def _attention_by_blocks(
     def one(block: jax.Array, carry: tuple[jax.Array, Pages]) -> tuple[jax.Array, Pages]:
         x, pages = carry
         part, at, of_cos, of_sin, write, first, last = (
-            _rows(each, block, size) for each in (x, positions, cos, sin, rows.write, rows.first, rows.last)
+            _rows(leaf, block, size) for leaf in (x, positions, cos, sin, rows.write, rows.first, rows.last)
         )
         held = {index: pages}
         placed = rows.replace(write=write, first=first, last=last)  # type: ignore[attr-defined]

@@ -65,10 +65,10 @@ def _one_group(
         rows = q[start:end].reshape(-1, head_dim)
         scores = (rows @ k[first:end].T).reshape(end - start, repeat, end - first)
         mine, other = index[start:end, None], index[None, first:end]
-        seen = (other <= mine) & (segments[start:end, None] == segments[None, first:end])
+        visible = (other <= mine) & (segments[start:end, None] == segments[None, first:end])
         if window is not None:
-            seen = seen & (other > mine - window)
-        scores = jnp.where(seen[:, None, :], scores, MASKED)
+            visible = visible & (other > mine - window)
+        scores = jnp.where(visible[:, None, :], scores, MASKED)
         peak = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1), sinks[None, :]))
         weights = jnp.exp(scores - peak[:, :, None])
         total = jnp.sum(weights, axis=-1) + jnp.exp(sinks[None, :] - peak)

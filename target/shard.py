@@ -182,7 +182,7 @@ class Part:
             case Hint.KV_HEADS:
                 return _run(kv_head, mine.num_kv_heads, head_dim)
             case Hint.QKV:
-                queries, keys = (self._cut(each).stretches[0] for each in (Hint.HEADS, Hint.KV_HEADS))
+                queries, keys = (self._cut(hint).stretches[0] for hint in (Hint.HEADS, Hint.KV_HEADS))
                 after = whole.num_heads * head_dim
                 behind = after + whole.num_kv_heads * head_dim
                 shifted = [slice(keys.start + start, keys.stop + start) for start in (after, behind)]
@@ -199,10 +199,10 @@ class Part:
                 return _stretch(place.rank, -(-whole.vocab_size // place.ranks), whole.vocab_size)
 
 
-def _stretch(place: int, each: int, whole: int, size: int = 1) -> Cut:
-    """Cut `each` units of `size` elements from the place on; fewer at the end of the `whole` units."""
-    start, end = (min(at * each, whole) * size for at in (place, place + 1))
-    return Cut((slice(start, end),), each * size)
+def _stretch(place: int, share: int, whole: int, size: int = 1) -> Cut:
+    """Cut `share` units of `size` elements from the place on; fewer at the end of the `whole` units."""
+    start, end = (min(at * share, whole) * size for at in (place, place + 1))
+    return Cut((slice(start, end),), share * size)
 
 
 def _run(first: int, count: int, size: int = 1) -> Cut:
@@ -226,5 +226,5 @@ def unsplit(leaf: Leaf, tensors: Sequence[np.ndarray], parts: Sequence[Part], sh
             continue
         cuts = [*part.cuts(leaf), *[Cut()] * (len(shape) - len(leaf.axes))]
         places = [cut.indices(size) for cut, size in zip(cuts, shape, strict=True)]
-        whole[np.ix_(*places)] = tensor[tuple(slice(0, len(each)) for each in places)]
+        whole[np.ix_(*places)] = tensor[tuple(slice(0, len(index)) for index in places)]
     return whole

@@ -22,7 +22,7 @@ class Teacher:
         self, token_ids: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T V"], Float[Array, "B T A"]]:
         """Compute (logits, aux_hidden) of every token, each segment by itself. No gradient flows into the target."""
-        found = model.forward(
+        output = model.forward(
             self.params,
             self.config,
             token_ids,
@@ -30,5 +30,5 @@ class Teacher:
             attend=attend_packed(self.config, segment_ids),
             aux_layer_ids=self.aux_layer_ids,
         )
-        logits, aux_hidden = jax.lax.stop_gradient(found)
+        logits, aux_hidden = jax.lax.stop_gradient(output)
         return logits, aux_hidden

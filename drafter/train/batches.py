@@ -60,12 +60,12 @@ class Row:
 
 def pack(documents: Sequence[Document], width: int) -> list[Row]:
     """Pack documents into rows of at most `width` tokens. Raises InputError for a document longer than a row."""
-    if too_long := [len(each.token_ids) for each in documents if len(each.token_ids) > width]:
+    if too_long := [len(document.token_ids) for document in documents if len(document.token_ids) > width]:
         raise InputError(
             f"{len(too_long)} of {len(documents)} documents are longer than the {width} tokens of a row, the longest "
             f"{max(too_long)}; raise --width, or make the data with a smaller --max-new-tokens"
         )
-    placed = fill_rows([len(each.token_ids) for each in documents], width)
+    placed = fill_rows([len(document.token_ids) for document in documents], width)
     return [Row(tuple(documents[place] for place in row)) for row in placed]
 
 

@@ -24,8 +24,8 @@ def in_blocks(function: Callable[[Any, Any], Result], fixed: Any, rows: Any, mos
         return padded.reshape(blocks, size, *part.shape[1:])
 
     again = _recomputed(function)
-    found = jax.lax.map(lambda block: again(fixed, block), jax.tree.map(cut, rows))
-    joined: Result = jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:])[:count], found)
+    results = jax.lax.map(lambda block: again(fixed, block), jax.tree.map(cut, rows))
+    joined: Result = jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:])[:count], results)
     return joined
 
 

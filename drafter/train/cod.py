@@ -103,8 +103,8 @@ def sample_chains(
     width, usable = trained.shape[0], _usable(cod.depth, trained, segment_ids)
     reach = np.zeros((width,), np.int32)
     kept = np.flatnonzero(usable[:, 0])
-    for depth, wanted in enumerate(cod.counts(len(kept)), start=1):
-        kept = rng.permutation(kept[usable[kept, depth]])[:wanted]
+    for depth, count in enumerate(cod.counts(len(kept)), start=1):
+        kept = rng.permutation(kept[usable[kept, depth]])[:count]
         reach[kept] = depth
     part_of = segments.of_chain(np.arange(width))
     drawn = rng.permutation(width)  # so that chance decides which chains exceed the room

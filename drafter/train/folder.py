@@ -57,10 +57,10 @@ def expect_sizes(checkpoint: Path) -> None:
     """Raises ValueError if a file's size differs from the recorded one. Passes if no sizes were recorded."""
     if not (checkpoint / SIZES).exists():
         return
-    found = _sizes(checkpoint)
+    sizes = _sizes(checkpoint)
     for name, size in json.loads((checkpoint / SIZES).read_text(encoding="utf-8")).items():
-        if found.get(name) != size:
-            raise ValueError(f"{name} has {found.get(name, 0)} bytes, {size} were written")
+        if sizes.get(name) != size:
+            raise ValueError(f"{name} has {sizes.get(name, 0)} bytes, {size} were written")
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -102,14 +102,14 @@ def forward_blocks(
         qkv = model.norm_heads(linear(read, p.qkv, p.qkv_bias), p, config)
         query, key, value = split_heads(qkv, config.num_heads, config.num_kv_heads, cos, sin)
         block = [(key[:, row], value[:, row]) for row in rows]
-        seen = key[:, :width], value[:, :width], anchors, segment_ids, block
+        keys_of_rows = key[:, :width], value[:, :width], anchors, segment_ids, block
         skipped = layer == config.num_layers - 1  # nobody reads what the pending token's last row becomes
-        found = [
-            _attention(query[:, row], *seen, config.window(layer), place)
+        outputs = [
+            _attention(query[:, row], *keys_of_rows, config.window(layer), place)
             for place, row in enumerate(rows, 1)
             if place > skipped
         ]
-        out = jnp.concatenate(found, axis=1).reshape(batch, len(found) * count, -1)
+        out = jnp.concatenate(outputs, axis=1).reshape(batch, len(outputs) * count, -1)
         x = linear(out, p.out, p.out_bias, residual=x[:, skipped * count :])
         x = model.feed_forward(p, x, config.rms_norm_eps)
     return x
@@ -131,12 +131,12 @@ def _at_once(
     def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         context, window = (key[:, :width], value[:, :width]), config.window(layer)
         blocks = _depths(width, counts)
-        found = [_attention(query[:, :width], *context, anchor[:, :width], segment_ids, [], window)]
+        outputs = [_attention(query[:, :width], *context, anchor[:, :width], segment_ids, [], window)]
         for depth, here in enumerate(blocks, 1):
             length = here.stop - here.start
             own = [(key[:, b.start : b.start + length], value[:, b.start : b.start + length]) for b in blocks[:depth]]
-            found.append(_attention(query[:, here], *context, anchor[:, here], segment_ids, own, window))
-        return jnp.concatenate(found, axis=1)
+            outputs.append(_attention(query[:, here], *context, anchor[:, here], segment_ids, own, window))
+        return jnp.concatenate(outputs, axis=1)
 
     slots = model.mask_slots(params, config)
     hidden = [model.project_aux(params, config, aux_hidden)]
@@ -165,11 +165,11 @@ def _in_turn(
     This is training-time test (arXiv 2503.01840).
     """
     width = segment_ids.shape[1]
-    seen: list[list[tuple[jax.Array, jax.Array]]] = [[] for _ in range(config.num_layers)]
+    written: list[list[tuple[jax.Array, jax.Array]]] = [[] for _ in range(config.num_layers)]
 
     def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        seen[layer].append((key, value))
-        (keys, values), *earlier = seen[layer]
+        written[layer].append((key, value))
+        (keys, values), *earlier = written[layer]
         count = query.shape[1]
         own = [(k[:, :count], v[:, :count]) for k, v in earlier]
         return _attention(query, keys, values, anchor[:, here], segment_ids, own, config.window(layer))
@@ -177,15 +177,15 @@ def _in_turn(
     here = slice(0, width)
     projected = model.after_rope(config, attend)
     hidden = model.project_aux(params, config, aux_hidden)
-    found = [model.run_layers(params, config, token_ids[:, :width], hidden, positions[:, here], projected)]
+    outputs = [model.run_layers(params, config, token_ids[:, :width], hidden, positions[:, here], projected)]
     for depth, here in enumerate(_depths(width, counts), 1):
-        last = found[-1]
+        last = outputs[-1]
         before = jnp.take_along_axis(last, anchor[:, here, None], axis=1) if depth == 1 else last
         hidden = model.next_input(params, config, before[:, : here.stop - here.start])
         place = jnp.minimum(anchor[:, here] + depth, token_ids.shape[1] - 1)
         tokens = jnp.take_along_axis(token_ids, place, axis=1)
-        found.append(model.run_layers(params, config, tokens, hidden, positions[:, here], projected))
-    return jnp.concatenate(found, axis=1)
+        outputs.append(model.run_layers(params, config, tokens, hidden, positions[:, here], projected))
+    return jnp.concatenate(outputs, axis=1)
 
 
 def _depths(width: int, counts: tuple[int, ...]) -> list[slice]:
@@ -224,8 +224,8 @@ def _attention(
     one = functools.partial(_one_long if long else _one, reach=reach)
     over = jax.lax.map if long else _unrolled
 
-    def of_sequence(each: tuple[Any, ...]) -> jax.Array:
-        parts, anchors, segments = each
+    def of_sequence(sequence: tuple[Any, ...]) -> jax.Array:
+        parts, anchors, segments = sequence
         by_group = jax.tree.map(lambda part: part.swapaxes(0, 1), parts)
         return over(lambda own: one(own[0], own[1], own[2], own[3], anchors, segments), by_group).swapaxes(0, 1)
 
@@ -254,8 +254,8 @@ def _one(
     for start in range(0, q.shape[0], CONTEXT_BLOCK):
         rows = slice(start, start + CONTEXT_BLOCK)
         first = 0 if reach is None else max(0, start - reach + 1)
-        seen = slice(first, rows.stop)
-        parts.append(_block(q[rows], k[seen], v[seen], anchors[rows], segment_ids, [], reach, first))
+        keys = slice(first, rows.stop)
+        parts.append(_block(q[rows], k[keys], v[keys], anchors[rows], segment_ids, [], reach, first))
     return jnp.concatenate(parts, axis=0)
 
 

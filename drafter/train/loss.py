@@ -127,16 +127,16 @@ def chain_loss(
 
     of_rows = functools.partial(_of_rows, loss, config.rms_norm_eps)
     most = max(1, CHUNK_BYTES // (4 * config.draft_vocab_size))
-    found = []
+    parts = []
     for b in range(batch):
         fixed = (params.lm_head, params.norm, jax.tree.map(lambda leaf, b=b: leaf[b], labels))
         rows = (x[b], place[b], tokens[b], counted[b])
-        found.append(of_rows(fixed, rows) if x.shape[1] <= most else in_blocks(of_rows, fixed, rows, most))
-    each_loss, hit, kept = (jnp.stack(each) for each in zip(*found, strict=True))
+        parts.append(of_rows(fixed, rows) if x.shape[1] <= most else in_blocks(of_rows, fixed, rows, most))
+    each_loss, hit, kept = (jnp.stack(values) for values in zip(*parts, strict=True))
     by_depth = (depth[:, :, None] == jnp.arange(depths, dtype=jnp.int32)[None, None, :]).astype(jnp.float32)
     if draft_decay is not None:
         each_loss = each_loss * jnp.exp(-depth.astype(jnp.float32) / draft_decay)
-    hits, rows_of_depth = (jnp.sum(each[:, :, None] * by_depth, axis=(0, 1)) for each in (hit, kept))
+    hits, rows_of_depth = (jnp.sum(values[:, :, None] * by_depth, axis=(0, 1)) for values in (hit, kept))
     return Sums(jnp.sum(each_loss), hits, rows_of_depth)
 
 
@@ -149,10 +149,10 @@ def _of_rows(
     logits = linear(hidden[None], lm_head, norm=Norm(norm, eps))[0]
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     best, ids = labels.best[at], None if labels.ids is None else labels.ids[at]
-    each, teaches = _losses(loss, log_probs, best, labels.probs[at], ids, token)
+    losses, teaches = _losses(loss, log_probs, best, labels.probs[at], ids, token)
     kept = kept * teaches
     hit = (jnp.argmax(logits, axis=-1).astype(jnp.int32) == best).astype(jnp.float32) * kept
-    return each * kept, hit, kept
+    return losses * kept, hit, kept
 
 
 def _losses(
@@ -181,5 +181,5 @@ def _losses(
     if loss == "kl":
         return soft + jnp.sum(probs * jnp.log(jnp.maximum(probs, 1e-30)), axis=-1), teaches
     assert loss == "half", loss
-    each, possible = hard(best)
-    return 0.5 * soft + 0.5 * each, teaches * possible
+    hard_losses, possible = hard(best)
+    return 0.5 * soft + 0.5 * hard_losses, teaches * possible

@@ -65,7 +65,8 @@ def expect_folder(folder: Path, made_by: Mapping[str, Any]) -> None:
         if not _has_shards(folder):
             return
         stored = read_manifest(folder)
-        then, now = ({key: each for key, each in flat(found).items() if key != NAME} for found in (stored, manifest))
+        records = flat(stored), flat(manifest)
+        then, now = ({key: value for key, value in record.items() if key != NAME} for record in records)
         if difference := difference_in_words(then, now, _option):
             raise InputError(f"{folder} was made with {difference}; expected the same: take another --out")
         return
@@ -105,20 +106,20 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except ValueError:
         raise InputError(f"{path} is not valid JSON; expected what peagle data writes") from None
     if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
-        seen = manifest.get("schema") if isinstance(manifest, dict) else None
-        raise InputError(f"{path} has schema {seen!r}; this version reads {SCHEMA}: make the data again")
+        schema = manifest.get("schema") if isinstance(manifest, dict) else None
+        raise InputError(f"{path} has schema {schema!r}; this version reads {SCHEMA}: make the data again")
     return manifest
 
 
 def write_shard(folder: Path, number: int, documents: Sequence[Document]) -> None:
     """Write a shard, whole or not at all. Raises OSError if it cannot be written."""
     arrays = {
-        "token_ids": np.concatenate([np.asarray(each.token_ids, np.int32) for each in documents]),
-        "trained": np.concatenate([np.asarray(each.trained, np.uint8) for each in documents]),
-        "ends": np.cumsum([len(each.token_ids) for each in documents], dtype=np.int64),
+        "token_ids": np.concatenate([np.asarray(document.token_ids, np.int32) for document in documents]),
+        "trained": np.concatenate([np.asarray(document.trained, np.uint8) for document in documents]),
+        "ends": np.cumsum([len(document.token_ids) for document in documents], dtype=np.int64),
     }
     for name in documents[0].teacher:
-        arrays[name] = np.ascontiguousarray(np.concatenate([each.teacher[name] for each in documents]))
+        arrays[name] = np.ascontiguousarray(np.concatenate([document.teacher[name] for document in documents]))
     metadata = {DIGEST: _digest(arrays)}
     write_whole(shard_path(folder, number), lambda temporary: save_tensors(temporary, arrays, metadata))
 
@@ -139,7 +140,7 @@ def read_shards(folder: Path) -> list[Document]:
             "missing ones"
         )
     documents = [document for path in paths for document in read_shard(path)]
-    kinds = {tuple(sorted(each.teacher)) for each in documents}
+    kinds = {tuple(sorted(document.teacher)) for document in documents}
     if len(kinds) > 1:
         raise InputError(f"{folder}: some shards hold the target's results and some do not; make the data again")
     if not documents:
@@ -174,15 +175,15 @@ def read_shard(path: Path) -> list[Document]:
 
 
 def _digest(arrays: Mapping[str, np.ndarray]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in sorted(arrays):
         values = arrays[name]
-        found.update(f"{name} {values.dtype} {values.shape}\n".encode())
-        found.update(np.ascontiguousarray(values).view(np.uint8).data if values.size else b"")
-    return found.hexdigest()
+        digest.update(f"{name} {values.dtype} {values.shape}\n".encode())
+        digest.update(np.ascontiguousarray(values).view(np.uint8).data if values.size else b"")
+    return digest.hexdigest()
 
 
 def total_tokens(documents: Iterable[Document]) -> tuple[int, int]:
     """Count (tokens, trained tokens)."""
-    sizes = [(len(each.token_ids), int(each.trained.sum())) for each in documents]
+    sizes = [(len(document.token_ids), int(document.trained.sum())) for document in documents]
     return sum(size for size, _ in sizes), sum(trained for _, trained in sizes)

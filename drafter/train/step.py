@@ -148,12 +148,12 @@ def gradients_of(
             (jnp.stack(batch.anchors), jnp.stack(batch.reach)),
         )
     labels = _labels(config, draft_to_target, rows.target)
-    parts = [_Part(*each) for each in zip(segments.starts, segments.ends, counts, strict=True)]
-    found = [
+    parts = [_Part(*part) for part in zip(segments.starts, segments.ends, counts, strict=True)]
+    results = [
         gradient_of(params, rows, labels, anchors, reach, part)
         for anchors, reach, part in zip(batch.anchors, batch.reach, parts, strict=True)
     ]
-    gradient, sums = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), found)
+    gradient, sums = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), results)
     return sums, gradient
 
 
@@ -191,19 +191,19 @@ def _by_stretches(
     width, span = recipe.width, recipe.width // recipe.parts
     part = _Part(before, before + span, counts)
 
-    def add(total: Any, each: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Any, None]:
-        start, anchors, reach = each
+    def add(total: Any, piece: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Any, None]:
+        start, anchors, reach = piece
         place = start - before + jnp.arange(before + span + recipe.cod.depth, dtype=jnp.int32)
         inside, taken = (place >= 0) & (place < width), jnp.clip(place, 0, width - 1)
         stretch = jax.tree.map(lambda leaf: jnp.take(leaf, taken, axis=1), rows)
         segment_ids = jnp.where(inside[None], stretch.segment_ids, 0)
         stretch = stretch.replace(segment_ids=segment_ids, trained=jnp.where(inside[None], stretch.trained, 0.0))
-        found = jax.lax.cond(
+        result = jax.lax.cond(
             jnp.any(stretch.trained[:, before + 2 :] > 0),  # the first row of a part predicts the token two further
             lambda: gradient_of(stretch, anchors - start + before, reach, part),
             lambda: none,
         )
-        return jax.tree.map(jnp.add, total, found), None
+        return jax.tree.map(jnp.add, total, result), None
 
     starts = jnp.arange(recipe.parts, dtype=jnp.int32) * span
     (gradient, sums), _ = jax.lax.scan(add, none, (starts, *chains))
@@ -261,8 +261,8 @@ def _over_rows(
 
     def add_row(total: Any, row: Batch) -> tuple[Any, None]:
         one = jax.tree.map(lambda leaf: leaf[None], row)
-        found = gradients_of(params, config, recipe, counts, draft_to_target, teacher, one, with_gradient, ends)
-        return jax.tree.map(jnp.add, total, found), None
+        result = gradients_of(params, config, recipe, counts, draft_to_target, teacher, one, with_gradient, ends)
+        return jax.tree.map(jnp.add, total, result), None
 
     gradient, sums = _nothing(recipe, params if with_gradient else ())
     total, _ = jax.lax.scan(add_row, (sums, gradient), batch)
@@ -307,17 +307,17 @@ def _by_rows(body: Callable[..., Any], mesh: Mesh, replicated: int) -> Callable[
     return jax.shard_map(body, mesh=mesh, in_specs=ins, out_specs=everywhere, check_vma=False)
 
 
-def devices_for(rows_per_step: int, wanted: int | None = None) -> Mesh:
+def devices_for(rows_per_step: int, num_devices: int | None = None) -> Mesh:
     """Make a mesh of `wanted` devices, by default of as many as divide the rows of a step.
 
     Raises InputError for more than there are, and for a number that does not divide the rows.
     """
     available = jax.devices()
     good = [count for count in range(1, len(available) + 1) if rows_per_step % count == 0]
-    if wanted is not None and wanted not in good:
+    if num_devices is not None and num_devices not in good:
         raise InputError(
-            f"the mesh is dp={wanted}, a step has {rows_per_step} rows, and there are {len(available)} devices; "
+            f"the mesh is dp={num_devices}, a step has {rows_per_step} rows, and there are {len(available)} devices; "
             f"expected dp of {', '.join(map(str, good))}, or another --rows",
             "mesh",
         )
-    return Mesh(np.asarray(available[: wanted or good[-1]]), (ROWS,))
+    return Mesh(np.asarray(available[: num_devices or good[-1]]), (ROWS,))

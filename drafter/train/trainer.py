@@ -413,7 +413,7 @@ def _figures(sums: Sequence[Sums]) -> dict[str, Any]:
     """Average over rows: the loss, and by depth the hits, with the number of rows. The loss of no row is nan."""
     loss, rows, hits = (
         np.stack([np.asarray(value) for value in values]).sum(0)
-        for values in zip(*((each.loss, each.rows, each.hits) for each in sums), strict=True)
+        for values in zip(*((part.loss, part.rows, part.hits) for part in sums), strict=True)
     )
     return {
         "loss": float(loss / rows.sum()) if rows.sum() else math.nan,
@@ -422,13 +422,14 @@ def _figures(sums: Sequence[Sums]) -> dict[str, Any]:
     }
 
 
-def _same_shapes(kept: Any, wanted: Any) -> None:
+def _same_shapes(kept: Any, state: Any) -> None:
     """Raises ValueError naming the first array whose name or shape differs between the two trees."""
-    found, expected = _shapes_by_name(kept), _shapes_by_name(wanted)
-    for name in sorted(found.keys() | expected.keys()):
-        if found.get(name) != expected.get(name):
+    before, expected = _shapes_by_name(kept), _shapes_by_name(state)
+    for name in sorted(before.keys() | expected.keys()):
+        if before.get(name) != expected.get(name):
             raise ValueError(
-                f"{name} is {found.get(name, 'not there')} in it and {expected.get(name, 'not there')} in this training"
+                f"{name} is {before.get(name, 'not there')} in it and {expected.get(name, 'not there')} in this "
+                "training"
             )
 
 

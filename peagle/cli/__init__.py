@@ -1,4 +1,4 @@
-"""The command line. Light to import: what is heavy comes in when a command runs."""
+"""The command line. Light to import: a command imports the heavy modules when it runs."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: peagle.cli.app's, or 130 if Ctrl-C was pressed on the way."""
+    """Run the command line and return its exit code (`peagle.cli.app.main`); after Ctrl-C it is 130."""
     with interrupt.handled():
         try:
             from peagle.cli import app

@@ -1,4 +1,4 @@
-"""`peagle data`: the target answers prompts, and shards of training data hold what it said."""
+"""`peagle data`: let the target answer prompts, and write its answers to shards of training data."""
 
 import dataclasses
 import hashlib
@@ -11,15 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from drafter.train.shards import (
-    KEPT,
-    NAME,
-    WEIGHTS,
-    expect_folder,
-    open_folder,
-    shard_path,
-    total_tokens,
-)
+from drafter.train.shards import KEPT, NAME, WEIGHTS, expect_folder, open_folder, shard_path, total_tokens
 from peagle.checkpoints import or_demo, resolve
 from peagle.cli.data import Data
 from peagle.cli.decoding import load_pair, not_shown, without_effect
@@ -31,15 +23,15 @@ from peagle.ops.strict_json import dumps
 from peagle.text.prompt_files import Skipped, read_prompts, skipped_line
 from peagle.text.prompts import Conversation
 from peagle.workflows.answers import Asking, answer
-from peagle.workflows.dataset import chosen_taps, document, lengths_in_words, taught, teacher_of, write
+from peagle.workflows.dataset import chosen_aux_layers, document, lengths_in_words, taught, teacher_of, write
 from target.load import inspect_target
 
 
 @dataclass(frozen=True)
-class Checked:
-    """What is to be answered and kept: all that can be found out before weights are loaded."""
+class CheckedData:
+    """Checked options: everything that is known before weights are loaded."""
 
-    name: str  # of the target, as given
+    name: str  # of the target, as typed
     directory: Path
     out: Path
     made_by: dict[str, Any]
@@ -47,25 +39,24 @@ class Checked:
     skipped: Sequence[Skipped]
     warnings: Sequence[str]
     taps: tuple[int, ...]
-    starts: range  # of each shard, the first of its conversations
-    missing: Sequence[int]  # numbers of the shards that are not there yet
+    starts: range  # the first conversation of each shard
+    missing: Sequence[int]  # numbers of the shards still to write
 
     def part(self, number: int) -> Sequence[Conversation]:
-        """Return the conversations of a shard."""
         return self.conversations[self.starts[number] : self.starts[number] + self.starts.step]
 
 
 def make_data(settings: Data) -> int:
-    """Answer the prompts of every shard that the folder lacks. Return the exit code.
+    """Answer the prompts of every missing shard. Return the exit code.
 
-    Raises InputError before any weights are read for whatever can be known then, and if a shard cannot be written.
+    Raises InputError, before any weights are read, for bad options and prompts; later if a shard cannot be written.
     """
     with alone(Path(settings.out)):
         return _data(settings)
 
 
 def _data(settings: Data) -> int:
-    display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
+    display = Display(quiet=settings.quiet)
     with display.stage("reading the prompts"):
         checked = _checked(settings)
     display.warn(checked.warnings)
@@ -91,8 +82,8 @@ def _data(settings: Data) -> int:
     return 0
 
 
-def _checked(settings: Data) -> Checked:
-    """Read the prompts and the folder. Raises InputError for what cannot be."""
+def _checked(settings: Data) -> CheckedData:
+    """Read the prompts and the folder. Raises InputError for prompts, options and folders that cannot be used."""
     name = or_demo(settings.load.target)
     directory = resolve(name, "target")
     sets = [read_prompts(path, directory, settings.rendering, strict=settings.strict) for path in settings.prompt_file]
@@ -102,30 +93,25 @@ def _checked(settings: Data) -> Checked:
     config = inspect_target(directory).config
     if settings.top > config.vocab_size:
         raise InputError(f"--top is {settings.top}; expected at most {config.vocab_size}, the target's vocabulary")
-    taps, out = chosen_taps(settings.taps, config.num_layers) if settings.hidden else (), Path(settings.out)
+    taps, out = chosen_aux_layers(settings.taps, config.num_layers) if settings.hidden else (), Path(settings.out)
     starts = range(0, len(conversations), settings.shard_prompts)
     made_by = _made_by(settings, name, fingerprint(directory), len(conversations), taps)
     expect_folder(out, made_by)
-    return Checked(
-        name,
-        directory,
-        out,
-        made_by,
-        conversations,
-        [row for prompts in sets for row in prompts.skipped],
-        [line for prompts in sets for line in prompts.warnings],
-        taps,
-        starts,
-        [number for number in range(len(starts)) if not shard_path(out, number).exists()],
-    )
+    return CheckedData(
+        name=name, directory=directory, out=out, made_by=made_by, conversations=conversations,
+        skipped=[row for prompts in sets for row in prompts.skipped],
+        warnings=[line for prompts in sets for line in prompts.warnings],
+        taps=taps, starts=starts,
+        missing=[number for number in range(len(starts)) if not shard_path(out, number).exists()],
+    )  # fmt: skip
 
 
 def _answered(
-    checked: Checked, settings: Data, display: Display, skipped: list[str], lengths: list[int]
+    checked: CheckedData, settings: Data, display: Display, skipped: list[str], lengths: list[int]
 ) -> tuple[Sequence[int], float]:
-    """Write the missing shards, with progress; return their documents, tokens, tokens of the target, and seconds.
+    """Write the missing shards, with progress; return ((documents, tokens, answered tokens), seconds).
 
-    skipped gets a line for each prompt that cannot be answered, lengths the tokens of each document before it is cut.
+    skipped: gets a line for each prompt without an answer. lengths: gets the tokens of each document before it is cut.
     """
     pair = load_pair(checked.name, None, settings.load, display)
     wants_teacher = settings.hidden or settings.top
@@ -134,7 +120,7 @@ def _answered(
     engine = settings.engine
     context = pair.room(None if engine.context is None else min(engine.context, pair.max_positions))
     if context != engine.context != Data.engine.context:
-        display.warn([f"--context is {engine.context}; {context} is used, all that {checked.name} has"])
+        display.warn([f"--context is {engine.context}, more than {checked.name} has; {context} is used"])
     asking = Asking(settings.rendering, settings.sampling, settings.answer.max_new_tokens, context, engine.slots)
     open_folder(checked.out, checked.made_by)
     finished, total = 0, sum(len(checked.part(number)) for number in checked.missing)
@@ -159,7 +145,7 @@ def _answered(
             lengths += [len(one.token_ids) for one in documents]
             if teacher is not None:
                 shard = f"shard {place + 1} of {len(checked.missing)}"
-                with display.stage(f"the target reads {shard} once more", animated=False) as progress:
+                with display.stage(f"computing hidden states and logits of {shard}", animated=False) as progress:
                     keep = settings.keep_prompt
                     documents = list(taught(documents, teacher, settings.hidden, settings.top, keep, progress))
             write(checked.out, number, documents, skipped)
@@ -168,7 +154,7 @@ def _answered(
 
 
 def _made_by(settings: Data, name: str, weights: str, num_prompts: int, taps: Sequence[int]) -> dict[str, Any]:
-    """Return everything that the shards depend on, for their manifest."""
+    """Return the manifest: everything on which the shards depend."""
     depends_on: dict[str, Any] = {
         NAME: name,
         WEIGHTS: weights,

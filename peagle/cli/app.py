@@ -1,4 +1,4 @@
-"""The commands: read the arguments into a frozen dataclass, and run it. A user's error is one line and exit code 2."""
+"""The commands: read arguments into a frozen dataclass, and run it. A user's error is one line and exit code 2."""
 
 import errno
 import functools
@@ -51,17 +51,13 @@ DEFAULTS = Parameter(negative=(), show_env_var=False, show_choices=False, allow_
 
 @dataclass(frozen=True)
 class Entry:
-    """A command. where: module:class, imported once it is needed; "": it has commands of its own.
-
-    group: of the help that lists it.
-    """
+    """A command. where: module:class, imported on use; "": a group of commands. group: of the root's help."""
 
     group: Group | None
     summary: str
     where: str
 
     def load(self) -> type[Command]:
-        """Import the command's class."""
         module, _, name = self.where.partition(":")
         kind: type[Command] = getattr(importlib.import_module(module), name)
         return kind
@@ -103,7 +99,7 @@ COMMANDS = {
 
 @functools.cache
 def application(*loaded: str) -> App:
-    """Make the app. loaded: commands with their options; the others have their lines of the root's help alone."""
+    """Make the app. loaded: commands with their options; the others only have a line in the root's help."""
     app = App(
         name="peagle",
         help=MAIN_HELP.strip(),
@@ -171,7 +167,7 @@ def _run(typed: list[str]) -> int:
 
 
 def _run_command(app: App, words: Sequence[str], kind: type[Command], values: dict[str, Any]) -> int:
-    """Run a command with what was typed, and what a file of --config has beside it."""
+    """Run a command with the typed values, and those of a --config file for the rest."""
     try:
         if "config" in values:
             values = {**from_file(app, words, kind, values["config"]), **values}
@@ -186,7 +182,7 @@ def _run_command(app: App, words: Sequence[str], kind: type[Command], values: di
 
 
 def _command_words(typed: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into the words of its command, a -- before each left out, and what follows them."""
+    """Split a command line into (the words of its command, the rest). A -- before a word is dropped."""
     words: list[str] = []
     while typed:
         rest = typed[1:] if typed[0] == "--" else typed
@@ -198,7 +194,7 @@ def _command_words(typed: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _show_completion(typed: Sequence[str]) -> int:
-    """Print the script by which a shell completes commands and options. Raises InputError for another shell."""
+    """Print a shell's completion script for commands and options. Raises InputError for another shell."""
     shell, *others = [*typed[0].split("=", 1), *typed[1:]][1:] or [""]
     if shell not in ("bash", "zsh") or others:
         raise InputError(f"--completion is {' '.join([shell, *others])!r}; expected bash or zsh, and nothing else")
@@ -249,7 +245,7 @@ def guarded(run: Callable[[], int]) -> int:
 def _input_or_output(error: OSError) -> int:
     """Report a failed read or write in one line, and return the exit code."""
     if error.filename is None and error.errno in (errno.EPIPE, errno.ENOSPC):
-        # whoever read the output has gone, or its place is full: nothing is to be flushed at exit
+        # the output's reader has gone, or its disk is full: flush nothing at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
         return BROKEN_PIPE

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Annotated
 
 from peagle.cli.command import needing
+from peagle.cli.flags import QUIET
 from peagle.cli.serve import TAKEN, Served
 from peagle.config import EngineConfig
-from peagle.ops.flag import OUTPUT, Flag
+from peagle.ops.flag import Flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +33,7 @@ class BatchCommand(Served):
     answers: Annotated[Path, Flag(names=("OUT.jsonl",))]
     """Responses, appended in the order they finish."""
     engine: Annotated[EngineConfig, TAKEN] = EngineConfig(slots=8, prefix_cache="on")
-    quiet: Annotated[bool, Flag(OUTPUT, names=("--quiet", "-q"))] = False
-    """Hide notes and progress. Warnings and errors are still printed."""
+    quiet: Annotated[bool, QUIET] = False
 
     def run(self) -> int:
         from peagle.cli.processes import run_together

@@ -8,27 +8,28 @@ from peagle.cli.display import Display
 from peagle.cli.output import say
 from peagle.cli.serving import FAILED, check_models, load_engine
 from peagle.ops import interrupt
-from peagle.serve.batch import Batch, Counts, check_files
+from peagle.serve.batch import BatchFile, Counts, check_files
 from peagle.serve.loop import EngineLoop
 from peagle.serve.service import Service
 
-UNLIMITED = 1 << 30  # requests that may wait: a line may ask for many responses, and no client waits for them
+UNLIMITED = 1 << 30  # queued requests: a line may ask for many responses, and no client waits
 ALL_REFUSED = 3  # the exit code
 AT_ONCE = 2  # lines in flight per slot, so that no slot is empty
 
 
 def answer_file(settings: BatchCommand) -> int:
-    """Answer the file and return the exit code.
+    """Answer the file and return the exit code (see the command's help).
 
-    0 if a line was answered, 1 if the engine failed on a line or as a whole, 3 if every line was refused. Raises
-    InputError, before anything slow, for options and files that cannot be used; KeyboardInterrupt after Ctrl-C.
+    Raises InputError, before anything slow, for bad options and files; KeyboardInterrupt after Ctrl-C.
     """
     models = check_models(settings)
     check_files(settings.requests, settings.answers)
-    display = Display(text=False, quiet=settings.quiet, total=1, streaming=True)
+    display = Display(quiet=settings.quiet)
     engine, builder, name = load_engine(settings, models, display, "answering as")
     loop = EngineLoop(engine, UNLIMITED)
-    batch = Batch(Service(loop, builder, name), settings.requests, settings.answers, AT_ONCE * settings.engine.slots)
+    batch = BatchFile(
+        Service(loop, builder, name), settings.requests, settings.answers, AT_ONCE * settings.engine.slots
+    )
     started = time.perf_counter()
     try:
         with display.keeping(lambda: _progress(batch.counts)), display.stage("answering") as advance:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from peagle.cli.command import Takes
+from peagle.cli.flags import JSON
 from peagle.config import EngineConfig, LoadConfig
 from peagle.ops.flag import OUTPUT, RUNNING, SPECULATION, Flag
 
@@ -50,8 +51,7 @@ class BenchCommand:
     load: Annotated[LoadConfig, LOADED] = LoadConfig()
     repeats: Annotated[int, Flag(RUNNING, "R")] = 5
     """Measurements per test."""
-    json: Annotated[str | None, Flag(OUTPUT, "FILE|-")] = None
-    """Write all results as one JSON object; -: to standard output, and nothing else there."""
+    json: Annotated[str | None, JSON] = None
     markdown: Annotated[str | None, Flag(OUTPUT, "FILE|-")] = None
     """Write the table in Markdown; -: to standard output."""
 

@@ -14,8 +14,8 @@ from peagle.checkpoints import drafter_path, or_demo, resolve
 from peagle.cli.bench import BenchCommand
 from peagle.cli.decoding import load_pair
 from peagle.cli.display import Display
-from peagle.cli.document import SCHEMA, dumps
-from peagle.cli.output import STANDARD_OUTPUT, OutputFile, wrapped
+from peagle.cli.document import LOADED, SCHEMA, dumps
+from peagle.cli.output import STANDARD_OUTPUT, output_file, wrapped
 from peagle.fit import check_fit
 from peagle.loading import local_model
 from peagle.measure.bench import Bench, BenchOptions, Case, Measurement, Stage, WeightBytes, bench
@@ -48,12 +48,12 @@ LEGEND_COST = (
 def time_target(settings: BenchCommand) -> int:
     """Run the benchmark, print its table, and return the exit code.
 
-    The table is on standard output, or on standard error if a file goes to standard output. Raises InputError before
-    any weights are read, if possible.
+    The table goes to standard error if a file goes to standard output. Raises InputError, mostly before weights are
+    read.
     """
     options = _options(settings)
-    json_file = None if settings.json is None else OutputFile(settings.json, "--json")
-    markdown_file = None if settings.markdown is None else OutputFile(settings.markdown, "--markdown")
+    json_file = output_file(settings.json, "--json")
+    markdown_file = output_file(settings.markdown, "--markdown")
     if json_file is not None and markdown_file is not None and json_file.path == markdown_file.path:
         raise InputError(f"--json and --markdown both name {settings.json}; expected two files")
     refuse_replicas(settings.load.mesh, "peagle bench measures one replica")
@@ -65,7 +65,7 @@ def time_target(settings: BenchCommand) -> int:
         check_fit(resolve(name, "target"), directory)
     options.check(inspect_target(resolve(name, "target")).config.max_positions)
 
-    display = Display(text=False, quiet=False, total=1, streaming=False)
+    display = Display()
     pair = load_pair(name, drafter, settings.load, display)
 
     def progress(stage: Stage, done: int, total: int, left_s: float | None) -> None:
@@ -86,7 +86,6 @@ def time_target(settings: BenchCommand) -> int:
 
 
 def weight_bytes(pair: Pair) -> WeightBytes:
-    """Count the bytes of the target's weights."""
     target = local_model(pair.plain_target)
     params, config = target.params, target.config
     experts = _bytes([layer.moe.experts for layer in params.layers])
@@ -106,7 +105,7 @@ def bench_report(
     provenance: dict[str, Any],
     peak: int | None,
 ) -> dict[str, Any]:
-    """Make the object that --json writes; an absent value is null. names: of the target and the drafter."""
+    """Make the object of --json; an absent value is null. names: of the target and the drafter."""
     return {
         "schema": SCHEMA,
         "provenance": provenance,
@@ -115,11 +114,7 @@ def bench_report(
             "target": names[0],
             "drafter": names[1],
             **dataclasses.asdict(measured.options),
-            "dtype": pair.loaded.dtype,
-            "experts": pair.loaded.experts,
-            "kernels": pair.loaded.kernels,
-            "mesh": pair.loaded.mesh,
-            "drafter_window": pair.loaded.drafter_window,
+            **{name: getattr(pair.loaded, name) for name in LOADED},
             "steps_per_dispatch": pair.steps_per_dispatch,
             "interrupted": measured.interrupted,
         },
@@ -211,7 +206,6 @@ def _several(options: BenchOptions) -> bool:
 
 
 def _name(case: Case, options: BenchOptions) -> str:
-    """Name a test in the table."""
     name = f"{case.kind} {case.size}" + ("" if case.kind == "pp" else f" @ {options.context}")
     if case.kind == "tg" and _several(options):
         name += f", 1 of {case.slots} slots" if case.idle else f", {case.slots} slot{'s' * (case.slots > 1)}"
@@ -263,7 +257,7 @@ def _show(measured: Bench, weights: WeightBytes, report: dict[str, Any], to_stde
         table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
     for row in _rows(measured, weights):
         table.add_row(*row)
-    # whole numbers wherever it goes: a reader of a file has no width, and a narrow terminal breaks lines by itself
+    # never cut a number: a file has no width, and a narrow terminal breaks lines by itself
     wide = console.width
     console.width = max(console.width, Width.get(console, console.options.update(max_width=1000), table).maximum)
     console.print(table)
@@ -272,5 +266,5 @@ def _show(measured: Bench, weights: WeightBytes, report: dict[str, Any], to_stde
 
 
 def _number(value: float | None) -> str:
-    """Three figures or more, and no exponent."""
+    """Write three figures or more, without an exponent."""
     return figure_text(value, ",.0f" if value and value >= 1000 else ".1f" if value and value >= 100 else ".3g")

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from peagle.cli.command import Takes
+from peagle.cli.flags import QUIET
 from peagle.config import KEPT_PREFIXES, AnswerConfig, EngineConfig, LoadConfig, SamplingParams, read_kept_prefixes
-from peagle.ops.flag import OUTPUT, SPECULATION, Flag
+from peagle.ops.flag import SPECULATION, Flag
 from peagle.text.prompts import Rendering
 
 CONTEXT = (
@@ -40,7 +41,7 @@ class Chat:
     """Also decode each response plainly; report the speed-up."""
     sampling: SamplingParams = SamplingParams()
     answer: Annotated[AnswerConfig, Takes(("max_new_tokens", "stop"))] = AnswerConfig(max_new_tokens=1024)
-    quiet: Annotated[bool, Flag(OUTPUT, names=("--quiet", "-q"))] = False
+    quiet: Annotated[bool, QUIET] = False
     """Print only the responses. Warnings and errors are still printed."""
 
     def run(self) -> int:

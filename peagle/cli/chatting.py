@@ -1,6 +1,6 @@
-"""The loop of `peagle chat`: a conversation in a terminal, or from a pipe with one message per line.
+"""`peagle chat`: a conversation in a terminal, or from a pipe with one message per line.
 
-Each turn is one run of `peagle speculate` whose history is the turns before.
+Each turn is a run (peagle.workflows.run) whose history is the turns before.
 """
 
 import dataclasses
@@ -29,10 +29,9 @@ WELCOME = f"{RESET} starts a new conversation, {EXIT} quits, Ctrl-C stops a resp
 
 
 def chat(settings: Chat) -> int:
-    """Run a chat and return the exit code. Responses go to standard output, all else to standard error.
+    """Run a chat and return the exit code. Only responses go to standard output.
 
-    Raises InputError, before any message is read, for options that cannot be used, and KeyboardInterrupt after Ctrl-C
-    at the prompt.
+    Raises InputError, before any message is read, for bad options; KeyboardInterrupt after Ctrl-C at the prompt.
     """
     if sys.stdin is None:
         raise InputError("standard input is closed; expected a terminal, or one message per line")
@@ -45,7 +44,7 @@ def chat(settings: Chat) -> int:
         engine=settings.engine,
         rendering=settings.rendering,
     )
-    display = Display(text=True, quiet=settings.quiet, total=1, streaming=True)
+    display = Display(text=True, quiet=settings.quiet, streaming=True)
     pair = load_pair(target, drafter, settings.load, display)
     display.read_by(pair.tokenizer)
     _refuse_without_template(pair, config.rendering, target)
@@ -70,7 +69,7 @@ class ChatLoop:
     def run(self) -> None:
         """Answer each line of standard input, until its end or /exit.
 
-        A line that cannot be answered is reported on standard error and left out of the conversation.
+        A line without an answer is reported on standard error and left out of the conversation.
         """
         while True:
             try:
@@ -118,7 +117,6 @@ class ChatLoop:
 
 
 def summary_line(done: Run) -> str:
-    """Summarise a response in one line."""
     summary, result = summary_block(done, None), done.outcomes[0].result
     parts = [f"{len(result.output_ids)} tokens", f"{figure_text(summary['tok_per_s'], '.1f')} tok/s"]
     if result.num_cached_tokens:

@@ -16,13 +16,13 @@ class Check:
     """
 
     def run(self) -> int:
-        """Print the finding of every check and the verdict. Return the exit code: 1 if a check fails."""
+        """Print every finding and the verdict. Return the exit code: 1 if a check fails."""
         from peagle.cli.display import Display
         from peagle.cli.output import show_lines
         from peagle.ops.kernels import in_words
         from peagle.workflows.check import check, verdict
 
-        display, checks, findings = Display(text=False, quiet=False, total=1, streaming=False), check(), []
+        display, checks, findings = Display(), check(), []
         while True:
             with display.stage("checking"):
                 finding = next(checks, None)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from peagle.cli.command import needing
+from peagle.cli.flags import API_KEY_FILE, HOST
 from peagle.cluster.config import FleetConfig
 from peagle.ops.errors import InputError
 from peagle.ops.flag import MACHINE, SERVER, Flag
@@ -36,12 +37,10 @@ class Up:
     """
 
     fleet: FleetConfig = FleetConfig()
-    host: Annotated[str, Flag(SERVER, "ADDRESS")] = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 also accepts other machines."""
+    host: Annotated[str, HOST] = "127.0.0.1"
     port: Annotated[int, Flag(SERVER, "N")] = 8000
     """Port to listen on."""
-    api_key_file: Annotated[Path | None, Flag(SERVER, "FILE")] = None
-    """File of accepted API keys, one per line. Default: no key is required."""
+    api_key_file: Annotated[Path | None, API_KEY_FILE] = None
     write_config: Annotated[str | None, Flag(SERVER, "FILE")] = None
     """Write these options to a file for `serve deploy`, and start nothing."""
     address: Annotated[str | None, Flag(MACHINE, "ADDRESS")] = None

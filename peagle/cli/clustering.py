@@ -11,7 +11,7 @@ from peagle.cli.cluster import Up
 from peagle.cli.command import needing, options_of
 from peagle.cli.display import Display
 from peagle.cli.output import OutputFile
-from peagle.cli.serving import default_name, guarded_hosts, read_keys, warn_of_strangers
+from peagle.cli.serving import default_name, guarded_hosts, read_api_keys, warn_of_strangers
 from peagle.cluster.config import FleetConfig
 from peagle.cluster.decide import decided
 from peagle.ops import interrupt
@@ -25,16 +25,13 @@ REPORTS = "RAY_USAGE_STATS_ENABLED"  # usage reports to Ray's makers
 
 
 def keep_to_itself() -> None:
-    """Let the Ray that this process starts listen on loopback and send no usage reports, unless the user decides."""
+    """Unless the environment says otherwise, let a Ray started here listen on loopback and send no usage reports."""
     for name in (LOOPBACK_ALONE, REPORTS):
         os.environ.setdefault(name, "0")
 
 
 def start_fleet(settings: Up) -> int:
-    """Run a fleet and return the exit code.
-
-    Raises InputError, before anything is started, for options that cannot be used, and without Ray.
-    """
+    """Run a fleet and return the exit code. Raises InputError, before it starts anything, for bad options or no Ray."""
     refuse_replicas(settings.fleet.load.mesh, "the replicas of a cluster are --decode N")
     config = served(settings)
     if settings.write_config is not None:
@@ -50,7 +47,7 @@ def start_fleet(settings: Up) -> int:
     pressed = signal.getsignal(signal.SIGINT)
 
     def stop(number: int, frame: Any) -> None:
-        if stopped.is_set():  # the second time: without waiting for answers
+        if stopped.is_set():  # the second signal: do not wait for answers
             raise KeyboardInterrupt
         stopped.set()
         if number == signal.SIGINT and callable(pressed):
@@ -59,23 +56,23 @@ def start_fleet(settings: Up) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    display = Display(text=False, quiet=False, total=1, streaming=True)
+    display = Display()
     display.note(f"starting {config.prefill + config.decode} replicas; each loads the pair and compiles")
     run(config, settings.address, settings.host, settings.port, display.note, stopped)
     return 0
 
 
 def served(settings: Up) -> FleetConfig:
-    """Decide what the options leave open, and who may ask. Raises InputError for models that do not fit."""
+    """Complete the fleet's config: name, keys and hosts. Raises InputError for models that do not fit."""
     fleet = settings.fleet
-    keys = () if settings.api_key_file is None else read_keys(settings.api_key_file)
+    keys = () if settings.api_key_file is None else read_api_keys(settings.api_key_file)
     name = fleet.served_model_name or default_name(or_demo(fleet.load.target))
     hosts = guarded_hosts(settings.host, keys)
     return dataclasses.replace(decided(fleet), served_model_name=name, keys=keys, hosts=hosts)
 
 
 def write_config(file: OutputFile, settings: Up, fleet: FleetConfig) -> None:
-    """Write the config of `serve deploy`, in JSON, which is YAML. Raises InputError for keys, which it would hold."""
+    """Write the config of `serve deploy`, in JSON, which is YAML. Raises InputError if it would hold keys."""
     if settings.api_key_file is not None:
         raise InputError("--write-config would write the keys of --api-key-file as plain text; give one of the two")
     arguments: dict[str, Any] = {"load": {}, "engine": {}}

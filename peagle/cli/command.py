@@ -1,4 +1,4 @@
-"""Commands from dataclasses, read by cyclopts: each field of a command, or of a group in it, is one of its options."""
+"""Commands are dataclasses read by cyclopts: each field of a command, or of a group in it, is an option."""
 
 import ast
 import dataclasses
@@ -11,16 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import (
-    Annotated,
-    Any,
-    Protocol,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-    runtime_checkable,
-)
+from typing import Annotated, Any, Protocol, TypeVar, get_args, get_origin, get_type_hints, runtime_checkable
 
 from cyclopts import App, Group, Parameter
 from cyclopts.exceptions import (
@@ -49,7 +40,7 @@ class Command(Protocol):
     """A frozen dataclass of options that runs."""
 
     def run(self) -> int:
-        """Run the command and return its exit code. Raises InputError for options that cannot be used."""
+        """Run the command and return its exit code. Raises InputError for bad options."""
         ...
 
 
@@ -99,11 +90,10 @@ class Option:
         return None if hidden else str(self.default)
 
     def of(self, config: Any) -> Any:
-        """Return the option's value in a command, or in another config with this path."""
+        """Return the option's value in a command, or in another config of this shape."""
         return functools.reduce(getattr, self.path, config)
 
     def value(self, typed: Any) -> Any:
-        """Read what was typed. Raises InputError."""
         if self.flag.read is None:
             return typed
         return tuple(map(self.flag.read, typed)) if self.repeats else self.flag.read(typed)
@@ -115,7 +105,7 @@ Kind = TypeVar("Kind")
 def options_of(
     kind: type[Any], default: Any = None, takes: Takes = ALL, path: tuple[str, ...] = ()
 ) -> Iterator[Option]:
-    """Yield the options of a command, those of its groups included. default: a group whose values are the defaults."""
+    """Yield the options of a command and of its groups. default: a group whose values are the defaults."""
     hints = get_type_hints(kind, include_extras=True)
     helps = {**field_helps(kind), **takes.helps}  # type: ignore[arg-type]  # a class has a hash
     for field in sorted(dataclasses.fields(kind), key=lambda field: takes.place(field.name)):
@@ -134,7 +124,8 @@ def options_of(
                     read=takes.reads.get(field.name, flag.read),
                     old=takes.olds.get(field.name, flag.old),
                 )
-                yield Option((*path, field.name), hint, flag, " ".join(helps[field.name].split()), value)
+                help = " ".join(helps.get(field.name, flag.help).split())
+                yield Option((*path, field.name), hint, flag, help, value)
 
 
 @functools.cache
@@ -152,7 +143,7 @@ def field_helps(kind: type[Any]) -> dict[str, str]:
 
 
 def register(app: App, kind: type[Command], name: str, group: Group | None) -> None:
-    """Add a command to an app. Called, it returns (its dataclass, what was typed by the options' names)."""
+    """Add a command to an app. A call of it returns (its dataclass, the typed values by the options' names)."""
     options = list(options_of(kind))
     panels: dict[str, Group] = {}
 
@@ -185,7 +176,7 @@ def register(app: App, kind: type[Command], name: str, group: Group | None) -> N
         return reading(option, _former(option), inspect.Parameter.KEYWORD_ONLY, settings, None)
 
     def reading(option: Option, name: str, kind: Any, settings: Parameter, default: Any) -> inspect.Parameter:
-        # what was not typed is left to the dataclass, so that this default is never read
+        # cyclopts passes typed options alone, so this default is never read
         typed_as = option.typed_as
         if default is None:
             default, typed_as = (False, bool) if option.kind is bool else (None, typed_as | None)
@@ -253,7 +244,7 @@ def _former(option: Option) -> str:
 
 
 def built(kind: type[Kind], typed: Mapping[str, Any]) -> Kind:
-    """Make a command from what was typed. Raises InputError, which begins with the option's flag."""
+    """Make a command from typed values. Raises InputError, which begins with the option's flag."""
     options, typed = list(options_of(kind)), dict(typed)
     for option in options:
         if option.flag.old is not None and _former(option) in typed:
@@ -272,7 +263,7 @@ def built(kind: type[Kind], typed: Mapping[str, Any]) -> Kind:
 def _filled(
     kind: type[Kind], values: Mapping[tuple[str, ...], Any], path: tuple[str, ...] = (), usual: Any = None
 ) -> Kind:
-    """Make a config, and the groups in it, of values by the paths of their groups. usual: has the others."""
+    """Make a config and its groups. values: by the groups' paths. usual: a config with the other values."""
     filled = dict(values.get(path, {}))
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         below = (*path, field.name)
@@ -283,15 +274,15 @@ def _filled(
 
 
 def record(command: Any) -> dict[str, Any]:
-    """Return a command's options by the names of their fields, for a file that a later command goes on from."""
+    """Return a command's options by the names of their fields, for a file that a later command resumes from."""
     return {option.name: option.of(command) for option in options_of(type(command))}
 
 
 def read_record(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
-    """Undo `record` after a round trip through JSON; what is missing takes its default.
+    """Undo `record` after a round trip through JSON; a missing option takes its default.
 
-    Raises InputError for a name that is no option (a later version's, or one that has another name now), for a required
-    option that is missing, and for a value of another type.
+    Raises InputError for an unknown name (a later version's, or a renamed one's), a missing required option, and a
+    value of another type.
     """
     options = {option.name: option for option in options_of(kind)}
     if missing := [name for name, option in options.items() if option.required and name not in values]:
@@ -309,7 +300,7 @@ def read_record(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
 
 
 def flagged(error: InputError, kind: type[Any]) -> str:
-    """Return an error's message; if it begins with the name of its field, with the flag of the field instead."""
+    """Return an error's message, with the flag of its field in place of a field's name at its beginning."""
     message, field = str(error), error.field
     flag = next((option.names[0] for option in options_of(kind) if option.name == field), None)
     if field is None or flag is None:
@@ -323,7 +314,7 @@ def flagged(error: InputError, kind: type[Any]) -> str:
 
 
 def from_file(app: App, words: Sequence[str], kind: type[Command], file: Path) -> dict[str, Any]:
-    """Read options of a command from a TOML file, whose keys are their names without dashes.
+    """Read options of a command from a TOML file; keys are flags without leading dashes.
 
     Raises InputError, in one line, for a key that is no option, or a value of another type.
     """
@@ -363,7 +354,7 @@ def from_file(app: App, words: Sequence[str], kind: type[Command], file: Path) -
 
 
 def refusal(error: CycloptsError, words: Sequence[str], options: Sequence[Option]) -> str:
-    """Describe in one line what the parser refused, and name the command whose help shows the usage."""
+    """Describe a parser's error in one line that names the command with the usage."""
     usage = _usage_shown(words)
     named = {name: option for option in options for name in (*option.names, option.flag.old) if name}
     argument = None if error.argument is None else error.argument.name
@@ -425,7 +416,7 @@ def _meant(typed: str, names: Any) -> str:
 
 
 def changed_fields(config: Any, usual: Any = None) -> list[str]:
-    """Name the fields, nested ones included, whose values differ from their defaults. usual: has these."""
+    """Name the fields, nested ones included, with another value than their default. usual: has the defaults."""
     names: list[str] = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -439,10 +430,7 @@ def changed_fields(config: Any, usual: Any = None) -> list[str]:
 
 @contextmanager
 def needing(what: str, extra: str) -> Iterator[None]:
-    """Raise InputError if an import within finds a module missing; name the extra that brings it.
-
-    what: the beginning of the message, as "training needs".
-    """
+    """Raise InputError if an import within fails; name the extra to install. what: such as "training needs"."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -450,7 +438,7 @@ def needing(what: str, extra: str) -> Iterator[None]:
 
 
 def expect_alone(settings: Any, option: str, free: Sequence[str], whole: str) -> None:
-    """Raise InputError for a field given with an option that reads the others from a file. free: may be given."""
+    """Raise InputError for fields beside an option that reads them from a file. free: fields that may be typed."""
     flags = {option.name: option.names[-1] for option in options_of(type(settings))}
     if others := [name for name in changed_fields(settings) if name not in free]:
         raise InputError(

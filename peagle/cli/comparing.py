@@ -1,4 +1,4 @@
-"""`peagle parity`: check a pair against references, and explain its acceptance length."""
+"""`peagle parity`: check a pair against references, and explain low acceptance."""
 
 import collections
 import dataclasses
@@ -10,7 +10,8 @@ from peagle.cli.command import record
 from peagle.cli.decoding import load_pair
 from peagle.cli.display import LABEL, Display
 from peagle.cli.document import SCHEMA, dumps
-from peagle.cli.output import STANDARD_OUTPUT, OutputFile, show_lines
+from peagle.cli.flags import refuse_strict
+from peagle.cli.output import STANDARD_OUTPUT, output_file, show_lines
 from peagle.cli.parity import Parity
 from peagle.fit import check_fit
 from peagle.measure.provenance import provenance
@@ -25,9 +26,9 @@ from peagle.workflows.parity_check import Findings, Model, ParityConfig, ask, ex
 def compare(settings: Parity) -> int:
     """Examine a pair, print and write the findings, and return the exit code.
 
-    0, or 1 if there is a difference or a likely cause of low acceptance. Raises InputError for whatever cannot be run.
+    1 if there is a difference, or a likely cause of low acceptance. Raises InputError for bad options and models.
     """
-    json_file = None if settings.json is None else OutputFile(settings.json, "--json")
+    json_file = output_file(settings.json, "--json")
     target, drafter = or_demo(settings.load.target), or_demo(settings.drafter)
     if drafter in WEIGHTLESS:
         raise InputError(f"{drafter} has no weights to compare; give the directory of a drafter")
@@ -43,7 +44,7 @@ def compare(settings: Parity) -> int:
         raw=settings.render == "raw",
         special_tokens=settings.special_tokens,
     )
-    display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
+    display = Display(quiet=settings.quiet)
     display.warn(prompts.warnings)
     pair = load_pair(target, drafter, settings.load, display)
     model = cast(Model, pair.drafter)
@@ -74,7 +75,6 @@ def compare(settings: Parity) -> int:
 
 
 def report_lines(findings: Findings, settings: Parity) -> Iterator[str]:
-    """Yield the lines of the findings."""
     logits, difference = findings.logits, findings.difference
     if logits is not None:
         verdict = "the same" if logits.close else "DIFFERENT"
@@ -125,10 +125,9 @@ def _prompts(settings: Parity, target: str) -> PromptSet:
             f"the demo's prompts are for the demo target only; give prompts for {target} with --prompt-file FILE"
         )
     if settings.special_tokens and settings.render != "raw":
-        raise InputError("--special-tokens are read in raw text alone; give --render raw, too, or leave them out")
+        raise InputError("--special-tokens needs raw text; give --render raw, too, or leave it out")
     if settings.prompts is None:
-        if settings.strict:
-            raise InputError("--strict is about the rows of a file; give --prompts, too, or leave it out")
+        refuse_strict(settings.strict)
         return read_prompt_file(HELD_OUT)
     raw = settings.render == "raw"
     rendering = Rendering(raw=raw, special_tokens=raw and settings.special_tokens)

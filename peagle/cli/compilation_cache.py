@@ -18,13 +18,12 @@ _THAT_TELL_CPUS_APART = ("vendor_id", "model name", "flags", "CPU implementer", 
 
 
 def keep_compiled() -> None:
-    """Let this process and its children share compiled programs through the user's cache directory.
+    """Share compiled programs among processes, through the user's cache directory. Call it before JAX is imported.
 
-    Call it before JAX is imported. Deletes the oldest programs beyond MOST_BYTES. Does nothing if
-    JAX_COMPILATION_CACHE_DIR is set (it may be empty), if the directory cannot be written, or if this machine could
-    not read the programs back.
+    Deletes the oldest programs beyond MOST_BYTES. Does nothing if JAX_COMPILATION_CACHE_DIR is set (it may be empty),
+    if the directory cannot be written, or if this machine could not read the programs back.
     """
-    # a full disk, or a file that a killed process left half written, costs only the time to compile
+    # a full disk, or a half-written file of a killed process, costs only the time to compile
     warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache", UserWarning)
     if DIRECTORY in os.environ or (machine := _machine()) is None:
         return
@@ -43,10 +42,10 @@ def keep_compiled() -> None:
 
 
 def _machine() -> str | None:
-    """Name this kind of CPU and its number of threads, since a program for another kind may not run here.
+    """Name this kind of CPU and its number of threads: a program for another kind may not run here.
 
-    None if the system does not tell, and for Intel's CPUs: there JAX compiles for features that it misses when it
-    reads a program back, and refuses each with an error message (jax issue 38445).
+    None if the system does not tell, and on Intel's CPUs: JAX compiles there for features that it does not find when it
+    reads a program back, and prints an error for each (jax issue 38445).
     """
     told = first_processor() or {}
     known = [told[name] for name in _THAT_TELL_CPUS_APART if name in told]

@@ -17,9 +17,9 @@ DEPTHS, DEPTHS_ON_DARK = ("#440154", "#2c718e", "#2fb47c"), ("#fde725", "#5ac864
 
 
 def draw(log: Sequence[Mapping[str, Any]], out: Path) -> str:
-    """Plot loss, correct drafts by depth, and acceptance length over the steps to out/curve.svg.
+    """Plot loss, correct drafts by depth, and acceptance length to out/curve.svg.
 
-    Return its path, or why there is none.
+    Return its path, or the reason for its absence.
     """
     trained = [line for line in log if "loss" in line]
     evaluated = [line for line in log if "evaluation" in line]

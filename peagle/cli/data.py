@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from peagle.cli.command import Takes
+from peagle.cli.flags import PROMPT_FILE, QUIET, STRICT
 from peagle.config import AnswerConfig, EngineConfig, LoadConfig, SamplingParams
 from peagle.ops.errors import InputError
 from peagle.ops.flag import DRAFTER, OUTPUT, PROMPT, Flag, check_least, layers_reader
@@ -32,14 +33,13 @@ class Data:
         [cyan]peagle data --target DIR --prompt-file IN.jsonl --out DATA --context 8192[/cyan]
     """
 
-    prompt_file: Annotated[tuple[Path, ...], Flag(PROMPT, "FILE", ("--prompt-file", "--prompts"))]
+    prompt_file: Annotated[tuple[Path, ...], PROMPT_FILE]
     """Prompt file, in a format of peagle speculate; repeatable."""
     out: Annotated[str, Flag(OUTPUT, "DIR")]
     """Output directory; the same command resumes it."""
     num_prompts: Annotated[int | None, Flag(PROMPT, "N")] = None
     """Use the first N prompts, 1 or more."""
-    strict: Annotated[bool, Flag(PROMPT)] = False
-    """Fail on a row of a prompt file that cannot be used, instead of skipping it with a note."""
+    strict: Annotated[bool, STRICT] = False
     rendering: Rendering = Rendering()
     load: Annotated[LoadConfig, LOADED] = LoadConfig()
     answer: Annotated[AnswerConfig, Takes(("max_new_tokens",))] = AnswerConfig()
@@ -58,15 +58,14 @@ class Data:
     taps: Annotated[tuple[int, ...] | None, Flag(DRAFTER, "L,L,L", read=layers_reader("taps"))] = None
     """Target layers (0-based) whose outputs a new drafter reads. Default: 1, n/2 - 1 and n - 4 of n layers."""
     sampling: SamplingParams = SamplingParams()
-    quiet: Annotated[bool, Flag(OUTPUT, names=("--quiet", "-q"))] = False
-    """Hide progress and summary. Warnings and errors are still printed."""
+    quiet: Annotated[bool, QUIET] = False
 
     def __post_init__(self) -> None:
         check_least(self, num_prompts=1, shard_prompts=1, top=0, keep_prompt=0)
         if self.keep_prompt is not None and not (self.hidden and self.top):
             raise InputError(
-                "--keep-prompt leaves out tokens that the target would have to read again in training; give --hidden "
-                "and --top, too, or leave it out"
+                "--keep-prompt drops tokens that the target would have to read again in training; give --hidden and "
+                "--top, too, or leave it out"
             )
         if self.taps is not None and not self.hidden:
             raise InputError(

@@ -1,4 +1,4 @@
-"""`peagle speculate` and `peagle generate`: check everything, load, run, write; and what other commands load."""
+"""`peagle speculate` and `peagle generate`: check, load, run, write. Other commands load models by it, too."""
 
 import dataclasses
 import sys
@@ -10,7 +10,8 @@ from peagle.checkpoints import DEMO, DEMO_DRAFTERS, drafter_path, or_demo, resol
 from peagle.cli.command import changed_fields
 from peagle.cli.display import Display
 from peagle.cli.document import dumps, logprob_lines, report, summary_lines, trace_lines
-from peagle.cli.output import STANDARD_OUTPUT, OutputFile, say
+from peagle.cli.flags import refuse_strict
+from peagle.cli.output import STANDARD_OUTPUT, OutputFile, output_file, say
 from peagle.cli.processes import load_in_all
 from peagle.cli.speculate import Decode
 from peagle.config import EngineConfig, LoadConfig, NumDrafts, SamplingParams
@@ -40,12 +41,12 @@ def push(self, item):
 
 
 def decode(settings: Decode) -> int:
-    """Decode, and return the exit code: the text on standard output, the summary on standard error, the rest in files.
+    """Decode, and return the exit code: text to standard output, the summary to standard error, the rest to files.
 
-    Raises InputError before anything is written; after everything else is written for a profile that failed, and for
-    requests that ended because no token satisfied their grammar.
+    Raises InputError before anything is written; but for a failed profile, and for requests whose grammar no token
+    satisfied, at the end.
     """
-    json_file = None if settings.json is None else OutputFile(settings.json, "--json")
+    json_file = output_file(settings.json, "--json")
     trace_file = None if settings.trace is None else _trace_file(settings, json_file)
     target = or_demo(settings.load.target)
     drafter = None if settings.command == "generate" else or_demo(settings.load.drafter)
@@ -92,7 +93,7 @@ def decode(settings: Decode) -> int:
         trace_file.write("".join(trace_lines(outcome)))
     if json_file is not None:
         json_file.write(dumps(report(outcome, pair, config, names, provenance(), peak, prompts.skipped)))
-    if json_file is None:  # which has them
+    if json_file is None:  # else the file has them
         display.summary(list(logprob_lines(outcome, pair)))
     display.summary(summary_lines(outcome, peak, prompts.skipped))
     if settings.quiet:  # else the summary has them
@@ -106,7 +107,7 @@ def decode(settings: Decode) -> int:
 
 
 def without_effect(sampling: SamplingParams, drawn: bool = False) -> list[str]:
-    """Say which options of sampling do nothing at temperature 0. drawn: acceptance is, with the seed."""
+    """Name the sampling options without effect at temperature 0. drawn: the seed draws synthetic acceptance."""
     if not sampling.greedy:
         return []
     idle = {"top_k", "top_p", "min_p", *([] if drawn else ["seed"])}
@@ -115,17 +116,14 @@ def without_effect(sampling: SamplingParams, drawn: bool = False) -> list[str]:
 
 
 def not_shown(rendering: Rendering, pair: Pair, target: str) -> list[str]:
-    """Say which options of a rendering the prompts do not show."""
+    """Name the rendering options that the prompts do not show."""
     options = [] if pair.tokenizer is None else rendering.without_effect(pair.tokenizer)
     where = "raw prompts do" if rendering.raw else f"the chat template of {target} does"
     return [f"{', '.join(options)}: no effect, since {where} not show it"] if options else []
 
 
 def chosen_models(load: LoadConfig, k: NumDrafts) -> tuple[str, str | None]:
-    """Return (target, drafter) of commands that answer many requests; K = 0 needs no drafter.
-
-    Raises InputError, before anything slow, for models that are not there.
-    """
+    """Return (target, drafter); None without drafting. Raises InputError, before anything slow, if one is missing."""
     target = or_demo(load.target)
     if k == 0 and load.drafter is not None:
         say("warning", "--drafter: no effect with -k 0, plain decoding")
@@ -136,7 +134,7 @@ def chosen_models(load: LoadConfig, k: NumDrafts) -> tuple[str, str | None]:
 
 
 def chosen_context(pair: Pair, engine: EngineConfig, num_engines: int = 1) -> int:
-    """Return the positions of a request: as typed, or all that the model has and the memory holds."""
+    """Return the context of a request: as typed, or the model's limit, or less if the memory holds less."""
     if engine.context is not None:
         return pair.room(engine.context)
     k, _ = pair.num_drafts(engine.num_speculative_tokens)
@@ -179,7 +177,7 @@ def _config(settings: Decode) -> RunConfig:
 
 
 def _grammar(settings: Decode) -> Grammar | None:
-    """Return the grammar of the responses. Raises InputError for a file that cannot be read, and for two grammars."""
+    """Return the grammar of the responses. Raises InputError for an unreadable file, and for two grammars."""
     path, regex = settings.json_schema, settings.regex
     if path is None:
         with _grammar_by_option(settings):
@@ -197,7 +195,7 @@ def _grammar(settings: Decode) -> Grammar | None:
 
 @contextmanager
 def _grammar_by_option(settings: Decode) -> Iterator[None]:
-    """Begin the error of a grammar that cannot be used with its option."""
+    """Prefix errors of the grammar with its option."""
     try:
         yield
     except GrammarError as error:
@@ -207,7 +205,7 @@ def _grammar_by_option(settings: Decode) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Prompts:
-    """The conversations to decode, and the rows of a file that cannot be used."""
+    """Conversations that are not from a file."""
 
     conversations: Sequence[Conversation]
     skipped: Sequence[Skipped] = ()
@@ -222,8 +220,7 @@ def _prompts(settings: Decode, target: Path) -> "PromptSet | _Prompts":
         raise InputError(f"{' and '.join(named)} are given; expected one of them")
     if settings.prompt_file is not None:
         return read_prompts(settings.prompt_file, target, rendering, strict=settings.strict)
-    if settings.strict:
-        raise InputError("--strict is about the rows of a file; give --prompt-file, too, or leave it out")
+    refuse_strict(settings.strict)
     if settings.prompt_ids is not None:
         if rendering.options:
             raise InputError(
@@ -240,7 +237,7 @@ def _is_example(settings: Decode) -> bool:
 
 
 def _read_standard_input() -> str:
-    """Read all of it, without the line break that ends a text file."""
+    """Read standard input to its end, without the line break that ends a text file."""
     if sys.stdin is None:
         raise InputError("standard input is closed; expected the prompt there, or a prompt instead of -")
     try:

@@ -1,4 +1,4 @@
-"""What a run prints: the generated text on standard output, everything else on standard error."""
+"""The output of a run: generated text on standard output, everything else on standard error."""
 
 import contextlib
 import sys
@@ -24,8 +24,8 @@ from peagle.workflows.run import Observer
 DIM, NOT_DIM = "\x1b[2m", "\x1b[22m"
 LINE_SECONDS: float = 10.0  # between two lines about progress, if standard error is no terminal
 REDRAW_SECONDS = 1  # between two changes of progress that is shown while something is measured
-LEAST_LEFT = 0.5  # seconds: less is not said
-COUNTED = ("tokens", "requests")  # units of a stage that are counted; others are numbered
+LEAST_LEFT = 0.5  # seconds left below which none are shown
+COUNTED = ("tokens", "requests")  # units that are counted, as in 2 of 9 tokens; others are numbered, as in run 2 of 9
 LABEL = 13  # characters before the text of a line of a summary
 
 # control characters but tab, line feed and carriage return: a model's output must not drive the terminal
@@ -117,14 +117,15 @@ class Ticker:
 class Display(Observer):
     """Print texts, progress, notes and the summary of a run.
 
-    A single request streams; the texts of requests decoded together are printed whole, in the order of the requests.
-    A stage that takes seconds shows its progress: drawn on a terminal, but never while text streams into the same one;
-    elsewhere a line every LINE_SECONDS, but not while a text streams. A text that streams to a terminal is printed by
-    channel: reasoning and tool calls dim, then the final message; elsewhere, and if quiet, as the tokens spell it.
-    drafts: colour accepted drafts of a text on a terminal, or mark them if it has no colours.
+    text: print texts. A single request streams; texts of requests decoded together are printed whole, in order. A
+    stage shows its progress, on a terminal or as a line every LINE_SECONDS, except while a text streams into the same
+    place. A text that streams to a terminal is printed by channel, reasoning and tool calls dim; elsewhere, and if
+    quiet, as the tokens spell it. drafts: colour accepted drafts on a terminal, or mark them if it has no colours.
     """
 
-    def __init__(self, *, text: bool, quiet: bool, total: int, streaming: bool, drafts: bool = False) -> None:
+    def __init__(
+        self, *, text: bool = False, quiet: bool = False, total: int = 1, streaming: bool = False, drafts: bool = False
+    ) -> None:
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._stdout = Console(highlight=False, soft_wrap=True)
         self._text, self._quiet, self._total, self._streaming = text, quiet, total, streaming
@@ -152,8 +153,8 @@ class Display(Observer):
     def stage(self, what: str, animated: bool = True) -> Iterator["Advance"]:
         """Show a stage that takes seconds, with its elapsed time if animated.
 
-        Call the result with (done, total), and with the seconds left if they are known better than from the time so
-        far. Raises KeyboardInterrupt after Ctrl-C, before the stage begins.
+        Call the result with (done, total), and with the seconds left unless the time so far tells them. Raises
+        KeyboardInterrupt, before the stage begins, after Ctrl-C.
         """
         interrupt.check()
         try:
@@ -162,7 +163,7 @@ class Display(Observer):
             self.clear()
 
     def run_of(self, what: str, done: int, total: int, left_s: float | None = None, unit: str = "run") -> None:
-        """Show that the next run of a measurement begins, after `done` of `total`. Another `what` starts anew."""
+        """Show that run `done` + 1 of a measurement begins. Another `what` starts a new stage."""
         if self._stage is None or self._stage.what != what:
             self._show(what, animated=False, unit=unit)
         assert self._stage is not None
@@ -170,12 +171,11 @@ class Display(Observer):
 
     @property
     def drafts_legend(self) -> str:
-        """Describe how accepted drafts are shown."""
         return "coloured by their position in the step" if self._coloured else f"in {''.join(DRAFT_MARKS)}"
 
     @contextmanager
     def keeping(self, kept: Callable[[], str]) -> Iterator[None]:
-        """After Ctrl-C within, print what is kept."""
+        """After Ctrl-C within, note what is kept."""
         try:
             yield
         except KeyboardInterrupt:
@@ -188,7 +188,6 @@ class Display(Observer):
 
     @property
     def talks(self) -> bool:
-        """Whether anything but the text is printed."""
         return not self._quiet
 
     def compiling(self) -> None:
@@ -255,7 +254,7 @@ class Display(Observer):
             self._write_parts(whole)
 
     def end_all(self) -> None:
-        """End all requests that were interrupted, and drop those that still waited for a slot."""
+        """End interrupted requests, and drop those without a slot."""
         self.clear()
         for index in sorted(self._pieces):
             if self._streaming or self._pieces[index]:
@@ -269,7 +268,6 @@ class Display(Observer):
             self.console.print(wrapped(line, self.console), style="dim", markup=False)
 
     def warn(self, lines: Iterable[str]) -> None:
-        """Print warnings on standard error, quiet or not."""
         for line in lines:
             self.clear()
             say("warning", line)
@@ -283,7 +281,6 @@ class Display(Observer):
             self.console.print(wrapped(line, self.console, LABEL), markup=False)
 
     def clear(self) -> None:
-        """Stop showing progress."""
         self._stage = None
         if self._progress is not None:
             self._progress.stop()
@@ -298,12 +295,10 @@ class Display(Observer):
             self.note(f"--- request {request.index + 1} of {self._total}{turns}{left_text(self._left_s())}")
 
     def _count(self) -> None:
-        """Show how many requests are finished."""
         if self._stage is not None and self._stage.unit == "requests":
             self._stage(self._done + self._finished, self._total, self._left_s())
 
     def _left_s(self) -> float | None:
-        """Estimate the seconds left by those of all requests so far."""
         done = self._done + self._finished
         if not done or self._began is None:
             return None
@@ -342,7 +337,7 @@ class Display(Observer):
             self.clear()
 
     def _show(self, what: str, animated: bool = True, unit: str | None = None) -> Stage:
-        """Show a stage and return it; a measured one is not animated, since the redrawing thread would disturb it."""
+        """Show a stage and return it. A measurement is not animated: the redrawing thread would disturb it."""
         self.clear()
         stage = self._stage = Stage(what, unit, self._redraw)
         if self.live:
@@ -351,7 +346,7 @@ class Display(Observer):
             columns: list[ProgressColumn] = [what_column, progress_column]
             if animated:
                 columns = [SpinnerColumn("line"), what_column, TimeElapsedColumn(), progress_column]
-            # standard output is redirected to the console by default, wherever it goes
+            # by default rich sends standard output to its own console, wherever the output goes
             self._progress = Progress(
                 *columns, console=self.console, transient=True, auto_refresh=animated, redirect_stdout=False
             )

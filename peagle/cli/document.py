@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from peagle.engine.kv_memory import PrefixCacheUse
+from peagle.engine.request import TokenLogprobs
 from peagle.engine.widths import CostTable
 from peagle.measure.metrics import figure_text, speculative_decoding_block, summarize
 from peagle.measure.profile import Breakdown
@@ -16,6 +17,7 @@ from peagle.text.prompt_files import Skipped, skipped_line
 from peagle.workflows.run import Outcome, Run, RunConfig
 
 SCHEMA = 1
+LOADED = ("dtype", "experts", "kernels", "mesh", "drafter_window")  # of peagle.pair.Loaded
 
 
 def report(
@@ -27,10 +29,7 @@ def report(
     peak: int | None,
     skipped: Sequence[Skipped] = (),
 ) -> dict[str, Any]:
-    """Make the object that --json writes.
-
-    names: the command, and the target and drafter as typed. skipped: the rows of a prompt file that cannot be used.
-    """
+    """Make the object of --json. names: of the command, and of target and drafter as typed. skipped: unusable rows."""
     return {
         "schema": SCHEMA,
         "provenance": provenance,
@@ -59,12 +58,11 @@ def trace_lines(run: Run) -> Iterator[str]:
 
 
 def dumps(value: dict[str, Any]) -> str:
-    """Return JSON text in ASCII, so that any path and any text of a model can be written."""
+    """Return JSON text in ASCII, which any file can hold."""
     return strict_json.dumps(value, indent=1) + "\n"
 
 
 def summary_lines(run: Run, peak_memory_bytes: int | None, skipped: Sequence[Skipped] = ()) -> list[str]:
-    """Return the lines of the summary."""
     if not run.outcomes:
         return ["interrupted before the first token"] if run.interrupted else []
     summary = summary_block(run, peak_memory_bytes)
@@ -73,12 +71,7 @@ def summary_lines(run: Run, peak_memory_bytes: int | None, skipped: Sequence[Ski
     lines = [("speculation" if speculative else "plain", _speed(results, summary["tok_per_s"]))]
     if speculative:
         if run.engine.synthetic_acceptance is not None:
-            lines.append(
-                (
-                    "SYNTHETIC",
-                    "drafts were accepted at the given rates: ignore text and acceptance, the speeds are real",
-                )
-            )
+            lines.append(("SYNTHETIC", "drafts were accepted at the typed rates: only the speeds are real"))
         lines.append(("acceptance", _acceptance(summary, run)))
         if run.costs is not None and run.drafting_cannot_pay:
             lines.append(("costs", _hopeless(run.costs, run.engine.num_speculative_tokens)))
@@ -95,7 +88,7 @@ def summary_lines(run: Run, peak_memory_bytes: int | None, skipped: Sequence[Ski
 
 
 def logprob_lines(run: Run, pair: Pair) -> Iterator[str]:
-    """Yield a line per token for --logprobs: its log-probability, its text, and the most likely tokens with theirs."""
+    """Yield the lines of --logprobs: each token with its log-probability, and the most likely tokens with theirs."""
 
     def shown(token_id: int) -> str:
         if pair.tokenizer is None:
@@ -129,22 +122,13 @@ def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
         "kv_memory_bytes": config.engine.kv_memory,
         "prefix_cache_bytes": run.engine.prefix_cache,
         "capacity": run.capacity,
-        "dtype": pair.loaded.dtype,
-        "experts": pair.loaded.experts,
-        "kernels": pair.loaded.kernels,
-        "mesh": pair.loaded.mesh,
-        "aux_layers": pair.loaded.aux_layers,
-        "draft_vocab": pair.loaded.draft_vocab,
-        "drafter_window": pair.loaded.drafter_window,
+        **{name: getattr(pair.loaded, name) for name in (*LOADED, "aux_layers", "draft_vocab")},
         "baseline": run.compares,
         "ignore_eos": config.ignore_eos,
         "logprobs": config.logprobs,
         "grammar": None if config.grammar is None else dataclasses.asdict(config.grammar),
         "raw_prompt": config.rendering.raw,
-        "special_tokens": config.rendering.special_tokens,
-        "system": config.rendering.system,
-        "reasoning_effort": config.rendering.reasoning_effort,
-        "date": config.rendering.date,
+        **{name: getattr(config.rendering, name) for name in ("special_tokens", "system", "reasoning_effort", "date")},
         "stop_token_ids": list(pair.stop_token_ids),
         "interrupted": run.interrupted,
         "cut_short": list(run.cut_short),
@@ -171,13 +155,12 @@ def _request_block(outcome: Outcome) -> dict[str, Any]:
         "loop_share": result.loop_share,
         "speculative_decoding": speculative_decoding_block(result.counters) if speculative else None,
         "baseline": _baseline_block(outcome),
-        "logprobs": None
-        if outcome.result.request.logprobs is None
-        else [
-            {"id": token.token_id, "logprob": token.logprob, "top": [list(pair) for pair in token.best]}
-            for token in outcome.result.logprobs
-        ],
+        "logprobs": None if result.request.logprobs is None else [_logprob_block(token) for token in result.logprobs],
     }
+
+
+def _logprob_block(token: TokenLogprobs) -> dict[str, Any]:
+    return {"id": token.token_id, "logprob": token.logprob, "top": [list(pair) for pair in token.best]}
 
 
 def _baseline_block(outcome: Outcome) -> dict[str, Any] | None:
@@ -226,11 +209,10 @@ def _acceptance(summary: dict[str, Any], run: Run) -> str:
 
 
 def _hopeless(costs: CostTable, most: int) -> str:
-    step = costs.at(1, 1, most)
-    time = float(step.draft[most] + step.verify[1 + most])
+    time = float(costs.at(1, 1, most).verify[1 + most])
     return (
-        f"drafting cannot pay here: a step that drafts {most} tokens takes as long as {time:.1f} plain steps and emits "
-        f"at most {most + 1} tokens; decoded plainly"
+        f"drafting cannot pay here: a step that verifies {most} drafts takes as long as {time:.1f} plain steps and "
+        f"emits at most {most + 1} tokens; decoded plainly"
     )
 
 
@@ -257,7 +239,7 @@ def _comparison(run: Run, summary: dict[str, Any]) -> str:
 
 
 def _prefill(run: Run, config: RunConfig) -> dict[str, int] | None:
-    """Return the rows of the blocks of --prefill blocked; None for chunks."""
+    """Return the rows per block of --prefill blocked; None for chunks."""
     return None if config.engine.blocked is None else dataclasses.asdict(config.engine.blocked.rows(run.capacity))
 
 
@@ -268,9 +250,10 @@ def _prefix_cache(use: PrefixCacheUse) -> str:
     )
 
 
-def _profile(found: Breakdown) -> str:
-    parts = ", ".join(f"{name} {ms:.2f} ({ms / found.step_ms:.0%})" for name, ms in found.parts.items())
-    return f"{found.step_ms:.2f} ms a step while traced: {parts} | {found.num_steps} steps in {found.directory}"
+def _profile(breakdown: Breakdown) -> str:
+    parts = ", ".join(f"{name} {ms:.2f} ({ms / breakdown.step_ms:.0%})" for name, ms in breakdown.parts.items())
+    steps = f"{breakdown.num_steps} steps in {breakdown.directory}"
+    return f"{breakdown.step_ms:.2f} ms a step while traced: {parts} | {steps}"
 
 
 def _bytes(value: int | None) -> str:

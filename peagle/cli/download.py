@@ -12,12 +12,12 @@ NAMING = ("target", "drafter", "init", "directories")  # fields whose values are
 
 
 def download(settings: Any) -> None:
-    """Download the files of the settings' Hub checkpoints that the local cache lacks, and print how many.
+    """Download the missing files of the settings' Hub checkpoints, and print how many.
 
     Raises InputError if a checkpoint cannot be fetched, and KeyboardInterrupt after Ctrl-C.
     """
-    display = Display(text=False, quiet=getattr(settings, "quiet", False), total=1, streaming=False)
-    for name in dict.fromkeys(each for each in _named(settings) if is_name(each)):
+    display = Display(quiet=getattr(settings, "quiet", False))
+    for name in dict.fromkeys(checkpoint for checkpoint in _named(settings) if is_name(checkpoint)):
         with display.stage(f"looking up {name}"):
             missing = remaining(name)
         if not missing.num_files:
@@ -34,14 +34,14 @@ def _kept() -> str:
 
 
 def wants_download(settings: Any) -> bool:
-    """Return whether --download was given to a command that has it."""
+    """Return whether the command has --download, and it was typed."""
     own = getattr(settings, "download", False)
-    groups = (getattr(settings, each.name) for each in dataclasses.fields(settings))
+    groups = (getattr(settings, field.name) for field in dataclasses.fields(settings))
     return bool(own) or any(wants_download(group) for group in groups if dataclasses.is_dataclass(group))
 
 
 def _named(settings: Any) -> Iterator[str]:
-    """Yield the checkpoints that settings name, those of nested groups included."""
+    """Yield the checkpoints that settings and their groups name."""
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if dataclasses.is_dataclass(value):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from peagle.cli.command import Takes
+from peagle.cli.flags import QUIET
 from peagle.config import LoadConfig
 from peagle.ops.flag import OUTPUT, Flag
 
@@ -34,20 +35,16 @@ class Export:
     """Target, as named in the exported config; required for speculators. A directory also supplies what the drafter
     lacks: positions, embedding, head."""
     load: Annotated[LoadConfig, Takes(("aux_layer_ids", "download"))] = LoadConfig()
-    quiet: Annotated[bool, Flag(OUTPUT, names=("--quiet", "-q"))] = False
-    """Hide the summary. Warnings and errors are still printed."""
+    quiet: Annotated[bool, QUIET] = False
 
     def run(self) -> int:
-        """Write the drafter to --out, and print which packages refuse it. Return the exit code.
-
-        Raises InputError as peagle.workflows.export.export does.
-        """
+        """Write the drafter to --out, and print which packages refuse it. Return the exit code."""
         from peagle.checkpoints import resolve
         from peagle.cli.display import Display
         from peagle.workflows.export import export
 
         source, out = resolve(self.drafter, "drafter"), Path(self.out)
-        display = Display(text=False, quiet=self.quiet, total=1, streaming=False)
+        display = Display(quiet=self.quiet)
         with display.stage(f"exporting {self.drafter}"):
             exported = export(source, out, self.dialect, self.verifier, self.load.aux_layer_ids)
         lines = [f"drafter      {out} | {self.dialect} | read back bit for bit"]

@@ -31,7 +31,7 @@ class FrequentTokens:
         from peagle.cli.output import show_lines
         from peagle.workflows.frequent_tokens import list_frequent_tokens
 
-        with Display(text=False, quiet=False, total=1, streaming=False).stage("counting tokens"):
+        with Display().stage("counting tokens"):
             counted = list_frequent_tokens(self.files, self.out)
         marks = ", ".join(f"the first {size} are {share:.1%}" for size, share in counted.shares.items())
         show_lines([f"{self.out}: {counted.num_listed} tokens; of {counted.num_counted} tokens counted, {marks}"])

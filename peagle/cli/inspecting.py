@@ -1,4 +1,4 @@
-"""`peagle info`: what checkpoints are and what they need, from config.json and the headers of the weights alone."""
+"""`peagle info`: geometry, memory and fit of checkpoints, from config.json and the headers of the weights alone."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,84 +48,97 @@ Rows = list[tuple[str, str]]
 
 
 def inspect(settings: Info) -> int:
-    """Print what the directories hold, and whether a target and a drafter fit. Return the exit code.
+    """Print a table per checkpoint, and whether a target and a drafter fit. Return the exit code.
 
-    Raises InputError for more than two, for two of a kind, for what cannot be read, and for a pair that does not fit.
+    Raises InputError for more than two checkpoints, two of a kind, unreadable ones, and a pair that does not fit.
     """
-    names, aux_layer_ids = settings.directories, settings.load.aux_layer_ids
+    aux_layer_ids = settings.load.aux_layer_ids
     shape, device = None if settings.mesh is None else parse_mesh(settings.mesh), device_named(settings.device)
     slots = settings.slots or (1 if shape is None else shape.dp)
-    if len(names) > 2:
-        raise InputError(f"{len(names)} directories are given; expected a target, a drafter, or both")
-    paths = [(name, drafter_folder(resolve(or_demo(name), "target"))) for name in names]
-    if not names:
-        paths = [("the demo's target", resolve(DEMO, "target")), ("the demo's drafter", resolve(DEMO, "drafter"))]
-    if aux_layer_ids is not None and not any(is_drafter_config(read_json(path, CONFIG)) for _, path in paths):
-        raise InputError("--aux-layer-ids is given, but no drafter that reads any; leave it out")
-    targets: list[tuple[str, TargetFiles]] = []
-    drafters: list[tuple[str, Checkpoint]] = []
-    for name, path in paths:
-        if is_drafter_config(read_json(path, CONFIG)):
-            checkpoint = read_checkpoint(path)
-            drafters.append((name, checkpoint))
-            config = parse_drafter(checkpoint, aux_layer_ids)
-            _print(name, f"{config.kind} drafter", drafter_rows(checkpoint, config, path, aux_layer_ids))
-        else:
-            targets.append((name, inspect_target(path)))
-            rows = target_rows(targets[-1][1], path)
-            if shape is not None:
-                rows += mesh_rows(targets[-1][1], shape, device, slots, settings.context)
-            _print(name, "GPT-OSS target", rows)
-    if shape is not None and not targets:
-        raise InputError("--mesh is given, but no target that it cuts; name one, or leave --mesh out")
-    doubts = [doubtful_map(checkpoint, parse_drafter(checkpoint, aux_layer_ids)) for _, checkpoint in drafters]
-    if len(paths) == 2:
-        if len(targets) != 1:
-            kind = "targets" if targets else "drafters"
-            raise InputError(f"{paths[0][0]} and {paths[1][0]} are both {kind}; expected a target and a drafter")
-        (target_name, target), (drafter_name, drafter) = targets[0], drafters[0]
+    paths = _paths(settings.directories)
+    is_drafter = [is_drafter_config(read_json(path, CONFIG)) for _, path in paths]
+    drafters = [(*model, read_checkpoint(model[1])) for model, fits in zip(paths, is_drafter, strict=True) if fits]
+    targets = [(*model, inspect_target(model[1])) for model, fits in zip(paths, is_drafter, strict=True) if not fits]
+    _check_kinds(settings, len(targets), len(drafters), [name for name, _ in paths])
+    tables = {}
+    for name, path, files in targets:
+        rows = target_rows(files, path)
+        if shape is not None:
+            rows += mesh_rows(files, shape, device, slots, settings.context)
+        tables[name] = "GPT-OSS target", rows
+    doubts = []
+    for name, path, checkpoint in drafters:
+        config = parse_drafter(checkpoint, aux_layer_ids)
+        tables[name] = f"{config.kind} drafter", drafter_rows(checkpoint, config, path, aux_layer_ids)
+        doubts.append(doubtful_map(checkpoint, config))
+        if not targets and aux_layer_ids is None:
+            doubts.append(doubtful_aux_layers(named_aux_layers(checkpoint.config), name))
+    for name, _ in paths:
+        _print(name, *tables[name])
+    if targets and drafters:
+        (target_name, target_path, target), (drafter_name, drafter_path, drafter) = targets[0], drafters[0]
         layers = fitting_aux_layers(target.config, drafter, target_name, drafter_name, aux_layer_ids)
-        read = _list(layers.outputs)
-        show_lines([f"They fit: the drafter reads the outputs of the target's layers {read}."])
-        doubts += [layers.doubt, another_target(dict(paths)[drafter_name], dict(paths)[target_name])]
-    elif aux_layer_ids is None:
-        doubts += [doubtful_aux_layers(named_aux_layers(checkpoint.config), name) for name, checkpoint in drafters]
+        show_lines([f"They fit: the drafter reads the outputs of the target's layers {_list(layers.outputs)}."])
+        doubts += [layers.doubt, another_target(drafter_path, target_path)]
     if settings.role is not None:
-        if len(targets) != 1:
-            raise InputError(f"--role {settings.role} is given, but no target; expected one, with a drafter or without")
-        drafting = None
-        for name, checkpoint in drafters:
-            window = chosen_window(dict(paths)[name], AUTO)
-            drafting, _ = windowed(parse_drafter(checkpoint, aux_layer_ids), window, by_option=False)
-        files = dict(paths)
-        weights = _weight_bytes(files[targets[0][0]])
-        sizes = ResolvedConfig(
-            DEFAULT_NUM_SPECULATIVE_TOKENS if drafters else 0,
-            slots,
-            settings.context,
-            prefill_chunk=min(default_chunk(), settings.context),
-            steps_per_dispatch=steps_per_dispatch(weights),
-            role=settings.role,
-        )
-        weights += sum(
-            drafter_weight_bytes(files[name], _dtype(), implementation=for_weights()) for name, _ in drafters
-        )
-        rows = engine_rows(sizes, targets[0][1].config, drafting, available_memory_bytes() - weights)
-        _print(f"an engine of role {settings.role}", f"{settings.context:,} positions", rows)
+        _print_engine(settings, slots, targets[0][1:], drafters[0][1:] if drafters else None)
     show_lines([f"WARNING: {doubt}" for doubt in doubts if doubt is not None])
     return 0
 
 
+def _paths(names: Sequence[str]) -> list[tuple[str, Path]]:
+    """Return (name, directory) of the named checkpoints, or of the demo's."""
+    if not names:
+        return [("the demo's target", resolve(DEMO, "target")), ("the demo's drafter", resolve(DEMO, "drafter"))]
+    if len(names) > 2:
+        raise InputError(f"{len(names)} directories are given; expected a target, a drafter, or both")
+    return [(name, drafter_folder(resolve(or_demo(name), "target"))) for name in names]
+
+
+def _check_kinds(settings: Info, num_targets: int, num_drafters: int, names: Sequence[str]) -> None:
+    """Raise InputError for two checkpoints of a kind, and for options about a checkpoint that is not there."""
+    if 2 in (num_targets, num_drafters):
+        kind = "targets" if num_targets else "drafters"
+        raise InputError(f"{names[0]} and {names[1]} are both {kind}; expected a target and a drafter")
+    if settings.load.aux_layer_ids is not None and not num_drafters:
+        raise InputError("--aux-layer-ids is given, but no drafter to read them; leave it out")
+    if settings.mesh is not None and not num_targets:
+        raise InputError("--mesh is given, but no target to shard; name one, or leave --mesh out")
+    if settings.role is not None and not num_targets:
+        raise InputError(f"--role {settings.role} is given, but no target; expected one, with a drafter or without")
+
+
+def _print_engine(
+    settings: Info, slots: int, target: tuple[Path, TargetFiles], drafter: tuple[Path, Checkpoint] | None
+) -> None:
+    assert settings.role is not None
+    weights, drafting = _weight_bytes(target[0]), None
+    sizes = ResolvedConfig(
+        DEFAULT_NUM_SPECULATIVE_TOKENS if drafter else 0,
+        slots,
+        settings.context,
+        prefill_chunk=min(default_chunk(), settings.context),
+        steps_per_dispatch=steps_per_dispatch(weights),
+        role=settings.role,
+    )
+    if drafter is not None:
+        path, checkpoint = drafter
+        config = parse_drafter(checkpoint, settings.load.aux_layer_ids)
+        drafting, _ = windowed(config, chosen_window(path, AUTO), by_option=False)
+        weights += drafter_weight_bytes(path, _dtype(), implementation=for_weights())
+    rows = engine_rows(sizes, target[1].config, drafting, available_memory_bytes() - weights)
+    _print(f"an engine of role {settings.role}", f"{settings.context:,} positions", rows)
+
+
 def target_rows(files: TargetFiles, path: Path) -> Rows:
-    """What to say of a target."""
     c = files.config
     kinds = {kind: c.layer_types.count(kind) for kind in (SLIDING, FULL)}
     per_token, per_slot = _kv_numbers(*target_pages(c, INT8))
     retained, _ = _kv_numbers(*target_pages(c, INT8, retain_full_kv=True))
     try:
-        taps = _list(default_aux_layer_ids(c.num_layers))
+        aux_layers = _list(default_aux_layer_ids(c.num_layers))
     except InputError:
-        taps = "none by default below 7 layers; a drafter names its own"
+        aux_layers = "none by default below 7 layers; a drafter names its own"
     return [
         ("layers", f"{c.num_layers}: {kinds[SLIDING]} sliding (window {c.sliding_window}), {kinds[FULL]} full"),
         ("hidden size", f"{c.hidden_size:,}"),
@@ -142,7 +155,7 @@ def target_rows(files: TargetFiles, path: Path) -> Rows:
         ("KV pages per slot", f"{_both(per_slot)} (sliding layers, {ONE_STEP})"),
         ("with --retain-full-kv", f"{_both(retained)} per {TOKENS:,} tokens, and no pages per slot"),
         (f"prefill of {PROMPT:,} tokens", f"beside the caches about {_prefill_memory(c)}"),
-        ("default taps", taps),
+        ("default aux layers", aux_layers),
         ("stop tokens", _stop_tokens(files)),
         ("tokenizer", "yes" if (path / TOKENIZER_FILE).is_file() else "no: token ids only"),
         ("kernels", kernels_in_words()),
@@ -150,7 +163,7 @@ def target_rows(files: TargetFiles, path: Path) -> Rows:
 
 
 def mesh_rows(files: TargetFiles, shape: MeshShape, device: Device, slots: int, positions: int) -> Rows:
-    """What to say of a target that is cut over the devices of a mesh."""
+    """Make the rows of a target that is sharded over the devices of a mesh."""
     c, k = files.config, DEFAULT_NUM_SPECULATIVE_TOKENS
     of_ranks = rank_bytes(c, files.mxfp4, shape)
     first, last = of_ranks[0], of_ranks[-1]
@@ -171,7 +184,7 @@ def mesh_rows(files: TargetFiles, shape: MeshShape, device: Device, slots: int, 
     return [
         (f"over {shape}", f"{shape.devices} devices" + replicas * (shape.dp > 1)),
         ("  weights of each", f"{_bytes(first.total)}: {kinds}"),
-        ("  of it on every one", f"{_bytes(first.replicated)}: {shared}"),
+        ("  replicated on all", f"{_bytes(first.replicated)}: {shared}"),
         ("  padding of the last", f"{_bytes(last.padding)} of zeros"),
         (
             "  loading each",
@@ -188,7 +201,7 @@ def mesh_rows(files: TargetFiles, shape: MeshShape, device: Device, slots: int, 
 def drafter_rows(
     checkpoint: Checkpoint, config: DrafterConfig, path: Path, aux_layer_ids: Sequence[int] | None = None
 ) -> Rows:
-    """What to say of a drafter. aux_layer_ids: those that are given."""
+    """Make the rows of a drafter. aux_layer_ids: as typed."""
     c = config
     named = named_aux_layers(checkpoint.config)
     weights = [name for name in checkpoint.names if name not in ("d2t", "t2d")]
@@ -219,9 +232,9 @@ def drafter_rows(
 
 
 def engine_rows(config: ResolvedConfig, target: TargetConfig, drafter: DrafterConfig | None, memory_bytes: int) -> Rows:
-    """What an engine takes besides the weights: the pages that its slots reserve. memory_bytes: what is left for pages.
+    """Make the rows of an engine: the pages that its slots reserve. memory_bytes: left for pages beside the weights.
 
-    Raises InputError for an engine that cannot be.
+    Raises InputError for an engine that cannot run.
     """
     models = [target_pages(target, INT8), *([] if drafter is None else [_drafter_pages(drafter)])]
     groups, numbers = ([value for values in both for value in values] for both in zip(*models, strict=True))
@@ -234,7 +247,7 @@ def engine_rows(config: ResolvedConfig, target: TargetConfig, drafter: DrafterCo
         fitting = sizing.full_pages_in(memory_bytes // _dtype().itemsize)
         fits = f"{max(fitting, 0) * PAGE_SIZE:,} beside the weights, into the memory available now ({_dtype().name})"
         fits += f"; too few for one request of {config.context:,}" if fitting < sizing.request_pages else ""
-    handed = {"both": "computes prompts and decodes", "prefill": "hands over what goes on", "decode": "takes hand-offs"}
+    handed = {"both": "prefills and decodes", "prefill": "hands unfinished ones over", "decode": "takes hand-offs"}
     return [
         ("slots", f"{config.slots}, K = {config.num_speculative_tokens}"),
         ("tokens reserved", f"{num_pages[0] * PAGE_SIZE:,}, in {num_pages[0]:,} pages of {PAGE_SIZE}"),
@@ -246,7 +259,7 @@ def engine_rows(config: ResolvedConfig, target: TargetConfig, drafter: DrafterCo
 
 
 def _drafts(path: Path) -> str:
-    """Say how `auto` drafts, and what says so."""
+    """Describe how `auto` drafts, and the source of that."""
     speculation = drafter_speculation(path)
     source = f"by {SPECULATION_FILE}" if (path / SPECULATION_FILE).is_file() else f"there is no {SPECULATION_FILE}"
     begins = "acceptance counted while decoding" if speculation.counts is None else "recorded acceptance"
@@ -272,14 +285,13 @@ def _target_memory(files: TargetFiles) -> str:
 
 
 def _loaded_here(path: Path) -> str:
-    """What the default options load, and whether there is memory for it now."""
+    """Describe the memory of the default options, and whether it is available now."""
     needed, available = _weight_bytes(path), available_memory_bytes()
     fits = "fits" if needed <= available else "does not fit"
     return f"{_bytes(needed)} for {_dtype().name} arithmetic; {fits} into the {_bytes(available)} available now"
 
 
 def _weight_bytes(path: Path) -> int:
-    """Compute the memory of a target's weights with the default options."""
     return weight_bytes(path, dtype=_dtype(), implementation=for_weights())
 
 
@@ -288,7 +300,7 @@ def _dtype() -> np.dtype:
 
 
 def _prefill_memory(config: TargetConfig) -> str:
-    """What a long prompt takes while it is prefilled, in chunks and at once: the widest tensors, in float32."""
+    """Estimate the memory of a long prefill, in chunks and at once: its widest tensors, in float32."""
     of_query = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim + 2 * config.num_heads * config.head_dim
     of_choice = config.expert_width + config.hidden_size
 
@@ -311,9 +323,9 @@ def _drafter_pages(config: DrafterConfig) -> tuple[tuple[CacheGroup, ...], tuple
 
 
 def _kv_numbers(groups: tuple[CacheGroup, ...], numbers: tuple[int, ...]) -> tuple[int, int]:
-    """Count what a model caches: (for TOKENS tokens in full layers, in the pages of windows of one slot).
+    """Count cached numbers: (for TOKENS tokens in full layers, in the pages of windows of one slot).
 
-    numbers: in a page of each group.
+    numbers: per page, of each group.
     """
     full = sum(size for size, group in zip(numbers, groups, strict=True) if group.window is None)
     slot_pages = Sizing(groups, numbers, ResolvedConfig(DEFAULT_NUM_SPECULATIVE_TOKENS, context=LONG)).slot_pages

@@ -1,4 +1,4 @@
-"""Files that a run writes, whole or not at all, and lines on standard error."""
+"""Files, written whole or not at all, and lines on standard error."""
 
 import errno
 import os
@@ -24,17 +24,14 @@ def say(what: str, message: str) -> None:
 
 
 def show_lines(lines: Iterable[str], indent: int = 0, to_stderr: bool = False, style: str | None = None) -> None:
-    """Print lines as they are; in a terminal, break them between words (`wrapped`)."""
+    """Print lines, broken between words in a terminal (`wrapped`)."""
     console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
     for line in lines:
         console.print(wrapped(line, console, indent), markup=False, style=style)
 
 
 def wrapped(text: str, console: Console, indent: int = 0) -> str:
-    """Break the lines of a text between words, if it goes to a terminal.
-
-    indent: spaces before a continued line.
-    """
+    """Break a text's lines between words, if it goes to a terminal. indent: spaces before a continued line."""
     if not console.is_terminal:
         return text
     margin = " " * min(indent, console.width // 2)
@@ -46,10 +43,15 @@ def wrapped(text: str, console: Console, indent: int = 0) -> str:
     )
 
 
-class OutputFile:
-    """A file to write at the end of a run. Check at once that it can be written; create nothing until `write`.
+def output_file(name: str | None, flag: str) -> "OutputFile | None":
+    """Return the file that an option names; None without one. Raises InputError if it cannot be written."""
+    return None if name is None else OutputFile(name, flag)
 
-    Raises InputError if it cannot. "-" is standard output.
+
+class OutputFile:
+    """A file to write at the end of a run; "-" is standard output. Nothing is created until `write`.
+
+    Raises InputError at once if the file cannot be written.
     """
 
     def __init__(self, name: str, flag: str) -> None:
@@ -92,7 +94,7 @@ class OutputFile:
             raise self._refusal(reason_of(error)) from None
 
     def _is_device(self) -> bool:
-        """Return whether the path is a device or a pipe, which must not be replaced by a file."""
+        """Return whether the path is a device or a pipe, which no file may replace."""
         return self._path.exists() and not stat.S_ISREG(self._path.stat().st_mode)
 
     def _refusal(self, why: str) -> InputError:

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from peagle.cli.command import Takes
+from peagle.cli.flags import JSON, PROMPT_FILE, QUIET, SPECIAL_TOKENS, STRICT, K
 from peagle.config import LoadConfig, check_num_drafts
-from peagle.ops.flag import MODEL, OUTPUT, PROMPT, RUNNING, SPECULATION, Flag, check_least
+from peagle.ops.flag import MODEL, PROMPT, RUNNING, Flag, check_least
 
 LOADED = Takes(("aux_layer_ids", "drafter_window", "target", "download", "dtype", "experts", "kernels"))
 
@@ -32,26 +33,22 @@ class Parity:
     drafter: Annotated[str | None, Flag(MODEL, "DIR")] = None
     """P-EAGLE or EAGLE-3 checkpoint. Default: the demo drafter."""
     load: Annotated[LoadConfig, LOADED] = LoadConfig()
-    prompts: Annotated[Path | None, Flag(PROMPT, "FILE", ("--prompt-file", "--prompts"))] = None
+    prompts: Annotated[Path | None, PROMPT_FILE] = None
     """Prompt file, in a format of peagle speculate; required for any other target than the demo's. Default: the demo's
     held-out prompts."""
     num_prompts: Annotated[int, Flag(PROMPT, "N")] = 10
     """Use the first N prompts, 1 or more."""
-    strict: Annotated[bool, Flag(PROMPT)] = False
-    """Fail on a row of a prompt file that cannot be used, instead of skipping it with a note."""
+    strict: Annotated[bool, STRICT] = False
     render: Annotated[Literal["chat", "raw"], Flag(PROMPT, "HOW")] = "chat"
     """As you prompt the model. chat: with its chat template; raw: as plain text."""
-    special_tokens: Annotated[bool, Flag(PROMPT)] = False
-    """In a raw prompt, encode the spelling of a special token as that token."""
-    num_speculative_tokens: Annotated[int, Flag(SPECULATION, "K", ("-k", "--num-speculative-tokens"))] = 5
-    """Tokens drafted per step (K)."""
+    special_tokens: Annotated[bool, SPECIAL_TOKENS] = False
+    num_speculative_tokens: Annotated[int, K] = 5
     max_new_tokens: Annotated[int, Flag(RUNNING, "N", ("-n", "--max-new-tokens"))] = 64
     """Maximum tokens of a response, 2 or more."""
     reference_steps: Annotated[int, Flag(RUNNING, "N")] = 6
     """Steps, 1 or more, to compare with the float64 reference, which is slow."""
-    json: Annotated[str | None, Flag(OUTPUT, "FILE|-")] = None
-    """Write all results as one JSON object; -: to standard output, and nothing else there."""
-    quiet: Annotated[bool, Flag(OUTPUT, names=("--quiet", "-q"))] = False
+    json: Annotated[str | None, JSON] = None
+    quiet: Annotated[bool, QUIET] = False
     """Hide progress and notes. Warnings and errors are still printed."""
 
     def __post_init__(self) -> None:

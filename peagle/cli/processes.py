@@ -1,4 +1,4 @@
-"""Commands in several processes: process 0 runs the command, the others follow it (peagle.processes)."""
+"""Commands in several processes: process 0 runs the command, the others follow (peagle.processes)."""
 
 import dataclasses
 import importlib.metadata
@@ -25,9 +25,9 @@ _leads: list[Lead] = []  # the command's, if this is process 0 of several
 
 
 def run_together(settings: Settings, load: LoadConfig, run: Callable[[Settings], int]) -> int:
-    """Run a command in process 0; in another one, follow it. Return the exit code.
+    """Run a command in process 0, or follow it in another process. Return the exit code.
 
-    Raises InputError for options that do not fit each other, or those of the other processes.
+    Raises InputError for options that contradict each other, or those of the other processes.
     """
     place = parse_place(load.coordinator, load.process_id, load.num_processes)
     if place is None:
@@ -53,10 +53,7 @@ NOTICED_S = 2.0  # within which the team sees that a process is gone, by its con
 
 
 def _to_the_end(team: Team, run: Callable[[], int]) -> int:
-    """Run this process's part; return its exit code, or end the process after an error, as the others do.
-
-    An orderly end of the interpreter would wait for them.
-    """
+    """Run this process's part and return its exit code. After an error, end the process without waiting for others."""
     try:
         code = run()
     except InputError as error:
@@ -70,7 +67,7 @@ def _to_the_end(team: Team, run: Callable[[], int]) -> int:
         team.end("it was interrupted")
         team.leave(interrupt.EXIT_CODE)
     except BaseException as error:
-        time.sleep(NOTICED_S)  # if it failed because another process is gone, the team ends this one with that line
+        time.sleep(NOTICED_S)  # if another process's end is the cause, the team ends this one with that line
         team.end(f"it failed: {' '.join(str(error).split()) or type(error).__name__}")
         traceback.print_exc()
         team.leave(LOST)
@@ -79,7 +76,7 @@ def _to_the_end(team: Team, run: Callable[[], int]) -> int:
 
 
 def load_in_all(options: Mapping[str, Any], progress: Callable[[int, int], None] | None) -> Pair:
-    """Load a pair (peagle.loading.load); as process 0 of several, have the others load it, too."""
+    """Load a pair (peagle.loading.load), in all processes if there are several."""
     if not _leads:
         return load_models(**options, progress=progress)
     (lead,) = _leads
@@ -96,18 +93,18 @@ def _versions() -> dict[str, str]:
 
 
 def _comparable(settings: Any) -> dict[str, Any]:
-    """Return the options of a command by name, as JSON, but for --process-id."""
+    """Return a command's options by name, as JSON, without --process-id."""
 
     def plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value):
             pairs = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
-            return {name: plain(each) for name, each in pairs if name != "process_id"}
+            return {name: plain(item) for name, item in pairs if name != "process_id"}
         if isinstance(value, list | tuple):
-            return [plain(each) for each in value]
+            return [plain(item) for item in value]
         return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
-    found: dict[str, Any] = plain(settings)
-    return found
+    options: dict[str, Any] = plain(settings)
+    return options
 
 
 def _lost(line: str) -> None:

@@ -41,7 +41,7 @@ class RandomCheckpoint:
         if self.size not in SIZES:
             raise InputError(f"size is {self.size!r}; expected one of {', '.join(SIZES)}", "size")
         expect_new(self.directory)
-        with Display(text=False, quiet=False, total=1, streaming=False).stage(f"writing {self.directory}"):
+        with Display().stage(f"writing {self.directory}"):
             write_random_checkpoint(self.directory, SIZES[self.size], mxfp4=not self.unquantized, seed=self.seed)
         show_lines([f"{self.directory}: {self.size}, seed {self.seed}"])
         return 0

@@ -11,6 +11,7 @@ import rich.table
 from rich.console import Console
 from rich.text import Text
 
+from peagle.cli.flags import QUIET
 from peagle.measure import pages
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
@@ -41,14 +42,13 @@ class Report:
     """Output directories of peagle sweep."""
     out: Annotated[Path | None, Flag(OUTPUT, "DIR")] = None
     """Output directory; it must not exist yet. Default: the run's own. Required for several runs."""
-    quiet: Annotated[bool, Flag(OUTPUT, names=("--quiet", "-q"))] = False
+    quiet: Annotated[bool, QUIET] = False
     """Hide progress and table. Warnings and errors are still printed."""
 
     def run(self) -> int:
-        """Write the pages of one run into its directory, or of one or several into a new one. Return the exit code.
+        """Write the pages of one run into its directory, or of one or several into --out. Return the exit code.
 
-        Raises InputError for a folder that is no run, for runs that cannot be compared, and for several runs without
-        --out.
+        Raises InputError for a folder that is no run, and for runs that cannot be compared.
         """
         from peagle.cli.display import Display
         from peagle.measure.sweep import page
@@ -61,7 +61,7 @@ class Report:
             raise InputError("a comparison of several runs needs its own directory; give --out DIR")
         if self.out is not None:
             expect_new(self.out)
-        display = Display(text=False, quiet=self.quiet, total=1, streaming=False)
+        display = Display(quiet=self.quiet)
         with display.stage("figures"):
             figures = {folder: rows(folder) for folder in folders}  # finished or not
             if empty := [folder.path for folder in folders if not alone(figures[folder])]:
@@ -81,7 +81,7 @@ class Report:
 
 
 def tell_of_pictures(display: "Display", where: Path) -> None:
-    """If the pages have no plots, note how to get them."""
+    """Note how to get plots, if the pages have none."""
     from peagle.measure.sweep import charts
 
     if not charts.can_draw():
@@ -91,7 +91,7 @@ def tell_of_pictures(display: "Display", where: Path) -> None:
 def show(tables: Iterable[tuple[str, pages.Table]], where: Path, quiet: bool) -> None:
     """Print tables with their titles, and the path of the page.
 
-    A figure stays on one line with its interval; names in the first column, and headers, are broken between words.
+    A figure and its interval stay on one line; headers and the first column break between words.
     """
     if quiet:
         return
@@ -125,7 +125,7 @@ def show(tables: Iterable[tuple[str, pages.Table]], where: Path, quiet: bool) ->
                 shown.add_column(header, justify="right" if place else "left", width=width)
             for row in table.rows:
                 shown.add_row(*(Text(row[place]) for place in places))
-            # no figure is cut: a terminal that is narrower than two columns breaks lines by itself
+            # never cut a figure: a terminal narrower than two columns breaks lines by itself
             console.print(shown, width=room, crop=False)
     console.print(f"{where / 'report.html'}", markup=False, soft_wrap=True)
 

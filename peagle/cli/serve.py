@@ -1,13 +1,14 @@
-"""`peagle serve`: its options; those of the models and the engine are `peagle batch`'s, too."""
+"""`peagle serve`: its options; `peagle batch` shares those of models and engine."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from peagle.cli.command import Takes, needing
+from peagle.cli.flags import API_KEY_FILE, HOST, QUIET
 from peagle.config import KEPT_PREFIXES, EngineConfig, LoadConfig, read_kept_prefixes
-from peagle.ops.flag import ENGINE, OUTPUT, PROMPT, SERVER, Flag, check_least
-from peagle.text.tokenizer import DEFAULT_DATE, parse_date
+from peagle.ops.flag import ENGINE, SERVER, Flag, check_least
+from peagle.text.prompts import Rendering
 
 TAKEN = Takes(
     ("num_speculative_tokens", "slots", "context", "kv_memory", "prefix_cache"),
@@ -24,14 +25,12 @@ class Served:
     engine: Annotated[EngineConfig, TAKEN] = EngineConfig(slots=4, prefix_cache="on")
     served_model_name: Annotated[str | None, Flag(SERVER, "NAME")] = None
     """Model name in the API. Default: the name of the target's directory."""
-    date: Annotated[str, Flag(PROMPT, "YYYY-MM-DD")] = DEFAULT_DATE
-    """Current date for chat templates that show it; fixed, so that results are reproducible."""
+    rendering: Annotated[Rendering, Takes(("date",))] = Rendering()
     mask_budget: Annotated[int, Flag(ENGINE, "MS")] = 50
     """Milliseconds per step for the grammar mask of a request; a request that repeatedly takes longer ends with an
     error."""
 
     def __post_init__(self) -> None:
-        parse_date(self.date)
         check_least(self, mask_budget=1)
 
 
@@ -65,8 +64,7 @@ class Serve(Served):
         [cyan]"function", "function": {"name": "clock"}}], "tool_choice": "auto"}'[/cyan]
     """
 
-    host: Annotated[str, Flag(SERVER, "ADDRESS")] = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 also accepts other machines."""
+    host: Annotated[str, HOST] = "127.0.0.1"
     port: Annotated[int, Flag(SERVER, "N")] = 8000
     """Port to listen on; 0: any free port."""
     max_queue: Annotated[int, Flag(SERVER, "N")] = 64
@@ -75,15 +73,14 @@ class Serve(Served):
     """Largest request, in bytes."""
     max_unsent: Annotated[int, Flag(SERVER, "BYTES")] = 4_000_000
     """Most bytes of a stream that wait for a slow client; the stream then ends with an error."""
-    api_key_file: Annotated[Path | None, Flag(SERVER, "FILE")] = None
-    """File of accepted API keys, one per line. Default: no key is required."""
+    api_key_file: Annotated[Path | None, API_KEY_FILE] = None
     allow_origin: Annotated[tuple[str, ...], Flag(SERVER, "ORIGIN")] = ()
     """Site whose pages may call this server from a browser (CORS), such as https://example.org; *: any. Repeatable."""
     drain: Annotated[int, Flag(SERVER, "SECONDS")] = 30
     """Time for open responses to finish after SIGTERM or Ctrl-C."""
     keep_alive: Annotated[int, Flag(SERVER, "SECONDS")] = 75
     """Time that a connection stays open between two requests."""
-    quiet: Annotated[bool, Flag(OUTPUT, names=("--quiet", "-q"))] = False
+    quiet: Annotated[bool, QUIET] = False
     """Hide notes and the log of requests. Warnings and errors are still printed."""
     config: Annotated[Path | None, Flag(SERVER, "FILE.toml")] = None
     """TOML file with options by name; options on the command line take precedence."""

@@ -35,13 +35,13 @@ FAILED = 1
 def serve(settings: Serve) -> int:
     """Serve and return the exit code: 0 after a drain, 1 if the engine failed.
 
-    Raises InputError, before anything slow, for options that cannot be used.
+    Raises InputError, before anything slow, for bad options.
     """
     models = check_models(settings)
-    keys = () if settings.api_key_file is None else read_keys(settings.api_key_file)
+    keys = () if settings.api_key_file is None else read_api_keys(settings.api_key_file)
     for origin in settings.allow_origin:
         check_allowed_origin(origin)
-    display = Display(text=False, quiet=settings.quiet, total=1, streaming=True)
+    display = Display(quiet=settings.quiet)
     with listen(settings.host, settings.port) as address:
         warn_of_strangers(settings.host, keys)
         if ANY_ORIGIN in settings.allow_origin and not keys:
@@ -53,7 +53,7 @@ def serve(settings: Serve) -> int:
 
 
 def check_models(settings: Served) -> tuple[str, str | None]:
-    """Return (target, drafter). Raises InputError, before anything slow, for what cannot be loaded or shared."""
+    """Return (target, drafter). Raises InputError, before anything slow, for missing models and slots not shareable."""
     models = chosen_models(settings.load, settings.engine.num_speculative_tokens)
     expect_shared(settings.engine.slots, settings.load.mesh)
     return models
@@ -62,10 +62,7 @@ def check_models(settings: Served) -> tuple[str, str | None]:
 def load_engine(
     settings: Served, models: tuple[str, str | None], display: Display, doing: str = "serving"
 ) -> tuple[AnyEngine, RequestBuilder, str]:
-    """Load the pair and warm up its engine; return (engine, builder, the model's name).
-
-    doing: the verb of the note about the engine.
-    """
+    """Load the pair and warm up its engine; return (engine, builder, the model's name). doing: verb of the note."""
     pair = load_pair(*models, settings.load, display)
     config = pair.resolve(
         settings.engine,
@@ -78,11 +75,12 @@ def load_engine(
     name = settings.served_model_name or default_name(models[0])
     for line in _described(pair, engine, f"{doing} {name}"):
         display.note(line)
-    return engine, RequestBuilder(pair, config.context, settings.date, config.num_speculative_tokens), name
+    builder = RequestBuilder(pair, config.context, settings.rendering.date, config.num_speculative_tokens)
+    return engine, builder, name
 
 
 def default_name(target: str) -> str:
-    """Return the API's name of a target: that of its directory, or of its repository."""
+    """Return a target's name in the API: that of its directory or repository."""
     return DEMO_NAME if target == DEMO else Path(target).resolve().name
 
 
@@ -99,15 +97,7 @@ def _serve(
     log = None if settings.quiet else _log()
     hosts = guarded_hosts(settings.host, keys, settings.allow_origin)
     service = Service(
-        loop,
-        builder,
-        name,
-        keys,
-        settings.max_body,
-        settings.allow_origin,
-        hosts,
-        log,
-        max_unsent=settings.max_unsent,
+        loop, builder, name, keys, settings.max_body, settings.allow_origin, hosts, log, max_unsent=settings.max_unsent
     )
     try:
         options = ServerOptions(
@@ -132,30 +122,30 @@ def warn_of_strangers(host: str, keys: Sequence[str] | Path | None) -> None:
 
 
 def guarded_hosts(host: str, keys: Sequence[str], origins: Sequence[str] = ()) -> list[str] | None:
-    """Return the names by which a server on loopback without keys is asked, beside loopback's own; None: any name.
+    """Return the names, beside loopback's, that address a server on loopback without keys; None: any name may.
 
-    The name that it listens on is one; its address may be loopback by this machine's own list of hosts.
+    The host is among them: this machine's list of hosts may map it to loopback.
     """
     if keys or ANY_ORIGIN in origins or not on_loopback(host):
         return None
     return [host.lower().rstrip("."), *(urllib.parse.urlsplit(origin).hostname or "" for origin in origins)]
 
 
-def read_keys(path: Path) -> tuple[str, ...]:
-    """Read one key a line. Raises InputError for a file without keys."""
+def read_api_keys(path: Path) -> tuple[str, ...]:
+    """Read one key per line. Raises InputError for a file without keys."""
     try:
         keys = tuple(line.strip() for line in path.read_text("utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
-            f"--api-key-file {path} cannot be read: {reason_of(error)}; expected a key a line, in UTF-8"
+            f"--api-key-file {path} cannot be read: {reason_of(error)}; expected one key per line, in UTF-8"
         ) from None
     if not keys:
-        raise InputError(f"--api-key-file {path} is empty; expected a key a line")
+        raise InputError(f"--api-key-file {path} is empty; expected one key per line")
     return keys
 
 
 def check_allowed_origin(origin: str) -> None:
-    """Raise InputError for a text that no browser sends as an origin."""
+    """Raise InputError for an origin in a form that no browser sends."""
     parts = re.fullmatch(r"([a-z][a-z0-9+.-]*)://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]*)?", origin)
     default = parts is not None and (parts[1], parts[2]) in (("http", ":80"), ("https", ":443"))
     if origin != ANY_ORIGIN and (parts is None or default):
@@ -166,10 +156,9 @@ def check_allowed_origin(origin: str) -> None:
 
 
 def _warm_up(pair: Pair, engine: AnyEngine, display: Display) -> None:
-    """Compile all programs that requests may need, so that no request waits for them."""
     for sampled, full in ((False, False), (True, False), (True, True)):
         interrupt.check()
-        with display.stage("compiling"):  # which `measuring` ends
+        with display.stage("compiling"):  # `measuring` ends it
             engine.warm_up(sampled=sampled, full=full, measuring=display.measuring, constrained=full)
     if pair.tokenizer is not None:  # a large vocabulary takes seconds
         with display.stage("compiling"):
@@ -178,7 +167,6 @@ def _warm_up(pair: Pair, engine: AnyEngine, display: Display) -> None:
 
 
 def _described(pair: Pair, engine: AnyEngine, doing: str) -> list[str]:
-    """Describe the engine and its memory."""
     config = engine.config
     pages, state, logits = engine.memory_bytes()
     k = config.num_speculative_tokens
@@ -192,7 +180,7 @@ def _described(pair: Pair, engine: AnyEngine, doing: str) -> list[str]:
 
 
 def _log() -> logging.Logger:
-    """Return a log of one JSON line a request, on standard error."""
+    """Return a log on standard error, with one JSON line per request."""
     logger = logging.getLogger("peagle.serve")
     logger.setLevel(logging.INFO)
     logger.propagate = False

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from peagle.cli.command import Takes
+from peagle.cli.flags import JSON, PROMPT_FILE, QUIET, STRICT
 from peagle.config import (
     AnswerConfig,
     EngineConfig,
@@ -25,7 +26,7 @@ DRAFTER = ("drafter", "aux_layer_ids", "draft_vocab", "drafter_window")  # of wh
 
 
 def read_drafts(typed: str) -> NumDrafts:
-    """Read K of a command that always drafts. Raises InputError."""
+    """Read K of a command that always drafts. Raises InputError for 0 and for anything else than a number or auto."""
     k = read_num_drafts(typed)
     if isinstance(k, int):
         check_num_drafts(k, plain=False, instead=" (peagle generate decodes plainly)")
@@ -39,11 +40,10 @@ class Decode:
     command: ClassVar[str]
     prompt: Annotated[str | None, Flag(names=("PROMPT",))] = None
     """The prompt; - reads standard input. Default: a built-in example."""
-    prompt_file: Annotated[Path | None, Flag(PROMPT, "FILE", ("--prompt-file", "--prompts"))] = None
+    prompt_file: Annotated[Path | None, PROMPT_FILE] = None
     """JSON lines with {"prompt": TEXT}, {"turns": [TEXT, ...]}, {"messages": [...]} or {"prompt_ids": [ID, ...]};
     MT-Bench, HumanEval, MBPP, GSM8K, MATH-500, Alpaca, ShareGPT; or .txt, one prompt per line. May be gzipped."""
-    strict: Annotated[bool, Flag(PROMPT)] = False
-    """Fail on a row of a prompt file that cannot be used, instead of skipping it with a note."""
+    strict: Annotated[bool, STRICT] = False
     prompt_ids: Annotated[str | None, Flag(PROMPT, "1,2,3")] = None
     """Prompt as token ids, without the chat template."""
     rendering: Rendering = Rendering()
@@ -55,13 +55,12 @@ class Decode:
     """Constrain the response, or its final message, to JSON that follows this schema."""
     regex: Annotated[str | None, Flag(SAMPLING, "REGEX")] = None
     """Constrain the response, or its final message, to match this regular expression in full."""
-    json: Annotated[str | None, Flag(OUTPUT, "FILE|-")] = None
-    """Write all results as one JSON object; -: to standard output, and nothing else there."""
+    json: Annotated[str | None, JSON] = None
     trace: Annotated[str | None, Flag(OUTPUT, "FILE")] = None
     """Write a JSON line per step: the drafts, how many were accepted, the next token."""
     profile: Annotated[str | None, Flag(OUTPUT, "DIR")] = None
     """After the run, trace some steps with JAX's profiler into this directory and report where their time goes."""
-    quiet: Annotated[bool, Flag(OUTPUT, names=("--quiet", "-q"))] = False
+    quiet: Annotated[bool, QUIET] = False
     """Print only the generated text. Warnings and errors are still printed."""
     show_drafts: bool = False
     no_baseline: bool = False

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from peagle.cli.command import Takes, expect_alone
+from peagle.cli.flags import PROMPT_FILE, QUIET, SPECIAL_TOKENS, STRICT
 from peagle.config import LoadConfig
 from peagle.ops.flag import MODEL, OUTPUT, PROMPT, RUNNING, SAMPLING, SPECULATION, Flag, check_least
 
@@ -49,18 +50,16 @@ class Sweep:
     drafter_window: Annotated[str, Flag(SPECULATION, "N,N|auto|off")] = "auto"
     """Drafter windows, as of speculate --drafter-window; every K runs with each."""
     load: Annotated[LoadConfig, LOADED] = LoadConfig()
-    prompts: Annotated[tuple[Path, ...], Flag(PROMPT, "FILE", ("--prompt-file", "--prompts"))] = ()
+    prompts: Annotated[tuple[Path, ...], PROMPT_FILE] = ()
     """Prompt file, in a format of peagle speculate; repeatable. Default: the demo's held-out prompts."""
     num_prompts: Annotated[int | None, Flag(PROMPT, "N")] = None
     """Use the first N prompts of each file; 0: all. Default: all of a file, 60 of the demo's."""
-    strict: Annotated[bool, Flag(PROMPT)] = False
-    """Fail on a row of a prompt file that cannot be used, instead of skipping it with a note."""
+    strict: Annotated[bool, STRICT] = False
     turns: Annotated[int | None, Flag(PROMPT, "N")] = None
     """Use the first N turns, 1 or more, of a conversation. Default: all."""
     render: Annotated[Literal["chat", "raw", "both"], Flag(PROMPT, "HOW")] = "chat"
     """chat: apply the chat template; raw: continue the prompt as plain text; or both."""
-    special_tokens: Annotated[bool, Flag(PROMPT)] = False
-    """In a raw prompt, encode the spelling of a special token as that token."""
+    special_tokens: Annotated[bool, SPECIAL_TOKENS] = False
     max_prompt_tokens: Annotated[int | None, Flag(PROMPT, "N")] = None
     """Longest prompt, in tokens, 1 or more. Default: the model's limit."""
     too_long: Annotated[Literal["skip", "error"], Flag(PROMPT, "HOW")] = "skip"
@@ -89,7 +88,7 @@ class Sweep:
     write_widths: Annotated[Path | None, Flag(OUTPUT, "DIR|FILE")] = None
     """Write the acceptance by the drafter's confidence, with which -k auto begins: into a drafter's directory, as
     speculation.json, or to a file. Needs auto in -k, whose largest number is then the most drafts of a step."""
-    quiet: Annotated[bool, Flag(OUTPUT, names=("--quiet", "-q"))] = False
+    quiet: Annotated[bool, QUIET] = False
     """Hide progress and table; the results are in --out. Warnings and errors are still printed."""
 
     def __post_init__(self) -> None:

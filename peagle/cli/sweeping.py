@@ -9,6 +9,7 @@ from typing import Any
 from peagle.checkpoints import DEMO, HELD_OUT, WEIGHTLESS, drafter_path, or_demo, resolve
 from peagle.cli.command import changed_fields
 from peagle.cli.display import LABEL, Display
+from peagle.cli.flags import refuse_strict
 from peagle.cli.output import show_lines
 from peagle.cli.report import show, tell_of_pictures
 from peagle.cli.sweep import Sweep
@@ -38,15 +39,15 @@ DEMO_PROMPTS = 60  # of the held-out ones, by default
 def sweep(settings: Sweep) -> int:
     """Decode every request of the plan, and write figures and pages into the folder --out.
 
-    Return the exit code: 0, 1 if some variants failed and the others went on, 130 after Ctrl-C (then --resume goes on).
-    Raises InputError, before anything is written, for whatever can be known then.
+    Return the exit code: 1 if some variants failed and the others went on, 130 after Ctrl-C. Raises InputError, before
+    anything is written, for bad options, files and models.
     """
     with alone_in(Path(settings.out)):
         return _sweep(settings)
 
 
 def _sweep(settings: Sweep) -> int:
-    out, display = Path(settings.out), Display(text=False, quiet=settings.quiet, total=1, streaming=False)
+    out, display = Path(settings.out), Display(quiet=settings.quiet)
     folder = open_run(out) if settings.resume else None
     if folder is None:
         expect_new(out)
@@ -100,7 +101,7 @@ def _measure(
     origin: Mapping[str, Any],
     display: Display,
 ) -> SweepRun:
-    """Decode what the folder lacks, with progress. origin: of this process."""
+    """Decode the missing requests, with progress. origin: this process's provenance."""
     with folder.appending() as appender:
         if settings.resume:
             folder.save(sittings=[*folder.origins, origin], rows=None)
@@ -128,7 +129,7 @@ def _measure(
 
 
 def _left_out(folder: Folder) -> Iterator[str]:
-    """Say which conversations are left out or cut."""
+    """Count the conversations that are left out or cut, with the first reason."""
     _, left_out = folder.prompts() or ([], [])
     for source in folder.plan.sources:
         reasons = [left.why for left in left_out if left.prompts == source.name and left.row is not None]
@@ -138,7 +139,7 @@ def _left_out(folder: Folder) -> Iterator[str]:
 
 
 def _undrafted(figures: Sequence[Row]) -> Iterator[str]:
-    """Say where auto drafted nothing, so that its speed-up is no measure of drafting."""
+    """Name the rows in which auto drafted nothing: their speed-ups do not measure drafting."""
     for row in [*alone(figures), *concurrent(figures)]:
         if row.k == AUTO and not row.num_spec_steps:
             at_once = "" if row.concurrency is None else f", {row.concurrency} at once"
@@ -149,7 +150,7 @@ def _undrafted(figures: Sequence[Row]) -> Iterator[str]:
 
 
 def _finish(folder: Folder, display: Display) -> Sequence[Row]:
-    """Write the figures into run.json and the pages beside it, and show them. Return the figures."""
+    """Write the figures into run.json and the pages beside it, show them, and return them."""
     with display.stage("figures"):
         figures = rows(folder)
         by_concurrency = {"by_concurrency": [row.to_json() for row in concurrent(figures)]}
@@ -173,9 +174,8 @@ def _plan(settings: Sweep) -> tuple[Plan, dict[str, PromptSet]]:
         str(path): dataclasses.replace(_read(path, target, raw, settings.strict), name=name)
         for path, name in zip(paths, names, strict=True)
     }
-    if not files and settings.strict:
-        raise InputError("--strict is about the rows of a file; give --prompts, too, or leave it out")
     if not files:
+        refuse_strict(settings.strict)
         files = {DEMO: dataclasses.replace(read_prompt_file(HELD_OUT), name=DEMO)}
     plan = Plan(
         target=target,
@@ -210,7 +210,7 @@ def _plan(settings: Sweep) -> tuple[Plan, dict[str, PromptSet]]:
 
 
 def _check_concurrency(plan: Plan, sets: Mapping[str, PromptSet]) -> None:
-    """Raise InputError for fewer requests than are decoded at once; `sets` may lack what was read before."""
+    """Raise InputError for fewer requests than are decoded at once. sets: a resumed run's may be empty."""
     most = max(plan.concurrencies, default=0)
     for source, raw in itertools.product(plan.sources, plan.raw):
         if source.name in sets and (num_requests := _num_requests(source, raw, sets)) < most:
@@ -227,7 +227,7 @@ def _num_requests(source: Source, raw: bool, sets: Mapping[str, PromptSet]) -> i
 
 
 def _read(path: Path, target: str, raw: Sequence[bool], strict: bool) -> PromptSet:
-    """Read a file for all renderings: rows that the template refuses are left out of raw text, too."""
+    """Read a file for all renderings: rows that the template refuses are skipped in raw text, too."""
     return read_prompts(path, resolve(target, "target"), Rendering(raw=False not in raw), strict=strict)
 
 
@@ -245,7 +245,7 @@ def _source(file: str, prompts: PromptSet, settings: Sweep) -> Source:
 
 
 def _num_prompts(settings: Sweep, file: str) -> int:
-    """Return how many prompts to use, 0 for all: of a file all, since sets are often sorted by category."""
+    """Return how many prompts to use; 0: all, as of a file by default, since sets are often sorted by category."""
     if settings.num_prompts is not None:
         return settings.num_prompts
     return DEMO_PROMPTS if file == DEMO else 0
@@ -258,10 +258,10 @@ def _fingerprints(target: str, drafters: Sequence[str]) -> dict[str, str]:
 
 
 def _check_models(plan: Plan) -> None:
-    """Raise InputError, without reading weights, for a target and drafter that do not fit, and for bad windows."""
+    """Raise InputError, without reading weights, for models that do not fit, and for bad windows."""
     paths = [path for name in plan.drafters if (path := drafter_path(plan.target, name)) is not None]
     if plan.aux_layer_ids is not None and not paths:
-        raise InputError("--aux-layer-ids is given, but no drafter with weights that reads any; leave it out")
+        raise InputError("--aux-layer-ids is given, but no drafter with weights to read them; leave it out")
     for path in paths:
         ks = [variant.k for variant in plan.variants if isinstance(variant.k, int)]
         check_fit(resolve(plan.target, "target"), path, plan.aux_layer_ids, ks)
@@ -270,14 +270,14 @@ def _check_models(plan: Plan) -> None:
 
 
 def _check_same_files(plan: Plan) -> None:
-    """Raise InputError for a checkpoint that is another than when the run began."""
+    """Raise InputError for a checkpoint that has changed since the run began."""
     for name, weights in _fingerprints(plan.target, plan.drafters).items():
         if plan.fingerprints.get(name) != weights:
-            raise InputError(f"the {name} is another than when this run began; begin a new run with another --out")
+            raise InputError(f"the {name} has changed since this run began; begin a new run with another --out")
 
 
 def _check_runs_alike(folder: Folder, ran: Mapping[str, str]) -> None:
-    """Raise InputError for models that would run in another way than before: times, and tokens, would be mixed."""
+    """Raise InputError if dtype, experts or kernels differ from the run's: its times and tokens would be mixed."""
     before = folder.origins[-1].get("ran", ran)
     if before != ran:
         former, now = (", ".join(f"{name} {value}" for name, value in way.items()) for way in (before, ran))
@@ -285,25 +285,24 @@ def _check_runs_alike(folder: Folder, ran: Mapping[str, str]) -> None:
 
 
 def _read_again(plan: Plan) -> dict[str, PromptSet]:
-    """Read the prompts of a resumed run that had not written them down yet."""
+    """Read the prompts of a resumed run that had not stored them."""
     sets: dict[str, PromptSet] = {}
     for source in plan.sources:
         demo = source.file == DEMO
         read = read_prompt_file(HELD_OUT) if demo else _read(Path(source.file), plan.target, plan.raw, strict=False)
         if read.sha256 != source.sha256:
             raise InputError(
-                f"{source.file} is another than when this run began, and it had not read its prompts yet; begin a new "
-                "run with another --out"
+                f"{source.file} has changed since this run began, before its prompts were stored; begin a new run with "
+                "another --out"
             )
         sets[source.name] = dataclasses.replace(read, name=source.name)
     return sets
 
 
 def _load(plan: Plan, continue_on_error: bool, display: Display) -> Pairs:
-    """Load a pair for each drafter, draft vocabulary and window, all with the weights of one target.
+    """Load a pair for each drafter, draft vocabulary and window, and the target alone; all share its weights.
 
-    Plain decoding runs on the target alone. Raises InputError for a drafter that cannot be loaded, unless the run
-    continues without it.
+    Raises InputError for a drafter that cannot be loaded; with continue_on_error, the error takes the pair's place.
     """
     kinds: Any = {"dtype": plan.dtype, "experts": plan.experts, "kernels": plan.kernels}
     with display.stage(f"loading {plan.target}") as progress:
@@ -330,7 +329,6 @@ def _load(plan: Plan, continue_on_error: bool, display: Display) -> Pairs:
 
 
 def _show_plan(plan: Plan, sets: Mapping[str, PromptSet], folder: Folder | None) -> None:
-    """Print what would run."""
     stored = None if folder is None else folder.prompts()
 
     def num_requests(source: Source, raw: bool) -> int:

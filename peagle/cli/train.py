@@ -6,11 +6,12 @@ from typing import Annotated, Literal
 
 from drafter.train.config import DrafterShape, TrainConfig
 from peagle.cli.command import Takes, expect_alone, needing
+from peagle.cli.flags import QUIET
 from peagle.config import LoadConfig, check_num_drafts
 from peagle.ops.errors import InputError
 from peagle.ops.flag import DATA, LEARNING, OUTPUT, RUNNING, Flag, check_least
 
-# what may be given beside --resume, as it does not change what is learnt, or only for how long
+# allowed beside --resume: they do not change what is learnt, or only for how long
 RESUMABLE = (
     "steps",
     "minutes",
@@ -86,7 +87,7 @@ class Train:
     """Tokens drafted per step (K) in evaluations."""
     dialect: Annotated[Literal["vllm", "speculators"], Flag(OUTPUT, "LAYOUT")] = "vllm"
     """Layout of the trained drafter: vllm or speculators."""
-    quiet: Annotated[bool, Flag(OUTPUT, names=("--quiet", "-q"))] = False
+    quiet: Annotated[bool, QUIET] = False
     """Hide progress, log and summary; they are in --out. Warnings and errors are still printed."""
 
     def __post_init__(self) -> None:

@@ -46,31 +46,18 @@ from peagle.text.prompt_files import PromptSet, read_prompts, skipped_line
 from peagle.text.prompts import Rendering
 from peagle.workflows.evaluation import Acceptance, answered, known_prompts, taught_alike
 from peagle.workflows.export import with_positions, write_with_card
+from peagle.workflows.new_drafter import check_window, drafter_config, initial_params, with_blocks
 from peagle.workflows.training import (
     MEASURED_FRAC,
     Deadline,
-    TrainingData,
-    anchors,
     begun_in,
     check_parts,
-    check_teachers,
-    check_tokens,
-    check_window,
-    data_coverage,
-    drafter_config,
     even_parts,
     held_out_every,
-    initial_params,
-    kept_of_prompts,
-    parse_mix,
     planned_steps,
     record_recipe,
     seconds_of_held_out,
     seconds_per_step,
-    self_contained,
-    shares,
-    training_data,
-    with_blocks,
     with_held_out,
 )
 from peagle.workflows.training_advice import (
@@ -81,43 +68,55 @@ from peagle.workflows.training_advice import (
     share,
     weak_drafter,
 )
+from peagle.workflows.training_data import (
+    TrainingData,
+    anchors,
+    check_teachers,
+    check_tokens,
+    data_coverage,
+    kept_of_prompts,
+    parse_mix,
+    self_contained,
+    shares,
+    training_data,
+)
 from target.config import TargetConfig
 from target.load import inspect_target, load_target
 from target.teacher import Teacher
 
 
 @dataclass(frozen=True)
-class Checked:
-    """A training that may begin: all that can be found out before weights are loaded."""
+class CheckedTraining:
+    """Checked options: everything that is known before weights are loaded."""
 
-    name: str  # of the target, as given
+    name: str  # of the target, as typed
     directory: Path
     target: TargetConfig
     out: Path
     data: TrainingData
     held_out_frac: float
-    keep_prompt: int | None  # tokens of a prompt that the data keeps at most; None: all
+    keep_prompt: int | None  # most tokens of a prompt in the data; None: all
     shape: DrafterShape
     config: DrafterConfig
     vocab: DraftVocab | None
     weights: str  # fingerprint of the target's
-    recipe: Recipe  # steps: 1 if they follow from --minutes
-    typed: Mapping[str, Any]  # fields of the recipe's update that were given
+    recipe: Recipe  # steps: 1 if --minutes decides
+    typed: Mapping[str, Any]  # the typed fields of the recipe's update
     batches: Batches
-    begun: dict[str, Any] | None  # the record of the training that goes on
+    begun: dict[str, Any] | None  # the record of a resumed training
     devices: int | None  # that share the rows of a step
 
 
 FORMER_NAMES = {"warmup": "warmup_frac", "decay": "decay_frac", "clip": "clip_norm", "dtype": "compute_dtype"}
-FIRST_STEPS = 10  # each with a line of its own if there is no terminal
+FIRST_STEPS = 10  # each is noted if there is no terminal
 
 
 def train(settings: Train) -> int:
     """Check everything, write the recipe, train, and export the drafter. Return the exit code.
 
-    The folder --out then holds the recipe, the log, checkpoints, a curve, and in drafter/ the trained drafter. Raises
-    InputError before anything is written for whatever can be known then, and for a training that cannot go on;
-    KeyboardInterrupt after Ctrl-C, when the newest checkpoint holds the last step.
+    --out then holds the recipe, the log, checkpoints, a curve, and the drafter in drafter/. Raises InputError, before
+    anything is written, for bad options, data and models; later for a training that cannot go on; KeyboardInterrupt
+    after Ctrl-C, when a checkpoint holds the last step.
     """
     with alone(Path(settings.out)):
         return _train(settings)
@@ -125,7 +124,7 @@ def train(settings: Train) -> int:
 
 def _train(settings: Train) -> int:
     settings = _resumed(settings) if settings.resume else settings
-    display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
+    display = Display(quiet=settings.quiet)
     with display.stage("reading the data"):
         checked = _checked(settings)
     prompts = _prompts(settings, checked.directory, display)
@@ -175,9 +174,9 @@ def _train(settings: Train) -> int:
 
 
 def _resumed(settings: Train) -> Train:
-    """Return the settings that the folder was begun with, and of the given ones those that may change.
+    """Return the recorded settings of the folder's training, with the typed ones that may change.
 
-    Raises InputError for a folder without a training, and for one whose record does not hold them.
+    Raises InputError for a folder without a training, and for a record that cannot be read.
     """
     out = Path(settings.out)
     begun = begun_in(out)
@@ -199,9 +198,9 @@ def _resumed(settings: Train) -> Train:
 
 
 def upgrade_record(command: Any) -> dict[str, Any]:
-    """Name the options of a recorded command as they are named now. The first form nests those of the shape.
+    """Rename the options of a recorded command to today's names. The first form nests those of the shape.
 
-    Raises InputError for a record that holds no options, and for an option that is in the shape and beside it.
+    Raises InputError for a record without options, and for an option both in the shape and beside it.
     """
     if not isinstance(command, Mapping):
         raise InputError(f"{COMMAND} is {brief(command)}; expected an object")
@@ -221,8 +220,8 @@ def upgrade_record(command: Any) -> dict[str, Any]:
     return flat
 
 
-def _checked(settings: Train) -> Checked:
-    """Read all but weights. Raises InputError for whatever cannot be trained."""
+def _checked(settings: Train) -> CheckedTraining:
+    """Read and check everything but weights. Raises InputError for options, data and models that do not fit."""
     name, out = or_demo(settings.load.target), Path(settings.out)
     devices = None if settings.mesh is None else parse_data_mesh(settings.mesh)
     directory = resolve(name, "target")
@@ -241,12 +240,12 @@ def _checked(settings: Train) -> Checked:
     if settings.evaluate is not None:
         check_block(settings.num_speculative_tokens, config.most_drafts)
     if vocab is not None:
-        data_coverage(data.documents, np.array(vocab.token_ids), settings.num_speculative_tokens)  # there is some
+        data_coverage(data.documents, np.array(vocab.token_ids), settings.num_speculative_tokens)  # raises InputError
     check_tokens(data.documents, config, shape)
     weights = fingerprint(directory)
     folders = [folder for folder, _ in parts]
     check_teachers(folders, config, weights, learning.cod.depth, strict=settings.strict)
-    check_window(config, files.config, learning.cod.depth, given=shape.drafter_window != AUTO)
+    check_window(config, files.config, learning.cod.depth, by_option=shape.drafter_window != AUTO)
     parts_of_row = even_parts(config, learning.width) if learning.parts is None else learning.parts
     steps = settings.steps if settings.steps is not None or begun is None else begun["recipe"]["steps"]
     if steps is None and settings.minutes is None:
@@ -264,13 +263,16 @@ def _checked(settings: Train) -> Checked:
     batches = Batches(
         data.sources, recipe.width, recipe.cod, recipe.segments, counts, recipe.seed, recipe.blocks is not None
     )
-    devices_for(settings.rows, devices)  # check them
-    models = (data, held_out_frac, kept_of_prompts(folders), shape, config, vocab, weights)
-    return Checked(name, directory, files.config, out, *models, recipe, typed, batches, begun, devices)
+    devices_for(settings.rows, devices)  # raises InputError
+    return CheckedTraining(
+        name=name, directory=directory, target=files.config, out=out, data=data, held_out_frac=held_out_frac,
+        keep_prompt=kept_of_prompts(folders), shape=shape, config=config, vocab=vocab, weights=weights, recipe=recipe,
+        typed=typed, batches=batches, begun=begun, devices=devices,
+    )  # fmt: skip
 
 
 def _held_out_frac(settings: Train, begun: Mapping[str, Any] | None) -> float:
-    """Choose the part of the documents to hold out: as given or as begun; none if --evaluate has other ones."""
+    """Choose the fraction of documents to hold out: typed, or recorded; 0 if --evaluate holds prompts out instead."""
     if settings.held_out is not None:
         return settings.held_out
     if begun is not None:
@@ -280,9 +282,9 @@ def _held_out_frac(settings: Train, begun: Mapping[str, Any] | None) -> float:
 
 
 def _trainer(
-    checked: Checked, settings: Train, prompts: PromptSet | None, display: Display
+    checked: CheckedTraining, settings: Train, prompts: PromptSet | None, display: Display
 ) -> tuple[Trainer, DrafterParams]:
-    """Load the target, and return the trainer with what it begins from; its steps are measured if none are given."""
+    """Load the target, and return (trainer, initial parameters). Without --steps, measure how many fit."""
     name, config, documents = checked.name, checked.config, checked.data.documents
     with display.stage(f"loading {'the demo target' if name == DEMO else name}") as progress:
         loaded = load_target(checked.directory, dtype=jnp.dtype(default_dtype()), progress=progress)
@@ -293,7 +295,7 @@ def _trainer(
     deadline, evaluate = Deadline(settings.minutes), None
     if prompts is not None:
         k = settings.num_speculative_tokens
-        with display.stage("loading it to evaluate"):
+        with display.stage("loading the target to evaluate"):
             plain = load(name, None)
         acceptance = Acceptance(plain, config, prompts, settings.evaluate_prompts, k)
         if settings.held_out is None and not checked.held_out_frac:
@@ -366,7 +368,7 @@ def _trained(trainer: Trainer, initial: DrafterParams, minutes: float | None, di
     return params
 
 
-def _write_drafter(checked: Checked, params: DrafterParams, dialect: Dialect) -> None:
+def _write_drafter(checked: CheckedTraining, params: DrafterParams, dialect: Dialect) -> None:
     """Write the trained drafter in bfloat16, with its card, into the folder's drafter/."""
     trained = dataclasses.replace(params, draft_to_target=None)
     shipped = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), trained)
@@ -387,8 +389,8 @@ def _prompts(settings: Train, directory: Path, display: Display) -> PromptSet | 
     return prompts
 
 
-def _say_where_it_begins(display: Display, checked: Checked, trainer: Trainer) -> None:
-    """Say what is held out, by which recipe a new training goes, and from which step to which."""
+def _say_where_it_begins(display: Display, checked: CheckedTraining, trainer: Trainer) -> None:
+    """Note the held-out documents, the recipe of a new training, and the first and last step."""
     done, steps, begun = steps_done(trainer.out), trainer.recipe.steps, checked.begun
     if trainer.held_out is not None:
         kept_back, number = len(checked.data.held_out), len(checked.data.documents)
@@ -398,8 +400,8 @@ def _say_where_it_begins(display: Display, checked: Checked, trainer: Trainer) -
         display.note(f"recipe: {recipe_in_words(trainer.recipe, checked.typed, init=checked.shape.init is not None)}")
     elif begun["recipe"]["steps"] != steps:
         display.note(
-            f"goes on from step {done} with {steps} steps instead of {begun['recipe']['steps']}: the learning rate is "
-            f"from here on that of a training of {steps} steps"
+            f"resumes at step {done} with {steps} steps instead of {begun['recipe']['steps']}: the learning rate now "
+            f"follows a training of {steps} steps"
         )
     if done < steps:
         epochs = epochs_in_words([source.epochs(steps) for source in trainer.batches.sources])
@@ -409,13 +411,9 @@ def _say_where_it_begins(display: Display, checked: Checked, trainer: Trainer) -
 
 
 def _update(
-    steps: int,
-    config: DrafterConfig,
-    settings: Train,
-    begun: Mapping[str, Any] | None,
-    typed: Mapping[str, Any],
+    steps: int, config: DrafterConfig, settings: Train, begun: Mapping[str, Any] | None, typed: Mapping[str, Any]
 ) -> Update:
-    """Choose the update of a new training; that of one which goes on is as it was begun."""
+    """Choose the update of a new training, or return the recorded one; typed fields replace either's."""
     if begun is not None:
         fields = [field.name for field in dataclasses.fields(Update)]
         return dataclasses.replace(Update(**{name: begun["recipe"][name] for name in fields}), **typed)
@@ -423,7 +421,7 @@ def _update(
 
 
 def _planned(minutes: float, trainer: Trainer, initial: DrafterParams, display: Display) -> int:
-    """Plan as many steps as fit into most of --minutes, by measured ones. Raises InputError if not one does."""
+    """Measure a step, and return how many fit into most of --minutes. Raises InputError if none does."""
     display.note(f"compiling, and measuring a step: how many fit into {minutes:g} minutes")
     with display.stage("measuring a step", animated=False) as progress:
         at_most_s = MEASURED_FRAC * 60 * minutes
@@ -444,13 +442,12 @@ def _planned(minutes: float, trainer: Trainer, initial: DrafterParams, display: 
 
 
 def _shown(line: Mapping[str, Any]) -> str:
-    """A line of the log, for a person."""
     if EVALUATION in line:
-        found = line[EVALUATION]
-        lengths = [figure_text(found[f"acceptance_length{of}"], ".2f") for of in ("", "_without_loops")]
+        figures = line[EVALUATION]
+        lengths = [figure_text(figures[f"acceptance_length{of}"], ".2f") for of in ("", "_without_loops")]
         return (
             f"step {line['step']}: acceptance length {lengths[0]}, without loops {lengths[1]}, of "
-            f"{found['num_outputs']} held-out prompts"
+            f"{figures['num_outputs']} held-out prompts"
         )
     if HELD_OUT in line:
         return f"step {line['step']}: held out: {_figures(line[HELD_OUT])}"
@@ -460,5 +457,5 @@ def _shown(line: Mapping[str, Any]) -> str:
 
 
 def _figures(line: Mapping[str, Any]) -> str:
-    """Say the loss and the hits. Example: loss 3.214, right by depth .31 .12."""
+    """Write loss and hits. Example: loss 3.214, right by depth .31 .12."""
     return f"loss {line['loss']:.3f}, right by depth {' '.join(share(hits) for hits in line['hits_by_depth'])}"

@@ -1,11 +1,11 @@
-"""What a fleet runs. Nothing of JAX or Ray in here."""
+"""The config of a fleet. Nothing of JAX or Ray in here."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args, get_type_hints
 
-from peagle.config import AUTO, KEPT_PREFIXES, EngineConfig, LoadConfig, configs_of
+from peagle.config import KEPT_PREFIXES, EngineConfig, LoadConfig, configs_of
 from peagle.ops.errors import InputError
 from peagle.ops.flag import MACHINE, REPLICAS, SERVER, Flag, Takes, check_least
 from peagle.text.tokenizer import DEFAULT_DATE
@@ -30,8 +30,6 @@ LOADED = Takes(
 DECODED = Takes(
     ("num_speculative_tokens", "context", "kv_memory", "prefix_cache", "slots"),
     {
-        "num_speculative_tokens": "Tokens drafted per step (K); 0: plain decoding. Default: 3, or the most in "
-        "the drafter's speculation.json if that is less.",
         "context": "Context length in tokens: the most of one request, prompt plus response. Default: 4096, or the "
         "model's limit if that is less.",
         "kv_memory": "Memory for the keys and values of all requests together, such as 4GB; requests that need more "
@@ -39,16 +37,15 @@ DECODED = Takes(
         "prefix_cache": f"{KEPT_PREFIXES} Of each replica that prefills. Default: on.",
         "slots": "Requests decoded at once per replica.",
     },
-    metavars={"num_speculative_tokens": "K"},
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetConfig:
-    """What each replica loads and how it decodes, and how many of them there are.
+    """The models, engines and numbers of replicas.
 
-    keys, hosts: peagle.serve.service.Service. patience_s: peagle.cluster.fleet.Fleet.
-    route_by_prefix: prompts go where their beginning went (peagle.cluster.router), if prompts are kept.
+    keys, hosts: see peagle.serve.service.Service. patience_s: see peagle.cluster.fleet.Fleet. route_by_prefix: send a
+    prompt to the replica that has its prefix (peagle.cluster.router), if prefixes are kept.
     """
 
     load: Annotated[LoadConfig, LOADED] = LoadConfig()  # noqa: RUF009  # frozen
@@ -98,20 +95,18 @@ class FleetConfig:
                 raise InputError(message, f"max_{name}")
         for name in TEXTS:
             _check_texts(name, getattr(self, name))
-        if self.engine.num_speculative_tokens == AUTO:
-            raise InputError("K is 'auto'; expected a number of drafted tokens", "num_speculative_tokens")
         for name in TOGETHER:
             if getattr(self.load, name) is not None:
                 raise InputError(f"{name} is given, but each replica of a fleet is one process; leave it out", name)
 
     @property
     def most_replicas(self) -> int:
-        """Engines at once."""
+        """Most replicas at once."""
         return max(self.prefill, self.max_prefill) + max(self.decode, self.max_decode)
 
     @property
     def most_open(self) -> int:
-        """Requests at once."""
+        """Most requests at once, running or queued."""
         return max(self.decode, self.max_decode) * self.engine.slots + self.max_queue
 
 
@@ -129,10 +124,10 @@ FORMER_ENGINE = ("num_speculative_tokens", "slots", "context", "kv_memory", "pre
 
 
 def read_fleet(values: Mapping[str, Any]) -> FleetConfig:
-    """Make a fleet's config from JSON or YAML: its fields, those of `load` and `engine` in sections of their own.
+    """Make a fleet's config from JSON or YAML: its fields, with sections `load` and `engine`.
 
-    Texts are read as the values of options are. Raises InputError, in one line, for a name that is no field, and for a
-    value of another type.
+    Texts are read like values of options. Raises InputError, in one line, for an unknown name, and for a value of
+    another type.
     """
     fields = upgrade_fleet(values)
     read, usual = _read(fields, FleetConfig), FleetConfig()
@@ -155,7 +150,7 @@ def read_fleet(values: Mapping[str, Any]) -> FleetConfig:
 
 
 def upgrade_fleet(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Name the fields of a fleet as they are named now. The first form has no sections."""
+    """Rename the fields of a recorded fleet to today's names. The first form has no sections."""
     if "target" not in values or "load" in values:
         return dict(values)
     flat = {FORMER_NAMES.get(name, name): value for name, value in values.items()}
@@ -167,7 +162,7 @@ def upgrade_fleet(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(values: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
-    """Read a section's values: texts as those of options, and 30 as 30.0 where that is meant. Raises InputError."""
+    """Read a section's values: texts like those of options, and 30 as 30.0 for a float. Raises InputError."""
     kinds, read = get_type_hints(kind), dict(values)
     for name, hint in get_type_hints(kind, include_extras=True).items():
         value = values.get(name)
@@ -182,7 +177,7 @@ def _read(values: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
 
 
 def _check_texts(name: str, texts: Any) -> None:
-    """Raise InputError for a value that is not a list: a text would be a key for each of its letters. None is shown."""
+    """Raise InputError for a value that is no list of texts, and do not show it: it may hold keys."""
     listed = texts is None or (isinstance(texts, Sequence) and not isinstance(texts, str))
     if not listed or not all(isinstance(text, str) and text for text in texts or ()):
         raise InputError(f"{name} are no list of texts; expected [TEXT, ...]", name)

@@ -1,38 +1,36 @@
-"""Decide what a fleet's config leaves open, without weights: all replicas must decode alike. Nothing of Ray in here."""
+"""Complete a fleet's config without weights, so that all replicas decode alike. Nothing of Ray in here."""
 
 import dataclasses
-from pathlib import Path
 
 from peagle.checkpoints import DEMO, DEMO_DRAFTERS, drafter_path, or_demo, resolve, speculation_of
 from peagle.cluster.config import FleetConfig
+from peagle.config import AUTO
 from peagle.fit import check_fit, chosen_window
 from peagle.loading import without_weights
+from peagle.pair import Pair
 
-MOST_DRAFTS = 3  # of a step by default: replicas do not adapt, and more pay only where nearly all are right
-DEFAULT_CONTEXT = 4096  # positions of a request, if the model has as many: the memory of replicas is not known here
+DEFAULT_CONTEXT = 4096  # positions, if the model has as many: the memory of replicas is unknown here
 
 
 def decided(config: FleetConfig) -> FleetConfig:
     """Return a config with absolute paths, K, context and prefix cache.
 
-    Raises InputError for models that do not fit, and for an engine that no replica could run.
+    Raises InputError for models that do not fit, and for an engine that no replica can run.
     """
-    load, engine = config.load, config.engine
-    target, k = or_demo(load.target), engine.num_speculative_tokens
-    drafter = None if k == 0 else or_demo(load.drafter)
+    load, engine, (target, drafter) = config.load, config.engine, _models(config)
+    context, k = engine.context, engine.num_speculative_tokens
     directory, beside = resolve(target, "target"), drafter_path(target, drafter)
-    pair = without_weights(target)
+    pair = pair_of(config)
     chosen_window(beside, load.drafter_window)
     if beside is not None:
         check_fit(directory, beside, load.aux_layer_ids, [k] if isinstance(k, int) else [])
-    context = engine.context
     engine = dataclasses.replace(
         engine,
-        num_speculative_tokens=_drafts(drafter, beside) if k is None else k,
+        num_speculative_tokens=AUTO if k is None else k,
         context=min(DEFAULT_CONTEXT, pair.max_positions) if context is None else pair.room(context),
         prefix_cache="on" if engine.prefix_cache is None else engine.prefix_cache,
     )
-    pair.resolve(engine, prefix_cache="off")  # refuse here what no replica could run
+    pair.resolve(engine, prefix_cache="off")  # raises for an engine that no replica can run
     load = dataclasses.replace(
         load,  # replicas run in directories of their own
         target=target if target == DEMO else str(directory.resolve()),
@@ -41,5 +39,14 @@ def decided(config: FleetConfig) -> FleetConfig:
     return dataclasses.replace(config, load=load, engine=engine)
 
 
-def _drafts(drafter: str | None, directory: Path | None) -> int:
-    return min(speculation_of(drafter, directory).num_drafts, MOST_DRAFTS)
+def pair_of(config: FleetConfig) -> Pair:
+    """Make the pair of a fleet's replicas without its weights: it makes requests, and decides what an engine needs."""
+    target, drafter = _models(config)
+    speculation = speculation_of(drafter, drafter_path(target, drafter))
+    return dataclasses.replace(without_weights(target), speculation=speculation)
+
+
+def _models(config: FleetConfig) -> tuple[str, str | None]:
+    """Return (the target, the drafter) as options name them; plain decoding has no drafter."""
+    target = or_demo(config.load.target)
+    return target, None if config.engine.num_speculative_tokens == 0 else or_demo(config.load.drafter)

@@ -7,7 +7,7 @@
         import_path: peagle.cluster.deployments:build
         args: {load: {target: DIR, drafter: DIR}, engine: {slots: 8}, prefill: 1, decode: 2}
 
-Ray serialises the arguments of calls by pickle. Whoever reaches its ports runs code: they belong on a trusted network.
+Ray passes arguments by pickle, so anyone who reaches its ports can run code: keep them on a trusted network.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from peagle.checkpoints import DEMO
 from peagle.cluster.config import FleetConfig, read_fleet
-from peagle.cluster.decide import decided
-from peagle.cluster.fleet import Fleet, ReplicaLost, Shape
+from peagle.cluster.decide import decided, pair_of
+from peagle.cluster.fleet import Fleet, FleetEngine, ReplicaLost
 from peagle.cluster.router import PrefixRouter
 from peagle.engine.grammar import PortableGrammar
 from peagle.engine.handoff import parse
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import Role
-from peagle.loading import load, without_weights
+from peagle.loading import load
 from peagle.ops.errors import InputError
 from peagle.serve.app import create_app
 from peagle.serve.errors import ApiError
@@ -38,21 +38,21 @@ from peagle.serve.loop import EngineLoop
 from peagle.serve.requests import RequestBuilder
 from peagle.serve.service import Service
 
-MANY = 1_000_000  # ongoing calls of a replica: engines have their own queues
-PROMPTS = 2  # of a replica that prefills: one that is computed, and one that waits
-LOOK_BACK_S = 12.0  # requests are averaged over so long; Serve wants more than the 10 s between two counts
-NO_REQUEST = Request((0,), 1)  # of chunks on their way: the reader has the request
-NAME = "peagle"  # of a model without one
+MANY = 1_000_000  # ongoing calls per replica: engines have their own queues
+PROMPTS = 2  # ongoing requests of a replica that prefills: one is computed, one waits
+LOOK_BACK_S = 12.0  # window of the average load; Serve wants more than the 10 s between two counts
+NO_REQUEST = Request((0,), 1)  # in chunks sent between processes: the reader has the request
+NAME = "peagle"  # default model name
 LOSSES = (
     ray.exceptions.RayActorError,
     ray.exceptions.WorkerCrashedError,
-    ray.exceptions.ObjectLostError,  # a hand-off, with its machine
-    ray.exceptions.TaskCancelledError,  # a replica that was told to stop
+    ray.exceptions.ObjectLostError,  # of a hand-off, with its machine
+    ray.exceptions.TaskCancelledError,  # by a stopping replica
 )
 
 
 def scaling(config: FleetConfig, count: int, most: int, busy: int) -> dict[str, Any]:
-    """Make Serve's options for `count` replicas, or up to `most` if each has `busy` requests."""
+    """Make Serve's options for `count` replicas, or for up to `most` while each has over `busy` requests."""
     if most <= count:
         return {"num_replicas": count}
     scaled = AutoscalingConfig(
@@ -73,7 +73,8 @@ class Worker:
         config = decided(config)
         self._pair = load(config.load.target or DEMO, config.load.drafter, **config.load.arguments)
         decoded = config.engine if role != "decode" else dataclasses.replace(config.engine, prefix_cache="off")
-        engine = self._pair.engine(self._pair.resolve(decoded, k_per_request=True, role=role))
+        resolved = self._pair.resolve(decoded, k_per_request=True, role=role)
+        engine = self._pair.engine(dataclasses.replace(resolved, adaptive=resolved.adaptive and role != "prefill"))
         for sampled, full in ((False, False), (True, False), (True, True)):
             engine.warm_up(sampled=sampled, full=full, constrained=full)
         if self._pair.tokenizer is not None:  # a large vocabulary takes seconds
@@ -81,19 +82,18 @@ class Worker:
         self._loop = EngineLoop(engine, config.most_open)  # the fleet's own bound is the queue's
 
     def check_health(self) -> None:
-        """Raise if the engine has failed or stands still, so that Serve replaces the replica."""
+        """Raise RuntimeError if the engine has failed or stalled, so that Serve replaces the replica."""
         if self._loop.status in ("failed", "stalled"):
             raise RuntimeError(self._loop.failure or "the engine stands still")
 
     async def _whole(self, request: Request, grammar: PortableGrammar | None) -> Request:
-        """Put the request's grammar in its place."""
         if grammar is None:
             return request
         compiled = await asyncio.to_thread(self._pair.grammars.read().restore, grammar)
         return dataclasses.replace(request, grammar=compiled)
 
     async def prefill(self, request: Request, grammar: PortableGrammar | None) -> tuple[TokenChunk, np.ndarray | None]:
-        """See peagle.cluster.fleet.Replicas."""
+        """See peagle.cluster.fleet.ReplicaCalls."""
         call = self._loop.submit([await self._whole(request, grammar)])
         try:
             async with contextlib.aclosing(call.chunks()) as chunks:
@@ -109,7 +109,7 @@ class Worker:
     async def decode(
         self, request: Request, grammar: PortableGrammar | None, hand_off: np.ndarray | None
     ) -> AsyncGenerator[TokenChunk, None]:
-        """See peagle.cluster.fleet.Replicas."""
+        """See peagle.cluster.fleet.ReplicaCalls."""
         request = await self._whole(request, grammar)
         call = self._loop.submit([request], [None if hand_off is None else parse(hand_off)])
         del hand_off  # the engine drops it as soon as the request has a slot
@@ -121,7 +121,7 @@ class Worker:
             call.close()
 
 
-class RayReplicas:
+class RayCalls:
     """Calls to the replicas by Serve's handles, which balance the load."""
 
     def __init__(self, prefill: Any, decode: Any) -> None:
@@ -150,7 +150,7 @@ class RayReplicas:
 
 
 def _parted(request: Request) -> tuple[Request, PortableGrammar | None]:
-    """Part a request from its grammar, which is compiled anew in each process."""
+    """Split a request from its grammar, which each process compiles anew."""
     if request.grammar is None:
         return request, None
     return dataclasses.replace(request, grammar=None), request.grammar.portable
@@ -158,7 +158,7 @@ def _parted(request: Request) -> tuple[Request, PortableGrammar | None]:
 
 @contextlib.contextmanager
 def _known_errors() -> Any:
-    """Raise what the replica raised, or ReplicaLost."""
+    """Raise the replica's own ApiError or InputError, or ReplicaLost."""
     try:
         yield
     except LOSSES as error:
@@ -171,15 +171,15 @@ def _known_errors() -> Any:
 
 @serve.ingress()
 class Application:
-    """The HTTP application: it holds the tokenizer, and no weights."""
+    """The HTTP application, with the tokenizer and without weights."""
 
     def __init__(self, config: FleetConfig, prefill: Any, decode: Any) -> None:
         config = decided(config)
-        pair = without_weights(config.load.target or DEMO)
-        engine = pair.resolve(config.engine, prefix_cache="off", k_per_request=True)
-        shape = Shape(engine, pair.target.vocab_size, pair.stop_token_ids)
-        builder = RequestBuilder(pair, engine.context, config.date, engine.num_speculative_tokens)
-        fleet = Fleet(RayReplicas(prefill, decode), shape, config.most_open, config.patience_s)
+        pair = pair_of(config)
+        resolved = pair.resolve(config.engine, prefix_cache="off", k_per_request=True)
+        engine = FleetEngine(resolved, pair.target.vocab_size, pair.stop_token_ids)
+        builder = RequestBuilder(pair, resolved.context, config.date, resolved.num_speculative_tokens)
+        fleet = Fleet(RayCalls(prefill, decode), engine, config.most_open, config.patience_s)
         self._service = Service(fleet, builder, config.served_model_name or NAME, config.keys, hosts=config.hosts)
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -187,9 +187,9 @@ class Application:
 
 
 def build(config: FleetConfig | Mapping[str, Any]) -> serve.Application:
-    """Make the application of a fleet from its config or its file's fields, and read no other files.
+    """Make the application of a fleet from its config, or from the fields of its file. Reads no checkpoints.
 
-    Its processes decide what the config leaves open, each alike (peagle.cluster.decide): they have the checkpoints.
+    Each of its processes has them, and completes the config in the same way (peagle.cluster.decide).
     """
     if not isinstance(config, FleetConfig):
         config = read_fleet(config)

@@ -4,8 +4,8 @@ Aggregated, a replica computes the prompt and decodes. Disaggregated, one prefil
 
     request ──► prefill ──► first token, hand-off ──► decode ──► chunks ──► reply
 
-A prefill is repeated if its replica is lost, since nothing of it was sent. An answer whose decoding replica is lost
-ends with an error: the client may send the request again.
+If a prefilling replica is lost, its prefill is repeated. If a decoding replica is lost, its answers end with an error:
+the client may send the request again.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError
 from peagle.serve.errors import ApiError
-from peagle.serve.loop import RETRY_AFTER_S, Chunks, Found, Status, read_chunks
+from peagle.serve.loop import Chunks, Found, Status, check_room, read_chunks
 
 PREFILL_TRIES = 3
 LOST = "the process that decoded this answer was lost; send the request again"
@@ -32,34 +32,33 @@ LOST_PROMPT = "the processes that computed this prompt were lost; send the reque
 
 
 class ReplicaLost(Exception):
-    """The process that a call went to has ended, or cannot be reached."""
+    """The called process has ended, or cannot be reached."""
 
 
 @runtime_checkable
-class Replicas(Protocol):
+class ReplicaCalls(Protocol):
     """Engines elsewhere. Both raise ReplicaLost, InputError and ApiError."""
 
     disaggregated: bool
 
     async def prefill(self, request: Request) -> tuple[TokenChunk, np.ndarray | None]:
-        """Return (the chunk of the first token, what the request goes on from); None: it has ended."""
+        """Return (the chunk of the first token, the hand-off; None if the request has ended)."""
         ...
 
     def decode(self, request: Request, hand_off: np.ndarray | None) -> AsyncGenerator[TokenChunk, None]:
-        """Yield the chunks of a request, or those after a hand-off; end it if the reader leaves."""
+        """Yield the chunks of a request, after its hand-off if there is one; end it if the reader leaves."""
         ...
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What is known of the engines elsewhere: it refuses what they would."""
+class FleetEngine:
+    """The engines elsewhere, as far as requests are checked here. Refuses the requests that they would refuse."""
 
     config: ResolvedConfig
     vocab_size: int
     stop_token_ids: tuple[int, ...] = ()
 
     def check(self, request: Request) -> None:
-        """Raise InputError for a request that cannot be run."""
         self.config.check(request, self.vocab_size)
         stops = self.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
         check_grammar(request, stops, self.vocab_size)
@@ -74,10 +73,7 @@ class FleetCall:
     tasks: list["asyncio.Task[None]"] = field(default_factory=list)
 
     def chunks(self) -> AsyncGenerator[tuple[int, TokenChunk], None]:
-        """Yield (number of the request, chunk) as chunks arrive, until each request has ended or was aborted.
-
-        Raises ApiError if an engine fails or is lost.
-        """
+        """See peagle.serve.loop.Call."""
         return read_chunks(self.queue, len(self.requests), self._aborted)
 
     def _aborted(self, place: int) -> bool:
@@ -88,26 +84,27 @@ class FleetCall:
         self.tasks[place].cancel()
 
     def close(self) -> None:
-        """End all requests of the call."""
         for place in range(len(self.tasks)):
             self.abort(place)
 
 
 class Fleet:
-    """Engines of other processes, in the place of peagle.serve.loop.EngineLoop.
+    """Engines of other processes, in place of peagle.serve.loop.EngineLoop.
 
-    most_open: requests at once. patience_s: an answer ends with an error after so long without news of it, since no
-    replica may be left.
+    most_open: requests at once. patience_s: without a chunk for so long, an answer ends with an error, since no replica
+    may be left.
     """
 
-    def __init__(self, replicas: Replicas, shape: Shape, most_open: int, patience_s: float = PATIENCE_S) -> None:
-        self.engine, self.most_open, self.patience_s = shape, most_open, patience_s
+    def __init__(
+        self, replicas: ReplicaCalls, engine: FleetEngine, most_open: int, patience_s: float = PATIENCE_S
+    ) -> None:
+        self.engine, self.most_open, self.patience_s = engine, most_open, patience_s
         self.failure: str | None = None
         self._replicas, self._open = replicas, 0
 
     @property
     def num_running(self) -> int:
-        """Requests that have not ended; which of them wait for a slot is known elsewhere."""
+        """Requests that have not ended. Only the engines know which of them wait for a slot."""
         return self._open
 
     @property
@@ -119,15 +116,10 @@ class Fleet:
         return "ok"
 
     def submit(self, requests: Sequence[Request]) -> FleetCall:
-        """Send all requests off, or none. Raises as EngineLoop.submit does."""
+        """Send all requests off, or none. Raises like EngineLoop.submit."""
         for request in requests:
             self.engine.check(request)
-        if len(requests) > self.most_open:
-            message = f"{len(requests)} answers are asked for at once; expected at most {self.most_open}: ask for fewer"
-            raise ApiError(400, message, "n")
-        if self._open + len(requests) > self.most_open:
-            message = f"{self._open} requests are running, and at most {self.most_open} may; try again later"
-            raise ApiError(429, message, retry_after_s=RETRY_AFTER_S)
+        check_room(len(requests), self._open, self.most_open)
         call = FleetCall(requests)
         self._open += len(requests)
         for place, request in enumerate(requests):
@@ -147,7 +139,7 @@ class Fleet:
             task.exception()
 
     async def _run(self, call: FleetCall, place: int, request: Request) -> None:
-        """Run one request, and put its chunks, or why there are none, into the call's queue."""
+        """Run one request, and put its chunks or its error into the call's queue."""
 
         def end(status: int, message: str) -> None:
             call.queue.put_nowait((place, ApiError(status, message)))
@@ -157,7 +149,7 @@ class Fleet:
             async for chunk in self._chunks(request):
                 ended = chunk.finish_reason is not None
                 call.queue.put_nowait((place, dataclasses.replace(chunk, request=request, time_s=time.perf_counter())))
-            if not ended:  # nobody may wait for a request that is gone
+            if not ended:
                 end(503, LOST)
         except asyncio.CancelledError:
             task = asyncio.current_task()
@@ -195,7 +187,7 @@ class Fleet:
                 yield chunk
 
     async def _prefilled(self, request: Request) -> tuple[TokenChunk, np.ndarray | None]:
-        """Prefill, and again if the replica is lost: nothing was sent to the client yet."""
+        """Prefill; try again if the replica is lost, since the client has received nothing."""
         async with asyncio.timeout(self.patience_s):
             for _ in range(PREFILL_TRIES):
                 with contextlib.suppress(ReplicaLost):

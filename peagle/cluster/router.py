@@ -1,7 +1,7 @@
-"""Send a request to the replica that has its prompt's beginning: Ray Serve's router, with peagle.cluster.affinity.
+"""A router of Ray Serve that sends a request to the replica with its prompt's prefix (peagle.cluster.affinity).
 
 Serve makes one in each process that calls the replicas. Its interface for routers (`ray.serve.request_router`) is
-public, and alpha. Ray's own router by prefixes is private.
+public but alpha; Ray's own router by prefixes is private.
 """
 
 from typing import Any
@@ -15,36 +15,34 @@ from peagle.engine.request import Request
 class PrefixRouter(FIFOMixin, RequestRouter):
     """Choose the replica that knows most of a prompt, else the one with the fewest requests.
 
-    FIFOMixin, as in Ray's own routers: without it Ray finds a waiting call by the id of its HTTP request, so of two
-    calls of one request (n = 2, several prompts) one waits forever. With it calls that wait at the same moment may get
-    each other's replica, which costs a computed prompt, and no answer.
+    FIFOMixin, as in Ray's own routers: without it Ray looks a waiting call up by its HTTP request, so that one of two
+    calls of a request (n = 2, several prompts) waits forever. With it, calls that wait at the same moment may get each
+    other's replica, which only recomputes prompts.
     """
 
     def initialize_state(self, **_: Any) -> None:
-        """Begin without known prompts. Serve calls it."""
         self._affinity = Affinity[ReplicaID]()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return replicas in ranks: Serve takes the emptiest of the first rank that has one which answers."""
+        """Return replicas in ranks: Serve takes the emptiest live one of the first rank that has any."""
         if pending_request is None or not (prompt_ids := _prompt(pending_request)):
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # between tries of all ranks
         lengths = self.replica_queue_len_cache
-        num_open = {each.replica_id: lengths.get(each.replica_id) or 0 for each in candidate_replicas}
+        num_open = {replica.replica_id: lengths.get(replica.replica_id) or 0 for replica in candidate_replicas}
         preferred = self._affinity.prefer(prompt_ids, num_open) if num_open else None
-        first = [each for each in candidate_replicas if each.replica_id == preferred]
+        first = [replica for replica in candidate_replicas if replica.replica_id == preferred]
         return [first, candidate_replicas] if first else [candidate_replicas]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Keep where a prompt went. Serve calls it."""
         del result
         if prompt_ids := _prompt(pending_request):
             self._affinity.note(prompt_ids, replica_id)
 
 
 def _prompt(pending: PendingRequest) -> tuple[int, ...]:
-    """Return the prompt of a call of a replica's `prefill` or `decode`."""
+    """Return the prompt of a call to a replica's `prefill` or `decode`."""
     request = pending.args[0] if pending.args else None
     return request.prompt_ids if isinstance(request, Request) else ()

@@ -1,4 +1,4 @@
-"""Start Ray, if none is running, and a fleet on it; end both."""
+"""Start Ray, unless a cluster is running, and a fleet on it; end both."""
 
 import logging
 import socket
@@ -18,8 +18,8 @@ from peagle.ops.errors import InputError
 from peagle.serve.server import listen
 
 NAME = "peagle"
-LOOKS_S = 0.5  # between looks at what runs
-REACHED_S = 5.0  # an address of a cluster must answer in so long; Ray itself tries for minutes
+LOOKS_S = 0.5  # between looks at the fleet's state
+REACHED_S = 5.0  # time for a cluster's address to answer; Ray itself tries for minutes
 
 
 def run(
@@ -30,17 +30,17 @@ def run(
     note: Callable[[str], None],
     stopped: threading.Event,
 ) -> None:
-    """Run a fleet until `stopped` is set, then wait for its answers, but for a KeyboardInterrupt.
+    """Run a fleet until `stopped` is set, then wait for open answers, unless KeyboardInterrupt is raised.
 
-    note: called with a line at each change of what runs.
-    address: of a Ray cluster; None: one is started on this machine. A cluster that was running keeps Serve and what
-    others serve there. Raises InputError for an address at which there is no cluster, and if no replica can be started.
+    address: of a Ray cluster, which keeps Serve and its other applications; None: start one on this machine. note:
+    called with a line at each change of the fleet. Raises InputError without a cluster at the address, and if no
+    replica can start.
     """
     _connect(config, address, host, port)
     try:
         if not stopped.is_set():
             serve.start(http_options=HTTPOptions(host=host, port=port))
-            # without waiting: what can never be started must not keep Ctrl-C from ending it
+            # do not wait: a fleet that can never start must not block Ctrl-C
             serve.run_many([serve.RunTarget(build(config), name=NAME)], wait_for_applications_running=False)
             try:
                 _watch(f"ready: http://{host}:{port}/v1", note, stopped)
@@ -49,23 +49,23 @@ def run(
     except KeyboardInterrupt:
         note("ended without waiting for answers")
     finally:
-        ray.shutdown()  # ends what was started here, Serve with it
+        ray.shutdown()  # ends a cluster that was started here, and Serve with it
 
 
 def _connect(config: FleetConfig, address: str | None, host: str, port: int) -> None:
     """Start Ray, or join the cluster at an address."""
     if address is None:
-        with closing(listen(host, port)):  # Serve finds out in another process, much later
+        with closing(listen(host, port)):  # Serve would notice a used port much later, in another process
             pass
     elif ":" in address and "://" not in address:
         _expect_reached(address)
-    # Ray reckons with CPUs, and starts nothing beyond them: its own machine is said to have enough
+    # Ray starts nothing beyond its count of CPUs: declare enough on this machine
     replicas = config.most_replicas
     local: Any = {"num_cpus": max(1, round(replicas * config.num_cpus + 1)), "include_dashboard": False}
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:
         with warnings.catch_warnings():
-            # Ray's processes are other programs: nothing of JAX runs in the moment before they begin
+            # Ray's processes are other programs: no code of JAX runs between fork and exec
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
             ray.init(
                 address=address,
@@ -73,16 +73,16 @@ def _connect(config: FleetConfig, address: str | None, host: str, port: int) -> 
                 logging_level=logging.ERROR,
                 **(local if address is None else {}),
             )
-    except Exception as error:  # a bare one where the machine is too busy to start Ray in its half minute
+    except Exception as error:  # Ray raises a bare one if a busy machine does not start it in half a minute
         ray.shutdown()
         raise InputError(_no_cluster(address, str(error))) from None
     if address is None and config.num_gpus:
-        found, needed = ray.cluster_resources().get("GPU", 0), replicas * config.num_gpus
-        if found < needed:
+        num_gpus, needed = ray.cluster_resources().get("GPU", 0), replicas * config.num_gpus
+        if num_gpus < needed:
             ray.shutdown()
             raise InputError(
                 f"--num-gpus {config.num_gpus:g} for {replicas} replicas needs {needed:g} GPUs, and Ray finds "
-                f"{found:g}; take fewer replicas, or a share of a GPU for each, as 0.5"
+                f"{num_gpus:g}; take fewer replicas, or a share of a GPU for each, as 0.5"
             )
 
 
@@ -103,37 +103,37 @@ def _no_cluster(address: str | None, why: str) -> str:
 
 
 def _watch(ready: str, note: Callable[[str], None], stopped: threading.Event) -> None:
-    """Note when the fleet is ready, and each change of what runs, until `stopped` is set.
+    """Note when the fleet is ready, and each change of it, until `stopped` is set.
 
-    Raises InputError if it cannot be started.
+    Raises InputError if it cannot start.
     """
     shown, answers = "", False
     while not stopped.wait(LOOKS_S):
-        found = serve.status().applications.get(NAME)
-        if found is None:
+        application = serve.status().applications.get(NAME)
+        if application is None:
             continue
-        if found.status == "DEPLOY_FAILED":
-            why = (found.message.strip() or "without a reason").splitlines()[-1]
+        if application.status == "DEPLOY_FAILED":
+            why = (application.message.strip() or "without a reason").splitlines()[-1]
             raise InputError(f"the fleet cannot be started: {why}; more is in Ray's logs, /tmp/ray/session_latest/logs")
-        if found.status == "RUNNING" and not answers:
+        if application.status == "RUNNING" and not answers:
             answers = True
             note(ready)
-        line = running(found.deployments)
+        line = running(application.deployments)
         if line != shown and answers:
             note(line)
         shown = line
-    note("ending: answers are waited for")
+    note("ending: waiting for open answers")
 
 
 def running(deployments: dict[str, Any]) -> str:
-    """Describe how many replicas of each deployment run, or start, or stop.
+    """Describe how many replicas of each deployment are in which state.
 
     >>> running({})
     'replicas: none'
     """
     parts = [
-        f"{name} {', '.join(f'{count} {state.lower()}' for state, count in sorted(each.replica_states.items()))}"
-        for name, each in sorted(deployments.items())
-        if name != "Application" and each.replica_states
+        f"{name} {', '.join(f'{count} {state.lower()}' for state, count in sorted(deployment.replica_states.items()))}"
+        for name, deployment in sorted(deployments.items())
+        if name != "Application" and deployment.replica_states
     ]
     return f"replicas: {'; '.join(parts) or 'none'}"

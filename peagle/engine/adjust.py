@@ -57,17 +57,17 @@ class Adjustments:
     @classmethod
     def of(cls, request: Request, vocab_size: int) -> "Adjustments":
         """Make the row of a request that has emitted nothing, in NumPy."""
-        wanted = request.sampling
+        sampling = request.sampling
         ids, bias = np.full((1, MOST_BIASES), NO_BIAS, np.int32), np.zeros((1, MOST_BIASES), np.float32)
-        for place, (token, value) in enumerate(wanted.logit_bias):
+        for place, (token, value) in enumerate(sampling.logit_bias):
             ids[0, place], bias[0, place] = token, value
         in_prompt = np.zeros((1, vocab_size), bool)
-        if wanted.repetition_penalty != 1:
+        if sampling.repetition_penalty != 1:
             in_prompt[0, list(request.prompt_ids)] = True
         reals = np.asarray(
-            [[wanted.presence_penalty], [wanted.frequency_penalty], [wanted.repetition_penalty]], np.float32
+            [[sampling.presence_penalty], [sampling.frequency_penalty], [sampling.repetition_penalty]], np.float32
         )
-        must_emit = np.asarray([wanted.min_tokens], np.int32)
+        must_emit = np.asarray([sampling.min_tokens], np.int32)
         leaves: list[Any] = [*reals, ids, bias, must_emit, np.zeros((1, vocab_size), np.int32), in_prompt]
         return cls(*leaves)
 
@@ -82,7 +82,7 @@ class Adjustments:
 def adjust(
     logits: Float[Array, "B T V"],
     draft_token_ids: Int[Array, "B K"],
-    wanted: Adjustments,
+    adjustments: Adjustments,
     stop_token_ids: Int[Array, "B S"],
     masks: UInt32[Array, "B T W"] | None = None,
 ) -> Float[Array, "B T V"]:
@@ -97,7 +97,7 @@ def adjust(
     def of(values: jax.Array) -> jax.Array:
         return values[:, None, None]
 
-    early = jnp.arange(width, dtype=jnp.int32)[None, :] < wanted.must_emit[:, None]
+    early = jnp.arange(width, dtype=jnp.int32)[None, :] < adjustments.must_emit[:, None]
     token = jnp.arange(vocab_size, dtype=jnp.int32)
     stops = jnp.any(token[None, None, :] == stop_token_ids[:, :, None], axis=1)
     if masks is not None:
@@ -107,13 +107,14 @@ def adjust(
         early &= jnp.any(allowed & ~stops[:, None, :], axis=-1)
     logits = jnp.where(early[..., None] & stops[:, None, :], -jnp.inf, logits)
     rows = jnp.arange(batch)[:, None]
-    bias = jnp.zeros((batch, vocab_size), jnp.float32).at[rows, wanted.bias_ids].add(wanted.bias, mode="drop")
+    bias = jnp.zeros((batch, vocab_size), jnp.float32).at[rows, adjustments.bias_ids].add(adjustments.bias, mode="drop")
     logits = jnp.where(bias[:, None, :] != 0, logits + bias[:, None, :], logits)
 
     before = jax.nn.one_hot(draft_token_ids, vocab_size, dtype=jnp.int32)
-    counts = wanted.counts[:, None, :] + jnp.pad(jnp.cumsum(before, axis=1), ((0, 0), (1, 0), (0, 0)))
-    seen = (counts > 0) | wanted.in_prompt[:, None, :]
-    penalised = jnp.where(logits > 0, logits / of(wanted.repetition), logits * of(wanted.repetition))
-    logits = jnp.where(seen & (of(wanted.repetition) != 1), penalised, logits)
-    loss = of(wanted.frequency) * counts.astype(jnp.float32) + of(wanted.presence) * (counts > 0).astype(jnp.float32)
+    counts = adjustments.counts[:, None, :] + jnp.pad(jnp.cumsum(before, axis=1), ((0, 0), (1, 0), (0, 0)))
+    occurred = (counts > 0) | adjustments.in_prompt[:, None, :]
+    penalised = jnp.where(logits > 0, logits / of(adjustments.repetition), logits * of(adjustments.repetition))
+    logits = jnp.where(occurred & (of(adjustments.repetition) != 1), penalised, logits)
+    loss = of(adjustments.frequency) * counts.astype(jnp.float32)
+    loss += of(adjustments.presence) * (counts > 0).astype(jnp.float32)
     return jnp.where(loss != 0, logits - loss, logits)

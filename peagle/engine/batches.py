@@ -15,7 +15,7 @@ from peagle.engine.handle import Handle
 from peagle.engine.kv_memory import KVMemory
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.scheduler import Piece
-from peagle.engine.step import StepKind
+from peagle.engine.step_kinds import StepKind
 from peagle.ops import native
 
 NATIVE_SIZES, XLA_SIZES = 8, 2  # factor between sizes; native kernels skip rows of no slot, so fewer sizes do

@@ -1,4 +1,4 @@
-"""A drafter beside which a second one, without caches, drafts in adaptive steps (peagle.engine.step)."""
+"""A drafter beside which a second one, without caches, drafts in adaptive steps (peagle.engine.propose)."""
 
 from collections.abc import Sequence
 from typing import Any

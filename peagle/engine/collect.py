@@ -13,7 +13,7 @@ from peagle.engine.handle import Chunks, Handle
 from peagle.engine.request import FinishReason, StepRecord, TokenChunk, TokenLogprobs
 from peagle.engine.sampling import LogProbs
 from peagle.engine.scheduler import Chunk, Steps
-from peagle.engine.step import StepOutput
+from peagle.engine.step_kinds import StepOutput
 from peagle.ops.errors import InputError
 from peagle.ops.likeliest import NO_TOKEN
 from peagle.protocols import Explains
@@ -101,6 +101,7 @@ class Collector:
                     handle.drafter_rows = handle.length + 1
                 handle.length += accepted + 1
                 handle.paused |= bool(output.paused[index, row])
+                handle.left_out |= bool(output.left_out[index, row])
             if not_finite is not None:
                 chunks.append((handle, self._not_finite(handle, not_finite, tuple(token_ids), tuple(records))))
             elif records:

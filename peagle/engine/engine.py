@@ -34,7 +34,6 @@ from peagle.engine.batches import Batches, StepBatch
 from peagle.engine.beside import alone, second_of
 from peagle.engine.collect import Collector, InFlight
 from peagle.engine.constrained import Constrained
-from peagle.engine.cost_store import read_costs, store_for, write_costs
 from peagle.engine.executor import Executor, Shape
 from peagle.engine.grammar import GrammarError
 from peagle.engine.handle import Chunks, EngineError, Handle
@@ -59,6 +58,7 @@ class Engine(AnyEngine):
     """Decode requests with a target and a drafter; drafter None decodes plainly."""
 
     compile_s: float = 0.0
+    costs: CostTable | None = None  # of adaptive steps, once they are measured
     num_preemptions: int = 0
 
     def __init__(
@@ -83,9 +83,6 @@ class Engine(AnyEngine):
         drafter = drafter if config.adaptive else alone(drafter)
         self.target, self.drafter = target, drafter if config.num_speculative_tokens else None
         self.fingerprints = fingerprints
-        self._costs: CostTable | None = None
-        self._packed_costs: dict[tuple[int, int], np.ndarray] = {}
-        self._paying: dict[int, bool] = {}
         self.memory = KVMemory(target, self.drafter, config)
         shape = Shape(
             config.slots,
@@ -154,7 +151,7 @@ class Engine(AnyEngine):
             slots = self._slots
             if handle not in self._alive or handle not in slots:
                 raise InputError(f"{handle.request.name} is not being decoded; expected a request that has a slot")
-            if self.drafter is not None and not handle.paused:
+            if self._has_all_rows(handle):
                 self.executor.absorb(self.batches.plan([(slots[handle], handle)], [0]))
             handle.hand_off = self.pack(handle)
             self.end(handle, "handed_off")
@@ -163,10 +160,14 @@ class Engine(AnyEngine):
     def pack(self, handle: Handle) -> HandOff:
         """Make the message of a request, of which all dispatches have been read."""
         assert handle.table is not None
-        drafts = self.drafter is not None and not handle.paused
+        drafts = self._has_all_rows(handle)
         return handoff.pack(
             self.executor, self.memory, handle.table, tuple(handle.token_ids), self.fingerprints, drafts
         )
+
+    def _has_all_rows(self, handle: Handle) -> bool:
+        """Whether the drafter's pages and its input hold all rows of a request."""
+        return self.drafter is not None and not (handle.paused or handle.left_out)
 
     def end(self, handle: Handle, reason: Any, error: InputError | None = None) -> None:
         """End a request before its last token."""
@@ -215,12 +216,7 @@ class Engine(AnyEngine):
             self.compile_s += time.perf_counter() - started if compiled else 0.0
             measures = measure and self.config.adaptive and self.costs is None
             if measures:
-                store = store_for(self.config, self.fingerprints)
-                self.costs = read_costs(store)
-                if self.costs is None:
-                    self.costs = self._warm_up.measure_costs(measuring)
-                    if self._warm_up.steady:  # else they are measured again next time
-                        write_costs(store, self.costs)
+                self.costs = self._warm_up.costs(measuring)
             if compiled or measures:
                 self._clock.reset()
 
@@ -290,16 +286,6 @@ class Engine(AnyEngine):
     @property
     def times(self) -> LoopTimes:
         return self._clock.times
-
-    @property
-    def costs(self) -> CostTable | None:
-        return self._costs
-
-    @costs.setter
-    def costs(self, costs: CostTable | None) -> None:
-        self._costs = costs
-        self._packed_costs.clear()
-        self._paying.clear()
 
     @property
     def prefix_cache_use(self) -> PrefixCacheUse | None:
@@ -554,20 +540,13 @@ class Engine(AnyEngine):
 
     def _pays(self, num_active: int) -> bool:
         """Whether drafting can pay with so many active slots, as far as is known."""
-        if self.costs is None:
-            return True
-        if num_active not in self._paying:  # every dispatch looks it up
-            self._paying[num_active] = self.costs.pays(num_active, self.config.num_speculative_tokens)
-        return self._paying[num_active]
+        return self.costs is None or self.costs.pays(num_active, self.config.num_speculative_tokens)
 
     def _step_costs(self, batch: StepBatch, size: int) -> np.ndarray:
         """Return the packed costs of a batch's steps; of no entries if these do not adapt."""
         if not batch.kind.adaptive or self.costs is None:
             return batch.kind.no_costs(size)
-        key = self._scheduler.num_active, size
-        if key not in self._packed_costs:
-            self._packed_costs[key] = self.costs.at(*key, batch.kind.num_drafts).pack()
-        return self._packed_costs[key]
+        return self.costs.packed(self._scheduler.num_active, size, batch.kind.num_drafts)
 
     def _sent(
         self,

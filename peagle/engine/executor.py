@@ -24,9 +24,11 @@ import numpy as np
 from peagle.engine.adjust import adjust
 from peagle.engine.beside import alone, second_of
 from peagle.engine.prefill import ChunkRows, Prefilled, prefill
+from peagle.engine.propose import absorb, propose
 from peagle.engine.sampling import LogProbs, choose, draw_keys, log_probs
 from peagle.engine.state import Batch, DecodeState, SlotParams, admit, init_state, put, take
-from peagle.engine.step import Proposed, StepKind, absorb, accept_and_commit, propose, steps, verify
+from peagle.engine.step import accept_and_commit, steps, verify
+from peagle.engine.step_kinds import Proposed, StepKind
 from peagle.engine.widths import Counts, Learned
 from peagle.ops import interrupt, native
 from peagle.ops.attention import PagedCache, Pages

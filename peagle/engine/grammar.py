@@ -86,14 +86,14 @@ class Grammar:
         Raises GrammarError for one that is too large or too deep.
         """
         try:
-            found = json.loads(schema) if isinstance(schema, str) else schema
+            parsed = json.loads(schema) if isinstance(schema, str) else schema
         except (ValueError, RecursionError):
             raise GrammarError("the JSON schema is not valid JSON; expected an object") from None
-        if not isinstance(found, Mapping | bool):
-            raise GrammarError(f"the JSON schema is {type(found).__name__}; expected an object")
-        _check_schema(found)
+        if not isinstance(parsed, Mapping | bool):
+            raise GrammarError(f"the JSON schema is {type(parsed).__name__}; expected an object")
+        _check_schema(parsed)
         try:
-            text = dumps(found)
+            text = dumps(parsed)
         except (TypeError, ValueError) as error:
             raise GrammarError(f"the JSON schema cannot be written as JSON: {error}") from None
         return cls("json_schema", text)
@@ -222,7 +222,7 @@ def _check_schema(*schemas: Any) -> None:
                 f"{LARGEST_MULTIPLE}"
             )
         nodes = [list(node.values()) if isinstance(node, Mapping) else node for node in level]
-        level = [each for node in nodes if isinstance(node, list) for each in node]
+        level = [child for node in nodes if isinstance(node, list) for child in node]
 
 
 def _without_point(number: Any) -> int:
@@ -317,8 +317,8 @@ class Vocabulary:
         if grammar.kind == "choice":
             return {"lark_grammar": "start: " + " | ".join(map(dumps, json.loads(text)))}
         if grammar.kind == "regex":
-            (found,) = json.loads(library.LLMatcher.grammar_from_regex(text))["grammars"]
-            return {"lark_grammar": found["lark_grammar"]}
+            (compiled,) = json.loads(library.LLMatcher.grammar_from_regex(text))["grammars"]
+            return {"lark_grammar": compiled["lark_grammar"]}
         lark = _from_gbnf(text) if "::=" in text else text
         _check_lark(lark)
         return {"lark_grammar": lark}
@@ -331,9 +331,9 @@ def _check_lark(lark: str) -> None:
             if re.search(rf"\b{name}\s*=", options):
                 raise GrammarError(f"the grammar sets {name} of a rule, which is not supported here; leave it out")
     schemas = []
-    for found in re.finditer(r"%json\s*", lark):
+    for match in re.finditer(r"%json\s*", lark):
         try:
-            schema, _ = json.JSONDecoder().raw_decode(lark, found.end())
+            schema, _ = json.JSONDecoder().raw_decode(lark, match.end())
         except (ValueError, RecursionError):
             raise GrammarError("%json in the grammar is not followed by valid JSON; expected a schema") from None
         schemas.append(schema)
@@ -474,13 +474,13 @@ class Matcher:
 
 
 def _reason(matcher: Any) -> str:
-    found = matcher.get_error()
-    if not found or found.startswith("NoExtension"):
+    message = matcher.get_error()
+    if not message or message.startswith("NoExtension"):
         return UNSATISFIABLE
-    wrong = _REGEX_ERROR.search(found)
+    wrong = _REGEX_ERROR.search(message)
     if wrong is not None:
         return _one_line(f"{wrong[3]} at character {len(wrong[2]) + 1} of {wrong[1]}")
-    return _one_line(found.removesuffix("<non-verbose/>"))
+    return _one_line(message.removesuffix("<non-verbose/>"))
 
 
 def _one_line(text: str) -> str:

@@ -32,11 +32,12 @@ class Handle:
     output_ids: list[int] = field(default_factory=list, repr=False)  # output tokens that the host has read
     num_cached_tokens: int = 0  # of its prompt, that the prefix cache held
     paused: bool = False  # it drafts no more, and is decoded plainly
+    left_out: bool = False  # the drafter reads its tokens no more; a second one may draft for it
     error: InputError | None = None  # why it ended, if finished is "error"
     matcher: Matcher | None = None  # of its grammar; has read output_ids
     hand_off: HandOff | None = field(default=None, repr=False)  # to begin with, until then; or if it was handed over
     num_received: int = 0  # of output_ids, that came with a hand-off
-    wanted: bool = True  # until its reader aborts it
+    has_reader: bool = True  # until its reader aborts it
     inbox: collections.deque[TokenChunk] = field(default_factory=collections.deque, repr=False)
 
     table: PageTable | None = field(default=None, repr=False)  # its pages, while it has a slot

@@ -190,11 +190,11 @@ def parse(data: bytes | bytearray | memoryview | np.ndarray) -> HandOff:
     whole = np.frombuffer(data, np.uint8)
     header, body = _header(whole)
     metadata = header.pop("__metadata__", None)
-    seen = metadata.get("format") if isinstance(metadata, dict) else None
-    if seen != FORMAT:
-        raise InputError(f"the hand-off has the format {str(seen)[:40]!r}{ANOTHER}")
+    version = metadata.get("format") if isinstance(metadata, dict) else None
+    if version != FORMAT:
+        raise InputError(f"the hand-off has the format {str(version)[:40]!r}{ANOTHER}")
     tensors = {name: _tensor(name, entry, body) for name, entry in header.items()}
-    if (named := sum(each.nbytes for each in tensors.values())) != len(body):
+    if (named := sum(tensor.nbytes for tensor in tensors.values())) != len(body):
         raise InputError(f"the hand-off has {len(body)} bytes of tensors; its header names {named}{ANOTHER}")
     ids, (target, drafter, drafts) = tensors.get(TOKEN_IDS), (metadata.get(name) for name in METADATA)
     if ids is None or ids.ndim != 1 or len(ids) < 2 or ids.dtype != np.int32 or drafts not in ("True", "False"):
@@ -219,8 +219,8 @@ def _header(data: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
     return header, data[8 + size :]
 
 
-def _truncated(seen: int, expected: int) -> InputError:
-    return InputError(f"the hand-off is cut off: {seen} of {expected} bytes arrived; hand the request over again")
+def _truncated(size: int, expected: int) -> InputError:
+    return InputError(f"the hand-off is cut off: {size} of {expected} bytes arrived; hand the request over again")
 
 
 def _tensor(name: str, entry: Any, body: np.ndarray) -> np.ndarray:

@@ -146,7 +146,7 @@ class AnyEngine(abc.ABC):
         Never waits, so an event loop or a finaliser may call it: if a step is under way, the request ends before the
         next one.
         """
-        handle.wanted = False
+        handle.has_reader = False
         if handle.finished is not None:
             return
         self._to_abort.append(handle)
@@ -173,7 +173,7 @@ class AnyEngine(abc.ABC):
         """
         for _, chunk in self.run([handle]):
             yield chunk
-        if handle.error is not None and handle.wanted:
+        if handle.error is not None and handle.has_reader:
             raise handle.error
 
     def generate(self, requests: Sequence[Request]) -> Iterator[tuple[int, TokenChunk]]:
@@ -207,7 +207,7 @@ class AnyEngine(abc.ABC):
                         if chunk.finish_reason is not None:
                             ended.add(handle)
                         yield handle, chunk
-                    error = handle.error if handle in ended and handle.wanted else None
+                    error = handle.error if handle in ended and handle.has_reader else None
                     if error is not None and not isinstance(error, GrammarError):
                         raise error
                 read |= ended

@@ -28,7 +28,7 @@ def all_allowed(batch: int, width: int, vocab_size: int) -> UInt32[np.ndarray, "
 
 
 def fill(
-    masks: UInt32[np.ndarray, "B T W"], vocabulary: Vocabulary, wanted: Mapping[int, tuple[Matcher, Sequence[int]]]
+    masks: UInt32[np.ndarray, "B T W"], vocabulary: Vocabulary, matchers: Mapping[int, tuple[Matcher, Sequence[int]]]
 ) -> dict[int, int]:
     """Fill in rows of a step's masks: {row: (its matcher, the drafts it verifies)}. Return the drafts that may count.
 
@@ -41,19 +41,19 @@ def fill(
 
     batch, width, words = masks.shape
     flat = masks.view(np.int32).reshape(batch * width, words)
-    drafted = {row: (each.state.deep_copy(), list(drafts)) for row, (each, drafts) in wanted.items() if drafts}
-    plain = [(each.state, row * width) for row, (each, drafts) in wanted.items() if not drafts]
+    drafted = {row: (matcher.state.deep_copy(), list(drafts)) for row, (matcher, drafts) in matchers.items() if drafts}
+    plain = [(matcher.state, row * width) for row, (matcher, drafts) in matchers.items() if not drafts]
     if drafted:
         ahead = [(copy, row * width, drafts) for row, (copy, drafts) in drafted.items()]
         numpy.fill_next_token_bitmask_par_with_draft_tokens(vocabulary.threads, ahead, flat)
     if plain:
         numpy.fill_next_token_bitmask_par(vocabulary.threads, plain, flat)
-    counts = {row: len(drafts) for row, (_, drafts) in wanted.items()}
+    counts = {row: len(drafts) for row, (_, drafts) in matchers.items()}
     for row, (copy, tried) in drafted.items():
         if copy.is_error() or not masks[row, : len(tried) + 1].any(axis=-1).all():
-            counts[row] = _fill_one_by_one(masks[row], wanted[row][0].state, tried)
+            counts[row] = _fill_one_by_one(masks[row], matchers[row][0].state, tried)
     word, bit = divmod(vocabulary.size, MASK_BITS)
-    for row, (matcher, drafts) in wanted.items():
+    for row, (matcher, drafts) in matchers.items():
         rows = masks[row, : len(drafts) + 1]
         ends = (rows[:, word] >> np.uint32(bit)) & np.uint32(1)
         for stop in matcher.stop_token_ids:

@@ -20,7 +20,7 @@ import numpy as np
 from peagle.engine.executor import Executor, Shape
 from peagle.engine.request import Request
 from peagle.engine.state import SlotParams
-from peagle.engine.step import StepKind
+from peagle.engine.step_kinds import StepKind
 from peagle.ops.errors import InputError
 from peagle.protocols import Drafter, Target
 
@@ -59,8 +59,8 @@ class Lead:
             raise InputError("a target over several processes does not prefill at once; leave out --prefill blocked")
         number, self._executors = self._executors, self._executors + 1
         message = {"executor": number, "drafts": drafter is not None, "shape": _sent(asdict(shape))}
-        made: Leading = self.together(message, lambda: Leading(self, number, target, drafter, shape))
-        return made
+        leading: Leading = self.together(message, lambda: Leading(self, number, target, drafter, shape))
+        return leading
 
 
 class Leading(Executor):

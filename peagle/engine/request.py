@@ -74,7 +74,7 @@ class Request:
             (f"{self.name} holds", self.prompt_ids),
             ("logit bias names", tuple(token for token, _ in self.sampling.logit_bias)),
         ):
-            if outside := [each for each in ids if not 0 <= each < vocab_size]:
+            if outside := [token for token in ids if not 0 <= token < vocab_size]:
                 raise InputError(
                     f"{source} token id {outside[0]}, outside the target's vocabulary; expected 0..{vocab_size - 1}"
                 )

@@ -51,7 +51,7 @@ class DecodeState:
     drafts: jax.Array  # [B] bool
     stop_token_ids: jax.Array  # [B, MOST_STOP_TOKENS] int32, NO_STOP in unused entries
     sampling: RowSampling
-    adjustments: Adjustments | None  # only full steps take it, and keep its counts (peagle.engine.step.StepKind)
+    adjustments: Adjustments | None  # only full steps take it, and keep its counts (peagle.engine.step_kinds.StepKind)
     pace: Pace | None = None
     learned: Learned | None = None  # without a slot axis
     second_state: PyTree = None  # of the drafter that drafts beside the first, led by the slot

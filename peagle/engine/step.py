@@ -5,9 +5,7 @@
               2K rows      K+1 rows
 
 Slot b drafts and verifies widths[b] <= K tokens. Its further rows have position -1, which kernels skip. In adaptive
-steps widths are the most of each slot, and the step chooses how many to verify (peagle.engine.widths). A second
-drafter, without caches, may propose there, too; a slot takes the drafts that promise more. If those of the second are
-enough for all slots, the first does not run.
+steps widths are the most of each slot, and `propose` chooses how many to verify.
 
 A step that does not run the drafter appends the committed tokens to drafter_input, and `absorb` passes them to the
 drafter later, so that the drafter's cache has no gap when the slot drafts again. A slot without `drafts` keeps
@@ -18,170 +16,23 @@ drafts and computes the masks that `accept` takes (peagle.engine.grammar).
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
 
-import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Int, UInt32
 
 from peagle.engine.accept import Acceptance, accept, accept_by_rate
 from peagle.engine.adjust import adjust
-from peagle.engine.beside import second_of
-from peagle.engine.sampling import LogProbs, choose, draw_keys, log_probs
+from peagle.engine.propose import DRAFT_PART, has_no_room, propose, run_if
+from peagle.engine.sampling import LogProbs, log_probs
 from peagle.engine.state import DecodeState, is_stop
-from peagle.engine.widths import KEEPING_UP, StepCosts, choose_drafts, choose_widths, gains_of
-from peagle.ops.messages import (
-    Choose,
-    Chosen,
-    DrafterInput,
-    DraftOutput,
-    VerifyOutput,
-    likeliest_of,
-    likeliest_with_confidence,
-)
+from peagle.engine.step_kinds import Proposed, SourceDrafts, StepKind, StepOutput
+from peagle.engine.widths import KEEPING_UP, StepCosts
+from peagle.ops.messages import DrafterInput, VerifyOutput
 from peagle.protocols import Drafter, Target
 
-Carry = TypeVar("Carry")
-DRAFT_PART, VERIFY_PART, ACCEPT_PART = PARTS = ("draft", "verify", "accept")  # named scopes, for the profiler
-
-
-@dataclass(frozen=True)
-class StepKind:
-    """A variant of the step; each compiles its own program.
-
-    num_drafts 0: plain steps. sampled: some row is not greedy; such rows draw their drafts, by the keys of the target's
-    draws. full: some row has its logits adjusted or needs log-probabilities (peagle.engine.request.Request.full).
-    synthetic_acceptance: see `accept_by_rate`. lean: plain steps of rows that all draft no more, so nothing is kept for
-    the drafter. adaptive: widths are chosen in the step, and slots rest.
-    """
-
-    num_drafts: int
-    sampled: bool = False
-    full: bool = False
-    synthetic_acceptance: tuple[float, ...] | None = None
-    lean: bool = False
-    adaptive: bool = False
-
-    def no_costs(self, size: int) -> np.ndarray:
-        """Make the packed costs of a batch of this size before they are measured; none if nobody reads them."""
-        return StepCosts.unknown(size, self.num_drafts).pack() if self.adaptive else np.zeros((0,), np.float32)
-
-    def costs(self, packed: jax.Array, size: int) -> StepCosts:
-        """Read the packed costs of a batch of this size."""
-        return StepCosts.unpack(packed, size, self.num_drafts)
-
-    @property
-    def input_rows(self) -> int | None:
-        """Rows of drafter_input that its steps take; None: all, since a step may append its rows to them."""
-        return self.num_drafts + 1 if self.num_drafts and not self.adaptive else None
-
-    @property
-    def plain(self) -> "StepKind":
-        """Its steps without drafts."""
-        return StepKind(0, self.sampled, self.full)
-
-
-@flax.struct.dataclass
-class StepOutput:
-    """The output of a step for the host.
-
-    A slot that was done before has count 0 and num_accepted -1.
-    """
-
-    count: jax.Array | np.ndarray  # [B]: emitted tokens, 0..K+1, cut after a stop token and at the budget
-    num_accepted: jax.Array | np.ndarray  # [B]: before that cut
-    num_verified: jax.Array | np.ndarray  # [B]
-    num_drafted: jax.Array | np.ndarray  # [B]: of the source that it took; num_verified of these are token_ids
-    source: jax.Array | np.ndarray  # [B]: 0 the drafter, 1 the second one
-    done: jax.Array | np.ndarray  # [B]
-    paused: jax.Array | np.ndarray  # [B]: it drafts no more
-    caught_up: jax.Array | np.ndarray  # [B]: the drafter has read all rows before this step's
-    token_ids: jax.Array | np.ndarray  # [B, K+1]: accepted drafts, then next_token or NO_TOKEN, then leftovers
-    draft_token_ids: jax.Array | np.ndarray  # [B, K]; leftovers from num_verified on
-    log_probs: LogProbs | None = None  # of token_ids, in full steps
-
-    def padded(self, num_more: int) -> "StepOutput":
-        """Pad the output by `num_more` drafts, so that it packs as that of a step with as many more."""
-
-        def pad(leaf: jax.Array | np.ndarray) -> jax.Array:
-            return jnp.pad(leaf, ((0, 0), (0, num_more), *((0, 0) for _ in leaf.shape[2:])))
-
-        drafts, log_probs = pad(self.draft_token_ids), jax.tree.map(pad, self.log_probs)
-        return dataclasses.replace(self, token_ids=pad(self.token_ids), draft_token_ids=drafts, log_probs=log_probs)
-
-    def pack(self) -> Int[Array, "B W"]:
-        """Pack into one array: one copy to the host instead of ten."""
-        bits = (self.done, self.paused, self.caught_up, self.source)
-        flags = sum(jnp.asarray(bit).astype(jnp.int32) << place for place, bit in enumerate(bits))
-        flags = flags | jnp.asarray(self.num_drafted).astype(jnp.int32) << len(bits)
-        numbers = (self.count, self.num_accepted, self.num_verified, flags)
-        columns = [jnp.asarray(number).astype(jnp.int32)[:, None] for number in numbers]
-        columns += [jnp.asarray(self.token_ids), jnp.asarray(self.draft_token_ids)]
-        if self.log_probs is not None:
-            packed = self.log_probs.pack()
-            columns.append(packed.reshape(packed.shape[0], -1))
-        return jnp.concatenate(columns, axis=1)
-
-    @classmethod
-    def unpack(cls, packed: np.ndarray, num_drafts: int) -> "StepOutput":
-        """Undo `pack`; leading axes stay."""
-        parts = np.cumsum([1, 1, 1, 1, num_drafts + 1, num_drafts])
-        *numbers, tokens, drafts, rest = np.split(packed, parts, axis=-1)
-        count, num_accepted, num_verified, flags = (number[..., 0] for number in numbers)
-        log_probs = None
-        if rest.shape[-1]:
-            log_probs = LogProbs.unpack(rest.reshape(*rest.shape[:-1], num_drafts + 1, -1))
-        done, paused, caught_up, source = (flags >> place & 1 for place in range(4))
-        return cls(
-            count=count,
-            num_accepted=num_accepted,
-            num_verified=num_verified,
-            num_drafted=flags >> 4,
-            source=source,
-            done=done != 0,
-            paused=paused != 0,
-            caught_up=caught_up != 0,
-            token_ids=tokens,
-            draft_token_ids=drafts,
-            log_probs=log_probs,
-        )
-
-
-@flax.struct.dataclass
-class SourceDrafts:
-    """What one drafter proposed."""
-
-    token_ids: jax.Array  # [B, K]
-    confidence: jax.Array  # [B, K]
-    num: jax.Array  # [B]: how many of them
-    survival: jax.Array  # [B, K]: by the counts (peagle.engine.widths)
-
-
-@flax.struct.dataclass
-class Proposed:
-    """Drafts that are not verified yet."""
-
-    widths: jax.Array  # [B]: drafts to verify; 0 in a slot that is done
-    draft_token_ids: jax.Array  # [B, K]
-    keys: jax.Array | None  # [B, K+1, 2]: of draws (peagle.engine.sampling); None: all rows are greedy
-    ran: jax.Array  # bool: the drafter ran, so it has read drafter_input
-    num_drafted: jax.Array  # [B]
-    # of adaptive steps
-    sources: tuple[SourceDrafts, ...] = ()
-    source: jax.Array | None = None  # [B]: the one whose drafts these are
-    num_to_drafter: jax.Array | None = None  # [B]: drafts of the pass of the drafter
-    looked_up: jax.Array | None = None  # bool: the second drafter ran
-    gains: jax.Array | None = None  # [B, K]: what the drafter's are worth
-
-    def without_drafts(self) -> "Proposed":
-        """Make the proposal of a pass that verifies none of them."""
-        keys = None if self.keys is None else self.keys[:, :1]
-        return dataclasses.replace(self, draft_token_ids=self.draft_token_ids[:, :0], keys=keys)
+VERIFY_PART, ACCEPT_PART = "verify", "accept"
+PARTS = DRAFT_PART, VERIFY_PART, ACCEPT_PART  # named scopes, for the profiler
 
 
 def step(
@@ -196,34 +47,6 @@ def step(
     state, proposed = propose(drafter, state, widths, costs, kind)
     state, verified = verify(target, state, proposed)
     return accept_and_commit(state, proposed, verified, costs, kind)
-
-
-def propose(
-    drafter: Drafter | None,
-    state: DecodeState,
-    widths: Int[Array, " B"],
-    costs: StepCosts,
-    kind: StepKind,
-    may_skip: bool = True,
-) -> tuple[DecodeState, Proposed]:
-    """Propose the drafts of a step; of the state, only the drafters' changes.
-
-    may_skip: an adaptive step may leave the drafter out. If not, drafter_input has at most K + 1 rows.
-    """
-    widths = jnp.where(state.may_draft, jnp.minimum(widths, kind.num_drafts), 0)
-    keys = None
-    if kind.sampled or kind.synthetic_acceptance is not None:
-        reach = jnp.arange(1, kind.num_drafts + 2, dtype=jnp.int32)
-        keys = draw_keys(state.sampling, state.length[:, None] + reach[None, :])
-    if not kind.num_drafts:
-        none = jnp.zeros((state.slots, 0), jnp.int32)
-        return state, Proposed(widths, none, keys, jnp.zeros((), bool), widths)
-    with jax.named_scope(DRAFT_PART):
-        if kind.adaptive:
-            state, proposed = _propose_adaptively(drafter, state, widths, costs, kind, keys, may_skip)
-            return state, dataclasses.replace(proposed, keys=keys)
-        state, draft = _run_drafter(drafter, state, widths, _chooser(state, keys, kind), kind.num_drafts)
-        return state, Proposed(widths, draft.token_ids, keys, jnp.ones((), bool), widths)
 
 
 def verify(target: Target, state: DecodeState, proposed: Proposed) -> tuple[DecodeState, VerifyOutput]:
@@ -262,164 +85,6 @@ def accept_and_commit(
         else:
             acceptance = accept(drafts, logits, proposed.widths, state.sampling, keys)
         return _commit(state, proposed, verified, acceptance, costs, kind)
-
-
-def _chooser(state: DecodeState, keys: jax.Array | None, kind: StepKind) -> Choose:
-    """Return the function that chooses drafts: the likeliest, or in rows that are not greedy a draw by the keys."""
-    if not kind.sampled:
-        return likeliest_with_confidence if kind.adaptive else likeliest_of
-    # drafts are not truncated: that takes time and gains nothing (1.57, 2.03, 2.29 either way at top-p .9, K = 1, 3, 7)
-    whole_law = dataclasses.replace(
-        state.sampling,
-        top_k=jnp.zeros_like(state.sampling.top_k),
-        top_p=jnp.ones_like(state.sampling.top_p),
-        min_p=jnp.zeros_like(state.sampling.min_p),
-    )
-
-    def draw(logits: jax.Array, token_ids: jax.Array | None, first: int) -> Chosen:
-        assert keys is not None
-        index = choose(logits, whole_law, keys[:, first : first + logits.shape[1]], token_ids)
-        if not kind.adaptive:
-            return index, None
-        scaled = (
-            logits.astype(jnp.float32)
-            / jnp.where(state.sampling.greedy, 1.0, state.sampling.temperature)[:, None, None]
-        )
-        drawn = jnp.take_along_axis(scaled, jnp.maximum(index, 0)[..., None], axis=-1)[..., 0]
-        probability = jnp.exp(drawn - jax.nn.logsumexp(scaled, axis=-1))
-        return index, jnp.where(index < 0, 1.0, probability)  # what is not finite is verified, and so noticed
-
-    return draw
-
-
-def _run_drafter(
-    drafter: Drafter | None, state: DecodeState, num: Int[Array, " B"], chooser: Choose, num_drafts: int
-) -> tuple[DecodeState, DraftOutput]:
-    """Let the drafter read its input, of K + 1 rows at most, and propose num[b] <= K drafts."""
-    assert drafter is not None
-    assert state.drafter_input is not None
-    whole = state.drafter_input
-    first_position = jnp.where(state.keeps_up, whole.first_position, -1)
-    num_rows = num_drafts + 1
-    drafter_input = DrafterInput(
-        whole.token_ids[:, :num_rows], whole.aux_hidden[:, :num_rows], whole.num, first_position
-    )
-    draft, drafter_state = drafter.propose(state.drafter_state, drafter_input, num, num_drafts, chooser)
-    return dataclasses.replace(state, drafter_state=drafter_state), draft
-
-
-def _propose_adaptively(
-    drafter: Drafter | None,
-    state: DecodeState,
-    limits: Int[Array, " B"],
-    costs: StepCosts,
-    kind: StepKind,
-    keys: jax.Array | None,
-    may_skip: bool,
-) -> tuple[DecodeState, Proposed]:
-    """Propose drafts in a step in which some slot may draft now; in another one there are none."""
-    assert state.pace is not None
-    evaluates = functools.partial(_propose_by_sources, drafter, limits, costs, kind, keys, may_skip)
-    if not may_skip:
-        return evaluates(state)
-    now = ~state.pace.given_up
-    if second_of(drafter) is not None:
-        now |= state.pace.idle == 0
-    shapes = jax.eval_shape(evaluates, state)[1]
-    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    return _run_if(jnp.any(now & (limits > 0)), lambda carry: evaluates(carry[0]), (state, nothing))
-
-
-def _run_if(condition: jax.Array, function: Callable[[Carry], Carry], carry: Carry) -> Carry:
-    """Run a function once if the condition holds. XLA on CPU copies the pages that a `cond` changes, not a loop's."""
-
-    def body(run: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
-        return jnp.zeros((), bool), function(run[1])
-
-    result: Carry = jax.lax.while_loop(lambda run: run[0], body, (condition, carry))[1]
-    return result
-
-
-def _propose_by_sources(
-    drafter: Drafter | None,
-    limits: Int[Array, " B"],
-    costs: StepCosts,
-    kind: StepKind,
-    keys: jax.Array | None,
-    may_skip: bool,
-    state: DecodeState,
-) -> tuple[DecodeState, Proposed]:
-    """Propose limits[b] drafts at most of each slot by the better of its sources, and choose how many to verify."""
-    learned, pace, num_drafts = state.learned, state.pace, kind.num_drafts
-    assert learned is not None
-    assert pace is not None
-    assert state.drafter_input is not None
-    num_active, sampled = jnp.sum(~state.done, dtype=jnp.int32), ~state.sampling.greedy
-    rate, chooser = jnp.maximum(learned.rate, 1.0), _chooser(state, keys, kind)
-    known_gains, looked_up = pace.gain_or(learned.gain), None
-    worth_looked_up = jnp.zeros((state.slots,), jnp.float32)
-    if (second := second_of(drafter)) is not None:
-        state, looked_up = _look_up(second, state, limits, chooser, num_drafts)
-        trusted = looked_up.survival * pace.trust[:, 1:]
-        worth_looked_up = jnp.sum(gains_of(trusted, limits, costs, num_active, rate), axis=1)
-
-    to_drafter, ran = jnp.where(pace.given_up, 0, limits), jnp.ones((), bool)
-    if may_skip:
-        to_drafter = choose_drafts(known_gains, to_drafter, num_active, costs, rate)
-        place = jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
-        worth = jnp.sum(jnp.where(place < to_drafter[:, None], known_gains, 0.0), axis=1) - worth_looked_up
-        time = rate * num_active.astype(jnp.float32) * costs.of_drafts(jnp.sum(to_drafter))
-        pays = jnp.sum(jnp.maximum(worth, 0.0)) >= time
-        to_drafter = jnp.where(pays, to_drafter, 0)
-        ran = jnp.any(to_drafter > 0) | jnp.any(state.keeps_up & _has_no_room(state, num_drafts))
-
-    def run(carry: tuple[DecodeState, DraftOutput]) -> tuple[DecodeState, DraftOutput]:
-        state, _ = carry
-        if may_skip:
-            assert state.drafter_input is not None
-            behind = jnp.any(state.keeps_up & (state.drafter_input.num > num_drafts + 1))
-            state = _run_if(behind, functools.partial(absorb, drafter), state)
-        state, draft = _run_drafter(drafter, state, to_drafter, chooser, num_drafts)
-        unsure = jnp.full(draft.token_ids.shape, 0.5, jnp.float32)  # of a drafter that does not say
-        confidence = unsure if draft.confidence is None else draft.confidence
-        return state, DraftOutput(draft.token_ids, confidence=confidence)
-
-    shape = (state.slots, num_drafts)
-    none = DraftOutput(jnp.zeros(shape, jnp.int32), confidence=jnp.zeros(shape, jnp.float32))
-    state, draft = _run_if(ran, run, (state, none)) if may_skip else run((state, none))
-    assert draft.confidence is not None
-    counted = learned.survival(0, sampled, draft.confidence)
-    drafts = SourceDrafts(draft.token_ids, draft.confidence, to_drafter, counted)
-
-    survival = counted * pace.trust[:, :1]
-    gains = gains_of(survival, to_drafter, costs, num_active, rate)
-    token_ids, num, source = drafts.token_ids, to_drafter, jnp.zeros((state.slots,), jnp.int32)
-    sources: tuple[SourceDrafts, ...] = (drafts,)
-    if looked_up is not None:
-        # where times are unknown the first source is counted, undisturbed (`Engine.count_acceptance`)
-        takes = (worth_looked_up > jnp.sum(gains, axis=1)) & (costs.of_rows(num_active) > 0)
-        source, sources = takes.astype(jnp.int32), (drafts, looked_up)
-        token_ids = jnp.where(takes[:, None], looked_up.token_ids, token_ids)
-        survival = jnp.where(takes[:, None], looked_up.survival * pace.trust[:, 1:], survival)
-        num = jnp.where(takes, limits, num)
-    widths = choose_widths(survival, num, num_active, costs, rate)
-    used = jnp.full((), looked_up is not None)
-    return state, Proposed(widths, token_ids, None, ran, num, sources, source, to_drafter, used, gains)
-
-
-def _look_up(
-    second: Drafter, state: DecodeState, limits: Int[Array, " B"], chooser: Choose, num_drafts: int
-) -> tuple[DecodeState, SourceDrafts]:
-    """Let the second drafter read the input, all of it, and propose."""
-    assert state.learned is not None
-    assert state.drafter_input is not None
-    first_position = jnp.where(state.may_draft, state.drafter_input.first_position, -1)
-    drafter_input = dataclasses.replace(state.drafter_input, first_position=first_position)
-    draft, second_state = second.propose(state.second_state, drafter_input, limits, num_drafts, chooser)
-    assert draft.confidence is not None
-    survival = state.learned.survival(1, ~state.sampling.greedy, draft.confidence)
-    drafts = SourceDrafts(draft.token_ids, draft.confidence, limits, survival)
-    return dataclasses.replace(state, second_state=second_state), drafts
 
 
 def _commit(
@@ -464,11 +129,11 @@ def _commit(
         remaining=remaining,
         drafts=state.drafts & ~too_far_behind,
     )
-    token_ids, found = jnp.where(place == accepted, acceptance.next_token[:, None], run), None
+    token_ids, token_log_probs = jnp.where(place == accepted, acceptance.next_token[:, None], run), None
     if kind.full:
         assert state.adjustments is not None
         after = dataclasses.replace(after, adjustments=state.adjustments.emitted(run, kept))
-        found = log_probs(verified.logits, token_ids)
+        token_log_probs = log_probs(verified.logits, token_ids)
     output = StepOutput(
         count=count,
         num_accepted=jnp.where(active, acceptance.num_accepted, -1),
@@ -478,9 +143,10 @@ def _commit(
         done=done,
         paused=~after.drafts,
         caught_up=proposed.ran & state.keeps_up,
+        left_out=jnp.zeros_like(done) if after.pace is None else after.pace.given_up,
         token_ids=token_ids,
         draft_token_ids=drafts,
-        log_probs=found,
+        log_probs=token_log_probs,
     )
     return after, output
 
@@ -519,15 +185,9 @@ def _paced(
     pace = pace.after(active, proposed.gains, drafted, found_nothing, learned.gain)
     # reading what was not drafted for takes about a pass for every K + 1 tokens
     too_dear = costs.of_drafts(num_active) > KEEPING_UP * (num_drafts + 1)
-    behind = active & _has_no_room(state, 2 * num_drafts) & ~proposed.ran
+    behind = active & has_no_room(state, 2 * num_drafts) & ~proposed.ran
     pace = dataclasses.replace(pace, given_up=pace.given_up | (behind & too_dear))
     return dataclasses.replace(state, pace=pace, learned=learned)
-
-
-def _has_no_room(state: DecodeState, num_drafts: int) -> Bool[Array, " B"]:
-    """Test which slots' drafter_input has no room for the rows of a step."""
-    assert state.drafter_input is not None
-    return state.drafter_input.num + num_drafts + 1 > state.drafter_input.token_ids.shape[1]
 
 
 def _known(
@@ -601,35 +261,6 @@ def _input_after(
     return DrafterInput(token_ids, aux, num, first_position), full
 
 
-def absorb(drafter: Drafter | None, state: DecodeState) -> DecodeState:
-    """Let the drafters absorb their input but the last row of each slot: their next pass begins there."""
-    before = state.drafter_input
-    assert drafter is not None
-    assert before is not None
-    place = jnp.arange(before.token_ids.shape[1], dtype=jnp.int32)[None, :]
-    taken = (place < before.num[:, None] - 1) & state.may_draft[:, None]
-    positions = jnp.where(taken, before.first_position[:, None] + place, -1)
-    with jax.named_scope(DRAFT_PART):
-        second_state = state.second_state
-        if (second := second_of(drafter)) is not None:
-            second_state = second.absorb(second_state, before.token_ids, before.aux_hidden, positions)
-        positions = jnp.where(state.keeps_up[:, None], positions, -1)
-        drafter_state = drafter.absorb(state.drafter_state, before.token_ids, before.aux_hidden, positions)
-    last = jnp.where(state.done, 0, jnp.maximum(before.num - 1, 0))  # rows that stand still keep their input
-
-    def first(rows: jax.Array) -> jax.Array:
-        index = last.reshape(-1, *(1 for _ in rows.shape[1:]))
-        return jax.lax.dynamic_update_slice_in_dim(rows, jnp.take_along_axis(rows, index, axis=1), 0, 1)
-
-    left = DrafterInput(
-        first(before.token_ids),
-        first(before.aux_hidden),
-        jnp.where(state.done, before.num, jnp.minimum(before.num, 1)),
-        before.first_position + last,
-    )
-    return dataclasses.replace(state, drafter_input=left, drafter_state=drafter_state, second_state=second_state)
-
-
 def steps(
     target: Target,
     drafter: Drafter | None,
@@ -669,7 +300,7 @@ def steps(
 
         some = jnp.any(proposed.widths > 0)
         run = state, jnp.zeros((state.slots, packed_width), jnp.int32)
-        return _run_if(~some, narrow, _run_if(some, wide, run))
+        return run_if(~some, narrow, run_if(some, wide, run))
 
     if most == 1:
         state, packed = one(state)

@@ -5,25 +5,27 @@ Every program runs once over no slot. So later times include no compilation, and
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
+from peagle.engine.cost_store import read_costs, store_for, write_costs
 from peagle.engine.executor import chunk_plan, step_plan
 from peagle.engine.loop import Measuring
 from peagle.engine.masks import all_allowed
 from peagle.engine.request import Request
 from peagle.engine.state import SlotParams
-from peagle.engine.step import StepKind
+from peagle.engine.step_kinds import StepKind
 from peagle.engine.widths import CostTable, StepCosts
 from peagle.ops import interrupt
 
 if TYPE_CHECKING:
     from peagle.engine.engine import Engine
 
-LEAST_ROUNDS, MOST_ROUNDS = 5, 12  # until the two shortest times of each case agree
+LEAST_ROUNDS, MOST_ROUNDS, MOST_S = 5, 12, 1.0  # until the two shortest times of each case agree; of each number
 AGREEMENT = 1.1
 
 
@@ -101,6 +103,16 @@ class WarmUp:
         masks = all_allowed(size, kind.num_drafts + 1, engine.target.vocab_size)
         engine.executor.accept_and_commit(plan, costs, masks, np.zeros((size,), np.int32), kind)
 
+    def costs(self, measuring: Measuring) -> CostTable:
+        """Return the costs that were kept for such an engine on this machine, or measure and keep them."""
+        store = store_for(self._engine.config, self._engine.fingerprints)
+        costs = read_costs(store)
+        if costs is None:
+            costs = self.measure_costs(measuring)
+            if self.steady:  # else they are measured again next time
+                write_costs(store, costs)
+        return costs
+
     def measure_costs(self, measuring: Measuring) -> CostTable:
         """Measure steps in plain steps at 1, 2, 4, ... active slots.
 
@@ -112,32 +124,37 @@ class WarmUp:
         verify, draft = {}, {}
         for done, active in enumerate(numbers):
             cases, rounds = _cases(active, k), list[dict[_Case, float]]()
-            while len(rounds) < LEAST_ROUNDS or (len(rounds) < MOST_ROUNDS and _differ(rounds)):
-                measuring(done * MOST_ROUNDS + len(rounds), len(numbers) * MOST_ROUNDS)
-                turn = len(rounds) % len(cases)
-                rounds.append(self._measure_round(active, cases[turn:] + cases[:turn]))
+            with self._prompts_of(active) as prompts:
+                started = time.perf_counter()
+                while len(rounds) < LEAST_ROUNDS or (
+                    len(rounds) < MOST_ROUNDS and time.perf_counter() < started + MOST_S and _differ(rounds)
+                ):
+                    measuring(done * MOST_ROUNDS + len(rounds), len(numbers) * MOST_ROUNDS)
+                    turn = len(rounds) % len(cases)
+                    rounds.append(self._measure_round(prompts, cases[turn:] + cases[:turn]))
             self.steady &= not _differ(rounds)
             seconds = {case: min(by[case] for by in rounds) for case in cases}
-            time = {case: value / seconds[_PLAIN] for case, value in seconds.items()}
+            times = {case: value / seconds[_PLAIN] for case, value in seconds.items()}
             # a step that drafts and verifies nothing costs what drafting does
-            drafted = time[_Case(active, k, 0)]
+            drafted = times[_Case(active, k, 0)]
             draft[active] = (
                 (0, 0.0),
-                *sorted((case.count, max(time[case] - 1.0, 0.0)) for case in time if case.count and not case.width),
+                *sorted((case.count, max(times[case] - 1.0, 0.0)) for case in times if case.count and not case.width),
             )
             verify[active] = (
                 (active, 1.0),
                 *sorted(
-                    (active + case.verified, max(1.0 + time[case] - drafted, 1.0))
-                    for case in time
+                    (active + case.verified, max(1.0 + times[case] - drafted, 1.0))
+                    for case in times
                     if case.slots == active and case.verified
                 ),
             )
         self._engine.executor.relearn()
         return CostTable(verify, draft)
 
-    def _measure_round(self, active: int, cases: Sequence["_Case"]) -> dict["_Case", float]:
-        """Measure seconds of each case once, with `active` slots of random tokens."""
+    @contextmanager
+    def _prompts_of(self, active: int) -> Iterator["_Prompts"]:
+        """Compute the prompts, random tokens, of so many slots."""
         engine, config = self._engine, self._engine.config
         k, shape = config.num_speculative_tokens, config.pass_shapes[0]
         room = min(config.context, engine.memory.num_tokens // active) - 2
@@ -153,26 +170,43 @@ class WarmUp:
             assert reserved, "an idle engine has pages"
             plan = chunk_plan([tokens], [0], [0], shape[1], engine.memory.row(table)[None])
             engine.executor.prefill(plan, drafts=True)
-        params = SlotParams.of(Request((0,) * length, config.context), (), engine.target.vocab_size)
-        lengths, unknown = np.asarray([length], np.int32), np.asarray([-1], np.int32)
-        size = engine.batches.size_for(active)
-        rows = np.full((size, sum(engine.memory.widths)), -1, np.int32)
+        rows = np.full((engine.batches.size_for(active), sum(engine.memory.widths)), -1, np.int32)
         rows[:active] = [engine.memory.row(table) for table in tables]
+        try:
+            yield _Prompts(active, length, steps, rows)
+        finally:
+            for table in tables:
+                engine.memory.pool.close(table)
+
+    def _measure_round(self, prompts: "_Prompts", cases: Sequence["_Case"]) -> dict["_Case", float]:
+        """Measure seconds of each case once."""
+        engine, active, size = self._engine, prompts.count, len(prompts.rows)
+        k = engine.config.num_speculative_tokens
+        params = SlotParams.of(Request((0,) * prompts.length, engine.config.context), (), engine.target.vocab_size)
+        lengths, unknown = np.asarray([prompts.length], np.int32), np.asarray([-1], np.int32)
         seconds = {}
         for case in cases:
             for slot in range(active):  # back to where its prompt ended; the first token is any
                 engine.executor.admit([0], np.asarray([slot], np.int32), lengths, unknown, [params])
             engine.executor.settle()
             widths = [case.num_drafts] * case.slots + [0] * (active - case.slots)
-            plan = step_plan(range(active), widths, rows, config.slots)
+            plan = step_plan(range(active), widths, prompts.rows, engine.config.slots)
             kind = engine.batches.kind(k if case.num_drafts else 0, sampled=False)
             costs = case.forcing(active, size, k).pack() if case.num_drafts else kind.no_costs(size)
             started = time.perf_counter()
-            jax.block_until_ready(engine.executor.steps(plan, costs, steps, kind))
+            jax.block_until_ready(engine.executor.steps(plan, costs, prompts.steps, kind))
             seconds[case] = time.perf_counter() - started
-        for table in tables:
-            engine.memory.pool.close(table)
         return seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prompts:
+    """Prompts from which steps are measured."""
+
+    count: int
+    length: int
+    steps: int  # that their pages have room for
+    rows: np.ndarray  # of a plan: their tables
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ Whatever is chosen here changes time alone, never a token (peagle.engine.accept)
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import flax.struct
@@ -47,6 +47,7 @@ GAIN_STEPS, ALL_GAINS_STEPS = 3.0, 32.0  # passes over which gains are averaged:
 DRIFT_STEPS = 64.0  # steps without the drafter over which a slot's gain drifts back to that of all
 ALL_DRIFT_STEPS = 2048.0  # and that of all to the first
 KEEPING_UP = 0.05  # share of the time that it may take to let a drafter that does not draft read the tokens
+GOOD_CHANCE = 0.85  # of a draft, if those before it were accepted: where even this does not pay nothing is drafted
 IDLE = 3  # steps without a look-up after one that proposed nothing
 
 # [greedy, sampled][position][bin]: (tried, accepted)
@@ -287,6 +288,15 @@ class CostTable:
 
     verify: Mapping[int, tuple[tuple[int, float], ...]]
     draft: Mapping[int, tuple[tuple[int, float], ...]]
+    _kept: dict[tuple[str, int, int, int], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def packed(self, num_active: int, size: int, num_drafts: int) -> np.ndarray:
+        """Make the packed costs of `at`; once, since every dispatch needs them."""
+        key = "packed", num_active, size, num_drafts
+        if key not in self._kept:
+            self._kept[key] = self.at(num_active, size, num_drafts).pack()
+        packed: np.ndarray = self._kept[key]
+        return packed
 
     def at(self, num_active: int, size: int, num_drafts: int) -> StepCosts:
         """Make the costs of a batch of `size` entries with so many active slots."""
@@ -299,11 +309,14 @@ class CostTable:
         return StepCosts(verify.astype(np.float32), draft.astype(np.float32))
 
     def pays(self, num_active: int, num_drafts: int) -> bool:
-        """Whether drafting would pay with so many active slots if every draft were accepted."""
-        costs = self.at(num_active, num_active, num_drafts)
-        more = np.arange(1, num_drafts + 1)
-        times = np.asarray(costs.draft)[num_active * more] + np.asarray(costs.verify)[num_active * (1 + more)]
-        return bool(np.any(1 + more > times))
+        """Whether drafts pay with so many active slots if nearly all are accepted, and looked up in no time."""
+        key = "pays", num_active, num_active, num_drafts
+        if key not in self._kept:
+            more = np.arange(1, num_drafts + 1)
+            times = np.asarray(self.at(num_active, num_active, num_drafts).verify)[num_active * (1 + more)]
+            self._kept[key] = bool(np.any(1 + np.cumsum(GOOD_CHANCE**more) > times))
+        pays: bool = self._kept[key]
+        return pays
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON's values."""

@@ -2,17 +2,17 @@
 
     pp N        prefill: N tokens a row into empty caches, in the engine's chunks; also at once, in blocks of rows
     tg N        decoding: N steps of the engine's own loop, as in `peagle generate`, after `context` tokens, with a
-                request in every slot; at several numbers of slots, and with one request in the most slots, since an
-                idle slot must cost nothing. With K > 0: steps that draft K tokens and accept none
-    verify T    one pass over T rows a sequence after `context` tokens: the cost of a step with K = T - 1 drafts without
-                drafting. v(T) = time(T) / time(1): speculation pays if a step gives more tokens than that
+                request in every slot; at several numbers of slots, and with one request in the most slots, because
+                idle slots must cost nothing. With K > 0: steps that draft K tokens and accept none
+    verify T    one pass over T rows a sequence after `context` tokens: a step with K = T - 1 drafts, without drafting
+                them. v(T) = time(T) / time(1): speculation pays if a step gives more tokens than that
 
 Prompts and verified rows are random token ids, so that routing is spread over the experts. Programs are compiled and
 run once before anything is timed. Tests run in turns, forwards and backwards, so that drift of the machine affects all
 tests equally.
 
-Steps of decoding are timed while all slots are active. Slots are filled one after the other, so the first requests have
-decoded a few more tokens by then.
+Steps of decoding are timed while all slots are active. Slots fill one after the other, so the first requests have a few
+more tokens by then.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ Progress = Callable[[Stage, int, int, float | None], None]  # (stage, runs that 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """The choice of tests. Raises InputError for impossible values; see also `check`."""
+    """The tests to run. Raises InputError for impossible values; see also `check`."""
 
     prompt_lengths: tuple[int, ...] = (128, 512)
     new_tokens: tuple[int, ...] = (64,)
@@ -67,8 +67,8 @@ class BenchOptions:
             if wrong := [value for value in ((values,) if isinstance(values, int) else values) if value < 1]:
                 raise InputError(f"{name} is {wrong[0]}; expected 1 or more", name)
         if not self.new_tokens and (self.drafts or len(set(self.slots)) > 1):
-            given = "-k is" if self.drafts else "several --slots are"
-            raise InputError(f"{given} given, but no decoding test, to which it applies; give -n 1 or more")
+            option = "-k is" if self.drafts else "several --slots are"
+            raise InputError(f"{option} given, but no decoding test, to which it applies; give -n 1 or more")
         for k in self.drafts:
             check_num_drafts(k, plain=False)
         if self.blocked is not None:
@@ -86,13 +86,13 @@ class BenchOptions:
         widths = sorted({1, *self.widths}) if self.widths else ()
         slots = sorted({1, *self.slots}) if len(set(self.slots)) > 1 else self.slots[:1]
         ways = (False,) if self.blocked is None else (False, True)
-        found = [Case("pp", size, self.batch, blocked=way) for size in self.prompt_lengths for way in ways]
+        cases = [Case("pp", size, self.batch, blocked=way) for size in self.prompt_lengths for way in ways]
         for size in self.new_tokens:
-            found += [Case("tg", size, n, num_drafts=k) for n in slots for k in (0, *self.drafts)]
+            cases += [Case("tg", size, n, num_drafts=k) for n in slots for k in (0, *self.drafts)]
             if len(slots) > 1:
-                found.append(Case("tg", size, slots[-1], idle=slots[-1] - 1))
-        found += [Case("verify", size, self.batch) for size in widths]
-        return tuple(dict.fromkeys(found))
+                cases.append(Case("tg", size, slots[-1], idle=slots[-1] - 1))
+        cases += [Case("verify", size, self.batch) for size in widths]
+        return tuple(dict.fromkeys(cases))
 
     def check(self, max_positions: int, steps_per_dispatch: int = 1) -> None:
         """Raise InputError if a test takes more positions than the target has."""
@@ -111,7 +111,7 @@ class BenchOptions:
                 )
 
     def budget(self, case: "Case", steps_per_dispatch: int) -> int:
-        """Compute the budget of each request of a decoding test, so that none ends before the test does.
+        """Compute the budget of a decoding test's requests, so that none ends before the test.
 
         It is the sum of the first token, from prefill; the steps between the chunks of later prompts, at most a
         dispatch a chunk; and the timed steps, in whole dispatches. Example: 3 tokens in 2 slots, prompts of one chunk,
@@ -154,11 +154,11 @@ class Measurement:
 
     @property
     def tok_per_s(self) -> Spread:
-        return Spread.of([self.num_tokens / each for each in self.seconds])
+        return Spread.of([self.num_tokens / s for s in self.seconds])
 
     @property
     def ms_per_pass(self) -> Spread:
-        return Spread.of([1000 * each / self.passes for each in self.seconds])
+        return Spread.of([1000 * s / self.passes for s in self.seconds])
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class Bench:
     interrupted: bool = False
 
     def v(self, measurement: Measurement) -> float | None:
-        """Return time(T) / time(1) of a verify test, medians; None for other tests and without time(1)."""
+        """Return time(T) / time(1) of a verify test, by medians; None if it is not known."""
         if measurement.case.kind != "verify":
             return None
         return self._over(measurement, dataclasses.replace(measurement.case, size=1))
@@ -214,8 +214,8 @@ class Bench:
         return None if ratio is None else case.active / ratio
 
     def _over(self, measurement: Measurement, other: Case) -> float | None:
-        """Return a pass's time over that of another test, medians; None if the other was not measured."""
-        base = [each for each in self.measurements if each.case == other]
+        """Divide a pass's median time by that of another test; None if that was not measured."""
+        base = [known for known in self.measurements if known.case == other]
         return measurement.ms_per_pass.median / base[0].ms_per_pass.median if base else None
 
 
@@ -254,10 +254,10 @@ def bench(pair: Pair, options: BenchOptions, progress: Progress | None = None) -
 
 
 def _left_s(seconds: Mapping[Case, Sequence[float]], repeats: int) -> float | None:
-    """Estimate the time of the runs that are left, by each test's own; None before each test had one."""
+    """Estimate the time of the runs that are left; None before every test had one."""
     if not all(seconds.values()):
         return None
-    return sum(statistics.mean(each) * (repeats - len(each)) for each in seconds.values())
+    return sum(statistics.mean(times) * (repeats - len(times)) for times in seconds.values())
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ def _prepare_prefill(
 def _prepare_decoding(case: Case, pair: Pair, options: BenchOptions, rng: np.random.Generator) -> _Run:
     """Prepare `size` steps of the engine's own loop while all requests are active.
 
-    All drafts are rejected, so that drafted and plain steps are at the same positions.
+    No draft is accepted, so that drafted and plain steps are at the same positions.
     """
     budget = options.budget(case, pair.steps_per_dispatch)
     prompts = _random_ids(rng, pair.plain_target, case.active, options.context)
@@ -332,7 +332,7 @@ def _prepare_decoding(case: Case, pair: Pair, options: BenchOptions, rng: np.ran
 
 
 def time_steps(chunks: Generator[tuple[int, TokenChunk], None, None], num_requests: int, count: int) -> float:
-    """Time `count` steps of an engine, in seconds, while all requests are active; then close `chunks`.
+    """Time `count` steps of an engine while all requests are active; then close `chunks`.
 
     chunks: those of `Engine.generate`. The time begins with the last request's first token. Steps are counted in the
     first request, since all requests share each step. Raises RuntimeError if the first request ends before.
@@ -348,8 +348,8 @@ def time_steps(chunks: Generator[tuple[int, TokenChunk], None, None], num_reques
                 arrived.append(chunk)
             if waiting:
                 continue
-            timed = [each for each in arrived if each.time_s > begun]
-            if (steps := sum(len(each.steps) for each in timed)) >= count:
+            timed = [late for late in arrived if late.time_s > begun]
+            if (steps := sum(len(late.steps) for late in timed)) >= count:
                 return (timed[-1].time_s - begun) * count / steps
     raise RuntimeError(f"the first request ended before all {num_requests} had decoded {count} steps together")
 
@@ -395,7 +395,7 @@ class _Verify:
 
 
 def _prefill(target: Target, token_ids: np.ndarray, capacity: int, chunk: int, widest_write: int) -> PyTree:
-    """Prefill token_ids [B, T] chunk by chunk into caches with room for passes of widest_write rows."""
+    """Prefill token_ids [B, T] by chunks, into caches for passes of widest_write rows."""
     caches = _empty(target, token_ids.shape[0], capacity, max(chunk, widest_write))
     for start in range(0, token_ids.shape[1], chunk):
         piece = token_ids[:, start : start + chunk]
@@ -434,7 +434,7 @@ def _at_once(
 def _verify_passes(
     target: Target, caches: PyTree, token_ids: jax.Array, lengths: jax.Array, turn: jax.Array, passes: jax.Array
 ) -> tuple[PyTree, jax.Array]:
-    """Run passes over the next sets of token_ids [sets, B, T]; return (caches, a digest of all logits)."""
+    """Run passes over sets of token_ids [sets, B, T]; return (caches, a digest of all logits)."""
 
     positions = lengths[:, None] + jnp.arange(token_ids.shape[2], dtype=jnp.int32)[None, :]
 

@@ -1,17 +1,16 @@
-"""What the law of acceptance allows a drafter at a temperature, measured along an output.
+"""Measure along an output the acceptance that a temperature allows any drafter.
 
-p is the distribution that the target draws a token from, q the drafter's for the same place. Whatever the rule of
-acceptance, as long as the output stays the target's own,
+p is the target's distribution at a position, q the drafter's. Under any rule of acceptance that keeps the output the
+target's own,
 
     a draft that is the drafter's best token d is accepted with probability p(d)              one-hot drafts
     a draft that is drawn from q is accepted with probability sum min(p, q) at most           sampled drafts
     no one-hot draft is accepted with a higher probability than max p                         the best guess
 
 (arXiv 2211.17192. Sampled drafts of `peagle.engine.accept`, drawn by the target's own noise, reach between
-o / (2 - o) and o = sum min(p, q).) So 1 - max p is the target's own
-uncertainty, and only what lies between a drafter's one-hot figure and max p can be trained away. The figures are
-recomputed by teacher forcing, at the places whose draft a step verified after it had accepted all before: where
-acceptance is counted.
+o / (2 - o) and o = sum min(p, q).) So 1 - max p is the target's own uncertainty: training can gain only the difference
+between a drafter's one-hot figure and max p. Teacher forcing recomputes the figures at the positions that acceptance
+counts: those of drafts that a step verified after it had accepted all drafts before them.
 """
 
 import dataclasses
@@ -35,9 +34,9 @@ CHUNK = 32  # tokens of one pass
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """Sums over the places of one output, by draft [K]."""
+    """Sums over the positions of one output, by draft [K]."""
 
-    tried: tuple[int, ...]  # places
+    tried: tuple[int, ...]  # positions
     one_hot: tuple[float, ...]  # p(d)
     best: tuple[float, ...]  # max p
     sampled: tuple[float, ...] | None  # sum min(p, q); None: the drafter has no distribution
@@ -59,23 +58,23 @@ def bound(target: Target, drafter: Drafter, result: Result) -> Bound | None:
     sums = np.zeros((3, k))
     sampled = True
     for step in steps:
-        # row j stands at place length + j, which the text reaches
+        # row j is at position length + j, which the text reaches
         rows = min(step.num_accepted + 1, len(step.draft_token_ids), len(text) - step.length)
         first = step.length - len(request.prompt_ids)
-        given = np.pad(probs[first : first + rows], ((0, k - rows), (0, 0)))
-        found = walk.at(step.length, len(step.draft_token_ids), given)
-        sampled = sampled and found[2] is not None
+        padded = np.pad(probs[first : first + rows], ((0, k - rows), (0, 0)))
+        figures = walk.at(step.length, len(step.draft_token_ids), padded)
+        sampled = sampled and figures[2] is not None
         tried[:rows] += 1
-        for total, each in zip(sums, found, strict=True):
-            total[:rows] += 0.0 if each is None else np.asarray(each)[:rows]
-    one_hot, best, both = (tuple(each.tolist()) for each in sums)
+        for total, figure in zip(sums, figures, strict=True):
+            total[:rows] += 0.0 if figure is None else np.asarray(figure)[:rows]
+    one_hot, best, both = map(tuple, sums.tolist())
     return Bound(tuple(tried.tolist()), one_hot, best, both if sampled else None)
 
 
 def _row(sampling: SamplingParams) -> RowSampling:
-    reals = (np.array([each], np.float32) for each in (sampling.temperature, sampling.top_p, sampling.min_p))
+    reals = (np.array([real], np.float32) for real in (sampling.temperature, sampling.top_p, sampling.min_p))
     temperature, top_p, min_p = reals
-    top_k, seed, index = (np.array([each], np.int32) for each in (sampling.top_k, fold_seed(sampling.seed), 0))
+    top_k, seed, index = (np.array([number], np.int32) for number in (sampling.top_k, fold_seed(sampling.seed), 0))
     return RowSampling(temperature, top_k, top_p, min_p, seed, index)  # type: ignore[arg-type]  # NumPy's, too
 
 
@@ -87,29 +86,29 @@ def _with_logits(drafter: Drafter) -> Drafter:
 
 
 def _capacity(num_tokens: int) -> int:
-    """Return a power of two that holds so many tokens: texts of most lengths share their programs."""
+    """Round up to a power of two, so that most texts share their programs."""
     return max(256, 1 << (num_tokens - 1).bit_length())
 
 
 def _read(target: Target, text: Sequence[int], first: int, sampling: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
-    """Run the target over a text; return (distributions after the tokens from `first` on, aux_hidden of all)."""
+    """Run the target over a text; return (distributions from token `first` on, aux_hidden)."""
     cache = target.init_cache(1, _capacity(len(text)), CHUNK)
     probs, aux = [], []
     for start in range(0, len(text), CHUNK):
         ids = np.zeros((1, CHUNK), np.int32)
         count = min(CHUNK, len(text) - start)
         ids[0, :count] = text[start : start + count]
-        wanted = start + count > first
-        found, hidden, cache = _read_chunk(
-            target, ids, np.int32(start), np.int32(count), cache, _row(sampling), wanted=wanted
+        in_output = start + count > first
+        chunk, hidden, cache = _read_chunk(
+            target, ids, np.int32(start), np.int32(count), cache, _row(sampling), needs_probs=in_output
         )
         aux.append(np.asarray(hidden)[0, :count])
-        if found is not None:
-            probs.append(np.asarray(found)[0, max(first - start, 0) : count])
+        if chunk is not None:
+            probs.append(np.asarray(chunk)[0, max(first - start, 0) : count])
     return np.concatenate(probs), np.concatenate(aux)
 
 
-@functools.partial(jax.jit, static_argnames="wanted", donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames="needs_probs", donate_argnames="cache")
 def _read_chunk(
     target: Target,
     token_ids: jax.Array,
@@ -118,17 +117,17 @@ def _read_chunk(
     cache: PyTree,
     sampling: RowSampling,
     *,
-    wanted: bool,
+    needs_probs: bool,
 ) -> tuple[jax.Array | None, jax.Array, PyTree]:
     place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
     positions = jnp.where(place < count, begin + place, -1)
-    rows = None if wanted else jnp.zeros((1, 1), jnp.int32)
+    rows = None if needs_probs else jnp.zeros((1, 1), jnp.int32)
     output, cache = target.extend(token_ids, positions, cache, rows)
-    return probabilities(output.logits, sampling) if wanted else None, output.aux_hidden, cache
+    return probabilities(output.logits, sampling) if needs_probs else None, output.aux_hidden, cache
 
 
 class _Walk:
-    """A drafter that follows a text from step to step, as it did when the text was decoded."""
+    """A drafter that follows a text step by step, as in decoding."""
 
     def __init__(
         self, drafter: Drafter, text: Sequence[int], aux_hidden: np.ndarray, k: int, sampling: SamplingParams
@@ -138,13 +137,13 @@ class _Walk:
         widest = max(CHUNK, 2 * k)
         self._state = drafter.init_state(1, _capacity(len(text) + k + 1), widest)
         self._absorbed = 0
-        # drafts are drawn at the request's temperature, not truncated (peagle.engine.step)
+        # drafts are drawn at the request's temperature, not truncated (peagle.engine.propose)
         self._sampling = _row(SamplingParams(sampling.temperature, seed=sampling.seed))
 
     def at(self, length: int, width: int, probs: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Draft at a step that began with so many tokens; probs [K, V]: the target's.
+        """Draft at the step that began with so many tokens; probs: the target's [K, V].
 
-        Returns (p of the best token, max p, sum min(p, q) or None), each [K].
+        Returns (p of the best token, max p, sum min(p, q) or None), of shape [K].
         """
         while length - self._absorbed > self._k + 1:
             count = min(CHUNK, length - self._absorbed - self._k - 1)
@@ -156,13 +155,13 @@ class _Walk:
         num = length - self._absorbed
         ids, aux = self._rows(num, self._k + 1)
         ends = np.array([num], np.int32), np.array([self._absorbed], np.int32)
-        given = DrafterInput(ids, aux, *ends)  # type: ignore[arg-type]  # NumPy's, too
+        drafter_input = DrafterInput(ids, aux, *ends)  # type: ignore[arg-type]  # NumPy's, too
         self._absorbed = length
         widths = np.array([width], np.int32)
-        found, self._state = _compare(
-            self._drafter, self._state, given, widths, probs, self._sampling, num_drafts=self._k
+        figures, self._state = _compare(
+            self._drafter, self._state, drafter_input, widths, probs, self._sampling, num_drafts=self._k
         )
-        return found
+        return figures
 
     def _rows(self, count: int, width: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the next rows, padded to a width: (tokens [1, W], aux_hidden [1, W, A])."""
@@ -180,14 +179,14 @@ def _absorb(drafter: Drafter, state: PyTree, ids: jax.Array, aux: jax.Array, pos
 def _compare(
     drafter: Drafter,
     state: PyTree,
-    given: DrafterInput,
+    drafter_input: DrafterInput,
     widths: jax.Array,
     probs: jax.Array,
     sampling: RowSampling,
     *,
     num_drafts: int,
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array | None], Any]:
-    draft, state = drafter.propose(state, given, widths, num_drafts)
+    draft, state = drafter.propose(state, drafter_input, widths, num_drafts)
     token = draft.token_ids[0]
     picked = jnp.take_along_axis(probs, jnp.maximum(token, 0)[:, None], axis=1)[:, 0]
     one_hot = jnp.where(token < 0, 0.0, picked)

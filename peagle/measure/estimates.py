@@ -106,7 +106,7 @@ def estimate_median(values: Sequence[float], groups: Sequence[int]) -> Estimate 
 
 @functools.lru_cache(maxsize=32)
 def _times_drawn(num_groups: int, seed: int) -> np.ndarray:
-    """Draw num_groups groups with replacement, and count how often each group is drawn; [RESAMPLES, num_groups]."""
+    """Draw groups with replacement, and count the draws of every group; [RESAMPLES, num_groups]."""
     picks = np.random.default_rng(seed).integers(0, num_groups, (RESAMPLES, num_groups))
     counts = np.zeros((RESAMPLES, num_groups))
     np.add.at(counts, (np.arange(RESAMPLES)[:, None], picks), 1)

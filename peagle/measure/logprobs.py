@@ -1,6 +1,6 @@
 """Compute log-probabilities of an output by teacher forcing, through the target's caches.
 
-They are recomputed, not those of decoding: equal to rounding in float32; in bfloat16 passes of different width differ.
+They equal those of decoding up to rounding in float32; in bfloat16 passes of different widths differ.
 """
 
 import functools
@@ -19,7 +19,7 @@ CHUNK = 32  # tokens of one pass
 def output_logprobs(
     target: Target, prompt_ids: Sequence[int], output_ids: Sequence[int], num_best: int, capacity: int | None = None
 ) -> list[TokenLogprobs]:
-    """Compute the log-probability of each output token, with the num_best likeliest tokens there.
+    """Compute the output tokens' log-probabilities, with the num_best likeliest tokens.
 
     `capacity`: room for prompt and output, by default the next power of two; each value compiles its own program.
     """
@@ -30,18 +30,20 @@ def output_logprobs(
     cache, parts = target.init_cache(1, capacity, CHUNK), []
     first = len(prompt_ids) - 1  # the row whose logits decide the first output token
     for start in range(0, len(token_ids) - 1, CHUNK):
-        given, wanted = np.zeros((2, 1, CHUNK), np.int32)
+        token_chunk, next_tokens = np.zeros((2, 1, CHUNK), np.int32)
         count = min(CHUNK, len(token_ids) - 1 - start)
-        given[0, :count] = token_ids[start : start + count]
-        wanted[0, :count] = token_ids[start + 1 : start + 1 + count]
+        token_chunk[0, :count] = token_ids[start : start + count]
+        next_tokens[0, :count] = token_ids[start + 1 : start + 1 + count]
         in_output = start + count > first
         num = max(num_best, 1) if in_output else 0
-        found, cache = _chunk_logprobs(target, given, np.int32(start), np.int32(count), cache, wanted, num_best=num)
+        logprobs, cache = _chunk_logprobs(
+            target, token_chunk, np.int32(start), np.int32(count), cache, next_tokens, num_best=num
+        )
         if in_output:
-            parts.append([np.asarray(leaf)[max(first - start, 0) : count] for leaf in found])
-    logprobs, best_logprobs, best_ids = (np.concatenate(column).tolist() for column in zip(*parts, strict=True))
+            parts.append([np.asarray(leaf)[max(first - start, 0) : count] for leaf in logprobs])
+    values, best_logprobs, best_ids = (np.concatenate(column).tolist() for column in zip(*parts, strict=True))
     return [
-        TokenLogprobs(token, logprobs[i], tuple(zip(best_ids[i], best_logprobs[i], strict=True))[:num_best])
+        TokenLogprobs(token, values[i], tuple(zip(best_ids[i], best_logprobs[i], strict=True))[:num_best])
         for i, token in enumerate(output_ids)
     ]
 
@@ -59,22 +61,22 @@ def _chunk_logprobs(
     begin: jax.Array,
     count: jax.Array,
     cache: PyTree,
-    wanted: jax.Array,
+    next_tokens: jax.Array,
     *,
     num_best: int,
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array] | None, PyTree]:
-    """Run `count` tokens at positions begin..; return (`_pick` of each row, or None; the caches)."""
+    """Run `count` tokens at positions begin..; return (`_pick` of the rows or None, caches)."""
     place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
     positions = jnp.where(place < count, begin + place, -1)
     if not num_best:
         return None, target.extend(token_ids, positions, cache, jnp.zeros((1, 1), jnp.int32))[1]
     output, cache = target.extend(token_ids, positions, cache)
-    return _pick(output.logits[0], wanted[0], num_best), cache
+    return _pick(output.logits[0], next_tokens[0], num_best), cache
 
 
-def _pick(logits: jax.Array, wanted: jax.Array, num_best: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return log-probabilities (of the wanted tokens, of the best) and the ids of the best."""
+def _pick(logits: jax.Array, next_tokens: jax.Array, num_best: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return log-probabilities (of the next tokens, of the best) and the ids of the best."""
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    wanted = jnp.asarray(wanted, jnp.int32)
+    next_tokens = jnp.asarray(next_tokens, jnp.int32)
     best, ids = jax.lax.top_k(logprobs, num_best)
-    return jnp.take_along_axis(logprobs, wanted[..., None], axis=-1)[..., 0], best, ids
+    return jnp.take_along_axis(logprobs, next_tokens[..., None], axis=-1)[..., 0], best, ids

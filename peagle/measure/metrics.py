@@ -20,7 +20,7 @@ def total(counters: Sequence[Counters]) -> Counters:
 
 
 def pooled_tok_per_s(results: Sequence[Result]) -> float | None:
-    """Sum of (emitted - 1) / seconds in which at least one request was between its first and last token.
+    """Divide tokens after the first by the seconds in which at least one request was decoding.
 
     For requests one after the other the seconds are the sum of their times; time that a batch shares counts once.
     """
@@ -49,7 +49,7 @@ def pooled_loop_share(results: Sequence[Result]) -> float | None:
 
 
 def median_speedup(pairs: Iterable[tuple[Result, Result]]) -> float | None:
-    """Median over requests of tok_per_s / the baseline's."""
+    """Take the median over requests of tok_per_s / the baseline's."""
     ratios = [
         fast.tok_per_s / plain.tok_per_s for fast, plain in pairs if fast.tok_per_s is not None and plain.tok_per_s
     ]

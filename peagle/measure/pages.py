@@ -86,7 +86,7 @@ def markdown(blocks: Sequence[Block]) -> str:
 
 
 def html(blocks: Sequence[Block]) -> str:
-    """Render a page, which begins with its title, as one file with its pictures inside. It prints well, too."""
+    """Render a page, which begins with its title, as one file with its pictures inside."""
     title = escape(_markdown(blocks[0]).lstrip("# "))
     body = "\n".join(
         _figure(block) if isinstance(block, Picture) else _HTML_OF.render(_markdown(block, aligned=True))
@@ -105,7 +105,7 @@ def pictures(blocks: Sequence[Block]) -> dict[str, str]:
 
 
 def write(path: Path, blocks: Sequence[Block]) -> None:
-    """Write README.md with its pictures, and report.html, into a folder. Raises InputError if that fails."""
+    """Write README.md, its pictures and report.html into a folder. Raises InputError."""
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
         for name, text in {"README.md": markdown(blocks), "report.html": html(blocks), **pictures(blocks)}.items():

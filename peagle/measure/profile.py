@@ -1,9 +1,8 @@
 """Break down the time of a step: run some steps under JAX's profiler and sum up its trace.
 
-This runs after everything that is measured. The trace has the times of each operation of the compiled program; the
-program's text maps operations to parts of the step (peagle.engine.step). An instant in which operations of several
-parts run counts for each in equal shares. An instant without operations counts as the runtime's if a program is
-running, else as the host's.
+It runs after all measurements. The trace has the times of the compiled program's operations; the program's text maps
+operations to parts of the step (peagle.engine.step). If operations of several parts run at once, they share the time
+equally. Time without operations is the runtime's if a program is running, else the host's.
 """
 
 import dataclasses
@@ -96,12 +95,12 @@ def profile(
     part_of: dict[str, str] | None = None,
     perfetto: bool = True,
 ) -> Breakdown:
-    """Decode requests under the profiler: as many as there are slots, MOST_TOKENS tokens at most.
+    """Decode a request per slot under the profiler, at most MOST_TOKENS tokens.
 
-    Writes the trace to the directory, for XProf or TensorBoard, and with `perfetto` for Perfetto, too, which takes
-    twice the time. The engine must be warmed up; of replicas, one is profiled. part_of: the result of `operations_of`,
-    which compiles the programs once more, if you have it. Raises InputError if the profiler gives no trace, or none of
-    the steps' operations, and the profiler's own OSError and RuntimeError.
+    Writes the trace to the directory, for XProf or TensorBoard, and with `perfetto` for Perfetto, too, in twice the
+    time. The engine must be warmed up; of replicas, one is profiled. part_of: the result of `operations_of`, if it is
+    known, since that compiles the programs once more. Raises InputError if the profiler gives no trace or none of the
+    steps' operations, and the profiler's own OSError and RuntimeError.
     """
     engine = engine.one
     batch = [
@@ -142,29 +141,29 @@ def _traces(directory: Path) -> dict[Path, int]:
 
 
 def operations_of(engine: AnyEngine, sampled: bool) -> dict[str, str]:
-    """Map operations of the engine's step programs to parts of the step: {module/operation: part}."""
-    found = {}
+    """Map the step programs' operations to parts of the step: {module/operation: part}."""
+    part_of: dict[str, str] = {}
     with engine.one.launching_alone():
         for program in engine.one.programs(sampled):
-            found.update(parts_by_operation(program.as_text() or ""))
-    return found
+            part_of |= parts_by_operation(program.as_text() or "")
+    return part_of
 
 
 def parts_by_operation(program: str) -> dict[str, str]:
     """Map operations in a program's text to parts of the step: {module/operation: part}."""
     module = _MODULE.match(program)
-    found = {}
+    part_of = {}
     for name, path in _METADATA.findall(program):
         part = next((part for part in reversed(path.split("/")) if part in PARTS), None)
         if part is not None and module is not None:
-            found[f"{module[1]}/{name}"] = part
-    return found
+            part_of[f"{module[1]}/{name}"] = part
+    return part_of
 
 
 def _read(trace: Path, part_of: dict[str, str]) -> tuple[list[Span], list[Span]]:
     """Read (the operations of the steps, those of other programs).
 
-    Operations that contain others have part "": they only show when a program runs.
+    Operations that contain others have part "": they only show that a program runs.
     """
     steps: list[Span] = []
     others: list[Span] = []
@@ -182,9 +181,9 @@ def _read(trace: Path, part_of: dict[str, str]) -> tuple[list[Span], list[Span]]
 
 
 def breakdown(directory: str, num_steps: int, steps: Iterable[Span], others: Iterable[Span]) -> Breakdown:
-    """Share out the time from the first operation of the steps to the last.
+    """Divide the time from the steps' first operation to the last among the parts.
 
-    Leaves out instants in which only other programs ran. A span of part "" means that its program is running, perhaps
+    Leaves out time in which only other programs ran. A span of part "" means that its program is running, perhaps
     without an operation.
     """
     edges = [(at, sign, span.part) for span in steps for at, sign in ((span.start, 1), (span.end, -1))]

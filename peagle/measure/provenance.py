@@ -82,8 +82,8 @@ def git_state() -> dict[str, Any] | None:
 
 def cpu_model() -> str | None:
     """Return the processor's name, if the system provides it."""
-    found = first_processor()
-    return (platform.processor() or None) if found is None else found.get("model name")
+    processor = first_processor()
+    return (platform.processor() or None) if processor is None else processor.get("model name")
 
 
 def first_processor() -> dict[str, str] | None:
@@ -131,7 +131,7 @@ def _git(directory: Path, *arguments: str) -> str | None:
 
 
 def version_of(name: str) -> str | None:
-    """Return a distribution's version; None if it is not installed, as this project is in a bare checkout."""
+    """Return a distribution's version; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -61,7 +61,7 @@ class Cut:
         """Return which of the axis's `size` elements it holds, in order."""
         if self.width is None:
             return np.arange(size)
-        return np.concatenate([np.arange(each.start, each.stop) for each in self.stretches])
+        return np.concatenate([np.arange(stretch.start, stretch.stop) for stretch in self.stretches])
 
     def take(self, values: np.ndarray, axis: int) -> np.ndarray:
         """Cut an array along an axis."""
@@ -166,7 +166,7 @@ class Checkpoint:
         step = max(1, _PIECE_BYTES * len(tensor) // max(1, tensor.nbytes))
         filled = 0
         stretches = (slice(0, whole[0]),) if first.width is None else first.stretches
-        for stretch in stretches if all(each.start != each.stop for each in rest) else ():
+        for stretch in stretches if all(part.start != part.stop for part in rest) else ():
             for start in range(stretch.start, stretch.stop, step):
                 piece = self._read(name, (slice(start, min(start + step, stretch.stop)), *rest))
                 tensor[(slice(filled, filled + len(piece)), *map(slice, piece.shape[1:]))] = piece
@@ -177,12 +177,12 @@ class Checkpoint:
         """Read tensor[0], tensor[1], ... lazily, one copy at a time; otherwise as `take`."""
         self._consume(name, shape)
         first, rest = (cuts[0] if cuts else Cut()), _slices(cuts[1:], shape[1:])
-        wanted = _cut_shape(shape, cuts)[1:]
-        empty = any(each.start == each.stop for each in rest)
+        padded_shape = _cut_shape(shape, cuts)[1:]
+        empty = any(part.start == part.stop for part in rest)
         for index in first.indices(shape[0]).tolist():
             piece = np.zeros((), self.dtype(name)) if empty else self._read(name, (index, *rest) if rest else index)
-            if piece.shape != wanted:
-                padded = np.zeros(wanted, piece.dtype)
+            if piece.shape != padded_shape:
+                padded = np.zeros(padded_shape, piece.dtype)
                 padded[tuple(map(slice, piece.shape))] = piece
                 piece = padded
             yield piece
@@ -236,12 +236,12 @@ class Checkpoint:
 
 def _slices(cuts: Sequence[Cut], shape: tuple[int, ...]) -> tuple[slice, ...]:
     """Return the stretch of each cut, which must be one."""
-    each = zip(cuts, shape, strict=False)
-    return tuple(slice(0, size) if cut.width is None else cut.stretches[0] for cut, size in each)
+    pairs = zip(cuts, shape, strict=False)
+    return tuple(slice(0, size) if cut.width is None else cut.stretches[0] for cut, size in pairs)
 
 
 def _cut_shape(shape: tuple[int, ...], cuts: Sequence[Cut]) -> tuple[int, ...]:
-    cut = tuple(size if each.width is None else each.width for each, size in zip(cuts, shape, strict=False))
+    cut = tuple(size if axis.width is None else axis.width for axis, size in zip(cuts, shape, strict=False))
     return cut + shape[len(cut) :]
 
 
@@ -272,17 +272,17 @@ def fingerprint(directory: Path) -> str:
 
     Identifies a checkpoint quickly, whatever its size.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     config = directory / CONFIG
-    found.update(config.read_bytes() if config.is_file() else b"")
+    digest.update(config.read_bytes() if config.is_file() else b"")
     for path in sorted(directory.glob("*.safetensors")):
         size = path.stat().st_size
-        found.update(f"{path.name} {size}".encode())
+        digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
             for part in range(_FINGERPRINT_BLOCKS):
                 file.seek(size * part // _FINGERPRINT_BLOCKS)
-                found.update(file.read(1 << 16))
-    return found.hexdigest()
+                digest.update(file.read(1 << 16))
+    return digest.hexdigest()
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:

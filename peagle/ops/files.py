@@ -68,7 +68,7 @@ def encoded(text: str) -> bytes:
 
 def printable(text: str) -> str:
     """Escape a text's unprintable characters, as Python does, so that it fits into a line, a table or a picture."""
-    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def cache_directory(name: str) -> Path:
@@ -91,14 +91,14 @@ def trim(folder: Path, most_bytes: int) -> None:
 
     Other processes may write and remove files in it at the same time.
     """
-    found = []
+    files = []
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
-            found.append((path.stat(), path))
-    found = [(seen, path) for seen, path in found if stat.S_ISREG(seen.st_mode)]
+            files.append((path.stat(), path))
+    files = [(status, path) for status, path in files if stat.S_ISREG(status.st_mode)]
     size = 0
-    for seen, path in sorted(found, key=lambda each: each[0].st_mtime, reverse=True):
-        size += seen.st_size
+    for status, path in sorted(files, key=lambda file: file[0].st_mtime, reverse=True):
+        size += status.st_size
         if size > most_bytes:
             path.unlink(missing_ok=True)
 

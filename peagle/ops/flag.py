@@ -22,7 +22,7 @@ class Flag:
 
     group: of the help. names: errors name the first; none: the field's name with dashes. read: turn the text as typed
     into the value; it raises InputError. default: shown in the place of the value. old: a former name, which warns.
-    hidden: not in the help.
+    hidden: not in the help. help: of fields without a docstring below them.
     """
 
     group: str | None = None
@@ -32,6 +32,7 @@ class Flag:
     default: str | None = None
     old: str | None = None
     hidden: bool = False
+    help: str = ""
 
 
 @dataclass(frozen=True)

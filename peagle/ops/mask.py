@@ -11,8 +11,8 @@ def causal_mask(
     A negative key position marks an empty slot. A window of 128 covers keys p-127..p.
     """
     query, key = query_positions[:, :, None], key_positions[:, None, :]
-    seen = (key >= 0) & (key <= query)
-    return seen if window is None else seen & (key > query - window)
+    visible = (key >= 0) & (key <= query)
+    return visible if window is None else visible & (key > query - window)
 
 
 def group_causal_mask(anchor: Int[Array, "B T"], depth: Int[Array, "B T"]) -> Bool[Array, "B T T"]:

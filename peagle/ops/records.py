@@ -13,10 +13,10 @@ _SHORT.maxstring = _SHORT.maxother = 60
 
 def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested mappings: {"a": {"b": 1}} becomes {"a.b": 1}."""
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for key, value in record.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return found
+        flattened |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flattened
 
 
 def differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -30,15 +30,15 @@ def difference_in_words(then: Mapping[str, Any], now: Mapping[str, Any], name: C
     name: what a person calls a key. Several keys of one name are named once.
     """
     named = {name(key): _change(then.get(key), now.get(key)) for key in differing(then, now)}
-    return ", ".join(f"{each}{values}" for each, values in named.items())
+    return ", ".join(f"{name}{values}" for name, values in named.items())
 
 
 def _change(then: Any, now: Any) -> str:
     """Say how a value differs, after its name; of files with digests by the files' names, as far as these differ."""
-    texts = [list(_texts(each)) for each in (then, now)]
+    texts = [list(_texts(record)) for record in (then, now)]
     if not any(map(_DIGEST.fullmatch, itertools.chain(*texts))):
         return f" {_SHORT.repr(then)} (now {_SHORT.repr(now)})"
-    before, after = (" ".join(text for text in each if not _DIGEST.fullmatch(text)) for each in texts)
+    before, after = (" ".join(text for text in side if not _DIGEST.fullmatch(text)) for side in texts)
     if before != after:
         return f" {before} (now {after})"
     return f"{f' {before}' if before else ''} of other content than now"
@@ -46,7 +46,7 @@ def _change(then: Any, now: Any) -> str:
 
 def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, list | tuple):
-        for each in value:
-            yield from _texts(each)
+        for item in value:
+            yield from _texts(item)
     elif isinstance(value, str):
         yield value

@@ -98,6 +98,6 @@ def _value(config: Mapping[str, Any], key: str, default: int | float | None) -> 
     if value is not None:
         return value
     if default is None:
-        seen = "is null" if key in config else "is missing"
-        raise InputError(f"{key} {seen}; expected a number")
+        problem = "is null" if key in config else "is missing"
+        raise InputError(f"{key} {problem}; expected a number")
     return default

@@ -14,8 +14,8 @@ def parse_size(typed: str, option: str) -> int:
 
     Example: 2GB is 2e9, 1.5GiB is 1.5 * 2**30, 0 is 0.
     """
-    found = SIZE.fullmatch(typed.strip())
-    if found is None:
+    match = SIZE.fullmatch(typed.strip())
+    if match is None:
         raise InputError(f"{option} is {typed!r}; expected a size, as 512MB or 2GB, or 0")
-    number, unit, binary = found.groups()
+    number, unit, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))

@@ -1,7 +1,7 @@
-"""The routes of the FastAPI application, which serves OpenAI's HTTP interface over one engine.
+"""The routes of OpenAI's HTTP interface over one engine.
 
-A POST is read and checked (http, types), becomes requests of the engine (requests), which run in its loop (loop); what
-they emit is collected (outputs) and written as a reply or as server-sent events (formatter, chat, completions,
+A POST is read and checked (http, types) and becomes requests (requests), which run in the engine's loop (loop). Their
+chunks are collected (outputs) and written as a reply or as server-sent events (formatter, chat, completions,
 responses).
 """
 
@@ -23,11 +23,9 @@ from peagle.serve import chat, completions, responses
 from peagle.serve.errors import ApiError
 from peagle.serve.formatter import Generation
 from peagle.serve.http import (
-    CancelledQuietly,
-    Counted,
     EventStream,
     JsonReply,
-    PlainRequests,
+    Transport,
     check_host,
     check_key,
     check_origin,
@@ -54,7 +52,7 @@ from peagle.serve.types import (
     TokenizerInfo,
 )
 
-ROOM = (429, 503)  # statuses of requests that are refused for want of it
+NO_ROOM = (429, 503)  # statuses of requests refused for lack of room
 SCHEMA = "#/components/schemas/{model}"
 REFUSALS: dict[int | str, str] = {
     401: "No key, or a wrong one.",
@@ -79,14 +77,14 @@ EVENT = {  # of a stream
 
 @dataclasses.dataclass(frozen=True)
 class Endpoint:
-    """A path whose replies the model writes: the types of its body and its reply, and what starts an answer."""
+    """A path whose replies the model writes: the types of body and reply, and the function that starts an answer."""
 
     body: Any
     reply: Any
     start: Callable[[Service, Any], Coroutine[Any, Any, Generation]]
 
     async def generation(self, service: Service, body: bytes) -> Generation:
-        """Send the requests of a body to the engine. Raises ApiError or InputError for one that cannot be run."""
+        """Send the requests of a body to the engine. Raises ApiError or InputError for a body that cannot run."""
         return await self.start(service, await service.parse(self.body, body))
 
 
@@ -122,14 +120,12 @@ def create_app(service: Service) -> fastapi.FastAPI:
             expose_headers=["Retry-After"],
         )
 
-    app.add_middleware(CancelledQuietly)
-    app.add_middleware(Counted, replies=service.metrics.replies)
-    app.add_middleware(PlainRequests)
+    app.add_middleware(Transport, replies=service.metrics.replies)
 
     @app.get("/health", response_model=Health, responses={503: {"model": Health, "description": "It cannot answer."}})
     async def health() -> JsonReply:
-        found = service.health()
-        return JsonReply(found, 200 if found["status"] == "ok" else 503)
+        state = service.health()
+        return JsonReply(state, 200 if state["status"] == "ok" else 503)
 
     @app.get("/", include_in_schema=False)
     async def page() -> HTMLResponse:
@@ -225,13 +221,13 @@ def _operation_id(route: APIRoute) -> str:
 
 
 def _refusals(*statuses: int | str) -> dict[int | str, dict[str, Any]]:
-    """Describe refusals by these statuses, for the document: a model here would be built for each of them."""
+    """Describe refusals by these statuses. By reference: FastAPI would build a model for each of them."""
     content = {"application/json": {"schema": {"$ref": SCHEMA.format(model=Error.__name__)}}}
     return {status: {"description": REFUSALS[status], "content": content} for status in statuses}
 
 
 def _takes(body: type[pydantic.BaseModel]) -> dict[str, Any]:
-    """Describe the body of a route for the document: the route reads it itself, within its limits."""
+    """Describe the body of a route, which the route itself reads, within its limits."""
     schema = {"$ref": SCHEMA.format(model=body.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
@@ -253,7 +249,7 @@ def _handle_errors(app: fastapi.FastAPI, service: Service) -> None:
     """Answer every failure with an error object."""
 
     def reply(error: ApiError) -> JsonReply:
-        if error.status in ROOM:
+        if error.status in NO_ROOM:
             service.refusals.add(error.status)
         return JsonReply(error.body(), error.status, error.headers())
 
@@ -276,4 +272,4 @@ def _handle_errors(app: fastapi.FastAPI, service: Service) -> None:
 
     @app.exception_handler(Exception)
     async def unknown(_: fastapi.Request, error: Exception) -> JsonReply:
-        return reply(ApiError(500, f"the server failed at this request ({type(error).__name__}); its log has more"))
+        return reply(ApiError.unforeseen(error))

@@ -2,9 +2,9 @@
 
 A line of the input is {"custom_id": ..., "method": "POST", "url": one of ENDPOINTS, "body": ...}; a line of the output
 {"id": ..., "custom_id": ..., "response": {"status_code": ..., "request_id": ..., "body": ...}, "error": null}, in the
-order in which the answers end. A line that is none gets an error in place of a response, a body that is none an error
-object as its response's body. Lines with a response below 500 are answered; a second run begins with the others. The id
-of an answer is a hash of its request, so that an answer to another request of the same custom_id is noticed.
+order in which the answers end. A malformed line gets an error and no response; a refused body gets a response with an
+error object. A second run answers all lines without a response below 500. An answer's id is a hash of its request:
+a changed request under the same custom_id is noticed.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ import pydantic_core
 
 from peagle.ops.errors import InputError
 from peagle.ops.files import alone, reason_of, write_whole
+from peagle.ops.settings import brief
 from peagle.ops.strict_json import dumps
 from peagle.serve.app import ENDPOINTS
 from peagle.serve.errors import ApiError
 from peagle.serve.service import Service
-from peagle.text.prompts import brief
 
 POLL_S = 0.1  # between looks at Ctrl-C
 BEGINNING = b'{"id": "batch_req_'  # of an answer's line
@@ -37,7 +37,7 @@ LOG = logging.getLogger("peagle.batch")
 
 
 class LineError(Exception):
-    """A line of the input that is no request."""
+    """A malformed line of the input."""
 
     def __init__(self, custom_id: str | None, message: str) -> None:
         super().__init__(message)
@@ -54,16 +54,15 @@ class Line:
 
     @property
     def id(self) -> str:
-        """The id of its answer."""
         parts = (self.custom_id.encode("utf-8", "surrogatepass"), self.url.encode(), self.body)
         return f"batch_req_{hashlib.sha256(bytes(1).join(parts)).hexdigest()[:32]}"
 
 
 @dataclass
 class Answered:
-    """The lines of an output that stay: those with a response below 500. ids, models: of the answer to each custom_id.
+    """The lines of an earlier output with a response below 500. ids, models: of the answers, by custom_id.
 
-    refused: the custom_ids whose response is an error. changed: the file holds more than these lines.
+    refused: custom_ids whose response is an error. changed: the file holds more than these lines.
     """
 
     lines: list[bytes] = field(default_factory=list)
@@ -75,17 +74,14 @@ class Answered:
 
 @dataclass
 class Counts:
-    """Lines of the input by what became of them. tokens: of the answers.
-
-    known: with a response of an earlier run; known_refused: those of them whose response is an error.
-    """
+    """Counts of input lines, and the tokens of their answers."""
 
     total: int = 0
-    known: int = 0
-    known_refused: int = 0
+    known: int = 0  # with a response of an earlier run
+    known_refused: int = 0  # of these, the ones whose response is an error
     answered: int = 0
-    refused: int = 0  # by an error object, or as a line that is none
-    failed: int = 0  # by the server's fault; asked again by the next run
+    refused: int = 0  # malformed, or answered with an error object
+    failed: int = 0  # by the server's fault; the next run tries again
     tokens: int = 0
 
     @property
@@ -99,45 +95,44 @@ class Counts:
 
 
 def count_lines(source: Path) -> int:
-    """Count the lines of a file that are not blank. Raises InputError if it cannot be read, or read again."""
+    """Count the lines of a file that are not blank. Raises InputError if it cannot be read twice."""
     try:
         if source.exists() and not source.is_file():  # a pipe can be read only once
-            raise InputError(f"{source} is no regular file; expected a file of requests, one a line")
+            raise InputError(f"{source} is no regular file; expected a file with one request per line")
         with source.open("rb") as file:
             return sum(not line.isspace() for line in file)
     except OSError as error:
-        raise InputError(f"{source} cannot be read: {reason_of(error)}; expected requests, one a line") from None
+        raise InputError(f"{source} cannot be read: {reason_of(error)}; expected one request per line") from None
 
 
 def read_answers(out: Path) -> Answered:
-    """Read an earlier run's output.
+    """Read an earlier run's output, without errors of lines or of the server, and without a cut-off last line.
 
-    Not kept are errors of lines, of the server, and a last line that was cut off. Raises InputError for a file of
-    something else.
+    Raises InputError for another kind of file.
     """
-    found = Answered()
+    answered = Answered()
     if not out.exists():
-        return found
+        return answered
     *lines, cut = out.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         try:
-            given = json.loads(line)
-            custom_id, response, own_id = given["custom_id"], given["response"], given["id"]
+            answer = json.loads(line)
+            custom_id, response, own_id = answer["custom_id"], answer["response"], answer["id"]
             status = None if response is None else int(response["status_code"])
             model = None if response is None else response["body"].get("model")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise _no_answers(out, number) from None
         if isinstance(custom_id, str) and status is not None and status < 500:
-            found.lines.append(line + b"\n")
-            found.ids[custom_id] = str(own_id)
+            answered.lines.append(line + b"\n")
+            answered.ids[custom_id] = str(own_id)
             if status >= 400:
-                found.refused.add(custom_id)
+                answered.refused.add(custom_id)
             if isinstance(model, str):
-                found.models[custom_id] = model
+                answered.models[custom_id] = model
     if not lines and not (BEGINNING.startswith(cut) or cut.startswith(BEGINNING)):
         raise _no_answers(out, len(lines) + 1)
-    found.changed = len(found.lines) < len(lines) or bool(cut)
-    return found
+    answered.changed = len(answered.lines) < len(lines) or bool(cut)
+    return answered
 
 
 def _no_answers(out: Path, number: int) -> InputError:
@@ -145,12 +140,12 @@ def _no_answers(out: Path, number: int) -> InputError:
 
 
 def check_same(source: Path, out: Path, known: Answered) -> None:
-    """Raise InputError if a request has the custom_id of another one that is answered."""
-    seen: set[str] = set()
+    """Raise InputError if a custom_id was answered for another request."""
+    custom_ids: set[str] = set()
     with source.open("rb") as file:
         for number, text in enumerate(file, 1):
             with contextlib.suppress(LineError):
-                line = read_line(number, text, seen)
+                line = read_line(number, text, custom_ids)
                 if known.ids.get(line.custom_id, line.id) != line.id:
                     raise InputError(
                         f"{out} has an answer to another request with the custom_id {brief(line.custom_id)} of line "
@@ -158,24 +153,24 @@ def check_same(source: Path, out: Path, known: Answered) -> None:
                     )
 
 
-def read_line(number: int, text: bytes, seen: set[str]) -> Line:
-    """Read a line of the input. Raises LineError, with its custom_id if it has one, for one that is none."""
+def read_line(number: int, text: bytes, custom_ids: set[str]) -> Line:
+    """Read a line of the input, and add its custom_id to those before it. Raises LineError for a malformed line."""
     where = f"line {number}"
     try:
-        given = pydantic_core.from_json(text)
+        fields = pydantic_core.from_json(text)
     except ValueError as error:
         raise LineError(None, f"{where} is not valid JSON: {error}") from None
-    if not isinstance(given, dict):
-        raise LineError(None, f"{where} is {brief(given)}; expected an object")
-    custom_id = given.get("custom_id")
+    if not isinstance(fields, dict):
+        raise LineError(None, f"{where} is {brief(fields)}; expected an object")
+    custom_id = fields.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
         raise LineError(None, f"the custom_id of {where} is {brief(custom_id)}; expected a text of its own")
-    if custom_id in seen:
+    if custom_id in custom_ids:
         raise LineError(custom_id, f"the custom_id {brief(custom_id)} of {where} is that of a line before it")
-    seen.add(custom_id)
-    if given.get("method") != "POST":
-        raise LineError(custom_id, f"the method of {where} is {brief(given.get('method'))}; expected 'POST'")
-    url, body = given.get("url"), given.get("body")
+    custom_ids.add(custom_id)
+    if fields.get("method") != "POST":
+        raise LineError(custom_id, f"the method of {where} is {brief(fields.get('method'))}; expected 'POST'")
+    url, body = fields.get("url"), fields.get("body")
     if not isinstance(url, str) or url not in ENDPOINTS:
         raise LineError(custom_id, f"the url of {where} is {brief(url)}; expected one of {', '.join(ENDPOINTS)}")
     if not isinstance(body, dict):
@@ -184,8 +179,8 @@ def read_line(number: int, text: bytes, seen: set[str]) -> Line:
 
 
 @dataclass
-class Batch:
-    """A file that is being answered. at_once: lines whose requests are under way."""
+class BatchFile:
+    """Answer a file. at_once: the most lines in flight."""
 
     service: Service
     source: Path
@@ -193,11 +188,11 @@ class Batch:
     at_once: int
     counts: Counts = field(default_factory=Counts)
 
-    async def run(self, asked_to_stop: Callable[[], bool], progress: Callable[[Counts], object]) -> None:
-        """Answer all lines that have no response yet.
+    async def run(self, should_stop: Callable[[], bool], progress: Callable[[Counts], object]) -> None:
+        """Answer all lines without a response. Stop early if `should_stop` returns true, or if the engine fails.
 
-        Ends early, with what was answered until then, if `asked_to_stop` becomes true, or if the engine fails. Raises
-        InputError if another run writes the output, or if it holds answers to other requests or of another model.
+        Raises InputError if another run writes the output, or if it holds answers to other requests or of another
+        model.
         """
         self.counts.total = count_lines(self.source)
         with alone(self.out):
@@ -210,36 +205,36 @@ class Batch:
                 )
             if known.changed:
                 write_whole(self.out, lambda path: path.write_bytes(b"".join(known.lines)))
-            await self._run(known, asked_to_stop, progress)
+            await self._run(known, should_stop, progress)
 
     async def _run(
-        self, known: Answered, asked_to_stop: Callable[[], bool], progress: Callable[[Counts], object]
+        self, known: Answered, should_stop: Callable[[], bool], progress: Callable[[Counts], object]
     ) -> None:
         running: set[asyncio.Task[None]] = set()
         with self.out.open("ab") as file, self.source.open("rb") as source:
             try:
-                async for line in self._wanted(source, known, file):
+                async for line in self._unanswered(source, known, file):
                     running.add(asyncio.create_task(self._answer(line, file)))
-                    running = await self._wait(running, self.at_once - 1, asked_to_stop, progress)
-                    if self._ends(asked_to_stop):
+                    running = await self._wait(running, self.at_once - 1, should_stop, progress)
+                    if self._ends(should_stop):
                         break
-                await self._wait(running, 0, asked_to_stop, progress)
+                await self._wait(running, 0, should_stop, progress)
             finally:
                 for task in running:
                     task.cancel()
                 await asyncio.gather(*running, return_exceptions=True)
 
-    def _ends(self, asked_to_stop: Callable[[], bool]) -> bool:
-        return asked_to_stop() or self.service.loop.failure is not None
+    def _ends(self, should_stop: Callable[[], bool]) -> bool:
+        return should_stop() or self.service.loop.failure is not None
 
-    async def _wanted(self, source: Iterable[bytes], known: Answered, file: BinaryIO) -> AsyncIterator[Line]:
-        """Yield the lines without a response; write the errors of those that are none."""
-        seen: set[str] = set()
+    async def _unanswered(self, source: Iterable[bytes], known: Answered, file: BinaryIO) -> AsyncIterator[Line]:
+        """Yield the lines without a response; write the errors of malformed ones."""
+        custom_ids: set[str] = set()
         for number, text in enumerate(source, 1):
             if text.isspace():
                 continue
             try:
-                line = read_line(number, text, seen)
+                line = read_line(number, text, custom_ids)
             except LineError as error:
                 self.counts.refused += 1
                 _write(file, error.custom_id, None, {"code": "invalid_line", "message": error.message})
@@ -254,20 +249,19 @@ class Batch:
         self,
         running: set[asyncio.Task[None]],
         most: int,
-        asked_to_stop: Callable[[], bool],
+        should_stop: Callable[[], bool],
         progress: Callable[[Counts], object],
     ) -> set[asyncio.Task[None]]:
-        """Wait until at most so many tasks run, or until the end; return those that do."""
+        """Wait until at most `most` tasks run, or until the end; return the running ones."""
         while True:
             progress(self.counts)
-            if len(running) <= most or self._ends(asked_to_stop):
+            if len(running) <= most or self._ends(should_stop):
                 return running
             done, running = await asyncio.wait(running, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
 
     async def _answer(self, line: Line, file: BinaryIO) -> None:
-        """Answer a line and write its response, an error object if it has no answer."""
         name = f"req_{uuid.uuid4().hex}"
         try:
             body, name = await self._reply(line)
@@ -277,7 +271,7 @@ class Batch:
             body, status = refused.body(), refused.status
         except Exception as error:
             LOG.exception("the request %s failed", brief(line.custom_id))
-            failed = ApiError(500, f"the server failed at this request ({type(error).__name__}); its log has more")
+            failed = ApiError.unforeseen(error)
             body, status = failed.body(), failed.status
         if status == 200:
             self.counts.answered += 1

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: from a body to requests that run, and the replies and events of their answers."""
+"""/v1/chat/completions: start the requests of a body, and write their reply or events."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -52,7 +52,7 @@ class ChatFormatter(ChoicesFormatter, ChannelFormatter):
     logprobs: bool = False
     token_origins: bool = False
     _cut: set[int] = field(default_factory=set)  # answers that the request ended, not the model
-    _told: dict[int, list[Delta]] = field(default_factory=dict)
+    _shown: dict[int, list[Delta]] = field(default_factory=dict)
     _texts: dict[int, TokenTexts] = field(default_factory=dict)
     _entries: dict[int, list[str]] = field(default_factory=dict)  # of tokens, with their log-probabilities
 
@@ -66,7 +66,7 @@ class ChatFormatter(ChoicesFormatter, ChannelFormatter):
         deltas, custom = self._deltas(chunk), self._custom_calls(chunk.place)
         if chunk.cut:
             self._cut.add(chunk.place)
-        self._told.setdefault(chunk.place, []).extend(deltas)
+        self._shown.setdefault(chunk.place, []).extend(deltas)
         choices = []
         for delta in deltas:
             choices.append(_choice(chunk.place, _delta(delta, custom)))
@@ -87,7 +87,7 @@ class ChatFormatter(ChoicesFormatter, ChannelFormatter):
     def _whole(self, place: int, result: Result) -> ChatChoice:
         texts = {"reasoning": "", "content": ""}
         calls: dict[int, Any] = {}
-        for delta in self._told.get(place, []):
+        for delta in self._shown.get(place, []):
             if delta.call is None:
                 texts[delta.kind] += delta.text
             elif delta.call.index in calls:
@@ -110,7 +110,7 @@ class ChatFormatter(ChoicesFormatter, ChannelFormatter):
 
     def _reason(self, place: int, reason: str) -> Any:
         """Return "tool_calls" after an answer that ended itself and calls a function."""
-        calls = any(delta.call is not None for delta in self._told.get(place, []))
+        calls = any(delta.call is not None for delta in self._shown.get(place, []))
         return "tool_calls" if calls and reason == "stop" and place not in self._cut else reason
 
 
@@ -132,7 +132,7 @@ def _delta(delta: Delta, custom: CustomCalls) -> ChatDelta:
 
 
 def _call(delta: Delta, custom: CustomCalls) -> CallDelta:
-    """Make the delta of a call. Its first one alone, without text, names the call: clients join texts of all deltas."""
+    """Make the delta of a call. The first has its id and name and no text, since clients join the texts of all."""
     assert delta.call is not None
     index, is_custom = delta.call.index, custom.is_custom(delta.call)
     if delta.text and is_custom:

@@ -1,4 +1,4 @@
-"""/v1/completions: from a body to requests that run, and the replies and events of their answers."""
+"""/v1/completions: start the requests of a body, and write their reply or events."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -39,8 +39,8 @@ async def start(service: Service, body: CompletionBody) -> Generation:
 class CompletionFormatter(ChoicesFormatter):
     """Completions of raw text.
 
-    `echoed`: texts of the prompts, one for each answer, if they are wanted; with log-probabilities also their ids, and
-    the log-probabilities of all but their first tokens.
+    echoed: the text of each answer's prompt, if the body sets echo; with log-probabilities, `prompts` has their ids,
+    and `prompt_logprobs` those of all tokens after the first.
     """
 
     logprobs: bool = False

@@ -3,6 +3,7 @@
 from typing import Any
 
 from peagle.ops.errors import InputError
+from peagle.ops.settings import brief
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -10,7 +11,7 @@ TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_e
 class ApiError(Exception):
     """A request that gets an error object instead of an answer.
 
-    `param` names the field that caused it. retry_after_s: seconds after which the client may try again.
+    param: the field at fault. retry_after_s: seconds after which the client may try again.
     """
 
     def __init__(
@@ -22,19 +23,31 @@ class ApiError(Exception):
 
     @classmethod
     def of(cls, error: InputError, param: str | None = None) -> "ApiError":
-        """Make the error of bad input. param: unless the input's own error names the field."""
+        """Make the error of bad input. param: if the input's own error names no field."""
         return cls(400, str(error), error.field or param)
+
+    @classmethod
+    def wrong(cls, name: str, value: Any, expected: str, code: str | None = None) -> "ApiError":
+        """Make the error of a field with a wrong value."""
+        return cls(400, f"{name} is {brief(value)}; expected {expected}", name, code)
+
+    @classmethod
+    def missing(cls, name: str) -> "ApiError":
+        return cls(400, f"{name} is missing; add it", name, "missing_required_parameter")
+
+    @classmethod
+    def unforeseen(cls, error: Exception) -> "ApiError":
+        """Make the error of a fault in the server."""
+        return cls(500, f"the server failed at this request ({type(error).__name__}); its log has more")
 
     def __reduce__(self) -> tuple[Any, ...]:  # between processes, too
         return type(self), (self.status, self.message, self.param, self.code, self.retry_after_s)
 
     def body(self) -> dict[str, Any]:
-        """Return the error object."""
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """Return the headers that belong to the status."""
         retry = {"Retry-After": str(self.retry_after_s)} if self.retry_after_s else {}
         by_status = {401: {"WWW-Authenticate": "Bearer"}, 415: {"Accept-Encoding": "identity"}}
         return retry | by_status.get(self.status, {})

@@ -23,9 +23,9 @@ DONE = "data: [DONE]\n\n"
 
 @dataclass
 class ResponseFormatter:
-    """What the replies of all endpoints share. Read every chunk of an answer (`read`), then write the whole.
+    """Common parts of all replies. `read` every chunk of an answer, then write the `whole`.
 
-    Log-probabilities are written as their chunks arrive: those of many answers at once take seconds of the event loop.
+    Log-probabilities are written as their chunks arrive: all at once would block the event loop for seconds.
     """
 
     model: str
@@ -49,7 +49,7 @@ class ResponseFormatter:
         return ""
 
     def read(self, chunk: OutputChunk) -> Sequence[Any]:
-        """Read a chunk of an answer; return what a stream shows of it (`event`)."""
+        """Read a chunk of an answer; return the entries that a stream sends (`event`)."""
         raise NotImplementedError
 
     def event(self, shown: Any, used: Usage | None = None) -> str:
@@ -126,7 +126,7 @@ class ChoicesFormatter(ResponseFormatter):
         return {**self._head(self.kind), "choices": choices, "usage": usage(results), **figures(results)}
 
     def _first(self, place: int) -> Sequence[Any]:
-        """Make what precedes an answer's first chunk in a stream."""
+        """Make the choices before an answer's first chunk in a stream."""
         raise NotImplementedError
 
     def _middle(self, chunk: OutputChunk) -> Sequence[Any]:
@@ -151,10 +151,7 @@ class ChoicesFormatter(ResponseFormatter):
 
 @dataclass
 class ChannelFormatter(ResponseFormatter):
-    """Replies of answers whose channels are parsed.
-
-    tools: that the model may call. one_call: leave out all calls but the first.
-    """
+    """Replies with parsed channels. tools: that the model may call. one_call: show the first call alone."""
 
     tools: Sequence[Tool] = ()
     one_call: bool = False
@@ -164,12 +161,12 @@ class ChannelFormatter(ResponseFormatter):
         return self._custom.setdefault(place, CustomCalls(self.tools))
 
     def _deltas(self, chunk: OutputChunk) -> list[Delta]:
-        """Return the chunk's deltas that the reply shows, those of custom tools' calls with their inputs."""
+        """Return the deltas that the reply shows; calls of custom tools have their inputs."""
         deltas = self._custom_calls(chunk.place).read(chunk.deltas, at_end=chunk.finish_reason is not None)
         return [delta for delta in deltas if not (self.one_call and delta.call is not None and delta.call.index)]
 
     def _logprobs(self, chunk: OutputChunk, delta: Delta) -> list[str]:
-        """Write the entries of the tokens of a content delta, if log-probabilities are wanted."""
+        """Write the entries of a content delta's tokens, if the request sets log-probabilities."""
         if delta.kind != "content":
             return []
         return [self._entry(logprobs) for _, logprobs in chunk.logprobs_of(delta)]
@@ -186,7 +183,7 @@ class ChannelFormatter(ResponseFormatter):
 
 @dataclass(frozen=True)
 class Generation:
-    """The requests of a body that run in the engine, and the formatter of their reply. Whoever starts one ends it."""
+    """The running requests of a body, and the formatter of their reply. Its starter also ends it."""
 
     stream: bool
     formatter: ResponseFormatter

@@ -1,4 +1,4 @@
-"""Bodies, keys and disconnects: what every route shares of HTTP."""
+"""HTTP that all routes share: bodies, keys, hosts, streams and disconnects."""
 
 import asyncio
 import collections
@@ -20,10 +20,10 @@ from prometheus_client import Counter, Gauge
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from peagle.ops.settings import brief
 from peagle.ops.strict_json import dumps
 from peagle.serve.errors import ApiError
 from peagle.serve.types import Body
-from peagle.text.prompts import brief
 
 ANY_ORIGIN = "*"
 BODY_PATIENCE_S = 60.0
@@ -51,8 +51,7 @@ Kind = TypeVar("Kind", bound=Body)
 async def read_body(request: Request, most: int) -> bytes:
     """Read a body of at most `most` bytes.
 
-    Raises ApiError for a larger one, before it is read, for an encoded one, and for one that is not complete after
-    BODY_PATIENCE_S.
+    Raises ApiError for a larger body, before it is read, an encoded one, and one incomplete after BODY_PATIENCE_S.
     """
     encoding = request.headers.get("content-encoding", "")
     if encoding.lower() not in ("", "identity"):
@@ -80,9 +79,9 @@ async def _read_body(request: Request, most: int) -> bytes:
 
 
 def parse(kind: type[Kind], body: bytes, context: int | None = None) -> Kind:
-    """Read the JSON of a request. Raises ApiError with the name of the field that is wrong.
+    """Read the JSON of a request. Raises ApiError with the name of the wrong field.
 
-    context: its positions. More messages, calls and parts than it can hold are refused before they are looked at.
+    context: positions. More messages, calls and parts than it can hold are refused before their types are checked.
     """
     try:
         fields = pydantic_core.from_json(body)
@@ -96,9 +95,9 @@ def parse(kind: type[Kind], body: bytes, context: int | None = None) -> Kind:
 
 
 def _check_count(fields: dict[str, Any], context: int) -> None:
-    """Raise ApiError for more ids, messages, calls and parts than so many positions can hold, and too many tools.
+    """Raise ApiError for more ids, messages, calls and parts than the context can hold, and for too many tools.
 
-    To check the type of each takes seconds, in the thread that encodes everybody's texts.
+    Type checks of so many would block the one thread that encodes texts for seconds.
     """
     limits = {"prompt": max(context, MOST_PROMPTS), "tokens": context, "tools": MOST_TOOLS}
     for name, most in limits.items():
@@ -121,7 +120,6 @@ def _check_count(fields: dict[str, Any], context: int) -> None:
 
 
 def validated(kind: type[Kind], body: Any) -> Kind:
-    """Check the value of a body. Raises ApiError with the name of the field that is wrong."""
     try:
         return kind.model_validate(body)
     except pydantic.ValidationError as error:
@@ -129,7 +127,7 @@ def validated(kind: type[Kind], body: Any) -> Kind:
 
 
 def _refusal(error: pydantic.ValidationError) -> ApiError:
-    """Name the first field that is wrong."""
+    """Make the error of the first wrong field."""
     first, *_ = error.errors(include_url=False)
     # branches of a union are part of the place, but no field of the body
     place = [str(part) for part in first["loc"] if isinstance(part, int) or "[" not in part]
@@ -137,8 +135,7 @@ def _refusal(error: pydantic.ValidationError) -> ApiError:
     name, value = ".".join(place) or "the body", first["input"]
     if first["type"] == "union_tag_invalid":
         if isinstance(value, dict) and value.get("type") is None:
-            name += ".type"
-            return ApiError(400, f"{name} is missing; add it", name, "missing_required_parameter")
+            return ApiError.missing(f"{name}.type")
         if isinstance(value, dict):
             tags = re.sub(r"[\[\]]", "", first["ctx"]["expected_tags"])
             expected = HINTS.get(str(value["type"]), f"expected {' or '.join(tags.rsplit(', ', 1))}")
@@ -149,7 +146,7 @@ def _refusal(error: pydantic.ValidationError) -> ApiError:
             400, f"{name} is not supported here (it is {brief(value)}); leave it out", name, "unsupported_parameter"
         )
     if first["type"] == "missing":
-        return ApiError(400, f"{name} is missing; add it", name, "missing_required_parameter")
+        return ApiError.missing(name)
     is_union = first["type"] == "union_tag_invalid"
     field = place[-1] if place and place[-1] in ("content", "output") else name
     expected = "expected an object" if is_union else EXPECTED.get(field, _in_words(first["msg"]))
@@ -157,7 +154,7 @@ def _refusal(error: pydantic.ValidationError) -> ApiError:
 
 
 def _in_words(message: str) -> str:
-    """Say what the type checker expected."""
+    """Rewrite pydantic's message in plain words."""
     message = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", message.removeprefix("Value error, "))
     return (
         message.replace("Input should be", "expected")
@@ -168,18 +165,18 @@ def _in_words(message: str) -> str:
 
 
 def check_key(request: Request, keys: Sequence[str]) -> None:
-    """Raise ApiError without one of the keys as a bearer token. Takes equally long for any token of one length."""
+    """Raise ApiError without one of the keys as a bearer token. Takes the same time for any token of one length."""
     if not keys:
         return
-    kind, _, given = request.headers.get("authorization", "").partition(" ")
-    token = given.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""
+    kind, _, credentials = request.headers.get("authorization", "").partition(" ")
+    token = credentials.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""
     if not sum(hmac.compare_digest(token, key.encode("utf-8")) for key in keys):
         message = "the key is missing or wrong; send it as Authorization: Bearer KEY"
         raise ApiError(401, message, None, "invalid_api_key")
 
 
 def check_origin(request: Request, allowed: Sequence[str]) -> None:
-    """Raise ApiError for a request of another site's page: a browser would send it from its visitor's machine."""
+    """Raise ApiError for a request from another site's page, which a visitor's browser would send."""
     origin, host = request.headers.get("origin"), request.headers.get("host")
     own = request.headers.get("sec-fetch-site") == "same-origin"  # behind a proxy that changes the host
     if origin is None or origin in allowed or ANY_ORIGIN in allowed:
@@ -189,16 +186,16 @@ def check_origin(request: Request, allowed: Sequence[str]) -> None:
 
 
 def check_host(request: Request, hosts: Sequence[str] | None) -> None:
-    """Raise ApiError for a request to another host than these, and than this machine by a loopback name; None: any.
+    """Raise ApiError for a request to a host that is neither loopback nor one of these; None: any may be.
 
-    A site whose name leads to a visitor's own machine ("DNS rebinding") has pages of the server's own origin.
+    Against DNS rebinding: a site whose name leads to a visitor's own machine has pages of the server's own origin.
     """
     if hosts is None:
         return
-    given = request.headers.get("host", "")
+    host = request.headers.get("host", "")
     with contextlib.suppress(ValueError):  # no address
-        given = urllib.parse.urlsplit(f"//{given}").hostname or ""
-    host = given.rstrip(".")
+        host = urllib.parse.urlsplit(f"//{host}").hostname or ""
+    host = host.rstrip(".")
     if host in ("localhost", *hosts) or is_loopback(host):
         return
     message = f"the host is {brief(host)}; expected localhost: a server without keys answers to no other name"
@@ -206,7 +203,6 @@ def check_host(request: Request, hosts: Sequence[str] | None) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Test whether a text is an IP address of this machine's loopback."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -215,10 +211,7 @@ def is_loopback(address: str) -> bool:
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[Found]) -> Found:
-    """Await the work; cancel it as soon as the client leaves.
-
-    Raises ClientDisconnect if it left before the end.
-    """
+    """Await the work; if the client leaves first, cancel it and raise ClientDisconnect."""
     task, listening = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait((task, listening), return_when=asyncio.FIRST_COMPLETED)
@@ -226,29 +219,14 @@ async def until_disconnect(receive: Receive, work: Awaitable[Found]) -> Found:
             return task.result()
         raise ClientDisconnect
     finally:
-        for each in (task, listening):
-            each.cancel()
+        for pending in (task, listening):
+            pending.cancel()
         await asyncio.gather(task, listening, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-class CancelledQuietly:
-    """Answer a request that is cancelled, since the server ends before its client, and leave no traceback."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await self._app(scope, receive, send)
-        except asyncio.CancelledError:
-            error = ApiError(503, STOPPED)
-            with contextlib.suppress(RuntimeError):  # the reply had begun
-                await JsonReply(error.body(), error.status)(scope, receive, send)
 
 
 class JsonReply(Response):
@@ -262,9 +240,9 @@ class JsonReply(Response):
 
 @dataclass(frozen=True)
 class Unsent:
-    """The events that wait to be sent, at most `most` bytes of a stream; after silence_s without one comes a comment.
+    """Limits of streams. most: bytes of a stream that may wait for its client. silence_s: until a comment is sent.
 
-    size: bytes of all streams. cut: streams that were ended because more waited.
+    size: bytes that wait in all streams. cut: streams that ended because more than `most` waited.
     """
 
     size: Gauge
@@ -276,14 +254,14 @@ class Unsent:
 class EventStream(Response):
     """A stream of events that ends with its client, even while no event is sent.
 
-    Events are read as they are made, so that what waits for a client is counted in bytes, not held as objects. If more
-    waits than may, ApiError is raised where the events are made, and the event after it is the stream's last.
+    Events are read at once and wait as bytes. If more waits than may, ApiError is raised in the generator, and its next
+    event is the stream's last.
     """
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[str, None], close: Callable[[], None], unsent: Unsent) -> None:
-        """`close` is called at the end, whether or not the events were begun."""
+        """close: called at the end, whether or not an event was read."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events, self._close, self._unsent = events, close, unsent
@@ -305,13 +283,12 @@ class EventStream(Response):
             self._close()
 
     async def _send(self, send: Send) -> None:
-        """Send the events as fast as the client reads them."""
         reading = asyncio.ensure_future(self._read())
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             while (event := await self._next()) is not None:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
-            await reading  # raises what it raised: the stream is not complete then
+            await reading  # raises if the events failed: the stream is incomplete then
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             reading.cancel()
@@ -353,7 +330,6 @@ class EventStream(Response):
         self._arrived.set()
 
     def _forget(self) -> None:
-        """Drop the events that wait."""
         self._waiting.clear()
         self._count(-self._size)
 
@@ -362,20 +338,42 @@ class EventStream(Response):
         self._unsent.size.inc(size)
 
 
-class PlainRequests:
-    """Bring a request into the form that routes know: HEAD is GET, whose body the server leaves out, and a target in
-    absolute form, as clients of proxies send it, is a path and a host.
+class Transport:
+    """Normalise each request, and count its reply as vLLM does: by route, method and status.
+
+    HEAD is GET; an absolute target, as of a proxy, is a path and a host. A request that the server's end cancels gets
+    an error, and no traceback is logged.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, replies: Counter) -> None:
+        self._app, self._replies = app, replies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            scope = {**scope, "method": "GET" if scope["method"] == "HEAD" else scope["method"]}
-            if not scope["path"].startswith("/"):
-                scope |= _parsed(scope["raw_path"].decode("latin-1"), scope["headers"])
-        await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scope = {**scope, "method": "GET" if scope["method"] == "HEAD" else scope["method"]}
+        if not scope["path"].startswith("/"):
+            scope |= _parsed(scope["raw_path"].decode("latin-1"), scope["headers"])
+
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._count(scope, message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counting)
+        except asyncio.CancelledError:
+            error = ApiError(503, STOPPED)
+            with contextlib.suppress(RuntimeError):  # the reply had begun
+                await JsonReply(error.body(), error.status)(scope, receive, counting)
+        except Exception:  # a handler outside of this one replies
+            self._count(scope, 500)
+            raise
+
+    def _count(self, scope: Scope, status: int) -> None:
+        method = scope["method"] if scope["method"] in METHODS else OTHER  # clients may make up any
+        self._replies.labels(getattr(scope.get("route"), "path", OTHER), method, str(status)).inc()
 
 
 def _parsed(target: str, headers: Sequence[tuple[bytes, bytes]]) -> dict[str, Any]:
@@ -395,35 +393,8 @@ def _parsed(target: str, headers: Sequence[tuple[bytes, bytes]]) -> dict[str, An
     }
 
 
-class Counted:
-    """Count replies as vLLM does, by route, method and status."""
-
-    def __init__(self, app: ASGIApp, replies: Counter) -> None:
-        self._app, self._replies = app, replies
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
-        async def counting(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._count(scope, message["status"])
-            await send(message)
-
-        try:
-            await self._app(scope, receive, counting)
-        except Exception:  # the reply is made further out
-            self._count(scope, 500)
-            raise
-
-    def _count(self, scope: Scope, status: int) -> None:
-        method = scope["method"] if scope["method"] in METHODS else OTHER  # clients may make up any
-        self._replies.labels(getattr(scope.get("route"), "path", OTHER), method, str(status)).inc()
-
-
 class Refusals:
-    """A log of requests that were refused for want of room: a line at once, then at most one every pause_s."""
+    """A log of requests refused for lack of room: a line at once, then at most one every pause_s."""
 
     def __init__(self, log: logging.Logger | None, pause_s: float = 5.0) -> None:
         self._log, self._pause_s, self._pausing = log, pause_s, False
@@ -445,5 +416,4 @@ class Refusals:
 
 
 def utc_now() -> str:
-    """Return the time as a log has it."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -1,4 +1,4 @@
-"""Instructions of a chat anywhere in it, for chat templates that render those of its first message alone."""
+"""Instructions anywhere in a chat, for templates that render only the first message's."""
 
 from collections.abc import Collection, Sequence
 
@@ -10,9 +10,9 @@ HEADING = "# Instructions\n\n"  # of a developer's message in the harmony format
 
 
 def instructions_first(chat: Sequence[Message]) -> tuple[list[Message], set[int]]:
-    """Join the instructions before a chat's first other message to one; make later ones a user's.
+    """Join the leading instructions to one message; turn later ones into a user's messages.
 
-    Return the chat, and the places of the latter (`as_instructions`).
+    Return the chat, and the places of these user's messages, for `as_instructions`.
     """
     messages: list[Message] = []
     places: set[int] = set()
@@ -30,9 +30,9 @@ def instructions_first(chat: Sequence[Message]) -> tuple[list[Message], set[int]
 def as_instructions(
     tokenizer: Tokenizer, ids: Sequence[int], chat: Sequence[Message], places: Collection[int]
 ) -> tuple[int, ...] | None:
-    """Give the user's messages at these places of the chat the header of a developer's, in its prompt.
+    """Replace a user's header by a developer's in the prompt, for the messages at these places of the chat.
 
-    None if the prompt does not have each user's message of the chat under its own header of the harmony format.
+    None if the prompt does not have each user's message under its own header of the harmony format.
     """
     if not places:
         return tuple(ids)

@@ -1,7 +1,7 @@
 """The engine in a thread of its own, and calls to it from event loops.
 
-The thread alone drives the engine: it adds waiting requests, runs a step, and hands over the chunks, with one wake-up
-of the event loop a step. Event loops never wait for a step: they append to a queue, and abort without waiting.
+Only the thread drives the engine: it adds waiting requests, runs a step, and hands over the chunks with one wake-up of
+the event loop per step. Event loops never wait for a step.
 """
 
 import asyncio
@@ -52,18 +52,27 @@ async def read_chunks(
     """
     left = set(range(count))
     while left := {place for place in left if not aborted(place)}:
-        place, found = await queue.get()
-        if isinstance(found, ApiError):
-            raise found
+        place, chunk = await queue.get()
+        if isinstance(chunk, ApiError):
+            raise chunk
         if place in left:
-            if found.finish_reason is not None:
+            if chunk.finish_reason is not None:
                 left.discard(place)
-            yield place, found
+            yield place, chunk
+
+
+def check_room(count: int, num_open: int, most: int) -> None:
+    """Raise ApiError if `count` more requests than the open ones are more than `most`."""
+    if count > most:
+        raise ApiError(400, f"{count} answers are asked for at once; expected at most {most}: ask for fewer", "n")
+    if num_open + count > most:
+        message = f"{num_open} requests are running or waiting, and at most {most} may; try again later"
+        raise ApiError(429, message, retry_after_s=RETRY_AFTER_S)
 
 
 @dataclass(eq=False)
 class Call:
-    """Requests of one HTTP request, with the chunks that have arrived. Iterate in the event loop that made it."""
+    """The requests of one HTTP request, and their chunks. Read it in the event loop that made it."""
 
     engine: AnyEngine
     loop: asyncio.AbstractEventLoop
@@ -85,18 +94,15 @@ class Call:
             self.engine.abort(job.handle)
 
     def close(self) -> None:
-        """End all requests of the call."""
         for place in range(len(self.jobs)):
             self.abort(place)
 
 
 @runtime_checkable
 class Submitted(Protocol):
-    """Requests of one HTTP request, with the chunks that have arrived."""
+    """See `Call`."""
 
-    def chunks(self) -> AsyncGenerator[tuple[int, TokenChunk], None]:
-        """See `Call.chunks`."""
-        ...
+    def chunks(self) -> AsyncGenerator[tuple[int, TokenChunk], None]: ...
 
     def abort(self, place: int) -> None: ...
     def close(self) -> None: ...
@@ -104,7 +110,7 @@ class Submitted(Protocol):
 
 @runtime_checkable
 class Checks(Protocol):
-    """What is known of an engine where requests are made."""
+    """The part of an engine that builders of requests use."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]: ...
@@ -115,7 +121,7 @@ class Checks(Protocol):
 
 @runtime_checkable
 class Loop(Protocol):
-    """What runs the requests of a service: `EngineLoop`, or engines elsewhere (peagle.cluster.fleet)."""
+    """Runs the requests of a service: `EngineLoop`, or engines elsewhere (peagle.cluster.fleet)."""
 
     failure: str | None
 
@@ -132,10 +138,7 @@ class Loop(Protocol):
 
 
 class EngineLoop:
-    """One engine, the thread that drives it, and a bounded queue of requests.
-
-    max_queue: requests that may wait beyond those in slots.
-    """
+    """One engine, its thread, and a queue of at most max_queue requests beyond those in slots."""
 
     def __init__(self, engine: AnyEngine, max_queue: int) -> None:
         self.engine, self.max_queue = engine, max_queue
@@ -153,7 +156,6 @@ class EngineLoop:
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
         return self._open
 
     @property
@@ -166,7 +168,7 @@ class EngineLoop:
 
     @property
     def status(self) -> Status:
-        """Describe what the thread does now: "stalled" is work without a step for STALLED_S."""
+        """The thread's state; "stalled": requests wait, and no step ended for STALLED_S."""
         if self.failure is not None:
             return "failed"
         if self._open and time.monotonic() - self._last_step_s > STALLED_S:
@@ -176,16 +178,12 @@ class EngineLoop:
     def submit(self, requests: Sequence[Request], hand_offs: Sequence[HandOff | None] = ()) -> Call:
         """Queue all requests, or none. Call it in the event loop that reads the chunks.
 
-        hand_offs: what each of them goes on from. Raises ApiError if the queue is full or the engine has failed,
-        InputError for a request that cannot be run.
+        hand_offs: of prefilled requests. Raises ApiError if the queue is full or the engine has failed, InputError for
+        a request that cannot run.
         """
         begun = hand_offs or [None] * len(requests)
         for request, hand_off in zip(requests, begun, strict=True):
             self.engine.check(request, hand_off)
-        most = self.engine.config.slots + self.max_queue
-        if len(requests) > most:
-            message = f"{len(requests)} answers are asked for at once; expected at most {most}: ask for fewer"
-            raise ApiError(400, message, "n")
         call = Call(self.engine, asyncio.get_running_loop())
         pairs = enumerate(zip(requests, begun, strict=True))
         call.jobs = [_Job(call, place, request, hand_off) for place, (request, hand_off) in pairs]
@@ -196,7 +194,7 @@ class EngineLoop:
         return call
 
     async def run(self, function: Callable[[], Found]) -> Found:
-        """Call a function in the engine's thread, between two steps. Raises as the function and `submit` do."""
+        """Call a function in the engine's thread, between two steps. Raises like the function and `submit`."""
         future: concurrent.futures.Future[Found] = concurrent.futures.Future()
         with self._lock:
             self._enter(1)
@@ -205,24 +203,18 @@ class EngineLoop:
         return await asyncio.wrap_future(future)
 
     def _enter(self, count: int) -> None:
-        """Count requests, or raise ApiError if there is no room for all of them."""
-        most = self.engine.config.slots + self.max_queue
+        """Count requests. Raises ApiError if there is no room for all of them."""
         if self.failure is not None:
             raise self._failed()
         if self.draining:
             raise ApiError(503, "the server is shutting down; send the request to another one")
-        if self._open + count > most:
-            raise ApiError(
-                429,
-                f"{self._open} requests are running or waiting, and at most {most} may; try again later",
-                retry_after_s=RETRY_AFTER_S,
-            )
+        check_room(count, self._open, self.engine.config.slots + self.max_queue)
         if not self._open:
             self._last_step_s = time.monotonic()
         self._open += count
 
     def stop(self, message: str) -> None:
-        """Take no more requests, and end the open ones with this error."""
+        """Refuse further requests, and end the open ones with this error."""
         with self._lock:
             self.draining = True
             jobs = [*self._new, *self._running.values()]
@@ -231,7 +223,6 @@ class EngineLoop:
             job.call.close()
 
     def close(self) -> None:
-        """End all requests and the thread."""
         self.stop("the server was stopped")
         with self._lock:
             self._closing = True
@@ -252,12 +243,12 @@ class EngineLoop:
             self._fail(" ".join(str(error).split()) or type(error).__name__)
 
     def _step(self) -> None:
-        """Run a step. A method of its own, so that an idle thread holds no request: it may be large (a hand-off)."""
+        """Run a step. Apart from `_drive`, whose idle frame would keep a request alive; a hand-off is large."""
         for handle, chunk in self.engine.step():
             handle.inbox.append(chunk)
 
     def _wait(self) -> bool:
-        """Wait for a request; return False if the thread shall end."""
+        """Wait for a request; return False at the thread's end."""
         if not self._open:
             self.engine.settle()
         with self._lock:
@@ -291,11 +282,10 @@ class EngineLoop:
             self._open -= 1
 
     def _hand_over(self) -> None:
-        """Send the chunks of a step to their event loops."""
-        found: dict[asyncio.AbstractEventLoop, list[tuple[_Job, TokenChunk | ApiError]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Job, TokenChunk | ApiError]]] = {}
         ended = []
         for handle, job in self._running.items():
-            items = found.setdefault(job.call.loop, [])
+            items = by_loop.setdefault(job.call.loop, [])
             if handle.error is not None:
                 status = 400 if isinstance(handle.error, GrammarError) else 500
                 items.append((job, ApiError(status, str(handle.error))))
@@ -308,7 +298,7 @@ class EngineLoop:
             for handle in ended:
                 del self._running[handle]
             self._open -= len(ended)
-        for loop, items in found.items():
+        for loop, items in by_loop.items():
             if items:
                 self._send(loop, items)
 

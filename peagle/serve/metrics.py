@@ -16,13 +16,12 @@ LONG_S = (0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 48
 
 
 class _Preemptions(Collector):
-    """Reads a count that the engine keeps."""
+    """The engine's own count of preemptions."""
 
     def __init__(self, engine: AnyEngine, model: str) -> None:
         self._engine, self._model = engine, model
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the counter."""
         text = "Requests whose pages were given to an earlier one; they are computed again."
         counter = CounterMetricFamily("vllm:num_preemptions", text, labels=["model_name"])
         counter.add_metric([self._model], self._engine.num_preemptions)
@@ -30,9 +29,9 @@ class _Preemptions(Collector):
 
 
 class Metrics:
-    """Counts since the server was started, labelled with the model's name if vLLM's are.
+    """Counts since the server's start, labelled with the model's name if vLLM's are.
 
-    replies, unsent, cut, unread: counted where they happen.
+    replies, unsent, cut, unread: updated by the HTTP code.
     """
 
     def __init__(self, loop: Loop, model: str) -> None:
@@ -75,7 +74,7 @@ class Metrics:
         self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", LONG_S)
 
     def observe(self, results: Sequence[Result]) -> None:
-        """Add the results of one call: its answers have ended, or their client has left."""
+        """Add the results of one call, after its answers ended or the client left."""
         for result in results:
             reason = result.finish_reason or "abort"
             self._success.labels(self._model, reason).inc()
@@ -97,7 +96,6 @@ class Metrics:
             self._per_position.labels(self._model, str(position)).inc(accepted)
 
     def text(self) -> bytes:
-        """Write all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _counter(self, name: str, text: str) -> Counter:
@@ -107,5 +105,5 @@ class Metrics:
         return Gauge(f"vllm:{name}", text, ["model_name"], registry=self._registry).labels(self._model)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        made = Histogram(f"vllm:{name}", text, ["model_name"], registry=self._registry, buckets=buckets)
-        return made.labels(self._model)
+        histogram = Histogram(f"vllm:{name}", text, ["model_name"], registry=self._registry, buckets=buckets)
+        return histogram.labels(self._model)

@@ -1,14 +1,12 @@
-"""What the interfaces of chats call the fields that a refusal is about."""
+"""How refusals name the fields of a chat: /v1/responses has other names than /v1/chat/completions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peagle.serve.types import Tool
-
 
 @dataclass(frozen=True)
 class Names:
-    """The names of /v1/chat/completions."""
+    """The field names of /v1/chat/completions. Places count messages, calls and tools from 0."""
 
     messages: str = "messages"
     limit: str = "max_completion_tokens"
@@ -18,29 +16,26 @@ class Names:
     result: str = "a message of the role tool with the tool_call_id"
 
     def message(self, place: int) -> str:
-        """Name a message of the chat, by its number."""
         return f"messages.{place}"
 
     def call(self, place: int, number: int) -> str:
-        """Name a call of a message."""
         return f"messages.{place}.tool_calls.{number}"
 
     def call_id(self, place: int, number: int) -> str:
-        """Name the id of a call."""
         return f"{self.call(place, number)}.id"
 
     def result_id(self, place: int) -> str:
         """Name the id of the call whose result a message is."""
         return f"messages.{place}.tool_call_id"
 
-    def tool(self, place: int, tool: Tool) -> str:
-        """Name the object of a tool that has its name."""
-        return f"tools.{place}.{tool.type}"
+    def tool(self, place: int, kind: str) -> str:
+        """Name the object that holds a tool's name and parameters. kind: of the tool, function or custom."""
+        return f"tools.{place}.{kind}"
 
 
 @dataclass(frozen=True)
 class MessageNames:
-    """What a body of /v1/responses calls a message of its chat: its item, and those of its calls."""
+    """The items of a /v1/responses body that became one message of a chat, and its calls."""
 
     item: str
     calls: tuple[str, ...] = ()
@@ -48,7 +43,7 @@ class MessageNames:
 
 @dataclass(frozen=True)
 class ResponseNames(Names):
-    """The names of a body of /v1/responses. items: of the chat's messages. tools: of the chat's tools."""
+    """The field names of a /v1/responses body. items: of the chat's messages. tools: of the chat's tools."""
 
     messages: str = "input"
     limit: str = "max_output_tokens"
@@ -71,7 +66,7 @@ class ResponseNames(Names):
     def result_id(self, place: int) -> str:
         return f"{self.items[place].item}.call_id"
 
-    def tool(self, place: int, tool: Tool) -> str:  # noqa: ARG002
+    def tool(self, place: int, kind: str) -> str:  # noqa: ARG002
         return self.tools[place]
 
 

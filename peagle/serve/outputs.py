@@ -20,11 +20,11 @@ from peagle.text.tokenizer import Detokenizer, Tokenizer
 
 @dataclass(frozen=True)
 class OutputChunk:
-    """One answer's tokens of a dispatch, and the text that is certain with them.
+    """One answer's tokens of a dispatch, and the text that they complete.
 
-    deltas: that text; of an answer whose channels are not parsed, one of content. logprobs: of the deltas' tokens by
-    their numbers, if the request sets them. finish_reason: of the answer's last chunk. cut: a stop string or a stop
-    token of the request's own ended the answer, not the model.
+    deltas: the text; without parsed channels, one delta of content. logprobs: of the deltas' tokens, by their numbers,
+    if the request sets them. finish_reason: of the answer's last chunk. cut: the request's own stop string or stop
+    token ended the answer.
     """
 
     place: int
@@ -36,16 +36,14 @@ class OutputChunk:
     cut: bool = False
 
     def logprobs_of(self, delta: Delta) -> list[tuple[TokenPlace, TokenLogprobs]]:
-        """Return the tokens of a delta with their log-probabilities, if the request sets them."""
         return [(token, self.logprobs[token.number]) for token in delta.tokens if token.number in self.logprobs]
 
 
 class OutputCollector:
-    """Run requests, and read their answers. Raises as EngineLoop.submit does, before anything is sent.
+    """Run requests, and read their answers. Raises like EngineLoop.submit, before anything is sent.
 
-    channels: parse the answers' channels; stop strings are then those of their messages. constraint: the field of the
-    body that constrains the answers, named by an answer's error if its grammar cannot be followed. decode: False for
-    answers without tokens, which end at once.
+    channels: parse the answers' channels; stop strings then apply to content messages. constraint: the field that
+    constrains the answers, for errors of their grammar. decode: False for answers without tokens, which end at once.
     """
 
     def __init__(
@@ -76,24 +74,22 @@ class OutputCollector:
         self._call: Submitted = loop.submit(requests) if decode else Undecoded(loop, requests)
 
     async def chunks(self) -> AsyncGenerator[OutputChunk, None]:
-        """Yield chunks as they arrive, until all answers have ended; end the requests if the reader leaves."""
+        """Yield chunks until all answers have ended; end the requests if the reader leaves."""
         try:
             async with contextlib.aclosing(self._call.chunks()) as chunks:
                 async for place, chunk in chunks:
                     yield self._read(place, chunk)
         except ApiError as error:
-            if error.status == 400 and error.param is None:  # of input, seen as late as this: its grammar's
+            if error.status == 400 and error.param is None:  # while decoding, only a grammar's error is of input
                 error.param = self._constraint
             raise
         finally:
             self._call.close()
 
     def close(self) -> None:
-        """End the requests."""
         self._call.close()
 
     def results(self) -> list[Result]:
-        """Return the answers and their figures so far."""
         return [assembler.result() for assembler in self._assemblers]
 
     def _read(self, place: int, chunk: TokenChunk) -> OutputChunk:
@@ -119,7 +115,7 @@ class OutputCollector:
         )
 
     def _at_own_stop(self, place: int, chunk: TokenChunk) -> bool:
-        """Whether the answer ended at a stop token that only the request names; a call's end is the model's."""
+        """Return whether the answer ended at a stop token that only the request names; a call's end is the model's."""
         if chunk.finish_reason != "stop" or not chunk.token_ids:
             return False
         last = chunk.token_ids[-1]
@@ -129,7 +125,7 @@ class OutputCollector:
 
 
 class Undecoded:
-    """Requests whose answers have no tokens (peagle.serve.loop.Submitted)."""
+    """A `Submitted` whose answers have no tokens."""
 
     def __init__(self, loop: Loop, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -145,10 +141,10 @@ class Undecoded:
 
 
 class TokenTexts:
-    """The text of each token of an answer, with its kind and origin.
+    """The text, kind and origin of each token of an answer.
 
-    A character that several tokens make belongs to the last of them. A token that no message shows, such as a control
-    token, has no text.
+    A character of several tokens belongs to the last of them. A token outside of messages, such as a control token,
+    has no text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -158,7 +154,7 @@ class TokenTexts:
         self._first = 0  # the number of the first that waits
 
     def of(self, chunk: OutputChunk) -> list[TokenOrigin]:
-        """Return the tokens up to the last one of the chunk's text; at the answer's end, all."""
+        """Return the tokens up to the chunk's last one with text; at the answer's end, all."""
         self._waiting.extend(zip(chunk.token_ids, chunk.origins, strict=True))
         tokens: list[TokenOrigin] = []
         for delta in chunk.deltas:
@@ -197,12 +193,11 @@ def usage(results: Sequence[Result]) -> Usage:
 
 
 def pooled(results: Sequence[Result]) -> Counters:
-    """Add up the steps of all answers."""
     return total([result.counters for result in results])
 
 
 def figures(results: Sequence[Result]) -> dict[str, Figures]:
-    """Return the field of a reply with the steps' figures, under vLLM's names; none in plain decoding."""
+    """Return a reply's field with the figures of its steps, under vLLM's names; no field in plain decoding."""
     counters = pooled(results)
     if not counters.num_spec_tokens:
         return {}

@@ -1,4 +1,4 @@
-"""Build the engine's requests from a body. Encode in one thread: the tokenizer's settings are shared."""
+"""Build the engine's requests from a body. Call it in one thread: the tokenizer's settings are shared."""
 
 import dataclasses
 import functools
@@ -13,6 +13,7 @@ from peagle.engine.grammar import CompiledGrammar, Grammar, GrammarError
 from peagle.engine.request import Request, TokenLogprobs
 from peagle.measure.logprobs import output_logprobs
 from peagle.ops.errors import InputError
+from peagle.ops.settings import brief
 from peagle.pair import Pair
 from peagle.serve.errors import ApiError
 from peagle.serve.http import MOST_PROMPTS
@@ -32,12 +33,12 @@ from peagle.serve.types import (
     TokenizeBody,
 )
 from peagle.text.channels import CALL, control_ids
-from peagle.text.prompts import brief, check_encodable
+from peagle.text.prompts import check_encodable
 from peagle.text.tokenizer import Message, TemplateError, TextTooLong, Tokenizer, detokenize
 
-# efforts that GPT-OSS does not know
+# efforts unknown to GPT-OSS, and the nearest known ones
 EFFORTS: Mapping[Effort | None, Effort] = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
-SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]  # fields of bodies, too
+SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]  # bodies have these fields, too
 TOKEN_ID = re.compile(r"[0-9]{1,10}")  # as a key of JSON
 
 
@@ -45,7 +46,7 @@ TOKEN_ID = re.compile(r"[0-9]{1,10}")  # as a key of JSON
 class RequestBuilder:
     """Build the engine's requests for one pair and context.
 
-    date: of templates that show it. num_speculative_tokens: the most that a request may set.
+    date: for templates that show one. num_speculative_tokens: the most that a request may set.
     """
 
     pair: Pair
@@ -62,14 +63,16 @@ class RequestBuilder:
 
     @functools.cached_property
     def takes_tools(self) -> bool:
-        """Whether the chat template renders tools."""
         return takes_tools(self.tokenizer)
 
-    def grammar(self, body: Sampled, names: Names = CHAT) -> CompiledGrammar | None:
-        """Compile what constrains the answers, if anything does; in a chat, final messages, calls. Any thread may."""
-        grammar, name = grammar_of(body, names) or (None, None)
+    def grammar(self, body: Sampled) -> CompiledGrammar | None:
+        """Compile the grammar of the answers, in a chat that of final messages and calls; None: they are free.
+
+        Thread-safe.
+        """
+        grammar, name = grammar_of(body) or (None, None)
         if isinstance(body, ChatBody) and body.tools:
-            return self._grammar_with_tools(body, grammar, name, names)
+            return self._grammar_with_tools(body, grammar, name)
         if grammar is None:
             return None
         try:
@@ -77,12 +80,10 @@ class RequestBuilder:
         except GrammarError as error:
             raise unusable(error, name) from None
 
-    def _grammar_with_tools(
-        self, body: ChatBody, grammar: Grammar | None, name: str | None, names: Names
-    ) -> CompiledGrammar | None:
-        """Compile what constrains final messages and calls. name: the field of the final message's grammar."""
-        tools, only = offered(body.tools, body.tool_choice, rendered=True, names=names)
-        calls = bound_calls(body.tools, body.tool_choice, names) if tools else {}
+    def _grammar_with_tools(self, body: ChatBody, grammar: Grammar | None, name: str | None) -> CompiledGrammar | None:
+        """Compile the grammar of final messages and calls. name: the field of the final message's grammar."""
+        tools, only = offered(body.tools, body.tool_choice, rendered=True, names=body.names)
+        calls = bound_calls(body.tools, body.tool_choice, body.names) if tools else {}
         must_call = only is not None or body.tool_choice == "required"
         if must_call and grammar is not None:
             raise ApiError(400, "tool_choice makes a call of the answer, so nothing else can bind it", "tool_choice")
@@ -93,56 +94,51 @@ class RequestBuilder:
                 return self.pair.grammars.compile(calls[only], channels=False)
             return self.pair.grammars.compile(grammar, channels=True, calls=calls, must_call=must_call)
         except GrammarError as error:
-            raise self._blamed(body, calls, unusable(error, name), names) from None
+            raise self._blamed(body, calls, unusable(error, name)) from None
 
-    def _blamed(self, body: ChatBody, calls: Mapping[str, Grammar | None], error: ApiError, names: Names) -> ApiError:
-        """Name the function whose parameters make no grammar, if one's do not."""
+    def _blamed(self, body: ChatBody, calls: Mapping[str, Grammar | None], error: ApiError) -> ApiError:
+        """Name the function whose parameters make no grammar, if there is one."""
         for function, schema in calls.items():
             try:
                 if schema is not None:
                     self.pair.grammars.compile(schema, channels=False)
-            except GrammarError as found:
-                return unusable(found, parameters_of(body.tools, function, names))
+            except GrammarError as cause:
+                return unusable(cause, parameters_of(body.tools, function, body.names))
         return error
 
-    def chat(self, body: ChatBody, grammar: CompiledGrammar | None = None, names: Names = CHAT) -> list[Request]:
-        """Make the requests of a chat: n answers to its messages.
-
-        grammar: what `grammar` returns. names: of the interface that was called.
-        """
+    def chat(self, body: ChatBody, grammar: CompiledGrammar | None = None) -> list[Request]:
+        """Make the n requests of a chat. grammar: what `grammar` returns."""
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs is given without logprobs; set logprobs to true", "top_logprobs")
         if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MOST_LOGPROBS:
-            raise ApiError(
-                400, f"top_logprobs is {brief(body.top_logprobs)}; expected 0..{MOST_LOGPROBS}", "top_logprobs"
-            )
+            raise ApiError.wrong("top_logprobs", body.top_logprobs, f"0..{MOST_LOGPROBS}")
         limits = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
         if len(limits) > 1:
             raise ApiError(400, "max_tokens and max_completion_tokens differ; leave out max_tokens", "max_tokens")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        tools, forced = offered(body.tools, body.tool_choice, bool(body.tools) and self.takes_tools, names)
-        prompt_ids = self.encode_chat(body.messages, body.reasoning_effort, tools, names)
+        tools, forced = offered(body.tools, body.tool_choice, bool(body.tools) and self.takes_tools, body.names)
+        prompt_ids = self.encode_chat(body.messages, body.reasoning_effort, tools, body.names)
         if forced is not None:
             prompt_ids = begin_call(self.tokenizer, prompt_ids, forced)
         if grammar is not None:
             try:
                 grammar = self.pair.grammars.begin(grammar, prompt_ids)
             except GrammarError as error:
-                raise ApiError.of(error, constraint(body, names)) from None
+                raise ApiError.of(error, constraint(body)) from None
         limit, ends = limits.pop() if limits else None, self._call_ends(tools)
-        return self._requests(body, [prompt_ids], 1, limit, logprobs, grammar, ends, names)
+        return self._requests(body, [prompt_ids], 1, limit, logprobs, grammar, ends)
 
     def completion(
         self, body: CompletionBody, grammar: CompiledGrammar | None = None
     ) -> tuple[list[Request], list[str]]:
-        """Make the requests of a completion, n for each prompt; return them with the prompts' texts for `echo`."""
+        """Return (n requests for each prompt, the text of each request's prompt if the body sets echo)."""
         prompts = _prompts(body)
         if len(prompts) > MOST_PROMPTS:
             raise ApiError(400, f"{len(prompts)} prompts are given; expected at most {MOST_PROMPTS}", "prompt")
         limit = 16 if body.max_tokens is None else body.max_tokens
         if body.only_echo:  # no token is decoded
             limit = 1
-        encoded = map(self._prompt_ids, prompts)  # one by one: the first that is too long is refused
+        encoded = map(self._prompt_ids, prompts)  # lazily: refuse the first that is too long before encoding others
         requests = self._requests(body, encoded, len(prompts), limit, body.logprobs, grammar)
         if not body.echo:
             return requests, []
@@ -150,19 +146,18 @@ class RequestBuilder:
         return requests, [text for text in texts for _ in range(body.n)]
 
     def _prompt_ids(self, prompt: str | list[int]) -> tuple[int, ...]:
-        """Return the ids of a completion's prompt."""
         ids = self.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         self.check_ids(ids, "prompt")
         return ids
 
     def prompt_logprobs(self, request: Request) -> list[TokenLogprobs]:
-        """Compute the log-probabilities of a prompt's tokens but the first, which nothing precedes.
+        """Compute the log-probabilities of all prompt tokens after the first.
 
-        All requests share one compiled program, of the whole context and the most likeliest tokens.
+        One compiled program serves all requests: it has the whole context and MOST_LOGPROBS likeliest tokens.
         """
         first, *others = request.prompt_ids
-        found = output_logprobs(self.pair.plain_target, [first], others, MOST_LOGPROBS, self.context)
-        return [dataclasses.replace(each, best=each.best[: request.logprobs]) for each in found]
+        tokens = output_logprobs(self.pair.plain_target, [first], others, MOST_LOGPROBS, self.context)
+        return [dataclasses.replace(token, best=token.best[: request.logprobs]) for token in tokens]
 
     def tokenize(self, body: TokenizeBody) -> tuple[int, ...]:
         """Return the ids of a text, or of a chat up to its next answer."""
@@ -176,7 +171,6 @@ class RequestBuilder:
         return self.encode_chat(body.messages, body.reasoning_effort, tools)
 
     def detokenize(self, body: DetokenizeBody) -> str:
-        """Return the text of ids, special tokens spelled out."""
         self.check_ids(body.tokens, "tokens")
         return detokenize(self.tokenizer, body.tokens)
 
@@ -224,7 +218,7 @@ class RequestBuilder:
 
     @functools.cached_property
     def instructing(self) -> frozenset[str]:
-        """The roles of instructions that the chat template renders anywhere in a chat; some render only the first."""
+        """The roles of instructions that the chat template renders anywhere, not only in the first message."""
         user, roles = {"role": "user", "content": "a"}, set()
         for role in INSTRUCTING:
             later = [{"role": role, "content": text} for text in ("first", "next to it", "in the midst")]
@@ -239,7 +233,7 @@ class RequestBuilder:
     def _instructing(
         self, ids: tuple[int, ...], chat: Sequence[Message], places: Collection[int], names: Names
     ) -> tuple[int, ...]:
-        """Give messages that were rendered as a user's, at these places of the chat, the header of a developer's.
+        """Turn the user's messages at these places into a developer's (`as_instructions`).
 
         Raises ApiError if the prompt does not have each user's message under its own header.
         """
@@ -250,8 +244,14 @@ class RequestBuilder:
         return tokens
 
     def _too_long(self, name: str, error: TextTooLong, field: str) -> ApiError:
-        message = f"{name} has {error.num_bytes} bytes, {error.least_tokens} tokens or more, but the context holds"
-        message = f"{message} {self.context} positions; expected at most {self.context - 1} tokens: shorten it"
+        return self._beyond_context(
+            f"{name} has {error.num_bytes} bytes, {error.least_tokens} tokens or more",
+            field,
+            f"at most {self.context - 1} tokens: shorten it",
+        )
+
+    def _beyond_context(self, fault: str, field: str, expected: str) -> ApiError:
+        message = f"{fault}, but the context holds {self.context} positions; expected {expected}"
         return ApiError(400, message, field, "context_length_exceeded")
 
     def _renders(self, tools: Sequence[Mapping[str, Any]]) -> bool:
@@ -263,7 +263,7 @@ class RequestBuilder:
         return True
 
     def _call_ends(self, tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Return the token that ends a call, if there are tools: their results must come next."""
+        """Return the token that ends a call, if there are tools: a call ends the answer."""
         ids = control_ids(self.tokenizer)
         return (ids[CALL],) if tools and CALL in ids else ()
 
@@ -282,14 +282,10 @@ class RequestBuilder:
         logprobs: int | None,
         grammar: CompiledGrammar | None = None,
         ends: Sequence[int] = (),
-        names: Names = CHAT,
     ) -> list[Request]:
-        """Make n requests for each prompt. Random numbers depend on the seed and on the answer's number below n.
-
-        ends: token ids that end an answer beside the model's own.
-        """
+        """Make n requests for each prompt. ends: token ids that end an answer beside the model's own."""
         if not 1 <= body.n <= MOST_CHOICES:
-            raise ApiError(400, f"n is {brief(body.n)}; expected 1..{MOST_CHOICES}", "n")
+            raise ApiError.wrong("n", body.n, f"1..{MOST_CHOICES}")
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options is given without stream; set stream to true", "stream_options")
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
@@ -301,11 +297,9 @@ class RequestBuilder:
         requests = []
         for number, prompt_ids in enumerate(prompts, 1):
             name = "the prompt" if num_prompts == 1 else f"prompt {number}"
-            budget = self._budget(body, len(prompt_ids), limit, name, names)
+            budget = self._budget(body, len(prompt_ids), limit, name)
             if body.min_tokens > budget:
-                raise ApiError(
-                    400, f"min_tokens is {body.min_tokens}; expected at most {budget}, the most tokens", "min_tokens"
-                )
+                raise ApiError.wrong("min_tokens", body.min_tokens, f"at most {budget}, the most tokens")
             first = Request(prompt_ids, budget, sampling, stops, 0, name, logprobs, stop, drafts, grammar)
             requests += [dataclasses.replace(first, index=index) for index in range(body.n)]
         return requests
@@ -314,39 +308,25 @@ class RequestBuilder:
         """Return the request's own K; None: the server's."""
         k = None if body.speculative is None else body.speculative.num_speculative_tokens
         if k is not None and not 0 <= k <= self.num_speculative_tokens:
-            name = "speculative.num_speculative_tokens"
-            message = (
-                f"{name} is {brief(k)}; expected 0 (plain decoding) to {self.num_speculative_tokens}, the server's K"
-            )
-            raise ApiError(400, message, name)
+            expected = f"0 (plain decoding) to {self.num_speculative_tokens}, the server's K"
+            raise ApiError.wrong("speculative.num_speculative_tokens", k, expected)
         return k
 
-    def _budget(self, body: Sampled, length: int, limit: int | None, name: str, names: Names) -> int:
+    def _budget(self, body: Sampled, length: int, limit: int | None, name: str) -> int:
         """Return the most tokens of an answer. limit: of the body."""
         room, field, limits = self.context - length, "prompt", "max_tokens"
         if isinstance(body, ChatBody):
-            field = names.messages
-            limits = "max_tokens" if body.max_completion_tokens is None else names.limit
+            field = body.names.messages
+            limits = "max_tokens" if body.max_completion_tokens is None else body.names.limit
         if room < 1:
-            raise ApiError(
-                400,
-                f"{name} has {length} tokens, but the context holds {self.context} positions; expected at most "
-                f"{self.context - 1}: shorten it",
-                field,
-                "context_length_exceeded",
-            )
+            raise self._beyond_context(f"{name} has {length} tokens", field, f"at most {self.context - 1}: shorten it")
         if limit is None:
             return room
         if limit < 1:
-            raise ApiError(400, f"{limits} is {brief(limit)}; expected 1 or more", limits)
+            raise ApiError.wrong(limits, limit, "1 or more")
         if limit > room:
-            raise ApiError(
-                400,
-                f"{name} has {length} tokens and {limits} is {limit}, but the context holds {self.context} "
-                f"positions; expected {limits} of at most {room}",
-                limits,
-                "context_length_exceeded",
-            )
+            fault = f"{name} has {length} tokens and {limits} is {limit}"
+            raise self._beyond_context(fault, limits, f"{limits} of at most {room}")
         return limit
 
     def _sampling(self, body: Sampled) -> SamplingParams:
@@ -361,7 +341,7 @@ class RequestBuilder:
 
 
 def notes(body: ChatBody) -> list[str]:
-    """Tell for the server's log what the model sees in place of what a chat asks for."""
+    """Describe, for the server's log, how the prompt differs from what the chat asks for."""
     lines, effort = [], body.reasoning_effort
     if effort in EFFORTS:
         lines.append(f"the reasoning effort {effort} is not one of GPT-OSS: the prompt says {EFFORTS[effort]}")
@@ -382,7 +362,7 @@ def _prompts(body: CompletionBody) -> list[str] | list[list[int]]:
 
 
 def _check_message(where: str, message: ChatMessage) -> None:
-    """Raise ApiError for a message without what its role needs, or with what another role has."""
+    """Raise ApiError for a message that lacks a field of its role, or has one of another role."""
     if message.role != "assistant" and "content" not in message.model_fields_set:
         raise ApiError(400, f"{where}, a message of the {message.role}, has no content; add it", f"{where}.content")
     try:

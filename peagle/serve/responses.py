@@ -1,27 +1,24 @@
-"""/v1/responses, stateless: bodies become those of chats; replies and events are made from the answers."""
+"""/v1/responses, stateless: a body becomes a chat; its answer becomes a reply, or events."""
 
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from peagle.ops.strict_json import Written, dumps
 from peagle.result import Result
 from peagle.serve.errors import ApiError
 from peagle.serve.formatter import ChannelFormatter, Generation
-from peagle.serve.names import MessageNames, ResponseNames
+from peagle.serve.names import MessageNames, Names, ResponseNames
 from peagle.serve.outputs import OutputChunk, OutputCollector, figures, usage
 from peagle.serve.requests import notes
 from peagle.serve.service import Service
 from peagle.serve.structured import constraint
+from peagle.serve.tools import id_of_no_call, id_twice, result_alone
 from peagle.serve.types import (
     Body,
-    CalledCustom,
-    CalledFunction,
     ChatBody,
     ChatMessage,
-    ChosenCustom,
-    ChosenFunction,
     Custom,
     CustomFormat,
     CustomTool,
@@ -29,7 +26,6 @@ from peagle.serve.types import (
     FunctionTool,
     HostedTool,
     InputCall,
-    InputContent,
     InputCustomCall,
     InputFormat,
     InputMessage,
@@ -37,15 +33,9 @@ from peagle.serve.types import (
     InputResult,
     Item,
     JsonSchema,
-    NamedCustom,
-    NamedFunction,
-    NamedTool,
     Namespace,
     OfferedCustom,
     OfferedFunction,
-    PastCall,
-    PastCustomCall,
-    PastFunctionCall,
     ResponseEvent,
     ResponseFormat,
     ResponsesBody,
@@ -53,22 +43,30 @@ from peagle.serve.types import (
     Syntax,
     TextFormat,
     Tool,
-    ToolName,
     Usage,
+    qualified,
+    text_of,
 )
 from peagle.text.channels import Delta
-from peagle.text.prompts import brief
 
 LOGPROBS_OF_TEXT = "message.output_text.logprobs"  # of include
-FUNCTIONS = "functions"  # the namespace of functions without one
+AS_IN_CHAT = (  # fields
+    "temperature",
+    "top_p",
+    "seed",
+    "top_logprobs",
+    "parallel_tool_calls",
+    "stream",
+    "speculative",
+)
 TEXTS_OF_CALLS = {"arguments": "function_call_arguments", "input": "custom_tool_call_input"}  # in events
 
 
 async def start(service: Service, body: ResponsesBody) -> Generation:
     """Send the request of a body to the engine."""
     chat = await service.encode(as_chat, body)
-    grammar = await service.grammar(chat.body, chat.names)
-    requests = await service.encode(service.builder.chat, chat.body, grammar, chat.names)
+    grammar = await service.grammar(chat.body)
+    requests = await service.encode(service.builder.chat, chat.body, grammar)
     tokenizer = service.builder.tokenizer
     formatter = ResponsesFormatter(
         service.model,
@@ -79,14 +77,27 @@ async def start(service: Service, body: ResponsesBody) -> Generation:
         one_call=not body.parallel_tool_calls,
     )
     service.note(*chat.notes, *notes(chat.body))
-    field = constraint(chat.body, chat.names)
-    outputs = OutputCollector(service.loop, requests, tokenizer, channels=True, constraint=field)
+    outputs = OutputCollector(service.loop, requests, tokenizer, channels=True, constraint=constraint(chat.body))
     return Generation(body.stream, formatter, outputs)
+
+
+class ResponseChat(ChatBody):
+    """A chat whose refusals name the fields of a /v1/responses body."""
+
+    _names: ResponseNames
+
+    def __init__(self, names: ResponseNames, **fields: Any) -> None:
+        super().__init__(**fields)
+        self._names = names
+
+    @property
+    def names(self) -> Names:
+        return self._names
 
 
 @dataclass(frozen=True)
 class NamespacedName:
-    """What a body calls a tool of its chat."""
+    """The name of a tool in a /v1/responses body."""
 
     name: str
     namespace: str | None
@@ -94,19 +105,15 @@ class NamespacedName:
 
 @dataclass(frozen=True)
 class AsChat:
-    """The chat that a body asks for.
-
-    names: of its fields, in the body. tool_names: of its tools, in the body. notes: for the server's log.
-    """
+    """A /v1/responses body as a chat. tool_names: the body's, by the chat's. notes: for the server's log."""
 
     body: ChatBody
-    names: ResponseNames
     tool_names: Mapping[str, NamespacedName]
     notes: Sequence[str]
 
 
 def as_chat(body: ResponsesBody) -> AsChat:
-    """Make the chat that a body asks for. Raises ApiError for what it cannot be."""
+    """Make the chat of a body. Raises ApiError for a body that no chat expresses."""
     if body.store:
         raise ApiError(
             400, "store is not supported here: no response is kept; set it to false", "store", "unsupported_parameter"
@@ -114,51 +121,37 @@ def as_chat(body: ResponsesBody) -> AsChat:
     logprobs = LOGPROBS_OF_TEXT in body.include
     if body.top_logprobs is not None and not logprobs:
         raise ApiError(400, f"top_logprobs is given without {LOGPROBS_OF_TEXT!r}; add that to include", "top_logprobs")
-    tools = _tools(body)
-    messages = _messages(body)
+    tools, messages, choice = _tools(body), _messages(body), body.tool_choice
     notes = [f"tools of the type {kind} are not available here: they are left out" for kind in tools.left_out]
-    chat = ChatBody(
+    chat = ResponseChat(
+        ResponseNames(items=[item for _, item in messages], tools=tools.fields),
         messages=[message for message, _ in messages],
-        temperature=body.temperature,
-        top_p=body.top_p,
-        seed=body.seed,
         max_completion_tokens=body.max_output_tokens,
         logprobs=logprobs,
-        top_logprobs=body.top_logprobs,
         reasoning_effort=body.reasoning.effort,
         tools=tools.tools,
-        tool_choice=_choice(body.tool_choice),
-        parallel_tool_calls=body.parallel_tool_calls,
+        tool_choice=choice if isinstance(choice, str) else choice.as_in_chat,
         response_format=_response_format(body.text.format),
-        stream=body.stream,
-        speculative=body.speculative,
+        **{name: getattr(body, name) for name in AS_IN_CHAT},
     )
-    names = ResponseNames(items=[item for _, item in messages], tools=tools.fields)
-    return AsChat(chat, names, tools.names, notes)
+    return AsChat(chat, tools.names, notes)
 
 
 def _response_format(form: TextFormat) -> ResponseFormat:
-    """Make a chat's field of it. Raises ApiError for a schema without its type, and the reverse."""
+    """Make the chat's response_format. Raises ApiError for a schema without its type, and the reverse."""
     if (form.type == "json_schema") != (form.of is not None):
-        seen = "is missing" if form.of is None else f"is given with the type {form.type!r}"
-        raise ApiError(400, f"text.format.schema {seen}; expected it with the type 'json_schema'", "text.format.schema")
+        fault = "is missing" if form.of is None else f"is given with the type {form.type!r}"
+        raise ApiError(
+            400, f"text.format.schema {fault}; expected it with the type 'json_schema'", "text.format.schema"
+        )
     if form.of is None:
         return ResponseFormat(type=form.type)
     return ResponseFormat(type=form.type, json_schema=JsonSchema(name=form.name or "", schema=form.of))
 
 
-def _choice(choice: Any) -> Literal["none", "auto", "required"] | NamedTool:
-    if isinstance(choice, ChosenFunction):
-        return NamedFunction(type="function", function=ToolName(name=choice.name))
-    if isinstance(choice, ChosenCustom):
-        return NamedCustom(type="custom", custom=ToolName(name=choice.name))
-    named: Literal["none", "auto", "required"] = choice
-    return named
-
-
 @dataclass
 class _Tools:
-    """The tools of a chat, with the fields of the body that they are from. left_out: types of hosted tools."""
+    """The tools of a chat, and the fields of the body that they come from. left_out: types of hosted tools."""
 
     tools: list[Tool] = field(default_factory=list)
     fields: list[str] = field(default_factory=list)
@@ -166,13 +159,11 @@ class _Tools:
     left_out: dict[str, None] = field(default_factory=dict)
 
     def add(self, tool: OfferedFunction | OfferedCustom, where: str, namespace: Namespace | None = None) -> None:
-        """Add a tool. It bears the name and the description of its namespace, too."""
-        about = None if namespace is None else namespace.description
-        name, description = tool.name, "\n".join(filter(None, (about, tool.description))) or None
-        if namespace is not None:
-            name = _joined(namespace.name, name)
+        """Add a tool, with the name and the description of its namespace before its own."""
+        space, about = (None, None) if namespace is None else (namespace.name, namespace.description)
+        name, description = qualified(space, tool.name), "\n".join(filter(None, (about, tool.description))) or None
         self.fields.append(where)
-        self.names[name] = NamespacedName(tool.name, None if namespace is None else namespace.name)
+        self.names[name] = NamespacedName(tool.name, space)
         if isinstance(tool, OfferedFunction):
             function = Function(name=name, description=description, parameters=tool.parameters, strict=tool.strict)
             self.tools.append(FunctionTool(type="function", function=function))
@@ -195,19 +186,13 @@ def _tools(body: ResponsesBody) -> _Tools:
     return tools
 
 
-def _joined(namespace: str | None, name: str) -> str:
-    """Join a tool's name with that of its namespace, as the model sees it."""
-    return name if namespace in (None, FUNCTIONS) else f"{namespace}.{name}"
-
-
 def _format(form: InputFormat | None, where: str) -> CustomFormat | None:
     """Make a chat's format of a custom tool. Raises ApiError for a grammar without its definition."""
     if form is None or form.type == "text":
         return None
     for name in ("syntax", "definition"):
         if getattr(form, name) is None:
-            name = f"{where}.format.{name}"
-            raise ApiError(400, f"{name} is missing; add it", name, "missing_required_parameter")
+            raise ApiError.missing(f"{where}.format.{name}")
     assert form.syntax is not None
     assert form.definition is not None
     return CustomFormat(type="grammar", grammar=Syntax(syntax=form.syntax, definition=form.definition))
@@ -218,41 +203,39 @@ _Named = tuple[ChatMessage, MessageNames]
 
 def _messages(body: ResponsesBody) -> list[_Named]:
     """Make the messages of the input, instructions first, each with its name in the body."""
+    messages = []
+    if body.instructions:
+        messages.append((ChatMessage(role="developer", content=body.instructions), MessageNames("instructions")))
     if isinstance(body.input, str):
-        messages = [(ChatMessage(role="user", content=body.input), MessageNames("input"))]
-    else:
-        messages = _messages_of(body.input)
-    if not body.instructions:
-        return messages
-    return [(ChatMessage(role="developer", content=body.instructions), MessageNames("instructions")), *messages]
+        return [*messages, (ChatMessage(role="user", content=body.input), MessageNames("input"))]
+    return messages + _messages_of(body.input)
 
 
 def _messages_of(items: Sequence[Item]) -> list[_Named]:
-    """Join what an answer that calls functions consists of to one message: its reasoning, texts and calls.
+    """Join the reasoning, texts and calls of an answer that calls functions into one message.
 
-    The results of its calls follow, wherever they stand after them. Of other answers, only the texts are kept, as chat
+    The results of its calls follow, wherever they stand after them. Of other answers only the texts are kept, as chat
     templates do.
     """
     results = _results(items)
     messages: list[_Named] = []
-    answer: dict[int, Item] = {}  # the items of the assistant since the last of another, by their places
+    answer: dict[int, Item] = {}  # by their places: the assistant's items since the last item of another role
     for place, item in enumerate(items):
-        if isinstance(item, InputMessage) and item.role != "assistant":
-            messages += _answer(answer, results)
-            answer.clear()
-            messages.append((ChatMessage(role=item.role, content=_text(item.content)), MessageNames(_name(place))))
-        elif isinstance(item, InputResult):
-            messages += _answer(answer, results)
-            answer.clear()
-        else:
+        is_message = isinstance(item, InputMessage) and item.role != "assistant"
+        if not is_message and not isinstance(item, InputResult):
             answer[place] = item
+            continue
+        messages += _answer(answer, results)
+        answer.clear()
+        if isinstance(item, InputMessage):
+            messages.append((ChatMessage(role=item.role, content=text_of(item.content)), MessageNames(_name(place))))
     return messages + _answer(answer, results)
 
 
 def _results(items: Sequence[Item]) -> dict[int, tuple[int, InputResult]]:
-    """Map the places of calls to their results, with the places of these.
+    """Map the place of each call to (the place of its result, the result).
 
-    Raises ApiError for a result of no call before it, or of one that has a result, and for a call with the id of one
+    Raises ApiError for a result without a call before it, a second result of a call, and a call with the id of a call
     that waits for its result.
     """
     waiting: dict[str, int] = {}
@@ -262,43 +245,27 @@ def _results(items: Sequence[Item]) -> dict[int, tuple[int, InputResult]]:
         where = f"{_name(place)}.call_id"
         if isinstance(item, InputCall | InputCustomCall):
             if item.call_id in waiting:
-                twice = f"{where} is {brief(item.call_id)}, as that of a call before it"
-                raise ApiError(400, f"{twice}; expected its own", where)
+                raise id_twice(where, item.call_id)
             waiting[item.call_id] = place
             ids.add(item.call_id)
         elif isinstance(item, InputResult):
             if item.call_id not in ids:
-                raise ApiError(
-                    400, f"{_name(place)} is a tool's result, but no call precedes it; send that, too", "input"
-                )
+                raise result_alone(_name(place), "input")
             if item.call_id not in waiting:
-                expected = "expected the id of a call before it that has no other result"
-                raise ApiError(400, f"{where} is {brief(item.call_id)}; {expected}", where)
+                raise id_of_no_call(where, item.call_id)
             results[waiting.pop(item.call_id)] = place, item
     return results
 
 
 def _answer(items: Mapping[int, Item], results: Mapping[int, tuple[int, InputResult]]) -> list[_Named]:
     """Make the messages of a past answer, and of its calls' results."""
-    calls: dict[int, PastCall] = {}
-    texts: dict[int, str] = {}
-    reasoning = ""
-    for place, item in items.items():
-        if isinstance(item, InputCall):
-            name = _joined(item.namespace, item.name)
-            called = CalledFunction(name=name, arguments=item.arguments)
-            calls[place] = PastFunctionCall(id=item.call_id, function=called)
-        elif isinstance(item, InputCustomCall):
-            custom = CalledCustom(name=_joined(item.namespace, item.name), input=item.input)
-            calls[place] = PastCustomCall(id=item.call_id, type="custom", custom=custom)
-        elif isinstance(item, InputReasoning):
-            reasoning += "".join(part.text for part in item.content or ())
-        elif isinstance(item, InputMessage):
-            texts[place] = _text(item.content)
+    calls = {place: item.as_in_chat for place, item in items.items() if isinstance(item, InputCall | InputCustomCall)}
+    texts = {place: text_of(item.content) for place, item in items.items() if isinstance(item, InputMessage)}
     if not calls:
         return [
             (ChatMessage(role="assistant", content=text), MessageNames(_name(place))) for place, text in texts.items()
         ]
+    reasoning = "".join(text_of(item.content or "") for item in items.values() if isinstance(item, InputReasoning))
     joined = ChatMessage(
         role="assistant", content="".join(texts.values()), tool_calls=list(calls.values()), reasoning=reasoning
     )
@@ -306,7 +273,7 @@ def _answer(items: Mapping[int, Item], results: Mapping[int, tuple[int, InputRes
     for place in calls:
         if place in results:
             of, result = results[place]
-            message = ChatMessage(role="tool", tool_call_id=result.call_id, content=_text(result.output))
+            message = ChatMessage(role="tool", tool_call_id=result.call_id, content=text_of(result.output))
             messages.append((message, MessageNames(_name(of))))
     return messages
 
@@ -315,13 +282,9 @@ def _name(place: int) -> str:
     return f"input.{place}"
 
 
-def _text(content: InputContent) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
 @dataclass
 class _OutputItem:
-    """An item of the output: a message of the answer. value: as in the reply. entries: its log-probabilities."""
+    """An output item: one message of the answer. value: as in the reply. entries: its log-probabilities."""
 
     value: dict[str, Any]
     index: int
@@ -330,12 +293,12 @@ class _OutputItem:
 
     @property
     def of_call(self) -> str | None:
-        """The field that holds the text of a call; None for what is no call."""
+        """The field that holds the text of a call; None for other items."""
         return next((name for name in TEXTS_OF_CALLS if name in self.value), None)
 
     @property
     def place(self) -> dict[str, Any]:
-        """The fields of an event that say where the item's text is."""
+        """The fields of an event that locate the item's text."""
         place = {"item_id": self.value["id"], "output_index": self.index}
         return place if self.of_call else {**place, "content_index": 0}
 
@@ -352,7 +315,7 @@ class _OutputItem:
 
 @dataclass
 class ResponsesFormatter(ChannelFormatter):
-    """A response and its events. body: what it answers. tool_names: of its tools, in the body."""
+    """A response and its events. tool_names: the body's, by the chat's."""
 
     body: ResponsesBody = field(default_factory=lambda: ResponsesBody(input=""))
     tool_names: Mapping[str, NamespacedName] = field(default_factory=dict)
@@ -368,7 +331,7 @@ class ResponsesFormatter(ChannelFormatter):
         return created + self.event({"type": "response.in_progress", "response": response})
 
     def read(self, chunk: OutputChunk) -> list[ResponseEvent]:
-        """Read a chunk of the answer; return its events, without their numbers."""
+        """Read a chunk of the answer; return its events, still without numbers."""
         self._reason = chunk.finish_reason
         events: list[ResponseEvent] = []
         for delta in self._deltas(chunk):
@@ -483,7 +446,6 @@ def _event(kind: str, **fields: Any) -> ResponseEvent:
 
 
 def _added(item: _OutputItem) -> list[ResponseEvent]:
-    """Make the events that begin an item."""
     begun = _copy(item.value)
     events = [_event("output_item.added", item=begun, output_index=item.index)]
     if "content" in begun:
@@ -493,7 +455,7 @@ def _added(item: _OutputItem) -> list[ResponseEvent]:
 
 
 def _grown(item: _OutputItem, text: str, entries: Sequence[str]) -> ResponseEvent:
-    """Make the event of a text that is added to an item. entries: its log-probabilities."""
+    """Make the event of new text of an item. entries: its log-probabilities."""
     if item.of_call:
         return _event(f"{TEXTS_OF_CALLS[item.of_call]}.delta", **item.place, delta=text)
     kind = item.value["content"][0]["type"]
@@ -502,7 +464,7 @@ def _grown(item: _OutputItem, text: str, entries: Sequence[str]) -> ResponseEven
 
 
 def _echo(tool: Body) -> dict[str, Any]:
-    """Write a tool as it was given; of a function all that OpenAI's own reply has."""
+    """Write a tool as the body has it; a function with all fields of OpenAI's own replies."""
     empty = {"description": None, "parameters": None, "strict": None} if isinstance(tool, OfferedFunction) else {}
     return empty | tool.model_dump(by_alias=True, exclude_unset=True)
 
@@ -510,8 +472,8 @@ def _echo(tool: Body) -> dict[str, Any]:
 def _copy(value: Any) -> Any:
     """Copy a JSON value: events show an item as it was."""
     if isinstance(value, dict):
-        return {key: _copy(each) for key, each in value.items()}
-    return [_copy(each) for each in value] if isinstance(value, list) else value
+        return {key: _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list) else value
 
 
 def _usage(results: Sequence[Result]) -> ResponseUsage:

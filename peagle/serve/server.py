@@ -1,7 +1,4 @@
-"""uvicorn with a drain: after SIGTERM or Ctrl-C, open answers may end before a deadline; then they get an error.
-
-They get it at once after a second signal.
-"""
+"""uvicorn with a drain: after SIGTERM or Ctrl-C, open answers may end until a deadline or a second signal."""
 
 import asyncio
 import contextlib
@@ -28,10 +25,10 @@ DEADLINE = "the server is shutting down, and this answer was not complete in tim
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen on an address, port 0 for a free one. Connections wait until `serve` accepts them.
+    """Listen on an address; port 0: a free one. Connections wait until `serve` accepts them.
 
-    Two sockets may be bound to one port as long as neither listens, so a second server would load its model first.
-    Raises InputError if the address cannot be had.
+    Listen before a model is loaded: a bound port alone does not stop a second server. Raises InputError if the address
+    is not available.
     """
     with contextlib.ExitStack() as failed:
         try:
@@ -51,14 +48,14 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def addresses(host: str) -> list[tuple[int, tuple[Any, ...]]]:
-    """Resolve a name or an address, in brackets or not, to (family, socket address); IPv4 first. Raises OSError."""
+    """Resolve a name or an address to (family, socket address), IPv4 first. Raises OSError."""
     name = host.removeprefix("[").removesuffix("]")
     resolved = socket.getaddrinfo(name or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    return sorted(((family, address) for family, *_, address in resolved), key=lambda each: each[0] != socket.AF_INET)
+    return sorted(((family, address) for family, *_, address in resolved), key=lambda pair: pair[0] != socket.AF_INET)
 
 
 def on_loopback(host: str) -> bool:
-    """Test whether a server that listens on this name or address is reached from this machine alone."""
+    """Return whether a server on this name or address is reached from this machine alone."""
     try:
         _, (address, *_) = addresses(host)[0]
         return is_loopback(address)
@@ -66,18 +63,12 @@ def on_loopback(host: str) -> bool:
         return False
 
 
-def serve(
-    app: fastapi.FastAPI,
-    loop: EngineLoop,
-    address: socket.socket,
-    options: "ServerOptions",
-) -> None:
+def serve(app: fastapi.FastAPI, loop: EngineLoop, address: socket.socket, options: "ServerOptions") -> None:
     """Serve until SIGTERM or SIGINT, then drain."""
     Server(app, loop, options).run([address])
 
 
 def url(address: socket.socket) -> str:
-    """Return the URL of an address."""
     host, port, *_ = address.getsockname()
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -123,7 +114,7 @@ class Connection(HttpProtocol):
         self._headers = self.loop.call_later(self._options.headers_s, self.transport.close)
 
     def _expect_reader(self, before: int | None = None) -> None:
-        """Look again later, or close if nothing was read of the bytes unsent before, to which none are added."""
+        """Check again later; close if the client read none of the bytes that were unsent before."""
         unsent = self.transport.get_write_buffer_size()
         if before is None or unsent < before:
             self._reader = self.loop.call_later(self._options.unread_s, self._expect_reader, unsent)
@@ -133,7 +124,7 @@ class Connection(HttpProtocol):
 
 
 def _cancel(timer: Any) -> Any:  # asyncio.TimerHandle, or uvloop's
-    """Cancel a timer, if there is one; return what takes its place, none."""
+    """Cancel a timer, if there is one. Return None, which replaces it."""
     if timer is not None:
         timer.cancel()
     return None
@@ -145,12 +136,12 @@ def _nothing(*_: object) -> None:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How long a server waits for its clients, and whom it tells.
+    """Timeouts and callbacks of a server.
 
     drain_s: for open answers, at the end. keep_alive_s: for a connection's next request. headers_s: for the headers of
     a request, from its first byte, or from the connection's beginning. unread_s: for a client to read anything of a
-    reply. ready: called with the URL as soon as connections are accepted. note: with what a drain does. unread: when a
-    connection is closed because its client does not read.
+    reply. ready: called with the URL as soon as connections are accepted. note: called with a drain's progress. unread:
+    called after a connection was closed because its client does not read.
     """
 
     drain_s: int = 30
@@ -163,7 +154,7 @@ class ServerOptions:
 
 
 class Server(uvicorn.Server):
-    """A server that ends when asked, without a second signal to its own process."""
+    """A server that drains after a signal, and does not raise it again at its end."""
 
     def __init__(self, app: fastapi.FastAPI, loop: EngineLoop, options: ServerOptions) -> None:
         connection: Any = functools.partial(Connection, options=options)
@@ -195,7 +186,6 @@ class Server(uvicorn.Server):
         self._event_loop.call_later(AFTER_DEADLINE_S, setattr, self, "force_exit", True)
 
     def _cut(self, message: str) -> None:
-        """End open answers with an error."""
         if count := self._engine_loop.num_open:
             self._options.note(f"cutting {_counted(count)} off")
         self._engine_loop.stop(message)

@@ -1,4 +1,4 @@
-"""All that the routes share: the engine's loop, the builder of requests, limits, metrics and logs."""
+"""State that all routes share: the engine's loop, the builder of requests, limits, metrics and logs."""
 
 import asyncio
 import concurrent.futures
@@ -19,7 +19,6 @@ from peagle.serve.formatter import Generation
 from peagle.serve.http import Refusals, Unsent, parse, utc_now
 from peagle.serve.loop import Loop
 from peagle.serve.metrics import Metrics
-from peagle.serve.names import CHAT, Names
 from peagle.serve.outputs import pooled, usage
 from peagle.serve.requests import RequestBuilder
 from peagle.serve.structured import constraint
@@ -36,17 +35,17 @@ from peagle.serve.types import (
 
 DEFAULT_MAX_BODY = DEFAULT_MAX_UNSENT = 4_000_000
 POLL_S = 0.02
-GRAMMAR_PATIENCE_S = 10.0  # beyond it a grammar is refused
+GRAMMAR_PATIENCE_S = 10.0  # to compile a grammar, or to wait for others
 Returned = TypeVar("Returned")
 Kind = TypeVar("Kind", ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody)
 
 
 @dataclass
 class Service:
-    """All that the routes use. keys: empty means that none is required. origins: sites whose pages may use them.
+    """State that all routes share. keys: none is required if empty. origins: sites whose pages may use the routes.
 
-    hosts: names of the server that requests may have, beside those of loopback; None: any. max_unsent: bytes of a
-    stream that wait for its client; a stream of which more wait is ended.
+    hosts: names by which clients may address the server, beside loopback's; None: any. max_unsent: the most bytes of a
+    stream that wait for its client; the stream ends if more do.
     """
 
     loop: Loop
@@ -75,15 +74,15 @@ class Service:
         self.unsent = Unsent(self.metrics.unsent, self.metrics.cut, self.max_unsent)
 
     async def encode(self, function: Callable[..., Returned], *arguments: Any) -> Returned:
-        """Call a function outside of the event loop: it uses the tokenizer, or takes long for a large body."""
+        """Call a function in the tokenizer's thread, since it encodes, or takes long for a large body."""
         return await asyncio.get_running_loop().run_in_executor(self._encoding, function, *arguments)
 
-    async def grammar(self, body: Sampled, names: Names = CHAT) -> CompiledGrammar | None:
-        """Compile what constrains the answers (`RequestBuilder.grammar`), one grammar at a time; None: nothing does.
+    async def grammar(self, body: Sampled) -> CompiledGrammar | None:
+        """Compile the grammar of the answers, one grammar at a time; None: they are free.
 
         Raises ApiError for one that takes too long, and after a while for one that waits for another.
         """
-        field = constraint(body, names)
+        field = constraint(body)
         if field is None:
             return None
         end = time.monotonic() + GRAMMAR_PATIENCE_S
@@ -92,7 +91,7 @@ class Service:
                 raise ApiError(503, "grammars of other requests are being compiled; ask again later")
             await asyncio.sleep(POLL_S)
         self._num_compiling += 1
-        compiled = in_daemon(self.builder.grammar, body, names)
+        compiled = in_daemon(self.builder.grammar, body)
         compiled.add_done_callback(self._compiled)
         try:
             return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(compiled)), GRAMMAR_PATIENCE_S)
@@ -104,7 +103,7 @@ class Service:
         self._num_compiling -= 1
 
     async def parse(self, kind: type[Kind], body: bytes) -> Kind:
-        """Read a body outside of the event loop, and refuse another model (`peagle.serve.http.parse`)."""
+        """Read a body (`peagle.serve.http.parse`) outside of the event loop. Raises ApiError for another model."""
         read = await self.encode(parse, kind, body, self.builder.context)
         self.check_model(read.model)
         return read
@@ -137,7 +136,7 @@ class Service:
         }
 
     def health(self) -> Health:
-        """Describe what the engine's loop does."""
+        """Describe the state of the engine's loop."""
         loop = self.loop
         health: Health = {
             "status": loop.status,
@@ -152,7 +151,7 @@ class Service:
         return health
 
     def note(self, *lines: str) -> None:
-        """Log each of these lines, once in the server's life."""
+        """Log each of these lines, but no line twice in the server's life."""
         for line in lines:
             if self.log is not None and line not in self._noted:
                 self.log.info(dumps({"time": utc_now(), "note": line}))
@@ -182,7 +181,7 @@ class Service:
 
 
 def in_daemon(function: Callable[..., Returned], *arguments: Any) -> concurrent.futures.Future[Returned]:
-    """Call a function in a thread that nobody waits for when the process ends."""
+    """Call a function in a daemon thread: the end of the process does not wait for it."""
     future: concurrent.futures.Future[Returned] = concurrent.futures.Future()
 
     def run() -> None:

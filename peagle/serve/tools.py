@@ -1,12 +1,10 @@
-"""Tools of a chat: their definitions, calls and results in its messages, and choices of a tool.
+"""Tools of a chat: definitions, the choice among them, calls and results.
 
-A message of several calls becomes one message for each call, directly followed by its result: chat templates of GPT-OSS
-render one call of a message, and name a result after the call before it. The arguments of past calls are rendered
-letter by letter as they were given; the header before them is the template's, "commentary json" in GPT-OSS's, where
-the model itself writes "commentary <|constrain|>json".
+A message with several calls becomes one message per call, each followed by its result: GPT-OSS's chat templates render
+one call per message, and name a result after the call before it. Arguments of past calls are rendered verbatim.
 
-A custom tool, whose input is any text, is a function of one text for the model (peagle.serve.types.CustomTool); its
-calls are turned back (`CustomCalls`).
+The model sees a custom tool, whose input is any text, as a function of one text (peagle.serve.types.CustomTool).
+`CustomCalls` turns its calls back.
 """
 
 import collections
@@ -17,26 +15,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from peagle.engine.grammar import Grammar, GrammarError
+from peagle.ops.settings import brief
 from peagle.ops.strict_json import dumps
 from peagle.serve.errors import ApiError
 from peagle.serve.http import MOST_TOOLS
 from peagle.serve.names import CHAT, Names
 from peagle.serve.types import CUSTOM_INPUT, ChatMessage, CustomTool, NamedTool, Tool
-from peagle.text.channels import (
-    CHANNEL,
-    FUNCTIONS,
-    MESSAGE,
-    ROLE,
-    START,
-    Delta,
-    ToolCall,
-    control_ids,
-    final_message,
-)
-from peagle.text.prompts import brief
+from peagle.text.channels import CHANNEL, FUNCTIONS, MESSAGE, ROLE, START, Delta, ToolCall, control_ids, final_message
 from peagle.text.tokenizer import Message, TemplateError, Tokenizer, Verbatim, detokenize, encode_characters
 
-MOST_CALLS = 512  # of a chat: GPT-OSS's template takes a time in their square
+MOST_CALLS = 512  # of a chat: GPT-OSS's template takes time quadratic in them
 MOST_VALUES, DEEPEST = 5000, 32  # of the parameters of all tools together: JSON values, levels
 LONGEST_NAME = 128  # of a tool, the name of its namespace included
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -47,7 +35,6 @@ Choice = Literal["none", "auto", "required"] | NamedTool
 
 
 def takes_tools(tokenizer: Tokenizer) -> bool:
-    """Test whether the chat template renders tools."""
     chat = [{"role": "user", "content": "a"}]
     try:
         return tokenizer.encode_chat(chat, tools=[PROBE]) != tokenizer.encode_chat(chat)
@@ -58,7 +45,7 @@ def takes_tools(tokenizer: Tokenizer) -> bool:
 def offered(
     tools: Sequence[Tool], choice: Choice, rendered: bool, names: Names = CHAT
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Return (tools as templates take them, the name of the only function that must be called: `forced`).
+    """Return (tools as templates take them, the function that the answer must call: `forced`).
 
     With the choice "none" there are no tools. rendered: the chat template takes tools (`takes_tools`). Raises ApiError
     for tools or a choice that cannot be rendered.
@@ -79,7 +66,7 @@ def offered(
 
 
 def forced(tools: Sequence[Tool], choice: Choice) -> str | None:
-    """Return the name of the only function that the answer may call, and must; None if it may answer otherwise."""
+    """Return the name of the one function that the answer must call; None if it has another choice."""
     if isinstance(choice, NamedTool):
         return choice.name
     return tools[0].name if choice == "required" and len(tools) == 1 else None
@@ -88,8 +75,8 @@ def forced(tools: Sequence[Tool], choice: Choice) -> str | None:
 def bound_calls(tools: Sequence[Tool], choice: Choice, names: Names = CHAT) -> dict[str, Grammar | None]:
     """Map the functions that an answer may call to the grammars of their arguments; None: any text.
 
-    Bound are functions that are strict, and all that the choice makes the answer call. Raises ApiError for a schema
-    that is too large.
+    Strict functions are bound, and all functions if the answer must call one. Raises ApiError for a schema that is too
+    large.
     """
     only, must = forced(tools, choice), choice == "required"
     is_bound = must or only is not None
@@ -105,11 +92,11 @@ def bound_calls(tools: Sequence[Tool], choice: Choice, names: Names = CHAT) -> d
 def parameters_of(tools: Sequence[Tool], name: str, names: Names = CHAT) -> str:
     """Name the field of a function's parameters."""
     ((place, tool),) = ((place, tool) for place, tool in enumerate(tools) if tool.name == name)
-    return f"{names.tool(place, tool)}.parameters"
+    return f"{names.tool(place, tool.type)}.parameters"
 
 
 def _arguments(tool: Tool, where: str) -> Grammar:
-    """Describe a function's arguments: an object, by the schema of its parameters. Without one it takes none."""
+    """Make the grammar of a function's arguments, an object. A function without a schema takes none."""
     schema = tool.function.parameters
     if schema is None:
         schema = {"properties": {}, "additionalProperties": False}
@@ -120,33 +107,29 @@ def _arguments(tool: Tool, where: str) -> Grammar:
 
 
 def check_tools(tools: Sequence[Tool], names: Names = CHAT) -> None:
-    """Raise ApiError for tools that are too many, by namespaces, or too large, share a name, or have one that is none.
-
-    Likewise for parameters that are no object.
-    """
+    """Raise ApiError for too many or too large tools, bad or equal names, and parameters that are no object."""
     if len(tools) > MOST_TOOLS:
         raise ApiError(400, f"{len(tools)} tools are given; expected at most {MOST_TOOLS}", "tools")
     known: set[str] = set()
     for place, tool in enumerate(tools):
-        name, where = tool.name, f"{names.tool(place, tool)}.name"
+        name, where = tool.name, f"{names.tool(place, tool.type)}.name"
         if not NAME.fullmatch(name) or len(name) > LONGEST_NAME:
-            expected = f"expected 1 to {LONGEST_NAME} letters, digits, _, - or ."
-            raise ApiError(400, f"{where} is {brief(name)}; {expected}", where)
+            raise ApiError.wrong(where, name, f"1 to {LONGEST_NAME} letters, digits, _, - or .")
         if name in known:
             raise ApiError(400, f"{where} is {brief(name)}, as that of a tool before it", where)
         known.add(name)
         kinds = (tool.function.parameters or {}).get("type", "object")
         if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
-            where = f"{names.tool(place, tool)}.parameters.type"
-            raise ApiError(400, f"{where} is {brief(kinds)}; expected 'object': arguments are one", where)
+            where = f"{names.tool(place, tool.type)}.parameters.type"
+            raise ApiError.wrong(where, kinds, "'object': arguments are one")
     _check_parameters(tools, names)
 
 
 def _check_parameters(tools: Sequence[Tool], names: Names) -> None:
-    """Raise ApiError for parameters of too many values or levels. Looks at no more than those that are allowed."""
+    """Raise ApiError for parameters with too many values or levels, as soon as the limit is passed."""
     count = 0
     for place, tool in enumerate(tools):
-        where = f"{names.tool(place, tool)}.parameters"
+        where = f"{names.tool(place, tool.type)}.parameters"
         open_values: list[tuple[int, Any]] = [(1, tool.function.parameters)]
         while open_values:
             depth, value = open_values.pop()
@@ -157,14 +140,11 @@ def _check_parameters(tools: Sequence[Tool], names: Names) -> None:
             if count > MOST_VALUES:
                 message = f"the parameters of the tools hold more than {MOST_VALUES} values; expected shorter schemas"
                 raise ApiError(400, message, where)
-            open_values += [(depth + 1, each) for each in inner]
+            open_values += [(depth + 1, item) for item in inner]
 
 
 def begin_call(tokenizer: Tokenizer, prompt_ids: Sequence[int], name: str) -> tuple[int, ...]:
-    """Append the header of a call to a prompt that ends where the answer's header begins, as templates write it.
-
-    Raises ApiError if the prompt ends elsewhere.
-    """
+    """Append the header of a call to a prompt. Raises ApiError unless the prompt ends with the assistant's role."""
     control = control_ids(tokenizer)
     starts = [place for place, token_id in enumerate(prompt_ids) if token_id == control.get(START)]
     if (
@@ -183,10 +163,22 @@ def begin_call(tokenizer: Tokenizer, prompt_ids: Sequence[int], name: str) -> tu
     )
 
 
-def chat_of(messages: Sequence[ChatMessage], names: Names = CHAT) -> list[Message]:
-    """Make the messages that templates take; of past answers, only their final texts and calls.
+def result_alone(where: str, field: str) -> ApiError:
+    return ApiError(400, f"{where} is a tool's result, but no call precedes it; send that, too", field)
 
-    Raises ApiError for calls without results, results without calls, and more calls than MOST_CALLS.
+
+def id_twice(where: str, call_id: str) -> ApiError:
+    return ApiError(400, f"{where} is {brief(call_id)}, as that of a call before it; expected its own", where)
+
+
+def id_of_no_call(where: str, call_id: str | None) -> ApiError:
+    return ApiError.wrong(where, call_id, "the id of a call before it that has no other result")
+
+
+def chat_of(messages: Sequence[ChatMessage], names: Names = CHAT) -> list[Message]:
+    """Make the messages that templates take; past answers keep their final texts and calls alone.
+
+    Raises ApiError for calls without results, results without calls, and more than MOST_CALLS calls.
     """
     count = sum(len(message.tool_calls) for message in messages)
     if count > MOST_CALLS:
@@ -197,8 +189,7 @@ def chat_of(messages: Sequence[ChatMessage], names: Names = CHAT) -> list[Messag
     while rest:
         place, message = rest.popleft()
         if message.role == "tool":
-            lost = f"{names.message(place)} is a tool's result, but no call precedes it; send that, too"
-            raise ApiError(400, lost, names.messages)
+            raise result_alone(names.message(place), names.messages)
         if not message.tool_calls:
             text = final_message(message.text) if message.role == ROLE else message.text
             named = {} if message.name is None else {"name": message.name}
@@ -215,12 +206,11 @@ def chat_of(messages: Sequence[ChatMessage], names: Names = CHAT) -> list[Messag
 
 
 def _functions(place: int, message: ChatMessage, names: Names) -> dict[str, str]:
-    """Map the ids of a message's calls to the names of their functions. Raises ApiError for an id of two calls."""
+    """Map the ids of a message's calls to their functions' names. Raises ApiError for two calls with one id."""
     functions: dict[str, str] = {}
     for number, call in enumerate(message.tool_calls):
         if call.id in functions:
-            where = names.call_id(place, number)
-            raise ApiError(400, f"{where} is {brief(call.id)}, as that of a call before it; expected its own", where)
+            raise id_twice(names.call_id(place, number), call.id)
         functions[call.id] = call.function.name
     return functions
 
@@ -228,12 +218,13 @@ def _functions(place: int, message: ChatMessage, names: Names) -> dict[str, str]
 def _check_result(
     place: int, result: ChatMessage, functions: Mapping[str, str], known: Mapping[str, str], names: Names
 ) -> None:
-    """Raise ApiError for a result of no call, of one that has a result, or under another name. functions: by ids."""
+    """Raise ApiError for a result without its call, a second result, and another function's name.
+
+    functions: names by the ids of calls. known: results so far, by these ids.
+    """
     called = functions.get(result.tool_call_id or "")
     if called is None or result.tool_call_id in known:
-        where = names.result_id(place)
-        expected = "expected the id of a call before it that has no other result"
-        raise ApiError(400, f"{where} is {brief(result.tool_call_id)}; {expected}", where)
+        raise id_of_no_call(names.result_id(place), result.tool_call_id)
     if result.name is not None and result.name != called:
         where = f"{names.message(place)}.name"
         message = f"{where} is {brief(result.name)}, but the call is one of {brief(called)}; leave it out"
@@ -241,7 +232,7 @@ def _check_result(
 
 
 def _calls(place: int, message: ChatMessage, results: dict[str, str], names: Names) -> Iterator[Message]:
-    """Make a message for each call, and one for its result. The first has the reasoning that led to the calls."""
+    """Make a message for each call, and one for its result. The first also has the reasoning before the calls."""
     before = [text for text in (message.reasoning or message.reasoning_content, message.text) if text]
     for number, call in enumerate(message.tool_calls):
         if call.id not in results:
@@ -255,19 +246,18 @@ def _calls(place: int, message: ChatMessage, results: dict[str, str], names: Nam
 
 
 class CustomCalls:
-    """Turn the calls of one answer's custom tools back: to texts, each whole at the end of its call."""
+    """Turn the arguments of one answer's custom calls back into input texts, each whole at the end of its call."""
 
     def __init__(self, tools: Iterable[Tool]) -> None:
         self._names = {tool.name for tool in tools if isinstance(tool, CustomTool)}
-        self._open: Delta | None = None  # the last delta of a custom tool's call that goes on
+        self._open: Delta | None = None  # the last delta of an unfinished custom call
         self._arguments = ""
 
     def is_custom(self, call: ToolCall) -> bool:
-        """Test whether this is the call of a custom tool."""
         return call.name in self._names
 
     def read(self, deltas: Sequence[Delta], at_end: bool) -> list[Delta]:
-        """Return the deltas with inputs in place of arguments. at_end: they are the answer's last."""
+        """Return the deltas with inputs in place of arguments. at_end: these are the answer's last deltas."""
         texts: list[Delta] = []
         for delta in deltas:
             if self._open is not None and delta.message != self._open.message:
@@ -281,14 +271,13 @@ class CustomCalls:
         return texts + self._input() if at_end else texts
 
     def _input(self) -> list[Delta]:
-        """End the open call, if any."""
         delta, text = self._open, _input_of(self._arguments)
         self._open, self._arguments = None, ""
         return [] if delta is None or not text else [dataclasses.replace(delta, text=text)]
 
 
 def _input_of(arguments: str) -> str:
-    """Return the input of a custom tool's call: the only argument, or what a model wrote in place of arguments."""
+    """Return the input of a custom call: its one argument, or the whole text if it is no such object."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -305,7 +294,7 @@ def _definition(tool: Tool) -> dict[str, Any]:
 
 
 def _of_texts(schema: Any) -> Any:
-    """Make the default of each parameter a text, rendered as it is: GPT-OSS's template adds some to texts."""
+    """Make the default of each parameter a verbatim text: GPT-OSS's template fails to add other values to texts."""
     if not isinstance(schema, dict):
         return [_of_texts(inner) for inner in schema] if isinstance(schema, list) else schema
     rendered: dict[str, Any] = {}

@@ -1,23 +1,26 @@
-"""The types of the HTTP interface: bodies, replies and the events of streams. `/openapi.json` is written from them.
+"""The types of the HTTP interface: bodies, replies and events. `/openapi.json` is written from them.
 
-A body is a pydantic model: its fields are checked, unknown ones are refused by name. Ranges are published here and
-checked where the values are used (`peagle.config`, `peagle.engine.request`). A reply or an event is a typed
-dictionary: mypy checks the code that writes it, and no token pays for a check at run time.
+A body is a pydantic model: unknown fields are refused by name. Ranges are published here, and checked by the code that
+uses the values (`peagle.config`, `peagle.engine.request`). A reply or an event is a typed dictionary: mypy checks the
+code that writes it, at no cost per token.
 """
 
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
 import pydantic
+from pydantic import Discriminator, Tag
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import core_schema
 from typing_extensions import TypedDict  # pydantic reads that of typing from Python 3.12 on
 
 from peagle.config import HOTTEST, LARGEST_PENALTY, LARGEST_SEED, MOST_LOGPROBS, MOST_STOP_STRINGS, SMALLEST_SEED
 from peagle.ops.strict_json import Written, dumps
+from peagle.serve.names import CHAT, Names
 
 MOST_CHOICES = 16  # of each prompt
 CUSTOM_INPUT = "input"  # the only parameter of a custom tool, as a function
-# values of unsupported fields that ask for nothing; null always does
+FUNCTIONS = "functions"  # the namespace of functions without one
+# values by which an unsupported field asks for nothing; null always does
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "best_of": (1,),
@@ -43,14 +46,11 @@ HOSTED = (  # tools that OpenAI's servers run, by their types
 
 
 def published(**limits: Any) -> Any:
-    """Name the limits of a field in the published document. They are checked where the value is used."""
+    """Publish the limits of a field. The code that uses the value checks them."""
     return pydantic.Field(json_schema_extra=limits)
 
 
-TEMPERATURE = Annotated[float, published(minimum=0, maximum=HOTTEST)]
-TOP_P = Annotated[float, published(exclusiveMinimum=0, maximum=1)]
 PENALTY = Annotated[float, published(minimum=-LARGEST_PENALTY, maximum=LARGEST_PENALTY)]
-SEED = Annotated[int | None, published(minimum=SMALLEST_SEED, maximum=LARGEST_SEED)]
 LIMIT = Annotated[int | None, published(minimum=1)]
 LOGPROBS = Annotated[int | None, published(minimum=0, maximum=MOST_LOGPROBS)]
 TOKEN_ID = Annotated[int, published(minimum=0)]
@@ -73,6 +73,9 @@ def object_or_text(value: Any) -> str:
     return "[object]" if isinstance(value, dict | pydantic.BaseModel) else "[text]"
 
 
+BY_TYPE, LIST_OR_TEXT, OBJECT_OR_TEXT = map(Discriminator, (kind_of, list_or_text, object_or_text))
+
+
 class Body(pydantic.BaseModel):
     """An object of a body. Branches of its unions have names in brackets, which are no fields (`_refusal`)."""
 
@@ -81,7 +84,7 @@ class Body(pydantic.BaseModel):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _without_neutral(cls, fields: Any) -> Any:
-        """Leave out what asks for nothing: nulls, and neutral values of fields that are not supported."""
+        """Leave out nulls, and neutral values of unsupported fields."""
         if not isinstance(fields, dict):
             return fields
         return {
@@ -113,7 +116,7 @@ class TextPart(Marked):
 
 
 class RefusalPart(Body):
-    """What a past answer refused with."""
+    """The refusal of a past answer."""
 
     type: Literal["refusal"]
     refusal: str
@@ -123,16 +126,13 @@ class RefusalPart(Body):
         return self.refusal
 
 
-ContentPart = Annotated[
-    Annotated[TextPart, pydantic.Tag("[text]")] | Annotated[RefusalPart, pydantic.Tag("[refusal]")],
-    pydantic.Discriminator(kind_of),
-]
-Text = Annotated[str, pydantic.Tag("[text]")]
-Content = Annotated[Text | Annotated[list[ContentPart], pydantic.Tag("[list]")], pydantic.Discriminator(list_or_text)]
+ContentPart = Annotated[Annotated[TextPart, Tag("[text]")] | Annotated[RefusalPart, Tag("[refusal]")], BY_TYPE]
+Text = Annotated[str, Tag("[text]")]
+Content = Annotated[Text | Annotated[list[ContentPart], Tag("[list]")], LIST_OR_TEXT]
 
 
 class Function(Marked):
-    """A function that the model may call. strict: its arguments are held to the schema of its parameters."""
+    """A function that the model may call. strict: its arguments must follow the schema."""
 
     name: str
     description: str | None = None
@@ -155,14 +155,14 @@ class Syntax(Body):
 
 
 class CustomFormat(Body):
-    """What the input of a custom tool is. The model is told of a grammar; it does not bind the input."""
+    """The input of a custom tool. A grammar is told to the model, and does not bind the input."""
 
     type: Literal["text", "grammar"]
     grammar: Syntax | None = None
 
 
 class Custom(Marked):
-    """A tool whose input is a text. The model calls it as a function whose only parameter is that text."""
+    """A tool whose input is a text. The model calls it as a function of that text."""
 
     name: str
     description: str | None = None
@@ -196,14 +196,21 @@ class CustomTool(Marked):
 
 
 Tool = FunctionTool | CustomTool
-ANY_TOOL = Annotated[
-    Annotated[FunctionTool, pydantic.Tag("[function]")] | Annotated[CustomTool, pydantic.Tag("[custom]")],
-    pydantic.Discriminator(kind_of),
-]
+ANY_TOOL = Annotated[Annotated[FunctionTool, Tag("[function]")] | Annotated[CustomTool, Tag("[custom]")], BY_TYPE]
 
 
 class ToolName(Body):
     name: str
+
+
+def text_of(content: Any) -> str:
+    """Return the text of a content: a text, or parts of texts."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def qualified(namespace: str | None, name: str) -> str:
+    """Return a tool's name as the model sees it: with its namespace, but for that of plain functions."""
+    return name if namespace in (None, FUNCTIONS) else f"{namespace}.{name}"
 
 
 class NamedFunction(Body):
@@ -226,18 +233,16 @@ class NamedCustom(Body):
 
 NamedTool = NamedFunction | NamedCustom
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], pydantic.Tag("[text]")]
+    Annotated[Literal["none", "auto", "required"], Tag("[text]")]
     | Annotated[
-        Annotated[NamedFunction, pydantic.Tag("[function]")] | Annotated[NamedCustom, pydantic.Tag("[custom]")],
-        pydantic.Discriminator(kind_of),
-        pydantic.Tag("[object]"),
+        Annotated[NamedFunction, Tag("[function]")] | Annotated[NamedCustom, Tag("[custom]")], BY_TYPE, Tag("[object]")
     ],
-    pydantic.Discriminator(object_or_text),
+    OBJECT_OR_TEXT,
 ]
 
 
 class CalledFunction(Body):
-    """parsed_arguments: of clients that send what they have read; no effect."""
+    """parsed_arguments: of clients that send back parsed messages; no effect."""
 
     name: str
     arguments: str
@@ -250,7 +255,7 @@ class CalledCustom(Body):
 
 
 class PastFunctionCall(Body):
-    """A call in a past answer. `index`: of clients that send what they received in a stream."""
+    """A call in a past answer. index: of clients that send back a stream's calls; no effect."""
 
     id: str
     type: Literal["function"] = "function"
@@ -276,15 +281,15 @@ def _kind_of_call(value: Any) -> str:
 
 
 PastCall = Annotated[
-    Annotated[PastFunctionCall, pydantic.Tag("[function]")] | Annotated[PastCustomCall, pydantic.Tag("[custom]")],
-    pydantic.Discriminator(_kind_of_call),
+    Annotated[PastFunctionCall, Tag("[function]")] | Annotated[PastCustomCall, Tag("[custom]")],
+    Discriminator(_kind_of_call),
 ]
 
 
 class ChatMessage(Marked):
     """A message. `reasoning` is left out, as by chat templates, unless it led to calls.
 
-    parsed: of clients that send what they have read; no effect.
+    parsed: of clients that send back parsed messages; no effect.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -300,8 +305,7 @@ class ChatMessage(Marked):
     @property
     def text(self) -> str:
         """Its texts joined; of an answer that refused, the refusal."""
-        joined = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return joined or self.refusal or ""
+        return text_of(self.content) or self.refusal or ""
 
 
 class Speculative(Body):
@@ -311,7 +315,7 @@ class Speculative(Body):
 
 
 class JsonSchema(Body):
-    """A schema with its name; `strict` changes nothing, since every answer follows its schema."""
+    """A schema with its name. strict: no effect, since every answer follows its schema."""
 
     name: str
     description: str | None = None
@@ -333,7 +337,7 @@ class StructuredOutputs(Body):
 
 
 class Structured(Body):
-    """The fields that constrain an answer; at most one of them may. `guided_*` are vLLM's former names."""
+    """The fields that constrain an answer, at most one per body. `guided_*` are vLLM's former names."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -342,19 +346,31 @@ class Structured(Body):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
+    @property
+    def names(self) -> Names:
+        """How refusals name the fields."""
+        return CHAT
 
-class Sampled(Structured):
-    """Fields of both kinds of completion. None: the default of the interface.
 
-    prompt_cache_key, safety_identifier, user: no effect.
-    """
+class AnswerBody(Body):
+    """Fields of every body that asks for an answer. prompt_cache_key, safety_identifier, user: no effect."""
 
     model: str | None = None
-    temperature: TEMPERATURE = 1.0
-    top_p: TOP_P = 1.0
+    temperature: Annotated[float, published(minimum=0, maximum=HOTTEST)] = 1.0
+    top_p: Annotated[float, published(exclusiveMinimum=0, maximum=1)] = 1.0
+    seed: Annotated[int | None, published(minimum=SMALLEST_SEED, maximum=LARGEST_SEED)] = None
+    stream: bool = False
+    speculative: Speculative | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+
+class Sampled(AnswerBody, Structured):
+    """Fields of both kinds of completion. None: the default of the interface."""
+
     top_k: Annotated[int, published(minimum=-1, exclusiveMaximum=2**31)] = 0
     min_p: Annotated[float, published(minimum=0, maximum=1)] = 0.0
-    seed: SEED = None
     max_tokens: LIMIT = None
     min_tokens: Annotated[int, published(minimum=0)] = 0
     stop: Annotated[str | list[str], published(minLength=1, maxItems=MOST_STOP_STRINGS)] = []
@@ -365,12 +381,7 @@ class Sampled(Structured):
     presence_penalty: PENALTY = 0.0
     frequency_penalty: PENALTY = 0.0
     repetition_penalty: Annotated[float, published(exclusiveMinimum=0)] = 1.0
-    stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
-    speculative: Speculative | None = None
 
 
 class ChatBody(Sampled):
@@ -423,7 +434,7 @@ class ReasoningOptions(Body):
 
 
 class Offered(Marked):
-    """A tool that the client runs. The fields without a meaning here have no effect."""
+    """A tool that the client runs. allowed_callers, defer_loading, async: no effect."""
 
     name: str
     description: str | None = None
@@ -440,7 +451,7 @@ class OfferedFunction(Offered):
 
 
 class InputFormat(Body):
-    """What the input of a custom tool is. The model is told of a grammar; it does not bind the input."""
+    """The input of a custom tool. A grammar is told to the model, and does not bind the input."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
@@ -453,8 +464,7 @@ class OfferedCustom(Offered):
 
 
 OfferedTool = Annotated[
-    Annotated[OfferedFunction, pydantic.Tag("[function]")] | Annotated[OfferedCustom, pydantic.Tag("[custom]")],
-    pydantic.Discriminator(kind_of),
+    Annotated[OfferedFunction, Tag("[function]")] | Annotated[OfferedCustom, Tag("[custom]")], BY_TYPE
 ]
 
 
@@ -468,7 +478,7 @@ class Namespace(Marked):
 
 
 class HostedTool(Body):
-    """A tool that only OpenAI's servers have. It is left out of the prompt."""
+    """A tool of OpenAI's servers alone. It is left out of the prompt."""
 
     model_config = pydantic.ConfigDict(extra="allow")
 
@@ -481,11 +491,11 @@ def _kind_of_tool(value: Any) -> str:
 
 
 AnyTool = Annotated[
-    Annotated[OfferedFunction, pydantic.Tag("[function]")]
-    | Annotated[OfferedCustom, pydantic.Tag("[custom]")]
-    | Annotated[Namespace, pydantic.Tag("[namespace]")]
-    | Annotated[HostedTool, pydantic.Tag("[hosted tool]")],
-    pydantic.Discriminator(_kind_of_tool),
+    Annotated[OfferedFunction, Tag("[function]")]
+    | Annotated[OfferedCustom, Tag("[custom]")]
+    | Annotated[Namespace, Tag("[namespace]")]
+    | Annotated[HostedTool, Tag("[hosted tool]")],
+    Discriminator(_kind_of_tool),
 ]
 
 
@@ -493,25 +503,33 @@ class ChosenFunction(Body):
     type: Literal["function"]
     name: str
 
+    @property
+    def as_in_chat(self) -> NamedFunction:
+        return NamedFunction(type="function", function=ToolName(name=self.name))
+
 
 class ChosenCustom(Body):
     type: Literal["custom"]
     name: str
 
+    @property
+    def as_in_chat(self) -> NamedCustom:
+        return NamedCustom(type="custom", custom=ToolName(name=self.name))
+
 
 ChosenTool = Annotated[
-    Annotated[Literal["none", "auto", "required"], pydantic.Tag("[text]")]
+    Annotated[Literal["none", "auto", "required"], Tag("[text]")]
     | Annotated[
-        Annotated[ChosenFunction, pydantic.Tag("[function]")] | Annotated[ChosenCustom, pydantic.Tag("[custom]")],
-        pydantic.Discriminator(kind_of),
-        pydantic.Tag("[object]"),
+        Annotated[ChosenFunction, Tag("[function]")] | Annotated[ChosenCustom, Tag("[custom]")],
+        BY_TYPE,
+        Tag("[object]"),
     ],
-    pydantic.Discriminator(object_or_text),
+    OBJECT_OR_TEXT,
 ]
 
 
 class TextFormat(Body):
-    """What the final text must be. `strict` changes nothing, since every answer follows its schema."""
+    """The format of the final text. strict: no effect, since every answer follows its schema."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
@@ -526,7 +544,7 @@ class TextOptions(Body):
 
 
 class Item(Body):
-    """An item of the input. id and status: of clients that send what they received."""
+    """An item of the input. id, status: of clients that send back output items; no effect."""
 
     id: str | None = None
     status: str | None = None
@@ -538,7 +556,7 @@ class InputText(Marked):
 
 
 class PastText(Marked):
-    """A part of a past answer. All but its text are of clients that send what they received."""
+    """A part of a past answer. Only its text has an effect."""
 
     type: Literal["output_text"]
     text: str
@@ -553,14 +571,12 @@ def _kind_of_part(value: Any) -> str:
 
 
 InputPart = Annotated[
-    Annotated[InputText, pydantic.Tag("[input_text]")]
-    | Annotated[PastText, pydantic.Tag("[output_text]")]
-    | Annotated[RefusalPart, pydantic.Tag("[refusal]")],
-    pydantic.Discriminator(_kind_of_part),
+    Annotated[InputText, Tag("[input_text]")]
+    | Annotated[PastText, Tag("[output_text]")]
+    | Annotated[RefusalPart, Tag("[refusal]")],
+    Discriminator(_kind_of_part),
 ]
-InputContent = Annotated[
-    Text | Annotated[list[InputPart], pydantic.Tag("[list]")], pydantic.Discriminator(list_or_text)
-]
+InputContent = Annotated[Text | Annotated[list[InputPart], Tag("[list]")], LIST_OR_TEXT]
 
 
 class InputMessage(Item):
@@ -571,7 +587,7 @@ class InputMessage(Item):
 
 
 class CallItem(Item):
-    """A call, or its result. caller, async: of clients that send what they received."""
+    """A call, or its result. caller, async: of clients that send back output items; no effect."""
 
     call_id: str
     namespace: str | None = None
@@ -585,11 +601,21 @@ class InputCall(CallItem):
     arguments: str
     parsed_arguments: Any = None
 
+    @property
+    def as_in_chat(self) -> PastFunctionCall:
+        function = CalledFunction(name=qualified(self.namespace, self.name), arguments=self.arguments)
+        return PastFunctionCall(id=self.call_id, function=function)
+
 
 class InputCustomCall(CallItem):
     type: Literal["custom_tool_call"]
     name: str
     input: str
+
+    @property
+    def as_in_chat(self) -> PastCustomCall:
+        custom = CalledCustom(name=qualified(self.namespace, self.name), input=self.input)
+        return PastCustomCall(id=self.call_id, type="custom", custom=custom)
 
 
 class InputResult(CallItem):
@@ -604,10 +630,10 @@ class ReasoningText(Body):
 
 
 class InputReasoning(Item):
-    """Reasoning of a past answer; it reaches the model if it led to calls. Nothing here is encrypted."""
+    """Reasoning of a past answer. It reaches the model if it led to calls. Nothing here is encrypted."""
 
     type: Literal["reasoning"]
-    summary: list[Any] = pydantic.Field(default_factory=list)
+    summary: list[Any] = []
     content: list[ReasoningText] | None = None
     encrypted_content: str | None = None
 
@@ -619,43 +645,32 @@ def _kind_of_item(value: Any) -> str:
 
 
 AnyItem = Annotated[
-    Annotated[InputMessage, pydantic.Tag("[message]")]
-    | Annotated[InputCall, pydantic.Tag("[function_call]")]
-    | Annotated[InputResult, pydantic.Tag("[function_call_output]")]
-    | Annotated[InputCustomCall, pydantic.Tag("[custom_tool_call]")]
-    | Annotated[InputResult, pydantic.Tag("[custom_tool_call_output]")]
-    | Annotated[InputReasoning, pydantic.Tag("[reasoning]")],
-    pydantic.Discriminator(_kind_of_item),
+    Annotated[InputMessage, Tag("[message]")]
+    | Annotated[InputCall, Tag("[function_call]")]
+    | Annotated[InputResult, Tag("[function_call_output]")]
+    | Annotated[InputCustomCall, Tag("[custom_tool_call]")]
+    | Annotated[InputResult, Tag("[custom_tool_call_output]")]
+    | Annotated[InputReasoning, Tag("[reasoning]")],
+    Discriminator(_kind_of_item),
 ]
 
 
-class ResponsesBody(Body):
+class ResponsesBody(AnswerBody):
     """client_metadata, prompt_cache_key, safety_identifier, user: no effect."""
 
-    input: Annotated[Text | Annotated[list[AnyItem], pydantic.Tag("[list]")], pydantic.Discriminator(list_or_text)]
-    model: str | None = None
+    input: Annotated[Text | Annotated[list[AnyItem], Tag("[list]")], LIST_OR_TEXT]
     instructions: str | None = None
-    temperature: TEMPERATURE = 1.0
-    top_p: TOP_P = 1.0
-    seed: SEED = None
     max_output_tokens: LIMIT = None
     reasoning: ReasoningOptions = ReasoningOptions()
-    tools: list[AnyTool] = pydantic.Field(default_factory=list)
+    tools: list[AnyTool] = []
     tool_choice: ChosenTool = "auto"
     parallel_tool_calls: bool = True
-    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] = pydantic.Field(
-        default_factory=list
-    )
+    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] = []
     top_logprobs: LOGPROBS = None
     text: TextOptions = TextOptions()
-    stream: bool = False
     store: bool = False
-    metadata: dict[str, str] = pydantic.Field(default_factory=dict)
-    speculative: Speculative | None = None
+    metadata: dict[str, str] = {}
     client_metadata: dict[str, Any] | None = None
-    user: str | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
 
 
 @pydantic.with_config(pydantic.ConfigDict(extra="forbid", strict=True))
@@ -715,6 +730,15 @@ class Figures(Reply):
     speculative_decoding: Speculation
 
 
+class Head(Reply):
+    """What the replies and events of completions have."""
+
+    id: str
+    created: int
+    model: str
+    metrics: NotRequired[Figures]
+
+
 class CalledByName(Reply):
     name: str
     arguments: str
@@ -770,14 +794,10 @@ class ChatChoice(Reply):
     finish_reason: FinishReason
 
 
-class ChatCompletion(Reply):
-    id: str
+class ChatCompletion(Head):
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
-    metrics: NotRequired[Figures]
 
 
 class CompletionLogprobs(Reply):
@@ -794,14 +814,10 @@ class CompletionChoice(Reply):
     finish_reason: FinishReason
 
 
-class Completion(Reply):
-    id: str
+class Completion(Head):
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: Usage
-    metrics: NotRequired[Figures]
 
 
 class OutputText(Reply):
@@ -819,41 +835,38 @@ class OutputReasoningText(Reply):
 ItemStatus = Literal["completed", "incomplete"]
 
 
-class OutputMessage(Reply):
+class OutputItem(Reply):
     id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    content: list[OutputText]
     status: ItemStatus
 
 
-class OutputReasoning(Reply):
-    id: str
+class OutputMessage(OutputItem):
+    type: Literal["message"]
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class OutputReasoning(OutputItem):
     type: Literal["reasoning"]
     summary: list[None]
     encrypted_content: None
     content: list[OutputReasoningText]
-    status: ItemStatus
 
 
-class OutputCall(Reply):
-    id: str
+class AnyOutputCall(OutputItem):
+    call_id: str
+    name: str
+    namespace: NotRequired[str]
+
+
+class OutputCall(AnyOutputCall):
     type: Literal["function_call"]
-    call_id: str
-    name: str
-    namespace: NotRequired[str]
     arguments: str
-    status: ItemStatus
 
 
-class OutputCustomCall(Reply):
-    id: str
+class OutputCustomCall(AnyOutputCall):
     type: Literal["custom_tool_call"]
-    call_id: str
-    name: str
-    namespace: NotRequired[str]
     input: str
-    status: ItemStatus
 
 
 Output = Annotated[
@@ -944,7 +957,7 @@ class TokenizerInfo(Reply):
 
 
 class Health(Reply):
-    """kv_cache_tokens: that pages hold. kv_cache_usage: share of the pages that requests hold."""
+    """kv_cache_tokens: capacity of the pages. kv_cache_usage: fraction of the pages that requests hold."""
 
     status: Literal["ok", "failed", "stalled", "draining"]
     model: str
@@ -966,7 +979,7 @@ class TextOfCustom(Reply):
 
 
 class CallDelta(Reply):
-    """A part of a call: its id, type and name first, alone, since clients join the texts of all parts."""
+    """A part of a call. The first has id, type and name and no text, since clients join the texts of all parts."""
 
     index: int
     id: NotRequired[str]
@@ -1004,32 +1017,24 @@ class CompletionChunkChoice(Reply):
     finish_reason: FinishReason | None
 
 
-class ChatChunk(Reply):
+class ChatChunk(Head):
     """An event of a chat's stream."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
     usage: NotRequired[Usage | None]
-    metrics: NotRequired[Figures]
 
 
-class CompletionChunk(Reply):
+class CompletionChunk(Head):
     """An event of a completion's stream."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChunkChoice]
     usage: NotRequired[Usage | None]
-    metrics: NotRequired[Figures]
 
 
 class ResponseEvent(Reply):
-    """An event of a response's stream; which of its fields there are depends on its type."""
+    """An event of a response's stream. Its type decides which fields it has."""
 
     type: str
     sequence_number: NotRequired[int]  # set as it is sent

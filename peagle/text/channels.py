@@ -1,7 +1,7 @@
-"""Parse an answer into reasoning, content and tool calls, by the channels of the harmony format of GPT-OSS.
+"""Parse an answer into reasoning, content and tool calls, by the channels of GPT-OSS's harmony format.
 
-An answer is messages of the form <|start|>ROLE<|channel|>CHANNEL<|message|>TEXT<|end|>; the prompt already holds the
-beginning of the first. `ChannelParser` takes an answer's tokens, any number at a time, and returns `Delta`s:
+An answer is a list of messages <|start|>ROLE<|channel|>CHANNEL<|message|>TEXT<|end|>; the prompt holds the beginning of
+the first. `ChannelParser` takes an answer's tokens, any number at a time, and returns `Delta`s:
 
 | header | kind |
 |---|---|
@@ -9,23 +9,22 @@ beginning of the first. `ChannelParser` takes an answer's tokens, any number at 
 | channel analysis | reasoning |
 | recipient functions.NAME on any channel, or any tool on commentary | tool_call NAME, its text the arguments |
 
-In a header, role, channel, recipient and content type stand in any order and part that models were seen to write:
+Role, channel, recipient and content type may stand in any order in which models were seen to write them:
 "assistant to=functions.f<|channel|>commentary", "assistantcommentary to=functions.f<|channel|>commentary", ...
 
-Only token ids of the tokenizer's own vocabulary are control tokens; text that spells one stays text. A tokenizer
-without these control tokens, or a prompt without a message (raw text), makes all of the answer content.
+Only the tokenizer's own token ids are control tokens; text that spells one stays text. Without these control tokens,
+or after a prompt without a message (raw text), the whole answer is content.
 
 Malformed answers raise nothing:
-- A header that is none (a word that no header has, a text longer than one) becomes text, its control tokens spelled
-  out: of the message that it interrupts, else of a new content message.
-- <|start|> or <|channel|> inside a message begins the next one, as after a missing <|end|>.
+- A malformed header (an unknown word, or too long a text) becomes text, its control tokens spelled out, of the message
+  that it interrupts, else of a new content message.
+- <|start|> or <|channel|> inside a message begins the next one, as if <|end|> were missing.
 - <|message|> and <|constrain|> outside a header are spelled out.
-- <|end|>, <|return|>, <|call|> and <|endoftext|> end whatever message is there. Text after them is content.
-- A header without a message, because the answer or the message ended in it, is dropped; it holds no text.
-- A message of another role, which the model made up (a user's, the result of a call), is dropped, header and all.
+- <|end|>, <|return|>, <|call|> and <|endoftext|> end any message. Text after them is content.
+- A header without a message, because the answer or the message ended there, is dropped.
+- A message of another role that the model made up (a user's, the result of a call) is dropped, with its header.
 
-Stop strings are looked for in the text of each content message by itself, never in headers, reasoning or calls, nor
-across messages.
+Stop strings apply to the text of each content message, not to headers, reasoning or calls, nor across messages.
 """
 
 import codecs
@@ -46,13 +45,13 @@ ENDS = ("<|end|>", "<|return|>", CALL, "<|endoftext|>")
 CONTROL = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
 REQUIRED = (START, CHANNEL, MESSAGE, "<|end|>")  # a vocabulary without these has no channels
 ROLE, ANALYSIS, COMMENTARY = "assistant", "analysis", "commentary"
-OTHER_ROLES = ("user", "system", "developer", "tool")  # beside functions, whose results are theirs
+OTHER_ROLES = ("user", "system", "developer", "tool")  # and functions, the authors of their results
 CHANNELS = (ANALYSIS, COMMENTARY, "final")
 CONTENT_TYPES = ("json", "code")  # without <|constrain|> before them
 RECIPIENT, FUNCTIONS = "to=", "functions."
 MAX_HEADER = 256  # characters; more are text
 
-# An answer as text: its beginning if it has channels, its ends of messages, its control tokens in headers.
+# of an answer as text
 _HEADER = re.compile(r"(?:<\|start\|>assistant)? *(?:analysis|commentary|final)? *(?:to=\S+?)? *<\|channel\|>")
 _BETWEEN_MESSAGES = re.compile(r"<\|(?:end|return|call)\|>(?=<\|start\|>|\Z)")
 _IN_HEADER = re.compile(r"(<\|(?:start|channel|constrain)\|>)")
@@ -64,7 +63,7 @@ Kind = Literal["reasoning", "content", "tool_call"]
 
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
-    """A call of a function. `index` counts the answer's calls from 0; `id` is unique."""
+    """A call of a function. index counts the answer's calls from 0; id is unique."""
 
     index: int
     id: str
@@ -75,9 +74,9 @@ class ToolCall:
 class Delta:
     """Text of one message of an answer.
 
-    `message` counts the answer's messages from 0. `call` is set if the kind is tool_call, in each delta of the call;
-    the first delta of a call has an empty text, any other delta has some text. `start` is where the text begins in the
-    answer's text, control tokens spelled; `tokens` are those of the text.
+    message counts the answer's messages from 0. call is set in every delta of a tool_call. Only the first delta of a
+    call has an empty text. start: where the text begins in the answer's text with control tokens spelled out. tokens:
+    those of the text.
     """
 
     kind: Kind
@@ -95,8 +94,8 @@ def _new_id() -> str:
 class ChannelParser:
     """Parse the tokens of one answer.
 
-    Deltas of one message joined do not depend on how the tokens were cut. No delta ends inside a UTF-8 character: its
-    first bytes are held back until the rest arrives, or until the message ends, which makes them U+FFFD.
+    The joined deltas of a message do not depend on the cuts of the tokens. No delta ends inside a UTF-8 character: its
+    bytes are held back until the rest arrives, or until the message ends, which makes them U+FFFD.
     """
 
     def __init__(
@@ -106,10 +105,7 @@ class ChannelParser:
         new_id: Callable[[], str] = _new_id,
         stop: Sequence[str] = (),
     ) -> None:
-        """prompt_ids: the prompt that is answered. new_id: makes the ids of tool calls.
-
-        stop: strings before the first of which, in the text of a content message, the answer ends.
-        """
+        """new_id: makes the ids of tool calls. stop: the answer ends before the first of these in a content message."""
         self._tokenizer = tokenizer
         names = control_ids(tokenizer)
         starts = [place for place, token_id in enumerate(prompt_ids) if token_id == names.get(START)]
@@ -131,15 +127,15 @@ class ChannelParser:
 
     @property
     def complete(self) -> bool:
-        """Whether the answer has ended before a stop string; tokens after it are dropped."""
+        """Whether a stop string has ended the answer; tokens after it are dropped."""
         return self._messages.complete
 
     def add(self, token_ids: Sequence[int], text: str | None = None) -> list[Delta]:
         """Return the deltas that these tokens complete.
 
-        text: as much of the answer's text, control tokens spelled out, as has become certain (`Piece.text` of
-        peagle.result.Assembler, which holds back text that may begin a stop string and cuts the answer before one);
-        None: all of it. Give it in each call of an answer or in none.
+        text: the further part of the answer's text, control tokens spelled out, that is certain (`Piece.text` of
+        peagle.result.Assembler, which holds back text that may begin a stop string); None: all of it. Pass it in each
+        call of an answer or in none.
         """
         if text is not None:
             self._certain = (self._certain or 0) + len(text)
@@ -159,7 +155,6 @@ class ChannelParser:
         return self._deltas()
 
     def _deltas(self) -> list[Delta]:
-        """Take the deltas, each with its tokens."""
         return [
             dataclasses.replace(delta, tokens=self._places.take(delta.start, delta.start + len(delta.text)))
             for delta in self._messages.take()
@@ -185,7 +180,6 @@ class ChannelParser:
             self._length += len(text)
 
     def _consume(self) -> None:
-        """Parse the part of the queue that is certain."""
         while self._queue:
             text, is_control = self._queue.popleft()
             room = len(text) if self._certain is None else min(len(text), self._certain)
@@ -204,7 +198,7 @@ class ChannelParser:
 
 
 class _Messages:
-    """The state of the format: in a header, in a message, or between messages."""
+    """The state of the parser: in a header, in a message, or between messages."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self._new_id = new_id
@@ -217,13 +211,13 @@ class _Messages:
         self._foreign = False  # whether text belongs to a message of another role
         self._header: list[tuple[str, str]] = []  # (control token, text after it); empty: not in a header
         self._spelled = ""  # the header as text, without the prompt's part of it
-        self._given = False  # whether all control tokens of the header are the prompt's
+        self._prompted = False  # whether all control tokens of the header are the prompt's
         self._place = 0  # characters of the answer's text that were read
         self._next = 0  # where the open message's next character stands
 
     def begin_answer(self) -> None:
-        """Drop text that is the prompt's. A message that the prompt began is the answer's, a call with its name."""
-        self._spelled, self._given, self._foreign = "", True, False
+        """Drop the prompt's text. A message that the prompt began is the answer's; a call keeps its name."""
+        self._spelled, self._prompted, self._foreign = "", True, False
         self._place = self._next = 0
         self._deltas = [self._open] if self._open is not None and self._open.call is not None else []
 
@@ -233,7 +227,7 @@ class _Messages:
         return self._open is not None and self._open.kind == "reasoning" and not self._header
 
     def stop_at(self, stop: Sequence[str]) -> None:
-        """End the answer before the first of these strings in the text of a content message from here on."""
+        """From here on, end the answer before the first of these strings in a content message."""
         self._stop = tuple(stop)
         if self._open is not None:
             self._stop_strings = self._new_stop_strings(self._open.kind)
@@ -261,22 +255,21 @@ class _Messages:
         if name in ENDS:
             return
         if name == START or (name == CHANNEL and not self._header):
-            self._header, self._spelled, self._given = [(name, "")], name, False
+            self._header, self._spelled, self._prompted = [(name, "")], name, False
         elif not self._header:
             self._write(name)
         elif name != MESSAGE:
             self._header.append((name, ""))
-            self._spelled, self._given = self._spelled + name, False
+            self._spelled, self._prompted = self._spelled + name, False
             self._check()
-        elif (found := self._read_header(whole=True)) is not None:
+        elif (header := self._read_header(whole=True)) is not None:
             self._header, self._spelled = [], ""
-            self._begin(found)
+            self._begin(header)
         else:
             self._spelled += name
             self._degrade()
 
     def finish(self) -> None:
-        """End the message, after the answer's end."""
         self._drop_header()
         self._close()
 
@@ -289,19 +282,18 @@ class _Messages:
             self._degrade()
 
     def _read_header(self, whole: bool) -> "_Header | None":
-        return _read_header(self._header, whole=whole, given=self._given)
+        return _read_header(self._header, whole=whole, prompted=self._prompted)
 
     def _drop_header(self) -> None:
-        """End a header without a message, and the message that it interrupts. Text after the prompt's is no header."""
-        if self._given:
+        """Drop a header without a message, and end the message that it interrupts. A prompt's header becomes text."""
+        if self._prompted:
             self._degrade()
         elif self._header:
             self._close()
         self._header, self._spelled = [], ""
 
     def _degrade(self) -> None:
-        """Make the header so far text."""
-        spelled, self._header, self._spelled, self._given = self._spelled, [], "", False
+        spelled, self._header, self._spelled, self._prompted = self._spelled, [], "", False
         if spelled:
             self._write(spelled)
 
@@ -356,7 +348,7 @@ class _Messages:
 
 @dataclasses.dataclass(frozen=True)
 class _Header:
-    """What a header says. foreign: it is that of another role than the assistant's."""
+    """A parsed header. foreign: of another role than the assistant."""
 
     channel: str | None = None
     recipient: str | None = None
@@ -364,10 +356,7 @@ class _Header:
 
     @property
     def tool(self) -> str | None:
-        """The name of the function that is called; None if none is.
-
-        Built-in tools of the format (python, browser) are called on analysis, and are part of the reasoning.
-        """
+        """The name of the called function, if any. Built-in tools (python, browser) on analysis are reasoning."""
         if self.recipient is None or self.recipient in (ROLE, "user", "all"):
             return None
         if self.recipient.startswith(FUNCTIONS) or self.channel in (COMMENTARY, None):
@@ -375,11 +364,11 @@ class _Header:
         return None
 
 
-def _read_header(parts: Sequence[tuple[str, str]], *, whole: bool, given: bool) -> _Header | None:
-    """Read a header of (control token, text after it). None if it is none.
+def _read_header(parts: Sequence[tuple[str, str]], *, whole: bool, prompted: bool) -> _Header | None:
+    """Read a header of (control token, text after it); None if it is malformed.
 
-    whole: it has ended; else it is a beginning, whose last word may be incomplete. Each beginning of a header is one,
-    so the answer's cuts do not matter. given: only text of it is the answer's, which is then no other role.
+    whole: the header has ended; else its last word may be incomplete. Every beginning of a header is well-formed, so
+    the answer's cuts do not matter. prompted: its control tokens are the prompt's, so its role is the assistant.
     """
     channel, recipient, foreign = None, None, False
     for number, (name, text) in enumerate(parts):
@@ -389,11 +378,11 @@ def _read_header(parts: Sequence[tuple[str, str]], *, whole: bool, given: bool) 
             role, rest = words[0], words[0].removeprefix(ROLE)
             if role.startswith(ROLE):
                 words[:1] = [rest] if rest else []
-            elif not given and (role in OTHER_ROLES or role.startswith(FUNCTIONS)):
+            elif not prompted and (role in OTHER_ROLES or role.startswith(FUNCTIONS)):
                 return _Header(foreign=True)
             elif is_open and len(words) == 1 and ROLE.startswith(role):
                 return _Header()
-            elif not given and _NAME.fullmatch(role) and not _beginning(role, (*CHANNELS, *CONTENT_TYPES)):
+            elif not prompted and _NAME.fullmatch(role) and not _beginning(role, (*CHANNELS, *CONTENT_TYPES)):
                 foreign = True
                 words.pop(0)
         words = [part for word in words for part in _split(word)]
@@ -416,7 +405,6 @@ def _read_header(parts: Sequence[tuple[str, str]], *, whole: bool, given: bool) 
 
 
 def _split(word: str) -> Sequence[str]:
-    """Part a channel from a recipient that follows it without a space."""
     for channel in CHANNELS:
         rest = word.removeprefix(channel)
         if rest and rest != word and (rest.startswith(RECIPIENT) or RECIPIENT.startswith(rest)):
@@ -425,7 +413,7 @@ def _split(word: str) -> Sequence[str]:
 
 
 def _recipient(word: str) -> str | None:
-    """The recipient that a word names, with the prefix to= or, as some models write it, without."""
+    """Return the recipient that a word names, with the prefix to= or, as some models write it, without."""
     name = word.removeprefix(RECIPIENT)
     return name if name.removeprefix(FUNCTIONS) and (name != word or name.startswith(FUNCTIONS)) else None
 
@@ -435,7 +423,7 @@ def _begins_recipient(word: str) -> bool:
 
 
 def _beginning(word: str, of: Sequence[str]) -> bool:
-    return any(each.startswith(word) for each in of)
+    return any(name.startswith(word) for name in of)
 
 
 def _equal(word: str, to: Sequence[str]) -> bool:
@@ -443,14 +431,13 @@ def _equal(word: str, to: Sequence[str]) -> bool:
 
 
 def has_channels(tokenizer: Tokenizer) -> bool:
-    """Test whether a vocabulary has the control tokens of channels."""
     return all(name in control_ids(tokenizer) for name in REQUIRED)
 
 
 def answer_begun(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> tuple[int, ...]:
-    """Return the tokens of the prompt that begin its answer, from the last <|start|> on; none if there are no channels.
+    """Return the prompt's tokens from its last <|start|> on; none without channels.
 
-    Where there are some, the answer's grammar is that of `answer_rules`.
+    If there are some, `answer_rules` has the answer's grammar.
     """
     names = control_ids(tokenizer)
     if not has_channels(tokenizer) or names[START] not in prompt_ids:
@@ -462,11 +449,11 @@ def answer_begun(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> tuple[int, 
 def answer_rules(
     tokenizer: Tokenizer, calls: Mapping[str, str | None] | None = None, *, final: bool = True, preambles: bool = False
 ) -> str:
-    """Write the rules of an answer whose final message is @answer, in Lark's notation (peagle.engine.grammar).
+    """Write the grammar of an answer whose final message is @answer, in Lark's notation (peagle.engine.grammar).
 
-    They begin with <|start|>, which the prompt holds. Analysis is free text. calls: functions that the answer may call
-    instead at its end, by name, each with its arguments as the right side of a rule; None: free text. final: there may
-    be a final message; else a call must end the answer. preambles: so may be commentary before the end, free text.
+    It begins with <|start|>, which the prompt holds. Analysis is free text. calls: functions that may end the answer
+    instead, each with the right side of a rule for its arguments; None: free text. final: allow a final message; else
+    a call must end the answer. preambles: allow free commentary before the end.
     """
     ids = {name: f"<[{token_id}]>" for name, token_id in control_ids(tokenizer).items()}
     constrained = f'" "? {ids[CONSTRAIN]} /[a-zA-Z]+/' if CONSTRAIN in ids else ""
@@ -492,14 +479,14 @@ def answer_rules(
 
 
 def control_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Return the ids of CONTROL's tokens that a vocabulary has, by their spellings."""
+    """Map the spellings of a vocabulary's control tokens (CONTROL) to their ids."""
     return {name: token_id for token_id, name in tokenizer.special_tokens.items() if name in CONTROL}
 
 
 def final_message(answer: str) -> str:
-    """Extract an answer's last content from its text; empty if the answer was cut off before it.
+    """Extract an answer's last content from its text, control tokens spelled out; empty if it was cut off before.
 
-    Here control tokens are spelled. An answer without a channel header only loses a stop token at its end.
+    An answer without a channel header only loses a stop token at its end.
     Example: "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>42" -> "42".
     """
     if not _HEADER.match(answer):
@@ -509,15 +496,15 @@ def final_message(answer: str) -> str:
 
 
 def _parse_text(answer: str) -> Iterator[Delta]:
-    """Parse an answer that continues <|start|>assistant, its control tokens spelled."""
+    """Parse the text of an answer that continues <|start|>assistant."""
     messages = _Messages(_new_id)
     messages.control(START)
     messages.text(ROLE)
     messages.begin_answer()
-    for number, each in enumerate(_BETWEEN_MESSAGES.split(answer)):
+    for number, piece in enumerate(_BETWEEN_MESSAGES.split(answer)):
         if number:
             messages.finish()
-        header, message, text = each.partition(MESSAGE)
+        header, message, text = piece.partition(MESSAGE)
         for place, part in enumerate(_IN_HEADER.split(header)):
             if place % 2:
                 messages.control(part)
@@ -534,10 +521,7 @@ def _parse_text(answer: str) -> Iterator[Delta]:
 def chat_messages(
     turns: Sequence[str], answers: Sequence[str], system: str | None, history: Sequence[Message] = ()
 ) -> list[Message]:
-    """Make the messages of a chat, in the roles every template takes: one answer fewer than turns.
-
-    `history`: messages before the first turn.
-    """
+    """Make the messages of a chat from turns and one answer fewer. history: messages before the first turn."""
     messages = [*([] if system is None else [{"role": "system", "content": system}]), *history]
     for turn, answer in zip(turns[:-1], answers, strict=True):
         messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": final_message(answer)}]

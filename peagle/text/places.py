@@ -1,4 +1,4 @@
-"""Find the tokens that make a piece of an answer's text."""
+"""The tokens of a piece of an answer's text."""
 
 import collections
 from typing import NamedTuple
@@ -12,14 +12,14 @@ class TokenPlace(NamedTuple):
 
 
 def begins_character(data: bytes) -> bool:
-    """Test whether a token's bytes begin a character, whatever bytes precede them."""
+    """Return whether a token's bytes begin with the first byte of a character."""
     return bool(data) and data[0] & 0xC0 != 0x80
 
 
 class TokenPlaces:
     """Match the tokens of an answer with its text, which is released in pieces.
 
-    A token stands where the first character begins that it is a part of. Example: the tokens "a", "b\\xe6" and
+    A token's place is that of the first character that it is a part of. Example: the tokens "a", "b\\xe6" and
     "\\x9d\\xb1" of the text "ab東" stand at 0, 1 and 2.
     """
 
@@ -28,11 +28,10 @@ class TokenPlaces:
         self._first = 0  # the number of the first of them
 
     def add(self, place: int) -> None:
-        """Add the answer's next token."""
         self._places.append(place)
 
     def take(self, start: int, end: int | None = None) -> tuple[TokenPlace, ...]:
-        """Return the tokens from one place to before another (None: all that follow). Drop those before them."""
+        """Return and drop the tokens from start to before end (None: to the last). Drop those before start."""
         taken = []
         while self._places and (end is None or self._places[0] < end):
             place = self._places.popleft()

@@ -13,13 +13,12 @@
                 or as "prompt", or only the list
     text        a .txt file: each line a prompt
 
-A JSON layout may be lines, or one list; any file may be gzipped. A file has one layout. The answers in ShareGPT are
-left out: the model gives its own. Those in messages, and in ShareGPT with tools, are the history, except one at the
-end, which the model answers anew; their reasoning is left out, as by chat templates, unless it led to calls.
+JSON may be lines or one list, and any file may be gzipped. A file has one layout. ShareGPT's answers are left out: the
+model gives its own. Answers in messages, and in ShareGPT with tools, are the history; a last answer is generated anew.
+Their reasoning is left out, as by chat templates, unless it led to calls.
 
-Beside its prompt a row of any layout may have a system text (SYSTEM_KEYS), `tools` and a `category`. Its other keys are
-BOOKKEEPING, or they are counted: `PromptSet.warnings` names them. A row that cannot be read, or holds no prompt, is
-skipped and counted; with `strict` it is an error.
+A row of any layout may have a system text (SYSTEM_KEYS), `tools` and a `category`. `PromptSet.warnings` counts other
+keys, except BOOKKEEPING. A row without a readable prompt is skipped and counted; with `strict` it is an error.
 """
 
 import contextlib
@@ -37,8 +36,9 @@ from typing import Any
 
 from peagle.ops.errors import InputError
 from peagle.ops.files import printable, reason_of
+from peagle.ops.settings import brief
 from peagle.text.channels import final_message
-from peagle.text.prompts import Conversation, Rendering, brief, check_encodable, check_text, from_ids, from_text
+from peagle.text.prompts import Conversation, Rendering, check_encodable, check_text, from_ids, from_text
 from peagle.text.tokenizer import Message, load_tokenizer, texts_in
 
 Row = Mapping[str, Any]
@@ -51,12 +51,12 @@ ROLES = {
     TOOL: ("tool", "function"),
     SYSTEM: ("system", "developer"),
 }
-TEXT_PARTS = ("text", "input_text", "output_text")  # types of parts in a list of content: chat completions, responses
+TEXT_PARTS = ("text", "input_text", "output_text")  # types of content parts in chat completions and responses
 BESIDE = ("name", "thinking", "tool_call_id")  # further texts of a message that templates use
-REASONING = ("reasoning", "reasoning_content")  # of an answer, as servers name it; "thinking" in templates
+REASONING = ("reasoning", "reasoning_content")  # servers' names of an answer's reasoning; templates say "thinking"
 SYSTEM_KEYS = ("system", "system_prompt", "system_message")  # of a row
 MESSAGE_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", *BESIDE, *REASONING}
-# keys that say nothing to the model: what a row is, where it comes from, and what others answered
+# keys that are not for the model: a row's kind, its source, and others' answers
 BOOKKEEPING = {
     "id", "idx", "index", "key", "uid", "uuid", "hash", "name", "question_id", "prompt_id", "task_id", "unique_id",
     "conversation_id", "custom_id", "src_id",
@@ -68,7 +68,7 @@ BOOKKEEPING = {
     "test_list", "test_setup_code", "test_imports", "challenge_test_list",
 }  # fmt: skip
 MOST_KEYS = 10  # named in a warning
-# what SPEED-Bench has in place of texts that its own script fetches from other data sets
+# SPEED-Bench has it in place of texts that its own script fetches from other data sets
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
 
 _CSV = """python -c 'import csv, json; rows = csv.DictReader(open("FILE"), dialect="{}"); \
@@ -85,10 +85,7 @@ lines=True)'""",
 
 @dataclasses.dataclass(frozen=True)
 class Skipped:
-    """A row without a usable prompt: its line (of a list: its place in it), from 1, and the reason, which names both.
-
-    The reason is a whole line.
-    """
+    """A row without a usable prompt: its line, or its place in a list, from 1; and the reason, a line that names it."""
 
     line: int
     reason: str
@@ -96,10 +93,7 @@ class Skipped:
 
 @dataclasses.dataclass(frozen=True)
 class PromptSet:
-    """A file of prompts.
-
-    `unused`: keys that have no effect, with the numbers of conversations that have them.
-    """
+    """A file of prompts. unused: keys without effect, each with the number of its conversations."""
 
     name: str
     layout: str
@@ -108,11 +102,11 @@ class PromptSet:
     conversations: tuple[Conversation, ...]
     skipped: tuple[Skipped, ...] = ()
     unused: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    notes: tuple[str, ...] = ()  # lines on options that have no effect on some conversations
+    notes: tuple[str, ...] = ()  # on options without effect on some conversations
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Lines on whatever of the file, and of options for it, is not used."""
+        """Lines on skipped rows, unused keys, and options without effect."""
         lines = [f"left out of {self.name}: {skipped_line(self.skipped)}"] if self.skipped else []
         if self.unused:
             keys = [f"{key} ({_rows_text(count)})" for key, count in self.unused.items()]
@@ -124,10 +118,9 @@ class PromptSet:
 def read_prompt_file(
     path: Path, *, strict: bool = False, check: Callable[[Conversation], None] | None = None
 ) -> PromptSet:
-    """Read all conversations of a file, in order.
+    """Read all conversations of a file, in order. check: raises InputError for a conversation to skip.
 
-    check: raises InputError for a conversation to skip. Raises InputError for a file without prompts, or neither JSON
-    nor .txt; if `strict`, also for the first row that would be skipped.
+    Raises InputError for a file without prompts, or neither JSON nor .txt; if strict, also instead of skipping a row.
     """
     path = Path(path)
     try:
@@ -160,7 +153,7 @@ def read_prompt_file(
     if not conversations:
         if skipped and not _is_text(path) and _HEADER.match(data):
             raise _not_read(path, "CSV")
-        expected = "a prompt a line" if _is_text(path) else 'JSON lines such as {"prompt": "..."}'
+        expected = "one prompt per line" if _is_text(path) else 'JSON lines such as {"prompt": "..."}'
         why = f": {skipped[0].reason}" if skipped else f"; expected {expected}"
         raise InputError(f"{path} holds no prompts{why}")
     return PromptSet(
@@ -175,10 +168,10 @@ def read_prompt_file(
 
 
 def read_prompts(path: Path, target: Path, rendering: Rendering, *, strict: bool) -> PromptSet:
-    """Read a file, and skip conversations with a history or tools that the chat template refuses or does not show.
+    """Read a file; also skip histories and tools that the chat template refuses or does not show.
 
-    Some templates take no messages of tools, or no two of a user in a row. `target` is a directory. Raises InputError
-    as `read_prompt_file` does.
+    Some templates take no messages of tools, or no two of a user in a row. target: a directory. Raises InputError like
+    `read_prompt_file`.
     """
     tokenizer = functools.cache(lambda: load_tokenizer(target))
 
@@ -197,7 +190,7 @@ def read_prompts(path: Path, target: Path, rendering: Rendering, *, strict: bool
 
 
 def _notes(conversations: Sequence[Conversation], rendering: Rendering) -> Iterator[str]:
-    """Name options of a rendering that have no effect on some conversations."""
+    """Name rendering options without effect on some conversations."""
     ids = sum(conversation.prompt_ids is not None for conversation in conversations)
     if ids and (options := rendering.options):
         yield f"{_rows_text(ids)} of token ids, which are taken as they are, without {' and '.join(options)}"
@@ -212,7 +205,7 @@ def without_suffix(path: Path) -> Path:
 
 
 def skipped_line(skipped: Sequence[Skipped]) -> str:
-    """Write a line on skipped rows: their number, and the first with its reason."""
+    """Describe skipped rows: their number, and the first with its reason."""
     return f"{_rows_text(len(skipped))} without a usable prompt, the first: {skipped[0].reason}"
 
 
@@ -229,7 +222,7 @@ def _is_text(path: Path) -> bool:
 
 
 def _unpacked(path: Path, data: bytes) -> bytes:
-    """Unpack gzip and remove a byte order mark. Raises InputError if it is not text in UTF-8."""
+    """Unpack gzip and remove a byte order mark. Raises InputError for anything but text in UTF-8."""
     if data.startswith(b"\x1f\x8b"):
         try:
             data = gzip.decompress(data)
@@ -251,7 +244,7 @@ def _not_read(path: Path, kind: str) -> InputError:
 
 
 def _rows(path: Path, data: bytes) -> Iterator[tuple[int, str, Any]]:
-    """Yield (number from 1, name, value) of rows that are not blank: the bytes of a line, or an item of one list."""
+    """Yield (number from 1, name, value) of each row: the bytes of a line that is not blank, or an item of a list."""
     numbered = enumerate(data.split(b"\n"), 1)
     lines = [(number, f"{path} line {number}", line) for number, line in numbered if line.strip()]
     if lines and not _is_text(path) and lines[0][2].lstrip().startswith(b"["):
@@ -268,8 +261,11 @@ def _rows(path: Path, data: bytes) -> Iterator[tuple[int, str, Any]]:
 
 
 def _is_chat(value: Any) -> bool:
-    """Test whether the value is a bare list of messages."""
-    return isinstance(value, list) and all(isinstance(each, dict) and "role" in each for each in value) and bool(value)
+    return (
+        isinstance(value, list)
+        and all(isinstance(message, dict) and "role" in message for message in value)
+        and bool(value)
+    )
 
 
 def _parses(line: bytes) -> bool:
@@ -285,7 +281,7 @@ def _parsed(data: bytes, name: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{name} is not valid JSON ({error}); expected an object a line, or a list of them") from None
+        raise InputError(f"{name} is not valid JSON ({error}); expected one object per line, or one list") from None
 
 
 def _decoded(data: bytes, name: str) -> str:
@@ -297,7 +293,7 @@ def _decoded(data: bytes, name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Read:
-    """A row as it was read. `unused`: its keys that have no effect."""
+    """A row. unused: its keys without effect."""
 
     layout: str
     conversation: Conversation
@@ -339,7 +335,7 @@ def _read_row(row: Any, name: str) -> _Read:
 
 
 def _unused(row: Row, layout: str) -> Iterator[str]:
-    """Name keys with a value that have no effect, in the row and in its messages."""
+    """Name the keys without effect, of the row and of its messages."""
     used = {*LAYOUTS[layout].keys, *SYSTEM_KEYS, "tools"}
     yield from (key for key, value in row.items() if _filled(value) is not None and key not in used | BOOKKEEPING)
     for key in used & {"messages", "conversations"}:
@@ -348,12 +344,11 @@ def _unused(row: Row, layout: str) -> Iterator[str]:
 
 
 def _filled(value: Any) -> Any:
-    """Return the value; None for one that says nothing."""
+    """Return the value; None for an empty one."""
     return None if value in (None, "", [], {}) else value
 
 
 def _layout(row: Row, name: str) -> str:
-    """Find the layout of a row. Raises InputError if it has none."""
     own = [key for key in OWN if row.get(key) is not None]
     for layout, kind in LAYOUTS.items():
         if layout == OWN_LAYOUT:
@@ -411,7 +406,7 @@ def _own(row: Row, name: str) -> Conversation:
 
 
 def _single(*keys: str) -> Callable[[Row, str], Conversation]:
-    """Return what reads a prompt of one text, or of several joined: those that are there."""
+    """Make the reader of a prompt that joins the texts of these keys."""
 
     def read(row: Row, name: str) -> Conversation:
         texts = [_text(row.get(key), f"{name}: {key}") for key in keys]
@@ -435,7 +430,7 @@ def _openai(row: Row, name: str) -> Conversation:
 
 
 def _answered(name: str, system: str | None, messages: Sequence[Message]) -> Conversation:
-    """Make the conversation that continues a chat, or answers its last message anew."""
+    """Make the conversation that continues a chat; answers at its end are generated anew."""
     history = [*messages]
     while history and history[-1]["role"] == ASSISTANT:
         history.pop()
@@ -448,12 +443,11 @@ def _answered(name: str, system: str | None, messages: Sequence[Message]) -> Con
 
 
 def _messages(listed: Any, name: str) -> tuple[str | None, list[Message]]:
-    """Read a chat: (its system texts joined, the other messages)."""
     if not isinstance(listed, list):
         raise InputError(f"{name} is {brief(listed)}; expected a list of messages")
     systems, messages = [], []
-    for number, given in enumerate(listed):
-        message = _message(given, f"{name}: message {number}")
+    for number, item in enumerate(listed):
+        message = _message(item, f"{name}: message {number}")
         if message["role"] != SYSTEM:
             messages.append(message)
         elif message["content"].strip():
@@ -461,43 +455,42 @@ def _messages(listed: Any, name: str) -> tuple[str | None, list[Message]]:
     return "\n\n".join(systems) or None, messages
 
 
-def _message(given: Any, name: str) -> Message:
-    """Read a message into the form that templates take."""
-    spelled = given.get("role", given.get("from")) if isinstance(given, dict) else None
+def _message(fields: Any, name: str) -> Message:
+    spelled = fields.get("role", fields.get("from")) if isinstance(fields, dict) else None
     if not isinstance(spelled, str):
-        raise InputError(f"{name} is {brief(given)}; expected an object with role and content, or from and value")
+        raise InputError(f"{name} is {brief(fields)}; expected an object with role and content, or from and value")
     role = next((role for role, names in ROLES.items() if spelled.strip().lower() in names), None)
     if role is None:
-        expected = ", ".join(each for names in ROLES.values() for each in names)
+        expected = ", ".join(spelling for names in ROLES.values() for spelling in names)
         raise InputError(f"{name} has the role {brief(spelled)}; expected one of {expected}")
-    text = _text(given.get("content", given.get("value")), f"{name}: its content")
+    text = _text(fields.get("content", fields.get("value")), f"{name}: its content")
     message: dict[str, Any] = {"role": role, "content": final_message(text) if role == ASSISTANT else text}
-    message |= {key: given[key] for key in BESIDE if isinstance(given.get(key), str)}
-    calls = given.get("tool_calls") or [
-        {"type": "function", "function": each} for each in [given.get("function_call")] if each
+    message |= {key: fields[key] for key in BESIDE if isinstance(fields.get(key), str)}
+    calls = fields.get("tool_calls") or [
+        {"type": "function", "function": spelling} for spelling in [fields.get("function_call")] if spelling
     ]
     if calls and role != ASSISTANT:
         raise InputError(f"{name} of the role {role} has tool_calls; expected them in an assistant's message")
     if calls:
         message["tool_calls"] = _calls(calls, f"{name}: tool_calls")
-        if reasoning := next((given[key] for key in REASONING if isinstance(given.get(key), str)), ""):
+        if reasoning := next((fields[key] for key in REASONING if isinstance(fields.get(key), str)), ""):
             # templates take one text before a call
             message |= {"thinking": "\n\n".join(filter(None, (reasoning, message["content"]))), "content": ""}
     return message
 
 
 def _calls(listed: Any, name: str) -> list[Message]:
-    """Read calls of tools. Arguments in JSON text, as in APIs, become an object, as in templates."""
+    """Read calls of tools. Arguments as JSON text become objects, which templates take."""
     calls: list[Message] = []
-    for each in listed if isinstance(listed, list) else [listed]:
-        function = each.get("function") if isinstance(each, dict) else None
+    for call in listed if isinstance(listed, list) else [listed]:
+        function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise InputError(f"{name} holds {brief(each)}; expected a function with a name and arguments")
+            raise InputError(f"{name} holds {brief(call)}; expected a function with a name and arguments")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             with contextlib.suppress(ValueError, RecursionError):  # a model may have written invalid JSON
                 arguments = json.loads(arguments)
-        calls.append({**each, "function": {**function, "arguments": arguments}})
+        calls.append({**call, "function": {**function, "arguments": arguments}})
     return calls
 
 
@@ -515,7 +508,7 @@ def _text(value: Any, name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How rows hold a prompt: those that have all `marks`. `beside`: further keys that `read` uses."""
+    """A layout of rows. marks: keys that all its rows have. beside: further keys that `read` uses."""
 
     marks: tuple[str, ...]
     read: Callable[[Row, str], Conversation]

@@ -1,7 +1,7 @@
 """Prompts as conversations; peagle.text.prompt_files reads files of them.
 
-A conversation is a list of turns. The prompt of a turn holds the answers to the turns before, so it is rendered after
-those (`Conversation.encode`). Conversations do not depend on one another.
+A conversation is a list of turns. The prompt of a turn holds the answers to earlier turns, so it is rendered after
+them (`Conversation.encode`). Conversations do not depend on one another.
 """
 
 import dataclasses
@@ -11,17 +11,14 @@ from typing import Annotated, Any, Literal
 
 from peagle.ops.errors import InputError
 from peagle.ops.flag import PROMPT, Flag
+from peagle.ops.settings import brief
 from peagle.text.channels import chat_messages
 from peagle.text.tokenizer import DEFAULT_DATE, Message, Tokenizer, parse_date, texts_in
 
 
 @dataclasses.dataclass(frozen=True)
 class Rendering:
-    """How text becomes a prompt.
-
-    raw: without the chat template. special_tokens: special tokens spelled in a raw text are control tokens; else, and
-    in a chat, they are characters.
-    """
+    """How text becomes a prompt. In a chat, and without special_tokens, spelled special tokens stay characters."""
 
     raw: Annotated[bool, Flag(PROMPT, names=("--raw-prompt",))] = False
     """Continue the prompt as plain text, without the chat template: acceptance is lower."""
@@ -51,11 +48,11 @@ class Rendering:
 
     @property
     def options(self) -> list[str]:
-        """The options of a command that say how text is rendered, as far as they are given."""
+        """The flags of the options that differ from their defaults."""
         return [option for name, option in OPTIONS.items() if getattr(self, name) != getattr(Rendering, name)]
 
     def without_effect(self, tokenizer: Tokenizer) -> list[str]:
-        """Name the options that change nothing, since the chat template or raw text does not show them."""
+        """Name the flags without effect, since the chat template or raw text does not show their values."""
         probe, options = from_text("Hi"), []
         for name, option in OPTIONS.items():
             default = getattr(Rendering, name)
@@ -76,11 +73,11 @@ OPTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """Turns of text, each a request, after a `history` of messages; or the ids of a single prompt.
+    """Turns of text, each a request, after a history of messages; or the ids of a single prompt.
 
-    Without turns it is one request, which continues the history. `name` is its origin, for messages. `numbered`:
-    messages and reports number its turns. `system` takes precedence over a rendering's. `tools` are functions, as chat
-    templates take them. Raises InputError for text that cannot be encoded, and for a system text or tools beside ids.
+    Without turns it is one request, which continues the history. name: its origin, for messages. numbered: reports
+    number its turns. system: replaces a rendering's. tools: functions, as chat templates take them. Raises InputError
+    for text that cannot be encoded, and for a system text or tools beside ids.
     """
 
     name: str
@@ -146,12 +143,7 @@ def from_text(text: str, name: str = "the prompt") -> Conversation:
 
 
 def from_ids(ids: Iterable[Any], name: str = "the prompt") -> Conversation:
-    """Make a conversation of token ids.
-
-    Raises InputError if there are none, or one is no integer.
-
-    `Request.check_vocabulary` checks their range.
-    """
+    """Make a conversation of token ids. Raises InputError if there are none, or one is no integer."""
     listed = list(ids)
     if bad := [i for i in listed if isinstance(i, bool) or not isinstance(i, int)]:
         raise InputError(f"{name} holds {brief(bad[0])} among its token ids; expected integers")
@@ -161,7 +153,6 @@ def from_ids(ids: Iterable[Any], name: str = "the prompt") -> Conversation:
 
 
 def parse_ids(text: str) -> Conversation:
-    """Parse typed token ids: 1,2,3."""
     parts = [part.strip() for part in text.split(",")] if text.strip() else []
     if bad := [part for part in parts if not re.fullmatch("-?[0-9]{1,18}", part)]:
         raise InputError(f"--prompt-ids holds {brief(bad[0])}; expected token ids separated by commas, such as 1,2,3")
@@ -177,17 +168,11 @@ def check_text(text: str, name: str) -> str:
 
 
 def check_encodable(text: str, name: str) -> None:
-    """Raise InputError for a lone surrogate: half a character, or a typed byte that is not UTF-8."""
+    """Raise InputError for a lone surrogate: half of a character, or a typed byte that is not UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        found = text[error.start].encode("unicode_escape").decode()
+        surrogate = text[error.start].encode("unicode_escape").decode()
         raise InputError(
-            f"{name} is not valid Unicode text: it holds the lone surrogate {found}; expected UTF-8"
+            f"{name} is not valid Unicode text: it holds the lone surrogate {surrogate}; expected UTF-8"
         ) from None
-
-
-def brief(value: Any) -> str:
-    """Shorten the repr of a value for a message."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,35 +1,30 @@
-"""Find the first stop string in a text that comes in pieces."""
+"""Stop strings of a text that arrives in pieces."""
 
 from collections.abc import Sequence
 
 
 class StopStrings:
-    """Cut a text before the first of its stop strings.
+    """Cut a text before the first of its stop strings. Hold back its end while that may begin one.
 
-    Holds back an end of the text that may begin a stop string, so nothing that was returned has to be taken back.
     Example, for the stop string "END": "an E" gives "an ", "at" then gives "Eat", "E" gives "", and "ND" ends it.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
         self._held = ""  # the longest end of the text that begins a stop string
-        self.complete = False  # whether the text has ended before a stop string
+        self.complete = False  # whether a stop string has ended the text
 
     def add(self, piece: str) -> str:
-        """Return the text that is certain with this piece and was not before.
-
-        If the piece completes several stop strings, the one that begins first counts.
-        """
+        """Return the text that this piece makes certain. Of several stop strings the one that begins first counts."""
         if self.complete:
             return ""
         text = self._held + piece
-        found = [start for each in self._stop if (start := text.find(each)) >= 0]
-        if found:
+        if matches := [start for stop in self._stop if (start := text.find(stop)) >= 0]:
             self._held, self.complete = "", True
-            return text[: min(found)]
+            return text[: min(matches)]
         longest = max(map(len, self._stop), default=0)
         starts = range(max(0, len(text) - longest + 1), len(text))
-        start = next((i for i in starts if any(each.startswith(text[i:]) for each in self._stop)), len(text))
+        start = next((i for i in starts if any(stop.startswith(text[i:]) for stop in self._stop)), len(text))
         self._held = text[start:]
         return text[:start]
 

@@ -1,7 +1,7 @@
 """Convert between text and token ids by a checkpoint's tokenizer and chat template, offline.
 
-Uses transformers; its import is heavy and therefore inside the functions. No code of the directory is run: only
-`tokenizer.json` is read (never a pickled or custom tokenizer), and the chat template is rendered in jinja's sandbox.
+transformers is imported in the function that needs it, since that takes long. No code of the directory runs: only
+`tokenizer.json` is read, never a pickled or custom tokenizer, and the chat template renders in jinja's sandbox.
 """
 
 import codecs
@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of
 
-# The date in templates that use today's: acceptance must not drift by the day.
+# in place of today's date in templates: acceptance must not drift by the day
 DEFAULT_DATE = "2025-08-05"
 TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FILE = "chat_template.json"  # of older releases of transformers: {"chat_template": TEXT}
@@ -29,12 +29,12 @@ Message = Mapping[str, Any]  # of a chat, in the form that templates take: role,
 
 
 class Verbatim(str):
-    """A text of a message or a tool that a template may quote, rendered as it is: the JSON that a model wrote."""
+    """A text that is rendered without the template's quotes and escapes: JSON that a model wrote."""
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """The protocol of a tokenizer; `load_tokenizer` returns a checkpoint's."""
+    """The tokenizer of a checkpoint (`load_tokenizer`)."""
 
     @property
     def special_tokens(self) -> Mapping[int, str]:
@@ -47,10 +47,10 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str, *, special_tokens: bool = False, most_tokens: int | None = None) -> tuple[int, ...]:
-        """Encode a raw text, with the tokens that the tokenizer puts before a text.
+        """Encode a raw text, after the tokens that the tokenizer puts before a text.
 
-        special_tokens: special tokens spelled in the text are control tokens, not characters. Raises TextTooLong for a
-        text whose bytes cannot be of most_tokens, before it is encoded; a shorter one may still have more.
+        special_tokens: special tokens spelled in the text are control tokens, not characters. Raises TextTooLong,
+        before it encodes, for a text with too many bytes for most_tokens; a shorter one may still have more.
         """
         ...
 
@@ -65,7 +65,8 @@ class Tokenizer(Protocol):
     ) -> tuple[int, ...]:
         """Encode a chat up to the next answer. Text in a message or a tool never becomes a control token.
 
-        Raises TextTooLong as `encode` does.
+        `Verbatim` texts are rendered without quotes and escapes. Raises InputError without a template, TemplateError
+        for a chat that it refuses, and TextTooLong like `encode`.
         """
         ...
 
@@ -75,7 +76,7 @@ class Tokenizer(Protocol):
 
 
 class TextTooLong(InputError):
-    """A text has more bytes than so many tokens can stand for."""
+    """A text has too many bytes for the allowed number of tokens."""
 
     def __init__(self, num_bytes: int, least_tokens: int) -> None:
         super().__init__(f"the text has {num_bytes} bytes, which are {least_tokens} tokens or more; shorten it")
@@ -83,7 +84,7 @@ class TextTooLong(InputError):
 
 
 class TemplateError(InputError):
-    """A chat template refuses a chat, for this reason."""
+    """A chat template refuses a chat."""
 
     def __init__(self, directory: Path, reason: str) -> None:
         super().__init__(
@@ -95,8 +96,8 @@ class TemplateError(InputError):
 class Detokenizer:
     """Convert token ids to text incrementally.
 
-    No piece ends inside a character: its first bytes are held back until the rest arrives, or until `flush`, which
-    turns incomplete characters into U+FFFD. The pieces joined are the text of all ids.
+    No piece ends inside a character: its bytes are held back until the rest arrives, or until `flush`, which turns
+    incomplete characters into U+FFFD. The joined pieces are the text of all ids.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -108,7 +109,6 @@ class Detokenizer:
         return self._decoder.decode(b"".join(map(self._tokenizer.token_bytes, token_ids)))
 
     def flush(self) -> str:
-        """Return the text held back."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -119,24 +119,24 @@ def detokenize(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
 
 
 def encode_characters(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Encode a text without the tokens that the tokenizer puts before one."""
+    """Encode a text without the tokens that the tokenizer puts before it."""
     return tokenizer.encode(text)[len(tokenizer.encode("")) :]
 
 
 def template_fingerprint(directory: Path) -> str:
-    """Hash a directory's files that turn text into ids: tokenizer, its settings, chat template."""
-    found = hashlib.sha256()
+    """Hash a directory's tokenizer, its settings and its chat template."""
+    digest = hashlib.sha256()
     for name in (TOKENIZER_FILE, "tokenizer_config.json", "chat_template.jinja", TEMPLATE_FILE):
         path = Path(directory) / name
-        found.update(path.read_bytes() if path.is_file() else b"")
-    return found.hexdigest()
+        digest.update(path.read_bytes() if path.is_file() else b"")
+    return digest.hexdigest()
 
 
 def load_tokenizer(directory: Path) -> "ByteLevelTokenizer | None":
     """Load the tokenizer of a directory; None without a tokenizer.json.
 
-    Raises InputError if that file is corrupt or not byte-level BPE (as every GPT-OSS tokenizer is), or if
-    chat_template.json is needed and holds no template.
+    Raises InputError if that file is corrupt or not byte-level BPE, as every GPT-OSS tokenizer is, or if a needed
+    chat_template.json holds no template.
     """
     directory = Path(directory)
     if not (directory / TOKENIZER_FILE).is_file():
@@ -163,8 +163,8 @@ def load_tokenizer(directory: Path) -> "ByteLevelTokenizer | None":
 
 def _template_in(path: Path) -> str:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        template = found["chat_template"]
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        template = fields["chat_template"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         template = None
     if not isinstance(template, str):
@@ -186,22 +186,16 @@ class ByteLevelTokenizer:
 
     @property
     def special_tokens(self) -> Mapping[int, str]:
-        """The control tokens: id -> spelling."""
         return self._special
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """Its special tokens by their roles and its chat_template; None where it has none."""
         roles = ("bos_token", "eos_token", "pad_token", "unk_token")
-        found = {role: getattr(self._inner, role) for role in roles}
-        return {**found, "chat_template": self._inner.chat_template}
+        spellings = {role: getattr(self._inner, role) for role in roles}
+        return {**spellings, "chat_template": self._inner.chat_template}
 
     def encode(self, text: str, *, special_tokens: bool = False, most_tokens: int | None = None) -> tuple[int, ...]:
-        """Encode a raw text, with the tokens that the tokenizer puts before it, but no token twice.
-
-        special_tokens: special tokens spelled in the text are control tokens, not characters. Raises TextTooLong for a
-        text whose bytes cannot be of most_tokens.
-        """
+        """See Tokenizer. A first token that the text spells itself is not put before it again."""
         self._check_size(text, most_tokens)
         options = {"split_special_tokens": not special_tokens}
         ids = tuple(self._inner(text, add_special_tokens=True, **options)["input_ids"])
@@ -212,7 +206,7 @@ class ByteLevelTokenizer:
 
     @functools.cached_property
     def _longest_token(self) -> int | None:
-        """Most bytes of a text that one token stands for; None if nothing is known."""
+        """The most bytes of text per token; None if unknown."""
         inner = self._inner.backend_tokenizer
         added = inner.get_added_tokens_decoder().values()
         if inner.normalizer is not None or any(token.lstrip or token.rstrip for token in added):  # a text may shrink
@@ -220,7 +214,6 @@ class ByteLevelTokenizer:
         return max(len(self._to_bytes(token)) for token in self._inner.get_vocab())
 
     def _check_size(self, text: str, most_tokens: int | None) -> None:
-        """Raise TextTooLong for a text that has more than most_tokens by its size alone."""
         if most_tokens is None or (longest := self._longest_token) is None:
             return
         size = len(text.encode("utf-8", "replace"))
@@ -236,11 +229,6 @@ class ByteLevelTokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         most_tokens: int | None = None,
     ) -> tuple[int, ...]:
-        """Encode a chat up to the next answer. Text in a message or a tool never becomes a control token.
-
-        `Verbatim` texts are rendered without quotes and escapes. Raises InputError without a template, and for a chat
-        that it refuses; TextTooLong for one whose bytes cannot be of most_tokens.
-        """
         options: dict[str, Any] = {} if reasoning_effort is None else {"reasoning_effort": reasoning_effort}
         try:
             template = self._inner.get_chat_template()
@@ -273,16 +261,16 @@ class ByteLevelTokenizer:
         written = {mark: text.translate(masks) for mark, text in zip(marks, verbatim, strict=True)}
         if marks:
             mark = f"[{''.join(marks)}]"
-            text = re.sub(f'"{mark}"|{mark}', lambda found: written[found[0].strip('"')], text)
+            text = re.sub(f'"{mark}"|{mark}', lambda match: written[match[0].strip('"')], text)
         unmask = {ord(mask): chr(char) for char, mask in masks.items()}
         self._check_size(text.translate(unmask), most_tokens)
         return self._encode_rendered(text, unmask)
 
     def _masks(self, texts: Sequence[str]) -> tuple[dict[int, str], Iterator[str]]:
-        """Map first and last characters of special tokens to characters that the texts do not hold; return the map and
-        further such characters.
+        """Map the first and last characters of special tokens to characters that the texts lack.
 
-        With these characters in the messages' texts, a special token in the rendered chat comes from the template only.
+        Return (the map, further such characters). In texts with replaced characters no special token is spelled, so
+        those of the rendered chat are the template's.
         """
         used = set().union(*texts)
         # of private use; others for texts that hold all of these
@@ -292,15 +280,15 @@ class ByteLevelTokenizer:
         return {ord(char): next(free) for char in ends}, free
 
     def _encode_rendered(self, text: str, unmask: Mapping[int, str]) -> tuple[int, ...]:
-        """Encode a chat with masked texts: special tokens are the template's, the rest is characters."""
-        found = self._inner(text, add_special_tokens=False, split_special_tokens=False, return_offsets_mapping=True)
-        whole = tuple(found["input_ids"])
+        """Encode a rendered chat with masked texts: only the template's special tokens are control tokens."""
+        encoded = self._inner(text, add_special_tokens=False, split_special_tokens=False, return_offsets_mapping=True)
+        whole = tuple(encoded["input_ids"])
         if text.translate(unmask) == text:
             return whole
         ids: list[int] = []
         start = 0
         # a tokenizer splits at special tokens first, so the pieces give the ids of the whole
-        for token_id, (begin, end) in zip(whole, found["offset_mapping"], strict=True):
+        for token_id, (begin, end) in zip(whole, encoded["offset_mapping"], strict=True):
             if token_id in self._special:
                 ids += [*self._characters(text[start:begin].translate(unmask)), token_id]
                 start = end
@@ -310,12 +298,11 @@ class ByteLevelTokenizer:
         return tuple(self._inner(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes of a token; none for an id of a padded vocabulary."""
-        found = self._bytes.get(token_id)
-        if found is None:
+        data = self._bytes.get(token_id)
+        if data is None:
             token = self._inner.convert_ids_to_tokens(token_id) if 0 <= token_id < self._size else None
-            found = self._bytes[token_id] = self._to_bytes(token or "")
-        return found
+            data = self._bytes[token_id] = self._to_bytes(token or "")
+        return data
 
     def _to_bytes(self, token: str) -> bytes:
         try:
@@ -349,8 +336,7 @@ def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
 def fix_date(template: str, date: str) -> tuple[str, Mapping[str, Mapping[str, str]]]:
     """Fix `strftime_now` to a date, YYYY-MM-DD, at midnight; return (the template, its variables).
 
-    transformers passes only data to templates, so the function becomes a macro that looks its format up among the
-    template's own string literals.
+    transformers passes only data to templates, so a macro looks the format up among the template's string literals.
     """
     day = parse_date(date)
     if "strftime_now" not in template:
@@ -361,7 +347,6 @@ def fix_date(template: str, date: str) -> tuple[str, Mapping[str, Mapping[str, s
 
 
 def parse_date(date: str) -> datetime.datetime:
-    """Parse YYYY-MM-DD. Raises InputError for anything else."""
     try:
         return datetime.datetime.strptime(date, "%Y-%m-%d")
     except ValueError:
@@ -371,7 +356,7 @@ def parse_date(date: str) -> datetime.datetime:
 def byte_alphabet() -> dict[str, int]:
     """Map the characters of a byte-level vocabulary to bytes (GPT-2's alphabet).
 
-    Printable Latin-1 characters stand for themselves, those from U+0100 on for the other bytes, in order.
+    Printable Latin-1 characters are their own bytes; those from U+0100 on are the other bytes, in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]

@@ -92,7 +92,7 @@ def _request(
 def _decode(
     pair: Pair, requests: Sequence[Request], asking: Asking, ended: Callable[[Request], None]
 ) -> dict[int, Result]:
-    """Decode the requests plainly; return results by request index. Calls `ended` with each that has just ended."""
+    """Decode the requests plainly; return results by request index. Calls `ended` at ends."""
     engine = pair.engine(pair.engine_config(0, slots=asking.slots, context=pair.capacity(requests)))
     assemblers = submit(engine, requests, pair.tokenizer)
     try:

@@ -25,11 +25,11 @@ from target.load import load_target
 from target.model import GptOss
 from target.params import TargetParams
 
-# "tiny" has heads that the GPU kernels are not for, and "S" has heads that they are for
+# the GPU kernels take the heads of "S", not those of "tiny"
 CHECKED = ("tiny", "S")
 MOST_OFF = 1e-3  # of the logits' standard deviation, in float32
-# In bfloat16 a token in eight or so is routed to another expert somewhere, and is far off. The median token is near;
-# of a wrong model it is not.
+# In bfloat16 about one token in eight is routed to another expert and is far off, but the median token is near; with a
+# wrong model it is not.
 MOST_OFF_TYPICAL = 0.3
 BATCH, TOKENS, WIDTH = 2, 48, 4  # twice a window of 24 positions, in passes of four rows
 NUM_DRAFTS, NEW_TOKENS = 5, 96
@@ -37,7 +37,7 @@ NUM_DRAFTS, NEW_TOKENS = 5, 96
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What one check found."""
+    """The result of one check."""
 
     name: str
     ok: bool
@@ -53,12 +53,12 @@ def check() -> Iterator[Finding]:
 
 
 def check_kernels() -> Finding:
-    """Find the implementation that is picked. XLA's own code in place of the kernels is right if it was asked for."""
+    """Report the implementation that runs. XLA's own code is right only if a setting chose it."""
     return Finding("kernels", _kernels_run() or native.wants_xla(), kernels_in_words())
 
 
 def check_logits(size: str) -> Iterator[Finding]:
-    """Compare a random model's logits, as this machine computes them, with XLA's on CPU in float32.
+    """Compare this machine's logits of a random model with XLA's on CPU in float32.
 
     size: a name of random_checkpoint.SIZES. Yields nothing if this machine computes by XLA on CPU anyway.
     """
@@ -74,19 +74,19 @@ def check_logits(size: str) -> Iterator[Finding]:
             expected = _logits(reference, config, ids)
         for dtype in (jnp.float32, jnp.bfloat16):
             params = load_target(directory, dtype=dtype, experts="packed", implementation=for_weights()).params
-            with jax.default_matmul_precision("highest"):  # not TF32 on a GPU, which has ten bits
+            with jax.default_matmul_precision("highest"):  # not TF32, whose ten bits are a GPU's default
                 off = (_logits(params, config, ids) - expected) / expected.std()
             largest, typical = float(np.abs(off).max()), float(np.median(np.sqrt(np.mean(off**2, axis=-1))))
             name = f"logits of {size} in {jnp.dtype(dtype).name}"
             if dtype == jnp.float32:
                 yield Finding(name, largest < MOST_OFF, f"{largest:.1e} off, at most {MOST_OFF:g}")
             else:
-                found = f"{typical:.2f} off for the median token, at most {MOST_OFF_TYPICAL:g}"
-                yield Finding(name, typical < MOST_OFF_TYPICAL, found)
+                text = f"{typical:.2f} off for the median token, at most {MOST_OFF_TYPICAL:g}"
+                yield Finding(name, typical < MOST_OFF_TYPICAL, text)
 
 
 def check_losslessness() -> Iterator[Finding]:
-    """Compare speculation with plain decoding, token by token: the demo pair in float32, greedy and sampled."""
+    """Compare the demo pair's speculation with plain decoding in float32, greedy and sampled."""
     with jax.default_matmul_precision("highest"):
         demo = load(dtype="float32")
         for name, pair in (("the demo's drafter", demo), ("n-grams", with_drafter(demo, DEMO, "ngram"))):
@@ -118,17 +118,17 @@ def _logits(params: TargetParams, config: TargetConfig, ids: np.ndarray) -> np.n
     target = GptOss(params, config)
     cache = target.init_cache(len(ids), ids.shape[1], WIDTH)
     extend = jax.jit(GptOss.extend)
-    found: list[jax.Array] = []
+    logits: list[jax.Array] = []
     for start in range(0, ids.shape[1], WIDTH):
         tokens = ids[:, start : start + WIDTH]
         positions = np.broadcast_to(np.arange(start, start + WIDTH, dtype=np.int32), tokens.shape)
         output, cache = extend(target, tokens, positions, cache)
-        found.append(output.logits.astype(jnp.float32))
-    return np.asarray(jnp.concatenate(found, axis=1))
+        logits.append(output.logits.astype(jnp.float32))
+    return np.asarray(jnp.concatenate(logits, axis=1))
 
 
 def verdict(findings: Sequence[Finding]) -> tuple[bool, str]:
-    """Sum up in a line: whether all is right, or which checks failed."""
+    """Summarise in a line: all checks pass, or the failed ones."""
     failed = [finding.name for finding in findings if not finding.ok]
     if not failed:
         return True, f"Right: all {len(findings)} checks pass."

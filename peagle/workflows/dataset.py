@@ -1,4 +1,4 @@
-"""Training data: what the target answered, with its hidden states and best tokens if wanted, in shards."""
+"""Training data: the target's answers in shards, with its hidden states and best tokens by option."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -22,35 +22,35 @@ from target.config import default_aux_layer_ids
 from target.load import load_target
 from target.teacher import Teacher
 
-TOGETHER, PASS_TOKENS = 32, 32 * 512  # documents, and tokens with padding, that the teacher reads in one pass at most
-SHORT, STEP, LONG_STEP = 512, 128, 1024  # widths are rounded up to so many tokens; above SHORT to fewer widths
-# of documents, for a person: as many tokens as rows are wide
+TOGETHER, PASS_TOKENS = 32, 32 * 512  # the most documents, and tokens with padding, of a teacher's pass
+SHORT, STEP, LONG_STEP = 512, 128, 1024  # a pass is a multiple of STEP wide, above SHORT of LONG_STEP
+# of documents in a message
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 
 
-def chosen_taps(asked: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
-    """The taps a drafter is to be trained on: those asked for, or the default. Raises InputError where they are not."""
-    if asked is None:
+def chosen_aux_layers(typed: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
+    """Return the layers of aux_hidden: --taps or the default. Raises InputError for bad ones."""
+    if typed is None:
         if num_layers < 7:
             raise InputError(f"a target of {num_layers} layers has no default taps; name them with --taps, as 0,1,2")
         return default_aux_layer_ids(num_layers)
-    if outside := [tap for tap in asked if not 0 <= tap < num_layers]:
+    if outside := [layer for layer in typed if not 0 <= layer < num_layers]:
         raise InputError(f"--taps names the output of layer {outside[0]}; expected 0..{num_layers - 1}")
-    if len(set(asked)) < len(asked):
-        raise InputError(f"--taps is {','.join(map(str, asked))}; expected each layer once")
-    return asked
+    if len(set(typed)) < len(typed):
+        raise InputError(f"--taps is {','.join(map(str, typed))}; expected each layer once")
+    return typed
 
 
-def document(each: Answer) -> Document:
-    """The turn as training data: what the target said is trained on."""
-    ids = np.array([*each.prompt_ids, *each.output_ids], np.int32)
-    return Document(ids, np.arange(len(ids)) >= len(each.prompt_ids))
+def document(answer: Answer) -> Document:
+    """Make training data of a turn; the target's own tokens are trained."""
+    ids = np.array([*answer.prompt_ids, *answer.output_ids], np.int32)
+    return Document(ids, np.arange(len(ids)) >= len(answer.prompt_ids))
 
 
 def cut(document: Document, keep_prompt: int | None) -> Document:
     """Keep the last so many tokens before the first trained one; None: all.
 
-    What the target said of the tokens that stay is untouched: hidden states are those of the whole text.
+    Hidden states of the tokens that stay are those of the whole text.
     """
     first = int(np.argmax(document.trained)) if document.trained.any() else 0
     if keep_prompt is None or first <= keep_prompt:
@@ -68,9 +68,10 @@ def lengths_in_words(sizes: Sequence[int]) -> str:
     return f"{min(sizes):,} to {max(sizes):,} tokens; {', '.join(parts)}"
 
 
-def teacher_of(directory: Path, dtype: str, taps: Sequence[int]) -> Teacher:
+def teacher_of(directory: Path, dtype: str, aux_layer_ids: Sequence[int]) -> Teacher:
+    """Load the target to teach, with the hidden states of these layers."""
     loaded = load_target(directory, dtype=np.dtype(dtype))
-    return Teacher(loaded.params, loaded.config, tuple(taps))
+    return Teacher(loaded.params, loaded.config, tuple(aux_layer_ids))
 
 
 def taught(
@@ -81,10 +82,10 @@ def taught(
     keep_prompt: int | None = None,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Iterator[Document]:
-    """Add to each token of the documents its aux_hidden (if hidden), and the target's `top` best next tokens.
+    """Add aux_hidden (if hidden) and the target's `top` best next tokens to documents.
 
-    The target reads whole documents, of which the last `keep_prompt` tokens of the prompt are kept; None: all. Calls
-    progress(documents read, all) after each pass.
+    The target reads whole documents; the last `keep_prompt` tokens of the prompt are kept, None: all. Calls
+    progress(documents read, all) after a pass.
     """
 
     @jax.jit
@@ -100,8 +101,8 @@ def taught(
         *(["aux_hidden"] if hidden else []),
         *(["top_ids", "top_logits", "log_total"] if top else []),
     ]
-    found: dict[int, Document] = {}
-    for group, width in passes([len(each.token_ids) for each in documents]):
+    done: dict[int, Document] = {}
+    for group, width in passes([len(document.token_ids) for document in documents]):
         interrupt.check()
         padded = np.zeros((rows_of_pass(width), width), np.int32)
         for row, place in enumerate(group):
@@ -110,16 +111,14 @@ def taught(
         if "aux_hidden" in results:
             results["aux_hidden"] = results["aux_hidden"].astype(ml_dtypes.bfloat16)
         for row, place in enumerate(group):
-            each = documents[place]
-            of_each = {name: values[row, : len(each.token_ids)] for name, values in results.items()}
-            found[place] = cut(dataclasses.replace(each, teacher=of_each), keep_prompt)
-        progress(len(found), len(documents))
-    for place in range(len(documents)):
-        yield found[place]
+            own = {name: values[row, : len(documents[place].token_ids)] for name, values in results.items()}
+            done[place] = cut(dataclasses.replace(documents[place], teacher=own), keep_prompt)
+        progress(len(done), len(documents))
+    yield from (done[place] for place in range(len(documents)))
 
 
 def passes(sizes: Sequence[int]) -> Iterator[tuple[list[int], int]]:
-    """Group documents of such sizes, the shortest first; yield (their places, the width of their pass)."""
+    """Group documents by size, the shortest first; yield (their indices, the pass's width)."""
     order = sorted(range(len(sizes)), key=sizes.__getitem__)
     while order:
         group = order[:TOGETHER]
@@ -130,7 +129,7 @@ def passes(sizes: Sequence[int]) -> Iterator[tuple[list[int], int]]:
 
 
 def rows_of_pass(width: int) -> int:
-    """Return how many documents of at most so many tokens the teacher reads in one pass."""
+    """Return the documents of one of the teacher's passes, by their most tokens."""
     return min(TOGETHER, max(1, PASS_TOKENS // width))
 
 
@@ -140,6 +139,7 @@ def _width(size: int) -> int:
 
 
 def write(out: Path, number: int, documents: Sequence[Document], skipped: Sequence[str]) -> None:
+    """Write a shard. Raises InputError for one without a document, and if the disk refuses it."""
     if not documents:
         raise InputError(f"none of the prompts of shard {number} can be answered, the last: {skipped[-1]}")
     try:
@@ -147,5 +147,5 @@ def write(out: Path, number: int, documents: Sequence[Document], skipped: Sequen
     except OSError as error:
         raise InputError(
             f"{shard_path(out, number)} cannot be written: {reason_of(error)}; the shards before it are whole, "
-            "and the same command goes on behind them"
+            "and the same command continues after them"
         ) from None

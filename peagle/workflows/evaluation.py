@@ -1,4 +1,4 @@
-"""What a drafter is measured by while it is trained: held-out documents, and the engine's acceptance."""
+"""Evaluate a drafter during training: on held-out documents, and by the engine's acceptance."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from peagle.text.prompt_files import PromptSet
 from peagle.text.prompts import Rendering
 from peagle.workflows.answers import Asking, answer
 from peagle.workflows.dataset import document, taught
-from peagle.workflows.training import self_contained
+from peagle.workflows.training_data import self_contained
 from target.model import GptOss
 from target.teacher import Teacher
 
@@ -30,7 +30,7 @@ ANSWERED_TOGETHER = 8  # held-out prompts
 
 
 class Acceptance:
-    """What the real engine accepts of a drafter's drafts on held-out prompts, greedy."""
+    """The engine's acceptance of a drafter on held-out prompts, greedy."""
 
     def __init__(
         self, pair: Pair, config: DrafterConfig, prompts: PromptSet, num_prompts: int, num_drafts: int
@@ -41,13 +41,13 @@ class Acceptance:
         self._pair, self._config = pair, config
         self._num_left_out = len(prompts.skipped)
         self._requests = [
-            pair.request(each, [], Rendering(), max_new_tokens=EVALUATION_TOKENS, index=index)
-            for index, each in enumerate(conversations)
+            pair.request(conversation, [], Rendering(), max_new_tokens=EVALUATION_TOKENS, index=index)
+            for index, conversation in enumerate(conversations)
         ]
         self._shape = pair.engine_config(num_drafts, context=pair.capacity(self._requests))
 
     def of(self, params: DrafterParams) -> dict[str, Any]:
-        """Figures of the drafter."""
+        """Measure a drafter."""
         interrupt.check()
         drafter = drafter_of(params, self._config)
         engine = Engine(self._target, drafter, self._shape, self._pair.stop_token_ids)
@@ -75,8 +75,9 @@ def answered(pair: Pair, prompts: PromptSet, num_prompts: int, width: int) -> li
     skipped: list[str] = []
     asking = Asking(Rendering(), SamplingParams(), EVALUATION_TOKENS, min(width, pair.max_positions), ANSWERED_TOGETHER)
     conversations = prompts.conversations[:num_prompts]
-    documents = [document(each) for each in answer(pair, conversations, asking, 0, skipped.append, lambda _: None)]
-    if not any(each.trained.any() for each in documents):
+    answers = answer(pair, conversations, asking, 0, skipped.append, lambda _: None)
+    documents = list(map(document, answers))
+    if not any(turn.trained.any() for turn in documents):
         raise InputError(
             f"--evaluate {prompts.name}: no prompt leaves room for an answer in the {width} tokens of a row"
             f"{f', the first: {skipped[0]}' if skipped else ''}; give a larger --width, or --held-out 0"
@@ -87,24 +88,24 @@ def answered(pair: Pair, prompts: PromptSet, num_prompts: int, width: int) -> li
 def taught_alike(
     held_out: Sequence[Document], documents: Sequence[Document], teacher: Teacher, keep_prompt: int | None
 ) -> list[Document]:
-    """Add what the training's documents hold of the target, if the target does not run in training."""
+    """Teach held-out documents as the training's, if the target does not run in training."""
     if not self_contained(documents):
         return list(held_out)
-    top = min(each.teacher["top_ids"].shape[1] for each in documents)
+    top = min(document.teacher["top_ids"].shape[1] for document in documents)
     return list(taught(held_out, teacher, hidden=True, top=top, keep_prompt=keep_prompt))
 
 
 def known_prompts(held_out: Sequence[Document], documents: Sequence[Document]) -> str | None:
-    """Return a warning about held-out prompts that the drafter is trained on; None if there are none."""
-    known = {_prompt(each) for each in documents}
-    count = sum(_prompt(each) in known for each in held_out)
+    """Return a warning about held-out prompts in the training data, or None."""
+    known = {_prompt(document) for document in documents}
+    count = sum(_prompt(document) in known for document in held_out)
     if not count:
         return None
     return (
         f"{count} of the {len(held_out)} --evaluate prompts are in the data, too, so their figures are not those of "
-        "new ones; expected prompts that peagle data did not get"
+        "new ones; expected prompts that are not in the data"
     )
 
 
-def _prompt(each: Document) -> bytes:
-    return each.token_ids[: int(np.argmax(each.trained))].astype(np.int32).tobytes()
+def _prompt(document: Document) -> bytes:
+    return document.token_ids[: int(np.argmax(document.trained))].astype(np.int32).tobytes()

@@ -54,7 +54,7 @@ ONE_GROUP = "--disable-hybrid-kv-cache-manager"
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """A drafter that was written: its config before and after, who cannot load it, and why."""
+    """A written drafter: its config before and after, and the reasons of those that cannot load it."""
 
     stored: DrafterConfig
     config: DrafterConfig
@@ -65,15 +65,15 @@ class Exported:
 def export(
     source: Path, out: Path, dialect: Dialect, verifier: str | None, aux_layer_ids: tuple[int, ...] | None
 ) -> Exported:
-    """Write the drafter in the dialect into a new folder, with its card, and read it back: the same bit for bit.
+    """Write the drafter in the dialect with its card, and check that it reads back bit for bit.
 
-    verifier: the target, as others name it; None: the one that the training beside the drafter names, if there is one.
-    A folder gives what the drafter leaves to its target: embedding, head, positions. Raises InputError for files that
-    cannot be read, for a folder that holds files, and for a drafter that nobody else could load in that dialect.
+    verifier: the target's name for others; None: that in the record of the drafter's training. If it is a folder, it
+    provides the embedding, head and positions that the drafter does not store. Raises InputError for files that cannot
+    be read, for a folder that holds files, and for a drafter that nobody else could load in that dialect.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists; expected a new folder, so that nothing is overwritten")
-    shared_tensors(source)  # a folder that does not exist is named before what it would need
+    shared_tensors(source)  # first, so that an absent folder is the error
     trained_for = _trained_for(source) if verifier is None else None
     verifier = name_for_others(trained_for) if verifier is None else name_for_others(verifier) or verifier
     if dialect == "speculators" and verifier is None:
@@ -88,8 +88,8 @@ def export(
     params, stored = _load(source, target_directory, aux_layer_ids)
     refused = refused_by(stored, dialect)
     if VLLM in refused:  # which reads both dialects
-        todo = "" if VLLM in refused_by(stored, "speculators") else "; take --dialect speculators, which it does load"
-        raise InputError(f"{source} cannot be loaded by {' or '.join(refused)}: {refused[VLLM]}{todo}")
+        remedy = "" if VLLM in refused_by(stored, "speculators") else "; take --dialect speculators, which it does load"
+        raise InputError(f"{source} cannot be loaded by {' or '.join(refused)}: {refused[VLLM]}{remedy}")
     params, config = sort_aux_layers(params, with_positions(stored, target, source))
     beside = {name: source / name for name in (FREQUENT_TOKENS, SPECULATION_FILE)}
     files = {name: path.read_bytes() for name, path in beside.items() if path.is_file()}
@@ -103,22 +103,22 @@ def export(
 
 
 def with_positions(config: DrafterConfig, target: TargetConfig | None, name: Path) -> DrafterConfig:
-    """Give the drafter the target's positions where it names none. Raises InputError where there is no target to ask.
+    """Give a drafter without max_positions the target's. Raises InputError without a target.
 
-    A config.json without them means 2048 to vLLM, which stops drafting there.
+    vLLM takes 2048 for a config.json without them, and stops drafting there.
     """
     if config.max_positions is not None:
         return config
     if target is None:
         raise InputError(
             f"{name} names no max_position_embeddings, and without vLLM stops drafting at position 2048; give "
-            "--verifier DIR, the target's folder, whose positions are taken"
+            "--verifier DIR, the target's folder"
         )
     return dataclasses.replace(config, max_positions=target.max_positions)
 
 
 def _trained_for(source: Path) -> str | None:
-    """Return the target that the training whose folder holds the drafter was begun with."""
+    """Return the target in the record of the training that the drafter lies in."""
     record = read_record(source.parent)
     return None if record is None or COMMAND not in record else record[COMMAND]["target"] or DEMO
 
@@ -126,9 +126,10 @@ def _trained_for(source: Path) -> str | None:
 def _load(
     source: Path, target_directory: Path | None, aux_layer_ids: tuple[int, ...] | None
 ) -> tuple[DrafterParams, DrafterConfig]:
-    """Load the drafter, with the target's embedding and head where it stores none.
+    """Load the drafter, with the target's embedding and head if it stores none.
 
-    Raises InputError where there is no target to take them from."""
+    Raises InputError if it needs a target.
+    """
     shared = shared_tensors(source)
     if shared and target_directory is None:
         raise InputError(
@@ -151,8 +152,9 @@ def write_with_card(
 ) -> None:
     """Write the folder: the drafter, its card and the other files.
 
-    verifier: the target, as others name it; target: what is known of it. run: a folder of peagle train, if the drafter
-    comes from one; its curve is copied beside the card, which shows it."""
+    verifier: the target's name for others; target: its config, if known. run: the drafter's folder of peagle train, if
+    it has one; the card shows a copy of its curve.
+    """
     beside = {"README.md": encoded(card(config, dialect, verifier, target, run))}
     if _shows_curve(run):
         beside[CURVE] = (run / CURVE).read_bytes()
@@ -185,7 +187,7 @@ def card(config: DrafterConfig, dialect: Dialect, verifier: str | None, target: 
 
 
 def _slots(config: DrafterConfig) -> str:
-    """Say how it drafts."""
+    """Describe the mask slots."""
     if not config.parallel:
         return "one draft a pass"
     block = "" if config.most_drafts is None else f", up to {config.most_drafts} of them"
@@ -193,12 +195,12 @@ def _slots(config: DrafterConfig) -> str:
 
 
 def coverage_in_data(measured: Coverage | None) -> str:
-    """Continue a line about a narrowed vocabulary with what is known of it; nothing if nothing is."""
+    """Continue a line about a narrowed vocabulary with its coverage, if that is known."""
     return "" if measured is None else f"; in its training data {measured.in_words()}"
 
 
 def _elsewhere(config: DrafterConfig, dialect: Dialect, name: str, target: TargetConfig | None) -> str:
-    """Say how other servers run the drafter, and which cannot."""
+    """Write how other servers run the drafter, or why they cannot."""
     refused = refused_by(config, dialect)
     lines = []
     if dialect == "speculators":
@@ -228,16 +230,16 @@ def _elsewhere(config: DrafterConfig, dialect: Dialect, name: str, target: Targe
 
 
 def spread_over_groups(config: DrafterConfig, target: TargetConfig) -> bool:
-    """Tell whether vLLM would put the drafter's layers into several groups of its KV cache, with which it stops.
+    """Test whether vLLM would put the drafter's layers into several KV cache groups, and stop.
 
-    It makes groups of one size from the layers of each kind: the size of the largest kind if that is less than half as
-    large again as the smallest, else of the smallest. A kind is a shape of the caches and a window: so a drafter's
-    layers count among the target's of their window, or are a kind of their own (vLLM 0.32, v1/core/kv_cache_utils.py).
+    It cuts the layers of every kind into groups of one size: the size of the largest kind if that is less than 1.5
+    times the smallest, else that of the smallest. A kind is a cache shape and a window: a drafter's layers count among
+    the target's of their window, or are a kind of their own (vLLM 0.32, v1/core/kv_cache_utils.py).
 
     Example: 4 sliding and 4 full layers. A drafter of 1 makes 4 and 5, groups of 5; one of 2 makes 4 and 6, groups of
     4, and its two layers fall into two. With 12 and 12 a drafter of 4 makes 12 and 16, groups of 16.
     """
-    heads, own_heads = ((each.num_kv_heads, each.head_dim) for each in (target, config))
+    heads, own_heads = (target.num_kv_heads, target.head_dim), (config.num_kv_heads, config.head_dim)
     own = Counter((own_heads, config.window(layer)) for layer in range(config.num_layers))
     kinds = own + Counter((heads, target.window(layer)) for layer in range(target.num_layers))
     if config.num_layers == 1 or all(window is None for _, window in kinds):
@@ -256,7 +258,7 @@ def _shows_curve(run: Path) -> bool:
 
 
 def _training(run: Path) -> str:
-    """Say how it was trained and what it reached, if the folder is that of a training."""
+    """Describe the training and its acceptance, if the folder is that of one."""
     if not _is_training(run):
         return ""
     record = json.loads((run / RECIPE).read_text(encoding="utf-8"))
@@ -274,11 +276,11 @@ def _training(run: Path) -> str:
         "",
     ]
     if evaluations := [line["evaluation"] for line in log if "evaluation" in line]:
-        found = evaluations[-1]
-        calm, quiet = found["acceptance_length_without_loops"], found["num_outputs_without_loops"]
+        last = evaluations[-1]
+        calm, quiet = last["acceptance_length_without_loops"], last["num_outputs_without_loops"]
         lines += [
-            f"Acceptance length on {found['num_outputs']} held-out prompts, greedy, "
-            f"K = {found['num_speculative_tokens']}: {figure_text(found['acceptance_length'], '.2f')}"
+            f"Acceptance length on {last['num_outputs']} held-out prompts, greedy, "
+            f"K = {last['num_speculative_tokens']}: {figure_text(last['acceptance_length'], '.2f')}"
             + ("." if calm is None else f"; {calm:.2f} on the {quiet} whose output does not loop."),
             "",
         ]

@@ -1,4 +1,4 @@
-"""What a process does that follows another one: load its ranks of the same models, then run what is sent."""
+"""Follow process 0: load this process's ranks of the same models, then run its messages."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from peagle.processes import Team
 
 
 def follow(team: Team) -> int:
-    """Run the messages of process 0 until the last one; return the exit code. Raises InputError as `load` does."""
+    """Run the messages of process 0; return the exit code. Raises InputError as `load` does."""
     pair: Pair | None = None
     follower: Follower | None = None
     while "end" not in (message := _next(team)):
@@ -38,11 +38,11 @@ def _next(team: Team) -> dict[str, Any]:
 
 
 def _check_kernels(leaders: str | None) -> None:
-    """Raise InputError if this process computes with other kernels, and so other bits, than process 0."""
+    """Raise InputError for other kernels, and so other bits, than process 0's."""
     if (ours := native.status()[0]) != leaders:
         raise InputError(
             f"its kernels are {ours or native.XLA}, those of process 0 {leaders or native.XLA}; expected the same: set "
-            f"{native.VARIABLE} to one that all machines have"
+            f"{native.VARIABLE} to kernels that all machines have"
         )
 
 

@@ -15,11 +15,11 @@ from peagle.ops.files import reason_of
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """What a list of frequent tokens covers."""
+    """The coverage of a list of frequent tokens."""
 
     num_listed: int
     num_counted: int  # tokens of all answers
-    shares: dict[int, float]  # of all counted tokens: the share that the first N listed ones have
+    shares: dict[int, float]  # N: the share of the counted tokens that are among the first N listed
 
 
 def list_frequent_tokens(files: Sequence[Path], out: Path) -> Counted:
@@ -29,9 +29,9 @@ def list_frequent_tokens(files: Sequence[Path], out: Path) -> Counted:
     if one is neither, and if there is no token in them.
     """
     counts = [_count(path) for path in files]
-    total = np.zeros(max((len(each) for each in counts), default=0), np.int64)
-    for each in counts:
-        total[: len(each)] += each
+    total = np.zeros(max(map(len, counts), default=0), np.int64)
+    for count in counts:
+        total[: len(count)] += count
     if not total.any():
         raise InputError("not one token in these files; expected answers to count")
     listed = write_frequent_tokens(out, total)
@@ -41,10 +41,10 @@ def list_frequent_tokens(files: Sequence[Path], out: Path) -> Counted:
 
 
 def _count(path: Path) -> np.ndarray:
-    """Count each token id of a file's answers."""
+    """Count the token ids of a file's answers."""
     try:
         if path.suffix == ".safetensors":
-            return np.bincount(np.concatenate([each.token_ids[each.trained] for each in read_shard(path)]))
+            return np.bincount(np.concatenate([document.token_ids[document.trained] for document in read_shard(path)]))
         answers = [request["output_ids"] for request in json.loads(path.read_text(encoding="utf-8"))["requests"]]
         return np.bincount(np.array([token for answer in answers for token in answer], np.int64))
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,6 +1,6 @@
 """Find out why a drafter's acceptance is low: compare the engine's drafts with references.
 
-Two kinds of fault lower acceptance without any message. The engine may run the checkpoint incorrectly: then its drafts
+Two kinds of faults lower acceptance without a message. The engine may run the checkpoint incorrectly: then its drafts
 differ from those of the same drafter replayed step by step, and the pattern of differences shows the fault (`explain`).
 Or the checkpoint, or the prompt format, is not the one the drafter was trained with: then another reading of the
 checkpoint is accepted more often (`causes`).
@@ -53,10 +53,10 @@ class Replayed:
 
 
 def replay(drafter: Drafter, text: Text, num_drafts: int, blind: bool = False) -> Replayed:
-    """Run the drafter over a text as the engine does, and return its drafts at each place.
+    """Run the drafter over a text as the engine does, and return its drafts at every place.
 
-    It absorbs the prompt, then gets at each place the tokens committed since the last. blind: with an empty cache at
-    each place.
+    It absorbs the prompt, then reads at every place the tokens committed since the last. blind: with an empty cache at
+    every place.
     """
     interrupt.check()
     prompt, widest = text.places[0], num_drafts + 1
@@ -68,7 +68,7 @@ def replay(drafter: Drafter, text: Text, num_drafts: int, blind: bool = False) -
         positions = np.where(row < prompt - 1, row, -1)[None]
         state = jax.jit(type(drafter).absorb)(drafter, state, ids, aux, positions)
     before = (prompt - 1, *text.places)
-    runs = [(max(held, place - widest), place) for held, place in zip(before, text.places, strict=False)]
+    runs = [(max(length, place - widest), place) for length, place in zip(before, text.places, strict=False)]
     runs += [runs[-1]] * (-len(runs) % PLACES)  # so that texts share programs
     leaves: dict[str, Any] = {
         "token_ids": np.stack([_padded(text.token_ids[first + 1 : place + 1], widest) for first, place in runs]),
@@ -83,7 +83,7 @@ def replay(drafter: Drafter, text: Text, num_drafts: int, blind: bool = False) -
 
 @functools.partial(jax.jit, static_argnames=("num_drafts", "blind"))
 def _in_turn(drafter: Any, state: Any, drafter_inputs: Any, num_drafts: int, blind: bool) -> Any:
-    """Propose at each place in turn; [S, 1, ...]. blind: from the state of the beginning."""
+    """Propose at all places in turn; [S, 1, ...]. blind: always from the first state."""
 
     def propose(state: Any, drafter_input: DrafterInput) -> tuple[Any, DraftOutput]:
         widths = jnp.full(1, num_drafts, jnp.int32)
@@ -100,7 +100,7 @@ def _padded(rows: np.ndarray, width: int) -> Any:
 
 
 def accepted(drafts: Sequence[np.ndarray] | np.ndarray, text: Text) -> np.ndarray:
-    """Count the leading drafts of each step that equal the text, as far as the text reaches; [S]."""
+    """Count every step's leading drafts that equal the text, as far as it reaches; [S]."""
     counts = []
     for place, step in zip(text.places, drafts, strict=True):
         following = text.token_ids[place + 1 : place + 1 + len(step)]

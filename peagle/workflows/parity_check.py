@@ -1,4 +1,4 @@
-"""Hold a pair against references, and read its checkpoint in other ways: why is its acceptance what it is?"""
+"""Explain a pair's acceptance: compare it with references, and try other readings of its checkpoint."""
 
 import dataclasses
 import re
@@ -36,9 +36,9 @@ from peagle.text.prompts import Conversation, Rendering
 from peagle.workflows.parity import Cause, Difference, Reading, Text, accepted, causes, compare, replay
 from target.model import GptOss
 
-WINDOWS = (None, 128, 256, 512)  # positions that the drafter's layers are tried with; None: all
-MOST_MASK_TOKENS = 24  # other ids that are tried in the mask slots
-# of the spread of the reference's logits, by our arithmetic; and the steps whose drafts rounding may turn over
+WINDOWS = (None, 128, 256, 512)  # positions to try; None: all
+MOST_MASK_TOKENS = 24  # other ids to try in the mask slots
+# the most difference, of the spread of the reference's logits; and the share of steps whose drafts rounding may change
 CLOSE, TURNED_FRAC = {"float32": 1e-3, "bfloat16": 0.2}, {"float32": 0.02, "bfloat16": 0.15}
 SPECIAL = re.compile(rb"<\|.*\|>|<[a-z_0-9/]+>|\[[A-Z_0-9]+\]")  # spellings of tokens that stand for no text
 Tensors = dict[str, np.ndarray]
@@ -47,7 +47,7 @@ Model = AnyDrafter
 
 @dataclasses.dataclass(frozen=True)
 class ParityConfig:
-    """How a pair is asked, and how long it is compared: drafts a step, tokens an answer, steps of the reference."""
+    """The size of a comparison: drafts a step, tokens an answer, steps of the reference."""
 
     num_speculative_tokens: int = 5
     max_new_tokens: int = 64
@@ -60,17 +60,17 @@ class ParityConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """What the pair was given, in one rendering."""
+class Replies:
+    """The pair's answers to all prompts, in one rendering."""
 
-    texts: tuple[Text, ...]  # aux_hidden: the taps that the config names
-    hiddens: tuple[np.ndarray, ...]  # [n, L, D] of each text: the output of every layer
-    rows: tuple[int, ...]  # of each text: its conversation
+    texts: tuple[Text, ...]  # with the aux_hidden of the config's layers
+    hiddens: tuple[np.ndarray, ...]  # [n, L, D] by text: the output of every layer
+    rows: tuple[int, ...]  # by text: its conversation
     capacity: int  # tokens that the caches held
 
     @property
     def num_accepted(self) -> np.ndarray:
-        """[S]: what of the engine's drafts the texts went on with, in each step."""
+        """Count the accepted drafts of every step of the engine; [S]."""
         return np.concatenate([accepted(np.array(text.drafts), text) for text in self.texts])
 
 
@@ -87,7 +87,7 @@ class Logits:
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """What was found. `expected`: accepted at the engine's places by the drafter led along the text by itself."""
+    """The results. `expected`: the acceptance length of the drafter replayed along the texts."""
 
     logits: Logits | None  # None: an EAGLE-3 drafter, whose drafts alone are compared
     same_drafts_frac: float | None
@@ -111,46 +111,45 @@ class Findings:
 
 def ask(
     pair: Pair, conversations: Sequence[Conversation], config: ParityConfig, *, raw: bool, at_least: int = 0
-) -> Asked:
-    """Each prompt answered greedily by the engine, whose caches hold `at_least` so many tokens, with every hidden state
-    of the target."""
+) -> Replies:
+    """Answer the prompts greedily, and read all hidden states. at_least: the caches' tokens."""
     requests = [
-        pair.request(each, [], config.rendering(raw), max_new_tokens=config.max_new_tokens, index=index)
-        for index, each in enumerate(conversations)
+        pair.request(conversation, [], config.rendering(raw), max_new_tokens=config.max_new_tokens, index=index)
+        for index, conversation in enumerate(conversations)
     ]
     capacity = pair.capacity(requests, at_least)
     engine = pair.engine(pair.engine_config(config.num_speculative_tokens, context=capacity))
     target = cast(GptOss, pair.target)
-    every = dataclasses.replace(target, aux_layer_ids=tuple(range(target.config.num_layers)))
+    open_target = dataclasses.replace(target, aux_layer_ids=tuple(range(target.config.num_layers)))
     texts, hiddens, rows = [], [], []
     for request in requests:
         result = decode(engine, [request], None)[0]
-        steps = [each for each in result.steps if each.draft_token_ids]
+        steps = [step for step in result.steps if step.draft_token_ids]
         if not steps:
             continue
         ids = np.array([*request.prompt_ids, *result.output_ids], np.int32)
         padded = np.pad(ids, (0, capacity - len(ids)))[None]
-        tapped = np.asarray(_tapped(every, padded))
-        hidden = tapped[0, : len(ids)].astype(np.float32).reshape(len(ids), target.config.num_layers, -1)
+        outputs = np.asarray(_aux_hidden(open_target, padded))
+        hidden = outputs[0, : len(ids)].astype(np.float32).reshape(len(ids), target.config.num_layers, -1)
         hiddens.append(hidden)
         rows.append(request.index)
         texts.append(
             Text(
                 ids,
                 _side_by_side(hidden, target.aux_layer_ids),
-                tuple(each.length for each in steps),
-                tuple(each.draft_token_ids for each in steps),
-                tuple(each.num_accepted for each in steps),
+                tuple(step.length for step in steps),
+                tuple(step.draft_token_ids for step in steps),
+                tuple(step.num_accepted for step in steps),
             )
         )
     if not texts:
         raise InputError("no answer is longer than its first token, so nothing was drafted; give other prompts")
-    return Asked(tuple(texts), tuple(hiddens), tuple(rows), capacity)
+    return Replies(tuple(texts), tuple(hiddens), tuple(rows), capacity)
 
 
 @jax.jit
-def _tapped(target: GptOss, ids: Any) -> jax.Array:
-    """[1, T, A]: the hidden states that the target taps of a text, which is padded to T tokens after its end."""
+def _aux_hidden(target: GptOss, ids: Any) -> jax.Array:
+    """Compute aux_hidden [1, T, A] of a text that is padded to T tokens."""
     positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
     cache = target.init_cache(1, ids.shape[1], ids.shape[1])
     return target.extend(ids, positions, cache, jnp.zeros((1, 1), jnp.int32))[0].aux_hidden
@@ -160,49 +159,52 @@ def examine(
     pair: Pair,
     model: Model,
     checkpoint: Checkpoint,
-    asked: Asked,
+    replies: Replies,
     conversations: Sequence[Conversation],
     settings: ParityConfig,
     progress: Any,
 ) -> Findings:
-    """The engine's drafts against the model's (`model`: the drafter as it is loaded; the pair's own may be another),
-    the model's against the float64 reference's, and other readings of the checkpoint."""
+    """Compare drafts of engine, model and float64 reference, and try other readings.
+
+    model: the drafter as it is loaded; the pair's own may be another.
+    """
     k = settings.num_speculative_tokens
-    led = [replay(model, text, k).token_ids for text in asked.texts]
-    blind = [replay(model, text, k, blind=True).token_ids for text in asked.texts]
-    logits, same = against_reference(pair, model, checkpoint, asked.texts, settings)
-    given = np.concatenate([accepted(drafts, text) for drafts, text in zip(led, asked.texts, strict=True)])
-    tried = list(readings(pair, model, checkpoint, asked))
-    found = []
-    for number, other in enumerate(tried):
+    texts = replies.texts
+    replayed = [replay(model, text, k).token_ids for text in texts]
+    blind = [replay(model, text, k, blind=True).token_ids for text in texts]
+    logits, same = against_reference(pair, model, checkpoint, texts, settings)
+    as_it_is = np.concatenate([accepted(drafts, text) for drafts, text in zip(replayed, texts, strict=True)])
+    others = list(readings(pair, model, checkpoint, replies))
+    results = []
+    for number, other in enumerate(others):
         steps = [accepted(replay(other.model, text, k).token_ids, text) for text in other.texts]
-        found.append(Reading(other.name, np.concatenate(steps), other.cure))
-        progress(number + 1, len(tried))
+        results.append(Reading(other.name, np.concatenate(steps), other.cure))
+        progress(number + 1, len(others))
     vocabulary = None
     ids = model.params.draft_to_target
     if ids is not None and len(ids) < model.config.vocab_size:
-        vocabulary = coverage([text.token_ids[text.places[0] + 1 :] for text in asked.texts], np.asarray(ids), k)
-        found.append(with_all_tokens(asked.texts, led, np.asarray(ids), vocabulary))
-    likely = causes(given, found)
+        vocabulary = coverage([text.token_ids[text.places[0] + 1 :] for text in texts], np.asarray(ids), k)
+        results.append(with_all_tokens(texts, replayed, np.asarray(ids), vocabulary))
+    likely = causes(as_it_is, results)
     other_rendering = None
-    if pair.tokenizer is not None and all(each.turns for each in conversations):
+    if pair.tokenizer is not None and all(conversation.turns for conversation in conversations):
         try:
-            # with caches as long, by the programs that are compiled
-            answered = ask(pair, conversations, settings, raw=not settings.raw, at_least=asked.capacity)
-        except InputError:  # no chat template, or prompts that only a template can put together
+            # with caches of the same length, for which programs are compiled
+            answered = ask(pair, conversations, settings, raw=not settings.raw, at_least=replies.capacity)
+        except InputError:  # no chat template, or prompts that need one
             pass
         else:
             other_rendering = 1 + float(answered.num_accepted.mean())
             if settings.raw:
-                likely = [*_template(asked, answered), *likely]
+                likely = [*_template(replies, answered), *likely]
     return Findings(
         logits=logits,
         same_drafts_frac=same,
-        difference=compare(asked.texts, led, blind),
-        seen=1 + float(asked.num_accepted.mean()),
-        expected=1 + float(given.mean()),
+        difference=compare(texts, replayed, blind),
+        seen=1 + float(replies.num_accepted.mean()),
+        expected=1 + float(as_it_is.mean()),
         other_rendering=other_rendering,
-        readings={each.name: 1 + float(each.accepted.mean()) for each in found},
+        readings={reading.name: 1 + float(reading.accepted.mean()) for reading in results},
         causes=tuple(likely),
         allowed_frac=TURNED_FRAC[pair.loaded.dtype],
         vocabulary=vocabulary,
@@ -210,7 +212,7 @@ def examine(
 
 
 def with_all_tokens(texts: Sequence[Text], drafts: Sequence[np.ndarray], ids: np.ndarray, covered: Coverage) -> Reading:
-    """Count what would be accepted of a drafter if each token that it cannot propose were drafted right."""
+    """Count the acceptance if every token that the drafter cannot propose were drafted right."""
     counts = []
     for text, steps in zip(texts, drafts, strict=True):
         best = []
@@ -228,11 +230,13 @@ def with_all_tokens(texts: Sequence[Text], drafts: Sequence[np.ndarray], ids: np
 def against_reference(
     pair: Pair, model: Model, checkpoint: Checkpoint, texts: Sequence[Text], settings: ParityConfig
 ) -> tuple[Logits | None, float | None]:
-    """(the logits of the first steps of the first text against drafter/reference.py, how many of its drafts agree):
-    of an EAGLE drafter that shares the target's head, neither."""
+    """Compare first steps with drafter/reference.py: (logits, share of equal drafts).
+
+    (None, None) for a drafter that shares the target's head, which the reference needs.
+    """
     config, k = model.config, settings.num_speculative_tokens
     tensors = _tensors(checkpoint, pair, config)
-    if LM_HEAD not in tensors:  # the target's: the reference cannot do without
+    if LM_HEAD not in tensors:  # the target's
         return None, None
     text = dataclasses.replace(
         texts[0],
@@ -253,12 +257,10 @@ def against_reference(
             dots = (mine * theirs).sum(-1) / np.linalg.norm(mine, axis=-1) / np.linalg.norm(theirs, axis=-1)
             cosine = min(cosine, float(dots.min()))
             largest = max(largest, float(np.abs(mine - theirs).max() / theirs.std()))
-    found = (
-        None
-        if ours.logits is None
-        else Logits(len(text.places), cosine, largest, float(np.mean(same)), largest < CLOSE[pair.loaded.dtype])
-    )
-    return found, float(np.mean(same))
+    frac = float(np.mean(same))
+    if ours.logits is None:
+        return None, frac
+    return Logits(len(text.places), cosine, largest, frac, largest < CLOSE[pair.loaded.dtype]), frac
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,21 +270,20 @@ class Other:
     name: str
     cure: str
     model: Model
-    texts: Sequence[Text]  # with the hidden states it reads
+    texts: Sequence[Text]  # with the aux_hidden that it reads
 
 
-def readings(pair: Pair, model: Model, checkpoint: Checkpoint, asked: Asked) -> Iterator[Other]:
-    """Other ways to read this checkpoint, each the cause of a low acceptance that somebody had; what to change is named
-    as the file names it."""
+def readings(pair: Pair, model: Model, checkpoint: Checkpoint, replies: Replies) -> Iterator[Other]:
+    """Yield other readings of this checkpoint that have caused low acceptance before."""
     params, config = model.params, model.config
     aux_layers = [*named_aux_layers(checkpoint.config), TOP_AUX_LAYERS][0]
-    texts, taps = asked.texts, cast(GptOss, pair.target).aux_layer_ids
-    num_layers = asked.hiddens[0].shape[1]
+    texts, layers = replies.texts, cast(GptOss, pair.target).aux_layer_ids
+    num_layers = replies.hiddens[0].shape[1]
     for shift in (-1, 1):
-        moved = tuple(tap + shift for tap in taps)
-        if all(0 <= tap < num_layers for tap in moved):
-            shifted = [t.with_aux(_side_by_side(h, moved)) for t, h in zip(texts, asked.hiddens, strict=True)]
-            name = f"taps: every one is off by {-shift:+d}, it reads outputs {list(taps)} instead of {list(moved)}"
+        moved = tuple(layer + shift for layer in layers)
+        if all(0 <= layer < num_layers for layer in moved):
+            shifted = [t.with_aux(_side_by_side(h, moved)) for t, h in zip(texts, replies.hiddens, strict=True)]
+            name = f"taps: every one is off by {-shift:+d}, it reads outputs {list(layers)} instead of {list(moved)}"
             typed = ",".join(map(str, moved))
             cure = f"{_key(aux_layers.key, aux_layers.written(moved))}, or give --aux-layer-ids {typed}"
             yield Other(name, cure, model, shifted)
@@ -309,7 +310,7 @@ def readings(pair: Pair, model: Model, checkpoint: Checkpoint, asked: Asked) -> 
     longest = max(len(text.token_ids) for text in texts)
 
     def hidden(config: DrafterConfig) -> list[int]:
-        """How many positions of the longest text each layer does not see, at most."""
+        """Count the positions of the longest text that a layer does not see, by layer."""
         windows = (config.window(layer) for layer in range(config.num_layers))
         return [0 if window is None else max(longest - window, 0) for window in windows]
 
@@ -328,7 +329,7 @@ def readings(pair: Pair, model: Model, checkpoint: Checkpoint, asked: Asked) -> 
 
 
 def _key(key: str, value: object) -> str:
-    """What to write into a config.json."""
+    """Name the change of a config.json."""
     return f'write "{key}": {strict_json.dumps(value)} into the drafter\'s config.json'
 
 
@@ -337,8 +338,7 @@ def _plain(key: str, value: object) -> str:
 
 
 def mask_tokens(pair: Pair, config: DrafterConfig) -> list[int]:
-    """Ids that a drafter may have been trained with in its mask slots: the tokens that spell no text (special and
-    unknown ones), the last of the vocabulary first."""
+    """List ids that mask slots may have had in training: special and unknown, the last first."""
     tokenizer = pair.tokenizer
     special = [
         token
@@ -354,28 +354,28 @@ def mask_tokens(pair: Pair, config: DrafterConfig) -> list[int]:
 def vocabularies(
     checkpoint: Checkpoint, params: DrafterParams, config: DrafterConfig
 ) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Other maps from draft ids to the target's that the files may mean: (name, cure, ids), each map once."""
+    """Yield other maps to the target's ids that the files may mean: (name, cure, ids)."""
     if params.draft_to_target is None or not checkpoint.has(LM_HEAD):  # a shared head follows the map
         return
     used = np.asarray(params.draft_to_target)
-    found = [("d2t holds absolute ids, not offsets", STORE_OFFSETS, checkpoint.take("d2t").astype(np.int64))]
+    maps = [("d2t holds absolute ids, not offsets", STORE_OFFSETS, checkpoint.take("d2t").astype(np.int64))]
     if checkpoint.has("t2d"):
         marked = np.flatnonzero(checkpoint.take("t2d"))
-        found.append(("that of t2d", "store numpy.flatnonzero(t2d) - arange(len(d2t)) as d2t", marked))
-    found.append(("none", "store zeros as d2t", np.arange(len(used))))
+        maps.append(("that of t2d", "store numpy.flatnonzero(t2d) - arange(len(d2t)) as d2t", marked))
+    maps.append(("none", "store zeros as d2t", np.arange(len(used))))
     tried = [used]
-    for name, cure, ids in found:
+    for name, cure, ids in maps:
         fits = len(ids) == len(used) and ids.min() >= 0 and ids.max() < config.vocab_size
-        if fits and not any(np.array_equal(ids, each) for each in tried):
+        if fits and not any(np.array_equal(ids, known) for known in tried):
             tried.append(ids)
             yield name, cure, ids
 
 
-def _template(raw: Asked, chat: Asked) -> list[Cause]:
-    """That the drafter was trained with the chat template, where it is accepted more often with it for sure."""
+def _template(raw: Replies, chat: Replies) -> list[Cause]:
+    """Name the missing chat template as the cause, if acceptance is surely higher with it."""
     theirs = dict(zip(chat.rows, chat.texts, strict=True))
     both = [(text, theirs[row]) for row, text in zip(raw.rows, raw.texts, strict=True) if row in theirs]
-    counts = [[n for text in each for n in (sum(text.num_accepted), len(text.num_accepted))] for each in both]
+    counts = [[n for text in texts for n in (sum(text.num_accepted), len(text.num_accepted))] for texts in both]
     table = np.array(counts, np.float64).reshape(-1, 4)
     gain = estimate(table, lambda tables: ratio(tables[..., 2:]) - ratio(tables[..., :2]))
     if gain is None or (gain.low or 0.0) <= 0:
@@ -384,9 +384,9 @@ def _template(raw: Asked, chat: Asked) -> list[Cause]:
     return [Cause("the prompts are raw", better, gain, "put them into the chat template: --render chat")]
 
 
-def _side_by_side(hidden: np.ndarray, taps: Sequence[int]) -> np.ndarray:
-    """[n, A]: the outputs of these layers side by side."""
-    return hidden[:, list(taps)].reshape(len(hidden), -1)
+def _side_by_side(hidden: np.ndarray, layers: Sequence[int]) -> np.ndarray:
+    """Join the outputs of these layers to aux_hidden [n, A]."""
+    return hidden[:, list(layers)].reshape(len(hidden), -1)
 
 
 def _to_target(tensors: Tensors, ids: np.ndarray) -> np.ndarray:
@@ -394,7 +394,7 @@ def _to_target(tensors: Tensors, ids: np.ndarray) -> np.ndarray:
 
 
 def _tensors(checkpoint: Checkpoint, pair: Pair, config: DrafterConfig) -> Tensors:
-    """A drafter's tensors as they are stored; what it shares with the target is the target's."""
+    """Read a drafter's tensors as they are stored, and those that it shares from the target."""
     checkpoint = checkpoint.without_prefix(PREFIX)
     tensors = {name: checkpoint.take(name) for name in checkpoint.names}
     target = cast(GptOss, pair.plain_target).params

@@ -1,4 +1,4 @@
-"""Plan a target on each device of a mesh, on paper: bytes by kind, padding, pages, and a bound on its speed.
+"""Plan a target over a mesh of devices, on paper: bytes by kind, padding, pages, and a bound on its speed.
 
 Weights are counted as checkpoints store them: bfloat16, and experts in MXFP4 if they are.
 """
@@ -36,7 +36,7 @@ KINDS = {  # leaf -> the kind it is shown as
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A device's figures, by its maker; latency_s: of a small collective among neighbours, assumed."""
+    """A device's data sheet; latency_s, of a small collective among neighbours, is assumed."""
 
     name: str
     memory_bytes: float
@@ -47,8 +47,8 @@ class Device:
 
 
 DEVICES = {
-    each.name: each
-    for each in (
+    device.name: device
+    for device in (
         Device("H100", 80e9, 3.35e12, 989e12, 450e9, 8e-6),
         Device("H200", 141e9, 4.8e12, 989e12, 450e9, 8e-6),
         Device("B200", 180e9, 8e12, 2.25e15, 900e9, 8e-6),
@@ -70,7 +70,7 @@ class RankBytes:
 
 
 def rank_bytes(config: TargetConfig, mxfp4: bool, shape: MeshShape) -> list[RankBytes]:
-    """Count each rank's weights. Raises InputError for a model that cannot be cut so."""
+    """Count the ranks' weights. Raises InputError for a mesh that does not divide the model."""
     leaves = Counter(tensor_leaves(config, mxfp4).values())  # most layers have equal ones
     return [_of_rank(Part(config, Place(rank, shape.tp, shape.ep), mxfp4), leaves) for rank in range(shape.ranks)]
 
@@ -90,7 +90,7 @@ def _of_rank(part: Part, leaves: Mapping[tuple[Leaf, tuple[int, ...]], int]) -> 
 
 
 def rank_cache_bytes(config: TargetConfig, shape: MeshShape, slots: int, positions: int, num_drafts: int) -> int:
-    """Count the pages of a rank, in bfloat16: those that an engine of these slots and this context reserves.
+    """Count the bytes of a rank's pages in bfloat16 that an engine of this shape reserves.
 
     More than MOST_RESERVED positions of a slot are not reserved, but for one request.
     """
@@ -113,11 +113,11 @@ def target_pages(
 
 
 def pass_s(config: TargetConfig, mxfp4: bool, shape: MeshShape, device: Device, rows: int) -> tuple[float, float]:
-    """Bound the time of a pass over `rows` rows at a short context: (reading weights, collectives), in seconds.
+    """Bound the seconds of a pass at a short context: (reading weights, collectives).
 
-    Weights: the rank that reads most, its memory's speed being all that counts. Each row selects its experts evenly.
+    Weights: those of the rank that reads most, at its memory's bandwidth. Rows select experts evenly.
     """
-    of_rank = max(rank_bytes(config, mxfp4, shape), key=lambda each: each.total).kinds
+    of_rank = max(rank_bytes(config, mxfp4, shape), key=lambda rank: rank.total).kinds
     selected = 1 - (1 - config.top_k / config.num_experts) ** rows
     read = of_rank["attention"] + of_rank["head"] + of_rank["routers and norms"] + selected * of_rank["experts"]
     if shape.ranks == 1:

@@ -96,8 +96,8 @@ class DrafterShape:
     kind: Kind
 
     def config(self, target: TargetConfig, draft_vocab: int | None = None) -> DrafterConfig:
-        """Make the config that `peagle train` makes by default; of a DFlash drafter the public one's geometry."""
-        taps = tuple(sorted((min(1, target.num_layers - 1), target.num_layers // 2, target.num_layers - 1)))
+        """Make the config of `peagle train`'s defaults; a DFlash drafter has the public geometry."""
+        layers = tuple(sorted((min(1, target.num_layers - 1), target.num_layers // 2, target.num_layers - 1)))
         config = DrafterConfig(
             hidden_size=target.hidden_size,
             num_layers=self.layers,
@@ -110,24 +110,24 @@ class DrafterShape:
             draft_vocab_size=draft_vocab or target.vocab_size,
             mask_token_id=None if self.kind == "EAGLE-3" else target.vocab_size - 1,
             rope=RopeConfig(target.head_dim, 10000.0),
-            aux_layer_ids=taps,
+            aux_layer_ids=layers,
         )
         if self.kind != "DFlash":
             return config
-        taps = tuple(dict.fromkeys(default_dflash_layers(DFLASH_TAPS, target.num_layers)))
+        layers = tuple(dict.fromkeys(default_dflash_layers(DFLASH_LAYERS, target.num_layers)))
         return dataclasses.replace(
             config,
             mlp_width=target.hidden_size * 8 // 3,
             rope=target.rope,
-            num_taps=len(taps),
-            aux_layer_ids=taps,
+            num_taps=len(layers),
+            aux_layer_ids=layers,
             qk_norm=True,
             attention_bias=True,
             block_size=8,
         )
 
 
-DFLASH_TAPS = 5
+DFLASH_LAYERS = 5
 IN_TURN = DrafterShape("EAGLE-3, 1 layer", 1, "EAGLE-3")
 PARALLEL = DrafterShape("P-EAGLE, 4 layers", 4, "P-EAGLE")  # the public 20b drafter's geometry
 IN_BLOCKS = DrafterShape("DFlash, 8 layers", 8, "DFlash")  # likewise
@@ -149,7 +149,7 @@ def write_random_checkpoint(directory: Path, config: TargetConfig, *, mxfp4: boo
 
 
 def random_tensors(config: TargetConfig, mxfp4: bool, seed: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Draw every tensor as (name, array), from the seed and its own name, so that order does not matter."""
+    """Draw all tensors (name, array) from the seed and their names; order does not matter."""
     for name, shape in tensor_shapes(config, mxfp4).items():
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
         if name.endswith("_blocks"):
@@ -170,7 +170,7 @@ def random_tensors(config: TargetConfig, mxfp4: bool, seed: int) -> Iterator[tup
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...], mean: float = 0.0, spread: float = 1.0) -> np.ndarray:
-    """Draw bfloat16 values in pieces, so that the float32 values are never in memory all at once."""
+    """Draw bfloat16 values in pieces, so that few float32 values are in memory at once."""
     values = np.empty(int(np.prod(shape)), ml_dtypes.bfloat16)
     for start in range(0, values.size, PIECE):
         part = values[start : start + PIECE]

@@ -1,8 +1,8 @@
 """Answer conversations, and compare with plain decoding of the same prompts.
 
-With one slot, requests are decoded one by one, each with speculation and plainly (unless there is no baseline), in
-alternating order, so that neither has the warmer machine. With several slots, all conversations are in the engine's
-queue, and each continues with its next turn after its answer; plain decoding of the same requests follows.
+With one slot, requests are decoded one by one, with speculation and (for a baseline) plainly, in alternating order, so
+that neither has the warmer machine. With several slots, all conversations are in the engine's queue, and a conversation
+continues with its next turn after its answer; plain decoding of the same requests follows.
 """
 
 import bisect
@@ -33,7 +33,7 @@ from peagle.text.prompts import Conversation, Rendering
 class RunConfig(RequestOptions):
     """How to answer conversations. K = 0: plain decoding, without a baseline.
 
-    engine: a context of None is what prompts and budgets need; a prefix cache of None is on for several requests.
+    engine: context None fits prompts and budgets; prefix_cache None is on for several requests.
     """
 
     sampling: SamplingParams = DEFAULT_SAMPLING
@@ -69,16 +69,16 @@ class Outcome:
 class Run:
     """Outcomes of all requests that have a token, in the order of the input.
 
-    cut_short: a line for each conversation that its answers made too long for a later turn; outcomes of that turn and
-    later ones are missing. failed: a line for each that ended since its grammar could not be followed.
+    cut_short: a line for every conversation whose answers left no room for a later turn; outcomes from that turn on are
+    missing. failed: a line for every conversation that ended because no token satisfied its grammar.
     """
 
     outcomes: list[Outcome]
     capacity: int
     compile_s: float = 0.0
     host_gap_frac: float | None = None  # share of the time in which the device was idle (LoopTimes of the engine)
-    costs: CostTable | None = None  # of an adaptive run: the times of steps that it went by
-    engine: ResolvedConfig = ResolvedConfig()  # noqa: RUF009  # of the one that speculates, as the pair decided it
+    costs: CostTable | None = None  # of an adaptive run: its times of steps
+    engine: ResolvedConfig = ResolvedConfig()  # noqa: RUF009  # of the engine that speculates
     compares: bool = False  # with plain decoding
     prefix_cache: PrefixCacheUse | None = None  # of the engine that speculates, since it was made
     profile: Breakdown | None = None
@@ -89,12 +89,12 @@ class Run:
 
     @property
     def drafting_cannot_pay(self) -> bool:
-        """Whether no draft of one request could pay, even if all are accepted."""
+        """Test whether no draft of one request could pay, even if all are accepted."""
         return self.costs is not None and not self.costs.pays(1, self.engine.num_speculative_tokens)
 
 
 class Observer:
-    """Callbacks of a run, which do nothing; override the ones you need."""
+    """Callbacks of a run, which do nothing: override those you need."""
 
     def compiling(self) -> None:
         """Called before programs may be compiled."""
@@ -157,14 +157,14 @@ class _Session:
         self.capacity = needed if config.engine.context is None else config.engine.context
 
     def run(self) -> Run:
-        interrupted, found, failed, used = False, None, None, None
+        interrupted, profiled, failed, used = False, None, None, None
         try:
             for number, together in enumerate(self._rounds()):
                 self._decode_round(number, together)
             used = self._engine(self.num_speculative_tokens).prefix_cache_use
             if self.config.profile is not None:
                 try:
-                    found = self._profile(self.config.profile)
+                    profiled = self._profile(self.config.profile)
                 except (InputError, OSError, RuntimeError) as error:  # keep the answers
                     failed = str(error).partition("\n")[0]
         except KeyboardInterrupt:
@@ -178,7 +178,7 @@ class _Session:
             engine=self._engine(self.num_speculative_tokens).config,
             compares=self.compares,
             prefix_cache=used,
-            profile=found,
+            profile=profiled,
             profile_failed=failed,
             interrupted=interrupted,
             cut_short=tuple(self.cut_short.values()),
@@ -199,10 +199,10 @@ class _Session:
         if self.slots == 1:
             for number in numbers:
                 for turn in range(self.conversations[number].num_requests):
-                    if (found := self._request(number, turn)) is not None:
-                        yield [found]
+                    if (turned := self._request(number, turn)) is not None:
+                        yield [turned]
             return
-        self.waiting = [found for number in numbers if (found := self._request(number, 0)) is not None]
+        self.waiting = [first for number in numbers if (first := self._request(number, 0)) is not None]
         while self.waiting:
             together, self.waiting = self.waiting, []
             yield together
@@ -212,11 +212,11 @@ class _Session:
         if self.slots == 1:
             return None
         number = self._number(index)
-        found = self._request(number, index - self.first_index[number] + 1)
-        if found is not None and len(found[0].prompt_ids) + found[0].max_new_tokens > self.capacity:
-            self.waiting.append(found)
+        following = self._request(number, index - self.first_index[number] + 1)
+        if following is not None and len(following[0].prompt_ids) + following[0].max_new_tokens > self.capacity:
+            self.waiting.append(following)
             return None
-        return found
+        return following
 
     def _number(self, index: int) -> int:
         """Return the number of the conversation that a request belongs to."""
@@ -238,13 +238,13 @@ class _Session:
         return request, turn if conversation.numbered else None
 
     def _widest(self, number: int) -> Request:
-        """Make a request as long as the conversation may become. Raises InputError as `Pair.request`."""
+        """Make a request of the conversation's greatest length. Raises InputError as `Pair.request`."""
         conversation, budget = self.conversations[number], self.config.max_new_tokens
         first = self._make(conversation, [], self.first_index[number])
         turns = conversation.num_requests
         if turns == 1:
             return first
-        # unknown answers take their budget, and a few tokens more, since their text may be tokenised differently
+        # unknown answers take their budget and a few tokens more: their text may be tokenised differently
         last = self._make(conversation, [" "] * (turns - 1), 0)
         width = min(len(last.prompt_ids) + turns * budget, self.pair.room(self.config.engine.context))
         return dataclasses.replace(last, max_new_tokens=max(width - len(last.prompt_ids), 1))
@@ -361,11 +361,11 @@ class _Session:
     def _decode_plainly(self, requests: Sequence[Request]) -> list[Result]:
         self.observer.decoding(self.done, self.total, plainly=True)
         engine, done = self._engine(0), 0
-        found = [self.outcomes.get(request.index) for request in requests]
-        # as many tokens as speculation gave, if it was first
+        known = [self.outcomes.get(request.index) for request in requests]
+        # after speculation, as many tokens as it gave
         total = sum(
             request.max_new_tokens if outcome is None else len(outcome.result.output_ids)
-            for request, outcome in zip(requests, found, strict=True)
+            for request, outcome in zip(requests, known, strict=True)
         )
 
         def decoded(piece: Piece) -> None:
@@ -381,7 +381,7 @@ class _Session:
         index = first_difference(result.output_ids, plain.output_ids)
         if index is not None and self.config.engine.synthetic_acceptance is None:
             longer = max(result.output_ids, plain.output_ids, key=len)
-            given = (result.request.prompt_ids, longer[: index + 1], self.capacity)
-            lead, margin = self.pair.lead, functools.partial(top_2_margin, self.pair.plain_target, *given)
-            found = margin() if lead is None else lead.together({"margin": given}, margin)
-            outcome.first_divergence = Divergence(index, found)
+            arguments = (result.request.prompt_ids, longer[: index + 1], self.capacity)
+            lead, compute = self.pair.lead, functools.partial(top_2_margin, self.pair.plain_target, *arguments)
+            margin = compute() if lead is None else lead.together({"margin": arguments}, compute)
+            outcome.first_divergence = Divergence(index, margin)

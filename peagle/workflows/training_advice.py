@@ -1,4 +1,4 @@
-"""What to tell a person about a training: its recipe, curves that part, a weak drafter, and what to try next."""
+"""Messages about a training: its recipe, memorised data, a weak drafter, and the next thing to try."""
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
@@ -12,16 +12,16 @@ from drafter.train.recipe import SHORT_STEPS, Recipe, Update
 from drafter.train.shards import Document
 from drafter.trained import DRAFTER
 from drafter.vocabulary import Coverage
-from peagle.workflows.training import answers
+from peagle.workflows.training_data import answers
 
-RISEN = 1.02  # a held-out loss so many times the best one has risen
-PARTED_HITS = 0.2  # how much more often the first draft is right in training than held out, if it is learnt by heart
+RISEN = 1.02  # a held-out loss above so many times the best one has risen
+PARTED_HITS = 0.2  # first drafts right in training minus held out, from which on the data is memorised
 WEAK_ACCEPTANCE = 2
 FEW_EPOCHS = 2  # with fewer, a training lacks steps rather than prompts
 
 
 def recipe_in_words(recipe: Recipe, typed: Collection[str], *, init: bool) -> str:
-    """Say how parameters are updated, and why so."""
+    """Describe the update rule, and the reason for it."""
     update = Update(**{field.name: getattr(recipe, field.name) for field in dataclasses.fields(Update)})
     if {"optimizer", "learning_rate", "other_rate"} & set(typed):
         why = "as given"
@@ -35,19 +35,19 @@ def recipe_in_words(recipe: Recipe, typed: Collection[str], *, init: bool) -> st
 
 
 def epochs_in_words(epochs: Sequence[float]) -> str:
-    """Say how often the data is read, by its parts. Example: 2.4 epochs."""
+    """Format epochs by parts of the data. Example: 2.4 epochs."""
     return f"{' and '.join(f'{count:.1f}' for count in epochs)} epochs"
 
 
 def share(value: float) -> str:
-    """Write a part of 1 with two digits. Example: .57."""
+    """Format a share with two digits. Example: .57."""
     return f"{value:.2f}".removeprefix("0")
 
 
 def parted_curves(log: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return a warning about a drafter that learns its data by heart; None for another.
+    """Return a warning about a drafter that memorises its data, or None.
 
-    Its loss on held-out documents rises while that of training falls, or it is right far more often in training.
+    Its held-out loss rises while that of training falls, or it is right far more often in training.
     """
     measured, best = [line for line in log if HELD_OUT in line], best_held_out(log)
     trained = {line["step"]: line for line in log if "loss" in line}
@@ -66,15 +66,16 @@ def parted_curves(log: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def weak_drafter(log: Sequence[Mapping[str, Any]], out: Path, *, init: bool) -> str | None:
-    """Return what to try next for a drafter of little acceptance; None for another."""
+    """Return the next things to try for a drafter of low acceptance; None for another."""
     evaluated = [line[EVALUATION]["acceptance_length"] for line in log if EVALUATION in line]
     trained = [line for line in log if "loss" in line]
     best = best_held_out(log)
     if evaluated and evaluated[-1] is not None:
-        length, seen = evaluated[-1], f"the acceptance length is {evaluated[-1]:.2f}"
+        length, figure = evaluated[-1], f"the acceptance length is {evaluated[-1]:.2f}"
     elif trained:
         hits = trained[-1]["hits_by_depth"] if best is None else best[HELD_OUT]["hits_by_depth"]
-        length, seen = 1 + float(np.cumprod(hits).sum()), f"the first draft is right in {share(hits[0])} of the places"
+        length = 1 + float(np.cumprod(hits).sum())
+        figure = f"the first draft is right in {share(hits[0])} of the places"
     else:
         return None
     if length >= WEAK_ACCEPTANCE:
@@ -87,12 +88,12 @@ def weak_drafter(log: Sequence[Mapping[str, Any]], out: Path, *, init: bool) -> 
     if not init:
         tries.append("--init with a trained drafter")
     tries.append(f"peagle parity --drafter {out / DRAFTER}, which looks for other causes")
-    return f"{seen}, and drafting pays little below {WEAK_ACCEPTANCE}; next try {', '.join(tries)}"
+    return f"{figure}, and drafting pays little below {WEAK_ACCEPTANCE}; next try {', '.join(tries)}"
 
 
 def coverage_in_words(documents: Sequence[Document], token_ids: np.ndarray, measured: Coverage) -> str:
-    """Say what a draft vocabulary covers. Example: 512 tokens, 12 of them not in the data: 83.1% of the tokens, ..."""
-    said = np.unique(np.concatenate(list(answers(documents))))
-    absent = int(np.sum(~np.isin(token_ids, said)))
+    """Describe a draft vocabulary. Example: 512 tokens, 12 of which no answer holds: ..."""
+    written = np.unique(np.concatenate(list(answers(documents))))
+    absent = int(np.sum(~np.isin(token_ids, written)))
     lacking = f", {absent:,} of which no answer holds" if absent else ""
     return f"{len(token_ids):,} tokens{lacking}: {measured.in_words()}"

@@ -1,155 +1,212 @@
 """Build the demo pair from nothing, in one command; resumable.
 
-    python -m scripts.demo.build --work DIR [--target-tokens 10000000]
-    python -m scripts.demo.build --work DIR --scale 0.01        # a rehearsal: minutes, and models that know nothing
+    python -m scripts.demo.build --work DIR [--install]
+    python -m scripts.demo.build --work DIR --scale 0.003       # a rehearsal: minutes, and models that know nothing
 
-Stages, each a folder of `--work`: corpus, tokenizer, dataset, target_begun (training), answers_begun (some of its own
-answers), practice (a dataset of those), target (training on it), pair/target (the checkpoint), written (all its answers
-with its aux_hidden and best tokens: `peagle data`), drafter_begun, drafter, drafter_eagle3, drafter_dflash_begun and
-drafter_dflash (`peagle train`: a P-EAGLE on answers and corpus, the same going on with answers alone, an EAGLE-3, a
-DFlash by the P-EAGLE's data and steps), and those in pair/ (with the answers' tokens by frequency). A stage that is
-done is not repeated; a training that was cut off goes on.
+Each stage is a folder of `--work`; a stage that is finished is not repeated, one that was cut off goes on. First on
+short rows: corpus, tokenizer, dataset, begun (the target's training), answers_begun, practice (rows of those answers),
+practised (training on them), written (its answers with its aux_hidden and best tokens: `peagle data`), and the drafters
+by `peagle train`: p_eagle_begun and dflash_begun on answers and corpus, then p_eagle, eagle3 and dflash on answers.
+Then the same on rows of 512, 2048 and 4096: long_dataset, long_begun, long_answers, long_practice, long_practised,
+long_written and short_written, long_p_eagle, long_eagle3 and long_dflash, the drafters with a window of 256 positions.
 
-With --install the pair and its held-out prompts replace those in peagle/demo; its card is then written by hand. About
-four and a half hours on two cores, and 4 GB; the result is the same within noise.
+pair/ holds the result. With --install it replaces the pair and the held-out prompts in peagle/demo; its card is then
+written by hand, and `peagle sweep --write-widths peagle/demo/drafter` counts the acceptance that -k auto begins with.
+About eight hours on two cores, and 6 GB; the result is the same within noise.
 """
 
-from __future__ import annotations
-
+import dataclasses
 import json
 import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from drafter.vocabulary import FREQUENT_TOKENS
+from peagle.engine.speculation import SPECULATION_FILE, WINDOW_KEY
+from peagle.ops.checkpoint import CONFIG
+from peagle.ops.strict_json import dumps
 from peagle.workflows.frequent_tokens import list_frequent_tokens
-from scripts.demo.checkpoint import export
-from scripts.demo.corpus import collect
-from scripts.demo.dataset import make_dataset
+from scripts.demo.corpus import collect, read_lines
+from scripts.demo.dataset import LONG_PROMPTS, LONG_WIDTHS, SHORT_PROMPTS, WIDTH, make_dataset, make_long_dataset
 from scripts.demo.practice import make_practice
 from scripts.demo.tokenizer import MASK, SPECIAL_TOKENS, train_tokenizer
+from scripts.demo.train_target import export
 from scripts.demo.tuned import tuned_environment
 from scripts.runs import new_parser
 
 DEMO = Path(__file__).parents[2] / "peagle" / "demo"
+AUX_LAYERS = "1,4,7"
+WINDOW = 256
+KEEP_PROMPT = 520  # tokens that two layers with that window reach, and the drafts of a step
+WINDOW_FIELDS = ("sliding_window", "layer_types")  # of a drafter's config.json
+PAIR = {"drafter": "long_p_eagle", "drafter_eagle3": "long_eagle3", "drafter_dflash": "long_dflash"}
 
-# Rows of a step and the rule of its update: rates that suit so small a model.
-RECIPE = (
-    "--rows", "8", "--width", "512", "--loss", "half", "--optimizer", "muon", "--weight-decay", "0.02",
-    "--warmup", "0.02", "--held-out", "0",
+ANSWERS_BEGUN, LONG_ANSWERS_BEGUN = 4096, 900
+SHORT = ("-n", "288", "--context", "512", "--slots", "64")
+LONG = ("-n", "288", "--context", "4608", "--slots", "32", "--shard-prompts", "200")
+TEACH = ("--hidden", "--taps", AUX_LAYERS, "--top", "32")
+# rows of a step and the rule of its update: rates that suit so small a model
+LEARN = (
+    "--rows", "8", "--loss", "half", "--optimizer", "muon", "--weight-decay", "0.02", "--warmup", "0.02",
+    "--held-out", "0",
 )  # fmt: skip
-RATES_BEGUN = ("--learning-rate", "0.008", "--other-rate", "0.003", "--decay", "0.6")
-RATES_GOING_ON = ("--learning-rate", "0.006", "--other-rate", "0.0022", "--decay", "0.8")
-BEGUN = ("--layers", "2", "--depth", "6", "--ratio", "0.75", *RATES_BEGUN)
-GOING_ON = ("--depth", "8", "--ratio", "0.7", *RATES_GOING_ON)
-EAGLE3 = ("--autoregressive", "--layers", "1", "--depth", "6", "--ratio", "0.7", *RATES_BEGUN)
-# of eight rows, as the public DFlash's; with so many of them a step takes as long as one of the P-EAGLE
+NEW = ("--taps", AUX_LAYERS, "--learning-rate", "0.008", "--other-rate", "0.003", "--decay", "0.6")
+AGAIN = ("--learning-rate", "0.006", "--other-rate", "0.0022", "--decay", "0.8")
+LONGER = (
+    "--learning-rate", "0.004", "--other-rate", "0.0015", "--decay", "0.8", "--ratio", "0.7",
+    "--drafter-window", str(WINDOW),
+)  # fmt: skip
+MASK_TOKEN = ("--mask-token", str(SPECIAL_TOKENS.index(MASK)))
+# blocks of eight rows, as the public DFlash's; with 224 of them a step takes as long as one of the P-EAGLE
 BLOCKS = ("--depth", "7", "--blocks", "224")
-DFLASH_BEGUN = ("--drafter", "dflash", "--layers", "2", *BLOCKS, *RATES_BEGUN)
-DFLASH_GOING_ON = (*BLOCKS, *RATES_GOING_ON)
-ANSWERS_BEGUN, PRACTICE_TOKENS = 4096, 1_228_800
-ANSWERS = ("-n", "288", "--context", "512", "--slots", "64")
-STEPS = {
-    "drafter_begun": 900,
-    "drafter": 2500,
-    "drafter_eagle3": 700,
-    "drafter_dflash_begun": 900,
-    "drafter_dflash": 2500,
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """One `peagle train`: its steps and options, and the stage whose drafter it starts from."""
+
+    steps: int
+    options: tuple[str, ...]
+    init: str | None = None
+
+
+ON_ANSWERS_AND_CORPUS = {
+    "p_eagle_begun": Training(900, (*NEW, *MASK_TOKEN, "--layers", "2", "--depth", "6", "--ratio", "0.75")),
+    "dflash_begun": Training(900, (*NEW, *MASK_TOKEN, "--drafter", "dflash", "--layers", "2", *BLOCKS)),
 }
-DRAFTERS = ("drafter", "drafter_eagle3", "drafter_dflash")
-TAPS = "1,4,7"
+ON_ANSWERS = {
+    "p_eagle": Training(2500, (*AGAIN, "--depth", "8", "--ratio", "0.7"), "p_eagle_begun"),
+    "eagle3": Training(700, (*NEW, "--autoregressive", "--layers", "1", "--depth", "6", "--ratio", "0.7")),
+    "dflash": Training(2500, (*AGAIN, *BLOCKS), "dflash_begun"),
+}
+ON_LONG_ANSWERS = {
+    "long_p_eagle": Training(1916, (*LONGER, "--depth", "8"), "p_eagle"),
+    "long_eagle3": Training(718, (*LONGER, "--depth", "8"), "eagle3"),
+    "long_dflash": Training(1916, (*LONGER, "--depth", "7"), "dflash"),
+}
 
 
-def stage(name: str, done: Path, make: Callable[[], None]) -> None:
-    """Run a stage, unless the file that it writes last is there."""
-    if done.exists():
-        print(f"build: {name}: done before", flush=True)
-        return
-    print(f"build: {name}", flush=True)
-    make()
+@dataclasses.dataclass(frozen=True)
+class Build:
+    """The stages in a folder; scale: the share of all steps, tokens and prompts."""
+
+    work: Path
+    scale: float
+
+    def stage(self, name: str, make: Callable[[Path], object]) -> Path:
+        """Run a stage, unless it is finished; return its folder."""
+        out = self.work / name
+        print(f"build: {name}{': done before' if (out / 'finished').exists() else ''}", flush=True)
+        if not (out / "finished").exists():
+            make(out)
+            (out / "finished").touch()
+        return out
+
+    def count(self, number: int) -> str:
+        """Scale a number of prompts or steps."""
+        return str(math.ceil(self.scale * number))
+
+    def train_target(self, name: str, data: Path, begin: Path | None = None) -> Path:
+        """Run a stage of scripts.demo.train_target; it stops and goes on by itself."""
+        options = ("--scale", str(self.scale), *(() if begin is None else ("--begin", begin)))
+        return self.stage(
+            name, lambda out: command("scripts.demo.train_target", name, "--data", data, "--out", out, *options)
+        )
+
+    def answer(self, name: str, target: Path, prompts: Path, num_prompts: int, *options: str) -> Path:
+        """Let a target answer prompts by `peagle data`."""
+        count = ("--num-prompts", self.count(num_prompts))
+        return self.stage(
+            name,
+            lambda out: command(
+                "peagle", "data", "--target", target, "--prompt-file", prompts, *count, *options, "--out", out
+            ),
+        )
+
+    def train(self, trainings: dict[str, Training], target: Path, width: int, data: Sequence[str | Path]) -> None:
+        """Train drafters by `peagle train`."""
+        prompts = ("--evaluate", self.work / "corpus" / "heldout_prompts.jsonl", "--evaluate-prompts", self.count(60))
+        for name, training in trainings.items():
+            options = [part for folder in data for part in ("--data", folder)]
+            options += [] if training.init is None else ["--init", self.work / training.init / "drafter"]
+            options += [*LEARN, "--width", str(width), "--steps", self.count(training.steps), *training.options]
+            self.stage(
+                name,
+                lambda out, options=options: command(  # type: ignore[misc]
+                    "peagle", "train", "--target", target, "--out", out, *options, *prompts, "--evaluate-every", "300",
+                    environment=tuned_environment(),
+                ),
+            )  # fmt: skip
 
 
 def command(module: str, *arguments: str | Path, environment: dict[str, str] | None = None) -> None:
-    """Run `python -m module` in a process of its own, in this environment or this process'. Exits if it fails."""
+    """Run `python -m module` in a process of its own. Exits if it fails."""
     typed = [sys.executable, "-m", module, *map(str, arguments)]
     print("build:", *typed[1:], flush=True)
     if subprocess.run(typed, env=environment, check=False).returncode:
         raise SystemExit(f"build: {module} failed; the same command goes on from here")
 
 
-def build(work: Path, target_tokens: int, scale: float = 1) -> None:
-    """Build everything up to work/pair; scale: the share of all steps, tokens and prompts."""
-    corpus, tokenizer, dataset, practice = (work / name for name in ("corpus", "tokenizer", "dataset", "practice"))
-    begun, target, written, pair = (work / name for name in ("target_begun", "target", "written", "pair"))
-    stage("corpus", corpus / "manifest.json", lambda: collect(corpus))
-    stage("tokenizer", tokenizer / "chat_template.jinja", lambda: train_tokenizer(corpus, tokenizer))
-    stage("dataset", dataset / "manifest.json", lambda: make_dataset(corpus, tokenizer, dataset))
+def build(work: Path, scale: float = 1) -> None:
+    """Build everything up to work/pair."""
+    run = Build(work, scale)
+    corpus = run.stage("corpus", collect)
+    tokenizer = run.stage("tokenizer", lambda out: train_tokenizer(corpus, out))
 
-    def train_target(out: Path, data: Path, num_tokens: int, *more: str | Path) -> None:
-        def run() -> None:
-            tokens = [] if (out / "run.json").exists() else ["--tokens", str(round(scale * num_tokens))]
-            command("scripts.demo.train_target", "--data", data, "--out", out, *tokens, *more)
-            (out / "finished").touch()
+    def exported(trained: Path) -> Path:
+        return run.stage(f"{trained.name}_target", lambda out: export(trained, tokenizer, out))
 
-        stage(out.name, out / "finished", run)
-
-    def ship(run: Path, out: Path) -> None:
-        stage(f"{out.name}/target", out / "target" / "config.json", lambda: export(run, tokenizer, out / "target"))
-
-    def answer(by: Path, out: Path, count: int, *more: str) -> Path:
-        def run() -> None:
-            command(
-                "peagle", "data", "--target", by / "target", "--prompt-file", corpus / "chat_train.jsonl",
-                "--num-prompts", str(math.ceil(scale * count)), *ANSWERS, *more, "--out", out,
-            )  # fmt: skip
-            finished.touch()
-
-        finished = out.with_suffix(".finished")
-        stage(out.name, finished, run)
-        return out
-
-    train_target(begun, dataset, target_tokens)
-    ship(begun, work / "pair_begun")
-    answers = answer(work / "pair_begun", work / "answers_begun", ANSWERS_BEGUN)
-    stage("practice", practice / "manifest.json", lambda: make_practice(answers, dataset, practice))
-    train_target(target, practice, PRACTICE_TOKENS, "--practise", begun)
-    ship(target, pair)
-    num_prompts = json.loads((corpus / "manifest.json").read_text(encoding="utf-8"))["counts"]["chat_train"]
-    answer(pair, written, num_prompts, "--hidden", "--taps", TAPS, "--top", "32")
-
-    def train(name: str, *arguments: str | Path) -> None:
-        def run() -> None:
-            command(
-                "peagle", "train", "--target", pair / "target", "--out", work / name,
-                *RECIPE, "--steps", str(math.ceil(scale * STEPS[name])), *arguments,
-                "--evaluate", corpus / "heldout_prompts.jsonl", "--evaluate-prompts", "60", "--evaluate-every", "300",
-                environment=tuned_environment(),
-            )  # fmt: skip
-
-        stage(name, work / name / "drafter" / "config.json", run)
-
+    prompts = corpus / "chat_train.jsonl"
+    dataset = run.stage("dataset", lambda out: make_dataset(corpus, tokenizer, out))
+    begun = run.train_target("begun", dataset)
+    answers = run.answer("answers_begun", exported(begun), prompts, ANSWERS_BEGUN, *SHORT)
+    practice = run.stage("practice", lambda out: make_practice(answers, dataset, (WIDTH,), out))
+    practised = run.train_target("practised", practice, begun)
+    target = exported(practised)
+    written = run.answer("written", target, prompts, len(read_lines(prompts)), *SHORT, *TEACH)
     shares = (f"{written}:5", f"{dataset}/shards/chat:2", f"{dataset}/shards/raw:1")
-    mixture = [part for data in shares for part in ("--data", data)]
-    mask = ("--mask-token", str(SPECIAL_TOKENS.index(MASK)))
-    train("drafter_begun", "--taps", TAPS, *mask, *BEGUN, *mixture)
-    train("drafter", "--init", work / "drafter_begun" / "drafter", *GOING_ON, "--data", written)
-    train("drafter_eagle3", "--taps", TAPS, *EAGLE3, "--data", written)
-    train("drafter_dflash_begun", "--taps", TAPS, *mask, *DFLASH_BEGUN, *mixture)
-    begun_dflash = work / "drafter_dflash_begun" / "drafter"
-    train("drafter_dflash", "--init", begun_dflash, *DFLASH_GOING_ON, "--data", written)
-    for name in DRAFTERS:
-        if not (pair / name).exists():
-            shutil.copytree(work / name / "drafter", pair / name, ignore=shutil.ignore_patterns("README.md"))
-        if not (known := pair / name / FREQUENT_TOKENS).exists():
-            list_frequent_tokens(sorted(written.glob("*.safetensors")), known)
+    run.train(ON_ANSWERS_AND_CORPUS, target, WIDTH, shares)
+    run.train(ON_ANSWERS, target, WIDTH, (written,))
+
+    rows = run.stage("long_dataset", lambda out: make_long_dataset(corpus, dataset, tokenizer, out))
+    long_prompts, short_prompts = rows / "long_prompts.jsonl", rows / "short_prompts.jsonl"
+    long_begun = run.train_target("long_begun", rows, practised)
+    long_answers = run.answer("long_answers", exported(long_begun), long_prompts, LONG_ANSWERS_BEGUN, *LONG)
+    long_practice = run.stage("long_practice", lambda out: make_practice(long_answers, rows, (*LONG_WIDTHS,), out))
+    target = exported(run.train_target("long_practised", long_practice, long_begun))
+    teach = (*LONG, *TEACH, "--keep-prompt", str(KEEP_PROMPT))
+    data = (
+        run.answer("long_written", target, long_prompts, LONG_PROMPTS, *teach),
+        run.answer("short_written", target, short_prompts, SHORT_PROMPTS, *teach),
+    )
+    run.train(ON_LONG_ANSWERS, target, 832, data)
+    run.stage("pair", lambda out: make_pair(work, target, data, out))
+
+
+def make_pair(work: Path, target: Path, data: Sequence[Path], out: Path) -> None:
+    """Copy the target and the drafters, with the answers' tokens by frequency.
+
+    A drafter's window goes from config.json to speculation.json: vLLM with caches of one group, which this P-EAGLE
+    needs there, takes no window but the target's.
+    """
+    shutil.copytree(target, out / "target", ignore=shutil.ignore_patterns("finished"), dirs_exist_ok=True)
+    shards = [shard for folder in data for shard in sorted(folder.glob("*.safetensors"))]
+    for name, stage in PAIR.items():
+        drafter, ignored = out / name, shutil.ignore_patterns("README.md")
+        shutil.copytree(work / stage / "drafter", drafter, ignore=ignored, dirs_exist_ok=True)
+        config = json.loads((drafter / CONFIG).read_text(encoding="utf-8"))
+        kept = {key: value for key, value in config.items() if key not in WINDOW_FIELDS}
+        (drafter / CONFIG).write_text(dumps(kept, indent=2), encoding="utf-8")
+        (drafter / SPECULATION_FILE).write_text(dumps({WINDOW_KEY: WINDOW}, indent=1) + "\n", encoding="utf-8")
+        list_frequent_tokens(shards, drafter / FREQUENT_TOKENS)
 
 
 def install(work: Path) -> None:
     """Copy the pair and the held-out prompts of a build into peagle/demo."""
-    for part in ("target", *DRAFTERS):
+    for part in ("target", *PAIR):
         shutil.rmtree(DEMO / part, ignore_errors=True)
         shutil.copytree(work / "pair" / part, DEMO / part)
     shutil.copy(work / "corpus" / "heldout_prompts.jsonl", DEMO / "heldout_prompts.jsonl")
@@ -159,14 +216,13 @@ def main() -> None:
     """Run the command."""
     parser = new_parser(__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder of all stages")
-    parser.add_argument("--target-tokens", type=int, default=10_000_000, help="tokens the target is trained on")
     parser.add_argument("--scale", type=float, default=1, help="share of all tokens, prompts and steps (default 1)")
     parser.add_argument("--install", action="store_true", help="put the result into peagle/demo")
     arguments = parser.parse_args()
     if not 0 < arguments.scale <= 1 or (arguments.install and arguments.scale < 1):
         parser.error(f"--scale is {arguments.scale}; expected more than 0, at most 1, and 1 with --install")
     arguments.work.mkdir(parents=True, exist_ok=True)
-    build(arguments.work, arguments.target_tokens, arguments.scale)
+    build(arguments.work, arguments.scale)
     if arguments.install:
         install(arguments.work)
 

@@ -1,6 +1,6 @@
-"""Collect the demo pair's training text from Python sources that are on the machine already.
+"""Collect the demo pair's training text from the machine's installed Python sources.
 
-Its folder holds, the same for the same installed versions:
+Its folder holds, the same for the same versions:
 
     raw_train.jsonl, raw_heldout.jsonl      {"module", "path", "text"}: one source file a line
     chat_train.jsonl, chat_heldout.jsonl    {"module", "name", "category", "prompt", "reference"}: one function a line,
@@ -8,11 +8,9 @@ Its folder holds, the same for the same installed versions:
     heldout_prompts.jsonl                   the functions of chat_heldout with a docstring, at most a few per module
     manifest.json                           versions, files, bytes, the held-out modules
 
-Held-out modules are whole top-level modules of the standard library. No function of theirs, compared without
-docstring, comments and layout, stays in the training files.
+Held-out modules are whole top-level modules of the standard library. The training files hold none of their functions,
+compared without docstring, comments and layout.
 """
-
-from __future__ import annotations
 
 import ast
 import functools
@@ -30,7 +28,7 @@ from pathlib import Path
 from peagle.ops.strict_json import dumps
 from scripts.demo.tasks import FunctionNode, Task, digest, task_of
 
-# Distribution -> import name: run-time dependencies of this package and what those bring along.
+# Distribution -> import name: run-time dependencies of this package, direct and indirect.
 PACKAGES = {
     "jax": "jax",
     "flax": "flax",
@@ -97,7 +95,7 @@ class Function:
     body_key: str
 
     def record(self) -> dict[str, str]:
-        """Make the line that is written to disk."""
+        """Make the function's line on disk."""
         return {"module": self.module, "name": self.name, **asdict(self.task)}
 
 
@@ -113,15 +111,15 @@ class Corpus:
     held_out_modules: list[str]
 
 
-def is_wanted(relative: Path) -> bool:
-    """Whether a path is none of a test, a table, a generated or vendored file."""
+def is_source(relative: Path) -> bool:
+    """Test whether a path is no test, no table, and neither generated nor vendored."""
     if SKIPPED_PARTS.intersection(relative.parts):
         return False
     return not (relative.name.startswith(SKIPPED_PREFIXES) or relative.name.endswith(SKIPPED_SUFFIXES))
 
 
-def is_prose_or_code(text: str) -> bool:
-    """Whether a text is no table: not huge, no very long lines, few digits."""
+def is_text(text: str) -> bool:
+    """Test whether a text is no table: not huge, no very long lines, few digits."""
     if not 200 <= len(text) <= MAX_FILE_BYTES or "\0" in text:
         return False
     if max(map(len, text.splitlines())) > MAX_LINE_CHARS:
@@ -130,7 +128,7 @@ def is_prose_or_code(text: str) -> bool:
 
 
 def strip_licence(text: str) -> str:
-    """Remove a leading block of comments that is a licence: the same lines stand in hundreds of files."""
+    """Remove a leading licence in comments, which hundreds of files repeat."""
     lines = text.splitlines(keepends=True)
     end = next((i for i, line in enumerate(lines) if line.strip() and not line.startswith("#")), len(lines))
     head = "".join(lines[:end]).lower()
@@ -146,14 +144,14 @@ def read_source(path: Path) -> str | None:
             ast.parse(text)
     except (UnicodeDecodeError, SyntaxError, ValueError):
         return None
-    return text if is_prose_or_code(text) else None
+    return text if is_text(text) else None
 
 
 def walk_sources(root: Path, origin: str) -> Iterator[SourceFile]:
-    """Yield the wanted files under root, in the order of their paths."""
+    """Yield the sources under root, in the order of their paths."""
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
         relative = path.relative_to(root)
-        if is_wanted(relative) and (text := read_source(path)) is not None:
+        if is_source(relative) and (text := read_source(path)) is not None:
             module = relative.parts[0].removesuffix(".py") if origin == "stdlib" else origin
             yield SourceFile(origin, module, f"{origin}/{relative.as_posix()}", text)
 
@@ -167,7 +165,7 @@ def package_root(import_name: str) -> Path:
 
 
 def collect_sources(packages: dict[str, str]) -> list[SourceFile]:
-    """Read the standard library and packages; a text that occurs twice is taken once."""
+    """Read the standard library and packages, every text once."""
     digests: set[str] = set()
     sources: list[SourceFile] = []
     roots = [("stdlib", Path(sysconfig.get_paths()["stdlib"]))]
@@ -220,7 +218,7 @@ def summary(docstring: str) -> str:
 
 
 def stub_of(node: FunctionNode, lines: list[str]) -> str | None:
-    """Render signature and the docstring's first paragraph, dedented; None if the body cannot be told apart."""
+    """Render signature and summary, dedented; None if the body is on the signature's line."""
     first = node.body[0]
     if first.lineno == node.lineno:
         return None
@@ -241,7 +239,7 @@ def stub_of(node: FunctionNode, lines: list[str]) -> str | None:
 
 
 def body_of(node: FunctionNode, lines: list[str]) -> str | None:
-    """Render the statements after the docstring, dedented; None if they are not parseable on their own."""
+    """Render the statements after the docstring, dedented; None if they do not parse alone."""
     doc = docstring_node(node)
     start = doc.end_lineno if doc else node.body[0].lineno - 1
     body = textwrap.dedent("\n".join(line.rstrip() for line in lines[start : node.end_lineno])).strip("\n")
@@ -254,7 +252,7 @@ def body_of(node: FunctionNode, lines: list[str]) -> str | None:
 
 
 def is_trivial(node: FunctionNode) -> bool:
-    """Whether a body only refuses or does nothing."""
+    """Test whether a body only raises or does nothing."""
     statements = node.body[1:] if docstring_node(node) else node.body
     return (
         all(isinstance(statement, ast.Pass | ast.Raise | ast.Expr) for statement in statements) and len(statements) <= 1
@@ -276,7 +274,7 @@ def chat_functions(source: SourceFile) -> Iterator[Function]:
 
 
 def unique_bodies(functions: Iterable[Function], keys: set[str]) -> list[Function]:
-    """Keep the functions whose body is new; `keys` holds those before, and grows by these."""
+    """Keep the functions whose body is not among `keys`, and add their bodies to it."""
     kept = []
     for function in functions:
         if function.body_key not in keys:
@@ -288,9 +286,9 @@ def unique_bodies(functions: Iterable[Function], keys: set[str]) -> list[Functio
 def choose_held_out(
     sources: list[SourceFile], functions: Callable[[SourceFile], Iterable[Function]] = chat_functions
 ) -> list[str]:
-    """Choose NUM_HELD_OUT modules of the standard library with enough prompts, in the order of their names' hashes.
+    """Choose NUM_HELD_OUT standard modules with enough prompts, by their names' hashes.
 
-    `functions`: chat_functions, or what remembers their results.
+    functions: chat_functions, or a cached one.
     """
     by_module: dict[str, list[SourceFile]] = {}
     for source in sources:
@@ -310,7 +308,7 @@ def choose_held_out(
 
 
 def without_functions(source: SourceFile, forbidden: set[str]) -> SourceFile:
-    """Remove the lines of any function whose key is in `forbidden`."""
+    """Remove the lines of all functions with a key in `forbidden`."""
     lines = source.text.split("\n")
     for node in functions_of(parse(source.text)):
         if function_key(node) in forbidden:

@@ -1,11 +1,8 @@
 """The demo's three tasks: to write a function, to change one, to describe one.
 
-Writing a body is open-ended, and a model as small as the demo's is unsure of nearly every token of it. Changing and
-describing can be learnt by so small a model: most of the answer stands in the prompt. People ask their models for all
-three; the held-out prompts carry the task as their category, and figures stand by category.
+Writing a body is open-ended: so small a model is unsure of nearly every token. It can learn to change and to describe,
+because most of the answer is in the prompt. The held-out prompts have the task as their category.
 """
-
-from __future__ import annotations
 
 import ast
 import hashlib
@@ -16,7 +13,7 @@ from dataclasses import dataclass
 
 WRITE, CHANGE, DESCRIBE = "write", "change", "describe"
 
-MAX_FUNCTION_CHARS = 640  # of one that is given whole: prompt and answer have to fit a row of the training
+MAX_FUNCTION_CHARS = 640  # of a function in a prompt: prompt and answer must fit a row of the training
 MAX_CALLS, MAX_RESULTS, MAX_EXPRESSION_CHARS = 6, 3, 60
 NEW_PARAMETERS = ("item", "value", "data", "source", "other", "entry", "text", "obj")
 NEW_FUNCTIONS = ("run", "compute", "process", "helper", "resolve", "build", "apply", "handle")
@@ -36,7 +33,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Whole:
-    """A function of its own; `stub` ends with its docstring, the number `choice` decides whatever is arbitrary."""
+    """A function. `stub` ends with its docstring; the number `choice` makes all arbitrary choices."""
 
     stub: str
     body: str
@@ -57,18 +54,18 @@ class Whole:
         return ast.get_docstring(self.node) is not None
 
     def pick(self, names: tuple[str, ...]) -> str:
-        """Pick a name that the function does not contain, or else the first with a digit."""
+        """Pick a name that the function does not contain, else the first one with a digit."""
         free = [name for name in names if not re.search(rf"\b{name}\b", self.text)]
         return free[self.choice % len(free)] if free else f"{names[0]}2"
 
 
 def digest(text: str) -> str:
-    """Hash a text, the same everywhere: an arbitrary but stable order."""
+    """Hash a text, for an arbitrary but stable order."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def task_of(stub: str, body: str) -> Task:
-    """Choose one of three tasks by the text's hash; writing it if another is not possible."""
+    """Choose one of three tasks by the text's hash; writing, if the other is not possible."""
     choice = int(digest(f"{stub}\n{body}")[:12], 16)
     whole = Whole(stub, body, choice // 3)
     writing = Task(WRITE, stub, whole.text)
@@ -86,7 +83,7 @@ def task_of(stub: str, body: str) -> Task:
 
 
 def _stands_alone(whole: Whole) -> bool:
-    """Whether the text is one function to Python."""
+    """Test whether the text parses as one function."""
     try:
         statements = ast.parse(whole.text).body
     except (SyntaxError, ValueError):
@@ -118,7 +115,7 @@ def describe(whole: Whole) -> str:
 
 
 def _parameters(node: FunctionNode, text: str) -> Iterator[tuple[str, str]]:
-    """Yield (name as it is written, description) of each parameter."""
+    """Yield (name in the source, description) of the parameters."""
 
     def what(default: ast.expr | None) -> str:
         if default is None:
@@ -140,7 +137,7 @@ def _parameters(node: FunctionNode, text: str) -> Iterator[tuple[str, str]]:
 
 
 def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a function's statements in source order, without those of functions inside it."""
+    """Yield the nodes of a function's statements, without those of functions inside it."""
     for child in node.body if isinstance(node, FunctionNode) else ast.iter_child_nodes(node):
         if not isinstance(child, FunctionNode | ast.ClassDef | ast.Lambda):
             yield child
@@ -148,7 +145,7 @@ def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _dotted(node: ast.expr) -> str | None:
-    """`a.b.c` of such an expression."""
+    """Render an expression such as a.b.c; None for another one."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)
@@ -168,7 +165,7 @@ def _short(text: str, node: ast.expr) -> str | None:
 
 
 def _first(names: Iterator[str | None]) -> list[str]:
-    """Keep each name once, in order."""
+    """Drop repeated names."""
     return list(dict.fromkeys(name for name in names if name is not None))
 
 
@@ -189,7 +186,7 @@ def without_docstring(whole: Whole) -> tuple[str, str] | None:
 
 
 def with_parameter_renamed(whole: Whole) -> tuple[str, str] | None:
-    """Make (wish, changed function); None if another function or a declaration inside could use the name."""
+    """Make (wish, changed function); None if a function or declaration inside may use the name."""
     node = whole.node
     names = [parameter.arg for parameter in (*node.args.args, *node.args.kwonlyargs)]
     names = [name for name in names if name not in ("self", "cls") and not name.startswith("_")]

@@ -5,8 +5,6 @@ It is a Hugging Face directory (tokenizer.json, tokenizer_config.json, chat_temp
 sign, the line break and the indentation after it share a token if that is frequent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,7 +51,7 @@ CHAT_TEMPLATE = """\
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """Train a byte-level BPE of `vocab_size` ids: the special tokens first, all 256 bytes among them."""
+    """Train a byte-level BPE of `vocab_size` ids: special tokens, all 256 bytes, pieces."""
     tokenizer = Tokenizer(models.BPE())
     pieces = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -81,7 +79,7 @@ def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         model_max_length=MAX_POSITIONS,
     )
     wrapped.chat_template = CHAT_TEMPLATE
-    # a raw text starts as in training; the chat template brings its own marks
+    # raw text starts as in training; the chat template has marks of its own
     wrapped.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{START_OF_TEXT} $A", special_tokens=[(START_OF_TEXT, wrapped.bos_token_id)]
     )
@@ -89,7 +87,7 @@ def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def training_texts(corpus: Path) -> Iterator[str]:
-    """Yield the text a tokenizer is fitted to: the raw files, and once more the functions, which are generated."""
+    """Yield the tokenizer's training text: the raw files, and the functions again."""
     for record in read_lines(corpus / "raw_train.jsonl"):
         yield record["text"]
     for record in read_lines(corpus / "chat_train.jsonl"):

@@ -1,13 +1,11 @@
 """The environment in which a small model trains fastest on a CPU. It has to act before JAX starts."""
 
-from __future__ import annotations
-
 import os
 import sys
 
 from peagle.ops import jax_cure
 
-BATCH_ROWS = 8  # of a training step, in both trainings
+BATCH_ROWS = 8  # of a training step
 
 
 def device_count(cores: int | None) -> int:
@@ -32,13 +30,13 @@ TUNED = {
 
 
 def tuned_environment() -> dict[str, str]:
-    """Make the environment of a training: this process' own, and what is missing of TUNED."""
+    """Make the environment of a training: this process' own, completed by TUNED."""
     own = {name: value for name, value in os.environ.items() if (name, value.strip()) != ("XLA_FLAGS", jax_cure.FLAG)}
     return {**TUNED, **own}
 
 
 def restart_tuned() -> None:
-    """Restart the process with what is missing of TUNED, if anything is."""
+    """Restart the process in the tuned environment, unless it runs in it."""
     tuned = tuned_environment()
     if tuned != os.environ:
         os.execve(sys.executable, sys.orig_argv, tuned)

@@ -1,6 +1,5 @@
-"""Measure on this machine what `scripts.fleet_sim.simulation` simulates with."""
+"""Measure this machine's costs for `scripts.fleet_sim.simulation`."""
 
-import contextlib
 import dataclasses
 import socket
 import statistics
@@ -11,66 +10,52 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from peagle.engine.handle import Handle
 from peagle.engine.handoff import HandOff, parse
 from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request, StepRecord
 from peagle.engine.resolved import Role
 from peagle.ops.errors import InputError
 from peagle.pair import Pair
-from scripts.fleet_sim.simulation import Costs, Curve
+from scripts.fleet_sim.costs import Costs, Curve
+from scripts.steady import steady
 
 ROUNDS = 5
-LEAST_S = 1e-6  # of what is measured as a difference
+LEAST_S = 1e-6  # of a cost that is a difference of two times
 LOOPBACK_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The engines that are measured: the most drafts of a step, slots, positions."""
+    """The engines to measure: the most drafts of a step, slots, positions."""
 
     k: int
     slots: int
     capacity: int
 
 
-def measure_costs(pair: Pair, texts: Sequence[int], shape: Shape, say: Callable[[str], object]) -> Costs:
-    """Measure a pair. texts: tokens of which prompts are cut; say: is called with what is measured next.
-
-    Raises InputError for too few tokens or positions.
-    """
+def measure_costs(pair: Pair, texts: Sequence[int], shape: Shape, progress: Callable[[str], object]) -> Costs:
+    """Measure a pair on prompts cut from the tokens `texts`. Raises InputError for too few."""
     if len(texts) < 64 or shape.capacity < 256:
-        raise InputError(
-            f"{len(texts)} tokens of text and {shape.capacity} positions are given; expected 64 and 256 or more"
-        )
+        raise InputError(f"{len(texts)} tokens of text and {shape.capacity} positions; expected 64 and 256 or more")
     measure = _Measure(pair, tuple(texts), shape)
-    say("prompts")
+    progress("prompts")
     prompts = measure.prompts()
     steps: dict[int, Curve] = {}
     acceptance: dict[int, tuple[float, ...]] = {}
     for k in sorted({0, shape.k}):
-        say(f"steps of K = {k}")
+        progress(f"steps of K = {k}")
         steps[k], rates = measure.steps(k)
         if k:
             acceptance[k] = rates
-    say("steps behind long prompts")
+    progress("steps after long prompts")
     position_s = measure.position_s(steps[0].at(1))
-    say("hand-offs")
+    progress("hand-offs")
     hand_offs = measure.hand_offs(steps[shape.k].at(1))
-    say("the network of this machine")
-    speed, latency_s = loopback()
+    progress("the network of this machine")
+    network = loopback()
     config = pair.engine_config(0, context=shape.capacity)
-    return Costs(
-        prompts,
-        steps,
-        *hand_offs,
-        speed,
-        latency_s,
-        position_s,
-        acceptance,
-        config.prefill_chunk,
-        config.steps_per_dispatch,
-    )
+    shapes = config.prefill_chunk, config.steps_per_dispatch
+    return Costs(prompts, steps, *hand_offs, *network, position_s, acceptance, *shapes)
 
 
 @dataclass(frozen=True)
@@ -81,7 +66,7 @@ class _Measure:
 
     @property
     def lengths(self) -> list[int]:
-        """Lengths of prompts: powers of two from a small one to what the slots hold."""
+        """Powers of two up to the slots' room: the lengths of prompts."""
         most = self.shape.capacity - 16
         return sorted({most, *(length for length in (32, 128, 512, 2048, 8192, 32768) if length < most)})
 
@@ -105,26 +90,25 @@ class _Measure:
         return Curve(tuple((length, _median(once, length)) for length in self.lengths))
 
     def steps(self, k: int) -> tuple[Curve, tuple[float, ...]]:
-        """Return (seconds of a step by active rows, the shares of steps that accept 1, 2, .. k drafts or more)."""
+        """Return (seconds of a step by active rows, shares of steps that accept 1, 2, .. or more)."""
         engine, points, records = self.engine(k), [], list[StepRecord]()
         budget = min(256, self.shape.capacity - 64 - k)
         rows = sorted({1 << power for power in range(8) if 1 << power < self.shape.slots} | {self.shape.slots})
         for active in rows:
-            times = []
-            for number in range(ROUNDS):
-                requests = [self.request(48, budget, number * active + row) for row in range(active)]
-                seconds, steps = steady(engine, requests)
-                times.append(seconds)
-                records += steps
-            points.append((active, statistics.median(times)))
+            runs = [
+                steady(engine, [self.request(48, budget, number * active + row) for row in range(active)])
+                for number in range(ROUNDS)
+            ]
+            records += [record for run in runs for record in run.records]
+            points.append((active, statistics.median(run.step_s for run in runs)))
         accepted = np.asarray([record.num_accepted for record in records if len(record.draft_token_ids) == k])
         return Curve(tuple(points)), tuple(float(np.mean(accepted > place)) for place in range(k))
 
     def position_s(self, step_s: float) -> float:
-        """Return what each position in a row's cache adds to a plain step, of which a short row takes step_s."""
+        """Return the time that a position in a row's cache adds to a plain step of step_s."""
         engine, budget = self.engine(0), 96
         length = self.shape.capacity - budget
-        times = [steady(engine, [self.request(length, budget, number)])[0] for number in range(3)]
+        times = [steady(engine, [self.request(length, budget, number)]).step_s for number in range(3)]
         return max(0.0, statistics.median(times) - step_s) / length
 
     def hand_offs(self, step_s: float) -> tuple[Curve, Curve, Curve]:
@@ -156,27 +140,6 @@ def _handed(sender: AnyEngine, request: Request) -> HandOff:
     return parse(handle.hand_off.data)
 
 
-def steady(engine: AnyEngine, requests: Sequence[Request]) -> tuple[float, list[StepRecord]]:
-    """Decode requests together; return (seconds of a step while all of them go on, all of their steps)."""
-    handles = engine.add_all(requests)
-    begun, records = set[Handle](), list[StepRecord]()
-    marks: list[tuple[float, int]] = []  # (time, steps of the first request so far) while all go on
-    steps, ended = 0, False
-    with contextlib.closing(engine.run(handles)) as chunks:
-        for handle, chunk in chunks:
-            records += chunk.steps
-            steps += len(chunk.steps) if handle is handles[0] else 0
-            ended |= chunk.finish_reason is not None
-            begun |= {handle} if chunk.steps else set()
-            if len(begun) == len(handles) and not ended and handle is handles[0] and chunk.steps:
-                marks.append((chunk.time_s, steps))
-    engine.settle()
-    if len(marks) < 2:
-        raise InputError("the answers end before all of them go on together; expected more positions, or fewer slots")
-    (first_s, first), (last_s, last) = marks[0], marks[-1]
-    return (last_s - first_s) / (last - first), records
-
-
 def loopback() -> tuple[float, float]:
     """Return (bytes a second, seconds of one way) between two sockets of this machine."""
     sender, receiver = socket.socketpair()
@@ -184,21 +147,18 @@ def loopback() -> tuple[float, float]:
         thread = threading.Thread(target=_echo, args=(receiver,))
         thread.start()
 
-        def once(size: int) -> float:
-            message = bytes(size)
-            started = time.perf_counter()
-            sender.sendall(len(message).to_bytes(8, "little") + message)
-            sender.recv(1)
-            return time.perf_counter() - started
+        def once(size: int, _: int) -> float:
+            message = size.to_bytes(8, "little") + bytes(size)
+            return _seconds(lambda: (sender.sendall(message), sender.recv(1)))
 
-        whole, small = _median(lambda size, _: once(size), LOOPBACK_BYTES), _median(lambda size, _: once(size), 100)
+        whole, small = _median(once, LOOPBACK_BYTES), _median(once, 100)
         sender.shutdown(socket.SHUT_WR)
         thread.join()
     return LOOPBACK_BYTES / max(LEAST_S, whole - small), small / 2
 
 
 def _echo(connection: socket.socket) -> None:
-    """Answer each message, which begins with its size, with a byte."""
+    """Answer every message, which begins with its size, with a byte."""
     while header := connection.recv(8, socket.MSG_WAITALL):
         left = int.from_bytes(header, "little")
         while left:
@@ -213,7 +173,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def _median(once: Callable[[int, int], float], size: int) -> float:
-    """Take the median over rounds, after one that is not counted."""
+    """Take the median of ROUNDS runs after a warm-up."""
     once(size, 0)
     return statistics.median(once(size, number) for number in range(1, ROUNDS + 1))
 

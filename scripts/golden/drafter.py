@@ -5,10 +5,10 @@ Run it in an environment of its own, since the package pins an older transformer
     python3.11 -m venv recorder && recorder/bin/pip install speculators==0.9.0
     recorder/bin/python scripts/golden/drafter.py tests/golden/drafter_speculators
 
-For each tiny random model it leaves the checkpoint as the package saves it, and golden.npz. P-EAGLE (`plain`,
-`variant`): inputs, and logits of every (anchor, depth) row of two passes: `train_*`, rows drawn by the package's own
-COD sampling over two documents; `step_*`, the rows of one inference step: a context and K-1 mask slots on its last row.
-EAGLE-3 (`eagle3`, `eagle3_variant`): inputs, and logits [depth, row] of its training-time test over two documents.
+It writes the package's checkpoint of every tiny random model, and golden.npz. P-EAGLE (`plain`, `variant`): inputs, and
+logits of every (anchor, depth) row of two passes: `train_*`, rows of the package's own COD sampling over two documents;
+`step_*`, the rows of one inference step: a context and K-1 mask slots on its last row. EAGLE-3 (`eagle3`,
+`eagle3_variant`): inputs, and logits [depth, row] of its training-time test over two documents.
 """
 
 import argparse
@@ -67,7 +67,7 @@ EAGLE3_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def build(geometry: dict[str, Any], settings: dict[str, Any], algorithm: str) -> Any:
-    """Make a random model. Every parameter is far from its neutral value, so that none can be left out unnoticed."""
+    """Make a random model. No parameter is near its neutral value, so that a missing one shows."""
     layer_config = LlamaConfig(max_position_embeddings=128, pad_token_id=None, **geometry)
     layer_config._attn_implementation = "eager"
     proposal = GreedyTokenProposalConfig(speculative_tokens=NUM_DEPTHS)
@@ -99,11 +99,11 @@ def build(geometry: dict[str, Any], settings: dict[str, Any], algorithm: str) ->
 
 
 def record(model: core.PEagleDraftModel, rows: tuple[torch.Tensor, torch.Tensor] | None) -> dict[str, np.ndarray]:
-    """Record inputs, rows and logits of one pass, over the given (anchor, depth) rows or over the package's samples."""
+    """Record inputs and logits of a pass over (anchor, depth) rows, or the package's samples."""
     geometry = model.config.transformer_layer_config
-    taps = len(model.config.eagle_aux_hidden_state_layer_ids)
+    num_layers = len(model.config.eagle_aux_hidden_state_layer_ids)
     token_ids = torch.randint(0, geometry.vocab_size, (1, NUM_ROWS))
-    aux_hidden = 1.5 * torch.randn(1, NUM_ROWS, taps * geometry.hidden_size)
+    aux_hidden = 1.5 * torch.randn(1, NUM_ROWS, num_layers * geometry.hidden_size)
     documents = torch.tensor([[0] * 13 + [1] * (NUM_ROWS - 13)]) if rows is None else torch.zeros(1, NUM_ROWS).long()
     loss_mask = (torch.rand(1, NUM_ROWS) < 0.9).float()
     loss_mask[0, 0] = 0  # position 0 in the loss would give the package a row of anchor -1
@@ -116,7 +116,7 @@ def record(model: core.PEagleDraftModel, rows: tuple[torch.Tensor, torch.Tensor]
 
     hook = model.lm_head.register_forward_hook(lambda _module, _inputs, output: logits.append(output))
     core.generate_cod_sample_indices = observed
-    core.compute_metrics = lambda **_kwargs: (None, {})  # the fused loss wants a GPU; only the logits are wanted here
+    core.compute_metrics = lambda **_kwargs: (None, {})  # the fused loss needs a GPU
     try:
         with torch.no_grad():
             model(
@@ -139,11 +139,11 @@ def record(model: core.PEagleDraftModel, rows: tuple[torch.Tensor, torch.Tensor]
 
 
 def record_in_turn(model: Eagle3DraftModel) -> dict[str, np.ndarray]:
-    """Record inputs, and logits of NUM_DEPTHS passes, over the tokens that truly follow."""
+    """Record inputs, and logits of NUM_DEPTHS passes over the true next tokens."""
     geometry = model.config.transformer_layer_config
-    taps = len(model.config.eagle_aux_hidden_state_layer_ids)
+    num_layers = len(model.config.eagle_aux_hidden_state_layer_ids)
     token_ids = torch.randint(0, geometry.vocab_size, (1, NUM_ROWS))
-    aux_hidden = 1.5 * torch.randn(1, NUM_ROWS, taps * geometry.hidden_size)
+    aux_hidden = 1.5 * torch.randn(1, NUM_ROWS, num_layers * geometry.hidden_size)
     documents = torch.tensor([[0] * 13 + [1] * (NUM_ROWS - 13)])
     logits: list[torch.Tensor] = []
     hook = model.lm_head.register_forward_hook(lambda _module, _inputs, output: logits.append(output[0]))
@@ -155,7 +155,7 @@ def record_in_turn(model: Eagle3DraftModel) -> dict[str, np.ndarray]:
 
 
 def _keep(folder: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Keep weights, config and golden.npz; remove all other files."""
+    """Write golden.npz, and remove all files but it, weights and config."""
     arrays = {key: value.astype(np.float32 if value.dtype.kind == "f" else np.int32) for key, value in arrays.items()}
     np.savez_compressed(folder / "golden.npz", **arrays)
     for extra in folder.iterdir():

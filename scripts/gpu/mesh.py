@@ -51,7 +51,7 @@ def loud_target(into: Path) -> Path:
 
 
 def facts(target: Target, *copies: Target) -> Json:
-    """Compute logits [1, CHUNK, V] and count collectives of a target; decode requests by it and its copies."""
+    """Compute logits [1, CHUNK, V], count collectives, and decode requests by all copies."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, CONFIG.vocab_size, (1, CHUNK)).astype(np.int32)
     positions = np.arange(CHUNK, dtype=np.int32)[None]

@@ -1,4 +1,4 @@
-"""Where the time of a step goes on a GPU: its kernels, by part of a layer."""
+"""The time of a step on a GPU, by part of a layer."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from target.config import TargetConfig
 from target.params import MoeParams, TargetParams
 
 EXPERTS, ATTENTION, PRODUCTS, REST = PARTS = ("experts, with router", "attention", "qkv, output and head", "rest")
-# what kernels' names begin with; of cuBLAS and XLA, too
+# prefixes of the names of kernels, with cuBLAS' and XLA's
 NAMES = {
     EXPERTS: (
         *("peagle_tiles", "peagle_router", "peagle_choose", "peagle_route", "peagle_gather", "peagle_combine_experts"),
@@ -26,9 +26,9 @@ NAMES = {
 
 
 def parts(engine: AnyEngine, requests: Sequence[Request], directory: Path) -> dict[str, float]:
-    """Decode the requests under the profiler, all at once; return microseconds of a step by part.
+    """Decode the requests at once under the profiler; return microseconds of a step by part.
 
-    A kernel may begin while the one before still runs, to wait for it: it counts from that one's end.
+    A kernel may begin, to wait, while the one before still runs: it counts from the end of that one.
     """
     trace, num_steps = record(engine.one, requests, directory)
     spent: dict[str, float] = dict.fromkeys(PARTS, 0.0)
@@ -40,12 +40,12 @@ def parts(engine: AnyEngine, requests: Sequence[Request], directory: Path) -> di
 
 
 def part_of(kernel: str) -> str:
-    """Find the part that a kernel belongs to, by its name."""
+    """Find a kernel's part by its name."""
     return next((part for part, names in NAMES.items() if kernel.startswith(names)), REST)
 
 
 def bytes_of_parts(params: TargetParams, config: TargetConfig, rows: int, context: int) -> dict[str, float]:
-    """Estimate the bytes that the parts of a plain step read, for `rows` sequences after `context` tokens."""
+    """Estimate the bytes that parts of a plain step read, for `rows` sequences of `context`."""
     dense = tree_bytes([(layer.attention.qkv, layer.attention.out) for layer in params.layers])
     a_row = 2 * config.num_kv_heads * config.head_dim * params.dtype.itemsize
     positions = (min(context, config.window(layer) or context) for layer in range(config.num_layers))
@@ -57,7 +57,7 @@ def bytes_of_parts(params: TargetParams, config: TargetConfig, rows: int, contex
 
 
 def expert_bytes(moes: Sequence[MoeParams], config: TargetConfig, rows: int) -> float:
-    """Estimate the bytes of the experts that `rows` rows select in these layers (`WeightBytes.read`)."""
+    """Estimate the bytes of the experts that `rows` rows select (`WeightBytes.read`)."""
     experts = tree_bytes([moe.experts for moe in moes])
     return WeightBytes(0, experts, config.num_experts, config.top_k).read(rows)
 

@@ -1,4 +1,4 @@
-"""The processor time of processes, and the share of the machine that others took during a measurement. Linux only."""
+"""The processor time of processes, and the share that others took during a measurement. Linux only."""
 
 import os
 import time
@@ -10,7 +10,7 @@ _IDLE = (3, 4)  # fields of /proc/stat's first line that are not work: idle, wai
 
 
 def cpu_s(pid: int) -> float | None:
-    """Return the processor time that a process has taken, all its threads together; None if that is not known."""
+    """Return the processor time of a process, over all its threads; None if that is not known."""
     try:
         return _ticks_of(pid) / os.sysconf("SC_CLK_TCK")
     except OSError:
@@ -18,7 +18,7 @@ def cpu_s(pid: int) -> float | None:
 
 
 def memory_bytes(pid: int) -> int | None:
-    """Return the memory of a process that lies in RAM; None if that is not known."""
+    """Return the resident memory of a process; None if that is not known."""
     try:
         return int((PROC / str(pid) / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -32,7 +32,7 @@ def _ticks_of(pid: int) -> int:
 
 
 class Bystanders:
-    """A context; `frac` afterwards is the share of all processors' time that other processes than these took.
+    """A context that measures `frac`, the share of all processors' time that other processes took.
 
     None if that is not known. The clock ticks every 10 ms: shares of short measurements are rough.
     """

@@ -89,7 +89,7 @@ def write_gguf(directory: Path, path: Path, tokens: Sequence[str] | None = None)
 
 
 def ggml_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Reorder blocks [..., n, 16] and scales [..., n] of a checkpoint as ggml has them: uint8 [..., 17 n]."""
+    """Reorder a checkpoint's blocks [..., n, 16] and scales [..., n] to ggml's [..., 17 n]."""
     codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], BLOCK)
     half = BLOCK // 2
     packed = codes[..., :half] | (codes[..., half:] << 4)

@@ -1,6 +1,6 @@
 """Drive llama.cpp through the low-level interface of llama-cpp-python.
 
-Runs under the Python that has it: numpy, and of ours stepwise.py alone.
+Runs under the Python that has it. Needs numpy and stepwise.py.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ def load(path: str, context: int, num_threads: int) -> "Llama":
 
 
 class Context:
-    """A context of so many sequences, each with room for `room` tokens. unified: they share one cache."""
+    """A context of several sequences of `room` tokens. unified: they share one cache."""
 
     def __init__(self, model: Any, room: int, num_threads: int, num_sequences: int = 1, unified: bool = False) -> None:
         params = llama_cpp.llama_context_default_params()
@@ -57,7 +57,7 @@ class Context:
             raise RuntimeError("llama.cpp cannot roll its cache back")
 
     def run(self, rows: list[tuple[int, int, int]], all_logits: bool) -> None:
-        """Append rows (sequence, position, token); `logits` are then of each of them, or of the last."""
+        """Append rows (sequence, position, token), and keep the logits of all or of the last."""
         batch, last = self._batch, len(rows) - 1
         batch.n_tokens = len(rows)
         for i, (sequence, position, token) in enumerate(rows):
@@ -83,7 +83,7 @@ class Context:
         return tokens
 
     def decode_many(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
-        """Decode a prompt in each sequence, a batch of one token of each at every step."""
+        """Decode a prompt in each sequence; a step is a batch of one token per sequence."""
         self.clear()
         token_ids = []
         for sequence, prompt_ids in enumerate(prompts):
@@ -141,14 +141,14 @@ class Llama(StepwiseEngine):
         return self._context.logits().copy()
 
     def decode_many(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
-        """See worker.BatchingEngine. The first call for so many requests tries which cache is faster."""
+        """See worker.BatchingEngine. The first call for a batch size chooses the faster cache."""
         if len(prompts) not in self._of_many:
             self._of_many[len(prompts)] = self._faster(prompts, min(num_tokens, TRIED_TOKENS))
         unified, context = self._of_many[len(prompts)]
         return {**context.decode_many(prompts, num_tokens), "way": CACHES[unified]}
 
     def _faster(self, prompts: list[list[int]], num_tokens: int) -> tuple[bool, Context]:
-        """Choose (whether unified, the context), and close the other."""
+        """Return (whether unified, the faster context), and close the other."""
         contexts = {
             unified: Context(self._model, self._room, self._num_threads, len(prompts), unified) for unified in CACHES
         }

@@ -1,4 +1,4 @@
-"""Measure all engines on one checkpoint: the same tokens for all, one at work at a time, round by round."""
+"""Measure all engines on one checkpoint with the same tokens, one at a time, round by round."""
 
 import math
 import tempfile
@@ -20,7 +20,7 @@ from scripts.peers.roster import LLAMA, Entry, Site, batches, entry, reference
 from scripts.runs import Json, Progress, rotated
 from target.load import TargetFiles, inspect_target
 
-CHECKED_WIDE = 4  # rows of a pass in the second half of the check; the first half goes token by token
+CHECKED_WIDE = 4  # rows of a pass in the second half of the check; the first half has one
 FEWEST_PASSES, MOST_PASSES = 3, 256
 
 
@@ -34,7 +34,7 @@ class Settings:
     new_tokens: int
     widths: tuple[int, ...]
     rounds: int
-    seconds: float  # about how long the passes of one width are repeated
+    seconds: float  # about so long the passes of one width are repeated
     check_tokens: int
     seed: int
     requests: tuple[int, ...] = ()  # decoded together, each number by itself
@@ -52,7 +52,7 @@ class Measured:
 
 
 def measure(checkpoint: Path, settings: Settings, llama_python: str, say: Progress) -> Measured:
-    """Measure everything about one checkpoint."""
+    """Measure one checkpoint."""
     files = inspect_target(checkpoint)
     engines, tokens = settings.engines, Tokens(files.config.vocab_size, settings)
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as running:
@@ -67,7 +67,7 @@ def measure(checkpoint: Path, settings: Settings, llama_python: str, say: Progre
         entries = tuple(entry(engine, site) for engine in engines)
         remotes: dict[str, Remote] = {}
         checks: dict[str, Json] = {}
-        # the largest first: loading takes about twice the memory that an engine keeps
+        # the largest first: loading takes about twice an engine's memory
         for own in sorted(entries, key=lambda own: -own.storage.experts):
             say(f"{own.name} loads and is checked")
             remote = running.enter_context(Remote(own))
@@ -95,12 +95,12 @@ class Tokens:
         self.checked = [[token] for token in checked[:one_by_one]] + [checked[i : i + CHECKED_WIDE] for i in wide]
 
     def passes(self, number: int, count: int, width: int) -> list[list[int]]:
-        """Draw `count` passes of `width` tokens, new ones for each round."""
+        """Draw `count` passes of `width` tokens, different in every round."""
         flat = self._draw(2 + number, count * width)
         return [flat[i : i + width] for i in range(0, len(flat), width)]
 
     def prompts(self, count: int) -> list[list[int]]:
-        """Draw prompts of so many requests, all of one length; the first is `prompt`."""
+        """Draw `count` prompts of one length; the first is `prompt`."""
         return [self.prompt, *(self._draw(0, len(self.prompt), i) for i in range(1, count))]
 
     def _draw(self, stream: int, count: int, *substream: int) -> list[int]:
@@ -110,7 +110,7 @@ class Tokens:
 
 
 def reference_logits(site: Site, tokens: Tokens, scratch: Path, rounded: bool) -> dict[bool, np.ndarray]:
-    """Compute float32 logits of the checked tokens; rounded: also, under True, with YaRN's bounds rounded."""
+    """Compute float32 logits of the checked tokens; by rounding of YaRN's bounds."""
     checked = reference(site)
     with Remote(checked) as remote:
         kinds = (False, True) if rounded else (False,)
@@ -127,8 +127,7 @@ def logits_of(remote: Remote, tokens: Tokens, scratch: Path, **options: Any) -> 
 
 
 def compare(logits: np.ndarray, expected: np.ndarray) -> Json:
-    """Measure how far logits are from the expected ones, in standard deviations of those, and how often the greedy
-    token is the same."""
+    """Compare logits in standard deviations of the expected ones, and greedy tokens."""
     if logits.shape != expected.shape:
         raise InputError(f"logits have shape {list(logits.shape)}; expected {list(expected.shape)}")
     difference = (logits.astype(np.float64) - expected) / expected.std()
@@ -140,7 +139,7 @@ def compare(logits: np.ndarray, expected: np.ndarray) -> Json:
 
 
 def run_rounds(engines: dict[str, Remote], tokens: Tokens, settings: Settings, say: Progress) -> Iterator[Json]:
-    """Yield a line per measurement. Round 0 warms up, gives the numbers of passes, and is left out."""
+    """Yield a line per measurement. Round 0 warms up and chooses the numbers of passes."""
     counts: dict[tuple[str, int], int] = {}
     for engine, remote in engines.items():
         say(f"{engine} warms up")
@@ -166,7 +165,7 @@ def measure_once(
     tokens: Tokens,
     settings: Settings,
 ) -> Iterator[Json]:
-    """Yield one engine's lines of one round."""
+    """Yield the lines of one engine in one round."""
     line = {"engine": engine, "round": number}
     with Bystanders(remote.pid) as others:
         times = remote.call("decode", prompt_ids=tokens.prompt, num_tokens=settings.new_tokens)

@@ -21,7 +21,7 @@ from peagle.ops.rope import Yarn
 from peagle.pair import Pair
 from target.model import GptOss
 
-MOST_PASSES = 256  # passes of one program; fewer are run by its count, so that each width compiles once
+MOST_PASSES = 256  # of one program, whose count is an operand: each width compiles once
 
 
 def load(directory: str, kernels: Literal["auto", "native", "xla"], dtype: Literal["float32", "bfloat16"]) -> "Ours":
@@ -61,7 +61,7 @@ class Ours:
         return {"prefill_s": first_s - started, "decode_s": ended_s - first_s, "token_ids": tokens}
 
     def decode_many(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
-        """See worker.BatchingEngine. Prefill alternates with steps of earlier requests, as always in the engine."""
+        """See worker.BatchingEngine. Prefill alternates with steps of earlier requests."""
         budget = budget_of_many(len(prompts), max(map(len, prompts)), num_tokens, self._pair.steps_per_dispatch)
         requests = [Request(tuple(prompt_ids), budget, stop_token_ids=()) for prompt_ids in prompts]
         config = self._pair.engine_config(0, slots=len(requests), context=self._pair.capacity(requests))
@@ -107,14 +107,14 @@ class Ours:
 
 
 def budget_of_many(num_requests: int, prompt_tokens: int, num_tokens: int, steps_per_dispatch: int) -> int:
-    """Compute the tokens of each request of `decode_many`, so that the first does not end before the timed steps."""
+    """Compute the budget of `decode_many`, so that no request ends before the timed steps."""
     options = BenchOptions((), (num_tokens - 1,), (), prompt_tokens, (num_requests,))
     (case,) = options.cases
     return options.budget(case, steps_per_dispatch)
 
 
 def prefilled(target: GptOss, prompt_ids: list[int], widest: int, room: int) -> tuple[int, PagedCache]:
-    """Compute a prompt chunk by chunk; return (its length, its cache with room for passes of `widest` rows)."""
+    """Prefill a prompt; return (its length, its cache for passes of `widest` rows)."""
     chunk = min(DEFAULT_CHUNK, len(prompt_ids))
     cache = target.init_cache(1, room, max(chunk, widest))
     for begin in range(0, len(prompt_ids), chunk):
@@ -153,7 +153,7 @@ def _extend(target: GptOss, token_ids: jax.Array, length: jax.Array, cache: Page
 def _passes(
     target: GptOss, token_ids: jax.Array, count: jax.Array, length: jax.Array, cache: PagedCache
 ) -> tuple[PagedCache, jax.Array]:
-    """Run `count` verify passes at one place, each with its own tokens; summing the greedy tokens makes all needed."""
+    """Run `count` verify passes at one length; their sum keeps all of them in the program."""
     positions = _behind(length, token_ids.shape[2])
 
     def one(index: jax.Array, carry: tuple[PagedCache, jax.Array]) -> tuple[PagedCache, jax.Array]:

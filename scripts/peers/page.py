@@ -1,9 +1,11 @@
 """Lay out README.md of a comparison, from its run.json."""
 
+from collections.abc import Callable, Iterator
+
 from peagle.measure.metrics import Spread
 from peagle.measure.pages import Block, Table, heading
 from scripts.peers.roster import LLAMA, OURS
-from scripts.runs import Json, where
+from scripts.runs import Json, table, where
 
 
 def page(run: Json) -> list[Block]:
@@ -14,8 +16,8 @@ def page(run: Json) -> list[Block]:
         heading(f"Against peers on {'one GPU' if origin['device']['platform'] == 'gpu' else 'CPU'}", 1),
         f"`{origin['command']}`",
         f"Batch 1, greedy, a prompt of {config['prompt_tokens']} random tokens and {config['new_tokens']} new ones; "
-        f"{config['rounds']} rounds after one that warms up, in each round every engine in turn, one at work at a "
-        f"time; medians over rounds (least..greatest); ratios are taken within a round. {versions}; {where(origin)}.",
+        f"{config['rounds']} rounds after a warm-up; the engines take turns in every round, one at a time. Medians "
+        f"over rounds (least..greatest); ratios are taken within a round. {versions}; {where(origin)}.",
         *(f"Left out: {engine} ({why})." for engine, why in run["left_out"].items()),
     ]
     for checkpoint in run["checkpoints"]:
@@ -27,93 +29,84 @@ def page(run: Json) -> list[Block]:
         *blocks,
         "GB/s: weights read by a pass of one row (embedding and caches not counted) over its time. Passes have random "
         "tokens of their own; each ends when the greedy token of every row is known, and is rolled back. v(T) is the "
-        'time of T rows over that of one; "by bytes" is v(T) if time is the weights read, with uniform, independent '
-        f"routing. Differences are between logits of {config['check_tokens']} teacher-forced tokens and this project's "
-        "on XLA in float32, in standard deviations of the latter.",
+        'time of T rows over that of one; "by bytes" is v(T) if reading weights takes all of the time, with uniform, '
+        f"independent routing. Differences are between logits of {config['check_tokens']} teacher-forced tokens and "
+        "this project's on XLA in float32, in standard deviations of the latter.",
     ]
 
 
-def _section(checkpoint: Json, rows: list[Json], widths: list[str]) -> list[Block]:
+def _section(checkpoint: Json, rows: list[Json], widths: list[str]) -> Iterator[Block]:
     several = [width for width in widths if width != "1"]
-    speeds = [
+    peers = [row for row in rows if row["engine"] != OURS]
+    yield heading(f"{checkpoint['name']}: {_count(checkpoint['parameters'])} parameters")
+    yield Table(
+        ("engine", "weights", "decoding tok/s", "ours / peer", "prefill tok/s", "ours / peer", "GB/s"),
         [
-            row["engine"],
-            row["weights"],
-            _spread(row["decode_tok_per_s"]),
-            _ratio(row, row["ours_over_peer_decode"]),
-            _spread(row["prefill_tok_per_s"]),
-            _ratio(row, row["ours_over_peer_prefill"]),
-            f"{row['gb_per_s']['median']:.1f}",
-        ]
-        for row in rows
-    ]
-    costs = [
-        [
-            row["engine"],
-            *(f"{row['pass_ms'][w]['median']:.3g}" for w in widths),
-            *(_spread(row["v"][w]) for w in several),
-        ]
-        for row in rows
-    ]
+            [
+                row["engine"],
+                row["weights"],
+                _spread(row["decode_tok_per_s"]),
+                _spread(row["ours_over_peer_decode"]) if row in peers else "",
+                _spread(row["prefill_tok_per_s"]),
+                _spread(row["ours_over_peer_prefill"]) if row in peers else "",
+                f"{row['gb_per_s']['median']:.1f}",
+            ]
+            for row in rows
+        ],
+    )
+    costs = table(
+        rows,
+        {"engine": lambda row: str(row["engine"])}
+        | {f"ms, T={w}": lambda row, w=w: f"{row['pass_ms'][w]['median']:.3g}" for w in widths}
+        | {f"v({w})": _of("v", w) for w in several},
+    )
     by_bytes = ["by bytes", *("" for _ in widths), *(f"{checkpoint['v_by_bytes'][w]:.2f}" for w in several)]
-    passes = [
-        [row["engine"], *(_spread(row["ours_over_peer_pass"][w]) for w in widths)]
-        for row in rows
-        if row["engine"] != OURS
-    ]
+    yield Table(costs.header, [*costs.rows, by_bytes])
+    ratios = {f"ours / peer, T={w}": _of("ours_over_peer_pass", w) for w in widths}
+    yield table(peers, {"engine": lambda row: str(row["engine"])} | ratios)
+    yield from _together([row for row in rows if "together" in row])
     checks = []
     for row in rows:
         checks.append(_check(row["engine"], row, _computes(row)))
         if "rounded_yarn" in row:
             checks.append(_check(f"{LLAMA} against YaRN rounded as there", row["rounded_yarn"], ""))
-    blocks: list[Block] = [
-        heading(f"{checkpoint['name']}: {_count(checkpoint['parameters'])} parameters"),
-        Table(("engine", "weights", "decoding tok/s", "ours / peer", "prefill tok/s", "ours / peer", "GB/s"), speeds),
-        Table(("engine", *(f"ms, T={w}" for w in widths), *(f"v({w})" for w in several)), [*costs, by_bytes]),
-        Table(("engine", *(f"ours / peer, T={w}" for w in widths)), passes),
-        *_together(rows),
-        Table(("engine", "greatest difference", "root mean square", "same greedy token", "computes"), checks),
-    ]
+    yield Table(("engine", "greatest difference", "root mean square", "same greedy token", "computes"), checks)
     if others := checkpoint["others_frac"]:
-        blocks.append(
+        yield (
             f"Other processes took {100 * others['median']:.0f} % of the processors' time during a measurement "
             f"(median; at least {100 * others['lowest']:.0f}, at most {100 * others['highest']:.0f} %)."
         )
-    return blocks
 
 
-def _together(rows: list[Json]) -> list[Block]:
+def _together(rows: list[Json]) -> Iterator[Block]:
     """Lay out the table of requests decoded together; nothing if there were none."""
-    batching = [row for row in rows if "together" in row]
-    if not batching:
-        return []
-    ours = next(row for row in batching if row["engine"] == OURS)
-    peers = [row for row in batching if row is not ours]
+    if not rows:
+        return
+    (ours,) = (row for row in rows if row["engine"] == OURS)
+    peers = [row for row in rows if row is not ours]
     header = ["requests", "ours tok/s"]
     for row in peers:
         header += [f"{row['engine']} tok/s", f"ours / {row['engine']}"]
+    figures = ("tok_per_s", "ours_over_peer")
     lines = [
         [
             number,
             _spread(own["tok_per_s"]),
-            *(_spread(row["together"][number][key]) for row in peers for key in ("tok_per_s", "ours_over_peer")),
+            *(_spread(row["together"][number][key]) for row in peers for key in figures),
         ]
         for number, own in ours["together"].items()
     ]
-    blocks: list[Block] = [Table(header, lines)]
+    yield Table(header, lines)
     for row in peers:
         ways: dict[str, list[str]] = {}
-        for number, figures in row["together"].items():
-            ways.setdefault(figures.get("way", ""), []).append(number)
-        named = [f"{way} (requests: {', '.join(numbers)})" for way, numbers in ways.items() if way]
-        if named:
-            blocks.append(f"The faster cache of {row['engine']}: {'; '.join(named)}.")
-    return blocks
+        for number, own in row["together"].items():
+            ways.setdefault(own.get("way", ""), []).append(number)
+        if named := [f"{way} (requests: {', '.join(numbers)})" for way, numbers in ways.items() if way]:
+            yield f"The faster cache of {row['engine']}: {'; '.join(named)}."
 
 
 def _about_many(run: Json) -> str:
     """Explain the rows of many requests."""
-    alone = list(dict.fromkeys(row["engine"] for row in run["rows"] if "together" not in row))
     text = (
         "Requests: so many are decoded together, plainly, each with a prompt of its own. The time is that of "
         f"{run['config']['new_tokens'] - 1} steps of all, after the last prefill; tok/s are of all requests. Ours has "
@@ -122,9 +115,9 @@ def _about_many(run: Json) -> str:
     if any(row["engine"] == LLAMA for row in run["rows"]):
         text += (
             " llama.cpp has a sequence for each and runs a batch a step, with the faster of its two caches. NumPy "
-            "finds the greatest logits, which counts in its time, as with one request."
+            "takes the argmax of the logits, which counts in its time, as with one request."
         )
-    if alone:
+    if alone := list(dict.fromkeys(row["engine"] for row in run["rows"] if "together" not in row)):
         text += f" Not in these rows, since it decodes one request at a time here: {', '.join(alone)}."
     return text
 
@@ -135,14 +128,14 @@ def _check(name: str, check: Json, computes: str) -> list[str]:
 
 
 def _computes(row: Json) -> str:
-    """Say what computes; of transformers, also which expert implementation at which width."""
+    """Name the arithmetic; of transformers, also the implementation of experts at each width."""
     best = row.get("best", {})
     chosen = ", ".join(f"T={width}: {name}" for width, name in sorted(best.items(), key=lambda item: int(item[0])))
     return "; ".join(filter(None, [row["computes"], chosen]))
 
 
-def _ratio(row: Json, ratio: Json) -> str:
-    return "" if row["engine"] == OURS else _spread(ratio)
+def _of(name: str, width: str) -> Callable[[Json], str]:
+    return lambda row: _spread(row[name][width])
 
 
 def _spread(figure: Json) -> str:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 class Child:
     """A process that answers calls, JSON line by JSON line (worker.serve), until `close`.
 
-    root: the checkout whose packages it imports. The first answer says what it is. Raises InputError if it fails.
+    root: the checkout that it imports. The first answer is its description. Raises InputError if it fails.
     """
 
     def __init__(self, name: str, command: Sequence[str], root: Path = ROOT) -> None:
@@ -40,7 +40,7 @@ class Child:
             raise
 
     def call(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Call the method `do` of what it serves."""
+        """Call the method `do` of the served object."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
@@ -87,7 +87,7 @@ class Child:
 
 
 class Remote(Child):
-    """An engine that has loaded, in a process of its own."""
+    """A loaded engine in a process of its own."""
 
     def __init__(self, entry: Entry) -> None:
         command = [entry.python, "-m", "scripts.peers.worker", entry.kind, json.dumps(dict(entry.options))]

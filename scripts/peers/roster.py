@@ -1,4 +1,4 @@
-"""The engines of a comparison: each one's worker, its Python, and how it keeps its weights."""
+"""The engines of a comparison: their workers, their Pythons, and the storage of their weights."""
 
 import importlib.util
 import shutil
@@ -10,13 +10,35 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
-from scripts.peers.cost import MXFP4_BYTES, Storage
+from peagle.measure.bench import WeightBytes
+from target.config import TargetConfig
+from target.dialects import tensor_shapes
 
 OURS, LLAMA = "peagle", "llama.cpp"
 NAMES = (OURS, "peagle-xla", "transformers-bf16", "transformers-fp32", LLAMA)
 DEFAULT = tuple(name for name in NAMES if name != "peagle-xla")
 MOST_REQUESTS = 256  # sequences of a context of llama.cpp
+MXFP4_BYTES = 17 / 32  # of a weight: 4 bits, and its share of its block's scale
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Bytes of a weight, in an engine's memory."""
+
+    dense: float
+    experts: float
+
+    def weights(self, config: TargetConfig) -> WeightBytes:
+        """Add up every matrix and bias except the embedding."""
+        dense = experts = 0.0
+        for name, shape in tensor_shapes(config, mxfp4=False).items():
+            if ".experts." in name:
+                experts += float(np.prod(shape)) * (self.experts if len(shape) == 3 else self.dense)
+            elif "embed_tokens" not in name:
+                dense += float(np.prod(shape)) * self.dense
+        return WeightBytes(round(dense), round(experts), config.num_experts, config.top_k)
 
 
 @dataclass(frozen=True)
@@ -33,7 +55,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Site:
-    """A checkpoint, and what its engines run with."""
+    """A checkpoint, and the settings of its engines."""
 
     checkpoint: Path
     mxfp4: bool
@@ -45,7 +67,7 @@ class Site:
 
 
 def batches(name: str) -> bool:
-    """Whether an engine decodes several requests together (worker.BatchingEngine)."""
+    """Test whether an engine decodes several requests together (worker.BatchingEngine)."""
     return name.partition("-")[0] in (OURS, LLAMA)
 
 
@@ -96,6 +118,6 @@ def entry(name: str, site: Site) -> Entry:
 
 
 def reference(site: Site) -> Entry:
-    """Make the entry that the others' logits are compared with: this project on XLA in float32, experts dequantised."""
+    """Make the reference's entry: this project on XLA in float32, experts dequantised."""
     plain = entry("peagle-xla", site)
     return replace(plain, options={**plain.options, "dtype": "float32"})

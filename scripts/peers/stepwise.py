@@ -1,4 +1,4 @@
-"""The measurements, for an engine that is driven pass by pass from Python."""
+"""The measurements of an engine that Python drives pass by pass."""
 
 import time
 from abc import ABC, abstractmethod
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class StepwiseEngine(ABC):
-    """decode, verify and logits, from three primitives. Needs numpy only."""
+    """Implements decode, verify and logits by three primitives. Needs numpy only."""
 
     @abstractmethod
     def begin(self, prompt_ids: list[int]) -> int:
@@ -27,7 +27,7 @@ class StepwiseEngine(ABC):
         """Return float32 logits [T, vocabulary] of the last `extend`."""
 
     def choose(self, width: int) -> None:  # noqa: B027
-        """Choose how to compute passes of this width, which come next; for engines with several ways."""
+        """Prepare for passes of this width; for engines with several implementations."""
 
     def decode(self, prompt_ids: list[int], num_tokens: int) -> dict[str, Any]:
         """See worker.Engine."""

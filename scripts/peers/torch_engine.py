@@ -1,6 +1,6 @@
 """Drive transformers' GptOssForCausalLM.
 
-It has the fastest of its expert implementations at each width and, on a GPU, the faster of its ways to decode.
+It runs with the fastest of its expert implementations at every width and, on a GPU, with the faster of its caches.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from transformers import DynamicCache, GenerationConfig, GptOssForCausalLM, Mxfp
 from scripts.peers.stepwise import StepwiseEngine
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
-# batched_mm copies the weights of every selected expert of every row: at a prompt's width more than memory holds
+# batched_mm copies the weights of all selected experts of all rows: too much at a prompt's width
 COPYING, WIDEST_COPY = "batched_mm", 8
 TRIALS = 3
 GROWING, STATIC = "growing cache, eager", "static cache, compiled"
@@ -57,10 +57,10 @@ class Transformers(StepwiseEngine):
         }
 
     def prepare(self, prompt_ids: list[int], widths: list[int]) -> dict[str, Any]:
-        """Time all ways: {"best": {width: implementation}, "seconds": {width: {implementation: best of some passes}}}.
+        """Time all implementations: {"best": {width: name}, "seconds": {width: {name: least}}}.
 
-        With two ways to decode, also {"decoding": {way: seconds of some tokens, or why it does not work}}, and
-        `describe` with the better.
+        If there are two caches, also {"decoding": {cache: seconds of some tokens, or its error}}, and `describe` with
+        the faster cache.
         """
         seconds = {width: self._time_all(prompt_ids, width) for width in {*widths, len(prompt_ids)}}
         self._best = {width: min(times, key=times.__getitem__) for width, times in seconds.items()}
@@ -72,7 +72,7 @@ class Transformers(StepwiseEngine):
         return choice
 
     def choose(self, width: int) -> None:
-        # without `prepare`, transformers' own choice
+        # before `prepare`, transformers chooses
         if width in self._best:
             self._model.set_experts_implementation(self._best[width])
 
@@ -86,7 +86,7 @@ class Transformers(StepwiseEngine):
 
     @torch.inference_mode()
     def begin(self, prompt_ids: list[int]) -> int:
-        # a cache without the config: sliding layers keep all, so that they can be rolled back
+        # without the config sliding layers keep all tokens, so that they can be rolled back
         self._cache = DynamicCache()
         output = self._run(prompt_ids, logits_to_keep=1)
         return int(output.logits[0, -1].argmax())
@@ -111,7 +111,7 @@ class Transformers(StepwiseEngine):
 
     @torch.inference_mode()
     def _generate(self, prompt_ids: list[int], num_tokens: int) -> tuple[float, list[int]]:
-        """Decode (seconds, greedy tokens) by transformers' own loop with a static cache, which compiles on a GPU."""
+        """Decode by transformers' own loop with a static cache; return (seconds, greedy tokens)."""
         config = GenerationConfig(
             max_new_tokens=num_tokens,
             min_new_tokens=num_tokens,
@@ -129,14 +129,14 @@ class Transformers(StepwiseEngine):
         return seconds, token_ids
 
     def _time_decoding(self, prompt_ids: list[int]) -> dict[str, float | str]:
-        """Try both ways, and keep the faster."""
+        """Time both caches, and keep the faster."""
         tried: dict[str, float | str] = {}
         for way, static in ((GROWING, False), (STATIC, True)):
             self._static = static
             try:
                 runs = [self.decode(prompt_ids, TRIED_TOKENS)["decode_s"] for _ in range(TRIALS)]
                 tried[way] = min(runs[1:])
-            except Exception as error:  # a peer's way that does not work here is left out, by name
+            except Exception as error:  # an unusable cache is recorded by its error
                 tried[way] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         times = {way: seconds for way, seconds in tried.items() if isinstance(seconds, float)}
         self._static = bool(times) and min(times, key=times.__getitem__) == STATIC

@@ -1,7 +1,7 @@
 """Drive vLLM's speculative decoding on CPU, under the Python of an environment that has vLLM.
 
-float32, one request at a time, no prefix cache, no compiled graphs: nothing that could change what is accepted. Nothing
-of this project is imported.
+float32, one request at a time, no prefix cache, no compiled graphs: nothing that could change acceptance. It imports
+nothing of this project.
 """
 
 import os
@@ -24,7 +24,7 @@ from vllm import LLM, SamplingParams
 def load(
     target: str, drafter: str, parallel: bool, num_drafts: int, max_positions: int, stop_token_ids: list[int]
 ) -> "Vllm":
-    """Load an unquantised target with a drafter, which proposes in one pass (P-EAGLE) if parallel, else in turn."""
+    """Load an unquantised target with a drafter. parallel: P-EAGLE."""
     speculation: dict[str, Any] = {"method": "eagle3", "model": drafter, "num_speculative_tokens": num_drafts}
     if parallel:
         speculation["parallel_drafting"] = True
@@ -54,10 +54,10 @@ class Vllm:
         return {"version": f"vLLM {vllm.__version__}, torch {torch.__version__}", "computes": "float32"}
 
     def speculate(self, prompt_ids: list[int], num_tokens: int) -> dict[str, Any]:
-        """Decode greedily: {"token_ids": with the stop token, "speculative_decoding": vLLM's own counts of the steps}.
+        """Decode greedily: {"token_ids": with the stop token, "speculative_decoding": counts}.
 
-        The counts are vLLM's per-request block at its level `detailed`, which counts each step in full, also if a stop
-        token or the budget cut what it gave.
+        The counts are vLLM's per-request block at its level `detailed`. It counts steps in full, even if a stop token
+        or the budget cut their output.
         """
         sampling = SamplingParams(
             temperature=0.0, max_tokens=num_tokens, stop_token_ids=self._stop_token_ids, detokenize=False

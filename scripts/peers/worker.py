@@ -1,12 +1,11 @@
-"""The child's side of a comparison: one engine in a process of its own, which takes its calls as JSON lines.
+"""The child's side of a comparison: one engine, called by JSON lines.
 
     python -m scripts.peers.worker KIND '{"directory": ...}'
 
-Every line of standard input is {"do": METHOD, ...arguments}; every answer is a line: {"answer": {...}} or
-{"error": one line}. The first answer is that of `describe`, after the engine has loaded. Whatever libraries print goes
-to standard error.
+A line of standard input is {"do": METHOD, ...arguments}; its answer is a line {"answer": {...}} or {"error": one line}.
+The first answer is that of `describe`, after the engine has loaded. Output of libraries goes to standard error.
 
-This file and stepwise.py need nothing but numpy, so that they run under another environment's Python.
+This file and stepwise.py need only numpy, so that they run under another environment's Python.
 """
 
 import importlib
@@ -33,22 +32,22 @@ class Engine(Protocol):
         ...
 
     def prepare(self, prompt_ids: list[int], widths: list[int]) -> dict[str, Any]:
-        """Choose and compile for passes of these widths after such a prompt."""
+        """Choose implementations and compile, for passes of these widths after such a prompt."""
         ...
 
     def decode(self, prompt_ids: list[int], num_tokens: int) -> dict[str, Any]:
-        """Decode plainly: {"prefill_s": until the first token, "decode_s": for all tokens after it, "token_ids"}."""
+        """Decode plainly: {"prefill_s": until the first token, "decode_s": after it, "token_ids"}."""
         ...
 
     def verify(self, prompt_ids: list[int], passes: list[list[int]]) -> dict[str, Any]:
         """Time verify passes: {"pass_s": mean time of a pass of T rows after the prompt}.
 
-        Each pass ends when the greedy token of every row is known; then its rows are rolled back.
+        A pass ends when the greedy tokens of all rows are known; then its rows are rolled back.
         """
         ...
 
     def logits(self, prompt_ids: list[int], passes: list[list[int]], path: str) -> dict[str, Any]:
-        """Write float32 logits [tokens, vocabulary] after each token of the passes, which follow the prompt."""
+        """Write float32 logits [tokens, vocabulary] of the passes, which follow the prompt."""
         ...
 
 
@@ -56,10 +55,10 @@ class BatchingEngine(Engine, Protocol):
     """An engine that decodes several requests together (see roster.batches)."""
 
     def decode_many(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
-        """Decode the prompts together, plainly and greedily, each token fed back.
+        """Decode the prompts together, plainly and greedily.
 
-        {"decode_s": for the num_tokens - 1 steps, each of all requests, after the last prompt's prefill; "token_ids": a
-        list per request, as far as they were read by then}. An engine with several ways to do it adds its "way".
+        {"decode_s": for num_tokens - 1 steps of all requests, after the last prefill; "token_ids": a list per request,
+        as far as they were read by then}. An engine with several implementations adds its "way".
         """
         ...
 
@@ -70,7 +69,7 @@ def main() -> int:
 
 
 def serve(load: Callable[[], Any]) -> int:
-    """Answer the calls of standard input until it ends. load: makes what is called; it has a method `describe`."""
+    """Answer the calls of standard input. load: makes the served object, with `describe`."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     try:

@@ -3,9 +3,9 @@
     peagle random S /tmp/S
     python -m scripts.bench engine --out RUN --before CHECKOUT demo /tmp/S
 
-Each model runs in a process of its own for this checkout, and in one for CHECKOUT, whose kernels must be compiled. They
-take turns case by case and round by round, one at work at a time. Tokens are random and equal on both sides. The demo
-drafts with its P-EAGLE, other models with n-grams.
+A model runs in one process for this checkout, and in one for CHECKOUT, whose kernels must be compiled. They take turns
+by case and round, one at a time. Tokens are random and equal on both sides. The demo drafts with its P-EAGLE, other
+models with n-grams.
 
 Afterwards `--out` (which must not exist yet) holds run.json, raw.jsonl and README.md.
 """
@@ -45,10 +45,10 @@ SHARE = 0.25  # of the contexts' memory
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A measurement: what the page calls it, its figure (by name) and the worker's call.
+    """A measurement: its row on the page, its figure (by name) and the worker's call.
 
-    over: the row of the page that it is divided by, this checkout's; None: its own row of the other checkout.
-    over_figure: the figure of that row's call. alone: the other checkout cannot, or need not, run it.
+    over: the row of this checkout to divide by; None: the same row of the other checkout. over_figure: the figure of
+    that row's call. alone: only this checkout runs it.
     """
 
     name: str
@@ -60,14 +60,14 @@ class Case:
     alone: bool = False
 
     def text(self, figure: Json | None) -> str:
-        """Format the median of its figure: tokens a second, or seconds as milliseconds; empty if there is none."""
+        """Format the median of its figure, tokens a second or milliseconds; empty if there is none."""
         if figure is None:
             return ""
         is_rate = self.figure.endswith("per_s")
         return f"{figure['median']:,.0f}" if is_rate else f"{figure['median'] * 1e3:.1f} ms"
 
     def ratio(self, model: str, number: int, lines: Mapping[Key, Json]) -> float | None:
-        """Divide a round's figure by what it is compared with; None if that was not measured."""
+        """Divide a round's figure by that of `over`; None if that was not measured."""
         side = NOW if self.over else BEFORE
         below = lines.get((model, self.over or self.name, side, number))
         now = lines[model, self.name, NOW, number][self.figure]
@@ -75,7 +75,7 @@ class Case:
 
 
 def cases(long: int) -> Iterator[Case]:
-    """Make the cases. long: tokens before the answer of a long request."""
+    """Yield the cases. long: tokens before the answer of a long request."""
     for k in (0, 3):
         drafts = f"K = {k}" if k else "plain"
         yield Case(f"one request, {drafts}", "tok_per_s", "one", _one(1, k, 40, 300))
@@ -156,7 +156,7 @@ def bench(options: argparse.Namespace, typed: Sequence[str]) -> int:
 def measure(
     target: str, roots: dict[str, Path], chosen: Sequence[Case], rounds: int, progress: Progress
 ) -> Iterator[Json]:
-    """Yield a line per measurement of one target. Round 0 warms up; it is kept for what compiles once."""
+    """Yield a line per measurement of one target. Round 0 warms up and has compile times."""
     name = target if target == DEMO else Path(target).name
     worker = str(Path(__file__).with_name("engine_worker.py"))
     with ExitStack() as running:
@@ -176,7 +176,7 @@ def measure(
 
 
 def figures(lines: Sequence[Json], chosen: Sequence[Case]) -> Json:
-    """Take spreads over rounds: of each figure, and of its ratio within a round."""
+    """Take spreads over rounds, of figures and of their ratios within a round."""
     by_key = {(line["model"], line["case"], line["side"], line["round"]): line for line in lines}
     rounds = sorted({line["round"] for line in lines})
     result: Json = {}

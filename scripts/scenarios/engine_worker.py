@@ -1,4 +1,4 @@
-"""The child's side of the scenario `engine`: measure one model on the engine of whichever checkout is imported.
+"""The child's side of the scenario `engine`: measure one model on the engine of the imported checkout.
 
 PYTHONPATH=CHECKOUT python scripts/scenarios/engine_worker.py TARGET DRAFTER
 """
@@ -19,7 +19,7 @@ FORMER_NAMES = {"context": "capacity", "prefix_cache": "prefix_cache_bytes", "kv
 
 
 class Measured:
-    """The measurements of one pair. Each compiles at its first call, outside its time. Times are seconds."""
+    """The measurements of one pair, in seconds. The first call of each compiles, outside its time."""
 
     def __init__(self, target: str, drafter: str) -> None:
         self._pair = peagle.load() if target == "demo" else peagle.load(target, drafter or None)
@@ -30,18 +30,18 @@ class Measured:
         return {"kernels": getattr(self._pair, "loaded", self._pair).kernels}  # an older checkout has it in the pair
 
     def one(self, slots: int, k: int, prompt: int, new: int) -> dict[str, float]:
-        """Decode one request in an engine of so many slots: tokens a second after the first one."""
+        """Decode one request in an engine of several slots: tokens a second after the first one."""
         _, first_s, total_s, count = self._run(self._engine(slots, k, prompt + new + 64), [(prompt, new)])
         return {"tok_per_s": (count - 1) / (total_s - first_s)}
 
     def many(self, requests: int, k: int, prompt: int, new: int) -> dict[str, float]:
-        """Decode equal requests at once: tokens a second, prompts included, and the last one's first token."""
+        """Decode equal requests at once: tokens a second, and the time until all have a token."""
         engine = self._engine(requests, k, prompt + new + 64)
         last_s, _, total_s, count = self._run(engine, [(prompt, new)] * requests)
         return {"tok_per_s": count / total_s, "last_first_token_s": last_s}
 
     def turn(self, history: int, question: int) -> dict[str, float]:
-        """Answer a second turn that repeats a first one: time to its first token."""
+        """Answer a second turn after a first one: time to its first token."""
         engine = self._engine(1, 0, history + 2 * question, prefix_cache=1 << 28)
         self._num_turns += 1
         first = self._prompt(history, 1000 + self._num_turns)  # other tokens than those of the rounds before
@@ -54,9 +54,9 @@ class Measured:
         return {"ttft_s": seconds}
 
     def arrivals(self, requests: int, slots: int, prompt: int, new: int, long: int, load: float) -> dict[str, float]:
-        """Decode requests that arrive at a share of what the engine decodes, with and without a long prompt among them.
+        """Decode requests that arrive at `load` times the throughput, with and without a long one.
 
-        Returns the quantile .99 of the others' waits between two arrivals of tokens, and the long prompt's first token.
+        Returns the 99th percentile of the others' inter-token latency, and the long prompt's ttft.
         """
         engine = self._engine(slots, 0, long + new + 64)
         shapes = [(prompt, new)] * requests
@@ -74,7 +74,7 @@ class Measured:
         return figures
 
     def memory(self, requests: int, least: int, most: int, new: int, frac: float) -> dict[str, float]:
-        """Decode requests of least to most tokens with kv memory for all of their contexts, and for `frac` of it."""
+        """Decode requests of several lengths with kv memory for all contexts, and for `frac` of it."""
         lengths = np.exp(np.random.default_rng(1).uniform(np.log(least), np.log(most), requests)).astype(int)
         shapes = [(int(length) - new, new) for length in lengths]
         whole = self._engine(requests, 0, most + 64)
@@ -105,7 +105,7 @@ class Measured:
     def _play(
         self, engine: Any, arrivals: list[tuple[tuple[int, int], float]]
     ) -> tuple[list[list[float]], list[float]]:
-        """Add requests when they are due; return when their tokens arrived, and when they were due."""
+        """Add requests when they are due; return the arrivals of their tokens, and their due times."""
         waiting = sorted(range(len(arrivals)), key=lambda place: arrivals[place][1])
         times: list[list[float]] = [[] for _ in arrivals]
         places: dict[Any, int] = {}
@@ -126,7 +126,7 @@ class Measured:
         return times, [started + due for _, due in arrivals]
 
     def _run(self, engine: Any, shapes: list[tuple[int, int]]) -> tuple[float, float, float, int]:
-        """Decode (prompt, new) tokens each; return (last and first first token, all, tokens)."""
+        """Decode requests; return (seconds to all and any first tokens, to the end; tokens)."""
         requests = [
             Request(self._prompt(prompt, index), new, stop_token_ids=(), index=index)
             for index, (prompt, new) in enumerate(shapes)
@@ -140,7 +140,7 @@ class Measured:
 
 
 def _server() -> Any:
-    """Load the side that answers calls by its path: the imported checkout may have an older one."""
+    """Load worker.py by its path: the imported checkout may have an older one."""
     path = Path(__file__).parents[1] / "peers" / "worker.py"
     spec = importlib.util.spec_from_file_location("worker", path)
     assert spec is not None

@@ -1,11 +1,10 @@
-"""Measure the peak memory of loading a checkpoint and of decoding with it, beside what its weights and caches take.
+"""Measure the peak memory of loading a checkpoint and decoding, beside the size of weights and caches.
 
     python -m scripts.bench memory TARGET
     JAX_NUM_CPU_DEVICES=4 python -m scripts.bench memory TARGET --mesh tp=4
 
-Anonymous pages are counted (RssAnon): pages of the mapped files are resident too, but the system takes them back when
-it needs them. Over a mesh of devices only loading is measured; on CPU the devices share one memory. Prints JSON, in
-bytes. Linux only.
+It counts anonymous pages (RssAnon): the system can reclaim pages of mapped files. Over a mesh of devices it
+measures only loading; on CPU the devices share one memory. Prints JSON, in bytes. Linux only.
 """
 
 import argparse
@@ -30,7 +29,7 @@ INTERVAL_S = 0.001
 
 
 class Peak:
-    """A context that finds the most anonymous memory of this process while it is open."""
+    """A context that measures the peak anonymous memory of this process."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -62,7 +61,7 @@ def anonymous_bytes() -> int:
 def measure(
     directory: str, kernels: str, prompt_tokens: int = 3, blocked: bool = False, mesh: str | None = None
 ) -> dict[str, int | float]:
-    """Measure bytes of weights and caches, and the peaks of loading and decoding beyond a process without them.
+    """Measure bytes of weights and caches, and the peaks of loading and decoding.
 
     blocked: prefill the prompt at once. mesh: load over these devices, and decode nothing.
     """

@@ -3,17 +3,15 @@
     peagle random M /tmp/M
     python -m scripts.bench peers --out RUN --llama-python LLAMA/bin/python /tmp/M
 
-Measured are plain decoding, verify passes, and how far each engine's logits are from a float32 reference. On a GPU all
-compute in bfloat16, and transformers decodes with the faster of its two caches: one that grows, and a static one, whose
-passes it compiles. Every engine is a process of its own; they take turns round by round, so that drift of the machine
-affects all equally.
-
-With --requests 1,4,8,16,32 so many requests are also decoded together: by ours in an engine of as many slots, by
-llama.cpp in batches of as many sequences.
+It measures plain decoding, verify passes, and the difference of an engine's logits from a float32 reference. On a GPU
+all compute in bfloat16, and transformers decodes with the faster of its caches: a growing one, and a static one with
+compiled passes. Every engine is a process of its own; they take turns round by round, so that drift of the machine
+affects all equally. --requests 1,4,8,16,32 also decodes so many requests together: ours in an engine with a slot for
+each, llama.cpp in batches with a sequence for each.
 
 llama.cpp runs under a Python that has llama-cpp-python, best in an environment of its own (`pip install
-llama-cpp-python` compiles it); the checkpoint is written as GGUF for it, MXFP4 experts bit for bit. An engine whose
-packages are missing is left out, and the page names it.
+llama-cpp-python` compiles it), on the checkpoint as a GGUF file, with its MXFP4 experts bit for bit. The page names
+engines that are left out because their packages are missing.
 
 Afterwards `--out` (which must not exist yet) holds run.json (provenance, configuration, a row per checkpoint and
 engine), raw.jsonl (a line per measurement) and README.md (the tables).
@@ -64,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def bench(arguments: argparse.Namespace, typed: list[str]) -> int:
-    """Check everything before anything runs, then measure; each checkpoint's figures are written once known."""
+    """Check everything, then measure; figures are written after every checkpoint."""
     names, left_out = engines(arguments.engines, arguments.llama_python)
     settings = Settings(
         tuple(path.name for path in arguments.checkpoints),
@@ -105,7 +103,7 @@ def bench(arguments: argparse.Namespace, typed: list[str]) -> int:
 
 
 def engines(named: str, llama_python: str | None) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Choose (the engines to compare, ours among them; those left out, with the reason)."""
+    """Return (the engines to compare, with ours; {engine left out: reason})."""
     names = list(dict.fromkeys([OURS, *named.split(",")]))
     if unknown := [name for name in names if name not in NAMES]:
         raise InputError(f"--engines names {unknown[0]!r}; expected names of {', '.join(NAMES)} with commas between")
@@ -115,7 +113,7 @@ def engines(named: str, llama_python: str | None) -> tuple[tuple[str, ...], dict
 
 
 def check(settings: Settings, checkpoints: list[Path]) -> None:
-    """Raise InputError for settings that cannot be run, and for checkpoints that are none or too short."""
+    """Raise InputError for impossible settings, and for checkpoints with too few positions."""
     if settings.rounds < 1 or settings.prompt_tokens < 1 or settings.new_tokens < 2:
         raise InputError("--rounds and --prompt-tokens must be 1 or more, --new-tokens 2 or more")
     if not 0 < settings.seconds < math.inf:

@@ -3,15 +3,14 @@
     python -m scripts.bench serve --out RUN                                         # the demo pair, minutes
     python -m scripts.bench serve --out RUN --target /tmp/M --clients 1,8 --requests 5 --peer LLAMA/bin/llama-server
 
-First 1000 tokens in and 1000 out, one request at a time; then rounds of shorter ones by so many clients at once
-(`--clients`), a client's next as soon as its last has ended. Every server is a process of its own with as many slots
-as there are clients; plain decoding and each K of `-k` take turns, round by round. With --engine-alone 1,8 the same
-requests are also decoded by the engine in this process, so that the difference is the server's. No answer ends before
-its last token, and no prompt is cached.
+First one request at a time, 1000 tokens in and 1000 out; then rounds of shorter ones from several clients (--clients),
+who send a request after the end of the last one. Every server is a process with a slot per client; plain decoding and
+every K of `-k` take turns, round by round. With --engine-alone 1,8 the engine in this process decodes the same
+requests: the difference is the server's. Answers have a fixed number of tokens, and no prompt is cached.
 
---peer: the program llama-server, which gets the same checkpoint as a GGUF file, or the URL of a running one. It comes
-with llama.cpp; the source package of llama-cpp-python holds it, too (cmake -S vendor/llama.cpp -B build
--DLLAMA_CURL=OFF; cmake --build build -t llama-server). A checkpoint without a tokenizer gets a generated one.
+--peer: the program llama-server, which reads the same checkpoint as a GGUF file, or the URL of a running one. It comes
+with llama.cpp and with the source package of llama-cpp-python (cmake -S vendor/llama.cpp -B build -DLLAMA_CURL=OFF;
+cmake --build build -t llama-server). A checkpoint without a tokenizer gets a generated one.
 
 Afterwards `--out` (which must not exist yet) holds run.json, raw.jsonl and README.md.
 """
@@ -72,7 +71,7 @@ PLAIN, PEER = "plain", "llama.cpp"
 
 @dataclass(frozen=True)
 class Load:
-    """Requests of one round: so many, by so many clients at once."""
+    """The requests of one round."""
 
     clients: int
     requests: int
@@ -80,7 +79,7 @@ class Load:
     tokens_out: int
     rounds: int
     engine_alone: bool = False
-    single: bool = False  # the long requests that come one at a time
+    single: bool = False  # long requests, one at a time
 
     @property
     def context(self) -> int:
@@ -89,7 +88,7 @@ class Load:
 
 @dataclass(frozen=True)
 class ServedPair:
-    """The models of the servers. drafts: K by variant. directory: of the target, with a tokenizer."""
+    """The models of the servers. drafts: K by variant. directory: the target's, with a tokenizer."""
 
     checkpoint: Path
     vocab_size: int
@@ -106,7 +105,7 @@ class ServedPair:
         return [*options, "--context", str(load.context), "--prefix-cache", "0"]
 
     def config(self, options: argparse.Namespace) -> Json:
-        """Collect the options for run.json; of a path its name."""
+        """Collect the options for run.json; paths are shortened to names."""
         config = {name: value for name, value in vars(options).items() if name not in ("out", "peer")}
         drafter = None if self.drafter is None else Path(self.drafter).name
         return config | {"target": Path(options.target).name, "drafter": drafter}
@@ -153,7 +152,7 @@ def bench(options: argparse.Namespace, typed: Sequence[str]) -> int:
 
 
 def checked_loads(options: argparse.Namespace) -> list[Load]:
-    """List the loads: one request at a time, then rounds by clients. Raises InputError for impossible options."""
+    """List the loads. Raises InputError for bad options."""
     expect_new(options.out)
     for option in ("tokens_in", "round_requests", "round_in", "rounds"):
         if (value := getattr(options, option)) < 1:
@@ -178,9 +177,9 @@ def is_url(peer: str) -> bool:
 
 
 def prepared(options: argparse.Namespace, loads: Sequence[Load], scratch: Path, with_gguf: bool = False) -> ServedPair:
-    """Choose the variants; make a tokenizer and a GGUF file if they are needed.
+    """Choose the variants; make a tokenizer and a GGUF file if needed.
 
-    Raises InputError for a negative seed, and for a target of too few positions.
+    Raises InputError for a negative seed, and for a target with too few positions.
     """
     if options.seed < 0:
         raise InputError(f"--seed is {options.seed}; expected 0 or more")
@@ -208,10 +207,7 @@ def variants(models: ServedPair, peer: str | None) -> list[str]:
 
 
 def prompts(checkpoint: Path, vocab_size: int, load: Load, seed: int) -> list[list[int]]:
-    """Make the prompts of a load, of one length: held-out prompts, the last in the chat template.
-
-    Without a tokenizer, random tokens.
-    """
+    """Make prompts of one length: ends of joined held-out chats, or random tokens."""
     tokenizer = load_tokenizer(checkpoint)
     if tokenizer is None:
         rng = np.random.default_rng([seed, load.tokens_in])
@@ -221,7 +217,7 @@ def prompts(checkpoint: Path, vocab_size: int, load: Load, seed: int) -> list[li
     token_ids = []
     for number in range(load.requests):
         ids: list[int] = []
-        for place in itertools.count(number):  # longer and longer, with more prompts before
+        for place in itertools.count(number):  # join prompts until they are long enough
             ids = [*chats[place % len(chats)], *ids]
             if len(ids) >= load.tokens_in:
                 break
@@ -230,14 +226,14 @@ def prompts(checkpoint: Path, vocab_size: int, load: Load, seed: int) -> list[li
 
 
 def body_of(prompt: Sequence[int], load: Load, variant: str) -> Json:
-    """Make a request of exactly so many tokens. The peer caches prompts unless it is told not to."""
+    """Make a request with exactly tokens_out tokens. The peer caches prompts by default."""
     extra = {"cache_prompt": False} if variant == PEER else {}
     options = {"max_tokens": load.tokens_out, "temperature": 0, "ignore_eos": True}
     return {"prompt": list(prompt), **options, **extra}
 
 
 def measure(options: argparse.Namespace, models: ServedPair, loads: Sequence[Load]) -> Iterator[Json]:
-    """Measure every load on servers of as many slots; yield a line for every round and variant."""
+    """Measure loads on servers with a slot per client; yield a line per round and variant."""
     progress, pair = Progress(), None
     for load in loads:
         with contextlib.ExitStack() as stack:
@@ -257,7 +253,7 @@ def measure(options: argparse.Namespace, models: ServedPair, loads: Sequence[Loa
 
 @contextlib.contextmanager
 def started(options: argparse.Namespace, models: ServedPair, variant: str, load: Load) -> Iterator[Server]:
-    """Start the server of a variant, or take the peer's that runs."""
+    """Start the server of a variant; a peer may run already."""
     if variant != PEER:
         with servers.ours(*models.options(variant, load)) as server:
             yield server
@@ -270,7 +266,7 @@ def started(options: argparse.Namespace, models: ServedPair, variant: str, load:
 
 
 def engine_of(pair: Pair, k: K, load: Load) -> AnyEngine:
-    """Make the engine that a server with this K has, here."""
+    """Make the engine of a server with this K in this process."""
     drafts, adaptive = pair.num_drafts(k)
     shape = pair.engine_config(drafts, slots=load.clients, context=load.context, adaptive=adaptive, k_per_request=True)
     engine = pair.engine(shape)
@@ -285,7 +281,7 @@ def rounds(
     engines: Mapping[str, AnyEngine],
     progress: Progress,
 ) -> Iterator[Json]:
-    """Yield a line for each round, variant and place, server or engine. Round 0 warms up, with short answers."""
+    """Yield a line per round, variant and place (server, engine). Round 0 warms up."""
     places = [(variant, "server") for variant in running] + [(variant, "engine") for variant in engines]
     progress.begin(load.rounds * len(places))
     for number in range(load.rounds + 1):
@@ -303,7 +299,7 @@ def rounds(
 
 
 def by_server(server: Server, bodies: Sequence[Json], load: Load, variant: str) -> Json:
-    """Send the requests of a round; add the processor time of both sides, and the server's own counts."""
+    """Measure a server's round, with both sides' processor time and the server's counts."""
     before = None if variant == PEER else Counted.by(server)
     pids = [] if server.pid is None else [server.pid]
     with Bystanders(os.getpid(), *pids) as others:
@@ -316,7 +312,7 @@ def by_server(server: Server, bodies: Sequence[Json], load: Load, variant: str) 
 
 
 def by_engine(engine: AnyEngine, prompts: Sequence[Sequence[int]], load: Load) -> list[Reply]:
-    """Decode as `together` does: so many requests at a time, a client's next as soon as its last has ended."""
+    """Measure a round of an engine, with the order of `together`."""
     queues = [collections.deque(prompts[place :: load.clients]) for place in range(load.clients)]
     handles: list[Handle] = []
     started: dict[Handle, tuple[int, float]] = {}
@@ -354,7 +350,7 @@ def by_engine(engine: AnyEngine, prompts: Sequence[Sequence[int]], load: Load) -
 
 
 def summary(raw: Sequence[Json], load: Load, variant: str) -> Json:
-    """Take medians over rounds of one load and variant; ratios are of the same round."""
+    """Take medians over rounds of one load and variant; ratios are taken within a round."""
 
     def of(name: str, place: str = "server", other: str = variant) -> list[float]:
         key = {**asdict(load), "variant": other, "place": place}
@@ -404,7 +400,7 @@ def page(record: Json) -> list[Block]:
 
 
 def single_blocks(rows: Sequence[Json]) -> list[Block]:
-    """Lay out the requests that came one at a time."""
+    """Lay out the load of one request at a time."""
     row = rows[0]
     text = (
         f"{row['tokens_in']} tokens in, {row['tokens_out']} out, {row['requests']} requests, one at a time. itl is the "
@@ -426,7 +422,7 @@ def single_blocks(rows: Sequence[Json]) -> list[Block]:
 
 
 def shared_blocks(rows: Sequence[Json]) -> list[Block]:
-    """Lay out the requests that came many at once."""
+    """Lay out the loads of many clients."""
     row = rows[0]
     text = (
         f"{row['tokens_in']} tokens in, {row['tokens_out']} out, as many slots as clients; medians over "

@@ -1,11 +1,11 @@
-"""Soak `peagle serve`: for some minutes more clients than it has room for. Every answer is checked.
+"""Soak `peagle serve`: more clients than it has room for, for some minutes; every answer is checked.
 
     python -m scripts.bench soak --out RUN --minutes 10
 
-Many clients leave, some send what must be refused, and one reads nothing of its streams. Afterwards an answer must
-equal the one that the same request gets alone, up to where its client left; a wrong request must be refused with its
-status; no slot is held, nothing waits to be sent, all slots answer, and memory has not grown. `--out` (which must not
-exist yet) then holds run.json and README.md.
+Many clients leave, some send invalid requests, and one reads nothing of its streams. An answer must equal that of the
+same request alone, up to where its client left; an invalid request must be refused with the right status. Afterwards no
+slot is held, nothing waits to be sent, all slots answer, and memory has not grown. `--out` (which must not exist yet)
+then holds run.json and README.md.
 """
 
 import argparse
@@ -29,15 +29,15 @@ from scripts.serving.client import RefusedError, leave_unread, samples_of, stall
 from scripts.serving.servers import Server
 
 SLOTS, PROMPTS, TOKENS_IN, TOKENS_OUT = 4, 24, 128, 64
-LONG_IN, LONG_OUT = 1500, 3000  # tokens of long prompts, and of answers that nobody reads
+LONG_IN, LONG_OUT = 1500, 3000  # tokens of long prompts, and of unread answers
 LEAVING, BAD = 0.3, 0.1  # shares of the requests
-UNREAD_S = 30.0  # before a client that reads nothing leaves
-FREE_S = 30.0  # for the slots of those that left last
+UNREAD_S = 30.0  # until a client that reads nothing leaves
+FREE_S = 30.0  # for the slots of the clients that left last
 SCHEMA = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}, "required": ["a"]}
-LONGEST_WAIT_S = 0.25  # after status 429, and before a client waiting for a whole answer leaves
+LONGEST_WAIT_S = 0.25  # after status 429, and until a client that waits for a whole answer leaves
 SAMPLES = 100  # of memory
 UNREAD = {"logprobs": 20, "n": 2, "ignore_eos": True, "stream": True}  # many bytes a token
-# requests that must be refused: status, method, path, body, headers
+# invalid requests: status, method, path, body, headers
 REFUSED: tuple[tuple[int, str, str, bytes, dict[str, str]], ...] = (
     (400, "POST", "/v1/completions", b"{", {}),
     (400, "POST", "/v1/completions", b'{"prompt": "a", "temperature": -1}', {}),
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def bench(options: argparse.Namespace, typed: Sequence[str]) -> int:
-    """Soak a server of the last K, with a small prefix cache that is soon full."""
+    """Soak a server with the last K and a small prefix cache, which is soon full."""
     expect_new(options.out)
     if not 0 < options.minutes < 1e6:
         raise InputError(f"--minutes is {options.minutes}; expected a number above 0")
@@ -80,7 +80,7 @@ def bench(options: argparse.Namespace, typed: Sequence[str]) -> int:
             text for load in (short, long) for text in prompts(models.checkpoint, models.vocab_size, load, options.seed)
         ]
         serve = [*models.options(variant, long), "--prefix-cache", "64MB", "--max-queue", str(SLOTS)]
-        clients = 2 * SLOTS + 2  # as many as slots and queue have room for, and two more
+        clients = 2 * SLOTS + 2  # two more than slots and queue have room for
         with servers.ours(*serve, "--max-unsent", "100000") as server:
             bodies = mixed_bodies(texts, TOKENS_OUT)
             counts = soak(server, bodies, clients, options.minutes * 60, options.seed, SLOTS, LONG_OUT)
@@ -91,12 +91,12 @@ def bench(options: argparse.Namespace, typed: Sequence[str]) -> int:
 
 @dataclass
 class Counts:
-    """What a soak has counted. wrong: the first few wrong answers."""
+    """The counts of a soak. wrong: descriptions of wrong answers."""
 
     answered: int = 0
     left: int = 0
-    bad: int = 0  # requests that were refused, as they must be
-    unread: int = 0  # streams of which nothing was read
+    bad: int = 0  # invalid requests that were refused
+    unread: int = 0  # streams without a read
     refused: int = 0  # because the queue was full
     wrong: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -113,7 +113,7 @@ class Counts:
 
 
 def mixed_bodies(prompts: Sequence[Sequence[int]], tokens_out: int) -> list[Json]:
-    """Make requests that differ: greedy or seeded, with penalties, log-probabilities, stop strings, grammars, own K."""
+    """Make different requests: greedy, seeded, with penalties, stop strings, grammars, own K."""
     kinds: tuple[Json, ...] = (
         {"temperature": 0},
         {"temperature": 1.0, "seed": 1},
@@ -140,9 +140,9 @@ def soak(
     longest: int,
     turns: int = 1,
 ) -> Json:
-    """Run it; return its figures. Raises InputError if the server does not answer a request alone.
+    """Run the soak; return its figures. Raises InputError if the server does not answer.
 
-    longest: tokens of an answer of which nothing is read. turns: requests of a client, however long they take.
+    longest: tokens of an unread answer. turns: the fewest requests of a client, whatever their time.
     """
     try:
         expected = [whole(server.url, body) for body in bodies]
@@ -188,7 +188,7 @@ def _client(
     turns: int,
     counts: Counts,
 ) -> None:
-    """Ask for random answers until the end, and so many times at least."""
+    """Send random requests until the end, and at least `turns` of them."""
     turn = 0
     while time.monotonic() < end or turn < turns:
         turn += 1
@@ -216,7 +216,7 @@ def _client(
 
 
 def _send_bad(url: str, rng: random.Random, counts: Counts) -> None:
-    """Send a request that must be refused."""
+    """Send an invalid request."""
     expected, method, path, body, headers = rng.choice(REFUSED)
     try:
         status = status_of(url, method, path, body, headers)
@@ -230,7 +230,7 @@ def _send_bad(url: str, rng: random.Random, counts: Counts) -> None:
 
 
 def _reads_nothing(url: str, body: Json, longest: int, end: float, counts: Counts) -> None:
-    """Ask for long streams until the end, and read nothing of them."""
+    """Request long streams until the end, and read nothing of them."""
     while (left := end - time.monotonic()) > 0:
         try:
             stall(url, {**body, **UNREAD, "max_tokens": longest}, min(UNREAD_S, left))
@@ -245,7 +245,7 @@ def _reads_nothing(url: str, body: Json, longest: int, end: float, counts: Count
 
 
 def _ask(url: str, body: Json, rng: random.Random) -> tuple[str, bool]:
-    """Ask once, whole or streamed; return (the text, whether the client left before its end)."""
+    """Send a request, whole or streamed; return (the text, whether the client left early)."""
     leaves = rng.random() < LEAVING
     if rng.random() < 0.5:
         arrivals = rng.randrange(8) if leaves else -1
@@ -265,7 +265,7 @@ def _watch_memory(server: Server, end: float, seconds: float, counts: Counts) ->
 
 
 def _held(server: Server) -> int:
-    """Count the requests that the server still holds although no client waits."""
+    """Count the requests that the server holds without a waiting client."""
     end = time.monotonic() + FREE_S
     while (health := server.health())["requests_running"] + health["requests_waiting"]:
         if time.monotonic() > end:
@@ -275,7 +275,7 @@ def _held(server: Server) -> int:
 
 
 def _counted(server: Server) -> Json:
-    """Return what the server counts: replies with a status of 500 or more, cut streams, bytes that still wait."""
+    """Return the server's counts: its errors, cut streams, unsent bytes."""
     samples = samples_of(server)
 
     def total(name: str, counts: Callable[[Mapping[str, str]], bool] = lambda _: True) -> float:
@@ -289,7 +289,7 @@ def _counted(server: Server) -> Json:
 
 
 def growth(sizes: Sequence[int]) -> float | None:
-    """Return how much the last tenth is above the second one, by medians; None of fewer than 20 samples."""
+    """Compare the medians of the last and second tenth; None for fewer than 20 samples."""
     tenth = len(sizes) // 10
     if tenth < 2:
         return None
@@ -303,23 +303,23 @@ def page(record: Json) -> list[Block]:
     lines = [
         ("answers read to their ends", str(counts["answered"])),
         ("requests that their clients left", str(counts["left"])),
-        ("streams of which their client read nothing", str(counts["unread"])),
+        ("streams that their client did not read", str(counts["unread"])),
         ("of these, ended by the server", f"{counts['cut_streams']:g}"),
-        ("wrong requests, refused with the right status", str(counts["bad"])),
+        ("invalid requests, refused with the right status", str(counts["bad"])),
         ("refused with status 429, since the queue was full", str(counts["refused"])),
         ("other failures", str(counts["failed"])),
         ("wrong answers", str(counts["wrong"])),
         ("replies with a status of 500 or more", f"{counts['server_errors']:g}"),
         ("leaked slots", str(counts["leaked_slots"])),
-        ("bytes that wait for clients, at the end", f"{counts['unsent_bytes']:g}"),
+        ("unsent bytes at the end", f"{counts['unsent_bytes']:g}"),
         ("growth of memory", "-" if grown is None else f"{100 * grown:.1f} %"),
     ]
     text = (
         f"{counts['clients']} clients for {counts['seconds'] / 60:g} min on {counts['slots']} slots, "
         f"{counts['variant']}: "
         "greedy, seeded, with penalties, log-probabilities, stop strings, grammars, long prompts and K of their own, "
-        "streamed and whole; 3 of 10 leave at a random moment. Every answer is compared with the one that its request "
-        "got alone; one that was left, up to there. 1 of 10 requests must be refused; one more client reads nothing of "
-        "its streams. Memory: the last tenth of the time over its second tenth."
+        "streamed and whole; 3 of 10 leave at a random moment. Every answer is compared with its request's alone, "
+        "up to where its client left. 1 of 10 requests is invalid; one more client reads nothing of its streams. "
+        "Memory: the last tenth of the time over its second tenth."
     )
     return [*page_head("A soak of the server", record), text, Table(("", ""), lines)]

@@ -1,6 +1,6 @@
-"""A client that costs little, so that it takes the server hardly any time: streamed completions, a thread per client.
+"""A cheap client, which takes the server hardly any time: streamed completions, a thread per client.
 
-It notes when requests were sent and when their tokens arrived, and reads the server's own counts.
+It records when requests were sent and when their tokens arrived, and reads the server's own counts.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from peagle.ops.strict_json import dumps
 from scripts.runs import Json
 from scripts.serving.servers import Server
 
-PATH = "/v1/completions"  # below a server's address
+PATH = "/v1/completions"
 PATIENCE_S = 600.0
-COUNTED_S = 5.0  # for the server to count a request after its last event
+COUNTED_S = 5.0  # for a server to count a request after its last event
 ITL, TTFT, E2E = (
     "vllm:inter_token_latency_seconds",
     "vllm:time_to_first_token_seconds",
@@ -33,7 +33,7 @@ ITL, TTFT, E2E = (
 
 
 class RefusedError(Exception):
-    """A reply of another status than 200."""
+    """A reply with another status than 200."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"status {status}: {message}")
@@ -42,10 +42,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer: when it was asked for and its tokens arrived; those of one arrival count once in times_s.
-
-    left: the client left before the end.
-    """
+    """An answer. times_s: arrivals, of one or more tokens. left: the client left before the end."""
 
     started_s: float
     times_s: tuple[float, ...]
@@ -58,7 +55,7 @@ class Reply:
 
 @dataclass
 class _Read:
-    """What has been read of a stream."""
+    """The events of a stream."""
 
     times_s: list[float] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -79,9 +76,9 @@ class _Read:
 
 @contextlib.contextmanager
 def sent(url: str, body: Json, receive_buffer: int | None = None) -> Iterator[http.client.HTTPConnection]:
-    """Send a completion; the connection is closed at the end of the context, whatever has been read.
+    """Send a completion, and close the connection at the end of the context.
 
-    receive_buffer: bytes that the system reads ahead; it must be said before it connects.
+    receive_buffer: bytes that the system reads ahead; it is set before connecting.
     """
     parts = urllib.parse.urlsplit(url)
     with contextlib.closing(http.client.HTTPConnection(parts.netloc, timeout=PATIENCE_S)) as connection:
@@ -95,7 +92,7 @@ def sent(url: str, body: Json, receive_buffer: int | None = None) -> Iterator[ht
 
 
 def reply_of(connection: http.client.HTTPConnection) -> http.client.HTTPResponse:
-    """Wait for the beginning of a reply. Raises RefusedError for an error object."""
+    """Wait for the head of a reply. Raises RefusedError for an error."""
     reply = connection.getresponse()
     if reply.status != http.client.OK:
         raise RefusedError(reply.status, _message(reply.read()))
@@ -103,27 +100,27 @@ def reply_of(connection: http.client.HTTPConnection) -> http.client.HTTPResponse
 
 
 def whole(url: str, body: Json) -> str:
-    """Ask for a completion that is not streamed; return its text. Raises RefusedError."""
+    """Request a completion that is not streamed; return its text. Raises RefusedError."""
     with sent(url, body) as connection:
         text: str = json.loads(reply_of(connection).read())["choices"][0]["text"]
         return text
 
 
 def leave_unread(url: str, body: Json, seconds: float) -> None:
-    """Ask for a completion, and leave after so long without having read anything."""
+    """Request a completion, and leave after some seconds without reading anything."""
     with sent(url, body):
         time.sleep(seconds)
 
 
 def stall(url: str, body: Json, seconds: float) -> None:
-    """Ask for a stream, and read nothing but the beginning of its reply for so long. Raises RefusedError."""
+    """Request a stream, and read only its head for some seconds. Raises RefusedError."""
     with sent(url, body, receive_buffer=4096) as connection:
         reply_of(connection)
         time.sleep(seconds)
 
 
 def status_of(url: str, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> int:
-    """Send a request, whatever it is; return the status of its reply."""
+    """Send any request; return the status of its reply."""
     parts = urllib.parse.urlsplit(url)
     with contextlib.closing(http.client.HTTPConnection(parts.netloc, timeout=PATIENCE_S)) as connection:
         connection.request(method, parts.path + path, body, {"Content-Type": "application/json", **headers})
@@ -140,9 +137,9 @@ def _message(body: bytes) -> str:
 
 
 def stream(url: str, body: Json, leave: Callable[[int], bool] = lambda _: False) -> Reply:
-    """Ask for a completion as a stream and read it to its end.
+    """Request a completion as a stream, and read it to its end.
 
-    leave: whether to leave after so many arrivals of text. Raises RefusedError for an error object.
+    leave: whether to leave, by the number of arrivals. Raises RefusedError for an error.
     """
     started, read, left = time.perf_counter(), _Read(), False
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
@@ -165,9 +162,9 @@ def stream(url: str, body: Json, leave: Callable[[int], bool] = lambda _: False)
 
 
 def together(url: str, bodies: Sequence[Json], clients: int) -> list[Reply]:
-    """Send completions from so many clients at once, a client's next as soon as its last has ended.
+    """Send completions from several clients at once, one after the other by client.
 
-    Raises InputError if one is refused, or has another number of tokens than it asked for.
+    Raises InputError for a refusal, and for an answer without exactly max_tokens tokens.
     """
 
     def client(place: int) -> list[Reply]:
@@ -185,7 +182,7 @@ def together(url: str, bodies: Sequence[Json], clients: int) -> list[Reply]:
 
 
 def figures(replies: Sequence[Reply]) -> Json:
-    """Sum up a round: tokens over the time from the first request to the last token; ttft and itl of all requests."""
+    """Summarise a round: tokens from the first request to the last token a second, ttft, itl."""
     seconds = max(reply.times_s[-1] for reply in replies) - min(reply.started_s for reply in replies)
     itl = np.concatenate([np.diff(reply.times_s) for reply in replies])
     ttft = [reply.times_s[0] - reply.started_s for reply in replies]
@@ -208,7 +205,7 @@ def samples_of(server: Server) -> list[Sample]:
 
 @dataclass(frozen=True)
 class Counted:
-    """What a server of ours has counted since it was started. itl: how many were at most so many seconds."""
+    """The counters of a server of ours since its start. itl: (most seconds, count) of its histogram."""
 
     requests: float
     tokens: float
@@ -231,7 +228,7 @@ class Counted:
 
     @classmethod
     def after(cls, server: Server, before: "Counted", requests: int) -> "Counted":
-        """Read /metrics as soon as so many more requests are counted. Raises InputError if they never are."""
+        """Read /metrics after it counts so many more requests. Raises InputError if it never does."""
         end = time.monotonic() + COUNTED_S
         while (counted := cls.by(server)).requests < before.requests + requests:
             if time.monotonic() > end:
@@ -240,9 +237,9 @@ class Counted:
         return counted
 
     def since(self, before: "Counted") -> Json:
-        """Return the server's own figures of the requests between two counts.
+        """Compute the server's own figures of the requests since another count.
 
-        The median of itl is interpolated in its bucket, as Prometheus' histogram_quantile does.
+        The median of itl is interpolated in its bucket, as by Prometheus' histogram_quantile.
         """
         itl = [(most, count - earlier) for (most, count), (_, earlier) in zip(self.itl, before.itl, strict=True)]
         intervals, requests = itl[-1][1], self.requests - before.requests
@@ -256,7 +253,7 @@ class Counted:
 
 
 def quantile(buckets: Sequence[tuple[float, float]], share: float) -> float:
-    """Interpolate a quantile of (most, how many are at most that), ascending; the last bucket is of all."""
+    """Interpolate a quantile of cumulative buckets (upper bound, count)."""
     rank, low, below = share * buckets[-1][1], 0.0, 0.0
     for most, count in buckets:
         if count >= rank:

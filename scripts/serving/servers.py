@@ -1,4 +1,4 @@
-"""Servers in processes of their own: `peagle serve` and llama.cpp's, with the figures that a measurement reads."""
+"""Servers in processes of their own: `peagle serve` and llama.cpp's."""
 
 import contextlib
 import json
@@ -27,13 +27,13 @@ REPLY_S = 10.0
 
 @dataclass(frozen=True)
 class Server:
-    """A server at `url`. pid: of its process; None if it was started by somebody else."""
+    """A server at `url`. pid: of its process; None if another program started it."""
 
     url: str
     pid: int | None = None
 
     def cpu_s(self) -> float | None:
-        """Return the processor time it has taken; None if that is not known."""
+        """Return its processor time; None if that is not known."""
         return None if self.pid is None else bystanders.cpu_s(self.pid)
 
     def memory_bytes(self) -> int | None:
@@ -41,13 +41,13 @@ class Server:
         return None if self.pid is None else bystanders.memory_bytes(self.pid)
 
     def get(self, path: str) -> bytes:
-        """Read a page. Raises OSError if it cannot be had."""
+        """Read a page. Raises OSError."""
         with urllib.request.urlopen(self.url + path, timeout=REPLY_S) as reply:
             content: bytes = reply.read()
             return content
 
     def health(self) -> Json:
-        """Read /health, whatever its status is."""
+        """Read /health, with any status."""
         try:
             status: Json = json.loads(self.get("/health"))
         except urllib.error.HTTPError as error:
@@ -57,9 +57,9 @@ class Server:
 
 @contextlib.contextmanager
 def running(name: str, command: Sequence[str], url: str) -> Iterator[Server]:
-    """Run a server until the context ends; yield it as soon as its /health is good.
+    """Run a server until the context ends; yield it when its /health is good.
 
-    Raises InputError with the last line that it printed if it does not come up.
+    Raises InputError with the last line of its output if it does not start.
     """
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -90,7 +90,7 @@ def _answers(url: str) -> bool:
 
 
 def free_port() -> int:
-    """Find a port of this machine on which nobody listens now."""
+    """Find a free port of this machine."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port: int = listening.getsockname()[1]
         return port
@@ -107,7 +107,7 @@ def ours(*options: str) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def llama_server(binary: str, gguf: Path, slots: int, context: int, num_threads: int) -> Iterator[Server]:
-    """Run llama.cpp's server on a GGUF file: so many slots, all with room for `context` tokens."""
+    """Run llama.cpp's server on a GGUF file, with `context` tokens in every slot."""
     port = free_port()
     command = [binary, "-m", str(gguf), "--host", "127.0.0.1", "--port", str(port), "-np", str(slots)]
     command += ["-c", str(slots * context), "-t", str(num_threads), "-tb", str(num_threads), "-ngl", "0"]
@@ -122,14 +122,14 @@ def check_binary(binary: str) -> None:
 
 
 def byte_level_tokens(size: int) -> list[str]:
-    """Make a byte-level vocabulary of so many tokens, for checkpoints without one: the 256 bytes, then other texts."""
+    """Make a byte-level vocabulary: the 256 bytes, then other texts."""
     from peagle.text.tokenizer import byte_alphabet
 
     return [*byte_alphabet(), *(f"t{number}." for number in range(256, size))][:size]
 
 
 def with_tokenizer(checkpoint: Path, tokens: Sequence[str], directory: Path) -> None:
-    """Make a directory of links to a checkpoint's files, with a tokenizer of these tokens beside them."""
+    """Make a directory of links to a checkpoint's files and a tokenizer of these tokens."""
     directory.mkdir()
     for path in checkpoint.iterdir():
         (directory / path.name).symlink_to(path.resolve())

@@ -1,8 +1,6 @@
 """The comparison with peers: the GGUF file holds the checkpoint's own bits, figures follow from raw lines, the page
 shows them, bad input is one line."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import importlib
@@ -24,7 +22,7 @@ from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.ops.mxfp4 import CODES
 from peagle.workflows.random_checkpoint import SIZES, geometry, random_tensors, write_random_checkpoint
-from scripts.peers import bystanders, cost, figures, gguf_file, measure, ours, page, remote, roster
+from scripts.peers import bystanders, figures, gguf_file, measure, ours, page, remote, roster
 from scripts.peers.bystanders import Bystanders
 from scripts.peers.stepwise import StepwiseEngine
 from scripts.runs import Progress, rotated
@@ -127,7 +125,7 @@ def test_what_llama_cpp_cannot_be_told_is_refused(tmp_path: Path) -> None:
 
 
 def test_bytes_are_those_of_the_published_model() -> None:
-    weights = cost.stored_weights(SIZES["20b"], cost.Storage(2, cost.MXFP4_BYTES))
+    weights = roster.Storage(2, roster.MXFP4_BYTES).weights(SIZES["20b"])
     assert weights.read(1) == pytest.approx(3.70e9, rel=0.01)
     floors = [weights.floor(width) for width in (1, 2, 4, 8)]
     assert floors == pytest.approx([1, 1.30, 1.79, 2.46], abs=0.005)

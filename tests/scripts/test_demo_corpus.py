@@ -1,8 +1,7 @@
-"""The demo's corpus, tokenizer, packing: held-out text stays out, every text survives, rows say what they hold."""
-
-from __future__ import annotations
+"""The demo's corpus, tokenizer, rows: held-out text stays out, every text survives, rows say what they hold."""
 
 import ast
+import json
 import textwrap
 from pathlib import Path
 
@@ -15,8 +14,10 @@ pytest.importorskip("tokenizers")
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from peagle.checkpoints import DEMO, resolve
 from scripts.demo import corpus, dataset, tokenizer
 from scripts.demo.corpus import SourceFile
+from scripts.demo.dataset import CHARS_PER_TOKEN, TEXT_FRAC, behind_texts, chat_documents, pack, texts_of
 from scripts.demo.tasks import Task
 
 FUNCTION = '''
@@ -93,7 +94,7 @@ def test_trivial_and_long_bodies_are_left_out(body: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "wanted"),
+    ("path", "kept"),
     [
         ("argparse.py", True),
         ("json/decoder.py", True),
@@ -103,8 +104,8 @@ def test_trivial_and_long_bodies_are_left_out(body: str) -> None:
         ("a/b_test.py", False),
     ],
 )
-def test_tests_and_tables_are_not_collected(path: str, wanted: bool) -> None:
-    assert corpus.is_wanted(Path(path)) is wanted
+def test_tests_and_tables_are_not_collected(path: str, kept: bool) -> None:
+    assert corpus.is_source(Path(path)) is kept
 
 
 @given(st.text())
@@ -146,7 +147,7 @@ def test_the_chat_template_writes_every_role_and_ends_the_last_answer(saved_toke
 
 
 def test_prompt_and_answer_are_the_whole_conversation(saved_tokenizer: PreTrainedTokenizerFast) -> None:
-    (ids, roles), *_ = dataset.chat_documents(saved_tokenizer, [{"prompt": "def f():", "reference": "return 1"}])
+    ((ids, roles),) = chat_documents(saved_tokenizer, [{"prompt": "def f():", "reference": "return 1"}])
     messages = [{"role": "user", "content": "def f():"}, {"role": "assistant", "content": "return 1"}]
     assert saved_tokenizer.decode(ids).endswith(saved_tokenizer.apply_chat_template(messages, tokenize=False))
     answer = [token for token, role in zip(ids, roles, strict=True) if role == dataset.TEXT]
@@ -155,7 +156,7 @@ def test_prompt_and_answer_are_the_whole_conversation(saved_tokenizer: PreTraine
 
 def test_packed_rows_hold_every_document_once() -> None:
     documents = [([n] * size, [dataset.TEXT] * size) for n, size in enumerate((400, 300, 100, 200, 512, 7), start=1)]
-    arrays = dataset.pack(documents)
+    arrays = pack(documents)
     assert sorted(np.unique(arrays["token_ids"][arrays["roles"] > 0], return_counts=True)[1]) == [
         *(7, 100, 200, 300, 400, 512),
     ]
@@ -163,3 +164,27 @@ def test_packed_rows_hold_every_document_once() -> None:
         for segment in set(segments[segments > 0]):
             assert len(set(ids[segments == segment])) == 1
     assert not arrays["token_ids"][arrays["segment_ids"] == 0].any()
+
+
+TEXTS = texts_of([{"text": Path(json.__file__).read_text(encoding="utf-8")}])
+TASKS = [{"prompt": f"def f{number}(x):", "reference": f"    return x + {number}\n"} for number in range(30)]
+
+
+def test_every_task_stands_behind_a_text_that_leaves_room_for_it() -> None:
+    width = 512
+    behind = list(behind_texts(TASKS, TEXTS, width))
+    assert behind == list(behind_texts(TASKS, TEXTS, width))
+    for long, task in zip(behind, TASKS, strict=True):
+        assert long["prompt"].endswith("\n\n" + task["prompt"])
+        assert long["reference"] == task["reference"]
+        assert len(long["prompt"]) - len(task["prompt"]) <= TEXT_FRAC[1] * width * CHARS_PER_TOKEN + 2
+    assert len({long["prompt"][:40] for long in behind}) > 1
+
+
+def test_long_rows_hold_each_task_whole() -> None:
+    encoder = AutoTokenizer.from_pretrained(resolve(DEMO, "target"), local_files_only=True)
+    rows = pack(chat_documents(encoder, behind_texts(TASKS, TEXTS, 1024), 1024), 1024)
+    assert rows["token_ids"].shape[1] == 1024
+    assert int(rows["segment_ids"].max(axis=1).sum()) == len(TASKS)
+    text = encoder.decode(rows["token_ids"][rows["roles"] == dataset.TEXT].tolist())
+    assert all(task["reference"].strip() in text for task in TASKS)

@@ -1,7 +1,5 @@
 """What the demo's target practises on: good answers as they are, and of loops the tokens that repeat."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,6 +1,4 @@
-"""What the demo's target is asked: every answer follows from its prompt, and Python agrees that it is right."""
-
-from __future__ import annotations
+"""The demo's tasks: every answer follows from its prompt, and Python agrees that it is right."""
 
 import ast
 from collections import Counter
@@ -99,16 +97,16 @@ def test_a_docstring_is_removed_and_nothing_else() -> None:
 
 def test_a_class_holds_the_function() -> None:
     wish, text = tasks.in_a_class(whole())
-    (found,) = ast.parse(text).body
-    assert isinstance(found, ast.ClassDef)
-    assert wish == f"Put it into a class `{found.name}`."
-    assert ast.dump(found.body[0]) == ast.dump(whole().node)
+    (node,) = ast.parse(text).body
+    assert isinstance(node, ast.ClassDef)
+    assert wish == f"Put it into a class `{node.name}`."
+    assert ast.dump(node.body[0]) == ast.dump(whole().node)
 
 
 def test_every_function_gets_one_task_and_the_three_are_equally_likely() -> None:
-    found = [task_of(f"def f{number}(x):", BODY) for number in range(300)]
-    assert all(70 <= count <= 130 for count in Counter(task.category for task in found).values())
-    for number, task in enumerate(found):
+    examples = [task_of(f"def f{number}(x):", BODY) for number in range(300)]
+    assert all(70 <= count <= 130 for count in Counter(task.category for task in examples).values())
+    for number, task in enumerate(examples):
         text = whole(f"def f{number}(x):").text
         if task.category == WRITE:
             assert (task.prompt, task.reference) == (f"def f{number}(x):", text)

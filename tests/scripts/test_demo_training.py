@@ -1,6 +1,7 @@
-"""The demo's trainers: their fast attention is the model's, their matrices go apart and together again, a batch is a
-function of its step."""
+"""The demo's training: its attention is the model's, a batch depends on its step alone, the update is Muon's."""
 
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -8,21 +9,37 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scripts.demo import muon
-from scripts.demo.checkpoint import load_tree, save_tree
-from scripts.demo.train_target import Rows, Schedule, positions_of
+from scripts.demo import build, train_target
+from scripts.demo.train_target import (
+    BATCH_ROWS,
+    STAGES,
+    STEP_TOKENS,
+    Batches,
+    Rows,
+    Stage,
+    blocks,
+    joined,
+    load_tree,
+    optimizer,
+    positions_of,
+    save_tree,
+)
 from target import model
 from target.packed_attention import attend_packed
 from target.params import TargetParams
 from tests.support.toys import CONFIG, tiny_target
 
+STAGE = Stage(40 * STEP_TOKENS, 1.0, 0.01, 0.6, chat_frac=((0.0, 0.4), (0.5, 0.9)))
+LONG = Stage(50 * STEP_TOKENS, 0.3, 0.03, 0.97, shares={"short": 3, "long": 2})
 
-def packed_rows(path: Path, seed: int) -> Rows:
-    rng = np.random.default_rng(seed)
-    segment_ids = np.tile(np.repeat(np.arange(1, 6, dtype=np.uint8), 6), (7, 1))
-    token_ids = rng.integers(0, CONFIG.vocab_size, segment_ids.shape).astype(np.uint16)
-    np.savez(path, token_ids=token_ids, segment_ids=segment_ids, roles=np.full_like(segment_ids, 2))
-    return Rows(path, seed)
+
+def rows_of(folder: Path, **widths: int) -> Mapping[str, Rows]:
+    """Write twelve random rows of each kind, of segments of six tokens."""
+    for seed, (kind, width) in enumerate(widths.items()):
+        segments = np.tile(np.arange(width) // 6 % 250 + 1, (12, 1)).astype(np.uint8)
+        token_ids = np.random.default_rng(seed).integers(1, CONFIG.vocab_size, segments.shape).astype(np.uint16)
+        np.savez(folder / f"{kind}.npz", token_ids=token_ids, segment_ids=segments, roles=np.full_like(segments, 2))
+    return {kind: Rows(folder / f"{kind}.npz") for kind in widths}
 
 
 def test_packed_attention_is_the_models_attention() -> None:
@@ -42,42 +59,85 @@ def test_packed_attention_is_the_models_attention() -> None:
     np.testing.assert_allclose(logits, expected, atol=1e-4)
 
 
-def test_the_matrices_come_together_as_they_were() -> None:
+def test_blocks_join_to_the_parameters_again() -> None:
     params = tiny_target().params
-    joined = muon.join(muon.without_matrices(params), muon.split(CONFIG, params))
-    jax.tree.map(np.testing.assert_array_equal, joined, params)
+    jax.tree.map(np.testing.assert_array_equal, joined(blocks(CONFIG, params)), params)
 
 
-def test_orthogonalised_matrices_have_singular_values_near_one() -> None:
-    stack = jnp.asarray(np.random.default_rng(0).normal(0, 3, (2, 24, 40)), jnp.float32)
-    for shape in (stack, stack.swapaxes(1, 2)):
-        values = np.linalg.svd(np.asarray(muon.orthogonalise(shape)), compute_uv=False)
-        assert values.min() > 0.5
-        assert values.max() < 1.4
+def test_each_head_and_expert_is_orthogonalised_alone() -> None:
+    """The first update of a block has singular values near 0.2 sqrt(its larger side), whatever the gradient's size."""
+    params = blocks(CONFIG, tiny_target().params)
+    rng = np.random.default_rng(0)
+    gradients = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 3, x.shape), jnp.float32), params)
+    rule = optimizer()
+    with jax.numpy_dtype_promotion("standard"):  # optax's
+        updates, _ = rule.update(gradients, rule.init(params), params)
+    decay = train_target.MUON_RATE * train_target.WEIGHT_DECAY
+    for layer, weights in zip(updates.layers, params.layers, strict=True):
+        for stack, weight in (
+            (layer.attention.qkv, weights.attention.qkv),
+            (layer.attention.out, weights.attention.out),
+            (layer.moe.experts.gate_up, weights.moe.experts.gate_up),
+            (layer.moe.experts.down, weights.moe.experts.down),
+        ):
+            step = np.asarray(stack + decay * weight) / train_target.MUON_RATE
+            values = np.linalg.svd(step, compute_uv=False) / (0.2 * max(step.shape[1:]) ** 0.5)
+            assert values.min() > 0.4
+            assert values.max() < 1.4
 
 
 def test_a_batch_depends_on_its_step_alone_and_takes_every_row_in_turn(tmp_path: Path) -> None:
-    raw, chat = packed_rows(tmp_path / "raw.npz", 0), packed_rows(tmp_path / "chat.npz", 1)
-    first, again = (Schedule(40).batch_at(9, raw, chat) for _ in range(2))
+    rows = rows_of(tmp_path, raw_512=512, chat_512=512)
+    batches = Batches(STAGE, rows)
+    assert batches.steps == 40
+    first, again = (same.at(9) for same in (batches, Batches(STAGE, rows)))
     jax.tree.map(np.testing.assert_array_equal, first, again)
+    assert first.token_ids.shape == (BATCH_ROWS, 512)
     assert (first.positions.max(axis=1) == 5).all()
     assert (np.asarray(first.weights)[np.asarray(first.positions) == 0] == 0).all()
-    assert sorted(raw.at(0, 7)) == list(range(7))
-    steps = [Schedule(40).chat_rows_until(step) for step in range(41)]
-    assert steps == sorted(steps)
+    assert sorted(rows["raw_512"].at(0, 12)) == list(range(12))
+    chat = [batches.chat_rows_until(step) for step in range(41)]
+    assert chat == sorted(chat)
 
 
-def test_the_rate_warms_up_and_ends_at_zero() -> None:
-    rates = [Schedule(1000).rate_at(step) for step in range(1000)]
-    assert max(rates) == 1
-    assert rates[0] < 0.1
-    assert rates[-1] < 0.001
-    assert rates[300] == 1
+def test_kinds_of_rows_have_their_shares_of_steps_in_another_order_each_round(tmp_path: Path) -> None:
+    """Of a kind each row comes once before any comes again, whatever steps of the other kind lie between."""
+    batches = Batches(LONG, rows_of(tmp_path, short=512, long=2048))
+    kinds = [batches.kind_at(step) for step in range(batches.steps)]
+    rounds = [tuple(kinds[first : first + 5]) for first in range(0, 50, 5)]
+    assert all(Counter(order) == LONG.shares for order in rounds)
+    assert len(set(rounds)) > 1
+    for kind in LONG.shares:
+        taken = [batches.at(step) for step in range(50) if kinds[step] == kind]
+        assert {batch.token_ids.size for batch in taken} == {STEP_TOKENS}
+        count = len(taken[0].token_ids)
+        rows = np.concatenate([np.asarray(batch.token_ids) for batch in taken])[: 12 // count * count]
+        assert len(np.unique(rows, axis=0)) == len(rows)
+
+
+@pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
+def test_rates_rise_stay_and_fall_to_zero(stage: Stage) -> None:
+    rates = [stage.rate_at((step + 0.5) / 1000) for step in range(1000)]
+    top = rates.index(max(rates))
+    assert rates == sorted(rates[: top + 1]) + sorted(rates[top + 1 :], reverse=True)
+    assert max(rates) == pytest.approx(stage.peak, rel=0.01)
+    assert max(rates[0], rates[-1]) < 0.1 * stage.peak
+
+
+def test_every_stage_of_the_recipe_begins_with_what_was_made_before() -> None:
+    kinds = {f"{kind}_{width}" for kind in ("chat", "raw") for width in (512, 2048, 4096)}
+    assert all(set(stage.kinds) <= kinds for stage in STAGES.values())
+    trained: set[str] = set()
+    for trainings in (build.ON_ANSWERS_AND_CORPUS, build.ON_ANSWERS, build.ON_LONG_ANSWERS):
+        assert all(training.init is None or training.init in trained for training in trainings.values())
+        trained |= trainings.keys()
+    assert set(build.PAIR.values()) <= trained
 
 
 def test_a_tree_is_stored_whole_and_read_back(tmp_path: Path) -> None:
     tree = {"a": jnp.arange(3), "b": (jnp.ones((2, 2)),)}
     save_tree(tmp_path / "tree.npz", tree)
     jax.tree.map(np.testing.assert_array_equal, load_tree(tmp_path / "tree.npz", tree), tree)
-    with pytest.raises(SystemExit, match="expected"):
-        load_tree(tmp_path / "tree.npz", {"a": jnp.arange(4), "b": (jnp.ones((2, 2)),)})
+    for other in ({"a": jnp.arange(4), "b": tree["b"]}, {"a": tree["a"]}):
+        with pytest.raises(SystemExit, match="expected"):
+            load_tree(tmp_path / "tree.npz", other)

@@ -10,19 +10,16 @@ import numpy as np
 import pytest
 
 from peagle.ops.errors import InputError
+from scripts.fleet_sim.costs import Costs, Curve, costs_of, read_costs
 from scripts.fleet_sim.simulation import (
     HOPS,
     Arrangement,
     Arrival,
-    Costs,
-    Curve,
     Lengths,
     Served,
     Target,
-    costs_of,
     highest_rate,
     poisson,
-    read_costs,
     read_trace,
     simulate,
     summary,
@@ -70,7 +67,7 @@ def test_every_token_arrives_once_in_order_and_never_before_its_request(fleet: A
     trace = poisson(5.0, 300, LENGTHS, seed=3)
     played = simulate(COSTS, trace, fleet)
     assert [served.arrival for served in played] == trace
-    assert [served.num_tokens for served in played] == [each.output_tokens for each in trace]
+    assert [served.num_tokens for served in played] == [arrival.output_tokens for arrival in trace]
     for served in played:
         assert min([served.ttft_s, *served.itl_s]) >= 0
         assert served.ttft_s >= COSTS.prompt_s.at(served.arrival.prompt_tokens) * (1 - 1e-9)
@@ -134,12 +131,12 @@ def test_long_prompts_delay_streams_of_their_own_replica_alone() -> None:
 def test_a_summary_counts_what_meets_its_target() -> None:
     arrivals = [Arrival(0.0, 1, 3), Arrival(1.0, 1, 3)]
     played = [Served(arrivals[0], [(0.5, 1), (0.6, 2)]), Served(arrivals[1], [(3.0, 1), (3.1, 1), (5.0, 1)])]
-    found = summary(played, Target(1.0, 0.1))
-    assert found["met_frac"] == 0.5
-    assert found["tok_per_s"] == pytest.approx(6 / 5)
-    assert found["goodput_per_s"] == pytest.approx(1 / 5)
-    assert found["ttft_p50_s"] == pytest.approx(1.25)
-    assert found["itl_p50_s"] == pytest.approx(0.1)
+    figures = summary(played, Target(1.0, 0.1))
+    assert figures["met_frac"] == 0.5
+    assert figures["tok_per_s"] == pytest.approx(6 / 5)
+    assert figures["goodput_per_s"] == pytest.approx(1 / 5)
+    assert figures["ttft_p50_s"] == pytest.approx(1.25)
+    assert figures["itl_p50_s"] == pytest.approx(0.1)
 
 
 def test_the_highest_rate_meets_its_target_and_more_does_not() -> None:

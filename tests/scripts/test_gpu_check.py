@@ -1,6 +1,5 @@
 """The check on a GPU, as far as it can be tried without one."""
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -8,18 +7,11 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from peagle.engine.request import Request, StepRecord, TokenChunk
-from peagle.engine.resolved import ResolvedConfig
 from peagle.measure.pages import markdown
-from peagle.workflows.random_checkpoint import SIZES
 from scripts import gpu_check
-from scripts.gpu import operations, page
-from target.random import random_params
+from scripts.gpu import page
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
@@ -54,7 +46,7 @@ def test_a_section_that_fails_costs_the_others_nothing(monkeypatch: pytest.Monke
     for name in ("parity", "losslessness", "conformance"):
         monkeypatch.setattr(gpu_check, name, broken)
     monkeypatch.setattr(gpu_check, "peers", slow)
-    for name in ("target_alone", "operations", "speculation", "by_part"):
+    for name in ("target_alone", "speculation", "by_part"):
         monkeypatch.setattr(gpu_check, name, lambda *_: iter(()))
     out = tmp_path / "run"
     assert call(monkeypatch, "--out", out, "--shapes", "tiny", "--any-device") == 1
@@ -81,81 +73,24 @@ def test_sections_alone_and_a_time_that_ends(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(gpu_check, "peers", endless)
     monkeypatch.setattr(gpu_check, "page", lambda _: [])
     out = tmp_path / "run"
-    given = ("--any-device", "--shapes", "tiny", "--minutes", "2")
-    assert call(monkeypatch, "--out", out, *given, "--only", "kernels,peers") == 0
+    options = ("--any-device", "--shapes", "tiny", "--minutes", "2")
+    assert call(monkeypatch, "--out", out, *options, "--only", "kernels,peers") == 0
     rows = [json.loads(line) for line in (out / "raw.jsonl").read_text().splitlines()]
     assert [row["section"] for row in rows] == ["kernels"] + ["peers"] * 6
-    assert rows[-1]["left_out"] == "what follows, at the end of --minutes 2"
+    assert rows[-1]["left_out"] == "the rest, at the end of --minutes 2"
 
 
 def test_a_section_that_there_is_not_is_told_in_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    given = ("--any-device", "--shapes", "tiny", "--only", "speed")
-    assert call(monkeypatch, "--out", tmp_path / "run", *given) == 2
+    options = ("--any-device", "--shapes", "tiny", "--only", "speed")
+    assert call(monkeypatch, "--out", tmp_path / "run", *options) == 2
     error = capsys.readouterr().err
     assert "--only speed names no section; they are kernels, bandwidth, parity" in error
     assert "conformance, peers, tiny: sizes, tiny: 1 after 512, tiny: 8 after 512, " in error
     assert "tiny: 64 after 512, tiny: parts, tiny: P-EAGLE, 4 layers, tiny: EAGLE-3, 1 layer, " in error
-    assert error.endswith("tiny: 1 after 512 by XLA, tiny: operations\n")
+    assert error.endswith("tiny: 1 after 512 by XLA\n")
     assert not (tmp_path / "run").exists()
-
-
-def test_steps_are_timed_while_all_requests_of_a_batch_are_decoded() -> None:
-    asked = [Request((1, 2), 9), Request((3,), 9, index=1)]
-
-    def chunk(place: int, time_s: float, *accepted: int, last: bool = False) -> tuple[int, TokenChunk]:
-        steps = tuple(StepRecord(2, (7, 7, 7), num, 5) for num in accepted)
-        tokens = tuple(range(sum(accepted) + len(accepted))) or (4,)
-        return place, TokenChunk(asked[place], tokens, time_s, steps, "length" if last else None)
-
-    class Scripted:
-        config = ResolvedConfig(3)
-
-        def generate(self, requests: list[Request]) -> Iterator[tuple[int, TokenChunk]]:
-            assert requests == asked
-            yield from (chunk(0, 1.0), chunk(0, 2.0, 3), chunk(1, 3.0))  # 0 was decoded alone
-            yield from (chunk(0, 5.0, 1, 2), chunk(1, 5.0, 0, 0), chunk(0, 6.0, 0), chunk(1, 6.0, 3, last=True))
-            yield chunk(0, 7.0, 3, last=True)
-
-    found = gpu_check.timed(Scripted(), asked)  # type: ignore[arg-type]
-    assert (found.seconds, found.steps, found.tokens) == (3.0, 3, 12)
-    assert (found.step_s, found.counters.histogram) == (1.0, (3, 1, 1, 1))
-    with pytest.raises(RuntimeError, match="no step has all of 1 requests"):
-        gpu_check.timed(Alone(), asked[:1])  # type: ignore[arg-type]
-
-
-class Alone:
-    """An engine whose answer is one token."""
-
-    config = ResolvedConfig(3)
-
-    def generate(self, requests: list[Request]) -> Iterator[tuple[int, TokenChunk]]:
-        yield 0, TokenChunk(requests[0], (4,), 1.0, (), "length")
-
-
-def test_every_operation_is_measured_with_the_bytes_it_reads() -> None:
-    config = dataclasses.replace(SIZES["tiny"], layer_types=SIZES["tiny"].layer_types[:2])
-    params = random_params(config, 0)
-    lines = {line["operation"]: line for line in operations.costs(params, config, 1, (40,))}
-    assert all(line["us_lowest"] > 0 and line["gb_per_s"] is None for line in lines.values())  # all small
-    assert lines["head"]["mb"] == params.lm_head.nbytes / 1e6
-    expert = sum(leaf.nbytes for leaf in jax.tree.leaves(params.layers[0].moe.experts)) / config.num_experts
-    experts = {name: line["mb"] for name, line in lines.items() if name.startswith("experts")}
-    # one row: as many as it selects
-    assert experts == pytest.approx(dict.fromkeys(experts, config.top_k * expert / 1e6))
-    assert len(experts) == 3
-    one_position = 2 * config.num_kv_heads * config.head_dim * 2 / 1e6
-    assert lines["attention, all, after 40: XLA"]["mb"] == pytest.approx(41 * one_position)
-    assert lines["attention, window 24, after 40: XLA"]["mb"] == pytest.approx(24 * one_position)
-
-
-def test_forms_of_an_operation_give_the_same() -> None:
-    config = SIZES["tiny"]
-    made = operations.operations(random_params(config, 0, jnp.float32), config, 1, ())
-    outputs = [each.one(None, *each.operands[0])[0] for each in made if each.name.startswith("experts")]
-    for other in outputs[1:]:
-        np.testing.assert_allclose(other, outputs[0], atol=1e-4)
 
 
 def test_the_page_has_every_table() -> None:
@@ -165,8 +100,7 @@ def test_the_page_has_every_table() -> None:
     rows = [
         {"section": "bandwidth", "copy_gb_per_s": 2000.0},
         {"section": "parity", "ok": True, "at": "not shown"},
-        {"shape": "20b", "operation": "head", "rows": 4, "mb": 100.0, "us": 100.0, "us_lowest": 90.0,
-         "us_highest": 110.0, "gb_per_s": 1000.0},
+        {"shape": "20b", "part": "attention", "batch": 4, "mb": 100.0, "us": 100.0},
         {"shape": "20b", "kernels": "CUDA", "kind": "verify", "size": 4, "batch": 1, "context": 512,
          "ms_per_pass": spread, "tok_per_s": spread, "v": 1.25, "peak_bytes": 14_000_000_000},
         {**step, "drafter": "P-EAGLE, 4 layers", "k": 7, "cycle_cost": 1.6, "tok_per_s": 600.0},
@@ -194,7 +128,7 @@ def test_the_page_has_every_table() -> None:
     }
     text = markdown(page.page(json.loads(json.dumps(record))))
     assert "| parity | ok True |" in text
-    assert "| 20b | head | 4 | 100 | 100 (90..110) | 1000 | 50% |" in text
+    assert "| 20b | 4 | attention | 0.100 | 100 | 50% |" in text
     assert "| 20b | CUDA | verify 4 | 1 | 512 | 2 (1.5..2.5) | 2 (1.5..2.5) | 1.25 | 14.00 |" in text
     assert "| 20b | P-EAGLE, 4 layers | 9 | 1 | 7 | 2.000 | 1.60 | 3.00 | 600 (best) |" in text
     assert "| 20b | P-EAGLE, 4 layers | 9 | 1 | 5 | 2.000 | 1.50 | 3.00 | 500 |" in text
@@ -209,7 +143,7 @@ def test_a_shape_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(gpu_check, "ROOM", 1e30)
     monkeypatch.setattr(gpu_check.jax, "devices", lambda: [Device()])
     out = tmp_path / "run"
-    assert call(monkeypatch, "--out", out, "--any-device", "--shapes", "tiny", "--only", "tiny: operations") == 0
+    assert call(monkeypatch, "--out", out, "--any-device", "--shapes", "tiny", "--only", "tiny: parts") == 0
     (row,) = [json.loads(line) for line in (out / "raw.jsonl").read_text().splitlines()]
     assert row["left_out"].endswith(" GB, and 80.0 GB are free")
 
@@ -217,15 +151,15 @@ def test_a_shape_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch, 
 def test_a_shapes_weights_are_gone_when_the_next_begins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     held: dict[str, weakref.ref[Weights]] = {}
 
-    def operations(name: str, weights: Weights, _: object) -> Iterator[dict[str, object]]:
+    def by_part(name: str, weights: Weights, _: object) -> Iterator[dict[str, object]]:
         held[name] = weakref.ref(weights)
-        yield {"alive": [name for name, each in held.items() if each() is not None]}
+        yield {"alive": [name for name, weights in held.items() if weights() is not None]}
         raise RuntimeError("and nothing else of it runs")
 
     monkeypatch.setattr(gpu_check, "random_params", lambda *_: Weights())
-    monkeypatch.setattr(gpu_check, "operations", operations)
-    given = ("--any-device", "--shapes", "tiny,S", "--only", "tiny: operations,S: operations")
-    assert call(monkeypatch, "--out", tmp_path / "run", *given) == 1
+    monkeypatch.setattr(gpu_check, "by_part", by_part)
+    options = ("--any-device", "--shapes", "tiny,S", "--only", "tiny: parts,S: parts")
+    assert call(monkeypatch, "--out", tmp_path / "run", *options) == 1
     rows = [json.loads(line) for line in (tmp_path / "run" / "raw.jsonl").read_text().splitlines()]
     assert [row["alive"] for row in rows if "alive" in row] == [["tiny"], ["S"]]
 

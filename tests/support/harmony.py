@@ -63,7 +63,6 @@ def prompt_of(tokenizer: ByteLevelTokenizer, body: Mapping[str, Any]) -> Sequenc
     """Encode the prompt of a body of a chat, or of a response."""
     target = ScriptedTarget(jnp.zeros((LONG,), jnp.int32))
     builder = RequestBuilder(Pair(target, target, NGram(), tokenizer, (RETURN,)), LONG, DATE, K)
-    given = json.dumps(body).encode()
-    chat = as_chat(parse(ResponsesBody, given)) if "input" in body else None
-    (request,) = builder.chat(parse(ChatBody, given)) if chat is None else builder.chat(chat.body, names=chat.names)
+    text = json.dumps(body).encode()
+    (request,) = builder.chat(as_chat(parse(ResponsesBody, text)).body if "input" in body else parse(ChatBody, text))
     return request.prompt_ids

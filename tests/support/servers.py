@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,6 +10,7 @@ import fastapi._compat.v2
 import httpx
 import pydantic
 from fastapi.testclient import TestClient
+from prometheus_client.parser import text_string_to_metric_families
 
 from peagle.ops.sizes import PrefixCacheSize
 from peagle.pair import Pair
@@ -94,6 +96,11 @@ class Client(TestClient):
         return reply
 
 
+def events_of(stream: str) -> list[dict[str, Any]]:
+    """Read the events of a stream, without [DONE]."""
+    return [json.loads(line.removeprefix("data: ")) for line in stream.split("\n") if line.startswith("data: {")]
+
+
 def client_of(service: Service) -> TestClient:
     """Make a client that holds every reply to its published type."""
     app = create_app(service)
@@ -114,3 +121,14 @@ def has_its_type(reply: Any) -> None:
     if reply.headers["content-type"] == "application/json":
         good = reply.is_success or published == "/health"
         (TYPES[method, published] if good else ERROR).validate_json(reply.read())
+
+
+def values(client: Any) -> dict[tuple[str, ...], float]:
+    """Read the metrics of a server, by name and labels."""
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    labels = ("finished_reason", "position", "le")
+    return {
+        (sample.name, *(sample.labels[label] for label in labels if label in sample.labels)): sample.value
+        for family in families
+        for sample in family.samples
+    }

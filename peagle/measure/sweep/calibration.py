@@ -45,7 +45,7 @@ class Calibration:
         return cls(value["label"], value["num_drafts"], tuple(counts))
 
     def lines(self, kind: str) -> Iterator[tuple[str, list[tuple[float, float]]]]:
-        """Yield for the first drafts and the last one (name, points of confidence and share of right drafts)."""
+        """Yield (name, points (confidence, share of right drafts)) of the first drafts and the last."""
         counts = self.counts[KINDS.index(kind)]
         for place in sorted({0, 1, 2, self.num_drafts - 1} & set(range(self.num_drafts))):
             points = [
@@ -93,7 +93,7 @@ def calibrations_of(folder: Folder) -> list[Calibration]:
 
 
 def file_for(plan: Plan, path: Path) -> Path:
-    """Return the file for `auto`. Raises InputError if the plan does not count for it, or `path` cannot be written."""
+    """Return the file for `auto`. Raises InputError without counts, or for a bad path."""
     if AUTO not in plan.ks:
         raise InputError("--write-widths is for auto, and -k does not name it; add it, as -k 1-7,auto")
     if any(len(choices) > 1 for choices in (plan.drafters, plan.draft_vocabs, plan.drafter_windows)):
@@ -104,7 +104,7 @@ def file_for(plan: Plan, path: Path) -> Path:
 
 
 def write(folder: Folder, file: Path) -> Calibration:
-    """Write what `auto` begins with, and where it was measured. Raises InputError if nothing was counted."""
+    """Write the counts for `auto`, with their origin. Raises InputError if there are none."""
     plan, first = folder.plan, folder.origins[0]
     if not (calibrations := calibrations_of(folder)):
         raise InputError(f"{folder.path} counted no drafts of auto; resume it first")

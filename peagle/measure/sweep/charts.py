@@ -88,51 +88,8 @@ def cycle(rows: Sequence[Row]) -> str | None:
     return svg(draw)
 
 
-def positions(series: Mapping[str, Row]) -> str | None:
-    """Draw the acceptance rate by draft, one line per series. None if nothing was drafted."""
-    lines = {name: list(enumerate(row.rate_per_position, 1)) for name, row in series.items()}
-
-    def finish(axis: Any) -> None:
-        axis.set(xlabel="draft", ylabel="accepted / steps", ylim=(0, 1.05))
-        axis.xaxis.get_major_locator().set_params(integer=True)
-
-    return _lines(lines, finish)
-
-
-def requests(row: Row) -> str | None:
-    """Draw the speed-up of every request, slowest first. None if no request has one."""
-    timed = [(figures, figures.speedup) for figures in row.per_request if figures.speedup is not None]
-    if not timed:
-        return None
-    timed.sort(key=lambda pair: pair[1].value)
-
-    def draw(axis: Any) -> None:
-        for looping, color, name in ((False, COLORS[0], "other outputs"), (True, COLORS[1], "looping outputs")):
-            points = [(place, speedup) for place, (figures, speedup) in enumerate(timed, 1) if figures.loops == looping]
-            _points(axis, points, label=name, color=color, fmt=".", capsize=0)
-        axis.axhline(1, color="grey", linewidth=0.8)
-        axis.set(xlabel="requests, slowest first", ylabel="speed-up over plain decoding")
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        _log_ratios(axis)  # intervals of few repeats reach far, as far up as down by this scale
-        if len(axis.get_legend_handles_labels()[1]) > 1:
-            _legend_above(axis)
-
-    return svg(draw)
-
-
-def _log_ratios(axis: Any) -> None:
-    """Make the vertical axis logarithmic, with ticks at plain numbers."""
-    from matplotlib.ticker import LogLocator, MaxNLocator, StrMethodFormatter
-
-    axis.set_yscale("log")
-    low, high = axis.get_ylim()
-    axis.yaxis.set_major_locator(MaxNLocator(6) if high < 4 * low else LogLocator(2, (1.0, 1.5)))
-    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axis.minorticks_off()
-
-
 def concurrency(series: Mapping[str, Sequence[Row]]) -> str | None:
-    """Draw total tokens a second over the number of requests at once, one line per variant. None without any."""
+    """Draw total tokens a second over the number of requests at once, a line per variant."""
     lines = {name: [(row.concurrency or 1, row.tok_per_s) for row in rows] for name, rows in series.items()}
     figures = [figure for points in lines.values() for _, figure in points if figure is not None]
     highest = max((figure.high or figure.value for figure in figures), default=0.0)
@@ -145,7 +102,7 @@ def concurrency(series: Mapping[str, Sequence[Row]]) -> str | None:
 
 
 def over_context(lines: Mapping[str, Sequence[Point]], name: str, level: float | None = None) -> str | None:
-    """Draw a figure over the length of prompts, one line per series: points (median tokens of a bucket, figure).
+    """Draw a figure over the length of prompts; points are (median tokens of a bucket, figure).
 
     None if no series has two buckets with that figure.
     """
@@ -162,7 +119,7 @@ def over_context(lines: Mapping[str, Sequence[Point]], name: str, level: float |
 
 
 def _lines(lines: Mapping[str, Sequence[Point]], finish: Callable[[Any], None]) -> str | None:
-    """Draw lines with intervals and a legend, after which `finish` sets up the axis. None without a point."""
+    """Draw lines with intervals and a legend; `finish` sets up the axis. None without a point."""
     drawn = {title: points for title, points in lines.items() if any(figure is not None for _, figure in points)}
     if not drawn:
         return None
@@ -178,7 +135,7 @@ def _lines(lines: Mapping[str, Sequence[Point]], finish: Callable[[Any], None]) 
 
 
 def calibration(lines: Mapping[str, Sequence[tuple[float, float]]]) -> str | None:
-    """Draw the share of right drafts over the drafter's confidence in them; on the diagonal both are equal."""
+    """Draw the share of right drafts over the drafter's confidence."""
     titles = shortened(list(lines), LONG_NAME)
 
     def draw(axis: Any) -> None:
@@ -224,7 +181,7 @@ def _over_k(
 
 
 def _points(axis: Any, points: Iterable[Point], **style: Any) -> bool:
-    """Draw the points that have a figure, with their intervals, in the legend, too, if they have any."""
+    """Draw the points that have a figure, with their intervals."""
     known = [(place, figure) for place, figure in points if figure is not None]
     if not known:
         return False
@@ -336,7 +293,7 @@ def svg(
 
 
 def _for_both_schemes(drawing: str, on_dark: Mapping[str, str]) -> str:
-    """Let a drawing follow the reader's colour scheme, alone and in a page: its colours are in style attributes."""
+    """Let a drawing follow the reader's colour scheme, by rules on its style attributes."""
     rules = (
         f'[style*="{property}: {light}"] {{ {property}: {dark} !important }}'
         for light, dark in on_dark.items()

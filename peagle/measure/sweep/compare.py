@@ -123,7 +123,7 @@ def _paired(
     row: Callable[[RequestPairing], Sequence[float]],
     statistic: Statistic,
 ) -> tuple[float, float, Estimate | None, Estimate | None]:
-    """Compute a statistic of the sums of rows: (of the first run, of the second, difference, second over first)."""
+    """Compute a statistic of two runs: (first, second, difference, second over first)."""
     table = np.array([[*row(first), *row(second)] for first, second in pairs], np.float64)
     conversations = [first.group for first, _ in pairs]
 

@@ -195,7 +195,7 @@ class Pairing:
 
     @property
     def speedup(self) -> float:
-        """Divide plain decoding's seconds a token by the variant's: in turns medians, of many at once sums."""
+        """Divide plain decoding's seconds a token by the variant's: medians; sums of many at once."""
         if self.concurrent:
             return float(ratio_of_ratios(np.array([self.sums]))[0])
         return _seconds_per_token(pair[1] for pair in self.timed) / _seconds_per_token(pair[0] for pair in self.timed)
@@ -225,7 +225,7 @@ class RequestPairing(Pairing):
 
 
 def length_by_rates(sums: np.ndarray) -> np.ndarray:
-    """Compute the acceptance length from sums [R, 2K]: places of the drafts, then of their rates there.
+    """Compute the acceptance length from sums [R, 2K] over positions: drafts, then their rates.
 
     It is 1 + v_1 + v_1 v_2 + ..., v_i the mean rate of draft i where all before it were accepted.
     """
@@ -236,7 +236,7 @@ def length_by_rates(sums: np.ndarray) -> np.ndarray:
 
 
 def pairings(folder: Folder) -> dict[tuple[Workload, Variant], list[RequestPairing]]:
-    """Pair requests with plain decoding by workload and variant, in order, over the repeats that are complete.
+    """Pair requests with plain decoding by workload and variant, over complete repeats.
 
     One request at a time is complete with all its repeats; of many at once a repeat with all its requests.
     """
@@ -279,7 +279,7 @@ def by_repeat(requests: Sequence[RequestPairing]) -> list[Pairing]:
 
 
 def rows(folder: Folder) -> list[Row]:
-    """Compute the figures of every workload and variant that has complete requests, in the order of the plan."""
+    """Compute the figures of all workloads and variants with complete requests, in order."""
     return [
         _row(folder.plan, workload, variant, requests)
         for (workload, variant), requests in pairings(folder).items()
@@ -409,7 +409,7 @@ def _figures(requests: Sequence[RequestPairing], units: Sequence[Pairing]) -> di
 
 
 def _bounds(requests: Sequence[RequestPairing]) -> dict[str, BoundFigures] | None:
-    """Compute of each bound the acceptance length and the rate of the first draft; None for greedy requests."""
+    """Compute the bounds' acceptance length and first rate; None for greedy requests."""
     bounded = [(pairing.fast[0].bound, pairing.group) for pairing in requests if pairing.fast[0].bound is not None]
     if not bounded:
         return None
@@ -429,7 +429,7 @@ def _bounds(requests: Sequence[RequestPairing]) -> dict[str, BoundFigures] | Non
 def _split(
     requests: Sequence[RequestPairing], groups: Sequence[int], step: Bootstrap | None, cycle: Bootstrap | None
 ) -> dict[str, Estimate | None]:
-    """Split a step's time into parts, and compute v(T); None without profiles. groups: of the times."""
+    """Split a step's time into parts, and compute v(T). groups: those of the times."""
 
     def fraction(
         pairings: Sequence[RequestPairing], row: Callable[[RequestPairing], Sequence[float]], statistic: Statistic
@@ -505,7 +505,7 @@ def _estimate(figure: Bootstrap | None) -> Estimate | None:
 
 
 def _accepted(position: int, counters: Counters, *, tried: bool) -> tuple[float, float]:
-    """Return (steps that accepted draft `position`; all steps, or those that accepted all before)."""
+    """Return (steps that accepted draft `position`, all steps or those that tried it)."""
     below = counters.tried[position] if tried else counters.num_steps
     return float(counters.accepted_per_position[position]), float(below)
 
@@ -515,7 +515,7 @@ def _wait(quantile: int, sample: Sample) -> float | None:
 
 
 def _seconds_per_token(samples: Iterable[Sample]) -> float:
-    """Return the median of seconds per token after the first; every sample has two tokens or more."""
+    """Return the median seconds of a token after the first. Samples have two tokens or more."""
     return float(np.median([(sample.decode_s or 0.0) / (sample.output_tokens - 1) for sample in samples]))
 
 

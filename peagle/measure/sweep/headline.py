@@ -1,9 +1,9 @@
-"""Say in sentences what a sweep measured: the K to use, its speed-up, and what to know before relying on it.
+"""Write a sweep's results as sentences: the K to use, its speed-up, and caveats.
 
     for line in headlines(folder, rows):
         print(line)  # K = 3: 1.19x plain decoding (95 %: 1.14 to 1.24), identical output
 
-All texts are plain, without markup, for a terminal as for a page.
+All texts are plain, without markup, for terminals and pages.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ from peagle.measure.sweep.store import Folder
 from peagle.ops.files import printable
 
 PLAINLY = "plain decoding"
-NAMED = ("peagle", "jax", "jaxlib")  # packages whose versions a page names
-MANY = 3  # drafters that a title still names
+NAMED = ("peagle", "jax", "jaxlib")  # packages with versions on a page
+MANY = 3  # the most drafters in a title
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The fastest variant with a drafter in one workload; None if no speed-up is known, and `why_none` says why."""
+    """The fastest variant with a drafter in one workload; if no speed-up is known, `why_none` is the reason."""
 
     workload: Workload
     fastest: Row | None
@@ -35,7 +35,7 @@ class Verdict:
 
     @property
     def gains(self) -> bool:
-        """Whether it is faster than plain decoding, surely or not."""
+        """Test whether it is faster than plain decoding, surely or not."""
         return self.fastest is not None and speedup_of(self.fastest).value > 1
 
     @property
@@ -63,7 +63,7 @@ def date(folder: Folder) -> str:
 
 
 def headlines(folder: Folder, rows: Sequence[Row]) -> list[str]:
-    """Return a sentence for each workload, which it names if there are several. `rows`: of figures.rows."""
+    """Return a sentence per workload, named if there are several. rows: of figures.rows."""
     judged = verdicts(folder, rows)
     return [f"{verdict.workload.label}: " * (len(judged) > 1) + sentence(verdict) for verdict in judged]
 
@@ -74,7 +74,7 @@ def verdicts(folder: Folder, rows: Sequence[Row]) -> list[Verdict]:
 
 
 def speedup_of(row: Row) -> Estimate:
-    """Return the speed-up of a row that `best` chose, and which so has one."""
+    """Return the speed-up of a row that `best` chose."""
     assert row.speedup is not None
     return row.speedup
 
@@ -103,7 +103,7 @@ def _why_none(folder: Folder, workload: Workload, drafting: Sequence[Row]) -> st
 
 
 def sentence(verdict: Verdict) -> str:
-    """State a workload's result: its speed-up with the interval, and whether the outputs are plain decoding's."""
+    """State a workload's speed-up with its interval, and whether outputs are plain decoding's."""
     row = verdict.fastest
     if row is None:
         return verdict.why_none
@@ -115,7 +115,7 @@ def sentence(verdict: Verdict) -> str:
 
 
 def variant_text(label: str) -> str:
-    """Name a variant in a sentence by its label: K = 3 with DRAFTER, window 128."""
+    """Name a variant of this label in a sentence: K = 3 with DRAFTER, window 128."""
     k, _, rest = label.partition(", ")
     if k == "0":
         return PLAINLY
@@ -145,7 +145,7 @@ def _differing_text(row: Row) -> str:
 
 
 def notes(folder: Folder) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of what limits every figure of a run: it is unfinished, or a part of it failed."""
+    """Yield (name, text) of limits on all figures: an unfinished run, failed parts."""
     plan = folder.plan
     if not folder.finished:
         resume = shlex.join(["peagle", "sweep", "--out", printable(str(folder.path)), "--resume"])
@@ -175,7 +175,7 @@ def machine_text(origin: Mapping[str, Any]) -> str:
 
 
 def caveats(folder: Folder, rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """List (name, text) of what to know before relying on the headlines; only what holds for this run."""
+    """List the caveats that hold for this run as (name, text)."""
     plan, judged = folder.plan, verdicts(folder, rows)
     known = [verdict.fastest for verdict in judged if verdict.fastest is not None]
     if not known:
@@ -225,7 +225,7 @@ def caveats(folder: Folder, rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def _without_loops(row: Row) -> str:
-    """Say how many outputs loop, and what is left of the speed-up without them."""
+    """State the share of looping outputs, and the speed-up without them."""
     text = f"{percent(row.looping_frac)} of the outputs loop"
     calm = row.without_loops.speedup
     return text if calm is None else f"{text}, and without them {variant_text(row.label)} gives {times_text(calm)}"
@@ -245,7 +245,7 @@ def _num_prompts(folder: Folder, row: Row) -> int:
 
 
 def _drafters(plan: Plan, rows: Sequence[Row]) -> str:
-    """Rank the drafters by their fastest variants, and say if the first is surely ahead."""
+    """Rank the drafters by their fastest variants, and say whether the first is surely ahead."""
     names = dict(zip(plan.drafters, short_names(plan.drafters), strict=True))
     fastest = {name: best(row for row in rows if row.variant.drafter == drafter) for drafter, name in names.items()}
     speedups = [(speedup_of(row), name, row.k) for name, row in fastest.items() if row is not None]
@@ -260,7 +260,7 @@ def _drafters(plan: Plan, rows: Sequence[Row]) -> str:
 
 
 def commands(plan: Plan, verdict: Verdict, alone: bool) -> list[str]:
-    """Write the commands that decode as a verdict recommends. alone: the workload's own options are among them."""
+    """Write the commands for a verdict. alone: with the options of its workload."""
     target = ["--target", plan.target]
     for option, value, default in (
         ("--dtype", plan.dtype, None),
@@ -291,7 +291,7 @@ def _command(*arguments: str) -> str:
 
 
 def compared(differences: Sequence[Difference], first: str, second: str) -> list[str]:
-    """Return a sentence for each workload of two runs: if the fastest K of both is faster in the second."""
+    """Say for every workload of two runs whether the fastest K is faster in the second."""
     by_workload: dict[Workload, list[Difference]] = {}
     for difference in differences:
         by_workload.setdefault(difference.workload, []).append(difference)
@@ -333,7 +333,7 @@ def percent(share: float) -> str:
 
 
 def listed(texts: Sequence[str]) -> str:
-    """Join texts as a sentence does: a, b and c."""
+    """Join texts in a sentence: a, b and c."""
     return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
 
 

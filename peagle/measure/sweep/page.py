@@ -1,4 +1,4 @@
-"""Lay out the pages of sweeps as blocks of peagle.measure.pages: the answer, then tables, then how it was measured."""
+"""Lay out the pages of sweeps as blocks of peagle.measure.pages: the result, tables, and the origin."""
 
 import re
 import shlex
@@ -21,9 +21,9 @@ HASH = 12  # digits of a checksum that a page shows
 TERMS = {
     "K": "tokens drafted per step. 0 is plain decoding. `auto` reads K from the drafter's table",
     "speed-up": "tok/s over plain decoding's, for the same requests in the same repeats, all added up",
-    "median of requests": "the median of each request's speed-up, so that each request counts the same",
+    "median of requests": "the median of the requests' speed-ups, so that all requests count the same",
     "acceptance length": "tokens per step that verified drafts, with the target's own token: 1 + accepted / steps",
-    "mean of requests": "the mean of each request's acceptance length, so that each request counts the same",
+    "mean of requests": "the mean of the requests' acceptance lengths, so that all requests count the same",
     "without loops": "without the requests whose output loops",
     "loop": f"an output loops if it repeats more than {headline.percent(LOOPING_ABOVE)} of its 4-grams",
     "tok/s": "(tokens - 1) / (time of the last token - time of the first token)",
@@ -41,16 +41,16 @@ TERMS = {
     f"{FEWEST} conversations have none. Counts are over all repeats",
 }
 BOUND_TERMS = {
-    "p, q": "the target's and the drafter's distribution at a place whose earlier drafts were all accepted",
+    "p, q": "the target's and the drafter's distribution at a position whose earlier drafts were all accepted",
     "best token": "the mean of p(the drafter's most likely token): how often that token is accepted",
     "sampled drafts": "the mean of sum min(p, q): the most that any rule accepts of drafts drawn from q",
-    "best guess": "the mean of max p: the most that any single guess is accepted. Training can gain only what lies "
-    "between the best token and this",
+    "best guess": "the mean of max p: the most that any single guess is accepted. Training can gain only the "
+    "difference between the best token and this",
     "their lengths": "1 + v1 + v1 v2 + ..., with v the mean of each draft. First draft: v1",
 }
 CONCURRENT_TERMS = {
-    "at once": "slots. All requests of a repeat are added together and wait for a slot; one that ends is replaced at "
-    "the next dispatch, so at the end fewer are decoded than there are slots",
+    "at once": "slots. All requests of a repeat are added together and wait for a slot. Near the end of a repeat some "
+    "slots are empty",
     "total tok/s": "tokens after each request's first / the time in which at least one request was decoding",
     "over plain decoding": "of as many requests at once, in the same repeats, in which the variants take turns",
     "repeats": "the slowest and the fastest repeat, over plain decoding",
@@ -77,7 +77,7 @@ def _rates(rates: Iterable[Estimate | None]) -> str:
 
 
 def _of_tried(row: Row) -> str:
-    """Format rates per position, of drafts that some step verified after accepting all before them."""
+    """Format rates per position, of drafts that some step tried."""
     pairs = zip(row.rate_per_position, row.conditional_rate, strict=True)
     return _rates(rate if conditional is not None else None for rate, conditional in pairs)
 
@@ -86,26 +86,32 @@ def _value(figure: Estimate | None) -> str:
     return "-" if figure is None else f"{figure.value:.0f}"
 
 
-COLUMNS: dict[str, Callable[[Row], str]] = {
-    "K": lambda row: row.label,
-    "speed-up": lambda row: estimate_text(row.speedup),
+COUNTED: dict[str, Callable[[CountedFigures], str]] = {  # columns of rows and of their parts
+    "requests": lambda part: str(part.num_requests),
+    "loop": lambda part: f"{part.looping_frac:.0%}",
     "acceptance length": acceptance_text,
+    "speed-up": lambda part: estimate_text(part.speedup),
+    "tokens a pass": lambda part: estimate_text(part.tokens_per_step),
+    "c(K)": lambda part: estimate_text(part.cycle_cost),
+    "v(T)": lambda part: estimate_text(part.verify_cost),
+    "tok/s": lambda part: _value(part.tok_per_s),
+    "ttft ms": lambda part: _ms(part.ttft_s),
+    "tpot ms": lambda part: _ms(part.tpot_s),
+    "without loops: acceptance": lambda part: estimate_text(part.without_loops.acceptance_length),
+    "without loops: speed-up": lambda part: estimate_text(part.without_loops.speedup),
+}
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    **COUNTED,
+    "K": lambda row: row.label,
     "without loops": lambda row: estimate_text(row.without_loops.acceptance_length),
-    "tok/s": lambda row: _value(row.tok_per_s),
     "slower requests": lambda row: f"{row.num_slower} of {row.num_compared}" if row.num_compared else "-",
     "outputs equal to plain": lambda row: f"{row.equal_to_plain_frac:.1%}",
     "median of requests": lambda row: estimate_text(row.speedup_median),
     "mean of requests": lambda row: estimate_text(row.acceptance_length_mean),
-    "requests": lambda row: str(row.num_requests),
-    "tokens a pass": lambda row: estimate_text(row.tokens_per_step),
-    "c(K)": lambda row: estimate_text(row.cycle_cost),
-    "v(T)": lambda row: estimate_text(row.verify_cost),
     "ms a pass": lambda row: _ms(row.step_s),
     "draft ms": lambda row: _ms(row.draft_s),
     "verify ms": lambda row: _ms(row.verify_s),
     "rest ms": lambda row: _ms(row.host_s),
-    "ttft ms": lambda row: _ms(row.ttft_s),
-    "tpot ms": lambda row: _ms(row.tpot_s),
     "itl ms: .5": lambda row: _ms(row.itl_s[0]),
     ".9": lambda row: _ms(row.itl_s[1]),
     ".99": lambda row: _ms(row.itl_s[2]),
@@ -171,33 +177,30 @@ def short_blocks(folder: Folder, rows: Sequence[Row]) -> list[Block]:
 
 
 def terminal_tables(folder: Folder, rows: Sequence[Row]) -> Iterator[tuple[str, Table]]:
-    """Yield for each workload its label and the short figures of all variants, for a terminal; then what to use."""
+    """Yield (workload, short figures of all variants) for a terminal; then the K to use."""
     rows = alone(rows)
     for workload in folder.plan.workloads:
         if own := of_workload(rows, workload):
             yield workload.label, _table(own, TERMINAL)
-    if summary := _summary(folder.plan, rows):
-        header = ("workload", "K to use", "fastest measured", "its speed-up", "its acceptance length", "without loops")
-        yield "the K to use", Table(header, summary)
+    if (summary := _summary(folder.plan, rows)).rows:
+        yield "the K to use", summary
 
 
-def _summary(plan: Plan, rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Name the K to use of each workload, if one is surely faster than plain decoding, or none is faster."""
+def _summary(plan: Plan, rows: Sequence[Row]) -> Table:
+    """Name every workload's K to use, if one is surely faster than plain decoding or none is."""
+    header = ("workload", "K to use", "fastest measured", "its speed-up", "its acceptance length", "without loops")
     lines = []
     for workload in plan.workloads:
         if (chosen := best(of_workload(rows, workload))) is not None:
             # undecided: its interval reaches below 1
             verdict = "0, plain decoding" if chosen.k == 0 else chosen.label if sure(chosen) else "undecided"
-            lines.append((workload.label, verdict, *_best_cells(chosen)))
-    return lines
-
-
-def _best_cells(row: Row) -> tuple[str, ...]:
-    return row.label, *map(estimate_text, (row.speedup, row.acceptance_length, row.without_loops.acceptance_length))
+            figures = (chosen.speedup, chosen.acceptance_length, chosen.without_loops.acceptance_length)
+            lines.append((workload.label, verdict, chosen.label, *map(estimate_text, figures)))
+    return Table(header, lines)
 
 
 def comparison_blocks(runs: Mapping[Folder, Sequence[Row]], compared: Sequence[Sequence[Difference]]) -> list[Block]:
-    """Lay out the page of several runs: all of them over K, and each against the first (`compared`)."""
+    """Lay out the page of several runs: all over K, the others against the first (`compared`)."""
     folders = list(runs)
     names = dict(zip(folders, short_names([folder.path.resolve() for folder in folders]), strict=True))
     first, others = names[folders[0]], folders[1:]
@@ -241,7 +244,7 @@ def comparison_blocks(runs: Mapping[Folder, Sequence[Row]], compared: Sequence[S
 def difference_tables(
     folders: Sequence[Folder], compared: Sequence[Sequence[Difference]]
 ) -> Iterator[tuple[str, Table]]:
-    """Yield for each run after the first its title, and the table of its differences from the first (`compared`)."""
+    """Yield (title, table of differences from the first run) of all other runs."""
     first, *others = short_names([folder.path.resolve() for folder in folders])
     for name, differences in zip(others, compared, strict=True):
         header = ("workload", "K", "figure", first, name, "difference (95 %)", "requests", "real?")
@@ -264,7 +267,7 @@ def _difference_cells(difference: Difference) -> tuple[str, ...]:
 
 
 def _compared_title(folders: Sequence[Folder]) -> str:
-    """Name what the runs measured, and when."""
+    """Name the models of the runs, and their dates."""
     subjects = dict.fromkeys(headline.subject(folder.plan) for folder in folders)
     dates = sorted({headline.date(folder) for folder in folders})
     subject = next(iter(subjects)) if len(subjects) == 1 else "speculative decoding"
@@ -274,7 +277,7 @@ def _compared_title(folders: Sequence[Folder]) -> str:
 def _series_of_runs(
     runs: Mapping[Folder, Sequence[Row]], names: Mapping[Folder, str], workload: Workload
 ) -> dict[str, Sequence[Row]]:
-    """Name the lines of all runs in one workload: by the run, and by what else tells them apart."""
+    """Name the series of all runs in one workload by the run and the drafter."""
     unlike = len({folder.plan.drafters for folder in runs}) > 1
     series: dict[str, Sequence[Row]] = {}
     for folder, rows in runs.items():
@@ -285,7 +288,7 @@ def _series_of_runs(
 
 
 def _front(folder: Folder, rows: Sequence[Row]) -> list[Block]:
-    """Begin a page: its title, the headlines, the speed-up over K, and what to do."""
+    """Begin a page: its title, the headlines, the speed-up over K, and the advice."""
     plan = folder.plan
     slug = "all" if len(plan.workloads) > 1 else _slug(plan.workloads[0].label)
     return [
@@ -299,7 +302,7 @@ def _front(folder: Folder, rows: Sequence[Row]) -> list[Block]:
 
 
 def _sentences(sentences: Sequence[str]) -> Iterator[Block]:
-    """Show the sentences that a reader came for."""
+    """Show the headlines."""
     if len(sentences) == 1:
         yield f"**{plain(sentences[0])}.**"
     elif sentences:
@@ -307,7 +310,7 @@ def _sentences(sentences: Sequence[str]) -> Iterator[Block]:
 
 
 def _circumstances(folder: Folder, rows: Sequence[Row]) -> str:
-    """Say in two lines what was decoded, where, and how fast."""
+    """Describe in two lines the requests, the machine, and the speed."""
     plan = folder.plan
     where = ", ".join(dict.fromkeys(map(headline.machine_text, folder.origins)))
     conditions = f"decoded one at a time, {counted(plan.repeats, 'repeat')}, on {where}."
@@ -332,7 +335,7 @@ def _items(items: Iterable[tuple[str, str]]) -> str:
 
 
 def _advice(folder: Folder, rows: Sequence[Row]) -> Iterator[Block]:
-    """Name the K to use, with commands, and what limits it; nothing if no speed-up is known."""
+    """Name the K to use, with commands and caveats; nothing if no speed-up is known."""
     plan = folder.plan
     known = [verdict for verdict in headline.verdicts(folder, rows) if verdict.fastest is not None]
     if not known:
@@ -382,7 +385,7 @@ def _by_slots(plan: Plan, rows: Sequence[Row]) -> Iterator[Block]:
 
 
 def _over_plain(row: Row) -> str:
-    """Format a speed-up with its interval, or with its least and greatest repeat if there is none."""
+    """Format a speed-up with its interval, else with its least and greatest repeat."""
     text = estimate_text(row.speedup)
     if row.k == 0 or speedup_of(row).low is not None:
         return text
@@ -405,7 +408,7 @@ def _terms(rows: Sequence[Row]) -> Iterator[Block]:
 
 
 def _origin(folder: Folder) -> Iterator[Block]:
-    """Show how a run was made: its command, machine, files and checksums."""
+    """Show the origin of a run: its command, machine, files and checksums."""
     plan, origins = folder.plan, folder.origins
     yield Commands([shlex.join(origins[0]["command"])])
     lines = [
@@ -425,7 +428,7 @@ def _origin(folder: Folder) -> Iterator[Block]:
         ),
         ("chat template, tokenizer", f"sha256 {plan.template[:HASH]}" if plan.template else "none"),
     ]
-    yield Table(("what", "value"), lines)
+    yield Table(("part", "value"), lines)
 
 
 def _prompts(folder: Folder) -> Iterator[tuple[str, str]]:
@@ -446,11 +449,9 @@ def _prompts(folder: Folder) -> Iterator[tuple[str, str]]:
 
 def _overview(plan: Plan, rows: Sequence[Row]) -> Iterator[Block]:
     """Show all workloads together, if there are several."""
-    fastest = {workload: best(_drafting(of_workload(rows, workload))) for workload in plan.workloads}
-    lines = [(workload.label, *_best_cells(row)) for workload, row in fastest.items() if row is not None]
-    if len(plan.workloads) > 1 and lines:
+    if len(plan.workloads) > 1 and (summary := _summary(plan, rows)).rows:
         yield heading("All workloads")
-        yield Table(("workload", "fastest K", "speed-up", "acceptance length", "without loops"), lines)
+        yield summary
         yield from _acceptances(_all_series(plan, rows), "all")
 
 
@@ -492,8 +493,7 @@ def _workload(plan: Plan, workload: Workload, rows: Sequence[Row]) -> Iterator[B
         if len(plan.workloads) > 1:  # else it is the page's first picture
             yield from _speedups(series, slug)
         yield from _acceptances(series, slug)
-        yield from _requests(drafting, slug)
-        yield from _drafts(drafting, series, slug)
+        yield from _drafts(drafting)
         yield from _times(rows, slug)
         yield from _bounds(drafting)
         yield from _parts(drafting)
@@ -511,24 +511,15 @@ def _about(workload: Workload, rows: Sequence[Row]) -> Iterator[Block]:
     )
 
 
-def _requests(drafting: Sequence[Row], slug: str) -> Iterator[Block]:
-    if (fastest := best(drafting)) is not None:
-        caption = f"Each request's speed-up by {variant_text(fastest.label)}"
-        caption += ", with its 95 % interval over the repeats" * (fastest.num_compared > 0)
-        yield from _picture(f"{slug}_requests", charts.requests(fastest), f"{caption}.")
-
-
-def _drafts(drafting: Sequence[Row], series: Mapping[str, Sequence[Row]], slug: str) -> Iterator[Block]:
-    """Show which drafts were accepted."""
+def _drafts(drafting: Sequence[Row]) -> Iterator[Block]:
+    """Show the acceptance by position."""
     if drafted := [row for row in drafting if row.num_spec_steps]:
         yield heading("Drafts", 3)
         yield _table(drafted, DRAFTS)
-        svg = charts.positions({name or "all": _widest(line) for name, line in series.items()})
-        yield from _picture(f"{slug}_positions", svg, "Acceptance by draft, at the largest K.")
 
 
 def _times(rows: Sequence[Row], slug: str) -> Iterator[Block]:
-    """Show what a pass costs, and its parts."""
+    """Show the time of a pass, and its parts."""
     yield heading("Time of a pass", 3)
     if all(row.draft_s is None for row in rows):
         yield "No steps were profiled, so the times of drafting and verifying are missing."
@@ -539,7 +530,7 @@ def _times(rows: Sequence[Row], slug: str) -> Iterator[Block]:
 
 
 def _calibrations(folder: Folder) -> Iterator[Block]:
-    """Show how far each drafter's confidence can be trusted."""
+    """Show the share of right drafts by the drafter's confidence."""
     for number, calibration in enumerate(calibrations_of(folder)):
         if number == 0:
             yield heading("The drafter's confidence")
@@ -556,7 +547,7 @@ def _cycle(rows: Sequence[Row], slug: str) -> Iterator[Block]:
 
 
 def _bounds(rows: Sequence[Row]) -> Iterator[Block]:
-    """Show beside each acceptance what the law allows at a temperature."""
+    """Show the acceptance that the temperature allows."""
     lines = []
     for row in rows:
         if row.bounds is not None:
@@ -569,7 +560,7 @@ def _bounds(rows: Sequence[Row]) -> Iterator[Block]:
         return
     yield heading("What the temperature allows", 3)
     yield (
-        "However good a drafter is, its guess survives only as often as the target itself says that token. So the best "
+        "Even a perfect drafter's guess is accepted only as often as the target itself draws that token. So the best "
         "acceptance that any drafter can reach is below K + 1."
     )
     lengths = ("K", "acceptance length", "best token", "sampled drafts", "best guess", "share of the best guess")
@@ -578,31 +569,16 @@ def _bounds(rows: Sequence[Row]) -> Iterator[Block]:
 
 def _parts(rows: Sequence[Row]) -> Iterator[Block]:
     """Make the tables by category and by prompt length."""
-    columns = ("K", "requests", "loop", "acceptance length", "speed-up", "tokens a pass", "c(K)", "v(T)", "tok/s")
-    header = (*columns, "ttft ms", "tpot ms", "without loops: acceptance", "speed-up")
-    for title, all_parts in (
-        ("category", [(part, row) for row in rows for part in row.by_category]),
-        ("prompt length", [(part, row) for row in rows for part in row.by_bucket]),
+    for title, parts in (
+        ("category", [(part, row.label) for row in rows for part in row.by_category]),
+        ("prompt length", [(part, row.label) for row in rows for part in row.by_bucket]),
     ):
-        names = list(dict.fromkeys(part.part for part, _ in all_parts))
-        lines = [
-            (
-                part.part or "(none)",
-                row.label,
-                str(part.num_requests),
-                f"{part.looping_frac:.0%}",
-                acceptance_text(part),
-                *map(estimate_text, (part.speedup, part.tokens_per_step, part.cycle_cost, part.verify_cost)),
-                _value(part.tok_per_s),
-                _ms(part.ttft_s),
-                _ms(part.tpot_s),
-                *map(estimate_text, (part.without_loops.acceptance_length, part.without_loops.speedup)),
-            )
-            for part, row in sorted(all_parts, key=lambda pair: names.index(pair[0].part))
-        ]
-        if lines:
+        names = list(dict.fromkeys(part.part for part, _ in parts))
+        parts.sort(key=lambda pair: names.index(pair[0].part))
+        if parts:
             yield heading(f"By {title}", 3)
-            yield Table((title, *header), lines)
+            lines = [(part.part or "(none)", k, *(text(part) for text in COUNTED.values())) for part, k in parts]
+            yield Table((title, "K", *COUNTED), lines)
 
 
 def _concurrent(workload: Workload, rows: Sequence[Row]) -> Iterator[Block]:
@@ -631,27 +607,22 @@ def _acceptances(series: Mapping[str, Sequence[Row]], slug: str) -> Iterator[Blo
 
 
 def _by_context(series: Mapping[str, Sequence[Row]], slug: str) -> Iterator[Block]:
-    """Draw acceptance, c(K) and speed-up over the length of the prompt, of each series' largest K and its `auto`."""
+    """Draw figures over the length of the prompt, of every series' largest K and `auto`."""
     buckets = {
         f"{title and f'{title}, '}K = {row.k}": row.by_bucket
         for title, rows in series.items()
         for row in (_widest(rows), *(row for row in rows if row.k == AUTO))
     }
-    figures: tuple[tuple[str, Callable[[CountedFigures], Estimate | None], str, float | None, str], ...] = (
-        ("acceptance_length", lambda part: part.acceptance_length, "acceptance length", None, "Acceptance length"),
-        (
-            "cycle_cost",
-            lambda part: part.cycle_cost,
-            "c(K)",
-            1.0,
-            "c(K), the time of a pass in passes of plain decoding,",
-        ),
-        ("speedup", lambda part: part.speedup, "speed-up over plain decoding", 1.0, "Speed-up"),
-    )
-    for key, value, name, level, caption in figures:
-        lines = {title: [(part.prompt_tokens, value(part)) for part in parts] for title, parts in buckets.items()}
-        svg = charts.over_context(lines, name, level)
-        yield from _picture(f"{slug}_{key}_by_context", svg, f"{caption} over the length of the prompt.")
+    for figure, axis, level, caption in (
+        ("acceptance_length", "acceptance length", None, "Acceptance length"),
+        ("cycle_cost", "c(K)", 1.0, "c(K), the time of a pass in passes of plain decoding,"),
+        ("speedup", "speed-up over plain decoding", 1.0, "Speed-up"),
+    ):
+        lines = {
+            title: [(part.prompt_tokens, getattr(part, figure)) for part in parts] for title, parts in buckets.items()
+        }
+        svg = charts.over_context(lines, axis, level)
+        yield from _picture(f"{slug}_{figure}_by_context", svg, f"{caption} over the length of the prompt.")
 
 
 def _picture(name: str, svg: str | None, caption: str) -> Iterator[Picture]:
@@ -661,6 +632,6 @@ def _picture(name: str, svg: str | None, caption: str) -> Iterator[Picture]:
 
 
 def _slug(label: str) -> str:
-    """Make a file name from a label, with a checksum if the label is not plain lower-case ASCII."""
+    """Make a file name of a label, with a checksum unless the label is plain lower-case ASCII."""
     words = re.sub(r"[^a-z0-9]+", "_", label.lower()).strip("_")
     return words if label.isascii() and label == label.lower() else f"{words}_{zlib.crc32(label.encode()):08x}"

@@ -1,9 +1,9 @@
-"""Decode a plan: every prompt by every variant, in turns. Each result is appended at once.
+"""Decode a plan: every prompt by every variant, in turns. Results are appended at once.
 
-In each repeat and workload every prompt is decoded by every variant. The order of variants rotates from prompt to
-prompt and repeat to repeat, so that drift of the machine affects all of them equally. No time includes compilation, or
-the measurement of costs for `auto`. At a temperature above 0 each repeat has its own seed. At the end each variant
-decodes some requests once more under the profiler, to split a step's time into parts.
+In every repeat and workload all variants decode all prompts. Their order rotates from prompt to prompt and repeat to
+repeat, so that drift of the machine affects all of them equally. No time includes compilation, or the measurement of
+costs for `auto`. At a temperature above 0 repeats have different seeds. At the end variants decode some requests once
+more under the profiler, to split a step's time into parts.
 
 Many requests at once (`Plan.concurrent`): every variant decodes all requests of a workload together, once a repeat.
 Variants with the same number of slots follow one another in rotating order; numbers of slots ascend and descend in
@@ -26,7 +26,16 @@ from peagle.engine.request import Request
 from peagle.measure.bound import Bound, bound
 from peagle.measure.profile import operations_of, profile
 from peagle.measure.sweep.plan import AUTO, PLAIN, PROFILED, PROFILED_TOKENS, Plan, Source, Variant, Workload
-from peagle.measure.sweep.store import ASKING, Appender, Folder, Sample, Share, SweepConversation, SweepRequest
+from peagle.measure.sweep.store import (
+    ASKING,
+    Appender,
+    Folder,
+    Sample,
+    Share,
+    SweepConversation,
+    SweepRequest,
+    line_of,
+)
 from peagle.ops.errors import InputError
 from peagle.ops.memory import share_of_mappings
 from peagle.pair import Pair
@@ -47,10 +56,10 @@ def models_of(variant: Variant) -> Models:
 
 
 def make_requests(folder: Folder, pair: Pair, sets: Mapping[str, PromptSet], progress: Progress) -> None:
-    """Make and store the numbered requests of every source and rendering, and the prompts left out.
+    """Make and store the requests of every source and rendering, and the prompts left out.
 
-    Conversations that the folder holds already are not made again. `sets`: prompts by a source's name. Raises
-    InputError for a conversation that cannot be rendered; for a prompt that is too long only by `Plan.too_long`.
+    Conversations that the folder holds already are kept. sets: prompts by a source's name. Raises InputError for a
+    conversation that cannot be rendered, and by `Plan.too_long` for a prompt that is too long.
     """
     plan = folder.plan
     stored = {(begun.prompts, begun.raw, begun.row): begun for begun in folder.begun()}
@@ -192,7 +201,7 @@ class SweepRun:
     def _decode(
         self, out: Appender, workload: Workload, variant: Variant, repeat: int, requests: Sequence[SweepRequest]
     ) -> None:
-        """Decode these requests together, and append their lines together; nothing of a variant that failed."""
+        """Decode requests together, and append their lines; nothing of a failed variant."""
         self.done.update((workload, variant, repeat, request.request) for request in requests)
         if (workload, variant) in self.failed:
             return
@@ -212,14 +221,14 @@ class SweepRun:
             )
 
     def _bound(self, variant: Variant, result: Result) -> Bound | None:
-        """Measure what the law of acceptance allows along an output, after its time was taken."""
+        """Measure the acceptance that the temperature allows along an output."""
         pair = self._pair(variant)
         assert pair.drafter is not None
         return bound(pair.target, pair.drafter, result)
 
     @contextlib.contextmanager
     def _failing(self, out: Appender, workload: Workload, variant: Variant) -> Iterator[None]:
-        """Append the error of a variant, and raise it as InputError, or with `continue_on_error` keep it."""
+        """Append a variant's error; then raise InputError or, with `continue_on_error`, keep it."""
         try:
             yield
         except (InputError, MemoryError, RuntimeError) as error:  # JAX raises RuntimeErrors
@@ -261,7 +270,7 @@ class SweepRun:
         return pair.engine(pair.engine_config(k, context=self.capacity, adaptive=adaptive, slots=slots))
 
     def profile(self, progress: Progress) -> None:
-        """Profile PROFILED conversations in every workload and variant, and store the results in run.json.
+        """Profile PROFILED conversations by workload and variant, and store the results.
 
         Profiles that failed are tried again on the next resume.
         """
@@ -283,7 +292,7 @@ class SweepRun:
         for number, (workload, request, variant) in enumerate(left):
             progress(number, len(left))
             shares.append(self._profile(workload, request, variant, programs))
-            self.folder.save(shares=[share.to_json() for share in shares])
+            self.folder.save(shares=[line_of(share) for share in shares])
 
     def _profile(
         self,
@@ -310,9 +319,9 @@ class SweepRun:
 
 
 def _longest(requests: Sequence[SweepRequest], tokens: Sequence[int]) -> list[SweepRequest]:
-    """Choose PROFILED requests of different conversations, evenly among the longest plain outputs.
+    """Choose PROFILED conversations' requests, evenly among the longest plain outputs.
 
-    tokens: of each request's plain output; PROFILED_TOKENS count as equally long as more.
+    tokens: of the requests' plain outputs; PROFILED_TOKENS and more count as equal.
     """
     first_turns: dict[int, tuple[SweepRequest, int]] = {}
     for request, length in zip(requests, tokens, strict=True):

@@ -2,8 +2,8 @@
 
 A run that is killed at any moment loses at most the requests being decoded.
 
-    run.json        schema, plan, provenance ("sittings": one per process, the run and its resumes); at the end profiles
-                    ("shares") and figures ("rows" and, of many requests at once, "by_concurrency")
+    run.json        schema, plan, provenance ("sittings": one per process, for the run and its resumes); at the end
+                    profiles ("shares") and figures ("rows" and, for many requests at once, "by_concurrency")
     prompts.jsonl   a line per request: set, raw, row, turn, category, prompt_ids; and those left out, with the reason
     asking.jsonl    until prompts.jsonl is complete: a line per conversation
     raw.jsonl       a line per decoded request, in order of decoding
@@ -36,7 +36,12 @@ FEWEST_WAITS = 4  # between arrivals, for quantiles
 RUN, PROMPTS, ASKING, RAW = "run.json", "prompts.jsonl", "asking.jsonl", "raw.jsonl"
 
 Json = dict[str, Any]
-_VARIANT_FIELDS = {field.name for kind in (Workload, Variant) for field in dataclasses.fields(kind)}
+_FLAT: dict[str, Any] = {
+    "workload": Workload,
+    "variant": Variant,
+    "counters": Counters,
+}  # their fields are keys of a line
+_KEYS = {"num_spec_tokens": "num_speculative_tokens", "requests": "asked"}  # of fields with other names
 
 Record = TypeVar("Record")
 Key = tuple[Workload, Variant, int, int]  # of a sample: workload, variant, repeat, request
@@ -44,7 +49,7 @@ Key = tuple[Workload, Variant, int, int]  # of a sample: workload, variant, repe
 
 @dataclasses.dataclass(frozen=True)
 class SweepRequest:
-    """One request of a set of prompts: the same for every variant and temperature."""
+    """One request of a set of prompts, the same for all variants and temperatures."""
 
     prompts: str
     raw: bool
@@ -61,7 +66,7 @@ class LeftOut:
 
     prompts: str
     raw: bool | None
-    row: int | None  # None: a row of the file, which `why` names
+    row: int | None  # None: a row of the file, named in `why`
     why: str
 
 
@@ -73,19 +78,10 @@ class SweepConversation:
     raw: bool
     row: int
     requests: tuple[SweepRequest, ...]
-    why: str | None  # the reason, if it ends early
-
-    def to_json(self) -> Json:
-        line = dataclasses.asdict(self)
-        return line | {"asked": line.pop("requests")}
-
-    @classmethod
-    def from_json(cls, line: Json) -> "SweepConversation":
-        rest = {name: value for name, value in line.items() if name != "asked"}
-        return cls(requests=tuple(_tuples(SweepRequest, request) for request in line["asked"]), **rest)
+    why: str | None = None  # the reason, if it ends early
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample:
     """The result of one request, decoded once: a line of raw.jsonl. Times in seconds."""
 
@@ -95,10 +91,10 @@ class Sample:
     request: int
     output_tokens: int
     finish_reason: str
-    loop_share: float | None
-    ttft_s: float | None  # of many at once: since they were added together, with the wait for a slot
-    decode_s: float | None
-    itl_s: tuple[float, ...] | None  # ITL_QUANTILES
+    loop_share: float | None = None
+    ttft_s: float | None = None  # of many at once: since they were added together, with the wait for a slot
+    decode_s: float | None = None
+    itl_s: tuple[float, ...] | None = None  # ITL_QUANTILES
     counters: Counters
     output_sha256: str  # of the ids, shortened, to compare outputs
     output_ids: tuple[int, ...] | None = None  # of plain decoding's first repeat
@@ -113,30 +109,11 @@ class Sample:
         """Passes of the target, plain ones included."""
         return self.counters.num_steps + self.counters.num_plain_steps
 
-    def to_json(self) -> Json:
-        """Make the line, with the fields of workload, variant and counters in it, and nothing that is None."""
-        line = flat(self)
-        line |= line.pop("counters")
-        line["num_speculative_tokens"] = line.pop("num_spec_tokens")
-        return {name: value for name, value in line.items() if value is not None}
-
-    @classmethod
-    def from_json(cls, line: Json) -> "Sample":
-        """Undo `to_json`. Raises KeyError or TypeError for any other line."""
-        rest: Json = dict.fromkeys(("loop_share", "ttft_s", "decode_s", "itl_s")) | line
-        rest = {name: value for name, value in rest.items() if name not in _VARIANT_FIELDS}
-        counters = {name: rest.pop(name) for name in ("histogram", "verified", "num_plain_steps", "tried")}
-        counters["num_spec_tokens"] = rest.pop("num_speculative_tokens")
-        # missing in the lines of earlier versions
-        counters |= {name: rest.pop(name, 0) for name in ("num_proposed", "num_looked_up")}
-        rest |= {"workload": workload_of(line), "variant": variant_of(line), "counters": _tuples(Counters, counters)}
-        return _tuples(cls, rest | ({"bound": _tuples(Bound, rest["bound"])} if rest.get("bound") else {}))
-
     @classmethod
     def of(
         cls, workload: Workload, variant: Variant, repeat: int, result: Result, bound: Bound | None = None
     ) -> "Sample":
-        """Take what a result says."""
+        """Make a sample of a result."""
         itl = np.quantile(result.itl_s, ITL_QUANTILES) if len(result.itl_s) >= FEWEST_WAITS else None
         return cls(
             workload=workload,
@@ -173,16 +150,6 @@ class Share:
     def key(self) -> tuple[Workload, Variant, int]:
         return self.workload, self.variant, self.request
 
-    def to_json(self) -> Json:
-        """Make the entry of run.json, with the fields of workload and variant in it."""
-        return {name: value for name, value in flat(self).items() if name != "why_not" or value is not None}
-
-    @classmethod
-    def from_json(cls, line: Json) -> "Share":
-        """Undo `to_json`."""
-        rest = {name: value for name, value in line.items() if name not in _VARIANT_FIELDS}
-        return cls(workload_of(line), variant_of(line), **rest)
-
 
 class Folder:
     """A run's folder, made by `begin` or opened by `open_run`."""
@@ -210,7 +177,7 @@ class Folder:
     @property
     def shares(self) -> list[Share]:
         """The profiles, without those that failed."""
-        return [Share.from_json(line) for line in self.record["shares"] if "why_not" not in line]
+        return [record_of(Share, line) for line in self.record["shares"] if "why_not" not in line]
 
     def save(self, **changes: Any) -> None:
         """Write run.json with these keys changed."""
@@ -225,14 +192,14 @@ class Folder:
             self.path.rmdir()
 
     def prompts(self) -> tuple[list[SweepRequest], list[LeftOut]] | None:
-        """Read (requests, conversations and rows left out); None if they are not all determined yet."""
+        """Read (requests, conversations and rows left out); None before all are known."""
         if not (self.path / PROMPTS).exists():
             return None
-        records = list(
-            _records(
-                self.path / PROMPTS, lambda line: LeftOut(**line) if "why" in line else _tuples(SweepRequest, line)
-            )
-        )
+
+        def record(line: Json) -> SweepRequest | LeftOut:
+            return record_of(LeftOut, line) if "why" in line else record_of(SweepRequest, line)
+
+        records = list(_records(self.path / PROMPTS, record))
         return (
             [record for record in records if isinstance(record, SweepRequest)],
             [record for record in records if isinstance(record, LeftOut)],
@@ -244,7 +211,7 @@ class Folder:
         return [request for request in requests if (request.prompts, request.raw) == (workload.prompts, workload.raw)]
 
     def save_prompts(self, conversations: Sequence[SweepConversation], left_out: Mapping[str, Sequence[str]]) -> None:
-        """Write all prompts, and the rows left out of each source; then remove asking.jsonl."""
+        """Write all prompts and the rows left out, by source; then remove asking.jsonl."""
         records: list[SweepRequest | LeftOut] = [
             *(request for conversation in conversations for request in conversation.requests),
             *(LeftOut(name, None, None, why) for name, reasons in left_out.items() for why in reasons),
@@ -254,18 +221,18 @@ class Folder:
         (self.path / ASKING).unlink(missing_ok=True)
 
     def begun(self) -> list[SweepConversation]:
-        """Read the conversations that were finished before the run was interrupted."""
-        return list(_records(self.path / ASKING, SweepConversation.from_json))
+        """Read the conversations that were ready before an interruption."""
+        return list(_records(self.path / ASKING, lambda line: record_of(SweepConversation, line)))
 
     def samples(self) -> list[Sample]:
         """Read all decoded requests, without an incomplete last line."""
-        records = _records(self.path / RAW, lambda line: None if "error" in line else Sample.from_json(line))
+        records = _records(self.path / RAW, lambda line: None if "error" in line else record_of(Sample, line))
         return [sample for sample in records if sample is not None]
 
     def errors(self) -> dict[tuple[Workload, Variant], str]:
-        """Read why variants failed; one that succeeded later is left out."""
+        """Read the errors of variants that have not succeeded since."""
         errors: dict[tuple[Workload, Variant], str] = {}
-        lines = _records(self.path / RAW, lambda line: (workload_of(line), variant_of(line), line.get("error")))
+        lines = _records(self.path / RAW, lambda line: (_take(Workload, line), _take(Variant, line), line.get("error")))
         for workload, variant, error in lines:
             errors.pop((workload, variant), None)
             if error is not None:
@@ -274,7 +241,7 @@ class Folder:
 
     @contextlib.contextmanager
     def appending(self, name: str = RAW) -> Iterator["Appender"]:
-        """Append to raw.jsonl, or asking.jsonl. The command that runs the sweep has the folder `alone`."""
+        """Append to raw.jsonl, or asking.jsonl. The caller must hold the folder `alone`."""
         path = self.path / name
         with writing(path):
             file = path.open("a+b")
@@ -290,14 +257,14 @@ class Appender:
         self._file = file
 
     def conversation(self, conversation: SweepConversation) -> None:
-        self._lines([conversation.to_json()])
+        self._lines([line_of(conversation)])
 
     def samples(self, samples: Sequence[Sample]) -> None:
         """Append lines in a single write, since requests decoded together belong together."""
-        self._lines([sample.to_json() for sample in samples])
+        self._lines([line_of(sample) for sample in samples])
 
     def error(self, workload: Workload, variant: Variant, message: str) -> None:
-        self._lines([dataclasses.asdict(workload) | dataclasses.asdict(variant) | {"error": message}])
+        self._lines([line_of(workload) | line_of(variant) | {"error": message}])
 
     def _lines(self, lines: Sequence[Json]) -> None:
         try:
@@ -315,7 +282,7 @@ def begin(path: Path, plan: Plan, provenance: Json) -> Folder:
     expect_new(path)
     record: Json = {"schema": SCHEMA, "kind": KIND, "plan": plan.to_json(), "sittings": [provenance]}
     record |= {"shares": [], "rows": None}
-    hidden = path.with_name(f".{path.name}.tmp")  # so that no folder is without its plan
+    hidden = path.with_name(f".{path.name}.tmp")  # so that a folder always has its plan
     with writing(path):
         hidden.mkdir(parents=True, exist_ok=True)
         Folder(hidden, record).save()
@@ -340,39 +307,51 @@ def open_run(path: Path) -> Folder:
         raise InputError(f"{path} holds the summary of a run; expected the folder of peagle sweep, with its raw lines")
     if schema not in (2, SCHEMA) or record.get("kind") != KIND:
         raise InputError(f"{path} holds no run of peagle sweep (schema {schema}); expected schema {SCHEMA}")
-    if schema == 2:  # its shares are of no single request, so they cannot be used
+    if schema == 2:  # its shares are not by request, so they cannot be used
         record |= {"schema": SCHEMA, "shares": []}
     return Folder(path, record)
 
 
-def flat(record: Sample | Share) -> Json:
-    """Make a line of a record, with the fields of its workload and variant in it."""
+def line_of(record: Any) -> Json:
+    """Make a line of a record, without fields that are None."""
     line = dataclasses.asdict(record)
-    return line.pop("workload") | line.pop("variant") | line
+    for name in reversed(_FLAT):
+        line = line.pop(name, {}) | line
+    return {_KEYS.get(name, name): value for name, value in line.items() if value is not None}
 
 
-def workload_of(line: Json) -> Workload:
-    """Read the workload of a line of raw.jsonl, or of a share."""
-    return Workload(line["prompts"], line["raw"], line["temperature"])
+def record_of(kind: type[Record], line: Json) -> Record:
+    """Undo `line_of`. Raises KeyError for a missing field, TypeError for an unknown one."""
+    rest = dict(line)
+    record = _take(kind, rest)
+    if rest:
+        raise TypeError(f"{next(iter(rest))} is unknown")
+    return record
 
 
-def variant_of(line: Json) -> Variant:
-    """Read the variant of a line of raw.jsonl, or of a share."""
-    others = ("drafter", "draft_vocab", "concurrency", "drafter_window")
-    return Variant(line["k"], *(line.get(name) for name in others))
+def _take(kind: Any, line: Json) -> Any:
+    """Take a record's fields out of a line."""
+    values: Json = {}
+    for field in dataclasses.fields(kind):
+        key = _KEYS.get(field.name, field.name)
+        if field.name in _FLAT:
+            values[field.name] = _take(_FLAT[field.name], line)
+        elif key in line or field.default is dataclasses.MISSING:
+            value = line.pop(key)
+            if key == "asked":
+                value = [record_of(SweepRequest, request) for request in value]
+            elif key == "bound":
+                value = _take(Bound, value)
+            values[field.name] = tuple(value) if isinstance(value, list) else value
+    return kind(**values)
 
 
 def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 7)
 
 
-def _tuples(kind: type[Record], values: Json) -> Record:
-    """Make a record of JSON values, whose lists are its tuples."""
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
-
-
 def _records(path: Path, make: Callable[[Json], Record]) -> Iterator[Record]:
-    """Make a record of every line. Raises InputError for a line that lacks a key, or has an unknown one."""
+    """Make a record of every line. Raises InputError for missing and unknown keys."""
     for number, line in _lines(path):
         try:
             yield make(line)
@@ -384,7 +363,7 @@ def _records(path: Path, make: Callable[[Json], Record]) -> Iterator[Record]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Json]]:
-    """Yield complete lines with their numbers. Raises InputError for a line that is no JSON object.
+    """Yield complete lines with their numbers. Raises InputError for other than JSON objects.
 
     A last line without a line break was cut off and is left out.
     """

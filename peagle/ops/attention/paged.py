@@ -82,7 +82,7 @@ def group_layers(windows: Sequence[int | None], offset: int = 0) -> tuple[CacheG
     """Group layers by window. The first group has no window; it is there even if no layer belongs to it."""
     distinct = [None, *sorted({window for window in windows if window is not None})]
     return tuple(
-        CacheGroup(window, offset, tuple(layer for layer, each in enumerate(windows) if each == window))
+        CacheGroup(window, offset, tuple(layer for layer, own in enumerate(windows) if own == window))
         for window in distinct
     )
 

@@ -80,11 +80,11 @@ def online_attention(
         peak, total, out = carry
         keys, values, mask = load(index)
         values = jnp.where(mask.any(axis=1)[:, :, None, None], values, jnp.zeros((), values.dtype))  # 0 * NaN is NaN
-        seen = mask[:, None, None]
+        visible = mask[:, None, None]
         scores = jnp.einsum("btgrh,bsgh->bgrts", grouped, keys, preferred_element_type=jnp.float32) * head_dim**-0.5
-        scores = jnp.where(seen, scores, MASKED)
+        scores = jnp.where(visible, scores, MASKED)
         higher = jnp.maximum(peak, jnp.max(scores, axis=-1, keepdims=True))
-        weights = jnp.where(seen, jnp.exp(scores - higher), 0.0)
+        weights = jnp.where(visible, jnp.exp(scores - higher), 0.0)
         shrink = jnp.exp(peak - higher)
         rounded = weights.astype(values.dtype)
         added = jnp.einsum("bgrts,bsgh->bgrth", rounded, values, preferred_element_type=jnp.float32)

@@ -151,11 +151,10 @@ def check_attention(width: int, padding: int, num_pages: int, window: int, lengt
     at = np.concatenate([before, index])
     expected = np.zeros((active, heads, HEAD_DIM))
     for t, n in np.ndindex(active, heads):
-        seen = (at >= first[0, t]) & (at <= last[0, t])
-        scores = np.exp(all_keys[seen, n // (heads // kv_heads)] @ queries[t, n] / HEAD_DIM**0.5)
-        expected[t, n] = (
-            scores @ all_values[seen, n // (heads // kv_heads)] / (scores.sum() + np.exp(sinks[n].astype(np.float64)))
-        )
+        visible = (at >= first[0, t]) & (at <= last[0, t])
+        kv_head, sink = n // (heads // kv_heads), np.exp(sinks[n].astype(np.float64))
+        scores = np.exp(all_keys[visible, kv_head] @ queries[t, n] / HEAD_DIM**0.5)
+        expected[t, n] = scores @ all_values[visible, kv_head] / (scores.sum() + sink)
     result = np.asarray(out, np.float64).reshape(width, heads, HEAD_DIM)[:active]
     what = f"attention of {width} rows, {padding} padding, a window of {window}"
     _expect_near(result, expected, what)

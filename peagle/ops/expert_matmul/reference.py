@@ -202,8 +202,8 @@ def in_blocks(
         number, start = step
         expert = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), experts)
         # A last block's surplus rows are the next expert's, which overwrites them, or beyond what is read.
-        found = _one_expert(x[jax.lax.dynamic_slice_in_dim(row_of, start, size)], expert, limit)
-        return jax.lax.dynamic_update_slice_in_dim(out, found, start, axis=0), None
+        result = _one_expert(x[jax.lax.dynamic_slice_in_dim(row_of, start, size)], expert, limit)
+        return jax.lax.dynamic_update_slice_in_dim(out, result, start, axis=0), None
 
     sorted_out = jnp.zeros((rows * top_k + size, x.shape[1]), x.dtype)
     sorted_out, _ = jax.lax.scan(one, sorted_out, (expert_of, starts))

@@ -122,8 +122,8 @@ def _over_devices(x: jax.Array, weight: SplitMatrix, norm: Norm | None, position
     specs = (PartitionSpec(weight.axis), same, same, same)
     # check_vma off: it cannot see into native kernels
     run = jax.shard_map(of_rank, mesh=weight.mesh, in_specs=specs, out_specs=same, check_vma=False)
-    found: jax.Array = run(weight.parts, x, None if norm is None else norm.weight, positions)
-    return found
+    output: jax.Array = run(weight.parts, x, None if norm is None else norm.weight, positions)
+    return output
 
 
 def embed(table: jax.Array, token_ids: Int[Array, "..."], dtype: DTypeLike) -> Float[Array, "... width"]:

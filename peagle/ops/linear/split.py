@@ -40,18 +40,18 @@ def split_outputs(weight: jax.Array | PackedMatrix, mesh: Mesh) -> SplitMatrix:
     return SplitMatrix(PackedMatrix(data, scales, weight.inputs, panels * ROWS), weight.outputs, mesh)
 
 
-def _split(leaf: jax.Array, axis: int, each: int, mesh: Mesh) -> jax.Array:
+def _split(leaf: jax.Array, axis: int, width: int, mesh: Mesh) -> jax.Array:
     """Put so many places along an axis on each device; the last ones get zeros."""
     whole = np.asarray(leaf).swapaxes(0, axis)
 
     def part(index: Any) -> np.ndarray:
-        start = (index[0].start or 0) * each
-        mine = whole[start : start + each]
-        filled = np.pad(mine, [(0, each - len(mine)), *[(0, 0)] * (whole.ndim - 1)])
+        start = (index[0].start or 0) * width
+        mine = whole[start : start + width]
+        filled = np.pad(mine, [(0, width - len(mine)), *[(0, 0)] * (whole.ndim - 1)])
         return np.ascontiguousarray(filled.swapaxes(0, axis))[None]
 
     shape = list(leaf.shape)
-    shape[axis] = each
+    shape[axis] = width
     return jax.make_array_from_callback(
         (mesh.size, *shape), NamedSharding(mesh, PartitionSpec(mesh.axis_names[0])), part
     )

@@ -38,14 +38,14 @@ def status() -> tuple[str | None, str]:
 
     Raises InputError if PEAGLE_KERNELS names kernels that do not run here.
     """
-    wanted = os.environ.get(VARIABLE, "")
-    if wanted not in ("", XLA, *instruction_sets()):
-        raise InputError(f"{VARIABLE} is {wanted!r}; expected {', '.join([*instruction_sets(), XLA])}, or nothing")
+    choice = os.environ.get(VARIABLE, "")
+    if choice not in ("", XLA, *instruction_sets()):
+        raise InputError(f"{VARIABLE} is {choice!r}; expected {', '.join([*instruction_sets(), XLA])}, or nothing")
     if wants_xla():
         return None, f"XLA ({VARIABLE}={XLA})"
-    isa, said = _choose(wanted)
-    if isa is None and wanted:
-        raise InputError(f"{VARIABLE} is {wanted!r}, but {said}")
+    isa, said = _choose(choice)
+    if isa is None and choice:
+        raise InputError(f"{VARIABLE} is {choice!r}, but {said}")
     return (isa, f"native, {isa}{said}") if isa else (None, f"XLA: {said}")
 
 
@@ -77,7 +77,7 @@ def optional(values: jax.Array | None, dtype: DTypeLike = jnp.float32) -> jax.Ar
     return jnp.zeros((0,), dtype) if values is None else values.astype(dtype).reshape(-1)
 
 
-def _choose(wanted: str) -> tuple[str | None, str]:
+def _choose(choice: str) -> tuple[str | None, str]:
     """Return (the instruction set or None, the reason for None or a note on the set)."""
     if jax.default_backend() != "cpu":
         return None, f"the native kernels are for CPUs, this is {jax.default_backend()}"
@@ -86,21 +86,21 @@ def _choose(wanted: str) -> tuple[str | None, str]:
     again = f"{sys.executable} -P -m peagle.ops.native compiles them, given a C++ compiler"
     if "portable" not in built:
         return None, f"the native kernels were not compiled; {again}"
-    if wanted and wanted not in built:
-        return None, f"the kernels for {wanted} were not compiled; {again.replace('compiles', '--all compiles')}"
+    if choice and choice not in built:
+        return None, f"the kernels for {choice} were not compiled; {again.replace('compiles', '--all compiles')}"
     order = list(instruction_sets())
     try:
         machine = _open("portable").peagle_machine
         machine.restype = ctypes.c_char_p
         best = machine().decode()
         runs = [isa for isa in order[order.index(best) :] if isa in built]
-        if wanted and wanted not in runs:
+        if choice and choice not in runs:
             return None, f"this CPU runs {', '.join(runs)} only"
-        isa = wanted or runs[0]
+        isa = choice or runs[0]
         _register(isa)
     except Exception as error:  # a library for another system, or for another version of XLA's FFI
         return None, f"the native kernels do not load ({' '.join(str(error).split())[:200]}); {again}"
-    return isa, "" if wanted or isa == best else f" (those for {best} were not compiled; {again})"
+    return isa, "" if choice or isa == best else f" (those for {best} were not compiled; {again})"
 
 
 def _library(isa: str) -> Path:

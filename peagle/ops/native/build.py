@@ -72,17 +72,17 @@ def sets_of_this_machine() -> dict[str, tuple[str, ...]]:
 
 def asked_for_all() -> bool:
     """Whether PEAGLE_INSTRUCTION_SETS is "all". Raises BuildError for another value."""
-    asked = os.environ.get(VARIABLE, "")
-    if asked not in ("", "all"):
-        raise BuildError(f"{VARIABLE} is {asked!r}; expected all, or nothing for what this machine runs")
-    return asked == "all"
+    sets = os.environ.get(VARIABLE, "")
+    if sets not in ("", "all"):
+        raise BuildError(f"{VARIABLE} is {sets!r}; expected all, or nothing for what this machine runs")
+    return sets == "all"
 
 
 def compiler() -> str:
     """Find the C++ compiler: $CXX, else the system's. Raises BuildError if there is none."""
     for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
-        if found := shutil.which(name):
-            return found
+        if path := shutil.which(name):
+            return path
     raise BuildError("no C++ compiler was found (CXX, c++, g++, clang++)")
 
 

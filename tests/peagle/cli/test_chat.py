@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 
 import peagle.cli.processes
-from peagle.cli import main
 from peagle.cli.display import Display
 from peagle.ops import interrupt
 from peagle.pair import Pair
 from peagle.text.prompts import Conversation, Rendering
 from peagle.text.tokenizer import ByteLevelTokenizer
-from tests.peagle.cli.test_cli import TOY_PROCESS
-from tests.peagle.cli.test_interrupt import CTRL_C, IN_A_CALLBACK, Terminal
+from tests.support.commands import Captured, refused, run
 from tests.support.pairs import MAX_POSITIONS, press_ctrl_c_at, toy_pair
+from tests.support.terminal import CTRL_C, IN_A_CALLBACK, TOY_PROCESS, Terminal
 
-Chat = Callable[..., tuple[int, str, str]]
+Chat = Callable[..., Captured]
 OPTIONS = ("--target", "toy", "--drafter", "ngram", "-k", "3", "-n", "12")
 
 
@@ -27,14 +26,12 @@ OPTIONS = ("--target", "toy", "--drafter", "ngram", "-k", "3", "-n", "12")
 def chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], toy: Pair) -> Chat:
     """Pipes lines into the command, which runs in this process on the toy pair: (exit code, standard output, error)."""
 
-    def run(lines: bytes, *options: str, pair: Pair = toy) -> tuple[int, str, str]:
+    def piped(lines: bytes, *options: str, pair: Pair = toy) -> Captured:
         monkeypatch.setattr(peagle.cli.processes, "load_models", lambda *_, **__: pair)
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
-        code = main(["chat", *OPTIONS, *options])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
+        return run(capsys, "chat", *OPTIONS, *options)
 
-    return run
+    return piped
 
 
 def answers(pair: Pair, *turns: str, system: str | None = None, **options: Any) -> list[str]:
@@ -127,23 +124,17 @@ def test_an_end_of_input_at_once_is_an_end(chat: Chat) -> None:
     ],
 )
 def test_what_no_message_could_be_answered_with_is_refused(chat: Chat, options: tuple[str, ...], message: str) -> None:
-    code, out, err = chat(b"Hi\n", *options)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert err.count("\n") == 1
+    refused(chat(b"Hi\n", *options), message)
 
 
 def test_without_a_tokenizer_or_a_template_there_is_no_chat(
     chat: Chat, tokenizer: ByteLevelTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, _, err = chat(b"Hi\n", pair=toy_pair(None))
-    assert code == 2
-    assert "toy has no tokenizer.json, so it cannot chat" in err
+    assert (code, "toy has no tokenizer.json, so it cannot chat" in err) == (2, True)
     monkeypatch.setattr(tokenizer._inner, "chat_template", None)
     code, _, err = chat(b"Hi\n", pair=toy_pair(tokenizer))
-    assert code == 2
-    assert "has no chat template" in err
-    assert "cannot chat" in err
+    assert (code, "has no chat template" in err, "cannot chat" in err) == (2, True, True)
 
 
 def test_ctrl_c_keeps_the_answer_as_far_as_it_came(chat: Chat, toy: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,9 +142,9 @@ def test_ctrl_c_keeps_the_answer_as_far_as_it_came(chat: Chat, toy: Pair, monkey
     prompts: list[Conversation] = []
     encode = Conversation.encode
 
-    def noting(self: Conversation, *given: Any) -> tuple[int, ...]:
+    def noting(self: Conversation, *arguments: Any) -> tuple[int, ...]:
         prompts.append(self)
-        return encode(self, *given)
+        return encode(self, *arguments)
 
     monkeypatch.setattr(Conversation, "encode", noting)
     press_ctrl_c_at(monkeypatch, Display, "emitted", 3)
@@ -165,7 +156,7 @@ def test_ctrl_c_keeps_the_answer_as_far_as_it_came(chat: Chat, toy: Pair, monkey
     assert whole.startswith(first)
     assert "finish: interrupted" in err
     assert "finish: length" in err
-    second = next(each for each in prompts if each.turns == ("Go on",))
+    second = next(conversation for conversation in prompts if conversation.turns == ("Go on",))
     assert [dict(message) for message in second.history] == [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": first},

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from peagle.cli import main
 from peagle.cli.cluster import Up
 from peagle.cli.clustering import served, start_fleet
 from peagle.cli.command import built
 from peagle.cluster.config import FleetConfig, read_fleet
 from peagle.ops.errors import InputError
+from tests.support.commands import all_refused
 from tests.support.pairs import Directories
 
 OWN = {
@@ -29,14 +29,14 @@ def fleet(**typed: Any) -> FleetConfig:
     return served(built(Up, typed))
 
 
-def test_replicas_are_told_absolute_paths_and_a_number_of_drafts(
+def test_replicas_are_told_absolute_paths_and_to_draft_by_auto(
     directories: Directories, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(directories.target.parent)
     config = fleet(target="target", drafter="drafter", prefill=1, decode=2, context=90)
     assert (config.load.target, config.load.drafter) == (str(directories.target), str(directories.drafter))
     assert (config.prefill, config.decode, config.engine.context, config.served_model_name) == (1, 2, 90, "target")
-    assert config.engine.num_speculative_tokens == 3
+    assert config.engine.num_speculative_tokens == "auto"
     scaled = fleet(max_decode=3, busy=2, scale_up=4.0, scale_down=8.0)
     assert (scaled.max_decode, scaled.busy, scaled.scale_up, scaled.scale_down) == (3, 2, 4, 8)
     assert fleet().hosts == ["127.0.0.1"]  # no keys: pages of other names are kept out
@@ -59,13 +59,13 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(
     directories: Directories, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = ("--target", str(directories.target))
-    for arguments, part in (
+    table = (
         (("--target", str(tmp_path / "none"), "--drafter", "ngram"), "does not exist"),
         ((*target, "--drafter", "demo"), "needs its own drafter"),
         (("--context", "1"), "--context is 1"),
         (("--context", "99999999"), "--context is 99999999"),
         (("-k", "-1"), "-k is -1; expected 0"),
-        (("-k", "auto"), "-k is 'auto'; expected a number"),
+        (("-k", "much"), "-k is 'much'; expected a number of drafted tokens, or auto"),
         (("--kv-memory", "none"), "--kv-memory is 'none'"),
         (("--prefix-cache", "much"), "--prefix-cache is 'much'"),
         (("--mesh", "dp=2"), "--mesh is 'dp=2', but the replicas of a cluster are --decode N; leave dp out"),
@@ -75,11 +75,8 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(
         (("--num-cpus", "nan"), "--num-cpus is nan; expected a number of 0 or more"),
         (("--port", "0"), "--port is 0; expected a port of 1 to 65535"),
         (("--port", "65536"), "--port is 65536; expected a port of 1 to 65535"),
-    ):
-        assert main(["cluster", "up", "--write-config", str(tmp_path / "fleet.json"), *arguments]) == 2
-        err = capsys.readouterr().err
-        assert part in err
-        assert err.count("\n") == 1
+    )
+    all_refused(capsys, ("cluster", "up", "--write-config", str(tmp_path / "fleet.json")), table)
     assert not (tmp_path / "fleet.json").exists()
 
 

@@ -61,10 +61,10 @@ def test_nothing_is_kept_that_could_not_be_read_back(kept: Callable[[str | None]
 
 def test_the_environment_has_the_last_word(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for wanted in ("", str(tmp_path / "elsewhere")):
-        monkeypatch.setenv(DIRECTORY, wanted)
+    for directory in ("", str(tmp_path / "elsewhere")):
+        monkeypatch.setenv(DIRECTORY, directory)
         keep_compiled()
-        assert os.environ[DIRECTORY] == wanted
+        assert os.environ[DIRECTORY] == directory
     assert not list(tmp_path.iterdir())
 
 

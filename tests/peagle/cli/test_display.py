@@ -16,7 +16,7 @@ from peagle.cli import display
 from peagle.cli.display import Display, Stage
 from peagle.cli.output import wrapped
 from peagle.engine.request import Request
-from tests.peagle.text.test_channels import PROMPT, HarmonyTokenizer, ids, split
+from tests.support.channels import PROMPT, HarmonyTokenizer, ids, split
 
 
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_without_a_terminal_lines_say_how_far_it_is_while_it_lasts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], going_on: Any, total: int, line: str
 ) -> None:
     quickly(monkeypatch)
-    shows = Display(text=False, quiet=False, total=total, streaming=False)
+    shows = Display(total=total)
     with going_on(shows):
         awaited(capsys, f"(?m){line}")
     capsys.readouterr()
@@ -82,7 +82,7 @@ def test_without_a_terminal_lines_say_how_far_it_is_while_it_lasts(
 
 def test_quietly_there_are_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     quickly(monkeypatch)
-    with Display(text=False, quiet=True, total=1, streaming=False).stage("decoding") as progress:
+    with Display(quiet=True).stage("decoding") as progress:
         progress(1, 2)
         time.sleep(0.05)
     assert capsys.readouterr().err == ""
@@ -93,7 +93,7 @@ def test_no_line_falls_into_a_text_that_streams(
 ) -> None:
     """Standard output and standard error may go to one file."""
     quickly(monkeypatch)
-    shows = Display(text=True, quiet=False, total=1, streaming=True)
+    shows = Display(text=True, streaming=True)
     shows.decoding(0, 1, plainly=False)
     request = Request((1,), 10)
     shows.started(request, None)
@@ -108,7 +108,7 @@ def test_no_line_falls_into_a_text_that_streams(
 
 def test_a_note_does_not_end_what_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     quickly(monkeypatch)
-    shows = Display(text=False, quiet=False, total=1, streaming=False)
+    shows = Display()
     with shows.stage("training"):
         shows.note("step 1")
         awaited(capsys, "(?m)^step 1$(.|\n)*^training: ")
@@ -141,7 +141,7 @@ def test_text_goes_where_standard_output_goes_while_progress_is_on_a_terminal(mo
     out, screen = io.StringIO(), Screen()
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", screen)
-    shows = Display(text=True, quiet=False, total=1, streaming=True)
+    shows = Display(text=True, streaming=True)
     shows.decoding(0, 1, plainly=False)
     request = Request((1,), 10)
     shows.started(request, None)
@@ -154,7 +154,7 @@ def test_text_goes_where_standard_output_goes_while_progress_is_on_a_terminal(mo
 
 
 def test_warnings_are_shown_if_quiet_too(capsys: pytest.CaptureFixture[str]) -> None:
-    Display(text=False, quiet=True, total=1, streaming=False).warn(["left out: 1 row"])
+    Display(quiet=True).warn(["left out: 1 row"])
     assert capsys.readouterr().err == "peagle: warning: left out: 1 row\n"
 
 
@@ -185,7 +185,7 @@ def test_on_a_terminal_reasoning_is_dim_and_the_answer_is_not(
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", Screen())
     monkeypatch.setenv("TERM", term)
-    shows = Display(text=True, quiet=quiet, total=1, streaming=True)
+    shows = Display(text=True, quiet=quiet, streaming=True)
     shows.read_by(HarmonyTokenizer())
     request = Request(PROMPT, 100)
     shows.started(request, None)
@@ -218,7 +218,7 @@ def test_accepted_drafts_are_coloured_or_marked_on_a_terminal(
         monkeypatch.setenv(name, value)
     written = out()
     monkeypatch.setattr(sys, "stdout", written)
-    shows = Display(text=True, quiet=True, total=1, streaming=streaming, drafts=True)
+    shows = Display(text=True, quiet=True, streaming=streaming, drafts=True)
     request = Request((1,), 10)
     shows.started(request, None)
     shows.emitted(request, (1, 2, 3, 4), "abc\nd", PARTS)

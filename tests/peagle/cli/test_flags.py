@@ -19,16 +19,21 @@ WITHOUT_SLOTS = {"speculate": 1, "generate": 1, "data": 32, "bench": "1"}  # had
 
 def options(name: str) -> dict[str, Option]:
     """Return the options of a command by each of their flags, former ones included."""
-    return {flag: each for each in options_of(COMMANDS[name].load()) for flag in (*each.names, each.flag.old) if flag}
+    return {
+        flag: option
+        for option in options_of(COMMANDS[name].load())
+        for flag in (*option.names, option.flag.old)
+        if flag
+    }
 
 
 @pytest.mark.parametrize("name", READ)
 def test_a_flag_is_what_it_was(name: str) -> None:
-    found = options(name)
+    by_flag = options(name)
     for before in RECORDED[name]:
         if before["argument"]:
             continue
-        here = {found[flag] for flag in before["flags"]}
+        here = {by_flag[flag] for flag in before["flags"]}
         assert len(here) == 1, before
         (option,) = here
         assert (option.kind is not bool) == before["value"], before
@@ -46,9 +51,9 @@ def test_no_flag_has_come_unrecorded(name: str) -> None:
 
 @pytest.mark.parametrize("name", READ)
 def test_a_default_is_what_it_was(name: str) -> None:
-    found = options(name)
+    by_flag = options(name)
     for before in RECORDED[name]:
-        option = found[before["flags"][0]]
+        option = by_flag[before["flags"][0]]
         if option.required or before["hidden"] or before["flags"][0] in NOT_TAKEN:
             continue
         now = list(option.default) if isinstance(option.default, tuple) else option.default

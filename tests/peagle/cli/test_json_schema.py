@@ -53,7 +53,7 @@ SUMMARY = {
 NAMES: dict[str, str | None] = {"command": "speculate", "target": "demo", "drafter": "ngram"}
 
 
-def made(pair: Pair, config: RunConfig, done: Run) -> dict[str, Any]:
+def document(pair: Pair, config: RunConfig, done: Run) -> dict[str, Any]:
     """The object as a reader gets it: strict JSON there and back."""
 
     def refuse(name: str) -> None:
@@ -70,7 +70,7 @@ def config() -> RunConfig:
 
 def test_speculation_has_every_key(toy: Pair, config: RunConfig) -> None:
     done = run(toy, [from_ids([50]), Conversation("chat", turns=("a", "b"), numbered=True)], config)
-    value = made(toy, config, done)
+    value = document(toy, config, done)
     assert value["schema"] == 1
     assert set(value) == TOP
     assert set(value["provenance"]) == PROVENANCE
@@ -94,7 +94,7 @@ def test_speculation_has_every_key(toy: Pair, config: RunConfig) -> None:
 
 def test_plain_decoding_has_the_same_keys_with_nulls(toy: Pair, config: RunConfig) -> None:
     config = dataclasses.replace(config, engine=EngineConfig(0), logprobs=2)
-    value = made(toy, config, run(toy, [from_ids([50])], config))
+    value = document(toy, config, run(toy, [from_ids([50])], config))
     (request,) = value["requests"]
     assert (set(value["config"]), set(value["summary"]), set(request)) == (CONFIG, SUMMARY, REQUEST)
     assert request["speculative_decoding"] is None
@@ -106,7 +106,7 @@ def test_plain_decoding_has_the_same_keys_with_nulls(toy: Pair, config: RunConfi
 
 
 def test_one_token_has_no_speed_and_no_steps(toy: Pair, config: RunConfig) -> None:
-    value = made(toy, config, run(toy, [from_ids([50] * (MAX_POSITIONS - 1))], config))
+    value = document(toy, config, run(toy, [from_ids([50] * (MAX_POSITIONS - 1))], config))
     (request,) = value["requests"]
     assert len(request["output_ids"]) == 1
     assert request["tok_per_s"] is None
@@ -116,7 +116,7 @@ def test_one_token_has_no_speed_and_no_steps(toy: Pair, config: RunConfig) -> No
 
 
 def test_a_run_interrupted_before_anything_is_still_an_object(toy: Pair, config: RunConfig) -> None:
-    value = made(toy, config, Run([], capacity=128, interrupted=True))
+    value = document(toy, config, Run([], capacity=128, interrupted=True))
     assert value["requests"] == []
     assert set(value["summary"]) == SUMMARY
     assert value["config"]["interrupted"] is True
@@ -125,7 +125,7 @@ def test_a_run_interrupted_before_anything_is_still_an_object(toy: Pair, config:
 def test_a_request_that_was_cut_off_is_called_interrupted(toy: Pair, config: RunConfig) -> None:
     done = run(toy, [from_ids([50])], config)
     cut = dataclasses.replace(done.outcomes[0].result, finish_reason=None)
-    value = made(toy, config, dataclasses.replace(done, outcomes=[Outcome(cut, None)], interrupted=True))
+    value = document(toy, config, dataclasses.replace(done, outcomes=[Outcome(cut, None)], interrupted=True))
     assert [request["finish_reason"] for request in value["requests"]] == ["interrupted"]
 
 
@@ -133,7 +133,7 @@ def test_an_adaptive_run_tells_what_it_went_by(toy: Pair, config: RunConfig) -> 
     config = dataclasses.replace(config, engine=EngineConfig("auto"))
     done = run(dataclasses.replace(toy, speculation=Speculation(K)), [from_ids([50])], config)
     assert done.costs is not None
-    value = made(toy, config, done)
+    value = document(toy, config, done)
     assert set(value["config"]) == CONFIG
     assert value["config"]["costs"] == json.loads(json.dumps(done.costs.to_json()))
 

@@ -20,6 +20,7 @@ from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError
 from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
 from peagle.protocols import Drafter
+from tests.support.commands import refused, run
 from tests.support.pairs import toy_pair
 from tests.support.toys import FixedLogits, MarkovTarget, Scripted, decode
 
@@ -203,12 +204,8 @@ def test_the_command_says_so_in_a_line(
     monkeypatch.setattr(peagle.cli.processes, "load_models", lambda *_, **__: pair)
     drafter = ["--drafter", "ngram", "-k", "2"] if command == "speculate" else []
     arguments = [command, "--target", "toy", *drafter, "--prompt-ids", "70", "-n", "8", "--json", "-"]
-    assert main([*arguments, *(["--logprobs", "1"] if command == "generate" else [])]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert len(captured.err.splitlines()) == 1
-    said = "peagle: error: the target's logits for token 0 of the answer to --prompt-ids are not"
-    assert captured.err.startswith(said)
+    result = run(capsys, *arguments, *(["--logprobs", "1"] if command == "generate" else []))
+    refused(result, "error: the target's logits for token 0 of the answer to --prompt-ids are not")
 
 
 def test_log_probabilities_of_what_cannot_be_are_null(
@@ -227,4 +224,4 @@ def test_log_probabilities_of_what_cannot_be_are_null(
         raise AssertionError(f"{name} is no JSON")
 
     (request,) = json.loads(capsys.readouterr().out, parse_constant=refuse)["requests"]
-    assert [[each[1] for each in token["top"]] for token in request["logprobs"]] == [[0.0, None]] * 2
+    assert [[entry[1] for entry in token["top"]] for token in request["logprobs"]] == [[0.0, None]] * 2

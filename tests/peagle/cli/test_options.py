@@ -36,6 +36,7 @@ from peagle.ops.errors import InputError
 from peagle.ops.flag import Flag
 from peagle.ops.row_blocks import BlockedPrefill
 from peagle.text.prompts import Rendering
+from tests.support.commands import refused, run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +55,9 @@ class Paint:
     where: Annotated[str, Flag(names=("WHERE",))]
     """The place."""
     colour: Annotated[Colour, Takes(helps={"red": "Redness."})] = Colour(red=2)  # frozen
-    thick: Annotated[bool, Flag()] = False
+    thick: Annotated[bool, Flag(help="Of several commands.")] = False
     """Use much paint."""
+    dry: Annotated[bool, Flag(help="Let it dry.")] = False
 
     def run(self) -> int:
         return 0
@@ -112,10 +114,7 @@ PENALTY = SamplingParams(presence_penalty=-1.0)
         ("generate --json - -", Generate(json="-", prompt="-")),
         ("generate -q -- -q", Generate(prompt="-q", quiet=True)),
         ("generate --stop -- -n 2", Generate(answer=AnswerConfig(stop=("--",), max_new_tokens=2))),
-        (
-            "generate --stop --help --system -h",
-            Generate(answer=STOPPED, rendering=Rendering(system="-h")),
-        ),
+        ("generate --stop --help --system -h", Generate(answer=STOPPED, rendering=Rendering(system="-h"))),
         ("generate -qn 3 -", Generate(prompt="-", answer=THREE, quiet=True)),
         ("generate --presence-penalty -1 -- --", Generate(prompt="--", sampling=PENALTY)),
         ("batch - OUT.jsonl --slots 2", BatchCommand(requests=Path("-"), answers=Path("OUT.jsonl"), engine=TWO_SLOTS)),
@@ -161,8 +160,7 @@ def test_a_dash_is_an_argument_in_its_place_or_the_value_of_an_option(typed: str
     ],
 )
 def test_what_cannot_be_read_is_refused_in_a_line(typed: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(typed.split()) == 2
-    assert capsys.readouterr().err == f"peagle: error: {line}\n"
+    assert run(capsys, *typed.split()) == (2, "", f"peagle: error: {line}\n")
 
 
 @pytest.mark.parametrize(
@@ -172,10 +170,9 @@ def test_what_cannot_be_read_is_refused_in_a_line(typed: str, line: str, capsys:
 def test_former_and_hidden_flags_are_neither_taken_elsewhere_nor_proposed(
     command: str, flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*command.split(), flag, "3"]) == 2
-    line = capsys.readouterr().err
-    assert line.startswith(f"peagle: error: No such option: {flag}")
-    assert not re.search("'(--batch|--draft-sampling)'", line)
+    result = run(capsys, *command.split(), flag, "3")
+    refused(result, f"No such option: {flag}")
+    assert not re.search("'(--batch|--draft-sampling)'", result[2])
 
 
 def test_a_whole_number_may_be_typed_as_8_0_and_a_file_may_set_flags(tmp_path: Path) -> None:
@@ -196,7 +193,10 @@ def test_completion_knows_commands_and_their_flags(shell: str, capsys: pytest.Ca
 def test_docstrings_are_the_help_and_a_command_may_say_more_of_a_group(capsys: pytest.CaptureFixture[str]) -> None:
     application()(["paint", "--help"], result_action="return_value")
     text = capsys.readouterr().out
-    assert all(part in text for part in ("Paint a place.", "Use much paint.", "Redness.", "[default: 2]"))
+    assert all(
+        part in text for part in ("Paint a place.", "Use much paint.", "Let it dry.", "Redness.", "[default: 2]")
+    )
+    assert "Of several commands." not in text
 
 
 def test_what_differs_from_its_default_was_given() -> None:
@@ -293,8 +293,8 @@ def test_files_of_prompts_have_two_names_in_every_command(
     name: str, flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     absent, out = str(tmp_path / "absent.jsonl"), ["--out", str(tmp_path / "out")]
-    assert main([name, flag, absent, *(out if name in ("data", "sweep") else [])]) == 2
-    assert f"{absent} cannot be read" in capsys.readouterr().err
+    result = run(capsys, name, flag, absent, *(out if name in ("data", "sweep") else []))
+    refused(result, f"{absent} cannot be read")
 
 
 def test_all_commands_that_read_files_of_prompts_are_known() -> None:

@@ -17,9 +17,9 @@ NEW, K = 40, 3
 def test_parts_are_the_text_with_the_places_of_the_drafts(toy: Pair, stop: tuple[str, ...]) -> None:
     engine = toy.engine(toy.engine_config(K, context=128))
     request = toy.request(from_text("solo"), [], Rendering(), max_new_tokens=NEW, stop=stop)
-    asked = submit(engine, [request], toy.tokenizer, by_token=True)
-    pieces = [piece for _, piece in follow(engine, asked)]
-    (assembler,) = asked.values()
+    stream = submit(engine, [request], toy.tokenizer, by_token=True)
+    pieces = [piece for _, piece in follow(engine, stream)]
+    (assembler,) = stream.values()
     result = assembler.result()
     parts = [part for piece in pieces for part in piece.parts]
     assert "".join(text for text, _ in parts) == "".join(piece.text for piece in pieces) == result.text

@@ -9,12 +9,12 @@ import pytest
 from drafter.train.config import Cod, DrafterShape, TrainConfig
 from drafter.train.folder import COMMAND
 from drafter.trained import RECIPE
-from peagle.cli import main
 from peagle.cli.app import application
 from peagle.cli.command import built, read_record, record
 from peagle.cli.train import Train
 from peagle.cli.training import upgrade_record
 from peagle.config import LoadConfig
+from tests.support.commands import all_refused, refused, run
 
 OLD: dict[str, Any] = json.loads((Path(__file__).parent / "recorded" / RECIPE).read_text())  # by the first form's code
 IN_SHAPE = {*OLD[COMMAND]["shape"], "lairs"}
@@ -113,17 +113,19 @@ def test_a_record_that_is_not_understood_is_refused(
     command = OLD[COMMAND] if form == "first" else upgrade_record(OLD[COMMAND])
     if changed.keys() <= IN_SHAPE:
         changed = {"shape": OLD[COMMAND]["shape"] | changed} if form == "first" else changed
-    (tmp_path / RECIPE).write_text(json.dumps({**OLD, COMMAND: {**command, **changed}}))
-    assert main(["train", "--out", str(tmp_path), "--resume"]) == 2
-    told = capsys.readouterr().err
-    assert says in told
-    assert "repeat the command without --resume" in told
-    assert told.count("\n") == 1
+    refuses_to_resume({**command, **changed}, says, tmp_path, capsys)
+
+
+def refuses_to_resume(command: Any, says: str, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Expect a record with these options to be refused."""
+    (out / RECIPE).write_text(json.dumps({**OLD, COMMAND: command}))
+    refused(run(capsys, "train", "--out", str(out), "--resume"), says, "repeat the command without --resume")
 
 
 @pytest.mark.parametrize(
     ("command", "says"),
     [
+        ({**OLD[COMMAND], "taps": "1,2,3"}, "taps is recorded twice, in shape and beside it; expected"),
         ([], "command is []; expected an object"),
         (None, "command is None; expected an object"),
         ({}, "out is missing; expected"),
@@ -131,33 +133,16 @@ def test_a_record_that_is_not_understood_is_refused(
         ({"shape": "small"}, "shape is 'small'; expected an object"),
     ],
 )
-def test_a_record_without_options_is_refused(
+def test_a_record_without_options_or_with_one_twice_is_refused(
     command: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / RECIPE).write_text(json.dumps({**OLD, COMMAND: command}))
-    assert main(["train", "--out", str(tmp_path), "--resume"]) == 2
-    told = capsys.readouterr().err
-    assert says in told
-    assert "repeat the command without --resume" in told
-    assert told.count("\n") == 1
+    refuses_to_resume(command, says, tmp_path, capsys)
 
 
-def test_a_record_that_has_an_option_in_its_shape_and_beside_it_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / RECIPE).write_text(json.dumps({**OLD, COMMAND: {**OLD[COMMAND], "taps": "1,2,3"}}))
-    assert main(["train", "--out", str(tmp_path), "--resume"]) == 2
-    told = capsys.readouterr().err
-    assert "taps is recorded twice, in shape and beside it; expected" in told
-    assert told.count("\n") == 1
-
-
-@pytest.mark.parametrize("words", [("--warmup", "0.1"), ("--freeze-embedding",), ("--layers", "3")])
-def test_what_stands_beside_resume_is_named_by_its_flag(
-    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", "--out", str(tmp_path), "--resume", *words]) == 2
-    assert f"leave out {words[0]}, or start a new run" in capsys.readouterr().err
+def test_what_stands_beside_resume_is_named_by_its_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    typed = (("--warmup", "0.1"), ("--freeze-embedding",), ("--layers", "3"))
+    table = [(words, f"leave out {words[0]}, or start a new run") for words in typed]
+    all_refused(capsys, ("train", "--out", str(tmp_path), "--resume"), table)
 
 
 def test_a_flag_may_say_the_contrary_of_its_field() -> None:
@@ -165,33 +150,30 @@ def test_a_flag_may_say_the_contrary_of_its_field() -> None:
     assert not typed("--out", "run", "--freeze-embedding").learning.train_embedding
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("--layers", "0"), "--layers is 0; expected 1 or more"),
-        (("--head-dim", "1"), "--head-dim is 1; expected 2 or more"),
-        (("--mask-hiddens", "0"), "--mask-hiddens is 0; expected 1 or more"),
-        (("--steps", "1.5"), "--steps is 1.5; expected a valid integer"),
-        (("--width", "0"), "--width is 0; expected 3 or more"),
-        (("--depth", "0"), "--depth is 0; expected 1 or more"),
-        (("--ratio", "2"), "--ratio is 2.0; expected a number above 0 and at most 1"),
-        (("--min-ratio", "nan"), "--min-ratio is nan; expected a number from 0 to 1"),
-        (("--learning-rate", "nan"), "--learning-rate is nan; expected a number above 0"),
-        (("--other-rate", "0"), "--other-rate is 0.0; expected a number above 0"),
-        (("--warmup", "2"), "--warmup is 2.0; expected a fraction of the steps"),
-        (("--decay", "0"), "--decay is 0.0; expected a fraction of the steps"),
-        (("--clip", "-1"), "--clip is -1.0; expected a number above 0"),
-        (("--held-out", "nan"), "--held-out is nan; expected a fraction from 0 to 0.5"),
-        (("--seed", "-1"), "--seed is -1; expected 0 or more"),
-        (("--taps", "a,b"), "--taps is 'a,b'; expected layers with commas between them"),
-        (("-k", "0"), "-k is 0; expected 1 to 128 drafted tokens"),
-    ],
-)
+REFUSED = [
+    (("--layers", "0"), "--layers is 0; expected 1 or more"),
+    (("--head-dim", "1"), "--head-dim is 1; expected 2 or more"),
+    (("--mask-hiddens", "0"), "--mask-hiddens is 0; expected 1 or more"),
+    (("--steps", "1.5"), "--steps is 1.5; expected a valid integer"),
+    (("--width", "0"), "--width is 0; expected 3 or more"),
+    (("--depth", "0"), "--depth is 0; expected 1 or more"),
+    (("--ratio", "2"), "--ratio is 2.0; expected a number above 0 and at most 1"),
+    (("--min-ratio", "nan"), "--min-ratio is nan; expected a number from 0 to 1"),
+    (("--learning-rate", "nan"), "--learning-rate is nan; expected a number above 0"),
+    (("--other-rate", "0"), "--other-rate is 0.0; expected a number above 0"),
+    (("--warmup", "2"), "--warmup is 2.0; expected a fraction of the steps"),
+    (("--decay", "0"), "--decay is 0.0; expected a fraction of the steps"),
+    (("--clip", "-1"), "--clip is -1.0; expected a number above 0"),
+    (("--held-out", "nan"), "--held-out is nan; expected a fraction from 0 to 0.5"),
+    (("--seed", "-1"), "--seed is -1; expected 0 or more"),
+    (("--taps", "a,b"), "--taps is 'a,b'; expected layers with commas between them"),
+    (("-k", "0"), "-k is 0; expected 1 to 128 drafted tokens"),
+]
+
+
 def test_what_an_option_does_not_take_is_one_line_that_names_it(
-    words: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", "--data", str(tmp_path), "--out", str(tmp_path / "run"), "--steps", "1", *words]) == 2
-    told = capsys.readouterr().err
-    assert says in told
-    assert told.count("\n") == 1
+    command = ("train", "--data", str(tmp_path), "--out", str(tmp_path / "run"), "--steps", "1")
+    all_refused(capsys, command, REFUSED)
     assert not (tmp_path / "run").exists()

@@ -43,12 +43,9 @@ from peagle.ops.errors import InputError
         ({"engine": {"slots": 0}}, "slots is 0; expected 1 or more"),
         ({"engine": {"slots": "a"}}, "slots is 'a'; expected a valid integer"),
         ({"engine": {"kv_memory": "much"}}, "engine: kv_memory is 'much'; expected a size, as 512MB or 2GB, or auto"),
-        (
-            {"engine": {"prefix_cache": "bogus"}},
-            "prefix_cache is 'bogus'; expected a size, as 512MB or 2GB, or on,",
-        ),
+        ({"engine": {"prefix_cache": "bogus"}}, "prefix_cache is 'bogus'; expected a size, as 512MB or 2GB, or on,"),
         ({"engine": {"prefix_cache": True}}, "prefix_cache is True; expected a valid integer or one of 'on', 'off'"),
-        ({"engine": {"num_speculative_tokens": "auto"}}, "K is 'auto'; expected a number of drafted tokens"),
+        ({"engine": {"num_speculative_tokens": "much"}}, "K is 'much'; expected a number of drafted tokens, or auto"),
         ({"engine": {"num_speculative_tokens": 999}}, "K is 999; expected 0"),
         # without sections, as files were once
         ({"target": "demo", "drafter": None, "slots": 0}, "^slots is 0"),
@@ -110,7 +107,7 @@ def test_with_sections_what_is_missing_is_decided() -> None:
     config = decided(read_fleet({"load": {"aux_layer_ids": [1, 2, 3]}, "engine": {"context": 900}, "decode": 2}))
     assert (config.load.target, config.load.drafter, config.load.aux_layer_ids) == ("demo", "demo", (1, 2, 3))
     assert (config.engine.slots, config.engine.context, config.engine.prefix_cache) == (4, 900, "on")
-    assert isinstance(config.engine.num_speculative_tokens, int)
+    assert config.engine.num_speculative_tokens == "auto"
     assert decided(config) == config
     plain = decided(read_fleet({"engine": {"num_speculative_tokens": 0, "prefix_cache": None}}))
     assert (plain.load.drafter, plain.engine.prefix_cache) == (None, "on")

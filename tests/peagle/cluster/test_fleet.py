@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from peagle.cluster.fleet import LOST, LOST_PROMPT, Fleet, ReplicaLost, Shape
+from peagle.cluster.fleet import LOST, LOST_PROMPT, Fleet, FleetEngine, ReplicaLost
 from peagle.engine.handoff import parse
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import Role
@@ -85,18 +85,18 @@ Make = Callable[..., tuple[Loops, Service]]
 
 @pytest.fixture
 def make(tokenizer: ByteLevelTokenizer) -> Iterator[Make]:
-    made: list[Loops] = []
+    fleets: list[Loops] = []
 
     def making(disaggregated: bool = True, most_open: int = 64, patience_s: float = 60.0) -> tuple[Loops, Service]:
         pair = toy_pair(tokenizer)
         loops = Loops(pair, disaggregated)
-        made.append(loops)
-        shape = Shape(pair.engine_config(K, context=CONTEXT, slots=SLOTS), pair.target.vocab_size)
-        fleet = Fleet(loops, shape, most_open, patience_s)
+        fleets.append(loops)
+        engine = FleetEngine(pair.engine_config(K, context=CONTEXT, slots=SLOTS), pair.target.vocab_size)
+        fleet = Fleet(loops, engine, most_open, patience_s)
         return loops, Service(fleet, RequestBuilder(pair, CONTEXT, DATE, K), MODEL)
 
     yield making
-    for loops in made:
+    for loops in fleets:
         loops.close()
 
 
@@ -181,8 +181,8 @@ def test_an_aborted_call_ends_in_its_engine(make: Make) -> None:
 def test_errors_cross_processes() -> None:
     """As Ray's own serialisation takes them."""
     error = ApiError(429, "full", "n", "many", 3)
-    made, given = error.__reduce__()
-    again = made(*given)
+    kind, arguments = error.__reduce__()
+    again = kind(*arguments)
     assert (again.body(), again.status, again.retry_after_s) == (error.body(), 429, 3)
 
 
@@ -267,10 +267,10 @@ def test_a_hand_off_is_dropped_once_its_request_decodes(make: Make) -> None:
 
 def test_answers_are_bound_by_grammars_as_one_servers_are(make: Make, client: TestClient) -> None:
     _, service = make()
-    asked = {"guided_regex": "[a-c]{3,20}", "max_tokens": 40, "logprobs": None}
-    ours, theirs = (answer(each, **asked).json()["choices"] for each in (client_of(service), client))
+    fields = {"guided_regex": "[a-c]{3,20}", "max_tokens": 40, "logprobs": None}
+    ours, theirs = (answer(server, **fields).json()["choices"] for server in (client_of(service), client))
     assert ours == theirs
     assert re.fullmatch("[a-c]{3,20}", ours[0]["text"])
-    unbound = [answer(each, **asked, ignore_eos=True) for each in (client_of(service), client)]
-    assert [each.status_code for each in unbound] == [400, 400]
+    unbound = [answer(server, **fields, ignore_eos=True) for server in (client_of(service), client)]
+    assert [server.status_code for server in unbound] == [400, 400]
     assert unbound[0].json() == unbound[1].json()

@@ -61,7 +61,9 @@ def done(monkeypatch: pytest.MonkeyPatch) -> Done:
     calls: Done = []
 
     def noting(name: str) -> Callable[..., None]:
-        return lambda *arguments, **_: calls.append(" ".join([name, *(each for each in arguments if each == "peagle")]))
+        return lambda *arguments, **_: calls.append(
+            " ".join([name, *(argument for argument in arguments if argument == "peagle")])
+        )
 
     for name in ("init", "shutdown"):
         monkeypatch.setattr(start.ray, name, noting(f"ray.{name}"))
@@ -70,11 +72,11 @@ def done(monkeypatch: pytest.MonkeyPatch) -> Done:
     return calls
 
 
-def status_of(monkeypatch: pytest.MonkeyPatch, *found: Any) -> None:
+def status_of(monkeypatch: pytest.MonkeyPatch, *states: Any) -> None:
     """Let Serve tell each of these statuses of the fleet in turn, then the last of them."""
     from peagle.cluster import start
 
-    left = list(found)
+    left = list(states)
 
     def status() -> Any:
         return SimpleNamespace(applications={"peagle": left.pop(0) if len(left) > 1 else left[0]})

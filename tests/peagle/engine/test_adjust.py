@@ -18,7 +18,7 @@ from peagle.engine.masks import MASK_BITS
 from peagle.engine.request import Request, TokenLogprobs
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.state import SlotParams
-from peagle.engine.step import StepKind, StepOutput
+from peagle.engine.step_kinds import StepKind, StepOutput
 from peagle.measure.logprobs import output_logprobs
 from peagle.ops.errors import InputError
 from target.model import forward

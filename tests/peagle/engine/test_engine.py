@@ -19,7 +19,8 @@ from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.sampling import RowSampling
 from peagle.engine.state import init_state
-from peagle.engine.step import StepKind, step
+from peagle.engine.step import step
+from peagle.engine.step_kinds import StepKind
 from peagle.engine.widths import CostTable, Learned, StepCosts
 from peagle.ops.errors import InputError
 from peagle.protocols import Drafter

@@ -12,11 +12,13 @@ import safetensors.numpy
 
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
+from peagle.engine.beside import Beside
 from peagle.engine.engine import Engine
 from peagle.engine.handle import Handle
 from peagle.engine.handoff import Fingerprints, HandOff, parse
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
+from peagle.engine.widths import CostTable
 from peagle.ops import native
 from peagle.ops.attention import PAGE_SIZE
 from peagle.ops.errors import InputError
@@ -164,6 +166,34 @@ def test_n_grams_and_rows_that_draft_no_more_are_handed_over_too() -> None:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return models(FAST, tmp_path_factory.getbasetemp())
+
+
+@pytest.mark.parametrize("draft_time", [1e-4, 50.0])
+def test_adaptive_engines_hand_over_and_a_drafter_that_was_left_out_sends_no_rows(
+    pair: Models, draft_time: float
+) -> None:
+    """Handed over at its prompt, and once more after more tokens than the input of a drafter that stands still holds.
+
+    The tokens are plain decoding's; a drafter that is too dear to read them leaves a gap, and the message says so.
+    """
+    request = asked(10, budget=CAPACITY - 10)
+    plain, *_ = facts(list((alone := engine_of(pair, 0)).follow(alone.add(request))))
+    both = dataclasses.replace(pair, drafter=Beside(pair.drafter, NGram()))
+    first, second = (engine_of(both, role="decode", adaptive=True, steps_per_dispatch=4) for _ in range(2))
+    for engine in (first, second):
+        engine.costs = CostTable(
+            {1: ((1, 1.0), (K + 1, 1.0 + 1e-4))}, {1: ((0, 0.0), (1, draft_time), (K, draft_time))}
+        )
+    chunks, message = prefilled(engine_of(pair, role="prefill"), request)
+    handle = first.add(request, hand_off=message)
+    chunks += until(first, handle, 150)
+    message = parse(first.hand_over(handle).data.tobytes())
+    assert message.drafts == (draft_time < 1)
+    chunks += [*handle.inbox, *second.follow(second.add(request, hand_off=message))]
+    tokens, steps, _ = facts(chunks)
+    assert tokens == plain
+    assert any(step.num_drafted and not step.source for step in steps) == message.drafts
+    assert any(step.source for step in steps)
 
 
 @pytest.fixture(scope="module")

@@ -192,6 +192,7 @@ def test_times_between_measured_ones_are_interpolated() -> None:
     assert CostTable.from_json(json.loads(json.dumps(table.to_json()))) == table
     assert table.pays(1, K)
     assert not CostTable({1: ((1, 1.0), (4, 4.5))}, {1: ((0, 0.0), (3, 0.1))}).pays(1, K)
+    assert CostTable({1: ((1, 1.0), (4, 3.5))}, {1: ((0, 0.0), (3, 9.0))}).pays(1, K)  # the text so far may be enough
     for broken in ({}, {"verify": {"1": [[1, 1.0]]}, "draft": {}}, {"verify": {}, "draft": {}}):
         with pytest.raises((ValueError, KeyError)):
             CostTable.from_json(broken)

@@ -89,7 +89,7 @@ def test_ratios_are_of_medians_and_spreads_of_all() -> None:
     four = Measurement(Case("verify", 4), 5, (0.3, 0.1, 0.15))
     prompt = Measurement(Case("pp", 128, 2), 1, (0.5, 0.25))
     done = Bench(BenchOptions(), (prompt, one, four))
-    assert [done.v(each) for each in (prompt, one, four)] == [None, 1, pytest.approx(1.5)]
+    assert [done.v(measured) for measured in (prompt, one, four)] == [None, 1, pytest.approx(1.5)]
     assert Bench(BenchOptions(), (four,)).v(four) is None
     assert (four.ms_per_pass.lowest, four.ms_per_pass.highest) == (20, 60)
     assert prompt.num_tokens == 256
@@ -99,14 +99,14 @@ def test_ratios_are_of_medians_and_spreads_of_all() -> None:
 def test_decoding_is_asked_for_at_each_number_of_slots_and_alone_among_the_most() -> None:
     """One slot is always included; prefill and verify then use one sequence; no case is repeated."""
     options = BenchOptions((5,), (3,), (2,), slots=(4, 2, 4), drafts=(2, 1))
-    assert [(each.kind, each.size, each.slots, each.active, each.num_drafts) for each in options.cases] == [
+    assert [(case.kind, case.size, case.slots, case.active, case.num_drafts) for case in options.cases] == [
         ("pp", 5, 1, 1, 0),
         *(("tg", 3, slots, slots, k) for slots in (1, 2, 4) for k in (0, 2, 1)),
         ("tg", 3, 4, 1, 0),
         ("verify", 1, 1, 1, 0),
         ("verify", 2, 1, 1, 0),
     ]
-    assert {each.slots for each in BenchOptions((5,), (3,), (2,), slots=(4,)).cases} == {4}
+    assert {case.slots for case in BenchOptions((5,), (3,), (2,), slots=(4,)).cases} == {4}
 
 
 def test_ratios_of_slots_and_costs_of_drafts_are_of_medians() -> None:
@@ -118,15 +118,15 @@ def test_ratios_of_slots_and_costs_of_drafts_are_of_medians() -> None:
         Case("tg", 3, 4, idle=3): (0.3, 0.3, 0.4),
         Case("tg", 5, 4): (0.6, 0.6, 0.6),
     }
-    done = Bench(BenchOptions(slots=(1, 4)), tuple(Measurement(case, 3, each) for case, each in seconds.items()))
+    done = Bench(BenchOptions(slots=(1, 4)), tuple(Measurement(case, 3, times) for case, times in seconds.items()))
     one, four, drafted, alone, other = done.measurements
     assert four.tok_per_s.median == pytest.approx(4 * 3 / 0.6)
     assert alone.tok_per_s.median == pytest.approx(3 / 0.3)
-    assert [done.over_one_slot(each) for each in (one, four, alone)] == [1, pytest.approx(2), 1]
+    assert [done.over_one_slot(measured) for measured in (one, four, alone)] == [1, pytest.approx(2), 1]
     assert done.over_one_slot(other) is None, "nothing of five tokens in one slot was measured"
     assert done.over_one_slot(drafted) is None
-    assert [done.cost(each) for each in (one, four, drafted)] == [None, None, pytest.approx(2.5)]
-    assert [done.v(each) for each in done.measurements] == [None] * 5
+    assert [done.cost(measured) for measured in (one, four, drafted)] == [None, None, pytest.approx(2.5)]
+    assert [done.v(measured) for measured in done.measurements] == [None] * 5
 
 
 # measurements
@@ -164,10 +164,13 @@ def test_all_slots_are_at_work_while_it_is_timed(monkeypatch: pytest.MonkeyPatch
     pair = dataclasses.replace(toy_pair(None), steps_per_dispatch=steps_per_dispatch)
     options = BenchOptions((), (5,), (), context=3, slots=(1, 3), drafts=(2,), repeats=1)
     done = bench(pair, options)
-    assert [(each.case.slots, each.case.active, each.case.num_drafts) for each in done.measurements] == [
+    cases = [measured.case for measured in done.measurements]
+    assert [(case.slots, case.active, case.num_drafts) for case in cases] == [
         (1, 1, 0), (1, 1, 2), (3, 3, 0), (3, 3, 2), (3, 1, 0)
     ]  # fmt: skip
-    assert all(each.passes == 5 and each.num_tokens == 5 * each.case.active for each in done.measurements)
+    assert all(
+        measured.passes == 5 and measured.num_tokens == 5 * measured.case.active for measured in done.measurements
+    )
     assert set(begun[1]) == {1}
     assert begun[3].count(3) >= 2 * 2 * -(-5 // steps_per_dispatch), "warm and timed, plain and drafted"
 
@@ -176,39 +179,39 @@ def test_all_drafts_are_refused_so_that_a_drafted_step_is_at_a_plain_ones_positi
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The target counts in cycles, which the n-gram drafter learns, so drafts would be accepted otherwise."""
-    found: list[tuple[int, int, int]] = []
+    drafts: list[tuple[int, int, int]] = []
     real = Collector._chunk
 
     def watched(self: Collector, handle: Any, token_ids: Any, now: float, records: Any, *rest: Any) -> TokenChunk:
         k = self._engine.config.num_speculative_tokens
-        found.extend((k, len(each.draft_token_ids), each.num_accepted) for each in records)
+        drafts.extend((k, len(record.draft_token_ids), record.num_accepted) for record in records)
         return real(self, handle, token_ids, now, records, *rest)
 
     monkeypatch.setattr(Collector, "_chunk", watched)
     bench(toy_pair(None), BenchOptions((), (30,), (), context=20, drafts=(2,), repeats=1))
-    assert set(found) == {(0, 0, 0), (2, 2, 0)}
+    assert set(drafts) == {(0, 0, 0), (2, 2, 0)}
 
 
 def test_every_test_is_measured_and_its_tokens_counted(tiny: Pair) -> None:
-    told: list[tuple[str, int, int]] = []
+    calls: list[tuple[str, int, int]] = []
     left: list[float | None] = []
 
     def progress(stage: Stage, done: int, total: int, left_s: float | None) -> None:
-        told.append((stage, done, total))
+        calls.append((stage, done, total))
         left.append(left_s)
 
     done = bench(tiny, OPTIONS, progress)
     assert not done.interrupted
-    assert [(each.case.kind, each.case.size) for each in done.measurements] == KINDS
-    for each in done.measurements:
-        assert (each.case.slots, each.case.active, len(each.seconds)) == (2, 2, 3)
-        assert min(each.seconds) > 0
-        kind, size = each.case.kind, each.case.size
-        assert each.passes == {"pp": 1, "tg": size, "verify": each.passes}[kind]
-        assert each.num_tokens == {"pp": 2 * size, "tg": 2 * size, "verify": 2 * size * each.passes}[kind]
-    assert told == [("compiling", n, 4) for n in range(4)] + [("measuring", n, 12) for n in range(12)]
+    assert [(measured.case.kind, measured.case.size) for measured in done.measurements] == KINDS
+    for measured in done.measurements:
+        assert (measured.case.slots, measured.case.active, len(measured.seconds)) == (2, 2, 3)
+        assert min(measured.seconds) > 0
+        kind, size = measured.case.kind, measured.case.size
+        assert measured.passes == {"pp": 1, "tg": size, "verify": measured.passes}[kind]
+        assert measured.num_tokens == {"pp": 2 * size, "tg": 2 * size, "verify": 2 * size * measured.passes}[kind]
+    assert calls == [("compiling", n, 4) for n in range(4)] + [("measuring", n, 12) for n in range(12)]
     assert left[:8] == [None] * 8  # until each test ran once
-    assert all(each is not None and each > 0 for each in left[8:])
+    assert all(seconds is not None and seconds > 0 for seconds in left[8:])
 
 
 def test_decoding_is_the_engines(tiny: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,16 +220,16 @@ def test_decoding_is_the_engines(tiny: Pair, monkeypatch: pytest.MonkeyPatch) ->
     engine = Pair.engine
 
     def watched(self: Pair, *arguments: Any, **options: Any) -> Any:
-        found = engine(self, *arguments, **options)
-        used.append((*arguments, options, found))
-        return found
+        built = engine(self, *arguments, **options)
+        used.append((*arguments, options, built))
+        return built
 
     monkeypatch.setattr(Pair, "engine", watched)
     bench(tiny, OPTIONS)
-    ((config, options, found),) = used
+    ((config, options, built),) = used
     assert (config, options) == (ResolvedConfig(0, slots=2, context=128), {})
-    assert found.target is tiny.plain_target
-    assert found.drafter is None
+    assert built.target is tiny.plain_target
+    assert built.drafter is None
 
 
 def test_a_measurement_of_verify_is_that_many_passes_over_new_tokens(tiny: Pair) -> None:
@@ -258,23 +261,23 @@ def test_prompts_of_both_sequences_are_in_the_caches_however_they_are_cut(tiny: 
     positions = jnp.asarray([list(range(7))] * 2, jnp.int32)
     _, whole = jax.jit(target.extend)(jnp.asarray(prompt), positions, target.init_cache(2, 9, 7))
     behind = jnp.asarray([[7, 8]] * 2, jnp.int32)
-    found, expected = (jax.jit(target.extend)(behind, behind, each)[0].logits for each in (caches, whole))
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    logits, expected = (jax.jit(target.extend)(behind, behind, cache)[0].logits for cache in (caches, whole))
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_an_interruption_leaves_what_there_is(tiny: Pair) -> None:
     def stop_at(*last: object) -> Progress:
-        def progress(*told: object) -> None:
-            if told[:2] == last:
+        def progress(*call: object) -> None:
+            if call[:2] == last:
                 raise KeyboardInterrupt
 
         return progress
 
     done = bench(tiny, OPTIONS, stop_at("measuring", 4 + 2))  # a round, and of the next, backwards, two
     assert done.interrupted
-    assert [len(each.seconds) for each in done.measurements] == [1, 1, 2, 2]
+    assert [len(measured.seconds) for measured in done.measurements] == [1, 1, 2, 2]
     done = bench(tiny, OPTIONS, stop_at("measuring", 2))
-    assert [(each.case.kind, each.case.size) for each in done.measurements] == KINDS[:2]
+    assert [(measured.case.kind, measured.case.size) for measured in done.measurements] == KINDS[:2]
     assert bench(tiny, OPTIONS, stop_at("compiling", 2)).measurements == ()
 
 
@@ -381,8 +384,8 @@ def test_the_table_is_on_standard_output_and_in_markdown(run: Run, tmp_path: Pat
 
 
 def test_slots_and_drafts_have_rows_and_columns_of_their_own(run: Run, tmp_path: Path) -> None:
-    given = ("-p", "0", "-t", "1", "--slots", "1,3", "-k", "2", "--drafter", "ngram", "--json", str(tmp_path / "out"))
-    code, out, _ = run(*ARGUMENTS, *given, "--markdown", str(tmp_path / "out.md"))
+    typed = ("-p", "0", "-t", "1", "--slots", "1,3", "-k", "2", "--drafter", "ngram", "--json", str(tmp_path / "out"))
+    code, out, _ = run(*ARGUMENTS, *typed, "--markdown", str(tmp_path / "out.md"))
     assert code == 0
     rows = [line.strip("| ").split(" | ") for line in (tmp_path / "out.md").read_text().splitlines() if line[:1] == "|"]
     assert rows[0] == ["test", "tok/s", "ms/pass", "v(T)", "floor", "GB/s", "over 1 slot", "c(K)"]

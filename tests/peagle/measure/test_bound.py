@@ -43,15 +43,15 @@ def pooled(ways: list[tuple[float, tuple[int, ...]]], name: str) -> float:
     """Pool the bound over the ways of a step, by their probabilities; return the length that it allows."""
     sums = np.zeros((1, 2 * K))
     for probability, accepted in ways:
-        found = bound(TARGET, DRAFTER, stepped(accepted, 1))
-        assert found is not None
-        assert found.tried == tuple(int(place <= len(accepted)) for place in range(K))
-        sums += probability * np.array([*found.tried, *getattr(found, name)])
+        bounds = bound(TARGET, DRAFTER, stepped(accepted, 1))
+        assert bounds is not None
+        assert bounds.tried == tuple(int(place <= len(accepted)) for place in range(K))
+        sums += probability * np.array([*bounds.tried, *getattr(bounds, name)])
     return float(length_by_rates(sums)[0])
 
 
 def test_one_hot_drafts_are_accepted_as_often_as_the_target_says_them() -> None:
-    first, second = (int(each) for each in DRAFTS.argmax(axis=1))
+    first, second = (int(token) for token in DRAFTS.argmax(axis=1))
     one, two = P[FIRST, first], P[first, second]
     ways = [(1 - one, ()), (one * (1 - two), (first,)), (one * two, (first, second))]
     exact = 1 + sum(probability * len(accepted) for probability, accepted in ways)
@@ -86,11 +86,11 @@ def test_greedy_rows_allow_what_is_right() -> None:
     """At temperature 0 both are one where the draft is the target's argmax, else none."""
     result = stepped((2, 1), 1)
     greedy = Request(result.request.prompt_ids, 8)
-    found = bound(TARGET, DRAFTER, Result(greedy, K, result.output_ids, None, "length", 0.0, None, None, result.steps))
-    assert found is not None
+    bounds = bound(TARGET, DRAFTER, Result(greedy, K, result.output_ids, None, "length", 0.0, None, None, result.steps))
+    assert bounds is not None
     right = [float(TABLE[token].argmax() == draft.argmax()) for token, draft in zip((FIRST, 2), DRAFTS, strict=True)]
-    assert list(found.one_hot) == list(found.sampled or ()) == right
-    assert found.best == (1, 1)
+    assert list(bounds.one_hot) == list(bounds.sampled or ()) == right
+    assert bounds.best == (1, 1)
 
 
 def test_texts_of_other_lengths_compile_nothing() -> None:
@@ -100,8 +100,8 @@ def test_texts_of_other_lengths_compile_nothing() -> None:
 
     def measure(prompt: int, accepted: tuple[int, ...]) -> None:
         request = Request(tuple(range(1, prompt + 1)), 40, SamplingParams(TEMPERATURE, seed=5))
-        lengths = np.cumsum([prompt, *(each + 1 for each in accepted)])
-        steps = [StepRecord(int(at), (5,) * K, each, 1) for at, each in zip(lengths, accepted, strict=False)]
+        lengths = np.cumsum([prompt, *(count + 1 for count in accepted)])
+        steps = [StepRecord(int(at), (5,) * K, count, 1) for at, count in zip(lengths, accepted, strict=False)]
         output = (5,) * int(lengths[-1] - prompt + 1)
         assert bound(target, drafter, Result(request, K, output, None, "length", 0.0, None, None, tuple(steps)))
 

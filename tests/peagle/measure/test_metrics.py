@@ -72,9 +72,9 @@ def test_a_position_that_was_never_drafted_has_no_rate() -> None:
     assert counters.acceptance_rate_per_position == pytest.approx((2 / 3, 1 / 3, 0, None, None))
     assert Counters.of([step(0, 0)], 2).acceptance_rate_per_position == (None, None)
     engine = ResolvedConfig(5, adaptive=True)
-    made = Result(REQUEST, 5, (1, 2), None, "length", 0.0, 1.0, 2.0, tuple(steps))
+    whole = Result(REQUEST, 5, (1, 2), None, "length", 0.0, 1.0, 2.0, tuple(steps))
     (line,) = [
-        text for text in summary_lines(Run([Outcome(made, None)], 128, engine=engine), None) if "per position" in text
+        text for text in summary_lines(Run([Outcome(whole, None)], 128, engine=engine), None) if "per position" in text
     ]
     rates = "length 2.00 | 3 steps of K <= 5, 1 plain | rate per position 0.67 0.33 0.00 - -"
     assert line.endswith(f"{rates} | 7 drafted, 7 verified, 3 accepted")
@@ -141,21 +141,21 @@ def test_emitted_is_what_was_decided_less_what_was_truncated(decided: list[tuple
     assembler = Assembler(request, 3, None, 9.0)
     for chunk in out:
         assembler.add(chunk)
-    made = assembler.result()
-    assert len(made.output_ids) == sum(len(chunk.token_ids) for chunk in out)
+    whole = assembler.result()
+    assert len(whole.output_ids) == sum(len(chunk.token_ids) for chunk in out)
     accepted = [record.num_accepted for chunk in out for record in chunk.steps]
-    assert len(made.output_ids) == 1 + sum(a + 1 for a in accepted) - made.num_truncated
-    assert made.num_truncated >= 0
-    assert made.counters.num_accepted == sum(accepted)  # all of them, cut or not
-    expected = "stop" if made.output_ids[-1] == 4 else "length" if len(made.output_ids) == budget else None
-    assert made.finish_reason == expected
+    assert len(whole.output_ids) == 1 + sum(a + 1 for a in accepted) - whole.num_truncated
+    assert whole.num_truncated >= 0
+    assert whole.counters.num_accepted == sum(accepted)  # all of them, cut or not
+    expected = "stop" if whole.output_ids[-1] == 4 else "length" if len(whole.output_ids) == budget else None
+    assert whole.finish_reason == expected
 
 
 def test_times_by_hand() -> None:
-    made = result([1, 2, 3, 4, 5], start=10.0, first=10.5, last=12.5)
-    assert made.ttft_s == pytest.approx(0.5)
-    assert made.decode_s == pytest.approx(2.0)
-    assert made.tok_per_s == pytest.approx(4 / 2.0)
+    whole = result([1, 2, 3, 4, 5], start=10.0, first=10.5, last=12.5)
+    assert whole.ttft_s == pytest.approx(0.5)
+    assert whole.decode_s == pytest.approx(2.0)
+    assert whole.tok_per_s == pytest.approx(4 / 2.0)
     assert result([1]).tok_per_s is None
     assert result([1, 2], first=3.0, last=3.0).tok_per_s is None  # no time, no speed
     assert (result([]).ttft_s, result([]).tok_per_s, result([]).loop_share) == (None, None, None)
@@ -165,10 +165,10 @@ def test_waits_are_between_arrivals_and_those_of_a_dispatch_are_one() -> None:
     assembler = Assembler(REQUEST, 0, None, started_s=1.0)
     for time_s, ids in ((2.0, (5,)), (2.5, (6, 7, 8)), (3.5, ()), (4.0, (9,))):
         assembler.add(TokenChunk(REQUEST, ids, time_s))
-    found = assembler.result()
-    assert found.times_s == (2.0, 2.5, 4.0)
-    assert found.itl_s == (0.5, 1.5)
-    assert found.tpot_s == pytest.approx(2.0 / 4)
+    timed = assembler.result()
+    assert timed.times_s == (2.0, 2.5, 4.0)
+    assert timed.itl_s == (0.5, 1.5)
+    assert timed.tpot_s == pytest.approx(2.0 / 4)
     assert result([1]).tpot_s is None
     assert result([]).itl_s == ()
 
@@ -254,6 +254,6 @@ def test_text_leaves_out_the_stop_token_and_flushes_at_the_end() -> None:
     assert assembler.add(TokenChunk(REQUEST, (97,), 1.0)).text == "a"
     assert assembler.add(TokenChunk(REQUEST, (98, 0xC3), 2.0, (step(1),))).text == "b"
     assert assembler.add(TokenChunk(REQUEST, (26,), 3.0, (step(3),), "stop")).text == "�"
-    made = assembler.result()
-    assert (made.text, made.output_ids, made.finish_reason) == ("ab�", (97, 98, 0xC3, 26), "stop")
+    whole = assembler.result()
+    assert (whole.text, whole.output_ids, whole.finish_reason) == ("ab�", (97, 98, 0xC3, 26), "stop")
     assert assembler.close() == ""

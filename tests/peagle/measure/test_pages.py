@@ -35,7 +35,7 @@ def test_html_shows_the_same_and_loads_nothing() -> None:
     assert "<td><code>a|b</code></td>" in text
     assert "<script" not in text
     loaded = re.findall(r"<[^>]*(?:href|src)=.([^'\"]*)", text)
-    assert [each.partition(",")[0] for each in loaded] == ["data:image/svg+xml;base64"]
+    assert [source.partition(",")[0] for source in loaded] == ["data:image/svg+xml;base64"]
     assert "url(" not in text
     (image,) = re.findall(r"<img [^>]*>", text)
     assert 'alt="a&quot;b"' in image

@@ -18,8 +18,8 @@ from tests.support.toys import decode, tiny_target
 MS = 1_000_000.0
 
 
-def spans(*given: tuple[float, float, str]) -> list[Span]:
-    return [Span(start * MS, end * MS, part) for start, end, part in given]
+def spans(*times: tuple[float, float, str]) -> list[Span]:
+    return [Span(start * MS, end * MS, part) for start, end, part in times]
 
 
 def test_instants_are_shared_by_what_runs_in_them() -> None:
@@ -37,14 +37,14 @@ def test_instants_are_shared_by_what_runs_in_them() -> None:
         (8, 12, "rest"),
         (14, 20, "verify"),
     )
-    found = breakdown("DIR", 2, steps, spans((-5, -1, ""), (12.5, 13, ""), (21, 30, "")))
-    assert found.draft_ms == pytest.approx((1 + 0.5) / 2)
-    assert found.verify_ms == pytest.approx((0.5 + 3 + 6) / 2)
-    assert found.accept_ms == pytest.approx(2 / 2)
-    assert found.rest_ms == pytest.approx(4 / 2)
-    assert found.between_ms == pytest.approx(1 / 2)
-    assert found.host_ms == pytest.approx((2 - 0.5) / 2)
-    assert found.step_ms == pytest.approx((20 - 0.5) / 2)
+    parts = breakdown("DIR", 2, steps, spans((-5, -1, ""), (12.5, 13, ""), (21, 30, "")))
+    assert parts.draft_ms == pytest.approx((1 + 0.5) / 2)
+    assert parts.verify_ms == pytest.approx((0.5 + 3 + 6) / 2)
+    assert parts.accept_ms == pytest.approx(2 / 2)
+    assert parts.rest_ms == pytest.approx(4 / 2)
+    assert parts.between_ms == pytest.approx(1 / 2)
+    assert parts.host_ms == pytest.approx((2 - 0.5) / 2)
+    assert parts.step_ms == pytest.approx((20 - 0.5) / 2)
 
 
 def test_operations_find_the_innermost_part_they_are_named_by() -> None:
@@ -70,12 +70,12 @@ def test_a_run_is_traced_and_broken_down(tmp_path: Path, sampling: SamplingParam
     requests = [Request((1, 2, 3), 20, sampling)]
     engine.warm_up(sampled=not sampling.greedy)
     (tokens,), (steps,) = decode(engine, requests)
-    found = profile(engine, requests, writable(tmp_path / "new" / "trace"))
+    parts = profile(engine, requests, writable(tmp_path / "new" / "trace"))
     assert list((tmp_path / "new" / "trace").glob("**/*.xplane.pb"))
-    assert found.num_steps == len(steps)
+    assert parts.num_steps == len(steps)
     # which of them takes longer depends on the machine
-    assert min(found.draft_ms, found.verify_ms, found.accept_ms) > 0
-    assert found.step_ms == pytest.approx(sum(found.parts.values()))
+    assert min(parts.draft_ms, parts.verify_ms, parts.accept_ms) > 0
+    assert parts.step_ms == pytest.approx(sum(parts.parts.values()))
     profile(engine, requests, tmp_path / "new" / "trace", perfetto=False)  # beside the first
     assert decode(engine, requests)[0] == [tokens]
 

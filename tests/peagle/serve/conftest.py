@@ -8,6 +8,7 @@ from fastapi.testclient import TestClient
 
 from peagle.serve.service import Service
 from peagle.text.tokenizer import ByteLevelTokenizer, load_tokenizer
+from tests.support.harmony import says
 from tests.support.pairs import toy_pair, write_tokenizer
 from tests.support.servers import HARMONY_SPECIALS, HARMONY_TEMPLATE, client_of, service_of
 
@@ -38,18 +39,30 @@ def client(shared: Service) -> Iterator[TestClient]:
 
 
 @pytest.fixture
-def make(tokenizer: ByteLevelTokenizer) -> Iterator[Callable[..., Service]]:
-    """Make a server of one's own."""
-    made: list[Service] = []
+def closing() -> Iterator[Callable[[Service], Service]]:
+    """Close the engines of services after the test."""
+    services: list[Service] = []
 
-    shared_tokenizer = tokenizer
+    def keep(service: Service) -> Service:
+        services.append(service)
+        return service
 
-    def making(
-        stops: tuple[int, ...] = (1,), tokenizer: ByteLevelTokenizer = shared_tokenizer, **options: Any
-    ) -> Service:
-        made.append(service_of(toy_pair(tokenizer, stops), **options))
-        return made[-1]
-
-    yield making
-    for service in made:
+    yield keep
+    for service in services:
         service.loop.close()
+
+
+@pytest.fixture
+def make(tokenizer: ByteLevelTokenizer, closing: Callable[[Service], Service]) -> Callable[..., Service]:
+    """Make a server over the toy pair. options: of service_of."""
+
+    def making(stops: tuple[int, ...] = (1,), **options: Any) -> Service:
+        return closing(service_of(toy_pair(options.pop("tokenizer", tokenizer), stops), **options))
+
+    return making
+
+
+@pytest.fixture
+def saying(harmony: ByteLevelTokenizer, closing: Callable[[Service], Service]) -> Callable[..., Service]:
+    """Make a server that gives these answers to these bodies (tests.support.harmony.says)."""
+    return lambda *turns, **options: closing(says(harmony, *turns, **options))

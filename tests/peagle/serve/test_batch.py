@@ -14,11 +14,12 @@ import peagle.cli.serving
 from peagle.cli import main
 from peagle.ops.errors import InputError
 from peagle.serve.app import ENDPOINTS
-from peagle.serve.batch import Batch, alone, check_files
+from peagle.serve.batch import BatchFile, alone, check_files
 from peagle.serve.errors import ApiError
 from peagle.serve.service import Service
 from peagle.serve.types import CompletionBody
 from peagle.text.tokenizer import ByteLevelTokenizer
+from tests.support.commands import all_refused
 from tests.support.harmony import USER, says
 from tests.support.pairs import press_ctrl_c_at, toy_pair
 from tests.support.running import Gate
@@ -42,8 +43,8 @@ def line(name: str, **fields: Any) -> str:
 
 def read(out: Path) -> dict[str, dict[str, Any]]:
     lines = [json.loads(text) for text in out.read_text("utf-8").splitlines()]
-    assert len({each["id"] for each in lines}) == len(lines)
-    return {each["custom_id"]: each for each in lines}
+    assert len({answer["id"] for answer in lines}) == len(lines)
+    return {answer["custom_id"]: answer for answer in lines}
 
 
 def stable(body: dict[str, Any]) -> dict[str, Any]:
@@ -51,13 +52,13 @@ def stable(body: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def run(make: Callable[..., Service], tmp_path: Path) -> Callable[..., Batch]:
+def run(make: Callable[..., Service], tmp_path: Path) -> Callable[..., BatchFile]:
     """Answer lines; `stop_at`: end early after so many looks."""
 
-    def running(lines: list[str], stop_at: int | None = None, service: Service | None = None) -> Batch:
+    def running(lines: list[str], stop_at: int | None = None, service: Service | None = None) -> BatchFile:
         (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
         looks = iter(range(10**9))
-        batch = Batch(service or make(), tmp_path / "in.jsonl", tmp_path / "out.jsonl", 3)
+        batch = BatchFile(service or make(), tmp_path / "in.jsonl", tmp_path / "out.jsonl", 3)
         asyncio.run(batch.run(lambda: stop_at is not None and next(looks) >= stop_at, lambda _: None))
         assert batch.service.loop.num_open == 0 or stop_at is not None
         return batch
@@ -67,15 +68,15 @@ def run(make: Callable[..., Service], tmp_path: Path) -> Callable[..., Batch]:
 
 def test_each_line_has_the_servers_answer(run: Any, make: Any, tmp_path: Path) -> None:
     batch = run([line(name) for name in BODIES])
-    found, client = read(tmp_path / "out.jsonl"), client_of(make())
-    assert found.keys() == BODIES.keys()
+    answers, client = read(tmp_path / "out.jsonl"), client_of(make())
+    assert answers.keys() == BODIES.keys()
     assert (batch.counts.answered, batch.counts.refused, batch.counts.done) == (len(BODIES), 0, batch.counts.total)
     for name, (url, body) in BODIES.items():
-        each = found[name]
-        assert (each["error"], each["response"]["status_code"]) == (None, 200)
-        assert each["response"]["request_id"] == each["response"]["body"]["id"]
-        assert stable(each["response"]["body"]) == stable(client.post(url, json=body).json())
-    assert found["response"]["response"]["body"]["output"][-1]["content"][0]["text"]
+        answer = answers[name]
+        assert (answer["error"], answer["response"]["status_code"]) == (None, 200)
+        assert answer["response"]["request_id"] == answer["response"]["body"]["id"]
+        assert stable(answer["response"]["body"]) == stable(client.post(url, json=body).json())
+    assert answers["response"]["response"]["body"]["output"][-1]["content"][0]["text"]
 
 
 BAD = [
@@ -95,11 +96,11 @@ def test_a_line_that_is_none_gets_an_error_and_the_others_answers(
     run: Any, tmp_path: Path, text: str, custom_id: str | None, message: str
 ) -> None:
     batch = run([text, "", line("0")])
-    found = read(tmp_path / "out.jsonl")
-    assert found["0"]["response"]["status_code"] == 200
-    assert found[custom_id]["response"] is None
-    assert found[custom_id]["error"]["code"] == "invalid_line"
-    assert message in found[custom_id]["error"]["message"]
+    answers = read(tmp_path / "out.jsonl")
+    assert answers["0"]["response"]["status_code"] == 200
+    assert answers[custom_id]["response"] is None
+    assert answers[custom_id]["error"]["code"] == "invalid_line"
+    assert message in answers[custom_id]["error"]["message"]
     assert (batch.counts.answered, batch.counts.refused, batch.counts.total) == (1, 1, 2)
 
 
@@ -108,7 +109,7 @@ def test_a_repeated_custom_id_is_an_error(run: Any, tmp_path: Path) -> None:
         run([line("0"), line("0"), line("1")])
         lines = [json.loads(text) for text in (tmp_path / "out.jsonl").read_text().splitlines()]
         assert len(lines) == 3
-        (error,) = (each["error"] for each in lines if each["error"])
+        (error,) = (answer["error"] for answer in lines if answer["error"])
         assert error["message"] == "the custom_id '0' of line 2 is that of a line before it"
 
 
@@ -123,10 +124,10 @@ def test_a_repeated_custom_id_is_an_error(run: Any, tmp_path: Path) -> None:
 )
 def test_a_body_that_is_none_gets_an_error_object(run: Any, tmp_path: Path, body: Any, part: str) -> None:
     batch = run([line("chat", body=body), line("0")])
-    found = read(tmp_path / "out.jsonl")["chat"]
-    assert found["error"] is None
-    assert found["response"]["status_code"] in (400, 404)
-    assert part in found["response"]["body"]["error"]["message"]
+    answer = read(tmp_path / "out.jsonl")["chat"]
+    assert answer["error"] is None
+    assert answer["response"]["status_code"] in (400, 404)
+    assert part in answer["response"]["body"]["error"]["message"]
     assert (batch.counts.answered, batch.counts.refused) == (1, 1)
 
 
@@ -134,7 +135,7 @@ def test_a_run_that_was_stopped_goes_on_and_answers_nothing_twice(run: Any, tmp_
     lines = [line(name) for name in BODIES]
     whole = tmp_path / "out.jsonl"
     run(lines)
-    expected = {name: stable(each["response"]["body"]) for name, each in read(whole).items()}
+    expected = {name: stable(answer["response"]["body"]) for name, answer in read(whole).items()}
     whole.unlink()
     stops = 0
     for stop_at in (1, 4, 6, 9, None):
@@ -143,7 +144,7 @@ def test_a_run_that_was_stopped_goes_on_and_answers_nothing_twice(run: Any, tmp_
         assert batch.counts.known <= len(BODIES)
     texts = whole.read_text("utf-8").splitlines()
     assert len(texts) == len(BODIES)
-    assert {name: stable(each["response"]["body"]) for name, each in read(whole).items()} == expected
+    assert {name: stable(answer["response"]["body"]) for name, answer in read(whole).items()} == expected
     assert stops >= 2
     service = run(lines).service
     assert not service.loop.engine.executor.started, "nothing was asked again"
@@ -162,11 +163,15 @@ def test_answers_that_the_server_owes_are_asked_again(run: Any, make: Any, tmp_p
     batch = run([line("0"), line("1"), line("2")], service=service)
     assert batch.counts.known == 1
     assert batch.counts.failed >= 1
-    assert {name: each["response"]["status_code"] for name, each in read(out).items()}["0"] == 200
+    assert {name: answer["response"]["status_code"] for name, answer in read(out).items()}["0"] == 200
     with out.open("a") as file:
         file.write('{"id": "x", "custom_id": "1", "response": null, "error": {"code": "invalid_line"}}\n{"id": "batch')
     run([line("0"), line("1"), line("2")])
-    assert {name: each["response"]["status_code"] for name, each in read(out).items()} == {"0": 200, "1": 200, "2": 200}
+    assert {name: answer["response"]["status_code"] for name, answer in read(out).items()} == {
+        "0": 200,
+        "1": 200,
+        "2": 200,
+    }
 
 
 def test_a_line_that_the_server_fails_at_is_a_500_and_asked_again(
@@ -186,9 +191,9 @@ def test_a_line_that_the_server_fails_at_is_a_500_and_asked_again(
         patch.setitem(ENDPOINTS, COMPLETIONS, dataclasses.replace(ENDPOINTS[COMPLETIONS], start=fails))
         counts = run([line(str(n)) for n in range(4)]).counts
     assert (counts.answered, counts.failed, counts.done, counts.total) == (2, 2, 4, 4)
-    found = read(out)
-    assert [found[str(n)]["response"]["status_code"] for n in range(4)] == [200, 500, 503, 200]
-    assert "ZeroDivisionError" in found["1"]["response"]["body"]["error"]["message"]
+    answers = read(out)
+    assert [answers[str(n)]["response"]["status_code"] for n in range(4)] == [200, 500, 503, 200]
+    assert "ZeroDivisionError" in answers["1"]["response"]["body"]["error"]["message"]
     assert "a fault" in caplog.text
     counts = run([line(str(n)) for n in range(4)]).counts
     assert (counts.answered, counts.known, counts.failed) == (2, 2, 0)
@@ -211,7 +216,7 @@ def test_an_output_that_was_cut_off_anywhere_goes_on(run: Any, tmp_path: Path) -
         counts = run(lines).counts
         assert counts.done == 2
         assert counts.known == whole[:cut].count(b"\n")
-        assert {name: each["response"]["status_code"] for name, each in read(out).items()} == {"0": 200, "1": 200}
+        assert {name: answer["response"]["status_code"] for name, answer in read(out).items()} == {"0": 200, "1": 200}
 
 
 def test_a_check_writes_nothing(run: Any, tmp_path: Path) -> None:
@@ -269,14 +274,15 @@ def test_a_line_that_nobody_expected_costs_no_other(
 def test_many_lines_are_under_way_at_once_but_not_all(make: Any, run: Any) -> None:
     service = make()
     gate, most = Gate(service), 0
-    enter = service.loop._enter
+    submit = service.loop.submit
 
-    def entered(count: int) -> None:
+    def submitted(requests: Any) -> Any:
         nonlocal most
-        enter(count)
+        call = submit(requests)
         most = max(most, service.loop.num_open)
+        return call
 
-    service.loop._enter = entered
+    service.loop.submit = submitted
     gate.open()
     run([line(str(n)) for n in range(6)], service=service)
     assert most == 3
@@ -347,7 +353,7 @@ def test_what_cannot_be_is_refused_in_a_line(capfd: pytest.CaptureFixture[str], 
     (tmp_path / "other.jsonl").write_text('{"a": 1}\n{"b": 2}\n')
     source, pipe = str(tmp_path / "in.jsonl"), str(tmp_path / "pipe")
     os.mkfifo(pipe)
-    for arguments, message in (
+    table = (
         ([str(tmp_path / "none"), "out"], "cannot be read"),
         ([pipe, "out"], "is no regular file"),
         ([source, source], "is the file of the requests"),
@@ -356,15 +362,12 @@ def test_what_cannot_be_is_refused_in_a_line(capfd: pytest.CaptureFixture[str], 
         ([source, str(tmp_path / "no" / "out")], "cannot be written"),
         ([source, str(tmp_path / "other.jsonl")], "line 1 is no answer of a batch"),
         ([source, str(tmp_path / "out"), "--slots", "0"], "--slots is 0"),
-    ):
-        assert main(["batch", *arguments]) == 2
-        said = capfd.readouterr().err
-        assert message in said
-        assert said.count("\n") == 1
+    )
+    all_refused(capfd, ["batch"], table)
 
 
 def test_log_probabilities_in_a_batch_are_the_contents(
-    harmony: ByteLevelTokenizer, run: Callable[..., Batch], tmp_path: Path
+    harmony: ByteLevelTokenizer, run: Callable[..., BatchFile], tmp_path: Path
 ) -> None:
     """As over HTTP: without control tokens, headers and reasoning."""
     answer = (
@@ -377,8 +380,8 @@ def test_log_probabilities_in_a_batch_are_the_contents(
     lines = [{"custom_id": url, "method": "POST", "url": url, "body": body} for url, body in bodies.items()]
     service = says(harmony, (bodies[CHAT], answer))
     run(list(map(json.dumps, lines)), service=service)
-    found = read(tmp_path / "out.jsonl")
+    answers = read(tmp_path / "out.jsonl")
     service.loop.close()
-    entries = found[CHAT]["response"]["body"]["choices"][0]["logprobs"]["content"]
+    entries = answers[CHAT]["response"]["body"]["choices"][0]["logprobs"]["content"]
     assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == "größer 東京"
-    assert found[RESPONSES]["response"]["body"]["output"][1]["content"][0]["logprobs"] == entries
+    assert answers[RESPONSES]["response"]["body"]["output"][1]["content"][0]["logprobs"] == entries

@@ -82,6 +82,9 @@ def test_a_message_is_answered_in_colours(server: Running, visit: Callable[..., 
     assert tab.text("count") == "12"
     assert spans.first.get_attribute("class") == "prefill"
     assert float(tab.text("length")) >= 1
+    drafted, verified, accepted = map(int, tab.text("drafts").split(", "))
+    coloured = sum("accepted" in span.get_attribute("title") for span in spans.all())
+    assert drafted >= verified >= accepted >= coloured > 0  # the last step's are cut at the limit
     assert tab.page.evaluate("document.activeElement.id") == "prompt"  # ready for the next message
     assert tab.errors == []
     assert {address.startswith(server.url) for address in tab.addresses} == {True}

@@ -61,12 +61,12 @@ def test_channels_are_apart_in_the_stream_and_in_the_whole(tokenizer: ByteLevelT
     assert deltas[0] == {"role": "assistant", "content": ""}
     for key, text in (("reasoning", "Größer?"), ("reasoning_content", "Größer?"), ("content", "The 東京 answer")):
         assert "".join(delta.get(key, "") for delta in deltas) == text
-    calls = [each for delta in deltas for each in delta.get("tool_calls", [])]
+    calls = [part for delta in deltas for part in delta.get("tool_calls", [])]
     first, *others = calls
     assert first == {**first, "index": 0, "type": "function", "function": {"name": "find", "arguments": ""}}
     assert first["id"].startswith("call_")
-    assert all(each.keys() == {"index", "function"} and each["function"].keys() == {"arguments"} for each in others)
-    assert "".join(each["function"]["arguments"] for each in calls) == '{"a": 1}'
+    assert all(part.keys() == {"index", "function"} and part["function"].keys() == {"arguments"} for part in others)
+    assert "".join(part["function"]["arguments"] for part in calls) == '{"a": 1}'
     assert (deltas[-1], choices[-1]["finish_reason"]) == ({}, "tool_calls")
 
     streamed = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]

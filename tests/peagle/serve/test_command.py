@@ -18,6 +18,7 @@ from peagle.cli.serving import guarded_hosts
 from peagle.engine.executor import Executor
 from peagle.serve.server import ServerOptions, listen, on_loopback
 from peagle.text.tokenizer import ByteLevelTokenizer
+from tests.support.commands import all_refused, refused, run
 from tests.support.pairs import toy_pair
 
 Use = Callable[[str], None]
@@ -71,21 +72,21 @@ def test_it_says_what_it_serves_answers_and_ends_well(
 
 def test_its_options_reach_the_server(started: Callable[..., int], tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("one\n\ntwo\n")
-    seen: list[httpx.Response] = []
+    replies: list[httpx.Response] = []
 
     def use(url: str) -> None:
         with httpx.Client(base_url=url, headers={"Authorization": "Bearer two"}, timeout=60) as client:
-            seen.append(httpx.get(f"{url}/v1/models"))
-            seen.append(client.get("/v1/models"))
-            seen.append(client.post("/v1/completions", content=b" " * 201))
-            seen.append(client.post("/v1/completions", json={"prompt": "ab", "n": 4}))
+            replies.append(httpx.get(f"{url}/v1/models"))
+            replies.append(client.get("/v1/models"))
+            replies.append(client.post("/v1/completions", content=b" " * 201))
+            replies.append(client.post("/v1/completions", json={"prompt": "ab", "n": 4}))
 
     options = ["--api-key-file", str(tmp_path / "keys"), "--served-model-name", "mine", "--max-body", "200"]
     assert started(use, "-k", "0", "--slots", "1", "--max-queue", "2", "--context", "128", *options, "-q") == 0
-    assert [reply.status_code for reply in seen] == [401, 200, 413, 400]
-    assert seen[1].json()["data"][0]["id"] == "mine"
-    assert seen[1].json()["data"][0]["max_model_len"] == 128
-    assert "at most 3" in seen[3].json()["error"]["message"]
+    assert [reply.status_code for reply in replies] == [401, 200, 413, 400]
+    assert replies[1].json()["data"][0]["id"] == "mine"
+    assert replies[1].json()["data"][0]["max_model_len"] == 128
+    assert "at most 3" in replies[3].json()["error"]["message"]
 
 
 def test_options_from_a_file_give_way_to_typed_ones(
@@ -95,20 +96,20 @@ def test_options_from_a_file_give_way_to_typed_ones(
         'slots = 1\nk = 0\nmax-queue = 2\nmax_body = 300\nserved-model-name = "filed"\ncontext = 128\nquiet = false\n'
         'allow-origin = ["https://a.example", "https://b.example"]\n'
     )
-    seen: list[httpx.Response] = []
+    replies: list[httpx.Response] = []
 
     def use(url: str) -> None:
         with httpx.Client(base_url=url, timeout=60) as client:
-            seen.append(client.get("/v1/models", headers={"Origin": "https://b.example"}))
-            seen.append(client.post("/v1/completions", content=b" " * 301))
-            seen.append(client.post("/v1/completions", json={"prompt": "ab", "n": 5}))
+            replies.append(client.get("/v1/models", headers={"Origin": "https://b.example"}))
+            replies.append(client.post("/v1/completions", content=b" " * 301))
+            replies.append(client.post("/v1/completions", json={"prompt": "ab", "n": 5}))
             for host in ("b.example", "evil.example"):
-                seen.append(client.get("/v1/models", headers={"Host": host}))
+                replies.append(client.get("/v1/models", headers={"Host": host}))
 
     assert started(use, "--config", str(tmp_path / "serve.toml"), "--slots", "2") == 0
-    assert [reply.status_code for reply in seen] == [200, 413, 400, 200, 403]
-    assert seen[0].headers["access-control-allow-origin"] == "https://b.example"
-    assert "at most 4" in seen[2].json()["error"]["message"]
+    assert [reply.status_code for reply in replies] == [200, 413, 400, 200, 403]
+    assert replies[0].headers["access-control-allow-origin"] == "https://b.example"
+    assert "at most 4" in replies[2].json()["error"]["message"]
     assert "serving filed plainly: 2 slots with a context of 128" in capfd.readouterr().err
 
 
@@ -183,11 +184,9 @@ def test_a_file_of_options_that_is_none_is_refused_in_a_line(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, text: str, message: str
 ) -> None:
     (tmp_path / "serve.toml").write_text(text)
-    assert main(["serve", "--config", str(tmp_path / "serve.toml")]) == 2
-    said = capfd.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
-    assert "Value error" not in said
+    result = run(capfd, "serve", "--config", str(tmp_path / "serve.toml"))
+    refused(result, message)
+    assert "Value error" not in result[2]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +214,7 @@ def test_after_the_engine_failed_the_command_ends_with_code_1(
 def test_what_cannot_be_served_is_refused_in_a_line(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     with listen("127.0.0.1", 0) as taken:  # by a server that loads its model
-        for options, message in (
+        table = (
             (["--port", str(taken.getsockname()[1])], "Address already in use"),
             (["--port", "70000"], "cannot be listened on"),
             (["--host", "nowhere.invalid"], "cannot be listened on"),
@@ -237,8 +236,5 @@ def test_what_cannot_be_served_is_refused_in_a_line(capfd: pytest.CaptureFixture
             (["--kv-memory", "0"], "--kv-memory is 0; expected more than 0, or auto"),
             (["-k", "many"], "-k is 'many'"),
             (["--target", str(tmp_path / "none")], "none"),
-        ):
-            assert main(["serve", *options]) == 2
-            said = capfd.readouterr().err
-            assert message in said
-            assert said.count("\n") == 1
+        )
+        all_refused(capfd, ["serve"], table)

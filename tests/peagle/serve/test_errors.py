@@ -279,13 +279,13 @@ def test_every_route_that_works_needs_the_key(make: Any) -> None:
 
 
 def test_the_published_schema_names_each_field(client: TestClient) -> None:
-    found = client.get("/openapi.json").json()
-    assert found["openapi"] == "3.1.0"
-    schemas = found["components"]["schemas"]
+    document = client.get("/openapi.json").json()
+    assert document["openapi"] == "3.1.0"
+    schemas = document["components"]["schemas"]
     for path, kind in ((CHAT, ChatBody), (COMPLETIONS, CompletionBody), (RESPONSES, ResponsesBody)):
-        body = found["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
         assert schemas[body.rpartition("/")[2]]["properties"].keys() == kind.model_fields.keys()
-    names = {part.split('"')[0] for part in json.dumps(found).split("#/components/schemas/")[1:]}
+    names = {part.split('"')[0] for part in json.dumps(document).split("#/components/schemas/")[1:]}
     assert names <= schemas.keys()
 
 
@@ -319,8 +319,8 @@ def test_pages_of_sites_that_are_allowed_may_use_it(make: Any) -> None:
     """With the headers that browsers ask for; a preflight has no key."""
     client = client_of(make(origins=("https://chat.example",), keys=("key",)))
     origin = {"Origin": "https://chat.example"}
-    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
-    preflight = client.options(COMPLETIONS, headers={**origin, **asked})
+    access = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    preflight = client.options(COMPLETIONS, headers={**origin, **access})
     assert preflight.status_code == 200
     assert preflight.headers["access-control-allow-origin"] == "https://chat.example"
     assert "authorization" in preflight.headers["access-control-allow-headers"]
@@ -330,7 +330,7 @@ def test_pages_of_sites_that_are_allowed_may_use_it(make: Any) -> None:
     refused(client.post(COMPLETIONS, json=GOOD[COMPLETIONS], headers=origin), 401, "key")
     other = {"Origin": "https://other.example"}
     refused(client.post(COMPLETIONS, headers={**other, "Authorization": "Bearer key"}), 403, "may not use")
-    assert "access-control-allow-origin" not in client.options(COMPLETIONS, headers={**other, **asked}).headers
+    assert "access-control-allow-origin" not in client.options(COMPLETIONS, headers={**other, **access}).headers
     anyone = client_of(make(origins=("*",)))
     reply = anyone.post(COMPLETIONS, json=GOOD[COMPLETIONS], headers=other)
     assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (200, "*")

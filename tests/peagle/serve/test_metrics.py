@@ -4,22 +4,11 @@ import dataclasses
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from peagle.engine.kv_memory import KVMemory, Sizing
 from peagle.ops.attention import PAGE_SIZE
 from peagle.pair import Pair
-from tests.support.servers import CONTEXT, K, client_of, service_of
-
-
-def values(client: Any) -> dict[tuple[str, ...], float]:
-    families = text_string_to_metric_families(client.get("/metrics").text)
-    labels = ("finished_reason", "position", "le")
-    return {
-        (sample.name, *(sample.labels[label] for label in labels if label in sample.labels)): sample.value
-        for family in families
-        for sample in family.samples
-    }
+from tests.support.servers import CONTEXT, K, client_of, service_of, values
 
 
 def test_counters_are_the_sums_of_the_replies(make: Any) -> None:
@@ -29,29 +18,29 @@ def test_counters_are_the_sums_of_the_replies(make: Any) -> None:
         client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 30, "temperature": 0, **fields}).json()
         for fields in ({}, {"stop": ["a"]}, {"n": 2, "temperature": 1.0, "seed": 1}, {"max_tokens": 9})
     ]
-    found = values(client)
+    metrics = values(client)
     usage = [reply["usage"] for reply in replies]
     figures = [reply["metrics"]["speculative_decoding"] for reply in replies]
-    assert found[("vllm:prompt_tokens_total",)] == sum(each["prompt_tokens"] for each in usage) == 560
-    assert found[("vllm:generation_tokens_total",)] == sum(each["completion_tokens"] for each in usage)
-    assert found[("vllm:prefix_cache_queries_total",)] == 700
-    assert found[("vllm:prefix_cache_hits_total",)] > 0
+    assert metrics[("vllm:prompt_tokens_total",)] == sum(block["prompt_tokens"] for block in usage) == 560
+    assert metrics[("vllm:generation_tokens_total",)] == sum(block["completion_tokens"] for block in usage)
+    assert metrics[("vllm:prefix_cache_queries_total",)] == 700
+    assert metrics[("vllm:prefix_cache_hits_total",)] > 0
     for name, field in (
         ("num_drafts", "num_spec_steps"),
         ("num_draft_tokens", "num_draft_tokens"),
         ("num_accepted_tokens", "num_accepted_draft_tokens"),
     ):
-        assert found[(f"vllm:spec_decode_{name}_total",)] == sum(each[field] for each in figures) > 0
-    per_position = [found[("vllm:spec_decode_num_accepted_tokens_per_pos_total", str(place))] for place in range(3)]
-    assert sum(per_position) == found[("vllm:spec_decode_num_accepted_tokens_total",)]
+        assert metrics[(f"vllm:spec_decode_{name}_total",)] == sum(block[field] for block in figures) > 0
+    per_position = [metrics[("vllm:spec_decode_num_accepted_tokens_per_pos_total", str(place))] for place in range(3)]
+    assert sum(per_position) == metrics[("vllm:spec_decode_num_accepted_tokens_total",)]
     assert per_position == sorted(per_position, reverse=True)
-    ended = {key[1]: value for key, value in found.items() if key[0] == "vllm:request_success_total"}
+    ended = {key[1]: value for key, value in metrics.items() if key[0] == "vllm:request_success_total"}
     assert sum(ended.values()) == 5
     assert ended["length"] >= 4
     for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
-        assert found[(f"vllm:{name}_count",)] == 5
-    assert found[("vllm:inter_token_latency_seconds_count",)] > 5
-    assert found[("vllm:num_requests_running",)] == found[("vllm:num_requests_waiting",)] == 0
+        assert metrics[(f"vllm:{name}_count",)] == 5
+    assert metrics[("vllm:inter_token_latency_seconds_count",)] > 5
+    assert metrics[("vllm:num_requests_running",)] == metrics[("vllm:num_requests_waiting",)] == 0
 
 
 @pytest.mark.parametrize("k", [0, 3])
@@ -81,15 +70,15 @@ def test_pages_that_requests_hold_and_preemptions_are_counted(pair: Pair, replic
         return chunks
 
     engine._step = watched
-    asked = {"max_tokens": 190, "temperature": 0, "ignore_eos": True}
+    sampling = {"max_tokens": 190, "temperature": 0, "ignore_eos": True}
     prompts = [[50 + place, 60, 70] for place in range(slots)]
-    replies = client.post("/v1/completions", json={**asked, "prompt": prompts}).json()["choices"]
+    replies = client.post("/v1/completions", json={**sampling, "prompt": prompts}).json()["choices"]
     engine._step = step
-    found = values(client)
+    metrics = values(client)
     # two requests of four pages in six
-    assert found[("vllm:num_preemptions_total",)] == engine.num_preemptions >= replicas
-    assert found[("vllm:kv_cache_usage_perc",)] == 0
+    assert metrics[("vllm:num_preemptions_total",)] == engine.num_preemptions >= replicas
+    assert metrics[("vllm:kv_cache_usage_perc",)] == 0
     assert 4 / pages < max(held) <= 1
-    alone = [client.post("/v1/completions", json={**asked, "prompt": prompt}).json() for prompt in prompts]
+    alone = [client.post("/v1/completions", json={**sampling, "prompt": prompt}).json() for prompt in prompts]
     assert [reply["text"] for reply in replies] == [reply["choices"][0]["text"] for reply in alone]
     service.loop.close()

@@ -21,7 +21,7 @@ from peagle.text.channels import Delta
 from peagle.text.places import TokenPlace
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize, load_tokenizer
 from tests.support.pairs import VOCAB_SIZE, toy_pair
-from tests.support.servers import CONTEXT, DATE, MODEL, K, client_of
+from tests.support.servers import CONTEXT, DATE, MODEL, K, client_of, events_of
 from tests.support.toys import costs
 
 PROMPT = [40, 41, 42]
@@ -192,10 +192,10 @@ def test_without_a_limit_a_chat_goes_on_to_the_end_of_the_context(client: TestCl
 
 def test_log_probabilities_are_the_engines(client: TestClient, alone: Pair) -> None:
     expected = python(alone, {"logprobs": 2, "max_tokens": 12}).logprobs
-    found = complete(client, logprobs=2, max_tokens=12)["choices"][0]["logprobs"]
-    assert found["token_logprobs"] == pytest.approx([each.logprob for each in expected])
-    assert [len(best) for best in found["top_logprobs"]] == [2] * 12
-    assert found["text_offset"] == list(range(12))
+    logprobs = complete(client, logprobs=2, max_tokens=12)["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"] == pytest.approx([token.logprob for token in expected])
+    assert [len(best) for best in logprobs["top_logprobs"]] == [2] * 12
+    assert logprobs["text_offset"] == list(range(12))
     of_chat = chat(client, logprobs=True, top_logprobs=3)["choices"][0]
     entries = of_chat["logprobs"]["content"]
     assert "".join(entry["token"] for entry in entries) == of_chat["message"]["content"]
@@ -213,45 +213,43 @@ def test_an_echoed_prompt_has_log_probabilities_too(client: TestClient, alone: P
     fields = {"prompt": [prompt, others], "echo": True, "logprobs": 2, "max_tokens": 4}
     if stream:
         body = {"temperature": 0, "stream": True, **fields}
-        lines = client.post("/v1/completions", json=body).text.split("\n\n")[:-2]
-        parts = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+        parts = [event["choices"][0] for event in events_of(client.post("/v1/completions", json=body).text)]
         parts = [part["logprobs"] for part in parts if part["index"] == 0 and part["logprobs"]]
-        found = {key: [entry for part in parts for entry in part[key]] for key in parts[0]}
+        columns = {key: [entry for part in parts for entry in part[key]] for key in parts[0]}
     else:
         first, second = complete(client, **fields)["choices"]
-        found = first["logprobs"]
-        assert first["text"].startswith("".join(found["tokens"][:21]))
+        columns = first["logprobs"]
+        assert first["text"].startswith("".join(columns["tokens"][:21]))
         assert len(second["logprobs"]["tokens"]) == 2 + 4
-    assert len(found["tokens"]) == 21 + 4
-    assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+    assert len(columns["tokens"]) == 21 + 4
+    assert columns["token_logprobs"][0] is columns["top_logprobs"][0] is None
     # the prompt goes on as the answer to its beginning did, so its tokens are the likeliest ones
-    assert found["token_logprobs"][1:21] == pytest.approx([each.logprob for each in answer.logprobs[:20]], abs=1e-4)
+    assert columns["token_logprobs"][1:21] == pytest.approx([token.logprob for token in answer.logprobs[:20]], abs=1e-4)
     assert all(
         max(best.values()) == value
-        for value, best in zip(found["token_logprobs"][1:], found["top_logprobs"][1:], strict=True)
+        for value, best in zip(columns["token_logprobs"][1:], columns["top_logprobs"][1:], strict=True)
     )
-    assert [len(best) for best in found["top_logprobs"][1:]] == [2] * 24
-    assert found["text_offset"] == list(itertools.accumulate(map(len, found["tokens"][:-1]), initial=0))
+    assert [len(best) for best in columns["top_logprobs"][1:]] == [2] * 24
+    assert columns["text_offset"] == list(itertools.accumulate(map(len, columns["tokens"][:-1]), initial=0))
 
 
 @pytest.mark.parametrize("prompt", ["ab cd", ["ab", "cd e"], PROMPT])
 def test_an_echo_without_new_tokens_is_the_prompt_alone(client: TestClient, prompt: Any) -> None:
     """As clients ask that want its log-probabilities alone."""
     fields = {"prompt": prompt, "echo": True, "logprobs": 2, "n": 2, "temperature": 1.0, "seed": 5}
-    more, found = complete(client, **fields, max_tokens=1), complete(client, **fields, max_tokens=0)
-    assert found["usage"]["completion_tokens"] == 0
-    assert found["usage"]["prompt_tokens"] == found["usage"]["total_tokens"] == more["usage"]["prompt_tokens"]
-    assert len(found["choices"]) == len(more["choices"])
-    for choice, longer in zip(found["choices"], more["choices"], strict=True):
+    more, echoed = complete(client, **fields, max_tokens=1), complete(client, **fields, max_tokens=0)
+    assert echoed["usage"]["completion_tokens"] == 0
+    assert echoed["usage"]["prompt_tokens"] == echoed["usage"]["total_tokens"] == more["usage"]["prompt_tokens"]
+    assert len(echoed["choices"]) == len(more["choices"])
+    for choice, longer in zip(echoed["choices"], more["choices"], strict=True):
         assert choice["finish_reason"] == "length"
         assert longer["text"].startswith(choice["text"])
         assert choice["logprobs"] == {name: column[:-1] for name, column in longer["logprobs"].items()}
     streamed = client.post("/v1/completions", json={**fields, "max_tokens": 0, "stream": True}).text
-    *events, done = streamed.removesuffix("\n\n").split("\n\n")
-    assert done == "data: [DONE]"
-    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
-    for place, choice in enumerate(found["choices"]):
-        first, last = (each for each in choices if each["index"] == place)
+    assert streamed.endswith("data: [DONE]\n\n")
+    choices = [event["choices"][0] for event in events_of(streamed)]
+    for place, choice in enumerate(echoed["choices"]):
+        first, last = (event for event in choices if event["index"] == place)
         assert (first["text"], first["logprobs"]) == (choice["text"], choice["logprobs"])
         assert (last["text"], last["finish_reason"]) == ("", "length")
 
@@ -282,8 +280,8 @@ def test_a_seed_of_64_bits_gives_the_same_answer_again(
     def answer() -> Any:
         reply = client.post(path, json={**body, "temperature": 1.5, "seed": seed})
         assert reply.status_code == 200, reply.text
-        found = reply.json()
-        return [found["output"][0]["content"]] if "output" in found else found["choices"]
+        answered = reply.json()
+        return [answered["output"][0]["content"]] if "output" in answered else answered["choices"]
 
     assert answer() == answer()
 
@@ -292,8 +290,8 @@ def test_offsets_are_those_of_the_text(client: TestClient) -> None:
     ids = client.post("/tokenize", json={"prompt": "1 + 2"}).json()["tokens"]
     for prompt in ("1 + 2", ids, [0, *ids]):  # the last begins with <|startoftext|>
         (choice,) = complete(client, prompt=prompt, echo=True, logprobs=0, max_tokens=3)["choices"]
-        found = choice["logprobs"]
-        for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+        logprobs = choice["logprobs"]
+        for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
             assert choice["text"][offset:].startswith(token)
 
 
@@ -324,7 +322,7 @@ def test_what_a_reply_says_of_tokens_is_written_before_its_end(
     (choice,) = json.loads(dumps(form.whole([result])))["choices"]
     streamed = [event["choices"][0]["logprobs"] for event in events]
     for name in ("content",) if kind is ChatFormatter else ("tokens", "token_logprobs", "top_logprobs"):
-        assert choice["logprobs"][name] == [entry for each in streamed for entry in each[name]]
+        assert choice["logprobs"][name] == [entry for part in streamed for entry in part[name]]
     first = streamed[0]
     if kind is ChatFormatter:
         assert [entry["logprob"] for entry in first["content"][0]["top_logprobs"]] == [-0.5, None, 1e-7]
@@ -342,8 +340,8 @@ def test_a_known_prompt_counts_as_cached(client: TestClient) -> None:
 
 def test_figures_of_speculation_come_with_the_answer(client: TestClient, alone: Pair) -> None:
     counters = python(alone, {}).counters
-    found = complete(client)["metrics"]["speculative_decoding"]
-    assert found == {
+    figures = complete(client)["metrics"]["speculative_decoding"]
+    assert figures == {
         "mean_acceptance_length": counters.acceptance_length,
         "draft_acceptance_rate": counters.acceptance_rate,
         "acceptance_histogram": list(counters.histogram),
@@ -359,9 +357,9 @@ def test_figures_of_speculation_come_with_the_answer(client: TestClient, alone: 
 def test_a_requests_own_k_bounds_its_drafts_and_changes_no_token(client: TestClient) -> None:
     whole, steps = complete(client), []
     for k in (1, 2, 3):
-        found = complete(client, speculative={"num_speculative_tokens": k})
-        assert found["choices"] == whole["choices"]
-        figures = found["metrics"]["speculative_decoding"]
+        reply = complete(client, speculative={"num_speculative_tokens": k})
+        assert reply["choices"] == whole["choices"]
+        figures = reply["metrics"]["speculative_decoding"]
         assert (figures["num_spec_tokens"], len(figures["acceptance_histogram"])) == (k, k + 1)
         assert 0 < figures["num_draft_tokens"] <= k * figures["num_spec_steps"]
         steps.append(figures["num_spec_steps"])
@@ -395,10 +393,10 @@ def test_tokens_before_a_text_can_be_left_out(make: Any) -> None:
 
 
 def test_tokens_and_text_are_each_others_inverse(client: TestClient) -> None:
-    found = client.post("/tokenize", json={"prompt": "naïve 東京"}).json()
-    assert found["count"] == len(found["tokens"])
-    assert found["max_model_len"] == CONTEXT
-    assert client.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "naïve 東京"}
+    reply = client.post("/tokenize", json={"prompt": "naïve 東京"}).json()
+    assert reply["count"] == len(reply["tokens"])
+    assert reply["max_model_len"] == CONTEXT
+    assert client.post("/detokenize", json={"tokens": reply["tokens"]}).json() == {"prompt": "naïve 東京"}
 
 
 CASES: list[dict[str, Any]] = [*(fields for fields, _ in PARAMETERS.values()), {"logprobs": 3}, {"n": 2, **SEEDED}]
@@ -426,8 +424,8 @@ def test_every_parameter_means_the_same_with_and_without_speculation(
     other = client_of(service)
     if k == AUTO:
         service.loop.engine.costs = costs(service.loop.engine.config.num_speculative_tokens, {1: True})
-        found = complete(other)["metrics"]["speculative_decoding"]
-        assert found["num_spec_steps"] > 0
+        figures = complete(other)["metrics"]["speculative_decoding"]
+        assert figures["num_spec_steps"] > 0
     for fields, expected in zip(LONGER, choices, strict=True):
         assert same(complete(other, **fields)["choices"], expected), fields
 
@@ -437,16 +435,16 @@ def test_every_parameter_means_the_same_whatever_k_a_request_sets(
     client: TestClient, choices: list[Any], k: int
 ) -> None:
     for fields, expected in zip(CASES, choices, strict=False):
-        found = complete(client, **fields, speculative={"num_speculative_tokens": k})
-        assert same(found["choices"], expected), fields
+        reply = complete(client, **fields, speculative={"num_speculative_tokens": k})
+        assert same(reply["choices"], expected), fields
 
 
-def same(found: Any, expected: Any) -> bool:
+def same(value: Any, expected: Any) -> bool:
     """Compare JSON values, numbers to float32's rounding."""
-    if isinstance(found, float) and isinstance(expected, float):
-        return found == pytest.approx(expected, abs=1e-5)
-    if isinstance(found, dict) and isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(same(found[key], expected[key]) for key in found)
-    if isinstance(found, list) and isinstance(expected, list):
-        return len(found) == len(expected) and all(map(same, found, expected))
-    return bool(found == expected)
+    if isinstance(value, float) and isinstance(expected, float):
+        return value == pytest.approx(expected, abs=1e-5)
+    if isinstance(value, dict) and isinstance(expected, dict):
+        return value.keys() == expected.keys() and all(same(value[key], expected[key]) for key in value)
+    if isinstance(value, list) and isinstance(expected, list):
+        return len(value) == len(expected) and all(map(same, value, expected))
+    return bool(value == expected)

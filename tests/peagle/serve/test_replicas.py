@@ -3,8 +3,7 @@
 from typing import Any
 
 from peagle.engine.replicas import Replicas
-from tests.peagle.serve.test_metrics import values
-from tests.support.servers import SLOTS, client_of
+from tests.support.servers import SLOTS, client_of, values
 
 ASKED = {"prompt": [100, 110, 120], "max_tokens": 40, "temperature": 0}
 BODIES = (
@@ -17,7 +16,7 @@ BODIES = (
 
 
 def test_answers_and_counters_are_those_of_one_engine(make: Any) -> None:
-    found = []
+    results = []
     for service in (make(slots=2 * SLOTS), make(slots=2 * SLOTS, replicas=2)):
         client = client_of(service)
         replies = [client.post("/v1/completions", json={**ASKED, **body}).json() for body in BODIES]
@@ -25,11 +24,11 @@ def test_answers_and_counters_are_those_of_one_engine(make: Any) -> None:
         # each engine has a prefix cache of its own, so what is found there is not compared
         left_out = ("seconds", "prefix_cache_hits", "_created")
         counted = {key: value for key, value in values(client).items() if not any(part in key[0] for part in left_out)}
-        found.append((parts, counted))
+        results.append((parts, counted))
     engine = service.loop.engine
     assert isinstance(engine, Replicas)
-    assert all(each.prefix_cache_use.num_requests > 1 for each in engine.engines)
+    assert all(replica.prefix_cache_use.num_requests > 1 for replica in engine.engines)
     assert engine.prefix_cache_use.num_hits > 0
-    one, both = found
+    one, both = results
     assert both[0] == one[0]
     assert both[1] == one[1]

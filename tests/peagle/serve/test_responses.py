@@ -1,5 +1,6 @@
 """/v1/responses, as the openai client reads it: whole, in a stream, with reasoning, calls and their results."""
 
+import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -14,9 +15,8 @@ from peagle.serve.responses import as_chat
 from peagle.serve.service import Service
 from peagle.serve.types import ResponsesBody
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
-from tests.support.harmony import says
 from tests.support.running import running
-from tests.support.servers import MODEL, client_of
+from tests.support.servers import MODEL, client_of, events_of
 
 PATH = "/v1/responses"
 TOOL: Any = {
@@ -35,39 +35,32 @@ Making = Callable[..., Service]
 
 
 @pytest.fixture
-def saying(harmony: ByteLevelTokenizer) -> Iterator[Making]:
-    made: list[Service] = []
-
-    def making(*turns: Any, **options: Any) -> Service:
-        made.append(says(harmony, *turns, **options))
-        return made[-1]
-
-    yield making
-    for service in made:
-        service.loop.close()
-
-
-@pytest.fixture
 def asking(saying: Making) -> Iterator[Callable[..., openai.OpenAI]]:
-    """Make a client of a server that says what is given."""
-    opened: list[Any] = []
+    """Make a client of a server that gives these answers."""
+    with contextlib.ExitStack() as opened:
 
-    def making(*turns: Any) -> openai.OpenAI:
-        server = running(saying(*turns))
-        client = openai.OpenAI(base_url=server.__enter__().url + "/v1", api_key="none", max_retries=0)
-        opened.append((server, client))
-        return client
+        def making(*turns: Any) -> openai.OpenAI:
+            url = opened.enter_context(running(saying(*turns))).url + "/v1"
+            return opened.enter_context(openai.OpenAI(base_url=url, api_key="none", max_retries=0))
 
-    yield making
-    for server, client in opened:
-        client.close()
-        server.__exit__(None, None, None)
+        yield making
+
+
+def reasoning(text: str) -> dict[str, Any]:
+    return {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+
+def called(call_id: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": call_id, "name": f"f_{call_id}", "arguments": "{}", **fields}
+
+
+def result(call_id: str, output: Any = "x") -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": call_id, "output": output}
 
 
 def prompt_of(service: Service, **fields: Any) -> str:
     body = parse(ResponsesBody, json.dumps({"input": "hello", **fields}).encode())
-    chat = as_chat(body)
-    (request,) = service.builder.chat(chat.body, names=chat.names)
+    (request,) = service.builder.chat(as_chat(body).body)
     return detokenize(service.builder.tokenizer, request.prompt_ids)
 
 
@@ -137,11 +130,11 @@ def test_a_call_and_its_result_make_a_turn(asking: Any, stream: bool) -> None:
         if not stream:
             return client.responses.create(**options)
         with client.responses.stream(**options) as events:
-            seen = list(events)
-            if any(event.type == "response.function_call_arguments.delta" for event in seen):
-                deltas = [each.delta for each in seen if each.type == "response.function_call_arguments.delta"]
+            received = list(events)
+            if any(event.type == "response.function_call_arguments.delta" for event in received):
+                deltas = [event.delta for event in received if event.type == "response.function_call_arguments.delta"]
                 assert "".join(deltas) == '{"city": "x"}'
-                (done,) = (each for each in seen if each.type == "response.function_call_arguments.done")
+                (done,) = (event for event in received if event.type == "response.function_call_arguments.done")
                 assert done.arguments == '{"city": "x"}'
             return events.get_final_response()
 
@@ -164,36 +157,38 @@ def test_a_servers_own_output_comes_back_as_in_a_chat(saying: Making, answer: st
     first = {**CHAT, "tools": [CHAT_TOOL], "temperature": 0}
     service = saying((first, answer))
     client = client_of(service)
-    given = client.post("/v1/chat/completions", json=first).json()["choices"][0]["message"]
-    (call,) = given["tool_calls"]
-    message = {key: given[key] for key in ("role", "content", "reasoning", "tool_calls") if given[key] is not None}
+    answered = client.post("/v1/chat/completions", json=first).json()["choices"][0]["message"]
+    (call,) = answered["tool_calls"]
+    message = {
+        key: answered[key] for key in ("role", "content", "reasoning", "tool_calls") if answered[key] is not None
+    }
     result = {"role": "tool", "tool_call_id": call["id"], "content": "rain"}
     chat = {"messages": [*CHAT["messages"], message, result], "tools": [CHAT_TOOL]}
     output = client.post(PATH, json={"input": "hello", "tools": [TOOL], "temperature": 0}).json()["output"]
     result = {"type": "function_call_output", "call_id": output[-1]["call_id"], "output": "rain"}
-    found = prompt_of(service, input=[*CHAT["messages"], *output, result], tools=[TOOL])
-    assert found == detokenize(service.builder.tokenizer, client.post("/tokenize", json=chat).json()["tokens"])
-    assert found.count("Größer?") == answer.count("Größer?")
-    assert found.count("I look.") == answer.count("I look.")
+    prompt = prompt_of(service, input=[*CHAT["messages"], *output, result], tools=[TOOL])
+    assert prompt == detokenize(service.builder.tokenizer, client.post("/tokenize", json=chat).json()["tokens"])
+    assert prompt.count("Größer?") == answer.count("Größer?")
+    assert prompt.count("I look.") == answer.count("I look.")
 
 
 def test_what_the_model_said_before_a_call_stays_with_the_call(saying: Making) -> None:
     """Its own output, sent back, makes the prompt that the same turn makes in a chat."""
     service = saying()
     said = [
-        {"type": "reasoning", "id": "r1", "summary": [], "content": [{"type": "reasoning_text", "text": "I look. "}]},
+        reasoning("I look. "),
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Let me see."}]},
-        {"type": "reasoning", "id": "r2", "summary": [], "content": [{"type": "reasoning_text", "text": "Now."}]},
-        {"type": "function_call", "call_id": "a", "name": "clock", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "a", "output": "noon"},
+        reasoning("Now."),
+        called("a", name="clock"),
+        result("a", "noon"),
     ]
     call = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
     turn = {"role": "assistant", "content": "Let me see.", "reasoning": "I look. Now.", "tool_calls": [call]}
     chat = [{"role": "user", "content": "hello"}, turn, {"role": "tool", "tool_call_id": "a", "content": "noon"}]
     tokens = client_of(service).post("/tokenize", json={"messages": chat}).json()["tokens"]
-    found = prompt_of(service, input=[{"role": "user", "content": "hello"}, *said])
-    assert found == detokenize(service.builder.tokenizer, tokens)
-    assert "I look. Now." in found
+    prompt = prompt_of(service, input=[{"role": "user", "content": "hello"}, *said])
+    assert prompt == detokenize(service.builder.tokenizer, tokens)
+    assert "I look. Now." in prompt
     two = [*said[1:2], {"role": "assistant", "content": "And more."}]
     assert "Let me see." in (text := prompt_of(service, input=[{"role": "user", "content": "hello"}, *two]))
     assert text.index("Let me see.") < text.index("And more.")
@@ -278,14 +273,14 @@ def test_the_format_of_the_text_binds_the_final_message_as_in_a_chat(
 ) -> None:
     client = client_of(saying((CHAT, FINAL)))
     named = {"name": "n", "schema": schema}
-    given = {"type": "json_object"} if schema is None else {"type": "json_schema", **named}
-    form = given if schema is None else {"type": "json_schema", "json_schema": named}
+    text_format = {"type": "json_object"} if schema is None else {"type": "json_schema", **named}
+    form = text_format if schema is None else {"type": "json_schema", "json_schema": named}
     chat = {**CHAT, "temperature": 0, "max_tokens": 90, "response_format": form}
     expected = client.post("/v1/chat/completions", json=chat).json()["choices"][0]["message"]["content"]
-    body = {"input": "hello", "temperature": 0, "max_output_tokens": 90, "text": {"format": given}}
-    found = client.post(PATH, json=body).json()
-    assert found["output"][-1]["content"][0]["text"] == expected
-    assert found["text"]["format"] == given
+    body = {"input": "hello", "temperature": 0, "max_output_tokens": 90, "text": {"format": text_format}}
+    response = client.post(PATH, json=body).json()
+    assert response["output"][-1]["content"][0]["text"] == expected
+    assert response["text"]["format"] == text_format
     assert (expected == '{"city": "東京", "days": 2}') == (schema is None)
 
 
@@ -294,20 +289,8 @@ def test_several_calls_and_only_the_first_without_parallel_calls(saying: Making)
     service = saying(({**CHAT, "tools": [CHAT_TOOL]}, answer))
     for parallel, count in ((True, 2), (False, 1)):
         body = {"input": "hello", "tools": [TOOL], "temperature": 0, "parallel_tool_calls": parallel}
-        found = client_of(service).post(PATH, json=body).json()
-        assert [item["type"] for item in found["output"]] == ["reasoning"] + ["function_call"] * count
-
-
-def reasoning(text: str) -> dict[str, Any]:
-    return {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
-
-
-def called(call_id: str, **fields: Any) -> dict[str, Any]:
-    return {"type": "function_call", "call_id": call_id, "name": f"f_{call_id}", "arguments": "{}", **fields}
-
-
-def result(call_id: str, output: Any = "x") -> dict[str, Any]:
-    return {"type": "function_call_output", "call_id": call_id, "output": output}
+        response = client_of(service).post(PATH, json=body).json()
+        assert [item["type"] for item in response["output"]] == ["reasoning"] + ["function_call"] * count
 
 
 def written(call_id: str, output: str = "x") -> str:
@@ -451,7 +434,7 @@ def test_codex_calls_its_tools(saying: Making, argument: str, caplog: pytest.Log
         ),
         "grammars of custom tools are told to the model, and do not bind what it writes",
     ]
-    events = [json.loads(line.split("data: ")[1]) for line in replies[0].text.split("\n\n")[:-1]]
+    events = events_of(replies[0].text)
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     thinks, plan, patch = done
     assert (plan["type"], plan["name"], plan["namespace"]) == ("function_call", "plan", "functions")
@@ -505,11 +488,7 @@ def test_what_the_client_parsed_comes_back(asking: Any) -> None:
 
     tool: Any = {"type": "function", "name": "Where", "strict": True, "parameters": Where.model_json_schema()}
     call = '<|channel|>commentary to=functions.Where json<|message|>{"city":"Rome"}<|call|>'
-    history = [
-        HI,
-        called("a", name="Where", arguments='{"city":"Rome"}'),
-        result("a", "rain"),
-    ]
+    history = [HI, called("a", name="Where", arguments='{"city":"Rome"}'), result("a", "rain")]
     answer = '<|channel|>final<|message|>{"city":"Rome"}<|return|>'
     client = asking(({"input": "hello", "tools": [tool]}, call), ({"input": history, "tools": [tool]}, answer))
     options: Any = {"model": MODEL, "tools": [tool], "text_format": Where, "temperature": 0}
@@ -570,10 +549,7 @@ def test_what_the_client_parsed_comes_back(asking: Any) -> None:
             "input.0.content.0.type is 'input_image'; expected",
         ),
         ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input.0.arguments is missing"),
-        (
-            {"input": [{"type": "function_call_output", "call_id": "a", "output": "x"}]},
-            "input.0 is a tool's result, but no call precedes it",
-        ),
+        ({"input": [result("a")]}, "input.0 is a tool's result, but no call precedes it"),
         ({"max_output_tokens": 0}, "max_output_tokens is 0"),
         ({"max_output_tokens": 10**6}, "expected max_output_tokens of at most"),
         ({"n": 2}, "n is not supported"),
@@ -581,28 +557,13 @@ def test_what_the_client_parsed_comes_back(asking: Any) -> None:
         (
             {
                 "instructions": "Be brief.",
-                "input": [
-                    {"role": "system", "content": "And kind."},
-                    {"role": "user", "content": "hello"},
-                    {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x"}]},
-                    {"type": "function_call", "call_id": "a", "name": "f", "arguments": ""},
-                    {"type": "function_call", "call_id": "a", "name": "f", "arguments": ""},
-                ],
+                "input": [{"role": "system", "content": "And kind."}, HI, reasoning("x"), called("a"), called("a")],
             },
             "input.4.call_id is 'a', as that of a call before it",
         ),
+        ({"input": [called("a")]}, "input.0 has no result; send a function_call_output with the call_id 'a'"),
         (
-            {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": ""}]},
-            "input.0 has no result; send a function_call_output with the call_id 'a'",
-        ),
-        (
-            {
-                "input": [
-                    {"type": "function_call", "call_id": "a", "name": "f", "arguments": ""},
-                    {"type": "function_call_output", "call_id": "a", "output": "x"},
-                    {"type": "function_call_output", "call_id": "a", "output": "x"},
-                ]
-            },
+            {"input": [called("a"), result("a"), result("a")]},
             "input.2.call_id is 'a'; expected the id of a call before it that has no other result",
         ),
         ({"input": [{"role": "user", "content": ""}] * 3000}, "3000 items and parts are given; expected at most 512"),
@@ -627,6 +588,6 @@ def test_a_failure_in_a_stream_is_an_event(saying: Making) -> None:
     service.loop.engine.executor.prefill = broken  # type: ignore[method-assign, assignment]
     text = client_of(service).post(PATH, json={"input": "hello", "stream": True}).text
     assert text.startswith("event: response.created\n")
-    last = json.loads(text.split("\n\n")[-2].split("data: ")[1])
+    last = events_of(text)[-1]
     assert last["type"] == "response.failed"
     assert "the device is gone" in last["response"]["error"]["message"]

@@ -21,9 +21,9 @@ from peagle.serve.service import Service
 from peagle.serve.tools import MOST_CALLS, chat_of
 from peagle.serve.types import ChatMessage
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
-from tests.support.harmony import USER, says
+from tests.support.harmony import USER
 from tests.support.running import eventually, running
-from tests.support.servers import MODEL, client_of
+from tests.support.servers import MODEL, client_of, events_of
 
 PATH = "/v1/chat/completions"
 WEATHER = {
@@ -48,18 +48,18 @@ ARGUMENTS = '{"city": "東京", "days": 2}'
 Making = Callable[..., Service]
 
 
-@pytest.fixture
-def saying(harmony: ByteLevelTokenizer) -> Iterator[Making]:
-    """Make servers that say what is given (tests.support.harmony.says)."""
-    made: list[Service] = []
+def call_of(call_id: str, name: str = "f", arguments: str = "{}") -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
-    def making(*turns: Any, **options: Any) -> Service:
-        made.append(says(harmony, *turns, **options))
-        return made[-1]
 
-    yield making
-    for service in made:
-        service.loop.close()
+def result_of(call_id: str, content: Any = "x") -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+def past(*calls: tuple[str, str]) -> list[Any]:
+    """Make a history of calls (id, arguments) in one message, and their results."""
+    tool_calls = [call_of(call_id, arguments=arguments) for call_id, arguments in calls]
+    return [*USER, {"role": "assistant", "tool_calls": tool_calls}, *(result_of(call_id) for call_id, _ in calls)]
 
 
 def ask(service: Service, body: dict[str, Any], status: int = 200) -> dict[str, Any]:
@@ -141,14 +141,6 @@ def test_a_call_that_the_limit_cuts_is_no_reason_to_call(saying: Making) -> None
     assert choice["finish_reason"] == "length"
 
 
-def test_calls_of_one_message_have_ids_of_their_own(saying: Making) -> None:
-    call = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
-    history = [*USER, {"role": "assistant", "tool_calls": [call, call]}, {"role": "tool", "tool_call_id": "a"}]
-    history[-1]["content"] = "noon"
-    error = ask(saying(), {**BODY, "messages": history}, 400)["error"]
-    assert "messages.1.tool_calls.1.id is 'a', as that of a call before it" in error["message"]
-
-
 def test_an_agent_calls_reads_the_result_and_answers(saying: Making) -> None:
     history = [
         *USER,
@@ -156,13 +148,10 @@ def test_an_agent_calls_reads_the_result_and_answers(saying: Making) -> None:
             "role": "assistant",
             "content": None,
             "reasoning": "Größer?",
-            "tool_calls": [
-                {"id": "a", "type": "function", "function": {"name": "clock", "arguments": "{}"}},
-                {"id": "b", "type": "function", "function": {"name": "get_weather", "arguments": ARGUMENTS}},
-            ],
+            "tool_calls": [call_of("a", "clock"), call_of("b", "get_weather", ARGUMENTS)],
         },
-        {"role": "tool", "tool_call_id": "b", "content": "rain"},
-        {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": 'no"on'}], "name": "clock"},
+        result_of("b", "rain"),
+        {**result_of("a", [{"type": "text", "text": 'no"on'}]), "name": "clock"},
     ]
     body = {**BODY, "messages": history, "tools": [CLOCK]}
     service = saying((body, "<|channel|>final<|message|>Rain at noon.<|return|>"))
@@ -180,14 +169,14 @@ def test_an_agent_calls_reads_the_result_and_answers(saying: Making) -> None:
 
 def test_the_example_in_the_help_calls_a_tool_and_answers_from_its_result(saying: Making) -> None:
     text = re.sub(r"\[/?cyan\]", "", Serve.__doc__ or "")
-    asked, told = (json.loads(body) for body in re.findall(r"chat/completions --json '([^']*)'", text))
+    question, continued = (json.loads(body) for body in re.findall(r"chat/completions --json '([^']*)'", text))
     # the call's header ends the prompt, as a call is required
-    service = saying((asked, "{}<|call|>"), (told, "<|channel|>final<|message|>It is noon.<|return|>"))
+    service = saying((question, "{}<|call|>"), (continued, "<|channel|>final<|message|>It is noon.<|return|>"))
     # greedy, as the toy's script is likeliest, not certain
-    first, second = (ask(service, {**body, "temperature": 0})["choices"][0] for body in (asked, told))
+    first, second = (ask(service, {**body, "temperature": 0})["choices"][0] for body in (question, continued))
     assert first["finish_reason"] == "tool_calls"
     (call,) = first["message"]["tool_calls"]
-    (sent,) = told["messages"][1]["tool_calls"]
+    (sent,) = continued["messages"][1]["tool_calls"]
     assert call["function"] == sent["function"] == {"name": "clock", "arguments": "{}"}
     assert second["message"]["content"] == "It is noon."
 
@@ -198,11 +187,11 @@ def test_a_history_is_as_the_harmony_format_has_it(saying: Making, spelling: str
 
     The template of the tests has no "# Instructions" and other white space: from the user's message on they compare.
     """
-    call = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
+    call = call_of("a", "get_weather", '{"city": "Rome"}')
     working = [
         *USER,
         {"role": "assistant", spelling: "Need to use function get_weather.", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "a", "content": '{"sunny": true}'},
+        result_of("a", '{"sunny": true}'),
     ]
     answered: list[Any] = [*USER, {"role": "assistant", spelling: "Easy.", "content": "Hi."}, *USER]
     service = saying()
@@ -240,15 +229,9 @@ def turn(*calls: tuple[str, str, str], thinks: str = "", says: str | None = None
     """Make a past step of the assistant: calls (name, arguments, result) of one message, or a final message."""
     if says is not None:
         return [{"role": "assistant", "content": says, "reasoning": thinks}]
-    made = [
-        {"id": f"{name}{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
-        for number, (name, arguments, _) in enumerate(calls)
-    ]
-    results = [
-        {"role": "tool", "tool_call_id": call["id"], "content": result}
-        for call, (_, _, result) in zip(made, calls, strict=True)
-    ]
-    return [{"role": "assistant", "content": None, "reasoning": thinks, "tool_calls": made}, *results[::-1]]
+    tool_calls = [call_of(f"{name}{number}", name, arguments) for number, (name, arguments, _) in enumerate(calls)]
+    results = [result_of(call["id"], result) for call, (_, _, result) in zip(tool_calls, calls, strict=True)]
+    return [{"role": "assistant", "content": None, "reasoning": thinks, "tool_calls": tool_calls}, *results[::-1]]
 
 
 def written(messages: list[Any]) -> str:
@@ -267,11 +250,11 @@ def written(messages: list[Any]) -> str:
             text += f"<|start|>assistant<|channel|>final<|message|>{message['content']}<|end|>"
             continue
         later = messages[place + 1 :]
-        final = any(each["role"] == "assistant" and "tool_calls" not in each for each in later)
+        final = any(following["role"] == "assistant" and "tool_calls" not in following for following in later)
         if message["reasoning"] and not final:
             text += f"<|start|>assistant<|channel|>analysis<|message|>{message['reasoning']}<|end|>"
         for call in message["tool_calls"]:
-            (result,) = (each["content"] for each in later if each.get("tool_call_id") == call["id"])
+            (result,) = (following["content"] for following in later if following.get("tool_call_id") == call["id"])
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             text += f"<|start|>assistant to=functions.{name}<|channel|>commentary json<|message|>{arguments}<|call|>"
             text += f"<|start|>functions.{name} to=assistant<|channel|>commentary<|message|>{json.dumps(result)}<|end|>"
@@ -305,13 +288,6 @@ def test_histories_of_tools_are_as_the_format_has_them(saying: Making, name: str
     assert ("Be brief." in before.partition("<|start|>developer")[2]) == (role is not None)
 
 
-def past(*calls: tuple[str, str]) -> list[Any]:
-    """Make a history of calls (id, arguments) in one message, and their results."""
-    made = [{"id": name, "type": "function", "function": {"name": "f", "arguments": text}} for name, text in calls]
-    results = [{"role": "tool", "tool_call_id": name, "content": "x"} for name, _ in calls]
-    return [*USER, {"role": "assistant", "tool_calls": made}, *results]
-
-
 AS_WRITTEN = [
     *('{"a":1}', '{"a": 1.10, "a": 2}', "1e400", '{"a": NaN}', '{"a": [1, ', '"x"', "", '"', '{"a": "\\ud800"}'),
     *("[" * 300, "<|call|><|end|>", "\U000f0000\U000f0001", "東京\\n\n"),
@@ -326,11 +302,11 @@ def test_arguments_in_the_history_are_what_the_model_wrote(saying: Making, argum
     assert text.count(header) == 2
     assert header + arguments + "<|call|><|start|>functions.f to=assistant" in text
     special = service.builder.tokenizer.special_tokens
-    plain, given = (
-        client_of(service).post("/tokenize", json={"messages": past(("a", each))}).json()["tokens"]
-        for each in ("{}", arguments)
+    plain, hostile = (
+        client_of(service).post("/tokenize", json={"messages": past(("a", written))}).json()["tokens"]
+        for written in ("{}", arguments)
     )
-    assert [token for token in given if token in special] == [token for token in plain if token in special]
+    assert [token for token in hostile if token in special] == [token for token in plain if token in special]
 
 
 class Counting(list[Any]):
@@ -348,7 +324,7 @@ def test_calls_are_gone_through_no_more_often_for_more_results() -> None:
     message = ChatMessage.model_validate(past(*((str(n), "{}") for n in range(count)))[1])
     calls = Counting(message.tool_calls)
     object.__setattr__(message, "tool_calls", calls)
-    results = [ChatMessage(role="tool", tool_call_id=str(n), content="x") for n in range(count)]
+    results = [ChatMessage.model_validate(result_of(str(n))) for n in range(count)]
     assert len(chat_of([message, *results])) == 2 * count
     assert calls.count <= 3
 
@@ -365,7 +341,7 @@ def test_a_chat_of_more_than_the_context_holds_is_refused_before_it_is_looked_at
     monkeypatch.setattr("peagle.serve.http.validated", rendered)
     long, most = service.builder.context + 1, service.builder.context // 4
     part = {"type": "text", "text": ""}
-    calls = [{"id": str(n), "type": "function", "function": {"name": "f", "arguments": "{}"}} for n in range(most)]
+    calls = [call_of(str(n)) for n in range(most)]
     error = ask(service, {"messages": [*USER] * (most + 1)}, 400)["error"]
     assert f"{most + 1} messages, calls and parts are given; expected at most {most}" in error["message"]
     for messages in (
@@ -383,14 +359,16 @@ def test_a_chat_of_more_than_the_context_holds_is_refused_before_it_is_looked_at
 
 
 def test_more_calls_than_a_template_renders_soon_are_refused() -> None:
-    messages = [ChatMessage.model_validate(each) for each in past(*((str(n), "{}") for n in range(MOST_CALLS + 1)))]
+    messages = [
+        ChatMessage.model_validate(message) for message in past(*((str(n), "{}") for n in range(MOST_CALLS + 1)))
+    ]
     with pytest.raises(ApiError, match="messages holds 513 calls; expected at most 512"):
         chat_of(messages)
 
 
 def test_bodies_are_read_outside_of_the_event_loop(saying: Making, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
-    read, items = pydantic_core.from_json, responses._messages
+    read, as_chat = pydantic_core.from_json, responses.as_chat
 
     def recorded(function: Any) -> Any:
         def call(*arguments: Any) -> Any:
@@ -400,7 +378,7 @@ def test_bodies_are_read_outside_of_the_event_loop(saying: Making, monkeypatch: 
         return call
 
     monkeypatch.setattr(pydantic_core, "from_json", recorded(read))
-    monkeypatch.setattr(responses, "_messages", recorded(items))
+    monkeypatch.setattr(responses, "as_chat", recorded(as_chat))
     client = client_of(saying())
     for path, body in (
         (PATH, {"messages": USER, "max_tokens": 1}),
@@ -415,10 +393,10 @@ def test_bodies_are_read_outside_of_the_event_loop(saying: Making, monkeypatch: 
 
 
 def nested(levels: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    schema: dict[str, Any] = {}
     for _ in range(levels):
-        found = {"properties": found}
-    return found
+        schema = {"properties": schema}
+    return schema
 
 
 @pytest.mark.parametrize(
@@ -470,9 +448,9 @@ def test_no_tool_is_offered_with_the_choice_none(saying: Making) -> None:
 def test_a_function_that_must_be_called_is_called(saying: Making, choice: Any) -> None:
     body = {**BODY, "tools": [CLOCK], "tool_choice": choice}
     service = saying((body, "{}<|call|>"))
-    found = ask(service, body)["choices"][0]
-    assert found["message"]["tool_calls"][0]["function"] == {"name": "clock", "arguments": "{}"}
-    assert found["finish_reason"] == "tool_calls"
+    answered = ask(service, body)["choices"][0]
+    assert answered["message"]["tool_calls"][0]["function"] == {"name": "clock", "arguments": "{}"}
+    assert answered["finish_reason"] == "tool_calls"
     chunks = client_of(service).post(PATH, json={**body, "stream": True}).text
     assert chunks.count('"name": "clock"') == 1
 
@@ -494,10 +472,10 @@ WRONG = '{"città": "Paris", "days": 77, "extra": [1]}'
 
 
 def is_a_trip(arguments: str) -> bool:
-    found = json.loads(arguments)
-    days, people = found["days"], found.get("with", [])
-    good = found["città"] in ("東京", "Rome") and type(days) is int and 1 <= days <= 9
-    return good and {*found} <= {"città", "days", "with"} and all(type(each["who"]) is bool for each in people)
+    trip = json.loads(arguments)
+    days, people = trip["days"], trip.get("with", [])
+    good = trip["città"] in ("東京", "Rome") and type(days) is int and 1 <= days <= 9
+    return good and {*trip} <= {"città", "days", "with"} and all(type(person["who"]) is bool for person in people)
 
 
 def without_ids(choice: dict[str, Any]) -> dict[str, Any]:
@@ -630,7 +608,7 @@ def test_a_call_is_read_wherever_its_header_names_it(saying: Making, answer: str
     service = saying((BODY, THINKS + answer))
     if stream:
         text = client_of(service).post(PATH, json={**BODY, "stream": True}).text
-        deltas = [json.loads(line[6:])["choices"][0] for line in text.split("\n\n") if line.startswith("data: {")]
+        deltas = [event["choices"][0] for event in events_of(text)]
         assert not any(one["delta"].get("content") for one in deltas)
         calls = [call for one in deltas for call in one["delta"].get("tool_calls", ())]
         assert calls[0]["function"]["name"] == "get_weather"
@@ -660,7 +638,7 @@ def test_a_custom_tool_gets_its_input(saying: Making, written: str, stream: bool
     service = saying((body, FIRST + answer))
     if stream:
         text = client_of(service).post(PATH, json={**body, "stream": True}).text
-        deltas = [json.loads(line[6:])["choices"][0] for line in text.split("\n\n") if line.startswith("data: {")]
+        deltas = [event["choices"][0] for event in events_of(text)]
         calls = [call for one in deltas for call in one["delta"].get("tool_calls", ()) if call["index"] == 1]
         assert (calls[0]["type"], calls[0]["custom"]) == ("custom", {"name": "patch", "input": ""})
         assert "".join(call["custom"]["input"] for call in calls) == EDITED
@@ -672,11 +650,7 @@ def test_a_custom_tool_gets_its_input(saying: Making, written: str, stream: bool
 
 def test_a_custom_tool_is_a_function_of_a_text_in_the_prompt(saying: Making) -> None:
     call = {"id": "a", "type": "custom", "custom": {"name": "patch", "input": EDITED}}
-    history = [
-        *USER,
-        {"role": "assistant", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "a", "content": "done"},
-    ]
+    history = [*USER, {"role": "assistant", "tool_calls": [call]}, result_of("a", "done")]
     text = prompt(saying(), messages=history, tools=[{"type": "custom", "custom": {**PATCH, "format": LARK}}])
     told = 'Edits files.\n\nThe input follows this grammar (lark):\nstart: "x"+'
     assert f"// {told}\ntype patch = (_: {{\ninput: string,\n}}) => any;" in text
@@ -688,9 +662,9 @@ def test_a_custom_tool_is_a_function_of_a_text_in_the_prompt(saying: Making) -> 
 def test_a_custom_tool_can_be_what_must_be_called(saying: Making, choice: Any) -> None:
     body = {**BODY, "tools": [{"type": "custom", "custom": PATCH}], "tool_choice": choice}
     written = json.dumps({"input": EDITED}, ensure_ascii=False)
-    found = ask(saying((body, written + "<|call|>")), body)["choices"][0]
-    assert found["message"]["tool_calls"][0]["custom"] == {"name": "patch", "input": EDITED}
-    assert found["finish_reason"] == "tool_calls"
+    answered = ask(saying((body, written + "<|call|>")), body)["choices"][0]
+    assert answered["message"]["tool_calls"][0]["custom"] == {"name": "patch", "input": EDITED}
+    assert answered["finish_reason"] == "tool_calls"
     wrong = {**body, "tool_choice": {"type": "function", "function": {"name": "patch"}}}
     assert "names 'patch', which is not among the tools" in ask(saying(), wrong, 400)["error"]["message"]
 
@@ -716,7 +690,7 @@ def test_instructions_are_in_the_prompt_wherever_they_stand(saying: Making, role
 def test_a_template_that_renders_instructions_anywhere_writes_them_itself(client: TestClient, tokenizer: Any) -> None:
     messages = [{"role": role, "content": role} for role in ("system", "developer", "user", "developer", "user")]
     ids = client.post("/tokenize", json={"messages": messages}).json()["tokens"]
-    written = "".join(f"<|start|>{each['role']}<|message|>{each['role']}<|end|>" for each in messages)
+    written = "".join(f"<|start|>{message['role']}<|message|>{message['role']}<|end|>" for message in messages)
     assert written in detokenize(tokenizer, ids)
 
 
@@ -749,12 +723,8 @@ def test_what_the_client_parsed_comes_back(saying: Making) -> None:
 
     tool: Any = openai.pydantic_function_tool(Where)
     arguments = '{"city":"Rome"}'
-    call = {"id": "a", "type": "function", "function": {"name": "Where", "arguments": arguments}}
-    history = [
-        *USER,
-        {"role": "assistant", "reasoning": "Größer?", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "a", "content": "rain"},
-    ]
+    called_before = {"role": "assistant", "reasoning": "Größer?", "tool_calls": [call_of("a", "Where", arguments)]}
+    history = [*USER, called_before, result_of("a", "rain")]
     first = {"messages": USER, "tools": [tool]}
     service = saying(
         (first, THINKS + f"<|channel|>commentary to=functions.Where <|constrain|>json<|message|>{arguments}<|call|>"),
@@ -765,7 +735,7 @@ def test_what_the_client_parsed_comes_back(saying: Making) -> None:
         called = client.chat.completions.parse(messages=USER, **options).choices[0].message
         assert called.tool_calls is not None
         assert called.tool_calls[0].function.parsed_arguments == Where(city="Rome")
-        result = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "rain"}
+        result = result_of(called.tool_calls[0].id, "rain")
         for message in (called, called.model_dump()):
             answer = client.chat.completions.parse(messages=[*USER, message, result], **options).choices[0].message
             assert answer.parsed == Where(city="Rome")
@@ -801,42 +771,13 @@ def test_a_schema_that_cannot_bind_a_call_is_named(saying: Making) -> None:
         ({"tools": [CLOCK, CLOCK]}, "tools.1.function.name is 'clock', as that of"),
         ({"tools": [CLOCK] * 129}, "tools has 129 items"),
         ({"functions": [{"name": "f"}]}, "functions is not supported"),
-        ({"messages": [*USER, {"role": "tool", "tool_call_id": "a", "content": "x"}]}, "messages.1 is a tool's result"),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}],
-                    }
-                ]
-            },
-            "messages.0.tool_calls.0 has no result",
-        ),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}],
-                    },
-                    {"role": "tool", "tool_call_id": "b", "content": "x"},
-                ]
-            },
-            "messages.1.tool_call_id is 'b'",
-        ),
+        ({"messages": [*USER, result_of("a")]}, "messages.1 is a tool's result"),
+        ({"messages": past(("a", "{}"))[1:2]}, "messages.0.tool_calls.0 has no result"),
+        ({"messages": [*past(("a", "{}"))[1:2], result_of("b")]}, "messages.1.tool_call_id is 'b'"),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]}, "messages.0.tool_call_id is not"),
         (
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}] * 2,
-                    },
-                    {"role": "tool", "tool_call_id": "a", "content": "x"},
-                ]
-            },
-            "messages.0.tool_calls.1.id is 'a', as that of a call before it",
+            {"messages": past(("a", "{}"), ("a", "{}"))},
+            "messages.1.tool_calls.1.id is 'a', as that of a call before it; expected its own",
         ),
     ],
 )
@@ -878,8 +819,8 @@ def test_stop_strings_end_the_content_alone(saying: Making, stop: list[str], con
     choice = ask(service, body)["choices"][0]
     assert (choice["message"]["reasoning"], choice["message"]["content"]) == (reasoning, content)
     assert choice["finish_reason"] == "stop"
-    lines = client_of(service).post(PATH, json={**body, "stream": True}).text.split("\n\n")[:-2]
-    deltas = [json.loads(line.removeprefix("data: "))["choices"][0]["delta"] for line in lines]
+    events = events_of(client_of(service).post(PATH, json={**body, "stream": True}).text)
+    deltas = [event["choices"][0]["delta"] for event in events]
     assert "".join(delta.get("reasoning", "") for delta in deltas) == reasoning
     assert "".join(delta.get("content", "") for delta in deltas) == content
     eventually(lambda: service.loop.num_open == 0)

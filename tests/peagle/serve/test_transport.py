@@ -24,9 +24,8 @@ from peagle.serve.app import create_app
 from peagle.serve.http import EventStream, Refusals, Unsent
 from peagle.serve.server import Connection, ServerOptions
 from peagle.serve.service import Service
-from tests.peagle.serve.test_metrics import values
 from tests.support.running import Gate, Running, eventually, running
-from tests.support.servers import SLOTS, client_of
+from tests.support.servers import SLOTS, client_of, values
 
 PATH = "/v1/completions"
 BODY: dict[str, Any] = {"prompt": [40, 41, 42], "max_tokens": 5, "temperature": 0}

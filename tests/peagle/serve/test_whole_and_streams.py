@@ -23,7 +23,7 @@ from peagle.serve.types import ChatBody, ResponsesBody
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
 from tests.support.harmony import CALL, RETURN, USER, says
 from tests.support.pairs import SPECIALS
-from tests.support.servers import HARMONY_SPECIALS, MODEL, K, client_of
+from tests.support.servers import HARMONY_SPECIALS, MODEL, K, client_of, events_of
 
 INPUT = '{"input": "d\\u00e9j\\u00e0"}'
 PARTS = [  # of answers: control tokens, what headers hold, texts, bytes of incomplete characters
@@ -108,9 +108,8 @@ def read(form: ResponseFormatter, answers: OutputCollector) -> tuple[dict[str, A
             text += "".join(map(form.event, form.read(chunk)))
         return text + form.end(answers.results())
 
-    text = asyncio.run(read_all())
-    events = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: {")]
-    return json.loads(dumps(form.whole(answers.results()))), [json.loads(event) for event in events]
+    events = events_of(asyncio.run(read_all()))
+    return json.loads(dumps(form.whole(answers.results()))), events
 
 
 def answers_of(
@@ -247,18 +246,18 @@ def test_a_completions_stream_is_its_whole_answer(
     (choice,) = whole["choices"]
     streamed = [event["choices"][0] for event in events if event["choices"]]
     assert "".join(one["text"] for one in streamed) == choice["text"]
-    found = choice["logprobs"]
-    for key, entries in found.items():
+    columns = choice["logprobs"]
+    for key, entries in columns.items():
         assert [entry for one in streamed if one["logprobs"] for entry in one["logprobs"][key]] == entries
-    count = len(found["tokens"])
-    assert [-token for token in found["token_logprobs"]] == list(ids[:count])
+    count = len(columns["tokens"])
+    assert [-token for token in columns["token_logprobs"]] == list(ids[:count])
     shown = detokenize(harmony, ids[:count])
     if choice["text"] == detokenize(harmony, ids):
         assert count == len(ids)
     else:
         assert shown.startswith(choice["text"])
         assert not detokenize(harmony, ids[: max(count - 1, 0)]).startswith(choice["text"] or " ")
-    for offset, token in zip(found["text_offset"], ids, strict=False):
+    for offset, token in zip(columns["text_offset"], ids, strict=False):
         whole_token = harmony.token_bytes(token).decode("utf-8", "ignore")
         assert choice["text"][offset:].startswith(whole_token[: len(choice["text"]) - offset])
 
@@ -285,9 +284,8 @@ def test_log_probabilities_are_the_contents(scripted: Any, k: int, stop: list[st
     body = {"messages": USER, "temperature": 0, "logprobs": True, "top_logprobs": 1, "stop": stop, "stream": stream}
     reply = scripted.post("/v1/chat/completions", json={**body, "speculative": {"num_speculative_tokens": k}})
     if stream:
-        lines = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line.startswith("data: {")]
-        found = chat_of_stream([json.loads(line) for line in lines])
-        content, entries = found["content"], found["logprobs"]
+        choice = chat_of_stream(events_of(reply.text))
+        content, entries = choice["content"], choice["logprobs"]
     else:
         (choice,) = reply.json()["choices"]
         content, entries = choice["message"]["content"], choice["logprobs"]["content"]
@@ -301,11 +299,7 @@ def test_log_probabilities_of_a_response_are_its_texts(scripted: Any, stream: bo
     include = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     body = {"input": "hello", "temperature": 0, **include, "stream": stream}
     reply = scripted.post("/v1/responses", json=body)
-    if stream:
-        lines = [line.removeprefix("data: ") for line in reply.text.split("\n") if line.startswith("data: {")]
-        output = json.loads(lines[-1])["response"]["output"]
-    else:
-        output = reply.json()["output"]
+    output = events_of(reply.text)[-1]["response"]["output"] if stream else reply.json()["output"]
     messages = [item["content"][0] for item in output if item["type"] == "message"]
     assert [part["text"] for part in messages] == ["Ich sehe nach.", CONTENT[14:]]
     for part in messages:

@@ -1,7 +1,6 @@
 """Channels of an answer: the format's rules, any cut, malformed answers, stop strings, prompts that begin a message."""
 
 import itertools
-import re
 from collections.abc import Iterable, Sequence
 
 import pytest
@@ -13,34 +12,8 @@ from peagle.engine.request import FinishReason, Request, TokenChunk
 from peagle.result import Assembler
 from peagle.text.channels import CONTROL, ChannelParser, Delta
 from peagle.text.tokenizer import detokenize, load_tokenizer
+from tests.support.channels import PROMPT, HarmonyTokenizer, Stream, ids, split
 from tests.support.pairs import ByteTokenizer
-
-IDS = {name: 256 + number for number, name in enumerate(CONTROL)}
-Stream = Sequence[str]  # of an answer: a control token, or a text
-
-
-class HarmonyTokenizer(ByteTokenizer):
-    """A token for each byte, and the control tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.special_tokens = {token_id: name for name, token_id in IDS.items()}
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self.special_tokens[token_id].encode() if token_id > 255 else bytes([token_id])
-
-
-def ids(stream: Iterable[str]) -> tuple[int, ...]:
-    """Encode; text that spells a control token with a space in front is text."""
-    return tuple(i for part in stream for i in ([IDS[part]] if part in IDS else part.encode("latin-1")))
-
-
-def split(text: str) -> Stream:
-    """Cut a text at the control tokens that it spells."""
-    return [part for part in re.split("(" + "|".join(map(re.escape, CONTROL)) + ")", text) if part]
-
-
-PROMPT = ids(["<|start|>", "user", "<|message|>", "Hi", "<|end|>", "<|start|>", "assistant"])
 
 
 def parser(prompt: Sequence[int] = PROMPT, tokenizer: ByteTokenizer | None = None) -> ChannelParser:
@@ -212,15 +185,15 @@ def test_calls_are_numbered_and_keep_their_ids() -> None:
     deltas = [delta for i in ids(split(first + "<|start|>assistant" + first)) for delta in one.add([i])]
     calls = [delta.call for delta in deltas if delta.call is not None]
     assert len(calls) == len(deltas) == 6  # a delta without text, and one for each character
-    assert [(each.index, each.id) for each in calls] == [(0, "call_0")] * 3 + [(1, "call_1")] * 3
+    assert [(tool_call.index, tool_call.id) for tool_call in calls] == [(0, "call_0")] * 3 + [(1, "call_1")] * 3
     assert [delta.text for delta in deltas] == ["", "{", "}"] * 2
     assert [delta.text for delta in parser().add(ids(split(first)))] == ["", "{}"]
 
 
 def test_ids_of_calls_are_unique() -> None:
     stream = ids(split("<|channel|>commentary to=functions.f<|message|>{}<|call|>"))
-    found = {ChannelParser(HarmonyTokenizer(), PROMPT).add(stream)[0].call for _ in range(2)}
-    assert len({each.id for each in found if each is not None}) == 2
+    calls = {ChannelParser(HarmonyTokenizer(), PROMPT).add(stream)[0].call for _ in range(2)}
+    assert len({tool_call.id for tool_call in calls if tool_call is not None}) == 2
 
 
 def test_the_demos_answers_are_content() -> None:
@@ -251,7 +224,7 @@ PARTS = st.sampled_from(
 )
 STREAMS = st.lists(PARTS, max_size=25)
 WELL_FORMED_STREAMS = st.lists(st.sampled_from([answer for answer, _ in WELL_FORMED]), max_size=4).map(
-    lambda answers: [part for each in answers for part in split(each)]
+    lambda answers: [part for answer in answers for part in split(answer)]
 )
 PROMPTS = st.sampled_from(["", "<|channel|>", "<|channel|>final<|message|>", "<|channel|>analysis<|message|>x<|end|>"])
 
@@ -269,10 +242,10 @@ def test_cuts_do_not_matter(stream: Stream, sizes: list[int], begun: str) -> Non
     prompt = PROMPT + ids(split(begun))
     whole, pieces = parser(prompt), parser(prompt)
     expected = [*whole.add(ids(stream)), *whole.finish()]
-    found = [delta for each in cut(ids(stream), sizes) for delta in pieces.add(each)] + pieces.finish()
-    assert joined(found) == joined(expected)
-    assert {delta.call for delta in found} == {delta.call for delta in expected}
-    assert all(delta.text for delta in found if delta.call is None)
+    deltas = [delta for tokens in cut(ids(stream), sizes) for delta in pieces.add(tokens)] + pieces.finish()
+    assert joined(deltas) == joined(expected)
+    assert {delta.call for delta in deltas} == {delta.call for delta in expected}
+    assert all(delta.text for delta in deltas if delta.call is None)
 
 
 @given(STREAMS, PROMPTS)
@@ -293,25 +266,25 @@ def test_stop_strings_cut_deltas_as_they_cut_the_text(stream: Stream, sizes: lis
     tokenizer, answer = HarmonyTokenizer(), ids(stream)
     request = Request(PROMPT, 1000, stop=(stop,))
     assembler = Assembler(request, 0, tokenizer, 0.0)
-    one, found = parser(), []
-    chunks = [each for each in cut(answer, sizes) if each]
-    for number, each in enumerate(chunks):
+    one, deltas = parser(), []
+    chunks = [tokens for tokens in cut(answer, sizes) if tokens]
+    for number, tokens in enumerate(chunks):
         reason: FinishReason | None = "length" if number + 1 == len(chunks) else None
-        piece = assembler.add(TokenChunk(request, tuple(each), 0.0, finish_reason=reason))
-        found += one.add(piece.token_ids, piece.text)
-    found += one.finish()
+        piece = assembler.add(TokenChunk(request, tuple(tokens), 0.0, finish_reason=reason))
+        deltas += one.add(piece.token_ids, piece.text)
+    deltas += one.finish()
     kept = assembler.result().text
     assert kept == detokenize(tokenizer, answer).split(stop)[0]
     room, expected = len(kept), []
     for is_control, group in itertools.groupby(answer, lambda i: i > 255):
-        for each in ([i] for i in group) if is_control else [list(group)]:
-            text = detokenize(tokenizer, each)
+        for tokens in ([i] for i in group) if is_control else [list(group)]:
+            text = detokenize(tokenizer, tokens)
             if len(text) > room and is_control:
                 room = 0
-            expected += each if is_control and room else text[:room].encode()
+            expected += tokens if is_control and room else text[:room].encode()
             room = max(0, room - len(text))
     by_text = parser()
-    assert joined(found) == joined([*by_text.add(expected), *by_text.finish()])
+    assert joined(deltas) == joined([*by_text.add(expected), *by_text.finish()])
 
 
 @given(STREAMS | WELL_FORMED_STREAMS, st.lists(st.integers(1, 9)), st.sampled_from(["so", "é", "al", "{}", "l ", "x"]))
@@ -320,13 +293,13 @@ def test_the_first_stop_string_inside_a_content_message_ends_the_answer(
 ) -> None:
     whole = parse(stream)
     one = ChannelParser(HarmonyTokenizer(), PROMPT, stop=[stop])
-    found = [delta for each in cut(ids(stream), sizes) for delta in one.add(each)] + one.finish()
+    deltas = [delta for tokens in cut(ids(stream), sizes) for delta in one.add(tokens)] + one.finish()
     first = next((place for place, (kind, text, _) in enumerate(whole) if kind == "content" and stop in text), None)
     expected = whole[:first]
     if first is not None:
         text = whole[first][1].split(stop)[0]
         expected += [content(text)] if text else []
-    assert joined(found) == expected
+    assert joined(deltas) == expected
     assert one.complete is (first is not None)
 
 
@@ -335,7 +308,7 @@ def test_each_delta_has_the_tokens_of_its_text(stream: Stream, sizes: list[int],
     """The bytes of the tokens are those of the text, in order, whatever was dropped between them."""
     tokenizer, answer = HarmonyTokenizer(), ids(stream)
     one = ChannelParser(tokenizer, PROMPT, stop=stop)
-    deltas = [delta for each in cut(answer, sizes) for delta in one.add(each)] + one.finish()
+    deltas = [delta for part in cut(answer, sizes) for delta in one.add(part)] + one.finish()
     numbers = [token.number for delta in deltas for token in delta.tokens]
     assert numbers == sorted(set(numbers))
     spelled = detokenize(tokenizer, answer)

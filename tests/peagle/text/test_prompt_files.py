@@ -42,7 +42,7 @@ def test_the_three_kinds_of_lines_become_conversations(tmp_path: Path) -> None:
     assert (ids.prompt_ids, ids.num_requests, ids.numbered) == ((0, 5), 1, False)
     assert (one_turn.num_requests, one_turn.numbered) == (1, True)
     assert turns.name == f"{path} line 3"
-    assert [each.category for each in (single, turns, ids, one_turn)] == [None, "writing", None, None]
+    assert [conversation.category for conversation in (single, turns, ids, one_turn)] == [None, "writing", None, None]
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_a_bad_line_is_named_with_its_number_and_left_out_or_refused(
     path = write(tmp_path, '{"prompt": "fine"}', "", line)
     with pytest.raises(InputError) as caught:
         read_prompt_file(path, strict=True)
-    found = read_prompt_file(path)
-    assert (found.num_rows, len(found.conversations), found.skipped) == (2, 1, (Skipped(3, str(caught.value)),))
+    prompts = read_prompt_file(path)
+    assert (prompts.num_rows, len(prompts.conversations), prompts.skipped) == (2, 1, (Skipped(3, str(caught.value)),))
     assert "line 3" in str(caught.value)
     assert what in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -117,10 +117,10 @@ def test_mt_bench_and_spec_bench_are_turns_with_a_category(tmp_path: Path) -> No
         {"question_id": 82, "category": "math", "turns": ["1 + 1?"]},
     ]
     path = lines(tmp_path / "question.jsonl", *rows)
-    found = read_prompt_file(path)
-    assert (found.name, found.layout, found.num_rows) == ("question", "prompts", 2)
-    assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert [(each.turns, each.category) for each in found.conversations] == [
+    prompts = read_prompt_file(path)
+    assert (prompts.name, prompts.layout, prompts.num_rows) == ("question", "prompts", 2)
+    assert prompts.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert [(conversation.turns, conversation.category) for conversation in prompts.conversations] == [
         (("Write a poem.", "Shorter."), "writing"),
         (("1 + 1?",), "math"),
     ]
@@ -129,10 +129,10 @@ def test_mt_bench_and_spec_bench_are_turns_with_a_category(tmp_path: Path) -> No
 def test_humaneval_and_gsm8k_are_asked_as_they_are(tmp_path: Path) -> None:
     code = 'def f(x):\n    """Doubles."""\n'
     row = {"task_id": "HumanEval/0", "prompt": code, "entry_point": "f", "canonical_solution": "", "test": ""}
-    found = read_prompt_file(lines(tmp_path / "h.jsonl", row))
-    assert (found.layout, found.conversations[0].turns) == ("humaneval", (code,))
-    found = read_prompt_file(lines(tmp_path / "g.jsonl", {"question": "How many?", "answer": "#### 4"}))
-    assert (found.layout, found.conversations[0].turns) == ("gsm8k", ("How many?",))
+    prompts = read_prompt_file(lines(tmp_path / "h.jsonl", row))
+    assert (prompts.layout, prompts.conversations[0].turns) == ("humaneval", (code,))
+    prompts = read_prompt_file(lines(tmp_path / "g.jsonl", {"question": "How many?", "answer": "#### 4"}))
+    assert (prompts.layout, prompts.conversations[0].turns) == ("gsm8k", ("How many?",))
 
 
 @pytest.mark.parametrize(
@@ -168,9 +168,9 @@ def test_humaneval_and_gsm8k_are_asked_as_they_are(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_public_sets_are_read_as_they_are(tmp_path: Path, row: Any, layout: str, turns: tuple[str, ...]) -> None:
-    found = read_prompt_file(lines(tmp_path / "rows.jsonl", row), strict=True)
-    assert (found.layout, found.conversations[0].turns, found.warnings) == (layout, turns, ())
-    assert found.conversations[0].numbered == (len(turns) > 1 or "turns" in row)
+    prompts = read_prompt_file(lines(tmp_path / "rows.jsonl", row), strict=True)
+    assert (prompts.layout, prompts.conversations[0].turns, prompts.warnings) == (layout, turns, ())
+    assert prompts.conversations[0].numbered == (len(turns) > 1 or "turns" in row)
 
 
 PIRATE = "You are a pirate."
@@ -184,10 +184,10 @@ TOOL = {"type": "function", "function": {"description": "", "name": "f", "parame
 @pytest.mark.parametrize("key", ["system", "system_prompt", "system_message"])
 def test_a_row_of_any_layout_may_have_a_system_text_and_tools(tmp_path: Path, prompt: Any, key: str) -> None:
     row = {key: PIRATE, "tools": [TOOL], **prompt}
-    found = read_prompt_file(lines(tmp_path / "rows.jsonl", row), strict=True)
-    (conversation,) = found.conversations
+    prompts = read_prompt_file(lines(tmp_path / "rows.jsonl", row), strict=True)
+    (conversation,) = prompts.conversations
     assert (conversation.system, conversation.tools, conversation.turns) == (PIRATE, (TOOL,), ("a",))
-    assert found.warnings == ()
+    assert prompts.warnings == ()
 
 
 @pytest.mark.parametrize(
@@ -215,8 +215,8 @@ def test_a_key_that_has_no_effect_is_named_once_with_its_count(tmp_path: Path) -
         {"messages": [], "top_k": 3},
         {"body": {"messages": [user("a")], "model": "m", "max_tokens": 5}, "custom_id": "1", "method": "POST"},
     ]
-    found = read_prompt_file(lines(tmp_path / "rows.jsonl", *rows))
-    skipped, unused = found.warnings
+    prompts = read_prompt_file(lines(tmp_path / "rows.jsonl", *rows))
+    skipped, unused = prompts.warnings
     assert skipped.startswith("left out of rows: 1 row without a usable prompt, the first: ")
     assert unused == (
         "rows has keys that have no effect: max_tokens (3 rows), temperature (1 row), messages[].images (1 row)"
@@ -243,15 +243,15 @@ def test_tools_that_the_template_does_not_show_are_no_prompt(
         shutil.copy(directories.target / name, tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
     path = lines(tmp_path / "rows.jsonl", {"prompt": "a"}, {"prompt": "a", "tools": [TOOL]})
-    found = read_prompts(path, tmp_path, Rendering(), strict=False)
-    assert len(found.conversations) == 1 + read
-    assert [row.line for row in found.skipped] == [] if read else [2]
+    prompts = read_prompts(path, tmp_path, Rendering(), strict=False)
+    assert len(prompts.conversations) == 1 + read
+    assert [row.line for row in prompts.skipped] == [] if read else [2]
     with_tools = Rendering(raw=True)
     tokenizer = load_tokenizer(tmp_path)
     with pytest.raises(InputError, match="has tools, which needs the chat template"):
         read_prompts(path, tmp_path, with_tools, strict=True).conversations[1].encode((), tokenizer, with_tools)
     if read:
-        first, second = (each.encode((), tokenizer, Rendering()) for each in found.conversations)
+        first, second = (conversation.encode((), tokenizer, Rendering()) for conversation in prompts.conversations)
         assert len(second) > len(first)
 
 
@@ -266,13 +266,13 @@ def test_of_sharegpt_the_persons_messages_are_asked(tmp_path: Path) -> None:
     ]
     path = tmp_path / "share.json"
     path.write_text(json.dumps(rows))
-    found = read_prompt_file(path)
-    assert (found.layout, found.num_rows) == ("sharegpt", 3)
-    assert [(each.turns, each.system) for each in found.conversations] == [
+    prompts = read_prompt_file(path)
+    assert (prompts.layout, prompts.num_rows) == ("sharegpt", 3)
+    assert [(conversation.turns, conversation.system) for conversation in prompts.conversations] == [
         (("Hi", "Why?"), "Be kind."),
         (("and on",), None),
     ]
-    assert found.skipped == (Skipped(3, f"{path} row 3 holds no message of a user"),)
+    assert prompts.skipped == (Skipped(3, f"{path} row 3 holds no message of a user"),)
 
 
 def test_openai_messages_bring_their_history(tmp_path: Path) -> None:
@@ -285,9 +285,12 @@ def test_openai_messages_bring_their_history(tmp_path: Path) -> None:
         {"messages": [message("user", "a"), message("assistant", "b"), message("user", "c")]},
         {"custom_id": "1", "method": "POST", "body": {"model": "m", "messages": [message("user", "d")]}},
     ]
-    found = read_prompt_file(lines(tmp_path / "m.jsonl", *rows))
-    assert found.layout == "messages"
-    assert [(each.turns, each.history, each.system, each.num_requests) for each in found.conversations] == [
+    prompts = read_prompt_file(lines(tmp_path / "m.jsonl", *rows))
+    assert prompts.layout == "messages"
+    assert [
+        (conversation.turns, conversation.history, conversation.system, conversation.num_requests)
+        for conversation in prompts.conversations
+    ] == [
         (("one two",), (), "S", 1),  # the last answer is generated anew
         (("c",), (message("user", "a"), message("assistant", "b")), None, 1),
         (("d",), (), None, 1),
@@ -351,11 +354,11 @@ def test_chats_are_read_as_people_have_them(
     (tmp_path / "list.json").write_text(json.dumps([row, row], indent=1))
     (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(f"{text}\n{text}\n".encode()))
     for name, count in (("lines.jsonl", 2), ("one.jsonl", 1), ("list.json", 2), ("packed.jsonl.gz", 2)):
-        found = read_prompt_file(tmp_path / name, strict=True)
-        assert (found.name, found.layout, len(found.conversations)) == (name.partition(".")[0], layout, count)
-        for each in found.conversations:
-            assert (list(each.history), each.turns) == (history, turns)
-            assert each.num_requests == max(1, len(turns))
+        prompts = read_prompt_file(tmp_path / name, strict=True)
+        assert (prompts.name, prompts.layout, len(prompts.conversations)) == (name.partition(".")[0], layout, count)
+        for conversation in prompts.conversations:
+            assert (list(conversation.history), conversation.turns) == (history, turns)
+            assert conversation.num_requests == max(1, len(turns))
 
 
 @pytest.mark.parametrize(
@@ -365,7 +368,7 @@ def test_chats_are_read_as_people_have_them(
         ("a.tsv", b"id\tprompt\n1\ta\n", "a.tsv is TSV; expected JSON lines, or .txt, in UTF-8; to convert it: python"),
         ("a.jsonl", b"id,prompt\n1,a\n", "a.jsonl is CSV"),
         ("a.jsonl", b"not json\n", "holds no prompts: "),
-        ("empty.txt", b"", "empty.txt holds no prompts; expected a prompt a line"),
+        ("empty.txt", b"", "empty.txt holds no prompts; expected one prompt per line"),
         ("a.csv.gz", gzip.compress(b"id,prompt\n1,a\n", mtime=0), "a.csv.gz is CSV"),
         ("a.parquet", b"PAR1\x15\x04\xff\n{}", "a.parquet is parquet"),
         ("a.jsonl", '{"prompt": "a"}\n'.encode("utf-16"), "a.jsonl is UTF-16"),
@@ -392,16 +395,16 @@ def test_the_line_that_converts_does(tmp_path: Path, kind: str, comma: str) -> N
     command = shlex.split(CONVERT[kind])
     assert command[:2] == ["python", "-c"]
     subprocess.run([sys.executable, *command[1:]], cwd=tmp_path, check=True)
-    (found,) = read_prompt_file(tmp_path / "NEW.jsonl").conversations
-    assert found.turns == (f'a{comma}\nb "c"',)
+    (conversation,) = read_prompt_file(tmp_path / "NEW.jsonl").conversations
+    assert conversation.turns == (f'a{comma}\nb "c"',)
 
 
 def test_a_name_and_a_category_are_fit_for_a_report(tmp_path: Path) -> None:
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.jsonl"))
     path.write_text(json.dumps({"prompt": "a", "category": "東京\n\x1b"}) + '\n{"prompt": ""}\n')
-    found = read_prompt_file(path)
-    assert (found.name, found.conversations[0].category) == ("caf\\udce9", "東京\\n\\x1b")
-    assert found.skipped == (Skipped(2, f"{path} line 2 is empty; expected some text"),)
+    prompts = read_prompt_file(path)
+    assert (prompts.name, prompts.conversations[0].category) == ("caf\\udce9", "東京\\n\\x1b")
+    assert prompts.skipped == (Skipped(2, f"{path} line 2 is empty; expected some text"),)
 
 
 def test_what_the_template_refuses_is_left_out_too(directories: Directories, tmp_path: Path) -> None:
@@ -413,9 +416,9 @@ def test_what_the_template_refuses_is_left_out_too(directories: Directories, tmp
     )
     rows = [{"messages": [user("a")]}, {"messages": [user("a"), {"role": "tool", "content": "5"}]}]
     path = lines(tmp_path / "rows.jsonl", *rows, {"messages": []})
-    found = read_prompts(path, tmp_path, Rendering(), strict=False)
-    assert [each.turns for each in found.conversations] == [("a",)]
-    first, second = found.skipped
+    prompts = read_prompts(path, tmp_path, Rendering(), strict=False)
+    assert [conversation.turns for conversation in prompts.conversations] == [("a",)]
+    first, second = prompts.skipped
     assert (first.line, second) == (2, Skipped(3, f"{path} line 3 holds no message of a user"))
     assert first.reason.startswith(f"{path} line 2: ")
     assert "the chat template refuses this chat: no tools" in first.reason
@@ -431,9 +434,9 @@ def test_what_the_template_refuses_is_left_out_too(directories: Directories, tmp
 def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_bytes(b"[1] is a list\r\n\nWhy?\n")
-    found = read_prompt_file(path)
-    assert found.layout == "text"
-    assert [each.turns for each in found.conversations] == [("[1] is a list",), ("Why?",)]
+    prompts = read_prompt_file(path)
+    assert prompts.layout == "text"
+    assert [conversation.turns for conversation in prompts.conversations] == [("[1] is a list",), ("Why?",)]
 
 
 @pytest.mark.parametrize(

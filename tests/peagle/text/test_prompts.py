@@ -30,7 +30,7 @@ def test_empty_texts_and_ids_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "made",
+    "enter",
     [
         lambda: from_text("a\udc80"),
         lambda: Conversation("it", turns=("fine", "a\ud800b")),
@@ -42,9 +42,9 @@ def test_empty_texts_and_ids_are_refused() -> None:
         lambda: Rendering(system="\ud800"),
     ],
 )
-def test_half_a_character_is_refused_where_it_enters(made: Callable[[], object]) -> None:
+def test_half_a_character_is_refused_where_it_enters(enter: Callable[[], object]) -> None:
     with pytest.raises(InputError, match=r"is not valid Unicode text: it holds the lone surrogate \\ud"):
-        made()
+        enter()
 
 
 def test_a_turn_is_rendered_with_the_answers_before_it(tokenizer: ByteLevelTokenizer) -> None:

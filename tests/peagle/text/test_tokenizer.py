@@ -234,10 +234,10 @@ def test_a_template_in_json_is_read_where_there_is_no_other(directories: Directo
             load_tokenizer(tmp_path)
         assert "\n" not in str(caught.value)
     path.write_text(json.dumps({"chat_template": TEMPLATE}))
-    found, usual = load_tokenizer(tmp_path), load_tokenizer(directories.target)
-    assert found is not None
+    loaded, usual = load_tokenizer(tmp_path), load_tokenizer(directories.target)
+    assert loaded is not None
     assert usual is not None
-    assert found.encode_chat(HI) == usual.encode_chat(HI)
+    assert loaded.encode_chat(HI) == usual.encode_chat(HI)
     fingerprints = {before, template_fingerprint(tmp_path)}
     path.write_text(json.dumps({"chat_template": "other"}))
     assert len(fingerprints | {template_fingerprint(tmp_path)}) == 3
@@ -268,7 +268,7 @@ def test_nothing_in_a_chat_is_a_control_token_and_nothing_is_lost(tokenizer: Byt
         assert control(ids) == control(plain)
         text = detokenize(tokenizer, plain)
         for placeholder, said in zip("wxyz", texts, strict=True):
-            before, behind = (f"<|message|>{each}<|end|>" for each in (placeholder, said))
+            before, behind = (f"<|message|>{content}<|end|>" for content in (placeholder, said))
             text = text.replace(before, behind, 1)
         assert detokenize(tokenizer, ids) == text
 

@@ -26,7 +26,7 @@ from peagle.pair import Pair
 from peagle.text.prompt_files import read_prompt_file
 from peagle.workflows.hf_reference import Layers, layer_by_layer
 from peagle.workflows.parity import Reading, Text, accepted, causes, compare, replay
-from peagle.workflows.parity_check import Asked, ParityConfig, ask, readings, with_all_tokens
+from peagle.workflows.parity_check import ParityConfig, Replies, ask, readings, with_all_tokens
 from tests.support.drafters import random_params
 from tests.support.pairs import edit_json
 
@@ -180,8 +180,8 @@ def faulty(tmp_path: Path, fault: str) -> tuple[Path, str]:
 def tried(pair: Pair, directory: Path, length: int = 1) -> dict[str, Any]:
     """List the other readings of a pair's drafter, by name, for a text of this length."""
     hidden = np.zeros((1, 8, 192), np.float32)
-    asked = Asked((Text(np.zeros(length, np.int32), hidden[:, :3], (), (), ()),), (hidden,), (0,), 0)
-    return {reading.name: reading for reading in readings(pair, pair.drafter, read_checkpoint(directory), asked)}
+    replies = Replies((Text(np.zeros(length, np.int32), hidden[:, :3], (), (), ()),), (hidden,), (0,), 0)
+    return {reading.name: reading for reading in readings(pair, pair.drafter, read_checkpoint(directory), replies)}
 
 
 @pytest.mark.parametrize("fault", ["mask token", "embedding", "absolute ids"])
@@ -275,10 +275,10 @@ def test_an_engine_that_does_something_else_is_named(fault: type[PEagle], words:
     assert isinstance(demo.drafter, PEagle)
     healthy = demo.drafter
     pair = dataclasses.replace(demo, drafter=fault(healthy.params, healthy.config, retain_full_kv=True))
-    asked = ask(pair, read_prompt_file(HELD_OUT).conversations[:10], SETTINGS, raw=False)
-    led = [replay(healthy, text, K).token_ids for text in asked.texts]
-    blind = [replay(healthy, text, K, blind=True).token_ids for text in asked.texts]
-    found = compare(asked.texts, led, blind)
+    replies = ask(pair, read_prompt_file(HELD_OUT).conversations[:10], SETTINGS, raw=False)
+    led = [replay(healthy, text, K).token_ids for text in replies.texts]
+    blind = [replay(healthy, text, K, blind=True).token_ids for text in replies.texts]
+    found = compare(replies.texts, led, blind)
     assert found is not None
     assert words in (found.explanation or "")
     assert found.frac > 0.05

@@ -1,6 +1,7 @@
 """Sweeps of the toy pair: through the command, in no time."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,15 @@ def prompt_file(directory: Path, *rows: Any) -> Path:
     return path
 
 
+@functools.cache
+def shared_pair() -> Pair:
+    """Make the toy pair once: equal engines of all sweeps of a process compile once."""
+    return toy_pair(Tokens(), ())
+
+
 def sweep(monkeypatch: pytest.MonkeyPatch, *arguments: object, pair: Pair | None = None) -> int:
     """`peagle sweep` on the toy pair, which stands in for whatever would be loaded."""
-    loaded = toy_pair(Tokens(), ()) if pair is None else pair
+    loaded = shared_pair() if pair is None else pair
     monkeypatch.setattr(peagle.cli.sweeping, "load", lambda *_, **__: loaded)
     monkeypatch.setattr(peagle.cli.sweeping, "with_drafter", lambda *_, **__: loaded)
     return main(["sweep", *map(str, arguments)])

@@ -9,7 +9,6 @@ import pytest
 from peagle.engine.speculation import Speculation, read_speculation
 from peagle.engine.widths import NUM_BINS
 from peagle.measure.sweep.calibration import Calibration, calibrations_of
-from peagle.measure.sweep.run import SweepRun
 from tests.peagle.measure.sweep.runs import sweep, swept
 
 
@@ -23,12 +22,6 @@ def test_the_picture_has_the_first_drafts_and_the_last() -> None:
     assert [share for _, share in lines["draft 1"]] == pytest.approx([0.2] * (NUM_BINS - 1))
     assert not dict(calibration.lines("sampled"))
     assert Calibration.from_json(json.loads(json.dumps(calibration.to_json()))) == calibration
-
-
-@pytest.fixture
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sweep without profiles."""
-    monkeypatch.setattr(SweepRun, "profile", lambda *_: None)
 
 
 @pytest.mark.usefixtures("quickly")

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import peagle.measure.sweep.run
 from peagle.cli import main
 from peagle.engine.collect import Collector
 from peagle.engine.engine import Engine
@@ -22,7 +21,7 @@ from peagle.measure.pages import Table
 from peagle.measure.sweep import charts, page
 from peagle.measure.sweep.compare import differences
 from peagle.measure.sweep.figures import concurrent, rows
-from peagle.measure.sweep.plan import PLAIN, Plan, Variant
+from peagle.measure.sweep.plan import PLAIN, Variant
 from peagle.measure.sweep.run import SweepRun
 from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
 from peagle.pair import Pair
@@ -36,23 +35,16 @@ KS = (0, 1, 3)
 
 
 @pytest.fixture(scope="module")
-def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight prompts, plainly and by K = 1 and 3; two repeats; at one and at three at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peagle.measure.sweep.run, "PROFILED", 1)
+        patch.setattr(SweepRun, "profile", lambda *_: None)
         return swept(patch, tmp_path_factory.mktemp("swept") / "run", "--concurrency", "3,1").path
 
 
 @pytest.fixture
-def finished(once: Path, tmp_path: Path) -> Folder:
-    return open_run(Path(shutil.copytree(once, tmp_path / "run")))
-
-
-@pytest.fixture
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sweep without pictures and profiles."""
-    monkeypatch.setattr("peagle.measure.sweep.charts.can_draw", lambda: False)
-    monkeypatch.setattr(SweepRun, "profile", lambda *_: None)
+def finished(together: Path, tmp_path: Path) -> Folder:
+    return open_run(Path(shutil.copytree(together, tmp_path / "run")))
 
 
 class Killed(BaseException):
@@ -235,28 +227,15 @@ def test_without_a_speed_there_is_no_picture() -> None:
     assert charts.concurrency({"plain decoding": [example_row(variant=PLAIN.at(1))]}) is None
 
 
-@pytest.mark.usefixtures("quickly")
-def test_a_run_with_it_is_compared_with_one_without(
-    monkeypatch: pytest.MonkeyPatch, finished: Folder, tmp_path: Path
-) -> None:
-    (tmp_path / "before").mkdir()
-    without = swept(monkeypatch, tmp_path / "before" / "run")
+def test_a_run_with_it_is_compared_with_one_without(once: Path, finished: Folder, tmp_path: Path) -> None:
+    without = open_run(once)
     assert "by_concurrency" not in without.record
     assert "requests at once" not in (without.path / "README.md").read_text()
-    for pair in ((without, finished), (finished, without)):
-        compared = differences(*pair)
+    for runs in ((without, finished), (finished, without)):
+        compared = differences(*runs)
         assert [difference.label for difference in compared] == ["1", "1", "3", "3"]
         assert all(change.equal for change in compared if change.figure == "acceptance length")
-    assert main(["report", str(without.path), str(finished.path), "--out", str(tmp_path / "both"), "--quiet"]) == 0
-
-
-def test_a_plan_comes_back_from_json(finished: Folder) -> None:
-    plan = finished.plan
-    assert plan.concurrencies == (3, 1)
-    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
-    older = plan.to_json()
-    del older["concurrencies"]
-    assert Plan.from_json(older) == dataclasses.replace(plan, concurrencies=())
+    assert main(["report", str(once), str(finished.path), "--out", str(tmp_path / "both"), "--quiet"]) == 0
 
 
 # cut off, failed, refused

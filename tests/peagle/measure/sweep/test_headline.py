@@ -2,15 +2,12 @@
 
 import json
 import shlex
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import peagle.measure.sweep.run
 from peagle.cli import main
 from peagle.measure.estimates import Estimate
 from peagle.measure.pages import Commands, Table
@@ -21,23 +18,15 @@ from peagle.measure.sweep.headline import caveats, commands, compared, headlines
 from peagle.measure.sweep.plan import Variant, Workload
 from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
 from tests.peagle.measure.sweep.runs import figures as partial_figures
-from tests.peagle.measure.sweep.runs import swept
 
 Changes = dict[str, Any]
 GREEDY = Workload("prompts", True, 0.0)
 
 
-@pytest.fixture(scope="module")
-def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight raw prompts, plainly and by K = 1 and 3; two repeats."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peagle.measure.sweep.run, "PROFILED", 1)
-        return swept(patch, tmp_path_factory.mktemp("swept") / "run").path
-
-
 @pytest.fixture
-def folder(once: Path, tmp_path: Path) -> Folder:
-    return open_run(Path(shutil.copytree(once, tmp_path / "run")))
+def folder(finished: Folder) -> Folder:
+    """Eight raw prompts, plainly and by K = 1 and 3; two repeats."""
+    return finished
 
 
 def measured(folder: Folder, by_k: dict[int, Changes]) -> list[Row]:

@@ -10,32 +10,24 @@ from typing import Any
 
 import pytest
 
-import peagle.measure.sweep.run
 from peagle.cli import main
 from peagle.cli.report import show
 from peagle.measure.estimates import Estimate, estimate_text
 from peagle.measure.pages import Table
 from peagle.measure.sweep import charts, page
 from peagle.measure.sweep.compare import differences
-from peagle.measure.sweep.figures import RequestFigures, rows
+from peagle.measure.sweep.figures import rows
 from peagle.measure.sweep.plan import Variant
 from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
 from peagle.ops.errors import InputError
 from scripts.publish import ROW, publish, rounded
-from tests.peagle.measure.sweep.runs import example_row, figures, swept
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peagle.measure.sweep.run, "PROFILED", 1)
-        return swept(patch, tmp_path_factory.mktemp("swept") / "run").path
+from tests.peagle.measure.sweep.runs import example_row, figures
 
 
 @pytest.fixture
-def runs(finished: Path, tmp_path: Path) -> tuple[Folder, Folder]:
+def runs(once: Path, tmp_path: Path) -> tuple[Folder, Folder]:
     """Make two runs of equal results."""
-    one, two = (open_run(Path(shutil.copytree(finished, tmp_path / name))) for name in ("one", "two"))
+    one, two = (open_run(Path(shutil.copytree(once, tmp_path / name))) for name in ("one", "two"))
     return one, two
 
 
@@ -159,21 +151,6 @@ def test_an_interval_is_in_the_legend_only_if_it_is_drawn() -> None:
     lines = ([example_row(variant=Variant(1), speedup=speedup)] for speedup in (Estimate(2.0), Estimate(2.0, 1.0, 3.0)))
     bare, with_interval = (charts.speedup({"a": line, "b": line}) or "" for line in lines)
     assert ("LineCollection" in bare, "LineCollection" in with_interval) == (False, True)
-
-
-def test_no_interval_of_a_request_is_cut_off() -> None:
-    """However far the intervals of few repeats reach."""
-    speedups = [Estimate(1.2, 0.2, 7.0), Estimate(0.5, 0.01, 20.0)]
-    per_request = tuple(
-        RequestFigures(number, 9, 9, float(number), None, 0, speedup, None) for number, speedup in enumerate(speedups)
-    )
-    drawn = charts.requests(example_row(per_request=per_request)) or ""
-    (frame,) = re.findall(r'<g id="patch_2">\s*<path d="([^"]+)"', drawn)
-    bars = re.findall(r'<g id="LineCollection_[12]">\s*<path d="([^"]+)"', drawn)  # those after are the legend's
-    heights = [[float(y) for y in re.findall(r"[ML] [-\d.]+ ([-\d.]+)", path)] for path in (frame, *bars)]
-    assert len(bars) == len(speedups)
-    assert all(min(heights[0]) < y < max(heights[0]) for bar in heights[1:] for y in bar)
-    assert all(name in drawn for name in ("other outputs", "looping outputs"))
 
 
 def test_long_names_are_cut_in_their_middle_unless_two_would_be_equal() -> None:

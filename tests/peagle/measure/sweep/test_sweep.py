@@ -6,7 +6,6 @@ import json
 import os
 import re
 import runpy
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,30 +30,11 @@ from peagle.ops.files import alone
 from peagle.pair import Pair
 from peagle.result import Result, decode
 from peagle.text.tokenizer import ByteLevelTokenizer, Tokenizer
-from tests.peagle.measure.sweep.runs import TEXTS, Tokens, prompt_file, sweep, swept
+from tests.peagle.measure.sweep.runs import TEXTS, Tokens, prompt_file, shared_pair, sweep, swept
 from tests.support.pairs import SPECIALS, press_ctrl_c_at, toy_pair
 from tests.support.toys import costs
 
-
-@pytest.fixture(scope="module")
-def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        return swept(patch, tmp_path_factory.mktemp("swept") / "run").path
-
-
-@pytest.fixture
-def finished(once: Path, tmp_path: Path) -> Folder:
-    """Copy a finished run for the test, since a sweep takes seconds."""
-    return open_run(Path(shutil.copytree(once, tmp_path / "run")))
-
-
-@pytest.fixture(autouse=True)
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sweep without pictures and profiles."""
-    monkeypatch.setattr("peagle.measure.sweep.charts.can_draw", lambda: False)
-    monkeypatch.setattr(SweepRun, "profile", lambda *_: None)
-
-
+pytestmark = pytest.mark.usefixtures("quickly")
 profiling = SweepRun.profile
 
 
@@ -68,10 +48,10 @@ def counts(folder: Folder) -> dict[Any, Any]:
 
 
 def test_a_plan_comes_back_from_json(finished: Folder) -> None:
-    for plan in (finished.plan, dataclasses.replace(finished.plan, aux_layer_ids=(1, 4, 7))):
+    for plan in (finished.plan, dataclasses.replace(finished.plan, aux_layer_ids=(1, 4, 7), concurrencies=(3, 1))):
         assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     older = finished.plan.to_json()
-    del older["aux_layer_ids"], older["drafter_windows"]
+    del older["aux_layer_ids"], older["drafter_windows"], older["concurrencies"]
     assert Plan.from_json(older) == finished.plan
 
 
@@ -203,7 +183,7 @@ def test_the_folder_holds_the_requests_and_shows_them(finished: Folder) -> None:
     assert "| 3 |" in page
     for name in re.findall(r"\((\w+\.svg)\)", page):
         assert (finished.path / name).read_text().startswith("<?xml")
-    assert html.count('<img src="data:image/svg+xml;base64,') >= 4
+    assert html.count('<img src="data:image/svg+xml;base64,') >= 3
     assert not re.search(r"(src|href)=.(?!data:)", html)  # needs no network
 
 
@@ -233,15 +213,14 @@ def test_drafters_workloads_and_windows_stand_side_by_side(monkeypatch: pytest.M
         assert f"\n- **prompts, {how}: " in text, "a headline for each workload"
 
 
-def test_variants_take_turns_by_in_a_row_requests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    folder = swept(monkeypatch, tmp_path / "run", "--in-a-row", 3)
-    order = [(sample.variant, sample.repeat, sample.request) for sample in folder.samples()]
+def test_variants_take_turns_by_in_a_row_requests(finished: Folder) -> None:
+    order = [(sample.variant, sample.repeat, sample.request) for sample in finished.samples()]
     assert len(order) == len(set(order)) == 3 * 2 * 8
-    rows = [list(row) for _, row in itertools.groupby(order, key=lambda entry: entry[:2])]
-    assert [entry[2] for entry in rows[0]] == [0, 1, 2]
-    assert {len(row) for row in rows} == {3, 2}, "eight requests, by three"
-    assert len({row[0][0] for row in rows[:3]}) == 3, "each variant has its turn"
-    assert "variants take turns after 3 requests;" in (folder.path / "README.md").read_text()
+    turns = [list(turn) for _, turn in itertools.groupby(order, key=lambda entry: entry[:2])]
+    assert [entry[2] for entry in turns[0]] == [0, 1, 2]
+    assert {len(turn) for turn in turns} == {3, 2}, "eight requests, by three"
+    assert len({turn[0][0] for turn in turns[:3]}) == 3, "each variant has its turn"
+    assert "variants take turns after 3 requests;" in (finished.path / "README.md").read_text()
 
 
 def test_repeats_at_a_temperature_are_other_draws_and_greedy_ones_the_same(
@@ -503,6 +482,7 @@ def test_another_schema_another_checkpoint_and_damage_are_refused(
         ({"schema": 1}, "holds no run of peagle sweep"),
         ({"kind": "other"}, "holds no run of peagle sweep"),
         ({"kind": "sweep in short"}, "with its raw lines"),
+        ({"shares": None}, "is incomplete (shares)"),
         ({"plan": {}}, "is incomplete"),
         ({"plan": []}, "is incomplete"),
         ({"plan": record["plan"] | {"ks": ["x"]}}, "is incomplete"),
@@ -510,34 +490,44 @@ def test_another_schema_another_checkpoint_and_damage_are_refused(
             {"sittings": [record["sittings"][0] | {"ran": {"dtype": "float32", "experts": "e", "kernels": "other"}}]},
             "kernels other; now it is dtype float32",
         ),
-        ({"plan": record["plan"] | {"fingerprints": prints | {"target": "0"}}}, "target is another than when"),
+        ({"plan": record["plan"] | {"fingerprints": prints | {"target": "0"}}}, "target has changed since"),
     ):
-        (finished.path / RUN).write_text(json.dumps(record | change))
+        damaged = {name: value for name, value in (record | change).items() if value is not None}
+        (finished.path / RUN).write_text(json.dumps(damaged))
         assert sweep(monkeypatch, "--out", finished.path, "--resume") == 2
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
     (finished.path / RUN).write_text(json.dumps(record))
-    with (finished.path / RAW).open("a") as file:
-        file.write("damage\n")
-    assert main(["report", str(finished.path)]) == 2
-    assert "line 49 is no JSON object" in capsys.readouterr().err
+    whole = (finished.path / RAW).read_text()
+    for line, message in (
+        ("damage", "line 49 is no JSON object"),
+        ('{"prompts": "a"}', "raw.jsonl line 49 is incomplete"),
+    ):
+        (finished.path / RAW).write_text(f"{whole}{line}\n")
+        assert main(["report", str(finished.path)]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
 
 
 def test_conversations_that_need_a_template_are_left_out_of_raw(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    prompts = prompt_file(tmp_path, {"messages": messages}, {"messages": messages})
-    options = ["--prompts", prompts, "-k", "1", "--repeats", 1, "-n", 9, "--out", tmp_path / "run"]
-    assert sweep(monkeypatch, *options, "--render", "both") == 0
-    folder = open_run(tmp_path / "run")
-    assert {(row["raw"], row["num_requests"]) for row in folder.record["rows"]} == {(False, 2)}
-    text = (tmp_path / "run" / "README.md").read_text()
-    assert "Conversations left out: 2," in text
+    prompts = prompt_file(tmp_path, {"messages": messages}, {"messages": messages[1:]})
+    options = ["--prompts", prompts, "-k", "1", "--repeats", 1, "-n", 9, "--render", "both"]
+    assert sweep(monkeypatch, "--out", tmp_path / "run", *options) == 0
+    requests, left_out = open_run(tmp_path / "run").prompts() or ([], [])
+    assert [(request.raw, request.row) for request in requests] == [(False, 0), (False, 1), (True, 1)]
+    assert [(left.raw, left.row) for left in left_out] == [(True, 0)]
+    assert "Conversations left out: 1," in (tmp_path / "run" / "README.md").read_text()
+    prompt_file(tmp_path, {"messages": messages})
+    assert sweep(monkeypatch, "--out", tmp_path / "both", *options) == 0
+    text = (tmp_path / "both" / "README.md").read_text()
     assert "**prompts, raw, greedy: nothing was decoded, because every prompt was left out.**" in text
-    options[-1] = tmp_path / "raw"
-    assert sweep(monkeypatch, *options, "--render", "raw") == 2
+    capsys.readouterr()
+    assert sweep(monkeypatch, "--out", tmp_path / "raw", *options[:-1], "raw") == 2
     assert "which needs the chat template" in capsys.readouterr().err
     assert not (tmp_path / "raw").exists()
 
@@ -595,7 +585,8 @@ def test_auto_that_never_drafted_is_told(
 ) -> None:
     monkeypatch.setattr(WarmUp, "measure_costs", lambda warm_up, _: costs(warm_up.num_drafts, {1: False}))
     options = ["-k", "auto", "--repeats", 1, "-n", 4, "--concurrency", 2, "--quiet", "--seed", 3]
-    assert sweep(monkeypatch, "--out", tmp_path / "run", "--prompts", prompt_file(tmp_path), *options) == 0
+    arguments = ("--out", tmp_path / "run", "--prompts", prompt_file(tmp_path), *options)
+    assert sweep(monkeypatch, *arguments, pair=toy_pair(Tokens(), ())) == 0
     idle, alone, together = capsys.readouterr().err.splitlines()
     assert idle == "peagle: warning: --seed: no effect at temperature 0, where the likeliest token is taken"
     why = "K = auto verified no draft, since by measured times none was likely enough to pay"
@@ -610,32 +601,6 @@ def test_auto_that_never_drafted_is_not_the_k_to_use(finished: Folder) -> None:
     assert best([plain, dataclasses.replace(ahead, num_spec_steps=0)]) == plain
 
 
-def test_lines_that_lack_something_are_named(finished: Folder, capsys: pytest.CaptureFixture[str]) -> None:
-    record = json.loads((finished.path / RUN).read_text())
-    (finished.path / RUN).write_text(json.dumps({name: record[name] for name in record if name != "shares"}))
-    assert main(["report", str(finished.path)]) == 2
-    assert "is incomplete (shares)" in capsys.readouterr().err
-    (finished.path / RUN).write_text(json.dumps(record))
-    with (finished.path / RAW).open("a") as file:
-        file.write('{"prompts": "prompts"}\n')
-    assert main(["report", str(finished.path)]) == 2
-    error = capsys.readouterr().err
-    assert "raw.jsonl line 49 is incomplete" in error
-    assert error.count("\n") == 1
-
-
-def test_a_system_text_is_left_out_of_raw_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def said(*messages: tuple[str, str]) -> dict[str, Any]:
-        return {"messages": [{"role": role, "content": text} for role, text in messages]}
-
-    prompts = prompt_file(tmp_path, said(("system", "Be kind."), ("user", "a")), said(("user", "b")))
-    options = ["--prompts", prompts, "-k", "1", "--repeats", 1, "-n", 9, "--render", "both"]
-    assert sweep(monkeypatch, "--out", tmp_path / "run", *options) == 0
-    requests, left_out = open_run(tmp_path / "run").prompts() or ([], [])
-    assert [(request.raw, request.row) for request in requests] == [(False, 0), (False, 1), (True, 1)]
-    assert [(left.raw, left.row) for left in left_out] == [(True, 0)]
-
-
 def test_a_drafter_that_cannot_be_loaded_need_not_cost_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -647,8 +612,7 @@ def test_a_drafter_that_cannot_be_loaded_need_not_cost_the_others(
             return pair
         raise InputError("its weights are damaged")
 
-    toy = toy_pair(Tokens(), ())
-    monkeypatch.setattr(peagle.cli.sweeping, "load", lambda *_, **__: toy)
+    monkeypatch.setattr(peagle.cli.sweeping, "load", lambda *_, **__: shared_pair())
     monkeypatch.setattr(peagle.cli.sweeping, "with_drafter", with_drafter)
     arguments = [
         "sweep",

@@ -28,7 +28,7 @@ from peagle.engine.request import Request
 from peagle.engine.speculation import speculation_file
 from peagle.ops.errors import InputWarning
 from peagle.result import decode
-from peagle.workflows.training import given_params
+from peagle.workflows.new_drafter import given_params
 from target.load import load_target
 from tests.peagle.workflows.training.conftest import PROMPTS, Run, train, words, write_prompts
 from tests.support.drafters import random_params
@@ -259,7 +259,7 @@ REFUSED = [
     ("--draft-decay 4", "--draft-decay is given, and a P-EAGLE drafter has none"),
     ("--draft-decay 0", "--draft-decay is 0.0; expected a number above 0"),
     ("--parts 99", "99 parts of a sequence of 32"),
-    ("--drafter-window 3", "--drafter-window is 3; expected 4 or more: --depth 3 tokens are drafted"),
+    ("--drafter-window 3", "--drafter-window is 3; expected 4 or more, for the drafts of --depth 3"),
     ("--drafter-window wide", "--drafter-window is 'wide'; expected"),
     (f"--drafter-window {9**9}", f"the target has {MAX_POSITIONS} positions, so it would hide nothing"),
     ("--drafter-window 8 --parts 3", "--parts is 3, and does not divide the 32 tokens of --width"),

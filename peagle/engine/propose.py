@@ -1,0 +1,247 @@
+"""Propose the drafts of a step, and let a drafter absorb what it has not read.
+
+In adaptive steps the step chooses how many drafts to make and to verify (peagle.engine.widths). A second drafter,
+without caches, may propose there, too; a slot takes the drafts that promise more. If those of the second are enough for
+all slots, the first does not run.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from peagle.engine.beside import second_of
+from peagle.engine.sampling import choose, draw_keys
+from peagle.engine.state import DecodeState
+from peagle.engine.step_kinds import Proposed, SourceDrafts, StepKind
+from peagle.engine.widths import StepCosts, choose_drafts, choose_widths, gains_of
+from peagle.ops.messages import Choose, Chosen, DrafterInput, DraftOutput, likeliest_of, likeliest_with_confidence
+from peagle.protocols import Drafter
+
+Carry = TypeVar("Carry")
+DRAFT_PART = "draft"  # a named scope, for the profiler
+
+
+def propose(
+    drafter: Drafter | None,
+    state: DecodeState,
+    widths: Int[Array, " B"],
+    costs: StepCosts,
+    kind: StepKind,
+    may_skip: bool = True,
+) -> tuple[DecodeState, Proposed]:
+    """Propose the drafts of a step; of the state, only the drafters' changes.
+
+    may_skip: an adaptive step may leave the drafter out. If not, drafter_input has at most K + 1 rows.
+    """
+    widths = jnp.where(state.may_draft, jnp.minimum(widths, kind.num_drafts), 0)
+    keys = None
+    if kind.sampled or kind.synthetic_acceptance is not None:
+        reach = jnp.arange(1, kind.num_drafts + 2, dtype=jnp.int32)
+        keys = draw_keys(state.sampling, state.length[:, None] + reach[None, :])
+    if not kind.num_drafts:
+        none = jnp.zeros((state.slots, 0), jnp.int32)
+        return state, Proposed(widths, none, keys, jnp.zeros((), bool), widths)
+    with jax.named_scope(DRAFT_PART):
+        if kind.adaptive:
+            state, proposed = _propose_adaptively(drafter, state, widths, costs, kind, keys, may_skip)
+            return state, dataclasses.replace(proposed, keys=keys)
+        state, draft = _run_drafter(drafter, state, widths, _chooser(state, keys, kind), kind.num_drafts)
+        return state, Proposed(widths, draft.token_ids, keys, jnp.ones((), bool), widths)
+
+
+def _chooser(state: DecodeState, keys: jax.Array | None, kind: StepKind) -> Choose:
+    """Return the function that chooses drafts: the likeliest, or in rows that are not greedy a draw by the keys."""
+    if not kind.sampled:
+        return likeliest_with_confidence if kind.adaptive else likeliest_of
+    # drafts are not truncated: that takes time and gains nothing (1.57, 2.03, 2.29 either way at top-p .9, K = 1, 3, 7)
+    whole_law = dataclasses.replace(
+        state.sampling,
+        top_k=jnp.zeros_like(state.sampling.top_k),
+        top_p=jnp.ones_like(state.sampling.top_p),
+        min_p=jnp.zeros_like(state.sampling.min_p),
+    )
+
+    def draw(logits: jax.Array, token_ids: jax.Array | None, first: int) -> Chosen:
+        assert keys is not None
+        index = choose(logits, whole_law, keys[:, first : first + logits.shape[1]], token_ids)
+        if not kind.adaptive:
+            return index, None
+        scaled = (
+            logits.astype(jnp.float32)
+            / jnp.where(state.sampling.greedy, 1.0, state.sampling.temperature)[:, None, None]
+        )
+        drawn = jnp.take_along_axis(scaled, jnp.maximum(index, 0)[..., None], axis=-1)[..., 0]
+        probability = jnp.exp(drawn - jax.nn.logsumexp(scaled, axis=-1))
+        return index, jnp.where(index < 0, 1.0, probability)  # what is not finite is verified, and so noticed
+
+    return draw
+
+
+def _run_drafter(
+    drafter: Drafter | None, state: DecodeState, num: Int[Array, " B"], chooser: Choose, num_drafts: int
+) -> tuple[DecodeState, DraftOutput]:
+    """Let the drafter read its input, of K + 1 rows at most, and propose num[b] <= K drafts."""
+    assert drafter is not None
+    assert state.drafter_input is not None
+    whole = state.drafter_input
+    first_position = jnp.where(state.keeps_up, whole.first_position, -1)
+    num_rows = num_drafts + 1
+    drafter_input = DrafterInput(
+        whole.token_ids[:, :num_rows], whole.aux_hidden[:, :num_rows], whole.num, first_position
+    )
+    draft, drafter_state = drafter.propose(state.drafter_state, drafter_input, num, num_drafts, chooser)
+    return dataclasses.replace(state, drafter_state=drafter_state), draft
+
+
+def _propose_adaptively(
+    drafter: Drafter | None,
+    state: DecodeState,
+    limits: Int[Array, " B"],
+    costs: StepCosts,
+    kind: StepKind,
+    keys: jax.Array | None,
+    may_skip: bool,
+) -> tuple[DecodeState, Proposed]:
+    """Propose drafts in a step in which some slot may draft now; in another one there are none."""
+    assert state.pace is not None
+    evaluates = functools.partial(_propose_by_sources, drafter, limits, costs, kind, keys, may_skip)
+    if not may_skip:
+        return evaluates(state)
+    now = ~state.pace.given_up
+    if second_of(drafter) is not None:
+        now |= state.pace.idle == 0
+    shapes = jax.eval_shape(evaluates, state)[1]
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    return run_if(jnp.any(now & (limits > 0)), lambda carry: evaluates(carry[0]), (state, nothing))
+
+
+def run_if(condition: jax.Array, function: Callable[[Carry], Carry], carry: Carry) -> Carry:
+    """Run a function once if the condition holds. XLA on CPU copies the pages that a `cond` changes, not a loop's."""
+
+    def body(run: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
+        return jnp.zeros((), bool), function(run[1])
+
+    result: Carry = jax.lax.while_loop(lambda run: run[0], body, (condition, carry))[1]
+    return result
+
+
+def _propose_by_sources(
+    drafter: Drafter | None,
+    limits: Int[Array, " B"],
+    costs: StepCosts,
+    kind: StepKind,
+    keys: jax.Array | None,
+    may_skip: bool,
+    state: DecodeState,
+) -> tuple[DecodeState, Proposed]:
+    """Propose limits[b] drafts at most of each slot by the better of its sources, and choose how many to verify."""
+    learned, pace, num_drafts = state.learned, state.pace, kind.num_drafts
+    assert learned is not None
+    assert pace is not None
+    assert state.drafter_input is not None
+    num_active, sampled = jnp.sum(~state.done, dtype=jnp.int32), ~state.sampling.greedy
+    rate, chooser = jnp.maximum(learned.rate, 1.0), _chooser(state, keys, kind)
+    known_gains, looked_up = pace.gain_or(learned.gain), None
+    worth_looked_up = jnp.zeros((state.slots,), jnp.float32)
+    if (second := second_of(drafter)) is not None:
+        state, looked_up = _look_up(second, state, limits, chooser, num_drafts)
+        trusted = looked_up.survival * pace.trust[:, 1:]
+        worth_looked_up = jnp.sum(gains_of(trusted, limits, costs, num_active, rate), axis=1)
+
+    to_drafter, ran = jnp.where(pace.given_up, 0, limits), jnp.ones((), bool)
+    if may_skip:
+        to_drafter = choose_drafts(known_gains, to_drafter, num_active, costs, rate)
+        place = jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
+        worth = jnp.sum(jnp.where(place < to_drafter[:, None], known_gains, 0.0), axis=1) - worth_looked_up
+        time = rate * num_active.astype(jnp.float32) * costs.of_drafts(jnp.sum(to_drafter))
+        pays = jnp.sum(jnp.maximum(worth, 0.0)) >= time
+        to_drafter = jnp.where(pays, to_drafter, 0)
+        ran = jnp.any(to_drafter > 0) | jnp.any(state.keeps_up & has_no_room(state, num_drafts))
+
+    def run(carry: tuple[DecodeState, DraftOutput]) -> tuple[DecodeState, DraftOutput]:
+        state, _ = carry
+        if may_skip:
+            assert state.drafter_input is not None
+            behind = jnp.any(state.keeps_up & (state.drafter_input.num > num_drafts + 1))
+            state = run_if(behind, functools.partial(absorb, drafter), state)
+        state, draft = _run_drafter(drafter, state, to_drafter, chooser, num_drafts)
+        unsure = jnp.full(draft.token_ids.shape, 0.5, jnp.float32)  # of a drafter that does not say
+        confidence = unsure if draft.confidence is None else draft.confidence
+        return state, DraftOutput(draft.token_ids, confidence=confidence)
+
+    shape = (state.slots, num_drafts)
+    none = DraftOutput(jnp.zeros(shape, jnp.int32), confidence=jnp.zeros(shape, jnp.float32))
+    state, draft = run_if(ran, run, (state, none)) if may_skip else run((state, none))
+    assert draft.confidence is not None
+    counted = learned.survival(0, sampled, draft.confidence)
+    drafts = SourceDrafts(draft.token_ids, draft.confidence, to_drafter, counted)
+
+    survival = counted * pace.trust[:, :1]
+    gains = gains_of(survival, to_drafter, costs, num_active, rate)
+    token_ids, num, source = drafts.token_ids, to_drafter, jnp.zeros((state.slots,), jnp.int32)
+    sources: tuple[SourceDrafts, ...] = (drafts,)
+    if looked_up is not None:
+        # where times are unknown the first source is counted, undisturbed (`Engine.count_acceptance`)
+        takes = (worth_looked_up > jnp.sum(gains, axis=1)) & (costs.of_rows(num_active) > 0)
+        source, sources = takes.astype(jnp.int32), (drafts, looked_up)
+        token_ids = jnp.where(takes[:, None], looked_up.token_ids, token_ids)
+        survival = jnp.where(takes[:, None], looked_up.survival * pace.trust[:, 1:], survival)
+        num = jnp.where(takes, limits, num)
+    widths = choose_widths(survival, num, num_active, costs, rate)
+    used = jnp.full((), looked_up is not None)
+    return state, Proposed(widths, token_ids, None, ran, num, sources, source, to_drafter, used, gains)
+
+
+def _look_up(
+    second: Drafter, state: DecodeState, limits: Int[Array, " B"], chooser: Choose, num_drafts: int
+) -> tuple[DecodeState, SourceDrafts]:
+    """Let the second drafter read the input, all of it, and propose."""
+    assert state.learned is not None
+    assert state.drafter_input is not None
+    first_position = jnp.where(state.may_draft, state.drafter_input.first_position, -1)
+    drafter_input = dataclasses.replace(state.drafter_input, first_position=first_position)
+    draft, second_state = second.propose(state.second_state, drafter_input, limits, num_drafts, chooser)
+    assert draft.confidence is not None
+    survival = state.learned.survival(1, ~state.sampling.greedy, draft.confidence)
+    drafts = SourceDrafts(draft.token_ids, draft.confidence, limits, survival)
+    return dataclasses.replace(state, second_state=second_state), drafts
+
+
+def has_no_room(state: DecodeState, num_drafts: int) -> Bool[Array, " B"]:
+    """Test which slots' drafter_input has no room for the rows of a step."""
+    assert state.drafter_input is not None
+    return state.drafter_input.num + num_drafts + 1 > state.drafter_input.token_ids.shape[1]
+
+
+def absorb(drafter: Drafter | None, state: DecodeState) -> DecodeState:
+    """Let the drafters absorb their input but the last row of each slot: their next pass begins there."""
+    before = state.drafter_input
+    assert drafter is not None
+    assert before is not None
+    place = jnp.arange(before.token_ids.shape[1], dtype=jnp.int32)[None, :]
+    taken = (place < before.num[:, None] - 1) & state.may_draft[:, None]
+    positions = jnp.where(taken, before.first_position[:, None] + place, -1)
+    with jax.named_scope(DRAFT_PART):
+        second_state = state.second_state
+        if (second := second_of(drafter)) is not None:
+            second_state = second.absorb(second_state, before.token_ids, before.aux_hidden, positions)
+        positions = jnp.where(state.keeps_up[:, None], positions, -1)
+        drafter_state = drafter.absorb(state.drafter_state, before.token_ids, before.aux_hidden, positions)
+    last = jnp.where(state.done, 0, jnp.maximum(before.num - 1, 0))  # rows that stand still keep their input
+
+    def first(rows: jax.Array) -> jax.Array:
+        index = last.reshape(-1, *(1 for _ in rows.shape[1:]))
+        return jax.lax.dynamic_update_slice_in_dim(rows, jnp.take_along_axis(rows, index, axis=1), 0, 1)
+
+    left = DrafterInput(
+        first(before.token_ids),
+        first(before.aux_hidden),
+        jnp.where(state.done, before.num, jnp.minimum(before.num, 1)),
+        before.first_position + last,
+    )
+    return dataclasses.replace(state, drafter_input=left, drafter_state=drafter_state, second_state=second_state)

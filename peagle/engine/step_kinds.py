@@ -1,0 +1,151 @@
+"""Say what the variants of a step are, what it proposes, and what it returns to the host."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from peagle.engine.sampling import LogProbs
+from peagle.engine.widths import StepCosts
+
+NUM_FLAGS = 5  # bits of a packed output, beneath num_drafted
+
+
+@dataclass(frozen=True)
+class StepKind:
+    """A variant of the step; each compiles its own program.
+
+    num_drafts 0: plain steps. sampled: some row is not greedy; such rows draw their drafts, by the keys of the target's
+    draws. full: some row has its logits adjusted or needs log-probabilities (peagle.engine.request.Request.full).
+    synthetic_acceptance: see `accept_by_rate`. lean: plain steps of rows that all draft no more, so nothing is kept for
+    the drafter. adaptive: widths are chosen in the step, and slots rest.
+    """
+
+    num_drafts: int
+    sampled: bool = False
+    full: bool = False
+    synthetic_acceptance: tuple[float, ...] | None = None
+    lean: bool = False
+    adaptive: bool = False
+
+    def no_costs(self, size: int) -> np.ndarray:
+        """Make the packed costs of a batch of this size before they are measured; none if nobody reads them."""
+        return StepCosts.unknown(size, self.num_drafts).pack() if self.adaptive else np.zeros((0,), np.float32)
+
+    def costs(self, packed: jax.Array, size: int) -> StepCosts:
+        """Read the packed costs of a batch of this size."""
+        return StepCosts.unpack(packed, size, self.num_drafts)
+
+    @property
+    def input_rows(self) -> int | None:
+        """Rows of drafter_input that its steps take; None: all, since a step may append its rows to them."""
+        return self.num_drafts + 1 if self.num_drafts and not self.adaptive else None
+
+    @property
+    def plain(self) -> "StepKind":
+        """Its steps without drafts."""
+        return StepKind(0, self.sampled, self.full)
+
+
+@flax.struct.dataclass
+class StepOutput:
+    """The output of a step for the host.
+
+    A slot that was done before has count 0 and num_accepted -1.
+    """
+
+    count: jax.Array | np.ndarray  # [B]: emitted tokens, 0..K+1, cut after a stop token and at the budget
+    num_accepted: jax.Array | np.ndarray  # [B]: before that cut
+    num_verified: jax.Array | np.ndarray  # [B]
+    num_drafted: jax.Array | np.ndarray  # [B]: of the source that it took; num_verified of these are token_ids
+    source: jax.Array | np.ndarray  # [B]: 0 the drafter, 1 the second one
+    done: jax.Array | np.ndarray  # [B]
+    paused: jax.Array | np.ndarray  # [B]: it drafts no more
+    caught_up: jax.Array | np.ndarray  # [B]: the drafter has read all rows before this step's
+    left_out: jax.Array | np.ndarray  # [B]: the drafter reads its rows no more, so its pages have a gap
+    token_ids: jax.Array | np.ndarray  # [B, K+1]: accepted drafts, then next_token or NO_TOKEN, then leftovers
+    draft_token_ids: jax.Array | np.ndarray  # [B, K]; leftovers from num_verified on
+    log_probs: LogProbs | None = None  # of token_ids, in full steps
+
+    def padded(self, num_more: int) -> "StepOutput":
+        """Pad the output by `num_more` drafts, so that it packs as that of a step with as many more."""
+
+        def pad(leaf: jax.Array | np.ndarray) -> jax.Array:
+            return jnp.pad(leaf, ((0, 0), (0, num_more), *((0, 0) for _ in leaf.shape[2:])))
+
+        drafts, log_probs = pad(self.draft_token_ids), jax.tree.map(pad, self.log_probs)
+        return dataclasses.replace(self, token_ids=pad(self.token_ids), draft_token_ids=drafts, log_probs=log_probs)
+
+    def pack(self) -> Int[Array, "B W"]:
+        """Pack into one array: one copy to the host instead of ten."""
+        bits = (self.done, self.paused, self.caught_up, self.left_out, self.source)
+        flags = sum(jnp.asarray(bit).astype(jnp.int32) << place for place, bit in enumerate(bits))
+        flags = flags | jnp.asarray(self.num_drafted).astype(jnp.int32) << NUM_FLAGS
+        numbers = (self.count, self.num_accepted, self.num_verified, flags)
+        columns = [jnp.asarray(number).astype(jnp.int32)[:, None] for number in numbers]
+        columns += [jnp.asarray(self.token_ids), jnp.asarray(self.draft_token_ids)]
+        if self.log_probs is not None:
+            packed = self.log_probs.pack()
+            columns.append(packed.reshape(packed.shape[0], -1))
+        return jnp.concatenate(columns, axis=1)
+
+    @classmethod
+    def unpack(cls, packed: np.ndarray, num_drafts: int) -> "StepOutput":
+        """Undo `pack`; leading axes stay."""
+        parts = np.cumsum([1, 1, 1, 1, num_drafts + 1, num_drafts])
+        *numbers, tokens, drafts, rest = np.split(packed, parts, axis=-1)
+        count, num_accepted, num_verified, flags = (number[..., 0] for number in numbers)
+        log_probs = None
+        if rest.shape[-1]:
+            log_probs = LogProbs.unpack(rest.reshape(*rest.shape[:-1], num_drafts + 1, -1))
+        done, paused, caught_up, left_out, source = (flags >> place & 1 for place in range(NUM_FLAGS))
+        return cls(
+            count=count,
+            num_accepted=num_accepted,
+            num_verified=num_verified,
+            num_drafted=flags >> NUM_FLAGS,
+            source=source,
+            done=done != 0,
+            paused=paused != 0,
+            caught_up=caught_up != 0,
+            left_out=left_out != 0,
+            token_ids=tokens,
+            draft_token_ids=drafts,
+            log_probs=log_probs,
+        )
+
+
+@flax.struct.dataclass
+class SourceDrafts:
+    """What one drafter proposed."""
+
+    token_ids: jax.Array  # [B, K]
+    confidence: jax.Array  # [B, K]
+    num: jax.Array  # [B]: how many of them
+    survival: jax.Array  # [B, K]: by the counts (peagle.engine.widths)
+
+
+@flax.struct.dataclass
+class Proposed:
+    """Drafts that are not verified yet."""
+
+    widths: jax.Array  # [B]: drafts to verify; 0 in a slot that is done
+    draft_token_ids: jax.Array  # [B, K]
+    keys: jax.Array | None  # [B, K+1, 2]: of draws (peagle.engine.sampling); None: all rows are greedy
+    ran: jax.Array  # bool: the drafter ran, so it has read drafter_input
+    num_drafted: jax.Array  # [B]
+    # of adaptive steps
+    sources: tuple[SourceDrafts, ...] = ()
+    source: jax.Array | None = None  # [B]: the one whose drafts these are
+    num_to_drafter: jax.Array | None = None  # [B]: drafts of the pass of the drafter
+    looked_up: jax.Array | None = None  # bool: the second drafter ran
+    gains: jax.Array | None = None  # [B, K]: what the drafter's are worth
+
+    def without_drafts(self) -> "Proposed":
+        """Make the proposal of a pass that verifies none of them."""
+        keys = None if self.keys is None else self.keys[:, :1]
+        return dataclasses.replace(self, draft_token_ids=self.draft_token_ids[:, :0], keys=keys)

@@ -1,0 +1,265 @@
+"""The drafter that a training begins with: its shape, its vocabulary and its first parameters."""
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from drafter.config import DrafterConfig, Kind
+from drafter.dialects import default_dflash_layers, parse_config
+from drafter.load import load_drafter, shared_tensors
+from drafter.params import DrafterParams, init_params
+from drafter.train.config import DrafterShape, KindName, TrainConfig
+from drafter.train.shards import Document
+from drafter.vocabulary import DraftVocab, by_frequency, check_count, choose, first_of
+from peagle.checkpoints import resolve
+from peagle.config import AUTO
+from peagle.engine.request import fold_seed
+from peagle.fit import chosen_window, fitting_aux_layers, parse_window, windowed
+from peagle.ops.checkpoint import read_checkpoint
+from peagle.ops.errors import InputError, InputWarning
+from peagle.ops.rope import RopeConfig
+from peagle.workflows.dataset import chosen_aux_layers
+from peagle.workflows.training_data import answers
+from target.config import TargetConfig
+from target.load import LoadedTarget
+from target.params import TargetParams
+
+KINDS: dict[KindName, Kind] = {"p-eagle": "P-EAGLE", "eagle-3": "EAGLE-3", "dflash": "DFlash"}
+LAYERS: dict[Kind, int] = {"P-EAGLE": 4, "EAGLE-3": 1, "DFlash": 5}  # as in the papers
+BLOCKS_FRAC = 1 / 6  # of a row's tokens that begin a DFlash drafter's block; in its paper 512 of 3072
+DRAFT_DECAY = ((7, 4.0), (9, 5.0))  # (most drafts, decay), in its paper for blocks of 8 and 10
+LATEST_DECAY = 7.0  # for 16
+
+
+def kind_of(shape: DrafterShape) -> Kind | None:
+    """Return the kind of drafter that the options name; None: they name none."""
+    if shape.autoregressive:
+        return "EAGLE-3"
+    return None if shape.kind is None else KINDS[shape.kind]
+
+
+def drafter_config(
+    shape: DrafterShape,
+    target: TargetConfig,
+    stop_token_ids: tuple[int, ...],
+    directory: Path,
+    documents: Sequence[Document],
+    depth: int,
+) -> tuple[DrafterConfig, DraftVocab | None]:
+    """Return the shape and draft vocabulary of --init, or new ones with the target's sizes.
+
+    depth: the drafts to train; a new DFlash drafter's block has as many.
+    """
+    vocab, kind = None, kind_of(shape)
+    if shape.draft_vocab is not None:
+        vocab = _draft_vocab(shape.draft_vocab, directory, target.vocab_size, stop_token_ids, documents)
+    if shape.init is not None:
+        checkpoint = read_checkpoint(resolve(shape.init, "drafter"))
+        config = parse_config(checkpoint, shape.aux_layer_ids)
+        if (config.target_hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
+            raise InputError(f"--init {shape.init} does not fit the target; use a drafter of this target")
+        if kind not in (None, config.kind):
+            option = "--autoregressive" if shape.autoregressive else "--drafter"
+            raise InputError(f"--init {shape.init} is a {config.kind} drafter; leave out {option}, or --init")
+        if vocab is not None:
+            raise InputError("--init has its own draft vocabulary; leave out --draft-vocab, or --init")
+        layers = fitting_aux_layers(target, checkpoint, directory, shape.init, shape.aux_layer_ids)
+        if layers.doubt is not None:
+            warnings.warn(layers.doubt, InputWarning, stacklevel=2)
+        config = dataclasses.replace(config, aux_layer_ids=layers.outputs)
+        _check_shape_of_init(shape, config)
+        return _with_window(config, shape), None
+    if shape.aux_layer_ids is not None:
+        raise InputError("--aux-layer-ids says what --init reads, and there is none; a new drafter's are --taps")
+    kind = kind or "P-EAGLE"
+    num_layers = shape.layers or LAYERS[kind]
+    aux_layer_ids = shape.taps
+    if kind == "DFlash":
+        _check_shape_of_block(shape, target)
+        aux_layer_ids = aux_layer_ids or tuple(sorted(set(default_dflash_layers(num_layers, target.num_layers))))
+    aux_layer_ids = chosen_aux_layers(aux_layer_ids, target.num_layers)
+    hidden = shape.hidden_size or target.hidden_size
+    head_dim = shape.head_dim or target.head_dim
+    if kind == "EAGLE-3" and (shape.mask_token is not None or shape.mask_hiddens > 1):
+        raise InputError("an EAGLE-3 drafter has no mask slots; leave out --mask-token and --mask-hiddens")
+    mask_token = shape.mask_token
+    if mask_token is None and kind != "EAGLE-3":
+        mask_token = _free_token(documents, target.vocab_size, stop_token_ids)
+    config = DrafterConfig(
+        hidden_size=hidden,
+        num_layers=num_layers,
+        num_heads=shape.heads or target.num_heads,
+        num_kv_heads=shape.kv_heads or target.num_kv_heads,
+        head_dim=head_dim,
+        mlp_width=shape.mlp_width or 2 * hidden,
+        target_hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=target.vocab_size if vocab is None else len(vocab.token_ids),
+        mask_token_id=mask_token,
+        num_mask_hiddens=shape.mask_hiddens,
+        rope=RopeConfig(head_dim, 10000.0),
+        num_taps=len(aux_layer_ids),
+        aux_layer_ids=aux_layer_ids,
+        rms_norm_eps=target.rms_norm_eps,
+    )
+    if kind == "DFlash":
+        config = dataclasses.replace(config, qk_norm=True, block_size=depth + 1, num_target_layers=target.num_layers)
+    return _with_window(config, shape), vocab
+
+
+def _check_shape_of_block(shape: DrafterShape, target: TargetConfig) -> None:
+    """Raise InputError for options that contradict the shared ends of a DFlash drafter."""
+    if shape.hidden_size not in (None, target.hidden_size):
+        raise InputError(
+            f"hidden_size is {shape.hidden_size}; expected the target's {target.hidden_size}, since a DFlash drafter "
+            "has its embedding and head",
+            "hidden_size",
+        )
+    if shape.mask_hiddens > 1:
+        raise InputError("a DFlash drafter has no mask hiddens; leave out --mask-hiddens", "mask_hiddens")
+    if shape.draft_vocab is not None:
+        raise InputError(
+            "a DFlash drafter has its target's head, and drafts all tokens; leave out --draft-vocab, and narrow it "
+            "when it is loaded",
+            "draft_vocab",
+        )
+
+
+def _with_window(config: DrafterConfig, shape: DrafterShape) -> DrafterConfig:
+    """Set the drafter's window: that of the option; by default that of --init in decoding."""
+    if shape.drafter_window == AUTO:
+        window = None if shape.init is None else chosen_window(resolve(shape.init, "drafter"), AUTO)
+    else:
+        window = parse_window(shape.drafter_window)
+    return windowed(config, window, by_option=shape.drafter_window != AUTO)[0]
+
+
+def _draft_vocab(
+    typed: str, directory: Path, vocab_size: int, stop_token_ids: tuple[int, ...], documents: Sequence[Document]
+) -> DraftVocab:
+    """Choose the target's N most frequent tokens in the data, or those of a file."""
+    if not typed.isdecimal():
+        return choose(typed, directory, vocab_size, stop_token_ids)
+    count = int(typed)
+    check_count(count, vocab_size)
+    written = np.concatenate(list(answers(documents)))
+    frequent = by_frequency(np.bincount(written[(written >= 0) & (written < vocab_size)], minlength=vocab_size))
+    return DraftVocab(first_of([*stop_token_ids, *frequent], vocab_size, count), "frequency in the training data")
+
+
+def _free_token(documents: Sequence[Document], vocab_size: int, stop_token_ids: Sequence[int]) -> int:
+    """Return the highest token id that the data never uses, for mask slots; else the rarest."""
+    ids = np.concatenate([document.token_ids for document in documents])
+    uses = np.bincount(ids[(ids >= 0) & (ids < vocab_size)], minlength=vocab_size)
+    uses[list(stop_token_ids)] = np.iinfo(uses.dtype).max
+    return int(vocab_size - 1 - np.argmin(uses[::-1]))
+
+
+def _check_shape_of_init(shape: DrafterShape, config: DrafterConfig) -> None:
+    """Raise InputError for an option that contradicts the shape of --init."""
+    options = {
+        "--layers": (shape.layers, config.num_layers),
+        "--hidden-size": (shape.hidden_size, config.hidden_size),
+        "--heads": (shape.heads, config.num_heads),
+        "--kv-heads": (shape.kv_heads, config.num_kv_heads),
+        "--head-dim": (shape.head_dim, config.head_dim),
+        "--mlp-width": (shape.mlp_width, config.mlp_width),
+        "--taps": (shape.taps, config.aux_layer_ids),
+        "--mask-token": (shape.mask_token, config.mask_token_id),
+        "--mask-hiddens": (shape.mask_hiddens if shape.mask_hiddens > 1 else None, config.num_mask_hiddens),
+    }
+    for option, (typed, has) in options.items():
+        if typed is not None and typed != has:
+            raise InputError(f"{option} asks for {typed}, but --init {shape.init} has {has}; leave out one of them")
+
+
+def check_window(config: DrafterConfig, target: TargetConfig, depth: int, *, by_option: bool) -> None:
+    """Raise InputError for a window that hides a chain's anchor, or that hides nothing."""
+    window = config.narrowest_window
+    if window is None:
+        return
+    name = "--drafter-window" if by_option else "the drafter's window"
+    if window < depth + 1:
+        raise InputError(
+            f"{name} is {window}; expected {depth + 1} or more, for the drafts of --depth {depth} and the token "
+            "before them"
+        )
+    if by_option and window > target.max_positions:
+        raise InputError(
+            f"{name} is {window}, the target has {target.max_positions} positions, so it would hide nothing; expected "
+            "fewer, or off"
+        )
+
+
+def with_blocks(learning: TrainConfig, config: DrafterConfig) -> TrainConfig:
+    """Set the defaults of a DFlash drafter's blocks.
+
+    Raises InputError for its options beside another kind of drafter, and for another depth than its blocks'.
+    """
+    if config.most_drafts is None:
+        for name, value in (("blocks", learning.blocks), ("draft_decay", learning.draft_decay)):
+            if value is not None:
+                raise InputError(f"{name} is given, and a {config.kind} drafter has none; leave it out", name)
+        return learning
+    if learning.cod.depth != config.most_drafts:
+        raise InputError(
+            f"depth is {learning.cod.depth}, and a block of the drafter has {config.most_drafts} drafts; expected the "
+            "same",
+            "depth",
+        )
+    if config.most_drafts < 2:
+        raise InputError("depth is 1; expected 2 or more, the drafts of a DFlash drafter's block", "depth")
+    decay = next((decay for most, decay in DRAFT_DECAY if config.most_drafts <= most), LATEST_DECAY)
+    return dataclasses.replace(
+        learning,
+        blocks=learning.blocks or max(1, round(BLOCKS_FRAC * learning.width)),
+        draft_decay=learning.draft_decay or decay,
+    )
+
+
+def initial_params(
+    init: str | None, seed: int, config: DrafterConfig, loaded: LoadedTarget, vocab: DraftVocab | None
+) -> DrafterParams:
+    """Make the first parameters: those of --init, or random layers.
+
+    If the widths agree, a new drafter has the target's embedding, final norm and head, and an fc that passes the last
+    of aux_hidden through.
+    """
+    if init is not None:
+        return given_params(init, loaded, config.aux_layer_ids)
+    params = init_params(config, jax.random.key(fold_seed(seed)))
+    ids = None if vocab is None else jnp.asarray(sorted(vocab.token_ids), jnp.int32)
+    params = dataclasses.replace(params, draft_to_target=ids)
+    if config.hidden_size != config.target_hidden_size:
+        return params
+    target: TargetParams = loaded.params
+    hidden = config.hidden_size
+    head = jnp.asarray(target.lm_head, jnp.float32)
+    return dataclasses.replace(
+        params,
+        embedding=jnp.array(target.embedding, jnp.float32),
+        norm=jnp.array(target.norm, jnp.float32),
+        lm_head=jnp.array(head if ids is None else head[:, ids]),
+        fc=jnp.zeros((config.aux_width, hidden)).at[-hidden:].set(jnp.eye(hidden)),
+    )
+
+
+def given_params(name: str, loaded: LoadedTarget, aux_layer_ids: tuple[int, ...] | None = None) -> DrafterParams:
+    """Load the drafter of --init. It has the target's embedding and head if it stores none."""
+    directory = resolve(name, "drafter")
+    embedding = lm_head = None
+    if shared_tensors(directory):  # copies: a step of training overwrites them
+        embedding, lm_head = jnp.array(loaded.params.embedding), jnp.array(cast(jax.Array, loaded.params.lm_head))
+    return load_drafter(
+        directory,
+        jnp.float32,
+        target_embedding=embedding,
+        target_lm_head=lm_head,
+        aux_layer_ids=aux_layer_ids,
+    )[0]

@@ -1,0 +1,239 @@
+"""The data of a training: documents of `peagle data`, their rows, and whether they fit target and drafter."""
+
+import dataclasses
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from drafter.config import DrafterConfig
+from drafter.train.batches import Source, pack
+from drafter.train.cod import Segments
+from drafter.train.config import DrafterShape
+from drafter.train.held_out import FILLED_FRAC, keep_back, rows_of_evaluation
+from drafter.train.shards import KEPT, NAME, WEIGHTS, Document, read_manifest, read_shards, total_tokens
+from drafter.vocabulary import Coverage, coverage
+from peagle.ops.errors import InputError, InputWarning
+
+ROOM_QUANTILE = 0.75  # of rows: this share has all its trained tokens in the shapes of the program
+EDGE = 2  # a chain begins up to so many tokens before the first one that it predicts
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingData:
+    """The documents of a training; those that are not held out are packed into rows."""
+
+    sources: tuple[Source, ...]
+    documents: list[Document]  # all
+    held_out: list[Document]
+
+
+def training_data(
+    parts: Sequence[tuple[Path, int]],
+    rows: int,
+    width: int,
+    mix: Sequence[tuple[int, int]] = (),
+    held_out_frac: float = 0.0,
+    seed: int = 0,
+) -> TrainingData:
+    """Read folders (path, share of a step's rows), and pack documents into rows of `width`.
+
+    mix: shares by the length of a document instead. held_out_frac: the most of each folder's (or length's) documents to
+    hold out; an evaluation has room for so many. Raises InputError for shares that do not divide the rows, a folder
+    without a token to train on, and rows longer than all the data.
+    """
+    total = sum(share for _, share in parts)
+    if mix and total > len(parts):
+        raise InputError("--mix gives shares by length, and --data by folder; expected one of the two")
+    if not mix and (rows < 1 or any(rows * share % total for _, share in parts)):
+        raise InputError(f"--rows is {rows}; expected a multiple of {total}, the sum of the shares of --data")
+    folders = [read_shards(path) for path, _ in parts]
+    for (path, _), own in zip(parts, folders, strict=True):
+        if not any(document.trained.any() for document in own):
+            raise InputError(f"{path} has no token to train on: all of it is masked")
+    documents = [document for own in folders for document in own]
+    num_tokens = total_tokens(documents)[0]
+    if width > num_tokens:
+        raise InputError(
+            f"a row has {width} tokens (--width), and all of the data {num_tokens}: give --width {num_tokens} or less, "
+            "or make more data"
+        )
+    if mix:
+        groups = mixed(documents, mix, rows, width)
+    else:
+        groups = [(own, rows * share // total) for own, (_, share) in zip(folders, parts, strict=True)]
+    room = FILLED_FRAC * width * rows_of_evaluation(rows) / rows
+    sources, held_out = [], []
+    for own, count in groups:
+        trained, kept_back = keep_back(own, held_out_frac, int(room * count), seed)
+        sources.append(Source(pack(trained, width), count))
+        held_out += kept_back
+    return TrainingData(tuple(sources), documents, held_out)
+
+
+def parse_mix(typed: str) -> tuple[tuple[int, int], ...]:
+    """Parse LEN:SHARE,... to (most tokens of a document, share). Raises InputError."""
+    try:
+        mix = tuple((int(most), int(share)) for most, share in (part.split(":") for part in typed.split(",")))
+    except ValueError:
+        mix = ()
+    lengths = [most for most, _ in mix]
+    if not mix or lengths != sorted(set(lengths)) or min(lengths) < 1 or min(share for _, share in mix) < 1:
+        raise InputError(
+            f"--mix is {typed!r}; expected lengths that rise, each with a whole share, as 512:5,2048:2,4096:1"
+        )
+    return mix
+
+
+def mixed(
+    documents: Sequence[Document], mix: Sequence[tuple[int, int]], rows: int, width: int
+) -> list[tuple[list[Document], int]]:
+    """Split documents by length, each part with its number of a step's rows.
+
+    Raises InputError for shares that do not divide the rows, a length without a document or wider than a row, and a
+    document longer than all lengths.
+    """
+    total = sum(share for _, share in mix)
+    if rows < 1 or any(rows * share % total for _, share in mix):
+        raise InputError(f"--rows is {rows}; expected a multiple of {total}, the sum of the shares of --mix")
+    longest = max(len(document.token_ids) for document in documents)
+    if mix[-1][0] > width:
+        raise InputError(f"--mix names documents of {mix[-1][0]} tokens; expected at most --width, {width}")
+    if longest > mix[-1][0]:
+        raise InputError(f"--mix ends at {mix[-1][0]} tokens, and the longest document has {longest}; name that, too")
+    groups, least = [], 0
+    for most, share in mix:
+        group = [document for document in documents if least < len(document.token_ids) <= most]
+        if not any(document.trained.any() for document in group):
+            raise InputError(
+                f"--mix names {most}, and no document of {least + 1} to {most} tokens is there to train on: the "
+                f"longest has {longest}"
+            )
+        groups.append((group, rows * share // total))
+        least = most
+    return groups
+
+
+def shares(typed: Sequence[str]) -> list[tuple[Path, int]]:
+    """Parse DIR[:SHARE] to (folder, its share of a step's rows). Raises InputError."""
+    if not typed:
+        raise InputError("no training data is given; expected --data DIR, a folder that peagle data wrote")
+    parts = []
+    for text in typed:
+        folder, _, share = text.rpartition(":") if ":" in text else (text, "", "1")
+        if not share.isdecimal() or int(share) < 1:
+            raise InputError(f"--data {text}: a share of {share!r}; expected a whole number, as in DIR:5")
+        parts.append((Path(folder), int(share)))
+    return parts
+
+
+def anchors(sources: Sequence[Source], segments: Segments) -> tuple[int, int]:
+    """Choose the room for chains: (trained tokens of a row, of its fullest part).
+
+    Most rows have no more trained tokens; fuller rows are sampled.
+    """
+    ends = np.asarray(segments.ends)
+    in_row, in_part = [], []
+    for row in (row for source in sources for row in source.rows):
+        trained = np.flatnonzero(np.concatenate([document.trained for document in row.documents]))
+        in_row.append(len(trained))
+        in_part.append(np.bincount(np.searchsorted(ends, trained, side="right"), minlength=len(ends)).max())
+    room = min(segments.width, max(2, int(np.quantile(in_row, ROOM_QUANTILE))))
+    return room, min(room, int(np.quantile(in_part, ROOM_QUANTILE)) + EDGE)
+
+
+def answers(documents: Sequence[Document]) -> Iterator[np.ndarray]:
+    """Yield the tokens of each document that the target wrote."""
+    return (document.token_ids[document.trained] for document in documents)
+
+
+def data_coverage(documents: Sequence[Document], token_ids: np.ndarray, num_drafts: int) -> Coverage:
+    """Measure a draft vocabulary's share of the answers. Raises InputError if it is 0."""
+    measured = coverage(answers(documents), token_ids, num_drafts)
+    if not measured.frac:
+        raise InputError(
+            f"none of the {len(token_ids):,} tokens of the draft vocabulary is in an answer of the data; expected "
+            "tokens that the target writes: --draft-vocab N takes the most frequent of the data"
+        )
+    return measured
+
+
+def self_contained(documents: Sequence[Document]) -> bool:
+    """Test whether the data holds aux_hidden and best tokens, so that no target need run."""
+    return all({"aux_hidden", "top_ids"} <= document.teacher.keys() for document in documents)
+
+
+def check_tokens(documents: Sequence[Document], config: DrafterConfig, shape: DrafterShape) -> None:
+    """Raise InputError for data of another vocabulary or layers, and for a --mask-token in it.
+
+    Warns of a mask token in the data that no option named: that of --init, or the rarest token, as none is free.
+    """
+    uses = 0
+    for document in documents:
+        ids = document.token_ids
+        if len(ids) and not 0 <= ids.min() <= ids.max() < config.vocab_size:
+            raise InputError(
+                f"the data holds token id {ids.max()}, the target's vocabulary has {config.vocab_size}; "
+                "expected data of this target"
+            )
+        uses += int(np.sum(ids == config.mask_token_id)) if config.parallel else 0
+        aux_hidden = document.teacher.get("aux_hidden")
+        if aux_hidden is not None and aux_hidden.shape[1] != config.aux_width:
+            raise InputError(
+                f"the data's taps are {aux_hidden.shape[1]} wide, the drafter reads {config.aux_width}; expected the "
+                "--taps of peagle data"
+            )
+    if not uses:
+        return
+    total = total_tokens(documents)[0]
+    line = f"the mask token {config.mask_token_id} is in use: {uses:,} of the data's {total:,} tokens"
+    if shape.mask_token is not None and shape.init is None:
+        raise InputError(f"{line}; expected one that the data lacks: name another, or leave out --mask-token")
+    why = "--init was trained with it" if shape.init is not None else "it is the rarest token, and none is free"
+    warnings.warn(f"{line}, and there the drafter takes it for a mask; {why}", InputWarning, stacklevel=2)
+
+
+def kept_of_prompts(folders: Sequence[Path]) -> int | None:
+    """Return the most tokens of a prompt that the data keeps; None: all."""
+    kept = [read_manifest(folder).get(KEPT) for folder in folders]
+    return min((number for number in kept if number is not None), default=None)
+
+
+def check_teachers(folders: Sequence[Path], config: DrafterConfig, weights: str, depth: int, *, strict: bool) -> None:
+    """Raise InputError for hidden states or logits of another target or other layers.
+
+    Also for prompts cut shorter than the drafter's windows reach. Text of another target is an error if strict, else a
+    warning.
+    """
+    for folder in folders:
+        manifest = read_manifest(folder)
+        layers = manifest.get("taps")
+        if layers and config.aux_layer_ids is not None and tuple(layers) != config.aux_layer_ids:
+            listed = ",".join(map(str, layers))
+            raise InputError(
+                f"{folder} holds the outputs of layers {layers}, the drafter reads {list(config.aux_layer_ids)}; "
+                f"expected the same: give --taps {listed}, or make the data with the drafter's"
+            )
+        reach, kept = config.context_reach, manifest.get(KEPT)
+        if kept is not None and (reach is None or kept < reach + depth + 1):
+            needs = (
+                "all of them" if reach is None else f"the last {reach + depth + 1} with its windows and --depth {depth}"
+            )
+            raise InputError(
+                f"{folder} holds the last {kept} tokens of a prompt, the drafter reads {needs}; give a smaller "
+                "--drafter-window, or make the data with a larger --keep-prompt"
+            )
+        if manifest.get(WEIGHTS, weights) == weights:
+            continue
+        if layers or manifest.get("top"):
+            raise InputError(
+                f"{folder} holds what another target computed ({manifest.get(NAME)}); expected data of --target"
+            )
+        line = (
+            f"{folder} holds what another target wrote ({manifest.get(NAME)}), and a drafter learns best from the "
+            "answers of its own; expected data of --target: peagle data makes them"
+        )
+        if strict:
+            raise InputError(line)
+        warnings.warn(line, InputWarning, stacklevel=2)
