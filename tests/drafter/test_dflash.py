@@ -12,21 +12,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from drafter import reference
 from drafter.dflash import lay_out_block
 from drafter.dialects import default_dflash_layers, is_drafter_config, parse_config, render_config
 from drafter.load import load_drafter, save_drafter, shared_tensors, to_tensors
 from drafter.params import DrafterParams
 from drafter.propose import DFlash, drafter_of
 from drafter.vocabulary import DraftVocab, narrow
-from peagle.ops import native
-from peagle.ops.attention import MASKED, PagedCache
+from peagle.ops.attention import MASKED
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
-from peagle.ops.kernels import Implementation
-from peagle.ops.linear import arrange, arrange_embedding
-from peagle.ops.messages import DrafterInput, DraftOutput
-from tests.support.compiling import AS_FOR_USERS
+from peagle.ops.messages import DrafterInput
 from tests.support.drafters import (
     BIASED,
     DFLASH_CONFIGS,
@@ -40,102 +35,8 @@ from tests.support.drafters import (
     random_text,
     stack_fresh,
 )
-from tests.support.paging import SMALL, entries, of_sequences, small_pages
 
-NATIVE = pytest.mark.skipif(not native.available(), reason=native.status()[1])
 K = 3
-LENGTHS = (5, 9)
-Step = tuple[list[int], DraftOutput]
-
-
-def tensors_of(drafter: DFlash) -> dict[str, np.ndarray]:
-    """Return a drafter's tensors with the embedding and the head of its target."""
-    own = random_params(DFLASH_CONFIGS[PLAIN] if drafter.config == DFLASH_CONFIGS[PLAIN] else DFLASH_CONFIGS[BIASED])
-    shared = {"embed_tokens.weight": np.asarray(own.embedding), "lm_head.weight": np.asarray(own.lm_head).T}
-    return {**to_tensors(own, drafter.config.with_window(None)), **shared}
-
-
-def load(directory: Path, name: str, form: Implementation) -> DFlash:
-    """Write a drafter and load it beside a target, whose embedding and head it takes."""
-    config, params = DFLASH_CONFIGS[name], random_params(DFLASH_CONFIGS[name])
-    save_drafter(directory / "drafter", params, config)
-    ends = {
-        "target_embedding": arrange_embedding(np.asarray(params.embedding), jnp.float32, form),
-        "target_lm_head": arrange(np.asarray(params.lm_head).T, jnp.float32, form),
-    }
-    loaded = drafter_of(*load_drafter(directory / "drafter", implementation=form, **ends))
-    assert isinstance(loaded, DFlash)
-    return loaded.replace(with_logits=True)
-
-
-def run(drafter: DFlash, num_drafts: int, state: PagedCache, proposing: Callable[..., Any] = propose) -> list[Step]:
-    """Run steps that accept none, some and all; return (rows known of each text, drafts) of each step."""
-    some = num_drafts // 2
-    accepted = [(0, num_drafts), (num_drafts, some), (some, 0), (0, some), (num_drafts, num_drafts), (0, 0)]
-    texts = [random_text(drafter.config, seed) for seed in (1, 2)]
-    firsts, nums, steps = [n - 1 for n in LENGTHS], [1, 1], []
-    for counts in accepted:
-        fresh = stack_fresh(texts, firsts, nums, num_drafts)
-        draft, state = proposing(drafter, state, fresh, num_drafts=num_drafts)
-        firsts = [first + num for first, num in zip(firsts, nums, strict=True)]
-        steps.append((firsts, draft))
-        nums = [count + 1 for count in counts]
-    return steps
-
-
-def assert_reference(drafter: DFlash, steps: list[Step], num_drafts: int) -> None:
-    """Assert that all steps have the drafts and logits of the float64 reference."""
-    tensors = tensors_of(drafter)
-    for known, draft in steps:
-        for row, seed in enumerate((1, 2)):
-            text = random_text(drafter.config, seed)
-            told = text.token_ids[: known[row] + 1].tolist(), text.aux_hidden[: known[row]]
-            expected = reference.draft_logits(tensors, drafter.config, *told, num_drafts)
-            np.testing.assert_allclose(logits_of(draft)[row], expected, atol=1e-4)
-            assert draft.token_ids[row].tolist() == expected.argmax(-1).tolist()
-
-
-@pytest.mark.parametrize(
-    ("name", "num_drafts", "form"),
-    [
-        (BIASED, 3, "xla"),
-        (BIASED, 7, "xla"),
-        (PLAIN, 3, "xla"),
-        (PLAIN, 4, "xla"),
-        (PLAIN, 1, "xla"),
-        pytest.param(BIASED, 7, "native", marks=NATIVE),
-        pytest.param(PLAIN, 3, "native", marks=NATIVE),
-    ],
-)
-def test_a_run_of_steps_gives_the_references_drafts(
-    tmp_path: Path, name: str, num_drafts: int, form: Implementation
-) -> None:
-    """Two sequences of different length; K = 3 and the whole block, two geometries; 6 steps that roll back."""
-    drafter = load(tmp_path, name, form)
-    texts = [random_text(drafter.config, seed) for seed in (1, 2)]
-    assert_reference(drafter, run(drafter, num_drafts, prompt_state(drafter, texts, LENGTHS, num_drafts)), num_drafts)
-
-
-@pytest.mark.parametrize("form", ["xla", pytest.param("native", marks=NATIVE)])
-def test_a_window_gives_the_references_drafts_in_pages_that_repeat(tmp_path: Path, form: Implementation) -> None:
-    drafter = load(tmp_path, BIASED, form)
-    drafter = drafter.replace(config=drafter.config.with_window(7))
-    texts = [random_text(drafter.config, seed) for seed in (1, 2)]
-    state = small_pages(drafter, 2, 64, 2 * K + 2)
-    assert state.tables[1].shape[1] * SMALL < 64
-    absorb = jax.jit(lambda drafter, state, *rows: drafter.absorb(state, *rows))
-    for begin in range(0, max(LENGTHS) - 1, 4):
-        place = np.arange(begin, begin + 4)
-        positions = np.stack([np.where(place < length - 1, place, -1) for length in LENGTHS]).astype(np.int32)
-        aux = np.stack([text.aux_hidden[place] for text in texts])
-        state = absorb(drafter, state, np.zeros_like(positions), aux, positions)
-    steps = run(drafter, K, state)
-    assert_reference(drafter, steps, K)
-    known, draft = steps[-1]
-    text = random_text(drafter.config, 1)
-    told = text.token_ids[: known[0] + 1].tolist(), text.aux_hidden[: known[0]]
-    everything = reference.draft_logits(tensors_of(drafter), drafter.config.with_window(None), *told, K)
-    assert np.abs(everything - logits_of(draft)[0]).max() > 0.01  # the window counts
 
 
 def test_the_rows_of_a_pass() -> None:
@@ -195,58 +96,6 @@ def test_a_width_is_the_size_of_the_block(name: str) -> None:
         assert np.abs(step(drafter, text, 9, most)[:width] - alone).max() > 1e-3
 
 
-def test_rows_of_a_block_leave_nothing_behind() -> None:
-    """After steps that accept none, some and all, drafts and context are those of one prefill of the text."""
-    drafter = dflash(PLAIN, with_logits=True)
-    text = random_text(drafter.config, 7)
-    state = prompt_state(drafter, [text], [5], 4)
-    first, num = 4, 1
-    for accepted in (0, 4, 1, 0, 4):
-        _, state = propose(drafter, state, stack_fresh([text], [first], [num], 4), num_drafts=4)
-        first, num = first + num, accepted + 1
-    fresh = stack_fresh([text], [first], [num], 4)
-    draft, state = propose(drafter, state, fresh, num_drafts=4)
-    clean, clean_state = propose(drafter, prompt_state(drafter, [text], [first + 1], 4), fresh, num_drafts=4)
-    np.testing.assert_allclose(logits_of(draft), logits_of(clean), atol=2e-5)
-    for ours, theirs in zip(*(entries(drafter, each, 0, first + num) for each in (state, clean_state)), strict=True):
-        assert np.abs(ours[:, -1]).max() > 1e-3
-        np.testing.assert_allclose(ours, theirs, atol=2e-5)
-
-
-def test_an_inactive_sequence_writes_nothing() -> None:
-    drafter = dflash(BIASED, with_logits=True)
-    texts = [random_text(drafter.config, seed) for seed in (8, 9)]
-    state = prompt_state(drafter, texts, LENGTHS, K)
-    before = entries(drafter, state, 0, 40)
-    _, state = propose(drafter, state, stack_fresh(texts, [4, -1], [1, 2], K), num_drafts=K)
-    for old, new in zip(before, entries(drafter, state, 0, 40), strict=True):
-        assert (old[0] != new[0]).any()
-        np.testing.assert_array_equal(old[1], new[1])
-
-
-@pytest.mark.parametrize("name", DFLASH_CONFIGS)
-def test_every_parameter_counts(name: str) -> None:
-    drafter = dflash(name, with_logits=True)
-    text = random_text(drafter.config, 16)
-    base = step(drafter, text, 6, K)
-    leaves, tree = jax.tree.flatten_with_path(jax.tree.map(np.asarray, drafter.params))
-    rng = np.random.default_rng(99)
-    for index, (path, leaf) in enumerate(leaves):
-        changed = [other for _, other in leaves]
-        changed[index] = jnp.asarray(leaf + 0.3 * rng.standard_normal(leaf.shape).astype(np.float32))
-        moved = step(drafter.replace(params=jax.tree.unflatten(tree, changed)), text, 6, K)
-        assert np.abs(moved - base).max() > 1e-3, jax.tree_util.keystr(path)
-
-
-def test_bfloat16_drafts_nearly_the_same() -> None:
-    """Strict promotion holds with bfloat16 parameters and float32 aux_hidden."""
-    drafter = dflash(BIASED, with_logits=True)
-    rounded = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf).astype(jnp.bfloat16)), drafter.params)
-    text = random_text(drafter.config, 18)
-    exact, half = step(drafter, text, 9, K), step(drafter.replace(params=rounded), text, 9, K)
-    assert 0 < np.abs(half - exact).max() < 0.3 * exact.std()
-
-
 def test_drafts_fit_the_block() -> None:
     drafter = dflash(PLAIN)
     fresh = stack_fresh([random_text(drafter.config, 19)], [5], [1], 5)
@@ -268,32 +117,6 @@ def test_a_narrowed_vocabulary_drafts_its_tokens_alone(tmp_path: Path) -> None:
     assert (np.delete(narrowed, ids, axis=1) == MASKED).all()
     with pytest.raises(InputError, match="proposes 4 of 53 tokens; expected all"):
         save_drafter(tmp_path / "drafter", params, config)
-
-
-# A draft's bits are its own
-
-propose_exactly = jax.jit(propose.__wrapped__, static_argnames="num_drafts", compiler_options=AS_FOR_USERS)
-
-
-@NATIVE
-@pytest.mark.parametrize("name", DFLASH_CONFIGS)
-def test_a_sequence_alone_has_the_bits_of_the_sequence_in_a_batch(tmp_path: Path, name: str) -> None:
-    """Also in a pass of more drafts than its width."""
-    drafter = load(tmp_path, name, "native")
-    texts, lengths = [random_text(drafter.config, seed) for seed in (1, 2, 3)], (5, 9, 7)
-    firsts, nums, widths = [n - 1 for n in lengths], [1, 4, 3], jnp.asarray([4, 1, 3])
-    state = prompt_state(drafter, texts, lengths, 4)
-    fresh = stack_fresh(texts, firsts, nums, 4)
-    together, after = propose_exactly(drafter, state, fresh, num_drafts=4, widths=widths)
-    for b, width in enumerate(widths.tolist()):
-        own = slice(b, b + 1)
-        own_fresh = jax.tree.map(lambda part, own=own: jnp.asarray(np.asarray(part)[own]), fresh)
-        alone, own_after = propose_exactly(drafter, of_sequences(state, own), own_fresh, num_drafts=width)
-        bits = (logits_of(draft).view(np.uint32) for draft in (alone, together))
-        np.testing.assert_array_equal(next(bits)[0], next(bits)[b, :width])
-        held = (entries(drafter, cache, 0, lengths[b] + nums[b] - 1) for cache in (own_after, of_sequences(after, own)))
-        for one, other in zip(*held, strict=True):
-            np.testing.assert_array_equal(one, other)
 
 
 # Files

@@ -31,11 +31,12 @@ from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.state import check_integrity
 from peagle.loading import load, load_over
 from peagle.ops import native
-from peagle.ops.attention import PAGE_SIZE
+from peagle.ops.attention import PAGE_SIZE, PagedCache
 from peagle.ops.checkpoint import Cut
 from peagle.ops.errors import InputError
 from peagle.ops.linear import PackedMatrix, SplitMatrix, arrange, as_matrix
 from peagle.ops.messages import DrafterInput
+from peagle.pair import Pair
 from peagle.parallel import MeshShape, Sharded, make_meshes, replicate, shard
 from peagle.protocols import Explains, Target
 from peagle.workflows.random_checkpoint import random_tensors
@@ -46,12 +47,13 @@ from target import load as target_load
 from target.load import load_target, save_target, write_target
 from target.model import GptOss
 from target.shard import Hint, Part, Place
-from tests.drafter.train.test_trainer import RECIPE, initial, trainer
 from tests.peagle.engine.test_interleaving import decoded_alone, interleave
 from tests.support.compiling import AS_FOR_USERS
 from tests.support.drafters import random_params
+from tests.support.pairs import Directories
 from tests.support.toys import CONFIG as TINY
 from tests.support.toys import Scripted, decode, drafter_config, tiny_target
+from tests.support.trainers import RECIPE, initial, trainer
 from tests.target.test_shard import CONFIG
 
 AUX = (0, 1)
@@ -118,15 +120,22 @@ PASSES = (
 )
 
 
-def walk(target: Target, passes: tuple[tuple[int, int], ...] = PASSES) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return (logits, aux_hidden) of each pass; the pages of the window of 11 positions repeat."""
-    extend = jax.jit(type(target).extend)
+def begin(target: Target) -> PagedCache:
+    """Make caches of two rows; the pages of the window of 11 positions repeat."""
     cache = jax.jit(lambda: target.init_cache(2, LENGTH, 16))()
     assert cache.tables[1].shape[1] * PAGE_SIZE < LENGTH
-    logits, aux_hidden = [], []
+    return cache
+
+
+EXTEND = {kind: jax.jit(kind.extend) for kind in (GptOss, Sharded)}
+
+
+def walk(target: Target, passes: tuple[tuple[int, int], ...] = PASSES) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return (logits, aux_hidden) of each pass."""
+    cache, logits, aux_hidden = begin(target), [], []
     for start, end in passes:
         positions = np.tile(np.arange(start, end, dtype=np.int32), (2, 1))
-        out, cache = extend(target, TOKENS[:, start:end], positions, cache)
+        out, cache = EXTEND[type(target)](target, TOKENS[:, start:end], positions, cache)
         logits.append(np.asarray(out.logits))
         aux_hidden.append(np.asarray(out.aux_hidden))
     return logits, aux_hidden
@@ -202,16 +211,16 @@ def test_verifying_equals_decoding_bit_for_bit(root: Path, shape: MeshShape) -> 
 COLLECTIVE = r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)[-a-z]*\("
 
 
-def compiled_text(target: Target, width: int = 4) -> str:
-    cache = jax.jit(lambda: target.init_cache(2, 40, 8))()
-    positions = np.tile(np.arange(width, dtype=np.int32), (2, 1))
-    text: str = jax.jit(type(target).extend).lower(target, TOKENS[:, :width], positions, cache).compile().as_text()
+def compiled_text(target: Target) -> str:
+    """Compile a pass of one token, of which there is a copy if the target has been walked."""
+    positions = np.zeros((2, 1), np.int32)
+    text: str = EXTEND[type(target)].lower(target, TOKENS[:, :1], positions, begin(target)).compile().as_text()
     return text
 
 
-@pytest.mark.parametrize("kernels", ON)
-def test_two_collectives_a_layer_and_one_at_the_head(root: Path, kernels: Kernels) -> None:
-    text = compiled_text(over(root, TP4, "packed", kernels))
+@pytest.mark.parametrize(("shape", "kernels"), [(EP4, "xla"), *((TP4, kernels) for kernels in ON[1:])], ids=str)
+def test_two_collectives_a_layer_and_one_at_the_head(root: Path, shape: MeshShape, kernels: Kernels) -> None:
+    text = compiled_text(over(root, shape, "packed", kernels))
     collectives = re.findall(COLLECTIVE, text)
     assert collectives == ["all-gather"] * (2 * CONFIG.num_layers + 1)
     if kernels == "native":
@@ -233,6 +242,7 @@ REQUESTS = [
     Request(PROMPTS[0], 50, SamplingParams(temperature=0.9, seed=7)),
     *(Request(prompt, 9) for prompt in PROMPTS),
 ]
+PLAIN = ResolvedConfig(slots=1, context=256, prefill_chunk=64)
 
 
 def run(
@@ -251,7 +261,9 @@ def run(
 
 
 @pytest.mark.parametrize(
-    ("shape", "config"), [pytest.param(TP4, DRAFTER, marks=pytest.mark.slow), (BOTH, DRAFTER), (TP4, BLOCK)], ids=str
+    ("shape", "config"),
+    [(BOTH, DRAFTER), *(pytest.param(TP4, config, marks=pytest.mark.slow) for config in (DRAFTER, BLOCK))],
+    ids=["P-EAGLE", "P-EAGLE", "DFlash"],
 )
 def test_the_engine_emits_the_same_with_the_same_acceptance(
     root: Path, shape: MeshShape, config: DrafterConfig
@@ -395,14 +407,13 @@ def test_the_layout_of_experts_is_the_same_on_all_ranks(root: Path, monkeypatch:
 def test_a_prefix_is_found_again(root: Path) -> None:
     target = over(root, TP4, "packed", FAST)
     prompt = tuple(np.random.default_rng(9).integers(0, CONFIG.vocab_size, 140).tolist())
-    config = ResolvedConfig(slots=1, context=256, prefill_chunk=64, prefix_cache=1 << 20)
-    engine = Engine(target, None, config)
+    engine = Engine(target, None, dataclasses.replace(PLAIN, prefix_cache=1 << 20))
     answers = []
     for _ in range(2):
         chunks = list(engine.follow(engine.add(Request(prompt, 6))))
         answers.append([token for chunk in chunks for token in chunk.token_ids])
     assert chunks[0].num_cached_tokens > 0
-    cold = Engine(whole(root, "packed", FAST), None, dataclasses.replace(config, prefix_cache=0))
+    cold = Engine(whole(root, "packed", FAST), None, PLAIN)
     chunks = list(cold.follow(cold.add(Request(prompt, 6))))
     assert answers == [[token for chunk in chunks for token in chunk.token_ids]] * 2
 
@@ -410,12 +421,12 @@ def test_a_prefix_is_found_again(root: Path) -> None:
 def test_a_sequence_goes_on_over_other_devices(root: Path) -> None:
     """From ranks that share kv heads to the whole target, and to other such ranks; and back. A head travels once."""
     targets = [over(root, TP8, "packed", FAST), over(root, TP4, "packed", FAST), whole(root, "packed", FAST)]
-    config, request = ResolvedConfig(slots=1, context=160, prefill_chunk=64), Request((PROMPTS[1] * 8)[:140], 12)
-    expected = decode(Engine(targets[-1], None, config), [request])[0][0]
-    receivers = [Engine(target, None, dataclasses.replace(config, role="decode")) for target in targets[1:]]
+    request = Request((PROMPTS[1] * 8)[:140], 12)
+    expected = decode(Engine(targets[-1], None, PLAIN), [request])[0][0]
+    receivers = [Engine(target, None, dataclasses.replace(PLAIN, role="decode")) for target in targets[1:]]
     sizes = set()
     for target in targets[::2]:
-        sender = Engine(target, None, dataclasses.replace(config, role="prefill"))
+        sender = Engine(target, None, dataclasses.replace(PLAIN, role="prefill"))
         handle = sender.add(request)
         first = [token for chunk in sender.follow(handle) for token in chunk.token_ids]
         assert handle.hand_off is not None
@@ -438,18 +449,21 @@ def test_what_is_not_finite_is_named(root: Path) -> None:
     assert broken.first_not_finite([1, 2, 3]) == "layer 1 of 0..1, at position 0 (token 1)"
 
 
-def test_a_pair_is_loaded_over_a_mesh() -> None:
-    """The demo, which has three heads; its drafter is on every device of both replicas."""
-    prompt, reports = "def clamp(value, low, high):", []
-    pair = load(mesh="dp=2,tp=3", progress=lambda *done: reports.append(done))
-    assert pair.loaded.mesh == "6 devices, dp=2,tp=3,ep=1"
-    assert isinstance(pair.target, Sharded)
+def test_a_pair_is_loaded_over_a_mesh(directories: Directories, pair: Pair) -> None:
+    """Its drafter is on every device of both replicas."""
+    reports: list[tuple[int, int]] = []
+    meshed = load(
+        directories.target, directories.drafter, mesh="dp=2,tp=2", progress=lambda *done: reports.append(done)
+    )
+    assert meshed.loaded.mesh == "4 devices, dp=2,tp=2,ep=1"
+    assert isinstance(meshed.target, Sharded)
     assert reports[-1][0] == reports[-1][1]
-    (other,) = pair.replicas
-    for one, devices in ((pair, {0, 1, 2}), (other, {3, 4, 5})):
+    (other,) = meshed.replicas
+    for one, devices in ((meshed, {0, 1}), (other, {2, 3})):
         for model in (one.target, one.drafter):
             assert {device.id for leaf in jax.tree.leaves(model) for device in leaf.devices()} == devices
-    expected, answer = (one.generate(prompt, max_new_tokens=16, num_speculative_tokens=3) for one in (load(), other))
+    prompt = "def clamp(value, low, high):"
+    expected, answer = (one.generate(prompt, max_new_tokens=16, num_speculative_tokens=3) for one in (pair, other))
     assert (answer.output_ids, answer.acceptance_length) == (expected.output_ids, expected.acceptance_length)
 
 
@@ -555,8 +569,8 @@ FAULTS: dict[str, Fault] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(root: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     FAULTS[fault](monkeypatch)
-    faulty = over(root, TP2, "packed", FAST)
-    check_shapes(faulty, TP2)
+    faulty = over(root, TP4, "packed", FAST)
+    check_shapes(faulty, TP4)
     (logits,), _ = walk(faulty, PASSES[:1])
     whole = expected(root, "packed", FAST)[0][0]
     assert np.abs(logits - whole).max() > 1e-2 * whole.std()

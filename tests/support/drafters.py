@@ -3,16 +3,21 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from drafter import model
+from drafter import model, reference
 from drafter.config import DrafterConfig
+from drafter.load import load_drafter, save_drafter, to_tensors
 from drafter.params import DrafterParams, init_params
-from drafter.propose import AnyDrafter, DFlash, Eagle3, PEagle
-from peagle.ops.attention import PagedCache
+from drafter.propose import AnyDrafter, DFlash, Eagle3, PEagle, drafter_of
+from peagle.ops.attention import MASKED, PagedCache
+from peagle.ops.kernels import Implementation
+from peagle.ops.linear import arrange, arrange_embedding
 from peagle.ops.messages import DrafterInput, DraftOutput
 from peagle.ops.rope import Llama3, RopeConfig, Yarn
 from tests.support.paging import small_pages
@@ -199,6 +204,7 @@ DFLASH_CONFIGS = {
     ),
 }
 BIASED, PLAIN = DFLASH_CONFIGS
+EVERY = CONFIGS | DFLASH_CONFIGS
 
 
 @functools.cache
@@ -236,6 +242,32 @@ def eagle3(name: str) -> Eagle3:
 
 def dflash(name: str, with_logits: bool = False) -> DFlash:
     return DFlash(random_params(DFLASH_CONFIGS[name]), DFLASH_CONFIGS[name], with_logits)
+
+
+def drafting(name: str) -> AnyDrafter:
+    """Make a drafter that shows its logits, if its kind has any."""
+    made = drafter_of(random_params(EVERY[name]), EVERY[name])
+    return made if isinstance(made, Eagle3) else made.replace(with_logits=True)
+
+
+def loaded(directory: Path, name: str, form: Implementation, dtype: Any = jnp.float32) -> AnyDrafter:
+    """Write a drafter and load it; one that has its target's embedding and head takes them from beside the file."""
+    config, params = EVERY[name], random_params(EVERY[name])
+    save_drafter(directory / "drafter", params, config)
+    ends = {}
+    if config.kind == "DFlash":
+        ends["target_embedding"] = arrange_embedding(np.asarray(params.embedding), dtype, form)
+        ends["target_lm_head"] = arrange(np.asarray(params.lm_head).T, dtype, form)
+    made = drafter_of(*load_drafter(directory / "drafter", dtype, implementation=form, **ends))
+    return made if isinstance(made, Eagle3) else made.replace(with_logits=True)
+
+
+@functools.cache
+def tensors_of(name: str) -> dict[str, np.ndarray]:
+    """Return a drafter's tensors, with the embedding and the head of its target if it has none."""
+    config, params = EVERY[name], random_params(EVERY[name])
+    ends = {"embed_tokens.weight": np.asarray(params.embedding), "lm_head.weight": np.asarray(params.lm_head).T}
+    return to_tensors(params, config) | (ends if config.kind == "DFlash" else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,6 +348,71 @@ def propose(
     """Propose num_drafts drafts for every sequence, or as many as widths."""
     widths = jnp.full(fresh.num.shape, num_drafts, jnp.int32) if widths is None else widths
     return drafter.propose(state, fresh, widths, num_drafts)
+
+
+def absorbed(
+    drafter: AnyDrafter, state: PagedCache, texts: Sequence[Text], lengths: Sequence[int], chunk: int, absorbing: Any
+) -> PagedCache:
+    """Prefill the texts chunk by chunk; padding follows the rows."""
+    for begin in range(0, max(lengths) - 1, chunk):
+        place = np.arange(begin, begin + chunk)
+        positions = np.stack([np.where(place < length - 1, place, -1) for length in lengths]).astype(np.int32)
+        token_ids = np.stack([text.token_ids[place + 1] for text in texts])
+        aux = np.stack([text.aux_hidden[place] for text in texts])
+        state = absorbing(drafter, state, token_ids, aux, positions)
+    return state
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    known: list[int]  # rows of each text that have a true aux_hidden, and there is one token more; 0: inactive
+    draft: DraftOutput
+
+
+def run_steps(
+    drafter: AnyDrafter,
+    state: PagedCache,
+    texts: Sequence[Text],
+    lengths: Sequence[int],
+    accepted: Sequence[Sequence[int | None]],
+    num_drafts: int,
+    proposing: Any = None,
+) -> tuple[list[Step], PagedCache]:
+    """Run steps that accept so many drafts of each text (None: it pauses from here on); return them and the state."""
+    firsts, nums, steps = [length - 1 for length in lengths], [1] * len(lengths), []
+    for counts in accepted:
+        fresh = stack_fresh(texts, firsts, nums, num_drafts)
+        draft, state = (proposing or propose)(drafter, state, fresh, num_drafts=num_drafts)
+        known = [first + num if first >= 0 else 0 for first, num in zip(firsts, nums, strict=True)]
+        steps.append(Step(known, draft))
+        firsts = [-1 if count is None else rows for count, rows in zip(counts, known, strict=True)]
+        nums = [1 if count is None else count + 1 for count in counts]
+    return steps, state
+
+
+def reference_logits(name: str, config: DrafterConfig, text: Text, known: int, num_drafts: int) -> np.ndarray:
+    """Compute the float64 reference's logits of the drafts after so many rows of a text."""
+    told = text.token_ids[: known + 1].tolist(), text.aux_hidden[:known]
+    return reference.draft_logits(tensors_of(name), config, *told, num_drafts)
+
+
+def assert_reference(
+    name: str, config: DrafterConfig, texts: Sequence[Text], steps: Sequence[Step], num_drafts: int
+) -> None:
+    """Assert that steps have the float64 reference's drafts, and its logits if they show any: MASKED is what is not
+    in the draft vocabulary."""
+    offsets = tensors_of(name).get("d2t")
+    for step in steps:
+        for row, (text, known) in enumerate(zip(texts, step.known, strict=True)):
+            if not known:
+                continue
+            expected = reference_logits(name, config, text, known, num_drafts)
+            ids = np.arange(expected.shape[1]) + (0 if offsets is None else offsets)
+            assert step.draft.token_ids[row].tolist() == ids[expected.argmax(-1)].tolist()
+            if step.draft.logits is not None:
+                logits = np.asarray(step.draft.logits[row])
+                np.testing.assert_allclose(logits[:, ids], expected, atol=1e-4)
+                assert (np.delete(logits, ids, axis=1) == MASKED).all()
 
 
 def logits_of(draft: DraftOutput) -> np.ndarray:

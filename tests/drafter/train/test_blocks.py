@@ -23,6 +23,7 @@ from tests.support.drafters import BIASED, CONFIGS, DFLASH_CONFIGS, ONE, PLAIN, 
 
 T, DEPTH, BLOCKS = 24, 4, 7
 CONFIG = DFLASH_CONFIGS[PLAIN]
+TWO_LAYERS, ONE_LAYER = (dataclasses.replace(CONFIG, num_layers=number) for number in (2, 1))  # gradients compile long
 RECIPE = Recipe(steps=10, width=T, cod=Cod(depth=DEPTH), blocks=BLOCKS, draft_decay=4.0, learning_rate=1e-2)
 losses = jax.jit(chain_loss, static_argnames=("config", "loss", "counts", "part", "draft_decay"))
 
@@ -158,15 +159,17 @@ def batch_of(data: dict[str, np.ndarray], chains: list[tuple[np.ndarray, np.ndar
 @pytest.mark.parametrize("window", [None, 6])
 def test_gradients_of_parts_add_up_to_those_of_the_whole(window: int | None) -> None:
     """Also where a part reads only what its window reaches."""
-    config, params, data = CONFIG.with_window(window), random_params(CONFIG), row(9)
-    found = []
+    config, params, data = TWO_LAYERS.with_window(window), random_params(TWO_LAYERS), row(9)
+    gradients = []
     for parts in (1, 3):
         segments = Segments.even(T, parts)
         counts = tuple((T // parts,) * (DEPTH - 1) for _ in range(parts))
         recipe = dataclasses.replace(RECIPE, parts=parts, blocks=T)
         run = jax.jit(gradients_of, static_argnums=(1, 2, 3))
-        found.append(run(params, config, recipe, counts, None, None, batch_of(data, sampled(data, segments, counts))))
-    whole, cut = found
+        gradients.append(
+            run(params, config, recipe, counts, None, None, batch_of(data, sampled(data, segments, counts)))
+        )
+    whole, cut = gradients
     np.testing.assert_array_equal(whole[0].rows, cut[0].rows)
     for one, other in zip(jax.tree.leaves(whole[1]), jax.tree.leaves(cut[1]), strict=True):
         np.testing.assert_allclose(one, other, atol=2e-4)
@@ -178,19 +181,17 @@ def test_a_step_trains_all_but_the_targets_embedding_and_head(rule: Any) -> None
     recipe = dataclasses.replace(RECIPE, optimizer=rule, weight_decay=0.1)
     counts = segments.block_counts(DEPTH, BLOCKS)
     batch = batch_of(data, sampled(data, segments, counts))
-    whole = random_params(CONFIG)
-    ends = Ends.of(whole, CONFIG)
+    whole = random_params(ONE_LAYER)
+    ends = Ends.of(whole, ONE_LAYER)
     params = dataclasses.replace(whole, embedding=None, lm_head=None)
-    mesh = jax.make_mesh((1,), ("rows",))
+    mesh, everywhere = jax.make_mesh((1,), ("rows",)), jax.sharding.PartitionSpec()
 
-    def run(params: DrafterParams) -> DrafterParams:
-        state = State(params, optimizer(recipe, jnp.float32(10)).init(params))
-        for _ in range(2):  # the rate is 0 in the first step
-            state, _ = next_state(CONFIG, recipe, counts, state, jnp.float32(10), None, None, ends, batch)
-        return state.params
+    def step(state: State) -> State:
+        return next_state(ONE_LAYER, recipe, counts, state, jnp.float32(10), None, None, ends, batch)[0]
 
-    everywhere = jax.sharding.PartitionSpec()
-    stepped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False))(params)
+    run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False))
+    state = State(params, optimizer(recipe, jnp.float32(10)).init(params))
+    stepped = run(run(state)).params  # the rate is 0 in the first step
     for path, before in jax.tree.leaves_with_path(params):
         name = jax.tree_util.keystr(path)
         after = dict(jax.tree.leaves_with_path(stepped))[path]

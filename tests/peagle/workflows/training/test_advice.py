@@ -1,0 +1,131 @@
+"""What a training says about itself: when its time is over, how it goes, and what to try next."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from peagle.cli.training import _shown
+from peagle.workflows.training import Deadline, planned_steps
+from peagle.workflows.training_advice import parted_curves, weak_drafter
+
+
+def logged(step: int, right: float, loss: float = 3.0, epochs: float = 1.0) -> dict[str, Any]:
+    return {"step": step, "loss": loss, "hits_by_depth": [right, 0.1], "epochs": [epochs]}
+
+
+def held_out(step: int, right: float, loss: float = 3.0) -> dict[str, Any]:
+    figures = {"loss": loss, "hits_by_depth": [right, 0.1], "score": 1 + 1.1 * right, "documents": "a"}
+    return {"step": step, "held_out": figures}
+
+
+def evaluated(step: int, length: float) -> dict[str, Any]:
+    return {"step": step, "evaluation": {"acceptance_length": length}}
+
+
+WEAK = [  # the log, whether it began with a trained drafter, what is said
+    ([], False, None),
+    ([logged(10, 0.5), evaluated(10, 2.0)], False, None),
+    ([logged(10, 0.95)], False, None),  # 1 + .95 + .95 * .1
+    ([logged(10, 0.02)], False, "the first draft is right in .02 of the places"),
+    ([logged(10, 0.95), held_out(10, 0.3)], False, "the first draft is right in .30 of the places"),
+    ([logged(10, 0.95), evaluated(10, 1.25)], False, "the acceptance length is 1.25, and drafting pays little"),
+    (
+        [logged(10, 0.2), evaluated(10, 1.25)],
+        False,
+        "next try more minutes (--out RUN --resume --minutes N), more prompts (peagle data), --init with a trained "
+        "drafter, peagle parity --drafter RUN/drafter, which looks for other causes",
+    ),
+    (
+        [logged(10, 0.2, epochs=5.0), evaluated(10, 1.25)],
+        True,
+        "more prompts (peagle data), more minutes (--out RUN --resume --minutes N), peagle parity",
+    ),
+    (  # the curves part
+        [logged(10, 0.6, epochs=8.0), held_out(10, 0.19), evaluated(10, 1.25)],
+        True,
+        "next try more prompts (peagle data), peagle parity",
+    ),
+]
+
+
+@pytest.mark.parametrize(("log", "init", "says"), WEAK)
+def test_a_weak_drafter_is_a_warning_with_what_to_try_next(log: Any, init: bool, says: str | None) -> None:
+    told = weak_drafter(log, Path("RUN"), init=init)
+    assert told is None if says is None else says in (told or "")
+
+
+PARTED = [
+    ([logged(10, 0.2)], None),
+    ([logged(10, 0.2), held_out(10, 0.2)], None),
+    ([logged(10, 0.2), held_out(10, 0.2), logged(20, 0.3, 2.5), held_out(20, 0.25, 2.8)], None),
+    (  # right more often in training
+        [logged(10, 0.57, epochs=8.0), held_out(10, 0.19)],
+        "after 8.0 epochs, the first draft is right in .57 of the places there and in .19 of held-out ones",
+    ),
+    (  # the held-out loss rises
+        [logged(10, 0.2), held_out(10, 0.2), logged(20, 0.3, 2.5), held_out(20, 0.2, 3.2)],
+        "at step 20, after 1.0 epochs, the first draft is right in .30 of the places there and in .20 of held-out "
+        "ones (best step: 10)",
+    ),
+    # both losses rise: no training by heart
+    ([logged(10, 0.2), held_out(10, 0.2), logged(20, 0.2, 3.4), held_out(20, 0.2, 3.2)], None),
+]
+
+
+@pytest.mark.parametrize(("log", "says"), PARTED)
+def test_curves_that_part_are_a_warning(log: Any, says: str | None) -> None:
+    told = parted_curves(log)
+    assert told is None if says is None else says in (told or "")
+
+
+def test_an_acceptance_that_nobody_knows_is_a_dash() -> None:
+    """All answers had one token: no step drafted."""
+    figures = {"acceptance_length": None, "acceptance_length_without_loops": None, "num_outputs": 3}
+    line = {"step": 4, "evaluation": figures}
+    assert _shown(line) == "step 4: acceptance length -, without loops -, of 3 held-out prompts"
+
+
+def test_a_curve_may_have_one_point(tmp_path: Path, curves: Callable[..., str]) -> None:
+    for log in ([logged(1, 0.5)], [logged(1, 0.5), held_out(1, 0.4)]):
+        assert curves(log, tmp_path) == str(tmp_path / "curve.svg")
+
+
+def test_every_line_of_a_curve_is_readable_on_a_dark_page(tmp_path: Path, curves: Callable[..., str]) -> None:
+    depths = 9
+    log = [{"step": step, "loss": 3.0 - step, "hits_by_depth": [0.1 * step] * depths} for step in (1, 2)]
+    lengths = {"acceptance_length": 2.0, "acceptance_length_without_loops": 1.5}
+    log.append({"step": 2, "evaluation": {**lengths, "num_speculative_tokens": 7}})
+    rules, _, body = Path(curves(log, tmp_path)).read_text(encoding="utf-8").partition("</style>")
+    assert "@media (prefers-color-scheme: dark)" in rules
+    lines = set(re.findall(r"fill: none; stroke: (#\w{6}); stroke-width: 1.5", body))
+    assert len(lines) == depths
+    on_dark = [dark for color in lines for dark in re.findall(rf"stroke: {color}.. {{ stroke: (#\w{{6}})", rules)]
+    assert len(set(on_dark)) == depths
+
+
+def test_a_deadline_begins_with_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("peagle.workflows.training.time", SimpleNamespace(monotonic=lambda: now[0]))
+    deadline, unending = Deadline(1.0), Deadline(None)
+    over = []
+    for seconds in (500, 59, 1):  # loading; compiling and evaluations; a step
+        now[0] += seconds
+        over.append(deadline.over())
+    assert over == [False, False, True]
+    assert not unending.over()
+    now[0] += 1e9
+    assert not unending.over()
+
+
+def test_evaluations_take_their_part_of_the_minutes() -> None:
+    """Nine tenths of ten minutes: steps of one second, an evaluation of 20 s at the end and after every 100 steps."""
+    assert planned_steps(10.0, 1.0, 0.0, 0) == 540
+    assert planned_steps(10.0, 1.0, 20.0, 0) == 520
+    assert planned_steps(10.0, 1.0, 20.0, 100) == 440  # and five evaluations
+    assert planned_steps(10.0, 1.0, 0.0, 0, 2.0) == 500  # and twenty losses on held-out documents
+    assert planned_steps(1.0, 1.0, 0.0, 0, 2.0) == 44  # and five, one every ten steps
+    assert planned_steps(0.1, 1.0, 20.0, 100) == 0
