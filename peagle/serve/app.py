@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect
 
 from peagle.ops.errors import InputError
 from peagle.serve import chat, completions, responses
+from peagle.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from peagle.serve.errors import ApiError
 from peagle.serve.formatter import Generation
 from peagle.serve.http import (
@@ -33,24 +34,20 @@ from peagle.serve.http import (
     until_disconnect,
 )
 from peagle.serve.page import HEADERS, PAGE
-from peagle.serve.service import Service
-from peagle.serve.types import (
-    ChatBody,
+from peagle.serve.replies import (
     ChatCompletion,
     Completion,
-    CompletionBody,
-    DetokenizeBody,
     Detokenized,
     Error,
     Health,
     ModelCard,
     Models,
     Response,
-    ResponsesBody,
-    TokenizeBody,
     Tokenized,
     TokenizerInfo,
 )
+from peagle.serve.response_bodies import ResponsesBody
+from peagle.serve.service import Service
 
 NO_ROOM = (429, 503)  # statuses of requests refused for lack of room
 SCHEMA = "#/components/schemas/{model}"

@@ -6,22 +6,14 @@ from typing import Any
 
 from peagle.ops.strict_json import Written
 from peagle.result import Result
+from peagle.serve.bodies import ChatBody, StreamOptions
 from peagle.serve.formatter import ChannelFormatter, ChoicesFormatter, Generation
 from peagle.serve.outputs import OutputChunk, OutputCollector, TokenTexts
+from peagle.serve.replies import CallDelta, ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, Message
 from peagle.serve.requests import notes
 from peagle.serve.service import Service
 from peagle.serve.structured import constraint
 from peagle.serve.tools import CustomCalls
-from peagle.serve.types import (
-    CallDelta,
-    ChatBody,
-    ChatChoice,
-    ChatChunkChoice,
-    ChatDelta,
-    ChatLogprobs,
-    Message,
-    StreamOptions,
-)
 from peagle.text.channels import Delta
 
 TEXT_OF_CALL = {"function": "arguments", "custom": "input"}

@@ -8,11 +8,12 @@ from typing import Any
 from peagle.engine.request import TokenLogprobs
 from peagle.ops.strict_json import Written, number
 from peagle.result import Result
+from peagle.serve.bodies import CompletionBody, StreamOptions
 from peagle.serve.formatter import ChoicesFormatter, Generation
 from peagle.serve.outputs import OutputChunk, OutputCollector
+from peagle.serve.replies import CompletionChunkChoice, CompletionLogprobs
 from peagle.serve.service import Service
 from peagle.serve.structured import constraint
-from peagle.serve.types import CompletionBody, CompletionChunkChoice, CompletionLogprobs, StreamOptions
 from peagle.text.channels import Delta
 from peagle.text.tokenizer import Detokenizer, detokenize
 

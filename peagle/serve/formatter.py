@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 from peagle.engine.request import TokenLogprobs
 from peagle.ops.strict_json import dumps, number
 from peagle.result import Result
+from peagle.serve.bodies import StreamOptions, Tool
 from peagle.serve.errors import ApiError
 from peagle.serve.outputs import OutputChunk, OutputCollector, figures, usage
+from peagle.serve.replies import Usage
 from peagle.serve.tools import CustomCalls
-from peagle.serve.types import StreamOptions, Tool, Usage
 from peagle.text.channels import Delta
 from peagle.text.tokenizer import Tokenizer
 

@@ -22,8 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from peagle.ops.settings import brief
 from peagle.ops.strict_json import dumps
+from peagle.serve.bodies import Body
 from peagle.serve.errors import ApiError
-from peagle.serve.types import Body
 
 ANY_ORIGIN = "*"
 BODY_PATIENCE_S = 60.0

@@ -12,7 +12,7 @@ from peagle.measure.metrics import speculative_decoding_block, total
 from peagle.result import Assembler, Counters, Result, origins, refuse_stop_strings_without
 from peagle.serve.errors import ApiError
 from peagle.serve.loop import Loop, Submitted
-from peagle.serve.types import Figures, TokenOrigin, Usage
+from peagle.serve.replies import Figures, TokenOrigin, Usage
 from peagle.text.channels import CALL, ChannelParser, Delta
 from peagle.text.places import TokenPlace
 from peagle.text.tokenizer import Detokenizer, Tokenizer

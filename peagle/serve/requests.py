@@ -15,13 +15,7 @@ from peagle.measure.logprobs import output_logprobs
 from peagle.ops.errors import InputError
 from peagle.ops.settings import brief
 from peagle.pair import Pair
-from peagle.serve.errors import ApiError
-from peagle.serve.http import MOST_PROMPTS
-from peagle.serve.instructions import INSTRUCTING, as_instructions, instructions_first
-from peagle.serve.names import CHAT, Names
-from peagle.serve.structured import constraint, grammar_of, unusable
-from peagle.serve.tools import begin_call, bound_calls, chat_of, offered, parameters_of, takes_tools
-from peagle.serve.types import (
+from peagle.serve.bodies import (
     MOST_CHOICES,
     ChatBody,
     ChatMessage,
@@ -32,6 +26,12 @@ from peagle.serve.types import (
     Sampled,
     TokenizeBody,
 )
+from peagle.serve.errors import ApiError
+from peagle.serve.http import MOST_PROMPTS
+from peagle.serve.instructions import INSTRUCTING, as_instructions, instructions_first
+from peagle.serve.names import CHAT, Names
+from peagle.serve.structured import constraint, grammar_of, unusable
+from peagle.serve.tools import begin_call, bound_calls, chat_of, offered, parameters_of, takes_tools
 from peagle.text.channels import CALL, control_ids
 from peagle.text.prompts import check_encodable
 from peagle.text.tokenizer import Message, TemplateError, TextTooLong, Tokenizer, detokenize

@@ -7,15 +7,7 @@ from typing import Any
 
 from peagle.ops.strict_json import Written, dumps
 from peagle.result import Result
-from peagle.serve.errors import ApiError
-from peagle.serve.formatter import ChannelFormatter, Generation
-from peagle.serve.names import MessageNames, Names, ResponseNames
-from peagle.serve.outputs import OutputChunk, OutputCollector, figures, usage
-from peagle.serve.requests import notes
-from peagle.serve.service import Service
-from peagle.serve.structured import constraint
-from peagle.serve.tools import id_of_no_call, id_twice, result_alone
-from peagle.serve.types import (
+from peagle.serve.bodies import (
     Body,
     ChatBody,
     ChatMessage,
@@ -24,6 +16,20 @@ from peagle.serve.types import (
     CustomTool,
     Function,
     FunctionTool,
+    JsonSchema,
+    ResponseFormat,
+    Syntax,
+    Tool,
+    qualified,
+    text_of,
+)
+from peagle.serve.errors import ApiError
+from peagle.serve.formatter import ChannelFormatter, Generation
+from peagle.serve.names import MessageNames, Names, ResponseNames
+from peagle.serve.outputs import OutputChunk, OutputCollector, figures, usage
+from peagle.serve.replies import ResponseEvent, ResponseUsage, Usage
+from peagle.serve.requests import notes
+from peagle.serve.response_bodies import (
     HostedTool,
     InputCall,
     InputCustomCall,
@@ -32,21 +38,15 @@ from peagle.serve.types import (
     InputReasoning,
     InputResult,
     Item,
-    JsonSchema,
     Namespace,
     OfferedCustom,
     OfferedFunction,
-    ResponseEvent,
-    ResponseFormat,
     ResponsesBody,
-    ResponseUsage,
-    Syntax,
     TextFormat,
-    Tool,
-    Usage,
-    qualified,
-    text_of,
 )
+from peagle.serve.service import Service
+from peagle.serve.structured import constraint
+from peagle.serve.tools import id_of_no_call, id_twice, result_alone
 from peagle.text.channels import Delta
 
 LOGPROBS_OF_TEXT = "message.output_text.logprobs"  # of include

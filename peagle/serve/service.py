@@ -14,24 +14,17 @@ from peagle.engine.grammar import CompiledGrammar
 from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request, TokenLogprobs
 from peagle.ops.strict_json import dumps
+from peagle.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, Sampled, TokenizeBody
 from peagle.serve.errors import ApiError
 from peagle.serve.formatter import Generation
 from peagle.serve.http import Refusals, Unsent, parse, utc_now
 from peagle.serve.loop import Loop
 from peagle.serve.metrics import Metrics
 from peagle.serve.outputs import pooled, usage
+from peagle.serve.replies import Health, ModelCard
 from peagle.serve.requests import RequestBuilder
+from peagle.serve.response_bodies import ResponsesBody
 from peagle.serve.structured import constraint
-from peagle.serve.types import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    Health,
-    ModelCard,
-    ResponsesBody,
-    Sampled,
-    TokenizeBody,
-)
 
 DEFAULT_MAX_BODY = DEFAULT_MAX_UNSENT = 4_000_000
 POLL_S = 0.02

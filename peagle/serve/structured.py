@@ -1,11 +1,11 @@
-"""Make grammars from the fields that constrain an answer (peagle.serve.types.Structured)."""
+"""Make grammars from the fields that constrain an answer (peagle.serve.bodies.Structured)."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from peagle.engine.grammar import Grammar, GrammarError
+from peagle.serve.bodies import ChatBody, Structured
 from peagle.serve.errors import ApiError
-from peagle.serve.types import ChatBody, Structured
 
 
 def constraint(body: Structured) -> str | None:

@@ -3,7 +3,7 @@
 A message with several calls becomes one message per call, each followed by its result: GPT-OSS's chat templates render
 one call per message, and name a result after the call before it. Arguments of past calls are rendered verbatim.
 
-The model sees a custom tool, whose input is any text, as a function of one text (peagle.serve.types.CustomTool).
+The model sees a custom tool, whose input is any text, as a function of one text (peagle.serve.bodies.CustomTool).
 `CustomCalls` turns its calls back.
 """
 
@@ -17,10 +17,10 @@ from typing import Any, Literal
 from peagle.engine.grammar import Grammar, GrammarError
 from peagle.ops.settings import brief
 from peagle.ops.strict_json import dumps
+from peagle.serve.bodies import CUSTOM_INPUT, ChatMessage, CustomTool, NamedTool, Tool
 from peagle.serve.errors import ApiError
 from peagle.serve.http import MOST_TOOLS
 from peagle.serve.names import CHAT, Names
-from peagle.serve.types import CUSTOM_INPUT, ChatMessage, CustomTool, NamedTool, Tool
 from peagle.text.channels import CHANNEL, FUNCTIONS, MESSAGE, ROLE, START, Delta, ToolCall, control_ids, final_message
 from peagle.text.tokenizer import Message, TemplateError, Tokenizer, Verbatim, detokenize, encode_characters
 

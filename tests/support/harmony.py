@@ -11,11 +11,12 @@ import numpy as np
 
 from peagle.drafters.ngram import NGram
 from peagle.pair import Pair
+from peagle.serve.bodies import ChatBody
 from peagle.serve.http import parse
 from peagle.serve.requests import RequestBuilder
+from peagle.serve.response_bodies import ResponsesBody
 from peagle.serve.responses import as_chat
 from peagle.serve.service import Service
-from peagle.serve.types import ChatBody, ResponsesBody
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.support.pairs import SPECIALS, VOCAB_SIZE
 from tests.support.servers import DATE, K, service_of

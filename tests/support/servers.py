@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from peagle.ops.sizes import PrefixCacheSize
 from peagle.pair import Pair
-from peagle.serve import types
+from peagle.serve import replies
 from peagle.serve.app import ENDPOINTS, create_app, document
 from peagle.serve.loop import EngineLoop
 from peagle.serve.requests import RequestBuilder
@@ -27,18 +27,18 @@ DATE = "2025-08-05"
 DOCUMENT: dict[str, Any] = {}  # made with the first application
 TYPES: dict[tuple[str, str], Any] = {
     **{("POST", path): pydantic.TypeAdapter(endpoint.reply) for path, endpoint in ENDPOINTS.items()},
-    ("POST", "/tokenize"): pydantic.TypeAdapter(types.Tokenized),
-    ("POST", "/detokenize"): pydantic.TypeAdapter(types.Detokenized),
-    ("GET", "/v1/models"): pydantic.TypeAdapter(types.Models),
-    ("GET", "/v1/models/{name}"): pydantic.TypeAdapter(types.ModelCard),
-    ("GET", "/tokenizer_info"): pydantic.TypeAdapter(types.TokenizerInfo),
-    ("GET", "/health"): pydantic.TypeAdapter(types.Health),
+    ("POST", "/tokenize"): pydantic.TypeAdapter(replies.Tokenized),
+    ("POST", "/detokenize"): pydantic.TypeAdapter(replies.Detokenized),
+    ("GET", "/v1/models"): pydantic.TypeAdapter(replies.Models),
+    ("GET", "/v1/models/{name}"): pydantic.TypeAdapter(replies.ModelCard),
+    ("GET", "/tokenizer_info"): pydantic.TypeAdapter(replies.TokenizerInfo),
+    ("GET", "/health"): pydantic.TypeAdapter(replies.Health),
 }
-ERROR: Any = pydantic.TypeAdapter(types.Error)
+ERROR: Any = pydantic.TypeAdapter(replies.Error)
 EVENTS: dict[str, Any] = {
-    "/v1/chat/completions": pydantic.TypeAdapter(types.ChatChunk | types.Error),
-    "/v1/completions": pydantic.TypeAdapter(types.CompletionChunk | types.Error),
-    "/v1/responses": pydantic.TypeAdapter(types.ResponseEvent),
+    "/v1/chat/completions": pydantic.TypeAdapter(replies.ChatChunk | replies.Error),
+    "/v1/completions": pydantic.TypeAdapter(replies.CompletionChunk | replies.Error),
+    "/v1/responses": pydantic.TypeAdapter(replies.ResponseEvent),
 }
 HARMONY_SPECIALS = (*SPECIALS, "<|call|>", "<|constrain|>")
 HARMONY_TEMPLATE = (Path(__file__).parent / "harmony.jinja").read_text(encoding="utf-8")

@@ -15,9 +15,9 @@ from peagle.cli import main
 from peagle.ops.errors import InputError
 from peagle.serve.app import ENDPOINTS
 from peagle.serve.batch import BatchFile, alone, check_files
+from peagle.serve.bodies import CompletionBody
 from peagle.serve.errors import ApiError
 from peagle.serve.service import Service
-from peagle.serve.types import CompletionBody
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.support.commands import all_refused
 from tests.support.harmony import USER, says

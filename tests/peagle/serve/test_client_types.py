@@ -19,7 +19,7 @@ from openai.types.responses import (
     response_reasoning_item_param,
 )
 
-from peagle.serve import types
+from peagle.serve import bodies, response_bodies
 from tests.support.harmony import says
 from tests.support.servers import client_of
 
@@ -27,40 +27,40 @@ PATH, RESPONSES = "/v1/chat/completions", "/v1/responses"
 MARK = {"mode": "explicit"}
 # what the client types, what the server reads, fields that only null or nothing may be in
 KINDS: list[tuple[Any, type[pydantic.BaseModel], set[str]]] = [
-    (chat.ChatCompletionDeveloperMessageParam, types.ChatMessage, set()),
-    (chat.ChatCompletionSystemMessageParam, types.ChatMessage, set()),
-    (chat.ChatCompletionUserMessageParam, types.ChatMessage, set()),
-    (chat.ChatCompletionAssistantMessageParam, types.ChatMessage, {"audio", "function_call"}),
-    (chat.ChatCompletionToolMessageParam, types.ChatMessage, set()),
-    (chat.ChatCompletionContentPartTextParam, types.TextPart, set()),
-    (chat.ChatCompletionContentPartRefusalParam, types.RefusalPart, set()),
-    (function_call.ChatCompletionMessageFunctionToolCallParam, types.PastFunctionCall, set()),
-    (function_call.Function, types.CalledFunction, set()),
-    (custom_call.ChatCompletionMessageCustomToolCallParam, types.PastCustomCall, set()),
-    (custom_call.Custom, types.CalledCustom, set()),
-    (chat.ChatCompletionFunctionToolParam, types.FunctionTool, set()),
-    (shared_params.FunctionDefinition, types.Function, set()),
-    (custom_tool.ChatCompletionCustomToolParam, types.CustomTool, set()),
-    (custom_tool.Custom, types.Custom, set()),
-    (custom_tool.CustomFormatGrammar, types.CustomFormat, set()),
-    (custom_tool.CustomFormatGrammarGrammar, types.Syntax, set()),
-    (chat.ChatCompletionNamedToolChoiceParam, types.NamedFunction, set()),
-    (of_responses.EasyInputMessageParam, types.InputMessage, set()),
-    (response_input_item_param.Message, types.InputMessage, set()),
-    (of_responses.ResponseOutputMessageParam, types.InputMessage, set()),
-    (of_responses.ResponseInputTextParam, types.InputText, set()),
-    (of_responses.ResponseOutputTextParam, types.PastText, set()),
-    (of_responses.ResponseOutputRefusalParam, types.RefusalPart, set()),
-    (of_responses.ResponseFunctionToolCallParam, types.InputCall, set()),
-    (response_input_item_param.FunctionCallOutput, types.InputResult, set()),
-    (of_responses.ResponseCustomToolCallParam, types.InputCustomCall, set()),
-    (response_custom_tool_call_output_param.ResponseCustomToolCallOutputParam, types.InputResult, set()),
-    (of_responses.ResponseReasoningItemParam, types.InputReasoning, set()),
-    (response_reasoning_item_param.Content, types.ReasoningText, set()),
-    (of_responses.FunctionToolParam, types.OfferedFunction, set()),
-    (of_responses.CustomToolParam, types.OfferedCustom, set()),
-    (of_responses.NamespaceToolParam, types.Namespace, set()),
-    (namespace_tool_param.ToolFunction, types.OfferedFunction, set()),
+    (chat.ChatCompletionDeveloperMessageParam, bodies.ChatMessage, set()),
+    (chat.ChatCompletionSystemMessageParam, bodies.ChatMessage, set()),
+    (chat.ChatCompletionUserMessageParam, bodies.ChatMessage, set()),
+    (chat.ChatCompletionAssistantMessageParam, bodies.ChatMessage, {"audio", "function_call"}),
+    (chat.ChatCompletionToolMessageParam, bodies.ChatMessage, set()),
+    (chat.ChatCompletionContentPartTextParam, bodies.TextPart, set()),
+    (chat.ChatCompletionContentPartRefusalParam, bodies.RefusalPart, set()),
+    (function_call.ChatCompletionMessageFunctionToolCallParam, bodies.PastFunctionCall, set()),
+    (function_call.Function, bodies.CalledFunction, set()),
+    (custom_call.ChatCompletionMessageCustomToolCallParam, bodies.PastCustomCall, set()),
+    (custom_call.Custom, bodies.CalledCustom, set()),
+    (chat.ChatCompletionFunctionToolParam, bodies.FunctionTool, set()),
+    (shared_params.FunctionDefinition, bodies.Function, set()),
+    (custom_tool.ChatCompletionCustomToolParam, bodies.CustomTool, set()),
+    (custom_tool.Custom, bodies.Custom, set()),
+    (custom_tool.CustomFormatGrammar, bodies.CustomFormat, set()),
+    (custom_tool.CustomFormatGrammarGrammar, bodies.Syntax, set()),
+    (chat.ChatCompletionNamedToolChoiceParam, bodies.NamedFunction, set()),
+    (of_responses.EasyInputMessageParam, response_bodies.InputMessage, set()),
+    (response_input_item_param.Message, response_bodies.InputMessage, set()),
+    (of_responses.ResponseOutputMessageParam, response_bodies.InputMessage, set()),
+    (of_responses.ResponseInputTextParam, response_bodies.InputText, set()),
+    (of_responses.ResponseOutputTextParam, response_bodies.PastText, set()),
+    (of_responses.ResponseOutputRefusalParam, bodies.RefusalPart, set()),
+    (of_responses.ResponseFunctionToolCallParam, response_bodies.InputCall, set()),
+    (response_input_item_param.FunctionCallOutput, response_bodies.InputResult, set()),
+    (of_responses.ResponseCustomToolCallParam, response_bodies.InputCustomCall, set()),
+    (response_custom_tool_call_output_param.ResponseCustomToolCallOutputParam, response_bodies.InputResult, set()),
+    (of_responses.ResponseReasoningItemParam, response_bodies.InputReasoning, set()),
+    (response_reasoning_item_param.Content, response_bodies.ReasoningText, set()),
+    (of_responses.FunctionToolParam, response_bodies.OfferedFunction, set()),
+    (of_responses.CustomToolParam, response_bodies.OfferedCustom, set()),
+    (of_responses.NamespaceToolParam, response_bodies.Namespace, set()),
+    (namespace_tool_param.ToolFunction, response_bodies.OfferedFunction, set()),
 ]
 
 
@@ -99,7 +99,7 @@ def client(harmony: Any) -> Iterator[TestClient]:
 
 def test_each_tool_of_a_response_is_offered_or_left_out() -> None:
     known = set(kinds_of(of_responses.ToolParam))
-    assert known - set(types.HOSTED) == {"function", "custom", "namespace"}
+    assert known - set(bodies.HOSTED) == {"function", "custom", "namespace"}
 
 
 def test_each_item_of_a_response_is_read_or_refused_by_its_type(client: TestClient) -> None:

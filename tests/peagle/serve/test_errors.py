@@ -9,7 +9,8 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from peagle.serve.types import NEUTRAL, ChatBody, CompletionBody, ResponsesBody
+from peagle.serve.bodies import NEUTRAL, ChatBody, CompletionBody
+from peagle.serve.response_bodies import ResponsesBody
 from tests.support.servers import client_of, has_its_type
 
 ALL = CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

@@ -11,9 +11,9 @@ import pydantic
 import pytest
 
 from peagle.serve.http import parse
+from peagle.serve.response_bodies import ResponsesBody
 from peagle.serve.responses import as_chat
 from peagle.serve.service import Service
-from peagle.serve.types import ResponsesBody
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
 from tests.support.running import running
 from tests.support.servers import MODEL, client_of, events_of

@@ -15,11 +15,11 @@ from fastapi.testclient import TestClient
 
 from peagle.cli.serve import Serve
 from peagle.serve import responses
+from peagle.serve.bodies import ChatMessage
 from peagle.serve.errors import ApiError
 from peagle.serve.requests import RequestBuilder
 from peagle.serve.service import Service
 from peagle.serve.tools import MOST_CALLS, chat_of
-from peagle.serve.types import ChatMessage
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
 from tests.support.harmony import USER
 from tests.support.running import eventually, running

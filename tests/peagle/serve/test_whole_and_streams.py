@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from peagle.engine.request import Request, TokenChunk, TokenLogprobs
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.strict_json import dumps
+from peagle.serve.bodies import ChatBody
 from peagle.serve.chat import ChatFormatter
 from peagle.serve.completions import CompletionFormatter
 from peagle.serve.formatter import ResponseFormatter
 from peagle.serve.http import parse
 from peagle.serve.outputs import OutputCollector
+from peagle.serve.response_bodies import ResponsesBody
 from peagle.serve.responses import ResponsesFormatter, as_chat
-from peagle.serve.types import ChatBody, ResponsesBody
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
 from tests.support.harmony import CALL, RETURN, USER, says
 from tests.support.pairs import SPECIALS

@@ -1,0 +1,424 @@
+"""The bodies of requests, as pydantic models; `/openapi.json` is written from them.
+
+Unknown fields are refused by name. Ranges are published here, and checked by the code that uses the values
+(`peagle.config`, `peagle.engine.request`). Those of /v1/responses alone are in response_bodies.py.
+"""
+
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import Discriminator, Tag
+
+from peagle.config import HOTTEST, LARGEST_PENALTY, LARGEST_SEED, MOST_LOGPROBS, MOST_STOP_STRINGS, SMALLEST_SEED
+from peagle.ops.strict_json import dumps
+from peagle.serve.names import CHAT, Names
+
+MOST_CHOICES = 16  # of each prompt
+CUSTOM_INPUT = "input"  # the only parameter of a custom tool, as a function
+FUNCTIONS = "functions"  # the namespace of functions without one
+# values by which an unsupported field asks for nothing; null always does
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "functions": ([],),
+    "best_of": (1,),
+    "suffix": ("",),
+    "store": (False,),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+    "use_beam_search": (False,),
+    "background": (False,),
+    "truncation": ("disabled",),
+    "stream_options": ({"include_obfuscation": False},),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1, 1.0),
+    "audio": ({},),
+    "annotations": ([],),
+}
+HOSTED = (  # tools that OpenAI's servers run, by their types
+    *("apply_patch", "code_interpreter", "computer", "computer_use", "computer_use_preview", "file_search"),
+    *("image_generation", "local_shell", "mcp", "programmatic_tool_calling", "shell", "tool_search", "web_search"),
+    *("web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
+)
+
+
+def published(**limits: Any) -> Any:
+    """Publish the limits of a field. The code that uses the value checks them."""
+    return pydantic.Field(json_schema_extra=limits)
+
+
+PENALTY = Annotated[float, published(minimum=-LARGEST_PENALTY, maximum=LARGEST_PENALTY)]
+LIMIT = Annotated[int | None, published(minimum=1)]
+LOGPROBS = Annotated[int | None, published(minimum=0, maximum=MOST_LOGPROBS)]
+TOKEN_ID = Annotated[int, published(minimum=0)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def kind_of(value: Any) -> str:
+    """Name the branch of a union of objects by their type."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"[{kind}]"
+
+
+def list_or_text(value: Any) -> str:
+    """Name the branch of a union of a text and a list."""
+    return "[list]" if isinstance(value, list) else "[text]"
+
+
+def object_or_text(value: Any) -> str:
+    """Name the branch of a union of a text and an object."""
+    return "[object]" if isinstance(value, dict | pydantic.BaseModel) else "[text]"
+
+
+BY_TYPE, LIST_OR_TEXT, OBJECT_OR_TEXT = map(Discriminator, (kind_of, list_or_text, object_or_text))
+
+
+class Body(pydantic.BaseModel):
+    """An object of a body. Branches of its unions have names in brackets, which are no fields (`_refusal`)."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, fields: Any) -> Any:
+        """Leave out nulls, and neutral values of unsupported fields."""
+        if not isinstance(fields, dict):
+            return fields
+        return {
+            key: value
+            for key, value in fields.items()
+            if value is not None
+            and (key in cls.model_fields or not any(_same(value, neutral) for neutral in NEUTRAL.get(key, ())))
+        }
+
+
+class Marked(Body):
+    """An object that clients mark for a cache of prompts. No effect: every prompt is looked up in the cache."""
+
+    cache_control: dict[str, Any] | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
+
+
+class StreamOptions(Body):
+    """continuous_usage_stats: with include_usage, each chunk has the usage so far, as in vLLM."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class TextPart(Marked):
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(Body):
+    """The refusal of a past answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+ContentPart = Annotated[Annotated[TextPart, Tag("[text]")] | Annotated[RefusalPart, Tag("[refusal]")], BY_TYPE]
+Text = Annotated[str, Tag("[text]")]
+Content = Annotated[Text | Annotated[list[ContentPart], Tag("[list]")], LIST_OR_TEXT]
+
+
+class Function(Marked):
+    """A function that the model may call. strict: its arguments must follow the schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(Marked):
+    type: Literal["function"]
+    function: Function
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+
+class Syntax(Body):
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class CustomFormat(Body):
+    """The input of a custom tool. A grammar is told to the model, and does not bind the input."""
+
+    type: Literal["text", "grammar"]
+    grammar: Syntax | None = None
+
+
+class Custom(Marked):
+    """A tool whose input is a text. The model calls it as a function of that text."""
+
+    name: str
+    description: str | None = None
+    format: CustomFormat | None = None
+
+
+class CustomTool(Marked):
+    type: Literal["custom"]
+    custom: Custom
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
+
+    @property
+    def function(self) -> Function:
+        """The tool as the model sees it."""
+        custom = self.custom
+        grammar = None if custom.format is None else custom.format.grammar
+        rules = f"The input follows this grammar ({grammar.syntax}):\n{grammar.definition}" if grammar else ""
+        return Function(
+            name=custom.name,
+            description="\n\n".join(filter(None, (custom.description, rules))),
+            parameters={
+                "type": "object",
+                "properties": {CUSTOM_INPUT: {"type": "string"}},
+                "required": [CUSTOM_INPUT],
+                "additionalProperties": False,
+            },
+        )
+
+
+Tool = FunctionTool | CustomTool
+ANY_TOOL = Annotated[Annotated[FunctionTool, Tag("[function]")] | Annotated[CustomTool, Tag("[custom]")], BY_TYPE]
+
+
+class ToolName(Body):
+    name: str
+
+
+def text_of(content: Any) -> str:
+    """Return the text of a content: a text, or parts of texts."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def qualified(namespace: str | None, name: str) -> str:
+    """Return a tool's name as the model sees it: with its namespace, but for that of plain functions."""
+    return name if namespace in (None, FUNCTIONS) else f"{namespace}.{name}"
+
+
+class NamedFunction(Body):
+    type: Literal["function"]
+    function: ToolName
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+
+class NamedCustom(Body):
+    type: Literal["custom"]
+    custom: ToolName
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
+
+
+NamedTool = NamedFunction | NamedCustom
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("[text]")]
+    | Annotated[
+        Annotated[NamedFunction, Tag("[function]")] | Annotated[NamedCustom, Tag("[custom]")], BY_TYPE, Tag("[object]")
+    ],
+    OBJECT_OR_TEXT,
+]
+
+
+class CalledFunction(Body):
+    """parsed_arguments: of clients that send back parsed messages; no effect."""
+
+    name: str
+    arguments: str
+    parsed_arguments: Any = None
+
+
+class CalledCustom(Body):
+    name: str
+    input: str
+
+
+class PastFunctionCall(Body):
+    """A call in a past answer. index: of clients that send back a stream's calls; no effect."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class PastCustomCall(Body):
+    id: str
+    type: Literal["custom"]
+    custom: CalledCustom
+    index: int | None = None
+
+    @property
+    def function(self) -> CalledFunction:
+        """The call as the model wrote it."""
+        arguments = dumps({CUSTOM_INPUT: self.custom.input}, ensure_ascii=False)
+        return CalledFunction(name=self.custom.name, arguments=arguments)
+
+
+def _kind_of_call(value: Any) -> str:
+    return "[custom]" if kind_of(value) == "[custom]" else "[function]"
+
+
+PastCall = Annotated[
+    Annotated[PastFunctionCall, Tag("[function]")] | Annotated[PastCustomCall, Tag("[custom]")],
+    Discriminator(_kind_of_call),
+]
+
+
+class ChatMessage(Marked):
+    """A message. `reasoning` is left out, as by chat templates, unless it led to calls.
+
+    parsed: of clients that send back parsed messages; no effect.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content = ""
+    refusal: str | None = None
+    tool_calls: list[PastCall] = []
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    parsed: Any = None
+
+    @property
+    def text(self) -> str:
+        """Its texts joined; of an answer that refused, the refusal."""
+        return text_of(self.content) or self.refusal or ""
+
+
+class Speculative(Body):
+    """The most drafts of a step of this request; None: the server's."""
+
+    num_speculative_tokens: Annotated[int | None, published(minimum=0)] = None
+
+
+class JsonSchema(Body):
+    """A schema with its name. strict: no effect, since every answer follows its schema."""
+
+    name: str
+    description: str | None = None
+    strict: bool | None = None
+    of: dict[str, Any] = pydantic.Field(alias="schema")
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Body):
+    of_json: str | dict[str, Any] | None = pydantic.Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class Structured(Body):
+    """The fields that constrain an answer, at most one per body. `guided_*` are vLLM's former names."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    @property
+    def names(self) -> Names:
+        """How refusals name the fields."""
+        return CHAT
+
+
+class AnswerBody(Body):
+    """Fields of every body that asks for an answer. prompt_cache_key, safety_identifier, user: no effect."""
+
+    model: str | None = None
+    temperature: Annotated[float, published(minimum=0, maximum=HOTTEST)] = 1.0
+    top_p: Annotated[float, published(exclusiveMinimum=0, maximum=1)] = 1.0
+    seed: Annotated[int | None, published(minimum=SMALLEST_SEED, maximum=LARGEST_SEED)] = None
+    stream: bool = False
+    speculative: Speculative | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+
+class Sampled(AnswerBody, Structured):
+    """Fields of both kinds of completion. None: the default of the interface."""
+
+    top_k: Annotated[int, published(minimum=-1, exclusiveMaximum=2**31)] = 0
+    min_p: Annotated[float, published(minimum=0, maximum=1)] = 0.0
+    max_tokens: LIMIT = None
+    min_tokens: Annotated[int, published(minimum=0)] = 0
+    stop: Annotated[str | list[str], published(minLength=1, maxItems=MOST_STOP_STRINGS)] = []
+    stop_token_ids: list[TOKEN_ID] = []
+    ignore_eos: bool = False
+    n: Annotated[int, published(minimum=1, maximum=MOST_CHOICES)] = 1
+    logit_bias: Annotated[dict[str, float], published(propertyNames={"pattern": "^[0-9]+$"})] = {}
+    presence_penalty: PENALTY = 0.0
+    frequency_penalty: PENALTY = 0.0
+    repetition_penalty: Annotated[float, published(exclusiveMinimum=0)] = 1.0
+    stream_options: StreamOptions | None = None
+
+
+class ChatBody(Sampled):
+    messages: Annotated[list[ChatMessage], published(minItems=1)]
+    max_completion_tokens: LIMIT = None
+    logprobs: bool = False
+    top_logprobs: LOGPROBS = None
+    reasoning_effort: Effort | None = None
+    tools: list[ANY_TOOL] = []
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    return_token_origins: bool = False  # of the page: which token came from which draft
+
+
+class CompletionBody(Sampled):
+    """max_tokens: with echo it may be 0."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: Annotated[int | None, published(minimum=0)] = None
+    echo: bool = False
+    logprobs: LOGPROBS = None
+
+    @property
+    def only_echo(self) -> bool:
+        """Whether the prompts are the answers."""
+        return self.echo and self.max_tokens == 0
+
+
+class TokenizeBody(Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    reasoning_effort: Effort | None = None
+    tools: list[ANY_TOOL] = []
+    add_special_tokens: bool = True  # that the tokenizer puts before a text
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[TOKEN_ID]
+
+
+def _same(value: Any, other: Any) -> bool:
+    return type(value) is type(other) and value == other

@@ -1,0 +1,275 @@
+"""The body of /v1/responses: its items, its parts and its tools (peagle.serve.bodies)."""
+
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import Discriminator, Tag
+
+from peagle.serve.bodies import (
+    BY_TYPE,
+    HOSTED,
+    LIMIT,
+    LIST_OR_TEXT,
+    LOGPROBS,
+    OBJECT_OR_TEXT,
+    AnswerBody,
+    Body,
+    CalledCustom,
+    CalledFunction,
+    Effort,
+    Marked,
+    NamedCustom,
+    NamedFunction,
+    PastCustomCall,
+    PastFunctionCall,
+    RefusalPart,
+    Text,
+    ToolName,
+    kind_of,
+    qualified,
+)
+
+
+class ReasoningOptions(Body):
+    effort: Effort | None = None
+    summary: Literal["auto"] | None = None  # there is none; the reasoning itself is in the reply
+
+
+class Offered(Marked):
+    """A tool that the client runs. allowed_callers, defer_loading, async: no effect."""
+
+    name: str
+    description: str | None = None
+    allowed_callers: list[str] | None = None
+    defer_loading: bool | None = None
+    run_async: bool | None = pydantic.Field(None, alias="async")
+
+
+class OfferedFunction(Offered):
+    type: Literal["function"]
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    output_schema: dict[str, Any] | None = None
+
+
+class InputFormat(Body):
+    """The input of a custom tool. A grammar is told to the model, and does not bind the input."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class OfferedCustom(Offered):
+    type: Literal["custom"]
+    format: InputFormat | None = None
+
+
+OfferedTool = Annotated[
+    Annotated[OfferedFunction, Tag("[function]")] | Annotated[OfferedCustom, Tag("[custom]")], BY_TYPE
+]
+
+
+class Namespace(Marked):
+    """Tools whose names have a common prefix for the model: NAMESPACE.NAME."""
+
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: list[OfferedTool]
+
+
+class HostedTool(Body):
+    """A tool of OpenAI's servers alone. It is left out of the prompt."""
+
+    model_config = pydantic.ConfigDict(extra="allow")
+
+    type: str
+
+
+def _kind_of_tool(value: Any) -> str:
+    kind = kind_of(value)
+    return "[hosted tool]" if kind.strip("[]") in HOSTED else kind
+
+
+AnyTool = Annotated[
+    Annotated[OfferedFunction, Tag("[function]")]
+    | Annotated[OfferedCustom, Tag("[custom]")]
+    | Annotated[Namespace, Tag("[namespace]")]
+    | Annotated[HostedTool, Tag("[hosted tool]")],
+    Discriminator(_kind_of_tool),
+]
+
+
+class ChosenFunction(Body):
+    type: Literal["function"]
+    name: str
+
+    @property
+    def as_in_chat(self) -> NamedFunction:
+        return NamedFunction(type="function", function=ToolName(name=self.name))
+
+
+class ChosenCustom(Body):
+    type: Literal["custom"]
+    name: str
+
+    @property
+    def as_in_chat(self) -> NamedCustom:
+        return NamedCustom(type="custom", custom=ToolName(name=self.name))
+
+
+ChosenTool = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("[text]")]
+    | Annotated[
+        Annotated[ChosenFunction, Tag("[function]")] | Annotated[ChosenCustom, Tag("[custom]")],
+        BY_TYPE,
+        Tag("[object]"),
+    ],
+    OBJECT_OR_TEXT,
+]
+
+
+class TextFormat(Body):
+    """The format of the final text. strict: no effect, since every answer follows its schema."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    of: dict[str, Any] | None = pydantic.Field(None, alias="schema")
+
+
+class TextOptions(Body):
+    format: TextFormat = pydantic.Field(default_factory=lambda: TextFormat(schema=None))
+    verbosity: Literal["medium"] | None = None
+
+
+class Item(Body):
+    """An item of the input. id, status: of clients that send back output items; no effect."""
+
+    id: str | None = None
+    status: str | None = None
+
+
+class InputText(Marked):
+    type: Literal["input_text", "text"]
+    text: str
+
+
+class PastText(Marked):
+    """A part of a past answer. Only its text has an effect."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+    parsed: Any = None
+
+
+def _kind_of_part(value: Any) -> str:
+    kind = kind_of(value)
+    return "[input_text]" if kind == "[text]" else kind
+
+
+InputPart = Annotated[
+    Annotated[InputText, Tag("[input_text]")]
+    | Annotated[PastText, Tag("[output_text]")]
+    | Annotated[RefusalPart, Tag("[refusal]")],
+    Discriminator(_kind_of_part),
+]
+InputContent = Annotated[Text | Annotated[list[InputPart], Tag("[list]")], LIST_OR_TEXT]
+
+
+class InputMessage(Item):
+    type: Literal["message"] = "message"
+    role: Literal["user", "system", "developer", "assistant"]
+    content: InputContent
+    phase: str | None = None
+
+
+class CallItem(Item):
+    """A call, or its result. caller, async: of clients that send back output items; no effect."""
+
+    call_id: str
+    namespace: str | None = None
+    caller: dict[str, Any] | None = None
+    run_async: bool | None = pydantic.Field(None, alias="async")
+
+
+class InputCall(CallItem):
+    type: Literal["function_call"]
+    name: str
+    arguments: str
+    parsed_arguments: Any = None
+
+    @property
+    def as_in_chat(self) -> PastFunctionCall:
+        function = CalledFunction(name=qualified(self.namespace, self.name), arguments=self.arguments)
+        return PastFunctionCall(id=self.call_id, function=function)
+
+
+class InputCustomCall(CallItem):
+    type: Literal["custom_tool_call"]
+    name: str
+    input: str
+
+    @property
+    def as_in_chat(self) -> PastCustomCall:
+        custom = CalledCustom(name=qualified(self.namespace, self.name), input=self.input)
+        return PastCustomCall(id=self.call_id, type="custom", custom=custom)
+
+
+class InputResult(CallItem):
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    output: InputContent
+    name: str | None = None
+
+
+class ReasoningText(Body):
+    type: Literal["reasoning_text", "text"]
+    text: str
+
+
+class InputReasoning(Item):
+    """Reasoning of a past answer. It reaches the model if it led to calls. Nothing here is encrypted."""
+
+    type: Literal["reasoning"]
+    summary: list[Any] = []
+    content: list[ReasoningText] | None = None
+    encrypted_content: str | None = None
+
+
+def _kind_of_item(value: Any) -> str:
+    if isinstance(value, dict) and value.get("type") is None:
+        return "[message]" if "role" in value or "id" not in value else "[item_reference]"
+    return kind_of(value)
+
+
+AnyItem = Annotated[
+    Annotated[InputMessage, Tag("[message]")]
+    | Annotated[InputCall, Tag("[function_call]")]
+    | Annotated[InputResult, Tag("[function_call_output]")]
+    | Annotated[InputCustomCall, Tag("[custom_tool_call]")]
+    | Annotated[InputResult, Tag("[custom_tool_call_output]")]
+    | Annotated[InputReasoning, Tag("[reasoning]")],
+    Discriminator(_kind_of_item),
+]
+
+
+class ResponsesBody(AnswerBody):
+    """client_metadata, prompt_cache_key, safety_identifier, user: no effect."""
+
+    input: Annotated[Text | Annotated[list[AnyItem], Tag("[list]")], LIST_OR_TEXT]
+    instructions: str | None = None
+    max_output_tokens: LIMIT = None
+    reasoning: ReasoningOptions = ReasoningOptions()
+    tools: list[AnyTool] = []
+    tool_choice: ChosenTool = "auto"
+    parallel_tool_calls: bool = True
+    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] = []
+    top_logprobs: LOGPROBS = None
+    text: TextOptions = TextOptions()
+    store: bool = False
+    metadata: dict[str, str] = {}
+    client_metadata: dict[str, Any] | None = None
