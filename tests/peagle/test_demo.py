@@ -10,8 +10,8 @@ import pytest
 
 import peagle.checkpoints
 import peagle.loading
-from drafter.propose import Eagle3, PEagle
-from peagle.checkpoints import DEMO, DEMO_DIRECTORY, DEMO_EAGLE3
+from drafter.propose import DFlash, Eagle3, PEagle
+from peagle.checkpoints import DEMO, DEMO_DFLASH, DEMO_DIRECTORY, DEMO_EAGLE3
 from peagle.config import EngineConfig
 from peagle.engine.speculation import read_speculation
 from peagle.loading import MOST_STEPS_PER_DISPATCH, with_drafter
@@ -27,7 +27,10 @@ def demo() -> Pair:
     return peagle.loading.load()
 
 
-@pytest.fixture(scope="module", params=[(DEMO, PEagle), (DEMO_EAGLE3, Eagle3)], ids=[DEMO, DEMO_EAGLE3])
+KINDS = {DEMO: PEagle, DEMO_EAGLE3: Eagle3, DEMO_DFLASH: DFlash}
+
+
+@pytest.fixture(scope="module", params=list(KINDS.items()), ids=list(KINDS))
 def answers(demo: Pair, request: pytest.FixtureRequest) -> Run:
     """With each of its drafters."""
     name, kind = request.param

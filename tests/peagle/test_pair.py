@@ -315,8 +315,9 @@ def test_names_stand_for_the_demo_and_for_directories(directories: Directories) 
     assert resolve(str(directories.target), "target") == directories.target
     assert drafter_path("anything", None) is None
     assert drafter_path("anything", "ngram") is None
-    for name in ("demo", "demo-eagle3"):
-        assert drafter_path("demo", name) != drafter_path("demo", {"demo": "demo-eagle3"}.get(name, "demo"))
+    names = ("demo", "demo-eagle3", "demo-dflash")
+    assert len({drafter_path("demo", name) for name in names}) == 3
+    for name in names:
         with pytest.raises(InputError, match="give --drafter DIR, or --drafter ngram"):
             drafter_path(directories.target, name)
 

@@ -84,7 +84,7 @@ def test_positions_are_written_always(
     directories: Directories, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Those of the target where the drafter names none; without a target to ask there is no file."""
-    for name in ("drafter", "drafter_eagle3"):
+    for name in ("drafter", "drafter_eagle3", "drafter_dflash"):
         assert (
             stored(DEMO_DIRECTORY / name).max_positions
             == inspect_target(DEMO_DIRECTORY / "target").config.max_positions
