@@ -91,19 +91,18 @@ def tell_of_pictures(display: "Display", where: Path) -> None:
 def show(tables: Iterable[tuple[str, pages.Table]], where: Path, quiet: bool) -> None:
     """Print tables with their titles, and the path of the page.
 
-    A figure and its interval stay on one line; headers and the first column break between words.
+    A figure and its interval stay on one line; headers and the names of rows break between words.
     """
     if quiet:
         return
     console = Console(highlight=False)
     for title, table in tables:
         columns = list(zip(*table.rows, strict=True)) if table.rows else [()] * len(table.header)
-        names, *figures = columns
-        least = [max(map(len, " ".join((table.header[0], *names)).split()))]
-        least += [
-            max(map(len, (*header.split(), *cells))) for header, cells in zip(table.header[1:], figures, strict=True)
-        ]
-        for part, places in enumerate(fitting(least, console.width)):
+        least = []
+        for place, (caption, cells) in enumerate(zip(table.header, columns, strict=True)):
+            words = " ".join(cells).split() if place < table.num_names else cells
+            least.append(max(map(len, (*caption.split(), *words))))
+        for part, places in enumerate(fitting(least, console.width, table.num_names)):
             shown = rich.table.Table(
                 title=None if part else Text(title),
                 title_justify="left",
@@ -122,7 +121,7 @@ def show(tables: Iterable[tuple[str, pages.Table]], where: Path, quiet: bool) ->
             high = max(map(len, headers.values()))
             for place, width in widths.items():
                 header = Text("\n" * (high - len(headers[place])) + "\n".join(headers[place]))
-                shown.add_column(header, justify="right" if place else "left", width=width)
+                shown.add_column(header, justify="left" if place < table.num_names else "right", width=width)
             for row in table.rows:
                 shown.add_row(*(Text(row[place]) for place in places))
             # never cut a figure: a terminal narrower than two columns breaks lines by itself
@@ -130,14 +129,14 @@ def show(tables: Iterable[tuple[str, pages.Table]], where: Path, quiet: bool) ->
     console.print(f"{where / 'report.html'}", markup=False, soft_wrap=True)
 
 
-def fitting(widths: Sequence[int], room: int) -> list[list[int]]:
-    """Split a table's columns into tables that fit, each with the first column and at least one other."""
+def fitting(widths: Sequence[int], room: int, num_names: int = 1) -> list[list[int]]:
+    """Split a table's columns into tables that fit, each with the first columns, its names, and at least one other."""
     tables: list[list[int]] = []
-    for place in range(1, len(widths)):
+    for place in range(num_names, len(widths)):
         if tables and _total(widths[column] for column in (*tables[-1], place)) <= room:
             tables[-1].append(place)
         else:
-            tables.append([0, place])
+            tables.append([*range(num_names), place])
     return tables
 
 

@@ -65,7 +65,8 @@ class BenchOptions:
         for name in ("prompt_lengths", "new_tokens", "widths", "context", "slots", "repeats"):
             values = getattr(self, name)
             if wrong := [value for value in ((values,) if isinstance(values, int) else values) if value < 1]:
-                raise InputError(f"{name} is {wrong[0]}; expected 1 or more", name)
+                none = ", or 0 for no such test" if name in ("prompt_lengths", "new_tokens") else ""
+                raise InputError(f"{name} is {wrong[0]}; expected 1 or more{none}", name)
         if not self.new_tokens and (self.drafts or len(set(self.slots)) > 1):
             option = "-k is" if self.drafts else "several --slots are"
             raise InputError(f"{option} given, but no decoding test, to which it applies; give -n 1 or more")

@@ -14,10 +14,11 @@ from peagle.ops.files import encoded, printable, write_text_whole, writing
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Cells as plain text; `|` is escaped."""
+    """Cells as plain text; `|` is escaped. The first `num_names` columns name a row, the others are its figures."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
+    num_names: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

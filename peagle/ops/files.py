@@ -130,9 +130,12 @@ def alone(out: Path) -> Iterator[None]:
         out.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except filelock.Timeout:
+        if not Path(lock.lock_file).exists():  # some file systems refuse new files by an error that it tries again
+            raise InputError(f"{out} cannot be written; expected a place that can be written to") from None
         raise InputError(f"{out} is being written by another run; wait for its end, or name another place") from None
     except OSError as error:
-        raise InputError(f"{out} cannot be written: {reason_of(error)}; expected a place that can") from None
+        message = f"{out} cannot be written: {reason_of(error)}; expected a place that can be written to"
+        raise InputError(message) from None
     try:
         yield
     finally:

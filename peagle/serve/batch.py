@@ -304,7 +304,8 @@ def _write(file: BinaryIO, custom_id: str | None, response: Any, error: Any, own
 
 def check_files(source: Path, out: Path) -> None:
     """Raise InputError, before anything slow, for files that cannot be read or written. Writes nothing."""
-    count_lines(source)
+    if not count_lines(source):
+        raise InputError(f"{source} is empty; expected a request as JSON on each line")
     if out.exists() and os.path.samefile(source, out):
         raise InputError(f"{out} is the file of the requests; expected another one for the answers")
     if out.is_dir() or not out.parent.is_dir():

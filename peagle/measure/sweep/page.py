@@ -248,7 +248,7 @@ def difference_tables(
     first, *others = short_names([folder.path.resolve() for folder in folders])
     for name, differences in zip(others, compared, strict=True):
         header = ("workload", "K", "figure", first, name, "difference (95 %)", "requests", "real?")
-        yield f"{name} against {first}", Table(header, tuple(map(_difference_cells, differences)))
+        yield f"{name} against {first}", Table(header, tuple(map(_difference_cells, differences)), num_names=3)
 
 
 def _difference_cells(difference: Difference) -> tuple[str, ...]:

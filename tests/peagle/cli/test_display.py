@@ -15,6 +15,7 @@ from rich.text import Text
 from peagle.cli import display
 from peagle.cli.display import Display, Stage
 from peagle.cli.output import wrapped
+from peagle.cli.report import fitting
 from peagle.engine.request import Request
 from tests.support.channels import PROMPT, HarmonyTokenizer, ids, split
 
@@ -229,6 +230,11 @@ def test_accepted_drafts_are_coloured_or_marked_on_a_terminal(
         assert Text.from_ansi(written.getvalue()).plain == "abc\nd\n"
     else:
         assert written.getvalue() == shown
+
+
+def test_a_table_that_is_too_wide_names_its_rows_in_each_part() -> None:
+    assert fitting([9, 9, 9, 20, 20, 20], 80, num_names=3) == [[0, 1, 2, 3, 4], [0, 1, 2, 5]]
+    assert fitting([9, 60, 60], 80) == [[0, 1], [0, 2]]
 
 
 @pytest.mark.parametrize(("columns", "terminal"), [(40, True), (40, False)])

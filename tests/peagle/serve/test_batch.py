@@ -219,6 +219,12 @@ def test_an_output_that_was_cut_off_anywhere_goes_on(run: Any, tmp_path: Path) -
         assert {name: answer["response"]["status_code"] for name, answer in read(out).items()} == {"0": 200, "1": 200}
 
 
+def test_an_empty_file_is_refused_before_anything_slow(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text("\n \n")
+    with pytest.raises(InputError, match=r"in\.jsonl is empty; expected a request as JSON on each line"):
+        check_files(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+
+
 def test_a_check_writes_nothing(run: Any, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     run([line("0"), "{"])
