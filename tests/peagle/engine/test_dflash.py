@@ -8,6 +8,7 @@ from peagle.config import SamplingParams
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
+from peagle.engine.widths import CostTable
 from peagle.ops import native
 from tests.support.models import FAST, TOKENS, Models, models
 from tests.support.toys import check_whole, decode, drafting_at
@@ -46,6 +47,15 @@ def test_greedy_speculation_equals_plain_decoding(
     check_whole(engine)
     accepted = [record.num_accepted for steps in records for record in steps]
     assert min(accepted) == 0 < max(accepted)
+
+
+def test_adaptive_steps_draft_whole_blocks_or_nothing(pair: Models, plain: list[list[int]]) -> None:
+    """A drafter that learned blocks of one size drafts other tokens in shorter ones."""
+    engine = engine_of(pair, 7, adaptive=True, steps_per_dispatch=4)
+    engine.costs = CostTable({1: ((1, 1.0), (8, 1.5))}, {1: ((0, 0.0), (1, 0.1), (7, 0.4))})
+    tokens, records = decode(engine, asked())
+    assert tokens == plain
+    assert {record.num_drafted for steps in records for record in steps} == {0, 7}
 
 
 def test_on_xla_too(tmp_path: Path) -> None:
