@@ -131,7 +131,5 @@ def refuse_too_large(needed: dict[str, int], hint: Callable[[], str]) -> None:
 
 
 def size_in_words(size: int) -> str:
-    """Write bytes as KB, MB or GB."""
-    if size < 1e6:
-        return f"{size / 1e3:,.2f} KB"
+    """Write bytes as MB or GB."""
     return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.2f} MB"
