@@ -55,6 +55,12 @@ def alone(drafter: Drafter | None) -> Drafter | None:
     return drafter.first if isinstance(drafter, Beside) else drafter
 
 
+def most_drafts_of(drafter: Drafter | None) -> int | None:
+    """Return the drafts of a whole block, the most of a step; None for a drafter without blocks."""
+    most: int | None = getattr(alone(drafter), "most_drafts", None)
+    return most
+
+
 def second_of(drafter: Drafter | None) -> Drafter | None:
     """Return the drafter that drafts beside this one; None if it is alone."""
     return drafter.second if isinstance(drafter, Beside) else None

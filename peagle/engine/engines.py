@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 
 from peagle.config import check_block
-from peagle.engine.beside import Beside
+from peagle.engine.beside import Beside, most_drafts_of
 from peagle.engine.engine import Engine
 from peagle.engine.executor import Executor
 from peagle.engine.handoff import Fingerprints
@@ -152,7 +152,7 @@ class Engines:
                 f"K is {k}; expected at most {max(target.max_positions - 2, 0)}, since a step takes K + 1 positions "
                 f"after the prompt and the target has {target.max_positions}"
             )
-        check_block(k, getattr(drafter, "most_drafts", None))
+        check_block(k, most_drafts_of(drafter))
         window = getattr(drafter, "window", None) if k else None
         if window is not None and window < k + 1:
             raise InputError(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from peagle.engine.beside import alone, second_of
+from peagle.engine.beside import most_drafts_of, second_of
 from peagle.engine.sampling import choose, draw_keys
 from peagle.engine.state import DecodeState
 from peagle.engine.step_kinds import Proposed, SourceDrafts, StepKind
@@ -157,7 +157,7 @@ def _propose_by_sources(
     if may_skip:
         most = to_drafter
         to_drafter = choose_drafts(known_gains, most, num_active, costs, rate)
-        if getattr(alone(drafter), "most_drafts", None) is not None:  # rows of a shorter block would draft other tokens
+        if most_drafts_of(drafter) is not None:  # rows of a shorter block would draft other tokens
             to_drafter = jnp.where(to_drafter > 0, most, 0)
         place = jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
         worth = jnp.sum(jnp.where(place < to_drafter[:, None], known_gains, 0.0), axis=1) - worth_looked_up
