@@ -4,6 +4,7 @@ Most tests are rows of a table: a file with these changes, and the config that i
 
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -23,6 +24,8 @@ from drafter.reference import draft_logits
 from peagle.ops.checkpoint import read_checkpoint, write_checkpoint
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.rope import RopeConfig, Yarn
+from tests.support import checkpoints
+from tests.support.checkpoints import GONE, assert_same, changed
 from tests.support.drafters import (
     CONFIGS,
     EAGLE,
@@ -40,16 +43,6 @@ from tests.support.drafters import (
 DIALECTS: tuple[Dialect, ...] = ("vllm", "speculators")
 BOTH = pytest.mark.parametrize("dialect", DIALECTS)
 IDS, NESTED = "eagle_aux_hidden_state_layer_ids", "transformer_layer_config"
-GONE: Any = object()  # as a value: the key or the tensor is removed
-
-
-def changed(old: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Change the entries of a mapping, and of the mappings in it."""
-    both = {
-        key: changed(old[key], value) if isinstance(value, dict) and isinstance(old.get(key), dict) else value
-        for key, value in changes.items()
-    }
-    return {key: value for key, value in {**old, **both}.items() if value is not GONE}
 
 
 class File(NamedTuple):
@@ -73,20 +66,7 @@ class File(NamedTuple):
 
 
 def refusal(directory: Path, **options: Any) -> str:
-    """Return the line that refuses to load a directory."""
-    with pytest.raises(InputError) as caught:
-        load_drafter(directory, **options)
-    line = str(caught.value)
-    assert "\n" not in line
-    assert line.startswith(str(directory))
-    return line
-
-
-def assert_same(one: DrafterParams, other: DrafterParams) -> None:
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    for (path, a), b in zip(jax.tree.leaves_with_path(one), jax.tree.leaves(other), strict=True):
-        assert a.dtype == b.dtype, jax.tree_util.keystr(path)
-        np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
+    return checkpoints.refusal(functools.partial(load_drafter, **options), directory)
 
 
 def cast(params: DrafterParams, dtype: Any) -> DrafterParams:
