@@ -225,7 +225,7 @@ COMPILING = (
     "drafter/train/test_trainer.py",
     "golden/test_vllm.py",
     "ops/cuda/test_attention.py",
-    "ops/cuda/test_experts.py",
+    "ops/cuda/test_kernels.py",
     "ops/cuda/test_tiles.py",
     "ops/native/test_experts.py",
     "ops/native/test_memory.py",

@@ -1,7 +1,6 @@
 """The native mixture-of-experts block against a float64 loop: any routing, every format, independent rows."""
 
 import dataclasses
-import functools
 import itertools
 
 import jax
@@ -12,7 +11,7 @@ import pytest
 
 from peagle.ops import native
 from peagle.ops.collectives import Held
-from peagle.ops.expert_matmul import ExpandedExperts, Experts, NativeExperts, PackedExperts, alternate, expert_block
+from peagle.ops.expert_matmul import NativeExperts, alternate, expert_block
 from peagle.ops.expert_matmul.native import routed
 from peagle.ops.linear import PackedMatrix
 from peagle.ops.norm import Norm
@@ -85,32 +84,25 @@ class Block:
                 out[t] += weight * (self.down[e] @ hidden + self.down_bias[e])
         return out
 
-    def run(
-        self,
-        x: np.ndarray,
-        limit: float = LIMIT,
-        experts: Experts | None = None,
-        positions: jax.Array | None = None,
-    ) -> jax.Array:
-        """Run natively, or in XLA with experts in another layout."""
-        native_router = pack(self.router.astype(np.float32))
-        y, normalised = expert_block(
-            jnp.asarray(x),
-            Norm(jnp.asarray(self.norm, jnp.float32), EPSILON),
-            native_router if experts is None else jnp.asarray(self.router.T, jnp.float32),
-            jnp.asarray(self.router_bias, jnp.float32),
-            self.packed if experts is None else experts,
-            self.sizes.top_k,
-            limit,
-            positions,
-        )
-        assert normalised is None
+    @property
+    def routing(self) -> tuple[Norm, PackedMatrix, jax.Array]:
+        """Norm, router and its bias."""
+        norm = Norm(jnp.asarray(self.norm, jnp.float32), EPSILON)
+        return norm, pack(self.router.astype(np.float32)), jnp.asarray(self.router_bias, jnp.float32)
+
+    def run(self, x: np.ndarray, limit: float = LIMIT, positions: jax.Array | None = None) -> jax.Array:
+        y, of_next_norm = expert_block(jnp.asarray(x), *self.routing, self.packed, self.sizes.top_k, limit, positions)
+        assert of_next_norm is None
         return y
+
+    def expect_definition(self, x: np.ndarray, limit: float = LIMIT) -> None:
+        np.testing.assert_allclose(self.run(x, limit), self.by_definition(x, limit), atol=2 * EXACT)
 
 
 def random_block(
     sizes: Sizes, seed: int = 0, router: np.ndarray | None = None, bias: np.ndarray | None = None
 ) -> Block:
+    """Draw a block. router, bias: instead of drawn ones."""
     rng = np.random.default_rng(seed)
     experts, width, hidden = sizes.experts, sizes.width, sizes.hidden
     gate_up, gate_up_values = MATRICES[sizes.format](rng, experts, 2 * hidden, width)
@@ -127,18 +119,9 @@ def random_block(
         down_bias=jnp.asarray(down_bias),
         hidden=hidden,
     )
-    own_router, own_bias = own_router if router is None else router, own_bias if bias is None else bias
-    return Block(
-        sizes,
-        norm,
-        own_router.astype(np.float64),
-        own_bias.astype(np.float64),
-        gate_up_values,
-        gate_up_bias,
-        down_values,
-        down_bias,
-        packed,
-    )
+    routing = (own_router if router is None else router, own_bias if bias is None else bias)
+    router, bias = (part.astype(np.float64) for part in routing)
+    return Block(sizes, norm, router, bias, gate_up_values, gate_up_bias, down_values, down_bias, packed)
 
 
 def random_rows(sizes: Sizes, rows: int, seed: int = 1, dtype: type = np.float32) -> np.ndarray:
@@ -157,9 +140,8 @@ def test_any_number_of_rows_is_the_definition(name: str) -> None:
 def test_the_clamp_changes_results() -> None:
     """The test above would pass without clamps if nothing were clamped."""
     block, x = random_block(SIZES["float32"]), random_rows(SIZES["float32"], 4)
-    unclamped = block.by_definition(x, limit=1e9)
-    assert np.abs(unclamped - block.by_definition(x)).max() > 0.1
-    np.testing.assert_allclose(block.run(x, limit=1e9), unclamped, atol=2 * EXACT)
+    assert np.abs(block.by_definition(x, limit=1e9) - block.by_definition(x)).max() > 0.1
+    block.expect_definition(x, limit=1e9)
 
 
 @pytest.mark.parametrize("name", OF_FORMATS)
@@ -173,52 +155,15 @@ def test_bfloat16_rows_are_rounded_once(name: str) -> None:
         np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=ROUNDED, atol=2 * EXACT)
 
 
-@functools.cache
-def xla_form(name: str) -> np.ndarray:
-    """Compute the expected results once for all sets."""
-    block, x = random_block(SIZES[name], seed=2), random_rows(SIZES[name], 5)
-
-    def apart(rows: np.ndarray) -> np.ndarray:
-        return np.concatenate([rows[:, 0::2], rows[:, 1::2]], axis=1).astype(np.float32)
-
-    arrays = (
-        apart(block.gate_up).swapaxes(1, 2),
-        apart(block.gate_up_bias),
-        block.down.swapaxes(1, 2).astype(np.float32),
-        block.down_bias,
-    )
-    experts = ExpandedExperts(*map(jnp.asarray, arrays))
-    return np.asarray(jax.jit(lambda x: block.run(x, experts=experts))(x))
+# Routing
 
 
-@pytest.mark.parametrize("name", OF_FORMATS)
-def test_it_agrees_with_xla(name: str) -> None:
-    block, x = random_block(SIZES[name], seed=2), random_rows(SIZES[name], 5)
-    np.testing.assert_allclose(block.run(x), xla_form(name), atol=2 * EXACT)
-
-
-@functools.cache
-def of_a_checkpoint() -> tuple[Block, np.ndarray, np.ndarray]:
-    """Make (a block of MXFP4 matrices, rows, XLA's results)."""
-    sizes = SIZES["mxfp4"]
-    rng = np.random.default_rng(3)
-    (gate_up, _), (down, _) = (
-        MATRICES["mxfp4"](rng, sizes.experts, *shape)
-        for shape in ((2 * sizes.hidden, sizes.width), (sizes.width, sizes.hidden))
-    )
-    block, x = random_block(sizes), random_rows(sizes, 3)
-    packed = block.packed.replace(gate_up=pack(gate_up, alternate), down=pack(down))
-    stored = PackedExperts(*map(jnp.asarray, (*gate_up, block.gate_up_bias, *down, block.down_bias)))
-    theirs = jax.jit(lambda x: block.run(x, experts=stored))(x)
-    return dataclasses.replace(block, packed=packed), x, np.asarray(theirs)
-
-
-def test_mxfp4_experts_of_a_checkpoint_agree_with_xla() -> None:
-    block, x, theirs = of_a_checkpoint()
-    np.testing.assert_allclose(block.run(x), theirs, atol=2 * EXACT)
-
-
-# routing
+def choosing(sizes: Sizes, seed: int) -> Block:
+    """Make a block in which expert e is selected by feature e of a row."""
+    router = np.zeros((sizes.experts, sizes.width))
+    router[range(sizes.experts), range(sizes.experts)] = 8.0
+    block = random_block(sizes, seed, router=router, bias=np.zeros(sizes.experts))
+    return dataclasses.replace(block, norm=np.ones_like(block.norm))
 
 
 @pytest.mark.parametrize("rows", [4, 19])
@@ -227,56 +172,41 @@ def test_all_rows_to_the_same_experts(name: str, rows: int) -> None:
     sizes = SIZES[name]
     bias = np.zeros(sizes.experts)
     bias[[1, *range(-sizes.top_k + 1, 0)]] = 30.0
-    block, x = random_block(sizes, 4, bias=bias), random_rows(sizes, rows)
-    np.testing.assert_allclose(block.run(x), block.by_definition(x), atol=2 * EXACT)
+    random_block(sizes, 4, bias=bias).expect_definition(random_rows(sizes, rows))
 
 
 @pytest.mark.parametrize("name", OF_FORMATS)
 def test_all_rows_to_different_experts(name: str) -> None:
-    """Row t selects experts t k .. t k + k - 1 by its own features; few rows leave experts unselected."""
-    sizes = SIZES[name]
-    router = np.zeros((sizes.experts, sizes.width))
-    router[range(sizes.experts), range(sizes.experts)] = 8.0
-    block = random_block(sizes, 5, router=router, bias=np.zeros(sizes.experts))
-    block = dataclasses.replace(block, norm=np.ones_like(block.norm))
+    """Row t selects experts t k .. t k + k - 1; few rows leave experts unselected."""
+    block, sizes = choosing(SIZES[name], 5), SIZES[name]
     x = random_rows(sizes, sizes.experts // sizes.top_k)
-    for t in range(len(x)):
-        x[t, t * sizes.top_k : (t + 1) * sizes.top_k] += 10.0
-    expected = block.by_definition(x)
-    parts = (slice(None), slice(None, None, -1), slice(0, None, 2), slice(1, None))
-    for some, out in zip(parts, each(block.run, [(x[some],) for some in parts]), strict=True):
-        np.testing.assert_allclose(out, expected[some], atol=2 * EXACT)
+    for t, row in enumerate(x):
+        row[t * sizes.top_k : (t + 1) * sizes.top_k] += 10.0
+    for rows in (x, x[::-1], x[0::2], x[1:]):
+        block.expect_definition(rows)
 
 
 def test_ragged_routing() -> None:
     """Experts with 0, 1, 7, 8, 9 and 17 rows, shuffled; tiles have eight rows."""
-    sizes = dataclasses.replace(SIZES["float32"], top_k=1)
-    router = np.zeros((sizes.experts, sizes.width))
-    router[range(sizes.experts), range(sizes.experts)] = 8.0
-    block = random_block(sizes, 6, router=router, bias=np.zeros(sizes.experts))
-    block = dataclasses.replace(block, norm=np.ones_like(block.norm))
+    block = choosing(dataclasses.replace(SIZES["float32"], top_k=1), 6)
     chosen = np.random.default_rng(7).permutation(np.repeat([0, 2, 3, 5, 6], [8, 1, 17, 7, 9]))
-    x = random_rows(sizes, len(chosen))
+    x = random_rows(block.sizes, len(chosen))
     x[range(len(chosen)), chosen] += 10.0
-    np.testing.assert_allclose(block.run(x), block.by_definition(x), atol=2 * EXACT)
+    block.expect_definition(x)
 
 
 @pytest.mark.parametrize("equal", [(0, 1, 2, 3, 4, 5, 6), (2, 3, 5, 6), (0, 4, 6)])
 def test_ties_go_to_the_lower_expert(equal: tuple[int, ...]) -> None:
     """Experts with equal router rows have equal logits, which are the largest."""
-    sizes = SIZES["float32"]
-    rng = np.random.default_rng(8)
+    sizes, rng = SIZES["float32"], np.random.default_rng(8)
     router, bias = 0.1 * rng.standard_normal((sizes.experts, sizes.width)).astype(np.float32), np.zeros(sizes.experts)
     router[list(equal)], bias[list(equal)] = router[equal[0]], 5.0
-    block, x = random_block(sizes, 9, router=router, bias=bias), random_rows(sizes, 9)
-    np.testing.assert_allclose(block.run(x), block.by_definition(x), atol=2 * EXACT)
+    random_block(sizes, 9, router=router, bias=bias).expect_definition(random_rows(sizes, 9))
 
 
 def test_extreme_router_logits_stay_finite() -> None:
-    sizes = SIZES["float32"]
     bias = np.array([3e38, -3e38, 1e4, -1e4, 0.0, 3e38, 90.0])
-    block, x = random_block(sizes, 10, bias=bias), random_rows(sizes, 3)
-    np.testing.assert_allclose(block.run(x), block.by_definition(x), atol=2 * EXACT)
+    random_block(SIZES["float32"], 10, bias=bias).expect_definition(random_rows(SIZES["float32"], 3))
 
 
 def test_extreme_scales_are_exact() -> None:
@@ -291,10 +221,8 @@ def test_extreme_scales_are_exact() -> None:
         gate_up=mxfp4_values(blocks, scales),
         packed=block.packed.replace(gate_up=pack((blocks, scales), alternate)),
     )
-    x = random_rows(sizes, 5)
     with np.errstate(over="ignore"):
-        expected = block.by_definition(x)
-    np.testing.assert_allclose(block.run(x), expected, atol=2 * EXACT)
+        block.expect_definition(random_rows(sizes, 5))
 
 
 # A row's bits are its own
@@ -343,9 +271,8 @@ def test_parts_of_the_experts_sum_to_the_whole(name: str, rows: int) -> None:
 
 
 def run_part(block: Block, x: np.ndarray, experts: NativeExperts, held: Held) -> jax.Array:
-    norm, router = Norm(jnp.asarray(block.norm, jnp.float32), EPSILON), pack(block.router.astype(np.float32))
-    bias = jnp.asarray(block.router_bias, jnp.float32)
-    return routed(jnp.asarray(x), norm, router, bias, experts, block.sizes.top_k, LIMIT, held=held, residual=False)
+    operands = jnp.asarray(x), *block.routing, experts, block.sizes.top_k, LIMIT
+    return routed(*operands, held=held, residual=False)
 
 
 # What does not fit is refused
