@@ -3,33 +3,33 @@
 import dataclasses
 import itertools
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle.config import EngineConfig, SamplingParams, configs_of
-from peagle.engine.collect import Collector
+from peagle.config import EngineConfig, SamplingParams
+from peagle.engine.engine import Engine
 from peagle.engine.executor import trace_counts
 from peagle.engine.grammar import GrammarError
 from peagle.engine.handle import Handle
-from peagle.engine.request import Request, TokenChunk
-from peagle.engine.warmup import Measuring, WarmUp
+from peagle.engine.request import Request
+from peagle.engine.warmup import WarmUp
 from peagle.measure.logprobs import output_logprobs
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.pair import Pair
-from peagle.result import Result
 from peagle.text.prompts import Conversation, Rendering, from_ids, from_text
 from peagle.text.tokenizer import Tokenizer
-from peagle.workflows.run import Observer, Run, RunConfig, run
+from peagle.workflows.run import Observer, Outcome, Run, RunConfig, run
 from tests.support.pairs import MAX_POSITIONS, STOP, VOCAB_SIZE, ToyTarget, toy_pair
 
 K, NEW = 3, 12
 CONFIG = RunConfig(engine=EngineConfig(K), max_new_tokens=NEW)
 CHAT = Conversation("chat", turns=("one", "two", "three"), numbered=True)
+slots_of_both_ways = pytest.mark.parametrize("slots", [1, 3])  # one conversation after the other; side by side
 
 
 def with_engine(**options: Any) -> RunConfig:
@@ -40,13 +40,19 @@ def ids(run: Run) -> list[tuple[int, ...]]:
     return [outcome.result.output_ids for outcome in run.outcomes]
 
 
-class Watcher(Observer):
-    """Record the calls, and perhaps interrupt."""
+def only(pair: Pair, config: RunConfig = CONFIG, prompt: Sequence[int] = (50,)) -> Outcome:
+    """Run one prompt."""
+    (outcome,) = run(pair, [from_ids(list(prompt))], config).outcomes
+    return outcome
 
-    def __init__(self, interrupt_after: int | None = None) -> None:
+
+class Watcher(Observer):
+    """Record the calls, and call back with each piece."""
+
+    def __init__(self, callback: Callable[[Request], None] = lambda _: None) -> None:
         self.order: list[str] = []
         self.text: dict[int, str] = {}
-        self.left = interrupt_after
+        self.callback = callback
 
     def decoding(self, done: int, total: int, plainly: bool) -> None:
         self.order.append("plain" if plainly else "fast")
@@ -55,24 +61,55 @@ class Watcher(Observer):
         self, request: Request, token_ids: Sequence[int], text: str, parts: Sequence[tuple[str, int]] = ()
     ) -> None:
         self.text[request.index] = self.text.get(request.index, "") + text
-        if self.left is not None and token_ids:
-            self.left -= 1
-            if not self.left:
-                raise KeyboardInterrupt
+        if token_ids:
+            self.callback(request)
+
+
+# Order, turns and slots
 
 
 def test_results_come_in_the_order_of_the_input_with_their_turns(toy: Pair) -> None:
-    conversations = [from_ids([50]), CHAT, from_text("solo")]
-    done = run(toy, conversations, CONFIG)
+    watcher = Watcher()
+    done = run(toy, [from_ids([50]), CHAT, from_text("solo")], CONFIG, watcher)
     assert [outcome.result.request.index for outcome in done.outcomes] == [0, 1, 2, 3, 4]
     assert [outcome.turn for outcome in done.outcomes] == [None, 0, 1, 2, None]
+    assert watcher.text == {outcome.result.request.index: outcome.result.text for outcome in done.outcomes}
     assert not done.interrupted
     assert all(len(output) == NEW for output in ids(done))
 
 
+def test_a_turn_has_the_answers_of_this_run_in_its_prompt(toy: Pair) -> None:
+    first, second, third = run(toy, [CHAT], CONFIG).outcomes
+    answers = [first.result.text or "", second.result.text or ""]
+    assert all(answers)
+    assert first.result.request.prompt_ids == CHAT.encode([], toy.tokenizer, Rendering())
+    assert third.result.request.prompt_ids == CHAT.encode(answers, toy.tokenizer, Rendering())
+
+
+def test_requests_in_slots_get_what_each_gets_alone(toy: Pair) -> None:
+    conversations = [from_ids([50]), CHAT, from_text("solo"), from_ids([60, 61])]
+    config = dataclasses.replace(CONFIG, sampling=SamplingParams(1.0, seed=3), baseline=False)
+    alone = run(toy, conversations, config)
+    together = run(toy, conversations, dataclasses.replace(config, engine=EngineConfig(K, slots=3)))
+    assert ids(alone) == ids(together)
+    assert len(set(ids(alone))) == len(ids(alone))
+
+
+def test_conversations_go_on_while_others_are_at_their_first_turn(toy: Pair) -> None:
+    """Three first turns in two slots: the third keeps no slot empty. The answers are those of one slot."""
+    conversations = [CHAT, dataclasses.replace(CHAT, turns=("a", "b", "c")), from_ids([50])]
+    together = run(toy, conversations, with_engine(slots=2))
+    assert ids(together) == ids(run(toy, conversations, CONFIG))
+    assert [outcome.turn for outcome in together.outcomes] == [0, 1, 2, 0, 1, 2, None]
+    assert all(outcome.baseline is not None for outcome in together.outcomes)
+    assert all(outcome.first_divergence is None for outcome in together.outcomes)
+    results = [outcome.result for outcome in together.outcomes]
+    assert min(results[1].first_s or 0.0, results[4].first_s or 0.0) < (results[6].last_s or 0.0)
+
+
 @pytest.mark.parametrize("slots", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_a_conversation_that_outgrows_the_positions_keeps_what_it_has_and_stops_nobody(toy, slots) -> None:
-    # the three prompts fit; with the answers between them, the third does not
+def test_a_conversation_that_outgrows_the_positions_keeps_what_it_has_and_stops_nobody(toy: Pair, slots: int) -> None:
+    """The three prompts fit; with the answers between them, the third does not."""
     long = Conversation("long", turns=("a" * 90, "b" * 90, "c" * 90), numbered=True)
     config = RunConfig(engine=EngineConfig(K, slots), max_new_tokens=60)
     done = run(toy, [from_ids([50]), long, CHAT], config)
@@ -86,43 +123,62 @@ def test_a_conversation_that_outgrows_the_positions_keeps_what_it_has_and_stops_
     assert "long" in line
 
 
-@pytest.mark.parametrize("slots", [1, 3])
+@slots_of_both_ways
 def test_a_grammar_that_cannot_be_followed_ends_its_own_conversation(
     toy: Pair, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bad, right = Conversation("bad", turns=("x", "y"), numbered=True), Collector._chunk
+    bad, config = Conversation("bad", turns=("x", "y"), numbered=True), with_engine(slots=slots)
     expected = run(toy, [from_ids([50]), CHAT], CONFIG)
+    handles: list[tuple[Engine, Handle]] = []
+    add = Engine.add
 
-    def chunk(collector: Collector, handle: Handle, *rest: Any) -> TokenChunk:
-        found = right(collector, handle, *rest)
-        if handle.request.name != "bad" or found.finish_reason is not None or not found.steps:
-            return found
-        collector._engine.end(handle, "error", GrammarError("bad: no text follows"))
-        return dataclasses.replace(handle.inbox.pop(), token_ids=found.token_ids, steps=found.steps)
+    def adding(engine: Engine, request: Request) -> Handle:
+        handles.append((engine, add(engine, request)))
+        return handles[-1][1]
 
-    monkeypatch.setattr(Collector, "_chunk", chunk)
-    done = run(toy, [from_ids([50]), bad, CHAT], with_engine(slots=slots))
+    def fail(request: Request) -> None:
+        for engine, handle in handles:
+            if handle.request is request and request.name == "bad" and handle.finished is None:
+                engine.end(handle, "error", GrammarError("bad: no text follows"))
+
+    monkeypatch.setattr(Engine, "add", adding)
+    done = run(toy, [from_ids([50]), bad, CHAT], config, Watcher(fail))
     assert done.failed == ("bad: no text follows",)
     assert [outcome.result.request.index for outcome in done.outcomes] == [0, 1, 3, 4, 5]
     assert done.outcomes.pop(1).result.error == "bad: no text follows"
     assert ids(done) == ids(expected)
 
 
-def test_a_turn_has_the_answers_of_this_run_in_its_prompt(toy: Pair) -> None:
-    first, second, third = run(toy, [CHAT], CONFIG).outcomes
-    answers = [first.result.text, second.result.text]
-    assert all(answers)
-    assert first.result.request.prompt_ids == CHAT.encode([], toy.tokenizer, Rendering())
-    assert third.result.request.prompt_ids == CHAT.encode([a or "" for a in answers], toy.tokenizer, Rendering())
+@slots_of_both_ways
+def test_turns_begin_with_those_before_them_and_say_the_same(toy: Pair, slots: int) -> None:
+    """By default if there are several requests; 0 turns it off, and one request has nothing to begin with."""
+    # a first turn fills a page
+    conversations = [dataclasses.replace(CHAT, turns=(letter * 60, "two", "three")) for letter in "ab"]
+    cold = run(toy, conversations, with_engine(slots=slots, prefix_cache=0))
+    warm = run(toy, conversations, with_engine(slots=slots))
+    assert ids(warm) == ids(cold)
+    assert cold.prefix_cache is None
+    assert warm.prefix_cache is not None
+    assert warm.prefix_cache.num_hits >= 4
+    cached = [outcome.result.num_cached_tokens for outcome in warm.outcomes]
+    assert cached[0] == 0
+    assert min(*cached[1:3], *cached[4:]) > 0
+    assert sum(cached) == warm.prefix_cache.num_hit_tokens
+    assert run(toy, [from_text("solo")], CONFIG).prefix_cache is None
 
 
-def test_requests_in_slots_get_what_each_gets_alone(toy: Pair) -> None:
-    conversations = [from_ids([50]), CHAT, from_text("solo"), from_ids([60, 61])]
-    config = dataclasses.replace(CONFIG, sampling=SamplingParams(1.0, seed=3), baseline=False)
-    alone = run(toy, conversations, config)
-    together = run(toy, conversations, dataclasses.replace(config, engine=EngineConfig(K, slots=3)))
-    assert ids(alone) == ids(together)
-    assert len(set(ids(alone))) == len(ids(alone))
+def test_a_prompt_that_is_prefilled_at_once_begins_after_its_known_tokens(pair: Pair) -> None:
+    prompt = [5 + place % 7 for place in range(70)]
+    prompts = [from_ids([*prompt, last]) for last in (3, 4)]
+    config = RunConfig(engine=EngineConfig(K, prefill="blocked"), max_new_tokens=NEW, ignore_eos=True, baseline=False)
+    without = dataclasses.replace(config.engine, prefix_cache="off")
+    cold = run(pair, prompts, dataclasses.replace(config, engine=without))
+    warm = run(pair, prompts, config)
+    assert [outcome.result.num_cached_tokens for outcome in warm.outcomes] == [0, 64]
+    assert ids(warm) == ids(cold)
+
+
+# The baseline, and what is measured
 
 
 def test_plain_decoding_runs_beside_it_first_and_second_in_turn(toy: Pair) -> None:
@@ -134,21 +190,34 @@ def test_plain_decoding_runs_beside_it_first_and_second_in_turn(toy: Pair) -> No
         assert outcome.baseline.output_ids == outcome.result.output_ids
         assert outcome.baseline.num_speculative_tokens == 0
         assert outcome.first_divergence is None
-    without = run(toy, [from_ids([50])], dataclasses.replace(CONFIG, baseline=False))
-    assert without.outcomes[0].baseline is None
+    assert only(toy, dataclasses.replace(CONFIG, baseline=False)).baseline is None
+
+
+def test_a_divergence_is_reported_with_the_margin_there(toy: Pair) -> None:
+    """A plain target that differs in one row: outputs diverge after the token of that row."""
+    output_ids = only(toy).result.output_ids
+    assert isinstance(toy.target, ToyTarget)
+    last = output_ids[3]
+    assert last not in output_ids[:3]
+    table = np.array(toy.target.table)
+    other = int(np.argsort(table[last])[-2])
+    table[last, other] = table[last].max() + 0.25
+    divergence = only(dataclasses.replace(toy, plain_target=ToyTarget(jnp.asarray(table)))).first_divergence
+    assert divergence is not None
+    assert divergence.index == 4
+    assert divergence.margin == pytest.approx(0.25, abs=1e-4)
 
 
 def test_compilation_is_told_apart_from_running(toy: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a fake clock: compiling a program takes 1000 s, reading the clock a millisecond."""
     looks, config = itertools.count(), with_engine(context=77)  # a shape that no other test has
     monkeypatch.setattr("time.perf_counter", lambda: 1000.0 * sum(trace_counts().values()) + 1e-3 * next(looks))
-    done = run(toy, [from_ids([50])], config)
+    done, again = (run(toy, [from_ids([prompt])], config) for prompt in (50, 51))
     assert done.compile_s >= 1000
-    again = run(toy, [from_ids([51])], config)
     assert again.compile_s == 0.0  # the same shape: nothing was left to do
-    result = done.outcomes[0].result
-    assert result.ttft_s is not None
-    assert 0 < result.ttft_s < 1
+    ttft_s = done.outcomes[0].result.ttft_s
+    assert ttft_s is not None
+    assert 0 < ttft_s < 1
 
 
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
@@ -157,47 +226,44 @@ def test_measuring_what_drafting_costs_compiles_nothing(
 ) -> None:
     measure, counts = WarmUp.measure_costs, []
 
-    def counting(warm_up: WarmUp, measuring: Measuring) -> dict[int, float]:
+    def counting(*operands: Any) -> dict[int, float]:
         counts.append(trace_counts())
-        costs = measure(warm_up, measuring)
+        costs = measure(*operands)
         counts.append(trace_counts())
         return costs
 
     monkeypatch.setattr(WarmUp, "measure_costs", counting)
     context = 78 + round(temperature)  # a shape that no other test has
-    engine = EngineConfig("auto", context=context)
-    config = dataclasses.replace(CONFIG, engine=engine, sampling=SamplingParams(temperature))
-    run(toy, [from_ids([50])], config)
+    config = with_engine(num_speculative_tokens="auto", context=context)
+    only(toy, dataclasses.replace(config, sampling=SamplingParams(temperature)))
     before, after = counts
     assert before == after
 
 
-def test_the_streamed_pieces_are_the_text(toy: Pair) -> None:
-    watcher = Watcher()
-    done = run(toy, [from_text("a"), from_text("b")], CONFIG, watcher)
-    assert watcher.text == {outcome.result.request.index: outcome.result.text for outcome in done.outcomes}
+def test_what_a_dispatch_gives_comes_at_once(tokenizer: Tokenizer) -> None:
+    """The tokens of a dispatch have one time, and are those of single steps."""
+    config = dataclasses.replace(CONFIG, baseline=False)
+    single, several = (
+        only(dataclasses.replace(toy_pair(tokenizer), steps_per_dispatch=steps), config).result for steps in (1, 4)
+    )
+    assert (several.output_ids, several.steps) == (single.output_ids, single.steps)
+    assert len(single.times_s) == 1 + len(single.steps)
+    assert len(several.times_s) == 1 + -(-len(several.steps) // 4)
+    assert list(several.times_s) == sorted(set(several.times_s))
 
 
-def test_a_divergence_is_reported_with_the_margin_there(toy: Pair) -> None:
-    # a plain target that differs in one row: outputs diverge after the token of that row
-    fast = run(toy, [from_ids([50])], CONFIG).outcomes[0].result
-    assert isinstance(toy.target, ToyTarget)
-    last = fast.output_ids[3]
-    assert last not in fast.output_ids[:3]
-    table = np.array(toy.target.table)
-    other = int(np.argsort(table[last])[-2])
-    table[last, other] = table[last].max() + 0.25
-    parting = dataclasses.replace(toy, plain_target=ToyTarget(jnp.asarray(table)))
-    outcome = run(parting, [from_ids([50])], CONFIG).outcomes[0]
-    assert outcome.first_divergence is not None
-    assert outcome.first_divergence.index == 4
-    assert outcome.first_divergence.margin == pytest.approx(0.25, abs=1e-4)
+# Interrupted runs
 
 
 @pytest.mark.parametrize("after", [1, 2, 5])
 def test_an_interrupted_run_keeps_what_there_is(toy: Pair, after: int) -> None:
-    whole = run(toy, [from_ids([50]), from_ids([51])], CONFIG).outcomes[0].result
-    watcher = Watcher(interrupt_after=after)
+    pieces = itertools.count(1)
+
+    def interrupt_once(_: Request) -> None:
+        if next(pieces) == after:
+            raise KeyboardInterrupt
+
+    whole, watcher = only(toy).result, Watcher(interrupt_once)
     cut = run(toy, [from_ids([50]), from_ids([51])], CONFIG, watcher)
     assert cut.interrupted
     if after >= 1 + len(whole.steps):
@@ -210,50 +276,18 @@ def test_an_interrupted_run_keeps_what_there_is(toy: Pair, after: int) -> None:
     assert watcher.text[0] == outcome.result.text
 
 
-def test_what_a_dispatch_gives_comes_at_once(tokenizer: Tokenizer) -> None:
-    """The tokens of a dispatch have one time, and are those of single steps."""
-    one, four = (dataclasses.replace(toy_pair(tokenizer), steps_per_dispatch=number) for number in (1, 4))
-    config = dataclasses.replace(CONFIG, baseline=False)
-    single, several = (run(pair, [from_ids([50])], config).outcomes[0].result for pair in (one, four))
-    assert (several.output_ids, several.steps) == (single.output_ids, single.steps)
-    assert len(single.times_s) == 1 + len(single.steps)
-    assert len(several.times_s) == 1 + -(-len(several.steps) // 4)
-    assert list(several.times_s) == sorted(set(several.times_s))
-
-
-def test_conversations_go_on_while_others_are_at_their_first_turn(toy: Pair) -> None:
-    """Three first turns in two slots: the third keeps no slot empty.
-
-    The answers are those of one slot.
-    """
-    conversations = [CHAT, dataclasses.replace(CHAT, turns=("a", "b", "c")), from_ids([50])]
-    alone = run(toy, conversations, CONFIG)
-    together = run(toy, conversations, with_engine(slots=2))
-    assert ids(together) == ids(alone)
-    assert [outcome.turn for outcome in together.outcomes] == [0, 1, 2, 0, 1, 2, None]
-    assert all(outcome.baseline is not None for outcome in together.outcomes)
-    assert all(outcome.first_divergence is None for outcome in together.outcomes)
-    began, ended = ([getattr(each.result, name) or 0.0 for each in together.outcomes] for name in ("first_s", "last_s"))
-    assert min(began[1], began[4]) < ended[6]
-
-
 @pytest.mark.parametrize("slots", [1, 2])
 def test_ctrl_c_is_a_flag_that_the_next_dispatch_finds(toy: Pair, slots: int) -> None:
     """Dispatches in flight are dropped, and the engines stay intact: the same run then finishes."""
-    conversations = [from_ids([50]), from_ids([51]), from_ids([52])]
-    config = with_engine(slots=slots)
+    conversations, config = [from_ids([prompt]) for prompt in (50, 51, 52)], with_engine(slots=slots)
     whole = run(toy, conversations, config)
 
-    class Pressing(Watcher):
-        def emitted(
-            self, request: Request, token_ids: Sequence[int], text: str, parts: Sequence[tuple[str, int]] = ()
-        ) -> None:
-            super().emitted(request, token_ids, text, parts)
-            if len(self.text) == slots and not interrupt.asked():
-                signal.raise_signal(signal.SIGINT)
+    def press(_: Request) -> None:
+        if len(watcher.text) == slots and not interrupt.asked():
+            signal.raise_signal(signal.SIGINT)
 
+    watcher = Watcher(press)
     with interrupt.handled():
-        watcher = Pressing()
         cut = run(toy, conversations, config, watcher)
         assert interrupt.asked()
     assert cut.interrupted
@@ -261,103 +295,63 @@ def test_ctrl_c_is_a_flag_that_the_next_dispatch_finds(toy: Pair, slots: int) ->
     assert cut.outcomes[0].result.finish_reason is None
     assert 0 < len(cut.outcomes[0].result.output_ids) < NEW
     for outcome, complete in zip(cut.outcomes, whole.outcomes, strict=False):
-        got = outcome.result.output_ids
-        assert complete.result.output_ids[: len(got)] == got
+        output_ids = outcome.result.output_ids
+        assert complete.result.output_ids[: len(output_ids)] == output_ids
         assert watcher.text.get(outcome.result.request.index, "") == outcome.result.text
     again = run(toy, conversations, config)
     assert (again.interrupted, ids(again)) == (False, ids(whole))
 
 
+# Ends, and what cannot run
+
+
 def test_a_budget_beyond_the_positions_is_cut(toy: Pair) -> None:
-    prompt = [50] * (MAX_POSITIONS - 5)
-    result = run(toy, [from_ids(prompt)], CONFIG).outcomes[0].result
+    result = only(toy, prompt=[50] * (MAX_POSITIONS - 5)).result
     assert (len(result.output_ids), result.finish_reason) == (5, "length")
-    narrow = with_engine(context=10)
-    assert len(run(toy, [from_ids([50] * 7)], narrow).outcomes[0].result.output_ids) == 3
+    assert len(only(toy, with_engine(context=10), [50] * 7).result.output_ids) == 3
 
 
 def test_a_stop_token_ends_it_and_is_no_text(toy: Pair) -> None:
-    free = run(toy, [from_ids([50])], CONFIG).outcomes[0].result
+    free = only(toy).result
     stop = free.output_ids[5]
-    at = free.output_ids.index(stop)
     stopping = dataclasses.replace(toy, stop_token_ids=(stop,))
-    outcome = run(stopping, [from_ids([50])], CONFIG).outcomes[0]
-    assert outcome.result.output_ids == free.output_ids[: at + 1]
-    assert outcome.result.finish_reason == "stop"
-    assert free.text is not None
-    assert outcome.result.text is not None
-    assert free.text.startswith(outcome.result.text)
-    ignoring = run(stopping, [from_ids([50])], dataclasses.replace(CONFIG, ignore_eos=True)).outcomes[0]
-    assert ignoring.result.output_ids == free.output_ids
+    result = only(stopping).result
+    assert result.output_ids == free.output_ids[: free.output_ids.index(stop) + 1]
+    assert result.finish_reason == "stop"
+    assert result.text
+    assert (free.text or "").startswith(result.text)
+    assert only(stopping, dataclasses.replace(CONFIG, ignore_eos=True)).result.output_ids == free.output_ids
+
+
+def test_a_pair_without_a_tokenizer_runs_on_ids_alone() -> None:
+    result = only(toy_pair(None)).result
+    assert result.text is None
+    assert STOP not in result.output_ids
+    with pytest.raises(InputError, match="--prompt-ids"):
+        run(toy_pair(None), [from_text("Hi")], CONFIG)
 
 
 @pytest.mark.parametrize(
-    ("conversation", "config", "what"),
+    ("prompt", "config", "says"),
     [
-        (from_ids([VOCAB_SIZE]), CONFIG, f"0..{VOCAB_SIZE - 1}"),
-        (from_ids([-1]), CONFIG, "-1"),
-        (from_ids([5] * MAX_POSITIONS), CONFIG, f"{MAX_POSITIONS} positions"),
-        (from_ids([5] * 10), with_engine(context=10), "10 positions"),
-        (from_ids([5]), with_engine(context=MAX_POSITIONS + 1), f"2..{MAX_POSITIONS}"),
+        ([VOCAB_SIZE], CONFIG, f"0..{VOCAB_SIZE - 1}"),
+        ([-1], CONFIG, "-1"),
+        ([5] * MAX_POSITIONS, CONFIG, f"{MAX_POSITIONS} positions"),
+        ([5] * 10, with_engine(context=10), "10 positions"),
+        ([5], with_engine(context=MAX_POSITIONS + 1), f"2..{MAX_POSITIONS}"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_runs(
-    toy: Pair, conversation: Conversation, config: RunConfig, what: str
+    toy: Pair, prompt: list[int], config: RunConfig, says: str
 ) -> None:
     watcher = Watcher()
     with pytest.raises(InputError) as caught:
-        run(toy, [from_ids([50]), conversation], config, watcher)
-    assert what in str(caught.value)
+        run(toy, [from_ids([50]), from_ids(prompt)], config, watcher)
+    assert says in str(caught.value)
     assert watcher.order == []
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"num_speculative_tokens": -1},
-        {"max_new_tokens": 0},
-        {"slots": 0},
-        {"logprobs": -1},
-        {"logprobs": 21},
-        {"prefill_chunk": 0},
-        {"kv_memory": 0},
-        {"prefix_cache": -1},
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(InputError):
-        configs_of(wrong, RunConfig, EngineConfig)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"prefill": "bogus"}, "prefill is 'bogus'; expected one of 'chunked', 'blocked'"),
-        ({"prefix_cache": "bogus"}, "prefix_cache is 'bogus'; expected a valid integer or one of 'on', 'off'"),
-        ({"prefix_cache": True}, "prefix_cache is True; expected a valid integer or one of"),
-        ({"synthetic_acceptance": 0.5}, "synthetic_acceptance is 0.5; expected a list of numbers"),
-        ({"synthetic_acceptance": [0.5, "a"]}, r"synthetic_acceptance is \[0.5, 'a'\]; expected a list of numbers"),
-        ({"num_speculative_tokens": "5"}, "num_speculative_tokens is '5'; expected a valid integer or 'auto'"),
-        ({"slots": None}, "slots is None; expected a valid integer"),
-        ({"slots": 2.5}, "slots is 2.5; expected a valid integer"),
-        ({"temperature": "hot"}, "temperature is 'hot'; expected a valid number"),
-        ({"logit_bias": [[5, "much"]]}, "logit_bias is .*; expected a list"),
-        ({"logit_bias": [[5]]}, "logit_bias is .*; expected a list"),
-        ({"stop": [1]}, r"stop is \[1\]; expected a list of texts"),
-        ({"ignore_eos": 1}, "ignore_eos is 1; expected true or false"),
-        ({"grammar": "[0-9]"}, r"grammar is '\[0-9\]'; expected Grammar"),
-    ],
-)
-def test_a_value_of_another_type_is_refused(wrong: dict[str, object], says: str) -> None:
-    with pytest.raises(InputError, match=says):
-        configs_of(wrong, RunConfig, EngineConfig, SamplingParams)
-
-
-def test_a_list_and_a_number_of_numpy_are_values_too() -> None:
-    options = {"logit_bias": [[5, 1.0]], "temperature": np.float32(0.5), "synthetic_acceptance": [0.5, 0.25]}
-    sampling, engine = configs_of({**options, "slots": np.int64(2)}, SamplingParams, EngineConfig)
-    assert sampling == SamplingParams(0.5, logit_bias=((5, 1.0),))
-    assert engine == EngineConfig(slots=2, synthetic_acceptance=(0.5, 0.25))
+# Log-probabilities
 
 
 def test_scores_are_the_log_softmax_of_the_targets_logits(toy: Pair) -> None:
@@ -374,47 +368,6 @@ def test_scores_are_the_log_softmax_of_the_targets_logits(toy: Pair) -> None:
 
 
 def test_logprobs_of_a_greedy_run_name_the_emitted_token_first(toy: Pair) -> None:
-    config = dataclasses.replace(CONFIG, engine=EngineConfig(0), logprobs=2)
-    outcome = run(toy, [from_ids([50])], config).outcomes[0]
+    outcome = only(toy, dataclasses.replace(CONFIG, engine=EngineConfig(0), logprobs=2))
     assert outcome.baseline is None
     assert [token.best[0][0] for token in outcome.result.logprobs] == list(outcome.result.output_ids)
-
-
-def test_a_pair_without_a_tokenizer_runs_on_ids_alone() -> None:
-    pair = toy_pair(None)
-    result = run(pair, [from_ids([50])], CONFIG).outcomes[0].result
-    assert isinstance(result, Result)
-    assert result.text is None
-    assert STOP not in result.output_ids
-    with pytest.raises(InputError, match="--prompt-ids"):
-        run(pair, [from_text("Hi")], CONFIG)
-
-
-@pytest.mark.parametrize("slots", [1, 3])
-def test_turns_begin_with_those_before_them_and_say_the_same(toy: Pair, slots: int) -> None:
-    """By default if there are several requests; 0 turns it off, and one request has nothing to begin with."""
-    # a first turn fills a page
-    conversations = [dataclasses.replace(CHAT, turns=(letter * 60, "two", "three")) for letter in "ab"]
-    cold = run(toy, conversations, with_engine(slots=slots, prefix_cache=0))
-    warm = run(toy, conversations, with_engine(slots=slots))
-    assert ids(warm) == ids(cold)
-    assert cold.prefix_cache is None
-    assert warm.prefix_cache is not None
-    assert warm.prefix_cache.num_hits >= 4
-    cached = [outcome.result.num_cached_tokens for outcome in warm.outcomes]
-    first, second = cached[:3], cached[3:]
-    assert first[0] == 0
-    assert min(*first[1:], *second[1:]) > 0
-    assert sum(cached) == warm.prefix_cache.num_hit_tokens
-    assert run(toy, [from_text("solo")], CONFIG).prefix_cache is None
-
-
-def test_a_prompt_that_is_prefilled_at_once_begins_after_its_known_tokens(pair: Pair) -> None:
-    prompt = [5 + place % 7 for place in range(70)]
-    prompts = [from_ids([*prompt, last]) for last in (3, 4)]
-    config = RunConfig(engine=EngineConfig(K, prefill="blocked"), max_new_tokens=NEW, ignore_eos=True, baseline=False)
-    without = dataclasses.replace(config.engine, prefix_cache="off")
-    cold = run(pair, prompts, dataclasses.replace(config, engine=without))
-    warm = run(pair, prompts, config)
-    assert [outcome.result.num_cached_tokens for outcome in warm.outcomes] == [0, 64]
-    assert ids(warm) == ids(cold)
