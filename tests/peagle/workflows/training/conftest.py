@@ -1,5 +1,6 @@
 """Data of the tests' target, a training on them, and commands that are run in this process."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,6 @@ from tests.support.trainers import keep_programs
 
 PROMPTS = [[17, 4, 90], [5, 5, 5, 5], [200, 31], [9, 8, 7, 6, 5, 4], [77]]
 SMALL = "--steps 4 --taps 0,1,2 --width 32 --depth 3 --rows 2 --layers 1 --heads 4 --mlp-width 16"
-Run = Callable[..., str]
 
 
 def words(*parts: object) -> list[str]:
@@ -24,7 +24,7 @@ def words(*parts: object) -> list[str]:
 
 
 def train(target: Path, data: object, out: Path, *more: object) -> list[str]:
-    """Write the command of a small training; what is given twice is what is given last."""
+    """Write the command of a small training. Of an option that is given twice, the last one counts."""
     return words("train --target", target, f"--data {data} --out", out, SMALL, *more)
 
 
@@ -33,17 +33,50 @@ def write_prompts(path: Path, *prompts: list[int]) -> Path:
     return path
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command that ends with this code; return its standard error, with one error if the code is 2."""
+@dataclasses.dataclass(frozen=True)
+class Lab:
+    """Commands that run in this process, on the tests' pair, with a folder of the test's own."""
 
-    def call(code: int, *parts: object) -> str:
+    target: Path
+    drafter: Path
+    data: Path  # answers of the target
+    prompts: Path
+    root: Path
+    capsys: pytest.CaptureFixture[str]
+
+    @property
+    def out(self) -> Path:
+        """The folder to train into, unless another one is named."""
+        return self.root / "run"
+
+    def run(self, code: int, *parts: object) -> str:
+        """Run a command that ends with this code; return its standard error, with one error if the code is 2."""
         ended = main(words(*parts))
-        said = capsys.readouterr().err
-        assert (ended, sum("error" in line for line in said.splitlines())) == (code, int(code == 2)), said
-        return said
+        messages = self.capsys.readouterr().err
+        errors = sum("error" in line for line in messages.splitlines())
+        assert (ended, errors) == (code, int(code == 2)), messages
+        return messages
 
-    return call
+    def output(self, *parts: object) -> str:
+        """Run a command; return all that it prints."""
+        self.capsys.readouterr()
+        assert main(words(*parts)) == 0
+        captured = self.capsys.readouterr()
+        return captured.out + captured.err
+
+    def train(
+        self, *more: object, code: int = 0, out: Path | None = None, data: object = None, target: Path | None = None
+    ) -> str:
+        """Run a small training."""
+        return self.run(code, *train(target or self.target, data or self.data, out or self.out, *more))
+
+    def resume(self, *more: object, code: int = 0, out: Path | None = None) -> str:
+        return self.run(code, "train --resume --out", out or self.out, *more)
+
+
+@pytest.fixture
+def lab(directories: Directories, data: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Lab:
+    return Lab(directories.target, directories.drafter, data, prompts, tmp_path, capsys)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,10 +1,12 @@
 """`peagle train` from data to a drafter that runs, and what it says to what cannot work."""
 
+import contextlib
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,15 +24,15 @@ from drafter.train.folder import LOG, best_held_out, read_log
 from drafter.train.shards import Document, open_folder, read_shards, write_shard
 from drafter.trained import RECIPE
 from peagle.checkpoints import drafter_folder
-from peagle.cli import main
 from peagle.config import SamplingParams
 from peagle.engine.request import Request
 from peagle.engine.speculation import speculation_file
 from peagle.ops.errors import InputWarning
+from peagle.pair import Pair
 from peagle.result import decode
 from peagle.workflows.new_drafter import given_params
 from target.load import load_target
-from tests.peagle.workflows.training.conftest import PROMPTS, Run, train, words, write_prompts
+from tests.peagle.workflows.training.conftest import PROMPTS, Lab, train, write_prompts
 from tests.support.drafters import random_params
 from tests.support.pairs import DRAFTER, MAX_POSITIONS, STOP, TARGET, VOCAB_SIZE, Directories, press_ctrl_c_at
 from tests.support.toys import costs
@@ -47,9 +49,13 @@ def same_weights(*outs: Path) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def recipe_of(out: Path) -> dict:
-    record: dict = json.loads((out / RECIPE).read_text())
+def recipe_of(out: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((out / RECIPE).read_text())
     return record
+
+
+def card_of(out: Path) -> str:
+    return (out / "drafter" / "README.md").read_text()
 
 
 def steps_of(out: Path, kind: str = "loss") -> list[int]:
@@ -62,6 +68,21 @@ def write_data(folder: Path, rows: np.ndarray, trained: Sequence[bool]) -> Path:
     open_folder(folder, {})
     write_shard(folder, 0, [Document(row.astype(np.int32), np.array(trained, bool)) for row in rows])
     return folder
+
+
+def trained_tokens(data: Path) -> set[int]:
+    return {token for document in read_shards(data) for token in document.token_ids[document.trained].tolist()}
+
+
+def expect_plain_decodings_tokens(pair: Pair, data: Path) -> None:
+    """Expect a pair to emit what the data hold, which the target wrote by itself."""
+    drafted = pair.generate(PROMPTS[0], num_speculative_tokens=3, max_new_tokens=20)
+    assert [*PROMPTS[0], *drafted.output_ids] == read_shards(data)[0].token_ids.tolist()
+
+
+def expect_all(messages: str, *lines: str) -> None:
+    for line in lines:
+        assert line in messages
 
 
 @pytest.fixture(scope="module")
@@ -79,38 +100,29 @@ def other_target(directories: Directories, tmp_path_factory: pytest.TempPathFact
 
 
 def test_from_data_to_a_drafter_that_runs(
-    directories: Directories,
-    prompts: Path,
-    data: Path,
-    tmp_path: Path,
-    run: Run,
-    curves: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
+    lab: Lab, curves: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("peagle.cli.training.draw", curves)
-    out = tmp_path / "run"
-    command = train(directories.target, data, out, f"--evaluate {prompts} --evaluate-every 2 -k 3")
-    said = run(0, *command)
-    for line in (
+    evaluation = f"--evaluate {lab.prompts} --evaluate-every 2 -k 3"
+    expect_all(
+        lab.train(evaluation),
         "held out: the answers to --evaluate; ",
         "5 of the 5 --evaluate prompts are in the data, too",
         "left out     of --evaluate 1 row without a usable prompt",
-    ):
-        assert line in said
-    assert (steps_of(out)[-1], steps_of(out, "held_out")) == (4, [4])
-    assert recipe_of(out)["data"]["held_out"] == 0
-    evaluations = [line["evaluation"] for line in read_log(out / LOG) if "evaluation" in line]
-    assert [evaluation["num_left_out"] for evaluation in evaluations] == [1, 1]
-    assert all(1 <= evaluation["acceptance_length"] <= 4 for evaluation in evaluations)
-    curve = (out / "curve.svg").read_bytes()
+    )
+    assert (steps_of(lab.out)[-1], steps_of(lab.out, "held_out")) == (4, [4])
+    assert recipe_of(lab.out)["data"]["held_out"] == 0
+    evaluations = [line["evaluation"] for line in read_log(lab.out / LOG) if "evaluation" in line]
+    assert [figures["num_left_out"] for figures in evaluations] == [1, 1]
+    assert all(1 <= figures["acceptance_length"] <= 4 for figures in evaluations)
+    curve = (lab.out / "curve.svg").read_bytes()
     assert b"Loss" in curve
-    assert (out / "drafter" / "curve.svg").read_bytes() == curve
-    assert "](curve.svg)" in (out / "drafter" / "README.md").read_text()
-    pair = peagle.loading.load(directories.target, out / "drafter")
+    assert (lab.out / "drafter" / "curve.svg").read_bytes() == curve
+    assert "](curve.svg)" in card_of(lab.out)
+    pair = peagle.loading.load(lab.target, lab.out / "drafter")
     assert pair.loaded.drafter_window == "off, by default: no file names one"
-    drafted = pair.generate(PROMPTS[0], num_speculative_tokens=3, max_new_tokens=20)
-    assert [*PROMPTS[0], *drafted.output_ids] == read_shards(data)[0].token_ids.tolist()  # plain decoding's
-    run(0, *command)  # it has all of its steps
+    expect_plain_decodings_tokens(pair, lab.data)
+    lab.train(evaluation)  # it has all of its steps
 
 
 @pytest.mark.parametrize(
@@ -118,17 +130,15 @@ def test_from_data_to_a_drafter_that_runs(
     ["", pytest.param("--autoregressive", marks=pytest.mark.slow), "--drafter dflash --blocks 64"],
     ids=["P-EAGLE", "EAGLE-3", "DFlash"],
 )
-def test_what_was_learnt_by_heart_is_drafted_right(
-    directories: Directories, tmp_path: Path, run: Run, kind: str
-) -> None:
+def test_what_was_learnt_by_heart_is_drafted_right(lab: Lab, kind: str) -> None:
     """Trained on one answer alone, a drafter has every draft of it accepted, but for those of the final step."""
-    k, num_tokens, out = 3, 29, tmp_path / "run"
-    prompt = write_prompts(tmp_path / "prompt.jsonl", PROMPTS[0])
-    run(0, f"data --target {directories.target} --prompt-file {prompt} --out {tmp_path / 'data'} -n {num_tokens}")
+    k, num_tokens, data = 3, 29, lab.root / "data"
+    prompt = write_prompts(lab.root / "prompt.jsonl", PROMPTS[0])
+    lab.run(0, f"data --target {lab.target} --prompt-file {prompt} --out {data} -n {num_tokens}")
     rows = f"--width {len(PROMPTS[0]) + num_tokens} --depth {k} --ratio 1 --rows 1 --taps 0,1,2 --layers 1"
     rates = "--steps 120 --optimizer muon --learning-rate 0.02 --other-rate 0.01 --decay 0.5"
-    run(0, f"train --target {directories.target} --data {tmp_path / 'data'} --out {out}", rows, rates, kind)
-    pair = peagle.loading.load(directories.target, out / "drafter")
+    lab.run(0, f"train --target {lab.target} --data {data} --out {lab.out}", rows, rates, kind)
+    pair = peagle.loading.load(lab.target, lab.out / "drafter")
     engine = pair.engine(pair.engine_config(k, context=128))
     (result,) = decode(engine, [Request(tuple(PROMPTS[0]), num_tokens)], None)
     accepted = [step.num_accepted for step in result.steps]
@@ -136,16 +146,13 @@ def test_what_was_learnt_by_heart_is_drafted_right(
     assert accepted[:-1] == [k] * (len(accepted) - 1)
 
 
-def test_the_baseline_proposes_in_turn_and_changes_no_token(
-    directories: Directories, data: Path, tmp_path: Path, run: Run
-) -> None:
+def test_the_baseline_proposes_in_turn_and_changes_no_token(lab: Lab) -> None:
     """An EAGLE-3 drafter, by the same command, in the engine: in slots, with rows that pause, never sampled."""
-    out = tmp_path / "run"
-    run(0, *train(directories.target, data, out, "--autoregressive --learning-rate 1e-2"))
-    params, config = drafter_of(out)
+    lab.train("--autoregressive --learning-rate 1e-2")
+    params, config = drafter_of(lab.out)
     assert params.mask_hidden is None
     assert not config.parallel
-    pair = peagle.loading.load(directories.target, out / "drafter")
+    pair = peagle.loading.load(lab.target, lab.out / "drafter")
     assert isinstance(pair.drafter, Eagle3)
     requests = [Request(tuple(ids), 24, index=index) for index, ids in enumerate(PROMPTS)]
     requests.append(Request(tuple(PROMPTS[0]), 12, SamplingParams(1.0, seed=5), index=len(PROMPTS)))
@@ -154,79 +161,69 @@ def test_the_baseline_proposes_in_turn_and_changes_no_token(
     plain, adaptive = (decode(pair.engine(config), requests, None) for config in configs)
     assert [result.output_ids for result in adaptive] == [result.output_ids for result in plain]
     assert 2 in [len(step.draft_token_ids) for result in adaptive for step in result.steps]
-    run(0, "info", directories.target, out / "drafter")
+    lab.run(0, "info", lab.target, lab.out / "drafter")
 
 
-def test_a_smaller_draft_vocabulary_a_window_and_the_other_dialect(
-    directories: Directories, data: Path, tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_smaller_draft_vocabulary_a_window_and_the_other_dialect(lab: Lab) -> None:
     """What nobody else loads is written and read here, with no promise in the card; positions are the target's."""
-    out = tmp_path / "run"
     shape = "--draft-vocab 40 --hidden-size 24 --mask-hiddens 2 --drafter-window 5 --dialect speculators --loss kl"
-    said = run(0, *train(directories.target, data, out, shape))
-    params, config = drafter_of(out)
+    messages = lab.train(shape)
+    params, config = drafter_of(lab.out)
     assert (config.draft_vocab_size, config.hidden_size, config.num_mask_hiddens) == (40, 24, 2)
     assert (config.max_positions, config.windows) == (MAX_POSITIONS, (5,))
-    text = (out / "drafter" / "README.md").read_text()
-    assert "vLLM cannot load it: it has 2 mask hiddens, expected one." in text
-    assert "vllm serve" not in text
-    covered = recipe_of(out)["coverage"]
+    assert config.mask_token_id == VOCAB_SIZE - 1, "the highest id that the data never uses"
+    covered = recipe_of(lab.out)["coverage"]
     share = f"{covered['frac']:.1%} of the tokens, so at most {covered['acceptance_limit']:.2f} a step at K = 7"
-    assert f"- proposes 40 of the target's 320 tokens; in its training data {share}" in text
-    assert f"\nproposes     {share}" in said
-    assert main(["info", str(out / "drafter")]) == 0
-    assert f"40 of the target's 320 tokens; in its training data {share}" in capsys.readouterr().out
-    shutil.copytree(out / "drafter", tmp_path / "elsewhere")
-    assert main(["info", str(tmp_path / "elsewhere")]) == 0
-    assert "320 tokens; peagle parity measures how many of an answer's they are" in capsys.readouterr().out
+    assert f"\nproposes     {share}" in messages
+    expect_all(
+        card_of(lab.out),
+        "vLLM cannot load it: it has 2 mask hiddens, expected one.",
+        f"- proposes 40 of the target's 320 tokens; in its training data {share}",
+    )
+    assert "vllm serve" not in card_of(lab.out)
+    assert f"40 of the target's 320 tokens; in its training data {share}" in lab.output("info", lab.out / "drafter")
+    shutil.copytree(lab.out / "drafter", lab.root / "elsewhere")
+    elsewhere = lab.output("info", lab.root / "elsewhere")
+    assert "320 tokens; peagle parity measures how many of an answer's they are" in elsewhere
     assert params.draft_to_target is not None
-    kept = set(params.draft_to_target.tolist())
-    used = {token for document in read_shards(data) for token in document.token_ids[document.trained].tolist()}
+    kept, used = set(params.draft_to_target.tolist()), trained_tokens(lab.data)
     assert STOP in kept
     assert len(used & kept) >= min(len(used), 39)
-    assert config.mask_token_id == VOCAB_SIZE - 1, "the highest id that the data never uses"
 
 
-def test_a_dflash_drafter_is_trained_written_and_trained_again(
-    directories: Directories, data: Path, tmp_path: Path, run: Run
-) -> None:
+def test_a_dflash_drafter_is_trained_written_and_trained_again(lab: Lab) -> None:
     """In z-lab's layout, its window in speculation.json; embedding and head are the target's all the while."""
-    first, again = tmp_path / "first", tmp_path / "again"
-    learning = "--learning-rate 1e-3 --blocks 6 --parts 2"  # one program trains both
-    run(0, *train(directories.target, data, first, learning, "--drafter dflash --drafter-window 8"))
-    recipe = recipe_of(first)
+    learning, drafter, again = "--learning-rate 1e-3 --blocks 6 --parts 2", lab.out / "drafter", lab.root / "again"
+    lab.train(learning, "--drafter dflash --drafter-window 8")
+    recipe, config = recipe_of(lab.out), json.loads((drafter / "config.json").read_text())
     assert (recipe["recipe"]["blocks"], recipe["recipe"]["draft_decay"]) == (6, 4.0)
     assert recipe["drafter"]["num_target_layers"] == 3
-    config = json.loads((first / "drafter" / "config.json").read_text())
     assert config["architectures"] == ["DFlashDraftModel"]
     assert config["block_size"] == recipe["recipe"]["cod"]["depth"] + 1
-    assert json.loads((first / "drafter" / "speculation.json").read_text()) == {"drafter_window": 8}
-    assert not {"embed_tokens.weight", "lm_head.weight"} & load_file(first / "drafter" / "model.safetensors").keys()
-    assert "# DFlash drafter" in (first / "drafter" / "README.md").read_text()
-    pair = peagle.loading.load(directories.target, first / "drafter")
+    assert json.loads((drafter / "speculation.json").read_text()) == {"drafter_window": 8}
+    assert not {"embed_tokens.weight", "lm_head.weight"} & load_file(drafter / "model.safetensors").keys()
+    assert "# DFlash drafter" in card_of(lab.out)
+    pair = peagle.loading.load(lab.target, drafter)
     assert pair.loaded.drafter_window == "8 positions, by speculation.json"
-    drafted = pair.generate(PROMPTS[0], num_speculative_tokens=3, max_new_tokens=20)
-    assert [*PROMPTS[0], *drafted.output_ids] == read_shards(data)[0].token_ids.tolist()  # plain decoding's
-    run(0, *train(directories.target, data, again, learning, f"--init {first / 'drafter'}"))
+    expect_plain_decodings_tokens(pair, lab.data)
+    lab.train(learning, f"--init {drafter}", out=again)  # by the same program
     assert recipe_of(again)["drafter"] == {**recipe["drafter"], "max_positions": MAX_POSITIONS}
     for more, says in (
         ("--depth 5", "--depth is 5, and a block of the drafter has 3 drafts; expected the same"),
         ("--drafter p-eagle", "is a DFlash drafter; leave out --drafter"),
     ):
-        assert says in run(2, *train(directories.target, data, tmp_path / "other", f"--init {first / 'drafter'}", more))
+        assert says in lab.train(f"--init {drafter}", more, code=2, out=lab.root / "other")
 
 
-def test_a_drafter_to_begin_with_may_share_the_targets_embedding_and_head(
-    directories: Directories, tmp_path: Path
-) -> None:
+def test_a_drafter_to_begin_with_may_share_the_targets_embedding_and_head(lab: Lab) -> None:
     """Copies: training overwrites what it begins with, and the target is still needed."""
-    config = dataclasses.replace(DRAFTER, hidden_size=TARGET.hidden_size)
-    save_drafter(tmp_path / "drafter", random_params(config), config)
-    weights = load_file(tmp_path / "drafter" / "model.safetensors")
+    config, directory = dataclasses.replace(DRAFTER, hidden_size=TARGET.hidden_size), lab.root / "drafter"
+    save_drafter(directory, random_params(config), config)
+    weights = load_file(directory / "model.safetensors")
     del weights["embed_tokens.weight"], weights["lm_head.weight"]
-    save_file(weights, tmp_path / "drafter" / "model.safetensors")
-    target = load_target(directories.target)
-    params = given_params(str(tmp_path / "drafter"), target)
+    save_file(weights, directory / "model.safetensors")
+    target = load_target(lab.target)
+    params = given_params(str(directory), target)
     for one, other in ((params.embedding, target.params.embedding), (params.lm_head, target.params.lm_head)):
         assert isinstance(one, jax.Array)
         np.testing.assert_array_equal(one, other)
@@ -284,232 +281,219 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("more", "says"), REFUSED)
-def test_what_cannot_be_trained_is_one_line_and_nothing_is_written(
-    directories: Directories, data: Path, tmp_path: Path, run: Run, more: str, says: str
-) -> None:
-    places = {"data": data, "drafter": directories.drafter}
-    said = run(2, *train(directories.target, data, tmp_path / "run", more.format(**places)))
-    assert says.format(**places) in said
-    assert not (tmp_path / "run").exists()
+def test_what_cannot_be_trained_is_one_line_and_nothing_is_written(lab: Lab, more: str, says: str) -> None:
+    places = {"data": lab.data, "drafter": lab.drafter}
+    assert says.format(**places) in lab.train(more.format(**places), code=2)
+    assert not lab.out.exists()
 
 
-def test_data_that_teach_nothing_are_refused(
-    directories: Directories, data: Path, taught: Path, tmp_path: Path, run: Run
-) -> None:
-    corrupt = tmp_path / "corrupt"
-    shutil.copytree(data, corrupt)
+def test_data_that_teach_nothing_are_refused(lab: Lab, taught: Path) -> None:
+    corrupt, masked = lab.root / "corrupt", lab.root / "masked"
+    shutil.copytree(lab.data, corrupt)
     (corrupt / "shard_00001.safetensors").write_bytes(b"cut")
-    for folder, more, says in (
-        (write_data(tmp_path / "masked", np.arange(5)[None], [False] * 5), "", "has no token to train on: all of it"),
+    write_data(masked, np.arange(5)[None], [False] * 5)
+    for data, more, says in (
+        (masked, "", "has no token to train on: all of it"),
         (corrupt, "", "shard_00001.safetensors is not a whole shard"),
         (taught, "--taps 0,2,1", "holds the outputs of layers [0, 1, 2], the drafter reads [0, 2, 1]"),
+        (taught, "--taps 0,2,1", "give --taps 0,1,2"),
     ):
-        said = run(2, *train(directories.target, folder, tmp_path / "run", more))
-        assert says in said
-    assert "give --taps 0,1,2" in said
-    assert not (tmp_path / "run").exists()
+        assert says in lab.train(more, code=2, data=data)
+    assert not lab.out.exists()
 
 
-def test_what_a_list_of_tokens_covers_is_said_and_none_is_refused(
-    directories: Directories, data: Path, tmp_path: Path, run: Run, no_step: str
-) -> None:
+def test_what_a_list_of_tokens_covers_is_said_and_none_is_refused(lab: Lab, no_step: str) -> None:
     """Before the first step, with how many of the tokens no answer holds."""
-    used = sorted({token for document in read_shards(data) for token in document.token_ids[document.trained].tolist()})
+    used, listed = sorted(trained_tokens(lab.data)), lab.root / "listed.json"
     absent = sorted(set(range(VOCAB_SIZE)) - set(used))
-    listed, proposes = (
-        tmp_path / "listed.json",
-        f"proposes {len(used) + 2:,} tokens, 2 of which no answer holds: 100.0%",
-    )
-    command = train(directories.target, data, tmp_path / "run", "--draft-vocab", listed)
     listed.write_text(json.dumps(absent[:9]))
-    assert "none of the 9 tokens of the draft vocabulary is in an answer of the data" in run(2, *command)
+    none = "none of the 9 tokens of the draft vocabulary is in an answer of the data"
+    assert none in lab.train("--draft-vocab", listed, code=2)
     listed.write_text(json.dumps(used + absent[:2]))
-    said = run(2, *command)
-    assert said.index(proposes) < said.index("training steps 1") < said.index(no_step)
+    messages = lab.train("--draft-vocab", listed, code=2)
+    proposes = f"proposes {len(used) + 2:,} tokens, 2 of which no answer holds: 100.0%"
+    assert messages.index(proposes) < messages.index("training steps 1") < messages.index(no_step)
 
 
+EVERYTHING = [token for token in range(VOCAB_SIZE) for _ in range(1 + (token != 7))]  # 7 is the rarest
+
+
+@pytest.mark.parametrize(
+    ("ids", "init", "mask_token", "says"),
+    [
+        ([5, DRAFTER.mask_token_id, 9, 9], True, DRAFTER.mask_token_id, "1 of the data's 64"),
+        (EVERYTHING, False, 7, "it is the rarest token, and none is free"),
+    ],
+    ids=["--init", "no token is free"],
+)
 def test_a_mask_token_in_the_data_that_nobody_chose_is_a_warning(
-    directories: Directories, tmp_path: Path, run: Run, no_step: str
+    lab: Lab, no_step: str, ids: list[int], init: bool, mask_token: int, says: str
 ) -> None:
-    """That of --init, and where no token is free the rarest."""
-    rarest, width = 7, 64
-    everything = [token for token in range(VOCAB_SIZE) for _ in range(1 + (token != rarest))]
-    for name, ids, more, says in (
-        (
-            "init",
-            [5, DRAFTER.mask_token_id, 9, 9],
-            f"--init {directories.drafter} {FROM_DRAFTER}",
-            "1 of the data's 64",
-        ),
-        ("full", everything, "", "it is the rarest token, and none is free"),
-    ):
-        rows = np.array([*ids, *[9] * (-len(ids) % width)]).reshape(-1, width)
-        folder = write_data(tmp_path / name, rows, np.arange(width) > 1)  # type: ignore[arg-type]
-        said = run(2, *train(directories.target, folder, tmp_path / f"run_{name}", f"--width {width} --rows 1", more))
-        assert no_step in said
-        assert f"the mask token {DRAFTER.mask_token_id if more else rarest} is in use: " in said
-        assert says in said
+    width = 64
+    rows = np.array([*ids, *[9] * (-len(ids) % width)]).reshape(-1, width)
+    data = write_data(lab.root / "mine", rows, [place > 1 for place in range(width)])
+    more = f"--init {lab.drafter} {FROM_DRAFTER}" if init else ""
+    messages = lab.train(f"--width {width} --rows 1", more, code=2, data=data)
+    expect_all(messages, no_step, f"the mask token {mask_token} is in use: ", says)
 
 
 def test_data_and_drafters_of_another_target_are_told(
-    directories: Directories,
-    data: Path,
-    taught: Path,
-    trained: Path,
-    other_target: Path,
-    tmp_path: Path,
-    run: Run,
-    capsys: pytest.CaptureFixture[str],
-    no_step: str,
+    lab: Lab, taught: Path, trained: Path, other_target: Path, no_step: str
 ) -> None:
     """Text of it is a warning before the first step, hidden states of it are refused."""
-    begun, out = tmp_path / "begun", tmp_path / "run"
+    begun, drafter = lab.root / "begun", trained / "drafter"
     shutil.copytree(trained, begun)
-    for folder, place, more, says in (
-        (taught, out, "", "holds what another target computed"),
-        (data, out, "--strict", f"{data} holds what another target wrote ({directories.target}), and a drafter learns"),
-        (data, begun, "", "was begun with --target"),
+    another = f"{lab.data} holds what another target wrote ({lab.target}), and a drafter learns"
+    for data, out, more, says in (
+        (taught, lab.out, "", "holds what another target computed"),
+        (lab.data, lab.out, "--strict", another),
+        (lab.data, begun, "", "was begun with --target"),
     ):
-        assert says in run(2, *train(other_target, folder, place, more))
-        assert not out.exists()
-    for target, count in ((other_target, 1), (directories.target, 0)):
-        said = run(2, *train(target, data, tmp_path / target.name / str(count), "--quiet" * count))
-        assert (said.count("holds what another target wrote"), no_step in said) == (count, True)
-    line = f"{trained / 'drafter'} was trained for another target than {other_target}, by recipe.json beside it"
+        assert says in lab.train(more, code=2, target=other_target, data=data, out=out)
+        assert not lab.out.exists()
+    for number, target in enumerate((lab.target, other_target)):
+        messages = lab.train("" if number else "--quiet", code=2, target=target, out=lab.root / f"out_{number}")
+        assert (messages.count("holds what another target wrote"), no_step in messages) == (number, True)
+    line = f"{drafter} was trained for another target than {other_target}, by recipe.json beside it"
     for command in (f"info {other_target}", f"speculate a -n 4 -k 2 --raw-prompt --target {other_target} --drafter"):
-        assert main(words(command, trained / "drafter")) == 0
-        captured = capsys.readouterr()
-        assert (captured.out + captured.err).count(line) == 1
-    assert main(words("info", directories.target, trained / "drafter")) == 0
-    assert "another target" not in capsys.readouterr().out
+        assert lab.output(command, drafter).count(line) == 1
+    assert "another target" not in lab.output("info", lab.target, drafter)
 
 
 # Stopping and continuing
 
 
+@contextlib.contextmanager
+def ctrl_c(monkeypatch: pytest.MonkeyPatch, batch: int) -> Iterator[None]:
+    """Press Ctrl-C when so many batches are made."""
+    with monkeypatch.context() as patch:
+        press_ctrl_c_at(patch, Batches, "at", batch)
+        yield
+
+
 def test_a_training_goes_on_after_ctrl_c_to_the_same_bits_and_takes_more_steps(
-    directories: Directories, data: Path, trained: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    lab: Lab, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the same command, or by --resume, which needs nothing else. Another recipe is refused."""
-    out, other = tmp_path / "run", tmp_path / "other"
-    for folder, again in ((out, "train --resume"), (other, train(directories.target, data, other))):
-        with monkeypatch.context() as patch:
-            press_ctrl_c_at(patch, Batches, "at", 2)
-            said = run(130, *train(directories.target, data, folder))
-        assert f"interrupted: 2 of 4 steps are kept in {folder}; the same command goes on" in said
-        assert not (folder / "drafter").exists()
-        run(0, *([again, "--out", folder] if isinstance(again, str) else again))
-        assert steps_of(folder) == [2, 4]
-        assert same_weights(folder, trained)
-    run(0, "train --resume --steps 6 --out", out)
-    record = recipe_of(out)
+    """By the same command, or by --resume, which needs nothing else."""
+    for out, again in ((lab.out, lab.resume), (lab.root / "other", lab.train)):
+        with ctrl_c(monkeypatch, 2):
+            messages = lab.train(code=130, out=out)
+        assert f"interrupted: 2 of 4 steps are kept in {out}; the same command goes on" in messages
+        assert not (out / "drafter").exists()
+        again(out=out)
+        assert steps_of(out) == [2, 4]
+        assert same_weights(out, trained)
+    lab.resume("--steps 6")
+    record = recipe_of(lab.out)
     assert (record["recipe"]["steps"], record["continued"]) == (6, [{"at": 4, "steps_before": 4}])
-    assert steps_of(out) == [2, 4, 6]
-    assert "6 steps of 2 rows" in (out / "drafter" / "README.md").read_text()
-    monkeypatch.setattr("peagle.cli.training.seconds_per_step", lambda *_: 30.0)
-    run(0, "train --resume --minutes 2 --out", out)  # .9 of it: three steps
-    assert recipe_of(out)["recipe"]["steps"] == 9
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("mine")
+    assert steps_of(lab.out) == [2, 4, 6]
+    assert "6 steps of 2 rows" in card_of(lab.out)
+
+
+def test_what_does_not_go_on_is_refused(lab: Lab, trained: Path) -> None:
+    """Another recipe, fewer steps, a folder of something else, a record of an older version."""
+    shutil.copytree(trained, lab.out)
+    mine, none = lab.root / "mine", lab.root / "none"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("mine")
     changed = "--width 32 (now 48), --seed 0 (now 7), --drafter-window None (now [9])"
-    for command, says in (
-        (
-            train(directories.target, data, out, "--seed 7 --width 48 --drafter-window 9"),
-            f"was begun with {changed}; exp",
-        ),
-        (train(directories.target, data, out), "was begun with 9 steps, now it is 4; expected as many or more"),
-        (train(directories.target, data, tmp_path / "mine"), "holds files, but no recipe.json"),
-        (words("train --resume --seed 5 --out", out), "--resume takes its options from the recipe in"),
-        (words("train --resume --seed 5 --out", out), "leave out --seed"),
-        (words("train --resume --out", tmp_path / "none"), "holds no training"),
-    ):
-        assert says in run(2, *command)
-    (out / RECIPE).write_text(json.dumps({key: value for key, value in record.items() if key != "command"}))
-    assert "was begun by an older version" in run(2, "train --resume --out", out)
+    fewer = "was begun with 4 steps, now it is 3; expected as many or more"
+    assert f"was begun with {changed}; exp" in lab.train("--seed 7 --width 48 --drafter-window 9", code=2)
+    assert fewer in lab.train("--steps 3", code=2)
+    assert "holds files, but no recipe.json" in lab.train(code=2, out=mine)
+    expect_all(lab.resume("--seed 5", code=2), "--resume takes its options from the recipe in", "leave out --seed")
+    assert "holds no training" in lab.resume(code=2, out=none)
+    record = {key: value for key, value in recipe_of(lab.out).items() if key != "command"}
+    (lab.out / RECIPE).write_text(json.dumps(record))
+    assert "was begun by an older version" in lab.resume(code=2)
 
 
-def test_documents_are_held_out_and_the_best_step_is_the_drafter(
-    directories: Directories, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
-) -> None:
+def test_documents_are_held_out_and_the_best_step_is_the_drafter(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """After Ctrl-C, too: it goes on with the same documents, and ends with the same bits."""
     monkeypatch.setattr("peagle.workflows.training.LEAST_BETWEEN", 1)
-    out, again = tmp_path / "run", tmp_path / "again"
-    more = "--held-out 0.4 --steps 6 --learning-rate 0.5"
-    said = run(0, *train(directories.target, data, out, more))
-    assert steps_of(out, "held_out") == [1, 2, 3, 4, 5, 6]
-    log = list(read_log(out / LOG))
+    more, again = "--held-out 0.4 --steps 6 --learning-rate 0.5", lab.root / "again"
+    messages = lab.train(more)
+    assert steps_of(lab.out, "held_out") == [1, 2, 3, 4, 5, 6]
+    log = list(read_log(lab.out / LOG))
     best = (best_held_out(log) or {})["step"]
     assert best < 6, log  # at so high a rate
-    for line in (
+    expect_all(
+        messages,
         "held out: 2 of the 5 documents; the step that is best on them is kept (--held-out 0: the last",
         "training steps 1 to 6, 4.0 epochs in all",
         "step 6 of 6, 4.0 epochs: loss",
-        f"drafter      {out / 'drafter'} | step {best} of 6, the best on held-out documents",
-    ):
-        assert line in said
-    assert [line["epochs"] for line in log if "loss" in line][-1] == [4.0]  # 6 steps of 2 rows, of 3
-    record = recipe_of(out)
-    assert (record["data"]["documents"], record["data"]["held_out"]) == (5, 0.4)
-    with monkeypatch.context() as patch:
-        press_ctrl_c_at(patch, Batches, "at", 9)
-        run(130, *train(directories.target, data, again, more))
-    run(0, "train --resume --out", again)
-    assert list(read_log(again / LOG))[-1] == log[-1]
-    assert same_weights(out, again)
-    assert "was begun with --held-out 0.4 (now 0.0)" in run(
-        2, *train(directories.target, data, out, more, "--held-out 0")
+        f"drafter      {lab.out / 'drafter'} | step {best} of 6, the best on held-out documents",
     )
+    assert [line["epochs"] for line in log if "loss" in line][-1] == [4.0]  # 6 steps of 2 rows, of 3
+    record = recipe_of(lab.out)
+    assert (record["data"]["documents"], record["data"]["held_out"]) == (5, 0.4)
+    with ctrl_c(monkeypatch, 9):
+        lab.train(more, code=130, out=again)
+    lab.resume(out=again)
+    assert list(read_log(again / LOG))[-1] == log[-1]
+    assert same_weights(lab.out, again)
+    assert "was begun with --held-out 0.4 (now 0.0)" in lab.train(more, "--held-out 0", code=2)
 
 
-def test_the_answers_to_evaluate_are_held_out(
-    directories: Directories, data: Path, taught: Path, tmp_path: Path, run: Run, request: pytest.FixtureRequest
-) -> None:
+def test_the_answers_to_evaluate_are_held_out(lab: Lab, taught: Path, request: pytest.FixtureRequest) -> None:
     """Without documents kept back, though the data hold what the target says; the drafter that runs has it inside."""
-    others = write_prompts(tmp_path / "others.jsonl", [8, 8, 8], [30, 40])
+    others = write_prompts(lab.root / "others.jsonl", [8, 8, 8], [30, 40])
     evaluation = f"--evaluate-every 0 -k 3 --steps 2 --evaluate {others}"
     held_out, known = "held out: the answers to --evaluate; the step that is best on them", "are in the data, too"
-    said = run(0, *train(directories.target, taught, tmp_path / "run", evaluation))
-    assert held_out in said
-    assert known not in said
-    assert steps_of(tmp_path / "run", "held_out") == [2]
-    assert recipe_of(tmp_path / "run")["data"]["held_out"] == 0
+    messages = lab.train(evaluation, data=taught)
+    assert held_out in messages
+    assert known not in messages
+    assert steps_of(lab.out, "held_out") == [2]
+    assert recipe_of(lab.out)["data"]["held_out"] == 0
     no_step = request.getfixturevalue("no_step")
     for more, holds_out in (("", True), ("--held-out 0", False)):
-        said = run(2, *train(directories.target, data, tmp_path / f"run_{holds_out}", evaluation, more))
-        assert (no_step in said, held_out in said, known in said) == (True, holds_out, False)
+        messages = lab.train(evaluation, more, code=2, out=lab.root / f"run_{holds_out}")
+        assert (no_step in messages, held_out in messages, known in messages) == (True, holds_out, False)
 
 
-def without_steps(command: list[str]) -> list[str]:
+@pytest.fixture
+def step_s(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Say how long a step takes."""
+    return lambda seconds: monkeypatch.setattr("peagle.cli.training.seconds_per_step", lambda *_: seconds)
+
+
+def minutes(lab: Lab, minutes: float, *more: object, code: int = 0) -> str:
+    """Run a small training for so many minutes, without --steps."""
+    command = train(lab.target, lab.data, lab.out, *more)
     place = command.index("--steps")
-    return command[:place] + command[place + 2 :]
+    return lab.run(code, *command[:place], *command[place + 2 :], f"--minutes {minutes:g}")
 
 
 def test_minutes_plan_the_steps_of_a_new_training_and_are_a_deadline(
-    directories: Directories, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+    lab: Lab, trained: Path, monkeypatch: pytest.MonkeyPatch, step_s: Callable[[float], None]
 ) -> None:
     """A step is said to take a minute; the time is said to be over after the first."""
-    monkeypatch.setattr("peagle.cli.training.seconds_per_step", lambda *_: 60.0)
-    out = tmp_path / "run"
-    command = without_steps(train(directories.target, data, out))
-    assert "--minutes is 0.5, and a step takes 60 s; expected time for a step" in run(2, *command, "--minutes 0.5")
-    assert not out.exists()
+    step_s(60.0)
+    too_few = "--minutes is 0.5, and a step takes 60 s; expected time for a step"
+    assert too_few in minutes(lab, 0.5, code=2)
+    assert not lab.out.exists()
     over = iter([False, True])
     with monkeypatch.context() as patch:
         patch.setattr("peagle.workflows.training.Deadline.over", lambda _: next(over))
-        said = run(0, *command, "--minutes 3")
-    for line in (
+        messages = minutes(lab, 3)
+    expect_all(
+        messages,
         "measuring a step: how many fit into 3 minutes",
         "a step takes 60 s: 2 steps are planned",
-        f"--minutes 3 are over: 1 of 2 steps are kept in {out}",
-    ):
-        assert line in said
-    assert "1 of 2 steps of 2 rows" in (out / "drafter" / "README.md").read_text()
-    assert "training steps 2 to 2" in run(0, *command, "--minutes 3")
-    assert "has all of its steps, 2; a larger --steps goes on with more" in run(0, *command, "--minutes 3")
+        f"--minutes 3 are over: 1 of 2 steps are kept in {lab.out}",
+    )
+    assert "1 of 2 steps of 2 rows" in card_of(lab.out)
+    assert "training steps 2 to 2" in minutes(lab, 3)
+    assert "has all of its steps, 2; a larger --steps goes on with more" in minutes(lab, 3)
+    step_s(30.0)
+    goes_on = lab.root / "goes_on"
+    shutil.copytree(trained, goes_on)
+    lab.resume("--minutes 2", out=goes_on)  # .9 of it: three steps
+    assert recipe_of(goes_on)["recipe"]["steps"] == 4 + 3
 
 
 @pytest.mark.parametrize(
-    ("step_s", "more", "says", "recipe"),
+    ("seconds", "more", "says", "recipe"),
     [
         (60.0, "", "muon at rates of 0.008 and 0.003, rising over 2% of the steps", ("muon", 0.008)),
         (0.05, "", "adamw at a rate of 0.0001, rising over 0.25% of the steps", ("adamw", 1e-4)),
@@ -517,24 +501,21 @@ def test_minutes_plan_the_steps_of_a_new_training_and_are_a_deadline(
     ],
 )
 def test_minutes_choose_the_recipe_by_the_steps_that_fit(
-    directories: Directories,
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    run: Run,
+    lab: Lab,
     no_step: str,
-    step_s: float,
+    step_s: Callable[[float], None],
+    seconds: float,
     more: str,
     says: str,
     recipe: tuple[str, float],
 ) -> None:
     """Said before the first step. A training that goes on keeps its recipe, however many steps it gets."""
-    monkeypatch.setattr("peagle.cli.training.seconds_per_step", lambda *_: step_s)
-    out = tmp_path / "run"
-    said = run(2, *without_steps(train(directories.target, data, out, more)), "--minutes 3")
-    assert said.index("recipe: ") < said.index(says) < said.index("training steps 1 to") < said.index(no_step)
-    assert no_step in run(2, "train --resume --steps 9999 --minutes 3 --out", out)
-    record = recipe_of(out)["recipe"]
+    step_s(seconds)
+    messages = minutes(lab, 3, more, code=2)
+    places = [messages.index(part) for part in ("recipe: ", says, "training steps 1 to", no_step)]
+    assert places == sorted(places)
+    assert no_step in lab.resume("--steps 9999 --minutes 3", code=2)
+    record = recipe_of(lab.out)["recipe"]
     assert (record["optimizer"], record["learning_rate"], record["steps"]) == (*recipe, 9999)
 
 
@@ -557,103 +538,95 @@ def older(out: Path) -> None:
     (out / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_a_training_of_an_earlier_version_goes_on(
-    directories: Directories, data: Path, tmp_path: Path, run: Run
-) -> None:
+def test_a_training_of_an_earlier_version_goes_on(lab: Lab) -> None:
     """By its own recipe and without held-out documents, by either command; complete ones are read, too."""
-    out = tmp_path / "run"
-    run(0, *train(directories.target, data, out, "--learning-rate 0.5 --optimizer adamw --warmup 0.0025 --decay 1"))
-    older(out)
-    before = recipe_of(out)["recipe"]
-    run(0, "train --resume --out", out)
-    run(0, *train(directories.target, data, out, "--steps 5"))
-    run(0, "train --resume --steps 6 --out", out)
-    assert recipe_of(out)["recipe"] == before | {"steps": 6}
-    assert not steps_of(out, "held_out")
-    said = run(2, *train(directories.target, data, out, "--steps 6 --held-out 0.4"))
-    assert "was begun with --held-out 0.0 (now 0.4)" in said
+    lab.train("--learning-rate 0.5 --optimizer adamw --warmup 0.0025 --decay 1")
+    older(lab.out)
+    before = recipe_of(lab.out)["recipe"]
+    lab.resume()
+    lab.train("--steps 5")
+    lab.resume("--steps 6")
+    assert recipe_of(lab.out)["recipe"] == before | {"steps": 6}
+    assert not steps_of(lab.out, "held_out")
+    assert "was begun with --held-out 0.0 (now 0.4)" in lab.train("--steps 6 --held-out 0.4", code=2)
 
 
 # The folder of a training
 
 
-def test_a_target_is_written_as_others_find_it(
-    directories: Directories, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
-) -> None:
+def test_a_target_is_written_as_others_find_it(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its whole path, whatever was typed, in training as in export, and wherever they run."""
-    (tmp_path / "target").symlink_to(directories.target)
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    run(0, *train(Path("target"), data, Path("run"), "--steps 1 --dialect speculators"))
-    monkeypatch.chdir(tmp_path / "elsewhere")
+    (lab.root / "target").symlink_to(lab.target)
+    (lab.root / "elsewhere").mkdir()
+    monkeypatch.chdir(lab.root)
+    lab.train("--steps 1 --dialect speculators", target=Path("target"), out=Path("run"))
+    monkeypatch.chdir(lab.root / "elsewhere")
     for dialect in ("vllm", "speculators"):
-        run(0, f"export ../run/drafter --out {dialect} --dialect {dialect}")
+        lab.run(0, f"export ../run/drafter --out {dialect} --dialect {dialect}")
     for folder in ("../run/drafter", "vllm", "speculators"):
         card = Path(folder, "README.md").read_text()
-        assert f'peagle speculate --target {directories.target} --drafter . "..."' in card
+        assert f'peagle speculate --target {lab.target} --drafter . "..."' in card
         if folder == "vllm":
-            assert f"`vllm serve {directories.target} --speculative-config" in card
+            assert f"`vllm serve {lab.target} --speculative-config" in card
             assert '"model": "."' in card
         else:
             assert "`vllm serve .`" in card
-            verifier = json.loads(Path(folder, "config.json").read_text())["speculators_config"]["verifier"]
-            assert verifier["name_or_path"] == str(directories.target)
+            assert verifier_of(Path(folder)) == str(lab.target)
 
 
-def test_export_takes_the_target_from_the_training(
-    directories: Directories, trained: Path, tmp_path: Path, run: Run
-) -> None:
+def verifier_of(drafter: Path) -> str:
+    name: str = json.loads((drafter / "config.json").read_text())["speculators_config"]["verifier"]["name_or_path"]
+    return name
+
+
+def test_export_takes_the_target_from_the_training(lab: Lab, trained: Path) -> None:
     """One that is gone must be named: the drafter does not load without."""
-    shutil.copytree(trained, tmp_path / "run")
+    shutil.copytree(trained, lab.out)
     params, config = load_drafter(trained / "drafter")
-    save_drafter(tmp_path / "run" / "drafter", params, config.with_window(9))
-    command = f"export {tmp_path / 'run' / 'drafter'} --dialect speculators --out"
-    line = f"verifier     {directories.target}, in config.json and README.md; other machines need a name: --verifier"
-    assert line in run(0, command, tmp_path / "theirs")
-    written = json.loads((tmp_path / "theirs" / "config.json").read_text())
-    assert written["speculators_config"]["verifier"]["name_or_path"] == str(directories.target)
+    save_drafter(lab.out / "drafter", params, config.with_window(9))
+    theirs, again = lab.root / "theirs", lab.root / "again"
+    command = f"export {lab.out / 'drafter'} --dialect speculators --out"
+    line = f"verifier     {lab.target}, in config.json and README.md; other machines need a name: --verifier"
+    assert line in lab.run(0, command, theirs)
+    assert verifier_of(theirs) == str(lab.target)
+    written = json.loads((theirs / "config.json").read_text())
     assert written["transformer_layer_config"]["sliding_window"] == 9
     record = recipe_of(trained)
     record["command"]["target"] = "gone/with/the/wind"
-    (tmp_path / "run" / RECIPE).write_text(json.dumps(record))
+    (lab.out / RECIPE).write_text(json.dumps(record))
     says = "needs --verifier, the target: it loads no drafter without, and gone/with/the/wind, the training's, is"
-    assert says in run(2, command, tmp_path / "again")
-    run(0, command, tmp_path / "again", "--verifier some/target")
+    assert says in lab.run(2, command, again)
+    lab.run(0, command, again, "--verifier some/target")
 
 
-def test_the_folder_of_a_training_is_its_drafter(
-    directories: Directories, data: Path, trained: Path, tmp_path: Path, run: Run
-) -> None:
+def test_the_folder_of_a_training_is_its_drafter(lab: Lab, trained: Path) -> None:
     """In every command that takes a drafter, with one line that names it. --init begins with its weights."""
     line = f"{trained} is a folder of peagle train: the drafter is {trained / 'drafter'}"
-    pair = f"--target {directories.target} --drafter {trained}"
-    prompt, out = write_prompts(tmp_path / "prompts.jsonl", PROMPTS[0]), tmp_path / "run"
-    sweep = f"sweep --out {tmp_path / 'sweep'} --prompts {prompt} -n 4 -k 2,auto --dry-run --write-widths {trained}"
+    pair = f"--target {lab.target} --drafter {trained}"
+    prompt = write_prompts(lab.root / "prompts.jsonl", PROMPTS[0])
+    sweep = f"sweep --out {lab.root / 'sweep'} --prompts {prompt} -n 4 -k 2,auto --dry-run --write-widths {trained}"
     for command in (
-        words(f"speculate a -n 4 -k 2 --raw-prompt --quiet {pair}"),
-        words("info", trained),
-        words("info", directories.target, trained),
-        words(f"export {trained} --out {tmp_path / 'theirs'} --dialect speculators"),
-        train(directories.target, data, out, f"--steps 1 --learning-rate 1e-9 --init {trained}"),
-        words(sweep, pair),
+        f"speculate a -n 4 -k 2 --raw-prompt --quiet {pair}",
+        f"info {trained}",
+        f"info {lab.target} {trained}",
+        f"export {trained} --out {lab.root / 'theirs'} --dialect speculators",
+        f"{sweep} {pair}",
     ):
-        assert run(0, *command).count(line) == 1, command
-    np.testing.assert_allclose(drafter_of(out)[0].fc, drafter_of(trained)[0].fc, atol=1e-3)
-    assert drafter_of(out)[1] == drafter_of(trained)[1]
+        assert lab.run(0, command).count(line) == 1, command
+    assert lab.train(f"--steps 1 --learning-rate 1e-9 --init {trained}").count(line) == 1
+    np.testing.assert_allclose(drafter_of(lab.out)[0].fc, drafter_of(trained)[0].fc, atol=1e-3)
+    assert drafter_of(lab.out)[1] == drafter_of(trained)[1]
     with pytest.warns(InputWarning, match="is a folder of peagle train"):
-        assert peagle.loading.load(directories.target, trained).drafter is not None
+        assert peagle.loading.load(lab.target, trained).drafter is not None
     with pytest.warns(InputWarning, match="is a folder of peagle train"):  # as --write-widths finds its file
         assert speculation_file(drafter_folder(trained)) == trained / "drafter" / "speculation.json"
 
 
-def test_a_training_without_a_drafter_is_told_from_a_checkpoint(
-    directories: Directories, trained: Path, tmp_path: Path, run: Run
-) -> None:
-    out = tmp_path / "run"
-    shutil.copytree(trained, out, ignore=shutil.ignore_patterns("drafter"))
-    says = f"is a folder of peagle train without a drafter yet; peagle train --out {out} --res"
+def test_a_training_without_a_drafter_is_told_from_a_checkpoint(lab: Lab, trained: Path) -> None:
+    shutil.copytree(trained, lab.out, ignore=shutil.ignore_patterns("drafter"))
+    says = f"is a folder of peagle train without a drafter yet; peagle train --out {lab.out} --res"
     for command in (
-        f"speculate a --target {directories.target} --drafter {out}",
-        f"export {out} --out {tmp_path / 't'}",
+        f"speculate a --target {lab.target} --drafter {lab.out}",
+        f"export {lab.out} --out {lab.root / 't'}",
     ):
-        assert says in run(2, command)
+        assert says in lab.run(2, command)
