@@ -221,6 +221,7 @@ def _programs_are_dropped_when_they_fill_the_memory() -> Iterator[None]:
 COMPILING = (
     "drafter/test_conformance.py",
     "drafter/test_window.py",
+    "drafter/train/test_parts.py",
     "drafter/train/test_train.py",
     "drafter/train/test_trainer.py",
     "golden/test_vllm.py",

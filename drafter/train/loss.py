@@ -149,13 +149,13 @@ def _of_rows(
     logits = linear(hidden[None], lm_head, norm=Norm(norm, eps))[0]
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     best, ids = labels.best[at], None if labels.ids is None else labels.ids[at]
-    losses, teaches = _losses(loss, log_probs, best, labels.probs[at], ids, token)
+    losses, teaches = losses_of_rows(loss, log_probs, best, labels.probs[at], ids, token)
     kept = kept * teaches
     hit = (jnp.argmax(logits, axis=-1).astype(jnp.int32) == best).astype(jnp.float32) * kept
     return losses * kept, hit, kept
 
 
-def _losses(
+def losses_of_rows(
     loss: str,
     log_probs: Float[Array, "n U"],
     best: Int[Array, " n"],

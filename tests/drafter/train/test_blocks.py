@@ -18,7 +18,7 @@ from drafter.train.config import Cod
 from drafter.train.forward import forward_blocks
 from drafter.train.loss import Sums, chain_loss, labels_of_logits
 from drafter.train.recipe import Recipe, optimizer
-from drafter.train.step import Ends, State, gradients_of, next_state
+from drafter.train.step import Ends, State, next_state
 from tests.support.drafters import BIASED, CONFIGS, DFLASH_CONFIGS, ONE, PLAIN, random_params
 
 T, DEPTH, BLOCKS = 24, 4, 7
@@ -154,25 +154,6 @@ def batch_of(data: dict[str, np.ndarray], chains: list[tuple[np.ndarray, np.ndar
     names = ("token_ids", "positions", "segment_ids", "trained")
     anchors, reach = zip(*chains, strict=True)
     return jax.tree.map(jnp.asarray, Batch(*(data[name] for name in names), anchors, reach, teacher))
-
-
-@pytest.mark.parametrize("window", [None, 6])
-def test_gradients_of_parts_add_up_to_those_of_the_whole(window: int | None) -> None:
-    """Also where a part reads only what its window reaches."""
-    config, params, data = TWO_LAYERS.with_window(window), random_params(TWO_LAYERS), row(9)
-    gradients = []
-    for parts in (1, 3):
-        segments = Segments.even(T, parts)
-        counts = tuple((T // parts,) * (DEPTH - 1) for _ in range(parts))
-        recipe = dataclasses.replace(RECIPE, parts=parts, blocks=T)
-        run = jax.jit(gradients_of, static_argnums=(1, 2, 3))
-        gradients.append(
-            run(params, config, recipe, counts, None, None, batch_of(data, sampled(data, segments, counts)))
-        )
-    whole, cut = gradients
-    np.testing.assert_array_equal(whole[0].rows, cut[0].rows)
-    for one, other in zip(jax.tree.leaves(whole[1]), jax.tree.leaves(cut[1]), strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-4)
 
 
 @pytest.mark.parametrize("rule", ["adamw", "muon"])
