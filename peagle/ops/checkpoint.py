@@ -28,7 +28,7 @@ from peagle.ops.memory import aligned
 from peagle.ops.strict_json import dumps
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-_PIECE_BYTES = 1 << 22  # read at a time
+PIECE_BYTES = 1 << 22  # read at a time
 _FINGERPRINT_BLOCKS = 16  # blocks of 64 KiB, spread over a file
 # buffers that some writers store beside the weights; loaders compute them from config.json
 _BUFFERS = ("rotary_emb.inv_freq",)
@@ -163,7 +163,7 @@ class Checkpoint:
         if not whole:
             tensor[...] = self._read(name, ...)
             return tensor
-        step = max(1, _PIECE_BYTES * len(tensor) // max(1, tensor.nbytes))
+        step = max(1, PIECE_BYTES * len(tensor) // max(1, tensor.nbytes))
         filled = 0
         stretches = (slice(0, whole[0]),) if first.width is None else first.stretches
         for stretch in stretches if all(part.start != part.stop for part in rest) else ():

@@ -24,185 +24,86 @@ from tests.support.paging import small_pages
 
 LLAMA3 = Llama3(factor=4.0, original_length=24, low_freq_factor=1.0, high_freq_factor=4.0)
 
+
+def _config(
+    layers: int,
+    heads: tuple[int, int, int],
+    *,
+    hidden: int,
+    mlp: int,
+    target: int,
+    vocab: int,
+    draft_vocab: int | None = None,
+    mask: int | None = None,
+    theta: float = 10000.0,
+    scaling: Llama3 | Yarn | None = None,
+    **more: Any,
+) -> DrafterConfig:
+    """Make a config. heads: (query heads, kv heads, width of a head)."""
+    return DrafterConfig(
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=heads[2],
+        mlp_width=mlp,
+        target_hidden_size=target,
+        vocab_size=vocab,
+        draft_vocab_size=draft_vocab or vocab,
+        mask_token_id=mask,
+        rope=RopeConfig(heads[2], theta, scaling),
+        **more,
+    )
+
+
 CONFIGS = {
-    "one layer, reduced vocabulary, llama3": DrafterConfig(
-        hidden_size=20,
-        num_layers=1,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=8,
-        mlp_width=28,
-        target_hidden_size=12,
-        vocab_size=61,
-        draft_vocab_size=37,
-        mask_token_id=60,
-        rope=RopeConfig(8, 10000.0, LLAMA3),
+    "one layer, reduced vocabulary, llama3": _config(
+        1, (6, 2, 8), hidden=20, mlp=28, target=12, vocab=61, draft_vocab=37, mask=60, scaling=LLAMA3,
         aux_layer_ids=(1, 4, 6),
     ),
-    "two layers, norm before residual, biases": DrafterConfig(
-        hidden_size=22,
-        num_layers=2,
-        num_heads=3,
-        num_kv_heads=3,
-        head_dim=10,
-        mlp_width=26,
-        target_hidden_size=14,
-        vocab_size=53,
-        draft_vocab_size=53,
-        mask_token_id=3,
-        rope=RopeConfig(10, 5000.0),
-        num_taps=2,
-        aux_layer_ids=(0, 3),
-        aux_norm="per_tap",
-        norm_before_residual=True,
-        attention_bias=True,
-        mlp_bias=True,
+    "two layers, norm before residual, biases": _config(
+        2, (3, 3, 10), hidden=22, mlp=26, target=14, vocab=53, mask=3, theta=5000.0,
+        num_taps=2, aux_layer_ids=(0, 3), aux_norm="per_tap", norm_before_residual=True,
+        attention_bias=True, mlp_bias=True,
     ),
-    "four layers, one kv head": DrafterConfig(
-        hidden_size=18,
-        num_layers=4,
-        num_heads=5,
-        num_kv_heads=1,
-        head_dim=6,
-        mlp_width=34,
-        target_hidden_size=16,
-        vocab_size=47,
-        draft_vocab_size=29,
-        mask_token_id=11,
-        rope=RopeConfig(6, 10000.0),
-        aux_norm="joint",
-        rms_norm_eps=1e-5,
-        max_positions=128,
+    "four layers, one kv head": _config(
+        4, (5, 1, 6), hidden=18, mlp=34, target=16, vocab=47, draft_vocab=29, mask=11,
+        aux_norm="joint", rms_norm_eps=1e-5, max_positions=128,
     ),
-    "two layers, a mask hidden for each depth": DrafterConfig(
-        hidden_size=14,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=4,
-        mlp_width=30,
-        target_hidden_size=10,
-        vocab_size=43,
-        draft_vocab_size=43,
-        mask_token_id=2,
-        rope=RopeConfig(4, 10000.0),
-        num_mask_hiddens=3,
+    "two layers, a mask hidden for each depth": _config(
+        2, (2, 1, 4), hidden=14, mlp=30, target=10, vocab=43, mask=2, num_mask_hiddens=3
     ),
-    "EAGLE-3, one layer": DrafterConfig(
-        hidden_size=16,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=6,
-        mlp_width=22,
-        target_hidden_size=12,
-        vocab_size=59,
-        draft_vocab_size=31,
-        mask_token_id=None,
-        rope=RopeConfig(6, 10000.0, LLAMA3),
-        aux_layer_ids=(2, 3, 5),
+    "EAGLE-3, one layer": _config(
+        1, (4, 2, 6), hidden=16, mlp=22, target=12, vocab=59, draft_vocab=31, scaling=LLAMA3, aux_layer_ids=(2, 3, 5)
     ),
-    "EAGLE-3, two layers, norm of the output": DrafterConfig(
-        hidden_size=18,
-        num_layers=2,
-        num_heads=3,
-        num_kv_heads=1,
-        head_dim=8,
-        mlp_width=20,
-        target_hidden_size=14,
-        vocab_size=41,
-        draft_vocab_size=41,
-        mask_token_id=None,
-        rope=RopeConfig(8, 10000.0),
-        aux_norm="per_tap",
-        norm_before_residual=True,
-        norm_output=True,
+    "EAGLE-3, two layers, norm of the output": _config(
+        2, (3, 1, 8), hidden=18, mlp=20, target=14, vocab=41,
+        aux_norm="per_tap", norm_before_residual=True, norm_output=True,
     ),
-    "three layers, a window in two": DrafterConfig(
-        hidden_size=14,
-        num_layers=3,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=6,
-        mlp_width=26,
-        target_hidden_size=10,
-        vocab_size=43,
-        draft_vocab_size=43,
-        mask_token_id=2,
-        rope=RopeConfig(6, 10000.0),
-        windows=(9, None, 9),
+    "three layers, a window in two": _config(
+        3, (4, 2, 6), hidden=14, mlp=26, target=10, vocab=43, mask=2, windows=(9, None, 9)
     ),
-    "EAGLE-3, a window": DrafterConfig(
-        hidden_size=18,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=6,
-        mlp_width=22,
-        target_hidden_size=12,
-        vocab_size=59,
-        draft_vocab_size=31,
-        mask_token_id=None,
-        rope=RopeConfig(6, 10000.0, LLAMA3),
-        windows=(9,),
+    "EAGLE-3, a window": _config(
+        1, (4, 2, 6), hidden=18, mlp=22, target=12, vocab=59, draft_vocab=31, scaling=LLAMA3, windows=(9,)
     ),
-    "two layers, norms of queries and keys": DrafterConfig(
-        hidden_size=22,
-        num_layers=2,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=10,
-        mlp_width=26,
-        target_hidden_size=14,
-        vocab_size=53,
-        draft_vocab_size=37,
-        mask_token_id=3,
-        rope=RopeConfig(10, 5000.0),
-        qk_norm=True,
+    "two layers, norms of queries and keys": _config(
+        2, (6, 2, 10), hidden=22, mlp=26, target=14, vocab=53, draft_vocab=37, mask=3, theta=5000.0, qk_norm=True
     ),
-}
+}  # fmt: skip
 ONE, TWO, FOUR, MASKS, EAGLE, EAGLE_NORMED, WINDOWS, EAGLE_WINDOW, HEADS_NORMED = CONFIGS
 
 DFLASH_CONFIGS = {
-    "DFlash, two layers, biases, YaRN": DrafterConfig(
-        hidden_size=24,
-        num_layers=2,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=10,
-        mlp_width=34,
-        target_hidden_size=24,
-        vocab_size=53,
-        draft_vocab_size=53,
-        mask_token_id=3,
-        rope=RopeConfig(10, 150000.0, Yarn(factor=8.0, original_length=16, truncate=False)),
-        num_taps=2,
-        aux_layer_ids=(0, 3),
-        qk_norm=True,
-        attention_bias=True,
-        block_size=8,
-        rms_norm_eps=1e-5,
-        max_positions=131072,
+    "DFlash, two layers, biases, YaRN": _config(
+        2, (6, 2, 10), hidden=24, mlp=34, target=24, vocab=53, mask=3, theta=150000.0,
+        scaling=Yarn(factor=8.0, original_length=16, truncate=False),
+        num_taps=2, aux_layer_ids=(0, 3), qk_norm=True, attention_bias=True,
+        block_size=8, rms_norm_eps=1e-5, max_positions=131072,
     ),
-    "DFlash, three layers, one kv head": DrafterConfig(
-        hidden_size=18,
-        num_layers=3,
-        num_heads=5,
-        num_kv_heads=1,
-        head_dim=6,
-        mlp_width=28,
-        target_hidden_size=18,
-        vocab_size=47,
-        draft_vocab_size=47,
-        mask_token_id=46,
-        rope=RopeConfig(6, 10000.0),
-        num_taps=3,
-        aux_layer_ids=(1, 4, 6),
-        qk_norm=True,
-        block_size=5,
-        num_target_layers=8,
+    "DFlash, three layers, one kv head": _config(
+        3, (5, 1, 6), hidden=18, mlp=28, target=18, vocab=47, mask=46,
+        num_taps=3, aux_layer_ids=(1, 4, 6), qk_norm=True, block_size=5, num_target_layers=8,
     ),
-}
+}  # fmt: skip
 BIASED, PLAIN = DFLASH_CONFIGS
 EVERY = CONFIGS | DFLASH_CONFIGS
 
