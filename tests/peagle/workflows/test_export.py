@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +24,36 @@ from peagle.ops.checkpoint import read_checkpoint
 from peagle.workflows.export import card, spread_over_groups
 from target.config import FULL, SLIDING, TargetConfig
 from target.load import inspect_target, load_target
+from tests.support.checkpoints import assert_same
 from tests.support.drafters import random_params
 from tests.support.pairs import DRAFTER, MAX_POSITIONS, TARGET, Directories, edit_json
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "drafter_speculators"
 
 
-def export(source: Path | str, out: Path, *more: str) -> int:
-    return main(["export", str(source), "--out", str(out), "--quiet", *more])
+Export = Callable[..., str]
+
+
+@pytest.fixture
+def export(capsys: pytest.CaptureFixture[str]) -> Export:
+    """Export a drafter by the command; return its standard error. code: what it ends with."""
+
+    def call(source: Path | str, out: Path, *more: object, code: int = 0) -> str:
+        assert main(["export", str(source), "--out", str(out), *map(str, more)]) == code
+        return capsys.readouterr().err
+
+    return call
 
 
 @pytest.mark.parametrize("name", ["plain", "variant", "eagle3", "eagle3_variant"])
-def test_there_and_back_is_the_same_drafter(tmp_path: Path, name: str) -> None:
+def test_there_and_back_is_the_same_drafter(export: Export, tmp_path: Path, name: str) -> None:
     """A checkpoint that the speculators package wrote, as vLLM's, and as theirs again."""
-    assert export(GOLDEN / name, tmp_path / "vllm", "--dialect", "vllm") == 0
-    assert export(tmp_path / "vllm", tmp_path / "back", "--dialect", "speculators", "--verifier", "some/target") == 0
-    theirs, back = (load_file(folder / "model.safetensors") for folder in (GOLDEN / name, tmp_path / "back"))
-    assert theirs.keys() == back.keys()
-    assert all(theirs[key].dtype == back[key].dtype and (theirs[key] == back[key]).all() for key in theirs)
+    export(GOLDEN / name, tmp_path / "vllm", "--dialect", "vllm")
+    export(tmp_path / "vllm", tmp_path / "back", "--dialect", "speculators", "--verifier", "some/target")
+    assert_same(*(load_file(folder / "model.safetensors") for folder in (GOLDEN / name, tmp_path / "back")))
     (params, config), (again, config_again) = load_drafter(GOLDEN / name), load_drafter(tmp_path / "vllm")
     assert config == config_again
-    assert jax.tree.structure(params) == jax.tree.structure(again)
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(again), strict=True))
+    assert_same(params, again)
     written = json.loads((tmp_path / "back" / "config.json").read_text())
     their_config = json.loads((GOLDEN / name / "config.json").read_text())
     assert written["speculators_config"]["verifier"]["name_or_path"] == "some/target"
@@ -54,17 +63,13 @@ def test_there_and_back_is_the_same_drafter(tmp_path: Path, name: str) -> None:
     assert ("EAGLE-3" if name.startswith("eagle3") else "P-EAGLE") in card
 
 
-def test_the_demo_drafter_keeps_its_list_of_tokens_and_nothing_is_overwritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert export("demo", tmp_path / "out") == 0
+def test_the_demo_drafter_keeps_its_list_of_tokens_and_nothing_is_overwritten(export: Export, tmp_path: Path) -> None:
+    export("demo", tmp_path / "out")
     for name in (FREQUENT_TOKENS, "model.safetensors"):
         assert (tmp_path / "out" / name).read_bytes() == (DEMO_DIRECTORY / "drafter" / name).read_bytes()
-    assert export("demo", tmp_path / "out") == 2
-    assert "exists; expected a new folder" in capsys.readouterr().err
-    assert export("demo", tmp_path / "other", "--dialect", "speculators") == 2
-    assert "needs --verifier" in capsys.readouterr().err
-    assert export(tmp_path / "missing", tmp_path / "other") == 2
+    assert "exists; expected a new folder" in export("demo", tmp_path / "out", code=2)
+    assert "needs --verifier" in export("demo", tmp_path / "other", "--dialect", "speculators", code=2)
+    assert "missing" in export(tmp_path / "missing", tmp_path / "other", code=2)
     assert not (tmp_path / "other").exists()
 
 
@@ -73,48 +78,42 @@ def stored(directory: Path) -> DrafterConfig:
 
 
 def write(directory: Path, **changes: Any) -> Path:
-    """A random drafter of the tests' target, of bfloat16."""
+    """Write a random drafter of the tests' target, of bfloat16."""
     config = dataclasses.replace(DRAFTER, **changes)
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), random_params(config))
     save_drafter(directory, params, config)
     return directory
 
 
-def test_positions_are_written_always(
-    directories: Directories, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Those of the target where the drafter names none; without a target to ask there is no file."""
+def test_positions_are_written_always(export: Export, directories: Directories, tmp_path: Path) -> None:
+    """Those of the target if the drafter names none; without a target to ask there is no file."""
+    most = inspect_target(DEMO_DIRECTORY / "target").config.max_positions
     for name in ("drafter", "drafter_eagle3", "drafter_dflash"):
-        assert (
-            stored(DEMO_DIRECTORY / name).max_positions
-            == inspect_target(DEMO_DIRECTORY / "target").config.max_positions
-        )
-    source, target = write(tmp_path / "drafter"), str(directories.target)
+        assert stored(DEMO_DIRECTORY / name).max_positions == most
+    source = write(tmp_path / "drafter")
     for verifier in ((), ("--verifier", "some/target")):
-        assert export(source, tmp_path / "out", *verifier) == 2
-        assert "names no max_position_embeddings" in capsys.readouterr().err
+        assert "names no max_position_embeddings" in export(source, tmp_path / "out", *verifier, code=2)
         assert not (tmp_path / "out").exists()
     for dialect in ("vllm", "speculators"):
-        assert export(source, tmp_path / dialect, "--verifier", target, "--dialect", dialect) == 0
+        export(source, tmp_path / dialect, "--verifier", directories.target, "--dialect", dialect)
         assert stored(tmp_path / dialect).max_positions == MAX_POSITIONS
     edit_json(source / "config.json", max_position_embeddings=77)
-    assert export(source, tmp_path / "own", "--verifier", target) == 0
+    export(source, tmp_path / "own", "--verifier", directories.target)
     assert stored(tmp_path / "own").max_positions == 77
 
 
 @pytest.mark.parametrize("draft_vocab_size", [DRAFTER.vocab_size, 45])
 def test_what_a_drafter_shares_is_taken_from_the_target(
-    directories: Directories, tmp_path: Path, capsys: pytest.CaptureFixture[str], draft_vocab_size: int
+    export: Export, directories: Directories, tmp_path: Path, draft_vocab_size: int
 ) -> None:
     source = write(tmp_path / "drafter", hidden_size=TARGET.hidden_size, draft_vocab_size=draft_vocab_size)
     weights = load_file(source / "model.safetensors")
     del weights["embed_tokens.weight"], weights["lm_head.weight"]
     save_file(weights, source / "model.safetensors")
-    assert export(source, tmp_path / "out") == 2
-    said = capsys.readouterr().err
-    assert "does not store embed_tokens.weight and lm_head.weight" in said
-    assert "give --verifier DIR" in said
-    assert export(source, tmp_path / "out", "--verifier", str(directories.target)) == 0
+    messages = export(source, tmp_path / "out", code=2)
+    assert "does not store embed_tokens.weight and lm_head.weight" in messages
+    assert "give --verifier DIR" in messages
+    export(source, tmp_path / "out", "--verifier", directories.target)
     params, _ = load_drafter(tmp_path / "out")
     target = load_target(directories.target).params
     assert params.embedding.dtype == jnp.bfloat16
@@ -124,23 +123,19 @@ def test_what_a_drafter_shares_is_taken_from_the_target(
     np.testing.assert_array_equal(jnp.asarray(params.lm_head).astype(jnp.float32), target.lm_head[:, chosen])
 
 
-def test_a_target_in_a_folder_is_the_drafters(
-    directories: Directories, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert export("demo", tmp_path / "out", "--verifier", str(directories.target)) == 2
-    assert "does not fit the target" in capsys.readouterr().err
+def test_a_target_in_a_folder_is_the_drafters(export: Export, directories: Directories, tmp_path: Path) -> None:
+    messages = export("demo", tmp_path / "out", "--verifier", directories.target, code=2)
+    assert "does not fit the target" in messages
 
 
-def test_taps_are_sorted_and_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_taps_are_sorted_and_that_is_said(export: Export, tmp_path: Path) -> None:
     source = write(tmp_path / "drafter", aux_layer_ids=(2, 0, 1), max_positions=64)
-    assert main(["export", str(source), "--out", str(tmp_path / "out")]) == 0
-    assert "aux layers   sorted" in capsys.readouterr().err
+    assert "aux layers   sorted" in export(source, tmp_path / "out")
     (before, _), (after, config) = load_drafter(source), load_drafter(tmp_path / "out")
     assert config.aux_layer_ids == (0, 1, 2)
     width = TARGET.hidden_size
     np.testing.assert_array_equal(after.fc[2 * width :], before.fc[:width])
-    assert main(["export", str(tmp_path / "out"), "--out", str(tmp_path / "again")]) == 0
-    assert "sorted, with" not in capsys.readouterr().err
+    assert "sorted, with" not in export(tmp_path / "out", tmp_path / "again")
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "speculators"])
@@ -153,28 +148,22 @@ def test_taps_are_sorted_and_that_is_said(tmp_path: Path, capsys: pytest.Capture
     ],
 )
 def test_what_others_cannot_load_is_said(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    dialect: str,
-    changes: dict[str, Any],
-    refused: tuple[str, ...],
-    says: str,
+    export: Export, tmp_path: Path, dialect: str, changes: dict[str, Any], refused: tuple[str, ...], says: str
 ) -> None:
-    """Refused where nobody could load it in that dialect, else told beside who does, and in the card."""
+    """Refused if nobody could load it in that dialect, else told beside who does, and in the card."""
     source = write(tmp_path / "drafter", max_positions=64, **changes)
     more = ("--dialect", dialect, "--verifier", "some/target")
-    code = main(["export", str(source), "--out", str(tmp_path / "out"), *more])
-    said = capsys.readouterr().err
-    assert (code == 2) == (dialect in refused)
-    if code == 2:
-        assert f"cannot be loaded by vLLM{' or the speculators package' * (dialect == 'speculators')}: {says}" in said
-        assert ("take --dialect speculators" in said) == ("speculators" not in refused)
+    messages = export(source, tmp_path / "out", *more, code=2 if dialect in refused else 0)
+    if dialect in refused:
+        loaders = "vLLM or the speculators package" if dialect == "speculators" else "vLLM"
+        assert f"cannot be loaded by {loaders}: {says}" in messages
+        assert ("take --dialect speculators" in messages) == ("speculators" not in refused)
         assert not (tmp_path / "out").exists()
         return
     text = (tmp_path / "out" / "README.md").read_text()
     assert "vLLM: `vllm serve" in text
     assert (f"speculators package, which cannot load them: {says}" in text) == (dialect == "speculators")
-    assert (f"refused      by the speculators package: {says}" in said) == (dialect == "speculators")
+    assert (f"refused      by the speculators package: {says}" in messages) == (dialect == "speculators")
 
 
 def target_of(num_sliding: int, num_full: int) -> TargetConfig:
@@ -201,12 +190,12 @@ def test_layers_that_vllm_spreads_over_groups_are_known(
     """As its v1/core/kv_cache_utils.py groups such layers, in version 0.32."""
     config = dataclasses.replace(DRAFTER, head_dim=16, rope=dataclasses.replace(DRAFTER.rope, head_dim=16))
     config = config if alike else dataclasses.replace(config, num_kv_heads=1)
-    found = [
+    layers_spread = [
         layers
         for layers in range(1, 9)
         if spread_over_groups(dataclasses.replace(config, num_layers=layers), target_of(sliding, full))
     ]
-    assert found == spread
+    assert layers_spread == spread
 
 
 def test_layers_of_another_window_than_the_targets_are_a_kind_of_their_own() -> None:
@@ -215,11 +204,11 @@ def test_layers_of_another_window_than_the_targets_are_a_kind_of_their_own() -> 
         DRAFTER, num_layers=3, head_dim=16, rope=dataclasses.replace(DRAFTER.rope, head_dim=16)
     )
     target = target_of(4, 5)
-    found = [
+    by_windows = [
         spread_over_groups(dataclasses.replace(config, windows=windows), target)
         for windows in (None, (TARGET.sliding_window,) * 3, (99,) * 3, (99, None, 99))
     ]
-    assert found == [True, False, False, True]
+    assert by_windows == [True, False, False, True]
     same = dataclasses.replace(config, windows=(TARGET.sliding_window,) * 3)
     assert spread_over_groups(same, target_of(4, 4))
 
@@ -240,8 +229,8 @@ def test_a_card_tells_what_a_training_reached_with_a_dash_for_what_nobody_knows(
     recipe = {"steps": 9, "width": 32, "optimizer": "adamw", "loss": "half", "cod": {"depth": 3, "ratio": 0.8}}
     record = {"recipe": recipe, "rows_per_step": 2, "data": {"documents": 5, "tokens": 99}}
     (tmp_path / RECIPE).write_text(json.dumps(record))
-    found = {"num_outputs": 3, "num_outputs_without_loops": 3, "num_speculative_tokens": 7}
-    evaluation = found | {"acceptance_length": None, "acceptance_length_without_loops": None}
+    counts = {"num_outputs": 3, "num_outputs_without_loops": 3, "num_speculative_tokens": 7}
+    evaluation = counts | {"acceptance_length": None, "acceptance_length_without_loops": None}
     lines = [{"step": 9, "loss": 1.0}, {"step": 9, "evaluation": evaluation}]
     (tmp_path / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = card(DRAFTER, "vllm", None, None, tmp_path)
@@ -252,22 +241,19 @@ def test_a_card_tells_what_a_training_reached_with_a_dash_for_what_nobody_knows(
 
 
 def test_a_dflash_drafter_is_written_in_its_own_layout(
-    directories: Directories, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    export: Export, directories: Directories, tmp_path: Path
 ) -> None:
     """Without embedding and head, which it reads from the target; the card says how vLLM runs it."""
     source = write(tmp_path / "drafter", hidden_size=TARGET.hidden_size, block_size=6, qk_norm=True)
-    assert export(source, tmp_path / "out") == 2
-    assert "does not store embed_tokens.weight and lm_head.weight" in capsys.readouterr().err
-    target = ("--verifier", str(directories.target))
-    assert export(source, tmp_path / "out", *target, "--dialect", "speculators") == 2
-    assert "written in its own layout, not in that of speculators" in capsys.readouterr().err
-    assert export(source, tmp_path / "out", *target) == 0
-    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
-    assert before.keys() == after.keys()
-    assert all((before[name] == after[name]).all() for name in before)
+    target = ("--verifier", directories.target)
+    for more, says in (
+        ((), "does not store embed_tokens.weight and lm_head.weight"),
+        ((*target, "--dialect", "speculators"), "written in its own layout, not in that of speculators"),
+    ):
+        assert says in export(source, tmp_path / "out", *more, code=2)
+    export(source, tmp_path / "out", *target)
+    assert_same(*(load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out")))
     assert stored(tmp_path / "out") == dataclasses.replace(stored(source), max_positions=MAX_POSITIONS)
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "# DFlash drafter" in card
-    assert '"method": "dflash"' in card
-    assert '"num_speculative_tokens": 5' in card
-    assert "up to 5 of them" in card
+    for part in ("# DFlash drafter", '"method": "dflash"', '"num_speculative_tokens": 5', "up to 5 of them"):
+        assert part in card
