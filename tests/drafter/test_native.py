@@ -14,7 +14,8 @@ from peagle.ops import native
 from peagle.ops.errors import InputError
 from peagle.ops.kernels import Implementation
 from peagle.ops.linear import PackedMatrix, arrange, arrange_embedding
-from tests.drafter.test_load import Tensors, cast, write
+from tests.drafter.test_load import File, cast
+from tests.support.checkpoints import GONE
 from tests.support.drafters import (
     CONFIGS,
     FOUR,
@@ -41,7 +42,7 @@ def load(directory: Path, form: Implementation, dtype: Any = jnp.float32, **shar
 
 
 def assert_alike(ours: PEagle, theirs: PEagle, num_drafts: int) -> None:
-    """The same drafts, by logits that are equal to 1e-4."""
+    """Assert that both draft the same, by logits that are equal to 1e-4."""
     texts, some = [random_text(ours.config, seed) for seed in (1, 2)], num_drafts // 2
     accepted = [(0, num_drafts), (num_drafts, some), (some, 0), (num_drafts, num_drafts)]
     both = [
@@ -74,21 +75,17 @@ def test_proposing_agrees_with_xla(tmp_path: Path, name: str, num_drafts: int, s
 @pytest.mark.parametrize(("name", "stored"), [(ONE, np.float32), (TWO, ml_dtypes.bfloat16)])
 def test_a_shared_embedding_and_head_are_the_targets_own(tmp_path: Path, name: str, stored: type) -> None:
     """Narrowed to the draft vocabulary, if there is one."""
-
-    def drop(_config: dict[str, Any], tensors: Tensors) -> None:
-        del tensors["lm_head.weight"], tensors["embed_tokens.weight"]
-
-    config = CONFIGS[name]
-    directory = write(tmp_path / "drafter", name, edit=drop)
+    config, shared = CONFIGS[name], ("lm_head.weight", "embed_tokens.weight")
+    directory = File(name, tensors=dict.fromkeys(shared, GONE)).write(tmp_path / "drafter")
     rows, table = np.random.default_rng(0).standard_normal((2, config.vocab_size, config.hidden_size)).astype(stored)
     peagles = []
     for form in FORMS:
         head, embedding = arrange(rows, jnp.float32, form), arrange_embedding(table, jnp.float32, form)
         peagles.append(load(directory, form, target_lm_head=head, target_embedding=embedding))
     ours, theirs = peagles
-    shared = ours.params.lm_head
-    assert isinstance(shared, PackedMatrix)
-    assert (shared.inputs, shared.outputs, shared.data.dtype) == (config.hidden_size, config.draft_vocab_size, stored)
+    own = ours.params.lm_head
+    assert isinstance(own, PackedMatrix)
+    assert (own.inputs, own.outputs, own.data.dtype) == (config.hidden_size, config.draft_vocab_size, stored)
     assert ours.params.embedding.dtype == (jnp.float32 if stored == np.float32 else jnp.uint16)
     assert_alike(ours, theirs, NUM_DRAFTS[name])
     head = arrange(rows[:, 1:], jnp.float32, "native")

@@ -16,8 +16,8 @@ from peagle.text.prompts import Rendering, from_ids
 from peagle.text.tokenizer import detokenize
 from peagle.workflows.answers import Asking, answer
 from peagle.workflows.dataset import lengths_in_words, passes, rows_of_pass
-from tests.peagle.workflows.training.conftest import PROMPTS, Run, train
-from tests.support.pairs import STOP, VOCAB_SIZE, Directories, press_ctrl_c_at
+from tests.peagle.workflows.training.conftest import PROMPTS, Lab
+from tests.support.pairs import STOP, VOCAB_SIZE, press_ctrl_c_at
 
 
 def test_data_are_the_targets_own_answers(data: Path, pair: Pair) -> None:
@@ -45,46 +45,37 @@ def test_answers_are_counted_when_they_end_not_when_all_have_ended(pair: Pair) -
     assert counts == [1, 1]
 
 
-def test_data_go_on_where_they_were_cut_off_and_are_the_same(
-    directories: Directories, data: Path, prompts: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = f"data --target {directories.target} --prompt-file {prompts} --shard-prompts 2 --slots 2 --out"
-    out, new = tmp_path / "copy", tmp_path / "new"
-    shutil.copytree(data, out)
+def test_data_go_on_where_they_were_cut_off_and_are_the_same(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = f"data --target {lab.target} --prompt-file {lab.prompts} --shard-prompts 2 --slots 2 --out"
+    out, new = lab.root / "copy", lab.root / "new"
+    shutil.copytree(lab.data, out)
     (out / "shard_00001.safetensors").unlink()
     before = (out / "shard_00002.safetensors").stat().st_mtime_ns
-    with monkeypatch.context() as patch:
-        press_ctrl_c_at(patch, peagle.workflows.answers, "submit")
-        said = run(130, command, out, "-n 20")
-        assert f"interrupted: 2 of 3 shards are in {out}; the same command goes on" in said
-    with monkeypatch.context() as patch:
-        press_ctrl_c_at(patch, peagle.workflows.answers, "submit")
-        run(130, command, new, "-n 20")
+    for folder, line in ((out, f"interrupted: 2 of 3 shards are in {out}; the same command goes on"), (new, "")):
+        with monkeypatch.context() as patch:
+            press_ctrl_c_at(patch, peagle.workflows.answers, "submit")
+            assert line in lab.run(130, command, folder, "-n 20")
     assert not (out / "shard_00001.safetensors").exists()
-    assert "-n 20 (now 10)" not in run(0, command, new, "-n 10"), "begun without a shard, it is begun anew"
+    assert "-n 20 (now 10)" not in lab.run(0, command, new, "-n 10"), "begun without a shard, it is begun anew"
     assert json.loads((new / "manifest.json").read_text())["max_new_tokens"] == 10
-    line = f"1 row without a usable prompt, the first: {prompts} line {len(PROMPTS) + 1}"
-    assert f"\nleft out     {line}" in run(0, command, out, "-n 20")
+    left_out = f"1 row without a usable prompt, the first: {lab.prompts} line {len(PROMPTS) + 1}"
+    assert f"\nleft out     {left_out}" in lab.run(0, command, out, "-n 20")
     assert (out / "shard_00002.safetensors").stat().st_mtime_ns == before
-    for one, other in zip(read_shards(data), read_shards(out), strict=True):
+    for one, other in zip(read_shards(lab.data), read_shards(out), strict=True):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
+    others = "--shard-prompts 2 (now 3), --temperature 0.0 (now 1.0), --seed 0 (now 3)"
     for more, says in (
         ("--temperature 1", "was made with --temperature 0.0 (now 1.0); expected the same"),
-        (
-            "--temperature 1 --seed 3 --shard-prompts 3",
-            "--shard-prompts 2 (now 3), --temperature 0.0 (now 1.0), --seed 0 (now 3)",
-        ),
+        ("--temperature 1 --seed 3 --shard-prompts 3", others),
     ):
-        assert says in run(2, command, out, "-n 20", more)
+        assert says in lab.run(2, command, out, "-n 20", more)
 
 
-def test_the_end_of_a_prompt_is_kept_with_what_the_target_computed_of_all_of_it(
-    directories: Directories, prompts: Path, tmp_path: Path, run: Run
-) -> None:
-    command = f"data --target {directories.target} --prompt-file {prompts} -n 4 --taps 0,1,2 --hidden"
-    out, whole = tmp_path / "data", tmp_path / "whole"
-    run(0, command, "--top 2 --out", whole)
-    run(0, command, "--top 2 --keep-prompt 2 --out", out)
+def test_the_end_of_a_prompt_is_kept_with_what_the_target_computed_of_all_of_it(lab: Lab) -> None:
+    command = f"data --target {lab.target} --prompt-file {lab.prompts} -n 4 --taps 0,1,2 --hidden"
+    out, whole = lab.root / "data", lab.root / "whole"
+    lab.run(0, command, "--top 2 --out", whole)
+    lab.run(0, command, "--top 2 --keep-prompt 2 --out", out)
     for complete, kept in zip(read_shards(whole), read_shards(out), strict=True):
         first = max(0, int(np.argmax(complete.trained)) - 2)
         np.testing.assert_array_equal(kept.token_ids, complete.token_ids[first:])
@@ -96,9 +87,9 @@ def test_the_end_of_a_prompt_is_kept_with_what_the_target_computed_of_all_of_it(
         ("", "holds the last 2 tokens of a prompt, the drafter reads all of them; give a smaller"),
         ("--drafter-window 5", "the drafter reads the last 8 with its windows and --depth 3"),
     ):
-        assert says in run(2, *train(directories.target, out, tmp_path / "run", "--width 16", more))
-    refusal = run(2, command, "--keep-prompt 2 --out", tmp_path / "other")
-    assert "give --hidden and --top, too, or leave it out" in refusal
+        assert says in lab.train("--width 16", more, code=2, data=out)
+    without_top = lab.run(2, command, "--keep-prompt 2 --out", lab.root / "other")
+    assert "give --hidden and --top, too, or leave it out" in without_top
 
 
 def test_the_teacher_reads_few_long_documents_at_a_time_and_each_once() -> None:
@@ -113,12 +104,10 @@ def test_the_teacher_reads_few_long_documents_at_a_time_and_each_once() -> None:
     assert lengths_in_words(sizes) == "90 to 5,000 tokens; 42 up to 512, 1 up to 1,024, 1 up to 2,048, 1 up to 8,192"
 
 
-def test_a_turn_is_asked_with_the_answers_before_it(
-    directories: Directories, pair: Pair, tmp_path: Path, run: Run
-) -> None:
-    path, out = tmp_path / "prompts.jsonl", tmp_path / "data"
+def test_a_turn_is_asked_with_the_answers_before_it(lab: Lab, pair: Pair) -> None:
+    path, out = lab.root / "prompts.jsonl", lab.root / "data"
     path.write_text(json.dumps({"turns": ["1 + 2", "and?"]}) + "\n")
-    run(0, f"data --target {directories.target} --prompt-file {path} --out {out} -n 6")
+    lab.run(0, f"data --target {lab.target} --prompt-file {path} --out {out} -n 6")
     first, second = read_shards(out)
     answered = [token for token in first.token_ids[first.trained].tolist() if token != STOP]
     assert pair.tokenizer is not None
@@ -136,25 +125,20 @@ def test_a_turn_is_asked_with_the_answers_before_it(
         ("--strict", "is empty"),
     ],
 )
-def test_a_mistake_in_what_is_asked_leaves_no_folder(
-    directories: Directories, prompts: Path, tmp_path: Path, run: Run, more: str, says: str
-) -> None:
-    out = tmp_path / "data"
-    assert says in run(2, f"data --target {directories.target} --prompt-file {prompts} --out {out}", more)
-    assert not out.exists()
+def test_a_mistake_in_the_options_leaves_no_folder(lab: Lab, more: str, says: str) -> None:
+    assert says in lab.run(2, f"data --target {lab.target} --prompt-file {lab.prompts} --out {lab.out}", more)
+    assert not lab.out.exists()
 
 
-def test_a_file_in_the_place_of_a_folder_is_one_line(
-    directories: Directories, data: Path, prompts: Path, tmp_path: Path, run: Run
-) -> None:
+def test_a_file_in_the_place_of_a_folder_is_one_line(lab: Lab) -> None:
     """In the place of --out, and of a folder above it."""
-    file = tmp_path / "file"
+    file = lab.root / "file"
     file.write_text("mine")
     for out in (file, file / "data"):
         for command in (
-            [f"data --target {directories.target} --prompt-file {prompts} -n 4 --out {out}"],
-            train(directories.target, data, out),
-            [f"export demo --out {out}"],
+            f"data --target {lab.target} --prompt-file {lab.prompts} -n 4 --out {out}",
+            f"export demo --out {out}",
         ):
-            assert str(file) in run(2, *command)
+            assert str(file) in lab.run(2, command)
+        assert str(file) in lab.train(code=2, out=out)
     assert file.read_text() == "mine"
