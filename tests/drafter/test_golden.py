@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from drafter import model, reference
 from drafter.load import load_drafter, to_tensors
-from drafter.propose import Eagle3, PEagle
+from drafter.propose import PEagle
 from drafter.train.forward import forward_chains
 from peagle.ops.messages import DrafterInput
 from tests.support.drafters import forward, logits_of, prefill, propose
@@ -80,39 +80,6 @@ def test_training_in_turn_gives_their_logits(name: str) -> None:
     logits = np.asarray(logits_of_rows(params, config, x))[0].reshape(depths, rows, -1)
     for depth in range(depths):
         np.testing.assert_allclose(logits[depth, : rows - depth], golden["logits"][depth, : rows - depth], atol=1e-4)
-
-
-@pytest.mark.parametrize("name", EAGLE3_MODELS)
-def test_a_cached_step_in_turn_agrees_with_training_on_its_drafts(name: str) -> None:
-    """If the text continues with the drafts, training's chain of the last row has them as its best tokens."""
-    params, config = load_drafter(GOLDEN / name)
-    golden = np.load(GOLDEN / name / "golden.npz")
-    known, num_drafts = 9, 5
-    token_ids = np.concatenate([[0], golden["token_ids"][:known]]).astype(np.int32)
-    aux_hidden = golden["aux_hidden"][:known]
-    drafter = Eagle3(params, config)
-    state = drafter.init_state(1, 32, num_drafts)
-    state = prefill(
-        drafter, state, jnp.asarray(token_ids[None, :known]), jnp.asarray([known]), jnp.asarray(aux_hidden[None])
-    )
-    fresh = DrafterInput(
-        token_ids=jnp.asarray(np.pad(token_ids[None, known:], ((0, 0), (0, num_drafts)))),
-        aux_hidden=jnp.asarray(np.pad(aux_hidden[None, known - 1 :], ((0, 0), (0, num_drafts), (0, 0)))),
-        num=jnp.asarray([1]),
-        first_position=jnp.asarray([known - 1]),
-    )
-    draft, _ = propose(drafter, state, fresh, num_drafts=num_drafts)
-
-    following = np.concatenate([token_ids[1:], draft.token_ids[0]])
-    positions = np.arange(known, dtype=np.int32)
-    arrays = (following, aux_hidden, np.ones_like(positions), positions, np.array([known - 1], np.int32))
-    x = chains(params, config, *(jnp.asarray(array[None]) for array in arrays), counts=(1,) * (num_drafts - 1))
-    logits = np.asarray(logits_of_rows(params, config, x))[0, known - 1 :]
-    target_ids = np.arange(config.vocab_size) if params.draft_to_target is None else np.asarray(params.draft_to_target)
-    assert draft.token_ids[0].tolist() == target_ids[logits.argmax(-1)].tolist()
-    tensors = load_file(GOLDEN / name / "model.safetensors")
-    expected = reference.draft_logits(tensors, config, token_ids.tolist(), aux_hidden, num_drafts)
-    np.testing.assert_allclose(logits, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", [*MODELS, *EAGLE3_MODELS])

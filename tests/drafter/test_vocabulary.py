@@ -44,9 +44,9 @@ def test_kept_tokens_have_the_logits_they_had(name: str) -> None:
     """From a full vocabulary and from a reduced one."""
     full = drafter(name, with_logits=True)
     ids = np.arange(full.config.vocab_size) if full.params.draft_to_target is None else full.params.draft_to_target
-    wanted = tuple(int(token) for token in np.random.default_rng(0).permutation(full.config.vocab_size)[:9])
-    params, config = narrow(full.params, full.config, DraftVocab(wanted, "a test"))
-    kept = sorted(set(wanted) & set(np.asarray(ids).tolist()))
+    vocab = tuple(int(token) for token in np.random.default_rng(0).permutation(full.config.vocab_size)[:9])
+    params, config = narrow(full.params, full.config, DraftVocab(vocab, "a test"))
+    kept = sorted(set(vocab) & set(np.asarray(ids).tolist()))
     assert config.draft_vocab_size == len(kept) == params.lm_head.shape[1]
     text = random_text(full.config, 3)
     fresh = stack_fresh([text], [5], [1], K)
@@ -64,8 +64,8 @@ def test_packed_matrices_are_narrowed_like_arrays() -> None:
     params = random_params(config)
     rows = np.ascontiguousarray(np.asarray(params.lm_head).T)
     packed = dataclasses.replace(params, lm_head=packed_matrix(pack_floats(rows), rows.shape[1], rows.shape[0]))
-    wanted = DraftVocab((40, 3, 17), "a test")
-    narrowed = narrow(packed, config, wanted)[0]
+    vocab = DraftVocab((40, 3, 17), "a test")
+    narrowed = narrow(packed, config, vocab)[0]
     assert isinstance(narrowed.lm_head, PackedMatrix)
     np.testing.assert_array_equal(unpack_floats(narrowed.lm_head), rows[[3, 17, 40]])
     assert np.asarray(narrowed.draft_to_target).tolist() == [3, 17, 40]

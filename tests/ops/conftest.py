@@ -83,13 +83,13 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     directory = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         directory = directory.parent  # of this run, above its workers'
-    made = (directory / "launch.so", directory / "driver.so")
+    paths = (directory / "launch.so", directory / "driver.so")
     with (directory / "libraries.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not made[0].exists():  # optimised as much as pays
-            build.compile_library(made[1], [DRIVER], "-O2", *driver)
-            build.compile_library(made[0], [build.CUDA / "launch.cc"], "-O0", launcher)
-    return made
+        if not paths[0].exists():  # optimised as much as pays
+            build.compile_library(paths[1], [DRIVER], "-O2", *driver)
+            build.compile_library(paths[0], [build.CUDA / "launch.cc"], "-O0", launcher)
+    return paths
 
 
 @pytest.fixture

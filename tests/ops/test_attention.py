@@ -28,11 +28,11 @@ def by_definition(
     out, lse = np.zeros(query.shape), np.zeros(query.shape[:3])
     for b, t, n in np.ndindex(lse.shape):
         keys, values = key[b, :, n // (N // G)], value[b, :, n // (N // G)]
-        seen = mask[b, t]
-        scores = keys[seen].astype(np.float64) @ query[b, t, n].astype(np.float64) / np.sqrt(H)
+        visible = mask[b, t]
+        scores = keys[visible].astype(np.float64) @ query[b, t, n].astype(np.float64) / np.sqrt(H)
         weights = np.exp(scores)
         total = weights.sum() + (0.0 if sinks is None else np.exp(np.float64(sinks[n])))
-        out[b, t, n] = weights @ values[seen] / total
+        out[b, t, n] = weights @ values[visible] / total
         lse[b, t, n] = np.log(weights.sum())
     return out, lse
 

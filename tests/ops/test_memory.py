@@ -65,24 +65,24 @@ def test_an_array_is_copied_only_if_it_does_not_fit_already() -> None:
     values = aligned((6, 5), np.float32)
     assert as_aligned(values, np.float32) is values
     shifted = aligned((31,), np.float32)[1:].reshape(6, 5)
-    for given, dtype in ((values.T, np.float32), (values, ml_dtypes.bfloat16), (shifted, np.float32)):
-        made = as_aligned(given, dtype)
-        assert not np.shares_memory(made, given)
-        assert made.dtype == dtype
-        assert made.flags.c_contiguous
-        assert made.ctypes.data % ALIGNMENT == 0
+    for source, dtype in ((values.T, np.float32), (values, ml_dtypes.bfloat16), (shifted, np.float32)):
+        result = as_aligned(source, dtype)
+        assert not np.shares_memory(result, source)
+        assert result.dtype == dtype
+        assert result.flags.c_contiguous
+        assert result.ctypes.data % ALIGNMENT == 0
 
 
 def test_items_are_stacked_one_after_the_other() -> None:
-    made = []
+    result = []
 
     def items():
         for index in range(3):
-            made.append(index)
+            result.append(index)
             yield np.full((2,), index, np.uint8), np.full((1, 4), -index, np.float32)
 
     first, second = stack(items(), 3)
-    assert made == [0, 1, 2]
+    assert result == [0, 1, 2]
     np.testing.assert_array_equal(first, [[0, 0], [1, 1], [2, 2]])
     assert (second.shape, second.dtype) == ((3, 1, 4), np.float32)
     np.testing.assert_array_equal(second[:, 0, 0], [0, -1, -2])

@@ -101,8 +101,8 @@ def test_products_are_those_of_the_dequantised_matrix() -> None:
     blocks, scales = rng.integers(0, 256, (3, 5, 2, 16), np.uint8), rng.integers(118, 132, (3, 5, 2), np.uint8)
     x = rng.standard_normal((3, 64), np.float32)
     expected = np.einsum("poc,pc->po", dequantize(blocks, scales).astype(np.float64), x)
-    found = products_on_device(*map(jnp.asarray, (blocks, scales, x)))
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-3)
+    products = products_on_device(*map(jnp.asarray, (blocks, scales, x)))
+    np.testing.assert_allclose(products, expected, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("column", [0, 1, 31])
@@ -112,8 +112,8 @@ def test_every_code_by_arithmetic(column: int) -> None:
     blocks, x = np.zeros((256, 1, 1, 16), np.uint8), np.zeros((256, 32), np.float32)
     blocks[:, 0, 0, column // 2], x[:, column] = byte, 1
     scales = np.full((256, 1, 1), 127, np.uint8)
-    found = np.asarray(products_on_device(*map(jnp.asarray, (blocks, scales, x))))[:, 0]
-    np.testing.assert_array_equal(found, CODES[byte >> 4 if column % 2 else byte & 15])
+    products = np.asarray(products_on_device(*map(jnp.asarray, (blocks, scales, x))))[:, 0]
+    np.testing.assert_array_equal(products, CODES[byte >> 4 if column % 2 else byte & 15])
 
 
 def test_columns_must_fill_their_blocks() -> None:

@@ -171,8 +171,8 @@ def run(
     until: np.ndarray | None = None,
 ) -> tuple[np.ndarray, Pages]:
     shape = sequences.shape
-    given = (qkv, *angles(positions, shape), pages, table, positions, sequences.sinks, until)
-    operands = jax.tree.map(jnp.asarray, given)
+    arrays = (qkv, *angles(positions, shape), pages, table, positions, sequences.sinks, until)
+    operands = jax.tree.map(jnp.asarray, arrays)
     out, pages = attend(*operands, shape=shape, form=form)
     return np.asarray(out), pages
 
@@ -330,11 +330,11 @@ def test_a_rows_bits_depend_on_its_tokens_alone(form: str, name: str) -> None:
     padded[0, order], mixed = after[0, : len(order)], sequences.project(after[:1])
     mixed[0, order] = qkv[0, : len(order)]
     check(alone(pages, positions=padded, qkv=mixed)[0][0][order], whole[: len(order)])
-    seen = np.zeros(pages.key.shape[:2], bool)
+    visible = np.zeros(pages.key.shape[:2], bool)
     first = shape.offset if shape.window is None else length - shape.window + 1 + shape.offset
     index = np.arange(first, length + shape.offset)
-    seen[table[0, index // shape.page_size], index % shape.page_size] = True
-    unseen = jax.tree.map(lambda pool: jnp.where(seen[:, :, None, None], pool, jnp.nan).astype(pool.dtype), pages)
+    visible[table[0, index // shape.page_size], index % shape.page_size] = True
+    unseen = jax.tree.map(lambda pool: jnp.where(visible[:, :, None, None], pool, jnp.nan).astype(pool.dtype), pages)
     check(alone(unseen, positions=after[:1], qkv=qkv[:1])[0][0])
 
 

@@ -147,8 +147,11 @@ def dflash(name: str, with_logits: bool = False) -> DFlash:
 
 def drafting(name: str) -> AnyDrafter:
     """Make a drafter that shows its logits, if its kind has any."""
-    made = drafter_of(random_params(EVERY[name]), EVERY[name])
-    return made if isinstance(made, Eagle3) else made.replace(with_logits=True)
+    return _with_logits(drafter_of(random_params(EVERY[name]), EVERY[name]))
+
+
+def _with_logits(drafter: AnyDrafter) -> AnyDrafter:
+    return drafter if isinstance(drafter, Eagle3) else drafter.replace(with_logits=True)
 
 
 def loaded(directory: Path, name: str, form: Implementation, dtype: Any = jnp.float32) -> AnyDrafter:
@@ -159,8 +162,7 @@ def loaded(directory: Path, name: str, form: Implementation, dtype: Any = jnp.fl
     if config.kind == "DFlash":
         ends["target_embedding"] = arrange_embedding(np.asarray(params.embedding), dtype, form)
         ends["target_lm_head"] = arrange(np.asarray(params.lm_head).T, dtype, form)
-    made = drafter_of(*load_drafter(directory / "drafter", dtype, implementation=form, **ends))
-    return made if isinstance(made, Eagle3) else made.replace(with_logits=True)
+    return _with_logits(drafter_of(*load_drafter(directory / "drafter", dtype, implementation=form, **ends)))
 
 
 @functools.cache
@@ -293,8 +295,8 @@ def run_steps(
 
 def reference_logits(name: str, config: DrafterConfig, text: Text, known: int, num_drafts: int) -> np.ndarray:
     """Compute the float64 reference's logits of the drafts after so many rows of a text."""
-    told = text.token_ids[: known + 1].tolist(), text.aux_hidden[:known]
-    return reference.draft_logits(tensors_of(name), config, *told, num_drafts)
+    read = text.token_ids[: known + 1].tolist(), text.aux_hidden[:known]
+    return reference.draft_logits(tensors_of(name), config, *read, num_drafts)
 
 
 def assert_reference(

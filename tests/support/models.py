@@ -106,7 +106,7 @@ def prefilled(
 def held(engine: Engine, table: PageTable, length: int) -> dict[str, np.ndarray]:
     """Copy the keys and values that a request needs to go on after `length` tokens, in order of index."""
     models = (engine.executor.target.cache_groups, engine.executor.drafter.cache_groups)  # type: ignore[union-attr]
-    found, base, begin = {}, 0, 0
+    held_parts, base, begin = {}, 0, 0
     for groups in models:
         for offset, group in enumerate(groups):
             first = group.offset if group.window is None else max(group.offset, length - group.window)
@@ -117,7 +117,7 @@ def held(engine: Engine, table: PageTable, length: int) -> dict[str, np.ndarray]
                 ):
                     rows = pages.reshape(-1, *pages.shape[2:])
                     skipped = first // PAGE_SIZE * PAGE_SIZE
-                    found[f"{base + layer} {part}"] = rows[first - skipped : length - skipped].astype(np.float32)
+                    held_parts[f"{base + layer} {part}"] = rows[first - skipped : length - skipped].astype(np.float32)
         base += sum(len(group.layers) for group in groups)
         begin += len(groups)
-    return found
+    return held_parts

@@ -27,11 +27,11 @@ def of_sequences(cache: PagedCache, which: slice) -> PagedCache:
 
 def entries(model: Cached, cache: PagedCache, first: int, last: int) -> list[np.ndarray]:
     """Return the keys and values [B, n, G, H] of each layer at positions first .. last - 1."""
-    found = []
+    parts = []
     for group, table in zip(model.cache_groups, cache.tables, strict=True):
         index = np.arange(first, last) + group.offset
         for layer in group.layers:
             size = cache.pages[layer].page_size
             numbers = np.asarray(table)[:, index // size % table.shape[1]]
-            found += [np.asarray(pool)[numbers, index % size] for pool in jax.tree.leaves(cache.pages[layer])]
-    return found
+            parts += [np.asarray(pool)[numbers, index % size] for pool in jax.tree.leaves(cache.pages[layer])]
+    return parts

@@ -112,15 +112,15 @@ def _layer(prefix: str, inputs: int, *, hidden_norm: bool, qk_norm: bool = False
     """List a layer's tensors. inputs: of its q, k and v projections."""
     width, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     projections = {"q_proj": (width, inputs), "k_proj": (kv, inputs), "v_proj": (kv, inputs), "o_proj": (HIDDEN, width)}
-    found: dict[str, Any] = {f"{prefix}.self_attn.{name}.weight": shape for name, shape in projections.items()}
+    shapes: dict[str, Any] = {f"{prefix}.self_attn.{name}.weight": shape for name, shape in projections.items()}
     if bias:
-        found |= {f"{prefix}.self_attn.{name}.bias": shape[:1] for name, shape in projections.items()}
+        shapes |= {f"{prefix}.self_attn.{name}.bias": shape[:1] for name, shape in projections.items()}
     if qk_norm:
-        found |= {f"{prefix}.self_attn.{x}_norm.weight": (HEAD_DIM,) for x in "qk"}
-    found |= {f"{prefix}.mlp.{name}_proj.weight": (MLP, HIDDEN) for name in ("gate", "up")}
-    found[f"{prefix}.mlp.down_proj.weight"] = (HIDDEN, MLP)
+        shapes |= {f"{prefix}.self_attn.{x}_norm.weight": (HEAD_DIM,) for x in "qk"}
+    shapes |= {f"{prefix}.mlp.{name}_proj.weight": (MLP, HIDDEN) for name in ("gate", "up")}
+    shapes[f"{prefix}.mlp.down_proj.weight"] = (HIDDEN, MLP)
     norms = ("input_layernorm", "post_attention_layernorm", *(("hidden_norm",) if hidden_norm else ()))
-    return found | {f"{prefix}.{name}.weight": (HIDDEN,) for name in norms}
+    return shapes | {f"{prefix}.{name}.weight": (HIDDEN,) for name in norms}
 
 
 EMBEDDING, FC, NORM = (

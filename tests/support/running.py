@@ -45,12 +45,12 @@ class Running:
 def running(service: Service, **options: Any) -> Iterator[Running]:
     """Run a server. options: of ServerOptions."""
     with listen("127.0.0.1", 0) as address:
-        found = Running(service, address, ServerOptions(**options))
+        running_server = Running(service, address, ServerOptions(**options))
         try:
-            yield found
+            yield running_server
         finally:
-            found.end()
-            found.join()
+            running_server.end()
+            running_server.join()
 
 
 class Gate:

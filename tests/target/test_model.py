@@ -83,11 +83,11 @@ def test_an_inactive_row_writes_nothing_and_changes_no_other(model: GptOss) -> N
     for active in (0, 1):
         some = positions.copy()
         some[1, active:] = -1
-        found, after = extend(model, ids, some, cache)
-        np.testing.assert_array_equal(found.logits[0], both.logits[0])
-        np.testing.assert_allclose(found.logits[1, :active], both.logits[1, :active], atol=1e-5)
-        assert np.isfinite(found.logits).all()
-        held = (entries(model, each, 0, 12 + WIDTH) for each in (cache, after, written))
+        partial, after = extend(model, ids, some, cache)
+        np.testing.assert_array_equal(partial.logits[0], both.logits[0])
+        np.testing.assert_allclose(partial.logits[1, :active], both.logits[1, :active], atol=1e-5)
+        assert np.isfinite(partial.logits).all()
+        held = (entries(model, one, 0, 12 + WIDTH) for one in (cache, after, written))
         for before, now, then in zip(*held, strict=True):
             np.testing.assert_array_equal(now[0], then[0])
             assert not np.array_equal(now[0], before[0])
@@ -195,7 +195,7 @@ def test_the_first_output_that_is_not_finite_is_named() -> None:
     nan_layer = dataclasses.replace(params, layers=(first, dataclasses.replace(second, attention=spoilt)))
     infinite_head = dataclasses.replace(params, lm_head=params.lm_head.at[2, 7].set(jnp.inf))
     nan_token = dataclasses.replace(nan_layer, embedding=params.embedding.at[lone, 2].set(jnp.nan))
-    for broken, given, expected in (
+    for broken, tokens, expected in (
         (params, ids, None),
         (nan_layer, ids, f"layer 1 of 0..1, at position 0 (token {ids[0]})"),
         (nan_layer, ids[:1], f"layer 1 of 0..1, at position 0 (token {ids[0]})"),
@@ -203,4 +203,4 @@ def test_the_first_output_that_is_not_finite_is_named() -> None:
         (nan_token, ids, f"layer 1 of 0..1, at position 0 (token {ids[0]})"),
         (dataclasses.replace(nan_token, layers=params.layers), ids, f"the embedding, at position 32 (token {lone})"),
     ):
-        assert GptOss(broken, CONFIG).first_not_finite(given) == expected
+        assert GptOss(broken, CONFIG).first_not_finite(tokens) == expected

@@ -97,9 +97,9 @@ def one_pass(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute logits and aux_hidden of all tokens in one pass over a cache, without a rollback."""
     loaded = load(directories, name, form, dtype)
-    made, tokens = model(loaded), random_tokens(loaded.config.vocab_size, BATCH, LENGTH)
-    empty = made.init_cache(BATCH, LENGTH, LENGTH)
-    out, _ = extend(made, jnp.asarray(tokens), from_on(np.zeros(BATCH, np.int64), LENGTH), empty)
+    gpt_oss, tokens = model(loaded), random_tokens(loaded.config.vocab_size, BATCH, LENGTH)
+    empty = gpt_oss.init_cache(BATCH, LENGTH, LENGTH)
+    out, _ = extend(gpt_oss, jnp.asarray(tokens), from_on(np.zeros(BATCH, np.int64), LENGTH), empty)
     return np.asarray(out.logits, np.float32), np.asarray(out.aux_hidden, np.float32)
 
 
@@ -197,12 +197,12 @@ def decoded(request: pytest.FixtureRequest, directories: dict[str, Path]) -> Dec
     empty = small_pages(gpt, BATCH, total, WIDEST)
     positions = from_on(np.zeros_like(lengths), WIDEST, lengths)
     _, after = extend(gpt, jnp.asarray(tokens[:, :WIDEST]), positions, empty)
-    made = Decoded(gpt, tokens, lengths, [after], [], rows)
+    gpt_oss = Decoded(gpt, tokens, lengths, [after], [], rows)
     for step in range(STEPS):
-        out, after = made.verify(step, 1)
-        made.bits.append(out)
-        made.caches.append(after)
-    return made
+        out, after = gpt_oss.verify(step, 1)
+        gpt_oss.bits.append(out)
+        gpt_oss.caches.append(after)
+    return gpt_oss
 
 
 def wraps(decoded: Decoded) -> list[int]:

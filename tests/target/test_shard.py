@@ -30,15 +30,15 @@ def parts_of(config: TargetConfig, tp: int, ep: int, mxfp4: bool = True) -> list
 @pytest.mark.parametrize("mxfp4", [True, False])
 def test_the_parts_together_are_the_whole(mxfp4: bool, tp: int, ep: int) -> None:
     parts = parts_of(CONFIG, tp, ep, mxfp4)
-    seen = set()
+    leaf_names = set()
     for name, tensor in random_tensors(CONFIG, mxfp4, 0):
         leaf, shape = tensor_leaves(CONFIG, mxfp4)[name]
-        seen.add(leaf.name)
+        leaf_names.add(leaf.name)
         pieces = [split(leaf, tensor, part) for part in parts]
         for piece, part in zip(pieces, parts, strict=True):
             assert piece.shape == part.shape(leaf, shape)
         assert unsplit(leaf, pieces, parts, shape).tobytes() == tensor.tobytes(), name
-    assert len(seen) > 10
+    assert len(leaf_names) > 10
 
 
 def test_qkv_side_by_side_is_cut_by_heads() -> None:
@@ -60,8 +60,8 @@ def test_queries_stay_with_their_kv_head() -> None:
         for part in parts_of(config, tp, 1):
             queries = split(LEAVES["queries"], of_query, part)[::2]
             keys = split(LEAVES["keys and values"], of_key, part)[::2]
-            each = part.config.num_heads // part.config.num_kv_heads
-            np.testing.assert_array_equal(keys[np.arange(len(queries)) // each], queries // 6)
+            share = part.config.num_heads // part.config.num_kv_heads
+            np.testing.assert_array_equal(keys[np.arange(len(queries)) // share], queries // 6)
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
@@ -75,9 +75,9 @@ def test_gates_stay_with_their_ups_and_biases(tp: int) -> None:
         scales = split(LEAVES["down, MXFP4"], np.tile(np.arange(1, blocks + 1), (4, 96, 1)), part)[0, 0]
         np.testing.assert_array_equal(rows, bias)
         np.testing.assert_array_equal(rows[0::2], rows[1::2])
-        each = -(-blocks // tp)
-        mine = np.arange(1, blocks + 1)[rank * each : (rank + 1) * each]
-        np.testing.assert_array_equal(scales, np.pad(mine, (0, each - len(mine))))
+        share = -(-blocks // tp)
+        mine = np.arange(1, blocks + 1)[rank * share : (rank + 1) * share]
+        np.testing.assert_array_equal(scales, np.pad(mine, (0, share - len(mine))))
         np.testing.assert_array_equal(rows[0::2].reshape(-1, 32)[:, 0], np.where(scales, (scales - 1) * 32 + 1, 0))
 
 

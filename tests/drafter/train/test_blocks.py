@@ -63,8 +63,8 @@ def test_training_computes_the_references_drafts(name: str, window: int | None) 
     tensors = {**to_tensors(params, config.with_window(None)), **ends}
     for place, anchor in enumerate(anchors[0].tolist()):
         begin = 0 if anchor < 12 else 12
-        told = data["token_ids"][0, begin : anchor + 2].tolist(), aux[0, begin : anchor + 1]
-        expected = reference.draft_logits(tensors, config, *told, DEPTH)
+        known = data["token_ids"][0, begin : anchor + 2].tolist(), aux[0, begin : anchor + 1]
+        expected = reference.draft_logits(tensors, config, *known, DEPTH)
         np.testing.assert_allclose(logits[place :: anchors.shape[1]], expected, atol=1e-4)
 
 
@@ -99,8 +99,8 @@ def test_blocks_begin_at_trained_tokens_and_do_not_repeat() -> None:
 
 def sums_of(params: DrafterParams, data: dict[str, np.ndarray], chains: Any, counts: Any, **options: Any) -> Sums:
     logits = np.random.default_rng(7).normal(0, 2, (1, T, CONFIG.vocab_size)).astype(np.float32)
-    given = {**data, "anchors": chains[0], "reach": chains[1], "counts": counts}
-    return losses(params, CONFIG, "half", labels=labels_of_logits(jnp.asarray(logits), None), **given, **options)
+    operands = {**data, "anchors": chains[0], "reach": chains[1], "counts": counts}
+    return losses(params, CONFIG, "half", labels=labels_of_logits(jnp.asarray(logits), None), **operands, **options)
 
 
 def test_rows_without_a_trained_token_and_padding_do_not_count() -> None:
@@ -108,7 +108,7 @@ def test_rows_without_a_trained_token_and_padding_do_not_count() -> None:
     data, segments = row(5), Segments(T)
     counts = segments.block_counts(DEPTH, T)
     ((anchors, reach),) = sampled(data, segments, counts)
-    found = sums_of(random_params(CONFIG), data, (anchors, reach), counts[0])
+    sums = sums_of(random_params(CONFIG), data, (anchors, reach), counts[0])
     segment, trained = data["segment_ids"][0], data["trained"][0]
     expected = [
         sum(
@@ -118,7 +118,7 @@ def test_rows_without_a_trained_token_and_padding_do_not_count() -> None:
         )
         for depth in range(DEPTH)
     ]
-    assert np.asarray(found.rows).tolist() == expected
+    assert np.asarray(sums.rows).tolist() == expected
     assert expected[0] > expected[-1] > 0
 
 

@@ -25,7 +25,7 @@ from peagle.ops.files import write_whole
 
 def documents(seed: int, count: int = 5, taught: bool = False) -> list[Document]:
     rng = np.random.default_rng(seed)
-    made = []
+    drawn = []
     for size in rng.integers(3, 9, count):
         teacher = {}
         if taught:
@@ -33,8 +33,8 @@ def documents(seed: int, count: int = 5, taught: bool = False) -> list[Document]
             teacher["top_ids"] = rng.integers(0, 9, (size, 2)).astype(np.int32)
             teacher["top_logits"] = rng.normal(0, 1, (size, 2)).astype(np.float32)
             teacher["log_total"] = rng.normal(0, 1, (size,)).astype(np.float32)
-        made.append(Document(rng.integers(0, 50, size).astype(np.int32), rng.random(size) < 0.5, teacher))
-    return made
+        drawn.append(Document(rng.integers(0, 50, size).astype(np.int32), rng.random(size) < 0.5, teacher))
+    return drawn
 
 
 @pytest.mark.parametrize("taught", [False, True])
@@ -135,12 +135,12 @@ def test_other_folders_are_refused_in_one_line(tmp_path: Path) -> None:
 
 
 def test_rows_hold_whole_documents_and_every_one_of_them() -> None:
-    given = documents(3, count=40)
-    rows = pack(given, 16)
-    assert all(sum(len(each.token_ids) for each in row.documents) <= 16 for row in rows)
-    assert sorted(id(each) for row in rows for each in row.documents) == sorted(map(id, given))
+    texts = documents(3, count=40)
+    rows = pack(texts, 16)
+    assert all(sum(len(document.token_ids) for document in row.documents) <= 16 for row in rows)
+    assert sorted(id(document) for row in rows for document in row.documents) == sorted(map(id, texts))
     with pytest.raises(InputError, match="longer than the 6 tokens of a row"):
-        pack(given, 6)
+        pack(texts, 6)
 
 
 def test_each_document_of_a_row_is_a_segment() -> None:
@@ -156,7 +156,7 @@ def test_each_document_of_a_row_is_a_segment() -> None:
 
 
 def test_every_row_comes_once_before_any_comes_twice() -> None:
-    rows = [Row((each,)) for each in documents(5, count=7)]
+    rows = [Row((document,)) for document in documents(5, count=7)]
     source = Source(rows, 1)
     first, second = ([id(source.at(place, 0)) for place in range(start, start + 7)] for start in (0, 7))
     assert sorted(first) == sorted(second) == sorted(map(id, rows))

@@ -227,10 +227,10 @@ def test_drafting_in_turn_and_training_in_turn_agree_on_tokens_and_logits(
         return drafts, jnp.concatenate(logits, axis=1)
 
     drafts, logits = map(np.asarray, draft(cache))
-    said = shifted.copy()
-    said[:, anchor + 1 : anchor + depth] = drafts[:, :-1]
+    continued = shifted.copy()
+    continued[:, anchor + 1 : anchor + depth] = drafts[:, :-1]
     rest = (data["segment_ids"][1:], data["positions"][1:])
-    x = run_chains(params, config, said, aux, *rest, np.full((1, 1), anchor, np.int32), (1,) * (depth - 1))
+    x = run_chains(params, config, continued, aux, *rest, np.full((1, 1), anchor, np.int32), (1,) * (depth - 1))
     trained = softmax(np.asarray(head(params, config, x))[0, [anchor, *range(T, T + depth - 1)]])
     assert np.argmax(trained, axis=-1).tolist() == drafts[0].tolist()
     np.testing.assert_allclose(trained, softmax(logits[0]), atol=2e-6)

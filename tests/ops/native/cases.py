@@ -67,11 +67,11 @@ def pack(
     return packed_matrix(pack_floats(rows), rows.shape[-1], rows.shape[-2])
 
 
-def each(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+def results_of(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Compute the function's results in one compiled program, since eighteen compilations would take longest of all.
 
     Values that the function closes over become constants."""
-    return jax.jit(lambda given: [function(*one) for one in given])(jax.tree.map(jnp.asarray, calls))
+    return jax.jit(lambda operands: [function(*one) for one in operands])(jax.tree.map(jnp.asarray, calls))
 
 
 def one_at_a_time(function: Callable[..., jax.Array], *rows: np.ndarray) -> np.ndarray:

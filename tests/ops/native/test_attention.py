@@ -44,12 +44,12 @@ def call(
     dtype: type = np.float32,
     in_place: bool = True,
 ) -> list[jax.Array]:
-    given = {name: jnp.asarray(values) for name, values in (operands() | replaced).items()}
-    pages = [jax.ShapeDtypeStruct(given[name].shape, given[name].dtype) for name in ("key", "value")]
+    arrays = {name: jnp.asarray(values) for name, values in (operands() | replaced).items()}
+    pages = [jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in ("key", "value")]
     results = native.call(
         "paged_attention",
         (jax.ShapeDtypeStruct(out, dtype), *pages),
-        *given.values(),
+        *arrays.values(),
         in_place={3: 1, 4: 2} if in_place else None,
     )
     return [result.block_until_ready() for result in results]

@@ -257,10 +257,10 @@ def test_on_other_devices_xla_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_library_is_of_the_set_it_is_named_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, out: Path) -> None:
     """The compiler takes the flags and finds XLA's headers, and only the handlers are exported."""
     compile_instead(monkeypatch, tmp_path, TINY)
-    made = build.build(out)
-    assert made == [build.library(isa, out) for isa in SETS]
-    assert sorted(made) == sorted(out.iterdir())
-    for isa, path in zip(SETS, made, strict=True):
+    paths = build.build(out)
+    assert paths == [build.library(isa, out) for isa in SETS]
+    assert sorted(paths) == sorted(out.iterdir())
+    for isa, path in zip(SETS, paths, strict=True):
         opened = ctypes.CDLL(str(path))
         opened.set.restype = ctypes.c_char_p
         assert opened.set().decode() == isa
@@ -273,8 +273,8 @@ def test_each_set_is_compiled_from_all_sources_with_its_flags(
 ) -> None:
     stand_in(monkeypatch, tmp_path, 'for last; do :; done; echo "$@" > "$last"')
     for sanitize in (False, True):
-        made = build.build(out, sanitize=sanitize)
-        for path, flags in zip(made, build.instruction_sets().values(), strict=True):
+        paths = build.build(out, sanitize=sanitize)
+        for path, flags in zip(paths, build.instruction_sets().values(), strict=True):
             command = path.read_text().split()
             assert [flag for flag in command if flag.startswith(("-mavx", "-mfma"))] == list(flags)
             assert [Path(part).name for part in command if part.endswith(".cc")] == list(build.SOURCES)
@@ -291,9 +291,9 @@ def test_without_a_compiler_it_says_so(
     assert one_line(caught.value) == "no C++ compiler was found (CXX, c++, g++, clang++)"
     assert not list(out.iterdir())
     assert build.main([]) == 2
-    seen = capsys.readouterr()
-    assert seen.out == ""
-    assert seen.err == f"peagle: the native kernels were not built: {caught.value}\n"
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"peagle: the native kernels were not built: {caught.value}\n"
 
 
 def test_without_jaxlib_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, out: Path) -> None:
@@ -313,7 +313,7 @@ def test_an_error_of_the_compilers_is_quoted(monkeypatch: pytest.MonkeyPatch, tm
 
 
 @pytest.mark.parametrize(
-    ("said", "quoted"),
+    ("messages", "quoted"),
     [
         (
             ["included from kernels.cc:", "kernels.cc:7:1: error: one", "kernels.cc:9:1: error: two"],
@@ -325,11 +325,11 @@ def test_an_error_of_the_compilers_is_quoted(monkeypatch: pytest.MonkeyPatch, tm
     ids=["errors", "no errors", "nothing"],
 )
 def test_a_compiler_that_fails_leaves_older_libraries(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, out: Path, said: list[str], quoted: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, out: Path, messages: list[str], quoted: str
 ) -> None:
     """Nothing half-written remains, and every older library does."""
     half = 'for last; do :; done; echo half > "$last"'
-    failing = stand_in(monkeypatch, tmp_path, half, *(f'echo "{line}" >&2' for line in said), "exit 1")
+    failing = stand_in(monkeypatch, tmp_path, half, *(f'echo "{line}" >&2' for line in messages), "exit 1")
     old = build.library("portable", out)
     old.write_text("old")
     with pytest.raises(BuildError) as caught:

@@ -20,11 +20,11 @@ from tests.ops.native.cases import (
     MATRICES,
     ROUNDED,
     assert_same_bits,
-    each,
     mxfp4_values,
     one_at_a_time,
     one_set,
     pack,
+    results_of,
 )
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -133,7 +133,7 @@ def test_any_number_of_rows_is_the_definition(name: str) -> None:
     block, x = random_block(SIZES[name]), random_rows(SIZES[name], 70)
     expected = block.by_definition(x)
     all_rows = (*range(1, 18), 70) if name in OF_FORMATS else (1, 5, 70)
-    for rows, out in zip(all_rows, each(block.run, [(x[:rows],) for rows in all_rows]), strict=True):
+    for rows, out in zip(all_rows, results_of(block.run, [(x[:rows],) for rows in all_rows]), strict=True):
         np.testing.assert_allclose(out, expected[:rows], atol=2 * EXACT, err_msg=f"{rows} rows")
 
 
@@ -236,7 +236,7 @@ def test_a_rows_bits_do_not_depend_on_the_others(name: str, dtype: type) -> None
     alone = one_at_a_time(block.run, x)
     rng = np.random.default_rng(13)
     chosen = [rng.permutation(70)[:rows] for rows in (*range(1, 17), 70)]
-    for some, out in zip(chosen, each(block.run, [(x[some],) for some in chosen]), strict=True):
+    for some, out in zip(chosen, results_of(block.run, [(x[some],) for some in chosen]), strict=True):
         assert_same_bits(out, alone[some], f"{len(some)} rows")
 
 
@@ -247,7 +247,7 @@ def test_inactive_rows_are_zero_and_change_no_others_bits(name: str) -> None:
     positions = [rng.integers(low, high, 19, np.int32) for low, high in ((-1, 1), (-9, 3), (0, 1), (-2, 0))]
     calls = [(np.where(at[:, None] < 0, np.float32(np.nan), x), at) for at in positions]
     whole = np.asarray(block.run(x))
-    for at, out in zip(positions, each(lambda x, at: block.run(x, positions=at), calls), strict=True):
+    for at, out in zip(positions, results_of(lambda x, at: block.run(x, positions=at), calls), strict=True):
         assert_same_bits(np.asarray(out)[at >= 0], whole[at >= 0])
         assert not np.any(np.asarray(out)[at < 0])
 

@@ -8,7 +8,7 @@ import pytest
 
 from peagle.ops import native
 from peagle.ops.likeliest import NO_TOKEN, argmax, likeliest
-from tests.ops.native.cases import assert_same_bits, each, one_at_a_time, one_set
+from tests.ops.native.cases import assert_same_bits, one_at_a_time, one_set, results_of
 
 pytestmark = pytest.mark.usefixtures("kernels")
 NO_MATRICES = True
@@ -58,7 +58,7 @@ def test_rows_without_a_largest_logit(dtype: type, monkeypatch: pytest.MonkeyPat
     x[7, :] = np.nan  # and 8 is all of minus infinity
     tokens, probabilities = [7, 0, *[NO_TOKEN] * 7], [1, 1 / 40_000, *[np.nan] * 7]
     for _ in ("compiled", "XLA"):
-        ours, (index, probability) = each(lambda x: (argmax(x), likeliest(x)), [(x,)])[0]
+        ours, (index, probability) = results_of(lambda x: (argmax(x), likeliest(x)), [(x,)])[0]
         np.testing.assert_array_equal(ours, tokens)
         np.testing.assert_array_equal(index, np.maximum(tokens, 0))
         np.testing.assert_allclose(probability, probabilities, rtol=2e-5 if dtype is np.float32 else 2e-2)
@@ -67,7 +67,7 @@ def test_rows_without_a_largest_logit(dtype: type, monkeypatch: pytest.MonkeyPat
 
 def test_leading_axes_stay_and_xla_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     x = jnp.asarray(logits(6, 300, np.float32).reshape(2, 3, 300))
-    ours = each(likeliest, [(x,)])[0]
+    ours = results_of(likeliest, [(x,)])[0]
     monkeypatch.setattr(native, "available", lambda: False)
     theirs = jax.jit(lambda x: likeliest(x))(x)
     assert ours[0].shape == ours[1].shape == (2, 3)

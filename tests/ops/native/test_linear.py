@@ -18,11 +18,11 @@ from tests.ops.native.cases import (
     MATRICES,
     ROUNDED,
     assert_same_bits,
-    each,
     mxfp4_values,
     one_at_a_time,
     one_set,
     pack,
+    results_of,
 )
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -64,9 +64,9 @@ def run(
     norm: np.ndarray | None = None,
     residual: np.ndarray | None = None,
 ) -> jax.Array:
-    given = [None if part is None else jnp.asarray(part) for part in (bias, norm, residual)]
-    with_norm = None if given[1] is None else Norm(given[1], EPSILON)
-    return linear(jnp.asarray(x), weight, given[0], norm=with_norm, residual=given[2])
+    vectors = [None if part is None else jnp.asarray(part) for part in (bias, norm, residual)]
+    with_norm = None if vectors[1] is None else Norm(vectors[1], EPSILON)
+    return linear(jnp.asarray(x), weight, vectors[0], norm=with_norm, residual=vectors[2])
 
 
 def random_rows(rng: np.random.Generator, *shape: int, dtype: type = np.float32) -> np.ndarray:
@@ -79,7 +79,7 @@ def test_any_number_of_rows_is_the_definition(name: str, inputs: int, outputs: i
     stored, weight = MATRICES[name](rng, outputs, inputs)
     packed, x = pack(stored), random_rows(rng, max(ROWS), inputs)
     expected = by_definition(x, weight)
-    outs = each(lambda some: run(some, packed), [(x[:rows],) for rows in all_rows])
+    outs = results_of(lambda some: run(some, packed), [(x[:rows],) for rows in all_rows])
     for rows, out in zip(all_rows, outs, strict=True):
         np.testing.assert_allclose(out, expected[:rows], atol=EXACT, err_msg=f"{rows} rows")
 
@@ -99,7 +99,7 @@ def test_bias_norm_and_residual(name: str, dtype: type) -> None:
         norm = random_rows(rng, inputs, dtype=dtype) if has_norm else None
         residual = random_rows(rng, rows, outputs, dtype=dtype) if has_residual else None
         calls.append((x, bias, norm, residual))
-    outs = each(lambda x, *rest: run(x, packed, *rest), calls)
+    outs = results_of(lambda x, *rest: run(x, packed, *rest), calls)
     for (x, *others), out in zip(calls, outs, strict=True):
         assert out.dtype == dtype
         expected = by_definition(x, weight, *others)
@@ -215,7 +215,7 @@ def test_a_rows_bits_do_not_depend_on_the_others(
 
     alone = one_at_a_time(both, x, residual)
     chosen = [rng.permutation(70)[:rows] for rows in all_rows]
-    for some, out in zip(chosen, each(both, [(x[some], residual[some]) for some in chosen]), strict=True):
+    for some, out in zip(chosen, results_of(both, [(x[some], residual[some]) for some in chosen]), strict=True):
         assert_same_bits(out, alone[some], f"{len(some)} rows")
 
 
@@ -232,7 +232,7 @@ def test_inactive_rows_are_zero_and_change_no_others_bits(name: str) -> None:
 
     positions = [rng.integers(low, high, 70, np.int32) for low, high in ((-1, 1), (-9, 3), (0, 1), (-2, 0))]
     calls = [(np.where(at[:, None] < 0, np.float32(np.nan), x), residual, at) for at in positions]
-    whole, *outs = map(np.asarray, each(some, [(x, residual), *calls]))
+    whole, *outs = map(np.asarray, results_of(some, [(x, residual), *calls]))
     for at, out in zip(positions, outs, strict=True):
         assert_same_bits(out[at >= 0], whole[at >= 0])
         assert not out[at < 0].any()

@@ -125,8 +125,8 @@ def data(directories: Directories, prompts: Path, tmp_path_factory: pytest.TempP
 def taught(directories: Directories, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Answers that hold the taps 0, 1, 2 and the target's two best tokens, too."""
     out = tmp_path_factory.mktemp("taught") / "data"
-    told = "-n 4 --hidden --top 2 --taps 0,1,2 --quiet"
-    assert main(words("data --target", directories.target, "--prompt-file", prompts, "--out", out, told)) == 0
+    options = "-n 4 --hidden --top 2 --taps 0,1,2 --quiet"
+    assert main(words("data --target", directories.target, "--prompt-file", prompts, "--out", out, options)) == 0
     return out
 
 

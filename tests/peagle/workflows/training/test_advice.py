@@ -54,8 +54,8 @@ WEAK = [  # the log, whether it began with a trained drafter, what is said
 
 @pytest.mark.parametrize(("log", "init", "says"), WEAK)
 def test_a_weak_drafter_is_a_warning_with_what_to_try_next(log: Any, init: bool, says: str | None) -> None:
-    told = weak_drafter(log, Path("RUN"), init=init)
-    assert told is None if says is None else says in (told or "")
+    warning = weak_drafter(log, Path("RUN"), init=init)
+    assert warning is None if says is None else says in (warning or "")
 
 
 PARTED = [
@@ -78,8 +78,8 @@ PARTED = [
 
 @pytest.mark.parametrize(("log", "says"), PARTED)
 def test_curves_that_part_are_a_warning(log: Any, says: str | None) -> None:
-    told = parted_curves(log)
-    assert told is None if says is None else says in (told or "")
+    warning = parted_curves(log)
+    assert warning is None if says is None else says in (warning or "")
 
 
 def test_an_acceptance_that_nobody_knows_is_a_dash() -> None:
