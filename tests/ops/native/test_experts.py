@@ -9,7 +9,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from peagle.ops import native
 from peagle.ops.collectives import Held
 from peagle.ops.expert_matmul import NativeExperts, alternate, expert_block
 from peagle.ops.expert_matmul.native import routed
@@ -22,7 +21,6 @@ from tests.ops.native.cases import (
     assert_same_bits,
     mxfp4_values,
     one_at_a_time,
-    one_set,
     pack,
     results_of,
 )
@@ -273,77 +271,3 @@ def test_parts_of_the_experts_sum_to_the_whole(name: str, rows: int) -> None:
 def run_part(block: Block, x: np.ndarray, experts: NativeExperts, held: Held) -> jax.Array:
     operands = jnp.asarray(x), *block.routing, experts, block.sizes.top_k, LIMIT
     return routed(*operands, held=held, residual=False)
-
-
-# What does not fit is refused
-
-
-def good(name: str) -> tuple[dict[str, jax.Array], dict[str, np.generic]]:
-    """Make operands by name, in order, and attributes."""
-    sizes, block = SIZES[name], random_block(SIZES[name])
-    router = pack(block.router.astype(np.float32))
-    assert isinstance(block.packed.gate_up, PackedMatrix)
-    operands = {
-        "x": jnp.asarray(random_rows(sizes, 3)),
-        "norm": jnp.asarray(block.norm),
-        "router": router.data,
-        "router_bias": jnp.asarray(block.router_bias, jnp.float32),
-        "gate_up": block.packed.gate_up.data,
-        "gate_up_scales": native.optional(block.packed.gate_up.scales, jnp.uint8),
-        "gate_up_bias": block.packed.gate_up_bias,
-        "down": block.packed.down.data,
-        "down_scales": native.optional(block.packed.down.scales, jnp.uint8),
-        "down_bias": block.packed.down_bias,
-        "positions": jnp.arange(3, dtype=jnp.int32),
-        "held": jnp.zeros((1,), jnp.int32),
-    }
-    attributes = {
-        "num_experts": np.int64(sizes.experts),
-        "top_k": np.int64(sizes.top_k),
-        "hidden": np.int64(sizes.hidden),
-        "residual": np.bool_(True),
-        "limit": np.float32(LIMIT),
-        "epsilon": np.float32(EPSILON),
-    }
-    return operands, attributes
-
-
-def call(operands: dict[str, jax.Array], attributes: dict[str, np.generic], out: tuple[int, ...] = ()) -> jax.Array:
-    shape = jax.ShapeDtypeStruct(out or operands["x"].shape, np.float32)
-    return native.call("experts", shape, *operands.values(), **attributes).block_until_ready()
-
-
-@one_set
-@pytest.mark.parametrize("name", OF_FORMATS)
-def test_every_operand_is_checked(name: str) -> None:
-    operands, attributes = good(name)
-    assert np.isfinite(call(operands, attributes)).all()
-    for key, value in operands.items():
-        longer = jnp.asarray(np.zeros((*value.shape[:-1], value.shape[-1] + 1), value.dtype))
-        with pytest.raises(jax.errors.JaxRuntimeError, match=f"experts.*{key.split('_')[0]}|experts: x|do not hold"):
-            call(operands | {key: longer}, attributes, operands["x"].shape)
-        if value.size:
-            other = jnp.asarray(np.zeros(value.shape, np.int16))
-            with pytest.raises(jax.errors.JaxRuntimeError, match="experts"):
-                call(operands | {key: other}, attributes)
-    for key in ("gate_up_bias", "down_bias"):
-        with pytest.raises(jax.errors.JaxRuntimeError, match=r"a bias is missing|0 of"):
-            call(operands | {key: jnp.zeros(0)}, attributes)
-    for first in (-1, 1):
-        # JAX raises the one at a program's first run, the other later
-        with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="those held do not lie"):
-            call(operands | {"held": jnp.full((1,), first, jnp.int32)}, attributes)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="experts: x"):
-        call(operands, attributes, (4, SIZES[name].width))
-
-
-@one_set
-@pytest.mark.parametrize("name", OF_FORMATS)
-@pytest.mark.parametrize(
-    ("key", "values"), [("num_experts", (0, 4, 6, 8)), ("top_k", (0, 9, -1)), ("hidden", (0, 20, 128, -16))]
-)
-def test_attributes_that_do_not_fit_are_refused(name: str, key: str, values: tuple[int, ...]) -> None:
-    operands, attributes = good(name)
-    for value in values:
-        with pytest.raises(jax.errors.JaxRuntimeError, match="experts"):
-            call(operands, attributes | {key: np.int64(value)})

@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from peagle.ops import native
 from peagle.ops.linear import PackedMatrix, arrange, linear
 from peagle.ops.norm import Norm
 from tests.ops.native.cases import (
@@ -20,7 +19,6 @@ from tests.ops.native.cases import (
     assert_same_bits,
     mxfp4_values,
     one_at_a_time,
-    one_set,
     pack,
     results_of,
 )
@@ -236,89 +234,6 @@ def test_inactive_rows_are_zero_and_change_no_others_bits(name: str) -> None:
     for at, out in zip(positions, outs, strict=True):
         assert_same_bits(out[at >= 0], whole[at >= 0])
         assert not out[at < 0].any()
-
-
-# What does not fit is refused
-
-
-def good(name: str = "float32") -> dict[str, jax.Array]:
-    """Make operands by name, in order: 3 rows, 64 inputs, 21 outputs."""
-    rng = np.random.default_rng(7)
-    packed = pack(MATRICES[name](rng, 21, 64)[0])
-    return {
-        "x": jnp.asarray(random_rows(rng, 3, 64)),
-        "norm": jnp.asarray(random_rows(rng, 64)),
-        "panels": packed.data,
-        "scales": native.optional(packed.scales, jnp.uint8),
-        "bias": jnp.asarray(random_rows(rng, 21)),
-        "residual": jnp.asarray(random_rows(rng, 3, 21)),
-        "positions": jnp.arange(3, dtype=jnp.int32),
-    }
-
-
-def call(operands: dict[str, jax.Array], out: tuple[int, ...] = (3, 21), dtype: type = np.float32) -> jax.Array:
-    shape = jax.ShapeDtypeStruct(out, dtype)
-    return native.call("linear", shape, *operands.values(), epsilon=np.float32(EPSILON)).block_until_ready()
-
-
-@pytest.mark.parametrize("name", MATRICES)
-def test_good_operands_are_not_refused(name: str) -> None:
-    assert np.isfinite(call(good(name))).all()
-
-
-@one_set
-@pytest.mark.parametrize("name", MATRICES)
-@pytest.mark.parametrize(
-    ("replaced", "message"),
-    [
-        ({"x": np.zeros((3, 2, 32), np.float32)}, "are not"),
-        ({"x": np.zeros((4, 64), np.float32)}, "are not"),
-        ({"x": np.zeros((3, 96), np.float32)}, "do not hold"),
-        ({"x": np.zeros((3, 48), np.float32)}, "do not hold"),
-        ({"x": np.zeros((3, 64), np.int32)}, "are not"),
-        ({"norm": np.zeros(63, np.float32)}, "linear: norm"),
-        ({"norm": np.zeros(64, ml_dtypes.bfloat16)}, "linear: norm"),
-        ({"panels": np.zeros((1, 64, 16), np.float32)}, "do not hold"),
-        ({"panels": np.zeros((1, 32, 16, 2), ml_dtypes.bfloat16)}, "do not hold"),
-        ({"panels": np.zeros((1, 8, 16), np.uint32)}, "do not hold"),
-        ({"panels": np.zeros((2, 64, 16), np.int32)}, "panels are float32, bfloat16, or uint32"),
-        ({"panels": np.zeros((2, 64, 16), np.float16)}, "panels are float32, bfloat16, or uint32"),
-        ({"scales": np.zeros((2, 1, 16), np.uint8)}, "do not hold"),
-        ({"bias": np.zeros(20, np.float32)}, "linear: bias"),
-        ({"bias": np.zeros(32, np.float32)}, "linear: bias"),
-        ({"bias": np.zeros(21, np.int32)}, "linear: bias"),
-        ({"residual": np.zeros((3, 20), np.float32)}, "linear: residual"),
-        ({"residual": np.zeros((21, 3), np.float32)}, "linear: residual"),
-        ({"residual": np.zeros((3, 21), np.float16)}, "linear: residual"),
-        ({"positions": np.zeros(2, np.int32)}, "linear: positions"),
-        ({"positions": np.zeros(3, np.float32)}, "linear: positions"),
-    ],
-    ids=lambda value: "" if isinstance(value, str) else " ".join(f"{k}{v.dtype}{v.shape}" for k, v in value.items()),
-)
-def test_operands_that_do_not_fit_are_refused(name: str, replaced: dict[str, np.ndarray], message: str) -> None:
-    operands = good(name) | {key: jnp.asarray(value) for key, value in replaced.items()}
-    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        call(operands)
-
-
-@one_set
-def test_formats_are_not_confused() -> None:
-    operands = good("mxfp4")
-    for scales in (np.zeros(0, np.uint8), np.zeros((2, 2, 16), np.int8), np.zeros((2, 2, 16), np.float32)):
-        with pytest.raises(jax.errors.JaxRuntimeError, match="scales"):
-            call(operands | {"scales": jnp.asarray(scales)})
-    with pytest.raises(jax.errors.JaxRuntimeError, match="scales"):
-        call(good("float32") | {"scales": operands["scales"]})
-    narrow = {"x": jnp.zeros((3, 48)), "norm": jnp.zeros(48), "panels": jnp.zeros((2, 6, 16), jnp.uint32)}
-    with pytest.raises(jax.errors.JaxRuntimeError, match="do not hold"):  # 48 inputs are not whole blocks
-        call(operands | narrow | {"scales": jnp.zeros((2, 1, 16), jnp.uint8)})
-
-
-@one_set
-@pytest.mark.parametrize(("out", "dtype"), [((3, 37), np.float32), ((63,), np.float32), ((3, 21), np.float16)])
-def test_results_that_do_not_fit_are_refused(out: tuple[int, ...], dtype: type) -> None:
-    with pytest.raises(jax.errors.JaxRuntimeError, match="linear"):
-        call(good(), out, dtype)
 
 
 def test_concurrent_programs_are_independent() -> None:
