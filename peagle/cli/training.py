@@ -353,7 +353,7 @@ def _trained(trainer: Trainer, initial: DrafterParams, minutes: float | None, di
 
         def watch(line: Mapping[str, Any]) -> None:
             nonlocal parted
-            display.note(_shown(line))
+            display.note(line_of_log(line))
             if HELD_OUT in line and not parted and (told := parted_curves(list(read_log(out / LOG)))):
                 parted = True
                 say("warning", told)
@@ -441,7 +441,8 @@ def _planned(minutes: float, trainer: Trainer, initial: DrafterParams, display: 
     return steps
 
 
-def _shown(line: Mapping[str, Any]) -> str:
+def line_of_log(line: Mapping[str, Any]) -> str:
+    """Describe a line of the log for people."""
     if EVALUATION in line:
         figures = line[EVALUATION]
         lengths = [figure_text(figures[f"acceptance_length{of}"], ".2f") for of in ("", "_without_loops")]

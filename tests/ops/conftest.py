@@ -33,7 +33,7 @@ forwarders: dict[str, Any] = {}
 
 def select(isa: str) -> None:
     """Let XLA's calls of the names IN_TURN run a set's kernels, which share every compiled program so."""
-    library = native._open(isa)
+    library = native.open_library(isa)
     for name in native.HANDLERS:
         handler = getattr(library, f"peagle_{name}")
         handler.restype, handler.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)

@@ -82,14 +82,14 @@ def _compile(nvrtc: ctypes.CDLL, source: bytes, options: list[bytes], architectu
 
     def call(name: str, *arguments: Any) -> None:
         if code := getattr(nvrtc, name)(*arguments):
-            said = _text(nvrtc, program, "ProgramLog").decode(errors="replace") if program else ""
+            said = text_of(nvrtc, program, "ProgramLog").decode(errors="replace") if program else ""
             errors = [line for line in said.splitlines() if "error" in line]
             raise CudaError(f"NVRTC for {architecture}: {errors[0] if errors else _meaning(nvrtc, code)}")
 
     call("nvrtcCreateProgram", ctypes.byref(program), source, b"kernels", 0, None, None)
     try:
         call("nvrtcCompileProgram", program, len(options), (ctypes.c_char_p * len(options))(*options))
-        return _text(nvrtc, program, "CUBIN")
+        return text_of(nvrtc, program, "CUBIN")
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
@@ -111,7 +111,8 @@ def _packaged() -> Iterator[str]:
         yield from map(str, sorted(Path(location).glob("*/lib/libnvrtc.so.*"), reverse=True))
 
 
-def _text(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
+def text_of(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
+    """Read a program's log (what: "ProgramLog") or machine code ("CUBIN")."""
     size = ctypes.c_size_t()
     getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
     text = ctypes.create_string_buffer(size.value)

@@ -90,7 +90,7 @@ def _choose(choice: str) -> tuple[str | None, str]:
         return None, f"the kernels for {choice} were not compiled; {again.replace('compiles', '--all compiles')}"
     order = list(instruction_sets())
     try:
-        machine = _open("portable").peagle_machine
+        machine = open_library("portable").peagle_machine
         machine.restype = ctypes.c_char_p
         best = machine().decode()
         runs = [isa for isa in order[order.index(best) :] if isa in built]
@@ -107,12 +107,13 @@ def _library(isa: str) -> Path:
     return library(isa, Path(os.environ.get(DIRECTORY) or HERE))
 
 
-def _open(isa: str) -> ctypes.CDLL:
+def open_library(isa: str) -> ctypes.CDLL:
+    """Open the compiled kernels of an instruction set."""
     return ctypes.CDLL(str(_library(isa)))
 
 
 def _register(isa: str) -> None:
-    opened = _open(isa)
+    opened = open_library(isa)
     for name in HANDLERS:
         handler = jax.ffi.pycapsule(getattr(opened, f"peagle_{name}"))
         jax.ffi.register_ffi_target(f"peagle_{name}_{isa}", handler, platform="cpu")

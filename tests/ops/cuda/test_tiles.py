@@ -223,7 +223,7 @@ def test_the_assembler_keeps_products_asynchronous_and_operands_in_registers() -
     library.nvrtcCreateProgram(ctypes.byref(program), nvrtc.sources(nvrtc.HOPPER), b"kernels", 0, None, None)
     options = [*nvrtc.OPTIONS, f"--gpu-architecture={nvrtc.HOPPER}".encode(), b"--ptxas-options=-v"]
     code = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
-    log = nvrtc._text(library, program, "ProgramLog").decode(errors="replace")
+    log = nvrtc.text_of(library, program, "ProgramLog").decode(errors="replace")
     library.nvrtcDestroyProgram(ctypes.byref(program))
     assert code == 0, log[:2000]
     assert "C75" not in log

@@ -193,7 +193,7 @@ def test_a_set_that_the_cpu_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyP
     for isa in SETS:
         build.library(isa, out).touch()
     monkeypatch.setenv(native.DIRECTORY, str(out))
-    monkeypatch.setattr(native, "_open", lambda _isa: types.SimpleNamespace(peagle_machine=lambda: b"portable"))
+    monkeypatch.setattr(native, "open_library", lambda _isa: types.SimpleNamespace(peagle_machine=lambda: b"portable"))
     for isa in SETS[:-1]:
         monkeypatch.setenv(native.VARIABLE, isa)
         assert refusal() == f"PEAGLE_KERNELS is {isa!r}, but this CPU runs portable only"
