@@ -193,8 +193,8 @@ def test_raw_prompts_are_named(demo: Pair) -> None:
     settings = dataclasses.replace(SETTINGS, raw=True)
     raw = ask(demo, CONVERSATIONS, settings, raw=True)
     drafter: Any = demo.drafter
-    found = examine(demo, drafter, read_checkpoint(DEMO_DRAFTER), raw, CONVERSATIONS, settings, lambda *_: None)
-    assert found.causes[0].name == "the prompts are raw"
+    findings = examine(demo, drafter, read_checkpoint(DEMO_DRAFTER), raw, CONVERSATIONS, settings, lambda *_: None)
+    assert findings.causes[0].name == "the prompts are raw"
 
 
 def tried(directory: Path, length: int = 1, **options: Any) -> dict[str, Any]:
@@ -318,16 +318,16 @@ KINDS: dict[str, tuple[Any, set[str], bool]] = {  # (how it is made, kinds of re
 def test_a_drafter_of_another_kind_is_compared_too(kind: str, tmp_path: Path) -> None:
     """With the target's embedding and head if it has none; its own readings are tried."""
     make, kinds, has_logits = KINDS[kind]
-    drafter, out = tmp_path / "drafter", tmp_path / "found.json"
+    drafter, out = tmp_path / "drafter", tmp_path / "parity.json"
     save_drafter(drafter, *make(*load_drafter(DEMO_DRAFTER)))
     command = ["parity", "-n", "16", "-k", "3", "--num-prompts", "2", "--reference-steps", "2"]
     assert main([*command, "--drafter", str(drafter), "--json", str(out)]) in (0, 1)
-    found = json.loads(out.read_text())["drafter"]
-    assert (found["logits"] is not None) == has_logits
-    assert found["logits"] is None or found["logits"]["max_difference"] < 1e-4
-    assert found["same_drafts_frac"] == 1
-    assert found["difference"] is None
-    assert {name.partition(":")[0] for name in found["readings"]} == kinds
+    findings = json.loads(out.read_text())["drafter"]
+    assert (findings["logits"] is not None) == has_logits
+    assert findings["logits"] is None or findings["logits"]["max_difference"] < 1e-4
+    assert findings["same_drafts_frac"] == 1
+    assert findings["difference"] is None
+    assert {name.partition(":")[0] for name in findings["readings"]} == kinds
 
 
 def test_readings_of_an_eagle3_drafter_are_its_own(tmp_path: Path) -> None:
