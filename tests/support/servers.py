@@ -115,6 +115,7 @@ def stream(client: Any, path: str, body: Mapping[str, Any]) -> list[dict[str, An
     reply = client.post(path, json={**body, "stream": True})
     assert reply.status_code == 200, reply.text
     assert reply.headers["content-type"].startswith("text/event-stream")
+    assert path == RESPONSES or reply.text.endswith("\n\ndata: [DONE]\n\n")
     return events_of(reply.text)
 
 

@@ -24,7 +24,18 @@ from peagle.serve.responses import ResponsesFormatter, as_chat
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
 from tests.support.harmony import CALL, RETURN, USER, says
 from tests.support.pairs import SPECIALS
-from tests.support.servers import HARMONY_SPECIALS, MODEL, K, client_of, events_of
+from tests.support.servers import (
+    CHAT,
+    HARMONY_SPECIALS,
+    MODEL,
+    RESPONSES,
+    K,
+    answer,
+    chat_of,
+    client_of,
+    events_of,
+    stream,
+)
 
 INPUT = '{"input": "d\\u00e9j\\u00e0"}'
 PARTS = [  # of answers: control tokens, what headers hold, texts, bytes of incomplete characters
@@ -140,28 +151,6 @@ def is_aligned(text: str, entries: Sequence[Mapping[str, Any]], stopped: bool) -
     return decoded.startswith(text) and not joined(entries[:-1]).decode("utf-8", "replace").startswith(text or " ")
 
 
-def chat_of_stream(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Add up the deltas of a chat's stream to its choice, as clients do."""
-    message: dict[str, Any] = {"content": "", "reasoning": ""}
-    calls: dict[int, dict[str, Any]] = {}
-    entries: list[Any] = []
-    reason = None
-    for choice in (event["choices"][0] for event in events if event["choices"]):
-        delta = choice["delta"]
-        for key in ("content", "reasoning"):
-            message[key] += delta.get(key, "")
-        for call in delta.get("tool_calls", ()):
-            if "id" in call:
-                calls[call["index"]] = {key: value for key, value in call.items() if key != "index"}
-                continue
-            kind = calls[call["index"]]["type"]
-            ((key, text),) = call[kind].items()
-            calls[call["index"]][kind][key] += text
-        entries += (choice["logprobs"] or {"content": []})["content"]
-        reason = choice["finish_reason"] or reason
-    return {**message, "tool_calls": list(calls.values()), "logprobs": entries, "finish_reason": reason}
-
-
 @given(ANSWERS, st.sampled_from([b"", *PARTIAL]), st.lists(st.integers(0, 60)), STOPS, st.sampled_from([None, RETURN]))
 def test_a_chats_stream_is_its_whole_answer(
     harmony: ByteLevelTokenizer, text: str, partial: bytes, ends: list[int], stop: tuple[str, ...], end: int | None
@@ -172,7 +161,7 @@ def test_a_chats_stream_is_its_whole_answer(
     form = ChatFormatter(MODEL, harmony, logprobs=True, tools=body.tools, token_origins=True)
     whole, events = read(form, answers)
     (choice,) = whole["choices"]
-    message, streamed = choice["message"], chat_of_stream(events)
+    message, streamed = choice["message"], chat_of(events)
     assert streamed["content"] == (message["content"] or "")
     assert streamed["reasoning"] == message.get("reasoning", "")
     assert streamed["tool_calls"] == message.get("tool_calls", [])
@@ -263,48 +252,102 @@ def test_a_completions_stream_is_its_whole_answer(
         assert choice["text"][offset:].startswith(whole_token[: len(choice["text"]) - offset])
 
 
-@pytest.fixture
-def scripted(harmony: ByteLevelTokenizer) -> Iterator[Any]:
-    """A client of a server that thinks, writes a stop string's first part, and answers."""
-    answer = "".join((MESSAGES[0], MESSAGES[1], MESSAGES[6]))
-    service = says(harmony, ({"messages": USER}, answer + "<|return|>"))
-    yield client_of(service)
-    service.loop.close()
+def test_the_deltas_and_the_message_of_a_chat(harmony: ByteLevelTokenizer) -> None:
+    """Reasoning has two names. The first delta of a call has its id and name, and the others its arguments."""
+    parts = [
+        "<|channel|>analysis<|message|>Größer?<|end|><|start|>assistant",
+        "<|channel|>final<|message|>The 東京",
+        " answer<|end|><|start|>assistant to=functions.find<|channel|>commentary<|message|>",
+        '{"a": ',
+        "1}",
+    ]
+    cuts = [harmony.encode(part, special_tokens=True) for part in parts]
+    ends = list(itertools.accumulate(map(len, cuts)))
+    ids = list(itertools.chain.from_iterable(cuts))
+    whole, events = read(ChatFormatter(MODEL, harmony), answers_of(harmony, ids, ends, (), RETURN))
+    choices = [event["choices"][0] for event in events]
+    deltas = [choice["delta"] for choice in choices]
+    call_id = deltas[4]["tool_calls"][0]["id"]
+    assert call_id.startswith("call_")
+    assert deltas == [
+        {"role": "assistant", "content": ""},
+        {"reasoning": "Größer?", "reasoning_content": "Größer?"},
+        {"content": "The 東京"},
+        {"content": " answer"},
+        {
+            "tool_calls": [
+                {"index": 0, "id": call_id, "type": "function", "function": {"name": "find", "arguments": ""}}
+            ]
+        },
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"a": '}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": "1}"}}]},
+        {},
+    ]
+    assert [choice["finish_reason"] for choice in choices] == [None] * 7 + ["tool_calls"]
+    assert whole["choices"] == [
+        {
+            "index": 0,
+            "message": {
+                "role": "assistant",
+                "content": "The 東京 answer",
+                "refusal": None,
+                "tool_calls": [
+                    {"id": call_id, "type": "function", "function": {"name": "find", "arguments": '{"a": 1}'}}
+                ],
+                "reasoning": "Größer?",
+                "reasoning_content": "Größer?",
+            },
+            "logprobs": None,
+            "finish_reason": "tool_calls",
+        }
+    ]
+
+
+def test_an_answer_cut_off_in_its_reasoning_has_no_content(harmony: ByteLevelTokenizer) -> None:
+    ids = harmony.encode("<|channel|>analysis<|message|>Hm", special_tokens=True)
+    whole, events = read(ChatFormatter(MODEL, harmony), answers_of(harmony, ids, [2], (), None))
+    (choice,), streamed = whole["choices"], chat_of(events)
+    message = choice["message"]
+    assert (message["content"], message["reasoning"], choice["finish_reason"]) == ("", "Hm", "length")
+    assert (streamed["content"], streamed["reasoning"], streamed["finish_reason"]) == ("", "Hm", "length")
 
 
 CONTENT = "Ich sehe nach.東京 so viel, größer 🎉\n"
 
 
-@pytest.mark.parametrize("k", [0, 3])
+@pytest.fixture(scope="module")
+def scripted(harmony: ByteLevelTokenizer) -> Iterator[Any]:
+    """A client of a server that thinks, and answers in two messages."""
+    service = says(harmony, ({"messages": USER}, "".join((MESSAGES[0], MESSAGES[1], MESSAGES[6])) + "<|return|>"))
+    yield client_of(service)
+    service.loop.close()
+
+
 @pytest.mark.parametrize(
     ("stop", "text"), [([], CONTENT), (["\n"], CONTENT[:-1]), (["viel, größer?"], CONTENT), (["größ"], CONTENT[:26])]
 )
-@pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_are_the_contents(scripted: Any, k: int, stop: list[str], text: str, stream: bool) -> None:
-    """Over HTTP: no control token, no header, no reasoning, nothing of a stop string."""
-    body = {"messages": USER, "temperature": 0, "logprobs": True, "top_logprobs": 1, "stop": stop, "stream": stream}
-    reply = scripted.post("/v1/chat/completions", json={**body, "speculative": {"num_speculative_tokens": k}})
-    if stream:
-        choice = chat_of_stream(events_of(reply.text))
-        content, entries = choice["content"], choice["logprobs"]
-    else:
-        (choice,) = reply.json()["choices"]
-        content, entries = choice["message"]["content"], choice["logprobs"]["content"]
-    assert content == text
-    assert is_aligned(content, entries, stopped=text != CONTENT)
-    assert not {entry["token"] for entry in entries} & {*SPECIALS, "final"}
+def test_log_probabilities_are_the_contents(scripted: Any, stop: list[str], text: str) -> None:
+    """Over HTTP, whole with drafts and in a stream without: of no control token, header, reasoning or stop string."""
+    body = {"messages": USER, "temperature": 0, "logprobs": True, "top_logprobs": 1, "stop": stop}
+    (choice,) = answer(scripted, CHAT, body)["choices"]
+    streamed = chat_of(stream(scripted, CHAT, {**body, "speculative": {"num_speculative_tokens": 0}}))
+    assert choice["message"]["content"] == streamed["content"] == text
+    assert choice["logprobs"]["content"] == streamed["logprobs"]
+    assert is_aligned(text, streamed["logprobs"], stopped=text != CONTENT)
+    assert not {entry["token"] for entry in streamed["logprobs"]} & {*SPECIALS, "final"}
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_of_a_response_are_its_texts(scripted: Any, stream: bool) -> None:
-    include = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    body = {"input": "hello", "temperature": 0, **include, "stream": stream}
-    reply = scripted.post("/v1/responses", json=body)
-    output = events_of(reply.text)[-1]["response"]["output"] if stream else reply.json()["output"]
-    messages = [item["content"][0] for item in output if item["type"] == "message"]
-    assert [part["text"] for part in messages] == ["Ich sehe nach.", CONTENT[14:]]
-    for part in messages:
-        assert joined(part["logprobs"]).decode() == part["text"]
-        assert all(len(entry["top_logprobs"]) == 2 for entry in part["logprobs"])
-    without = scripted.post("/v1/responses", json={"input": "hello", "temperature": 0}).json()
-    assert all(not item["content"][0]["logprobs"] for item in without["output"] if item["type"] == "message")
+def test_log_probabilities_of_a_response_are_its_texts(scripted: Any) -> None:
+    body: dict[str, Any] = {"input": "hello", "temperature": 0}
+    asks = {**body, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    for output in (
+        answer(scripted, RESPONSES, asks)["output"],
+        stream(scripted, RESPONSES, asks)[-1]["response"]["output"],
+    ):
+        parts = [item["content"][0] for item in output if item["type"] == "message"]
+        assert [part["text"] for part in parts] == ["Ich sehe nach.", CONTENT[14:]]
+        for part in parts:
+            assert joined(part["logprobs"]).decode() == part["text"]
+            assert all(len(entry["top_logprobs"]) == 2 for entry in part["logprobs"])
+    without = answer(scripted, RESPONSES, body)["output"]
+    assert all(not item["content"][0]["logprobs"] for item in without if item["type"] == "message")
