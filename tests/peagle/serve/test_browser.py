@@ -95,11 +95,10 @@ def test_escape_stops_an_answer_and_frees_its_slot(server: Running, visit: Calla
     gate.close()  # the answer has no other end
     tab = visit(server.url)
     tab.ask("ab", 200)
-    eventually(lambda: loop._running)
-    (job,) = loop._running.values()
+    eventually(lambda: gate.added)
     tab.page.keyboard.press("Escape")
     tab.ends("stopped")
-    eventually(lambda: job.aborted)
+    eventually(lambda: gate.aborted)
     gate.open()
     eventually(lambda: loop.num_open == 0)
     assert tab.errors == []
