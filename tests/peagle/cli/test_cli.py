@@ -806,22 +806,8 @@ def test_a_profiler_that_fails_costs_no_answer(cli: Run, tmp_path: Path, monkeyp
     assert len(written["requests"][0]["output_ids"]) == 12
 
 
-def test_help_imports_nothing_heavy() -> None:
-    code = """
-import sys
-from peagle.cli import main
-assert main(sys.argv[1:]) == 0
-heavy = {"jax", "numpy", "transformers", "flax", "safetensors", "tokenizers", "matplotlib"}
-print(sorted(heavy & set(sys.modules)), file=sys.stderr)
-"""
-    for arguments, expected in ((["--help"], "speculate"), (["speculate", "--help"], "--prompt-file")):
-        out, err = process(*arguments, code=code).communicate()
-        assert err.decode().strip() == "[]"
-        assert expected in out.decode()
-
-
 def test_a_reader_that_goes_away_is_no_error() -> None:
-    arguments = ("speculate", "--target", "toy", "--drafter", "ngram", "--prompt-ids", "50", "-n", "300", "-q")
+    arguments = ("generate", "--target", "toy", "--prompt-ids", "50", "-n", "300", "-q")
     with process(*arguments, code=LOOKED_AT + TOY_PROCESS) as running:
         assert running.stdin is not None
         assert running.stdout is not None
