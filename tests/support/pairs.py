@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import shutil
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -126,6 +127,14 @@ def write_tokenizer(directory: Path, specials: Sequence[str] = SPECIALS, templat
     )
     wrapped.chat_template = template
     wrapped.save_pretrained(directory)
+
+
+def copy_tokenizer(source: Path, directory: Path, template: str | None = None) -> None:
+    """Copy a tokenizer, with this chat template in place of its own; None: without one."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, directory)
+    if template is not None:
+        (directory / "chat_template.jinja").write_text(template)
 
 
 def write_target(directory: Path, config: TargetConfig = TARGET, stops: tuple[int, ...] = (STOP,)) -> None:
