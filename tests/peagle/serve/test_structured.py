@@ -10,6 +10,9 @@ from fastapi.testclient import TestClient
 
 from peagle.engine.grammar import Grammar
 from peagle.pair import Pair
+from peagle.serve.bodies import ChatBody, CompletionBody
+from peagle.serve.http import parse
+from peagle.serve.structured import grammar_of
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.support.pairs import STOP, toy_pair
 from tests.support.servers import CHAT, COMPLETIONS, CONTEXT, K, answer, client_of, error_of, stream
@@ -60,13 +63,21 @@ def options_of(biases: dict[int, float], **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("fields", "grammar"), FIELDS)
+def test_a_field_is_the_grammar_of_the_python_interface(fields: dict[str, Any], grammar: Grammar) -> None:
+    for kind, prompt in ((ChatBody, {"messages": MESSAGES}), (CompletionBody, {"prompt": "hello"})):
+        body: Any = parse(kind, json.dumps({**prompt, **fields}).encode())
+        (read, name) = grammar_of(body) or (None, "")
+        assert read == grammar
+        assert name.startswith(next(iter(fields)))
+
+
+@pytest.mark.parametrize(("fields", "grammar"), [FIELDS[1], FIELDS[5]])
 def test_a_field_constrains_the_answer_as_in_python(
     client: TestClient, alone: Pair, fields: dict[str, Any], grammar: Grammar
 ) -> None:
     biases = ending(alone)
-    expected = alone.generate(
-        "hello", grammar=grammar, num_speculative_tokens=0, logit_bias=biases, max_new_tokens=100, context=CONTEXT
-    )
+    options: dict[str, Any] = {"num_speculative_tokens": 0, "logit_bias": biases, "context": CONTEXT}
+    expected = alone.generate("hello", grammar=grammar, max_new_tokens=100, **options)
     assert expected.finish_reason == "stop"
     (choice,) = answer(client, CHAT, {"messages": MESSAGES, **options_of(biases, **fields)})["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == (expected.text, "stop")
