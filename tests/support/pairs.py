@@ -83,12 +83,12 @@ class ByteTokenizer:
     """A tokenizer of the 256 bytes that counts its calls."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.num_calls = 0
         self.special_tokens: Mapping[int, str] = {}
         self.info: Mapping[str, Any] = {}
 
     def token_bytes(self, token_id: int) -> bytes:
-        self.asked += 1
+        self.num_calls += 1
         return bytes([token_id])
 
     def encode(self, text: str, *, special_tokens: bool = False, most_tokens: int | None = None) -> tuple[int, ...]:

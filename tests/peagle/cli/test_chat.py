@@ -4,6 +4,7 @@ import dataclasses
 import io
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from peagle.cli.display import Display
 from peagle.ops import interrupt
 from peagle.pair import Pair
 from peagle.text.prompts import Conversation, Rendering
-from peagle.text.tokenizer import ByteLevelTokenizer
+from peagle.text.tokenizer import load_tokenizer
 from tests.support.commands import Captured, refused, run
-from tests.support.pairs import MAX_POSITIONS, press_ctrl_c_at, toy_pair
+from tests.support.pairs import MAX_POSITIONS, Directories, copy_tokenizer, press_ctrl_c_at, toy_pair
 from tests.support.terminal import CTRL_C, IN_A_CALLBACK, TOY_PROCESS, Terminal
 
 Chat = Callable[..., Captured]
@@ -123,12 +124,12 @@ def test_what_no_message_could_be_answered_with_is_refused(chat: Chat) -> None:
 
 
 def test_without_a_tokenizer_or_a_template_there_is_no_chat(
-    chat: Chat, tokenizer: ByteLevelTokenizer, monkeypatch: pytest.MonkeyPatch
+    chat: Chat, directories: Directories, tmp_path: Path
 ) -> None:
     code, _, err = chat(b"Hi\n", pair=toy_pair(None))
     assert (code, "toy has no tokenizer.json, so it cannot chat" in err) == (2, True)
-    monkeypatch.setattr(tokenizer._inner, "chat_template", None)
-    code, _, err = chat(b"Hi\n", pair=toy_pair(tokenizer))
+    copy_tokenizer(directories.target, tmp_path)
+    code, _, err = chat(b"Hi\n", pair=toy_pair(load_tokenizer(tmp_path)))
     assert (code, "has no chat template" in err, "cannot chat" in err) == (2, True, True)
 
 

@@ -31,7 +31,7 @@ LOOKED_AT = """
 import sys
 from peagle.cli.display import Display
 show = Display.emitted
-Display.emitted = lambda *given: (show(*given), sys.stdin.buffer.read())
+Display.emitted = lambda *arguments: (show(*arguments), sys.stdin.buffer.read())
 """
 
 

@@ -122,7 +122,7 @@ def test_it_is_readable_in_light_and_dark_and_fits_its_window(
         brightness[scheme] = [
             page.evaluate(
                 "name => getComputedStyle(document.body)[name].match(/[0-9]+/g).slice(0, 3)"
-                ".reduce((sum, each) => sum + Number(each), 0) / 3",
+                ".reduce((sum, value) => sum + Number(value), 0) / 3",
                 name,
             )
             for name in ("color", "backgroundColor")
