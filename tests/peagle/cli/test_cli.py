@@ -20,6 +20,7 @@ from peagle.engine.request import Request
 from peagle.engine.warmup import WarmUp
 from peagle.engine.widths import CostTable
 from peagle.pair import Pair
+from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
 from tests.support.commands import Captured, refused
 from tests.support.pairs import SPECIALS, Directories, toy_pair
 from tests.support.terminal import ROOT, TOY_PROCESS
@@ -33,6 +34,14 @@ from peagle.cli.display import Display
 show = Display.emitted
 Display.emitted = lambda *arguments: (show(*arguments), sys.stdin.buffer.read())
 """
+
+
+def answered(cli: Run, *typed: str) -> dict[str, Any]:
+    """Run a command; return its JSON object, which is alone on standard output."""
+    code, out, err = cli(*typed, "--json", "-")
+    assert code == 0, err
+    assert "no effect" not in err
+    return json.loads(out)
 
 
 SPECULATE = ("speculate", "--drafter", "ngram", "-k", "3", "-n", "12")
@@ -119,14 +128,10 @@ def test_generate_is_plain_and_says_the_same_and_quiet_is_the_text_alone(cli: Ru
 
 
 def test_json_on_standard_output_is_alone_there(cli: Run) -> None:
-    code, out, _ = cli(*SPECULATE, "--json", "-", "--prompt-ids", "50,51")
-    value = json.loads(out)
-    assert code == 0
-    assert value["schema"] == 1
-    assert value["requests"][0]["prompt_ids"] == [50, 51]
-    assert value["config"]["target"] == "toy"
-    assert value["config"]["drafter"] == "ngram"
-    assert value["config"]["num_speculative_tokens"] == 3
+    value = answered(cli, *SPECULATE, "--prompt-ids", "50,51")
+    assert (value["schema"], value["requests"][0]["prompt_ids"]) == (1, [50, 51])
+    config = value["config"]
+    assert (config["target"], config["drafter"], config["num_speculative_tokens"]) == ("toy", "ngram", 3)
 
 
 def test_files_are_written_whole_and_with_the_usual_permissions(cli: Run, tmp_path: Path) -> None:
@@ -168,13 +173,11 @@ def test_sampling_options_reach_the_engine(cli: Run) -> None:
     options = [part for name, value in sampling.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     options += ["--logit-bias", "51=-100", "--logit-bias", "60=2", "--temperature", "1.5", "--seed", "3"]
 
-    def answer(command: str, *more: str) -> tuple[dict[str, Any], list[int]]:
-        code, out, err = cli(command, "-n", "40", "--json", "-", "--prompt-ids", "50", *more)
-        assert code == 0, err
-        assert "warning" not in err
-        return json.loads(out)["config"], json.loads(out)["requests"][0]["output_ids"]
+    def answer(*typed: str) -> tuple[dict[str, Any], list[int]]:
+        value = answered(cli, *typed, "-n", "40", "--prompt-ids", "50")
+        return value["config"], value["requests"][0]["output_ids"]
 
-    config, plain = answer("generate", "--quiet", *options)
+    config, plain = answer("generate", *options)
     assert {name: config[name] for name in sampling} == sampling
     assert config["logit_bias"] == [[51, -100], [60, 2]]
     assert answer("generate")[1][0] == 51
@@ -187,19 +190,16 @@ def test_a_grammar_binds_the_answer(cli: Run, tmp_path: Path) -> None:
     plain = ("generate", "--regex", '"mean"|12')
     drafted = ("speculate", "--drafter", "ngram", "-k", "3", "--json-schema", str(tmp_path / "schema.json"))
     for command, kind in ((plain, "regex"), (drafted, "json_schema")):
-        code, out, err = cli(*command, "-n", "20", "--json", "-", "hello")
-        assert code == 0, err
-        assert json.loads(out)["config"]["grammar"]["kind"] == kind
-        assert json.loads(out)["requests"][0]["text"] in ('"mean"', "12")
+        value = answered(cli, *command, "-n", "20", "hello")
+        assert value["config"]["grammar"]["kind"] == kind
+        assert value["requests"][0]["text"] in ('"mean"', "12")
 
 
 def test_logprobs_are_in_the_json(cli: Run) -> None:
-    code, out, _ = cli("generate", "-n", "4", "--logprobs", "2", "--json", "-", "--prompt-ids", "50")
-    (request,) = json.loads(out)["requests"]
-    assert code == 0
+    (request,) = answered(cli, "generate", "-n", "4", "--logprobs", "2", "--prompt-ids", "50")["requests"]
     assert [token["id"] for token in request["logprobs"]] == request["output_ids"]
-    assert [token["top"][0][0] for token in request["logprobs"]] == request["output_ids"]
-    assert all(token["top"][0][1] == token["logprob"] for token in request["logprobs"])
+    likeliest = [[token["id"], token["logprob"]] for token in request["logprobs"]]
+    assert [token["top"][0] for token in request["logprobs"]] == likeliest
 
 
 def test_logprobs_are_shown_where_no_json_has_them(cli: Run) -> None:
@@ -250,15 +250,19 @@ def test_without_a_tokenizer_ids_are_printed(cli: Run) -> None:
     assert all(token.isdecimal() for token in out.split())
 
 
-def test_a_prompt_may_come_from_standard_input(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def piped_in(data: bytes) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-        return cli(*SPECULATE, "--raw-prompt", "--json", "-", "-")
+def prompt_of(cli: Run, *typed: str) -> list[int]:
+    return answered(cli, *SPECULATE, *typed)["requests"][0]["prompt_ids"]
 
-    piped, typed = piped_in("größer\n".encode()), cli(*SPECULATE, "--raw-prompt", "--json", "-", "größer")
-    assert json.loads(piped[1])["requests"][0]["prompt_ids"] == json.loads(typed[1])["requests"][0]["prompt_ids"]
-    refused(piped_in(b"\xff"), "not UTF-8")
-    refused(piped_in(b"\n"), "is empty")
+
+def test_a_prompt_may_come_from_standard_input(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pipe(data: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+    pipe("größer\n".encode())
+    assert prompt_of(cli, "--raw-prompt", "-") == prompt_of(cli, "--raw-prompt", "größer")
+    for data, part in ((b"\xff", "not UTF-8"), (b"\n", "is empty")):
+        pipe(data)
+        refused(cli(*SPECULATE, "-"), part)
 
 
 def test_no_prompt_runs_the_built_in_example(cli: Run) -> None:
@@ -269,26 +273,19 @@ def test_no_prompt_runs_the_built_in_example(cli: Run) -> None:
     assert EXAMPLE.splitlines()[0] in err
 
 
-def test_the_date_of_a_template_is_fixed_and_can_be_given(cli: Run, toy: Pair) -> None:
-    def prompt(*options: str) -> str:
-        value = json.loads(cli(*SPECULATE, "--json", "-", *options, "Hi")[1])
-        assert toy.tokenizer is not None
-        return b"".join(map(toy.tokenizer.token_bytes, value["requests"][0]["prompt_ids"])).decode()
-
-    assert "Today: 2025-08-05" in prompt()
-    told = prompt("--date", "2031-01-31", "--reasoning-effort", "low", "--system", "Be brief.")
+def test_the_date_of_a_template_is_fixed_and_can_be_given(cli: Run, tokenizer: ByteLevelTokenizer) -> None:
+    assert "Today: 2025-08-05" in detokenize(tokenizer, prompt_of(cli, "Hi"))
+    options = ("--date", "2031-01-31", "--reasoning-effort", "low", "--system", "Be brief.")
+    told = detokenize(tokenizer, prompt_of(cli, *options, "Hi"))
     assert "Today: 2031-01-31 Reasoning: low" in told
     assert "Be brief." in told
 
 
 def test_special_tokens_are_control_tokens_where_they_are_asked_for(cli: Run) -> None:
-    def prompt(*options: str) -> list[int]:
-        return json.loads(cli(*SPECULATE, "--json", "-", *options, "<|start|>a")[1])["requests"][0]["prompt_ids"]
-
     start = SPECIALS.index("<|start|>")
-    assert start not in prompt("--raw-prompt")
-    assert prompt().count(start) == 3  # the template's
-    assert prompt("--raw-prompt", "--special-tokens")[0] == start
+    assert start not in prompt_of(cli, "--raw-prompt", "<|start|>a")
+    assert prompt_of(cli, "<|start|>a").count(start) == 3  # the template's
+    assert prompt_of(cli, "--raw-prompt", "--special-tokens", "<|start|>a")[0] == start
     refused(cli(*SPECULATE, "--special-tokens", "Hi"), "only in raw text")
 
 
@@ -335,13 +332,9 @@ def test_the_old_name_of_slots_works_and_is_told_once(cli: Run, real: Run, tmp_p
 
 def test_speculation_and_plain_decoding_of_a_real_pair_agree(real: Run, directories: Directories) -> None:
     """From files to text, both commands; the second one also says how likely each token was."""
-    common = ("--target", str(directories.target), "-n", "24", "--ignore-eos", "--json", "-", "hello")
-    code, out, err = real("speculate", "--drafter", str(directories.drafter), "-k", "3", *common)
-    assert (code, "the same tokens" in err) == (0, True)
-    (fast,) = json.loads(out)["requests"]
-    code, out, _ = real("generate", "--logprobs", "3", *common)
-    (plain,) = json.loads(out)["requests"]
-    assert code == 0
+    common = ("--target", str(directories.target), "-n", "24", "--ignore-eos", "hello")
+    (fast,) = answered(real, "speculate", "--drafter", str(directories.drafter), "-k", "3", *common)["requests"]
+    (plain,) = answered(real, "generate", "--logprobs", "3", *common)["requests"]
     assert fast["output_ids"] == plain["output_ids"] == fast["baseline"]["output_ids"]
     assert fast["text"] == plain["text"]
     assert [token["top"][0][0] for token in plain["logprobs"]] == plain["output_ids"]
