@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -55,7 +56,7 @@ MESSAGES = [  # whole ones
 ANSWERS = st.lists(st.sampled_from(MESSAGES), max_size=4).flatmap(
     lambda whole: st.lists(st.sampled_from(PARTS), max_size=8).map(lambda parts: "".join([*whole, *parts]))
 )
-PARTIAL = (b"\xe6", b"\x9d", b"\xf0\x9f")
+PARTIAL = st.sampled_from([b"", b"\xe6", b"\x9d", b"\xf0\x9f"])
 STOPS = st.sampled_from([(), ("\n",), ("so", "größ"), ("京",), ("so viel, g", "<|end|>")])
 TOOLS: Any = [
     {"type": "function", "name": "f"},
@@ -124,19 +125,29 @@ def read(form: ResponseFormatter, answers: OutputCollector) -> tuple[dict[str, A
     return json.loads(dumps(form.whole(answers.results()))), events
 
 
-def answers_of(
-    tokenizer: ByteLevelTokenizer, answer: Sequence[int], ends: Sequence[int], stop: Sequence[str], end: int | None
-) -> OutputCollector:
-    prompt = tokenizer.encode("<|start|>user<|message|>hi<|end|><|start|>assistant", special_tokens=True)
-    request = Request(prompt, 1000, stop=tuple(stop), logprobs=1)
-    loop: Any = Chunks(answer, ends, end)
-    return OutputCollector(loop, [request], tokenizer, channels=True)
+@dataclass(frozen=True)
+class Answer:
+    """What a model writes: a text, and bytes after it that are part of a character; its chunks, and what ends it."""
+
+    text: str
+    partial: bytes = b""
+    ends: Sequence[int] = ()  # of chunks, in tokens
+    stop: tuple[str, ...] = ()
+    end: int | None = RETURN  # the token after it; None: the limit ends it
+
+    def ids(self, tokenizer: ByteLevelTokenizer) -> tuple[int, ...]:
+        of = {tokenizer.token_bytes(token): token for token in range(len(HARMONY_SPECIALS), 300)}
+        partial = (of[bytes([byte])] for byte in self.partial)
+        return (*tokenizer.encode(self.text, special_tokens=True), *partial)
+
+    def outputs(self, tokenizer: ByteLevelTokenizer, channels: bool = True, stop: bool = True) -> OutputCollector:
+        prompt = tokenizer.encode("<|start|>user<|message|>hi<|end|><|start|>assistant", special_tokens=True)
+        request = Request(prompt, 1000, stop=self.stop if stop else (), logprobs=1)
+        loop: Any = Chunks(self.ids(tokenizer), self.ends, self.end)
+        return OutputCollector(loop, [request], tokenizer, channels=channels)
 
 
-def encoded(tokenizer: ByteLevelTokenizer, text: str, partial: bytes) -> tuple[int, ...]:
-    """Encode an answer, and bytes after it that are part of a character."""
-    of = {tokenizer.token_bytes(token): token for token in range(len(HARMONY_SPECIALS), 300)}
-    return (*tokenizer.encode(text, special_tokens=True), *(of[bytes([byte])] for byte in partial))
+WRITTEN = st.builds(Answer, ANSWERS, PARTIAL, st.lists(st.integers(0, 60)), STOPS, st.sampled_from([None, RETURN]))
 
 
 def joined(entries: Sequence[Mapping[str, Any]]) -> bytes:
@@ -151,13 +162,10 @@ def is_aligned(text: str, entries: Sequence[Mapping[str, Any]], stopped: bool) -
     return decoded.startswith(text) and not joined(entries[:-1]).decode("utf-8", "replace").startswith(text or " ")
 
 
-@given(ANSWERS, st.sampled_from([b"", *PARTIAL]), st.lists(st.integers(0, 60)), STOPS, st.sampled_from([None, RETURN]))
-def test_a_chats_stream_is_its_whole_answer(
-    harmony: ByteLevelTokenizer, text: str, partial: bytes, ends: list[int], stop: tuple[str, ...], end: int | None
-) -> None:
-    ids = encoded(harmony, text, partial)
+@given(WRITTEN)
+def test_a_chats_stream_is_its_whole_answer(harmony: ByteLevelTokenizer, written: Answer) -> None:
     body = parse(ChatBody, json.dumps({"messages": USER, "tools": CHAT_TOOLS}).encode())
-    answers = answers_of(harmony, ids, ends, stop, end)
+    answers = written.outputs(harmony)
     form = ChatFormatter(MODEL, harmony, logprobs=True, tools=body.tools, token_origins=True)
     whole, events = read(form, answers)
     (choice,) = whole["choices"]
@@ -170,13 +178,13 @@ def test_a_chats_stream_is_its_whole_answer(
 
     content = message["content"] or ""
     (result,) = answers.results()
-    stopped = result.finish_reason == "stop" and result.output_ids[-1:] != (end,)
+    stopped = result.finish_reason == "stop" and result.output_ids[-1:] != (written.end,)
     assert is_aligned(content, choice["logprobs"]["content"], stopped)
-    assert not any(one in content for one in stop)
-    tokens = [token for event in events for one in event["choices"] for token in one.get("tokens", [])]
+    assert not any(text in content for text in written.stop)
+    tokens = [token for event in events for part in event["choices"] for token in part.get("tokens", [])]
     shown = "".join(token["text"] for token in tokens if token["kind"] == "content")
     assert shown.startswith(content) or "\N{REPLACEMENT CHARACTER}" in content
-    assert len(tokens) <= len(ids)
+    assert len(tokens) <= len(written.ids(harmony))
 
 
 def response_of_stream(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -197,14 +205,13 @@ def text_of(item: Mapping[str, Any]) -> str:
     return part["text"]
 
 
-@given(ANSWERS, st.sampled_from([b"", *PARTIAL]), st.lists(st.integers(0, 60)), st.sampled_from([None, RETURN]))
-def test_a_responses_stream_is_its_whole_answer(
-    harmony: ByteLevelTokenizer, text: str, partial: bytes, ends: list[int], end: int | None
-) -> None:
+@given(WRITTEN)
+def test_a_responses_stream_is_its_whole_answer(harmony: ByteLevelTokenizer, written: Answer) -> None:
+    """There are no stop strings in it."""
     fields = {"input": "hi", "tools": TOOLS, "include": ["message.output_text.logprobs"]}
     body = parse(ResponsesBody, json.dumps(fields).encode())
     chat = as_chat(body)
-    answers = answers_of(harmony, encoded(harmony, text, partial), ends, (), end)
+    answers = written.outputs(harmony, stop=False)
     form = ResponsesFormatter(MODEL, harmony, body=body, tools=chat.body.tools, tool_names=chat.tool_names)
     whole, events = read(form, answers)
     assert events[-1]["response"] == whole
@@ -213,32 +220,23 @@ def test_a_responses_stream_is_its_whole_answer(
     assert [item["id"] for item in items] == [item["id"] for item in whole["output"]]
     for item, streamed in zip(whole["output"], items, strict=True):
         assert streamed["text"] == text_of(item)
-        (done,) = (
-            event
-            for event in events
-            if event["type"] == "response.output_item.done" and event["item"]["id"] == item["id"]
-        )
-        assert done["item"] == item
+        done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+        assert [other for other in done if other["id"] == item["id"]] == [item]
         if item["type"] == "message":
             assert streamed["logprobs"] == item["content"][0]["logprobs"]
             assert is_aligned(text_of(item), streamed["logprobs"], stopped=False)
 
 
-@given(ANSWERS, st.sampled_from([b"", *PARTIAL]), st.lists(st.integers(0, 60)), STOPS, st.sampled_from([None, RETURN]))
-def test_a_completions_stream_is_its_whole_answer(
-    harmony: ByteLevelTokenizer, text: str, partial: bytes, ends: list[int], stop: tuple[str, ...], end: int | None
-) -> None:
-    ids = encoded(harmony, text, partial)
-    request = Request((40,), 1000, stop=stop, logprobs=1)
-    loop: Any = Chunks(ids, ends, end)
-    answers = OutputCollector(loop, [request], harmony)
+@given(WRITTEN)
+def test_a_completions_stream_is_its_whole_answer(harmony: ByteLevelTokenizer, written: Answer) -> None:
+    ids, answers = written.ids(harmony), written.outputs(harmony, channels=False)
     whole, events = read(CompletionFormatter(MODEL, harmony, logprobs=True), answers)
     (choice,) = whole["choices"]
     streamed = [event["choices"][0] for event in events if event["choices"]]
-    assert "".join(one["text"] for one in streamed) == choice["text"]
+    assert "".join(part["text"] for part in streamed) == choice["text"]
     columns = choice["logprobs"]
     for key, entries in columns.items():
-        assert [entry for one in streamed if one["logprobs"] for entry in one["logprobs"][key]] == entries
+        assert [entry for part in streamed if part["logprobs"] for entry in part["logprobs"][key]] == entries
     count = len(columns["tokens"])
     assert [-token for token in columns["token_logprobs"]] == list(ids[:count])
     shown = detokenize(harmony, ids[:count])
@@ -261,10 +259,9 @@ def test_the_deltas_and_the_message_of_a_chat(harmony: ByteLevelTokenizer) -> No
         '{"a": ',
         "1}",
     ]
-    cuts = [harmony.encode(part, special_tokens=True) for part in parts]
-    ends = list(itertools.accumulate(map(len, cuts)))
-    ids = list(itertools.chain.from_iterable(cuts))
-    whole, events = read(ChatFormatter(MODEL, harmony), answers_of(harmony, ids, ends, (), RETURN))
+    ends = itertools.accumulate(len(harmony.encode(part, special_tokens=True)) for part in parts)
+    written = Answer("".join(parts), ends=[*ends])
+    whole, events = read(ChatFormatter(MODEL, harmony), written.outputs(harmony))
     choices = [event["choices"][0] for event in events]
     deltas = [choice["delta"] for choice in choices]
     call_id = deltas[4]["tool_calls"][0]["id"]
@@ -304,8 +301,8 @@ def test_the_deltas_and_the_message_of_a_chat(harmony: ByteLevelTokenizer) -> No
 
 
 def test_an_answer_cut_off_in_its_reasoning_has_no_content(harmony: ByteLevelTokenizer) -> None:
-    ids = harmony.encode("<|channel|>analysis<|message|>Hm", special_tokens=True)
-    whole, events = read(ChatFormatter(MODEL, harmony), answers_of(harmony, ids, [2], (), None))
+    written = Answer("<|channel|>analysis<|message|>Hm", ends=[2], end=None)
+    whole, events = read(ChatFormatter(MODEL, harmony), written.outputs(harmony))
     (choice,), streamed = whole["choices"], chat_of(events)
     message = choice["message"]
     assert (message["content"], message["reasoning"], choice["finish_reason"]) == ("", "Hm", "length")
