@@ -34,7 +34,6 @@ class Difference:
     difference: Estimate
     num_requests: int
     repeats_apart: bool = True  # of speed-ups: all repeats of one run lie beyond all of the other
-    factor: Estimate | None = None  # of speed-ups: that of the second run over that of the first
 
     @property
     def equal(self) -> bool:
@@ -108,44 +107,31 @@ def _differences(workload: Workload, label: str, left: ByPrompt, right: ByPrompt
     drafted = [(a, b) for a, b in both if a.counters.num_steps and b.counters.num_steps]
     timed = [(a, b) for a, b in both if a.timed and b.timed]
     if drafted:
-        first, second, change, _ = _paired(drafted, _tokens_and_steps, ratio)
-        if change is not None:
-            yield Difference(workload, label, LENGTH, first, second, change, len(drafted))
+        yield from _difference(workload, label, LENGTH, drafted, _tokens_and_steps, ratio)
     if timed:
-        first, second, change, factor = _paired(timed, lambda pairing: pairing.sums, ratio_of_ratios)
-        if change is not None:
-            apart = _repeats_apart(timed)
-            yield Difference(workload, label, SPEEDUP, first, second, change, len(timed), apart, factor)
+        for change in _difference(workload, label, SPEEDUP, timed, lambda pairing: pairing.sums, ratio_of_ratios):
+            yield dataclasses.replace(change, repeats_apart=_repeats_apart(timed))
 
 
-def _paired(
+def _difference(
+    workload: Workload,
+    label: str,
+    figure: str,
     pairs: Sequence[tuple[RequestPairing, RequestPairing]],
     row: Callable[[RequestPairing], Sequence[float]],
     statistic: Statistic,
-) -> tuple[float, float, Estimate | None, Estimate | None]:
-    """Compute a statistic of two runs: (first, second, difference, second over first)."""
+) -> Iterator[Difference]:
+    """Yield the difference of a statistic of two runs, if it is defined."""
     table = np.array([[*row(first), *row(second)] for first, second in pairs], np.float64)
-    conversations = [first.group for first, _ in pairs]
 
-    def halves(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def change(sums: np.ndarray) -> np.ndarray:
         first, second = np.split(sums, 2, axis=1)
-        return statistic(first), statistic(second)
+        return statistic(second) - statistic(first)
 
-    def difference(sums: np.ndarray) -> np.ndarray:
-        first, second = halves(sums)
-        return second - first
-
-    def factor(sums: np.ndarray) -> np.ndarray:
-        first, second = halves(sums)
-        return second / first
-
-    ((first,), (second,)) = halves(table.sum(axis=0)[None])
-    return (
-        float(first),
-        float(second),
-        estimate(table, difference, conversations),
-        estimate(table, factor, conversations),
-    )
+    estimated = estimate(table, change, [first.group for first, _ in pairs])
+    if estimated is not None:
+        first, second = (float(statistic(half)[0]) for half in np.split(table.sum(axis=0)[None], 2, axis=1))
+        yield Difference(workload, label, figure, first, second, estimated, len(pairs))
 
 
 def _tokens_and_steps(pairing: RequestPairing) -> tuple[float, float]:

@@ -1,9 +1,7 @@
 """Compute the figures of a run from its raw lines: a Row for every workload and variant.
 
-Counters and their ratios are in peagle.result. Every figure is an Estimate, with a bootstrap interval over
-conversations: the turns of one and their repeats stay together. A request loops if the loop share of any of the
-variant's repeats is above 0.3. Only PROFILED conversations run under the profiler: the intervals of their shares are
-wider, and missing if few of them are among the requests.
+Counters and their ratios are in peagle.result. An Estimate has a bootstrap interval over conversations: the turns of
+one and their repeats stay together. A request loops if the loop share of any of the variant's repeats is above 0.3.
 
 Many requests at once share the time, so a repeat takes the place of a request in every figure of time, and intervals
 resample repeats. tok_per_s is then over the seconds in which at least one request was between its first and last token,
@@ -21,10 +19,8 @@ import numpy as np
 from scipy.special import stdtrit
 
 from peagle.measure.estimates import (
-    Bootstrap,
     Estimate,
     Statistic,
-    bootstrap,
     estimate,
     estimate_median,
     one_more_than_ratio,
@@ -32,12 +28,13 @@ from peagle.measure.estimates import (
     ratio_of_ratios,
 )
 from peagle.measure.metrics import busy_s, total
-from peagle.measure.sweep.plan import AUTO, PLAIN, K, Plan, Variant, Workload
+from peagle.measure.sweep.plan import PLAIN, K, Plan, Variant, Workload
 from peagle.measure.sweep.store import ITL_QUANTILES, Folder, Sample, Share, SweepRequest
 from peagle.result import LOOPING_ABOVE, Counters
 
 BOUNDS = ("one_hot", "sampled", "best")  # of peagle.measure.bound
 SLOWER = 0.97  # a request is slower with speculation if its interval lies wholly below
+FEWEST_REPEATS = 3  # of a request's interval
 
 AnyPairing = TypeVar("AnyPairing", bound="Pairing")
 
@@ -48,23 +45,17 @@ class Figures:
 
     num_requests: int
     acceptance_length: Estimate | None  # 1 + sum accepted / sum steps that verified drafts
-    acceptance_length_mean: Estimate | None  # mean over requests of 1 + accepted / steps
     rate_per_position: tuple[Estimate | None, ...]  # [i]: steps that accepted draft i / steps
-    conditional_rate: tuple[Estimate | None, ...]  # [i]: the same / steps that accepted all before draft i
     tok_per_s: Estimate | None  # sum (tokens - 1) / sum decode_s
     speedup: Estimate | None  # tok_per_s / plain decoding's of the same requests and repeats
-    speedup_median: Estimate | None  # median over requests of plain decoding's median seconds a token / the variant's
     ttft_s: Estimate | None  # median over requests of the median over repeats
-    tpot_s: Estimate | None  # the same of decode_s / (tokens - 1)
     itl_s: tuple[Estimate | None, ...]  # the same of a request's ITL_QUANTILES
     tokens_per_step: Estimate | None  # sum (tokens - 1) / sum passes of the target, plain passes of `auto` included
     step_s: Estimate | None  # sum decode_s / sum passes of the target
-    plain_step_s: Estimate | None
-    cycle_cost: Estimate | None  # c(K): step_s / plain_step_s; speedup = tokens_per_step / c(K)
+    cycle_cost: Estimate | None  # c(K): step_s / plain decoding's; speedup = tokens_per_step / c(K)
     draft_s: Estimate | None  # step_s times the share of drafting under the profiler (peagle.measure.profile)
     verify_s: Estimate | None
     host_s: Estimate | None  # the rest: accepting, committing, the runtime between operations, the host
-    verify_cost: Estimate | None  # v(T): verify_s, a pass over T = K + 1 rows / plain decoding's, a pass over one
     bounds: Mapping[str, "BoundFigures"] | None  # by name of BOUNDS; None for greedy requests
 
 
@@ -101,24 +92,6 @@ class Part(CountedFigures):
     part: str
 
 
-@dataclasses.dataclass(frozen=True)
-class RequestFigures:
-    """The acceptance and speed-up of one request."""
-
-    request: int
-    prompt_tokens: int
-    output_tokens: int
-    loop_share: float | None
-    acceptance_length: float | None
-    num_spec_steps: int
-    speedup: Estimate | None
-    slower: bool | None  # None: too few repeats for an interval
-
-    @property
-    def loops(self) -> bool:
-        return (self.loop_share or 0.0) > LOOPING_ABOVE
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row(CountedFigures):
     """The figures of one variant in one workload."""
@@ -133,7 +106,6 @@ class Row(CountedFigures):
     speedup_repeats: tuple[float, ...]
     by_category: tuple[Part, ...]
     by_bucket: tuple[Part, ...]
-    per_request: tuple[RequestFigures, ...]
 
     @property
     def k(self) -> K:
@@ -193,13 +165,6 @@ class Pairing:
         fast, plain = (float(sum(pair[side].num_passes for pair in self.timed)) for side in (0, 1))
         return fast, plain
 
-    @property
-    def speedup(self) -> float:
-        """Divide plain decoding's seconds a token by the variant's: medians; sums of many at once."""
-        if self.concurrent:
-            return float(ratio_of_ratios(np.array([self.sums]))[0])
-        return _seconds_per_token(pair[1] for pair in self.timed) / _seconds_per_token(pair[0] for pair in self.timed)
-
     def median(self, value: Callable[[Sample], float | None]) -> float | None:
         """Take the median of a value of the variant's samples; None if none has it."""
         values = [number for sample in self.fast if (number := value(sample)) is not None]
@@ -208,11 +173,10 @@ class Pairing:
 
 @dataclasses.dataclass(frozen=True)
 class RequestPairing(Pairing):
-    """The samples of one request over all repeats. Shares: profiles of its steps."""
+    """The samples of one request over all repeats. share: the profile of its steps."""
 
     request: SweepRequest
     share: Share | None = None
-    plain_share: Share | None = None
 
     @property
     def loops(self) -> bool:
@@ -263,7 +227,6 @@ def pairings(folder: Folder) -> dict[tuple[Workload, Variant], list[RequestPairi
                     plain=tuple(samples[workload, plainly, repeat, request.request] for repeat in repeats),
                     request=request,
                     share=shares.get((workload, variant, request.request)),
-                    plain_share=shares.get((workload, plainly, request.request)),
                 )
                 for request in requests
                 if repeats and all((request.request, repeat) in complete for repeat in repeats)
@@ -304,24 +267,21 @@ def of_workload(rows: Iterable[Row], workload: Workload) -> list[Row]:
 
 def _row(plan: Plan, workload: Workload, variant: Variant, requests: Sequence[RequestPairing]) -> Row:
     repeats = by_repeat(requests)
-    in_turns = variant.concurrency is None
+    in_turns = requests if variant.concurrency is None else []
     timed = np.array([repeat.sums for repeat in repeats if min(repeat.sums) > 0], np.float64).reshape(-1, 4)
-    per_request = [_per_request(pairing) for pairing in requests] if in_turns else []
-    compared = [figures.slower for figures in per_request if figures.slower is not None]
-    parts = requests if in_turns else []
+    slower = [_is_slower(pairing) for pairing in in_turns if len(pairing.timed) >= FEWEST_REPEATS]
     return Row(
         workload=workload,
         variant=variant,
         label=plan.label(variant.at(None)),
         num_repeats=len(repeats),
-        num_slower=sum(compared),
-        num_compared=len(compared),
+        num_slower=sum(slower),
+        num_compared=len(slower),
         tok_per_s_repeats=tuple(ratio(timed).tolist()),
         speedup_repeats=tuple(ratio_of_ratios(timed).tolist()),
-        by_category=_parts(parts, lambda pairing: pairing.request.category or ""),
-        by_bucket=_parts(parts, lambda pairing: plan.bucket(len(pairing.request.prompt_ids))),
-        per_request=tuple(per_request),
-        **_counted(requests, requests if in_turns else repeats),
+        by_category=_parts(in_turns, lambda pairing: pairing.request.category or ""),
+        by_bucket=_parts(in_turns, lambda pairing: plan.bucket(len(pairing.request.prompt_ids))),
+        **_counted(requests, in_turns or repeats),
     )
 
 
@@ -373,39 +333,51 @@ def _figures(requests: Sequence[RequestPairing], units: Sequence[Pairing]) -> di
     drafted = [pairing for pairing in requests if pairing.counters.num_steps]
     timed = [unit for unit in units if min(unit.sums) > 0]
     stepped = [unit for unit in timed if not unit.concurrent]
-    positions = range(len(drafted[0].counters.tried) if drafted else 0)
 
-    def of_drafted(row: Callable[[Counters], Sequence[float]], statistic: Statistic) -> Estimate | None:
-        return _estimate(_of(drafted, lambda pairing: row(pairing.counters), statistic))
+    def accepted(position: int) -> Callable[[RequestPairing], tuple[float, float]]:
+        return lambda pairing: (pairing.counters.accepted_per_position[position], pairing.counters.num_steps)
 
     def median(value: Callable[[Sample], float | None]) -> Estimate | None:
         known = [(number, unit.group) for unit in units if (number := unit.median(value)) is not None]
         return estimate_median([number for number, _ in known], [group for _, group in known])
 
-    step = _of(stepped, lambda unit: (unit.sums[1], unit.passes[0]), ratio)
-    cycle = _of(stepped, lambda unit: (unit.sums[1], unit.passes[0], unit.sums[3], unit.passes[1]), ratio_of_ratios)
+    def wait(quantile: int) -> Callable[[Sample], float | None]:
+        return lambda sample: None if sample.itl_s is None else sample.itl_s[quantile]
+
+    step = _estimate(stepped, lambda unit: (unit.sums[1], unit.passes[0]), ratio)
+    cost = _estimate(
+        stepped, lambda unit: (unit.sums[1], unit.passes[0], unit.sums[3], unit.passes[1]), ratio_of_ratios
+    )
+    draft, verify, host = _split(step, [pairing.share for pairing in requests if pairing.share is not None])
+    positions = range(len(drafted[0].counters.tried) if drafted else 0)
     return {
         "num_requests": len(requests),
-        "acceptance_length": of_drafted(lambda c: (float(c.num_accepted), float(c.num_steps)), one_more_than_ratio),
-        "acceptance_length_mean": of_drafted(lambda c: (1 + c.num_accepted / c.num_steps, 1.0), ratio),
-        "rate_per_position": tuple(of_drafted(functools.partial(_accepted, i, tried=False), ratio) for i in positions),
-        "conditional_rate": tuple(of_drafted(functools.partial(_accepted, i, tried=True), ratio) for i in positions),
-        "tok_per_s": _estimate(_of(timed, lambda unit: unit.sums[:2], ratio)),
-        "speedup": _estimate(_of(timed, lambda unit: unit.sums, ratio_of_ratios)),
-        "speedup_median": estimate_median([unit.speedup for unit in timed], [unit.group for unit in timed]),
-        "ttft_s": median(lambda sample: sample.ttft_s),
-        "tpot_s": estimate_median(
-            [_seconds_per_token(fast for fast, _ in unit.timed) for unit in timed if unit.timed],
-            [unit.group for unit in timed if unit.timed],
+        "acceptance_length": _estimate(
+            drafted, lambda pairing: (pairing.counters.num_accepted, pairing.counters.num_steps), one_more_than_ratio
         ),
-        "itl_s": tuple(median(functools.partial(_wait, i)) for i in range(len(ITL_QUANTILES))),
-        "tokens_per_step": _estimate(_of(stepped, lambda unit: (unit.sums[0], unit.passes[0]), ratio)),
-        "step_s": _estimate(step),
-        "plain_step_s": _estimate(_of(stepped, lambda unit: (unit.sums[3], unit.passes[1]), ratio)),
-        "cycle_cost": _estimate(cycle),
-        **_split(requests, [unit.group for unit in stepped], step, cycle),
+        "rate_per_position": tuple(_estimate(drafted, accepted(position), ratio) for position in positions),
+        "tok_per_s": _estimate(timed, lambda unit: unit.sums[:2], ratio),
+        "speedup": _estimate(timed, lambda unit: unit.sums, ratio_of_ratios),
+        "ttft_s": median(lambda sample: sample.ttft_s),
+        "itl_s": tuple(median(wait(quantile)) for quantile in range(len(ITL_QUANTILES))),
+        "tokens_per_step": _estimate(stepped, lambda unit: (unit.sums[0], unit.passes[0]), ratio),
+        "step_s": step,
+        "cycle_cost": cost,
+        "draft_s": draft,
+        "verify_s": verify,
+        "host_s": host,
         "bounds": _bounds(requests),
     }
+
+
+def _split(step: Estimate | None, shares: Sequence[Share]) -> tuple[Estimate | None, Estimate | None, Estimate | None]:
+    """Split a step's time into (drafting, verifying, the rest) by the profiled steps; without intervals."""
+    parts = np.array([(share.draft_ms, share.verify_ms, share.other_ms) for share in shares]).reshape(-1, 3)
+    sums = np.array([share.num_steps for share in shares]) @ parts
+    if step is None or not sums.sum() > 0:
+        return None, None, None
+    draft, verify, rest = (Estimate(step.value * float(part)) for part in sums / sums.sum())
+    return draft, verify, rest
 
 
 def _bounds(requests: Sequence[RequestPairing]) -> dict[str, BoundFigures] | None:
@@ -426,97 +398,19 @@ def _bounds(requests: Sequence[RequestPairing]) -> dict[str, BoundFigures] | Non
     return {name: of(name) for name in BOUNDS}
 
 
-def _split(
-    requests: Sequence[RequestPairing], groups: Sequence[int], step: Bootstrap | None, cycle: Bootstrap | None
-) -> dict[str, Estimate | None]:
-    """Split a step's time into parts, and compute v(T). groups: those of the times."""
-
-    def fraction(
-        pairings: Sequence[RequestPairing], row: Callable[[RequestPairing], Sequence[float]], statistic: Statistic
-    ) -> Bootstrap | None:
-        # for the same conversations use the draws of the times, since a slow conversation is slow in both
-        same = [pairing.group for pairing in pairings] == list(groups)
-        return _of(pairings, row, statistic, seed=0 if same else 1)
-
-    def of_step(part: str) -> Estimate | None:
-        return times(step, fraction(profiled, lambda pairing: _share(part, pairing.share), ratio))
-
-    def times(left: Bootstrap | None, right: Bootstrap | None) -> Estimate | None:
-        return None if left is None or right is None else left.times(right).estimate
-
-    profiled = [pairing for pairing in requests if pairing.share is not None]
-    # without `auto`, whose passes differ in their number of rows
-    both = [pairing for pairing in profiled if pairing.plain_share and pairing.fast[0].variant.k != AUTO]
-    verified = fraction(
-        both,
-        lambda pairing: (*_share("verify_ms", pairing.share), *_share("verify_ms", pairing.plain_share)),
-        ratio_of_ratios,
-    )
-    return {
-        "draft_s": of_step("draft_ms"),
-        "verify_s": of_step("verify_ms"),
-        "host_s": of_step("other_ms"),
-        "verify_cost": times(cycle, verified),
-    }
+def _is_slower(pairing: RequestPairing) -> bool:
+    """Test whether a request is surely slower, by the 95 % t-interval of its repeats' mean logarithmic speed-up."""
+    rates = np.array([[(s.output_tokens - 1) / (s.decode_s or 0.0) for s in pair] for pair in pairing.timed])
+    logs = np.log(rates[:, 0] / rates[:, 1])
+    return bool(logs.mean() + stdtrit(len(logs) - 1, 0.975) * logs.std(ddof=1) / np.sqrt(len(logs)) < np.log(SLOWER))
 
 
-def _share(part: str, share: Share | None) -> tuple[float, float]:
-    """Return the milliseconds of the profiled steps (in a part, in all)."""
-    assert share is not None
-    whole = share.draft_ms + share.verify_ms + share.other_ms
-    return share.num_steps * float(getattr(share, part)), share.num_steps * whole
-
-
-def _per_request(pairing: RequestPairing) -> RequestFigures:
-    """Compute one request's acceptance and speed-up.
-
-    With three repeats or more, the speed-up has a 95 % t-interval: of the mean logarithm of the ratios of repeats.
-    """
-    counters, speedup = pairing.counters, None
-    if pairing.timed:
-        logs = np.log([_seconds_per_token([plain]) / _seconds_per_token([fast]) for fast, plain in pairing.timed])
-        low = high = None
-        if len(logs) > 2:
-            half = stdtrit(len(logs) - 1, 0.975) * logs.std(ddof=1) / np.sqrt(len(logs)) if logs.std() > 0 else 0.0
-            low, high = (float(np.exp(logs.mean() + side * half)) for side in (-1, 1))
-        speedup = Estimate(pairing.speedup, low, high)
-    return RequestFigures(
-        request=pairing.request.request,
-        prompt_tokens=len(pairing.request.prompt_ids),
-        output_tokens=pairing.fast[0].output_tokens,
-        loop_share=pairing.fast[0].loop_share,
-        acceptance_length=counters.acceptance_length,
-        num_spec_steps=counters.num_steps,
-        speedup=speedup,
-        slower=None if speedup is None or speedup.high is None else speedup.high < SLOWER,
-    )
-
-
-def _of(
-    pairings: Sequence[AnyPairing], row: Callable[[AnyPairing], Sequence[float]], statistic: Statistic, seed: int = 0
-) -> Bootstrap | None:
-    """Bootstrap a statistic of a table with a row per pairing."""
+def _estimate(
+    pairings: Sequence[AnyPairing], row: Callable[[AnyPairing], Sequence[float]], statistic: Statistic
+) -> Estimate | None:
+    """Estimate a statistic of a table with a row per pairing."""
     table = np.array([row(pairing) for pairing in pairings], np.float64)
-    return bootstrap(table, statistic, [pairing.group for pairing in pairings], seed)
-
-
-def _estimate(figure: Bootstrap | None) -> Estimate | None:
-    return None if figure is None else figure.estimate
-
-
-def _accepted(position: int, counters: Counters, *, tried: bool) -> tuple[float, float]:
-    """Return (steps that accepted draft `position`, all steps or those that tried it)."""
-    below = counters.tried[position] if tried else counters.num_steps
-    return float(counters.accepted_per_position[position]), float(below)
-
-
-def _wait(quantile: int, sample: Sample) -> float | None:
-    return None if sample.itl_s is None else sample.itl_s[quantile]
-
-
-def _seconds_per_token(samples: Iterable[Sample]) -> float:
-    """Return the median seconds of a token after the first. Samples have two tokens or more."""
-    return float(np.median([(sample.decode_s or 0.0) / (sample.output_tokens - 1) for sample in samples]))
+    return estimate(table, statistic, [pairing.group for pairing in pairings])
 
 
 def _in_turns(samples: Sequence[Sample]) -> tuple[float, float]:

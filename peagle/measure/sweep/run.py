@@ -27,8 +27,6 @@ from peagle.measure.bound import Bound, bound
 from peagle.measure.profile import operations_of, profile
 from peagle.measure.sweep.plan import AUTO, PLAIN, PROFILED, PROFILED_TOKENS, Plan, Source, Variant, Workload
 from peagle.measure.sweep.store import (
-    ASKING,
-    Appender,
     Folder,
     Sample,
     Share,
@@ -65,17 +63,16 @@ def make_requests(folder: Folder, pair: Pair, sets: Mapping[str, PromptSet], pro
     stored = {(begun.prompts, begun.raw, begun.row): begun for begun in folder.begun()}
     total = sum(source.num_used for source in plan.sources) * len(plan.raw)
     conversations: list[SweepConversation] = []
-    with folder.appending(ASKING) as out:
-        for source, raw in itertools.product(plan.sources, plan.raw):
-            first = 0
-            for row, prompts in enumerate(sets[source.name].conversations[: source.num_used]):
-                conversation = stored.get((source.name, raw, row))
-                if conversation is None:
-                    conversation = _conversation(plan, pair, source, raw, row, prompts, first)
-                    out.conversation(conversation)
-                first += len(conversation.requests)
-                conversations.append(conversation)
-                progress(len(conversations), total)
+    for source, raw in itertools.product(plan.sources, plan.raw):
+        first = 0
+        for row, prompts in enumerate(sets[source.name].conversations[: source.num_used]):
+            conversation = stored.get((source.name, raw, row))
+            if conversation is None:
+                conversation = _conversation(plan, pair, source, raw, row, prompts, first)
+                folder.append_conversation(conversation)
+            first += len(conversation.requests)
+            conversations.append(conversation)
+            progress(len(conversations), total)
     for source in plan.sources:
         own = [conversation for conversation in conversations if conversation.prompts == source.name]
         if not any(conversation.requests for conversation in own):
@@ -141,7 +138,7 @@ class SweepRun:
         self.done = {sample.key for sample in folder.samples()}
         self.failed: dict[tuple[Workload, Variant], str] = {}
 
-    def warm_up(self, out: Appender, progress: Progress) -> None:
+    def warm_up(self, progress: Progress) -> None:
         """Compile for all variants that have requests left, and measure the costs for `auto`.
 
         Raises InputError if a variant fails, unless `continue_on_error`.
@@ -153,7 +150,7 @@ class SweepRun:
         ]
         for number, (workload, variant) in enumerate(left):
             progress(number, len(left))
-            with self._failing(out, workload, variant):
+            with self._failing(workload, variant):
                 if (share := share_of_mappings()) > MOST_MAPPINGS:
                     raise InputError(
                         f"the programs of {number} variants take {share:.0%} of the memory mappings of a process; "
@@ -162,8 +159,8 @@ class SweepRun:
                     )
                 self._engine(variant).warm_up(sampled=not SamplingParams(workload.temperature).greedy)
 
-    def decode(self, out: Appender, progress: Progress) -> None:
-        """Decode the requests that the folder's raw lines lack, and append them by `out`.
+    def decode(self, progress: Progress) -> None:
+        """Decode the requests that the folder's raw lines lack, and append them.
 
         Raises InputError as `warm_up` does.
         """
@@ -176,11 +173,11 @@ class SweepRun:
                 turn = (repeat + number) % len(variants)
                 for variant in variants[turn:] + variants[:turn]:
                     for request in self._left(workload, variant, repeat, requests[start : start + size]):
-                        self._decode(out, workload, variant, repeat, [request])
+                        self._decode(workload, variant, repeat, [request])
                 progress(len(self.done) - before, total)
             for variant in self._concurrent(repeat):
                 if self._left(workload, variant, repeat):
-                    self._decode(out, workload, variant, repeat, requests)
+                    self._decode(workload, variant, repeat, requests)
                 progress(len(self.done) - before, total)
 
     def _left(
@@ -198,14 +195,12 @@ class SweepRun:
             turn = (repeat + number) % len(variants)
             yield from variants[turn:] + variants[:turn]
 
-    def _decode(
-        self, out: Appender, workload: Workload, variant: Variant, repeat: int, requests: Sequence[SweepRequest]
-    ) -> None:
+    def _decode(self, workload: Workload, variant: Variant, repeat: int, requests: Sequence[SweepRequest]) -> None:
         """Decode requests together, and append their lines; nothing of a failed variant."""
         self.done.update((workload, variant, repeat, request.request) for request in requests)
         if (workload, variant) in self.failed:
             return
-        with self._failing(out, workload, variant):
+        with self._failing(workload, variant):
             sampling = SamplingParams(
                 workload.temperature, seed=self.plan.seed + (repeat if workload.temperature else 0)
             )
@@ -213,7 +208,7 @@ class SweepRun:
             results = decode(self._engine(variant), engine_requests, self.pair.tokenizer)
             bounded = workload.temperature > 0 and repeat == 0 and variant.speculates and variant.concurrency is None
             bounds = [self._bound(variant, result) if bounded else None for result in results]
-            out.samples(
+            self.folder.append_samples(
                 [
                     Sample.of(workload, variant, repeat, result, most)
                     for result, most in zip(results, bounds, strict=True)
@@ -227,13 +222,13 @@ class SweepRun:
         return bound(pair.target, pair.drafter, result)
 
     @contextlib.contextmanager
-    def _failing(self, out: Appender, workload: Workload, variant: Variant) -> Iterator[None]:
+    def _failing(self, workload: Workload, variant: Variant) -> Iterator[None]:
         """Append a variant's error; then raise InputError or, with `continue_on_error`, keep it."""
         try:
             yield
         except (InputError, MemoryError, RuntimeError) as error:  # JAX raises RuntimeErrors
             why = " ".join(str(error).split()) or type(error).__name__
-            out.error(workload, variant, why)
+            self.folder.append_error(workload, variant, why)
             if not self.continue_on_error:
                 raise InputError(
                     f"{workload.label}, K = {self.plan.label(variant)}: {why}; decoded requests are kept: continue "
