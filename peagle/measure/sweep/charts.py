@@ -43,7 +43,7 @@ def speedup(series: Mapping[str, Sequence[Row]]) -> str | None:
     """Draw speed-up over K, one line per series; `auto` stands apart on the right."""
     ks = list(dict.fromkeys(row.k for rows in series.values() for row in rows))
     ks.sort(key=lambda k: (k == AUTO, k))
-    spread = np.linspace(-0.08, 0.08, len(series)) if len(series) > 1 else [0.0]
+    spread = np.linspace(-0.08, 0.08, len(series)) if len(series) != 1 else [0.0]
     lines = {
         title: [(ks.index(row.k) + float(shift), row.speedup) for row in rows]
         for shift, (title, rows) in zip(spread, series.items(), strict=True)

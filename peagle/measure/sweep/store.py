@@ -337,9 +337,7 @@ def _records(path: Path, make: Callable[[Json], Record]) -> Iterator[Record]:
             yield make(dict(json.loads(line)))
         except (KeyError, TypeError, ValueError) as error:
             why = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise InputError(
-                f"{path} line {number} is no record ({why}); remove the line, and resume the run"
-            ) from None
+            raise InputError(f"{path} line {number} is damaged ({why}); remove the line, and resume the run") from None
 
 
 def _append(path: Path, lines: Sequence[Json]) -> None:

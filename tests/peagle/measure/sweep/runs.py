@@ -57,7 +57,7 @@ def swept(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: object) -> Fol
 def figures(**known: Any) -> Figures:
     """Make figures of which only those named are known."""
     unknown: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Figures))
-    lists = {"num_requests": 8, "rate_per_position": (), "conditional_rate": (), "itl_s": (None, None, None)}
+    lists = {"num_requests": 8, "rate_per_position": (), "itl_s": (None, None, None)}
     return Figures(**unknown | lists | known)
 
 
@@ -66,7 +66,7 @@ def example_row(**known: Any) -> Row:
     values: dict[str, Any] = {field.name: getattr(figures(), field.name) for field in dataclasses.fields(Figures)}
     values |= dict.fromkeys(("num_draft_tokens", "num_accepted_draft_tokens", "num_plain_steps", "num_slower"), 0)
     values |= dict.fromkeys(("histogram", "accepted_per_position", "tok_per_s_repeats", "speedup_repeats"), ())
-    values |= dict.fromkeys(("by_category", "by_bucket", "per_request"), ())
+    values |= dict.fromkeys(("by_category", "by_bucket"), ())
     values |= {"workload": Workload("prompts", True, 0.0), "variant": PLAIN, "without_loops": figures()}
     values |= {"prompt_tokens": 9.0, "looping_frac": 0.0, "finished_frac": 1.0, "output_tokens": 99, "num_compared": 8}
     values |= {"num_spec_steps": 9, "equal_to_plain_frac": 1.0, "num_repeats": 2}
