@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from peagle.measure.estimates import Estimate, Statistic, estimate, ratio, ratio_of_ratios
-from peagle.measure.sweep.figures import RequestPairing, pairings
+from peagle.measure.sweep.figures import PLAIN_SECONDS, RATES, SECONDS, Pairing, pairings
 from peagle.measure.sweep.plan import Variant, Workload
 from peagle.measure.sweep.store import Folder
 from peagle.ops.errors import InputError
 
 LENGTH, SPEEDUP = "acceptance length", "speed-up"
 Key = tuple[Workload, Variant]  # identifies a variant in both runs; its drafter by its files
-ByPrompt = Mapping[tuple[int, ...], RequestPairing]
+ByPrompt = Mapping[tuple[int, ...], Pairing]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,11 +105,11 @@ def _by_variant(folder: Folder, any_drafter: bool) -> dict[Key, tuple[str, ByPro
 def _differences(workload: Workload, label: str, left: ByPrompt, right: ByPrompt) -> Iterator[Difference]:
     both = [(left[prompt], right[prompt]) for prompt in left if prompt in right]
     drafted = [(a, b) for a, b in both if a.counters.num_steps and b.counters.num_steps]
-    timed = [(a, b) for a, b in both if a.timed and b.timed]
+    timed = [(a, b) for a, b in both if a.times.any() and b.times.any()]
     if drafted:
         yield from _difference(workload, label, LENGTH, drafted, _tokens_and_steps, ratio)
     if timed:
-        for change in _difference(workload, label, SPEEDUP, timed, lambda pairing: pairing.sums, ratio_of_ratios):
+        for change in _difference(workload, label, SPEEDUP, timed, _rates, ratio_of_ratios):
             yield dataclasses.replace(change, repeats_apart=_repeats_apart(timed))
 
 
@@ -117,8 +117,8 @@ def _difference(
     workload: Workload,
     label: str,
     figure: str,
-    pairs: Sequence[tuple[RequestPairing, RequestPairing]],
-    row: Callable[[RequestPairing], Sequence[float]],
+    pairs: Sequence[tuple[Pairing, Pairing]],
+    row: Callable[[Pairing], Sequence[float]],
     statistic: Statistic,
 ) -> Iterator[Difference]:
     """Yield the difference of a statistic of two runs, if it is defined."""
@@ -128,29 +128,31 @@ def _difference(
         first, second = np.split(sums, 2, axis=1)
         return statistic(second) - statistic(first)
 
-    estimated = estimate(table, change, [first.group for first, _ in pairs])
+    estimated = estimate(table, change, [first.request.row for first, _ in pairs])
     if estimated is not None:
         first, second = (float(statistic(half)[0]) for half in np.split(table.sum(axis=0)[None], 2, axis=1))
         yield Difference(workload, label, figure, first, second, estimated, len(pairs))
 
 
-def _tokens_and_steps(pairing: RequestPairing) -> tuple[float, float]:
+def _tokens_and_steps(pairing: Pairing) -> tuple[float, float]:
     counters = pairing.counters
     return float(counters.num_accepted + counters.num_steps), float(counters.num_steps)
 
 
-def _repeats_apart(timed: Sequence[tuple[RequestPairing, RequestPairing]]) -> bool:
+def _rates(pairing: Pairing) -> Sequence[float]:
+    rates: list[float] = pairing.times.sum(axis=0)[list(RATES)].tolist()
+    return rates
+
+
+def _repeats_apart(timed: Sequence[tuple[Pairing, Pairing]]) -> bool:
     """Test whether the speed-ups of all repeats of one run lie beyond those of the other.
 
     A whole repeat may be slow, which resampling requests cannot show.
     """
     spans = []
     for side in (0, 1):
-        repeats = zip(*(pair[side].timed for pair in timed), strict=False)
-        speedups = [
-            sum(plain.decode_s or 0.0 for _, plain in repeat) / sum(fast.decode_s or 0.0 for fast, _ in repeat)
-            for repeat in repeats
-        ]
-        spans.append((min(speedups), max(speedups)))
+        times = np.sum([pair[side].times for pair in timed], axis=0)
+        speedups = times[:, PLAIN_SECONDS] / times[:, SECONDS]
+        spans.append((speedups.min(), speedups.max()))
     (low, high), (other_low, other_high) = spans
-    return low > other_high or high < other_low
+    return bool(low > other_high or high < other_low)

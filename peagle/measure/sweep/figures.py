@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import stdtrit
@@ -35,8 +35,9 @@ from peagle.result import LOOPING_ABOVE, Counters
 BOUNDS = ("one_hot", "sampled", "best")  # of peagle.measure.bound
 SLOWER = 0.97  # a request is slower with speculation if its interval lies wholly below
 FEWEST_REPEATS = 3  # of a request's interval
-
-AnyPairing = TypeVar("AnyPairing", bound="Pairing")
+# columns of times: of the variant, then of plain decoding
+TOKENS, SECONDS, PASSES, PLAIN_TOKENS, PLAIN_SECONDS, PLAIN_PASSES = range(6)
+RATES = (TOKENS, SECONDS, PLAIN_TOKENS, PLAIN_SECONDS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,50 +133,11 @@ class Row(CountedFigures):
 
 @dataclasses.dataclass(frozen=True)
 class Pairing:
-    """Samples of a variant and plain decoding's of the same requests and repeats, pair by pair.
-
-    They are of one request over all repeats or, of many requests at once, of one repeat over all requests.
-    """
-
-    group: int  # the conversation, or the repeat: the unit of resampling
-    fast: tuple[Sample, ...]
-    plain: tuple[Sample, ...]
-
-    @property
-    def concurrent(self) -> bool:
-        return self.fast[0].variant.concurrency is not None
-
-    @functools.cached_property
-    def timed(self) -> tuple[tuple[Sample, Sample], ...]:
-        """Pairs in which both have a time of two tokens or more."""
-        pairs = zip(self.fast, self.plain, strict=True)
-        return tuple(pair for pair in pairs if all(sample.output_tokens > 1 and sample.decode_s for sample in pair))
-
-    @functools.cached_property
-    def sums(self) -> tuple[float, float, float, float]:
-        """Sum (tokens after the first, seconds) of the variant, then of plain decoding."""
-        if self.concurrent:
-            return *_together(self.fast), *_together(self.plain)
-        fast, plain = (_in_turns([pair[side] for pair in self.timed]) for side in (0, 1))
-        return *fast, *plain
-
-    @functools.cached_property
-    def passes(self) -> tuple[float, float]:
-        """Count passes of the target: (of the variant, of plain decoding)."""
-        fast, plain = (float(sum(pair[side].num_passes for pair in self.timed)) for side in (0, 1))
-        return fast, plain
-
-    def median(self, value: Callable[[Sample], float | None]) -> float | None:
-        """Take the median of a value of the variant's samples; None if none has it."""
-        values = [number for sample in self.fast if (number := value(sample)) is not None]
-        return float(np.median(values)) if values else None
-
-
-@dataclasses.dataclass(frozen=True)
-class RequestPairing(Pairing):
-    """The samples of one request over all repeats. share: the profile of its steps."""
+    """A request's samples by a variant over all repeats, and plain decoding's. share: the profile of its steps."""
 
     request: SweepRequest
+    fast: tuple[Sample, ...]
+    plain: tuple[Sample, ...]
     share: Share | None = None
 
     @property
@@ -186,6 +148,50 @@ class RequestPairing(Pairing):
     @functools.cached_property
     def counters(self) -> Counters:
         return total([sample.counters for sample in self.fast])
+
+    @functools.cached_property
+    def times(self) -> np.ndarray:
+        """Return [repeats, 6]: tokens after the first, seconds and passes of the variant, then of plain decoding.
+
+        A repeat in which either has no time of two tokens is 0.
+        """
+        rows = [
+            [(sample.output_tokens - 1, sample.decode_s or 0.0, sample.num_passes) for sample in pair]
+            for pair in zip(self.fast, self.plain, strict=True)
+        ]
+        times: np.ndarray = np.array(rows, np.float64).reshape(-1, 6)
+        return np.where((times[:, RATES] > 0).all(axis=1, keepdims=True), times, 0.0)
+
+
+class Units(NamedTuple):
+    """What times are of: a request over all repeats or, of many requests at once, a repeat over all requests."""
+
+    groups: np.ndarray  # the conversation, or the repeat: the unit of resampling
+    samples: Sequence[Sequence[Sample]]
+    times: np.ndarray  # [units, 6], as of `Pairing.times`
+
+
+def _in_turns(pairings: Sequence[Pairing]) -> Units:
+    times = [pairing.times.sum(axis=0) for pairing in pairings]
+    groups = np.array([pairing.request.row for pairing in pairings], np.int64)
+    return Units(groups, [pairing.fast for pairing in pairings], np.array(times).reshape(-1, 6))
+
+
+def _together(pairings: Sequence[Pairing]) -> Units:
+    """Make units of repeats. Steps are shared, so there are no passes of one request to count."""
+    fast = list(zip(*(pairing.fast for pairing in pairings), strict=True))
+    plain = zip(*(pairing.plain for pairing in pairings), strict=True)
+    times = [[*_busy(side), 0.0, *_busy(other), 0.0] for side, other in zip(fast, plain, strict=True)]
+    return Units(np.array([samples[0].repeat for samples in fast]), fast, np.array(times))
+
+
+def _busy(samples: Iterable[Sample]) -> tuple[float, float]:
+    """Sum tokens after the first, and seconds in which at least one request was decoding.
+
+    The requests were added at one time, from which ttft counts.
+    """
+    timed = [(s.output_tokens - 1, s.ttft_s, s.decode_s) for s in samples if s.ttft_s is not None and s.decode_s]
+    return float(sum(tokens for tokens, *_ in timed)), busy_s((ttft, ttft + decode) for _, ttft, decode in timed)
 
 
 def length_by_rates(sums: np.ndarray) -> np.ndarray:
@@ -199,7 +205,7 @@ def length_by_rates(sums: np.ndarray) -> np.ndarray:
     return length
 
 
-def pairings(folder: Folder) -> dict[tuple[Workload, Variant], list[RequestPairing]]:
+def pairings(folder: Folder) -> dict[tuple[Workload, Variant], list[Pairing]]:
     """Pair requests with plain decoding by workload and variant, over complete repeats.
 
     One request at a time is complete with all its repeats; of many at once a repeat with all its requests.
@@ -221,24 +227,16 @@ def pairings(folder: Folder) -> dict[tuple[Workload, Variant], list[RequestPairi
             if variant.concurrency is not None:
                 repeats = [n for n in repeats if all((request.request, n) in complete for request in requests)]
             by_variant[workload, variant] = [
-                RequestPairing(
-                    group=request.row,
+                Pairing(
+                    request=request,
                     fast=tuple(samples[workload, variant, repeat, request.request] for repeat in repeats),
                     plain=tuple(samples[workload, plainly, repeat, request.request] for repeat in repeats),
-                    request=request,
                     share=shares.get((workload, variant, request.request)),
                 )
                 for request in requests
                 if repeats and all((request.request, repeat) in complete for repeat in repeats)
             ]
     return by_variant
-
-
-def by_repeat(requests: Sequence[RequestPairing]) -> list[Pairing]:
-    """Turn pairings of requests over repeats into pairings of repeats over requests."""
-    sides = ([pairing.fast for pairing in requests], [pairing.plain for pairing in requests])
-    repeats = zip(*(zip(*side, strict=True) for side in sides), strict=True)
-    return [Pairing(fast[0].repeat, fast, plain) for fast, plain in repeats]
 
 
 def rows(folder: Folder) -> list[Row]:
@@ -265,11 +263,12 @@ def of_workload(rows: Iterable[Row], workload: Workload) -> list[Row]:
     return [row for row in rows if row.workload == workload]
 
 
-def _row(plan: Plan, workload: Workload, variant: Variant, requests: Sequence[RequestPairing]) -> Row:
-    repeats = by_repeat(requests)
-    in_turns = requests if variant.concurrency is None else []
-    timed = np.array([repeat.sums for repeat in repeats if min(repeat.sums) > 0], np.float64).reshape(-1, 4)
-    slower = [_is_slower(pairing) for pairing in in_turns if len(pairing.timed) >= FEWEST_REPEATS]
+def _row(plan: Plan, workload: Workload, variant: Variant, pairings: Sequence[Pairing]) -> Row:
+    in_turns = pairings if variant.concurrency is None else []
+    units = _in_turns(pairings) if in_turns else _together(pairings)
+    repeats = np.sum([pairing.times for pairing in pairings], axis=0) if in_turns else units.times
+    rates = repeats[(repeats[:, RATES] > 0).all(axis=1)][:, RATES]
+    slower = [_is_slower(pairing.times) for pairing in in_turns if pairing.times.any(axis=1).sum() >= FEWEST_REPEATS]
     return Row(
         workload=workload,
         variant=variant,
@@ -277,22 +276,24 @@ def _row(plan: Plan, workload: Workload, variant: Variant, requests: Sequence[Re
         num_repeats=len(repeats),
         num_slower=sum(slower),
         num_compared=len(slower),
-        tok_per_s_repeats=tuple(ratio(timed).tolist()),
-        speedup_repeats=tuple(ratio_of_ratios(timed).tolist()),
+        tok_per_s_repeats=tuple(ratio(rates).tolist()),
+        speedup_repeats=tuple(ratio_of_ratios(rates).tolist()),
         by_category=_parts(in_turns, lambda pairing: pairing.request.category or ""),
         by_bucket=_parts(in_turns, lambda pairing: plan.bucket(len(pairing.request.prompt_ids))),
-        **_counted(requests, in_turns or repeats),
+        **_counted(pairings, units),
     )
 
 
-def _parts(requests: Sequence[RequestPairing], part: Callable[[RequestPairing], str]) -> tuple[Part, ...]:
+def _parts(pairings: Sequence[Pairing], part: Callable[[Pairing], str]) -> tuple[Part, ...]:
     """Compute the figures of every part of the requests; none if there is only one part."""
-    parts: dict[str, list[RequestPairing]] = {}
-    for pairing in requests:
+    parts: dict[str, list[Pairing]] = {}
+    for pairing in pairings:
         parts.setdefault(part(pairing), []).append(pairing)
     if len(parts) < 2:
         return ()
-    return tuple(Part(part=name, **_counted(parts[name], parts[name])) for name in sorted(parts, key=_natural))
+    return tuple(
+        Part(part=name, **_counted(parts[name], _in_turns(parts[name]))) for name in sorted(parts, key=_natural)
+    )
 
 
 def _natural(name: str) -> tuple[int, str]:
@@ -300,21 +301,20 @@ def _natural(name: str) -> tuple[int, str]:
     return (int(head), name) if head.isdecimal() else (-1, name)
 
 
-def _counted(requests: Sequence[RequestPairing], units: Sequence[Pairing]) -> dict[str, Any]:
-    """Compute the fields of CountedFigures. units: what times are of, requests or repeats."""
-    counters = total([pairing.counters for pairing in requests])
-    outputs = [pairing.fast[0] for pairing in requests]
+def _counted(pairings: Sequence[Pairing], units: Units) -> dict[str, Any]:
+    """Compute the fields of CountedFigures."""
+    counters = total([pairing.counters for pairing in pairings])
     equal = [
         fast.output_sha256 == plain.output_sha256
-        for pairing in requests
+        for pairing in pairings
         for fast, plain in zip(pairing.fast, pairing.plain, strict=True)
     ]
-    calm = [pairing for pairing in requests if not pairing.loops]
+    calm = [pairing for pairing in pairings if not pairing.loops]
     return {
-        "prompt_tokens": float(np.median([len(pairing.request.prompt_ids) for pairing in requests])),
-        "looping_frac": (len(requests) - len(calm)) / len(requests),
-        "finished_frac": sum(output.finish_reason == "stop" for output in outputs) / len(requests),
-        "output_tokens": sum(sample.output_tokens for pairing in requests for sample in pairing.fast),
+        "prompt_tokens": float(np.median([len(pairing.request.prompt_ids) for pairing in pairings])),
+        "looping_frac": (len(pairings) - len(calm)) / len(pairings),
+        "finished_frac": sum(pairing.fast[0].finish_reason == "stop" for pairing in pairings) / len(pairings),
+        "output_tokens": sum(sample.output_tokens for pairing in pairings for sample in pairing.fast),
         "num_spec_steps": counters.num_steps,
         "num_plain_steps": counters.num_plain_steps,
         "num_draft_tokens": counters.num_drafted,
@@ -323,50 +323,51 @@ def _counted(requests: Sequence[RequestPairing], units: Sequence[Pairing]) -> di
         "accepted_per_position": counters.accepted_per_position,
         "equal_to_plain_frac": sum(equal) / len(equal),
         # the time of many at once cannot be split among them
-        "without_loops": Figures(**_figures(calm, calm if units is requests else [])),
-        **_figures(requests, units),
+        "without_loops": Figures(**_figures(calm, _in_turns(calm if len(units.samples) == len(pairings) else []))),
+        **_figures(pairings, units),
     }
 
 
-def _figures(requests: Sequence[RequestPairing], units: Sequence[Pairing]) -> dict[str, Any]:
-    """Compute the fields of Figures. units: what times are of, requests or repeats."""
-    drafted = [pairing for pairing in requests if pairing.counters.num_steps]
-    timed = [unit for unit in units if min(unit.sums) > 0]
-    stepped = [unit for unit in timed if not unit.concurrent]
+def _figures(pairings: Sequence[Pairing], units: Units) -> dict[str, Any]:
+    """Compute the fields of Figures."""
+    drafted = [pairing for pairing in pairings if pairing.counters.num_steps]
+    draft_groups = [pairing.request.row for pairing in drafted]
+    timed = (units.times[:, RATES] > 0).all(axis=1)
 
-    def accepted(position: int) -> Callable[[RequestPairing], tuple[float, float]]:
-        return lambda pairing: (pairing.counters.accepted_per_position[position], pairing.counters.num_steps)
+    def of_drafts(row: Callable[[Counters], tuple[int, int]], statistic: Statistic) -> Estimate | None:
+        return estimate(np.array([row(pairing.counters) for pairing in drafted], np.float64), statistic, draft_groups)
+
+    def accepted(position: int) -> Estimate | None:
+        return of_drafts(lambda counters: (counters.accepted_per_position[position], counters.num_steps), ratio)
+
+    def of_times(columns: Sequence[int], statistic: Statistic) -> Estimate | None:
+        return estimate(units.times[timed][:, columns], statistic, units.groups[timed].tolist())
 
     def median(value: Callable[[Sample], float | None]) -> Estimate | None:
-        known = [(number, unit.group) for unit in units if (number := unit.median(value)) is not None]
-        return estimate_median([number for number, _ in known], [group for _, group in known])
+        table = [[number for sample in unit if (number := value(sample)) is not None] for unit in units.samples]
+        known = [(float(np.median(row)), group) for row, group in zip(table, units.groups, strict=True) if row]
+        return estimate_median([number for number, _ in known], [int(group) for _, group in known])
 
     def wait(quantile: int) -> Callable[[Sample], float | None]:
         return lambda sample: None if sample.itl_s is None else sample.itl_s[quantile]
 
-    step = _estimate(stepped, lambda unit: (unit.sums[1], unit.passes[0]), ratio)
-    cost = _estimate(
-        stepped, lambda unit: (unit.sums[1], unit.passes[0], unit.sums[3], unit.passes[1]), ratio_of_ratios
-    )
-    draft, verify, host = _split(step, [pairing.share for pairing in requests if pairing.share is not None])
-    positions = range(len(drafted[0].counters.tried) if drafted else 0)
+    step = of_times((SECONDS, PASSES), ratio)
+    draft, verify, host = _split(step, [pairing.share for pairing in pairings if pairing.share is not None])
     return {
-        "num_requests": len(requests),
-        "acceptance_length": _estimate(
-            drafted, lambda pairing: (pairing.counters.num_accepted, pairing.counters.num_steps), one_more_than_ratio
-        ),
-        "rate_per_position": tuple(_estimate(drafted, accepted(position), ratio) for position in positions),
-        "tok_per_s": _estimate(timed, lambda unit: unit.sums[:2], ratio),
-        "speedup": _estimate(timed, lambda unit: unit.sums, ratio_of_ratios),
+        "num_requests": len(pairings),
+        "acceptance_length": of_drafts(lambda c: (c.num_accepted, c.num_steps), one_more_than_ratio),
+        "rate_per_position": tuple(map(accepted, range(len(drafted[0].counters.tried) if drafted else 0))),
+        "tok_per_s": of_times((TOKENS, SECONDS), ratio),
+        "speedup": of_times(RATES, ratio_of_ratios),
         "ttft_s": median(lambda sample: sample.ttft_s),
         "itl_s": tuple(median(wait(quantile)) for quantile in range(len(ITL_QUANTILES))),
-        "tokens_per_step": _estimate(stepped, lambda unit: (unit.sums[0], unit.passes[0]), ratio),
+        "tokens_per_step": of_times((TOKENS, PASSES), ratio),
         "step_s": step,
-        "cycle_cost": cost,
+        "cycle_cost": of_times((SECONDS, PASSES, PLAIN_SECONDS, PLAIN_PASSES), ratio_of_ratios),
         "draft_s": draft,
         "verify_s": verify,
         "host_s": host,
-        "bounds": _bounds(requests),
+        "bounds": _bounds(pairings),
     }
 
 
@@ -380,9 +381,9 @@ def _split(step: Estimate | None, shares: Sequence[Share]) -> tuple[Estimate | N
     return draft, verify, rest
 
 
-def _bounds(requests: Sequence[RequestPairing]) -> dict[str, BoundFigures] | None:
+def _bounds(pairings: Sequence[Pairing]) -> dict[str, BoundFigures] | None:
     """Compute the bounds' acceptance length and first rate; None for greedy requests."""
-    bounded = [(pairing.fast[0].bound, pairing.group) for pairing in requests if pairing.fast[0].bound is not None]
+    bounded = [(pairing.fast[0].bound, pairing.request.row) for pairing in pairings if pairing.fast[0].bound]
     if not bounded:
         return None
     groups = [group for _, group in bounded]
@@ -398,34 +399,10 @@ def _bounds(requests: Sequence[RequestPairing]) -> dict[str, BoundFigures] | Non
     return {name: of(name) for name in BOUNDS}
 
 
-def _is_slower(pairing: RequestPairing) -> bool:
+def _is_slower(times: np.ndarray) -> bool:
     """Test whether a request is surely slower, by the 95 % t-interval of its repeats' mean logarithmic speed-up."""
-    rates = np.array([[(s.output_tokens - 1) / (s.decode_s or 0.0) for s in pair] for pair in pairing.timed])
-    logs = np.log(rates[:, 0] / rates[:, 1])
+    logs = np.log(ratio_of_ratios(times[times.any(axis=1)][:, RATES]))
     return bool(logs.mean() + stdtrit(len(logs) - 1, 0.975) * logs.std(ddof=1) / np.sqrt(len(logs)) < np.log(SLOWER))
-
-
-def _estimate(
-    pairings: Sequence[AnyPairing], row: Callable[[AnyPairing], Sequence[float]], statistic: Statistic
-) -> Estimate | None:
-    """Estimate a statistic of a table with a row per pairing."""
-    table = np.array([row(pairing) for pairing in pairings], np.float64)
-    return estimate(table, statistic, [pairing.group for pairing in pairings])
-
-
-def _in_turns(samples: Sequence[Sample]) -> tuple[float, float]:
-    """Sum (tokens after the first, seconds) of requests that were decoded one at a time."""
-    return float(sum(sample.output_tokens - 1 for sample in samples)), float(sum(s.decode_s or 0.0 for s in samples))
-
-
-def _together(samples: Sequence[Sample]) -> tuple[float, float]:
-    """Sum tokens after the first, and seconds in which at least one request was decoding.
-
-    The requests were added at one time, from which ttft counts.
-    """
-    timed = [sample for sample in samples if sample.ttft_s is not None and sample.decode_s is not None]
-    spans = [(sample.ttft_s or 0.0, (sample.ttft_s or 0.0) + (sample.decode_s or 0.0)) for sample in timed]
-    return float(sum(sample.output_tokens - 1 for sample in timed)), busy_s(spans)
 
 
 def best(rows: Iterable[Row]) -> Row | None:

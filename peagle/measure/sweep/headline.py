@@ -119,7 +119,9 @@ def sentence(verdict: Verdict) -> str:
     speedup = speedup_of(row)
     if not verdict.gains:
         return f"no K beats {PLAINLY} here: the best, {variant_text(row.label)}, gives {times_text(speedup)}"
-    text = f"{variant_text(row.label)}: {times_text(speedup, f' {PLAINLY}')}, {outputs_text(row)}"
+    unit = "prompts" if row.concurrency is None else "repeats"
+    text = f"{variant_text(row.label)}: {speedup.value:.2f}x {PLAINLY} ({interval_text(speedup, unit=unit)}), "
+    text += f"{row.num_differing} of {row.num_outputs} outputs differ" if row.num_differing else "identical output"
     return text if verdict.sure or speedup.low is None else f"{text}; not surely faster"
 
 
@@ -131,21 +133,16 @@ def variant_text(label: str) -> str:
     return f"K = {k}" + (rest and f" with {rest}")
 
 
-def times_text(figure: Estimate, of: str = "") -> str:
+def times_text(figure: Estimate) -> str:
     """Format a ratio with its interval: 1.19x (95 %: 1.14 to 1.24)."""
-    return f"{figure.value:.2f}x{of} ({interval_text(figure)})"
+    return f"{figure.value:.2f}x ({interval_text(figure)})"
 
 
-def interval_text(figure: Estimate, form: str = ".2f") -> str:
-    """Format a figure's interval."""
+def interval_text(figure: Estimate, form: str = ".2f", unit: str = "prompts") -> str:
+    """Format a figure's interval, which is over this unit."""
     if figure.low is None or figure.high is None:
-        return f"no interval with fewer than {FEWEST} prompts"
+        return f"no interval with fewer than {FEWEST} {unit}"
     return f"95 %: {figure.low:{form}} to {figure.high:{form}}"
-
-
-def outputs_text(row: Row) -> str:
-    """Say whether all outputs are plain decoding's, token for token."""
-    return f"{row.num_differing} of {row.num_outputs} outputs differ" if row.num_differing else "identical output"
 
 
 def notes(folder: Folder) -> Iterator[tuple[str, str]]:
