@@ -69,9 +69,12 @@ def headlines(folder: Folder, rows: Sequence[Row]) -> list[str]:
 
 
 def loads(folder: Folder, rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return (workload and number of requests at once, a sentence about their fastest variant)."""
+    """Return (load, a sentence about its fastest variant). Loads name their workload if there are several."""
     return [
-        (f"{workload.label}, {slots} at once", sentence(Verdict(workload, best(own))))
+        (
+            f"{workload.label}, " * (len(folder.plan.workloads) > 1) + f"{slots} at once",
+            sentence(Verdict(workload, best(own))),
+        )
         for workload in folder.plan.workloads
         for slots in sorted(folder.plan.concurrencies)
         if best(own := [row for row in of_workload(rows, workload) if row.concurrency == slots and row.k != 0])
@@ -117,10 +120,12 @@ def sentence(verdict: Verdict) -> str:
     if row is None:
         return verdict.why_none
     speedup = speedup_of(row)
+    interval = interval_text(speedup, unit="prompts" if row.concurrency is None else "repeats")
     if not verdict.gains:
-        return f"no K beats {PLAINLY} here: the best, {variant_text(row.label)}, gives {times_text(speedup)}"
-    unit = "prompts" if row.concurrency is None else "repeats"
-    text = f"{variant_text(row.label)}: {speedup.value:.2f}x {PLAINLY} ({interval_text(speedup, unit=unit)}), "
+        return (
+            f"no K beats {PLAINLY} here: the best, {variant_text(row.label)}, gives {speedup.value:.2f}x ({interval})"
+        )
+    text = f"{variant_text(row.label)}: {speedup.value:.2f}x {PLAINLY} ({interval}), "
     text += f"{row.num_differing} of {row.num_outputs} outputs differ" if row.num_differing else "identical output"
     return text if verdict.sure or speedup.low is None else f"{text}; not surely faster"
 

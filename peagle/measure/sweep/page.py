@@ -29,12 +29,13 @@ class Column:
     meaning: str = ""
 
 
-def acceptance_text(row: Row) -> str:
-    """Format a variant's acceptance length; of `auto`, with the share of passes that drafted."""
-    text = estimate_text(row.acceptance_length)
-    if row.num_plain_steps and row.num_spec_steps:
-        text += f" in {row.num_spec_steps / (row.num_spec_steps + row.num_plain_steps):.0%} of the passes"
-    return text
+def _drafted(row: Row) -> str:
+    passes = row.num_spec_steps + row.num_plain_steps
+    return f"{row.num_spec_steps / passes:.0%}" if row.num_spec_steps and row.num_plain_steps else "-"
+
+
+def _acceptance(row: Row) -> str:
+    return estimate_text(row.acceptance_length)
 
 
 def _without_loops(row: Row) -> str:
@@ -86,7 +87,8 @@ DIFFERING = Column(
 ALONE = (
     K_COLUMN,
     Column("speed-up", lambda row: estimate_text(row.speedup), "tok/s over plain decoding's for the same requests"),
-    Column("acceptance length", acceptance_text, "tokens per step that verified drafts, one of them the target's own"),
+    Column("drafted", _drafted, "share of `auto`'s steps that verified drafts"),
+    Column("acceptance length", _acceptance, "tokens per step that verified drafts, one of them the target's own"),
     Column("without loops", _without_loops, f"the same without outputs that repeat over {LOOPING} of their 4-grams"),
     Column("at most", _at_most, "the same for a drafter that always guesses the target's likeliest token"),
     Column("accepted", _positions, "share of these steps that accepted the first, second, ... draft"),
@@ -96,7 +98,7 @@ ALONE = (
     Column("slower requests", _slower, f"their 95 % interval over the repeats lies below {SLOWER:g}x"),
     DIFFERING,
 )
-TERMINAL = [column for column in ALONE if column.name not in ("accepted", "draft + verify + rest, ms")]
+TERMINAL = [column for column in ALONE if column.name not in ("drafted", "accepted", "draft + verify + rest, ms")]
 AT_ONCE = (
     Column("at once", lambda row: str(row.concurrency), "slots, for which all requests of a repeat wait together"),
     K_COLUMN,
@@ -325,11 +327,15 @@ def _parts(rows: Sequence[Row]) -> Iterator[Block]:
     for title, parts in (("category", row.by_category), ("prompt tokens", row.by_bucket)):
         if parts:
             yield heading(f"{variant_text(row.label)} by {title}", 3)
-            lines = []
-            for part in parts:
-                figures = (part.speedup, part.acceptance_length, part.without_loops.acceptance_length)
-                lines.append((part.part or "(none)", str(part.num_requests), *map(estimate_text, figures)))
-            yield Table((title, "requests", "speed-up", "acceptance length", "without loops"), lines)
+            lines = [
+                (
+                    part.part or "(none)",
+                    str(part.num_requests),
+                    *map(estimate_text, (part.speedup, part.acceptance_length)),
+                )
+                for part in parts
+            ]
+            yield Table((title, "requests", "speed-up", "acceptance length"), lines)
 
 
 def _origin(folder: Folder) -> Iterator[Block]:
