@@ -40,11 +40,39 @@ TOKENS, SECONDS, PASSES, PLAIN_TOKENS, PLAIN_SECONDS, PLAIN_PASSES = range(6)
 RATES = (TOKENS, SECONDS, PLAIN_TOKENS, PLAIN_SECONDS)
 
 
+@dataclasses.dataclass(frozen=True)
+class BoundFigures:
+    """The acceptance length, and the rate of the first draft, that a bound allows (peagle.measure.bound)."""
+
+    length: Estimate | None
+    first: Estimate | None
+
+
+@dataclasses.dataclass(frozen=True)
+class WithoutLoops:
+    """Figures without the requests that loop. Of many at once there is no speed-up: they share the time."""
+
+    num_requests: int
+    acceptance_length: Estimate | None
+    speedup: Estimate | None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figures:
     """The figures of some requests."""
 
     num_requests: int
+    prompt_tokens: float  # median
+    output_tokens: int
+    finished_frac: float  # ended by a stop token
+    looping_frac: float
+    equal_to_plain_frac: float
+    num_spec_steps: int
+    num_plain_steps: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    histogram: tuple[int, ...]
+    accepted_per_position: tuple[int, ...]
     acceptance_length: Estimate | None  # 1 + sum accepted / sum steps that verified drafts
     rate_per_position: tuple[Estimate | None, ...]  # [i]: steps that accepted draft i / steps
     tok_per_s: Estimate | None  # sum (tokens - 1) / sum decode_s
@@ -57,44 +85,19 @@ class Figures:
     draft_s: Estimate | None  # step_s times the share of drafting under the profiler (peagle.measure.profile)
     verify_s: Estimate | None
     host_s: Estimate | None  # the rest: accepting, committing, the runtime between operations, the host
-    bounds: Mapping[str, "BoundFigures"] | None  # by name of BOUNDS; None for greedy requests
-
-
-@dataclasses.dataclass(frozen=True)
-class BoundFigures:
-    """The acceptance length, and the rate of the first draft, that a bound allows (peagle.measure.bound)."""
-
-    length: Estimate | None
-    first: Estimate | None
+    bounds: Mapping[str, BoundFigures] | None  # by name of BOUNDS; None for greedy requests
+    without_loops: WithoutLoops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CountedFigures(Figures):
-    """Figures with the counts behind them."""
-
-    prompt_tokens: float  # median
-    looping_frac: float
-    finished_frac: float  # ended by a stop token
-    output_tokens: int
-    num_spec_steps: int
-    num_plain_steps: int
-    num_draft_tokens: int
-    num_accepted_draft_tokens: int
-    histogram: tuple[int, ...]
-    accepted_per_position: tuple[int, ...]
-    equal_to_plain_frac: float
-    without_loops: Figures
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Part(CountedFigures):
+class Part(Figures):
     """The figures of a category, or of a bucket of prompt lengths."""
 
     part: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row(CountedFigures):
+class Row(Figures):
     """The figures of one variant in one workload."""
 
     workload: Workload
@@ -280,7 +283,7 @@ def _row(plan: Plan, workload: Workload, variant: Variant, pairings: Sequence[Pa
         speedup_repeats=tuple(ratio_of_ratios(rates).tolist()),
         by_category=_parts(in_turns, lambda pairing: pairing.request.category or ""),
         by_bucket=_parts(in_turns, lambda pairing: plan.bucket(len(pairing.request.prompt_ids))),
-        **_counted(pairings, units),
+        **_figures(pairings, units),
     )
 
 
@@ -292,7 +295,7 @@ def _parts(pairings: Sequence[Pairing], part: Callable[[Pairing], str]) -> tuple
     if len(parts) < 2:
         return ()
     return tuple(
-        Part(part=name, **_counted(parts[name], _in_turns(parts[name]))) for name in sorted(parts, key=_natural)
+        Part(part=name, **_figures(parts[name], _in_turns(parts[name]))) for name in sorted(parts, key=_natural)
     )
 
 
@@ -301,8 +304,8 @@ def _natural(name: str) -> tuple[int, str]:
     return (int(head), name) if head.isdecimal() else (-1, name)
 
 
-def _counted(pairings: Sequence[Pairing], units: Units) -> dict[str, Any]:
-    """Compute the fields of CountedFigures."""
+def _figures(pairings: Sequence[Pairing], units: Units) -> dict[str, Any]:
+    """Compute the fields of Figures."""
     counters = total([pairing.counters for pairing in pairings])
     equal = [
         fast.output_sha256 == plain.output_sha256
@@ -310,38 +313,11 @@ def _counted(pairings: Sequence[Pairing], units: Units) -> dict[str, Any]:
         for fast, plain in zip(pairing.fast, pairing.plain, strict=True)
     ]
     calm = [pairing for pairing in pairings if not pairing.loops]
-    return {
-        "prompt_tokens": float(np.median([len(pairing.request.prompt_ids) for pairing in pairings])),
-        "looping_frac": (len(pairings) - len(calm)) / len(pairings),
-        "finished_frac": sum(pairing.fast[0].finish_reason == "stop" for pairing in pairings) / len(pairings),
-        "output_tokens": sum(sample.output_tokens for pairing in pairings for sample in pairing.fast),
-        "num_spec_steps": counters.num_steps,
-        "num_plain_steps": counters.num_plain_steps,
-        "num_draft_tokens": counters.num_drafted,
-        "num_accepted_draft_tokens": counters.num_accepted,
-        "histogram": counters.histogram,
-        "accepted_per_position": counters.accepted_per_position,
-        "equal_to_plain_frac": sum(equal) / len(equal),
-        # the time of many at once cannot be split among them
-        "without_loops": Figures(**_figures(calm, _in_turns(calm if len(units.samples) == len(pairings) else []))),
-        **_figures(pairings, units),
-    }
-
-
-def _figures(pairings: Sequence[Pairing], units: Units) -> dict[str, Any]:
-    """Compute the fields of Figures."""
-    drafted = [pairing for pairing in pairings if pairing.counters.num_steps]
-    draft_groups = [pairing.request.row for pairing in drafted]
-    timed = (units.times[:, RATES] > 0).all(axis=1)
-
-    def of_drafts(row: Callable[[Counters], tuple[int, int]], statistic: Statistic) -> Estimate | None:
-        return estimate(np.array([row(pairing.counters) for pairing in drafted], np.float64), statistic, draft_groups)
+    in_turns = pairings[0].fast[0].variant.concurrency is None
+    shares = [pairing.share for pairing in pairings if pairing.share is not None]
 
     def accepted(position: int) -> Estimate | None:
-        return of_drafts(lambda counters: (counters.accepted_per_position[position], counters.num_steps), ratio)
-
-    def of_times(columns: Sequence[int], statistic: Statistic) -> Estimate | None:
-        return estimate(units.times[timed][:, columns], statistic, units.groups[timed].tolist())
+        return _of_drafts(pairings, lambda counters: (counters.accepted_per_position[position], counters.num_steps))
 
     def median(value: Callable[[Sample], float | None]) -> Estimate | None:
         table = [[number for sample in unit if (number := value(sample)) is not None] for unit in units.samples]
@@ -351,24 +327,59 @@ def _figures(pairings: Sequence[Pairing], units: Units) -> dict[str, Any]:
     def wait(quantile: int) -> Callable[[Sample], float | None]:
         return lambda sample: None if sample.itl_s is None else sample.itl_s[quantile]
 
-    step = of_times((SECONDS, PASSES), ratio)
-    draft, verify, host = _split(step, [pairing.share for pairing in pairings if pairing.share is not None])
+    step = _of_times(units, (SECONDS, PASSES), ratio)
+    draft, verify, host = _split(step, shares)
     return {
         "num_requests": len(pairings),
-        "acceptance_length": of_drafts(lambda c: (c.num_accepted, c.num_steps), one_more_than_ratio),
-        "rate_per_position": tuple(map(accepted, range(len(drafted[0].counters.tried) if drafted else 0))),
-        "tok_per_s": of_times((TOKENS, SECONDS), ratio),
-        "speedup": of_times(RATES, ratio_of_ratios),
+        "prompt_tokens": float(np.median([len(pairing.request.prompt_ids) for pairing in pairings])),
+        "output_tokens": sum(sample.output_tokens for pairing in pairings for sample in pairing.fast),
+        "finished_frac": sum(pairing.fast[0].finish_reason == "stop" for pairing in pairings) / len(pairings),
+        "looping_frac": (len(pairings) - len(calm)) / len(pairings),
+        "equal_to_plain_frac": sum(equal) / len(equal),
+        "num_spec_steps": counters.num_steps,
+        "num_plain_steps": counters.num_plain_steps,
+        "num_draft_tokens": counters.num_drafted,
+        "num_accepted_draft_tokens": counters.num_accepted,
+        "histogram": counters.histogram,
+        "accepted_per_position": counters.accepted_per_position,
+        "acceptance_length": _acceptance_length(pairings),
+        "rate_per_position": tuple(map(accepted, range(len(counters.tried) if counters.num_steps else 0))),
+        "tok_per_s": _of_times(units, (TOKENS, SECONDS), ratio),
+        "speedup": _of_times(units, RATES, ratio_of_ratios),
         "ttft_s": median(lambda sample: sample.ttft_s),
         "itl_s": tuple(median(wait(quantile)) for quantile in range(len(ITL_QUANTILES))),
-        "tokens_per_step": of_times((TOKENS, PASSES), ratio),
+        "tokens_per_step": _of_times(units, (TOKENS, PASSES), ratio),
         "step_s": step,
-        "cycle_cost": of_times((SECONDS, PASSES, PLAIN_SECONDS, PLAIN_PASSES), ratio_of_ratios),
+        "cycle_cost": _of_times(units, (SECONDS, PASSES, PLAIN_SECONDS, PLAIN_PASSES), ratio_of_ratios),
         "draft_s": draft,
         "verify_s": verify,
         "host_s": host,
         "bounds": _bounds(pairings),
+        "without_loops": WithoutLoops(
+            len(calm),
+            _acceptance_length(calm),
+            _of_times(_in_turns(calm), RATES, ratio_of_ratios) if in_turns else None,
+        ),
     }
+
+
+def _of_drafts(
+    pairings: Sequence[Pairing], row: Callable[[Counters], tuple[int, int]], statistic: Statistic = ratio
+) -> Estimate | None:
+    """Estimate a statistic of counters of the requests that verified drafts."""
+    drafted = [pairing for pairing in pairings if pairing.counters.num_steps]
+    table = np.array([row(pairing.counters) for pairing in drafted], np.float64)
+    return estimate(table, statistic, [pairing.request.row for pairing in drafted])
+
+
+def _acceptance_length(pairings: Sequence[Pairing]) -> Estimate | None:
+    return _of_drafts(pairings, lambda counters: (counters.num_accepted, counters.num_steps), one_more_than_ratio)
+
+
+def _of_times(units: Units, columns: Sequence[int], statistic: Statistic) -> Estimate | None:
+    """Estimate a statistic of columns of the units that were timed."""
+    timed = (units.times[:, RATES] > 0).all(axis=1)
+    return estimate(units.times[timed][:, columns], statistic, units.groups[timed].tolist())
 
 
 def _split(step: Estimate | None, shares: Sequence[Share]) -> tuple[Estimate | None, Estimate | None, Estimate | None]:

@@ -13,11 +13,10 @@ from peagle.measure.estimates import Estimate
 from peagle.measure.pages import Commands, Table
 from peagle.measure.sweep import page
 from peagle.measure.sweep.compare import Difference
-from peagle.measure.sweep.figures import Row, rows
+from peagle.measure.sweep.figures import Row, WithoutLoops, rows
 from peagle.measure.sweep.headline import caveats, commands, compared, headlines, title, verdicts
 from peagle.measure.sweep.plan import Variant, Workload
 from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
-from tests.peagle.measure.sweep.runs import figures as partial_figures
 
 Changes = dict[str, Any]
 GREEDY = Workload("prompts", True, 0.0)
@@ -131,7 +130,7 @@ def test_an_unfinished_run_is_judged_by_the_requests_that_all_its_variants_have(
     assert any("Not finished" in block for block in page.run_blocks(part, rows(part)) if isinstance(block, str))
 
 
-LOOPS = {"looping_frac": 0.25, "without_loops": partial_figures(num_requests=6, speedup=Estimate(0.98, 0.9, 1.05))}
+LOOPS = {"looping_frac": 0.25, "without_loops": WithoutLoops(6, None, Estimate(0.98, 0.9, 1.05))}
 
 
 @pytest.mark.parametrize(

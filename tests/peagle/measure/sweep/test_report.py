@@ -15,13 +15,13 @@ from peagle.measure.estimates import Estimate, estimate_text
 from peagle.measure.pages import Table
 from peagle.measure.sweep import charts, page
 from peagle.measure.sweep.compare import differences
-from peagle.measure.sweep.figures import rows
+from peagle.measure.sweep.figures import WithoutLoops, rows
 from peagle.measure.sweep.headline import headlines
 from peagle.measure.sweep.plan import PLAIN, Variant
 from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
 from peagle.ops.errors import InputError
 from scripts.publish import ROW, publish, rounded
-from tests.peagle.measure.sweep.runs import example_row, figures
+from tests.peagle.measure.sweep.runs import example_row
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_auto_stands_apart_and_what_was_not_measured_is_not_drawn() -> None:
 def test_a_column_stands_where_it_says_something(
     finished: Folder, looping: float, num_slower: int, equal: float
 ) -> None:
-    calm = figures(acceptance_length=Estimate(2.0))
+    calm = WithoutLoops(4, Estimate(2.0), None)
     row = example_row(
         workload=finished.plan.workloads[0],
         acceptance_length=Estimate(3.0),
