@@ -19,6 +19,10 @@ from tests.support.pairs import ByteTokenizer, toy_pair
 TEXTS = ("one two one two", "a", "never", "b", "c", "dd", "e", "f", "gg")  # enough for an interval
 
 
+class Killed(BaseException):
+    """An exception that no handler catches, like a killed process."""
+
+
 class Tokens(ByteTokenizer):
     """Bytes, and a question mark for every id above them."""
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from peagle.cli import main
-from peagle.engine.collect import Collector
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
 from peagle.measure.estimates import Estimate
@@ -27,7 +26,7 @@ from peagle.pair import Pair
 from peagle.result import Result, decode
 from peagle.text.tokenizer import Tokenizer
 from scripts.publish import AT_ONCE, publish, rounded
-from tests.peagle.measure.sweep.runs import prompt_file, sweep, swept
+from tests.peagle.measure.sweep.runs import Killed, prompt_file, sweep, swept
 
 SLOTS = (1, 3)
 KS = (0, 1, 3)
@@ -44,10 +43,6 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def finished(together: Path, tmp_path: Path) -> Folder:
     return open_run(Path(shutil.copytree(together, tmp_path / "run")))
-
-
-class Killed(BaseException):
-    """An exception that no handler catches, like a killed process."""
 
 
 def rewrite(folder: Folder, change: Callable[[dict[str, Any]], object], repeats: int = 2) -> Folder:
@@ -91,21 +86,6 @@ def test_variants_with_as_many_slots_follow_one_another_and_take_turns(finished:
     assert [slots for _, slots, _ in order] == [1] * 3 + [3] * 6 + [1] * 3
     first = [order[number][2] for number in range(0, 12, 3)]
     assert first == [0, 1, 1, 3]
-
-
-@pytest.mark.usefixtures("quickly")
-def test_so_many_requests_are_at_work_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    active_by_slots: dict[int, set[int]] = {}
-    real = Collector._read_steps
-
-    def watched(self: Collector, output: Any, sent: Any, now: float) -> Any:
-        active = sum(handle is not None for handle in sent.requests)
-        active_by_slots.setdefault(self._engine.config.slots, set()).add(active)
-        return real(self, output, sent, now)
-
-    monkeypatch.setattr(Collector, "_read_steps", watched)
-    swept(monkeypatch, tmp_path / "run", "--concurrency", "3,5", "-k", "2", "--repeats", "1")
-    assert {slots: max(active) for slots, active in active_by_slots.items()} == {1: 1, 3: 3, 5: 5}
 
 
 # figures
@@ -287,49 +267,3 @@ def test_a_variant_that_fails_at_many_at_once_need_not_cost_the_others(
     assert [row["k"] for row in folder.record["rows"]] == [0, 2]
     assert [row["k"] for row in folder.record["by_concurrency"]] == [0]
     assert "K = 2, 3 at once: no room" in (tmp_path / "run" / "README.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--concurrency", "x"], "--concurrency is 'x'; expected numbers separated by commas"),
-        (["--concurrency", ""], "--concurrency is ''"),
-        (["--concurrency", "1,0"], "--concurrency is 0; expected 1 or more"),
-        (["--concurrency", "2,10"], "--concurrency is 10, but prompts has 9 requests"),
-        (["--write-widths", "table.json", "-k", "1-3"], "-k does not name it; add it, as -k 1-7,auto"),
-        (["--write-widths", "no/table.json", "--concurrency", "1"], "no does not exist"),
-        (["--write-widths", "/dev/null", "--concurrency", "1"], "/dev/null exists"),
-        (
-            ["--write-widths", "draftr", "--concurrency", "1"],
-            "--write-widths draftr is no folder; expected a drafter's directory",
-        ),
-        (["--write-widths", "table.json", "--concurrency", "1", "--drafter", "demo,ngram"], "one drafter"),
-        (["--write-widths", "table.json", "--concurrency", "1", "--draft-vocab", "9,full"], "one vocabulary"),
-        (["--write-widths", "table.json", "--concurrency", "1", "--drafter-window", "9,off"], "one window"),
-        (["--drafter-window", "128,wide"], "drafter-window is 'wide'; expected the positions"),
-        (["--drafter-window", "128", "--drafter", "ngram"], "no drafter with weights"),
-    ],
-)
-def test_bad_input_is_one_line_and_writes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    arguments: list[str],
-    message: str,
-) -> None:
-    typed = ["--out", tmp_path / "run", "--prompts", prompt_file(tmp_path), *arguments]
-    assert sweep(monkeypatch, *typed) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_dry_run_counts_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    typed = ["--prompts", prompt_file(tmp_path), "-k", "2", "--concurrency", "4,2", "--repeats", 1, "--dry-run"]
-    assert sweep(monkeypatch, "--out", tmp_path / "run", *typed) == 0
-    said = capsys.readouterr().out
-    assert "at once      2, 4" in said
-    assert f"{9 * (2 + 2 * 2)} requests" in said

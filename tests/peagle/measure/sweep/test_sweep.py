@@ -30,16 +30,12 @@ from peagle.ops.files import alone
 from peagle.pair import Pair
 from peagle.result import Result, decode
 from peagle.text.tokenizer import ByteLevelTokenizer, Tokenizer
-from tests.peagle.measure.sweep.runs import TEXTS, Tokens, prompt_file, shared_pair, sweep, swept
+from tests.peagle.measure.sweep.runs import TEXTS, Killed, Tokens, prompt_file, shared_pair, sweep, swept
 from tests.support.pairs import SPECIALS, press_ctrl_c_at, toy_pair
 from tests.support.toys import costs
 
 pytestmark = pytest.mark.usefixtures("quickly")
 profiling = SweepRun.profile
-
-
-class Killed(BaseException):
-    """An exception that no handler catches, like a killed process."""
 
 
 def counts(folder: Folder) -> dict[Any, Any]:
@@ -384,7 +380,12 @@ def test_a_dry_run_writes_nothing(
     assert sweep(monkeypatch, "--out", tmp_path / "run", "--prompts", prompts, "-k", "0-2", "--dry-run") == 0
     said = capsys.readouterr().out
     assert "K = 0; 1; 2" in said
-    assert "81 requests" in said
+    assert f"{3 * 9 * 3} requests" in said
+    typed = ["--prompts", prompts, "-k", "2", "--concurrency", "4,2", "--repeats", 1, "--dry-run"]
+    assert sweep(monkeypatch, "--out", tmp_path / "run", *typed) == 0
+    said = capsys.readouterr().out
+    assert "at once      2, 4" in said
+    assert f"{9 * (2 + 2 * 2)} requests" in said
     assert not (tmp_path / "run").exists()
 
 
@@ -418,6 +419,22 @@ def test_prompts_that_are_too_long_are_left_out_and_counted_or_refused(
         (["--resume"], "cannot be read"),
         (["--max-prompt-tokens", "1"], "demo has no usable prompt"),
         (["--max-prompt-tokens", "1", "--too-long", "error"], "expected at most 1"),
+        (["--concurrency", "x"], "--concurrency is 'x'; expected numbers separated by commas"),
+        (["--concurrency", ""], "--concurrency is ''"),
+        (["--concurrency", "1,0"], "--concurrency is 0; expected 1 or more"),
+        (["--concurrency", "2,61"], "--concurrency is 61, but demo has 60 requests"),
+        (["--write-widths", "table.json", "-k", "1-3"], "-k does not name it; add it, as -k 1-7,auto"),
+        (["--write-widths", "no/table.json", "--concurrency", "1"], "no does not exist"),
+        (["--write-widths", "/dev/null", "--concurrency", "1"], "/dev/null exists"),
+        (
+            ["--write-widths", "draftr", "--concurrency", "1"],
+            "--write-widths draftr is no folder; expected a drafter's directory",
+        ),
+        (["--write-widths", "table.json", "--concurrency", "1", "--drafter", "demo,ngram"], "one drafter"),
+        (["--write-widths", "table.json", "--concurrency", "1", "--draft-vocab", "9,full"], "one vocabulary"),
+        (["--write-widths", "table.json", "--concurrency", "1", "--drafter-window", "9,off"], "one window"),
+        (["--drafter-window", "128,wide"], "drafter-window is 'wide'; expected the positions"),
+        (["--drafter-window", "128", "--drafter", "ngram"], "no drafter with weights"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(
