@@ -154,9 +154,7 @@ def comparison_blocks(runs: Mapping[Folder, Sequence[Row]], compared: Sequence[S
         for sentence in headline.compared(differences, first, names[folder])
     ]
     blocks: list[Block] = [
-        heading(
-            f"{headline.listed([names[folder] for folder in others])} against {first}: {_compared_title(folders)}", 1
-        ),
+        heading(f"{headline.listed([names[folder] for folder in others])} against {first}", 1),
         *_sentences(sentences),
         "Speeds are compared as speed-ups over plain decoding of the same run, request by request.",
         *_notes((f"{name} in {names[folder]}", text) for folder in folders for name, text in headline.notes(folder)),
@@ -200,14 +198,6 @@ def _difference_cells(difference: Difference) -> tuple[str, ...]:
         str(difference.num_requests),
         "yes" if difference.real else "equal" if difference.equal else "undecided",
     )
-
-
-def _compared_title(folders: Sequence[Folder]) -> str:
-    """Name the models of the runs, and their dates."""
-    subjects = dict.fromkeys(headline.subject(folder.plan) for folder in folders)
-    dates = sorted({headline.date(folder) for folder in folders})
-    subject = next(iter(subjects)) if len(subjects) == 1 else "speculative decoding"
-    return f"{subject[:1].lower()}{subject[1:]}, {' to '.join(dict.fromkeys([dates[0], dates[-1]]))}"
 
 
 def _series_of_runs(

@@ -35,11 +35,8 @@ FEWEST_WAITS = 4  # between arrivals, for quantiles
 RUN, PROMPTS, ASKING, RAW = "run.json", "prompts.jsonl", "asking.jsonl", "raw.jsonl"
 
 Json = dict[str, Any]
-_FLAT: dict[str, Any] = {
-    "workload": Workload,
-    "variant": Variant,
-    "counters": Counters,
-}  # their fields are keys of a line
+# fields whose own fields are keys of a line
+_FLAT: dict[str, Any] = {"workload": Workload, "variant": Variant, "counters": Counters}
 _KEYS = {"num_spec_tokens": "num_speculative_tokens", "requests": "asked"}  # of fields with other names
 
 Record = TypeVar("Record")
@@ -268,19 +265,18 @@ def open_run(path: Path) -> Folder:
     """Open the folder of a run. Raises InputError for another kind of folder, or another schema."""
     try:
         record = json.loads((path / RUN).read_text(encoding="utf-8"))
+        kind, schema = record.get("kind"), record.get("schema")
     except OSError as error:
-        raise InputError(
-            f"{path / RUN} cannot be read: {reason_of(error)}; expected a folder of peagle sweep"
-        ) from None
-    except ValueError as error:
-        raise InputError(f"{path / RUN} is not valid JSON ({error}); expected a folder of peagle sweep") from None
-    schema = record.get("schema") if isinstance(record, dict) else None
+        why = f"{path / RUN} cannot be read: {reason_of(error)}; expected a folder of peagle sweep"
+        raise InputError(why) from None
+    except (ValueError, AttributeError):  # no JSON, or no object
+        kind = schema = None
     if isinstance(schema, int) and schema > SCHEMA:
         raise InputError(f"{path} has schema {schema} of a newer peagle; expected at most {SCHEMA}: update peagle")
-    if isinstance(record, dict) and record.get("kind") == IN_SHORT:
+    if kind == IN_SHORT:
         raise InputError(f"{path} holds the summary of a run; expected the folder of peagle sweep, with its raw lines")
-    if schema not in (2, SCHEMA) or record.get("kind") != KIND:
-        raise InputError(f"{path} holds no run of peagle sweep (schema {schema}); expected schema {SCHEMA}")
+    if schema not in (2, SCHEMA) or kind != KIND:
+        raise InputError(f"{path / RUN} holds no run of peagle sweep (schema {schema}); expected schema {SCHEMA}")
     if schema == 2:  # its shares are not by request, so they cannot be used
         record |= {"schema": SCHEMA, "shares": []}
     return Folder(path, record)
