@@ -76,7 +76,7 @@ class Report:
                 compared = [differences(folders[0], folder) for folder in folders[1:]]
                 blocks = page.comparison_blocks(figures, compared)
                 tables = list(page.difference_tables(folders, compared))
-                sentences = []
+                sentences = page.comparison_sentences(folders, compared)
             where = self.out or folders[0].path
             pages.write(where, blocks)
         show(tables, sentences, where, self.quiet)

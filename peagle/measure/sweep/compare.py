@@ -7,7 +7,7 @@ besides, all repeats of one run lie beyond all of the other.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -17,22 +17,17 @@ from peagle.measure.sweep.plan import Variant, Workload
 from peagle.measure.sweep.store import Folder
 from peagle.ops.errors import InputError
 
-LENGTH, SPEEDUP = "acceptance length", "speed-up"
 Key = tuple[Workload, Variant]  # identifies a variant in both runs; its drafter by its files
-ByPrompt = Mapping[tuple[int, ...], Pairing]
+Pairs = Sequence[tuple[Pairing, Pairing]]  # of a request in both runs
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
-    """A figure of the second run minus that of the first, for one workload and variant."""
+class Change:
+    """A figure in two runs, and the second minus the first."""
 
-    workload: Workload
-    label: str
-    figure: str  # LENGTH or SPEEDUP
     first: float
     second: float
     difference: Estimate
-    num_requests: int
     repeats_apart: bool = True  # of speed-ups: all repeats of one run lie beyond all of the other
 
     @property
@@ -46,6 +41,17 @@ class Difference:
         return self.repeats_apart and low is not None and high is not None and (low > 0 or high < 0)
 
 
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The changes of one variant in one workload. None: no request has that figure in both runs."""
+
+    workload: Workload
+    label: str
+    num_requests: int
+    speedup: Change | None
+    acceptance_length: Change | None
+
+
 def differences(first: Folder, second: Folder) -> list[Difference]:
     """Compare acceptance length and pooled speed-up for each workload and variant of both runs.
 
@@ -57,11 +63,11 @@ def differences(first: Folder, second: Folder) -> list[Difference]:
     any_drafter = len(first.plan.drafters) == len(second.plan.drafters) == 1
     left, right = (_by_variant(folder, any_drafter) for folder in (first, second))
     compared = [
-        difference
-        for key, (label, requests) in left.items()
-        if key in right
-        for difference in _differences(key[0], label, requests, right[key][1])
+        _difference(workload, label, [(requests[prompt], other[prompt]) for prompt in requests if prompt in other])
+        for (workload, variant), (label, requests) in left.items()
+        for _, other in [right.get((workload, variant), ("", {}))]
     ]
+    compared = [difference for difference in compared if difference.speedup or difference.acceptance_length]
     if not compared:
         raise InputError(f"{first.path} and {second.path} cannot be compared: they have no workload and K in common")
     return compared
@@ -84,7 +90,7 @@ def _check(first: Folder, second: Folder) -> None:
         raise refuse("another cap of new tokens", *(plan.max_new_tokens for plan in plans))
 
 
-def _by_variant(folder: Folder, any_drafter: bool) -> dict[Key, tuple[str, ByPrompt]]:
+def _by_variant(folder: Folder, any_drafter: bool) -> dict[Key, tuple[str, Mapping[tuple[int, ...], Pairing]]]:
     """Map each variant that speculates to (its label, its requests by prompt)."""
     fingerprints = folder.plan.fingerprints
 
@@ -102,26 +108,21 @@ def _by_variant(folder: Folder, any_drafter: bool) -> dict[Key, tuple[str, ByPro
     }
 
 
-def _differences(workload: Workload, label: str, left: ByPrompt, right: ByPrompt) -> Iterator[Difference]:
-    both = [(left[prompt], right[prompt]) for prompt in left if prompt in right]
-    drafted = [(a, b) for a, b in both if a.counters.num_steps and b.counters.num_steps]
-    timed = [(a, b) for a, b in both if a.times.any() and b.times.any()]
-    if drafted:
-        yield from _difference(workload, label, LENGTH, drafted, _tokens_and_steps, ratio)
-    if timed:
-        for change in _difference(workload, label, SPEEDUP, timed, _rates, ratio_of_ratios):
-            yield dataclasses.replace(change, repeats_apart=_repeats_apart(timed))
+def _difference(workload: Workload, label: str, pairs: Pairs) -> Difference:
+    drafted = [pair for pair in pairs if all(pairing.counters.num_steps for pairing in pair)]
+    timed = [pair for pair in pairs if all(pairing.times.any() for pairing in pair)]
+    speedup = _change(timed, _rates, ratio_of_ratios)
+    return Difference(
+        workload,
+        label,
+        len(pairs),
+        speedup and dataclasses.replace(speedup, repeats_apart=_repeats_apart(timed)),
+        _change(drafted, _tokens_and_steps, ratio),
+    )
 
 
-def _difference(
-    workload: Workload,
-    label: str,
-    figure: str,
-    pairs: Sequence[tuple[Pairing, Pairing]],
-    row: Callable[[Pairing], Sequence[float]],
-    statistic: Statistic,
-) -> Iterator[Difference]:
-    """Yield the difference of a statistic of two runs, if it is defined."""
+def _change(pairs: Pairs, row: Callable[[Pairing], Sequence[float]], statistic: Statistic) -> Change | None:
+    """Compute the change of a statistic; None if it is not defined."""
     table = np.array([[*row(first), *row(second)] for first, second in pairs], np.float64)
 
     def change(sums: np.ndarray) -> np.ndarray:
@@ -129,9 +130,10 @@ def _difference(
         return statistic(second) - statistic(first)
 
     estimated = estimate(table, change, [first.request.row for first, _ in pairs])
-    if estimated is not None:
-        first, second = (float(statistic(half)[0]) for half in np.split(table.sum(axis=0)[None], 2, axis=1))
-        yield Difference(workload, label, figure, first, second, estimated, len(pairs))
+    if estimated is None:
+        return None
+    first, second = (float(statistic(half)[0]) for half in np.split(table.sum(axis=0)[None], 2, axis=1))
+    return Change(first, second, estimated)
 
 
 def _tokens_and_steps(pairing: Pairing) -> tuple[float, float]:
@@ -144,7 +146,7 @@ def _rates(pairing: Pairing) -> Sequence[float]:
     return rates
 
 
-def _repeats_apart(timed: Sequence[tuple[Pairing, Pairing]]) -> bool:
+def _repeats_apart(timed: Pairs) -> bool:
     """Test whether the speed-ups of all repeats of one run lie beyond those of the other.
 
     A whole repeat may be slow, which resampling requests cannot show.

@@ -14,7 +14,7 @@ from typing import Any
 from peagle.checkpoints import WEIGHTLESS
 from peagle.config import MAX_NUM_DRAFTS
 from peagle.measure.estimates import FEWEST, Estimate
-from peagle.measure.sweep.compare import LENGTH, SPEEDUP, Difference
+from peagle.measure.sweep.compare import Change, Difference
 from peagle.measure.sweep.figures import Row, alone, best, of_workload, sure
 from peagle.measure.sweep.plan import AUTO, PLAIN, Plan, Workload, short_names
 from peagle.measure.sweep.store import Folder
@@ -286,23 +286,22 @@ def compared(differences: Sequence[Difference], first: str, second: str) -> list
 
 
 def _compared(differences: Sequence[Difference], first: str, second: str) -> str:
-    speeds = [difference for difference in differences if difference.figure == SPEEDUP]
-    if not speeds:
+    known = [(change, difference) for difference in differences if (change := difference.speedup) is not None]
+    if not known:
         return "no speed-ups to compare, because no request was timed in both runs"
-    fastest = max(speeds, key=lambda difference: max(difference.first, difference.second))
-    lengths = [length for length in differences if (length.label, length.figure) == (fastest.label, LENGTH)]
-    return f"{variant_text(fastest.label)}: " + "; ".join(
-        _change(figure, first, second) for figure in (fastest, *lengths)
-    )
+    speedup, fastest = max(known, key=lambda pair: max(pair[0].first, pair[0].second))
+    text = f"{variant_text(fastest.label)}: speed-up {_change(speedup, first, second)}"
+    if (length := fastest.acceptance_length) is not None:
+        text += f"; acceptance length {_change(length, first, second)}"
+    return text
 
 
-def _change(difference: Difference, first: str, second: str) -> str:
-    if difference.equal:
-        return f"{difference.figure} {difference.first:.2f} in both"
-    text = f"{difference.figure} {difference.first:.2f} in {first}, {difference.second:.2f} in {second}"
-    change = difference.difference
-    text += f" ({change.value:+.2f}; {interval_text(change, '+.2f')})"
-    return text if difference.real else f"{text}, not surely different"
+def _change(change: Change, first: str, second: str) -> str:
+    if change.equal:
+        return f"{change.first:.2f} in both"
+    text = f"{change.first:.2f} in {first}, {change.second:.2f} in {second}"
+    text += f" ({change.difference.value:+.2f}; {interval_text(change.difference, '+.2f')})"
+    return text if change.real else f"{text}, not surely different"
 
 
 def percent(share: float) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from peagle.measure.estimates import FEWEST, Estimate, estimate_text
 from peagle.measure.pages import Block, Commands, Picture, Table, heading, plain
 from peagle.measure.sweep import charts, headline
-from peagle.measure.sweep.compare import Difference
+from peagle.measure.sweep.compare import Change, Difference
 from peagle.measure.sweep.figures import SLOWER, Row, alone, best, concurrent, of_workload
 from peagle.measure.sweep.headline import counted, machine_text, place_text, variant_text
 from peagle.measure.sweep.plan import AUTO, Plan, Workload, short_names
@@ -147,26 +147,20 @@ def comparison_blocks(runs: Mapping[Folder, Sequence[Row]], compared: Sequence[S
     """Lay out the page of several runs: the others against the first (`compared`)."""
     folders = list(runs)
     names = dict(zip(folders, short_names([folder.path.resolve() for folder in folders]), strict=True))
-    first, others = names[folders[0]], folders[1:]
-    sentences = [
-        sentence
-        for folder, differences in zip(others, compared, strict=True)
-        for sentence in headline.compared(differences, first, names[folder])
-    ]
+    first, others = names[folders[0]], [names[folder] for folder in folders[1:]]
     blocks: list[Block] = [
-        heading(f"{headline.listed([names[folder] for folder in others])} against {first}", 1),
-        *_sentences(sentences),
+        heading(f"{headline.listed(others)} against {first}", 1),
+        *_sentences(comparison_sentences(folders, compared)),
         "Speeds are compared as speed-ups over plain decoding of the same run, request by request.",
         *_notes((f"{name} in {names[folder]}", text) for folder in folders for name, text in headline.notes(folder)),
         _items((names[folder], "; ".join(headline.headlines(folder, runs[folder]))) for folder in folders),
     ]
     for title, table in difference_tables(folders, compared):
-        blocks += [
-            heading(title),
-            table,
-            "A difference is real if its 95 % interval excludes zero, as one in twenty does by chance. A difference of "
-            "speed-ups is real only if, besides, every repeat of one run lies beyond every repeat of the other.",
-        ]
+        blocks += [heading(title), table]
+    blocks.append(
+        "A difference is real if its 95 % interval excludes zero, as one in twenty does by chance. A difference of "
+        "speed-ups is real only if, besides, every repeat of one run lies beyond every repeat of the other."
+    )
     for workload in folders[0].plan.workloads:
         series = _series_of_runs(runs, names, workload)
         blocks += _picture(f"{_slug(workload.label)}_speedup", charts.speedup(series), f"{workload.label}: speed-up.")
@@ -175,29 +169,45 @@ def comparison_blocks(runs: Mapping[Folder, Sequence[Row]], compared: Sequence[S
     return blocks
 
 
+def comparison_sentences(folders: Sequence[Folder], compared: Sequence[Sequence[Difference]]) -> list[str]:
+    """Say how the fastest variants of all other runs differ from the first run's."""
+    first, *others = short_names([folder.path.resolve() for folder in folders])
+    return [
+        sentence
+        for name, differences in zip(others, compared, strict=True)
+        for sentence in headline.compared(differences, first, name)
+    ]
+
+
 def difference_tables(
     folders: Sequence[Folder], compared: Sequence[Sequence[Difference]]
 ) -> Iterator[tuple[str, Table]]:
     """Yield (title, table of differences from the first run) of all other runs."""
     first, *others = short_names([folder.path.resolve() for folder in folders])
     for name, differences in zip(others, compared, strict=True):
-        header = ("workload", "K", "figure", first, name, "difference (95 %)", "requests", "real?")
-        yield f"{name} against {first}", Table(header, tuple(map(_difference_cells, differences)), num_names=3)
+        header = ("workload", "K", "requests", *(f"{figure}: {first}, {name}" for figure in ("speed-up", "length")))
+        lines = [
+            (
+                difference.workload.label,
+                difference.label,
+                str(difference.num_requests),
+                _change(difference.speedup),
+                _change(difference.acceptance_length),
+            )
+            for difference in differences
+        ]
+        yield f"{name} against {first}", Table(header, lines, num_names=2)
 
 
-def _difference_cells(difference: Difference) -> tuple[str, ...]:
-    change = difference.difference
-    interval = "too few" if change.low is None else f"{change.low:+.2f}..{change.high:+.2f}"
-    return (
-        difference.workload.label,
-        difference.label,
-        difference.figure,
-        f"{difference.first:.2f}",
-        f"{difference.second:.2f}",
-        f"{change.value:+.2f} ({interval})",
-        str(difference.num_requests),
-        "yes" if difference.real else "equal" if difference.equal else "undecided",
-    )
+def _change(change: Change | None) -> str:
+    if change is None:
+        return "-"
+    if change.equal:
+        return f"{change.first:.2f}, equal"
+    low, high = change.difference.low, change.difference.high
+    interval = "too few" if low is None else f"{low:+.2f}..{high:+.2f}"
+    verdict = "real" if change.real else "undecided"
+    return f"{change.first:.2f}, {change.second:.2f}: {change.difference.value:+.2f} ({interval}), {verdict}"
 
 
 def _series_of_runs(

@@ -12,7 +12,7 @@ from peagle.cli import main
 from peagle.measure.estimates import Estimate
 from peagle.measure.pages import Commands, Table
 from peagle.measure.sweep import page
-from peagle.measure.sweep.compare import Difference
+from peagle.measure.sweep.compare import Change, Difference
 from peagle.measure.sweep.figures import Row, WithoutLoops, rows
 from peagle.measure.sweep.headline import caveats, commands, compared, headlines, title, verdicts
 from peagle.measure.sweep.plan import Variant, Workload
@@ -236,34 +236,39 @@ def test_the_answer_comes_first_and_the_command_last(folder: Folder) -> None:
     assert {"machine", "target demo", "drafter demo"} <= {cells[0] for cells in origin.rows}
 
 
-def difference(label: str, first: float, second: float, low: float | None, high: float | None) -> Difference:
-    return Difference(GREEDY, label, "speed-up", first, second, Estimate(second - first, low, high), 8)
+def difference(label: str, speedup: Change | None, length: Change | None = None) -> Difference:
+    return Difference(GREEDY, label, 8, speedup, length)
 
 
-def length(label: str, first: float, second: float) -> Difference:
-    change = second - first
-    return Difference(GREEDY, label, "acceptance length", first, second, Estimate(change, change, change), 8)
+def changed(first: float, second: float, low: float, high: float) -> Change:
+    return Change(first, second, Estimate(second - first, low, high))
+
+
+SAME = changed(3.0, 3.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
     ("differences", "expected"),
     [
         (
-            [difference("1", 1.1, 1.1, -0.1, 0.1), length("3", 3.0, 3.0), difference("3", 1.0, 1.25, 0.2, 0.3)],
+            [difference("1", changed(1.1, 1.1, -0.1, 0.1)), difference("3", changed(1.0, 1.25, 0.2, 0.3), SAME)],
             "K = 3: speed-up 1.00 in before, 1.25 in after (+0.25; 95 %: +0.20 to +0.30); acceptance length 3.00 in "
             "both",
         ),
         (
-            [difference("5", 2.0, 1.0, -1.2, -0.8), difference("1", 1.1, 1.2, 0.05, 0.2), length("5", 4.0, 3.5)],
+            [
+                difference("5", changed(2.0, 1.0, -1.2, -0.8), changed(4.0, 3.5, -0.5, -0.5)),
+                difference("1", changed(1.1, 1.2, 0.05, 0.2)),
+            ],
             "K = 5: speed-up 2.00 in before, 1.00 in after (-1.00; 95 %: -1.20 to -0.80); acceptance length 4.00 in "
             "before, 3.50 in after (-0.50; 95 %: -0.50 to -0.50)",
         ),
         (
-            [difference("3, two", 1.0, 1.02, -0.03, 0.08)],
+            [difference("3, two", changed(1.0, 1.02, -0.03, 0.08))],
             "K = 3 with two: speed-up 1.00 in before, 1.02 in after (+0.02; 95 %: -0.03 to +0.08), not surely "
             "different",
         ),
-        ([length("3", 3.0, 3.0)], "no speed-ups to compare, because no request was timed in both runs"),
+        ([difference("3", None, SAME)], "no speed-ups to compare, because no request was timed in both runs"),
     ],
 )
 def test_two_runs_are_compared_by_their_fastest_k(differences: Sequence[Difference], expected: str) -> None:
