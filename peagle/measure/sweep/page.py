@@ -321,21 +321,17 @@ def _widest(rows: Sequence[Row]) -> Row:
 
 
 def _parts(rows: Sequence[Row]) -> Iterator[Block]:
-    """Show the fastest variant by category and by prompt length."""
-    if (row := best(row for row in rows if row.k != 0)) is None:
+    """Show the fastest variant by category and by prompt length, if there are several."""
+    row = best(row for row in rows if row.k != 0)
+    if row is None or not (parts := [*row.by_category, *row.by_bucket]):
         return
-    for title, parts in (("category", row.by_category), ("prompt tokens", row.by_bucket)):
-        if parts:
-            yield heading(f"{variant_text(row.label)} by {title}", 3)
-            lines = [
-                (
-                    part.part or "(none)",
-                    str(part.num_requests),
-                    *map(estimate_text, (part.speedup, part.acceptance_length)),
-                )
-                for part in parts
-            ]
-            yield Table((title, "requests", "speed-up", "acceptance length"), lines)
+    names = [part.part or "no category" for part in row.by_category]
+    names += [f"{part.part} prompt tokens" for part in row.by_bucket]
+    lines = [
+        (name, str(part.num_requests), estimate_text(part.speedup), estimate_text(part.acceptance_length))
+        for name, part in zip(names, parts, strict=True)
+    ]
+    yield Table((f"of {variant_text(row.label)}", "requests", "speed-up", "acceptance length"), lines)
 
 
 def _origin(folder: Folder) -> Iterator[Block]:
