@@ -47,9 +47,8 @@ def _at_most(row: Row) -> str:
 
 
 def _positions(row: Row) -> str:
-    return (
-        " ".join(f"{rate.value:.2f}".removeprefix("0") for rate in row.rate_per_position if rate and rate.value) or "-"
-    )
+    rates = [f"{rate.value:.2f}".removeprefix("0") for rate in row.rate_per_position if rate and rate.value]
+    return " ".join(rates) or "-"
 
 
 def _ms(*times: Estimate | None) -> str:
@@ -81,17 +80,15 @@ def _some(count: int, of: int) -> str:
 
 
 K_COLUMN = Column("K", lambda row: row.label, "tokens drafted per step; 0: plain decoding")
-DIFFERING = Column(
-    "outputs that differ", lambda row: _some(row.num_differing, row.num_outputs), "from plain decoding's"
-)
+DIFFERING = Column("outputs that differ", _differing, "from plain decoding's")
 ALONE = (
     K_COLUMN,
     Column("speed-up", lambda row: estimate_text(row.speedup), "tok/s over plain decoding's for the same requests"),
-    Column("drafted", _drafted, "share of `auto`'s steps that verified drafts"),
+    Column("drafted", _drafted, "share of the steps of auto that verified drafts"),
     Column("acceptance length", _acceptance, "tokens per step that verified drafts, one of them the target's own"),
-    Column("without loops", _without_loops, f"the same without outputs that repeat over {LOOPING} of their 4-grams"),
-    Column("at most", _at_most, "the same for a drafter that always guesses the target's likeliest token"),
-    Column("accepted", _positions, "share of these steps that accepted the first, second, ... draft"),
+    Column("length without loops", _without_loops, f"without outputs that repeat over {LOOPING} of their 4-grams"),
+    Column("length at most", _at_most, "acceptance length if each draft were the target's likeliest token"),
+    Column("accepted", _positions, "share of steps with drafts that accepted the first, the second and so on"),
     Column("c(K)", lambda row: estimate_text(row.cycle_cost), "time of a pass, in passes of plain decoding"),
     Column("draft + verify + rest, ms", _parts_ms, "time of a pass by parts; some conversations, profiled"),
     Column("tok/s", lambda row: _value(row.tok_per_s), "tokens after the first over their time"),
@@ -128,7 +125,7 @@ def run_blocks(folder: Folder, rows: Sequence[Row]) -> list[Block]:
             f"{counted(len(plan.workloads), 'workload')}, decoded one request at a time, "
             f"{counted(plan.repeats, 'repeat')}, on {', '.join(dict.fromkeys(map(machine_text, folder.origins)))}."
         ),
-        *_notes(headline.notes(folder)),
+        *_items(headline.notes(folder)),
         *_advice(folder, rows),
         *(block for workload in plan.workloads for block in _workload(folder, workload, rows, explained)),
         heading("How it was measured"),
@@ -152,8 +149,8 @@ def comparison_blocks(runs: Mapping[Folder, Sequence[Row]], compared: Sequence[S
         heading(f"{headline.listed(others)} against {first}", 1),
         *_sentences(comparison_sentences(folders, compared)),
         "Speeds are compared as speed-ups over plain decoding of the same run, request by request.",
-        *_notes((f"{name} in {names[folder]}", text) for folder in folders for name, text in headline.notes(folder)),
-        _items((names[folder], "; ".join(headline.headlines(folder, runs[folder]))) for folder in folders),
+        *_items((f"{name} in {names[folder]}", text) for folder in folders for name, text in headline.notes(folder)),
+        *_items((names[folder], "; ".join(headline.headlines(folder, runs[folder]))) for folder in folders),
     ]
     for title, table in difference_tables(folders, compared):
         blocks += [heading(title), table]
@@ -241,13 +238,10 @@ def _sentences(sentences: Sequence[str]) -> Iterator[Block]:
         yield "\n".join(f"- **{plain(sentence)}.**" for sentence in sentences)
 
 
-def _notes(notes: Iterable[tuple[str, str]]) -> Iterator[Block]:
-    for name, text in notes:
-        yield f"**{plain(name)}:** {plain(text)}."
-
-
-def _items(items: Iterable[tuple[str, str]]) -> str:
-    return "\n".join(f"- **{plain(name)}:** {plain(text)}." for name, text in items)
+def _items(items: Iterable[tuple[str, str]], title: str = "") -> Iterator[Block]:
+    """Show names with texts as a list, if there are any."""
+    if lines := [f"- **{plain(name)}:** {plain(text)}." for name, text in items]:
+        yield from filter(None, (title, "\n".join(lines)))
 
 
 def _advice(folder: Folder, rows: Sequence[Row]) -> Iterator[Block]:
@@ -266,12 +260,8 @@ def _advice(folder: Folder, rows: Sequence[Row]) -> Iterator[Block]:
         where = "" if single else f" for {'; '.join(verdict.workload.label for verdict in judged)}"
         yield plain(headline.recommended(judged[0], where))
         yield Commands(commands)
-    if loads := headline.loads(folder, rows):
-        yield "With many requests at once:"
-        yield _items(loads)
-    if limits := headline.caveats(folder, rows):
-        yield "Before you rely on it:"
-        yield _items(limits)
+    yield from _items(headline.loads(folder, rows), "With many requests at once:")
+    yield from _items(headline.caveats(folder, rows), "Before you rely on it:")
 
 
 def _workload(folder: Folder, workload: Workload, rows: Sequence[Row], explained: set[str]) -> Iterator[Block]:
@@ -309,8 +299,7 @@ def _explained_table(rows: Sequence[Row], columns: Iterable[Column], explained: 
     new = [column for column in used if column.name not in explained]
     if not explained:
         new.append(Column("(a..b)", str, f"95 % interval by bootstrap over conversations, of which it needs {FEWEST}"))
-    if new:
-        yield "\n".join(f"- **{column.name}:** {column.meaning}." for column in new)
+    yield from _items((column.name, column.meaning) for column in new)
     explained.update(column.name for column in new)
 
 

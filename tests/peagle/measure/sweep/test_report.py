@@ -181,7 +181,11 @@ def test_a_column_stands_where_it_says_something(
     )
     ((_, table),) = page.terminal_tables(finished, [row])
     cells = dict(zip(table.header, table.rows[0], strict=True))
-    extra = {"without loops": "2.00", "slower requests": "2 of 8", "outputs that differ": "4 of 16"} if looping else {}
+    extra = (
+        {"length without loops": "2.00", "slower requests": "2 of 8", "outputs that differ": "4 of 16"}
+        if looping
+        else {}
+    )
     assert cells == {"K": "0", "acceptance length": "3.00", **extra}
 
 

@@ -207,7 +207,7 @@ def test_repeats_at_a_temperature_are_other_draws_and_greedy_ones_the_same(
     assert hot["sampled"]["length"] is None  # n-grams have no distribution
     assert 1 <= hot["one_hot"]["length"]["value"] <= hot["best"]["length"]["value"] <= 2
     text = (folder.path / "README.md").read_text()
-    assert text.count("| at most |") == 1, "of the workload with a temperature"
+    assert text.count("| length at most |") == 1, "of the workload with a temperature"
     assert f"| {hot['best']['length']['value']:.2f} |" in text
 
 
