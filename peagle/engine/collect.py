@@ -1,4 +1,4 @@
-"""Turn what a dispatch returned into chunks of tokens for the requests that were in it."""
+"""Turn the results of dispatches into chunks of tokens."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ Part: TypeAlias = Literal["target", "drafter"]
 class InFlight:
     """A dispatch that was sent and not yet read.
 
-    requests: of each row of its result. has_values: the result holds tokens. ahead: the most rows that it adds to each
+    requests: of each row of its result. has_values: the result holds tokens. ahead: most rows that it adds to a
     request. count: its steps.
     """
 
@@ -43,12 +43,11 @@ class InFlight:
 
     @property
     def ready(self) -> bool:
-        """Whether the device has computed it."""
         return bool(self.result.is_ready())  # type: ignore[attr-defined]
 
 
 class Collector:
-    """Reads the dispatches of an engine, and ends the requests that are complete."""
+    """Reads the dispatches of an engine, and ends requests that are complete."""
 
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
@@ -60,7 +59,7 @@ class Collector:
         return self._read_steps(StepOutput.unpack(values, sent.num_drafts), sent, now)
 
     def _read_first(self, values: np.ndarray, sent: InFlight, now: float) -> Chunks:
-        """Make the chunks of first tokens; a request that goes on after a pause has its own already."""
+        """Make the chunks of first tokens. A request that resumes after preemption has its first token."""
         chunks = []
         for row, handle in enumerate(sent.requests):
             if handle is None or handle.output_ids or not self._engine.is_alive(handle):
@@ -74,7 +73,6 @@ class Collector:
         return chunks
 
     def _read_steps(self, output: StepOutput, sent: InFlight, now: float) -> Chunks:
-        """Make a chunk of the steps of each request."""
         chunks = []
         for row, handle in enumerate(sent.requests):
             if handle is None or not self._engine.is_alive(handle):
@@ -111,9 +109,9 @@ class Collector:
     def _not_finite(
         self, handle: Handle, part: Part, token_ids: tuple[int, ...], records: tuple[StepRecord, ...]
     ) -> TokenChunk:
-        """End a request whose logits are not finite; return its last chunk, of these tokens.
+        """End a request whose logits are not finite; return its last chunk, with these tokens.
 
-        A diagnostic pass over the tokens names the first output of the model that is not finite.
+        A diagnostic pass over the tokens names the model's first output that is not finite.
         """
         engine, tokens = self._engine, [*handle.token_ids, *token_ids]
         message = (
@@ -146,7 +144,7 @@ class Collector:
             reason = "length"
         elif engine.config.role == "prefill":
             handle.hand_off, reason = engine.pack(handle), "handed_off"
-        # rows after a stop token are not of this text
+        # the text ends before rows after a stop token
         handle.length = min(handle.length, len(handle.token_ids) - 1)
         engine.pages.publish_output(handle, ends=reason is not None)
         if reason is not None:
@@ -164,7 +162,7 @@ class Collector:
 
 
 def _logprobs(log_probs: LogProbs, token_ids: Sequence[int], num_best: int | None) -> list[TokenLogprobs]:
-    """Convert log-probabilities of tokens with the num_best likeliest each; None: no entries."""
+    """Convert the log-probabilities of tokens, with num_best alternatives per token; None: no entries."""
     if num_best is None:
         return []
     chosen, best, ids = (np.asarray(leaf).tolist() for leaf in (log_probs.chosen, log_probs.best, log_probs.best_ids))
