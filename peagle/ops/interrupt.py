@@ -1,4 +1,4 @@
-"""Ctrl-C as a flag that loops check, since an exception at an arbitrary point gets lost or breaks the code around it.
+"""Ctrl-C as a flag that loops check, because an exception at an arbitrary point gets lost or breaks code.
 
 Python raises KeyboardInterrupt between any two instructions of the main thread. In code that a library calls back (JAX
 does at each garbage collection, ctypes, finalisers), the exception is printed or dropped and the run goes on. During an
@@ -22,16 +22,16 @@ SHOW_CURSOR = b"\x1b[?25h"  # progress on a terminal hides the cursor
 
 _asked = False
 _waiting = False
-_answered = 0  # presses that a `forget` followed
+_answered = 0  # presses before a `forget`
 
 
 @contextmanager
 def handled() -> Iterator[None]:
     """Make the first Ctrl-C set the flag, and the second one end the process.
 
-    The second one ends it at once, even during a compilation: a thread reads each signal as it arrives, whereas a
-    handler in Python would wait for the library call that the main thread is in. Does nothing outside of the main
-    thread, or if Ctrl-C is ignored (as in a shell script's background jobs).
+    The second one acts at once, even during a compilation: a thread reads each signal as it arrives, whereas a handler
+    in Python would wait for the main thread's library call. Does nothing outside of the main thread, or if Ctrl-C is
+    ignored (as in a shell script's background jobs).
     """
     global _asked, _answered
     ignored = signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None)
