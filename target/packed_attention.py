@@ -1,7 +1,7 @@
 """Attention over packed training rows, block by block.
 
-The same function as `peagle.ops.attention` under the mask of `target.model.forward`. Several times faster on a CPU,
-since scores stay in cache and fully masked blocks are skipped.
+Equals `peagle.ops.attention` under the mask of `target.model.forward`. Several times faster on a CPU, because scores
+stay in cache and fully masked blocks are skipped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The drafter's loss over all rows.
 
-A row's label comes from the target, its distribution (or its best tokens, if the data stores those) and its best token,
-or from the data: the token itself.
+A row's label comes from the target (its distribution, or its best tokens if the data stores those, and its best token)
+or from the data (the token itself).
 """
 
 import functools
@@ -19,7 +19,7 @@ from drafter.train.forward import forward_blocks, forward_chains, rows_of
 from peagle.ops.linear import linear
 from peagle.ops.norm import Norm
 
-CHUNK_BYTES = 64_000_000  # of logits in memory at once: with a large vocabulary all rows' would not fit
+CHUNK_BYTES = 64_000_000  # of logits in memory at once: with a large vocabulary all rows' do not fit
 
 
 @flax.struct.dataclass
@@ -94,13 +94,12 @@ def chain_loss(
 ) -> Sums:
     """Compute the loss of one part of the sequence, by default all of it.
 
-    token_ids are the sequence itself, unshifted. Row (a, d) predicts token a + d + 2; its label is the target's row
-    a + d + 1. A row counts if the token it predicts is trained, in the anchor's segment, and d <= its reach. It must
-    also have a label that the drafter can propose. Of the rows of depth 0 those with part[0] <= a < part[1] count;
-    positions from part[1] on are not read (drafter/train/cod.py). draft_decay: the loss of draft d counts
-    exp(-d / draft_decay).
+    token_ids are the sequence itself, unshifted. Row (a, d) predicts token a + d + 2; its label is the target's row a +
+    d + 1. A row counts if its token is trained and in the anchor's segment, d <= its reach, and the drafter can propose
+    its label; at depth 0 only if part[0] <= a < part[1]. Positions from part[1] on are not read (drafter/train/cod.py).
+    draft_decay: the loss of draft d counts exp(-d / draft_decay).
 
-    Of a DFlash drafter a chain is a block, whose draft d is row d of its chain; there are no other rows.
+    A DFlash drafter's chain is a block, whose draft d is row d of its chain; there are no other rows.
     """
     width = token_ids.shape[1]
     first, last = (0, width) if part is None else part

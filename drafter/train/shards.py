@@ -1,6 +1,6 @@
 """Training data on disk: a folder of shards with a manifest.
 
-    manifest.json                the settings that made the shards; a folder continues with the same ones only
+    manifest.json                the settings that made the shards; a folder continues only with the same ones
     shard_00000.safetensors      documents end to end, N tokens in all
         token_ids   int32 [N]
         trained     uint8 [N]    1: predicting this token counts (the target wrote it)
@@ -10,7 +10,7 @@
                                  optional: the target's n best logits after each token, and the logsumexp of all
     shard_00001.safetensors ...
 
-A shard is whole or absent, and carries a digest of its content: a shard that was cut or altered is an error.
+A shard is whole or absent, and carries a digest of its content: a cut or altered shard is an error.
 """
 
 import dataclasses
@@ -30,12 +30,12 @@ from peagle.ops.records import difference_in_words, flat
 from peagle.ops.strict_json import dumps
 
 MANIFEST = "manifest.json"
-# of a manifest's values that are not called as their options are
+# of a manifest's values with another name than their options
 OPTIONS = {"prompts": "--prompt-file", "weights": "--target", "max_new_tokens": "-n", "raw": "--raw-prompt"}
 SCHEMA = 1
-NAME = "target"  # in the manifest: the target's path as it was typed; WEIGHTS identifies it
+NAME = "target"  # in the manifest: the target's path as typed; WEIGHTS identifies it
 WEIGHTS = "weights"  # in the manifest: peagle.ops.checkpoint.fingerprint of the target
-KEPT = "keep_prompt"  # in the manifest: so many tokens of a prompt were kept, its last ones; absent: all
+KEPT = "keep_prompt"  # in the manifest: how many last tokens of a prompt were kept; absent: all
 DIGEST = "sha256"  # key of the files' metadata
 REQUIRED = ("token_ids", "trained", "ends")
 TEACHER = ("aux_hidden", "top_ids", "top_logits", "log_total")  # optional
@@ -43,7 +43,7 @@ TEACHER = ("aux_hidden", "top_ids", "top_logits", "log_total")  # optional
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One conversation. `teacher` holds the stored ones of TEACHER, with a row per token."""
+    """One conversation. `teacher` holds the stored tensors of TEACHER, with a row per token."""
 
     token_ids: np.ndarray  # [n]
     trained: np.ndarray  # [n] bool
@@ -55,10 +55,9 @@ def shard_path(folder: Path, number: int) -> Path:
 
 
 def expect_folder(folder: Path, made_by: Mapping[str, Any]) -> None:
-    """Raises InputError if the folder is neither new nor begun with the same settings. Writes nothing.
+    """Raise InputError if the folder is neither new nor begun with the same settings. Writes nothing.
 
-    A folder without a shard is new, whatever was begun there. The target's path may differ, since one directory can
-    have several.
+    A folder without a shard counts as new. The target's path may differ, because one directory can have several.
     """
     manifest = {"schema": SCHEMA, **made_by}
     if (folder / MANIFEST).exists():
@@ -80,7 +79,7 @@ def _has_shards(folder: Path) -> bool:
 
 
 def _option(key: str) -> str:
-    """Name the option that a value of a manifest comes from."""
+    """Return the option that sets a manifest's value."""
     name = key.rpartition(".")[2]
     return OPTIONS.get(name) or OPTIONS.get(key.partition(".")[0]) or "--" + name.replace("_", "-")
 
