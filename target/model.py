@@ -1,7 +1,8 @@
 """Run GPT-OSS: one stack of layers, three passes over it.
 
     forward   without a cache: a batch of whole sequences at once (training, references)
-    extend    with a cache: T rows per sequence at given positions. A chunk of a prompt, or the pending token and its drafts, or one token
+    extend    with a cache: T rows per sequence at given positions. A chunk of a prompt, or the pending token and its
+              drafts, or one token
     prefill   with a cache: a whole prompt, each layer in blocks of rows. Its results equal `extend` over chunks
 
 Every pass also returns aux_hidden, the outputs of the aux layers, which the drafter reads. The first two passes run

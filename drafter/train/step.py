@@ -57,7 +57,6 @@ class Ends(NamedTuple):
 
 @flax.struct.dataclass
 class State:
-
     params: DrafterParams  # float32, without draft_to_target and the target's ends (`Ends`)
     optimizer: Any
 
