@@ -558,13 +558,13 @@ def _with_outer_rope(geometry: Mapping[str, Any], config: Mapping[str, Any]) -> 
 def _windows(geometry: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...] | None:
     """Read the window of each layer; None if all layers see everything."""
     kinds, window, used = (geometry.get(key) for key in ("layer_types", "sliding_window", "use_sliding_window"))
-    one_each = f"one of {FULL} and {SLIDING} for each layer"
+    kinds_by_layer = f"one of {FULL} and {SLIDING} for each layer"
     if kinds is None:
         if used:
-            raise InputError(f"use_sliding_window is {brief(used)} without layer_types; expected {one_each}")
+            raise InputError(f"use_sliding_window is {brief(used)} without layer_types; expected {kinds_by_layer}")
         return None
     if not isinstance(kinds, list) or len(kinds) != num_layers or not {*map(str, kinds)} <= {FULL, SLIDING}:
-        raise InputError(f"layer_types is {brief(kinds)}; expected a list of {num_layers}, {one_each}")
+        raise InputError(f"layer_types is {brief(kinds)}; expected a list of {num_layers}, {kinds_by_layer}")
     if SLIDING not in kinds:
         return None
     if used is False:

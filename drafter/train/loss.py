@@ -131,12 +131,12 @@ def chain_loss(
         fixed = (params.lm_head, params.norm, jax.tree.map(lambda leaf, b=b: leaf[b], labels))
         rows = (x[b], place[b], tokens[b], counted[b])
         parts.append(of_rows(fixed, rows) if x.shape[1] <= most else in_blocks(of_rows, fixed, rows, most))
-    each_loss, hit, kept = (jnp.stack(values) for values in zip(*parts, strict=True))
+    row_losses, hit, kept = (jnp.stack(values) for values in zip(*parts, strict=True))
     by_depth = (depth[:, :, None] == jnp.arange(depths, dtype=jnp.int32)[None, None, :]).astype(jnp.float32)
     if draft_decay is not None:
-        each_loss = each_loss * jnp.exp(-depth.astype(jnp.float32) / draft_decay)
+        row_losses = row_losses * jnp.exp(-depth.astype(jnp.float32) / draft_decay)
     hits, rows_of_depth = (jnp.sum(values[:, :, None] * by_depth, axis=(0, 1)) for values in (hit, kept))
-    return Sums(jnp.sum(each_loss), hits, rows_of_depth)
+    return Sums(jnp.sum(row_losses), hits, rows_of_depth)
 
 
 def _of_rows(

@@ -54,12 +54,12 @@ def shard_path(folder: Path, number: int) -> Path:
     return folder / f"shard_{number:05d}.safetensors"
 
 
-def expect_folder(folder: Path, made_by: Mapping[str, Any]) -> None:
+def expect_folder(folder: Path, settings: Mapping[str, Any]) -> None:
     """Raise InputError if the folder is neither new nor begun with the same settings. Writes nothing.
 
     A folder without a shard counts as new. The target's path may differ, because one directory can have several.
     """
-    manifest = {"schema": SCHEMA, **made_by}
+    manifest = {"schema": SCHEMA, **settings}
     if (folder / MANIFEST).exists():
         if not _has_shards(folder):
             return
@@ -84,13 +84,13 @@ def _option(key: str) -> str:
     return OPTIONS.get(name) or OPTIONS.get(key.partition(".")[0]) or "--" + name.replace("_", "-")
 
 
-def open_folder(folder: Path, made_by: Mapping[str, Any]) -> None:
+def open_folder(folder: Path, settings: Mapping[str, Any]) -> None:
     """Create the folder and its manifest, unless it holds shards. Raises InputError as `expect_folder`."""
-    expect_folder(folder, made_by)
+    expect_folder(folder, settings)
     path = folder / MANIFEST
     if path.exists() and _has_shards(folder):
         return
-    manifest = {"schema": SCHEMA, **made_by}
+    manifest = {"schema": SCHEMA, **settings}
     folder.mkdir(parents=True, exist_ok=True)
     write_text_whole(path, dumps(manifest, indent=1) + "\n")
 

@@ -37,7 +37,9 @@ class Admission:
             handoff.check(self.executor, self.memory, hand_off, self.config.context, self.fingerprints)
             handoff.check_request(hand_off, request, self._stops_of(request), self.vocab_size)
         elif self.config.role == "decode":
-            raise InputError("this engine only decodes; expected the hand-off of one that prefills with the request")
+            raise InputError(
+                "this engine only decodes; expected a hand-off with the request, from an engine that prefills"
+            )
         self.config.check(request, self.vocab_size)
         if request.grammar is not None:
             check_grammar(request, self._stops_of(request), self.vocab_size)

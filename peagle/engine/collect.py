@@ -120,7 +120,9 @@ class Collector:
         )
         if isinstance(engine.target if part == "target" else engine.drafter, Explains):
             where = engine.executor.first_not_finite(part, tokens)
-            message += f"; the first output that is not is that of {where}" if where else ", but are in a second pass"
+            message += (
+                f"; the first output that is not finite: {where}" if where else ", but a second pass gives finite ones"
+            )
         todo = "expected finite ones: check the weights, or try --dtype float32 or --kernels xla"
         engine.end(handle, "error", InputError(f"{message}; {todo}"))
         engine.memory.pool.forget()  # on XLA a row that is not finite spoils the rows before it in its pass

@@ -101,7 +101,7 @@ class Constrained:
             matcher.overdue = (
                 f"the masks of its {matcher.compiled.grammar.name} took more than {self._budget_s * 1e3:g} ms in "
                 f"{matcher.num_slow} steps in a row, the last time {seconds * 1e3:.0f} ms, and other requests wait for "
-                "them; expected a simpler one: count less, or nest less"
+                "them; expected a simpler one: fewer repetitions, or less nesting"
             )
         return True
 

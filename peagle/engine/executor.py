@@ -376,11 +376,11 @@ def _once(make: Make) -> Make:
     kept, lock = functools.cache(make), threading.Lock()
 
     @functools.wraps(make)
-    def made(*arguments: Any) -> Any:
+    def cached(*arguments: Any) -> Any:
         with lock:
             return kept(*arguments)
 
-    return cast(Make, made)
+    return cast(Make, cached)
 
 
 @_once

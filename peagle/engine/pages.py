@@ -83,7 +83,7 @@ class PagePool:
         # returned pages, and how many were ever handed out, in ascending order: a prompt then lies in neighbouring
         # pages, which are read faster
         self._returned: list[list[int]] = [[] for _ in self.groups]
-        self._num_given = [0] * len(self.groups)
+        self._num_allocated = [0] * len(self.groups)
         self._num_holders: list[collections.Counter[int]] = [collections.Counter() for _ in self.groups]
         # by group, nodes whose page no request holds, in order of eviction: children before their parents
         self._cached: list[collections.OrderedDict[Node, None]] = [collections.OrderedDict() for _ in self.groups]
@@ -92,8 +92,8 @@ class PagePool:
 
     def num_available(self, group: int) -> int:
         """Count the pages that requests can still get: free ones, and cached ones, which are then evicted."""
-        never_given = self.groups[group].num_pages - self._num_given[group]
-        return len(self._returned[group]) + never_given + len(self._cached[group])
+        never_allocated = self.groups[group].num_pages - self._num_allocated[group]
+        return len(self._returned[group]) + never_allocated + len(self._cached[group])
 
     def num_cached(self, group: int) -> int:
         return len(self._cached[group])
@@ -210,8 +210,8 @@ class PagePool:
             assert set(cached) == set(known) - set(holders), (
                 f"group {group}: cached are the known pages that none holds"
             )
-            never_given = range(self._num_given[group], self.groups[group].num_pages)
-            everything = sorted([*self._returned[group], *never_given, *cached, *holders])
+            never_allocated = range(self._num_allocated[group], self.groups[group].num_pages)
+            everything = sorted([*self._returned[group], *never_allocated, *cached, *holders])
             assert everything == list(range(self.groups[group].num_pages)), f"group {group}: pages are lost or doubled"
             for table in self._tables:
                 for number, page in enumerate(table.pages[group]):
@@ -286,9 +286,9 @@ class PagePool:
         """Return a free page or, if there is none, evict the least recently used one."""
         if self._returned[group]:
             return self._returned[group].pop()
-        if self._num_given[group] < self.groups[group].num_pages:
-            self._num_given[group] += 1
-            return self._num_given[group] - 1
+        if self._num_allocated[group] < self.groups[group].num_pages:
+            self._num_allocated[group] += 1
+            return self._num_allocated[group] - 1
         return self._take_cached(group)
 
     def _take_cached(self, group: int) -> int:

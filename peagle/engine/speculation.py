@@ -45,8 +45,8 @@ def read_speculation(directory: Path) -> Speculation:
             most = max(_whole(number) for number in value["drafts"].values())
             speculation = Speculation(max(most, 1))
             warnings.warn(
-                f"{path} has drafts by load, of an earlier version: only the most of them, {most}, is used; peagle "
-                "sweep --write-widths writes a new one",
+                f"{path} has drafts by load, of an earlier version: only the largest number, {most}, is used; peagle "
+                "sweep --write-widths writes a new file",
                 InputWarning,
                 stacklevel=3,
             )

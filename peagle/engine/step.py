@@ -177,8 +177,8 @@ def _paced(
     drafted = active[:, None] & (place < proposed.num_to_drafter[:, None]) & measured
     learned = learned.gained(proposed.gains, drafted)
     assert proposed.looked_up is not None
-    found_nothing = (widths == 0) & proposed.looked_up
-    pace = pace.after(active, proposed.gains, drafted, found_nothing, learned.gain)
+    empty_lookup = (widths == 0) & proposed.looked_up
+    pace = pace.after(active, proposed.gains, drafted, empty_lookup, learned.gain)
     # to absorb the backlog takes about one pass per K + 1 tokens
     too_dear = costs.of_drafts(num_active) > KEEPING_UP * (num_drafts + 1)
     behind = active & has_no_room(state, 2 * num_drafts) & ~proposed.ran

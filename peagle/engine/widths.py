@@ -260,19 +260,19 @@ class Pace:
         active: Bool[Array, " B"],
         gains: Float[Array, "B K"],
         drafted: Bool[Array, "B K"],
-        found_nothing: Bool[Array, " B"],
+        empty_lookup: Bool[Array, " B"],
         gain_of_all: Float[Array, " K"],
     ) -> "Pace":
         """Record a step. drafted: the drafter's drafts, which were worth `gains`.
 
-        found_nothing: the second drafter's look-up gave no draft worth its time.
+        empty_lookup: the second drafter's look-up gave no draft worth its time.
         """
         known = self.gain_or(gain_of_all)
         towards = jnp.where(drafted, (gains - known) / GAIN_STEPS, (gain_of_all[None, :] - known) / DRIFT_STEPS)
         waited = jnp.where(active, jnp.maximum(self.idle - 1, 0), self.idle)
         return dataclasses.replace(
             self,
-            idle=jnp.where(found_nothing, IDLE, waited),
+            idle=jnp.where(empty_lookup, IDLE, waited),
             gain=jnp.where(active[:, None], known + towards, self.gain),
         )
 

@@ -125,14 +125,14 @@ class Checkpoint:
             )
         return _DTYPES[stored]
 
-    def watch(self, progress: Callable[[int, int], None], wanted_bytes: int | None = None) -> None:
+    def watch(self, progress: Callable[[int, int], None], total_bytes: int | None = None) -> None:
         """Call progress(bytes read from now on, all bytes) after each piece that is read.
 
-        wanted_bytes: all bytes; default: those of all tensors.
+        total_bytes: all bytes; default: those of all tensors.
         """
         self._progress = progress
         everything = sum(math.prod(self.shape(name)) * self.dtype(name).itemsize for name in self.names)
-        self._all_bytes = everything if wanted_bytes is None else wanted_bytes
+        self._all_bytes = everything if total_bytes is None else total_bytes
 
     def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check that the checkpoint holds exactly these tensors, without reading or consuming any.

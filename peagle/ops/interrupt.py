@@ -20,7 +20,7 @@ from typing import Any
 EXIT_CODE = 130  # a shell's code for an end by SIGINT
 SHOW_CURSOR = b"\x1b[?25h"  # progress on a terminal hides the cursor
 
-_asked = False
+_pressed = False
 _waiting = False
 _answered = 0  # presses before a `forget`
 
@@ -33,7 +33,7 @@ def handled() -> Iterator[None]:
     in Python would wait for the main thread's library call. Does nothing outside of the main thread, or if Ctrl-C is
     ignored (as in a shell script's background jobs).
     """
-    global _asked, _answered
+    global _pressed, _answered
     ignored = signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None)
     if ignored or threading.current_thread() is not threading.main_thread():
         yield
@@ -52,7 +52,7 @@ def handled() -> Iterator[None]:
         os.close(writing)
         thread.join()
         os.close(reading)
-        _asked, _answered = False, 0
+        _pressed, _answered = False, 0
 
 
 @contextmanager
@@ -69,26 +69,26 @@ def waiting() -> Iterator[None]:
 
 def asked() -> bool:
     """Return whether Ctrl-C was pressed."""
-    return _asked
+    return _pressed
 
 
 def check() -> None:
     """Raise KeyboardInterrupt if Ctrl-C was pressed, however long ago."""
-    if _asked:
+    if _pressed:
         raise KeyboardInterrupt
 
 
 def forget() -> None:
     """Clear the flag after the interrupted work has ended; the next Ctrl-C counts as the first again."""
-    global _asked, _answered
-    if _asked:
+    global _pressed, _answered
+    if _pressed:
         _answered += 1  # before the flag, so that each press counts once
-        _asked = False
+        _pressed = False
 
 
 def _note(*_: Any) -> None:
-    global _asked
-    _asked = True
+    global _pressed
+    _pressed = True
     if _waiting:
         raise KeyboardInterrupt
 

@@ -96,7 +96,7 @@ def as_matrix(weight: jax.Array | PackedMatrix) -> np.ndarray:
 
 
 def take_outputs(weight: jax.Array | PackedMatrix, outputs: np.ndarray) -> jax.Array | PackedMatrix:
-    """Select outputs of a weight, in the given order."""
+    """Select outputs of a weight, in this order."""
     if isinstance(weight, PackedMatrix):
         return packed_matrix(pack_floats(unpack_floats(weight)[outputs]), weight.inputs, len(outputs))
     return weight[:, outputs]
