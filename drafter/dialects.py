@@ -453,7 +453,6 @@ def _agreed(config: Mapping[str, Any], own: Mapping[str, Any], key: str, needed:
 
 
 def _render_dflash(config: DrafterConfig, dialect: Dialect, dtype: str) -> dict[str, Any]:
-    """Render a DFlash drafter's config.json, in its only layout."""
     if dialect != "vllm":
         raise InputError(
             f"a DFlash drafter is written in its own layout, not in that of {dialect}; take --dialect vllm"

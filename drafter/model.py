@@ -379,7 +379,6 @@ def feed_forward(
     positions: Int[Array, "B T"] | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T D"]:
-    """Add a layer's MLP to the residual stream."""
     product = functools.partial(linear, positions=positions, implementation=implementation)
     gate, up = jnp.split(product(x, p.gate_up, p.gate_up_bias, norm=Norm(p.mlp_norm, eps)), 2, axis=-1)
     return product(jax.nn.silu(gate) * up, p.down, p.down_bias, residual=x)

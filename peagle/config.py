@@ -177,7 +177,6 @@ def _plain(value: Any) -> Any:
 
 @functools.cache
 def field_types(kind: type[Any]) -> dict[str, Any]:
-    """Return the types of a config's fields."""
     return get_type_hints(kind)
 
 
@@ -428,7 +427,6 @@ class EngineConfig:
         self._check_together()
 
     def _check_together(self) -> None:
-        """Raise InputError for values that exclude each other."""
         if self.prefill == "blocked" and self.prefill_chunk is not None:
             raise InputError(
                 "prefill is blocked, of a whole prompt at once, and --prefill-chunk is given; leave out one of them",

@@ -171,7 +171,6 @@ class Sharded:
         return tuple(map(wider, local))
 
     def init_cache(self, batch: int, capacity: int, widest_write: int) -> PagedCache:
-        """See `Target.init_cache`."""
         tables = own_tables(self.cache_groups, batch, capacity + widest_write, widest_write)
         return PagedCache(self.init_pages([table.size for table in tables]), tables)
 

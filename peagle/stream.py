@@ -98,5 +98,4 @@ class AsyncStream(AsyncIterator[str]):
 
 
 def show_ids(token_ids: Sequence[int]) -> str:
-    """Format token ids for display without a tokenizer."""
     return "".join(f"{token} " for token in token_ids)

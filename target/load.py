@@ -396,7 +396,6 @@ class _Reader:
 def _tensors(
     params: TargetParams, config: TargetConfig, dtype: np.dtype, mxfp4: bool
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield every tensor of the transformers layout with its name."""
     ends, kv_width = TRANSFORMERS.names, config.num_kv_heads * config.head_dim
     splits = np.cumsum([config.num_heads * config.head_dim, kv_width])
 

@@ -19,8 +19,6 @@ MASKED = -1e30
 
 
 def attend_packed(config: TargetConfig, segment_ids: Int[Array, "B T"]) -> Attend:
-    """Make `target.model.forward`'s `attend` for packed rows."""
-
     def attend(layer: int, p: AttentionParams, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         return packed_attention(query, key, value, segment_ids, p.sinks, config.window(layer))
 

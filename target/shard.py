@@ -148,7 +148,6 @@ class Part:
         )
 
     def cuts(self, leaf: Leaf) -> tuple[Cut, ...]:
-        """Return the cut of each of a leaf's hinted axes."""
         return tuple(self._cut(hint) for hint in leaf.axes)
 
     def has(self, leaf: Leaf) -> bool:

@@ -36,8 +36,6 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The documents of one packed row."""
-
     documents: tuple[Document, ...]
 
     def arrays(self, width: int) -> dict[str, np.ndarray]:

@@ -47,7 +47,6 @@ class Sums:
 
 
 def labels_of_logits(logits: Float[Array, "B T V"], draft_to_target: Int[Array, " U"] | None) -> Labels:
-    """Make labels from the target's logits."""
     logits = logits.astype(jnp.float32)
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if draft_to_target is not None:

@@ -183,6 +183,5 @@ def _digest(arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def total_tokens(documents: Iterable[Document]) -> tuple[int, int]:
-    """Count (tokens, trained tokens)."""
     sizes = [(len(document.token_ids), int(document.trained.sum())) for document in documents]
     return sum(size for size, _ in sizes), sum(trained for _, trained in sizes)

@@ -205,7 +205,6 @@ class Trainer:
         }
 
     def _evaluate(self, done: int, state: State, ends: bool, pace: Pace) -> None:
-        """Evaluate this step, if it is due, and log the figures."""
         if self.evaluate is not None and self._evaluates(done, ends):
             began = time.monotonic()
             self._log({"step": done, EVALUATION: dict(self.evaluate(self._whole(state.params)))})

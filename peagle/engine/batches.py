@@ -59,7 +59,6 @@ class Batches:
         return tuple(sorted({*sizes, self.config.slots}))
 
     def size_for(self, count: int) -> int:
-        """Return the smallest batch size for this many slots."""
         return next(size for size in self.sizes if size >= count)
 
     def kind(self, num_drafts: int, sampled: bool, full: bool = False) -> StepKind:
@@ -86,7 +85,6 @@ class Batches:
         return StepBatch(rows, widths, kind, count)
 
     def plan(self, rows: Sequence[tuple[int, Handle]], widths: Sequence[int]) -> np.ndarray:
-        """Write the plan of a pass over these slots."""
         plan = self.empty_plan(self.size_for(len(rows)))
         for row, (slot, handle), width in zip(self._rows(rows, len(plan)), rows, widths, strict=True):
             assert handle.table is not None

@@ -57,5 +57,4 @@ def most_drafts_of(drafter: Drafter | None) -> int | None:
 
 
 def second_of(drafter: Drafter | None) -> Drafter | None:
-    """Return the second drafter; None if there is none."""
     return drafter.second if isinstance(drafter, Beside) else None

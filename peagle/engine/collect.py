@@ -53,7 +53,6 @@ class Collector:
         self._engine = engine
 
     def read(self, sent: InFlight, values: np.ndarray, now: float) -> Chunks:
-        """Make the chunks of a dispatch from its packed values."""
         if isinstance(sent.action, Chunk):
             return self._read_first(values, sent, now)
         return self._read_steps(StepOutput.unpack(values, sent.num_drafts), sent, now)

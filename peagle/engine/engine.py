@@ -302,7 +302,6 @@ class Engine(AnyEngine):
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to send or to read."""
         return not (self._alive or self._in_flight)
 
     @property

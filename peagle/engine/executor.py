@@ -100,7 +100,6 @@ class Executor:
         return shapes
 
     def start(self) -> None:
-        """Make the empty state and pages."""
         self._state = _init(self._tree, self.shape)(self._models)
 
     def prefill(self, plan: np.ndarray, drafts: bool) -> jax.Array:
@@ -280,7 +279,6 @@ class Executor:
         return tuple(np.asarray(_gather(leaf, index)) for leaf in (pages.key, pages.value))  # type: ignore[return-value]
 
     def write_pages(self, layer: int, numbers: Sequence[int], keys: np.ndarray, values: np.ndarray) -> None:
-        """Write pages of a layer (`read_pages`)."""
         pools = list(self._pools)
         pools[layer] = _write(pools[layer], np.asarray(numbers, np.int32), keys, values)
         split = len(self.state.target_cache.pages)

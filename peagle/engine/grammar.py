@@ -100,12 +100,10 @@ class Grammar:
 
     @classmethod
     def any_text(cls) -> "Grammar":
-        """Describe any text."""
         return cls("lark", "start: /(.|\\n)*/")
 
     @classmethod
     def json_object(cls) -> "Grammar":
-        """Describe any JSON object."""
         return cls.json_schema({"type": "object"})
 
     @classmethod
@@ -178,7 +176,6 @@ def _covers(names: Sequence[str], pattern: str) -> bool:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Test whether a pattern of properties matches a name."""
     schema = {"type": "object", "additionalProperties": False, "patternProperties": {pattern: True}}
     return not _after(f"{{{dumps(name, ensure_ascii=False)}:", schema).is_error()
 

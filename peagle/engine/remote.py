@@ -73,7 +73,6 @@ class Leading(Executor):
         self._lead, self._number = lead, number
 
     def sent(self, name: str, values: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-        """Send a verb of this name, and call it."""
         message = {"of": self._number, "verb": name, "values": _sent(values), "options": _sent(options)}
         return self._lead.together(message, functools.partial(getattr(Executor, name), self, *values, **options))
 

@@ -113,7 +113,6 @@ class Replicas(AnyEngine):
 
     @property
     def times(self) -> LoopTimes:
-        """Host overhead of all engines together."""
         times = [engine.times for engine in self.engines]
         return LoopTimes(sum(time.gap_s for time in times), sum(time.busy_s for time in times))
 
@@ -178,7 +177,6 @@ class Replicas(AnyEngine):
         return [engine for engine in sent if engine.ready or self._sent[engine] < still]
 
     def _hand_out(self) -> None:
-        """Give waiting requests to engines with a free slot."""
         while self._waiting and (roomy := [engine for engine in self.engines if engine.num_free > 0]):
             handle = self._waiting.popleft()
             self._best(roomy, handle.request.prompt_ids).enter(handle)

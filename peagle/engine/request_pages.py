@@ -59,7 +59,6 @@ class RequestPages:
         return min(handle.length + ahead, self._most_tokens(handle))
 
     def has_drafter_pages(self, handle: Handle) -> bool:
-        """Whether a request has pages of the drafter."""
         assert handle.table is not None
         return len(handle.table.groups) > self._memory.num_target
 

@@ -177,7 +177,6 @@ class LogProbs:
 
     @classmethod
     def unpack(cls, packed: np.ndarray) -> "LogProbs":
-        """Undo `pack`."""
         num = (packed.shape[-1] - 1) // 2
         reals = np.ascontiguousarray(packed[..., : num + 1]).view(np.float32)
         return cls(reals[..., 0], reals[..., 1:], packed[..., num + 1 :])  # type: ignore[arg-type]  # NumPy's, too

@@ -99,7 +99,6 @@ class Scheduler(Generic[Key]):
             self._constrained.add(key)
 
     def remove(self, key: Key) -> None:
-        """Remove a request from queue or slot."""
         self._constrained.discard(key)
         self._progress.pop(key, None)
         if key in self._held:

@@ -146,6 +146,5 @@ class Proposed:
     gains: jax.Array | None = None  # [B, K]: what the drafter's drafts are worth
 
     def without_drafts(self) -> "Proposed":
-        """Make the proposal of a pass that verifies no drafts."""
         keys = None if self.keys is None else self.keys[:, :1]
         return dataclasses.replace(self, draft_token_ids=self.draft_token_ids[:, :0], keys=keys)

@@ -37,7 +37,6 @@ class WarmUp:
 
     @property
     def num_drafts(self) -> int:
-        """The most drafts of the engine's steps."""
         return self._engine.config.num_speculative_tokens
 
     def compile(self, sampled: bool, full: bool, constrained: bool) -> bool:
@@ -223,7 +222,6 @@ class _Case:
 
     @property
     def verified(self) -> int:
-        """Number of verified drafts."""
         return self.slots * self.width if self.rows is None else self.rows
 
     def forcing(self, active: int, size: int, k: int) -> StepCosts:

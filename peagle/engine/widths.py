@@ -122,7 +122,6 @@ def _first_gain(num_drafts: int) -> np.ndarray:
 
 
 def _in_bin(confidence: Float[Array, "B K"]) -> Bool[Array, "B K bin"]:
-    """Test which bin a probability is in."""
     low = jnp.asarray((-1.0, *EDGES), jnp.float32)[None, None, :]
     high = jnp.asarray((*EDGES, 2.0), jnp.float32)[None, None, :]
     return (confidence[..., None] >= low) & (confidence[..., None] < high)
@@ -146,7 +145,6 @@ class StepCosts:
 
     @classmethod
     def unpack(cls, packed: jax.Array, size: int, num_drafts: int) -> "StepCosts":
-        """Undo `pack`."""
         split = size * (num_drafts + 1) + 1
         return cls(packed[:split], packed[split:])
 
@@ -155,7 +153,6 @@ class StepCosts:
         return jnp.asarray(self.draft)[count]
 
     def of_rows(self, rows: jax.Array) -> jax.Array:
-        """Look up the time of a pass of this many rows."""
         return jnp.asarray(self.verify)[jnp.minimum(rows, self.verify.shape[0] - 1)]
 
     def of_one_row(self, num_active: jax.Array) -> jax.Array:
@@ -318,7 +315,6 @@ class CostTable:
         return pays
 
     def to_json(self) -> dict[str, Any]:
-        """Return the table as JSON values."""
         parts = {"verify": self.verify, "draft": self.draft}
         return {name: {str(number): times for number, times in part.items()} for name, part in parts.items()}
 

@@ -68,7 +68,6 @@ def waiting() -> Iterator[None]:
 
 
 def asked() -> bool:
-    """Return whether Ctrl-C was pressed."""
     return _pressed
 
 

@@ -40,7 +40,6 @@ def dumps(value: Any, **options: Any) -> str:
 
 
 def number(value: float) -> str:
-    """Write a number as `dumps` does."""
     return float.__repr__(value) if math.isfinite(value) else "null"
 
 

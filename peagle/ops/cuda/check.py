@@ -45,7 +45,6 @@ def check(*, tiles: bool) -> None:
 
 
 def check_linear(rows: int, inputs: int, outputs: int) -> None:
-    """Check products of few rows. See `check`."""
     rng = np.random.default_rng(3)
     x, weights, bias, residual = (
         _halves(rng, *shape) for shape in ((rows, inputs), (inputs, outputs), (outputs,), (rows, outputs))

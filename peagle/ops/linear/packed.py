@@ -81,7 +81,6 @@ def packed_matrix(data: np.ndarray, inputs: int, outputs: int, scales: np.ndarra
 
 
 def unpack_floats(packed: PackedMatrix) -> np.ndarray:
-    """Unpack the matrix [..., outputs, inputs]."""
     data = np.asarray(packed.data)
     if data.dtype == BFLOAT16:
         rows = data.swapaxes(-2, -3).reshape(*data.shape[:-4], -1, ROWS, data.shape[-3] * 2)

@@ -23,7 +23,6 @@ class SplitMatrix:
 
     @property
     def axis(self) -> str:
-        """The axis of the mesh."""
         return str(self.mesh.axis_names[0])
 
 
