@@ -40,12 +40,14 @@ class DrafterConfig:
 
     vocab_size: the target's; input tokens and drafts are ids of it. draft_vocab_size: how many of them the drafter can
     propose. num_taps: how many aux layers it reads. aux_layer_ids: those layers of the target, 0-based, by OUTPUT;
-    None: the target's default. aux_norm normalises aux_hidden before fc: jointly as one vector, or per layer. qk_norm:
-    each head's query and key are normalised before RoPE, as in Qwen3's layers. norm_before_residual: the residual
-    stream starts from the normalised hidden state instead of the raw one. norm_output: an EAGLE-3 drafter's next pass
-    reads the output of the final norm, not its input. num_mask_hiddens: of a P-EAGLE drafter. 1: all mask slots share
-    one (the paper's best). More: one per depth; depths beyond the last share it. windows: by layer, how many positions
-    a row sees, itself included; None: all before it. Only the mask changes: rotary positions stay absolute.
+    None: the target's default. aux_norm normalises aux_hidden before fc: jointly as one vector, or per layer.
+    qk_norm: each head's query and key are normalised before RoPE, as in Qwen3's layers.
+    norm_before_residual: the residual stream starts from the normalised hidden state instead of the raw one.
+    norm_output: an EAGLE-3 drafter's next pass reads the output of the final norm, not its input.
+    num_mask_hiddens: of a P-EAGLE drafter. 1: all mask slots share one (the paper's best). More: one per depth; depths
+    beyond the last share it.
+    windows: by layer, how many positions a row sees, itself included; None: all before it. Only the mask changes:
+    rotary positions stay absolute.
     """
 
     hidden_size: int

@@ -2,7 +2,7 @@
 
 It shares no code with model.py or the loader: it reads a checkpoint's tensors as stored (output dimension first), and
 follows only the models' descriptions (arXiv 2602.01469, 2602.06036; checkpoint layouts as vLLM and speculators read
-them). Heads and rows are loops, so that no shape can be confused with another.
+them). Heads and rows are loops, so that no axis can be confused with another.
 """
 
 import math

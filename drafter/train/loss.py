@@ -113,7 +113,7 @@ def chain_loss(
         x = forward_chains(params, config, shifted, *context, anchors, counts)
         anchor, depth = rows_of(anchors, counts, last)
         reached = jnp.concatenate([jnp.zeros((batch, last), jnp.int32), *(reach[:, :n] for n in counts)], axis=1)
-    label_place = anchor + depth + 1  # the target's row; it predicts the token one further
+    label_place = anchor + depth + 1  # the target's row, which predicts the next token
     inside = (label_place + 1 < width) & ((depth > 0) | (anchor >= first) | of_dflash)
     place = jnp.where(inside, label_place, 0)
     following = jnp.minimum(place + 1, width - 1)

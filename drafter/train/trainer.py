@@ -392,7 +392,7 @@ class Trainer:
 
 @dataclasses.dataclass(frozen=True)
 class _Keep:
-    """Keeps the checkpoint of a step that changes."""
+    """Keeps one checkpoint: that of the best step so far."""
 
     step: Callable[[], int | None]
 

@@ -58,7 +58,7 @@ class Collector:
         return self._read_steps(StepOutput.unpack(values, sent.num_drafts), sent, now)
 
     def _read_first(self, values: np.ndarray, sent: InFlight, now: float) -> Chunks:
-        """Make the chunks of first tokens. A request that resumes after preemption has its first token."""
+        """Make the chunks of first tokens; a resumed request has emitted its own before."""
         chunks = []
         for row, handle in enumerate(sent.requests):
             if handle is None or handle.output_ids or not self._engine.is_alive(handle):
@@ -119,9 +119,8 @@ class Collector:
         )
         if isinstance(engine.target if part == "target" else engine.drafter, Explains):
             where = engine.executor.first_not_finite(part, tokens)
-            message += (
-                f"; the first output that is not finite: {where}" if where else ", but a second pass gives finite ones"
-            )
+            first = f"; the first output that is not finite is that of {where}"
+            message += first if where else ", but a second pass gives finite ones"
         todo = "expected finite ones: check the weights, or try --dtype float32 or --kernels xla"
         engine.end(handle, "error", InputError(f"{message}; {todo}"))
         engine.memory.pool.forget()  # on XLA a row that is not finite spoils the rows before it in its pass

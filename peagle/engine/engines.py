@@ -23,8 +23,8 @@ from peagle.protocols import Drafter, OverDevices, Target
 
 KEPT_FRAC = 0.1  # the prefix cache takes at most this share of the free memory
 KEPT_TIMES = 4  # and at most this multiple of the memory of the requests themselves
-LEAST_KEPT_BYTES = 1 << 26  # but at least this much, for the smallest models, if it is free
-PAGES_FRAC = 0.8  # of the free memory for one request of the default context; programs and prefixes take some
+LEAST_KEPT_BYTES = 1 << 26  # or this, for the smallest models
+PAGES_FRAC = 0.8  # share of the free memory for one request of the default context; programs and prefixes need the rest
 
 
 class FreeMemory:
@@ -115,7 +115,7 @@ class Engines:
         return together * KVMemory(*self.models.of_config(config), config.share(count)).num_local_bytes
 
     def kept_bytes(self, config: ResolvedConfig) -> int:
-        """Return the bytes of the prefix cache if it is on, for an engine of otherwise this config."""
+        """Return the bytes that a prefix cache takes in an engine of this config, if it is on."""
         if config.kv_memory is not None:
             return 1  # no extra page: cached tokens lie in the pages that requests leave
         own = self.page_bytes(config)

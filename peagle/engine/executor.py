@@ -271,7 +271,7 @@ class Executor:
         return tuple(tuple(tuple((t, a) for t, a in bins) for bins in kind) for kind in both)
 
     def read_pages(self, layer: int, numbers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Copy pages of a layer to the host: (keys, values). Layers count on from the target's to the drafter's."""
+        """Copy pages of a layer to the host: (keys, values). Layers: the target's, then the drafter's."""
         pages = self._pools[layer]
         index = np.asarray(numbers, np.int32)
         if _on_host(pages.key):
@@ -347,7 +347,7 @@ def _cut_tables(columns: jax.Array, widths: tuple[int, ...]) -> tuple[jax.Array,
 
 
 def _split(state: DecodeState) -> tuple[DecodeState, tuple[PagedCache, Any, Any]]:
-    """Return (the state without pages and drafter states, those)."""
+    """Return (the state without pages and drafter states, these pages and states)."""
     small = _without_drafter(dataclasses.replace(state, target_cache=PagedCache((), ())))
     return small, (state.target_cache, state.drafter_state, state.second_state)
 

@@ -25,12 +25,12 @@ LONGEST_GRAMMAR = 100_000  # characters
 DEEPEST_SCHEMA = 64
 MOST_KEYS = 1000  # per object of a schema; compile time grows with the square of the number of properties
 MOST_CHOICES_OF_TEXT = 1024
-LARGEST_MULTIPLE = 10_000  # of the least common multiple of all multipleOf: the number of states of their automaton
-MOST_SCHEMAS = 8  # of %json in one grammar
+LARGEST_MULTIPLE = 10_000  # largest least common multiple of all multipleOf: the states of their automaton
+MOST_SCHEMAS = 8  # %json schemas in one grammar
 WHITESPACE = r"[ \n\r\t]{1,20}"  # between the parts of a JSON text; unlimited, a model may never stop writing it
 ANSWER = "answer"  # name of the grammar's rule, for rules around it
 MOST_KEPT = 32  # compiled grammars
-LONGEST_RENEWAL_S = 0.5  # of one matcher: all other requests wait meanwhile
+LONGEST_RENEWAL_S = 0.5  # per matcher; all other requests wait meanwhile
 # grammars that count tokens or take back emitted ones are not functions of the tokens before
 UNSUPPORTED_IN_LARK = ("stop", "max_tokens", "temperature")
 _RULE_OPTIONS = re.compile(r"^[ \t]*[?!]?[\w.-]+[ \t]*\[([^\]]*)\]", re.MULTILINE)
@@ -432,7 +432,7 @@ class Matcher:
         return self._shares and self.state.is_error() and not self._at_dead_end
 
     def renew(self, token_ids: Sequence[int]) -> None:
-        """Read the emitted tokens again with an own automaton, and make the mask before each, as if alone.
+        """Read the emitted tokens again with an automaton of its own, and make the mask before each token.
 
         Does nothing if that takes longer than LONGEST_RENEWAL_S.
         """

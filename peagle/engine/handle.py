@@ -35,8 +35,8 @@ class Handle:
     left_out: bool = False  # the drafter never reads its tokens again; a second one may draft for it
     error: InputError | None = None  # if finished is "error"
     matcher: Matcher | None = None  # of its grammar; has read output_ids
-    hand_off: HandOff | None = field(default=None, repr=False)  # to begin from, until then; or for the next engine
-    num_received: int = 0  # of output_ids, with the hand-off
+    hand_off: HandOff | None = field(default=None, repr=False)  # received, until it begins; or made by hand_over
+    num_received: int = 0  # of output_ids: they came with the hand-off
     has_reader: bool = True  # False after its reader aborted it
     inbox: collections.deque[TokenChunk] = field(default_factory=collections.deque, repr=False)
 

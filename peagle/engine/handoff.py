@@ -55,7 +55,7 @@ ANOTHER = "; expected a message of the same version of peagle: hand the request 
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """Identify the models; both sides must agree.
+    """Fingerprints of the models; equal on both sides.
 
     Of the target: its files and dtype; of the drafter also its aux layers and window. Made by peagle.loading; empty for
     models that were not loaded from files.
@@ -97,7 +97,7 @@ class _Layer:
     copies: int
 
     def first(self, groups: Sequence[CacheGroup], length: int) -> int:
-        """Return the first index of `length` that a sequence needs; its last row is computed again."""
+        """Return the first index that a sequence of this length needs; its last row is computed again."""
         group = groups[self.group]
         return group.offset if group.window is None else max(group.offset, length - group.window)
 

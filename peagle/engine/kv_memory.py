@@ -20,7 +20,7 @@ from peagle.ops.errors import InputError
 from peagle.ops.memory import size_in_words, tree_bytes
 from peagle.protocols import Drafter, OverDevices, Target
 
-KEPT_FRAC = 0.25  # pages of a windowed group for prompts and answers that may continue, over those of a full group
+KEPT_FRAC = 0.25  # most pages of a windowed group for later requests to continue from, over those of a full group
 
 
 @dataclass(frozen=True)

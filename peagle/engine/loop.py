@@ -85,7 +85,7 @@ class AnyEngine(abc.ABC):
 
     @abc.abstractmethod
     def check(self, request: Request, hand_off: HandOff | None = None) -> None:
-        """Raise InputError, before any work, for a request that cannot be run, or not continue from this hand-off."""
+        """Raise InputError, before any work, for a request that cannot run, or cannot continue from this hand-off."""
 
     @abc.abstractmethod
     def add(self, request: Request, timeout_s: float | None = None, hand_off: HandOff | None = None) -> Handle:

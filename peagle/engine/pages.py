@@ -80,8 +80,8 @@ class PagePool:
             raise ValueError("group 0 has a window; expected a group that keeps every index")
         self.groups, self.page_size = tuple(groups), page_size
         self.counts = PageCounts()
-        # returned pages, and how many were ever handed out, in ascending order: a prompt then lies in neighbouring
-        # pages, which are read faster
+        # returned pages; and how many pages were ever handed out, ascending: so a prompt lies in neighbouring pages,
+        # which are read faster
         self._returned: list[list[int]] = [[] for _ in self.groups]
         self._num_allocated = [0] * len(self.groups)
         self._num_holders: list[collections.Counter[int]] = [collections.Counter() for _ in self.groups]

@@ -42,7 +42,7 @@ VERBS = (
 
 
 class Lead:
-    """The messages of a leading process. send: brings a message to all followers, in order."""
+    """Sends the messages of a leading process. send: brings a message to all followers, in order."""
 
     def __init__(self, send: Callable[[Message], None]) -> None:
         self._send, self._executors = send, 0

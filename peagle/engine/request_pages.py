@@ -17,8 +17,8 @@ class RequestPages:
     def open(self, handle: Handle, prefilling: Sequence[Handle]) -> bool:
         """Give a request a table with the cached pages of its tokens; return whether the pages sufficed.
 
-        They must suffice for all its tokens and its first steps, beside what the prompts of `prefilling` still need.
-        After a preemption it needs more, so that it is not preempted again at once.
+        They must suffice for all its tokens and its first steps, beside what the prompts of `prefilling` still need. A
+        preempted request needs more, so that it is not preempted again at once.
         """
         memory, token_ids = self._memory, handle.computed_ids
         drafts = self._has_drafter and (not handle.paused or self._prefills_for_all(token_ids))

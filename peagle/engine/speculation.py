@@ -130,7 +130,7 @@ def _whole(number: Any, least: int = 0) -> int:
 
 
 def _positions(value: Any) -> tuple[tuple[tuple[float, float], ...], ...]:
-    """Read one kind of choice's counts: [position][bin][tried, accepted]."""
+    """Read the counts of greedy or of sampled drafts: [position][bin][tried, accepted]."""
     positions = tuple(tuple((float(tried), float(accepted)) for tried, accepted in bins) for bins in value)
     if any(len(bins) != NUM_BINS or any(not 0 <= a <= t < 1e12 for t, a in bins) for bins in positions):
         raise ValueError

@@ -25,7 +25,8 @@ from peagle.ops import interrupt
 if TYPE_CHECKING:
     from peagle.engine.engine import Engine
 
-LEAST_ROUNDS, MOST_ROUNDS, MOST_S = 5, 12, 1.0  # until each case's two shortest times agree; per number of slots
+# rounds until each case's two shortest times agree; seconds for one number of active slots
+LEAST_ROUNDS, MOST_ROUNDS, MOST_S = 5, 12, 1.0
 AGREEMENT = 1.1
 
 
@@ -111,7 +112,7 @@ class WarmUp:
         return costs
 
     def measure_costs(self, measuring: Measuring) -> CostTable:
-        """Measure steps, in plain steps of as many slots, at 1, 2, 4, ... active slots.
+        """Measure steps at 1, 2, 4, ... active slots, in units of a plain step of that many slots.
 
         Each round runs all cases in turn, until their shortest times repeat: noise only adds to a time. If some never
         repeat, `steady` is False: the machine is busy.

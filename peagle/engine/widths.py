@@ -46,7 +46,7 @@ FIRST_GAIN = 0.7  # initial worth of a slot's first draft; FIRST_GAIN**2 of its 
 GAIN_STEPS, ALL_GAINS_STEPS = 3.0, 32.0  # passes over which gains are averaged: of a slot, of all
 DRIFT_STEPS = 64.0  # steps without the drafter over which a slot's gain drifts back to the average of all
 ALL_DRIFT_STEPS = 2048.0  # and the average of all to FIRST_GAIN
-KEEPING_UP = 0.05  # most share of the time spent on a drafter that only reads tokens and does not draft
+KEEPING_UP = 0.05  # largest share of the time for a drafter that only reads tokens
 GOOD_CHANCE = 0.85  # of a draft after accepted ones, at best: if even this does not pay, nothing is drafted
 IDLE = 3  # steps without a look-up after one that proposed nothing
 
@@ -129,7 +129,7 @@ def _in_bin(confidence: Float[Array, "B K"]) -> Bool[Array, "B K bin"]:
 
 @flax.struct.dataclass
 class StepCosts:
-    """Times of parts of a step at one number of active slots, in plain steps of as many; all 0: not measured."""
+    """Times of parts of a step at one number of active slots, in units of a plain step there; all 0: not measured."""
 
     verify: jax.Array | np.ndarray  # [B (K + 1) + 1] float32: of a pass of so many rows, without drafting
     draft: jax.Array | np.ndarray  # [B K + 1]: of the drafter's pass for so many drafts

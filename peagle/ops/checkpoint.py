@@ -87,8 +87,8 @@ class Checkpoint:
     ) -> None:
         self.directory = directory
         self.config = config
-        self._shard_of = shard_of  # its open safetensors file, by tensor name
-        self._stored_names = stored_names or {}  # the names in that file of tensors with another name there
+        self._shard_of = shard_of  # open safetensors files by tensor name
+        self._stored_names = stored_names or {}  # names of renamed tensors in their files
         self._left = set(shard_of)
         self._progress: Callable[[int, int], None] | None = None
         self._taken_bytes = self._all_bytes = 0

@@ -16,7 +16,7 @@ def causal_mask(
 
 
 def group_causal_mask(anchor: Int[Array, "B T"], depth: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
-    """Mask in the key rows (anchor', depth') of each query row (anchor, depth) in an uncached P-EAGLE pass.
+    """Allow the key rows (anchor', depth') of each query row (anchor, depth) in an uncached P-EAGLE pass.
 
     From arXiv 2602.01469, figure 3:
 

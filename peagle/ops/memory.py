@@ -51,7 +51,7 @@ def stack(items: Iterable[tuple[np.ndarray, ...]], count: int) -> tuple[np.ndarr
 
 
 def to_device(values: np.ndarray) -> jax.Array:
-    """Move the values to JAX's default device, without a program, which `jnp.asarray` compiles per shape.
+    """Move the values to JAX's default device without compiling; `jnp.asarray` compiles a program per shape.
 
     Do not write to `values` afterwards: on CPU the array may share their memory.
     """

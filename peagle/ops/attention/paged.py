@@ -47,7 +47,7 @@ class Pages:
 class CacheGroup:
     """Layers of one model that keep the same indices, and so share their tables.
 
-    window: how many of the latest indices rows see, and the group keeps; None: all. offset: the index of position 0.
+    window: how many of the latest indices rows see and the group keeps; None: all. offset: the index of position 0.
     layers: their numbers, in order; there may be none.
     """
 

@@ -81,7 +81,7 @@ def check_experts() -> None:
 
 
 def check_expert_block() -> None:
-    """Compare the kernels for Hopper GPUs with the others; a row's bits with those of the same row among more."""
+    """Compare the kernels for Hopper GPUs with the others, and a row's bits alone with its bits among more rows."""
     keys = iter(jax.random.split(jax.random.key(0), 6))
     width, count = calls.TILED_WIDTH, TILED_EXPERTS
 

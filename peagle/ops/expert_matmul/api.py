@@ -1,4 +1,4 @@
-"""The public entries: choose the form by layout and number of rows."""
+"""The public entries: choose a form by the layout and the number of rows."""
 
 import functools
 
@@ -24,7 +24,7 @@ from peagle.ops.kernels import Implementation
 from peagle.ops.linear import PackedMatrix, linear
 from peagle.ops.norm import Norm, rms_norm
 
-BLOCKED_ROWS = 256  # an estimate: with fewer rows a GPU reads each expert once as fast as blocks, twice
+BLOCKED_ROWS = 256  # an estimate: below it, reading experts once each is as fast as by blocks, which read them twice
 DECODE_ROWS = 16  # the widest verify pass: one sequence with K = 15, or a batch with smaller K
 
 

@@ -39,8 +39,8 @@ def linear(
     weights alone, not on the number of rows. On a GPU a CUDA kernel multiplies up to 16 rows of bfloat16, unless the
     implementation is "xla".
 
-    reduce: the weight holds this rank's inputs of a larger one. It sums the ranks' products, in float32, before the
-    residual is added. A SplitMatrix, which has the outputs of several devices, takes neither these nor a bias.
+    reduce sums the ranks' products, in float32, before the residual is added; the weight holds this rank's inputs of a
+    larger one. A SplitMatrix, which has the outputs of several devices, takes neither these nor a bias.
     """
     if isinstance(weight, SplitMatrix):
         assert (bias, residual, reduce) == (None, None, None)

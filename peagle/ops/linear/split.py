@@ -40,7 +40,7 @@ def split_outputs(weight: jax.Array | PackedMatrix, mesh: Mesh) -> SplitMatrix:
 
 
 def _split(leaf: jax.Array, axis: int, width: int, mesh: Mesh) -> jax.Array:
-    """Put `width` positions along an axis on each device; the last ones get zeros."""
+    """Put `width` entries of an axis on each device; zeros fill the last ones."""
     whole = np.asarray(leaf).swapaxes(0, axis)
 
     def part(index: Any) -> np.ndarray:
