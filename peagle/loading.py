@@ -74,24 +74,28 @@ def load(
 ) -> Pair:
     """Load a target and a drafter from checkpoint directories, or the demo pair of the package.
 
-    drafter: P-EAGLE, EAGLE-3 or DFlash; "demo-eagle3" and "demo-dflash" are the demo's others, for comparison; "ngram"
-    needs no weights; None: plain decoding only. Write a directory of such a name as "./demo". dtype: default float32 on
-    CPU, bfloat16 elsewhere. experts: "packed" keeps MXFP4 in memory, "expanded" dequantises at load, "auto" takes the
-    fastest that fits. kernels: "native" runs the compiled CPU kernels or raises, "xla" runs without them, "auto" uses
-    them if they run (see `peagle info`). draft_vocab: propose only this many of the most frequent tokens, or the tokens
-    listed in a file (drafter.vocabulary). drafter_window: the drafter sees only this many latest positions, or all if
-    "off"; "auto" takes the window in speculation.json beside the drafter, else those of its config.json. aux_layer_ids:
-    the 0-based target layers whose outputs the drafter reads, instead of those in its config.json. `Pair.loaded`
-    describes window and aux layers. mesh: cut the target over devices, as "tp=2" or "tp=2,ep=4" (peagle.parallel); of
-    the drafter only the head is cut, and each device has the rest. "dp=2" makes two such copies, which share the slots
-    of an engine (`Pair.replicas`). reduce: sum over devices in order, or by "psum", an all-reduce. retain_full_kv:
-    windowed layers keep all positions, so that requests may continue anywhere in the prefix cache. progress(bytes of
-    the target read, total bytes) is called during the load. lead: sends to the other processes of a mesh
-    (peagle.workflows.follow).
+        target           a directory, or "demo"; a directory of that name is "./demo"
+        drafter          a directory of P-EAGLE, EAGLE-3 or DFlash; "demo-eagle3" and "demo-dflash", the demo's others;
+                         "ngram", without weights; None: plain decoding only
+        dtype            default: float32 on CPU, bfloat16 elsewhere
+        experts          "packed" keeps MXFP4 in memory, "expanded" dequantises at load, "auto": the fastest that fits
+        kernels          "native" runs the compiled CPU kernels or raises, "xla" runs without them, "auto" uses them if
+                         they run (`peagle info`)
+        draft_vocab      propose only this many of the most frequent tokens, or those in a file (drafter.vocabulary)
+        drafter_window   the drafter sees only this many latest positions, or all if "off"; "auto": the window in
+                         speculation.json beside the drafter, else those of its config.json
+        aux_layer_ids    0-based target layers whose outputs the drafter reads, instead of those in its config.json
+        mesh             cut the target over devices, as "tp=2" or "tp=2,ep=4" (peagle.parallel); of the drafter only
+                         the head is cut, and each device has the rest. "dp=2": two such copies, which share the slots
+                         of an engine (`Pair.replicas`)
+        reduce           sum over devices "ordered", by rank, or by "psum", an all-reduce
+        retain_full_kv   windowed layers keep all positions, so that requests may continue anywhere in the prefix cache
+        progress         called with (bytes of the target read, total bytes) during the load
+        lead             sends to the other processes of a mesh (peagle.workflows.follow)
 
-    Raises InputError for checkpoints that cannot be run, do not fit together, or exceed the memory; if possible before
-    any weights are read. Warns (InputWarning) if aux layers or a vocabulary map look like another convention's, a
-    window hides nothing, or there is no stop token.
+    `Pair.loaded` describes the choices. Raises InputError for checkpoints that cannot be run, do not fit together, or
+    exceed the memory; if possible before any weights are read. Warns (InputWarning) if aux layers or a vocabulary map
+    look like another convention's, a window hides nothing, or there is no stop token.
     """
     from target.load import load_target
     from target.model import GptOss

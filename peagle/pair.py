@@ -127,17 +127,20 @@ class Pair:
     def stream(self, prompt: str | Sequence[int], **options: Any) -> "Stream":
         """Stream the answer to a prompt piece by piece; `stream.result` has the figures.
 
-        options: fields of SamplingParams, EngineConfig, Rendering and RequestOptions. A text is put into the chat
-        template, unless `raw`. Special tokens spelled in a text are plain characters, unless `raw` and
-        `special_tokens`. Token ids are used unchanged. num_speculative_tokens: K, 0 for plain decoding, or "auto":
-        verify the drafts that are likely to pay, and none while drafting does not pay; None: the pair's default
-        (`num_drafts`). The answer ends before the first of the strings in `stop`. Raises InputError, before any work,
-        for a request that cannot be run, and at the end for a grammar that cannot be followed any further.
+        options: fields of SamplingParams, EngineConfig, Rendering and RequestOptions. Some of them:
 
-        Streams with equal engine configs share an engine, which decodes `slots` requests at once; the others wait for a
-        slot. context: by default as many positions as prompt and max_new_tokens need; streams may differ in it. Iterate
-        over each stream in its own thread, or over `astream`. draft_sampling, an option of earlier versions, has no
-        effect.
+            num_speculative_tokens   K; 0: plain decoding; "auto": verify the drafts that are likely to pay, none while
+                                     drafting does not pay; None: the pair's default (`num_drafts`)
+            raw                      a text is the prompt as it is, without the chat template
+            special_tokens           with raw: special tokens spelled in a text are tokens, not plain characters
+            stop                     the answer ends before the first of these strings
+            context                  positions; default: as many as prompt and max_new_tokens need
+            draft_sampling           an option of earlier versions, without effect
+
+        Token ids are used unchanged. Streams with equal engine configs share an engine, which decodes `slots` requests
+        at once; the others wait for a slot. Iterate over each stream in its own thread, or over `astream`. Raises
+        InputError, before any work, for a request that cannot be run, and at the end for a grammar that cannot be
+        followed any further.
         """
         options = _by_names_of_today(options)
         if options.pop("draft_sampling", False):

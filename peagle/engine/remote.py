@@ -5,7 +5,7 @@ it. What verbs leave on the device stays in the executor of each process. So a f
 tokenizer, and decides nothing.
 
     leader     executor.steps(plan, costs, count, kind)      {"verb": "steps", "values": [plan, ..]}
-    follower   executor.steps(plan, cost, count, kind)
+    follower   executor.steps(plan, costs, count, kind)
 """
 
 import functools

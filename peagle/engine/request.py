@@ -25,14 +25,19 @@ def fold_seed(seed: int) -> int:
 class Request:
     """A prompt to continue.
 
-    stop_token_ids None: those of the engine. logprobs: how many of the likeliest tokens to return with each emitted
-    one, with their log-probabilities; None: no log-probabilities. `index` distinguishes requests of the same seed, such
-    as the prompts of a file or several answers to one; requests in an engine may share one. `name` is the prompt's name
-    in messages. `stop`: the answer's text ends before the first of these strings; peagle.result.Assembler applies them,
-    since the engine works on tokens only. num_speculative_tokens: most drafts of a step of this request; None: the
-    engine's; a request with its own K is never paused for the cost of drafting. `grammar`: of the answer
-    (peagle.engine.grammar); it masks the target's logits before acceptance, like other adjustments. If the budget, a
-    stop string or one of the request's stop tokens cuts the answer, it is only the beginning of a text of the grammar.
+    stop_token_ids           None: those of the engine
+    logprobs                 how many of the likeliest tokens to return with each emitted one, with their
+                             log-probabilities; None: no log-probabilities
+    index                    distinguishes requests of the same seed, such as the prompts of a file or several
+                             answers to one; requests in an engine may share one
+    name                     the prompt's name in messages
+    stop                     the answer's text ends before the first of these strings; peagle.result.Assembler
+                             applies them, since the engine works on tokens only
+    num_speculative_tokens   most drafts of a step of this request; None: the engine's. A request with its own K is
+                             never paused for the cost of drafting
+    grammar                  of the answer (peagle.engine.grammar); it masks the target's logits before acceptance,
+                             like other adjustments. If the budget, a stop string or one of the request's stop
+                             tokens cuts the answer, it is only the beginning of a text of the grammar
     """
 
     prompt_ids: tuple[int, ...]

@@ -22,14 +22,18 @@ Role: TypeAlias = Literal["both", "prefill", "decode"]
 class ResolvedConfig(EngineConfig):
     """An EngineConfig in which a pair has decided every value (`Pair.resolve`).
 
-    prefix_cache: memory beside kv_memory, for prompts and answers that later requests may begin with; 0: none are kept.
-    kv_memory None: for the context of every slot, MOST_RESERVED positions at most. steps_per_dispatch changes when
-    tokens reach the host, never which tokens. adaptive: steps choose how many drafts to verify, num_speculative_tokens
-    at most, by costs measured at warm-up; counts: the acceptance to start from (peagle.engine.widths). k_per_request:
-    requests may set num_speculative_tokens; plain steps are then compiled, too. mask_budget_s: processor time of a
-    request's masks in a step. A request that exceeds it stops drafting. If single masks exceed it most_slow_masks times
-    in a row, the request ends with an error, because all others wait for its masks. role: "prefill" computes prompts
-    and their first tokens, and hands over every request that continues; "decode" takes these (peagle.engine.handoff).
+    prefix_cache         memory beside kv_memory, for prompts and answers that later requests may begin with; 0:
+                         none
+    kv_memory            None: for the context of every slot, MOST_RESERVED positions at most
+    steps_per_dispatch   changes when tokens reach the host, never which tokens
+    adaptive             steps choose how many drafts to verify, num_speculative_tokens at most, by costs measured
+                         at warm-up; counts: the acceptance to start from (peagle.engine.widths)
+    k_per_request        requests may set num_speculative_tokens; plain steps are then compiled, too
+    mask_budget_s        processor time of a request's masks in a step. A request that exceeds it stops drafting. If
+                         single masks exceed it most_slow_masks times in a row, the request ends with an error,
+                         because all others wait for its masks
+    role                 "prefill" computes prompts and their first tokens, and hands over every request that
+                         continues; "decode" takes these (peagle.engine.handoff)
     """
 
     num_speculative_tokens: int = 0
