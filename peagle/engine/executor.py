@@ -50,9 +50,13 @@ def trace_counts() -> dict[str, int]:
 class Shape:
     """What an executor's programs depend on, besides its models.
 
-    num_drafts: most drafts of a step. most_steps: of a dispatch. num_pages: of each cache group, the target's first,
-    then the drafter's. widths: of their tables. blocks: compute a prompt at once, in these blocks of rows. adaptive:
-    some steps are (StepKind); counts: the acceptance that they start from (peagle.engine.widths.Learned).
+    num_drafts   most drafts of a step
+    most_steps   most steps of a dispatch
+    num_pages    of each cache group, the target's first, then the drafter's
+    widths       of their tables
+    blocks       compute a prompt at once, in these blocks of rows
+    adaptive     some steps are (StepKind)
+    counts       the acceptance that adaptive steps start from (peagle.engine.widths.Learned)
     """
 
     slots: int

@@ -20,10 +20,12 @@ NUM_FLAGS = 5  # bits of a packed output, beneath num_drafted
 class StepKind:
     """A variant of the step; each compiles its own program.
 
-    num_drafts 0: plain steps. sampled: some row is not greedy; such rows draw their drafts by the keys of the target's
-    draws. full: some row has its logits adjusted or needs log-probabilities (peagle.engine.request.Request.full).
-    synthetic_acceptance: see `draw_synthetic`. lean: plain steps of rows that never draft again, so nothing is kept for
-    the drafter. adaptive: widths are chosen in the step, and slots may rest.
+    num_drafts             0: plain steps
+    sampled                some row is not greedy; such rows draw their drafts by the keys of the target's draws
+    full                   some row has its logits adjusted or needs log-probabilities (Request.full)
+    synthetic_acceptance   see `draw_synthetic`
+    lean                   plain steps of rows that never draft again, so nothing is kept for the drafter
+    adaptive               widths are chosen in the step, and slots may rest
     """
 
     num_drafts: int

@@ -20,9 +20,13 @@ ITEMS = {int: "whole numbers", float: "numbers", str: "texts"}
 class Flag:
     """Make a field an option, or an argument if its only name has no leading dash.
 
-    group: in the help. names: errors name the first; none: the field's name with dashes. read: converts the typed text
-    to the value, or raises InputError. default: text shown for the default. old: a former name, which warns. hidden:
-    not in the help. help: for fields without a docstring below them.
+    group     in the help
+    names     errors name the first; none: the field's name with dashes
+    read      converts the typed text to the value, or raises InputError
+    default   text shown for the default
+    old       a former name, which warns
+    hidden    not in the help
+    help      for fields without a docstring below them
     """
 
     group: str | None = None
