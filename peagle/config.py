@@ -242,11 +242,11 @@ class SamplingParams:
             )
         if len(self.logit_bias) > MOST_BIASES:
             raise InputError(
-                f"logit bias is of {len(self.logit_bias)} tokens; expected at most {MOST_BIASES}", "logit_bias"
+                f"logit bias is set for {len(self.logit_bias)} tokens; expected at most {MOST_BIASES}", "logit_bias"
             )
         tokens = [token for token, _ in self.logit_bias]
         if twice := [token for token in tokens if tokens.count(token) > 1]:
-            raise InputError(f"logit bias is of token {twice[0]} twice; expected one value for it", "logit_bias")
+            raise InputError(f"logit bias is set twice for token {twice[0]}; expected one value", "logit_bias")
         for token, value in self.logit_bias:
             if token < 0 or not -LARGEST_BIAS <= value <= LARGEST_BIAS:
                 raise InputError(

@@ -78,7 +78,7 @@ def parse_place(coordinator: str | None, process: int | None, count: int | None)
     if count < 2:
         raise InputError(f"--num-processes is {count}; expected 2 or more, or leave out --coordinator")
     if not 0 <= process < count:
-        raise InputError(f"--process-id is {process}; expected 0..{count - 1}, each once")
+        raise InputError(f"--process-id is {process}; expected 0..{count - 1}, another one in each process")
     return Place(host, int(port), process, count)
 
 

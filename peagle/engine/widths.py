@@ -7,16 +7,16 @@ of a source were right with the counts' prediction, and scales their survival by
 falling order of survival, over all slots, while each is worth its time:
 
     tokens expected     one for each active slot, and the sum of the survivals
-    time                of a pass of so many rows, in plain steps of as many slots (StepCosts, measured)
+    time                of a pass by its number of rows, in units of a plain step (StepCosts, measured)
     worth of time       the tokens that the engine emits in it at present, at least those of plain decoding
 
 A draft is counted, verified or not, if the token at its position becomes known: a step that accepts a drafts counts
 drafts 0..a of every source.
 
-Before the drafter runs, its confidence is unknown. So each slot's drafts are predicted from what its latest ones were
-worth, by position, and the drafter runs if these predictions, over all slots, are worth more than its pass. In a slot
-without drafts the prediction drifts back to the average of all slots, so that drafting is tried again. Tokens that a
-second drafter looks up in the text so far cost next to nothing, and are always tried.
+Before the drafter runs, its confidence is unknown. So the worth of a slot's latest drafts, by position, decides how
+many it drafts next, and the drafter runs if these are worth more, over all slots, than the time of its pass. In a slot
+without drafts that worth drifts back to the average of all slots, so that drafting is tried again. Tokens that a second
+drafter looks up in the text so far cost next to nothing, and are always tried.
 
 These choices change time alone, never a token (peagle.engine.accept).
 """
@@ -276,7 +276,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class CostTable:
-    """Times of parts of steps by number of active slots, in plain steps of as many.
+    """Times of parts of steps by number of active slots, in units of a plain step there.
 
     verify: (rows, time) of passes, from one row per slot on. draft: (drafts, time) of the drafter's passes, from 0 on.
     Times in between are interpolated.

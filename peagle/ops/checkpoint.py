@@ -142,7 +142,7 @@ class Checkpoint:
         if missing := shapes.keys() - self.names:
             raise InputError(
                 f"{self.directory}: tensors are missing: {_some(missing)}; the checkpoint is "
-                "incomplete, or config.json belongs to another"
+                "incomplete, or config.json belongs to another one"
             )
         for name, shape in shapes.items():
             self._check_shape(name, shape)

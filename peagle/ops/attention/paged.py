@@ -58,7 +58,7 @@ class CacheGroup:
     def num_pages(self, capacity: int, widest_write: int, page_size: int = PAGE_SIZE) -> int:
         """Count the pages of one sequence of `capacity` positions, if its table may repeat them.
 
-        A window needs pages for all rows of a pass, which are written before the first of them attends.
+        A window passes through few pages, but all rows of a pass are written before the first of them attends.
         """
         everything = -(-(capacity + self.offset) // page_size)
         if self.window is None:

@@ -40,7 +40,7 @@ def linear(
     implementation is "xla".
 
     reduce sums the ranks' products, in float32, before the residual is added; the weight holds this rank's inputs of a
-    larger one. A SplitMatrix, which has the outputs of several devices, takes neither these nor a bias.
+    larger one. A SplitMatrix, which has the outputs of several devices, takes no reduce, residual or bias.
     """
     if isinstance(weight, SplitMatrix):
         assert (bias, residual, reduce) == (None, None, None)

@@ -107,7 +107,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"repetition_penalty": 0}, "repetition penalty is 0"),
     *((COMPLETIONS, {"logit_bias": {key: 1}}, "token ids as keys") for key in ("a", "-1", "１", "1_0", "9" * 5000)),
     (COMPLETIONS, {"logit_bias": {"320": 1}}, "logit_bias holds token id 320"),
-    (COMPLETIONS, {"logit_bias": {str(token): 1 for token in range(301)}}, "logit bias is of 301 tokens"),
+    (COMPLETIONS, {"logit_bias": {str(token): 1 for token in range(301)}}, "logit bias is set for 301 tokens"),
     (COMPLETIONS, {"logprobs": 21}, "expected 0..20"),
     (COMPLETIONS, {"stop": ""}, "is empty"),
     (COMPLETIONS, {"stop": ["a"] * 65}, "65 stop strings"),
