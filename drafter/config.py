@@ -109,7 +109,6 @@ class DrafterConfig:
             raise InputError(f"the drafter's window is {wrong[0]}; expected 1 position or more")
 
     def _check_block(self, block_size: int) -> None:
-        """Raise InputError for an impossible DFlash drafter."""
         if block_size < 2:
             raise InputError(
                 f"the drafter's block_size is {block_size}; expected 2 or more: a token and its mask slots"

@@ -156,7 +156,6 @@ class Sharded:
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """See `Target.cache_groups`: those of every rank."""
         return self.parts.cache_groups
 
     def init_pages(self, num_pages: Sequence[int]) -> tuple[Pages, ...]:

@@ -232,8 +232,6 @@ def _expanding_pays(files: Recognised, dtype: Any) -> bool:
 
 @dataclasses.dataclass
 class _Reader:
-    """Reads a checkpoint's tensors one by one as parameters."""
-
     files: Recognised
     part: Part
     dtype: np.dtype

@@ -233,7 +233,6 @@ def _attention(
 
 
 def _unrolled(function: Callable[[Any], jax.Array], parts: Any) -> jax.Array:
-    """Compute jax.lax.map, unrolled."""
     count = jax.tree.leaves(parts)[0].shape[0]
     return jnp.stack([function(jax.tree.map(lambda part, at=at: part[at], parts)) for at in range(count)])
 
@@ -247,7 +246,6 @@ def _one(
     segment_ids: Int[Array, " T"],
     reach: int | None,
 ) -> Float[Array, "n M H"]:
-    """Attend within one sequence and kv head."""
     if chain:
         return _block(q, k, v, anchors, segment_ids, chain, reach)
     parts = []

@@ -79,7 +79,6 @@ def _has_shards(folder: Path) -> bool:
 
 
 def _option(key: str) -> str:
-    """Return the option that sets a manifest's value."""
     name = key.rpartition(".")[2]
     return OPTIONS.get(name) or OPTIONS.get(key.partition(".")[0]) or "--" + name.replace("_", "-")
 

@@ -240,7 +240,6 @@ class Trainer:
         return None if best is None else best["step"]
 
     def _expect_best(self, checkpoints: ocp.CheckpointManager) -> None:
-        """Raise InputError if the best step's checkpoint is missing."""
         best = self._best_step()
         if best is not None and best not in checkpoints.all_steps():
             raise InputError(
@@ -319,7 +318,6 @@ class Trainer:
         return self.out / CHECKPOINTS / str(step)
 
     def _save(self, checkpoints: ocp.CheckpointManager, step: int, state: State) -> None:
-        """Write the step's checkpoint, if it does not exist."""
         if checkpoints.latest_step() == step:
             return
         size, free = sum(leaf.nbytes for leaf in jax.tree.leaves(state)), shutil.disk_usage(self.out).free

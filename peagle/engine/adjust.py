@@ -71,7 +71,6 @@ class Adjustments:
         return cls(*leaves)
 
     def emitted(self, token_ids: Int[Array, "B T"], kept: Bool[Array, "B T"]) -> "Adjustments":
-        """Count the kept tokens as emitted."""
         rows = jnp.arange(token_ids.shape[0])[:, None]
         counts = self.counts.at[rows, token_ids].add(kept.astype(jnp.int32), mode="drop")
         must_emit = self.must_emit - jnp.sum(kept, axis=1, dtype=jnp.int32)

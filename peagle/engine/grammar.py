@@ -166,7 +166,6 @@ def _without_dead_ends(schema: Any) -> Any:
 
 
 def _covers(names: Sequence[str], pattern: str) -> bool:
-    """Test whether a pattern of properties matches no names but these."""
     none = {"properties": dict.fromkeys(names, False), "patternProperties": {pattern: True}}
     matcher = _after("{", {"type": "object", "additionalProperties": False, **none})
     if matcher.is_error():  # an invalid pattern
@@ -307,7 +306,6 @@ class Vocabulary:
         return self._library.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
 
     def _translated(self, grammar: Grammar) -> dict[str, Any]:
-        """Make an entry of llguidance's list of grammars."""
         text, library = grammar.text, self._library
         if grammar.kind == "json_schema":
             return {"json_schema": _prepared(text)}
@@ -355,8 +353,6 @@ def _from_gbnf(text: str) -> str:
 
 @dataclass
 class _Tokens:
-    """A vocabulary as llguidance reads it."""
-
     tokens: list[bytes]
     special_token_ids: list[int]
     bos_token_id = None

@@ -122,7 +122,6 @@ class Scheduler(Generic[Key]):
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a slot."""
         return len(self._waiting)
 
     def next(self, costs: Costs, begin: Callable[[Key], int | None] = lambda _: 0) -> Chunk[Key] | Steps | None:

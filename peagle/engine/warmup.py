@@ -177,7 +177,6 @@ class WarmUp:
                 engine.memory.pool.close(table)
 
     def _measure_round(self, prompts: "_Prompts", cases: Sequence["_Case"]) -> dict["_Case", float]:
-        """Measure seconds per case once."""
         engine, active, size = self._engine, prompts.count, len(prompts.rows)
         k = engine.config.num_speculative_tokens
         params = SlotParams.of(Request((0,) * prompts.length, engine.config.context), (), engine.target.vocab_size)
@@ -199,8 +198,6 @@ class WarmUp:
 
 @dataclasses.dataclass(frozen=True)
 class _Prompts:
-    """Prompts from which steps are measured."""
-
     count: int
     length: int
     steps: int  # that fit into their pages
