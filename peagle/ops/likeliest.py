@@ -37,6 +37,7 @@ def likeliest(logits: Float[Array, "... V"]) -> tuple[Int[Array, "..."], Float[A
 
 
 def _native(logits: jax.Array, *, with_probability: bool) -> tuple[jax.Array, jax.Array]:
+    """Return (indices, probabilities or an empty array)."""
     *lead, vocab_size = logits.shape
     rows = math.prod(lead)
     shapes = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((rows * with_probability,), jnp.float32)

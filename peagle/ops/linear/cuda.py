@@ -23,6 +23,7 @@ def takes(x: jax.Array, weight: jax.Array, bias: jax.Array | None, residual: jax
 
 
 def product(x: jax.Array, weight: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
+    """Multiply x [..., K] by the weight [K, N]; add the bias and the residual."""
     rows = x.reshape(-1, x.shape[-1])
     more = None if residual is None else residual.reshape(-1, weight.shape[1])
     return calls.linear(rows, weight, bias, more).reshape(*x.shape[:-1], weight.shape[1])
