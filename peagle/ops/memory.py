@@ -131,5 +131,13 @@ def refuse_too_large(needed: dict[str, int], hint: Callable[[], str]) -> None:
 
 
 def size_in_words(size: int) -> str:
-    """Write bytes as MB or GB."""
-    return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.2f} MB"
+    """Write bytes with a decimal unit.
+
+    >>> size_in_words(999), size_in_words(1000), size_in_words(2_345_678), size_in_words(19 * 10**9)
+    ('999 bytes', '1.0 kB', '2.3 MB', '19.00 GB')
+    """
+    if size < 1e3:
+        return f"{size} bytes"
+    if size < 1e6:
+        return f"{size / 1e3:.1f} kB"
+    return f"{size / 1e6:,.1f} MB" if size < 1e9 else f"{size / 1e9:,.2f} GB"

@@ -215,16 +215,14 @@ def test_memory_for_keys_and_values_is_refused_if_it_is_too_small_or_is_not_ther
     def engine(size: int) -> Any:
         return pair.engine(pair.engine_config(3, slots=4, context=256, kv_memory=size))
 
-    with pytest.raises(
-        InputError, match=r"is 0\.00 MB; expected .* which hold one request of 256 positions"
-    ) as refused:
+    with pytest.raises(InputError, match=r"is 1\.0 kB; expected .* which hold one request of 256 positions") as refused:
         engine(1000)
-    enough = float(re.findall(r"expected ([\d.]+) MB or more", str(refused.value))[0]) * 1e6
+    enough = float(re.findall(r"expected ([\d.]+) kB or more", str(refused.value))[0]) * 1e3
     assert engine(int(enough * 1.01)).page_use.num_tokens < 2 * 256
     assert engine(int(enough * 3)).page_use.num_tokens > 2 * 256
     monkeypatch.setattr("peagle.engine.engines.available_memory_bytes", lambda: int(enough * 4))
     with pytest.raises(
-        InputError, match=r"keys and values may take .* MB, but .* are available; .* smaller --kv-memory"
+        InputError, match=r"keys and values may take .* [kM]B, but .* are available; .* smaller --kv-memory"
     ):
         engine(int(enough * 5))
 

@@ -612,7 +612,7 @@ def test_caches_that_do_not_fit_into_memory_are_refused(
     assert real("generate", *one_row)[0] == 0
     read_weights = iter([1 << 40])  # there is room for those
     monkeypatch.setattr(peagle.ops.memory, "available_memory_bytes", lambda: next(read_weights, 1000))
-    refused(real("generate", *one_row), "out of memory", "the keys and values of 448 positions", "--context", "0.00 MB")
+    refused(real("generate", *one_row), "out of memory", "the keys and values of 448 positions", "--context", "1.0 kB")
 
 
 def test_memory_for_keys_and_values_is_refused_in_a_line(real: Run, directories: Directories) -> None:
@@ -620,7 +620,7 @@ def test_memory_for_keys_and_values_is_refused_in_a_line(real: Run, directories:
     assert real("generate", *one_row, "--kv-memory", "1MB", "--slots", "4")[0] == 0
     refused(real("generate", *one_row, "--kv-memory", "none"), "--kv-memory is 'none'; expected a size", "or auto")
     short = real("generate", *one_row, "--kv-memory", "1kB")
-    refused(short, "keys and values is 0.00 MB", "one request of 384 positions", "raise --kv-memory or lower --context")
+    refused(short, "keys and values is 1.0 kB", "one request of 384 positions", "raise --kv-memory or lower --context")
     there = ("--kv-memory", "900TB")
     refused(real("generate", *one_row, *there), "keys and values may take", "are available", "a smaller --kv-memory")
     refused(real("generate", *one_row, "--prefix-cache", "900TB"), "prefix cache may take", "--prefix-cache, or off")
