@@ -37,6 +37,7 @@ HOTTEST = 1e30  # the temperature: float32 holds it and its reciprocal, by which
 LARGEST_PENALTY = 2.0  # presence and frequency, as in OpenAI's API
 LARGEST_BIAS = 1e9
 DEFAULT_CHUNK, GPU_CHUNK = 128, 2048  # prompt tokens of one prefill pass; a GPU multiplies more rows in the same time
+MOST_SLOTS = 1 << 16  # more than any memory holds; a larger number is a slip
 MAX_NUM_DRAFTS = 128  # no acceptance pays for a wider pass
 MOST_LOGPROBS = 20  # log-probabilities of the likeliest tokens; the limit of OpenAI's API
 MOST_STOP_STRINGS, LONGEST_STOP_STRING = 64, 1024  # the length in characters
@@ -417,6 +418,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InputError(f"{name} is {value}{unit}; expected {least} or more", name)
+        if self.slots > MOST_SLOTS:
+            raise InputError(f"slots is {self.slots}; expected 1 to {MOST_SLOTS}", "slots")
         if self.kv_memory is not None and self.kv_memory < 1:
             raise InputError(f"kv_memory is {self.kv_memory} bytes; expected more than 0", "kv_memory")
         if isinstance(self.prefix_cache, int) and self.prefix_cache < 0:

@@ -406,6 +406,7 @@ def test_ctrl_c_shows_what_there_is(cli: Run, monkeypatch: pytest.MonkeyPatch, t
         (["-k", "x", "Hi"], ["-k is 'x'", "or auto"]),
         (["-n", "0", "Hi"], ["error: -n is 0"]),
         (["--slots", "0", "Hi"], ["--slots is 0", "1 or more"]),
+        (["--slots", "100000000", "Hi"], ["--slots is 100000000; expected 1 to 65536"]),
         (["--slots", "2", "--batch", "2", "Hi"], ["--slots and --batch", "both given"]),
         (["--context", "1", "Hi"], ["--context is 1"]),
         (["--context", "100000", "Hi"], ["--context is 100000", "384"]),
@@ -600,7 +601,7 @@ def test_weights_that_do_not_fit_into_memory_are_refused_before_they_are_read(
     assert "fits into" in real("info", target_directory)[1]
     monkeypatch.setattr(Checkpoint, "take", no_reading)
     pair = ("--target", target_directory, "--drafter", drafter_directory, "--kernels", kernels)
-    refused(real("speculate", *pair, "Hi"), "out of memory", "the target", "the drafter", "together", "MB", "--experts")
+    refused(real("speculate", *pair, "Hi"), "out of memory", "the target", "the drafter", "together", "kB", "--experts")
     monkeypatch.setattr(peagle.cli.inspecting, "available_memory_bytes", lambda: 1000)
     assert "does not fit into the 1.0 kB" in real("info", target_directory)[1]
 
@@ -743,8 +744,8 @@ def test_info_says_what_an_engine_of_each_role_takes(
 ) -> None:
     """The pages of an engine of that shape, and the tokens of one that has all the memory."""
     from drafter.load import weight_bytes as drafter_weight_bytes
-    from peagle.cli.inspecting import _bytes
     from peagle.loading import load
+    from peagle.ops.memory import size_in_words
     from target.load import weight_bytes
 
     pair = load(directories.target, directories.drafter, kernels="xla", dtype="float32")
@@ -759,7 +760,7 @@ def test_info_says_what_an_engine_of_each_role_takes(
         memory = pair.engine(config).memory
         assert code == 0
         assert f"{memory.num_tokens:,}, in {memory.num_pages[0]} pages of 64" in out
-        assert f"{_bytes(sum(memory.num_bytes))} float32" in out
+        assert f"{size_in_words(sum(memory.num_bytes))} float32" in out
         filled = pair.engine(dataclasses.replace(config, kv_memory=free)).memory
         assert f"{filled.num_tokens:,} beside the weights, into the memory available now (float32)\n" in out
     monkeypatch.setattr(peagle.cli.inspecting, "available_memory_bytes", lambda: weights)

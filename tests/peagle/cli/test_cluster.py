@@ -102,13 +102,13 @@ def test_a_config_for_serve_deploy_is_read_back_and_holds_no_keys(tmp_path: Path
 def test_without_fastapi_one_line_says_what_to_install() -> None:
     code = "import sys; sys.modules['fastapi'] = None; from peagle.cli import main; sys.exit(main(['cluster', 'up']))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    said = "a cluster needs fastapi, which is not installed; pip install 'peagle[cluster]'"
+    said = "a cluster needs fastapi, which is not installed; in the checkout of peagle: pip install '.[cluster]'"
     assert (ended.returncode, ended.stderr) == (2, f"peagle: error: {said}\n")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed")
 def test_without_ray_one_line_says_what_to_install() -> None:
     with pytest.raises(
-        InputError, match=r"a cluster needs ray, which is not installed; pip install 'peagle\[cluster\]'"
+        InputError, match=r"a cluster needs ray, which is not installed; .*: pip install '\.\[cluster\]'"
     ):
         start_fleet(Up())

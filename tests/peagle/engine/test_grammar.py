@@ -595,7 +595,7 @@ def test_a_vocabulary_that_cannot_spell_the_text_ends_its_own_request_alone(
 
 def test_without_the_library_a_grammar_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(InputError, match=r"pip install 'peagle\[serve\]'"):
+    with pytest.raises(InputError, match=r"pip install '\.\[serve\]'"):
         Vocabulary(TOKENS)
 
 
