@@ -18,6 +18,7 @@ from peagle.text.prompt_files import Skipped, skipped_line
 from peagle.workflows.run import Outcome, Run, RunConfig
 
 SCHEMA = 1
+MOST_RATES = 16  # shown in the summary; the blocks of public DFlash drafters have no more drafts
 LOADED = ("dtype", "experts", "kernels", "mesh", "drafter_window")  # of peagle.pair.Loaded
 
 
@@ -190,7 +191,7 @@ def _speed(results: list[Result], tok_per_s: float | None) -> str:
 
 
 def _acceptance(summary: dict[str, Any], run: Run) -> str:
-    rates = " ".join(figure_text(rate, ".2f") for rate in summary["acceptance_rate_per_position"] or [])
+    rates = _rates(summary["acceptance_rate_per_position"] or [])
     steps = f"{summary['num_spec_steps']} steps of K = {run.engine.num_speculative_tokens}"
     if run.engine.adaptive:
         steps = f"{summary['num_spec_steps']} steps of K <= {run.engine.num_speculative_tokens}, "
@@ -208,6 +209,14 @@ def _acceptance(summary: dict[str, Any], run: Run) -> str:
         if summary["acceptance_length_without_loops"] is not None:
             text += f", length without them {summary['acceptance_length_without_loops']:.2f}"
     return text
+
+
+def _rates(rates: Sequence[float | None]) -> str:
+    """Write a rate for each position; of many, the first ones and how many follow."""
+    shown = rates if len(rates) <= MOST_RATES else rates[:MOST_RATES]
+    text = " ".join(figure_text(rate, ".2f") for rate in shown)
+    more = len(rates) - len(shown)
+    return f"{text}, and of {more} more in --json" if more else text
 
 
 def _hopeless(costs: CostTable, most: int) -> str:
