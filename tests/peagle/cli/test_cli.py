@@ -577,6 +577,8 @@ def test_a_target_without_a_drafter_and_other_mixtures_are_refused(
     refused(real("speculate", "--drafter", "demo-eagle9", "Hi"), "demo-eagle9 does not exist", "demo-dflash, or ngram")
     drafter_as_target = ("--target", str(directories.drafter), "--drafter", "ngram")
     refused(real("speculate", *drafter_as_target, "Hi"), "'llama'")
+    no_gpt_oss = "config.json: model_type is 'llama'; expected 'gpt_oss', since a target is a GPT-OSS model"
+    refused(real("speculate", *drafter_as_target[:2], "Hi"), no_gpt_oss)  # and not that it needs another drafter
     shutil.copytree(directories.target, tmp_path / "bare")
     (tmp_path / "bare" / "tokenizer.json").unlink()
     refused(real("speculate", "--target", str(tmp_path / "bare"), "--drafter", "ngram", "Hi"), "--prompt-ids")
