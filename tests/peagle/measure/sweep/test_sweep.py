@@ -472,6 +472,19 @@ def test_a_run_is_never_overwritten(
     assert {path.name: path.read_bytes() for path in finished.path.iterdir()} == before
 
 
+def test_a_slip_in_an_option_is_named_before_a_folder_that_exists(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With another folder alone the command would fail again."""
+    for arguments in (["-k", "x"], ["--temperature", "hot"], ["--repeats", "0"], ["--concurrency", "0"], ["--strict"]):
+        assert sweep(monkeypatch, "--out", tmp_path, *arguments) == 2
+        error = capsys.readouterr().err
+        assert arguments[0] in error
+        assert "exists" not in error
+    assert sweep(monkeypatch, "--out", tmp_path) == 2
+    assert "exists; expected a new folder" in capsys.readouterr().err
+
+
 def test_another_schema_another_checkpoint_and_damage_are_refused(
     monkeypatch: pytest.MonkeyPatch, finished: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
