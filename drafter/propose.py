@@ -58,6 +58,7 @@ class _Cached:
 
     def init_state(self, batch: int, capacity: int, widest_write: int) -> PagedCache:
         """Make empty caches of pages of their own, for `capacity` positions of the target and a pass of rows."""
+        widest_write += self.most_drafts or 0  # a block has all its rows, however many drafts a pass returns
         tables = own_tables(self.cache_groups, batch, capacity + widest_write, widest_write)
         return PagedCache(self.init_pages([table.size for table in tables]), tables)
 

@@ -63,9 +63,9 @@ def draft_ids(
 def _block_logits(
     tensors: Tensors, config: DrafterConfig, pending: int, aux_hidden: np.ndarray, num_drafts: int
 ) -> np.ndarray:
-    """Compute the logits [K, V] of a DFlash drafter: of the K mask slots behind the pending token.
+    """Compute the logits [K, V] of a DFlash drafter: of the first K of the B - 1 mask slots behind the pending token.
 
-    Rows 0..n-1 are the context, the normalised fc of aux_hidden, in every layer the same; rows n..n+K the block. Each
+    Rows 0..n-1 are the context, the normalised fc of aux_hidden, in every layer the same; rows n..n+B-1 the block. Each
     row of the block attends to all rows, in a layer with a window of W to those from W-1 before it on. The embedding
     and the head are the target's.
     """
@@ -73,15 +73,16 @@ def _block_logits(
     eps, known = config.rms_norm_eps, len(aux_hidden)
     context = np.stack([projected(tensors, config, aux) for aux in aux_hidden])
     context = _rms(context, weights["hidden_norm.weight"], eps)
-    hidden = weights["embed_tokens.weight"][[int(pending)] + [config.mask_token_id] * num_drafts]
-    rows = list(range(known + num_drafts + 1))
-    visible = [[row] for row in rows[:known]] + [rows] * (num_drafts + 1)  # what context rows see is not used
+    assert config.block_size is not None
+    hidden = weights["embed_tokens.weight"][[int(pending)] + [config.mask_token_id] * (config.block_size - 1)]
+    rows = list(range(known + config.block_size))
+    visible = [[row] for row in rows[:known]] + [rows] * config.block_size  # what context rows see is not used
     for layer in range(config.num_layers):
         name = f"layers.{layer}"
         read = np.concatenate([context, _rms(hidden, weights[f"{name}.input_layernorm.weight"], eps)])
         attended = _attend(weights, f"{name}.self_attn", config, read, rows, visible, config.window(layer))
         hidden = _feed_forward(weights, name, config, hidden + attended[known:])
-    return _apply(weights, "lm_head", _rms(hidden[1:], weights["norm.weight"], eps))
+    return _apply(weights, "lm_head", _rms(hidden[1 : num_drafts + 1], weights["norm.weight"], eps))
 
 
 def _causal(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from peagle.drafters.ngram import NGram
-from peagle.engine.speculation import SPECULATION_FILE, Speculation, read_speculation
+from peagle.engine.speculation import Speculation, read_speculation
 from peagle.hub import cached, is_name
 from peagle.ops.checkpoint import CONFIG, fingerprint, read_checkpoint, read_json
 from peagle.ops.errors import InputError, InputWarning
@@ -153,11 +153,11 @@ def speculation_of(drafter: str | Path | None, directory: Path | None) -> Specul
 
 
 def drafter_speculation(drafter_directory: Path) -> Speculation:
-    """Return how a drafter with weights drafts by "auto": of a block all, if no file says less. Reads no weights."""
+    """Return how a drafter with weights drafts by "auto": no more than a block has. Reads no weights."""
     from drafter.dialects import parse_config
 
     speculation = read_speculation(drafter_directory)
     most = parse_config(read_checkpoint(drafter_directory)).most_drafts
-    if most is None or (speculation.num_drafts <= most and (drafter_directory / SPECULATION_FILE).is_file()):
+    if most is None:
         return speculation
-    return dataclasses.replace(speculation, num_drafts=most)
+    return dataclasses.replace(speculation, num_drafts=min(speculation.num_drafts, most))

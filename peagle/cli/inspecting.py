@@ -239,7 +239,7 @@ def engine_rows(config: ResolvedConfig, target: TargetConfig, drafter: DrafterCo
     """
     models = [target_pages(target, INT8), *([] if drafter is None else [_drafter_pages(drafter)])]
     groups, numbers = ([value for values in both for value in values] for both in zip(*models, strict=True))
-    sizing = Sizing(tuple(groups), tuple(numbers), config)
+    sizing = Sizing(tuple(groups), tuple(numbers), config, None if drafter is None else drafter.most_drafts)
     num_pages = sizing.num_pages
     reserved = sum(count * size for count, size in zip(num_pages, numbers, strict=True))
     windows = [count for count, group in zip(num_pages, groups, strict=True) if group.window is not None]

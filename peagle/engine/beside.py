@@ -56,7 +56,7 @@ def alone(drafter: Drafter | None) -> Drafter | None:
 
 
 def most_drafts_of(drafter: Drafter | None) -> int | None:
-    """Return the drafts of a whole block, the most of a step; None for a drafter without blocks."""
+    """Return the drafts of a block, the most of a step; None for a drafter without blocks."""
     most: int | None = getattr(alone(drafter), "most_drafts", None)
     return most
 

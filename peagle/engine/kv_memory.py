@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from peagle.engine.beside import most_drafts_of
 from peagle.engine.pages import PageGroup, PagePool, PageTable
 from peagle.engine.resolved import MOST_RESERVED, ResolvedConfig
 from peagle.ops.attention import PAGE_SIZE, CacheGroup, Pages
@@ -62,18 +63,26 @@ class PageUse:
 class Sizing:
     """How many pages an engine needs, from its config and the shapes of its models' pages alone.
 
-    page_bytes: of a page of each group.
+    page_bytes: of a page of each group. most_drafts: of a drafter's block, all of whose rows a step writes; None: it
+    has none.
     """
 
     groups: tuple[CacheGroup, ...]
     page_bytes: tuple[int, ...]
     config: ResolvedConfig
+    most_drafts: int | None = None
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Positions behind a request's last token that a step writes."""
+        k = self.config.num_speculative_tokens
+        return max(k, self.most_drafts or 0) if k else 0
 
     @property
     def rows_ahead(self) -> int:
         """Rows of a request after those that the host has read: of two dispatches, and of one more step."""
-        k = self.config.num_speculative_tokens
-        return 2 * self.config.steps_per_dispatch * (k + 1) + k + 1
+        steps = 2 * self.config.steps_per_dispatch
+        return steps * (self.config.num_speculative_tokens + 1) + self.num_lookahead_tokens + 1
 
     def pages_of(self, num_tokens: int) -> int:
         """Count the pages of so many tokens in a full group."""
@@ -83,7 +92,7 @@ class Sizing:
     @property
     def request_pages(self) -> int:
         """Count the pages of one request of the whole context in a full group."""
-        return self.pages_of(self.config.context + self.config.num_speculative_tokens + 1)
+        return self.pages_of(self.config.context + self.num_lookahead_tokens + 1)
 
     def _window_pages(self, window: int, num_rows: int) -> int:
         """Count the pages that a window and the rows of a pass reach."""
@@ -144,7 +153,7 @@ class Sizing:
         """Pages of each group. Raises InputError if the memory does not hold one request of the whole context."""
         config, full = self.config, self.request_pages
         if config.kv_memory is None or not sum(self.page_bytes):
-            reserved = self.pages_of(min(config.context, MOST_RESERVED) + config.num_speculative_tokens + 1)
+            reserved = self.pages_of(min(config.context, MOST_RESERVED) + self.num_lookahead_tokens + 1)
             num_full = max(config.slots * reserved, full)
         elif self.size(full) > config.kv_memory:
             raise InputError(
@@ -170,8 +179,8 @@ class KVMemory:
         if isinstance(target, OverDevices):
             self._ranks, self._local_ranks = target.ranks, target.local_ranks
         self._keeps = config.prefix_cache > 0
-        sizing = Sizing(self.groups, tuple(self.page_bytes), config)
-        self.ahead = sizing.rows_ahead
+        sizing = Sizing(self.groups, tuple(self.page_bytes), config, most_drafts_of(drafter))
+        self.ahead, self.num_lookahead_tokens = sizing.rows_ahead, sizing.num_lookahead_tokens
         self.widths = sizing.widths
         self.num_pages = sizing.num_pages
         self._pages_of = sizing.pages_of

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from peagle.engine.beside import most_drafts_of, second_of
+from peagle.engine.beside import second_of
 from peagle.engine.sampling import choose, draw_keys
 from peagle.engine.state import DecodeState
 from peagle.engine.step_kinds import Proposed, SourceDrafts, StepKind
@@ -155,10 +155,7 @@ def _propose_by_sources(
 
     to_drafter, ran = jnp.where(pace.given_up, 0, limits), jnp.ones((), bool)
     if may_skip:
-        most = to_drafter
-        to_drafter = choose_drafts(known_gains, most, num_active, costs, rate)
-        if most_drafts_of(drafter) is not None:  # rows of a shorter block would draft other tokens
-            to_drafter = jnp.where(to_drafter > 0, most, 0)
+        to_drafter = choose_drafts(known_gains, to_drafter, num_active, costs, rate)
         place = jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
         worth = jnp.sum(jnp.where(place < to_drafter[:, None], known_gains, 0.0), axis=1) - worth_looked_up
         time = rate * num_active.astype(jnp.float32) * costs.of_drafts(jnp.sum(to_drafter))

@@ -47,7 +47,7 @@ class RequestPages:
     def _most_tokens(self, handle: Handle) -> int:
         """Count the positions that a request ever writes."""
         request = handle.request
-        return len(request.prompt_ids) + request.max_new_tokens + self._config.num_speculative_tokens
+        return len(request.prompt_ids) + request.max_new_tokens + self._memory.num_lookahead_tokens
 
     def reserve(self, handle: Handle, num_tokens: int) -> bool:
         """Reserve pages for a request's first tokens; return whether it has them."""
@@ -55,7 +55,7 @@ class RequestPages:
 
     def reach(self, handle: Handle, steps: int, num_drafts: int) -> int:
         """Count the tokens that a request may have after so many more steps."""
-        ahead = handle.ahead + steps * (num_drafts + 1) + self._config.num_speculative_tokens
+        ahead = handle.ahead + steps * (num_drafts + 1) + self._memory.num_lookahead_tokens
         return min(handle.length + ahead, self._most_tokens(handle))
 
     def has_drafter_pages(self, handle: Handle) -> bool:

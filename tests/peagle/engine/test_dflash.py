@@ -8,7 +8,6 @@ from peagle.config import SamplingParams
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
-from peagle.engine.widths import CostTable
 from peagle.ops import native
 from tests.support.models import FAST, TOKENS, Models, models
 from tests.support.toys import check_whole, decode, drafting_at
@@ -49,13 +48,18 @@ def test_greedy_speculation_equals_plain_decoding(
     assert min(accepted) == 0 < max(accepted)
 
 
-def test_adaptive_steps_draft_whole_blocks_or_nothing(pair: Models, plain: list[list[int]]) -> None:
-    """A drafter that learned blocks of one size drafts other tokens in shorter ones."""
-    engine = engine_of(pair, 7, adaptive=True, steps_per_dispatch=4)
-    engine.costs = CostTable({1: ((1, 1.0), (8, 1.5))}, {1: ((0, 0.0), (1, 0.1), (7, 0.4))})
-    tokens, records = decode(engine, asked())
-    assert tokens == plain
-    assert {record.num_drafted for steps in records for record in steps} == {0, 7}
+def test_the_drafts_of_a_place_are_the_same_for_any_k(pair: Models) -> None:
+    """Its pages have room for the whole block, also in the last positions of the context."""
+    prompt, drafts = tuple(TOKENS[:37]), {}
+    for k in (1, 2, 7):
+        engine = Engine(pair.target, pair.drafter, ResolvedConfig(k, context=len(prompt) + NEW, prefill_chunk=32))
+        (steps,) = decode(engine, [Request(prompt, NEW, GREEDY, ())])[1]
+        drafts[k] = {record.length: record.draft_token_ids for record in steps}
+    places = sorted(drafts[1].keys() & drafts[2].keys() & drafts[7].keys())
+    assert places[-1] > len(prompt) + NEW - 7
+    for place in places:
+        assert drafts[7][place][:1] == drafts[2][place][:1] == drafts[1][place][:1]
+        assert drafts[7][place][:2] == drafts[2][place][:2]
 
 
 def test_on_xla_too(tmp_path: Path) -> None:
