@@ -46,7 +46,7 @@ KEPT_PREFIXES = (  # the help of --prefix-cache where many requests come
     "memory, such as 512MB. on: up to a tenth of the free memory; with --kv-memory SIZE, in what requests leave of it."
 )
 AUTO: Literal["auto"] = "auto"  # as K: verify the drafts that are likely enough to pay (peagle.engine.widths)
-NumDrafts = int | Literal["auto"] | None
+NumDrafts = int | str | None  # K, or auto, or auto:N (`most_by_auto`)
 
 
 def read_bias(typed: str) -> tuple[int, float]:
@@ -63,14 +63,29 @@ read_layers = layers_reader("aux_layer_ids")
 
 
 def read_num_drafts(typed: str) -> NumDrafts:
-    """Read K: a number or auto. Raises InputError for anything else."""
-    if typed == AUTO:
-        return AUTO
+    """Read K: a number, auto or auto:N. Raises InputError for anything else."""
     try:
         return int(typed)
     except ValueError:
-        message = f"K is {typed!r}; expected a number of drafted tokens, or auto"
-        raise InputError(message, "num_speculative_tokens") from None
+        most_by_auto(typed)
+        return typed
+
+
+def most_by_auto(typed: str) -> int | None:
+    """Return N, the most drafts of a step, of auto:N; None for auto, which decides it. Raises InputError otherwise."""
+    auto, colon, most = typed.partition(":")
+    if auto != AUTO or (colon and not (most.isascii() and most.removeprefix("-").isdecimal())):
+        message = f"K is {typed!r}; expected a number of drafted tokens, auto, or auto:N for at most N of them"
+        raise InputError(message, "num_speculative_tokens")
+    if colon and not 1 <= int(most) <= MAX_NUM_DRAFTS:
+        message = f"K is {typed!r}; expected auto:1 to auto:{MAX_NUM_DRAFTS}, the most drafted tokens of a step"
+        raise InputError(message, "num_speculative_tokens")
+    return int(most) if colon else None
+
+
+def named_drafts(k: NumDrafts) -> int | None:
+    """Return the drafts of a step that K names, all of them or the most; None: the drafter's files decide."""
+    return most_by_auto(k) if isinstance(k, str) else k
 
 
 def read_rates(typed: str) -> tuple[float, ...]:
@@ -375,10 +390,11 @@ class EngineConfig:
     """How an engine decodes, as a person says it. A pair decides the rest (`Pair.resolve`)."""
 
     num_speculative_tokens: Annotated[
-        NumDrafts, Flag(SPECULATION, "K|auto", ("-k", "--num-speculative-tokens"), read_num_drafts)
+        NumDrafts, Flag(SPECULATION, "K|auto|auto:N", ("-k", "--num-speculative-tokens"), read_num_drafts)
     ] = None
     """Tokens drafted per step (K). auto: verify as many as the drafter is sure of and the machine has time for, also of
-    drafts looked up in the text so far; no more than its speculation.json says. Default: auto."""
+    drafts looked up in the text so far; at most as many as its speculation.json says. auto:N: at most N instead.
+    Default: auto."""
     slots: Annotated[int, Flag(ENGINE, "N")] = 1
     """Requests decoded at once (continuous batching)."""
     context: Annotated[int | None, Flag(ENGINE, "N")] = None
@@ -412,7 +428,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, kind in field_types(type(self)).items():  # type: ignore[arg-type]  # a class has a hash
             check_type(name, getattr(self, name), kind)
-        if isinstance(self.num_speculative_tokens, int):
+        if isinstance(self.num_speculative_tokens, str):
+            most_by_auto(self.num_speculative_tokens)
+        elif self.num_speculative_tokens is not None:
             check_num_drafts(self.num_speculative_tokens)
         for name, least, unit in (("slots", 1, ""), ("prefill_chunk", 1, " tokens")):
             value = getattr(self, name)

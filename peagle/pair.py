@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from peagle.config import AUTO, DEFAULT_CHUNK, AnswerConfig, EngineConfig, NumDrafts, SamplingParams, configs_of
+from peagle.config import DEFAULT_CHUNK, AnswerConfig, EngineConfig, NumDrafts, SamplingParams, configs_of, named_drafts
 from peagle.drafters.ngram import NGram
 from peagle.engine.engines import Engines, FreeMemory, ReplicaModels
 from peagle.engine.grammar import Grammar
@@ -130,9 +130,9 @@ class Pair:
         options: fields of SamplingParams, EngineConfig, Rendering and RequestOptions. A text is put into the chat
         template, unless `raw`. Special tokens spelled in a text are characters, unless `raw` and `special_tokens`.
         Token ids are used unchanged. num_speculative_tokens is K, 0 for plain decoding, or "auto": as many as the
-        drafter is sure of, and none while drafting does not pay. None is the pair's default (`num_drafts`). The answer
-        ends before the first of the strings in `stop`. Raises InputError, before any work, for a request that cannot be
-        run, and at the end for a grammar that cannot be followed any further.
+        drafter is sure of, and none while drafting does not pay; "auto:N": at most N of them. None is the pair's
+        default (`num_drafts`). The answer ends before the first of the strings in `stop`. Raises InputError, before any
+        work, for a request that cannot be run, and at the end for a grammar that cannot be followed any further.
 
         Streams whose engines have equal configs share an engine, which decodes `slots` requests at once; the others
         wait for a slot. context: by default as many positions as prompt and max_new_tokens need, which may differ
@@ -172,13 +172,12 @@ class Pair:
     def num_drafts(self, k: NumDrafts) -> tuple[int, bool]:
         """Resolve K to (the most drafts of a step, whether steps adapt).
 
-        None is the default: plain decoding without a drafter, "auto" with one.
+        None is the default: plain decoding without a drafter, "auto" with one. "auto:N" adapts with at most N.
         """
         if k is None and self.drafter is None:
             return 0, False
-        if k is None or k == AUTO:
-            return self.speculation.num_drafts, True
-        return k, False
+        most = named_drafts(k)
+        return self.speculation.num_drafts if most is None else most, not isinstance(k, int)
 
     def engine_config(self, num_speculative_tokens: NumDrafts, **options: Any) -> ResolvedConfig:
         """Make the config of an engine. options: fields of ResolvedConfig (`resolve`)."""
@@ -187,9 +186,9 @@ class Pair:
     def resolve(self, config: EngineConfig, **options: Any) -> ResolvedConfig:
         """Decide what a config leaves open. options: fields of ResolvedConfig, instead of the config's.
 
-        K None or "auto": `num_drafts`. context None: `default_context`. prefill_chunk None: the pair's. prefix_cache
-        "on": up to a tenth of the free memory; with kv_memory none beside it, so that prefixes stay until requests need
-        it; None: off. One rate of synthetic acceptance: its powers.
+        K None, "auto" or "auto:N": `num_drafts`. context None: `default_context`. prefill_chunk None: the pair's.
+        prefix_cache "on": up to a tenth of the free memory; with kv_memory none beside it, so that prefixes stay until
+        requests need it; None: off. One rate of synthetic acceptance: its powers.
         """
         values = {**vars(config), **options}
         k, adaptive = self.num_drafts(values["num_speculative_tokens"])

@@ -13,13 +13,14 @@ from peagle.cli.flags import refuse_strict
 from peagle.cli.output import show_lines
 from peagle.cli.report import show, tell_of_pictures
 from peagle.cli.sweep import Sweep
+from peagle.config import AUTO, named_drafts
 from peagle.fit import check_fit, chosen_window
 from peagle.loading import load, with_drafter
 from peagle.measure import pages
 from peagle.measure.provenance import provenance
 from peagle.measure.sweep import calibration, page
 from peagle.measure.sweep.figures import Row, alone, concurrent, rows
-from peagle.measure.sweep.plan import AUTO, FULL, PLAIN, Plan, Source, numbers, parse_ks, short_names
+from peagle.measure.sweep.plan import FULL, PLAIN, Plan, Source, numbers, parse_ks, short_names
 from peagle.measure.sweep.run import Models, Pairs, SweepRun, make_requests, models_of, num_turns
 from peagle.measure.sweep.store import RAW, Folder, begin, open_run
 from peagle.ops import interrupt
@@ -143,7 +144,7 @@ def _left_out(folder: Folder) -> Iterator[str]:
 def _undrafted(figures: Sequence[Row]) -> Iterator[str]:
     """Name the rows in which auto drafted nothing: their speed-ups do not measure drafting."""
     for row in [*alone(figures), *concurrent(figures)]:
-        if row.k == AUTO and not row.num_spec_steps:
+        if not isinstance(row.k, int) and not row.num_spec_steps:
             at_once = "" if row.concurrency is None else f", {row.concurrency} at once"
             yield (
                 f"{row.workload.label}{at_once}: K = {row.label} verified no draft, since by measured times none "
@@ -270,7 +271,7 @@ def _check_models(plan: Plan) -> None:
     if plan.aux_layer_ids is not None and not paths:
         raise InputError("--aux-layer-ids is given, but no drafter with weights to read them; leave it out")
     for path in paths:
-        ks = [variant.k for variant in plan.variants if isinstance(variant.k, int)]
+        ks = [named for k in plan.ks if (named := named_drafts(k)) is not None]
         check_fit(resolve(plan.target, "target"), path, plan.aux_layer_ids, ks)
     for name, window in itertools.product(plan.drafters, plan.drafter_windows):
         chosen_window(drafter_path(plan.target, name), window or AUTO)

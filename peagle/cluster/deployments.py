@@ -73,8 +73,8 @@ class Worker:
         config = decided(config)
         self._pair = load(config.load.target or DEMO, config.load.drafter, **config.load.arguments)
         decoded = config.engine if role != "decode" else dataclasses.replace(config.engine, prefix_cache="off")
-        resolved = self._pair.resolve(decoded, k_per_request=True, role=role)
-        engine = self._pair.engine(dataclasses.replace(resolved, adaptive=resolved.adaptive and role != "prefill"))
+        fixed = {"adaptive": False} if role == "prefill" else {}  # it makes no steps, so it measures no costs
+        engine = self._pair.engine(self._pair.resolve(decoded, k_per_request=True, role=role, **fixed))
         for sampled, full in ((False, False), (True, False), (True, True)):
             engine.warm_up(sampled=sampled, full=full, constrained=full)
         if self._pair.tokenizer is not None:  # a large vocabulary takes seconds

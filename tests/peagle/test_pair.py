@@ -99,6 +99,21 @@ def test_the_default_k_is_the_pairs(toy: Pair) -> None:
     assert dataclasses.replace(toy, drafter=None).num_drafts(None) == (0, False)
 
 
+def test_auto_with_a_number_adapts_with_at_most_so_many_drafts_a_step(toy: Pair) -> None:
+    """Fewer than the drafter's file says, or more; and the tokens stay plain decoding's."""
+    best = dataclasses.replace(toy, speculation=Speculation(5))
+    assert best.num_drafts("auto:2") == (2, True)
+    assert best.num_drafts("auto:9") == (9, True)
+    assert best.engine_config("auto:2", context=128).adaptive
+    result = best.generate([50], max_new_tokens=20, num_speculative_tokens="auto:2")
+    assert result.num_speculative_tokens == 2
+    assert max(len(step.draft_token_ids) for step in result.steps) <= 2
+    assert result.output_ids == best.generate([50], max_new_tokens=20, num_speculative_tokens=0).output_ids
+    for k, why in (("auto:0", "expected auto:1 to auto:128"), ("5", None), ("auto:x", None), ("", None)):
+        with pytest.raises(InputError, match=re.escape(f"K is {k!r}; {why or 'expected a number of drafted tokens'}")):
+            best.stream([50], num_speculative_tokens=k)
+
+
 def test_capacity_is_the_smallest_multiple_of_128_that_holds_it(toy: Pair) -> None:
     def capacity(prompt: int, budget: int) -> int:
         return toy.capacity([Request((5,) * prompt, budget)])

@@ -10,7 +10,7 @@ import numpy as np
 
 from peagle.measure.estimates import Estimate
 from peagle.measure.sweep.figures import Row
-from peagle.measure.sweep.plan import AUTO
+from peagle.measure.sweep.plan import in_order
 
 PAGE, INK = "#ffffff", "#222222"
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)  # safe for colour-blind readers
@@ -169,12 +169,12 @@ def _over_k(
     """Draw a figure over K; `auto` is joined by no line. hollow: the values of hollow markers."""
     titles = shortened(list(series), LONG_NAME)
     ks = list(dict.fromkeys(row.k for rows in series.values() for row in rows))
-    ks.sort(key=lambda k: (k == AUTO, k))
+    ks.sort(key=in_order)
 
     def draw(axis: Any) -> None:
         spread = np.linspace(-0.08, 0.08, len(series)) if len(series) > 1 else [0.0]
         for title, rows, shift, (color, marker) in zip(titles, series.values(), spread, _looks(), strict=False):
-            fixed, auto = ([row for row in rows if (row.k == AUTO) == chosen] for chosen in (False, True))
+            fixed, auto = ([row for row in rows if (not isinstance(row.k, int)) == chosen] for chosen in (False, True))
             label = title
             for figure, line, fill in ((value, "-", color), (hollow, ":", PAGE)):
                 for some, joint in ((fixed, line), (auto, "")):

@@ -32,7 +32,7 @@ from peagle.measure.estimates import (
     ratio_of_ratios,
 )
 from peagle.measure.metrics import busy_s, total
-from peagle.measure.sweep.plan import AUTO, PLAIN, K, Plan, Variant, Workload
+from peagle.measure.sweep.plan import PLAIN, K, Plan, Variant, Workload
 from peagle.measure.sweep.store import ITL_QUANTILES, Folder, Sample, Share, SweepRequest
 from peagle.result import LOOPING_ABOVE, Counters
 
@@ -446,7 +446,7 @@ def _split(
 
     profiled = [pairing for pairing in requests if pairing.share is not None]
     # without `auto`, whose passes differ in their number of rows
-    both = [pairing for pairing in profiled if pairing.plain_share and pairing.fast[0].variant.k != AUTO]
+    both = [pairing for pairing in profiled if pairing.plain_share and isinstance(pairing.fast[0].variant.k, int)]
     verified = fraction(
         both,
         lambda pairing: (*_share("verify_ms", pairing.share), *_share("verify_ms", pairing.plain_share)),

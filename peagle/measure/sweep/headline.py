@@ -16,7 +16,7 @@ from peagle.config import MAX_NUM_DRAFTS
 from peagle.measure.estimates import FEWEST, Estimate
 from peagle.measure.sweep.compare import LENGTH, Difference
 from peagle.measure.sweep.figures import SLOWER, Row, alone, best, of_workload, sure
-from peagle.measure.sweep.plan import AUTO, PLAIN, Plan, Workload, short_names
+from peagle.measure.sweep.plan import PLAIN, Plan, Workload, short_names
 from peagle.measure.sweep.store import Folder
 from peagle.ops.files import printable
 
@@ -181,7 +181,7 @@ def caveats(folder: Folder, rows: Sequence[Row]) -> list[tuple[str, str]]:
     if not known:
         return []
     gaining = [verdict.fastest for verdict in judged if verdict.fastest is not None and verdict.gains]
-    largest_k = max((k for k in plan.ks if k != AUTO), default=None)
+    largest_k = max((k for k in plan.ks if isinstance(k, int)), default=None)
     temperatures = sorted({row.workload.temperature for row in known})
 
     def joined(chosen: Iterable[Row], text: Callable[[Row], str]) -> str:

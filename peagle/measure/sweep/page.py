@@ -12,7 +12,7 @@ from peagle.measure.sweep.calibration import KINDS, calibrations_of
 from peagle.measure.sweep.compare import Difference
 from peagle.measure.sweep.figures import BOUNDS, SLOWER, CountedFigures, Row, alone, best, concurrent, of_workload, sure
 from peagle.measure.sweep.headline import counted, place_text, speedup_of, variant_text
-from peagle.measure.sweep.plan import AUTO, PROFILED, Plan, Workload, short_names
+from peagle.measure.sweep.plan import PROFILED, Plan, Workload, short_names
 from peagle.measure.sweep.store import Folder
 from peagle.result import LOOPING_ABOVE
 
@@ -479,7 +479,7 @@ def _series(plan: Plan, rows: Sequence[Row]) -> dict[str, Sequence[Row]]:
 
 def _widest(rows: Sequence[Row]) -> Row:
     """Choose the row of the largest fixed K, or of `auto` if there is no other."""
-    fixed = [row for row in rows if row.k != AUTO]
+    fixed = [row for row in rows if isinstance(row.k, int)]
     return max(fixed or rows, key=lambda row: len(row.rate_per_position))
 
 
@@ -613,7 +613,7 @@ def _by_context(series: Mapping[str, Sequence[Row]], slug: str) -> Iterator[Bloc
     buckets = {
         f"{title and f'{title}, '}K = {row.k}": row.by_bucket
         for title, rows in series.items()
-        for row in (_widest(rows), *(row for row in rows if row.k == AUTO))
+        for row in (_widest(rows), *(row for row in rows if not isinstance(row.k, int)))
     }
     for figure, axis, level, caption in (
         ("acceptance_length", "acceptance length", None, "Acceptance length"),

@@ -128,7 +128,7 @@ def test_an_end_of_input_at_once_is_an_end(chat: Chat) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("-k", "many"), "-k is 'many'; expected a number of drafted tokens, or auto"),
+        (("-k", "many"), "-k is 'many'; expected a number of drafted tokens, auto, or auto:N"),
         (("-n", "0"), "-n is 0"),
         (("--context", "100000"), "--context is 100000; expected 2.."),
         (("--stop", ""), "stop string 1 of 1 is empty"),

@@ -65,7 +65,7 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(
         (("--context", "1"), "--context is 1"),
         (("--context", "99999999"), "--context is 99999999"),
         (("-k", "-1"), "-k is -1; expected 0"),
-        (("-k", "much"), "-k is 'much'; expected a number of drafted tokens, or auto"),
+        (("-k", "much"), "-k is 'much'; expected a number of drafted tokens, auto, or auto:N"),
         (("--kv-memory", "none"), "--kv-memory is 'none'"),
         (("--prefix-cache", "much"), "--prefix-cache is 'much'"),
         (("--mesh", "dp=2"), "--mesh is 'dp=2', but the replicas of a cluster are --decode N; leave dp out"),

@@ -9,6 +9,7 @@ import pytest
 from peagle.engine.speculation import Speculation, read_speculation
 from peagle.engine.widths import NUM_BINS
 from peagle.measure.sweep.calibration import Calibration, calibrations_of
+from peagle.measure.sweep.plan import in_order, parse_ks
 from tests.peagle.measure.sweep.runs import sweep, swept
 
 
@@ -45,6 +46,20 @@ def test_a_run_counts_and_writes_what_auto_begins_with(monkeypatch: pytest.Monke
     (drafter / "speculation.json").unlink()
     assert sweep(monkeypatch, "--out", folder.path, "--resume", "--write-widths", drafter) == 0
     assert read_speculation(drafter) == Speculation(2, calibration.counts)
+
+
+@pytest.mark.usefixtures("quickly")
+def test_auto_of_at_most_so_many_drafts_stands_beside_auto(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In the order of the report: K, auto:N by N, auto. It counts acceptance, too, and a resumed run knows it."""
+    assert sorted(parse_ks("auto,auto:12,2,auto:3,1"), key=in_order) == [1, 2, "auto:3", "auto:12", "auto"]
+    file = tmp_path / "auto.json"
+    folder = swept(monkeypatch, tmp_path / "run", "-k", "1,auto:3", "--repeats", 1, "--num-prompts", 2)
+    rows = {row["k"]: row for row in folder.record["rows"]}
+    assert list(rows) == [0, 1, "auto:3"]
+    assert len(rows["auto:3"]["rate_per_position"]) == 3
+    assert "K = auto:3" in (folder.path / "README.md").read_text()
+    assert sweep(monkeypatch, "--out", folder.path, "--resume", "--write-widths", file) == 0
+    assert json.loads(file.read_text())["num_speculative_tokens"] == 1  # the largest K of the run
 
 
 @pytest.mark.usefixtures("quickly")
