@@ -1,5 +1,6 @@
 """The plan of a sweep: frozen, checked, and unchanged by a round trip through JSON."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -169,7 +170,7 @@ class Plan:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Plan":
         """Undo `to_json`. Raises KeyError or TypeError for any other value."""
-        if not all(isinstance(k, int | str) for k in value["ks"]):
+        if not all(isinstance(k, int) or _is_auto(k) for k in value["ks"]):
             raise TypeError(f"ks is {value['ks']}")
         fields: dict[str, Any] = {
             name: tuple(field) if isinstance(field, list) else field for name, field in value.items()
@@ -188,6 +189,13 @@ def short_names(paths: Sequence[str | Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [printable(str(path)) for path in paths]
+
+
+def _is_auto(k: Any) -> bool:
+    with contextlib.suppress(InputError, AttributeError):
+        most_by_auto(k)
+        return True
+    return False
 
 
 def in_order(k: K) -> tuple[bool, int | float]:

@@ -57,7 +57,7 @@ def test_auto_of_at_most_so_many_drafts_stands_beside_auto(monkeypatch: pytest.M
     rows = {row["k"]: row for row in folder.record["rows"]}
     assert list(rows) == [0, 1, "auto:3"]
     assert len(rows["auto:3"]["rate_per_position"]) == 3
-    assert "K = auto:3" in (folder.path / "README.md").read_text()
+    assert "| auto:3 |" in (folder.path / "README.md").read_text()
     assert sweep(monkeypatch, "--out", folder.path, "--resume", "--write-widths", file) == 0
     assert json.loads(file.read_text())["num_speculative_tokens"] == 1  # the largest K of the run
 
