@@ -129,7 +129,10 @@ def test_a_fleet_answers_as_one_server_does(make: Make, client: TestClient, disa
 def test_while_its_replicas_load_a_fleet_says_so_everywhere_and_answers_afterwards(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Health, metrics and requests agree; a request waits a moment, not for minutes. Other models are refused at once."""
+    """Health, metrics and requests agree; a request waits a moment, not for minutes.
+
+    Another model is refused at once.
+    """
     loops, service = make()
     fleet, client = service.loop, client_of(service)
     assert isinstance(fleet, Fleet)
