@@ -4,13 +4,14 @@ import logging
 import re
 import socket
 import sys
+import time
 import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
 
 from peagle.checkpoints import DEMO
 from peagle.cli.decoding import chosen_context, chosen_models, expect_shared, load_pair
-from peagle.cli.display import Display
+from peagle.cli.display import PART, Display
 from peagle.cli.output import say
 from peagle.cli.serve import Serve, Served
 from peagle.engine.grammar import Grammar
@@ -156,13 +157,18 @@ def check_allowed_origin(origin: str) -> None:
 
 
 def _warm_up(pair: Pair, engine: AnyEngine, display: Display) -> None:
-    for sampled, full in ((False, False), (True, False), (True, True)):
-        interrupt.check()
-        with display.stage("compiling"):  # `measuring` ends it
+    """Compile the programs of all sorts of requests, with one progress and the time left."""
+    sorts, started = ((False, False), (True, False), (True, True)), time.monotonic()
+    try:
+        for done, (sampled, full) in enumerate(sorts):
+            interrupt.check()
+            left_s = (time.monotonic() - started) / done * (len(sorts) - done) if done else None
+            display.run_of("compiling", done, len(sorts), left_s, unit=PART)  # `measuring` ends it
             engine.warm_up(sampled=sampled, full=full, measuring=display.measuring, constrained=full)
-    if pair.tokenizer is not None:  # a large vocabulary takes seconds
-        with display.stage("compiling"):
+        if pair.tokenizer is not None:  # a large vocabulary takes seconds
             pair.grammars.compile(Grammar.json_object(), channels=True)
+    finally:
+        display.clear()
     interrupt.check()
 
 
