@@ -1,9 +1,10 @@
 """The engine's view of a drafter: PEagle, Eagle3 and DFlash match peagle's Drafter protocol without importing it."""
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeAlias
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -82,16 +83,7 @@ class _AtOnce(_Cached):
 
     with_logits: bool = flax.struct.field(pytree_node=False, default=False)
 
-    def _drafts(self, logits: Float[Array, "B K U"], choose: Choose) -> DraftOutput:
-        """Choose the drafts."""
-        full = to_target_logits(self.params, self.config, logits) if self.with_logits else None
-        drafts, confidence = choose(logits, self.params.draft_to_target, 0)
-        return DraftOutput(model.to_target_ids(self.params, drafts), full, confidence)
-
-
-@flax.struct.dataclass
-class PEagle(_AtOnce):
-    """A P-EAGLE drafter: all drafts in one pass."""
+    one_pass: ClassVar[Callable[..., tuple[jax.Array, PagedCache]]]  # returns the logits of all drafts
 
     def propose(
         self,
@@ -102,10 +94,18 @@ class PEagle(_AtOnce):
         choose: Choose = likeliest_of,
     ) -> tuple[DraftOutput, PagedCache]:
         """Return (drafts, cache with the input's rows). Draft i stands for token[first_position + num + 1 + i]."""
-        logits, cache = model.propose(
-            self.params, self.config, drafter_input, widths, state, self.cache_groups, num_drafts
-        )
-        return self._drafts(logits, choose), cache
+        params, config = self.params, self.config
+        logits, cache = self.one_pass(params, config, drafter_input, widths, state, self.cache_groups, num_drafts)
+        full = to_target_logits(params, config, logits) if self.with_logits else None
+        drafts, confidence = choose(logits, params.draft_to_target, 0)
+        return DraftOutput(model.to_target_ids(params, drafts), full, confidence), cache
+
+
+@flax.struct.dataclass
+class PEagle(_AtOnce):
+    """A P-EAGLE drafter: behind the committed rows mask slots, each of which sees those before it."""
+
+    one_pass = staticmethod(model.propose)
 
 
 @flax.struct.dataclass
@@ -123,7 +123,7 @@ class Eagle3(_Cached):
         num_drafts: int,
         choose: Choose = likeliest_of,
     ) -> tuple[DraftOutput, PagedCache]:
-        """See `PEagle.propose`."""
+        """See `_AtOnce.propose`."""
         (drafts, confidence), cache = model.propose_in_turn(
             self.params, self.config, drafter_input, widths, state, self.cache_groups, num_drafts, choose
         )
@@ -134,6 +134,8 @@ class Eagle3(_Cached):
 class DFlash(_AtOnce):
     """A DFlash drafter: all drafts in one pass, as a block whose rows see each other."""
 
+    one_pass = staticmethod(dflash.propose)
+
     def absorb(
         self,
         state: PagedCache,
@@ -143,20 +145,6 @@ class DFlash(_AtOnce):
     ) -> PagedCache:
         """See `drafter.dflash.absorb`."""
         return dflash.absorb(self.params, self.config, aux_hidden, positions, state, self.cache_groups)
-
-    def propose(
-        self,
-        state: PagedCache,
-        drafter_input: DrafterInput,
-        widths: Int[Array, " B"],
-        num_drafts: int,
-        choose: Choose = likeliest_of,
-    ) -> tuple[DraftOutput, PagedCache]:
-        """See `PEagle.propose`."""
-        logits, cache = dflash.propose(
-            self.params, self.config, drafter_input, widths, state, self.cache_groups, num_drafts
-        )
-        return self._drafts(logits, choose), cache
 
 
 AnyDrafter: TypeAlias = PEagle | Eagle3 | DFlash

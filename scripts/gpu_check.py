@@ -40,10 +40,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from drafter.params import init_params as init_drafter
 from drafter.propose import drafter_of
+from peagle.config import AUTO
 from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request
 from peagle.loading import default_chunk, load
@@ -61,7 +61,6 @@ from peagle.ops.native.build import LAUNCHER, BuildError, build_launcher
 from peagle.ops.strict_json import dumps
 from peagle.pair import Pair
 from peagle.parallel import MeshShape, make_meshes, parse_mesh, refuse_replicas
-from peagle.result import Counters
 from peagle.workflows.check import CHECKED, MOST_OFF, Finding, check_kernels, check_logits, check_losslessness
 from peagle.workflows.random_checkpoint import (
     IN_BLOCKS,
@@ -75,14 +74,13 @@ from scripts.gpu.mesh import CONFIG, compare, loud_target
 from scripts.gpu.page import page
 from scripts.gpu.parts import bytes_of_parts, parts
 from scripts.runs import ROOT, Json, Progress, RawLines, in_one_line, new_parser, origin, write_run
-from scripts.steady import Steady, steady
+from scripts.synthetic import NEW_TOKENS, PROMPT_TOKENS, PUBLISHED_RATE, random_request, synthetic_engine, time_steps
 from target.config import TargetConfig
 from target.model import GptOss
 from target.random import random_bytes, random_params
 from target.shard import check_ranks
 
 NARROW_VOCAB = 32768  # a reduced draft vocabulary, as drafters of large vocabularies have
-PUBLISHED_RATE = 0.76  # draft i is accepted at .76^i: 3.70 tokens a step at K = 7, as published for the 20b on MT-Bench
 SUITE = (
     *("tests/ops/test_expert_matmul.py", "tests/ops/test_mxfp4.py", "tests/ops/test_attention.py"),
     *("tests/ops/test_paged_attention.py", "tests/drafter/test_model.py", "tests/peagle/engine/test_accept.py"),
@@ -90,7 +88,7 @@ SUITE = (
 # warnings of newer versions on the machine, and plugins that conflict with xdist, must not stop the suite
 SUITE_OPTIONS = ("--maxfail", "20", "--tb", "line", "-p", "no:benchmark", "-W", "default")
 SUITE_NEEDS = ("pytest", "xdist", "hypothesis", "beartype")
-PROMPT_TOKENS, NEW_TOKENS, REPEATS = 512, 128, 3
+REPEATS = 3
 PROFILED_TOKENS = 48
 MOST_WORKERS = 12  # of the suite: each takes a part of the device's memory
 SUITE_S, PEERS_S = 180, 300  # time limits
@@ -304,52 +302,34 @@ def speculation(name: str, params: Any, config: TargetConfig, kind: DrafterShape
         "vocab_size": config.vocab_size,
         "draft_vocab": vocab or config.vocab_size,
     }
-    batches = {1: (0, 5, 7), 8: (0, 3)} if vocab is None else {1: (0, 7)}
-    engines = {batch: {k: synthetic_engine(pair, k, batch) for k in ks} for batch, ks in batches.items()}
+    batches = {1: (0, 5, 7, AUTO), 8: (0, 3, AUTO), 32: (0, AUTO)} if vocab is None else {1: (0, 7)}
+    engines = {
+        batch: {k: synthetic_engine(pair, k, batch, PUBLISHED_RATE) for k in ks} for batch, ks in batches.items()
+    }
     started = time.perf_counter()
     compiled = [engine for of_batch in engines.values() for engine in of_batch.values()]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda engine: engine.warm_up(), compiled))
     yield {"engines": len(compiled), "compiling_s": time.perf_counter() - started}
     for batch, of_batch in engines.items():
-        for measured in steps(of_batch, config, batch):
+        requests = [random_request(config.vocab_size, number) for number in range(batch)]
+        for measured in time_steps(of_batch, requests, REPEATS):
             yield line | measured
     if vocab is None:  # last, since its program compiles anew
-        yield line | {"batch": 1, "k": 7} | shares(engines[1][7], request(config, PROMPT_TOKENS, NEW_TOKENS, 0))
+        yield line | {"batch": 1, "k": 7} | shares(engines[1][7], random_request(config.vocab_size, 0))
 
 
 def by_part(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
     """Measure the parts of a plain step, by the number of requests."""
     for batch in PROFILED:
-        engine = synthetic_engine(pair_of(params, config, None), 0, batch)
+        engine = synthetic_engine(pair_of(params, config, None), 0, batch, PUBLISHED_RATE)
         engine.warm_up()
-        requests = [request(config, PROMPT_TOKENS, PROFILED_TOKENS, number) for number in range(batch)]
+        requests = [random_request(config.vocab_size, number, PROFILED_TOKENS) for number in range(batch)]
         with tempfile.TemporaryDirectory() as directory:
             spent = parts(engine, requests, Path(directory))
         read = bytes_of_parts(params, config, batch, PROMPT_TOKENS + PROFILED_TOKENS // 2)
         for part, us in spent.items():
             yield {"shape": name, "part": part, "batch": batch, "us": us, "mb": read.get(part, 0.0) / 1e6}
-
-
-def steps(engines: dict[int, AnyEngine], config: TargetConfig, batch: int) -> Iterator[Json]:
-    """Time a step of every engine, by K."""
-    requests = [request(config, PROMPT_TOKENS, NEW_TOKENS, number) for number in range(batch)]
-    runs: dict[int, list[Steady]] = {k: [] for k in engines}
-    for repeat in range(REPEATS):
-        for k in sorted(engines, reverse=repeat % 2 == 1):
-            runs[k].append(steady(engines[k], requests))
-    plain_s = statistics.median(run.step_s for run in runs[0])
-    for k, repeats in runs.items():
-        step_s = statistics.median(run.step_s for run in repeats)
-        records = [record for run in repeats for record in run.records]
-        yield {
-            "batch": batch,
-            "k": k,
-            "tok_per_s": sum(run.tokens for run in repeats) / sum(run.seconds for run in repeats),
-            "step_ms": 1e3 * step_s,
-            "cycle_cost": step_s / plain_s,
-            "tokens_a_step": Counters.of(records, k).acceptance_length if k else 1.0,
-        }
 
 
 def shares(engine: AnyEngine, request: Request) -> Json:
@@ -360,20 +340,6 @@ def shares(engine: AnyEngine, request: Request) -> Json:
         except (InputError, OSError, RuntimeError) as error:
             return {"profile": str(error)}
     return {"profile": dataclasses.asdict(times) | {"directory": None}}
-
-
-def synthetic_engine(pair: Pair, k: int, batch: int) -> AnyEngine:
-    rates = tuple(PUBLISHED_RATE ** (i + 1) for i in range(k)) if k else None
-    capacity = min(1024, pair.max_positions)
-    # prompts in one chunk: steps between chunks would decode the first request without the others
-    return pair.engine(
-        pair.engine_config(k, context=capacity, slots=batch, synthetic_acceptance=rates, prefill_chunk=PROMPT_TOKENS)
-    )
-
-
-def request(config: TargetConfig, prompt_tokens: int, new_tokens: int, number: int) -> Request:
-    ids = np.random.default_rng(2 + number).integers(0, config.vocab_size, prompt_tokens)
-    return Request(tuple(map(int, ids)), new_tokens, stop_token_ids=(), index=number)
 
 
 def random_drafter(kind: DrafterShape, config: TargetConfig, draft_vocab: int | None, embedding: jax.Array) -> Any:

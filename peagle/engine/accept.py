@@ -24,6 +24,8 @@ from jaxtyping import Array, Float, Int, UInt32
 from peagle.engine.sampling import RowSampling, choose, uniform
 from peagle.ops.likeliest import NO_TOKEN
 
+NOISE = 0.1  # of the confidence of synthetic drafts
+
 
 @flax.struct.dataclass
 class Acceptance:
@@ -31,6 +33,14 @@ class Acceptance:
     # [B] int32: the recovered token, or the bonus token if all verified drafts were accepted; NO_TOKEN if the logits
     # that decide it are not finite
     next_token: jax.Array
+
+
+@flax.struct.dataclass
+class SyntheticDrafts:
+    """What is drawn in place of a drafter's success (`draw_synthetic`)."""
+
+    right: jax.Array  # [B, K] bool
+    confidence: jax.Array  # [B, K]
 
 
 def accept(
@@ -50,26 +60,36 @@ def accept(
     return Acceptance(num_accepted, _row(chosen, num_accepted))
 
 
-def accept_by_rate(
-    rates: tuple[float, ...],
-    draft_token_ids: Int[Array, "B K"],
+def draw_synthetic(rates: tuple[float, ...], keys: UInt32[Array, "B T 2"]) -> SyntheticDrafts:
+    """Draw which drafts are right, and how sure a drafter would be, to time models of random weights.
+
+    `rates` are unconditional, as shares of all steps: if those before it are right, draft i is so with a chance whose
+    mean is r = v_i / v_(i-1), v_(-1) = 1. One draft's own chance is u^((1 - r) / r), u uniform: some are sure, and some
+    are not. The confidence is that chance, off by up to NOISE. keys: of the K + 1 places of each row.
+    """
+    num_drafts = keys.shape[1] - 1
+    pairs = itertools.pairwise((1.0, *rates))
+    means = [after / before if before else 0.0 for before, after in pairs]
+    mean = jnp.asarray(means[:num_drafts], jnp.float32)[None, :]
+    u, right, noise = (uniform(keys[:, :-1] ^ jnp.uint32(number)) for number in range(3))
+    chance = jnp.where(mean > 0, u ** ((1 - mean) / jnp.maximum(mean, 1e-6)), 0.0)
+    return SyntheticDrafts(right < chance, jnp.clip(chance + NOISE * (2 * noise - 1), 0.0, 1.0))
+
+
+def accept_synthetic(
+    drafts: SyntheticDrafts,
     logits: Float[Array, "B T V"],
     widths: Int[Array, " B"],
     sampling: RowSampling,
-    keys: UInt32[Array, "B T 2"],
-    sampled: bool,
+    keys: UInt32[Array, "B T 2"] | None,
 ) -> Acceptance:
-    """Accept drafts at random with the given rates, to time models of random weights.
+    """Accept the drafts that were drawn right. The logits are computed and read as usual, but decide nothing else.
 
-    `rates` are unconditional, as shares of all steps: draft i is accepted with the conditional rate v_i / v_(i-1),
-    v_(-1) = 1. The logits are computed and read as usual, but do not decide. sampled: some row is not greedy.
+    keys None: all rows are greedy.
     """
-    num_drafts = draft_token_ids.shape[1]
-    pairs = itertools.pairwise((1.0, *rates))
-    conditional = [after / before if before else 0.0 for before, after in pairs][:num_drafts]
-    kept = uniform(keys[:, :-1]) < jnp.asarray(conditional, jnp.float32)[None, :]
-    chosen = choose(logits, sampling, keys if sampled else None)
-    num_accepted = _leading(_verified(draft_token_ids, widths) & kept & (chosen[:, :-1] != NO_TOKEN))
+    chosen = choose(logits, sampling, keys)
+    right = drafts.right[:, : logits.shape[1] - 1]
+    num_accepted = _leading(_verified(right, widths) & right & (chosen[:, :-1] != NO_TOKEN))
     return Acceptance(num_accepted, _row(chosen, num_accepted))
 
 

@@ -52,13 +52,20 @@ class ReplicaModels(NamedTuple):
     drafter: Drafter | None
     second: Drafter | None = None
 
-    def of(self, drafts: bool) -> tuple[Target, Drafter | None]:
-        """Return the models of an engine. drafts: it speculates. Raises InputError without a drafter to do so."""
+    def of(self, drafts: bool, beside: bool = True) -> tuple[Target, Drafter | None]:
+        """Return the models of an engine. drafts: it speculates; beside: by the second drafter, too.
+
+        Raises InputError without a drafter to do so.
+        """
         if not drafts:
             return self.plain_target, None
         if self.drafter is None:
             raise InputError("this pair has no drafter to speculate with; load one, or decode with K = 0")
-        return self.target, self.drafter if self.second is None else Beside(self.drafter, self.second)
+        return self.target, Beside(self.drafter, self.second) if beside and self.second is not None else self.drafter
+
+    def of_config(self, config: ResolvedConfig) -> tuple[Target, Drafter | None]:
+        """Return the models of an engine of this config. Synthetic acceptance stands for that of one drafter."""
+        return self.of(config.num_speculative_tokens > 0, beside=config.synthetic_acceptance is None)
 
 
 class Engines:
@@ -90,10 +97,10 @@ class Engines:
             if config not in self.by_config:
                 self._warn_beyond_training(config)
                 self.refuse_beyond_free(config)
-                share, drafts = config.share(len(self._replicas)), config.num_speculative_tokens > 0
+                share = config.share(len(self._replicas))
                 make = Executor if self._lead is None else self._lead.executor
                 engines = [
-                    Engine(*models.of(drafts), share, self._stop_token_ids, self._fingerprints, make)
+                    Engine(*models.of_config(config), share, self._stop_token_ids, self._fingerprints, make)
                     for models in self._replicas
                 ]
                 engine = Replicas(engines, config) if len(engines) > 1 else engines[0]
@@ -103,9 +110,9 @@ class Engines:
 
     def page_bytes(self, config: ResolvedConfig) -> int:
         """Compute the bytes of pages that engines of this config take. Raises InputError as `KVMemory` does."""
-        count, drafts = len(self._replicas), config.num_speculative_tokens > 0
+        count = len(self._replicas)
         together = count if jax.default_backend() == "cpu" else 1
-        return together * KVMemory(*self.models.of(drafts), config.share(count)).num_local_bytes
+        return together * KVMemory(*self.models.of_config(config), config.share(count)).num_local_bytes
 
     def kept_bytes(self, config: ResolvedConfig) -> int:
         """Return the bytes of the prefix cache that is on, of an engine that is of this config otherwise."""

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from peagle.engine.accept import SyntheticDrafts, draw_synthetic
 from peagle.engine.beside import second_of
 from peagle.engine.sampling import choose, draw_keys
 from peagle.engine.state import DecodeState
@@ -39,19 +40,23 @@ def propose(
     may_skip: an adaptive step may leave the drafter out. If not, drafter_input has at most K + 1 rows.
     """
     widths = jnp.where(state.may_draft, jnp.minimum(widths, kind.num_drafts), 0)
-    keys = None
+    keys = synthetic = None
     if kind.sampled or kind.synthetic_acceptance is not None:
         reach = jnp.arange(1, kind.num_drafts + 2, dtype=jnp.int32)
         keys = draw_keys(state.sampling, state.length[:, None] + reach[None, :])
+    if kind.synthetic_acceptance is not None:
+        assert keys is not None
+        synthetic = draw_synthetic(kind.synthetic_acceptance, keys)
+    if not kind.sampled:
+        keys = None
     if not kind.num_drafts:
         none = jnp.zeros((state.slots, 0), jnp.int32)
-        return state, Proposed(widths, none, keys, jnp.zeros((), bool), widths)
+        return state, Proposed(widths, none, keys, jnp.zeros((), bool), widths, synthetic)
     with jax.named_scope(DRAFT_PART):
         if kind.adaptive:
-            state, proposed = _propose_adaptively(drafter, state, widths, costs, kind, keys, may_skip)
-            return state, dataclasses.replace(proposed, keys=keys)
+            return _propose_adaptively(drafter, state, widths, costs, kind, keys, synthetic, may_skip)
         state, draft = _run_drafter(drafter, state, widths, _chooser(state, keys, kind), kind.num_drafts)
-        return state, Proposed(widths, draft.token_ids, keys, jnp.ones((), bool), widths)
+        return state, Proposed(widths, draft.token_ids, keys, jnp.ones((), bool), widths, synthetic)
 
 
 def _chooser(state: DecodeState, keys: jax.Array | None, kind: StepKind) -> Choose:
@@ -105,19 +110,24 @@ def _propose_adaptively(
     costs: StepCosts,
     kind: StepKind,
     keys: jax.Array | None,
+    synthetic: SyntheticDrafts | None,
     may_skip: bool,
 ) -> tuple[DecodeState, Proposed]:
     """Propose drafts in a step in which some slot may draft now; in another one there are none."""
     assert state.pace is not None
-    evaluates = functools.partial(_propose_by_sources, drafter, limits, costs, kind, keys, may_skip)
+    evaluates = functools.partial(_propose_by_sources, drafter, limits, costs, kind, keys, synthetic, may_skip)
+
+    def with_draws(proposed: tuple[DecodeState, Proposed]) -> tuple[DecodeState, Proposed]:
+        return proposed[0], dataclasses.replace(proposed[1], keys=keys, synthetic=synthetic)
+
     if not may_skip:
-        return evaluates(state)
+        return with_draws(evaluates(state))
     now = ~state.pace.given_up
     if second_of(drafter) is not None:
         now |= state.pace.idle == 0
     shapes = jax.eval_shape(evaluates, state)[1]
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    return run_if(jnp.any(now & (limits > 0)), lambda carry: evaluates(carry[0]), (state, nothing))
+    return with_draws(run_if(jnp.any(now & (limits > 0)), lambda carry: evaluates(carry[0]), (state, nothing)))
 
 
 def run_if(condition: jax.Array, function: Callable[[Carry], Carry], carry: Carry) -> Carry:
@@ -136,6 +146,7 @@ def _propose_by_sources(
     costs: StepCosts,
     kind: StepKind,
     keys: jax.Array | None,
+    synthetic: SyntheticDrafts | None,
     may_skip: bool,
     state: DecodeState,
 ) -> tuple[DecodeState, Proposed]:
@@ -170,8 +181,9 @@ def _propose_by_sources(
             behind = jnp.any(state.keeps_up & (state.drafter_input.num > num_drafts + 1))
             state = run_if(behind, functools.partial(absorb, drafter), state)
         state, draft = _run_drafter(drafter, state, to_drafter, chooser, num_drafts)
-        unsure = jnp.full(draft.token_ids.shape, 0.5, jnp.float32)  # of a drafter that does not say
-        confidence = unsure if draft.confidence is None else draft.confidence
+        confidence = draft.confidence if synthetic is None else synthetic.confidence
+        if confidence is None:  # a drafter that does not say
+            confidence = jnp.full(draft.token_ids.shape, 0.5, jnp.float32)
         return state, DraftOutput(draft.token_ids, confidence=confidence)
 
     shape = (state.slots, num_drafts)
@@ -194,7 +206,7 @@ def _propose_by_sources(
         num = jnp.where(takes, limits, num)
     widths = choose_widths(survival, num, num_active, costs, rate)
     used = jnp.full((), looked_up is not None)
-    return state, Proposed(widths, token_ids, None, ran, num, sources, source, to_drafter, used, gains)
+    return state, Proposed(widths, token_ids, None, ran, num, None, sources, source, to_drafter, used, gains)
 
 
 def _look_up(

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
+from peagle.engine.beside import second_of
 from peagle.engine.executor import Executor, Shape
 from peagle.engine.request import Request
 from peagle.engine.state import SlotParams
@@ -58,7 +59,8 @@ class Lead:
         if shape.blocks is not None:
             raise InputError("a target over several processes does not prefill at once; leave out --prefill blocked")
         number, self._executors = self._executors, self._executors + 1
-        message = {"executor": number, "drafts": drafter is not None, "shape": _sent(asdict(shape))}
+        drafts = {"drafts": drafter is not None, "beside": second_of(drafter) is not None}
+        message = {"executor": number, **drafts, "shape": _sent(asdict(shape))}
         leading: Leading = self.together(message, lambda: Leading(self, number, target, drafter, shape))
         return leading
 
@@ -96,16 +98,16 @@ for _name in VERBS:
 
 
 class Follower:
-    """The executors of a following process. models(drafts): the models of an engine."""
+    """The executors of a following process. models(drafts, beside): see `ReplicaModels.of`."""
 
-    def __init__(self, models: Callable[[bool], tuple[Target, Drafter | None]]) -> None:
+    def __init__(self, models: Callable[[bool, bool], tuple[Target, Drafter | None]]) -> None:
         self._models = models
         self._executors: dict[int, Executor] = {}
 
     def run(self, message: Message) -> None:
         """Do what a message of `Lead` or `Leading` was sent for."""
         if "executor" in message:
-            target, drafter = self._models(message["drafts"])
+            target, drafter = self._models(message["drafts"], message["beside"])
             shape = Shape(**_received(message["shape"], target.vocab_size))
             self._executors[message["executor"]] = Executor(target, drafter, shape)
             return

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
-from peagle.engine.accept import Acceptance, accept, accept_by_rate
+from peagle.engine.accept import Acceptance, accept, accept_synthetic
 from peagle.engine.adjust import adjust
 from peagle.engine.propose import DRAFT_PART, has_no_room, propose, run_if
 from peagle.engine.sampling import LogProbs, log_probs
@@ -77,11 +77,8 @@ def accept_and_commit(
         if kind.full:
             assert state.adjustments is not None
             logits = adjust(logits, drafts, state.adjustments, state.stop_token_ids, masks)
-        if kind.synthetic_acceptance is not None:
-            assert keys is not None
-            acceptance = accept_by_rate(
-                kind.synthetic_acceptance, drafts, logits, proposed.widths, state.sampling, keys, kind.sampled
-            )
+        if proposed.synthetic is not None:
+            acceptance = accept_synthetic(proposed.synthetic, logits, proposed.widths, state.sampling, keys)
         else:
             acceptance = accept(drafts, logits, proposed.widths, state.sampling, keys)
         return _commit(state, proposed, verified, acceptance, costs, kind)
@@ -166,7 +163,7 @@ def _paced(
     assert proposed.gains is not None
     active, num_accepted, sampled = ~state.done, acceptance.num_accepted, ~state.sampling.greedy
     for number, drafts in enumerate(proposed.sources):
-        known, right = _known(number, drafts, proposed, acceptance, run, active)
+        known, right = _known(drafts, proposed, acceptance, run, active)
         learned = learned.counted(number, sampled, drafts.confidence, known, right)
         pace = pace.judged(number, drafts.survival[:, 0], right[:, 0], known[:, 0] & (drafts.confidence[:, 0] > 0))
     num_active = jnp.maximum(jnp.sum(active, dtype=jnp.int32), 1)
@@ -191,7 +188,6 @@ def _paced(
 
 
 def _known(
-    number: int,
     drafts: SourceDrafts,
     proposed: Proposed,
     acceptance: Acceptance,
@@ -199,14 +195,10 @@ def _known(
     active: jax.Array,
 ) -> tuple[Bool[Array, "B K"], Bool[Array, "B K"]]:
     """Return (of which drafts of a source the tokens at their places are known, verified or not; which are right)."""
-    assert proposed.source is not None
     place = jnp.arange(drafts.token_ids.shape[1], dtype=jnp.int32)[None, :]
     known = (place <= acceptance.num_accepted[:, None]) & (place < drafts.num[:, None]) & active[:, None]
     known_tokens = jnp.pad(run, ((0, 0), (0, max(place.shape[1] - run.shape[1], 0))))[:, : place.shape[1]]
-    right = drafts.token_ids == known_tokens
-    # a verified draft after the accepted ones was rejected, even if a synthetic acceptance repeats its token
-    rejected = (place == acceptance.num_accepted[:, None]) & (place < proposed.widths[:, None])
-    right &= ~(rejected & (proposed.source == number)[:, None])
+    right = drafts.token_ids == known_tokens if proposed.synthetic is None else proposed.synthetic.right
     before = jnp.cumprod(jnp.pad(right, ((0, 0), (1, 0)), constant_values=True)[:, :-1], axis=1) > 0
     return known & before, right
 

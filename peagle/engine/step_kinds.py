@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from peagle.engine.accept import SyntheticDrafts
 from peagle.engine.sampling import LogProbs
 from peagle.engine.widths import StepCosts
 
@@ -21,7 +22,7 @@ class StepKind:
 
     num_drafts 0: plain steps. sampled: some row is not greedy; such rows draw their drafts, by the keys of the target's
     draws. full: some row has its logits adjusted or needs log-probabilities (peagle.engine.request.Request.full).
-    synthetic_acceptance: see `accept_by_rate`. lean: plain steps of rows that all draft no more, so nothing is kept for
+    synthetic_acceptance: see `draw_synthetic`. lean: plain steps of rows that all draft no more, so nothing is kept for
     the drafter. adaptive: widths are chosen in the step, and slots rest.
     """
 
@@ -138,6 +139,7 @@ class Proposed:
     keys: jax.Array | None  # [B, K+1, 2]: of draws (peagle.engine.sampling); None: all rows are greedy
     ran: jax.Array  # bool: the drafter ran, so it has read drafter_input
     num_drafted: jax.Array  # [B]
+    synthetic: SyntheticDrafts | None = None  # what is accepted, whatever the target says
     # of adaptive steps
     sources: tuple[SourceDrafts, ...] = ()
     source: jax.Array | None = None  # [B]: the one whose drafts these are

@@ -4,8 +4,9 @@
 
 Many clients leave, some send invalid requests, and one reads nothing of its streams. An answer must equal that of the
 same request alone, up to where its client left; an invalid request must be refused with the right status. Afterwards no
-slot is held, nothing waits to be sent, all slots answer, and memory has not grown. `--out` (which must not exist yet)
-then holds run.json and README.md.
+slot is held, nothing waits to be sent, all slots answer, memory has not grown, and a server that has just started is
+not faster: both answer the same requests in turns. `--out` (which must not exist yet) then holds run.json and
+README.md.
 """
 
 import argparse
@@ -16,13 +17,24 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from peagle.measure.pages import Block, Table
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
-from scripts.runs import Json, add_run_options, new_parser, new_record, run_scenario, write_run
+from scripts.runs import (
+    Json,
+    add_run_options,
+    new_parser,
+    new_record,
+    rotated,
+    run_scenario,
+    spread,
+    spread_text,
+    write_run,
+)
 from scripts.scenarios.serve import Load, add_model_options, page_head, prepared, prompts
 from scripts.serving import servers
 from scripts.serving.client import RefusedError, leave_unread, samples_of, stall, status_of, stream, whole
@@ -31,6 +43,7 @@ from scripts.serving.servers import Server
 SLOTS, PROMPTS, TOKENS_IN, TOKENS_OUT = 4, 24, 128, 64
 LONG_IN, LONG_OUT = 1500, 3000  # tokens of long prompts, and of unread answers
 LEAVING, BAD = 0.3, 0.1  # shares of the requests
+ROUNDS, PASSES = 15, 5  # beside a fresh server; in a round each answers all requests so often
 UNREAD_S = 30.0  # until a client that reads nothing leaves
 FREE_S = 30.0  # for the slots of the clients that left last
 SCHEMA = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}, "required": ["a"]}
@@ -84,6 +97,8 @@ def bench(options: argparse.Namespace, typed: Sequence[str]) -> int:
         with servers.ours(*serve, "--max-unsent", "100000") as server:
             bodies = mixed_bodies(texts, TOKENS_OUT)
             counts = soak(server, bodies, clients, options.minutes * 60, options.seed, SLOTS, LONG_OUT)
+            with servers.ours(*serve) as fresh:
+                counts["over_fresh"] = over_fresh(server, fresh, bodies, SLOTS)
     record = new_record(typed, models.config(options), soak={"variant": variant, **counts})
     write_run(options.out, record, page(record))
     return 0
@@ -288,6 +303,23 @@ def _counted(server: Server) -> Json:
     }
 
 
+def over_fresh(server: Server, fresh: Server, bodies: Sequence[Json], slots: int) -> Json:
+    """Compare the speed of a server with that of one that has just started: both answer all bodies, in turns."""
+
+    def answer_all(url: str) -> float:
+        began = time.monotonic()
+        with ThreadPoolExecutor(slots) as pool:
+            list(pool.map(lambda body: whole(url, body), [*bodies] * PASSES))
+        return time.monotonic() - began
+
+    ratios = []
+    for number in range(ROUNDS + 1):
+        urls = rotated([server.url, fresh.url], number)
+        seconds = {url: answer_all(url) for url in urls}
+        ratios.append(seconds[fresh.url] / seconds[server.url])
+    return spread(ratios[1:])  # the first round warms up
+
+
 def growth(sizes: Sequence[int]) -> float | None:
     """Compare the medians of the last and second tenth; None for fewer than 20 samples."""
     tenth = len(sizes) // 10
@@ -313,6 +345,10 @@ def page(record: Json) -> list[Block]:
         ("leaked slots", str(counts["leaked_slots"])),
         ("unsent bytes at the end", f"{counts['unsent_bytes']:g}"),
         ("growth of memory", "-" if grown is None else f"{100 * grown:.1f} %"),
+        (
+            f"its speed afterwards over that of a fresh server, {ROUNDS} rounds in turns",
+            spread_text(counts["over_fresh"], ".2f"),
+        ),
     ]
     text = (
         f"{counts['clients']} clients for {counts['seconds'] / 60:g} min on {counts['slots']} slots, "

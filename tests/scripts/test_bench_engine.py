@@ -52,7 +52,7 @@ def test_a_case_names_the_row_it_is_divided_by() -> None:
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        (["unknown"], "unknown is no scenario; expected one of engine, memory, peers, serve, soak"),
+        (["unknown"], "unknown is no scenario; expected one of auto, engine, memory, peers, serve, soak"),
         (["engine", "--out", "OUT", "--before", "nowhere", "demo"], "expected a checkout of this project"),
         (["engine", "--out", "OUT", "--rounds", "0", "demo"], "expected --rounds of 1 or more"),
         (["engine", "--out", "OUT", "--only", "no such case", "demo"], "--only to begin a case's name"),
@@ -95,7 +95,7 @@ def test_without_a_scenario_they_are_listed(capsys: pytest.CaptureFixture[str]) 
     """Each line of the list is a scenario that has help."""
     assert bench.main([]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]]
-    assert listed == ["engine", "memory", "peers", "serve", "soak"]
+    assert listed == ["auto", "engine", "memory", "peers", "serve", "soak"]
     for name in listed:
         with pytest.raises(SystemExit) as ended:
             bench.main([name, "--help"])

@@ -103,6 +103,18 @@ def test_a_soak_of_a_server_that_is_right_finds_nothing(server: tuple[Server, En
     assert [counts[name] for name in names] == [0] * 5, counts
 
 
+def test_a_server_beside_itself_is_as_fast(server: tuple[Server, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every body is answered on both sides in every round; ratios are those of the times."""
+    clock, answered = iter(range(1000)), []
+    monkeypatch.setattr(soak, "whole", lambda url, body: answered.append((url, body["place"])))
+    monkeypatch.setattr(soak.time, "monotonic", lambda: next(clock))
+    bodies = [{"place": place} for place in range(3)]
+    other = Server("http://other")
+    assert soak.over_fresh(server[0], other, bodies, 2) == {"median": 1.0, "lowest": 1.0, "highest": 1.0}
+    times = soak.PASSES * (soak.ROUNDS + 1)
+    assert all(answered.count((side.url, place)) == times for side in (server[0], other) for place in range(3))
+
+
 def test_of_a_soak_one_client_more_reads_nothing(server: tuple[Server, Engine]) -> None:
     counts = soaked(server[0], clients=0)
     assert (counts["answered"], counts["unread"] > 0, counts["leaked_slots"]) == (0, True, 0), counts
@@ -196,9 +208,10 @@ def test_the_page_names_every_variant_and_what_is_missing() -> None:
         "wrong": 0,
     }
     counts |= {"failed": 0, "leaked_slots": 0, "memory_growth_frac": 0.012, "bad": 4, "unread": 5, "cut_streams": 3.0}
-    counts |= {"server_errors": 0.0, "unsent_bytes": 0.0}
+    counts |= {"server_errors": 0.0, "unsent_bytes": 0.0, "over_fresh": {"median": 1.0, "lowest": 0.9, "highest": 1.1}}
     text = markdown(soak.page({"config": {"target": "M", "drafter": None}, "provenance": ORIGIN, "soak": counts}))
     assert "| growth of memory | 1.2 % |" in text
+    assert "fresh server, 15 rounds in turns | 1.00 (0.90..1.10) |" in text
     assert "| of these, ended by the server | 3 |" in text
 
 

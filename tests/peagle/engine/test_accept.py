@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from peagle.config import EngineConfig, SamplingParams
-from peagle.engine.accept import Acceptance, accept, accept_by_rate
+from peagle.engine.accept import NOISE, Acceptance, accept, accept_synthetic, draw_synthetic
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.sampling import RowSampling, choose
 from peagle.ops.errors import InputError
@@ -20,7 +20,8 @@ from tests.support.rows import rows_of
 
 V, K = 3, 2
 jitted_accept, jitted_choose = jax.jit(accept), jax.jit(choose)
-by_rate = jax.jit(accept_by_rate, static_argnums=(0, 6))
+drawn = jax.jit(draw_synthetic, static_argnums=0)
+by_draws = jax.jit(accept_synthetic)
 GREEDY, PLAIN = SamplingParams(), SamplingParams(temperature=1.0)
 ASKED = [
     PLAIN,
@@ -137,31 +138,41 @@ def test_greedy_accepts_the_longest_agreeing_prefix() -> None:
     assert result.next_token.tolist() == [2, 0, 1, 0, 1]
 
 
-def test_synthetic_acceptance_has_the_rates_asked_for_whatever_the_drafts_are() -> None:
+def test_synthetic_acceptance_has_its_rates() -> None:
     """Unconditional rates, over many draws; the token after the kept drafts is the target's own."""
     rates, rows = (0.8, 0.5, 0.5, 0.0), 20_000
     logits = jax.random.normal(jax.random.key(0), (rows, 5, 7))
-    drafts = jnp.full((rows, 4), 6, jnp.int32)
-    keys = jax.random.bits(jax.random.key(1), (rows, 5, 2), jnp.uint32)
+    drafts = drawn(rates, jax.random.bits(jax.random.key(1), (rows, 5, 2), jnp.uint32))
     widths = jnp.arange(rows, dtype=jnp.int32) % 2 + 3  # 3 or 4
-    asked = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (rows,)), rows_of([GREEDY]))
-    found = by_rate(rates, drafts, logits, widths, asked, keys, False)
-    kept = np.asarray(found.num_accepted)
+    greedy = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (rows,)), rows_of([GREEDY]))
+    accepted = by_draws(drafts, logits, widths, greedy, None)
+    kept = np.asarray(accepted.num_accepted)
     np.testing.assert_allclose([(kept > i).mean() for i in range(4)], rates, atol=0.02)
     best = np.asarray(logits.argmax(-1))
-    np.testing.assert_array_equal(found.next_token, best[np.arange(rows), kept])
-    narrow = by_rate(rates, drafts, logits, widths - 3, asked, keys, False)  # 0 or 1
+    np.testing.assert_array_equal(accepted.next_token, best[np.arange(rows), kept])
+    narrow = by_draws(drafts, logits, widths - 3, greedy, None)  # 0 or 1
     np.testing.assert_array_equal(narrow.num_accepted, np.minimum(kept, np.arange(rows) % 2))
 
 
-def test_behind_synthetic_acceptance_stands_a_draw_of_the_row_that_asks_for_one() -> None:
+def test_the_confidence_of_synthetic_drafts_is_their_chance() -> None:
+    """Within its noise, where it is not cut off at 0 or 1; sure drafts and unsure ones occur."""
+    drafts = drawn((0.7, 0.49), jax.random.bits(jax.random.key(1), (100_000, 3, 2), jnp.uint32))
+    confidence, right = np.asarray(drafts.confidence), np.asarray(drafts.right)
+    for low in np.arange(NOISE, 0.85, 0.1):
+        within = (confidence >= low) & (confidence < low + 0.1)
+        assert within.mean() > 0.01
+        np.testing.assert_allclose(right[within].mean(), confidence[within].mean(), atol=0.05)
+    assert (confidence > 0.95).mean() > 0.1
+
+
+def test_behind_synthetic_acceptance_stands_a_draw_of_a_row_that_is_sampled() -> None:
     """Greedy rows beside it choose their argmax."""
-    widths, asked = many_rows()
-    drafts, logits, keys = random_step(4, len(widths))
-    found = by_rate((0.7, 0.4), drafts, logits, widths, asked, keys, True)
-    kept = np.asarray(found.num_accepted)
-    chosen = np.asarray(jitted_choose(logits, asked, keys))
-    np.testing.assert_array_equal(found.next_token, chosen[np.arange(len(widths)), kept])
+    widths, sampling = many_rows()
+    _, logits, keys = random_step(4, len(widths))
+    accepted = by_draws(drawn((0.7, 0.4), keys), logits, widths, sampling, keys)
+    kept = np.asarray(accepted.num_accepted)
+    chosen = np.asarray(jitted_choose(logits, sampling, keys))
+    np.testing.assert_array_equal(accepted.next_token, chosen[np.arange(len(widths)), kept])
     for width in range(K + 1):
         assert set(kept[widths == width]) == set(range(width + 1))
 

@@ -37,7 +37,7 @@ def test_a_follower_ends_with_the_leaders_bits(kind: str) -> None:
         drafter = Beside(PEagle(random_params(DRAFTER), DRAFTER), drafter)
     config = dataclasses.replace(CONFIG, adaptive=True)
     verbs: list[str] = []
-    follower = Follower(lambda drafts: (target, drafter if drafts else None))
+    follower = Follower(lambda drafts, _beside: (target, drafter if drafts else None))
 
     def send(message: dict[str, Any]) -> None:
         verbs.append(message.get("verb", "executor"))
