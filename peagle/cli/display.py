@@ -26,7 +26,7 @@ LINE_SECONDS: float = 10.0  # between two lines about progress, if standard erro
 REDRAW_SECONDS = 1  # between two changes of progress that is shown while something is measured
 LEAST_LEFT = 0.5  # seconds left below which none are shown
 COUNTED = ("tokens", "requests")  # units that are counted, as in 2 of 9 tokens; others are numbered, as in run 2 of 9
-PART = "part"  # a unit that takes long: until the first has ended, a line tells the time so far
+PART = "part"  # a unit that takes long: a line tells the time so far if the time left is unknown, or is over
 LABEL = 13  # characters before the text of a line of a summary
 
 # control characters but tab, line feed and carriage return: a model's output must not drive the terminal
@@ -99,10 +99,10 @@ class Stage:
         return share + left_text(left_s)
 
     def line(self) -> str:
-        done, *_ = self._far
-        so_far = f"{duration(time.monotonic() - self._began)} so far"
-        parts = [self.progress] if self.progress else []
-        return f"{self.what}: {', '.join([*parts, so_far] if not parts or (self.unit == PART and not done) else parts)}"
+        progress, so_far = self.progress, f"{duration(time.monotonic() - self._began)} so far"
+        if progress and (self.unit != PART or progress.endswith("left")):
+            return f"{self.what}: {progress}"
+        return f"{self.what}: {progress}, {so_far}" if progress else f"{self.what}: {so_far}"
 
 
 class _ProgressOf(ProgressColumn):

@@ -158,12 +158,15 @@ def check_allowed_origin(origin: str) -> None:
 
 def _warm_up(pair: Pair, engine: AnyEngine, display: Display) -> None:
     """Compile the programs of all sorts of requests, with one progress and the time left."""
-    sorts, started = ((False, False), (True, False), (True, True)), time.monotonic()
+    # (sampled, full), and the share of the time that it took on two cores, about: the last has programs for grammars
+    sorts, started = {(False, False): 0.2, (True, False): 0.2, (True, True): 0.6}, time.monotonic()
+    over = 0.0
     try:
-        for done, (sampled, full) in enumerate(sorts):
+        for done, ((sampled, full), share) in enumerate(sorts.items()):
             interrupt.check()
-            left_s = (time.monotonic() - started) / done * (len(sorts) - done) if done else None
+            left_s = (time.monotonic() - started) / over * (1 - over) if done else None
             display.run_of("compiling", done, len(sorts), left_s, unit=PART)  # `measuring` ends it
+            over += share
             engine.warm_up(sampled=sampled, full=full, measuring=display.measuring, constrained=full)
         if pair.tokenizer is not None:  # a large vocabulary takes seconds
             pair.grammars.compile(Grammar.json_object(), channels=True)
