@@ -1,7 +1,7 @@
-"""Who may import whom: DESIGN's order of rooms.
+"""Who may import whom (`ROOMS`); a <- b: b may import a.
 
 ops <- target, drafter
-ops <- protocols <- config <- engine, drafters, text <- result <- api <- loading <- measure <- workflows <- cli
+ops <- protocols <- config <- engine, drafters, text <- result <- pair <- loading <- measure <- workflows <- cli
 protocols <- parallel, processes <- loading
 measure <- serve <- cluster <- cli; serve loads no checkpoints
 """

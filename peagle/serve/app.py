@@ -1,6 +1,6 @@
 """The routes of OpenAI's HTTP interface over one engine.
 
-A POST is read and checked (http, types) and becomes requests (requests), which run in the engine's loop (loop). Their
+A POST is read and checked (http, bodies) and becomes requests (requests), which run in the engine's loop (loop). Their
 chunks are collected (outputs) and written as a reply or as server-sent events (formatter, chat, completions,
 responses).
 """
@@ -186,13 +186,13 @@ def _add_tokens(router: fastapi.APIRouter, service: Service) -> None:
     @router.post("/tokenize", responses=_refusals(*OF_BODIES), openapi_extra=_takes(TokenizeBody))
     async def tokenize(request: fastapi.Request) -> Tokenized:
         body = await service.parse(TokenizeBody, await read_body(request, service.max_body))
-        ids = await service.encode(service.builder.tokenize, body)
+        ids = await service.in_tokenizer_thread(service.builder.tokenize, body)
         return {"count": len(ids), "max_model_len": service.builder.context, "tokens": list(ids)}
 
     @router.post("/detokenize", responses=_refusals(*OF_BODIES), openapi_extra=_takes(DetokenizeBody))
     async def detokenize(request: fastapi.Request) -> Detokenized:
         body = await service.parse(DetokenizeBody, await read_body(request, service.max_body))
-        return {"prompt": await service.encode(service.builder.detokenize, body)}
+        return {"prompt": await service.in_tokenizer_thread(service.builder.detokenize, body)}
 
     @router.get("/tokenizer_info", response_model=TokenizerInfo, responses=_refusals(400))
     async def tokenizer_info() -> JsonReply:

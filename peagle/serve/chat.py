@@ -21,7 +21,7 @@ TEXT_OF_CALL = {"function": "arguments", "custom": "input"}
 
 async def start(service: Service, body: ChatBody) -> Generation:
     """Send the requests of a body to the engine."""
-    requests = await service.encode(service.builder.chat, body, await service.grammar(body))
+    requests = await service.in_tokenizer_thread(service.builder.chat, body, await service.grammar(body))
     tokenizer = service.builder.tokenizer
     formatter = ChatFormatter(
         service.model,

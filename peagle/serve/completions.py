@@ -20,7 +20,7 @@ from peagle.text.tokenizer import Detokenizer, detokenize
 
 async def start(service: Service, body: CompletionBody) -> Generation:
     """Send the requests of a body to the engine."""
-    requests, echoed = await service.encode(service.builder.completion, body, await service.grammar(body))
+    requests, echoed = await service.in_tokenizer_thread(service.builder.completion, body, await service.grammar(body))
     tokenizer = service.builder.pair.tokenizer
     formatter = CompletionFormatter(
         service.model,

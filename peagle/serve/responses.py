@@ -64,9 +64,9 @@ TEXTS_OF_CALLS = {"arguments": "function_call_arguments", "input": "custom_tool_
 
 async def start(service: Service, body: ResponsesBody) -> Generation:
     """Send the request of a body to the engine."""
-    chat = await service.encode(as_chat, body)
+    chat = await service.in_tokenizer_thread(as_chat, body)
     grammar = await service.grammar(chat.body)
-    requests = await service.encode(service.builder.chat, chat.body, grammar)
+    requests = await service.in_tokenizer_thread(service.builder.chat, chat.body, grammar)
     tokenizer = service.builder.tokenizer
     formatter = ResponsesFormatter(
         service.model,

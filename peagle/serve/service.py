@@ -14,23 +14,21 @@ from peagle.engine.grammar import CompiledGrammar
 from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request, TokenLogprobs
 from peagle.ops.strict_json import dumps
-from peagle.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, Sampled, TokenizeBody
+from peagle.serve.bodies import Sampled
 from peagle.serve.errors import ApiError
 from peagle.serve.formatter import Generation
-from peagle.serve.http import Refusals, Unsent, parse, utc_now
+from peagle.serve.http import Kind, Refusals, Unsent, parse, utc_now
 from peagle.serve.loop import Loop
 from peagle.serve.metrics import Metrics
 from peagle.serve.outputs import pooled, usage
 from peagle.serve.replies import Health, ModelCard
 from peagle.serve.requests import RequestBuilder
-from peagle.serve.response_bodies import ResponsesBody
 from peagle.serve.structured import constraint
 
 DEFAULT_MAX_BODY = DEFAULT_MAX_UNSENT = 4_000_000
 POLL_S = 0.02
 GRAMMAR_PATIENCE_S = 10.0  # to compile a grammar, or to wait for others
 Returned = TypeVar("Returned")
-Kind = TypeVar("Kind", ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody)
 
 
 @dataclass
@@ -66,8 +64,8 @@ class Service:
         self.metrics, self.refusals = Metrics(self.loop, self.model), Refusals(self.log)
         self.unsent = Unsent(self.metrics.unsent, self.metrics.cut, self.max_unsent)
 
-    async def encode(self, function: Callable[..., Returned], *arguments: Any) -> Returned:
-        """Call a function in the tokenizer's thread, since it encodes, or takes long for a large body."""
+    async def in_tokenizer_thread(self, function: Callable[..., Returned], *arguments: Any) -> Returned:
+        """Call a function that encodes, or that takes long for a large body, outside of the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._encoding, function, *arguments)
 
     async def grammar(self, body: Sampled) -> CompiledGrammar | None:
@@ -97,7 +95,7 @@ class Service:
 
     async def parse(self, kind: type[Kind], body: bytes) -> Kind:
         """Read a body (`peagle.serve.http.parse`) outside of the event loop. Raises ApiError for another model."""
-        read = await self.encode(parse, kind, body, self.builder.context)
+        read = await self.in_tokenizer_thread(parse, kind, body, self.builder.context)
         self.check_model(read.model)
         return read
 
