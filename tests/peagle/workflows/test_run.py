@@ -337,7 +337,7 @@ def test_settings_that_mean_nothing_are_refused(wrong: dict[str, object]) -> Non
         ({"prefix_cache": True}, "prefix_cache is True; expected a valid integer or one of"),
         ({"synthetic_acceptance": 0.5}, "synthetic_acceptance is 0.5; expected a list of numbers"),
         ({"synthetic_acceptance": [0.5, "a"]}, r"synthetic_acceptance is \[0.5, 'a'\]; expected a list of numbers"),
-        ({"num_speculative_tokens": "5"}, "num_speculative_tokens is '5'; expected a valid integer or 'auto'"),
+        ({"num_speculative_tokens": "5"}, "K is '5'; expected a number of drafted tokens, auto, or auto:N"),
         ({"slots": None}, "slots is None; expected a valid integer"),
         ({"slots": 2.5}, "slots is 2.5; expected a valid integer"),
         ({"temperature": "hot"}, "temperature is 'hot'; expected a valid number"),
