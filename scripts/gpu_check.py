@@ -36,14 +36,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from drafter.params import init_params as init_drafter
 from drafter.propose import drafter_of
-from peagle.config import AUTO
+from peagle.config import AUTO, NumDrafts
 from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request
 from peagle.loading import default_chunk, load
@@ -105,6 +105,9 @@ PUBLISHED = tuple(
         ("120b", PARALLEL.name, 5, 2.9, _PAPER),
     )
 )
+Batches: TypeAlias = dict[int, tuple[NumDrafts, ...]]  # K by the number of requests
+FIXED: Batches = {1: (0, 5, 7), 8: (0, 3)}
+ADAPTIVE: Batches = dict.fromkeys((1, 8, 32), (0, AUTO))
 MEMORY = "memory"  # ends the name of the section that frees a shape's weights, which always runs
 PATIENCE = 1.25  # times its own limit after which a section stops at its next line
 ROOM = 1.15  # of the weights: caches, and the temporary memory of a pass
@@ -288,11 +291,14 @@ def target_alone(name: str, params: Any, config: TargetConfig, passes: Passes) -
     yield from passes.measure(name, pair, lambda rows: "CUDA" if rows <= most_rows else "XLA", NEW_TOKENS)
 
 
-def speculation(name: str, params: Any, config: TargetConfig, kind: DrafterShape, vocab: int | None) -> Iterator[Json]:
+def speculation(
+    name: str, params: Any, config: TargetConfig, kind: DrafterShape, vocab: int | None, batches: Batches
+) -> Iterator[Json]:
     """Time steps with a drafter of a public geometry, and plain decoding beside them in turns.
 
     Acceptance is drawn at PUBLISHED_RATE^i. The head is over the whole vocabulary or over a part of it; one sequence,
-    and with the whole head several together. All programs are compiled first, those of several engines at once.
+    and with the whole head several together. All programs are compiled first, those of several engines at once; auto
+    also measures what its passes cost, so one after the other.
     """
     pair = pair_of(params, config, random_drafter(kind, config, vocab, params.embedding))
     line = {
@@ -302,20 +308,22 @@ def speculation(name: str, params: Any, config: TargetConfig, kind: DrafterShape
         "vocab_size": config.vocab_size,
         "draft_vocab": vocab or config.vocab_size,
     }
-    batches = {1: (0, 5, 7, AUTO), 8: (0, 3, AUTO), 32: (0, AUTO)} if vocab is None else {1: (0, 7)}
     engines = {
         batch: {k: synthetic_engine(pair, k, batch, PUBLISHED_RATE) for k in ks} for batch, ks in batches.items()
     }
     started = time.perf_counter()
-    compiled = [engine for of_batch in engines.values() for engine in of_batch.values()]
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda engine: engine.warm_up(), compiled))
-    yield {"engines": len(compiled), "compiling_s": time.perf_counter() - started}
+        fixed = [engine for of_batch in engines.values() for k, engine in of_batch.items() if k != AUTO]
+        list(pool.map(lambda engine: engine.warm_up(), fixed))
+    for of_batch in engines.values():
+        if AUTO in of_batch:
+            of_batch[AUTO].warm_up()
+    yield {"shape": name, "batches": list(engines), "compiling_s": time.perf_counter() - started}
     for batch, of_batch in engines.items():
         requests = [random_request(config.vocab_size, number) for number in range(batch)]
         for measured in time_steps(of_batch, requests, REPEATS):
             yield line | measured
-    if vocab is None:  # last, since its program compiles anew
+    if vocab is None and 7 in engines[1]:  # last, since its program compiles anew
         yield line | {"batch": 1, "k": 7} | shares(engines[1][7], random_request(config.vocab_size, 0))
 
 
@@ -390,8 +398,8 @@ def shape_sections(name: str, seconds: float) -> Iterator[Section]:
     def alone(passes: Passes) -> Iterator[Json]:
         yield from target_alone(name, weights(), config, passes)
 
-    def speculating(kind: DrafterShape, vocab: int | None) -> Iterator[Json]:
-        yield from speculation(name, weights(), config, kind, vocab)
+    def speculating(kind: DrafterShape, vocab: int | None, batches: Batches) -> Iterator[Json]:
+        yield from speculation(name, weights(), config, kind, vocab, batches)
 
     def free() -> Iterator[Json]:
         held.clear()
@@ -402,10 +410,13 @@ def shape_sections(name: str, seconds: float) -> Iterator[Section]:
     for passes in ALONE:
         yield Section(f"{name}: {passes}", functools.partial(alone, passes), seconds)
     yield Section(f"{name}: parts", lambda: by_part(name, weights(), config), seconds)
-    for vocab in (None, NARROW_VOCAB) if config.vocab_size > NARROW_VOCAB else (None,):
+    for kind in (PARALLEL, IN_TURN, IN_BLOCKS):
+        yield Section(f"{name}: {kind.name}", functools.partial(speculating, kind, None, FIXED), seconds)
+    yield Section(f"{name}: auto", functools.partial(speculating, PARALLEL, None, ADAPTIVE), 2 * seconds)
+    if config.vocab_size > NARROW_VOCAB:
         for kind in (PARALLEL, IN_TURN, IN_BLOCKS):
-            head = "" if vocab is None else f", head of {vocab}"
-            yield Section(f"{name}: {kind.name}{head}", functools.partial(speculating, kind, vocab), seconds)
+            run = functools.partial(speculating, kind, NARROW_VOCAB, {1: (0, 7)})
+            yield Section(f"{name}: {kind.name}, head of {NARROW_VOCAB}", run, seconds)
     for passes in FURTHER:
         yield Section(f"{name}: {passes}", functools.partial(alone, passes), seconds)
     yield Section(f"{name}: {MEMORY}", free, 0)
