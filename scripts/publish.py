@@ -35,7 +35,7 @@ ROW = (
 )
 AT_ONCE = (  # of a row of many requests at once
     *("prompts", "raw", "temperature", "k", "drafter", "draft_vocab", "concurrency", "drafter_window", "label"),
-    *("num_requests", "num_repeats", "tok_per_s", "tok_per_s_repeats", "speedup", "speedup_median", "speedup_repeats"),
+    *("num_requests", "num_repeats", "tok_per_s", "tok_per_s_repeats", "speedup", "speedup_repeats"),
     *("ttft_s", "itl_s", "acceptance_length", "num_spec_steps", "num_plain_steps", "equal_to_plain_frac"),
 )
 
@@ -70,7 +70,9 @@ def _sweep(run: Path) -> dict[str, bytes]:
     if not charts.can_draw():
         raise InputError("no pictures can be drawn without matplotlib; pip install matplotlib")
     figures = rounded(rows(folder))  # so that page and run.json agree to the last digit
-    blocks = page.short_blocks(folder, figures)
+    blocks = page.run_blocks(folder, figures)
+    left_out = [block for block in blocks if isinstance(block, pages.Picture)][MAX_PICTURES:]
+    blocks = [block for block in blocks if block not in left_out]
     entries = [row.to_json() for row in alone(figures)]
     largest = at_largest_k(entries)
     kept = [_headline(entry, parts=entry in largest) for entry in entries]

@@ -18,6 +18,7 @@ from peagle.cli.document import LOADED, SCHEMA, dumps
 from peagle.cli.output import STANDARD_OUTPUT, output_file, wrapped
 from peagle.fit import check_fit
 from peagle.loading import local_model
+from peagle.measure import pages
 from peagle.measure.bench import Bench, BenchOptions, Case, Measurement, Stage, WeightBytes, bench
 from peagle.measure.metrics import figure_text
 from peagle.measure.provenance import peak_memory_bytes, provenance
@@ -127,12 +128,9 @@ def bench_report(
 
 def markdown(measured: Bench, weights: WeightBytes, report: dict[str, Any]) -> str:
     """Render the table in Markdown, with the machine and the command."""
-    lines = [part for line in _heading(measured, weights, report) for part in (line, "")]
-    columns = _columns(measured.options)
-    lines += [f"| {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) - 1)}"]
-    lines += [f"| {' | '.join(row)} |" for row in _rows(measured, weights)]
-    command = " ".join(report["provenance"]["command"])
-    return "\n".join([*lines, "", _legend(measured.options), "", f"`{command}`", ""])
+    table = pages.Table(_columns(measured.options), _rows(measured, weights))
+    command = f"`{' '.join(report['provenance']['command'])}`"
+    return pages.markdown([*_heading(measured, weights, report), table, _legend(measured.options), command])
 
 
 def _options(settings: BenchCommand) -> BenchOptions:

@@ -14,7 +14,7 @@ from rich.text import Text
 from peagle.cli.flags import QUIET
 from peagle.measure import pages
 from peagle.ops.errors import InputError
-from peagle.ops.files import expect_new
+from peagle.ops.files import expect_new, printable
 from peagle.ops.flag import OUTPUT, Flag
 
 if TYPE_CHECKING:  # it imports JAX
@@ -54,6 +54,7 @@ class Report:
         from peagle.measure.sweep import page
         from peagle.measure.sweep.compare import differences
         from peagle.measure.sweep.figures import alone, rows
+        from peagle.measure.sweep.headline import headlines
         from peagle.measure.sweep.store import open_run
 
         folders = [open_run(path) for path in dict.fromkeys(self.runs)]
@@ -67,15 +68,18 @@ class Report:
             if empty := [folder.path for folder in folders if not alone(figures[folder])]:
                 raise InputError(f"{empty[0]} holds no request with all of its repeats; resume the run first")
             if len(folders) == 1:
-                blocks = page.run_blocks(folders[0], figures[folders[0]])
-                tables = list(page.terminal_tables(folders[0], figures[folders[0]]))
+                (folder,) = folders
+                blocks = page.run_blocks(folder, figures[folder])
+                tables = list(page.terminal_tables(folder, figures[folder]))
+                sentences = headlines(folder, figures[folder])
             else:
                 compared = [differences(folders[0], folder) for folder in folders[1:]]
                 blocks = page.comparison_blocks(figures, compared)
                 tables = list(page.difference_tables(folders, compared))
+                sentences = page.comparison_sentences(folders, compared)
             where = self.out or folders[0].path
             pages.write(where, blocks)
-        show(tables, where, self.quiet)
+        show(tables, sentences, where, self.quiet)
         tell_of_pictures(display, where)
         return 0
 
@@ -88,8 +92,8 @@ def tell_of_pictures(display: "Display", where: Path) -> None:
         display.note(f"no plots: matplotlib is not installed; pip install matplotlib, then: peagle report {where}")
 
 
-def show(tables: Iterable[tuple[str, pages.Table]], where: Path, quiet: bool) -> None:
-    """Print tables with their titles, and the path of the page.
+def show(tables: Iterable[tuple[str, pages.Table]], sentences: Iterable[str], where: Path, quiet: bool) -> None:
+    """Print tables with their titles, the result in sentences, and the path of the page.
 
     A figure and its interval stay on one line; headers and the names of rows break between words.
     """
@@ -126,6 +130,8 @@ def show(tables: Iterable[tuple[str, pages.Table]], where: Path, quiet: bool) ->
                 shown.add_row(*(Text(row[place]) for place in places))
             # never cut a figure: a terminal narrower than two columns breaks lines by itself
             console.print(shown, width=room, crop=False)
+    for sentence in sentences:
+        console.print(f"{printable(sentence)}.", markup=False, soft_wrap=True)
     console.print(f"{where / 'report.html'}", markup=False, soft_wrap=True)
 
 

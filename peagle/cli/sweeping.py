@@ -20,6 +20,7 @@ from peagle.measure import pages
 from peagle.measure.provenance import provenance
 from peagle.measure.sweep import calibration, page
 from peagle.measure.sweep.figures import Row, alone, concurrent, rows
+from peagle.measure.sweep.headline import headlines
 from peagle.measure.sweep.plan import FULL, PLAIN, Plan, Source, numbers, parse_ks, short_names
 from peagle.measure.sweep.run import Models, Pairs, SweepRun, make_requests, models_of, num_turns
 from peagle.measure.sweep.store import RAW, Folder, begin, open_run
@@ -105,25 +106,24 @@ def _measure(
     display: Display,
 ) -> SweepRun:
     """Decode the missing requests, with progress. origin: this process's provenance."""
-    with folder.appending() as appender:
-        if settings.resume:
-            folder.save(sittings=[*folder.origins, origin], rows=None)
-        if folder.prompts() is None:
-            with display.stage("reading the prompts", animated=False) as progress:
-                try:
-                    make_requests(folder, plain, sets, progress)
-                except InputError:
-                    if not settings.resume:
-                        folder.discard()  # the plan itself is wrong
-                    raise
-            display.warn(_left_out(folder))
-        run = SweepRun(folder, pairs, settings.continue_on_error)
-        with display.stage("compiling", animated=False) as progress:
-            run.warm_up(appender, progress)
-        with display.stage("decoding", animated=False) as progress:
-            run.decode(appender, progress)
-        with display.stage("profiling some steps", animated=False) as progress:
-            run.profile(progress)
+    if settings.resume:
+        folder.save(sittings=[*folder.origins, origin], rows=None)
+    if folder.prompts() is None:
+        with display.stage("reading the prompts", animated=False) as progress:
+            try:
+                make_requests(folder, plain, sets, progress)
+            except InputError:
+                if not settings.resume:
+                    folder.discard()  # the plan itself is wrong
+                raise
+        display.warn(_left_out(folder))
+    run = SweepRun(folder, pairs, settings.continue_on_error)
+    with display.stage("compiling", animated=False) as progress:
+        run.warm_up(progress)
+    with display.stage("decoding", animated=False) as progress:
+        run.decode(progress)
+    with display.stage("profiling some steps", animated=False) as progress:
+        run.profile(progress)
     if not folder.record.get("calibrations"):
         with display.stage("counting acceptance by confidence", animated=False) as progress:
             counted = calibration.calibrate(run, progress)
@@ -162,7 +162,7 @@ def _finish(folder: Folder, display: Display) -> Sequence[Row]:
         )
     with display.stage("drawing"):
         pages.write(folder.path, page.run_blocks(folder, figures))
-    show(page.terminal_tables(folder, figures), folder.path, quiet=not display.talks)
+    show(page.terminal_tables(folder, figures), headlines(folder, figures), folder.path, quiet=not display.talks)
     tell_of_pictures(display, folder.path)
     return figures
 

@@ -27,46 +27,18 @@ class Estimate:
         value, low, high = (figure_text(end, f".{digits}f") for end in (self.value, self.low, self.high))
         return value if self.low is None else f"{value} ({low}..{high})"
 
-    def times(self, factor: float) -> "Estimate":
-        """Change the unit."""
-        low, high = (None if end is None else factor * end for end in (self.low, self.high))
-        return Estimate(factor * self.value, low, high)
-
 
 def estimate_text(figure: Estimate | None, digits: int = 2) -> str:
     """Format a figure with its interval; "-" if it is undefined."""
     return "-" if figure is None else figure.text(digits)
 
 
-@dataclasses.dataclass(frozen=True)
-class Bootstrap:
-    """A figure, and its values in RESAMPLES draws of groups; None if there are too few."""
-
-    value: float
-    draws: np.ndarray | None
-
-    @property
-    def estimate(self) -> Estimate:
-        if self.draws is None or np.isinf(self.draws).any():  # infinite if a draw's denominator is zero
-            return Estimate(self.value)
-        low, high = np.nanquantile(self.draws, (0.025, 0.975))
-        return Estimate(self.value, float(low), float(high))
-
-    def times(self, other: "Bootstrap") -> "Bootstrap":
-        if self.draws is None or other.draws is None:
-            return Bootstrap(self.value * other.value, None)
-        with np.errstate(invalid="ignore"):  # infinity times zero: see `estimate`
-            return Bootstrap(self.value * other.value, self.draws * other.draws)
-
-
-def bootstrap(
-    table: np.ndarray, statistic: Statistic, groups: Sequence[int] | None = None, seed: int = 0
-) -> Bootstrap | None:
-    """Bootstrap a statistic of the sums of a table's [n, c] columns; None if it is not a number.
+def estimate(table: np.ndarray, statistic: Statistic, groups: Sequence[int] | None = None) -> Estimate | None:
+    """Estimate a statistic of the sums of a table's [n, c] columns; None if it is not a number.
 
     groups[i] is the group of row i, which is drawn as a whole (None: every row is its own). Draws are the same for the
-    same seed and number of groups. (scipy.stats.bootstrap knows no groups, and a draw without a denominator costs it
-    the interval.)
+    same number of groups. (scipy.stats.bootstrap knows no groups, and a draw without a denominator costs it the
+    interval.)
     """
     if not len(table):
         return None
@@ -76,16 +48,17 @@ def bootstrap(
         if not np.isfinite(value):
             return None
         if len(names) < FEWEST:
-            return Bootstrap(value, None)
+            return Estimate(value)
         sums = np.zeros((len(names), table.shape[1]))
         np.add.at(sums, group_of, table)
-        return Bootstrap(value, statistic(_times_drawn(len(names), seed) @ sums))
+        return _with_interval(value, statistic(_times_drawn(len(names)) @ sums))
 
 
-def estimate(table: np.ndarray, statistic: Statistic, groups: Sequence[int] | None = None) -> Estimate | None:
-    """Return the estimate of `bootstrap`."""
-    figure = bootstrap(table, statistic, groups)
-    return None if figure is None else figure.estimate
+def _with_interval(value: float, draws: np.ndarray) -> Estimate:
+    if np.isinf(draws).any():  # a draw's denominator is zero
+        return Estimate(value)
+    low, high = np.nanquantile(draws, (0.025, 0.975))
+    return Estimate(value, float(low), float(high))
 
 
 def estimate_median(values: Sequence[float], groups: Sequence[int]) -> Estimate | None:
@@ -96,18 +69,18 @@ def estimate_median(values: Sequence[float], groups: Sequence[int]) -> Estimate 
     if len(names) < FEWEST:
         return Estimate(float(np.median(values)))
     order = np.argsort(values)
-    ordered, weights = np.asarray(values)[order], _times_drawn(len(names), 0)[:, group_of[order]].cumsum(axis=1)
+    ordered, weights = np.asarray(values)[order], _times_drawn(len(names))[:, group_of[order]].cumsum(axis=1)
     # a draw's median is the mean of its two middle values: the first with a cumulative weight of at least half, and the
     # first with more than half
     half = weights[:, -1:] / 2
     lower, upper = (weights >= half).argmax(axis=1), (weights > half).argmax(axis=1)
-    return Bootstrap(float(np.median(values)), (ordered[lower] + ordered[upper]) / 2).estimate
+    return _with_interval(float(np.median(values)), (ordered[lower] + ordered[upper]) / 2)
 
 
 @functools.lru_cache(maxsize=32)
-def _times_drawn(num_groups: int, seed: int) -> np.ndarray:
+def _times_drawn(num_groups: int) -> np.ndarray:
     """Draw groups with replacement, and count the draws of every group; [RESAMPLES, num_groups]."""
-    picks = np.random.default_rng(seed).integers(0, num_groups, (RESAMPLES, num_groups))
+    picks = np.random.default_rng(0).integers(0, num_groups, (RESAMPLES, num_groups))
     counts = np.zeros((RESAMPLES, num_groups))
     np.add.at(counts, (np.arange(RESAMPLES)[:, None], picks), 1)
     return counts

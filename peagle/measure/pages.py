@@ -90,8 +90,7 @@ def html(blocks: Sequence[Block]) -> str:
     """Render a page, which begins with its title, as one file with its pictures inside."""
     title = escape(_markdown(blocks[0]).lstrip("# "))
     body = "\n".join(
-        _figure(block) if isinstance(block, Picture) else _HTML_OF.render(_markdown(block, aligned=True))
-        for block in blocks
+        _figure(block) if isinstance(block, Picture) else _HTML_OF.render(_markdown(block)) for block in blocks
     )
     return (
         f'<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{title}</title>\n'
@@ -113,13 +112,13 @@ def write(path: Path, blocks: Sequence[Block]) -> None:
             write_text_whole(path / name, text)
 
 
-def _markdown(block: Block, aligned: bool = False) -> str:
-    """Render a block. aligned: with columns of numbers to the right, except the first."""
+def _markdown(block: Block) -> str:
+    """Render a block; of a table, columns of numbers are to the right, except the first."""
     match block:
         case Table(header, rows):
             head, *lines = (f"| {' | '.join(map(_cell, row))} |" for row in (header, *rows))
             columns = [[row[place] for row in rows] for place in range(len(header))]
-            numbers = [aligned and place > 0 and all(map(_NUMBER.match, cells)) for place, cells in enumerate(columns)]
+            numbers = [place > 0 and all(map(_NUMBER.match, cells)) for place, cells in enumerate(columns)]
             marks = "".join("|---:" if number else "|---" for number in numbers)
             return "\n".join([head, f"{marks}|", *lines])
         case Commands(lines):

@@ -441,7 +441,7 @@ def test_the_page_shows_requests_decoded_together(measured: measure.Measured) ->
     }
     text = markdown(page.page(json.loads(json.dumps(run))))
     assert (
-        "\n\n| requests | ours tok/s | llama.cpp tok/s | ours / llama.cpp |\n|---|---|---|---|\n"
+        "\n\n| requests | ours tok/s | llama.cpp tok/s | ours / llama.cpp |\n|---|---:|---:|---:|\n"
         "| 1 | 667 (333..1000) | 333 (167..500) | 2.00 (2.00..2.00) |\n"
         "| 4 | 1333 (667..2000) | 667 (333..1000) | 2.00 (2.00..2.00) |\n\n"
         "The faster cache of llama.cpp: one for each sequence (requests: 1, 4).\n\n" in text

@@ -1,7 +1,8 @@
 """A server whose target says what a test wrote, with the control tokens and a chat template of the harmony format."""
 
+import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import flax.struct
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from peagle.drafters.ngram import NGram
+from peagle.engine.request import Request
 from peagle.pair import Pair
 from peagle.serve.bodies import ChatBody
 from peagle.serve.http import parse
@@ -17,7 +19,7 @@ from peagle.serve.requests import RequestBuilder
 from peagle.serve.response_bodies import ResponsesBody
 from peagle.serve.responses import as_chat
 from peagle.serve.service import Service
-from peagle.text.tokenizer import ByteLevelTokenizer
+from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
 from tests.support.pairs import SPECIALS, VOCAB_SIZE
 from tests.support.servers import DATE, K, service_of
 from tests.support.toys import TargetWithoutLayers
@@ -52,18 +54,56 @@ def says(tokenizer: ByteLevelTokenizer, *turns: tuple[Mapping[str, Any], str], *
     """
     script = np.full((LONG,), RETURN, np.int32)
     for body, answer in turns:
-        start = len(prompt_of(tokenizer, body)) - 1
+        start = len(request_of(tokenizer, body).prompt_ids) - 1
         ids = tokenizer.encode(answer, special_tokens=True)
         script[start : start + len(ids)] = ids
+    return service_of(_pair(tokenizer, script), context=LONG, **options)
+
+
+def _pair(tokenizer: ByteLevelTokenizer, script: np.ndarray) -> Pair:
     target = ScriptedTarget(jnp.asarray(script))
-    stops = (RETURN, CALL)
-    return service_of(Pair(target, target, NGram(), tokenizer, stops), context=LONG, **options)
+    return Pair(target, target, NGram(), tokenizer, (RETURN, CALL))
 
 
-def prompt_of(tokenizer: ByteLevelTokenizer, body: Mapping[str, Any]) -> Sequence[int]:
-    """Encode the prompt of a body of a chat, or of a response."""
-    target = ScriptedTarget(jnp.zeros((LONG,), jnp.int32))
-    builder = RequestBuilder(Pair(target, target, NGram(), tokenizer, (RETURN,)), LONG, DATE, K)
+@functools.cache
+def builder_of(tokenizer: ByteLevelTokenizer) -> RequestBuilder:
+    return RequestBuilder(_pair(tokenizer, np.zeros((LONG,), np.int32)), LONG, DATE, K)
+
+
+def request_of(tokenizer: ByteLevelTokenizer, body: Mapping[str, Any]) -> Request:
+    """Make the request of a body of a chat, or of a response, as the routes do."""
     text = json.dumps(body).encode()
-    (request,) = builder.chat(as_chat(parse(ResponsesBody, text)).body if "input" in body else parse(ChatBody, text))
-    return request.prompt_ids
+    chat = as_chat(parse(ResponsesBody, text, LONG)).body if "input" in body else parse(ChatBody, text, LONG)
+    (request,) = builder_of(tokenizer).chat(chat)
+    return request
+
+
+def prompt_of(tokenizer: ByteLevelTokenizer, **body: Any) -> str:
+    """Decode the prompt of a body of a chat, or of a response."""
+    return detokenize(tokenizer, request_of(tokenizer, body).prompt_ids)
+
+
+# messages as prompts have them, in the harmony format as GPT-OSS's template writes it
+def said(text: str, role: str = "user") -> str:
+    return f"<|start|>{role}<|message|>{text}<|end|>"
+
+
+def instructed(text: str) -> str:
+    return said(f"# Instructions\n\n{text}", "developer")
+
+
+def thought(text: str) -> str:
+    return f"<|start|>assistant<|channel|>analysis<|message|>{text}<|end|>"
+
+
+def final(text: str) -> str:
+    return f"<|start|>assistant<|channel|>final<|message|>{text}<|end|>"
+
+
+def called(name: str, arguments: str = "{}", result: str = "x") -> str:
+    """Write a call and its result."""
+    return (
+        f"<|start|>assistant to=functions.{name}<|channel|>commentary json<|message|>{arguments}<|call|>"
+        f"<|start|>functions.{name} to=assistant<|channel|>commentary<|message|>"
+        f"{json.dumps(result, ensure_ascii=False)}<|end|>"
+    )

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import shutil
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -82,12 +83,12 @@ class ByteTokenizer:
     """A tokenizer of the 256 bytes that counts its calls."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.num_calls = 0
         self.special_tokens: Mapping[int, str] = {}
         self.info: Mapping[str, Any] = {}
 
     def token_bytes(self, token_id: int) -> bytes:
-        self.asked += 1
+        self.num_calls += 1
         return bytes([token_id])
 
     def encode(self, text: str, *, special_tokens: bool = False, most_tokens: int | None = None) -> tuple[int, ...]:
@@ -126,6 +127,14 @@ def write_tokenizer(directory: Path, specials: Sequence[str] = SPECIALS, templat
     )
     wrapped.chat_template = template
     wrapped.save_pretrained(directory)
+
+
+def copy_tokenizer(source: Path, directory: Path, template: str | None = None) -> None:
+    """Copy a tokenizer, with this chat template in place of its own; None: without one."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, directory)
+    if template is not None:
+        (directory / "chat_template.jinja").write_text(template)
 
 
 def write_target(directory: Path, config: TargetConfig = TARGET, stops: tuple[int, ...] = (STOP,)) -> None:

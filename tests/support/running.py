@@ -32,6 +32,10 @@ class Running:
         self._thread.start()
         eventually(lambda: self.server.started)
 
+    def connect(self) -> socket.socket:
+        host, port = self.url.removeprefix("http://").split(":")
+        return socket.create_connection((host, int(port)))
+
     def end(self) -> None:
         """Do what SIGTERM does."""
         self.server.should_exit = True
@@ -45,38 +49,61 @@ class Running:
 def running(service: Service, **options: Any) -> Iterator[Running]:
     """Run a server. options: of ServerOptions."""
     with listen("127.0.0.1", 0) as address:
-        found = Running(service, address, ServerOptions(**options))
+        server = Running(service, address, ServerOptions(**options))
         try:
-            yield found
+            yield server
         finally:
-            found.end()
-            found.join()
+            server.end()
+            server.join()
+
+
+def received(connection: socket.socket) -> bytes:
+    """Read until the server closes the connection."""
+    with connection:
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def received_until(connection: socket.socket, end: bytes) -> bytes:
+    """Read until this comes, and close."""
+    data = b""
+    with connection:
+        while end not in data:
+            data += connection.recv(65536) or b"cut" + end
+    return data
 
 
 class Gate:
-    """Holds the engine's thread between two steps, and records dispatches."""
+    """Holds the engine's thread between two steps, and records requests, aborts and dispatches."""
 
     def __init__(self, service: Service) -> None:
-        self._open, self._engine = threading.Event(), service.loop.engine
-        self.dispatched: list[object] = []
-        step, scheduler = self._engine.step, self._engine._scheduler
-        choose = scheduler.next
+        self._open, engine = threading.Event(), service.loop.engine
+        self.added, self.aborted, self.dispatched = list[object](), list[object](), list[object]()
+        step = engine.step
         self._open.set()
 
         def held_step() -> object:
             assert self._open.wait(PATIENCE_S)
             return step()
 
-        def recorded(*arguments: Any) -> Any:
-            action = choose(*arguments)
-            if action is not None:
-                self.dispatched.append(action)
-            return action
-
-        self._engine.step, scheduler.next = held_step, recorded  # type: ignore[method-assign, assignment]
+        engine.step = held_step
+        for owner, name, calls in (
+            (engine, "add", self.added),
+            (engine, "abort", self.aborted),
+            (engine.executor, "prefill", self.dispatched),
+            (engine.executor, "steps", self.dispatched),
+        ):
+            setattr(owner, name, _recorded(getattr(owner, name), calls))
 
     def close(self) -> None:
         self._open.clear()
 
     def open(self) -> None:
         self._open.set()
+
+
+def _recorded(function: Callable[..., Any], calls: list[object]) -> Callable[..., Any]:
+    def call(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        return function(*arguments, **options)
+
+    return call

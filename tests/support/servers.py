@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from peagle.serve.requests import RequestBuilder
 from peagle.serve.service import Service
 from tests.support.pairs import SPECIALS
 
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 CONTEXT, SLOTS, K = 256, 2, 3
 MODEL = "toy"
 DATE = "2025-08-05"
@@ -36,9 +38,9 @@ TYPES: dict[tuple[str, str], Any] = {
 }
 ERROR: Any = pydantic.TypeAdapter(replies.Error)
 EVENTS: dict[str, Any] = {
-    "/v1/chat/completions": pydantic.TypeAdapter(replies.ChatChunk | replies.Error),
-    "/v1/completions": pydantic.TypeAdapter(replies.CompletionChunk | replies.Error),
-    "/v1/responses": pydantic.TypeAdapter(replies.ResponseEvent),
+    CHAT: pydantic.TypeAdapter(replies.ChatChunk | replies.Error),
+    COMPLETIONS: pydantic.TypeAdapter(replies.CompletionChunk | replies.Error),
+    RESPONSES: pydantic.TypeAdapter(replies.ResponseEvent),
 }
 HARMONY_SPECIALS = (*SPECIALS, "<|call|>", "<|constrain|>")
 HARMONY_TEMPLATE = (Path(__file__).parent / "harmony.jinja").read_text(encoding="utf-8")
@@ -99,6 +101,55 @@ class Client(TestClient):
 def events_of(stream: str) -> list[dict[str, Any]]:
     """Read the events of a stream, without [DONE]."""
     return [json.loads(line.removeprefix("data: ")) for line in stream.split("\n") if line.startswith("data: {")]
+
+
+def answer(client: Any, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Post a body that the server takes, and return its reply."""
+    reply = client.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def stream(client: Any, path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Post a body that the server takes, and return the events of its stream."""
+    reply = client.post(path, json={**body, "stream": True})
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert path == RESPONSES or reply.text.endswith("\n\ndata: [DONE]\n\n")
+    return events_of(reply.text)
+
+
+def error_of(reply: Any, status: int = 400) -> dict[str, Any]:
+    """Return the error of a refusal, which is one short line in OpenAI's form."""
+    assert reply.status_code == status, reply.text
+    (error,) = reply.json().values()
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"]
+    assert len(error["message"]) < 400
+    assert "Traceback" not in reply.text
+    return error
+
+
+def chat_of(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Add up the deltas of a chat's stream to its choice, as clients do."""
+    message: dict[str, Any] = {"content": "", "reasoning": ""}
+    calls: dict[int, dict[str, Any]] = {}
+    entries: list[Any] = []
+    reason = None
+    for choice in (event["choices"][0] for event in events if event["choices"]):
+        delta = choice["delta"]
+        for key in ("content", "reasoning"):
+            message[key] += delta.get(key, "")
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                calls[call["index"]] = {key: value for key, value in call.items() if key != "index"}
+                continue
+            kind = calls[call["index"]]["type"]
+            ((key, text),) = call[kind].items()
+            calls[call["index"]][kind][key] += text
+        entries += (choice["logprobs"] or {"content": []})["content"]
+        reason = choice["finish_reason"] or reason
+    return {**message, "tool_calls": list(calls.values()), "logprobs": entries, "finish_reason": reason}
 
 
 def client_of(service: Service) -> TestClient:

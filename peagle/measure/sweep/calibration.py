@@ -4,7 +4,7 @@ Every request is decoded once more by an adaptive engine that verifies every dra
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 from peagle.checkpoints import drafter_folder
 from peagle.config import SamplingParams
 from peagle.engine.speculation import OFF, WINDOW_KEY, Speculation, speculation_file, write_speculation
-from peagle.engine.widths import MIDDLES, Counts
+from peagle.engine.widths import Counts
 from peagle.measure.sweep.headline import place_text
 from peagle.measure.sweep.plan import Plan, Variant
 from peagle.measure.sweep.run import Progress, SweepRun, models_of
@@ -22,7 +22,6 @@ from peagle.measure.sweep.store import Folder
 from peagle.ops.errors import InputError
 
 KINDS = ("greedy", "sampled")
-LEAST_TRIES = 8  # of a point of the plot
 
 
 @dataclass(frozen=True)
@@ -43,18 +42,6 @@ class Calibration:
         """Undo `to_json`."""
         counts = (tuple(tuple((t, a) for t, a in bins) for bins in value["counts"][kind]) for kind in KINDS)
         return cls(value["label"], value["num_drafts"], tuple(counts))
-
-    def lines(self, kind: str) -> Iterator[tuple[str, list[tuple[float, float]]]]:
-        """Yield (name, points (confidence, share of right drafts)) of the first drafts and the last."""
-        counts = self.counts[KINDS.index(kind)]
-        for place in sorted({0, 1, 2, self.num_drafts - 1} & set(range(self.num_drafts))):
-            points = [
-                (middle, right / tried)
-                for middle, (tried, right) in zip(MIDDLES, counts[place], strict=True)
-                if tried >= LEAST_TRIES
-            ]
-            if points:
-                yield f"draft {place + 1}", points
 
 
 def calibrate(run: SweepRun, progress: Progress) -> list[Calibration]:

@@ -3,7 +3,7 @@
 import importlib.util
 import io
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,13 +23,12 @@ ON_DARK = {  # what a reader of dark pages sees in place of a colour
     "#cc79a7": "#e39bc4",
     "#56b4e9": "#a6dcff",
     "#cccccc": "#3a3f46",  # the frame of a legend
-    "#bbbbbb": "#8a929c",
 }
 MARKERS = "osD^vP*"
 WIDE, HIGH = 5.4, 3.6  # inches: letters of 10 points are readable where the picture is 500 pixels wide
 HEADROOM = 1.12  # of an axis, over its highest point
 FEW_SERIES = 4
-SHORT_NAME, LONG_NAME, LONG_TICK = 30, 70, 24  # characters: of a legend inside, below a picture, and of a label
+SHORT_NAME, LONG_NAME = 30, 70  # characters of a legend inside a picture, and below it
 LINE = 0.2  # inches of a legend's line
 
 Point = tuple[int | float, Estimate | None]  # (place on the horizontal axis, figure)
@@ -41,51 +40,23 @@ def can_draw() -> bool:
 
 
 def speedup(series: Mapping[str, Sequence[Row]]) -> str | None:
-    """Draw pooled speed-up over K, one line per series."""
-    return _over_k(series, lambda row: row.speedup, "speed-up over plain decoding", level=1.0)
+    """Draw speed-up over K, one line per series; `auto` stands apart on the right."""
+    ks = list(dict.fromkeys(row.k for rows in series.values() for row in rows))
+    ks.sort(key=in_order)
+    first_auto = next((place for place, k in enumerate(ks) if not isinstance(k, int)), len(ks))
+    spread = np.linspace(-0.08, 0.08, len(series)) if len(series) != 1 else [0.0]
+    lines = {
+        title: [(ks.index(row.k) + float(shift), row.speedup) for row in rows]
+        for shift, (title, rows) in zip(spread, series.items(), strict=True)
+    }
 
+    def finish(axis: Any) -> None:
+        axis.axhline(1.0, color="grey", linewidth=0.8)
+        axis.set(xlabel="K", ylabel="speed-up over plain decoding", xlim=(-0.5, len(ks) - 0.5))
+        axis.set_ylim(0, axis.get_ylim()[1])
+        axis.set_xticks(range(len(ks)), list(map(str, ks)))
 
-def acceptance_length(series: Mapping[str, Sequence[Row]]) -> str | None:
-    """Draw acceptance length over K; hollow markers: without the outputs that loop, if some do."""
-
-    def without_loops(row: Row) -> Estimate | None:
-        return row.without_loops.acceptance_length if row.looping_frac else None
-
-    return _over_k(series, lambda row: row.acceptance_length, "acceptance length", hollow=without_loops)
-
-
-def cycle(rows: Sequence[Row]) -> str | None:
-    """Draw the time of a step over K: bars of drafting, verifying and the rest, in plain steps.
-
-    Dots are the tokens a pass, which must lie above the bar. None if no step was profiled.
-    """
-    profiled = [row for row in rows if row.draft_s is not None]
-    if not profiled or profiled[0].plain_step_s is None:
-        return None
-    plain_s = profiled[0].plain_step_s.value
-    parts = (
-        ("verify", [row.verify_s for row in profiled], COLORS[0]),
-        ("draft", [row.draft_s for row in profiled], COLORS[1]),
-        ("rest", [row.host_s for row in profiled], "#bbbbbb"),
-    )
-
-    def draw(axis: Any) -> None:
-        bottom = np.zeros(len(profiled))
-        for name, times, color in parts:
-            heights = np.array([0.0 if time is None else time.value for time in times]) / plain_s
-            axis.bar(range(len(profiled)), heights, 0.6, bottom=bottom, label=name, color=color)
-            bottom += heights
-        _points(axis, enumerate(row.tokens_per_step for row in profiled), label="tokens a pass", color=INK)
-        axis.set(xlabel="K", ylabel="passes of plain decoding")
-        _from_zero(axis)
-        axis.set_xticks(range(len(profiled)), shortened([row.label for row in profiled], LONG_TICK))
-        if tilt := _tilt(profiled):
-            axis.tick_params(axis="x", rotation=tilt)
-            for label in axis.get_xticklabels():
-                label.set(ha="right", rotation_mode="anchor")
-        _legend_above(axis)
-
-    return svg(draw)
+    return _lines(lines, finish, apart=first_auto - 0.5)
 
 
 def positions(series: Mapping[str, Row]) -> str | None:
@@ -102,128 +73,56 @@ def positions(series: Mapping[str, Row]) -> str | None:
 def concurrency(series: Mapping[str, Sequence[Row]]) -> str | None:
     """Draw total tokens a second over the number of requests at once, a line per variant."""
     lines = {name: [(row.concurrency or 1, row.tok_per_s) for row in rows] for name, rows in series.items()}
-    figures = [figure for points in lines.values() for _, figure in points if figure is not None]
-    highest = max((figure.high or figure.value for figure in figures), default=0.0)
+    points = [point for line in lines.values() for point in line if point[1] is not None]
+    loads = sorted({load for load, _ in points})
+    highest = max((figure.high or figure.value for _, figure in points if figure is not None), default=0.0)
 
     def finish(axis: Any) -> None:
-        _log_numbers(axis, lines)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(loads, list(map(str, loads)))
+        axis.minorticks_off()
         axis.set(xlabel="requests at once", ylabel="total tokens a second", ylim=(0, HEADROOM * highest))
 
     return _lines(lines, finish)
 
 
-def over_context(lines: Mapping[str, Sequence[Point]], name: str, level: float | None = None) -> str | None:
-    """Draw a figure over the length of prompts; points are (median tokens of a bucket, figure).
+def _lines(
+    lines: Mapping[str, Sequence[Point]], finish: Callable[[Any], None], apart: float | None = None
+) -> str | None:
+    """Draw lines with intervals and a legend; `finish` sets up the axis. None without a point.
 
-    None if no series has two buckets with that figure.
+    apart: no line joins the points beyond this place.
     """
-    known = {title: [point for point in points if point[1] is not None] for title, points in lines.items()}
-    known = {title: points for title, points in known.items() if len(points) > 1}
-
-    def finish(axis: Any) -> None:
-        _level(axis, level)
-        _log_numbers(axis, known)
-        axis.set(xlabel="tokens of the prompt", ylabel=name)
-        _from_zero(axis)
-
-    return _lines(known, finish)
-
-
-def _lines(lines: Mapping[str, Sequence[Point]], finish: Callable[[Any], None]) -> str | None:
-    """Draw lines with intervals and a legend; `finish` sets up the axis. None without a point."""
-    drawn = {title: points for title, points in lines.items() if any(figure is not None for _, figure in points)}
-    if not drawn:
+    known = {
+        title: [(place, figure) for place, figure in points if figure is not None] for title, points in lines.items()
+    }
+    known = {title: points for title, points in known.items() if points}
+    if not known:
         return None
-    titles = shortened(list(drawn), LONG_NAME)
+    titles = shortened(list(known), LONG_NAME)
 
     def draw(axis: Any) -> None:
-        for title, points, (color, marker) in zip(titles, drawn.values(), _looks(), strict=False):
-            _points(axis, points, label=title, color=color, fmt=f"{marker}-")
+        for title, points, (color, marker) in zip(titles, known.values(), _looks(), strict=False):
+            joined = [point for point in points if apart is None or point[0] < apart]
+            single = points[len(joined) :]
+            style = {"color": color, "markersize": 5, "linewidth": 1.2}
+            for some, line, label in ((joined, "-", title), (single, "", "_" if joined else title)):
+                if some:
+                    _points(axis, some, fmt=f"{marker}{line}", label=label, **style)
         finish(axis)
         _legend(axis, titles)
 
     return svg(draw, titles)
 
 
-def calibration(lines: Mapping[str, Sequence[tuple[float, float]]]) -> str | None:
-    """Draw the share of right drafts over the drafter's confidence."""
-    titles = shortened(list(lines), LONG_NAME)
-
-    def draw(axis: Any) -> None:
-        axis.plot([0, 1], [0, 1], linestyle=":", color=INK, linewidth=1, label="_")
-        for title, points, (color, marker) in zip(titles, lines.values(), _looks(), strict=False):
-            axis.plot(*zip(*points, strict=True), f"{marker}-", color=color, markersize=5, linewidth=1.2, label=title)
-        axis.set(xlabel="the drafter's probability of its draft", ylabel="accepted", xlim=(0, 1), ylim=(0, 1.02))
-        _legend(axis, titles)
-
-    return svg(draw, titles) if lines else None
-
-
-def _over_k(
-    series: Mapping[str, Sequence[Row]],
-    value: Callable[[Row], Estimate | None],
-    name: str,
-    level: float | None = None,
-    hollow: Callable[[Row], Estimate | None] = lambda _: None,
-) -> str | None:
-    """Draw a figure over K; `auto` is joined by no line. hollow: the values of hollow markers."""
-    titles = shortened(list(series), LONG_NAME)
-    ks = list(dict.fromkeys(row.k for rows in series.values() for row in rows))
-    ks.sort(key=in_order)
-
-    def draw(axis: Any) -> None:
-        spread = np.linspace(-0.08, 0.08, len(series)) if len(series) > 1 else [0.0]
-        for title, rows, shift, (color, marker) in zip(titles, series.values(), spread, _looks(), strict=False):
-            fixed, auto = ([row for row in rows if (not isinstance(row.k, int)) == chosen] for chosen in (False, True))
-            label = title
-            for figure, line, fill in ((value, "-", color), (hollow, ":", PAGE)):
-                for some, joint in ((fixed, line), (auto, "")):
-                    points = [(ks.index(row.k) + shift, figure(row)) for row in some]
-                    style = {"label": label, "color": color, "markerfacecolor": fill, "fmt": f"{marker}{joint}"}
-                    if _points(axis, points, **style):
-                        label = "_"  # so that the legend has a series once
-        _level(axis, level)
-        axis.set(xlabel="K", ylabel=name, xlim=(-0.5, len(ks) - 0.5))
-        _from_zero(axis)
-        axis.set_xticks(range(len(ks)), list(map(str, ks)))
-        _legend(axis, titles)
-
-    return svg(draw, titles)
-
-
-def _points(axis: Any, points: Iterable[Point], **style: Any) -> bool:
-    """Draw the points that have a figure, with their intervals."""
-    known = [(place, figure) for place, figure in points if figure is not None]
-    if not known:
-        return False
-    places, middle = [place for place, _ in known], np.array([figure.value for _, figure in known])
-    style = {"fmt": "o", "markersize": 5, "linewidth": 1.2} | style
-    if all(figure.low is None for _, figure in known):
-        axis.plot(places, middle, style.pop("fmt"), **{key: style[key] for key in style if key != "capsize"})
-        return True
-    ends = [[figure.value if end is None else end for end in (figure.low, figure.high)] for _, figure in known]
-    axis.errorbar(
-        places, middle, np.abs(np.array(ends) - middle[:, None]).T, **({"capsize": 3, "elinewidth": 1} | style)
-    )
-    return True
-
-
-def _level(axis: Any, level: float | None) -> None:
-    if level is not None:
-        axis.axhline(level, color="grey", linewidth=0.8)
-
-
-def _log_numbers(axis: Any, lines: Mapping[str, Sequence[Point]]) -> None:
-    """Make the horizontal axis logarithmic, with a tick at every point."""
-    places = sorted({place for points in lines.values() for place, figure in points if figure is not None})
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(places, [f"{place:,.0f}" for place in places])
-    axis.minorticks_off()
-
-
-def _from_zero(axis: Any) -> None:
-    """Begin the vertical axis at zero, with room above the highest point."""
-    axis.set_ylim(0, HEADROOM * axis.get_ylim()[1] / 1.05)  # matplotlib's own margin is .05
+def _points(axis: Any, points: Sequence[tuple[int | float, Estimate]], fmt: str, **style: Any) -> None:
+    """Draw points with their intervals, if there are any."""
+    places, values = [place for place, _ in points], np.array([figure.value for _, figure in points])
+    if all(figure.low is None for _, figure in points):
+        axis.plot(places, values, fmt, **style)
+        return
+    ends = [[figure.value if end is None else end for end in (figure.low, figure.high)] for _, figure in points]
+    axis.errorbar(places, values, np.abs(np.array(ends) - values[:, None]).T, fmt=fmt, capsize=3, elinewidth=1, **style)
 
 
 def _looks() -> Iterator[tuple[str, str]]:
@@ -254,18 +153,6 @@ def _legend(axis: Any, names: Collection[str]) -> None:
         axis.figure.legend(loc="outside lower center", ncols=columns, fontsize="small")
     elif len(names) > 1:
         axis.legend()
-
-
-def _legend_above(axis: Any) -> None:
-    """Put a legend above the picture, where it covers nothing."""
-    axis.figure.legend(loc="outside upper center", ncols=4, fontsize="small", frameon=False)
-
-
-def _tilt(rows: Sequence[Row]) -> int:
-    """Choose the angle at which the labels of rows do not meet."""
-    if len(rows) > 12:
-        return 90
-    return 25 if any(len(row.label) > 4 for row in rows) else 0
 
 
 def svg(

@@ -7,34 +7,28 @@ besides, all repeats of one run lie beyond all of the other.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from peagle.measure.estimates import Estimate, Statistic, estimate, ratio, ratio_of_ratios
-from peagle.measure.sweep.figures import RequestPairing, pairings
+from peagle.measure.sweep.figures import PLAIN_SECONDS, RATES, SECONDS, Pairing, pairings
 from peagle.measure.sweep.plan import Variant, Workload
 from peagle.measure.sweep.store import Folder
 from peagle.ops.errors import InputError
 
-LENGTH, SPEEDUP = "acceptance length", "speed-up"
 Key = tuple[Workload, Variant]  # identifies a variant in both runs; its drafter by its files
-ByPrompt = Mapping[tuple[int, ...], RequestPairing]
+Pairs = Sequence[tuple[Pairing, Pairing]]  # of a request in both runs
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
-    """A figure of the second run minus that of the first, for one workload and variant."""
+class Change:
+    """A figure in two runs, and the second minus the first."""
 
-    workload: Workload
-    label: str
-    figure: str  # LENGTH or SPEEDUP
     first: float
     second: float
     difference: Estimate
-    num_requests: int
     repeats_apart: bool = True  # of speed-ups: all repeats of one run lie beyond all of the other
-    factor: Estimate | None = None  # of speed-ups: that of the second run over that of the first
 
     @property
     def equal(self) -> bool:
@@ -45,6 +39,17 @@ class Difference:
     def real(self) -> bool:
         low, high = self.difference.low, self.difference.high
         return self.repeats_apart and low is not None and high is not None and (low > 0 or high < 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The changes of one variant in one workload. None: no request has that figure in both runs."""
+
+    workload: Workload
+    label: str
+    num_requests: int
+    speedup: Change | None
+    acceptance_length: Change | None
 
 
 def differences(first: Folder, second: Folder) -> list[Difference]:
@@ -58,11 +63,11 @@ def differences(first: Folder, second: Folder) -> list[Difference]:
     any_drafter = len(first.plan.drafters) == len(second.plan.drafters) == 1
     left, right = (_by_variant(folder, any_drafter) for folder in (first, second))
     compared = [
-        difference
-        for key, (label, requests) in left.items()
-        if key in right
-        for difference in _differences(key[0], label, requests, right[key][1])
+        _difference(workload, label, [(requests[prompt], other[prompt]) for prompt in requests if prompt in other])
+        for (workload, variant), (label, requests) in left.items()
+        for _, other in [right.get((workload, variant), ("", {}))]
     ]
+    compared = [difference for difference in compared if difference.speedup or difference.acceptance_length]
     if not compared:
         raise InputError(f"{first.path} and {second.path} cannot be compared: they have no workload and K in common")
     return compared
@@ -85,7 +90,7 @@ def _check(first: Folder, second: Folder) -> None:
         raise refuse("another cap of new tokens", *(plan.max_new_tokens for plan in plans))
 
 
-def _by_variant(folder: Folder, any_drafter: bool) -> dict[Key, tuple[str, ByPrompt]]:
+def _by_variant(folder: Folder, any_drafter: bool) -> dict[Key, tuple[str, Mapping[tuple[int, ...], Pairing]]]:
     """Map each variant that speculates to (its label, its requests by prompt)."""
     fingerprints = folder.plan.fingerprints
 
@@ -103,68 +108,53 @@ def _by_variant(folder: Folder, any_drafter: bool) -> dict[Key, tuple[str, ByPro
     }
 
 
-def _differences(workload: Workload, label: str, left: ByPrompt, right: ByPrompt) -> Iterator[Difference]:
-    both = [(left[prompt], right[prompt]) for prompt in left if prompt in right]
-    drafted = [(a, b) for a, b in both if a.counters.num_steps and b.counters.num_steps]
-    timed = [(a, b) for a, b in both if a.timed and b.timed]
-    if drafted:
-        first, second, change, _ = _paired(drafted, _tokens_and_steps, ratio)
-        if change is not None:
-            yield Difference(workload, label, LENGTH, first, second, change, len(drafted))
-    if timed:
-        first, second, change, factor = _paired(timed, lambda pairing: pairing.sums, ratio_of_ratios)
-        if change is not None:
-            apart = _repeats_apart(timed)
-            yield Difference(workload, label, SPEEDUP, first, second, change, len(timed), apart, factor)
-
-
-def _paired(
-    pairs: Sequence[tuple[RequestPairing, RequestPairing]],
-    row: Callable[[RequestPairing], Sequence[float]],
-    statistic: Statistic,
-) -> tuple[float, float, Estimate | None, Estimate | None]:
-    """Compute a statistic of two runs: (first, second, difference, second over first)."""
-    table = np.array([[*row(first), *row(second)] for first, second in pairs], np.float64)
-    conversations = [first.group for first, _ in pairs]
-
-    def halves(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        first, second = np.split(sums, 2, axis=1)
-        return statistic(first), statistic(second)
-
-    def difference(sums: np.ndarray) -> np.ndarray:
-        first, second = halves(sums)
-        return second - first
-
-    def factor(sums: np.ndarray) -> np.ndarray:
-        first, second = halves(sums)
-        return second / first
-
-    ((first,), (second,)) = halves(table.sum(axis=0)[None])
-    return (
-        float(first),
-        float(second),
-        estimate(table, difference, conversations),
-        estimate(table, factor, conversations),
+def _difference(workload: Workload, label: str, pairs: Pairs) -> Difference:
+    drafted = [pair for pair in pairs if all(pairing.counters.num_steps for pairing in pair)]
+    timed = [pair for pair in pairs if all(pairing.times.any() for pairing in pair)]
+    speedup = _change(timed, _rates, ratio_of_ratios)
+    return Difference(
+        workload,
+        label,
+        len(pairs),
+        speedup and dataclasses.replace(speedup, repeats_apart=_repeats_apart(timed)),
+        _change(drafted, _tokens_and_steps, ratio),
     )
 
 
-def _tokens_and_steps(pairing: RequestPairing) -> tuple[float, float]:
+def _change(pairs: Pairs, row: Callable[[Pairing], Sequence[float]], statistic: Statistic) -> Change | None:
+    """Compute the change of a statistic; None if it is not defined."""
+    table = np.array([[*row(first), *row(second)] for first, second in pairs], np.float64)
+
+    def change(sums: np.ndarray) -> np.ndarray:
+        first, second = np.split(sums, 2, axis=1)
+        return statistic(second) - statistic(first)
+
+    estimated = estimate(table, change, [first.request.row for first, _ in pairs])
+    if estimated is None:
+        return None
+    first, second = (float(statistic(half)[0]) for half in np.split(table.sum(axis=0)[None], 2, axis=1))
+    return Change(first, second, estimated)
+
+
+def _tokens_and_steps(pairing: Pairing) -> tuple[float, float]:
     counters = pairing.counters
     return float(counters.num_accepted + counters.num_steps), float(counters.num_steps)
 
 
-def _repeats_apart(timed: Sequence[tuple[RequestPairing, RequestPairing]]) -> bool:
+def _rates(pairing: Pairing) -> Sequence[float]:
+    rates: list[float] = pairing.times.sum(axis=0)[list(RATES)].tolist()
+    return rates
+
+
+def _repeats_apart(timed: Pairs) -> bool:
     """Test whether the speed-ups of all repeats of one run lie beyond those of the other.
 
     A whole repeat may be slow, which resampling requests cannot show.
     """
     spans = []
     for side in (0, 1):
-        repeats = zip(*(pair[side].timed for pair in timed), strict=False)
-        speedups = [
-            sum(plain.decode_s or 0.0 for _, plain in repeat) / sum(fast.decode_s or 0.0 for fast, _ in repeat)
-            for repeat in repeats
-        ]
-        spans.append((min(speedups), max(speedups)))
+        times = np.sum([pair[side].times for pair in timed], axis=0)
+        speedups = times[:, PLAIN_SECONDS] / times[:, SECONDS]
+        spans.append((speedups.min(), speedups.max()))
     (low, high), (other_low, other_high) = spans
-    return low > other_high or high < other_low
+    return bool(low > other_high or high < other_low)

@@ -1,9 +1,7 @@
 """Compute the figures of a run from its raw lines: a Row for every workload and variant.
 
-Counters and their ratios are in peagle.result. Every figure is an Estimate, with a bootstrap interval over
-conversations: the turns of one and their repeats stay together. A request loops if the loop share of any of the
-variant's repeats is above 0.3. Only PROFILED conversations run under the profiler: the intervals of their shares are
-wider, and missing if few of them are among the requests.
+Counters and their ratios are in peagle.result. An Estimate has a bootstrap interval over conversations: the turns of
+one and their repeats stay together. A request loops if the loop share of any of the variant's repeats is above 0.3.
 
 Many requests at once share the time, so a repeat takes the place of a request in every figure of time, and intervals
 resample repeats. tok_per_s is then over the seconds in which at least one request was between its first and last token,
@@ -15,16 +13,14 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import stdtrit
 
 from peagle.measure.estimates import (
-    Bootstrap,
     Estimate,
     Statistic,
-    bootstrap,
     estimate,
     estimate_median,
     one_more_than_ratio,
@@ -38,34 +34,10 @@ from peagle.result import LOOPING_ABOVE, Counters
 
 BOUNDS = ("one_hot", "sampled", "best")  # of peagle.measure.bound
 SLOWER = 0.97  # a request is slower with speculation if its interval lies wholly below
-
-AnyPairing = TypeVar("AnyPairing", bound="Pairing")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Figures:
-    """The figures of some requests."""
-
-    num_requests: int
-    acceptance_length: Estimate | None  # 1 + sum accepted / sum steps that verified drafts
-    acceptance_length_mean: Estimate | None  # mean over requests of 1 + accepted / steps
-    rate_per_position: tuple[Estimate | None, ...]  # [i]: steps that accepted draft i / steps
-    conditional_rate: tuple[Estimate | None, ...]  # [i]: the same / steps that accepted all before draft i
-    tok_per_s: Estimate | None  # sum (tokens - 1) / sum decode_s
-    speedup: Estimate | None  # tok_per_s / plain decoding's of the same requests and repeats
-    speedup_median: Estimate | None  # median over requests of plain decoding's median seconds a token / the variant's
-    ttft_s: Estimate | None  # median over requests of the median over repeats
-    tpot_s: Estimate | None  # the same of decode_s / (tokens - 1)
-    itl_s: tuple[Estimate | None, ...]  # the same of a request's ITL_QUANTILES
-    tokens_per_step: Estimate | None  # sum (tokens - 1) / sum passes of the target, plain passes of `auto` included
-    step_s: Estimate | None  # sum decode_s / sum passes of the target
-    plain_step_s: Estimate | None
-    cycle_cost: Estimate | None  # c(K): step_s / plain_step_s; speedup = tokens_per_step / c(K)
-    draft_s: Estimate | None  # step_s times the share of drafting under the profiler (peagle.measure.profile)
-    verify_s: Estimate | None
-    host_s: Estimate | None  # the rest: accepting, committing, the runtime between operations, the host
-    verify_cost: Estimate | None  # v(T): verify_s, a pass over T = K + 1 rows / plain decoding's, a pass over one
-    bounds: Mapping[str, "BoundFigures"] | None  # by name of BOUNDS; None for greedy requests
+FEWEST_REPEATS = 3  # of a request's interval
+# columns of times: of the variant, then of plain decoding
+TOKENS, SECONDS, PASSES, PLAIN_TOKENS, PLAIN_SECONDS, PLAIN_PASSES = range(6)
+RATES = (TOKENS, SECONDS, PLAIN_TOKENS, PLAIN_SECONDS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,51 +48,56 @@ class BoundFigures:
     first: Estimate | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CountedFigures(Figures):
-    """Figures with the counts behind them."""
+@dataclasses.dataclass(frozen=True)
+class WithoutLoops:
+    """Figures without the requests that loop. Of many at once there is no speed-up: they share the time."""
 
+    num_requests: int
+    acceptance_length: Estimate | None
+    speedup: Estimate | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Figures:
+    """The figures of some requests."""
+
+    num_requests: int
     prompt_tokens: float  # median
-    looping_frac: float
-    finished_frac: float  # ended by a stop token
     output_tokens: int
+    finished_frac: float  # ended by a stop token
+    looping_frac: float
+    equal_to_plain_frac: float
     num_spec_steps: int
     num_plain_steps: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
     histogram: tuple[int, ...]
     accepted_per_position: tuple[int, ...]
-    equal_to_plain_frac: float
-    without_loops: Figures
+    acceptance_length: Estimate | None  # 1 + sum accepted / sum steps that verified drafts
+    rate_per_position: tuple[Estimate | None, ...]  # [i]: steps that accepted draft i / steps
+    tok_per_s: Estimate | None  # sum (tokens - 1) / sum decode_s
+    speedup: Estimate | None  # tok_per_s / plain decoding's of the same requests and repeats
+    ttft_s: Estimate | None  # median over requests of the median over repeats
+    itl_s: tuple[Estimate | None, ...]  # the same of a request's ITL_QUANTILES
+    tokens_per_step: Estimate | None  # sum (tokens - 1) / sum passes of the target, plain passes of `auto` included
+    step_s: Estimate | None  # sum decode_s / sum passes of the target
+    cycle_cost: Estimate | None  # c(K): step_s / plain decoding's; speedup = tokens_per_step / c(K)
+    draft_s: Estimate | None  # step_s times the share of drafting under the profiler (peagle.measure.profile)
+    verify_s: Estimate | None
+    host_s: Estimate | None  # the rest: accepting, committing, the runtime between operations, the host
+    bounds: Mapping[str, BoundFigures] | None  # by name of BOUNDS; None for greedy requests
+    without_loops: WithoutLoops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Part(CountedFigures):
+class Part(Figures):
     """The figures of a category, or of a bucket of prompt lengths."""
 
     part: str
 
 
-@dataclasses.dataclass(frozen=True)
-class RequestFigures:
-    """The acceptance and speed-up of one request."""
-
-    request: int
-    prompt_tokens: int
-    output_tokens: int
-    loop_share: float | None
-    acceptance_length: float | None
-    num_spec_steps: int
-    speedup: Estimate | None
-    slower: bool | None  # None: too few repeats for an interval
-
-    @property
-    def loops(self) -> bool:
-        return (self.loop_share or 0.0) > LOOPING_ABOVE
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row(CountedFigures):
+class Row(Figures):
     """The figures of one variant in one workload."""
 
     workload: Workload
@@ -133,7 +110,6 @@ class Row(CountedFigures):
     speedup_repeats: tuple[float, ...]
     by_category: tuple[Part, ...]
     by_bucket: tuple[Part, ...]
-    per_request: tuple[RequestFigures, ...]
 
     @property
     def k(self) -> K:
@@ -160,59 +136,12 @@ class Row(CountedFigures):
 
 @dataclasses.dataclass(frozen=True)
 class Pairing:
-    """Samples of a variant and plain decoding's of the same requests and repeats, pair by pair.
-
-    They are of one request over all repeats or, of many requests at once, of one repeat over all requests.
-    """
-
-    group: int  # the conversation, or the repeat: the unit of resampling
-    fast: tuple[Sample, ...]
-    plain: tuple[Sample, ...]
-
-    @property
-    def concurrent(self) -> bool:
-        return self.fast[0].variant.concurrency is not None
-
-    @functools.cached_property
-    def timed(self) -> tuple[tuple[Sample, Sample], ...]:
-        """Pairs in which both have a time of two tokens or more."""
-        pairs = zip(self.fast, self.plain, strict=True)
-        return tuple(pair for pair in pairs if all(sample.output_tokens > 1 and sample.decode_s for sample in pair))
-
-    @functools.cached_property
-    def sums(self) -> tuple[float, float, float, float]:
-        """Sum (tokens after the first, seconds) of the variant, then of plain decoding."""
-        if self.concurrent:
-            return *_together(self.fast), *_together(self.plain)
-        fast, plain = (_in_turns([pair[side] for pair in self.timed]) for side in (0, 1))
-        return *fast, *plain
-
-    @functools.cached_property
-    def passes(self) -> tuple[float, float]:
-        """Count passes of the target: (of the variant, of plain decoding)."""
-        fast, plain = (float(sum(pair[side].num_passes for pair in self.timed)) for side in (0, 1))
-        return fast, plain
-
-    @property
-    def speedup(self) -> float:
-        """Divide plain decoding's seconds a token by the variant's: medians; sums of many at once."""
-        if self.concurrent:
-            return float(ratio_of_ratios(np.array([self.sums]))[0])
-        return _seconds_per_token(pair[1] for pair in self.timed) / _seconds_per_token(pair[0] for pair in self.timed)
-
-    def median(self, value: Callable[[Sample], float | None]) -> float | None:
-        """Take the median of a value of the variant's samples; None if none has it."""
-        values = [number for sample in self.fast if (number := value(sample)) is not None]
-        return float(np.median(values)) if values else None
-
-
-@dataclasses.dataclass(frozen=True)
-class RequestPairing(Pairing):
-    """The samples of one request over all repeats. Shares: profiles of its steps."""
+    """A request's samples by a variant over all repeats, and plain decoding's. share: the profile of its steps."""
 
     request: SweepRequest
+    fast: tuple[Sample, ...]
+    plain: tuple[Sample, ...]
     share: Share | None = None
-    plain_share: Share | None = None
 
     @property
     def loops(self) -> bool:
@@ -222,6 +151,50 @@ class RequestPairing(Pairing):
     @functools.cached_property
     def counters(self) -> Counters:
         return total([sample.counters for sample in self.fast])
+
+    @functools.cached_property
+    def times(self) -> np.ndarray:
+        """Return [repeats, 6]: tokens after the first, seconds and passes of the variant, then of plain decoding.
+
+        A repeat in which either has no time of two tokens is 0.
+        """
+        rows = [
+            [(sample.output_tokens - 1, sample.decode_s or 0.0, sample.num_passes) for sample in pair]
+            for pair in zip(self.fast, self.plain, strict=True)
+        ]
+        times: np.ndarray = np.array(rows, np.float64).reshape(-1, 6)
+        return np.where((times[:, RATES] > 0).all(axis=1, keepdims=True), times, 0.0)
+
+
+class Units(NamedTuple):
+    """What times are of: a request over all repeats or, of many requests at once, a repeat over all requests."""
+
+    groups: np.ndarray  # the conversation, or the repeat: the unit of resampling
+    samples: Sequence[Sequence[Sample]]
+    times: np.ndarray  # [units, 6], as of `Pairing.times`
+
+
+def _in_turns(pairings: Sequence[Pairing]) -> Units:
+    times = [pairing.times.sum(axis=0) for pairing in pairings]
+    groups = np.array([pairing.request.row for pairing in pairings], np.int64)
+    return Units(groups, [pairing.fast for pairing in pairings], np.array(times).reshape(-1, 6))
+
+
+def _together(pairings: Sequence[Pairing]) -> Units:
+    """Make units of repeats. Steps are shared, so there are no passes of one request to count."""
+    fast = list(zip(*(pairing.fast for pairing in pairings), strict=True))
+    plain = zip(*(pairing.plain for pairing in pairings), strict=True)
+    times = [[*_busy(side), 0.0, *_busy(other), 0.0] for side, other in zip(fast, plain, strict=True)]
+    return Units(np.array([samples[0].repeat for samples in fast]), fast, np.array(times))
+
+
+def _busy(samples: Iterable[Sample]) -> tuple[float, float]:
+    """Sum tokens after the first, and seconds in which at least one request was decoding.
+
+    The requests were added at one time, from which ttft counts.
+    """
+    timed = [(s.output_tokens - 1, s.ttft_s, s.decode_s) for s in samples if s.ttft_s is not None and s.decode_s]
+    return float(sum(tokens for tokens, *_ in timed)), busy_s((ttft, ttft + decode) for _, ttft, decode in timed)
 
 
 def length_by_rates(sums: np.ndarray) -> np.ndarray:
@@ -235,7 +208,7 @@ def length_by_rates(sums: np.ndarray) -> np.ndarray:
     return length
 
 
-def pairings(folder: Folder) -> dict[tuple[Workload, Variant], list[RequestPairing]]:
+def pairings(folder: Folder) -> dict[tuple[Workload, Variant], list[Pairing]]:
     """Pair requests with plain decoding by workload and variant, over complete repeats.
 
     One request at a time is complete with all its repeats; of many at once a repeat with all its requests.
@@ -257,25 +230,16 @@ def pairings(folder: Folder) -> dict[tuple[Workload, Variant], list[RequestPairi
             if variant.concurrency is not None:
                 repeats = [n for n in repeats if all((request.request, n) in complete for request in requests)]
             by_variant[workload, variant] = [
-                RequestPairing(
-                    group=request.row,
+                Pairing(
+                    request=request,
                     fast=tuple(samples[workload, variant, repeat, request.request] for repeat in repeats),
                     plain=tuple(samples[workload, plainly, repeat, request.request] for repeat in repeats),
-                    request=request,
                     share=shares.get((workload, variant, request.request)),
-                    plain_share=shares.get((workload, plainly, request.request)),
                 )
                 for request in requests
                 if repeats and all((request.request, repeat) in complete for repeat in repeats)
             ]
     return by_variant
-
-
-def by_repeat(requests: Sequence[RequestPairing]) -> list[Pairing]:
-    """Turn pairings of requests over repeats into pairings of repeats over requests."""
-    sides = ([pairing.fast for pairing in requests], [pairing.plain for pairing in requests])
-    repeats = zip(*(zip(*side, strict=True) for side in sides), strict=True)
-    return [Pairing(fast[0].repeat, fast, plain) for fast, plain in repeats]
 
 
 def rows(folder: Folder) -> list[Row]:
@@ -302,37 +266,37 @@ def of_workload(rows: Iterable[Row], workload: Workload) -> list[Row]:
     return [row for row in rows if row.workload == workload]
 
 
-def _row(plan: Plan, workload: Workload, variant: Variant, requests: Sequence[RequestPairing]) -> Row:
-    repeats = by_repeat(requests)
-    in_turns = variant.concurrency is None
-    timed = np.array([repeat.sums for repeat in repeats if min(repeat.sums) > 0], np.float64).reshape(-1, 4)
-    per_request = [_per_request(pairing) for pairing in requests] if in_turns else []
-    compared = [figures.slower for figures in per_request if figures.slower is not None]
-    parts = requests if in_turns else []
+def _row(plan: Plan, workload: Workload, variant: Variant, pairings: Sequence[Pairing]) -> Row:
+    in_turns = pairings if variant.concurrency is None else []
+    units = _in_turns(pairings) if in_turns else _together(pairings)
+    repeats = np.sum([pairing.times for pairing in pairings], axis=0) if in_turns else units.times
+    rates = repeats[(repeats[:, RATES] > 0).all(axis=1)][:, RATES]
+    slower = [_is_slower(pairing.times) for pairing in in_turns if pairing.times.any(axis=1).sum() >= FEWEST_REPEATS]
     return Row(
         workload=workload,
         variant=variant,
         label=plan.label(variant.at(None)),
         num_repeats=len(repeats),
-        num_slower=sum(compared),
-        num_compared=len(compared),
-        tok_per_s_repeats=tuple(ratio(timed).tolist()),
-        speedup_repeats=tuple(ratio_of_ratios(timed).tolist()),
-        by_category=_parts(parts, lambda pairing: pairing.request.category or ""),
-        by_bucket=_parts(parts, lambda pairing: plan.bucket(len(pairing.request.prompt_ids))),
-        per_request=tuple(per_request),
-        **_counted(requests, requests if in_turns else repeats),
+        num_slower=sum(slower),
+        num_compared=len(slower),
+        tok_per_s_repeats=tuple(ratio(rates).tolist()),
+        speedup_repeats=tuple(ratio_of_ratios(rates).tolist()),
+        by_category=_parts(in_turns, lambda pairing: pairing.request.category or ""),
+        by_bucket=_parts(in_turns, lambda pairing: plan.bucket(len(pairing.request.prompt_ids))),
+        **_figures(pairings, units),
     )
 
 
-def _parts(requests: Sequence[RequestPairing], part: Callable[[RequestPairing], str]) -> tuple[Part, ...]:
+def _parts(pairings: Sequence[Pairing], part: Callable[[Pairing], str]) -> tuple[Part, ...]:
     """Compute the figures of every part of the requests; none if there is only one part."""
-    parts: dict[str, list[RequestPairing]] = {}
-    for pairing in requests:
+    parts: dict[str, list[Pairing]] = {}
+    for pairing in pairings:
         parts.setdefault(part(pairing), []).append(pairing)
     if len(parts) < 2:
         return ()
-    return tuple(Part(part=name, **_counted(parts[name], parts[name])) for name in sorted(parts, key=_natural))
+    return tuple(
+        Part(part=name, **_figures(parts[name], _in_turns(parts[name]))) for name in sorted(parts, key=_natural)
+    )
 
 
 def _natural(name: str) -> tuple[int, str]:
@@ -340,77 +304,97 @@ def _natural(name: str) -> tuple[int, str]:
     return (int(head), name) if head.isdecimal() else (-1, name)
 
 
-def _counted(requests: Sequence[RequestPairing], units: Sequence[Pairing]) -> dict[str, Any]:
-    """Compute the fields of CountedFigures. units: what times are of, requests or repeats."""
-    counters = total([pairing.counters for pairing in requests])
-    outputs = [pairing.fast[0] for pairing in requests]
+def _figures(pairings: Sequence[Pairing], units: Units) -> dict[str, Any]:
+    """Compute the fields of Figures."""
+    counters = total([pairing.counters for pairing in pairings])
     equal = [
         fast.output_sha256 == plain.output_sha256
-        for pairing in requests
+        for pairing in pairings
         for fast, plain in zip(pairing.fast, pairing.plain, strict=True)
     ]
-    calm = [pairing for pairing in requests if not pairing.loops]
+    calm = [pairing for pairing in pairings if not pairing.loops]
+    in_turns = pairings[0].fast[0].variant.concurrency is None
+    shares = [pairing.share for pairing in pairings if pairing.share is not None]
+
+    def accepted(position: int) -> Estimate | None:
+        return _of_drafts(pairings, lambda counters: (counters.accepted_per_position[position], counters.num_steps))
+
+    def median(value: Callable[[Sample], float | None]) -> Estimate | None:
+        table = [[number for sample in unit if (number := value(sample)) is not None] for unit in units.samples]
+        known = [(float(np.median(row)), group) for row, group in zip(table, units.groups, strict=True) if row]
+        return estimate_median([number for number, _ in known], [int(group) for _, group in known])
+
+    def wait(quantile: int) -> Callable[[Sample], float | None]:
+        return lambda sample: None if sample.itl_s is None else sample.itl_s[quantile]
+
+    step = _of_times(units, (SECONDS, PASSES), ratio)
+    draft, verify, host = _split(step, shares)
     return {
-        "prompt_tokens": float(np.median([len(pairing.request.prompt_ids) for pairing in requests])),
-        "looping_frac": (len(requests) - len(calm)) / len(requests),
-        "finished_frac": sum(output.finish_reason == "stop" for output in outputs) / len(requests),
-        "output_tokens": sum(sample.output_tokens for pairing in requests for sample in pairing.fast),
+        "num_requests": len(pairings),
+        "prompt_tokens": float(np.median([len(pairing.request.prompt_ids) for pairing in pairings])),
+        "output_tokens": sum(sample.output_tokens for pairing in pairings for sample in pairing.fast),
+        "finished_frac": sum(pairing.fast[0].finish_reason == "stop" for pairing in pairings) / len(pairings),
+        "looping_frac": (len(pairings) - len(calm)) / len(pairings),
+        "equal_to_plain_frac": sum(equal) / len(equal),
         "num_spec_steps": counters.num_steps,
         "num_plain_steps": counters.num_plain_steps,
         "num_draft_tokens": counters.num_drafted,
         "num_accepted_draft_tokens": counters.num_accepted,
         "histogram": counters.histogram,
         "accepted_per_position": counters.accepted_per_position,
-        "equal_to_plain_frac": sum(equal) / len(equal),
-        # the time of many at once cannot be split among them
-        "without_loops": Figures(**_figures(calm, calm if units is requests else [])),
-        **_figures(requests, units),
-    }
-
-
-def _figures(requests: Sequence[RequestPairing], units: Sequence[Pairing]) -> dict[str, Any]:
-    """Compute the fields of Figures. units: what times are of, requests or repeats."""
-    drafted = [pairing for pairing in requests if pairing.counters.num_steps]
-    timed = [unit for unit in units if min(unit.sums) > 0]
-    stepped = [unit for unit in timed if not unit.concurrent]
-    positions = range(len(drafted[0].counters.tried) if drafted else 0)
-
-    def of_drafted(row: Callable[[Counters], Sequence[float]], statistic: Statistic) -> Estimate | None:
-        return _estimate(_of(drafted, lambda pairing: row(pairing.counters), statistic))
-
-    def median(value: Callable[[Sample], float | None]) -> Estimate | None:
-        known = [(number, unit.group) for unit in units if (number := unit.median(value)) is not None]
-        return estimate_median([number for number, _ in known], [group for _, group in known])
-
-    step = _of(stepped, lambda unit: (unit.sums[1], unit.passes[0]), ratio)
-    cycle = _of(stepped, lambda unit: (unit.sums[1], unit.passes[0], unit.sums[3], unit.passes[1]), ratio_of_ratios)
-    return {
-        "num_requests": len(requests),
-        "acceptance_length": of_drafted(lambda c: (float(c.num_accepted), float(c.num_steps)), one_more_than_ratio),
-        "acceptance_length_mean": of_drafted(lambda c: (1 + c.num_accepted / c.num_steps, 1.0), ratio),
-        "rate_per_position": tuple(of_drafted(functools.partial(_accepted, i, tried=False), ratio) for i in positions),
-        "conditional_rate": tuple(of_drafted(functools.partial(_accepted, i, tried=True), ratio) for i in positions),
-        "tok_per_s": _estimate(_of(timed, lambda unit: unit.sums[:2], ratio)),
-        "speedup": _estimate(_of(timed, lambda unit: unit.sums, ratio_of_ratios)),
-        "speedup_median": estimate_median([unit.speedup for unit in timed], [unit.group for unit in timed]),
+        "acceptance_length": _acceptance_length(pairings),
+        "rate_per_position": tuple(map(accepted, range(len(counters.tried) if counters.num_steps else 0))),
+        "tok_per_s": _of_times(units, (TOKENS, SECONDS), ratio),
+        "speedup": _of_times(units, RATES, ratio_of_ratios),
         "ttft_s": median(lambda sample: sample.ttft_s),
-        "tpot_s": estimate_median(
-            [_seconds_per_token(fast for fast, _ in unit.timed) for unit in timed if unit.timed],
-            [unit.group for unit in timed if unit.timed],
+        "itl_s": tuple(median(wait(quantile)) for quantile in range(len(ITL_QUANTILES))),
+        "tokens_per_step": _of_times(units, (TOKENS, PASSES), ratio),
+        "step_s": step,
+        "cycle_cost": _of_times(units, (SECONDS, PASSES, PLAIN_SECONDS, PLAIN_PASSES), ratio_of_ratios),
+        "draft_s": draft,
+        "verify_s": verify,
+        "host_s": host,
+        "bounds": _bounds(pairings),
+        "without_loops": WithoutLoops(
+            len(calm),
+            _acceptance_length(calm),
+            _of_times(_in_turns(calm), RATES, ratio_of_ratios) if in_turns else None,
         ),
-        "itl_s": tuple(median(functools.partial(_wait, i)) for i in range(len(ITL_QUANTILES))),
-        "tokens_per_step": _estimate(_of(stepped, lambda unit: (unit.sums[0], unit.passes[0]), ratio)),
-        "step_s": _estimate(step),
-        "plain_step_s": _estimate(_of(stepped, lambda unit: (unit.sums[3], unit.passes[1]), ratio)),
-        "cycle_cost": _estimate(cycle),
-        **_split(requests, [unit.group for unit in stepped], step, cycle),
-        "bounds": _bounds(requests),
     }
 
 
-def _bounds(requests: Sequence[RequestPairing]) -> dict[str, BoundFigures] | None:
+def _of_drafts(
+    pairings: Sequence[Pairing], row: Callable[[Counters], tuple[int, int]], statistic: Statistic = ratio
+) -> Estimate | None:
+    """Estimate a statistic of counters of the requests that verified drafts."""
+    drafted = [pairing for pairing in pairings if pairing.counters.num_steps]
+    table = np.array([row(pairing.counters) for pairing in drafted], np.float64)
+    return estimate(table, statistic, [pairing.request.row for pairing in drafted])
+
+
+def _acceptance_length(pairings: Sequence[Pairing]) -> Estimate | None:
+    return _of_drafts(pairings, lambda counters: (counters.num_accepted, counters.num_steps), one_more_than_ratio)
+
+
+def _of_times(units: Units, columns: Sequence[int], statistic: Statistic) -> Estimate | None:
+    """Estimate a statistic of columns of the units that were timed."""
+    timed = (units.times[:, RATES] > 0).all(axis=1)
+    return estimate(units.times[timed][:, columns], statistic, units.groups[timed].tolist())
+
+
+def _split(step: Estimate | None, shares: Sequence[Share]) -> tuple[Estimate | None, Estimate | None, Estimate | None]:
+    """Split a step's time into (drafting, verifying, the rest) by the profiled steps; without intervals."""
+    parts = np.array([(share.draft_ms, share.verify_ms, share.other_ms) for share in shares]).reshape(-1, 3)
+    sums = np.array([share.num_steps for share in shares]) @ parts
+    if step is None or not sums.sum() > 0:
+        return None, None, None
+    draft, verify, rest = (Estimate(step.value * float(part)) for part in sums / sums.sum())
+    return draft, verify, rest
+
+
+def _bounds(pairings: Sequence[Pairing]) -> dict[str, BoundFigures] | None:
     """Compute the bounds' acceptance length and first rate; None for greedy requests."""
-    bounded = [(pairing.fast[0].bound, pairing.group) for pairing in requests if pairing.fast[0].bound is not None]
+    bounded = [(pairing.fast[0].bound, pairing.request.row) for pairing in pairings if pairing.fast[0].bound]
     if not bounded:
         return None
     groups = [group for _, group in bounded]
@@ -426,112 +410,10 @@ def _bounds(requests: Sequence[RequestPairing]) -> dict[str, BoundFigures] | Non
     return {name: of(name) for name in BOUNDS}
 
 
-def _split(
-    requests: Sequence[RequestPairing], groups: Sequence[int], step: Bootstrap | None, cycle: Bootstrap | None
-) -> dict[str, Estimate | None]:
-    """Split a step's time into parts, and compute v(T). groups: those of the times."""
-
-    def fraction(
-        pairings: Sequence[RequestPairing], row: Callable[[RequestPairing], Sequence[float]], statistic: Statistic
-    ) -> Bootstrap | None:
-        # for the same conversations use the draws of the times, since a slow conversation is slow in both
-        same = [pairing.group for pairing in pairings] == list(groups)
-        return _of(pairings, row, statistic, seed=0 if same else 1)
-
-    def of_step(part: str) -> Estimate | None:
-        return times(step, fraction(profiled, lambda pairing: _share(part, pairing.share), ratio))
-
-    def times(left: Bootstrap | None, right: Bootstrap | None) -> Estimate | None:
-        return None if left is None or right is None else left.times(right).estimate
-
-    profiled = [pairing for pairing in requests if pairing.share is not None]
-    # without `auto`, whose passes differ in their number of rows
-    both = [pairing for pairing in profiled if pairing.plain_share and isinstance(pairing.fast[0].variant.k, int)]
-    verified = fraction(
-        both,
-        lambda pairing: (*_share("verify_ms", pairing.share), *_share("verify_ms", pairing.plain_share)),
-        ratio_of_ratios,
-    )
-    return {
-        "draft_s": of_step("draft_ms"),
-        "verify_s": of_step("verify_ms"),
-        "host_s": of_step("other_ms"),
-        "verify_cost": times(cycle, verified),
-    }
-
-
-def _share(part: str, share: Share | None) -> tuple[float, float]:
-    """Return the milliseconds of the profiled steps (in a part, in all)."""
-    assert share is not None
-    whole = share.draft_ms + share.verify_ms + share.other_ms
-    return share.num_steps * float(getattr(share, part)), share.num_steps * whole
-
-
-def _per_request(pairing: RequestPairing) -> RequestFigures:
-    """Compute one request's acceptance and speed-up.
-
-    With three repeats or more, the speed-up has a 95 % t-interval: of the mean logarithm of the ratios of repeats.
-    """
-    counters, speedup = pairing.counters, None
-    if pairing.timed:
-        logs = np.log([_seconds_per_token([plain]) / _seconds_per_token([fast]) for fast, plain in pairing.timed])
-        low = high = None
-        if len(logs) > 2:
-            half = stdtrit(len(logs) - 1, 0.975) * logs.std(ddof=1) / np.sqrt(len(logs)) if logs.std() > 0 else 0.0
-            low, high = (float(np.exp(logs.mean() + side * half)) for side in (-1, 1))
-        speedup = Estimate(pairing.speedup, low, high)
-    return RequestFigures(
-        request=pairing.request.request,
-        prompt_tokens=len(pairing.request.prompt_ids),
-        output_tokens=pairing.fast[0].output_tokens,
-        loop_share=pairing.fast[0].loop_share,
-        acceptance_length=counters.acceptance_length,
-        num_spec_steps=counters.num_steps,
-        speedup=speedup,
-        slower=None if speedup is None or speedup.high is None else speedup.high < SLOWER,
-    )
-
-
-def _of(
-    pairings: Sequence[AnyPairing], row: Callable[[AnyPairing], Sequence[float]], statistic: Statistic, seed: int = 0
-) -> Bootstrap | None:
-    """Bootstrap a statistic of a table with a row per pairing."""
-    table = np.array([row(pairing) for pairing in pairings], np.float64)
-    return bootstrap(table, statistic, [pairing.group for pairing in pairings], seed)
-
-
-def _estimate(figure: Bootstrap | None) -> Estimate | None:
-    return None if figure is None else figure.estimate
-
-
-def _accepted(position: int, counters: Counters, *, tried: bool) -> tuple[float, float]:
-    """Return (steps that accepted draft `position`, all steps or those that tried it)."""
-    below = counters.tried[position] if tried else counters.num_steps
-    return float(counters.accepted_per_position[position]), float(below)
-
-
-def _wait(quantile: int, sample: Sample) -> float | None:
-    return None if sample.itl_s is None else sample.itl_s[quantile]
-
-
-def _seconds_per_token(samples: Iterable[Sample]) -> float:
-    """Return the median seconds of a token after the first. Samples have two tokens or more."""
-    return float(np.median([(sample.decode_s or 0.0) / (sample.output_tokens - 1) for sample in samples]))
-
-
-def _in_turns(samples: Sequence[Sample]) -> tuple[float, float]:
-    """Sum (tokens after the first, seconds) of requests that were decoded one at a time."""
-    return float(sum(sample.output_tokens - 1 for sample in samples)), float(sum(s.decode_s or 0.0 for s in samples))
-
-
-def _together(samples: Sequence[Sample]) -> tuple[float, float]:
-    """Sum tokens after the first, and seconds in which at least one request was decoding.
-
-    The requests were added at one time, from which ttft counts.
-    """
-    timed = [sample for sample in samples if sample.ttft_s is not None and sample.decode_s is not None]
-    spans = [(sample.ttft_s or 0.0, (sample.ttft_s or 0.0) + (sample.decode_s or 0.0)) for sample in timed]
-    return float(sum(sample.output_tokens - 1 for sample in timed)), busy_s(spans)
+def _is_slower(times: np.ndarray) -> bool:
+    """Test whether a request is surely slower, by the 95 % t-interval of its repeats' mean logarithmic speed-up."""
+    logs = np.log(ratio_of_ratios(times[times.any(axis=1)][:, RATES]))
+    return bool(logs.mean() + stdtrit(len(logs) - 1, 0.975) * logs.std(ddof=1) / np.sqrt(len(logs)) < np.log(SLOWER))
 
 
 def best(rows: Iterable[Row]) -> Row | None:

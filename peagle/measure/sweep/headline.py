@@ -8,14 +8,14 @@ All texts are plain, without markup, for terminals and pages.
 
 import dataclasses
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from peagle.checkpoints import WEIGHTLESS
 from peagle.config import MAX_NUM_DRAFTS
 from peagle.measure.estimates import FEWEST, Estimate
-from peagle.measure.sweep.compare import LENGTH, Difference
-from peagle.measure.sweep.figures import SLOWER, Row, alone, best, of_workload, sure
+from peagle.measure.sweep.compare import Change, Difference
+from peagle.measure.sweep.figures import Row, alone, best, of_workload, sure
 from peagle.measure.sweep.plan import PLAIN, Plan, Workload, short_names
 from peagle.measure.sweep.store import Folder
 from peagle.ops.files import printable
@@ -68,21 +68,33 @@ def headlines(folder: Folder, rows: Sequence[Row]) -> list[str]:
     return [f"{verdict.workload.label}: " * (len(judged) > 1) + sentence(verdict) for verdict in judged]
 
 
+def loads(folder: Folder, rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Return (load, a sentence about its fastest variant). Loads name their workload if there are several."""
+    return [
+        (
+            f"{workload.label}, " * (len(folder.plan.workloads) > 1) + f"{slots} at once",
+            sentence(Verdict(workload, best(own))),
+        )
+        for workload in folder.plan.workloads
+        for slots in sorted(folder.plan.concurrencies)
+        if best(own := [row for row in of_workload(rows, workload) if row.concurrency == slots and row.k != 0])
+    ]
+
+
 def verdicts(folder: Folder, rows: Sequence[Row]) -> list[Verdict]:
     """Find the fastest variant of each workload, one request at a time, in the plan's order."""
-    return [_verdict(folder, workload, of_workload(alone(rows), workload)) for workload in folder.plan.workloads]
+    judged = []
+    for workload in folder.plan.workloads:
+        drafting = [row for row in of_workload(alone(rows), workload) if row.k != 0]
+        fastest = best(drafting)
+        judged.append(Verdict(workload, fastest, "" if fastest else _why_none(folder, workload, drafting)))
+    return judged
 
 
 def speedup_of(row: Row) -> Estimate:
     """Return the speed-up of a row that `best` chose."""
     assert row.speedup is not None
     return row.speedup
-
-
-def _verdict(folder: Folder, workload: Workload, rows: Sequence[Row]) -> Verdict:
-    drafting = [row for row in rows if row.k != 0]
-    fastest = best(drafting)
-    return Verdict(workload, fastest, "" if fastest is not None else _why_none(folder, workload, drafting))
 
 
 def _why_none(folder: Folder, workload: Workload, drafting: Sequence[Row]) -> str:
@@ -108,9 +120,13 @@ def sentence(verdict: Verdict) -> str:
     if row is None:
         return verdict.why_none
     speedup = speedup_of(row)
+    interval = interval_text(speedup, unit="prompts" if row.concurrency is None else "repeats")
     if not verdict.gains:
-        return f"no K beats {PLAINLY} here: the best, {variant_text(row.label)}, gives {times_text(speedup)}"
-    text = f"{variant_text(row.label)}: {times_text(speedup, f' {PLAINLY}')}, {outputs_text(row)}"
+        return (
+            f"no K beats {PLAINLY} here: the best, {variant_text(row.label)}, gives {speedup.value:.2f}x ({interval})"
+        )
+    text = f"{variant_text(row.label)}: {speedup.value:.2f}x {PLAINLY} ({interval}), "
+    text += f"{row.num_differing} of {row.num_outputs} outputs differ" if row.num_differing else "identical output"
     return text if verdict.sure or speedup.low is None else f"{text}; not surely faster"
 
 
@@ -122,26 +138,16 @@ def variant_text(label: str) -> str:
     return f"K = {k}" + (rest and f" with {rest}")
 
 
-def times_text(figure: Estimate, of: str = "") -> str:
+def times_text(figure: Estimate) -> str:
     """Format a ratio with its interval: 1.19x (95 %: 1.14 to 1.24)."""
-    return f"{figure.value:.2f}x{of} ({interval_text(figure)})"
+    return f"{figure.value:.2f}x ({interval_text(figure)})"
 
 
-def interval_text(figure: Estimate, form: str = ".2f") -> str:
-    """Format a figure's interval."""
+def interval_text(figure: Estimate, form: str = ".2f", unit: str = "prompts") -> str:
+    """Format a figure's interval, which is over this unit."""
     if figure.low is None or figure.high is None:
-        return "too few prompts for an interval"
+        return f"no interval with fewer than {FEWEST} {unit}"
     return f"95 %: {figure.low:{form}} to {figure.high:{form}}"
-
-
-def outputs_text(row: Row) -> str:
-    """Say whether all outputs are plain decoding's, token for token."""
-    return f"{row.num_differing} of {row.num_outputs} outputs differ" if row.num_differing else "identical output"
-
-
-def _differing_text(row: Row) -> str:
-    at_once = "" if row.concurrency is None else f" with {row.concurrency} requests at once"
-    return f"{variant_text(row.label)}{at_once} in {row.num_differing} of {row.num_outputs}"
 
 
 def notes(folder: Folder) -> Iterator[tuple[str, str]]:
@@ -177,58 +183,44 @@ def machine_text(origin: Mapping[str, Any]) -> str:
 def caveats(folder: Folder, rows: Sequence[Row]) -> list[tuple[str, str]]:
     """List the caveats that hold for this run as (name, text)."""
     plan, judged = folder.plan, verdicts(folder, rows)
-    known = [verdict.fastest for verdict in judged if verdict.fastest is not None]
-    if not known:
-        return []
-    gaining = [verdict.fastest for verdict in judged if verdict.fastest is not None and verdict.gains]
-    largest_k = max((k for k in plan.ks if isinstance(k, int)), default=None)
-    temperatures = sorted({row.workload.temperature for row in known})
-
-    def joined(chosen: Iterable[Row], text: Callable[[Row], str]) -> str:
-        texts = [(row.workload, text(row)) for row in chosen]
-        return "; ".join(f"{workload.label}: {line}" if len(judged) > 1 else line for workload, line in texts if line)
-
-    differing = joined(
-        (row for workload in plan.workloads for row in of_workload(rows, workload) if row.num_differing),
-        _differing_text,
-    )
-    looping = joined((row for row in gaining if row.looping_frac), _without_loops)
-    slower = joined(
-        (row for row in gaining if row.num_slower), lambda row: f"{row.num_slower} of {row.num_compared} requests"
-    )
-    few = joined(
-        (row for row in known if speedup_of(row).low is None and _num_prompts(folder, row) < FEWEST),
-        lambda row: counted(_num_prompts(folder, row), "prompt"),
-    )
-    largest = joined(
-        (row for row in gaining if row.k == largest_k and row.k < MAX_NUM_DRAFTS),
-        lambda row: f"{variant_text(row.label)} is the largest K measured",
-    )
-    drafters = joined(known, lambda row: _drafters(plan, of_workload(alone(rows), row.workload)))
-    texts = {
-        "Outputs that differ": differing
-        and f"these are not {PLAINLY}'s token for token: {differing}. {_why_differing(folder)}",
-        "Outputs that loop": looping and f"repeated text is easy to draft, so it flatters a drafter. {looping}",
-        "Slower requests": slower
-        and f"surely slower than {PLAINLY} (their 95 % interval lies below {SLOWER:g}x): {slower}",
-        "Few prompts": few and f"{few}; an interval needs {FEWEST} or more (--num-prompts)",
-        "A larger K": largest and f"{largest}, so a larger one (-k) may be faster still",
-        "Raw prompts": all(row.workload.raw for row in known)
-        and "they were decoded without the chat template; drafters are mostly trained on chats, so measure "
-        "--render chat before you judge this one",
-        "Sampled": temperatures[0] > 0
-        and f"all was sampled at temperature {listed([f'{t:g}' for t in temperatures])}, which accepts fewer drafts "
-        "than greedy decoding: measure --temperature 0 for greedy requests",
-        "Several drafters": len(plan.drafters) > 1 and drafters,
-    }
-    return [(name, text) for name, text in texts.items() if text]
+    texts: dict[str, list[str]] = {}
+    for verdict in judged:
+        for name, text in _caveats(plan, verdict, of_workload(rows, verdict.workload)):
+            texts.setdefault(name, []).append(f"{verdict.workload.label}: " * (len(judged) > 1) + text)
+    if "Outputs that differ" in texts:
+        texts["Outputs that differ"].append(_why_differing(folder))
+    if any(verdict.fastest for verdict in judged) and all(plan.raw):
+        texts["Raw prompts"] = ["drafters are mostly trained on chats, so measure --render chat before you judge one"]
+    return [(name, "; ".join(lines)) for name, lines in texts.items()]
 
 
-def _without_loops(row: Row) -> str:
-    """State the share of looping outputs, and the speed-up without them."""
-    text = f"{percent(row.looping_frac)} of the outputs loop"
-    calm = row.without_loops.speedup
-    return text if calm is None else f"{text}, and without them {variant_text(row.label)} gives {times_text(calm)}"
+def _caveats(plan: Plan, verdict: Verdict, rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+    """Yield the caveats of one workload."""
+    for row in rows:
+        if row.num_differing:
+            yield "Outputs that differ", f"{_at_load(row)} in {row.num_differing} of {row.num_outputs}"
+    fastest = verdict.fastest
+    if fastest is None or not verdict.gains:
+        return
+    name = variant_text(fastest.label)
+    if fastest.looping_frac:
+        text = f"{percent(fastest.looping_frac)} of the outputs loop, which are easy to draft"
+        calm = fastest.without_loops.speedup
+        yield "Outputs that loop", text if calm is None else f"{text}; without them {name} gives {times_text(calm)}"
+    if fastest.k == max((k for k in plan.ks if isinstance(k, int)), default=0) < MAX_NUM_DRAFTS:
+        yield "A larger K", f"{name} is the largest K measured, so a larger one (-k) may be faster still"
+    other = best(row for row in alone(rows) if row.k != 0 and row.variant.drafter != fastest.variant.drafter)
+    if other is not None and not _apart(speedup_of(fastest), speedup_of(other)):
+        yield "Another drafter may be as good", f"{variant_text(other.label)} gives {times_text(speedup_of(other))}"
+
+
+def _apart(higher: Estimate, lower: Estimate) -> bool:
+    """Test whether two intervals do not overlap."""
+    return higher.low is not None and lower.high is not None and higher.low > lower.high
+
+
+def _at_load(row: Row) -> str:
+    return variant_text(row.label) + ("" if row.concurrency is None else f" with {row.concurrency} requests at once")
 
 
 def _why_differing(folder: Folder) -> str:
@@ -238,25 +230,17 @@ def _why_differing(folder: Folder) -> str:
     return "Without the native kernels a pass over several rows may round a near-tie the other way"
 
 
-def _num_prompts(folder: Folder, row: Row) -> int:
-    """Count the conversations behind a row's figures."""
-    conversation_of = {request.request: request.row for request in folder.requests(row.workload)}
-    return len({conversation_of[figures.request] for figures in row.per_request})
-
-
-def _drafters(plan: Plan, rows: Sequence[Row]) -> str:
-    """Rank the drafters by their fastest variants, and say whether the first is surely ahead."""
-    names = dict(zip(plan.drafters, short_names(plan.drafters), strict=True))
-    fastest = {name: best(row for row in rows if row.variant.drafter == drafter) for drafter, name in names.items()}
-    speedups = [(speedup_of(row), name, row.k) for name, row in fastest.items() if row is not None]
-    if len(speedups) < 2:
-        return ""
-    speedups.sort(key=lambda entry: -entry[0].value)
-    text = listed([f"{name} gives {times_text(speedup)} with K = {k}" for speedup, name, k in speedups])
-    first, second = (speedup for speedup, *_ in speedups[:2])
-    if first.low is None or second.high is None or first.low <= second.high:
-        text += "; the intervals overlap, so neither is surely the better"
-    return text
+def recommended(verdict: Verdict, where: str) -> str:
+    """Recommend the fastest variant, or plain decoding."""
+    row = verdict.fastest
+    if row is None or not verdict.gains:
+        return f"Use {PLAINLY}{where}: no drafts pay here."
+    if verdict.sure:
+        return f"Use {variant_text(row.label)}{where}."
+    return (
+        f"Try {variant_text(row.label)}{where}: it was the fastest, but not surely faster than {PLAINLY}. "
+        "More prompts or repeats (--num-prompts, --repeats) would tell."
+    )
 
 
 def commands(plan: Plan, verdict: Verdict, alone: bool) -> list[str]:
@@ -302,29 +286,22 @@ def compared(differences: Sequence[Difference], first: str, second: str) -> list
 
 
 def _compared(differences: Sequence[Difference], first: str, second: str) -> str:
-    speeds = [(difference, difference.factor) for difference in differences if difference.factor is not None]
-    if not speeds:
+    known = [(change, difference) for difference in differences if (change := difference.speedup) is not None]
+    if not known:
         return "no speed-ups to compare, because no request was timed in both runs"
-    fastest, factor = max(speeds, key=lambda pair: max(pair[0].first, pair[0].second))
-    name, where = variant_text(fastest.label), f"in {second} than in {first}"
-    if not fastest.real:
-        text = f"{name} is not surely faster or slower {where}: {times_text(factor)}"
-    elif factor.value > 1:
-        text = f"{name} is {factor.value:.2f}x faster {where} ({interval_text(factor)})"
-    else:
-        text = f"{name} is slower {where}: {times_text(factor)}"
-    lengths = [length for length in differences if (length.label, length.figure) == (fastest.label, LENGTH)]
-    return "; ".join([text, *(_lengths(length, first, second) for length in lengths)])
+    speedup, fastest = max(known, key=lambda pair: max(pair[0].first, pair[0].second))
+    text = f"{variant_text(fastest.label)}: speed-up {_change(speedup, first, second)}"
+    if (length := fastest.acceptance_length) is not None:
+        text += f"; acceptance length {_change(length, first, second)}"
+    return text
 
 
-def _lengths(length: Difference, first: str, second: str) -> str:
-    if length.equal:
-        return f"acceptance length {length.first:.2f} in both"
-    change = length.difference
-    return (
-        f"acceptance length {length.first:.2f} in {first}, {length.second:.2f} in {second} "
-        f"({change.value:+.2f}; {interval_text(change, '+.2f')})"
-    )
+def _change(change: Change, first: str, second: str) -> str:
+    if change.equal:
+        return f"{change.first:.2f} in both"
+    text = f"{change.first:.2f} in {first}, {change.second:.2f} in {second}"
+    text += f" ({change.difference.value:+.2f}; {interval_text(change.difference, '+.2f')})"
+    return text if change.real else f"{text}, not surely different"
 
 
 def percent(share: float) -> str:

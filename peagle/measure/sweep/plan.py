@@ -14,7 +14,7 @@ from peagle.ops.files import printable
 
 FULL = "full"  # the drafter's whole vocabulary
 BUCKETS = (128, 512, 2048)  # prompt tokens at which a new bucket begins
-PROFILED, PROFILED_TOKENS = 12, 32  # conversations of a variant under the profiler, and tokens of their answers
+PROFILED, PROFILED_TOKENS = 3, 32  # conversations of a variant under the profiler, and tokens of their answers
 
 K = int | str  # auto or auto:N: draft by confidence (peagle.config)
 

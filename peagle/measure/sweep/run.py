@@ -19,6 +19,7 @@ import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from peagle.config import SamplingParams
 from peagle.engine.loop import AnyEngine
@@ -27,9 +28,8 @@ from peagle.measure.bound import Bound, bound
 from peagle.measure.profile import operations_of, profile
 from peagle.measure.sweep.plan import PLAIN, PROFILED, PROFILED_TOKENS, Plan, Source, Variant, Workload
 from peagle.measure.sweep.store import (
-    ASKING,
-    Appender,
     Folder,
+    Key,
     Sample,
     Share,
     SweepConversation,
@@ -46,6 +46,7 @@ from peagle.text.prompts import Conversation, Rendering
 Models = tuple[str | None, str | None, str | None]  # drafter, draft vocabulary, window of the drafter
 Pairs = Mapping[Models, Pair | InputError]  # an error if the pair could not be loaded and the run continues
 Progress = Callable[[int, int], None]
+Item = TypeVar("Item")
 
 MOST_MAPPINGS = 0.85  # share of the allowed memory mappings; a variant's programs take up to a tenth
 
@@ -65,17 +66,16 @@ def make_requests(folder: Folder, pair: Pair, sets: Mapping[str, PromptSet], pro
     stored = {(begun.prompts, begun.raw, begun.row): begun for begun in folder.begun()}
     total = sum(source.num_used for source in plan.sources) * len(plan.raw)
     conversations: list[SweepConversation] = []
-    with folder.appending(ASKING) as out:
-        for source, raw in itertools.product(plan.sources, plan.raw):
-            first = 0
-            for row, prompts in enumerate(sets[source.name].conversations[: source.num_used]):
-                conversation = stored.get((source.name, raw, row))
-                if conversation is None:
-                    conversation = _conversation(plan, pair, source, raw, row, prompts, first)
-                    out.conversation(conversation)
-                first += len(conversation.requests)
-                conversations.append(conversation)
-                progress(len(conversations), total)
+    for source, raw in itertools.product(plan.sources, plan.raw):
+        first = 0
+        for row, prompts in enumerate(sets[source.name].conversations[: source.num_used]):
+            conversation = stored.get((source.name, raw, row))
+            if conversation is None:
+                conversation = _conversation(plan, pair, source, raw, row, prompts, first)
+                folder.append_conversation(conversation)
+            first += len(conversation.requests)
+            conversations.append(conversation)
+            progress(len(conversations), total)
     for source in plan.sources:
         own = [conversation for conversation in conversations if conversation.prompts == source.name]
         if not any(conversation.requests for conversation in own):
@@ -125,6 +125,19 @@ def _conversation(
     return SweepConversation(source.name, raw, row, tuple(requests), why)
 
 
+class Turn(NamedTuple):
+    """Requests that one variant decodes together: a single one or, of many at once, all of a workload."""
+
+    workload: Workload
+    variant: Variant
+    repeat: int
+    requests: Sequence[SweepRequest]
+
+    def keys(self) -> Iterator[Key]:
+        """Yield the keys of the samples."""
+        return ((self.workload, self.variant, self.repeat, request.request) for request in self.requests)
+
+
 class SweepRun:
     """Decode the rest of a plan in this process, after `make_requests`.
 
@@ -138,22 +151,32 @@ class SweepRun:
         self.requests = {workload: requests for workload, requests in by_workload.items() if requests}
         everything = itertools.chain.from_iterable(self.requests.values())
         self.capacity = self.pair.capacity([self.request(request, SamplingParams()) for request in everything])
-        self.done = {sample.key for sample in folder.samples()}
+        done = {sample.key for sample in folder.samples()}
+        self.left = [turn for turn in self._turns() if not done.issuperset(turn.keys())]
         self.failed: dict[tuple[Workload, Variant], str] = {}
 
-    def warm_up(self, out: Appender, progress: Progress) -> None:
+    def _turns(self) -> Iterator[Turn]:
+        """Yield all turns in the order of decoding."""
+        by_slots = itertools.groupby(self.plan.concurrent, key=lambda variant: variant.concurrency)
+        loads = [list(variants) for _, variants in by_slots]
+        for repeat, (workload, requests) in itertools.product(range(self.plan.repeats), self.requests.items()):
+            for number, some in enumerate(_batched(requests, self.plan.in_a_row)):
+                for variant in _rotated(self.plan.variants, repeat + number):
+                    yield from (Turn(workload, variant, repeat, [request]) for request in some)
+            for number, variants in enumerate(loads if repeat % 2 == 0 else reversed(loads)):
+                yield from (
+                    Turn(workload, variant, repeat, requests) for variant in _rotated(variants, repeat + number)
+                )
+
+    def warm_up(self, progress: Progress) -> None:
         """Compile for all variants that have requests left, and measure the costs for `auto`.
 
         Raises InputError if a variant fails, unless `continue_on_error`.
         """
-        left = [
-            (workload, variant)
-            for workload, variant in itertools.product(self.requests, (*self.plan.variants, *self.plan.concurrent))
-            if any(self._left(workload, variant, repeat) for repeat in range(self.plan.repeats))
-        ]
+        left = dict.fromkeys((turn.workload, turn.variant) for turn in self.left)
         for number, (workload, variant) in enumerate(left):
             progress(number, len(left))
-            with self._failing(out, workload, variant):
+            with self._failing(workload, variant):
                 if (share := share_of_mappings()) > MOST_MAPPINGS:
                     raise InputError(
                         f"the programs of {number} variants take {share:.0%} of the memory mappings of a process; "
@@ -162,63 +185,31 @@ class SweepRun:
                     )
                 self._engine(variant).warm_up(sampled=not SamplingParams(workload.temperature).greedy)
 
-    def decode(self, out: Appender, progress: Progress) -> None:
-        """Decode the requests that the folder's raw lines lack, and append them by `out`.
+    def decode(self, progress: Progress) -> None:
+        """Decode the requests that the folder's raw lines lack, and append them.
 
         Raises InputError as `warm_up` does.
         """
-        variants, size = self.plan.variants, self.plan.in_a_row
-        num_requests = sum(map(len, self.requests.values()))
-        before = len(self.done)
-        total = self.plan.repeats * num_requests * (len(variants) + len(self.plan.concurrent)) - before
-        for repeat, (workload, requests) in itertools.product(range(self.plan.repeats), self.requests.items()):
-            for number, start in enumerate(range(0, len(requests), size)):
-                turn = (repeat + number) % len(variants)
-                for variant in variants[turn:] + variants[:turn]:
-                    for request in self._left(workload, variant, repeat, requests[start : start + size]):
-                        self._decode(out, workload, variant, repeat, [request])
-                progress(len(self.done) - before, total)
-            for variant in self._concurrent(repeat):
-                if self._left(workload, variant, repeat):
-                    self._decode(out, workload, variant, repeat, requests)
-                progress(len(self.done) - before, total)
+        total, decoded = sum(len(turn.requests) for turn in self.left), 0
+        for turn in self.left:
+            progress(decoded, total)
+            decoded += len(turn.requests)
+            if (turn.workload, turn.variant) not in self.failed:
+                with self._failing(turn.workload, turn.variant):
+                    self._decode(turn)
+        progress(decoded, total)
 
-    def _left(
-        self, workload: Workload, variant: Variant, repeat: int, requests: Sequence[SweepRequest] | None = None
-    ) -> list[SweepRequest]:
-        """Select the requests that were not decoded yet, of these, or of all the workload's."""
-        among = self.requests[workload] if requests is None else requests
-        return [request for request in among if (workload, variant, repeat, request.request) not in self.done]
-
-    def _concurrent(self, repeat: int) -> Iterator[Variant]:
-        """Yield the variants of many requests at once in the order of this repeat."""
-        by_slots = itertools.groupby(self.plan.concurrent, key=lambda variant: variant.concurrency)
-        groups = [list(group) for _, group in by_slots]
-        for number, variants in enumerate(groups if repeat % 2 == 0 else reversed(groups)):
-            turn = (repeat + number) % len(variants)
-            yield from variants[turn:] + variants[:turn]
-
-    def _decode(
-        self, out: Appender, workload: Workload, variant: Variant, repeat: int, requests: Sequence[SweepRequest]
-    ) -> None:
-        """Decode requests together, and append their lines; nothing of a failed variant."""
-        self.done.update((workload, variant, repeat, request.request) for request in requests)
-        if (workload, variant) in self.failed:
-            return
-        with self._failing(out, workload, variant):
-            sampling = SamplingParams(
-                workload.temperature, seed=self.plan.seed + (repeat if workload.temperature else 0)
-            )
-            engine_requests = [self.request(request, sampling) for request in requests]
-            results = decode(self._engine(variant), engine_requests, self.pair.tokenizer)
-            bounded = workload.temperature > 0 and repeat == 0 and variant.speculates and variant.concurrency is None
-            bounds = [self._bound(variant, result) if bounded else None for result in results]
-            out.samples(
-                [
-                    Sample.of(workload, variant, repeat, result, most)
-                    for result, most in zip(results, bounds, strict=True)
-                ]
-            )
+    def _decode(self, turn: Turn) -> None:
+        """Decode a turn's requests together, and append their lines."""
+        workload, variant, repeat = turn.workload, turn.variant, turn.repeat
+        sampling = SamplingParams(workload.temperature, seed=self.plan.seed + (repeat if workload.temperature else 0))
+        requests = [self.request(request, sampling) for request in turn.requests]
+        results = decode(self._engine(variant), requests, self.pair.tokenizer)
+        bounded = workload.temperature > 0 and repeat == 0 and variant.speculates and variant.concurrency is None
+        bounds = [self._bound(variant, result) if bounded else None for result in results]
+        self.folder.append_samples(
+            [Sample.of(workload, variant, repeat, result, most) for result, most in zip(results, bounds, strict=True)]
+        )
 
     def _bound(self, variant: Variant, result: Result) -> Bound | None:
         """Measure the acceptance that the temperature allows along an output."""
@@ -227,13 +218,13 @@ class SweepRun:
         return bound(pair.target, pair.drafter, result)
 
     @contextlib.contextmanager
-    def _failing(self, out: Appender, workload: Workload, variant: Variant) -> Iterator[None]:
+    def _failing(self, workload: Workload, variant: Variant) -> Iterator[None]:
         """Append a variant's error; then raise InputError or, with `continue_on_error`, keep it."""
         try:
             yield
         except (InputError, MemoryError, RuntimeError) as error:  # JAX raises RuntimeErrors
             why = " ".join(str(error).split()) or type(error).__name__
-            out.error(workload, variant, why)
+            self.folder.append_error(workload, variant, why)
             if not self.continue_on_error:
                 raise InputError(
                     f"{workload.label}, K = {self.plan.label(variant)}: {why}; decoded requests are kept: continue "
@@ -276,15 +267,14 @@ class SweepRun:
         """
         shares = self.folder.shares
         stored = {share.key for share in shares}
-        tokens = {
-            (sample.workload, sample.request): min(sample.output_tokens, PROFILED_TOKENS)
-            for sample in self.folder.samples()
-            if sample.variant == PLAIN
-        }
+        tokens: dict[Workload, dict[int, int]] = {workload: {} for workload in self.requests}
+        for sample in self.folder.samples():
+            if sample.variant == PLAIN:
+                tokens[sample.workload][sample.request] = min(sample.output_tokens, PROFILED_TOKENS)
         left = [
             (workload, request, variant)
             for workload, requests in self.requests.items()
-            for request in _longest(requests, [tokens.get((workload, request.request), 0) for request in requests])
+            for request in _longest(requests, tokens[workload])
             for variant in self.plan.variants
             if (workload, variant, request.request) not in stored and (workload, variant) not in self.failed
         ]
@@ -318,15 +308,15 @@ class SweepRun:
         return Share(workload, variant, request.request, times.num_steps, draft_ms, verify_ms, other_ms)
 
 
-def _longest(requests: Sequence[SweepRequest], tokens: Sequence[int]) -> list[SweepRequest]:
-    """Choose PROFILED conversations' requests, evenly among the longest plain outputs.
+def _longest(requests: Sequence[SweepRequest], tokens: Mapping[int, int]) -> list[SweepRequest]:
+    """Choose the first turns of PROFILED conversations, those with most tokens (by request) of plain decoding."""
+    first_turns = [request for request in requests if request.turn == 0]
+    return sorted(first_turns, key=lambda request: -tokens.get(request.request, 0))[:PROFILED]
 
-    tokens: of the requests' plain outputs; PROFILED_TOKENS and more count as equal.
-    """
-    first_turns: dict[int, tuple[SweepRequest, int]] = {}
-    for request, length in zip(requests, tokens, strict=True):
-        first_turns.setdefault(request.row, (request, length))
-    lengths = sorted((length for _, length in first_turns.values()), reverse=True)
-    count = min(PROFILED, len(lengths))
-    longest = [request for request, length in first_turns.values() if length >= lengths[count - 1]]
-    return [longest[number * len(longest) // count] for number in range(count)]
+
+def _batched(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def _rotated(items: Sequence[Item], turn: int) -> Iterator[Item]:
+    return (items[(turn + place) % len(items)] for place in range(len(items)))

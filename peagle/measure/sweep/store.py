@@ -11,14 +11,13 @@ A run that is killed at any moment loses at most the requests being decoded.
 All other files (README.md, report.html, pictures) are made from these.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -36,11 +35,8 @@ FEWEST_WAITS = 4  # between arrivals, for quantiles
 RUN, PROMPTS, ASKING, RAW = "run.json", "prompts.jsonl", "asking.jsonl", "raw.jsonl"
 
 Json = dict[str, Any]
-_FLAT: dict[str, Any] = {
-    "workload": Workload,
-    "variant": Variant,
-    "counters": Counters,
-}  # their fields are keys of a line
+# fields whose own fields are keys of a line
+_FLAT: dict[str, Any] = {"workload": Workload, "variant": Variant, "counters": Counters}
 _KEYS = {"num_spec_tokens": "num_speculative_tokens", "requests": "asked"}  # of fields with other names
 
 Record = TypeVar("Record")
@@ -239,42 +235,17 @@ class Folder:
                 errors[workload, variant] = error
         return errors
 
-    @contextlib.contextmanager
-    def appending(self, name: str = RAW) -> Iterator["Appender"]:
-        """Append to raw.jsonl, or asking.jsonl. The caller must hold the folder `alone`."""
-        path = self.path / name
-        with writing(path):
-            file = path.open("a+b")
-        with file:
-            _cut_torn_line(file)
-            yield Appender(file)
+    def append_samples(self, samples: Sequence[Sample]) -> None:
+        """Append lines to raw.jsonl in a single write, since requests decoded together belong together."""
+        _append(self.path / RAW, [line_of(sample) for sample in samples])
 
+    def append_error(self, workload: Workload, variant: Variant, message: str) -> None:
+        """Append a variant's error to raw.jsonl."""
+        _append(self.path / RAW, [line_of(workload) | line_of(variant) | {"error": message}])
 
-class Appender:
-    """Append lines to a file and flush them, so that they outlive the process."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-
-    def conversation(self, conversation: SweepConversation) -> None:
-        self._lines([line_of(conversation)])
-
-    def samples(self, samples: Sequence[Sample]) -> None:
-        """Append lines in a single write, since requests decoded together belong together."""
-        self._lines([line_of(sample) for sample in samples])
-
-    def error(self, workload: Workload, variant: Variant, message: str) -> None:
-        self._lines([line_of(workload) | line_of(variant) | {"error": message}])
-
-    def _lines(self, lines: Sequence[Json]) -> None:
-        try:
-            self._file.write("".join(dumps(line) + "\n" for line in lines).encode())
-            self._file.flush()
-        except OSError as error:
-            raise InputError(
-                f"{self._file.name} cannot be written: {reason_of(error)}; requests decoded before are kept: make "
-                "room, then continue with --resume"
-            ) from None
+    def append_conversation(self, conversation: SweepConversation) -> None:
+        """Append a line to asking.jsonl."""
+        _append(self.path / ASKING, [line_of(conversation)])
 
 
 def begin(path: Path, plan: Plan, provenance: Json) -> Folder:
@@ -294,19 +265,18 @@ def open_run(path: Path) -> Folder:
     """Open the folder of a run. Raises InputError for another kind of folder, or another schema."""
     try:
         record = json.loads((path / RUN).read_text(encoding="utf-8"))
+        kind, schema = record.get("kind"), record.get("schema")
     except OSError as error:
-        raise InputError(
-            f"{path / RUN} cannot be read: {reason_of(error)}; expected a folder of peagle sweep"
-        ) from None
-    except ValueError as error:
-        raise InputError(f"{path / RUN} is not valid JSON ({error}); expected a folder of peagle sweep") from None
-    schema = record.get("schema") if isinstance(record, dict) else None
+        why = f"{path / RUN} cannot be read: {reason_of(error)}; expected a folder of peagle sweep"
+        raise InputError(why) from None
+    except (ValueError, AttributeError):  # no JSON, or no object
+        kind = schema = None
     if isinstance(schema, int) and schema > SCHEMA:
         raise InputError(f"{path} has schema {schema} of a newer peagle; expected at most {SCHEMA}: update peagle")
-    if isinstance(record, dict) and record.get("kind") == IN_SHORT:
+    if kind == IN_SHORT:
         raise InputError(f"{path} holds the summary of a run; expected the folder of peagle sweep, with its raw lines")
-    if schema not in (2, SCHEMA) or record.get("kind") != KIND:
-        raise InputError(f"{path} holds no run of peagle sweep (schema {schema}); expected schema {SCHEMA}")
+    if schema not in (2, SCHEMA) or kind != KIND:
+        raise InputError(f"{path / RUN} holds no run of peagle sweep (schema {schema}); expected schema {SCHEMA}")
     if schema == 2:  # its shares are not by request, so they cannot be used
         record |= {"schema": SCHEMA, "shares": []}
     return Folder(path, record)
@@ -351,42 +321,36 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 def _records(path: Path, make: Callable[[Json], Record]) -> Iterator[Record]:
-    """Make a record of every line. Raises InputError for missing and unknown keys."""
-    for number, line in _lines(path):
-        try:
-            yield make(line)
-        except (KeyError, TypeError) as error:
-            why = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise InputError(
-                f"{path} line {number} is incomplete ({why}); remove the line, and resume the run"
-            ) from None
+    """Make a record of every complete line: a last one without a line break was cut off.
 
-
-def _lines(path: Path) -> Iterator[tuple[int, Json]]:
-    """Yield complete lines with their numbers. Raises InputError for other than JSON objects.
-
-    A last line without a line break was cut off and is left out.
+    Raises InputError for other than JSON objects, and for missing and unknown keys.
     """
-    if not path.exists():
-        return
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    for number, line in enumerate(lines, 1):
         if not line.endswith(b"\n"):
             return
         try:
-            value = json.loads(line)
-        except ValueError:
-            value = None
-        if not isinstance(value, dict):
-            raise InputError(f"{path} line {number} is no JSON object; remove the line, and resume the run")
-        yield number, value
+            yield make(dict(json.loads(line)))
+        except (KeyError, TypeError, ValueError) as error:
+            why = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise InputError(f"{path} line {number} is damaged ({why}); remove the line, and resume the run") from None
 
 
-def _cut_torn_line(file: IO[bytes]) -> None:
-    """Truncate the file after its last line break."""
-    file.seek(0)
-    whole = file.read().rfind(b"\n") + 1
-    file.truncate(whole)
-    file.seek(0, os.SEEK_END)
+def _append(path: Path, lines: Sequence[Json]) -> None:
+    """Append lines, in place of a last one that was cut off. The caller must hold the folder `alone`."""
+    try:
+        with path.open("a+b") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":
+                    file.seek(0)
+                    file.truncate(file.read().rfind(b"\n") + 1)
+            file.write("".join(dumps(line) + "\n" for line in lines).encode())
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be written: {reason_of(error)}; requests decoded before are kept: make room, then continue "
+            "with --resume"
+        ) from None
 
 
 def _write(path: Path, text: str) -> None:

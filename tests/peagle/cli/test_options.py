@@ -130,37 +130,35 @@ def test_a_dash_is_an_argument_in_its_place_or_the_value_of_an_option(typed: str
     assert built(kind, values) == read
 
 
-@pytest.mark.parametrize(
-    ("typed", "line"),
-    [
-        ("--help=foo", "Option '--help' does not take a value. (peagle --help shows the usage)"),
-        ("--version foo", "--version is followed by foo; leave that out"),
-        ("--completion", "--completion is ''; expected bash or zsh, and nothing else"),
-        ("--completion=zsh x", "--completion is 'zsh x'; expected bash or zsh, and nothing else"),
-        ("-z", "No such option: -z (peagle --help shows the usage)"),
-        ("-- nope", "No such command 'nope'. (peagle --help shows the usage)"),
-        ("cluster -- up -z", "No such option: -z (peagle cluster up --help shows the usage)"),
-        ("-- info -z", "No such option: -z (peagle info --help shows the usage)"),
-        ("info --help=foo", "Option '--help' does not take a value. (peagle info --help shows the usage)"),
-        (
-            "speculate --quiet=false",
-            "Option '--quiet' does not take a value. (peagle speculate --help shows the usage)",
-        ),
-        ("speculate -q=1", "Option '-q' does not take a value. (peagle speculate --help shows the usage)"),
-        ("speculate -qz", "No such option: -z (peagle speculate --help shows the usage)"),
-        ("speculate --PROMPT x", "No such option: --PROMPT (peagle speculate --help shows the usage)"),
-        (
-            "speculate --slot",
-            "No such option: --slot. Did you mean '--slots'? (peagle speculate --help shows the usage)",
-        ),
-        ("speculate - -", "Got unexpected extra argument(s) (-) (peagle speculate --help shows the usage)"),
-        ("speculate -qn - -", "-n is '-'; expected a valid integer (peagle speculate --help shows the usage)"),
-        ("speculate --top-k 1.5", "--top-k is 1.5; expected a valid integer (peagle speculate --help shows the usage)"),
-        ("data", "Missing option '--prompt-file' / '--prompts'. (peagle data --help shows the usage)"),
-    ],
-)
-def test_what_cannot_be_read_is_refused_in_a_line(typed: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, *typed.split()) == (2, "", f"peagle: error: {line}\n")
+# what is typed, the line, and the command whose help it names
+REFUSED: list[tuple[str, str, str | None]] = [
+    ("--help=foo", "Option '--help' does not take a value.", ""),
+    ("--version foo", "--version is followed by foo; leave that out", None),
+    ("--completion", "--completion is ''; expected bash or zsh, and nothing else", None),
+    ("--completion=zsh x", "--completion is 'zsh x'; expected bash or zsh, and nothing else", None),
+    ("-z", "No such option: -z", ""),
+    ("-- nope", "No such command 'nope'.", ""),
+    ("cluster -- up -z", "No such option: -z", "cluster up"),
+    ("-- info -z", "No such option: -z", "info"),
+    ("info --help=foo", "Option '--help' does not take a value.", "info"),
+    ("data", "Missing option '--prompt-file' / '--prompts'.", "data"),
+    ("speculate --quiet=false", "Option '--quiet' does not take a value.", "speculate"),
+    ("speculate -q=1", "Option '-q' does not take a value.", "speculate"),
+    ("speculate -qz", "No such option: -z", "speculate"),
+    ("speculate --PROMPT x", "No such option: --PROMPT", "speculate"),
+    ("speculate --slot", "No such option: --slot. Did you mean '--slots'?", "speculate"),
+    ("speculate - -", "Got unexpected extra argument(s) (-)", "speculate"),
+    ("speculate -qn - -", "-n is '-'; expected a valid integer", "speculate"),
+    ("speculate --top-k 1.5", "--top-k is 1.5; expected a valid integer", "speculate"),
+]
+
+
+@pytest.mark.parametrize(("typed", "line", "command"), REFUSED)
+def test_what_cannot_be_read_is_refused_in_a_line(
+    typed: str, line: str, command: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usage = "" if command is None else f" (peagle {command} --help shows the usage)".replace("  ", " ")
+    assert run(capsys, *typed.split()) == (2, "", f"peagle: error: {line}{usage}\n")
 
 
 @pytest.mark.parametrize(
@@ -253,13 +251,18 @@ def shown(words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("name", LOADED)
-def test_help_stands_whole_at_80_columns(
+def test_the_help_of_a_command_stands_whole_at_80_columns(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """It begins with the command's summary, has examples, and says something of every option."""
+    kind = LOADED[name]
     lines = [line.strip() for line in shown(name, monkeypatch, capsys)]
     assert not [line for line in lines if "…" in line or len(line) > 80]
-    for line in inspect.cleandoc(LOADED[name].__doc__).splitlines():
+    for line in inspect.cleandoc(kind.__doc__).splitlines():
         assert re.sub(r"\[/?(cyan|bold)\]", "", line).strip() in lines
+    assert kind.__doc__.startswith(COMMANDS[name].summary)
+    assert f"peagle {name}" in kind.__doc__.partition("[bold]Examples[/bold]")[2]
+    assert not [option.names for option in options_of(kind) if not option.help.endswith(".")]
 
 
 def test_the_help_of_all_commands_fits_one_screen(
@@ -271,30 +274,14 @@ def test_the_help_of_all_commands_fits_one_screen(
         assert any(re.fullmatch(rf"│ {name} +{re.escape(entry.summary)} +│", line) for line in lines), name
 
 
-@pytest.mark.parametrize("name", LOADED)
-def test_a_command_s_summary_begins_its_help(name: str) -> None:
-    assert LOADED[name].__doc__.startswith(COMMANDS[name].summary)
-
-
-@pytest.mark.parametrize("name", LOADED)
-def test_every_option_has_a_help(name: str) -> None:
-    for option in options_of(LOADED[name]):
-        assert option.help.endswith("."), option.names
-
-
-@pytest.mark.parametrize("name", LOADED)
-def test_every_command_has_examples(name: str) -> None:
-    assert f"peagle {name}" in LOADED[name].__doc__.partition("[bold]Examples[/bold]")[2]
-
-
-@pytest.mark.parametrize("flag", ["--prompt-file", "--prompts"])
 @pytest.mark.parametrize("name", PROMPT_FILES)
 def test_files_of_prompts_have_two_names_in_every_command(
-    name: str, flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     absent, out = str(tmp_path / "absent.jsonl"), ["--out", str(tmp_path / "out")]
-    result = run(capsys, name, flag, absent, *(out if name in ("data", "sweep") else []))
-    refused(result, f"{absent} cannot be read")
+    for flag in ("--prompt-file", "--prompts"):
+        result = run(capsys, name, flag, absent, *(out if name in ("data", "sweep") else []))
+        refused(result, f"{absent} cannot be read")
 
 
 def test_all_commands_that_read_files_of_prompts_are_known() -> None:

@@ -57,9 +57,9 @@ def test_lists_and_commands_are_themselves_in_both() -> None:
     assert "peagle x 'y z'\npeagle &lt;y&gt;\n</code></pre>" in text
 
 
-def test_columns_of_numbers_are_to_the_right_in_html_alone() -> None:
+def test_columns_of_numbers_are_to_the_right() -> None:
     table = Table(("K", "speed", "real?"), (("1", "+1.00", "yes"), ("3, two", "-", "no")))
-    assert "|---|---|---|" in markdown([table])
+    assert "\n|---|---:|---|\n" in markdown([table])
     text = html([heading("t", 1), table])
     right = 'style="text-align:right"'
     assert f"<td>1</td>\n<td {right}>+1.00</td>\n<td>yes</td>" in text

@@ -1,5 +1,6 @@
 """A server over the toy pair, in the test's process."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,7 +9,7 @@ from fastapi.testclient import TestClient
 
 from peagle.serve.service import Service
 from peagle.text.tokenizer import ByteLevelTokenizer, load_tokenizer
-from tests.support.harmony import says
+from tests.support.harmony import prompt_of, says
 from tests.support.pairs import toy_pair, write_tokenizer
 from tests.support.servers import HARMONY_SPECIALS, HARMONY_TEMPLATE, client_of, service_of
 
@@ -21,6 +22,21 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> ByteLevelTokenizer:
     loaded = load_tokenizer(directory)
     assert loaded is not None
     return loaded
+
+
+@pytest.fixture(scope="session")
+def prompt(harmony: ByteLevelTokenizer) -> Callable[..., str]:
+    """Decode the prompt of a chat or a response with these fields."""
+    return functools.partial(prompt_of, harmony)
+
+
+@pytest.fixture(scope="session")
+def agent(harmony: ByteLevelTokenizer) -> Iterator[TestClient]:
+    """A client of one server whose chat template has tools; its answers are empty."""
+    service = says(harmony)
+    with client_of(service) as client:
+        yield client
+    service.loop.close()
 
 
 @pytest.fixture(scope="session")

@@ -20,12 +20,10 @@ from peagle.serve.errors import ApiError
 from peagle.serve.service import Service
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.support.commands import all_refused
-from tests.support.harmony import USER, says
+from tests.support.harmony import USER
 from tests.support.pairs import press_ctrl_c_at, toy_pair
-from tests.support.running import Gate
-from tests.support.servers import client_of
+from tests.support.servers import CHAT, COMPLETIONS, RESPONSES, answer, client_of
 
-CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": (CHAT, {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 9, "temperature": 0}),
     "raw": (COMPLETIONS, {"prompt": [40, 41], "max_tokens": 12, "temperature": 1, "seed": 3, "n": 2}),
@@ -51,14 +49,22 @@ def stable(body: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in body.items() if key not in VARY}
 
 
+def statuses(out: Path) -> dict[str, int]:
+    return {name: answer["response"]["status_code"] for name, answer in read(out).items()}
+
+
 @pytest.fixture
 def run(make: Callable[..., Service], tmp_path: Path) -> Callable[..., BatchFile]:
-    """Answer lines; `stop_at`: end early after so many looks."""
+    """Answer lines with one server; `stop_at`: end early after so many looks."""
+    service: Service | None = None
 
-    def running(lines: list[str], stop_at: int | None = None, service: Service | None = None) -> BatchFile:
+    def running(lines: list[str], stop_at: int | None = None, by: Service | None = None) -> BatchFile:
+        nonlocal service
+        if by is None:
+            by = service = service or make()
         (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
         looks = iter(range(10**9))
-        batch = BatchFile(service or make(), tmp_path / "in.jsonl", tmp_path / "out.jsonl", 3)
+        batch = BatchFile(by, tmp_path / "in.jsonl", tmp_path / "out.jsonl", 3)
         asyncio.run(batch.run(lambda: stop_at is not None and next(looks) >= stop_at, lambda _: None))
         assert batch.service.loop.num_open == 0 or stop_at is not None
         return batch
@@ -66,143 +72,174 @@ def run(make: Callable[..., Service], tmp_path: Path) -> Callable[..., BatchFile
     return running
 
 
-def test_each_line_has_the_servers_answer(run: Any, make: Any, tmp_path: Path) -> None:
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out.jsonl"
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_line_has_the_servers_answer(run: Any, out: Path) -> None:
     batch = run([line(name) for name in BODIES])
-    answers, client = read(tmp_path / "out.jsonl"), client_of(make())
+    answers, client = read(out), client_of(batch.service)
     assert answers.keys() == BODIES.keys()
     assert (batch.counts.answered, batch.counts.refused, batch.counts.done) == (len(BODIES), 0, batch.counts.total)
     for name, (url, body) in BODIES.items():
-        answer = answers[name]
-        assert (answer["error"], answer["response"]["status_code"]) == (None, 200)
-        assert answer["response"]["request_id"] == answer["response"]["body"]["id"]
-        assert stable(answer["response"]["body"]) == stable(client.post(url, json=body).json())
+        response = answers[name]["response"]
+        assert (answers[name]["error"], response["status_code"]) == (None, 200)
+        assert response["request_id"] == response["body"]["id"]
+        assert stable(response["body"]) == stable(answer(client, url, body))
     assert answers["response"]["response"]["body"]["output"][-1]["content"][0]["text"]
 
 
-BAD = [
-    ("{", None, "line 1 is not valid JSON"),
-    ("[1]", None, "line 1 is [1]; expected an object"),
-    (line("chat", custom_id=7), None, "the custom_id of line 1 is 7"),
-    (line("chat", custom_id=""), None, "the custom_id of line 1 is ''"),
-    (line("chat", method="GET"), "chat", "the method of line 1 is 'GET'; expected 'POST'"),
-    (line("chat", url="/v1/embeddings"), "chat", "the url of line 1 is '/v1/embeddings'; expected one of /v1/chat"),
-    (line("chat", url=["/v1"]), "chat", "the url of line 1"),
-    (line("chat", body=[]), "chat", "the body of line 1 is []"),
+# a line, its custom_id, the status of its reply if it is a request, a part of the message
+BAD: list[tuple[str, str | None, int | None, str]] = [
+    ("{", None, None, "line 1 is not valid JSON"),
+    ("[1]", None, None, "line 2 is [1]; expected an object"),
+    (line("chat", custom_id=7), None, None, "the custom_id of line 3 is 7"),
+    (line("chat", custom_id=""), None, None, "the custom_id of line 4 is ''"),
+    (line("chat", custom_id="a", method="GET"), "a", None, "the method of line 5 is 'GET'; expected 'POST'"),
+    (line("chat", custom_id="b", url="/v1/embeddings"), "b", None, "the url of line 6 is '/v1/embeddings'; expected"),
+    (line("chat", custom_id="c", url=["/v1"]), "c", None, "the url of line 7"),
+    (line("chat", custom_id="d", body=[]), "d", None, "the body of line 8 is []"),
+    (line("chat", custom_id="e", body={"messages": []}), "e", 400, "messages is empty"),
+    (line("chat", custom_id="f", body={"messages": USER, "stream": True}), "f", 400, "stream is set"),
+    (line("chat", custom_id="g", body={"messages": USER, "model": "gpt-4"}), "g", 404, "'gpt-4' is not served"),
+    (line("chat", custom_id="h", body={"messages": USER, "temperature": -1}), "h", 400, "temperature is -1"),
 ]
 
 
-@pytest.mark.parametrize(("text", "custom_id", "message"), BAD, ids=[message for _, _, message in BAD])
-def test_a_line_that_is_none_gets_an_error_and_the_others_answers(
-    run: Any, tmp_path: Path, text: str, custom_id: str | None, message: str
+def test_a_line_that_is_none_gets_an_error_and_the_others_answers(run: Any, out: Path) -> None:
+    batch = run([*(text for text, _, _, _ in BAD), "", line("0")])
+    assert (batch.counts.answered, batch.counts.refused, batch.counts.total) == (1, len(BAD), len(BAD) + 1)
+    answers = [json.loads(text) for text in out.read_text().splitlines()]
+    assert [answer["response"]["status_code"] for answer in answers if answer["custom_id"] == "0"] == [200]
+    for _, custom_id, status, part in BAD:
+        (answer,) = (answer for answer in answers if part in json.dumps(answer, ensure_ascii=False))
+        assert answer["custom_id"] == custom_id
+        if status is None:
+            assert (answer["response"], answer["error"]["code"]) == (None, "invalid_line")
+        else:
+            assert (answer["error"], answer["response"]["status_code"]) == (None, status)
+            assert part in answer["response"]["body"]["error"]["message"]
+
+
+def test_log_probabilities_in_a_batch_are_the_contents(
+    saying: Callable[..., Service], run: Callable[..., BatchFile], out: Path
 ) -> None:
-    batch = run([text, "", line("0")])
-    answers = read(tmp_path / "out.jsonl")
-    assert answers["0"]["response"]["status_code"] == 200
-    assert answers[custom_id]["response"] is None
-    assert answers[custom_id]["error"]["code"] == "invalid_line"
-    assert message in answers[custom_id]["error"]["message"]
-    assert (batch.counts.answered, batch.counts.refused, batch.counts.total) == (1, 1, 2)
+    """As over HTTP: without control tokens, headers and reasoning."""
+    answer = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>größer 東京<|return|>"
+    )
+    bodies = {
+        CHAT: {"messages": USER, "logprobs": True, "temperature": 0},
+        RESPONSES: {"input": "hello", "include": ["message.output_text.logprobs"], "temperature": 0},
+    }
+    lines = [{"custom_id": url, "method": "POST", "url": url, "body": body} for url, body in bodies.items()]
+    run(list(map(json.dumps, lines)), by=saying((bodies[CHAT], answer)))
+    answers = read(out)
+    entries = answers[CHAT]["response"]["body"]["choices"][0]["logprobs"]["content"]
+    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == "größer 東京"
+    assert answers[RESPONSES]["response"]["body"]["output"][1]["content"][0]["logprobs"] == entries
 
 
-def test_a_repeated_custom_id_is_an_error(run: Any, tmp_path: Path) -> None:
+def test_a_repeated_custom_id_is_an_error(run: Any, out: Path) -> None:
     for _ in range(2):  # a second run changes nothing
         run([line("0"), line("0"), line("1")])
-        lines = [json.loads(text) for text in (tmp_path / "out.jsonl").read_text().splitlines()]
-        assert len(lines) == 3
-        (error,) = (answer["error"] for answer in lines if answer["error"])
+        answers = [json.loads(text) for text in out.read_text().splitlines()]
+        assert len(answers) == 3
+        (error,) = (answer["error"] for answer in answers if answer["error"])
         assert error["message"] == "the custom_id '0' of line 2 is that of a line before it"
 
 
-@pytest.mark.parametrize(
-    ("body", "part"),
-    [
-        ({"messages": []}, "messages is empty"),
-        ({"messages": [{"role": "user", "content": "a"}], "stream": True}, "stream is set"),
-        ({"messages": [{"role": "user", "content": "a"}], "model": "gpt-4"}, "'gpt-4' is not served"),
-        ({"messages": [{"role": "user", "content": "a"}], "temperature": -1}, "temperature is -1"),
-    ],
-)
-def test_a_body_that_is_none_gets_an_error_object(run: Any, tmp_path: Path, body: Any, part: str) -> None:
-    batch = run([line("chat", body=body), line("0")])
-    answer = read(tmp_path / "out.jsonl")["chat"]
-    assert answer["error"] is None
-    assert answer["response"]["status_code"] in (400, 404)
-    assert part in answer["response"]["body"]["error"]["message"]
-    assert (batch.counts.answered, batch.counts.refused) == (1, 1)
+def test_many_lines_are_under_way_at_once_but_not_all(make: Any, run: Any) -> None:
+    service = make()
+    submit, open_requests = service.loop.submit, list[int]()
+
+    def submitted(requests: Any) -> Any:
+        call = submit(requests)
+        open_requests.append(service.loop.num_open)
+        return call
+
+    service.loop.submit = submitted
+    run([line(str(number)) for number in range(6)], by=service)
+    assert max(open_requests) == 3
 
 
-def test_a_run_that_was_stopped_goes_on_and_answers_nothing_twice(run: Any, tmp_path: Path) -> None:
+# --- runs that end early ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_was_stopped_goes_on_and_answers_nothing_twice(run: Any, make: Any, out: Path) -> None:
     lines = [line(name) for name in BODIES]
-    whole = tmp_path / "out.jsonl"
     run(lines)
-    expected = {name: stable(answer["response"]["body"]) for name, answer in read(whole).items()}
-    whole.unlink()
+    expected = {name: stable(answer["response"]["body"]) for name, answer in read(out).items()}
+    out.unlink()
     stops = 0
     for stop_at in (1, 4, 6, 9, None):
         batch = run(lines, stop_at)
         stops += batch.counts.done < batch.counts.total
         assert batch.counts.known <= len(BODIES)
-    texts = whole.read_text("utf-8").splitlines()
-    assert len(texts) == len(BODIES)
-    assert {name: stable(answer["response"]["body"]) for name, answer in read(whole).items()} == expected
     assert stops >= 2
-    service = run(lines).service
-    assert not service.loop.engine.executor.started, "nothing was asked again"
+    assert len(out.read_text("utf-8").splitlines()) == len(BODIES)
+    assert {name: stable(answer["response"]["body"]) for name, answer in read(out).items()} == expected
+    unused = make()
+    run(lines, by=unused)
+    assert not unused.loop.engine.executor.started, "nothing was asked again"
 
 
-def test_answers_that_the_server_owes_are_asked_again(run: Any, make: Any, tmp_path: Path) -> None:
+def test_answers_that_the_server_owes_are_asked_again(run: Any, make: Any, out: Path) -> None:
     """Of an engine that failed, of a last line that was cut off, of lines that were none."""
-    out = tmp_path / "out.jsonl"
-    service = make()
+    failing, lines = make(), [line("0"), line("1"), line("2")]
 
     def broken(*_: object) -> None:
         raise RuntimeError("the device is gone")
 
-    run([line("0")])
-    service.loop.engine.executor.prefill = broken
-    batch = run([line("0"), line("1"), line("2")], service=service)
-    assert batch.counts.known == 1
-    assert batch.counts.failed >= 1
-    assert {name: answer["response"]["status_code"] for name, answer in read(out).items()}["0"] == 200
+    run(lines[:1])
+    failing.loop.engine.executor.prefill = broken
+    counts = run(lines, by=failing).counts
+    assert counts.known == 1
+    assert counts.failed >= 1
+    assert statuses(out)["0"] == 200
     with out.open("a") as file:
         file.write('{"id": "x", "custom_id": "1", "response": null, "error": {"code": "invalid_line"}}\n{"id": "batch')
-    run([line("0"), line("1"), line("2")])
-    assert {name: answer["response"]["status_code"] for name, answer in read(out).items()} == {
-        "0": 200,
-        "1": 200,
-        "2": 200,
-    }
+    run(lines)
+    assert statuses(out) == {"0": 200, "1": 200, "2": 200}
 
 
-def test_a_line_that_the_server_fails_at_is_a_500_and_asked_again(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    out = tmp_path / "out.jsonl"
+def failing(prompts: dict[int, Exception]) -> Any:
+    """Make the endpoint of completions fail at these prompts."""
     endpoint = ENDPOINTS[COMPLETIONS]
 
-    async def fails(service: Service, body: CompletionBody) -> Any:
-        if body.prompt == [51]:
-            raise ZeroDivisionError("a fault")
-        if body.prompt == [52]:
-            raise ApiError(503, "the queue is full")
+    async def start(service: Service, body: CompletionBody) -> Any:
+        (token,) = body.prompt
+        if token in prompts:
+            raise prompts[token]  # type: ignore[index]
         return await endpoint.start(service, body)
 
+    return dataclasses.replace(endpoint, start=start)
+
+
+def test_a_line_that_the_server_fails_at_is_asked_again_and_costs_no_other(
+    run: Any, out: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = [line(str(number)) for number in range(4)]
     with monkeypatch.context() as patch:
-        patch.setitem(ENDPOINTS, COMPLETIONS, dataclasses.replace(ENDPOINTS[COMPLETIONS], start=fails))
-        counts = run([line(str(n)) for n in range(4)]).counts
-    assert (counts.answered, counts.failed, counts.done, counts.total) == (2, 2, 4, 4)
-    answers = read(out)
-    assert [answers[str(n)]["response"]["status_code"] for n in range(4)] == [200, 500, 503, 200]
-    assert "ZeroDivisionError" in answers["1"]["response"]["body"]["error"]["message"]
+        faults = {51: ZeroDivisionError("a fault"), 52: ApiError(503, "the queue is full"), 53: RecursionError("deep")}
+        patch.setitem(ENDPOINTS, COMPLETIONS, failing(faults))
+        counts = run(lines).counts
+    assert (counts.answered, counts.failed, counts.done, counts.total) == (1, 3, 4, 4)
+    assert statuses(out) == {"0": 200, "1": 500, "2": 503, "3": 500}
+    assert "ZeroDivisionError" in read(out)["1"]["response"]["body"]["error"]["message"]
     assert "a fault" in caplog.text
-    counts = run([line(str(n)) for n in range(4)]).counts
-    assert (counts.answered, counts.known, counts.failed) == (2, 2, 0)
-    assert [read(out)[str(n)]["response"]["status_code"] for n in range(4)] == [200] * 4
+    assert "deep" in caplog.text
+    counts = run(lines).counts
+    assert (counts.answered, counts.known, counts.failed) == (3, 1, 0)
+    assert statuses(out) == dict.fromkeys("0123", 200)
     assert len(out.read_text().splitlines()) == 4
 
 
-def test_an_output_that_was_cut_off_anywhere_goes_on(run: Any, tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
+def test_an_output_that_was_cut_off_anywhere_goes_on(run: Any, tmp_path: Path, out: Path) -> None:
     lines = [line("0"), line("1")]
     run(lines)
     whole = out.read_bytes()
@@ -214,9 +251,11 @@ def test_an_output_that_was_cut_off_anywhere_goes_on(run: Any, tmp_path: Path) -
         check_files(tmp_path / "in.jsonl", out)
         assert out.read_bytes() == whole[:cut]
         counts = run(lines).counts
-        assert counts.done == 2
-        assert counts.known == whole[:cut].count(b"\n")
-        assert {name: answer["response"]["status_code"] for name, answer in read(out).items()} == {"0": 200, "1": 200}
+        assert (counts.done, counts.known) == (2, whole[:cut].count(b"\n"))
+        assert statuses(out) == {"0": 200, "1": 200}
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def test_an_empty_file_is_refused_before_anything_slow(tmp_path: Path) -> None:
@@ -225,73 +264,35 @@ def test_an_empty_file_is_refused_before_anything_slow(tmp_path: Path) -> None:
         check_files(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
 
 
-def test_a_check_writes_nothing(run: Any, tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
+def test_a_check_writes_nothing(run: Any, tmp_path: Path, out: Path) -> None:
     run([line("0"), "{"])
-    with out.open("ab") as file:
-        file.write(b'{"id": "batch_re')
-    before = out.read_bytes()
+    before = out.read_bytes() + b'{"id": "batch_re'
+    out.write_bytes(before)
     check_files(tmp_path / "in.jsonl", out)
     assert out.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
-def test_an_answer_to_another_request_is_not_taken_for_this_ones(run: Any, make: Any, tmp_path: Path) -> None:
+def test_an_answer_to_another_request_is_not_taken_for_this_ones(run: Any, make: Any, out: Path) -> None:
     run([line("0"), line("1")])
-    before = (tmp_path / "out.jsonl").read_bytes()
-    changed = json.dumps({**json.loads(line("1")), "body": {"prompt": [60], "max_tokens": 3}})
+    before = out.read_bytes()
     with pytest.raises(InputError, match="another request with the custom_id '1' of line 2"):
-        run([line("0"), changed])
-    service = make()
-    service.model = "other"
+        run([line("0"), line("1", body={"prompt": [60], "max_tokens": 3})])
+    other = make()
+    other.model = "other"
     with pytest.raises(InputError, match="answers of the model 'toy', and 'other' is loaded"):
-        run([line("0"), line("1")], service=service)
-    assert (tmp_path / "out.jsonl").read_bytes() == before
+        run([line("0"), line("1")], by=other)
+    assert out.read_bytes() == before
 
 
-def test_two_runs_do_not_write_one_output(run: Any, tmp_path: Path) -> None:
-    with alone(tmp_path / "out.jsonl"), pytest.raises(InputError, match="is being written by another run"):
+def test_two_runs_do_not_write_one_output(run: Any, out: Path) -> None:
+    with alone(out), pytest.raises(InputError, match="is being written by another run"):
         run([line("0")])
-    assert not (tmp_path / "out.jsonl").exists()
+    assert not out.exists()
     assert run([line("0")]).counts.answered == 1
 
 
-def test_a_line_that_nobody_expected_costs_no_other(
-    run: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    service = make()
-    completion = service.builder.completion
-
-    def planted(body: Any) -> Any:
-        if body.prompt == [51]:
-            raise RecursionError("planted")
-        return completion(body)
-
-    monkeypatch.setattr(type(service.builder), "completion", lambda _, body, *__: planted(body))
-    batch = run([line("0"), line("1"), line("2")], service=service)
-    assert (batch.counts.answered, batch.counts.failed) == (2, 1)
-    assert read(tmp_path / "out.jsonl")["1"]["response"]["status_code"] == 500
-    assert "planted" in caplog.text
-    monkeypatch.undo()
-    run([line("0"), line("1"), line("2")])
-    assert read(tmp_path / "out.jsonl")["1"]["response"]["status_code"] == 200
-
-
-def test_many_lines_are_under_way_at_once_but_not_all(make: Any, run: Any) -> None:
-    service = make()
-    gate, most = Gate(service), 0
-    submit = service.loop.submit
-
-    def submitted(requests: Any) -> Any:
-        nonlocal most
-        call = submit(requests)
-        most = max(most, service.loop.num_open)
-        return call
-
-    service.loop.submit = submitted
-    gate.open()
-    run([line(str(n)) for n in range(6)], service=service)
-    assert most == 3
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -322,36 +323,29 @@ def test_the_command_answers_and_says_how_much(command: Any, capfd: pytest.Captu
     assert capfd.readouterr().err.startswith("peagle: warning: 0 lines answered, 1 refused, 1 answered before")
 
 
-def test_the_command_fails_if_a_line_did(
+def test_the_command_fails_if_a_line_did_or_every_line_is_refused(
     command: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fails(*_: object) -> Any:
-        raise ApiError(500, "a fault")
-
     with monkeypatch.context() as patch:
-        patch.setitem(ENDPOINTS, COMPLETIONS, dataclasses.replace(ENDPOINTS[COMPLETIONS], start=fails))
+        patch.setitem(ENDPOINTS, COMPLETIONS, failing({50: ApiError(500, "a fault")}))
         assert command([line("0"), "{"]) == 1
     assert "0 lines answered, 1 refused, 1 failed: run the same command again" in capfd.readouterr().err
     assert command([line("0"), "{"]) == 0
-
-
-def test_the_command_fails_if_every_line_is_refused(command: Any) -> None:
     refused = ['{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}', "{"]
     assert command(refused) == 3
     assert command(refused) == 3  # a line of them is known
-    assert command([*refused, line("0")]) == 0
 
 
 def test_ctrl_c_ends_the_command_and_says_how_to_go_on(
-    command: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    command: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, out: Path
 ) -> None:
     lines = [line(name) for name in BODIES]
     press_ctrl_c_at(monkeypatch, peagle.serve.batch, "_write", 2)
     assert command(lines) == 130
     assert f"of {len(lines)} lines are done; the same command resumes" in capfd.readouterr().err
-    assert 2 <= len(read(tmp_path / "out.jsonl")) < len(lines)
+    assert 2 <= len(read(out)) < len(lines)
     assert command(lines) == 0
-    assert len(read(tmp_path / "out.jsonl")) == len(lines)
+    assert len(read(out)) == len(lines)
 
 
 def test_what_cannot_be_is_refused_in_a_line(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -370,24 +364,3 @@ def test_what_cannot_be_is_refused_in_a_line(capfd: pytest.CaptureFixture[str], 
         ([source, str(tmp_path / "out"), "--slots", "0"], "--slots is 0"),
     )
     all_refused(capfd, ["batch"], table)
-
-
-def test_log_probabilities_in_a_batch_are_the_contents(
-    harmony: ByteLevelTokenizer, run: Callable[..., BatchFile], tmp_path: Path
-) -> None:
-    """As over HTTP: without control tokens, headers and reasoning."""
-    answer = (
-        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>größer 東京<|return|>"
-    )
-    bodies = {
-        CHAT: {"messages": USER, "logprobs": True, "temperature": 0},
-        RESPONSES: {"input": "hello", "include": ["message.output_text.logprobs"], "temperature": 0},
-    }
-    lines = [{"custom_id": url, "method": "POST", "url": url, "body": body} for url, body in bodies.items()]
-    service = says(harmony, (bodies[CHAT], answer))
-    run(list(map(json.dumps, lines)), service=service)
-    answers = read(tmp_path / "out.jsonl")
-    service.loop.close()
-    entries = answers[CHAT]["response"]["body"]["choices"][0]["logprobs"]["content"]
-    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == "größer 東京"
-    assert answers[RESPONSES]["response"]["body"]["output"][1]["content"][0]["logprobs"] == entries

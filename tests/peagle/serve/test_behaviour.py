@@ -1,11 +1,10 @@
 """Disconnects, a full queue, failures and the end of the server, over real connections."""
 
-import asyncio
 import json
 import signal
 import socket
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -18,54 +17,37 @@ from peagle.serve.app import create_app
 from peagle.serve.service import Service
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.support.pairs import toy_pair
-from tests.support.running import Gate, Running, eventually, running
-from tests.support.servers import SLOTS, client_of, service_of
+from tests.support.running import Gate, Running, eventually, received, received_until, running
+from tests.support.servers import COMPLETIONS, SLOTS, answer, client_of, error_of, service_of
 
-PATH = "/v1/completions"
 BODY: dict[str, Any] = {"prompt": [40, 41, 42], "max_tokens": 30, "temperature": 0}
 Make = Callable[..., Service]
-
-
-def address_of(server: Running) -> tuple[str, int]:
-    host, port = server.url.removeprefix("http://").split(":")
-    return host, int(port)
 
 
 def send(server: Running, cut: int | None = None, **fields: Any) -> socket.socket:
     """Send a request, or so many bytes of its body, and leave its answer unread."""
     body = json.dumps({**BODY, **fields}).encode()
-    connection = socket.create_connection(address_of(server))
-    connection.sendall(
-        f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\n\r\n".encode()
-        + body[:cut]
-    )
+    connection = server.connect()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:cut])
     return connection
 
 
-def _all(connection: socket.socket) -> bytes:
-    """Read to the end, and close."""
-    with connection:
-        return b"".join(iter(lambda: connection.recv(65536), b""))
-
-
-def _reply(connection: socket.socket) -> bytes:
-    """Read a reply of JSON."""
-    received = b""
-    while b"}" not in received:  # its head may arrive alone
-        received += connection.recv(65536) or b"cut}"
-    return received
+def post(server: Running, **fields: Any) -> httpx.Response:
+    return httpx.post(server.url + COMPLETIONS, json={**BODY, **fields}, timeout=60)
 
 
 def is_idle(service: Service) -> bool:
     engine = service.loop.engine
-    return service.loop.num_open == 0 and not engine.busy and engine._scheduler.num_active == 0
+    return service.loop.num_open == 0 and not engine.busy and engine.page_use.held_frac == 0
 
 
 def test_it_answers_below_a_prefix(shared: Service) -> None:
     """As Ray Serve mounts it with a route_prefix."""
-    client = TestClient(create_app(shared), root_path="/models")
-    assert client.post(f"/models{PATH}", json=BODY).status_code == 200
+    answer(TestClient(create_app(shared), root_path="/models"), f"/models{COMPLETIONS}", BODY)
+
+
+# --- clients that leave -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -75,14 +57,13 @@ def test_a_client_that_leaves_frees_its_slot_before_the_next_dispatch(make: Make
     with running(service) as server:
         gate.close()
         connection = send(server, stream=stream, max_tokens=250)
-        eventually(lambda: service.loop._running)  # the engine has it, and waits at the gate
-        (job,) = service.loop._running.values()
+        eventually(lambda: gate.added)  # the engine has it, and waits at the gate
         connection.close()
-        eventually(lambda: job.aborted)
+        eventually(lambda: gate.aborted)
         gate.open()
         eventually(lambda: is_idle(service))
         assert gate.dispatched == []
-        assert httpx.post(server.url + PATH, json=BODY, timeout=60).status_code == 200
+        assert post(server).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -95,36 +76,64 @@ def test_a_client_that_leaves_the_queue_or_the_midst_of_its_answer_leaks_nothing
         for connection in connections:
             connection.close()
         eventually(lambda: is_idle(service))
-        before = httpx.post(server.url + PATH, json=BODY, timeout=60).json()["choices"][0]["text"]
-        assert len(before) == 30
+        assert len(post(server).json()["choices"][0]["text"]) == 30
     assert 'finished_reason="abort"' in service.metrics.text().decode()
 
 
+def test_a_body_that_never_ends_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peagle.serve.http.BODY_PATIENCE_S", 0.05)
+    with running(make()) as server:
+        reply = received_until(send(server, cut=5), b"}")
+    assert b"408 Request Timeout" in reply
+    assert b"was not complete within 0.05 seconds" in reply
+
+
+def test_headers_that_never_end_cost_their_connection(make: Make) -> None:
+    """Those of a first request, and of one after an answer. An answer itself may take longer, as may a pause."""
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+    service = make()
+    gate = Gate(service)
+
+    def health(connection: socket.socket) -> bytes:
+        connection.sendall(head + b"\r\n")
+        reply = b""
+        while b"}" not in reply:  # its head may arrive alone
+            reply += connection.recv(65536) or b"cut}"
+        return reply
+
+    with running(service, headers_s=1.0) as server, server.connect() as pausing:
+        gate.close()
+        long, stalled, again = send(server, stream=True), server.connect(), server.connect()
+        eventually(lambda: service.loop.num_open)
+        assert b"200 OK" in health(pausing)
+        assert b"200 OK" in health(again)
+        for connection in (stalled, again):
+            connection.sendall(head)
+            assert received(connection) == b""
+        assert b"200 OK" in health(pausing)
+        gate.open()
+        assert b"cut" not in received_until(long, b"[DONE]")
+
+
+# --- a full queue, and failures ---------------------------------------------------------------------------------------
+
+
 def test_a_full_queue_refuses_with_a_time_and_nothing_is_lost(make: Make) -> None:
+    """And the event loop answers while the engine does not."""
     service = make(max_queue=1)
     gate = Gate(service)
-    with running(service) as server:
+    with running(service) as server, ThreadPoolExecutor() as pool:
         gate.close()
-        replies: list[httpx.Response] = []
-
-        def ask() -> None:
-            replies.append(httpx.post(server.url + PATH, json=BODY, timeout=60))
-
-        threads = [threading.Thread(target=ask) for _ in range(SLOTS + 1)]
-        for thread in threads:
-            thread.start()
+        replies = [pool.submit(post, server) for _ in range(SLOTS + 1)]
         eventually(lambda: service.loop.num_open == SLOTS + 1)
         assert httpx.get(server.url + "/health").json()["requests_waiting"] == 1
-        refused = httpx.post(server.url + PATH, json=BODY)
-        assert refused.status_code == 429
+        refused = post(server)
+        assert error_of(refused, 429)["type"] == "rate_limit_error"
         assert int(refused.headers["retry-after"]) >= 1
-        assert refused.json()["error"]["type"] == "rate_limit_error"
-        assert httpx.post(server.url + PATH, json={**BODY, "n": SLOTS + 2}).status_code == 400  # never possible
+        assert error_of(post(server, n=SLOTS + 2))  # never possible
         gate.open()
-        for thread in threads:
-            thread.join()
-    assert [reply.status_code for reply in replies] == [200] * (SLOTS + 1)
-    assert len({reply.json()["choices"][0]["text"] for reply in replies}) == 1
+        texts = [reply.result().json()["choices"][0]["text"] for reply in replies]
+    assert len(set(texts)) == 1
 
 
 def test_after_the_engine_failed_every_request_gets_an_error_and_health_is_red(make: Make) -> None:
@@ -136,27 +145,18 @@ def test_after_the_engine_failed_every_request_gets_an_error_and_health_is_red(m
     def broken(*_: object) -> None:
         raise RuntimeError("the device\nis gone")
 
-    with running(service) as server:
+    with running(service) as server, ThreadPoolExecutor() as pool:
         service.loop.engine.executor.prefill = broken  # type: ignore[method-assign, assignment]
-        streamed = send(server, stream=True)
-        whole: list[httpx.Response] = []
-        thread = threading.Thread(target=lambda: whole.append(httpx.post(server.url + PATH, json=BODY, timeout=60)))
-        thread.start()
+        streamed, whole = send(server, stream=True), pool.submit(post, server)
         eventually(lambda: service.loop.num_open == 2)
         gate.open()
-        thread.join()
-        received = b""
-        while b"[DONE]" not in received:
-            received += streamed.recv(65536)
-        streamed.close()
-        assert b"the device is gone" in received
-        for reply in (whole[0], httpx.post(server.url + PATH, json=BODY, timeout=60)):
-            assert reply.status_code == 503
-            assert reply.json()["error"]["type"] == "server_error"
-            assert "the device is gone" in reply.json()["error"]["message"]
+        assert b"the device is gone" in received_until(streamed, b"[DONE]")
+        for reply in (whole.result(), post(server)):
+            error = error_of(reply, 503)
+            assert error["type"] == "server_error"
+            assert "the device is gone" in error["message"]
         health = httpx.get(server.url + "/health")
-        assert health.status_code == 503
-        assert health.json()["status"] == "failed"
+        assert (health.status_code, health.json()["status"]) == (503, "failed")
         assert "the device is gone" in health.json()["error"]
 
 
@@ -165,10 +165,8 @@ def test_outputs_that_are_not_finite_cost_only_their_own_request(tokenizer: Byte
     target = pair.target.replace(table=pair.target.table.at[300].set(jnp.nan))  # type: ignore[attr-defined]
     service = service_of(type(pair)(target, target, pair.drafter, tokenizer, (1,)))
     client = client_of(service)
-    reply = client.post(PATH, json={**BODY, "prompt": [300]})
-    assert reply.status_code == 500
-    assert "not finite" in reply.json()["error"]["message"]
-    assert client.post(PATH, json=BODY).status_code == 200
+    assert "not finite" in error_of(client.post(COMPLETIONS, json={**BODY, "prompt": [300]}), 500)["message"]
+    answer(client, COMPLETIONS, BODY)
     assert client.get("/health").status_code == 200
     service.loop.close()
 
@@ -178,34 +176,33 @@ def test_work_without_a_step_for_long_is_seen(make: Make, monkeypatch: pytest.Mo
     gate = Gate(service)
     with running(service) as server:
         gate.close()
-        connection = send(server)
-        eventually(lambda: service.loop.num_open)
-        monkeypatch.setattr(engine_loop, "STALLED_S", -1.0)
-        assert httpx.get(server.url + "/health").json()["status"] == "stalled"
-        monkeypatch.undo()
-        gate.open()
-        eventually(lambda: is_idle(service))
-        connection.close()
+        with send(server):
+            eventually(lambda: service.loop.num_open)
+            monkeypatch.setattr(engine_loop, "STALLED_S", -1.0)
+            assert httpx.get(server.url + "/health").json()["status"] == "stalled"
+            monkeypatch.undo()
+            gate.open()
+            eventually(lambda: is_idle(service))
         assert httpx.get(server.url + "/health").json()["status"] == "ok"
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_end_waits_for_open_answers(make: Make) -> None:
     service = make()
     gate = Gate(service)
-    with running(service) as server:
+    with running(service) as server, ThreadPoolExecutor() as pool:
         gate.close()
-        replies: list[httpx.Response] = []
-        thread = threading.Thread(target=lambda: replies.append(httpx.post(server.url + PATH, json=BODY, timeout=60)))
-        thread.start()
+        reply = pool.submit(post, server)
         eventually(lambda: service.loop.num_open)
         server.end()
         eventually(lambda: service.loop.status == "draining")
         with pytest.raises(httpx.ConnectError):
             httpx.get(server.url + "/health")
         gate.open()
-        thread.join()
+        assert reply.result().json()["usage"]["completion_tokens"] == 30
         server.join()
-    assert replies[0].json()["usage"]["completion_tokens"] == 30
 
 
 def test_after_the_deadline_open_answers_get_an_error(make: Make) -> None:
@@ -216,28 +213,24 @@ def test_after_the_deadline_open_answers_get_an_error(make: Make) -> None:
         connection = send(server, stream=True)
         eventually(lambda: service.loop.num_open)
         server.end()
-        received = b""
-        while b"[DONE]" not in received:
-            received += connection.recv(65536)
+        assert b"shutting down" in received_until(connection, b"[DONE]")
         gate.open()
         server.join()
-        connection.close()
-    assert b"shutting down" in received
     eventually(lambda: is_idle(service))
 
 
 def test_a_second_signal_cuts_answers_off_and_says_so(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    service, said = make(), []
+    service, said = make(), list[str]()
     gate = Gate(service)
     with running(service, note=said.append) as server:
         gate.close()
-        connection, whole = send(server, stream=True), send(server)
+        streamed, whole = send(server, stream=True), send(server)
         eventually(lambda: service.loop.num_open == 2)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for count, number in enumerate((signal.SIGTERM, signal.SIGINT), 1):
             server.server.handle_exit(number, None)
-            eventually(lambda number=number: len(said) == (1 if number == signal.SIGTERM else 2))
-        assert b"stopped before" in _all(connection)
-        assert b"503 Service" in _all(whole)
+            eventually(lambda count=count: len(said) == count)
+        assert b"stopped before" in received(streamed)
+        assert b"503 Service" in received(whole)
         gate.open()
         server.join()
     assert said == [
@@ -254,72 +247,14 @@ def test_an_end_by_force_shows_no_traceback(make: Make, caplog: pytest.LogCaptur
     gate = Gate(service)
     with running(service) as server:
         gate.close()
-        connection = send(server, stream=stream)
-        half = send(server, cut=5)
+        connection, half = send(server, stream=stream), send(server, cut=5)
         eventually(lambda: service.loop.num_open and len(server.server.server_state.tasks) == 2)
         server.end()
         server.server.force_exit = True
         server.join()
-        if not stream:
-            assert b"503 Service Unavailable" in _all(connection)
-        assert b"stopped before this request was answered" in _all(half)
-        connection.close()
+        reply = received(connection)
+        assert stream or b"503 Service Unavailable" in reply
+        assert b"stopped before this request was answered" in received(half)
         gate.open()
     assert "Traceback" not in caplog.text
     eventually(lambda: is_idle(service))
-
-
-def test_a_body_that_never_ends_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peagle.serve.http.BODY_PATIENCE_S", 0.05)
-    service = make()
-    with running(service) as server, send(server, cut=5) as connection:
-        received = _reply(connection)
-    assert b"408 Request Timeout" in received
-    assert b"was not complete within 0.05 seconds" in received
-
-
-def test_headers_that_never_end_cost_their_connection(make: Make) -> None:
-    """Those of a first request, and of one after an answer. An answer itself may take longer, as may a pause."""
-    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
-    service = make()
-    gate = Gate(service)
-    with running(service, headers_s=1.0) as server:
-        gate.close()
-        long = send(server, stream=True)
-        eventually(lambda: service.loop.num_open)
-        pausing, stalled, again = (socket.create_connection(address_of(server)) for _ in range(3))
-        for connection in (pausing, again):
-            connection.sendall(head + b"\r\n")
-            assert b"200 OK" in _reply(connection)
-        for connection in (stalled, again):
-            connection.sendall(head)
-            assert _all(connection) == b""  # until the server closes it
-        pausing.sendall(head + b"\r\n")
-        assert b"200 OK" in _reply(pausing)
-        pausing.close()
-        gate.open()
-        received = b""
-        while b"[DONE]" not in received:
-            received += long.recv(65536) or b"cut [DONE]"
-        long.close()
-    assert b"cut" not in received
-
-
-def test_a_reader_of_many_answers_never_waits_for_the_engine(make: Make) -> None:
-    """The event loop answers while a step runs."""
-    service = make()
-    gate = Gate(service)
-    with running(service) as server:
-        gate.close()
-        connections = [send(server, stream=True) for _ in range(3)]
-        eventually(lambda: service.loop.num_open == 3)
-
-        async def ask() -> int:
-            async with httpx.AsyncClient() as client:
-                return (await client.get(server.url + "/v1/models")).status_code
-
-        assert asyncio.run(ask()) == 200
-        gate.open()
-        for connection in connections:
-            connection.close()
-        eventually(lambda: is_idle(service))

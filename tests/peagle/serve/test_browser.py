@@ -95,11 +95,10 @@ def test_escape_stops_an_answer_and_frees_its_slot(server: Running, visit: Calla
     gate.close()  # the answer has no other end
     tab = visit(server.url)
     tab.ask("ab", 200)
-    eventually(lambda: loop._running)
-    (job,) = loop._running.values()
+    eventually(lambda: gate.added)
     tab.page.keyboard.press("Escape")
     tab.ends("stopped")
-    eventually(lambda: job.aborted)
+    eventually(lambda: gate.aborted)
     gate.open()
     eventually(lambda: loop.num_open == 0)
     assert tab.errors == []
@@ -123,7 +122,7 @@ def test_it_is_readable_in_light_and_dark_and_fits_its_window(
         brightness[scheme] = [
             page.evaluate(
                 "name => getComputedStyle(document.body)[name].match(/[0-9]+/g).slice(0, 3)"
-                ".reduce((sum, each) => sum + Number(each), 0) / 3",
+                ".reduce((sum, value) => sum + Number(value), 0) / 3",
                 name,
             )
             for name in ("color", "backgroundColor")

@@ -20,10 +20,8 @@ from openai.types.responses import (
 )
 
 from peagle.serve import bodies, response_bodies
-from tests.support.harmony import says
-from tests.support.servers import client_of
+from tests.support.servers import CHAT, RESPONSES, answer, error_of
 
-PATH, RESPONSES = "/v1/chat/completions", "/v1/responses"
 MARK = {"mode": "explicit"}
 # what the client types, what the server reads, fields that only null or nothing may be in
 KINDS: list[tuple[Any, type[pydantic.BaseModel], set[str]]] = [
@@ -90,33 +88,24 @@ def _literals(hint: Any) -> Iterator[str]:
             yield from _literals(inner)
 
 
-@pytest.fixture(scope="module")
-def client(harmony: Any) -> Iterator[TestClient]:
-    service = says(harmony)
-    yield client_of(service)
-    service.loop.close()
-
-
 def test_each_tool_of_a_response_is_offered_or_left_out() -> None:
     known = set(kinds_of(of_responses.ToolParam))
     assert known - set(bodies.HOSTED) == {"function", "custom", "namespace"}
 
 
-def test_each_item_of_a_response_is_read_or_refused_by_its_type(client: TestClient) -> None:
-    read = {
-        "message",
-        "function_call",
-        "function_call_output",
-        "custom_tool_call",
-        "custom_tool_call_output",
-        "reasoning",
-    }
-    known = set(kinds_of(of_responses.ResponseInputItemParam))
-    assert read < known
-    for kind in sorted(known - read):
-        error = client.post(RESPONSES, json={"input": [{"role": "user", "content": "a"}, {"type": kind}]}).json()[
-            "error"
-        ]
+READ = {
+    *("message", "reasoning", "function_call", "function_call_output"),
+    "custom_tool_call",
+    "custom_tool_call_output",
+}
+
+
+def test_each_item_of_a_response_is_read_or_refused_by_its_type(agent: TestClient) -> None:
+    kinds = set(kinds_of(of_responses.ResponseInputItemParam))
+    assert kinds > READ
+    for kind in sorted(kinds - READ):
+        reply = agent.post(RESPONSES, json={"input": [{"role": "user", "content": "a"}, {"type": kind}]})
+        error = error_of(reply)
         assert error["message"].startswith(f"input.1.type is '{kind}'; ")
         assert (error["param"], error["code"]) == ("input.1.type", "unsupported_parameter")
 
@@ -142,9 +131,8 @@ CHATS: list[list[dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("messages", CHATS)
-def test_messages_with_all_their_fields_are_taken(client: TestClient, messages: Sequence[dict[str, Any]]) -> None:
-    reply = client.post(PATH, json={"messages": messages, "max_tokens": 1})
-    assert reply.status_code == 200, reply.text
+def test_messages_with_all_their_fields_are_taken(agent: TestClient, messages: Sequence[dict[str, Any]]) -> None:
+    answer(agent, CHAT, {"messages": messages, "max_tokens": 1})
 
 
 INPUT_TEXT = {"type": "input_text", "text": "a", "prompt_cache_breakpoint": MARK}
@@ -173,25 +161,22 @@ ITEMS: list[list[dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("items", ITEMS)
-def test_items_with_all_their_fields_are_taken(client: TestClient, items: Sequence[dict[str, Any]]) -> None:
-    reply = client.post(RESPONSES, json={"input": items, "max_output_tokens": 1})
-    assert reply.status_code == 200, reply.text
+def test_items_with_all_their_fields_are_taken(agent: TestClient, items: Sequence[dict[str, Any]]) -> None:
+    answer(agent, RESPONSES, {"input": items, "max_output_tokens": 1})
 
 
 @pytest.mark.parametrize(
-    ("path", "content", "kind"),
+    ("path", "part"),
     [
-        (PATH, {"type": "image_url", "image_url": {"url": "data:,"}}, "image_url"),
-        (PATH, {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "input_audio"),
-        (PATH, {"type": "file", "file": {"file_id": "a"}}, "file"),
-        (RESPONSES, {"type": "input_image", "detail": "auto", "image_url": "data:,"}, "input_image"),
-        (RESPONSES, {"type": "input_file", "file_id": "a"}, "input_file"),
+        (CHAT, {"type": "image_url", "image_url": {"url": "data:,"}}),
+        (CHAT, {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}),
+        (CHAT, {"type": "file", "file": {"file_id": "a"}}),
+        (RESPONSES, {"type": "input_image", "detail": "auto", "image_url": "data:,"}),
+        (RESPONSES, {"type": "input_file", "file_id": "a"}),
     ],
 )
-def test_a_part_that_is_no_text_is_named_with_its_field(
-    client: TestClient, path: str, content: dict[str, Any], kind: str
-) -> None:
-    field, text = ("messages", TEXT) if path == PATH else ("input", {"type": "input_text", "text": "a"})
-    error = client.post(path, json={field: [{"role": "user", "content": [text, content]}]}).json()["error"]
-    assert error["message"].startswith(f"{field}.0.content.1.type is '{kind}'; expected ")
+def test_a_part_that_is_no_text_is_named_with_its_field(agent: TestClient, path: str, part: dict[str, Any]) -> None:
+    field, text = ("messages", TEXT) if path == CHAT else ("input", {"type": "input_text", "text": "a"})
+    error = error_of(agent.post(path, json={field: [{"role": "user", "content": [text, part]}]}))
+    assert error["message"].startswith(f"{field}.0.content.1.type is '{part['type']}'; expected ")
     assert error["param"] == f"{field}.0.content.1.type"

@@ -27,7 +27,7 @@ Use = Callable[[str], None]
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tokenizer: ByteLevelTokenizer) -> Callable[..., int]:
-    """Run the command over the toy pair; call `use` with its URL in a thread, then send SIGTERM."""
+    """Run the command over the toy pair; call `use` with its URL in a thread, then send a signal."""
     pair, serve = toy_pair(tokenizer), peagle.cli.serving.serve_app
     monkeypatch.setattr(peagle.cli.serving, "load_pair", lambda *_: pair)
 
@@ -51,9 +51,8 @@ def started(monkeypatch: pytest.MonkeyPatch, tokenizer: ByteLevelTokenizer) -> C
     return start
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_says_what_it_serves_answers_and_ends_well(
-    started: Callable[..., int], capfd: pytest.CaptureFixture[str], number: int
+    started: Callable[..., int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     replies: list[httpx.Response] = []
 
@@ -61,7 +60,7 @@ def test_it_says_what_it_serves_answers_and_ends_well(
         replies.append(httpx.post(f"{url}/v1/completions", json={"prompt": "ab", "max_tokens": 5}, timeout=60))
 
     options = ("-k", "3", "--context", "128", "--slots", "2", "--mask-budget", "70")
-    assert started(use, *options, number=number) == 0
+    assert started(use, *options) == 0
     assert replies[0].json()["usage"]["completion_tokens"] == 5
     assert replies[0].json()["model"] == "peagle-demo"
     said = capfd.readouterr().err
@@ -98,7 +97,12 @@ def test_its_options_reach_the_server(started: Callable[..., int], tmp_path: Pat
             replies.append(client.post("/v1/completions", json={"prompt": "ab", "n": 4}))
 
     options = ["--api-key-file", str(tmp_path / "keys"), "--served-model-name", "mine", "--max-body", "200"]
-    assert started(use, "-k", "0", "--slots", "1", "--max-queue", "2", "--context", "128", *options, "-q") == 0
+    assert (
+        started(
+            use, "-k", "0", "--slots", "1", "--max-queue", "2", "--context", "128", *options, "-q", number=signal.SIGINT
+        )
+        == 0
+    )
     assert [reply.status_code for reply in replies] == [401, 200, 413, 400]
     assert replies[1].json()["data"][0]["id"] == "mine"
     assert replies[1].json()["data"][0]["max_model_len"] == 128
@@ -129,17 +133,16 @@ def test_options_from_a_file_give_way_to_typed_ones(
     assert "serving filed plainly: 2 slots with a context of 128" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST", "127.0.0.1", "127.1.2.3", "127.1"])
-def test_on_loopback_by_any_spelling_a_site_that_leads_here_is_kept_out(
-    started: Callable[..., int], capfd: pytest.CaptureFixture[str], host: str
+def test_on_loopback_a_site_that_leads_here_is_kept_out(
+    started: Callable[..., int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     statuses: list[int] = []
 
     def use(url: str) -> None:
-        for name in ("evil.example", "localhost", host):
+        for name in ("evil.example", "localhost", "127.1"):
             statuses.append(httpx.get(f"{url}/v1/models", headers={"Host": name}).status_code)
 
-    assert started(use, "-k", "0", "--slots", "1", "--context", "128", "--host", host) == 0
+    assert started(use, "-k", "0", "--slots", "1", "--context", "128", "--host", "127.1") == 0
     assert statuses == [403, 200, 200]
     assert "warning" not in capfd.readouterr().err
 
@@ -147,7 +150,7 @@ def test_on_loopback_by_any_spelling_a_site_that_leads_here_is_kept_out(
 @pytest.mark.parametrize(
     ("host", "loopback"),
     [
-        *((host, True) for host in ("localhost", "127.0.0.1", "127.255.255.254", "127.1", "2130706433")),
+        *((host, True) for host in ("localhost", "LOCALHOST", "127.0.0.1", "127.255.255.254", "127.1", "2130706433")),
         *((host, True) for host in ("::1", "[::1]", "0:0:0:0:0:0:0:1", "[0:0:0:0:0:0:0:1]", "::ffff:127.0.0.1")),
         *((host, False) for host in ("0.0.0.0", "::", "", "128.0.0.1", "::2", "::ffff:1.2.3.4", "nowhere.invalid")),
     ],

@@ -62,18 +62,18 @@ def test_pages_that_requests_hold_and_preemptions_are_counted(pair: Pair, replic
     client, engine, held = client_of(service), service.loop.engine, []
     health = client.get("/health").json()
     assert (health["kv_cache_tokens"], health["kv_cache_usage"]) == (pages * replicas * PAGE_SIZE, 0)
-    step = engine._step
+    step = engine.step
 
     def watched() -> Any:
         chunks = step()
         held.append(values(client)[("vllm:kv_cache_usage_perc",)])
         return chunks
 
-    engine._step = watched
+    engine.step = watched
     sampling = {"max_tokens": 190, "temperature": 0, "ignore_eos": True}
     prompts = [[50 + place, 60, 70] for place in range(slots)]
     replies = client.post("/v1/completions", json={**sampling, "prompt": prompts}).json()["choices"]
-    engine._step = step
+    engine.step = step
     metrics = values(client)
     # two requests of four pages in six
     assert metrics[("vllm:num_preemptions_total",)] == engine.num_preemptions >= replicas

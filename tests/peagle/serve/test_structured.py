@@ -10,11 +10,13 @@ from fastapi.testclient import TestClient
 
 from peagle.engine.grammar import Grammar
 from peagle.pair import Pair
+from peagle.serve.bodies import ChatBody, CompletionBody
+from peagle.serve.http import parse
+from peagle.serve.structured import grammar_of
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.support.pairs import STOP, toy_pair
-from tests.support.servers import CONTEXT, K, client_of
+from tests.support.servers import CHAT, COMPLETIONS, CONTEXT, K, answer, client_of, error_of, stream
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
 SCHEMA = {
     "type": "object",
@@ -61,40 +63,44 @@ def options_of(biases: dict[int, float], **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("fields", "grammar"), FIELDS)
+def test_a_field_is_the_grammar_of_the_python_interface(fields: dict[str, Any], grammar: Grammar) -> None:
+    for kind, prompt in ((ChatBody, {"messages": MESSAGES}), (CompletionBody, {"prompt": "hello"})):
+        body: Any = parse(kind, json.dumps({**prompt, **fields}).encode())
+        (read, name) = grammar_of(body) or (None, "")
+        assert read == grammar
+        assert name.startswith(next(iter(fields)))
+
+
+@pytest.mark.parametrize(("fields", "grammar"), [FIELDS[1], FIELDS[5]])
 def test_a_field_constrains_the_answer_as_in_python(
     client: TestClient, alone: Pair, fields: dict[str, Any], grammar: Grammar
 ) -> None:
     biases = ending(alone)
-    expected = alone.generate(
-        "hello", grammar=grammar, num_speculative_tokens=0, logit_bias=biases, max_new_tokens=100, context=CONTEXT
-    )
+    options: dict[str, Any] = {"num_speculative_tokens": 0, "logit_bias": biases, "context": CONTEXT}
+    expected = alone.generate("hello", grammar=grammar, max_new_tokens=100, **options)
     assert expected.finish_reason == "stop"
-    reply = client.post(CHAT, json={"messages": MESSAGES, **options_of(biases, **fields)}).json()
-    (choice,) = reply["choices"]
+    (choice,) = answer(client, CHAT, {"messages": MESSAGES, **options_of(biases, **fields)})["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == (expected.text, "stop")
-    free = client.post(CHAT, json={"messages": MESSAGES, **options_of(biases)}).json()
-    assert free["choices"][0]["message"]["content"] != expected.text
-    whole = client.post(COMPLETIONS, json={"prompt": "hello", **options_of(biases, **fields)}).json()
-    assert whole["choices"][0]["finish_reason"] == "stop"
-    assert whole["choices"][0]["text"]
+    (free,) = answer(client, CHAT, {"messages": MESSAGES, **options_of(biases)})["choices"]
+    assert free["message"]["content"] != expected.text
+    (completed,) = answer(client, COMPLETIONS, {"prompt": "hello", **options_of(biases, **fields)})["choices"]
+    assert (completed["finish_reason"], bool(completed["text"])) == ("stop", True)
 
 
 def test_streams_choices_and_log_probabilities_keep_their_meaning(client: TestClient, alone: Pair) -> None:
     form = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}}
     more = {"temperature": 1.0, "seed": 4, "n": 3, "logprobs": True, "top_logprobs": 2, "min_tokens": 3}
     body = {"messages": MESSAGES, **options_of(ending(alone), **form), **more}
-    whole = client.post(CHAT, json=body).json()
+    whole = answer(client, CHAT, body)
     texts = [choice["message"]["content"] for choice in whole["choices"]]
     for choice, text in zip(whole["choices"], texts, strict=True):
         assert set(json.loads(text)) == {"a", "b"}
         assert "".join(entry["token"] for entry in choice["logprobs"]["content"]) == text
     assert whole["metrics"]["speculative_decoding"]["num_spec_tokens"] == K
     streamed = ["", "", ""]
-    with client.stream("POST", CHAT, json={**body, "stream": True}) as reply:
-        for line in reply.iter_lines():
-            if line.startswith("data: {"):
-                (choice,) = json.loads(line[6:])["choices"]
-                streamed[choice["index"]] += choice["delta"].get("content") or ""
+    for event in stream(client, CHAT, body):
+        (choice,) = event["choices"]
+        streamed[choice["index"]] += choice["delta"].get("content", "")
     assert streamed == texts
 
 
@@ -115,32 +121,27 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize(("fields", "message", "param"), BAD)
 def test_what_cannot_be_is_an_error_object(
-    client: TestClient, path: str, fields: dict[str, Any], message: str, param: str
+    client: TestClient, fields: dict[str, Any], message: str, param: str
 ) -> None:
-    prompt = {"messages": MESSAGES} if path == CHAT else {"prompt": "hello"}
-    reply = client.post(path, json={**prompt, "max_tokens": 5, **fields})
-    error = reply.json()["error"]
-    assert reply.status_code == 400
-    assert message in error["message"]
-    assert error["param"] == param
+    for path, prompt in ((CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "hello"})):
+        error = error_of(client.post(path, json={**prompt, "max_tokens": 5, **fields}))
+        assert message in error["message"]
+        assert error["param"] == param
 
 
 def test_a_regex_that_blows_up_ends_its_own_answer_alone(make: Any, tokenizer: ByteLevelTokenizer) -> None:
     client = client_of(make())
     free = {"prompt": [40, 41], "max_tokens": 20, "temperature": 0}
-    expected = client.post(COMPLETIONS, json=free).json()["choices"]
-    hostile = {"guided_regex": "((((((a{0,9}){0,9}){0,9}){0,9}){0,9}){0,9}){0,9}b", "logit_bias": {}}
-    hostile["logit_bias"] = {str(tokenizer.encode("a")[0]): 100}
+    expected = answer(client, COMPLETIONS, free)["choices"]
+    hostile = {"guided_regex": "((((((a{0,9}){0,9}){0,9}){0,9}){0,9}){0,9}){0,9}b", "max_tokens": 100}
+    bias = {str(tokenizer.encode("a")[0]): 100}
     started = time.monotonic()
-    reply = client.post(COMPLETIONS, json={**free, "max_tokens": 100, **hostile})
-    error = reply.json()["error"]
-    assert reply.status_code == 400
+    error = error_of(client.post(COMPLETIONS, json={**free, **hostile, "logit_bias": bias}))
     assert "cannot be followed any further" in error["message"]
     assert error["param"] == "guided_regex"
-    assert client.post(COMPLETIONS, json=free).json()["choices"] == expected
+    assert answer(client, COMPLETIONS, free)["choices"] == expected
     assert client.get("/health").json()["status"] == "ok"
     assert time.monotonic() - started < 60
 
@@ -149,6 +150,5 @@ def test_a_grammar_that_compiles_for_too_long_is_refused(make: Any, monkeypatch:
     service = make()
     monkeypatch.setattr("peagle.serve.service.GRAMMAR_PATIENCE_S", 0.01)
     monkeypatch.setattr(type(service.builder), "grammar", lambda *_: time.sleep(0.3))
-    reply = client_of(service).post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1, "guided_regex": "a"})
-    assert reply.status_code == 400
-    assert "not compiled within 0.01 seconds" in reply.json()["error"]["message"]
+    error = error_of(client_of(service).post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1, "guided_regex": "a"}))
+    assert "not compiled within 0.01 seconds" in error["message"]

@@ -24,17 +24,12 @@ from peagle.serve.app import create_app
 from peagle.serve.http import EventStream, Refusals, Unsent
 from peagle.serve.server import Connection, ServerOptions
 from peagle.serve.service import Service
-from tests.support.running import Gate, Running, eventually, running
-from tests.support.servers import SLOTS, client_of, values
+from tests.support.running import Gate, eventually, received, running
+from tests.support.servers import CHAT, RESPONSES, SLOTS, client_of, error_of, values
 
 PATH = "/v1/completions"
 BODY: dict[str, Any] = {"prompt": [40, 41, 42], "max_tokens": 5, "temperature": 0}
 Make = Callable[..., Service]
-
-
-def connect(server: Running) -> socket.socket:
-    host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)))
 
 
 # --- connections ------------------------------------------------------------------------------------------------------
@@ -43,19 +38,17 @@ def connect(server: Running) -> socket.socket:
 def test_an_idle_connection_is_kept_for_75_seconds_by_default_and_as_long_as_is_said(make: Make) -> None:
     """Longer than the minute after which clients with pools give their connections up."""
     assert Serve().keep_alive == ServerOptions().keep_alive_s == 75
-    with running(make(), keep_alive_s=1) as server, connect(server) as connection:
+    with running(make(), keep_alive_s=1) as server, server.connect() as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        received = b"".join(iter(lambda: connection.recv(65536), b""))  # until the server closes it
-    assert received.count(b"200 OK") == 1
+        assert received(connection).count(b"200 OK") == 1
 
 
 def test_a_client_that_reads_nothing_of_its_replies_loses_its_connection(make: Make) -> None:
     service = make()
-    many = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000  # more than sockets hold
-    client = TestClient(create_app(service))
-    with running(service, unread_s=0.2, unread=service.metrics.unread.inc) as server, connect(server) as connection:
+    many = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000  # their replies are more than sockets hold
+    with running(service, unread_s=0.2, unread=service.metrics.unread.inc) as server, server.connect() as connection:
         threading.Thread(target=_sent, args=(connection, many)).start()
-        eventually(lambda: values(client).get(("peagle:unread_connections_total",)) == 1)
+        eventually(lambda: _value(service, "peagle:unread_connections_total") == 1)
         eventually(lambda: not server.server.server_state.connections)
 
 
@@ -122,8 +115,8 @@ class Client:
             self.complete = not message["more_body"]
 
 
-def unsent_of(**options: Any) -> Unsent:
-    registry = CollectorRegistry()
+def unsent_of(registry: CollectorRegistry | None = None, **options: Any) -> Unsent:
+    registry = registry or CollectorRegistry()
     return Unsent(Gauge("size", "", registry=registry), Counter("cut", "", registry=registry), **options)
 
 
@@ -151,11 +144,11 @@ def test_a_stream_that_nobody_reads_ends_its_requests_and_says_why(make: Make) -
         assert client.complete
         return client.body
 
-    received = asyncio.run(asyncio.wait_for(run(), 60))
-    *_, error, done = received.removesuffix(b"\n\n").split(b"\n\n")
+    body_sent = asyncio.run(asyncio.wait_for(run(), 60))
+    *_, error, done = body_sent.removesuffix(b"\n\n").split(b"\n\n")
     assert done == b"data: [DONE]"
     assert "more than 3000 bytes of this stream waited" in json.loads(error.removeprefix(b"data: "))["error"]["message"]
-    assert len(received) < 8000
+    assert len(body_sent) < 8000
     assert _value(service, "peagle:unsent_bytes") == 0
     assert 'finished_reason="abort",model_name="toy"} 2.0' in service.metrics.text().decode()
 
@@ -166,14 +159,15 @@ def test_what_waits_for_a_client_is_counted_until_it_is_read_or_the_client_leave
             yield event
 
     async def run() -> None:
-        unsent, client, closed = unsent_of(most=1000), Client(reads=False), list[int]()
+        registry, client, closed = CollectorRegistry(), Client(reads=False), list[int]()
+        unsent = unsent_of(registry, most=1000)
         stream = EventStream(events(), lambda: closed.append(1), unsent)
         replying = asyncio.ensure_future(stream({}, client.receive, client.send))
-        while unsent.size._value.get() != len(b"data: b\n\n"):  # the first is being sent
+        while registry.get_sample_value("size") != len(b"data: b\n\n"):  # the first is being sent
             await asyncio.sleep(0)
         replying.cancel()
         await replying
-        assert (unsent.size._value.get(), unsent.cut._value.get(), closed) == (0, 0, [1])
+        assert (registry.get_sample_value("size"), registry.get_sample_value("cut_total"), closed) == (0, 0, [1])
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
@@ -218,46 +212,48 @@ def test_a_stream_that_fails_on_its_own_is_not_complete() -> None:
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/models/toy", "/metrics", "/openapi.json", "/"])
-def test_head_is_get_without_a_body(make: Make, path: str) -> None:
+def test_head_is_get_without_a_body(make: Make) -> None:
     with running(make()) as server:
-        whole, head = httpx.get(server.url + path), httpx.head(server.url + path)
-        assert (head.status_code, head.content) == (200, b"")
-        assert head.headers["content-type"] == whole.headers["content-type"]
+        for path in ("/health", "/v1/models", "/v1/models/toy", "/metrics", "/openapi.json", "/"):
+            whole, head = httpx.get(server.url + path), httpx.head(server.url + path)
+            assert (head.status_code, head.content) == (200, b"")
+            assert head.headers["content-type"] == whole.headers["content-type"]
         assert httpx.head(server.url + PATH).status_code == 405
 
 
-@pytest.mark.parametrize(
-    ("target", "status"),
-    [
-        ("http://localhost:1/v1/models", 200),
-        ("HTTP://127.0.0.1/v1/models?a=b", 200),
-        ("http://me:secret@localhost/v1/models/toy", 200),
-        ("http://localhost/v1/models/t%6fy", 200),
-        ("http://localhost", 200),
-        ("http://evil.example/v1/models", 403),  # and not by the header, as a proxy reads it
-        ("http://localhost/v1/nothing", 404),
-        ("http://[/v1/models", 404),
-        ("ftp://localhost/v1/models", 404),
-        ("v1/models", 404),
-        ("*", 404),
-    ],
-)
-def test_a_target_may_be_a_url(make: Make, target: str, status: int) -> None:
-    with running(make(hosts=())) as server, connect(server) as connection:
-        connection.sendall(f"GET {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
-        received = b"".join(iter(lambda: connection.recv(65536), b""))
-    assert int(received.split()[1]) == status
+TARGETS = {
+    "http://localhost:1/v1/models": 200,
+    "HTTP://127.0.0.1/v1/models?a=b": 200,
+    "http://me:secret@localhost/v1/models/toy": 200,
+    "http://localhost/v1/models/t%6fy": 200,
+    "http://localhost": 200,
+    "http://evil.example/v1/models": 403,  # and not by the header, as a proxy reads it
+    "http://localhost/v1/nothing": 404,
+    "http://[/v1/models": 404,
+    "ftp://localhost/v1/models": 404,
+    "v1/models": 404,
+    "*": 404,
+}
 
 
-@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"])
-def test_an_encoded_body_is_refused_by_its_encoding(client: TestClient, path: str) -> None:
+def test_a_target_may_be_a_url(make: Make) -> None:
+    statuses = {}
+    with running(make(hosts=())) as server:
+        for target in TARGETS:
+            connection = server.connect()
+            connection.sendall(f"GET {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+            statuses[target] = int(received(connection).split()[1])
+    assert statuses == TARGETS
+
+
+def test_an_encoded_body_is_refused_by_its_encoding(client: TestClient) -> None:
     body = gzip.compress(json.dumps(BODY).encode())
-    reply = client.post(path, content=body, headers={"Content-Encoding": "gzip"})
-    assert reply.status_code == 415
-    assert "content encoding is 'gzip'; expected none: send plain JSON" in reply.json()["error"]["message"]
-    assert reply.headers["accept-encoding"] == "identity"
-    assert client.post(path, json={}, headers={"Content-Encoding": "identity"}).status_code == 400
+    for path in (PATH, CHAT, RESPONSES, "/tokenize", "/detokenize"):
+        reply = client.post(path, content=body, headers={"Content-Encoding": "gzip"})
+        error = error_of(reply, 415)
+        assert "content encoding is 'gzip'; expected none: send plain JSON" in error["message"]
+        assert reply.headers["accept-encoding"] == "identity"
+        assert client.post(path, json={}, headers={"Content-Encoding": "identity"}).status_code == 400
 
 
 def test_refusals_for_want_of_room_are_counted_and_logged(make: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -297,27 +293,21 @@ def test_many_refusals_are_a_line_at_once_and_one_after_each_pause(caplog: pytes
         asyncio.run(asyncio.wait_for(run(), 60))
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "labels"),
-    [
-        ("GET", "/v1/models/toy", ("/v1/models/{name:path}", "GET", "200")),
-        ("GET", "/nothing", ("other", "GET", "404")),
-        ("POST", PATH, (PATH, "POST", "400")),
-        ("MADE-UP", "/health", ("/health", "other", "405")),
-    ],
-)
-def test_replies_are_counted_by_route_not_by_what_clients_make_up(
-    make: Make, method: str, path: str, labels: tuple[str, str, str]
-) -> None:
-    service = make()
-    client_of(service).request(method, path)
-    handler, method, status = labels
-    line = f'http_requests_total{{handler="{handler}",method="{method}",status="{status}"}} 1.0'
-    assert line in service.metrics.text().decode()
+REPLIES = {
+    ("GET", "/v1/models/toy"): ("/v1/models/{name:path}", "GET", "200"),
+    ("GET", "/nothing"): ("other", "GET", "404"),
+    ("POST", PATH): (PATH, "POST", "400"),
+    ("MADE-UP", "/metrics"): ("/metrics", "other", "405"),
+    ("GET", "/health"): ("/health", "GET", "500"),
+}
 
 
-def test_a_request_on_which_the_server_fails_is_counted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replies_are_counted_by_route_not_by_what_clients_make_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failures of the server, too."""
     service = make()
     monkeypatch.setattr(service, "health", lambda: 1 / 0)
-    assert client_of(service).get("/health").status_code == 500
-    assert 'http_requests_total{handler="/health",method="GET",status="500"} 1.0' in service.metrics.text().decode()
+    client = client_of(service)
+    for (method, path), (handler, label, status) in REPLIES.items():
+        assert str(client.request(method, path).status_code) == status
+        line = f'http_requests_total{{handler="{handler}",method="{label}",status="{status}"}} 1.0'
+        assert line in service.metrics.text().decode()

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -24,7 +25,18 @@ from peagle.serve.responses import ResponsesFormatter, as_chat
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
 from tests.support.harmony import CALL, RETURN, USER, says
 from tests.support.pairs import SPECIALS
-from tests.support.servers import HARMONY_SPECIALS, MODEL, K, client_of, events_of
+from tests.support.servers import (
+    CHAT,
+    HARMONY_SPECIALS,
+    MODEL,
+    RESPONSES,
+    K,
+    answer,
+    chat_of,
+    client_of,
+    events_of,
+    stream,
+)
 
 INPUT = '{"input": "d\\u00e9j\\u00e0"}'
 PARTS = [  # of answers: control tokens, what headers hold, texts, bytes of incomplete characters
@@ -44,7 +56,7 @@ MESSAGES = [  # whole ones
 ANSWERS = st.lists(st.sampled_from(MESSAGES), max_size=4).flatmap(
     lambda whole: st.lists(st.sampled_from(PARTS), max_size=8).map(lambda parts: "".join([*whole, *parts]))
 )
-PARTIAL = (b"\xe6", b"\x9d", b"\xf0\x9f")
+PARTIAL = st.sampled_from([b"", b"\xe6", b"\x9d", b"\xf0\x9f"])
 STOPS = st.sampled_from([(), ("\n",), ("so", "größ"), ("京",), ("so viel, g", "<|end|>")])
 TOOLS: Any = [
     {"type": "function", "name": "f"},
@@ -116,19 +128,29 @@ def read(form: ResponseFormatter, answers: OutputCollector) -> tuple[dict[str, A
     return json.loads(dumps(form.whole(answers.results()))), events
 
 
-def answers_of(
-    tokenizer: ByteLevelTokenizer, answer: Sequence[int], ends: Sequence[int], stop: Sequence[str], end: int | None
-) -> OutputCollector:
-    prompt = tokenizer.encode("<|start|>user<|message|>hi<|end|><|start|>assistant", special_tokens=True)
-    request = Request(prompt, 1000, stop=tuple(stop), logprobs=1)
-    loop: Any = Chunks(answer, ends, end)
-    return OutputCollector(loop, [request], tokenizer, channels=True)
+@dataclass(frozen=True)
+class Answer:
+    """What a model writes: a text, and bytes after it that are part of a character; its chunks, and what ends it."""
+
+    text: str
+    partial: bytes = b""
+    ends: Sequence[int] = ()  # of chunks, in tokens
+    stop: tuple[str, ...] = ()
+    end: int | None = RETURN  # the token after it; None: the limit ends it
+
+    def ids(self, tokenizer: ByteLevelTokenizer) -> tuple[int, ...]:
+        of = {tokenizer.token_bytes(token): token for token in range(len(HARMONY_SPECIALS), 300)}
+        partial = (of[bytes([byte])] for byte in self.partial)
+        return (*tokenizer.encode(self.text, special_tokens=True), *partial)
+
+    def outputs(self, tokenizer: ByteLevelTokenizer, channels: bool = True, stop: bool = True) -> OutputCollector:
+        prompt = tokenizer.encode("<|start|>user<|message|>hi<|end|><|start|>assistant", special_tokens=True)
+        request = Request(prompt, 1000, stop=self.stop if stop else (), logprobs=1)
+        loop: Any = Chunks(self.ids(tokenizer), self.ends, self.end)
+        return OutputCollector(loop, [request], tokenizer, channels=channels)
 
 
-def encoded(tokenizer: ByteLevelTokenizer, text: str, partial: bytes) -> tuple[int, ...]:
-    """Encode an answer, and bytes after it that are part of a character."""
-    of = {tokenizer.token_bytes(token): token for token in range(len(HARMONY_SPECIALS), 300)}
-    return (*tokenizer.encode(text, special_tokens=True), *(of[bytes([byte])] for byte in partial))
+WRITTEN = st.builds(Answer, ANSWERS, PARTIAL, st.lists(st.integers(0, 60)), STOPS, st.sampled_from([None, RETURN]))
 
 
 def joined(entries: Sequence[Mapping[str, Any]]) -> bytes:
@@ -143,39 +165,14 @@ def is_aligned(text: str, entries: Sequence[Mapping[str, Any]], stopped: bool) -
     return decoded.startswith(text) and not joined(entries[:-1]).decode("utf-8", "replace").startswith(text or " ")
 
 
-def chat_of_stream(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Add up the deltas of a chat's stream to its choice, as clients do."""
-    message: dict[str, Any] = {"content": "", "reasoning": ""}
-    calls: dict[int, dict[str, Any]] = {}
-    entries: list[Any] = []
-    reason = None
-    for choice in (event["choices"][0] for event in events if event["choices"]):
-        delta = choice["delta"]
-        for key in ("content", "reasoning"):
-            message[key] += delta.get(key, "")
-        for call in delta.get("tool_calls", ()):
-            if "id" in call:
-                calls[call["index"]] = {key: value for key, value in call.items() if key != "index"}
-                continue
-            kind = calls[call["index"]]["type"]
-            ((key, text),) = call[kind].items()
-            calls[call["index"]][kind][key] += text
-        entries += (choice["logprobs"] or {"content": []})["content"]
-        reason = choice["finish_reason"] or reason
-    return {**message, "tool_calls": list(calls.values()), "logprobs": entries, "finish_reason": reason}
-
-
-@given(ANSWERS, st.sampled_from([b"", *PARTIAL]), st.lists(st.integers(0, 60)), STOPS, st.sampled_from([None, RETURN]))
-def test_a_chats_stream_is_its_whole_answer(
-    harmony: ByteLevelTokenizer, text: str, partial: bytes, ends: list[int], stop: tuple[str, ...], end: int | None
-) -> None:
-    ids = encoded(harmony, text, partial)
+@given(WRITTEN)
+def test_a_chats_stream_is_its_whole_answer(harmony: ByteLevelTokenizer, written: Answer) -> None:
     body = parse(ChatBody, json.dumps({"messages": USER, "tools": CHAT_TOOLS}).encode())
-    answers = answers_of(harmony, ids, ends, stop, end)
+    answers = written.outputs(harmony)
     form = ChatFormatter(MODEL, harmony, logprobs=True, tools=body.tools, token_origins=True)
     whole, events = read(form, answers)
     (choice,) = whole["choices"]
-    message, streamed = choice["message"], chat_of_stream(events)
+    message, streamed = choice["message"], chat_of(events)
     assert streamed["content"] == (message["content"] or "")
     assert streamed["reasoning"] == message.get("reasoning", "")
     assert streamed["tool_calls"] == message.get("tool_calls", [])
@@ -184,13 +181,13 @@ def test_a_chats_stream_is_its_whole_answer(
 
     content = message["content"] or ""
     (result,) = answers.results()
-    stopped = result.finish_reason == "stop" and result.output_ids[-1:] != (end,)
+    stopped = result.finish_reason == "stop" and result.output_ids[-1:] != (written.end,)
     assert is_aligned(content, choice["logprobs"]["content"], stopped)
-    assert not any(one in content for one in stop)
-    tokens = [token for event in events for one in event["choices"] for token in one.get("tokens", [])]
+    assert not any(text in content for text in written.stop)
+    tokens = [token for event in events for part in event["choices"] for token in part.get("tokens", [])]
     shown = "".join(token["text"] for token in tokens if token["kind"] == "content")
     assert shown.startswith(content) or "\N{REPLACEMENT CHARACTER}" in content
-    assert len(tokens) <= len(ids)
+    assert len(tokens) <= len(written.ids(harmony))
 
 
 def response_of_stream(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -211,14 +208,13 @@ def text_of(item: Mapping[str, Any]) -> str:
     return part["text"]
 
 
-@given(ANSWERS, st.sampled_from([b"", *PARTIAL]), st.lists(st.integers(0, 60)), st.sampled_from([None, RETURN]))
-def test_a_responses_stream_is_its_whole_answer(
-    harmony: ByteLevelTokenizer, text: str, partial: bytes, ends: list[int], end: int | None
-) -> None:
+@given(WRITTEN)
+def test_a_responses_stream_is_its_whole_answer(harmony: ByteLevelTokenizer, written: Answer) -> None:
+    """There are no stop strings in it."""
     fields = {"input": "hi", "tools": TOOLS, "include": ["message.output_text.logprobs"]}
     body = parse(ResponsesBody, json.dumps(fields).encode())
     chat = as_chat(body)
-    answers = answers_of(harmony, encoded(harmony, text, partial), ends, (), end)
+    answers = written.outputs(harmony, stop=False)
     form = ResponsesFormatter(MODEL, harmony, body=body, tools=chat.body.tools, tool_names=chat.tool_names)
     whole, events = read(form, answers)
     assert events[-1]["response"] == whole
@@ -227,32 +223,23 @@ def test_a_responses_stream_is_its_whole_answer(
     assert [item["id"] for item in items] == [item["id"] for item in whole["output"]]
     for item, streamed in zip(whole["output"], items, strict=True):
         assert streamed["text"] == text_of(item)
-        (done,) = (
-            event
-            for event in events
-            if event["type"] == "response.output_item.done" and event["item"]["id"] == item["id"]
-        )
-        assert done["item"] == item
+        done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+        assert [other for other in done if other["id"] == item["id"]] == [item]
         if item["type"] == "message":
             assert streamed["logprobs"] == item["content"][0]["logprobs"]
             assert is_aligned(text_of(item), streamed["logprobs"], stopped=False)
 
 
-@given(ANSWERS, st.sampled_from([b"", *PARTIAL]), st.lists(st.integers(0, 60)), STOPS, st.sampled_from([None, RETURN]))
-def test_a_completions_stream_is_its_whole_answer(
-    harmony: ByteLevelTokenizer, text: str, partial: bytes, ends: list[int], stop: tuple[str, ...], end: int | None
-) -> None:
-    ids = encoded(harmony, text, partial)
-    request = Request((40,), 1000, stop=stop, logprobs=1)
-    loop: Any = Chunks(ids, ends, end)
-    answers = OutputCollector(loop, [request], harmony)
+@given(WRITTEN)
+def test_a_completions_stream_is_its_whole_answer(harmony: ByteLevelTokenizer, written: Answer) -> None:
+    ids, answers = written.ids(harmony), written.outputs(harmony, channels=False)
     whole, events = read(CompletionFormatter(MODEL, harmony, logprobs=True), answers)
     (choice,) = whole["choices"]
     streamed = [event["choices"][0] for event in events if event["choices"]]
-    assert "".join(one["text"] for one in streamed) == choice["text"]
+    assert "".join(part["text"] for part in streamed) == choice["text"]
     columns = choice["logprobs"]
     for key, entries in columns.items():
-        assert [entry for one in streamed if one["logprobs"] for entry in one["logprobs"][key]] == entries
+        assert [entry for part in streamed if part["logprobs"] for entry in part["logprobs"][key]] == entries
     count = len(columns["tokens"])
     assert [-token for token in columns["token_logprobs"]] == list(ids[:count])
     shown = detokenize(harmony, ids[:count])
@@ -266,48 +253,101 @@ def test_a_completions_stream_is_its_whole_answer(
         assert choice["text"][offset:].startswith(whole_token[: len(choice["text"]) - offset])
 
 
-@pytest.fixture
-def scripted(harmony: ByteLevelTokenizer) -> Iterator[Any]:
-    """A client of a server that thinks, writes a stop string's first part, and answers."""
-    answer = "".join((MESSAGES[0], MESSAGES[1], MESSAGES[6]))
-    service = says(harmony, ({"messages": USER}, answer + "<|return|>"))
-    yield client_of(service)
-    service.loop.close()
+def test_the_deltas_and_the_message_of_a_chat(harmony: ByteLevelTokenizer) -> None:
+    """Reasoning has two names. The first delta of a call has its id and name, and the others its arguments."""
+    parts = [
+        "<|channel|>analysis<|message|>Größer?<|end|><|start|>assistant",
+        "<|channel|>final<|message|>The 東京",
+        " answer<|end|><|start|>assistant to=functions.find<|channel|>commentary<|message|>",
+        '{"a": ',
+        "1}",
+    ]
+    ends = itertools.accumulate(len(harmony.encode(part, special_tokens=True)) for part in parts)
+    written = Answer("".join(parts), ends=[*ends])
+    whole, events = read(ChatFormatter(MODEL, harmony), written.outputs(harmony))
+    choices = [event["choices"][0] for event in events]
+    deltas = [choice["delta"] for choice in choices]
+    call_id = deltas[4]["tool_calls"][0]["id"]
+    assert call_id.startswith("call_")
+    assert deltas == [
+        {"role": "assistant", "content": ""},
+        {"reasoning": "Größer?", "reasoning_content": "Größer?"},
+        {"content": "The 東京"},
+        {"content": " answer"},
+        {
+            "tool_calls": [
+                {"index": 0, "id": call_id, "type": "function", "function": {"name": "find", "arguments": ""}}
+            ]
+        },
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"a": '}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": "1}"}}]},
+        {},
+    ]
+    assert [choice["finish_reason"] for choice in choices] == [None] * 7 + ["tool_calls"]
+    assert whole["choices"] == [
+        {
+            "index": 0,
+            "message": {
+                "role": "assistant",
+                "content": "The 東京 answer",
+                "refusal": None,
+                "tool_calls": [
+                    {"id": call_id, "type": "function", "function": {"name": "find", "arguments": '{"a": 1}'}}
+                ],
+                "reasoning": "Größer?",
+                "reasoning_content": "Größer?",
+            },
+            "logprobs": None,
+            "finish_reason": "tool_calls",
+        }
+    ]
+
+
+def test_an_answer_cut_off_in_its_reasoning_has_no_content(harmony: ByteLevelTokenizer) -> None:
+    written = Answer("<|channel|>analysis<|message|>Hm", ends=[2], end=None)
+    whole, events = read(ChatFormatter(MODEL, harmony), written.outputs(harmony))
+    (choice,), streamed = whole["choices"], chat_of(events)
+    message = choice["message"]
+    assert (message["content"], message["reasoning"], choice["finish_reason"]) == ("", "Hm", "length")
+    assert (streamed["content"], streamed["reasoning"], streamed["finish_reason"]) == ("", "Hm", "length")
 
 
 CONTENT = "Ich sehe nach.東京 so viel, größer 🎉\n"
 
 
-@pytest.mark.parametrize("k", [0, 3])
+@pytest.fixture(scope="module")
+def scripted(harmony: ByteLevelTokenizer) -> Iterator[Any]:
+    """A client of a server that thinks, and answers in two messages."""
+    service = says(harmony, ({"messages": USER}, "".join((MESSAGES[0], MESSAGES[1], MESSAGES[6])) + "<|return|>"))
+    yield client_of(service)
+    service.loop.close()
+
+
 @pytest.mark.parametrize(
     ("stop", "text"), [([], CONTENT), (["\n"], CONTENT[:-1]), (["viel, größer?"], CONTENT), (["größ"], CONTENT[:26])]
 )
-@pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_are_the_contents(scripted: Any, k: int, stop: list[str], text: str, stream: bool) -> None:
-    """Over HTTP: no control token, no header, no reasoning, nothing of a stop string."""
-    body = {"messages": USER, "temperature": 0, "logprobs": True, "top_logprobs": 1, "stop": stop, "stream": stream}
-    reply = scripted.post("/v1/chat/completions", json={**body, "speculative": {"num_speculative_tokens": k}})
-    if stream:
-        choice = chat_of_stream(events_of(reply.text))
-        content, entries = choice["content"], choice["logprobs"]
-    else:
-        (choice,) = reply.json()["choices"]
-        content, entries = choice["message"]["content"], choice["logprobs"]["content"]
-    assert content == text
-    assert is_aligned(content, entries, stopped=text != CONTENT)
-    assert not {entry["token"] for entry in entries} & {*SPECIALS, "final"}
+def test_log_probabilities_are_the_contents(scripted: Any, stop: list[str], text: str) -> None:
+    """Over HTTP, whole with drafts and in a stream without: of no control token, header, reasoning or stop string."""
+    body = {"messages": USER, "temperature": 0, "logprobs": True, "top_logprobs": 1, "stop": stop}
+    (choice,) = answer(scripted, CHAT, body)["choices"]
+    streamed = chat_of(stream(scripted, CHAT, {**body, "speculative": {"num_speculative_tokens": 0}}))
+    assert choice["message"]["content"] == streamed["content"] == text
+    assert choice["logprobs"]["content"] == streamed["logprobs"]
+    assert is_aligned(text, streamed["logprobs"], stopped=text != CONTENT)
+    assert not {entry["token"] for entry in streamed["logprobs"]} & {*SPECIALS, "final"}
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_of_a_response_are_its_texts(scripted: Any, stream: bool) -> None:
-    include = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    body = {"input": "hello", "temperature": 0, **include, "stream": stream}
-    reply = scripted.post("/v1/responses", json=body)
-    output = events_of(reply.text)[-1]["response"]["output"] if stream else reply.json()["output"]
-    messages = [item["content"][0] for item in output if item["type"] == "message"]
-    assert [part["text"] for part in messages] == ["Ich sehe nach.", CONTENT[14:]]
-    for part in messages:
-        assert joined(part["logprobs"]).decode() == part["text"]
-        assert all(len(entry["top_logprobs"]) == 2 for entry in part["logprobs"])
-    without = scripted.post("/v1/responses", json={"input": "hello", "temperature": 0}).json()
-    assert all(not item["content"][0]["logprobs"] for item in without["output"] if item["type"] == "message")
+def test_log_probabilities_of_a_response_are_its_texts(scripted: Any) -> None:
+    body: dict[str, Any] = {"input": "hello", "temperature": 0}
+    asks = {**body, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    for output in (
+        answer(scripted, RESPONSES, asks)["output"],
+        stream(scripted, RESPONSES, asks)[-1]["response"]["output"],
+    ):
+        parts = [item["content"][0] for item in output if item["type"] == "message"]
+        assert [part["text"] for part in parts] == ["Ich sehe nach.", CONTENT[14:]]
+        for part in parts:
+            assert joined(part["logprobs"]).decode() == part["text"]
+            assert all(len(entry["top_logprobs"]) == 2 for entry in part["logprobs"])
+    without = answer(scripted, RESPONSES, body)["output"]
+    assert all(not item["content"][0]["logprobs"] for item in without if item["type"] == "message")

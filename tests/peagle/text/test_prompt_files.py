@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from peagle.ops.errors import InputError
 from peagle.text.prompt_files import CONVERT, PLACEHOLDER, Skipped, read_prompt_file, read_prompts
 from peagle.text.prompts import Rendering
 from peagle.text.tokenizer import load_tokenizer
-from tests.support.pairs import Directories
+from tests.support.pairs import Directories, copy_tokenizer
 
 
 def write(directory: Path, *lines: str | bytes) -> Path:
@@ -106,9 +105,16 @@ def user(text: Any) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
+def said(text: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
 def lines(path: Path, *rows: Any) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+CODE = 'def f(x):\n    """Doubles."""\n'
 
 
 def test_mt_bench_and_spec_bench_are_turns_with_a_category(tmp_path: Path) -> None:
@@ -126,18 +132,15 @@ def test_mt_bench_and_spec_bench_are_turns_with_a_category(tmp_path: Path) -> No
     ]
 
 
-def test_humaneval_and_gsm8k_are_asked_as_they_are(tmp_path: Path) -> None:
-    code = 'def f(x):\n    """Doubles."""\n'
-    row = {"task_id": "HumanEval/0", "prompt": code, "entry_point": "f", "canonical_solution": "", "test": ""}
-    prompts = read_prompt_file(lines(tmp_path / "h.jsonl", row))
-    assert (prompts.layout, prompts.conversations[0].turns) == ("humaneval", (code,))
-    prompts = read_prompt_file(lines(tmp_path / "g.jsonl", {"question": "How many?", "answer": "#### 4"}))
-    assert (prompts.layout, prompts.conversations[0].turns) == ("gsm8k", ("How many?",))
-
-
 @pytest.mark.parametrize(
     ("row", "layout", "turns"),
     [
+        (  # HumanEval
+            {"task_id": "HumanEval/0", "prompt": CODE, "entry_point": "f", "canonical_solution": "", "test": ""},
+            "humaneval",
+            (CODE,),
+        ),
+        ({"question": "How many?", "answer": "#### 4"}, "gsm8k", ("How many?",)),
         (  # MT-Bench on the Hub
             {"prompt": ["Write a poem.", "Shorter."], "prompt_id": 1, "category": "writing", "reference": ["x"]},
             "prompts",
@@ -239,9 +242,7 @@ def test_options_that_rows_override_are_named(directories: Directories, tmp_path
 def test_tools_that_the_template_does_not_show_are_no_prompt(
     directories: Directories, tmp_path: Path, template: str, read: bool
 ) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(directories.target / name, tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(template)
+    copy_tokenizer(directories.target, tmp_path, template)
     path = lines(tmp_path / "rows.jsonl", {"prompt": "a"}, {"prompt": "a", "tools": [TOOL]})
     prompts = read_prompts(path, tmp_path, Rendering(), strict=False)
     assert len(prompts.conversations) == 1 + read
@@ -256,13 +257,13 @@ def test_tools_that_the_template_does_not_show_are_no_prompt(
 
 
 def test_of_sharegpt_the_persons_messages_are_asked(tmp_path: Path) -> None:
-    def said(*messages: tuple[str, str]) -> dict[str, Any]:
+    def chat(*messages: tuple[str, str]) -> dict[str, Any]:
         return {"id": "x", "conversations": [{"from": who, "value": text} for who, text in messages]}
 
     rows = [
-        said(("system", "Be kind."), ("human", "Hi"), ("gpt", "Hello"), ("human", "Why?"), ("gpt", "So.")),
-        said(("gpt", "goes on"), ("human", "and on")),
-        said(("gpt", "alone")),
+        chat(("system", "Be kind."), ("human", "Hi"), ("gpt", "Hello"), ("human", "Why?"), ("gpt", "So.")),
+        chat(("gpt", "goes on"), ("human", "and on")),
+        chat(("gpt", "alone")),
     ]
     path = tmp_path / "share.json"
     path.write_text(json.dumps(rows))
@@ -276,14 +277,11 @@ def test_of_sharegpt_the_persons_messages_are_asked(tmp_path: Path) -> None:
 
 
 def test_openai_messages_bring_their_history(tmp_path: Path) -> None:
-    def message(role: str, content: Any) -> dict[str, Any]:
-        return {"role": role, "content": content}
-
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     rows = [
-        {"messages": [message("system", "S"), message("user", parts), message("assistant", "A")]},
-        {"messages": [message("user", "a"), message("assistant", "b"), message("user", "c")]},
-        {"custom_id": "1", "method": "POST", "body": {"model": "m", "messages": [message("user", "d")]}},
+        {"messages": [{"role": "system", "content": "S"}, user(parts), said("A")]},
+        {"messages": [user("a"), said("b"), user("c")]},
+        {"custom_id": "1", "method": "POST", "body": {"model": "m", "messages": [user("d")]}},
     ]
     prompts = read_prompt_file(lines(tmp_path / "m.jsonl", *rows))
     assert prompts.layout == "messages"
@@ -292,13 +290,9 @@ def test_openai_messages_bring_their_history(tmp_path: Path) -> None:
         for conversation in prompts.conversations
     ] == [
         (("one two",), (), "S", 1),  # the last answer is generated anew
-        (("c",), (message("user", "a"), message("assistant", "b")), None, 1),
+        (("c",), (user("a"), said("b")), None, 1),
         (("d",), (), None, 1),
     ]
-
-
-def said(text: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
 
 
 CALL = {"type": "function", "id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}}
@@ -408,12 +402,11 @@ def test_a_name_and_a_category_are_fit_for_a_report(tmp_path: Path) -> None:
 
 
 def test_what_the_template_refuses_is_left_out_too(directories: Directories, tmp_path: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(directories.target / name, tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(
+    template = (
         "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
         "{{ message.content }}{% endfor %}"
     )
+    copy_tokenizer(directories.target, tmp_path, template)
     rows = [{"messages": [user("a")]}, {"messages": [user("a"), {"role": "tool", "content": "5"}]}]
     path = lines(tmp_path / "rows.jsonl", *rows, {"messages": []})
     prompts = read_prompts(path, tmp_path, Rendering(), strict=False)

@@ -1,13 +1,14 @@
 """Text to ids and back: no character is split, no token is converted twice, the date is fixed."""
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from peagle.checkpoints import DEMO_DIRECTORY
 from peagle.ops.errors import InputError
@@ -22,7 +23,16 @@ from peagle.text.tokenizer import (
     parse_date,
     template_fingerprint,
 )
-from tests.support.pairs import SPECIALS, TEMPLATE, TEXTS, VOCAB_SIZE, ByteTokenizer, Directories, write_tokenizer
+from tests.support.pairs import (
+    SPECIALS,
+    TEMPLATE,
+    TEXTS,
+    VOCAB_SIZE,
+    ByteTokenizer,
+    Directories,
+    copy_tokenizer,
+    write_tokenizer,
+)
 
 
 @given(st.text(), st.lists(st.integers(1, 5)))
@@ -57,15 +67,19 @@ def test_every_token_is_looked_at_once() -> None:
     detokenizer = Detokenizer(tokenizer)
     for _ in range(1000):
         detokenizer.add([0xF0])  # never a whole character: nothing is decided, nothing is decoded again
-    assert tokenizer.asked == 1000
+    assert tokenizer.num_calls == 1000
 
 
-def test_ids_decode_as_the_library_decodes_them(tokenizer: ByteLevelTokenizer) -> None:
-    inner = tokenizer._inner
+@pytest.fixture(scope="module")
+def library(directories: Directories) -> Any:
+    return PreTrainedTokenizerFast.from_pretrained(directories.target)
+
+
+def test_ids_decode_as_the_library_decodes_them(tokenizer: ByteLevelTokenizer, library: Any) -> None:
 
     @given(st.lists(st.integers(0, VOCAB_SIZE - 9), max_size=30))
     def check(ids: list[int]) -> None:
-        expected = inner.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        expected = library.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert detokenize(tokenizer, ids) == expected
 
     check()
@@ -100,9 +114,7 @@ def test_nothing_is_known_of_the_bytes_of_a_text_that_the_tokenizer_shortens(tmp
     written = json.loads((tmp_path / "tokenizer.json").read_text("utf-8"))
     written["normalizer"] = {"type": "Replace", "pattern": {"String": "a"}, "content": ""}
     (tmp_path / "tokenizer.json").write_text(json.dumps(written), "utf-8")
-    loaded = load_tokenizer(tmp_path)
-    assert loaded is not None
-    assert len(loaded.encode("a" * 1000 + "b", most_tokens=1)) == 1
+    assert len(loaded_from(tmp_path).encode("a" * 1000 + "b", most_tokens=1)) == 1
 
 
 def test_ids_that_the_tokenizer_does_not_know_are_no_text(tokenizer: ByteLevelTokenizer) -> None:
@@ -208,24 +220,25 @@ def test_a_broken_tokenizer_is_refused_in_one_line(directories: Directories, tmp
         load_tokenizer(tmp_path)
 
 
+def loaded_from(directory: Path) -> ByteLevelTokenizer:
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer is not None
+    return tokenizer
+
+
 def test_a_chat_without_a_template_or_against_it_is_refused(directories: Directories, tmp_path: Path) -> None:
-    shutil.copy(directories.target / "tokenizer.json", tmp_path)
-    shutil.copy(directories.target / "tokenizer_config.json", tmp_path)
-    bare = load_tokenizer(tmp_path)
-    assert bare is not None
+    copy_tokenizer(directories.target, tmp_path)
+    bare = loaded_from(tmp_path)
     assert bare.encode("Hi")
     with pytest.raises(InputError, match="no chat template"):
         bare.encode_chat(HI)
-    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
-    strict = load_tokenizer(tmp_path)
-    assert strict is not None
+    copy_tokenizer(directories.target, tmp_path, "{{ raise_exception('no') }}")
     with pytest.raises(InputError, match="refuses this chat: no"):
-        strict.encode_chat(HI)
+        loaded_from(tmp_path).encode_chat(HI)
 
 
 def test_a_template_in_json_is_read_where_there_is_no_other(directories: Directories, tmp_path: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(directories.target / name, tmp_path)
+    copy_tokenizer(directories.target, tmp_path)
     before = template_fingerprint(tmp_path)
     path = tmp_path / "chat_template.json"
     for broken in ("{", "[1]", '{"template": "a"}', '{"chat_template": {"default": "a"}}', "[" * 100_000):
@@ -234,17 +247,13 @@ def test_a_template_in_json_is_read_where_there_is_no_other(directories: Directo
             load_tokenizer(tmp_path)
         assert "\n" not in str(caught.value)
     path.write_text(json.dumps({"chat_template": TEMPLATE}))
-    loaded, usual = load_tokenizer(tmp_path), load_tokenizer(directories.target)
-    assert loaded is not None
-    assert usual is not None
-    assert loaded.encode_chat(HI) == usual.encode_chat(HI)
+    usual = loaded_from(directories.target).encode_chat(HI)
+    assert loaded_from(tmp_path).encode_chat(HI) == usual
     fingerprints = {before, template_fingerprint(tmp_path)}
     path.write_text(json.dumps({"chat_template": "other"}))
     assert len(fingerprints | {template_fingerprint(tmp_path)}) == 3
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    other = load_tokenizer(tmp_path)
-    assert other is not None
-    assert other.encode_chat(HI) == usual.encode_chat(HI)
+    assert loaded_from(tmp_path).encode_chat(HI) == usual
 
 
 # text that might become a control token: whole tokens, parts of them, and the characters that mask these
@@ -275,17 +284,16 @@ def test_nothing_in_a_chat_is_a_control_token_and_nothing_is_lost(tokenizer: Byt
     check()
 
 
-def test_a_chat_without_special_tokens_in_it_has_the_librarys_ids(tokenizer: ByteLevelTokenizer) -> None:
-    inner = tokenizer._inner
+def test_a_chat_without_special_tokens_in_it_has_the_librarys_ids(tokenizer: ByteLevelTokenizer, library: Any) -> None:
 
     @given(st.text(st.sampled_from("<|> a(b)é\n東"), max_size=20))
     def check(text: str) -> None:
         messages = [{"role": "user", "content": text}]
         template, dates = fix_date(TEMPLATE, "2025-08-05")
-        whole = inner.apply_chat_template(
+        whole = library.apply_chat_template(
             messages, chat_template=template, add_generation_prompt=True, tokenize=False, **dates
         )
-        assert tokenizer.encode_chat(messages) == tuple(inner(whole, add_special_tokens=False)["input_ids"])
+        assert tokenizer.encode_chat(messages) == tuple(library(whole, add_special_tokens=False)["input_ids"])
 
     check()
 
@@ -307,13 +315,10 @@ TOOLS = """\
 def test_what_a_template_puts_together_or_writes_as_json_is_characters_too(
     directories: Directories, tmp_path: Path
 ) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(directories.target / name, tmp_path)
     template = TOOLS.replace("{%- for", "{%- set calls = namespace(name='') -%}{%- for", 1)
     template = template.replace("{%- set calls = namespace(name=message", "{%- set calls.name = (message")
-    (tmp_path / "chat_template.jinja").write_text(template)
-    tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer is not None
+    copy_tokenizer(directories.target, tmp_path, template)
+    tokenizer = loaded_from(tmp_path)
     call = {"function": {"name": "<|end|>", "arguments": {"<|end|>": ["<|start|>", 1, None]}}}
     messages = [
         {"role": "user", "content": "|end|>"},  # after the template's own "<"
@@ -330,8 +335,7 @@ def test_what_a_template_puts_together_or_writes_as_json_is_characters_too(
 
 
 def test_a_raw_text_is_characters_unless_special_tokens_are_asked_for() -> None:
-    demo = load_tokenizer(DEMO_DIRECTORY / "target")
-    assert demo is not None
+    demo = loaded_from(DEMO_DIRECTORY / "target")
     begin, rest = demo.encode("")[0], demo.encode("def f(")[1:]
     assert demo.encode("<|startoftext|>def f(", special_tokens=True) == (begin, *rest)
     assert demo.encode("def f(", special_tokens=True) == (begin, *rest)

@@ -10,13 +10,17 @@ import pytest
 
 import peagle.cli.sweeping
 from peagle.cli import main
-from peagle.measure.sweep.figures import Figures, Row
+from peagle.measure.sweep.figures import Row, WithoutLoops
 from peagle.measure.sweep.plan import PLAIN, Workload
 from peagle.measure.sweep.store import Folder, open_run
 from peagle.pair import Pair
 from tests.support.pairs import ByteTokenizer, toy_pair
 
 TEXTS = ("one two one two", "a", "never", "b", "c", "dd", "e", "f", "gg")  # enough for an interval
+
+
+class Killed(BaseException):
+    """An exception that no handler catches, like a killed process."""
 
 
 class Tokens(ByteTokenizer):
@@ -54,20 +58,14 @@ def swept(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: object) -> Fol
     return open_run(out)
 
 
-def figures(**known: Any) -> Figures:
-    """Make figures of which only those named are known."""
-    unknown: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Figures))
-    lists = {"num_requests": 8, "rate_per_position": (), "conditional_rate": (), "itl_s": (None, None, None)}
-    return Figures(**unknown | lists | known)
-
-
 def example_row(**known: Any) -> Row:
     """Make a row of which only the figures named are known; nothing loops and nothing differs."""
-    values: dict[str, Any] = {field.name: getattr(figures(), field.name) for field in dataclasses.fields(Figures)}
+    values: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Row))
     values |= dict.fromkeys(("num_draft_tokens", "num_accepted_draft_tokens", "num_plain_steps", "num_slower"), 0)
     values |= dict.fromkeys(("histogram", "accepted_per_position", "tok_per_s_repeats", "speedup_repeats"), ())
-    values |= dict.fromkeys(("by_category", "by_bucket", "per_request"), ())
-    values |= {"workload": Workload("prompts", True, 0.0), "variant": PLAIN, "without_loops": figures()}
-    values |= {"prompt_tokens": 9.0, "looping_frac": 0.0, "finished_frac": 1.0, "output_tokens": 99, "num_compared": 8}
-    values |= {"num_spec_steps": 9, "equal_to_plain_frac": 1.0, "num_repeats": 2}
+    values |= dict.fromkeys(("by_category", "by_bucket", "rate_per_position"), ())
+    values |= {"workload": Workload("prompts", True, 0.0), "variant": PLAIN, "itl_s": (None, None, None)}
+    values |= {"without_loops": WithoutLoops(8, None, None), "prompt_tokens": 9.0, "output_tokens": 99}
+    values |= {"looping_frac": 0.0, "finished_frac": 1.0, "equal_to_plain_frac": 1.0}
+    values |= {"num_requests": 8, "num_repeats": 2, "num_compared": 8, "num_spec_steps": 9}
     return Row(**values | {"label": str(known.get("variant", PLAIN).k)} | known)

@@ -7,22 +7,9 @@ import numpy as np
 import pytest
 
 from peagle.engine.speculation import Speculation, read_speculation
-from peagle.engine.widths import NUM_BINS
 from peagle.measure.sweep.calibration import Calibration, calibrations_of
 from peagle.measure.sweep.plan import in_order, parse_ks
 from tests.peagle.measure.sweep.runs import sweep, swept
-
-
-def test_the_picture_has_the_first_drafts_and_the_last() -> None:
-    bins = tuple((10.0 * n, 2.0 * n) for n in range(NUM_BINS))
-    nothing = ((0.0, 0.0),) * NUM_BINS
-    calibration = Calibration("demo", 5, ((bins,) * 5, (nothing,) * 5))
-    lines = dict(calibration.lines("greedy"))
-    assert list(lines) == ["draft 1", "draft 2", "draft 3", "draft 5"]
-    assert len(lines["draft 1"]) == NUM_BINS - 1
-    assert [share for _, share in lines["draft 1"]] == pytest.approx([0.2] * (NUM_BINS - 1))
-    assert not dict(calibration.lines("sampled"))
-    assert Calibration.from_json(json.loads(json.dumps(calibration.to_json()))) == calibration
 
 
 @pytest.mark.usefixtures("quickly")
@@ -39,10 +26,7 @@ def test_a_run_counts_and_writes_what_auto_begins_with(monkeypatch: pytest.Monke
     assert read_speculation(drafter) == Speculation(2, calibration.counts)
     measured = json.loads((drafter / "speculation.json").read_text())["measured"]
     assert measured["time"] == folder.origins[0]["time"]
-    assert (
-        "The drafter's confidence"
-        in (folder.path / "README.md").read_text() + (folder.path / "report.html").read_text()
-    )
+    assert Calibration.from_json(json.loads(json.dumps(calibration.to_json()))) == calibration
     (drafter / "speculation.json").unlink()
     assert sweep(monkeypatch, "--out", folder.path, "--resume", "--write-widths", drafter) == 0
     assert read_speculation(drafter) == Speculation(2, calibration.counts)

@@ -3,24 +3,22 @@
 import dataclasses
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from peagle.cli import main
-from peagle.engine.collect import Collector
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
 from peagle.measure.estimates import Estimate
 from peagle.measure.metrics import busy_s
-from peagle.measure.pages import Table
-from peagle.measure.sweep import charts, page
 from peagle.measure.sweep.compare import differences
 from peagle.measure.sweep.figures import concurrent, rows
+from peagle.measure.sweep.headline import loads
 from peagle.measure.sweep.plan import PLAIN, Variant
 from peagle.measure.sweep.run import SweepRun
 from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
@@ -28,7 +26,7 @@ from peagle.pair import Pair
 from peagle.result import Result, decode
 from peagle.text.tokenizer import Tokenizer
 from scripts.publish import AT_ONCE, publish, rounded
-from tests.peagle.measure.sweep.runs import example_row, prompt_file, sweep, swept
+from tests.peagle.measure.sweep.runs import Killed, prompt_file, sweep, swept
 
 SLOTS = (1, 3)
 KS = (0, 1, 3)
@@ -45,10 +43,6 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def finished(together: Path, tmp_path: Path) -> Folder:
     return open_run(Path(shutil.copytree(together, tmp_path / "run")))
-
-
-class Killed(BaseException):
-    """An exception that no handler catches, like a killed process."""
 
 
 def rewrite(folder: Folder, change: Callable[[dict[str, Any]], object], repeats: int = 2) -> Folder:
@@ -94,21 +88,6 @@ def test_variants_with_as_many_slots_follow_one_another_and_take_turns(finished:
     assert first == [0, 1, 1, 3]
 
 
-@pytest.mark.usefixtures("quickly")
-def test_so_many_requests_are_at_work_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    active_by_slots: dict[int, set[int]] = {}
-    real = Collector._read_steps
-
-    def watched(self: Collector, output: Any, sent: Any, now: float) -> Any:
-        active = sum(handle is not None for handle in sent.requests)
-        active_by_slots.setdefault(self._engine.config.slots, set()).add(active)
-        return real(self, output, sent, now)
-
-    monkeypatch.setattr(Collector, "_read_steps", watched)
-    swept(monkeypatch, tmp_path / "run", "--concurrency", "3,5", "-k", "2", "--repeats", "1")
-    assert {slots: max(active) for slots, active in active_by_slots.items()} == {1: 1, 3: 3, 5: 5}
-
-
 # figures
 
 
@@ -127,7 +106,6 @@ def test_figures_follow_from_raw_lines(finished: Folder) -> None:
         assert row["tok_per_s_repeats"] == pytest.approx(mine)
         ratios = [rates[row["k"], repeat] / rates[0, repeat] for repeat in range(2)]
         assert row["speedup_repeats"] == pytest.approx(ratios)
-        assert row["speedup_median"]["value"] == pytest.approx(np.median(ratios))
         assert min(ratios) <= row["speedup"]["value"] * (1 + 1e-9)
         assert row["speedup"]["value"] <= max(ratios) * (1 + 1e-9)
         assert (row["num_requests"], row["num_repeats"], row["equal_to_plain_frac"]) == (8, 2, 1)
@@ -191,10 +169,12 @@ def test_the_page_has_a_table_a_picture_and_names_the_resampled_unit(finished: F
     table = text.split(": many requests at once\n")[1]
     lines = [line.strip("| ").split(" | ")[:2] for line in table.partition("\n#")[0].splitlines() if line[:1] == "|"]
     assert lines[2:] == [[str(slots), str(k)] for slots, k in itertools.product(SLOTS, KS)]
-    assert "by bootstrap over repeats" in text
-    best = [line.strip("| ").split(" | ") for line in text.split("By the number of requests at once")[1].splitlines()]
-    assert [cells[0] for cells in best[4:6]] == ["1", "3"]
-    assert all(cells[1].startswith(("K = ", "plain decoding")) for cells in best[4:6])
+    assert "intervals are over repeats" in text
+    advice = text.split("With many requests at once:")[1].split("\n\n")[1].splitlines()
+    assert [re.match(r"- \*\*(\d) at once:\*\* .*K = [13]", line)[1] for line in advice] == [
+        "1",
+        "3",
+    ]
     (picture,) = finished.path.glob("*_concurrency.svg")
     assert f"]({picture.name})" in text
     drawn = picture.read_text()
@@ -209,9 +189,7 @@ def test_auto_that_never_drafted_is_not_the_fastest_at_any_load(finished: Folder
             dataclasses.replace(row, variant=auto.at(row.concurrency), **ahead) if row.k == 3 else row
             for row in rows(finished)
         ]
-        blocks = page.run_blocks(finished, figures)
-        (table,) = [block for block in blocks if isinstance(block, Table) and block.header[0] == "requests at once"]
-        assert [cells[1] == "K = auto" for cells in table.rows] == [named] * len(SLOTS)
+        assert ["K = auto" in sentence for _, sentence in loads(finished, figures)] == [named] * len(SLOTS)
 
 
 def test_a_run_in_short_keeps_it(finished: Folder, tmp_path: Path) -> None:
@@ -223,18 +201,14 @@ def test_a_run_in_short_keeps_it(finished: Folder, tmp_path: Path) -> None:
     assert "many requests at once" in (tmp_path / "short" / "README.md").read_text()
 
 
-def test_without_a_speed_there_is_no_picture() -> None:
-    assert charts.concurrency({"plain decoding": [example_row(variant=PLAIN.at(1))]}) is None
-
-
 def test_a_run_with_it_is_compared_with_one_without(once: Path, finished: Folder, tmp_path: Path) -> None:
     without = open_run(once)
     assert "by_concurrency" not in without.record
     assert "requests at once" not in (without.path / "README.md").read_text()
     for runs in ((without, finished), (finished, without)):
         compared = differences(*runs)
-        assert [difference.label for difference in compared] == ["1", "1", "3", "3"]
-        assert all(change.equal for change in compared if change.figure == "acceptance length")
+        assert [difference.label for difference in compared] == ["1", "3"]
+        assert all(difference.acceptance_length and difference.acceptance_length.equal for difference in compared)
     assert main(["report", str(once), str(finished.path), "--out", str(tmp_path / "both"), "--quiet"]) == 0
 
 
@@ -293,49 +267,3 @@ def test_a_variant_that_fails_at_many_at_once_need_not_cost_the_others(
     assert [row["k"] for row in folder.record["rows"]] == [0, 2]
     assert [row["k"] for row in folder.record["by_concurrency"]] == [0]
     assert "K = 2, 3 at once: no room" in (tmp_path / "run" / "README.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--concurrency", "x"], "--concurrency is 'x'; expected numbers separated by commas"),
-        (["--concurrency", ""], "--concurrency is ''"),
-        (["--concurrency", "1,0"], "--concurrency is 0; expected 1 or more"),
-        (["--concurrency", "2,10"], "--concurrency is 10, but prompts has 9 requests"),
-        (["--write-widths", "table.json", "-k", "1-3"], "-k does not name it; add it, as -k 1-7,auto"),
-        (["--write-widths", "no/table.json", "--concurrency", "1"], "no does not exist"),
-        (["--write-widths", "/dev/null", "--concurrency", "1"], "/dev/null exists"),
-        (
-            ["--write-widths", "draftr", "--concurrency", "1"],
-            "--write-widths draftr is no folder; expected a drafter's directory",
-        ),
-        (["--write-widths", "table.json", "--concurrency", "1", "--drafter", "demo,ngram"], "one drafter"),
-        (["--write-widths", "table.json", "--concurrency", "1", "--draft-vocab", "9,full"], "one vocabulary"),
-        (["--write-widths", "table.json", "--concurrency", "1", "--drafter-window", "9,off"], "one window"),
-        (["--drafter-window", "128,wide"], "drafter-window is 'wide'; expected the positions"),
-        (["--drafter-window", "128", "--drafter", "ngram"], "no drafter with weights"),
-    ],
-)
-def test_bad_input_is_one_line_and_writes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    arguments: list[str],
-    message: str,
-) -> None:
-    typed = ["--out", tmp_path / "run", "--prompts", prompt_file(tmp_path), *arguments]
-    assert sweep(monkeypatch, *typed) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_dry_run_counts_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    typed = ["--prompts", prompt_file(tmp_path), "-k", "2", "--concurrency", "4,2", "--repeats", 1, "--dry-run"]
-    assert sweep(monkeypatch, "--out", tmp_path / "run", *typed) == 0
-    said = capsys.readouterr().out
-    assert "at once      2, 4" in said
-    assert f"{9 * (2 + 2 * 2)} requests" in said

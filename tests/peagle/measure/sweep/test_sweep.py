@@ -30,16 +30,12 @@ from peagle.ops.files import alone
 from peagle.pair import Pair
 from peagle.result import Result, decode
 from peagle.text.tokenizer import ByteLevelTokenizer, Tokenizer
-from tests.peagle.measure.sweep.runs import TEXTS, Tokens, prompt_file, shared_pair, sweep, swept
+from tests.peagle.measure.sweep.runs import TEXTS, Killed, Tokens, prompt_file, shared_pair, sweep, swept
 from tests.support.pairs import SPECIALS, press_ctrl_c_at, toy_pair
 from tests.support.toys import costs
 
 pytestmark = pytest.mark.usefixtures("quickly")
 profiling = SweepRun.profile
-
-
-class Killed(BaseException):
-    """An exception that no handler catches, like a killed process."""
 
 
 def counts(folder: Folder) -> dict[Any, Any]:
@@ -70,9 +66,7 @@ def test_figures_follow_from_raw_lines(finished: Folder) -> None:
         assert row["acceptance_length"]["value"] == pytest.approx(1 + accepted / steps)
         assert row["acceptance_length"]["value"] > 1  # the toy walks in circles, which an n-gram drafter learns
         for place, rate in enumerate(row["rate_per_position"]):
-            at_least, tried = histogram[place + 1 :].sum(), histogram[place:].sum()
-            assert rate["value"] == pytest.approx(at_least / steps)
-            assert row["conditional_rate"][place]["value"] == pytest.approx(at_least / tried)
+            assert rate["value"] == pytest.approx(histogram[place + 1 :].sum() / steps)
         tokens = sum(line["output_tokens"] - 1 for line in mine)
         seconds, plain_seconds = (sum(line["decode_s"] for line in some) for some in (mine, plain.values()))
         assert row["tok_per_s"]["value"] == pytest.approx(tokens / seconds)
@@ -81,54 +75,28 @@ def test_figures_follow_from_raw_lines(finished: Folder) -> None:
         assert row["tokens_per_step"]["value"] == pytest.approx(tokens / steps)
         assert row["speedup"]["value"] == pytest.approx(tokens / steps / row["cycle_cost"]["value"])
         assert row["equal_to_plain_frac"] == 1
-        for figure in ("acceptance_length", "speedup", "speedup_median", "ttft_s", "tpot_s"):
+        for figure in ("acceptance_length", "speedup", "ttft_s"):
             assert row[figure]["low"] <= row[figure]["value"] <= row[figure]["high"]
         parts = [row[f"{part}_s"] for part in ("draft", "verify", "host")]
         assert sum(part["value"] for part in parts) == pytest.approx(row["step_s"]["value"])
-        assert all(0 <= part["low"] <= part["value"] <= part["high"] for part in parts)
-        one = figures[0]["verify_s"]["value"]  # may be nothing at all: the toy looks its logits up
-        assert (row["verify_cost"] or {}).get("value") == (pytest.approx(parts[1]["value"] / one) if one else None)
+        assert all(part["value"] >= 0 for part in parts)
     assert figures[0]["speedup"]["value"] == 1
     assert figures == json.loads(json.dumps([row.to_json() for row in rows(finished)]))
 
 
-def share(
-    folder: Folder, k: int, request: int, steps: int, draft: float, verify: float, other: float
-) -> dict[str, Any]:
-    """Make a share as the profiler would for a request."""
-    like = next(share for share in folder.record["shares"] if share["k"] == k)
-    parts = {"draft_ms": draft, "verify_ms": verify, "other_ms": other}
-    return like | parts | {"request": request, "num_steps": steps}
-
-
 def test_shares_of_a_step_are_those_of_all_profiled_steps(finished: Folder) -> None:
-    """Weighted by the steps of requests; with every conversation profiled there is an interval."""
-    kinds = [(1, 2.0, 6.0, 2.0), (3, 1.0, 8.0, 1.0)]  # steps; ms of drafting, verifying and the rest of each
-    for num_profiled, known in ((8, True), (2, False)):
-        finished.record["shares"] = [share(finished, 3, n, *kinds[n % 2]) for n in range(num_profiled)] + [
-            share(finished, 0, n, 1, 0.0, 8.0, 2.0) for n in range(num_profiled)
-        ]
-        row = rows(finished)[2].to_json()
-        step, cycle = row["step_s"], row["cycle_cost"]
-        assert row["draft_s"]["value"] == pytest.approx((1 * 2 + 3 * 1) / 40 * step["value"])
-        assert row["verify_s"]["value"] == pytest.approx((1 * 6 + 3 * 8) / 40 * step["value"])
-        assert row["verify_cost"]["value"] == pytest.approx(30 / 40 / 0.8 * cycle["value"])
-        assert [row[name]["low"] is not None for name in ("draft_s", "verify_cost")] == [known, known]
-    assert rows(finished)[1].draft_s is None  # K = 1 was not profiled
-
-
-def test_a_share_alike_in_a_variant_and_in_plain_decoding_cancels_out_of_the_cost(finished: Folder) -> None:
-    """If requests differ in the share of verifying, in both arms alike, v(T) has an interval as narrow as c(K).
-
-    Requests without a profile of plain decoding are left out.
-    """
-    plain = [share(finished, 0, n, 1, 0.0, 2.0 + n, 8.0 - n) for n in range(8)]
-    mine = [share | {"k": 3, "drafter": "demo"} for share in plain]
-    finished.record["shares"] = plain + mine
-    row = rows(finished)[2].to_json()
-    assert row["verify_cost"] == pytest.approx(row["cycle_cost"])
-    finished.record["shares"] = plain[1:] + mine
-    assert rows(finished)[2].to_json()["verify_cost"]["value"] == pytest.approx(row["cycle_cost"]["value"])
+    """Weighted by the steps of requests. What was not profiled has none."""
+    like = next(share for share in finished.record["shares"] if share["k"] == 3)
+    parts = [(1, 2.0, 6.0, 2.0), (3, 1.0, 8.0, 1.0)]  # steps; ms of drafting, verifying and the rest of a step
+    finished.record["shares"] = [
+        like | {"request": n, "num_steps": steps, "draft_ms": draft, "verify_ms": verify, "other_ms": other}
+        for n, (steps, draft, verify, other) in enumerate(parts)
+    ]
+    _, unprofiled, row = rows(finished)
+    assert unprofiled.draft_s is None
+    assert row.step_s is not None
+    shares = [part.value / row.step_s.value for part in (row.draft_s, row.verify_s, row.host_s) if part]
+    assert shares == pytest.approx([(1 * 2 + 3 * 1) / 40, (1 * 6 + 3 * 8) / 40, (1 * 2 + 3 * 1) / 40])
 
 
 def test_steps_of_some_conversations_are_profiled_and_those_missing_again(
@@ -170,9 +138,9 @@ def test_a_run_of_the_schema_before_has_its_figures_but_the_shares(finished: Fol
     (finished.path / RUN).write_text(json.dumps(record | {"schema": 2, "shares": [old]}))
     for before, now in zip(rows(open_run(finished.path)), rows(finished), strict=True):
         assert before.speedup == now.speedup
-        assert before.draft_s is before.verify_cost is None
+        assert before.draft_s is None
     assert main(["report", str(finished.path), "--quiet"]) == 0
-    assert "No steps were profiled" in (finished.path / "README.md").read_text()
+    assert "draft + verify + rest" not in (finished.path / "README.md").read_text()
 
 
 def test_the_folder_holds_the_requests_and_shows_them(finished: Folder) -> None:
@@ -183,7 +151,7 @@ def test_the_folder_holds_the_requests_and_shows_them(finished: Folder) -> None:
     assert "| 3 |" in page
     for name in re.findall(r"\((\w+\.svg)\)", page):
         assert (finished.path / name).read_text().startswith("<?xml")
-    assert html.count('<img src="data:image/svg+xml;base64,') >= 3
+    assert html.count('<img src="data:image/svg+xml;base64,') == 2
     assert not re.search(r"(src|href)=.(?!data:)", html)  # needs no network
 
 
@@ -239,8 +207,8 @@ def test_repeats_at_a_temperature_are_other_draws_and_greedy_ones_the_same(
     assert hot["sampled"]["length"] is None  # n-grams have no distribution
     assert 1 <= hot["one_hot"]["length"]["value"] <= hot["best"]["length"]["value"] <= 2
     text = (folder.path / "README.md").read_text()
-    assert text.count("What the temperature allows") == 1
-    assert f"{hot['best']['length']['value']:.2f}" in text
+    assert text.count("| length at most |") == 1, "of the workload with a temperature"
+    assert f"| {hot['best']['length']['value']:.2f} |" in text
 
 
 def test_later_turns_are_the_same_for_every_variant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -261,7 +229,7 @@ def test_later_turns_are_the_same_for_every_variant(monkeypatch: pytest.MonkeyPa
     assert [(part["part"], part["num_requests"]) for part in parts] == [("x", 2), ("y", 1)]
     whole = {name for name in folder.record["rows"][1] if name not in parts[0]}  # a part has every other figure
     names = {field.name for kind in (Workload, Variant) for field in dataclasses.fields(kind)}
-    of_rows = {"label", "by_category", "by_bucket", "per_request", "num_slower", "num_compared"}
+    of_rows = {"label", "by_category", "by_bucket", "num_slower", "num_compared"}
     assert whole == {*names, *of_rows, "num_repeats", "tok_per_s_repeats", "speedup_repeats"}
     everything = (folder.path / PROMPTS).read_text().splitlines(keepends=True)
     for part, lines in zip(parts, (everything[:2], everything[2:]), strict=True):
@@ -412,7 +380,12 @@ def test_a_dry_run_writes_nothing(
     assert sweep(monkeypatch, "--out", tmp_path / "run", "--prompts", prompts, "-k", "0-2", "--dry-run") == 0
     said = capsys.readouterr().out
     assert "K = 0; 1; 2" in said
-    assert "81 requests" in said
+    assert f"{3 * 9 * 3} requests" in said
+    typed = ["--prompts", prompts, "-k", "2", "--concurrency", "4,2", "--repeats", 1, "--dry-run"]
+    assert sweep(monkeypatch, "--out", tmp_path / "run", *typed) == 0
+    said = capsys.readouterr().out
+    assert "at once      2, 4" in said
+    assert f"{9 * (2 + 2 * 2)} requests" in said
     assert not (tmp_path / "run").exists()
 
 
@@ -447,6 +420,22 @@ def test_prompts_that_are_too_long_are_left_out_and_counted_or_refused(
         (["--resume"], "cannot be read"),
         (["--max-prompt-tokens", "1"], "demo has no usable prompt"),
         (["--max-prompt-tokens", "1", "--too-long", "error"], "expected at most 1"),
+        (["--concurrency", "x"], "--concurrency is 'x'; expected numbers separated by commas"),
+        (["--concurrency", ""], "--concurrency is ''"),
+        (["--concurrency", "1,0"], "--concurrency is 0; expected 1 or more"),
+        (["--concurrency", "2,61"], "--concurrency is 61, but demo has 60 requests"),
+        (["--write-widths", "table.json", "-k", "1-3"], "-k does not name it; add it, as -k 1-7,auto"),
+        (["--write-widths", "no/table.json", "--concurrency", "1"], "no does not exist"),
+        (["--write-widths", "/dev/null", "--concurrency", "1"], "/dev/null exists"),
+        (
+            ["--write-widths", "draftr", "--concurrency", "1"],
+            "--write-widths draftr is no folder; expected a drafter's directory",
+        ),
+        (["--write-widths", "table.json", "--concurrency", "1", "--drafter", "demo,ngram"], "one drafter"),
+        (["--write-widths", "table.json", "--concurrency", "1", "--draft-vocab", "9,full"], "one vocabulary"),
+        (["--write-widths", "table.json", "--concurrency", "1", "--drafter-window", "9,off"], "one window"),
+        (["--drafter-window", "128,wide"], "drafter-window is 'wide'; expected the positions"),
+        (["--drafter-window", "128", "--drafter", "ngram"], "no drafter with weights"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(
@@ -515,8 +504,8 @@ def test_another_schema_another_checkpoint_and_damage_are_refused(
     (finished.path / RUN).write_text(json.dumps(record))
     whole = (finished.path / RAW).read_text()
     for line, message in (
-        ("damage", "line 49 is no JSON object"),
-        ('{"prompts": "a"}', "raw.jsonl line 49 is incomplete"),
+        ("damage", "raw.jsonl line 49 is damaged (Expecting value"),
+        ('{"prompts": "a"}', "raw.jsonl line 49 is damaged ('raw' is missing)"),
     ):
         (finished.path / RAW).write_text(f"{whole}{line}\n")
         assert main(["report", str(finished.path)]) == 2

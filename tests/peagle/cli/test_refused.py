@@ -1,0 +1,287 @@
+"""What commands refuse: bad flags, prompts, models and memory are one line and exit code 2, and no file is written."""
+
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import peagle.cli.decoding
+import peagle.cli.inspecting
+import peagle.ops.memory
+import target.load
+from peagle.ops.checkpoint import Checkpoint
+from peagle.ops.kernels import for_weights
+from tests.support.commands import Captured, refused
+from tests.support.pairs import MASK, VOCAB_SIZE, Directories, edit_json
+
+Run = Callable[..., Captured]
+
+# --- flags and prompts ------------------------------------------------------------------------------------------------
+
+# what is typed behind `peagle speculate`, and a pattern of the line
+TYPED: list[tuple[str, str]] = [
+    ("-k 0 Hi", r"-k is 0; expected 1 to 128 drafted tokens \(peagle generate decodes plainly\)"),
+    ("-k -3 Hi", "-k is -3"),
+    ("-k 1000 Hi", "-k is 1000; expected 1 to 128 drafted tokens"),
+    ("-k x Hi", "-k is 'x'.*auto, or auto:N"),
+    ("-k auto:x Hi", "-k is 'auto:x'; expected a number of drafted tokens, auto, or auto:N for at most N of them"),
+    ("-k auto: Hi", "-k is 'auto:'; expected a number"),
+    ("-k automatic Hi", "-k is 'automatic'; expected a number"),
+    ("-k auto:0 Hi", "-k is 'auto:0'; expected auto:1 to auto:128, the most drafted tokens of a step"),
+    ("-k auto:-1 Hi", "-k is 'auto:-1'; expected auto:1 to auto:128"),
+    ("-k auto:999 Hi", "-k is 'auto:999'; expected auto:1 to auto:128"),
+    ("-n 0 Hi", "error: -n is 0"),
+    ("--slots 0 Hi", "--slots is 0.*1 or more"),
+    ("--slots 100000000 Hi", "--slots is 100000000; expected 1 to 65536"),
+    ("--slots 2 --batch 2 Hi", "--slots and --batch.*both given"),
+    ("--context 1 Hi", "--context is 1"),
+    ("--context 100000 Hi", "--context is 100000.*384"),
+    ("--context 8 'Hi there'", "8 positions.*--context"),
+    ("--temperature -1 Hi", "--temperature is -1"),
+    ("--temperature nan Hi", "--temperature is nan"),
+    ("--temperature hot Hi", r"--temperature is 'hot'.*number.*\(peagle speculate --help shows"),
+    ("--top-k 2.5 Hi", r"--top-k is 2\.5.*integer.*\(peagle speculate --help shows"),
+    ("--regex", r"'--regex'.*\(peagle speculate --help shows"),
+    ("--regex a(( Hi", r"--regex: the regular expression.*unclosed group at character 3 of a\(\(;"),
+    ("--json-schema absent Hi", "--json-schema absent cannot be read: No such file or directory;"),
+    ("--top-p 0 Hi", "--top-p is 0"),
+    ("--top-k -1 Hi", "--top-k is -1"),
+    ("--min-p 2 Hi", "--min-p is 2"),
+    ("--presence-penalty 3 Hi", "--presence-penalty is 3.*-2 to 2"),
+    ("--frequency-penalty -3 Hi", "--frequency-penalty is -3"),
+    ("--repetition-penalty 0 Hi", "--repetition-penalty is 0"),
+    ("--logit-bias x=1 Hi", "--logit-bias is 'x=1'.*ID=VALUE"),
+    ("--logit-bias 5 Hi", "--logit-bias is '5'.*ID=VALUE"),
+    ("--logit-bias 100000=1 Hi", "token id 100000.*vocabulary"),
+    ("--min-tokens -1 Hi", "--min-tokens is -1"),
+    ("--prefill-chunk 0 Hi", "--prefill-chunk is 0"),
+    (f"--seed {2**64} Hi", f"--seed is {2**64}.*64 bits"),
+    ("--date today Hi", "--date is 'today'.*YYYY-MM-DD"),
+    ("--reasoning-effort huge Hi", "huge"),
+    ("--dtype int4 Hi", "int4"),
+    ("--no-such-flag Hi", "--no-such-flag"),
+    ("''", "the prompt is empty"),
+    ("'  \n'", "the prompt is empty"),
+    ("a\udc80", "not valid Unicode"),
+    ("--prompt-ids '' --raw-prompt", "--prompt-ids is empty"),
+    ("--prompt-ids 1,x", "'x'"),
+    (f"--prompt-ids 5,{VOCAB_SIZE}", f"{VOCAB_SIZE}.*0..{VOCAB_SIZE - 1}"),
+    ("--prompt-ids -1", "-1.*vocabulary"),
+    (f"--prompt-ids {','.join(['5'] * 384)}", "384 tokens.*384 positions.*at most 383"),
+    ("--prompt-ids 5 Hi", "PROMPT and --prompt-ids"),
+    ("--prompt-file absent.jsonl", r"absent\.jsonl cannot be read"),
+    ("--prompt-ids 5 --system x", "--prompt-ids.*leave out --system"),
+    ("--prompt-ids 5 --date 2024-01-01", "--prompt-ids.*leave out --date"),
+    ("--prompt-ids 5 --raw-prompt --special-tokens", "--prompt-ids.*leave out --special-tokens"),
+    ("--strict Hi", "--strict.*give --prompt-file"),
+    ("--reduce psum Hi", "--reduce psum is given without --mesh"),
+    ("--prefill blocked --prefill-chunk 8 Hi", "--prefill is blocked.*--prefill-chunk is given"),
+    ("--raw-prompt --system x Hi", "--raw-prompt"),
+    ("--json / Hi", "--json / cannot be written.*directory"),
+    ("--json no/such/folder/out.json Hi", "--json.*cannot be written"),
+    (f"--json {__file__}/out.json Hi", "--json.*cannot be written"),
+    ("--trace no/such/folder/out.json Hi", "--trace.*cannot be written"),
+    ("--trace - Hi", "--trace -"),
+    ("--trace same --json same Hi", "two files"),
+]
+
+
+@pytest.mark.parametrize(("typed", "pattern"), TYPED)
+def test_bad_flags_and_prompts_are_refused_in_one_line(
+    cli: Run, typed: str, pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = () if "--json" in typed or "--trace" in typed else ("--json", "out.json", "--trace", "trace.jsonl")
+    result = cli("speculate", "--drafter", "ngram", *files, *shlex.split(typed))
+    refused(result)
+    assert re.search(pattern, result[2]), result[2]
+    assert list(tmp_path.iterdir()) == []
+
+
+# whole command lines, and a pattern of the line
+OF_COMMANDS: list[tuple[str, str]] = [
+    ("nonsense", "nonsense"),
+    ("generate -k 3 Hi", "-k"),
+    ("generate --logprobs -1 Hi", r"logprobs is -1; expected 0\.\.20"),
+    ("generate --logprobs 2 --quiet Hi", "--logprobs.*--quiet.*--json"),
+    ("generate --regex ( hello", "unclosed group"),
+    ("generate --json-schema none.json hello", "cannot be read"),
+    ("generate --regex a --json-schema b hello", "expected one of them"),
+    ("generate --target absent Hi", "absent does not exist"),
+    ("speculate --logprobs 3 Hi", "--logprobs"),
+    ("speculate --dtype int4", "--dtype is 'int4'; expected.*'float32'"),
+    ("speculate --draft-vocab 2049 Hi", "--draft-vocab is 2049; expected 1 to 2048"),
+    ("speculate --aux-layer-ids 1,2 Hi", r"--aux-layer-ids names 2 aux layers \[1, 2\].*reads 3"),
+    ("speculate --drafter ngram --aux-layer-ids 0,1,2 Hi", "no drafter with weights"),
+    ("speculate --target absent Hi", "absent does not exist"),
+    ("speculate --drafter demo-eagle9 Hi", "demo-eagle9 does not exist.*demo-dflash, or ngram"),
+    ("sweep --out run --drafter ngram --aux-layer-ids 0,1,2", "no drafter with weights"),
+    ("train --out x --steps -5", "--steps is -5; expected 1 or more"),
+    ("train --out x --layers 0", "--layers is 0; expected 1 or more"),
+    ("cluster up --decode 0", "--decode is 0; expected 1 or more"),
+    ("cluster up --port", r"'--port'.*\(peagle cluster up --help shows"),
+    ("parity -k 200", "-k is 200; expected 1 to 128 drafted tokens"),
+    ("bench -k 0", "-k is 0; expected 1 to 128 drafted tokens"),
+    ("serve -k 200", r"-k is 200; expected 0 \(plain decoding\) to 128 drafted tokens"),
+    (f"random tiny {__file__}/x", "/x cannot be written.*; expected a place that can be"),
+]
+
+
+@pytest.mark.parametrize(("typed", "pattern"), OF_COMMANDS)
+def test_values_are_refused_by_the_option_and_the_command_that_were_typed(
+    real: Run, typed: str, pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = real(*typed.split())
+    refused(result)
+    assert re.search(pattern, result[2]), result[2]
+
+
+def test_stop_strings_that_cannot_be_are_refused_before_anything_is_loaded(
+    cli: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peagle.cli.decoding, "resolve", lambda *_: Path())
+    refused(cli("generate", "--stop", "", "Hi"), "stop string 1 of 1 is empty")
+    refused(cli("generate", "--stop", "x" * 2000, "Hi"), "has 2000 characters; expected at most 1024")
+
+
+GENERATE = ("generate", "-n", "2")
+
+
+def test_a_bad_line_of_a_prompt_file_is_left_out_and_told_or_refused(cli: Run, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n{"prompt": }\n')
+    arguments = (*GENERATE, "--prompt-file", str(prompts), "--json")
+    code, out, err = cli(*arguments, "-")
+    assert (code, len(json.loads(out)["requests"])) == (0, 1)
+    (row,) = json.loads(out)["skipped"]
+    assert row["line"] == 2
+    assert row["reason"].startswith(f"{prompts} line 2 is not valid JSON")
+    line = f"1 row without a usable prompt, the first: {row['reason']}"
+    assert err.splitlines()[0] == f"peagle: warning: left out of prompts: {line}"
+    assert err.splitlines()[-1] == f"left out     {line}"
+    code, again, err = cli(*arguments, "-", "--quiet")
+    assert (code, json.loads(again)["skipped"]) == (0, [row])
+    assert err == f"peagle: warning: left out of prompts: {line}\n"
+    refused(cli(*arguments, str(tmp_path / "out"), "--strict"), "line 2", "not valid JSON")
+    prompts.write_text(f'{{"prompt": "a"}}\n\n{{"prompt_ids": [{VOCAB_SIZE}]}}\n')
+    refused(cli(*GENERATE, "--prompt-file", str(prompts), "--json", str(tmp_path / "out")), "line 3", str(VOCAB_SIZE))
+    assert not (tmp_path / "out").exists()
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+Spoil = Callable[[Path], object]
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def index(path: Path, shard: str) -> None:
+    """Weights under another name, and an index that sends every tensor to this shard."""
+    from safetensors import safe_open
+
+    with safe_open(path / "model.safetensors", framework="numpy") as weights:
+        weight_map = dict.fromkeys(weights.keys(), shard)
+    (path / "model.safetensors").rename(path / "a.safetensors")
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def configure(path: Path, **fields: Any) -> None:
+    edit_json(path / "config.json", **fields)
+
+
+SPOILED: list[tuple[str, Spoil, list[str]]] = [
+    ("target", lambda path: (path / "config.json").unlink(), ["no config.json"]),
+    ("target", lambda path: (path / "config.json").write_text("{"), ["config.json", "not valid JSON"]),
+    ("target", lambda path: configure(path, model_type="llama"), ["'llama'", "gpt_oss"]),
+    ("target", lambda path: cut(path / "model.safetensors"), ["model.safetensors", "truncated"]),
+    ("target", lambda path: (path / "model.safetensors").write_bytes(b"no"), ["model.safetensors"]),
+    ("target", lambda path: (path / "model.safetensors").unlink(), ["no weights"]),
+    ("target", lambda path: index(path, "b.safetensors"), ["b.safetensors", "no such file"]),
+    ("target", lambda path: index(path, "../b.safetensors"), ["../b.safetensors", "outside"]),
+    ("target", lambda path: configure(path, num_hidden_layers=2, layer_types=None), ["no place for"]),
+    ("target", lambda path: configure(path, num_hidden_layers=4, layer_types=None), ["missing"]),
+    ("target", lambda path: configure(path, vocab_size=321), ["[320, 64]", "[321, 64]"]),
+    ("target", lambda path: (path / "tokenizer.json").write_text("{"), ["tokenizer.json"]),
+    ("drafter", lambda path: (path / "config.json").unlink(), ["no config.json"]),
+    ("drafter", lambda path: configure(path, ptd_token_id=None), ["mask token"]),
+    ("drafter", lambda path: configure(path, ptd_token_id=VOCAB_SIZE), [str(VOCAB_SIZE)]),
+    ("drafter", lambda path: configure(path, hidden_size=48), ["48"]),
+    ("drafter", lambda path: configure(path, eagle_aux_hidden_state_layer_ids=[1, 2, 9]), ["9", "1..3"]),
+    ("drafter", lambda path: cut(path / "model.safetensors"), ["truncated"]),
+]
+
+
+@pytest.mark.parametrize(("model", "spoil", "parts"), SPOILED)
+def test_a_target_or_a_drafter_that_does_not_work_or_fit_is_refused_in_one_line(
+    real: Run, directories: Directories, tmp_path: Path, model: str, spoil: Spoil, parts: list[str]
+) -> None:
+    assert json.loads((directories.drafter / "config.json").read_text())["ptd_token_id"] == MASK
+    shutil.copytree(getattr(directories, model), tmp_path / model)
+    spoil(tmp_path / model)
+    models = {"target": directories.target, "drafter": "ngram", model: tmp_path / model}
+    named = [part for name, path in models.items() for part in (f"--{name}", str(path))]
+    refused(real("speculate", *named, "--json", str(tmp_path / "out"), "Hi"), *parts)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_target_alone_and_files_that_are_no_target_are_refused(
+    real: Run, directories: Directories, tmp_path: Path
+) -> None:
+    refused(real("speculate", "--target", str(directories.target), "Hi"), "--drafter DIR, or --drafter ngram")
+    refused(real("speculate", "--target", str(tmp_path), "Hi"), f"{tmp_path} has no config.json; expected")
+    drafter_as_target = ("--target", str(directories.drafter), "--drafter", "ngram")
+    refused(real("speculate", *drafter_as_target, "Hi"), "'llama'")
+    no_gpt_oss = "config.json: model_type is 'llama'; expected 'gpt_oss', since a target is a GPT-OSS model"
+    refused(real("speculate", *drafter_as_target[:2], "Hi"), no_gpt_oss)  # and not that it needs another drafter
+    shutil.copytree(directories.target, tmp_path / "bare")
+    (tmp_path / "bare" / "tokenizer.json").unlink()
+    refused(real("speculate", "--target", str(tmp_path / "bare"), "--drafter", "ngram", "Hi"), "--prompt-ids")
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernels", ["auto", "xla"])
+def test_weights_that_do_not_fit_into_memory_are_refused_before_they_are_read(
+    real: Run, directories: Directories, monkeypatch: pytest.MonkeyPatch, kernels: str
+) -> None:
+    """With the sum; and `info` says so, too."""
+
+    def no_reading(*_: object) -> None:
+        raise AssertionError("a weight was read")
+
+    target_directory, drafter_directory = str(directories.target), str(directories.drafter)
+    used = for_weights() if kernels == "auto" else "xla"
+    needed = target.load.weight_bytes(directories.target, implementation=used)
+    for module in (peagle.ops.memory, peagle.cli.inspecting):
+        monkeypatch.setattr(module, "available_memory_bytes", lambda: needed)
+    assert "fits into" in real("info", target_directory)[1]
+    monkeypatch.setattr(Checkpoint, "take", no_reading)
+    pair = ("--target", target_directory, "--drafter", drafter_directory, "--kernels", kernels)
+    refused(real("speculate", *pair, "Hi"), "out of memory", "the target", "the drafter", "together", "kB", "--experts")
+    monkeypatch.setattr(peagle.cli.inspecting, "available_memory_bytes", lambda: 1000)
+    assert "does not fit into the 1.0 kB" in real("info", target_directory)[1]
+
+
+def test_caches_that_do_not_fit_into_memory_are_refused(
+    real: Run, directories: Directories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = ("generate", "--target", str(directories.target), "--context", "384", "-n", "4", "Hi")
+    assert real(*typed, "--kv-memory", "1MB", "--slots", "4")[0] == 0
+    refused(real(*typed, "--kv-memory", "none"), "--kv-memory is 'none'; expected a size", "or auto")
+    short = real(*typed, "--kv-memory", "1kB")
+    refused(short, "keys and values is 1.0 kB", "one request of 384 positions", "raise --kv-memory or lower --context")
+    large = real(*typed, "--kv-memory", "900TB")
+    refused(large, "keys and values may take", "are available", "a smaller --kv-memory")
+    refused(real(*typed, "--prefix-cache", "900TB"), "prefix cache may take", "--prefix-cache, or off")
+    read_weights = iter([1 << 40])  # there is room for those
+    monkeypatch.setattr(peagle.ops.memory, "available_memory_bytes", lambda: next(read_weights, 1000))
+    refused(real(*typed), "out of memory", "the keys and values of 448 positions", "--context", "1.0 kB")
