@@ -11,7 +11,7 @@ Kind = Literal["P-EAGLE", "EAGLE-3", "DFlash"]
 
 
 def check_aux_layer_ids(ids: Sequence[int], num_taps: int, who: str, field: str | None = None) -> None:
-    """Raise InputError for layers that a drafter of so many taps cannot read. who: named them; field: the error's."""
+    """Raise InputError for aux layers that a drafter cannot read. who: named them; field: the error's."""
     if len(ids) != num_taps:
         raise InputError(
             f"{who} names {len(ids)} aux layers {list(ids)}, and the drafter reads {num_taps}; expected one id for "
@@ -32,7 +32,7 @@ def check_aux_layer_ids(ids: Sequence[int], num_taps: int, who: str, field: str 
 class DrafterConfig:
     """Geometry and constants of one drafter. Hashable: it may be a static argument of a jitted function.
 
-    Field names and values are keys of a training's recipe.json: a renamed one would keep it from continuing.
+    Field names and values are keys of a training's recipe.json: a renamed one could not be continued.
 
     mask_token_id: the token in a mask slot. None: an EAGLE-3 drafter, which has no mask slots and takes K passes.
     block_size: rows of a DFlash drafter's block, the pending token and its mask slots. None: another kind.
@@ -46,7 +46,7 @@ class DrafterConfig:
     norm_output: an EAGLE-3 drafter's next pass reads the output of the final norm, not its input.
     num_mask_hiddens: of a P-EAGLE drafter. 1: all mask slots share one (the paper's best). More: one per depth; depths
     beyond the last share it.
-    windows: of each layer how many positions a row sees, itself included; None: all before it. Only the mask changes:
+    windows: by layer, how many positions a row sees, itself included; None: all before it. Only the mask changes:
     rotary positions stay absolute.
     """
 
@@ -109,7 +109,6 @@ class DrafterConfig:
             raise InputError(f"the drafter's window is {wrong[0]}; expected 1 position or more")
 
     def _check_block(self, block_size: int) -> None:
-        """Raise InputError for a DFlash drafter that cannot be."""
         if block_size < 2:
             raise InputError(
                 f"the drafter's block_size is {block_size}; expected 2 or more: a token and its mask slots"
@@ -124,7 +123,6 @@ class DrafterConfig:
 
     @property
     def kind(self) -> Kind:
-        """The architecture."""
         if self.block_size is not None:
             return "DFlash"
         return "EAGLE-3" if self.mask_token_id is None else "P-EAGLE"
@@ -136,28 +134,28 @@ class DrafterConfig:
 
     @property
     def most_drafts(self) -> int | None:
-        """The most drafts of a step; None: any number."""
+        """Most drafts of a step; None: any number."""
         return None if self.block_size is None else self.block_size - 1
 
     @property
     def aux_width(self) -> int:
-        """Width A of aux_hidden, the input of fc: num_taps hidden states side by side."""
+        """Width A of aux_hidden, the input of fc: num_taps hidden states, concatenated."""
         return self.num_taps * self.target_hidden_size
 
     def window(self, layer: int) -> int | None:
-        """Positions that a row of a layer sees, itself among them; None: all before it."""
+        """Positions that a row of a layer sees, its own included; None: all before it."""
         return None if self.windows is None else self.windows[layer]
 
     @property
     def narrowest_window(self) -> int | None:
-        """Positions that the layer of the smallest window sees; None: no layer has one."""
+        """Smallest window of a layer; None: no layer has one."""
         return min((window for window in self.windows or () if window is not None), default=None)
 
     @property
     def context_reach(self) -> int | None:
-        """Positions before a row that its output depends on: a window less one from layer to layer; None: all.
+        """Positions before a row that its output depends on: the sum of window - 1 over layers; None: all.
 
-        Of a DFlash drafter the widest window less one: every layer reads the same context.
+        In a DFlash drafter the widest window - 1: every layer reads the same context.
         """
         windows = self.windows or (None,)
         reaches = [window - 1 for window in windows if window is not None]
@@ -166,7 +164,6 @@ class DrafterConfig:
         return max(reaches) if self.kind == "DFlash" else sum(reaches)
 
     def with_window(self, window: int | None) -> "DrafterConfig":
-        """Give every layer the same window, or none."""
         return dataclasses.replace(self, windows=None if window is None else (window,) * self.num_layers)
 
     def layer_input(self, layer: int) -> int:

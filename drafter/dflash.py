@@ -1,19 +1,19 @@
 """Run a DFlash drafter: one pass over a block of the pending token and mask slots, which all see each other.
 
-Tokens 0 .. m-1 are read by the target, token m is pending. A position of the context is one projection of its
-aux_hidden, the same for every layer, and has no token; the block has tokens, and no aux_hidden:
+The target has read tokens 0 .. m-1; token m is pending. A context position is one projection of its aux_hidden, the
+same for every layer, and has no token; the block has tokens, and no aux_hidden:
 
     context   c[p] = hidden_norm(fc(aux_hidden[p]))          positions 0 .. m-1     keys and values of each layer
     block     embedding of [token m, mask, .., mask]         positions m .. m+B-1   queries, keys and values
-    drafts                 [   -     d0   .. dB-2]           row 1 + i gives draft i, which stands at its own position
+    drafts                 [   -     d0   .. dB-2]           row 1 + i gives draft i, for the row's own position
 
 A block row sees the whole context and all of its block, later rows too. However few drafts are needed, a block has the
 B rows that the drafter learned: the demo's first draft is right .83 times in its block of 8, and .18 times in one of 4,
-as vLLM runs it at K = 3. The caches keep the context alone: the next pass writes the rows that became context over
-those of the block, and none sees what lies behind its own block.
+as vLLM runs it at K = 3. Only the context stays in the caches: the next pass writes rows that became context over those
+of the block, and no row sees beyond its own block.
 
-The context row at position p stands at index p + 1 of a page, as a P-EAGLE's, whose row p holds token p + 1. It would
-fit index p; but so all drafters' rows come with the token after them, and all their pages are final together.
+The context row at position p has index p + 1 in a page, like a P-EAGLE's, whose row p holds token p + 1. It would fit
+index p; but so all drafters' rows come with the token after them, and all their pages become final together.
 
 Sources: arXiv 2602.06036; z-lab/dflash; vllm qwen3_dflash.py.
 """
@@ -41,13 +41,13 @@ class BlockRows:
 
     token_ids: jax.Array  # [B, S]: of the block
     positions: jax.Array  # [B, F+S]; -1 in padding, and where a sequence does not draft
-    until: jax.Array  # [B, F+S]: the position that a row sees up to; -1: it sees nothing
+    until: jax.Array  # [B, F+S]: the last position that a row sees; -1: it sees nothing
 
 
 def lay_out_block(
     drafter_input: DrafterInput, drafts: Bool[Array, " B"], block_size: int, mask_token_id: int
 ) -> BlockRows:
-    """Lay out the committed rows as context, and behind them the block of S rows, where drafts[b].
+    """Lay out the committed rows as context, and after them the block of S rows, where drafts[b].
 
     Example (S = 4, mask id M): C = 2 tokens 11 12 committed from position 5; and C = 1, 20 from 9, without drafts.
 
@@ -81,7 +81,7 @@ def project_context(
     aux_hidden: Float[Array, "B T A"],
     positions: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """Project aux_hidden as every layer's keys and values read it. Ignore the result at a negative position."""
+    """Project aux_hidden to what every layer's keys and values read. Ignore the result at a negative position."""
     assert params.hidden_norm is not None
     return rms_norm(model.project_aux(params, config, aux_hidden, positions), params.hidden_norm, config.rms_norm_eps)
 
@@ -116,11 +116,10 @@ def propose(
 ) -> tuple[Float[Array, "B K U"], PagedCache]:
     """Propose K drafts in one pass; return (logits over the draft vocabulary, the cache).
 
-    The cache holds the context 0 .. first_position-1 before the pass, and the input's rows as well after it. Draft i
+    The cache holds the context 0 .. first_position-1 before the pass, and also the input's rows after it. Draft i
     predicts token[first_position + num + 1 + i], whatever widths[b] is; ignore logits from widths[b] on. A sequence of
-    negative first_position is inactive: it writes nothing; ignore its logits.
-
-    Raises ValueError for more drafts than a block has mask slots.
+    negative first_position is inactive: it writes nothing; ignore its logits. Raises ValueError for more drafts than a
+    block has mask slots.
     """
     assert config.block_size is not None
     if not 1 <= num_drafts < config.block_size:
@@ -137,7 +136,7 @@ def propose(
         read = jnp.concatenate([context, rms_norm(x, p.norm, config.rms_norm_eps)], axis=1)
         qkv = linear(read, p.qkv, p.qkv_bias, positions=rows.positions, implementation=params.implementation)
         out = attend(layer, model.norm_heads(qkv, p, config), cos, sin)[:, num_context:]
-        if layer == config.num_layers - 1:  # of the last rows the first K drafts alone are read
+        if layer == config.num_layers - 1:  # of the last rows only the first K drafts are read
             out, x = out[:, 1 : num_drafts + 1], x[:, 1 : num_drafts + 1]
             place = jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
             positions = jnp.where(place < widths[:, None], positions[:, 1 : num_drafts + 1], -1)

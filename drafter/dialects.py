@@ -1,6 +1,6 @@
 """How public drafters spell their config.json and name their tensors. Reads no weights.
 
-Two layouts are written; files in the wild mix their parts, so each part is recognised by itself:
+Two layouts are written; public files mix their parts, so each part is recognised by itself:
 
     part               vllm                            speculators
     geometry           at the top of config.json       under `transformer_layer_config`
@@ -9,10 +9,10 @@ Two layouts are written; files in the wild mix their parts, so each part is reco
     tensors' prefix    none; NeMo writes `model.`      none
     model_type         of Llama; SpecForge writes the target's
 
-An EAGLE-3 drafter has neither a mask token nor `mask_hidden`; `norm_output` concerns it alone. SGLang, SpecForge and
-ModelOpt name aux layers in `eagle_config` (`NamedAuxLayers`). Windows are `sliding_window` beside `layer_types` in the
-geometry; without layer_types a sliding_window means nothing, as in vLLM. `d2t` holds offsets; `t2d` repeats it. A
-`mask_hidden` of more than one vector is this project's own extension (`refused_by`).
+An EAGLE-3 drafter has neither a mask token nor `mask_hidden`; only it has `norm_output`. SGLang, SpecForge and ModelOpt
+name aux layers in `eagle_config` (`NamedAuxLayers`). Windows are `sliding_window` beside `layer_types` in the geometry;
+without layer_types a sliding_window means nothing, as in vLLM. `d2t` holds offsets; `t2d` repeats it. A `mask_hidden`
+of more than one vector is this project's own extension (`refused_by`).
 
 A DFlash drafter has a layout of its own (`_parse_dflash`): `layers.*` from 0 on, `hidden_norm` after fc, neither
 embedding nor head, and `dflash_config` with the mask token and `target_layer_ids`, aux layers by output.
@@ -73,7 +73,7 @@ _FIXED = (
 )
 
 
-# the same for a DFlash drafter
+# the same for DFlash drafters
 _FIXED_OF_DFLASH = (
     ("hidden_act", "silu", "a SiLU MLP"),
     ("mlp_bias", False, "an MLP without biases"),
@@ -88,11 +88,11 @@ _FIXED_IN_DFLASH = (  # in dflash_config
     ("causal", False, "a block whose rows see each other"),
     ("use_aux_hidden_state", True, "aux hidden states"),
 )
-_DFLASH_NUMBERS = {"mask_token_id": True, "block_size": True, "num_target_layers": False}  # whether they are needed
+_DFLASH_NUMBERS = {"mask_token_id": True, "block_size": True, "num_target_layers": False}  # whether they are required
 
 
 class Leaf(NamedTuple):
-    """A parameter of ours as files hold it: these tensors, their outputs side by side."""
+    """One of our parameters as files hold it: these tensors, with their outputs concatenated."""
 
     field: str
     names: tuple[str, ...]
@@ -101,7 +101,7 @@ class Leaf(NamedTuple):
 
 
 def own_leaves(config: DrafterConfig) -> list[Leaf]:
-    """List the parameters outside of the layers, but for those that a target may share, mask_hidden and d2t."""
+    """List the parameters outside of the layers, except shared ones, mask_hidden and d2t."""
     taps, width = config.num_taps, config.target_hidden_size
     if config.kind == "DFlash":
         first = Leaf("fc", (FC,), (config.hidden_size,), config.aux_width)
@@ -154,13 +154,13 @@ def is_drafter_config(config: Mapping[str, Any]) -> bool:
 
 
 def is_dflash_config(config: Mapping[str, Any]) -> bool:
-    """Recognise a DFlash drafter's config.json. Its model_type says qwen3 or gpt_oss, and nothing of the kind."""
+    """Recognise a DFlash drafter's config.json. Its model_type says only qwen3 or gpt_oss."""
     named = f"{config.get('architectures')} {config.get('speculators_model_type')}"
     return "dflash" in named.lower() or DFLASH_CONFIG in config
 
 
 def first_layer_of(checkpoint: Checkpoint) -> str:
-    """Return the prefix of layer 0. Raises InputError for a file with none of them, or several."""
+    """Return the prefix of layer 0. Raises InputError for a file with no such prefix, or several."""
     prefixes = [p for p in FIRST_LAYERS.values() if any(name.startswith(f"{p}.") for name in checkpoint.names)]
     if len(prefixes) != 1:
         names = [f"{prefix}.*" for prefix in FIRST_LAYERS.values()]
@@ -175,10 +175,10 @@ def first_layer_of(checkpoint: Checkpoint) -> str:
 class NamedAuxLayers:
     """Aux layers as one key of a config.json names them.
 
-    The key decides what an id means. In `eagle_config` id i is the OUTPUT of layer i: SpecForge and SGLang write and
-    read it so, vLLM ignores that key. In `dflash_config` all read it so. At the top, or in a speculators drafter's
-    geometry, id i is the INPUT of layer i, which is the output of layer i - 1: so vLLM reads it. Example: inputs
-    [2, 12, 21] are outputs (1, 11, 20).
+    The key decides the meaning of an id. In `eagle_config` id i is the OUTPUT of layer i: SpecForge and SGLang write
+    and read it so, and vLLM ignores that key; in `dflash_config` all projects do. At the top, or in a speculators
+    drafter's geometry, id i is the INPUT of layer i, which is the output of layer i - 1, as vLLM reads it. Example:
+    inputs [2, 12, 21] are outputs (1, 11, 20).
     """
 
     key: str
@@ -244,7 +244,7 @@ def named_aux_layers(config: Mapping[str, Any]) -> list[NamedAuxLayers]:
 def parse_config(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None = None) -> DrafterConfig:
     """Read the DrafterConfig from config.json, completed by tensor shapes (head geometry, width of aux_hidden).
 
-    aux_layer_ids win over those of config.json. Raises InputError naming the setting that is missing, contradictory or
+    aux_layer_ids replace those of config.json. Raises InputError naming the setting that is missing, contradictory or
     not supported.
     """
     checkpoint, path = checkpoint.without_prefix(PREFIX), checkpoint.directory / CONFIG
@@ -309,7 +309,7 @@ def parse_config(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None = N
 def render_config(config: DrafterConfig, dialect: Dialect, dtype: str, verifier: str | None = None) -> dict[str, Any]:
     """Render a drafter's config.json in that dialect.
 
-    In the speculators dialect vLLM reads fc_norm and num_aux_hidden_states from the nested geometry alone. Raises
+    In the speculators dialect vLLM reads fc_norm and num_aux_hidden_states only from the nested geometry. Raises
     InputError for a config that the dialect cannot hold.
     """
     if config.kind == "DFlash":
@@ -362,8 +362,8 @@ def render_config(config: DrafterConfig, dialect: Dialect, dtype: str, verifier:
 def refused_by(config: DrafterConfig, dialect: Dialect) -> dict[str, str]:
     """List the other loaders that refuse a drafter in that dialect: {VLLM or PACKAGE: the reason}.
 
-    Found with vLLM 0.32, speculators 0.9 and transformers 5.19, whose LlamaConfig checks the width against the heads;
-    vLLM builds a LlamaConfig in its own dialect alone. DFlash's layout is that of Qwen3, which checks no width.
+    Tested with vLLM 0.32, speculators 0.9 and transformers 5.19, whose LlamaConfig checks the width against the heads;
+    vLLM builds a LlamaConfig only in its own dialect. DFlash's layout is that of Qwen3, which checks no width.
     """
     if config.kind == "DFlash":
         return {}
@@ -437,9 +437,9 @@ def _parse_dflash(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None) -
 
 
 def _agreed(config: Mapping[str, Any], own: Mapping[str, Any], key: str, needed: bool) -> Any:
-    """Read a number of a DFlash drafter, from config.json itself or from dflash_config, which must agree.
+    """Read a number of a DFlash drafter from config.json itself or from dflash_config, which must agree.
 
-    None if it is not needed, and in neither.
+    None if it is optional and missing in both.
     """
     named = {
         place: whole(values, key, least=0)
@@ -453,7 +453,6 @@ def _agreed(config: Mapping[str, Any], own: Mapping[str, Any], key: str, needed:
 
 
 def _render_dflash(config: DrafterConfig, dialect: Dialect, dtype: str) -> dict[str, Any]:
-    """Render a DFlash drafter's config.json, in the one layout that it has."""
     if dialect != "vllm":
         raise InputError(
             f"a DFlash drafter is written in its own layout, not in that of {dialect}; take --dialect vllm"
@@ -474,7 +473,7 @@ def _render_dflash(config: DrafterConfig, dialect: Dialect, dtype: str) -> dict[
     rendered = {
         "architectures": [DFLASH_ARCHITECTURE],
         "dtype": dtype,
-        "model_type": "qwen3",  # whose layers it has
+        "model_type": "qwen3",  # its layers are Qwen3's
         **render_keys([key for key in _GEOMETRY if key.field != "mlp_bias"], config),
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
@@ -490,7 +489,7 @@ def _render_dflash(config: DrafterConfig, dialect: Dialect, dtype: str) -> dict[
 
 
 def default_dflash_layers(num_layers: int, num_target_layers: int) -> tuple[int, ...]:
-    """Return the aux layers, by output, of a DFlash drafter of so many layers whose config.json names none.
+    """Return the aux layers, by output, of a DFlash drafter of num_layers whose config.json names none.
 
     Example: 5 layers over a target of 36 read 1, 9, 17, 25, 33.
     """
@@ -515,7 +514,7 @@ def _mask_token_id(config: Mapping[str, Any], parallel: bool) -> int | None:
 def _refuse_variants(
     config: Mapping[str, Any], geometry: Mapping[str, Any], settings: Mapping[str, Any], parallel: bool, qk_norm: bool
 ) -> None:
-    """Raise InputError for a setting that means another model than this one."""
+    """Raise InputError for a setting that means another model."""
     expected = "peagle" if parallel else "eagle3"
     if NESTED in config and (kind := config.get("speculators_model_type")) != expected:
         raise InputError(
@@ -525,7 +524,7 @@ def _refuse_variants(
     expected = "qwen3" if qk_norm else "llama"  # with and without norms of each head's query and key
     kind = geometry.get("model_type", expected)
     # SpecForge writes the target's model_type above Llama layers and reads the file as a LlamaConfig, so a missing
-    # setting (theta, say) has Llama's default here as well
+    # setting (theta, say) has Llama's default here, too
     of_target = kind == "gpt_oss" and "llama" in str(config.get("architectures")).lower()
     if kind != expected and not (of_target and not qk_norm):
         raise InputError(
@@ -558,13 +557,13 @@ def _with_outer_rope(geometry: Mapping[str, Any], config: Mapping[str, Any]) -> 
 def _windows(geometry: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...] | None:
     """Read the window of each layer; None if all layers see everything."""
     kinds, window, used = (geometry.get(key) for key in ("layer_types", "sliding_window", "use_sliding_window"))
-    one_each = f"one of {FULL} and {SLIDING} for each layer"
+    kinds_by_layer = f"one of {FULL} and {SLIDING} for each layer"
     if kinds is None:
         if used:
-            raise InputError(f"use_sliding_window is {brief(used)} without layer_types; expected {one_each}")
+            raise InputError(f"use_sliding_window is {brief(used)} without layer_types; expected {kinds_by_layer}")
         return None
     if not isinstance(kinds, list) or len(kinds) != num_layers or not {*map(str, kinds)} <= {FULL, SLIDING}:
-        raise InputError(f"layer_types is {brief(kinds)}; expected a list of {num_layers}, {one_each}")
+        raise InputError(f"layer_types is {brief(kinds)}; expected a list of {num_layers}, {kinds_by_layer}")
     if SLIDING not in kinds:
         return None
     if used is False:
@@ -581,7 +580,7 @@ def _windows(geometry: Mapping[str, Any], num_layers: int) -> tuple[int | None, 
 
 
 def _render_windows(config: DrafterConfig) -> dict[str, Any]:
-    """Render what `_windows` reads. Raises InputError for windows that differ, which config.json cannot hold."""
+    """Render what `_windows` reads. Raises InputError for differing windows, which config.json cannot hold."""
     windows = {window for window in config.windows or () if window is not None}
     if len(windows) > 1:
         raise InputError(

@@ -52,14 +52,14 @@ def load_drafter(
     target_lm_head: jax.Array | np.ndarray | PackedMatrix | None = None,
     aux_layer_ids: Sequence[int] | None = None,
 ) -> tuple[DrafterParams, DrafterConfig]:
-    """Load the drafter in a directory, in the given dtype or that of its fc weight.
+    """Load the drafter in a directory, in `dtype` or that of its fc weight.
 
     implementation "native" packs the matrices for the compiled CPU kernels and keeps bfloat16 ones bfloat16.
-    aux_layer_ids: the target's layers whose outputs it reads, in place of those in config.json.
+    aux_layer_ids: the target's layers whose outputs it reads, instead of those in config.json.
 
-    Some drafters share the target's embedding or head and do not store it. Such a file loads only together with the
-    target's tensors, loaded with the same implementation: target_embedding [V, D], target_lm_head [D, V] (narrowed to
-    the draft vocabulary here). A stored tensor wins over a given one.
+    Some drafters share the target's embedding or head and do not store it. Such a file loads only with the target's
+    tensors, loaded with the same implementation: target_embedding [V, D], target_lm_head [D, V] (narrowed to the draft
+    vocabulary here). A stored tensor wins over the target's.
 
     Raises InputError, in one line, for anything missing, surplus, wrongly shaped or not supported. Warns if the map
     from draft ids to the target's looks wrong.
@@ -91,12 +91,11 @@ def load_drafter(
 
 
 def _first_layer(checkpoint: Checkpoint, config: DrafterConfig) -> str:
-    """Return the prefix of layer 0."""
     return FIRST_LAYERS["speculators"] if config.kind == "DFlash" else first_layer_of(checkpoint)
 
 
 def weight_bytes(directory: Path, dtype: DTypeLike, *, implementation: Implementation | None = None) -> int:
-    """Compute the memory that load_drafter with these options will take beside the target, to a percent.
+    """Compute the memory that load_drafter takes with these options beside the target, to a percent.
 
     Reads no weights. Raises InputError if the files cannot be read.
     """
@@ -136,7 +135,7 @@ def save_drafter(
 
 
 def sort_aux_layers(params: DrafterParams, config: DrafterConfig) -> tuple[DrafterParams, DrafterConfig]:
-    """Sort the aux layers ascending, since vLLM reads them in that order whatever config.json says.
+    """Sort the aux layers ascending, because vLLM reads them in that order whatever config.json says.
 
     Permutes fc, the norm before it and mask_hidden to match, so the drafter's outputs stay the same.
     """
@@ -154,7 +153,7 @@ def sort_aux_layers(params: DrafterParams, config: DrafterConfig) -> tuple[Draft
 
 def to_tensors(params: DrafterParams, config: DrafterConfig, dialect: Dialect = "vllm") -> dict[str, np.ndarray]:
     """Return a checkpoint's tensors by name, output dimension first, as every dialect stores them."""
-    assert not isinstance(params.lm_head, SplitMatrix)  # one that is read, or trained
+    assert not isinstance(params.lm_head, SplitMatrix)  # parameters that are read, or trained
     own = config.kind != "DFlash"
     tensors = {EMBEDDING: np.asarray(params.embedding), LM_HEAD: as_matrix(params.lm_head).T} if own else {}
     if params.mask_hidden is not None:
@@ -194,7 +193,6 @@ class _Reader:
         return self.checkpoint.take(name, shape)
 
     def leaves(self, leaves: Iterable[Leaf]) -> dict[str, Any]:
-        """Return these parameters by their field."""
         return {leaf.field: self._leaf(leaf) for leaf in leaves}
 
     def _leaf(self, leaf: Leaf) -> jax.Array | PackedMatrix:
@@ -237,7 +235,7 @@ class _Reader:
         return self.config.kind != "DFlash" and self.checkpoint.has(name)
 
     def _shared(self, name: str, tensor: Any, expected: tuple[int, int]) -> Any:
-        """Return the target's tensor. Raises InputError if there is none or it cannot stand in for the missing one."""
+        """Return the target's tensor. Raises InputError if there is none, or it cannot replace the missing one."""
         missing = f"{self.checkpoint.directory}: tensor {name} is missing"
         stored = self.config.kind != "DFlash"
         if tensor is None:
@@ -282,8 +280,8 @@ _CHANCE = 20.0  # exp(-20): the chance below which a map without neighbouring id
 def doubtful_map(checkpoint: Checkpoint, config: DrafterConfig) -> str | None:
     """Describe in one line why d2t, read as offsets, looks wrong; None if it looks right.
 
-    It looks wrong if t2d marks other tokens, or, without a t2d, if no two of its tokens are neighbours. Reads no other
-    tensor.
+    It looks wrong if t2d marks other tokens, or, without a t2d, if no two of its tokens are neighbours. Reads only
+    these two tensors.
     """
     if not checkpoint.has(DRAFT_TO_TARGET):
         return None

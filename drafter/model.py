@@ -7,7 +7,7 @@
 
 Tokens shift against positions: row p is (embedding of token[p+1], fc(aux_hidden[p])) at RoPE position p, and predicts
 token[p+2]. A mask slot is (embedding of mask_token_id, fc(mask_hidden)). The row of a draft is (its embedding, the last
-layer's output at the row before). Every pass runs `run_layers`, each with its own `attend`.
+layer's output at the row before). Every pass runs `run_layers` with its own `attend`.
 """
 
 import functools
@@ -63,10 +63,10 @@ def forward(
 ) -> Float[Array, "B T U"]:
     """Return a P-EAGLE drafter's logits of every row (anchor, depth), without a cache.
 
-    Attention is masked by `group_causal_mask`. A row of depth 0 at anchor p holds token[p+1] and aux_hidden[p]; the
-    content of a row of depth > 0 is replaced by the mask token and mask_hidden. Row (p, d) has RoPE position p + d and
-    predicts token[p + d + 2]. Rows of negative anchor are padding. Rows attend within their own segment only, if
-    segments are given; anchors may repeat across segments.
+    Attention is masked by `group_causal_mask`. A row of depth 0 at anchor p holds token[p+1] and aux_hidden[p]; a row
+    of depth > 0 holds the mask token and mask_hidden instead. Row (p, d) has RoPE position p + d and predicts token[p +
+    d + 2]. Rows of negative anchor are padding. With segments, rows attend within their own only, and anchors may
+    repeat across segments.
     """
     mask = group_causal_mask(anchor, depth)
     if segment_ids is not None:
@@ -86,16 +86,15 @@ def forward(
 
 
 def cache_groups(config: DrafterConfig, retain_full_kv: bool = False) -> tuple[CacheGroup, ...]:
-    """Group the layers by what their caches keep. retain_full_kv: layers with a window keep all positions, too.
+    """Group the layers by what their caches keep. retain_full_kv: windowed layers keep all positions, too.
 
-    The row at position p stands at index p + 1, because it holds token p + 1: so the content of a page depends on its
+    The row at position p has index p + 1, because it holds token p + 1: so the content of a page depends only on its
     own tokens and on those before it. Index 0 stays empty.
     """
     return group_layers([None] * config.num_layers if retain_full_kv else windows_of(config), offset=1)
 
 
 def windows_of(config: DrafterConfig) -> list[int | None]:
-    """List the window of each layer."""
     return [config.window(layer) for layer in range(config.num_layers)]
 
 
@@ -114,7 +113,7 @@ def absorb(
     inactive and never written. Example: of a prompt of P tokens, rows 0..P-2 can be written; row P-1 needs the first
     sampled token and comes with the first `propose`.
     """
-    # XLA drops the last layer's work after its keys and values, since nothing reads it
+    # XLA drops the last layer's work after its keys and values, because nothing reads it
     hidden = project_aux(params, config, aux_hidden.astype(params.dtype), positions)
     return _cached_pass(params, config, token_ids, hidden, positions, cache, groups)[1]
 
@@ -172,10 +171,10 @@ def propose(
 ) -> tuple[Float[Array, "B K U"], PagedCache]:
     """Propose K drafts in one pass of F+K-1 rows; return (logits over the draft vocabulary, the cache).
 
-    The cache holds rows 0..first_position-1 before the pass, and the input's committed rows as well after it. Later
-    entries are dead (`lay_out_rows`), so rejected drafts need no rollback. Draft i predicts
-    token[first_position + num + 1 + i]; ignore logits of drafts from widths[b] on. A sequence of negative
-    first_position is inactive: it writes nothing; ignore its logits.
+    The cache holds rows 0..first_position-1 before the pass, and also the input's committed rows after it. Later
+    entries are dead (`lay_out_rows`), so rejected drafts need no rollback. Draft i predicts token[first_position + num
+    + 1 + i]; ignore logits of drafts from widths[b] on. A sequence of negative first_position is inactive: it writes
+    nothing; ignore its logits.
     """
     if num_drafts < 1:
         raise ValueError(f"{num_drafts} drafts; expected K >= 1")
@@ -247,7 +246,6 @@ def mask_token_of(config: DrafterConfig) -> int:
 
 
 def mask_slots(params: DrafterParams, config: DrafterConfig) -> Float[Array, "M D"]:
-    """Project every mask_hidden by fc."""
     assert params.mask_hidden is not None
     return project_aux(params, config, params.mask_hidden[None])[0]
 
@@ -279,7 +277,7 @@ def attend_to(
     positions: Int[Array, "B T"],
     until: Int[Array, "B T"] | None = None,
 ) -> tuple[AttendProjected, Callable[[], PagedCache]]:
-    """Make the attention of one pass over a cache, called once for each layer in order.
+    """Make the attention of one pass over a cache, called once per layer in order.
 
     until: as in `rows_by_layer`. Returns (the attention, which writes its rows first; a function that returns the cache
     afterwards).
@@ -318,7 +316,7 @@ def project_aux(
 ) -> Float[Array, "B T D"]:
     """Project aux_hidden (or mask_hidden) by fc, after the config's norm, if any.
 
-    If positions are given, ignore the result of rows of negative position.
+    Ignore the result of rows of negative position.
     """
     if config.aux_norm is not None and params.aux_norm is not None:
         groups = config.num_taps if config.aux_norm == "per_tap" else 1
@@ -349,8 +347,8 @@ def run_layers(
 ) -> jax.Array:
     """Return the residual stream after the last layer [B, T, D], from each row's token and fc output.
 
-    If there are `output_rows`, return those alone [B, K, D]: the last layer then computes only keys and values for the
-    others. Ignore the result of a negative index.
+    With `output_rows`, return only those [B, K, D]: the last layer then computes only keys and values for the others.
+    Ignore the result of a negative index.
     """
     eps = config.rms_norm_eps
     product = functools.partial(linear, implementation=params.implementation)
@@ -381,14 +379,12 @@ def feed_forward(
     positions: Int[Array, "B T"] | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T D"]:
-    """Add a layer's MLP to the residual stream."""
     product = functools.partial(linear, positions=positions, implementation=implementation)
     gate, up = jnp.split(product(x, p.gate_up, p.gate_up_bias, norm=Norm(p.mlp_norm, eps)), 2, axis=-1)
     return product(jax.nn.silu(gate) * up, p.down, p.down_bias, residual=x)
 
 
 def norm_heads(qkv: jax.Array, p: LayerParams, config: DrafterConfig) -> jax.Array:
-    """Normalise each head's query and key, if the layer has such norms."""
     if p.query_norm is None or p.key_norm is None:
         return qkv
     heads = qkv.reshape(*qkv.shape[:-1], -1, config.head_dim)

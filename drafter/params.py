@@ -66,7 +66,7 @@ def init_params(config: DrafterConfig, key: jax.Array, dtype: DTypeLike = jnp.fl
     """Make random parameters to train from.
 
     Matrices are normal with variance 1/input, divided by 2 * layers for outputs into the residual stream; mask_hidden
-    is standard normal, norms are one, biases zero. A reduced draft vocabulary is the lowest ids of the target's, until
+    is standard normal, norms are one, biases zero. A reduced draft vocabulary has the lowest ids of the target's, until
     the caller chooses better ones.
     """
     c = config

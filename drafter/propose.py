@@ -19,7 +19,7 @@ from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
 class _Cached:
     """A drafter that reads aux_hidden and whose state is its own KV caches.
 
-    retain_full_kv: layers with a window keep all positions.
+    retain_full_kv: windowed layers keep all positions.
     """
 
     params: DrafterParams
@@ -33,23 +33,22 @@ class _Cached:
 
     @property
     def window(self) -> int | None:
-        """Positions that its layer of the smallest window sees; None: every layer sees all."""
+        """Smallest window of a layer, in positions; None: every layer sees all."""
         return self.config.narrowest_window
 
     @property
     def most_drafts(self) -> int | None:
-        """The most drafts of a step; None: any number."""
+        """Most drafts of a step; None: any number."""
         return self.config.most_drafts
 
     @property
     def trained_positions(self) -> int | None:
-        """Return the positions of config.json, if some layer sees all; None: windows keep RoPE's distances small."""
+        """Positions of config.json, if some layer sees all; None: windows keep RoPE's distances small."""
         windows = self.config.windows or (None,)
         return self.config.max_positions if None in windows else None
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """See `drafter.model.cache_groups`."""
         return model.cache_groups(self.config, self.retain_full_kv)
 
     def init_pages(self, num_pages: Sequence[int]) -> tuple[Pages, ...]:
@@ -58,7 +57,7 @@ class _Cached:
         return init_pool(self.cache_groups, num_pages, config.num_kv_heads, config.head_dim, self.params.dtype)
 
     def init_state(self, batch: int, capacity: int, widest_write: int) -> PagedCache:
-        """Make empty caches of pages of their own, for `capacity` positions of the target and a pass of rows."""
+        """Make empty caches with their own pages, for `capacity` positions of the target and a pass of rows."""
         widest_write += self.most_drafts or 0  # a block has all its rows, however many drafts a pass returns
         tables = own_tables(self.cache_groups, batch, capacity + widest_write, widest_write)
         return PagedCache(self.init_pages([table.size for table in tables]), tables)
@@ -70,7 +69,6 @@ class _Cached:
         aux_hidden: Float[Array, "B T A"],
         positions: Int[Array, "B T"],
     ) -> PagedCache:
-        """See `drafter.model.absorb`."""
         return model.absorb(self.params, self.config, token_ids, aux_hidden, positions, state, self.cache_groups)
 
 
@@ -78,7 +76,7 @@ class _Cached:
 class _AtOnce(_Cached):
     """A drafter that computes the logits of all drafts in one pass.
 
-    with_logits: return the logits over the target's vocabulary as well, to compare them.
+    with_logits: also return the logits over the target's vocabulary, for comparison.
     """
 
     with_logits: bool = flax.struct.field(pytree_node=False, default=False)
@@ -103,17 +101,14 @@ class _AtOnce(_Cached):
 
 @flax.struct.dataclass
 class PEagle(_AtOnce):
-    """A P-EAGLE drafter: behind the committed rows mask slots, each of which sees those before it."""
+    """A P-EAGLE drafter: after the committed rows come mask slots, each of which sees those before it."""
 
     one_pass = staticmethod(model.propose)
 
 
 @flax.struct.dataclass
 class Eagle3(_Cached):
-    """An EAGLE-3 drafter: one pass per draft.
-
-    Each pass reads the draft that was chosen from the pass before.
-    """
+    """An EAGLE-3 drafter: one pass per draft, which reads the draft chosen from the pass before."""
 
     def propose(
         self,
@@ -123,7 +118,6 @@ class Eagle3(_Cached):
         num_drafts: int,
         choose: Choose = likeliest_of,
     ) -> tuple[DraftOutput, PagedCache]:
-        """See `_AtOnce.propose`."""
         (drafts, confidence), cache = model.propose_in_turn(
             self.params, self.config, drafter_input, widths, state, self.cache_groups, num_drafts, choose
         )
@@ -143,7 +137,6 @@ class DFlash(_AtOnce):
         aux_hidden: Float[Array, "B T A"],
         positions: Int[Array, "B T"],
     ) -> PagedCache:
-        """See `drafter.dflash.absorb`."""
         return dflash.absorb(self.params, self.config, aux_hidden, positions, state, self.cache_groups)
 
 
@@ -151,7 +144,6 @@ AnyDrafter: TypeAlias = PEagle | Eagle3 | DFlash
 
 
 def drafter_of(params: DrafterParams, config: DrafterConfig) -> AnyDrafter:
-    """Make the drafter that the config describes."""
     kinds: dict[Kind, type[AnyDrafter]] = {"P-EAGLE": PEagle, "EAGLE-3": Eagle3, "DFlash": DFlash}
     return kinds[config.kind](params, config)
 

@@ -2,7 +2,7 @@
 
 It shares no code with model.py or the loader: it reads a checkpoint's tensors as stored (output dimension first), and
 follows only the models' descriptions (arXiv 2602.01469, 2602.06036; checkpoint layouts as vLLM and speculators read
-them). Heads and rows are loops, so that no shape can be confused with another.
+them). Heads and rows are loops, so that no axis can be confused with another.
 """
 
 import math
@@ -23,8 +23,8 @@ def draft_logits(
 
     aux_hidden is [n, A], n >= 1: the last token has none yet. Rows 0..n-1 are (token[p+1], fc of aux_hidden[p]). Rows
     n..n+K-2 are K-1 mask slots (P-EAGLE), or computed in turn: (the best draft of the row before, that row's last
-    hidden state) (EAGLE-3). Each row attends to the rows up to itself, in a layer with a window of W to the last W of
-    them. Drafts are read from rows n-1..n+K-2: draft i predicts token n+1+i. DFlash: see `_block_logits`.
+    hidden state) (EAGLE-3). Each row attends to the rows up to itself, with a window of W only to the last W of them.
+    Drafts are read from rows n-1..n+K-2: draft i predicts token n+1+i. DFlash: see `_block_logits`.
     """
     known = len(token_ids) - 1
     if len(aux_hidden) != known or known < 1:
@@ -55,7 +55,6 @@ def draft_logits(
 def draft_ids(
     tensors: Tensors, config: DrafterConfig, token_ids: Sequence[int], aux_hidden: np.ndarray, num_drafts: int
 ) -> np.ndarray:
-    """Compute the K drafts as ids of the target's vocabulary."""
     best = draft_logits(tensors, config, token_ids, aux_hidden, num_drafts).argmax(axis=-1)
     return best + tensors["d2t"][best] if "d2t" in tensors else best
 
@@ -63,11 +62,11 @@ def draft_ids(
 def _block_logits(
     tensors: Tensors, config: DrafterConfig, pending: int, aux_hidden: np.ndarray, num_drafts: int
 ) -> np.ndarray:
-    """Compute the logits [K, V] of a DFlash drafter: of the first K of the B - 1 mask slots behind the pending token.
+    """Compute the logits [K, V] of a DFlash drafter: of the first K of the B - 1 mask slots after the pending token.
 
-    Rows 0..n-1 are the context, the normalised fc of aux_hidden, in every layer the same; rows n..n+B-1 the block. Each
-    row of the block attends to all rows, in a layer with a window of W to those from W-1 before it on. The embedding
-    and the head are the target's.
+    Rows 0..n-1 are the context, the normalised fc of aux_hidden, the same in every layer; rows n..n+B-1 are the block.
+    Each row of the block attends to all rows, with a window of W only to those from W-1 before it on. The embedding and
+    the head are the target's.
     """
     weights = {name: np.asarray(value).astype(np.float64) for name, value in tensors.items()}
     eps, known = config.rms_norm_eps, len(aux_hidden)
@@ -76,7 +75,7 @@ def _block_logits(
     assert config.block_size is not None
     hidden = weights["embed_tokens.weight"][[int(pending)] + [config.mask_token_id] * (config.block_size - 1)]
     rows = list(range(known + config.block_size))
-    visible = [[row] for row in rows[:known]] + [rows] * config.block_size  # what context rows see is not used
+    visible = [[row] for row in rows[:known]] + [rows] * config.block_size  # context rows are not used as queries
     for layer in range(config.num_layers):
         name = f"layers.{layer}"
         read = np.concatenate([context, _rms(hidden, weights[f"{name}.input_layernorm.weight"], eps)])
@@ -93,7 +92,6 @@ def _causal(
 
 
 def projected(tensors: Tensors, config: DrafterConfig, aux_hidden: np.ndarray) -> np.ndarray:
-    """Project one row's aux_hidden by fc."""
     weights = {name: np.asarray(value).astype(np.float64) for name, value in tensors.items() if "norm" in name}
     out: np.ndarray = tensors["fc.weight"].astype(np.float64) @ _normed_aux(weights, config, aux_hidden)
     return out
@@ -218,7 +216,7 @@ def _yarn(frequency: float, pair: int, config: DrafterConfig) -> float:
     assert isinstance(yarn, Yarn)
 
     def pair_that_turns(times: float) -> float:
-        """The pair, as a real number, whose wavelength fits so many times into the original length."""
+        """Return the pair, as a real number, whose wavelength fits `times` times into the original length."""
         return config.head_dim / 2 * math.log(yarn.original_length / (2 * math.pi * times)) / math.log(theta)
 
     first, last = pair_that_turns(yarn.beta_fast), pair_that_turns(yarn.beta_slow)
@@ -230,7 +228,7 @@ def _yarn(frequency: float, pair: int, config: DrafterConfig) -> float:
 
 
 def _concentration(config: DrafterConfig) -> float:
-    """The factor of YaRN's cosines and sines; 1 for other RoPEs."""
+    """Return the factor of YaRN's cosines and sines; 1 for other RoPEs."""
     yarn = config.rope.scaling
     if not isinstance(yarn, Yarn):
         return 1.0

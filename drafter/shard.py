@@ -1,7 +1,7 @@
 """Cut a drafter over ranks: its head by vocabulary. The rest is on every rank.
 
-The head is most of what a drafter reads in a pass. Its layers are few and narrow: beside the two sums over ranks that
-each of them would take, the bytes that they save are little.
+The head is most of what a drafter reads in a pass. Its layers are few and narrow: cutting them would save few bytes,
+for two sums over ranks per layer.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from peagle.ops.linear import SplitMatrix, split_outputs
 
 
 def split(params: DrafterParams, mesh: Mesh) -> DrafterParams:
-    """Cut what is cut over the devices of a mesh, and put it there."""
+    """Copy the parameters to the devices of a mesh, the head cut over them."""
     if isinstance(params.lm_head, SplitMatrix):
         return params
     return dataclasses.replace(params, lm_head=split_outputs(params.lm_head, mesh))

@@ -1,4 +1,4 @@
-"""A folder of `peagle train`, seen from outside of training: where its drafter lies, and what it was trained for."""
+"""A folder of `peagle train`, read without training: the path of its drafter, and the target it was trained for."""
 
 import json
 from pathlib import Path
@@ -9,12 +9,12 @@ from peagle.ops.checkpoint import CONFIG
 from peagle.ops.errors import InputError
 
 RECIPE = "recipe.json"
-DRAFTER = "drafter"  # the folder in it
+DRAFTER = "drafter"  # subfolder
 COVERAGE = "coverage"  # in the recipe: how much of the data a narrowed drafter can propose
 
 
 def read_record(run: Path) -> dict[str, Any] | None:
-    """Read a training's recipe.json; None if there is none. Raises InputError for one that is cut or altered."""
+    """Read a training's recipe.json; None if there is none. Raises InputError for a cut or altered one."""
     path = run / RECIPE
     if not path.exists():
         return None
@@ -28,7 +28,7 @@ def read_record(run: Path) -> dict[str, Any] | None:
 def drafter_in(directory: Path) -> Path | None:
     """Return the drafter's folder in a folder of peagle train; None for any other folder.
 
-    Raises InputError for a training that has written none yet.
+    Raises InputError for a training that has not written it yet.
     """
     if (directory / CONFIG).exists() or not _record(directory):
         return None
@@ -41,25 +41,25 @@ def drafter_in(directory: Path) -> Path | None:
 
 
 def trained_for(drafter: Path) -> str | None:
-    """Return the fingerprint of the target that a drafter was trained for; None if no recipe lies beside it."""
+    """Return the fingerprint of the target that a drafter was trained for; None if no recipe is beside it."""
     target = _record_beside(drafter).get("target")
     return target.get("weights") if isinstance(target, dict) else None
 
 
 def recorded_coverage(drafter: Path) -> Coverage | None:
-    """Return how much of its data a narrowed drafter can propose; None if that is not recorded beside it."""
+    """Return how much of its data a narrowed drafter can propose; None if no record beside it says."""
     stored = _record_beside(drafter).get(COVERAGE)
     return Coverage(**stored) if isinstance(stored, dict) else None
 
 
 def _record_beside(drafter: Path) -> dict[str, Any]:
-    """Read the record of the training whose folder holds the drafter; nothing if there is none."""
+    """Read the record of the training whose folder holds the drafter; empty if there is none."""
     whole = drafter.resolve()
     return _record(whole.parent) if whole.name == DRAFTER else {}
 
 
 def _record(run: Path) -> dict[str, Any]:
-    """Read a training's record; nothing if the folder has none, or another program's file of that name."""
+    """Read a training's record; empty if there is none, or the file of that name is another program's."""
     try:
         return read_record(run) or {}
     except InputError:

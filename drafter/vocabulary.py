@@ -1,11 +1,11 @@
 """Narrow a drafter's head to the frequent tokens (FR-Spec, arXiv 2502.14856).
 
-The head is most of the weights that a real model's drafter reads each step, and most tokens of a large vocabulary are
+The head is most of the weights that a real model's drafter reads per step, and most tokens of a large vocabulary are
 rare. A token that the drafter cannot propose costs a rejected draft, never a wrong token.
 
 A drafter's directory may hold `frequent_tokens.json`, a list of the target's token ids, the most frequent first
-(`peagle frequent-tokens` lists them). Without one, ids stand in for frequency, since byte-pair encoding numbers
-tokens in the order of merges, and frequent pairs merge first; tokens that end answers come before them.
+(`peagle frequent-tokens` writes it). Without one, the order of ids replaces frequency, because byte-pair encoding
+numbers tokens in the order of merges, and merges frequent pairs first; tokens that end answers come before them.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class DraftVocab:
 
 
 def choose(choice: str, directory: Path, vocab_size: int, first: Sequence[int] = ()) -> DraftVocab:
-    """Choose the draft vocabulary that an option names: a number of tokens, or a file that lists their ids.
+    """Choose the draft vocabulary of an option: a number of tokens, or a file that lists their ids.
 
     directory is the drafter's. `first` are tokens to put first if the directory has no list. Raises InputError for a
     number of tokens that the target does not have, and for a file that does not list ids of the target.
@@ -51,7 +51,7 @@ def choose(choice: str, directory: Path, vocab_size: int, first: Sequence[int] =
 
 
 def check_count(count: int, vocab_size: int) -> None:
-    """Raise InputError for a number of tokens that no draft vocabulary can have."""
+    """Raise InputError for an impossible size of a draft vocabulary."""
     if not 1 <= count <= vocab_size:
         raise InputError(
             f"draft-vocab is {count}; expected 1 to {vocab_size}, the tokens of the target's vocabulary", "draft_vocab"
@@ -72,7 +72,7 @@ def narrow(params: DrafterParams, config: DrafterConfig, vocab: DraftVocab) -> t
         raise InputError(
             f"none of the {len(vocab.token_ids)} tokens by {vocab.source} is one the drafter can propose", "draft_vocab"
         )
-    assert not isinstance(params.lm_head, SplitMatrix)  # it is narrowed before
+    assert not isinstance(params.lm_head, SplitMatrix)  # narrowed before it is split
     narrowed = dataclasses.replace(
         params,
         lm_head=take_outputs(params.lm_head, kept),
@@ -118,7 +118,7 @@ def write_frequent_tokens(path: Path, counts: np.ndarray) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Coverage:
-    """How much of some text a narrowed drafter can propose."""
+    """The share of a text that a narrowed drafter can propose."""
 
     frac: float  # of the tokens
     acceptance_limit: float  # acceptance length of a drafter that proposes each of them right, and no other
@@ -130,7 +130,7 @@ class Coverage:
 
 
 def coverage(texts: Iterable[np.ndarray], token_ids: Sequence[int] | np.ndarray, num_drafts: int) -> Coverage:
-    """Measure how much of what a target said the tokens of a draft vocabulary cover.
+    """Measure how much of a target's text the tokens of a draft vocabulary cover.
 
     A step commits the tokens up to the next one that cannot be proposed, at most num_drafts, and one more, which is the
     target's own. Example: of a text c c u c, c covered and u not, K = 3 takes two steps: c c u, and c.

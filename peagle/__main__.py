@@ -1,4 +1,4 @@
-"""`python -m peagle`: the same as `peagle`."""
+"""Run the command line: `python -m peagle` equals `peagle`."""
 
 from peagle.cli import main
 

@@ -1,4 +1,4 @@
-"""Directories of checkpoints by the names that people type, and drafters that need none."""
+"""Checkpoint directories by the names that people type, and drafters without weights."""
 
 import dataclasses
 import warnings
@@ -23,7 +23,7 @@ HELD_OUT = DEMO_DIRECTORY / "heldout_prompts.jsonl"  # not in the demo pair's tr
 
 @dataclass(frozen=True)
 class Weightless:
-    """A drafter without weights, which is asked for by its name."""
+    """A drafter without weights, chosen by its name."""
 
     make: Callable[[], Drafter]
     speculation: Speculation
@@ -35,17 +35,17 @@ WEIGHTLESS = {
 
 
 def or_demo(name: str | None) -> str:
-    """Return a name as typed, by default the demo's. Raises InputError for an empty one, as of an unset variable."""
+    """Return a name as typed, or the demo's for None. Raises InputError for an empty one, as from an unset variable."""
     if name == "":
         raise InputError("a target's or a drafter's name is empty; expected a directory or a name, or leave it out")
     return DEMO if name is None else name
 
 
 def resolve(name: str | Path, part: Literal["target", "drafter"]) -> Path:
-    """Return the directory of a name: one of the demo's, itself, or of OWNER/NAME in the local Hugging Face cache.
+    """Return the directory of a name: the demo's, the path itself, or OWNER/NAME in the local Hugging Face cache.
 
-    A drafter may be named by the folder of its training. Nothing is fetched. Raises InputError without a demo, and for
-    an OWNER/NAME that is neither a path nor in the cache.
+    A drafter may be named by its training folder. Downloads nothing. Raises InputError without a demo, and for an
+    OWNER/NAME that is neither a path nor in the cache.
     """
     if name in DEMO_DRAFTERS and part == "drafter":
         directory = DEMO_DIRECTORY / DEMO_DRAFTERS[str(name)]
@@ -72,7 +72,7 @@ def target_folder(name: str) -> Path | None:
 
 
 def name_for_others(target: str | None) -> str | None:
-    """Name a target for programs that look from elsewhere: a folder by its whole path, OWNER/NAME as it is.
+    """Name a target for programs with another working directory: an absolute path, or OWNER/NAME as it is.
 
     None if it is neither.
     """
@@ -83,7 +83,7 @@ def name_for_others(target: str | None) -> str | None:
 
 
 def drafter_folder(directory: Path) -> Path:
-    """Return the drafter's folder in a folder of peagle train, with a warning that names it; another folder as it is.
+    """Return the drafter's folder within a training folder, with a warning that names it; any other folder as it is.
 
     Raises InputError for a training that has not written its drafter yet.
     """
@@ -97,7 +97,7 @@ def drafter_folder(directory: Path) -> Path:
 
 
 def another_target(drafter_directory: Path, target_directory: Path) -> str | None:
-    """Return a warning about a drafter whose training was for another target, by the record beside it; else None."""
+    """Return a warning if a drafter was trained for another target, by the record beside it; else None."""
     from drafter.trained import RECIPE, trained_for
 
     if trained_for(drafter_directory) in (None, fingerprint(target_directory)):
@@ -143,9 +143,9 @@ def drafter_path(target: str | Path, drafter: str | Path | None) -> Path | None:
 
 
 def speculation_of(drafter: str | Path | None, directory: Path | None) -> Speculation:
-    """Return how a drafter drafts by "auto": what the file beside it says, else the default.
+    """Return how a drafter drafts by "auto": by the file beside it, or the default.
 
-    directory: of `drafter_path`. Raises InputError for a file that cannot be read.
+    directory: of `drafter_path`. Raises InputError for an unreadable file.
     """
     if drafter in WEIGHTLESS:
         return WEIGHTLESS[str(drafter)].speculation
@@ -153,7 +153,7 @@ def speculation_of(drafter: str | Path | None, directory: Path | None) -> Specul
 
 
 def drafter_speculation(drafter_directory: Path) -> Speculation:
-    """Return how a drafter with weights drafts by "auto": no more than a block has. Reads no weights."""
+    """Return how a drafter with weights drafts by "auto", at most a block. Reads no weights."""
     from drafter.dialects import parse_config
 
     speculation = read_speculation(drafter_directory)

@@ -1,7 +1,7 @@
-"""Every setting of the system, declared once and checked once. Nothing of JAX in here.
+"""Every setting of the system, declared and checked once. Without JAX.
 
 SamplingParams: how tokens are sampled. LoadConfig: which models, and how they are loaded. EngineConfig: how requests
-are decoded. Each is a group of options of the commands, keyword arguments of the Python interface and a section of
+are decoded. Each is a group of command-line options, keyword arguments of the Python interface and a section of
 configuration files. The docstring below a field is the help of its flag.
 """
 
@@ -30,22 +30,22 @@ from peagle.ops.flag import (
 from peagle.ops.row_blocks import BlockedPrefill
 from peagle.ops.sizes import PrefixCacheSize, parse_size
 
-SMALLEST_SEED, LARGEST_SEED = -(2**63), 2**64 - 1  # 64 bits, with a sign or without, as OpenAI and vLLM take them
-MOST_BIASES = 300  # biased tokens of each slot; the limit of OpenAI's API
+SMALLEST_SEED, LARGEST_SEED = -(2**63), 2**64 - 1  # 64 bits, signed or unsigned, as OpenAI and vLLM take them
+MOST_BIASES = 300  # per slot; the limit of OpenAI's API
 GREEDY_BELOW = 1e-5  # the temperature; above it, logits that differ in float32's last place at 10 differ by 0.1
 HOTTEST = 1e30  # the temperature: float32 holds it and its reciprocal, by which XLA multiplies
 LARGEST_PENALTY = 2.0  # presence and frequency, as in OpenAI's API
 LARGEST_BIAS = 1e9
-DEFAULT_CHUNK, GPU_CHUNK = 128, 2048  # prompt tokens of one prefill pass; a GPU multiplies more rows in the same time
+DEFAULT_CHUNK, GPU_CHUNK = 128, 2048  # prompt tokens per prefill pass; a GPU multiplies more rows in the same time
 MOST_SLOTS = 1 << 16  # more than any memory holds; a larger number is a slip
 MAX_NUM_DRAFTS = 128  # no acceptance pays for a wider pass
 MOST_LOGPROBS = 20  # log-probabilities of the likeliest tokens; the limit of OpenAI's API
 MOST_STOP_STRINGS, LONGEST_STOP_STRING = 64, 1024  # the length in characters
-KEPT_PREFIXES = (  # the help of --prefix-cache where many requests come
+KEPT_PREFIXES = (  # the help of --prefix-cache in commands with many requests
     "Keep the keys and values of prompts and responses for later prompts that begin with them. SIZE: in so much more "
     "memory, such as 512MB. on: up to a tenth of the free memory; with --kv-memory SIZE, in what requests leave of it."
 )
-AUTO: Literal["auto"] = "auto"  # as K: verify the drafts that are likely enough to pay (peagle.engine.widths)
+AUTO: Literal["auto"] = "auto"  # as K: verify drafts that are likely enough to pay (peagle.engine.widths)
 NumDrafts = int | str | None  # K, or auto, or auto:N (`most_by_auto`)
 
 
@@ -117,7 +117,7 @@ def read_prefix_cache(typed: str) -> PrefixCacheSize | None:
 
 
 def read_kept_prefixes(typed: str) -> PrefixCacheSize:
-    """Read bytes, on or off, where many requests come: auto is on. Raises InputError for anything else."""
+    """Read bytes, on or off, in commands with many requests: auto is on. Raises InputError for anything else."""
     size = read_prefix_cache(typed)
     return "on" if size is None else size
 
@@ -130,7 +130,7 @@ def _read_size(typed: str, field: str, others: str) -> int:
 
 
 def check_num_drafts(k: int, plain: bool = True, instead: str = "") -> None:
-    """Raise InputError for a K that no engine takes; plain: 0 is one. instead: ends the message."""
+    """Raise InputError for an impossible K; plain: K = 0 is possible. instead: ends the message."""
     if not (0 if plain else 1) <= k <= MAX_NUM_DRAFTS:
         least = "0 (plain decoding)" if plain else "1"
         message = f"K is {k}; expected {least} to {MAX_NUM_DRAFTS} drafted tokens{instead}"
@@ -165,9 +165,9 @@ def check_rates(rates: tuple[float, ...] | None, num_drafts: int) -> None:
 
 
 def configs_of(options: Mapping[str, Any], *kinds: type[Any]) -> list[Any]:
-    """Make one config of each kind from keyword arguments; lists become tuples.
+    """Make one config per kind from keyword arguments; lists become tuples.
 
-    Raises InputError for a name that is a field of none, and for a value of another type.
+    Raises InputError for a name that is no field, and for a value of another type.
     """
     names = {field.name: kind for kind in kinds for field in dataclasses.fields(kind) if field.init}
     values: dict[type[Any], dict[str, Any]] = {kind: {} for kind in kinds}
@@ -183,7 +183,7 @@ def configs_of(options: Mapping[str, Any], *kinds: type[Any]) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a list as a tuple, and a number of NumPy as one of Python."""
+    """Return a list as a tuple, and a NumPy number as a Python number."""
     if isinstance(value, list):
         return tuple(map(_plain, value))
     if isinstance(value, numbers.Real) and not isinstance(value, int | float):
@@ -193,7 +193,6 @@ def _plain(value: Any) -> Any:
 
 @functools.cache
 def field_types(kind: type[Any]) -> dict[str, Any]:
-    """Return the types of a config's fields."""
     return get_type_hints(kind)
 
 
@@ -201,9 +200,9 @@ def field_types(kind: type[Any]) -> dict[str, Any]:
 class SamplingParams:
     """Sampling of one request.
 
-    Order: min_tokens, biases and penalties (peagle.engine.adjust), then temperature, top-k, top-p, min-p; all of them
-    on the target's logits, before acceptance. Random numbers depend only on (seed, the request's index, position):
-    never on other requests, slot or time.
+    All of it acts on the target's logits, before acceptance: min_tokens, biases and penalties (peagle.engine.adjust),
+    then temperature, top-k, top-p, min-p. Random numbers depend only on (seed, the request's index, position): never on
+    other requests, slot or time.
     """
 
     temperature: Annotated[float, Flag(SAMPLING, "T")] = 0.0
@@ -259,11 +258,11 @@ class SamplingParams:
             )
         if len(self.logit_bias) > MOST_BIASES:
             raise InputError(
-                f"logit bias is of {len(self.logit_bias)} tokens; expected at most {MOST_BIASES}", "logit_bias"
+                f"logit bias is set for {len(self.logit_bias)} tokens; expected at most {MOST_BIASES}", "logit_bias"
             )
         tokens = [token for token, _ in self.logit_bias]
         if twice := [token for token in tokens if tokens.count(token) > 1]:
-            raise InputError(f"logit bias is of token {twice[0]} twice; expected one value for it", "logit_bias")
+            raise InputError(f"logit bias is set twice for token {twice[0]}; expected one value", "logit_bias")
         for token, value in self.logit_bias:
             if token < 0 or not -LARGEST_BIAS <= value <= LARGEST_BIAS:
                 raise InputError(
@@ -319,7 +318,7 @@ def check_logprobs(count: int | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerConfig:
-    """What ends an answer, and what is told of its tokens."""
+    """What ends an answer, and which log-probabilities it reports."""
 
     max_new_tokens: Annotated[int, Flag(SAMPLING, "N", ("-n", "--max-new-tokens"))] = 256
     """Maximum tokens of a response."""
@@ -380,14 +379,14 @@ class LoadConfig:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of `peagle.load`; the models are named apart."""
+        """The arguments of `peagle.load`, without the models."""
         beside = ("target", "drafter", "download", "coordinator", "process_id", "num_processes")
         return {name: value for name, value in vars(self).items() if name not in beside}
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine decodes, as a person says it. A pair decides the rest (`Pair.resolve`)."""
+    """How an engine decodes, as users set it. A pair decides the rest (`Pair.resolve`)."""
 
     num_speculative_tokens: Annotated[
         NumDrafts, Flag(SPECULATION, "K|auto|auto:N", ("-k", "--num-speculative-tokens"), read_num_drafts)
@@ -449,7 +448,6 @@ class EngineConfig:
         self._check_together()
 
     def _check_together(self) -> None:
-        """Raise InputError for values that exclude each other."""
         if self.prefill == "blocked" and self.prefill_chunk is not None:
             raise InputError(
                 "prefill is blocked, of a whole prompt at once, and --prefill-chunk is given; leave out one of them",

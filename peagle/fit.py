@@ -1,4 +1,4 @@
-"""Do a target and a drafter fit? Their sizes, the layers that the drafter reads, how far it sees."""
+"""Check whether a drafter fits a target: sizes, aux layers, window."""
 
 import dataclasses
 import warnings
@@ -23,9 +23,9 @@ class AuxLayers:
     """The layers of a target whose outputs a drafter reads."""
 
     outputs: tuple[int, ...]
-    description: str  # the same in words, and their source
-    doubt: str | None = None  # a warning, if their numbers look like another convention's
-    reread: bool = False  # the ids of config.json are read by the other convention, the only one that fits
+    description: str  # the layers and their source, in words
+    doubt: str | None = None  # a warning, if the ids look like another convention's
+    reread: bool = False  # the ids of config.json fit only by the other convention, and are read by it
 
 
 def check_fit(
@@ -34,11 +34,11 @@ def check_fit(
     aux_layer_ids: Sequence[int] | None = None,
     num_drafts: Iterable[int] = (),
 ) -> AuxLayers:
-    """Check that a drafter fits a target, and find its aux layers, without reading weights.
+    """Check that a drafter fits a target and return its aux layers, without reading weights.
 
-    They are those given, or its config.json's, or the target's default. num_drafts: numbers K that it shall draft.
-    Raises InputError, naming both sides, if hidden size, vocabulary or aux layers do not fit, and for a K that exceeds
-    the drafter's block.
+    The aux layers are the argument's, else those of config.json, else the target's default. num_drafts: values of K to
+    check. Raises InputError, naming both sides, if hidden size, vocabulary or aux layers do not fit, and for a K that
+    exceeds the drafter's block.
     """
     from drafter.dialects import parse_config
     from target.load import inspect_target
@@ -127,7 +127,7 @@ def doubtful_aux_layers(
 ) -> str | None:
     """Warn if the ids in config.json look like the other convention's, or several keys disagree.
 
-    Returns a line, or None. num_layers: the target's, if it is known.
+    Returns a line, or None. num_layers: the target's, if known.
     """
     if not named:
         return None
@@ -143,8 +143,8 @@ def doubtful_aux_layers(
     for other in named[1:]:
         if other.outputs != used.outputs:
             return line(f"{other.key} {list(other.ids)}, which are {other.meaning}, name others", other.outputs)
-    # all known defaults begin with the output of layer 1, which is the input of layer 2; some exporters write inputs
-    # where others write outputs, so outputs that begin elsewhere may be inputs
+    # all known defaults begin with the output of layer 1, the input of layer 2; some exporters write inputs instead of
+    # outputs, so ids that begin elsewhere may be inputs
     if used.certain:
         return None
     flipped = dataclasses.replace(used, are_outputs=not used.are_outputs)
@@ -160,9 +160,9 @@ def doubtful_aux_layers(
 
 
 def chosen_window(drafter_directory: Path | None, window: int | str) -> int | Literal["off"] | None:
-    """Read the window asked for, or the one in speculation.json; None: neither, so config.json decides.
+    """Read the window option, or the window in speculation.json; None: neither, so config.json decides.
 
-    Raises InputError for a value that is no window, and for a window without a drafter.
+    Raises InputError for a malformed window, and for a window without a drafter.
     """
     if window == AUTO:
         return None if drafter_directory is None else read_window(drafter_directory)
@@ -172,7 +172,7 @@ def chosen_window(drafter_directory: Path | None, window: int | str) -> int | Li
 
 
 def parse_window(window: int | str) -> int | Literal["off"]:
-    """Read a window that is given, not "auto". Raises InputError for anything else."""
+    """Read a window option other than "auto". Raises InputError for anything else."""
     if window == OFF:
         return OFF
     try:
@@ -190,7 +190,7 @@ def parse_window(window: int | str) -> int | Literal["off"]:
 def windowed(
     config: "DrafterConfig", window: int | Literal["off"] | None, *, by_option: bool
 ) -> tuple["DrafterConfig", str]:
-    """Give every layer that window, None leaving the config as it is; with the windows in words, and their source."""
+    """Return the config with this window in every layer (None: unchanged), and a description with its source."""
     if window is None:
         return config, describe_windows(config)
     source = "given" if by_option else f"by {SPECULATION_FILE}"
@@ -200,8 +200,10 @@ def windowed(
 
 
 def describe_windows(config: "DrafterConfig") -> str:
-    """Say how far the layers of a drafter see by its config.json. Example: 2048 positions in 3 of 4 layers, by
-    config.json."""
+    """Describe how far a drafter's layers see by its config.json.
+
+    Example: 2048 positions in 3 of 4 layers, by config.json.
+    """
     windows = [window for window in config.windows or () if window is not None]
     if not windows:
         return f"{OFF}, by default: no file names one"
@@ -210,7 +212,7 @@ def describe_windows(config: "DrafterConfig") -> str:
 
 
 def warn_of_windows(config: "DrafterConfig", max_positions: int) -> None:
-    """Warn of a window that is wider than all positions of the target."""
+    """Warn of a window wider than all positions of the target."""
     if (widest := max((window or 0 for window in config.windows or ()), default=0)) > max_positions:
         warnings.warn(
             f"the drafter's window of {widest} positions is larger than the target's {max_positions}, so it hides "

@@ -1,4 +1,4 @@
-"""Compile the grammars of a pair's answers: for its vocabulary, in the channels of its chat template."""
+"""Compile grammars for a pair: for its vocabulary, within the channels of its chat template."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from peagle.text.tokenizer import Tokenizer
 
 
 class Grammars:
-    """Grammars over the tokens of a target. Any thread may use it."""
+    """Grammars over the tokens of a target. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -47,10 +47,10 @@ class Grammars:
     ) -> CompiledGrammar:
         """Compile a grammar; equal grammars are compiled once.
 
-        channels: the grammar is that of the final message, in a vocabulary that has channels (peagle.text.channels);
-        None: any text, with preambles. calls: functions that the answer may call instead, by name, with the JSON
-        schemas of their arguments; None: any text. must_call: it must call one. Raises GrammarError for such schemas
-        in a vocabulary without channels.
+        channels: the grammar is of the final message, in a vocabulary with channels (peagle.text.channels); None: any
+        text, with preambles. calls: functions that the answer may call instead, by name, with the JSON schemas of their
+        arguments; None: any text. must_call: it must call one. Raises GrammarError for calls in a vocabulary without
+        channels.
         """
         tokenizer = self.tokenizer
         final = Grammar.any_text() if grammar is None else grammar
@@ -65,7 +65,7 @@ class Grammars:
     def begin(self, compiled: CompiledGrammar, prompt_ids: Sequence[int]) -> CompiledGrammar:
         """Begin a grammar that was compiled with channels at the end of a prompt.
 
-        A prompt without a message has no channels: all of its answer is the grammar's.
+        A prompt without a message has no channels: the grammar applies to the whole answer.
         """
         if not compiled.around:
             return compiled

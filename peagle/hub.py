@@ -1,7 +1,7 @@
-"""Checkpoints by their names on the Hugging Face Hub: find them in the local cache, or fetch them if that is asked for.
+"""Checkpoints by their names on the Hugging Face Hub: in the local cache or, on request, downloaded.
 
-Only `remaining` and `fetch` use the network. Only weights in safetensors, configurations and the tokenizer's files are
-fetched, of the repository's top level: never code, never a pickle.
+Only `remaining` and `fetch` use the network. They download safetensors weights, configurations and tokenizer files of
+the repository's top level: never code, never a pickle.
 """
 
 import os
@@ -30,15 +30,15 @@ FILES = (
     "model.safetensors.index.json",
     f"*{WEIGHTS}",
 )
-BELOW = "*/*"  # other formats of the same weights
+BELOW = "*/*"  # subfolders hold other formats of the same weights
 OFFLINE = "HF_HUB_OFFLINE"
-OURS = "ON"  # as `stay_offline` sets it; what a user sets is another spelling of the same
+OURS = "ON"  # the value that `stay_offline` sets; users spell it differently
 BANS = (OFFLINE, "TRANSFORMERS_OFFLINE")
 
 
 @dataclass(frozen=True)
 class Remaining:
-    """What `fetch` would bring of a repository: files that are not in the local cache."""
+    """Files of a repository that `fetch` would download: those not in the local cache."""
 
     name: str
     num_files: int
@@ -46,20 +46,20 @@ class Remaining:
 
 
 def is_name(name: str | Path) -> bool:
-    """Check whether a checkpoint is named as OWNER/NAME, and is no path that exists."""
+    """Check whether a checkpoint is named as OWNER/NAME and is no existing path."""
     return NAME.fullmatch(str(name)) is not None and not Path(name).exists()
 
 
 def stay_offline() -> None:
-    """Forbid Hugging Face's libraries the network in this process and those it starts, but for `fetch`.
+    """Forbid Hugging Face's libraries the network in this process and its children, except in `fetch`.
 
-    To be called before any of them is imported.
+    Call it before any of them is imported.
     """
     os.environ.setdefault(OFFLINE, OURS)
 
 
 def cached(name: str) -> Path:
-    """Return the snapshot of a repository in the local cache. Raises InputError if it is not there as a whole."""
+    """Return the snapshot of a repository in the local cache. Raises InputError if it is missing or incomplete."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -73,9 +73,9 @@ def cached(name: str) -> Path:
 
 
 def remaining(name: str) -> Remaining:
-    """Look up on the Hub what the local cache lacks of a repository.
+    """Look up on the Hub which files the local cache lacks.
 
-    Raises InputError if the Hub cannot be reached or refuses, or if there are no weights that could be loaded.
+    Raises InputError if the Hub cannot be reached or refuses, or if there are no loadable weights.
     """
     with _online(name), interrupt.waiting():
         files = _snapshot(name, dry_run=True, tqdm_class=_reporting(lambda _: None))
@@ -89,17 +89,16 @@ def remaining(name: str) -> Remaining:
 
 
 def fetch(what: Remaining, progress: Callable[[int, int], None]) -> None:
-    """Fetch what the local cache lacks, file by file, so that an interruption costs one file at most.
+    """Download the missing files one by one, so that an interruption costs one file at most.
 
-    progress(bytes that came, bytes in all) is called in between, from another thread. Raises InputError as `remaining`
-    does, and KeyboardInterrupt after Ctrl-C; whole files stay.
+    Calls progress(bytes so far, all bytes) from another thread. Raises InputError as `remaining` does, and
+    KeyboardInterrupt after Ctrl-C; whole files stay.
     """
     with _online(what.name):
         _snapshot(what.name, max_workers=1, tqdm_class=_reporting(lambda done: progress(done, what.num_bytes)))
 
 
 def cache() -> Path:
-    """Return the folder of the local cache."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
@@ -112,7 +111,7 @@ def _snapshot(name: str, **options: Any) -> Any:
 
 
 def _reporting(report: Callable[[int], None]) -> type:
-    """Make the progress bar that the Hub's client updates: it shows nothing, and reports bytes."""
+    """Make the Hub client's progress bar: it shows nothing, and reports bytes."""
     from huggingface_hub.utils import tqdm
 
     class Reporting(tqdm):  # type: ignore[misc]
@@ -123,7 +122,7 @@ def _reporting(report: Callable[[int], None]) -> type:
 
         def update(self, n: int | float | None = 1) -> None:
             interrupt.check()
-            if self._counts:  # bytes that came, and bytes written: two bars, nearly equal
+            if self._counts:  # the client has two bars, bytes received and bytes written, nearly equal
                 self._so_far += int(n or 0)
                 report(self._so_far)
 
@@ -156,7 +155,7 @@ def _online(name: str) -> Iterator[None]:
 
 
 def _refusal(name: str, error: Exception, hub: str) -> InputError:
-    """Say why a repository does not come, and what to do."""
+    """Describe why a repository cannot be downloaded, and the remedy."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     cause = error

@@ -1,6 +1,6 @@
-"""Load checkpoints as a `Pair`: read both models, check that they fit each other and the memory, choose kernels.
+"""Load checkpoints as a `Pair`: read both models, check that they fit each other and memory, choose kernels.
 
-Start at `load`. Apart from workflows/ and the commands, only this module of peagle/ imports target/ and drafter/.
+Start at `load`. Besides workflows/ and the commands, only this module of peagle/ imports target/ and drafter/.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from target.model import GptOss
 
 MOST_STEPS_PER_DISPATCH = 24
-NO_STOP_TOKEN = (  # a warning; the directory stands before it
+NO_STOP_TOKEN = (  # a warning, after the directory
     "no stop token is named in generation_config.json, config.json or the tokenizer's files, so every answer takes its "
     "whole budget; expected eos_token_id in generation_config.json"
 )
@@ -74,24 +74,28 @@ def load(
 ) -> Pair:
     """Load a target and a drafter from checkpoint directories, or the demo pair of the package.
 
-    drafter: of P-EAGLE, EAGLE-3 or DFlash; "demo-eagle3" and "demo-dflash" are the demo's others, for comparison;
-    "ngram" needs no weights; None: plain decoding only. Give a directory of such a name as "./demo". dtype: by default
-    float32 on CPU, bfloat16 elsewhere. experts: "packed" keeps MXFP4 in memory, "expanded" dequantises at load, "auto"
-    takes the fastest that fits. kernels: "native" runs the compiled CPU kernels or raises, "xla" runs without them,
-    "auto" uses them if they run (see `peagle info`). draft_vocab: propose only this many of the most frequent tokens,
-    or the tokens listed in a file (drafter.vocabulary). drafter_window: the drafter's attention sees this many last
-    positions only, or all if "off"; "auto" takes the window in speculation.json beside the drafter, else those of its
-    config.json (see `peagle.pair.Loaded`). aux_layer_ids: the 0-based layers of the target whose outputs the drafter
-    reads, instead of those in its config.json (see `peagle.pair.Loaded`). mesh: cut the target over devices, as "tp=2"
-    or "tp=2,ep=4" (peagle.parallel); the drafter is on each of them, but for its head, which is cut. With "dp=2" there
-    are two such copies, which share the slots of an engine (`Pair.replicas`). reduce: sum over devices in order, or by
-    "psum", an all-reduce. retain_full_kv: layers with a window keep all positions, so that requests begin anywhere in
-    what the prefix cache holds. progress(bytes of the target read, total bytes) is called during the load. lead: of a
-    mesh over several processes, what this one sends to the others (peagle.workflows.follow).
+        target           a directory, or "demo"; a directory of that name is "./demo"
+        drafter          a directory of P-EAGLE, EAGLE-3 or DFlash; "demo-eagle3" and "demo-dflash", the demo's others;
+                         "ngram", without weights; None: plain decoding only
+        dtype            default: float32 on CPU, bfloat16 elsewhere
+        experts          "packed" keeps MXFP4 in memory, "expanded" dequantises at load, "auto": the fastest that fits
+        kernels          "native" runs the compiled CPU kernels or raises, "xla" runs without them, "auto" uses them if
+                         they run (`peagle info`)
+        draft_vocab      propose only this many of the most frequent tokens, or those in a file (drafter.vocabulary)
+        drafter_window   the drafter sees only this many latest positions, or all if "off"; "auto": the window in
+                         speculation.json beside the drafter, else those of its config.json
+        aux_layer_ids    0-based target layers whose outputs the drafter reads, instead of those in its config.json
+        mesh             cut the target over devices, as "tp=2" or "tp=2,ep=4" (peagle.parallel); of the drafter only
+                         the head is cut, and each device has the rest. "dp=2": two such copies, which share the slots
+                         of an engine (`Pair.replicas`)
+        reduce           sum over devices "ordered", by rank, or by "psum", an all-reduce
+        retain_full_kv   windowed layers keep all positions, so that requests may continue anywhere in the prefix cache
+        progress         called with (bytes of the target read, total bytes) during the load
+        lead             sends to the other processes of a mesh (peagle.workflows.follow)
 
-    Raises InputError for checkpoints that cannot be run, do not fit together, or take more memory than there is; if
-    possible before any weights are read. Warns (InputWarning) if aux layers or a vocabulary map look like another
-    convention's, a window hides nothing, or there is no stop token.
+    `Pair.loaded` describes the choices. Raises InputError for checkpoints that cannot be run, do not fit together, or
+    exceed the memory; if possible before any weights are read. Warns (InputWarning) if aux layers or a vocabulary map
+    look like another convention's, a window hides nothing, or there is no stop token.
     """
     from target.load import load_target
     from target.model import GptOss
@@ -99,7 +103,7 @@ def load(
     shape = _mesh_shape(mesh, reduce)
     target_directory = resolve(target, "target")
     drafter_directory = drafter_path(target, drafter)
-    _aux_layers(target_directory, drafter_directory, aux_layer_ids)  # check them before weights are read
+    _aux_layers(target_directory, drafter_directory, aux_layer_ids)  # check before weights are read
     if draft_vocab is not None:
         _vocabulary(target_directory, drafter_directory, draft_vocab)
     chosen_window(drafter_directory, drafter_window)
@@ -149,7 +153,7 @@ def load(
 def _mesh_shape(mesh: str | None, reduce: str) -> MeshShape | None:
     """Read the shape of a mesh; None: one device.
 
-    Raises InputError for a way to sum that is none, or one without a mesh.
+    Raises InputError for an unknown `reduce`, or one without a mesh.
     """
     if reduce not in ("ordered", "psum"):
         raise InputError(f"reduce is {reduce!r}; expected ordered or psum")
@@ -168,12 +172,12 @@ def load_over(
     progress: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> tuple[Sharded, "LoadedTarget"]:
-    """Load a target over the devices of a mesh, each rank its own bytes, several at once (`peagle.parallel.shard`).
+    """Load a target over the devices of a mesh, several ranks at once, each its own bytes (`peagle.parallel.shard`).
 
-    With dp, over those of the first replica. Options are those of target.load.load_target, and so is the bound of
-    memory: on CPU, where all ranks share one, within 1.15 of their parts together.
+    With dp, over the devices of the first replica. Options and memory bound are those of target.load.load_target: on
+    CPU, where all ranks share memory, within 1.15 of their parts together.
 
-    in_order: sum in rank order (peagle.ops.collectives.Ranks). Returns the target, and what was loaded with its
+    in_order: sum in rank order (peagle.ops.collectives.Ranks). Returns the target, and the loaded ranks with their
     parameters side by side. Raises InputError, before any weights are read, for a model that cannot be cut so, or too
     few devices.
     """
@@ -184,12 +188,12 @@ def load_over(
     config = inspect_target(directory).config
     check_ranks(config, shape.tp, shape.ep)
     mesh = make_meshes(shape)[0]
-    # chosen once: what is free changes from rank to rank
+    # chosen once, because free memory differs between ranks
     options["experts"] = chosen_experts(
         directory, options.get("dtype", jnp.float32), options.get("experts", "auto"), options.get("implementation")
     )
-    loaded: list[dict[str, Any]] = []  # what each rank loads beside the parameters
-    read: dict[int, float] = {}  # the share of each rank's bytes
+    loaded: list[dict[str, Any]] = []  # what each rank loads besides the parameters
+    read: dict[int, float] = {}  # bytes read, as a share, by rank
     reporting = threading.Lock()
 
     def of_rank(rank: int, go_on: Callable[[], None]) -> GptOss:
@@ -212,7 +216,7 @@ def load_over(
 def experts_in_memory(
     target: str | Path, dtype: DtypeName, experts: ExpertsChoice, kernels: KernelsChoice
 ) -> ExpertsChoice:
-    """Decide what "auto" is here, for several processes that must decide alike. Raises InputError as `load` does."""
+    """Resolve "auto" here, for several processes that must choose alike. Raises InputError as `load` does."""
     from target.load import chosen_experts
 
     return chosen_experts(resolve(target, "target"), jnp.dtype(dtype), experts, _implementation(kernels))
@@ -220,7 +224,7 @@ def experts_in_memory(
 
 @dataclass(frozen=True)
 class _TargetElsewhere:
-    """The target of a pair that only makes requests: its weights are in other processes."""
+    """The target of a pair that only makes requests; other processes hold its weights."""
 
     vocab_size: int
     max_positions: int
@@ -240,7 +244,7 @@ class _TargetElsewhere:
 
 
 def without_weights(target: str | Path) -> Pair:
-    """Read what makes requests for a target: its tokenizer, vocabulary, positions and stop tokens."""
+    """Read what a target's requests need: tokenizer, vocabulary, positions and stop tokens."""
     from target.load import inspect_target
     from target.model import cache_groups
 
@@ -259,9 +263,9 @@ def _refuse_too_large(
     implementation: Implementation | None,
     shape: MeshShape,
 ) -> None:
-    """Raise InputError for weights that take more memory than there is; it names the smallest choice.
+    """Raise InputError, naming the smallest choice, for weights that exceed the memory.
 
-    Devices of a mesh share one memory on CPU; elsewhere the first of them, which has most to hold, is looked at.
+    Devices of a mesh share memory on CPU; elsewhere the first one is checked, which holds most.
     """
     from drafter.load import weight_bytes as drafter_bytes
     from target.load import inspect_target
@@ -347,7 +351,7 @@ def with_drafter(
 
 
 def _drafting(pair: Pair, drafter: Drafter | None, aux_layer_ids: tuple[int, ...]) -> Pair:
-    """Give a pair another drafter, on its own devices, and the aux_hidden that this reads."""
+    """Give a pair another drafter, on its own devices, and a target with the aux_hidden that it reads."""
     plain = pair.plain_target
     with_aux = local_model(plain).replace(aux_layer_ids=aux_layer_ids)  # type: ignore[attr-defined]
     target = plain.replace(parts=with_aux) if isinstance(plain, Sharded) else with_aux  # type: ignore[attr-defined]
@@ -356,7 +360,7 @@ def _drafting(pair: Pair, drafter: Drafter | None, aux_layer_ids: tuple[int, ...
 
 
 def drafter_over(drafter: Drafter | None, mesh: Mesh) -> Drafter | None:
-    """Put a drafter on the devices of a mesh: its head cut, if it has one (drafter.shard), the rest on each."""
+    """Copy a drafter to the devices of a mesh; its head, if it has one, is cut (drafter.shard)."""
     from drafter.params import DrafterParams
     from drafter.shard import split
 
@@ -367,7 +371,7 @@ def drafter_over(drafter: Drafter | None, mesh: Mesh) -> Drafter | None:
 
 
 def _digest(*parts: object) -> str:
-    """Hash what must be equal where a sequence goes on (peagle.engine.handoff)."""
+    """Hash what must be equal on both sides of a hand-off (peagle.engine.handoff)."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -376,7 +380,7 @@ def _load_drafter(
 ) -> "tuple[DrafterParams, DrafterConfig]":
     """Load a drafter with weights, sharing the target's embedding and head if it has none of its own.
 
-    Raises InputError for weights that take more memory than there is.
+    Raises InputError for weights that exceed the memory.
     """
     from drafter.load import load_drafter, weight_bytes
 
@@ -384,7 +388,7 @@ def _load_drafter(
     implementation = local_model(target).params.implementation
     size = weight_bytes(directory, dtype, implementation=implementation)
     if isinstance(target, Sharded) and jax.default_backend() == "cpu":
-        size *= target.local_ranks * (1 + len(pair.replicas))  # which share one memory
+        size *= target.local_ranks * (1 + len(pair.replicas))  # all ranks share one memory
     refuse_too_large({f"the drafter {directory}": size}, lambda: "take a smaller drafter, or --dtype bfloat16")
     embedding, lm_head = _ends(target, target_directory, dtype, directory)
     return load_drafter(
@@ -398,7 +402,7 @@ def _load_drafter(
 
 
 def local_model(target: Target) -> "GptOss":
-    """Return the model of a loaded target; of one over a mesh the ranks' parts, side by side in every array."""
+    """Return the model of a loaded target; over a mesh, the ranks' parts side by side in every array."""
     from target.model import GptOss
 
     model = target.parts if isinstance(target, Sharded) else target
@@ -411,7 +415,8 @@ def _ends(
 ) -> tuple[jax.Array | None, jax.Array | PackedMatrix | None]:
     """Return the target's embedding and head, whole, for a drafter that may share them.
 
-    No rank of a target over a mesh has all of them: they are read again if the drafter's files lack its own, else None.
+    No rank of a target over a mesh holds all of them: they are read again if the drafter's files lack its own, else
+    None.
     """
     from drafter.load import shared_tensors
     from target.load import load_ends
@@ -427,7 +432,7 @@ def _ends(
 def _aux_layers(
     target_directory: Path, drafter_directory: Path | None, aux_layer_ids: Sequence[int] | None
 ) -> AuxLayers | None:
-    """Find the aux layers of a drafter with weights; None for another drafter.
+    """Return the aux layers of a drafter with weights; None for another drafter.
 
     Raises InputError as `check_fit` does, and for aux_layer_ids without such a drafter.
     """
@@ -453,15 +458,15 @@ def _vocabulary(target_directory: Path, drafter_directory: Path | None, draft_vo
 
 
 def default_chunk() -> int:
-    """Return how many tokens of a prompt go through one pass on JAX's default device."""
+    """Return the prompt tokens per pass on JAX's default device."""
     return GPU_CHUNK if jax.default_backend() == "gpu" else DEFAULT_CHUNK
 
 
 def steps_per_dispatch(num_bytes: int) -> int:
-    """Choose steps per dispatch on CPU by the bytes of the weights read, about 640 MB: 10 to 30 ms.
+    """Choose steps per dispatch on CPU so that they read about 640 MB of weights: 10 to 30 ms.
 
-    Beside that the host's millisecond for a dispatch does not count (for a step of 4 ms it was 8 %). One on other
-    devices, whose loop over steps would synchronise with the host after each.
+    So the host's millisecond per dispatch does not count (for a step of 4 ms it was 8 %). One on other devices, whose
+    loop over steps would synchronise with the host after each.
     """
     if jax.default_backend() != "cpu":
         return 1
@@ -476,10 +481,7 @@ def _implementation(kernels: KernelsChoice) -> Implementation | None:
 
 
 def default_dtype() -> DtypeName:
-    """Return float32 on CPU, bfloat16 elsewhere.
-
-    Raises InputError if JAX cannot start on its platform.
-    """
+    """Return float32 on CPU, bfloat16 elsewhere. Raises InputError if JAX cannot start on its platform."""
     try:
         return "float32" if jax.default_backend() == "cpu" else "bfloat16"
     except (RuntimeError, AssertionError) as error:

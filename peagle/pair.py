@@ -48,17 +48,17 @@ CAPACITY_STEP = 128  # contexts are multiples of this, so that few shapes are co
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions(AnswerConfig):
-    """What one answer may be.
+    """Options of one answer.
 
-    grammar: what it must be, or its final message in a template with channels. stop: it ends before the first of these
-    strings. logprobs: how many of the likeliest tokens `Result.logprobs` names with each emitted one.
+    grammar: of the whole answer, or of its final message in a template with channels. stop: the answer ends before the
+    first of these strings. logprobs: how many of the likeliest tokens `Result.logprobs` lists per emitted one.
     """
 
     grammar: Grammar | None = None
 
 
 def _by_names_of_today(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Name options of `stream` as they are named today. Raises InputError for one with both of its names."""
+    """Translate former names of `stream`'s options. Raises InputError if both names of an option are used."""
     renamed = dict(options)
     for former, name in FORMER_NAMES.items():
         if former in renamed:
@@ -75,12 +75,12 @@ class Loaded:
     """How the models of a pair were loaded, in words for summaries and reports."""
 
     dtype: str = "float32"
-    experts: str | None = None  # the layout of the target's experts
+    experts: str | None = None  # of the target: layout
     kernels: str | None = None  # compiled kernels, or XLA and the reason
-    mesh: str | None = None  # of a target that is cut over several devices: how many of them, and how
-    aux_layers: str | None = None  # which hidden states the drafter reads, and the source of their numbers
-    draft_vocab: str | None = None  # of a narrowed draft vocabulary, its size and source
-    drafter_window: str | None = None  # positions that the drafter's attention sees, and the source of that number
+    mesh: str | None = None  # of a target over several devices: how many, and how it is cut
+    aux_layers: str | None = None  # the aux layers and the source of their ids
+    draft_vocab: str | None = None  # of a narrowed draft vocabulary: size and source
+    drafter_window: str | None = None  # positions that the drafter's attention sees, and their source
 
 
 @dataclass(frozen=True)
@@ -96,20 +96,20 @@ class Pair:
     tokenizer: Tokenizer | None  # None: token ids only
     stop_token_ids: tuple[int, ...] = ()
     loaded: Loaded = Loaded()  # frozen
-    retain_full_kv: bool = False  # layers with a window keep all positions
+    retain_full_kv: bool = False  # windowed layers keep all positions
     speculation: Speculation = Speculation()  # noqa: RUF009  # frozen; how "auto" drafts
     steps_per_dispatch: int = 1  # of both engines, so that their ratio is fair
-    prefill_chunk: int = DEFAULT_CHUNK  # prompt tokens of one pass
+    prefill_chunk: int = DEFAULT_CHUNK  # prompt tokens per pass
     fingerprints: Fingerprints = Fingerprints()  # noqa: RUF009  # frozen; of the models, for hand-offs
-    lead: Lead | None = None  # of a target over several processes: what it sends to the others
-    replicas: tuple["Pair", ...] = ()  # the same models on other devices, with which an engine's slots are shared
-    # pairs that are made of this one with another drafter share these two
+    lead: Lead | None = None  # of a target over several processes: sends to the others
+    replicas: tuple["Pair", ...] = ()  # the same models on other devices, which share the slots of an engine
+    # pairs made from this one with another drafter share these two
     memory: FreeMemory = field(default_factory=FreeMemory, repr=False, compare=False)
     grammars: Grammars = field(default=None, repr=False, compare=False)  # type: ignore[assignment]  # made below
     engines: Engines = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # the text so far drafts beside a drafter with caches
+        # look-ups in the text so far draft beside a drafter with caches
         beside = NGram(longest=5) if self.drafter is not None and self.drafter.cache_groups else None
         models = [
             ReplicaModels(pair.target, pair.plain_target, pair.drafter, beside) for pair in (self, *self.replicas)
@@ -121,23 +121,27 @@ class Pair:
 
     @property
     def max_positions(self) -> int:
-        """Positions of prompt and output together, at most."""
+        """Most positions of prompt and output together."""
         return self.target.max_positions
 
     def stream(self, prompt: str | Sequence[int], **options: Any) -> "Stream":
         """Stream the answer to a prompt piece by piece; `stream.result` has the figures.
 
-        options: fields of SamplingParams, EngineConfig, Rendering and RequestOptions. A text is put into the chat
-        template, unless `raw`. Special tokens spelled in a text are characters, unless `raw` and `special_tokens`.
-        Token ids are used unchanged. num_speculative_tokens is K, 0 for plain decoding, or "auto": as many as the
-        drafter is sure of, and none while drafting does not pay; "auto:N": at most N of them. None is the pair's
-        default (`num_drafts`). The answer ends before the first of the strings in `stop`. Raises InputError, before any
-        work, for a request that cannot be run, and at the end for a grammar that cannot be followed any further.
+        options: fields of SamplingParams, EngineConfig, Rendering and RequestOptions. Some of them:
 
-        Streams whose engines have equal configs share an engine, which decodes `slots` requests at once; the others
-        wait for a slot. context: by default as many positions as prompt and max_new_tokens need, which may differ
-        between streams. Iterate over each stream in its own thread, or over `astream`. draft_sampling, an option of
-        earlier versions, has no effect.
+            num_speculative_tokens   K; 0: plain decoding; "auto": verify the drafts that are likely to pay, none while
+                                     drafting does not pay; "auto:N": at most N of them; None: the pair's default
+                                     (`num_drafts`)
+            raw                      a text is the prompt as it is, without the chat template
+            special_tokens           with raw: special tokens spelled in a text are tokens, not plain characters
+            stop                     the answer ends before the first of these strings
+            context                  positions; default: as many as prompt and max_new_tokens need
+            draft_sampling           an option of earlier versions, without effect
+
+        Token ids are used unchanged. Streams with equal engine configs share an engine, which decodes `slots` requests
+        at once; the others wait for a slot. Iterate over each stream in its own thread, or over `astream`. Raises
+        InputError, before any work, for a request that cannot be run, and at the end for a grammar that cannot be
+        followed any further.
         """
         options = _by_names_of_today(options)
         if options.pop("draft_sampling", False):
@@ -172,7 +176,7 @@ class Pair:
     def num_drafts(self, k: NumDrafts) -> tuple[int, bool]:
         """Resolve K to (the most drafts of a step, whether steps adapt).
 
-        None is the default: plain decoding without a drafter, "auto" with one. "auto:N" adapts with at most N.
+        None is the default: "auto" with a drafter, plain decoding without one. "auto:N" adapts with at most N drafts.
         """
         if k is None and self.drafter is None:
             return 0, False
@@ -184,11 +188,11 @@ class Pair:
         return self.resolve(EngineConfig(num_speculative_tokens), **options)
 
     def resolve(self, config: EngineConfig, **options: Any) -> ResolvedConfig:
-        """Decide what a config leaves open. options: fields of ResolvedConfig, instead of the config's.
+        """Decide what a config leaves open. options: fields of ResolvedConfig that replace the config's.
 
         K None, "auto" or "auto:N": `num_drafts`. context None: `default_context`. prefill_chunk None: the pair's.
-        prefix_cache "on": up to a tenth of the free memory; with kv_memory none beside it, so that prefixes stay until
-        requests need it; None: off. One rate of synthetic acceptance: its powers.
+        prefix_cache None: off; "on": up to a tenth of the free memory, but no extra memory with kv_memory, where
+        prefixes stay until requests need it. One rate of synthetic acceptance: its powers.
         """
         values = {**vars(config), **options}
         k, adaptive = self.num_drafts(values["num_speculative_tokens"])
@@ -218,10 +222,10 @@ class Pair:
     def default_context(
         self, num_speculative_tokens: int, slots: int = 1, kv_memory_bytes: int | None = None, num_engines: int = 1
     ) -> int:
-        """Return the positions of the target, or as many of them as the memory holds for one request.
+        """Return the target's positions, or as many of them as the memory holds for one request.
 
-        kv_memory_bytes: of each engine; None: most of the free memory, which num_engines share; on a CPU, memory of
-        MOST_RESERVED positions for each slot, which one request may have alone.
+        kv_memory_bytes: of each engine; None: most of the free memory, which num_engines share; on a CPU MOST_RESERVED
+        positions per slot, which one request may use alone.
         """
         most = self.max_positions
         if kv_memory_bytes is None and jax.default_backend() == "cpu":
@@ -254,8 +258,8 @@ class Pair:
     ) -> Request:
         """Make the request for the turn after these answers; cut its budget to the positions left.
 
-        Raises InputError for a prompt that is empty, holds ids outside the vocabulary, or fills the positions, for
-        stop strings or a grammar without a tokenizer, and for a grammar that cannot be used.
+        Raises InputError for a prompt that is empty, holds ids outside the vocabulary, or fills the positions, for stop
+        strings or a grammar without a tokenizer, and for an invalid grammar.
         """
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {max_new_tokens}; expected 1 or more")

@@ -1,8 +1,7 @@
 """A target cut over several devices: a mesh, and `Sharded`, which satisfies peagle.protocols.Target.
 
-Each rank holds a smaller model, its part (target.shard), and its own kv heads of every cache. One `shard_map` stands
-around the target's pass; everything else runs on every rank alike, the drafter included, but for its head
-(drafter.shard).
+Each rank holds a smaller model, its part (target.shard), and its own kv heads of every cache. One `shard_map` wraps the
+target's pass; everything else runs on every rank alike, the drafter included, except its head (drafter.shard).
 
     tokens, positions     the same on every rank
       embed ..              |  |  |  |
@@ -14,8 +13,7 @@ around the target's pass; everything else runs on every rank alike, the drafter 
       gather               -+--+--+--+-    once
     logits                the same on every rank
 
-With dp, that many such meshes stand side by side. Each has a copy of the target, and an engine of its own
-(peagle.engine.replicas).
+dp makes that many such meshes, each with a copy of the target and its own engine (peagle.engine.replicas).
 """
 
 import concurrent.futures
@@ -49,7 +47,7 @@ Tree = TypeVar("Tree")
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """How many devices share what. Heads, vocabulary and caches are cut over all tp x ep ranks of a replica."""
+    """Numbers of devices. Heads, vocabulary and caches are cut over all tp x ep ranks of a replica."""
 
     tp: int = 1  # ranks that share the width of an expert
     ep: int = 1  # groups of ranks that share the experts
@@ -76,7 +74,7 @@ def parse_mesh(text: str) -> MeshShape:
 
 
 def refuse_replicas(mesh: str | None, why: str) -> None:
-    """Raise InputError for a mesh that has dp, where that has no place."""
+    """Raise InputError for a mesh with dp if dp is not possible. why: part of the message."""
     if mesh is not None and parse_mesh(mesh).dp > 1:
         raise InputError(f"the mesh is {mesh!r}, but {why}; leave dp out", "mesh")
 
@@ -97,9 +95,9 @@ def _sizes(text: str, names: Sequence[str], expected: str) -> dict[str, int]:
 
 
 def make_meshes(shape: MeshShape) -> list[Mesh]:
-    """Take the first devices for the mesh of each replica, one after the other; of several processes as many of each.
+    """Take the first devices, one replica's mesh after the other; several processes give equally many.
 
-    Raises InputError if there are fewer, and for replicas over several processes.
+    Raises InputError for too few devices, and for replicas over several processes.
     """
     devices, processes = jax.devices(), jax.process_count()
     if shape.dp > 1 and processes > 1:
@@ -141,7 +139,7 @@ class Sharded:
 
     @property
     def local_ranks(self) -> int:
-        """How many of the ranks this process has."""
+        """Number of ranks in this process."""
         return len(self.mesh.local_devices)
 
     @property
@@ -153,16 +151,15 @@ class Sharded:
         return self.parts.max_positions
 
     def on(self, mesh: Mesh) -> "Sharded":
-        """Copy the target to the devices of another mesh of as many."""
+        """Copy the target to the devices of another mesh of equal size."""
         return Sharded(jax.device_put(self.parts, NamedSharding(mesh, OF_PARTS)), mesh, self.kv_copies)
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """See `Target.cache_groups`: those of every rank."""
         return self.parts.cache_groups
 
     def init_pages(self, num_pages: Sequence[int]) -> tuple[Pages, ...]:
-        """Make empty pools, the ranks' kv heads side by side: one that several ranks need is there several times."""
+        """Make empty pools with the ranks' kv heads side by side, once for every rank that needs it."""
 
         def wider(pages: Pages) -> Pages:
             count, size, kv_heads, head_dim = pages.key.shape
@@ -173,7 +170,6 @@ class Sharded:
         return tuple(map(wider, local))
 
     def init_cache(self, batch: int, capacity: int, widest_write: int) -> PagedCache:
-        """See `Target.init_cache`."""
         tables = own_tables(self.cache_groups, batch, capacity + widest_write, widest_write)
         return PagedCache(self.init_pages([table.size for table in tables]), tables)
 
@@ -238,11 +234,11 @@ def shard(load: Callable[[int, Callable[[], None]], Tree], mesh: Mesh) -> Tree:
     """Load every rank's part onto its device, several at once, and put them side by side (`Sharded.parts`).
 
     load(rank, go_on) makes the part's arrays on JAX's default device; each process loads its own ranks, in as many
-    threads as it has processors. The parts' trees are equal but for the values. Memory is that of the parts, and what
-    `load` takes beside its own in each thread.
+    threads as it has processors. The parts' trees differ only in values. Memory is that of the parts, plus the
+    temporary memory of `load` in each thread.
 
-    A failure of one rank, or Ctrl-C, is raised as soon as the others have ended: `load` calls go_on() often, which then
-    raises it there, too.
+    A failure of one rank, or Ctrl-C, is raised as soon as the others have ended: `load` must call go_on() often, which
+    then raises it there, too.
     """
     failures: list[BaseException] = []
     mine = [(rank, device) for rank, device in enumerate(mesh.devices.flat) if device in mesh.local_devices]
@@ -279,9 +275,9 @@ def shard(load: Callable[[int, Callable[[], None]], Tree], mesh: Mesh) -> Tree:
 
 
 def _as_row(leaf: jax.Array, device: jax.Device) -> jax.Array:
-    """Put an axis of one before a rank's array, on its device; on CPU without a copy.
+    """Prepend an axis of one to a rank's array, on its device; on CPU without a copy.
 
-    There is no compilation either, whose memory, more than 100 MB, would come on top of all parts.
+    Nothing is compiled, which would take over 100 MB of memory on top of all parts.
     """
     if device.platform == "cpu":
         return jax.device_put(np.asarray(leaf)[None], device, may_alias=True)
@@ -289,7 +285,7 @@ def _as_row(leaf: jax.Array, device: jax.Device) -> jax.Array:
 
 
 def replicate(tree: Tree, mesh: Mesh) -> Tree:
-    """Copy every array to all devices of the mesh, for what runs on every rank alike; what is cut over it stays."""
+    """Copy every array to all devices of the mesh; arrays that are cut over it stay."""
     everywhere, cut = NamedSharding(mesh, SAME), NamedSharding(mesh, OF_PARTS)
 
     def copy(leaf: jax.Array) -> jax.Array:

@@ -1,11 +1,11 @@
-"""Processes that run one target together: process 0 leads, the others follow what it sends them.
+"""Processes that run one target together: process 0 leads, the others follow its messages.
 
-    process 0    listens at the coordinator's address, compares what the others were started with, and begins
+    process 0    listens at the coordinator's address, compares the others' options with its own, and begins
     process i    connects, and runs each message that arrives, until the last one
 
-Their devices become one mesh (jax.distributed; gloo on CPU). The connections carry messages one way, and heartbeats
-both ways. A process that ends, or is silent for DEADLINE_S, ends all of them: a thread of each one sees it, prints one
-line that names it, and ends its own process, since the main thread may wait in a collective for ever.
+Their devices become one mesh (jax.distributed; gloo on CPU). Messages go one way, heartbeats both ways. If a process
+ends, or is silent for DEADLINE_S, all end: a thread of each one notices, prints one line that names it, and ends its
+own process, because the main thread may wait in a collective for ever.
 
 A message is JSON and arrays: no code, nothing is unpickled. Nobody is authenticated, as in jax.distributed itself: the
 network between the processes must be trusted.
@@ -32,9 +32,9 @@ from peagle.ops.records import difference_in_words, flat
 from peagle.ops.strict_json import dumps
 
 LOOPBACK = "127.0.0.1"
-JOIN_S = 120.0  # for all processes to connect
+JOIN_S = 120.0  # until all processes are connected
 BEAT_S = 1.0
-DEADLINE_S = 30.0  # without a heartbeat: loading and compiling leave the interpreter to other threads
+DEADLINE_S = 30.0  # without a heartbeat: loading and compiling let other threads run
 MOST_BYTES = 1 << 30  # of a message
 MOST_HELLO_BYTES = 1 << 20
 GREETING = b"peagle processes 1\n"
@@ -45,7 +45,7 @@ Message: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class Place:
-    """Which of several processes this one is, and where process 0 listens."""
+    """This process's rank among several, and the address of process 0."""
 
     host: str
     port: int
@@ -78,7 +78,7 @@ def parse_place(coordinator: str | None, process: int | None, count: int | None)
     if count < 2:
         raise InputError(f"--num-processes is {count}; expected 2 or more, or leave out --coordinator")
     if not 0 <= process < count:
-        raise InputError(f"--process-id is {process}; expected 0..{count - 1}, each once")
+        raise InputError(f"--process-id is {process}; expected 0..{count - 1}, another one in each process")
     return Place(host, int(port), process, count)
 
 
@@ -102,7 +102,7 @@ def encode(message: Mapping[str, Any]) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Undo `encode`. Raises ValueError for bytes that are no message."""
+    """Undo `encode`. Raises ValueError for malformed bytes."""
     size = int.from_bytes(data[:4], "little")
     at = 4 + size
 
@@ -127,7 +127,7 @@ def decode(data: bytes) -> Message:
 
 
 class Link:
-    """One connection. A frame is its length in 8 bytes, then itself; an empty one is a heartbeat."""
+    """One connection. A frame is its length in 8 bytes, then its bytes; an empty frame is a heartbeat."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -135,7 +135,7 @@ class Link:
         self._sending = threading.Lock()
 
     def send(self, frame: bytes = b"") -> None:
-        """Send a frame; whatever thread. Raises OSError if the other side is gone."""
+        """Send a frame; any thread may. Raises OSError if the other side is gone."""
         with self._sending:
             self._connection.sendall(len(frame).to_bytes(8, "little") + frame)
 
@@ -169,7 +169,7 @@ class Link:
 
 
 class Team:
-    """This process's connections to the others: of process 0 to each of them, of another one to process 0.
+    """This process's connections: from process 0 to all others, from another process to process 0.
 
     lost: prints the line that says why all end. Made by `gather` and `join`.
     """
@@ -177,7 +177,7 @@ class Team:
     def __init__(self, place: Place, links: Mapping[int, Link], lost: Callable[[str], None]) -> None:
         self.place, self._links, self._lost = place, dict(links), lost
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._ending = threading.Lock()  # taken for good by what ends first
+        self._ending = threading.Lock()  # the first cause to end takes it for good
         for process in links:
             threading.Thread(target=self._listen, args=(process,), name=f"process {process}", daemon=True).start()
         threading.Thread(target=self._beat, name="heartbeats", daemon=True).start()
@@ -192,11 +192,10 @@ class Team:
                 self._end_for(process, error)
 
     def receive(self) -> Message:
-        """Wait for the next message."""
         return self._inbox.get()
 
     def end(self, line: str | None = None) -> None:
-        """Tell the others that this process ends, and why, if that is no good end; they end, too."""
+        """Tell the others that this process ends, and why, unless it ends well; they end, too."""
         if not self._ending.acquire(blocking=False):
             return
         for link in self._links.values():
@@ -231,7 +230,7 @@ class Team:
             if message.get("end") is not None:
                 return self._exit(f"process {process} of {self.place.count}: {message['end']}", BAD_INPUT)
             if "end" in message:
-                self._ending.acquire(blocking=False)  # whatever is lost from now on
+                self._ending.acquire(blocking=False)  # ignore any loss from now on
             self._inbox.put(message)
             if "end" in message:
                 return None
@@ -254,10 +253,10 @@ class Team:
 
 
 def gather(place: Place, hello: Mapping[str, Any], lost: Callable[[str], None]) -> Team:
-    """Wait, as process 0, for all others, and begin with them: jax.distributed then has all devices.
+    """As process 0, wait for all others and begin with them: jax.distributed then has all devices.
 
-    hello: what must be equal in all of them. Raises InputError if the address cannot be had, for a process that does
-    not come, or was started otherwise; the others that came end with the same line.
+    hello: options and version, which must be equal in all of them. Raises InputError if the address is not available,
+    or if a process does not connect or differs; the connected ones end with the same line.
     """
     links: dict[int, Link] = {}
     try:
@@ -300,7 +299,7 @@ def _listening(place: Place) -> Iterator[socket.socket]:
 def _welcome(
     place: Place, hello: Mapping[str, Any], links: dict[int, Link], server: socket.socket, deadline: float
 ) -> None:
-    """Take one connection; leave it alone if it is of something else."""
+    """Accept one connection; ignore it if it is not one of ours."""
     server.settimeout(max(deadline - time.monotonic(), 0.01))
     try:
         connection, _ = server.accept()
@@ -321,10 +320,10 @@ def _welcome(
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return link.close()
     if not 0 < process < place.count or process in links:
-        links[-process - 1] = link  # is told, too
+        links[-process - 1] = link  # so that it gets the error, too
         raise InputError(f"two processes have --process-id {process}, or it is not in 0..{place.count - 1}")
     links[process] = link
-    # as it arrives there, so that tuples are lists on both sides
+    # as it arrives there: tuples become lists
     ours = flat(decode(encode({"hello": hello}))["hello"])
     if theirs != ours:
         differs = difference_in_words(theirs, ours, _option)
@@ -341,7 +340,7 @@ def _option(key: str) -> str:
 
 
 def join(place: Place, hello: Mapping[str, Any], lost: Callable[[str], None]) -> Team:
-    """Connect, as another process, to process 0, and begin when all others have come.
+    """As another process, connect to process 0, and begin after all have connected.
 
     Raises InputError if process 0 is not there or refuses.
     """
@@ -378,7 +377,7 @@ def _keep_from_gloo() -> None:
 
 
 def _begin(place: Place, port: int) -> None:
-    """Start jax.distributed, whose service listens where process 0 does, and nowhere else."""
+    """Start jax.distributed, whose service listens at process 0's address only."""
     address = f"[{place.host}]:{port}" if ":" in place.host else f"{place.host}:{port}"
     try:
         jax.distributed.initialize(

@@ -4,7 +4,7 @@ The protocols are structural: target/ and drafter/ satisfy them without importin
 arrays with static configuration and every method is pure, so that a whole step is one jitted function. Caches are pages
 that all sequences share; tables say whose they are (peagle.ops.attention.paged).
 
-What four drafters keep as state, and how they use drafter_input (the tokens committed last, with aux_hidden):
+The state of four drafters, and their use of drafter_input (the tokens committed last, with aux_hidden):
 
     P-EAGLE    pages of its own KV cache. It writes the rows (token[p+1], aux_hidden[p]) from position first_position
                on; the K-1 mask slots after them give the drafts 1..K-1 in the same pass.
@@ -56,7 +56,7 @@ class Target(Protocol):
     def init_cache(self, batch: int, capacity: int, widest_write: int) -> PagedCache:
         """Make empty caches for sequences of up to `capacity` positions, each in pages of its own.
 
-        They have room for the rows of a pass of `widest_write` after these, and any such pass can be rolled back.
+        After these there is room for a pass of `widest_write` rows, and any such pass can be rolled back.
         """
         ...
 
@@ -70,7 +70,7 @@ class Target(Protocol):
     ) -> tuple[VerifyOutput, PagedCache]:
         """Run T rows at their positions and write them to the cache.
 
-        Computes the logits of `logit_rows`, by default of all. writes: False in rows that the cache holds already. A
+        Computes the logits of `logit_rows`, by default of all. writes: False in rows that are already in the cache. A
         row of negative position is inactive. Active positions of a sequence are consecutive.
         """
         ...
@@ -93,12 +93,12 @@ class OverDevices(Protocol):
     def ranks(self) -> int: ...
     @property
     def local_ranks(self) -> int:
-        """How many of them this process has."""
+        """How many of the devices this process has."""
         ...
 
     @property
     def kv_copies(self) -> int:
-        """How often the caches hold each kv head, side by side: more than once if there are more ranks than heads."""
+        """Adjacent copies of each kv head in the caches: more than one if there are more ranks than heads."""
         ...
 
 
@@ -124,7 +124,7 @@ class PrefillsAtOnce(Protocol):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """The model that proposes. Its state is a PagedCache, or, without cache groups, a tree led by the sequence."""
+    """The model that proposes. Its state is a PagedCache or, without cache groups, a tree led by the slot."""
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:

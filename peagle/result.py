@@ -36,7 +36,7 @@ class Counters:
     num_plain_steps: int = 0
     tried: tuple[int, ...] = ()  # [K]: steps that verified draft i and accepted all before it
     num_proposed: int = 0  # drafts, verified or not
-    num_looked_up: int = 0  # accepted drafts of the second source, the text so far
+    num_looked_up: int = 0  # accepted drafts of the second source, looked up in the text so far
 
     @classmethod
     def of(cls, steps: Iterable[StepRecord], num_spec_tokens: int) -> "Counters":
@@ -81,7 +81,6 @@ class Counters:
 
     @property
     def num_accepted(self) -> int:
-        """Sum over a of a * histogram[a]."""
         return sum(accepted * steps for accepted, steps in enumerate(self.histogram))
 
     @property
@@ -91,7 +90,6 @@ class Counters:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """accepted / drafted."""
         return ratio(self.num_accepted, self.num_drafted)
 
     @property
@@ -122,17 +120,17 @@ class Result:
 
     request: Request
     num_speculative_tokens: int
-    output_ids: tuple[int, ...]  # with the stop token, or the token that completed a stop string
-    text: str | None  # without either; None without a tokenizer
+    output_ids: tuple[int, ...]  # including the stop token, or the token that completed a stop string
+    text: str | None  # without stop token and stop string; None without a tokenizer
     finish_reason: FinishReason | None  # None: unfinished or interrupted
     started_s: float
     first_s: float | None  # time of the first token
     last_s: float | None
     steps: tuple[StepRecord, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of each output token, if the request sets logprobs
-    num_cached_tokens: int = 0  # of the prompt, that the prefix cache held
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each output token, if requested
+    num_cached_tokens: int = 0  # tokens of the prompt that were in the prefix cache
     num_reasoning_tokens: int = 0  # of the output, if its channels were parsed
-    times_s: tuple[float, ...] = ()  # arrivals of tokens; those of one dispatch arrive together and count once
+    times_s: tuple[float, ...] = ()  # when tokens arrived; tokens of one dispatch arrive together and count once
     error: str | None = None  # if finish_reason is "error": its grammar cannot be followed any further
 
     @property
@@ -155,12 +153,10 @@ class Result:
 
     @property
     def ttft_s(self) -> float | None:
-        """Time from the request's start to its first token."""
         return None if self.first_s is None else self.first_s - self.started_s
 
     @property
     def decode_s(self) -> float | None:
-        """Time from the first token to the last."""
         return None if self.first_s is None or self.last_s is None else self.last_s - self.first_s
 
     @property
@@ -192,11 +188,11 @@ class Result:
 
 @dataclass(frozen=True)
 class Piece:
-    """The tokens of a chunk, and the text that is certain with them.
+    """The tokens of a chunk, and the text that they complete.
 
-    parts, if asked for: (text, origin) of each token. An accepted draft's origin is its place in the step, from 1; that
-    of the target's own tokens (recovered, bonus, plain) is 0. deltas: what the tokens add to the messages of an answer
-    whose channels are parsed. shown: the tokens of the text, if channels are not parsed and the request sets logprobs.
+    parts, if requested: (text, origin) of each token. An accepted draft's origin is its position in the step, from 1;
+    the target's own tokens (recovered, bonus, plain) have 0. deltas: what the tokens add to the messages of an answer
+    with parsed channels. shown: the tokens of the text, if channels are not parsed and the request sets logprobs.
     """
 
     token_ids: tuple[int, ...]
@@ -210,7 +206,7 @@ class Assembler:
     """Assemble one request's answer from its chunks, and end it before the first stop string.
 
     `add` returns new text; `result` the figures so far. Tokens are added one by one, so the answer does not depend on
-    how they were cut into chunks. It ends with the token that completes a stop string, its text before the string that
+    the cuts between chunks. It ends with the token that completes a stop string; its text ends before the string that
     begins first. Text that may begin a stop string is held back until that is decided or the request ends. An
     incomplete character at the end, and the stop token, complete no stop string.
     """
@@ -227,7 +223,7 @@ class Assembler:
         """by_token: pieces have parts. Raises InputError for stop strings without a tokenizer.
 
         parser: of the answer's channels, with the request's stop strings. Pieces then have deltas, and stop strings cut
-        these alone: the text is that of all tokens, control tokens spelled.
+        only these: the text is that of all tokens, control tokens spelled.
         """
         refuse_stop_strings_without(tokenizer, request.stop)
         self.request = request
@@ -283,7 +279,7 @@ class Assembler:
         return Piece(token_ids, text, parts, tuple(deltas), self._shown(text))
 
     def close(self) -> str:
-        """Release the text that was held back, for a request that ends unfinished."""
+        """Release the held-back text of a request that ends unfinished."""
         text = self._flush() if self.finish_reason is None else ""
         self._pieces.append(text)
         return text
@@ -308,18 +304,17 @@ class Assembler:
 
     @property
     def logprobs(self) -> Sequence[TokenLogprobs]:
-        """Of each output token, if the request sets logprobs."""
+        """Log-probabilities of each output token, if requested."""
         return self._logprobs
 
     @property
     def cut(self) -> bool:
-        """Whether a stop string has ended the answer."""
         return (self._stop is not None and self._stop.complete) or (self._parser is not None and self._parser.complete)
 
     def _read(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], list[str], list[Delta]]:
-        """Return (the tokens up to the one that completes a stop string, the texts that are certain with them, deltas).
+        """Return (tokens up to the one that completes a stop string, texts that they complete, deltas).
 
-        One text for each token, or one for all if no token needs to be looked at by itself.
+        One text per token, or one for all if no token needs to be looked at by itself.
         """
         if self._detokenizer is None:
             self._place(len(token_ids))
@@ -337,7 +332,7 @@ class Assembler:
         return token_ids, texts, deltas
 
     def _decode(self, token_id: int) -> str:
-        """Return the text that a token completes, and note where it stands."""
+        """Return the text that a token completes, and record its position."""
         assert self._tokenizer is not None
         assert self._detokenizer is not None
         begins = begins_character(self._tokenizer.token_bytes(token_id))
@@ -349,13 +344,13 @@ class Assembler:
         return before + text
 
     def _place(self, count: int) -> None:
-        """Note where the next tokens stand, if the request wants their log-probabilities."""
+        """Record the positions of the next tokens, if the request wants their log-probabilities."""
         if self._places is not None:
             for _ in range(count):
                 self._places.add(self._num_read)
 
     def _shown(self, text: str) -> tuple[TokenPlace, ...]:
-        """Return the tokens of a text that is released; at the answer's end also those that make no text."""
+        """Return the tokens of a released text; at the answer's end also those that make no text."""
         if self._places is None:
             return ()
         start, self._num_shown = self._num_shown, self._num_shown + len(text)
@@ -367,7 +362,6 @@ class Assembler:
         return not self.cut or step.length < len(self.request.prompt_ids) + len(self._ids) - 1
 
     def _flush(self) -> str:
-        """Release the text that was held back."""
         if self._detokenizer is None:
             return ""
         held = "" if self._stop is None else self._stop.flush()
@@ -387,7 +381,7 @@ def origins(chunk: TokenChunk) -> tuple[str, ...]:
 
 
 def refuse_stop_strings_without(tokenizer: Tokenizer | None, stop: Sequence[str]) -> None:
-    """Raise InputError for stop strings without a tokenizer, since they are searched in text."""
+    """Raise InputError for stop strings without a tokenizer."""
     if stop and tokenizer is None:
         raise InputError(
             "stop strings are text, but the target's directory has no tokenizer.json; leave them out, or add the file",
@@ -396,7 +390,6 @@ def refuse_stop_strings_without(tokenizer: Tokenizer | None, stop: Sequence[str]
 
 
 def loop_grams(token_ids: Sequence[int]) -> tuple[int, int]:
-    """Count (distinct, all) 4-grams of the ids."""
     grams = [tuple(token_ids[i : i + LOOP_GRAM]) for i in range(len(token_ids) - LOOP_GRAM + 1)]
     return len(set(grams)), len(grams)
 

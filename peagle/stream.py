@@ -14,9 +14,7 @@ from peagle.text.tokenizer import Tokenizer
 
 
 class Stream(Iterator[str]):
-    """Pieces of text; none ends inside a character.
-
-    Without a tokenizer, token ids separated by spaces.
+    """Pieces of text; none ends inside a character. Without a tokenizer, token ids separated by spaces.
 
     `result` holds the tokens and figures so far. Closing the stream, or dropping the last reference to it, ends its
     request and frees the slot.
@@ -33,14 +31,11 @@ class Stream(Iterator[str]):
         return next(self._pieces)
 
     def close(self) -> None:
-        """End the request.
-
-        Never waits; any thread may call it, even while another waits for a piece.
-        """
-        self._closed = True  # before the handle is read: `_run` does the two in the other order
+        """End the request. Never waits; any thread may call it, even while another waits for a piece."""
+        self._closed = True  # before the handle is read: `_run` does both in reverse order
         if self._handle is not None:
             self._engine.abort(self._handle)
-        with contextlib.suppress(ValueError):  # another thread is running the generator and will end it
+        with contextlib.suppress(ValueError):  # another thread runs the generator and will end it
             self._pieces.close()
 
     @property
@@ -70,9 +65,8 @@ class Stream(Iterator[str]):
 class AsyncStream(AsyncIterator[str]):
     """The pieces of a stream for `async for`.
 
-    A thread waits for the next one, so the event loop runs on.
-
-    Cancelling the iteration, or leaving `async with`, ends the request and frees its slot.
+    A thread waits for the next one, so the event loop is not blocked. Cancelling the iteration, or leaving `async
+    with`, ends the request and frees its slot.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -100,10 +94,8 @@ class AsyncStream(AsyncIterator[str]):
 
     @property
     def result(self) -> Result:
-        """See `Stream.result`."""
         return self._stream.result
 
 
 def show_ids(token_ids: Sequence[int]) -> str:
-    """Format token ids for display without a tokenizer."""
     return "".join(f"{token} " for token in token_ids)

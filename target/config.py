@@ -51,7 +51,7 @@ def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
     """Return the default aux layers of P-EAGLE drafters, as OUTPUTS of 0-based layers: 1, n//2 - 1, n - 4.
 
     vLLM names layers by their INPUT: 2, n//2, n - 3. By output 20b has 1, 11, 20 and 120b has 1, 17, 32. Raises
-    InputError below 7 layers, for which the rule is not defined.
+    InputError below 7 layers, where the rule is not defined.
     """
     if num_layers < 7:
         raise InputError(

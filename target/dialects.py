@@ -62,13 +62,12 @@ class Dialect:
     """A layout: its names of our tensors, and its config.json in transformers' spelling."""
 
     names: Mapping[str, str]  # ours: theirs, {} is the layer's number. `out` and `router` have .weight and .bias
-    qkv: tuple[str, ...]  # modules with .weight and .bias, too: three, or one that has them side by side
+    qkv: tuple[str, ...]  # modules with .weight and .bias, too: three, or one with all three concatenated
     blocks: str  # suffixes of quantised experts
     scales: str
     translate: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
 
     def of_layer(self, layer: int) -> "Dialect":
-        """Return the dialect with the names of one layer."""
         names = {ours: theirs.format(layer) for ours, theirs in self.names.items()}
         return dataclasses.replace(self, names=names, qkv=tuple(module.format(layer) for module in self.qkv))
 
@@ -131,16 +130,15 @@ ORIGINAL = Dialect(
 
 
 class Recognised(NamedTuple):
-    """A checkpoint whose tensors are all there, and what they are."""
+    """A checkpoint with all its tensors: config, layout, quantisation."""
 
     checkpoint: Checkpoint
     dialect: Dialect
     config: TargetConfig
-    mxfp4: bool  # whether its experts are
+    mxfp4: bool  # whether its experts are MXFP4
 
     @property
     def leaves(self) -> dict[str, tuple[Leaf, tuple[int, ...]]]:
-        """Every tensor's kind and shape."""
         return tensor_leaves(self.config, self.mxfp4, self.dialect)
 
 
@@ -269,9 +267,9 @@ def tensor_shapes(config: TargetConfig, mxfp4: bool) -> dict[str, tuple[int, ...
 
 
 def stop_tokens(checkpoint: Checkpoint, vocab_size: int) -> tuple[tuple[int, ...], str | None]:
-    """Find (the stop tokens, the file that names them); ((), None) if no file does.
+    """Return (the stop tokens, the file that names them); ((), None) if no file does.
 
-    The first of these that names any counts: generation_config.json, config.json, the tokenizer's files.
+    The first file that names any counts: generation_config.json, config.json, the tokenizer's files.
     """
     directory, generation = checkpoint.directory, "generation_config.json"
     configs = {CONFIG: checkpoint.config}
@@ -297,7 +295,7 @@ def stop_tokens(checkpoint: Checkpoint, vocab_size: int) -> tuple[tuple[int, ...
 
 
 def _token_id(directory: Path, token: str) -> int | None:
-    """Look up a special token's id by its spelling; None if tokenizer.json does not list it."""
+    """Return a special token's id by its spelling; None if tokenizer.json does not list it."""
     if not (directory / "tokenizer.json").exists():
         return None
     tokenizer = read_json(directory, "tokenizer.json")

@@ -33,11 +33,11 @@ from target.dialects import TRANSFORMERS, Dialect, Recognised, recognise, render
 from target.params import AttentionParams, LayerParams, MoeParams, TargetParams
 from target.shard import Leaf, Part, Place
 
-# Dense experts go side by side in two matrices (FusedExperts) up to this many experts per selected one. Computing the
+# Up to this many experts per selected one, dense experts are concatenated in two matrices (FusedExperts). Computing the
 # unselected ones costs that factor in multiplications and saves every gather: at 8 experts top-4 the plain matmuls win
 # at any number of rows; at 32 top-4 a decoded token would read eight times the weights it needs.
 FUSED_UP_TO = 4
-# of the memory that is free when loading starts; the rest is for caches, activations and other processes
+# of the free memory when loading starts; the rest is for caches, activations and other processes
 _MEMORY_SHARE = 0.8
 WHOLE = Place()
 
@@ -52,7 +52,7 @@ class LoadedTarget:
     params: TargetParams
     config: TargetConfig  # of a rank's part, its local geometry
     stop_token_ids: tuple[int, ...]  # may be empty
-    experts: Layout  # their layout in memory
+    experts: Layout  # in memory
     mxfp4: bool  # whether the files hold quantised experts
 
 
@@ -65,13 +65,13 @@ class TargetFiles:
     stop_tokens_from: str | None  # the file that names them
     mxfp4: bool
     num_parameters: int
-    num_expert_parameters: int  # of num_parameters, those in the experts' matrices
+    num_expert_parameters: int  # those of num_parameters in the experts' matrices
     tensor_bytes: int
-    expert_tensor_bytes: int  # of tensor_bytes, those that experts "packed" leaves as they are
+    expert_tensor_bytes: int  # those of tensor_bytes that experts "packed" leaves as they are
 
 
 def _num_values(leaf: Leaf, shape: tuple[int, ...]) -> int:
-    """Count the values that a tensor holds: two in each byte of MXFP4 blocks, none in their scales."""
+    """Count a tensor's values: two per byte of MXFP4 blocks, none in their scales."""
     return math.prod(shape) * ((2 if len(shape) == 4 else 0) if leaf.mxfp4 else 1)
 
 
@@ -96,7 +96,7 @@ def weight_bytes(
     implementation: Implementation | None = None,
     place: Place = WHOLE,
 ) -> int:
-    """Compute the memory that load_target with these options will take, to a percent.
+    """Compute the memory that load_target takes with these options, to a percent.
 
     Reads no weights. Raises the same InputErrors.
     """
@@ -124,11 +124,11 @@ def load_target(
 ) -> LoadedTarget:
     """Load the model in a directory: float parameters in `dtype`, on JAX's default device.
 
-    place: load this rank's part only (target.shard), and read no other bytes than its own.
+    place: load only this rank's part (target.shard), and read only its bytes.
 
     experts "packed" keeps MXFP4 experts as they are, "expanded" dequantises them once, at load. "auto" expands on CPU
     if that fits in free memory (dequantising inside the graph is many times slower there), and packs on accelerators.
-    Unquantised experts are always expanded. Calls progress(bytes read, bytes in all) while it reads.
+    Unquantised experts are always expanded. Calls progress(bytes read, all bytes) while it reads.
 
     implementation "native" packs all matrices for the compiled CPU kernels, if they run (peagle.ops.native.available).
     bfloat16 matrices then stay bfloat16, for activations in `dtype`, and MXFP4 experts stay MXFP4 unless "expanded"
@@ -155,7 +155,7 @@ def load_target(
 def chosen_experts(
     directory: Path, dtype: Any, experts: ExpertsChoice, implementation: Implementation | None
 ) -> Literal["packed", "expanded"]:
-    """Decide what "auto" is for load_target with these options. Raises InputError as it does."""
+    """Resolve "auto" for load_target with these options. Raises InputError as it does."""
     layout = _choose_layout(recognise(directory), dtype, experts, implementation == "native")
     return "packed" if layout == "packed" else "expanded"
 
@@ -163,7 +163,7 @@ def chosen_experts(
 def load_ends(
     directory: Path, dtype: Any = jnp.float32, implementation: Implementation | None = None
 ) -> tuple[jax.Array, jax.Array | PackedMatrix]:
-    """Read a target's embedding [V, D] and head [D, V] alone. Raises InputError as load_target does."""
+    """Read only a target's embedding [V, D] and head [D, V]. Raises InputError as load_target does."""
     files = recognise(directory)
     return _Reader(files, Part(files.config, WHOLE, files.mxfp4), np.dtype(dtype), implementation).ends()
 
@@ -180,10 +180,10 @@ def save_target(
     """Write parameters to a directory as a Hugging Face checkpoint, from any expert layout but NativeExperts.
 
     Experts are rounded to MXFP4, or without `mxfp4` stored in `dtype` like everything else. With dtype float32 and
-    mxfp4 False, load_target returns equal parameters; so it does for experts that were MXFP4 before. options: those of
+    mxfp4 False, load_target returns equal parameters; also for experts that were MXFP4 before. options: those of
     write_target.
 
-    Raises InputError if MXFP4 is wanted for widths that are not multiples of 32, or if a value is not finite.
+    Raises InputError for MXFP4 with widths that are not multiples of 32, or if a value is not finite.
     """
     tensor_shapes(config, mxfp4)  # raises for widths that do not fit, before anything is written
     write_target(directory, config, _tensors(params, config, np.dtype(dtype), mxfp4), mxfp4=mxfp4, **options)
@@ -209,7 +209,7 @@ def write_target(
 
 
 def _choose_layout(files: Recognised, dtype: Any, experts: ExpertsChoice, native: bool) -> Layout:
-    """Choose the experts' layout in memory. Raises InputError for a choice that is none, or that the files lack."""
+    """Choose the experts' layout in memory. Raises InputError for an unknown choice, or one that the files lack."""
     if experts not in ("auto", "packed", "expanded"):
         raise InputError(f"experts is {experts!r}; expected auto, packed or expanded", "experts")
     if experts == "packed" and not files.mxfp4:
@@ -232,8 +232,6 @@ def _expanding_pays(files: Recognised, dtype: Any) -> bool:
 
 @dataclasses.dataclass
 class _Reader:
-    """Reads a checkpoint's tensors one by one as parameters."""
-
     files: Recognised
     part: Part
     dtype: np.dtype
@@ -244,9 +242,8 @@ class _Reader:
         self.leaves = self.files.leaves
 
     def ends(self) -> tuple[jax.Array, jax.Array | PackedMatrix]:
-        """Read the embedding and the head."""
         names = self.dialect.names
-        # the head first: the largest matrix is in memory twice for a moment, before anything else is
+        # the head first: the largest matrix is twice in memory for a moment, before anything else is
         lm_head = self._matrix(names["lm_head"])
         return arrange_embedding(self._floats(names["embedding"]), self.dtype, self.implementation), lm_head
 
@@ -301,11 +298,10 @@ class _Reader:
             raise InputError(f"{self.checkpoint.directory}: tensor {name} has dtype {dtype}; expected floats")
 
     def _vector(self, *names: str) -> jax.Array:
-        """Read vectors and concatenate them."""
         return to_device(np.concatenate([self._floats(name).astype(self.dtype) for name in names]))
 
     def _matrix(self, *names: str) -> jax.Array | PackedMatrix:
-        """Read matrices [outputs, inputs] and stack their outputs into one."""
+        """Read matrices [outputs, inputs] and concatenate their outputs."""
         stacked = self._floats(names[0]) if len(names) == 1 else np.concatenate([self._floats(name) for name in names])
         return arrange(stacked, self.dtype, self.implementation)
 
@@ -323,7 +319,7 @@ class _Reader:
             yield blocks, scales
 
     def _expert_matrices(self, name: str) -> Iterator[np.ndarray]:
-        """Read [inputs, outputs] of one expert after the other, not yet in the wanted dtype."""
+        """Read [inputs, outputs] of one expert after the other, before conversion to the dtype."""
         if self.mxfp4:
             for blocks, scales in self._packed_experts(name):
                 yield dequantize(blocks, scales).T
@@ -342,7 +338,7 @@ class _Reader:
         return tile(packed, self.part.config.top_k)
 
     def _dense(self, names: Mapping[str, str], layout: Layout) -> Experts:
-        """Read a layer's experts in the wanted dtype, gates and ups apart."""
+        """Read a layer's experts in the dtype, gates and ups apart."""
         count, hidden, width = self.part.num_experts, self.part.config.hidden_size, self.part.config.expert_width
         fused = layout == "fused"
         gate_up = aligned((hidden, 2, count, width) if fused else (count, hidden, 2, width), self.dtype)
@@ -398,7 +394,6 @@ class _Reader:
 def _tensors(
     params: TargetParams, config: TargetConfig, dtype: np.dtype, mxfp4: bool
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield every tensor of the transformers layout with its name."""
     ends, kv_width = TRANSFORMERS.names, config.num_kv_heads * config.head_dim
     splits = np.cumsum([config.num_heads * config.head_dim, kv_width])
 

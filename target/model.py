@@ -64,8 +64,8 @@ def forward(
 ) -> tuple[Float[Array, "B T V"], Float[Array, "B T A"]]:
     """Compute (logits [B, T, V], aux_hidden [B, T, len(aux_layer_ids) * D]) of whole sequences, without a cache.
 
-    Each row attends causally by position, and within its own segment if segments are given. A trainer may pass in
-    another implementation of that attention as `attend`.
+    Each row attends causally by position, within its own segment if there are segments. A trainer may pass in another
+    implementation of that attention as `attend`.
     """
     attend = attend or _attend_within(config, positions, segment_ids)
     projected = _after_rope(config, attend)
@@ -96,13 +96,12 @@ def extend(
 ) -> tuple[Float[Array, "B L V"], Float[Array, "B T A"], PagedCache]:
     """Run T rows at their positions: write them to the cache, then attend.
 
-    groups: `cache_groups`. writes: False in rows that are in the cache already; all others write. ranks: params, config
+    groups: `cache_groups`. writes: False in rows that are already in the cache; all others write. ranks: params, config
     and cache are this rank's part of the model (target.shard). Every rank gets the whole result.
 
     Returns (logits of the rows in logit_rows, of all by default; aux_hidden of every row; the cache). A row of negative
-    position is inactive: it writes nothing, and its results are to be ignored. The caller's `length` decides how many
-    of the written rows count: moving it back is the rollback. The positions of a sequence's active rows are
-    consecutive.
+    position is inactive: it writes nothing; ignore its results. The caller's `length` decides how many of the written
+    rows count: moving it back is the rollback. The positions of a sequence's active rows are consecutive.
     """
     pages = list(cache.pages)
     attend = _attend_paged(params, config, rows_by_layer(groups, _windows(config), cache, positions, writes), pages)
@@ -126,9 +125,9 @@ def prefill(
 ) -> tuple[Float[Array, "1 L V"], Float[Array, "1 T A"], PagedCache]:
     """Run a whole prompt layer by layer, and each layer's two halves in blocks of rows.
 
-    The same as `extend` in chunks of `blocks.query_rows`, except that experts see more rows at once. Active rows come
-    first; blocks without any take no time. The table of a windowed group may repeat its pages: it needs those that the
-    window of a block's queries reaches.
+    Equals `extend` in chunks of `blocks.query_rows`, except that experts see more rows at once. Active rows come first;
+    blocks without any take no time. The table of a windowed group may repeat its pages: it needs those that the window
+    of a block's queries reaches.
     """
     x = embed(params.embedding, token_ids, params.dtype)
     cos, sin = rope_tables(config.rope, positions, x.dtype, implementation=params.implementation)
@@ -184,7 +183,7 @@ def _experts_by_blocks(
 
 
 def _for_active_blocks(one: Callable[[jax.Array, T], T], positions: jax.Array, size: int, carry: T) -> T:
-    """Run `one` over the blocks of rows that hold an active one."""
+    """Run `one` over the blocks with active rows."""
     num_active = jnp.sum(positions >= 0, dtype=jnp.int32)
     done: T = jax.lax.fori_loop(jnp.int32(0), (num_active + size - 1) // size, one, carry)
     return done
@@ -355,7 +354,6 @@ class GptOss:
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """See `cache_groups`."""
         return cache_groups(self.config, self.retain_full_kv)
 
     def init_pages(self, num_pages: Sequence[int]) -> tuple[Pages, ...]:
@@ -364,7 +362,7 @@ class GptOss:
         return init_pool(self.cache_groups, num_pages, config.num_kv_heads, config.head_dim, self.params.dtype)
 
     def init_cache(self, batch: int, capacity: int, widest_write: int) -> PagedCache:
-        """Make empty caches of pages of their own, for `capacity` positions and a pass of `widest_write` rows."""
+        """Make empty caches with their own pages, for `capacity` positions and a pass of `widest_write` rows."""
         tables = own_tables(self.cache_groups, batch, capacity + widest_write, widest_write)
         return PagedCache(self.init_pages([table.size for table in tables]), tables)
 
@@ -376,7 +374,6 @@ class GptOss:
         logit_rows: Int[Array, "B L"] | None = None,
         writes: Bool[Array, "B T"] | None = None,
     ) -> tuple[VerifyOutput, PagedCache]:
-        """See `extend`."""
         logits, aux, cache = extend(
             self.params,
             self.config,
@@ -400,7 +397,6 @@ class GptOss:
         blocks: RowBlocks,
         writes: Bool[Array, "1 T"] | None = None,
     ) -> tuple[VerifyOutput, PagedCache]:
-        """See `prefill`."""
         logits, aux, cache = prefill(
             self.params,
             self.config,

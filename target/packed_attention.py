@@ -1,7 +1,7 @@
 """Attention over packed training rows, block by block.
 
-The same function as `peagle.ops.attention` under the mask of `target.model.forward`. Several times faster on a CPU,
-since scores stay in cache and fully masked blocks are skipped.
+Equals `peagle.ops.attention` under the mask of `target.model.forward`. Several times faster on a CPU, because scores
+stay in cache and fully masked blocks are skipped.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ MASKED = -1e30
 
 
 def attend_packed(config: TargetConfig, segment_ids: Int[Array, "B T"]) -> Attend:
-    """Make `target.model.forward`'s `attend` for packed rows."""
-
     def attend(layer: int, p: AttentionParams, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         return packed_attention(query, key, value, segment_ids, p.sinks, config.window(layer))
 

@@ -24,7 +24,7 @@ def random_params(
 ) -> TargetParams:
     """Draw parameters on JAX's default device, layer by layer: peak memory is theirs plus one layer's.
 
-    Experts are laid out as `load_target` does it, or as_stored, as in checkpoints.
+    Experts are laid out as by `load_target` or, with as_stored, as in checkpoints.
     """
     # not threefry: drawing 65 GB must take only seconds
     keys = jax.random.split(jax.random.key(seed, impl="unsafe_rbg"), config.num_layers + 2)
@@ -40,7 +40,6 @@ def random_params(
 
 
 def random_bytes(config: TargetConfig, dtype: DTypeLike = jnp.bfloat16) -> int:
-    """Compute the memory of `random_params` without allocating it."""
     shapes = jax.eval_shape(lambda: random_params(config, 0, dtype, as_stored=True))
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 

@@ -1,16 +1,16 @@
 """Cut a model over ranks: which axis of which tensor is cut, and how. On tensors as checkpoints store them.
 
-Ranks are numbered expert group by expert group: rank = group * tp + place in the group.
+Ranks are numbered by expert group: rank = group * tp + place in the group.
 
     heads           over all ranks: queries and their sinks, the inputs of the output projection
-    kv heads        over all ranks; if there are fewer of them, each is held by several neighbours
+    kv heads        over all ranks; if there are fewer of them, neighbouring ranks hold the same one
     expert width    over the tp ranks of a group, in whole MXFP4 blocks; the last ranks get less, and zeros
     experts         over the ep groups
     vocabulary      the head's, over all ranks; the last ranks get less, and zeros
-    once            biases of sums over ranks: one rank of them has it, the others have zeros
+    once            biases of sums over ranks: one rank has them, the others have zeros
     the rest        on every rank
 
-Zeros are inert: a hidden value of zero gate and up is zero, and multiplies zeros. Example: width 2880 is 90 blocks; at
+Zeros are inert: zero gate and up give a zero hidden value, which multiplies zeros. Example: width 2880 is 90 blocks; at
 tp = 8 ranks 0 to 6 hold 12 of them and rank 7 the last 6, each in 384 columns.
 """
 
@@ -44,7 +44,7 @@ class Hint(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A kind of tensor: the hints of its first axes; the others are whole. once: only one rank of a sum has it."""
+    """A kind of tensor: how its first axes are cut; the others are whole. once: only one rank of a sum has it."""
 
     name: str
     axes: tuple[Hint, ...] = ()
@@ -52,7 +52,6 @@ class Leaf:
 
     @property
     def mxfp4(self) -> bool:
-        """Whether it holds blocks or scales of quantised experts."""
         return self.name.endswith(", MXFP4")
 
     @property
@@ -62,7 +61,6 @@ class Leaf:
 
     @property
     def replicated(self) -> bool:
-        """Whether every rank holds all of it."""
         return not self.axes and not self.once
 
 
@@ -104,7 +102,7 @@ class Place:
 
 
 def check_ranks(config: TargetConfig, tp: int, ep: int) -> None:
-    """Raise InputError, saying what would do, if a model cannot be cut over tp x ep ranks."""
+    """Raise InputError, with the possible values, if a model cannot be cut over tp x ep ranks."""
     heads, kv_heads, ranks = config.num_heads, config.num_kv_heads, tp * ep
     if config.num_experts % ep:
         good = [n for n in range(1, config.num_experts + 1) if config.num_experts % n == 0]
@@ -132,7 +130,7 @@ def _one_of(numbers: Sequence[int]) -> str:
 
 
 class Part:
-    """What one rank holds of a model. Raises InputError as `check_ranks` does."""
+    """One rank's part of a model. Raises InputError as `check_ranks` does."""
 
     def __init__(self, config: TargetConfig, place: Place, mxfp4: bool) -> None:
         """mxfp4: cut the expert width in whole blocks."""
@@ -150,21 +148,19 @@ class Part:
         )
 
     def cuts(self, leaf: Leaf) -> tuple[Cut, ...]:
-        """Return the cut of each of a leaf's hinted axes."""
         return tuple(self._cut(hint) for hint in leaf.axes)
 
     def has(self, leaf: Leaf) -> bool:
-        """Whether the rank has the leaf's values, not zeros in their place."""
+        """Whether the rank has the leaf's values, not zeros instead."""
         place = self.place
         return not leaf.once or (place.rank % place.tp if leaf.axes else place.rank) == 0
 
     def shape(self, leaf: Leaf, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of its part of a tensor."""
         cut = tuple(cut.width or size for cut, size in zip(self.cuts(leaf), whole, strict=False))
         return cut + whole[len(cut) :]
 
     def read_size(self, leaf: Leaf, whole: tuple[int, ...]) -> int:
-        """Count the elements of a tensor that it holds, zeros apart."""
+        """Count the elements of a tensor that it holds, without zeros."""
         held = [len(cut.indices(size)) for cut, size in zip(self.cuts(leaf), whole, strict=False)]
         return math.prod(held) * math.prod(whole[len(held) :]) if self.has(leaf) else 0
 
@@ -210,7 +206,6 @@ def _run(first: int, count: int, size: int = 1) -> Cut:
 
 
 def split(leaf: Leaf, tensor: np.ndarray, part: Part) -> np.ndarray:
-    """Return a rank's part of a tensor."""
     if not part.has(leaf):
         return np.zeros(part.shape(leaf, tensor.shape), tensor.dtype)
     for axis, cut in enumerate(part.cuts(leaf)):
@@ -219,7 +214,6 @@ def split(leaf: Leaf, tensor: np.ndarray, part: Part) -> np.ndarray:
 
 
 def unsplit(leaf: Leaf, tensors: Sequence[np.ndarray], parts: Sequence[Part], shape: tuple[int, ...]) -> np.ndarray:
-    """Put the ranks' parts of a tensor together again."""
     whole = np.zeros(shape, tensors[0].dtype)
     for tensor, part in zip(tensors, parts, strict=True):
         if not part.has(leaf):

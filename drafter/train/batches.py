@@ -31,17 +31,15 @@ class Batch:
     trained: Values  # [R, T] float32: 1 if predicting the token counts
     anchors: tuple[Values, ...]  # per part [R, n]
     reach: tuple[Values, ...]  # per part [R, n]
-    teacher: dict[str, Values]  # those of TEACHER that the data holds, [R, T, ...]
+    teacher: dict[str, Values]  # the tensors of TEACHER in the data, [R, T, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The documents of one packed row."""
-
     documents: tuple[Document, ...]
 
     def arrays(self, width: int) -> dict[str, np.ndarray]:
-        """Return token_ids, segment_ids, positions, trained and the stored ones of TEACHER, padded to the width."""
+        """Return token_ids, segment_ids, positions, trained and the stored tensors of TEACHER, padded to the width."""
         parts: dict[str, list[np.ndarray]] = {"token_ids": [], "segment_ids": [], "positions": [], "trained": []}
         for segment, document in enumerate(self.documents, 1):
             size = len(document.token_ids)
@@ -88,13 +86,12 @@ def fill_rows(sizes: Sequence[int], width: int) -> list[list[int]]:
 
 @functools.lru_cache(maxsize=8)
 def _order(seed: int, epoch: int, size: int) -> np.ndarray:
-    """Draw the order of an epoch's rows."""
     return np.random.default_rng((seed, epoch)).permutation(size)
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The rows of one folder, and its number of rows in each step."""
+    """The rows of one folder, and how many of them each step has."""
 
     rows: Sequence[Row]
     rows_per_step: int
@@ -105,7 +102,7 @@ class Source:
         return self.rows[_order(seed, place // size, size)[place % size]]
 
     def epochs(self, steps: int) -> float:
-        """Return how often so many steps read all rows."""
+        """Return how often this many steps read all rows."""
         return steps * self.rows_per_step / len(self.rows)
 
 
@@ -129,7 +126,6 @@ class Batches:
         return sum(source.rows_per_step for source in self.sources)
 
     def at(self, step: int) -> Batch:
-        """Make the batch of a step."""
         picked = [
             source.at(step * source.rows_per_step + i, self.seed)
             for source in self.sources

@@ -34,7 +34,7 @@ def _recomputed(function: Callable[..., Result]) -> Callable[..., Result]:
 
     def at_once(*arguments: Any) -> Result:
         # The barrier ties the arguments together. Without it XLA would compute values that need no gradient (masks,
-        # labels) for all blocks in a loop of their own, and keep them.
+        # labels) for all blocks in a separate loop, and keep them.
         return function(*jax.lax.optimization_barrier(arguments))
 
     result: Callable[..., Result] = jax.checkpoint(at_once)

@@ -3,8 +3,8 @@
 Conditional-on-depth sampling (COD) and the partition are those of P-EAGLE (arXiv 2602.01469, section 4, Algorithm 1).
 
 COD draws the (anchor, depth) rows that a sequence is trained on. Depth 0 keeps every anchor. Depth d keeps a random
-part of the chains that depth d - 1 kept and whose label still lies in the sequence's trained region: about ratio^d of
-them, never less than min_ratio. So a kept row has its whole chain kept.
+part of the chains of depth d - 1 whose label still lies in the sequence's trained region: about ratio^d of all, never
+less than min_ratio. So a kept row has its whole chain kept.
 
 Chains are sorted longest first, so the chains that reach depth d are a prefix of all chains, and depth d's rows attend
 to their own chain by slicing (drafter/train/forward.py):
@@ -31,7 +31,7 @@ ROOM = 1.25
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """A sequence cut into parts whose gradients are computed one after the other and add up to the whole one's.
+    """A sequence cut into parts whose gradients are computed one after the other and add up to that of the whole.
 
     Part s holds the context rows (depth 0) of anchors starts[s] .. ends[s] - 1, and the chains of anchors one less,
     starts[s] - 1 .. ends[s] - 2: a row of depth 1 belongs to the part of its position, a deeper row to the part of the
@@ -50,7 +50,6 @@ class Segments:
 
     @classmethod
     def even(cls, width: int, parts: int) -> "Segments":
-        """Cut a sequence into parts of equal length, up to rounding."""
         if not 1 <= parts <= width:
             raise InputError(f"{parts} parts of a sequence of {width}; expected 1 or more, and no more than its tokens")
         return cls(width, tuple(part * width // parts for part in range(parts)))
@@ -60,13 +59,12 @@ class Segments:
         return (*self.starts[1:], self.width)
 
     def of_chain(self, anchors: np.ndarray) -> np.ndarray:
-        """Return the part that holds each anchor's chain."""
         return np.searchsorted(np.asarray(self.starts), np.minimum(anchors + 1, self.width - 1), side="right") - 1
 
     def counts(self, cod: Cod, num_anchors: int, in_part: int | None = None) -> tuple[tuple[int, ...], ...]:
-        """Count the chains that a batch has room for: per part, at depth 1, 2, ..., for so many anchors in all.
+        """Count the chains that a batch has room for: per part, at depth 1, 2, ..., for num_anchors in all.
 
-        in_part: for so many in any one part, as behind a long prompt; None: they lie evenly.
+        in_part: anchors in any one part, as after a long prompt; None: they lie evenly.
         """
         whole = cod.counts(num_anchors)
         if len(self.starts) == 1:
@@ -107,7 +105,7 @@ def sample_chains(
         kept = rng.permutation(kept[usable[kept, depth]])[:count]
         reach[kept] = depth
     part_of = segments.of_chain(np.arange(width))
-    drawn = rng.permutation(width)  # so that chance decides which chains exceed the room
+    drawn = rng.permutation(width)  # chance decides which chains exceed the room
     return [
         _fit(drawn[part_of[drawn] == part], reach, room, padding=segments.ends[part] - 1)
         for part, room in enumerate(counts)
@@ -122,7 +120,7 @@ def sample_blocks(
     counts: tuple[tuple[int, ...], ...],
     rng: np.random.Generator,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Draw the anchors of one sequence's blocks, as `sample_chains` does chains.
+    """Draw the anchors of one sequence's blocks, as `sample_chains` draws chains.
 
     A block begins after any anchor whose first draft is trained. It is whole, as when decoding: its reach is the
     deepest draft, and rows whose token is not trained do not count. Padding has reach -1.
@@ -138,7 +136,7 @@ def sample_blocks(
 
 
 def _usable(depth: int, trained: np.ndarray, segment_ids: np.ndarray) -> np.ndarray:
-    """Tell of each anchor and depth [T, D] whether the row predicts a trained token of the anchor's segment."""
+    """Return per anchor and depth [T, D] whether the row predicts a trained token of the anchor's segment."""
     width = trained.shape[0]
     label = np.arange(width)[:, None] + np.arange(depth)[None, :] + 2
     inside = label < width

@@ -1,4 +1,4 @@
-"""What a training is told: the shape of its drafter, and how it learns. Needs neither JAX nor a library for training.
+"""Options of a training: the shape of its drafter, and how it learns. Without JAX and training libraries.
 
 Each field is an option of `peagle train`, whose help is the docstring below it, and a key of its recipe.json.
 """
@@ -12,7 +12,7 @@ from peagle.ops.errors import InputError
 from peagle.ops.flag import DRAFTER, LEARNING, MODEL, Flag, check_least, layers_reader
 
 # cross_entropy: with the token in the data. soft_cross_entropy: with the target's distribution. kl: soft_cross_entropy
-# less the distribution's entropy, so a loss of 0 is perfect; gradients are equal. half: half soft_cross_entropy, half
+# minus the distribution's entropy, so a loss of 0 is perfect; gradients are equal. half: half soft_cross_entropy, half
 # cross-entropy with the target's best token: greedy acceptance needs the best token, and the distribution ranks the
 # others (measured best on the first prototype). total_variation: 1 - sum min(p, q), p the target's and q the drafter's
 # distribution: the share of sampled drafts that are refused at temperature 1 (arXiv 2211.17192).
@@ -24,7 +24,7 @@ KindName = Literal["p-eagle", "eagle-3", "dflash"]
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterShape:
-    """Which drafter is trained: that of `init`, or a new one. None stands for the default, which the target gives."""
+    """Which drafter is trained: that of `init`, or a new one. None: the default, by the target."""
 
     init: Annotated[str | None, Flag(DRAFTER, "DIR")] = None
     """Start from this drafter: its weights and its shape."""
@@ -90,13 +90,13 @@ class Cod:
             raise InputError(f"min_ratio is {self.min_ratio}; expected a number from 0 to 1", "min_ratio")
 
     def counts(self, num_anchors: int) -> tuple[int, ...]:
-        """Count the chains that reach depth 1, 2, ..., depth - 1, given the anchors at depth 0 (arXiv 2602.01469)."""
+        """Count the chains that reach depth 1, 2, ..., depth - 1, of num_anchors at depth 0 (arXiv 2602.01469)."""
         return tuple(max(0, int((num_anchors - d) * max(self.ratio**d, self.min_ratio))) for d in range(1, self.depth))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How a drafter learns, as a person says it. None: chosen by the number of steps (drafter.train.recipe). Hashable.
+    """How a drafter learns, as users set it. None: chosen by the number of steps (drafter.train.recipe). Hashable.
 
     The learning rate rises from 0 over the first warmup_frac of the steps, stays, and falls to 0 over the last
     decay_frac. learning_rate is for matrices, other_rate for embedding, head, norms and mask_hidden (with adamw,

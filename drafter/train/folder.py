@@ -1,4 +1,4 @@
-"""The files of a training's folder beside recipe.json (drafter/trained.py). Needs no library for training."""
+"""Files of a training's folder besides recipe.json (drafter/trained.py). Without training libraries."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,13 +9,13 @@ from peagle.ops.files import write_text_whole
 from peagle.ops.strict_json import dumps
 
 LOG, CHECKPOINTS = "log.jsonl", "checkpoints"
-EVALUATION, HELD_OUT = "evaluation", "held_out"  # keys of lines in the log, beside those of steps
-COMMAND = "command"  # in the recipe: the options as they were typed
+EVALUATION, HELD_OUT = "evaluation", "held_out"  # keys of the log's lines that are not steps
+COMMAND = "command"  # in the recipe: the options as typed
 SIZES = "sizes.json"  # sizes of a checkpoint's files
 
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the log's lines, without one that a kill cut off."""
+    """Yield the log's lines, except one that a kill cut off."""
     for text in path.read_text(encoding="utf-8").splitlines():
         try:
             yield json.loads(text)
@@ -26,8 +26,8 @@ def read_log(path: Path) -> Iterator[dict[str, Any]]:
 def best_held_out(log: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """Return the log's line of the step that is best on the held-out documents; None without such a line.
 
-    It has the highest score (drafter/train/held_out.py), of equals the lowest loss, and is the first. Lines of other
-    documents than the newest line's do not count, and neither does that of an earlier stop, which an uninterrupted
+    The best is the first of the highest score (drafter/train/held_out.py), and of equal scores the lowest loss. Lines
+    about other documents than the newest line's do not count, nor that of an earlier stop, which an uninterrupted
     training would not have.
     """
     lines = [line for line in log if HELD_OUT in line]
@@ -54,7 +54,7 @@ def keep_sizes(checkpoint: Path) -> None:
 
 
 def expect_sizes(checkpoint: Path) -> None:
-    """Raises ValueError if a file's size differs from the recorded one. Passes if no sizes were recorded."""
+    """Raise ValueError if a file's size differs from the recorded one. Passes if no sizes were recorded."""
     if not (checkpoint / SIZES).exists():
         return
     sizes = _sizes(checkpoint)

@@ -1,10 +1,10 @@
 """Compute a drafter over all (anchor, depth) rows of a training sequence at once, without an L*D x L*D mask.
 
-A row attends to two things only (peagle.ops.mask.group_causal_mask): the context, rows of depth 0 up to its anchor, and
-its own chain; in a layer with a window to the positions of both within it. A P-EAGLE drafter runs all rows in one pass,
-an EAGLE-3 drafter one depth after the other. So attention is two pieces under one softmax: every row against the T
-context keys, and row (chain, d) against the d keys of its own chain. With chains longest first (drafter/train/cod.py),
-those are at the same index in each of the depth 1..d blocks:
+A row attends only to the context, rows of depth 0 up to its anchor, and to its own chain
+(peagle.ops.mask.group_causal_mask), within its window if the layer has one. A P-EAGLE drafter runs all rows in one
+pass, an EAGLE-3 drafter one depth after the other. So attention is two pieces under one softmax: every row against the
+T context keys, and row (chain, d) against the d keys of its own chain. With chains longest first
+(drafter/train/cod.py), those are at the same index in each of the depth 1..d blocks:
 
     rows     [ depth 0: T anchors | depth 1: n1 chains | depth 2: n2 chains | ... ],  n1 >= n2 >= ...
     scores   [ every row x T context keys | row (j, d) . key (j, d'), 1 <= d' <= d ]
@@ -12,7 +12,7 @@ those are at the same index in each of the depth 1..d blocks:
 There are rows * (T + D) scores instead of rows^2, and long sequences hold only a block's in memory. The result equals
 drafter.model.forward for P-EAGLE, and the float64 reference for EAGLE-3 (tested).
 
-A DFlash drafter (`forward_blocks`) has no rows of depth 0: its context are keys and values alone. Its chains are blocks
+A DFlash drafter (`forward_blocks`) has no rows of depth 0: its context has only keys and values. Its chains are blocks
 of D + 1 rows, and a row attends to all of its own.
 """
 
@@ -33,11 +33,11 @@ from peagle.ops.linear import embed, linear
 from peagle.ops.norm import rms_norm
 from peagle.ops.rope import rope_tables
 
-CONTEXT_BLOCK = 128  # context rows that are scored together; later keys are left out, and those before their windows
-# From this many tokens on, loops on the device go over blocks, sequences and kv heads, and a block's scores are
-# recomputed for its gradient instead of kept: memory is that of one block.
+CONTEXT_BLOCK = 128  # context rows that are scored together; skips keys after them and before their windows
+# From this many tokens on, loops on the device run over blocks, sequences and kv heads, and recompute a block's scores
+# for its gradient instead of keeping them: memory is that of one block.
 LONG = 1024
-LONG_BLOCK = 512  # the most rows of such a block
+LONG_BLOCK = 512  # most rows of such a block
 
 
 def rows_of(anchors: Int[Array, "B n"], counts: tuple[int, ...], width: int) -> tuple[jax.Array, jax.Array]:
@@ -63,7 +63,7 @@ def forward_chains(
 ) -> Float[Array, "B R D"]:
     """Compute the residual stream of every row, R = T + sum(counts), before the final norm and head.
 
-    token_ids are shifted: row p holds token[p+1] and aux_hidden[p]; N >= T, since an EAGLE-3 chain reads the tokens
+    token_ids are shifted: row p holds token[p+1] and aux_hidden[p]; N >= T, because an EAGLE-3 chain reads the tokens
     after its anchor. anchors are indices into the T rows; positions are RoPE positions and may restart in each segment.
     """
     anchor, depth = rows_of(anchors, counts, segment_ids.shape[1])
@@ -84,8 +84,8 @@ def forward_blocks(
 ) -> Float[Array, "B R D"]:
     """Compute the residual stream of a DFlash drafter's mask slots, R = depth n, before the final norm and head.
 
-    Row d n + j is draft d of the block that follows anchor j: position and arguments are those of `forward_chains`.
-    The block begins with the token after the anchor, which is token_ids[anchor].
+    Row d n + j is draft d of the block that follows anchor j; arguments are those of `forward_chains`. The block begins
+    with the token after the anchor, which is token_ids[anchor].
     """
     batch, width = segment_ids.shape
     count = anchors.shape[1]
@@ -103,7 +103,7 @@ def forward_blocks(
         query, key, value = split_heads(qkv, config.num_heads, config.num_kv_heads, cos, sin)
         block = [(key[:, row], value[:, row]) for row in rows]
         keys_of_rows = key[:, :width], value[:, :width], anchors, segment_ids, block
-        skipped = layer == config.num_layers - 1  # nobody reads what the pending token's last row becomes
+        skipped = layer == config.num_layers - 1  # nothing reads the pending token's last row
         outputs = [
             _attention(query[:, row], *keys_of_rows, config.window(layer), place)
             for place, row in enumerate(rows, 1)
@@ -207,8 +207,8 @@ def _attention(
     """Attend from the rows of one depth to the context up to their anchors, and to their own chain.
 
     `chain` holds the chain's keys and values [B, n, G, H] by depth; it is empty for the context rows themselves. depth:
-    how far behind their anchors the rows are; None: the chain ends with them. A row attends to the last `window`
-    positions, itself included, and to what its chain holds after it; None: to all. Plain matrix products and
+    how many positions the rows are after their anchors; None: the chain ends with them. A row attends to the last
+    `window` positions, itself included, and to what its chain holds after it; None: to all. Plain matrix products and
     elementwise sums, one sequence and kv head at a time: on a CPU several times faster than batched products of such
     small matrices.
     """
@@ -219,7 +219,7 @@ def _attention(
     grouped = query.reshape(batch, rows, groups, heads // groups, head_dim) * head_dim**-0.5
     long = width >= LONG
     depth = len(chain) if depth is None else depth
-    # the context of a segment stands at consecutive positions, and a row `depth` positions behind its anchor
+    # a segment's context has consecutive positions, and a row comes `depth` positions after its anchor
     reach, chain = (None, chain) if window is None else (window - depth, chain[max(depth - window, 0) :])
     one = functools.partial(_one_long if long else _one, reach=reach)
     over = jax.lax.map if long else _unrolled
@@ -233,7 +233,6 @@ def _attention(
 
 
 def _unrolled(function: Callable[[Any], jax.Array], parts: Any) -> jax.Array:
-    """Compute jax.lax.map, unrolled."""
     count = jax.tree.leaves(parts)[0].shape[0]
     return jnp.stack([function(jax.tree.map(lambda part, at=at: part[at], parts)) for at in range(count)])
 
@@ -247,7 +246,6 @@ def _one(
     segment_ids: Int[Array, " T"],
     reach: int | None,
 ) -> Float[Array, "n M H"]:
-    """Attend within one sequence and kv head."""
     if chain:
         return _block(q, k, v, anchors, segment_ids, chain, reach)
     parts = []
@@ -290,8 +288,8 @@ def _block(
 ) -> Float[Array, "n M H"]:
     """Attend from n rows (M query heads, scaled) to S context keys, from the key `first` on, and to their own chains.
 
-    Of the context a row attends to keys up to its anchor, in its segment: the last `reach` of them; None: all. `chain`
-    lists (keys [n, H], values [n, H]) by depth, one key and value per row.
+    A row attends to context keys up to its anchor, in its segment: the last `reach` of them; None: all. `chain` lists
+    (keys [n, H], values [n, H]) by depth, one key and value per row.
     """
     count, heads, head_dim = query.shape
     keys = key.shape[0]

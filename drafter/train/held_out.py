@@ -1,4 +1,4 @@
-"""Documents that are not trained on: how a drafter does on them shows whether it learns or memorises."""
+"""Documents that are not trained on, which show whether a drafter learns or memorises."""
 
 import dataclasses
 import hashlib
@@ -12,8 +12,8 @@ from drafter.train.shards import Document
 from peagle.ops.errors import InputError
 
 DEFAULT_FRAC = 0.1
-LEAST_ROWS = 8  # of an evaluation; more if a step has more
-FILLED_FRAC = 0.85  # of a row, by documents that are packed into it
+LEAST_ROWS = 8  # per evaluation; more if a step has more
+FILLED_FRAC = 0.85  # typical share of a row that packed documents fill
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,25 +49,25 @@ class HeldOut:
 
 
 def score_of(loss: LossName, mean_loss: float, hits_by_depth: Sequence[float]) -> float:
-    """Return what a drafter is chosen by: the acceptance length that its hits promise.
+    """Return the figure that selects a drafter: the acceptance length that its hits promise.
 
-    With total_variation, the share of its sampled drafts that is accepted. The loss itself is no measure of a greedy
-    drafter: it rises with too much confidence in wrong drafts while more are right.
+    With total_variation, the share of its sampled drafts that is accepted. The loss itself does not measure a greedy
+    drafter: it rises with overconfidence in wrong drafts while more are right.
     """
     return 1 - mean_loss if loss == "total_variation" else 1 + float(np.cumprod(hits_by_depth).sum())
 
 
 def rows_of_evaluation(rows_per_step: int) -> int:
-    """Return how many rows an evaluation has: whole steps, LEAST_ROWS or more. It costs a third of as many trained."""
+    """Return the rows of an evaluation: whole steps, at least LEAST_ROWS. Training them takes three times as long."""
     return -(-LEAST_ROWS // rows_per_step) * rows_per_step
 
 
 def keep_back(
     documents: Sequence[Document], frac: float, num_tokens: int, seed: int
 ) -> tuple[list[Document], list[Document]]:
-    """Split documents into (trained, held out): at most that part of the conversations, and so many tokens.
+    """Split documents into (trained, held out): at most `frac` of the conversations, and num_tokens.
 
-    The turns of a conversation stay together, as each repeats those before it.
+    A conversation's turns stay together, because each repeats those before it.
     """
     conversations = _conversations(documents)
     held: set[int] = set()
@@ -85,7 +85,7 @@ def keep_back(
 
 
 def _conversations(documents: Sequence[Document]) -> list[list[Document]]:
-    """Group documents that follow each other and begin with the same prompt."""
+    """Group consecutive documents that begin with the same prompt."""
     conversations: list[list[Document]] = []
     for document in documents:
         if conversations and _repeats(document, conversations[-1][-1]):

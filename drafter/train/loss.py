@@ -1,7 +1,7 @@
 """The drafter's loss over all rows.
 
-A row's label comes from the target, its distribution (or its best tokens, if the data stores those) and its best token,
-or from the data: the token itself.
+A row's label comes from the target (its distribution, or its best tokens if the data stores those, and its best token)
+or from the data (the token itself).
 """
 
 import functools
@@ -19,7 +19,7 @@ from drafter.train.forward import forward_blocks, forward_chains, rows_of
 from peagle.ops.linear import linear
 from peagle.ops.norm import Norm
 
-CHUNK_BYTES = 64_000_000  # of logits in memory at once: with a large vocabulary all rows' would not fit
+CHUNK_BYTES = 64_000_000  # of logits in memory at once: with a large vocabulary all rows' do not fit
 
 
 @flax.struct.dataclass
@@ -47,7 +47,6 @@ class Sums:
 
 
 def labels_of_logits(logits: Float[Array, "B T V"], draft_to_target: Int[Array, " U"] | None) -> Labels:
-    """Make labels from the target's logits."""
     logits = logits.astype(jnp.float32)
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if draft_to_target is not None:
@@ -94,13 +93,12 @@ def chain_loss(
 ) -> Sums:
     """Compute the loss of one part of the sequence, by default all of it.
 
-    token_ids are the sequence itself, unshifted. Row (a, d) predicts token a + d + 2; its label is the target's row
-    a + d + 1. A row counts if the token it predicts is trained, in the anchor's segment, and d <= its reach. It must
-    also have a label that the drafter can propose. Of the rows of depth 0 those with part[0] <= a < part[1] count;
-    positions from part[1] on are not read (drafter/train/cod.py). draft_decay: the loss of draft d counts
-    exp(-d / draft_decay).
+    token_ids are the sequence itself, unshifted. Row (a, d) predicts token a + d + 2; its label is the target's row a +
+    d + 1. A row counts if its token is trained and in the anchor's segment, d <= its reach, and the drafter can propose
+    its label; at depth 0 only if part[0] <= a < part[1]. Positions from part[1] on are not read (drafter/train/cod.py).
+    draft_decay: the loss of draft d counts exp(-d / draft_decay).
 
-    Of a DFlash drafter a chain is a block, whose draft d is row d of its chain; there are no other rows.
+    A DFlash drafter's chain is a block, whose draft d is row d of its chain; there are no other rows.
     """
     width = token_ids.shape[1]
     first, last = (0, width) if part is None else part
@@ -115,7 +113,7 @@ def chain_loss(
         x = forward_chains(params, config, shifted, *context, anchors, counts)
         anchor, depth = rows_of(anchors, counts, last)
         reached = jnp.concatenate([jnp.zeros((batch, last), jnp.int32), *(reach[:, :n] for n in counts)], axis=1)
-    label_place = anchor + depth + 1  # the target's row; it predicts the token one further
+    label_place = anchor + depth + 1  # the target's row, which predicts the next token
     inside = (label_place + 1 < width) & ((depth > 0) | (anchor >= first) | of_dflash)
     place = jnp.where(inside, label_place, 0)
     following = jnp.minimum(place + 1, width - 1)
@@ -132,12 +130,12 @@ def chain_loss(
         fixed = (params.lm_head, params.norm, jax.tree.map(lambda leaf, b=b: leaf[b], labels))
         rows = (x[b], place[b], tokens[b], counted[b])
         parts.append(of_rows(fixed, rows) if x.shape[1] <= most else in_blocks(of_rows, fixed, rows, most))
-    each_loss, hit, kept = (jnp.stack(values) for values in zip(*parts, strict=True))
+    row_losses, hit, kept = (jnp.stack(values) for values in zip(*parts, strict=True))
     by_depth = (depth[:, :, None] == jnp.arange(depths, dtype=jnp.int32)[None, None, :]).astype(jnp.float32)
     if draft_decay is not None:
-        each_loss = each_loss * jnp.exp(-depth.astype(jnp.float32) / draft_decay)
+        row_losses = row_losses * jnp.exp(-depth.astype(jnp.float32) / draft_decay)
     hits, rows_of_depth = (jnp.sum(values[:, :, None] * by_depth, axis=(0, 1)) for values in (hit, kept))
-    return Sums(jnp.sum(each_loss), hits, rows_of_depth)
+    return Sums(jnp.sum(row_losses), hits, rows_of_depth)
 
 
 def _of_rows(

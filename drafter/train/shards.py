@@ -1,6 +1,6 @@
 """Training data on disk: a folder of shards with a manifest.
 
-    manifest.json                the settings that made the shards; a folder continues with the same ones only
+    manifest.json                the settings that made the shards; a folder continues only with the same ones
     shard_00000.safetensors      documents end to end, N tokens in all
         token_ids   int32 [N]
         trained     uint8 [N]    1: predicting this token counts (the target wrote it)
@@ -10,7 +10,7 @@
                                  optional: the target's n best logits after each token, and the logsumexp of all
     shard_00001.safetensors ...
 
-A shard is whole or absent, and carries a digest of its content: a shard that was cut or altered is an error.
+A shard is whole or absent, and carries a digest of its content: a cut or altered shard is an error.
 """
 
 import dataclasses
@@ -30,12 +30,12 @@ from peagle.ops.records import difference_in_words, flat
 from peagle.ops.strict_json import dumps
 
 MANIFEST = "manifest.json"
-# of a manifest's values that are not called as their options are
+# of a manifest's values with another name than their options
 OPTIONS = {"prompts": "--prompt-file", "weights": "--target", "max_new_tokens": "-n", "raw": "--raw-prompt"}
 SCHEMA = 1
-NAME = "target"  # in the manifest: the target's path as it was typed; WEIGHTS identifies it
+NAME = "target"  # in the manifest: the target's path as typed; WEIGHTS identifies it
 WEIGHTS = "weights"  # in the manifest: peagle.ops.checkpoint.fingerprint of the target
-KEPT = "keep_prompt"  # in the manifest: so many tokens of a prompt were kept, its last ones; absent: all
+KEPT = "keep_prompt"  # in the manifest: how many last tokens of a prompt were kept; absent: all
 DIGEST = "sha256"  # key of the files' metadata
 REQUIRED = ("token_ids", "trained", "ends")
 TEACHER = ("aux_hidden", "top_ids", "top_logits", "log_total")  # optional
@@ -43,7 +43,7 @@ TEACHER = ("aux_hidden", "top_ids", "top_logits", "log_total")  # optional
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One conversation. `teacher` holds the stored ones of TEACHER, with a row per token."""
+    """One conversation. `teacher` holds the stored tensors of TEACHER, with a row per token."""
 
     token_ids: np.ndarray  # [n]
     trained: np.ndarray  # [n] bool
@@ -54,13 +54,12 @@ def shard_path(folder: Path, number: int) -> Path:
     return folder / f"shard_{number:05d}.safetensors"
 
 
-def expect_folder(folder: Path, made_by: Mapping[str, Any]) -> None:
-    """Raises InputError if the folder is neither new nor begun with the same settings. Writes nothing.
+def expect_folder(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Raise InputError if the folder is neither new nor begun with the same settings. Writes nothing.
 
-    A folder without a shard is new, whatever was begun there. The target's path may differ, since one directory can
-    have several.
+    A folder without a shard counts as new. The target's path may differ, because one directory can have several.
     """
-    manifest = {"schema": SCHEMA, **made_by}
+    manifest = {"schema": SCHEMA, **settings}
     if (folder / MANIFEST).exists():
         if not _has_shards(folder):
             return
@@ -80,18 +79,17 @@ def _has_shards(folder: Path) -> bool:
 
 
 def _option(key: str) -> str:
-    """Name the option that a value of a manifest comes from."""
     name = key.rpartition(".")[2]
     return OPTIONS.get(name) or OPTIONS.get(key.partition(".")[0]) or "--" + name.replace("_", "-")
 
 
-def open_folder(folder: Path, made_by: Mapping[str, Any]) -> None:
+def open_folder(folder: Path, settings: Mapping[str, Any]) -> None:
     """Create the folder and its manifest, unless it holds shards. Raises InputError as `expect_folder`."""
-    expect_folder(folder, made_by)
+    expect_folder(folder, settings)
     path = folder / MANIFEST
     if path.exists() and _has_shards(folder):
         return
-    manifest = {"schema": SCHEMA, **made_by}
+    manifest = {"schema": SCHEMA, **settings}
     folder.mkdir(parents=True, exist_ok=True)
     write_text_whole(path, dumps(manifest, indent=1) + "\n")
 
@@ -184,6 +182,5 @@ def _digest(arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def total_tokens(documents: Iterable[Document]) -> tuple[int, int]:
-    """Count (tokens, trained tokens)."""
     sizes = [(len(document.token_ids), int(document.trained.sum())) for document in documents]
     return sum(size for size, _ in sizes), sum(trained for _, trained in sizes)

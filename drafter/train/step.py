@@ -57,15 +57,13 @@ class Ends(NamedTuple):
 
 @flax.struct.dataclass
 class State:
-    """Everything that a step changes."""
-
-    params: DrafterParams  # float32, without draft_to_target, and without the target's ends (`Ends`)
+    params: DrafterParams  # float32, without draft_to_target and the target's ends (`Ends`)
     optimizer: Any
 
 
 @flax.struct.dataclass
 class Record:
-    """A step's results: sums over its rows, and the length of its gradient."""
+    """A step's results: sums over its rows, and the norm of its gradient."""
 
     sums: Sums
     gradient_norm: jax.Array
@@ -73,13 +71,13 @@ class Record:
 
 @flax.struct.dataclass
 class _Stretch:
-    """What whole rows, or a stretch of each, are trained on."""
+    """The training input of whole rows, or of a stretch of each."""
 
     token_ids: jax.Array  # [B, T]
     positions: jax.Array  # [B, T]
     segment_ids: jax.Array  # [B, T]
     trained: jax.Array  # [B, T]
-    target: dict[str, jax.Array]  # those of TEACHER, or aux_hidden and the logits of all tokens [B, T, ...]
+    target: dict[str, jax.Array]  # the tensors of TEACHER, or aux_hidden and the logits of all tokens [B, T, ...]
 
 
 class _Part(NamedTuple):
@@ -103,9 +101,9 @@ def gradients_of(
 ) -> tuple[Sums, Any]:
     """Compute (sums, gradient of the summed loss) of a batch, part after part; without a gradient, (sums, ()).
 
-    ends: embedding and head of params that have none. teacher None: the data holds aux_hidden and the target's best
-    tokens. If every layer has a window, a part reads only the stretch of the rows that its outputs depend on, and a
-    part without a trained token is skipped.
+    ends: embedding and head, if params have none. teacher None: the data holds aux_hidden and the target's best tokens.
+    If every layer has a window, a part reads only the stretch of the rows that its outputs depend on, and a part
+    without a trained token is skipped.
     """
     rows = _taught(teacher, batch)
     segments, dtype = recipe.segments, jnp.dtype(recipe.compute_dtype)
@@ -141,7 +139,7 @@ def gradients_of(
         return _by_stretches(
             lambda rows, *part: gradient_of(params, rows, _labels(config, draft_to_target, rows.target), *part),
             _nothing(recipe, params if with_gradient else ()),
-            config.context_reach + 1,  # a part's first chain grows from the row before it
+            config.context_reach + 1,  # a part's first chain begins at the row before it
             recipe,
             counts[0],
             rows,
@@ -158,7 +156,7 @@ def gradients_of(
 
 
 def _taught(teacher: Teacher | None, batch: Batch) -> _Stretch:
-    """Return the whole rows with what the target gives them: stored, or computed now."""
+    """Return the whole rows with the target's results, stored or computed now."""
     target = dict(batch.teacher)
     if "aux_hidden" not in target or "top_ids" not in target:
         assert teacher is not None
@@ -185,7 +183,7 @@ def _by_stretches(
 ) -> tuple[Sums, Any]:
     """Sum the parts' (gradient, sums) in a loop on the device, so that memory is that of one part.
 
-    A part's stretch holds its rows, `before` rows before them, and after them those that its labels stand in. chains:
+    A part's stretch holds its rows, `before` rows before them, and the rows after them with its labels. chains:
     (anchors, reach) of all parts [parts, B, n]. none: what a part without a trained token adds.
     """
     width, span = recipe.width, recipe.width // recipe.parts
@@ -308,7 +306,7 @@ def _by_rows(body: Callable[..., Any], mesh: Mesh, replicated: int) -> Callable[
 
 
 def devices_for(rows_per_step: int, num_devices: int | None = None) -> Mesh:
-    """Make a mesh of `wanted` devices, by default of as many as divide the rows of a step.
+    """Make a mesh of num_devices, by default of as many as divide the rows of a step.
 
     Raises InputError for more than there are, and for a number that does not divide the rows.
     """

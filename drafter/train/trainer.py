@@ -1,7 +1,7 @@
 """Train a drafter: checkpoints, the log, and the loop over steps (drafter/train/step.py).
 
-A step is a function of (recipe, data, step), so a resumed training ends with the same bits as an uninterrupted one;
-over another number of devices it goes on to rounding, since gradients are then summed in another order.
+A step is a function of (recipe, data, step), so a resumed training ends with the same bits as an uninterrupted one.
+Over another number of devices it is equal up to rounding, because gradients are then summed in another order.
 """
 
 import dataclasses
@@ -50,36 +50,34 @@ NEWEST_KEPT = 2  # checkpoints, besides the best one
 
 
 class Pace:
-    """How fast a training goes, and how long it will take.
+    """Speed and remaining time of a training.
 
-    The first step compiles, so it is left out. What is done between steps is counted apart, by its kind.
+    The first step compiles, so it is left out. Pauses between steps are counted apart, by kind.
     """
 
     def __init__(self) -> None:
         self._steps: deque[float] = deque(maxlen=50)
         self._between: defaultdict[str, list[float]] = defaultdict(list)
-        self._last: float | None = None  # end of the step before
+        self._last: float | None = None  # end of the previous step
 
     @property
     def step_s(self) -> float | None:
-        """The median of the last steps; None before the second."""
         return statistics.median(self._steps) if self._steps else None
 
     def stepped(self) -> None:
-        """Note the end of a step."""
         now = time.monotonic()
         if self._last is not None:
             self._steps.append(now - self._last)
         self._last = now
 
     def paused(self, kind: str, seconds: float) -> None:
-        """Note seconds between two steps, which are not part of the next one."""
+        """Record seconds between two steps, which are not part of the next one."""
         self._between[kind].append(seconds)
         if self._last is not None:
             self._last += seconds
 
     def left_s(self, steps: int, between: Mapping[str, int]) -> float | None:
-        """Return the seconds of so many steps, and so many pauses of each kind; None before the second step."""
+        """Return the seconds of this many steps, and pauses of each kind; None before the second step."""
         if self.step_s is None:
             return None
         pauses = (count * statistics.mean(self._between[kind] or [0.0]) for kind, count in between.items())
@@ -94,8 +92,8 @@ class TrainingStopped(RuntimeError):
 class Trainer:
     """A training in a folder: recipe.json, log.jsonl, checkpoints/. It learns from `batches` and `teacher`.
 
-    held_out: documents on which the drafter is measured. The step that is best on them is the result, and its
-    checkpoint is kept. Without them the last step is.
+    held_out: documents that measure the drafter. The best step on them is the result, and its checkpoint is kept;
+    without them the last step.
 
     evaluate measures the drafter at a step (the command line passes in the engine's acceptance); its figures go to the
     log. watch is called with every line of the log, progress after every step with the steps done and the seconds left
@@ -111,7 +109,7 @@ class Trainer:
     draft_to_target: np.ndarray | None = None
     ends: Ends | None = None  # of a DFlash drafter
     held_out: HeldOut | None = None
-    held_out_every: int = 10  # steps; at the end, too
+    held_out_every: int = 10  # steps; also at the end
     evaluate: Callable[[DrafterParams], Mapping[str, Any]] | None = None
     evaluate_every: int = 0  # steps; 0: only at the end
     save_every: int = 100  # steps
@@ -125,10 +123,8 @@ class Trainer:
         """Train from `initial`, or continue from the folder's newest checkpoint; return the trained parameters.
 
         The result includes draft_to_target. At every end the newest checkpoint holds the last step, even if evaluate
-        raises KeyboardInterrupt, which is raised on.
-
-        Raises TrainingStopped if the loss is not finite or nothing can be written, InputError for checkpoints that do
-        not fit.
+        raises KeyboardInterrupt, which is raised again. Raises TrainingStopped if the loss is not finite or nothing can
+        be written, InputError for checkpoints that do not fit.
         """
         step = self.compiled()
         policy = preservation_policy.AnyPreservationPolicy(
@@ -162,7 +158,7 @@ class Trainer:
         records: list[Record] = []
         while not ends:
             state, record = step(state, self.batches.at(done))
-            jax.block_until_ready(records[-1:])  # the step before, so that a stop waits for one step, not for many
+            jax.block_until_ready(records[-1:])  # the previous step, so that a stop waits for one step only
             records.append(record)
             done += 1
             pace.stepped()
@@ -201,7 +197,7 @@ class Trainer:
         return self.held_out is not None and (ends or done % self.held_out_every == 0)
 
     def _pauses_after(self, done: int) -> dict[str, int]:
-        """Count the evaluations and held-out losses that are still to come."""
+        """Count the evaluations and held-out losses still to come."""
         kinds = {EVALUATION: (self.evaluate, self.evaluate_every), HELD_OUT: (self.held_out, self.held_out_every)}
         return {
             kind: -(-self.recipe.steps // every) - done // every if every else 1
@@ -210,14 +206,12 @@ class Trainer:
         }
 
     def _evaluate(self, done: int, state: State, ends: bool, pace: Pace) -> None:
-        """Evaluate this step, if it is due, and log the figures."""
         if self.evaluate is not None and self._evaluates(done, ends):
             began = time.monotonic()
             self._log({"step": done, EVALUATION: dict(self.evaluate(self._whole(state.params)))})
             pace.paused(EVALUATION, time.monotonic() - began)
 
     def _measure(self, done: int, state: State, pace: Pace) -> None:
-        """Log loss, hits and score on the held-out documents."""
         assert self.held_out is not None
         began = time.monotonic()
         figures = self.held_out_figures(state)
@@ -240,7 +234,6 @@ class Trainer:
         return {**figures, "score": score_of(self.recipe.loss, figures["loss"], figures["hits_by_depth"])}
 
     def _best_step(self) -> int | None:
-        """Return the step that is best on the held-out documents, by the log."""
         if self.held_out is None:
             return None
         lines = (line for line in read_log(self.out / LOG) if HELD_OUT in line)
@@ -248,7 +241,6 @@ class Trainer:
         return None if best is None else best["step"]
 
     def _expect_best(self, checkpoints: ocp.CheckpointManager) -> None:
-        """Raises InputError if the best step's checkpoint is missing."""
         best = self._best_step()
         if best is not None and best not in checkpoints.all_steps():
             raise InputError(
@@ -257,7 +249,7 @@ class Trainer:
             )
 
     def _best(self, checkpoints: ocp.CheckpointManager, done: int, state: State) -> State:
-        """Return the saved state of the best step; the last state is freed if that is another."""
+        """Return the saved state of the best step; free the last state if that is another."""
         best = self._best_step()
         if best is None or best == done:
             return state
@@ -282,7 +274,6 @@ class Trainer:
         return lambda state, batch: step(state, steps, *self._fixed, batch)
 
     def begin(self, initial: DrafterParams) -> State:
-        """Make the state before the first step."""
         without: dict[str, Any] = {} if self.ends is None else {"embedding": None, "lm_head": None}
         trained = dataclasses.replace(initial, draft_to_target=None, **without)
         params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), trained)
@@ -313,7 +304,7 @@ class Trainer:
     def _read(self, checkpoints: ocp.CheckpointManager, step: int, shapes: Any) -> State:
         """Read a step's checkpoint. Raises InputError if it does not have these shapes, or is not whole."""
         try:
-            # checked first: a restore that fails half way leaves reads open that raise when they are collected
+            # check first: a restore that fails half way leaves reads open that raise when they are collected
             expect_sizes(self._checkpoint(step))
             _same_shapes(checkpoints.item_metadata(step), shapes)
             return cast(State, checkpoints.restore(step, args=ocp.args.StandardRestore(shapes)))
@@ -328,11 +319,10 @@ class Trainer:
         return self.out / CHECKPOINTS / str(step)
 
     def _save(self, checkpoints: ocp.CheckpointManager, step: int, state: State) -> None:
-        """Write the step's checkpoint, if it does not exist."""
         if checkpoints.latest_step() == step:
             return
         size, free = sum(leaf.nbytes for leaf in jax.tree.leaves(state)), shutil.disk_usage(self.out).free
-        if free < size:  # checked first: on a disk that fills up half way orbax's threads print long errors
+        if free < size:  # check first: if a disk fills up half way, orbax's threads print long errors
             raise TrainingStopped(
                 f"the checkpoint of step {step} takes {size_in_words(size)}, the disk of {self.out / CHECKPOINTS} has "
                 f"{size_in_words(free)} left: {os.strerror(errno.ENOSPC)}; {self._last_good(checkpoints)}"
@@ -401,7 +391,7 @@ class Trainer:
 
 @dataclasses.dataclass(frozen=True)
 class _Keep:
-    """The checkpoint of a step that changes is kept."""
+    """Keeps one checkpoint: that of the best step so far."""
 
     step: Callable[[], int | None]
 
@@ -424,7 +414,7 @@ def _figures(sums: Sequence[Sums]) -> dict[str, Any]:
 
 
 def _same_shapes(kept: Any, state: Any) -> None:
-    """Raises ValueError naming the first array whose name or shape differs between the two trees."""
+    """Raise ValueError naming the first array whose name or shape differs between the two trees."""
     before, expected = _shapes_by_name(kept), _shapes_by_name(state)
     for name in sorted(before.keys() | expected.keys()):
         if before.get(name) != expected.get(name):

@@ -1,17 +1,16 @@
 """Accept drafts and choose the token after them. Pure functions that take random numbers as arguments.
 
-Why this is lossless. Let p_i be the distribution of token i under plain decoding, given the tokens before it. Under
-greedy decoding p_i is a point mass on the argmax. Token i is drawn from p_i as plain decoding draws it: x_i =
-choose(logits_i, key_i), where the key depends on the seed and the token's index alone. Draft i is accepted iff it
-equals x_i. The first x_i that differs is the recovered token; if all drafts are accepted, x_K is the bonus token. So
-with the same seed the emitted tokens equal plain decoding's, number for number, whatever drafts them, however many are
-drafted, and by whatever rule widths are chosen. Position i + 1 counts only if position i was accepted, so its logits
-follow exactly the emitted tokens.
+Why this is lossless. Plain decoding draws token i from p_i, its distribution after the tokens before it (greedy: a
+point mass on the argmax): x_i = choose(logits_i, key_i), where the key depends on the seed and the token's index alone.
+Acceptance draws the same x_i. Draft i is accepted iff it equals x_i. The first x_i that differs is the recovered token;
+if all drafts are accepted, x_K is the bonus token. Position i + 1 counts only if draft i was accepted, so its logits
+follow exactly the emitted tokens. So with the same seed the emitted tokens equal plain decoding's, whatever drafts
+them, however many are drafted, and by whatever rule widths are chosen.
 
-What a drafter can do is agree often. The argmax of its distribution q agrees with probability p(argmax q). A draft that
-is drawn from q with the same key, so by the same race (peagle.engine.sampling.draw), agrees more often where the target
-is uncertain: with a probability of at least (1 - d) / (1 + d), d the total variation of p and q, at most 1 - d. (The
-rejection sampling of arXiv 2211.17192 reaches 1 - d, but emits other tokens than plain decoding.)
+A drafter can only agree more or less often. The argmax of its distribution q agrees with probability p(argmax q). A
+draft drawn from q with the same key (peagle.engine.sampling.draw) agrees more often where the target is uncertain: with
+probability at least (1 - d) / (1 + d) and at most 1 - d, d the total variation of p and q. (The rejection sampling of
+arXiv 2211.17192 reaches 1 - d, but emits other tokens than plain decoding.)
 """
 
 import itertools
@@ -24,20 +23,20 @@ from jaxtyping import Array, Float, Int, UInt32
 from peagle.engine.sampling import RowSampling, choose, uniform
 from peagle.ops.likeliest import NO_TOKEN
 
-NOISE = 0.1  # of the confidence of synthetic drafts
+NOISE = 0.1  # largest error of the confidence of synthetic drafts
 
 
 @flax.struct.dataclass
 class Acceptance:
     num_accepted: jax.Array  # [B] int32, 0..width
-    # [B] int32: the recovered token, or the bonus token if all verified drafts were accepted; NO_TOKEN if the logits
-    # that decide it are not finite
+    # [B] int32: the recovered token, or the bonus token after all verified drafts; NO_TOKEN if the logits that decide
+    # it are not finite
     next_token: jax.Array
 
 
 @flax.struct.dataclass
 class SyntheticDrafts:
-    """What is drawn in place of a drafter's success (`draw_synthetic`)."""
+    """Drawn success and confidence of drafts, in place of a drafter's (`draw_synthetic`)."""
 
     right: jax.Array  # [B, K] bool
     confidence: jax.Array  # [B, K]
@@ -61,11 +60,12 @@ def accept(
 
 
 def draw_synthetic(rates: tuple[float, ...], keys: UInt32[Array, "B T 2"]) -> SyntheticDrafts:
-    """Draw which drafts are right, and how sure a drafter would be, to time models of random weights.
+    """Draw which drafts are right, and a drafter's confidence in them, to time models of random weights.
 
-    `rates` are unconditional, as shares of all steps: if those before it are right, draft i is so with a chance whose
-    mean is r = v_i / v_(i-1), v_(-1) = 1. One draft's own chance is u^((1 - r) / r), u uniform: some are sure, and some
-    are not. The confidence is that chance, off by up to NOISE. keys: of the K + 1 places of each row.
+    rates: v_i, the share of steps in which drafts 0..i are all right. After right drafts 0..i-1, draft i is right with
+    a chance of mean r = v_i / v_(i-1), v_(-1) = 1. One draft's own chance is u^((1 - r) / r), u uniform, so that drafts
+    differ in how sure they are. The confidence is that chance, off by up to NOISE. keys: of the K + 1 positions of a
+    row.
     """
     num_drafts = keys.shape[1] - 1
     pairs = itertools.pairwise((1.0, *rates))
@@ -83,7 +83,7 @@ def accept_synthetic(
     sampling: RowSampling,
     keys: UInt32[Array, "B T 2"] | None,
 ) -> Acceptance:
-    """Accept the drafts that were drawn right. The logits are computed and read as usual, but decide nothing else.
+    """Accept the drafts that were drawn right. The logits only choose the token after them.
 
     keys None: all rows are greedy.
     """
@@ -98,12 +98,11 @@ def _verified(drafts: Array, widths: Array) -> Array:
 
 
 def _leading(hit: Array) -> Array:
-    """Count the leading True of each row of [B, K]: the index of the first False."""
+    """Count the leading True of each row of [B, K]."""
     num = hit.shape[1]
     index = jnp.arange(num, dtype=jnp.int32)[None, :]
     return jnp.min(jnp.where(hit, num, index), axis=1, initial=num)
 
 
 def _row(values: Array, index: Array) -> Array:
-    """Take values[b, index[b]]."""
     return jnp.take_along_axis(values, index[:, None], axis=1)[:, 0]

@@ -6,8 +6,8 @@ Row i of a step follows the drafts before it, so its counts include them:
     its counts   counts    counts+d0   counts+d0+d1
 
 The order is that of vLLM's sampler: masks and min_tokens, biases, then the repetition, frequency and presence
-penalties. Where a mask allows nothing but stop tokens, min_tokens gives way. The repetition penalty counts prompt
-tokens, too; the others count only emitted tokens. If a request sets none of these, its logits keep their bits.
+penalties. If a mask allows only stop tokens, min_tokens gives way. The repetition penalty counts prompt tokens, too;
+the others count only emitted tokens. If a request sets none of these, its logits keep their bits.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ NO_BIAS = np.iinfo(np.int32).max  # fills unused bias entries: outside every voc
 
 @flax.struct.dataclass
 class Adjustments:
-    """Adjustments by row (peagle.engine.request.SamplingParams); the row is the leading axis."""
+    """Adjustments of each row (peagle.config.SamplingParams); the row is the leading axis."""
 
     presence: jax.Array  # [B] float32; 0: off
     frequency: jax.Array  # [B] float32; 0: off
@@ -41,7 +41,6 @@ class Adjustments:
 
     @classmethod
     def none(cls, rows: int, vocab_size: int) -> "Adjustments":
-        """Make neutral adjustments."""
         real = jnp.zeros((rows,), jnp.float32)
         return cls(
             presence=real,
@@ -72,7 +71,6 @@ class Adjustments:
         return cls(*leaves)
 
     def emitted(self, token_ids: Int[Array, "B T"], kept: Bool[Array, "B T"]) -> "Adjustments":
-        """Count the kept tokens as emitted."""
         rows = jnp.arange(token_ids.shape[0])[:, None]
         counts = self.counts.at[rows, token_ids].add(kept.astype(jnp.int32), mode="drop")
         must_emit = self.must_emit - jnp.sum(kept, axis=1, dtype=jnp.int32)

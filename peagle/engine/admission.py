@@ -17,7 +17,7 @@ from peagle.ops.errors import InputError
 
 @dataclass(frozen=True)
 class Admission:
-    """What an engine knows of the requests that it can run.
+    """Checks requests against an engine's config and models.
 
     stop_token_ids: of requests that set none of their own. fingerprints: of the models, for hand-offs.
     """
@@ -30,14 +30,16 @@ class Admission:
     memory: KVMemory
 
     def check(self, request: Request, hand_off: HandOff | None) -> None:
-        """Raise InputError for a request that cannot be run, or not begin with this hand-off."""
+        """Raise InputError for a request that this engine cannot run, or cannot continue from this hand-off."""
         if hand_off is not None:
             if self.config.role == "prefill":
                 raise InputError("this engine only prefills; send the hand-off to one that decodes")
             handoff.check(self.executor, self.memory, hand_off, self.config.context, self.fingerprints)
             handoff.check_request(hand_off, request, self._stops_of(request), self.vocab_size)
         elif self.config.role == "decode":
-            raise InputError("this engine only decodes; expected the hand-off of one that prefills with the request")
+            raise InputError(
+                "this engine only decodes; expected a hand-off with the request, from an engine that prefills"
+            )
         self.config.check(request, self.vocab_size)
         if request.grammar is not None:
             check_grammar(request, self._stops_of(request), self.vocab_size)
@@ -62,9 +64,9 @@ class Admission:
         return self.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
 
     def _matcher(self, request: Request, hand_off: HandOff | None) -> Matcher | None:
-        """Make the matcher of a request's grammar, which has read what was emitted elsewhere.
+        """Make the matcher of a request's grammar and let it read the tokens of the hand-off.
 
-        Raises GrammarError if the grammar does not allow that.
+        Raises GrammarError if the grammar does not allow them.
         """
         if request.grammar is None:
             return None
@@ -77,7 +79,7 @@ class Admission:
 
 
 def check_grammar(request: Request, stop_token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raise InputError for a request whose grammar nothing can end, or is another vocabulary's."""
+    """Raise InputError for a grammar without a stop token, or compiled for another vocabulary."""
     if request.grammar is None:
         return
     if not any(0 <= token < vocab_size for token in stop_token_ids):

@@ -1,7 +1,7 @@
 """Choose the slots, widths and program of the next steps, and write the plans of passes for the device.
 
-A batch has the smallest size that holds its slots. The last size has a row for every slot, so there each request's row
-is its slot.
+A batch has the smallest size that holds its slots. The last size has a row for every slot: there a request's row is its
+slot.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from peagle.engine.scheduler import Piece
 from peagle.engine.step_kinds import StepKind
 from peagle.ops import native
 
-NATIVE_SIZES, XLA_SIZES = 8, 2  # factor between sizes; native kernels skip rows of no slot, so fewer sizes do
+NATIVE_SIZES, XLA_SIZES = 8, 2  # factor between sizes; native kernels skip rows without a slot, so fewer sizes do
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +33,7 @@ class StepBatch:
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """The step programs that an engine may run: numbers of drafts, variants and batch sizes.
-
-    has_drafter: the engine has a drafter at all.
-    """
+    """The step programs that an engine may run: numbers of drafts, variants and batch sizes."""
 
     config: ResolvedConfig
     memory: KVMemory
@@ -49,7 +46,7 @@ class Batches:
 
     @property
     def some_are_plain(self) -> bool:
-        """Whether a request takes plain steps at some load, or by its own K."""
+        """Whether some step is plain: at some load, or because a request sets its own K."""
         return self.config.adaptive or self.config.k_per_request
 
     @functools.cached_property
@@ -62,18 +59,17 @@ class Batches:
         return tuple(sorted({*sizes, self.config.slots}))
 
     def size_for(self, count: int) -> int:
-        """Return the smallest size of a batch for so many slots."""
         return next(size for size in self.sizes if size >= count)
 
     def kind(self, num_drafts: int, sampled: bool, full: bool = False) -> StepKind:
-        """Return the variant of steps with so many drafts. full: with adjusted logits or log-probabilities."""
+        """Return the variant of steps with this many drafts. full: with adjusted logits or log-probabilities."""
         config, sampled = self.config, sampled or full
         if not num_drafts:
             return StepKind(0, sampled, full)
         return StepKind(num_drafts, sampled, full, config.synthetic_acceptance, adaptive=config.adaptive)
 
     def choose(self, decoding: Sequence[tuple[int, Handle]], most_drafts: int, cut: bool, count: int) -> StepBatch:
-        """Choose the next steps of the slots that decode. In whole (not cut) steps, slots with a grammar stand still.
+        """Choose the next steps of the decoding slots. Slots with a grammar take part only in cut steps.
 
         most_drafts: of any slot at the present load. count: steps of the dispatch.
         """
@@ -89,7 +85,6 @@ class Batches:
         return StepBatch(rows, widths, kind, count)
 
     def plan(self, rows: Sequence[tuple[int, Handle]], widths: Sequence[int]) -> np.ndarray:
-        """Write the plan of a pass over these slots."""
         plan = self.empty_plan(self.size_for(len(rows)))
         for row, (slot, handle), width in zip(self._rows(rows, len(plan)), rows, widths, strict=True):
             assert handle.table is not None
@@ -98,18 +93,16 @@ class Batches:
         return plan
 
     def empty_plan(self, size: int) -> np.ndarray:
-        """Write the plan of a pass over no slot."""
         return step_plan((), (), np.full((size, sum(self.memory.widths)), -1, np.int32), self.config.slots)
 
     def by_row(self, rows: Sequence[tuple[int, Handle]], size: int) -> tuple[Handle | None, ...]:
-        """Return the request of each row of a batch of this size."""
         by_row: list[Handle | None] = [None] * size
         for row, (_, handle) in zip(self._rows(rows, size), rows, strict=True):
             by_row[row] = handle
         return tuple(by_row)
 
     def chunk_plan(self, pieces: Sequence[Piece[Handle]], shape: tuple[int, int]) -> np.ndarray:
-        """Write the plan of a pass over pieces of prompts. shape: (prompts, rows of each)."""
+        """Write the plan of a pass over pieces of prompts. shape: (prompts, rows per prompt)."""
         size, length = shape
         tables = np.full((size, sum(self.memory.widths)), -1, np.int32)
         token_ids, begin = [], []

@@ -1,4 +1,4 @@
-"""Turn what a dispatch returned into chunks of tokens for the requests that were in it."""
+"""Turn the results of dispatches into chunks of tokens."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ Part: TypeAlias = Literal["target", "drafter"]
 class InFlight:
     """A dispatch that was sent and not yet read.
 
-    requests: of each row of its result. has_values: the result holds tokens. ahead: the most rows that it adds to each
+    requests: of each row of its result. has_values: the result holds tokens. ahead: most rows that it adds to a
     request. count: its steps.
     """
 
@@ -43,24 +43,22 @@ class InFlight:
 
     @property
     def ready(self) -> bool:
-        """Whether the device has computed it."""
         return bool(self.result.is_ready())  # type: ignore[attr-defined]
 
 
 class Collector:
-    """Reads the dispatches of an engine, and ends the requests that are complete."""
+    """Reads the dispatches of an engine, and ends requests that are complete."""
 
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
 
     def read(self, sent: InFlight, values: np.ndarray, now: float) -> Chunks:
-        """Make the chunks of a dispatch from its packed values."""
         if isinstance(sent.action, Chunk):
             return self._read_first(values, sent, now)
         return self._read_steps(StepOutput.unpack(values, sent.num_drafts), sent, now)
 
     def _read_first(self, values: np.ndarray, sent: InFlight, now: float) -> Chunks:
-        """Make the chunks of first tokens; a request that goes on after a pause has its own already."""
+        """Make the chunks of first tokens; a resumed request has emitted its own before."""
         chunks = []
         for row, handle in enumerate(sent.requests):
             if handle is None or handle.output_ids or not self._engine.is_alive(handle):
@@ -74,7 +72,6 @@ class Collector:
         return chunks
 
     def _read_steps(self, output: StepOutput, sent: InFlight, now: float) -> Chunks:
-        """Make a chunk of the steps of each request."""
         chunks = []
         for row, handle in enumerate(sent.requests):
             if handle is None or not self._engine.is_alive(handle):
@@ -111,9 +108,9 @@ class Collector:
     def _not_finite(
         self, handle: Handle, part: Part, token_ids: tuple[int, ...], records: tuple[StepRecord, ...]
     ) -> TokenChunk:
-        """End a request whose logits are not finite; return its last chunk, of these tokens.
+        """End a request whose logits are not finite; return its last chunk, with these tokens.
 
-        A diagnostic pass over the tokens names the first output of the model that is not finite.
+        A diagnostic pass over the tokens names the model's first output that is not finite.
         """
         engine, tokens = self._engine, [*handle.token_ids, *token_ids]
         message = (
@@ -122,7 +119,8 @@ class Collector:
         )
         if isinstance(engine.target if part == "target" else engine.drafter, Explains):
             where = engine.executor.first_not_finite(part, tokens)
-            message += f"; the first output that is not is that of {where}" if where else ", but are in a second pass"
+            first = f"; the first output that is not finite is that of {where}"
+            message += first if where else ", but a second pass gives finite ones"
         todo = "expected finite ones: check the weights, or try --dtype float32 or --kernels xla"
         engine.end(handle, "error", InputError(f"{message}; {todo}"))
         engine.memory.pool.forget()  # on XLA a row that is not finite spoils the rows before it in its pass
@@ -146,7 +144,7 @@ class Collector:
             reason = "length"
         elif engine.config.role == "prefill":
             handle.hand_off, reason = engine.pack(handle), "handed_off"
-        # rows after a stop token are not of this text
+        # the text ends before rows after a stop token
         handle.length = min(handle.length, len(handle.token_ids) - 1)
         engine.pages.publish_output(handle, ends=reason is not None)
         if reason is not None:
@@ -164,7 +162,7 @@ class Collector:
 
 
 def _logprobs(log_probs: LogProbs, token_ids: Sequence[int], num_best: int | None) -> list[TokenLogprobs]:
-    """Convert log-probabilities of tokens with the num_best likeliest each; None: no entries."""
+    """Convert the log-probabilities of tokens, with num_best alternatives per token; None: no entries."""
     if num_best is None:
         return []
     chosen, best, ids = (np.asarray(leaf).tolist() for leaf in (log_probs.chosen, log_probs.best, log_probs.best_ids))

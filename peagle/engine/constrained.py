@@ -12,9 +12,9 @@ from peagle.engine.masks import all_allowed, fill, next_mask
 
 
 class Constrained:
-    """Fills in the masks of an engine's requests, each within its budget of time.
+    """Fills in the masks of an engine's requests, within a time budget per request.
 
-    budget_s, most_slow: peagle.config.ResolvedConfig.mask_budget_s, most_slow_masks.
+    budget_s, most_slow: peagle.engine.resolved.ResolvedConfig.mask_budget_s, most_slow_masks.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class Constrained:
         wall_s: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._vocab_size, self._budget_s, self._most_slow = vocab_size, budget_s, most_slow
-        self._were_slow = False  # those of all requests together, in the last cut step
+        self._were_slow = False  # whether all masks together took too long in the last cut step
         self.cpu_s, self.wall_s = cpu_s, wall_s
 
     def first(self, handle: Handle) -> np.ndarray | None:
@@ -42,7 +42,7 @@ class Constrained:
     def masks(
         self, held: Sequence[Handle | None], drafts: np.ndarray, widths: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Make the masks of a step's rows; return them, and how many drafts of each row of the batch may count."""
+        """Return (the masks of a step's rows, how many drafts of each row may count)."""
         masks = all_allowed(len(drafts), drafts.shape[1] + 1, self._vocab_size)
         by_vocabulary: dict[Vocabulary, dict[int, tuple[Matcher, Sequence[int]]]] = {}
         for row, handle in enumerate(held):
@@ -66,10 +66,10 @@ class Constrained:
         rows: Mapping[int, tuple[Matcher, Sequence[int]]],
         held: Sequence[Handle | None],
     ) -> dict[int, int]:
-        """Fill in the masks of rows as peagle.engine.masks.fill does, within the budget of each request.
+        """Fill in the masks of rows as peagle.engine.masks.fill does, within each request's budget.
 
-        One row is measured by itself. Several are filled in together, in threads; after a step in which that took too
-        long, one after the other, so that the one that is slow is known.
+        A single row is timed by itself. Several are filled in together, in threads. If that took too long, the next
+        step fills them one by one, which shows the slow one.
         """
         counts = dict[int, int]()
         if len(rows) > 1 and not self._were_slow:
@@ -89,7 +89,7 @@ class Constrained:
         return counts
 
     def _is_slow(self, handle: Handle | None, row: tuple[Matcher, Sequence[int]], seconds: float) -> bool:
-        """Count a request's masks if they took too long, and let it draft no more; return whether they did."""
+        """Stop drafting for a request whose masks took too long, and count that; return whether they did."""
         matcher, drafts = row
         assert handle is not None
         if seconds <= self._budget_s:
@@ -101,12 +101,12 @@ class Constrained:
             matcher.overdue = (
                 f"the masks of its {matcher.compiled.grammar.name} took more than {self._budget_s * 1e3:g} ms in "
                 f"{matcher.num_slow} steps in a row, the last time {seconds * 1e3:.0f} ms, and other requests wait for "
-                "them; expected a simpler one: count less, or nest less"
+                "them; expected a simpler one: fewer repetitions, or less nesting"
             )
         return True
 
     def renew(self, handle: Handle, token_ids: Sequence[int]) -> None:
-        """Give a request's grammar an automaton of its own; drafts, which would fill that, too, end."""
+        """Give a request's grammar its own automaton. Its drafts end, because they would fill that one, too."""
         assert handle.matcher is not None
         handle.matcher.renew(token_ids)
         handle.paused = True

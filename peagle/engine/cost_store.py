@@ -1,4 +1,4 @@
-"""Keep the measured costs of steps between runs: a file for each machine, pair of models and shape of an engine."""
+"""Keep measured step costs between runs: one file per machine, pair of models and shape of an engine."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from peagle.ops.strict_json import dumps
 
 
 def store_for(config: ResolvedConfig, fingerprints: Fingerprints) -> Path | None:
-    """Return the file of an engine's costs; None for models that come from no files."""
+    """Return the file of an engine's costs; None for models that were not loaded from files."""
     if not fingerprints.target:
         return None
     device = jax.devices()[0]
@@ -33,7 +33,7 @@ def store_for(config: ResolvedConfig, fingerprints: Fingerprints) -> Path | None
 
 
 def read_costs(path: Path | None) -> CostTable | None:
-    """Read costs; None if there are none, or none that can be read."""
+    """Read costs; None if the file is missing or malformed."""
     try:
         value = json.loads(path.read_text(encoding="utf-8")) if path is not None else None
         return None if value is None else CostTable.from_json(value)
@@ -42,6 +42,6 @@ def read_costs(path: Path | None) -> CostTable | None:
 
 
 def write_costs(path: Path | None, costs: CostTable) -> None:
-    """Write costs for `read_costs`, if the cache can be written to."""
+    """Write costs for `read_costs`, if the cache is writable."""
     if path is not None:
         keep(path, dumps(costs.to_json(), indent=1).encode())

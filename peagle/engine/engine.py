@@ -1,15 +1,14 @@
 """Decode many requests at once: schedule, execute, collect.
 
 The host sends dispatch n + 1 before it reads dispatch n. A dispatch is a chunk of prompts or some steps. It returns a
-few integers per request, which are copied while the device works, and it carries the map from its rows to requests as
-it was when sent. So tokens that were computed after a request ended are dropped.
+few integers per request, copied while the device works. It carries its own map from rows to requests, so tokens that
+were computed after a request ended are dropped.
 
     device | chunk, first tokens | steps 0            | steps 1             | steps 2 ...
     host   | dispatch ...        | read first, send 1 | read 0, dispatch 2  | read 1 ...
 
 Before a dispatch, requests get the pages that it may fill (peagle.engine.request_pages). If there are too few, the
-request that came last is preempted: its pages go, and later it is computed again from its tokens, which are those that
-were emitted.
+latest request is preempted: it loses its pages and is later recomputed from the tokens that it has emitted.
 
 If a request has a grammar, its steps are cut in two (`_cut_step`): the host computes the token masks from the drafts
 while the target verifies them. Whole steps of the other requests alternate with cut ones (peagle.engine.scheduler).
@@ -58,7 +57,7 @@ class Engine(AnyEngine):
     """Decode requests with a target and a drafter; drafter None decodes plainly."""
 
     compile_s: float = 0.0
-    costs: CostTable | None = None  # of adaptive steps, once they are measured
+    costs: CostTable | None = None  # of adaptive steps, once measured
     num_preemptions: int = 0
 
     def __init__(
@@ -70,10 +69,11 @@ class Engine(AnyEngine):
         fingerprints: Fingerprints = Fingerprints(),  # noqa: B008  # frozen
         make_executor: Callable[[Target, Drafter | None, Shape], Executor] = Executor,
     ) -> None:
-        """stop_token_ids end requests that set none of their own. fingerprints: of the models, for hand-offs.
+        """Make an engine; its state and pages are allocated at `start`.
 
-        make_executor: another one runs the same verbs on other processes, too (peagle.engine.remote).
-        Raises InputError for K > 0 without a drafter, and for memory that holds no request.
+        stop_token_ids end requests that set none of their own. fingerprints: of the models, for hand-offs.
+        make_executor: peagle.engine.remote passes one that runs the same verbs on other processes, too. Raises
+        InputError for K > 0 without a drafter, and for memory that holds no request.
         """
         if config.num_speculative_tokens and drafter is None:
             raise InputError("there is no drafter to speculate with; load one, or decode with K = 0")
@@ -99,7 +99,7 @@ class Engine(AnyEngine):
         self.batches = Batches(config, self.memory, self.drafter is not None)
         self.pages = RequestPages(self.memory, config, self.drafter is not None)
         self.constrained = Constrained(target.vocab_size, config.mask_budget_s, config.most_slow_masks)
-        self.num_queued = 0  # requests that wait for this engine elsewhere (peagle.engine.replicas)
+        self.num_queued = 0  # requests of the shared queue before several engines (peagle.engine.replicas)
         self._admission = Admission(
             config, target.vocab_size, self.stop_token_ids, fingerprints, self.executor, self.memory
         )
@@ -110,7 +110,7 @@ class Engine(AnyEngine):
         self._in_flight: collections.deque[InFlight] = collections.deque()
         self._unread = 0  # dispatches that `receive` leaves in flight
         self._alive: set[Handle] = set()
-        self._chunks: Chunks = []  # read while pages were freed, not delivered yet
+        self._chunks: Chunks = []  # read while pages were freed, not yet returned
         self._failure: BaseException | None = None
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class Engine(AnyEngine):
         return handle
 
     def prepare(self, request: Request, timeout_s: float | None = None, hand_off: HandOff | None = None) -> Handle:
-        """Make the handle of a request that is not in the queue yet. Raises InputError as `add` does."""
+        """Make the handle of a request without queueing it. Raises InputError as `add` does."""
         return self._admission.handle(request, timeout_s, hand_off)
 
     def enter(self, handle: Handle) -> None:
@@ -135,12 +135,12 @@ class Engine(AnyEngine):
             self._queue(handle)
 
     def _queue(self, handle: Handle, first: bool = False) -> None:
-        """Put a request in the queue, to be computed up to its pending token, if it has one."""
+        """Put a request in the queue, to be prefilled up to its pending token, if it has one."""
         length = len(handle.computed_ids)
         self._scheduler.add(handle, length, constrained=handle.matcher is not None, first=first)
 
     def hand_over(self, handle: Handle) -> HandOff:
-        """End a request that decodes; return what another engine goes on with. Its last chunks are in its inbox.
+        """End a decoding request; return what another engine needs to continue it. Its last chunks go to its inbox.
 
         Only the thread that drives the loop may call it. Raises InputError for a request that does not decode.
         """
@@ -158,7 +158,7 @@ class Engine(AnyEngine):
             return handle.hand_off
 
     def pack(self, handle: Handle) -> HandOff:
-        """Make the message of a request, of which all dispatches have been read."""
+        """Make the hand-off of a request after all its dispatches have been read."""
         assert handle.table is not None
         drafts = self._has_all_rows(handle)
         return handoff.pack(
@@ -170,18 +170,15 @@ class Engine(AnyEngine):
         return self.drafter is not None and not (handle.paused or handle.left_out)
 
     def end(self, handle: Handle, reason: Any, error: InputError | None = None) -> None:
-        """End a request before its last token."""
         self.leave(handle)
         handle.end(reason, error)
 
     def leave(self, handle: Handle) -> None:
-        """Drop a request that has ended."""
         self._alive.discard(handle)
         self._scheduler.remove(handle)
         self.pages.close(handle)
 
     def is_alive(self, handle: Handle) -> bool:
-        """Whether a request has not ended here."""
         return handle in self._alive
 
     def _end_aborted(self) -> None:
@@ -191,11 +188,10 @@ class Engine(AnyEngine):
                 self.end(handle, "aborted")
 
     def raise_failure(self) -> None:
-        """Raise EngineError if the engine has failed."""
         if self._failure is not None:
             raise EngineError(f"the engine has failed: {' '.join(str(self._failure).split())}") from self._failure
 
-    # --- its programs and its use -----------------------------------------------------------------------------------
+    # --- programs and memory ------------------------------------------------------------------------------------------
 
     def warm_up(
         self,
@@ -205,7 +201,7 @@ class Engine(AnyEngine):
         constrained: bool = False,
         measure: bool = True,
     ) -> None:
-        """See `AnyEngine.warm_up`. measure=False: another engine's `costs` will hold."""
+        """See `AnyEngine.warm_up`. measure=False: use another engine's `costs`."""
         with self._entry, self._lock:
             self._end_aborted()
             if self._alive:
@@ -221,9 +217,10 @@ class Engine(AnyEngine):
                 self._clock.reset()
 
     def count_acceptance(self, requests: Sequence[Request]) -> Counts:
-        """Decode requests, verify every draft, and count by confidence how many were right (peagle.engine.widths).
+        """Decode requests, verify every draft, and count accepted ones by confidence (peagle.engine.widths).
 
-        For an adaptive engine without other requests. Afterwards it decodes as before, and has learned nothing.
+        For an adaptive engine without other requests. Afterwards it decodes as before; what its steps had learned is
+        forgotten.
         """
         costs, self.costs = self.costs, None
         try:
@@ -238,7 +235,7 @@ class Engine(AnyEngine):
             self.executor.relearn()
 
     def start(self) -> None:
-        """Make the state and the pages, if that has not happened."""
+        """Make the state and the pages, once."""
         if not self.executor.started:
             self.executor.start()
 
@@ -252,9 +249,9 @@ class Engine(AnyEngine):
 
     @contextlib.contextmanager
     def launching_alone(self) -> Iterator[bool]:
-        """Let a GPU launch each operation of a step by itself: of a CUDA graph a profiler does not see which is which.
+        """Launch a step's operations one by one: in a CUDA graph a profiler cannot tell them apart.
 
-        Yields whether steps compile anew, at their first dispatch. On a CPU this changes nothing.
+        Yields whether steps compile anew at their first dispatch. On a CPU this changes nothing.
         """
         self.executor.launches_alone = jax.default_backend() == "gpu"
         try:
@@ -263,7 +260,7 @@ class Engine(AnyEngine):
             self.executor.launches_alone = False
 
     def programs(self, sampled: bool = False) -> list[jax.stages.Compiled]:
-        """Compile the step programs that requests may run once more, for inspection."""
+        """Compile the step programs once more, for inspection."""
         state, plan = self.executor.shapes, self.batches.empty_plan(self.config.slots)
         prepared = [
             self.executor.prepared_steps(state, plan, kind.no_costs(len(plan)), 1, kind)
@@ -296,7 +293,7 @@ class Engine(AnyEngine):
         return self.memory.page_use
 
     def num_known(self, token_ids: Sequence[int]) -> int:
-        """Count the first tokens of a prompt that are in pages already."""
+        """Count the leading tokens of a prompt that are in cached pages."""
         return self.memory.num_known(token_ids, self.drafter is not None)
 
     @property
@@ -305,22 +302,19 @@ class Engine(AnyEngine):
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to send or to read."""
         return not (self._alive or self._in_flight)
 
     @property
     def decoding(self) -> list[tuple[int, Handle]]:
-        """Slots whose requests take steps, with these."""
+        """(slot, request) of the requests that take steps."""
         return self._scheduler.decoding
 
     @property
     def _slots(self) -> dict[Handle, int]:
-        """The slot of each request that takes steps."""
         return {handle: slot for slot, handle in self._scheduler.decoding}
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
         return len(self._alive)
 
     @property
@@ -334,9 +328,9 @@ class Engine(AnyEngine):
         return self._guarded(self._send) + self._guarded(self._receive)
 
     def send(self) -> Chunks:
-        """Run the first half of a step, which sends the next dispatch. It waits for nothing but a step that is cut.
+        """Run the first half of a step: send the next dispatch. Waits for the device only in a cut step.
 
-        For the driver of several engines, which calls `send` and `receive` in turns. Raises as `step` does.
+        For the driver of several engines, which alternates `send` and `receive`. Raises as `step` does.
         """
         with self._lock:
             return self._guarded(self._send)
@@ -348,7 +342,7 @@ class Engine(AnyEngine):
 
     @property
     def ready(self) -> bool:
-        """Whether `receive` would not wait."""
+        """Whether `receive` would return at once."""
         with self._lock:
             awaited = list(self._in_flight)[: max(len(self._in_flight) - self._unread, 0)]
         return all(sent.ready for sent in awaited)
@@ -378,7 +372,7 @@ class Engine(AnyEngine):
             self._whole_steps(action)
         elif not self._in_flight:
             self._clock.stop()
-        # read a first token at once if no other request can keep the device busy, or if it is handed over
+        # read a first token at once if no other request keeps the device busy, or if the request is handed over
         alone = self._scheduler.num_active == 1 or self.config.role == "prefill"
         alone = isinstance(action, Chunk) and action.pieces[0].last and alone
         self._unread = 0 if action is None or alone else 1
@@ -392,14 +386,13 @@ class Engine(AnyEngine):
         return chunks
 
     def _read_all(self, but: int = 0) -> Chunks:
-        """Read the dispatches that are in flight, in order, except the last `but`; return their chunks."""
+        """Read the dispatches in flight, in order, except the last `but`; return their chunks."""
         chunks: Chunks = []
         while len(self._in_flight) > but:
             chunks += self._read(self._in_flight.popleft())
         return chunks
 
     def _read(self, sent: InFlight) -> Chunks:
-        """Wait for a dispatch and return its chunks."""
         values = np.asarray(sent.result) if sent.has_values else None
         if values is None:
             jax.block_until_ready(sent.result)
@@ -413,7 +406,7 @@ class Engine(AnyEngine):
     # --- prompts ----------------------------------------------------------------------------------------------------
 
     def _begin(self, handle: Handle) -> int | None:
-        """Give a request pages; return how many of its tokens are known. None: there are not enough pages yet."""
+        """Give a request its pages; return how many of its tokens are cached, or None if pages are short."""
         if not handle.num_preempted:
             handle.paused = self._begins_paused(handle)
         if handle.hand_off is not None:
@@ -434,19 +427,22 @@ class Engine(AnyEngine):
         return known
 
     def _begins_paused(self, handle: Handle) -> bool:
-        """Whether a request does not draft: by its own K, or since drafting does not pay with full slots while more
-        requests wait than there are slots."""
+        """Whether a request starts paused and so never drafts.
+
+        By its own K = 0, or because more requests wait than there are slots and drafting does not pay with all slots
+        active.
+        """
         num_waiting = self._scheduler.num_waiting - 1 + self.num_queued
         crowded = num_waiting > self.config.slots and not self._pays(self.config.slots)
         if self.config.role == "prefill":
-            crowded = False  # its requests are decoded elsewhere
+            crowded = False  # other engines decode its requests
         return crowded or handle.request.num_speculative_tokens == 0
 
     def _prefill(self, action: Chunk[Handle]) -> None:
-        """Compute pieces of prompts in one pass, and let those that are complete into their slots."""
+        """Compute pieces of prompts in one pass, and admit the completed ones to their slots."""
         sent_s = self._sending()
         pieces = [piece for piece in action.pieces if self._reserve(piece.key, piece.begin + piece.count)]
-        pieces = [piece for piece in pieces if piece.key.table is not None]  # another may have taken its pages
+        pieces = [piece for piece in pieces if piece.key.table is not None]  # a preempted request has no table
         if not pieces:
             return
         drafts = self.drafter is not None and any(self.pages.has_drafter_pages(piece.key) for piece in pieces)
@@ -460,7 +456,7 @@ class Engine(AnyEngine):
         self._in_flight.append(InFlight(action, result, requests, sent_s, has_values=bool(complete)))
 
     def _admit(self, complete: Sequence[tuple[int, Handle]], size: int) -> jax.Array:
-        """Let requests whose prompts are complete into their slots; return their first tokens, packed."""
+        """Admit requests with complete prompts to their slots; return their first tokens, packed."""
         slots = self._slots
         params, known, lengths = [], np.full((size,), -1, np.int32), np.ones((size,), np.int32)
         into = np.full((size,), self.config.slots, np.int32)
@@ -484,7 +480,7 @@ class Engine(AnyEngine):
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def _whole_steps(self, action: Steps) -> None:
-        """Send steps of all requests that decode, but those with a grammar."""
+        """Send steps of all decoding requests without a grammar."""
         sent_s = self._sending()
         if (batch := self._next_batch(action)) is None:
             return
@@ -493,17 +489,17 @@ class Engine(AnyEngine):
         self._sent(action, result, batch, self.batches.by_row(batch.rows, len(plan)), sent_s)
 
     def _cut_step(self, action: Steps) -> Chunks:
-        """Run a step of all requests, with masks for those that have a grammar; return the chunks read meanwhile."""
+        """Run one step of all requests, with masks for those with a grammar; return the chunks read meanwhile."""
         sent_s = self._sending()
         if (batch := self._next_batch(action)) is None:
             return []
         plan = self.batches.plan(batch.rows, batch.widths)
-        if batch.kind.adaptive:  # whole steps before it may have left the drafter behind
+        if batch.kind.adaptive:  # after whole steps the drafter may lag
             self.executor.absorb(plan)
         costs = self._step_costs(batch, len(plan))
         proposed = self.executor.propose(plan, costs, batch.kind)
         verified = self.executor.verify(plan)
-        chunks = self._read_all()  # a mask follows all tokens before
+        chunks = self._read_all()  # a mask depends on all tokens before it
         drafts, read_s = np.asarray(proposed), time.perf_counter()
         requests = self.batches.by_row(batch.rows, len(plan))
         masks, counts = self.constrained.masks(requests, drafts, plan[:, 1].tolist())
@@ -521,9 +517,9 @@ class Engine(AnyEngine):
         return now
 
     def _next_batch(self, action: Steps) -> StepBatch | None:
-        """Choose the next steps and reserve their pages; None: no request kept its pages.
+        """Choose the next steps and reserve their pages; None if every request was preempted.
 
-        If there are too few pages, the dispatch has one step, and then requests are preempted.
+        If pages are short, the dispatch has one step; if they still are, requests are preempted.
         """
 
         def choose(count: int) -> StepBatch:
@@ -535,15 +531,15 @@ class Engine(AnyEngine):
             if self._reserve_steps(batch, count):
                 return dataclasses.replace(batch, count=count) if batch.rows else None
         self._make_room(batch)
-        batch = choose(1)  # without those that lost their pages
+        batch = choose(1)  # without the preempted requests
         return batch if batch.rows else None
 
     def _pays(self, num_active: int) -> bool:
-        """Whether drafting can pay with so many active slots, as far as is known."""
+        """Whether drafting can pay at this many active slots, as far as is measured."""
         return self.costs is None or self.costs.pays(num_active, self.config.num_speculative_tokens)
 
     def _step_costs(self, batch: StepBatch, size: int) -> np.ndarray:
-        """Return the packed costs of a batch's steps; of no entries if these do not adapt."""
+        """Return the packed costs of a batch's steps; empty unless the steps are adaptive."""
         if not batch.kind.adaptive or self.costs is None:
             return batch.kind.no_costs(size)
         return self.costs.packed(self._scheduler.num_active, size, batch.kind.num_drafts)
@@ -575,25 +571,25 @@ class Engine(AnyEngine):
     # --- pages ------------------------------------------------------------------------------------------------------
 
     def _reserve_steps(self, batch: StepBatch, count: int) -> bool:
-        """Give requests the pages that so many steps may fill; return whether all of them have theirs."""
+        """Reserve the pages that this many steps may fill; return whether all requests have theirs."""
         return all(
             self.pages.reserve(handle, self.pages.reach(handle, count, batch.kind.num_drafts))
             for _, handle in batch.rows
         )
 
     def _make_room(self, batch: StepBatch) -> None:
-        """Give requests the pages of one step, the earliest first, those of the latest if need be."""
+        """Reserve the pages of one step, earliest request first; preempt the latest requests if pages are short."""
         for _, handle in sorted(batch.rows, key=lambda row: row[1].number):
             if handle.table is not None:
                 self._reserve(handle, self.pages.reach(handle, 1, batch.kind.num_drafts))
 
     def _reserve(self, handle: Handle, num_tokens: int) -> bool:
-        """Give a request pages for its first tokens, those of later requests if need be; return whether it has them.
+        """Reserve pages for a request's first tokens; return whether it has them.
 
-        If it is the latest itself, it is preempted.
+        Preempts later requests if pages are short, and the request itself if it is the latest.
         """
         while handle.table is not None and not self.pages.reserve(handle, num_tokens):
-            self._chunks += self._read_all()  # what a dispatch in flight ended, or emitted, is known first
+            self._chunks += self._read_all()  # first read what dispatches in flight emitted or ended
             if handle.table is None or self.pages.reserve(handle, num_tokens):
                 break
             holders = (other for other in self._alive if other.table is not None)
@@ -601,7 +597,7 @@ class Engine(AnyEngine):
         return handle.table is not None
 
     def _preempt(self, handle: Handle) -> None:
-        """Take the pages of a request, of which all dispatches have been read, and queue it before all others."""
+        """Preempt a request after all its dispatches have been read: free its pages, queue it before all others."""
         self._scheduler.remove(handle)
         self.pages.close(handle)
         handle.num_preempted += 1

@@ -1,4 +1,4 @@
-"""The engines of a pair, each made once for its config, within the memory there is."""
+"""The engines of a pair, one per config, within the available memory."""
 
 import threading
 import warnings
@@ -21,10 +21,10 @@ from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.memory import available_memory_bytes, refuse_too_large, size_in_words
 from peagle.protocols import Drafter, OverDevices, Target
 
-KEPT_FRAC = 0.1  # of the free memory that the prefix cache takes, at most
-KEPT_TIMES = 4  # the memory of the requests themselves that it takes, at most
-LEAST_KEPT_BYTES = 1 << 26  # that it takes for the smallest models, if there is as much
-PAGES_FRAC = 0.8  # of the free memory that one request takes by the default context; programs and prefixes take some
+KEPT_FRAC = 0.1  # the prefix cache takes at most this share of the free memory
+KEPT_TIMES = 4  # and at most this multiple of the memory of the requests themselves
+LEAST_KEPT_BYTES = 1 << 26  # or this, for the smallest models
+PAGES_FRAC = 0.8  # share of the free memory for one request of the default context; programs and prefixes need the rest
 
 
 class FreeMemory:
@@ -53,9 +53,9 @@ class ReplicaModels(NamedTuple):
     second: Drafter | None = None
 
     def of(self, drafts: bool, beside: bool = True) -> tuple[Target, Drafter | None]:
-        """Return the models of an engine. drafts: it speculates; beside: by the second drafter, too.
+        """Return the models of an engine. drafts: it speculates; beside: with the second drafter, too.
 
-        Raises InputError without a drafter to do so.
+        Raises InputError if it speculates without a drafter.
         """
         if not drafts:
             return self.plain_target, None
@@ -64,12 +64,12 @@ class ReplicaModels(NamedTuple):
         return self.target, Beside(self.drafter, self.second) if beside and self.second is not None else self.drafter
 
     def of_config(self, config: ResolvedConfig) -> tuple[Target, Drafter | None]:
-        """Return the models of an engine of this config. Synthetic acceptance stands for that of one drafter."""
+        """Return the models of an engine of this config. Synthetic acceptance imitates one drafter."""
         return self.of(config.num_speculative_tokens > 0, beside=config.synthetic_acceptance is None)
 
 
 class Engines:
-    """Engines by their configs; equal configs share one. replicas: the models on the devices of each, one or more."""
+    """Engines by config; equal configs share one. replicas: the models on each replica's devices, one or more."""
 
     def __init__(
         self,
@@ -88,9 +88,9 @@ class Engines:
     def get(self, config: ResolvedConfig) -> AnyEngine:
         """Return the engine of a config. K = 0 decodes plainly. Any thread may call it.
 
-        Several replicas have an engine each, which share the slots (peagle.engine.replicas). Raises InputError for a K
-        that exceeds the positions or the drafter's window, for K > 0 without a drafter, for caches that take more
-        memory than there is, for slots that replicas cannot share, and for a role over several processes.
+        Replicas have an engine each, which share the slots (peagle.engine.replicas). Raises InputError for a K that
+        exceeds the positions or the drafter's window, for K > 0 without a drafter, for caches that exceed the memory,
+        for slots that replicas cannot share, and for a role over several processes.
         """
         self._check(config)
         with self._making:
@@ -115,16 +115,16 @@ class Engines:
         return together * KVMemory(*self.models.of_config(config), config.share(count)).num_local_bytes
 
     def kept_bytes(self, config: ResolvedConfig) -> int:
-        """Return the bytes of the prefix cache that is on, of an engine that is of this config otherwise."""
+        """Return the bytes that a prefix cache takes in an engine of this config, if it is on."""
         if config.kv_memory is not None:
-            return 1  # no page more: known tokens lie in what requests leave
+            return 1  # no extra page: cached tokens lie in the pages that requests leave
         own = self.page_bytes(config)
         if not own:  # a target that keeps nothing
             return 1
         return max(1, min(int(KEPT_FRAC * self._memory.num_bytes()), max(KEPT_TIMES * own, LEAST_KEPT_BYTES)))
 
     def fits(self, config: ResolvedConfig, num_engines: int = 1) -> bool:
-        """Tell whether the memory holds the pages of a config. num_engines: how many share what is free.
+        """Tell whether memory holds the pages of a config. num_engines: how many share the free memory.
 
         Raises InputError for sizes that exceed all of it.
         """
@@ -136,7 +136,7 @@ class Engines:
         return config.kv_memory is not None or num_engines * size <= PAGES_FRAC * self._memory.num_bytes()
 
     def refuse_beyond_free(self, config: ResolvedConfig) -> None:
-        """Raise InputError, before pages are counted, for sizes of memory that exceed what is free."""
+        """Raise InputError for memory sizes in the config that exceed the free memory, before pages are counted."""
         target = self.models.target
         ranks = target.ranks if isinstance(target, OverDevices) else 1
         devices = 1 if jax.default_backend() == "cpu" else ranks * len(self._replicas)
@@ -152,7 +152,6 @@ class Engines:
                 )
 
     def _check(self, config: ResolvedConfig) -> None:
-        """Raise InputError for a K or a role that these models cannot run."""
         k, target, drafter = config.num_speculative_tokens, self.models.target, self.models.drafter
         if k > target.max_positions - 2:
             raise InputError(
@@ -170,7 +169,7 @@ class Engines:
             raise InputError(f"a target over several processes cannot only {config.role}; leave the role out")
 
     def _warn_beyond_training(self, config: ResolvedConfig) -> None:
-        """Warn, once, if a drafter that sees all positions may see more than it was trained on."""
+        """Warn, once, if a drafter without a window may see more positions than it was trained on."""
         trained = getattr(self.models.drafter, "trained_positions", None)
 
         def beyond(config: ResolvedConfig) -> bool:
@@ -186,9 +185,9 @@ class Engines:
 
 
 def _refuse_too_large(engine: AnyEngine) -> None:
-    """Raise InputError, before allocation, for an engine that takes more memory than there is.
+    """Raise InputError, before allocation, for an engine that exceeds the memory.
 
-    Replicas on devices of their own each have a part of the slots.
+    A replica on its own devices has a part of the slots.
     """
     config = engine.config if jax.default_backend() == "cpu" else engine.one.config
     slots, kept, limit = config.slots, config.prefix_cache, config.kv_memory

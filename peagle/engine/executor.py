@@ -1,10 +1,10 @@
 """Run the engine's verbs on the device: prefill, admit, steps, absorb, and the three parts of a cut step.
 
-The executor is the only door to the device. It holds the state and the pages; every verb takes values of the host and
-returns what the host will read. So several processes can run the same verbs (peagle.engine.remote).
+The executor is the engine's only door to the device. It holds the state and the pages. Verbs take host values and
+return what the host will read, so several processes can run the same verbs (peagle.engine.remote).
 
-A pass is told its slots and tables by one array of integers, its plan. No program depends on a request: each has one
-shape, of a few sizes of batches, and steps have greedy, sampled and full variants. The state is donated.
+One array of integers, the plan, carries the slots and tables of a pass. No program depends on a request: batches and
+chunks come in a few sizes, and steps in greedy, sampled and full variants. The state is donated.
 """
 
 import collections
@@ -36,7 +36,7 @@ from peagle.ops.messages import VerifyOutput
 from peagle.ops.row_blocks import RowBlocks
 from peagle.protocols import Drafter, Explains, Target
 
-NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 1 << 30}  # CUDA graphs of so many operations
+NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 1 << 30}  # CUDA graphs only of this many operations: never
 Make = TypeVar("Make", bound=Callable[..., Any])
 _traces: collections.Counter[str] = collections.Counter()
 
@@ -48,11 +48,15 @@ def trace_counts() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the programs of an executor depend on, beside its models.
+    """What an executor's programs depend on, besides its models.
 
-    num_drafts: most drafts of a step. most_steps: of a dispatch. num_pages: of each cache group, the target's first,
-    then the drafter's. widths: of their tables. blocks: a prompt is computed at once, in these blocks of rows.
-    adaptive: some steps are (StepKind); counts: what these begin with (peagle.engine.widths.Learned).
+    num_drafts   most drafts of a step
+    most_steps   most steps of a dispatch
+    num_pages    of each cache group, the target's first, then the drafter's
+    widths       of their tables
+    blocks       compute a prompt at once, in these blocks of rows
+    adaptive     some steps are (StepKind)
+    counts       the acceptance that adaptive steps start from (peagle.engine.widths.Learned)
     """
 
     slots: int
@@ -77,7 +81,7 @@ class Executor:
         self._models, self._tree = jax.tree.flatten((target, self.drafter))
         self._plain_models, self._plain_tree = jax.tree.flatten((target, None))
         self._target_alone, self._drafter_alone = jax.tree.flatten(target), jax.tree.flatten(self.drafter)
-        self.launches_alone = False  # the operations of steps: `Engine.launching_alone`
+        self.launches_alone = False  # whether steps launch operations one by one: `Engine.launching_alone`
         self._state: DecodeState | None = None
         self._prefilled: Prefilled | None = None
         self._proposed: Proposed | None = None
@@ -92,21 +96,18 @@ class Executor:
 
     @property
     def started(self) -> bool:
-        """Whether `start` has made the state."""
         return self._state is not None
 
     @functools.cached_property
     def shapes(self) -> DecodeState:
-        """The shapes of the state."""
         shapes: DecodeState = jax.eval_shape(_init(self._tree, self.shape), self._models)
         return shapes
 
     def start(self) -> None:
-        """Make the empty state and pages."""
         self._state = _init(self._tree, self.shape)(self._models)
 
     def prefill(self, plan: np.ndarray, drafts: bool) -> jax.Array:
-        """Compute a chunk (`chunk_plan`); return an array that is ready when it is. drafts: with the drafter."""
+        """Compute a chunk (`chunk_plan`); return an array to wait for. drafts: with the drafter."""
         state, drafter = self.state, self.drafter
         absorbs = drafts and drafter is not None and bool(drafter.cache_groups)
         models, tree = (self._models, self._tree) if absorbs else (self._plain_models, self._plain_tree)
@@ -126,17 +127,17 @@ class Executor:
         token_ids: np.ndarray,
         params: Sequence[SlotParams],
     ) -> jax.Array:
-        """Let requests of the last chunk into their slots; return their first tokens, packed [n, W].
+        """Admit requests of the last chunk to their slots; return their first tokens, packed [n, W].
 
-        rows: their entries of the chunk, one or more; params: of each. Entries of no slot are dropped. token_ids: the
-        token that follows, where it is known; negative where it is to be chosen, by the request's own parameters.
-        Tokens are packed with their log-probabilities, and their copy to the host is started.
+        rows: their entries of the chunk, one or more; params: of each. Entries without a slot are dropped. token_ids:
+        the next token if it is known; negative: choose it by the request's own parameters. Tokens are packed with their
+        log-probabilities; their copy to the host is started.
         """
         assert self._prefilled is not None
         size = len(slots)
         index = np.zeros((size,), np.int32)
         index[: len(rows)] = rows
-        # one at a time: all passes, and engines of one vocabulary, share the program that chooses, the larger one
+        # one at a time, so that all passes, and engines of one vocabulary, share the larger program, which chooses
         chosen = [
             _first_token()(_row(self._prefilled.logits, row), length[[place]], token_ids[[place]], params[place])
             for place, row in enumerate(rows)
@@ -149,7 +150,7 @@ class Executor:
         return first
 
     def learn(self, slot: int, token_ids: Sequence[int]) -> None:
-        """Let the drafter without caches read the tokens of a slot's request, the pending one excluded."""
+        """Let the cacheless drafter read the tokens of a slot's request, the pending one excluded."""
         padded = np.zeros((1, self.shape.capacity), np.int32)
         padded[0, : len(token_ids)] = token_ids
         second, state = second_of(self.drafter), self.state
@@ -162,8 +163,8 @@ class Executor:
     def steps(self, plan: np.ndarray, costs: np.ndarray, count: int, kind: StepKind) -> jax.Array:
         """Dispatch `count` steps of the slots of a plan (`step_plan`); return their packed outputs.
 
-        costs: packed (peagle.engine.widths.StepCosts) for adaptive steps, of no entries for others. Starts the copy of
-        the outputs to the host and waits for nothing.
+        costs: packed (peagle.engine.widths.StepCosts) for adaptive steps, empty for others. Starts the copy of the
+        outputs to the host and waits for nothing.
         """
         program, operands = self.prepared_steps(self.state, plan, costs, count, kind)
         after, outputs = program(*operands)
@@ -172,7 +173,7 @@ class Executor:
         return outputs  # type: ignore[no-any-return]
 
     def compile_steps(self, passes: Sequence[tuple[np.ndarray, StepKind]]) -> None:
-        """Compile the programs of steps, by (plan, kind), in threads: their first dispatch finds them.
+        """Compile the programs of steps, by (plan, kind), in threads, before their first dispatch.
 
         JAX traces one after the other; XLA, which takes longer, compiles them side by side.
         """
@@ -186,7 +187,7 @@ class Executor:
             list(pool.map(one, *zip(*passes, strict=True)))
 
     def _merged(self, after: DecodeState, kind: StepKind) -> DecodeState:
-        """Put back what the steps of a kind did not take."""
+        """Put back the leaves that the steps of a kind did not take."""
         state = self.state
         if kind.num_drafts == 0:
             after = dataclasses.replace(
@@ -201,7 +202,7 @@ class Executor:
     ) -> tuple[Any, list[Any]]:
         """Return (the program of a dispatch of steps, its operands).
 
-        Steps take no leaves that they do not need, since every leaf costs the host time.
+        Steps take only the leaves that they need, because every leaf costs host time.
         """
         models, tree = self._models, self._tree
         if kind.num_drafts == 0:
@@ -215,7 +216,7 @@ class Executor:
         return program, [models, state, plan, costs, np.int32(count)]
 
     def absorb(self, plan: np.ndarray) -> None:
-        """Let the drafter absorb all of the input of a plan's slots but each last row."""
+        """Let the drafter absorb the input of a plan's slots, except each last row."""
         models, tree = self._drafter_alone
         state = dataclasses.replace(self.state, target_cache=PagedCache((), ()), adjustments=None)
         after = _absorb(tree, self.shape, self._num_groups)(models, state, plan)
@@ -236,7 +237,7 @@ class Executor:
         return self._proposed.draft_token_ids
 
     def verify(self, plan: np.ndarray) -> jax.Array:
-        """Dispatch the second part; return an array that is ready when it is."""
+        """Dispatch the second part; return an array to wait for."""
         models, tree = self._target_alone
         small = _without_drafter(dataclasses.replace(self.state, target_cache=PagedCache((), ()), adjustments=None))
         program = _verify(tree, self.shape, self._num_groups)
@@ -259,7 +260,7 @@ class Executor:
         return outputs  # type: ignore[no-any-return]
 
     def relearn(self, blank: bool = False) -> None:
-        """Forget what steps have learned. blank: the recorded counts of the shape as well."""
+        """Forget what steps have learned. blank: also the recorded counts of the shape."""
         counts = None if blank else self.shape.counts
         learned = Learned.start(1 if second_of(self.drafter) is None else 2, self.shape.num_drafts, counts)
         self._state = dataclasses.replace(self.state, learned=learned)
@@ -274,7 +275,7 @@ class Executor:
         return tuple(tuple(tuple((t, a) for t, a in bins) for bins in kind) for kind in both)
 
     def read_pages(self, layer: int, numbers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Copy pages of a layer, counted over the target's and then the drafter's, to the host: (keys, values)."""
+        """Copy pages of a layer to the host: (keys, values). Layers: the target's, then the drafter's."""
         pages = self._pools[layer]
         index = np.asarray(numbers, np.int32)
         if _on_host(pages.key):
@@ -282,7 +283,6 @@ class Executor:
         return tuple(np.asarray(_gather(leaf, index)) for leaf in (pages.key, pages.value))  # type: ignore[return-value]
 
     def write_pages(self, layer: int, numbers: Sequence[int], keys: np.ndarray, values: np.ndarray) -> None:
-        """Write pages of a layer (`read_pages`)."""
         pools = list(self._pools)
         pools[layer] = _write(pools[layer], np.asarray(numbers, np.int32), keys, values)
         split = len(self.state.target_cache.pages)
@@ -300,13 +300,12 @@ class Executor:
         return (*self.state.target_cache.pages, *drafter_pages)
 
     def first_not_finite(self, part: Literal["target", "drafter"], token_ids: Sequence[int]) -> str | None:
-        """Name the first output of a model that is not finite (peagle.protocols.Explains)."""
+        """Name a model's first output that is not finite (peagle.protocols.Explains)."""
         model = self.target if part == "target" else self.drafter
         assert isinstance(model, Explains)
         return model.first_not_finite(token_ids)
 
     def settle(self) -> None:
-        """Wait for all dispatches."""
         if self._state is not None:
             jax.block_until_ready((self._state.done, self._state.target_cache))
 
@@ -315,9 +314,9 @@ class Executor:
 
 
 def step_plan(slots: Sequence[int], widths: Sequence[int], tables: np.ndarray, absent: int) -> np.ndarray:
-    """Write the plan of a pass over slots: a row (slot, width, tables) each. absent: the number of no slot.
+    """Write the plan of a pass over slots: rows of (slot, width, tables).
 
-    tables: [B, M], the tables of all groups side by side. Entries after those of `slots` have none.
+    absent: the slot number of entries after `slots`. tables: [B, M], the tables of all groups side by side.
     """
     plan = np.zeros((len(tables), 2 + tables.shape[1]), np.int32)
     plan[:, 0] = absent
@@ -329,7 +328,7 @@ def step_plan(slots: Sequence[int], widths: Sequence[int], tables: np.ndarray, a
 def chunk_plan(
     token_ids: Sequence[Sequence[int]], begin: Sequence[int], known: Sequence[int], length: int, tables: np.ndarray
 ) -> np.ndarray:
-    """Write the plan of a chunk of prompts: a row (begin, count, known, tokens, tables) each."""
+    """Write the plan of a chunk of prompts: rows of (begin, count, known, tokens, tables)."""
     plan = np.zeros((len(tables), 3 + length + tables.shape[1]), np.int32)
     for row, tokens in enumerate(token_ids):
         plan[row, :3] = begin[row], len(tokens), known[row]
@@ -352,7 +351,7 @@ def _cut_tables(columns: jax.Array, widths: tuple[int, ...]) -> tuple[jax.Array,
 
 
 def _split(state: DecodeState) -> tuple[DecodeState, tuple[PagedCache, Any, Any]]:
-    """Return (the state without pages and the drafters' states, these)."""
+    """Return (the state without pages and drafter states, these pages and states)."""
     small = _without_drafter(dataclasses.replace(state, target_cache=PagedCache((), ())))
     return small, (state.target_cache, state.drafter_state, state.second_state)
 
@@ -366,7 +365,7 @@ def _without_drafter(state: DecodeState) -> DecodeState:
 
 
 def _on_host(leaf: jax.Array) -> bool:
-    """Whether NumPy reads an array as it lies: it is whole, in the host's memory."""
+    """Whether NumPy reads an array in place: it is whole and in host memory."""
     devices = leaf.devices()
     return len(devices) == 1 and next(iter(devices)).platform == "cpu"
 
@@ -375,15 +374,15 @@ def _on_host(leaf: jax.Array) -> bool:
 
 
 def _once(make: Make) -> Make:
-    """Keep what `make` returns, as functools.cache does, but make it once if threads need it at once."""
+    """Cache what `make` returns, as functools.cache does, but call it once even if threads need it at once."""
     kept, lock = functools.cache(make), threading.Lock()
 
     @functools.wraps(make)
-    def made(*arguments: Any) -> Any:
+    def cached(*arguments: Any) -> Any:
         with lock:
             return kept(*arguments)
 
-    return cast(Make, made)
+    return cast(Make, cached)
 
 
 @_once
@@ -419,7 +418,7 @@ def _prefill(models: Any, num_target: int, widths: tuple[int, ...], blocks: RowB
 
 
 def _choose_first(logits: jax.Array, length: jax.Array, params: SlotParams) -> tuple[jax.Array, jax.Array]:
-    """Choose the token that follows a prompt; return (it [1, 1], its log-probabilities, packed [1, 1, W])."""
+    """Choose the token after a prompt; return (token [1, 1], its log-probabilities, packed [1, 1, W])."""
     keys = draw_keys(params.sampling, length[:, None])
     logits, no_drafts = logits[:, None], jnp.zeros((1, 0), jnp.int32)
 
@@ -503,7 +502,7 @@ def _steps(models: Any, kind: StepKind, shape: Shape, num_target: int, launches_
         )
         return put(state, batch, after), _counted_as_long(outputs, outputs[0, 0, 0])
 
-    # the profiler's name of it (peagle.measure.profile)
+    # the name that peagle.measure.profile looks for
     _run.__name__ = f"_steps_{kind.num_drafts}" + ("_full" if kind.full else "_sampled" if kind.sampled else "")
     return jax.jit(_run, donate_argnums=1, compiler_options=NO_GRAPHS if launches_alone else None)
 
@@ -604,10 +603,9 @@ def _write(pages: Pages, numbers: jax.Array, keys: jax.Array, values: jax.Array)
 def _counted_as_long(result: jax.Array, count: jax.Array) -> jax.Array:
     """Return `result`, and make XLA on CPU dispatch the program asynchronously.
 
-    `count` must not be negative.
-
     XLA on CPU runs a program inside the dispatching call if it counts fewer than 1000 operations (cheap_computation_ in
-    its PjRt CPU client), and it counts none in compiled kernels. So this adds some, in a branch that is never taken.
+    its PjRt CPU client), and it counts none in compiled kernels. So this adds some, in a branch that is never taken,
+    because `count` is not negative.
     """
     if not native.available():
         return result

@@ -1,8 +1,8 @@
-"""Structured output: grammars, their compilation, and what a request has read of one. Host only, without NumPy.
+"""Structured output: grammars, their compilation, and the state of a request's grammar. Host only, without NumPy.
 
-A Grammar says what an answer's text must be. A Vocabulary, the bytes of a target's tokens, compiles it by llguidance.
-Each request has a Matcher, which has read the tokens emitted so far. From it and a step's drafts come the masks of the
-step's rows (peagle.engine.masks).
+A Grammar describes an answer's text. A Vocabulary, the bytes of a target's tokens, compiles it by llguidance. Each
+request has a Matcher, which reads the emitted tokens. The Matcher and a step's drafts give the masks of the step's rows
+(peagle.engine.masks).
 """
 
 import collections
@@ -23,19 +23,19 @@ from peagle.ops.strict_json import dumps
 
 LONGEST_GRAMMAR = 100_000  # characters
 DEEPEST_SCHEMA = 64
-MOST_KEYS = 1000  # of each object of a schema; the time to compile properties grows with the square of their number
+MOST_KEYS = 1000  # per object of a schema; compile time grows with the square of the number of properties
 MOST_CHOICES_OF_TEXT = 1024
-LARGEST_MULTIPLE = 10_000  # the least common multiple of all multipleOf; their automaton has as many states
-MOST_SCHEMAS = 8  # in a grammar, by %json
-WHITESPACE = r"[ \n\r\t]{1,20}"  # between the parts of a JSON text; a model that may write more often never ends
-ANSWER = "answer"  # the rule of the grammar, for rules around it
+LARGEST_MULTIPLE = 10_000  # largest least common multiple of all multipleOf: the states of their automaton
+MOST_SCHEMAS = 8  # %json schemas in one grammar
+WHITESPACE = r"[ \n\r\t]{1,20}"  # between the parts of a JSON text; unlimited, a model may never stop writing it
+ANSWER = "answer"  # name of the grammar's rule, for rules around it
 MOST_KEPT = 32  # compiled grammars
-LONGEST_RENEWAL_S = 0.5  # of a matcher: all requests wait for it
-# grammars that count tokens, or take back what was emitted, are not functions of the tokens before
+LONGEST_RENEWAL_S = 0.5  # per matcher; all other requests wait meanwhile
+# grammars that count tokens or take back emitted ones are not functions of the tokens before
 UNSUPPORTED_IN_LARK = ("stop", "max_tokens", "temperature")
 _RULE_OPTIONS = re.compile(r"^[ \t]*[?!]?[\w.-]+[ \t]*\[([^\]]*)\]", re.MULTILINE)
 
-# llguidance's message about a regular expression: the expression, a mark below the place, what is wrong there
+# llguidance's message about a regular expression: the expression, a mark below the place, the problem
 _REGEX_ERROR = re.compile(r"regex parse error:\n {4}(.*)\n {4}( *)\^+ *\nerror: (.*)")
 UNSATISFIABLE = "no text satisfies it"
 
@@ -54,10 +54,10 @@ class GrammarError(InputError):
 
 @dataclass(frozen=True)
 class Grammar:
-    """What the text of an answer must be, whole: of a JSON schema, a regular expression, one of some texts, or a
-    grammar in Lark's notation (that of llguidance) or GBNF. Make it with one of the class methods.
+    """The whole text of an answer, by a JSON schema, regular expression, choice of texts, or Lark or GBNF grammar.
 
-    Regular expressions are those of Rust's regex crate: they match in linear time, and look neither ahead nor back.
+    Make it with one of the class methods. Lark's notation is llguidance's. Regular expressions are those of Rust's
+    regex crate: they match in linear time, and look neither ahead nor back.
     """
 
     kind: GrammarKind
@@ -81,9 +81,9 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> "Grammar":
-        """Describe a JSON text by a JSON schema, or by the JSON of one.
+        """Describe a JSON text by a JSON schema, or by a schema's JSON text.
 
-        Raises GrammarError for one that is too large or too deep.
+        Raises GrammarError for a schema that is too large or too deep.
         """
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
@@ -100,12 +100,10 @@ class Grammar:
 
     @classmethod
     def any_text(cls) -> "Grammar":
-        """Describe any text."""
         return cls("lark", "start: /(.|\\n)*/")
 
     @classmethod
     def json_object(cls) -> "Grammar":
-        """Describe any JSON object."""
         return cls.json_schema({"type": "object"})
 
     @classmethod
@@ -129,20 +127,20 @@ class Grammar:
 
 
 def inlined(schema: Grammar) -> str:
-    """Write a JSON schema as the right side of a rule in Lark's notation, for the rules around a grammar."""
+    """Write a JSON schema as the right side of a rule in Lark's notation, for rules around it."""
     assert schema.kind == "json_schema"
     return f"%json {dumps(_prepared(schema.text))}"
 
 
 def _prepared(text: str) -> dict[str, Any]:
-    """Write a schema as llguidance takes it: without dead ends, its white space bounded."""
+    """Rewrite a schema for llguidance: without dead ends, with bounded white space."""
     schema = _without_dead_ends(json.loads(text))
     fields = schema if isinstance(schema, dict) else {"allOf": [schema]}
     return {**fields, "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
 def _without_dead_ends(schema: Any) -> Any:
-    """Leave out patterns of properties that match no name but known ones; these get the patterns' schemas.
+    """Leave out patternProperties that match only names in properties; those properties get the patterns' schemas.
 
     llguidance lets a comma follow all known properties as long as an object has a pattern, even if no name is left.
     """
@@ -168,23 +166,21 @@ def _without_dead_ends(schema: Any) -> Any:
 
 
 def _covers(names: Sequence[str], pattern: str) -> bool:
-    """Test whether a pattern of properties matches no other name than these."""
     none = {"properties": dict.fromkeys(names, False), "patternProperties": {pattern: True}}
     matcher = _after("{", {"type": "object", "additionalProperties": False, **none})
-    if matcher.is_error():  # of a pattern that is none
+    if matcher.is_error():  # an invalid pattern
         return False
     place, bit = divmod(ord('"'), 8)
     return not matcher.compute_bitmask()[place] >> bit & 1
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Test whether a pattern of properties matches a name."""
     schema = {"type": "object", "additionalProperties": False, "patternProperties": {pattern: True}}
     return not _after(f"{{{dumps(name, ensure_ascii=False)}:", schema).is_error()
 
 
 def _after(text: str, schema: dict[str, Any]) -> Any:
-    """Make llguidance's matcher of a schema, over single bytes, after a text."""
+    """Make llguidance's matcher of a schema over single bytes; let it read a text."""
     library, tokenizer = _bytes_alone()
     top = {"name": "top", "lark_grammar": f'%llguidance {{"no_forcing": true}}\nstart: @{ANSWER}'}
     source = dumps({"grammars": [top, {"name": ANSWER, "json_schema": schema}]})
@@ -203,7 +199,7 @@ def _bytes_alone() -> tuple[Any, Any]:
 
 
 def _check_schema(*schemas: Any) -> None:
-    """Raise GrammarError for schemas that are too deep, or whose numbers together make too large an automaton."""
+    """Raise GrammarError for schemas that are too deep, or whose numbers together need too large an automaton."""
     level, depth, multiple = [*schemas], 0, 1
     while level:
         depth += 1
@@ -226,7 +222,7 @@ def _check_schema(*schemas: Any) -> None:
 
 
 def _without_point(number: Any) -> int:
-    """Read 0.25 as 25, and what is no positive number as 1: llguidance refuses that."""
+    """Read 0.25 as 25, and anything but a positive number as 1, since llguidance refuses it."""
     if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
         return 1
     return max(1, int("".join(map(str, decimal.Decimal(repr(number)).normalize().as_tuple().digits))))
@@ -234,7 +230,7 @@ def _without_point(number: Any) -> int:
 
 @dataclass(frozen=True)
 class PortableGrammar:
-    """What makes a compiled grammar again in another process of the same target: `Vocabulary.restore`."""
+    """A compiled grammar's parts that another process of the same target needs: `Vocabulary.restore`."""
 
     grammar: Grammar
     around: str
@@ -242,10 +238,10 @@ class PortableGrammar:
 
 
 class Vocabulary:
-    """The bytes of a target's tokens, for which grammars are compiled. Make one of each target: it takes a while."""
+    """The bytes of a target's tokens, for which grammars are compiled. Slow to make: keep one per target."""
 
     def __init__(self, token_bytes: Sequence[bytes], control_ids: Sequence[int] = ()) -> None:
-        """token_bytes: of each token, empty for none. control_ids: tokens that are no text.
+        """token_bytes: of each token, empty for none. control_ids: tokens that are not text.
 
         Raises InputError if llguidance is not installed.
         """
@@ -255,7 +251,7 @@ class Vocabulary:
             raise not_installed("grammars need", "llguidance", "serve") from None
         self._library = llguidance
         self.size = len(token_bytes)
-        # An end of its own after the vocabulary: its bit in a mask says that the text may end there.
+        # An end token of our own after the vocabulary: its bit in a mask says that the text may end there.
         tokens = _Tokens([*token_bytes, b"end"], [*control_ids, self.size])
         self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(tokens))
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
@@ -264,7 +260,7 @@ class Vocabulary:
         self._kept: collections.OrderedDict[tuple[Grammar, str], CompiledGrammar] = collections.OrderedDict()
 
     def compile(self, grammar: Grammar, around: str = "") -> "CompiledGrammar":
-        """Compile a grammar; any thread may. around: rules in Lark's notation, from `start`, in which it is @answer.
+        """Compile a grammar; any thread may. around: rules in Lark's notation, from `start`, which name it @answer.
 
         Raises GrammarError for a grammar that is not valid, not supported, or too large.
         """
@@ -294,23 +290,22 @@ class Vocabulary:
         return compiled
 
     def restore(self, portable: PortableGrammar) -> "CompiledGrammar":
-        """Compile what was compiled in another process. Raises as `compile` does."""
+        """Compile a grammar that another process has compiled. Raises as `compile` does."""
         compiled = self.compile(portable.grammar, portable.around)
         return compiled.after(portable.begun_by) if portable.begun_by else compiled
 
     def forget(self, compiled: "CompiledGrammar") -> None:
-        """Compile this grammar anew at the next request for it: its automaton is full."""
+        """Compile this grammar anew at its next request, because its automaton is full."""
         with self._lock:
             kept = self._kept.get((compiled.grammar, compiled.around))
             if kept is not None and kept.source is compiled.source:
                 del self._kept[compiled.grammar, compiled.around]
 
     def matcher(self, source: str) -> Any:
-        """Make llguidance's matcher of a grammar in its own notation."""
+        """Make llguidance's matcher of a grammar in llguidance's notation."""
         return self._library.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
 
     def _translated(self, grammar: Grammar) -> dict[str, Any]:
-        """Make an entry of llguidance's list of grammars."""
         text, library = grammar.text, self._library
         if grammar.kind == "json_schema":
             return {"json_schema": _prepared(text)}
@@ -325,7 +320,7 @@ class Vocabulary:
 
 
 def _check_lark(lark: str) -> None:
-    """Raise GrammarError for options of rules that are not supported, and for the schemas of %json as for others."""
+    """Raise GrammarError for unsupported options of rules, and for %json schemas as for others."""
     for options in _RULE_OPTIONS.findall(lark):
         for name in UNSUPPORTED_IN_LARK:
             if re.search(rf"\b{name}\s*=", options):
@@ -351,15 +346,13 @@ def _from_gbnf(text: str) -> str:
 
     try:
         lark: str = any_to_lark(text)
-    except Exception as error:  # the converter does not document what it raises
+    except Exception as error:  # the converter does not document its errors
         raise GrammarError(f"the grammar cannot be read as GBNF: {_one_line(str(error))}") from None
     return lark
 
 
 @dataclass
 class _Tokens:
-    """A vocabulary as llguidance reads it."""
-
     tokens: list[bytes]
     special_token_ids: list[int]
     bos_token_id = None
@@ -375,11 +368,11 @@ class _Tokens:
 
 @dataclass(frozen=True)
 class CompiledGrammar:
-    """A grammar for a vocabulary, ready to match; equal if made of equal grammars, rules and beginnings.
+    """A grammar for a vocabulary, ready to match; equal if its grammar, rules and beginning are equal.
 
-    All matchers of it share one automaton, which grows by every state that any of them reaches, with those of drafts
-    (llguidance's `deep_copy` copies the parser and not the lexer). If its limits end it, a matcher makes one of its own
-    (`Matcher.renew`). source: in llguidance's notation. compile_s: what compiling took.
+    All its matchers share one automaton, which grows by every state that any of them reaches, drafts included
+    (llguidance's `deep_copy` copies the parser, not the lexer). If the automaton reaches its limits, a matcher makes
+    its own (`Matcher.renew`). source: in llguidance's notation. compile_s: seconds of compilation.
     """
 
     grammar: Grammar
@@ -391,7 +384,7 @@ class CompiledGrammar:
     begun_by: tuple[int, ...] = ()
 
     def after(self, token_ids: Sequence[int]) -> "CompiledGrammar":
-        """Begin after tokens that the prompt holds. Raises GrammarError if the rules do not allow them."""
+        """Begin after these last tokens of the prompt. Raises GrammarError if the rules do not allow them."""
         matcher = self._matcher.deep_copy()
         if not matcher.consume_tokens(list(token_ids)):
             raise GrammarError(
@@ -402,18 +395,17 @@ class CompiledGrammar:
 
     @property
     def portable(self) -> PortableGrammar:
-        """What another process needs of it."""
         return PortableGrammar(self.grammar, self.around, self.begun_by)
 
     def begin(self, stop_token_ids: Sequence[int]) -> "Matcher":
-        """Make the matcher of a request, which these tokens end."""
+        """Make the matcher of a request that ends with one of these tokens."""
         return Matcher(self, self._matcher.deep_copy(), tuple(stop_token_ids))
 
 
 class Matcher:
-    """The state of one request's grammar: what it has read, and what may follow.
+    """The state of one request's grammar: the tokens read, and those that may follow.
 
-    num_slow: masks in a row that took longer than they may. overdue: why there may be no more, after too many of them.
+    num_slow: masks in a row that took too long. overdue: the error message after too many of them.
     """
 
     def __init__(self, compiled: CompiledGrammar, matcher: Any, stop_token_ids: tuple[int, ...]) -> None:
@@ -421,26 +413,24 @@ class Matcher:
         self.state = matcher  # llguidance's
         self.num_slow = 0
         self.overdue: str | None = None
-        self._shares = True  # its automaton
+        self._shares = True  # the compiled grammar's automaton
 
     def read(self, token_ids: Sequence[int]) -> None:
-        """Read emitted tokens, without the stop token."""
         self.state.consume_tokens(list(token_ids))
 
     @property
     def may_end(self) -> bool:
-        """Whether the text so far is complete."""
         return not self.state.is_error() and bool(self.state.is_accepting())
 
     @property
     def limited(self) -> bool:
-        """Whether the limits of an automaton that it shares have ended it."""
+        """Whether the shared automaton has reached its limits."""
         return self._shares and self.state.is_error() and not self._at_dead_end
 
     def renew(self, token_ids: Sequence[int]) -> None:
-        """Read emitted tokens once more with an automaton of its own, and make the mask before each, as alone.
+        """Read the emitted tokens again with an automaton of its own, and make the mask before each token.
 
-        Stays as it is if that takes longer than LONGEST_RENEWAL_S.
+        Does nothing if that takes longer than LONGEST_RENEWAL_S.
         """
         compiled, end = self.compiled, time.monotonic() + LONGEST_RENEWAL_S
         compiled.vocabulary.forget(compiled)
@@ -464,7 +454,7 @@ class Matcher:
 
     @property
     def failure(self) -> str | None:
-        """Why the grammar cannot be followed any further; None if it can."""
+        """Say why the grammar cannot be followed any further; None if it can."""
         if self.overdue is not None:
             return self.overdue
         name, matcher = self.compiled.grammar.name, self.state

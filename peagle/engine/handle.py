@@ -28,23 +28,23 @@ class Handle:
     stop_token_ids: tuple[int, ...]
     deadline_s: float | None  # of time.perf_counter()
     finished: FinishReason | None = None
-    length: int = 0  # prompt and output tokens that the host has read, the pending one excluded
+    length: int = 0  # prompt and output tokens that the host has read, except the pending one
     output_ids: list[int] = field(default_factory=list, repr=False)  # output tokens that the host has read
-    num_cached_tokens: int = 0  # of its prompt, that the prefix cache held
-    paused: bool = False  # it drafts no more, and is decoded plainly
-    left_out: bool = False  # the drafter reads its tokens no more; a second one may draft for it
-    error: InputError | None = None  # why it ended, if finished is "error"
+    num_cached_tokens: int = 0  # tokens of the prompt that were in the prefix cache
+    paused: bool = False  # it never drafts again, and is decoded plainly
+    left_out: bool = False  # the drafter never reads its tokens again; a second one may draft for it
+    error: InputError | None = None  # if finished is "error"
     matcher: Matcher | None = None  # of its grammar; has read output_ids
-    hand_off: HandOff | None = field(default=None, repr=False)  # to begin with, until then; or if it was handed over
-    num_received: int = 0  # of output_ids, that came with a hand-off
-    has_reader: bool = True  # until its reader aborts it
+    hand_off: HandOff | None = field(default=None, repr=False)  # received, until it begins; or made by hand_over
+    num_received: int = 0  # of output_ids: they came with the hand-off
+    has_reader: bool = True  # False after its reader aborted it
     inbox: collections.deque[TokenChunk] = field(default_factory=collections.deque, repr=False)
 
     table: PageTable | None = field(default=None, repr=False)  # its pages, while it has a slot
     ahead: int = 0  # the most rows that dispatches in flight add to `length`
-    drafter_rows: int = 0  # first indices of the drafter's pages that are final
-    num_published: int = 0  # whole pages that the host has looked at
-    num_preempted: int = 0  # how often its pages were taken from it
+    drafter_rows: int = 0  # leading indices of the drafter's pages that are final
+    num_published: int = 0  # whole pages at the latest `publish_output`
+    num_preempted: int = 0
     number: int = field(default_factory=_numbers.__next__)  # in order of arrival
 
     @property
@@ -54,19 +54,19 @@ class Handle:
 
     @property
     def computed_ids(self) -> Sequence[int]:
-        """Tokens that are in pages before the request takes steps: all but the pending one."""
+        """Prompt and output tokens to be in pages before its steps: all but the pending one."""
         if not self.output_ids:
             return self.request.prompt_ids
         return (*self.request.prompt_ids, *self.output_ids[:-1])
 
     def end(self, reason: FinishReason, error: InputError | None = None) -> None:
-        """Add a last chunk of no tokens. The engine that holds the request has dropped it."""
+        """Add a last chunk without tokens, after the engine has dropped the request."""
         self.error = error
         if reason != "handed_off":
             self.hand_off = None
         message = None if error is None else str(error)
         self.inbox.append(TokenChunk(self.request, (), time.perf_counter(), (), reason, error=message))
-        self.finished = reason  # after the chunk: a reader that sees `finished` finds the chunk
+        self.finished = reason  # last: a reader that sees `finished` finds the chunk
 
 
 Chunks: TypeAlias = list[tuple[Handle, TokenChunk]]

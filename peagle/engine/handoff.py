@@ -1,18 +1,18 @@
-"""Hand a sequence to another engine: its keys and values and its tokens, as the bytes of one safetensors file.
+"""Hand a sequence to another engine: its keys, values and tokens as the bytes of one safetensors file.
 
-A message depends on the sequence alone, not on the sender's slots, memory, chunks or devices. A layer travels as its
-valid rows in order of index: a full layer with all of them, a windowed one with those that its window reaches. A kv
-head that several devices hold travels once.
+A message depends on the sequence alone, not on the sender's slots, memory, chunks or devices. It holds a layer's valid
+rows in order of index: all of a full layer, those within the window of a windowed one. A kv head that several devices
+hold is sent once.
 
     sender, pages 7 2 9      | 0 .. 63 | 64 .. 127 | 128 .. 140 |     window 20, length 141
     message                  121 .. 140
     receiver, page 4         | . 121 .. | 128 .. 140 .. |            its own pages, of any size
 
-The receiver puts the rows into pages of its own, and computes the last of them again, which gives the aux_hidden that
-the drafter reads next. The last token is pending, and in no page.
+The receiver writes the rows to its own pages, and computes the last of them again for the aux_hidden that the drafter
+reads next. The last token is pending, and in no page.
 
-The header names the format and the fingerprints of the models. It holds no code, and nothing is unpickled. A message
-without authentication is as trustworthy as the network that brought it.
+The header names the format and the fingerprints of the models. It holds no code, and nothing is unpickled. Without
+authentication a message is as trustworthy as the network that brought it.
 """
 
 import itertools
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 Shape: TypeAlias = tuple[tuple[int, ...], np.dtype]
 FORMAT = "peagle hand-off 2"
-NO_DRAFTER = "none"  # in place of its fingerprint
+NO_DRAFTER = "none"  # in place of the drafter's fingerprint
 MOST_HEADER_BYTES = 1 << 20
 ALIGNED = 64  # bytes; the tensors begin at a multiple
 TOKEN_IDS = "token_ids"
-METADATA = ("target", "drafter", "drafts")  # beside the format
+METADATA = ("target", "drafter", "drafts")  # besides the format
 DTYPES = {
     "F32": np.dtype(np.float32),
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -55,9 +55,10 @@ ANOTHER = "; expected a message of the same version of peagle: hand the request 
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """What must be equal on both sides: of the target its files and dtype; of the drafter also what it reads and sees.
+    """Fingerprints of the models; equal on both sides.
 
-    Made by peagle.loading; empty for models that come from no files.
+    Of the target: its files and dtype; of the drafter also its aux layers and window. Made by peagle.loading; empty for
+    models that were not loaded from files.
     """
 
     target: str = ""
@@ -69,7 +70,7 @@ class HandOff:
     """One sequence on its way to another engine. Everything in it is a view of `data`."""
 
     data: np.ndarray  # uint8: the message
-    token_ids: tuple[int, ...]  # prompt and output; the last of them is pending, and in no page
+    token_ids: tuple[int, ...]  # prompt and output; the last one is pending, and in no page
     fingerprints: Fingerprints
     drafts: bool  # the drafter's rows are complete, so the sequence may draft
     tensors: Mapping[str, np.ndarray]
@@ -82,7 +83,7 @@ class HandOff:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer of target or drafter: its place among all, its group, and what its pages look like.
+    """A layer of target or drafter: its number, its group, and the layout of its pages.
 
     copies: of each kv head, side by side in the pages; a message has one of them.
     """
@@ -96,13 +97,12 @@ class _Layer:
     copies: int
 
     def first(self, groups: Sequence[CacheGroup], length: int) -> int:
-        """Return the first index of `length` that a sequence needs; the last of them is computed again."""
+        """Return the first index that a sequence of this length needs; its last row is computed again."""
         group = groups[self.group]
         return group.offset if group.window is None else max(group.offset, length - group.window)
 
 
 def _layers(executor: "Executor", memory: "KVMemory") -> list[_Layer]:
-    """List the target's layers, then the drafter's."""
     copies = executor.target.kv_copies if isinstance(executor.target, OverDevices) else 1
     shapes, layers = executor.shapes, []
     drafter_pages = getattr(shapes.drafter_state, "pages", ())
@@ -132,9 +132,9 @@ def pack(
     fingerprints: Fingerprints,
     drafts: bool,
 ) -> HandOff:
-    """Make the message of a request, whose pages hold all of these tokens but the last.
+    """Make the message of a request whose pages hold all of these tokens but the last.
 
-    drafts: whether the drafter's rows are complete; else they stay out.
+    drafts: the drafter's rows are complete; otherwise they stay out.
     """
     length = len(token_ids) - 1
     layers = [layer for layer in _layers(executor, memory) if drafts or layer.name.startswith("target.")]
@@ -160,7 +160,7 @@ def pack(
 
 
 def _allocate(shapes: Mapping[str, Shape], metadata: Mapping[str, str]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Make a safetensors file of tensors to be filled: 8 bytes of the header's size, the header, the tensors."""
+    """Make a safetensors file of empty tensors: 8 bytes of header size, the header, the tensors."""
     sizes = [int(np.prod(shape)) * dtype.itemsize for shape, dtype in shapes.values()]
     ends = list(itertools.accumulate(sizes, initial=0))
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -186,7 +186,7 @@ def _view(body: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarr
 
 
 def parse(data: bytes | bytearray | memoryview | np.ndarray) -> HandOff:
-    """Read a message; nothing is copied. Raises InputError for one that is no hand-off, of another format, or cut."""
+    """Read a message without a copy. Raises InputError if it is not a hand-off, cut off, or of another format."""
     whole = np.frombuffer(data, np.uint8)
     header, body = _header(whole)
     metadata = header.pop("__metadata__", None)
@@ -224,7 +224,7 @@ def _truncated(size: int, expected: int) -> InputError:
 
 
 def _tensor(name: str, entry: Any, body: np.ndarray) -> np.ndarray:
-    """Make the view of a tensor. Raises InputError if its entry contradicts itself or the message is too short."""
+    """Make the view of a tensor. Raises InputError if its entry contradicts itself or exceeds the message."""
     try:
         shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
         begin, end = entry["data_offsets"]
@@ -238,14 +238,14 @@ def _tensor(name: str, entry: Any, body: np.ndarray) -> np.ndarray:
         raise _truncated(len(body), end)
     try:
         return _view(body[begin:end], shape, dtype)
-    except (ValueError, OverflowError):  # more axes than an array has, or an axis beyond all memory beside an empty one
+    except (ValueError, OverflowError):  # more axes than NumPy allows, or an axis too large beside an empty one
         raise wrong from None
 
 
 def check(
     executor: "Executor", memory: "KVMemory", hand_off: HandOff, capacity: int, fingerprints: Fingerprints
 ) -> None:
-    """Raise InputError for a hand-off that an engine cannot take. capacity: the most positions of a request."""
+    """Raise InputError for a hand-off that an engine cannot take. capacity: most positions of a request."""
     if hand_off.length >= capacity:
         raise InputError(
             f"the hand-off has {len(hand_off.token_ids)} tokens; expected at most {capacity}, the context of this "
@@ -263,7 +263,7 @@ def check(
             )
     for layer in _layers(executor, memory):
         if hand_off.drafts or layer.name.startswith("target."):
-            # a layer that keeps all may take what was a window: only the sender knows how many rows that needs
+            # the sender may keep only a window of a layer that keeps all here: it alone knows how many rows that needs
             keeps_all = memory.groups[layer.group].window is None
             needed = hand_off.length - layer.first(memory.groups, hand_off.length)
             count = min(1, needed) if keeps_all else needed
@@ -272,7 +272,7 @@ def check(
 
 
 def _check_tensor(hand_off: HandOff, name: str, layer: _Layer, least: int, needed: int) -> None:
-    """Raise InputError unless a tensor has `least` rows or more of those that a layer needs, or all of the sequence."""
+    """Raise InputError unless a tensor has at least `least` of a layer's `needed` rows, or the whole sequence."""
     rows, most = hand_off.tensors.get(name), max(needed, hand_off.length - layer.offset)
     if rows is None:
         problem = "is missing"
@@ -289,7 +289,7 @@ def _check_tensor(hand_off: HandOff, name: str, layer: _Layer, least: int, neede
 
 
 def check_request(hand_off: HandOff, request: Request, stop_token_ids: tuple[int, ...], vocab_size: int) -> None:
-    """Raise InputError if a hand-off is not of this request, or nothing is left to do."""
+    """Raise InputError if a hand-off is of another request, or of one that has ended."""
     prompt, tokens = request.prompt_ids, hand_off.token_ids
     if tokens[: len(prompt)] != prompt or len(tokens) <= len(prompt):
         raise InputError(f"the hand-off does not begin with {request.name}; expected the hand-off of this request")
@@ -302,7 +302,7 @@ def check_request(hand_off: HandOff, request: Request, stop_token_ids: tuple[int
 
 
 def put(executor: "Executor", memory: "KVMemory", table: PageTable, hand_off: HandOff) -> None:
-    """Write a hand-off that `check` has passed to the pages of a request."""
+    """Write a hand-off that has passed `check` to the pages of a request."""
     length = hand_off.length
     for layer in _layers(executor, memory):
         tensors = [hand_off.tensors.get(f"{layer.name}.{part}") for part in ("key", "value")]

@@ -1,8 +1,7 @@
 """Give requests their pages: the pool over all cache groups of target and drafter, and its tables for the device.
 
-The host writes the table of a request into its row of a pass. A full group's row lists all its pages. A windowed
-group's row is short: it holds the pages that the window and the rows of a pass reach, each at its number modulo the
-row's width.
+The host writes a request's table into its row of a pass. A full group's row lists all its pages. A windowed group's row
+is short: it holds the pages that the window and the rows of a pass reach, each at its number modulo the row's width.
 """
 
 import bisect
@@ -21,15 +20,15 @@ from peagle.ops.errors import InputError
 from peagle.ops.memory import size_in_words, tree_bytes
 from peagle.protocols import Drafter, OverDevices, Target
 
-KEPT_FRAC = 0.25  # pages of a windowed group for prompts and answers that may go on, over those of a full group
+KEPT_FRAC = 0.25  # most pages of a windowed group for later requests to continue from, over those of a full group
 
 
 @dataclass(frozen=True)
 class PrefixCacheUse:
-    """Counts since the engine was made, and what it holds now.
+    """Counts since the engine was made, and the present size.
 
-    num_hits: requests that began with known tokens. num_tokens: of prompts; num_hit_tokens: those that were known.
-    num_entries: pages of known tokens that no request holds, of num_bytes.
+    num_hits: requests that began with cached tokens. num_tokens: of prompts; num_hit_tokens: the cached ones of these.
+    num_entries: cached pages that no request holds, of num_bytes.
     """
 
     num_requests: int
@@ -42,9 +41,9 @@ class PrefixCacheUse:
 
 @dataclass(frozen=True)
 class PageUse:
-    """The pages of a full group, and how many of them requests hold; of the fullest group. One holds PAGE_SIZE tokens.
+    """Pages of the fullest full group: all, and those that requests hold. A page holds PAGE_SIZE tokens.
 
-    Pages of known tokens that no request holds do not count: others get them as soon as they need them.
+    Cached pages that no request holds do not count: requests get them as soon as they need them.
     """
 
     num_pages: int
@@ -63,8 +62,8 @@ class PageUse:
 class Sizing:
     """How many pages an engine needs, from its config and the shapes of its models' pages alone.
 
-    page_bytes: of a page of each group. most_drafts: of a drafter's block, all of whose rows a step writes; None: it
-    has none.
+    page_bytes: of a page of each group. most_drafts: of a drafter's block, all of whose rows a step writes; None: no
+    block.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -74,18 +73,18 @@ class Sizing:
 
     @property
     def num_lookahead_tokens(self) -> int:
-        """Positions behind a request's last token that a step writes."""
+        """Positions after a request's last token that a step writes."""
         k = self.config.num_speculative_tokens
         return max(k, self.most_drafts or 0) if k else 0
 
     @property
     def rows_ahead(self) -> int:
-        """Rows of a request after those that the host has read: of two dispatches, and of one more step."""
+        """Rows of a request after those that the host has read: two dispatches and one more step."""
         steps = 2 * self.config.steps_per_dispatch
         return steps * (self.config.num_speculative_tokens + 1) + self.num_lookahead_tokens + 1
 
     def pages_of(self, num_tokens: int) -> int:
-        """Count the pages of so many tokens in a full group."""
+        """Count the pages of this many tokens in a full group."""
         offset = max(group.offset for group in self.groups)
         return -(-(num_tokens + offset) // PAGE_SIZE)
 
@@ -111,7 +110,7 @@ class Sizing:
 
     @property
     def slot_pages(self) -> tuple[int, ...]:
-        """Pages of each windowed group that a slot holds while it decodes; 0 for full groups."""
+        """Pages of each windowed group that a decoding slot holds; 0 for full groups."""
         return tuple(
             0 if group.window is None else self._window_pages(group.window, self.rows_ahead) for group in self.groups
         )
@@ -130,7 +129,7 @@ class Sizing:
         return self.config.prefix_cache > 0
 
     def counts(self, num_full: int) -> tuple[int, ...]:
-        """Count the pages of each group that belong to so many pages of a full group."""
+        """Count each group's pages in a pool whose full groups have num_full."""
         kept = math.ceil(KEPT_FRAC * num_full) if self._keeps else 0
         return tuple(
             num_full if group.window is None else min(num_full, count + kept)
@@ -138,11 +137,10 @@ class Sizing:
         )
 
     def size(self, num_full: int) -> int:
-        """Return the bytes of `counts`."""
         return sum(count * size for count, size in zip(self.counts(num_full), self.page_bytes, strict=True))
 
     def full_pages_in(self, num_bytes: int) -> int:
-        """Count the pages of a full group that fit into so much memory, with what belongs to them."""
+        """Count the pages of a full group that fit into this much memory, beside the other groups' share."""
         if not sum(self.page_bytes):
             return 0
         most = num_bytes // max(1, min(size for size in self.page_bytes if size)) + sum(self._windowed)
@@ -194,38 +192,35 @@ class KVMemory:
 
     @property
     def num_bytes(self) -> tuple[int, int]:
-        """Bytes of all pages: (the target's, the drafter's)."""
         sizes = [count * size for count, size in zip(self.num_pages, self.page_bytes, strict=True)]
         return sum(sizes[: self.num_target]), sum(sizes[self.num_target :])
 
     @property
     def num_local_bytes(self) -> int:
-        """Bytes of all pages on one device; devices of a CPU share one memory, so theirs are counted together."""
+        """Bytes of all pages on one device; CPU devices share one memory, so theirs are added up."""
         of_target, of_drafter = self.num_bytes
         together = self._local_ranks if jax.default_backend() == "cpu" else 1
         return together * (of_target // self._ranks + of_drafter)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the pages of full groups hold."""
         return self.num_pages[0] * PAGE_SIZE
 
     def open(self, token_ids: Sequence[int], drafts: bool) -> PageTable:
-        """Begin a request with what is known of its tokens. drafts: its drafter keeps rows, too."""
+        """Begin a request with the cached pages of its tokens. drafts: its drafter keeps rows, too."""
         groups = range(len(self.groups) if drafts else self.num_target)
         return self.pool.open(token_ids if self._keeps else (), (), list(groups))
 
     def num_known(self, token_ids: Sequence[int], drafts: bool) -> int:
-        """Count the first tokens that `open` would find."""
         groups = range(len(self.groups) if drafts else self.num_target)
         return self.pool.num_known(token_ids, (), list(groups))
 
     def missing(self, table: PageTable, num_tokens: int) -> int:
-        """Count the pages of each full group that a request of so many tokens still needs."""
+        """Count the pages of each full group that a request of this many tokens still needs."""
         return self._pages_of(num_tokens) - len(table.pages[0])
 
     def available(self) -> int:
-        """Count the pages that can still be given in every full group."""
+        """Count the pages that every full group can still give."""
         full = [number for number, group in enumerate(self.groups) if group.window is None]
         return min(self.pool.num_available(number) for number in full)
 
@@ -238,10 +233,10 @@ class KVMemory:
         ends: bool = False,
         known: bool = True,
     ) -> None:
-        """Make whole pages known, as far as their rows are final; free what windows have left behind.
+        """Publish whole pages whose rows are final; free the pages that windows have left behind.
 
-        target_rows, drafter_rows: first indices that are final. ends: of a chunk, prompt or answer, where a later
-        request may continue. known: False keeps what is in them to this request.
+        target_rows, drafter_rows: leading indices that are final. ends: at the end of a chunk, prompt or answer, where
+        a later request may continue. known: False keeps the pages to this request.
         """
         final = [target_rows] * self.num_target + [drafter_rows] * (len(self.groups) - self.num_target)
         if self._keeps and known:
@@ -265,12 +260,11 @@ class KVMemory:
 
     @property
     def page_use(self) -> PageUse:
-        """Count the pages of a full group, and those that requests hold."""
         return PageUse(self.num_pages[0], self.num_pages[0] - self.available())
 
     @property
     def use(self) -> PrefixCacheUse | None:
-        """Hits and bytes of known tokens so far; None if none are kept."""
+        """Hits and bytes of the prefix cache so far; None without one."""
         if not self._keeps:
             return None
         counts = self.pool.counts
@@ -282,7 +276,7 @@ class KVMemory:
 def page_bytes(
     groups: Sequence[CacheGroup], init_pages: Callable[[Sequence[int]], tuple[Pages, ...]]
 ) -> tuple[int, ...]:
-    """Compute the bytes of one page of each cache group; allocate none. init_pages: makes the pools of all layers."""
+    """Compute the bytes of one page of each cache group. init_pages: makes the pools of all layers."""
     pools = jax.eval_shape(lambda: init_pages([1] * len(groups)))
     by_layer = [tree_bytes(pool) for pool in pools]
     return tuple(sum(by_layer[layer] for layer in group.layers) for group in groups)

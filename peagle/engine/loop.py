@@ -1,9 +1,9 @@
-"""Drive an engine for all who wait for its tokens.
+"""Drive an engine for all threads that wait for its tokens.
 
-`AnyEngine.add`, `abort`, `run`, `follow` and `warm_up` are thread-safe. There is no thread of its own: one of those
-that wait has the turn, runs iterations of the loop, and puts the chunks of all requests into their inboxes. A thread
-between them leaves .86 of the demo's speed if a dispatch has one step (.62 to 1.27 in 25 rounds on two cores), and
-costs nothing that can be measured if it has 24. A server drives the loop from one thread (peagle.serve.loop).
+`AnyEngine.add`, `abort`, `run`, `follow` and `warm_up` are thread-safe. The engine has no thread of its own: one of the
+waiting threads takes the turn, runs iterations of the loop, and puts the chunks of all requests into their inboxes. A
+separate thread leaves .86 of the demo's speed if a dispatch has one step (.62 to 1.27 in 25 rounds on two cores), and
+costs nothing measurable if it has 24. A server drives the loop from one thread (peagle.serve.loop).
 """
 
 import abc
@@ -25,12 +25,12 @@ from peagle.engine.widths import CostTable
 if TYPE_CHECKING:
     from peagle.engine.engine import Engine
 
-TURN_S = 0.005  # a reader waits so long for the turn before it looks for chunks that another thread has delivered
-Measuring = Callable[[int, int], object]  # (runs that are over, all runs)
+TURN_S = 0.005  # how long a reader waits for the turn before it looks for chunks that another thread has delivered
+Measuring = Callable[[int, int], object]  # (finished runs, all runs)
 
 
 class AnyEngine(abc.ABC):
-    """An `Engine`, or several behind one queue (peagle.engine.replicas), for callers of any thread.
+    """An `Engine`, or several with one queue (peagle.engine.replicas), for callers of any thread.
 
     _lock guards the bookkeeping. The thread that drives the loop holds _turn. _entry keeps requests out during a
     warm-up.
@@ -46,7 +46,7 @@ class AnyEngine(abc.ABC):
     @property
     @abc.abstractmethod
     def one(self) -> "Engine":
-        """An engine by itself, on its own devices, to look at and to measure."""
+        """One engine on its own devices, to inspect and to measure."""
 
     @property
     @abc.abstractmethod
@@ -56,7 +56,7 @@ class AnyEngine(abc.ABC):
     @property
     @abc.abstractmethod
     def compile_s(self) -> float:
-        """Seconds that compilation took."""
+        """Seconds of compilation."""
 
     @property
     @abc.abstractmethod
@@ -81,24 +81,24 @@ class AnyEngine(abc.ABC):
     @property
     @abc.abstractmethod
     def num_preemptions(self) -> int:
-        """How many times a request lost its pages to an earlier one, and was computed again."""
+        """How many times a request lost its pages to an earlier one, and was recomputed."""
 
     @abc.abstractmethod
     def check(self, request: Request, hand_off: HandOff | None = None) -> None:
-        """Raise InputError, before any work, for a request that cannot be run, or not begin with this hand-off."""
+        """Raise InputError, before any work, for a request that cannot run, or cannot continue from this hand-off."""
 
     @abc.abstractmethod
     def add(self, request: Request, timeout_s: float | None = None, hand_off: HandOff | None = None) -> Handle:
         """Put a request in the queue. After timeout_s seconds it ends with the tokens it has.
 
-        hand_off: where another engine left it; its chunks hold the tokens after those. A message is dropped as soon as
-        the request has a slot, or ends. Raises InputError for a request that cannot be run, EngineError if the engine
-        has failed.
+        hand_off: where another engine left the request; its chunks hold only later tokens. The message is dropped as
+        soon as the request has a slot, or ends. Raises InputError for a request that cannot be run, EngineError if the
+        engine has failed.
         """
 
     @abc.abstractmethod
     def settle(self) -> None:
-        """If no request is left, wait for the device: no work runs into the next measurement."""
+        """If no request is left, wait for the device, so that no work runs into the next measurement."""
 
     @abc.abstractmethod
     def warm_up(
@@ -110,18 +110,17 @@ class AnyEngine(abc.ABC):
     ) -> None:
         """Compile and run once every program that requests need, so that later times include no compilation.
 
-        sampled: some request is not greedy. full: some request is full (`Request.full`). constrained: some request has
-        a grammar. An adaptive engine then measures the cost of drafting, once; it calls measuring(runs that are over,
-        all runs) before each run. While a request is in the engine, this does nothing: programs then compile at their
-        first dispatch.
+        sampled, full, constrained: some request is not greedy, is full (`Request.full`), has a grammar. An adaptive
+        engine then measures step costs, once; it calls measuring(finished runs, all runs) before each run. While a
+        request is in the engine, this does nothing: programs then compile at their first dispatch.
         """
 
     @abc.abstractmethod
     def memory_bytes(self) -> tuple[int, int, int]:
-        """Compute the bytes of (keys and values, the state of slots, logits of a step); allocate none.
+        """Compute the bytes of (keys and values, state of slots, logits of a step) on one device; allocate nothing.
 
-        They are those of one device. Devices of a CPU share one memory, so theirs are counted together. A target over
-        several devices cuts its pages; each of them has all else.
+        CPU devices share one memory, so theirs are added up. A target over several devices cuts its pages; each device
+        has all the rest.
         """
 
     @abc.abstractmethod
@@ -141,10 +140,9 @@ class AnyEngine(abc.ABC):
         return [self.add(request) for request in requests]
 
     def abort(self, handle: Handle) -> None:
-        """End a request, if it has not ended, and drop its tokens that were not read.
+        """End a request, if it has not ended, and drop its unread tokens.
 
-        Never waits, so an event loop or a finaliser may call it: if a step is under way, the request ends before the
-        next one.
+        Never waits, so an event loop or a finaliser may call it: during a step, the request ends before the next one.
         """
         handle.has_reader = False
         if handle.finished is not None:
@@ -160,8 +158,8 @@ class AnyEngine(abc.ABC):
         """Send the next dispatch and read the previous one.
 
         For a single driver; `run`, `follow` and `generate` call it. Returns [] if no request is left, or nothing has
-        arrived yet. Raises EngineError if the device failed, and KeyboardInterrupt, before it sends anything, if Ctrl-C
-        was pressed (peagle.ops.interrupt).
+        arrived yet. Raises EngineError if the device failed, and KeyboardInterrupt, before it sends anything, after
+        Ctrl-C (peagle.ops.interrupt).
         """
         with self._lock:
             return self._step()
@@ -177,7 +175,7 @@ class AnyEngine(abc.ABC):
             raise handle.error
 
     def generate(self, requests: Sequence[Request]) -> Iterator[tuple[int, TokenChunk]]:
-        """Decode all of the requests; yield (index in the list, chunk) as chunks arrive.
+        """Decode the requests; yield (index in the list, chunk) as chunks arrive.
 
         A reader that stops early aborts the rest. Raises InputError as `run` does.
         """
@@ -194,8 +192,8 @@ class AnyEngine(abc.ABC):
         """Yield (handle, chunk) as chunks arrive, until all of the requests have ended.
 
         Meanwhile the reader may abort requests and add handles to `handles`. A reader that stops early aborts the rest.
-        Raises InputError if a model's outputs are not finite, but not for a request that its reader has aborted. A
-        grammar that cannot be followed ends its own request alone, with the error in its last chunk.
+        Raises InputError if a model's outputs are not finite, except for an aborted request. A grammar that cannot be
+        followed ends only its own request, with the error in its last chunk.
         """
         read: set[Handle] = set()
         try:
@@ -218,8 +216,8 @@ class AnyEngine(abc.ABC):
     def _wait_for(self, handles: Sequence[Handle]) -> set[Handle]:
         """Return as soon as chunks of some of these have arrived: drive the loop, or let another thread do it.
 
-        Returns those that have ended, whose last chunks have arrived, as far as this thread had the turn: a request
-        that ends while another has it may still lack its last chunk.
+        Returns the handles that have ended with all chunks delivered. These are known only if this thread had the turn:
+        while another thread has it, an ended request may still lack its last chunk.
         """
         while True:
             if self._turn.acquire(timeout=TURN_S):

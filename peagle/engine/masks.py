@@ -3,9 +3,9 @@
     row          pending           d0                  d1
     its mask     after emitted     after emitted+d0    after emitted+d0+d1
 
-A mask depends on the tokens before it and on nothing else, so decoding with drafts and without has equal masks. Every
-token is allowed that continues some text of the grammar, however a tokenizer would cut that text. Where the text may
-end, the request's stop tokens are allowed, too; where it must end, they alone are.
+A mask depends only on the tokens before it, so decoding with and without drafts has equal masks. A token is allowed if
+it continues some text of the grammar, however a tokenizer would cut that text. Where the text may end, the request's
+stop tokens are allowed, too; where it must end, only they are.
 
 A mask has a bit for each token, lowest first, 1 if it is allowed, and one more after the vocabulary: whether the text
 may end there.
@@ -23,7 +23,6 @@ MASK_BITS = 32
 
 
 def all_allowed(batch: int, width: int, vocab_size: int) -> UInt32[np.ndarray, "B T W"]:
-    """Make masks that allow every token."""
     return np.full((batch, width, vocab_size // MASK_BITS + 1), 0xFFFFFFFF, np.uint32)
 
 
@@ -32,10 +31,10 @@ def fill(
 ) -> dict[int, int]:
     """Fill in rows of a step's masks: {row: (its matcher, the drafts it verifies)}. Return the drafts that may count.
 
-    Masks after a draft that is not allowed, or that ends the text, are left as they are: nothing reads them. Drafts are
-    tried on copies of the matchers: the target may never take their path, so a dead end there must not touch the
-    request. Drafts from there on do not count, and the target decides alone. Copies share one automaton, whose limits
-    may so end a matcher for the drafts tried, or for other requests: then it is `limited`, and must be renewed.
+    Drafts are tried on copies of the matchers, because the target may never take their path: a dead end there must not
+    touch the request. From the first draft that is not allowed, or that ends the text, drafts do not count and the
+    target decides alone; the masks after it are not read and stay as they are. Copies share one automaton. If drafts,
+    or other requests, take it to its limits, the matcher is `limited` and must be renewed.
     """
     from llguidance import numpy  # an extra
 
@@ -63,7 +62,7 @@ def fill(
 
 
 def _fill_one_by_one(rows: UInt32[np.ndarray, "T W"], state: Any, drafts: Sequence[int]) -> int:
-    """Fill in a row's masks until one fails; return the drafts before that. The first mask is the request's own."""
+    """Fill in a row's masks until one fails; return the drafts before it. The first mask is the request's own."""
     from llguidance import numpy
 
     rows[:] = 0xFFFFFFFF
@@ -81,7 +80,6 @@ def _fill_one_by_one(rows: UInt32[np.ndarray, "T W"], state: Any, drafts: Sequen
 
 
 def next_mask(matcher: Matcher) -> UInt32[np.ndarray, "one one W"]:
-    """Make the mask of the next token."""
     vocabulary = matcher.compiled.vocabulary
     masks = all_allowed(1, 1, vocabulary.size)
     fill(masks, vocabulary, {0: (matcher, ())})

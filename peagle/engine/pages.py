@@ -1,17 +1,17 @@
 """Allocate pages of cache memory to requests, share them by prefix, evict and free them. Host code without JAX.
 
-Layers that keep the same indices form a group, with a pool of pages of its own: the target's full layers, its sliding
-layers, the drafter's layers. Index i of a request lies in page table[i // page_size] of the group's pool. A page is
+Layers that keep the same indices form a group with its own pool of pages: the target's full layers, its sliding layers,
+the drafter's layers. Index i of a request lies in page table[i // page_size] of the group's pool. A page is
 
     free      no request reads it
     held      by the requests whose tables name it
-    cached    held by none, but its content is known: a later request with the same tokens takes it
+    cached    no request holds it, but its content is known: a later request with the same tokens takes it
 
 Known content forms a tree. The node at depth n stands for tokens n * page_size .. (n + 1) * page_size - 1 after those
-of its parents, and names one page for each group that has it. The first group has a page in every node. A windowed
-group has pages only at the ends of prompts and answers, where a later request may continue. The drafter's group has
-none where the request did not draft. A page becomes known when the host has read that all its rows are final; its
-content depends on its own tokens and on those before it, so equal paths mean equal content.
+of its parents, and names one page in each group that has it. The first group has a page in every node. A windowed group
+has pages only at the ends of prompts and answers, where a later request may continue. The drafter's group has none
+where the request did not draft. A page becomes known after the host has read that all its rows are final. Its content
+depends on its own tokens and on those before it, so equal paths mean equal content.
 
 A hit is the longest path that every group can continue from. Pages are evicted least recently used first, children
 before parents. The device runs one ordered stream of dispatches, each with its own tables, so a page may go to another
@@ -39,7 +39,7 @@ class PageGroup:
 
 @dataclass(eq=False)
 class Node:
-    """Known content: a page of tokens after those of its parents; `pages` names the page of each group, or UNMAPPED."""
+    """A page of known tokens after its parents' tokens; `pages` names the page of each group, or UNMAPPED."""
 
     tokens: tuple[int, ...]
     parent: "Node | None"
@@ -51,16 +51,16 @@ class Node:
 class PageTable:
     """The pages of one request, by group and by index // page_size; UNMAPPED where it has none."""
 
-    groups: tuple[int, ...]  # those that it uses
+    groups: tuple[int, ...]  # used by this request
     pages: list[list[int]]
-    path: list[Node]  # the root, then the known content of its first pages
-    num_cached_tokens: int  # of its prompt, found known
-    num_offered: list[int]  # of each group without a window, pages that are known
+    path: list[Node]  # the root, then the nodes of its first pages
+    num_cached_tokens: int  # of its prompt
+    num_offered: list[int]  # pages that are known, of each group without a window
 
 
 @dataclass
 class PageCounts:
-    """What the pool did so far: requests and tokens looked up and found, and pages evicted."""
+    """Counts so far: requests and tokens looked up and hit, and pages evicted."""
 
     requests: int = 0
     hits: int = 0
@@ -70,7 +70,7 @@ class PageCounts:
 
 
 class PagePool:
-    """The pages of all groups. Only the engine's loop calls it: it takes no lock.
+    """The pages of all groups. Takes no lock: only the engine's loop calls it.
 
     Every request uses group 0, which has no window.
     """
@@ -80,27 +80,25 @@ class PagePool:
             raise ValueError("group 0 has a window; expected a group that keeps every index")
         self.groups, self.page_size = tuple(groups), page_size
         self.counts = PageCounts()
-        # pages given back; and how many were ever given, in ascending order: a prompt then lies in neighbouring pages,
+        # returned pages; and how many pages were ever handed out, ascending: so a prompt lies in neighbouring pages,
         # which are read faster
         self._returned: list[list[int]] = [[] for _ in self.groups]
-        self._num_given = [0] * len(self.groups)
+        self._num_allocated = [0] * len(self.groups)
         self._num_holders: list[collections.Counter[int]] = [collections.Counter() for _ in self.groups]
-        # by group, nodes whose page no request holds; the first is evicted first, a parent comes after its children
+        # by group, nodes whose page no request holds, in order of eviction: children before their parents
         self._cached: list[collections.OrderedDict[Node, None]] = [collections.OrderedDict() for _ in self.groups]
         self._roots: dict[Hashable, Node] = {}
         self._tables: set[PageTable] = set()
 
     def num_available(self, group: int) -> int:
-        """Count the pages that requests can still be given: free ones, and cached ones, which are then evicted."""
-        never_given = self.groups[group].num_pages - self._num_given[group]
-        return len(self._returned[group]) + never_given + len(self._cached[group])
+        """Count the pages that requests can still get: free ones, and cached ones, which are then evicted."""
+        never_allocated = self.groups[group].num_pages - self._num_allocated[group]
+        return len(self._returned[group]) + never_allocated + len(self._cached[group])
 
     def num_cached(self, group: int) -> int:
-        """Count the pages of known content that no request holds."""
         return len(self._cached[group])
 
     def num_known(self, token_ids: Sequence[int], salt: Hashable, groups: Sequence[int]) -> int:
-        """Count the first tokens that `open` would find."""
         root = self._roots.get(salt)
         return 0 if root is None else len(self._longest_hit(root, token_ids, groups)) * self.page_size
 
@@ -108,7 +106,7 @@ class PagePool:
         """Begin a request with the longest known beginning of its tokens.
 
         salt: what else the content depends on (model, drafter, adapter). groups: those that the request uses. The
-        request reads the pages that it finds and never writes them.
+        request reads known pages and never writes them.
         """
         root = self._roots.setdefault(salt, Node((), None, [UNMAPPED] * len(self.groups)))
         path = self._longest_hit(root, token_ids, groups)
@@ -125,7 +123,7 @@ class PagePool:
         return table
 
     def count_lookup(self, table: PageTable, num_tokens: int) -> None:
-        """Count a request of so many tokens as looked up: one that begins, not one that still waits for pages."""
+        """Count the lookup of a request that begins; not of one that still waits for pages."""
         self.counts.requests += 1
         self.counts.hits += table.num_cached_tokens > 0
         self.counts.queried_tokens += num_tokens
@@ -149,10 +147,10 @@ class PagePool:
     def publish(
         self, table: PageTable, token_ids: Sequence[int], num_final: Sequence[int], keep_window: bool = False
     ) -> None:
-        """Make content known whose rows are all final, as the host has read.
+        """Make pages known after the host has read that all their rows are final.
 
-        num_final: by group, how many first indices are final. keep_window: a later request may continue at the last
-        whole page, so windowed groups keep what it needs: at the end of a prompt, of a chunk, of an answer.
+        num_final: by group, how many leading indices are final. keep_window: a later request may continue at the last
+        whole page (the end of a prompt, chunk or answer), so windowed groups keep the pages that it would see.
 
         If a page of the same content is known already, the request takes that one and frees its own.
         """
@@ -175,9 +173,9 @@ class PagePool:
                     self._offer(table, group, number)
 
     def trim(self, table: PageTable, num_final: Sequence[int]) -> None:
-        """Release windowed pages that neither a later row sees nor a request that continues at the last whole page.
+        """Free windowed pages that neither a later row sees nor a request that continues at the last whole page.
 
-        num_final: as for `publish`; a rollback never goes below.
+        num_final: as for `publish`; no rollback goes below.
         """
         for group in table.groups:
             if self.groups[group].window is not None:
@@ -193,13 +191,13 @@ class PagePool:
                 self._release(table, group, number)
 
     def forget(self) -> None:
-        """Free all pages of known content that no request holds."""
+        """Free all cached pages."""
         for group in reversed(range(len(self.groups))):
             for _ in range(len(self._cached[group])):
                 self._returned[group].append(self._take_cached(group))
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if a page is not exactly one of free, held and cached, or if a count is wrong."""
+        """Raise AssertionError unless each page is exactly one of free, held and cached, and all counts are right."""
         nodes = [node for root in self._roots.values() for node in _descendants(root)]
         for group in range(len(self.groups)):
             holders = collections.Counter(
@@ -212,8 +210,8 @@ class PagePool:
             assert set(cached) == set(known) - set(holders), (
                 f"group {group}: cached are the known pages that none holds"
             )
-            never_given = range(self._num_given[group], self.groups[group].num_pages)
-            everything = sorted([*self._returned[group], *never_given, *cached, *holders])
+            never_allocated = range(self._num_allocated[group], self.groups[group].num_pages)
+            everything = sorted([*self._returned[group], *never_allocated, *cached, *holders])
             assert everything == list(range(self.groups[group].num_pages)), f"group {group}: pages are lost or doubled"
             for table in self._tables:
                 for number, page in enumerate(table.pages[group]):
@@ -244,7 +242,7 @@ class PagePool:
         return path[: next(count for count in range(len(path), -1, -1) if continues(count))]
 
     def _first_needed(self, group: int, num_pages: int) -> int:
-        """Return the first page that a request sees if it continues after so many whole pages.
+        """Return the first page that a request sees if it continues after num_pages whole pages.
 
         Its first row is the last known one, which is run again (peagle.engine.prefill).
         """
@@ -254,7 +252,7 @@ class PagePool:
         return min(num_pages, max(0, num_pages * self.page_size - window) // self.page_size)
 
     def _offer(self, table: PageTable, group: int, number: int) -> None:
-        """Make a page known or, if its content is known by another page, take that one in its place."""
+        """Make a page known or, if another page has the same content, take that one in its place."""
         node, page = table.path[number + 1], table.pages[group][number]
         if page == UNMAPPED or node.pages[group] == page:
             return
@@ -285,16 +283,15 @@ class PagePool:
         table.pages[group][number] = UNMAPPED
 
     def _take(self, group: int) -> int:
-        """Return a free page; if there is none, evict the page that was used least recently."""
+        """Return a free page or, if there is none, evict the least recently used one."""
         if self._returned[group]:
             return self._returned[group].pop()
-        if self._num_given[group] < self.groups[group].num_pages:
-            self._num_given[group] += 1
-            return self._num_given[group] - 1
+        if self._num_allocated[group] < self.groups[group].num_pages:
+            self._num_allocated[group] += 1
+            return self._num_allocated[group] - 1
         return self._take_cached(group)
 
     def _take_cached(self, group: int) -> int:
-        """Evict the page that was used least recently, and return it."""
         node, _ = self._cached[group].popitem(last=False)
         page = node.pages[group]
         node.pages[group] = UNMAPPED
@@ -304,7 +301,7 @@ class PagePool:
         return page
 
     def _drop(self, node: Node) -> None:
-        """Forget a node without a page of group 0. Nobody holds its other pages, since a holder holds that one, too."""
+        """Forget a node that lost its page of group 0. No request holds its other pages, or it would hold that one."""
         assert node.parent is not None
         del node.parent.children[node.tokens]
         for group, page in enumerate(node.pages):

@@ -1,16 +1,15 @@
 """Run a pass over prompt rows: chunks of several prompts, or one whole prompt in blocks of rows.
 
-A pass needs the pages and nothing else, so a chunk may begin anywhere. If tokens are known before it, its first row is
-the last known token: that row writes nothing, and gives the aux_hidden that the drafter's next row needs.
+A pass needs only the pages, so a chunk may begin anywhere. If tokens before it are known, its first row is the last
+known token: that row writes nothing, and gives the aux_hidden that the drafter's next row needs.
 
     chunk 0         | t0 t1 t2 t3 |
     chunk 1         | t3 t4 t5 .. |     t3 is known: it reads, and writes nothing; padding has position -1
 
-So a chunk, a prompt that begins with known pages, and a request that goes on after a pause are one case, and a prompt
-of which all is known is computed again in one row, for its logits. The pages do not depend on where a prompt is cut, on
-native kernels bit for bit.
+So a chunk, a prompt with a cached prefix, and a resumed request are one case, and a wholly known prompt runs its last
+token once more, for its logits. The pages do not depend on where a prompt is cut, on native kernels bit for bit.
 
-In blocks, the layers are the outer loop and the blocks of rows the inner one. So attention may see few rows at a time,
+In blocks, the layers are the outer loop and the blocks of rows the inner one. So attention may see few rows at a time
 and the experts many, which reads and dequantises each of them fewer times.
 """
 
@@ -26,12 +25,12 @@ from peagle.protocols import Drafter, PrefillsAtOnce, Target
 
 
 class ChunkRows(NamedTuple):
-    """Rows of n prompts, T each at most."""
+    """Rows of n prompts, T at most per prompt."""
 
     token_ids: Int[Array, "n T"]
     begin: Int[Array, " n"]  # position of the first row
     num_rows: Int[Array, " n"]  # 0 in an entry without a prompt
-    known: Int[Array, " n"]  # 1: the first row is in the pages; 0: none is
+    known: Int[Array, " n"]  # 1: the first row's token is in the pages already; 0: no row's is
 
 
 class Prefilled(NamedTuple):
@@ -51,8 +50,9 @@ def prefill(
 ) -> tuple[PagedCache, PagedCache | None, Prefilled]:
     """Write the rows of a chunk to the pages of target and drafter.
 
-    The drafter's row p pairs token p + 1 with aux_hidden[p]: rows begin .. begin + count - 2. drafter_cache None: the
-    drafter has no caches, or stays out. blocks: the chunk is one whole prompt (peagle.protocols.PrefillsAtOnce).
+    The drafter's row p pairs token p + 1 with aux_hidden[p]: rows begin .. begin + count - 2. drafter_cache None: no
+    drafter caches, or a pass without the drafter. blocks: the chunk is one whole prompt
+    (peagle.protocols.PrefillsAtOnce).
     """
     row = jnp.arange(chunk.token_ids.shape[1], dtype=jnp.int32)[None, :]
     active = row < chunk.num_rows[:, None]

@@ -1,8 +1,8 @@
-"""Propose the drafts of a step, and let a drafter absorb what it has not read.
+"""Propose the drafts of a step, and let a drafter absorb rows that it has not read.
 
-In adaptive steps the step chooses how many drafts to make and to verify (peagle.engine.widths). A second drafter,
-without caches, may propose there, too; a slot takes the drafts that promise more. If those of the second are enough for
-all slots, the first does not run.
+Adaptive steps choose how many drafts to make and to verify (peagle.engine.widths). There a second drafter, without
+caches, may propose, too; a slot takes the drafts that promise more. If the second's drafts are enough for all slots,
+the first does not run.
 """
 
 import dataclasses
@@ -60,10 +60,11 @@ def propose(
 
 
 def _chooser(state: DecodeState, keys: jax.Array | None, kind: StepKind) -> Choose:
-    """Return the function that chooses drafts: the likeliest, or in rows that are not greedy a draw by the keys."""
+    """Return the function that chooses drafts: the likeliest or, in sampled rows, a draw by the keys."""
     if not kind.sampled:
         return likeliest_with_confidence if kind.adaptive else likeliest_of
-    # drafts are not truncated: that takes time and gains nothing (1.57, 2.03, 2.29 either way at top-p .9, K = 1, 3, 7)
+    # drafts are drawn without truncation, which takes time and gains nothing (1.57, 2.03, 2.29 either way at top-p .9,
+    # K = 1, 3, 7)
     whole_law = dataclasses.replace(
         state.sampling,
         top_k=jnp.zeros_like(state.sampling.top_k),
@@ -82,7 +83,7 @@ def _chooser(state: DecodeState, keys: jax.Array | None, kind: StepKind) -> Choo
         )
         drawn = jnp.take_along_axis(scaled, jnp.maximum(index, 0)[..., None], axis=-1)[..., 0]
         probability = jnp.exp(drawn - jax.nn.logsumexp(scaled, axis=-1))
-        return index, jnp.where(index < 0, 1.0, probability)  # what is not finite is verified, and so noticed
+        return index, jnp.where(index < 0, 1.0, probability)  # verify what is not finite, which reveals it
 
     return draw
 
@@ -113,7 +114,7 @@ def _propose_adaptively(
     synthetic: SyntheticDrafts | None,
     may_skip: bool,
 ) -> tuple[DecodeState, Proposed]:
-    """Propose drafts in a step in which some slot may draft now; in another one there are none."""
+    """Propose drafts if some slot may draft in this adaptive step; else none."""
     assert state.pace is not None
     evaluates = functools.partial(_propose_by_sources, drafter, limits, costs, kind, keys, synthetic, may_skip)
 
@@ -150,7 +151,7 @@ def _propose_by_sources(
     may_skip: bool,
     state: DecodeState,
 ) -> tuple[DecodeState, Proposed]:
-    """Propose limits[b] drafts at most of each slot by the better of its sources, and choose how many to verify."""
+    """Propose limits[b] drafts at most per slot by the better of its sources, and choose how many to verify."""
     learned, pace, num_drafts = state.learned, state.pace, kind.num_drafts
     assert learned is not None
     assert pace is not None
@@ -182,7 +183,7 @@ def _propose_by_sources(
             state = run_if(behind, functools.partial(absorb, drafter), state)
         state, draft = _run_drafter(drafter, state, to_drafter, chooser, num_drafts)
         confidence = draft.confidence if synthetic is None else synthetic.confidence
-        if confidence is None:  # a drafter that does not say
+        if confidence is None:  # the drafter reports no confidence
             confidence = jnp.full(draft.token_ids.shape, 0.5, jnp.float32)
         return state, DraftOutput(draft.token_ids, confidence=confidence)
 
@@ -198,7 +199,8 @@ def _propose_by_sources(
     token_ids, num, source = drafts.token_ids, to_drafter, jnp.zeros((state.slots,), jnp.int32)
     sources: tuple[SourceDrafts, ...] = (drafts,)
     if looked_up is not None:
-        # where times are unknown the first source is counted, undisturbed (`Engine.count_acceptance`)
+        # without measured times take the first source's drafts, so that they alone are counted
+        # (`Engine.count_acceptance`)
         takes = (worth_looked_up > jnp.sum(gains, axis=1)) & (costs.of_rows(num_active) > 0)
         source, sources = takes.astype(jnp.int32), (drafts, looked_up)
         token_ids = jnp.where(takes[:, None], looked_up.token_ids, token_ids)
@@ -212,7 +214,7 @@ def _propose_by_sources(
 def _look_up(
     second: Drafter, state: DecodeState, limits: Int[Array, " B"], chooser: Choose, num_drafts: int
 ) -> tuple[DecodeState, SourceDrafts]:
-    """Let the second drafter read the input, all of it, and propose."""
+    """Let the second drafter read its whole input and propose."""
     assert state.learned is not None
     assert state.drafter_input is not None
     first_position = jnp.where(state.may_draft, state.drafter_input.first_position, -1)
@@ -231,7 +233,7 @@ def has_no_room(state: DecodeState, num_drafts: int) -> Bool[Array, " B"]:
 
 
 def absorb(drafter: Drafter | None, state: DecodeState) -> DecodeState:
-    """Let the drafters absorb their input but the last row of each slot: their next pass begins there."""
+    """Let the drafters absorb their input except each slot's last row, where their next pass begins."""
     before = state.drafter_input
     assert drafter is not None
     assert before is not None
@@ -244,7 +246,7 @@ def absorb(drafter: Drafter | None, state: DecodeState) -> DecodeState:
             second_state = second.absorb(second_state, before.token_ids, before.aux_hidden, positions)
         positions = jnp.where(state.keeps_up[:, None], positions, -1)
         drafter_state = drafter.absorb(state.drafter_state, before.token_ids, before.aux_hidden, positions)
-    last = jnp.where(state.done, 0, jnp.maximum(before.num - 1, 0))  # rows that stand still keep their input
+    last = jnp.where(state.done, 0, jnp.maximum(before.num - 1, 0))  # inactive rows keep their input
 
     def first(rows: jax.Array) -> jax.Array:
         index = last.reshape(-1, *(1 for _ in rows.shape[1:]))

@@ -1,11 +1,11 @@
 """Run the executor's verbs on several processes: one leads, the others follow, verb by verb.
 
-The leader has the engine: it alone schedules, measures and reads. Each verb is sent before it is called, as its name
-and its values. What verbs leave on the device stays in the executor of each process. So a follower needs no scheduler
-and no tokenizer, and decides nothing.
+Only the leader has an engine: it schedules, measures and reads. It sends each verb, as name and values, before it calls
+it. What verbs leave on the device stays in the executor of each process. So a follower needs no scheduler and no
+tokenizer, and decides nothing.
 
     leader     executor.steps(plan, costs, count, kind)      {"verb": "steps", "values": [plan, ..]}
-    follower   executor.steps(plan, cost, count, kind)
+    follower   executor.steps(plan, costs, count, kind)
 """
 
 import functools
@@ -42,14 +42,14 @@ VERBS = (
 
 
 class Lead:
-    """What a leading process sends. send: brings a message to all followers, in order."""
+    """Sends the messages of a leading process. send: brings a message to all followers, in order."""
 
     def __init__(self, send: Callable[[Message], None]) -> None:
         self._send, self._executors = send, 0
         self._order = threading.RLock()  # verbs are called in the order in which they are sent
 
     def together(self, message: Message, call: Callable[[], Any]) -> Any:
-        """Send a message, then make the call that the followers make when it arrives; return the result."""
+        """Send a message, then make the same call as the followers; return the result."""
         with self._order:
             self._send(message)
             return call()
@@ -66,19 +66,18 @@ class Lead:
 
 
 class Leading(Executor):
-    """The executor of the leader. Each of VERBS is sent before it is called."""
+    """The executor of the leader. Sends each of VERBS before it calls it."""
 
     def __init__(self, lead: Lead, number: int, target: Target, drafter: Drafter | None, shape: Shape) -> None:
         super().__init__(target, drafter, shape)
         self._lead, self._number = lead, number
 
     def sent(self, name: str, values: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-        """Send a verb of this name, and call it."""
         message = {"of": self._number, "verb": name, "values": _sent(values), "options": _sent(options)}
         return self._lead.together(message, functools.partial(getattr(Executor, name), self, *values, **options))
 
     def compile_steps(self, passes: Sequence[tuple[np.ndarray, StepKind]]) -> None:
-        """Compile nothing ahead: processes compile the same programs in the same order, each at its dispatch."""
+        """Compile nothing ahead: all processes compile the same programs in the same order, at their dispatch."""
 
     def read_pages(self, layer: int, numbers: Any) -> tuple[np.ndarray, np.ndarray]:  # noqa: ARG002
         """Raise InputError: a process has only its own part of the pages."""
@@ -105,7 +104,7 @@ class Follower:
         self._executors: dict[int, Executor] = {}
 
     def run(self, message: Message) -> None:
-        """Do what a message of `Lead` or `Leading` was sent for."""
+        """Execute a message of `Lead` or `Leading`."""
         if "executor" in message:
             target, drafter = self._models(message["drafts"], message["beside"])
             shape = Shape(**_received(message["shape"], target.vocab_size))
@@ -116,13 +115,12 @@ class Follower:
         getattr(executor, message["verb"])(*values, **options)
 
     def settle(self) -> None:
-        """Wait for the device."""
         for executor in self._executors.values():
             executor.settle()
 
 
 def _sent(value: Any) -> Any:
-    """Write a value as JSON and arrays. A float becomes an array, which keeps all of it."""
+    """Write a value as JSON and arrays. A float becomes an array, which keeps all its bits."""
     if isinstance(value, SlotParams):
         return {"slot": [np.asarray(leaf) for leaf in jax.tree.leaves(value)]}
     if isinstance(value, StepKind):
@@ -135,7 +133,7 @@ def _sent(value: Any) -> Any:
 
 
 def _received(value: Any, vocab_size: int) -> Any:
-    """Undo `_sent`; lists are left as tuples."""
+    """Undo `_sent`; lists become tuples."""
     if isinstance(value, list):
         return tuple(_received(item, vocab_size) for item in value)
     if isinstance(value, np.ndarray) and not value.ndim:

@@ -1,13 +1,13 @@
-"""Several engines with one queue before them: the same models on other devices, each with its share of the slots.
+"""Several engines behind one queue: the same models on other devices, each with its share of the slots.
 
     requests -> | queue | -> engine 0, its slots and pages     devices 0 ..
                           -> engine 1, its slots and pages     the next ones
 
 One program over all devices would compute each prompt on every device, and the steps of all slots would wait for each
-chunk. Engines of their own prefill different prompts at once, and none waits for another.
+chunk. Separate engines prefill different prompts at once, and none waits for another.
 
-One thread drives them all. It sends each engine its next dispatch before it reads any, and reads what is ready first.
-So all devices work, whatever a dispatch takes; but while a step is cut for a grammar, the host waits for that engine's
+One thread drives them all. It sends each engine its next dispatch before it reads any, and reads ready results first.
+So all devices work, whatever a dispatch takes; only a step cut for a grammar makes the host wait for that engine's
 drafts. Answers are those of one engine: no row depends on its slot or its neighbours.
 """
 
@@ -31,22 +31,22 @@ from peagle.engine.timing import LoopTimes
 from peagle.engine.widths import CostTable
 from peagle.ops import interrupt
 
-POLL_S = 1e-4  # between looks at what is ready: little beside a step, and little work
-MOST_POLLING_S = 5e-3  # in one step: then the driver may add requests, which other engines may begin
-STANDS_STILL_S = 60.0  # an engine is waited for alone if a dispatch takes longer, so that the loop's watcher notices
+POLL_S = 1e-4  # between looks at what is ready; short beside a step
+MOST_POLLING_S = 5e-3  # in one step; then the driver may add requests, which idle engines may begin
+STANDS_STILL_S = 60.0  # block on one engine after this long, so that the loop's watcher sees the stall
 
 
 class Replicas(AnyEngine):
     """Decode requests with several engines of equal models and shapes.
 
-    config: of all together, whose slots and bytes the engines share.
+    config: of all together; the engines share its slots and bytes.
     """
 
     def __init__(self, engines: Sequence[Engine], config: ResolvedConfig) -> None:
         super().__init__(config, engines[0].stop_token_ids)
         self.engines = tuple(engines)
-        self._waiting: collections.deque[Handle] = collections.deque()  # requests that no engine has
-        self._sent: dict[Engine, float] = {}  # those that `receive` comes next for, and since when
+        self._waiting: collections.deque[Handle] = collections.deque()  # requests without an engine
+        self._sent: dict[Engine, float] = {}  # engines whose dispatch is not read yet, and when it was sent
 
     @property
     def one(self) -> Engine:
@@ -84,8 +84,8 @@ class Replicas(AnyEngine):
     ) -> None:
         """See `AnyEngine.warm_up`. Engines compile at once, in as many threads as there are processors.
 
-        Then the first one measures, beside no compilation; its costs of drafting hold for all. A failure of one is
-        raised as soon as those at work have ended.
+        Then the first one measures costs, which hold for all, while none compiles. The first failure is raised as soon
+        as the running compilations have ended.
         """
         with self._entry:
             with self._lock:
@@ -108,12 +108,11 @@ class Replicas(AnyEngine):
 
     @property
     def compile_s(self) -> float:
-        """Seconds of compilation, of the engine that took longest: they compile at once."""
+        """Seconds of compilation, of the slowest engine: they compile at once."""
         return max(engine.compile_s for engine in self.engines)
 
     @property
     def times(self) -> LoopTimes:
-        """Host overhead, of all engines together."""
         times = [engine.times for engine in self.engines]
         return LoopTimes(sum(time.gap_s for time in times), sum(time.busy_s for time in times))
 
@@ -124,19 +123,16 @@ class Replicas(AnyEngine):
 
     @property
     def prefix_cache_use(self) -> PrefixCacheUse | None:
-        """See `AnyEngine.prefix_cache_use`: of all engines together."""
         uses = [use for engine in self.engines if (use := engine.prefix_cache_use) is not None]
         return PrefixCacheUse(*map(sum, zip(*map(dataclasses.astuple, uses), strict=True))) if uses else None
 
     @property
     def page_use(self) -> PageUse:
-        """See `AnyEngine.page_use`: of all engines together."""
         uses = [engine.page_use for engine in self.engines]
         return PageUse(sum(use.num_pages for use in uses), sum(use.num_held for use in uses))
 
     @property
     def num_preemptions(self) -> int:
-        """See `AnyEngine.num_preemptions`: of all engines together."""
         return sum(engine.num_preemptions for engine in self.engines)
 
     def memory_bytes(self) -> tuple[int, int, int]:
@@ -147,7 +143,7 @@ class Replicas(AnyEngine):
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def _step(self) -> Chunks:
-        """Send the engines their next dispatches; wait a little until one is ready, and read those that are."""
+        """Send the engines their next dispatches; wait briefly until one is ready, and read all ready ones."""
         interrupt.check()
         for engine in self.engines:
             engine.raise_failure()
@@ -175,13 +171,12 @@ class Replicas(AnyEngine):
 
     @property
     def _ready(self) -> list[Engine]:
-        """The engines to read next: those that are ready, or one that stands still."""
+        """The engines to read next: the ready ones, or one that stands still."""
         sent = [engine for engine in self.engines if engine in self._sent]
         still = time.perf_counter() - STANDS_STILL_S
         return [engine for engine in sent if engine.ready or self._sent[engine] < still]
 
     def _hand_out(self) -> None:
-        """Give waiting requests to engines that have a slot for them."""
         while self._waiting and (roomy := [engine for engine in self.engines if engine.num_free > 0]):
             handle = self._waiting.popleft()
             self._best(roomy, handle.request.prompt_ids).enter(handle)
@@ -190,9 +185,9 @@ class Replicas(AnyEngine):
 
     @staticmethod
     def _best(engines: Sequence[Engine], prompt_ids: Sequence[int]) -> Engine:
-        """Choose an engine for a prompt: one that knows most of it, then the emptiest.
+        """Choose an engine for a prompt: the one that has cached most of it, then the emptiest.
 
-        What is known does not count where there is far more to do than elsewhere: all requests may begin alike.
+        Cached tokens do not count on an engine with far more to do than another: all requests may begin alike.
         """
         most = 2 * min(engine.num_open for engine in engines) + 1
 
@@ -208,11 +203,11 @@ class Replicas(AnyEngine):
             if handle in self._waiting:
                 self._waiting.remove(handle)
                 handle.end("aborted")
-            for engine in self.engines:  # does nothing in those that do not have it
+            for engine in self.engines:  # does nothing in an engine without the request
                 engine.abort(handle)
 
     def _end_overdue(self) -> None:
-        """End the waiting requests whose time is over; engines end their own."""
+        """End waiting requests past their deadline; engines end their own."""
         now = time.perf_counter()
         for handle in [h for h in self._waiting if h.deadline_s is not None and now >= h.deadline_s]:
             self._waiting.remove(handle)

@@ -14,7 +14,7 @@ FinishReason = Literal["stop", "length", "aborted", "timeout", "error", "handed_
 
 
 def fold_seed(seed: int) -> int:
-    """Return the int32 of a seed for the device: itself if it fits, else 31 bits that depend on all of its 64."""
+    """Return the int32 of a seed for the device: itself if it fits, else 31 bits that depend on all 64."""
     if 0 <= seed < 2**31:
         return seed
     digest = hashlib.blake2b((seed % 2**64).to_bytes(8, "little"), digest_size=4).digest()
@@ -25,15 +25,19 @@ def fold_seed(seed: int) -> int:
 class Request:
     """A prompt to continue.
 
-    stop_token_ids None: those of the engine. logprobs: how many of the likeliest tokens to return with each emitted
-    one, with their log-probabilities; None: no log-probabilities. `index` distinguishes requests of the same seed, such
-    as the prompts of a file or several answers to one; requests in an engine may share one. `name` is the prompt's name
-    in messages. `stop`: the answer's text ends before the first of these strings; peagle.result.Assembler applies
-    them, since the engine works on tokens only. num_speculative_tokens: the most drafts of a step of this request;
-    None: the engine's; a request with its own K is never paused for what drafting costs. `grammar`: what the answer
-    must be (peagle.engine.grammar); it masks the target's logits before acceptance, as other adjustments change them.
-    An answer that the budget, a stop string or a stop token of the request's own cuts is only the beginning of such a
-    text.
+    stop_token_ids           None: those of the engine
+    logprobs                 how many of the likeliest tokens to return with each emitted one, with their
+                             log-probabilities; None: no log-probabilities
+    index                    distinguishes requests of the same seed, such as the prompts of a file or several
+                             answers to one; requests in an engine may share one
+    name                     the prompt's name in messages
+    stop                     the answer's text ends before the first of these strings; peagle.result.Assembler
+                             applies them, since the engine works on tokens only
+    num_speculative_tokens   most drafts of a step of this request; None: the engine's. A request with its own K is
+                             never paused for the cost of drafting
+    grammar                  of the answer (peagle.engine.grammar); it masks the target's logits before acceptance,
+                             like other adjustments. If the budget, a stop string or one of the request's stop
+                             tokens cuts the answer, it is only the beginning of a text of the grammar
     """
 
     prompt_ids: tuple[int, ...]
@@ -65,7 +69,7 @@ class Request:
         check_stop_strings(self.stop)
 
     def drafts(self, most: int) -> int:
-        """Return the most drafts of a step of this request in an engine whose most are `most`."""
+        """Return the most drafts of a step of this request in an engine with at most `most`."""
         return most if self.num_speculative_tokens is None else min(self.num_speculative_tokens, most)
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -93,8 +97,8 @@ class StepRecord:
     draft_token_ids: tuple[int, ...]  # the verified ones: none in a plain step
     num_accepted: int
     next_token: int
-    num_drafted: int = 0  # by the source that the slot took; the first ones were verified
-    source: int = 0  # 0: the drafter; 1: the second one beside it (peagle.engine.beside)
+    num_drafted: int = 0  # by the source that the slot used; the first ones were verified
+    source: int = 0  # 0: the drafter; 1: the second one (peagle.engine.beside)
 
 
 @dataclass(frozen=True)
@@ -113,9 +117,9 @@ class TokenLogprobs:
 class TokenChunk:
     """Tokens that one dispatch emitted for one request.
 
-    `steps` is empty in the chunk of the first token, which comes from prefill. `logprobs` has an entry for each token
-    if the request sets logprobs. The last chunk of a request has a finish_reason, and if that is "error", the error.
-    `time_s` is a reading of time.perf_counter() on arrival at the host.
+    `steps` is empty in the chunk of the first token, which comes from prefill. `logprobs` has an entry per token if the
+    request sets logprobs. The last chunk of a request has a finish_reason, and the error if that is "error". `time_s`
+    is time.perf_counter() on arrival at the host.
     """
 
     request: Request
@@ -124,5 +128,5 @@ class TokenChunk:
     steps: tuple[StepRecord, ...] = ()
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    num_cached_tokens: int = 0  # in the first chunk: tokens of the prompt that the prefix cache held
+    num_cached_tokens: int = 0  # in the first chunk: tokens of the prompt that were in the prefix cache
     error: str | None = None

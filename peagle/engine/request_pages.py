@@ -15,10 +15,10 @@ class RequestPages:
         self._memory, self._config, self._has_drafter = memory, config, has_drafter
 
     def open(self, handle: Handle, prefilling: Sequence[Handle]) -> bool:
-        """Give a request a table with what is known of its tokens; return whether there were pages.
+        """Give a request a table with the cached pages of its tokens; return whether the pages sufficed.
 
-        There must be pages for all its tokens and its first steps, beside those that the prompts of `prefilling` still
-        need. After a preemption it needs more: it shall not lose them again at once.
+        They must suffice for all its tokens and its first steps, beside what the prompts of `prefilling` still need. A
+        preempted request needs more, so that it is not preempted again at once.
         """
         memory, token_ids = self._memory, handle.computed_ids
         drafts = self._has_drafter and (not handle.paused or self._prefills_for_all(token_ids))
@@ -36,16 +36,16 @@ class RequestPages:
         return True
 
     def _prefills_for_all(self, token_ids: Sequence[int]) -> bool:
-        """Whether the drafter reads the tokens of a request that does not draft: others may begin with these.
+        """Whether the drafter reads the tokens of a request that does not draft, for later ones with this prefix.
 
-        Not if the target knows more of them than the drafter.
+        False if the target has cached more of them than the drafter.
         """
         if not self._config.prefix_cache:
             return False
         return self._memory.num_known(token_ids, drafts=True) >= self._memory.num_known(token_ids, drafts=False)
 
     def _most_tokens(self, handle: Handle) -> int:
-        """Count the positions that a request ever writes."""
+        """Count the positions that a request can reach."""
         request = handle.request
         return len(request.prompt_ids) + request.max_new_tokens + self._memory.num_lookahead_tokens
 
@@ -54,17 +54,16 @@ class RequestPages:
         return handle.table is not None and self._memory.pool.reserve(handle.table, num_tokens)
 
     def reach(self, handle: Handle, steps: int, num_drafts: int) -> int:
-        """Count the tokens that a request may have after so many more steps."""
+        """Count the tokens that a request may have after this many more steps."""
         ahead = handle.ahead + steps * (num_drafts + 1) + self._memory.num_lookahead_tokens
         return min(handle.length + ahead, self._most_tokens(handle))
 
     def has_drafter_pages(self, handle: Handle) -> bool:
-        """Whether a request has pages of the drafter."""
         assert handle.table is not None
         return len(handle.table.groups) > self._memory.num_target
 
     def publish_prompt(self, handle: Handle, end: int) -> None:
-        """Publish the pages of a prompt that is computed so far. Later dispatches read them after they are written."""
+        """Publish the pages of a prompt as far as computed. Later dispatches read them after they are written."""
         if self.has_drafter_pages(handle):
             handle.drafter_rows = max(handle.drafter_rows, end)
         self._publish(handle, handle.computed_ids[:end], end, ends=True)
@@ -80,11 +79,11 @@ class RequestPages:
 
     def _publish(self, handle: Handle, token_ids: Sequence[int], length: int, ends: bool) -> None:
         assert handle.table is not None
-        # a hand-off holds only the rows that windows reach, whatever these layers keep
+        # a hand-off holds only the rows within windows, although these layers may keep more
         self._memory.publish(handle.table, token_ids, length, handle.drafter_rows, ends, known=not handle.num_received)
 
     def close(self, handle: Handle) -> None:
-        """Give a request's pages back; those that are known stay until others need them."""
+        """Free a request's pages; cached ones stay until others need them."""
         if handle.table is not None:
             self._memory.pool.close(handle.table)
             handle.table = None

@@ -13,24 +13,27 @@ from peagle.ops.row_blocks import padded_length
 
 MASK_BUDGET_S = 0.05
 MOST_SLOW_MASKS = 8  # in a row
-MOST_RESERVED = 8192  # positions of a slot that memory is set aside for by default; longer requests share it
+MOST_RESERVED = 8192  # positions per slot that default memory holds; longer requests share it
 SHORT_PROMPT = 64  # rows of a prompt that shares a pass
 Role: TypeAlias = Literal["both", "prefill", "decode"]
 
 
 @dataclass(frozen=True)
 class ResolvedConfig(EngineConfig):
-    """An EngineConfig in which a pair has decided every value (`Pair.resolve`): what an engine takes.
+    """An EngineConfig in which a pair has decided every value (`Pair.resolve`).
 
-    prefix_cache: memory beside kv_memory, for prompts and answers that later requests may begin with; 0: none are
-    kept. kv_memory None: that of every slot's context, of which MOST_RESERVED positions count at most.
-    steps_per_dispatch changes when tokens reach the host, never which tokens. adaptive: steps choose how many drafts to
-    verify, num_speculative_tokens at most, by costs measured at warm-up; counts: the acceptance to begin with
-    (peagle.engine.widths). k_per_request: requests may set num_speculative_tokens; plain steps are then compiled, too.
-    mask_budget_s: processor time of a request's masks in a step. A request that exceeds it drafts no more; one whose
-    single masks exceed it most_slow_masks times in a row ends with an error, since all others wait for them.
-    role: "prefill" computes prompts and their first tokens, and hands every request over that goes on; "decode" takes
-    these (peagle.engine.handoff).
+    prefix_cache         memory beside kv_memory, for prompts and answers that later requests may begin with; 0:
+                         none
+    kv_memory            None: for the context of every slot, MOST_RESERVED positions at most
+    steps_per_dispatch   changes when tokens reach the host, never which tokens
+    adaptive             steps choose how many drafts to verify, num_speculative_tokens at most, by costs measured
+                         at warm-up; counts: the acceptance to start from (peagle.engine.widths)
+    k_per_request        requests may set num_speculative_tokens; plain steps are then compiled, too
+    mask_budget_s        processor time of a request's masks in a step. A request that exceeds it stops drafting. If
+                         single masks exceed it most_slow_masks times in a row, the request ends with an error,
+                         because all others wait for its masks
+    role                 "prefill" computes prompts and their first tokens, and hands over every request that
+                         continues; "decode" takes these (peagle.engine.handoff)
     """
 
     num_speculative_tokens: int = 0
@@ -60,17 +63,17 @@ class ResolvedConfig(EngineConfig):
                 "0 s, and 1 step or more"
             )
         if self.blocked is not None:
-            self.blocked.rows(self.context)  # check them
+            self.blocked.rows(self.context)  # raises for impossible blocks
         check_rates(self.synthetic_acceptance, self.num_speculative_tokens)
         if self.role == "decode" and self.prefix_cache:
             raise InputError("an engine that only decodes computes no prompts; leave its prefix cache out")
 
     @property
     def pass_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Passes over prompts: (prompts, rows of each), the first for one prompt. Short prompts share a pass."""
+        """Passes over prompts: (prompts, rows per prompt), the first for one prompt. Short prompts share a pass."""
         if self.blocked is not None:
             return ((1, padded_length(self.context)),)
-        rows = max(2, min(self.prefill_chunk, self.context))  # a known token may come first
+        rows = max(2, min(self.prefill_chunk, self.context))  # a cached token may come first
         shapes = [(count, max(rows // count, SHORT_PROMPT)) for count in (4, 8) if rows >= count * SHORT_PROMPT // 2]
         return ((1, rows), *(shape for shape in shapes if shape[0] <= self.slots))
 
@@ -78,7 +81,7 @@ class ResolvedConfig(EngineConfig):
         """Return the config of each of `count` engines that share the slots. Raises InputError if they cannot."""
         slots = shared_slots(self.slots, count)
         memory = None if self.kv_memory is None else self.kv_memory // count
-        kept = -(-self.prefix_cache // count)  # none only if there is none
+        kept = -(-self.prefix_cache // count)  # 0 only if there is none
         return dataclasses.replace(self, slots=slots, kv_memory=memory, prefix_cache=kept)
 
     def check(self, request: Request, vocab_size: int) -> None:
@@ -97,7 +100,7 @@ class ResolvedConfig(EngineConfig):
 
 
 def shared_slots(slots: int, count: int) -> int:
-    """Return the slots of each of `count` engines. Raises InputError if they cannot share these."""
+    """Return the slots per engine of `count` engines. Raises InputError if they cannot share these."""
     if slots % count:
         message = f"slots is {slots}; expected a multiple of {count}, the replicas (dp) that share them"
         raise InputError(message, "slots")

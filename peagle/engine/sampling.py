@@ -12,7 +12,7 @@ from peagle.ops.likeliest import NO_TOKEN, argmax
 
 @flax.struct.dataclass
 class RowSampling:
-    """Sampling of each row (peagle.engine.request.SamplingParams); the row is the leading axis."""
+    """Sampling of each row (peagle.config.SamplingParams); the row is the leading axis."""
 
     temperature: jax.Array  # [B] float32; below GREEDY_BELOW: greedy
     top_k: jax.Array  # [B] int32; 0: all
@@ -29,9 +29,9 @@ class RowSampling:
 def probabilities(logits: Float[Array, "B T V"], sampling: RowSampling) -> Float[Array, "B T V"]:
     """Compute the float32 distribution from which tokens are drawn.
 
-    Temperature, top-k, top-p, min-p, renormalised; a greedy row has a point mass on its argmax. top-k keeps every logit
-    not below the k-th largest. top-p keeps the smallest set of most likely tokens with mass top_p or more, and ties
-    with its last member. min-p drops tokens less likely than min_p times the likeliest. Logits that are finite or -inf
+    Order: temperature, top-k, top-p, min-p; then renormalise. A greedy row has a point mass on its argmax. top-k keeps
+    every logit not below the k-th largest. top-p keeps the smallest set of most likely tokens with mass top_p or more,
+    and ties with its last member. min-p drops tokens less likely than min_p times the likeliest. Finite or -inf logits
     give finite probabilities that sum to 1; if a logit is NaN, or the largest is infinite, no token has a probability
     above 0.
     """
@@ -40,8 +40,8 @@ def probabilities(logits: Float[Array, "B T V"], sampling: RowSampling) -> Float
         return values[:, None, None]
 
     logits = logits.astype(jnp.float32)
-    # subtract the largest logit before scaling: a difference of scaled logits would hold their rounding errors, which
-    # grow with 1 / temperature
+    # subtract the largest logit first: scaled logits would round before the subtraction, by errors that grow with 1 /
+    # temperature
     peak = jnp.max(logits, axis=-1, keepdims=True)
     scaled = (logits - peak) / of(jnp.maximum(sampling.temperature, GREEDY_BELOW))
     vocab_size = logits.shape[-1]
@@ -60,7 +60,7 @@ def probabilities(logits: Float[Array, "B T V"], sampling: RowSampling) -> Float
         lambda scaled: scaled,
         scaled,
     )
-    # the largest logit is 0 and is always kept; log(0) = -inf drops nothing
+    # the largest logit is 0 and always kept; log(0) = -inf drops nothing
     scaled = jnp.where(scaled < of(jnp.log(sampling.min_p)), -jnp.inf, scaled)
     point = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == argmax(logits)[..., None]
     return jnp.where(of(sampling.greedy), point.astype(jnp.float32), jax.nn.softmax(scaled, axis=-1))
@@ -72,11 +72,10 @@ def _cut(
     enough: Float[Array, "B 1 1"],
     limited: Bool[Array, "B 1 1"],
 ) -> Float[Array, "B T V"]:
-    """Keep the fewest most likely tokens whose weights sum to `enough`, and ties.
+    """Keep the fewest most likely tokens whose weights sum to `enough`, and ties; set the others to -inf.
 
-    Set the others to -inf. Rows that are not limited keep all. The largest logit must be 0; it is kept whatever
-    `enough` is. No sorting, which at 200 000 tokens takes longer than a pass of most targets: the lowest kept logit is
-    found bit by bit, one sum each.
+    Rows that are not limited keep all. The largest logit must be 0; it is always kept. The lowest kept logit is
+    determined bit by bit, one sum per bit: sorting 200 000 tokens takes longer than a pass of most targets.
     """
     bits = jax.lax.bitcast_convert_type(jnp.where(logits == 0, 0.0, logits), jnp.uint32)  # 0 and -0 are equal
     top = jnp.uint32(1 << 31)
@@ -98,9 +97,9 @@ def draw(
 ) -> Int[Array, "B T"]:
     """Draw an index with a probability in proportion to its weight.
 
-    Every token has a waiting time E, exponentially distributed, that depends on its row's key and its id alone; the
-    first to arrive, after E / weight, is drawn (an exponential race: the argmax of log weight plus Gumbel noise). So
-    two sets of weights agree on one key with a probability of (1 - d) / (1 + d) or more, d their total variation.
+    An exponential race: each token has an exponentially distributed waiting time E that depends only on its row's key
+    and its id; the token with the smallest E / weight is drawn (the argmax of log weight plus Gumbel noise). So two
+    sets of weights agree on one key with a probability of (1 - d) / (1 + d) or more, d their total variation.
 
     token_ids: of the weights; None: 0, 1, 2, ... A token of zero weight is never drawn. Returns NO_TOKEN if no weight
     is above 0, or one is NaN.
@@ -113,18 +112,18 @@ def draw(
 
 
 def _waiting_time(keys: UInt32[Array, "B T 2"], token_ids: Int[Array, " V"]) -> Float[Array, "B T V"]:
-    """Make exponentially distributed numbers of mean 1 from counters, as fine as 2^-32 at 0, where the race is won."""
+    """Make exponentially distributed numbers of mean 1 from counters, as fine as 2^-32 near 0, where races are won."""
     counters = token_ids.astype(jnp.uint32)[None, None, :] * jnp.uint32(0x9E3779B9)
     bits = _mixed(counters + keys[..., :1])
     bits = _mixed(bits ^ keys[..., 1:])
-    past = bits.astype(jnp.float32) * 2.0**-32 + 2.0**-33  # of the distribution, in (0, 1]
+    past = bits.astype(jnp.float32) * 2.0**-32 + 2.0**-33  # the distribution function's value, in (0, 1]
     # -log1p(-past), which XLA does not vectorise; the series is off by past^4 / 5
     series = past * (1 + past * (1 / 2 + past * (1 / 3 + past / 4)))
     return jnp.where(past < 2.0**-7, series, -jnp.log(1 - past))
 
 
 def uniform(keys: UInt32[Array, "B T 2"]) -> Float[Array, "B T"]:
-    """Make a number in [0, 1) of each key, which is independent of all that `draw` makes of it."""
+    """Make a number in [0, 1) per key, independent of `draw` by the same key."""
     return (_mixed(keys[..., 1] ^ _mixed(keys[..., 0] ^ jnp.uint32(0x9E3779B9))) >> 8).astype(jnp.float32) * 2.0**-24
 
 
@@ -141,10 +140,10 @@ def choose(
     keys: UInt32[Array, "B T 2"] | None,
     token_ids: Int[Array, " V"] | None = None,
 ) -> Int[Array, "B T"]:
-    """Choose the token plain decoding emits: the argmax, or a draw by the keys.
+    """Choose the token that plain decoding emits: the argmax, or a draw by the keys.
 
     keys None: all rows are greedy. token_ids: of the logits; None: 0, 1, 2, ... Returns an index, or NO_TOKEN if a
-    logit is NaN, or the largest is not finite.
+    logit is NaN or the largest is not finite.
     """
     if keys is None:
         return argmax(logits)
@@ -164,12 +163,11 @@ class LogProbs:
     best_ids: jax.Array  # [B, T, N] int32
 
     def at(self, *index: int) -> "LogProbs":
-        """Index the leading axes."""
         return LogProbs(self.chosen[index], self.best[index], self.best_ids[index])
 
     @staticmethod
     def packed_width(vocab_size: int) -> int:
-        """Return the number of integers that `pack` makes of each token: 1 + 2 N."""
+        """Return the number of integers per packed token: 1 + 2 N."""
         return 1 + 2 * min(MOST_LOGPROBS, vocab_size)
 
     def pack(self) -> Int[Array, "B T W"]:
@@ -179,14 +177,12 @@ class LogProbs:
 
     @classmethod
     def unpack(cls, packed: np.ndarray) -> "LogProbs":
-        """Undo `pack`."""
         num = (packed.shape[-1] - 1) // 2
         reals = np.ascontiguousarray(packed[..., : num + 1]).view(np.float32)
         return cls(reals[..., 0], reals[..., 1:], packed[..., num + 1 :])  # type: ignore[arg-type]  # NumPy's, too
 
 
 def log_probs(logits: Float[Array, "B T V"], token_ids: Int[Array, "B T"]) -> LogProbs:
-    """Compute the log-probabilities of these tokens and of the likeliest."""
     all_of = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     chosen = jnp.take_along_axis(all_of, jnp.maximum(token_ids, 0)[..., None], axis=-1)[..., 0]
     best, best_ids = jax.lax.top_k(all_of, min(MOST_LOGPROBS, logits.shape[-1]))

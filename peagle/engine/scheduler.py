@@ -1,7 +1,7 @@
 """Schedule requests: queue, slots, and the next dispatch, a chunk of prompts or steps.
 
-Host only. No JAX and no clock: costs are arguments. First come, first served. A request has a slot from its first chunk
-on. Chunks alternate with steps of the slots that decode, so that neither starves. Short prompts share a pass.
+Host only, without JAX and without a clock: costs are arguments. First come, first served. A request has a slot from its
+first chunk on. Chunks alternate with steps of the decoding slots, so that neither starves. Short prompts share a pass.
 """
 
 import collections
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 STEPS_SHARE = 0.5  # time of the steps between two chunks, over the time of a chunk
-LONGEST_DISPATCH_S = 0.012  # of steps: with many active rows a dispatch has fewer steps, so that tokens are not late
+LONGEST_DISPATCH_S = 0.012  # of steps: with many active rows a dispatch has fewer steps, so that tokens arrive in time
 WAITING_SHARE = 4  # while a request waits for a slot, divide the steps of a dispatch by this
-KEPT_SPEED = 0.8  # of requests without a grammar, beside some with one
+KEPT_SPEED = 0.8  # share of their speed that requests without a grammar keep beside one with a grammar
 MOST_BETWEEN_CUTS = 64  # whole steps
 CUTS_UNMEASURED = 16  # cut steps after which a whole step is timed again
 
@@ -22,7 +22,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Piece(Generic[Key]):
-    """Tokens begin .. begin + count - 1 of a prompt; `last`: they complete it. count 0: all of it is known."""
+    """Tokens begin .. begin + count - 1 of a prompt; `last`: they complete it. count 0: all of it is cached."""
 
     key: Key
     begin: int
@@ -31,13 +31,13 @@ class Piece(Generic[Key]):
 
     @property
     def num_rows(self) -> int:
-        """Rows of the pass: after known tokens, the last of these comes first (peagle.engine.prefill)."""
+        """Rows of the pass; the last cached token comes first, if there is one (peagle.engine.prefill)."""
         return self.count + (self.begin > 0)
 
 
 @dataclass(frozen=True)
 class Chunk(Generic[Key]):
-    """Compute pieces of prompts in one pass of `shape`: (prompts, rows of each)."""
+    """Compute pieces of prompts in one pass of `shape`: (prompts, rows per prompt)."""
 
     pieces: tuple[Piece[Key], ...]
     shape: tuple[int, int]
@@ -45,9 +45,9 @@ class Chunk(Generic[Key]):
 
 @dataclass(frozen=True)
 class Steps:
-    """Run at most `count` steps of all slots that decode but those with a grammar.
+    """Run at most `count` steps of all decoding slots without a grammar.
 
-    cut: run one step of all slots that decode, cut so that the host can make masks in its midst.
+    cut: run one step of all decoding slots, cut so that the host can compute masks in between.
     """
 
     count: int
@@ -56,7 +56,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of the latest chunk, of the latest step and of the latest cut step; 0: none was measured yet."""
+    """Seconds of the latest chunk, the latest step and the latest cut step; 0: not measured yet."""
 
     chunk_s: float = 0.0
     step_s: float = 0.0
@@ -65,7 +65,7 @@ class Costs:
 
 @dataclass
 class _Progress:
-    """Tokens of a prompt: all, and those that are in pages."""
+    """Tokens of a prompt: all, and those in pages."""
 
     length: int
     done: int
@@ -75,7 +75,7 @@ class _Progress:
 class Scheduler(Generic[Key]):
     """The queue and the slots of an engine.
 
-    shapes: of passes over prompts, (prompts, rows of each), the first for one prompt.
+    shapes: of passes over prompts, (prompts, rows per prompt), the first for one prompt.
     """
 
     slots: int
@@ -83,7 +83,7 @@ class Scheduler(Generic[Key]):
     steps_per_dispatch: int
     _waiting: collections.deque[tuple[Key, int]] = field(default_factory=collections.deque, init=False)
     _held: list[Key | None] = field(init=False)
-    _progress: dict[Key, _Progress] = field(default_factory=dict, init=False)  # of those that are prefilled, in order
+    _progress: dict[Key, _Progress] = field(default_factory=dict, init=False)  # of prefilling requests, in order
     _steps_due: bool = field(default=False, init=False)  # a chunk was sent, and no steps since
     _constrained: set[Key] = field(default_factory=set, init=False)  # requests with a grammar
     _owed: int = field(default=0, init=False)  # whole steps before the next cut one
@@ -93,13 +93,12 @@ class Scheduler(Generic[Key]):
         self._held = [None] * self.slots
 
     def add(self, key: Key, length: int, constrained: bool = False, first: bool = False) -> None:
-        """Put a request in the queue. length: its prompt's. constrained: it has a grammar. first: before all others."""
+        """Put a request in the queue. length: of its prompt. constrained: with a grammar. first: before all others."""
         (self._waiting.appendleft if first else self._waiting.append)((key, length))
         if constrained:
             self._constrained.add(key)
 
     def remove(self, key: Key) -> None:
-        """Remove a request from queue or slot."""
         self._constrained.discard(key)
         self._progress.pop(key, None)
         if key in self._held:
@@ -109,7 +108,7 @@ class Scheduler(Generic[Key]):
 
     @property
     def decoding(self) -> list[tuple[int, Key]]:
-        """Slots whose requests take steps, with these."""
+        """(slot, request) of the requests that take steps."""
         return [(slot, key) for slot, key in enumerate(self._held) if key is not None and key not in self._progress]
 
     @property
@@ -123,14 +122,13 @@ class Scheduler(Generic[Key]):
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a slot."""
         return len(self._waiting)
 
     def next(self, costs: Costs, begin: Callable[[Key], int | None] = lambda _: 0) -> Chunk[Key] | Steps | None:
         """Choose the next dispatch and count it as sent; None: there is nothing to do.
 
-        begin: called once for each request that gets a slot; returns the tokens of its prompt that are known, or None
-        if there is no memory for it yet.
+        begin: called once per request that gets a slot; returns the number of its cached tokens, or None if there is no
+        memory for it yet.
         """
         while self._waiting and None in self._held:
             key, length = self._waiting[0]
@@ -149,9 +147,9 @@ class Scheduler(Generic[Key]):
         return self._steps(costs) if self.num_active else None
 
     def _joins(self, length: int) -> bool:
-        """Whether a prompt begins now: if no other does, or if all are short enough to share a pass.
+        """Whether a prompt begins now: if no other is being prefilled, or if all are short enough to share a pass.
 
-        Else it begins when those before it are complete, with what is known of it then.
+        Otherwise it begins after the others are complete, and then sees their cached pages.
         """
         lengths = [progress.length for progress in self._progress.values()]
         return not lengths or any(
@@ -159,7 +157,7 @@ class Scheduler(Generic[Key]):
         )
 
     def _chunk(self) -> Chunk[Key]:
-        """Take the prompt that came first; others share its pass if they are as short."""
+        """Take the earliest prompt; others share its pass if they are as short."""
         keys, shape = [next(iter(self._progress))], self.shapes[0]
         for count, rows in self.shapes[1:]:
             short = [key for key in self._progress if self._piece(key, rows).last][:count]
@@ -178,7 +176,7 @@ class Scheduler(Generic[Key]):
         return Piece(key, done, count, done + count == length)
 
     def _steps(self, costs: Costs) -> Steps:
-        """Choose steps: cut ones while a request has a grammar, with whole ones of the others between them."""
+        """Choose steps: cut ones while a request has a grammar, with whole steps of the others in between."""
         num_constrained = sum(key in self._constrained for _, key in self.decoding)
         if not num_constrained:
             return Steps(self._num_steps(costs))
@@ -191,9 +189,11 @@ class Scheduler(Generic[Key]):
         return Steps(1, cut=True)
 
     def _steps_between_cuts(self, costs: Costs) -> int:
-        """Count the whole steps n after a cut one, with which the others keep (n + 1) step_s / (cut_s + n step_s) of
-        their speed: a cut step of a small model takes several times as long as a whole one. At most MOST_BETWEEN_CUTS,
-        so that requests with a grammar go on."""
+        """Count the whole steps n after a cut step, so that requests without a grammar keep KEPT_SPEED of their speed.
+
+        They keep (n + 1) step_s / (cut_s + n step_s): a cut step of a small model takes several times as long as a
+        whole one. At most MOST_BETWEEN_CUTS, so that requests with a grammar advance.
+        """
         least = int(self._cuts % CUTS_UNMEASURED == 0)
         if not (costs.step_s and costs.cut_s):
             return 1

@@ -12,9 +12,9 @@ from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.files import write_text_whole, writing
 from peagle.ops.strict_json import dumps
 
-# {"num_speculative_tokens": K, "edges": [..], "acceptance": {"greedy": [position][bin][tried, accepted],
-# "sampled": ..}, "drafter_window": POSITIONS}; all may be missing. Files of earlier versions have
-# {"drafts": {ACTIVE REQUESTS: DRAFTS}}
+# {"num_speculative_tokens": K, "edges": [..], "acceptance": {"greedy": [position][bin][tried, accepted], "sampled":
+# ..}, "drafter_window": POSITIONS}; every key is optional. Files of earlier versions have {"drafts": {ACTIVE REQUESTS:
+# DRAFTS}}
 SPECULATION_FILE = "speculation.json"
 WINDOW_KEY = "drafter_window"
 OFF: Literal["off"] = "off"  # as a window: none
@@ -24,14 +24,14 @@ _KINDS = ("greedy", "sampled")
 
 @dataclass(frozen=True)
 class Speculation:
-    """How a drafter drafts by `auto`: num_drafts at most per step, and from which counts it begins to adapt."""
+    """How a drafter drafts by `auto`: at most num_drafts per step, starting from these acceptance counts."""
 
     num_drafts: int = DEFAULT_DRAFTS
     counts: Counts | None = None
 
 
 def read_speculation(directory: Path) -> Speculation:
-    """Read the file beside a drafter; without one, or with one that names a window alone, the default.
+    """Read the file beside a drafter; without one, or with only a window in it, return the default.
 
     Warns about a table of drafts by load, of an earlier version. Raises InputError for a malformed file.
     """
@@ -45,8 +45,8 @@ def read_speculation(directory: Path) -> Speculation:
             most = max(_whole(number) for number in value["drafts"].values())
             speculation = Speculation(max(most, 1))
             warnings.warn(
-                f"{path} has drafts by load, of an earlier version: only the most of them, {most}, is used; peagle "
-                "sweep --write-widths writes a new one",
+                f"{path} has drafts by load, of an earlier version: only the largest number, {most}, is used; peagle "
+                "sweep --write-widths writes a new file",
                 InputWarning,
                 stacklevel=3,
             )
@@ -66,9 +66,9 @@ def read_speculation(directory: Path) -> Speculation:
 
 
 def read_window(directory: Path) -> int | Literal["off"] | None:
-    """Read the window beside a drafter: so many positions, or "off"; None if no file names one.
+    """Read the window beside a drafter: a number of positions, or "off"; None if no file names one.
 
-    Raises InputError for a file that holds something else.
+    Raises InputError for any other value.
     """
     path = directory / SPECULATION_FILE
     if not path.is_file():
@@ -87,7 +87,7 @@ def read_window(directory: Path) -> int | Literal["off"] | None:
 def speculation_file(path: Path) -> Path:
     """Return the path of a new file: in a drafter's directory, or the path itself.
 
-    Raises InputError if the file exists, its folder does not, or its name is that of a folder that is missing.
+    Raises InputError if the file exists, its folder does not, or its name is that of a missing folder.
     """
     file = path / SPECULATION_FILE if path.is_dir() else path
     if file.exists():
@@ -102,7 +102,7 @@ def speculation_file(path: Path) -> Path:
 
 
 def write_speculation(file: Path, speculation: Speculation, **origin: Any) -> None:
-    """Write a file for `read_speculation`. origin: its provenance, and a window, under keys of their own.
+    """Write a file for `read_speculation`. origin: further keys, such as its provenance or a window.
 
     Raises InputError if the file cannot be written.
     """
@@ -130,7 +130,7 @@ def _whole(number: Any, least: int = 0) -> int:
 
 
 def _positions(value: Any) -> tuple[tuple[tuple[float, float], ...], ...]:
-    """Read the counts of one kind of choice: [position][bin][tried, accepted]."""
+    """Read the counts of greedy or of sampled drafts: [position][bin][tried, accepted]."""
     positions = tuple(tuple((float(tried), float(accepted)) for tried, accepted in bins) for bins in value)
     if any(len(bins) != NUM_BINS or any(not 0 <= a <= t < 1e12 for t, a in bins) for bins in positions):
         raise ValueError

@@ -1,4 +1,4 @@
-"""Hold what a slot needs between steps; take the slots of one pass, put them back, and let a request in.
+"""Hold what a slot needs between steps; take the slots of one pass, put them back, and admit a request.
 
 The slot is the leading axis of every leaf but the pages, which all slots share. Between steps, for each active slot:
 
@@ -7,11 +7,11 @@ The slot is the leading axis of every leaf but the pages, which all slots share.
     drafter pages      lag by the tokens in drafter_input: rows first_position ..
                        first_position + num - 1 = length - 1. They have no gap where `drafts`
     remaining          counts the tokens that may still be emitted
-    drafts             says whether the slot ever drafts again
-    pace               says how it drafts at present, in engines that adapt; `learned` is what all slots share
+    drafts             says whether the slot may ever draft again
+    pace               says how the slot drafts at present, in adaptive engines; all slots share `learned`
 
-A pass runs over the slots that the host names, gathered into a batch. A slot that is done, or an entry of the batch
-without a slot, has rows of position -1, which write nothing and emit nothing.
+A pass runs over the slots that the host names, gathered into a batch. A done slot, and a batch entry without a slot,
+have rows of position -1, which write and emit nothing.
 """
 
 import dataclasses
@@ -34,27 +34,27 @@ from peagle.ops.messages import DrafterInput
 from peagle.protocols import Drafter, PyTree, Target
 
 NO_STOP = -2  # fills unused stop token entries; neither a token nor NO_TOKEN
-INPUT_ROOM = 128  # rows of drafter_input, at least; a slot whose drafter is further behind drafts no more
+INPUT_ROOM = 128  # rows of drafter_input, at least; a slot whose drafter lags further never drafts again
 
 
 @flax.struct.dataclass
 class DecodeState:
-    """The state of all slots, or of those of one pass, B of them (`take`)."""
+    """The state of all slots, or of the B slots of one pass (`take`)."""
 
     length: jax.Array  # [B] int32
     pending_token: jax.Array  # [B] int32
     drafter_input: DrafterInput | None  # None: this engine never drafts, or the pass keeps nothing for the drafter
-    target_cache: PagedCache  # has tables within a pass only
-    drafter_state: PyTree  # a PagedCache; of a drafter without caches, a tree led by the slot
+    target_cache: PagedCache  # has tables only within a pass
+    drafter_state: PyTree  # a PagedCache; of a cacheless drafter, a tree whose leading axis is the slot
     done: jax.Array  # [B] bool
     remaining: jax.Array  # [B] int32
     drafts: jax.Array  # [B] bool
     stop_token_ids: jax.Array  # [B, MOST_STOP_TOKENS] int32, NO_STOP in unused entries
     sampling: RowSampling
-    adjustments: Adjustments | None  # only full steps take it, and keep its counts (peagle.engine.step_kinds.StepKind)
+    adjustments: Adjustments | None  # only full steps take it and update its counts (peagle.engine.step_kinds.StepKind)
     pace: Pace | None = None
     learned: Learned | None = None  # without a slot axis
-    second_state: PyTree = None  # of the drafter that drafts beside the first, led by the slot
+    second_state: PyTree = None  # of the second drafter (peagle.engine.beside); the slot is the leading axis
 
     @property
     def slots(self) -> int:
@@ -62,7 +62,7 @@ class DecodeState:
 
     @property
     def may_draft(self) -> jax.Array:
-        """[B]: slots whose request goes on, and may draft again."""
+        """[B]: slots whose request continues and may draft again."""
         return ~self.done & self.drafts
 
     @property
@@ -73,7 +73,7 @@ class DecodeState:
 
 @flax.struct.dataclass
 class Batch:
-    """The slots of one pass, and where their keys and values are. An entry of no slot has a number beyond them."""
+    """The slots of one pass and their page tables. An entry without a slot has a number beyond the slots."""
 
     slots: jax.Array  # [B] int32
     target_tables: tuple[jax.Array, ...]  # [B, M] int32 for each cache group
@@ -82,7 +82,7 @@ class Batch:
 
 @flax.struct.dataclass
 class SlotParams:
-    """The parameters of requests as arrays led by the request, for `admit`."""
+    """The parameters of requests as arrays, the request as the leading axis, for `admit`."""
 
     remaining: jax.Array | np.ndarray
     drafts: jax.Array | np.ndarray  # [B] bool
@@ -90,7 +90,7 @@ class SlotParams:
     sampling: RowSampling
     adjustments: Adjustments
     full: jax.Array | np.ndarray  # [B] bool: Request.full
-    masks: jax.Array | np.ndarray  # [B, 1, W] uint32: the tokens that may come first
+    masks: jax.Array | np.ndarray  # [B, 1, W] uint32: the allowed first tokens
 
     @classmethod
     def of(
@@ -108,7 +108,7 @@ class SlotParams:
         sampling = request.sampling
         stops = np.full((1, MOST_STOP_TOKENS), NO_STOP, np.int32)
         stops[0, : len(stop_token_ids)] = stop_token_ids
-        # decide here whether it is greedy: float32 rounds a temperature just below GREEDY_BELOW up to it
+        # decide greediness here: float32 rounds a temperature just below GREEDY_BELOW up to it
         temperature = 0.0 if sampling.greedy else sampling.temperature
         reals = np.asarray([[temperature], [sampling.top_p], [sampling.min_p]], np.float32)
         whole = np.asarray([[sampling.top_k], [fold_seed(sampling.seed)], [request.index]], np.int32)
@@ -127,7 +127,7 @@ class SlotParams:
 
     @classmethod
     def stack(cls, rows: Sequence["SlotParams"], size: int) -> "SlotParams":
-        """Make one batch of `size` rows; those that are missing repeat the first."""
+        """Make one batch of `size` rows; missing ones repeat the first."""
         padded = [*rows, *[rows[0]] * (size - len(rows))]
         stacked: SlotParams = jax.tree.map(lambda *leaves: np.concatenate(leaves), *padded)
         return stacked
@@ -153,7 +153,7 @@ def init_state(
     adaptive: bool = False,
     counts: Counts | None = None,
 ) -> DecodeState:
-    """Make a state of empty slots. target_pages, drafter_pages: of each cache group. counts: to begin to adapt with."""
+    """Make a state of empty slots. target_pages, drafter_pages: of each cache group. counts: recorded acceptance."""
     zero, second = jnp.zeros((slots,), jnp.int32), second_of(drafter) if adaptive else None
     num_sources = 1 if second is None else 2
     drafter_input = drafter_state = None
@@ -187,10 +187,10 @@ def init_state(
 
 
 def take(state: DecodeState, batch: Batch, input_rows: int | None, adjusts: bool) -> DecodeState:
-    """Gather the slots of one pass, with their tables. A batch of as many entries as slots has each in its place.
+    """Gather the slots of one pass, with their tables. A batch with an entry per slot holds them in order.
 
-    input_rows: how many rows of drafter_input the pass needs, or all of them if it is None; 0: nothing of it.
-    adjusts: whether it needs the adjustments.
+    input_rows: how many rows of drafter_input the pass needs; None: all; 0: no drafter_input. adjusts: whether it needs
+    the adjustments.
     """
     slots, whole = batch.slots, batch.slots.shape[0] == state.slots
 
@@ -231,7 +231,7 @@ def take(state: DecodeState, batch: Batch, input_rows: int | None, adjusts: bool
 
 
 def put(state: DecodeState, batch: Batch, after: DecodeState) -> DecodeState:
-    """Put the slots of a pass back (`take`). What the pass did not take stays."""
+    """Scatter the slots of a pass back (`take`). Leaves that the pass did not take stay."""
     slots, whole = batch.slots, batch.slots.shape[0] == state.slots
 
     def rows(into: jax.Array, leaf: jax.Array) -> jax.Array:
@@ -262,7 +262,7 @@ def put(state: DecodeState, batch: Batch, after: DecodeState) -> DecodeState:
     adjustments = state.adjustments
     if after.adjustments is not None:
         adjustments = jax.tree.map(rows, adjustments, after.adjustments)
-    # a whole batch also holds the slots that stand still: done within the pass, and afterwards what they were
+    # a whole batch also holds inactive slots: done within the pass, restored afterwards
     done = jnp.where(slots >= state.slots, state.done, after.done) if whole else rows(state.done, after.done)
     return DecodeState(
         length=rows(state.length, after.length),
@@ -290,10 +290,10 @@ def admit(
     aux_hidden: Float[Array, "n A"],
     params: SlotParams,
 ) -> DecodeState:
-    """Let requests into their slots: `length` tokens are in pages, token_ids follow and count as emitted.
+    """Admit requests to their slots: `length` tokens are in pages, token_ids follow and count as emitted.
 
-    aux_hidden: the target's at the last of the length tokens. Entries of no slot are dropped. If a token is NO_TOKEN,
-    its slot continues with token 0 until the host ends the request.
+    aux_hidden: the target's at position length - 1. Entries without a slot are dropped. If a token is NO_TOKEN, its
+    slot continues with token 0 until the host ends the request.
     """
     token_ids = jnp.maximum(token_ids, 0)
 
@@ -332,12 +332,12 @@ def admit(
 
 
 def is_stop(token_ids: Int[Array, "B T"], stop_token_ids: Int[Array, "B S"]) -> Bool[Array, "B T"]:
-    """Test whether each token ends its row."""
+    """Test which tokens end their row."""
     return jnp.any(token_ids[:, :, None] == stop_token_ids[:, None, :], axis=-1)
 
 
 def check_integrity(state: DecodeState, capacity: int, slots: Sequence[int] | None = None) -> None:
-    """Raise AssertionError if an invariant of the state is broken. slots: those that decode; None: all.
+    """Raise AssertionError if an invariant of the state is broken. slots: the decoding ones; None: all.
 
     For tests: copies everything to the host.
     """

@@ -5,11 +5,11 @@
               2K rows      K+1 rows
 
 Slot b drafts and verifies widths[b] <= K tokens. Its further rows have position -1, which kernels skip. In adaptive
-steps widths are the most of each slot, and `propose` chooses how many to verify.
+steps widths are upper bounds, and `propose` chooses how many to verify.
 
 A step that does not run the drafter appends the committed tokens to drafter_input, and `absorb` passes them to the
-drafter later, so that the drafter's cache has no gap when the slot drafts again. A slot without `drafts` keeps
-nothing; one for which the drafter is left out for good keeps the latest step's rows.
+drafter later, so that the drafter's cache has no gap when the slot drafts again. A slot without `drafts` keeps nothing;
+a slot whose drafter has given up keeps only the latest step's rows.
 
 For grammars the step can be cut after `propose` and after `verify`. While the target verifies, the host reads the
 drafts and computes the masks that `accept` takes (peagle.engine.grammar).
@@ -68,7 +68,7 @@ def accept_and_commit(
     kind: StepKind,
     masks: UInt32[Array, "B T W"] | None = None,
 ) -> tuple[DecodeState, StepOutput]:
-    """Accept drafts and commit what follows; the caches stay as they are.
+    """Accept drafts and commit the emitted tokens; the caches stay as they are.
 
     masks: allowed tokens of each row (peagle.engine.adjust), in full steps.
     """
@@ -95,8 +95,7 @@ def _commit(
     """Emit num_accepted drafts and next_token; return (the state, the output for the host).
 
     Rejected rows are dead because `length` excludes them. A stop token inside the run, or the budget, ends the row
-    there. The output holds NO_TOKEN, so that the host can end the request; on the device the row continues with token
-    0.
+    there. NO_TOKEN in the output lets the host end the request; on the device the row continues with token 0.
     """
     drafts = proposed.draft_token_ids
     active, num_drafts = ~state.done, drafts.shape[1]
@@ -178,9 +177,9 @@ def _paced(
     drafted = active[:, None] & (place < proposed.num_to_drafter[:, None]) & measured
     learned = learned.gained(proposed.gains, drafted)
     assert proposed.looked_up is not None
-    found_nothing = (widths == 0) & proposed.looked_up
-    pace = pace.after(active, proposed.gains, drafted, found_nothing, learned.gain)
-    # reading what was not drafted for takes about a pass for every K + 1 tokens
+    empty_lookup = (widths == 0) & proposed.looked_up
+    pace = pace.after(active, proposed.gains, drafted, empty_lookup, learned.gain)
+    # to absorb the backlog takes about one pass per K + 1 tokens
     too_dear = costs.of_drafts(num_active) > KEEPING_UP * (num_drafts + 1)
     behind = active & has_no_room(state, 2 * num_drafts) & ~proposed.ran
     pace = dataclasses.replace(pace, given_up=pace.given_up | (behind & too_dear))
@@ -194,7 +193,7 @@ def _known(
     run: Int[Array, "B T"],
     active: jax.Array,
 ) -> tuple[Bool[Array, "B K"], Bool[Array, "B K"]]:
-    """Return (of which drafts of a source the tokens at their places are known, verified or not; which are right)."""
+    """Return two masks of a source's drafts: the token at their position is known, verified or not; they are right."""
     place = jnp.arange(drafts.token_ids.shape[1], dtype=jnp.int32)[None, :]
     known = (place <= acceptance.num_accepted[:, None]) & (place < drafts.num[:, None]) & active[:, None]
     known_tokens = jnp.pad(run, ((0, 0), (0, max(place.shape[1] - run.shape[1], 0))))[:, : place.shape[1]]
@@ -223,7 +222,7 @@ def _input_after(
     if kind.num_drafts and not proposed.sources:
 
         def put(into: jax.Array, rows: jax.Array) -> jax.Array:
-            done = state.done.reshape(-1, *(1 for _ in rows.shape[1:]))  # rows that stand still keep their input
+            done = state.done.reshape(-1, *(1 for _ in rows.shape[1:]))  # inactive rows keep their input
             rows = jnp.where(done, into[:, : rows.shape[1]], rows)
             return jax.lax.dynamic_update_slice_in_dim(into, rows, 0, 1)
 
@@ -235,16 +234,16 @@ def _input_after(
         return DrafterInput(token_ids, aux, num, first_position), jnp.zeros_like(state.done)
     read = jnp.asarray(proposed.ran & state.may_draft)
     if state.pace is not None and proposed.looked_up is not None:
-        read |= state.pace.given_up & proposed.looked_up  # nobody but a second drafter reads its rows, at once
+        read |= state.pace.given_up & proposed.looked_up  # only a second drafter reads its rows, at once
     begin = jnp.where(read, 0, before.num)
     full = ~state.done & (begin + num_new > room)
 
     def append(into: jax.Array, rows: jax.Array) -> jax.Array:
         if state.slots == 1:  # the checks of a scatter take as long as a layer of a small target
-            # one slot stands still only if it is done, and then nobody reads its rewritten rows
+            # an inactive single slot is done, and nothing reads its rewritten rows
             return jax.lax.dynamic_update_slice_in_dim(into, rows, jnp.minimum(begin, room - rows.shape[1])[0], 1)
         places = begin[:, None] + jnp.arange(rows.shape[1], dtype=jnp.int32)[None, :]
-        places = jnp.where((state.done | full)[:, None], room, places)  # rows that stand still keep their input
+        places = jnp.where((state.done | full)[:, None], room, places)  # inactive rows keep their input
         return into.at[jnp.arange(state.slots)[:, None], places].set(rows, mode="drop")
 
     num = jnp.where(state.done | full, before.num, begin + num_new)

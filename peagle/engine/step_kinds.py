@@ -1,4 +1,4 @@
-"""Say what the variants of a step are, what it proposes, and what it returns to the host."""
+"""The variants of a step, its proposal, and its output for the host."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -20,10 +20,12 @@ NUM_FLAGS = 5  # bits of a packed output, beneath num_drafted
 class StepKind:
     """A variant of the step; each compiles its own program.
 
-    num_drafts 0: plain steps. sampled: some row is not greedy; such rows draw their drafts, by the keys of the target's
-    draws. full: some row has its logits adjusted or needs log-probabilities (peagle.engine.request.Request.full).
-    synthetic_acceptance: see `draw_synthetic`. lean: plain steps of rows that all draft no more, so nothing is kept for
-    the drafter. adaptive: widths are chosen in the step, and slots rest.
+    num_drafts             0: plain steps
+    sampled                some row is not greedy; such rows draw their drafts by the keys of the target's draws
+    full                   some row has its logits adjusted or needs log-probabilities (Request.full)
+    synthetic_acceptance   see `draw_synthetic`
+    lean                   plain steps of rows that never draft again, so nothing is kept for the drafter
+    adaptive               widths are chosen in the step, and slots may rest
     """
 
     num_drafts: int
@@ -34,21 +36,19 @@ class StepKind:
     adaptive: bool = False
 
     def no_costs(self, size: int) -> np.ndarray:
-        """Make the packed costs of a batch of this size before they are measured; none if nobody reads them."""
+        """Make the packed costs of a batch of this size before measurement; empty if the steps are not adaptive."""
         return StepCosts.unknown(size, self.num_drafts).pack() if self.adaptive else np.zeros((0,), np.float32)
 
     def costs(self, packed: jax.Array, size: int) -> StepCosts:
-        """Read the packed costs of a batch of this size."""
         return StepCosts.unpack(packed, size, self.num_drafts)
 
     @property
     def input_rows(self) -> int | None:
-        """Rows of drafter_input that its steps take; None: all, since a step may append its rows to them."""
+        """Rows of drafter_input that its steps take; None: all, because a step may append rows to them."""
         return self.num_drafts + 1 if self.num_drafts and not self.adaptive else None
 
     @property
     def plain(self) -> "StepKind":
-        """Its steps without drafts."""
         return StepKind(0, self.sampled, self.full)
 
 
@@ -56,24 +56,24 @@ class StepKind:
 class StepOutput:
     """The output of a step for the host.
 
-    A slot that was done before has count 0 and num_accepted -1.
+    A slot that was done before the step has count 0 and num_accepted -1.
     """
 
     count: jax.Array | np.ndarray  # [B]: emitted tokens, 0..K+1, cut after a stop token and at the budget
     num_accepted: jax.Array | np.ndarray  # [B]: before that cut
     num_verified: jax.Array | np.ndarray  # [B]
-    num_drafted: jax.Array | np.ndarray  # [B]: of the source that it took; num_verified of these are token_ids
+    num_drafted: jax.Array | np.ndarray  # [B]: of the slot's source; the first num_verified were verified
     source: jax.Array | np.ndarray  # [B]: 0 the drafter, 1 the second one
     done: jax.Array | np.ndarray  # [B]
-    paused: jax.Array | np.ndarray  # [B]: it drafts no more
+    paused: jax.Array | np.ndarray  # [B]: it never drafts again
     caught_up: jax.Array | np.ndarray  # [B]: the drafter has read all rows before this step's
-    left_out: jax.Array | np.ndarray  # [B]: the drafter reads its rows no more, so its pages have a gap
+    left_out: jax.Array | np.ndarray  # [B]: the drafter never reads its rows again, so its pages have a gap
     token_ids: jax.Array | np.ndarray  # [B, K+1]: accepted drafts, then next_token or NO_TOKEN, then leftovers
     draft_token_ids: jax.Array | np.ndarray  # [B, K]; leftovers from num_verified on
     log_probs: LogProbs | None = None  # of token_ids, in full steps
 
     def padded(self, num_more: int) -> "StepOutput":
-        """Pad the output by `num_more` drafts, so that it packs as that of a step with as many more."""
+        """Pad the output by `num_more` drafts, so that it packs like a step with that many more."""
 
         def pad(leaf: jax.Array | np.ndarray) -> jax.Array:
             return jnp.pad(leaf, ((0, 0), (0, num_more), *((0, 0) for _ in leaf.shape[2:])))
@@ -82,7 +82,7 @@ class StepOutput:
         return dataclasses.replace(self, token_ids=pad(self.token_ids), draft_token_ids=drafts, log_probs=log_probs)
 
     def pack(self) -> Int[Array, "B W"]:
-        """Pack into one array: one copy to the host instead of ten."""
+        """Pack into one array, so that one copy goes to the host instead of ten."""
         bits = (self.done, self.paused, self.caught_up, self.left_out, self.source)
         flags = sum(jnp.asarray(bit).astype(jnp.int32) << place for place, bit in enumerate(bits))
         flags = flags | jnp.asarray(self.num_drafted).astype(jnp.int32) << NUM_FLAGS
@@ -122,32 +122,31 @@ class StepOutput:
 
 @flax.struct.dataclass
 class SourceDrafts:
-    """What one drafter proposed."""
+    """The drafts of one source."""
 
     token_ids: jax.Array  # [B, K]
     confidence: jax.Array  # [B, K]
-    num: jax.Array  # [B]: how many of them
+    num: jax.Array  # [B]: how many drafts
     survival: jax.Array  # [B, K]: by the counts (peagle.engine.widths)
 
 
 @flax.struct.dataclass
 class Proposed:
-    """Drafts that are not verified yet."""
+    """Drafts before verification."""
 
     widths: jax.Array  # [B]: drafts to verify; 0 in a slot that is done
     draft_token_ids: jax.Array  # [B, K]
     keys: jax.Array | None  # [B, K+1, 2]: of draws (peagle.engine.sampling); None: all rows are greedy
-    ran: jax.Array  # bool: the drafter ran, so it has read drafter_input
+    ran: jax.Array  # bool: the drafter ran and so has read drafter_input
     num_drafted: jax.Array  # [B]
-    synthetic: SyntheticDrafts | None = None  # what is accepted, whatever the target says
-    # of adaptive steps
+    synthetic: SyntheticDrafts | None = None  # decides acceptance instead of the target
+    # in adaptive steps
     sources: tuple[SourceDrafts, ...] = ()
-    source: jax.Array | None = None  # [B]: the one whose drafts these are
-    num_to_drafter: jax.Array | None = None  # [B]: drafts of the pass of the drafter
+    source: jax.Array | None = None  # [B]: the source of these drafts
+    num_to_drafter: jax.Array | None = None  # [B]: drafts in the drafter's pass
     looked_up: jax.Array | None = None  # bool: the second drafter ran
-    gains: jax.Array | None = None  # [B, K]: what the drafter's are worth
+    gains: jax.Array | None = None  # [B, K]: what the drafter's drafts are worth
 
     def without_drafts(self) -> "Proposed":
-        """Make the proposal of a pass that verifies none of them."""
         keys = None if self.keys is None else self.keys[:, :1]
         return dataclasses.replace(self, draft_token_ids=self.draft_token_ids[:, :0], keys=keys)

@@ -1,4 +1,4 @@
-"""Measure an engine's loop: what dispatches take, and how long the device was idle."""
+"""Measure an engine's loop: time per dispatch, and idle time of the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class LoopTimes:
     """Host overhead of the loop. A gap is a time in which the device was idle while requests ran.
 
-    gap_s is an upper bound: gaps count from when the previous dispatch was last seen running.
+    gap_s is an upper bound: a gap counts from when the previous dispatch was last seen running.
     """
 
     gap_s: float = 0.0
@@ -29,7 +29,7 @@ class LoopTimes:
 
 @dataclass
 class LoopClock:
-    """The times of a loop, and the costs that its scheduler goes by. All times are of time.perf_counter()."""
+    """The times of a loop, and the costs for its scheduler. All times are of time.perf_counter()."""
 
     times: LoopTimes = field(default_factory=LoopTimes)
     costs: Costs = field(default_factory=Costs)

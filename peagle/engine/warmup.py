@@ -1,6 +1,6 @@
 """Compile an engine's programs ahead of its requests; measure what parts of a step cost.
 
-Every program runs once over no slot. So later times include no compilation, and no request is needed.
+Every program runs once over a batch without slots. So later times include no compilation, and no request is needed.
 """
 
 import dataclasses
@@ -26,26 +26,24 @@ from peagle.ops.processors import thread_times
 if TYPE_CHECKING:
     from peagle.engine.engine import Engine
 
-LEAST_ROUNDS, MOST_ROUNDS, MOST_S = 5, 12, 1.0  # until the two shortest times of each case agree; of each number
+# rounds until each case's two shortest times agree; seconds for one number of active slots
+LEAST_ROUNDS, MOST_ROUNDS, MOST_S = 5, 12, 1.0
 AGREEMENT = 1.1
 MOST_WAITING = 0.5  # of what threads ran and waited; measured on two busy cores: 0.58 to 0.81, at times that agree, too
 
 
 class WarmUp:
-    """What an engine has compiled so far."""
-
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self._warm: set[object] = set()
-        self.steady = True  # the times of `measure_costs` repeated
+        self.steady = True  # whether the times of `measure_costs` repeated
 
     @property
     def num_drafts(self) -> int:
-        """The most drafts of the engine's steps."""
         return self._engine.config.num_speculative_tokens
 
     def compile(self, sampled: bool, full: bool, constrained: bool) -> bool:
-        """Run the programs once that requests of these sorts need; return whether some had not run before."""
+        """Run once the programs that such requests need; return whether some had not run before."""
         engine, batches = self._engine, self._engine.batches
         kinds = {batches.kind(drafts, sampled, full) for drafts in batches.possible_drafts}
         if engine.config.adaptive and engine.costs is None:  # the costs are those of greedy steps
@@ -53,7 +51,7 @@ class WarmUp:
         if engine.drafter is not None:
             plain = {kind for kind in kinds if not kind.num_drafts}
             lean = {dataclasses.replace(kind, lean=True) for kind in plain}
-            # if steps do not adapt, plain ones are those of requests that never draft
+            # if steps do not adapt, plain ones are for requests that never draft
             kinds = kinds | lean if engine.config.adaptive else kinds - plain | lean
         missing = {(kind, size) for kind in kinds for size in batches.sizes} - self._warm
         cut = set()
@@ -106,22 +104,22 @@ class WarmUp:
         engine.executor.accept_and_commit(plan, costs, masks, np.zeros((size,), np.int32), kind)
 
     def costs(self, measuring: Measuring) -> CostTable:
-        """Return the costs that were kept for such an engine on this machine, or measure and keep them."""
+        """Return the costs stored for such an engine on this machine, or measure and store them."""
         store = store_for(self._engine.config, self._engine.fingerprints)
         costs = read_costs(store)
         if costs is None:
             before = thread_times()
             costs = self.measure_costs(measuring)
-            # times that another program disturbed are measured again next time
+            # otherwise, as on a busy machine, measure again next time
             if self.steady and thread_times().waiting_frac(before) <= MOST_WAITING:
                 write_costs(store, costs)
         return costs
 
     def measure_costs(self, measuring: Measuring) -> CostTable:
-        """Measure steps in plain steps at 1, 2, 4, ... active slots.
+        """Measure steps at 1, 2, 4, ... active slots, in units of a plain step of that many slots.
 
-        All cases run in each round, in turns, until their shortest times repeat: noise only adds to a time. If some
-        never repeat, `steady` is False: the machine is busy.
+        Each round runs all cases in turn, until their shortest times repeat: noise only adds to a time. If some never
+        repeat, `steady` is False: the machine is busy.
         """
         slots, k = self._engine.config.slots, self._engine.config.num_speculative_tokens
         numbers = [1 << power for power in range(slots.bit_length()) if 1 << power <= slots]
@@ -139,7 +137,7 @@ class WarmUp:
             self.steady &= not _differ(rounds)
             seconds = {case: min(by[case] for by in rounds) for case in cases}
             times = {case: value / seconds[_PLAIN] for case, value in seconds.items()}
-            # a step that drafts and verifies nothing costs what drafting does
+            # drafting alone: a step that drafts and verifies nothing
             drafted = times[_Case(active, k, 0)]
             draft[active] = (
                 (0, 0.0),
@@ -158,7 +156,7 @@ class WarmUp:
 
     @contextmanager
     def _prompts_of(self, active: int) -> Iterator["_Prompts"]:
-        """Compute the prompts, random tokens, of so many slots."""
+        """Compute the prompts, random tokens, of this many slots."""
         engine, config = self._engine, self._engine.config
         k, shape = config.num_speculative_tokens, config.pass_shapes[0]
         room = min(config.context, engine.memory.num_tokens // active) - 2
@@ -183,14 +181,13 @@ class WarmUp:
                 engine.memory.pool.close(table)
 
     def _measure_round(self, prompts: "_Prompts", cases: Sequence["_Case"]) -> dict["_Case", float]:
-        """Measure seconds of each case once."""
         engine, active, size = self._engine, prompts.count, len(prompts.rows)
         k = engine.config.num_speculative_tokens
         params = SlotParams.of(Request((0,) * prompts.length, engine.config.context), (), engine.target.vocab_size)
         lengths, unknown = np.asarray([prompts.length], np.int32), np.asarray([-1], np.int32)
         seconds = {}
         for case in cases:
-            for slot in range(active):  # back to where its prompt ended; the first token is any
+            for slot in range(active):  # back to the end of its prompt; any token may be first
                 engine.executor.admit([0], np.asarray([slot], np.int32), lengths, unknown, [params])
             engine.executor.settle()
             widths = [case.num_drafts] * case.slots + [0] * (active - case.slots)
@@ -205,17 +202,15 @@ class WarmUp:
 
 @dataclasses.dataclass(frozen=True)
 class _Prompts:
-    """Prompts from which steps are measured."""
-
     count: int
     length: int
-    steps: int  # that their pages have room for
+    steps: int  # that fit into their pages
     rows: np.ndarray  # of a plan: their tables
 
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """Steps in which so many slots draft num_drafts tokens each, and all together verify `width` of each, or `rows`."""
+    """Steps in which every active slot drafts num_drafts tokens and verifies `width`, or all together verify `rows`."""
 
     slots: int
     num_drafts: int
@@ -224,16 +219,15 @@ class _Case:
 
     @property
     def count(self) -> int:
-        """Tokens that are drafted."""
+        """Number of drafted tokens."""
         return self.slots * self.num_drafts
 
     @property
     def verified(self) -> int:
-        """Drafts that are verified."""
         return self.slots * self.width if self.rows is None else self.rows
 
     def forcing(self, active: int, size: int, k: int) -> StepCosts:
-        """Make costs by which a step verifies so many rows, and learns nothing from its time."""
+        """Make costs by which a step verifies this many rows, and learns nothing from its time."""
         costs = StepCosts.unknown(size, k)
         rows = np.arange(costs.verify.size)
         return StepCosts(np.where(rows == active + self.verified, 0.0, 1e6).astype(np.float32), costs.draft)
@@ -243,13 +237,13 @@ _PLAIN = _Case(0, 0, 0)
 
 
 def _differ(rounds: Sequence[dict[_Case, float]]) -> bool:
-    """Whether the two shortest times of some case are apart: the machine was busy."""
+    """Whether the two shortest times of some case differ: the machine was busy."""
     shortest = (sorted(by[case] for by in rounds)[:2] for case in rounds[0])
     return any(second > AGREEMENT * first for first, second in shortest)
 
 
 def _cases(active: int, k: int) -> list[_Case]:
-    """List what is measured with so many active slots: plain steps, numbers of verified and of drafted tokens."""
+    """List the cases at this many active slots: plain steps, numbers of verified and of drafted tokens."""
     widths = sorted({0, 1, 2, 3, 5, k} & set(range(k + 1)))
     cases = [_PLAIN, *(_Case(active, k, width) for width in widths)]
     if k > 1:

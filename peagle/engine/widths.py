@@ -1,24 +1,24 @@
 """Choose how many drafts each slot verifies, from the drafter's confidence. Pure functions of counts and times.
 
-The chance that a draft is accepted, if those before it are, is counted while decoding: by source (which drafter),
+The chance of each draft to be accepted, if those before it are, is counted while decoding: by source (which drafter),
 greedy or sampled, position, and bin of the drafter's probability of the draft. Draft i survives if drafts 0..i are
 accepted: its survival is the product of their chances. Texts differ, so each slot compares how often the first drafts
-of a source were right with what the counts had said, and scales their survival by that ratio. A pass verifies drafts in
+of a source were right with the counts' prediction, and scales their survival by that ratio. A pass verifies drafts in
 falling order of survival, over all slots, while each is worth its time:
 
     tokens expected     one for each active slot, and the sum of the survivals
-    time                of a pass of so many rows, in plain steps of as many slots (StepCosts, measured)
+    time                of a pass by its number of rows, in units of a plain step (StepCosts, measured)
     worth of time       the tokens that the engine emits in it at present, at least those of plain decoding
 
-Verified or not, a draft teaches where the token at its place becomes known: a step that accepts a drafts tells about
-the drafts 0..a of every source.
+A draft is counted, verified or not, if the token at its position becomes known: a step that accepts a drafts counts
+drafts 0..a of every source.
 
-Before a pass of the drafter its confidence is unknown. So what its latest drafts were worth, by slot and position, says
-how many it drafts, and it runs if these are worth, over all slots, more than the time of the pass. A slot where it does
-not run drifts back to what drafts are worth elsewhere, and is tried again. Tokens that a second drafter looks up in the
-text so far cost next to nothing, and are tried anyway.
+Before the drafter runs, its confidence is unknown. So the worth of a slot's latest drafts, by position, decides how
+many it drafts next, and the drafter runs if these are worth more, over all slots, than the time of its pass. In a slot
+without drafts that worth drifts back to the average of all slots, so that drafting is tried again. Tokens that a second
+drafter looks up in the text so far cost next to nothing, and are always tried.
 
-Whatever is chosen here changes time alone, never a token (peagle.engine.accept).
+These choices change time alone, never a token (peagle.engine.accept).
 """
 
 import dataclasses
@@ -35,19 +35,19 @@ from jaxtyping import Array, Bool, Float, Int
 EDGES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98)  # between bins of confidence
 NUM_BINS = len(EDGES) + 1
 MIDDLES = tuple((low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 1.0), strict=True))
-PRIOR_TRIES = 4.0  # a bin without counts is expected to be right: its chance is its middle
-MOST_STARTING = 64.0  # tries of a bin that recorded counts are worth at most at the start
-HORIZON = 512.0  # tries of a bin after which older ones are forgotten
-TRUST_STEPS, TRUST_PRIOR = 12.0, 1.5  # steps over which a slot's trust is averaged; right drafts that it begins with
+PRIOR_TRIES = 4.0  # weight of the expectation for a bin without counts: the bin's middle
+MOST_STARTING = 64.0  # most tries per bin that recorded counts stand for at the start
+HORIZON = 512.0  # tries per bin after which older ones are forgotten
+TRUST_STEPS, TRUST_PRIOR = 12.0, 1.5  # steps over which a slot's trust is averaged; right drafts that it starts with
 MOST_TRUST = 1.25
 
 RATE_STEPS = 32.0  # plain steps over which the engine's rate is averaged
-FIRST_GAIN = 0.7  # what a slot's first draft is worth before any were made; the next ones this share of that before
+FIRST_GAIN = 0.7  # initial worth of a slot's first draft; FIRST_GAIN**2 of its second, and so on
 GAIN_STEPS, ALL_GAINS_STEPS = 3.0, 32.0  # passes over which gains are averaged: of a slot, of all
-DRIFT_STEPS = 64.0  # steps without the drafter over which a slot's gain drifts back to that of all
-ALL_DRIFT_STEPS = 2048.0  # and that of all to the first
-KEEPING_UP = 0.05  # share of the time that it may take to let a drafter that does not draft read the tokens
-GOOD_CHANCE = 0.85  # of a draft, if those before it were accepted: where even this does not pay nothing is drafted
+DRIFT_STEPS = 64.0  # steps without the drafter over which a slot's gain drifts back to the average of all
+ALL_DRIFT_STEPS = 2048.0  # and the average of all to FIRST_GAIN
+KEEPING_UP = 0.05  # largest share of the time for a drafter that only reads tokens
+GOOD_CHANCE = 0.85  # of a draft after accepted ones, at best: if even this does not pay, nothing is drafted
 IDLE = 3  # steps without a look-up after one that proposed nothing
 
 # [greedy, sampled][position][bin]: (tried, accepted)
@@ -56,12 +56,12 @@ Counts: TypeAlias = tuple[tuple[tuple[tuple[float, float], ...], ...], ...]
 
 @flax.struct.dataclass
 class Learned:
-    """What the slots of an engine have learned together. tried, accepted: [source, sampled, position, bin]."""
+    """Counts that all slots of an engine share. tried, accepted: [source, sampled, position, bin]."""
 
     tried: jax.Array  # float32
     accepted: jax.Array
     rate: jax.Array  # float32: tokens of a slot in the time of a plain step
-    gain: jax.Array  # [K] float32: average of what the drafter's drafts are worth to a slot (`gains_of`)
+    gain: jax.Array  # [K] float32: average worth of the drafter's drafts to a slot (`gains_of`)
 
     @classmethod
     def start(cls, num_sources: int, num_drafts: int, counts: Counts | None = None) -> "Learned":
@@ -90,7 +90,7 @@ class Learned:
         tried: Bool[Array, "B K"],
         accepted: Bool[Array, "B K"],
     ) -> "Learned":
-        """Count drafts of a source of which it is known whether they were right."""
+        """Count drafts of a source, where the token at their position is known (tried)."""
         which = jnp.stack([~sampled, sampled], axis=1)[:, :, None, None]  # [B, 2, 1, 1]
         cells = which & _in_bin(confidence)[:, None] & tried[:, None, :, None]  # [B, 2, K, bin]
         new_tried = jnp.sum(cells, axis=0, dtype=jnp.float32)
@@ -122,7 +122,6 @@ def _first_gain(num_drafts: int) -> np.ndarray:
 
 
 def _in_bin(confidence: Float[Array, "B K"]) -> Bool[Array, "B K bin"]:
-    """Test which bin a probability is in."""
     low = jnp.asarray((-1.0, *EDGES), jnp.float32)[None, None, :]
     high = jnp.asarray((*EDGES, 2.0), jnp.float32)[None, None, :]
     return (confidence[..., None] >= low) & (confidence[..., None] < high)
@@ -130,32 +129,30 @@ def _in_bin(confidence: Float[Array, "B K"]) -> Bool[Array, "B K bin"]:
 
 @flax.struct.dataclass
 class StepCosts:
-    """Times of parts of a step at one number of active slots, in plain steps of as many; all 0: not measured."""
+    """Times of parts of a step at one number of active slots, in units of a plain step there; all 0: not measured."""
 
-    verify: jax.Array | np.ndarray  # [B (K + 1) + 1] float32: of a pass of so many rows, with all but drafting
-    draft: jax.Array | np.ndarray  # [B K + 1]: of a pass of the drafter that drafts so many tokens
+    verify: jax.Array | np.ndarray  # [B (K + 1) + 1] float32: of a pass of so many rows, without drafting
+    draft: jax.Array | np.ndarray  # [B K + 1]: of the drafter's pass for so many drafts
 
     @classmethod
     def unknown(cls, size: int, num_drafts: int) -> "StepCosts":
-        """Make the costs of an engine that has not measured them: then every draft is verified."""
+        """Make the costs of an engine that has not measured them, with which every draft is verified."""
         return cls(np.zeros((size * (num_drafts + 1) + 1,), np.float32), np.zeros((size * num_drafts + 1,), np.float32))
 
     def pack(self) -> np.ndarray:
-        """Put both side by side, for one operand."""
+        """Join both arrays into one operand."""
         return np.concatenate([np.asarray(self.verify), np.asarray(self.draft)])
 
     @classmethod
     def unpack(cls, packed: jax.Array, size: int, num_drafts: int) -> "StepCosts":
-        """Undo `pack`."""
         split = size * (num_drafts + 1) + 1
         return cls(packed[:split], packed[split:])
 
     def of_drafts(self, count: jax.Array) -> jax.Array:
-        """Look up the time of drafting so many tokens."""
+        """Look up the time of drafting this many tokens."""
         return jnp.asarray(self.draft)[count]
 
     def of_rows(self, rows: jax.Array) -> jax.Array:
-        """Look up the time of a pass of so many rows."""
         return jnp.asarray(self.verify)[jnp.minimum(rows, self.verify.shape[0] - 1)]
 
     def of_one_row(self, num_active: jax.Array) -> jax.Array:
@@ -180,7 +177,7 @@ def choose_widths(
     batch, num_drafts = survival.shape
     valid = jnp.arange(num_drafts, dtype=jnp.int32)[None, :] < limits[:, None]
     values = jnp.where(valid, survival, -1.0).reshape(-1)
-    # equal ones in the order of positions: a slot's drafts are taken from the first on
+    # equal values in the order of positions, so that a slot's drafts are taken from the first on
     order = jnp.arange(values.size, dtype=jnp.int32) if batch == 1 else jnp.argsort(-values, stable=True)
     falling = values[order]
     taken = jnp.arange(values.size + 1, dtype=jnp.int32)
@@ -206,7 +203,7 @@ def gains_of(
 def choose_drafts(
     gains: Float[Array, "B K"], limits: Int[Array, " B"], num_active: jax.Array, costs: StepCosts, rate: jax.Array
 ) -> Int[Array, " B"]:
-    """Choose how many drafts each slot lets the drafter make, if all slots were as it is, limits[b] at most."""
+    """Choose how many drafts each slot lets the drafter make, as if all slots were alike; limits[b] at most."""
     count = jnp.arange(gains.shape[1] + 1, dtype=jnp.int32)
     times = costs.of_drafts(jnp.minimum(num_active * count, costs.draft.shape[0] - 1))
     worth = jnp.pad(jnp.cumsum(gains, axis=1), ((0, 0), (1, 0))) - rate * times[None, :]
@@ -216,34 +213,33 @@ def choose_drafts(
 
 @flax.struct.dataclass
 class Pace:
-    """How the slots draft; the slot leads."""
+    """How the slots draft; the slot is the leading axis."""
 
-    given_up: jax.Array  # [B] bool: its drafter is left out for good
-    idle: jax.Array  # [B] int32: steps before tokens are looked up for it again
-    gain: jax.Array  # [B, K] float32: average of what its drafter's drafts are worth (`gains_of`); inf: not known yet
-    expected: jax.Array  # [B, source] float32: of lately proposed first drafts, how many were expected to be right
+    given_up: jax.Array  # [B] bool: its drafter never runs again
+    idle: jax.Array  # [B] int32: steps until the next look-up
+    gain: jax.Array  # [B, K] float32: average worth of its drafter's drafts (`gains_of`); inf: not known yet
+    expected: jax.Array  # [B, source] float32: of recent first drafts, how many were expected to be right
     right: jax.Array  # [B, source] float32: and how many were
 
     @classmethod
     def start(cls, slots: int, num_drafts: int, num_sources: int) -> "Pace":
-        """Make the pace of slots that have drafted nothing."""
         none, hits = jnp.zeros((slots,), jnp.int32), jnp.zeros((slots, num_sources), jnp.float32)
         unknown = jnp.full((slots, num_drafts), jnp.inf, jnp.float32)
         return cls(jnp.zeros((slots,), bool), none, unknown, hits, hits)
 
     @property
     def trust(self) -> Float[Array, "B source"]:
-        """How often first drafts were right lately, over what the counts had said."""
+        """How often first drafts were right lately, over the counts' prediction."""
         return jnp.minimum((self.right + TRUST_PRIOR) / (self.expected + TRUST_PRIOR), MOST_TRUST)
 
     def gain_or(self, gain: Float[Array, " K"]) -> Float[Array, "B K"]:
-        """Return each slot's gains; those of all where they are not known yet."""
+        """Return each slot's gains, or those of all where its own are not known yet."""
         return jnp.where(jnp.isinf(self.gain), gain[None, :], self.gain)
 
     def judged(
         self, source: int, expected: Float[Array, " B"], right: Bool[Array, " B"], proposed: Bool[Array, " B"]
     ) -> "Pace":
-        """Note the first draft of a source. expected: its chance by the counts."""
+        """Record the first draft of a source. expected: its chance by the counts."""
         kept = 1.0 - 1.0 / TRUST_STEPS
 
         def averaged(before: jax.Array, value: jax.Array) -> jax.Array:
@@ -261,29 +257,29 @@ class Pace:
         active: Bool[Array, " B"],
         gains: Float[Array, "B K"],
         drafted: Bool[Array, "B K"],
-        found_nothing: Bool[Array, " B"],
+        empty_lookup: Bool[Array, " B"],
         gain_of_all: Float[Array, " K"],
     ) -> "Pace":
-        """Note a step. drafted: drafts that the drafter made, which were worth `gains`.
+        """Record a step. drafted: the drafter's drafts, which were worth `gains`.
 
-        found_nothing: the second drafter looked for drafts, and none was worth its time.
+        empty_lookup: the second drafter's look-up gave no draft worth its time.
         """
         known = self.gain_or(gain_of_all)
         towards = jnp.where(drafted, (gains - known) / GAIN_STEPS, (gain_of_all[None, :] - known) / DRIFT_STEPS)
         waited = jnp.where(active, jnp.maximum(self.idle - 1, 0), self.idle)
         return dataclasses.replace(
             self,
-            idle=jnp.where(found_nothing, IDLE, waited),
+            idle=jnp.where(empty_lookup, IDLE, waited),
             gain=jnp.where(active[:, None], known + towards, self.gain),
         )
 
 
 @dataclass(frozen=True)
 class CostTable:
-    """Times of parts of steps by number of active slots, in plain steps of as many.
+    """Times of parts of steps by number of active slots, in units of a plain step there.
 
-    verify: (rows, time) of passes over so many rows, from as many as slots on. draft: (drafts, time) of passes of the
-    drafter, from none on. Between them times are interpolated.
+    verify: (rows, time) of passes, from one row per slot on. draft: (drafts, time) of the drafter's passes, from 0 on.
+    Times in between are interpolated.
     """
 
     verify: Mapping[int, tuple[tuple[int, float], ...]]
@@ -291,7 +287,7 @@ class CostTable:
     _kept: dict[tuple[str, int, int, int], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def packed(self, num_active: int, size: int, num_drafts: int) -> np.ndarray:
-        """Make the packed costs of `at`; once, since every dispatch needs them."""
+        """Return the packed costs of `at`; cached, because every dispatch needs them."""
         key = "packed", num_active, size, num_drafts
         if key not in self._kept:
             self._kept[key] = self.at(num_active, size, num_drafts).pack()
@@ -299,9 +295,9 @@ class CostTable:
         return packed
 
     def at(self, num_active: int, size: int, num_drafts: int) -> StepCosts:
-        """Make the costs of a batch of `size` entries with so many active slots."""
+        """Make the costs of a batch of `size` entries with this many active slots."""
         entry = max((number for number in self.verify if number <= num_active), default=min(self.verify))
-        scale = max(num_active, 1) / entry  # rows and drafts of each slot take as long as there
+        scale = max(num_active, 1) / entry  # rows and drafts per slot take as long as there
         rows, row_times = np.asarray(self.verify[entry], np.float64).T
         drafts, draft_times = np.asarray(self.draft[entry], np.float64).T
         verify = np.interp(np.arange(size * (num_drafts + 1) + 1), scale * rows, row_times)
@@ -309,7 +305,7 @@ class CostTable:
         return StepCosts(verify.astype(np.float32), draft.astype(np.float32))
 
     def pays(self, num_active: int, num_drafts: int) -> bool:
-        """Whether drafts pay with so many active slots if nearly all are accepted, and looked up in no time."""
+        """Whether drafts pay at this many active slots if nearly all are accepted, and look-ups take no time."""
         key = "pays", num_active, num_active, num_drafts
         if key not in self._kept:
             more = np.arange(1, num_drafts + 1)
@@ -319,13 +315,12 @@ class CostTable:
         return pays
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON's values."""
         parts = {"verify": self.verify, "draft": self.draft}
         return {name: {str(number): times for number, times in part.items()} for name, part in parts.items()}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "CostTable":
-        """Undo `to_json`. Raises ValueError, or as Python does, for anything else."""
+        """Undo `to_json`. Raises ValueError, or Python's own errors, for other input."""
 
         def part(name: str) -> dict[int, tuple[tuple[int, float], ...]]:
             return {

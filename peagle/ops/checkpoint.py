@@ -1,7 +1,7 @@
 """Read and write checkpoints in the Hugging Face layout: config.json beside safetensors files.
 
-Nothing in a directory is trusted: no pickle, no code, no shard outside of it. A surplus tensor is an error like a
-missing one. Bad files raise InputError with one line.
+Nothing in a directory is trusted: no pickle, no code, no shard outside of it. Surplus tensors are errors, like missing
+ones. Bad files raise InputError with one line.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from peagle.ops.strict_json import dumps
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _PIECE_BYTES = 1 << 22  # read at a time
 _FINGERPRINT_BLOCKS = 16  # blocks of 64 KiB, spread over a file
-# buffers that some writers store beside the weights; loaders compute them from config.json
+# buffers that some writers store; loaders compute them from config.json
 _BUFFERS = ("rotary_emb.inv_freq",)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _DTYPES: dict[str, np.dtype] = {
@@ -52,19 +52,18 @@ _DTYPES: dict[str, np.dtype] = {
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A part of an axis: these stretches one after the other, then zeros up to `width`. By default all of the axis."""
+    """A part of an axis: these stretches one after the other, then zeros up to `width`. Default: all of the axis."""
 
     stretches: tuple[slice, ...] = ()
     width: int | None = None
 
     def indices(self, size: int) -> np.ndarray:
-        """Return which of the axis's `size` elements it holds, in order."""
+        """Return the indices of the axis's `size` elements that it holds, in order."""
         if self.width is None:
             return np.arange(size)
         return np.concatenate([np.arange(stretch.start, stretch.stop) for stretch in self.stretches])
 
     def take(self, values: np.ndarray, axis: int) -> np.ndarray:
-        """Cut an array along an axis."""
         if self.width is None:
             return values
         held = np.take(values, self.indices(values.shape[axis]), axis=axis)
@@ -74,7 +73,7 @@ class Cut:
 
 
 class Checkpoint:
-    """One open directory: its config and its tensors by name, read from the mapped files when taken.
+    """One open directory: its config, and its tensors by name, read from the mapped files when taken.
 
     A loader takes or ignores every tensor, then calls `finish`, which names any tensor left over.
     """
@@ -88,15 +87,15 @@ class Checkpoint:
     ) -> None:
         self.directory = directory
         self.config = config
-        self._shard_of = shard_of  # tensor name -> its open safetensors file
-        self._stored_names = stored_names or {}  # tensor name -> its name in that file, if they differ
+        self._shard_of = shard_of  # open safetensors files by tensor name
+        self._stored_names = stored_names or {}  # names of renamed tensors in their files
         self._left = set(shard_of)
         self._progress: Callable[[int, int], None] | None = None
         self._taken_bytes = self._all_bytes = 0
 
     @property
     def names(self) -> frozenset[str]:
-        """Every tensor's name, consumed or not."""
+        """All tensors' names, consumed or not."""
         return frozenset(self._shard_of)
 
     def has(self, name: str) -> bool:
@@ -126,24 +125,24 @@ class Checkpoint:
             )
         return _DTYPES[stored]
 
-    def watch(self, progress: Callable[[int, int], None], wanted_bytes: int | None = None) -> None:
-        """Call progress(bytes taken from now on, bytes wanted) after each piece that is read.
+    def watch(self, progress: Callable[[int, int], None], total_bytes: int | None = None) -> None:
+        """Call progress(bytes read from now on, all bytes) after each piece that is read.
 
-        wanted_bytes: by default those of all tensors.
+        total_bytes: all bytes; default: those of all tensors.
         """
         self._progress = progress
         everything = sum(math.prod(self.shape(name)) * self.dtype(name).itemsize for name in self.names)
-        self._all_bytes = everything if wanted_bytes is None else wanted_bytes
+        self._all_bytes = everything if total_bytes is None else total_bytes
 
     def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check that the checkpoint holds exactly these tensors, without reading or consuming any.
 
-        Raises InputError naming missing, surplus and wrongly shaped tensors: seconds, not minutes, into a large load.
+        Raises InputError naming missing, surplus and wrongly shaped tensors, before a large load spends minutes.
         """
         if missing := shapes.keys() - self.names:
             raise InputError(
                 f"{self.directory}: tensors are missing: {_some(missing)}; the checkpoint is "
-                "incomplete, or config.json belongs to another"
+                "incomplete, or config.json belongs to another one"
             )
         for name, shape in shapes.items():
             self._check_shape(name, shape)
@@ -153,8 +152,8 @@ class Checkpoint:
         """Read a copy of the tensor, in its stored dtype, and consume it.
 
         cuts: of its first axes; nothing else is read. Only the first may have several stretches.
-        peagle.ops.memory.to_device takes the copy as it is. Raises InputError if the tensor is missing or does not have
-        the given shape.
+        peagle.ops.memory.to_device takes the copy without copying again. Raises InputError if the tensor is missing or
+        has another shape.
         """
         self._consume(name, shape)
         whole = self.shape(name)
@@ -188,11 +187,11 @@ class Checkpoint:
             yield piece
 
     def ignore(self, name: str) -> None:
-        """Consume the tensor, if there is one, without reading it."""
+        """Consume the tensor, if it exists, without reading it."""
         self._left.discard(name)
 
     def finish(self) -> None:
-        """Raises InputError naming the tensors that were neither taken nor ignored."""
+        """Raise InputError naming the tensors that were neither taken nor ignored."""
         self._refuse_surplus(self._left)
 
     def _consume(self, name: str, shape: tuple[int, ...] | None) -> None:
@@ -235,7 +234,7 @@ class Checkpoint:
 
 
 def _slices(cuts: Sequence[Cut], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """Return the stretch of each cut, which must be one."""
+    """Return the single stretch of each cut."""
     pairs = zip(cuts, shape, strict=False)
     return tuple(slice(0, size) if cut.width is None else cut.stretches[0] for cut, size in pairs)
 
@@ -268,10 +267,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 
 def fingerprint(directory: Path) -> str:
-    """Hash config.json and each weights file's name, size and a few blocks.
-
-    Identifies a checkpoint quickly, whatever its size.
-    """
+    """Hash config.json and each weights file's name, size and a few blocks: quick at any size."""
     digest = hashlib.sha256()
     config = directory / CONFIG
     digest.update(config.read_bytes() if config.is_file() else b"")
@@ -307,7 +303,7 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file. Raises OSError if it cannot be written, in place of the library's own error."""
+    """Write a safetensors file. Raises OSError, instead of the library's own error, if it cannot be written."""
     try:
         save_file(dict(tensors), path, metadata=dict(metadata))
     except SafetensorError as error:
@@ -327,7 +323,7 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint to a directory, replacing an older checkpoint's files and keeping unrelated ones.
 
-    Weights go to one file, or with `shard_bytes` to shards of at most that size (a larger tensor gets its own) and an
+    Weights go to one file or, with `shard_bytes`, to shards of at most that size (a larger tensor gets its own) and an
     index. A generator of pairs (name, array) may make them one by one, so that only one shard is in memory.
     `extra_files`: bytes, or objects that become JSON.
 
@@ -423,7 +419,7 @@ def _write_weights(
         shard.clear()
 
     for name, value in pairs:
-        # C order, since safetensors writes the raw buffer: a transposed view would come back scrambled
+        # C order, because safetensors writes the raw buffer: a transposed view would come back scrambled
         array = np.asarray(value, order="C")
         if shard and held + array.nbytes > limit:
             flush()

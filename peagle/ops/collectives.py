@@ -1,6 +1,6 @@
-"""The ranks of a model that is cut over several devices: sum their partial results, put their parts side by side.
+"""The ranks of a model that is cut over several devices: sum their partial results, concatenate their parts.
 
-For code inside one `jax.shard_map` over the ranks (peagle.parallel). A model that is not cut has no Ranks.
+For code inside one `jax.shard_map` over the ranks (peagle.parallel). A whole model has no Ranks.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ Reduce: TypeAlias = Callable[[jax.Array], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """The experts that a rank holds: `count` of them, numbered from `first` on."""
+    """The experts of a rank: `count` of them, numbered from `first` on."""
 
     first: jax.Array
     count: int
@@ -25,8 +25,8 @@ class Held:
 class Ranks:
     """The devices along one axis of a mesh, each with its part of every layer.
 
-    experts: groups of ranks that share the experts out; 1: every rank has a part of every expert. in_order: sum in
-    rank order, so that a row's bits do not depend on the number of rows; the sum of an all-reduce may.
+    experts: groups of ranks that divide the experts among them; 1: every rank has a part of every expert. in_order: sum
+    in rank order, so that a row's bits do not depend on the number of rows, as they may in an all-reduce.
     """
 
     axis: str
@@ -46,12 +46,12 @@ class Ranks:
         return total
 
     def gather(self, part: jax.Array, width: int) -> jax.Array:
-        """Put the ranks' parts side by side along the last axis; every rank gets the first `width` columns."""
+        """Concatenate the ranks' parts along the last axis; every rank gets the first `width` columns."""
         whole: jax.Array = jax.lax.all_gather(part, self.axis, axis=part.ndim - 1, tiled=True)
         return whole[..., :width]
 
     def held(self, count: int) -> Held | None:
-        """Return which `count` experts this rank holds; None if it has a part of all of them."""
+        """Return which of `count` experts this rank holds; None if it has a part of all of them."""
         if self.experts == 1:
             return None
         group = jax.lax.axis_index(self.axis).astype(jnp.int32) // (self.count // self.experts)

@@ -7,9 +7,8 @@ import traceback
 class InputError(ValueError):
     """Bad input: a file, a flag, a prompt, a pair that does not fit.
 
-    The message is one line: what was seen, what was expected, what to do. Commands print it and exit with 2.
-    field: the field of a request that is wrong, under the name that a client of the server gives it; None: no single
-    one.
+    The message is one line: what was seen, what was expected, what to do. Commands print it and exit with 2. field: the
+    wrong field of a request, by its name in the server's API; None: no single one.
     """
 
     def __init__(self, message: str, field: str | None = None) -> None:
@@ -18,7 +17,7 @@ class InputError(ValueError):
 
 
 class InputWarning(UserWarning):
-    """Input that works, but probably not as it was meant: a checkpoint that can be read in two ways.
+    """Input that works, but probably not as intended: a checkpoint that can be read in two ways.
 
     The message is one line: what was seen, how it was read, what to do. Commands print it on standard error, even if
     they print little else.
@@ -34,7 +33,7 @@ def not_installed(what: str, package: str, extra: str) -> InputError:
 
 
 def cannot_start(error: Exception) -> str:
-    """Say in one line that JAX found no device to run on. error: what it raised."""
+    """Describe in one line that JAX has no device to run on. error: JAX's."""
     platform = os.environ.get("JAX_PLATFORMS")
     why = " ".join(str(error).split()) or f"there is no device of JAX_PLATFORMS={platform}"
     return f"JAX cannot start: {why}; check JAX_PLATFORMS and the installed jax"

@@ -13,7 +13,7 @@ import platformdirs
 
 from peagle.ops.errors import InputError
 
-_TEMPORARY = ".peagle-", ".tmp"  # around a name of few letters, as the file's own may be as long as names can be
+_TEMPORARY = ".peagle-", ".tmp"  # around a name of a few letters, because the file's own may be as long as names can be
 # control characters, line breaks, lone surrogates (a file's name may hold bytes that are not UTF-8), noncharacters
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffe\uffff]")
 
@@ -21,8 +21,8 @@ _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffe\uf
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file under a temporary name, then rename it to `path`, with the permissions of any new file.
 
-    Calls `write` with the temporary path, of a file that is empty. If it fails, `path` stays as it was. Other processes
-    may write the same file at the same time.
+    Calls `write` with the temporary path of an empty file. If it fails, `path` stays as it was. Other processes may
+    write the same file at the same time.
     """
     descriptor, name = tempfile.mkstemp(_TEMPORARY[1], _TEMPORARY[0], path.parent)
     os.close(descriptor)
@@ -42,7 +42,7 @@ def write_text_whole(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise InputError, which names `path` and not a temporary file, for any OSError within."""
+    """Raise InputError, naming `path` instead of a temporary file, for any OSError within."""
     try:
         yield
     except OSError as error:
@@ -50,12 +50,12 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the reason of an error in one line, without the number and the file's name of an OSError."""
+    """Return an error's reason in one line, without an OSError's number and file name."""
     return " ".join((getattr(error, "strerror", None) or str(error)).split())
 
 
 def expected(error: OSError) -> str:
-    """Say what would do where this error was raised in writing."""
+    """Describe the remedy for an error in writing."""
     if error.errno == errno.ENOSPC:
         return "room for it: free some, or name a place elsewhere"
     return "a place that can be written to"
@@ -77,7 +77,7 @@ def cache_directory(name: str) -> Path:
 
 
 def keep(path: Path, content: bytes) -> bool:
-    """Write `content` to `path` in a cache that many processes share; return whether it succeeded."""
+    """Write `content` to `path` in a cache that processes share; return whether it succeeded."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, lambda temporary: temporary.write_bytes(content))
@@ -87,7 +87,7 @@ def keep(path: Path, content: bytes) -> bool:
 
 
 def trim(folder: Path, most_bytes: int) -> None:
-    """Remove the oldest files in a folder, down to `most_bytes`. Folders in it stay.
+    """Remove the oldest files in a folder, down to `most_bytes`; keep its folders.
 
     Other processes may write and remove files in it at the same time.
     """
@@ -104,7 +104,7 @@ def trim(folder: Path, most_bytes: int) -> None:
 
 
 def holds_files(folder: Path) -> bool:
-    """Check whether a folder holds anything but the temporary files of a killed `write_whole`."""
+    """Check whether a folder holds anything besides the temporary files of a killed `write_whole`."""
     prefix, suffix = _TEMPORARY
     ours = (path.name.startswith(prefix) and path.name.endswith(suffix) for path in folder.iterdir())
     return not all(ours)
@@ -121,16 +121,16 @@ def umask() -> int:
 def alone(out: Path) -> Iterator[None]:
     """Keep other runs from an output, a file or a folder, by a lock file beside it.
 
-    Its parent folders are made. Raises InputError if another run writes it, or if nothing can be written there.
+    Makes its parent folders. Raises InputError if another run writes it, or if it cannot be written.
     """
-    import filelock  # here: it takes longer to import than help to print
+    import filelock  # a slow import, not needed for help
 
     lock = filelock.FileLock(out.with_name(f"{out.name}.lock"), blocking=False)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except filelock.Timeout:
-        if not Path(lock.lock_file).exists():  # some file systems refuse new files by an error that it tries again
+        if not Path(lock.lock_file).exists():  # some file systems refuse new files by an error that filelock retries
             raise InputError(f"{out} cannot be written; expected a place that can be written to") from None
         raise InputError(f"{out} is being written by another run; wait for its end, or name another place") from None
     except OSError as error:
@@ -139,11 +139,11 @@ def alone(out: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        Path(lock.lock_file).unlink(missing_ok=True)  # before others can have it
+        Path(lock.lock_file).unlink(missing_ok=True)  # before another run can lock it
         lock.release()
 
 
 def expect_new(out: Path) -> None:
-    """Raises InputError if the path exists, so that no result is overwritten."""
+    """Raise InputError if the path exists, so that no result is overwritten."""
     if out.exists():
         raise InputError(f"{out} exists; expected a new folder, so that no result is overwritten")

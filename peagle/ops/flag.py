@@ -1,4 +1,4 @@
-"""How the fields of a config are options of the command line. The docstring below a field is its help."""
+"""Declare the fields of a config as options of the command line. The docstring below a field is its help."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -18,11 +18,15 @@ ITEMS = {int: "whole numbers", float: "numbers", str: "texts"}
 
 @dataclass(frozen=True)
 class Flag:
-    """Make a field an option, or an argument if its only name begins with no dash.
+    """Make a field an option, or an argument if its only name has no leading dash.
 
-    group: of the help. names: errors name the first; none: the field's name with dashes. read: turn the text as typed
-    into the value; it raises InputError. default: shown in the place of the value. old: a former name, which warns.
-    hidden: not in the help. help: of fields without a docstring below them.
+    group     in the help
+    names     errors name the first; none: the field's name with dashes
+    read      converts the typed text to the value, or raises InputError
+    default   text shown for the default
+    old       a former name, which warns
+    hidden    not in the help
+    help      for fields without a docstring below them
     """
 
     group: str | None = None
@@ -37,7 +41,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Takes:
-    """Which fields of a group are options of a command, all by default; helps, metavars and readers that differ there.
+    """Fields of a group that are options of a command (default: all), with its own helps, metavars and readers.
 
     names: in the order of the help. olds: former names of options.
     """
@@ -77,7 +81,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def expected_of(kind: Any) -> str:
-    """Name the values of a type; null is none of them."""
+    """Describe the values of a type, without null."""
     kinds = get_args(kind)
     if get_origin(kind) in (Union, UnionType):
         return " or ".join(expected_of(kind) for kind in kinds if kind is not NoneType)
@@ -89,7 +93,7 @@ def expected_of(kind: Any) -> str:
 
 
 def check_least(config: Any, **least: int) -> None:
-    """Raise InputError for a number of a config that is smaller than its least value; None is no number."""
+    """Raise InputError for a number of a config below its least value; None passes."""
     for name, lowest in least.items():
         value = getattr(config, name)
         if value is not None and not value >= lowest:
@@ -97,7 +101,7 @@ def check_least(config: Any, **least: int) -> None:
 
 
 def layers_reader(name: str) -> Callable[[str], tuple[int, ...]]:
-    """Make the reader of layer numbers with commas between them, which raises InputError for anything else."""
+    """Make the reader of comma-separated layer numbers, which raises InputError for anything else."""
 
     def read(typed: str) -> tuple[int, ...]:
         try:

@@ -1,4 +1,4 @@
-"""Ctrl-C as a flag that loops check, since an exception at an arbitrary point gets lost or breaks the code around it.
+"""Ctrl-C as a flag that loops check, because an exception at an arbitrary point gets lost or breaks code.
 
 Python raises KeyboardInterrupt between any two instructions of the main thread. In code that a library calls back (JAX
 does at each garbage collection, ctypes, finalisers), the exception is printed or dropped and the run goes on. During an
@@ -20,20 +20,20 @@ from typing import Any
 EXIT_CODE = 130  # a shell's code for an end by SIGINT
 SHOW_CURSOR = b"\x1b[?25h"  # progress on a terminal hides the cursor
 
-_asked = False
+_pressed = False
 _waiting = False
-_answered = 0  # presses that a `forget` followed
+_answered = 0  # presses before a `forget`
 
 
 @contextmanager
 def handled() -> Iterator[None]:
     """Make the first Ctrl-C set the flag, and the second one end the process.
 
-    The second one ends it at once, even during a compilation: a thread reads each signal as it arrives, whereas a
-    handler in Python would wait for the library call that the main thread is in. Does nothing outside of the main
-    thread, or if Ctrl-C is ignored (as in a shell script's background jobs).
+    The second one acts at once, even during a compilation: a thread reads each signal as it arrives, whereas a handler
+    in Python would wait for the main thread's library call. Does nothing outside of the main thread, or if Ctrl-C is
+    ignored (as in a shell script's background jobs).
     """
-    global _asked, _answered
+    global _pressed, _answered
     ignored = signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None)
     if ignored or threading.current_thread() is not threading.main_thread():
         yield
@@ -52,7 +52,7 @@ def handled() -> Iterator[None]:
         os.close(writing)
         thread.join()
         os.close(reading)
-        _asked, _answered = False, 0
+        _pressed, _answered = False, 0
 
 
 @contextmanager
@@ -68,27 +68,26 @@ def waiting() -> Iterator[None]:
 
 
 def asked() -> bool:
-    """Return whether Ctrl-C was pressed."""
-    return _asked
+    return _pressed
 
 
 def check() -> None:
     """Raise KeyboardInterrupt if Ctrl-C was pressed, however long ago."""
-    if _asked:
+    if _pressed:
         raise KeyboardInterrupt
 
 
 def forget() -> None:
     """Clear the flag after the interrupted work has ended; the next Ctrl-C counts as the first again."""
-    global _asked, _answered
-    if _asked:
+    global _pressed, _answered
+    if _pressed:
         _answered += 1  # before the flag, so that each press counts once
-        _asked = False
+        _pressed = False
 
 
 def _note(*_: Any) -> None:
-    global _asked
-    _asked = True
+    global _pressed
+    _pressed = True
     if _waiting:
         raise KeyboardInterrupt
 

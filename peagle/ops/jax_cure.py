@@ -1,10 +1,10 @@
-"""Switch off one way of XLA to compile sums on CPU before JAX starts.
+"""Switch off a fusion of XLA on CPU, before JAX starts, that miscomputes sums or makes them depend on row counts.
 
 From jaxlib 0.10.2 on, XLA on CPU hands some fused reductions to YNNPACK. jaxlib 0.10.2 silently miscomputes them (jax
-issue 39103: a sum comes out 1065369600 instead of 1073741824). Later ones compute them right, but a row's last bits
-depend on the number of rows, in a norm, say, so that verifying several tokens is not decoding bit for bit. An XLA flag,
-set before the backend starts, disables the fusion. A jaxlib aborts on a flag that it does not have, so it is set for
-those only that were tried with it.
+issue 39103: a sum comes out 1065369600 instead of 1073741824). Later ones are right, but a row's last bits depend on
+the number of rows, in a norm, say, so that verifying several tokens is not decoding bit for bit. An XLA flag, set
+before the backend starts, disables the fusion. jaxlib aborts on an unknown flag, so the flag is set only for versions
+that were tried with it.
 """
 
 import importlib.metadata
@@ -24,7 +24,7 @@ def apply() -> None:
     """Set the flag, for this process and its children, if the installed jaxlib has it.
 
     Raises MiscompilingJaxError if a miscomputing backend has already started without it: the process's results cannot
-    be trusted, and the flag comes too late. A later jaxlib that has started goes on: its results are right but for
+    be trusted, and the flag comes too late. If a later jaxlib has started, it goes on: its results are right except in
     near-ties.
     """
     version = importlib.metadata.version("jaxlib")
@@ -50,6 +50,6 @@ def takes_the_flag(version: str) -> bool:
 def _backend_started() -> bool:
     if "jax" not in sys.modules:
         return False
-    from jax._src import xla_bridge  # not public, but only ever reached on the one affected version
+    from jax._src import xla_bridge  # not public, but only reached on the one affected version
 
     return xla_bridge.backends_are_initialized()

@@ -1,4 +1,4 @@
-"""The implementations that an op may run as, and the one that this machine runs."""
+"""The implementations of an op, and the one that runs on this machine."""
 
 from typing import Literal, TypeAlias
 
@@ -6,14 +6,14 @@ import jax
 
 from peagle.ops import cuda, native
 
-# One argument of every op that has a choice: a name means this implementation or an InputError. None means the CUDA
-# kernels if they run here and take the operands, else XLA. The native CPU kernels run by name, or for weights that
-# were loaded for them: so no model mixes two ways to sum.
+# An argument of every op with a choice: a name means this implementation or an InputError. None means the CUDA kernels
+# if they run here and take the operands, else XLA. The native CPU kernels run by name, or for weights that were loaded
+# for them, so that no model mixes two ways to sum.
 Implementation: TypeAlias = Literal["native", "cuda", "xla"]
 
 
 def for_weights() -> Implementation | None:
-    """Pick the implementation to load weights for: the native kernels if they run here."""
+    """Choose the implementation to load weights for: the native kernels if they run here."""
     return "native" if native.available() else None
 
 

@@ -1,7 +1,7 @@
 """The most likely token and its probability.
 
-The native kernels compute it if they run here, for weights in any layout, since a comparison gives the same result in
-every implementation. Otherwise passes over the logits compute it that vectorise; XLA's own argmax on CPU does not.
+The native kernels compute it if they run here, for weights in any layout, because a comparison gives the same result in
+every implementation. Otherwise passes over the logits compute it that vectorise, as XLA's own argmax on CPU does not.
 """
 
 import math
@@ -16,7 +16,7 @@ NO_TOKEN = -1  # the index if the logits are not finite
 
 
 def argmax(logits: Float[Array, "... V"]) -> Int[Array, "..."]:
-    """Find the index of the largest logit, the first of equal ones.
+    """Return the index of the largest logit, the first of equal ones.
 
     NO_TOKEN if a logit is NaN or the largest is not finite.
     """
@@ -26,7 +26,7 @@ def argmax(logits: Float[Array, "... V"]) -> Int[Array, "..."]:
 
 
 def likeliest(logits: Float[Array, "... V"]) -> tuple[Int[Array, "..."], Float[Array, "..."]]:
-    """Find (argmax, its probability in float32); (0, NaN) in place of NO_TOKEN, so that the index stays valid."""
+    """Return (argmax, its probability in float32); (0, NaN) in place of NO_TOKEN, so that the index stays valid."""
     if native.available():
         index, probability = _native(logits, with_probability=True)
     else:

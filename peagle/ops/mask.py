@@ -6,9 +6,9 @@ from jaxtyping import Array, Bool, Int
 def causal_mask(
     query_positions: Int[Array, "B T"], key_positions: Int[Array, "B S"], window: int | None = None
 ) -> Bool[Array, "B T S"]:
-    """Mask in a key at position s for a query at position p: 0 <= s <= p, and s > p - window if there is a window.
+    """Allow a key at position s for a query at position p: 0 <= s <= p, and s > p - window if there is a window.
 
-    A negative key position marks an empty slot. A window of 128 covers keys p-127..p.
+    A negative key position marks an empty entry. A window of 128 covers keys p-127..p.
     """
     query, key = query_positions[:, :, None], key_positions[:, None, :]
     visible = (key >= 0) & (key <= query)
@@ -16,7 +16,7 @@ def causal_mask(
 
 
 def group_causal_mask(anchor: Int[Array, "B T"], depth: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
-    """Mask in the key rows (anchor', depth') of each query row (anchor, depth) in an uncached P-EAGLE pass.
+    """Allow the key rows (anchor', depth') of each query row (anchor, depth) in an uncached P-EAGLE pass.
 
     From arXiv 2602.01469, figure 3:
 

@@ -1,4 +1,4 @@
-"""Memory: host arrays that reach the device without a copy, and how much memory is available."""
+"""Host arrays that reach the device without a copy, and the available memory."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -51,7 +51,7 @@ def stack(items: Iterable[tuple[np.ndarray, ...]], count: int) -> tuple[np.ndarr
 
 
 def to_device(values: np.ndarray) -> jax.Array:
-    """Move the values to JAX's default device, without a program, as `jnp.asarray` compiles for each new shape.
+    """Move the values to JAX's default device without compiling; `jnp.asarray` compiles a program per shape.
 
     Do not write to `values` afterwards: on CPU the array may share their memory.
     """
@@ -66,7 +66,7 @@ def tree_bytes(tree: object) -> int:
 def available_memory_bytes() -> int:
     """Measure the memory available on JAX's default device.
 
-    On an accelerator the remainder of its allocator's limit, if it has one; else the host's (`available_host_bytes`).
+    On an accelerator what is left of its allocator's limit, if it has one; else the host's (`available_host_bytes`).
     """
     stats = jax.devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
     if stats and "bytes_limit" in stats:

@@ -1,4 +1,4 @@
-"""The values that pass between the engine, a target and a drafter. In the leaf, so that all three can import them."""
+"""Values passed between the engine, a target and a drafter; here so that all three can import them."""
 
 from collections.abc import Callable
 from typing import TypeAlias
@@ -12,10 +12,10 @@ from peagle.ops.likeliest import NO_TOKEN, argmax, likeliest
 
 @flax.struct.dataclass
 class VerifyOutput:
-    """A target's results of one pass, beside its caches."""
+    """A target's results of one pass, besides its caches."""
 
     logits: jax.Array  # [B, L, V]: of the requested rows
-    aux_hidden: jax.Array  # [B, T, A]: the aux layers' hidden states side by side; A is 0 without aux layers
+    aux_hidden: jax.Array  # [B, T, A]: the aux layers' hidden states, concatenated; A is 0 without aux layers
 
 
 @flax.struct.dataclass
@@ -48,16 +48,16 @@ def likeliest_with_confidence(logits: jax.Array, token_ids: jax.Array | None, fi
     """Choose the likeliest drafts (`Choose`), with their probabilities."""
     index, probability = likeliest(logits)
     finite = jnp.isfinite(probability)
-    # what is not finite counts as sure, so that it is verified, and noticed
+    # verify a draft that is not finite, so that the error is noticed
     return jnp.where(finite, index, NO_TOKEN), jnp.where(finite, probability, 1.0)
 
 
 @flax.struct.dataclass
 class DraftOutput:
-    """K proposed tokens, with logits over the target's vocabulary if the drafter was told to return them.
+    """K proposed tokens, with logits over the target's vocabulary if the drafter is set to return them.
 
-    confidence: how sure the drafter is of its drafts, 0 to 1; None: it was not asked for. Tokens that the drafter
-    cannot propose are at -inf or a very large negative.
+    confidence: the drafter's probability of each draft, 0 to 1; None: not requested. Tokens that the drafter cannot
+    propose have logits of -inf or a very large negative number.
     """
 
     token_ids: jax.Array  # [B, K] int32

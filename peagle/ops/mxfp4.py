@@ -55,7 +55,7 @@ def _powers(scales: UInt8[Array, "..."]) -> Float[Array, "..."]:
 
 
 def _values(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
-    """Decode four-bit codes by arithmetic, since a look-up would be a gather of its own within a fused sum."""
+    """Decode four-bit codes by arithmetic, because a look-up would be a separate gather within a fused sum."""
     codes = codes.astype(jnp.int32)
     exponent, mantissa = (codes >> 1) & 3, codes & 1
     halves = jnp.where(exponent == 0, mantissa, (2 + mantissa) << jnp.maximum(exponent - 1, 0))  # twice the magnitude

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 
 class Norm(NamedTuple):
-    """A normalisation that an op applies first (`rms_norm`)."""
+    """A norm that an op applies first (`rms_norm`)."""
 
     weight: jax.Array
     epsilon: float

@@ -1,4 +1,4 @@
-"""Records of runs: how two of them differ, in words."""
+"""Describe in words how two records of runs differ."""
 
 import itertools
 import re
@@ -25,16 +25,16 @@ def differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def difference_in_words(then: Mapping[str, Any], now: Mapping[str, Any], name: Callable[[str], str]) -> str:
-    """Name what differs between two `flat` records: "--seed 0 (now 7), --width 512 (now 256)".
+    """Describe the difference of two `flat` records: "--seed 0 (now 7), --width 512 (now 256)".
 
-    name: what a person calls a key. Several keys of one name are named once.
+    name: translates a key for people; keys of one name are named once.
     """
     named = {name(key): _change(then.get(key), now.get(key)) for key in differing(then, now)}
     return ", ".join(f"{name}{values}" for name, values in named.items())
 
 
 def _change(then: Any, now: Any) -> str:
-    """Say how a value differs, after its name; of files with digests by the files' names, as far as these differ."""
+    """Describe a value's change, after its name; for files with digests, name only the files that differ."""
     texts = [list(_texts(record)) for record in (then, now)]
     if not any(map(_DIGEST.fullmatch, itertools.chain(*texts))):
         return f" {_SHORT.repr(then)} (now {_SHORT.repr(now)})"

@@ -18,7 +18,7 @@ from peagle.ops.kernels import Implementation
 
 @dataclasses.dataclass(frozen=True)
 class Yarn:
-    """YaRN (arXiv 2309.00071) as GPT-OSS uses it; `truncate` rounds the ramp's bounds outwards."""
+    """YaRN (arXiv 2309.00071) as in GPT-OSS; `truncate` rounds the ramp's bounds outwards."""
 
     factor: float
     original_length: int
@@ -61,7 +61,7 @@ def parse_rope(head_dim: int, config: Mapping[str, Any], default_theta: float) -
 
     Accepts both spellings: `rope_parameters` (transformers 5, theta inside), whole or by layer type, and `rope_theta`
     beside `rope_scaling`. Raises InputError if two places disagree, if layer types rotate differently, and for a
-    scaling that is not one of default, yarn, llama3, lacks a required key, or has an unknown one.
+    scaling other than default, yarn or llama3, or with a missing or unknown key.
     """
     stated = stated_rope(config)
     kind = stated.get("rope_type", "default")
@@ -80,7 +80,7 @@ def parse_rope(head_dim: int, config: Mapping[str, Any], default_theta: float) -
     theta = _number("rope_theta", stated["rope_theta"], above=1.0) if "rope_theta" in stated else default_theta
     if kind == "default":
         return RopeConfig(head_dim, theta)
-    # other places count only if the scaling itself does not name the length
+    # other keys count only if the scaling itself does not name the length
     elsewhere = (config.get(key) for key in ("initial_context_length", "max_position_embeddings"))
     original = next((value for value in (stated.get("original_max_position_embeddings"), *elsewhere) if value), None)
     if original is None:
@@ -105,7 +105,7 @@ def parse_rope(head_dim: int, config: Mapping[str, Any], default_theta: float) -
 
 
 def render_rope(rope: RopeConfig) -> dict[str, Any]:
-    """Render the settings as `rope_theta` beside `rope_scaling`, as parse_rope and older readers take them."""
+    """Render the settings as `rope_theta` beside `rope_scaling`, which parse_rope and older readers take."""
     if rope.scaling is None:
         return {"rope_theta": rope.theta, "rope_scaling": None}
     scaling = {key: value for key, value in dataclasses.asdict(rope.scaling).items() if value is not None}
@@ -138,7 +138,7 @@ def stated_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _places(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (name, settings) of each place in a config.json that holds RoPE settings."""
+    """Yield (name, settings) of each place in a config.json with RoPE settings."""
     top = ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor")
     yield "config.json itself", _said({key: config.get(key) for key in top})
     for name in ("rope_parameters", "rope_scaling"):
@@ -198,7 +198,7 @@ def _yarn_frequencies(plain: np.ndarray, dim: int, theta: float, yarn: Yarn) -> 
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
-        high += 0.001  # as upstream: no division by zero
+        high += 0.001  # as upstream: avoids division by zero
     ramp = np.clip((np.arange(dim // 2, dtype=np.float64) - low) / (high - low), 0, 1)
     return plain / yarn.factor * ramp + plain * (1 - ramp)
 
@@ -222,7 +222,7 @@ def rope_tables(
     """Compute (cos, sin) [B, T, head_dim/2] at the given positions.
 
     Angles are float32; cosines and sines are multiplied by the concentration, then cast to the activation dtype, before
-    they rotate anything (openai/gpt-oss). There is a native implementation since XLA on CPU calls the C library for
+    they rotate anything (openai/gpt-oss). The native implementation exists because XLA on CPU calls the C library for
     each cosine, which took a fifth of a small model's prefill. Raises InputError for "cuda", which has none.
     """
     frequencies, concentration = rope_frequencies(config)

@@ -1,17 +1,17 @@
-"""Blocked prefill: into how many blocks of rows a whole prompt is cut. No JAX."""
+"""Blocked prefill: the number of blocks of rows that a whole prompt is cut into. No JAX."""
 
 import math
 from dataclasses import dataclass
 
 from peagle.ops.errors import InputError
 
-PADDED_TO = 128  # a prompt that is prefilled at once is padded to the context, rounded up to a multiple of this
-QUERY_ROWS, EXPERT_ROWS = 128, 2048  # of a block by default, or less
+PADDED_TO = 128  # a whole prompt is padded to the context, rounded up to a multiple of this
+QUERY_ROWS, EXPERT_ROWS = 128, 2048  # most rows of a block by default
 
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """How many rows at a time a whole prompt goes through a layer: queries of its attention, rows of its experts."""
+    """How many rows of a whole prompt go through a layer at a time: queries of attention, rows of experts."""
 
     query_rows: int
     expert_rows: int
@@ -19,7 +19,7 @@ class RowBlocks:
 
 @dataclass(frozen=True)
 class BlockedPrefill:
-    """Prefill a prompt at once. query_blocks, ffn_blocks: into how many blocks of rows attention and experts cut it.
+    """Prefill a prompt at once. query_blocks, ffn_blocks: numbers of blocks of rows, for attention and experts.
 
     None: blocks of QUERY_ROWS and of at most EXPERT_ROWS.
     """
@@ -44,7 +44,7 @@ class BlockedPrefill:
 
     @property
     def step(self) -> int:
-        """A length whose multiples the numbers of blocks divide."""
+        """A context length whose multiples all numbers of blocks divide."""
         return math.lcm(PADDED_TO, self.query_blocks or 1, self.ffn_blocks or 1)
 
 

@@ -1,4 +1,4 @@
-"""Read the settings of a checkpoint's JSON files, each checked where it is read.
+"""Read the settings of a checkpoint's JSON files, and check each one.
 
 Errors name the setting, what was seen and what was expected; `naming` puts the file's name in front.
 """
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from peagle.ops.errors import InputError
 
-LARGEST = 2**31 - 1  # of a whole number: sizes and ids are int32 on the device
+LARGEST = 2**31 - 1  # for whole numbers: sizes and ids are int32 on the device
 
 
 class Key(NamedTuple):
-    """A field of ours in a config.json: the name there, how to read it (`whole`, ...), its default, older names."""
+    """One of our fields in a config.json: the key there, its reader (`whole`, ...), its default, older keys."""
 
     field: str
     name: str
@@ -25,7 +25,7 @@ class Key(NamedTuple):
 
 
 def read_keys(keys: Iterable[Key], config: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
-    """Read our fields from a config.json. defaults: of fields, over the table's. Raises InputError as their readers."""
+    """Read our fields from a config.json. defaults: replace the table's. Raises InputError as the readers do."""
     values = {}
     for key in keys:
         name = next((name for name in (key.name, *key.other_names) if name in config), key.name)
@@ -34,12 +34,12 @@ def read_keys(keys: Iterable[Key], config: Mapping[str, Any], **defaults: Any) -
 
 
 def render_keys(keys: Iterable[Key], config: object) -> dict[str, Any]:
-    """Render what `read_keys` reads, from the attributes of a config of ours."""
+    """Render the fields that `read_keys` reads, from the attributes of a config of ours."""
     return {key.name: getattr(config, key.field) for key in keys}
 
 
 def refuse_others(config: Mapping[str, Any], supported: Iterable[tuple[str, Any, str]]) -> None:
-    """Raise InputError for a value that is not the one supported. supported: (key, value, its meaning)."""
+    """Raise InputError for a value other than the supported one. supported: (key, value, its meaning)."""
     for key, value, meaning in supported:
         if config.get(key, value) != value:
             raise InputError(f"{key} is {brief(config[key])}, which is not supported; expected {meaning}")
@@ -55,7 +55,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def whole(config: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1) -> int:
-    """Read a whole number of `least` or more. Raises InputError for another value, and if there is none at all."""
+    """Read a whole number of `least` or more. Raises InputError for another value, and without a value or default."""
     value = _value(config, key, default)
     integral = isinstance(value, int | float) and not isinstance(value, bool) and value == math.floor(value)
     if not integral or not least <= value <= LARGEST:
@@ -64,7 +64,7 @@ def whole(config: Mapping[str, Any], key: str, default: int | None = None, *, le
 
 
 def number(config: Mapping[str, Any], key: str, default: int | float | None = None) -> float:
-    """Read a finite number above 0. Raises InputError for another value, and if there is none at all."""
+    """Read a finite number above 0. Raises InputError for another value, and without a value or default."""
     value = _value(config, key, default)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise InputError(f"{key} is {brief(value)}; expected a number above 0")

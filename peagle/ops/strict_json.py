@@ -1,4 +1,4 @@
-"""Strict JSON: no NaN and no infinity, which Python's own writer lets through, and no other end of a line than \\n."""
+"""Strict JSON: no NaN and no infinity, which Python's own writer lets through, and no line ends other than \\n."""
 
 import json
 import math
@@ -11,41 +11,40 @@ LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 @dataclass(frozen=True)
 class Written:
-    """A value that is JSON text already, so that what is large can be written bit by bit (`dumps`)."""
+    """A value that is JSON text already, so that large values can be written piece by piece (`dumps`)."""
 
     text: str
 
     @classmethod
     def array(cls, items: Iterable[str]) -> "Written":
-        """Join texts of items to that of an array."""
+        """Join the JSON texts of items to that of an array."""
         return cls(f"[{', '.join(items)}]")
 
 
 def dumps(value: Any, **options: Any) -> str:
     """Write the value as JSON text; a number that is not finite becomes null. `options` are those of json.dumps.
 
-    Characters at which readers of lines part a text (str.splitlines) are escaped. Objects with a `Written` inside must
-    have texts as keys.
+    Characters that readers of lines (str.splitlines) take for a line end are escaped. Objects with a `Written` inside
+    must have string keys.
     """
     try:
         text = json.dumps(value, allow_nan=False, **options)
-    except ValueError:  # raised at such a number; searching for them first would take longer than writing
+    except ValueError:  # raised at such a number; searching first would take longer than writing
         return dumps(_finite(value), **options)
-    except TypeError:  # raised at the first that is written
+    except TypeError:  # raised at the first `Written`
         text = "".join(_pieces(value, options))
-    if not text.isascii():  # JSON itself escapes those of ASCII
+    if not text.isascii():  # JSON itself escapes ASCII line ends
         for char, escaped in LINE_ENDS.items():
             text = text.replace(char, escaped)
     return text
 
 
 def number(value: float) -> str:
-    """Write a number as `dumps` does."""
     return float.__repr__(value) if math.isfinite(value) else "null"
 
 
 def _pieces(value: Any, options: dict[str, Any]) -> Iterator[str]:
-    """Write a value with written ones inside. Raises TypeError for what JSON has not."""
+    """Write a value with `Written` inside. Raises TypeError for values that JSON does not have."""
     if isinstance(value, Written):
         yield value.text
     elif isinstance(value, dict):

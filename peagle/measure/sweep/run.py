@@ -125,7 +125,7 @@ def _conversation(
     return SweepConversation(source.name, raw, row, tuple(requests), why)
 
 
-class Turn(NamedTuple):
+class Task(NamedTuple):
     """Requests that one variant decodes together: a single one or, of many at once, all of a workload."""
 
     workload: Workload
@@ -152,20 +152,20 @@ class SweepRun:
         everything = itertools.chain.from_iterable(self.requests.values())
         self.capacity = self.pair.capacity([self.request(request, SamplingParams()) for request in everything])
         done = {sample.key for sample in folder.samples()}
-        self.left = [turn for turn in self._turns() if not done.issuperset(turn.keys())]
+        self.left = [task for task in self._tasks() if not done.issuperset(task.keys())]
         self.failed: dict[tuple[Workload, Variant], str] = {}
 
-    def _turns(self) -> Iterator[Turn]:
-        """Yield all turns in the order of decoding."""
+    def _tasks(self) -> Iterator[Task]:
+        """Yield all tasks in the order of decoding."""
         by_slots = itertools.groupby(self.plan.concurrent, key=lambda variant: variant.concurrency)
         loads = [list(variants) for _, variants in by_slots]
         for repeat, (workload, requests) in itertools.product(range(self.plan.repeats), self.requests.items()):
             for number, some in enumerate(_batched(requests, self.plan.in_a_row)):
                 for variant in _rotated(self.plan.variants, repeat + number):
-                    yield from (Turn(workload, variant, repeat, [request]) for request in some)
+                    yield from (Task(workload, variant, repeat, [request]) for request in some)
             for number, variants in enumerate(loads if repeat % 2 == 0 else reversed(loads)):
                 yield from (
-                    Turn(workload, variant, repeat, requests) for variant in _rotated(variants, repeat + number)
+                    Task(workload, variant, repeat, requests) for variant in _rotated(variants, repeat + number)
                 )
 
     def warm_up(self, progress: Progress) -> None:
@@ -173,7 +173,7 @@ class SweepRun:
 
         Raises InputError if a variant fails, unless `continue_on_error`.
         """
-        left = dict.fromkeys((turn.workload, turn.variant) for turn in self.left)
+        left = dict.fromkeys((task.workload, task.variant) for task in self.left)
         for number, (workload, variant) in enumerate(left):
             progress(number, len(left))
             with self._failing(workload, variant):
@@ -190,20 +190,20 @@ class SweepRun:
 
         Raises InputError as `warm_up` does.
         """
-        total, decoded = sum(len(turn.requests) for turn in self.left), 0
-        for turn in self.left:
+        total, decoded = sum(len(task.requests) for task in self.left), 0
+        for task in self.left:
             progress(decoded, total)
-            decoded += len(turn.requests)
-            if (turn.workload, turn.variant) not in self.failed:
-                with self._failing(turn.workload, turn.variant):
-                    self._decode(turn)
+            decoded += len(task.requests)
+            if (task.workload, task.variant) not in self.failed:
+                with self._failing(task.workload, task.variant):
+                    self._decode(task)
         progress(decoded, total)
 
-    def _decode(self, turn: Turn) -> None:
-        """Decode a turn's requests together, and append their lines."""
-        workload, variant, repeat = turn.workload, turn.variant, turn.repeat
+    def _decode(self, task: Task) -> None:
+        """Decode a task's requests together, and append their lines."""
+        workload, variant, repeat = task.workload, task.variant, task.repeat
         sampling = SamplingParams(workload.temperature, seed=self.plan.seed + (repeat if workload.temperature else 0))
-        requests = [self.request(request, sampling) for request in turn.requests]
+        requests = [self.request(request, sampling) for request in task.requests]
         results = decode(self._engine(variant), requests, self.pair.tokenizer)
         bounded = workload.temperature > 0 and repeat == 0 and variant.speculates and variant.concurrency is None
         bounds = [self._bound(variant, result) if bounded else None for result in results]
@@ -318,5 +318,5 @@ def _batched(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
     return (items[start : start + size] for start in range(0, len(items), size))
 
 
-def _rotated(items: Sequence[Item], turn: int) -> Iterator[Item]:
-    return (items[(turn + place) % len(items)] for place in range(len(items)))
+def _rotated(items: Sequence[Item], places: int) -> Iterator[Item]:
+    return (items[(places + place) % len(items)] for place in range(len(items)))

@@ -1,4 +1,4 @@
-"""Which operands of attention over pages the CUDA kernels take."""
+"""Operands of attention over pages that the CUDA kernels take."""
 
 import jax
 import jax.numpy as jnp

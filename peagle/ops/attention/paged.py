@@ -1,13 +1,13 @@
 """Attention over keys and values in pages, in XLA or in the compiled kernels.
 
-One layer's pool holds pages of S positions. A sequence finds index i of its keys through its table:
+One layer's pool holds pages of S positions. A sequence's table locates index i of its keys:
 
     table[b]    7  2  9        pages of sequence b, S = 64
     index       0..63 in page 7, 64..127 in page 2, 128..191 in page 9
 
 A row writes its own key and value at one index and sees a range of indices. Both are operands, apart from the RoPE
-tables, because an index is not always a position: a P-EAGLE stores the row at position p under index p + 1. If a table
-is shorter than a sequence, its pages repeat (index modulo): a window that passes through few pages.
+tables, because an index is not always a position: P-EAGLE stores the row at position p under index p + 1. If a table is
+shorter than a sequence, its pages repeat (index modulo), as for a window that passes through few pages.
 """
 
 import functools
@@ -28,7 +28,7 @@ from peagle.ops.kernels import Implementation
 
 PAGE_SIZE = 64  # positions
 MOST_SCORES = 1 << 18  # attention scores of one head in memory at once
-MOST_PAGES = 4  # that XLA gathers at once
+MOST_PAGES = 4  # gathered by XLA at once
 
 
 @flax.struct.dataclass
@@ -47,8 +47,8 @@ class Pages:
 class CacheGroup:
     """Layers of one model that keep the same indices, and so share their tables.
 
-    window: how many of the latest indices are kept, because rows see no others; None: all. offset: the index of
-    position 0. layers: which ones, in order; there may be none.
+    window: how many of the latest indices rows see and the group keeps; None: all. offset: the index of position 0.
+    layers: their numbers, in order; there may be none.
     """
 
     window: int | None
@@ -58,7 +58,7 @@ class CacheGroup:
     def num_pages(self, capacity: int, widest_write: int, page_size: int = PAGE_SIZE) -> int:
         """Count the pages of one sequence of `capacity` positions, if its table may repeat them.
 
-        A window passes through few pages: rows of a pass are written before the first of them attends.
+        A window passes through few pages, but all rows of a pass are written before the first of them attends.
         """
         everything = -(-(capacity + self.offset) // page_size)
         if self.window is None:
@@ -68,10 +68,10 @@ class CacheGroup:
 
 @flax.struct.dataclass
 class PagedCache:
-    """The caches of a batch of sequences: a pool for each layer, a table for each group of layers.
+    """The caches of a batch of sequences: a pool per layer, a table per group of layers.
 
-    The caller's `length` decides which indices count: a cache holds no such mark. What a rolled-back pass left behind
-    is hidden by causality from every earlier query, and overwritten before a later one reads it.
+    The caller's `length` decides which indices count; the cache does not record it. Rows of a rolled-back pass are
+    hidden by causality from every earlier query, and overwritten before a later one reads them.
     """
 
     pages: tuple[Pages, ...]
@@ -79,7 +79,7 @@ class PagedCache:
 
 
 def group_layers(windows: Sequence[int | None], offset: int = 0) -> tuple[CacheGroup, ...]:
-    """Group layers by window. The first group has no window; it is there even if no layer belongs to it."""
+    """Group layers by window. The first group has no window, and exists even without layers."""
     distinct = [None, *sorted({window for window in windows if window is not None})]
     return tuple(
         CacheGroup(window, offset, tuple(layer for layer, own in enumerate(windows) if own == window))
@@ -107,7 +107,7 @@ def init_pool(
 def own_tables(
     groups: Sequence[CacheGroup], batch: int, capacity: int, widest_write: int, page_size: int = PAGE_SIZE
 ) -> tuple[Int[Array, "B M"], ...]:
-    """Give each sequence pages of its own, in order: row b of a table is b M .. b M + M - 1."""
+    """Give each sequence its own pages, in order: row b of a table is b M .. b M + M - 1."""
     counts = [group.num_pages(capacity, widest_write, page_size) for group in groups]
     return tuple(jnp.arange(batch * count, dtype=jnp.int32).reshape(batch, count) for count in counts)
 
@@ -120,7 +120,7 @@ def rows_by_layer(
     writes: jax.Array | None = None,
     until: jax.Array | None = None,
 ) -> dict[int, "PagedRows"]:
-    """Place the rows of a pass in the caches of each layer, causal ones unless `until` is given (`causal_rows`).
+    """Place the rows of a pass in the caches of each layer, causal unless `until` is set (`causal_rows`).
 
     windows: by layer, what its rows see; its group may keep more. writes: False in rows that only read.
     """
@@ -146,13 +146,12 @@ class PagedRows:
     write: Int[Array, "B T"]  # the row's own index; -1: it writes nothing
     first: Int[Array, "B T"]  # the first and the last index that the row sees; last < first: it sees nothing
     last: Int[Array, "B T"]
-    # the most indices from the first that a sequence's rows see to the last that they see
+    # most indices from the first to the last that one sequence's rows see
     span: int = flax.struct.field(pytree_node=False)
 
 
 def init_pages(num_pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: DTypeLike) -> Pages:
-    """Make an empty pool."""
-    # two buffers, since a donated buffer may appear only once
+    # two buffers, because a donated buffer may appear only once
     shape = (num_pages, page_size, kv_heads, head_dim)
     return Pages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
@@ -167,9 +166,10 @@ def causal_rows(
 ) -> PagedRows:
     """Let each row write index position + offset and see the indices up to it, from `offset` on.
 
-    window: it sees that many of the latest. A row of negative position writes and sees nothing. The positions of one
-    sequence follow each other. until: the position that each row sees up to, at most the pass's last, instead of its
-    own; negative: it sees nothing. So rows of a block see each other, later ones too: all are written before any reads.
+    window: it sees only that many of the latest. A row of negative position writes and sees nothing. The positions of
+    one sequence are consecutive. until: the position that each row sees up to, instead of its own, at most the pass's
+    last; negative: it sees nothing. So rows of a block see each other, later ones too: all are written before any
+    reads.
     """
     index = jnp.where(positions < 0, -1, positions + offset)
     last = index if until is None else jnp.where((positions < 0) | (until < 0), -1, until + offset)
@@ -192,8 +192,8 @@ def paged_attention(
 ) -> tuple[Float[Array, "B T out"], Pages]:
     """Rotate the rows, write their keys and values to their pages, then attend; return (output [B, T, N H], pages).
 
-    The output of a row that sees nothing is finite and to be ignored. With the native kernels a row's bits depend on
-    its own query and on the keys and values it sees: not on page numbers, on other rows or on how the prompt was cut.
+    Ignore the output of a row that sees nothing; it is finite. With the native kernels a row's bits depend on its own
+    query and on the keys and values that it sees: not on page numbers, other rows or the cut of the prompt.
 
     Raises InputError if the named implementation does not run here or does not take these operands.
     """

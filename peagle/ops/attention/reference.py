@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from peagle.ops.rope import apply_rope
 
-MASKED = -1e30  # finite: a row whose keys are all masked gives finite garbage, never NaN
+MASKED = -1e30  # finite: a row with only masked keys gives finite garbage, never NaN
 
 
 def split_heads(
@@ -36,8 +36,8 @@ def attention(
     """Attend by softmax, scaled by 1/sqrt(head_dim); query head n reads kv head n // (N / G).
 
     A sink is one learned logit per query head: it is not scaled and joins the softmax's denominator only. Scores and
-    softmax are float32 for every input dtype; the result has the query's dtype. The result of a row whose mask is all
-    False (a padding row) is finite and to be ignored.
+    softmax are float32 for every input dtype; the result has the query's dtype. Ignore the result of a row whose mask
+    is all False (padding); it is finite.
     """
     batch, width, heads, head_dim = query.shape
     groups = key.shape[2]
@@ -53,7 +53,7 @@ def attention(
     if sinks is not None:
         total = total + jnp.exp(sink - peak)
     probs = (weights / total).astype(value.dtype)
-    # 0 times NaN is NaN: rows that nobody sees may hold a failed request's
+    # 0 times NaN is NaN: unseen rows may hold a failed request's
     value = jnp.where(mask.any(axis=1)[:, :, None, None], value, jnp.zeros((), value.dtype))
     out = jnp.einsum("bgrts,bsgh->btgrh", probs, value, preferred_element_type=jnp.float32)
     return out.astype(query.dtype).reshape(batch, width, heads, head_dim)
@@ -70,7 +70,7 @@ def online_attention(
     """Compute `attention` over the keys, values and masks that load(begin) .. load(end - 1) return.
 
     An online softmax: sums are rescaled by the largest score so far (Milakov and Gimelshein, arXiv 1805.02867). The
-    sink is one more score, and comes first.
+    sink is one more score, the first.
     """
     batch, width, heads, head_dim = query.shape
     repeat = heads // groups

@@ -1,13 +1,13 @@
 """The CUDA kernels, called through XLA's FFI, and whether they run here.
 
-    common.cuh, linear.cu, experts.cu, attention.cu   the kernels; tiles.cu those of Hopper GPUs alone
-    nvrtc.py     compiles them for the GPU at hand
+    common.cuh, linear.cu, experts.cu, attention.cu   the kernels; tiles.cu: those for Hopper GPUs only
+    nvrtc.py     compiles them for this machine's GPU
     launch.cc    XLA's entry: checks shapes and launches; compiled beside the CPU kernels (peagle.ops.native.build)
     calls.py     JAX's entry
     check.py     compares them with a reference before their first use
 
-If any of this fails, XLA's own code runs instead and `status` gives the reason. PEAGLE_KERNELS=xla switches the
-kernels off.
+If any of this fails, XLA's own code runs instead and `status` gives the reason. PEAGLE_KERNELS=xla switches the kernels
+off.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ from peagle.ops.native.build import LAUNCHER
 
 HANDLERS = ("linear", "experts", "expert_block", "paged_attention")
 DRIVER = "libcuda.so.1"
-_MAJOR = 8  # compute capability: bfloat16 tensor cores
+_MAJOR = 8  # least compute capability, for bfloat16 tensor cores
 
 
 @functools.cache
@@ -38,7 +38,7 @@ def status() -> tuple[bool, str]:
         capability = _capability()
         architecture = HOPPER if on_hopper(capability) else "sm_" + capability.replace(".", "")
         open_kernels(LAUNCHER, DRIVER, compile_kernels(architecture), "CUDA", tiles=architecture == HOPPER)
-        # on the GPU at once, even if the first call comes while a program is traced
+        # run on the GPU now, even if the first call comes while a program is traced
         with jax.default_device(jax.local_devices()[0]), jax.ensure_compile_time_eval():
             check(tiles=architecture == HOPPER)
     except Exception as error:  # an unexpected driver, compiler or library
@@ -47,22 +47,21 @@ def status() -> tuple[bool, str]:
 
 
 def available() -> bool:
-    """Whether the CUDA kernels run here."""
     return status()[0]
 
 
 def has_tiles() -> bool:
-    """Whether the kernels of Hopper GPUs run here."""
+    """Whether the kernels for Hopper GPUs run here."""
     return available() and on_hopper(_capability())
 
 
 def on_hopper(capability: str) -> bool:
-    """Whether a GPU of that compute capability runs the kernels of tiles.cu, which no other one does."""
+    """Whether a GPU of this compute capability runs the kernels of tiles.cu, as only Hopper does."""
     return capability == "9.0"
 
 
 def not_taken(limits: str) -> InputError:
-    """Make the error of an op that is to run in the CUDA kernels by name and cannot."""
+    """Make the error of an op whose CUDA kernels were chosen by name and cannot run."""
     runs, line = status()
     why = f"take these operands; expected {limits}" if runs else f"run here ({line.removeprefix('XLA: ')})"
     return InputError(f"the CUDA kernels do not {why}; leave the implementation out, or take 'xla'")
@@ -71,7 +70,7 @@ def not_taken(limits: str) -> InputError:
 def open_kernels(launcher: Path, driver: str, cubin: bytes, platform: str, *, tiles: bool) -> None:
     """Register the kernels with XLA for that platform, for `calls`. Raises CudaError.
 
-    tiles: whether those of Hopper GPUs are among them.
+    tiles: include those for Hopper GPUs.
     """
     if not launcher.exists():
         raise CudaError("the GPU kernels' launcher was not compiled; python -m peagle.ops.native compiles it")

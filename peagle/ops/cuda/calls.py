@@ -25,7 +25,7 @@ def linear(
     bias: BFloat16[Array, " N"] | None,
     residual: BFloat16[Array, "T N"] | None,
 ) -> BFloat16[Array, "T N"]:
-    """Multiply up to LINEAR_ROWS rows by a matrix, of sums in float32; add the bias and the residual.
+    """Multiply up to LINEAR_ROWS rows by a matrix, summing in float32; add the bias and the residual.
 
     K is a multiple of 16, N of LINEAR_OUTPUTS. A row's bits depend neither on the other rows nor on T.
     """
@@ -40,9 +40,9 @@ def experts(
 ) -> Float32[Array, "T k D"]:
     """Compute each row's output of each expert in its `ids`. T is at most MAX_ROWS.
 
-    Each expert is read once for TILE_ROWS rows that selected it. An id of E or more selects nothing, and nothing is
-    written to its output. A row's bits depend neither on the other rows nor on T. Matrices are the MXFP4 blocks
-    [E, out, in / 32, 16], their scales, and the bias, of all experts.
+    Each expert is read once per TILE_ROWS rows that selected it. An id of E or more selects nothing; its output is not
+    written. A row's bits depend neither on the other rows nor on T. Matrices are the MXFP4 blocks [E, out, in / 32,
+    16], their scales, and the bias, of all experts.
     """
     (rows, width), top_k, (num_experts, outputs) = x.shape, ids.shape[1], gate_up[2].shape
     pairs = rows * top_k
@@ -68,12 +68,12 @@ def expert_block(
     *,
     limit: float,
 ) -> tuple[BFloat16[Array, "T D"], BFloat16[Array, "_ D"]]:
-    """Compute the second half of a layer on a Hopper GPU: y = x + the experts of norm(x), as its router weighs them.
+    """Compute the second half of a layer on a Hopper GPU: y = x + the experts of norm(x), by the router's weights.
 
-    Returns (y, next_norm(y)), the second without rows if there is no next norm. Both norms have the same epsilon.
-    T is at most MAX_ROWS. D is TILED_WIDTH, and so is the experts' width; E is up to TILED_EXPERTS, in eights. Matrices
-    are packed (peagle.ops.cuda.pack). A row of negative position selects nothing. A row's bits depend neither on the
-    other rows nor on T.
+    Returns (y, next_norm(y)); the second is empty without a next norm. Both norms have the same epsilon. T is at most
+    MAX_ROWS. D and the experts' width are TILED_WIDTH; E is a multiple of 8, up to TILED_EXPERTS. Matrices are packed
+    (peagle.ops.cuda.pack). A row of negative position selects nothing. A row's bits depend neither on the other rows
+    nor on T.
     """
     (rows, width), pairs, num_experts = x.shape, x.shape[0] * TILED_TOP_K, router.shape[1]
     tables = 2 * MOST_TILES + 5 * pairs + rows + rows * num_experts + 1
@@ -111,12 +111,12 @@ def paged_attention(
 ) -> tuple[BFloat16[Array, "B T out"], BFloat16[Array, "P S G H"], BFloat16[Array, "P S G H"]]:
     """Write the new keys and values, then attend; return (output, keys, values). S is PAGE, H is HEAD_DIM.
 
-    span: the most indices from the first that a row of a sequence sees to the last; of up to STEP_ROWS rows, further
-    ones are not read. Sinks are taken in bfloat16, as checkpoints have them.
+    span: most indices from the first to the last that one sequence's rows see; for up to STEP_ROWS rows, indices beyond
+    it are not read. Sinks are taken in bfloat16, as in checkpoints.
     """
     (batch, width, values), (_, _, kv_heads, head_dim) = qkv.shape, key.shape
     heads = values // head_dim - 2 * kv_heads
-    # a span that begins within a chunk reaches into one more; a power of two
+    # one more chunk for a span that begins within one; a power of two
     chunks = (min(span, table.shape[1] * PAGE) + CHUNK - 2) // CHUNK + 1
     splits = min(MOST_SPLITS, 1 << (chunks - 1).bit_length()) if width <= STEP_ROWS else 0
     parts = (batch, kv_heads, splits, width * heads // kv_heads)
@@ -147,6 +147,6 @@ def _floats(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def _call(name: str, result: Any, *operands: Any, in_place: dict[int, int] | None = None, **attributes: Any) -> Any:
-    """Call a kernel; in_place maps an operand to the result that takes its memory."""
+    """Call a kernel; in_place maps an operand to the result that reuses its memory."""
     kernel = jax.ffi.ffi_call(f"peagle_cuda_{name}", result, input_output_aliases=in_place)
     return kernel(*operands, **attributes)

@@ -15,26 +15,26 @@ from peagle.ops.norm import Norm, rms_norm
 
 EXPERTS, TOP_K, EXPERT_WIDTH, LIMIT = 6, 3, 96, 7.0
 SMALL, LARGE = 121, 128  # the first of four scales; scales above 128 take another code path
-# (rows, width, scales): few rows: one and two tiles, inputs for several rounds; many rows, of which experts get one to
-# several tiles
+# (rows, width, scales): few rows (one and two tiles, inputs for several rounds) and many rows (experts with one to
+# several tiles)
 CASES = (
     *((1, 1632, SMALL), (8, 160, LARGE), (13, 160, SMALL), (16, 160, SMALL)),
     *((17, 1632, SMALL), (70, 160, SMALL), (200, 160, LARGE)),
 )
 # of `linear`: (rows, inputs, outputs), of 32 and of 64 outputs a block
 PRODUCTS = ((1, 2080, 32), (9, 80, 4224), (16, 2080, 96))
-# (rows, of them padding at the end, pages of the table, window, tokens before): several chunks and tiles of queries, a
-# window, a table that repeats its pages, many rows
+# (rows, padding rows among them at the end, pages of the table, window, tokens before): several chunks and tiles of
+# queries, a window, a table that repeats its pages, many rows
 ATTENDED = ((1, 0, 10, 0, 400), (7, 2, 5, 20, 290), (3, 1, 2, 24, 1022), (20, 3, 5, 24, 250))
-FAR = 0.02  # of the largest output: above rounding to bfloat16, below the error of a wrong kernel
+FAR = 0.02  # of the largest output: above bfloat16 rounding, below the error of a wrong kernel
 
 
-# rows of `expert_block`: a kernel each for the most rows an expert has, and both ways of routing
+# rows of `expert_block`: one case per kernel (by an expert's most rows), and both ways of routing
 TILED_ROWS, TILED_EXPERTS = (1, 13, 40, 64, 100, 300), 8
 
 
 def check(*, tiles: bool) -> None:
-    """Raises CudaError if a kernel's result is far from its definition's. tiles: also check the kernels of Hopper."""
+    """Raise CudaError if a kernel's result is far from its definition's. tiles: also check the kernels for Hopper."""
     for rows, inputs, outputs in PRODUCTS:
         check_linear(rows, inputs, outputs)
     check_experts()
@@ -45,7 +45,6 @@ def check(*, tiles: bool) -> None:
 
 
 def check_linear(rows: int, inputs: int, outputs: int) -> None:
-    """Check the products of few rows. See `check`."""
     rng = np.random.default_rng(3)
     x, weights, bias, residual = (
         _halves(rng, *shape) for shape in ((rows, inputs), (inputs, outputs), (outputs,), (rows, outputs))
@@ -59,7 +58,6 @@ def check_linear(rows: int, inputs: int, outputs: int) -> None:
 
 
 def check_experts() -> None:
-    """Check the experts kernel. See `check`."""
     rng = np.random.default_rng(0)
     halves = functools.partial(_halves, rng)
 
@@ -83,7 +81,7 @@ def check_experts() -> None:
 
 
 def check_expert_block() -> None:
-    """Compare the kernels of Hopper GPUs with the others; a row's bits with those of the same row among more."""
+    """Compare the kernels for Hopper GPUs with the others, and a row's bits alone with its bits among more rows."""
     keys = iter(jax.random.split(jax.random.key(0), 6))
     width, count = calls.TILED_WIDTH, TILED_EXPERTS
 
@@ -123,7 +121,6 @@ def check_expert_block() -> None:
 
 
 def check_attention(width: int, padding: int, num_pages: int, window: int, length: int) -> None:
-    """Check the attention kernels. See `check`."""
     rng, kv_heads, heads, active = np.random.default_rng(1), 2, 8, width - padding
     halves = functools.partial(_halves, rng)
     qkv = halves(1, width, (heads + 2 * kv_heads) * HEAD_DIM)

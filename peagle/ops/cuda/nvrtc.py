@@ -1,6 +1,6 @@
 """Compile the CUDA kernels with NVRTC, NVIDIA's run-time compiler.
 
-It needs no GPU, and takes some seconds. So the machine code is cached in the user's cache directory by source,
+It needs no GPU, and takes some seconds, so the machine code is cached in the user's cache directory by source,
 architecture and compiler version.
 """
 
@@ -17,7 +17,7 @@ from peagle.ops.files import cache_directory, keep
 
 HERE = Path(__file__).parent
 NAMES = ("common.cuh", "linear.cu", "experts.cu", "attention.cu")
-HOPPER, HOPPER_NAMES = "sm_90a", ("tiles.h", "hopper.cuh", "products", "tiles.cu")  # of that GPU alone
+HOPPER, HOPPER_NAMES = "sm_90a", ("tiles.h", "hopper.cuh", "products", "tiles.cu")  # of that GPU only
 WIDTHS = (8, 16, 32, 48, 64, 80, 96, 144)  # of the products of tiles.h
 OPTIONS = (b"--std=c++17",)
 _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
@@ -28,7 +28,7 @@ class CudaError(Exception):
 
 
 def compile_kernels(architecture: str) -> bytes:
-    """Compile the kernels for an architecture, as sm_90, or read them from the cache.
+    """Compile the kernels for an architecture such as sm_90, or read them from the cache.
 
     Raises CudaError with the compiler's first error.
     """
@@ -45,16 +45,15 @@ def compile_kernels(architecture: str) -> bytes:
 
 
 def sources(architecture: str) -> bytes:
-    """Join the sources of an architecture."""
     names = NAMES + (HOPPER_NAMES if architecture == HOPPER else ())
     texts = (products() if name == "products" else (HERE / name).read_text(encoding="utf-8") for name in names)
     return "".join(f'#line 1 "{name}"\n{text}' for name, text in zip(names, texts, strict=True)).encode()
 
 
 def products() -> str:
-    """Write Product<N>: sums [64, N] (+)= weights [64, 16] of a warpgroup's registers x rows [16, N] of shared memory.
+    """Write Product<N>: sums [64, N] (+)= weights [64, 16] in a warpgroup's registers x rows [16, N] in shared memory.
 
-    `rows` is a matrix descriptor; the first product of a sum has `add` 0. An instruction names every register.
+    `rows` is a matrix descriptor; the first product of a sum has `add` 0. The instruction names every register.
     """
     return "namespace tiles {\ntemplate <int N>\nstruct Product;\n" + "".join(map(_product, WIDTHS)) + "}\n"
 

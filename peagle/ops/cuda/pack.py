@@ -1,4 +1,4 @@
-"""Lay out MXFP4 weights for the Hopper kernels (tiles.cu says how), the same number of bytes."""
+"""Lay out MXFP4 weights for the Hopper kernels (see tiles.cu), in the same number of bytes."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from peagle.ops.mxfp4 import BLOCK
 CHUNK = 64  # inputs, and outputs, of a unit
 UNITS_A_GROUP = 3
 UNIT_WORDS = (2048 + 128) // 4
-LARGEST_SCALE = 128  # a scale + 126 is the exponent of a bfloat16: beyond it there is no room
+LARGEST_SCALE = 128  # a scale + 126 is the exponent of a bfloat16, which has no room beyond it
 
 
 def pack(
@@ -34,7 +34,7 @@ def pack(
 
 
 def _words(first: jax.Array, second: jax.Array, third: jax.Array, fourth: jax.Array) -> jax.Array:
-    """Pack a[0] to a[3] of two inputs, from bytes that hold the code of an even input in their low half."""
+    """Pack a[0] to a[3] of two inputs, from bytes whose low half is the code of an even input."""
 
     def half(shift: int) -> jax.Array:
         a, b, c = ((code >> shift) & 15 for code in (first, second, third))

@@ -1,4 +1,4 @@
-"""The public entries: pick the form that suits the layout and the number of rows."""
+"""The public entries: choose a form by the layout and the number of rows."""
 
 import functools
 
@@ -24,7 +24,7 @@ from peagle.ops.kernels import Implementation
 from peagle.ops.linear import PackedMatrix, linear
 from peagle.ops.norm import Norm, rms_norm
 
-BLOCKED_ROWS = 256  # on paper: with fewer a GPU reads experts once each as quickly as blocks of them, twice
+BLOCKED_ROWS = 256  # an estimate: below it, reading experts once each is as fast as by blocks, which read them twice
 DECODE_ROWS = 16  # the widest verify pass: one sequence with K = 15, or a batch with smaller K
 
 
@@ -46,9 +46,9 @@ def expert_block(
 
     Returns (y, next_norm(y) if the kernel computes it in passing, else None).
 
-    Rows of negative position are inactive, as in `linear`. NativeExperts run in the native kernels and TiledExperts in
-    those of Hopper GPUs, and nothing else does. ranks: the experts are this rank's part of them. It sums the ranks'
-    outputs, in float32, before x is added.
+    Rows of negative position are inactive, as in `linear`. Only the native kernels take NativeExperts, and only those
+    for Hopper GPUs TiledExperts. ranks: the experts are this rank's part; the ranks' outputs are summed, in float32,
+    before x is added.
 
     Raises InputError if the named implementation does not run here or does not take these operands.
     """
@@ -96,9 +96,10 @@ def expert_mlp(
 ) -> Float[Array, "T D"]:
     """Sum softmax(selected logits)_e * (down_e(swiglu(gate_up_e(x))) + bias_e) over the top_k selected experts e.
 
-    All layouts but NativeExperts and TiledExperts, which only `expert_block` takes, give the same function, in `dtype`,
-    by default x's. held: sum over these experts only, the ones in `experts`. Rows of negative position are inactive, as
-    in `linear`; the CUDA kernels skip them, and XLA on CPU if they are many. Raises InputError as `expert_block` does.
+    All layouts give the same function, in `dtype` (default: x's), except NativeExperts and TiledExperts, which only
+    `expert_block` takes. held: sum only over these experts, the ones in `experts`. Rows of negative position are
+    inactive, as in `linear`; the CUDA kernels skip them, and XLA on CPU if they are many. Raises InputError as
+    `expert_block` does.
     """
     if isinstance(experts, NativeExperts | TiledExperts):
         raise TypeError("the kernels compute these experts with their norm and router; call expert_block")
@@ -165,5 +166,5 @@ def _elsewhere(
 
 
 def _few(x: Float[Array, "T D"], experts: PackedExperts | ExpandedExperts, top_k: int) -> bool:
-    """Check if the rows are so few that dequantising an expert per choice costs less than sorting choices by expert."""
+    """Check if rows are so few that dequantising an expert per choice costs less than sorting choices by expert."""
     return x.shape[0] * top_k < experts.num_experts

@@ -48,7 +48,7 @@ def routed(
 
 
 def tile(experts: PackedExperts, top_k: int) -> PackedExperts | TiledExperts:
-    """Lay out a layer's experts for a Hopper GPU; as they are if its kernels do not run here or do not take them."""
+    """Lay out a layer's experts for a Hopper GPU; unchanged if its kernels do not run here or do not take them."""
     if not takes_tiles(experts, top_k):
         return experts
     if max(int(scales.max()) for scales in (experts.gate_up_scales, experts.down_scales)) > LARGEST_SCALE:
@@ -65,7 +65,7 @@ _pack = jax.jit(pack)
 
 
 def takes_tiles(experts: PackedExperts, top_k: int) -> bool:
-    """Check that the kernels of Hopper GPUs run here and take experts of such shapes."""
+    """Check that the kernels for Hopper GPUs run here and take experts of such shapes."""
     (num_experts, outputs), width = experts.gate_up_bias.shape, experts.down_bias.shape[1]
     return (
         (outputs, width, top_k) == (2 * calls.TILED_WIDTH, calls.TILED_WIDTH, calls.TILED_TOP_K)
@@ -86,7 +86,7 @@ def tiled(
     positions: Int[Array, " T"] | None = None,
     next_norm: Norm | None = None,
 ) -> tuple[BFloat16[Array, "T D"], BFloat16[Array, "_ D"]]:
-    """Compute `expert_block` on a Hopper GPU; T is any number."""
+    """Compute `expert_block` on a Hopper GPU, for any T."""
     gate_up, down = (experts.gate_up, experts.gate_up_bias), (experts.down, experts.down_bias)
 
     def some(rows: slice) -> tuple[jax.Array, jax.Array]:

@@ -29,8 +29,8 @@ def routed(
 ) -> Float[Array, "T D"]:
     """See `expert_block`; without `residual` x is not added. held, dtype: as in `expert_mlp`.
 
-    Each selected expert is read once for all rows that selected it. A row's experts are added in ascending order, so
-    its bits do not depend on other rows.
+    Each selected expert is read once for all its rows. A row's experts are added in ascending order, so its bits do not
+    depend on other rows.
     """
     out: jax.Array = native.call(
         "experts",

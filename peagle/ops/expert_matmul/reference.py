@@ -1,7 +1,6 @@
-"""The mixture-of-experts op in plain XLA, one function per way of visiting the experts.
+"""The mixture-of-experts op in plain XLA, one function per order of visiting the experts.
 
-`held`: the experts are those of this rank, and the result is their part of the sum. `dtype`: of the result, by default
-x's.
+`held`: the experts of this rank; the result is their part of the sum. `dtype`: of the result; default: x's.
 """
 
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from peagle.ops.expert_matmul.weights import ExpandedExperts, FusedExperts, Pack
 from peagle.ops.mxfp4 import dequantize_on_device, products_on_device
 
 ALPHA = 1.702  # openai/gpt-oss: the sigmoid's slope
-BLOCK_ROWS = 16  # of `grouped`; more would be padding in a chunk of 128 tokens, which gives 16 to each of 32 experts
+BLOCK_ROWS = 16  # of `grouped`; more would be padding in a chunk of 128 tokens, which has 16 per expert of 32
 
 
 def swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
@@ -86,11 +85,10 @@ def all_pairs(
 ) -> Float[Array, "T D"]:
     """Compute all (row, selected expert) pairs at once: two fused sums and no loop.
 
-    For accelerators, where a loop would launch a kernel per pair. An expert that several rows selected is read for each
-    of them.
+    For accelerators, where a loop would launch a kernel per pair. An expert is read once per row that selected it.
     """
     ids, weights = route_top_k(router_logits, top_k, held)
-    # another rank's expert has weight 0: any will do
+    # another rank's expert has weight 0, so any index will do
     e = jax.tree.map(lambda leaf: leaf[jnp.minimum(ids, experts.num_experts - 1).reshape(-1)], experts)
     rows = jnp.repeat(x, top_k, axis=0)
     hidden = products_on_device(e.gate_up_blocks, e.gate_up_scales, rows).astype(x.dtype) + e.gate_up_bias
@@ -111,7 +109,7 @@ def each_expert_once(
 ) -> Float[Array, "T D"]:
     """Compute all rows through one expert after the other.
 
-    Each expert is read and dequantised once, and one at a time is in memory.
+    Each expert is read and dequantised once; one is in memory at a time.
     """
     weights = route_dense(router_logits, top_k, held)
 
@@ -136,10 +134,10 @@ def grouped(
 ) -> Float[Array, "T D"]:
     """Compute each selected expert for the rows that selected it, in blocks of BLOCK_ROWS.
 
-    Choices are sorted by expert; none is dropped. Each expert is dequantised once, and those without rows are skipped.
-    A row of negative position selects no expert, and its output is 0. All blocks have one shape, so a row's bits do not
-    depend on the rows beside it, or on their number, as far as XLA's matmul treats the rows of one shape alike: on CPU
-    it does. Not for reverse-mode differentiation: the loops have dynamic lengths.
+    Choices are sorted by expert; none is dropped. Each expert is dequantised once; those without rows are skipped. A
+    row of negative position selects no expert, and its output is 0. All blocks have one shape, so a row's bits do not
+    depend on other rows or their number, as far as XLA's matmul treats the rows of one shape alike: on CPU it does. Not
+    for reverse-mode differentiation: the loops have dynamic lengths.
     """
     rows = x.shape[0]
     ids, weights = route_top_k(router_logits, top_k, held)
@@ -154,7 +152,7 @@ def grouped(
             through = _prepared(expert, x.dtype, limit)
 
             def one_block(block: jax.Array | int, out: jax.Array) -> jax.Array:
-                # A last block's surplus rows are the next expert's, which overwrites them, or beyond what is read.
+                # A last block's surplus rows belong to the next expert, which overwrites them, or are not read.
                 start = begin + block * BLOCK_ROWS
                 block_rows = x[jax.lax.dynamic_slice_in_dim(row_of, start, BLOCK_ROWS)]
                 return jax.lax.dynamic_update_slice_in_dim(out, through(block_rows), start, axis=0)
@@ -179,10 +177,10 @@ def in_blocks(
     held: Held | None = None,
     dtype: DTypeLike | None = None,
 ) -> Float[Array, "T D"]:
-    """Compute blocks of rows of one expert each, as many as there can be at most: `grouped` without dynamic lengths.
+    """Compute blocks of rows of one expert each: `grouped` with a fixed number of blocks, the most there can be.
 
-    For accelerators, which wait for the host at each turn of a loop of dynamic length. A block has twice the rows that
-    an expert has on average at most, so more than a third of all computed rows count; each block reads its expert anew.
+    For accelerators, which wait for the host at each turn of a loop of dynamic length. A block has up to twice the
+    average rows per expert, so more than a third of all computed rows count; each block reads its expert anew.
     """
     rows, num_experts = x.shape[0], experts.num_experts
     size = BLOCK_ROWS
@@ -196,12 +194,12 @@ def in_blocks(
     numbers = jnp.arange(rows * top_k // size + num_experts, dtype=jnp.int32)
     expert_of = jnp.minimum(jnp.searchsorted(lasts, numbers, side="right"), num_experts - 1).astype(jnp.int32)
     starts = begins[expert_of] + (numbers - (lasts - blocks)[expert_of]) * size
-    starts = jnp.where(numbers < lasts[-1], starts, rows * top_k)  # empty ones compute what is not read
+    starts = jnp.where(numbers < lasts[-1], starts, rows * top_k)  # empty blocks compute rows that are not read
 
     def one(out: jax.Array, step: tuple) -> tuple[jax.Array, None]:
         number, start = step
         expert = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), experts)
-        # A last block's surplus rows are the next expert's, which overwrites them, or beyond what is read.
+        # A last block's surplus rows belong to the next expert, which overwrites them, or are not read.
         result = _one_expert(x[jax.lax.dynamic_slice_in_dim(row_of, start, size)], expert, limit)
         return jax.lax.dynamic_update_slice_in_dim(out, result, start, axis=0), None
 
@@ -211,7 +209,7 @@ def in_blocks(
 
 
 def _by_expert(ids: Int[Array, "T K"], num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sort choices by expert, ids beyond num_experts to the end; return (order, begins, ends) with those by expert."""
+    """Sort choices by expert, ids beyond num_experts last; return (order, begin and end of each expert's choices)."""
     choices = ids.reshape(-1)
     order = jnp.argsort(choices).astype(jnp.int32)  # stable
     ends = jnp.searchsorted(choices[order], jnp.arange(num_experts, dtype=jnp.int32), side="right").astype(jnp.int32)
@@ -221,7 +219,7 @@ def _by_expert(ids: Int[Array, "T K"], num_experts: int) -> tuple[jax.Array, jax
 def _summed(
     sorted_out: Float[Array, "_ D"], order: Int[Array, " N"], weights: Float[Array, "T K"]
 ) -> Float[Array, "T D"]:
-    """Put results back in the order of rows, and sum each row's with its weights."""
+    """Restore the order of rows, and sum each row's results with its weights."""
     place = jnp.argsort(order).astype(jnp.int32).reshape(weights.shape)
     return jnp.sum(sorted_out[place].astype(jnp.float32) * weights[:, :, None], axis=1)
 
@@ -236,8 +234,8 @@ def _prepared(
     down = dequantize_on_device(expert.down_blocks, expert.down_scales, dtype)
 
     def through(x: jax.Array) -> jax.Array:
-        # XLA on CPU would copy a transposed matrix for every block, so the rows are transposed instead. Without the
-        # barriers it would undo that.
+        # XLA on CPU would copy a transposed matrix for every block, so transpose the rows instead. The barriers keep
+        # XLA from undoing that.
         hidden = gate_up @ jax.lax.optimization_barrier(x.T) + expert.gate_up_bias[:, None]
         out = down @ swiglu(hidden[0::2], hidden[1::2], limit) + expert.down_bias[:, None]
         return jax.lax.optimization_barrier(out).T

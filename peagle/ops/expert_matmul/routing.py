@@ -10,9 +10,8 @@ from peagle.ops.collectives import Held
 def route_dense(logits: Float[Array, "T E"], top_k: int, held: Held | None = None) -> Float[Array, "T held"]:
     """Compute router weights as a matrix: softmax over each row's top_k logits, zero elsewhere.
 
-    Returns the weights of the experts `held` only, of all by default.
-
-    Selects by pairwise ranks (equal logits: the lower index first, as lax.top_k): no sort, and cheap to differentiate.
+    Returns the weights of the experts `held` only, by default of all. Selects by pairwise ranks (equal logits: the
+    lower index first, as lax.top_k), which needs no sort and is cheap to differentiate.
     """
     logits = logits.astype(jnp.float32)
     index = jnp.arange(logits.shape[-1], dtype=jnp.int32)

@@ -34,14 +34,13 @@ def linear(
 ) -> Float[Array, "... outputs"]:
     """Multiply x, normalised first if there is a norm, by the weight; add the bias and the residual; in x's dtype.
 
-    An array is [inputs, outputs]. If positions are given, a row of negative position is inactive: its output is finite
-    and to be ignored. A PackedMatrix runs in the native kernels, which skip inactive rows, and every other row's bits
-    are a function of that row and the weights alone: the number of rows does not matter.
+    An array is [inputs, outputs]. Rows of negative position are inactive: ignore their output, which is finite. A
+    PackedMatrix runs in the native kernels, which skip inactive rows; every other row's bits depend on that row and the
+    weights alone, not on the number of rows. On a GPU a CUDA kernel multiplies up to 16 rows of bfloat16, unless the
+    implementation is "xla".
 
-    On a GPU a CUDA kernel multiplies up to 16 rows of bfloat16, unless the implementation is "xla".
-
-    reduce: the weight holds this rank's inputs of a larger one. It sums the ranks' products, in float32, before the
-    residual is added. A SplitMatrix, which has the outputs of several devices, takes neither these nor a bias.
+    reduce sums the ranks' products, in float32, before the residual is added; the weight holds this rank's inputs of a
+    larger one. A SplitMatrix, which has the outputs of several devices, takes no reduce, residual or bias.
     """
     if isinstance(weight, SplitMatrix):
         assert (bias, residual, reduce) == (None, None, None)
@@ -87,7 +86,7 @@ def _product(
 
 @jax.custom_jvp
 def _of_few_rows(x: jax.Array, weight: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
-    """Multiply in the CUDA kernel on a GPU, and in XLA elsewhere. XLA gives the gradients."""
+    """Multiply in the CUDA kernel on a GPU, and in XLA elsewhere. Gradients are XLA's."""
     on_xla = functools.partial(_on_xla, dtype=x.dtype)
     out: jax.Array = jax.lax.platform_dependent(x, weight, bias, residual, cuda=cuda.product, default=on_xla)
     return out
@@ -120,7 +119,7 @@ def _over_devices(x: jax.Array, weight: SplitMatrix, norm: Norm | None, position
 
     same = PartitionSpec()
     specs = (PartitionSpec(weight.axis), same, same, same)
-    # check_vma off: it cannot see into native kernels
+    # check_vma off: it does not see into native kernels
     run = jax.shard_map(of_rank, mesh=weight.mesh, in_specs=specs, out_specs=same, check_vma=False)
     output: jax.Array = run(weight.parts, x, None if norm is None else norm.weight, positions)
     return output
@@ -129,8 +128,8 @@ def _over_devices(x: jax.Array, weight: SplitMatrix, norm: Norm | None, position
 def embed(table: jax.Array, token_ids: Int[Array, "..."], dtype: DTypeLike) -> Float[Array, "... width"]:
     """Look up the tokens' rows in the table [V, width], in `dtype`.
 
-    A table of uint16 holds the bits of bfloat16, since XLA on CPU would convert a whole bfloat16 table to gather from
-    it. XLA also prices a gather at the whole table and splits it over threads, which takes longer than a few slices.
+    A table of uint16 holds the bits of bfloat16, because XLA on CPU would convert a whole bfloat16 table to gather from
+    it. XLA also costs a gather by the whole table and splits it over threads, which takes longer than a few slices.
     """
     if table.dtype == jnp.uint16 and token_ids.size <= FEW:
         flat = token_ids.reshape(-1)

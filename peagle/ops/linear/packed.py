@@ -1,15 +1,15 @@
 """Packed matrices: weights in the order in which the native kernels read them (peagle/ops/native/kernels.h).
 
-A matrix is cut into panels of 16 output rows (BLIS calls them micro-panels), the row within the panel last, so that one
-vector register holds one input's weights of 16 outputs. Zero rows fill the last panel.
+A matrix is cut into panels of 16 output rows (BLIS's micro-panels), the row within the panel last, so that one vector
+register holds one input's weights for 16 outputs. Zero rows fill the last panel.
 
     float32     [panels, inputs, 16]
     bfloat16    [panels, inputs/2 rounded up, 16, 2]: neighbouring inputs of a row share 32 bits
     MXFP4       uint32 [panels, inputs/8, 16]: eight neighbouring codes of a row, the first in the lowest four bits;
                 scales uint8 [panels, inputs/32, 16]
 
-Bfloat16 and MXFP4 values are multiplied exactly and summed in float32, whatever dtype the activations have. So weights
-that a checkpoint stores in bfloat16 stay bfloat16, and the result is that of float32 weights.
+Bfloat16 and MXFP4 values are multiplied exactly and summed in float32, whatever dtype the activations have. So a
+checkpoint's bfloat16 weights stay bfloat16, and give the result of float32 weights.
 """
 
 import flax.struct
@@ -36,7 +36,6 @@ class PackedMatrix:
 
 
 def num_panels(outputs: int) -> int:
-    """Return the number of panels that hold so many output rows."""
     return -(-outputs // ROWS)
 
 
@@ -82,7 +81,6 @@ def packed_matrix(data: np.ndarray, inputs: int, outputs: int, scales: np.ndarra
 
 
 def unpack_floats(packed: PackedMatrix) -> np.ndarray:
-    """Unpack the matrix [..., outputs, inputs]."""
     data = np.asarray(packed.data)
     if data.dtype == BFLOAT16:
         rows = data.swapaxes(-2, -3).reshape(*data.shape[:-4], -1, ROWS, data.shape[-3] * 2)
@@ -97,7 +95,7 @@ def as_matrix(weight: jax.Array | PackedMatrix) -> np.ndarray:
 
 
 def take_outputs(weight: jax.Array | PackedMatrix, outputs: np.ndarray) -> jax.Array | PackedMatrix:
-    """Select outputs of a weight, in the given order."""
+    """Select outputs of a weight, in this order."""
     if isinstance(weight, PackedMatrix):
         return packed_matrix(pack_floats(unpack_floats(weight)[outputs]), weight.inputs, len(outputs))
     return weight[:, outputs]
@@ -115,11 +113,11 @@ def arrange(rows: np.ndarray, dtype: DTypeLike, implementation: Implementation |
 
 
 def arrange_embedding(table: np.ndarray, dtype: DTypeLike, implementation: Implementation | None) -> jax.Array:
-    """Arrange a table for `embed`: in `dtype`, or, for "native", bfloat16's bits if it is stored or wanted so.
+    """Arrange a table for `embed`: in `dtype`; for "native", as bfloat16 bits if it is stored or requested so.
 
     The result may share the table's memory: do not write to it any more.
     """
     bits = implementation == "native" and BFLOAT16 in (table.dtype, np.dtype(dtype))
-    # aligned, since the device copies an unaligned array later and holds both copies until then
+    # aligned, because the device copies an unaligned array later and holds both copies until then
     ready = as_aligned(table, BFLOAT16 if bits else dtype)
     return to_device(ready.view(np.uint16) if bits else ready)

@@ -1,4 +1,4 @@
-"""A matrix whose outputs are cut over the devices of a mesh: each multiplies by its part, and all get all of them."""
+"""A matrix whose outputs are cut over the devices of a mesh: each multiplies by its part, and all get every output."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from peagle.ops.linear.packed import ROWS, PackedMatrix, num_panels
 
 @flax.struct.dataclass
 class SplitMatrix:
-    """Every leaf of `parts` is [rank, *its local shape]; zeros fill the outputs after the last of all.
+    """Every leaf of `parts` is [rank, *its local shape]; zeros fill the outputs after the last one.
 
     mesh: of one axis.
     """
@@ -23,7 +23,6 @@ class SplitMatrix:
 
     @property
     def axis(self) -> str:
-        """The axis of the mesh."""
         return str(self.mesh.axis_names[0])
 
 
@@ -41,7 +40,7 @@ def split_outputs(weight: jax.Array | PackedMatrix, mesh: Mesh) -> SplitMatrix:
 
 
 def _split(leaf: jax.Array, axis: int, width: int, mesh: Mesh) -> jax.Array:
-    """Put so many places along an axis on each device; the last ones get zeros."""
+    """Put `width` entries of an axis on each device; zeros fill the last ones."""
     whole = np.asarray(leaf).swapaxes(0, axis)
 
     def part(index: Any) -> np.ndarray:

@@ -50,7 +50,6 @@ def status() -> tuple[str | None, str]:
 
 
 def wants_xla() -> bool:
-    """Whether PEAGLE_KERNELS selects XLA's own code, on any device."""
     return os.environ.get(VARIABLE, "") == XLA
 
 
@@ -62,7 +61,7 @@ def available() -> bool:
 def call(name: str, result: Any, *operands: Any, in_place: dict[int, int] | None = None, **attributes: Any) -> Any:
     """Call a kernel; return its results, of the shapes in `result`.
 
-    in_place maps an operand to the result that takes its memory. Raises InputError if the kernels do not run here.
+    in_place maps an operand to the result that reuses its memory. Raises InputError if the kernels do not run here.
     """
     isa, line = status()
     if isa is None:
@@ -73,7 +72,7 @@ def call(name: str, result: Any, *operands: Any, in_place: dict[int, int] | None
 
 
 def optional(values: jax.Array | None, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """Make the operand of a vector that may be absent: its values in `dtype`, or an empty array."""
+    """Make the operand of an optional vector: its values in `dtype`, or an empty array."""
     return jnp.zeros((0,), dtype) if values is None else values.astype(dtype).reshape(-1)
 
 

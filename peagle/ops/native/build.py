@@ -3,9 +3,9 @@
     python -m peagle.ops.native [--all]
 
 Installing the package runs this if there is a C++ compiler (hatch_build.py), so this module imports only the standard
-library. It compiles what this machine runs: its best instruction set, and the portable one, which tells machines apart.
---all, or PEAGLE_INSTRUCTION_SETS=all while installing, compiles every set, for tests and for wheels. The command is for
-an installation that found no compiler, or another jaxlib. The CUDA kernels themselves are compiled at their first use
+library. It compiles this machine's best instruction set and the portable one, which detects what a machine runs. --all,
+or PEAGLE_INSTRUCTION_SETS=all while installing, compiles every set, for tests and for wheels. Run the command after an
+installation without a compiler, or for another jaxlib. The CUDA kernels themselves are compiled at their first use
 (peagle.ops.cuda).
 """
 
@@ -57,7 +57,7 @@ def instruction_sets() -> dict[str, tuple[str, ...]]:
 
 
 def sets_of_this_machine() -> dict[str, tuple[str, ...]]:
-    """Of `instruction_sets`, return the best that this machine runs, and the portable one; all if nobody can tell."""
+    """Return the best of `instruction_sets` that this machine runs, and the portable one; all if unknown."""
     sets = instruction_sets()
     try:
         flags = re.search(r"^flags\s*:(.*)$", CPU_INFO.read_text(), re.MULTILINE)
@@ -79,7 +79,7 @@ def asked_for_all() -> bool:
 
 
 def compiler() -> str:
-    """Find the C++ compiler: $CXX, else the system's. Raises BuildError if there is none."""
+    """Return the C++ compiler: $CXX, else the system's. Raises BuildError if there is none."""
     for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
         if path := shutil.which(name):
             return path
@@ -87,7 +87,7 @@ def compiler() -> str:
 
 
 def headers() -> Path:
-    """Find the folder of XLA's FFI headers, which come with jaxlib. Raises BuildError without jaxlib."""
+    """Return the folder of XLA's FFI headers, which come with jaxlib. Raises BuildError without jaxlib."""
     spec = importlib.util.find_spec("jaxlib")
     for location in (spec.submodule_search_locations or []) if spec else []:
         if (folder := Path(location) / "include").is_dir():
@@ -139,7 +139,6 @@ def compile_library(path: Path, sources: list[Path], *flags: str) -> Path:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command."""
     if arguments not in ([], ["--all"]):
         print(f"peagle: {' '.join(arguments)!r} is no option of this; expected --all, or nothing", file=sys.stderr)
         return 2

@@ -238,11 +238,11 @@ def test_masked_rows_emit_what_masked_plain_decoding_does(target: Any) -> None:
         ({"frequency_penalty": float("nan")}, "frequency penalty is nan"),
         ({"repetition_penalty": 0.0}, "repetition penalty is 0.0; expected a number from 1e-30 to"),
         ({"repetition_penalty": 1e-38}, "repetition penalty is 1e-38; expected a number from 1e-30 to"),
-        ({"logit_bias": ((1, 2.0), (1, 3.0))}, "logit bias is of token 1 twice"),
+        ({"logit_bias": ((1, 2.0), (1, 3.0))}, "logit bias is set twice for token 1"),
         ({"logit_bias": ((-1, 2.0),)}, "logit bias is 2.0 for token -1; expected a token id of 0 or more"),
         (
             {"logit_bias": tuple((token, 1.0) for token in range(301))},
-            "logit bias is of 301 tokens; expected at most 300",
+            "logit bias is set for 301 tokens; expected at most 300",
         ),
         ({"min_tokens": -1}, "min tokens are -1; expected 0"),
     ],

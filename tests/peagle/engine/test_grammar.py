@@ -499,7 +499,7 @@ def test_a_grammar_whose_masks_take_too_long_ends_its_own_request_alone(
     assert [list(each.output_ids) for each in found[1:]] == expected
     assert found[0].error == (
         "bad: the masks of its regular expression took more than 50 ms in 8 steps in a row, the last time 60 ms, and "
-        "other requests wait for them; expected a simpler one: count less, or nest less"
+        "other requests wait for them; expected a simpler one: fewer repetitions, or less nesting"
     )
     assert 8 <= len(found[0].output_ids) < 20
     drafted = [drafts for drafts in clock.steps if drafts]

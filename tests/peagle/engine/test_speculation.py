@@ -32,7 +32,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 def test_drafts_by_load_of_an_earlier_version_give_the_most_and_say_so(tmp_path: Path) -> None:
     (tmp_path / SPECULATION_FILE).write_text('{"drafts": {"1": 5, "4": 2}, "sampled": false, "drafter_window": 8}')
-    with pytest.warns(InputWarning, match="drafts by load, of an earlier version: only the most of them, 5, is used"):
+    with pytest.warns(InputWarning, match="drafts by load, of an earlier version: only the largest number, 5, is used"):
         assert read_speculation(tmp_path) == Speculation(5)
     assert read_window(tmp_path) == 8
 

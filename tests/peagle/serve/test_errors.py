@@ -91,7 +91,7 @@ OF_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"repetition_penalty": 0}, "repetition penalty is 0"),
     *(({"logit_bias": {key: 1}}, "token ids as keys") for key in ("a", "-1", "１", "1_0", "9" * 5000)),
     ({"logit_bias": {"320": 1}}, "logit_bias holds token id 320"),
-    ({"logit_bias": {str(token): 1 for token in range(301)}}, "logit bias is of 301 tokens"),
+    ({"logit_bias": {str(token): 1 for token in range(301)}}, "logit bias is set for 301 tokens"),
     ({"logprobs": 21}, "expected 0..20"),
     ({"stop": ""}, "is empty"),
     *(({"stop": ["a"] * count}, f"{count} stop strings") for count in (65, 500_000)),
