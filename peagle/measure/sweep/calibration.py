@@ -14,7 +14,7 @@ import numpy as np
 from peagle.checkpoints import drafter_folder
 from peagle.config import SamplingParams
 from peagle.engine.speculation import OFF, WINDOW_KEY, Speculation, speculation_file, write_speculation
-from peagle.engine.widths import Counts
+from peagle.engine.widths import MIDDLES, Counts
 from peagle.measure.sweep.headline import place_text
 from peagle.measure.sweep.plan import Plan, Variant
 from peagle.measure.sweep.run import Progress, SweepRun, models_of
@@ -22,6 +22,7 @@ from peagle.measure.sweep.store import Folder
 from peagle.ops.errors import InputError
 
 KINDS = ("greedy", "sampled")
+LEAST_TRIES = 8  # of a point
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,15 @@ class Calibration:
         """Undo `to_json`."""
         counts = (tuple(tuple((t, a) for t, a in bins) for bins in value["counts"][kind]) for kind in KINDS)
         return cls(value["label"], value["num_drafts"], tuple(counts))
+
+    def points(self, kind: str) -> list[tuple[float, float]]:
+        """Return (the drafter's probability, share of right drafts) of its bins, over all drafts of a step."""
+        tried, right = np.sum(self.counts[KINDS.index(kind)], axis=0).T
+        return [
+            (middle, float(right[place] / tried[place]))
+            for place, middle in enumerate(MIDDLES)
+            if tried[place] >= LEAST_TRIES
+        ]
 
 
 def calibrate(run: SweepRun, progress: Progress) -> list[Calibration]:

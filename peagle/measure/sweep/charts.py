@@ -86,6 +86,16 @@ def concurrency(series: Mapping[str, Sequence[Row]]) -> str | None:
     return _lines(lines, finish)
 
 
+def calibration(lines: Mapping[str, Sequence[tuple[float, float]]]) -> str | None:
+    """Draw the share of right drafts over the drafter's probability of them, beside the diagonal."""
+
+    def finish(axis: Any) -> None:
+        axis.plot([0, 1], [0, 1], linestyle=":", color=INK, linewidth=1, label="_")
+        axis.set(xlabel="the drafter's probability of its draft", ylabel="right", xlim=(0, 1), ylim=(0, 1.02))
+
+    return _lines({name: [(at, Estimate(share)) for at, share in points] for name, points in lines.items()}, finish)
+
+
 def _lines(
     lines: Mapping[str, Sequence[Point]], finish: Callable[[Any], None], apart: float | None = None
 ) -> str | None:

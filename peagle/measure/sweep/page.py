@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from peagle.measure.estimates import FEWEST, Estimate, estimate_text
 from peagle.measure.pages import Block, Commands, Picture, Table, heading, plain
 from peagle.measure.sweep import charts, headline
+from peagle.measure.sweep.calibration import KINDS, calibrations_of
 from peagle.measure.sweep.compare import Change, Difference
 from peagle.measure.sweep.figures import SLOWER, Row, alone, best, concurrent, of_workload
 from peagle.measure.sweep.headline import counted, machine_text, place_text, variant_text
@@ -36,6 +37,11 @@ def _drafted(row: Row) -> str:
 
 def _acceptance(row: Row) -> str:
     return estimate_text(row.acceptance_length)
+
+
+def _rows_a_token(row: Row) -> str:
+    steps = row.num_spec_steps + row.num_plain_steps
+    return f"{(steps + row.num_draft_tokens) / (steps + row.num_accepted_draft_tokens):.2f}" if row.k else "-"
 
 
 def _without_loops(row: Row) -> str:
@@ -89,13 +95,15 @@ ALONE = (
     Column("length without loops", _without_loops, f"without outputs that repeat over {LOOPING} of their 4-grams"),
     Column("length at most", _at_most, "acceptance length if each draft were the target's likeliest token"),
     Column("accepted", _positions, "share of steps with drafts that accepted the first, the second and so on"),
+    Column("rows a token", _rows_a_token, "rows of the target per token: one a step, and one for each verified draft"),
     Column("c(K)", lambda row: estimate_text(row.cycle_cost), "time of a pass, in passes of plain decoding"),
     Column("draft + verify + rest, ms", _parts_ms, "time of a pass by parts; some conversations, profiled"),
     Column("tok/s", lambda row: _value(row.tok_per_s), "tokens after the first over their time"),
     Column("slower requests", _slower, f"their 95 % interval over the repeats lies below {SLOWER:g}x"),
     DIFFERING,
 )
-TERMINAL = [column for column in ALONE if column.name not in ("drafted", "accepted", "draft + verify + rest, ms")]
+NOT_IN_TERMINAL = ("drafted", "accepted", "rows a token", "draft + verify + rest, ms")
+TERMINAL = [column for column in ALONE if column.name not in NOT_IN_TERMINAL]
 AT_ONCE = (
     Column("at once", lambda row: str(row.concurrency), "slots, for which all requests of a repeat wait together"),
     K_COLUMN,
@@ -128,6 +136,7 @@ def run_blocks(folder: Folder, rows: Sequence[Row]) -> list[Block]:
         *_items(headline.notes(folder)),
         *_advice(folder, rows),
         *(block for workload in plan.workloads for block in _workload(folder, workload, rows, explained)),
+        *_calibrations(folder),
         heading("How it was measured"),
         *_origin(folder),
     ]
@@ -321,6 +330,18 @@ def _parts(rows: Sequence[Row]) -> Iterator[Block]:
         for name, part in zip(names, parts, strict=True)
     ]
     yield Table((f"of {variant_text(row.label)}", "requests", "speed-up", "acceptance length"), lines)
+
+
+def _calibrations(folder: Folder) -> Iterator[Block]:
+    """Show how far the drafter's own probability can be trusted, if a run with `auto` has counted that."""
+    calibrations = calibrations_of(folder)
+    lines = {
+        f"{plain(calibration.label)}, {kind}": calibration.points(kind)
+        for calibration in calibrations
+        for kind in KINDS
+    }
+    caption = "Share of drafts that were right, of those after right ones, over the drafter's probability of them."
+    yield from _picture("calibration", charts.calibration(lines), caption)
 
 
 def _origin(folder: Folder) -> Iterator[Block]:

@@ -52,19 +52,21 @@ def sampled(data: dict[str, np.ndarray], segments: Segments, counts: Any) -> lis
 def test_training_computes_the_references_drafts(name: str, window: int | None) -> None:
     """At anchors of both documents: the logits of every draft are those of drafting after the anchor."""
     config, params = DFLASH_CONFIGS[name].with_window(window), random_params(DFLASH_CONFIGS[name])
+    assert config.most_drafts is not None
+    depth = config.most_drafts  # a drafter's blocks are whole, in training and in the reference
     rng, anchors = np.random.default_rng(1), np.array([[3, 14, 0, 9]], np.int32)
     data = row(2)
     aux = rng.normal(0, 1, (1, T, config.aux_width)).astype(np.float32)
     shifted = np.roll(data["token_ids"], -1, axis=1)
     run = jax.jit(forward_blocks, static_argnames=("config", "depth"))
-    x = run(params, config, shifted, aux, data["segment_ids"], data["positions"], anchors, DEPTH)
+    x = run(params, config, shifted, aux, data["segment_ids"], data["positions"], anchors, depth)
     logits = np.asarray(jax.jit(head, static_argnums=1)(params, config, x))[0]
     ends = {"embed_tokens.weight": np.asarray(params.embedding), "lm_head.weight": np.asarray(params.lm_head).T}
     tensors = {**to_tensors(params, config.with_window(None)), **ends}
     for place, anchor in enumerate(anchors[0].tolist()):
         begin = 0 if anchor < 12 else 12
         told = data["token_ids"][0, begin : anchor + 2].tolist(), aux[0, begin : anchor + 1]
-        expected = reference.draft_logits(tensors, config, *told, DEPTH)
+        expected = reference.draft_logits(tensors, config, *told, depth)
         np.testing.assert_allclose(logits[place :: anchors.shape[1]], expected, atol=1e-4)
 
 

@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 
 from peagle.engine.speculation import Speculation, read_speculation
+from peagle.engine.widths import MIDDLES, NUM_BINS
+from peagle.measure.pages import markdown
+from peagle.measure.sweep import charts
 from peagle.measure.sweep.calibration import Calibration, calibrations_of
+from peagle.measure.sweep.figures import rows
+from peagle.measure.sweep.page import run_blocks
 from peagle.measure.sweep.plan import in_order, parse_ks
 from tests.peagle.measure.sweep.runs import sweep, swept
 
@@ -27,9 +32,19 @@ def test_a_run_counts_and_writes_what_auto_begins_with(monkeypatch: pytest.Monke
     measured = json.loads((drafter / "speculation.json").read_text())["measured"]
     assert measured["time"] == folder.origins[0]["time"]
     assert Calibration.from_json(json.loads(json.dumps(calibration.to_json()))) == calibration
+    monkeypatch.setattr(charts, "can_draw", lambda: True)
+    assert "![Share of drafts that were right, of those after" in markdown(run_blocks(folder, rows(folder)))
     (drafter / "speculation.json").unlink()
     assert sweep(monkeypatch, "--out", folder.path, "--resume", "--write-widths", drafter) == 0
     assert read_speculation(drafter) == Speculation(2, calibration.counts)
+
+
+def test_points_are_shares_of_all_drafts_of_a_step() -> None:
+    """Of bins with enough tries."""
+    empty = [(0.0, 0.0)] * (NUM_BINS - 2)
+    greedy = (((30.0, 3.0), (5.0, 4.0), *empty), ((10.0, 5.0), (2.0, 2.0), *empty))
+    calibration = Calibration("a", 2, (greedy, greedy))
+    assert calibration.points("greedy") == [(MIDDLES[0], 8 / 40)]
 
 
 @pytest.mark.usefixtures("quickly")
@@ -38,9 +53,9 @@ def test_auto_of_at_most_so_many_drafts_stands_beside_auto(monkeypatch: pytest.M
     assert sorted(parse_ks("auto,auto:12,2,auto:3,1"), key=in_order) == [1, 2, "auto:3", "auto:12", "auto"]
     file = tmp_path / "auto.json"
     folder = swept(monkeypatch, tmp_path / "run", "-k", "1,auto:3", "--repeats", 1, "--num-prompts", 2)
-    rows = {row["k"]: row for row in folder.record["rows"]}
-    assert list(rows) == [0, 1, "auto:3"]
-    assert len(rows["auto:3"]["rate_per_position"]) == 3
+    by_k = {row["k"]: row for row in folder.record["rows"]}
+    assert list(by_k) == [0, 1, "auto:3"]
+    assert len(by_k["auto:3"]["rate_per_position"]) == 3
     assert "| auto:3 |" in (folder.path / "README.md").read_text()
     assert sweep(monkeypatch, "--out", folder.path, "--resume", "--write-widths", file) == 0
     assert json.loads(file.read_text())["num_speculative_tokens"] == 1  # the largest K of the run
