@@ -13,9 +13,9 @@ import jax
 import numpy as np
 
 from peagle.engine.cost_store import read_costs, store_for, write_costs
-from peagle.engine.executor import chunk_plan, step_plan
 from peagle.engine.loop import Measuring
 from peagle.engine.masks import all_allowed
+from peagle.engine.plans import chunk_plan, step_plan
 from peagle.engine.request import Request
 from peagle.engine.state import SlotParams
 from peagle.engine.step_kinds import StepKind

@@ -12,9 +12,9 @@ import pytest
 
 from peagle.config import EngineConfig, SamplingParams, configs_of
 from peagle.engine.collect import Collector
-from peagle.engine.executor import trace_counts
 from peagle.engine.grammar import GrammarError
 from peagle.engine.handle import Handle
+from peagle.engine.programs import trace_counts
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.warmup import Measuring, WarmUp
 from peagle.measure.logprobs import output_logprobs
