@@ -12,6 +12,7 @@ from peagle.engine.speculation import Speculation, read_speculation
 from peagle.hub import cached, is_name
 from peagle.ops.checkpoint import CONFIG, fingerprint, read_checkpoint, read_json
 from peagle.ops.errors import InputError, InputWarning
+from peagle.ops.settings import naming
 from peagle.protocols import Drafter
 
 DEMO, DEMO_EAGLE3, DEMO_DFLASH, NGRAM = "demo", "demo-eagle3", "demo-dflash", "ngram"
@@ -107,15 +108,28 @@ def another_target(drafter_directory: Path, target_directory: Path) -> str | Non
     )
 
 
+def refuse_other_architecture(target_directory: Path) -> None:
+    """Raise InputError for a directory that is no checkpoint, or one of another architecture. Reads config.json alone.
+
+    Files in the layout of openai's `original/` name none.
+    """
+    from target.dialects import expect_gpt_oss
+
+    config = read_json(target_directory, CONFIG)
+    if "model_type" in config:
+        with naming(target_directory / CONFIG):
+            expect_gpt_oss(config)
+
+
 def drafter_path(target: str | Path, drafter: str | Path | None) -> Path | None:
     """Return the drafter's directory; None for a drafter without weights.
 
-    Raises InputError for a demo drafter with another target.
+    Raises InputError for a demo drafter with another target, also for one that is no GPT-OSS model.
     """
     if drafter is None or drafter in WEIGHTLESS:
         return None
     if drafter in DEMO_DRAFTERS and target != DEMO:
-        read_json(resolve(target, "target"), CONFIG)  # raises if it is no checkpoint
+        refuse_other_architecture(resolve(target, "target"))  # which no drafter fits
         raise InputError(
             f"the target {target} needs its own drafter (the demo's drafters fit only the demo target); give "
             "--drafter DIR, or --drafter ngram, which needs no weights"

@@ -37,6 +37,7 @@ HOTTEST = 1e30  # the temperature: float32 holds it and its reciprocal, by which
 LARGEST_PENALTY = 2.0  # presence and frequency, as in OpenAI's API
 LARGEST_BIAS = 1e9
 DEFAULT_CHUNK, GPU_CHUNK = 128, 2048  # prompt tokens per prefill pass; a GPU multiplies more rows in the same time
+MOST_SLOTS = 1 << 16  # more than any memory holds; a larger number is a slip
 MAX_NUM_DRAFTS = 128  # no acceptance pays for a wider pass
 MOST_LOGPROBS = 20  # log-probabilities of the likeliest tokens; the limit of OpenAI's API
 MOST_STOP_STRINGS, LONGEST_STOP_STRING = 64, 1024  # the length in characters
@@ -45,7 +46,7 @@ KEPT_PREFIXES = (  # the help of --prefix-cache in commands with many requests
     "memory, such as 512MB. on: up to a tenth of the free memory; with --kv-memory SIZE, in what requests leave of it."
 )
 AUTO: Literal["auto"] = "auto"  # as K: verify drafts that are likely enough to pay (peagle.engine.widths)
-NumDrafts = int | Literal["auto"] | None
+NumDrafts = int | str | None  # K, or auto, or auto:N (`most_by_auto`)
 
 
 def read_bias(typed: str) -> tuple[int, float]:
@@ -62,14 +63,29 @@ read_layers = layers_reader("aux_layer_ids")
 
 
 def read_num_drafts(typed: str) -> NumDrafts:
-    """Read K: a number or auto. Raises InputError for anything else."""
-    if typed == AUTO:
-        return AUTO
+    """Read K: a number, auto or auto:N. Raises InputError for anything else."""
     try:
         return int(typed)
     except ValueError:
-        message = f"K is {typed!r}; expected a number of drafted tokens, or auto"
-        raise InputError(message, "num_speculative_tokens") from None
+        most_by_auto(typed)
+        return typed
+
+
+def most_by_auto(typed: str) -> int | None:
+    """Return N, the most drafts of a step, of auto:N; None for auto, which decides it. Raises InputError otherwise."""
+    auto, colon, most = typed.partition(":")
+    if auto != AUTO or (colon and not (most.isascii() and most.removeprefix("-").isdecimal())):
+        message = f"K is {typed!r}; expected a number of drafted tokens, auto, or auto:N for at most N of them"
+        raise InputError(message, "num_speculative_tokens")
+    if colon and not 1 <= int(most) <= MAX_NUM_DRAFTS:
+        message = f"K is {typed!r}; expected auto:1 to auto:{MAX_NUM_DRAFTS}, the most drafted tokens of a step"
+        raise InputError(message, "num_speculative_tokens")
+    return int(most) if colon else None
+
+
+def named_drafts(k: NumDrafts) -> int | None:
+    """Return the drafts of a step that K names, all of them or the most; None: the drafter's files decide."""
+    return most_by_auto(k) if isinstance(k, str) else k
 
 
 def read_rates(typed: str) -> tuple[float, ...]:
@@ -373,10 +389,11 @@ class EngineConfig:
     """How an engine decodes, as users set it. A pair decides the rest (`Pair.resolve`)."""
 
     num_speculative_tokens: Annotated[
-        NumDrafts, Flag(SPECULATION, "K|auto", ("-k", "--num-speculative-tokens"), read_num_drafts)
+        NumDrafts, Flag(SPECULATION, "K|auto|auto:N", ("-k", "--num-speculative-tokens"), read_num_drafts)
     ] = None
     """Tokens drafted per step (K). auto: verify as many as the drafter is sure of and the machine has time for, also of
-    drafts looked up in the text so far; no more than its speculation.json says. Default: auto."""
+    drafts looked up in the text so far; at most as many as its speculation.json says. auto:N: at most N instead.
+    Default: auto."""
     slots: Annotated[int, Flag(ENGINE, "N")] = 1
     """Requests decoded at once (continuous batching)."""
     context: Annotated[int | None, Flag(ENGINE, "N")] = None
@@ -410,12 +427,16 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, kind in field_types(type(self)).items():  # type: ignore[arg-type]  # a class has a hash
             check_type(name, getattr(self, name), kind)
-        if isinstance(self.num_speculative_tokens, int):
+        if isinstance(self.num_speculative_tokens, str):
+            most_by_auto(self.num_speculative_tokens)
+        elif self.num_speculative_tokens is not None:
             check_num_drafts(self.num_speculative_tokens)
         for name, least, unit in (("slots", 1, ""), ("prefill_chunk", 1, " tokens")):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InputError(f"{name} is {value}{unit}; expected {least} or more", name)
+        if self.slots > MOST_SLOTS:
+            raise InputError(f"slots is {self.slots}; expected 1 to {MOST_SLOTS}", "slots")
         if self.kv_memory is not None and self.kv_memory < 1:
             raise InputError(f"kv_memory is {self.kv_memory} bytes; expected more than 0", "kv_memory")
         if isinstance(self.prefix_cache, int) and self.prefix_cache < 0:

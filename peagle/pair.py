@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from peagle.config import AUTO, DEFAULT_CHUNK, AnswerConfig, EngineConfig, NumDrafts, SamplingParams, configs_of
+from peagle.config import DEFAULT_CHUNK, AnswerConfig, EngineConfig, NumDrafts, SamplingParams, configs_of, named_drafts
 from peagle.drafters.ngram import NGram
 from peagle.engine.engines import Engines, FreeMemory, ReplicaModels
 from peagle.engine.grammar import Grammar
@@ -130,7 +130,8 @@ class Pair:
         options: fields of SamplingParams, EngineConfig, Rendering and RequestOptions. Some of them:
 
             num_speculative_tokens   K; 0: plain decoding; "auto": verify the drafts that are likely to pay, none while
-                                     drafting does not pay; None: the pair's default (`num_drafts`)
+                                     drafting does not pay; "auto:N": at most N of them; None: the pair's default
+                                     (`num_drafts`)
             raw                      a text is the prompt as it is, without the chat template
             special_tokens           with raw: special tokens spelled in a text are tokens, not plain characters
             stop                     the answer ends before the first of these strings
@@ -175,13 +176,12 @@ class Pair:
     def num_drafts(self, k: NumDrafts) -> tuple[int, bool]:
         """Resolve K to (the most drafts of a step, whether steps adapt).
 
-        None is the default: "auto" with a drafter, plain decoding without one.
+        None is the default: "auto" with a drafter, plain decoding without one. "auto:N" adapts with at most N drafts.
         """
         if k is None and self.drafter is None:
             return 0, False
-        if k is None or k == AUTO:
-            return self.speculation.num_drafts, True
-        return k, False
+        most = named_drafts(k)
+        return self.speculation.num_drafts if most is None else most, not isinstance(k, int)
 
     def engine_config(self, num_speculative_tokens: NumDrafts, **options: Any) -> ResolvedConfig:
         """Make the config of an engine. options: fields of ResolvedConfig (`resolve`)."""
@@ -190,9 +190,9 @@ class Pair:
     def resolve(self, config: EngineConfig, **options: Any) -> ResolvedConfig:
         """Decide what a config leaves open. options: fields of ResolvedConfig that replace the config's.
 
-        K None or "auto": `num_drafts`. context None: `default_context`. prefill_chunk None: the pair's. prefix_cache
-        None: off; "on": up to a tenth of the free memory, but no extra memory with kv_memory, where prefixes stay until
-        requests need it. One rate of synthetic acceptance: its powers.
+        K None, "auto" or "auto:N": `num_drafts`. context None: `default_context`. prefill_chunk None: the pair's.
+        prefix_cache None: off; "on": up to a tenth of the free memory, but no extra memory with kv_memory, where
+        prefixes stay until requests need it. One rate of synthetic acceptance: its powers.
         """
         values = {**vars(config), **options}
         k, adaptive = self.num_drafts(values["num_speculative_tokens"])

@@ -17,7 +17,6 @@ from peagle.engine.request import Request
 from peagle.measure import pages
 from peagle.measure.metrics import Spread
 from peagle.measure.provenance import provenance, tuning
-from peagle.measure.sweep.plan import AUTO
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
 from peagle.pair import Pair
@@ -72,7 +71,7 @@ def numbers(option: str, typed: str) -> list[int]:
 
 def at_largest_k(rows: Sequence[Json]) -> list[Json]:
     """Select a sweep's rows of chat prompts at its largest fixed K."""
-    fixed = [row for row in rows if not row["raw"] and row["k"] != AUTO]
+    fixed = [row for row in rows if not row["raw"] and isinstance(row["k"], int)]
     largest = max((row["k"] for row in fixed), default=None)
     return [row for row in fixed if row["k"] == largest]
 

@@ -173,8 +173,7 @@ def recognise(directory: Path) -> Recognised:
 
 def parse_config(config: Mapping[str, Any]) -> TargetConfig:
     """Read the TargetConfig of a config.json. Raises InputError naming a setting that is missing or not GPT-OSS's."""
-    if (kind := config.get("model_type")) != MODEL_TYPE:
-        raise InputError(f"model_type is {brief(kind)}; expected {MODEL_TYPE!r}")
+    expect_gpt_oss(config)
     refuse_others(config, _FIXED)
     num_layers = whole(config, "num_hidden_layers")
     layer_types = config.get("layer_types") or [FULL if i % 2 else SLIDING for i in range(num_layers)]
@@ -190,6 +189,12 @@ def parse_config(config: Mapping[str, Any]) -> TargetConfig:
         sliding_window=whole(config, "sliding_window") if windowed else None,
         rope=parse_rope(fields["head_dim"], rope, default_theta=DEFAULT_THETA),
     )
+
+
+def expect_gpt_oss(config: Mapping[str, Any]) -> None:
+    """Raise InputError for the config.json of another architecture."""
+    if (kind := config.get("model_type")) != MODEL_TYPE:
+        raise InputError(f"model_type is {brief(kind)}; expected {MODEL_TYPE!r}, since a target is a GPT-OSS model")
 
 
 def render_config(config: TargetConfig, mxfp4: bool = False) -> dict[str, Any]:

@@ -56,5 +56,5 @@ def _summary(counts: Counts, seconds: float) -> str:
     speed = f"; {counts.tokens} tokens in {seconds:.1f} s, {counts.tokens / seconds:.0f} tok/s"
     failed = f", {counts.failed} failed: run the same command again" if counts.failed else ""
     why = "; the output has the reason of each refusal" if counts.refused else ""
-    done = f"{counts.answered} lines answered, {counts.refused} refused{failed}{known}"
+    done = f"{counts.answered} line{'s' * (counts.answered != 1)} answered, {counts.refused} refused{failed}{known}"
     return f"{done}{speed if counts.tokens else ''}{why}"

@@ -17,6 +17,7 @@ from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.pair import Pair
 from peagle.parallel import refuse_replicas
+from peagle.processes import BAD_INPUT
 from peagle.text.channels import chat_messages
 from peagle.text.prompts import Conversation, Rendering, from_text
 from peagle.text.tokenizer import Message
@@ -52,10 +53,10 @@ def chat(settings: Chat) -> int:
     k, _ = pair.num_drafts(settings.engine.num_speculative_tokens)
     context = chosen_context(pair, settings.engine, num_engines=1 + (settings.baseline and k > 0))
     config = dataclasses.replace(config, engine=dataclasses.replace(settings.engine, context=context))
+    _refuse_too_small(pair, config)
     if sys.stdin.isatty():
         display.note(WELCOME)
-    ChatLoop(pair, config, display).run()
-    return 0
+    return ChatLoop(pair, config, display).run()
 
 
 class ChatLoop:
@@ -65,17 +66,20 @@ class ChatLoop:
         self._pair, self._config, self._display = pair, config, display
         self._turns: list[str] = []
         self._answers: list[str] = []
+        self._num_answers = 0  # of all conversations
 
-    def run(self) -> None:
-        """Answer each line of standard input, until its end or /exit.
+    def run(self) -> int:
+        """Answer each line of standard input, until its end or /exit. Return the exit code.
 
-        A line without an answer is reported on standard error and left out of the conversation.
+        A line without an answer is reported on standard error and left out of the conversation. If no line of a pipe
+        could be answered, the code is that of bad input.
         """
+        num_refused = 0
         while True:
             try:
                 message = _read_message()
                 if message is None or message.strip() == EXIT:
-                    return
+                    return BAD_INPUT if num_refused and not self._num_answers and not sys.stdin.isatty() else 0
                 if message.strip() == RESET:
                     self._turns, self._answers = [], []
                     self._display.note("new conversation")
@@ -84,6 +88,7 @@ class ChatLoop:
                 elif message.strip():
                     self._answer(message)
             except InputError as error:
+                num_refused += 1
                 say("error", str(error))
 
     def _answer(self, message: str) -> None:
@@ -98,6 +103,7 @@ class ChatLoop:
         if not done.outcomes:
             self._display.note("interrupted before the first token; the message is left out")
             return
+        self._num_answers += 1
         self._turns.append(message)
         self._answers.append(done.outcomes[0].result.text or "")
         self._display.note(summary_line(done))
@@ -137,6 +143,17 @@ def _refuse_without_template(pair: Pair, rendering: Rendering, target: str) -> N
         from_text("Hi").encode((), pair.tokenizer, rendering)
     except InputError as error:  # which names an option of peagle speculate
         raise InputError(f"{error} to peagle speculate: without a template {target} cannot chat") from None
+
+
+def _refuse_too_small(pair: Pair, config: RunConfig) -> None:
+    """Raise InputError for a context in which no message can be answered."""
+    room, least = pair.room(config.engine.context), len(from_text("a").encode((), pair.tokenizer, config.rendering))
+    if room <= least:
+        raise InputError(
+            f"context is {room}; expected {least + 1} or more: in the chat template the shortest message takes {least} "
+            "tokens, and the answer one",
+            "context",
+        )
 
 
 def _read_message() -> str | None:

@@ -1,5 +1,6 @@
 """`peagle cluster up`: a fleet on Ray Serve, until Ctrl-C or SIGTERM."""
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -56,9 +57,16 @@ def start_fleet(settings: Up) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    display = Display()
-    display.note(f"starting {config.prefill + config.decode} replicas; each loads the pair and compiles")
-    run(config, settings.address, settings.host, settings.port, display.note, stopped)
+    display, count = Display(), config.prefill + config.decode
+    replicas = "1 replica, which" if count == 1 else f"{count} replicas, each of which"
+    with contextlib.ExitStack() as starting:
+        starting.enter_context(display.stage(f"starting {replicas} loads the pair and compiles"))
+
+        def note(line: str) -> None:
+            starting.close()
+            display.note(line)
+
+        run(config, settings.address, settings.host, settings.port, note, stopped)
     return 0
 
 

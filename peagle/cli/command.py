@@ -24,7 +24,7 @@ from cyclopts.exceptions import (
 )
 
 from peagle.cli.output import say
-from peagle.ops.errors import InputError
+from peagle.ops.errors import InputError, not_installed
 from peagle.ops.files import reason_of
 from peagle.ops.flag import Flag, Takes, check_type, expected_of
 
@@ -434,7 +434,7 @@ def needing(what: str, extra: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise InputError(f"{what} {error.name}, which is not installed; pip install 'peagle[{extra}]'") from None
+        raise not_installed(what, error.name or "a package", extra) from None
 
 
 def expect_alone(settings: Any, option: str, free: Sequence[str], whole: str) -> None:

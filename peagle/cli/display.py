@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from peagle.cli.output import say, wrapped
@@ -26,6 +26,7 @@ LINE_SECONDS: float = 10.0  # between two lines about progress, if standard erro
 REDRAW_SECONDS = 1  # between two changes of progress that is shown while something is measured
 LEAST_LEFT = 0.5  # seconds left below which none are shown
 COUNTED = ("tokens", "requests")  # units that are counted, as in 2 of 9 tokens; others are numbered, as in run 2 of 9
+PART = "part"  # a unit that takes long: a line tells the time so far if the time left is unknown, or is over
 LABEL = 13  # characters before the text of a line of a summary
 
 # control characters but tab, line feed and carriage return: a model's output must not drive the terminal
@@ -79,12 +80,17 @@ class Stage:
 
     @property
     def progress(self) -> str:
-        """Describe the last reported progress: 20%; run 2 of 5, if one run is done; 20 of 128 tokens."""
+        """Describe the last reported progress: 20%; run 2 of 5, if one run is done; 20 of 128 tokens.
+
+        With the time left, as it was reported, less the time since then.
+        """
         done, total, left_s = self._far
         if not total:
             return ""
         if left_s is None and done:
             left_s = (self._told - self._began) * (total - done) / done
+        if left_s is not None:
+            left_s -= time.monotonic() - self._told
         share = f"{done / total:.0%}"
         if self.unit in COUNTED:
             share = f"{done:,} of {total:,} {self.unit}"
@@ -93,7 +99,21 @@ class Stage:
         return share + left_text(left_s)
 
     def line(self) -> str:
-        return f"{self.what}: {self.progress or f'{duration(time.monotonic() - self._began)} so far'}"
+        progress, so_far = self.progress, f"{duration(time.monotonic() - self._began)} so far"
+        if progress and (self.unit != PART or progress.endswith("left")):
+            return f"{self.what}: {progress}"
+        return f"{self.what}: {progress}, {so_far}" if progress else f"{self.what}: {so_far}"
+
+
+class _ProgressOf(ProgressColumn):
+    """A stage's progress, as it is whenever the terminal is drawn."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self._stage = stage
+
+    def render(self, task: Task) -> Text:  # noqa: ARG002
+        return Text(self._stage.progress)
 
 
 class Ticker:
@@ -165,7 +185,7 @@ class Display(Observer):
     def run_of(self, what: str, done: int, total: int, left_s: float | None = None, unit: str = "run") -> None:
         """Show that run `done` + 1 of a measurement begins. Another `what` starts a new stage."""
         if self._stage is None or self._stage.what != what:
-            self._show(what, animated=False, unit=unit)
+            self._show(what, animated=unit == PART, unit=unit)
         assert self._stage is not None
         self._stage(done, total, left_s)
 
@@ -342,7 +362,7 @@ class Display(Observer):
         stage = self._stage = Stage(what, unit, self._redraw)
         if self.live:
             what_column = TextColumn("{task.description}", markup=False)
-            progress_column = TextColumn("{task.fields[progress]}", markup=False)
+            progress_column = _ProgressOf(stage)
             columns: list[ProgressColumn] = [what_column, progress_column]
             if animated:
                 columns = [SpinnerColumn("line"), what_column, TimeElapsedColumn(), progress_column]
@@ -350,17 +370,15 @@ class Display(Observer):
             self._progress = Progress(
                 *columns, console=self.console, transient=True, auto_refresh=animated, redirect_stdout=False
             )
-            self._progress.add_task(what, total=None, progress="")
+            self._progress.add_task(what, total=None)
             self._progress.start()
         elif not self._quiet:
             self._ticker = Ticker(LINE_SECONDS, lambda: self.note(stage.line()))
         return stage
 
     def _redraw(self) -> None:
-        if self._progress is not None and self._stage is not None:
-            task = self._progress.tasks[0]
-            refresh = not self._progress.live.auto_refresh
-            self._progress.update(task.id, progress=self._stage.progress, refresh=refresh)
+        if self._progress is not None and not self._progress.live.auto_refresh:
+            self._progress.refresh()
 
 
 def left_text(left_s: float | None) -> str:

@@ -11,12 +11,14 @@ from peagle.engine.widths import CostTable
 from peagle.measure.metrics import figure_text, speculative_decoding_block, summarize
 from peagle.measure.profile import Breakdown
 from peagle.ops import strict_json
+from peagle.ops.memory import size_in_words
 from peagle.pair import Pair
 from peagle.result import Result
 from peagle.text.prompt_files import Skipped, skipped_line
 from peagle.workflows.run import Outcome, Run, RunConfig
 
 SCHEMA = 1
+MOST_RATES = 16  # shown in the summary; the blocks of public DFlash drafters have no more drafts
 LOADED = ("dtype", "experts", "kernels", "mesh", "drafter_window")  # of peagle.pair.Loaded
 
 
@@ -78,7 +80,8 @@ def summary_lines(run: Run, peak_memory_bytes: int | None, skipped: Sequence[Ski
         lines.append(("plain", _comparison(run, summary)))
     if run.prefix_cache is not None and run.prefix_cache.num_hits:
         lines.append(("prefix cache", _prefix_cache(run.prefix_cache)))
-    lines.append(("process", f"compiled in {run.compile_s:.2f} s | peak memory {_bytes(peak_memory_bytes)}"))
+    memory = "-" if peak_memory_bytes is None else size_in_words(peak_memory_bytes)
+    lines.append(("process", f"compiled in {run.compile_s:.2f} s | peak memory {memory}"))
     if run.profile is not None:
         lines.append(("profile", _profile(run.profile)))
     lines += [("cut short", line) for line in run.cut_short]
@@ -188,7 +191,7 @@ def _speed(results: list[Result], tok_per_s: float | None) -> str:
 
 
 def _acceptance(summary: dict[str, Any], run: Run) -> str:
-    rates = " ".join(figure_text(rate, ".2f") for rate in summary["acceptance_rate_per_position"] or [])
+    rates = _rates(summary["acceptance_rate_per_position"] or [])
     steps = f"{summary['num_spec_steps']} steps of K = {run.engine.num_speculative_tokens}"
     if run.engine.adaptive:
         steps = f"{summary['num_spec_steps']} steps of K <= {run.engine.num_speculative_tokens}, "
@@ -206,6 +209,14 @@ def _acceptance(summary: dict[str, Any], run: Run) -> str:
         if summary["acceptance_length_without_loops"] is not None:
             text += f", length without them {summary['acceptance_length_without_loops']:.2f}"
     return text
+
+
+def _rates(rates: Sequence[float | None]) -> str:
+    """Write a rate for each position; of many, the first ones and how many follow."""
+    shown = rates if len(rates) <= MOST_RATES else rates[:MOST_RATES]
+    text = " ".join(figure_text(rate, ".2f") for rate in shown)
+    more = len(rates) - len(shown)
+    return f"{text}, and of {more} more in --json" if more else text
 
 
 def _hopeless(costs: CostTable, most: int) -> str:
@@ -246,7 +257,7 @@ def _prefill(run: Run, config: RunConfig) -> dict[str, int] | None:
 def _prefix_cache(use: PrefixCacheUse) -> str:
     return (
         f"{use.num_hits} of {use.num_requests} prompts hit: {use.num_hit_tokens:,} of {use.num_tokens:,} tokens | "
-        f"{use.num_entries} pages kept, {_bytes(use.num_bytes)}"
+        f"{use.num_entries} pages kept, {size_in_words(use.num_bytes)}"
     )
 
 
@@ -254,7 +265,3 @@ def _profile(breakdown: Breakdown) -> str:
     parts = ", ".join(f"{name} {ms:.2f} ({ms / breakdown.step_ms:.0%})" for name, ms in breakdown.parts.items())
     steps = f"{breakdown.num_steps} steps in {breakdown.directory}"
     return f"{breakdown.step_ms:.2f} ms a step while traced: {parts} | {steps}"
-
-
-def _bytes(value: int | None) -> str:
-    return "-" if value is None else f"{value / 1e6:,.0f} MB"

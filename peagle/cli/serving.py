@@ -4,13 +4,14 @@ import logging
 import re
 import socket
 import sys
+import time
 import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
 
 from peagle.checkpoints import DEMO
 from peagle.cli.decoding import chosen_context, chosen_models, expect_shared, load_pair
-from peagle.cli.display import Display
+from peagle.cli.display import PART, Display
 from peagle.cli.output import say
 from peagle.cli.serve import Serve, Served
 from peagle.engine.grammar import Grammar
@@ -156,13 +157,21 @@ def check_allowed_origin(origin: str) -> None:
 
 
 def _warm_up(pair: Pair, engine: AnyEngine, display: Display) -> None:
-    for sampled, full in ((False, False), (True, False), (True, True)):
-        interrupt.check()
-        with display.stage("compiling"):  # `measuring` ends it
+    """Compile the programs of all sorts of requests, with one progress and the time left."""
+    # (sampled, full), and the share of the time that it took on two cores, about: the last has programs for grammars
+    sorts, started = {(False, False): 0.2, (True, False): 0.2, (True, True): 0.6}, time.monotonic()
+    over = 0.0
+    try:
+        for done, ((sampled, full), share) in enumerate(sorts.items()):
+            interrupt.check()
+            left_s = (time.monotonic() - started) / over * (1 - over) if done else None
+            display.run_of("compiling", done, len(sorts), left_s, unit=PART)  # `measuring` ends it
+            over += share
             engine.warm_up(sampled=sampled, full=full, measuring=display.measuring, constrained=full)
-    if pair.tokenizer is not None:  # a large vocabulary takes seconds
-        with display.stage("compiling"):
+        if pair.tokenizer is not None:  # a large vocabulary takes seconds
             pair.grammars.compile(Grammar.json_object(), channels=True)
+    finally:
+        display.clear()
     interrupt.check()
 
 

@@ -42,7 +42,7 @@ class Sweep:
     num_speculative_tokens: Annotated[str, Flag(SPECULATION, "K,K", ("-k", "--num-speculative-tokens"))] = (
         "1-3,5,7,auto"
     )
-    """Values of K, ranges of them, and auto. Plain decoding (0) is always included."""
+    """Values of K, ranges of them, auto, and auto:N (auto with at most N). Plain decoding (0) is always included."""
     drafter: Annotated[str | None, Flag(MODEL, "DIR,DIR|ngram")] = None
     """Drafters, separated by commas; every K runs with each. Default: the demo drafter."""
     draft_vocab: Annotated[str, Flag(SPECULATION, "N,N|full")] = "full"

@@ -13,6 +13,7 @@ from peagle.cli.flags import refuse_strict
 from peagle.cli.output import show_lines
 from peagle.cli.report import show, tell_of_pictures
 from peagle.cli.sweep import Sweep
+from peagle.config import AUTO, named_drafts
 from peagle.fit import check_fit, chosen_window
 from peagle.loading import load, with_drafter
 from peagle.measure import pages
@@ -20,7 +21,7 @@ from peagle.measure.provenance import provenance
 from peagle.measure.sweep import calibration, page
 from peagle.measure.sweep.figures import Row, alone, concurrent, rows
 from peagle.measure.sweep.headline import headlines
-from peagle.measure.sweep.plan import AUTO, FULL, PLAIN, Plan, Source, numbers, parse_ks, short_names
+from peagle.measure.sweep.plan import FULL, PLAIN, Plan, Source, numbers, parse_ks, short_names
 from peagle.measure.sweep.run import Models, Pairs, SweepRun, make_requests, models_of, num_turns
 from peagle.measure.sweep.store import RAW, Folder, begin, open_run
 from peagle.ops import interrupt
@@ -43,17 +44,19 @@ def sweep(settings: Sweep) -> int:
     Return the exit code: 1 if some variants failed and the others went on, 130 after Ctrl-C. Raises InputError, before
     anything is written, for bad options, files and models.
     """
+    typed = _plan(settings)  # before anything on the disk is looked at
     with alone_in(Path(settings.out)):
-        return _sweep(settings)
+        return _sweep(settings, typed)
 
 
-def _sweep(settings: Sweep) -> int:
+def _sweep(settings: Sweep, typed: Plan) -> int:
+    """Sweep. typed: the plan by the options, which a resumed run's own replaces."""
     out, display = Path(settings.out), Display(quiet=settings.quiet)
     folder = open_run(out) if settings.resume else None
     if folder is None:
         expect_new(out)
         with display.stage("reading the prompts"):
-            plan, sets = _plan(settings)
+            plan, sets = _with_prompts(typed, settings)
         if "seed" in changed_fields(settings) and not any(plan.temperatures):
             display.warn(["--seed: no effect at temperature 0, where the likeliest token is taken"])
     else:
@@ -141,7 +144,7 @@ def _left_out(folder: Folder) -> Iterator[str]:
 def _undrafted(figures: Sequence[Row]) -> Iterator[str]:
     """Name the rows in which auto drafted nothing: their speed-ups do not measure drafting."""
     for row in [*alone(figures), *concurrent(figures)]:
-        if row.k == AUTO and not row.num_spec_steps:
+        if not isinstance(row.k, int) and not row.num_spec_steps:
             at_once = "" if row.concurrency is None else f", {row.concurrency} at once"
             yield (
                 f"{row.workload.label}{at_once}: K = {row.label} verified no draft, since by measured times none "
@@ -164,22 +167,13 @@ def _finish(folder: Folder, display: Display) -> Sequence[Row]:
     return figures
 
 
-def _plan(settings: Sweep) -> tuple[Plan, dict[str, PromptSet]]:
-    target = or_demo(settings.load.target)
-    drafters = tuple(dict.fromkeys((or_demo(settings.drafter)).split(",")))
-    paths = list(dict.fromkeys(settings.prompts))
-    names = short_names([without_suffix(path) for path in paths])
-    raw = {"chat": (False,), "raw": (True,), "both": (False, True)}[settings.render]
-    files = {
-        str(path): dataclasses.replace(_read(path, target, raw, settings.strict), name=name)
-        for path, name in zip(paths, names, strict=True)
-    }
-    if not files:
+def _plan(settings: Sweep) -> Plan:
+    """Make the plan of the options alone, without prompts. Raises InputError for values that no file could mend."""
+    if not settings.prompts:
         refuse_strict(settings.strict)
-        files = {DEMO: dataclasses.replace(read_prompt_file(HELD_OUT), name=DEMO)}
-    plan = Plan(
-        target=target,
-        drafters=drafters,
+    return Plan(
+        target=or_demo(settings.load.target),
+        drafters=tuple(dict.fromkeys((or_demo(settings.drafter)).split(","))),
         draft_vocabs=tuple(
             None if vocab == FULL else vocab for vocab in dict.fromkeys(settings.draft_vocab.split(","))
         ),
@@ -187,8 +181,8 @@ def _plan(settings: Sweep) -> tuple[Plan, dict[str, PromptSet]]:
             None if window == AUTO else window for window in dict.fromkeys(settings.drafter_window.split(","))
         ),
         ks=parse_ks(settings.num_speculative_tokens),
-        sources=tuple(_source(name, prompts, settings) for name, prompts in files.items()),
-        raw=raw,
+        sources=(),
+        raw={"chat": (False,), "raw": (True,), "both": (False, True)}[settings.render],
         temperatures=numbers("--temperature", settings.temperature, float),
         repeats=settings.repeats,
         in_a_row=settings.in_a_row,
@@ -201,10 +195,24 @@ def _plan(settings: Sweep) -> tuple[Plan, dict[str, PromptSet]]:
         dtype=settings.load.dtype,
         experts=settings.load.experts,
         kernels=settings.load.kernels,
-        template=template_fingerprint(resolve(target, "target")),
-        fingerprints=_fingerprints(target, drafters),
         aux_layer_ids=settings.load.aux_layer_ids,
         concurrencies=() if settings.concurrency is None else numbers("--concurrency", settings.concurrency, int),
+    )
+
+
+def _with_prompts(plan: Plan, settings: Sweep) -> tuple[Plan, dict[str, PromptSet]]:
+    """Read the prompts; return the plan with them and with the fingerprints of the models, and the prompts by name."""
+    paths = list(dict.fromkeys(settings.prompts))
+    names = short_names([without_suffix(path) for path in paths])
+    files = {
+        str(path): dataclasses.replace(_read(path, plan.target, plan.raw, settings.strict), name=name)
+        for path, name in zip(paths, names, strict=True)
+    } or {DEMO: dataclasses.replace(read_prompt_file(HELD_OUT), name=DEMO)}
+    plan = dataclasses.replace(
+        plan,
+        sources=tuple(_source(name, prompts, settings) for name, prompts in files.items()),
+        template=template_fingerprint(resolve(plan.target, "target")),
+        fingerprints=_fingerprints(plan.target, plan.drafters),
     )
     return plan, {prompts.name: prompts for prompts in files.values()}
 
@@ -263,7 +271,7 @@ def _check_models(plan: Plan) -> None:
     if plan.aux_layer_ids is not None and not paths:
         raise InputError("--aux-layer-ids is given, but no drafter with weights to read them; leave it out")
     for path in paths:
-        ks = [variant.k for variant in plan.variants if isinstance(variant.k, int)]
+        ks = [named for k in plan.ks if (named := named_drafts(k)) is not None]
         check_fit(resolve(plan.target, "target"), path, plan.aux_layer_ids, ks)
     for name, window in itertools.product(plan.drafters, plan.drafter_windows):
         chosen_window(drafter_path(plan.target, name), window or AUTO)

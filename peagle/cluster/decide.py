@@ -4,7 +4,7 @@ import dataclasses
 
 from peagle.checkpoints import DEMO, DEMO_DRAFTERS, drafter_path, or_demo, resolve, speculation_of
 from peagle.cluster.config import FleetConfig
-from peagle.config import AUTO
+from peagle.config import AUTO, named_drafts
 from peagle.fit import check_fit, chosen_window
 from peagle.loading import without_weights
 from peagle.pair import Pair
@@ -23,7 +23,8 @@ def decided(config: FleetConfig) -> FleetConfig:
     pair = pair_of(config)
     chosen_window(beside, load.drafter_window)
     if beside is not None:
-        check_fit(directory, beside, load.aux_layer_ids, [k] if isinstance(k, int) else [])
+        named = named_drafts(k)
+        check_fit(directory, beside, load.aux_layer_ids, [] if named is None else [named])
     engine = dataclasses.replace(
         engine,
         num_speculative_tokens=AUTO if k is None else k,

@@ -73,8 +73,8 @@ class Worker:
         config = decided(config)
         self._pair = load(config.load.target or DEMO, config.load.drafter, **config.load.arguments)
         decoded = config.engine if role != "decode" else dataclasses.replace(config.engine, prefix_cache="off")
-        resolved = self._pair.resolve(decoded, k_per_request=True, role=role)
-        engine = self._pair.engine(dataclasses.replace(resolved, adaptive=resolved.adaptive and role != "prefill"))
+        fixed = {"adaptive": False} if role == "prefill" else {}  # it makes no steps, so it measures no costs
+        engine = self._pair.engine(self._pair.resolve(decoded, k_per_request=True, role=role, **fixed))
         for sampled, full in ((False, False), (True, False), (True, True)):
             engine.warm_up(sampled=sampled, full=full, constrained=full)
         if self._pair.tokenizer is not None:  # a large vocabulary takes seconds
@@ -85,6 +85,9 @@ class Worker:
         """Raise RuntimeError if the engine has failed or stalled, so that Serve replaces the replica."""
         if self._loop.status in ("failed", "stalled"):
             raise RuntimeError(self._loop.failure or "the engine stands still")
+
+    async def ping(self) -> None:
+        """Answer: Serve calls no replica whose constructor has not ended."""
 
     async def _whole(self, request: Request, grammar: PortableGrammar | None) -> Request:
         if grammar is None:
@@ -127,15 +130,15 @@ class RayCalls:
     def __init__(self, prefill: Any, decode: Any) -> None:
         self.disaggregated = prefill is not None
         self._prefill, self._decode = prefill, decode.options(stream=True)
+        self._roles = [decode] if prefill is None else [prefill, decode]
+
+    async def ping(self) -> None:
+        with _known_errors():
+            await asyncio.gather(*(_reply(handle.ping.remote()) for handle in self._roles))
 
     async def prefill(self, request: Request) -> tuple[TokenChunk, np.ndarray | None]:
         with _known_errors():
-            response = self._prefill.prefill.remote(*_parted(request))
-            try:
-                first: tuple[TokenChunk, np.ndarray | None] = await response
-            except asyncio.CancelledError:
-                response.cancel()  # Serve goes on with what nobody awaits
-                raise
+            first: tuple[TokenChunk, np.ndarray | None] = await _reply(self._prefill.prefill.remote(*_parted(request)))
             return first
 
     async def decode(self, request: Request, hand_off: np.ndarray | None) -> AsyncGenerator[TokenChunk, None]:
@@ -147,6 +150,14 @@ class RayCalls:
                     yield chunk
             finally:
                 response.cancel()
+
+
+async def _reply(response: Any) -> Any:
+    try:
+        return await response
+    except asyncio.CancelledError:
+        response.cancel()  # Serve goes on with what nobody awaits
+        raise
 
 
 def _parted(request: Request) -> tuple[Request, PortableGrammar | None]:
@@ -180,6 +191,7 @@ class Application:
         engine = FleetEngine(resolved, pair.target.vocab_size, pair.stop_token_ids)
         builder = RequestBuilder(pair, resolved.context, config.date, resolved.num_speculative_tokens)
         fleet = Fleet(RayCalls(prefill, decode), engine, config.most_open, config.patience_s)
+        self._watching = asyncio.get_running_loop().create_task(fleet.watch())
         self._service = Service(fleet, builder, config.served_model_name or NAME, config.keys, hosts=config.hosts)
 
     def __serve_build_asgi_app__(self) -> Any:

@@ -24,9 +24,13 @@ from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError
 from peagle.serve.errors import ApiError
-from peagle.serve.loop import Chunks, Found, Status, check_room, read_chunks
+from peagle.serve.loop import LOADING_RETRY_S, Chunks, Found, Status, check_room, read_chunks
 
 PREFILL_TRIES = 3
+LOOKS_S, SOON_S = 5.0, 0.5  # between looks at the replicas: if they answer, if not
+ANSWERS_S = 30.0  # within which a replica answers, on a busy machine, too
+LOADING_PATIENCE_S, LOADING_POLL_S = 5.0, 0.05  # that a request waits for the first replica
+LOADING = "no replica of the fleet answers yet: it loads its models; send the request again"
 LOST = "the process that decoded this answer was lost; send the request again"
 LOST_PROMPT = "the processes that computed this prompt were lost; send the request again"
 
@@ -37,9 +41,13 @@ class ReplicaLost(Exception):
 
 @runtime_checkable
 class ReplicaCalls(Protocol):
-    """Engines elsewhere. Both raise ReplicaLost, InputError and ApiError."""
+    """Engines elsewhere. `prefill` and `decode` raise ReplicaLost, InputError and ApiError."""
 
     disaggregated: bool
+
+    async def ping(self) -> None:
+        """Return as soon as a replica of each role has answered; one that loads its models does not."""
+        ...
 
     async def prefill(self, request: Request) -> tuple[TokenChunk, np.ndarray | None]:
         """Return (the chunk of the first token, the hand-off; None if the request has ended)."""
@@ -92,7 +100,7 @@ class Fleet:
     """Engines of other processes, in place of peagle.serve.loop.EngineLoop.
 
     most_open: requests at once. patience_s: without a chunk for so long, an answer ends with an error, since no replica
-    may be left.
+    may be left. A fleet is loading until a `look` finds that replicas answer.
     """
 
     def __init__(
@@ -100,7 +108,7 @@ class Fleet:
     ) -> None:
         self.engine, self.most_open, self.patience_s = engine, most_open, patience_s
         self.failure: str | None = None
-        self._replicas, self._open = replicas, 0
+        self._replicas, self._open, self._answers = replicas, 0, False
 
     @property
     def num_running(self) -> int:
@@ -113,7 +121,38 @@ class Fleet:
 
     @property
     def status(self) -> Status:
-        return "ok"
+        """Whether replicas answered the last look."""
+        return "ok" if self._answers else "loading"
+
+    async def look(self, within_s: float = ANSWERS_S) -> None:
+        """Find out whether replicas answer. One that is lost meanwhile may be one of several."""
+        try:
+            async with asyncio.timeout(within_s):
+                while not await self._pinged():
+                    await asyncio.sleep(SOON_S)
+            self._answers = True
+        except Exception:  # of Ray, or none answered in time
+            self._answers = False
+
+    async def _pinged(self) -> bool:
+        with contextlib.suppress(ReplicaLost):
+            await self._replicas.ping()
+            return True
+        return False
+
+    async def watch(self) -> None:
+        """Look again and again, without end."""
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOKS_S if self._answers else SOON_S)
+
+    async def expect_ready(self) -> None:
+        """Wait a while for replicas that load their models. Raises ApiError if none answers."""
+        end = time.monotonic() + LOADING_PATIENCE_S
+        while not self._answers:
+            if time.monotonic() > end:
+                raise ApiError(503, LOADING, retry_after_s=LOADING_RETRY_S)
+            await asyncio.sleep(LOADING_POLL_S)
 
     def submit(self, requests: Sequence[Request]) -> FleetCall:
         """Send all requests off, or none. Raises like EngineLoop.submit."""

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from peagle.engine.executor import chunk_plan, step_plan
 from peagle.engine.handle import Handle
 from peagle.engine.kv_memory import KVMemory
+from peagle.engine.plans import chunk_plan, step_plan
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.scheduler import Piece
 from peagle.engine.step_kinds import StepKind

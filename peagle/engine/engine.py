@@ -33,12 +33,13 @@ from peagle.engine.batches import Batches, StepBatch
 from peagle.engine.beside import alone, second_of
 from peagle.engine.collect import Collector, InFlight
 from peagle.engine.constrained import Constrained
-from peagle.engine.executor import Executor, Shape
+from peagle.engine.executor import Executor
 from peagle.engine.grammar import GrammarError
 from peagle.engine.handle import Chunks, EngineError, Handle
 from peagle.engine.handoff import Fingerprints, HandOff
 from peagle.engine.kv_memory import KVMemory, PageUse, PrefixCacheUse
 from peagle.engine.loop import AnyEngine, Measuring
+from peagle.engine.programs import Shape
 from peagle.engine.request import Request
 from peagle.engine.request_pages import RequestPages
 from peagle.engine.resolved import ResolvedConfig

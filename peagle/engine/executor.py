@@ -7,67 +7,26 @@ One array of integers, the plan, carries the slots and tables of a pass. No prog
 chunks come in a few sizes, and steps in greedy, sampled and full variants. The state is donated.
 """
 
-import collections
 import dataclasses
 import functools
-import itertools
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from peagle.engine.adjust import adjust
+from peagle.engine import programs
 from peagle.engine.beside import alone, second_of
-from peagle.engine.prefill import ChunkRows, Prefilled, prefill
-from peagle.engine.propose import absorb, propose
-from peagle.engine.sampling import LogProbs, choose, draw_keys, log_probs
-from peagle.engine.state import Batch, DecodeState, SlotParams, admit, init_state, put, take
-from peagle.engine.step import accept_and_commit, steps, verify
+from peagle.engine.prefill import Prefilled
+from peagle.engine.programs import Shape
+from peagle.engine.state import DecodeState, SlotParams
 from peagle.engine.step_kinds import Proposed, StepKind
 from peagle.engine.widths import Counts, Learned
-from peagle.ops import interrupt, native
+from peagle.ops import interrupt
 from peagle.ops.attention import PagedCache, Pages
 from peagle.ops.messages import VerifyOutput
-from peagle.ops.row_blocks import RowBlocks
 from peagle.protocols import Drafter, Explains, Target
-
-NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 1 << 30}  # CUDA graphs only of this many operations: never
-Make = TypeVar("Make", bound=Callable[..., Any])
-_traces: collections.Counter[str] = collections.Counter()
-
-
-def trace_counts() -> dict[str, int]:
-    """Count the programs traced so far in this process, by name."""
-    return dict(_traces)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What an executor's programs depend on, besides its models.
-
-    num_drafts   most drafts of a step
-    most_steps   most steps of a dispatch
-    num_pages    of each cache group, the target's first, then the drafter's
-    widths       of their tables
-    blocks       compute a prompt at once, in these blocks of rows
-    adaptive     some steps are (StepKind)
-    counts       the acceptance that adaptive steps start from (peagle.engine.widths.Learned)
-    """
-
-    slots: int
-    capacity: int
-    num_drafts: int
-    most_steps: int
-    num_pages: tuple[int, ...]
-    widths: tuple[int, ...]
-    blocks: RowBlocks | None = None
-    adaptive: bool = False
-    counts: Counts | None = None
 
 
 class Executor:
@@ -100,11 +59,11 @@ class Executor:
 
     @functools.cached_property
     def shapes(self) -> DecodeState:
-        shapes: DecodeState = jax.eval_shape(_init(self._tree, self.shape), self._models)
+        shapes: DecodeState = jax.eval_shape(programs.init_program(self._tree, self.shape), self._models)
         return shapes
 
     def start(self) -> None:
-        self._state = _init(self._tree, self.shape)(self._models)
+        self._state = programs.init_program(self._tree, self.shape)(self._models)
 
     def prefill(self, plan: np.ndarray, drafts: bool) -> jax.Array:
         """Compute a chunk (`chunk_plan`); return an array to wait for. drafts: with the drafter."""
@@ -112,7 +71,7 @@ class Executor:
         absorbs = drafts and drafter is not None and bool(drafter.cache_groups)
         models, tree = (self._models, self._tree) if absorbs else (self._plain_models, self._plain_tree)
         pages = state.target_cache.pages, state.drafter_state.pages if absorbs else ()
-        program = _prefill(tree, self._num_groups, self.shape.widths, self.shape.blocks)
+        program = programs.prefill_program(tree, self._num_groups, self.shape.widths, self.shape.blocks)
         (target_pages, drafter_pages), self._prefilled = program(models, pages, plan)
         drafter_state = PagedCache(drafter_pages, ()) if absorbs else state.drafter_state
         target_cache = PagedCache(target_pages, ())
@@ -139,13 +98,19 @@ class Executor:
         index[: len(rows)] = rows
         # one at a time, so that all passes, and engines of one vocabulary, share the larger program, which chooses
         chosen = [
-            _first_token()(_row(self._prefilled.logits, row), length[[place]], token_ids[[place]], params[place])
+            programs.first_token_program()(
+                _row(self._prefilled.logits, row), length[[place]], token_ids[[place]], params[place]
+            )
             for place, row in enumerate(rows)
         ]
-        first = chosen[0] if size == 1 else _join_rows([*chosen, *chosen[:1] * (size - len(chosen))], np.int32(0))
+        first = (
+            chosen[0] if size == 1 else programs.join_rows([*chosen, *chosen[:1] * (size - len(chosen))], np.int32(0))
+        )
         small, kept = _split(self.state)
         stacked = SlotParams.stack(params, size)
-        self._state = _join(_admit()(small, self._prefilled.aux_hidden, index, slots, length, first, stacked), kept)
+        self._state = _join(
+            programs.admit_program()(small, self._prefilled.aux_hidden, index, slots, length, first, stacked), kept
+        )
         first.copy_to_host_async()
         return first
 
@@ -156,7 +121,7 @@ class Executor:
         second, state = second_of(self.drafter), self.state
         models, tree = self._drafter_alone if second is None else jax.tree.flatten(second)
         before = state.drafter_state if second is None else state.second_state
-        after = _learn(tree)(models, before, padded, np.int32(len(token_ids)), np.int32(slot))
+        after = programs.learn_program(tree)(models, before, padded, np.int32(len(token_ids)), np.int32(slot))
         changed = {"drafter_state" if second is None else "second_state": after}
         self._state = dataclasses.replace(state, **changed)
 
@@ -212,14 +177,14 @@ class Executor:
             state = dataclasses.replace(state, drafter_input=None)
         if not kind.full:
             state = dataclasses.replace(state, adjustments=None)
-        program = _steps(tree, kind, self.shape, self._num_groups, self.launches_alone)
+        program = programs.steps_program(tree, kind, self.shape, self._num_groups, self.launches_alone)
         return program, [models, state, plan, costs, np.int32(count)]
 
     def absorb(self, plan: np.ndarray) -> None:
         """Let the drafter absorb the input of a plan's slots, except each last row."""
         models, tree = self._drafter_alone
         state = dataclasses.replace(self.state, target_cache=PagedCache((), ()), adjustments=None)
-        after = _absorb(tree, self.shape, self._num_groups)(models, state, plan)
+        after = programs.absorb_program(tree, self.shape, self._num_groups)(models, state, plan)
         self._state = dataclasses.replace(
             after, target_cache=self.state.target_cache, adjustments=self.state.adjustments
         )
@@ -228,7 +193,7 @@ class Executor:
         """Dispatch the first part of a cut step; return the drafts, whose copy to the host is started."""
         models, tree = self._drafter_alone
         state = dataclasses.replace(self.state, target_cache=PagedCache((), ()), adjustments=None)
-        program = _propose(tree, kind, self.shape, self._num_groups)
+        program = programs.propose_program(tree, kind, self.shape, self._num_groups)
         (drafter_state, second_state), self._proposed = program(
             models, (state.drafter_state, state.second_state), _without_drafter(state), plan, costs
         )
@@ -240,7 +205,7 @@ class Executor:
         """Dispatch the second part; return an array to wait for."""
         models, tree = self._target_alone
         small = _without_drafter(dataclasses.replace(self.state, target_cache=PagedCache((), ()), adjustments=None))
-        program = _verify(tree, self.shape, self._num_groups)
+        program = programs.verify_program(tree, self.shape, self._num_groups)
         pages, self._verified = program(models, self.state.target_cache.pages, small, plan, self._proposed)
         self._state = dataclasses.replace(self.state, target_cache=PagedCache(pages, ()))
         return self._verified.logits
@@ -253,7 +218,7 @@ class Executor:
         masks: uint32 [B, K+1, W] (peagle.engine.adjust). counts: int32 [B], how many drafts of a slot may count.
         """
         small, kept = _split(self.state)
-        program = _accept_and_commit(kind, self.shape, self._num_groups)
+        program = programs.accept_and_commit_program(kind, self.shape, self._num_groups)
         after, outputs = program(small, plan, self._proposed, self._verified, costs, masks, counts)
         outputs.copy_to_host_async()
         self._state = _join(after, kept)
@@ -280,11 +245,11 @@ class Executor:
         index = np.asarray(numbers, np.int32)
         if _on_host(pages.key):
             return np.asarray(pages.key)[index], np.asarray(pages.value)[index]
-        return tuple(np.asarray(_gather(leaf, index)) for leaf in (pages.key, pages.value))  # type: ignore[return-value]
+        return tuple(np.asarray(programs.gather_pages(leaf, index)) for leaf in (pages.key, pages.value))  # type: ignore[return-value]
 
     def write_pages(self, layer: int, numbers: Sequence[int], keys: np.ndarray, values: np.ndarray) -> None:
         pools = list(self._pools)
-        pools[layer] = _write(pools[layer], np.asarray(numbers, np.int32), keys, values)
+        pools[layer] = programs.write_pages(pools[layer], np.asarray(numbers, np.int32), keys, values)
         split = len(self.state.target_cache.pages)
         drafter_state = self.state.drafter_state
         if isinstance(drafter_state, PagedCache):
@@ -310,46 +275,6 @@ class Executor:
             jax.block_until_ready((self._state.done, self._state.target_cache))
 
 
-# --- plans ------------------------------------------------------------------------------------------------------------
-
-
-def step_plan(slots: Sequence[int], widths: Sequence[int], tables: np.ndarray, absent: int) -> np.ndarray:
-    """Write the plan of a pass over slots: rows of (slot, width, tables).
-
-    absent: the slot number of entries after `slots`. tables: [B, M], the tables of all groups side by side.
-    """
-    plan = np.zeros((len(tables), 2 + tables.shape[1]), np.int32)
-    plan[:, 0] = absent
-    plan[: len(slots), 0], plan[: len(widths), 1] = slots, widths
-    plan[:, 2:] = tables
-    return plan
-
-
-def chunk_plan(
-    token_ids: Sequence[Sequence[int]], begin: Sequence[int], known: Sequence[int], length: int, tables: np.ndarray
-) -> np.ndarray:
-    """Write the plan of a chunk of prompts: rows of (begin, count, known, tokens, tables)."""
-    plan = np.zeros((len(tables), 3 + length + tables.shape[1]), np.int32)
-    for row, tokens in enumerate(token_ids):
-        plan[row, :3] = begin[row], len(tokens), known[row]
-        plan[row, 3 : 3 + len(tokens)] = tokens
-    plan[:, 3 + length :] = tables
-    return plan
-
-
-def _read_step_plan(plan: jax.Array, widths: tuple[int, ...], num_target: int) -> tuple[Batch, jax.Array]:
-    tables = _cut_tables(plan[:, 2:], widths)
-    return Batch(plan[:, 0], tables[:num_target], tables[num_target:]), plan[:, 1]
-
-
-def _cut_tables(columns: jax.Array, widths: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    ends = np.cumsum([0, *widths]).tolist()
-    return tuple(columns[:, begin:end] for begin, end in itertools.pairwise(ends))
-
-
-# --- parts of the state -----------------------------------------------------------------------------------------------
-
-
 def _split(state: DecodeState) -> tuple[DecodeState, tuple[PagedCache, Any, Any]]:
     """Return (the state without pages and drafter states, these pages and states)."""
     small = _without_drafter(dataclasses.replace(state, target_cache=PagedCache((), ())))
@@ -370,247 +295,6 @@ def _on_host(leaf: jax.Array) -> bool:
     return len(devices) == 1 and next(iter(devices)).platform == "cpu"
 
 
-# --- programs ---------------------------------------------------------------------------------------------------------
-
-
-def _once(make: Make) -> Make:
-    """Cache what `make` returns, as functools.cache does, but call it once even if threads need it at once."""
-    kept, lock = functools.cache(make), threading.Lock()
-
-    @functools.wraps(make)
-    def cached(*arguments: Any) -> Any:
-        with lock:
-            return kept(*arguments)
-
-    return cast(Make, cached)
-
-
-@_once
-def _init(models: Any, shape: Shape) -> Any:
-    def _make(model_leaves: list[jax.Array]) -> DecodeState:
-        target, drafter = jax.tree.unflatten(models, model_leaves)
-        split = len(target.cache_groups)
-        pages = shape.num_pages[:split], shape.num_pages[split:]
-        sizes = shape.slots, shape.capacity, shape.num_drafts
-        return init_state(target, drafter, *sizes, *pages, adaptive=shape.adaptive, counts=shape.counts)
-
-    return jax.jit(_make)
-
-
-@_once
-def _prefill(models: Any, num_target: int, widths: tuple[int, ...], blocks: RowBlocks | None) -> Any:
-    def _chunk(
-        model_leaves: list[jax.Array], pages: tuple[tuple[Pages, ...], tuple[Pages, ...]], plan: jax.Array
-    ) -> tuple[tuple[tuple[Pages, ...], tuple[Pages, ...]], Prefilled]:
-        _traces["chunk"] += 1
-        target, drafter = jax.tree.unflatten(models, model_leaves)
-        length = plan.shape[1] - sum(widths) - 3
-        tables = _cut_tables(plan[:, 3 + length :], widths)
-        chunk = ChunkRows(plan[:, 3 : 3 + length], plan[:, 0], plan[:, 1], plan[:, 2])
-        drafter_cache = None if drafter is None else PagedCache(pages[1], tables[num_target:])
-        target_cache, drafter_cache, prefilled = prefill(
-            target, drafter, PagedCache(pages[0], tables[:num_target]), drafter_cache, chunk, blocks
-        )
-        left = target_cache.pages, () if drafter_cache is None else drafter_cache.pages
-        return left, Prefilled(_counted_as_long(prefilled.logits, chunk.num_rows[0]), prefilled.aux_hidden)
-
-    return jax.jit(_chunk, donate_argnums=1)
-
-
-def _choose_first(logits: jax.Array, length: jax.Array, params: SlotParams) -> tuple[jax.Array, jax.Array]:
-    """Choose the token after a prompt; return (token [1, 1], its log-probabilities, packed [1, 1, W])."""
-    keys = draw_keys(params.sampling, length[:, None])
-    logits, no_drafts = logits[:, None], jnp.zeros((1, 0), jnp.int32)
-
-    def plainly() -> tuple[jax.Array, jax.Array]:
-        width = LogProbs.packed_width(logits.shape[-1])
-        return choose(logits, params.sampling, keys), jnp.zeros((1, 1, width), jnp.int32)
-
-    def fully() -> tuple[jax.Array, jax.Array]:
-        stops, masks = jnp.asarray(params.stop_token_ids), jnp.asarray(params.masks)
-        token = choose(adjust(logits, no_drafts, params.adjustments, stops, masks), params.sampling, keys)
-        return token, log_probs(logits, token).pack()
-
-    chosen: tuple[jax.Array, jax.Array] = jax.lax.cond(params.full[0], fully, plainly)
-    return chosen
-
-
-@_once
-def _first_token() -> Any:
-    def _choose(logits: jax.Array, length: jax.Array, known: jax.Array, params: SlotParams) -> jax.Array:
-        _traces["first token"] += 1
-        token, packed = _choose_first(logits, length, params)
-        token = jnp.where(known >= 0, known, token[:, 0])
-        return _counted_as_long(jnp.concatenate([token[:, None], packed[:, 0]], axis=1), length[0])
-
-    return jax.jit(_choose)
-
-
-@_once
-def _admit() -> Any:
-    def _let_in(
-        state: DecodeState,
-        aux_hidden: jax.Array,
-        rows: jax.Array,
-        slots: jax.Array,
-        length: jax.Array,
-        first: jax.Array,
-        params: SlotParams,
-    ) -> DecodeState:
-        _traces["admit"] += 1
-        after = admit(state, slots, length, first[:, 0], aux_hidden[rows], params)
-        return dataclasses.replace(after, length=_counted_as_long(after.length, slots[0]))
-
-    return jax.jit(_let_in, donate_argnums=0)
-
-
-@_once
-def _learn(model: Any) -> Any:
-    def _read_tokens(
-        model_leaves: list[jax.Array], state: Any, token_ids: jax.Array, count: jax.Array, slot: jax.Array
-    ) -> Any:
-        _traces["learn"] += 1
-        drafter = jax.tree.unflatten(model, model_leaves)
-
-        def row(leaf: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_slice_in_dim(leaf, slot, 1, axis=0)
-
-        place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
-        positions = jnp.where(place < count, place, 0) - 1  # the row at position p holds token p + 1
-        no_aux = jnp.zeros((*token_ids.shape, 0), jnp.float32)
-        after = drafter.absorb(drafter.restart(jax.tree.map(row, state)), token_ids, no_aux, positions)
-
-        def put_row(into: jax.Array, leaf: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_update_slice_in_dim(into, leaf, slot, axis=0)
-
-        return jax.tree.map(put_row, state, after)
-
-    return jax.jit(_read_tokens, donate_argnums=1)
-
-
-@_once
-def _steps(models: Any, kind: StepKind, shape: Shape, num_target: int, launches_alone: bool) -> Any:
-    def _run(
-        model_leaves: list[jax.Array], state: DecodeState, plan: jax.Array, costs: jax.Array, limit: jax.Array
-    ) -> tuple[DecodeState, jax.Array]:
-        _traces["steps"] += 1
-        target, drafter = jax.tree.unflatten(models, model_leaves)
-        batch, widths = _read_step_plan(plan, shape.widths, num_target)
-        rows = take(state, batch, kind.input_rows, kind.full)
-        after, outputs = steps(
-            target, drafter, rows, widths, kind.costs(costs, plan.shape[0]), limit, kind, shape.most_steps
-        )
-        return put(state, batch, after), _counted_as_long(outputs, outputs[0, 0, 0])
-
-    # the name that peagle.measure.profile looks for
-    _run.__name__ = f"_steps_{kind.num_drafts}" + ("_full" if kind.full else "_sampled" if kind.sampled else "")
-    return jax.jit(_run, donate_argnums=1, compiler_options=NO_GRAPHS if launches_alone else None)
-
-
-@_once
-def _propose(model: Any, kind: StepKind, shape: Shape, num_target: int) -> Any:
-    def _propose_drafts(
-        model_leaves: list[jax.Array],
-        drafter_states: tuple[Any, Any],
-        small: DecodeState,
-        plan: jax.Array,
-        costs: jax.Array,
-    ) -> tuple[tuple[Any, Any], Proposed]:
-        _traces["propose"] += 1
-        state = dataclasses.replace(small, drafter_state=drafter_states[0], second_state=drafter_states[1])
-        batch, widths = _read_step_plan(plan, shape.widths, num_target)
-        rows = take(state, batch, kind.input_rows, adjusts=False)
-        drafter = jax.tree.unflatten(model, model_leaves)
-        after, proposed = propose(drafter, rows, widths, kind.costs(costs, plan.shape[0]), kind, may_skip=False)
-        left = put(state, batch, dataclasses.replace(after, drafter_input=None))
-        proposed = dataclasses.replace(proposed, widths=_counted_as_long(proposed.widths, plan[0, 0]))
-        return (left.drafter_state, left.second_state), proposed
-
-    return jax.jit(_propose_drafts, donate_argnums=1)
-
-
-@_once
-def _verify(model: Any, shape: Shape, num_target: int) -> Any:
-    def _verify_drafts(
-        model_leaves: list[jax.Array], pages: tuple[Pages, ...], small: DecodeState, plan: jax.Array, proposed: Proposed
-    ) -> tuple[tuple[Pages, ...], VerifyOutput]:
-        _traces["verify"] += 1
-        batch, _ = _read_step_plan(plan, shape.widths, num_target)
-        rows = take(dataclasses.replace(small, target_cache=PagedCache(pages, ())), batch, 0, adjusts=False)
-        after, verified = verify(jax.tree.unflatten(model, model_leaves), rows, proposed)
-        aux_hidden = _counted_as_long(verified.aux_hidden, plan[0, 0])
-        return after.target_cache.pages, dataclasses.replace(verified, aux_hidden=aux_hidden)
-
-    return jax.jit(_verify_drafts, donate_argnums=1)
-
-
-@_once
-def _accept_and_commit(kind: StepKind, shape: Shape, num_target: int) -> Any:
-    def _accept_drafts(
-        small: DecodeState,
-        plan: jax.Array,
-        proposed: Proposed,
-        verified: VerifyOutput,
-        costs: jax.Array,
-        masks: jax.Array,
-        counts: jax.Array,
-    ) -> tuple[DecodeState, jax.Array]:
-        _traces["accept"] += 1
-        batch, _ = _read_step_plan(plan, shape.widths, num_target)
-        rows = take(small, batch, kind.input_rows, adjusts=True)
-        proposed = dataclasses.replace(proposed, widths=jnp.minimum(proposed.widths, counts))
-        after, output = accept_and_commit(rows, proposed, verified, kind.costs(costs, plan.shape[0]), kind, masks)
-        return put(small, batch, after), _counted_as_long(output.pack()[None], plan[0, 0])
-
-    return jax.jit(_accept_drafts, donate_argnums=0)
-
-
-@_once
-def _absorb(model: Any, shape: Shape, num_target: int) -> Any:
-    def _catch_up(model_leaves: list[jax.Array], state: DecodeState, plan: jax.Array) -> DecodeState:
-        _traces["absorb"] += 1
-        batch, _ = _read_step_plan(plan, shape.widths, num_target)
-        after = absorb(jax.tree.unflatten(model, model_leaves), take(state, batch, None, adjusts=False))
-        left = put(state, batch, after)
-        return dataclasses.replace(left, length=_counted_as_long(left.length, plan[0, 0]))
-
-    return jax.jit(_catch_up, donate_argnums=1)
-
-
 def _row(logits: jax.Array, row: int) -> jax.Array:
     """Take a row [1, V]; waits for nothing."""
-    return logits if logits.shape[0] == 1 else _take_row(logits, np.int32(row))
-
-
-@jax.jit
-def _take_row(logits: jax.Array, row: jax.Array) -> jax.Array:
-    return _counted_as_long(jax.lax.dynamic_slice_in_dim(logits, row, 1), row)
-
-
-@jax.jit
-def _join_rows(rows: list[jax.Array], zero: jax.Array) -> jax.Array:
-    return _counted_as_long(jnp.concatenate(rows), zero)
-
-
-_gather: Callable[[jax.Array, np.ndarray], jax.Array] = jax.jit(lambda pages, numbers: pages[numbers])
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _write(pages: Pages, numbers: jax.Array, keys: jax.Array, values: jax.Array) -> Pages:
-    return Pages(pages.key.at[numbers].set(keys), pages.value.at[numbers].set(values))
-
-
-def _counted_as_long(result: jax.Array, count: jax.Array) -> jax.Array:
-    """Return `result`, and make XLA on CPU dispatch the program asynchronously.
-
-    XLA on CPU runs a program inside the dispatching call if it counts fewer than 1000 operations (cheap_computation_ in
-    its PjRt CPU client), and it counts none in compiled kernels. So this adds some, in a branch that is never taken,
-    because `count` is not negative.
-    """
-    if not native.available():
-        return result
-
-    def never(result: jax.Array) -> jax.Array:
-        return result + jnp.sum(jnp.arange(4000, dtype=jnp.int32) * count).astype(result.dtype)
-
-    return jax.lax.cond(count < 0, never, lambda result: result, result)
+    return logits if logits.shape[0] == 1 else programs.take_row(logits, np.int32(row))

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from peagle.ops.errors import InputError
+from peagle.ops.errors import InputError, not_installed
 from peagle.ops.strict_json import dumps
 
 LONGEST_GRAMMAR = 100_000  # characters
@@ -248,7 +248,7 @@ class Vocabulary:
         try:
             import llguidance
         except ModuleNotFoundError:
-            raise InputError("grammars need llguidance, which is not installed; pip install 'peagle[serve]'") from None
+            raise not_installed("grammars need", "llguidance", "serve") from None
         self._library = llguidance
         self.size = len(token_bytes)
         # An end token of our own after the vocabulary: its bit in a mask says that the text may end there.

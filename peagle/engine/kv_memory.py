@@ -154,10 +154,10 @@ class Sizing:
             reserved = self.pages_of(min(config.context, MOST_RESERVED) + self.num_lookahead_tokens + 1)
             num_full = max(config.slots * reserved, full)
         elif self.size(full) > config.kv_memory:
+            least = size_in_words(self.size(full), at_least=True)
             raise InputError(
-                f"the memory for keys and values is {size_in_words(config.kv_memory)}; expected "
-                f"{size_in_words(self.size(full))} or more, which hold one request of {config.context} positions: "
-                "raise --kv-memory or lower --context"
+                f"the memory for keys and values is {size_in_words(config.kv_memory)}; expected {least} or more, which "
+                f"hold one request of {config.context} positions: raise --kv-memory or lower --context"
             )
         else:
             num_full = self.full_pages_in(config.kv_memory)

@@ -18,7 +18,8 @@ import jax
 import numpy as np
 
 from peagle.engine.beside import second_of
-from peagle.engine.executor import Executor, Shape
+from peagle.engine.executor import Executor
+from peagle.engine.programs import Shape
 from peagle.engine.request import Request
 from peagle.engine.state import SlotParams
 from peagle.engine.step_kinds import StepKind

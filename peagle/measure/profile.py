@@ -23,7 +23,7 @@ from peagle.ops.files import reason_of
 
 BETWEEN, HOST = "between operations", "host gap"
 MOST_TOKENS = 96  # of a request under the profiler: traces are large
-STEPS = "jit__steps"  # prefix of module names: peagle.engine.executor._steps
+STEPS = "jit__steps"  # prefix of module names: peagle.engine.programs.steps_program
 CONTAINERS = re.compile(r"^(while|call|conditional)\b")
 _MODULE = re.compile(r"HloModule ([^,\s]+)")
 _METADATA = re.compile(r"%?(\S+) = .*metadata=\{[^}]*op_name=\"([^\"]*)\"")

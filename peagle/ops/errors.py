@@ -24,6 +24,14 @@ class InputWarning(UserWarning):
     """
 
 
+def not_installed(what: str, package: str, extra: str) -> InputError:
+    """Make the error of a missing package. what: such as "training needs". extra: of peagle, which brings it.
+
+    peagle is on no index, so the extra is named as a checkout installs it.
+    """
+    return InputError(f"{what} {package}, which is not installed; in the checkout of peagle: pip install '.[{extra}]'")
+
+
 def cannot_start(error: Exception) -> str:
     """Describe in one line that JAX has no device to run on. error: JAX's."""
     platform = os.environ.get("JAX_PLATFORMS")

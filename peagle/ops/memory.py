@@ -112,6 +112,7 @@ def _inactive_file_bytes(group: Path) -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
 
 
+_UNITS = ((10**9, "GB", 2), (10**6, "MB", 1), (10**3, "kB", 1))  # with decimal places
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
@@ -130,5 +131,15 @@ def refuse_too_large(needed: dict[str, int], hint: Callable[[], str]) -> None:
         )
 
 
-def size_in_words(size: int) -> str:
-    return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.2f} MB"
+def size_in_words(size: int, at_least: bool = False) -> str:
+    """Write bytes with a decimal unit. at_least: rounded up, so that memory of the written size holds them.
+
+    Example: 999 bytes, 1.0 kB, 2.3 MB, 19.00 GB.
+    """
+    if size < 1e3:
+        return "1 byte" if size == 1 else f"{size} bytes"
+    unit, name, places = next(row for row in _UNITS if size >= row[0])
+    if at_least:
+        step = unit // 10**places
+        size = -(-size // step) * step
+    return f"{size / unit:,.{places}f} {name}"

@@ -33,6 +33,7 @@ from peagle.serve.http import (
     read_body,
     until_disconnect,
 )
+from peagle.serve.loop import LOADING_RETRY_S
 from peagle.serve.page import HEADERS, PAGE
 from peagle.serve.replies import (
     ChatCompletion,
@@ -60,7 +61,7 @@ REFUSALS: dict[int | str, str] = {
     413: "The body is too large.",
     415: "The body has a content encoding.",
     429: "The queue is full; try again later.",
-    503: "The server shuts down, or its engine has failed.",
+    503: "The server loads or shuts down, or its engine has failed.",
     "default": "Another error.",
 }
 OF_BODIES = (400, 408, 413, 415)
@@ -82,7 +83,9 @@ class Endpoint:
 
     async def generation(self, service: Service, body: bytes) -> Generation:
         """Send the requests of a body to the engine. Raises ApiError or InputError for a body that cannot run."""
-        return await self.start(service, await service.parse(self.body, body))
+        parsed = await service.parse(self.body, body)
+        await service.loop.expect_ready()
+        return await self.start(service, parsed)
 
 
 ENDPOINTS = {
@@ -122,7 +125,8 @@ def create_app(service: Service) -> fastapi.FastAPI:
     @app.get("/health", response_model=Health, responses={503: {"model": Health, "description": "It cannot answer."}})
     async def health() -> JsonReply:
         state = service.health()
-        return JsonReply(state, 200 if state["status"] == "ok" else 503)
+        retry = {"Retry-After": str(LOADING_RETRY_S)} if state["status"] == "loading" else {}
+        return JsonReply(state, 200 if state["status"] == "ok" else 503, retry)
 
     @app.get("/", include_in_schema=False)
     async def page() -> HTMLResponse:

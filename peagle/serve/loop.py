@@ -23,9 +23,10 @@ from peagle.serve.errors import ApiError
 
 STALLED_S = 120.0  # without a step while requests wait; longer than any compilation seen
 RETRY_AFTER_S = 1
+LOADING_RETRY_S = 5  # while models are loaded, which takes minutes
 
 Found = TypeVar("Found")
-Status = Literal["ok", "failed", "stalled", "draining"]
+Status = Literal["ok", "loading", "failed", "stalled", "draining"]
 
 
 @dataclass(eq=False)
@@ -133,6 +134,7 @@ class Loop(Protocol):
     def num_waiting(self) -> int: ...
     @property
     def status(self) -> Status: ...
+    async def expect_ready(self) -> None: ...
     def submit(self, requests: Sequence[Request]) -> Submitted: ...
     async def run(self, function: Callable[[], Found]) -> Found: ...
 
@@ -174,6 +176,9 @@ class EngineLoop:
         if self._open and time.monotonic() - self._last_step_s > STALLED_S:
             return "stalled"
         return "draining" if self.draining else "ok"
+
+    async def expect_ready(self) -> None:
+        """Do nothing: the engine was loaded and warmed up before."""
 
     def submit(self, requests: Sequence[Request], hand_offs: Sequence[HandOff | None] = ()) -> Call:
         """Queue all requests, or none. Call it in the event loop that reads the chunks.

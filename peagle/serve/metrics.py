@@ -41,6 +41,9 @@ class Metrics:
             ("num_requests_waiting", "Requests that wait for a slot.", lambda: loop.num_waiting),
         ):
             self._gauge(name, text).set_function(read)
+        text = "1: requests are answered; 0: they are not, and /health says why."
+        ready = Gauge("peagle:ready", text, registry=self._registry)
+        ready.set_function(lambda: loop.status == "ok")
         if isinstance(loop.engine, AnyEngine):  # else engines are elsewhere
             engine = loop.engine
             text = "Share of the pages of keys and values that requests hold; 1: all."

@@ -299,7 +299,7 @@ class TokenizerInfo(Reply):
 class Health(Reply):
     """kv_cache_tokens: capacity of the pages. kv_cache_usage: fraction of the pages that requests hold."""
 
-    status: Literal["ok", "failed", "stalled", "draining"]
+    status: Literal["ok", "loading", "failed", "stalled", "draining"]
     model: str
     requests_running: int
     requests_waiting: int

@@ -14,7 +14,7 @@ from peagle.workflows.run import RunConfig
     ("wrong", "says"),
     [
         ({"num_speculative_tokens": -1}, "K is -1; expected 0 (plain decoding) to 128 drafted tokens"),
-        ({"num_speculative_tokens": "5"}, "num_speculative_tokens is '5'; expected a valid integer or 'auto'"),
+        ({"num_speculative_tokens": "5"}, "K is '5'; expected a number of drafted tokens, auto, or auto:N"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0; expected 1 or more"),
         ({"slots": 0}, "slots is 0; expected 1"),
         ({"slots": None}, "slots is None; expected a valid integer"),

@@ -14,6 +14,7 @@ import peagle.cli
 from peagle import hub
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
+from peagle.ops.memory import size_in_words
 from tests.support.pairs import Directories
 
 REVISION = "1" * 40
@@ -129,7 +130,7 @@ def test_what_is_needed_is_fetched_and_said_and_nothing_else(
     wanted = [path.name for path in directories.target.iterdir()]
     size = sum(len(fake.files[name]) for name in wanted)
     assert f"downloading {NAME} into" in err
-    assert f"{len(wanted)} files, {size / 1e6:.2f} MB" in err
+    assert f"{len(wanted)} files, {size_in_words(size)}" in err
     assert f"{NAME}: GPT-OSS target" in out
     assert {name for name, _ in fake.asked} == set(wanted)
     fake.asked.clear()

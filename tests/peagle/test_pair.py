@@ -99,6 +99,21 @@ def test_the_default_k_is_the_pairs(toy: Pair) -> None:
     assert dataclasses.replace(toy, drafter=None).num_drafts(None) == (0, False)
 
 
+def test_auto_with_a_number_adapts_with_at_most_so_many_drafts_a_step(toy: Pair) -> None:
+    """Fewer than the drafter's file says, or more; and the tokens stay plain decoding's."""
+    best = dataclasses.replace(toy, speculation=Speculation(5))
+    assert best.num_drafts("auto:2") == (2, True)
+    assert best.num_drafts("auto:9") == (9, True)
+    assert best.engine_config("auto:2", context=128).adaptive
+    result = best.generate([50], max_new_tokens=20, num_speculative_tokens="auto:2")
+    assert result.num_speculative_tokens == 2
+    assert max(len(step.draft_token_ids) for step in result.steps) <= 2
+    assert result.output_ids == best.generate([50], max_new_tokens=20, num_speculative_tokens=0).output_ids
+    for k, why in (("auto:0", "expected auto:1 to auto:128"), ("5", None), ("auto:x", None), ("", None)):
+        with pytest.raises(InputError, match=re.escape(f"K is {k!r}; {why or 'expected a number of drafted tokens'}")):
+            best.stream([50], num_speculative_tokens=k)
+
+
 def test_capacity_is_the_smallest_multiple_of_128_that_holds_it(toy: Pair) -> None:
     def capacity(prompt: int, budget: int) -> int:
         return toy.capacity([Request((5,) * prompt, budget)])
@@ -215,16 +230,14 @@ def test_memory_for_keys_and_values_is_refused_if_it_is_too_small_or_is_not_ther
     def engine(size: int) -> Any:
         return pair.engine(pair.engine_config(3, slots=4, context=256, kv_memory=size))
 
-    with pytest.raises(
-        InputError, match=r"is 0\.00 MB; expected .* which hold one request of 256 positions"
-    ) as refused:
+    with pytest.raises(InputError, match=r"is 1\.0 kB; expected .* which hold one request of 256 positions") as refused:
         engine(1000)
-    enough = float(re.findall(r"expected ([\d.]+) MB or more", str(refused.value))[0]) * 1e6
-    assert engine(int(enough * 1.01)).page_use.num_tokens < 2 * 256
+    enough = float(re.findall(r"expected ([\d.]+) kB or more", str(refused.value))[0]) * 1e3
+    assert engine(round(enough)).page_use.num_tokens < 2 * 256
     assert engine(int(enough * 3)).page_use.num_tokens > 2 * 256
     monkeypatch.setattr("peagle.engine.engines.available_memory_bytes", lambda: int(enough * 4))
     with pytest.raises(
-        InputError, match=r"keys and values may take .* MB, but .* are available; .* smaller --kv-memory"
+        InputError, match=r"keys and values may take .* [kM]B, but .* are available; .* smaller --kv-memory"
     ):
         engine(int(enough * 5))
 

@@ -16,7 +16,7 @@ from peagle.config import SamplingParams
 from peagle.engine.speculation import OFF, WINDOW_KEY, Speculation, speculation_file, write_speculation
 from peagle.engine.widths import MIDDLES, Counts
 from peagle.measure.sweep.headline import place_text
-from peagle.measure.sweep.plan import AUTO, Plan, Variant
+from peagle.measure.sweep.plan import Plan, Variant
 from peagle.measure.sweep.run import Progress, SweepRun, models_of
 from peagle.measure.sweep.store import Folder
 from peagle.ops.errors import InputError
@@ -57,7 +57,7 @@ class Calibration:
 def calibrate(run: SweepRun, progress: Progress) -> list[Calibration]:
     """Count the acceptance of each drafter that the plan runs by `auto`."""
     plan = run.plan
-    variants = {models_of(variant): variant for variant in plan.variants if variant.k == AUTO}
+    variants = {models_of(variant): variant for variant in plan.variants if not isinstance(variant.k, int)}
     work = list(itertools.product(variants.values(), enumerate(run.requests.items())))
     by_label: dict[str, list[Calibration]] = {}
     for done, (variant, (_, (workload, requests))) in enumerate(work):
@@ -91,7 +91,7 @@ def calibrations_of(folder: Folder) -> list[Calibration]:
 
 def file_for(plan: Plan, path: Path) -> Path:
     """Return the file for `auto`. Raises InputError without counts, or for a bad path."""
-    if AUTO not in plan.ks:
+    if all(isinstance(k, int) for k in plan.ks):
         raise InputError("--write-widths is for auto, and -k does not name it; add it, as -k 1-7,auto")
     if any(len(choices) > 1 for choices in (plan.drafters, plan.draft_vocabs, plan.drafter_windows)):
         raise InputError(

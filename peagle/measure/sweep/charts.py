@@ -10,7 +10,7 @@ import numpy as np
 
 from peagle.measure.estimates import Estimate
 from peagle.measure.sweep.figures import Row
-from peagle.measure.sweep.plan import AUTO
+from peagle.measure.sweep.plan import in_order
 
 PAGE, INK = "#ffffff", "#222222"
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)  # safe for colour-blind readers
@@ -42,7 +42,8 @@ def can_draw() -> bool:
 def speedup(series: Mapping[str, Sequence[Row]]) -> str | None:
     """Draw speed-up over K, one line per series; `auto` stands apart on the right."""
     ks = list(dict.fromkeys(row.k for rows in series.values() for row in rows))
-    ks.sort(key=lambda k: (k == AUTO, k))
+    ks.sort(key=in_order)
+    first_auto = next((place for place, k in enumerate(ks) if not isinstance(k, int)), len(ks))
     spread = np.linspace(-0.08, 0.08, len(series)) if len(series) != 1 else [0.0]
     lines = {
         title: [(ks.index(row.k) + float(shift), row.speedup) for row in rows]
@@ -55,7 +56,7 @@ def speedup(series: Mapping[str, Sequence[Row]]) -> str | None:
         axis.set_ylim(0, axis.get_ylim()[1])
         axis.set_xticks(range(len(ks)), list(map(str, ks)))
 
-    return _lines(lines, finish, apart=ks.index(AUTO) - 0.5 if AUTO in ks else None)
+    return _lines(lines, finish, apart=first_auto - 0.5)
 
 
 def positions(series: Mapping[str, Row]) -> str | None:

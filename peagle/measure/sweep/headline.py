@@ -16,7 +16,7 @@ from peagle.config import MAX_NUM_DRAFTS
 from peagle.measure.estimates import FEWEST, Estimate
 from peagle.measure.sweep.compare import Change, Difference
 from peagle.measure.sweep.figures import Row, alone, best, of_workload, sure
-from peagle.measure.sweep.plan import AUTO, PLAIN, Plan, Workload, short_names
+from peagle.measure.sweep.plan import PLAIN, Plan, Workload, short_names
 from peagle.measure.sweep.store import Folder
 from peagle.ops.files import printable
 
@@ -207,7 +207,7 @@ def _caveats(plan: Plan, verdict: Verdict, rows: Sequence[Row]) -> Iterator[tupl
         text = f"{percent(fastest.looping_frac)} of the outputs loop, which are easy to draft"
         calm = fastest.without_loops.speedup
         yield "Outputs that loop", text if calm is None else f"{text}; without them {name} gives {times_text(calm)}"
-    if fastest.k == max((k for k in plan.ks if k != AUTO), default=0) < MAX_NUM_DRAFTS:
+    if fastest.k == max((k for k in plan.ks if isinstance(k, int)), default=0) < MAX_NUM_DRAFTS:
         yield "A larger K", f"{name} is the largest K measured, so a larger one (-k) may be faster still"
     other = best(row for row in alone(rows) if row.k != 0 and row.variant.drafter != fastest.variant.drafter)
     if other is not None and not _apart(speedup_of(fastest), speedup_of(other)):

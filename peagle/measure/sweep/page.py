@@ -13,7 +13,7 @@ from peagle.measure.sweep.calibration import KINDS, calibrations_of
 from peagle.measure.sweep.compare import Change, Difference
 from peagle.measure.sweep.figures import SLOWER, Row, alone, best, concurrent, of_workload
 from peagle.measure.sweep.headline import counted, machine_text, place_text, variant_text
-from peagle.measure.sweep.plan import AUTO, Plan, Workload, short_names
+from peagle.measure.sweep.plan import Plan, Workload, short_names
 from peagle.measure.sweep.store import Folder
 from peagle.result import LOOPING_ABOVE
 
@@ -314,7 +314,7 @@ def _explained_table(rows: Sequence[Row], columns: Iterable[Column], explained: 
 
 def _widest(rows: Sequence[Row]) -> Row:
     """Choose the row of the largest fixed K, or of `auto` if there is no other."""
-    fixed = [row for row in rows if row.k != AUTO]
+    fixed = [row for row in rows if isinstance(row.k, int)]
     return max(fixed or rows, key=lambda row: len(row.rate_per_position))
 
 

@@ -1,22 +1,22 @@
 """The plan of a sweep: frozen, checked, and unchanged by a round trip through JSON."""
 
+import contextlib
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from peagle.config import MAX_NUM_DRAFTS, SamplingParams
-from peagle.engine.resolved import ResolvedConfig
+from peagle.config import AUTO, MAX_NUM_DRAFTS, EngineConfig, SamplingParams, most_by_auto
 from peagle.ops.errors import InputError
 from peagle.ops.files import printable
 
-AUTO: Literal["auto"] = "auto"  # as K: draft by the pair's table, and pause if it does not pay
 FULL = "full"  # the drafter's whole vocabulary
 BUCKETS = (128, 512, 2048)  # prompt tokens at which a new bucket begins
 PROFILED, PROFILED_TOKENS = 3, 32  # conversations of a variant under the profiler, and tokens of their answers
 
-K = int | Literal["auto"]
+K = int | str  # auto or auto:N: draft by confidence (peagle.config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,15 +119,15 @@ class Plan:
         for seed in (self.seed, self.seed + self.repeats - 1):
             SamplingParams(seed=seed)  # check it
         for k in self.ks:
-            ResolvedConfig(k if isinstance(k, int) else 1)  # check K
+            EngineConfig(k)  # check it
         names = [source.name for source in self.sources]
         if len(set(names)) < len(names):
             raise InputError(f"two files of prompts have the name {_twice(names)}; give them different names")
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        """One request at a time: plain decoding first, then by K."""
-        ks: list[K] = [*sorted(k for k in self.ks if isinstance(k, int)), *([AUTO] if AUTO in self.ks else [])]
+        """One request at a time: plain decoding first, then by K, then auto:N by N, then auto."""
+        ks = sorted(self.ks, key=in_order)
         drafters = list(itertools.product(self.drafters, self.draft_vocabs, self.drafter_windows))
         return (PLAIN, *(Variant(k, d, v, drafter_window=w) for k in ks for d, v, w in drafters))
 
@@ -170,7 +170,7 @@ class Plan:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Plan":
         """Undo `to_json`. Raises KeyError or TypeError for any other value."""
-        if any(k != AUTO and not isinstance(k, int) for k in value["ks"]):
+        if not all(isinstance(k, int) or _is_auto(k) for k in value["ks"]):
             raise TypeError(f"ks is {value['ks']}")
         fields: dict[str, Any] = {
             name: tuple(field) if isinstance(field, list) else field for name, field in value.items()
@@ -191,23 +191,40 @@ def short_names(paths: Sequence[str | Path]) -> list[str]:
     return [printable(str(path)) for path in paths]
 
 
+def _is_auto(k: Any) -> bool:
+    with contextlib.suppress(InputError, AttributeError):
+        most_by_auto(k)
+        return True
+    return False
+
+
+def in_order(k: K) -> tuple[bool, int | float]:
+    """Order numbers of drafted tokens, then auto:N by N, then auto."""
+    if isinstance(k, int):
+        return False, k
+    most = most_by_auto(k)
+    return True, math.inf if most is None else most
+
+
 def parse_ks(text: str) -> tuple[K, ...]:
-    """Parse numbers of drafted tokens, ranges and auto: "1-3,5,auto".
+    """Parse numbers of drafted tokens, ranges and auto: "1-3,5,auto,auto:9".
 
     0 is dropped: plain decoding always runs.
     """
     ks: list[K] = []
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")
-        if part.strip() == AUTO:
-            ks.append(AUTO)
+        if low.startswith(AUTO):
+            most_by_auto(part.strip())
+            ks.append(part.strip())
         elif low.isdecimal() and (high.isdecimal() or not dash):
             values = range(int(low), int(high or low) + 1)
             if not values:
                 raise InputError(f"-k is {text!r}: {part.strip()} is no range; expected the smaller number first")
             ks += values
         else:
-            raise InputError(f"-k is {text!r}; expected numbers, ranges or auto, separated by commas, as 1-3,5,auto")
+            expected = "expected numbers, ranges, auto or auto:N, separated by commas, as 1-3,5,auto"
+            raise InputError(f"-k is {text!r}; {expected}")
     unique = tuple(dict.fromkeys(k for k in ks if k != 0))
     if not unique:
         raise InputError(f"-k is {text!r}; expected at least one K of 1 to {MAX_NUM_DRAFTS}, or auto")

@@ -26,7 +26,7 @@ from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request
 from peagle.measure.bound import Bound, bound
 from peagle.measure.profile import operations_of, profile
-from peagle.measure.sweep.plan import AUTO, PLAIN, PROFILED, PROFILED_TOKENS, Plan, Source, Variant, Workload
+from peagle.measure.sweep.plan import PLAIN, PROFILED, PROFILED_TOKENS, Plan, Source, Variant, Workload
 from peagle.measure.sweep.store import (
     Folder,
     Key,
@@ -244,8 +244,8 @@ class SweepRun:
         return pair
 
     def auto_drafts(self, variant: Variant) -> int:
-        """Return the most drafts of a step by `auto`."""
-        return self._pair(variant).num_drafts(AUTO)[0]
+        """Return the most drafts of a step by a variant's `auto`."""
+        return self._pair(variant).num_drafts(variant.k)[0]
 
     def counting_engine(self, variant: Variant, num_drafts: int) -> tuple[AnyEngine, int]:
         """Return (an adaptive engine of a variant's models, the most drafts of its steps)."""

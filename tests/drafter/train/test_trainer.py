@@ -373,7 +373,7 @@ def test_a_full_disk_stops_it_with_the_last_good_step_and_it_continues_from_ther
 def test_a_checkpoint_without_room_on_the_disk_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "run"
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(TrainingStopped, match="has 0 MB left: No space left on device; there is no checkpoint yet"):
+    with pytest.raises(TrainingStopped, match=r"has 1\.0 kB left: No space left on device; there is no checkpoint yet"):
         trainer(out).run(initial())
     assert not list((out / CHECKPOINTS).iterdir())
 

@@ -97,6 +97,19 @@ def test_a_conversation_that_does_not_fit_says_so_and_goes_on(chat: Chat) -> Non
     assert f"the context holds {MAX_POSITIONS} positions; shorten it, or start again with a larger --context" in err
 
 
+def test_a_context_without_room_for_any_message_is_refused_at_once(chat: Chat, toy: Pair) -> None:
+    least = len(Conversation("", turns=("a",)).encode((), toy.tokenizer, Rendering()))
+    expected = f"--context is {least}; expected {least + 1} or more: in the chat template the shortest message takes"
+    refused(chat(b"Hi\nAnd you?\n", "--context", str(least)), expected)
+    code, out, _ = chat(b"a\n", "--context", str(least + 1), "-n", "1")
+    assert (code, len(out.splitlines())) == (0, 1)
+
+
+def test_a_pipe_of_which_no_message_is_answered_is_bad_input(chat: Chat) -> None:
+    code, out, err = chat(b"b" * 1000 + b"\n\xff\n", "--context", str(MAX_POSITIONS))
+    assert (code, out, err.count("peagle: error: ")) == (2, "", 2)
+
+
 def test_no_message_shows_a_traceback(chat: Chat, toy: Pair) -> None:
     control = "\x1b[31mred\x07 \x00 <|return|> \u202e"
     code, out, err = chat(control.encode() + b"\n\xff\xfe\n" + b"/unknown\n/usr/bin\n", pair=toy)
@@ -113,7 +126,7 @@ def test_an_end_of_input_at_once_is_an_end(chat: Chat) -> None:
 
 def test_what_no_message_could_be_answered_with_is_refused(chat: Chat) -> None:
     for options, message in (
-        (("-k", "many"), "-k is 'many'; expected a number of drafted tokens, or auto"),
+        (("-k", "many"), "-k is 'many'; expected a number of drafted tokens, auto, or auto:N"),
         (("-n", "0"), "-n is 0"),
         (("--context", "100000"), "--context is 100000; expected 2.."),
         (("--stop", ""), "stop string 1 of 1 is empty"),

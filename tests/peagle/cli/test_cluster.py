@@ -4,8 +4,10 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,7 +67,7 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(
         (("--context", "1"), "--context is 1"),
         (("--context", "99999999"), "--context is 99999999"),
         (("-k", "-1"), "-k is -1; expected 0"),
-        (("-k", "much"), "-k is 'much'; expected a number of drafted tokens, or auto"),
+        (("-k", "much"), "-k is 'much'; expected a number of drafted tokens, auto, or auto:N"),
         (("--kv-memory", "none"), "--kv-memory is 'none'"),
         (("--prefix-cache", "much"), "--prefix-cache is 'much'"),
         (("--mesh", "dp=2"), "--mesh is 'dp=2', but the replicas of a cluster are --decode N; leave dp out"),
@@ -99,16 +101,39 @@ def test_a_config_for_serve_deploy_is_read_back_and_holds_no_keys(tmp_path: Path
         start_fleet(replace(settings, write_config=str(tmp_path / "none" / "fleet.json")))
 
 
+def test_while_a_fleet_starts_it_says_how_long_it_has_taken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Replicas take minutes to load; from the first news on there are no such lines."""
+    said: list[str] = []
+
+    def run(*known: Any) -> None:
+        *_, note, _ = known
+        while "so far" not in "".join(said):
+            time.sleep(0.01)
+            said.append(capsys.readouterr().err)
+        note("ready: here")
+        capsys.readouterr()
+        time.sleep(0.05)
+
+    monkeypatch.setitem(sys.modules, "peagle.cluster.start", SimpleNamespace(run=run))
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("peagle.cli.display.LINE_SECONDS", 0.01)
+    assert start_fleet(built(Up, {"decode": 2})) == 0
+    assert "starting 2 replicas, each of which loads the pair and compiles: 0 s so far" in "".join(said)
+    assert capsys.readouterr().err == ""
+
+
 def test_without_fastapi_one_line_says_what_to_install() -> None:
     code = "import sys; sys.modules['fastapi'] = None; from peagle.cli import main; sys.exit(main(['cluster', 'up']))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    said = "a cluster needs fastapi, which is not installed; pip install 'peagle[cluster]'"
+    said = "a cluster needs fastapi, which is not installed; in the checkout of peagle: pip install '.[cluster]'"
     assert (ended.returncode, ended.stderr) == (2, f"peagle: error: {said}\n")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed")
 def test_without_ray_one_line_says_what_to_install() -> None:
     with pytest.raises(
-        InputError, match=r"a cluster needs ray, which is not installed; pip install 'peagle\[cluster\]'"
+        InputError, match=r"a cluster needs ray, which is not installed; .*: pip install '\.\[cluster\]'"
     ):
         start_fleet(Up())

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from peagle.cli import display
-from peagle.cli.display import Display, Stage
+from peagle.cli.display import PART, Display, Stage
 from peagle.cli.output import wrapped
 from peagle.cli.report import fitting
 from peagle.engine.request import Request
@@ -46,6 +46,20 @@ def runs(shows: Display) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def first_part(shows: Display) -> Iterator[None]:
+    shows.run_of("compiling", 0, 3, unit=PART)
+    yield
+    shows.clear()
+
+
+@contextlib.contextmanager
+def second_part(shows: Display) -> Iterator[None]:
+    shows.run_of("compiling", 1, 3, 3600.0, unit=PART)
+    yield
+    shows.clear()
+
+
+@contextlib.contextmanager
 def plain_decoding(shows: Display) -> Iterator[None]:
     shows.decoding(0, 1, plainly=True)
     shows.compared(20, 1000)
@@ -65,6 +79,8 @@ def requests_together(shows: Display) -> Iterator[None]:
     [
         (a_stage, 1, r"^loading: \d+ s so far$"),
         (runs, 1, r"^measuring: run 2 of 3"),
+        (first_part, 1, r"^compiling: part 1 of 3, \d+ s so far$"),
+        (second_part, 1, r"^compiling: part 2 of 3, about \d+ min \d+ s left$"),
         (plain_decoding, 1, r"^decoding plainly.*: 20 of 1,000 tokens"),
         (requests_together, 7, r"^decoding: 0 of 7 requests$"),
     ],
@@ -130,11 +146,23 @@ def test_a_note_does_not_end_what_goes_on(monkeypatch: pytest.MonkeyPatch, capsy
 def test_progress_is_a_share_or_a_count_with_the_time_left(
     monkeypatch: pytest.MonkeyPatch, unit: str | None, far: tuple[int, int, float | None], shown: str
 ) -> None:
-    clock = iter([0.0, 65.0])
+    clock = iter([0.0, 65.0, 65.0])  # made, told, shown
     monkeypatch.setattr(display.time, "monotonic", lambda: next(clock))
     stage = Stage("decoding", unit, lambda: None)
     stage(*far)
     assert stage.progress == shown
+
+
+def test_the_time_left_runs_down_while_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part may take a minute; a number that stands still says that the command does, too."""
+    now = 0.0
+    monkeypatch.setattr(display.time, "monotonic", lambda: now)
+    stage = Stage("compiling", PART, lambda: None)
+    stage(1, 3, 100.0)
+    shown = []
+    for now in (0.0, 30.0, 99.8):  # noqa: B007  # the clock reads it
+        shown.append(stage.progress)
+    assert shown == ["part 2 of 3, about 1 min 40 s left", "part 2 of 3, about 1 min 10 s left", "part 2 of 3"]
 
 
 def test_text_goes_where_standard_output_goes_while_progress_is_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,9 +28,16 @@ TYPED: list[tuple[str, str]] = [
     ("-k 0 Hi", r"-k is 0; expected 1 to 128 drafted tokens \(peagle generate decodes plainly\)"),
     ("-k -3 Hi", "-k is -3"),
     ("-k 1000 Hi", "-k is 1000; expected 1 to 128 drafted tokens"),
-    ("-k x Hi", "-k is 'x'.*or auto"),
+    ("-k x Hi", "-k is 'x'.*auto, or auto:N"),
+    ("-k auto:x Hi", "-k is 'auto:x'; expected a number of drafted tokens, auto, or auto:N for at most N of them"),
+    ("-k auto: Hi", "-k is 'auto:'; expected a number"),
+    ("-k automatic Hi", "-k is 'automatic'; expected a number"),
+    ("-k auto:0 Hi", "-k is 'auto:0'; expected auto:1 to auto:128, the most drafted tokens of a step"),
+    ("-k auto:-1 Hi", "-k is 'auto:-1'; expected auto:1 to auto:128"),
+    ("-k auto:999 Hi", "-k is 'auto:999'; expected auto:1 to auto:128"),
     ("-n 0 Hi", "error: -n is 0"),
     ("--slots 0 Hi", "--slots is 0.*1 or more"),
+    ("--slots 100000000 Hi", "--slots is 100000000; expected 1 to 65536"),
     ("--slots 2 --batch 2 Hi", "--slots and --batch.*both given"),
     ("--context 1 Hi", "--context is 1"),
     ("--context 100000 Hi", "--context is 100000.*384"),
@@ -232,6 +239,8 @@ def test_a_target_alone_and_files_that_are_no_target_are_refused(
     refused(real("speculate", "--target", str(tmp_path), "Hi"), f"{tmp_path} has no config.json; expected")
     drafter_as_target = ("--target", str(directories.drafter), "--drafter", "ngram")
     refused(real("speculate", *drafter_as_target, "Hi"), "'llama'")
+    no_gpt_oss = "config.json: model_type is 'llama'; expected 'gpt_oss', since a target is a GPT-OSS model"
+    refused(real("speculate", *drafter_as_target[:2], "Hi"), no_gpt_oss)  # and not that it needs another drafter
     shutil.copytree(directories.target, tmp_path / "bare")
     (tmp_path / "bare" / "tokenizer.json").unlink()
     refused(real("speculate", "--target", str(tmp_path / "bare"), "--drafter", "ngram", "Hi"), "--prompt-ids")
@@ -257,7 +266,7 @@ def test_weights_that_do_not_fit_into_memory_are_refused_before_they_are_read(
     assert "fits into" in real("info", target_directory)[1]
     monkeypatch.setattr(Checkpoint, "take", no_reading)
     pair = ("--target", target_directory, "--drafter", drafter_directory, "--kernels", kernels)
-    refused(real("speculate", *pair, "Hi"), "out of memory", "the target", "the drafter", "together", "MB", "--experts")
+    refused(real("speculate", *pair, "Hi"), "out of memory", "the target", "the drafter", "together", "kB", "--experts")
     monkeypatch.setattr(peagle.cli.inspecting, "available_memory_bytes", lambda: 1000)
     assert "does not fit into the 1.0 kB" in real("info", target_directory)[1]
 
@@ -269,10 +278,10 @@ def test_caches_that_do_not_fit_into_memory_are_refused(
     assert real(*typed, "--kv-memory", "1MB", "--slots", "4")[0] == 0
     refused(real(*typed, "--kv-memory", "none"), "--kv-memory is 'none'; expected a size", "or auto")
     short = real(*typed, "--kv-memory", "1kB")
-    refused(short, "keys and values is 0.00 MB", "one request of 384 positions", "raise --kv-memory or lower --context")
+    refused(short, "keys and values is 1.0 kB", "one request of 384 positions", "raise --kv-memory or lower --context")
     large = real(*typed, "--kv-memory", "900TB")
     refused(large, "keys and values may take", "are available", "a smaller --kv-memory")
     refused(real(*typed, "--prefix-cache", "900TB"), "prefix cache may take", "--prefix-cache, or off")
     read_weights = iter([1 << 40])  # there is room for those
     monkeypatch.setattr(peagle.ops.memory, "available_memory_bytes", lambda: next(read_weights, 1000))
-    refused(real(*typed), "out of memory", "the keys and values of 448 positions", "--context", "0.00 MB")
+    refused(real(*typed), "out of memory", "the keys and values of 448 positions", "--context", "1.0 kB")

@@ -45,7 +45,10 @@ from peagle.ops.errors import InputError
         ({"engine": {"kv_memory": "much"}}, "engine: kv_memory is 'much'; expected a size, as 512MB or 2GB, or auto"),
         ({"engine": {"prefix_cache": "bogus"}}, "prefix_cache is 'bogus'; expected a size, as 512MB or 2GB, or on,"),
         ({"engine": {"prefix_cache": True}}, "prefix_cache is True; expected a valid integer or one of 'on', 'off'"),
-        ({"engine": {"num_speculative_tokens": "much"}}, "K is 'much'; expected a number of drafted tokens, or auto"),
+        (
+            {"engine": {"num_speculative_tokens": "much"}},
+            "K is 'much'; expected a number of drafted tokens, auto, or auto:N",
+        ),
         ({"engine": {"num_speculative_tokens": 999}}, "K is 999; expected 0"),
         # without sections, as files were once
         ({"target": "demo", "drafter": None, "slots": 0}, "^slots is 0"),
@@ -109,5 +112,7 @@ def test_with_sections_what_is_missing_is_decided() -> None:
     assert (config.engine.slots, config.engine.context, config.engine.prefix_cache) == (4, 900, "on")
     assert config.engine.num_speculative_tokens == "auto"
     assert decided(config) == config
+    bounded = decided(read_fleet({"engine": {"num_speculative_tokens": "auto:3"}}))
+    assert bounded.engine.num_speculative_tokens == "auto:3"  # of which each replica makes at most 3 drafts a step
     plain = decided(read_fleet({"engine": {"num_speculative_tokens": 0, "prefix_cache": None}}))
     assert (plain.load.drafter, plain.engine.prefix_cache) == (None, "on")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from peagle.cluster.fleet import LOST, LOST_PROMPT, Fleet, FleetEngine, ReplicaLost
+from peagle.cluster.fleet import LOADING, LOST, LOST_PROMPT, Fleet, FleetEngine, ReplicaLost
 from peagle.engine.handoff import parse
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import Role
@@ -32,11 +32,12 @@ BODY = {"model": MODEL, "prompt": [5, 9, 2, 11], "max_tokens": 24, "temperature"
 
 
 class Loops:
-    """Replicas in this process; `loses` names calls that are lost."""
+    """Replicas in this process; `loses` names calls that are lost. loading: they do not answer yet."""
 
     def __init__(self, pair: Pair, disaggregated: bool) -> None:
         self.disaggregated = disaggregated
         self.loses: list[str] = []
+        self.loading = False
         self.decodes = self._loop(pair, "decode" if disaggregated else "both")
         self.prefills = self._loop(pair, "prefill") if disaggregated else self.decodes
 
@@ -48,6 +49,11 @@ class Loops:
         if call in self.loses:
             self.loses.remove(call)
             raise ReplicaLost(call)
+
+    async def ping(self) -> None:
+        self._lose("ping")
+        while self.loading:
+            await asyncio.sleep(0.01)
 
     async def prefill(self, request: Request) -> tuple[TokenChunk, np.ndarray | None]:
         self._lose("prefill")
@@ -94,6 +100,7 @@ def make(tokenizer: ByteLevelTokenizer) -> Iterator[Make]:
         fleets.append(loops)
         engine = FleetEngine(pair.engine_config(K, context=CONTEXT, slots=SLOTS), pair.target.vocab_size)
         fleet = Fleet(loops, engine, most_open, patience_s)
+        asyncio.run(fleet.look())
         return loops, Service(fleet, RequestBuilder(pair, CONTEXT, DATE, K), MODEL)
 
     yield making
@@ -118,6 +125,66 @@ def test_a_fleet_answers_as_one_server_does(make: Make, client: TestClient, disa
     assert streamed.count("data: ") > 2
     assert streamed.endswith("data: [DONE]\n\n")
     assert service.loop.num_running == 0
+
+
+def test_while_its_replicas_load_a_fleet_says_so_everywhere_and_answers_afterwards(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Health, metrics and requests agree; a request waits a moment, not for minutes.
+
+    Another model is refused at once.
+    """
+    loops, service = make()
+    fleet, client = service.loop, client_of(service)
+    assert isinstance(fleet, Fleet)
+    monkeypatch.setattr("peagle.cluster.fleet.LOADING_PATIENCE_S", 0.1)
+
+    def look() -> None:
+        asyncio.run(fleet.look(within_s=0.1))
+
+    for lost in ([], ["ping"]):  # the first replica loads; a replica is lost, and another one loads
+        loops.loading, loops.loses = True, list(lost)
+        look()
+        health = client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "loading")
+        assert int(health.headers["retry-after"]) >= 1
+        for stream in (False, True):
+            reply = answer(client, stream=stream, logprobs=None)
+            assert (reply.status_code, reply.json()["error"]["message"]) == (503, LOADING)
+            assert int(reply.headers["retry-after"]) >= 1
+        assert answer(client, model="another").status_code == 404
+        assert client.post("/tokenize", json={"prompt": "ab"}).status_code == 200
+        assert "\npeagle:ready 0.0\n" in client.get("/metrics").text
+        loops.loading = False
+        look()
+        assert (client.get("/health").status_code, answer(client).status_code) == (200, 200)
+        assert "\npeagle:ready 1.0\n" in client.get("/metrics").text
+
+
+def test_a_fleet_finds_its_replicas_as_they_come_and_go(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that came before the first replica is answered by it. One lost replica of several changes nothing."""
+    loops, service = make()
+    fleet = service.loop
+    assert isinstance(fleet, Fleet)
+    for name in ("LOOKS_S", "SOON_S"):
+        monkeypatch.setattr(f"peagle.cluster.fleet.{name}", 0.01)
+
+    async def come_and_go() -> None:
+        loops.loading = True
+        await fleet.look(within_s=0.05)
+        watching, waiting = (asyncio.create_task(task) for task in (fleet.watch(), fleet.expect_ready()))
+        await asyncio.sleep(0.05)
+        assert (fleet.status, waiting.done()) == ("loading", False)
+        loops.loading = False
+        await waiting
+        assert fleet.status == "ok"
+        loops.loses.append("ping")
+        while loops.loses:
+            assert fleet.status == "ok"
+            await asyncio.sleep(0.002)
+        watching.cancel()
+
+    asyncio.run(asyncio.wait_for(come_and_go(), 60))
 
 
 def test_a_lost_prefill_is_repeated(make: Make, client: TestClient) -> None:

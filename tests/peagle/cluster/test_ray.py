@@ -1,4 +1,4 @@
-"""A fleet on Ray Serve, with replicas that are scaled away, and killed. Needs `peagle[cluster]`:
+"""A fleet on Ray Serve, with replicas that are scaled away, and killed. Needs the extra `cluster`:
 
     python -m pytest -m slow -n 1 tests/peagle/cluster/test_ray.py
 
@@ -32,7 +32,7 @@ from tests.support.pairs import TARGET, Directories, write_drafter, write_target
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 os.environ.setdefault(LOOPBACK_ALONE, "0")
-ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'peagle[cluster]'")
+ray = pytest.importorskip("ray", reason="ray is not installed: pip install '.[cluster]'")
 
 K, CONTEXT, PATIENCE_S = 3, 4096, 300.0
 LONG, BUSY = CONTEXT - 100, 4

@@ -1,4 +1,4 @@
-"""What a fleet is told, and what it leaves behind; with Ray's modules, and no cluster. Needs `peagle[cluster]`."""
+"""What a fleet is told, and what it leaves behind; with Ray's modules, and no cluster. Needs the extra `cluster`."""
 
 import dataclasses
 import threading
@@ -15,7 +15,7 @@ from peagle.ops.errors import InputError
 from peagle.serve.server import listen
 from scripts.serving.servers import free_port
 
-pytest.importorskip("ray", reason="ray is not installed: pip install 'peagle[cluster]'")
+pytest.importorskip("ray", reason="ray is not installed: pip install '.[cluster]'")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -13,8 +13,9 @@ from peagle.config import MOST_LOGPROBS, SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.adjust import Adjustments, adjust
 from peagle.engine.engine import Engine
-from peagle.engine.executor import Executor, chunk_plan, step_plan
+from peagle.engine.executor import Executor
 from peagle.engine.masks import MASK_BITS
+from peagle.engine.plans import chunk_plan, step_plan
 from peagle.engine.request import Request, TokenLogprobs
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.state import SlotParams

@@ -13,8 +13,8 @@ from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.beside import Beside
 from peagle.engine.engine import Engine
-from peagle.engine.executor import trace_counts
 from peagle.engine.handle import EngineError
+from peagle.engine.programs import trace_counts
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.sampling import RowSampling

@@ -19,9 +19,9 @@ from peagle import result as results
 from peagle.config import SamplingParams
 from peagle.engine.adjust import Adjustments, adjust
 from peagle.engine.engine import Engine
-from peagle.engine.executor import trace_counts
 from peagle.engine.grammar import DEEPEST_SCHEMA, CompiledGrammar, Grammar, GrammarError, Vocabulary
 from peagle.engine.masks import all_allowed, fill, next_mask
+from peagle.engine.programs import trace_counts
 from peagle.engine.request import Request, StepRecord
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.sampling import RowSampling, draw, draw_keys, probabilities
@@ -595,7 +595,7 @@ def test_a_vocabulary_that_cannot_spell_the_text_ends_its_own_request_alone(
 
 def test_without_the_library_a_grammar_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(InputError, match=r"pip install 'peagle\[serve\]'"):
+    with pytest.raises(InputError, match=r"pip install '\.\[serve\]'"):
         Vocabulary(TOKENS)
 
 

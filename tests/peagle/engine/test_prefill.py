@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from peagle.engine.executor import chunk_plan
+from peagle.engine.plans import chunk_plan
 from peagle.ops import native
 from peagle.ops.attention import paged
 from tests.support.models import TOKENS, Models, engine_of, held, models, prefilled

@@ -12,7 +12,8 @@ from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.beside import Beside
 from peagle.engine.engine import Engine
-from peagle.engine.executor import Executor, Shape
+from peagle.engine.executor import Executor
+from peagle.engine.programs import Shape
 from peagle.engine.remote import VERBS, Follower, Lead
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig

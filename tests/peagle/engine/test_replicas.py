@@ -15,8 +15,8 @@ import pytest
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine
-from peagle.engine.executor import trace_counts
 from peagle.engine.handle import Chunks, EngineError, Handle
+from peagle.engine.programs import trace_counts
 from peagle.engine.replicas import Replicas
 from peagle.engine.request import Request, StepRecord
 from peagle.engine.resolved import ResolvedConfig, Role

@@ -80,6 +80,19 @@ def test_a_position_that_was_never_drafted_has_no_rate() -> None:
     assert line.endswith(f"{rates} | 7 drafted, 7 verified, 3 accepted")
 
 
+def test_the_summary_shows_the_rates_of_the_first_positions_and_counts_the_others() -> None:
+    """All of them are in --json; up to 16, the drafts of the widest public blocks, a line has room for all."""
+    for k, end in ((16, " 0.00 0.00"), (128, " 0.00, and of 112 more in --json")):
+        whole = Result(REQUEST, k, (1, 2), None, "length", 0.0, 1.0, 2.0, (step(1, k), step(2, k)))
+        run = Run([Outcome(whole, None)], 256, engine=ResolvedConfig(k))
+        (line,) = [text for text in summary_lines(run, None) if "per position" in text]
+        _, _, rates = line.partition("rate per position ")
+        assert rates.startswith("1.00 0.50 0.00 ")
+        assert rates.endswith(end)
+        assert len(rates.partition(",")[0].split()) == 16
+        assert len(whole.counters.acceptance_rate_per_position) == k
+
+
 @given(st.lists(st.integers(0, 5), min_size=1))
 def test_rates_fall_and_add_up_to_the_acceptance_length(accepted: list[int]) -> None:
     counters = Counters.of([step(a, 5) for a in accepted], 5)

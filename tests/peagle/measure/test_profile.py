@@ -8,7 +8,7 @@ import pytest
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine
-from peagle.engine.executor import trace_counts
+from peagle.engine.programs import trace_counts
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.measure.profile import Span, breakdown, parts_by_operation, profile, writable

@@ -316,7 +316,7 @@ def test_the_command_answers_and_says_how_much(command: Any, capfd: pytest.Captu
     assert "answering as peagle-demo with K = 3: 2 slots with a context of 128" in said
     assert "2 lines answered, 1 refused; 11 tokens in " in said
     assert command([line("0"), line("1"), "{", line("2")]) == 0
-    assert "1 lines answered, 1 refused, 2 answered before; 7 tokens" in capfd.readouterr().err
+    assert "1 line answered, 1 refused, 2 answered before; 7 tokens" in capfd.readouterr().err
     assert command([line("0")], "-q") == 0
     assert capfd.readouterr().err == ""
     assert command([line("0"), "["], "-q") == 0

@@ -90,6 +90,9 @@ class Chunks:
     async def run(self, function: Callable[[], Any]) -> Any:
         return function()
 
+    async def expect_ready(self) -> None:
+        pass
+
     def submit(self, requests: Sequence[Request]) -> "Chunks":
         (self._request,) = requests
         return self

@@ -12,9 +12,9 @@ import pytest
 
 from peagle.config import EngineConfig, SamplingParams
 from peagle.engine.engine import Engine
-from peagle.engine.executor import trace_counts
 from peagle.engine.grammar import GrammarError
 from peagle.engine.handle import Handle
+from peagle.engine.programs import trace_counts
 from peagle.engine.request import Request
 from peagle.engine.warmup import WarmUp
 from peagle.measure.logprobs import output_logprobs

@@ -13,6 +13,7 @@ from peagle.measure.sweep import charts
 from peagle.measure.sweep.calibration import Calibration, calibrations_of
 from peagle.measure.sweep.figures import rows
 from peagle.measure.sweep.page import run_blocks
+from peagle.measure.sweep.plan import in_order, parse_ks
 from tests.peagle.measure.sweep.runs import sweep, swept
 
 
@@ -44,6 +45,20 @@ def test_points_are_shares_of_all_drafts_of_a_step() -> None:
     greedy = (((30.0, 3.0), (5.0, 4.0), *empty), ((10.0, 5.0), (2.0, 2.0), *empty))
     calibration = Calibration("a", 2, (greedy, greedy))
     assert calibration.points("greedy") == [(MIDDLES[0], 8 / 40)]
+
+
+@pytest.mark.usefixtures("quickly")
+def test_auto_of_at_most_so_many_drafts_stands_beside_auto(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In the order of the report: K, auto:N by N, auto. It counts acceptance, too, and a resumed run knows it."""
+    assert sorted(parse_ks("auto,auto:12,2,auto:3,1"), key=in_order) == [1, 2, "auto:3", "auto:12", "auto"]
+    file = tmp_path / "auto.json"
+    folder = swept(monkeypatch, tmp_path / "run", "-k", "1,auto:3", "--repeats", 1, "--num-prompts", 2)
+    by_k = {row["k"]: row for row in folder.record["rows"]}
+    assert list(by_k) == [0, 1, "auto:3"]
+    assert len(by_k["auto:3"]["rate_per_position"]) == 3
+    assert "| auto:3 |" in (folder.path / "README.md").read_text()
+    assert sweep(monkeypatch, "--out", folder.path, "--resume", "--write-widths", file) == 0
+    assert json.loads(file.read_text())["num_speculative_tokens"] == 1  # the largest K of the run
 
 
 @pytest.mark.usefixtures("quickly")

@@ -406,8 +406,9 @@ def test_prompts_that_are_too_long_are_left_out_and_counted_or_refused(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-k", "x"], "expected numbers, ranges or auto"),
-        (["-k", "3-"], "expected numbers, ranges or auto"),
+        (["-k", "x"], "expected numbers, ranges, auto or auto:N"),
+        (["-k", "3-"], "expected numbers, ranges, auto or auto:N"),
+        (["-k", "1,auto:0"], "-k is 'auto:0'; expected auto:1 to auto:128"),
         (["-k", "0"], "at least one K of 1 to 128"),
         (["-k", "1,100000", "--dry-run"], "-k is 100000; expected 0 (plain decoding) to 128 drafted tokens"),
         (["--temperature", "hot"], "expected numbers separated by commas"),
@@ -459,6 +460,19 @@ def test_a_run_is_never_overwritten(
     assert sweep(monkeypatch, "--out", finished.path, "--resume", "-k", "5") == 2
     assert "leave out --num-speculative-tokens" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in finished.path.iterdir()} == before
+
+
+def test_a_slip_in_an_option_is_named_before_a_folder_that_exists(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With another folder alone the command would fail again."""
+    for arguments in (["-k", "x"], ["--temperature", "hot"], ["--repeats", "0"], ["--concurrency", "0"], ["--strict"]):
+        assert sweep(monkeypatch, "--out", tmp_path, *arguments) == 2
+        error = capsys.readouterr().err
+        assert arguments[0] in error
+        assert "exists" not in error
+    assert sweep(monkeypatch, "--out", tmp_path) == 2
+    assert "exists; expected a new folder" in capsys.readouterr().err
 
 
 def test_another_schema_another_checkpoint_and_damage_are_refused(
