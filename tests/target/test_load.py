@@ -57,6 +57,7 @@ def test_unquantised_weights_survive_saving_and_loading(
     save_target(tmp_path / "b", loaded.params, CONFIG, dtype=np.float32, mxfp4=False)
     assert_same(contents(tmp_path / "a")[1], contents(tmp_path / "b")[1])
     assert (tmp_path / "a" / "tokenizer.json").read_bytes() == b"{}"
+    assert json.loads((tmp_path / "a" / "config.json").read_text())["pad_token_id"] == 1
 
 
 @pytest.mark.parametrize("experts", ["packed", "expanded"])
