@@ -51,12 +51,14 @@ def propose(
         keys = None
     if not kind.num_drafts:
         none = jnp.zeros((state.slots, 0), jnp.int32)
-        return state, Proposed(widths, none, keys, jnp.zeros((), bool), widths, synthetic)
+        return state, Proposed(widths, none, keys, jnp.zeros((), bool), widths)
     with jax.named_scope(DRAFT_PART):
         if kind.adaptive:
-            return _propose_adaptively(drafter, state, widths, costs, kind, keys, synthetic, may_skip)
-        state, draft = _run_drafter(drafter, state, widths, _chooser(state, keys, kind), kind.num_drafts)
-        return state, Proposed(widths, draft.token_ids, keys, jnp.ones((), bool), widths, synthetic)
+            state, proposed = _propose_adaptively(drafter, state, widths, costs, kind, keys, synthetic, may_skip)
+        else:
+            state, draft = _run_drafter(drafter, state, widths, _chooser(state, keys, kind), kind.num_drafts)
+            proposed = Proposed(widths, draft.token_ids, keys, jnp.ones((), bool), widths)
+    return state, dataclasses.replace(proposed, keys=keys, synthetic=synthetic)
 
 
 def _chooser(state: DecodeState, keys: jax.Array | None, kind: StepKind) -> Choose:
@@ -117,18 +119,14 @@ def _propose_adaptively(
     """Propose drafts if some slot may draft in this adaptive step; else none."""
     assert state.pace is not None
     evaluates = functools.partial(_propose_by_sources, drafter, limits, costs, kind, keys, synthetic, may_skip)
-
-    def with_draws(proposed: tuple[DecodeState, Proposed]) -> tuple[DecodeState, Proposed]:
-        return proposed[0], dataclasses.replace(proposed[1], keys=keys, synthetic=synthetic)
-
     if not may_skip:
-        return with_draws(evaluates(state))
+        return evaluates(state)
     now = ~state.pace.given_up
     if second_of(drafter) is not None:
         now |= state.pace.idle == 0
     shapes = jax.eval_shape(evaluates, state)[1]
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    return with_draws(run_if(jnp.any(now & (limits > 0)), lambda carry: evaluates(carry[0]), (state, nothing)))
+    return run_if(jnp.any(now & (limits > 0)), lambda carry: evaluates(carry[0]), (state, nothing))
 
 
 def run_if(condition: jax.Array, function: Callable[[Carry], Carry], carry: Carry) -> Carry:
@@ -208,7 +206,18 @@ def _propose_by_sources(
         num = jnp.where(takes, limits, num)
     widths = choose_widths(survival, num, num_active, costs, rate)
     used = jnp.full((), looked_up is not None)
-    return state, Proposed(widths, token_ids, None, ran, num, None, sources, source, to_drafter, used, gains)
+    return state, Proposed(
+        widths,
+        token_ids,
+        keys=None,  # `propose` adds the draws, also where no drafter ran
+        ran=ran,
+        num_drafted=num,
+        sources=sources,
+        source=source,
+        num_to_drafter=to_drafter,
+        looked_up=used,
+        gains=gains,
+    )
 
 
 def _look_up(

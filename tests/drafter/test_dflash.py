@@ -205,8 +205,8 @@ def test_layers_that_are_not_named_are_spread_over_the_target(tmp_path: Path) ->
     def unnamed(config: dict[str, Any], _tensors: Tensors) -> None:
         del config["dflash_config"]["target_layer_ids"]
 
-    found = parse_config(read_checkpoint(written(tmp_path, BIASED, unnamed)))
-    assert (found.aux_layer_ids, found.num_taps) == (None, 2)
+    config = parse_config(read_checkpoint(written(tmp_path, BIASED, unnamed)))
+    assert (config.aux_layer_ids, config.num_taps) == (None, 2)
 
 
 def change(**changes: Any) -> Edit:

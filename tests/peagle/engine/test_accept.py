@@ -71,11 +71,11 @@ def test_a_step_emits_what_plain_decoding_draws_whatever_the_drafts_and_the_widt
     plain = np.zeros((len(every), K + 1), np.int32)
     for i in range(K + 1):  # one token after another
         plain[:, i] = np.asarray(jitted_choose(behind(plain[:, :K]), rows, keys))[:, i]
-    found = jitted_accept(drafts, behind(drafts), widths, rows, keys)
-    accepted = np.asarray(found.num_accepted)
+    result = jitted_accept(drafts, behind(drafts), widths, rows, keys)
+    accepted = np.asarray(result.num_accepted)
     agree = np.cumprod(drafts == plain[:, :K], axis=1).sum(axis=1)
     np.testing.assert_array_equal(accepted, np.minimum(agree, widths))
-    np.testing.assert_array_equal(found.next_token, plain[np.arange(len(every)), accepted])
+    np.testing.assert_array_equal(result.next_token, plain[np.arange(len(every)), accepted])
     for width in range(K + 1):
         assert set(accepted[widths == width]) == set(range(width + 1))
 
@@ -94,38 +94,38 @@ def many_rows() -> tuple[np.ndarray, RowSampling]:
 
 def test_what_lies_behind_the_width_decides_nothing() -> None:
     """Drafts from the width on, and logits and keys of later rows."""
-    widths, asked = many_rows()
+    widths, sampling = many_rows()
     rows, place = len(widths), np.arange(K + 1)
     (drafts, logits, keys), others = random_step(0, rows), random_step(1, rows)
     beyond = place[None, :] > widths[:, None]  # of rows; draft i is judged by row i
-    found: Acceptance = jitted_accept(drafts, logits, widths, asked, keys)
+    result: Acceptance = jitted_accept(drafts, logits, widths, sampling, keys)
     changed: Acceptance = jitted_accept(
         np.where(place[None, :K] >= widths[:, None], others[0], drafts),
         np.where(beyond[..., None], others[1], logits),
         widths,
-        asked,
+        sampling,
         np.where(beyond[..., None], others[2], keys),
     )
-    np.testing.assert_array_equal(changed.num_accepted, found.num_accepted)
-    np.testing.assert_array_equal(changed.next_token, found.next_token)
+    np.testing.assert_array_equal(changed.num_accepted, result.num_accepted)
+    np.testing.assert_array_equal(changed.next_token, result.next_token)
     for width in range(K + 1):
-        assert set(np.asarray(found.num_accepted)[widths == width]) == set(range(width + 1))
+        assert set(np.asarray(result.num_accepted)[widths == width]) == set(range(width + 1))
 
 
 def test_logits_that_are_not_finite_accept_nothing_and_hurt_no_other_row() -> None:
-    widths, asked = many_rows()
+    widths, sampling = many_rows()
     drafts, logits, keys = random_step(2, len(widths))
-    found = jitted_accept(drafts, logits, widths, asked, keys)
+    result = jitted_accept(drafts, logits, widths, sampling, keys)
     broken = logits.copy()
     broken[::3, 0, 1] = np.nan  # the row that judges the first draft
     broken[1::3, :, 2] = np.inf
-    after = jitted_accept(drafts, broken, widths, asked, keys)
+    after = jitted_accept(drafts, broken, widths, sampling, keys)
     for kind in (0, 1):
         np.testing.assert_array_equal(after.num_accepted[kind::3], 0)
         np.testing.assert_array_equal(after.next_token[kind::3], NO_TOKEN)
-    np.testing.assert_array_equal(after.num_accepted[2::3], found.num_accepted[2::3])
-    np.testing.assert_array_equal(after.next_token[2::3], found.next_token[2::3])
-    assert (np.asarray(found.next_token) >= 0).all()
+    np.testing.assert_array_equal(after.num_accepted[2::3], result.num_accepted[2::3])
+    np.testing.assert_array_equal(after.next_token[2::3], result.next_token[2::3])
+    assert (np.asarray(result.next_token) >= 0).all()
 
 
 def test_greedy_accepts_the_longest_agreeing_prefix() -> None:

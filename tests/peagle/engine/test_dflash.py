@@ -24,10 +24,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture(scope="module")
 def plain(pair: Models) -> list[list[int]]:
-    return decode(Engine(pair.target, None, ResolvedConfig(0, context=CAPACITY)), asked())[0]
+    return decode(Engine(pair.target, None, ResolvedConfig(0, context=CAPACITY)), requests_of())[0]
 
 
-def asked(sampling: SamplingParams = GREEDY) -> list[Request]:
+def requests_of(sampling: SamplingParams = GREEDY) -> list[Request]:
     return [Request(tuple(prompt), NEW, sampling, (), index=place) for place, prompt in enumerate(PROMPTS)]
 
 
@@ -41,7 +41,7 @@ def test_greedy_speculation_equals_plain_decoding(
 ) -> None:
     """K = 7 takes the whole block. Some drafts are accepted, and some are not."""
     engine = engine_of(pair, k, slots, steps_per_dispatch=together)
-    tokens, records = decode(engine, asked())
+    tokens, records = decode(engine, requests_of())
     assert tokens == plain
     check_whole(engine)
     accepted = [record.num_accepted for steps in records for record in steps]
@@ -64,8 +64,8 @@ def test_the_drafts_of_a_place_are_the_same_for_any_k(pair: Models) -> None:
 
 def test_on_xla_too(tmp_path: Path) -> None:
     pair = models("float32", tmp_path, "DFlash")
-    alone = decode(Engine(pair.target, None, ResolvedConfig(0, context=CAPACITY)), asked()[:2])[0]
-    assert decode(engine_of(pair, 3, 2), asked()[:2])[0] == alone
+    alone = decode(Engine(pair.target, None, ResolvedConfig(0, context=CAPACITY)), requests_of()[:2])[0]
+    assert decode(engine_of(pair, 3, 2), requests_of()[:2])[0] == alone
 
 
 @pytest.mark.skipif(not native.available(), reason=native.status()[1])
@@ -73,12 +73,12 @@ def test_on_xla_too(tmp_path: Path) -> None:
 def test_drawn_drafts_are_those_of_a_request_alone(pair: Models, k: int) -> None:
     """Tokens, drafts and acceptance; also beside one that asks for fewer drafts, in the same pass."""
     alone = engine_of(pair, k, k_per_request=True)
-    requests = asked(DRAWN)
+    requests = requests_of(DRAWN)
     fewer = Request(requests[1].prompt_ids, NEW, DRAWN, (), index=1, num_speculative_tokens=k - 1)
     requests[1] = fewer
-    expected = [[each[0] for each in decode(alone, [request])] for request in requests]
+    expected = [[part[0] for part in decode(alone, [request])] for request in requests]
     tokens, records = decode(engine_of(pair, k, 4, k_per_request=True), requests)
-    assert [list(each) for each in zip(tokens, records, strict=True)] == expected
+    assert [list(part) for part in zip(tokens, records, strict=True)] == expected
     assert any(record.num_accepted for steps in records for record in steps)
     assert {len(record.draft_token_ids) for record in records[1]} == {k - 1}
 
@@ -86,7 +86,7 @@ def test_drawn_drafts_are_those_of_a_request_alone(pair: Models, k: int) -> None
 def test_adaptive_steps_change_no_token(pair: Models, plain: list[list[int]]) -> None:
     """Blocks of other sizes, plain steps between them, and rows that catch up."""
     engine = drafting_at(engine_of(pair, 5, 4, adaptive=True, steps_per_dispatch=2), {1: True, 3: False})
-    tokens, records = decode(engine, asked())
+    tokens, records = decode(engine, requests_of())
     assert tokens == plain
     assert len({len(record.draft_token_ids) for steps in records for record in steps}) > 1
     check_whole(engine)

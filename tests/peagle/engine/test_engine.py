@@ -145,16 +145,16 @@ def test_a_stop_token_inside_the_run_ends_it_there(target, plain, kind: str) -> 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(1.0, seed=7), SamplingParams(0.8, top_k=9, top_p=0.9, seed=7)])
 def test_sampling_with_one_hot_drafts_emits_plain_samplings_tokens(target, sampling: SamplingParams) -> None:
-    asked = [Request(prompt, 30, sampling, index=i) for i, prompt in enumerate(PROMPTS)]
-    plain = run(Engine(target, None, config(0)), asked)
+    requests = [Request(prompt, 30, sampling, index=i) for i, prompt in enumerate(PROMPTS)]
+    plain = run(Engine(target, None, config(0)), requests)
     for other in (
         Request(PROMPTS[0], 30, dataclasses.replace(sampling, seed=8)),
         Request(PROMPTS[0], 30, sampling, index=1),
     ):
         assert plain[0] != run(Engine(target, None, config(0)), [other])[0]
-    assert run(Engine(target, NGram(), config(3, slots=3)), asked) == plain
+    assert run(Engine(target, NGram(), config(3, slots=3)), requests) == plain
     oracle = Scripted(jnp.asarray([[*PROMPTS[0], *plain[0], *[0] * 60]], jnp.int32))
-    tokens, records = decode(Engine(target, oracle, config(3)), asked[:1])
+    tokens, records = decode(Engine(target, oracle, config(3)), requests[:1])
     assert tokens == plain[:1]
     assert records[0][0].num_accepted == 3
 
@@ -214,7 +214,7 @@ def test_a_mixed_workload_takes_few_programs(target) -> None:
     rng = np.random.default_rng(5)
     before = trace_counts()
     engine = drafting_at(Engine(target, NGram(longest=1), config(2, slots=3, adaptive=True)), {1: True, 3: False})
-    asked = [
+    requests = [
         Request(
             tuple(rng.integers(0, CONFIG.vocab_size, rng.integers(1, 40)).tolist()),
             int(rng.integers(1, 30)),
@@ -224,7 +224,7 @@ def test_a_mixed_workload_takes_few_programs(target) -> None:
         )
         for number in range(50)
     ]
-    run(engine, asked)
+    run(engine, requests)
     after = trace_counts()
     assert sum(after.values()) - sum(before.values()) <= 10
 
@@ -240,9 +240,9 @@ def test_a_requests_own_k_bounds_its_drafts_and_changes_no_token(
     engine.warm_up()
     before = trace_counts()
     for limits in ([None, 0, 1, 2, 5, 0], [0], [1], [0, 0]):
-        asked = [Request(PROMPTS[i % 3], NEW, num_speculative_tokens=limit) for i, limit in enumerate(limits)]
-        tokens, records = decode(engine, asked)
-        assert tokens == [plain[i % 3] for i in range(len(asked))]
+        requests = [Request(PROMPTS[i % 3], NEW, num_speculative_tokens=limit) for i, limit in enumerate(limits)]
+        tokens, records = decode(engine, requests)
+        assert tokens == [plain[i % 3] for i in range(len(requests))]
         for limit, steps in zip(limits, records, strict=True):
             widest = max(len(step.draft_token_ids) for step in steps)
             assert widest <= (5 if limit is None else limit)
@@ -386,18 +386,18 @@ def test_a_request_ends_at_its_deadline(target) -> None:
 
 def test_two_threads_stream_from_one_engine(target, plain) -> None:
     engine = Engine(target, NGram(), config(3, slots=2))
-    found: dict[int, list[int]] = {}
+    tokens: dict[int, list[int]] = {}
 
     def read(number: int) -> None:
         handle = engine.add(Request(PROMPTS[number], 40))
-        found[number] = [token for chunk in engine.follow(handle) for token in chunk.token_ids]
+        tokens[number] = [token for chunk in engine.follow(handle) for token in chunk.token_ids]
 
     threads = [threading.Thread(target=read, args=(number,)) for number in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=600)
-    assert found == {number: plain[number][:40] for number in range(3)}
+    assert tokens == {number: plain[number][:40] for number in range(3)}
 
 
 def test_a_reader_waits_for_the_last_chunk_that_another_thread_hands_out(target, plain) -> None:
@@ -418,11 +418,11 @@ def test_a_reader_waits_for_the_last_chunk_that_another_thread_hands_out(target,
             return turn.acquire(timeout=timeout)
 
     def slow() -> object:
-        found = step()
+        output = step()
         if short.finished is not None and not ended.is_set():
             ended.set()
             assert looked.wait(600)
-        return found
+        return output
 
     engine._step, engine._turn = slow, Turn()
     driver = threading.Thread(target=lambda: list(engine.run([long])))
@@ -565,8 +565,8 @@ def test_what_drafting_costs_is_measured_once_for_each_number_of_rows(target, pl
     np.testing.assert_array_equal(engine.executor.state.learned.tried, first.tried)  # measuring teaches nothing
     engine.warm_up()
     assert engine.costs is costs
-    asked = [Request(PROMPTS[0], 30), Request(PROMPTS[1], 30)]
-    assert run(engine, asked) == [plain[0][:30], plain[1][:30]]
+    requests = [Request(PROMPTS[0], 30), Request(PROMPTS[1], 30)]
+    assert run(engine, requests) == [plain[0][:30], plain[1][:30]]
 
 
 def test_outputs_that_are_not_finite_end_their_request_alone() -> None:

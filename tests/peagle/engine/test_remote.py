@@ -52,14 +52,14 @@ def test_a_follower_ends_with_the_leaders_bits(kind: str) -> None:
     sampled = SamplingParams(temperature=0.8, seed=3)
     requests = [Request(prompts[place], size) for place, size in ((0, 12), (2, 7), (1, 4))]
     requests.insert(1, Request(prompts[1], 9, sampled))
-    given, _ = answers(engine, requests)
+    tokens, _ = answers(engine, requests)
     handle = engine.add(Request(prompts[2], 40))
     while not handle.output_ids:
         engine.step()
     engine.abort(handle)
     engine.step()
     alone, _ = answers(drafting_at(Engine(target, drafter, config), {1: True, 2: False}), requests)
-    assert given == alone
+    assert tokens == alone
     assert engine.prefix_cache_use is not None
     assert engine.prefix_cache_use.num_hits > 0
     assert set(verbs) >= set(VERBS) - {"first_not_finite"}
