@@ -45,7 +45,8 @@ SIZES_OF_THEIR_OWN = (
     "engine/test_remote.py",
     "engine/test_step_loop.py",
     "engine/test_warmup.py",
-    "measure",
+    "measure/test_bench.py",
+    "measure/test_profile.py",
 )
 
 

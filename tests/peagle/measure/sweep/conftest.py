@@ -5,26 +5,34 @@ from pathlib import Path
 
 import pytest
 
+from peagle.engine.warmup import WarmUp
 from peagle.measure.sweep.run import SweepRun
 from peagle.measure.sweep.store import Folder, open_run
-from tests.peagle.measure.sweep.runs import swept
+from tests.peagle.measure.sweep.runs import Lab, load_in_place, shared_pair, swept
+from tests.support.toys import costs
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Lab:
+    load_in_place(monkeypatch, shared_pair())
+    return Lab(tmp_path, monkeypatch, capsys)
+
+
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sweep without pictures, profiles and measured costs: drafts always pay."""
+    monkeypatch.setattr("peagle.measure.sweep.charts.can_draw", lambda: False)
+    monkeypatch.setattr(WarmUp, "measure_costs", lambda warm_up, _: costs(warm_up.num_drafts, {1: True}))
+    monkeypatch.setattr(SweepRun, "profile", lambda *_: None)
 
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a finished run of `swept`, profiled and with pictures; variants take turns after three requests."""
-    with pytest.MonkeyPatch.context() as patch:
-        return swept(patch, tmp_path_factory.mktemp("swept") / "run", "--in-a-row", 3).path
+    """Make a finished run, profiled and with pictures; variants take turns after three requests."""
+    return swept(tmp_path_factory.mktemp("swept"), "--in-a-row 3").path
 
 
 @pytest.fixture
 def finished(once: Path, tmp_path: Path) -> Folder:
     """Copy the finished run for a test that changes it."""
     return open_run(Path(shutil.copytree(once, tmp_path / "run")))
-
-
-@pytest.fixture
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sweep without pictures and profiles."""
-    monkeypatch.setattr("peagle.measure.sweep.charts.can_draw", lambda: False)
-    monkeypatch.setattr(SweepRun, "profile", lambda *_: None)

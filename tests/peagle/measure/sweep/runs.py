@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,14 @@ import pytest
 
 import peagle.cli.sweeping
 from peagle.cli import main
+from peagle.engine.engine import Engine
+from peagle.engine.request import Request
 from peagle.measure.sweep.figures import Row, WithoutLoops
 from peagle.measure.sweep.plan import PLAIN, Workload
 from peagle.measure.sweep.store import Folder, open_run
 from peagle.pair import Pair
+from peagle.result import Result, decode
+from peagle.text.tokenizer import Tokenizer
 from tests.support.pairs import ByteTokenizer, toy_pair
 
 TEXTS = ("one two one two", "a", "never", "b", "c", "dd", "e", "f", "gg")  # enough for an interval
@@ -42,20 +48,89 @@ def shared_pair() -> Pair:
     return toy_pair(Tokens(), ())
 
 
-def sweep(monkeypatch: pytest.MonkeyPatch, *arguments: object, pair: Pair | None = None) -> int:
-    """`peagle sweep` on the toy pair, which stands in for whatever would be loaded."""
-    loaded = shared_pair() if pair is None else pair
-    monkeypatch.setattr(peagle.cli.sweeping, "load", lambda *_, **__: loaded)
-    monkeypatch.setattr(peagle.cli.sweeping, "with_drafter", lambda *_, **__: loaded)
-    return main(["sweep", *map(str, arguments)])
+SMALL = "-k 1 --repeats 1 -n 9 --render raw"
+SWEPT = "-k 3,1 --num-prompts 8 --repeats 2 -n 24"
 
 
-def swept(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: object) -> Folder:
-    """Make a finished run of eight prompts, K = 1 and 3, two repeats."""
-    prompts = prompt_file(out.parent)
-    options = ("-k", "3,1", "--prompts", prompts, "--num-prompts", 8, "--repeats", 2, "-n", 24, "--render", "raw")
-    assert sweep(monkeypatch, "--out", out, *options, *arguments) == 0
-    return open_run(out)
+def load_in_place(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
+    """Load this pair in place of whatever is named."""
+    for name in ("load", "with_drafter"):
+        monkeypatch.setattr(peagle.cli.sweeping, name, lambda *_, **__: pair)
+
+
+def words(*parts: object) -> list[str]:
+    """Split options that are written in one text."""
+    return [word for part in parts for word in (part.split() if isinstance(part, str) else [str(part)])]
+
+
+@dataclasses.dataclass(frozen=True)
+class Lab:
+    """Commands on the toy pair, in a folder of a test's own. Of an option that is typed twice the last one counts."""
+
+    root: Path
+    monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str]
+
+    @property
+    def out(self) -> Path:
+        """The folder to sweep into, unless another one is named."""
+        return self.root / "run"
+
+    @property
+    def folder(self) -> Folder:
+        return open_run(self.out)
+
+    @property
+    def page(self) -> str:
+        return (self.out / "README.md").read_text(encoding="utf-8")
+
+    def run(self, code: int, *parts: object) -> str:
+        """Run a command that ends with this code; return its standard error, which is one line if the code is 2."""
+        assert main(words(*parts)) == code
+        errors = self.capsys.readouterr().err
+        assert code != 2 or (errors.startswith("peagle: error: ") and errors.count("\n") == 1), errors
+        return errors
+
+    def sweep(self, *parts: object, code: int = 0, out: Path | None = None) -> str:
+        """Sweep the test's prompts in a small way, unless options say otherwise."""
+        prompts = self.root / "prompts.jsonl"
+        if not prompts.exists():
+            prompt_file(self.root)
+        return self.run(code, "sweep", SMALL, "--prompts", prompts, "--out", out or self.out, *parts)
+
+    def resume(self, *parts: object, code: int = 0) -> str:
+        return self.run(code, "sweep --resume --out", self.out, *parts)
+
+    def before_decoding(self, hook: Callable[[Engine, Sequence[Request]], object]) -> None:
+        """Call this before requests are decoded together."""
+
+        def decode_after(engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer | None) -> list[Result]:
+            hook(engine, requests)
+            return decode(engine, requests, tokenizer)
+
+        self.monkeypatch.setattr("peagle.measure.sweep.run.decode", decode_after)
+
+    def kill(self, command: Callable[..., str], *parts: object, after: int) -> None:
+        """Run a command that is killed after so many decodings."""
+        numbers = itertools.count()
+
+        def hook(*_: object) -> None:
+            if next(numbers) == after:
+                raise Killed
+
+        self.before_decoding(hook)
+        with pytest.raises(Killed):
+            command(*parts)
+        self.before_decoding(lambda *_: None)
+
+
+def swept(directory: Path, *parts: object) -> Folder:
+    """Make a finished run (SWEPT) below a directory that tests share."""
+    command = words("sweep", SMALL, SWEPT, "--prompts", prompt_file(directory), "--out", directory / "run", *parts)
+    with pytest.MonkeyPatch.context() as patch:
+        load_in_place(patch, shared_pair())
+        assert main(command) == 0
+    return open_run(directory / "run")
 
 
 def example_row(**known: Any) -> Row:

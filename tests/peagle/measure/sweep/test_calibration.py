@@ -1,7 +1,7 @@
 """What `auto` begins with: acceptance by the drafter's confidence."""
 
+import dataclasses
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,14 +14,17 @@ from peagle.measure.sweep.calibration import Calibration, calibrations_of
 from peagle.measure.sweep.figures import rows
 from peagle.measure.sweep.page import run_blocks
 from peagle.measure.sweep.plan import in_order, parse_ks
-from tests.peagle.measure.sweep.runs import sweep, swept
+from tests.peagle.measure.sweep.runs import Lab, load_in_place, shared_pair
+
+pytestmark = pytest.mark.usefixtures("quickly")
 
 
-@pytest.mark.usefixtures("quickly")
-def test_a_run_counts_and_writes_what_auto_begins_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    drafter = tmp_path / "drafter"
+def test_a_run_counts_and_writes_what_auto_begins_with(lab: Lab) -> None:
+    drafter = lab.root / "drafter"
     drafter.mkdir()
-    folder = swept(monkeypatch, tmp_path / "run", "-k", "2,auto", "--write-widths", drafter)
+    load_in_place(lab.monkeypatch, dataclasses.replace(shared_pair(), speculation=Speculation(2)))
+    lab.sweep("-k 2,auto --num-prompts 8 -n 24 --write-widths", drafter)
+    folder = lab.folder
     (calibration,) = calibrations_of(folder)
     assert calibration.num_drafts == 2
     greedy = np.asarray(calibration.counts)[0]
@@ -32,10 +35,10 @@ def test_a_run_counts_and_writes_what_auto_begins_with(monkeypatch: pytest.Monke
     measured = json.loads((drafter / "speculation.json").read_text())["measured"]
     assert measured["time"] == folder.origins[0]["time"]
     assert Calibration.from_json(json.loads(json.dumps(calibration.to_json()))) == calibration
-    monkeypatch.setattr(charts, "can_draw", lambda: True)
+    lab.monkeypatch.setattr(charts, "can_draw", lambda: True)
     assert "![Share of drafts that were right, of those after" in markdown(run_blocks(folder, rows(folder)))
     (drafter / "speculation.json").unlink()
-    assert sweep(monkeypatch, "--out", folder.path, "--resume", "--write-widths", drafter) == 0
+    lab.resume("--write-widths", drafter)
     assert read_speculation(drafter) == Speculation(2, calibration.counts)
 
 
@@ -47,23 +50,13 @@ def test_points_are_shares_of_all_drafts_of_a_step() -> None:
     assert calibration.points("greedy") == [(MIDDLES[0], 8 / 40)]
 
 
-@pytest.mark.usefixtures("quickly")
-def test_auto_of_at_most_so_many_drafts_stands_beside_auto(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_auto_of_at_most_so_many_drafts_stands_beside_auto(lab: Lab) -> None:
     """In the order of the report: K, auto:N by N, auto. It counts acceptance, too, and a resumed run knows it."""
     assert sorted(parse_ks("auto,auto:12,2,auto:3,1"), key=in_order) == [1, 2, "auto:3", "auto:12", "auto"]
-    file = tmp_path / "auto.json"
-    folder = swept(monkeypatch, tmp_path / "run", "-k", "1,auto:3", "--repeats", 1, "--num-prompts", 2)
-    by_k = {row["k"]: row for row in folder.record["rows"]}
+    lab.sweep("-k 1,auto:3 --num-prompts 2 -n 24")
+    by_k = {row["k"]: row for row in lab.folder.record["rows"]}
     assert list(by_k) == [0, 1, "auto:3"]
     assert len(by_k["auto:3"]["rate_per_position"]) == 3
-    assert "| auto:3 |" in (folder.path / "README.md").read_text()
-    assert sweep(monkeypatch, "--out", folder.path, "--resume", "--write-widths", file) == 0
-    assert json.loads(file.read_text())["num_speculative_tokens"] == 1  # the largest K of the run
-
-
-@pytest.mark.usefixtures("quickly")
-def test_what_auto_begins_with_needs_auto(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert sweep(monkeypatch, "--out", tmp_path / "run", "-k", "1,2", "--write-widths", tmp_path / "k.json") == 2
-    assert "--write-widths is for auto, and -k does not name it; add it, as -k 1-7,auto" in capsys.readouterr().err
+    assert "| auto:3 |" in lab.page
+    lab.resume("--write-widths", lab.root / "auto.json")
+    assert json.loads((lab.root / "auto.json").read_text())["num_speculative_tokens"] == 1  # the largest K of the run

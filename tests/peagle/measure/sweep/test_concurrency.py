@@ -5,7 +5,7 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import pytest
 
 from peagle.cli import main
 from peagle.engine.engine import Engine
-from peagle.engine.request import Request
 from peagle.measure.estimates import Estimate
 from peagle.measure.metrics import busy_s
 from peagle.measure.sweep.compare import differences
@@ -23,10 +22,8 @@ from peagle.measure.sweep.plan import PLAIN, Variant
 from peagle.measure.sweep.run import SweepRun
 from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
 from peagle.pair import Pair
-from peagle.result import Result, decode
-from peagle.text.tokenizer import Tokenizer
 from scripts.publish import AT_ONCE, publish, rounded
-from tests.peagle.measure.sweep.runs import Killed, prompt_file, sweep, swept
+from tests.peagle.measure.sweep.runs import SWEPT, Lab, swept
 
 SLOTS = (1, 3)
 KS = (0, 1, 3)
@@ -37,7 +34,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight prompts, plainly and by K = 1 and 3; two repeats; at one and at three at once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SweepRun, "profile", lambda *_: None)
-        return swept(patch, tmp_path_factory.mktemp("swept") / "run", "--concurrency", "3,1").path
+        return swept(tmp_path_factory.mktemp("swept"), "--concurrency 3,1").path
 
 
 @pytest.fixture
@@ -63,7 +60,7 @@ def row_at(folder: Folder, k: int, slots: int) -> dict[str, Any]:
     return row.to_json()
 
 
-# decoding
+# --- decoding ---
 
 
 def test_every_variant_decodes_all_requests_with_every_number_of_slots(finished: Folder) -> None:
@@ -88,7 +85,7 @@ def test_variants_with_as_many_slots_follow_one_another_and_take_turns(finished:
     assert first == [0, 1, 1, 3]
 
 
-# figures
+# --- figures ---
 
 
 def test_figures_follow_from_raw_lines(finished: Folder) -> None:
@@ -161,7 +158,7 @@ def test_spans_that_overlap_count_once() -> None:
     assert busy_s([]) == 0
 
 
-# pages
+# --- pages ---
 
 
 def test_the_page_has_a_table_a_picture_and_names_the_resampled_unit(finished: Folder) -> None:
@@ -171,10 +168,7 @@ def test_the_page_has_a_table_a_picture_and_names_the_resampled_unit(finished: F
     assert lines[2:] == [[str(slots), str(k)] for slots, k in itertools.product(SLOTS, KS)]
     assert "intervals are over repeats" in text
     advice = text.split("With many requests at once:")[1].split("\n\n")[1].splitlines()
-    assert [re.match(r"- \*\*(\d) at once:\*\* .*K = [13]", line)[1] for line in advice] == [
-        "1",
-        "3",
-    ]
+    assert [re.match(r"- \*\*(\d) at once:\*\* .*K = [13]", line)[1] for line in advice] == ["1", "3"]
     (picture,) = finished.path.glob("*_concurrency.svg")
     assert f"]({picture.name})" in text
     drawn = picture.read_text()
@@ -212,58 +206,42 @@ def test_a_run_with_it_is_compared_with_one_without(once: Path, finished: Folder
     assert main(["report", str(once), str(finished.path), "--out", str(tmp_path / "both"), "--quiet"]) == 0
 
 
-# cut off, failed, refused
+# --- cut off, and failed ---
 
 
 @pytest.mark.usefixtures("quickly")
-def test_a_killed_run_goes_on_with_the_missing_requests(
-    monkeypatch: pytest.MonkeyPatch, finished: Folder, tmp_path: Path
-) -> None:
+def test_a_killed_run_goes_on_with_the_missing_requests(lab: Lab, together: Path) -> None:
     """After a kill between loads and a lost line, the load of that line is decoded again, whole and once."""
-    calls = itertools.count(1)
-    decoded: list[tuple[int, int, int]] = []
-
-    def killing(engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer | None) -> list[Result]:
-        if next(calls) == 3 * 8 + 5:  # in the first repeat, the load after four
-            raise Killed
-        decoded.append((engine.config.slots, engine.config.num_speculative_tokens, len(requests)))
-        return decode(engine, requests, tokenizer)
-
-    monkeypatch.setattr("peagle.measure.sweep.run.decode", killing)
-    out = tmp_path / "cut" / "run"
-    out.parent.mkdir()
-    with pytest.raises(Killed):
-        swept(monkeypatch, out, "--concurrency", "3,1")
-    lines = (out / RAW).read_text().splitlines(keepends=True)
+    lab.kill(lab.sweep, SWEPT, "--concurrency 3,1", after=3 * 8 + 4)  # in the first repeat, after four loads of six
+    lines = (lab.out / RAW).read_text().splitlines(keepends=True)
     assert len(lines) == (3 + 4) * 8
-    (out / RAW).write_text("".join(lines[:-1]))
-    before = [sample.key for sample in open_run(out).samples()]
-    decoded.clear()
-    assert sweep(monkeypatch, "--out", out, "--resume") == 0
+    (lab.out / RAW).write_text("".join(lines[:-1]))
+    before = [sample.key for sample in lab.folder.samples()]
+    decoded: list[tuple[int, int, int]] = []
+    lab.before_decoding(
+        lambda engine, requests: decoded.append(
+            (engine.config.slots, engine.config.num_speculative_tokens, len(requests))
+        )
+    )
+    lab.resume()
     assert decoded[:2] == [(3, 1, 8), (3, 3, 8)], "the load that lost a line, then the next"
-    folder = open_run(out)
-    keys = [sample.key for sample in folder.samples()]
-    assert set(keys) == {sample.key for sample in finished.samples()}
+    keys = [sample.key for sample in lab.folder.samples()]
+    assert set(keys) == {sample.key for sample in open_run(together).samples()}
     assert [key for key in keys if keys.count(key) > 1] == 2 * before[-7:]
-    assert {row["num_repeats"] for row in folder.record["by_concurrency"]} == {2}
+    assert {row["num_repeats"] for row in lab.folder.record["by_concurrency"]} == {2}
 
 
 @pytest.mark.usefixtures("quickly")
-def test_a_variant_that_fails_at_many_at_once_need_not_cost_the_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    real = Pair.engine
+def test_a_variant_that_fails_at_many_at_once_need_not_cost_the_others(lab: Lab) -> None:
+    engine = Pair.engine
 
-    def engine(self: Pair, config: Any) -> Engine:
-        if (config.slots, config.num_speculative_tokens) == (3, 2):
+    def engine_unless(self: Pair, config: Any) -> Engine:
+        if (config.slots, config.num_speculative_tokens) == (3, 1):
             raise MemoryError("no room")
-        return real(self, config)
+        return engine(self, config)
 
-    monkeypatch.setattr(Pair, "engine", engine)
-    options = ["--prompts", prompt_file(tmp_path), "-k", "2", "--repeats", 1, "-n", 9, "--render", "raw"]
-    typed = ["--out", tmp_path / "run", *options, "--concurrency", "3", "--continue-on-error"]
-    assert sweep(monkeypatch, *typed) == 1
-    folder = open_run(tmp_path / "run")
-    assert [row["k"] for row in folder.record["rows"]] == [0, 2]
-    assert [row["k"] for row in folder.record["by_concurrency"]] == [0]
-    assert "K = 2, 3 at once: no room" in (tmp_path / "run" / "README.md").read_text()
+    lab.monkeypatch.setattr(Pair, "engine", engine_unless)
+    lab.sweep("--concurrency 3 --continue-on-error", code=1)
+    assert [row["k"] for row in lab.folder.record["rows"]] == [0, 1]
+    assert [row["k"] for row in lab.folder.record["by_concurrency"]] == [0]
+    assert "K = 1, 3 at once: no room" in lab.page

@@ -19,19 +19,29 @@ import peagle.measure.sweep.run
 from peagle.cli import main
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
+from peagle.engine.speculation import Speculation
 from peagle.engine.warmup import WarmUp
 from peagle.measure.estimates import Estimate
 from peagle.measure.sweep.figures import best, rows
 from peagle.measure.sweep.plan import Plan, Variant, Workload, short_names
 from peagle.measure.sweep.run import SweepRun
-from peagle.measure.sweep.store import ASKING, PROMPTS, RAW, RUN, Folder, open_run
+from peagle.measure.sweep.store import ASKING, PROMPTS, RAW, RUN, Folder, SweepRequest, open_run
 from peagle.ops.errors import InputError
 from peagle.ops.files import alone
 from peagle.pair import Pair
-from peagle.result import Result, decode
-from peagle.text.tokenizer import ByteLevelTokenizer, Tokenizer
-from tests.peagle.measure.sweep.runs import TEXTS, Killed, Tokens, prompt_file, shared_pair, sweep, swept
-from tests.support.pairs import SPECIALS, press_ctrl_c_at, toy_pair
+from peagle.text.tokenizer import ByteLevelTokenizer
+from tests.peagle.measure.sweep.runs import (
+    SMALL,
+    SWEPT,
+    TEXTS,
+    Killed,
+    Lab,
+    load_in_place,
+    prompt_file,
+    shared_pair,
+    words,
+)
+from tests.support.pairs import SPECIALS, press_ctrl_c_at
 from tests.support.toys import costs
 
 pytestmark = pytest.mark.usefixtures("quickly")
@@ -41,6 +51,11 @@ profiling = SweepRun.profile
 def counts(folder: Folder) -> dict[Any, Any]:
     """Read the decoded results, without times."""
     return {sample.key: (sample.output_sha256, sample.counters) for sample in folder.samples()}
+
+
+def requests_of(folder: Folder) -> list[SweepRequest]:
+    requests, _ = folder.prompts() or ([], [])
+    return requests
 
 
 def test_a_plan_comes_back_from_json(finished: Folder) -> None:
@@ -99,34 +114,31 @@ def test_shares_of_a_step_are_those_of_all_profiled_steps(finished: Folder) -> N
     assert shares == pytest.approx([(1 * 2 + 3 * 1) / 40, (1 * 6 + 3 * 8) / 40, (1 * 2 + 3 * 1) / 40])
 
 
-def test_steps_of_some_conversations_are_profiled_and_those_missing_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_steps_of_some_conversations_are_profiled_and_those_missing_again(lab: Lab) -> None:
     """One request of each conversation, by every variant, exactly once, even after a kill and a failure."""
-    monkeypatch.setattr(SweepRun, "profile", profiling)
-    monkeypatch.setattr(peagle.measure.sweep.run, "PROFILED", 2)
+    lab.monkeypatch.setattr(SweepRun, "profile", profiling)
+    lab.monkeypatch.setattr(peagle.measure.sweep.run, "PROFILED", 2)
     profiles: list[tuple[int, int]] = []
-    real = peagle.measure.sweep.run.profile
+    profile = peagle.measure.sweep.run.profile
 
-    def profile(engine: Engine, requests: Sequence[Request], *rest: Any, **options: Any) -> Any:
+    def failing(engine: Engine, requests: Sequence[Request], *rest: Any, **options: Any) -> Any:
         profiles.append((engine.config.num_speculative_tokens, requests[0].index))
         if len(profiles) == 2:
             raise RuntimeError("no trace")
         if len(profiles) == 4:
             raise Killed
-        return real(engine, requests, *rest, **options)
+        return profile(engine, requests, *rest, **options)
 
-    monkeypatch.setattr(peagle.measure.sweep.run, "profile", profile)
-    turns = [{"turns": ["a", "b"]}, {"turns": ["c", "d"]}, {"turns": ["e"]}]
-    options = ["--prompts", prompt_file(tmp_path, *turns), "-k", "2", "--repeats", 1, "-n", 9]
+    lab.monkeypatch.setattr(peagle.measure.sweep.run, "profile", failing)
+    prompt_file(lab.root, {"turns": ["a", "b"]}, {"turns": ["c", "d"]}, {"turns": ["e"]})
     with pytest.raises(Killed):
-        sweep(monkeypatch, "--out", tmp_path / "run", *options)
-    assert [share.get("why_not") for share in open_run(tmp_path / "run").record["shares"]] == [None, "no trace", None]
-    assert sweep(monkeypatch, "--out", tmp_path / "run", "--resume") == 0
-    shares = open_run(tmp_path / "run").record["shares"]
+        lab.sweep("-k 2 --render chat")
+    assert [share.get("why_not") for share in lab.folder.record["shares"]] == [None, "no trace", None]
+    lab.resume()
+    shares = lab.folder.record["shares"]
     profiled = sorted((share["k"], share["request"]) for share in shares)
     assert len(profiled) == len(set(profiled)) == 4  # plain decoding and K = 2
-    rows_of = {request.request: request.row for request in (open_run(tmp_path / "run").prompts() or ([], []))[0]}
+    rows_of = {request.request: request.row for request in requests_of(lab.folder)}
     assert len({rows_of[request] for _, request in profiled}) == 2
     assert profiles[4:] == [(2, profiles[1][1]), (2, profiles[3][1])]
     assert not any("why_not" in share for share in shares)
@@ -155,30 +167,21 @@ def test_the_folder_holds_the_requests_and_shows_them(finished: Folder) -> None:
     assert not re.search(r"(src|href)=.(?!data:)", html)  # needs no network
 
 
-def test_drafters_workloads_and_windows_stand_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("peagle.cli.sweeping.check_fit", lambda *_: ())
-    out = tmp_path / "run"
-    options = ["--num-prompts", 1, "--repeats", 1, "-n", 12, "--render", "both", "--temperature", "0,0.5", "-k", "2"]
+def test_drafters_workloads_and_windows_stand_side_by_side(lab: Lab) -> None:
+    lab.monkeypatch.setattr("peagle.cli.sweeping.check_fit", lambda *_: ())
     for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-    drafters = f"{tmp_path / 'one'},{tmp_path / 'two'}"
-    options += ["--drafter", drafters, "--drafter-window", "128,off"]
-    assert sweep(monkeypatch, "--out", out, "--prompts", prompt_file(tmp_path), *options) == 0
-    folder = open_run(out)
-    figures = folder.record["rows"]
-    assert {sample.variant.drafter_window for sample in folder.samples()} == {
-        None,
-        "128",
-        "off",
-    }  # None: plain decoding
+        (lab.root / name).mkdir()
+    drafters = f"--drafter {lab.root / 'one'},{lab.root / 'two'} --drafter-window 128,off"
+    lab.sweep("-k 2 --num-prompts 1 -n 12 --render both --temperature 0,0.5", drafters)
+    figures = lab.folder.record["rows"]
+    assert {sample.variant.drafter_window for sample in lab.folder.samples()} == {None, "128", "off"}  # None: plain
     workloads = dict.fromkeys((row["raw"], row["temperature"]) for row in figures)
     assert list(workloads) == [(False, 0), (False, 0.5), (True, 0), (True, 0.5)]
     variants = [(f"2, {name}, window {window}", window) for name in ("one", "two") for window in ("128", "off")]
     assert [(row["label"], row["drafter_window"]) for row in figures[:5]] == [("0", None), *variants]
-    text = (out / "README.md").read_text()
-    assert "| 2, two, window 128 |" in text
-    for how in ("chat, greedy", "chat, temperature 0.5", "raw, greedy", "raw, temperature 0.5"):
-        assert f"\n- **prompts, {how}: " in text, "a headline for each workload"
+    assert "| 2, two, window 128 |" in lab.page
+    for label in ("chat, greedy", "chat, temperature 0.5", "raw, greedy", "raw, temperature 0.5"):
+        assert f"\n- **prompts, {label}: " in lab.page, "a headline for each workload"
 
 
 def test_variants_take_turns_by_in_a_row_requests(finished: Folder) -> None:
@@ -191,37 +194,30 @@ def test_variants_take_turns_by_in_a_row_requests(finished: Folder) -> None:
     assert "variants take turns after 3 requests;" in (finished.path / "README.md").read_text()
 
 
-def test_repeats_at_a_temperature_are_other_draws_and_greedy_ones_the_same(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    folder = swept(monkeypatch, tmp_path / "run", "--temperature", "0,1.5", "-k", "1", "--num-prompts", 1)
+def test_repeats_at_a_temperature_are_other_draws_and_greedy_ones_the_same(lab: Lab) -> None:
+    lab.sweep("--temperature 0,1.5 --num-prompts 1 --repeats 2 -n 24")
     outputs: dict[tuple[float, int], set[str]] = {(t, k): set() for t in (0.0, 1.5) for k in (0, 1)}
-    for sample in folder.samples():
+    samples = lab.folder.samples()
+    for sample in samples:
         outputs[sample.workload.temperature, sample.variant.k].add(sample.output_sha256)
     assert [len(texts) for texts in outputs.values()] == [1, 1, 2, 2]
     # what the temperature allows is measured once, and of drafts alone
-    measured = [(s.workload.temperature, s.variant.k, s.repeat) for s in folder.samples() if s.bound is not None]
-    assert measured == [(1.5, 1, 0)]
-    greedy, _, hot = (row["bounds"] for row in folder.record["rows"] if (row["temperature"], row["k"]) != (0.0, 0))
+    assert [(s.workload.temperature, s.variant.k, s.repeat) for s in samples if s.bound is not None] == [(1.5, 1, 0)]
+    _, greedy, _, hot = (row["bounds"] for row in lab.folder.record["rows"])
     assert greedy is None
     assert hot["sampled"]["length"] is None  # n-grams have no distribution
     assert 1 <= hot["one_hot"]["length"]["value"] <= hot["best"]["length"]["value"] <= 2
-    text = (folder.path / "README.md").read_text()
-    assert text.count("| length at most |") == 1, "of the workload with a temperature"
-    assert f"| {hot['best']['length']['value']:.2f} |" in text
+    assert lab.page.count("| length at most |") == 1, "of the workload with a temperature"
+    assert f"| {hot['best']['length']['value']:.2f} |" in lab.page
 
 
-def test_later_turns_are_the_same_for_every_variant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    prompts = prompt_file(tmp_path, {"turns": ["a", "b", "c"], "category": "x"}, {"prompt": "d", "category": "y"})
-    options = ["--prompts", prompts, "-k", "2", "--repeats", 1, "-n", 9, "--turns", 2]
-    assert sweep(monkeypatch, "--out", tmp_path / "run", *options) == 0
-    folder = open_run(tmp_path / "run")
-    requests, _ = folder.prompts() or ([], [])
-    assert [(request.row, request.turn, request.category) for request in requests] == [
-        (0, 0, "x"),
-        (0, 1, "x"),
-        (1, 0, "y"),
-    ]
+def test_later_turns_are_the_same_for_every_variant(lab: Lab) -> None:
+    prompt_file(lab.root, {"turns": ["a", "b", "c"], "category": "x"}, {"prompt": "d", "category": "y"})
+    lab.sweep("-k 2 --turns 2 --render chat")
+    folder = lab.folder
+    requests = requests_of(folder)
+    places = [(request.row, request.turn, request.category) for request in requests]
+    assert places == [(0, 0, "x"), (0, 1, "x"), (1, 0, "y")]
     answer = next(sample.output_ids for sample in folder.samples() if sample.variant.k == 0 and sample.request == 0)
     assert answer is not None
     assert repr(bytes(answer).decode(errors="replace"))[1:-1] in bytes(requests[1].prompt_ids).decode()
@@ -236,251 +232,204 @@ def test_later_turns_are_the_same_for_every_variant(monkeypatch: pytest.MonkeyPa
         (folder.path / PROMPTS).write_text("".join(lines))  # as if the others had not been used
         alone = json.loads(json.dumps(rows(folder)[1].to_json()))
         assert part == {name: alone.get(name, part["part"]) for name in part}
-    assert sweep(monkeypatch, "--out", tmp_path / "raw", *options, "--render", "raw") == 0
-    _, left_out = open_run(tmp_path / "raw").prompts() or ([], [])
+    lab.sweep("-k 2 --turns 2", out=lab.root / "raw")
+    _, left_out = open_run(lab.root / "raw").prompts() or ([], [])
     assert "raw text has one turn" in left_out[0].why
 
 
-def dying(after: int) -> Any:
-    """decode, which so many requests outlive."""
-    decoded: list[int] = []
-
-    def decode_some(engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer | None) -> list[Result]:
-        if len(decoded) == after:
-            raise Killed
-        decoded.append(requests[0].index)
-        return decode(engine, requests, tokenizer)
-
-    return decode_some
+# --- cut off, and failed ---
 
 
-def test_killed_five_times_it_gives_the_counters_of_an_uninterrupted_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, finished: Folder
-) -> None:
+def test_killed_five_times_it_gives_the_counters_of_an_uninterrupted_run(lab: Lab, once: Path) -> None:
     """Between two lines and within one; after lines of this process, and after none."""
-    options = ["-k", "3,1", "--prompts", prompt_file(tmp_path), "--num-prompts", 8, "--repeats", 2, "-n", 24]
-    options += ["--render", "raw"]
-    out, torn = tmp_path / "killed", '{"prompts": "prom'
-    for number, (after, begun) in enumerate(zip((1, 0, 4, 2, 1), ("", torn, torn, "", torn), strict=True)):
-        monkeypatch.setattr("peagle.measure.sweep.run.decode", dying(after))
-        with pytest.raises(Killed):
-            sweep(monkeypatch, "--out", out, *(["--resume"] if number else options))
-        with (out / RAW).open("a") as file:
-            file.write(begun)  # a line that was being written
-        assert len(open_run(out).samples()) == sum((1, 0, 4, 2, 1)[: number + 1])
-    monkeypatch.setattr("peagle.measure.sweep.run.decode", decode)
-    assert sweep(monkeypatch, "--out", out, "--resume") == 0
-    resumed = open_run(out)
-    assert counts(resumed) == counts(finished)
-    assert len((out / RAW).read_text().splitlines()) == len(finished.samples())
+    num_decoded, torn = 0, '{"prompts": "prom'
+    for after, rest_of_a_line in ((1, ""), (0, torn), (4, torn), (2, ""), (1, torn)):
+        lab.kill(*((lab.resume,) if lab.out.exists() else (lab.sweep, SWEPT)), after=after)
+        with (lab.out / RAW).open("a") as file:
+            file.write(rest_of_a_line)
+        num_decoded += after
+        assert len(lab.folder.samples()) == num_decoded
+    lab.resume()
+    resumed, uninterrupted = lab.folder, open_run(once)
+    assert counts(resumed) == counts(uninterrupted)
+    assert len((lab.out / RAW).read_text().splitlines()) == len(uninterrupted.samples())
     assert len(resumed.record["sittings"]) == 6
-    for one, two in zip(resumed.record["rows"], finished.record["rows"], strict=True):
+    for one, two in zip(resumed.record["rows"], uninterrupted.record["rows"], strict=True):
         assert one["acceptance_length"] == two["acceptance_length"]
 
 
-def test_ctrl_c_keeps_the_decoded_requests(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_keeps_the_decoded_requests(lab: Lab) -> None:
     """Pressed as the third of four requests begins."""
-    options = ["-k", "1", "--prompts", prompt_file(tmp_path), "--num-prompts", 2, "--repeats", 1, "-n", 8]
-    out = tmp_path / "run"
-    with monkeypatch.context() as patch:
+    with lab.monkeypatch.context() as patch:
         press_ctrl_c_at(patch, peagle.measure.sweep.run, "decode", 3)
-        assert sweep(patch, "--out", out, *options, "--render", "raw") == 130
-    assert f"interrupted; to go on: peagle sweep --out {out} --resume" in capsys.readouterr().err
-    assert len(open_run(out).samples()) == 2
-    assert sweep(monkeypatch, "--out", out, "--resume") == 0
-    assert len(open_run(out).samples()) == 4
+        errors = lab.sweep("--num-prompts 2", code=130)
+    assert f"interrupted; to go on: peagle sweep --out {lab.out} --resume" in errors
+    assert len(lab.folder.samples()) == 2
+    lab.resume()
+    assert len(lab.folder.samples()) == 4
 
 
-def test_a_run_that_had_not_read_its_prompts_goes_on_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr("peagle.cli.sweeping.make_requests", lambda *_: (_ for _ in ()).throw(Killed()))
+def test_a_run_that_had_not_read_its_prompts_goes_on_too(lab: Lab) -> None:
+    with lab.monkeypatch.context() as patch:
+        patch.setattr("peagle.cli.sweeping.make_requests", lambda *_: (_ for _ in ()).throw(Killed()))
         with pytest.raises(Killed):
-            swept(patched, tmp_path / "run")
-    assert not (tmp_path / "run" / PROMPTS).exists()
-    assert sweep(monkeypatch, "--out", tmp_path / "run", "--resume") == 0
-    assert open_run(tmp_path / "run").finished
+            lab.sweep()
+    assert not (lab.out / PROMPTS).exists()
+    lab.resume()
+    assert lab.folder.finished
 
 
-def test_answers_to_earlier_turns_are_not_decoded_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    prompts = prompt_file(tmp_path, {"turns": ["a", "b"]}, {"turns": ["c", "d", "e"]}, {"prompt": "f"})
-    options = ["--prompts", prompts, "-k", "1", "--repeats", 1, "-n", 9]
-    assert sweep(monkeypatch, "--out", tmp_path / "whole", *options) == 0
-    out = tmp_path / "run"
-    monkeypatch.setattr("peagle.measure.sweep.run.decode", dying(after=2))
-    with pytest.raises(Killed):
-        sweep(monkeypatch, "--out", out, *options)
-    assert len((out / ASKING).read_text().splitlines()) == 1  # the second conversation lacked an answer
-    with (out / ASKING).open("a") as file:
+def test_answers_to_earlier_turns_are_not_decoded_again(lab: Lab) -> None:
+    prompt_file(lab.root, {"turns": ["a", "b"]}, {"turns": ["c", "d", "e"]}, {"prompt": "f"})
+    lab.sweep("--render chat", out=lab.root / "whole")
+    lab.kill(lab.sweep, "--render chat", after=2)
+    assert len((lab.out / ASKING).read_text().splitlines()) == 1  # the second conversation lacked an answer
+    with (lab.out / ASKING).open("a") as file:
         file.write('{"prompts": ')  # a line that was being written
-    monkeypatch.setattr(peagle.measure.sweep.run, "decode", dying(after=2 + 6 * 2))  # its two answers, then everything
-    assert sweep(monkeypatch, "--out", out, "--resume") == 0
-    assert (out / PROMPTS).read_text() == (tmp_path / "whole" / PROMPTS).read_text()
-    assert not (out / ASKING).exists()
+    decoded: list[int] = []
+    lab.before_decoding(lambda engine, _: decoded.append(engine.config.num_speculative_tokens))
+    lab.resume()
+    assert len(decoded) == 2 + 6 * 2, "the second conversation's two answers, then everything"
+    assert (lab.out / PROMPTS).read_text() == (lab.root / "whole" / PROMPTS).read_text()
+    assert not (lab.out / ASKING).exists()
 
 
-def test_a_refusal_costs_no_answer_that_was_given(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompts = prompt_file(tmp_path, {"turns": ["a", "b"]}, {"prompt": "f" * 400})
-    options = ["--prompts", prompts, "-k", "1", "--max-prompt-tokens", 300, "--too-long", "error", "-n", 9]
-    assert sweep(monkeypatch, "--out", tmp_path / "run", *options) == 2
-    assert "expected at most 300" in capsys.readouterr().err
-    assert [len(conversation.requests) for conversation in open_run(tmp_path / "run").begun()] == [2]
+def test_a_refusal_loses_no_decoded_answer(lab: Lab) -> None:
+    prompt_file(lab.root, {"turns": ["a", "b"]}, {"prompt": "f" * 400})
+    errors = lab.sweep("--render chat --max-prompt-tokens 300 --too-long error", code=2)
+    assert "expected at most 300" in errors
+    assert [len(conversation.requests) for conversation in lab.folder.begun()] == [2]
 
 
-def failing(on: int) -> Any:
-    def decode_some(engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer | None) -> list[Result]:
-        if engine.config.num_speculative_tokens == on:
-            raise RuntimeError("RESOURCE_EXHAUSTED: out of\nmemory")
-        return decode(engine, requests, tokenizer)
-
-    return decode_some
-
-
-def test_programs_that_the_system_has_no_mappings_for_are_refused_before_anything_is_decoded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_programs_that_the_system_has_no_mappings_for_are_refused_before_anything_is_decoded(lab: Lab) -> None:
     """XLA crashes without free mappings, so the error must come before."""
-    options = ["-k", "1,2", "--prompts", prompt_file(tmp_path), "--repeats", 1, "-n", 9, "--render", "raw"]
     shares = iter([0.1, 0.5, 0.9])
-    monkeypatch.setattr(peagle.measure.sweep.run, "share_of_mappings", lambda: next(shares))
-    assert sweep(monkeypatch, "--out", tmp_path / "run", *options) == 2
-    assert "K = 2: the programs of 2 variants take 90% of the memory mappings" in capsys.readouterr().err
-    assert not open_run(tmp_path / "run").samples()
+    lab.monkeypatch.setattr(peagle.measure.sweep.run, "share_of_mappings", lambda: next(shares))
+    line = "K = 2: the programs of 2 variants take 90% of the memory mappings"
+    assert line in lab.sweep("-k 1,2", code=2)
+    assert not lab.folder.samples()
 
 
-def test_a_variant_that_fails_stops_the_run_and_loses_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["-k", "1,2", "--prompts", prompt_file(tmp_path), "--repeats", 1, "-n", 9, "--render", "raw"]
-    monkeypatch.setattr("peagle.measure.sweep.run.decode", failing(on=2))
-    assert sweep(monkeypatch, "--out", tmp_path / "run", *options) == 2
-    error = capsys.readouterr().err
-    assert "K = 2: RESOURCE_EXHAUSTED: out of memory" in error
-    assert error.count("\n") == 1
-    kept = len(open_run(tmp_path / "run").samples())
-    assert kept == 2
-    assert sweep(monkeypatch, "--out", tmp_path / "run", "--resume", "--continue-on-error") == 1
-    folder = open_run(tmp_path / "run")
-    assert [row["k"] for row in folder.record["rows"]] == [0, 1]
-    text = (tmp_path / "run" / "README.md").read_text()
-    assert "**Failed:** prompts, raw, greedy, K = 2: RESOURCE_EXHAUSTED" in text.partition("\n## ")[0]
-    monkeypatch.setattr("peagle.measure.sweep.run.decode", decode)
-    assert sweep(monkeypatch, "--out", tmp_path / "run", "--resume") == 0
-    assert [row["k"] for row in open_run(tmp_path / "run").record["rows"]] == [0, 1, 2]
-    assert open_run(tmp_path / "run").errors() == {}
+def test_a_variant_that_fails_stops_the_run_and_loses_nothing(lab: Lab) -> None:
+    def fail(engine: Engine, _: Sequence[Request]) -> None:
+        if engine.config.num_speculative_tokens == 2:
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of\nmemory")
+
+    def ks() -> list[int]:
+        return [row["k"] for row in lab.folder.record["rows"]]
+
+    lab.before_decoding(fail)
+    assert "K = 2: RESOURCE_EXHAUSTED: out of memory" in lab.sweep("-k 1,2", code=2)
+    assert len(lab.folder.samples()) == 2
+    lab.resume("--continue-on-error", code=1)
+    assert ks() == [0, 1]
+    assert "**Failed:** prompts, raw, greedy, K = 2: RESOURCE_EXHAUSTED" in lab.page.partition("\n## ")[0]
+    lab.before_decoding(lambda *_: None)
+    lab.resume()
+    assert ks() == [0, 1, 2]
+    assert lab.folder.errors() == {}
 
 
-def test_a_dry_run_writes_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prompts = prompt_file(tmp_path)
-    assert sweep(monkeypatch, "--out", tmp_path / "run", "--prompts", prompts, "-k", "0-2", "--dry-run") == 0
-    said = capsys.readouterr().out
-    assert "K = 0; 1; 2" in said
-    assert f"{3 * 9 * 3} requests" in said
-    typed = ["--prompts", prompts, "-k", "2", "--concurrency", "4,2", "--repeats", 1, "--dry-run"]
-    assert sweep(monkeypatch, "--out", tmp_path / "run", *typed) == 0
-    said = capsys.readouterr().out
-    assert "at once      2, 4" in said
-    assert f"{9 * (2 + 2 * 2)} requests" in said
-    assert not (tmp_path / "run").exists()
+def test_a_drafter_that_cannot_be_loaded_need_not_cost_the_others(lab: Lab) -> None:
+    def with_drafter(pair: Pair, _: str, drafter: str, **__: object) -> Pair:
+        if drafter == "ngram":
+            return pair
+        raise InputError("its weights are damaged")
+
+    lab.monkeypatch.setattr("peagle.cli.sweeping.check_fit", lambda *_: ())
+    lab.monkeypatch.setattr("peagle.cli.sweeping.with_drafter", with_drafter)
+    (lab.root / "bad").mkdir()
+    drafters = f"--drafter ngram,{lab.root / 'bad'}"
+    lab.sweep(drafters, code=2)
+    assert not lab.out.exists()
+    lab.sweep(drafters, "--continue-on-error", code=1)
+    assert [row["label"] for row in lab.folder.record["rows"]] == ["0", "1, ngram"]
+    assert "its weights are damaged" in lab.page
 
 
-def test_prompts_that_are_too_long_are_left_out_and_counted_or_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--prompts", prompt_file(tmp_path), "-k", "1", "--repeats", 1, "-n", 4, "--render", "raw"]
-    assert sweep(monkeypatch, "--out", tmp_path / "run", *options, "--max-prompt-tokens", 5) == 0
-    requests, left_out = open_run(tmp_path / "run").prompts() or ([], [])
-    assert (len(requests), len(left_out)) == (8, 1)
-    assert "has 15 tokens; expected at most 5" in (tmp_path / "run" / "README.md").read_text()
-    assert re.search(r"warning: prompts: 1 conversation left out or cut, .*has 15 tokens", capsys.readouterr().err)
-    options += ["--max-prompt-tokens", 5, "--too-long", "error"]
-    assert sweep(monkeypatch, "--out", tmp_path / "other", *options) == 2
-    assert "--too-long skip" in capsys.readouterr().err
+# --- what is refused, left out or told ---
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["-k", "x"], "expected numbers, ranges, auto or auto:N"),
-        (["-k", "3-"], "expected numbers, ranges, auto or auto:N"),
-        (["-k", "1,auto:0"], "-k is 'auto:0'; expected auto:1 to auto:128"),
-        (["-k", "0"], "at least one K of 1 to 128"),
-        (["-k", "1,100000", "--dry-run"], "-k is 100000; expected 0 (plain decoding) to 128 drafted tokens"),
-        (["--temperature", "hot"], "expected numbers separated by commas"),
-        (["--temperature", "-1"], "expected finite numbers"),
-        (["--buckets", "5,3"], "tokens that rise"),
-        (["--repeats", "0"], "--repeats"),
-        (["--prompts", "absent.jsonl"], "cannot be read"),
-        (["--drafter", "absent"], "absent"),
-        (["--resume"], "cannot be read"),
-        (["--max-prompt-tokens", "1"], "demo has no usable prompt"),
-        (["--max-prompt-tokens", "1", "--too-long", "error"], "expected at most 1"),
-        (["--concurrency", "x"], "--concurrency is 'x'; expected numbers separated by commas"),
-        (["--concurrency", ""], "--concurrency is ''"),
-        (["--concurrency", "1,0"], "--concurrency is 0; expected 1 or more"),
-        (["--concurrency", "2,61"], "--concurrency is 61, but demo has 60 requests"),
-        (["--write-widths", "table.json", "-k", "1-3"], "-k does not name it; add it, as -k 1-7,auto"),
-        (["--write-widths", "no/table.json", "--concurrency", "1"], "no does not exist"),
-        (["--write-widths", "/dev/null", "--concurrency", "1"], "/dev/null exists"),
-        (
-            ["--write-widths", "draftr", "--concurrency", "1"],
-            "--write-widths draftr is no folder; expected a drafter's directory",
-        ),
-        (["--write-widths", "table.json", "--concurrency", "1", "--drafter", "demo,ngram"], "one drafter"),
-        (["--write-widths", "table.json", "--concurrency", "1", "--draft-vocab", "9,full"], "one vocabulary"),
-        (["--write-widths", "table.json", "--concurrency", "1", "--drafter-window", "9,off"], "one window"),
-        (["--drafter-window", "128,wide"], "drafter-window is 'wide'; expected the positions"),
-        (["--drafter-window", "128", "--drafter", "ngram"], "no drafter with weights"),
-    ],
-)
-def test_bad_input_is_one_line_and_writes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    arguments: list[str],
-    message: str,
-) -> None:
-    assert sweep(monkeypatch, "--out", tmp_path / "run", *arguments) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "run").exists()
+def test_a_dry_run_writes_nothing(lab: Lab) -> None:
+    for options, expected, decodings in (
+        ("-k 0-2 --repeats 3", "K = 0; 1; 2", 3 * 9 * 3),
+        ("-k 2 --concurrency 4,2", "at once      2, 4", 9 * (2 + 2 * 2)),
+    ):
+        assert (
+            main(words("sweep", SMALL, "--prompts", prompt_file(lab.root), "--out", lab.out, options, "--dry-run")) == 0
+        )
+        plan = lab.capsys.readouterr().out
+        assert expected in plan
+        assert f"{decodings} requests" in plan
+    assert not lab.out.exists()
 
 
-def test_a_run_is_never_overwritten(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], finished: Folder
-) -> None:
+def test_prompts_that_are_too_long_are_left_out_and_counted_or_refused(lab: Lab) -> None:
+    errors = lab.sweep("--max-prompt-tokens 5")
+    assert re.search(r"warning: prompts: 1 conversation left out or cut, .*has 15 tokens", errors)
+    assert (len(requests_of(lab.folder)), len((lab.folder.prompts() or ([], []))[1])) == (8, 1)
+    assert "has 15 tokens; expected at most 5" in lab.page
+    assert "--too-long skip" in lab.sweep("--max-prompt-tokens 5 --too-long error", out=lab.root / "other", code=2)
+
+
+# options without a file of prompts, and a part of the line
+REFUSED = [
+    ("-k x", "-k is 'x'; expected numbers, ranges, auto or auto:N"),
+    ("-k 3-", "expected numbers, ranges, auto or auto:N"),
+    ("-k 1,auto:0", "-k is 'auto:0'; expected auto:1 to auto:128"),
+    ("-k 0", "at least one K of 1 to 128"),
+    ("-k 1,100000 --dry-run", "-k is 100000; expected 0 (plain decoding) to 128 drafted tokens"),
+    ("--temperature hot", "--temperature is 'hot'; expected numbers separated by commas"),
+    ("--temperature -1", "expected finite numbers"),
+    ("--buckets 5,3", "tokens that rise"),
+    ("--repeats 0", "--repeats is 0"),
+    ("--strict", "--strict"),
+    ("--prompts absent.jsonl", "cannot be read"),
+    ("--drafter absent", "absent"),
+    ("--resume", "cannot be read"),
+    ("--max-prompt-tokens 1", "demo has no usable prompt"),
+    ("--max-prompt-tokens 1 --too-long error", "expected at most 1"),
+    ("--concurrency x", "--concurrency is 'x'; expected numbers separated by commas"),
+    ("--concurrency=", "--concurrency is ''"),
+    ("--concurrency 1,0", "--concurrency is 0; expected 1 or more"),
+    ("--concurrency 2,61", "--concurrency is 61, but demo has 60 requests"),
+    ("--write-widths table.json -k 1-3", "-k does not name it; add it, as -k 1-7,auto"),
+    ("--write-widths no/table.json --concurrency 1", "no does not exist"),
+    ("--write-widths /dev/null --concurrency 1", "/dev/null exists"),
+    ("--write-widths draftr --concurrency 1", "--write-widths draftr is no folder; expected a drafter's directory"),
+    ("--write-widths table.json --drafter demo,ngram", "one drafter"),
+    ("--write-widths table.json --draft-vocab 9,full", "one vocabulary"),
+    ("--write-widths table.json --drafter-window 9,off", "one window"),
+    ("--drafter-window 128,wide", "drafter-window is 'wide'; expected the positions"),
+    ("--drafter-window 128 --drafter ngram", "no drafter with weights"),
+]
+
+
+@pytest.mark.parametrize(("options", "line"), REFUSED)
+def test_bad_input_is_one_line_and_writes_nothing(lab: Lab, options: str, line: str) -> None:
+    assert line in lab.run(2, "sweep --out", lab.out, options)
+    assert not lab.out.exists()
+
+
+def test_a_run_is_never_overwritten(lab: Lab, finished: Folder) -> None:
+    """An option that no other folder could mend is named first."""
     before = {path.name: path.read_bytes() for path in finished.path.iterdir()}
-    assert sweep(monkeypatch, "--out", finished.path, "--prompts", prompt_file(tmp_path)) == 2
-    assert sweep(monkeypatch, "--out", finished.path, "--resume", "-k", "5") == 2
-    assert "leave out --num-speculative-tokens" in capsys.readouterr().err
+    assert "exists; expected a new folder" in lab.sweep(code=2)
+    assert "leave out --num-speculative-tokens" in lab.resume("-k 5", code=2)
+    for option in ("-k x", "--temperature hot", "--repeats 0", "--concurrency 0", "--strict"):
+        assert option.split()[0] in lab.run(2, "sweep --out", finished.path, option)
     assert {path.name: path.read_bytes() for path in finished.path.iterdir()} == before
 
 
-def test_a_slip_in_an_option_is_named_before_a_folder_that_exists(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With another folder alone the command would fail again."""
-    for arguments in (["-k", "x"], ["--temperature", "hot"], ["--repeats", "0"], ["--concurrency", "0"], ["--strict"]):
-        assert sweep(monkeypatch, "--out", tmp_path, *arguments) == 2
-        error = capsys.readouterr().err
-        assert arguments[0] in error
-        assert "exists" not in error
-    assert sweep(monkeypatch, "--out", tmp_path) == 2
-    assert "exists; expected a new folder" in capsys.readouterr().err
+def test_two_processes_do_not_write_to_one_run(lab: Lab, finished: Folder) -> None:
+    with alone(finished.path):
+        assert "is being written by another run" in lab.resume(code=2)
 
 
-def test_another_schema_another_checkpoint_and_damage_are_refused(
-    monkeypatch: pytest.MonkeyPatch, finished: Folder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_schema_another_checkpoint_and_damage_are_refused(lab: Lab, finished: Folder) -> None:
     record = json.loads((finished.path / RUN).read_text())
-    prints = record["plan"]["fingerprints"]
-    for change, message in (
+    plan, sitting = record["plan"], record["sittings"][0]
+    for change, line in (
         ({"schema": 4}, "has schema 4 of a newer peagle"),
         ({"schema": 1}, "holds no run of peagle sweep"),
         ({"kind": "other"}, "holds no run of peagle sweep"),
@@ -488,65 +437,45 @@ def test_another_schema_another_checkpoint_and_damage_are_refused(
         ({"shares": None}, "is incomplete (shares)"),
         ({"plan": {}}, "is incomplete"),
         ({"plan": []}, "is incomplete"),
-        ({"plan": record["plan"] | {"ks": ["x"]}}, "is incomplete"),
-        (
-            {"sittings": [record["sittings"][0] | {"ran": {"dtype": "float32", "experts": "e", "kernels": "other"}}]},
-            "kernels other; now it is dtype float32",
-        ),
-        ({"plan": record["plan"] | {"fingerprints": prints | {"target": "0"}}}, "target has changed since"),
+        ({"plan": plan | {"ks": ["x"]}}, "is incomplete"),
+        ({"sittings": [sitting | {"ran": sitting["ran"] | {"kernels": "other"}}]}, "kernels other; now it is dtype"),
+        ({"plan": plan | {"fingerprints": plan["fingerprints"] | {"target": "0"}}}, "target has changed since"),
     ):
         damaged = {name: value for name, value in (record | change).items() if value is not None}
         (finished.path / RUN).write_text(json.dumps(damaged))
-        assert sweep(monkeypatch, "--out", finished.path, "--resume") == 2
-        error = capsys.readouterr().err
-        assert message in error
-        assert error.count("\n") == 1
+        assert line in lab.resume(code=2)
     (finished.path / RUN).write_text(json.dumps(record))
     whole = (finished.path / RAW).read_text()
-    for line, message in (
-        ("damage", "raw.jsonl line 49 is damaged (Expecting value"),
-        ('{"prompts": "a"}', "raw.jsonl line 49 is damaged ('raw' is missing)"),
-    ):
+    for line, why in (("damage", "Expecting value"), ('{"prompts": "a"}', "'raw' is missing)")):
         (finished.path / RAW).write_text(f"{whole}{line}\n")
-        assert main(["report", str(finished.path)]) == 2
-        error = capsys.readouterr().err
-        assert message in error
-        assert error.count("\n") == 1
+        assert f"raw.jsonl line 49 is damaged ({why}" in lab.run(2, "report", finished.path)
 
 
-def test_conversations_that_need_a_template_are_left_out_of_raw(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_conversations_that_need_a_template_are_left_out_of_raw(lab: Lab) -> None:
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    prompts = prompt_file(tmp_path, {"messages": messages}, {"messages": messages[1:]})
-    options = ["--prompts", prompts, "-k", "1", "--repeats", 1, "-n", 9, "--render", "both"]
-    assert sweep(monkeypatch, "--out", tmp_path / "run", *options) == 0
-    requests, left_out = open_run(tmp_path / "run").prompts() or ([], [])
+    prompt_file(lab.root, {"messages": messages}, {"messages": messages[1:]})
+    lab.sweep("--render both")
+    requests, left_out = lab.folder.prompts() or ([], [])
     assert [(request.raw, request.row) for request in requests] == [(False, 0), (False, 1), (True, 1)]
     assert [(left.raw, left.row) for left in left_out] == [(True, 0)]
-    assert "Conversations left out: 1," in (tmp_path / "run" / "README.md").read_text()
-    prompt_file(tmp_path, {"messages": messages})
-    assert sweep(monkeypatch, "--out", tmp_path / "both", *options) == 0
-    text = (tmp_path / "both" / "README.md").read_text()
-    assert "**prompts, raw, greedy: nothing was decoded, because every prompt was left out.**" in text
-    capsys.readouterr()
-    assert sweep(monkeypatch, "--out", tmp_path / "raw", *options[:-1], "raw") == 2
-    assert "which needs the chat template" in capsys.readouterr().err
-    assert not (tmp_path / "raw").exists()
+    assert "Conversations left out: 1," in lab.page
+    prompt_file(lab.root, {"messages": messages})
+    lab.sweep("--render both", out=lab.root / "both")
+    sentence = "**prompts, raw, greedy: nothing was decoded, because every prompt was left out.**"
+    assert sentence in (lab.root / "both" / "README.md").read_text()
+    assert "which needs the chat template" in lab.sweep(out=lab.root / "raw", code=2)
+    assert not (lab.root / "raw").exists()
 
 
-def test_no_text_costs_a_sweep_its_report(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_text_costs_a_sweep_its_report(lab: Lab) -> None:
     """File names that are not UTF-8, odd categories, malformed rows; also in a run of an older release."""
-    prompts = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9 $x^{.jsonl"))
-    rows = [{"prompt": text, "category": f"$a_{{\n|\x00{n % 2}"} for n, text in enumerate(TEXTS[:3])]
-    prompt_file(tmp_path, *rows, {"prompt": "a", "category": "\ud800"}, {"prompt": ""}).rename(prompts)
-    out = Path(os.fsdecode(os.fsencode(tmp_path) + b"/run\xe9"))
-    options = ["--prompts", prompts, "-k", "1", "--repeats", 1, "-n", 4, "--render", "raw", "--out", out]
-    assert sweep(monkeypatch, *options, "--strict") == 2
+    prompts, out = (Path(os.fsdecode(os.fsencode(lab.root) + name)) for name in (b"/caf\xe9 $x^{.jsonl", b"/run\xe9"))
+    odd = [{"prompt": text, "category": f"$a_{{\n|\x00{n % 2}"} for n, text in enumerate(TEXTS[:3])]
+    prompt_file(lab.root, *odd, {"prompt": "a", "category": "\ud800"}, {"prompt": ""}).rename(prompts)
+    command: list[Any] = ["sweep", SMALL, "--prompts", prompts, "--out", out]
+    lab.run(2, *command, "--strict")
     assert not out.exists()
-    assert sweep(monkeypatch, *options) == 0
+    assert "2 rows without a usable prompt, the first: " in lab.run(0, *command)
     folder = open_run(out)
     assert (folder.plan.sources[0].num_rows, folder.plan.sources[0].num_skipped) == (5, 2)
     _, left_out = folder.prompts() or ([], [])
@@ -554,47 +483,38 @@ def test_no_text_costs_a_sweep_its_report(
         "line 4: category is not valid Unicode text: it holds the lone surrogate \\ud800; expected UTF-8",
         "line 5 is empty; expected some text",
     ]
-    pages = {name: (out / name).read_text(encoding="utf-8") for name in ("README.md", "report.html")}
-    for text in pages.values():
-        assert "rows without a usable prompt: 2, the first: " in text
-        assert "caf\\udce9 $x^{, raw, greedy" in text
-        assert "$a_{\\n" in text
-    assert "2 rows without a usable prompt, the first: " in capsys.readouterr().err
+    for name in ("README.md", "report.html"):
+        text = (out / name).read_text(encoding="utf-8")
+        for part in ("usable prompt: 2, the first: ", "caf\\udce9 $x^{, raw, greedy", "$a_{\\n"):
+            assert part in text
     record = json.loads((out / RUN).read_text())
     record["plan"]["sources"][0]["name"] = "caf\udce9 $x^{"
     (out / RUN).write_text(json.dumps(record))
     for name in (RAW, PROMPTS):
         text = (out / name).read_text()
         (out / name).write_text(text.replace("caf\\\\udce9", "caf\\udce9").replace("$a_{\\\\n", "$a_{\\ud800"))
-    assert main(["report", str(out)]) == 0
+    lab.run(0, "report", out)
     assert "caf\\udce9 $x^{, raw, greedy" in (out / "README.md").read_text(encoding="utf-8")
 
 
-def test_special_tokens_are_read_in_raw_text_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], tokenizer: ByteLevelTokenizer
-) -> None:
-    options = ["--prompts", prompt_file(tmp_path, {"prompt": "<|start|>a"}), "-k", "1", "--repeats", 1, "-n", 2]
-    options += ["--special-tokens", "--out", tmp_path / "run"]
-    assert sweep(monkeypatch, *options, pair=toy_pair(tokenizer, ())) == 2
-    assert "applies to raw text only" in capsys.readouterr().err
-    assert sweep(monkeypatch, *options, "--render", "both", pair=toy_pair(tokenizer, ())) == 0
-    chat, raw = (request.prompt_ids for request in (open_run(tmp_path / "run").prompts() or ([], []))[0])
+def test_special_tokens_are_read_in_raw_text_alone(lab: Lab, tokenizer: ByteLevelTokenizer) -> None:
+    load_in_place(lab.monkeypatch, dataclasses.replace(shared_pair(), tokenizer=tokenizer))
+    prompt_file(lab.root, {"prompt": "<|start|>a"})
+    assert "applies to raw text only" in lab.sweep("--special-tokens --render chat", code=2)
+    lab.sweep("--special-tokens --render both -n 2")
+    chat, raw = (request.prompt_ids for request in requests_of(lab.folder))
     start = SPECIALS.index("<|start|>")
     assert (raw[0], raw.count(start), chat.count(start)) == (start, 1, 3)  # of the chat's all are the template's
 
 
-def test_auto_that_never_drafted_is_told(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(WarmUp, "measure_costs", lambda warm_up, _: costs(warm_up.num_drafts, {1: False}))
-    options = ["-k", "auto", "--repeats", 1, "-n", 4, "--concurrency", 2, "--quiet", "--seed", 3]
-    arguments = ("--out", tmp_path / "run", "--prompts", prompt_file(tmp_path), *options)
-    assert sweep(monkeypatch, *arguments, pair=toy_pair(Tokens(), ())) == 0
-    idle, alone, together = capsys.readouterr().err.splitlines()
+def test_auto_that_never_drafted_is_told(lab: Lab) -> None:
+    load_in_place(lab.monkeypatch, dataclasses.replace(shared_pair(), speculation=Speculation(1)))
+    lab.monkeypatch.setattr(WarmUp, "measure_costs", lambda warm_up, _: costs(warm_up.num_drafts, {1: False}))
+    idle, alone, together = lab.sweep("-k auto --concurrency 2 --quiet --seed 3").splitlines()
     assert idle == "peagle: warning: --seed: no effect at temperature 0, where the likeliest token is taken"
     why = "K = auto verified no draft, since by measured times none was likely enough to pay"
-    assert alone.startswith(f"peagle: warning: prompts, chat, greedy: {why}")
-    assert together.startswith(f"peagle: warning: prompts, chat, greedy, 2 at once: {why}")
+    assert alone.startswith(f"peagle: warning: prompts, raw, greedy: {why}")
+    assert together.startswith(f"peagle: warning: prompts, raw, greedy, 2 at once: {why}")
 
 
 def test_auto_that_never_drafted_is_not_the_k_to_use(finished: Folder) -> None:
@@ -604,52 +524,10 @@ def test_auto_that_never_drafted_is_not_the_k_to_use(finished: Folder) -> None:
     assert best([plain, dataclasses.replace(ahead, num_spec_steps=0)]) == plain
 
 
-def test_a_drafter_that_cannot_be_loaded_need_not_cost_the_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("peagle.cli.sweeping.check_fit", lambda *_: ())
-    (tmp_path / "bad").mkdir()
-
-    def with_drafter(pair: Pair, _: str, drafter: str, **__: object) -> Pair:
-        if drafter == "ngram":
-            return pair
-        raise InputError("its weights are damaged")
-
-    monkeypatch.setattr(peagle.cli.sweeping, "load", lambda *_, **__: shared_pair())
-    monkeypatch.setattr(peagle.cli.sweeping, "with_drafter", with_drafter)
-    arguments = [
-        "sweep",
-        "--prompts",
-        str(prompt_file(tmp_path)),
-        "-k",
-        "1",
-        "--repeats",
-        "1",
-        "-n",
-        "9",
-        "--render",
-        "raw",
-    ]
-    arguments += ["--drafter", f"ngram,{tmp_path / 'bad'}", "--out", str(tmp_path / "run")]
-    assert main(arguments) == 2
-    assert not (tmp_path / "run").exists()
-    assert main([*arguments, "--continue-on-error"]) == 1
-    assert [row["label"] for row in open_run(tmp_path / "run").record["rows"]] == ["0", "1, ngram"]
-    assert "its weights are damaged" in (tmp_path / "run" / "README.md").read_text()
-
-
 def test_files_and_drafters_of_the_same_name_are_told_apart() -> None:
     assert short_names(["a/question", "b/question"]) == ["a/question", "b/question"]
     assert short_names(["runs/a/drafter", "runs/b/drafter", "ngram"]) == ["a/drafter", "b/drafter", "ngram"]
     assert short_names(["x"]) == ["x"]
-
-
-def test_two_processes_do_not_write_to_one_run(
-    finished: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with alone(finished.path):
-        assert sweep(monkeypatch, "--out", finished.path, "--resume") == 2
-    assert "is being written by another run" in capsys.readouterr().err
 
 
 def test_buckets_of_prompts(finished: Folder) -> None:
