@@ -1,6 +1,7 @@
 """Every public drafter of GPT-OSS, as a tiny file in its layout: it loads and decodes losslessly, or is refused."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ LOADABLE = [drafter for drafter in DRAFTERS if drafter.refused is None]
 REFUSED = [drafter for drafter in DRAFTERS if drafter.refused is not None]
 PROMPT = [(7 * place + 3) % VOCAB for place in range(70)]
 NEW, K = 24, 3
+Plain = dict[str, tuple[Pair, tuple[int, ...]]]  # a target, and what it emits by itself
 DOUBTFUL = "ignore:.*are read as.*:peagle.ops.errors.InputWarning"  # nested ids that do not begin with 1
 
 
@@ -27,8 +29,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def plain(targets: dict[str, Path]) -> dict[str, tuple[Pair, tuple[int, ...]]]:
-    """The targets with what they emit by themselves."""
+def plain(targets: dict[str, Path]) -> Plain:
     pairs = {size: load(directory, None) for size, directory in targets.items()}
     return {size: (pair, generate(pair, 0)) for size, pair in pairs.items()}
 
@@ -39,36 +40,36 @@ def generate(pair: Pair, k: int) -> tuple[int, ...]:
 
 @pytest.mark.filterwarnings(DOUBTFUL)
 @pytest.mark.parametrize("drafter", LOADABLE, ids=lambda drafter: drafter.name)
-def test_it_reads_the_layers_that_vllm_feeds_it(
-    targets: dict[str, Path], tmp_path: Path, drafter: PublicDrafter
+def test_it_loads_and_reads_the_layers_that_vllm_feeds_it(
+    targets: dict[str, Path], plain: Plain, tmp_path: Path, drafter: PublicDrafter
 ) -> None:
-    directory = drafter.write(tmp_path)
+    directory, target = drafter.write(tmp_path), targets[drafter.target]
     assert parse_config(read_checkpoint(directory)).kind == drafter.kind
-    assert check_fit(targets[drafter.target], directory).outputs == drafter.outputs
+    assert check_fit(target, directory).outputs == drafter.outputs
+    loaded = with_drafter(plain[drafter.target][0], target, directory)
+    assert getattr(loaded.target, "aux_layer_ids", None) == drafter.outputs
+
+
+# one of the layouts that make a program of the same form, since each compiles for a second or more
+DECODED = ("amazon/GPT-OSS-20B-P-EAGLE", "RedHatAI/gpt-oss-20b-speculator.eagle3-qwen3", "SpecDrift-5")
+DECODED += ("nvidia/gpt-oss-120b-Eagle3-v3", "nebius/EAGLE3-gpt-oss-120b", "z-lab/gpt-oss-120b-DFlash")
 
 
 @pytest.mark.filterwarnings(DOUBTFUL)
-@pytest.mark.parametrize("drafter", LOADABLE, ids=lambda drafter: drafter.name)
-def test_it_decodes_losslessly(
-    targets: dict[str, Path],
-    plain: dict[str, tuple[Pair, tuple[int, ...]]],
-    tmp_path: Path,
-    drafter: PublicDrafter,
-) -> None:
+@pytest.mark.parametrize(
+    "drafter",
+    [pytest.param(one, id=one.name, marks=() if one.name in DECODED else pytest.mark.slow) for one in LOADABLE],
+)
+def test_it_decodes_losslessly(targets: dict[str, Path], plain: Plain, tmp_path: Path, drafter: PublicDrafter) -> None:
     pair, expected = plain[drafter.target]
-    drafting = with_drafter(pair, targets[drafter.target], drafter.write(tmp_path))
-    assert getattr(drafting.target, "aux_layer_ids", None) == drafter.outputs
     assert len(set(expected)) > 5
-    assert generate(drafting, K) == expected
+    assert generate(with_drafter(pair, targets[drafter.target], drafter.write(tmp_path)), K) == expected
 
 
 @pytest.mark.parametrize("drafter", REFUSED, ids=lambda drafter: drafter.name)
 def test_it_is_refused_by_name(targets: dict[str, Path], tmp_path: Path, drafter: PublicDrafter) -> None:
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match=rf"\A.*{re.escape(drafter.refused or '')}.*\Z"):
         load(targets[drafter.target], drafter.write(tmp_path))
-    assert drafter.refused is not None
-    assert drafter.refused in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_ids_that_could_be_meant_otherwise_are_doubted(targets: dict[str, Path], tmp_path: Path) -> None:
@@ -88,9 +89,7 @@ def test_a_dflash_drafter_of_another_target_is_refused(targets: dict[str, Path],
         check_fit(targets["20b"], large)
 
 
-def test_a_block_has_no_more_drafts_than_rows(
-    targets: dict[str, Path], plain: dict[str, tuple[Pair, tuple[int, ...]]], tmp_path: Path
-) -> None:
+def test_a_block_has_no_more_drafts_than_rows(targets: dict[str, Path], plain: Plain, tmp_path: Path) -> None:
     """The whole block decodes; one draft more is refused in one line, before weights are read if K is known then."""
     (small,) = (drafter for drafter in DRAFTERS if drafter.name == "z-lab/gpt-oss-20b-DFlash")
     pair, expected = plain["20b"]
