@@ -42,8 +42,8 @@ from tests.support.drafters import random_params
 from tests.support.pairs import edit_json
 
 SETTINGS = ParityConfig(3, 32, 1)
-FEW = ["-n", "32", "-k", "3", "--num-prompts", "6", "--reference-steps", "1"]
-CONVERSATIONS = read_prompt_file(HELD_OUT).conversations[:10]
+FEW = ["-n", "32", "-k", "3", "--num-prompts", "3", "--reference-steps", "1"]
+CONVERSATIONS = read_prompt_file(HELD_OUT).conversations[:8]
 DEMO_DRAFTER = DEMO_DIRECTORY / "drafter"
 TAPS = "eagle_aux_hidden_state_layer_ids"
 
@@ -179,7 +179,7 @@ def test_a_vocabulary_that_lacks_what_the_target_says_is_named(
     """By the command. Trained for few tokens, a drafter is limited by them, not by how it is read."""
     drafter, out = tmp_path / "drafter", tmp_path / "parity.json"
     save_drafter(drafter, *narrowed_to("100", *load_drafter(DEMO_DRAFTER)))
-    code, lines, _ = run(capsys, "parity", *FEW, "--num-prompts", "3", "--drafter", str(drafter), "--json", str(out))
+    code, lines, _ = run(capsys, "parity", *FEW, "--drafter", str(drafter), "--json", str(out))
     assert code == 1
     frac = json.loads(out.read_text())["drafter"]["vocabulary"]["frac"]
     assert 0.3 < frac < 0.9
