@@ -1,7 +1,9 @@
 """`peagle bench`: counts, formulas, output and errors. No test depends on a measured time."""
 
 import dataclasses
+import functools
 import json
+import re
 import signal
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -18,7 +20,6 @@ import peagle.cli.benching
 import peagle.cli.processes
 import peagle.loading
 import peagle.measure.bench
-from peagle.cli import main
 from peagle.engine.collect import Collector
 from peagle.engine.request import Request, StepRecord, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
@@ -36,6 +37,8 @@ from peagle.measure.bench import (
 )
 from peagle.ops.errors import InputError
 from peagle.pair import Pair
+from tests.support import commands
+from tests.support.commands import refused
 from tests.support.pairs import MAX_POSITIONS, Directories, toy_pair
 from tests.support.toys import tiny_target
 
@@ -54,7 +57,7 @@ def tiny() -> Pair:
     return Pair(target, target, None, None)
 
 
-# formulas
+# --- formulas ---
 
 
 @given(
@@ -129,7 +132,7 @@ def test_ratios_of_slots_and_costs_of_drafts_are_of_medians() -> None:
     assert [done.v(measured) for measured in done.measurements] == [None] * 5
 
 
-# measurements
+# --- measurements ---
 
 
 def scheduled(*chunks: tuple[int, float, int]) -> Generator[tuple[int, TokenChunk], None, None]:
@@ -216,20 +219,19 @@ def test_every_test_is_measured_and_its_tokens_counted(tiny: Pair) -> None:
 
 def test_decoding_is_the_engines(tiny: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs the engine of plain decoding, after a context of random tokens."""
-    used: list[tuple[Any, ...]] = []
+    engines: list[Any] = []
     engine = Pair.engine
 
-    def watched(self: Pair, *arguments: Any, **options: Any) -> Any:
-        built = engine(self, *arguments, **options)
-        used.append((*arguments, options, built))
-        return built
+    def watched(pair: Pair, config: Any) -> Any:
+        engines.append(engine(pair, config))
+        return engines[-1]
 
     monkeypatch.setattr(Pair, "engine", watched)
     bench(tiny, OPTIONS)
-    ((config, options, built),) = used
-    assert (config, options) == (ResolvedConfig(0, slots=2, context=128), {})
-    assert built.target is tiny.plain_target
-    assert built.drafter is None
+    (used,) = engines
+    assert used.config == ResolvedConfig(0, slots=2, context=128)
+    assert used.target is tiny.plain_target
+    assert used.drafter is None
 
 
 def test_a_measurement_of_verify_is_that_many_passes_over_new_tokens(tiny: Pair) -> None:
@@ -281,24 +283,24 @@ def test_an_interruption_leaves_what_there_is(tiny: Pair) -> None:
     assert bench(tiny, OPTIONS, stop_at("compiling", 2)).measurements == ()
 
 
-def test_what_takes_more_positions_than_there_are_is_refused() -> None:
-    options = BenchOptions(prompt_lengths=(16,), new_tokens=(5,), widths=(1, 6), context=10)
-    options.check(16)
-    with pytest.raises(InputError, match=r"pp 16 takes 16 positions; expected at most 15, the target.s: lower -p$"):
-        options.check(15)
-    several = BenchOptions(prompt_lengths=(), new_tokens=(5,), widths=(1,), context=9, slots=(3, 1))
-    several.check(9 + 1 + 2 + 5)  # two prompts of a chunk follow the first, with a step before each
-    with pytest.raises(InputError, match="tg 5 after a context of 9 takes 17 positions"):
-        several.check(16)
-    several.check(9 + 1 + 2 * 4 + 8, steps_per_dispatch=4)
-    with pytest.raises(InputError, match="takes 26 positions"):
-        several.check(25, steps_per_dispatch=4)
-    few = BenchOptions(prompt_lengths=(), new_tokens=(6,), widths=(1,), context=10)
-    with pytest.raises(InputError, match=r"tg 6 after a context of 10 takes 17 positions.*lower -n or --context"):
-        few.check(16)
-    wide = BenchOptions(prompt_lengths=(), new_tokens=(), widths=(7,), context=10)
-    with pytest.raises(InputError, match="verify 7 after a context of 10 takes 17 positions"):
-        wide.check(16)
+# (prompts, new tokens, widths, context, slots, steps of a dispatch), the positions that it takes, a pattern of the line
+POSITIONS: list[tuple[tuple[Any, ...], int, str]] = [
+    (((16,), (5,), (1, 6), 10, (), 1), 16, r"pp 16 takes 16 positions; expected at most 15, the target.s: lower -p$"),
+    # two prompts of a chunk follow the first, with a step before each
+    (((), (5,), (1,), 9, (3, 1), 1), 9 + 1 + 2 + 5, "tg 5 after a context of 9 takes 17 positions"),
+    (((), (5,), (1,), 9, (3, 1), 4), 9 + 1 + 2 * 4 + 8, "takes 26 positions"),
+    (((), (6,), (1,), 10, (), 1), 17, "tg 6 after a context of 10 takes 17 positions.*lower -n or --context"),
+    (((), (), (7,), 10, (), 1), 17, "verify 7 after a context of 10 takes 17 positions"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "positions", "line"), POSITIONS)
+def test_sizes_of_more_positions_than_the_targets_are_refused(sizes: Any, positions: int, line: str) -> None:
+    prompts, new, widths, context, slots, steps = sizes
+    options = BenchOptions(prompts, new, widths, context=context, **({"slots": slots} if slots else {}))
+    options.check(positions, steps_per_dispatch=steps)
+    with pytest.raises(InputError, match=line):
+        options.check(positions - 1, steps_per_dispatch=steps)
 
 
 def test_caches_that_do_not_fit_are_refused(tiny: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +309,7 @@ def test_caches_that_do_not_fit_are_refused(tiny: Pair, monkeypatch: pytest.Monk
         bench(tiny, OPTIONS)
 
 
-# the command
+# --- the command ---
 
 ARGUMENTS = ("-p", "8", "-n", "3", "-t", "2,1,2", "--context", "6", "--repeats", "2")
 TOP = {"schema", "provenance", "config", "weight_bytes", "tests", "peak_memory_bytes"}
@@ -321,19 +323,13 @@ TEST = {
     "seconds", "tok_per_s", "ms_per_pass", "v", "v_floor", "weight_gb_per_s", "over_one_slot", "cost",
 }  # fmt: skip
 SPREAD = {"median", "lowest", "highest"}
-Run = Callable[..., tuple[int, str, str]]
+Run = Callable[..., commands.Captured]
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], directories: Directories) -> Run:
-    """`peagle bench` on the tiny checkpoint: (exit code, standard output, standard error)."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = main(["bench", str(directories.target), *arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+    """Run `peagle bench` on the tiny checkpoint."""
+    return functools.partial(commands.run, capsys, "bench", str(directories.target))
 
 
 def test_json_has_every_key(run: Run) -> None:
@@ -434,60 +430,52 @@ def test_ctrl_c_shows_what_was_measured(run: Run, monkeypatch: pytest.MonkeyPatc
     assert [len(test["seconds"]) for test in value["tests"]] == [1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (["-p", "12,x"], ["-p is '12,x'", "commas"]),
-        (["-n", ""], ["-n is ''"]),
-        (["-t", "1,,2"], ["-t is '1,,2'"]),
-        (["-t", "0"], ["-t is 0", "1 or more"]),
-        (["-t", "2,-1"], ["-t is -1"]),
-        (["-p", "8,0"], ["-p is 0"]),
-        (["-n", "-4"], ["-n is -4"]),
-        (["--context", "0"], ["--context is 0"]),
-        (["--slots", "0"], ["--slots is 0"]),
-        (["--slots", "1,x"], ["--slots is '1,x'", "commas"]),
-        (["--slots", "1,-2"], ["--slots is -2"]),
-        (["--slots", "1,2", "-n", "0"], ["several --slots are given, but no decoding test"]),
-        (["--slots", "1,400"], ["tg 3", f"at most {MAX_POSITIONS}, the target's"]),
-        (["--slots", "2", "--batch", "2"], ["--slots and --batch"]),
-        (["-k", "0", "--drafter", "ngram"], ["-k is 0", "1 to 128 drafted"]),
-        (["-k", "2,many", "--drafter", "ngram"], ["-k is '2,many'"]),
-        (["-k", "200", "--drafter", "ngram"], ["-k is 200", "128"]),
-        (["-k", "2", "-n", "0", "--drafter", "ngram"], ["-k is given, but no decoding test"]),
-        (["-k", "2"], ["needs its own drafter"]),
-        (["-k", "2", "--drafter", "absent"], ["absent does not exist"]),
-        (["--drafter", "ngram"], ["--drafter is given without -k"]),
-        (["--repeats", "0"], ["--repeats is 0"]),
-        (["--ffn-blocks", "4"], ["--ffn-blocks is given", "--prefill blocked"]),
-        (["--prefill", "blocked", "--ffn-blocks", "5"], ["--ffn-blocks is 5", "divides 128", "1, 2, 4, 8"]),
-        (["--context", "381"], ["tg 3", "takes 385 positions", f"at most {MAX_POSITIONS}, the target's"]),
-        (["-p", "385"], ["pp 385", f"at most {MAX_POSITIONS}"]),
-        (["-t", "379"], ["verify 379", "385"]),
-        (["--json", "-", "--markdown", "-"], ["two files"]),
-        (["--json", "no/such/folder/x"], ["--json", "cannot be written"]),
-        (["--markdown", "/"], ["--markdown / cannot be written"]),
-        (["--experts", "huge"], ["huge"]),
-        (["--kernels", "fast"], ["fast"]),
-    ],
-)
-def test_bad_input_is_refused_in_one_line_before_weights_are_read(
-    run: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str], parts: list[str]
-) -> None:
-    def no_loading(*_: Any, **__: Any) -> None:
-        raise AssertionError("weights were read")
+# options, and a pattern of the line
+REFUSED = [
+    ("-p 12,x", "-p is '12,x'; expected whole numbers with commas between"),
+    ("-n=", "-n is ''"),
+    ("-t 1,,2", "-t is '1,,2'"),
+    ("-t 0", "-t is 0; expected 1 or more"),
+    ("-t 2,-1", "-t is -1"),
+    ("-p 8,0", "-p is 0"),
+    ("-n -4", "-n is -4"),
+    ("--context 0", "--context is 0"),
+    ("--slots 0", "--slots is 0"),
+    ("--slots 1,x", "--slots is '1,x'.*commas"),
+    ("--slots 1,-2", "--slots is -2"),
+    ("--slots 1,2 -n 0", "several --slots are given, but no decoding test"),
+    ("--slots 1,400", f"tg 3 .*at most {MAX_POSITIONS}, the target's"),
+    ("--slots 2 --batch 2", "--slots and --batch"),
+    ("-k 0 --drafter ngram", "-k is 0; expected 1 to 128 drafted"),
+    ("-k 2,many --drafter ngram", "-k is '2,many'"),
+    ("-k 200 --drafter ngram", "-k is 200.*128"),
+    ("-k 2 -n 0 --drafter ngram", "-k is given, but no decoding test"),
+    ("-k 2", "needs its own drafter"),
+    ("-k 2 --drafter absent", "absent does not exist"),
+    ("--drafter ngram", "--drafter is given without -k"),
+    ("--repeats 0", "--repeats is 0"),
+    ("--ffn-blocks 4", "--ffn-blocks is given.*--prefill blocked"),
+    ("--prefill blocked --ffn-blocks 5", "--ffn-blocks is 5.*divides 128.*1, 2, 4, 8"),
+    ("--context 381", f"tg 3 .*takes 385 positions.*at most {MAX_POSITIONS}, the target's"),
+    ("-p 385", f"pp 385.*at most {MAX_POSITIONS}"),
+    ("-t 379", "verify 379.*385"),
+    ("--json - --markdown -", "two files"),
+    ("--json no/such/folder/x", "--json.*cannot be written"),
+    ("--markdown /", "--markdown / cannot be written"),
+    ("--experts huge", "huge"),
+    ("--kernels fast", "fast"),
+]
 
-    monkeypatch.setattr(peagle.cli.processes, "load_models", no_loading)
-    code, out, err = run(*ARGUMENTS, *arguments)
-    assert (code, out) == (2, "")
-    assert err.startswith("peagle: error: ")
-    assert err.count("\n") == 1
-    for part in parts:
-        assert part in err, err
+
+@pytest.mark.parametrize(("options", "line"), REFUSED)
+def test_bad_input_is_refused_in_one_line_before_weights_are_read(
+    run: Run, monkeypatch: pytest.MonkeyPatch, options: str, line: str
+) -> None:
+    monkeypatch.setattr(peagle.cli.processes, "load_models", lambda *_, **__: pytest.fail("weights were read"))
+    result = run(*ARGUMENTS, *options.split())
+    refused(result)
+    assert re.search(line, result[2]), result[2]
 
 
 def test_a_directory_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["bench", str(tmp_path / "absent")]) == 2
-    err = capsys.readouterr().err
-    assert "absent does not exist" in err
-    assert err.count("\n") == 1
+    refused(commands.run(capsys, "bench", str(tmp_path / "absent")), "absent does not exist")
