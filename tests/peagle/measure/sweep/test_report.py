@@ -21,11 +21,13 @@ from peagle.measure.sweep.plan import PLAIN, Variant
 from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
 from peagle.ops.errors import InputError
 from scripts.publish import ROW, publish, rounded
-from tests.peagle.measure.sweep.runs import example_row
+from tests.peagle.measure.sweep.runs import Lab, example_row
+
+Runs = tuple[Folder, Folder]
 
 
 @pytest.fixture
-def runs(once: Path, tmp_path: Path) -> tuple[Folder, Folder]:
+def runs(once: Path, tmp_path: Path) -> Runs:
     """Make two runs of equal results."""
     one, two = (open_run(Path(shutil.copytree(once, tmp_path / name))) for name in ("one", "two"))
     return one, two
@@ -45,6 +47,14 @@ def rewrite(folder: Folder, change: Callable[[dict[str, Any]], None]) -> None:
     (folder.path / RAW).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def page_of(directory: Path) -> str:
+    return (directory / "README.md").read_text()
+
+
+def words_of(line: str) -> str:
+    return " ".join(line.split())
+
+
 def now_and_then_slower(line: dict[str, Any]) -> None:
     if line["k"] == 3:
         line["decode_s"] *= 1.2 if line["request"] % 2 else 0.8
@@ -56,71 +66,65 @@ def one_more_step_accepts_nothing(line: dict[str, Any]) -> None:
         line["decode_s"] *= 2
 
 
-def test_a_run_is_rendered_once_more_and_an_unfinished_one_says_so(
-    runs: tuple[Folder, Folder], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_rendered_once_more_and_an_unfinished_one_says_so(lab: Lab, runs: Runs) -> None:
     folder = runs[0]
-    whole = (folder.path / "README.md").read_text()
+    whole = page_of(folder.path)
     (folder.path / "README.md").unlink()
-    assert main(["report", str(folder.path)]) == 0
-    assert (folder.path / "README.md").read_text() == whole
-    assert "report.html" in capsys.readouterr().out
+    lab.run(0, "report", folder.path)
+    assert page_of(folder.path) == whole
     lines = (folder.path / RAW).read_text().splitlines(keepends=True)
     (folder.path / RAW).write_text("".join(lines[:-2]))
     folder.save(rows=None)
-    assert main(["report", str(folder.path)]) == 0
-    assert "**Not finished:**" in (folder.path / "README.md").read_text().partition("\n## ")[0]
+    lab.run(0, "report", folder.path)
+    assert "**Not finished:**" in page_of(folder.path).partition("\n## ")[0]
     (folder.path / RAW).write_text("")
-    assert main(["report", str(folder.path)]) == 2
-    assert "resume the run first" in capsys.readouterr().err
+    assert "resume the run first" in lab.run(2, "report", folder.path)
 
 
-def test_the_terminal_shows_all_variants_and_the_result(
-    runs: tuple[Folder, Folder], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_terminal_shows_all_variants_and_the_result(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     folder = runs[0]
     rewrite(folder, lambda _: None)
     assert main(["report", str(folder.path)]) == 0
-    shown = capsys.readouterr().out
-    run = rows(folder)
+    shown, figures = capsys.readouterr().out, rows(folder)
     labels = [line.split()[0] for line in shown.splitlines() if line.strip()]
-    assert all(row.label.split(",")[0] in labels for row in run)
-    (sentence,) = headlines(folder, run)
+    assert all(row.label.split(",")[0] in labels for row in figures)
+    (sentence,) = headlines(folder, figures)
     assert f"\n{sentence}.\n" in shown
+    assert "report.html" in shown
 
 
-def test_no_word_of_a_table_is_cut_at_80_columns(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Columns that do not fit follow below, each with the first."""
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[Table], list[str]]:
+    """Show a table at 80 columns; return its lines."""
     monkeypatch.setenv("COLUMNS", "80")
+
+    def lines_of(table: Table) -> list[str]:
+        show([("title", table)], [], Path("/run"), quiet=False)
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= 80
+        return lines
+
+    return lines_of
+
+
+def test_no_word_of_a_table_is_cut_at_80_columns(shown: Callable[[Table], list[str]]) -> None:
+    """Columns that do not fit follow below, each with the first."""
     header = ("variant", "acceptance length", *(f"figure{place}" for place in range(6)))
     table = Table(header, [(f"K={k}", *(f"{place}.{k} (12345..67890)" for place in range(7))) for k in range(2)])
-    show([("title", table)], [], Path("/run"), quiet=False)
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    words = sorted(word for line in lines for word in line.split() if "─" not in word)
-    expected = [
-        word for cells in zip(table.header, *table.rows, strict=True) for cell in cells for word in cell.split()
-    ]
+    words = sorted(word for line in shown(table) for word in line.split() if "─" not in word)
+    expected = [word for cells in (table.header, *table.rows) for cell in cells for word in cell.split()]
     repeated = [cells[0] for cells in (table.header, *table.rows)] * (words.count("variant") - 1)
     assert repeated
     assert words == sorted(["title", "/run/report.html", *expected, *repeated])
 
 
-def test_a_row_of_a_table_is_one_line_at_80_columns(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_row_of_a_table_is_one_line_at_80_columns(shown: Callable[[Table], list[str]]) -> None:
     """Each figure beside its interval, in the line that begins with its K; headers end on one line."""
-    monkeypatch.setenv("COLUMNS", "80")
     rows = [(k, *[f"{place}.00 ({place}.00..9.00)" for place in range(3)], "2065", "100.0%") for k in ("0", "auto")]
     header = ("K", "acceptance length", "speed-up", "c(K)", "tok/s", "outputs equal to plain")
-    show([("title", Table(header, rows))], [], Path("/run"), quiet=False)
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    for row in rows:
-        assert " ".join(row) in [" ".join(line.split()) for line in lines]
-    assert "K acceptance length speed-up c(K) tok/s plain" in [" ".join(line.split()) for line in lines]
+    lines = list(map(words_of, shown(Table(header, rows))))
+    assert all(" ".join(row) in lines for row in rows)
+    assert "K acceptance length speed-up c(K) tok/s plain" in lines
 
 
 def test_every_colour_of_a_drawing_is_readable_on_a_dark_page() -> None:
@@ -189,35 +193,28 @@ def test_a_column_stands_where_it_says_something(
     assert cells == {"K": "0", "acceptance length": "3.00", **extra}
 
 
-def test_a_run_in_short_has_the_figures_of_the_whole(
-    runs: tuple[Folder, Folder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_in_short_has_the_figures_of_the_whole(lab: Lab, runs: Runs) -> None:
     """It is rounded; the run itself stays unchanged, and only its pages can be made again."""
-    folder, out = runs[0], tmp_path / "short"
+    folder, out = runs[0], lab.root / "short"
     before = {path.name: path.read_bytes() for path in folder.path.iterdir()}
     publish(folder.path, out)
     assert {path.name: path.read_bytes() for path in folder.path.iterdir()} == before
-    text = (out / "README.md").read_text()
+    text = page_of(out)
     pictures = {path.name for path in out.glob("*.svg")}
     assert 1 <= len(pictures) <= 2
     assert all(f"]({name})" in text for name in pictures)
     assert {path.name for path in out.iterdir()} == {"README.md", "run.json", *pictures}
     short, whole = (json.loads((path / RUN).read_text()) for path in (out, folder.path))
     assert (short["plan"], short["sittings"]) == (whole["plan"], whole["sittings"])
-    assert len(short["rows"]) == len(whole["rows"])
     for row, full in zip(short["rows"], whole["rows"], strict=True):
-        assert {name: row[name] for name in ROW} == {name: full[name] for name in ROW}
-        for name in ("acceptance_length", "speedup"):
-            assert row[name] == rounded(full[name])
-        quiet = full["without_loops"]["acceptance_length"]
-        assert row["without_loops"] == {"acceptance_length": rounded(quiet)}
+        figures = {name: rounded(full[name]) for name in ("acceptance_length", "speedup")}
+        calm = {"without_loops": {"acceptance_length": rounded(full["without_loops"]["acceptance_length"])}}
+        assert row == row | {name: full[name] for name in ROW} | figures | calm
         assert estimate_text(Estimate(**row["speedup"])) in text
-    capsys.readouterr()
-    assert main(["report", str(out)]) == 2
-    assert "with its raw lines" in capsys.readouterr().err
+    assert "with its raw lines" in lab.run(2, "report", out)
 
 
-def test_a_run_that_is_not_finished_is_not_put_in_short(runs: tuple[Folder, Folder], tmp_path: Path) -> None:
+def test_a_run_that_is_not_finished_is_not_put_in_short(runs: Runs, tmp_path: Path) -> None:
     runs[0].save(rows=None)
     with pytest.raises(InputError, match="not finished"):
         publish(runs[0].path, tmp_path / "short")
@@ -229,7 +226,7 @@ def three_are_slow(line: dict[str, Any]) -> None:
         line["decode_s"] *= 4
 
 
-def test_slower_requests_are_counted_where_repeats_are_enough(runs: tuple[Folder, Folder]) -> None:
+def test_slower_requests_are_counted_where_repeats_are_enough(runs: Runs) -> None:
     """Two repeats give no interval; of three, a request counts if its interval lies below."""
     folder = runs[0]
     rewrite(folder, three_are_slow)
@@ -242,22 +239,21 @@ def test_slower_requests_are_counted_where_repeats_are_enough(runs: tuple[Folder
     assert counted == {0: (0, 8), 1: (0, 8), 3: (3, 8)}
 
 
-def test_without_matplotlib_there_is_the_page_without_pictures(
-    runs: tuple[Folder, Folder], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_there_is_the_page_without_pictures(lab: Lab, runs: Runs) -> None:
     folder = runs[0]
-    whole = (folder.path / "README.md").read_text()
-    monkeypatch.setattr(charts, "can_draw", lambda: False)
-    assert main(["report", str(folder.path)]) == 0
-    bare = (folder.path / "README.md").read_text()
-    assert "![" in whole
-    assert "![" not in bare
+    whole = page_of(folder.path)
+    lab.monkeypatch.setattr(charts, "can_draw", lambda: False)
+    assert "pip install matplotlib" in lab.run(0, "report", folder.path)
+    bare = page_of(folder.path)
+    assert ("![" in whole, "![" in bare) == (True, False)
     tables = [[line for line in text.splitlines() if line.startswith("|")] for text in (whole, bare)]
     assert tables[0] == tables[1]
-    assert "pip install matplotlib" in capsys.readouterr().err
 
 
-def test_equal_runs_do_not_differ(runs: tuple[Folder, Folder], tmp_path: Path) -> None:
+# --- two runs ---
+
+
+def test_equal_runs_do_not_differ(lab: Lab, runs: Runs) -> None:
     rewrite(runs[0], lambda _: None)
     rewrite(runs[1], now_and_then_slower)
     compared = differences(*runs)
@@ -267,14 +263,14 @@ def test_equal_runs_do_not_differ(runs: tuple[Folder, Folder], tmp_path: Path) -
     ]
     assert not any(change.real for change in changes)
     assert [change.equal for change in changes] == [True, True, True, False]
-    assert main(["report", *(str(run.path) for run in runs), "--out", str(tmp_path / "both")]) == 0
-    text = (tmp_path / "both" / "README.md").read_text()
+    lab.run(0, "report", runs[0].path, runs[1].path, "--out", lab.root / "both")
+    text = page_of(lab.root / "both")
     assert "two against one" in text
     one, three = [line for line in text.splitlines() if line.startswith("| prompts, raw")]
     assert (one.count(", equal |"), three.count(", equal |"), three.count(", undecided |")) == (2, 1, 1)
 
 
-def test_a_difference_of_every_request_is_real(runs: tuple[Folder, Folder]) -> None:
+def test_a_difference_of_every_request_is_real(runs: Runs) -> None:
     rewrite(runs[0], lambda _: None)
     rewrite(runs[1], one_more_step_accepts_nothing)
     (worse,) = [difference for difference in differences(*runs) if difference.label == "3"]
@@ -284,44 +280,22 @@ def test_a_difference_of_every_request_is_real(runs: tuple[Folder, Folder]) -> N
         assert (change.difference.high or 0) < 0
 
 
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
+def test_runs_that_cannot_be_compared_are_refused_in_a_line(lab: Lab, runs: Runs) -> None:
+    first, second = runs
+    sources = json.loads((second.path / RUN).read_text())["plan"]["sources"]
+    files = {path: path.read_text() for path in (second.path / RUN, second.path / RAW)}
+    both, out = ["report", first.path, second.path], lab.root / "both"
+    for plan, line in (
         ({"fingerprints": {"target": "another"}}, "another target"),
         ({"max_new_tokens": 99}, "another cap of new tokens (24 and 99)"),
         ({"temperatures": [0.7]}, "no workload and K in common"),
-    ],
-)
-def test_runs_that_cannot_be_compared_are_refused_in_a_line(
-    runs: tuple[Folder, Folder],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    plan: dict[str, object],
-    message: str,
-) -> None:
-    if "temperatures" in plan:  # lines of a setting that the other run has not
-        raw = runs[1].path / RAW
-        raw.write_text(raw.read_text().replace('"temperature": 0.0', '"temperature": 0.7'))
-    change(runs[1], **plan)
-    capsys.readouterr()
-    out = tmp_path / "both"
-    assert main(["report", *(str(run.path) for run in runs), "--out", str(out)]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-    assert not out.exists()
-
-
-def test_other_prompts_cannot_be_compared(
-    runs: tuple[Folder, Folder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    record = json.loads((runs[1].path / RUN).read_text())
-    change(runs[1], sources=[record["plan"]["sources"][0] | {"sha256": "0"}])
-    assert main(["report", *(str(run.path) for run in runs), "--out", str(tmp_path / "both")]) == 2
-    assert "other prompts" in capsys.readouterr().err
-
-
-def test_several_runs_need_a_folder(runs: tuple[Folder, Folder], capsys: pytest.CaptureFixture[str]) -> None:
-    capsys.readouterr()
-    assert main(["report", *(str(run.path) for run in runs)]) == 2
-    assert "give --out DIR" in capsys.readouterr().err
+        ({"sources": [sources[0] | {"sha256": "0"}]}, "other prompts"),
+    ):
+        change(second, **plan)
+        if "temperatures" in plan:
+            (second.path / RAW).write_text(files[second.path / RAW].replace('"temperature": 0.0', '"temperature": 0.7'))
+        assert line in lab.run(2, *both, "--out", out)
+        assert not out.exists()
+        for path, text in files.items():
+            path.write_text(text)
+    assert "give --out DIR" in lab.run(2, *both)
