@@ -28,11 +28,11 @@ ROOT = Path(__file__).parents[2]
 def test_a_message_arrives_as_it_was_sent() -> None:
     table = np.arange(6, dtype=np.int32).reshape(2, 3)
     sent = {"a": [1, 2.5, None, True, "é"], "b": {"c": table}, "d": np.float64(0.1)}
-    got = decode(encode(sent))
-    assert got["a"] == sent["a"]
-    np.testing.assert_array_equal(got["b"]["c"], table)
-    assert got["b"]["c"].dtype == np.int32
-    assert got["d"] == sent["d"]
+    received = decode(encode(sent))
+    assert received["a"] == sent["a"]
+    np.testing.assert_array_equal(received["b"]["c"], table)
+    assert received["b"]["c"].dtype == np.int32
+    assert received["d"] == sent["d"]
     assert decode(encode({"e": np.zeros((0, 3), bool), "f": np.float32(np.inf)}))["f"] == np.inf
 
 
@@ -49,7 +49,7 @@ def test_a_place_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("typed", "message"),
     [
         (("host:1", 0, None), "--num-processes is missing; expected --coordinator, --process-id, --num-processes"),
         (("host", 0, 2), "--coordinator is 'host'; expected HOST:PORT"),
@@ -59,9 +59,9 @@ def test_a_place_is_read() -> None:
         (("host:1", -1, 2), "--process-id is -1; expected 0..1"),
     ],
 )
-def test_what_is_no_place_is_refused(given: tuple[Any, ...], message: str) -> None:
+def test_what_is_no_place_is_refused(typed: tuple[Any, ...], message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
-        parse_place(*given)
+        parse_place(*typed)
 
 
 def test_several_processes_need_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,17 +71,17 @@ def test_several_processes_need_a_mesh(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made: Path = tmp_path_factory.mktemp("processes") / "target"
-    write_target(made, CONFIG, random_tensors(CONFIG, True, 1), mxfp4=True)
-    return made
+    path: Path = tmp_path_factory.mktemp("processes") / "target"
+    write_target(path, CONFIG, random_tensors(CONFIG, True, 1), mxfp4=True)
+    return path
 
 
 @pytest.fixture
 def started() -> Iterator[list[subprocess.Popen[str]]]:
     """Processes that a test starts; those that are left end with it."""
-    found: list[subprocess.Popen[str]] = []
-    yield found
-    for process in found:
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
         process.kill()
         process.communicate()
 
@@ -101,28 +101,28 @@ def start(
 
 def test_two_processes_answer_as_one_does(directory: Path, started: list[subprocess.Popen[str]], capsys: Any) -> None:
     """One of them speaks; with drafts, and plain decoding beside it."""
-    asked = ["speculate", "--target", str(directory), "--drafter", "ngram", "-k", "2", "--prompt-ids", "5,6,7,5,6,7"]
-    asked += ["-n", "20", "--json", "-"]
+    command = ["speculate", "--target", str(directory), "--drafter", "ngram", "-k", "2", "--prompt-ids", "5,6,7,5,6,7"]
+    command += ["-n", "20", "--json", "-"]
     port = free_port()
-    follower, leader = (start(started, port, process, *asked) for process in (1, 0))
+    follower, leader = (start(started, port, process, *command) for process in (1, 0))
     out, err = leader.communicate(timeout=300)
     assert leader.returncode == 0, err
     assert follower.communicate(timeout=60) == ("", "")
     assert follower.returncode == 0
-    assert main(asked) == 0
+    assert main(command) == 0
     alone = json.loads(capsys.readouterr().out)
-    given = json.loads(out)
-    assert given["config"]["mesh"] == "2 devices, tp=2,ep=1"
+    together = json.loads(out)
+    assert together["config"]["mesh"] == "2 devices, tp=2,ep=1"
     for name in ("output_ids", "speculative_decoding"):
-        assert [each[name] for each in given["requests"]] == [each[name] for each in alone["requests"]]
+        assert [request[name] for request in together["requests"]] == [request[name] for request in alone["requests"]]
 
 
 def test_a_process_that_dies_ends_the_other_with_a_line(directory: Path, started: list[subprocess.Popen[str]]) -> None:
     """At work, in a collective that will never end."""
-    asked = ["generate", "--target", str(directory), "--prompt-ids", "5,6,7", "-n", "100000", "--ignore-eos"]
-    asked += ["--context", "100010"]
+    command = ["generate", "--target", str(directory), "--prompt-ids", "5,6,7", "-n", "100000", "--ignore-eos"]
+    command += ["--context", "100010"]
     port = free_port()
-    follower, leader = (start(started, port, process, *asked) for process in (1, 0))
+    follower, leader = (start(started, port, process, *command) for process in (1, 0))
     assert leader.stdout is not None
     assert leader.stdout.read(8)  # token ids: it is at work
     os.kill(follower.pid, signal.SIGKILL)
@@ -137,9 +137,9 @@ def test_a_process_that_dies_ends_the_other_with_a_line(directory: Path, started
 
 def test_processes_that_differ_do_not_begin(directory: Path, started: list[subprocess.Popen[str]]) -> None:
     line = "process 1 of 2 differs from process 0: --max-new-tokens 4 (process 0: 5); expected the same version"
-    asked = ["generate", "--target", str(directory), "--prompt-ids", "5,6,7"]
+    command = ["generate", "--target", str(directory), "--prompt-ids", "5,6,7"]
     port = free_port()
-    follower, leader = start(started, port, 1, *asked, "-n", "4"), start(started, port, 0, *asked, "-n", "5")
+    follower, leader = start(started, port, 1, *command, "-n", "4"), start(started, port, 0, *command, "-n", "5")
     for process in (leader, follower):
         out, err = process.communicate(timeout=60)
         assert (process.returncode, out) == (2, "")
@@ -156,8 +156,8 @@ def test_a_shard_that_one_process_lacks_ends_all_with_a_line(
         write_target(tmp_path / place / "t", CONFIG, tensors, mxfp4=True, shard_bytes=100_000)
     missing = max((tmp_path / "1" / "t").glob("*.safetensors"))
     missing.unlink()
-    port, asked = free_port(), ("generate", "--target", "t", "--prompt-ids", "5,6,7", "-n", "4")
-    follower, leader = (start(started, port, process, *asked, cwd=tmp_path / str(process)) for process in (1, 0))
+    port, command = free_port(), ("generate", "--target", "t", "--prompt-ids", "5,6,7", "-n", "4")
+    follower, leader = (start(started, port, process, *command, cwd=tmp_path / str(process)) for process in (1, 0))
     line = f"t/model.safetensors.index.json names the shard {missing.name!r}, but there is no such file; fetch it again"
     for process, of in ((leader, "process 1 of 2: "), (follower, "")):
         out, err = process.communicate(timeout=120)

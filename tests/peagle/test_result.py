@@ -38,8 +38,8 @@ def brute_force(token_ids: Sequence[int], stop: Sequence[str], stopped: bool) ->
     for count in range(1, len(shown) + 1):
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         text = decoder.decode(b"".join(PIECES[token] for token in shown[:count]))
-        if found := [text.index(each) for each in stop if each in text]:
-            return text[: min(found)], count, True
+        if places := [text.index(string) for string in stop if string in text]:
+            return text[: min(places)], count, True
     return b"".join(PIECES[token] for token in shown).decode(errors="replace"), len(token_ids), False
 
 
@@ -71,17 +71,17 @@ def test_an_answer_is_the_whole_text_cut_at_the_first_stop_string(
     assembler = Assembler(request, K, PieceTokenizer(), 0.0)
     pieces = [assembler.add(chunk) for chunk in chunks]
     shown = "".join(piece.text for piece in pieces) + assembler.close()
-    made = assembler.result()
+    result = assembler.result()
 
     text, count, cut = brute_force(token_ids, stop, end == "stop")
-    assert shown == made.text == text
-    assert made.output_ids == tuple(token_ids[:count])
+    assert shown == result.text == text
+    assert result.output_ids == tuple(token_ids[:count])
     assert [token for piece in pieces for token in piece.token_ids] == token_ids[:count]
-    assert made.finish_reason == ("stop" if cut else end)
+    assert result.finish_reason == ("stop" if cut else end)
     kept = [(begin, width) for begin, width in starts if not cut or begin < count]
-    assert len(made.steps) == len(kept)
-    assert made.num_truncated == 1 + sum(width for _, width in kept) - count
-    assert len(made.times_s) == sum(bool(piece.token_ids) for piece in pieces)
+    assert len(result.steps) == len(kept)
+    assert result.num_truncated == 1 + sum(width for _, width in kept) - count
+    assert len(result.times_s) == sum(bool(piece.token_ids) for piece in pieces)
 
 
 def test_what_may_begin_a_stop_string_waits_until_that_is_decided() -> None:
@@ -141,12 +141,12 @@ def counting(end: Sequence[float] | None = None) -> MarkovTarget:
 def test_a_stop_string_ends_its_request_in_the_engine_and_no_other(k: int, together: int) -> None:
     drafter = NGram() if k else None
     engine = Engine(counting(), drafter, ResolvedConfig(k, 2, 96, steps_per_dispatch=together))
-    asked = [
+    requests = [
         Request((ord("a"),), 12, stop=("gh",)),
         Request((ord("A"),), 10),
         Request((ord("c"),), 90, stop=("x", "zz", "stu")),  # after "stu" there would be many more
     ]
-    results = decode(engine, asked, ByteTokenizer())
+    results = decode(engine, requests, ByteTokenizer())
     assert [result.text for result in results] == ["bcdef", "BCDEFGHIJK", "defghijklmnopqr"]
     assert [bytes(result.output_ids) for result in results] == [b"bcdefgh", b"BCDEFGHIJK", b"defghijklmnopqrstu"]
     assert [result.finish_reason for result in results] == ["stop", "length", "stop"]
@@ -169,8 +169,8 @@ def test_what_a_model_says_after_a_stop_string_may_be_anything(together: int) ->
 
 def test_a_reader_that_stops_early_frees_every_slot() -> None:
     engine = Engine(counting(), None, ResolvedConfig(0, 2, 96))
-    asked = submit(engine, [Request((ord("a"),), 90), Request((ord("b"),), 90)], ByteTokenizer())
-    pieces = follow(engine, asked)
+    handles = submit(engine, [Request((ord("a"),), 90), Request((ord("b"),), 90)], ByteTokenizer())
+    pieces = follow(engine, handles)
     next(pieces)
     assert engine.busy
     pieces.close()
@@ -186,10 +186,9 @@ def test_speculation_ends_where_plain_decoding_does(toy: Pair, options: dict[str
         plain = toy.generate("Hi", max_new_tokens=60, num_speculative_tokens=0, stop=stop, **options)
         assert plain.text == whole.text[: whole.text.index(stop)]
         assert plain.finish_reason == "stop"
-        for k in (1, 3, 7):
-            stream = toy.stream("Hi", max_new_tokens=60, num_speculative_tokens=k, stop=["\x00", stop], **options)
-            assert "".join(stream) == plain.text
-            assert stream.result.output_ids == plain.output_ids
+        stream = toy.stream("Hi", max_new_tokens=60, num_speculative_tokens=K, stop=["\x00", stop], **options)
+        assert "".join(stream) == plain.text
+        assert stream.result.output_ids == plain.output_ids
     assert not any(engine.busy for engine in toy.engines.by_config.values())
 
 

@@ -16,7 +16,7 @@ from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.support.pairs import toy_pair
 
 SHAPE: dict[str, Any] = {"slots": 2, "context": 256, "ignore_eos": True}
-ASKED: list[tuple[str, dict[str, Any]]] = [
+PROMPTS: list[tuple[str, dict[str, Any]]] = [
     ("hello", {"max_new_tokens": 60}),
     ("1 + 2 = ", {"max_new_tokens": 70, "temperature": 0.9, "seed": 5}),
 ]
@@ -29,22 +29,22 @@ def one_engine(pair: Pair) -> Engine:
 
 def most_at_once(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> Callable[[], int]:
     """Record the most requests in slots at any dispatch from now on."""
-    seen, step = [0], engine._step
+    active, step = [0], engine._step
 
     def counting() -> Any:
         chunks = step()
-        seen.append(engine._scheduler.num_active)
+        active.append(engine._scheduler.num_active)
         return chunks
 
     monkeypatch.setattr(engine, "_step", counting)
-    return lambda: max(seen)
+    return lambda: max(active)
 
 
 @pytest.fixture(params=["toy", pytest.param("pair", marks=pytest.mark.slow)])
 def some_pair(request: pytest.FixtureRequest, tokenizer: ByteLevelTokenizer) -> Pair:
     """For the quick toy, and for the real pair with its caches."""
-    found: Pair = toy_pair(tokenizer) if request.param == "toy" else request.getfixturevalue("pair")
-    return found
+    pair: Pair = toy_pair(tokenizer) if request.param == "toy" else request.getfixturevalue("pair")
+    return pair
 
 
 @pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.slow), 3])
@@ -53,9 +53,9 @@ def test_threads_that_stream_at_once_get_what_each_gets_alone(
 ) -> None:
     some_pair.engines.by_config.clear()
     options = {**SHAPE, "num_speculative_tokens": k}
-    alone = [some_pair.generate(text, **options, **asked) for text, asked in ASKED]
+    alone = [some_pair.generate(text, **options, **sampling) for text, sampling in PROMPTS]
     most = most_at_once(monkeypatch, one_engine(some_pair))
-    streams = [some_pair.stream(text, **options, **asked) for text, asked in ASKED]
+    streams = [some_pair.stream(text, **options, **sampling) for text, sampling in PROMPTS]
     first = [next(stream) for stream in streams]  # both have a slot before the threads begin
     texts = ["", ""]
 
@@ -75,12 +75,12 @@ def test_threads_that_stream_at_once_get_what_each_gets_alone(
 def test_tasks_that_stream_at_once_get_what_each_gets_alone(some_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     some_pair.engines.by_config.clear()
     options = {**SHAPE, "num_speculative_tokens": 3}
-    alone = [some_pair.generate(text, **options, **asked) for text, asked in ASKED]
+    alone = [some_pair.generate(text, **options, **sampling) for text, sampling in PROMPTS]
     most = most_at_once(monkeypatch, one_engine(some_pair))
 
     async def read(number: int, both_began: asyncio.Barrier) -> str:
-        text, asked = ASKED[number]
-        stream = some_pair.astream(text, **options, **asked)
+        text, sampling = PROMPTS[number]
+        stream = some_pair.astream(text, **options, **sampling)
         shown = await anext(stream)
         await both_began.wait()
         async for piece in stream:
@@ -100,9 +100,9 @@ def test_tasks_that_stream_at_once_get_what_each_gets_alone(some_pair: Pair, mon
 def test_a_sampled_stream_may_begin_while_a_greedy_one_is_decoded(tokenizer: ByteLevelTokenizer) -> None:
     """Its program is not warm: a warm-up beside the other would cost that one tokens."""
     options = {**SHAPE, "num_speculative_tokens": 3}
-    alone = [toy_pair(tokenizer).generate(text, **options, **asked) for text, asked in ASKED]
+    alone = [toy_pair(tokenizer).generate(text, **options, **sampling) for text, sampling in PROMPTS]
     pair = toy_pair(tokenizer)
-    streams = [pair.stream(text, **options, **asked) for text, asked in ASKED]
+    streams = [pair.stream(text, **options, **sampling) for text, sampling in PROMPTS]
     next(streams[0])
     next(streams[1])
     for stream, expected in zip(streams, alone, strict=True):

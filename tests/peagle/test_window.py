@@ -24,6 +24,7 @@ from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError, InputWarning
 from peagle.pair import Pair
 from peagle.result import Result
+from tests.support.commands import refused, run
 from tests.support.drafters import random_params
 from tests.support.pairs import DRAFTER, MAX_POSITIONS, Directories
 from tests.support.toys import CONFIG, decode, drafter_config, drafting_at, tiny_target
@@ -46,12 +47,12 @@ def test_pages_of_a_window_accept_what_all_pages_accept_and_emit_plain_decodings
     other = dataclasses.replace(pair, drafter=dataclasses.replace(drafter, retain_full_kv=True))
     prompt = HELD_OUT.read_text(encoding="utf-8")[:1500]
 
-    def ask(pair: Pair, k: int) -> Result:
+    def generate(pair: Pair, k: int) -> Result:
         return pair.generate(
             prompt, num_speculative_tokens=k, max_new_tokens=120, prefill_chunk=64, context=896, prefix_cache=0
         )
 
-    plain, ringed, whole = ask(pair, 0), ask(pair, K), ask(other, K)
+    plain, ringed, whole = generate(pair, 0), generate(pair, K), generate(other, K)
     assert len(plain.request.prompt_ids) > 5 * WINDOW
     assert ringed.output_ids == whole.output_ids == plain.output_ids
     assert ringed.steps == whole.steps
@@ -66,15 +67,11 @@ def test_pages_of_a_window_draft_what_all_pages_draft_on_xla(mask_token_id: int 
     config = drafter_config(mask_token_id=mask_token_id, windows=(7,))
     params, target = random_params(config), tiny_target(aux_layer_ids=(0, 1))
     rng = np.random.default_rng(5)
-    asked = [Request(tuple(rng.integers(0, CONFIG.vocab_size, n).tolist()), new) for n, new in ((90, 110), (7, 40))]
+    requests = [Request(tuple(rng.integers(0, CONFIG.vocab_size, n).tolist()), new) for n, new in ((90, 110), (7, 40))]
     shape = ResolvedConfig(K, slots=2, context=256, prefill_chunk=16, adaptive=True)
     kind = PEagle if mask_token_id is not None else Eagle3
-    ringed, whole = (
-        decode(
-            drafting_at(Engine(target, kind(params, config, retain_full_kv=retains), shape), {1: True, 2: False}), asked
-        )
-        for retains in (False, True)
-    )
+    engines = (Engine(target, kind(params, config, retain_full_kv=retains), shape) for retains in (False, True))
+    ringed, whole = (decode(drafting_at(engine, {1: True, 2: False}), requests) for engine in engines)
     assert ringed[0] == whole[0]
     assert ringed[1] == whole[1]
     drafted = [bool(step.draft_token_ids) for step in ringed[1][0]]
@@ -82,37 +79,37 @@ def test_pages_of_a_window_draft_what_all_pages_draft_on_xla(mask_token_id: int 
 
 
 def test_who_decides_on_the_window(directories: Directories, tmp_path: Path, pair: Pair) -> None:
-    """What is asked for, else speculation.json, else config.json; the pair says which."""
+    """The argument, else speculation.json, else config.json; the pair says which."""
     config = dataclasses.replace(DRAFTER, windows=(20, None))
     save_drafter(tmp_path / "drafter", random_params(config), config)
 
-    def found(**asked: Any) -> tuple[tuple[int | None, ...] | None, str | None]:
-        made = with_drafter(pair, directories.target, tmp_path / "drafter", **asked)
-        assert isinstance(made.drafter, PEagle)
-        return made.drafter.config.windows, made.loaded.drafter_window
+    def windows(**argument: Any) -> tuple[tuple[int | None, ...] | None, str | None]:
+        loaded = with_drafter(pair, directories.target, tmp_path / "drafter", **argument)
+        assert isinstance(loaded.drafter, PEagle)
+        return loaded.drafter.config.windows, loaded.loaded.drafter_window
 
-    assert found() == ((20, None), "20 positions in 1 of 2 layers, by config.json")
-    assert found(drafter_window=32) == found(drafter_window="32") == ((32, 32), "32 positions, given")
-    assert found(drafter_window="off") == (None, "off, given")
+    assert windows() == ((20, None), "20 positions in 1 of 2 layers, by config.json")
+    assert windows(drafter_window=32) == windows(drafter_window="32") == ((32, 32), "32 positions, given")
+    assert windows(drafter_window="off") == (None, "off, given")
     table = tmp_path / "drafter" / "speculation.json"
     table.write_text('{"drafter_window": 24}')
-    assert found() == ((24, 24), "24 positions, by speculation.json")
-    assert found(drafter_window="auto") == found()
-    assert found(drafter_window=40)[1] == "40 positions, given"
+    assert windows() == ((24, 24), "24 positions, by speculation.json")
+    assert windows(drafter_window="auto") == windows()
+    assert windows(drafter_window=40)[1] == "40 positions, given"
     table.write_text('{"num_speculative_tokens": 2, "drafter_window": "off"}')
-    assert found() == (None, "off, by speculation.json")
+    assert windows() == (None, "off, by speculation.json")
     table.write_text('{"num_speculative_tokens": 2}')
-    assert found() == ((20, None), "20 positions in 1 of 2 layers, by config.json")
+    assert windows() == ((20, None), "20 positions in 1 of 2 layers, by config.json")
     assert pair.loaded.drafter_window == "off, by default: no file names one"
     assert with_drafter(pair, directories.target, NGRAM).loaded.drafter_window is None
     with pytest.warns(InputWarning, match=f"window of 999 positions is larger than the target's {MAX_POSITIONS}"):
-        assert found(drafter_window=999)[0] == (999, 999)
+        assert windows(drafter_window=999)[0] == (999, 999)
 
 
-@pytest.mark.parametrize("asked", [0, -3, "0", "some", "", "128,256"])
-def test_what_is_no_window_is_refused(directories: Directories, pair: Pair, asked: int | str) -> None:
+@pytest.mark.parametrize("window", [0, -3, "0", "some", "", "128,256"])
+def test_what_is_no_window_is_refused(directories: Directories, pair: Pair, window: int | str) -> None:
     with pytest.raises(InputError, match=r"drafter window is .*; expected the positions .*, auto or off"):
-        with_drafter(pair, directories.target, directories.drafter, drafter_window=asked)
+        with_drafter(pair, directories.target, directories.drafter, drafter_window=window)
 
 
 @pytest.mark.parametrize("text", ['{"drafter_window": 0}', '{"drafter_window": "wide"}', '{"drafter_window": true}'])
@@ -139,38 +136,34 @@ def test_a_window_smaller_than_a_step_is_refused(directories: Directories, pair:
 
 def test_the_command_line_takes_it(directories: Directories, capsys: pytest.CaptureFixture[str]) -> None:
     files = ("--target", str(directories.target), "--drafter", str(directories.drafter))
-    asked = ("speculate", *files, "--prompt-ids", "7,8,9", "-n", "4", "--no-baseline", "--json", "-", "-q")
-    assert main([*asked, "-k", "3", "--drafter-window", "16"]) == 0
+    command = ("speculate", *files, "--prompt-ids", "7,8,9", "-n", "4", "--no-baseline", "--json", "-", "-q")
+    assert main([*command, "-k", "3", "--drafter-window", "16"]) == 0
     assert '"drafter_window": "16 positions, given"' in capsys.readouterr().out
-    assert main([*asked, "-k", "3", "--drafter-window", "3"]) == 2
-    said = capsys.readouterr().err
-    assert "window is 3 positions; expected 4 or more at K = 3" in said
-    assert len(said.strip().splitlines()) == 1
-    assert main([*asked, "--drafter-window", "wide"]) == 2
-    assert "drafter-window is 'wide'" in capsys.readouterr().err
+    for window, line in (("3", "window is 3 positions; expected 4 or more at K = 3"), ("wide", "window is 'wide'")):
+        refused(run(capsys, *command, "-k", "3", "--drafter-window", window), line)
 
 
 def test_info_says_the_window_and_what_its_pages_take(
     directories: Directories, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def said(directory: Path) -> dict[str, str]:
+    def info(directory: Path) -> dict[str, str]:
         assert main(["info", str(directory)]) == 0
         lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
         return {name.strip(): value for name, _, value in (line.partition("  ") for line in lines)}
 
     per_position = 2 * DRAFTER.num_kv_heads * DRAFTER.head_dim * 4  # of a layer, float32
-    full = said(directories.drafter)
+    full = info(directories.drafter)
     assert full["window"].strip() == "off, by default: no file names one"
     assert f"{2 * 1000 * per_position / 1e3:.1f} kB float32" in full["KV cache per 1,000 tokens"]
     assert "KV pages per slot" not in full
     config = dataclasses.replace(DRAFTER, windows=(20, None))
     save_drafter(tmp_path / "drafter", random_params(config), config)
-    mixed = said(tmp_path / "drafter")
+    mixed = info(tmp_path / "drafter")
     assert mixed["window"].strip() == "20 positions in 1 of 2 layers, by config.json"
     assert f"{1000 * per_position / 1e3:.1f} kB float32" in mixed["KV cache per 1,000 tokens"]
     assert f"{3 * 64 * per_position / 1e3:.1f} kB float32" in mixed["KV pages per slot"]
     (tmp_path / "drafter" / "speculation.json").write_text('{"drafter_window": 256}')
-    windowed = said(tmp_path / "drafter")
+    windowed = info(tmp_path / "drafter")
     assert windowed["window"].strip() == "256 positions, by speculation.json"
     assert "KV cache per 1,000 tokens" not in windowed
     assert f"{2 * 7 * 64 * per_position / 1e3:.1f} kB float32" in windowed["KV pages per slot"]

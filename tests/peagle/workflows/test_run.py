@@ -16,6 +16,7 @@ from peagle.engine.grammar import GrammarError
 from peagle.engine.handle import Handle
 from peagle.engine.programs import trace_counts
 from peagle.engine.request import Request
+from peagle.engine.speculation import Speculation
 from peagle.engine.warmup import WarmUp
 from peagle.measure.logprobs import output_logprobs
 from peagle.ops import interrupt
@@ -235,7 +236,8 @@ def test_measuring_what_drafting_costs_compiles_nothing(
     monkeypatch.setattr(WarmUp, "measure_costs", counting)
     context = 78 + round(temperature)  # a shape that no other test has
     config = with_engine(num_speculative_tokens="auto", context=context)
-    only(toy, dataclasses.replace(config, sampling=SamplingParams(temperature)))
+    pair = dataclasses.replace(toy, speculation=Speculation(2))
+    only(pair, dataclasses.replace(config, sampling=SamplingParams(temperature)))
     before, after = counts
     assert before == after
 
