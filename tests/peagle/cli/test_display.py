@@ -5,7 +5,7 @@ import io
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +20,9 @@ from peagle.engine.request import Request
 from tests.support.channels import PROMPT, HarmonyTokenizer, ids, split
 
 
+@pytest.fixture
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Print lines of progress at once."""
     monkeypatch.setattr(display, "LINE_SECONDS", 0.01)
 
 
@@ -34,82 +36,48 @@ def awaited(capsys: pytest.CaptureFixture[str], pattern: str) -> str:
     return printed
 
 
-def a_stage(shows: Display) -> Any:
-    return shows.stage("loading")
-
-
-@contextlib.contextmanager
-def runs(shows: Display) -> Iterator[None]:
-    shows.run_of("measuring", 1, 3)
-    yield
-    shows.clear()
-
-
-@contextlib.contextmanager
-def first_part(shows: Display) -> Iterator[None]:
-    shows.run_of("compiling", 0, 3, unit=PART)
-    yield
-    shows.clear()
-
-
-@contextlib.contextmanager
-def second_part(shows: Display) -> Iterator[None]:
-    shows.run_of("compiling", 1, 3, 3600.0, unit=PART)
-    yield
-    shows.clear()
-
-
-@contextlib.contextmanager
-def plain_decoding(shows: Display) -> Iterator[None]:
+def decode_plainly(shows: Display) -> None:
     shows.decoding(0, 1, plainly=True)
     shows.compared(20, 1000)
-    yield
-    shows.end_all()
 
 
-@contextlib.contextmanager
-def requests_together(shows: Display) -> Iterator[None]:
-    shows.decoding(0, 7, plainly=False)
-    yield
-    shows.end_all()
+# what begins, how many requests there are, the line
+LINES: list[tuple[Callable[[Display], Any], int, str]] = [
+    (lambda shows: shows.stage("loading"), 1, r"loading: \d+ s so far$"),
+    (lambda shows: shows.run_of("measuring", 1, 3), 1, "measuring: run 2 of 3"),
+    (lambda shows: shows.run_of("compiling", 0, 3, unit=PART), 1, r"compiling: part 1 of 3, \d+ s so far$"),
+    (lambda shows: shows.run_of("compiling", 1, 3, 3600.0, unit=PART), 1, r".*part 2 of 3, about \d+ min \d+ s left$"),
+    (decode_plainly, 1, "decoding plainly.*: 20 of 1,000 tokens"),
+    (lambda shows: shows.decoding(0, 7, plainly=False), 7, "decoding: 0 of 7 requests$"),
+]
 
 
-@pytest.mark.parametrize(
-    ("going_on", "total", "line"),
-    [
-        (a_stage, 1, r"^loading: \d+ s so far$"),
-        (runs, 1, r"^measuring: run 2 of 3"),
-        (first_part, 1, r"^compiling: part 1 of 3, \d+ s so far$"),
-        (second_part, 1, r"^compiling: part 2 of 3, about \d+ min \d+ s left$"),
-        (plain_decoding, 1, r"^decoding plainly.*: 20 of 1,000 tokens"),
-        (requests_together, 7, r"^decoding: 0 of 7 requests$"),
-    ],
-)
+@pytest.mark.usefixtures("quickly")
+@pytest.mark.parametrize(("begin", "total", "line"), LINES)
 def test_without_a_terminal_lines_say_how_far_it_is_while_it_lasts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], going_on: Any, total: int, line: str
+    capsys: pytest.CaptureFixture[str], begin: Callable[[Display], Any], total: int, line: str
 ) -> None:
-    quickly(monkeypatch)
     shows = Display(total=total)
-    with going_on(shows):
-        awaited(capsys, f"(?m){line}")
+    with begin(shows) or contextlib.nullcontext():
+        awaited(capsys, f"(?m)^{line}")
+    shows.end_all()
+    shows.clear()
     capsys.readouterr()
     time.sleep(0.05)
     assert capsys.readouterr().err == ""
 
 
-def test_quietly_there_are_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    quickly(monkeypatch)
+@pytest.mark.usefixtures("quickly")
+def test_quietly_there_are_none(capsys: pytest.CaptureFixture[str]) -> None:
     with Display(quiet=True).stage("decoding") as progress:
         progress(1, 2)
         time.sleep(0.05)
     assert capsys.readouterr().err == ""
 
 
-def test_no_line_falls_into_a_text_that_streams(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("quickly")
+def test_no_line_falls_into_a_text_that_streams(capsys: pytest.CaptureFixture[str]) -> None:
     """Standard output and standard error may go to one file."""
-    quickly(monkeypatch)
     shows = Display(text=True, streaming=True)
     shows.decoding(0, 1, plainly=False)
     request = Request((1,), 10)
@@ -123,8 +91,8 @@ def test_no_line_falls_into_a_text_that_streams(
     shows.end_all()
 
 
-def test_a_note_does_not_end_what_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    quickly(monkeypatch)
+@pytest.mark.usefixtures("quickly")
+def test_a_note_does_not_end_the_progress(capsys: pytest.CaptureFixture[str]) -> None:
     shows = Display()
     with shows.stage("training"):
         shows.note("step 1")
