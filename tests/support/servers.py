@@ -5,7 +5,7 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import fastapi._compat.v2
 import httpx
@@ -66,7 +66,7 @@ httpx._transports.default.create_ssl_context = functools.cache(httpx._transports
 def service_of(
     pair: Pair,
     max_queue: int = 64,
-    k: int | Literal["auto"] = K,
+    k: int | str = K,
     context: int = CONTEXT,
     slots: int = SLOTS,
     replicas: int = 1,

@@ -3,13 +3,12 @@
 import itertools
 import json
 import math
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
 from peagle.checkpoints import DEMO_DIRECTORY
-from peagle.config import AUTO
 from peagle.engine.request import TokenLogprobs
 from peagle.ops.strict_json import dumps
 from peagle.pair import Pair
@@ -121,15 +120,15 @@ def choices(client: TestClient) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "k", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(7, marks=pytest.mark.slow), AUTO]
+    "k", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(7, marks=pytest.mark.slow), "auto:2"]
 )
 def test_every_parameter_means_the_same_with_and_without_speculation(
-    choices: list[Any], make: Any, k: int | Literal["auto"]
+    choices: list[Any], make: Any, k: int | str
 ) -> None:
     """The other K is the shared server's; auto chooses, and compiles for each kind of case, so it has a few of them."""
     service, cases = make(k=k), list(zip(CASES, choices, strict=True))
     client = client_of(service)
-    if k == AUTO:
+    if isinstance(k, str):
         cases = [*cases[:2], *cases[-4:-2]]
         service.loop.engine.costs = costs(service.loop.engine.config.num_speculative_tokens, {1: True})
         assert complete(client)["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
