@@ -25,13 +25,13 @@ def send(connection: socket.socket, part: Any) -> None:
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
-    found = bytearray()
-    while len(found) < size:
-        part = connection.recv(size - len(found))
+    data = bytearray()
+    while len(data) < size:
+        part = connection.recv(size - len(data))
         if not part:
-            raise EOFError(f"{len(found)} of {size} bytes")
-        found += part
-    return bytes(found)
+            raise EOFError(f"{len(data)} of {size} bytes")
+        data += part
+    return bytes(data)
 
 
 def main(port: str, target: str, drafter: str, k: str) -> None:
@@ -39,14 +39,13 @@ def main(port: str, target: str, drafter: str, k: str) -> None:
     engine = pair.engine(pair.engine_config(int(k), context=160, prefill_chunk=32, role="prefill"))
     with socket.create_connection(("127.0.0.1", int(port))) as connection:
         while line := receive(connection):
-            asked = json.loads(line)
-            request = Request(
-                tuple(asked["prompt_ids"]), asked["max_new_tokens"], SamplingParams(**asked["sampling"]), (), logprobs=1
-            )
+            fields = json.loads(line)
+            sampling = SamplingParams(**fields["sampling"])
+            request = Request(tuple(fields["prompt_ids"]), fields["max_new_tokens"], sampling, (), logprobs=1)
             handle = engine.add(request)
             (chunk,) = engine.follow(handle)
             assert handle.hand_off is not None
-            send(connection, json.dumps([chunk.token_ids, [each.logprob for each in chunk.logprobs]]).encode())
+            send(connection, json.dumps([chunk.token_ids, [token.logprob for token in chunk.logprobs]]).encode())
             send(connection, handle.hand_off.data)
 
 

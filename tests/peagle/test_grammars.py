@@ -90,9 +90,9 @@ def test_every_answer_follows_its_schema_and_does_not_depend_on_k(toy: Pair, nam
     for sampling in ({}, {"temperature": 1.2, "seed": 1}):
         texts = set()
         for k in (0, 7):
-            found = toy.generate("hello", num_speculative_tokens=k, logit_bias=biases, **sampling, **options)
-            assert found.finish_reason == "stop"
-            texts.add(found.text)
+            result = toy.generate("hello", num_speculative_tokens=k, logit_bias=biases, **sampling, **options)
+            assert result.finish_reason == "stop"
+            texts.add(result.text)
         (text,) = texts
         assert text is not None
         assert follows(json.loads(text)), text

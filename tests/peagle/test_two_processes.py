@@ -45,14 +45,14 @@ def prefilling(directories: Directories) -> Iterator[socket.socket]:
 
 def hand_off(connection: socket.socket, request: Request) -> tuple[list, bytes]:
     sampling = {"temperature": request.sampling.temperature, "seed": request.sampling.seed}
-    asked = {"prompt_ids": request.prompt_ids, "max_new_tokens": request.max_new_tokens, "sampling": sampling}
-    send(connection, json.dumps(asked).encode())
+    fields = {"prompt_ids": request.prompt_ids, "max_new_tokens": request.max_new_tokens, "sampling": sampling}
+    send(connection, json.dumps(fields).encode())
     return json.loads(receive(connection)), receive(connection)
 
 
 def facts(chunks: list[TokenChunk]) -> tuple[list, list, list]:
     steps = [step for chunk in chunks for step in chunk.steps]
-    logprobs = [each.logprob for chunk in chunks for each in chunk.logprobs]
+    logprobs = [token.logprob for chunk in chunks for token in chunk.logprobs]
     return [token for chunk in chunks for token in chunk.token_ids], steps, logprobs
 
 
@@ -67,11 +67,11 @@ def test_two_processes_answer_as_one_engine_does(prefilling: socket.socket, dire
         sampling = SamplingParams(0.7, seed=number) if number == 1 else SamplingParams()
         request = Request(prompt, min(NEW, 160 - length), sampling, (), logprobs=1)
         (tokens, logprobs), message = hand_off(prefilling, request)
-        found = facts(list(decoder.follow(decoder.add(request, hand_off=parse(message)))))
+        emitted = facts(list(decoder.follow(decoder.add(request, hand_off=parse(message)))))
         expected = facts(list(local.follow(local.add(request))))
-        assert (tokens + found[0], found[1]) == expected[:2]
+        assert (tokens + emitted[0], emitted[1]) == expected[:2]
         if native.available():
-            assert logprobs + found[2] == expected[2]
+            assert logprobs + emitted[2] == expected[2]
     plain = peagle.load(directories.target, "ngram").engine(pair.engine_config(K, context=CAPACITY, role="decode"))
     with pytest.raises(InputError, match="of another drafter"):
         plain.add(request, hand_off=parse(message))

@@ -105,7 +105,7 @@ def user(text: Any) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def said(text: Any) -> dict[str, Any]:
+def assistant(text: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
@@ -279,8 +279,8 @@ def test_of_sharegpt_the_persons_messages_are_asked(tmp_path: Path) -> None:
 def test_openai_messages_bring_their_history(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     rows = [
-        {"messages": [{"role": "system", "content": "S"}, user(parts), said("A")]},
-        {"messages": [user("a"), said("b"), user("c")]},
+        {"messages": [{"role": "system", "content": "S"}, user(parts), assistant("A")]},
+        {"messages": [user("a"), assistant("b"), user("c")]},
         {"custom_id": "1", "method": "POST", "body": {"model": "m", "messages": [user("d")]}},
     ]
     prompts = read_prompt_file(lines(tmp_path / "m.jsonl", *rows))
@@ -290,52 +290,52 @@ def test_openai_messages_bring_their_history(tmp_path: Path) -> None:
         for conversation in prompts.conversations
     ] == [
         (("one two",), (), "S", 1),  # the last answer is generated anew
-        (("c",), (user("a"), said("b")), None, 1),
+        (("c",), (user("a"), assistant("b")), None, 1),
         (("d",), (), None, 1),
     ]
 
 
 CALL = {"type": "function", "id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}}
 CALLED_FUNCTION = {"name": "f", "arguments": {"x": 1}}
-CALLED = {**said(""), "tool_calls": [{**CALL, "function": CALLED_FUNCTION}]}
+CALLED = {**assistant(""), "tool_calls": [{**CALL, "function": CALLED_FUNCTION}]}
 
 
 @pytest.mark.parametrize(
     ("row", "layout", "history", "turns"),
     [
-        ({"conversations": [user("a"), said("b"), user("c")]}, "sharegpt", [], ("a", "c")),  # SpecForge's own
+        ({"conversations": [user("a"), assistant("b"), user("c")]}, "sharegpt", [], ("a", "c")),  # SpecForge's own
         ({"conversations": [{"from": "Human", "value": "a"}]}, "sharegpt", [], ("a",)),
         ({"messages": [{"role": "User", "content": "a"}]}, "messages", [], ("a",)),
         ({"messages": [user("a"), user("b")]}, "messages", [user("a")], ("b",)),
-        ({"messages": [said("a"), user("b")]}, "messages", [said("a")], ("b",)),
-        ({"messages": [user("a"), said(None), user("b")]}, "messages", [user("a"), said("")], ("b",)),
+        ({"messages": [assistant("a"), user("b")]}, "messages", [assistant("a")], ("b",)),
+        ({"messages": [user("a"), assistant(None), user("b")]}, "messages", [user("a"), assistant("")], ("b",)),
         ({"messages": [user([{"type": "input_text", "text": "a"}])]}, "messages", [], ("a",)),
         ({"messages": [user([{"type": "text", "text": "a"}, {"type": "text", "text": None}, "b"])]},
          "messages", [], ("ab",)),
-        ({"prompt": [user("a")], "completion": [said("b")]}, "messages", [], ("a",)),
-        ([user("a"), said("b"), user("c")], "messages", [user("a"), said("b")], ("c",)),
-        ({"messages": [user("a"), {**said(None), "tool_calls": [CALL]}, {"role": "tool", "content": "5"}]},
+        ({"prompt": [user("a")], "completion": [assistant("b")]}, "messages", [], ("a",)),
+        ([user("a"), assistant("b"), user("c")], "messages", [user("a"), assistant("b")], ("c",)),
+        ({"messages": [user("a"), {**assistant(None), "tool_calls": [CALL]}, {"role": "tool", "content": "5"}]},
          "messages", [user("a"), CALLED, {"role": "tool", "content": "5"}], ()),
-        ({"messages": [user("a"), {**said(None), "tool_calls": [CALL]}, {"role": "tool", "content": "5"}, said("c"),
-                       user("d")]},
-         "messages", [user("a"), CALLED, {"role": "tool", "content": "5"}, said("c")], ("d",)),
-        ({"conversations": [user("a"), {**said(None), "function_call": CALL["function"]},
+        ({"messages": [user("a"), {**assistant(None), "tool_calls": [CALL]}, {"role": "tool", "content": "5"},
+                       assistant("c"), user("d")]},
+         "messages", [user("a"), CALLED, {"role": "tool", "content": "5"}, assistant("c")], ("d",)),
+        ({"conversations": [user("a"), {**assistant(None), "function_call": CALL["function"]},
                             {"role": "function", "name": "f", "content": "5"}]},
          "sharegpt",
-         [user("a"), {**said(""), "tool_calls": [{"type": "function", "function": CALLED_FUNCTION}]},
+         [user("a"), {**assistant(""), "tool_calls": [{"type": "function", "function": CALLED_FUNCTION}]},
           {"role": "tool", "name": "f", "content": "5"}],
          ()),
         # reasoning that led to calls is kept before them
-        ({"messages": [user("a"), {**said("Let me see."), "reasoning_content": "Hm.", "tool_calls": [CALL]},
+        ({"messages": [user("a"), {**assistant("Let me see."), "reasoning_content": "Hm.", "tool_calls": [CALL]},
                        {"role": "tool", "content": "5"}]},
          "messages", [user("a"), {**CALLED, "thinking": "Hm.\n\nLet me see."}, {"role": "tool", "content": "5"}], ()),
-        ({"messages": [user("a"), {**said("b"), "reasoning_content": "Hm."}, user("c")]},
-         "messages", [user("a"), said("b")], ("c",)),
+        ({"messages": [user("a"), {**assistant("b"), "reasoning_content": "Hm."}, user("c")]},
+         "messages", [user("a"), assistant("b")], ("c",)),
         # analysis is left out of the history, text that looks like it is kept
-        ({"messages": [user("a"), said("<|channel|>analysis<|message|>Hm."), user("b")]},
-         "messages", [user("a"), said("")], ("b",)),
-        ({"messages": [user("a"), said("Put <|message|> there"), user("b")]},
-         "messages", [user("a"), said("Put <|message|> there")], ("b",)),
+        ({"messages": [user("a"), assistant("<|channel|>analysis<|message|>Hm."), user("b")]},
+         "messages", [user("a"), assistant("")], ("b",)),
+        ({"messages": [user("a"), assistant("Put <|message|> there"), user("b")]},
+         "messages", [user("a"), assistant("Put <|message|> there")], ("b",)),
     ],
 )  # fmt: skip
 def test_chats_are_read_as_people_have_them(
@@ -454,10 +454,13 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
         ([{"conversations": [{"from": "human", "value": None}]}], "holds no message of a user"),
         ([{"messages": []}], "holds no prompts: "),
         ([{"messages": [user(" ")]}], "the last message of the user is empty"),
-        ([{"messages": [said("a")]}], "holds no message of a user"),
+        ([{"messages": [assistant("a")]}], "holds no message of a user"),
         ([{"messages": [user([{"type": "image_url"}])]}], "expected a text"),
-        ([{"messages": [user("a"), {**said("b"), "tool_calls": [{"function": 3}]}, user("c")]}], "expected a function"),
-        ([{"messages": [user("a"), said("\ud800"), user("c")]}], "line 1 is not valid Unicode text"),
+        (
+            [{"messages": [user("a"), {**assistant("b"), "tool_calls": [{"function": 3}]}, user("c")]}],
+            "expected a function",
+        ),
+        ([{"messages": [user("a"), assistant("\ud800"), user("c")]}], "line 1 is not valid Unicode text"),
         ([{"messages": [{"role": "system", "content": "\ud800"}, user("c")]}], "line 1 is not valid Unicode text"),
         ([{"question": 3, "answer": "4"}], "question is 3; expected a text"),
     ],
