@@ -9,6 +9,11 @@ from peagle.cli import main
 Captured = tuple[int, str, str]  # exit code, standard output, standard error
 
 
+def words(*parts: object) -> list[str]:
+    """Split options that are written in one text; other objects are one word."""
+    return [word for part in parts for word in (part.split() if isinstance(part, str) else [str(part)])]
+
+
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> Captured:
     code = main(list(arguments))
     captured = capsys.readouterr()

@@ -20,6 +20,7 @@ from peagle.measure.sweep.store import Folder, open_run
 from peagle.pair import Pair
 from peagle.result import Result, decode
 from peagle.text.tokenizer import Tokenizer
+from tests.support.commands import words
 from tests.support.pairs import ByteTokenizer, toy_pair
 
 TEXTS = ("one two one two", "a", "never", "b", "c", "dd", "e", "f", "gg")  # enough for an interval
@@ -56,11 +57,6 @@ def load_in_place(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
     """Load this pair in place of whatever is named."""
     for name in ("load", "with_drafter"):
         monkeypatch.setattr(peagle.cli.sweeping, name, lambda *_, **__: pair)
-
-
-def words(*parts: object) -> list[str]:
-    """Split options that are written in one text."""
-    return [word for part in parts for word in (part.split() if isinstance(part, str) else [str(part)])]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,8 +39,8 @@ from tests.peagle.measure.sweep.runs import (
     load_in_place,
     prompt_file,
     shared_pair,
-    words,
 )
+from tests.support.commands import words
 from tests.support.pairs import SPECIALS, press_ctrl_c_at
 from tests.support.toys import costs
 

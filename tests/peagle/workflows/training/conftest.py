@@ -11,16 +11,12 @@ import peagle.cli.training
 from drafter.train.batches import Batches
 from peagle.cli import main
 from peagle.ops.errors import InputError
+from tests.support.commands import words
 from tests.support.pairs import Directories
 from tests.support.trainers import keep_programs
 
 PROMPTS = [[17, 4, 90], [5, 5, 5, 5], [200, 31], [9, 8, 7, 6, 5, 4], [77]]
 SMALL = "--steps 4 --taps 0,1,2 --width 32 --depth 3 --rows 2 --layers 1 --heads 4 --mlp-width 16"
-
-
-def words(*parts: object) -> list[str]:
-    """Split options that are written in one text."""
-    return [word for part in parts for word in (part.split() if isinstance(part, str) else [str(part)])]
 
 
 def train(target: Path, data: object, out: Path, *more: object) -> list[str]:
