@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from peagle.engine.engine import Engine
 from peagle.engine.request import Request
 from peagle.measure.sweep.figures import Row, WithoutLoops
 from peagle.measure.sweep.plan import PLAIN, Workload
-from peagle.measure.sweep.store import Folder, open_run
+from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
 from peagle.pair import Pair
 from peagle.result import Result, decode
 from peagle.text.tokenizer import Tokenizer
@@ -127,6 +127,24 @@ def swept(directory: Path, *parts: object) -> Folder:
         load_in_place(patch, shared_pair())
         assert main(command) == 0
     return open_run(directory / "run")
+
+
+def lines_of(folder: Folder) -> list[dict[str, Any]]:
+    """Read a run's raw lines."""
+    return [json.loads(line) for line in (folder.path / RAW).read_text().splitlines()]
+
+
+def with_lines(folder: Folder, lines: Iterable[dict[str, Any]]) -> Folder:
+    """Write other raw lines into a run."""
+    (folder.path / RAW).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return open_run(folder.path)
+
+
+def with_plan(folder: Folder, **plan: object) -> Folder:
+    """Write other fields of the plan into a run."""
+    record = json.loads((folder.path / RUN).read_text())
+    (folder.path / RUN).write_text(json.dumps(record | {"plan": record["plan"] | plan}))
+    return open_run(folder.path)
 
 
 def example_row(**known: Any) -> Row:

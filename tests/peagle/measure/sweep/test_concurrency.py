@@ -23,7 +23,7 @@ from peagle.measure.sweep.run import SweepRun
 from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
 from peagle.pair import Pair
 from scripts.publish import AT_ONCE, publish, rounded
-from tests.peagle.measure.sweep.runs import SWEPT, Lab, swept
+from tests.peagle.measure.sweep.runs import SWEPT, Lab, lines_of, swept, with_lines, with_plan
 
 SLOTS = (1, 3)
 KS = (0, 1, 3)
@@ -44,15 +44,13 @@ def finished(together: Path, tmp_path: Path) -> Folder:
 
 def rewrite(folder: Folder, change: Callable[[dict[str, Any]], object], repeats: int = 2) -> Folder:
     """Give every line made-up times, then `change` it; more repeats are copies of the first two."""
-    lines = [json.loads(line) for line in (folder.path / RAW).read_text().splitlines()]
+    lines = lines_of(folder)
     lines = [{**line, "repeat": n} for n in range(repeats) for line in lines if line["repeat"] == n % 2]
     for line in lines:
         line |= {"ttft_s": 1.0, "decode_s": 2.0, "itl_s": [0.1, 0.2, 0.3]}
         change(line)
-    (folder.path / RAW).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    record = json.loads((folder.path / RUN).read_text())
-    (folder.path / RUN).write_text(json.dumps(record | {"plan": record["plan"] | {"repeats": repeats}}))
-    return open_run(folder.path)
+    with_lines(folder, lines)
+    return with_plan(folder, repeats=repeats)
 
 
 def row_at(folder: Folder, k: int, slots: int) -> dict[str, Any]:
@@ -89,7 +87,7 @@ def test_variants_with_as_many_slots_follow_one_another_and_take_turns(finished:
 
 
 def test_figures_follow_from_raw_lines(finished: Folder) -> None:
-    raw = [json.loads(line) for line in (finished.path / RAW).read_text().splitlines()]
+    raw = lines_of(finished)
     figures = finished.record["by_concurrency"]
     assert [(row["concurrency"], row["k"]) for row in figures] == list(itertools.product(SLOTS, KS))
     assert figures == json.loads(json.dumps([row.to_json() for row in concurrent(rows(finished))]))

@@ -1,6 +1,5 @@
 """The sentences of a report: right for every outcome of a run, and only the caveats that hold."""
 
-import json
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +15,8 @@ from peagle.measure.sweep.compare import Change, Difference
 from peagle.measure.sweep.figures import Row, WithoutLoops, rows
 from peagle.measure.sweep.headline import caveats, commands, compared, headlines, title, verdicts
 from peagle.measure.sweep.plan import Variant, Workload
-from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
+from peagle.measure.sweep.store import Folder
+from tests.peagle.measure.sweep.runs import lines_of, with_lines, with_plan
 
 Changes = dict[str, Any]
 GREEDY = Workload("prompts", True, 0.0)
@@ -82,11 +82,8 @@ def test_a_headline_says_what_was_measured(folder: Folder, by_k: dict[int, Chang
 
 def rewrite(folder: Folder, keep: Callable[[Changes], bool], *more: Changes) -> Folder:
     """Keep some lines of the raw file, and add more."""
-    lines = [json.loads(line) for line in (folder.path / RAW).read_text().splitlines()]
-    kept = [line for line in lines if keep(line)]
-    (folder.path / RAW).write_text("".join(json.dumps(line) + "\n" for line in [*kept, *more]))
     folder.save(rows=None)
-    return open_run(folder.path)
+    return with_lines(folder, [*filter(keep, lines_of(folder)), *more])
 
 
 def failed(k: int, drafter: str | None) -> Changes:
@@ -165,12 +162,6 @@ def test_outputs_that_differ_with_many_at_once_are_told(folder: Folder) -> None:
     assert "K = 3 with 4 requests at once in 1 of 24" in text
 
 
-def planned(folder: Folder, **plan: Any) -> Folder:
-    record = json.loads((folder.path / RUN).read_text())
-    (folder.path / RUN).write_text(json.dumps(record | {"plan": record["plan"] | plan}))
-    return open_run(folder.path)
-
-
 @pytest.mark.parametrize(
     ("behind", "close"),
     [(Estimate(1.2, 1.1, 1.25), False), (Estimate(1.4, 1.2, 1.6), True), (Estimate(1.4), True)],
@@ -183,7 +174,7 @@ def test_another_drafter_is_named_unless_it_is_surely_behind(folder: Folder, beh
         replace(row, variant=Variant(1, path), speedup=speedup, label=f"1, {path[5:]}")
         for path, speedup in zip(paths, (behind, Estimate(1.5, 1.3, 1.7)), strict=True)
     ]
-    both = planned(folder, drafters=paths)
+    both = with_plan(folder, drafters=paths)
     assert title(both).startswith("Speculative decoding of demo with drafters one/drafter and two/drafter, 20")
     text = dict(caveats(both, [plainly, *figures])).get("Another drafter may be as good", "")
     assert text.startswith(f"K = 1 with one/drafter gives {behind.value:.2f}x" if close else "")
@@ -191,7 +182,7 @@ def test_another_drafter_is_named_unless_it_is_surely_behind(folder: Folder, beh
 
 
 def test_workloads_have_their_names_and_raw_text_is_told_if_nothing_else_was_measured(folder: Folder) -> None:
-    both = planned(folder, temperatures=[0.0, 0.7], raw=[False, True])
+    both = with_plan(folder, temperatures=[0.0, 0.7], raw=[False, True])
     workloads = [Workload("prompts", raw, t) for raw in (False, True) for t in (0.0, 0.7)]
     figures = [replace(row, workload=workload) for workload in workloads for row in measured(folder, {})]
     assert [sentence.partition(": ")[0] for sentence in headlines(both, figures)] == [
@@ -214,7 +205,7 @@ def test_workloads_have_their_names_and_raw_text_is_told_if_nothing_else_was_mea
     ],
 )
 def test_the_commands_are_commands(folder: Folder, speedup: Estimate, plan: Changes, expected: str) -> None:
-    changed = planned(folder, **plan)
+    changed = with_plan(folder, **plan)
     (verdict,) = verdicts(changed, measured(changed, {1: {"speedup": SLOWER}, 3: {"speedup": speedup}}))
     lines = commands(changed.plan, verdict, alone=True)
     assert lines[0].startswith(f"peagle {expected}")

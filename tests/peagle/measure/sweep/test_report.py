@@ -21,7 +21,7 @@ from peagle.measure.sweep.plan import PLAIN, Variant
 from peagle.measure.sweep.store import RAW, RUN, Folder, open_run
 from peagle.ops.errors import InputError
 from scripts.publish import ROW, publish, rounded
-from tests.peagle.measure.sweep.runs import Lab, example_row
+from tests.peagle.measure.sweep.runs import Lab, example_row, lines_of, with_lines, with_plan
 
 Runs = tuple[Folder, Folder]
 
@@ -33,18 +33,13 @@ def runs(once: Path, tmp_path: Path) -> Runs:
     return one, two
 
 
-def change(folder: Folder, **plan: object) -> None:
-    record = json.loads((folder.path / RUN).read_text())
-    (folder.path / RUN).write_text(json.dumps(record | {"plan": record["plan"] | plan}))
-
-
 def rewrite(folder: Folder, change: Callable[[dict[str, Any]], None]) -> None:
     """Give each line a made-up time, so that no test depends on the machine; then `change` it."""
-    lines = [json.loads(line) for line in (folder.path / RAW).read_text().splitlines()]
+    lines = lines_of(folder)
     for line in lines:
         line["decode_s"] = (2.0 if line["k"] == 0 else 1.0) + 0.01 * line["repeat"]
         change(line)
-    (folder.path / RAW).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with_lines(folder, lines)
 
 
 def page_of(directory: Path) -> str:
@@ -231,11 +226,9 @@ def test_slower_requests_are_counted_where_repeats_are_enough(runs: Runs) -> Non
     folder = runs[0]
     rewrite(folder, three_are_slow)
     assert {(row.num_slower, row.num_compared) for row in rows(folder)} == {(0, 0)}
-    lines = [json.loads(line) for line in (folder.path / RAW).read_text().splitlines()]
-    lines += [line | {"repeat": 2} for line in lines if line["repeat"] == 1]
-    (folder.path / RAW).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    change(folder, repeats=3)
-    counted = {row.k: (row.num_slower, row.num_compared) for row in rows(open_run(folder.path))}
+    lines = lines_of(folder)
+    with_lines(folder, [*lines, *(line | {"repeat": 2} for line in lines if line["repeat"] == 1)])
+    counted = {row.k: (row.num_slower, row.num_compared) for row in rows(with_plan(folder, repeats=3))}
     assert counted == {0: (0, 8), 1: (0, 8), 3: (3, 8)}
 
 
@@ -291,7 +284,7 @@ def test_runs_that_cannot_be_compared_are_refused_in_a_line(lab: Lab, runs: Runs
         ({"temperatures": [0.7]}, "no workload and K in common"),
         ({"sources": [sources[0] | {"sha256": "0"}]}, "other prompts"),
     ):
-        change(second, **plan)
+        with_plan(second, **plan)
         if "temperatures" in plan:
             (second.path / RAW).write_text(files[second.path / RAW].replace('"temperature": 0.0', '"temperature": 0.7'))
         assert line in lab.run(2, *both, "--out", out)

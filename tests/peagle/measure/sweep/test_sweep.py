@@ -36,6 +36,7 @@ from tests.peagle.measure.sweep.runs import (
     TEXTS,
     Killed,
     Lab,
+    lines_of,
     load_in_place,
     prompt_file,
     shared_pair,
@@ -67,7 +68,7 @@ def test_a_plan_comes_back_from_json(finished: Folder) -> None:
 
 
 def test_figures_follow_from_raw_lines(finished: Folder) -> None:
-    raw = [json.loads(line) for line in (finished.path / RAW).read_text().splitlines()]
+    raw = lines_of(finished)
     assert len(raw) == 3 * 2 * 8
     figures = finished.record["rows"]
     assert [row["k"] for row in figures] == [0, 1, 3]
