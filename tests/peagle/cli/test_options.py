@@ -77,6 +77,13 @@ def painted(*typed: str) -> Paint:
     return built(kind, values)
 
 
+def read(line: str, *more: str) -> Any:
+    """Read a command line of ours."""
+    typed = [*line.split(), *more]
+    kind, values = commands(typed[0])(typed, result_action="return_value")
+    return built(kind, values)
+
+
 def test_fields_are_options_and_nested_dataclasses_are_groups_of_them() -> None:
     several = painted("door", "--red", "3", "--name", "a", "--name", "b")
     assert several == Paint(where="door", colour=Colour(red=3, names=("a", "b")))
@@ -89,11 +96,9 @@ def test_a_field_without_a_default_is_required() -> None:
 
 
 def test_options_may_stand_between_the_files_of_an_argument_that_repeats(capsys: pytest.CaptureFixture[str]) -> None:
-    typed = ["report", "ONE", "--out", "DIR", "TWO", "--quiet", "THREE"]
-    kind, values = commands("report")(typed, result_action="return_value")
-    assert built(kind, values) == Report(runs=(Path("ONE"), Path("TWO"), Path("THREE")), out=Path("DIR"), quiet=True)
-    kind, values = commands("info")(["info", "--slots", "2"], result_action="return_value")
-    assert built(kind, values) == Info(slots=2)
+    runs = Path("ONE"), Path("TWO"), Path("THREE")
+    assert read("report ONE --out DIR TWO --quiet THREE") == Report(runs=runs, out=Path("DIR"), quiet=True)
+    assert read("info --slots 2") == Info(slots=2)
     for command, usage in (("report", "[OPTIONS] RUN..."), ("frequent-tokens", "--out FILE FILE...")):
         commands(command)([command, "--help"], result_action="return_value")
         assert capsys.readouterr().out.splitlines()[0] == f"Usage: peagle {command} {usage}"
@@ -106,7 +111,7 @@ PENALTY = SamplingParams(presence_penalty=-1.0)
 
 
 @pytest.mark.parametrize(
-    ("typed", "read"),
+    ("typed", "command"),
     [
         ("generate - -n 3", Generate(prompt="-", answer=THREE)),
         ("generate -n 3 -q -", Generate(prompt="-", answer=THREE, quiet=True)),
@@ -123,11 +128,9 @@ PENALTY = SamplingParams(presence_penalty=-1.0)
         ("info - x", Info(directories=("-", "x"))),
     ],
 )
-def test_a_dash_is_an_argument_in_its_place_or_the_value_of_an_option(typed: str, read: Any) -> None:
-    command, *rest = typed.split()
-    line = unambiguous(rest, [command], list(options_of(type(read))))
-    kind, values = commands(command)([command, *line], result_action="return_value")
-    assert built(kind, values) == read
+def test_a_dash_is_an_argument_in_its_place_or_the_value_of_an_option(typed: str, command: Any) -> None:
+    name, *rest = typed.split()
+    assert read(name, *unambiguous(rest, [name], list(options_of(type(command))))) == command
 
 
 # what is typed, the line, and the command whose help it names
@@ -174,8 +177,7 @@ def test_former_and_hidden_flags_are_neither_taken_elsewhere_nor_proposed(
 
 
 def test_a_whole_number_may_be_typed_as_8_0_and_a_file_may_set_flags(tmp_path: Path) -> None:
-    kind, values = commands("generate")(["generate", "--top-k", "1.0"], result_action="return_value")
-    assert built(kind, values).sampling.top_k == 1
+    assert read("generate --top-k 1.0").sampling.top_k == 1
     (tmp_path / "serve.toml").write_text("port = 8001.0\nquiet = true\nretain-full-kv = false\n")
     values = from_file(commands("serve"), ["serve"], Serve, tmp_path / "serve.toml")
     assert built(Serve, values) == Serve(port=8001, quiet=True)
@@ -191,9 +193,8 @@ def test_completion_knows_commands_and_their_flags(shell: str, capsys: pytest.Ca
 def test_docstrings_are_the_help_and_a_command_may_say_more_of_a_group(capsys: pytest.CaptureFixture[str]) -> None:
     application()(["paint", "--help"], result_action="return_value")
     text = capsys.readouterr().out
-    assert all(
-        part in text for part in ("Paint a place.", "Use much paint.", "Let it dry.", "Redness.", "[default: 2]")
-    )
+    for part in ("Paint a place.", "Use much paint.", "Let it dry.", "Redness.", "[default: 2]"):
+        assert part in text
     assert "Of several commands." not in text
 
 
@@ -212,9 +213,9 @@ def test_memory_is_a_size_or_one_of_a_few_words() -> None:
     assert [read_kv_memory(typed) for typed in ("auto", "512MB", "1.5GiB")] == [None, 512_000_000, 3 << 29]
     typed = ("auto", "on", "off", "0", "2GB")
     assert [read_prefix_cache(text) for text in typed] == [None, "on", "off", 0, 2_000_000_000]
-    for read, wrong in ((read_kv_memory, "0"), (read_kv_memory, "off"), (read_prefix_cache, "-1")):
+    for reading, wrong in ((read_kv_memory, "0"), (read_kv_memory, "off"), (read_prefix_cache, "-1")):
         with pytest.raises(InputError, match=f"[a-z_]* is '?{wrong}'?; expected "):
-            read(wrong)
+            reading(wrong)
 
 
 @pytest.mark.parametrize("name", ["chat", "serve", "batch"])
