@@ -153,7 +153,7 @@ def interleave(
         def __init__(self) -> None:
             super().__init__()
             for each in engines:
-                each.memory.pool.forget()  # a case repeated must go the same way
+                each.memory.pool.free_cached()  # a case repeated must go the same way
             self.asked: dict[Handle, list[int]] = {}  # the expected tokens
             self.got: dict[Handle, list[int]] = {}
             self.drafted: dict[Handle, list[int]] = {}
