@@ -97,8 +97,7 @@ def prefilled(
         engine.executor.prefill(plan, drafts=True)
         engine.memory.publish(table, token_ids[:end], end, end)
         begin = end
-    result = engine.executor._prefilled
-    assert result is not None
+    result = engine.executor.prefilled
     parts = {"logits": np.asarray(result.logits), "aux_hidden": np.asarray(result.aux_hidden)}
     return table, parts | held(engine, table, len(token_ids))
 

@@ -21,6 +21,7 @@ from peagle.ops.errors import InputError
 from peagle.ops.expert_matmul import PackedExperts, TiledExperts, expert_block, tile
 from peagle.ops.mxfp4 import dequantize
 from peagle.ops.norm import Norm
+from tests.ops.experts import Expert, mixture
 
 WIDTH, EXPERTS, TOP_K, EPSILON, LIMIT = calls.TILED_WIDTH, 8, calls.TILED_TOP_K, 1e-5, 0.9
 
@@ -128,15 +129,13 @@ class Block:
         normalised = x / np.sqrt(np.mean(x * x) + EPSILON) * self.norms[0].astype(np.float64)
         logits = normalised @ self.router.astype(np.float64) + self.bias.astype(np.float64)
         rounded = normalised.astype(jnp.bfloat16).astype(np.float64)
-        chosen = np.argsort(-logits, kind="stable")[:TOP_K]
-        weights = np.exp(logits[chosen] - logits[chosen].max())
-        for expert, weight in zip(chosen.tolist(), weights / weights.sum(), strict=True):
-            p = jax.tree.map(lambda leaf: np.asarray(leaf[expert]), self._packed)  # noqa: B023
-            hidden = dequantize(p.gate_up_blocks, p.gate_up_scales) @ rounded + p.gate_up_bias.astype(np.float64)
-            gate, up = np.minimum(hidden[0::2], LIMIT), np.clip(hidden[1::2], -LIMIT, LIMIT)
-            active = (gate / (1 + np.exp(-1.702 * gate)) * (up + 1)).astype(jnp.bfloat16).astype(np.float64)
-            x = x + weight * (dequantize(p.down_blocks, p.down_scales) @ active + p.down_bias.astype(np.float64))
-        return x
+
+        def expert(number: int) -> Expert:
+            p = jax.tree.map(lambda leaf: np.asarray(leaf[number]), self._packed)
+            gate_up, down = dequantize(p.gate_up_blocks, p.gate_up_scales), dequantize(p.down_blocks, p.down_scales)
+            return gate_up, p.gate_up_bias.astype(np.float64), down, p.down_bias.astype(np.float64)
+
+        return x + mixture(rounded[None], logits[None], TOP_K, LIMIT, expert, jnp.bfloat16)[0]
 
 
 def expect_definition(block: Block, output: np.ndarray, normalised: np.ndarray, rows: Iterable[int]) -> None:

@@ -85,8 +85,7 @@ def test_prompts_that_share_a_pass_leave_what_each_leaves_alone(tmp_path_factory
         np.stack([*(engine.memory.row(table) for table in tables), np.full_like(engine.memory.row(tables[0]), -1)]),
     )
     engine.executor.prefill(plan, drafts=True)
-    result = engine.executor._prefilled
-    assert result is not None
+    result = engine.executor.prefilled
     for place, (prompt, expected) in enumerate(zip(prompts, alone, strict=True)):
         mine = {"logits": np.asarray(result.logits)[[place]], "aux_hidden": np.asarray(result.aux_hidden)[[place]]}
         for name, part in (mine | held(engine, tables[place], len(prompt))).items():

@@ -63,7 +63,7 @@ def test_a_follower_ends_with_the_leaders_bits(kind: str) -> None:
     assert engine.prefix_cache_use is not None
     assert engine.prefix_cache_use.num_hits > 0
     assert set(verbs) >= set(VERBS) - {"first_not_finite"}
-    (theirs,) = follower._executors.values()
+    (theirs,) = follower.executors.values()
     assert type(theirs) is Executor
     follower.settle()
     for ours, other in zip(jax.tree.leaves(engine.executor.state), jax.tree.leaves(theirs.state), strict=True):
