@@ -73,12 +73,12 @@ PEAGLE_INLINE Floats MulAdd(Floats a, Floats b, Floats c) {
 
 PEAGLE_INLINE Floats MulAdd(Floats a, float b, Floats c) { return MulAdd(a, Broadcast(b), c); }
 
-// The first `count` values, then zeros.
+// The first `count` values, then zeros; none if it is negative, as behind the last output of a panel.
 template <class Vector = Floats>
 PEAGLE_INLINE Vector LoadFirst(const void* from, int64_t count) {
   if (count >= kLanes) return Load<Vector>(from);
   Vector values = {};
-  std::memcpy(&values, from, 4 * count);
+  if (count > 0) std::memcpy(&values, from, 4 * count);
   return values;
 }
 
