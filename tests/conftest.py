@@ -221,6 +221,7 @@ def _programs_are_dropped_when_they_fill_the_memory() -> Iterator[None]:
 COMPILING = (
     "drafter/test_conformance.py",
     "drafter/test_window.py",
+    "drafter/train/test_blocks.py",
     "drafter/train/test_parts.py",
     "drafter/train/test_train.py",
     "drafter/train/test_trainer.py",
@@ -239,6 +240,7 @@ COMPILING = (
     "peagle/cli/test_interrupt.py",
     "peagle/engine/test_adjust.py",
     "peagle/engine/test_blocked_prefill.py",
+    "peagle/engine/test_dflash.py",
     "peagle/engine/test_engine.py",
     "peagle/engine/test_grammar.py",
     "peagle/engine/test_handoff.py",

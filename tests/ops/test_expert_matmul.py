@@ -347,7 +347,7 @@ def test_a_rows_bits_do_not_depend_on_the_others(form: Form) -> None:
     whole = np.asarray(compiled(rows, logits, experts))
     rng = np.random.default_rng(15)
     # in CUDA tiles of one product, two, four and eight; many rows
-    for count in (1, 8, 9, 17, 33) if form.in_cuda else (4, 16, 17, len(x)):
+    for count in (1, 8, 9, 17, 33) if form.in_cuda else (4, 17, len(x)):
         some = rng.permutation(len(x))[:count]
         np.testing.assert_array_equal(np.asarray(compiled(rows[some], logits[some], experts)), whole[some])
 

@@ -62,6 +62,7 @@ def test_the_drafts_of_a_place_are_the_same_for_any_k(pair: Models) -> None:
         assert drafts[7][place][:2] == drafts[2][place][:2]
 
 
+@pytest.mark.slow
 def test_on_xla_too(tmp_path: Path) -> None:
     pair = models("float32", tmp_path, "DFlash")
     alone = decode(Engine(pair.target, None, ResolvedConfig(0, context=CAPACITY)), requests_of()[:2])[0]

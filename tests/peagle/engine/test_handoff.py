@@ -22,8 +22,8 @@ from peagle.engine.widths import CostTable
 from peagle.ops import native
 from peagle.ops.attention import PAGE_SIZE
 from peagle.ops.errors import InputError
-from tests.support.models import FAST, TARGET, Models, models
-from tests.support.toys import WINDOW, decode, tiny_target
+from tests.support.models import FAST, TARGET, Models, fast_target, models
+from tests.support.toys import WINDOW, decode
 
 CAPACITY, K, NEW = 2 * PAGE_SIZE + 90, 3, 65
 TOKENS = tuple(np.random.default_rng(11).integers(0, TARGET.vocab_size, CAPACITY).tolist())
@@ -146,9 +146,9 @@ def test_keys_of_sliding_layers_go_to_engines_that_keep_all_or_a_window(
 
 def test_n_grams_and_rows_that_draft_no_more_are_handed_over_too() -> None:
     shape = ResolvedConfig(K, 2, 96, prefill_chunk=8, k_per_request=True)
-    local = Engine(tiny_target(), NGram(), shape)
-    sender = Engine(tiny_target(), NGram(), dataclasses.replace(shape, role="prefill", context=80, prefill_chunk=16))
-    receiver = Engine(tiny_target(), NGram(), dataclasses.replace(shape, role="decode", context=120))
+    local = Engine(fast_target(), NGram(), shape)
+    sender = Engine(fast_target(), NGram(), dataclasses.replace(shape, role="prefill", context=80, prefill_chunk=16))
+    receiver = Engine(fast_target(), NGram(), dataclasses.replace(shape, role="decode", context=120))
     for sampling, own_k in ((SAMPLINGS[0], None), (SAMPLINGS[1], 0)):
         request = Request(TOKENS[:40], 30, sampling, (), num_speculative_tokens=own_k)
         (tokens,), (steps,) = decode(local, [request])

@@ -58,17 +58,17 @@ Alone: TypeAlias = dict[tuple[int, int], list[int]]  # (prompt, sampling) -> tok
 
 def decoded_alone(target: Target) -> Alone:
     """Decode each prompt alone and plainly, in each sampling."""
-    asked = {
+    requests = {
         (prompt, sampling): request_of(prompt, sampling, LONGEST)
         for prompt in range(len(PROMPTS))
         for sampling in range(len(SAMPLINGS) + 1)
     }
     engine = Engine(target, None, ResolvedConfig(0, 1, CAPACITY, prefill_chunk=8))
-    return dict(zip(asked, decode(engine, list(asked.values()))[0], strict=True))
+    return dict(zip(requests, decode(engine, list(requests.values()))[0], strict=True))
 
 
 # some interleavings must have exercised each of these
-WANTED = (
+EXERCISED = (
     "overlapped", "slot reused", "aborted in flight", "aborted waiting", "paused", "resumed", "stopped", "sampled",
     "beside a grammar", "ended by a grammar", "preempted", "known", "evicted", "page reused",
 )  # fmt: skip
@@ -103,7 +103,7 @@ def test_any_interleaving_gives_each_request_what_it_gets_alone(
     happened = interleave(
         [pair.target] * count, decoded_alone(pair.target), 14 if count == 1 else 6, together, proposer
     )
-    assert not [name for name in (WANTED if count == 1 else WANTED[:-4]) if not happened[name]], happened
+    assert not [name for name in (EXERCISED if count == 1 else EXERCISED[:-4]) if not happened[name]], happened
 
 
 def happened_in(engine: Engine, happened: collections.Counter[str]) -> None:
@@ -143,18 +143,18 @@ def interleave(
     engines = [drafting_at(EvenlyPaced(target, proposer, config), {1: True, 3: False}) for target in targets]
     engine = engines[0] if count == 1 else Replicas(engines, dataclasses.replace(config, slots=count * config.slots))
 
-    for each in engines:
-        happened_in(each, happened)
+    for one in engines:
+        happened_in(one, happened)
 
     def held_now() -> list[Handle | None]:
-        return [dict(each.decoding).get(slot) for each in engines for slot in range(config.slots)]
+        return [dict(one.decoding).get(slot) for one in engines for slot in range(config.slots)]
 
     class Interleaving(RuleBasedStateMachine):
         def __init__(self) -> None:
             super().__init__()
-            for each in engines:
-                each.memory.pool.forget()  # a case repeated must go the same way
-            self.asked: dict[Handle, list[int]] = {}  # the expected tokens
+            for one in engines:
+                one.memory.pool.forget()  # a case repeated must go the same way
+            self.expected: dict[Handle, list[int]] = {}  # the expected tokens
             self.got: dict[Handle, list[int]] = {}
             self.drafted: dict[Handle, list[int]] = {}
             self.last: dict[int, Handle] = {}  # the last request of each slot
@@ -169,18 +169,18 @@ def interleave(
             tokens = alone[prompt, sampling]
             stops = () if stop is None else (tokens[min(stop, len(tokens) - 1)],)
             stops = (STOP,) if sampling == len(SAMPLINGS) else stops
-            ends = [place for place, token in enumerate(tokens) if token in stops]
-            whole = tokens[: min([budget, *(place + 1 for place in ends[:1])])]
+            ends = [number for number, token in enumerate(tokens) if token in stops]
+            whole = tokens[: min([budget, *(number + 1 for number in ends[:1])])]
             handle = engine.add(request_of(prompt, sampling, budget, stops))
-            self.asked[handle], self.got[handle], self.drafted[handle] = whole, [], []
+            self.expected[handle], self.got[handle], self.drafted[handle] = whole, [], []
             happened["sampled"] += sampling > 0
 
-        @precondition(lambda self: any(handle.finished is None for handle in self.asked))
+        @precondition(lambda self: any(handle.finished is None for handle in self.expected))
         @rule(random=st.randoms(use_true_random=False))
         def abort(self, random: Random) -> None:
             if random.random() < 0.6:  # else nearly all would be
                 return
-            alive = [handle for handle in self.asked if handle.finished is None]
+            alive = [handle for handle in self.expected if handle.finished is None]
             in_flight = [handle for handle in alive if handle.table is not None]
             handle = random.choice(in_flight if in_flight and random.random() < 0.5 else alive)
             happened["aborted in flight" if handle.table is not None else "aborted waiting"] += 1
@@ -194,8 +194,8 @@ def interleave(
                     self.got[handle] += chunk.token_ids
                     self.drafted[handle] += [len(record.draft_token_ids) for record in chunk.steps]
                 held = held_now()
-                happened["overlapped"] += sum(each is not None for each in held) > 1
-                bound = [each.matcher is not None for each in held if each is not None]
+                happened["overlapped"] += sum(handle is not None for handle in held) > 1
+                bound = [handle.matcher is not None for handle in held if handle is not None]
                 happened["beside a grammar"] += any(bound) and not all(bound)
                 for slot, handle in enumerate(held):
                     if handle is not None:
@@ -204,14 +204,14 @@ def interleave(
 
         @invariant()
         def the_state_is_whole(self) -> None:
-            for each in engines:
-                if each.executor.started:
-                    check_whole(each)
+            for one in engines:
+                if one.executor.started:
+                    check_whole(one)
 
         def teardown(self) -> None:
             while engine.busy:
                 self.step(1)
-            for handle, whole in self.asked.items():
+            for handle, whole in self.expected.items():
                 if handle.finished == "aborted":
                     assert self.got[handle] == whole[: len(self.got[handle])]
                     continue
@@ -224,7 +224,7 @@ def interleave(
                 happened["preempted"] += handle.num_preempted > 0
                 happened["known"] += handle.num_cached_tokens > 0
                 widths = self.drafted[handle]
-                rested = [place for place, width in enumerate(widths) if width == 0]
+                rested = [step for step, width in enumerate(widths) if width == 0]
                 happened["resumed"] += bool(rested) and any(widths[rested[0] :])
 
     run_state_machine_as_test(

@@ -47,11 +47,9 @@ def requests(number: int, logprobs: int | None = None) -> list[Request]:
 @pytest.mark.parametrize(
     ("steps", "kept", "drafter"),
     [
-        (1, 0, "P-EAGLE"),
-        pytest.param(1, 1, "P-EAGLE", marks=pytest.mark.slow),
-        pytest.param(4, 0, "P-EAGLE", marks=pytest.mark.slow),
+        (1, 0, "DFlash"),
         (4, 1, "P-EAGLE"),
-        (4, 1, "DFlash"),
+        *(pytest.param(*case, "P-EAGLE", marks=pytest.mark.slow) for case in ((1, 0), (1, 1), (4, 0))),
     ],
 )
 def test_requests_with_memory_for_a_third_get_what_they_get_alone(

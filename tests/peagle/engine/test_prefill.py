@@ -44,7 +44,7 @@ def test_any_cutting_of_a_prompt_gives_the_same_bits(dtype: str, tmp_path_factor
                 np.testing.assert_array_equal(part, whole[name], f"{name}: {length} tokens as {counts}")
 
 
-@pytest.mark.parametrize("most_scores", [None, 90])
+@pytest.mark.parametrize("most_scores", [pytest.param(None, marks=pytest.mark.slow), 90])
 def test_any_cutting_of_a_prompt_gives_the_same_to_rounding(
     most_scores: int | None, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,8 +14,8 @@ from peagle.engine.resolved import ResolvedConfig
 from peagle.ops import native
 from peagle.ops.attention import PAGE_SIZE as PAGE
 from peagle.ops.errors import InputError
-from tests.support.models import TARGET, TOKENS, Models, answer_of, ask, engine_of, models
-from tests.support.toys import check_whole, decode, drafting_at, tiny_target
+from tests.support.models import TARGET, TOKENS, Models, answer_of, ask, engine_of, fast_target, models
+from tests.support.toys import check_whole, decode, drafting_at
 
 NATIVE = pytest.mark.skipif(not native.available(), reason=native.status()[1])
 CAPACITY, K = 3 * PAGE + 40, 3
@@ -50,12 +50,12 @@ PROMPTS = [
 @pytest.mark.parametrize(
     ("size", "dtype", "drafter"),
     [
-        pytest.param(1, "float32", "P-EAGLE", marks=pytest.mark.slow),
-        (1, "bfloat16", "P-EAGLE"),
-        (HUGE, "float32", "P-EAGLE"),
-        pytest.param(HUGE, "bfloat16", "P-EAGLE", marks=pytest.mark.slow),
         (1, "float32", "DFlash"),
-        (HUGE, "bfloat16", "DFlash"),
+        (HUGE, "bfloat16", "P-EAGLE"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, "bfloat16", "P-EAGLE"), (HUGE, "float32", "P-EAGLE"), (HUGE, "bfloat16", "DFlash"))
+        ),
     ],
 )
 def test_a_hit_gives_what_a_cold_start_gives(
@@ -115,7 +115,7 @@ def test_requests_at_once_reuse_each_others_prompts(pair: Models) -> None:
 
 @pytest.mark.parametrize("retain_full_kv", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_n_grams_and_requests_that_draft_no_more_reuse_prompts_too(retain_full_kv: bool) -> None:
-    target = tiny_target().replace(retain_full_kv=retain_full_kv)
+    target = fast_target().replace(retain_full_kv=retain_full_kv)
     shape = ResolvedConfig(K, 2, CAPACITY, prefill_chunk=40, adaptive=True, prefix_cache=HUGE)
     requests = [Request(PROMPTS[place], 20, index=place) for place in (0, 1, 7, 1)]
     expected = [decode(Engine(target, None, ResolvedConfig(0, 1, CAPACITY)), [request])[0][0] for request in requests]
@@ -128,7 +128,7 @@ def test_n_grams_and_requests_that_draft_no_more_reuse_prompts_too(retain_full_k
 @pytest.mark.parametrize("known", [PAGE, PAGE + 1, 2 * PAGE])
 def test_n_grams_look_back_over_every_token_of_a_reused_prompt(known: int) -> None:
     """The tokens that repeat stand in the known pages alone."""
-    target, prompt = tiny_target(), (*TOKENS[:known], *TOKENS[10:14])
+    target, prompt = fast_target(), (*TOKENS[:known], *TOKENS[10:14])
     shape = ResolvedConfig(K, 1, CAPACITY, prefill_chunk=40, prefix_cache=HUGE)
     cold = decode(Engine(target, NGram(), ResolvedConfig(K, 1, CAPACITY)), [Request(prompt, 8)])
     warm = Engine(target, NGram(), shape)
@@ -165,7 +165,7 @@ def test_a_warm_up_is_no_request(pair: Models) -> None:
         pytest.param(0, "native float32", marks=NATIVE),
         pytest.param(0, "float32", marks=pytest.mark.slow),
         pytest.param(HUGE, "native float32", marks=NATIVE),
-        (HUGE, "float32"),
+        pytest.param(HUGE, "float32", marks=pytest.mark.slow),
     ],
 )
 def test_a_request_that_is_not_finite_disturbs_no_later_one(kind: str, size: int, tmp_path: Path) -> None:

@@ -1,13 +1,13 @@
 """A follower ends with the leader's bits, whatever the engine did, and decides nothing itself."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from drafter.propose import PEagle
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.beside import Beside
@@ -20,22 +20,18 @@ from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError
 from peagle.ops.row_blocks import RowBlocks
 from peagle.processes import decode, encode
-from tests.support.drafters import random_params
+from tests.support.models import FAST, models
 from tests.support.toys import decode as answers
-from tests.support.toys import drafter_config, drafting_at, tiny_target
+from tests.support.toys import drafting_at, tiny_target
 
 CONFIG = ResolvedConfig(2, slots=2, context=256, prefill_chunk=64, prefix_cache=1 << 20, steps_per_dispatch=3)
-DRAFTER = drafter_config()
 
 
 @pytest.mark.parametrize("kind", ["P-EAGLE", pytest.param("ngram", marks=pytest.mark.slow)])
-def test_a_follower_ends_with_the_leaders_bits(kind: str) -> None:
+def test_a_follower_ends_with_the_leaders_bits(kind: str, tmp_path: Path) -> None:
     """Through the wire's own bytes: prompts, steps of every kind, cut ones too, known pages, an abort."""
-    aux_layer_ids = (0, 1) if kind == "P-EAGLE" else ()
-    target = tiny_target(aux_layer_ids=aux_layer_ids)
-    drafter: Any = NGram()
-    if kind == "P-EAGLE":
-        drafter = Beside(PEagle(random_params(DRAFTER), DRAFTER), drafter)
+    pair = models(FAST, tmp_path)
+    target, drafter = pair.target, Beside(pair.drafter, NGram()) if kind == "P-EAGLE" else NGram()
     config = dataclasses.replace(CONFIG, adaptive=True)
     verbs: list[str] = []
     follower = Follower(lambda drafts, _beside: (target, drafter if drafts else None))
