@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
+from peagle.engine.batches import Batches
 from peagle.engine.engine import Engine
 from peagle.engine.grammar import Grammar, Vocabulary
 from peagle.engine.handle import Handle
@@ -95,9 +96,19 @@ class EvenlyPaced(Engine):
     ],
 )
 def test_any_interleaving_gives_each_request_what_it_gets_alone(
-    together: int, count: int, drafter: str, kind: str, tmp_path_factory: pytest.TempPathFactory
+    together: int,
+    count: int,
+    drafter: str,
+    kind: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In one engine, and in two behind one queue, with memory for less than what all slots may hold."""
+    """In one engine, and in two behind one queue, with memory for less than what all slots may hold.
+
+    DFlash's batches have one size: sizes are the P-EAGLE's concern, and every size compiles all kinds of steps.
+    """
+    if drafter == "DFlash":
+        monkeypatch.setattr(Batches, "sizes", property(lambda batches: (batches.config.slots,)))
     pair = models(kind, tmp_path_factory.getbasetemp(), "DFlash" if drafter == "DFlash" else "P-EAGLE")
     proposer = NGram() if drafter == "ngram" else pair.drafter
     happened = interleave(
