@@ -226,7 +226,6 @@ COMPILING = (
     "drafter/train/test_train.py",
     "drafter/train/test_trainer.py",
     "golden/test_vllm.py",
-    "ops/cuda/test_attention.py",
     "ops/cuda/test_kernels.py",
     "ops/cuda/test_experts_hopper.py",
     "ops/native/test_experts.py",

@@ -62,11 +62,11 @@ def test_training_computes_the_references_drafts(name: str, window: int | None) 
     logits = np.asarray(jax.jit(head, static_argnums=1)(params, config, x))[0]
     ends = {"embed_tokens.weight": np.asarray(params.embedding), "lm_head.weight": np.asarray(params.lm_head).T}
     tensors = {**to_tensors(params, config.with_window(None)), **ends}
-    for place, anchor in enumerate(anchors[0].tolist()):
+    for number, anchor in enumerate(anchors[0].tolist()):
         begin = 0 if anchor < 12 else 12
         known = data["token_ids"][0, begin : anchor + 2].tolist(), aux[0, begin : anchor + 1]
         expected = reference.draft_logits(tensors, config, *known, depth)
-        np.testing.assert_allclose(logits[place :: anchors.shape[1]], expected, atol=1e-4)
+        np.testing.assert_allclose(logits[number :: anchors.shape[1]], expected, atol=1e-4)
 
 
 def test_blocks_begin_at_trained_tokens_and_do_not_repeat() -> None:

@@ -179,8 +179,8 @@ run_absorb = jax.jit(model.absorb, static_argnames=("config", "groups"))
 
 def rows_before(anchor: int) -> np.ndarray:
     """Return the positions of T rows; rows from the anchor on are inactive."""
-    places = np.arange(T, dtype=np.int32)[None, :]
-    return np.where(places < anchor, places, np.int32(-1))
+    positions = np.arange(T, dtype=np.int32)[None, :]
+    return np.where(positions < anchor, positions, np.int32(-1))
 
 
 def drafter_input(shifted: np.ndarray, aux: np.ndarray, anchor: int) -> DrafterInput:

@@ -49,9 +49,9 @@ def test_the_layout_is_the_one_that_the_kernels_read() -> None:
             for i, half in np.ndindex(4, 2):
                 exponent = exponents >> 16 * (step // 2) + 8 * (i % 2) & 0xFF
                 output = 192 * group + 64 * unit + 16 * warp + 2 * g + i % 2
-                place = 64 * chunk + 16 * step + 2 * q + half + 8 * (i // 2)
+                column = 64 * chunk + 16 * step + 2 * q + half + 8 * (i // 2)
                 # codes are 2^-126 too small, and a scale + 126 is a bfloat16's exponent
-                decoded[expert, output, place] = bfloat16(values[i] >> 16 * half & 0xFFFF) * bfloat16(exponent << 7)
+                decoded[expert, output, column] = bfloat16(values[i] >> 16 * half & 0xFFFF) * bfloat16(exponent << 7)
     np.testing.assert_array_equal(decoded, dequantize(blocks, scales).astype(np.float64))
 
 

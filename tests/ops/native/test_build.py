@@ -133,15 +133,10 @@ def test_each_set_is_compiled_and_runs_if_the_cpu_has_it(isa: str, monkeypatch: 
 
 
 @needs_libraries
-def test_by_default_the_cpus_best_set_runs() -> None:
+def test_by_default_the_cpus_best_set_runs_and_is_compiled_with_the_portable_one() -> None:
     best = best_of_machine("portable")
     assert native.status() == (best, f"native, {best}")
-
-
-@needs_libraries
-def test_an_installation_compiles_the_set_that_runs_and_the_portable_one() -> None:
-    expected = dict.fromkeys((best_of_machine("portable"), "portable"))
-    assert list(build.sets_of_this_machine()) == list(expected)
+    assert list(build.sets_of_this_machine()) == list(dict.fromkeys((best, "portable")))
 
 
 def test_the_set_is_chosen_by_all_that_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

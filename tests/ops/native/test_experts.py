@@ -145,39 +145,14 @@ def test_bfloat16_rows_are_rounded_once(name: str) -> None:
 # Routing
 
 
-def choosing(sizes: Sizes, seed: int) -> Block:
-    """Make a block in which expert e is selected by feature e of a row."""
-    router = np.zeros((sizes.experts, sizes.width))
-    router[range(sizes.experts), range(sizes.experts)] = 8.0
-    block = random_block(sizes, seed, router=router, bias=np.zeros(sizes.experts))
-    return dataclasses.replace(block, norm=np.ones_like(block.norm))
-
-
-@pytest.mark.parametrize("rows", [4, 19])
-@pytest.mark.parametrize("name", OF_FORMATS)
-def test_all_rows_to_the_same_experts(name: str, rows: int) -> None:
-    sizes = SIZES[name]
-    bias = np.zeros(sizes.experts)
-    bias[[1, *range(-sizes.top_k + 1, 0)]] = 30.0
-    random_block(sizes, 4, bias=bias).expect_definition(random_rows(sizes, rows))
-
-
-@pytest.mark.parametrize("name", OF_FORMATS)
-def test_all_rows_to_different_experts(name: str) -> None:
-    """Row t selects experts t k .. t k + k - 1; few rows leave experts unselected."""
-    block, sizes = choosing(SIZES[name], 5), SIZES[name]
-    x = random_rows(sizes, sizes.experts // sizes.top_k)
-    for t, row in enumerate(x):
-        row[t * sizes.top_k : (t + 1) * sizes.top_k] += 10.0
-    for rows in (x, x[::-1], x[0::2], x[1:]):
-        block.expect_definition(rows)
-
-
 def test_ragged_routing() -> None:
-    """Experts with 0, 1, 7, 8, 9 and 17 rows, shuffled; tiles have eight rows."""
-    block = choosing(dataclasses.replace(SIZES["float32"], top_k=1), 6)
+    """Experts with 0, 1, 7, 8, 9 and 17 rows, shuffled; tiles have eight rows. Feature e of a row selects expert e."""
+    sizes = dataclasses.replace(SIZES["float32"], top_k=1)
+    router = 8.0 * np.eye(sizes.experts, sizes.width, dtype=np.float32)
+    block = random_block(sizes, 6, router=router, bias=np.zeros(sizes.experts))
+    block = dataclasses.replace(block, norm=np.ones_like(block.norm))
     chosen = np.random.default_rng(7).permutation(np.repeat([0, 2, 3, 5, 6], [8, 1, 17, 7, 9]))
-    x = random_rows(block.sizes, len(chosen))
+    x = random_rows(sizes, len(chosen))
     x[range(len(chosen)), chosen] += 10.0
     block.expect_definition(x)
 

@@ -23,7 +23,7 @@ TESTS.append(str(HERE.parent / "test_paged_attention.py"))
 # all ops; matrices, heads and pages of awkward shapes; inactive rows; every operand present
 ESSENTIAL = (
     "definition and not full and not float32-True and not all and not short",
-    *("bias_norm", "inactive", "different_experts", "ragged", "shorter"),
+    *("bias_norm", "inactive", "ragged", "shorter"),
 )
 EXACT = "tests.ops.native.exact_buffers"
 RECOVER = "-fsanitize-recover=address"

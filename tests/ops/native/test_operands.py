@@ -49,8 +49,8 @@ class Call:
         arrays = {name: jnp.asarray(values) for name, values in {**self.operands, **(replaced or {})}.items()}
         pools = [jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in self.pools]
         first = jax.ShapeDtypeStruct(self.out if out is None else out, dtype)
-        places = {list(self.operands).index(name): number + 1 for number, name in enumerate(self.pools)}
-        options = {**self.attributes, **attributes} | ({"in_place": places} if self.pools and in_place else {})
+        outputs = {list(self.operands).index(name): number + 1 for number, name in enumerate(self.pools)}
+        options = {**self.attributes, **attributes} | ({"in_place": outputs} if self.pools and in_place else {})
         results = native.call(self.kernel, (first, *pools) if pools else first, *arrays.values(), **options)
         return [result.block_until_ready() for result in jax.tree.leaves(results)]
 

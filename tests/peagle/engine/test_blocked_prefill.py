@@ -21,10 +21,10 @@ TOKENS = tuple(np.random.default_rng(8).integers(0, TARGET.vocab_size, CAPACITY)
 
 
 @pytest.fixture(scope="module", params=["native float32", pytest.param("float32", marks=pytest.mark.slow)])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Models:
+def pair(request: pytest.FixtureRequest) -> Models:
     if request.param.startswith("native") and not native.available():
         pytest.skip(native.status()[1])
-    return models(request.param, tmp_path_factory.getbasetemp())
+    return models(request.param)
 
 
 def engine(pair: Models, prefill: str, **options: object) -> Engine:

@@ -19,10 +19,9 @@ from peagle.engine.handoff import Fingerprints, HandOff, parse
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.widths import CostTable
-from peagle.ops import native
 from peagle.ops.attention import PAGE_SIZE
 from peagle.ops.errors import InputError
-from tests.support.models import FAST, TARGET, Models, fast_target, models
+from tests.support.models import TARGET, Models, fast_target, models, needs_native
 from tests.support.toys import WINDOW, decode
 
 CAPACITY, K, NEW = 2 * PAGE_SIZE + 90, 3, 65
@@ -32,7 +31,6 @@ SAMPLINGS = [
     SamplingParams(0.8, seed=5),
     SamplingParams(0.9, top_k=9, seed=2, repetition_penalty=1.3, frequency_penalty=0.4, min_tokens=40),
 ]
-needs_native = pytest.mark.skipif(not native.available(), reason=native.status()[1])
 
 
 def engine_of(pair: Models, k: int = K, **options: object) -> Engine:
@@ -89,11 +87,9 @@ def read_until(engine: Engine, handle: Handle, tokens: int) -> list[TokenChunk]:
         (K, "float32", "DFlash"),
     ],
 )
-def test_a_fresh_prompt_goes_on_in_an_engine_of_another_shape(
-    k: int, dtype: str, drafter: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_fresh_prompt_goes_on_in_an_engine_of_another_shape(k: int, dtype: str, drafter: str) -> None:
     """Prompts around pages, chunks and the window."""
-    pair = models(f"native {dtype}", tmp_path_factory.getbasetemp(), drafter)
+    pair = models(f"native {dtype}", drafter)
     local, decoder = engine_of(pair, k), engine_of(pair, k, role="decode", context=CAPACITY + 30)
     for chunk, lengths in ((64, (1, WINDOW, 45, PAGE_SIZE + 1)), (100, (2, PAGE_SIZE, 2 * PAGE_SIZE + 20))):
         sender = engine_of(pair, k, prefill_chunk=chunk, role="prefill", context=CAPACITY - chunk % 3)
@@ -106,9 +102,9 @@ def test_a_fresh_prompt_goes_on_in_an_engine_of_another_shape(
 
 @needs_native
 @pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.slow), K])
-def test_a_sequence_goes_on_from_the_midst_of_its_answer(k: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_sequence_goes_on_from_the_midst_of_its_answer(k: int) -> None:
     """Beside others, that are not disturbed; twice, so that what was received is handed over, too."""
-    pair = models("native float32", tmp_path_factory.getbasetemp())
+    pair = models("native float32")
     alone, first = engine_of(pair, k), engine_of(pair, k, steps_per_dispatch=3)
     second = engine_of(pair, k, prefill_chunk=32, context=CAPACITY + 7)
     for number, length in enumerate((3, 45, PAGE_SIZE + 9)):
@@ -129,10 +125,8 @@ def test_a_sequence_goes_on_from_the_midst_of_its_answer(k: int, tmp_path_factor
 
 @needs_native
 @pytest.mark.parametrize("whole", [True, False])
-def test_keys_of_sliding_layers_go_to_engines_that_keep_all_or_a_window(
-    whole: bool, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    pair = models("native float32", tmp_path_factory.getbasetemp())
+def test_keys_of_sliding_layers_go_to_engines_that_keep_all_or_a_window(whole: bool) -> None:
+    pair = models("native float32")
     retaining = dataclasses.replace(pair, target=dataclasses.replace(pair.target, retain_full_kv=True))
     ends = (retaining, pair) if whole else (pair, retaining)
     request, local = request_of(PAGE_SIZE + 30), engine_of(pair)
@@ -163,8 +157,8 @@ def test_n_grams_and_rows_that_draft_no_more_are_handed_over_too() -> None:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return models(FAST, tmp_path_factory.getbasetemp())
+def pair() -> Models:
+    return models()
 
 
 @pytest.mark.parametrize("draft_time", [1e-4, 50.0])

@@ -23,13 +23,11 @@ from peagle.engine.replicas import Replicas
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.scheduler import Costs
-from peagle.ops import native
 from peagle.protocols import Drafter, Target
-from tests.support.models import models
+from tests.support.models import FAST, models
 from tests.support.toys import CONFIG, check_whole, decode, drafting_at
 
 CAPACITY, LONGEST = 192, 60
-FAST = "native float32" if native.available() else "float32"  # what XLA makes of a whole engine takes long to compile
 TEXT = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 130).tolist()
 # the longer ones begin alike: with one page of known tokens, and with two
 PROMPTS = [(5,), tuple(TEXT[7:27]), tuple(TEXT[:70]), (*TEXT[:64], 3, 4, 5), tuple(TEXT[:128]), tuple(TEXT)]
@@ -100,7 +98,6 @@ def test_any_interleaving_gives_each_request_what_it_gets_alone(
     count: int,
     drafter: str,
     kind: str,
-    tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In one engine, and in two behind one queue, with memory for less than what all slots may hold.
@@ -109,7 +106,7 @@ def test_any_interleaving_gives_each_request_what_it_gets_alone(
     """
     if drafter == "DFlash":
         monkeypatch.setattr(Batches, "sizes", property(lambda batches: (batches.config.slots,)))
-    pair = models(kind, tmp_path_factory.getbasetemp(), "DFlash" if drafter == "DFlash" else "P-EAGLE")
+    pair = models(kind, "DFlash" if drafter == "DFlash" else "P-EAGLE")
     proposer = NGram() if drafter == "ngram" else pair.drafter
     happened = interleave(
         [pair.target] * count, decoded_alone(pair.target), 14 if count == 1 else 6, together, proposer

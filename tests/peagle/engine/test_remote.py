@@ -1,7 +1,6 @@
 """A follower ends with the leader's bits, whatever the engine did, and decides nothing itself."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError
 from peagle.ops.row_blocks import RowBlocks
 from peagle.processes import decode, encode
-from tests.support.models import FAST, models
+from tests.support.models import models
 from tests.support.toys import decode as answers
 from tests.support.toys import drafting_at, tiny_target
 
@@ -28,9 +27,9 @@ CONFIG = ResolvedConfig(2, slots=2, context=256, prefill_chunk=64, prefix_cache=
 
 
 @pytest.mark.parametrize("kind", ["P-EAGLE", pytest.param("ngram", marks=pytest.mark.slow)])
-def test_a_follower_ends_with_the_leaders_bits(kind: str, tmp_path: Path) -> None:
+def test_a_follower_ends_with_the_leaders_bits(kind: str) -> None:
     """Through the wire's own bytes: prompts, steps of every kind, cut ones too, known pages, an abort."""
-    pair = models(FAST, tmp_path)
+    pair = models()
     target, drafter = pair.target, Beside(pair.drafter, NGram()) if kind == "P-EAGLE" else NGram()
     config = dataclasses.replace(CONFIG, adaptive=True)
     verbs: list[str] = []
@@ -46,7 +45,7 @@ def test_a_follower_ends_with_the_leaders_bits(kind: str, tmp_path: Path) -> Non
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, target.vocab_size, size).tolist()) for size in (5, 140, 9)]
     sampled = SamplingParams(temperature=0.8, seed=3)
-    requests = [Request(prompts[place], size) for place, size in ((0, 12), (2, 7), (1, 4))]
+    requests = [Request(prompts[number], size) for number, size in ((0, 12), (2, 7), (1, 4))]
     requests.insert(1, Request(prompts[1], 9, sampled))
     tokens, _ = answers(engine, requests)
     handle = engine.add(Request(prompts[2], 40))

@@ -83,9 +83,9 @@ def test_everybody_is_served_in_the_order_of_arrival(arrivals, slots, chunk, mos
     # short prompts share the pass of the first, so they may pass a long one before them
     assert sorted(simulation.admitted) == list(range(len(arrivals)))
     first: dict[int, int] = {}
-    for place, action in enumerate(simulation.sent):
+    for number, action in enumerate(simulation.sent):
         for piece in action.pieces if isinstance(action, Chunk) else ():
-            first.setdefault(piece.key, place)
+            first.setdefault(piece.key, number)
     assert slots > 1 or list(first) == sorted(first)
     assert simulation.scheduler.num_active == simulation.scheduler.num_waiting == 0
 
