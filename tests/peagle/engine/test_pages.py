@@ -66,7 +66,7 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.pool, self.device = self.new_pool(), Device()
         self.requests: list[Request] = []
-        self.seen: set[str] = set()
+        self.events: set[str] = set()
 
     def groups_of(self, drafts: bool) -> tuple[int, ...]:
         return (FULL, SLIDING, DRAFTER) if drafts else (FULL, SLIDING)
@@ -88,7 +88,7 @@ class Machine(RuleBasedStateMachine):
         request = Request([*tokens, *answer], salt, table, drafts, known, max(known - 1, 0), known, known)
         self.requests.append(request)
         if known:
-            self.seen.add("hit")
+            self.events.add("hit")
         for group in table.groups:
             self.check_row(request, group, request.drafted if group == DRAFTER else known)
 
@@ -108,7 +108,7 @@ class Machine(RuleBasedStateMachine):
         if rows < 1 or len(request.dispatched) == 2:
             return
         if not self.pool.reserve(request.table, request.length + rows + rejected):
-            self.seen.add("full")
+            self.events.add("full")
             self.leave(which + 1 if len(self.requests) > 1 else which)
             return
         end = request.length + rows
@@ -152,10 +152,10 @@ class Machine(RuleBasedStateMachine):
     def holds_together(self) -> None:
         self.pool.check_integrity()
         if self.pool.counts.evicted_pages:
-            self.seen.add("evicted")
+            self.events.add("evicted")
 
     def teardown(self) -> None:
-        happened.update(self.seen)
+        happened.update(self.events)
 
 
 happened: set[str] = set()
