@@ -74,7 +74,7 @@ from scripts.gpu.mesh import CONFIG, compare, loud_target
 from scripts.gpu.page import page
 from scripts.gpu.parts import bytes_of_parts, parts
 from scripts.runs import ROOT, Json, Progress, RawLines, in_one_line, new_parser, origin, write_run
-from scripts.synthetic import NEW_TOKENS, PROMPT_TOKENS, PUBLISHED_RATE, random_request, synthetic_engine, time_steps
+from scripts.steps import NEW_TOKENS, PROMPT_TOKENS, PUBLISHED_RATE, random_request, synthetic_engine, time_steps
 from target.config import TargetConfig
 from target.model import GptOss
 from target.random import random_bytes, random_params

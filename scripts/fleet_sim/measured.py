@@ -17,7 +17,7 @@ from peagle.engine.resolved import Role
 from peagle.ops.errors import InputError
 from peagle.pair import Pair
 from scripts.fleet_sim.costs import Costs, Curve
-from scripts.steady import steady
+from scripts.steps import steady
 
 ROUNDS = 5
 LEAST_S = 1e-6  # of a cost that is a difference of two times

@@ -1,6 +1,7 @@
 """The engines of a comparison: their workers, their Pythons, and the storage of their weights."""
 
 import importlib.util
+import json
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 
 from peagle.measure.bench import WeightBytes
+from scripts.peers.remote import Child
 from target.config import TargetConfig
 from target.dialects import tensor_shapes
 
@@ -50,7 +52,16 @@ class Entry:
     options: Mapping[str, Any]  # of its load()
     python: str
     storage: Storage
-    weights: str  # the storage in words
+    weights: str  # describes the storage
+
+    def start(self) -> Child:
+        """Load it in a process of its own. Raises InputError."""
+        return start(self.name, self.python, self.kind, self.options)
+
+
+def start(name: str, python: str, kind: str, options: Mapping[str, Any]) -> Child:
+    """Load a worker's engine in a process of its own. Raises InputError."""
+    return Child(name, [python, "-m", "scripts.peers.worker", kind, json.dumps(dict(options))])
 
 
 @dataclass(frozen=True)

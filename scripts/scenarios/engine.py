@@ -21,21 +21,9 @@ from peagle.checkpoints import DEMO
 from peagle.measure.pages import Block, Table, heading
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
-from scripts.peers.remote import ROOT, Child
-from scripts.runs import (
-    Json,
-    Progress,
-    RawLines,
-    add_run_options,
-    new_parser,
-    new_record,
-    rotated,
-    run_scenario,
-    spread,
-    spread_text,
-    where,
-    write_run,
-)
+from scripts import runs
+from scripts.peers.remote import Child
+from scripts.runs import ROOT, Json, Progress, RawLines
 
 NOW, BEFORE = "now", "before"
 Key = tuple[str, str, str, int]  # of a line: model, case, side, round
@@ -120,36 +108,34 @@ def _many(requests: int) -> str:
     return f"{requests} request{'s' if requests > 1 else ''} at once, all tokens"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command."""
-    parser = new_parser(__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("targets", nargs="+", metavar="TARGET", help="demo, or directories of checkpoints")
-    add_run_options(parser, 5, "after one that warms up")
+    runs.add_run_options(parser, 5, "after one that warms up")
     parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="another checkout, to compare with")
     parser.add_argument("--long", type=int, default=8000, help="tokens before a long answer (default %(default)s)")
     parser.add_argument("--only", default="", help="cases whose names begin with this")
     parser.add_argument(
         "--skip", metavar="TEXT", action="append", default=[], help="leave out cases whose names hold this; repeatable"
     )
-    return run_scenario("engine", parser, bench, arguments)
 
 
-def bench(options: argparse.Namespace, typed: Sequence[str]) -> int:
+def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
     """Check everything before anything runs, then measure."""
     expect_new(options.out)
+    runs.expect_least(1, options, "rounds")
     if options.before is not None and not (options.before / "peagle").is_dir():
         raise InputError(f"--before {options.before} has no peagle/; expected a checkout of this project")
     chosen = [case for case in cases(options.long) if case.name.startswith(options.only)]
     chosen = [case for case in chosen if not any(text in case.name for text in options.skip)]
-    if options.rounds < 1 or not chosen:
-        raise InputError("expected --rounds of 1 or more, and --only to begin a case's name")
+    if not chosen:
+        raise InputError(f"no case is left; expected --only {options.only!r} to begin a case's name, and --skip to fit")
     raw, progress = RawLines(options.out), Progress()
     roots = {NOW: ROOT} | ({BEFORE: options.before.resolve()} if options.before else {})
     for target in options.targets:
         raw.extend(measure(target, roots, chosen, options.rounds, progress))
     progress.end()
-    record = new_record(typed, {"rounds": options.rounds}, figures=figures(raw.lines, chosen))
-    write_run(options.out, record, page(record, chosen))
+    record = runs.new_record(typed, {"rounds": options.rounds}, figures=figures(raw.lines, chosen))
+    runs.write_run(options.out, record, page(record, chosen))
     return 0
 
 
@@ -169,7 +155,7 @@ def measure(
         for number in range(rounds + 1):
             for case in chosen:
                 progress.part(f"{name}, {case.name}")
-                for side in rotated(list(children), number):
+                for side in runs.rotated(list(children), number):
                     if side == NOW or not case.alone:
                         line = {"model": name, "case": case.name, "side": side, "round": number}
                         yield line | children[side].call(case.call, **case.arguments)
@@ -183,24 +169,21 @@ def figures(lines: Sequence[Json], chosen: Sequence[Case]) -> Json:
     for model in dict.fromkeys(line["model"] for line in lines):
         for case in chosen:
             timed = rounds[:1] if case.call == "warm_up" else rounds[1:]
-            values = {
-                side: [
-                    by_key[key][case.figure] for number in timed if (key := (model, case.name, side, number)) in by_key
-                ]
-                for side in (NOW, BEFORE)
-            }
-            ratios = [ratio for number in timed if (ratio := case.ratio(model, number, by_key)) is not None]
-            of_case = {**values, "ratio": ratios}
-            result.setdefault(model, {})[case.name] = {key: spread(value) for key, value in of_case.items() if value}
+            values: dict[str, list[float]] = {}
+            for side in (NOW, BEFORE):
+                keys = [(model, case.name, side, number) for number in timed]
+                values[side] = [by_key[key][case.figure] for key in keys if key in by_key]
+            ratios = (case.ratio(model, number, by_key) for number in timed)
+            values["ratio"] = [ratio for ratio in ratios if ratio is not None]
+            spreads = {name: runs.spread(figures) for name, figures in values.items() if figures}
+            result.setdefault(model, {})[case.name] = spreads
     return result
 
 
 def page(record: Json, chosen: Sequence[Case]) -> list[Block]:
     """Lay out README.md of the run."""
-    source = record["provenance"]
     blocks: list[Block] = [
-        heading("The engine", 1),
-        f"`{source['command']}`; {where(source)}.",
+        *runs.title("The engine", record),
         f"Random tokens, greedy, {record['config']['rounds']} rounds after one that warms up; medians, with the least "
         "and the greatest. The checkouts take turns; ratios are taken within a round: this checkout over the other, or "
         "over the row that the table names. Tokens a second, or milliseconds.",
@@ -211,7 +194,7 @@ def page(record: Json, chosen: Sequence[Case]) -> list[Block]:
                 case.name,
                 case.text(by_case[case.name].get(NOW)),
                 case.text(by_case[case.name].get(BEFORE)),
-                spread_text(by_case[case.name]["ratio"], ".2f") if "ratio" in by_case[case.name] else "",
+                runs.spread_text(by_case[case.name]["ratio"], ".2f") if "ratio" in by_case[case.name] else "",
                 "all of the memory" if case.over == case.name else case.over or "",
             )
             for case in chosen

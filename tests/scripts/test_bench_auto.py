@@ -7,7 +7,7 @@ import pytest
 
 from peagle.engine.request import Request, StepRecord, TokenChunk
 from scripts import bench
-from scripts.synthetic import time_steps
+from scripts.steps import time_steps
 
 
 class Timed:

@@ -54,8 +54,8 @@ def test_a_case_names_the_row_it_is_divided_by() -> None:
     [
         (["unknown"], "unknown is no scenario; expected one of auto, engine, memory, peers, serve, soak"),
         (["engine", "--out", "OUT", "--before", "nowhere", "demo"], "expected a checkout of this project"),
-        (["engine", "--out", "OUT", "--rounds", "0", "demo"], "expected --rounds of 1 or more"),
-        (["engine", "--out", "OUT", "--only", "no such case", "demo"], "--only to begin a case's name"),
+        (["engine", "--out", "OUT", "--rounds", "0", "demo"], "--rounds is 0; expected 1 or more"),
+        (["engine", "--out", "OUT", "--only", "no such case", "demo"], "--only 'no such case' to begin a case's name"),
     ],
 )
 def test_bad_input_is_one_line(

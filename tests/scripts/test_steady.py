@@ -7,7 +7,7 @@ import pytest
 from peagle.engine.request import Request, StepRecord, TokenChunk
 from peagle.ops.errors import InputError
 from peagle.result import Counters
-from scripts.steady import steady
+from scripts.steps import steady
 
 
 def test_steps_are_timed_while_all_requests_of_a_batch_are_decoded() -> None:
