@@ -33,7 +33,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -73,7 +73,7 @@ from peagle.workflows.random_checkpoint import (
 from scripts.gpu.mesh import CONFIG, compare, loud_target
 from scripts.gpu.page import page
 from scripts.gpu.parts import bytes_of_parts, parts
-from scripts.runs import ROOT, Json, Progress, RawLines, in_one_line, new_parser, origin, write_run
+from scripts.runs import ROOT, Json, Progress, RawLines, add_run_options, in_one_line, new_parser, origin, write_run
 from scripts.steps import NEW_TOKENS, PROMPT_TOKENS, PUBLISHED_RATE, random_request, synthetic_engine, time_steps
 from target.config import TargetConfig
 from target.model import GptOss
@@ -105,6 +105,7 @@ PUBLISHED = tuple(
         ("120b", PARALLEL.name, 5, 2.9, _PAPER),
     )
 )
+DRAFTERS = (PARALLEL, IN_TURN, IN_BLOCKS)
 Batches: TypeAlias = dict[int, tuple[NumDrafts, ...]]  # K by the number of requests
 FIXED: Batches = {1: (0, 5, 7), 8: (0, 3)}
 ADAPTIVE: Batches = dict.fromkeys((1, 8, 32), (0, AUTO))
@@ -171,22 +172,21 @@ def line_of(finding: Finding) -> Json:
     return {"check": finding.name, "ok": finding.ok, "found": finding.found}
 
 
+def python(seconds: float, module: str, *options: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Run `python -m module` in the checkout. Raises TimeoutExpired after so many seconds."""
+    command = [sys.executable, "-m", module, *options]
+    process = {"cwd": ROOT, "env": {**os.environ, **environment}, "timeout": seconds}
+    return subprocess.run(command, capture_output=True, text=True, check=False, **process)  # type: ignore[call-overload]
+
+
 def conformance() -> Iterator[Json]:
     """Run the kernels' tests, the same on every device."""
     if missing := [name for name in SUITE_NEEDS if importlib.util.find_spec(name) is None]:
         yield {"ok": False, "error": f"not run: it needs {', '.join(missing)}; pip install '.[test]'"}
         return
     workers = min(os.cpu_count() or 1, MOST_WORKERS)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", str(workers), *SUITE_OPTIONS, *SUITE],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=SUITE_S,
-        # not TF32, whose ten bits are a GPU's default
-        env={**os.environ, "JAX_DEFAULT_MATMUL_PRECISION": "highest"},
-    )
+    precise = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}  # not TF32, whose ten bits are a GPU's default
+    done = python(SUITE_S, "pytest", "-q", "-n", str(workers), *SUITE_OPTIONS, *SUITE, **precise)
     yield {"ok": done.returncode == 0, "said": (done.stdout + done.stderr)[-2000:]}
 
 
@@ -197,14 +197,7 @@ def peers() -> Iterator[Json]:
         checkpoint, out = Path(directory) / size, Path(directory) / "out"
         write_random_checkpoint(checkpoint, SIZES[size])
         options = ["--out", str(out), "--engines", "peagle-xla,transformers-bf16", "--rounds", "3", "--seconds", "0.2"]
-        done = subprocess.run(
-            [sys.executable, "-m", "scripts.bench", "peers", str(checkpoint), *options],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=PEERS_S,
-        )
+        done = python(PEERS_S, "scripts.bench", "peers", str(checkpoint), *options)
         if done.returncode:
             raise RuntimeError(" ".join(done.stderr.split())[-500:])
         run = json.loads((out / "run.json").read_text(encoding="utf-8"))
@@ -410,11 +403,11 @@ def shape_sections(name: str, seconds: float) -> Iterator[Section]:
     for passes in ALONE:
         yield Section(f"{name}: {passes}", functools.partial(alone, passes), seconds)
     yield Section(f"{name}: parts", lambda: by_part(name, weights(), config), seconds)
-    for kind in (PARALLEL, IN_TURN, IN_BLOCKS):
+    for kind in DRAFTERS:
         yield Section(f"{name}: {kind.name}", functools.partial(speculating, kind, None, FIXED), seconds)
     yield Section(f"{name}: auto", functools.partial(speculating, PARALLEL, None, ADAPTIVE), 2 * seconds)
     if config.vocab_size > NARROW_VOCAB:
-        for kind in (PARALLEL, IN_TURN, IN_BLOCKS):
+        for kind in DRAFTERS:
             run = functools.partial(speculating, kind, NARROW_VOCAB, {1: (0, 7)})
             yield Section(f"{name}: {kind.name}, head of {NARROW_VOCAB}", run, seconds)
     for passes in FURTHER:
@@ -422,35 +415,9 @@ def shape_sections(name: str, seconds: float) -> Iterator[Section]:
     yield Section(f"{name}: {MEMORY}", free, 0)
 
 
-def main() -> int:
-    """Run the command."""
-    parser = new_parser(__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
-    parser.add_argument("--shapes", default="20b,120b", help=f"of {', '.join(SIZES)} (default %(default)s)")
-    parser.add_argument("--minutes", type=float, default=9.5, help="nothing is begun after them (default %(default)s)")
-    parser.add_argument("--only", metavar="SECTIONS", help="those whose names begin so, with commas between")
-    parser.add_argument(
-        "--mesh", metavar="tp=N,ep=N", action="append", default=[], help="several devices, too; may be repeated"
-    )
-    parser.add_argument("--any-device", action="store_true", help="go on without a GPU")
-    arguments = parser.parse_args()
-    # the suite and the peers run in processes of their own
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")  # 120b and 80 GB; three quarters are the default
-    return in_one_line("gpu_check", lambda: check(arguments))
-
-
-def check(arguments: argparse.Namespace) -> int:
-    """Check everything before anything runs, then run the sections."""
-    shapes = arguments.shapes.split(",")
-    if unknown := [name for name in shapes if name not in SIZES]:
-        raise InputError(f"--shapes names {unknown[0]}; expected some of {', '.join(SIZES)}")
-    if not on_gpu() and not arguments.any_device:
-        raise InputError(
-            f"JAX computes on {jax.default_backend()}, not on a GPU; give --any-device to go on all the same"
-        )
-    meshes = [checked_mesh(text) for text in arguments.mesh]
-    all_sections = [
+def sections_of(shapes: Sequence[str], meshes: Sequence[MeshShape], only: str | None) -> list[Section]:
+    """List the sections; `only`: those whose names begin so. Raises InputError if none does."""
+    sections = [
         Section("kernels", kernels, 30),
         Section("bandwidth", bandwidth, 10),
         Section("parity", parity, 30),
@@ -461,51 +428,85 @@ def check(arguments: argparse.Namespace) -> int:
         *(Section(f"mesh {shape}", functools.partial(over_devices, shape), 90) for shape in meshes),
         *(section for name in shapes for section in shape_sections(name, 60)),
     ]
-    sections = all_sections
-    if arguments.only is not None:
-        beginnings = tuple(arguments.only.split(","))
-        named = [section.name for section in all_sections if not section.name.endswith(MEMORY)]
-        if not any(name.startswith(beginnings) for name in named):
-            raise InputError(f"--only {arguments.only} names no section; they are {', '.join(named)}")
-        sections = [
-            section for section in all_sections if section.name.startswith(beginnings) or section.name.endswith(MEMORY)
-        ]
-    expect_new(arguments.out)
+    if only is None:
+        return sections
+    beginnings = tuple(only.split(","))
+    named = [section.name for section in sections if not section.name.endswith(MEMORY)]
+    if not any(name.startswith(beginnings) for name in named):
+        raise InputError(f"--only {only} names no section; they are {', '.join(named)}")
+    return [section for section in sections if section.name.startswith(beginnings) or section.name.endswith(MEMORY)]
+
+
+def lines_of(section: Section, deadline: float, minutes: float) -> Iterator[Json]:
+    """Run a section; yield its lines, and why it was left out, stopped or failed."""
+    begun = time.monotonic()
+    if section.seconds and deadline - begun < section.seconds / 2:
+        yield {"left_out": f"{max(deadline - begun, 0):.0f} s are left of --minutes {minutes:g}"}
+        return
+    try:
+        for line in section.run():
+            yield line
+            now = time.monotonic()
+            if now > deadline:
+                yield {"left_out": f"the rest, at the end of --minutes {minutes:g}"}
+                return
+            if section.seconds and now > begun + PATIENCE * section.seconds:
+                yield {"left_out": f"the rest, after {now - begun:.0f} s"}
+                return
+    except TooLarge as error:
+        yield {"left_out": str(error)}
+    except subprocess.TimeoutExpired as error:
+        yield {"left_out": f"it was stopped after {error.timeout:g} s"}
+    except Exception as error:  # one section's failure must not cost the others' figures
+        yield {"ok": False, "error": repr(error)[:500], "at": traceback.format_exc()[-1500:]}
+
+
+def check(options: argparse.Namespace, typed: Sequence[str]) -> int:
+    """Check everything before anything runs, then run the sections."""
+    shapes = options.shapes.split(",")
+    if unknown := [name for name in shapes if name not in SIZES]:
+        raise InputError(f"--shapes names {unknown[0]}; expected some of {', '.join(SIZES)}")
+    if not on_gpu() and not options.any_device:
+        raise InputError(
+            f"JAX computes on {jax.default_backend()}, not on a GPU; give --any-device to go on all the same"
+        )
+    sections = sections_of(shapes, [checked_mesh(text) for text in options.mesh], options.only)
+    expect_new(options.out)
     prepare_kernels()
-    raw = RawLines(arguments.out)
-
-    def log(section: Section, line: Json) -> None:
-        raw.add({"section": section.name, **line})
-        print(f"{section.name}: {dumps(line)[:200]}", flush=True)
-
-    source = origin("scripts.gpu_check")
-    config = {"shapes": shapes, "synthetic_acceptance": PUBLISHED_RATE, "published": PUBLISHED}
-    config |= {"drafters": (PARALLEL.name, IN_TURN.name, IN_BLOCKS.name)}
-    deadline = time.monotonic() + 60 * arguments.minutes
+    raw = RawLines(options.out)
+    config = {
+        "shapes": shapes,
+        "synthetic_acceptance": PUBLISHED_RATE,
+        "published": PUBLISHED,
+        "drafters": [kind.name for kind in DRAFTERS],
+    }
+    record = {"schema": 1, "provenance": origin("scripts.gpu_check", typed), "config": config, "rows": raw.lines}
+    deadline = time.monotonic() + 60 * options.minutes
     for section in sections:
-        left = deadline - time.monotonic()
-        if section.seconds and left < section.seconds / 2:
-            log(section, {"left_out": f"{max(left, 0):.0f} s are left of --minutes {arguments.minutes:g}"})
-            continue
-        begun = time.monotonic()
-        try:
-            for line in section.run():
-                log(section, line)
-                if time.monotonic() > deadline:
-                    log(section, {"left_out": f"the rest, at the end of --minutes {arguments.minutes:g}"})
-                    break
-                if section.seconds and time.monotonic() > begun + PATIENCE * section.seconds:
-                    log(section, {"left_out": f"the rest, after {time.monotonic() - begun:.0f} s"})
-                    break
-        except TooLarge as error:
-            log(section, {"left_out": str(error)})
-        except subprocess.TimeoutExpired as error:
-            log(section, {"left_out": f"it was stopped after {error.timeout:g} s"})
-        except Exception as error:  # one section's failure must not cost the others' figures
-            log(section, {"ok": False, "error": repr(error)[:500], "at": traceback.format_exc()[-1500:]})
-        record = {"schema": 1, "provenance": source, "config": config, "rows": raw.lines}
-        write_run(arguments.out, record, page(record), show=section is sections[-1])
+        for line in lines_of(section, deadline, options.minutes):
+            raw.extend([{"section": section.name, **line}])
+            print(f"{section.name}: {dumps(line)[:200]}", flush=True)
+        write_run(options.out, record, page(record), show=section is sections[-1])
     return 1 if any(line.get("ok") is False for line in raw.lines) else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    parser = new_parser(__doc__)
+    add_run_options(parser)
+    parser.add_argument("--shapes", default="20b,120b", help=f"of {', '.join(SIZES)} (default %(default)s)")
+    parser.add_argument("--minutes", type=float, default=9.5, help="nothing is begun after them (default %(default)s)")
+    parser.add_argument("--only", metavar="SECTIONS", help="those whose names begin so, with commas between")
+    parser.add_argument(
+        "--mesh", metavar="tp=N,ep=N", action="append", default=[], help="several devices, too; may be repeated"
+    )
+    parser.add_argument("--any-device", action="store_true", help="go on without a GPU")
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(typed)
+    # the suite and the peers run in processes of their own
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")  # 120b and 80 GB; three quarters are the default
+    return in_one_line("gpu_check", lambda: check(options, typed))
 
 
 if __name__ == "__main__":
