@@ -73,9 +73,9 @@ class Ours:
             chunks = engine.generate(requests)
             assert isinstance(chunks, Generator)
             with contextlib.closing(chunks):
-                for place, chunk in chunks:
-                    token_ids[place] += chunk.token_ids
-                    yield place, chunk
+                for index, chunk in chunks:
+                    token_ids[index] += chunk.token_ids
+                    yield index, chunk
 
         decode_s = time_steps(collected(), len(requests), num_tokens - 1)
         return {"decode_s": decode_s, "token_ids": token_ids}

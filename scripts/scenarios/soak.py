@@ -108,8 +108,8 @@ def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
 def mixed_bodies(prompts: Sequence[Sequence[int]], tokens_out: int) -> list[Json]:
     """Make different requests: greedy, seeded, with penalties, stop strings, grammars, own K."""
     return [
-        {"prompt": list(prompt), "max_tokens": tokens_out // 2 + 7 * place % tokens_out, **KINDS[place % len(KINDS)]}
-        for place, prompt in enumerate(prompts)
+        {"prompt": list(prompt), "max_tokens": tokens_out // 2 + 7 * number % tokens_out, **KINDS[number % len(KINDS)]}
+        for number, prompt in enumerate(prompts)
     ]
 
 

@@ -157,8 +157,8 @@ def together(url: str, bodies: Sequence[Json], clients: int) -> list[Reply]:
     Raises InputError for a refusal, and for an answer without exactly max_tokens tokens.
     """
 
-    def client(place: int) -> list[Reply]:
-        return [stream(url, body) for body in bodies[place::clients]]
+    def client(first: int) -> list[Reply]:
+        return [stream(url, body) for body in bodies[first::clients]]
 
     with ThreadPoolExecutor(clients) as pool:
         try:

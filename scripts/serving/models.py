@@ -134,8 +134,8 @@ def prompts(checkpoint: Path, vocab_size: int, load: Load, seed: int) -> list[li
     token_ids = []
     for number in range(load.requests):
         ids: list[int] = []
-        for place in itertools.count(number):  # join prompts until they are long enough
-            ids = [*chats[place % len(chats)], *ids]
+        for chat in itertools.count(number):  # join prompts until they are long enough
+            ids = [*chats[chat % len(chats)], *ids]
             if len(ids) >= load.tokens_in:
                 break
         token_ids.append(ids[-load.tokens_in :])
