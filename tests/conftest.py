@@ -227,7 +227,7 @@ COMPILING = (
     "golden/test_vllm.py",
     "ops/cuda/test_attention.py",
     "ops/cuda/test_kernels.py",
-    "ops/cuda/test_tiles.py",
+    "ops/cuda/test_experts_hopper.py",
     "ops/native/test_experts.py",
     "ops/native/test_memory.py",
     "ops/native/test_thread_team.py",

@@ -8,7 +8,7 @@ follow exactly the emitted tokens. So with the same seed the emitted tokens equa
 them, however many are drafted, and by whatever rule widths are chosen.
 
 A drafter can only agree more or less often. The argmax of its distribution q agrees with probability p(argmax q). A
-draft drawn from q with the same key (peagle.engine.sampling.draw) agrees more often where the target is uncertain: with
+draft drawn from q with the same key (peagle.ops.draw) agrees more often where the target is uncertain: with
 probability at least (1 - d) / (1 + d) and at most 1 - d, d the total variation of p and q. (The rejection sampling of
 arXiv 2211.17192 reaches 1 - d, but emits other tokens than plain decoding.)
 """
@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from peagle.engine.sampling import RowSampling, choose, uniform
+from peagle.engine.sampling import RowSampling, choose
+from peagle.ops.draw import uniform
 from peagle.ops.likeliest import NO_TOKEN
 
 NOISE = 0.1  # largest error of the confidence of synthetic drafts

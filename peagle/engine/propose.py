@@ -19,7 +19,7 @@ from peagle.engine.beside import second_of
 from peagle.engine.sampling import choose, draw_keys
 from peagle.engine.state import DecodeState
 from peagle.engine.step_kinds import Proposed, SourceDrafts, StepKind
-from peagle.engine.widths import StepCosts, choose_drafts, choose_widths, gains_of
+from peagle.engine.widths import REST, StepCosts, choose_drafts, choose_widths, gains_of
 from peagle.ops.messages import Choose, Chosen, DrafterInput, DraftOutput, likeliest_of, likeliest_with_confidence
 from peagle.protocols import Drafter
 
@@ -116,17 +116,15 @@ def _propose_adaptively(
     synthetic: SyntheticDrafts | None,
     may_skip: bool,
 ) -> tuple[DecodeState, Proposed]:
-    """Propose drafts if some slot may draft in this adaptive step; else none."""
+    """Propose drafts, or none while the slots rest."""
     assert state.pace is not None
-    evaluates = functools.partial(_propose_by_sources, drafter, limits, costs, kind, keys, synthetic, may_skip)
+    try_sources = functools.partial(_propose_by_sources, drafter, limits, costs, kind, keys, synthetic, may_skip)
     if not may_skip:
-        return evaluates(state)
-    now = ~state.pace.given_up
-    if second_of(drafter) is not None:
-        now |= state.pace.idle == 0
-    shapes = jax.eval_shape(evaluates, state)[1]
+        return try_sources(state)
+    shapes = jax.eval_shape(try_sources, state)[1]
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    return run_if(jnp.any(now & (limits > 0)), lambda carry: evaluates(carry[0]), (state, nothing))
+    due = state.pace.rest(~state.done) == 0
+    return run_if(due, lambda carry: try_sources(carry[0]), (state, nothing))
 
 
 def run_if(condition: jax.Array, function: Callable[[Carry], Carry], carry: Carry) -> Carry:
@@ -171,7 +169,7 @@ def _propose_by_sources(
         time = rate * num_active.astype(jnp.float32) * costs.of_drafts(jnp.sum(to_drafter))
         pays = jnp.sum(jnp.maximum(worth, 0.0)) >= time
         to_drafter = jnp.where(pays, to_drafter, 0)
-        ran = jnp.any(to_drafter > 0) | jnp.any(state.keeps_up & has_no_room(state, num_drafts))
+        ran = jnp.any(to_drafter > 0) | jnp.any(state.keeps_up & has_no_room(state, max(num_drafts, REST)))
 
     def run(carry: tuple[DecodeState, DraftOutput]) -> tuple[DecodeState, DraftOutput]:
         state, _ = carry
@@ -205,7 +203,6 @@ def _propose_by_sources(
         survival = jnp.where(takes[:, None], looked_up.survival * pace.trust[:, 1:], survival)
         num = jnp.where(takes, limits, num)
     widths = choose_widths(survival, num, num_active, costs, rate)
-    used = jnp.full((), looked_up is not None)
     return state, Proposed(
         widths,
         token_ids,
@@ -215,8 +212,8 @@ def _propose_by_sources(
         sources=sources,
         source=source,
         num_to_drafter=to_drafter,
-        looked_up=used,
         gains=gains,
+        tried=jnp.ones((), bool),
     )
 
 
@@ -235,10 +232,10 @@ def _look_up(
     return dataclasses.replace(state, second_state=second_state), drafts
 
 
-def has_no_room(state: DecodeState, num_drafts: int) -> Bool[Array, " B"]:
-    """Test which slots' drafter_input has no room for the rows of a step."""
+def has_no_room(state: DecodeState, num_more: int) -> Bool[Array, " B"]:
+    """Test which slots' drafter_input has no room for one row and num_more further ones."""
     assert state.drafter_input is not None
-    return state.drafter_input.num + num_drafts + 1 > state.drafter_input.token_ids.shape[1]
+    return state.drafter_input.num + num_more + 1 > state.drafter_input.token_ids.shape[1]
 
 
 def absorb(drafter: Drafter | None, state: DecodeState) -> DecodeState:

@@ -7,7 +7,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from peagle.config import GREEDY_BELOW, MOST_LOGPROBS
-from peagle.ops.likeliest import NO_TOKEN, argmax
+from peagle.ops.draw import draw
+from peagle.ops.likeliest import argmax
 
 
 @flax.struct.dataclass
@@ -29,11 +30,21 @@ class RowSampling:
 def probabilities(logits: Float[Array, "B T V"], sampling: RowSampling) -> Float[Array, "B T V"]:
     """Compute the float32 distribution from which tokens are drawn.
 
-    Order: temperature, top-k, top-p, min-p; then renormalise. A greedy row has a point mass on its argmax. top-k keeps
-    every logit not below the k-th largest. top-p keeps the smallest set of most likely tokens with mass top_p or more,
-    and ties with its last member. min-p drops tokens less likely than min_p times the likeliest. Finite or -inf logits
-    give finite probabilities that sum to 1; if a logit is NaN, or the largest is infinite, no token has a probability
-    above 0.
+    A greedy row has a point mass on its argmax. Finite or -inf logits give finite probabilities that sum to 1; if a
+    logit is NaN, or the largest is infinite, no token has a probability above 0.
+    """
+    weights = _weights(logits, sampling)
+    point = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == argmax(logits)[..., None]
+    whole = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return jnp.where(sampling.greedy[:, None, None], point.astype(jnp.float32), whole)
+
+
+def _weights(logits: Float[Array, "B T V"], sampling: RowSampling) -> Float[Array, "B T V"]:
+    """Compute float32 weights in proportion to which tokens are drawn; the largest is 1. Greedy rows: any.
+
+    Order: temperature, top-k, top-p, min-p. top-k keeps every logit not below the k-th largest. top-p keeps the
+    smallest set of most likely tokens with mass top_p or more, and ties with its last member. min-p drops tokens less
+    likely than min_p times the likeliest. If a logit is NaN, or the largest is infinite, no weight is above 0.
     """
 
     def of(values: jax.Array) -> jax.Array:
@@ -61,9 +72,7 @@ def probabilities(logits: Float[Array, "B T V"], sampling: RowSampling) -> Float
         scaled,
     )
     # the largest logit is 0 and always kept; log(0) = -inf drops nothing
-    scaled = jnp.where(scaled < of(jnp.log(sampling.min_p)), -jnp.inf, scaled)
-    point = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == argmax(logits)[..., None]
-    return jnp.where(of(sampling.greedy), point.astype(jnp.float32), jax.nn.softmax(scaled, axis=-1))
+    return jnp.exp(jnp.where(scaled < of(jnp.log(sampling.min_p)), -jnp.inf, scaled))
 
 
 def _cut(
@@ -92,48 +101,6 @@ def _cut(
     return jnp.where(kept | ~limited, logits, -jnp.inf)
 
 
-def draw(
-    weights: Float[Array, "B T V"], keys: UInt32[Array, "B T 2"], token_ids: Int[Array, " V"] | None = None
-) -> Int[Array, "B T"]:
-    """Draw an index with a probability in proportion to its weight.
-
-    An exponential race: each token has an exponentially distributed waiting time E that depends only on its row's key
-    and its id; the token with the smallest E / weight is drawn (the argmax of log weight plus Gumbel noise). So two
-    sets of weights agree on one key with a probability of (1 - d) / (1 + d) or more, d their total variation.
-
-    token_ids: of the weights; None: 0, 1, 2, ... A token of zero weight is never drawn. Returns NO_TOKEN if no weight
-    is above 0, or one is NaN.
-    """
-    if token_ids is None:
-        token_ids = jnp.arange(weights.shape[-1], dtype=jnp.int32)
-    drawn = argmax(weights / _waiting_time(keys, token_ids))
-    weight = jnp.take_along_axis(weights, jnp.maximum(drawn, 0)[..., None], axis=-1)[..., 0]
-    return jnp.where(weight > 0, drawn, NO_TOKEN)
-
-
-def _waiting_time(keys: UInt32[Array, "B T 2"], token_ids: Int[Array, " V"]) -> Float[Array, "B T V"]:
-    """Make exponentially distributed numbers of mean 1 from counters, as fine as 2^-32 near 0, where races are won."""
-    counters = token_ids.astype(jnp.uint32)[None, None, :] * jnp.uint32(0x9E3779B9)
-    bits = _mixed(counters + keys[..., :1])
-    bits = _mixed(bits ^ keys[..., 1:])
-    past = bits.astype(jnp.float32) * 2.0**-32 + 2.0**-33  # the distribution function's value, in (0, 1]
-    # -log1p(-past), which XLA does not vectorise; the series is off by past^4 / 5
-    series = past * (1 + past * (1 / 2 + past * (1 / 3 + past / 4)))
-    return jnp.where(past < 2.0**-7, series, -jnp.log(1 - past))
-
-
-def uniform(keys: UInt32[Array, "B T 2"]) -> Float[Array, "B T"]:
-    """Make a number in [0, 1) per key, independent of `draw` by the same key."""
-    return (_mixed(keys[..., 1] ^ _mixed(keys[..., 0] ^ jnp.uint32(0x9E3779B9))) >> 8).astype(jnp.float32) * 2.0**-24
-
-
-def _mixed(bits: jax.Array) -> jax.Array:
-    """Mix 32 bits so that each depends on all (lowbias32; Wellons, "Prospecting for Hash Functions")."""
-    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)
-    bits = (bits ^ (bits >> 15)) * jnp.uint32(0x846CA68B)
-    return bits ^ (bits >> 16)
-
-
 def choose(
     logits: Float[Array, "B T V"],
     sampling: RowSampling,
@@ -147,7 +114,7 @@ def choose(
     """
     if keys is None:
         return argmax(logits)
-    drawn = draw(probabilities(logits, sampling), keys, token_ids)
+    drawn = draw(_weights(logits, sampling), keys, token_ids)
     return jnp.where(sampling.greedy[:, None], argmax(logits), drawn)
 
 

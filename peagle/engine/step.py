@@ -16,6 +16,9 @@ drafts and computes the masks that `accept` takes (peagle.engine.grammar).
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +30,11 @@ from peagle.engine.propose import DRAFT_PART, has_no_room, propose, run_if
 from peagle.engine.sampling import LogProbs, log_probs
 from peagle.engine.state import DecodeState, is_stop
 from peagle.engine.step_kinds import Proposed, SourceDrafts, StepKind, StepOutput
-from peagle.engine.widths import KEEPING_UP, StepCosts
+from peagle.engine.widths import KEEPING_UP, REST, StepCosts
 from peagle.ops.messages import DrafterInput, VerifyOutput
 from peagle.protocols import Drafter, Target
 
+_Run: TypeAlias = tuple[DecodeState, jax.Array, jax.Array]  # the state, packed outputs, and how many steps were run
 VERIFY_PART, ACCEPT_PART = "verify", "accept"
 PARTS = DRAFT_PART, VERIFY_PART, ACCEPT_PART  # named scopes, for the profiler
 
@@ -160,6 +164,7 @@ def _paced(
     assert learned is not None
     assert proposed.num_to_drafter is not None
     assert proposed.gains is not None
+    assert proposed.tried is not None
     active, num_accepted, sampled = ~state.done, acceptance.num_accepted, ~state.sampling.greedy
     for number, drafts in enumerate(proposed.sources):
         known, right = _known(drafts, proposed, acceptance, run, active)
@@ -176,13 +181,28 @@ def _paced(
     place = jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
     drafted = active[:, None] & (place < proposed.num_to_drafter[:, None]) & measured
     learned = learned.gained(proposed.gains, drafted)
-    assert proposed.looked_up is not None
-    empty_lookup = (widths == 0) & proposed.looked_up
-    pace = pace.after(active, proposed.gains, drafted, empty_lookup, learned.gain)
+    pace = pace.after(active, proposed.gains, drafted, learned.gain)
     # to absorb the backlog takes about one pass per K + 1 tokens
     too_dear = costs.of_drafts(num_active) > KEEPING_UP * (num_drafts + 1)
-    behind = active & has_no_room(state, 2 * num_drafts) & ~proposed.ran
-    pace = dataclasses.replace(pace, given_up=pace.given_up | (behind & too_dear))
+    behind = active & has_no_room(state, 2 * max(num_drafts, REST) + 1) & ~proposed.ran  # before the drafter must run
+    drafts_now = proposed.ran | jnp.any(widths > 0)
+    rests = jnp.where(proposed.tried, jnp.where(drafts_now, 0, REST), jnp.maximum(pace.rests - 1, 0))
+    pace = dataclasses.replace(
+        pace, given_up=pace.given_up | (behind & too_dear), rests=jnp.where(active, rests, pace.rests)
+    )
+    return dataclasses.replace(state, pace=pace, learned=learned)
+
+
+def _rested(state: DecodeState, costs: StepCosts, num_steps: jax.Array) -> DecodeState:
+    """Record plain steps among adaptive ones."""
+    assert state.pace is not None
+    assert state.learned is not None
+    active, steps = ~state.done, num_steps.astype(jnp.float32)
+    no_gains, no_drafts = jnp.zeros_like(state.pace.gain), jnp.zeros(state.pace.gain.shape, bool)
+    measured = costs.of_rows(jnp.sum(active, dtype=jnp.int32)) > 0
+    learned = state.learned.paced(steps, jnp.where(measured, steps, 0.0)).gained(no_gains, no_drafts, steps)
+    pace = state.pace.after(active, no_gains, no_drafts, learned.gain, steps)
+    pace = dataclasses.replace(pace, rests=jnp.where(active, jnp.maximum(pace.rests - num_steps, 0), pace.rests))
     return dataclasses.replace(state, pace=pace, learned=learned)
 
 
@@ -233,8 +253,9 @@ def _input_after(
         )
         return DrafterInput(token_ids, aux, num, first_position), jnp.zeros_like(state.done)
     read = jnp.asarray(proposed.ran & state.may_draft)
-    if state.pace is not None and proposed.looked_up is not None:
-        read |= state.pace.given_up & proposed.looked_up  # only a second drafter reads its rows, at once
+    if state.pace is not None and len(proposed.sources) > 1:
+        assert proposed.tried is not None
+        read |= state.pace.given_up & proposed.tried  # only the second drafter reads its rows, at once
     begin = jnp.where(read, 0, before.num)
     full = ~state.done & (begin + num_new > room)
 
@@ -264,18 +285,24 @@ def steps(
 ) -> tuple[DecodeState, Int[Array, "most B W"]]:
     """Run `limit` <= most steps of the slots of a pass; return (their state, packed outputs).
 
-    Stops early if all are done. An adaptive step that verifies nothing is a plain one. Outputs of steps that were not
-    run look like steps of slots that were done before.
+    Stops early if all are done. An adaptive step that verifies nothing is a plain one; after one that drafts nothing,
+    the next REST steps are plain, too. Outputs of steps that were not run look like steps of slots that were done
+    before.
     """
 
     packed_width = 2 * kind.num_drafts + 5
     if kind.full:
         packed_width += (kind.num_drafts + 1) * LogProbs.packed_width(target.vocab_size)
 
-    def one(state: DecodeState) -> tuple[DecodeState, Int[Array, "B W"]]:
-        if not kind.adaptive:
-            state, output = step(target, drafter, state, widths, costs, kind)
-            return state, output.pack()
+    def alike(state: DecodeState) -> tuple[DecodeState, Int[Array, "B W"]]:
+        state, output = step(target, drafter, state, widths, costs, kind)
+        return state, output.pack()
+
+    def plain(state: DecodeState) -> tuple[DecodeState, Int[Array, "B W"]]:
+        state, output = step(target, drafter, state, widths, costs, kind.plain)
+        return state, output.padded(kind.num_drafts).pack()
+
+    def adaptive(state: DecodeState) -> tuple[DecodeState, Int[Array, "B W"]]:
         state, proposed = propose(drafter, state, widths, costs, kind)
 
         def wide(run: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, jax.Array]:
@@ -284,26 +311,35 @@ def steps(
             return state, output.pack()
 
         def narrow(run: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, jax.Array]:
-            plain = proposed.without_drafts()
-            state, verified = verify(target, run[0], plain)
-            state, output = accept_and_commit(state, plain, verified, costs, kind.plain)
+            without = proposed.without_drafts()
+            state, verified = verify(target, run[0], without)
+            state, output = accept_and_commit(state, without, verified, costs, kind.plain)
             return state, output.padded(kind.num_drafts).pack()
 
         some = jnp.any(proposed.widths > 0)
         run = state, jnp.zeros((state.slots, packed_width), jnp.int32)
         return run_if(~some, narrow, run_if(some, wide, run))
 
+    one = adaptive if kind.adaptive else alike
     if most == 1:
         state, packed = one(state)
         return state, packed[None]
+
+    def repeat(body: Callable[[_Run], _Run], run: _Run, limit: jax.Array) -> _Run:
+        return jax.lax.while_loop(lambda run: (run[2] < limit) & jnp.any(~run[0].done), body, run)
+
+    def once(one: Callable[[DecodeState], tuple[DecodeState, jax.Array]], run: _Run) -> _Run:
+        state, packed = one(run[0])
+        return state, jax.lax.dynamic_update_index_in_dim(run[1], packed, run[2], 0), run[2] + 1
+
+    def once_then_rest(run: _Run) -> _Run:
+        run = once(one, run)
+        assert run[0].pace is not None
+        until = jnp.minimum(run[2] + run[0].pace.rest(~run[0].done), limit)
+        state, outputs, count = repeat(functools.partial(once, plain), run, until)
+        return _rested(state, costs, count - run[2]), outputs, count
+
     empty = jnp.zeros((most, state.slots, packed_width), jnp.int32).at[:, :, 1].set(-1).at[:, :, 3].set(1)
-
-    def body(run: tuple[DecodeState, jax.Array, jax.Array]) -> tuple[DecodeState, jax.Array, jax.Array]:
-        state, outputs, count = run
-        state, packed = one(state)
-        return state, jax.lax.dynamic_update_index_in_dim(outputs, packed, count, 0), count + 1
-
-    state, outputs, _ = jax.lax.while_loop(
-        lambda run: (run[2] < limit) & jnp.any(~run[0].done), body, (state, empty, jnp.zeros((), jnp.int32))
-    )
+    body = once_then_rest if kind.adaptive else functools.partial(once, one)
+    state, outputs, _ = repeat(body, (state, empty, jnp.zeros((), jnp.int32)), limit)
     return state, outputs

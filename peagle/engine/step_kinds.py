@@ -144,8 +144,8 @@ class Proposed:
     sources: tuple[SourceDrafts, ...] = ()
     source: jax.Array | None = None  # [B]: the source of these drafts
     num_to_drafter: jax.Array | None = None  # [B]: drafts in the drafter's pass
-    looked_up: jax.Array | None = None  # bool: the second drafter ran
     gains: jax.Array | None = None  # [B, K]: what the drafter's drafts are worth
+    tried: jax.Array | None = None  # bool: the sources were tried; False: the slots rest
 
     def without_drafts(self) -> "Proposed":
         keys = None if self.keys is None else self.keys[:, :1]

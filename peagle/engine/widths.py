@@ -16,7 +16,8 @@ drafts 0..a of every source.
 Before the drafter runs, its confidence is unknown. So the worth of a slot's latest drafts, by position, decides how
 many it drafts next, and the drafter runs if these are worth more, over all slots, than the time of its pass. In a slot
 without drafts that worth drifts back to the average of all slots, so that drafting is tried again. Tokens that a second
-drafter looks up in the text so far cost next to nothing, and are always tried.
+drafter looks up in the text so far cost next to nothing, and are always tried. These choices take time, too: for a
+small target, half of a plain step's. So after a step that drafts nothing the next few are plain ones.
 
 These choices change time alone, never a token (peagle.engine.accept).
 """
@@ -48,7 +49,7 @@ DRIFT_STEPS = 64.0  # steps without the drafter over which a slot's gain drifts 
 ALL_DRIFT_STEPS = 2048.0  # and the average of all to FIRST_GAIN
 KEEPING_UP = 0.05  # largest share of the time for a drafter that only reads tokens
 GOOD_CHANCE = 0.85  # of a draft after accepted ones, at best: if even this does not pay, nothing is drafted
-IDLE = 3  # steps without a look-up after one that proposed nothing
+REST = 3  # plain steps after one that drafted nothing
 
 # [greedy, sampled][position][bin]: (tried, accepted)
 Counts: TypeAlias = tuple[tuple[tuple[tuple[float, float], ...], ...], ...]
@@ -108,12 +109,15 @@ class Learned:
         share = jnp.minimum(time / RATE_STEPS, 1.0)
         return dataclasses.replace(self, rate=self.rate + share * (tokens / jnp.maximum(time, 1e-6) - self.rate))
 
-    def gained(self, gains: Float[Array, "B K"], drafted: Bool[Array, "B K"]) -> "Learned":
-        """Average what drafts are worth, over the slots for which they were made."""
+    def gained(
+        self, gains: Float[Array, "B K"], drafted: Bool[Array, "B K"], num_steps: jax.Array | int = 1
+    ) -> "Learned":
+        """Average what drafts are worth, over the slots for which they were made. num_steps: without drafts."""
         count = jnp.sum(drafted, axis=0, dtype=jnp.int32)
         mean = jnp.sum(jnp.where(drafted, gains, 0.0), axis=0) / jnp.maximum(count, 1).astype(jnp.float32)
         first = jnp.asarray(_first_gain(gains.shape[1]))
-        towards = jnp.where(count > 0, (mean - self.gain) / ALL_GAINS_STEPS, (first - self.gain) / ALL_DRIFT_STEPS)
+        drift = num_steps * (first - self.gain) / ALL_DRIFT_STEPS
+        towards = jnp.where(count > 0, (mean - self.gain) / ALL_GAINS_STEPS, drift)
         return dataclasses.replace(self, gain=self.gain + towards)
 
 
@@ -216,16 +220,20 @@ class Pace:
     """How the slots draft; the slot is the leading axis."""
 
     given_up: jax.Array  # [B] bool: its drafter never runs again
-    idle: jax.Array  # [B] int32: steps until the next look-up
+    rests: jax.Array  # [B] int32: plain steps before drafting is tried again
     gain: jax.Array  # [B, K] float32: average worth of its drafter's drafts (`gains_of`); inf: not known yet
     expected: jax.Array  # [B, source] float32: of recent first drafts, how many were expected to be right
     right: jax.Array  # [B, source] float32: and how many were
 
     @classmethod
     def start(cls, slots: int, num_drafts: int, num_sources: int) -> "Pace":
-        none, hits = jnp.zeros((slots,), jnp.int32), jnp.zeros((slots, num_sources), jnp.float32)
+        hits = jnp.zeros((slots, num_sources), jnp.float32)
         unknown = jnp.full((slots, num_drafts), jnp.inf, jnp.float32)
-        return cls(jnp.zeros((slots,), bool), none, unknown, hits, hits)
+        return cls(jnp.zeros((slots,), bool), jnp.zeros((slots,), jnp.int32), unknown, hits, hits)
+
+    def rest(self, active: Bool[Array, " B"]) -> Int[Array, ""]:
+        """Return for how many steps all active slots rest."""
+        return jnp.min(jnp.where(active, self.rests, REST))
 
     @property
     def trust(self) -> Float[Array, "B source"]:
@@ -257,21 +265,14 @@ class Pace:
         active: Bool[Array, " B"],
         gains: Float[Array, "B K"],
         drafted: Bool[Array, "B K"],
-        empty_lookup: Bool[Array, " B"],
         gain_of_all: Float[Array, " K"],
+        num_steps: jax.Array | int = 1,
     ) -> "Pace":
-        """Record a step. drafted: the drafter's drafts, which were worth `gains`.
-
-        empty_lookup: the second drafter's look-up gave no draft worth its time.
-        """
+        """Record a step, or steps without drafts. drafted: the drafter's drafts, which were worth `gains`."""
         known = self.gain_or(gain_of_all)
-        towards = jnp.where(drafted, (gains - known) / GAIN_STEPS, (gain_of_all[None, :] - known) / DRIFT_STEPS)
-        waited = jnp.where(active, jnp.maximum(self.idle - 1, 0), self.idle)
-        return dataclasses.replace(
-            self,
-            idle=jnp.where(empty_lookup, IDLE, waited),
-            gain=jnp.where(active[:, None], known + towards, self.gain),
-        )
+        drift = num_steps * (gain_of_all[None, :] - known) / DRIFT_STEPS
+        towards = jnp.where(drafted, (gains - known) / GAIN_STEPS, drift)
+        return dataclasses.replace(self, gain=jnp.where(active[:, None], known + towards, self.gain))
 
 
 @dataclass(frozen=True)

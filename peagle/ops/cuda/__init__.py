@@ -1,6 +1,6 @@
 """The CUDA kernels, called through XLA's FFI, and whether they run here.
 
-    common.cuh, linear.cu, experts.cu, attention.cu   the kernels; tiles.cu: those for Hopper GPUs only
+    common.cuh, linear.cu, experts.cu, attention.cu   the kernels; experts_hopper.cu: those for Hopper GPUs only
     nvrtc.py     compiles them for this machine's GPU
     launch.cc    XLA's entry: checks shapes and launches; compiled beside the CPU kernels (peagle.ops.native.build)
     calls.py     JAX's entry
@@ -56,7 +56,7 @@ def has_tiles() -> bool:
 
 
 def on_hopper(capability: str) -> bool:
-    """Whether a GPU of this compute capability runs the kernels of tiles.cu, as only Hopper does."""
+    """Whether a GPU of this compute capability runs the kernels of experts_hopper.cu, as only Hopper does."""
     return capability == "9.0"
 
 

@@ -12,7 +12,7 @@ from peagle.ops.norm import Norm
 LINEAR_ROWS, LINEAR_OUTPUTS = 16, 32  # of `linear`: kLinearRows and kLinearOutputs in launch.cc
 FEW_ROWS, MAX_ROWS = 16, 4096  # rows of `experts`, in two ways: kFewRows and kMaxRows in launch.cc
 TILE_ROWS, TILE_WORDS = 64, 3  # of `experts` of many rows: kTileRows and kTileWords
-TILED_WIDTH, TILED_TOP_K, TILED_EXPERTS, MOST_TILES = 2880, 4, 128, 384  # of `expert_block`: tiles.h
+TILED_WIDTH, TILED_TOP_K, TILED_EXPERTS, MOST_TILES = 2880, 4, 128, 384  # of `expert_block`: experts_hopper.h
 # of `paged_attention`: kHead, kSlots and kChunkSlots in attention.cu, kStepRows in launch.cc
 HEAD_DIM, PAGE, CHUNK, STEP_ROWS, MOST_SPLITS = 64, 64, 256, 16, 32
 Packed = tuple[UInt32[Array, "E _ chunks units words"], BFloat16[Array, "E _"]]

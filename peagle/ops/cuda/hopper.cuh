@@ -1,5 +1,5 @@
-// What the kernels of Hopper GPUs (tiles.cu) use of their instructions. The tests compile these kernels for the CPU, with
-// their own functions in place of those under __CUDACC_RTC__.
+// What the kernels of Hopper GPUs (experts_hopper.cu) use of their instructions. The tests compile these kernels for the CPU,
+// with their own functions in place of those under __CUDACC_RTC__.
 
 namespace tiles {
 

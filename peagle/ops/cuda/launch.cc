@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "../native/buffers.h"
-#include "tiles.h"
+#include "experts_hopper.h"
 #include "xla/ffi/api/ffi.h"
 
 // CUDA driver API, cuda.h
@@ -108,7 +108,7 @@ struct Driver {
   }
 };
 
-// A kernel of tiles.cu for both products, by the most rows of an expert that it is for.
+// A kernel of experts_hopper.cu for both products, by the most rows of an expert that it is for.
 struct TileKernels {
   CUfunc_st *gate_up, *down;
   tiles::Widths widths;
@@ -130,7 +130,7 @@ struct Kernels {
 std::mutex mutex;
 Driver driver;
 std::vector<char> image;              // the machine code that NVRTC compiled
-bool has_tiles = false;               // whether it has the kernels of tiles.cu
+bool has_tiles = false;               // whether it has the kernels of experts_hopper.cu
 std::map<CUctx_st*, Kernels> loaded;  // by the device's context
 
 ffi::Error Failed(const char* what, int code) {
@@ -322,7 +322,8 @@ ffi::Error Experts(Stream stream, AnyBuffer x, AnyBuffer ids, AnyBuffer gate_up_
   return on.Error();
 }
 
-// The kernels of tiles.cu. Scratch: the pairs' rows, what gate_up makes of them, what down makes of that, and small tables.
+// The kernels of experts_hopper.cu. Scratch: the pairs' rows, what gate_up makes of them, what down makes of that, and small
+// tables.
 ffi::Error ExpertBlock(Stream stream, AnyBuffer x, AnyBuffer norm, AnyBuffer router, AnyBuffer router_bias,
                        AnyBuffer positions, AnyBuffer gate_up, AnyBuffer gate_up_bias, AnyBuffer down, AnyBuffer down_bias,
                        AnyBuffer next_norm, Out result, Out next_rows, Out rows_scratch, Out hidden_scratch,
@@ -495,8 +496,8 @@ ffi::Error PagedAttention(Stream stream, AnyBuffer qkv, AnyBuffer cosine, AnyBuf
 }  // namespace
 }  // namespace peagle
 
-// Sets the driver, and `cubin`, with or without the kernels of tiles.cu, as the kernels of later launches. Returns null, or an
-// error message.
+// Sets the driver, and `cubin`, with or without the kernels of experts_hopper.cu, as the kernels of later launches. Returns
+// null, or an error message.
 PEAGLE_EXPORT const char* peagle_cuda_open(const char* driver, const char* cubin, int64_t size, int tiles) {
   static std::string said;
   const std::lock_guard<std::mutex> lock(peagle::mutex);

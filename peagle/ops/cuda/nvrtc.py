@@ -17,8 +17,8 @@ from peagle.ops.files import cache_directory, keep
 
 HERE = Path(__file__).parent
 NAMES = ("common.cuh", "linear.cu", "experts.cu", "attention.cu")
-HOPPER, HOPPER_NAMES = "sm_90a", ("tiles.h", "hopper.cuh", "products", "tiles.cu")  # of that GPU only
-WIDTHS = (8, 16, 32, 48, 64, 80, 96, 144)  # of the products of tiles.h
+HOPPER, HOPPER_NAMES = "sm_90a", ("experts_hopper.h", "hopper.cuh", "products", "experts_hopper.cu")  # of that GPU only
+WIDTHS = (8, 16, 32, 48, 64, 80, 96, 144)  # of the products of experts_hopper.h
 OPTIONS = (b"--std=c++17",)
 _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 

@@ -1,4 +1,4 @@
-"""Lay out MXFP4 weights for the Hopper kernels (see tiles.cu), in the same number of bytes."""
+"""Lay out MXFP4 weights for the Hopper kernels (see experts_hopper.cu), in the same number of bytes."""
 
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,7 @@
 """The compiled CPU kernels, called through XLA's FFI, and which of them this machine runs.
 
     kernels.h                   their interface: what each computes
-    linear.cc experts.cc attention.cc rope.cc likeliest.cc   the kernels
+    linear.cc experts.cc attention.cc rope.cc likeliest.cc draw.cc   the kernels
     packed.h vectors.h          products with packed matrices; vector registers
     ffi.cc thread_team.h        XLA's entry: checks shapes, shares work among threads
     build.py                    compiles them
@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from peagle.ops.errors import InputError
 from peagle.ops.native.build import HERE, instruction_sets, library
 
-HANDLERS = ("linear", "experts", "paged_attention", "rope_tables", "likeliest")
+HANDLERS = ("linear", "experts", "paged_attention", "rope_tables", "likeliest", "draw")
 VARIABLE = "PEAGLE_KERNELS"
 DIRECTORY = "PEAGLE_KERNELS_DIR"
 XLA = "xla"

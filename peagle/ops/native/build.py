@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("packed.cc", "linear.cc", "experts.cc", "attention.cc", "rope.cc", "likeliest.cc", "ffi.cc")
+SOURCES = ("packed.cc", "linear.cc", "experts.cc", "attention.cc", "rope.cc", "likeliest.cc", "draw.cc", "ffi.cc")
 SUFFIX = ".so"
 VARIABLE = "PEAGLE_INSTRUCTION_SETS"
 CPU_INFO = Path("/proc/cpuinfo")

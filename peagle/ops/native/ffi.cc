@@ -261,6 +261,23 @@ ffi::Error LikeliestHandler(ffi::ThreadPool pool, AnyBuffer logits, Out index, O
   return ffi::Error::Success();
 }
 
+ffi::Error DrawHandler(ffi::ThreadPool pool, AnyBuffer weights, AnyBuffer keys, AnyBuffer token_ids, Out index) {
+  const auto in = weights.dimensions(), of = keys.dimensions(), out = index->dimensions();
+  const int64_t ids = token_ids.element_count();
+  if (in.size() != 2 || in[1] < 1 || in[1] > INT32_MAX || of.size() != 2 || of[0] != in[0] || of[1] != 2 ||
+      out.size() != 1 || out[0] != in[0] || (ids != 0 && ids != in[1]) ||
+      weights.element_type() != ffi::DataType::F32 || keys.element_type() != ffi::DataType::U32 ||
+      token_ids.element_type() != ffi::DataType::S32 || index->element_type() != ffi::DataType::S32)
+    return ffi::Error::InvalidArgument("draw: weights " + Shape(weights) + ", keys " + Shape(keys) + ", token ids " +
+                                       Shape(token_ids) + " and index " + Shape(*index) +
+                                       " are not [T, V], [T, 2], [V] or [0], and [T]");
+  PoolParallel parallel(pool);
+  RunDraw({weights.typed_data<float>(), keys.typed_data<uint32_t>(), ids ? token_ids.typed_data<int32_t>() : nullptr,
+           index->typed_data<int32_t>(), in[0], in[1]},
+          parallel);
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace peagle
 
@@ -349,6 +366,18 @@ PEAGLE_EXPORT XLA_FFI_Error* peagle_likeliest(XLA_FFI_CallFrame* frame) {
                              .Ret<xla::ffi::AnyBuffer>()  // index
                              .Ret<xla::ffi::AnyBuffer>()  // probability
                              .To(peagle::LikeliestHandler)
+                             .release();
+  return handler->Call(frame);
+}
+
+PEAGLE_EXPORT XLA_FFI_Error* peagle_draw(XLA_FFI_CallFrame* frame) {
+  static auto* handler = xla::ffi::Ffi::Bind()
+                             .Ctx<xla::ffi::ThreadPool>()
+                             .Arg<xla::ffi::AnyBuffer>()  // weights
+                             .Arg<xla::ffi::AnyBuffer>()  // keys
+                             .Arg<xla::ffi::AnyBuffer>()  // token_ids
+                             .Ret<xla::ffi::AnyBuffer>()  // index
+                             .To(peagle::DrawHandler)
                              .release();
   return handler->Call(frame);
 }

@@ -1,5 +1,5 @@
-// The kernels' interface, free of XLA: plain pointers in and out. linear.cc, experts.cc, attention.cc, rope.cc and
-// likeliest.cc implement it; ffi.cc checks shapes and calls them. Each instruction set has a shared library of its own,
+// The kernels' interface, free of XLA: plain pointers in and out. linear.cc, experts.cc, attention.cc, rope.cc, likeliest.cc
+// and draw.cc implement it; ffi.cc checks shapes and calls them. Each instruction set has a shared library of its own,
 // since in one library the linker could use a template compiled for one set in the code of another.
 //
 // T rows, K inputs, N outputs of a matrix. Every result is a function of its own row alone: the order of summation is
@@ -116,11 +116,23 @@ struct Likeliest {
   int64_t rows, width;
 };
 
+// For each row of [T, V] the index of the largest weight over waiting time, the first of equal ones: a draw in proportion to
+// the weights. The waiting time, of an exponential distribution, depends on the row's keys and the token id alone
+// (peagle/ops/draw.py). -1 if no weight is above 0, or one is NaN.
+struct Draw {
+  const float* weights;      // [T, V]
+  const uint32_t* keys;      // [T, 2]
+  const int32_t* token_ids;  // [V] or null: 0, 1, 2, ...
+  int32_t* index;            // [T]
+  int64_t rows, width;
+};
+
 void RunLinear(const Linear&, Parallel&);
 void RunExperts(const Experts&, Parallel&);
 void RunAttention(const Attention&, Parallel&);
 void RotateAndWrite(const Attention&, const Rotation&);
 void RunRopeTables(const RopeTables&, Parallel&);
 void RunLikeliest(const Likeliest&, Parallel&);
+void RunDraw(const Draw&, Parallel&);
 
 }  // namespace peagle

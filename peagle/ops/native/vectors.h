@@ -73,11 +73,12 @@ PEAGLE_INLINE Floats MulAdd(Floats a, Floats b, Floats c) {
 
 PEAGLE_INLINE Floats MulAdd(Floats a, float b, Floats c) { return MulAdd(a, Broadcast(b), c); }
 
-// The first `count` floats, then zeros.
-PEAGLE_INLINE Floats LoadFirst(const float* from, int64_t count) {
-  if (count >= kLanes) return Load<Floats>(from);
-  Floats values = {};
-  for (int64_t i = 0; i < count; ++i) values[i] = from[i];
+// The first `count` values, then zeros; none if it is negative, as behind the last output of a panel.
+template <class Vector = Floats>
+PEAGLE_INLINE Vector LoadFirst(const void* from, int64_t count) {
+  if (count >= kLanes) return Load<Vector>(from);
+  Vector values = {};
+  if (count > 0) std::memcpy(&values, from, 4 * count);
   return values;
 }
 

@@ -267,7 +267,7 @@ void MultiplyAdd(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b)[2
 #include "linear.cu"
 #include "experts.cu"
 #include "attention.cu"
-#include "tiles.h"
+#include "experts_hopper.h"
 #include "hopper.cuh"
 
 // In place of hopper.cuh's instructions: copies and products are done at once.
@@ -399,7 +399,7 @@ struct Product {
 
 }  // namespace tiles
 
-#include "tiles.cu"
+#include "experts_hopper.cu"
 // clang-format on
 
 struct CUctx_st {};

@@ -18,7 +18,7 @@ from peagle.ops.native import build
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-TESTS = [str(HERE / f"test_{name}.py") for name in ("linear", "experts", "operands", "rope", "likeliest")]
+TESTS = [str(HERE / f"test_{name}.py") for name in ("linear", "experts", "operands", "rope", "likeliest", "draw")]
 TESTS.append(str(HERE.parent / "test_paged_attention.py"))
 # all ops; matrices, heads and pages of awkward shapes; inactive rows; every operand present
 ESSENTIAL = (

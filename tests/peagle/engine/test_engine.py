@@ -4,6 +4,7 @@ import dataclasses
 import threading
 from collections.abc import Sequence
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,8 +22,9 @@ from peagle.engine.sampling import RowSampling
 from peagle.engine.state import init_state
 from peagle.engine.step import step
 from peagle.engine.step_kinds import StepKind
-from peagle.engine.widths import CostTable, Learned, StepCosts
+from peagle.engine.widths import REST, CostTable, Learned, StepCosts
 from peagle.ops.errors import InputError
+from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
 from peagle.protocols import Drafter
 from peagle.result import Counters
 from tests.support.compiling import AS_FOR_USERS
@@ -33,6 +35,7 @@ from tests.support.toys import (
     FixedLogits,
     MarkovTarget,
     Scripted,
+    WithoutMemory,
     check_whole,
     decode,
     drafting_at,
@@ -333,6 +336,31 @@ def test_a_drafter_that_never_pays_is_left_out_and_changes_nothing(target, plain
     for entry, reference in zip(entries, references, strict=True):
         assert entry.token_id == reference.token_id
         np.testing.assert_allclose(entry.logprob, reference.logprob, rtol=1e-4, atol=1e-5)
+
+
+@flax.struct.dataclass
+class Counting(WithoutMemory):
+    """A drafter that is never sure of its drafts; its state counts its passes."""
+
+    def init_state(self, batch: int, capacity: int, widest_write: int) -> jax.Array:
+        return jnp.zeros((batch,), jnp.int32)
+
+    def propose(
+        self, state: jax.Array, fresh: DrafterInput, widths: jax.Array, num_drafts: int, choose: Choose = likeliest_of
+    ) -> tuple[DraftOutput, jax.Array]:
+        shape = (fresh.num.shape[0], num_drafts)
+        return DraftOutput(jnp.zeros(shape, jnp.int32), confidence=jnp.full(shape, 0.01)), state + 1
+
+
+def test_after_a_step_without_drafts_the_next_are_plain(target, plain) -> None:
+    """Two dispatches of 16 steps look up 4 times each: in every fourth step."""
+    drafter = Beside(scripts(plain, "oracle"), Counting())
+    engine = Engine(target, drafter, config(3, adaptive=True, steps_per_dispatch=16))
+    engine.costs = CostTable({1: ((1, 1.0), (2, 1.5), (4, 1e3))}, {1: ((0, 0.0), (3, 1e3))})
+    tokens, records = decode(engine, [Request(PROMPTS[0], 33)])
+    assert tokens == [plain[0][:33]]
+    assert len(records[0]) == 32
+    assert engine.executor.state.second_state.tolist() == [32 // (REST + 1)]
 
 
 def test_slots_that_took_plain_steps_draft_again_when_the_load_falls_and_lose_no_row(target, plain) -> None:

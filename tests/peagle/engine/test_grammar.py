@@ -24,7 +24,8 @@ from peagle.engine.masks import all_allowed, fill, next_mask
 from peagle.engine.programs import trace_counts
 from peagle.engine.request import Request, StepRecord
 from peagle.engine.resolved import ResolvedConfig
-from peagle.engine.sampling import RowSampling, draw, draw_keys, probabilities
+from peagle.engine.sampling import RowSampling, draw_keys, probabilities
+from peagle.ops.draw import draw
 from peagle.ops.errors import InputError
 from tests.support.toys import FixedLogits, MarkovTarget, Scripted, check_whole, decode
 

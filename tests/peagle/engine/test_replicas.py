@@ -267,9 +267,11 @@ def test_an_engine_without_requests_leaves_nothing_in_flight() -> None:
     """Else it would be read with the next request, and the time between would count as a step's."""
     engine = shared()
     long, short = engine.add_all([dataclasses.replace(REQUESTS[0], max_new_tokens=50), REQUESTS[2]])
-    while not long.finished:
+    while not short.finished:
         engine.step()
-    assert short.finished
+    jax.block_until_ready([sent.result for sent in engine.engines[1]._in_flight])
+    engine.step()
+    assert not long.finished
     assert not engine.engines[1]._in_flight
     assert engine.engines[1]._clock.last_read_s is None
 

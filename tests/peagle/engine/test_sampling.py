@@ -12,14 +12,15 @@ from hypothesis.extra import numpy as hnp
 from peagle.config import GREEDY_BELOW, HOTTEST, LARGEST_SEED, SMALLEST_SEED, SamplingParams
 from peagle.engine import sampling as functions
 from peagle.engine.request import fold_seed
+from peagle.ops import draw as race
 from peagle.ops.errors import InputError
 from peagle.ops.likeliest import NO_TOKEN
 from tests.support.rows import defined, rows_of
 
-draw = jax.jit(functions.draw)
+draw = jax.jit(race.draw)
 probabilities = jax.jit(functions.probabilities)
 choose = jax.jit(functions.choose)
-draw_keys, uniform = jax.jit(functions.draw_keys), jax.jit(functions.uniform)
+draw_keys, uniform = jax.jit(functions.draw_keys), jax.jit(race.uniform)
 
 SIDE_BY_SIDE = [
     SamplingParams(1.3),

@@ -136,17 +136,17 @@ def test_a_source_that_fails_here_is_trusted_less_and_recovers() -> None:
 
 def test_a_slots_gains_follow_its_drafts_and_drift_back_to_those_of_all() -> None:
     learned, pace = Learned.start(1, K), Pace.start(2, K, 1)
-    active, none = jnp.ones((2,), bool), jnp.zeros((2,), bool)
+    active = jnp.ones((2,), bool)
     gains = jnp.asarray([[0.9, 0.8, 0.7], [0.0, 0.0, 0.0]])
     two = jnp.asarray([[True, True, False]] * 2)
     before = np.asarray(learned.gain)
     assert (np.diff(before) < 0).all()
     for _ in range(12):
-        pace = pace.after(active, gains, two, none, learned.gain)
+        pace = pace.after(active, gains, two, learned.gain)
     np.testing.assert_allclose(pace.gain[:, :2], gains[:, :2], atol=0.02)
     np.testing.assert_allclose(pace.gain[:, 2], before[2], atol=1e-6)  # nothing was drafted there
     for _ in range(400):
-        pace = pace.after(active, gains, jnp.zeros_like(two), none, learned.gain)
+        pace = pace.after(active, gains, jnp.zeros_like(two), learned.gain)
     np.testing.assert_allclose(pace.gain, np.tile(before, (2, 1)), rtol=0.02)
     for _ in range(200):
         learned = learned.gained(gains, two)

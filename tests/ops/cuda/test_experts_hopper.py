@@ -1,4 +1,4 @@
-"""The kernels of experts on Hopper GPUs (tiles.cu): their layout of weights; their own source on a CPU.
+"""The kernels of experts on Hopper GPUs (experts_hopper.cu): their layout of weights; their own source on a CPU.
 
 The tests' driver runs it. scripts/gpu_check and the kernels' own check cover what needs the GPU: its tensor cores,
 copies and barriers, and speed."""
@@ -30,7 +30,7 @@ def bfloat16(bits: int) -> float:
 
 
 def test_the_layout_is_the_one_that_the_kernels_read() -> None:
-    """As tiles.cu describes it: every code and scale, from its place in the words, gives MXFP4's value exactly."""
+    """As experts_hopper.cu says: every code and scale, from its place in the words, gives MXFP4's value exactly."""
     rng = np.random.default_rng(0)
     blocks = rng.integers(0, 256, (2, 384, 192 // 32, 16), np.uint8)
     scales = rng.integers(0, 129, blocks.shape[:-1], np.uint8)

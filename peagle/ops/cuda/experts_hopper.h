@@ -1,4 +1,4 @@
-// Shapes of the Hopper kernels of experts: what the kernels (tiles.cu) and their launcher (launch.cc) must agree on.
+// Shapes of the Hopper kernels of experts: what the kernels (experts_hopper.cu) and their launcher (launch.cc) must agree on.
 
 namespace tiles {
 
