@@ -1,7 +1,6 @@
 """The engines of a comparison: their workers, their Pythons, and the storage of their weights."""
 
 import importlib.util
-import json
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import jax
 import numpy as np
 
 from peagle.measure.bench import WeightBytes
+from peagle.ops.strict_json import dumps
 from scripts.peers.remote import Child
 from target.config import TargetConfig
 from target.dialects import tensor_shapes
@@ -61,7 +61,7 @@ class Entry:
 
 def start(name: str, python: str, kind: str, options: Mapping[str, Any]) -> Child:
     """Load a worker's engine in a process of its own. Raises InputError."""
-    return Child(name, [python, "-m", "scripts.peers.worker", kind, json.dumps(dict(options))])
+    return Child(name, [python, "-m", "scripts.peers.worker", kind, dumps(dict(options))])
 
 
 @dataclass(frozen=True)
