@@ -35,8 +35,8 @@ SHARE = 0.25  # of the contexts' memory
 class Case:
     """A measurement: its row on the page, its figure (by name) and the worker's call.
 
-    over: the row of this checkout to divide by; None: the same row of the other checkout. over_figure: the figure of
-    that row's call. alone: only this checkout runs it.
+    over: the row whose tokens a second it is divided by; only this checkout runs such a case. None: it is divided by
+    the other checkout's.
     """
 
     name: str
@@ -44,8 +44,6 @@ class Case:
     call: str
     arguments: Json
     over: str | None = None
-    over_figure: str = "tok_per_s"
-    alone: bool = False
 
     def text(self, figure: Json | None) -> str:
         """Format the median of its figure, tokens a second or milliseconds; empty if there is none."""
@@ -56,10 +54,9 @@ class Case:
 
     def ratio(self, model: str, number: int, lines: Mapping[Key, Json]) -> float | None:
         """Divide a round's figure by that of `over`; None if that was not measured."""
-        side = NOW if self.over else BEFORE
-        below = lines.get((model, self.over or self.name, side, number))
+        below = lines.get((model, self.over or self.name, NOW if self.over else BEFORE, number))
         now = lines[model, self.name, NOW, number][self.figure]
-        return None if below is None else now / below[self.over_figure if self.over else self.figure]
+        return None if below is None else now / below["tok_per_s" if self.over else self.figure]
 
 
 def cases(long: int) -> Iterator[Case]:
@@ -68,35 +65,21 @@ def cases(long: int) -> Iterator[Case]:
         drafts = f"K = {k}" if k else "plain"
         yield Case(f"one request, {drafts}", "tok_per_s", "one", _one(1, k, 40, 300))
         yield Case(f"one request after {long:,} tokens, {drafts}", "tok_per_s", "one", _one(1, k, long, 100))
-    yield Case(
-        "one request in an engine of 32 slots",
-        "tok_per_s",
-        "one",
-        _one(32, 0, 40, 300),
-        over="one request, plain",
-        alone=True,
-    )
+    in_32 = "one request in an engine of 32 slots"
+    yield Case(in_32, "tok_per_s", "one", _one(32, 0, 40, 300), over="one request, plain")
     for number, requests in enumerate(SLOTS):
-        over = None if requests in (1, 32) else _many(SLOTS[number - 1])
         arguments = {"requests": requests, "k": 0, "prompt": 40, "new": 100}
-        yield Case(_many(requests), "tok_per_s", "many", arguments, over, alone=over is not None)
-    yield Case(
-        "16 prompts of 60 tokens: until all have a first token",
-        "last_first_token_s",
-        "many",
-        {"requests": 16, "k": 0, "prompt": 60, "new": 2},
-    )
+        over = None if requests in (1, 32) else _many(SLOTS[number - 1])
+        yield Case(_many(requests), "tok_per_s", "many", arguments, over)
+    prompts = {"requests": 16, "k": 0, "prompt": 60, "new": 2}
+    yield Case("16 prompts of 60 tokens: until all have a first token", "last_first_token_s", "many", prompts)
     yield Case("a second turn after 2,048 tokens", "ttft_s", "turn", {"history": 2048, "question": 20})
+    at_random = "60 requests that arrive at random, with one of 4,096 tokens among them: 99 % of waits for a token"
     arrivals = {"requests": 60, "slots": 8, "prompt": 40, "new": 60, "long": 4096, "load": 0.8}
-    yield Case(
-        "60 requests that arrive at random, with one of 4,096 tokens among them: 99 % of waits for a token",
-        "itl_p99_s",
-        "arrivals",
-        arrivals,
-    )
-    memory = {"requests": 64, "least": 200, "most": 6000, "new": 100, "frac": SHARE}
+    yield Case(at_random, "itl_p99_s", "arrivals", arrivals)
     little = f"64 requests of 200 to 6,000 tokens in {SHARE:.0%} of their memory"
-    yield Case(little, "scarce_tok_per_s", "memory", memory, over=little, alone=True)
+    memory = {"requests": 64, "least": 200, "most": 6000, "new": 100, "frac": SHARE}
+    yield Case(little, "scarce_tok_per_s", "memory", memory, over=little)
     yield Case("warm-up of 32 slots, K = 3", "warm_up_s", "warm_up", {"slots": 32, "k": 3, "context": 4096})
 
 
@@ -156,7 +139,7 @@ def measure(
             for case in chosen:
                 progress.part(f"{name}, {case.name}")
                 for side in runs.rotated(list(children), number):
-                    if side == NOW or not case.alone:
+                    if side == NOW or case.over is None:
                         line = {"model": name, "case": case.name, "side": side, "round": number}
                         yield line | children[side].call(case.call, **case.arguments)
 

@@ -11,8 +11,8 @@ from scripts.scenarios.engine import BEFORE, NOW, Case
 from scripts.scenarios.engine_worker import Measured
 
 ONE = Case("one", "tok_per_s", "one", {})
-BOTH = Case("two at once", "tok_per_s", "many", {}, over="one", alone=True)
-SCARCE = Case("little memory", "scarce", "memory", {}, over="little memory", alone=True)
+BOTH = Case("two at once", "tok_per_s", "many", {}, over="one")
+SCARCE = Case("little memory", "scarce", "memory", {}, over="little memory")
 WARM = Case("warm-up", "warm_up_s", "warm_up", {})
 
 
@@ -45,7 +45,6 @@ def test_a_case_names_the_row_it_is_divided_by() -> None:
     names = {case.name for case in engine.cases(8000)}
     assert len(names) == len(list(engine.cases(8000)))
     assert all(case.over is None or case.over in names for case in engine.cases(8000))
-    assert all(case.alone == (case.over is not None) for case in engine.cases(8000))
     assert all(hasattr(Measured, case.call) for case in engine.cases(8000))
 
 
