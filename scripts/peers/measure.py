@@ -67,7 +67,8 @@ def measure(checkpoint: Path, settings: Settings, llama_python: str, say: Progre
             expected = logits_of(remote, tokens, Path(scratch))
             if LLAMA in engines:
                 rounded = logits_of(remote, tokens, Path(scratch), round_yarn=True)
-                write_gguf(checkpoint, site.gguf)
+        if LLAMA in engines:
+            write_gguf(checkpoint, site.gguf)
         entries = tuple(entry(engine, site) for engine in engines)
         children: dict[str, Child] = {}
         checks: dict[str, Json] = {}
