@@ -57,6 +57,12 @@ class Executor:
     def started(self) -> bool:
         return self._state is not None
 
+    @property
+    def prefilled(self) -> Prefilled:
+        """Results of the last chunk, for `admit`."""
+        assert self._prefilled is not None
+        return self._prefilled
+
     @functools.cached_property
     def shapes(self) -> DecodeState:
         shapes: DecodeState = jax.eval_shape(programs.init_program(self._tree, self.shape), self._models)
@@ -92,14 +98,13 @@ class Executor:
         the next token if it is known; negative: choose it by the request's own parameters. Tokens are packed with their
         log-probabilities; their copy to the host is started.
         """
-        assert self._prefilled is not None
         size = len(slots)
         index = np.zeros((size,), np.int32)
         index[: len(rows)] = rows
         # one at a time, so that all passes, and engines of one vocabulary, share the larger program, which chooses
         chosen = [
             programs.first_token_program()(
-                _row(self._prefilled.logits, row), length[[place]], token_ids[[place]], params[place]
+                _row(self.prefilled.logits, row), length[[place]], token_ids[[place]], params[place]
             )
             for place, row in enumerate(rows)
         ]
@@ -109,7 +114,7 @@ class Executor:
         small, kept = _split(self.state)
         stacked = SlotParams.stack(params, size)
         self._state = _join(
-            programs.admit_program()(small, self._prefilled.aux_hidden, index, slots, length, first, stacked), kept
+            programs.admit_program()(small, self.prefilled.aux_hidden, index, slots, length, first, stacked), kept
         )
         first.copy_to_host_async()
         return first

@@ -102,21 +102,21 @@ class Follower:
 
     def __init__(self, models: Callable[[bool, bool], tuple[Target, Drafter | None]]) -> None:
         self._models = models
-        self._executors: dict[int, Executor] = {}
+        self.executors: dict[int, Executor] = {}
 
     def run(self, message: Message) -> None:
         """Execute a message of `Lead` or `Leading`."""
         if "executor" in message:
             target, drafter = self._models(message["drafts"], message["beside"])
             shape = Shape(**_received(message["shape"], target.vocab_size))
-            self._executors[message["executor"]] = Executor(target, drafter, shape)
+            self.executors[message["executor"]] = Executor(target, drafter, shape)
             return
-        executor = self._executors[message["of"]]
+        executor = self.executors[message["of"]]
         values, options = (_received(message[part], executor.target.vocab_size) for part in ("values", "options"))
         getattr(executor, message["verb"])(*values, **options)
 
     def settle(self) -> None:
-        for executor in self._executors.values():
+        for executor in self.executors.values():
             executor.settle()
 
 

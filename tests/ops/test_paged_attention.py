@@ -4,9 +4,9 @@ One suite for all forms (`form`, tests/ops/conftest.py). Pools begin full of NaN
 see shows.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def assert_close(form: str, ours: np.ndarray, theirs: np.ndarray, dtype: type) -
     np.testing.assert_allclose(ours, theirs, atol=error, rtol=error / 2)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Shape:
     heads: int  # N
     kv_heads: int  # G
@@ -65,9 +65,14 @@ SHAPES = {
 }
 
 
+# XLA compiles each shape for long, and of those for GPUs a window of many pages alone is new to it
+IN_XLA = (*SHAPES, "a window")
+
+
 def forms_of(shapes: dict[str, Shape]) -> list[tuple[str, str]]:
-    """List (form, name of a shape) of each shape that the form takes."""
-    return [(form, name) for form in FORMS for name in shapes if form != "cuda" or name in GPU_SHAPES]
+    """List (form, name of a shape) of each shape that tells more of the form."""
+    taken = {"xla": IN_XLA, "cuda": tuple(GPU_SHAPES)}
+    return [(form, name) for form in FORMS for name in shapes if name in taken.get(form, shapes)]
 
 
 def as_bits(values: np.ndarray) -> np.ndarray:
@@ -246,10 +251,10 @@ def block_passes(length: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for _ in range(3):
         # up to four new rows of the context, then a block of up to four rows that all see its last one
         row = np.arange(8)[None, :]
-        block, place = row >= 4, begin[:, None] + np.where(row < 4, row, num[:, None] + row - 4)
+        block, position = row >= 4, begin[:, None] + np.where(row < 4, row, num[:, None] + row - 4)
         active = (begin[:, None] >= 0) & np.where(block, row - 4 <= width[:, None], row < num[:, None])
         until = np.where(active & block, (begin + num + width)[:, None], -1)
-        yield np.where(active, place, -1).astype(np.int32), until.astype(np.int32)
+        yield np.where(active, position, -1).astype(np.int32), until.astype(np.int32)
         begin, num, width = np.where(begin < 0, begin, begin + num), np.roll(num, 1), np.roll(width, 1)
 
 
@@ -341,12 +346,12 @@ def test_a_rows_bits_depend_on_its_tokens_alone(form: str, name: str) -> None:
 def test_a_table_that_is_shorter_than_the_sequence_repeats_its_pages(form: str) -> None:
     """A window of 128 passes through four pages, whatever the length: as with a page for every 64 positions."""
     shape, rng = GPU_SHAPES["a window"], np.random.default_rng(2)
-    widths = [CacheGroup(window, 0, (0,)).num_pages(480, 60) for window in (128, None)]
-    assert widths == [4, 8]
+    widths = [CacheGroup(window, 0, (0,)).num_pages(360, 60) for window in (128, None)]
+    assert widths == [4, 6]
     sequences, tables = Sequences(shape, rng), [shuffled_table(rng, 1, width, 9) for width in widths]
     results: list[list[np.ndarray]] = [[], []]
     pools = [empty(shape, 9), empty(shape, 9)]
-    for begin in range(0, 480, 60):
+    for begin in range(0, 360, 60):
         positions = steps(begin, rows=60)
         qkv = sequences.project(positions)
         for number, table in enumerate(tables):
@@ -383,22 +388,37 @@ def test_sinks_far_from_all_scores(form: str) -> None:
     assert not above.any()
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "cuda"], indirect=True)
-def test_long_contexts_take_fewer_rows_together(form: str) -> None:
-    """At 6,000 positions and six query heads per kv head, a chunk of the native kernels has seven rows, not sixteen."""
-    shape, rng, rows = Shape(6, 1, 4, PAGE_SIZE, None, with_sinks=False), np.random.default_rng(11), 17
-    sequences, table = Sequences(shape, rng), np.arange(94, dtype=np.int32)[None]
-    pages = Pages(*(jnp.asarray(part, jnp.float32) for part in rng.standard_normal((2, 94, PAGE_SIZE, 1, 4))))
-    keys, values = (np.asarray(part, np.float64).reshape(-1, 1, 4) for part in (pages.key, pages.value))
-    sequences.keys, sequences.values = ({(0, p): part[p] for p in range(6000)} for part in (keys, values))
-    positions = steps(5983, rows=rows)
+HALVES = Shape(2, 1, 64, PAGE_SIZE, None, dtype=ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("form", "shape", "longest", "rows", "batch"),
+    [
+        # six query heads per kv head: a chunk of the native kernels has seven rows here, not sixteen
+        *((form, Shape(6, 1, 4, PAGE_SIZE, None, with_sinks=False), 6000, 17, 1) for form in FORMS if form != "cuda"),
+        ("cuda", HALVES, 9009, 9, 1),  # more chunks than splits; more than one tile of queries
+        ("cuda", dataclasses.replace(HALVES, window=300), 9002, 2, 1),  # the window is far behind the first chunk
+        # so many sequences that a block goes through two splits
+        pytest.param("cuda", HALVES, 300, 1, 528, marks=pytest.mark.slow),
+    ],
+    indirect=["form"],
+)
+def test_long_contexts_are_the_definition(form: str, shape: Shape, longest: int, rows: int, batch: int) -> None:
+    """And on native kernels a row has the bits it has alone."""
+    rng, width = np.random.default_rng(11), -(-longest // PAGE_SIZE)
+    table = shuffled_table(rng, batch, width, batch * width)
+    pools = rng.standard_normal((2, batch * width, PAGE_SIZE, 1, shape.head_dim), np.float32).astype(shape.dtype)
+    sequences, pages = Sequences(shape, rng), Pages(*map(jnp.asarray, pools))
+    ends = np.array([longest, *rng.integers(rows, longest, batch - 1)])
+    for held, pool in zip((sequences.keys, sequences.values), pools.astype(np.float64), strict=True):
+        held |= {(b, p): pool[table[b, p // PAGE_SIZE], p % PAGE_SIZE] for b in range(batch) for p in range(ends[b])}
+    positions = steps(*(ends - rows).tolist(), rows=rows)
     qkv = sequences.project(positions)
     out, after = run(form, sequences, pages, table, positions, qkv)
-    assert_close(form, out, sequences.attend(qkv, positions), np.float32)
-    if form == "native":
-        for row in range(rows):
-            alone, _ = run(form, sequences, after, table, positions[:, row : row + 1], qkv[:, row : row + 1])
-            np.testing.assert_array_equal(as_bits(alone[:, 0]), as_bits(out[:, row]))
+    assert_close(form, out, sequences.attend(qkv, positions), shape.dtype)
+    for row in range(rows if form == "native" else 0):
+        alone, _ = run(form, sequences, after, table, positions[:, row : row + 1], qkv[:, row : row + 1])
+        np.testing.assert_array_equal(as_bits(alone[:, 0]), as_bits(out[:, row]))
 
 
 def test_a_row_that_writes_nothing_may_see(form: str) -> None:
@@ -416,25 +436,6 @@ def test_a_row_that_writes_nothing_may_see(form: str) -> None:
     assert_close(form, np.asarray(again).ravel(), out[0, -1].ravel(), shape.dtype)
     for now, before in zip(jax.tree.leaves(kept), jax.tree.leaves(pages), strict=True):
         np.testing.assert_array_equal(as_bits(np.asarray(now)), as_bits(np.asarray(before)))
-
-
-def test_rows_may_see_ahead(form: str) -> None:
-    """A block whose rows see each other: first and last are data, not the order of rows."""
-    shape, rng = GPU_SHAPES["all"], np.random.default_rng(4)
-    sequences, table = Sequences(shape, rng), np.array([[2]], np.int32)
-    positions = steps(0, rows=6)
-    operands = jax.tree.map(jnp.asarray, (sequences.project(positions), *angles(positions, shape)))
-    rows = causal_rows(jnp.asarray(table), jnp.asarray(positions), shape.page_size)
-    block = rows.replace(last=jnp.full((1, 6), 5, jnp.int32))  # type: ignore[attr-defined]
-    out, _ = attend_rows(*operands, empty(shape, 3), block, shape.heads, implementation=form)
-    qkv, cos, sin = (part[:, ::-1] for part in operands)
-    turned = block.replace(write=block.write[:, ::-1])
-    reversed_out, _ = attend_rows(qkv, cos, sin, empty(shape, 3), turned, shape.heads, implementation=form)
-    causal, _ = attend_rows(*operands, empty(shape, 3), rows, shape.heads, implementation=form)
-    ours, theirs, alone = (np.asarray(part, np.float32) for part in (out, reversed_out[:, ::-1], causal))
-    assert_close(form, ours, theirs, shape.dtype)
-    assert_close(form, ours[:, -1], alone[:, -1], shape.dtype)
-    assert np.abs(ours[:, 0] - alone[:, 0]).max() > 0.1
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

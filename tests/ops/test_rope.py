@@ -38,33 +38,23 @@ def test_gpt_oss_constants() -> None:
     np.testing.assert_allclose(frequencies[18:], plain[18:] / 32, rtol=1e-6)  # slow ones stretched
 
 
-@pytest.mark.parametrize("scaling", [YARN, LLAMA3], ids=["yarn", "llama3"])
-def test_both_spellings_mean_the_same(scaling: dict) -> None:
-    old = parse_rope(64, {"rope_theta": 5e5, "rope_scaling": scaling}, 1.0)
-    new = parse_rope(64, {"rope_parameters": {**scaling, "rope_theta": 5e5}}, 1.0)
-    assert old == new
-    assert old.theta == 5e5
-    assert isinstance(old.scaling, Yarn if scaling is YARN else Llama3)
+@pytest.mark.parametrize(("scaling", "kind"), [(YARN, Yarn), (LLAMA3, Llama3)], ids=["yarn", "llama3"])
+def test_all_spellings_mean_the_same(scaling: dict, kind: type) -> None:
     older = {("type" if key == "rope_type" else key): value for key, value in scaling.items()}
-    assert parse_rope(64, {"rope_theta": 5e5, "rope_scaling": older}, 1.0) == old
-
-
-def test_equal_settings_by_layer_type_are_those_of_all_layers() -> None:
-    whole = {**YARN, "rope_theta": 5e5}
-    nested = {"rope_parameters": {"full_attention": whole, "sliding_attention": dict(whole)}}
-    assert parse_rope(64, nested, 1.0) == parse_rope(64, {"rope_parameters": whole}, 1.0)
-    assert isinstance(parse_rope(64, nested, 1.0).scaling, Yarn)
-
-
-def test_two_spellings_that_agree_are_read_together() -> None:
-    expected = parse_rope(64, {"rope_scaling": YARN, "rope_theta": 5e5}, 1.0)
-    older = {("type" if key == "rope_type" else key): value for key, value in YARN.items()}
-    for config in (
-        {"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": YARN},
-        {"rope_parameters": {**YARN, "rope_theta": 5e5}, "rope_scaling": older, "rope_theta": 500000},
-        {"rope_parameters": {**YARN, "rope_theta": 5e5}, "rope_scaling": None},
-    ):
-        assert parse_rope(64, config, 1.0) == expected
+    whole = {**scaling, "rope_theta": 5e5}
+    spellings = [
+        {"rope_scaling": scaling, "rope_theta": 5e5},
+        {"rope_scaling": older, "rope_theta": 5e5},
+        {"rope_parameters": whole},
+        {"rope_parameters": whole, "rope_scaling": None},
+        {"rope_parameters": {"full_attention": whole, "sliding_attention": dict(whole)}},
+        {"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": scaling},
+        {"rope_parameters": whole, "rope_scaling": older, "rope_theta": 500000},
+    ]
+    first, *others = (parse_rope(64, config, 1.0) for config in spellings)
+    assert first.theta == 5e5
+    assert isinstance(first.scaling, kind)
+    assert others == [first] * len(others)
 
 
 def test_no_scaling_is_plain() -> None:

@@ -23,7 +23,7 @@ def test_models_over_eight_devices() -> None:
 
 @pytest.mark.slow
 def test_interleavings_and_more_meshes_over_devices() -> None:
-    assert run_on_devices("slow") >= 8  # one more with native kernels
+    assert run_on_devices("slow") >= 7  # one more with native kernels
 
 
 def run_on_devices(which: str) -> int:

@@ -258,10 +258,10 @@ def absorbed(
 ) -> PagedCache:
     """Prefill the texts chunk by chunk; padding follows the rows."""
     for begin in range(0, max(lengths) - 1, chunk):
-        place = np.arange(begin, begin + chunk)
-        positions = np.stack([np.where(place < length - 1, place, -1) for length in lengths]).astype(np.int32)
-        token_ids = np.stack([text.token_ids[place + 1] for text in texts])
-        aux = np.stack([text.aux_hidden[place] for text in texts])
+        index = np.arange(begin, begin + chunk)
+        positions = np.stack([np.where(index < length - 1, index, -1) for length in lengths]).astype(np.int32)
+        token_ids = np.stack([text.token_ids[index + 1] for text in texts])
+        aux = np.stack([text.aux_hidden[index] for text in texts])
         state = absorbing(drafter, state, token_ids, aux, positions)
     return state
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import flax.struct
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from drafter.load import load_drafter, save_drafter
 from drafter.propose import AnyDrafter, drafter_of
@@ -24,6 +25,7 @@ from tests.support.drafters import random_params as random_drafter
 from tests.support.toys import CONFIG as TARGET
 from tests.support.toys import WINDOW, drafter_config, tiny_target
 
+needs_native = pytest.mark.skipif(not native.available(), reason=native.status()[1])
 FAST = "native float32" if native.available() else "float32"
 DRAFTER = drafter_config(num_layers=2, windows=(WINDOW, None))  # as the target's layers
 BLOCK = drafter_config(
@@ -41,29 +43,28 @@ class Models:
 
 
 @functools.cache
-def models(kind: str, root: Path, drafter: str = "P-EAGLE") -> Models:
+def models(kind: str = FAST, drafter: str = "P-EAGLE") -> Models:
     """Load the same weights as XLA's arrays, or in the kernels' layout. kind: "native float32", "float32", ..."""
-    directory, dtype = root / f"{kind} {drafter}", jnp.dtype(kind.split()[-1])
-    implementation = "native" if kind.startswith("native") else None
-    save_target(directory / "target", tiny_target().params, TARGET, dtype=np.float32, mxfp4=False)
-    drafting = DRAFTERS[drafter]
-    save_drafter(directory / "drafter", random_drafter(drafting), drafting)
-    loaded = load_target(directory / "target", dtype=dtype, implementation=implementation)
-    params, config = load_drafter(
-        directory / "drafter",
-        dtype,
-        implementation=implementation,
-        target_embedding=loaded.params.embedding,
-        target_lm_head=loaded.params.lm_head,
-    )
+    dtype, implementation = jnp.dtype(kind.split()[-1]), "native" if kind.startswith("native") else None
+    with tempfile.TemporaryDirectory() as root:
+        at, drafting = Path(root), DRAFTERS[drafter]
+        save_target(at / "target", tiny_target().params, TARGET, dtype=np.float32, mxfp4=False)
+        save_drafter(at / "drafter", random_drafter(drafting), drafting)
+        loaded = load_target(at / "target", dtype=dtype, implementation=implementation)
+        params, config = load_drafter(
+            at / "drafter",
+            dtype,
+            implementation=implementation,
+            target_embedding=loaded.params.embedding,
+            target_lm_head=loaded.params.lm_head,
+        )
     return Models(GptOss(loaded.params, loaded.config, (0, 1)), drafter_of(params, config))
 
 
 @functools.cache
 def fast_target() -> GptOss:
     """Make `tiny_target` in the kernels' layout where they run: XLA compiles the calls of kernels in less time."""
-    with tempfile.TemporaryDirectory() as directory:
-        return models(FAST, Path(directory)).target.replace(aux_layer_ids=())
+    return models().target.replace(aux_layer_ids=())
 
 
 def engine_of(pair: Models, k: int = 3, context: int = 256, **options: object) -> Engine:
@@ -97,8 +98,7 @@ def prefilled(
         engine.executor.prefill(plan, drafts=True)
         engine.memory.publish(table, token_ids[:end], end, end)
         begin = end
-    result = engine.executor._prefilled
-    assert result is not None
+    result = engine.executor.prefilled
     parts = {"logits": np.asarray(result.logits), "aux_hidden": np.asarray(result.aux_hidden)}
     return table, parts | held(engine, table, len(token_ids))
 

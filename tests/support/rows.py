@@ -14,7 +14,7 @@ from peagle.engine.state import SlotParams
 
 def rows_of(params: Sequence[SamplingParams]) -> RowSampling:
     """Make a row for each, of requests 0, 1, 2, ..."""
-    rows = [SlotParams.of(Request((0,), 1, one, index=place), (), 1).sampling for place, one in enumerate(params)]
+    rows = [SlotParams.of(Request((0,), 1, one, index=number), (), 1).sampling for number, one in enumerate(params)]
     stacked: RowSampling = jax.tree.map(lambda *leaves: jnp.asarray(np.concatenate(leaves)), *rows)
     return stacked
 

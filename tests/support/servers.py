@@ -1,14 +1,11 @@
 """A server over a pair, in the test's process; each reply is checked against its type."""
 
 import dataclasses
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import fastapi._compat.v2
-import httpx
 import pydantic
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
@@ -44,23 +41,6 @@ EVENTS: dict[str, Any] = {
 }
 HARMONY_SPECIALS = (*SPECIALS, "<|call|>", "<|constrain|>")
 HARMONY_TEMPLATE = (Path(__file__).parent / "harmony.jinja").read_text(encoding="utf-8")
-
-
-_adapters: dict[tuple[Any, str, str], Any] = {}
-_adapter = fastapi._compat.v2.TypeAdapter
-
-
-def _adapter_once(annotated: Any, config: Any = None) -> Any:
-    """Make a type's schema once, in place of once for each of the hundreds of applications of the tests."""
-    key = annotated.__origin__, repr(annotated.__metadata__), repr(config)
-    if key not in _adapters:
-        _adapters[key] = _adapter(annotated, config=config)
-    return _adapters[key]
-
-
-fastapi._compat.v2.TypeAdapter = _adapter_once  # type: ignore[assignment, misc]
-# each client reads the certificates of the system, which takes longer than its requests
-httpx._transports.default.create_ssl_context = functools.cache(httpx._transports.default.create_ssl_context)
 
 
 def service_of(

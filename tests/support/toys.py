@@ -210,7 +210,7 @@ def decode(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[int]]
     """(tokens, step records) of each request."""
     tokens: list[list[int]] = [[] for _ in requests]
     records: list[list[StepRecord]] = [[] for _ in requests]
-    for place, chunk in engine.generate(requests):
-        tokens[place] += chunk.token_ids
-        records[place] += chunk.steps
+    for number, chunk in engine.generate(requests):
+        tokens[number] += chunk.token_ids
+        records[number] += chunk.steps
     return tokens, records

@@ -34,11 +34,11 @@ def walk(
     lengths = np.array(prompt_lengths, np.int32)
     rows = np.arange(batch)
     for begin in range(0, max(prompt_lengths), WIDTH):
-        places = begin + np.arange(WIDTH, dtype=np.int32)[None, :]
-        inside = places < lengths[:, None]
+        index = begin + np.arange(WIDTH, dtype=np.int32)[None, :]
+        inside = index < lengths[:, None]
         padding = rng.integers(0, model.vocab_size, inside.shape)  # must not affect the results
         tokens = np.where(inside, token_ids[:, begin : begin + WIDTH], padding).astype(np.int32)
-        out, cache = extend(model, jnp.asarray(tokens), jnp.asarray(np.where(inside, places, -1)), cache)
+        out, cache = extend(model, jnp.asarray(tokens), jnp.asarray(np.where(inside, index, -1)), cache)
         row, column = np.nonzero(inside)
         check(row, begin + column, np.asarray(out.logits)[row, column], np.asarray(out.aux_hidden)[row, column])
 

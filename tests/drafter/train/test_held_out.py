@@ -38,7 +38,7 @@ def ids(documents: list[Document]) -> list[list[int]]:
 )
 def test_a_part_of_the_documents_is_kept_back(number: int, frac: float, num_tokens: int, held_out: int) -> None:
     """Every document once, in order; the same ones each time, others with another seed."""
-    documents = [document(place, 50, 60, 70) for place in range(number)]
+    documents = [document(token, 50, 60, 70) for token in range(number)]
     trained, kept_back = keep_back(documents, frac, num_tokens, seed=0)
     assert len(kept_back) == held_out
     assert sorted(ids(trained) + ids(kept_back)) == ids(documents)
@@ -51,8 +51,8 @@ def test_a_part_of_the_documents_is_kept_back(number: int, frac: float, num_toke
 
 def test_the_turns_of_a_conversation_stay_together() -> None:
     documents = []
-    for place in range(20):
-        first = document(place, 50, 60)
+    for number in range(20):
+        first = document(number, 50, 60)
         second = document(*first.token_ids, 70, 80, prompt=4)
         documents += [first, second, document(*second.token_ids, 90, prompt=5)]
     trained, kept_back = keep_back(documents, 0.1, 1000, seed=0)

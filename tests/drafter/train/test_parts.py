@@ -65,7 +65,8 @@ def gradients(config: DrafterConfig, parts: int) -> tuple[Sums, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "EAGLE-3, windows")) for name in DRAFTERS]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("DFlash", "EAGLE-3, windows"))) for name in DRAFTERS],
 )
 def test_gradients_of_parts_add_up_to_those_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Algorithm 1: every kept row counts in one part, with all of its context, or with what its windows reach.

@@ -158,7 +158,7 @@ def test_each_document_of_a_row_is_a_segment() -> None:
 def test_every_row_comes_once_before_any_comes_twice() -> None:
     rows = [Row((document,)) for document in documents(5, count=7)]
     source = Source(rows, 1)
-    first, second = ([id(source.at(place, 0)) for place in range(start, start + 7)] for start in (0, 7))
+    first, second = ([id(source.at(number, 0)) for number in range(start, start + 7)] for start in (0, 7))
     assert sorted(first) == sorted(second) == sorted(map(id, rows))
     assert first != second
-    assert first == [id(source.at(place, 0)) for place in range(7)]
+    assert first == [id(source.at(number, 0)) for number in range(7)]

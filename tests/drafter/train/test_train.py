@@ -179,8 +179,8 @@ run_absorb = jax.jit(model.absorb, static_argnames=("config", "groups"))
 
 def rows_before(anchor: int) -> np.ndarray:
     """Return the positions of T rows; rows from the anchor on are inactive."""
-    places = np.arange(T, dtype=np.int32)[None, :]
-    return np.where(places < anchor, places, np.int32(-1))
+    positions = np.arange(T, dtype=np.int32)[None, :]
+    return np.where(positions < anchor, positions, np.int32(-1))
 
 
 def drafter_input(shifted: np.ndarray, aux: np.ndarray, anchor: int) -> DrafterInput:
@@ -238,8 +238,8 @@ def test_drafting_in_turn_and_training_in_turn_agree_on_tokens_and_logits(
 
 def test_memory_grows_with_the_rows_and_not_with_their_square() -> None:
     """A gradient over L tokens at depth 4 has some 3 L rows: a dense mask alone would take 9 L^2 bytes, and scores of
-    six heads 216 L^2."""
-    config = dataclasses.replace(CONFIG, num_layers=1)
+    two heads 72 L^2."""
+    config = dataclasses.replace(SMALL, num_layers=1)
     params = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
 
     def temporary_bytes(length: int) -> int:

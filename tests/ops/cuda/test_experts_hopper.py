@@ -21,6 +21,7 @@ from peagle.ops.errors import InputError
 from peagle.ops.expert_matmul import PackedExperts, TiledExperts, expert_block, tile
 from peagle.ops.mxfp4 import dequantize
 from peagle.ops.norm import Norm
+from tests.ops.experts import Expert, mixture
 
 WIDTH, EXPERTS, TOP_K, EPSILON, LIMIT = calls.TILED_WIDTH, 8, calls.TILED_TOP_K, 1e-5, 0.9
 
@@ -48,9 +49,9 @@ def test_the_layout_is_the_one_that_the_kernels_read() -> None:
             for i, half in np.ndindex(4, 2):
                 exponent = exponents >> 16 * (step // 2) + 8 * (i % 2) & 0xFF
                 output = 192 * group + 64 * unit + 16 * warp + 2 * g + i % 2
-                place = 64 * chunk + 16 * step + 2 * q + half + 8 * (i // 2)
+                column = 64 * chunk + 16 * step + 2 * q + half + 8 * (i // 2)
                 # codes are 2^-126 too small, and a scale + 126 is a bfloat16's exponent
-                decoded[expert, output, place] = bfloat16(values[i] >> 16 * half & 0xFFFF) * bfloat16(exponent << 7)
+                decoded[expert, output, column] = bfloat16(values[i] >> 16 * half & 0xFFFF) * bfloat16(exponent << 7)
     np.testing.assert_array_equal(decoded, dequantize(blocks, scales).astype(np.float64))
 
 
@@ -128,15 +129,13 @@ class Block:
         normalised = x / np.sqrt(np.mean(x * x) + EPSILON) * self.norms[0].astype(np.float64)
         logits = normalised @ self.router.astype(np.float64) + self.bias.astype(np.float64)
         rounded = normalised.astype(jnp.bfloat16).astype(np.float64)
-        chosen = np.argsort(-logits, kind="stable")[:TOP_K]
-        weights = np.exp(logits[chosen] - logits[chosen].max())
-        for expert, weight in zip(chosen.tolist(), weights / weights.sum(), strict=True):
-            p = jax.tree.map(lambda leaf: np.asarray(leaf[expert]), self._packed)  # noqa: B023
-            hidden = dequantize(p.gate_up_blocks, p.gate_up_scales) @ rounded + p.gate_up_bias.astype(np.float64)
-            gate, up = np.minimum(hidden[0::2], LIMIT), np.clip(hidden[1::2], -LIMIT, LIMIT)
-            active = (gate / (1 + np.exp(-1.702 * gate)) * (up + 1)).astype(jnp.bfloat16).astype(np.float64)
-            x = x + weight * (dequantize(p.down_blocks, p.down_scales) @ active + p.down_bias.astype(np.float64))
-        return x
+
+        def expert(number: int) -> Expert:
+            p = jax.tree.map(lambda leaf: np.asarray(leaf[number]), self._packed)
+            gate_up, down = dequantize(p.gate_up_blocks, p.gate_up_scales), dequantize(p.down_blocks, p.down_scales)
+            return gate_up, p.gate_up_bias.astype(np.float64), down, p.down_bias.astype(np.float64)
+
+        return x + mixture(rounded[None], logits[None], TOP_K, LIMIT, expert, jnp.bfloat16)[0]
 
 
 def expect_definition(block: Block, output: np.ndarray, normalised: np.ndarray, rows: Iterable[int]) -> None:

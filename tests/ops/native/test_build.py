@@ -80,17 +80,13 @@ def one_line(error: Exception | str) -> str:
     return line
 
 
-def refusal() -> str:
+def status_line() -> str:
+    """Return the line of the kernels' status, which is one of a refusal or of why XLA runs."""
     native.status.cache_clear()
-    with pytest.raises(InputError) as caught:
-        native.status()
-    return one_line(caught.value)
-
-
-def reason() -> str:
-    """Return the reason why XLA runs."""
-    native.status.cache_clear()
-    isa, line = native.status()
+    try:
+        isa, line = native.status()
+    except InputError as error:
+        return one_line(error)
     assert isa is None
     assert not native.available()
     return one_line(line)
@@ -112,7 +108,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, directory: Path, *lines: str) -> P
     return path
 
 
-# which kernels run
+# Which kernels run
 
 
 def best_of_machine(isa: str) -> str:
@@ -130,22 +126,17 @@ def test_each_set_is_compiled_and_runs_if_the_cpu_has_it(isa: str, monkeypatch: 
         assert hasattr(library, f"peagle_{name}")
     monkeypatch.setenv(native.VARIABLE, isa)
     if SETS.index(isa) < SETS.index(best_of_machine(isa)):
-        assert refusal().startswith(f"PEAGLE_KERNELS is {isa!r}, but this CPU runs ")
+        assert status_line().startswith(f"PEAGLE_KERNELS is {isa!r}, but this CPU runs ")
     else:
         assert native.status() == (isa, f"native, {isa}")
         assert native.available()
 
 
 @needs_libraries
-def test_by_default_the_cpus_best_set_runs() -> None:
+def test_by_default_the_cpus_best_set_runs_and_is_compiled_with_the_portable_one() -> None:
     best = best_of_machine("portable")
     assert native.status() == (best, f"native, {best}")
-
-
-@needs_libraries
-def test_an_installation_compiles_the_set_that_runs_and_the_portable_one() -> None:
-    expected = dict.fromkeys((best_of_machine("portable"), "portable"))
-    assert list(build.sets_of_this_machine()) == list(expected)
+    assert list(build.sets_of_this_machine()) == list(dict.fromkeys((best, "portable")))
 
 
 def test_the_set_is_chosen_by_all_that_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -174,18 +165,48 @@ def test_every_set_is_compiled_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> 
         build.asked_for_all()
 
 
+NOT_COMPILED = f"the native kernels were not compiled; {AGAIN}"
+DO_NOT_LOAD = "the native kernels do not load ("
+
+
 @pytest.mark.usefixtures("fresh")
-def test_xla_turns_them_off(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("value", "libraries", "begins", "ends"),
+    [
+        ("xla", "as they are", "XLA (PEAGLE_KERNELS=xla)", ""),
+        ("neon", "as they are", f"PEAGLE_KERNELS is 'neon'; expected {', '.join([*SETS, 'xla'])}, or nothing", ""),
+        ("", "missing", f"XLA: {NOT_COMPILED}", ""),
+        *((isa, "missing", f"PEAGLE_KERNELS is {isa!r}, but {NOT_COMPILED}", "") for isa in SETS),
+        ("", "broken", f"XLA: {DO_NOT_LOAD}", f"; {AGAIN}"),
+        ("portable", "broken", f"PEAGLE_KERNELS is 'portable', but {DO_NOT_LOAD}", f"; {AGAIN}"),
+    ],
+)
+def test_why_the_kernels_do_not_run_is_one_line_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, out: Path, value: str, libraries: str, begins: str, ends: str
+) -> None:
+    if value:
+        monkeypatch.setenv(native.VARIABLE, value)
+    if libraries != "as they are":
+        monkeypatch.setenv(native.DIRECTORY, str(out))
+    for isa in SETS if libraries == "broken" else ():
+        build.library(isa, out).write_text("for another machine\n")
+    line = status_line()
+    assert line.startswith(begins)
+    assert line.endswith(ends)
+    assert ends or line == begins
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_call_where_they_do_not_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native.VARIABLE, "xla")
-    assert reason() == "XLA (PEAGLE_KERNELS=xla)"
     with pytest.raises(InputError, match=r"do not run here .*PEAGLE_KERNELS=xla.*kernels='xla'"):
         native.call("linear", jax.ShapeDtypeStruct((1, 1), np.float32))
 
 
 @pytest.mark.usefixtures("fresh")
-def test_an_unknown_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(native.VARIABLE, "neon")
-    assert refusal() == f"PEAGLE_KERNELS is 'neon'; expected {', '.join([*SETS, 'xla'])}, or nothing"
+def test_on_other_devices_xla_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert status_line() == "XLA: the native kernels are for CPUs, this is gpu"
 
 
 @pytest.mark.usefixtures("fresh")
@@ -196,17 +217,7 @@ def test_a_set_that_the_cpu_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(native, "open_library", lambda _isa: types.SimpleNamespace(peagle_machine=lambda: b"portable"))
     for isa in SETS[:-1]:
         monkeypatch.setenv(native.VARIABLE, isa)
-        assert refusal() == f"PEAGLE_KERNELS is {isa!r}, but this CPU runs portable only"
-
-
-@pytest.mark.usefixtures("fresh")
-def test_without_libraries_xla_runs_and_the_line_gives_the_remedy(monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
-    monkeypatch.setenv(native.DIRECTORY, str(out))
-    todo = f"the native kernels were not compiled; {AGAIN}"
-    assert reason() == f"XLA: {todo}"
-    for isa in SETS:
-        monkeypatch.setenv(native.VARIABLE, isa)
-        assert refusal() == f"PEAGLE_KERNELS is {isa!r}, but {todo}"
+        assert status_line() == f"PEAGLE_KERNELS is {isa!r}, but this CPU runs portable only"
 
 
 @needs_libraries
@@ -223,34 +234,15 @@ def test_if_the_best_set_is_missing_the_next_runs(monkeypatch: pytest.MonkeyPatc
     else:
         assert best is not None
         assert isa == SETS[SETS.index(best) + 1]
-        again = AGAIN
-        assert line == f"native, {isa} (those for {best} were not compiled; {again})"
+        assert line == f"native, {isa} (those for {best} were not compiled; {AGAIN})"
         monkeypatch.setenv(native.VARIABLE, best)
-        assert refusal().startswith(f"PEAGLE_KERNELS is {best!r}, but the kernels for {best} were not compiled; ")
+        assert status_line().startswith(f"PEAGLE_KERNELS is {best!r}, but the kernels for {best} were not compiled; ")
         monkeypatch.setenv(native.VARIABLE, isa)
         native.status.cache_clear()
         assert native.status() == (isa, f"native, {isa}"), "it was asked for"
 
 
-@pytest.mark.usefixtures("fresh")
-def test_with_a_library_that_does_not_load_xla_runs(monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
-    for isa in SETS:
-        build.library(isa, out).write_text("for another machine\n")
-    monkeypatch.setenv(native.DIRECTORY, str(out))
-    line = reason()
-    assert line.startswith("XLA: the native kernels do not load (")
-    assert line.endswith(f"; {AGAIN}")
-    monkeypatch.setenv(native.VARIABLE, "portable")
-    assert refusal().startswith("PEAGLE_KERNELS is 'portable', but the native kernels do not load (")
-
-
-@pytest.mark.usefixtures("fresh")
-def test_on_other_devices_xla_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert reason() == "XLA: the native kernels are for CPUs, this is gpu"
-
-
-# their compilation
+# Their compilation
 
 
 @pytest.mark.usefixtures("compiler")

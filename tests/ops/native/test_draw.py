@@ -65,8 +65,8 @@ def test_rows_without_a_winner(monkeypatch: pytest.MonkeyPatch) -> None:
     """No weight is above 0, or one is NaN, wherever it stands; XLA agrees."""
     weights = np.zeros((1, ROWS, 40_000), np.float32)
     weights[0, 1:, 39_999] = 1e-30
-    for row, place in enumerate((0, 17, 16_384, 39_998), start=2):
-        weights[0, row, place] = np.nan
+    for row, column in enumerate((0, 17, 16_384, 39_998), start=2):
+        weights[0, row, column] = np.nan
     keys = np.random.default_rng(1).integers(0, 2**32, (1, ROWS, 2), np.uint32)
     for _ in ("compiled", "XLA"):
         drawn = results_of(draw, [(jnp.asarray(weights), jnp.asarray(keys))])[0]

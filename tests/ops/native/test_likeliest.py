@@ -38,8 +38,8 @@ def test_any_width_is_the_definition(width: int, dtype: type) -> None:
 @each_dtype
 def test_of_equal_logits_the_first(dtype: type) -> None:
     x = np.zeros((4, 40_000), dtype)
-    for row, places in enumerate(((0,), (21, 22), (16_383, 16_384), (39_999,))):
-        x[row, list(places)] = 1
+    for row, columns in enumerate(((0,), (21, 22), (16_383, 16_384), (39_999,))):
+        x[row, list(columns)] = 1
     np.testing.assert_array_equal(argmax(jnp.asarray(x)), [0, 21, 16_383, 39_999])
     np.testing.assert_array_equal(argmax(jnp.zeros((2, 100), dtype)), 0)
 
@@ -51,9 +51,9 @@ def test_rows_without_a_largest_logit(dtype: type, monkeypatch: pytest.MonkeyPat
     x = np.full((9, 40_000), -np.inf, dtype)
     x[0, 7] = -1e30
     x[1, :] = 1
-    for row, place in enumerate((0, 18, 16_384, 39_999), start=2):
+    for row, column in enumerate((0, 18, 16_384, 39_999), start=2):
         x[row] = np.arange(40_000) % 7
-        x[row, place] = np.nan
+        x[row, column] = np.nan
     x[6, 20_000] = np.inf
     x[7, :] = np.nan  # and 8 is all of minus infinity
     tokens, probabilities = [7, 0, *[NO_TOKEN] * 7], [1, 1 / 40_000, *[np.nan] * 7]

@@ -49,8 +49,8 @@ class Call:
         arrays = {name: jnp.asarray(values) for name, values in {**self.operands, **(replaced or {})}.items()}
         pools = [jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in self.pools]
         first = jax.ShapeDtypeStruct(self.out if out is None else out, dtype)
-        places = {list(self.operands).index(name): number + 1 for number, name in enumerate(self.pools)}
-        options = {**self.attributes, **attributes} | ({"in_place": places} if self.pools and in_place else {})
+        outputs = {list(self.operands).index(name): number + 1 for number, name in enumerate(self.pools)}
+        options = {**self.attributes, **attributes} | ({"in_place": outputs} if self.pools and in_place else {})
         results = native.call(self.kernel, (first, *pools) if pools else first, *arrays.values(), **options)
         return [result.block_until_ready() for result in jax.tree.leaves(results)]
 
@@ -132,45 +132,51 @@ def expect_refusal(says: str, call: Call, *changes: Any, **options: Any) -> None
         call.run(*changes, **options)
 
 
-def shown(value: object) -> str | None:
-    """Name a case by its arrays."""
-    return " ".join(f"{k}{v.dtype}{v.shape}" for k, v in value.items()) if isinstance(value, dict) else None
-
-
-# Products
+# A row: the operands that are replaced, what the error says, and arrays that do not fit
+INT, HALF, BFLOAT16 = np.int32, np.float16, ml_dtypes.bfloat16
+OF_PRODUCTS = [
+    ("x", "are not", zeros(3, 2, 32), zeros(4, 64), zeros(3, 64, dtype=INT)),
+    ("x", "do not hold", zeros(3, 96), zeros(3, 48)),
+    ("norm", "linear: norm", zeros(63), zeros(64, dtype=BFLOAT16)),
+    ("panels", "do not hold", zeros(1, 64, 16), zeros(1, 32, 16, 2, dtype=BFLOAT16), zeros(1, 8, 16, dtype=np.uint32)),
+    ("panels", "float32, bfloat16, or uint32", zeros(2, 64, 16, dtype=INT), zeros(2, 64, 16, dtype=HALF)),
+    ("scales", "do not hold", zeros(2, 1, 16, dtype=np.uint8)),
+    ("bias", "linear: bias", zeros(20), zeros(32), zeros(21, dtype=INT)),
+    ("residual", "linear: residual", zeros(3, 20), zeros(21, 3), zeros(3, 21, dtype=HALF)),
+    ("positions", "linear: positions", zeros(2, dtype=INT), zeros(3)),
+]
+OF_ATTENTION = [
+    ("key", "attention: ", zeros(4, 7, G, H), zeros(*POOL, dtype=BFLOAT16)),
+    ("value", "attention: ", zeros(4, 8, 1, H), zeros(*POOL, dtype=HALF), zeros(4, 8, 20)),
+    ("key value", "attention: ", zeros(4, 8, 0, H), zeros(4, 0, G, H)),
+    ("key value", "attention: ", zeros(*POOL, dtype=INT), zeros(*POOL, dtype=BFLOAT16)),
+    ("table", "attention: ", zeros(2, 1, dtype=INT), zeros(B, 0, dtype=INT), zeros(B, dtype=INT), zeros(B, 1)),
+    *(
+        (rows, "attention: ", zeros(B, 3, dtype=INT), zeros(B * T, dtype=INT), zeros(B, T, dtype=np.int16))
+        for rows in ("write", "first", "last")
+    ),
+    ("sinks", "attention: ", zeros(5), zeros(N, dtype=BFLOAT16)),
+    ("qkv", "attention: ", zeros(B, T, 99), zeros(B, 1, 100), zeros(2, T, 100), zeros(B * T, 100)),
+    ("qkv", "attention: ", zeros(B, T, 100, dtype=INT)),
+    ("cos", "attention: ", zeros(B, T, 4), zeros(B, T, 5, dtype=INT)),
+    ("sin", "attention: ", zeros(B, T, 10)),
+]
 
 
 @one_set
-@pytest.mark.parametrize("name", MATRICES)
 @pytest.mark.parametrize(
-    ("replaced", "says"),
+    ("make", "name", "replaced", "says", "arrays"),
     [
-        ({"x": zeros(3, 2, 32)}, "are not"),
-        ({"x": zeros(4, 64)}, "are not"),
-        ({"x": zeros(3, 96)}, "do not hold"),
-        ({"x": zeros(3, 48)}, "do not hold"),
-        ({"x": zeros(3, 64, dtype=np.int32)}, "are not"),
-        ({"norm": zeros(63)}, "linear: norm"),
-        ({"norm": zeros(64, dtype=ml_dtypes.bfloat16)}, "linear: norm"),
-        ({"panels": zeros(1, 64, 16)}, "do not hold"),
-        ({"panels": zeros(1, 32, 16, 2, dtype=ml_dtypes.bfloat16)}, "do not hold"),
-        ({"panels": zeros(1, 8, 16, dtype=np.uint32)}, "do not hold"),
-        ({"panels": zeros(2, 64, 16, dtype=np.int32)}, "panels are float32, bfloat16, or uint32"),
-        ({"panels": zeros(2, 64, 16, dtype=np.float16)}, "panels are float32, bfloat16, or uint32"),
-        ({"scales": zeros(2, 1, 16, dtype=np.uint8)}, "do not hold"),
-        ({"bias": zeros(20)}, "linear: bias"),
-        ({"bias": zeros(32)}, "linear: bias"),
-        ({"bias": zeros(21, dtype=np.int32)}, "linear: bias"),
-        ({"residual": zeros(3, 20)}, "linear: residual"),
-        ({"residual": zeros(21, 3)}, "linear: residual"),
-        ({"residual": zeros(3, 21, dtype=np.float16)}, "linear: residual"),
-        ({"positions": zeros(2, dtype=np.int32)}, "linear: positions"),
-        ({"positions": zeros(3)}, "linear: positions"),
+        *((product, name, row, says, arrays) for name in MATRICES for row, says, *arrays in OF_PRODUCTS),
+        *((attention, "", row, says, arrays) for row, says, *arrays in OF_ATTENTION),
     ],
-    ids=shown,
+    ids=lambda part: part if isinstance(part, str) else getattr(part, "__name__", ""),
 )
-def test_operands_of_a_product_that_do_not_fit_are_refused(name: str, replaced: Arrays, says: str) -> None:
-    expect_refusal(says, product(name), replaced)
+def test_operands_that_do_not_fit_are_refused(
+    make: Callable[[str], Call], name: str, replaced: str, says: str, arrays: list[np.ndarray]
+) -> None:
+    for array in arrays:
+        expect_refusal(says, make(name), dict.fromkeys(replaced.split(), array))
 
 
 @one_set
@@ -184,12 +190,9 @@ def test_formats_are_not_confused() -> None:
     expect_refusal("do not hold", packed, narrow | {"scales": zeros(2, 1, 16, dtype=np.uint8)})
 
 
-# Experts
-
-
 @one_set
 @pytest.mark.parametrize("name", OF_FORMATS)
-def test_every_operand_of_experts_is_checked(name: str) -> None:
+def test_every_operand_and_attribute_of_experts_is_checked(name: str) -> None:
     call = experts(name)
     for key, value in call.operands.items():
         longer = zeros(*value.shape[:-1], value.shape[-1] + 1, dtype=value.dtype)
@@ -199,64 +202,11 @@ def test_every_operand_of_experts_is_checked(name: str) -> None:
     for key in ("gate_up_bias", "down_bias"):
         expect_refusal(r"a bias is missing|0 of", call, {key: zeros(0)})
     for first in (-1, 1):
-        expect_refusal("those held do not lie", call, {"held": np.full((1,), first, np.int32)})
-
-
-@one_set
-@pytest.mark.parametrize("name", OF_FORMATS)
-@pytest.mark.parametrize(
-    ("key", "values"), [("num_experts", (0, 4, 6, 8)), ("top_k", (0, 9, -1)), ("hidden", (0, 20, 128, -16))]
-)
-def test_attributes_that_do_not_fit_are_refused(name: str, key: str, values: tuple[int, ...]) -> None:
-    for value in values:
-        expect_refusal("experts", experts(name), **{key: np.int64(value)})
-
-
-# Attention
-
-
-@one_set
-@pytest.mark.parametrize(
-    "replaced",
-    [
-        {"key": zeros(4, 7, G, H)},
-        {"key": zeros(*POOL, dtype=ml_dtypes.bfloat16)},
-        {"value": zeros(4, 8, 1, H)},
-        {"value": zeros(*POOL, dtype=np.float16)},
-        {"value": zeros(4, 8, 20)},
-        *(
-            dict.fromkeys(("key", "value"), pool)
-            for pool in (
-                zeros(4, 8, 0, H),
-                zeros(4, 0, G, H),
-                zeros(*POOL, dtype=np.int32),
-                zeros(*POOL, dtype=ml_dtypes.bfloat16),
-            )
-        ),
-        {"table": zeros(2, 1, dtype=np.int32)},
-        {"table": zeros(B, 0, dtype=np.int32)},
-        {"table": zeros(B, dtype=np.int32)},
-        {"table": zeros(B, 1)},
-        *(
-            {name: rows}
-            for name in ("write", "first", "last")
-            for rows in (zeros(B, 3, dtype=np.int32), zeros(B * T, dtype=np.int32), zeros(B, T, dtype=np.int16))
-        ),
-        {"sinks": zeros(5)},
-        {"sinks": zeros(N, dtype=ml_dtypes.bfloat16)},
-        {"qkv": zeros(B, T, 99)},
-        {"qkv": zeros(B, 1, 100)},
-        {"qkv": zeros(2, T, 100)},
-        {"qkv": zeros(B * T, 100)},
-        {"qkv": zeros(B, T, 100, dtype=np.int32)},
-        {"cos": zeros(B, T, 4)},
-        {"sin": zeros(B, T, 10)},
-        {"cos": zeros(B, T, 5, dtype=np.int32)},
-    ],
-    ids=shown,
-)
-def test_operands_of_attention_that_do_not_fit_are_refused(replaced: Arrays) -> None:
-    expect_refusal("attention: ", attention(), replaced)
+        expect_refusal("those held do not lie", call, {"held": np.full((1,), first, INT)})
+    attributes = {"num_experts": (0, 4, 6, 8), "top_k": (0, 9, -1), "hidden": (0, 20, 128, -16)}
+    for key, values in attributes.items():
+        for value in values:
+            expect_refusal("experts", call, **{key: np.int64(value)})
 
 
 @one_set
@@ -283,21 +233,18 @@ def test_widths_that_are_no_heads_are_refused(dim: int, qkv: int, out: int) -> N
 )
 def test_pages_that_are_not_in_the_pool_are_refused(table: list[int], write: int, first: int, last: int) -> None:
     rows = {"write": write, "first": first, "last": last}
-    replaced = {name: np.full((B, T), index, np.int32) for name, index in rows.items()}
-    tables = {"table": np.array([table] * B, np.int32)}
+    replaced = {name: np.full((B, T), index, INT) for name, index in rows.items()}
+    tables = {"table": np.array([table] * B, INT)}
     expect_refusal("sees or writes a page that is not in the pool", attention(), replaced | tables)
-
-
-# Results
 
 
 @one_set
 def test_results_that_do_not_fit_are_refused() -> None:
     width, of_attention = SIZES["float32"].width, r"attention: (qkv|keys, values and results)"
     for call, results, says in (
-        (product("float32"), (((3, 37), np.float32), ((63,), np.float32), ((3, 21), np.float16)), "linear"),
+        (product("float32"), (((3, 37), np.float32), ((63,), np.float32), ((3, 21), HALF)), "linear"),
         (experts("float32"), (((4, width), np.float32),), "experts: x"),
-        (attention(), (((B, T, N, H), np.float32), ((B, T, 60), np.float16), ((B, T, 50), np.float32)), of_attention),
+        (attention(), (((B, T, N, H), np.float32), ((B, T, 60), HALF), ((B, T, 50), np.float32)), of_attention),
     ):
         for out, dtype in results:
             expect_refusal(says, call, None, out, dtype)

@@ -95,12 +95,12 @@ def many_rows() -> tuple[np.ndarray, RowSampling]:
 def test_what_lies_behind_the_width_decides_nothing() -> None:
     """Drafts from the width on, and logits and keys of later rows."""
     widths, sampling = many_rows()
-    rows, place = len(widths), np.arange(K + 1)
+    rows, index = len(widths), np.arange(K + 1)
     (drafts, logits, keys), others = random_step(0, rows), random_step(1, rows)
-    beyond = place[None, :] > widths[:, None]  # of rows; draft i is judged by row i
+    beyond = index[None, :] > widths[:, None]  # of rows; draft i is judged by row i
     result: Acceptance = jitted_accept(drafts, logits, widths, sampling, keys)
     changed: Acceptance = jitted_accept(
-        np.where(place[None, :K] >= widths[:, None], others[0], drafts),
+        np.where(index[None, :K] >= widths[:, None], others[0], drafts),
         np.where(beyond[..., None], others[1], logits),
         widths,
         sampling,

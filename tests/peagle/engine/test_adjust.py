@@ -1,6 +1,7 @@
 """Biases, penalties, min_tokens, masks, log-probabilities: equal with and without speculation."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,62 +20,60 @@ from peagle.engine.plans import chunk_plan, step_plan
 from peagle.engine.request import Request, TokenLogprobs
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.state import SlotParams
-from peagle.engine.step_kinds import StepKind, StepOutput
+from peagle.engine.step_kinds import StepKind
 from peagle.measure.logprobs import output_logprobs
 from peagle.ops.errors import InputError
-from target.model import forward
+from target.model import GptOss, forward
 from tests.support.models import fast_target
 from tests.support.toys import CONFIG, check_whole
 
-V, CAPACITY, NEW, K = CONFIG.vocab_size, 96, 40, 3
+V, CONTEXT, NEW, K = CONFIG.vocab_size, 96, 40, 3
 run_adjust, emitted_after = jax.jit(adjust), jax.jit(Adjustments.emitted)
 run_forward = jax.jit(forward, static_argnames="config")
 PROMPTS = [tuple(np.random.default_rng(s).integers(0, V, n).tolist()) for s, n in enumerate((5, 19, 9))]
-HARD = SamplingParams(
-    presence_penalty=0.7,
-    frequency_penalty=0.4,
-    repetition_penalty=1.3,
-    logit_bias=((3, 2.5), (9, -50.0)),
-    min_tokens=12,
-)
+ADJUSTMENTS: dict[str, Any] = {
+    "presence_penalty": 0.7,
+    "frequency_penalty": 0.4,
+    "repetition_penalty": 1.3,
+    "logit_bias": ((3, 2.5), (9, -50.0)),
+    "min_tokens": 12,
+}
+HARD = SamplingParams(**ADJUSTMENTS)
 STOPS = (1, 4)
 NO_COSTS = np.zeros((0,), np.float32)
 
 
 @pytest.fixture(scope="module")
-def target() -> Any:
+def target() -> GptOss:
     return fast_target()
 
 
-def engine_of(target: Any, k: int, slots: int = 1, **options: Any) -> Engine:
-    return Engine(target, NGram() if k else None, ResolvedConfig(k, slots, CAPACITY, prefill_chunk=8, **options))
+def engine_of(target: GptOss, k: int, slots: int = 1, **options: Any) -> Engine:
+    return Engine(target, NGram() if k else None, ResolvedConfig(k, slots, CONTEXT, prefill_chunk=8, **options))
 
 
-def decode(engine: Engine, asked: list[Request]) -> tuple[list[list[int]], list[list[TokenLogprobs]]]:
-    """(tokens, their log-probabilities) of each request."""
-    tokens: list[list[int]] = [[] for _ in asked]
-    said: list[list[TokenLogprobs]] = [[] for _ in asked]
-    for place, chunk in engine.generate(asked):
-        tokens[place] += chunk.token_ids
-        said[place] += chunk.logprobs
+def decode(engine: Engine, *requests: Request) -> tuple[list[list[int]], list[list[TokenLogprobs]]]:
+    """Return (tokens, their log-probabilities) of all requests."""
+    tokens: list[list[int]] = [[] for _ in requests]
+    logprobs: list[list[TokenLogprobs]] = [[] for _ in requests]
+    for number, chunk in engine.generate(requests):
+        tokens[number] += chunk.token_ids
+        logprobs[number] += chunk.logprobs
     check_whole(engine)
-    return tokens, said
+    return tokens, logprobs
 
 
-def by_definition(
-    logits: np.ndarray, prompt: tuple[int, ...], emitted: list[int], wanted: SamplingParams, stops: tuple[int, ...]
-) -> np.ndarray:
-    """Adjust the logits [V] of one row by transformers' processors, or by OpenAI's formula."""
-    row = torch.from_numpy(logits.astype(np.float32))[None]
-    least = MinNewTokensLengthLogitsProcessor(len(prompt), wanted.min_tokens, list(stops), device="cpu")
-    row = least(torch.tensor([[*prompt, *emitted]]), row).clone()
-    for token, bias in wanted.logit_bias:
+def by_definition(logits: np.ndarray, prompt: Sequence[int], emitted: Sequence[int]) -> np.ndarray:
+    """Adjust the logits [V] of one row as HARD says, by transformers' processors and OpenAI's formula."""
+    tokens, row = torch.tensor([[*prompt, *emitted]]), torch.from_numpy(logits.astype(np.float32))[None]
+    least = MinNewTokensLengthLogitsProcessor(len(prompt), HARD.min_tokens, list(STOPS), device="cpu")
+    row = least(tokens, row).clone()
+    for token, bias in HARD.logit_bias:
         row[0, token] += bias
-    row = RepetitionPenaltyLogitsProcessor(wanted.repetition_penalty)(torch.tensor([[*prompt, *emitted]]), row)
-    found = row[0].numpy().copy()
+    adjusted = RepetitionPenaltyLogitsProcessor(HARD.repetition_penalty)(tokens, row)[0].numpy().copy()
     for token in set(emitted):
-        found[token] -= wanted.frequency_penalty * emitted.count(token) + wanted.presence_penalty
-    return found
+        adjusted[token] -= HARD.frequency_penalty * list(emitted).count(token) + HARD.presence_penalty
+    return adjusted
 
 
 def test_each_row_follows_its_drafts() -> None:
@@ -83,26 +82,25 @@ def test_each_row_follows_its_drafts() -> None:
     logits = rng.normal(0, 3, (1, 4, V)).astype(np.float32)
     row = Adjustments.of(Request(prompt, 50, HARD), V)
     row = emitted_after(row, np.asarray([[*emitted, 0]], np.int32), np.asarray([[True] * 3 + [False]]))
-    found = run_adjust(logits, np.asarray([drafts], np.int32), row, np.asarray([[*STOPS, -2]], np.int32))
-    for place in range(4):
-        expected = by_definition(logits[0, place], prompt, emitted + drafts[:place], HARD, STOPS)
-        np.testing.assert_allclose(found[0, place], expected, rtol=1e-5, atol=1e-5)
+    adjusted = run_adjust(logits, np.asarray([drafts], np.int32), row, np.asarray([[*STOPS, -2]], np.int32))
+    expected = [by_definition(logits[0, n], prompt, emitted + drafts[:n]) for n in range(4)]
+    np.testing.assert_allclose(adjusted[0], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_row_that_asks_for_nothing_keeps_its_bits() -> None:
     logits = np.random.default_rng(0).normal(0, 3, (2, 4, V)).astype(np.float32)
     logits[1, 2, 5], logits[0, 1, 4] = np.nan, -np.inf
     rows = emitted_after(Adjustments.none(2, V), np.asarray([[3, 4], [5, 6]], np.int32), np.ones((2, 2), bool))
-    found = run_adjust(logits, np.asarray([[1, 2, 3]] * 2, np.int32), rows, np.asarray([[1], [2]], np.int32))
-    np.testing.assert_array_equal(np.asarray(found).view(np.int32), logits.view(np.int32))
+    adjusted = run_adjust(logits, np.asarray([[1, 2, 3]] * 2, np.int32), rows, np.asarray([[1], [2]], np.int32))
+    np.testing.assert_array_equal(np.asarray(adjusted).view(np.int32), logits.view(np.int32))
 
 
 def test_what_is_masked_never_comes_and_the_rest_keeps_its_bits() -> None:
     rng = np.random.default_rng(0)
     logits, may = rng.normal(0, 3, (2, 4, V)).astype(np.float32), rng.random((2, 4, V)) < 0.5
-    none = Adjustments.none(2, V)
-    found = run_adjust(logits, np.zeros((2, 3), np.int32), none, np.full((2, 1), -2, np.int32), packed(may))
-    np.testing.assert_array_equal(found, np.where(may, logits, -np.inf))
+    rows, stops = Adjustments.none(2, V), np.full((2, 1), -2, np.int32)
+    adjusted = run_adjust(logits, np.zeros((2, 3), np.int32), rows, stops, packed(may))
+    np.testing.assert_array_equal(adjusted, np.where(may, logits, -np.inf))
 
 
 def packed(may: np.ndarray) -> np.ndarray:
@@ -111,80 +109,78 @@ def packed(may: np.ndarray) -> np.ndarray:
     return bits.view("<u4")
 
 
-def test_greedy_decoding_is_that_of_the_definition(target: Any) -> None:
-    (tokens,), _ = decode(engine_of(target, 0), [Request(PROMPTS[0], NEW, HARD, STOPS)])
-    whole = np.asarray([[*PROMPTS[0], *tokens]], np.int32)
-    places = np.arange(whole.shape[1], dtype=np.int32)[None]
-    logits = np.asarray(run_forward(target.params, CONFIG, whole, places)[0][0])
-    for place, token in enumerate(tokens):
-        row = logits[len(PROMPTS[0]) - 1 + place]
-        expected = by_definition(row, PROMPTS[0], tokens[:place], HARD, STOPS)
+def test_greedy_decoding_is_that_of_the_definition(target: GptOss) -> None:
+    prompt = PROMPTS[0]
+    ((tokens,), _) = decode(engine_of(target, 0), Request(prompt, NEW, HARD, STOPS))
+    whole = np.asarray([[*prompt, *tokens]], np.int32)
+    logits = run_forward(target.params, CONFIG, whole, np.arange(whole.shape[1], dtype=np.int32)[None])[0]
+    for number, token in enumerate(tokens):
+        row = np.asarray(logits[0, len(prompt) - 1 + number])
+        expected = by_definition(row, prompt, tokens[:number])
         assert expected[token] == pytest.approx(expected.max(), abs=1e-4)
     assert not set(tokens[: HARD.min_tokens - 1]) & set(STOPS)
-    plainly = decode(engine_of(target, 0), [Request(PROMPTS[0], NEW, stop_token_ids=STOPS)])[0][0]
-    assert tokens != plainly
 
 
-@pytest.mark.parametrize(
-    "one", ["presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens"]
-)
-def test_no_adjustment_is_ignored(target: Any, one: str) -> None:
-    """Each by itself changes the answer, and the same answer with speculation."""
-    sampling = SamplingParams(**{one: getattr(HARD, one)})
-    stops = STOPS if one == "min_tokens" else ()
-    asked = [Request(PROMPTS[1], NEW, sampling, stops)]
-    found = decode(engine_of(target, 0), asked)[0]
-    assert found != decode(engine_of(target, 0), [Request(PROMPTS[1], NEW, stop_token_ids=stops)])[0]
-    assert decode(engine_of(target, K), asked)[0] == found
+@pytest.mark.parametrize("name", ADJUSTMENTS)
+def test_no_adjustment_is_ignored(target: GptOss, name: str) -> None:
+    """It changes the answer by itself, and speculation gives the same answer."""
+    stops = STOPS if name == "min_tokens" else ()
+    plain = Request(PROMPTS[1], NEW, stop_token_ids=stops)
+    adjusted = dataclasses.replace(plain, sampling=SamplingParams(**{name: ADJUSTMENTS[name]}))
+    answer = decode(engine_of(target, 0), adjusted)[0]
+    assert answer != decode(engine_of(target, 0), plain)[0]
+    assert answer == decode(engine_of(target, K), adjusted)[0]
 
 
 @pytest.mark.parametrize("together", [pytest.param(1, marks=pytest.mark.slow), 5])
-def test_speculation_and_neighbours_change_nothing(target: Any, together: int) -> None:
+def test_speculation_and_neighbours_change_nothing(target: GptOss, together: int) -> None:
     hot = dataclasses.replace(HARD, temperature=0.9, top_p=0.9, seed=4)
-    asked = [
+    requests = [
         Request(PROMPTS[0], NEW, HARD, STOPS, logprobs=2),
         Request(PROMPTS[1], NEW),
         Request(PROMPTS[2], NEW, hot, STOPS, index=2, logprobs=0),
         Request(PROMPTS[1], NEW, SamplingParams(1.0), index=3),
         Request(PROMPTS[2], 7, stop_token_ids=(), logprobs=MOST_LOGPROBS),
     ]
-    alone = [decode(engine_of(target, 0), [each]) for each in asked]
+    alone = [decode(engine_of(target, 0), request) for request in requests]
     for k in (0, K):
-        tokens, said = decode(engine_of(target, k, 3, steps_per_dispatch=together), asked)
-        assert tokens == [each[0][0] for each in alone]
-        for request, mine, theirs in zip(asked, said, alone, strict=True):
-            if request.logprobs is None:
-                assert not mine
-                continue
-            assert [each.token_id for each in mine] == tokens[asked.index(request)]
-            assert [[token for token, _ in each.best] for each in mine] == [
-                [token for token, _ in each.best] for each in theirs[1][0]
-            ]
-            np.testing.assert_allclose(
-                [each.logprob for each in mine], [each.logprob for each in theirs[1][0]], atol=1e-4
-            )
+        answers = decode(engine_of(target, k, 3, steps_per_dispatch=together), *requests)
+        for tokens, logprobs, ((expected,), (expected_logprobs,)) in zip(*answers, alone, strict=True):
+            assert tokens == expected
+            assert_same_logprobs(logprobs, expected_logprobs)
+        assert [len(logprobs) for logprobs in answers[1]] == [
+            0 if request.logprobs is None else len(tokens) for request, tokens in zip(requests, answers[0], strict=True)
+        ]
+
+
+def assert_same_logprobs(ours: Sequence[TokenLogprobs], theirs: Sequence[TokenLogprobs]) -> None:
+    """Assert that tokens and their ranking are the same, and log-probabilities to rounding."""
+    for one, other in zip(ours, theirs, strict=True):
+        assert [one.token_id, *(token for token, _ in one.best)] == [
+            other.token_id,
+            *(token for token, _ in other.best),
+        ]
+        values = [[logprobs.logprob, *(value for _, value in logprobs.best)] for logprobs in (one, other)]
+        np.testing.assert_allclose(*values, atol=1e-4)
 
 
 @pytest.mark.parametrize("k", [0, K])
-def test_log_probabilities_are_those_of_the_finished_answer(target: Any, k: int) -> None:
+def test_log_probabilities_are_those_of_the_finished_answer(target: GptOss, k: int) -> None:
     """They are the target's own, by teacher forcing, whatever the request adjusts."""
     sampling = dataclasses.replace(HARD, temperature=1.1, seed=7)
-    (tokens,), (said,) = decode(engine_of(target, k), [Request(PROMPTS[1], NEW, sampling, logprobs=4)])
-    expected = output_logprobs(target, PROMPTS[1], tokens, 4)
-    assert [each.token_id for each in said] == tokens == [each.token_id for each in expected]
-    for mine, theirs in zip(said, expected, strict=True):
-        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
-        np.testing.assert_allclose([p for _, p in mine.best], [p for _, p in theirs.best], atol=1e-4)
+    (tokens,), (logprobs,) = decode(engine_of(target, k), Request(PROMPTS[1], NEW, sampling, logprobs=4))
+    assert [one.token_id for one in logprobs] == tokens
+    assert_same_logprobs(logprobs, output_logprobs(target, PROMPTS[1], tokens, 4))
 
 
-def started(target: Any, sampling: SamplingParams, widths: list[int]) -> tuple[Executor, np.ndarray]:
+def start(target: GptOss, sampling: SamplingParams, widths: list[int]) -> tuple[Executor, np.ndarray]:
     """Let two requests into three slots; return (the executor, the plan of their steps)."""
-    engine = Engine(target, NGram(), ResolvedConfig(K, 3, CAPACITY, prefill_chunk=64))
+    engine = Engine(target, NGram(), ResolvedConfig(K, 3, CONTEXT, prefill_chunk=64))
     executor, tables = engine.executor, np.full((3, sum(engine.memory.widths)), -1, np.int32)
     engine.start()
     for slot, prompt in enumerate(PROMPTS[:2]):
         table = engine.memory.open((), drafts=False)
-        assert engine.memory.pool.reserve(table, CAPACITY)
+        assert engine.memory.pool.reserve(table, CONTEXT)
         tables[slot] = engine.memory.row(table)
         executor.prefill(chunk_plan([prompt], [0], [0], 64, tables[slot][None]), drafts=False)
         params = SlotParams.of(Request(prompt, NEW, sampling, index=slot), (), V)
@@ -195,11 +191,11 @@ def started(target: Any, sampling: SamplingParams, widths: list[int]) -> tuple[E
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), HARD, dataclasses.replace(HARD, temperature=0.8)])
-def test_a_step_cut_in_two_is_the_step(target: Any, sampling: SamplingParams) -> None:
+def test_a_step_cut_in_two_is_the_step(target: GptOss, sampling: SamplingParams) -> None:
     kind = StepKind(K, sampled=True, full=True)
     all_may = np.full((3, K + 1, -(-V // MASK_BITS)), 0xFFFFFFFF, np.uint32)
     all_count = np.full(all_may.shape[0], kind.num_drafts, np.int32)
-    (whole, plan), (cut, _) = (started(target, sampling, [K, 2]) for _ in range(2))
+    (whole, plan), (cut, _) = (start(target, sampling, [K, 2]) for _ in range(2))
     for _ in range(4):
         expected = whole.steps(plan, NO_COSTS, 1, kind)
         cut.propose(plan, NO_COSTS, kind)
@@ -208,28 +204,6 @@ def test_a_step_cut_in_two_is_the_step(target: Any, sampling: SamplingParams) ->
         np.testing.assert_array_equal(output, expected)
     for mine, theirs in zip(jax.tree.leaves(cut.state), jax.tree.leaves(whole.state), strict=True):
         np.testing.assert_array_equal(mine, theirs)
-
-
-def test_masked_rows_emit_what_masked_plain_decoding_does(target: Any) -> None:
-    """The mask depends on the position: token i of an answer, and each draft for it, is even if i is even."""
-
-    def answer(k: int) -> list[int]:
-        (executor, plan), kind = started(target, SamplingParams(), [k, k]), StepKind(k, sampled=True, full=True)
-        tokens: list[int] = []
-        while len(tokens) < 20:
-            executor.propose(plan, NO_COSTS, kind)
-            executor.verify(plan)
-            first = np.arange(k + 1) + len(tokens)
-            may = (np.arange(V)[None, :] % 2 == first[:, None] % 2) & np.ones((3, 1, 1), bool)
-            masks = np.asarray(packed(may))
-            packed_output = executor.accept_and_commit(plan, NO_COSTS, masks, np.full(3, k, np.int32), kind)
-            output = StepOutput.unpack(np.asarray(packed_output)[0], k)
-            tokens += output.token_ids[0, : int(output.count[0])].tolist()
-        return tokens[:20]
-
-    plain = answer(0)
-    assert [token % 2 for token in plain] == [place % 2 for place in range(20)]
-    assert answer(K) == plain
 
 
 @pytest.mark.parametrize(
@@ -241,10 +215,7 @@ def test_masked_rows_emit_what_masked_plain_decoding_does(target: Any) -> None:
         ({"repetition_penalty": 1e-38}, "repetition penalty is 1e-38; expected a number from 1e-30 to"),
         ({"logit_bias": ((1, 2.0), (1, 3.0))}, "logit bias is set twice for token 1"),
         ({"logit_bias": ((-1, 2.0),)}, "logit bias is 2.0 for token -1; expected a token id of 0 or more"),
-        (
-            {"logit_bias": tuple((token, 1.0) for token in range(301))},
-            "logit bias is set for 301 tokens; expected at most 300",
-        ),
+        ({"logit_bias": tuple((token, 1.0) for token in range(301))}, "is set for 301 tokens; expected at most 300"),
         ({"min_tokens": -1}, "min tokens are -1; expected 0"),
     ],
 )
@@ -253,7 +224,7 @@ def test_adjustments_that_cannot_be_are_refused(options: dict[str, Any], message
         SamplingParams(**options)
 
 
-def test_a_bias_outside_the_vocabulary_is_refused(target: Any) -> None:
+def test_a_bias_outside_the_vocabulary_is_refused(target: GptOss) -> None:
     with pytest.raises(InputError, match=r"names token id 37, outside the target.s vocabulary; expected 0..36"):
         engine_of(target, 0).add(Request((1,), 3, SamplingParams(logit_bias=((V, 1.0),))))
     with pytest.raises(InputError, match=r"logprobs is 21; expected 0..20"):

@@ -1,4 +1,4 @@
-"""A prompt that is prefilled at once, in blocks of rows, leaves what the chunked lane leaves."""
+"""A prompt that is prefilled at once, in blocks of rows, leaves what chunks leave."""
 
 from typing import Any
 
@@ -21,10 +21,10 @@ TOKENS = tuple(np.random.default_rng(8).integers(0, TARGET.vocab_size, CAPACITY)
 
 
 @pytest.fixture(scope="module", params=["native float32", pytest.param("float32", marks=pytest.mark.slow)])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Models:
+def pair(request: pytest.FixtureRequest) -> Models:
     if request.param.startswith("native") and not native.available():
         pytest.skip(native.status()[1])
-    return models(request.param, tmp_path_factory.getbasetemp())
+    return models(request.param)
 
 
 def engine(pair: Models, prefill: str, **options: object) -> Engine:
@@ -34,13 +34,13 @@ def engine(pair: Models, prefill: str, **options: object) -> Engine:
 
 def test_requests_get_what_they_get_in_chunks(pair: Models) -> None:
     """Tokens, drafts and what was accepted; more requests than slots."""
-    asked = [Request(TOKENS[:length], 20) for length in (1, 40, 128, 300, 129)]
-    expected = decode(engine(pair, "chunked", slots=2), asked)
-    found = decode(engine(pair, "blocked", slots=2), asked)
+    requests = [Request(TOKENS[:length], 20) for length in (1, 40, 128, 300, 129)]
+    expected = decode(engine(pair, "chunked", slots=2), requests)
+    answers = decode(engine(pair, "blocked", slots=2), requests)
     if isinstance(pair.target.params.layers[0].moe.experts, NativeExperts):
-        assert found == expected
+        assert answers == expected
     else:  # a near tie may turn
-        assert sum(map(list.__eq__, found[0], expected[0])) >= len(asked) - 1
+        assert sum(map(list.__eq__, answers[0], expected[0])) >= len(requests) - 1
 
 
 def test_a_known_beginning_is_not_computed_again(pair: Models) -> None:
@@ -60,14 +60,14 @@ def test_blocks_are_of_128_and_of_at_most_2048_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "says"),
     [
         ({"query_blocks": 5}, "query_blocks is 5; expected a number that divides 384"),
         ({"ffn_blocks": 0}, "ffn_blocks is 0; .*: 1, 2, 3, 4, 6, 8, 12, 16"),
     ],
 )
-def test_what_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_what_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
         ResolvedConfig(context=CAPACITY, prefill="blocked", **options)
 
 

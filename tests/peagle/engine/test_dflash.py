@@ -1,15 +1,12 @@
 """A DFlash drafter in the engine: plain decoding's tokens for any K up to its block, greedy, drawn, beside others."""
 
-from pathlib import Path
-
 import pytest
 
 from peagle.config import SamplingParams
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
-from peagle.ops import native
-from tests.support.models import FAST, TOKENS, Models, models
+from tests.support.models import FAST, TOKENS, Models, models, needs_native
 from tests.support.toys import check_whole, decode, drafting_at
 
 CAPACITY, NEW = 192, 40
@@ -18,8 +15,8 @@ GREEDY, DRAWN = SamplingParams(), SamplingParams(0.9, seed=4)
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return models(FAST, tmp_path_factory.getbasetemp(), "DFlash")
+def pair() -> Models:
+    return models(FAST, "DFlash")
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +25,7 @@ def plain(pair: Models) -> list[list[int]]:
 
 
 def requests_of(sampling: SamplingParams = GREEDY) -> list[Request]:
-    return [Request(tuple(prompt), NEW, sampling, (), index=place) for place, prompt in enumerate(PROMPTS)]
+    return [Request(tuple(prompt), NEW, sampling, (), index=number) for number, prompt in enumerate(PROMPTS)]
 
 
 def engine_of(pair: Models, k: int, slots: int = 1, **options: object) -> Engine:
@@ -48,27 +45,28 @@ def test_greedy_speculation_equals_plain_decoding(
     assert min(accepted) == 0 < max(accepted)
 
 
-def test_the_drafts_of_a_place_are_the_same_for_any_k(pair: Models) -> None:
+def test_the_drafts_at_a_length_are_the_same_for_any_k(pair: Models) -> None:
     """Its pages have room for the whole block, also in the last positions of the context."""
     prompt, drafts = tuple(TOKENS[:37]), {}
     for k in (1, 2, 7):
         engine = Engine(pair.target, pair.drafter, ResolvedConfig(k, context=len(prompt) + NEW, prefill_chunk=32))
         (steps,) = decode(engine, [Request(prompt, NEW, GREEDY, ())])[1]
         drafts[k] = {record.length: record.draft_token_ids for record in steps}
-    places = sorted(drafts[1].keys() & drafts[2].keys() & drafts[7].keys())
-    assert places[-1] > len(prompt) + NEW - 7
-    for place in places:
-        assert drafts[7][place][:1] == drafts[2][place][:1] == drafts[1][place][:1]
-        assert drafts[7][place][:2] == drafts[2][place][:2]
+    lengths = sorted(drafts[1].keys() & drafts[2].keys() & drafts[7].keys())
+    assert lengths[-1] > len(prompt) + NEW - 7
+    for length in lengths:
+        assert drafts[7][length][:1] == drafts[2][length][:1] == drafts[1][length][:1]
+        assert drafts[7][length][:2] == drafts[2][length][:2]
 
 
-def test_on_xla_too(tmp_path: Path) -> None:
-    pair = models("float32", tmp_path, "DFlash")
+@pytest.mark.slow
+def test_on_xla_too() -> None:
+    pair = models("float32", "DFlash")
     alone = decode(Engine(pair.target, None, ResolvedConfig(0, context=CAPACITY)), requests_of()[:2])[0]
     assert decode(engine_of(pair, 3, 2), requests_of()[:2])[0] == alone
 
 
-@pytest.mark.skipif(not native.available(), reason=native.status()[1])
+@needs_native
 @pytest.mark.parametrize("k", [2, 7])
 def test_drawn_drafts_are_those_of_a_request_alone(pair: Models, k: int) -> None:
     """Tokens, drafts and acceptance; also beside one that asks for fewer drafts, in the same pass."""

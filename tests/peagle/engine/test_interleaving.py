@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
-from peagle.engine.engine import Engine
+from peagle.engine.batches import Batches
+from peagle.engine.engine import Engine, InFlight
 from peagle.engine.grammar import Grammar, Vocabulary
 from peagle.engine.handle import Handle
 from peagle.engine.kv_memory import KVMemory
@@ -22,16 +23,15 @@ from peagle.engine.replicas import Replicas
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.scheduler import Costs
-from peagle.ops import native
+from peagle.engine.timing import LoopClock
 from peagle.protocols import Drafter, Target
-from tests.support.models import models
+from tests.support.models import FAST, models
 from tests.support.toys import CONFIG, check_whole, decode, drafting_at
 
 CAPACITY, LONGEST = 192, 60
-FAST = "native float32" if native.available() else "float32"  # what XLA makes of a whole engine takes long to compile
 TEXT = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 130).tolist()
 # the longer ones begin alike: with one page of known tokens, and with two
-PROMPTS = [(5,), tuple(TEXT[7:27]), tuple(TEXT[:70]), (*TEXT[:64], 3, 4, 5), tuple(TEXT[:128]), tuple(TEXT)]
+PROMPTS = [(5,), tuple(TEXT[7:57]), tuple(TEXT[:70]), (*TEXT[:64], 3, 4, 5), tuple(TEXT[:128]), tuple(TEXT)]
 SAMPLINGS = [
     SamplingParams(),
     SamplingParams(1.0, seed=3),
@@ -58,30 +58,38 @@ Alone: TypeAlias = dict[tuple[int, int], list[int]]  # (prompt, sampling) -> tok
 
 def decoded_alone(target: Target) -> Alone:
     """Decode each prompt alone and plainly, in each sampling."""
-    asked = {
+    requests = {
         (prompt, sampling): request_of(prompt, sampling, LONGEST)
         for prompt in range(len(PROMPTS))
         for sampling in range(len(SAMPLINGS) + 1)
     }
     engine = Engine(target, None, ResolvedConfig(0, 1, CAPACITY, prefill_chunk=8))
-    return dict(zip(asked, decode(engine, list(asked.values()))[0], strict=True))
+    return dict(zip(requests, decode(engine, list(requests.values()))[0], strict=True))
 
 
 # some interleavings must have exercised each of these
-WANTED = (
-    "overlapped", "slot reused", "aborted in flight", "aborted waiting", "paused", "resumed", "stopped", "sampled",
-    "beside a grammar", "ended by a grammar", "preempted", "known", "evicted", "page reused",
+EXERCISED = (
+    "overlapped", "slot reused", "aborted in flight", "aborted waiting", "resumed", "stopped", "sampled",
+    "beside a grammar", "ended by a grammar", "paused", "preempted", "known", "evicted", "page reused",
 )  # fmt: skip
 
 
+class EvenClock(LoopClock):
+    """A clock by which dispatches always take the same times."""
+
+    def read(self, sent: InFlight, now: float) -> None:
+        super().read(sent, now)
+        self.costs = Costs(chunk_s=1e-3, step_s=1e-4, cut_s=3e-4)
+
+
 class EvenlyPaced(Engine):
-    """An engine whose dispatches take given times, so that what it does next depends on its requests alone."""
+    """An engine whose next action depends on its requests alone: not on how fast it is, nor on what is ready."""
 
-    ready = True  # always: what is read first must not depend on the device either
+    ready = True
 
-    def _update_costs(self, sent: Any, now: float) -> None:
-        super()._update_costs(sent, now)
-        self._costs = Costs(chunk_s=1e-3, step_s=1e-4, cut_s=3e-4)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._clock = EvenClock()
 
 
 @pytest.mark.parametrize(
@@ -95,15 +103,24 @@ class EvenlyPaced(Engine):
     ],
 )
 def test_any_interleaving_gives_each_request_what_it_gets_alone(
-    together: int, count: int, drafter: str, kind: str, tmp_path_factory: pytest.TempPathFactory
+    together: int,
+    count: int,
+    drafter: str,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In one engine, and in two behind one queue, with memory for less than what all slots may hold."""
-    pair = models(kind, tmp_path_factory.getbasetemp(), "DFlash" if drafter == "DFlash" else "P-EAGLE")
+    """In one engine, and in two behind one queue, with memory for less than what all slots may hold.
+
+    DFlash's batches have one size: sizes are the P-EAGLE's concern, and every size compiles all kinds of steps.
+    """
+    if drafter == "DFlash":
+        monkeypatch.setattr(Batches, "sizes", property(lambda batches: (batches.config.slots,)))
+    pair = models(kind, "DFlash" if drafter == "DFlash" else "P-EAGLE")
     proposer = NGram() if drafter == "ngram" else pair.drafter
     happened = interleave(
         [pair.target] * count, decoded_alone(pair.target), 14 if count == 1 else 6, together, proposer
     )
-    assert not [name for name in (WANTED if count == 1 else WANTED[:-4]) if not happened[name]], happened
+    assert not [name for name in (EXERCISED if count == 1 else EXERCISED[:-5]) if not happened[name]], happened
 
 
 def happened_in(engine: Engine, happened: collections.Counter[str]) -> None:
@@ -143,18 +160,18 @@ def interleave(
     engines = [drafting_at(EvenlyPaced(target, proposer, config), {1: True, 3: False}) for target in targets]
     engine = engines[0] if count == 1 else Replicas(engines, dataclasses.replace(config, slots=count * config.slots))
 
-    for each in engines:
-        happened_in(each, happened)
+    for one in engines:
+        happened_in(one, happened)
 
     def held_now() -> list[Handle | None]:
-        return [dict(each.decoding).get(slot) for each in engines for slot in range(config.slots)]
+        return [dict(one.decoding).get(slot) for one in engines for slot in range(config.slots)]
 
     class Interleaving(RuleBasedStateMachine):
         def __init__(self) -> None:
             super().__init__()
-            for each in engines:
-                each.memory.pool.forget()  # a case repeated must go the same way
-            self.asked: dict[Handle, list[int]] = {}  # the expected tokens
+            for one in engines:
+                one.memory.pool.free_cached()  # a case repeated must go the same way
+            self.expected: dict[Handle, list[int]] = {}  # the expected tokens
             self.got: dict[Handle, list[int]] = {}
             self.drafted: dict[Handle, list[int]] = {}
             self.last: dict[int, Handle] = {}  # the last request of each slot
@@ -169,18 +186,18 @@ def interleave(
             tokens = alone[prompt, sampling]
             stops = () if stop is None else (tokens[min(stop, len(tokens) - 1)],)
             stops = (STOP,) if sampling == len(SAMPLINGS) else stops
-            ends = [place for place, token in enumerate(tokens) if token in stops]
-            whole = tokens[: min([budget, *(place + 1 for place in ends[:1])])]
+            ends = [number for number, token in enumerate(tokens) if token in stops]
+            whole = tokens[: min([budget, *(number + 1 for number in ends[:1])])]
             handle = engine.add(request_of(prompt, sampling, budget, stops))
-            self.asked[handle], self.got[handle], self.drafted[handle] = whole, [], []
+            self.expected[handle], self.got[handle], self.drafted[handle] = whole, [], []
             happened["sampled"] += sampling > 0
 
-        @precondition(lambda self: any(handle.finished is None for handle in self.asked))
+        @precondition(lambda self: any(handle.finished is None for handle in self.expected))
         @rule(random=st.randoms(use_true_random=False))
         def abort(self, random: Random) -> None:
             if random.random() < 0.6:  # else nearly all would be
                 return
-            alive = [handle for handle in self.asked if handle.finished is None]
+            alive = [handle for handle in self.expected if handle.finished is None]
             in_flight = [handle for handle in alive if handle.table is not None]
             handle = random.choice(in_flight if in_flight and random.random() < 0.5 else alive)
             happened["aborted in flight" if handle.table is not None else "aborted waiting"] += 1
@@ -194,8 +211,8 @@ def interleave(
                     self.got[handle] += chunk.token_ids
                     self.drafted[handle] += [len(record.draft_token_ids) for record in chunk.steps]
                 held = held_now()
-                happened["overlapped"] += sum(each is not None for each in held) > 1
-                bound = [each.matcher is not None for each in held if each is not None]
+                happened["overlapped"] += sum(handle is not None for handle in held) > 1
+                bound = [handle.matcher is not None for handle in held if handle is not None]
                 happened["beside a grammar"] += any(bound) and not all(bound)
                 for slot, handle in enumerate(held):
                     if handle is not None:
@@ -204,14 +221,14 @@ def interleave(
 
         @invariant()
         def the_state_is_whole(self) -> None:
-            for each in engines:
-                if each.executor.started:
-                    check_whole(each)
+            for one in engines:
+                if one.executor.started:
+                    check_whole(one)
 
         def teardown(self) -> None:
             while engine.busy:
                 self.step(1)
-            for handle, whole in self.asked.items():
+            for handle, whole in self.expected.items():
                 if handle.finished == "aborted":
                     assert self.got[handle] == whole[: len(self.got[handle])]
                     continue
@@ -224,7 +241,7 @@ def interleave(
                 happened["preempted"] += handle.num_preempted > 0
                 happened["known"] += handle.num_cached_tokens > 0
                 widths = self.drafted[handle]
-                rested = [place for place, width in enumerate(widths) if width == 0]
+                rested = [step for step, width in enumerate(widths) if width == 0]
                 happened["resumed"] += bool(rested) and any(widths[rested[0] :])
 
     run_state_machine_as_test(

@@ -28,7 +28,7 @@ def decoded(engine: Engine, prompt: np.ndarray) -> tuple[list[int], list[float],
     tokens, logprobs, accepted = [], [], []
     for _, chunk in engine.generate([Request(tuple(prompt.tolist()), NEW, stop_token_ids=(), logprobs=0)]):
         tokens += chunk.token_ids
-        logprobs += [each.logprob for each in chunk.logprobs]
+        logprobs += [token.logprob for token in chunk.logprobs]
         accepted += [step.num_accepted for step in chunk.steps]
     return tokens, logprobs, accepted
 

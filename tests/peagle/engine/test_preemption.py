@@ -11,9 +11,8 @@ from peagle.engine.engine import Engine
 from peagle.engine.kv_memory import KVMemory
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
-from peagle.ops import native
 from peagle.ops.errors import InputError
-from tests.support.models import TOKENS, Models, answer_of, ask, engine_of, fast_target, models
+from tests.support.models import TOKENS, Models, answer_of, ask, engine_of, fast_target, models, needs_native
 from tests.support.toys import MarkovTarget, check_whole, decode, tiny_target
 
 K, CAPACITY = 3, 256
@@ -25,8 +24,8 @@ SAMPLINGS = [
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return models("native float32" if native.available() else "float32", tmp_path_factory.getbasetemp())
+def pair() -> Models:
+    return models()
 
 
 def memory_of(pair: Models, pages: int) -> int:
@@ -38,27 +37,23 @@ def requests(number: int, logprobs: int | None = None) -> list[Request]:
     rng = np.random.default_rng(3)
     lengths = rng.integers(2, 150, number).tolist()
     return [
-        Request(TOKENS[place : place + length], 90, SAMPLINGS[place % 3], (), index=place, logprobs=logprobs)
-        for place, length in enumerate(lengths)
+        Request(TOKENS[number : number + length], 90, SAMPLINGS[number % 3], (), index=number, logprobs=logprobs)
+        for number, length in enumerate(lengths)
     ]
 
 
-@pytest.mark.skipif(not native.available(), reason=native.status()[1])
+@needs_native
 @pytest.mark.parametrize(
     ("steps", "kept", "drafter"),
     [
-        (1, 0, "P-EAGLE"),
-        pytest.param(1, 1, "P-EAGLE", marks=pytest.mark.slow),
-        pytest.param(4, 0, "P-EAGLE", marks=pytest.mark.slow),
+        (1, 0, "DFlash"),
         (4, 1, "P-EAGLE"),
-        (4, 1, "DFlash"),
+        *(pytest.param(*case, "P-EAGLE", marks=pytest.mark.slow) for case in ((1, 0), (1, 1), (4, 0))),
     ],
 )
-def test_requests_with_memory_for_a_third_get_what_they_get_alone(
-    kept: int, steps: int, drafter: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_requests_with_memory_for_a_third_get_what_they_get_alone(kept: int, steps: int, drafter: str) -> None:
     """Tokens, steps and log-probabilities; they were interrupted in the midst of prompts and of answers."""
-    pair = models("native float32", tmp_path_factory.getbasetemp(), drafter)
+    pair = models("native float32", drafter)
     alone = engine_of(pair)
     some = requests(8, logprobs=2)
     expected = [answer_of(list(alone.follow(alone.add(request)))) for request in some]

@@ -1,7 +1,5 @@
 """Requests that begin with known tokens get what they get cold: tokens, drafts, acceptance, bit for bit."""
 
-from pathlib import Path
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,20 +9,18 @@ from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
-from peagle.ops import native
 from peagle.ops.attention import PAGE_SIZE as PAGE
 from peagle.ops.errors import InputError
-from tests.support.models import TARGET, TOKENS, Models, answer_of, ask, engine_of, models
-from tests.support.toys import check_whole, decode, drafting_at, tiny_target
+from tests.support.models import TARGET, TOKENS, Models, ask, engine_of, fast_target, models, needs_native
+from tests.support.toys import check_whole, decode, drafting_at
 
-NATIVE = pytest.mark.skipif(not native.available(), reason=native.status()[1])
 CAPACITY, K = 3 * PAGE + 40, 3
 HUGE = 1 << 22
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return models("native float32" if native.available() else "float32", tmp_path_factory.getbasetemp())
+def pair() -> Models:
+    return models()
 
 
 def engine(pair: Models, size: int = HUGE, **options: object) -> Engine:
@@ -32,8 +28,8 @@ def engine(pair: Models, size: int = HUGE, **options: object) -> Engine:
     return engine_of(pair, **{"k": K, **shape, **options})  # type: ignore[arg-type]
 
 
-def changed(prompt: tuple[int, ...], place: int) -> tuple[int, ...]:
-    return (*prompt[:place], (prompt[place] + 1) % TARGET.vocab_size, *prompt[place + 1 :])
+def changed(prompt: tuple[int, ...], index: int) -> tuple[int, ...]:
+    return (*prompt[:index], (prompt[index] + 1) % TARGET.vocab_size, *prompt[index + 1 :])
 
 
 # lengths around pages and chunks; the same again; one that differs in the last token; one that differs early
@@ -46,23 +42,21 @@ PROMPTS = [
 ]
 
 
-@NATIVE
+@needs_native
 @pytest.mark.parametrize(
     ("size", "dtype", "drafter"),
     [
-        pytest.param(1, "float32", "P-EAGLE", marks=pytest.mark.slow),
-        (1, "bfloat16", "P-EAGLE"),
-        (HUGE, "float32", "P-EAGLE"),
-        pytest.param(HUGE, "bfloat16", "P-EAGLE", marks=pytest.mark.slow),
         (1, "float32", "DFlash"),
-        (HUGE, "bfloat16", "DFlash"),
+        (HUGE, "bfloat16", "P-EAGLE"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, "bfloat16", "P-EAGLE"), (HUGE, "float32", "P-EAGLE"), (HUGE, "bfloat16", "DFlash"))
+        ),
     ],
 )
-def test_a_hit_gives_what_a_cold_start_gives(
-    dtype: str, size: int, drafter: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_hit_gives_what_a_cold_start_gives(dtype: str, size: int, drafter: str) -> None:
     """With windows in both models; with little memory, known pages give way meanwhile."""
-    pair = models(f"native {dtype}", tmp_path_factory.getbasetemp(), drafter)
+    pair = models(f"native {dtype}", drafter)
     warm, sampling = engine(pair, size), SamplingParams(0.8, seed=3)
     hits = []
     for number, prompt in enumerate(PROMPTS):
@@ -88,7 +82,7 @@ def test_a_hit_gives_what_a_cold_start_gives(
         assert warm.memory.pool.counts.evicted_pages > 0
 
 
-@NATIVE
+@needs_native
 @pytest.mark.parametrize("k", [0, K])
 def test_a_next_turn_begins_after_the_answer(pair: Models, k: int) -> None:
     warm, cold = engine(pair, k=k), engine(pair, 0, k=k)
@@ -100,10 +94,10 @@ def test_a_next_turn_begins_after_the_answer(pair: Models, k: int) -> None:
     assert got == ask(cold, turn)[0]
 
 
-@NATIVE
+@needs_native
 def test_requests_at_once_reuse_each_others_prompts(pair: Models) -> None:
     """Also pages that another request still computes behind."""
-    requests = [Request(PROMPTS[place], 20, index=place) for place in (0, 1, 7, 8, 2, 0)]
+    requests = [Request(PROMPTS[number], 20, index=number) for number in (0, 1, 7, 8, 2, 0)]
     expected = decode(engine(pair, 0), requests)
     warm = engine(pair)
     assert decode(warm, requests) == expected
@@ -115,9 +109,9 @@ def test_requests_at_once_reuse_each_others_prompts(pair: Models) -> None:
 
 @pytest.mark.parametrize("retain_full_kv", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_n_grams_and_requests_that_draft_no_more_reuse_prompts_too(retain_full_kv: bool) -> None:
-    target = tiny_target().replace(retain_full_kv=retain_full_kv)
+    target = fast_target().replace(retain_full_kv=retain_full_kv)
     shape = ResolvedConfig(K, 2, CAPACITY, prefill_chunk=40, adaptive=True, prefix_cache=HUGE)
-    requests = [Request(PROMPTS[place], 20, index=place) for place in (0, 1, 7, 1)]
+    requests = [Request(PROMPTS[number], 20, index=number) for number in (0, 1, 7, 1)]
     expected = [decode(Engine(target, None, ResolvedConfig(0, 1, CAPACITY)), [request])[0][0] for request in requests]
     warm = drafting_at(Engine(target, NGram(), shape), {1: True, 2: False})
     assert decode(warm, requests)[0] == expected
@@ -128,7 +122,7 @@ def test_n_grams_and_requests_that_draft_no_more_reuse_prompts_too(retain_full_k
 @pytest.mark.parametrize("known", [PAGE, PAGE + 1, 2 * PAGE])
 def test_n_grams_look_back_over_every_token_of_a_reused_prompt(known: int) -> None:
     """The tokens that repeat stand in the known pages alone."""
-    target, prompt = tiny_target(), (*TOKENS[:known], *TOKENS[10:14])
+    target, prompt = fast_target(), (*TOKENS[:known], *TOKENS[10:14])
     shape = ResolvedConfig(K, 1, CAPACITY, prefill_chunk=40, prefix_cache=HUGE)
     cold = decode(Engine(target, NGram(), ResolvedConfig(K, 1, CAPACITY)), [Request(prompt, 8)])
     warm = Engine(target, NGram(), shape)
@@ -138,7 +132,7 @@ def test_n_grams_look_back_over_every_token_of_a_reused_prompt(known: int) -> No
     assert warm.prefix_cache_use.num_hits == 1
 
 
-@NATIVE
+@needs_native
 def test_a_request_that_never_drafts_serves_one_that_does(pair: Models) -> None:
     """The drafter reads its prompt, too, since others may begin with it; its answer lacks the drafter's rows."""
     warm, cold = engine(pair, k_per_request=True), engine(pair, 0, k_per_request=True)
@@ -162,15 +156,15 @@ def test_a_warm_up_is_no_request(pair: Models) -> None:
 @pytest.mark.parametrize(
     ("size", "kind"),
     [
-        pytest.param(0, "native float32", marks=NATIVE),
+        pytest.param(0, "native float32", marks=needs_native),
         pytest.param(0, "float32", marks=pytest.mark.slow),
-        pytest.param(HUGE, "native float32", marks=NATIVE),
-        (HUGE, "float32"),
+        pytest.param(HUGE, "native float32", marks=needs_native),
+        pytest.param(HUGE, "float32", marks=pytest.mark.slow),
     ],
 )
-def test_a_request_that_is_not_finite_disturbs_no_later_one(kind: str, size: int, tmp_path: Path) -> None:
+def test_a_request_that_is_not_finite_disturbs_no_later_one(kind: str, size: int) -> None:
     """It leaves NaN in its pages, which the next request gets."""
-    pair = models(kind, tmp_path)
+    pair = models(kind)
     embedding = np.asarray(pair.target.params.embedding).copy()
     embedding[7] = np.nan
     broken = pair.target.replace(params=pair.target.params.replace(embedding=jnp.asarray(embedding)))
@@ -184,8 +178,3 @@ def test_a_request_that_is_not_finite_disturbs_no_later_one(kind: str, size: int
         tokens, steps, _ = ask(mixed, prompt, new=new)[0]
         expected = ask(clean, prompt, new=new)[0]
         assert (tokens, len(steps)) == (expected[0], len(expected[1]))
-
-
-def test_the_answer_of_a_stream_is_the_same_in_parts(pair: Models) -> None:
-    chunks = list((warm := engine(pair)).follow(warm.add(Request(PROMPTS[0], 20))))
-    assert answer_of(chunks)[0] == ask(engine(pair, 0), PROMPTS[0], new=20)[0][0]

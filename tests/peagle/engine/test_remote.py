@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from drafter.propose import PEagle
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.beside import Beside
@@ -20,22 +19,18 @@ from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError
 from peagle.ops.row_blocks import RowBlocks
 from peagle.processes import decode, encode
-from tests.support.drafters import random_params
+from tests.support.models import models
 from tests.support.toys import decode as answers
-from tests.support.toys import drafter_config, drafting_at, tiny_target
+from tests.support.toys import drafting_at, tiny_target
 
 CONFIG = ResolvedConfig(2, slots=2, context=256, prefill_chunk=64, prefix_cache=1 << 20, steps_per_dispatch=3)
-DRAFTER = drafter_config()
 
 
 @pytest.mark.parametrize("kind", ["P-EAGLE", pytest.param("ngram", marks=pytest.mark.slow)])
 def test_a_follower_ends_with_the_leaders_bits(kind: str) -> None:
     """Through the wire's own bytes: prompts, steps of every kind, cut ones too, known pages, an abort."""
-    aux_layer_ids = (0, 1) if kind == "P-EAGLE" else ()
-    target = tiny_target(aux_layer_ids=aux_layer_ids)
-    drafter: Any = NGram()
-    if kind == "P-EAGLE":
-        drafter = Beside(PEagle(random_params(DRAFTER), DRAFTER), drafter)
+    pair = models()
+    target, drafter = pair.target, Beside(pair.drafter, NGram()) if kind == "P-EAGLE" else NGram()
     config = dataclasses.replace(CONFIG, adaptive=True)
     verbs: list[str] = []
     follower = Follower(lambda drafts, _beside: (target, drafter if drafts else None))
@@ -50,7 +45,7 @@ def test_a_follower_ends_with_the_leaders_bits(kind: str) -> None:
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, target.vocab_size, size).tolist()) for size in (5, 140, 9)]
     sampled = SamplingParams(temperature=0.8, seed=3)
-    requests = [Request(prompts[place], size) for place, size in ((0, 12), (2, 7), (1, 4))]
+    requests = [Request(prompts[number], size) for number, size in ((0, 12), (2, 7), (1, 4))]
     requests.insert(1, Request(prompts[1], 9, sampled))
     tokens, _ = answers(engine, requests)
     handle = engine.add(Request(prompts[2], 40))
@@ -63,7 +58,7 @@ def test_a_follower_ends_with_the_leaders_bits(kind: str) -> None:
     assert engine.prefix_cache_use is not None
     assert engine.prefix_cache_use.num_hits > 0
     assert set(verbs) >= set(VERBS) - {"first_not_finite"}
-    (theirs,) = follower._executors.values()
+    (theirs,) = follower.executors.values()
     assert type(theirs) is Executor
     follower.settle()
     for ours, other in zip(jax.tree.leaves(engine.executor.state), jax.tree.leaves(theirs.state), strict=True):

@@ -29,7 +29,7 @@ class Simulation:
         self.scheduler: Scheduler[int] = Scheduler(slots, [(1, chunk + 1), (4, 3)], most)
         self.left: dict[int, int] = {}
         self.prompts: dict[int, int] = {}
-        self.seen: dict[int, int] = {}  # tokens of each prompt that were computed
+        self.computed: dict[int, int] = {}  # tokens of each prompt that were computed
         self.sent: list[Chunk[int] | Steps] = []
         self.admitted: list[int] = []
         self.constrained: set[int] = set()
@@ -37,7 +37,7 @@ class Simulation:
     def add(self, key: int, prompt: int, steps: int, constrained: bool = False) -> None:
         self.scheduler.add(key, prompt, constrained)
         self.constrained |= {key} if constrained else set()
-        self.prompts[key], self.left[key], self.seen[key] = prompt, steps, 0
+        self.prompts[key], self.left[key], self.computed[key] = prompt, steps, 0
 
     def turn(self, costs: Costs) -> bool:
         """Run one dispatch; return False if there is none."""
@@ -48,10 +48,10 @@ class Simulation:
         if isinstance(action, Chunk):
             assert len(action.pieces) <= action.shape[0]
             for piece in action.pieces:
-                assert piece.begin == self.seen[piece.key]
+                assert piece.begin == self.computed[piece.key]
                 assert 1 <= piece.count <= piece.num_rows <= action.shape[1]
-                self.seen[piece.key] += piece.count
-                assert piece.last == (self.seen[piece.key] == self.prompts[piece.key])
+                self.computed[piece.key] += piece.count
+                assert piece.last == (self.computed[piece.key] == self.prompts[piece.key])
                 if piece.last:
                     assert piece.key in dict(map(reversed, self.scheduler.decoding))
                     self.admitted.append(piece.key)
@@ -83,9 +83,9 @@ def test_everybody_is_served_in_the_order_of_arrival(arrivals, slots, chunk, mos
     # short prompts share the pass of the first, so they may pass a long one before them
     assert sorted(simulation.admitted) == list(range(len(arrivals)))
     first: dict[int, int] = {}
-    for place, action in enumerate(simulation.sent):
+    for number, action in enumerate(simulation.sent):
         for piece in action.pieces if isinstance(action, Chunk) else ():
-            first.setdefault(piece.key, place)
+            first.setdefault(piece.key, number)
     assert slots > 1 or list(first) == sorted(first)
     assert simulation.scheduler.num_active == simulation.scheduler.num_waiting == 0
 
@@ -190,7 +190,7 @@ def test_a_cut_step_that_takes_very_long_still_comes() -> None:
             pass
     sent = [action for _ in range(200) if isinstance(action := scheduler.next(Costs(1.0, 1e-4, 1.0)), Steps)]
     between = [
-        sum(each.count for each in run) for cut, run in itertools.groupby(sent, lambda each: each.cut) if not cut
+        sum(steps.count for steps in run) for cut, run in itertools.groupby(sent, lambda steps: steps.cut) if not cut
     ]
     assert max(between) == MOST_BETWEEN_CUTS
 

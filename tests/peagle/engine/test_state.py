@@ -28,8 +28,8 @@ REQUEST = Request(TOKENS[:45], 9, SamplingParams(0.7, 5, 0.9, 0.1, seed=11), (2,
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return models("float32", tmp_path_factory.getbasetemp())
+def pair() -> Models:
+    return models("float32")
 
 
 @pytest.fixture(scope="module")
