@@ -35,8 +35,9 @@ def test_a_run_counts_and_writes_what_auto_begins_with(lab: Lab) -> None:
     measured = json.loads((drafter / "speculation.json").read_text())["measured"]
     assert measured["time"] == folder.origins[0]["time"]
     assert Calibration.from_json(json.loads(json.dumps(calibration.to_json()))) == calibration
-    lab.monkeypatch.setattr(charts, "can_draw", lambda: True)
-    assert "![Share of drafts that were right, of those after" in markdown(run_blocks(folder, rows(folder)))
+    with lab.monkeypatch.context() as patch:
+        patch.setattr(charts, "can_draw", lambda: True)
+        assert "![Share of drafts that were right, of those after" in markdown(run_blocks(folder, rows(folder)))
     (drafter / "speculation.json").unlink()
     lab.resume("--write-widths", drafter)
     assert read_speculation(drafter) == Speculation(2, calibration.counts)
