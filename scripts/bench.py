@@ -1,10 +1,16 @@
-"""List the benchmarks, or run one: python -m scripts.bench [SCENARIO [--help]]."""
+"""List the benchmarks, or run one: python -m scripts.bench [SCENARIO [--help]].
+
+A scenario is a file in scripts/scenarios. Its docstring is its help, `add_options(parser)` adds its options,
+`run(options, typed)` measures and returns the exit code. scripts.runs has what they share; auto.py is a short one.
+"""
 
 import ast
 import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from scripts.runs import in_one_line, new_parser
 
 SCENARIOS = Path(__file__).with_name("scenarios")
 
@@ -23,11 +29,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("usage: python -m scripts.bench SCENARIO [--help]\n")
         print("\n".join(f"{name:<8} {line}" for name, line in scenarios().items()))
         return 0
-    if typed[0] not in scenarios():
-        print(f"bench: error: {typed[0]} is no scenario; expected one of {', '.join(scenarios())}", file=sys.stderr)
+    name, *words = typed
+    if name not in scenarios():
+        print(f"bench: error: {name} is no scenario; expected one of {', '.join(scenarios())}", file=sys.stderr)
         return 2
-    code: int = importlib.import_module(f"scripts.scenarios.{typed[0]}").main(typed[1:])
-    return code
+    scenario = importlib.import_module(f"scripts.scenarios.{name}")
+    parser = new_parser(scenario.__doc__)
+    parser.prog = f"python -m scripts.bench {name}"
+    scenario.add_options(parser)
+    options = parser.parse_intermixed_args(words)
+    return in_one_line(f"bench {name}", lambda: scenario.run(options, typed))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from peagle.measure.sweep.store import IN_SHORT, KIND, RUN, open_run
 from peagle.ops import strict_json
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
-from scripts.runs import Json, at_largest_k, in_one_line, new_parser
+from scripts.runs import Json, in_one_line, new_parser
 
 MAX_BYTES = {"README.md": 24_000, RUN: 64_000, ".svg": 60_000, ".png": 60_000}
 MAX_PICTURES = 2
@@ -74,8 +74,9 @@ def _sweep(run: Path) -> dict[str, bytes]:
     left_out = [block for block in blocks if isinstance(block, pages.Picture)][MAX_PICTURES:]
     blocks = [block for block in blocks if block not in left_out]
     entries = [row.to_json() for row in alone(figures)]
-    largest = at_largest_k(entries)
-    kept = [_headline(entry, parts=entry in largest) for entry in entries]
+    fixed = [entry for entry in entries if not entry["raw"] and isinstance(entry["k"], int)]
+    largest = max((entry["k"] for entry in fixed), default=None)
+    kept = [_headline(entry, parts=entry in fixed and entry["k"] == largest) for entry in entries]
     at_once = [{name: entry[name] for name in AT_ONCE} for entry in (row.to_json() for row in concurrent(figures))]
     record = {name: value for name, value in folder.record.items() if name != "shares"}
     record |= {"by_concurrency": at_once} if at_once else {}

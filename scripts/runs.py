@@ -1,4 +1,4 @@
-"""A script's run: its command line, its requests, its progress, and its folder.
+"""What the scripts share: their options, requests, rounds, progress, and the folder of a run.
 
 The folder holds run.json, raw.jsonl, README.md and pictures; scripts.publish puts it into results/ in short.
 """
@@ -8,9 +8,9 @@ import dataclasses
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from peagle.checkpoints import DEMO, HELD_OUT
 from peagle.engine.request import Request
@@ -28,6 +28,9 @@ Item = TypeVar("Item")
 ROOT = Path(__file__).parents[1]
 
 
+# --- options --------------------------------------------------------------------------------------------------------
+
+
 def new_parser(text: str | None) -> argparse.ArgumentParser:
     """Make the parser of a script whose docstring is its help."""
     return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -42,64 +45,11 @@ def in_one_line(name: str, run: Callable[[], int]) -> int:
         return 2
 
 
-def run_scenario(
-    name: str,
-    parser: argparse.ArgumentParser,
-    bench: Callable[[argparse.Namespace, list[str]], int],
-    arguments: Sequence[str] | None,
-) -> int:
-    """Run a scenario on its options and the words after `python -m scripts.bench`."""
-    typed = list(sys.argv[1:] if arguments is None else arguments)
-    return in_one_line(f"bench {name}", lambda: bench(parser.parse_intermixed_args(typed), [name, *typed]))
-
-
-def new_record(typed: Sequence[str], config: Json, **parts: Any) -> Json:
-    """Make the record of a scenario's run; `typed`: the words after `python -m scripts.bench`."""
-    return {"schema": 1, "provenance": origin("scripts.bench", typed), "config": config, **parts}
-
-
-def numbers(option: str, typed: str) -> list[int]:
-    """Parse numbers of 1 or more, separated by commas; sorted, without repeats."""
-    try:
-        values = sorted({int(number) for number in typed.split(",")})
-    except ValueError:
-        raise InputError(f"{option} is {typed!r}; expected numbers with commas between, such as 1,2,4,8") from None
-    if values[0] < 1:
-        raise InputError(f"{option} is {typed!r}; expected numbers of 1 or more")
-    return values
-
-
-def at_largest_k(rows: Sequence[Json]) -> list[Json]:
-    """Select a sweep's rows of chat prompts at its largest fixed K."""
-    fixed = [row for row in rows if not row["raw"] and isinstance(row["k"], int)]
-    largest = max((row["k"] for row in fixed), default=None)
-    return [row for row in fixed if row["k"] == largest]
-
-
-def rotated(items: Sequence[Item], number: int) -> list[Item]:
-    """Rotate the items by the round's number, so that drift affects all equally."""
-    turn = number % len(items)
-    return [*items[turn:], *items[:turn]]
-
-
-def table(rows: Iterable[Json], columns: Mapping[str, Callable[[Json], str]]) -> pages.Table:
-    """Make a page's table. columns: {header: format of a row's cell}."""
-    return pages.Table(tuple(columns), [[text(row) for text in columns.values()] for row in rows])
-
-
-def cell(name: str, form: str = ".2f", factor: float = 1.0) -> Callable[[Json], str]:
-    """Format a number of a row; "-" if it is not known."""
-    return lambda row: "-" if row[name] is None else format(factor * row[name], form)
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return median, lowest and highest for a record."""
-    return dataclasses.asdict(Spread.of(values))
-
-
-def spread_text(figure: Json, form: str) -> str:
-    """Format a spread of a record."""
-    return Spread(**figure).text(lambda value: format(value, form))
+def last_line(log: IO[bytes]) -> str:
+    """Return the last line that a process printed."""
+    log.seek(0)
+    lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "it printed nothing"
 
 
 def add_run_options(parser: argparse.ArgumentParser, rounds: int = 0, of: str = "") -> None:
@@ -119,16 +69,28 @@ def add_prompt_options(parser: argparse.ArgumentParser, num_prompts: int = 60, m
     )
 
 
-def add_drafter_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option of the drafter."""
-    parser.add_argument("--drafter", default=DEMO, help="a drafter's directory (default: the demo's)")
+def expect_least(least: int, options: argparse.Namespace, *names: str) -> None:
+    """Raise InputError for an option below a bound."""
+    for name in names:
+        if (value := getattr(options, name)) < least:
+            raise InputError(f"--{name.replace('_', '-')} is {value}; expected {least} or more")
 
 
-def prompted(arguments: argparse.Namespace, pair: Pair) -> list[Request]:
+def numbers(option: str, typed: str) -> list[int]:
+    """Parse numbers of 1 or more, separated by commas; sorted, without repeats."""
+    try:
+        values = sorted({int(number) for number in typed.split(",")})
+    except ValueError:
+        raise InputError(f"{option} is {typed!r}; expected numbers with commas between, such as 1,2,4,8") from None
+    if values[0] < 1:
+        raise InputError(f"{option} is {typed!r}; expected numbers of 1 or more")
+    return values
+
+
+def prompted(options: argparse.Namespace, pair: Pair) -> list[Request]:
     """Make the requests of the prompt options. Raises InputError for fewer than one."""
-    if arguments.num_prompts < 1:
-        raise InputError(f"--num-prompts is {arguments.num_prompts}; expected 1 or more")
-    return first_requests(pair, arguments.prompts, arguments.num_prompts, arguments.max_new_tokens)
+    expect_least(1, options, "num_prompts")
+    return first_requests(pair, options.prompts, options.num_prompts, options.max_new_tokens)
 
 
 def first_requests(pair: Pair, prompts: Path, num_prompts: int, max_new_tokens: int) -> list[Request]:
@@ -139,32 +101,42 @@ def first_requests(pair: Pair, prompts: Path, num_prompts: int, max_new_tokens: 
     ]
 
 
-def origin(module: str, arguments: Sequence[str] | None = None) -> Json:
-    """Collect the provenance of a run of `python -m module`, with its command line.
-
-    The environment's variables that change the run come first; absolute paths are shortened to names. arguments: as
-    typed, by default sys.argv's.
-    """
-    typed = sys.argv[1:] if arguments is None else arguments
-    named = [Path(word).name if Path(word).is_absolute() else word for word in typed]
-    return provenance() | {"command": " ".join([*tuning(), shlex.join(["python", "-m", module, *named])])}
+# --- rounds ---------------------------------------------------------------------------------------------------------
 
 
-def where(source: Json) -> str:
-    """Describe a run's machine, versions and time."""
-    device = source["device"]
-    on_cpu = device["platform"] == "cpu"
-    machine = f"{source['cpu']}, {source['num_threads']} threads" if on_cpu else device["kind"]
-    commit = f", commit {source['git']['commit'][:10]}" if source.get("git") else ""
-    return f"{machine}; jaxlib {source['packages']['jaxlib']}{commit}; {source['time']}"
+def rotated(items: Sequence[Item], number: int) -> list[Item]:
+    """Begin with another item in each round, so that drift of the machine affects all equally."""
+    first = number % len(items)
+    return [*items[first:], *items[:first]]
+
+
+def turns(items: Sequence[Item], rounds: int, warm_up: bool = True) -> Iterator[tuple[int, Item]]:
+    """Yield (round, item), each item once a round (`rotated`); round 0 warms up."""
+    for number in range(0 if warm_up else 1, rounds + 1):
+        yield from ((number, item) for item in rotated(items, number))
+
+
+def ratios(values: Iterable[float], others: Iterable[float]) -> list[float]:
+    """Divide figures by others of the same rounds."""
+    return [value / other for value, other in zip(values, others, strict=True)]
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return median, lowest and highest for a record."""
+    return dataclasses.asdict(Spread.of(values))
+
+
+def spread_text(figure: Json, form: str) -> str:
+    """Format a spread of a record."""
+    return Spread(**figure).text(lambda value: format(value, form))
 
 
 class Progress:
     """One line on standard error, overwritten: the current part, and the time left for `total` parts."""
 
     def __init__(self, prefix: str = "", total: int = 0) -> None:
-        self._prefix, self._total, self._done = prefix, total, 0
-        self._longest, self._started = 0, time.monotonic()
+        self._prefix, self._longest = prefix, 0
+        self.begin(total)
 
     def __call__(self, what: str) -> None:
         line = " ".join(filter(None, (self._prefix, what)))
@@ -188,6 +160,32 @@ class Progress:
         print(file=sys.stderr)
 
 
+# --- a run's folder -------------------------------------------------------------------------------------------------
+
+
+def origin(module: str, typed: Sequence[str]) -> Json:
+    """Collect the provenance of a run of `python -m module`, with its command line as typed.
+
+    The environment's variables that change the run come first; absolute paths are shortened to names.
+    """
+    words = [Path(word).name if Path(word).is_absolute() else word for word in typed]
+    return provenance() | {"command": " ".join([*tuning(), shlex.join(["python", "-m", module, *words])])}
+
+
+def new_record(typed: Sequence[str], config: Json, **parts: Any) -> Json:
+    """Make the record of a scenario's run; `typed`: the words after `python -m scripts.bench`."""
+    return {"schema": 1, "provenance": origin("scripts.bench", typed), "config": config, **parts}
+
+
+def where(source: Json) -> str:
+    """Describe a run's machine, versions and time."""
+    device = source["device"]
+    on_cpu = device["platform"] == "cpu"
+    machine = f"{source['cpu']}, {source['num_threads']} threads" if on_cpu else device["kind"]
+    commit = f", commit {source['git']['commit'][:10]}" if source.get("git") else ""
+    return f"{machine}; jaxlib {source['packages']['jaxlib']}{commit}; {source['time']}"
+
+
 class RawLines:
     """raw.jsonl of a new run, written line by line, so that a stopped run has lost nothing."""
 
@@ -196,16 +194,12 @@ class RawLines:
         self._path = out / "raw.jsonl"
         out.mkdir(parents=True)
 
-    def add(self, line: Json) -> None:
-        """Append a line."""
-        self.lines.append(line)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(dumps(line) + "\n")
-
     def extend(self, lines: Iterable[Json]) -> None:
         """Append lines as they come."""
         for line in lines:
-            self.add(line)
+            self.lines.append(line)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(dumps(line) + "\n")
 
 
 def write_run(out: Path, record: Json, blocks: Sequence[pages.Block], show: bool = True) -> None:
@@ -217,3 +211,20 @@ def write_run(out: Path, record: Json, blocks: Sequence[pages.Block], show: bool
         (out / name).write_text(content, encoding="utf-8")
     if show:
         print(text)
+
+
+def title(text: str, record: Json, models: str = "") -> list[pages.Block]:
+    """Lay out a page's title, the command, the models and the machine."""
+    source = record["provenance"]
+    about = f"{models}; {where(source)}." if models else f"{where(source)}."
+    return [pages.heading(text, 1), f"`{source['command']}`", about]
+
+
+def table(rows: Iterable[Json], columns: Mapping[str, Callable[[Json], str]]) -> pages.Table:
+    """Make a page's table. columns: {header: format of a row's cell}."""
+    return pages.Table(tuple(columns), [[text(row) for text in columns.values()] for row in rows])
+
+
+def cell(name: str, form: str = "", factor: float = 1.0) -> Callable[[Json], str]:
+    """Format a value of a row, a number if there is a form; "-" if it is not known."""
+    return lambda row: "-" if row[name] is None else format(factor * row[name], form) if form else str(row[name])

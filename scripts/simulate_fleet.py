@@ -14,12 +14,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from peagle.checkpoints import DEMO
 from peagle.loading import load
 from peagle.measure.pages import Table, markdown
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
-from scripts.fleet_sim.costs import Costs, read_costs
-from scripts.fleet_sim.measured import Shape, measure_costs, on_network
+from scripts import runs
+from scripts.fleet_sim.costs import Costs, read_costs, refused_in_words
+from scripts.fleet_sim.measured import measure_costs
 from scripts.fleet_sim.simulation import (
     Arrangement,
     Arrival,
@@ -31,16 +33,7 @@ from scripts.fleet_sim.simulation import (
     simulate,
     summary,
 )
-from scripts.runs import (
-    Progress,
-    add_drafter_option,
-    add_prompt_options,
-    in_one_line,
-    new_parser,
-    numbers,
-    origin,
-    prompted,
-)
+from scripts.runs import Progress
 
 HEADER = (
     "requests/s", "fleet", "K", "ttft p50 ms", "p90", "p99", "itl p50 ms", "p90", "p99", "tok/s", "met both",
@@ -50,11 +43,11 @@ HEADER = (
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command."""
-    parser = new_parser(__doc__)
+    parser = runs.new_parser(__doc__)
     parser.add_argument("costs", type=Path, nargs="?", help="a file that --measure wrote")
     parser.add_argument("--measure", type=Path, metavar="COSTS", help="measure this machine, and write a file")
-    add_prompt_options(parser)
-    add_drafter_option(parser)
+    runs.add_prompt_options(parser)
+    parser.add_argument("--drafter", default=DEMO, help="a drafter's directory (default: the demo's)")
     parser.add_argument("-k", type=int, default=None, help="drafts of a step (default: what was measured; measured: 3)")
     parser.add_argument("--slots", type=int, default=4, help="requests at once in a replica (default %(default)s)")
     parser.add_argument("--context", type=int, default=4352, help="positions of a slot (default %(default)s)")
@@ -72,17 +65,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     typed = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(typed)
-    return in_one_line("simulate_fleet", lambda: measure(options, typed) if options.measure else show(options))
+    return runs.in_one_line("simulate_fleet", lambda: measure(options, typed) if options.measure else show(options))
 
 
 def measure(options: argparse.Namespace, typed: Sequence[str]) -> int:
     """Measure this machine's costs into the file that `show` reads."""
     pair, progress = load(options.target, options.drafter), Progress("measuring")
-    texts = [token for request in prompted(options, pair) for token in request.prompt_ids]
-    shape = Shape(3 if options.k is None else options.k, options.slots, options.context)
-    costs = measure_costs(pair, texts, shape, progress)
+    texts = [token for request in runs.prompted(options, pair) for token in request.prompt_ids]
+    k = 3 if options.k is None else options.k
+    costs = measure_costs(pair, texts, k, options.slots, options.context, progress)
     progress.end()
-    record = costs.to_json() | {"provenance": origin("scripts.simulate_fleet", typed)}
+    record = costs.model_dump() | {"provenance": runs.origin("scripts.simulate_fleet", typed)}
     options.measure.write_text(dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0
 
@@ -91,11 +84,15 @@ def show(options: argparse.Namespace) -> int:
     """Simulate, and print the tables."""
     if options.costs is None:
         raise InputError("no costs are given; expected a file that --measure writes")
-    costs, target, lengths = read_costs(options.costs), Target(options.ttft, options.tpot), lengths_of(options)
-    if options.network_gb_per_s is not None or options.network_ms is not None:
-        speed = costs.network_bytes_per_s if options.network_gb_per_s is None else options.network_gb_per_s * 1e9
-        costs = on_network(costs, speed, costs.network_s if options.network_ms is None else options.network_ms / 1e3)
-    fleets = arrangements(options, costs)
+    costs = read_costs(options.costs)
+    with refused_in_words("the options", "what --help says"):
+        network = {
+            "network_bytes_per_s": options.network_gb_per_s and options.network_gb_per_s * 1e9,
+            "network_s": options.network_ms and options.network_ms / 1e3,
+        }
+        costs = Costs(**{**dict(costs), **{name: value for name, value in network.items() if value is not None}})
+        target, lengths = Target(ttft_s=options.ttft, tpot_s=options.tpot), lengths_of(options)
+        fleets = arrangements(options, costs)
     if options.trace is not None:
         print(markdown([table(costs, {"trace": read_trace(options.trace)}, fleets, target, options.seed)]))
         return 0
@@ -109,11 +106,11 @@ def show(options: argparse.Namespace) -> int:
 
 def lengths_of(options: argparse.Namespace) -> Lengths:
     """Read the ranges of lengths."""
-    ranges = []
-    for option, typed in (("--prompt", options.prompt), ("--output", options.output)):
+    ranges = {}
+    for name, typed in (("prompt", options.prompt), ("output", options.output)):
         least, *most = typed.split("-", 1)
-        ranges.append((numbers(option, least)[0], numbers(option, most[0] if most else least)[0]))
-    return Lengths(*ranges)
+        ranges[name] = [runs.numbers(f"--{name}", bound)[0] for bound in (least, most[0] if most else least)]
+    return Lengths(**ranges)
 
 
 def rate_of(typed: str) -> float:
@@ -129,8 +126,9 @@ def arrangements(options: argparse.Namespace, costs: Costs) -> list[Arrangement]
     ks = [options.k] if options.k is not None else sorted(costs.step_s)
     for k in ks:
         costs.check_k(k)
-    shapes = [(0, options.prefill + options.decode), *([(options.prefill, options.decode)] if options.prefill else [])]
-    return [Arrangement(*shape, options.slots, k) for k in ks for shape in shapes]
+    of_both = {"prefill": 0, "decode": options.prefill + options.decode}
+    shapes = [of_both, {"prefill": options.prefill, "decode": options.decode}][: 2 if options.prefill else 1]
+    return [Arrangement(**shape, slots=options.slots, num_speculative_tokens=k) for k in ks for shape in shapes]
 
 
 def table(

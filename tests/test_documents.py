@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 # tests/peagle/cli/test_flags.py: these are all that there are
 RECORDED = json.loads((ROOT / "tests" / "peagle" / "cli" / "flags.json").read_text(encoding="utf-8"))
 FRONT, CONTRIBUTING, RESULTS = ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "results" / "README.md"
-ROOMS = sorted(path for room in ("peagle", "target", "drafter") for path in (ROOT / room).rglob("README.md"))
+ROOMS = sorted(path for room in ("peagle", "target", "drafter", "scripts") for path in (ROOT / room).rglob("README.md"))
 GUIDES = [FRONT, CONTRIBUTING, *(path for path in ROOMS if path.parent.name != "demo")]  # the demo's is a model card
 PAGES = [*GUIDES, ROOT / "peagle" / "demo" / "README.md", *sorted((ROOT / "results").rglob("README.md"))]
 MOST_LINES = {FRONT: 100, CONTRIBUTING: 70, RESULTS: 120}

@@ -122,8 +122,8 @@ class Collector:
             first = f"; the first output that is not finite is that of {where}"
             message += first if where else ", but a second pass gives finite ones"
         todo = "expected finite ones: check the weights, or try --dtype float32 or --kernels xla"
-        engine.end(handle, "error", InputError(f"{message}; {todo}"))
-        engine.memory.pool.forget()  # on XLA a row that is not finite spoils the rows before it in its pass
+        engine.finish(handle, "error", InputError(f"{message}; {todo}"))
+        engine.memory.pool.free_cached()  # on XLA a row that is not finite spoils the rows before it in its pass
         return dataclasses.replace(handle.inbox.pop(), token_ids=token_ids, steps=records)
 
     def _chunk(
@@ -149,7 +149,7 @@ class Collector:
         engine.pages.publish_output(handle, ends=reason is not None)
         if reason is not None:
             handle.finished = reason
-            engine.leave(handle)
+            engine.remove(handle)
         if handle.matcher is not None and reason != "length":
             handle.matcher.read(token_ids if reason is None else token_ids[:-1])
             if reason == "stop" and handle.matcher.limited:

@@ -155,7 +155,7 @@ class Engine(AnyEngine):
             if self._has_all_rows(handle):
                 self.executor.absorb(self.batches.plan([(slots[handle], handle)], [0]))
             handle.hand_off = self.pack(handle)
-            self.end(handle, "handed_off")
+            self.finish(handle, "handed_off")
             return handle.hand_off
 
     def pack(self, handle: Handle) -> HandOff:
@@ -170,23 +170,25 @@ class Engine(AnyEngine):
         """Whether the drafter's pages and its input hold all rows of a request."""
         return self.drafter is not None and not (handle.paused or handle.left_out)
 
-    def end(self, handle: Handle, reason: Any, error: InputError | None = None) -> None:
-        self.leave(handle)
-        handle.end(reason, error)
+    def finish(self, handle: Handle, reason: Any, error: InputError | None = None) -> None:
+        """Remove a request, and add its last chunk, without tokens, to its inbox."""
+        self.remove(handle)
+        handle.finish(reason, error)
 
-    def leave(self, handle: Handle) -> None:
+    def remove(self, handle: Handle) -> None:
+        """Remove a request from its slot, and free its pages."""
         self._alive.discard(handle)
         self._scheduler.remove(handle)
-        self.pages.close(handle)
+        self.pages.free(handle)
 
     def is_alive(self, handle: Handle) -> bool:
         return handle in self._alive
 
-    def _end_aborted(self) -> None:
+    def _finish_aborted(self) -> None:
         while self._to_abort:
             handle = self._to_abort.popleft()
             if handle in self._alive:
-                self.end(handle, "aborted")
+                self.finish(handle, "aborted")
 
     def raise_failure(self) -> None:
         if self._failure is not None:
@@ -204,7 +206,7 @@ class Engine(AnyEngine):
     ) -> None:
         """See `AnyEngine.warm_up`. measure=False: use another engine's `costs`."""
         with self._entry, self._lock:
-            self._end_aborted()
+            self._finish_aborted()
             if self._alive:
                 return
             started = time.perf_counter()
@@ -242,7 +244,7 @@ class Engine(AnyEngine):
 
     def settle(self) -> None:
         with self._lock:
-            self._end_aborted()
+            self._finish_aborted()
             if not self._alive:
                 self._in_flight.clear()
                 self._clock.stop()
@@ -358,10 +360,10 @@ class Engine(AnyEngine):
 
     def _send(self) -> Chunks:
         self.start()
-        self._end_aborted()
+        self._finish_aborted()
         now = time.perf_counter()
         for handle in [h for h in self._alive if h.deadline_s is not None and now >= h.deadline_s]:
-            self.end(handle, "timeout")
+            self.finish(handle, "timeout")
         interrupt.check()
         action = self._scheduler.next(self._clock.costs, self._begin)
         chunks: Chunks = []
@@ -504,7 +506,7 @@ class Engine(AnyEngine):
         drafts, read_s = np.asarray(proposed), time.perf_counter()
         requests = self.batches.by_row(batch.rows, len(plan))
         masks, counts = self.constrained.masks(requests, drafts, plan[:, 1].tolist())
-        chunks += self._end_stuck(batch)
+        chunks += self._finish_stuck(batch)
         if verified.is_ready():  # type: ignore[attr-defined]
             self.times.gap_s += time.perf_counter() - read_s
         result = self.executor.accept_and_commit(plan, costs, masks, counts, batch.kind)
@@ -559,13 +561,13 @@ class Engine(AnyEngine):
         num_drafts = batch.kind.num_drafts
         self._in_flight.append(InFlight(action, result, requests, sent_s, True, num_drafts, ahead, batch.count))
 
-    def _end_stuck(self, batch: StepBatch) -> Chunks:
+    def _finish_stuck(self, batch: StepBatch) -> Chunks:
         """End the requests whose grammar cannot be followed any further; return their last chunks."""
         chunks = []
         for _, handle in batch.rows:
             matcher = handle.matcher
             if handle in self._alive and matcher is not None and (failure := matcher.failure):
-                self.end(handle, "error", GrammarError(f"{handle.request.name}: {failure}"))
+                self.finish(handle, "error", GrammarError(f"{handle.request.name}: {failure}"))
                 chunks.append((handle, handle.inbox.pop()))
         return chunks
 
@@ -600,7 +602,7 @@ class Engine(AnyEngine):
     def _preempt(self, handle: Handle) -> None:
         """Preempt a request after all its dispatches have been read: free its pages, queue it before all others."""
         self._scheduler.remove(handle)
-        self.pages.close(handle)
+        self.pages.free(handle)
         handle.num_preempted += 1
         self.num_preemptions += 1
         self._queue(handle, first=True)

@@ -59,7 +59,7 @@ class Handle:
             return self.request.prompt_ids
         return (*self.request.prompt_ids, *self.output_ids[:-1])
 
-    def end(self, reason: FinishReason, error: InputError | None = None) -> None:
+    def finish(self, reason: FinishReason, error: InputError | None = None) -> None:
         """Add a last chunk without tokens, after the engine has dropped the request."""
         self.error = error
         if reason != "handed_off":

@@ -128,7 +128,7 @@ class AnyEngine(abc.ABC):
         """Run an iteration of the loop; the caller holds _lock."""
 
     @abc.abstractmethod
-    def _end_aborted(self) -> None:
+    def _finish_aborted(self) -> None:
         """End the requests that `abort` has queued; the caller holds _lock."""
 
     # --- what callers use -------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class AnyEngine(abc.ABC):
         self._to_abort.append(handle)
         if self._lock.acquire(blocking=False):
             try:
-                self._end_aborted()
+                self._finish_aborted()
             finally:
                 self._lock.release()
 

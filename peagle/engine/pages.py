@@ -183,14 +183,14 @@ class PagePool:
                 for number in range(min(first, len(table.pages[group]))):
                     self._release(table, group, number)
 
-    def close(self, table: PageTable) -> None:
-        """End a request: its known pages become cached, the others free."""
+    def free(self, table: PageTable) -> None:
+        """Give back a request's pages: published ones become cached, the others free."""
         self._tables.remove(table)
         for group in table.groups:
             for number in reversed(range(len(table.pages[group]))):  # children before parents
                 self._release(table, group, number)
 
-    def forget(self) -> None:
+    def free_cached(self) -> None:
         """Free all cached pages."""
         for group in reversed(range(len(self.groups))):
             for _ in range(len(self._cached[group])):
@@ -297,11 +297,11 @@ class PagePool:
         node.pages[group] = UNMAPPED
         self.counts.evicted_pages += 1
         if group == 0:
-            self._drop(node)
+            self._remove(node)
         return page
 
-    def _drop(self, node: Node) -> None:
-        """Forget a node that lost its page of group 0. No request holds its other pages, or it would hold that one."""
+    def _remove(self, node: Node) -> None:
+        """Remove a node that lost its page of group 0. No request holds its other pages, or it would hold that one."""
         assert node.parent is not None
         del node.parent.children[node.tokens]
         for group, page in enumerate(node.pages):

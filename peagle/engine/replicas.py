@@ -69,7 +69,7 @@ class Replicas(AnyEngine):
 
     def settle(self) -> None:
         with self._lock:
-            self._end_aborted()
+            self._finish_aborted()
             if not self.busy:
                 self._sent.clear()
         for engine in self.engines:
@@ -89,7 +89,7 @@ class Replicas(AnyEngine):
         """
         with self._entry:
             with self._lock:
-                self._end_aborted()
+                self._finish_aborted()
                 if self.busy:
                     return
             with concurrent.futures.ThreadPoolExecutor(min(len(self.engines), os.cpu_count() or 1)) as threads:
@@ -147,7 +147,7 @@ class Replicas(AnyEngine):
         interrupt.check()
         for engine in self.engines:
             engine.raise_failure()
-        self._end_aborted()
+        self._finish_aborted()
         self._end_overdue()
         self._hand_out()
         for engine in self.engines:
@@ -197,12 +197,12 @@ class Replicas(AnyEngine):
 
         return max(engines, key=merit)
 
-    def _end_aborted(self) -> None:
+    def _finish_aborted(self) -> None:
         while self._to_abort:
             handle = self._to_abort.popleft()
             if handle in self._waiting:
                 self._waiting.remove(handle)
-                handle.end("aborted")
+                handle.finish("aborted")
             for engine in self.engines:  # does nothing in an engine without the request
                 engine.abort(handle)
 
@@ -211,4 +211,4 @@ class Replicas(AnyEngine):
         now = time.perf_counter()
         for handle in [h for h in self._waiting if h.deadline_s is not None and now >= h.deadline_s]:
             self._waiting.remove(handle)
-            handle.end("timeout")
+            handle.finish("timeout")

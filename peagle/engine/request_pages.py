@@ -30,7 +30,7 @@ class RequestPages:
         )
         needed = min(len(token_ids) + memory.ahead * max(1, handle.num_preempted), self._most_tokens(handle))
         if memory.missing(table, needed) + promised > memory.available():
-            memory.pool.close(table)
+            memory.pool.free(table)
             return False
         handle.table, handle.drafter_rows = table, table.num_cached_tokens
         return True
@@ -82,8 +82,8 @@ class RequestPages:
         # a hand-off holds only the rows within windows, although these layers may keep more
         self._memory.publish(handle.table, token_ids, length, handle.drafter_rows, ends, known=not handle.num_received)
 
-    def close(self, handle: Handle) -> None:
+    def free(self, handle: Handle) -> None:
         """Free a request's pages; cached ones stay until others need them."""
         if handle.table is not None:
-            self._memory.pool.close(handle.table)
+            self._memory.pool.free(handle.table)
             handle.table = None

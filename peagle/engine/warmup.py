@@ -178,7 +178,7 @@ class WarmUp:
             yield _Prompts(active, length, steps, rows)
         finally:
             for table in tables:
-                engine.memory.pool.close(table)
+                engine.memory.pool.free(table)
 
     def _measure_round(self, prompts: "_Prompts", cases: Sequence["_Case"]) -> dict["_Case", float]:
         engine, active, size = self._engine, prompts.count, len(prompts.rows)

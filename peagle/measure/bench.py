@@ -289,7 +289,7 @@ def _prepare_prefill(
 
     def once(row: np.ndarray) -> PyTree:
         if blocked is None:
-            return _prefill(target, row, size, chunk, 1)
+            return prefill(target, row, size, chunk, 1)
         padded = np.pad(row, ((0, 0), (0, padded_length(size) - size)))
         return _at_once(target, padded, np.int32(size), _empty(target, 1, size, widest), blocked.rows(size))
 
@@ -382,7 +382,7 @@ class _Verify:
         widest = max(case.size for case in self._options.cases if case.kind == "verify")
         _refuse_caches(self._target, batch, context + widest, widest)
         token_ids = _random_ids(self._rng, self._target, batch, context)
-        self._caches = _prefill(self._target, token_ids, context + widest, self._chunk, widest)
+        self._caches = prefill(self._target, token_ids, context + widest, self._chunk, widest)
 
     def _time(self, token_ids: np.ndarray, passes: int) -> float:
         lengths = np.full((self._options.batch,), self._options.context, np.int32)
@@ -395,7 +395,7 @@ class _Verify:
         return time.perf_counter() - started
 
 
-def _prefill(target: Target, token_ids: np.ndarray, capacity: int, chunk: int, widest_write: int) -> PyTree:
+def prefill(target: Target, token_ids: np.ndarray, capacity: int, chunk: int, widest_write: int) -> PyTree:
     """Prefill token_ids [B, T] by chunks, into caches for passes of widest_write rows."""
     caches = _empty(target, token_ids.shape[0], capacity, max(chunk, widest_write))
     for start in range(0, token_ids.shape[1], chunk):

@@ -105,6 +105,10 @@ class Build:
             (out / "finished").touch()
         return out
 
+    def run(self, name: str, *words: str | Path, environment: dict[str, str] | None = None) -> Path:
+        """Run a stage by `python -m`, which gets its folder as --out; return the folder."""
+        return self.stage(name, lambda out: command(*words, "--out", out, environment=environment))
+
     def count(self, number: int) -> str:
         """Scale a number of prompts or steps."""
         return str(math.ceil(self.scale * number))
@@ -112,34 +116,23 @@ class Build:
     def train_target(self, name: str, data: Path, begin: Path | None = None) -> Path:
         """Run a stage of scripts.demo.train_target; it stops and goes on by itself."""
         options = ("--scale", str(self.scale), *(() if begin is None else ("--begin", begin)))
-        return self.stage(
-            name, lambda out: command("scripts.demo.train_target", name, "--data", data, "--out", out, *options)
-        )
+        return self.run(name, "scripts.demo.train_target", name, "--data", data, *options)
 
     def answer(self, name: str, target: Path, prompts: Path, num_prompts: int, *options: str) -> Path:
         """Let a target answer prompts by `peagle data`."""
-        count = ("--num-prompts", self.count(num_prompts))
-        return self.stage(
-            name,
-            lambda out: command(
-                "peagle", "data", "--target", target, "--prompt-file", prompts, *count, *options, "--out", out
-            ),
-        )
+        count = self.count(num_prompts)
+        data = ("peagle", "data", "--target", target, "--prompt-file", prompts, "--num-prompts", count)
+        return self.run(name, *data, *options)
 
     def train(self, trainings: dict[str, Training], target: Path, width: int, data: Sequence[str | Path]) -> None:
         """Train drafters by `peagle train`."""
-        prompts = ("--evaluate", self.work / "corpus" / "heldout_prompts.jsonl", "--evaluate-prompts", self.count(60))
+        evaluation = ("--evaluate", self.work / "corpus" / "heldout_prompts.jsonl", "--evaluate-every", "300")
         for name, training in trainings.items():
             options = [part for folder in data for part in ("--data", folder)]
             options += [] if training.init is None else ["--init", self.work / training.init / "drafter"]
             options += [*LEARN, "--width", str(width), "--steps", self.count(training.steps), *training.options]
-            self.stage(
-                name,
-                lambda out, options=options: command(  # type: ignore[misc]
-                    "peagle", "train", "--target", target, "--out", out, *options, *prompts, "--evaluate-every", "300",
-                    environment=tuned_environment(),
-                ),
-            )  # fmt: skip
+            options += [*evaluation, "--evaluate-prompts", self.count(60)]
+            self.run(name, "peagle", "train", "--target", target, *options, environment=tuned_environment())
 
 
 def command(module: str, *arguments: str | Path, environment: dict[str, str] | None = None) -> None:

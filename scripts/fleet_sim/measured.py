@@ -1,6 +1,5 @@
 """Measure this machine's costs for `scripts.fleet_sim.simulation`."""
 
-import dataclasses
 import socket
 import statistics
 import threading
@@ -17,62 +16,68 @@ from peagle.engine.resolved import Role
 from peagle.ops.errors import InputError
 from peagle.pair import Pair
 from scripts.fleet_sim.costs import Costs, Curve
-from scripts.steady import steady
+from scripts.steps import steady
 
 ROUNDS = 5
 LEAST_S = 1e-6  # of a cost that is a difference of two times
 LOOPBACK_BYTES = 1 << 26
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The engines to measure: the most drafts of a step, slots, positions."""
+def measure_costs(
+    pair: Pair, texts: Sequence[int], k: int, slots: int, context: int, progress: Callable[[str], object]
+) -> Costs:
+    """Measure a pair on prompts cut from the tokens `texts`. Raises InputError for too few.
 
-    k: int
-    slots: int
-    capacity: int
-
-
-def measure_costs(pair: Pair, texts: Sequence[int], shape: Shape, progress: Callable[[str], object]) -> Costs:
-    """Measure a pair on prompts cut from the tokens `texts`. Raises InputError for too few."""
-    if len(texts) < 64 or shape.capacity < 256:
-        raise InputError(f"{len(texts)} tokens of text and {shape.capacity} positions; expected 64 and 256 or more")
-    measure = _Measure(pair, tuple(texts), shape)
+    k, slots, context: of the engines to measure.
+    """
+    if len(texts) < 64 or context < 256:
+        raise InputError(f"{len(texts)} tokens of text and {context} positions; expected 64 and 256 or more")
+    measure = _Measure(pair, tuple(texts), k, slots, context)
     progress("prompts")
-    prompts = measure.prompts()
-    steps: dict[int, Curve] = {}
+    prompt_s = measure.prompts()
+    step_s: dict[int, Curve] = {}
     acceptance: dict[int, tuple[float, ...]] = {}
-    for k in sorted({0, shape.k}):
-        progress(f"steps of K = {k}")
-        steps[k], rates = measure.steps(k)
-        if k:
-            acceptance[k] = rates
+    for drafts in sorted({0, k}):
+        progress(f"steps of K = {drafts}")
+        step_s[drafts], rates = measure.steps(drafts)
+        if drafts:
+            acceptance[drafts] = rates
     progress("steps after long prompts")
-    position_s = measure.position_s(steps[0].at(1))
+    position_s = measure.position_s(step_s[0].at(1))
     progress("hand-offs")
-    hand_offs = measure.hand_offs(steps[shape.k].at(1))
+    hand_offs = measure.hand_offs(step_s[k].at(1))
     progress("the network of this machine")
-    network = loopback()
-    config = pair.engine_config(0, context=shape.capacity)
-    shapes = config.prefill_chunk, config.steps_per_dispatch
-    return Costs(prompts, steps, *hand_offs, *network, position_s, acceptance, *shapes)
+    bytes_per_s, network_s = loopback()
+    config = pair.engine_config(0, context=context)
+    return Costs(
+        prompt_s=prompt_s,
+        step_s=step_s,
+        **hand_offs,
+        network_bytes_per_s=bytes_per_s,
+        network_s=network_s,
+        position_s=position_s,
+        acceptance=acceptance,
+        chunk=config.prefill_chunk,
+        steps_per_dispatch=config.steps_per_dispatch,
+    )
 
 
 @dataclass(frozen=True)
 class _Measure:
     pair: Pair
     texts: tuple[int, ...]
-    shape: Shape
+    k: int
+    slots: int
+    context: int
 
     @property
     def lengths(self) -> list[int]:
         """Powers of two up to the slots' room: the lengths of prompts."""
-        most = self.shape.capacity - 16
+        most = self.context - 16
         return sorted({most, *(length for length in (32, 128, 512, 2048, 8192, 32768) if length < most)})
 
     def engine(self, k: int, role: Role = "both") -> AnyEngine:
-        shape = self.shape
-        engine = self.pair.engine(self.pair.engine_config(k, slots=shape.slots, context=shape.capacity, role=role))
+        engine = self.pair.engine(self.pair.engine_config(k, slots=self.slots, context=self.context, role=role))
         engine.warm_up()
         return engine
 
@@ -82,7 +87,7 @@ class _Measure:
         return Request(tuple(np.resize(np.roll(self.texts, -begin), length).tolist()), budget, stop_token_ids=())
 
     def prompts(self) -> Curve:
-        engine = self.engine(self.shape.k)
+        engine = self.engine(self.k)
 
         def once(length: int, number: int) -> float:
             return _seconds(lambda: list(engine.follow(engine.add(self.request(length, 1, number)))))
@@ -92,8 +97,8 @@ class _Measure:
     def steps(self, k: int) -> tuple[Curve, tuple[float, ...]]:
         """Return (seconds of a step by active rows, shares of steps that accept 1, 2, .. or more)."""
         engine, points, records = self.engine(k), [], list[StepRecord]()
-        budget = min(256, self.shape.capacity - 64 - k)
-        rows = sorted({1 << power for power in range(8) if 1 << power < self.shape.slots} | {self.shape.slots})
+        budget = min(256, self.context - 64 - k)
+        rows = sorted({1 << power for power in range(8) if 1 << power < self.slots} | {self.slots})
         for active in rows:
             runs = [
                 steady(engine, [self.request(48, budget, number * active + row) for row in range(active)])
@@ -107,13 +112,13 @@ class _Measure:
     def position_s(self, step_s: float) -> float:
         """Return the time that a position in a row's cache adds to a plain step of step_s."""
         engine, budget = self.engine(0), 96
-        length = self.shape.capacity - budget
+        length = self.context - budget
         times = [steady(engine, [self.request(length, budget, number)]).step_s for number in range(3)]
         return max(0.0, statistics.median(times) - step_s) / length
 
-    def hand_offs(self, step_s: float) -> tuple[Curve, Curve, Curve]:
-        """Return (bytes, seconds of packing, seconds of loading) by tokens of the prompt."""
-        sender, receiver = self.engine(self.shape.k, "prefill"), self.engine(self.shape.k, "decode")
+    def hand_offs(self, step_s: float) -> dict[str, Curve]:
+        """Measure bytes, seconds of packing and of loading, by tokens of the prompt."""
+        sender, receiver = self.engine(self.k, "prefill"), self.engine(self.k, "decode")
 
         def sending(length: int, budget: int, number: int) -> float:
             return _seconds(lambda: list(sender.follow(sender.add(self.request(length, budget, number)))))
@@ -129,7 +134,8 @@ class _Measure:
             more = [sending(length, 2, number) - sending(length, 1, number) for number in range(ROUNDS)]
             packing.append((length, max(LEAST_S, statistics.median(more))))
             loading.append((length, max(LEAST_S, _median(receiving, length) - step_s)))
-        return Curve(tuple(sizes)), Curve(tuple(packing)), Curve(tuple(loading))
+        curves = {"message_bytes": sizes, "pack_s": packing, "load_s": loading}
+        return {name: Curve(tuple(points)) for name, points in curves.items()}
 
 
 def _handed(sender: AnyEngine, request: Request) -> HandOff:
@@ -176,8 +182,3 @@ def _median(once: Callable[[int, int], float], size: int) -> float:
     """Take the median of ROUNDS runs after a warm-up."""
     once(size, 0)
     return statistics.median(once(size, number) for number in range(1, ROUNDS + 1))
-
-
-def on_network(costs: Costs, bytes_per_s: float, seconds: float) -> Costs:
-    """Put another network between the replicas."""
-    return dataclasses.replace(costs, network_bytes_per_s=bytes_per_s, network_s=seconds)

@@ -11,19 +11,20 @@ import collections
 import dataclasses
 import heapq
 import itertools
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pydantic.dataclasses
+from pydantic import NonNegativeInt, PositiveInt, TypeAdapter
 
 from peagle.engine import scheduler
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.scheduler import Chunk, Scheduler, Steps
 from peagle.ops.errors import InputError
-from scripts.fleet_sim.costs import Costs
+from scripts.fleet_sim.costs import Cost, Costs, Size, refused_in_words
 
 QUANTILES = (0.5, 0.9, 0.99)
 HOPS = 2  # of a hand-off: to the router, and on to the decode replica
@@ -33,34 +34,28 @@ HALVINGS = 6  # of the octave around the highest rate
 ANY_CONTEXT = 1 << 30  # positions of a request: the simulation does not limit them
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class Arrival:
     """A request of a trace."""
 
-    time_s: float
-    prompt_tokens: int
-    output_tokens: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.time_s < math.inf or self.prompt_tokens < 1 or self.output_tokens < 1:
-            raise InputError(
-                f"a request arrives at {self.time_s} s with {self.prompt_tokens} tokens and gets {self.output_tokens}; "
-                "expected a time of 0 or more, and a token or more of both"
-            )
+    time_s: Cost
+    prompt_tokens: PositiveInt
+    output_tokens: PositiveInt
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class Lengths:
     """Ranges of the lengths of prompts and answers, drawn evenly."""
 
-    prompt: tuple[int, int]
-    output: tuple[int, int]
+    prompt: tuple[PositiveInt, PositiveInt]
+    output: tuple[PositiveInt, PositiveInt]
 
-    def __post_init__(self) -> None:
-        for name in ("prompt", "output"):
-            least, most = getattr(self, name)
-            if not 1 <= least <= most:
-                raise InputError(f"tokens of the {name} are {least}-{most}; expected 1 or more, ascending")
+    @pydantic.field_validator("prompt", "output")
+    @classmethod
+    def _ascends(cls, lengths: tuple[int, int]) -> tuple[int, int]:
+        if lengths[0] > lengths[1]:
+            raise ValueError("the first is above the second")
+        return lengths
 
 
 def poisson(rate: float, count: int, lengths: Lengths, seed: int = 0) -> list[Arrival]:
@@ -75,42 +70,23 @@ def poisson(rate: float, count: int, lengths: Lengths, seed: int = 0) -> list[Ar
 
 def read_trace(path: Path) -> list[Arrival]:
     """Read a trace of JSON lines. Raises InputError that names a bad line."""
-    arrivals = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
-    for number, line in enumerate(lines, 1):
-        try:
-            values = json.loads(line)
-            lengths = int(values["prompt_tokens"]), int(values["output_tokens"])
-            arrivals.append(Arrival(float(values["time_s"]), *lengths))
-        except InputError as error:
-            raise InputError(f"line {number} of {path}: {error}") from None
-        except (ValueError, TypeError, KeyError):
-            raise InputError(
-                f"line {number} of {path} is no request; expected time_s, prompt_tokens, output_tokens"
-            ) from None
+    arrivals, reader = [], TypeAdapter(Arrival)
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        with refused_in_words(f"line {number} of {path}", "time_s, prompt_tokens, output_tokens"):
+            arrivals.append(reader.validate_json(line))
     if not arrivals:
         raise InputError(f"{path} is empty; expected a request a line")
     return sorted(arrivals, key=lambda arrival: arrival.time_s)
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class Arrangement:
     """A fleet: `prefill` replicas that only prefill (0: all do both) and `decode` others."""
 
-    prefill: int
-    decode: int
-    slots: int = 4
-    num_speculative_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        if self.prefill < 0 or self.decode < 1 or self.slots < 1 or self.num_speculative_tokens < 0:
-            raise InputError(
-                f"{self.prefill} replicas prefill and {self.decode} decode, with {self.slots} slots and K = "
-                f"{self.num_speculative_tokens}; expected a decode replica and a slot or more, and K of 0 or more"
-            )
+    prefill: NonNegativeInt
+    decode: PositiveInt
+    slots: PositiveInt = 4
+    num_speculative_tokens: NonNegativeInt = 0
 
     def __str__(self) -> str:
         return f"{self.prefill} prefill + {self.decode} decode" if self.prefill else f"{self.decode} of both"
@@ -335,16 +311,12 @@ def simulate(costs: Costs, trace: Sequence[Arrival], fleet: Arrangement, seed: i
     return requests
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class Target:
     """The most seconds to the first token, and of a later token on average."""
 
-    ttft_s: float
-    tpot_s: float
-
-    def __post_init__(self) -> None:
-        if not (0 < self.ttft_s < math.inf and 0 < self.tpot_s < math.inf):
-            raise InputError(f"the targets are {self.ttft_s} s and {self.tpot_s} s; expected numbers above 0")
+    ttft_s: Size
+    tpot_s: Size
 
     def met_by(self, served: Served) -> bool:
         return served.ttft_s <= self.ttft_s and served.tpot_s <= self.tpot_s

@@ -52,10 +52,10 @@ def generated() -> Iterator[str]:
     rng = random.Random(0)
     for number in range(NUM_GENERATED):
         parts = []
-        for place in range(rng.randint(1, MAX_MESSAGES)):
+        for message in range(rng.randint(1, MAX_MESSAGES)):
             header, text = rng.choice(HEADERS), rng.choice(TEXTS)
             end = rng.choice(("<|end|>", "<|call|>" if " to=" in header else "<|return|>"))
-            parts.append(f"{'<|start|>assistant' if place else ''}{header}<|message|>{text}{end}")
+            parts.append(f"{'<|start|>assistant' if message else ''}{header}<|message|>{text}{end}")
         answer = "".join(parts)
         yield answer.removesuffix(end) if number % 4 == 3 else answer
 

@@ -33,8 +33,7 @@ from peagle.ops.errors import InputError
 from peagle.ops.files import write_text_whole
 from peagle.pair import Pair
 from peagle.result import decode
-from scripts.peers.remote import Remote
-from scripts.peers.roster import Entry, Storage, cannot_run
+from scripts.peers.roster import cannot_run, start
 from scripts.runs import ROOT, Json, add_prompt_options, in_one_line, new_parser, numbers, origin, prompted
 from target.load import load_target, save_target
 
@@ -95,8 +94,7 @@ class Peer:
             "max_positions": longest + 2 * (k + 1),  # it drafts less near the last position
             "stop_token_ids": self._stop_token_ids,
         }
-        entry = Entry("vLLM", "vllm", options, self._python, Storage(4, 4), "float32")
-        with Remote(entry) as vllm:
+        with start("vLLM", self._python, "vllm", options) as vllm:
             self.version = vllm.described["version"]
             return [
                 _answer(vllm.call("speculate", prompt_ids=list(request.prompt_ids), num_tokens=request.max_new_tokens))

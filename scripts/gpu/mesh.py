@@ -63,9 +63,9 @@ def facts(target: Target, *copies: Target) -> Json:
     engine = Replicas(engines, config) if copies else engines[0]
     prompts = [tuple(rng.integers(0, CONFIG.vocab_size, size).tolist()) for size in (7, 30, 19, 4, 12, 9)]
     answers: list[list[Any]] = [[[], 0] for _ in prompts]
-    for place, chunk in engine.generate([Request(prompt, TOKENS) for prompt in prompts]):
-        answers[place][0] += chunk.token_ids
-        answers[place][1] += sum(step.num_accepted for step in chunk.steps)
+    for index, chunk in engine.generate([Request(prompt, TOKENS) for prompt in prompts]):
+        answers[index][0] += chunk.token_ids
+        answers[index][1] += sum(step.num_accepted for step in chunk.steps)
     text = program.as_text() or ""
     kinds = re.findall(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)[-a-z]*\(", text)
     return {"logits": logits, "answers": answers, "collectives": len(kinds)}

@@ -34,10 +34,6 @@ def page(record: Json) -> list[Block]:
     return [block for block in blocks if not isinstance(block, Table) or block.rows]
 
 
-def _text(name: str) -> Callable[[Json], str]:
-    return lambda row: str(row[name])
-
-
 def _spread(name: str) -> Callable[[Json], str]:
     return lambda row: spread_text(row[name], ".4g")
 
@@ -47,7 +43,7 @@ def _checks(rows: list[Json]) -> Table:
         return ", ".join(f"{k} {short(v)}" for k, v in row.items() if k not in ("section", "said", "at"))
 
     checks = [row for row in rows if {"ok", "copy_gb_per_s", "left_out", "weight_bytes"} & row.keys()]
-    return table(checks, {"check": _text("section"), "result": result})
+    return table(checks, {"check": cell("section"), "result": result})
 
 
 def _parts(rows: list[Json]) -> Table:
@@ -59,9 +55,9 @@ def _parts(rows: list[Json]) -> Table:
         return figure_text(1e3 * row["mb"] / row["us"] / copy if known else None, ".0%")
 
     columns = {
-        "shape": _text("shape"),
-        "requests": _text("batch"),
-        "part of a plain step": _text("part"),
+        "shape": cell("shape"),
+        "requests": cell("batch"),
+        "part of a plain step": cell("part"),
         "ms": cell("us", ".3f", 1e-3),
         "MB": lambda row: f"{row['mb']:.4g}" if row["mb"] else "-",
         "of the copy bandwidth": share,
@@ -71,15 +67,15 @@ def _parts(rows: list[Json]) -> Table:
 
 def _passes(rows: list[Json]) -> Table:
     columns = {
-        "shape": _text("shape"),
-        "kernels": _text("kernels"),
+        "shape": cell("shape"),
+        "kernels": cell("kernels"),
         "test": lambda row: f"{row['kind']} {row['size']}",
-        "batch": _text("batch"),
-        "context": _text("context"),
+        "batch": cell("batch"),
+        "context": cell("context"),
         "ms a pass": _spread("ms_per_pass"),
         "tok/s": _spread("tok_per_s"),
-        "v(T)": cell("v"),
-        "peak GB so far": cell("peak_bytes", factor=1e-9),
+        "v(T)": cell("v", ".2f"),
+        "peak GB so far": cell("peak_bytes", ".2f", 1e-9),
     }
     return table(rows, columns)
 
@@ -94,14 +90,14 @@ def _steps(rows: list[Json]) -> Table:
     for row in rows:
         best[variant(row)] = max(best.get(variant(row), 0.0), row["tok_per_s"])
     columns = {
-        "shape": _text("shape"),
-        "drafter": _text("drafter"),
-        "head": _text("draft_vocab"),
-        "batch": _text("batch"),
-        "K": _text("k"),
+        "shape": cell("shape"),
+        "drafter": cell("drafter"),
+        "head": cell("draft_vocab"),
+        "batch": cell("batch"),
+        "K": cell("k"),
         "ms a step": cell("step_ms", ".3f"),
-        "c(K)": cell("cycle_cost"),
-        "tokens a step (synthetic)": cell("tokens_a_step"),
+        "c(K)": cell("cycle_cost", ".2f"),
+        "tokens a step (synthetic)": cell("tokens_a_step", ".2f"),
         "tok/s": lambda row: short(row["tok_per_s"]) + " (best)" * (row["tok_per_s"] == best[variant(row)]),
     }
     return table(rows, columns)
@@ -138,11 +134,11 @@ def _published(rows: list[Json], published: list[Json]) -> Table:
         if all(row[name] == known[name] for name in ("shape", "drafter", "k"))
     ]
     columns = {
-        "shape": _text("shape"),
-        "drafter": _text("drafter"),
-        "K": _text("k"),
-        "published acceptance length": cell("acceptance_length"),
-        "of": _text("source"),
+        "shape": cell("shape"),
+        "drafter": cell("drafter"),
+        "K": cell("k"),
+        "published acceptance length": cell("acceptance_length", ".2f"),
+        "of": cell("source"),
         "tok/s at it": lambda row: short(row["tok_per_s"]),
         "of plain decoding": lambda row: f"{row['acceptance_length'] / row['cycle_cost']:.2f}",
     }
@@ -151,9 +147,9 @@ def _published(rows: list[Json], published: list[Json]) -> Table:
 
 def _peers(rows: list[Json]) -> Table:
     columns = {
-        "checkpoint": _text("checkpoint"),
-        "engine": _text("engine"),
-        "computes": _text("computes"),
+        "checkpoint": cell("checkpoint"),
+        "engine": cell("engine"),
+        "computes": cell("computes"),
         "decoding tok/s": lambda row: f"{row['decode_tok_per_s']['median']:.4g}",
         "ours / peer": lambda row: f"{row['ours_over_peer_decode']['median']:.2f}",
         "v(4)": lambda row: f"{row['v']['4']['median']:.2f}",

@@ -3,7 +3,6 @@
 import os
 import time
 from pathlib import Path
-from types import TracebackType
 
 PROC = Path("/proc")
 _IDLE = (3, 4)  # fields of /proc/stat's first line that are not work: idle, waiting for a disk
@@ -45,9 +44,7 @@ class Bystanders:
         self._started, self._before = time.monotonic(), self._ticks()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._before is None or (after := self._ticks()) is None:
             return
         seconds = (after - self._before) / os.sysconf("SC_CLK_TCK")

@@ -1,17 +1,20 @@
 """Derive medians, spreads and ratios from the raw lines of a comparison, round by round."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from scripts.peers.measure import Measured, Settings
 from scripts.peers.roster import OURS, Entry, batches
-from scripts.runs import Json, spread
+from scripts.runs import Json, ratios, spread
 
 Seconds = dict[tuple[str, str], list[float]]  # of each round, by engine and measurement
 
 
 def rows(checkpoint: str, measured: Measured, settings: Settings) -> list[Json]:
     """Make a row per engine."""
-    seconds = by_round(measured.lines, settings)
+    seconds: Seconds = {}
+    for line in sorted(measured.lines, key=lambda line: line["round"]):
+        for measurement, value in _seconds_of(line, settings.new_tokens - 1):
+            seconds.setdefault((line["engine"], measurement), []).append(value)
     return [_row(checkpoint, entry, measured, settings, seconds) for entry in measured.entries]
 
 
@@ -28,16 +31,8 @@ def others(measured: Measured) -> Json | None:
     return spread(shares) if shares else None
 
 
-def by_round(lines: Sequence[Json], settings: Settings) -> Seconds:
-    """Collect the seconds of prefill, decode (a token), a width, "together N" (a step)."""
-    seconds: Seconds = {}
-    for line in sorted(lines, key=lambda line: line["round"]):
-        for measurement, value in _seconds_of(line, settings.new_tokens - 1):
-            seconds.setdefault((line["engine"], measurement), []).append(value)
-    return seconds
-
-
 def _seconds_of(line: Json, num_steps: int) -> Iterator[tuple[str, float]]:
+    """Yield the seconds of prefill, decode (a token), a width, "together N" (a step)."""
     if line["what"] == "verify":
         yield str(line["rows"]), line["pass_s"]
     elif line["what"] == "decode_many":
@@ -57,19 +52,15 @@ def _row(checkpoint: str, entry: Entry, measured: Measured, settings: Settings, 
         return spread([amount / s for s in own(measurement)])
 
     def faster(measurement: str) -> Json:
-        """Divide the peer's seconds by ours of the same round: how many times faster ours is."""
-        return spread([peer / ours for peer, ours in zip(own(measurement), seconds[OURS, measurement], strict=True)])
+        """Divide the peer's seconds by ours: how many times faster ours is."""
+        return spread(ratios(own(measurement), seconds[OURS, measurement]))
 
-    def together(num_requests: int) -> Json:
+    def together(count: int) -> Json:
         """Compute the tokens a second of so many requests in all."""
-        name = f"together {num_requests}"
-        ways = {
-            line["way"]
-            for line in measured.lines
-            if (line["engine"], line.get("requests")) == (entry.name, num_requests) and "way" in line
-        }
-        way = {"way": ", ".join(sorted(ways))} if ways else {}
-        return {"tok_per_s": rate(num_requests, name), "ours_over_peer": faster(name)} | way
+        lines = (line for line in measured.lines if (line["engine"], line.get("requests")) == (entry.name, count))
+        ways = sorted({line["way"] for line in lines if "way" in line})
+        figures = {"tok_per_s": rate(count, f"together {count}"), "ours_over_peer": faster(f"together {count}")}
+        return figures | ({"way": ", ".join(ways)} if ways else {})
 
     read = entry.storage.weights(measured.files.config).read(1)
     many = settings.requests if batches(entry.name) else ()
@@ -81,7 +72,7 @@ def _row(checkpoint: str, entry: Entry, measured: Measured, settings: Settings, 
         "decode_tok_per_s": rate(1, "decode"),
         "prefill_tok_per_s": rate(settings.prompt_tokens, "prefill"),
         "pass_ms": {width: spread([1e3 * s for s in own(width)]) for width in widths},
-        "v": {width: spread([wide / one for wide, one in zip(own(width), own("1"), strict=True)]) for width in widths},
+        "v": {width: spread(ratios(own(width), own("1"))) for width in widths},
         "ours_over_peer_decode": faster("decode"),
         "ours_over_peer_prefill": faster("prefill"),
         "ours_over_peer_pass": {width: faster(width) for width in widths},

@@ -15,13 +15,14 @@ from peagle.measure.provenance import num_threads
 from peagle.ops.errors import InputError
 from scripts.peers.bystanders import Bystanders
 from scripts.peers.gguf_file import write_gguf
-from scripts.peers.remote import Remote
+from scripts.peers.remote import Child
 from scripts.peers.roster import LLAMA, Entry, Site, batches, entry, reference
-from scripts.runs import Json, Progress, rotated
+from scripts.runs import Json, Progress, turns
 from target.load import TargetFiles, inspect_target
 
 CHECKED_WIDE = 4  # rows of a pass in the second half of the check; the first half has one
 FEWEST_PASSES, MOST_PASSES = 3, 256
+FIGURES = ("prefill_s", "decode_s", "pass_s", "way")  # of a reply, for raw.jsonl
 
 
 @dataclass(frozen=True)
@@ -58,28 +59,30 @@ def measure(checkpoint: Path, settings: Settings, llama_python: str, say: Progre
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as running:
         context = settings.prompt_tokens + max(settings.new_tokens, settings.check_tokens) + max(settings.widths)
         gpu = jax.default_backend() == "gpu"
-        gguf = Path(scratch) / "model.gguf"
-        site = Site(checkpoint, files.mxfp4, gguf, context, num_threads() or 1, llama_python, gpu)
+        site = Site(
+            checkpoint, files.mxfp4, Path(scratch) / "model.gguf", context, num_threads() or 1, llama_python, gpu
+        )
         say("reference logits")
-        expected = reference_logits(site, tokens, Path(scratch), LLAMA in engines)
+        with reference(site).start() as remote:
+            expected = logits_of(remote, tokens, Path(scratch))
+            if LLAMA in engines:
+                rounded = logits_of(remote, tokens, Path(scratch), round_yarn=True)
         if LLAMA in engines:
             write_gguf(checkpoint, site.gguf)
         entries = tuple(entry(engine, site) for engine in engines)
-        remotes: dict[str, Remote] = {}
+        children: dict[str, Child] = {}
         checks: dict[str, Json] = {}
         # the largest first: loading takes about twice an engine's memory
         for own in sorted(entries, key=lambda own: -own.storage.experts):
             say(f"{own.name} loads and is checked")
-            remote = running.enter_context(Remote(own))
-            remote.described |= remote.call("prepare", prompt_ids=tokens.prompt, widths=list(settings.widths))
-            rounds_yarn = own.name == LLAMA
-            logits = logits_of(remote, tokens, Path(scratch))
-            checks[own.name] = compare(logits, expected[False])
-            if rounds_yarn:
-                checks[own.name]["rounded_yarn"] = compare(logits, expected[True])
-            remotes[own.name] = remote
-        lines = list(run_rounds(remotes, tokens, settings, say))
-        described = {engine: remote.described for engine, remote in remotes.items()}
+            children[own.name] = child = running.enter_context(own.start())
+            child.described |= child.call("prepare", prompt_ids=tokens.prompt, widths=list(settings.widths))
+            logits = logits_of(child, tokens, Path(scratch))
+            checks[own.name] = compare(logits, expected)
+            if own.name == LLAMA:
+                checks[own.name]["rounded_yarn"] = compare(logits, rounded)
+        lines = list(run_rounds(children, tokens, settings, say))
+        described = {engine: child.described for engine, child in children.items()}
     return Measured(files, entries, described, checks, lines)
 
 
@@ -109,18 +112,10 @@ class Tokens:
         return ids
 
 
-def reference_logits(site: Site, tokens: Tokens, scratch: Path, rounded: bool) -> dict[bool, np.ndarray]:
-    """Compute float32 logits of the checked tokens; by rounding of YaRN's bounds."""
-    checked = reference(site)
-    with Remote(checked) as remote:
-        kinds = (False, True) if rounded else (False,)
-        return {kind: logits_of(remote, tokens, scratch, round_yarn=kind) for kind in kinds}
-
-
-def logits_of(remote: Remote, tokens: Tokens, scratch: Path, **options: Any) -> np.ndarray:
+def logits_of(child: Child, tokens: Tokens, scratch: Path, **options: Any) -> np.ndarray:
     """Compute logits [checked tokens, vocabulary], teacher-forced after the prompt."""
     path = scratch / "logits.npy"
-    remote.call("logits", prompt_ids=tokens.prompt, passes=tokens.checked, path=str(path), **options)
+    child.call("logits", prompt_ids=tokens.prompt, passes=tokens.checked, path=str(path), **options)
     logits: np.ndarray = np.load(path)
     path.unlink()
     return logits
@@ -138,48 +133,32 @@ def compare(logits: np.ndarray, expected: np.ndarray) -> Json:
     }
 
 
-def run_rounds(engines: dict[str, Remote], tokens: Tokens, settings: Settings, say: Progress) -> Iterator[Json]:
+def run_rounds(engines: dict[str, Child], tokens: Tokens, settings: Settings, say: Progress) -> Iterator[Json]:
     """Yield a line per measurement. Round 0 warms up and chooses the numbers of passes."""
-    counts: dict[tuple[str, int], int] = {}
-    for engine, remote in engines.items():
-        say(f"{engine} warms up")
-        remote.call("decode", prompt_ids=tokens.prompt, num_tokens=settings.new_tokens)
-        for width in settings.widths:
-            passes = tokens.passes(0, FEWEST_PASSES, width)
-            pass_s = remote.call("verify", prompt_ids=tokens.prompt, passes=passes)["pass_s"]
-            counts[engine, width] = min(max(math.ceil(settings.seconds / pass_s), FEWEST_PASSES), MOST_PASSES)
-        for num_requests in settings.requests if batches(engine) else ():
-            remote.call("decode_many", prompts=tokens.prompts(num_requests), num_tokens=settings.new_tokens)
-    say.begin(settings.rounds * len(engines))
-    for number in range(1, settings.rounds + 1):
-        for engine in rotated(list(engines), number):
-            say.part(engine)
-            yield from measure_once(engine, engines[engine], number, counts, tokens, settings)
+    num_passes: dict[tuple[str, int], int] = {}
+    say.begin((settings.rounds + 1) * len(engines))
+    for number, engine in turns(list(engines), settings.rounds):
+        say.part(engine)
+        for call, fields, arguments in calls_of(engine, number, num_passes, tokens, settings):
+            with Bystanders(engines[engine].pid) as others:
+                reply = engines[engine].call(call, **arguments)
+            if number:
+                measured = {name: reply[name] for name in FIGURES if name in reply}
+                line = {"engine": engine, "round": number, "what": call, **fields, **measured}
+                yield line | {"others_frac": others.frac}
+            elif call == "verify":
+                passes = math.ceil(settings.seconds / reply["pass_s"])
+                num_passes[engine, fields["rows"]] = min(max(passes, FEWEST_PASSES), MOST_PASSES)
 
 
-def measure_once(
-    engine: str,
-    remote: Remote,
-    number: int,
-    counts: dict[tuple[str, int], int],
-    tokens: Tokens,
-    settings: Settings,
-) -> Iterator[Json]:
-    """Yield the lines of one engine in one round."""
-    line = {"engine": engine, "round": number}
-    with Bystanders(remote.pid) as others:
-        times = remote.call("decode", prompt_ids=tokens.prompt, num_tokens=settings.new_tokens)
-    times = {"prefill_s": times["prefill_s"], "decode_s": times["decode_s"]}
-    yield {**line, "what": "decode", **times, "others_frac": others.frac}
+def calls_of(
+    engine: str, number: int, num_passes: dict[tuple[str, int], int], tokens: Tokens, settings: Settings
+) -> Iterator[tuple[str, Json, Json]]:
+    """Yield (call, fields of its line, arguments) of an engine's measurements in a round."""
+    yield "decode", {}, {"prompt_ids": tokens.prompt, "num_tokens": settings.new_tokens}
     for width in settings.widths:
-        passes = tokens.passes(number, counts[engine, width], width)
-        with Bystanders(remote.pid) as others:
-            pass_s = remote.call("verify", prompt_ids=tokens.prompt, passes=passes)["pass_s"]
-        measured = {"rows": width, "passes": len(passes), "pass_s": pass_s}
-        yield {**line, "what": "verify", **measured, "others_frac": others.frac}
-    for num_requests in settings.requests if batches(engine) else ():
-        prompts = tokens.prompts(num_requests)
-        with Bystanders(remote.pid) as others:
-            reply = remote.call("decode_many", prompts=prompts, num_tokens=settings.new_tokens)
-        measured = {"requests": num_requests, **{key: reply[key] for key in ("decode_s", "way") if key in reply}}
-        yield {**line, "what": "decode_many", **measured, "others_frac": others.frac}
+        passes = tokens.passes(number, num_passes.get((engine, width), FEWEST_PASSES), width)
+        yield "verify", {"rows": width, "passes": len(passes)}, {"prompt_ids": tokens.prompt, "passes": passes}
+    for count in settings.requests if batches(engine) else ():
+        arguments = {"prompts": tokens.prompts(count), "num_tokens": settings.new_tokens}
+        yield "decode_many", {"requests": count}, arguments

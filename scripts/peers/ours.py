@@ -14,11 +14,11 @@ import numpy as np
 import peagle
 from peagle.config import DEFAULT_CHUNK
 from peagle.engine.request import Request, TokenChunk
-from peagle.measure.bench import BenchOptions, time_steps
+from peagle.measure.bench import BenchOptions, prefill, time_steps
 from peagle.measure.provenance import version_of
-from peagle.ops.attention import PagedCache
 from peagle.ops.rope import Yarn
 from peagle.pair import Pair
+from peagle.protocols import PyTree
 from target.model import GptOss
 
 MOST_PASSES = 256  # of one program, whose count is an operand: each width compiles once
@@ -73,21 +73,23 @@ class Ours:
             chunks = engine.generate(requests)
             assert isinstance(chunks, Generator)
             with contextlib.closing(chunks):
-                for place, chunk in chunks:
-                    token_ids[place] += chunk.token_ids
-                    yield place, chunk
+                for index, chunk in chunks:
+                    token_ids[index] += chunk.token_ids
+                    yield index, chunk
 
         decode_s = time_steps(collected(), len(requests), num_tokens - 1)
         return {"decode_s": decode_s, "token_ids": token_ids}
 
     def verify(self, prompt_ids: list[int], passes: list[list[int]]) -> dict[str, Any]:
-        width = len(passes[0])
+        """See worker.Engine."""
+        width, length = len(passes[0]), len(prompt_ids)
         token_ids = np.zeros((MOST_PASSES, 1, width), np.int32)
         token_ids[: len(passes), 0] = passes
-        length, cache = prefilled(self._target, prompt_ids, width, len(prompt_ids) + width)
-        cache, _ = jax.block_until_ready(_passes(self._target, token_ids, 1, length, cache))
+        positions = np.arange(length, length + width, dtype=np.int32)[None]
+        caches = prefilled(self._target, prompt_ids, length + width, width)
+        caches, _ = jax.block_until_ready(_passes(self._target, token_ids, 1, positions, caches))
         started = time.perf_counter()
-        jax.block_until_ready(_passes(self._target, token_ids, len(passes), length, cache))
+        jax.block_until_ready(_passes(self._target, token_ids, len(passes), positions, caches))
         return {"pass_s": (time.perf_counter() - started) / len(passes)}
 
     def logits(
@@ -95,11 +97,12 @@ class Ours:
     ) -> dict[str, Any]:
         """See worker.Engine. round_yarn: YaRN's bounds are rounded, as in llama.cpp."""
         target = rounding_yarn(self._target) if round_yarn else self._target
-        widest, room = max(map(len, passes)), len(prompt_ids) + sum(map(len, passes))
-        length, cache = prefilled(target, prompt_ids, widest, room)
+        length, widest = len(prompt_ids), max(map(len, passes))
+        caches = prefilled(target, prompt_ids, length + sum(map(len, passes)), widest)
         rows = []
         for token_ids in passes:
-            logits, cache = _extend(target, np.asarray([token_ids], np.int32), np.int32(length), cache)
+            positions = np.arange(length, length + len(token_ids), dtype=np.int32)[None]
+            logits, caches = _extend(target, np.asarray([token_ids], np.int32), positions, caches)
             rows.append(np.asarray(logits[0], np.float32))
             length += len(token_ids)
         np.save(path, np.concatenate(rows))
@@ -113,16 +116,9 @@ def budget_of_many(num_requests: int, prompt_tokens: int, num_tokens: int, steps
     return options.budget(case, steps_per_dispatch)
 
 
-def prefilled(target: GptOss, prompt_ids: list[int], widest: int, room: int) -> tuple[int, PagedCache]:
-    """Prefill a prompt; return (its length, its cache for passes of `widest` rows)."""
-    chunk = min(DEFAULT_CHUNK, len(prompt_ids))
-    cache = target.init_cache(1, room, max(chunk, widest))
-    for begin in range(0, len(prompt_ids), chunk):
-        piece = prompt_ids[begin : begin + chunk]
-        padded = np.zeros((1, chunk), np.int32)
-        padded[0, : len(piece)] = piece
-        cache = _prefill_chunk(target, padded, np.int32(begin), np.int32(len(piece)), cache)
-    return len(prompt_ids), cache
+def prefilled(target: GptOss, prompt_ids: list[int], room: int, widest: int) -> PyTree:
+    """Prefill a prompt into caches of `room` tokens, for passes of `widest` rows."""
+    return prefill(target, np.asarray([prompt_ids], np.int32), room, min(DEFAULT_CHUNK, len(prompt_ids)), widest)
 
 
 def rounding_yarn(target: GptOss) -> GptOss:
@@ -134,36 +130,21 @@ def rounding_yarn(target: GptOss) -> GptOss:
     return target.replace(config=dataclasses.replace(target.config, rope=rounded))  # type: ignore[attr-defined,no-any-return]
 
 
-@functools.partial(jax.jit, donate_argnames="cache")
-def _prefill_chunk(
-    target: GptOss, token_ids: jax.Array, begin: jax.Array, count: jax.Array, cache: PagedCache
-) -> PagedCache:
-    place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
-    positions = jnp.where(place < count, begin + place, -1)
-    return target.extend(token_ids, positions, cache, (count - 1).reshape(1, 1))[1]
+@functools.partial(jax.jit, donate_argnames="caches")
+def _extend(target: GptOss, token_ids: jax.Array, positions: jax.Array, caches: PyTree) -> tuple[jax.Array, PyTree]:
+    output, caches = target.extend(token_ids, positions, caches)
+    return output.logits, caches
 
 
-@functools.partial(jax.jit, donate_argnames="cache")
-def _extend(target: GptOss, token_ids: jax.Array, length: jax.Array, cache: PagedCache) -> tuple[jax.Array, PagedCache]:
-    output, cache = target.extend(token_ids, _behind(length, token_ids.shape[1]), cache)
-    return output.logits, cache
-
-
-@functools.partial(jax.jit, donate_argnames="cache")
+@functools.partial(jax.jit, donate_argnames="caches")
 def _passes(
-    target: GptOss, token_ids: jax.Array, count: jax.Array, length: jax.Array, cache: PagedCache
-) -> tuple[PagedCache, jax.Array]:
-    """Run `count` verify passes at one length; their sum keeps all of them in the program."""
-    positions = _behind(length, token_ids.shape[2])
+    target: GptOss, token_ids: jax.Array, count: jax.Array, positions: jax.Array, caches: PyTree
+) -> tuple[PyTree, jax.Array]:
+    """Run `count` passes at the same positions; the sum of their greedy tokens keeps all of them in the program."""
 
-    def one(index: jax.Array, carry: tuple[PagedCache, jax.Array]) -> tuple[PagedCache, jax.Array]:
-        cache, total = carry
-        output, cache = target.extend(token_ids[index], positions, cache)
-        return cache, total + jnp.argmax(output.logits, axis=-1).astype(jnp.int32).sum()
+    def one(index: jax.Array, carry: tuple[PyTree, jax.Array]) -> tuple[PyTree, jax.Array]:
+        caches, total = carry
+        output, caches = target.extend(token_ids[index], positions, caches)
+        return caches, total + jnp.argmax(output.logits, axis=-1).astype(jnp.int32).sum()
 
-    return jax.lax.fori_loop(0, count, one, (cache, jnp.zeros((), jnp.int32)))
-
-
-def _behind(length: jax.Array, width: int) -> jax.Array:
-    """Compute the positions [1, width] that follow `length` tokens."""
-    return length + jnp.arange(width, dtype=jnp.int32)[None, :]
+    return jax.lax.fori_loop(0, count, one, (caches, jnp.zeros((), jnp.int32)))

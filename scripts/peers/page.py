@@ -5,21 +5,20 @@ from collections.abc import Callable, Iterator
 from peagle.measure.metrics import Spread
 from peagle.measure.pages import Block, Table, heading
 from scripts.peers.roster import LLAMA, OURS
-from scripts.runs import Json, table, where
+from scripts.runs import Json, cell, table, title
 
 
 def page(run: Json) -> list[Block]:
     """Lay out the page of a run."""
-    origin, config = run["provenance"], run["config"]
+    config, platform = run["config"], run["provenance"]["device"]["platform"]
     versions = "; ".join(dict.fromkeys(row["version"] for row in run["rows"]))
-    blocks: list[Block] = [
-        heading(f"Against peers on {'one GPU' if origin['device']['platform'] == 'gpu' else 'CPU'}", 1),
-        f"`{origin['command']}`",
+    about = (
         f"Batch 1, greedy, a prompt of {config['prompt_tokens']} random tokens and {config['new_tokens']} new ones; "
         f"{config['rounds']} rounds after a warm-up; the engines take turns in every round, one at a time. Medians "
-        f"over rounds (least..greatest); ratios are taken within a round. {versions}; {where(origin)}.",
-        *(f"Left out: {engine} ({why})." for engine, why in run["left_out"].items()),
-    ]
+        f"over rounds (least..greatest); ratios are taken within a round. {versions}"
+    )
+    blocks = title(f"Against peers on {'one GPU' if platform == 'gpu' else 'CPU'}", run, about)
+    blocks += [f"Left out: {engine} ({why})." for engine, why in run["left_out"].items()]
     for checkpoint in run["checkpoints"]:
         own = [row for row in run["rows"] if row["checkpoint"] == checkpoint["name"]]
         blocks += _section(checkpoint, own, [str(width) for width in config["widths"]])
@@ -38,44 +37,51 @@ def page(run: Json) -> list[Block]:
 def _section(checkpoint: Json, rows: list[Json], widths: list[str]) -> Iterator[Block]:
     several = [width for width in widths if width != "1"]
     peers = [row for row in rows if row["engine"] != OURS]
+    engine = {"engine": cell("engine")}
+
+    def over_peer(name: str) -> Callable[[Json], str]:
+        return lambda row: "" if row["engine"] == OURS else spread_text(row[name])
+
     yield heading(f"{checkpoint['name']}: {_count(checkpoint['parameters'])} parameters")
-    yield Table(
-        ("engine", "weights", "decoding tok/s", "ours / peer", "prefill tok/s", "ours / peer", "GB/s"),
-        [
-            [
-                row["engine"],
-                row["weights"],
-                _spread(row["decode_tok_per_s"]),
-                _spread(row["ours_over_peer_decode"]) if row in peers else "",
-                _spread(row["prefill_tok_per_s"]),
-                _spread(row["ours_over_peer_prefill"]) if row in peers else "",
-                f"{row['gb_per_s']['median']:.1f}",
-            ]
-            for row in rows
-        ],
-    )
-    costs = table(
-        rows,
-        {"engine": lambda row: str(row["engine"])}
-        | {f"ms, T={w}": lambda row, w=w: f"{row['pass_ms'][w]['median']:.3g}" for w in widths}
-        | {f"v({w})": _of("v", w) for w in several},
-    )
+    speeds = {
+        "weights": cell("weights"),
+        "decoding tok/s": lambda row: spread_text(row["decode_tok_per_s"]),
+        "decoding, ours / peer": over_peer("ours_over_peer_decode"),
+        "prefill tok/s": lambda row: spread_text(row["prefill_tok_per_s"]),
+        "prefill, ours / peer": over_peer("ours_over_peer_prefill"),
+        "GB/s": lambda row: f"{row['gb_per_s']['median']:.1f}",
+    }
+    yield table(rows, engine | speeds)
+    milliseconds = {f"ms, T={w}": lambda row, w=w: f"{row['pass_ms'][w]['median']:.3g}" for w in widths}
+    costs = table(rows, engine | milliseconds | {f"v({w})": _of("v", w) for w in several})
     by_bytes = ["by bytes", *("" for _ in widths), *(f"{checkpoint['v_by_bytes'][w]:.2f}" for w in several)]
     yield Table(costs.header, [*costs.rows, by_bytes])
-    ratios = {f"ours / peer, T={w}": _of("ours_over_peer_pass", w) for w in widths}
-    yield table(peers, {"engine": lambda row: str(row["engine"])} | ratios)
+    yield table(peers, engine | {f"ours / peer, T={w}": _of("ours_over_peer_pass", w) for w in widths})
     yield from _together([row for row in rows if "together" in row])
-    checks = []
-    for row in rows:
-        checks.append(_check(row["engine"], row, _computes(row)))
-        if "rounded_yarn" in row:
-            checks.append(_check(f"{LLAMA} against YaRN rounded as there", row["rounded_yarn"], ""))
-    yield Table(("engine", "greatest difference", "root mean square", "same greedy token", "computes"), checks)
+    yield _checks(rows)
     if others := checkpoint["others_frac"]:
         yield (
             f"Other processes took {100 * others['median']:.0f} % of the processors' time during a measurement "
             f"(median; at least {100 * others['lowest']:.0f}, at most {100 * others['highest']:.0f} %)."
         )
+
+
+def _checks(rows: list[Json]) -> Table:
+    """List the differences of logits; llama.cpp's also from the reference with YaRN rounded as there."""
+    checks: list[Json] = []
+    for row in rows:
+        checks.append({**row, "computes": _computes(row)})
+        if "rounded_yarn" in row:
+            name = f"{LLAMA} against YaRN rounded as there"
+            checks.append({"engine": name, "computes": "", **row["rounded_yarn"]})
+    columns = {
+        "engine": cell("engine"),
+        "greatest difference": cell("max_difference", ".2g"),
+        "root mean square": cell("rms_difference", ".2g"),
+        "same greedy token": lambda row: f"{100 * row['top_1_agreement']:.0f} %",
+        "computes": cell("computes"),
+    }
+    return table(checks, columns)
 
 
 def _together(rows: list[Json]) -> Iterator[Block]:
@@ -87,15 +93,10 @@ def _together(rows: list[Json]) -> Iterator[Block]:
     header = ["requests", "ours tok/s"]
     for row in peers:
         header += [f"{row['engine']} tok/s", f"ours / {row['engine']}"]
-    figures = ("tok_per_s", "ours_over_peer")
-    lines = [
-        [
-            number,
-            _spread(own["tok_per_s"]),
-            *(_spread(row["together"][number][key]) for row in peers for key in figures),
-        ]
-        for number, own in ours["together"].items()
-    ]
+    lines = []
+    for number, own in ours["together"].items():
+        figures = [row["together"][number][name] for row in peers for name in ("tok_per_s", "ours_over_peer")]
+        lines.append([number, *map(spread_text, [own["tok_per_s"], *figures])])
     yield Table(header, lines)
     for row in peers:
         ways: dict[str, list[str]] = {}
@@ -122,11 +123,6 @@ def _about_many(run: Json) -> str:
     return text
 
 
-def _check(name: str, check: Json, computes: str) -> list[str]:
-    differences = (f"{check['max_difference']:.2g}", f"{check['rms_difference']:.2g}")
-    return [name, *differences, f"{100 * check['top_1_agreement']:.0f} %", computes]
-
-
 def _computes(row: Json) -> str:
     """Name the arithmetic; of transformers, also the implementation of experts at each width."""
     best = row.get("best", {})
@@ -135,15 +131,14 @@ def _computes(row: Json) -> str:
 
 
 def _of(name: str, width: str) -> Callable[[Json], str]:
-    return lambda row: _spread(row[name][width])
+    return lambda row: spread_text(row[name][width])
 
 
-def _spread(figure: Json) -> str:
-    return Spread(**figure).text(_short)
-
-
-def _short(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+def spread_text(figure: Json) -> str:
+    """Format a spread with three digits, or all before the point."""
+    return Spread(**figure).text(
+        lambda value: f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    )
 
 
 def _count(parameters: int) -> str:

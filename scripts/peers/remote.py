@@ -1,4 +1,4 @@
-"""The parent's side: an engine in a child process (see worker.py)."""
+"""The parent's side: an engine in a process of its own (see worker.py)."""
 
 import json
 import os
@@ -6,13 +6,10 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from peagle.ops.errors import InputError
-from scripts.peers.roster import Entry
-
-ROOT = Path(__file__).parents[2]
+from scripts.runs import ROOT, last_line
 
 
 class Child:
@@ -62,9 +59,7 @@ class Child:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _answer(self) -> dict[str, Any]:
@@ -80,15 +75,4 @@ class Child:
 
     def _died(self) -> InputError:
         status = self._process.wait()
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing printed")
-        return InputError(f"{self._name}: its process ended with status {status} ({last})")
-
-
-class Remote(Child):
-    """A loaded engine in a process of its own."""
-
-    def __init__(self, entry: Entry) -> None:
-        command = [entry.python, "-m", "scripts.peers.worker", entry.kind, json.dumps(dict(entry.options))]
-        super().__init__(entry.name, command)
+        return InputError(f"{self._name}: its process ended with status {status} ({last_line(self._log)})")

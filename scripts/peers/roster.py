@@ -13,6 +13,8 @@ import jax
 import numpy as np
 
 from peagle.measure.bench import WeightBytes
+from peagle.ops.strict_json import dumps
+from scripts.peers.remote import Child
 from target.config import TargetConfig
 from target.dialects import tensor_shapes
 
@@ -50,7 +52,16 @@ class Entry:
     options: Mapping[str, Any]  # of its load()
     python: str
     storage: Storage
-    weights: str  # the storage in words
+    weights: str  # describes the storage
+
+    def start(self) -> Child:
+        """Load it in a process of its own. Raises InputError."""
+        return start(self.name, self.python, self.kind, self.options)
+
+
+def start(name: str, python: str, kind: str, options: Mapping[str, Any]) -> Child:
+    """Load a worker's engine in a process of its own. Raises InputError."""
+    return Child(name, [python, "-m", "scripts.peers.worker", kind, dumps(dict(options))])
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ Afterwards `--out` (which must not exist yet) holds run.json, raw.jsonl and READ
 """
 
 import argparse
+import itertools
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -23,67 +24,57 @@ from drafter.params import init_params
 from peagle.config import AUTO
 from peagle.engine.accept import NOISE
 from peagle.loading import load
-from peagle.measure.pages import Block, heading
+from peagle.measure.pages import Block
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.files import expect_new
 from peagle.pair import Pair
 from peagle.workflows.random_checkpoint import PARALLEL, SIZES, write_random_checkpoint
-from scripts.runs import (
-    Json,
-    Progress,
-    RawLines,
-    add_run_options,
-    cell,
-    new_parser,
-    new_record,
-    numbers,
-    run_scenario,
-    table,
-    where,
-    write_run,
-)
-from scripts.synthetic import random_request, synthetic_engine, time_steps
+from scripts import runs
+from scripts.runs import Json, Progress, RawLines, cell
+from scripts.steps import random_request, synthetic_engine, time_steps
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 192
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command."""
-    parser = new_parser(__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sizes", nargs="+", metavar="SIZE", help=f"of {', '.join(SIZES)}")
-    add_run_options(parser, 5)
+    runs.add_run_options(parser, 5)
     parser.add_argument("--requests", default="1,8", help="at once (default %(default)s)")
     parser.add_argument("--rates", default="0.5,0.76", help="of acceptance (default %(default)s)")
     parser.add_argument("-k", default="1,3,5,7", help="fixed K beside plain and auto (default %(default)s)")
-    return run_scenario("auto", parser, bench, arguments)
 
 
-def bench(options: argparse.Namespace, typed: Sequence[str]) -> int:
+def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
     """Check everything before anything runs, then measure."""
     expect_new(options.out)
+    runs.expect_least(1, options, "rounds")
     if unknown := [size for size in options.sizes if size not in SIZES]:
         raise InputError(f"{unknown[0]} is no size; expected some of {', '.join(SIZES)}")
-    try:
-        rates = [float(rate) for rate in options.rates.split(",")]
-    except ValueError:
-        rates = []
-    if not rates or not all(0 < rate < 1 for rate in rates) or options.rounds < 1:
-        raise InputError("expected --rates between 0 and 1 with commas between, and --rounds of 1 or more")
-    ks, requests = numbers("-k", options.k), numbers("--requests", options.requests)
-    raw, progress = RawLines(options.out), Progress()
-    progress.begin(len(options.sizes) * len(rates) * len(requests))
+    rates = rates_of(options.rates)
+    ks, requests = runs.numbers("-k", options.k), runs.numbers("--requests", options.requests)
+    raw, progress = RawLines(options.out), Progress(total=len(options.sizes) * len(rates) * len(requests))
     for size in options.sizes:
         with tempfile.TemporaryDirectory() as scratch:
             pair = random_pair(Path(scratch), size)
-            for rate in rates:
-                for count in requests:
-                    progress.part(f"{size}, acceptance {rate:g}, {count} at once")
-                    line = {"size": size, "rate": rate}
-                    raw.extend(line | row for row in measure(pair, rate, count, ks, options.rounds))
+            for rate, count in itertools.product(rates, requests):
+                progress.part(f"{size}, acceptance {rate:g}, {count} at once")
+                rows = measure(pair, rate, count, ks, options.rounds)
+                raw.extend({"size": size, "rate": rate, **row} for row in rows)
     progress.end()
-    record = new_record(typed, {"rounds": options.rounds}, rows=raw.lines)
-    write_run(options.out, record, page(record))
+    record = runs.new_record(typed, {"rounds": options.rounds}, rows=raw.lines)
+    runs.write_run(options.out, record, page(record))
     return 0
+
+
+def rates_of(typed: str) -> list[float]:
+    """Parse rates of acceptance. Raises InputError."""
+    try:
+        rates = [float(rate) for rate in typed.split(",")]
+    except ValueError:
+        rates = []
+    if not rates or not all(0 < rate < 1 for rate in rates):
+        raise InputError(f"--rates is {typed!r}; expected --rates between 0 and 1, with commas between")
+    return rates
 
 
 def random_pair(scratch: Path, size: str) -> Pair:
@@ -110,23 +101,21 @@ def measure(pair: Pair, rate: float, count: int, ks: Sequence[int], rounds: int)
 
 def page(record: Json) -> list[Block]:
     """Lay out README.md of the run."""
-    source = record["provenance"]
     columns = {
-        "size": lambda row: row["size"],
-        "acceptance": lambda row: f"{row['rate']:g}",
-        "requests": lambda row: str(row["batch"]),
+        "size": cell("size"),
+        "acceptance": cell("rate", "g"),
+        "requests": cell("batch"),
         "K": lambda row: "plain" if row["k"] == 0 else str(row["k"]),
-        "over plain": cell("speedup"),
-        "ms a step": cell("step_ms"),
-        "tokens a step": cell("tokens_a_step"),
-        "rows a token": cell("rows_a_token"),
+        "over plain": cell("speedup", ".2f"),
+        "ms a step": cell("step_ms", ".2f"),
+        "tokens a step": cell("tokens_a_step", ".2f"),
+        "rows a token": cell("rows_a_token", ".2f"),
     }
     return [
-        heading("auto beside fixed K, synthetic acceptance", 1),
-        f"`{source['command']}`; {where(source)}.",
+        *runs.title("auto beside fixed K, synthetic acceptance", record),
         "Random weights, a P-EAGLE of four layers. Draft i is accepted at acceptance^i in the mean; one draft's own "
         f"chance is drawn (u^((1 - r) / r), u uniform), and its confidence is that chance, off by up to {NOISE:g}. "
         f"{record['config']['rounds']} rounds in turns; over plain: the median of rounds. Rows: of the target, each "
         "step's first and its verified drafts.",
-        table(record["rows"], columns),
+        runs.table(record["rows"], columns),
     ]

@@ -21,21 +21,9 @@ from peagle.checkpoints import DEMO
 from peagle.measure.pages import Block, Table, heading
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
-from scripts.peers.remote import ROOT, Child
-from scripts.runs import (
-    Json,
-    Progress,
-    RawLines,
-    add_run_options,
-    new_parser,
-    new_record,
-    rotated,
-    run_scenario,
-    spread,
-    spread_text,
-    where,
-    write_run,
-)
+from scripts import runs
+from scripts.peers.remote import Child
+from scripts.runs import ROOT, Json, Progress, RawLines
 
 NOW, BEFORE = "now", "before"
 Key = tuple[str, str, str, int]  # of a line: model, case, side, round
@@ -47,8 +35,8 @@ SHARE = 0.25  # of the contexts' memory
 class Case:
     """A measurement: its row on the page, its figure (by name) and the worker's call.
 
-    over: the row of this checkout to divide by; None: the same row of the other checkout. over_figure: the figure of
-    that row's call. alone: only this checkout runs it.
+    over: the row whose tokens a second it is divided by; only this checkout runs such a case. None: it is divided by
+    the other checkout's.
     """
 
     name: str
@@ -56,8 +44,6 @@ class Case:
     call: str
     arguments: Json
     over: str | None = None
-    over_figure: str = "tok_per_s"
-    alone: bool = False
 
     def text(self, figure: Json | None) -> str:
         """Format the median of its figure, tokens a second or milliseconds; empty if there is none."""
@@ -68,10 +54,9 @@ class Case:
 
     def ratio(self, model: str, number: int, lines: Mapping[Key, Json]) -> float | None:
         """Divide a round's figure by that of `over`; None if that was not measured."""
-        side = NOW if self.over else BEFORE
-        below = lines.get((model, self.over or self.name, side, number))
+        below = lines.get((model, self.over or self.name, NOW if self.over else BEFORE, number))
         now = lines[model, self.name, NOW, number][self.figure]
-        return None if below is None else now / below[self.over_figure if self.over else self.figure]
+        return None if below is None else now / below["tok_per_s" if self.over else self.figure]
 
 
 def cases(long: int) -> Iterator[Case]:
@@ -80,35 +65,21 @@ def cases(long: int) -> Iterator[Case]:
         drafts = f"K = {k}" if k else "plain"
         yield Case(f"one request, {drafts}", "tok_per_s", "one", _one(1, k, 40, 300))
         yield Case(f"one request after {long:,} tokens, {drafts}", "tok_per_s", "one", _one(1, k, long, 100))
-    yield Case(
-        "one request in an engine of 32 slots",
-        "tok_per_s",
-        "one",
-        _one(32, 0, 40, 300),
-        over="one request, plain",
-        alone=True,
-    )
+    in_32 = "one request in an engine of 32 slots"
+    yield Case(in_32, "tok_per_s", "one", _one(32, 0, 40, 300), over="one request, plain")
     for number, requests in enumerate(SLOTS):
-        over = None if requests in (1, 32) else _many(SLOTS[number - 1])
         arguments = {"requests": requests, "k": 0, "prompt": 40, "new": 100}
-        yield Case(_many(requests), "tok_per_s", "many", arguments, over, alone=over is not None)
-    yield Case(
-        "16 prompts of 60 tokens: until all have a first token",
-        "last_first_token_s",
-        "many",
-        {"requests": 16, "k": 0, "prompt": 60, "new": 2},
-    )
+        over = None if requests in (1, 32) else _many(SLOTS[number - 1])
+        yield Case(_many(requests), "tok_per_s", "many", arguments, over)
+    prompts = {"requests": 16, "k": 0, "prompt": 60, "new": 2}
+    yield Case("16 prompts of 60 tokens: until all have a first token", "last_first_token_s", "many", prompts)
     yield Case("a second turn after 2,048 tokens", "ttft_s", "turn", {"history": 2048, "question": 20})
+    at_random = "60 requests that arrive at random, with one of 4,096 tokens among them: 99 % of waits for a token"
     arrivals = {"requests": 60, "slots": 8, "prompt": 40, "new": 60, "long": 4096, "load": 0.8}
-    yield Case(
-        "60 requests that arrive at random, with one of 4,096 tokens among them: 99 % of waits for a token",
-        "itl_p99_s",
-        "arrivals",
-        arrivals,
-    )
-    memory = {"requests": 64, "least": 200, "most": 6000, "new": 100, "frac": SHARE}
+    yield Case(at_random, "itl_p99_s", "arrivals", arrivals)
     little = f"64 requests of 200 to 6,000 tokens in {SHARE:.0%} of their memory"
-    yield Case(little, "scarce_tok_per_s", "memory", memory, over=little, alone=True)
+    memory = {"requests": 64, "least": 200, "most": 6000, "new": 100, "frac": SHARE}
+    yield Case(little, "scarce_tok_per_s", "memory", memory, over=little)
     yield Case("warm-up of 32 slots, K = 3", "warm_up_s", "warm_up", {"slots": 32, "k": 3, "context": 4096})
 
 
@@ -120,36 +91,34 @@ def _many(requests: int) -> str:
     return f"{requests} request{'s' if requests > 1 else ''} at once, all tokens"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command."""
-    parser = new_parser(__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("targets", nargs="+", metavar="TARGET", help="demo, or directories of checkpoints")
-    add_run_options(parser, 5, "after one that warms up")
+    runs.add_run_options(parser, 5, "after one that warms up")
     parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="another checkout, to compare with")
     parser.add_argument("--long", type=int, default=8000, help="tokens before a long answer (default %(default)s)")
     parser.add_argument("--only", default="", help="cases whose names begin with this")
     parser.add_argument(
         "--skip", metavar="TEXT", action="append", default=[], help="leave out cases whose names hold this; repeatable"
     )
-    return run_scenario("engine", parser, bench, arguments)
 
 
-def bench(options: argparse.Namespace, typed: Sequence[str]) -> int:
+def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
     """Check everything before anything runs, then measure."""
     expect_new(options.out)
+    runs.expect_least(1, options, "rounds")
     if options.before is not None and not (options.before / "peagle").is_dir():
         raise InputError(f"--before {options.before} has no peagle/; expected a checkout of this project")
     chosen = [case for case in cases(options.long) if case.name.startswith(options.only)]
     chosen = [case for case in chosen if not any(text in case.name for text in options.skip)]
-    if options.rounds < 1 or not chosen:
-        raise InputError("expected --rounds of 1 or more, and --only to begin a case's name")
+    if not chosen:
+        raise InputError(f"no case is left; expected --only {options.only!r} to begin a case's name, and --skip to fit")
     raw, progress = RawLines(options.out), Progress()
     roots = {NOW: ROOT} | ({BEFORE: options.before.resolve()} if options.before else {})
     for target in options.targets:
         raw.extend(measure(target, roots, chosen, options.rounds, progress))
     progress.end()
-    record = new_record(typed, {"rounds": options.rounds}, figures=figures(raw.lines, chosen))
-    write_run(options.out, record, page(record, chosen))
+    record = runs.new_record(typed, {"rounds": options.rounds}, figures=figures(raw.lines, chosen))
+    runs.write_run(options.out, record, page(record, chosen))
     return 0
 
 
@@ -169,8 +138,8 @@ def measure(
         for number in range(rounds + 1):
             for case in chosen:
                 progress.part(f"{name}, {case.name}")
-                for side in rotated(list(children), number):
-                    if side == NOW or not case.alone:
+                for side in runs.rotated(list(children), number):
+                    if side == NOW or case.over is None:
                         line = {"model": name, "case": case.name, "side": side, "round": number}
                         yield line | children[side].call(case.call, **case.arguments)
 
@@ -183,24 +152,21 @@ def figures(lines: Sequence[Json], chosen: Sequence[Case]) -> Json:
     for model in dict.fromkeys(line["model"] for line in lines):
         for case in chosen:
             timed = rounds[:1] if case.call == "warm_up" else rounds[1:]
-            values = {
-                side: [
-                    by_key[key][case.figure] for number in timed if (key := (model, case.name, side, number)) in by_key
-                ]
-                for side in (NOW, BEFORE)
-            }
-            ratios = [ratio for number in timed if (ratio := case.ratio(model, number, by_key)) is not None]
-            of_case = {**values, "ratio": ratios}
-            result.setdefault(model, {})[case.name] = {key: spread(value) for key, value in of_case.items() if value}
+            values: dict[str, list[float]] = {}
+            for side in (NOW, BEFORE):
+                keys = [(model, case.name, side, number) for number in timed]
+                values[side] = [by_key[key][case.figure] for key in keys if key in by_key]
+            ratios = (case.ratio(model, number, by_key) for number in timed)
+            values["ratio"] = [ratio for ratio in ratios if ratio is not None]
+            spreads = {name: runs.spread(figures) for name, figures in values.items() if figures}
+            result.setdefault(model, {})[case.name] = spreads
     return result
 
 
 def page(record: Json, chosen: Sequence[Case]) -> list[Block]:
     """Lay out README.md of the run."""
-    source = record["provenance"]
     blocks: list[Block] = [
-        heading("The engine", 1),
-        f"`{source['command']}`; {where(source)}.",
+        *runs.title("The engine", record),
         f"Random tokens, greedy, {record['config']['rounds']} rounds after one that warms up; medians, with the least "
         "and the greatest. The checkouts take turns; ratios are taken within a round: this checkout over the other, or "
         "over the row that the table names. Tokens a second, or milliseconds.",
@@ -211,7 +177,7 @@ def page(record: Json, chosen: Sequence[Case]) -> list[Block]:
                 case.name,
                 case.text(by_case[case.name].get(NOW)),
                 case.text(by_case[case.name].get(BEFORE)),
-                spread_text(by_case[case.name]["ratio"], ".2f") if "ratio" in by_case[case.name] else "",
+                runs.spread_text(by_case[case.name]["ratio"], ".2f") if "ratio" in by_case[case.name] else "",
                 "all of the memory" if case.over == case.name else case.over or "",
             )
             for case in chosen

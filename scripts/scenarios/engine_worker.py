@@ -106,22 +106,22 @@ class Measured:
         self, engine: Any, arrivals: list[tuple[tuple[int, int], float]]
     ) -> tuple[list[list[float]], list[float]]:
         """Add requests when they are due; return the arrivals of their tokens, and their due times."""
-        waiting = sorted(range(len(arrivals)), key=lambda place: arrivals[place][1])
+        waiting = sorted(range(len(arrivals)), key=lambda index: arrivals[index][1])
         times: list[list[float]] = [[] for _ in arrivals]
-        places: dict[Any, int] = {}
+        indices: dict[Any, int] = {}
         started = time.perf_counter()
         while waiting or engine.busy:
             while waiting and arrivals[waiting[0]][1] <= time.perf_counter() - started:
-                place = waiting.pop(0)
-                (prompt, new), _ = arrivals[place]
-                request = Request(self._prompt(prompt, place), new, stop_token_ids=(), index=place)
-                places[engine.add(request)] = place
+                index = waiting.pop(0)
+                (prompt, new), _ = arrivals[index]
+                request = Request(self._prompt(prompt, index), new, stop_token_ids=(), index=index)
+                indices[engine.add(request)] = index
             if not engine.busy:
                 time.sleep(max(0.0, arrivals[waiting[0]][1] - (time.perf_counter() - started)))
                 continue
             for handle, chunk in engine.step():
                 if chunk.token_ids:
-                    times[places[handle]].append(chunk.time_s)
+                    times[indices[handle]].append(chunk.time_s)
         engine.settle()
         return times, [started + due for _, due in arrivals]
 

@@ -21,7 +21,7 @@ from peagle.engine.request import Request
 from peagle.loading import load
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
-from scripts.runs import new_parser, origin, run_scenario
+from scripts.runs import expect_least, origin
 
 STATUS = Path("/proc/self/status")
 NEW_TOKENS = 3
@@ -59,11 +59,11 @@ def anonymous_bytes() -> int:
 
 
 def measure(
-    directory: str, kernels: str, prompt_tokens: int = 3, blocked: bool = False, mesh: str | None = None
+    directory: str, kernels: str, prompt_tokens: int, prefill: Literal["chunked", "blocked"], mesh: str | None
 ) -> dict[str, int | float]:
     """Measure bytes of weights and caches, and the peaks of loading and decoding.
 
-    blocked: prefill the prompt at once. mesh: load over these devices, and decode nothing.
+    prefill "blocked": the whole prompt at once. mesh: load over these devices, and decode nothing.
     """
     jax.numpy.zeros(1).block_until_ready()
     before = anonymous_bytes()
@@ -81,7 +81,6 @@ def measure(
     prompt = np.random.default_rng(0).integers(0, pair.target.vocab_size, prompt_tokens).tolist()
     request = Request(tuple(prompt), NEW_TOKENS, stop_token_ids=())
     with Peak() as decoding:
-        prefill: Literal["chunked", "blocked"] = "blocked" if blocked else "chunked"
         engine = pair.engine(pair.engine_config(0, context=pair.capacity([request]), prefill=prefill))
         chunks = [chunk for _, chunk in engine.generate([request])]
     return {
@@ -92,22 +91,17 @@ def measure(
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command."""
-    parser = new_parser(__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", help="directory of an MXFP4 checkpoint")
     parser.add_argument("--kernels", choices=("auto", "native", "xla"), default="auto")
     parser.add_argument("--prompt-tokens", type=int, default=3, help="before those decoded (default %(default)s)")
     parser.add_argument("--mesh", help="load over these devices, as tp=4, and decode nothing")
     parser.add_argument("--prefill", choices=("chunked", "blocked"), default="chunked")
-    return run_scenario("memory", parser, bench, arguments)
 
 
-def bench(options: argparse.Namespace, typed: Sequence[str]) -> int:
+def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
     """Measure, and print JSON."""
-    if options.prompt_tokens < 1:
-        raise InputError(f"--prompt-tokens is {options.prompt_tokens}; expected 1 or more")
-    blocked = options.prefill == "blocked"
-    figures = measure(options.target, options.kernels, options.prompt_tokens, blocked, options.mesh)
+    expect_least(1, options, "prompt_tokens")
+    figures = measure(options.target, options.kernels, options.prompt_tokens, options.prefill, options.mesh)
     print(dumps({**figures, "provenance": origin("scripts.bench", typed)}, indent=1))
     return 0

@@ -28,20 +28,19 @@ from pathlib import Path
 from peagle.loading import MOST_STEPS_PER_DISPATCH
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
+from scripts import runs
 from scripts.peers.figures import floors, others, rows
 from scripts.peers.measure import CHECKED_WIDE, Settings, measure
 from scripts.peers.ours import budget_of_many
 from scripts.peers.page import page
 from scripts.peers.roster import DEFAULT, MOST_REQUESTS, NAMES, OURS, unavailable
-from scripts.runs import Progress, RawLines, add_run_options, new_parser, new_record, numbers, run_scenario, write_run
+from scripts.runs import Progress, RawLines
 from target.load import inspect_target
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command."""
-    parser = new_parser(__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoints", nargs="+", type=Path, metavar="CHECKPOINT", help="directories, one or several")
-    add_run_options(parser, 5, "after one that warms up")
+    runs.add_run_options(parser, 5, "after one that warms up")
     parser.add_argument("--llama-python", metavar="PATH", help="a Python that has llama-cpp-python")
     parser.add_argument(
         "--engines", default=",".join(DEFAULT), help=f"of {', '.join(NAMES)}, with commas (default %(default)s)"
@@ -57,34 +56,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--requests", metavar="N,...", help="also decode so many requests together, such as 1,4,8,16,32 (default: none)"
     )
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share a GPU's memory
-    return run_scenario("peers", parser, bench, arguments)
 
 
-def bench(arguments: argparse.Namespace, typed: list[str]) -> int:
+def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
     """Check everything, then measure; figures are written after every checkpoint."""
-    names, left_out = engines(arguments.engines, arguments.llama_python)
-    settings = Settings(
-        tuple(path.name for path in arguments.checkpoints),
-        names,
-        arguments.prompt_tokens,
-        arguments.new_tokens,
-        tuple(sorted({1, *numbers("--widths", arguments.widths)})),
-        arguments.rounds,
-        arguments.seconds,
-        arguments.check_tokens,
-        arguments.seed,
-        () if arguments.requests is None else tuple(numbers("--requests", arguments.requests)),
-    )
-    check(settings, arguments.checkpoints)
-    expect_new(arguments.out)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share a GPU's memory
+    names, left_out = engines(options.engines, options.llama_python)
+    settings = settings_of(options, names)
+    expect_new(options.out)
     for engine, why in left_out.items():
         print(f"{engine} is left out: {why}", file=sys.stderr)
-    record = new_record(typed, asdict(settings), left_out=left_out, checkpoints=[], rows=[])
-    raw = RawLines(arguments.out)
-    for number, checkpoint in enumerate(arguments.checkpoints, start=1):
-        say = Progress(f"{number}/{len(arguments.checkpoints)} {checkpoint.name}:")
-        measured = measure(checkpoint, settings, arguments.llama_python or "", say)
+    record = runs.new_record(typed, asdict(settings), left_out=left_out, checkpoints=[], rows=[])
+    raw = RawLines(options.out)
+    for number, checkpoint in enumerate(options.checkpoints, start=1):
+        say = Progress(f"{number}/{len(options.checkpoints)} {checkpoint.name}:")
+        measured = measure(checkpoint, settings, options.llama_python or "", say)
         say.end()
         record["rows"] += rows(checkpoint.name, measured, settings)
         record["checkpoints"].append(
@@ -98,7 +84,7 @@ def bench(arguments: argparse.Namespace, typed: list[str]) -> int:
             }
         )
         raw.extend({"checkpoint": checkpoint.name, **line} for line in measured.lines)
-        write_run(arguments.out, record, page(record), show=number == len(arguments.checkpoints))
+        runs.write_run(options.out, record, page(record), show=number == len(options.checkpoints))
     return 0
 
 
@@ -112,16 +98,27 @@ def engines(named: str, llama_python: str | None) -> tuple[tuple[str, ...], dict
     return tuple(name for name in names if name not in left_out), left_out
 
 
-def check(settings: Settings, checkpoints: list[Path]) -> None:
-    """Raise InputError for impossible settings, and for checkpoints with too few positions."""
-    if settings.rounds < 1 or settings.prompt_tokens < 1 or settings.new_tokens < 2:
-        raise InputError("--rounds and --prompt-tokens must be 1 or more, --new-tokens 2 or more")
-    if not 0 < settings.seconds < math.inf:
-        raise InputError(f"--seconds is {settings.seconds}; expected a number above 0")
-    if settings.check_tokens < 2 * CHECKED_WIDE or settings.check_tokens % (2 * CHECKED_WIDE):
-        raise InputError(f"--check-tokens is {settings.check_tokens}; expected a multiple of {2 * CHECKED_WIDE}")
-    if settings.seed < 0:
-        raise InputError(f"--seed is {settings.seed}; expected 0 or more")
+def settings_of(options: argparse.Namespace, engines: tuple[str, ...]) -> Settings:
+    """Make the settings. Raises InputError for impossible ones, and for checkpoints with too few positions."""
+    runs.expect_least(1, options, "rounds", "prompt_tokens")
+    runs.expect_least(2, options, "new_tokens")
+    runs.expect_least(0, options, "seed")
+    if not 0 < options.seconds < math.inf:
+        raise InputError(f"--seconds is {options.seconds}; expected a number above 0")
+    if options.check_tokens < 2 * CHECKED_WIDE or options.check_tokens % (2 * CHECKED_WIDE):
+        raise InputError(f"--check-tokens is {options.check_tokens}; expected a multiple of {2 * CHECKED_WIDE}")
+    settings = Settings(
+        tuple(path.name for path in options.checkpoints),
+        engines,
+        options.prompt_tokens,
+        options.new_tokens,
+        tuple(sorted({1, *runs.numbers("--widths", options.widths)})),
+        options.rounds,
+        options.seconds,
+        options.check_tokens,
+        options.seed,
+        () if options.requests is None else tuple(runs.numbers("--requests", options.requests)),
+    )
     if len(set(settings.checkpoints)) < len(settings.checkpoints):
         raise InputError("two checkpoints have the same name; expected directories with names of their own")
     most = max(settings.requests, default=1)
@@ -131,7 +128,8 @@ def check(settings: Settings, checkpoints: list[Path]) -> None:
     if settings.requests:
         budget = budget_of_many(most, settings.prompt_tokens, settings.new_tokens, MOST_STEPS_PER_DISPATCH)
         longest = max(longest, settings.prompt_tokens + budget)
-    for checkpoint in checkpoints:
+    for checkpoint in options.checkpoints:
         room = inspect_target(checkpoint).config.max_positions
         if longest > room:
             raise InputError(f"{checkpoint} has {room} positions; expected {longest} or more: ask for fewer tokens")
+    return settings

@@ -16,7 +16,8 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,20 +25,11 @@ from pathlib import Path
 from peagle.measure.pages import Block, Table
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
-from scripts.runs import (
-    Json,
-    add_run_options,
-    new_parser,
-    new_record,
-    rotated,
-    run_scenario,
-    spread,
-    spread_text,
-    write_run,
-)
-from scripts.scenarios.serve import Load, add_model_options, page_head, prepared, prompts
+from scripts import runs
+from scripts.runs import Json
 from scripts.serving import servers
 from scripts.serving.client import RefusedError, leave_unread, samples_of, stall, status_of, stream, whole
+from scripts.serving.models import Load, add_model_options, page_title, prepared, prompts
 from scripts.serving.servers import Server
 
 SLOTS, PROMPTS, TOKENS_IN, TOKENS_OUT = 4, 24, 128, 64
@@ -50,6 +42,18 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "array", "items": {"typ
 LONGEST_WAIT_S = 0.25  # after status 429, and until a client that waits for a whole answer leaves
 SAMPLES = 100  # of memory
 UNREAD = {"logprobs": 20, "n": 2, "ignore_eos": True, "stream": True}  # many bytes a token
+ERRORS = (RefusedError, OSError, http.client.HTTPException)
+# the kinds of valid requests
+KINDS: tuple[Json, ...] = (
+    {"temperature": 0},
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 0, "frequency_penalty": 0.5},
+    {"temperature": 0.8, "top_p": 0.9, "seed": 2, "logprobs": 2},
+    {"temperature": 0, "speculative": {"num_speculative_tokens": 0}},
+    {"temperature": 0, "stop": ["\n\n"]},
+    {"temperature": 0, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+    {"temperature": 1.0, "seed": 3, "guided_regex": "[a-f ]{9,99}"},
+)
 # invalid requests: status, method, path, body, headers
 REFUSED: tuple[tuple[int, str, str, bytes, dict[str, str]], ...] = (
     (400, "POST", "/v1/completions", b"{", {}),
@@ -70,16 +74,13 @@ REFUSED: tuple[tuple[int, str, str, bytes, dict[str, str]], ...] = (
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command."""
-    parser = new_parser(__doc__)
-    add_run_options(parser)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    runs.add_run_options(parser)
     add_model_options(parser)
     parser.add_argument("--minutes", type=float, default=10, help="default %(default)s")
-    return run_scenario("soak", parser, bench, arguments)
 
 
-def bench(options: argparse.Namespace, typed: Sequence[str]) -> int:
+def run(options: argparse.Namespace, typed: Sequence[str]) -> int:
     """Soak a server with the last K and a small prefix cache, which is soon full."""
     expect_new(options.out)
     if not 0 < options.minutes < 1e6:
@@ -99,49 +100,16 @@ def bench(options: argparse.Namespace, typed: Sequence[str]) -> int:
             counts = soak(server, bodies, clients, options.minutes * 60, options.seed, SLOTS, LONG_OUT)
             with servers.ours(*serve) as fresh:
                 counts["over_fresh"] = over_fresh(server, fresh, bodies, SLOTS)
-    record = new_record(typed, models.config(options), soak={"variant": variant, **counts})
-    write_run(options.out, record, page(record))
+    record = runs.new_record(typed, models.config(options), soak={"variant": variant, **counts})
+    runs.write_run(options.out, record, page(record))
     return 0
-
-
-@dataclass
-class Counts:
-    """The counts of a soak. wrong: descriptions of wrong answers."""
-
-    answered: int = 0
-    left: int = 0
-    bad: int = 0  # invalid requests that were refused
-    unread: int = 0  # streams without a read
-    refused: int = 0  # because the queue was full
-    wrong: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    memory_bytes: list[int] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, name: str, count: int = 1) -> None:
-        with self.lock:
-            setattr(self, name, getattr(self, name) + count)
-
-    def fail(self, error: Exception) -> None:
-        with self.lock:
-            self.failed.append(str(error) or type(error).__name__)
 
 
 def mixed_bodies(prompts: Sequence[Sequence[int]], tokens_out: int) -> list[Json]:
     """Make different requests: greedy, seeded, with penalties, stop strings, grammars, own K."""
-    kinds: tuple[Json, ...] = (
-        {"temperature": 0},
-        {"temperature": 1.0, "seed": 1},
-        {"temperature": 0, "frequency_penalty": 0.5},
-        {"temperature": 0.8, "top_p": 0.9, "seed": 2, "logprobs": 2},
-        {"temperature": 0, "speculative": {"num_speculative_tokens": 0}},
-        {"temperature": 0, "stop": ["\n\n"]},
-        {"temperature": 0, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
-        {"temperature": 1.0, "seed": 3, "guided_regex": "[a-f ]{9,99}"},
-    )
     return [
-        {"prompt": list(prompt), "max_tokens": tokens_out // 2 + 7 * place % tokens_out, **kinds[place % len(kinds)]}
-        for place, prompt in enumerate(prompts)
+        {"prompt": list(prompt), "max_tokens": tokens_out // 2 + 7 * number % tokens_out, **KINDS[number % len(KINDS)]}
+        for number, prompt in enumerate(prompts)
     ]
 
 
@@ -161,143 +129,143 @@ def soak(
     """
     try:
         expected = [whole(server.url, body) for body in bodies]
-    except (RefusedError, OSError, http.client.HTTPException) as error:
+    except ERRORS as error:
         raise InputError(f"{server.url} does not answer: {error or type(error).__name__}") from None
-    counts, end = Counts(), time.monotonic() + seconds
-    randoms = [random.Random(f"{seed} {place}") for place in range(clients)]
+    crowd = Crowd(server.url, bodies, expected, time.monotonic() + seconds, turns)
     threads = [
-        threading.Thread(target=_client, args=(server.url, bodies, expected, rng, end, turns, counts))
-        for rng in randoms
+        threading.Thread(target=crowd.client, args=(random.Random(f"{seed} {number}"),)) for number in range(clients)
     ]
-    threads.append(threading.Thread(target=_reads_nothing, args=(server.url, bodies[0], longest, end, counts)))
+    threads.append(threading.Thread(target=crowd.reads_nothing, args=(longest,)))
     for thread in threads:
         thread.start()
-    _watch_memory(server, end, seconds, counts)
+    sizes = []
+    while time.monotonic() < crowd.end:
+        sizes.append(server.memory_bytes())
+        time.sleep(seconds / SAMPLES)
     for thread in threads:
         thread.join()
-    leaked = _held(server)
-    after = [_text(lambda body=body: whole(server.url, body)) for body in bodies[:slots]]
-    wrong = len(counts.wrong) + sum(text != known for text, known in zip(after, expected, strict=False))
+    memory = [size for size in sizes if size is not None]
+    leaked = held_requests(server)
+    after = [text_or_none(server.url, body) for body in bodies[:slots]]
+    wrong = len(crowd.wrong) + sum(text != known for text, known in zip(after, expected, strict=False))
     return {
-        "clients": clients, "slots": slots, "seconds": seconds, "answered": counts.answered, "left": counts.left,
-        "bad": counts.bad, "unread": counts.unread, "refused": counts.refused, "wrong": wrong,
-        "failed": len(counts.failed), "leaked_slots": leaked, **_counted(server),
-        "first_wrong": (counts.failed + counts.wrong)[:3], "memory_growth_frac": growth(counts.memory_bytes),
-        "memory_bytes": counts.memory_bytes[-1] if counts.memory_bytes else None,
-    }  # fmt: skip
+        "clients": clients,
+        "slots": slots,
+        "seconds": seconds,
+        **{name: crowd.counts[name] for name in ("answered", "left", "bad", "unread", "refused")},
+        "wrong": wrong,
+        "failed": len(crowd.failed),
+        "leaked_slots": leaked,
+        **server_counts(server),
+        "first_wrong": (crowd.failed + crowd.wrong)[:3],
+        "memory_growth_frac": growth(memory),
+        "memory_bytes": memory[-1] if memory else None,
+    }
 
 
-def _text(read: Callable[[], str]) -> str | None:
+@dataclass
+class Crowd:
+    """Clients that send random requests until `end`, and what became of them.
+
+    counts: answered; left, by their clients; bad, invalid ones that were refused; unread; refused, with a full queue.
+    """
+
+    url: str
+    bodies: Sequence[Json]
+    expected: Sequence[str]
+    end: float
+    turns: int
+    counts: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)  # descriptions of wrong answers
+    failed: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def client(self, rng: random.Random) -> None:
+        """Send requests until the end, and at least `turns` of them."""
+        turn = 0
+        while time.monotonic() < self.end or turn < self.turns:
+            turn += 1
+            self.try_to(self.send_invalid if rng.random() < BAD else self.send, rng)
+
+    def reads_nothing(self, longest: int) -> None:
+        """Request long streams until the end, and read nothing of them."""
+
+        def send(_: random.Random) -> str:
+            stall(self.url, {**self.bodies[0], **UNREAD, "max_tokens": longest}, min(UNREAD_S, left))
+            return "unread"
+
+        rng = random.Random(longest)
+        while (left := self.end - time.monotonic()) > 0:
+            self.try_to(send, rng)
+
+    def try_to(self, send: Callable[[random.Random], str], rng: random.Random) -> None:
+        """Send a request and count its outcome; wait a little if the queue was full."""
+        try:
+            outcome = send(rng)
+        except ERRORS as error:
+            if not isinstance(error, RefusedError) or error.status != http.client.TOO_MANY_REQUESTS:
+                with self.lock:
+                    self.failed.append(str(error) or type(error).__name__)
+                return
+            outcome = "refused"
+            time.sleep(rng.uniform(0, LONGEST_WAIT_S))
+        with self.lock:
+            self.counts[outcome] += 1
+
+    def send(self, rng: random.Random) -> str:
+        """Send a request, whole or streamed, and compare its text; some clients leave early."""
+        number = rng.randrange(len(self.bodies))
+        body, known = self.bodies[number], self.expected[number]
+        leaves, text = rng.random() < LEAVING, ""
+        if rng.random() < 0.5:
+            arrivals = rng.randrange(8) if leaves else -1
+            reply = stream(self.url, body, lambda count: count == arrivals)
+            text, leaves = reply.text, reply.left
+        elif leaves:
+            leave_unread(self.url, body, rng.uniform(0, LONGEST_WAIT_S))
+        else:
+            text = whole(self.url, body)
+        if text != known and not (leaves and known.startswith(text)):
+            with self.lock:
+                self.wrong.append(f"request {number}: {text[:80]!r}; expected {known[:80]!r}")
+        return "left" if leaves else "answered"
+
+    def send_invalid(self, rng: random.Random) -> str:
+        """Send an invalid request. Raises HTTPException for another status than the right one."""
+        expected, method, path, body, headers = rng.choice(REFUSED)
+        status = status_of(self.url, method, path, body, headers)
+        if status != expected:
+            raise http.client.HTTPException(f"{method} {path} {body[:80]!r}: status {status}; expected {expected}")
+        return "bad"
+
+
+def text_or_none(url: str, body: Json) -> str | None:
     try:
-        return read()
-    except (RefusedError, OSError, http.client.HTTPException):
+        return whole(url, body)
+    except ERRORS:
         return None
 
 
-def _client(
-    url: str,
-    bodies: Sequence[Json],
-    expected: Sequence[str],
-    rng: random.Random,
-    end: float,
-    turns: int,
-    counts: Counts,
-) -> None:
-    """Send random requests until the end, and at least `turns` of them."""
-    turn = 0
-    while time.monotonic() < end or turn < turns:
-        turn += 1
-        if rng.random() < BAD:
-            _send_bad(url, rng, counts)
-            continue
-        place = rng.randrange(len(bodies))
-        try:
-            text, left = _ask(url, bodies[place], rng)
-        except RefusedError as error:
-            if error.status == http.client.TOO_MANY_REQUESTS:
-                counts.add("refused")
-                time.sleep(rng.uniform(0, LONGEST_WAIT_S))
-            else:
-                counts.fail(error)
-            continue
-        except (OSError, http.client.HTTPException) as error:
-            counts.fail(error)
-            continue
-        counts.add("left" if left else "answered")
-        known = expected[place]
-        if text != known and not (left and known.startswith(text)):
-            with counts.lock:
-                counts.wrong.append(f"request {place}: {text[:80]!r}; expected {known[:80]!r}")
-
-
-def _send_bad(url: str, rng: random.Random, counts: Counts) -> None:
-    """Send an invalid request."""
-    expected, method, path, body, headers = rng.choice(REFUSED)
-    try:
-        status = status_of(url, method, path, body, headers)
-    except (OSError, http.client.HTTPException) as error:
-        counts.fail(error)
-        return
-    if status == expected:
-        counts.add("bad")
-    else:
-        counts.fail(InputError(f"{method} {path} {body[:80]!r}: status {status}; expected {expected}"))
-
-
-def _reads_nothing(url: str, body: Json, longest: int, end: float, counts: Counts) -> None:
-    """Request long streams until the end, and read nothing of them."""
-    while (left := end - time.monotonic()) > 0:
-        try:
-            stall(url, {**body, **UNREAD, "max_tokens": longest}, min(UNREAD_S, left))
-        except RefusedError as error:
-            if error.status != http.client.TOO_MANY_REQUESTS:
-                counts.fail(error)
-            time.sleep(LONGEST_WAIT_S)
-        except (OSError, http.client.HTTPException) as error:
-            counts.fail(error)
-        else:
-            counts.add("unread")
-
-
-def _ask(url: str, body: Json, rng: random.Random) -> tuple[str, bool]:
-    """Send a request, whole or streamed; return (the text, whether the client left early)."""
-    leaves = rng.random() < LEAVING
-    if rng.random() < 0.5:
-        arrivals = rng.randrange(8) if leaves else -1
-        reply = stream(url, body, lambda count: count == arrivals)
-        return reply.text, reply.left
-    if not leaves:
-        return whole(url, body), False
-    leave_unread(url, body, rng.uniform(0, LONGEST_WAIT_S))
-    return "", True
-
-
-def _watch_memory(server: Server, end: float, seconds: float, counts: Counts) -> None:
-    while time.monotonic() < end:
-        if (size := server.memory_bytes()) is not None:
-            counts.memory_bytes.append(size)
-        time.sleep(seconds / SAMPLES)
-
-
-def _held(server: Server) -> int:
+def held_requests(server: Server) -> int:
     """Count the requests that the server holds without a waiting client."""
     end = time.monotonic() + FREE_S
-    while (health := server.health())["requests_running"] + health["requests_waiting"]:
-        if time.monotonic() > end:
-            break
+    while True:
+        health = server.health()
+        held = int(health["requests_running"] + health["requests_waiting"])
+        if not held or time.monotonic() > end:
+            return held
         time.sleep(0.05)
-    return int(health["requests_running"] + health["requests_waiting"])
 
 
-def _counted(server: Server) -> Json:
-    """Return the server's counts: its errors, cut streams, unsent bytes."""
+def server_counts(server: Server) -> Json:
+    """Return the server's counters of errors, cut streams and unsent bytes."""
     samples = samples_of(server)
 
-    def total(name: str, counts: Callable[[Mapping[str, str]], bool] = lambda _: True) -> float:
-        return sum(sample.value for sample in samples if sample.name == name and counts(sample.labels))
+    def total(name: str, least_status: str = "") -> float:
+        return sum(s.value for s in samples if s.name == name and s.labels.get("status", "") >= least_status)
 
     return {
-        "server_errors": total("http_requests_total", lambda labels: labels["status"] >= "500"),
+        "server_errors": total("http_requests_total", "500"),
         "cut_streams": total("peagle:cut_streams_total"),
         "unsent_bytes": total("peagle:unsent_bytes"),
     }
@@ -312,12 +280,12 @@ def over_fresh(server: Server, fresh: Server, bodies: Sequence[Json], slots: int
             list(pool.map(lambda body: whole(url, body), [*bodies] * PASSES))
         return time.monotonic() - began
 
-    ratios = []
-    for number in range(ROUNDS + 1):
-        urls = rotated([server.url, fresh.url], number)
-        seconds = {url: answer_all(url) for url in urls}
-        ratios.append(seconds[fresh.url] / seconds[server.url])
-    return spread(ratios[1:])  # the first round warms up
+    seconds: dict[str, list[float]] = {server.url: [], fresh.url: []}
+    for number, url in runs.turns([*seconds], ROUNDS):
+        taken = answer_all(url)
+        if number:
+            seconds[url].append(taken)
+    return runs.spread(runs.ratios(seconds[fresh.url], seconds[server.url]))
 
 
 def growth(sizes: Sequence[int]) -> float | None:
@@ -332,24 +300,23 @@ def page(record: Json) -> list[Block]:
     """Lay out README.md of the run."""
     counts = record["soak"]
     grown = counts["memory_growth_frac"]
-    lines = [
-        ("answers read to their ends", str(counts["answered"])),
-        ("requests that their clients left", str(counts["left"])),
-        ("streams that their client did not read", str(counts["unread"])),
-        ("of these, ended by the server", f"{counts['cut_streams']:g}"),
-        ("invalid requests, refused with the right status", str(counts["bad"])),
-        ("refused with status 429, since the queue was full", str(counts["refused"])),
-        ("other failures", str(counts["failed"])),
-        ("wrong answers", str(counts["wrong"])),
-        ("replies with a status of 500 or more", f"{counts['server_errors']:g}"),
-        ("leaked slots", str(counts["leaked_slots"])),
-        ("unsent bytes at the end", f"{counts['unsent_bytes']:g}"),
-        ("growth of memory", "-" if grown is None else f"{100 * grown:.1f} %"),
-        (
-            f"its speed afterwards over that of a fresh server, {ROUNDS} rounds in turns",
-            spread_text(counts["over_fresh"], ".2f"),
+    rows = {
+        "answers read to their ends": counts["answered"],
+        "requests that their clients left": counts["left"],
+        "streams that their client did not read": counts["unread"],
+        "of these, ended by the server": f"{counts['cut_streams']:g}",
+        "invalid requests, refused with the right status": counts["bad"],
+        "refused with status 429, since the queue was full": counts["refused"],
+        "other failures": counts["failed"],
+        "wrong answers": counts["wrong"],
+        "replies with a status of 500 or more": f"{counts['server_errors']:g}",
+        "leaked slots": counts["leaked_slots"],
+        "unsent bytes at the end": f"{counts['unsent_bytes']:g}",
+        "growth of memory": "-" if grown is None else f"{100 * grown:.1f} %",
+        f"its speed afterwards over that of a fresh server, {ROUNDS} rounds in turns": runs.spread_text(
+            counts["over_fresh"], ".2f"
         ),
-    ]
+    }
     text = (
         f"{counts['clients']} clients for {counts['seconds'] / 60:g} min on {counts['slots']} slots, "
         f"{counts['variant']}: "
@@ -358,4 +325,5 @@ def page(record: Json) -> list[Block]:
         "up to where its client left. 1 of 10 requests is invalid; one more client reads nothing of its streams. "
         "Memory: the last tenth of the time over its second tenth."
     )
-    return [*page_head("A soak of the server", record), text, Table(("", ""), lines)]
+    table = Table(("", ""), [(name, str(value)) for name, value in rows.items()])
+    return [*page_title("A soak of the server", record), text, table]

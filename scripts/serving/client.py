@@ -1,6 +1,6 @@
 """A cheap client, which takes the server hardly any time: streamed completions, a thread per client.
 
-It records when requests were sent and when their tokens arrived, and reads the server's own counts.
+It records when requests were sent and when their tokens arrived, and reads the server's own counters.
 """
 
 import contextlib
@@ -9,9 +9,10 @@ import json
 import socket
 import time
 import urllib.parse
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from prometheus_client.core import Sample
@@ -23,6 +24,7 @@ from scripts.runs import Json
 from scripts.serving.servers import Server
 
 PATH = "/v1/completions"
+JSON_BODY = {"Content-Type": "application/json"}
 PATIENCE_S = 600.0
 COUNTED_S = 5.0  # for a server to count a request after its last event
 ITL, TTFT, E2E = (
@@ -30,6 +32,8 @@ ITL, TTFT, E2E = (
     "vllm:time_to_first_token_seconds",
     "vllm:e2e_request_latency_seconds",
 )
+TOKENS = "vllm:generation_tokens_total"
+Counts = Mapping[tuple[str, str], float]  # by the metric's name, and the upper bound of a bucket ("" for others)
 
 
 class RefusedError(Exception):
@@ -53,30 +57,9 @@ class Reply:
     left: bool = False
 
 
-@dataclass
-class _Read:
-    """The events of a stream."""
-
-    times_s: list[float] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    usage: Json = field(default_factory=dict)
-    drafted: Json = field(default_factory=dict)
-
-    def event(self, data: bytes) -> None:
-        value = json.loads(data)
-        if "error" in value:
-            raise RefusedError(http.client.OK, value["error"]["message"])
-        text = "".join(choice.get("text") or "" for choice in value.get("choices", ()))
-        if text:
-            self.times_s.append(time.perf_counter())
-            self.texts.append(text)
-        self.usage = value.get("usage") or self.usage
-        self.drafted = value.get("metrics", {}).get("speculative_decoding", self.drafted)
-
-
 @contextlib.contextmanager
-def sent(url: str, body: Json, receive_buffer: int | None = None) -> Iterator[http.client.HTTPConnection]:
-    """Send a completion, and close the connection at the end of the context.
+def connected(url: str, receive_buffer: int | None = None) -> Iterator[http.client.HTTPConnection]:
+    """Connect to a server until the context ends.
 
     receive_buffer: bytes that the system reads ahead; it is set before connecting.
     """
@@ -87,16 +70,28 @@ def sent(url: str, body: Json, receive_buffer: int | None = None) -> Iterator[ht
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
             connection.sock.settimeout(PATIENCE_S)
             connection.sock.connect((parts.hostname, parts.port))
-        connection.request("POST", parts.path + PATH, dumps(body), {"Content-Type": "application/json"})
+        yield connection
+
+
+@contextlib.contextmanager
+def sent(url: str, body: Json, receive_buffer: int | None = None) -> Iterator[http.client.HTTPConnection]:
+    """Send a completion, and close the connection at the end of the context."""
+    with connected(url, receive_buffer) as connection:
+        connection.request("POST", urllib.parse.urlsplit(url).path + PATH, dumps(body), JSON_BODY)
         yield connection
 
 
 def reply_of(connection: http.client.HTTPConnection) -> http.client.HTTPResponse:
     """Wait for the head of a reply. Raises RefusedError for an error."""
     reply = connection.getresponse()
-    if reply.status != http.client.OK:
-        raise RefusedError(reply.status, _message(reply.read()))
-    return reply
+    if reply.status == http.client.OK:
+        return reply
+    body = reply.read()
+    try:
+        message = str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        message = body.decode(errors="replace")[:200]
+    raise RefusedError(reply.status, message)
 
 
 def whole(url: str, body: Json) -> str:
@@ -121,19 +116,11 @@ def stall(url: str, body: Json, seconds: float) -> None:
 
 def status_of(url: str, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> int:
     """Send any request; return the status of its reply."""
-    parts = urllib.parse.urlsplit(url)
-    with contextlib.closing(http.client.HTTPConnection(parts.netloc, timeout=PATIENCE_S)) as connection:
-        connection.request(method, parts.path + path, body, {"Content-Type": "application/json", **headers})
+    with connected(url) as connection:
+        connection.request(method, urllib.parse.urlsplit(url).path + path, body, {**JSON_BODY, **headers})
         reply = connection.getresponse()
         reply.read()
         return reply.status
-
-
-def _message(body: bytes) -> str:
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return body.decode(errors="replace")[:200]
 
 
 def stream(url: str, body: Json, leave: Callable[[int], bool] = lambda _: False) -> Reply:
@@ -141,24 +128,27 @@ def stream(url: str, body: Json, leave: Callable[[int], bool] = lambda _: False)
 
     leave: whether to leave, by the number of arrivals. Raises RefusedError for an error.
     """
-    started, read, left = time.perf_counter(), _Read(), False
+    started, left = time.perf_counter(), False
+    times: list[float] = []
+    texts: list[str] = []
+    usage: Json = {}
+    drafts: Json = {}
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
     with sent(url, streamed) as connection:
         for line in reply_of(connection):
             if line.startswith(b"data: {"):
-                read.event(line[len(b"data: ") :])
-            if leave(len(read.times_s)):
-                left = True
+                event = json.loads(line.removeprefix(b"data: "))
+                if "error" in event:
+                    raise RefusedError(http.client.OK, event["error"]["message"])
+                if text := "".join(choice.get("text") or "" for choice in event.get("choices", ())):
+                    times.append(time.perf_counter())
+                    texts.append(text)
+                usage = event.get("usage") or usage
+                drafts = event.get("metrics", {}).get("speculative_decoding", drafts)
+            if left := leave(len(times)):
                 break
-    return Reply(
-        started,
-        tuple(read.times_s),
-        read.usage.get("completion_tokens", 0),
-        "".join(read.texts),
-        read.drafted.get("num_spec_steps", 0),
-        read.drafted.get("num_accepted_draft_tokens", 0),
-        left,
-    )
+    counts = usage.get("completion_tokens", 0), "".join(texts), drafts.get("num_spec_steps", 0)
+    return Reply(started, tuple(times), *counts, drafts.get("num_accepted_draft_tokens", 0), left)
 
 
 def together(url: str, bodies: Sequence[Json], clients: int) -> list[Reply]:
@@ -167,8 +157,8 @@ def together(url: str, bodies: Sequence[Json], clients: int) -> list[Reply]:
     Raises InputError for a refusal, and for an answer without exactly max_tokens tokens.
     """
 
-    def client(place: int) -> list[Reply]:
-        return [stream(url, body) for body in bodies[place::clients]]
+    def client(first: int) -> list[Reply]:
+        return [stream(url, body) for body in bodies[first::clients]]
 
     with ThreadPoolExecutor(clients) as pool:
         try:
@@ -185,16 +175,18 @@ def figures(replies: Sequence[Reply]) -> Json:
     """Summarise a round: tokens from the first request to the last token a second, ttft, itl."""
     seconds = max(reply.times_s[-1] for reply in replies) - min(reply.started_s for reply in replies)
     itl = np.concatenate([np.diff(reply.times_s) for reply in replies])
-    ttft = [reply.times_s[0] - reply.started_s for reply in replies]
     steps = sum(reply.num_steps for reply in replies)
     return {
         "seconds": seconds,
         "tok_per_s": sum(reply.num_tokens for reply in replies) / seconds,
-        "ttft_p50_s": float(np.median(ttft)),
+        "ttft_p50_s": float(np.median([reply.times_s[0] - reply.started_s for reply in replies])),
         "itl_p50_s": float(np.quantile(itl, 0.5)) if len(itl) else None,
         "itl_p99_s": float(np.quantile(itl, 0.99)) if len(itl) else None,
         "acceptance_length": 1 + sum(reply.num_accepted for reply in replies) / steps if steps else None,
     }
+
+
+# --- the server's own counters --------------------------------------------------------------------------------------
 
 
 def samples_of(server: Server) -> list[Sample]:
@@ -203,60 +195,43 @@ def samples_of(server: Server) -> list[Sample]:
     return [sample for family in families for sample in family.samples]
 
 
-@dataclass(frozen=True)
-class Counted:
-    """The counters of a server of ours since its start. itl: (most seconds, count) of its histogram."""
+def counts_of(server: Server) -> Counts:
+    """Read the counters since the server's start, added up over labels but the bounds of buckets."""
+    counts: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for sample in samples_of(server):
+        counts[sample.name, sample.labels.get("le", "")] += sample.value
+    return counts
 
-    requests: float
-    tokens: float
-    itl: tuple[tuple[float, float], ...]
-    itl_s: float
-    ttft_s: float
-    e2e_s: float
 
-    @classmethod
-    def by(cls, server: Server) -> "Counted":
-        """Read /metrics."""
-        samples = samples_of(server)
+def counts_since(server: Server, before: Counts, requests: int) -> Counts:
+    """Read what the server counted since `before`. Raises InputError if that is never so many requests."""
+    end = time.monotonic() + COUNTED_S
+    while True:
+        counts = {key: value - before.get(key, 0.0) for key, value in counts_of(server).items()}
+        if (counted := counts.get((f"{E2E}_count", ""), 0.0)) >= requests:
+            return counts
+        if time.monotonic() > end:
+            raise InputError(f"{server.url}/metrics counts {counted:g} of {requests}")
+        time.sleep(0.01)
 
-        def total(name: str) -> float:
-            return sum(sample.value for sample in samples if sample.name == name)
 
-        buckets = [(float(sample.labels["le"]), sample.value) for sample in samples if sample.name == f"{ITL}_bucket"]
-        sums = (total(f"{name}_sum") for name in (ITL, TTFT, E2E))
-        return cls(total(f"{E2E}_count"), total("vllm:generation_tokens_total"), tuple(buckets), *sums)
-
-    @classmethod
-    def after(cls, server: Server, before: "Counted", requests: int) -> "Counted":
-        """Read /metrics after it counts so many more requests. Raises InputError if it never does."""
-        end = time.monotonic() + COUNTED_S
-        while (counted := cls.by(server)).requests < before.requests + requests:
-            if time.monotonic() > end:
-                raise InputError(f"{server.url}/metrics counts {counted.requests - before.requests:g} of {requests}")
-            time.sleep(0.01)
-        return counted
-
-    def since(self, before: "Counted") -> Json:
-        """Compute the server's own figures of the requests since another count.
-
-        The median of itl is interpolated in its bucket, as by Prometheus' histogram_quantile.
-        """
-        itl = [(most, count - earlier) for (most, count), (_, earlier) in zip(self.itl, before.itl, strict=True)]
-        intervals, requests = itl[-1][1], self.requests - before.requests
-        decoding = (self.e2e_s - before.e2e_s) - (self.ttft_s - before.ttft_s)
-        return {
-            "own_itl_p50_s": quantile(itl, 0.5) if intervals else None,
-            "own_itl_mean_s": (self.itl_s - before.itl_s) / intervals if intervals else None,
-            "own_ttft_mean_s": (self.ttft_s - before.ttft_s) / requests,
-            "own_tpot_s": decoding / (self.tokens - before.tokens - requests),
-        }
+def own_figures(counts: Counts) -> Json:
+    """Compute the server's own figures of the requests that it counted."""
+    requests, intervals = counts[f"{E2E}_count", ""], counts.get((f"{ITL}_count", ""), 0.0)
+    e2e_s, ttft_s, itl_s = (counts.get((f"{name}_sum", ""), 0.0) for name in (E2E, TTFT, ITL))
+    buckets = sorted((float(bound), count) for (name, bound), count in counts.items() if name == f"{ITL}_bucket")
+    return {
+        "own_itl_p50_s": quantile(buckets, 0.5) if intervals else None,
+        "own_itl_mean_s": itl_s / intervals if intervals else None,
+        "own_ttft_mean_s": ttft_s / requests,
+        "own_tpot_s": (e2e_s - ttft_s) / (counts[TOKENS, ""] - requests),
+    }
 
 
 def quantile(buckets: Sequence[tuple[float, float]], share: float) -> float:
-    """Interpolate a quantile of cumulative buckets (upper bound, count)."""
-    rank, low, below = share * buckets[-1][1], 0.0, 0.0
-    for most, count in buckets:
-        if count >= rank:
-            return low if np.isinf(most) else low + (most - low) * (rank - below) / (count - below)
-        low, below = most, count
-    raise AssertionError("the last bucket counts all")
+    """Interpolate a quantile of cumulative buckets (upper bound, count), as Prometheus' histogram_quantile does.
+
+    Above the last finite bound it is that bound.
+    """
+    bounds, counts = np.transpose([(0.0, 0.0), *buckets[:-1]])
+    return float(np.interp(share * buckets[-1][1], counts, bounds))

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peagle.ops.errors import InputError
-from peagle.ops.strict_json import dumps
 from scripts.peers import bystanders
-from scripts.runs import Json
+from scripts.runs import Json, last_line
 
 PATIENCE_S = 600.0  # for loading, compiling and warming up
 END_S = 30.0
@@ -57,7 +56,7 @@ class Server:
 
 @contextlib.contextmanager
 def running(name: str, command: Sequence[str], url: str) -> Iterator[Server]:
-    """Run a server until the context ends; yield it when its /health is good.
+    """Run a server until the context ends; yield it after its /health is good.
 
     Raises InputError with the last line of its output if it does not start.
     """
@@ -67,9 +66,7 @@ def running(name: str, command: Sequence[str], url: str) -> Iterator[Server]:
             end = time.monotonic() + PATIENCE_S
             while not _answers(url):
                 if process.poll() is not None or time.monotonic() > end:
-                    log.seek(0)
-                    lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-                    raise InputError(f"{name} did not come up: {lines[-1].strip() if lines else 'it printed nothing'}")
+                    raise InputError(f"{name} did not come up: {last_line(log)}")
                 time.sleep(POLL_S)
             yield Server(url, process.pid)
         finally:
@@ -119,27 +116,3 @@ def check_binary(binary: str) -> None:
     """Raise InputError if there is no such program."""
     if shutil.which(binary) is None:
         raise InputError(f"--peer names {binary}, which is no program; expected llama-server, or the URL of one")
-
-
-def byte_level_tokens(size: int) -> list[str]:
-    """Make a byte-level vocabulary: the 256 bytes, then other texts."""
-    from peagle.text.tokenizer import byte_alphabet
-
-    return [*byte_alphabet(), *(f"t{number}." for number in range(256, size))][:size]
-
-
-def with_tokenizer(checkpoint: Path, tokens: Sequence[str], directory: Path) -> None:
-    """Make a directory of links to a checkpoint's files and a tokenizer of these tokens."""
-    directory.mkdir()
-    for path in checkpoint.iterdir():
-        (directory / path.name).symlink_to(path.resolve())
-    vocab = {token: place for place, token in enumerate(tokens)}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    tokenizer = {
-        "version": "1.0", "added_tokens": [], "normalizer": None, "post_processor": None, "truncation": None,
-        "padding": None, "pre_tokenizer": byte_level, "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": vocab, "merges": []},
-    }  # fmt: skip
-    (directory / "tokenizer.json").write_text(dumps(tokenizer), "utf-8")
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    (directory / "tokenizer_config.json").write_text(dumps(config), "utf-8")

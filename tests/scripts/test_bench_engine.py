@@ -11,8 +11,8 @@ from scripts.scenarios.engine import BEFORE, NOW, Case
 from scripts.scenarios.engine_worker import Measured
 
 ONE = Case("one", "tok_per_s", "one", {})
-BOTH = Case("two at once", "tok_per_s", "many", {}, over="one", alone=True)
-SCARCE = Case("little memory", "scarce", "memory", {}, over="little memory", alone=True)
+BOTH = Case("two at once", "tok_per_s", "many", {}, over="one")
+SCARCE = Case("little memory", "scarce", "memory", {}, over="little memory")
 WARM = Case("warm-up", "warm_up_s", "warm_up", {})
 
 
@@ -45,7 +45,6 @@ def test_a_case_names_the_row_it_is_divided_by() -> None:
     names = {case.name for case in engine.cases(8000)}
     assert len(names) == len(list(engine.cases(8000)))
     assert all(case.over is None or case.over in names for case in engine.cases(8000))
-    assert all(case.alone == (case.over is not None) for case in engine.cases(8000))
     assert all(hasattr(Measured, case.call) for case in engine.cases(8000))
 
 
@@ -54,8 +53,8 @@ def test_a_case_names_the_row_it_is_divided_by() -> None:
     [
         (["unknown"], "unknown is no scenario; expected one of auto, engine, memory, peers, serve, soak"),
         (["engine", "--out", "OUT", "--before", "nowhere", "demo"], "expected a checkout of this project"),
-        (["engine", "--out", "OUT", "--rounds", "0", "demo"], "expected --rounds of 1 or more"),
-        (["engine", "--out", "OUT", "--only", "no such case", "demo"], "--only to begin a case's name"),
+        (["engine", "--out", "OUT", "--rounds", "0", "demo"], "--rounds is 0; expected 1 or more"),
+        (["engine", "--out", "OUT", "--only", "no such case", "demo"], "--only 'no such case' to begin a case's name"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -22,11 +22,12 @@ from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.ops.mxfp4 import CODES
 from peagle.workflows.random_checkpoint import SIZES, geometry, random_tensors, write_random_checkpoint
-from scripts.peers import bystanders, figures, gguf_file, measure, ours, page, remote, roster
+from scripts import bench
+from scripts.peers import bystanders, figures, gguf_file, measure, ours, page, roster
 from scripts.peers.bystanders import Bystanders
 from scripts.peers.stepwise import StepwiseEngine
 from scripts.runs import Progress, rotated
-from scripts.scenarios import peers as bench_peers
+from scripts.scenarios import peers as scenario
 from target.load import inspect_target, write_target
 
 GEOMETRY = geometry(
@@ -490,8 +491,8 @@ def test_transformers_and_ours_compute_the_same_logits(checkpoint: Path, tmp_pat
         (["--requests", ""], "expected numbers with commas between"),
         (["--requests", "1,257"], "--requests names 257; expected at most 256"),
         (["--requests", "256", "--prompt-tokens", "100000"], "has 131072 positions"),
-        (["--rounds", "0"], "must be 1 or more"),
-        (["-n", "1"], "--new-tokens 2 or more"),
+        (["--rounds", "0"], "--rounds is 0; expected 1 or more"),
+        (["-n", "1"], "--new-tokens is 1; expected 2 or more"),
         (["--seconds", "nan"], "--seconds is nan"),
         (["--check-tokens", "12"], "expected a multiple of 8"),
         (["--prompt-tokens", "131072"], "has 131072 positions"),
@@ -505,7 +506,7 @@ def test_bad_input_is_one_line_and_writes_nothing(
 ) -> None:
     out = tmp_path / "run"
     typed = [word.format(checkpoint=checkpoint, out=out) for word in arguments]
-    assert bench_peers.main([str(checkpoint), "--engines", "peagle", "--out", str(out), *typed]) == 2
+    assert bench.main(["peers", str(checkpoint), "--engines", "peagle", "--out", str(out), *typed]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
@@ -540,7 +541,7 @@ def test_work_of_others_is_known_here() -> None:
 
 
 def test_an_engine_that_is_not_there_is_named_with_the_reason() -> None:
-    names, left_out = bench_peers.engines("llama.cpp", "/no/such/python")
+    names, left_out = scenario.engines("llama.cpp", "/no/such/python")
     assert names == ("peagle",)
     assert set(left_out) == {"llama.cpp"}
 
@@ -548,4 +549,4 @@ def test_an_engine_that_is_not_there_is_named_with_the_reason() -> None:
 def test_an_engine_that_fails_is_one_line(tmp_path: Path) -> None:
     site = roster.Site(tmp_path / "nothing", True, tmp_path / "model.gguf", 64, 1, "python")
     with pytest.raises(InputError, match=r"^peagle-xla: InputError: .*nothing does not exist[^\n]*$"):
-        remote.Remote(roster.entry("peagle-xla", site))
+        roster.entry("peagle-xla", site).start()

@@ -12,12 +12,14 @@ from peagle.engine.engine import Engine
 from peagle.measure.pages import markdown
 from peagle.ops.errors import InputError
 from peagle.text.tokenizer import load_tokenizer
+from scripts import bench
 from scripts.runs import Progress
 from scripts.scenarios import serve, soak
-from scripts.scenarios.serve import PEER, PLAIN, Load, by_engine, page, prompts, rounds, summary
+from scripts.scenarios.serve import PEER, by_engine, page, rounds, summary
 from scripts.serving import client, servers
-from scripts.serving.client import Counted, Reply, quantile
-from scripts.serving.servers import Server, byte_level_tokens, with_tokenizer
+from scripts.serving.client import Reply, counts_of, counts_since, quantile
+from scripts.serving.models import PLAIN, Load, byte_level_tokens, prompts, with_tokenizer
+from scripts.serving.servers import Server
 from tests.support.harmony import says
 from tests.support.pairs import write_tokenizer
 from tests.support.running import running
@@ -84,9 +86,9 @@ def test_what_is_refused_or_cut_short_is_one_line(
     with pytest.raises(InputError, match="tokens; expected 300"):
         client.together(running_server.url, [stopped], 1)
     monkeypatch.setattr(client, "COUNTED_S", 0.0)
-    before = Counted.by(running_server)
+    before = counts_of(running_server)
     with pytest.raises(InputError, match="counts 0 of 1"):
-        Counted.after(running_server, before, 1)
+        counts_since(running_server, before, 1)
 
 
 def soaked(server: Server, clients: int = 6) -> dict[str, Any]:
@@ -219,7 +221,7 @@ def test_the_page_names_every_variant_and_what_is_missing() -> None:
     ("options", "message"),
     [
         (["--rounds", "0"], "--rounds is 0"),
-        (["--round-out", "1"], "--round-out must be 2"),
+        (["--round-out", "1"], "--round-out is 1; expected 2 or more"),
         (["--clients", "0"], "--clients is '0'"),
         (["--requests", "-1"], "--requests"),
         (["--peer", "no-such-program"], "no-such-program, which is no program"),
@@ -231,7 +233,7 @@ def test_bad_options_are_one_line_and_write_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str], message: str
 ) -> None:
     out = tmp_path / "run"
-    assert serve.main(["--out", str(out), *options]) == 2
+    assert bench.main(["serve", "--out", str(out), *options]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
@@ -244,5 +246,5 @@ def test_only_the_peer_is_told_to_keep_no_prompts() -> None:
 
 
 def test_a_soak_of_no_minutes_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert soak.main(["--out", str(tmp_path / "run"), "--minutes", "0"]) == 2
+    assert bench.main(["soak", "--out", str(tmp_path / "run"), "--minutes", "0"]) == 2
     assert capsys.readouterr().err == "bench soak: error: --minutes is 0.0; expected a number above 0\n"

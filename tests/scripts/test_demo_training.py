@@ -7,23 +7,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from scripts.demo import build, train_target
-from scripts.demo.train_target import (
-    BATCH_ROWS,
-    STAGES,
-    STEP_TOKENS,
-    Batches,
-    Rows,
-    Stage,
-    blocks,
-    joined,
-    load_tree,
-    optimizer,
-    positions_of,
-    save_tree,
-)
+from scripts.demo.rows import BATCH_ROWS, STAGES, STEP_TOKENS, Batches, Rows, Stage, positions_of
+from scripts.demo.train_target import blocks, checkpoints_of, init_state, joined, optimizer, restored
 from target import model
 from target.packed_attention import attend_packed
 from target.params import TargetParams
@@ -134,10 +123,22 @@ def test_every_stage_of_the_recipe_begins_with_what_was_made_before() -> None:
     assert set(build.PAIR.values()) <= trained
 
 
-def test_a_tree_is_stored_whole_and_read_back(tmp_path: Path) -> None:
-    tree = {"a": jnp.arange(3), "b": (jnp.ones((2, 2)),)}
-    save_tree(tmp_path / "tree.npz", tree)
-    jax.tree.map(np.testing.assert_array_equal, load_tree(tmp_path / "tree.npz", tree), tree)
-    for other in ({"a": jnp.arange(4), "b": tree["b"]}, {"a": tree["a"]}):
-        with pytest.raises(SystemExit, match="expected"):
-            load_tree(tmp_path / "tree.npz", other)
+def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    first, later = init_state(CONFIG), init_state(CONFIG)
+    later = later._replace(params=jax.tree.map(lambda leaf: leaf + 1, later.params))
+    with checkpoints_of(tmp_path) as checkpoints:
+        assert restored(checkpoints, first)[1] == 0
+        for step, state in ((3, first), (5, later)):
+            checkpoints.save(step, args=ocp.args.StandardSave(state))
+    with checkpoints_of(tmp_path) as checkpoints:
+        state, step = restored(checkpoints, first)
+        assert step == 5
+        jax.tree.map(np.testing.assert_array_equal, state, later)
+
+
+def test_a_run_of_another_model_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr("sys.argv", ["train_target", "begun", "--data", "nowhere", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        train_target.main()
+    assert (tmp_path / "config.json").read_text() == "{}"

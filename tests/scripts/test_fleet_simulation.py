@@ -1,6 +1,5 @@
 """The simulator of a fleet: queues as closed forms have them, nothing lost, and more of anything is no worse."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from peagle.ops.errors import InputError
-from scripts.fleet_sim.costs import Costs, Curve, costs_of, read_costs
+from scripts.fleet_sim.costs import Costs, Curve, read_costs
 from scripts.fleet_sim.simulation import (
     HOPS,
     Arrangement,
@@ -37,6 +36,10 @@ COSTS = Costs(
 LENGTHS = Lengths((20, 600), (1, 40))
 TARGET = Target(1.0, 0.02)
 BOTH, APART = Arrangement(0, 2), Arrangement(1, 1)
+
+
+def changed(**values: object) -> Costs:
+    return Costs(**{**dict(COSTS), **values})
 
 
 def ttft(costs: Costs, trace: list[Arrival], fleet: Arrangement) -> np.ndarray:
@@ -99,7 +102,7 @@ def test_one_request_takes_what_its_parts_take() -> None:
 
 
 def test_drafts_that_are_accepted_come_together() -> None:
-    sure = dataclasses.replace(COSTS, acceptance={2: (1.0, 1.0)})
+    sure = changed(acceptance={2: (1.0, 1.0)})
     (served,) = simulate(sure, [Arrival(0.0, 100, 31)], Arrangement(0, 1, 4, 2))
     assert [count for _, count in served.times] == [1] + [3] * 10
     assert served.itl_s == pytest.approx([0.006] * 10)
@@ -116,7 +119,7 @@ def test_more_of_anything_is_no_worse() -> None:
         assert ttft(COSTS, fast, more).mean() <= ttft(COSTS, fast, less).mean()
     for less, more in itertools.pairwise([Arrangement(0, 1), Arrangement(0, 2), Arrangement(0, 4)]):
         assert ttft(COSTS, fast, more).mean() <= ttft(COSTS, fast, less).mean()
-    networks = [dataclasses.replace(COSTS, network_bytes_per_s=speed) for speed in (1e7, 1e8, math.inf)]
+    networks = [changed(network_bytes_per_s=speed) for speed in (1e7, 1e8, math.inf)]
     for less, more in itertools.pairwise(networks):
         assert ttft(more, slow, APART).mean() <= ttft(less, slow, APART).mean()
 
@@ -150,38 +153,40 @@ def test_the_highest_rate_meets_its_target_and_more_does_not() -> None:
 
 def test_costs_are_read_as_they_are_written(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
-    path.write_text(json.dumps(COSTS.to_json()))
+    path.write_text(COSTS.model_dump_json())
     assert read_costs(path) == COSTS
 
 
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"prompt_s": None}, "another form"),
-        ({"prompt_s": []}, "sizes \\[\\]"),
+        ({"prompt_s": None}, "prompt_s is None"),
+        ({"prompt_s": []}, "sizes are \\[\\]"),
         ({"prompt_s": [[2, 1], [1, 1]]}, "ascending"),
-        ({"prompt_s": [[2, -1]]}, "finite numbers of 0 or more"),
-        ({"step_s": {"x": [[1, 1]]}}, "another form"),
+        ({"prompt_s": [[2, -1]]}, "prompt_s.0.1 is -1: Input should be greater than or equal to 0"),
+        ({"step_s": {"x": [[1, 1]]}}, "step_s.x"),
         ({"step_s": {"1": [[1, 1]]}}, "0 rates for K = 1"),
         ({"acceptance": {"2": [0.4, 0.7]}}, "never rise"),
         ({"network_bytes_per_s": 0.0}, "network_bytes_per_s is 0"),
         ({"network_s": -1.0}, "network_s is -1"),
         ({"chunk": 0}, "chunk is 0"),
-        ({"speed": 1}, "has 'speed'; expected prompt_s, "),
+        ({"speed": 1}, "speed is 1: Extra inputs are not permitted; expected what --measure writes"),
     ],
 )
-def test_costs_that_cannot_be_are_refused_in_one_line(change: dict, match: str) -> None:
+def test_costs_that_cannot_be_are_refused_in_one_line(change: dict, match: str, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({**json.loads(COSTS.model_dump_json()), **change}))
     with pytest.raises(InputError, match=match) as raised:
-        costs_of({**json.loads(json.dumps(COSTS.to_json())), **change}, "costs.json")
-    assert str(raised.value).startswith("costs.json")
+        read_costs(path)
+    assert str(raised.value).startswith(str(path))
     assert "\n" not in str(raised.value)
 
 
 def test_files_that_are_none_are_refused_by_line(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="lacks prompt_s"):
-        costs_of({}, "it")
-    with pytest.raises(InputError, match="cannot be read as JSON"):
-        read_costs(tmp_path / "none")
+    for text, match in (("{}", "prompt_s: Field required"), ("x", "Invalid JSON")):
+        (tmp_path / "costs.json").write_text(text)
+        with pytest.raises(InputError, match=match):
+            read_costs(tmp_path / "costs.json")
     path = tmp_path / "trace.jsonl"
     path.write_text("")
     with pytest.raises(InputError, match="is empty"):
@@ -206,5 +211,5 @@ def test_questions_that_make_no_sense_are_refused() -> None:
         lambda: Target(0.0, 1.0),
         lambda: simulate(COSTS, [Arrival(0.0, 1, 1)], Arrangement(0, 1, 4, 5)),
     ):
-        with pytest.raises(InputError):
+        with pytest.raises(ValueError, match=r"expected|Input should be|the first is above"):
             make()

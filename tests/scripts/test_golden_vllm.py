@@ -135,7 +135,7 @@ def test_bad_input_is_one_line(
     [
         ("sys.stderr.write('starts\\nno room for caches\\n\\n')\nsys.exit(3)", "status 3 (no room for caches)"),
         ('print(\'{"error": "ValueError: no MXFP4"}\')', "vLLM: ValueError: no MXFP4"),
-        (f"{STARTS}sys.exit(4)", "status 4 (nothing printed)"),
+        (f"{STARTS}sys.exit(4)", "status 4 (it printed nothing)"),
     ],
     ids=["dies", "refuses", "dies while it decodes"],
 )

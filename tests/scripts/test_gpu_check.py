@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,20 +10,17 @@ import pytest
 
 from peagle.measure.pages import markdown
 from scripts import gpu_check
-from scripts.gpu import page
+from scripts.gpu import page, shape
 
 
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *map(str, arguments)])
-    return gpu_check.main()
+def call(*arguments: object) -> int:
+    return gpu_check.main([*map(str, arguments)])
 
 
-def test_a_machine_without_a_gpu_is_told_in_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert call(monkeypatch, "--out", tmp_path / "run") == 2
+def test_a_machine_without_a_gpu_is_told_in_a_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert call("--out", tmp_path / "run") == 2
     assert "not on a GPU; give --any-device" in capsys.readouterr().err
-    assert call(monkeypatch, "--out", tmp_path / "run", "--shapes", "7b", "--any-device") == 2
+    assert call("--out", tmp_path / "run", "--shapes", "7b", "--any-device") == 2
     assert "--shapes names 7b" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
@@ -47,9 +43,9 @@ def test_a_section_that_fails_costs_the_others_nothing(monkeypatch: pytest.Monke
         monkeypatch.setattr(gpu_check, name, broken)
     monkeypatch.setattr(gpu_check, "peers", slow)
     for name in ("target_alone", "speculation", "by_part"):
-        monkeypatch.setattr(gpu_check, name, lambda *_: iter(()))
+        monkeypatch.setattr(shape.Shape, name, lambda *_: iter(()))
     out = tmp_path / "run"
-    assert call(monkeypatch, "--out", out, "--shapes", "tiny", "--any-device") == 1
+    assert call("--out", out, "--shapes", "tiny", "--any-device") == 1
     rows = [json.loads(line) for line in (out / "raw.jsonl").read_text().splitlines()]
     assert [row["section"] for row in rows if row.get("ok") is False] == ["parity", "losslessness", "conformance"]
     assert any("copy_gb_per_s" in row for row in rows)
@@ -74,17 +70,15 @@ def test_sections_alone_and_a_time_that_ends(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(gpu_check, "page", lambda _: [])
     out = tmp_path / "run"
     options = ("--any-device", "--shapes", "tiny", "--minutes", "2")
-    assert call(monkeypatch, "--out", out, *options, "--only", "kernels,peers") == 0
+    assert call("--out", out, *options, "--only", "kernels,peers") == 0
     rows = [json.loads(line) for line in (out / "raw.jsonl").read_text().splitlines()]
     assert [row["section"] for row in rows] == ["kernels"] + ["peers"] * 6
     assert rows[-1]["left_out"] == "the rest, at the end of --minutes 2"
 
 
-def test_a_section_that_there_is_not_is_told_in_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_section_that_there_is_not_is_told_in_a_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     options = ("--any-device", "--shapes", "tiny", "--only", "speed")
-    assert call(monkeypatch, "--out", tmp_path / "run", *options) == 2
+    assert call("--out", tmp_path / "run", *options) == 2
     error = capsys.readouterr().err
     assert "--only speed names no section; they are kernels, bandwidth, parity" in error
     assert "conformance, peers, tiny: sizes, tiny: 1 after 512, tiny: 8 after 512, " in error
@@ -140,10 +134,10 @@ def test_the_page_has_every_table() -> None:
 
 
 def test_a_shape_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(gpu_check, "ROOM", 1e30)
-    monkeypatch.setattr(gpu_check.jax, "devices", lambda: [Device()])
+    monkeypatch.setattr(shape, "ROOM", 1e30)
+    monkeypatch.setattr(shape.jax, "devices", lambda: [Device()])
     out = tmp_path / "run"
-    assert call(monkeypatch, "--out", out, "--any-device", "--shapes", "tiny", "--only", "tiny: parts") == 0
+    assert call("--out", out, "--any-device", "--shapes", "tiny", "--only", "tiny: parts") == 0
     (row,) = [json.loads(line) for line in (out / "raw.jsonl").read_text().splitlines()]
     assert row["left_out"].endswith(" GB, and 80.0 GB are free")
 
@@ -151,15 +145,15 @@ def test_a_shape_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch, 
 def test_a_shapes_weights_are_gone_when_the_next_begins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     held: dict[str, weakref.ref[Weights]] = {}
 
-    def by_part(name: str, weights: Weights, _: object) -> Iterator[dict[str, object]]:
-        held[name] = weakref.ref(weights)
+    def by_part(self: shape.Shape) -> Iterator[dict[str, object]]:
+        held[self.name] = weakref.ref(self.weights)
         yield {"alive": [name for name, weights in held.items() if weights() is not None]}
         raise RuntimeError("and nothing else of it runs")
 
-    monkeypatch.setattr(gpu_check, "random_params", lambda *_: Weights())
-    monkeypatch.setattr(gpu_check, "by_part", by_part)
+    monkeypatch.setattr(shape, "random_params", lambda *_: Weights())
+    monkeypatch.setattr(shape.Shape, "by_part", by_part)
     options = ("--any-device", "--shapes", "tiny,S", "--only", "tiny: parts,S: parts")
-    assert call(monkeypatch, "--out", tmp_path / "run", *options) == 1
+    assert call("--out", tmp_path / "run", *options) == 1
     rows = [json.loads(line) for line in (tmp_path / "run" / "raw.jsonl").read_text().splitlines()]
     assert [row["alive"] for row in rows if "alive" in row] == [["tiny"], ["S"]]
 

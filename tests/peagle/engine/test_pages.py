@@ -146,7 +146,7 @@ class Machine(RuleBasedStateMachine):
         """End or preempt a request: what was not read is lost."""
         request = self.requests.pop(which % len(self.requests))
         self.publish(request, True)
-        self.pool.close(request.table)
+        self.pool.free(request.table)
 
     @invariant()
     def holds_together(self) -> None:
@@ -191,7 +191,7 @@ class WithoutSalt(PagePool):
 class LostPages(PagePool):
     """Evicting a node forgets its other groups' pages."""
 
-    def _drop(self, node: Any) -> None:
+    def _remove(self, node: Any) -> None:
         del node.parent.children[node.tokens]
 
 
@@ -223,7 +223,7 @@ def test_what_a_second_turn_finds() -> None:
     pool = PagePool(GROUPS, SIZE)
     first = opened(pool, list(range(18)))
     pool.trim(first, [18, 18, 18])
-    pool.close(first)
+    pool.free(first)
     second = pool.open(list(range(18)), None, (FULL, SLIDING, DRAFTER))
     assert second.num_cached_tokens == 16
     assert second.pages[SLIDING][:2] == [UNMAPPED] * 2  # no row after 16 sees indices below 11
@@ -235,11 +235,11 @@ def test_what_a_second_turn_finds() -> None:
 
 def test_requests_that_did_not_draft_serve_plain_ones() -> None:
     pool = PagePool(GROUPS, SIZE)
-    pool.close(opened(pool, list(range(16)), (FULL, SLIDING)))
+    pool.free(opened(pool, list(range(16)), (FULL, SLIDING)))
     assert pool.open(list(range(16)), None, (FULL, SLIDING)).num_cached_tokens == 16
     drafting = opened(pool, list(range(16)))
     assert drafting.num_cached_tokens == 0
-    pool.close(drafting)
+    pool.free(drafting)
     assert pool.open(list(range(16)), None, (FULL, SLIDING, DRAFTER)).num_cached_tokens == 16
 
 
@@ -260,7 +260,7 @@ def test_the_least_recently_used_goes_first_and_tails_before_their_beginnings() 
         table = pool.open(tokens, None, (FULL,))
         assert pool.reserve(table, 12)
         pool.publish(table, tokens, [12])
-        pool.close(table)
+        pool.free(table)
     third = pool.open([3] * 8, None, (FULL,))
     assert pool.reserve(third, 8)
     assert [pool.open([number] * 12, None, (FULL,)).num_cached_tokens for number in (1, 2)] == [4, 12]

@@ -37,7 +37,7 @@ def test_any_cutting_of_a_prompt_gives_the_same_bits(dtype: str) -> None:
         assert all(np.isfinite(part.astype(np.float32)).all() for part in whole.values())
         for rows, counts in CUTTINGS if length == LENGTH else CUTTINGS[1:4]:
             table, cut = prefilled(engine, TOKENS[:length], rows, shortened(counts, length))
-            engine.memory.pool.close(table)
+            engine.memory.pool.free(table)
             for name, part in cut.items():
                 np.testing.assert_array_equal(part, whole[name], f"{name}: {length} tokens as {counts}")
 
@@ -56,7 +56,7 @@ def test_any_cutting_of_a_prompt_gives_the_same_to_rounding(
         _, whole = prefilled(engine, TOKENS[:length], LENGTH, [length])
         for rows, counts in CUTTINGS[1:4]:
             table, cut = prefilled(engine, TOKENS[:length], rows, shortened(counts, length))
-            engine.memory.pool.close(table)
+            engine.memory.pool.free(table)
             for name, part in cut.items():
                 scale = 1e-4 * max(float(np.abs(whole[name]).max(initial=0.0)), 1.0)
                 np.testing.assert_allclose(part, whole[name], atol=scale, err_msg=f"{name}: {length} as {counts}")
@@ -109,7 +109,7 @@ def test_a_prompt_in_blocks_of_rows_leaves_what_chunks_leave(kind: str, blocks: 
         for engine, rows in ((chunked, capacity), (at_once, 384)):
             table, left = prefilled(engine, TOKENS[:length], rows, [length])
             parts.append(left)
-            engine.memory.pool.close(table)
+            engine.memory.pool.free(table)
         for name, expected in parts[0].items():
             if kind.startswith("native"):
                 np.testing.assert_array_equal(parts[1][name], expected, name)

@@ -48,7 +48,7 @@ def shared(config: ResolvedConfig = CONFIG) -> Replicas:
 
 def never_ready(monkeypatch: pytest.MonkeyPatch, slow: Engine) -> None:
     ready = Engine.ready.fget
-    monkeypatch.setattr(Engine, "ready", property(lambda each: each is not slow and ready(each)))
+    monkeypatch.setattr(Engine, "ready", property(lambda engine: engine is not slow and ready(engine)))
 
 
 @pytest.fixture(scope="module")
@@ -59,15 +59,15 @@ def alone() -> Answers:
 
 def entered(engine: Replicas) -> dict[int, list[int]]:
     """Record which requests each engine is given."""
-    found: dict[int, list[int]] = collections.defaultdict(list)
-    for number, each in enumerate(engine.engines):
+    entered_by: dict[int, list[int]] = collections.defaultdict(list)
+    for number, one in enumerate(engine.engines):
 
-        def record(handle: Handle, number: int = number, enter: Callable[[Handle], None] = each.enter) -> None:
-            found[number].append(handle.request.index)
+        def record(handle: Handle, number: int = number, enter: Callable[[Handle], None] = one.enter) -> None:
+            entered_by[number].append(handle.request.index)
             enter(handle)
 
-        each.enter = record  # type: ignore[method-assign]
-    return found
+        one.enter = record  # type: ignore[method-assign]
+    return entered_by
 
 
 def drain(engine: Replicas, got: dict[Handle, list[int]]) -> None:
@@ -78,23 +78,23 @@ def drain(engine: Replicas, got: dict[Handle, list[int]]) -> None:
 
 def test_answers_and_acceptance_are_those_of_one_engine(alone: Answers) -> None:
     engine = replicas()
-    given = entered(engine)
+    by_engine = entered(engine)
     assert decode(engine, REQUESTS) == alone
-    assert sorted(given[0] + given[1]) == list(range(len(REQUESTS)))
-    assert min(map(len, given.values())) > 1
+    assert sorted(by_engine[0] + by_engine[1]) == list(range(len(REQUESTS)))
+    assert min(map(len, by_engine.values())) > 1
     assert sum(record.num_accepted for records in alone[1] for record in records) > 20
 
 
 def test_the_first_in_the_queue_is_given_to_the_first_that_has_room() -> None:
     engine = replicas()
-    given = entered(engine)
+    by_engine = entered(engine)
     handles = engine.add_all(REQUESTS)
     engine.step()
-    assert given == {0: [0, 2], 1: [1, 3]}
+    assert by_engine == {0: [0, 2], 1: [1, 3]}
     engine.abort(handles[1])
     engine.step()
     engine.step()
-    assert given[1] == [1, 3, 4]
+    assert by_engine[1] == [1, 3, 4]
     drain(engine, collections.defaultdict(list))
 
 
@@ -111,7 +111,7 @@ def test_requests_are_aborted_wherever_they_are(alone: Answers) -> None:
     for handle in (waiting, running):
         engine.abort(handle)
         engine.abort(handle)
-    assert [each.finish_reason for each in waiting.inbox] == ["aborted"]
+    assert [chunk.finish_reason for chunk in waiting.inbox] == ["aborted"]
     drain(engine, got)
     for place, handle in enumerate(handles):
         left = handle in (waiting, running)
@@ -142,17 +142,17 @@ def test_a_slow_engine_holds_no_other_up(alone: Answers, monkeypatch: pytest.Mon
 
 def test_a_prompt_goes_where_most_of_it_is_known() -> None:
     engine = replicas()
-    given = entered(engine)
+    by_engine = entered(engine)
     for place in (0, 1):  # both engines are idle, so it is the first
         decode(engine, [REQUESTS[place]])
-    assert given == {0: [0, 1]}
+    assert by_engine == {0: [0, 1]}
     busy = engine.add(dataclasses.replace(REQUESTS[0], max_new_tokens=50, index=2))
     engine.step()
     known, new = engine.add_all(
         [Request((*PROMPTS[1], 5), 4, index=3), Request((*PROMPTS[1][:9], *PROMPTS[4]), 4, index=4)]
     )
     chunks = {handle: chunk for handle, chunk in engine.run([known, new]) if not chunk.steps}
-    assert given == {0: [0, 1, 2, 3], 1: [4]}
+    assert by_engine == {0: [0, 1, 2, 3], 1: [4]}
     assert (chunks[known].num_cached_tokens, chunks[new].num_cached_tokens) == (64, 0)
     engine.abort(busy)
     use = engine.prefix_cache_use
@@ -179,14 +179,14 @@ def test_engines_compile_at_once_and_the_first_measures_when_all_have(monkeypatc
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     together, run_programs = threading.Barrier(2), WarmUp.compile
 
-    def meet(each: WarmUp, *sorts: bool) -> bool:
-        if not measured and not each._warm:
+    def meet(warm_up: WarmUp, *sorts: bool) -> bool:
+        if not measured and not warm_up._warm:
             together.wait(120)
-        return run_programs(each, *sorts)
+        return run_programs(warm_up, *sorts)
 
     def measuring(done: int, _: int) -> None:
         measured.append(done)
-        assert all(each.compile_s > 0 and not each.busy for each in engine.engines)
+        assert all(one.compile_s > 0 and not one.busy for one in engine.engines)
 
     config = dataclasses.replace(CONFIG, adaptive=True)
     engine, measured = replicas(config=config), list[int]()
@@ -196,12 +196,12 @@ def test_engines_compile_at_once_and_the_first_measures_when_all_have(monkeypatc
     assert measured
     assert len(measured) == len(set(measured))
     assert engine.costs is not None
-    assert {id(each.costs) for each in engine.engines} == {id(engine.costs)}
-    assert engine.compile_s == max(each.compile_s for each in engine.engines)
+    assert {id(one.costs) for one in engine.engines} == {id(engine.costs)}
+    assert engine.compile_s == max(one.compile_s for one in engine.engines)
     before = trace_counts()
     decode(engine, [request for request in REQUESTS if request.sampling.greedy])
     assert trace_counts() == before
-    assert engine.times.busy_s == sum(each.times.busy_s for each in engine.engines) > 0
+    assert engine.times.busy_s == sum(one.times.busy_s for one in engine.engines) > 0
     pages, state, logits = engine.one.memory_bytes()
     together = 2 if jax.default_backend() == "cpu" else 1
     assert engine.memory_bytes() == (together * pages, together * state, together * logits)
@@ -304,8 +304,8 @@ def test_a_request_that_waits_hears_of_the_failure_of_an_idle_engine() -> None:
 def test_a_beginning_known_to_one_engine_does_not_leave_the_other_idle(role: Role) -> None:
     engine = replicas(config=dataclasses.replace(CONFIG, slots=8, role=role))
     decode(engine, REQUESTS[1:2])
-    given = entered(engine)
+    by_engine = entered(engine)
     engine.add_all([Request((*PROMPTS[1], 5), 4, index=place) for place in range(6)])
     engine.step()
-    assert given == {0: [0, 1, 3, 4], 1: [2, 5]}
+    assert by_engine == {0: [0, 1, 3, 4], 1: [2, 5]}
     drain(engine, collections.defaultdict(list))

@@ -36,30 +36,30 @@ SIDE_BY_SIDE = [
 def test_each_row_has_the_distribution_its_own_request_defines(vocab_size: int) -> None:
     shape = (len(SIDE_BY_SIDE), 3, vocab_size)
     logits = np.random.default_rng(vocab_size).normal(0, 3, shape).astype(np.float32)
-    found = np.asarray(probabilities(logits, rows_of(SIDE_BY_SIDE)))
+    laws = np.asarray(probabilities(logits, rows_of(SIDE_BY_SIDE)))
     for row, t in np.ndindex(*shape[:2]):
         expected = defined(logits[row, t], SIDE_BY_SIDE[row])
-        np.testing.assert_allclose(found[row, t], expected, rtol=2e-5, atol=1e-9, err_msg=str(SIDE_BY_SIDE[row]))
+        np.testing.assert_allclose(laws[row, t], expected, rtol=2e-5, atol=1e-9, err_msg=str(SIDE_BY_SIDE[row]))
 
 
 def test_a_rows_distribution_is_the_one_it_has_alone() -> None:
     """Bit for bit, whatever the sampling of other rows."""
     logits = np.random.default_rng(3).normal(0, 3, (len(SIDE_BY_SIDE), 2, 300)).astype(np.float32)
     together = np.asarray(probabilities(logits, rows_of(SIDE_BY_SIDE)))
-    for row, asked in enumerate(SIDE_BY_SIDE):
-        alone = probabilities(logits[row : row + 1], rows_of([asked]))
-        np.testing.assert_array_equal(alone[0], together[row], str(asked))
+    for row, sampling in enumerate(SIDE_BY_SIDE):
+        alone = probabilities(logits[row : row + 1], rows_of([sampling]))
+        np.testing.assert_array_equal(alone[0], together[row], str(sampling))
 
 
 def test_what_ties_with_the_last_stays() -> None:
     logits = np.array([3.0, -0.0, 0.0, 0.0, -1.0, -np.inf], np.float32)
-    asked = [
+    cases = [
         *(SamplingParams(1.0, top_k=2), SamplingParams(1.0, top_p=0.9), SamplingParams(1.0, top_p=0.5)),
         *(SamplingParams(0.5, top_p=5e-324), SamplingParams(1.0, min_p=float(np.exp(-3.001)))),
     ]
-    found = np.asarray(probabilities(np.tile(logits, (len(asked), 1, 1)), rows_of(asked)))[:, 0]
-    np.testing.assert_array_equal(found[[0, 1, 4]] > 0, [[True, True, True, True, False, False]] * 3)
-    np.testing.assert_array_equal(found[[2, 3]], [[1, 0, 0, 0, 0, 0]] * 2)
+    rows = np.asarray(probabilities(np.tile(logits, (len(cases), 1, 1)), rows_of(cases)))[:, 0]
+    np.testing.assert_array_equal(rows[[0, 1, 4]] > 0, [[True, True, True, True, False, False]] * 3)
+    np.testing.assert_array_equal(rows[[2, 3]], [[1, 0, 0, 0, 0, 0]] * 2)
 
 
 LARGEST, TINY = np.finfo(np.float32).max, np.finfo(np.float32).tiny
@@ -72,8 +72,8 @@ EXTREMES = [
     [TINY, -TINY, 0.0, -0.0],
 ]
 CORNERS = [
-    SamplingParams(*each)
-    for each in itertools.product(
+    SamplingParams(*values)
+    for values in itertools.product(
         (0.0, GREEDY_BELOW, 0.7, HOTTEST), (0, 3), (5e-324, 0.4, 1 - 2**-53, 1.0), (0.0, 5e-324, 0.3, 1.0)
     )
 ]
@@ -98,12 +98,12 @@ def test_all_that_may_be_asked_for_gives_probabilities(logits: np.ndarray) -> No
     """
     logits[:, 1] = np.where(np.isinf(logits).all(axis=1), 0, logits[:, 1])
     rows = np.asarray(probabilities(np.tile(logits, (len(CORNERS), 1, 1)), rows_of(CORNERS)))
-    for sampling, found in zip(CORNERS, rows, strict=True):
-        assert np.isfinite(found).all(), sampling
-        assert (found >= 0).all(), sampling
-        np.testing.assert_allclose(found.sum(-1), 1, rtol=1e-5, err_msg=str(sampling))
-        best = np.take_along_axis(found, logits.argmax(-1)[:, None], axis=-1)[:, 0]
-        np.testing.assert_array_equal(best, found.max(-1), str(sampling))
+    for sampling, row in zip(CORNERS, rows, strict=True):
+        assert np.isfinite(row).all(), sampling
+        assert (row >= 0).all(), sampling
+        np.testing.assert_allclose(row.sum(-1), 1, rtol=1e-5, err_msg=str(sampling))
+        best = np.take_along_axis(row, logits.argmax(-1)[:, None], axis=-1)[:, 0]
+        np.testing.assert_array_equal(best, row.max(-1), str(sampling))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-12, 1e-9, float(np.nextafter(GREEDY_BELOW, 0))])
@@ -125,9 +125,9 @@ def test_at_the_threshold_only_what_float32_tells_apart_matters() -> None:
     """At 10 its last place is 1e-6, a tenth of the temperature."""
     logits = np.array([10.0, np.nextafter(np.float32(10), np.float32(0)), 9.99], np.float32)
     sampling = SamplingParams(GREEDY_BELOW)
-    found = np.asarray(probabilities(logits[None, None], rows_of([sampling])))[0, 0]
-    np.testing.assert_allclose(found, defined(logits, sampling), rtol=1e-4)
-    assert 0.45 < found[1] < found[0]
+    row = np.asarray(probabilities(logits[None, None], rows_of([sampling])))[0, 0]
+    np.testing.assert_allclose(row, defined(logits, sampling), rtol=1e-4)
+    assert 0.45 < row[1] < row[0]
 
 
 @pytest.mark.parametrize("temperature", [float("nan"), float("inf"), -0.5, -1e-300, 2 * HOTTEST, 1e39])
@@ -178,10 +178,10 @@ def test_no_token_is_chosen_where_logits_are_not_finite(drawn: bool) -> None:
     """In whatever row; the other positions of the row and the other rows choose theirs."""
     nan, infinite = float("nan"), float("inf")
     logits = [[0, 1, 2, 3], [0, nan, 2, 3], [-nan, 1, 2, 3], [0, 1, infinite, 3], [-infinite] * 4, [nan] * 4]
-    asked = [SamplingParams(), SamplingParams(0.7), SamplingParams(0.7, top_k=2), SamplingParams(0.7, top_p=0.5)]
-    asked += [SamplingParams(0.7, min_p=0.5), SamplingParams(0.7, 3, 0.9, 0.1)]
-    given = np.random.default_rng(0).integers(0, 2**32, (len(asked), len(logits), 2), np.uint32) if drawn else None
-    chosen = np.asarray(choose(np.tile(np.array(logits, np.float32), (len(asked), 1, 1)), rows_of(asked), given))
+    cases = [SamplingParams(), SamplingParams(0.7), SamplingParams(0.7, top_k=2), SamplingParams(0.7, top_p=0.5)]
+    cases += [SamplingParams(0.7, min_p=0.5), SamplingParams(0.7, 3, 0.9, 0.1)]
+    keys = np.random.default_rng(0).integers(0, 2**32, (len(cases), len(logits), 2), np.uint32) if drawn else None
+    chosen = np.asarray(choose(np.tile(np.array(logits, np.float32), (len(cases), 1, 1)), rows_of(cases), keys))
     assert (chosen[:, 0] >= 0).all()
     np.testing.assert_array_equal(chosen[:, 1:], NO_TOKEN)
 
@@ -259,15 +259,15 @@ def test_no_key_draws_what_weighs_nothing() -> None:
 
 def test_keys_are_those_of_seed_request_and_token_alone() -> None:
     """They do not depend on slot, other rows or place in the pass, and no two are equal."""
-    asked = [SamplingParams(0.5, seed=7), SamplingParams(0.0, seed=7), SamplingParams(1.0, 3, 0.5, seed=LARGEST_SEED)]
-    rows = rows_of(asked)  # of requests 0, 1 and 2
+    cases = [SamplingParams(0.5, seed=7), SamplingParams(0.0, seed=7), SamplingParams(1.0, 3, 0.5, seed=LARGEST_SEED)]
+    rows = rows_of(cases)  # of requests 0, 1 and 2
     tokens = np.array([[5, 6, 7]] * 3, np.int32)
-    found = np.asarray(draw_keys(rows, tokens))
-    assert len(np.unique(found.reshape(-1, 2), axis=0)) == 9
+    keys = np.asarray(draw_keys(rows, tokens))
+    assert len(np.unique(keys.reshape(-1, 2), axis=0)) == 9
     turned = jax.tree.map(lambda leaf: leaf[::-1], rows)
-    np.testing.assert_array_equal(draw_keys(turned, tokens[:, ::-1].copy()), found[::-1, ::-1])
+    np.testing.assert_array_equal(draw_keys(turned, tokens[:, ::-1].copy()), keys[::-1, ::-1])
     others = rows_of([SamplingParams(2.0, 1, 0.1, 0.9, seed=7)])
-    np.testing.assert_array_equal(draw_keys(others, tokens[:1, 1:2])[0, 0], found[0, 1])
+    np.testing.assert_array_equal(draw_keys(others, tokens[:1, 1:2])[0, 0], keys[0, 1])
 
 
 def test_uniform_numbers_of_keys_fill_the_interval_whatever_is_drawn() -> None:

@@ -240,7 +240,7 @@ def test_a_measurement_of_verify_is_that_many_passes_over_new_tokens(tiny: Pair)
     positions = jnp.asarray([[7, 8]] * 2, jnp.int32)
 
     def filled() -> Any:
-        return peagle.measure.bench._prefill(target, prompt, capacity=9, chunk=3, widest_write=2)
+        return peagle.measure.bench.prefill(target, prompt, capacity=9, chunk=3, widest_write=2)
 
     def verify(tokens: np.ndarray) -> Any:
         return extend(jnp.asarray(tokens), positions, filled())
@@ -257,7 +257,7 @@ def test_a_measurement_of_verify_is_that_many_passes_over_new_tokens(tiny: Pair)
 @pytest.mark.parametrize("chunk", [1, 3, 7])
 def test_prompts_of_both_sequences_are_in_the_caches_however_they_are_cut(tiny: Pair, chunk: int) -> None:
     target, prompt = tiny.plain_target, np.random.default_rng(1).integers(0, 37, (2, 7), np.int32)
-    caches = peagle.measure.bench._prefill(target, prompt, capacity=9, chunk=chunk, widest_write=2)
+    caches = peagle.measure.bench.prefill(target, prompt, capacity=9, chunk=chunk, widest_write=2)
     positions = jnp.asarray([list(range(7))] * 2, jnp.int32)
     _, whole = jax.jit(target.extend)(jnp.asarray(prompt), positions, target.init_cache(2, 9, 7))
     behind = jnp.asarray([[7, 8]] * 2, jnp.int32)

@@ -139,7 +139,7 @@ def test_a_grammar_that_cannot_be_followed_ends_its_own_conversation(
     def fail(request: Request) -> None:
         for engine, handle in handles:
             if handle.request is request and request.name == "bad" and handle.finished is None:
-                engine.end(handle, "error", GrammarError("bad: no text follows"))
+                engine.finish(handle, "error", GrammarError("bad: no text follows"))
 
     monkeypatch.setattr(Engine, "add", adding)
     done = run(toy, [from_ids([50]), bad, CHAT], config, Watcher(fail))

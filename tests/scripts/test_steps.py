@@ -1,4 +1,4 @@
-"""Timing of steps while all requests of a batch decode."""
+"""Timing of steps while all requests of a batch decode; engines in turns."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import pytest
 from peagle.engine.request import Request, StepRecord, TokenChunk
 from peagle.ops.errors import InputError
 from peagle.result import Counters
-from scripts.steady import steady
+from scripts.steps import steady, time_steps
 
 
 def test_steps_are_timed_while_all_requests_of_a_batch_are_decoded() -> None:
@@ -42,3 +42,32 @@ class Alone:
 
     def generate(self, requests: list[Request]) -> Iterator[tuple[int, TokenChunk]]:
         yield 0, TokenChunk(requests[0], (4,), 1.0, (), "length")
+
+
+class Timed:
+    """An engine whose steps take so many seconds, and accept so many of the drafts that they verify."""
+
+    def __init__(self, step_s: float, num_verified: int, num_accepted: int) -> None:
+        self.step_s, self.num_verified, self.num_accepted = step_s, num_verified, num_accepted
+
+    def generate(self, requests: list[Request]) -> Iterator[tuple[int, TokenChunk]]:
+        (request,) = requests
+        yield 0, TokenChunk(request, (4,), 0.0)
+        for number in range(1, 5):
+            step = StepRecord(2, (7,) * self.num_verified, self.num_accepted, 5)
+            tokens, reason = (6,) * (self.num_accepted + 1), "length" if number == 4 else None
+            yield 0, TokenChunk(request, tokens, number * self.step_s, (step,), reason)
+
+
+def test_steps_of_engines_are_compared_with_plain_ones() -> None:
+    engines = {0: Timed(1.0, 0, 0), 3: Timed(2.0, 3, 1), "auto": Timed(1.5, 1, 1)}
+    plain, fixed, auto = time_steps(engines, [Request((1,), 9)], 2)  # type: ignore[arg-type]
+    assert (plain["k"], plain["speedup"], plain["tokens_a_step"], plain["rows_a_token"]) == (0, 1.0, 1.0, 1.0)
+    assert (fixed["speedup"], fixed["cycle_cost"], fixed["tokens_a_step"], fixed["rows_a_token"]) == (
+        1.0,
+        2.0,
+        2.0,
+        2.0,
+    )
+    assert (auto["k"], auto["step_ms"], auto["rows_a_token"]) == ("auto", 1500.0, 1.0)
+    assert auto["speedup"] == pytest.approx(2 / 1.5)
