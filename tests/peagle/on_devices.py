@@ -443,6 +443,7 @@ def test_a_pair_is_loaded_over_a_mesh(directories: Directories, pair: Pair) -> N
     assert (answer.output_ids, answer.acceptance_length) == (expected.output_ids, expected.acceptance_length)
 
 
+@pytest.mark.filterwarnings("ignore:.*no stop token")
 @pytest.mark.parametrize("kernels", ON)
 def test_a_drafter_may_share_the_ends(root: Path, kernels: Kernels, tmp_path: Path) -> None:
     """No rank holds the target's embedding and head whole, which a DFlash drafter takes."""

@@ -14,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
-from peagle.engine.batches import Batches
 from peagle.engine.engine import Engine, InFlight
 from peagle.engine.grammar import Grammar, Vocabulary
 from peagle.engine.handle import Handle
@@ -97,24 +96,15 @@ class EvenlyPaced(Engine):
     [
         pytest.param(1, 1, "ngram", "float32", marks=pytest.mark.slow),
         (5, 1, "P-EAGLE", FAST),
-        (5, 1, "DFlash", FAST),
+        pytest.param(5, 1, "DFlash", FAST, marks=pytest.mark.slow),
         pytest.param(5, 1, "P-EAGLE", "float32", marks=pytest.mark.slow),
         pytest.param(1, 2, "ngram", "float32", marks=pytest.mark.slow),
     ],
 )
 def test_any_interleaving_gives_each_request_what_it_gets_alone(
-    together: int,
-    count: int,
-    drafter: str,
-    kind: str,
-    monkeypatch: pytest.MonkeyPatch,
+    together: int, count: int, drafter: str, kind: str
 ) -> None:
-    """In one engine, and in two behind one queue, with memory for less than what all slots may hold.
-
-    DFlash's batches have one size: sizes are the P-EAGLE's concern, and every size compiles all kinds of steps.
-    """
-    if drafter == "DFlash":
-        monkeypatch.setattr(Batches, "sizes", property(lambda batches: (batches.config.slots,)))
+    """In one engine, and in two behind one queue, with memory for less than what all slots may hold."""
     pair = models(kind, "DFlash" if drafter == "DFlash" else "P-EAGLE")
     proposer = NGram() if drafter == "ngram" else pair.drafter
     happened = interleave(

@@ -19,6 +19,7 @@ from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError
 from peagle.ops.row_blocks import RowBlocks
 from peagle.processes import decode, encode
+from tests.peagle.engine.test_interleaving import COMPILED, STOP
 from tests.support.models import models
 from tests.support.toys import decode as answers
 from tests.support.toys import drafting_at, tiny_target
@@ -47,6 +48,7 @@ def test_a_follower_ends_with_the_leaders_bits(kind: str) -> None:
     sampled = SamplingParams(temperature=0.8, seed=3)
     requests = [Request(prompts[number], size) for number, size in ((0, 12), (2, 7), (1, 4))]
     requests.insert(1, Request(prompts[1], 9, sampled))
+    requests.append(Request(prompts[0], 12, stop_token_ids=(STOP,), grammar=COMPILED))
     tokens, _ = answers(engine, requests)
     handle = engine.add(Request(prompts[2], 40))
     while not handle.output_ids:

@@ -24,6 +24,7 @@ from tests.support.models import TARGET, TOKENS, Models, models
 from tests.support.toys import tiny_target
 
 SLOTS, NUM_DRAFTS, CAPACITY = 5, 4, 64
+run_take, run_put = jax.jit(take, static_argnums=(2, 3)), jax.jit(put)
 REQUEST = Request(TOKENS[:45], 9, SamplingParams(0.7, 5, 0.9, 0.1, seed=11), (2, 30), index=6)
 
 
@@ -62,12 +63,14 @@ def leaves(state: DecodeState) -> dict[str, np.ndarray]:
 def test_a_pass_changes_its_own_slots_alone(noisy: DecodeState, slots: list[int], input_rows, adjusts: bool) -> None:
     """Entries without a slot are done; what the pass does not take stays, and so do the tables outside."""
     batch = batch_of(slots)
-    rows = take(noisy, batch, input_rows, adjusts)
+    rows = run_take(noisy, batch, input_rows, adjusts)
     own = [row for row, slot in enumerate(slots) if slot < SLOTS]
     assert np.flatnonzero(~np.asarray(rows.done)).tolist() == own
     np.testing.assert_array_equal(rows.length[np.asarray(own)], noisy.length[np.asarray(slots)[own]])
     assert len(rows.target_cache.tables) == 2
-    after = put(noisy, batch, jax.tree.map(lambda leaf: leaf if leaf.ndim == 4 else leaf + leaf.dtype.type(1), rows))
+    after = run_put(
+        noisy, batch, jax.tree.map(lambda leaf: leaf if leaf.ndim == 4 else leaf + leaf.dtype.type(1), rows)
+    )
     assert after.target_cache.tables == ()
     taken = np.asarray(slots)[own]
     for name, leaf in leaves(after).items():
