@@ -181,7 +181,7 @@ class KVMemory:
         self.ahead, self.num_lookahead_tokens = sizing.rows_ahead, sizing.num_lookahead_tokens
         self.widths = sizing.widths
         self.num_pages = sizing.num_pages
-        self._pages_of = sizing.pages_of
+        self.pages_of = sizing.pages_of
         self.pool = PagePool(
             [
                 PageGroup(count, group.window, group.offset)
@@ -217,7 +217,7 @@ class KVMemory:
 
     def missing(self, table: PageTable, num_tokens: int) -> int:
         """Count the pages of each full group that a request of this many tokens still needs."""
-        return self._pages_of(num_tokens) - len(table.pages[0])
+        return self.pages_of(num_tokens) - len(table.pages[0])
 
     def available(self) -> int:
         """Count the pages that every full group can still give."""

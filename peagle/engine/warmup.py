@@ -21,6 +21,7 @@ from peagle.engine.state import SlotParams
 from peagle.engine.step_kinds import StepKind
 from peagle.engine.widths import CostTable, StepCosts
 from peagle.ops import interrupt
+from peagle.ops.attention import PAGE_SIZE
 from peagle.ops.processors import thread_times
 
 if TYPE_CHECKING:
@@ -116,13 +117,14 @@ class WarmUp:
         return costs
 
     def measure_costs(self, measuring: Measuring) -> CostTable:
-        """Measure steps at 1, 2, 4, ... active slots, in units of a plain step of that many slots.
+        """Measure steps at 1, 2, 4, ... active slots that have pages, in units of a plain step of that many slots.
 
         Each round runs all cases in turn, until their shortest times repeat: noise only adds to a time. If some never
         repeat, `steady` is False: the machine is busy.
         """
         slots, k = self._engine.config.slots, self._engine.config.num_speculative_tokens
         numbers = [1 << power for power in range(slots.bit_length()) if 1 << power <= slots]
+        numbers = [number for number in numbers if self._fitting(number) is not None]
         verify, draft = {}, {}
         for done, active in enumerate(numbers):
             cases, rounds = _cases(active, k), list[dict[_Case, float]]()
@@ -154,31 +156,45 @@ class WarmUp:
         self._engine.executor.relearn()
         return CostTable(verify, draft)
 
+    def _fitting(self, active: int) -> tuple[int, int, int] | None:
+        """Choose prompt tokens and steps for this many slots; return them and their tokens in all.
+
+        None if the pages do not suffice.
+        """
+        config, memory = self._engine.config, self._engine.memory
+        width, ahead = config.num_speculative_tokens + 1, memory.num_lookahead_tokens
+        pages = memory.num_pages[0] // active
+        room = min(config.context, pages * PAGE_SIZE - ahead) - 2
+        steps = max(1, min(config.steps_per_dispatch, room // (2 * width)))
+        length = max(1, min(config.pass_shapes[0][1], room - steps * width))
+        whole = min(length + steps * width, config.context) + ahead
+        return None if memory.pages_of(whole) > pages else (length, steps, whole)
+
     @contextmanager
     def _prompts_of(self, active: int) -> Iterator["_Prompts"]:
         """Compute the prompts, random tokens, of this many slots."""
-        engine, config = self._engine, self._engine.config
-        k, shape = config.num_speculative_tokens, config.pass_shapes[0]
-        room = min(config.context, engine.memory.num_tokens // active) - 2
-        steps = max(1, min(config.steps_per_dispatch, room // (2 * (k + 1))))
-        length = max(1, min(shape[1], room - steps * (k + 1)))
+        engine, memory = self._engine, self._engine.memory
+        sizes = self._fitting(active)
+        assert sizes is not None
+        length, steps, whole = sizes
         rng = np.random.default_rng(active)
-        tables = []
-        for _ in range(active):
-            tokens = rng.integers(0, engine.target.vocab_size, length).tolist()
-            table = engine.memory.open((), drafts=True)
-            tables.append(table)
-            reserved = engine.memory.pool.reserve(table, min(length + steps * (k + 1) + k, config.context + k))
-            assert reserved, "an idle engine has pages"
-            plan = chunk_plan([tokens], [0], [0], shape[1], engine.memory.row(table)[None])
-            engine.executor.prefill(plan, drafts=True)
-        rows = np.full((engine.batches.size_for(active), sum(engine.memory.widths)), -1, np.int32)
-        rows[:active] = [engine.memory.row(table) for table in tables]
+        tables = [memory.open((), drafts=True) for _ in range(active)]
         try:
+            for table in tables:
+                tokens = rng.integers(0, engine.target.vocab_size, length).tolist()
+                reserved = memory.pool.reserve(table, length)
+                plan = chunk_plan([tokens], [0], [0], engine.config.pass_shapes[0][1], memory.row(table)[None])
+                engine.executor.prefill(plan, drafts=True)
+                # only then windows hold the pages of all slots
+                memory.publish(table, tokens, length, length, known=False)
+                reserved &= memory.pool.reserve(table, whole)
+                assert reserved, "an idle engine has pages"
+            rows = np.full((engine.batches.size_for(active), sum(memory.widths)), -1, np.int32)
+            rows[:active] = [memory.row(table) for table in tables]
             yield _Prompts(active, length, steps, rows)
         finally:
             for table in tables:
-                engine.memory.pool.free(table)
+                memory.pool.free(table)
 
     def _measure_round(self, prompts: "_Prompts", cases: Sequence["_Case"]) -> dict["_Case", float]:
         engine, active, size = self._engine, prompts.count, len(prompts.rows)

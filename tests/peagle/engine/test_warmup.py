@@ -1,13 +1,19 @@
-"""Which measured costs are kept for later runs."""
+"""What warm-up measures, and which costs are kept for later runs."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
+from peagle.drafters.ngram import NGram
 from peagle.engine import warmup
+from peagle.engine.engine import Engine
+from peagle.engine.kv_memory import Sizing, page_bytes
+from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.warmup import WarmUp
 from peagle.ops.processors import ThreadTimes
 from peagle.pair import Pair
+from tests.support.toys import check_whole, tiny_target
 
 
 @pytest.mark.parametrize(("waited_s", "agree", "kept"), [(0.2, True, True), (0.6, True, False), (0.2, False, False)])
@@ -28,3 +34,22 @@ def test_costs_that_another_program_disturbed_are_measured_again(
     assert file.exists() == kept
     WarmUp(engine.one).costs(lambda *_: None)
     assert len(measured) == (1 if kept else 2)
+
+
+@pytest.mark.parametrize(("full_pages", "numbers"), [(None, [1, 2, 4, 8]), (7, [1, 2, 4])])
+def test_costs_are_measured_at_all_numbers_of_slots_that_the_pages_hold(
+    full_pages: int | None, numbers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages of windows hold less than a chunk of every slot."""
+    target, drafter = tiny_target(), NGram()
+    config = ResolvedConfig(3, 8, 256, prefill_chunk=256, adaptive=True)
+    if full_pages is not None:
+        sizing = Sizing(target.cache_groups, page_bytes(target.cache_groups, target.init_pages), config)
+        config = dataclasses.replace(config, kv_memory=sizing.size(full_pages))
+    monkeypatch.setattr(warmup, "LEAST_ROUNDS", 2)
+    monkeypatch.setattr(warmup, "MOST_S", 0.0)
+    engine = Engine(target, drafter, config)
+    engine.warm_up()
+    assert engine.costs is not None
+    assert list(engine.costs.verify) == numbers
+    check_whole(engine)
