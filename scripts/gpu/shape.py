@@ -192,8 +192,8 @@ class Shape:
         """Time steps with a drafter of a public geometry, and plain decoding beside them in turns.
 
         Acceptance is drawn at PUBLISHED_RATE^i. The head is over the whole vocabulary or over a part of it; one
-        sequence, and with the whole head several together. All programs are compiled first, those of several engines at
-        once; auto also measures what its passes cost, so one after the other.
+        sequence, and with the whole head several together. The programs of fixed K are compiled first, those of several
+        engines at once; auto also measures what its passes cost, so each batch's begins before its lines.
         """
         vocab_size = self.config.vocab_size
         pair = self.pair(self.random_drafter(kind, vocab))
@@ -211,11 +211,10 @@ class Shape:
         with ThreadPoolExecutor() as pool:
             fixed = [engine for by_k in engines.values() for k, engine in by_k.items() if k != AUTO]
             list(pool.map(lambda engine: engine.warm_up(), fixed))
-        for by_k in engines.values():
-            if AUTO in by_k:
-                by_k[AUTO].warm_up()
         yield {"shape": self.name, "batches": list(engines), "compiling_s": time.perf_counter() - started}
         for batch, by_k in engines.items():
+            if AUTO in by_k:
+                by_k[AUTO].warm_up()
             requests = [random_request(vocab_size, number) for number in range(batch)]
             for row in time_steps(by_k, requests, REPEATS):
                 yield line | row

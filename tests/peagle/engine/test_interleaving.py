@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
@@ -107,10 +107,13 @@ def test_any_interleaving_gives_each_request_what_it_gets_alone(
     """In one engine, and in two behind one queue, with memory for less than what all slots may hold."""
     pair = models(kind, "DFlash" if drafter == "DFlash" else "P-EAGLE")
     proposer = NGram() if drafter == "ngram" else pair.drafter
-    happened = interleave(
-        [pair.target] * count, decoded_alone(pair.target), 14 if count == 1 else 6, together, proposer
-    )
-    assert not [name for name in (EXERCISED if count == 1 else EXERCISED[:-5]) if not happened[name]], happened
+    alone, happened = decoded_alone(pair.target), collections.Counter[str]()
+    examples, exercised = (14, EXERCISED) if count == 1 else (6, EXERCISED[:-5])
+    for number in range(4):  # Hypothesis draws constants of the modules that are loaded, too
+        happened += interleave([pair.target] * count, alone, examples, together, proposer, number)
+        if all(happened[name] for name in exercised):
+            return
+    assert not [name for name in exercised if not happened[name]], happened
 
 
 def happened_in(engine: Engine, happened: collections.Counter[str]) -> None:
@@ -131,9 +134,12 @@ def happened_in(engine: Engine, happened: collections.Counter[str]) -> None:
 
 
 def interleave(
-    targets: Sequence[Target], alone: Alone, examples: int, together: int, proposer: Drafter
+    targets: Sequence[Target], alone: Alone, examples: int, together: int, proposer: Drafter, number: int
 ) -> collections.Counter[str]:
-    """Try interleavings in an engine, or engines behind one queue, of equal targets; count what happened."""
+    """Try interleavings in an engine, or engines behind one queue, of equal targets; count what happened.
+
+    number: other interleavings.
+    """
     count, happened = len(targets), collections.Counter[str]()
     page_bytes = KVMemory(targets[0], proposer, ResolvedConfig(3)).page_bytes
     config = ResolvedConfig(
@@ -235,6 +241,7 @@ def interleave(
                 happened["resumed"] += bool(rested) and any(widths[rested[0] :])
 
     run_state_machine_as_test(
-        Interleaving, settings=settings(max_examples=examples, stateful_step_count=30, deadline=None, derandomize=True)
+        seed(number)(Interleaving),
+        settings=settings(max_examples=examples, stateful_step_count=30, deadline=None, database=None),
     )
     return happened
