@@ -185,11 +185,8 @@ def _paced(
     # to absorb the backlog takes about one pass per K + 1 tokens
     too_dear = costs.of_drafts(num_active) > KEEPING_UP * (num_drafts + 1)
     behind = active & has_no_room(state, 2 * max(num_drafts, REST) + 1) & ~proposed.ran  # before the drafter must run
-    drafts_now = proposed.ran | jnp.any(widths > 0)
-    rests = jnp.where(proposed.tried, jnp.where(drafts_now, 0, REST), jnp.maximum(pace.rests - 1, 0))
-    pace = dataclasses.replace(
-        pace, given_up=pace.given_up | (behind & too_dear), rests=jnp.where(active, rests, pace.rests)
-    )
+    pace = dataclasses.replace(pace, given_up=pace.given_up | (behind & too_dear))
+    pace = pace.tried(active, proposed.tried, proposed.ran | jnp.any(widths > 0))
     return dataclasses.replace(state, pace=pace, learned=learned)
 
 
@@ -285,8 +282,8 @@ def steps(
 ) -> tuple[DecodeState, Int[Array, "most B W"]]:
     """Run `limit` <= most steps of the slots of a pass; return (their state, packed outputs).
 
-    Stops early if all are done. An adaptive step that verifies nothing is a plain one; after one that drafts nothing,
-    the next REST steps are plain, too. Outputs of steps that were not run look like steps of slots that were done
+    Stops early if all are done. An adaptive step that verifies nothing is a plain one, and so are the next ones while
+    the slots rest (`Pace.rest`). Outputs of steps that were not run look like steps of slots that were done
     before.
     """
 

@@ -17,7 +17,7 @@ Before the drafter runs, its confidence is unknown. So the worth of a slot's lat
 many it drafts next, and the drafter runs if these are worth more, over all slots, than the time of its pass. In a slot
 without drafts that worth drifts back to the average of all slots, so that drafting is tried again. Tokens that a second
 drafter looks up in the text so far cost next to nothing, and are always tried. These choices take time, too: for a
-small target, half of a plain step's. So after a step that drafts nothing the next few are plain ones.
+small target, half of a plain step's. So after several steps that draft nothing the next few are plain ones.
 
 These choices change time alone, never a token (peagle.engine.accept).
 """
@@ -49,7 +49,7 @@ DRIFT_STEPS = 64.0  # steps without the drafter over which a slot's gain drifts 
 ALL_DRIFT_STEPS = 2048.0  # and the average of all to FIRST_GAIN
 KEEPING_UP = 0.05  # largest share of the time for a drafter that only reads tokens
 GOOD_CHANCE = 0.85  # of a draft after accepted ones, at best: if even this does not pay, nothing is drafted
-REST = 3  # plain steps after one that drafted nothing
+PATIENCE, REST = 3, 3  # tries in a row that drafted nothing before slots rest; most plain steps of a rest
 
 # [greedy, sampled][position][bin]: (tried, accepted)
 Counts: TypeAlias = tuple[tuple[tuple[tuple[float, float], ...], ...], ...]
@@ -221,15 +221,16 @@ class Pace:
 
     given_up: jax.Array  # [B] bool: its drafter never runs again
     rests: jax.Array  # [B] int32: plain steps before drafting is tried again
+    empties: jax.Array  # [B] int32: tries in a row that drafted nothing
     gain: jax.Array  # [B, K] float32: average worth of its drafter's drafts (`gains_of`); inf: not known yet
     expected: jax.Array  # [B, source] float32: of recent first drafts, how many were expected to be right
     right: jax.Array  # [B, source] float32: and how many were
 
     @classmethod
     def start(cls, slots: int, num_drafts: int, num_sources: int) -> "Pace":
-        hits = jnp.zeros((slots, num_sources), jnp.float32)
+        none, hits = jnp.zeros((slots,), jnp.int32), jnp.zeros((slots, num_sources), jnp.float32)
         unknown = jnp.full((slots, num_drafts), jnp.inf, jnp.float32)
-        return cls(jnp.zeros((slots,), bool), jnp.zeros((slots,), jnp.int32), unknown, hits, hits)
+        return cls(jnp.zeros((slots,), bool), none, none, unknown, hits, hits)
 
     def rest(self, active: Bool[Array, " B"]) -> Int[Array, ""]:
         """Return for how many steps all active slots rest."""
@@ -239,6 +240,14 @@ class Pace:
     def trust(self) -> Float[Array, "B source"]:
         """How often first drafts were right lately, over the counts' prediction."""
         return jnp.minimum((self.right + TRUST_PRIOR) / (self.expected + TRUST_PRIOR), MOST_TRUST)
+
+    def tried(self, active: Bool[Array, " B"], tried: Bool[Array, ""], drafted: Bool[Array, ""]) -> "Pace":
+        """Record whether a step tried to draft, and whether some slot did; choose how long the slots rest."""
+        empties = jnp.where(tried, jnp.where(drafted, 0, self.empties + 1), self.empties)
+        rests = jnp.where(tried, jnp.clip(empties - PATIENCE, 0, REST), jnp.maximum(self.rests - 1, 0))
+        return dataclasses.replace(
+            self, rests=jnp.where(active, rests, self.rests), empties=jnp.where(active, empties, self.empties)
+        )
 
     def gain_or(self, gain: Float[Array, " K"]) -> Float[Array, "B K"]:
         """Return each slot's gains, or those of all where its own are not known yet."""

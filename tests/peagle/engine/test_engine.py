@@ -22,7 +22,7 @@ from peagle.engine.sampling import RowSampling
 from peagle.engine.state import init_state
 from peagle.engine.step import step
 from peagle.engine.step_kinds import StepKind
-from peagle.engine.widths import REST, CostTable, Learned, StepCosts
+from peagle.engine.widths import PATIENCE, REST, CostTable, Learned, StepCosts
 from peagle.ops.errors import InputError
 from peagle.ops.messages import Choose, DrafterInput, DraftOutput, likeliest_of
 from peagle.protocols import Drafter
@@ -352,15 +352,17 @@ class Counting(WithoutMemory):
         return DraftOutput(jnp.zeros(shape, jnp.int32), confidence=jnp.full(shape, 0.01)), state + 1
 
 
-def test_after_a_step_without_drafts_the_next_are_plain(target, plain) -> None:
-    """Two dispatches of 16 steps look up 4 times each: in every fourth step."""
+def test_after_steps_without_drafts_the_next_are_plain(target, plain) -> None:
+    """Of 32 steps, the first 4 look up, then one after a plain step, one after 2, and one in every four."""
     drafter = Beside(scripts(plain, "oracle"), Counting())
     engine = Engine(target, drafter, config(3, adaptive=True, steps_per_dispatch=16))
     engine.costs = CostTable({1: ((1, 1.0), (2, 1.5), (4, 1e3))}, {1: ((0, 0.0), (3, 1e3))})
     tokens, records = decode(engine, [Request(PROMPTS[0], 33)])
     assert tokens == [plain[0][:33]]
     assert len(records[0]) == 32
-    assert engine.executor.state.second_state.tolist() == [32 // (REST + 1)]
+    assert (PATIENCE, REST) == (3, 3)
+    looked_up = [0, 1, 2, 3, 5, 8, 12, 16, 20, 24, 28]
+    assert engine.executor.state.second_state.tolist() == [len(looked_up)]
 
 
 def test_slots_that_took_plain_steps_draft_again_when_the_load_falls_and_lose_no_row(target, plain) -> None:
