@@ -199,7 +199,6 @@ def _rested(state: DecodeState, costs: StepCosts, num_steps: jax.Array) -> Decod
     measured = costs.of_rows(jnp.sum(active, dtype=jnp.int32)) > 0
     learned = state.learned.paced(steps, jnp.where(measured, steps, 0.0)).gained(no_gains, no_drafts, steps)
     pace = state.pace.after(active, no_gains, no_drafts, learned.gain, steps)
-    pace = dataclasses.replace(pace, rests=jnp.where(active, jnp.maximum(pace.rests - num_steps, 0), pace.rests))
     return dataclasses.replace(state, pace=pace, learned=learned)
 
 
@@ -283,8 +282,7 @@ def steps(
     """Run `limit` <= most steps of the slots of a pass; return (their state, packed outputs).
 
     Stops early if all are done. An adaptive step that verifies nothing is a plain one, and so are the next ones while
-    the slots rest (`Pace.rest`). Outputs of steps that were not run look like steps of slots that were done
-    before.
+    the slots rest (`Pace.rest`). Outputs of steps that were not run look like steps of slots that were done before.
     """
 
     packed_width = 2 * kind.num_drafts + 5

@@ -244,7 +244,7 @@ class Pace:
     def tried(self, active: Bool[Array, " B"], tried: Bool[Array, ""], drafted: Bool[Array, ""]) -> "Pace":
         """Record whether a step tried to draft, and whether some slot did; choose how long the slots rest."""
         empties = jnp.where(tried, jnp.where(drafted, 0, self.empties + 1), self.empties)
-        rests = jnp.where(tried, jnp.clip(empties - PATIENCE, 0, REST), jnp.maximum(self.rests - 1, 0))
+        rests = jnp.where(tried, jnp.clip(empties - PATIENCE, 0, REST), self.rests)
         return dataclasses.replace(
             self, rests=jnp.where(active, rests, self.rests), empties=jnp.where(active, empties, self.empties)
         )
@@ -281,7 +281,12 @@ class Pace:
         known = self.gain_or(gain_of_all)
         drift = num_steps * (gain_of_all[None, :] - known) / DRIFT_STEPS
         towards = jnp.where(drafted, (gains - known) / GAIN_STEPS, drift)
-        return dataclasses.replace(self, gain=jnp.where(active[:, None], known + towards, self.gain))
+        rests = jnp.maximum(self.rests - jnp.asarray(num_steps).astype(jnp.int32), 0)
+        return dataclasses.replace(
+            self,
+            rests=jnp.where(active, rests, self.rests),
+            gain=jnp.where(active[:, None], known + towards, self.gain),
+        )
 
 
 @dataclass(frozen=True)

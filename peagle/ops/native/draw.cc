@@ -29,12 +29,6 @@ PEAGLE_INLINE Words Mixed(Words bits) {
   return bits ^ (bits >> 16);
 }
 
-PEAGLE_INLINE bool Any(Ints lanes) {
-  int32_t any = 0;
-  for (int lane = 0; lane < kLanes; ++lane) any |= lanes[lane];
-  return any != 0;
-}
-
 // The waiting time at a value of its distribution function, as `_waiting_time` in peagle/ops/draw.py. Never below `past`, up
 // to rounding.
 float WaitingTime(float past) {

@@ -22,7 +22,7 @@ template <bool kHalf>
 Peak FindPeak(const void* row, int64_t begin, int64_t end) {
   // four chains, since each maximum depends on the one before
   Floats highest[4];
-  for (Floats& each : highest) each = Broadcast(LoadOne<kHalf>(row, begin));
+  for (Floats& high : highest) high = Broadcast(LoadOne<kHalf>(row, begin));
   Ints odd = {};  // lanes that held a NaN
   int64_t i = begin;
   const auto take = [&](Floats& high, int64_t at) {
@@ -35,11 +35,8 @@ Peak FindPeak(const void* row, int64_t begin, int64_t end) {
   for (; i + kLanes <= end; i += kLanes) take(highest[0], i);
   const Floats most = Max(Max(highest[0], highest[1]), Max(highest[2], highest[3]));
   float value = most[0];
-  bool nan = false;
-  for (int lane = 0; lane < kLanes; ++lane) {
-    value = std::max(value, most[lane]);
-    nan |= odd[lane] != 0;
-  }
+  bool nan = Any(odd);
+  for (int lane = 0; lane < kLanes; ++lane) value = std::max(value, most[lane]);
   for (; i < end; ++i) {
     const float one = LoadOne<kHalf>(row, i);
     nan |= one != one;
@@ -47,12 +44,7 @@ Peak FindPeak(const void* row, int64_t begin, int64_t end) {
   }
   if (nan) return {value, -1};
   i = begin;
-  for (; i + kLanes <= end; i += kLanes) {
-    const Ints found = LoadLanes<kHalf>(row, i) == value;
-    int32_t any = 0;
-    for (int lane = 0; lane < kLanes; ++lane) any |= found[lane];
-    if (any != 0) break;
-  }
+  while (i + kLanes <= end && !Any(LoadLanes<kHalf>(row, i) == value)) i += kLanes;
   while (LoadOne<kHalf>(row, i) != value) ++i;
   return {value, i};
 }

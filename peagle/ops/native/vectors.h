@@ -84,6 +84,13 @@ PEAGLE_INLINE Vector LoadFirst(const void* from, int64_t count) {
 
 PEAGLE_INLINE Floats Max(Floats a, Floats b) { return a > b ? a : b; }
 
+// Whether some lane is not 0.
+PEAGLE_INLINE bool Any(Ints lanes) {
+  int32_t any = 0;
+  for (int lane = 0; lane < kLanes; ++lane) any |= lanes[lane];
+  return any != 0;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // exp
 
