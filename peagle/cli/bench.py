@@ -56,6 +56,6 @@ class BenchCommand:
     """Write the table in Markdown; -: to standard output."""
 
     def run(self) -> int:
-        from peagle.cli.benching import time_target
+        from peagle.cli.run_bench import time_target
 
         return time_target(self)

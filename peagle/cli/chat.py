@@ -45,7 +45,7 @@ class Chat:
     """Print only the responses. Warnings and errors are still printed."""
 
     def run(self) -> int:
-        from peagle.cli.chatting import chat
         from peagle.cli.processes import run_together
+        from peagle.cli.run_chat import chat
 
         return run_together(self, self.load, chat)

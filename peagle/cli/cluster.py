@@ -52,5 +52,5 @@ class Up:
 
     def run(self) -> int:
         with needing("a cluster needs", "cluster"):
-            from peagle.cli.clustering import start_fleet
+            from peagle.cli.run_cluster import start_fleet
         return start_fleet(self)

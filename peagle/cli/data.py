@@ -73,6 +73,6 @@ class Data:
             )
 
     def run(self) -> int:
-        from peagle.cli.answering import make_data
+        from peagle.cli.run_data import make_data
 
         return make_data(self)

@@ -45,6 +45,6 @@ class Info:
         check_least(self, slots=1, context=2)
 
     def run(self) -> int:
-        from peagle.cli.inspecting import inspect
+        from peagle.cli.run_info import inspect
 
         return inspect(self)

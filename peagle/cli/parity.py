@@ -56,6 +56,6 @@ class Parity:
         check_least(self, num_prompts=1, max_new_tokens=2, reference_steps=1)
 
     def run(self) -> int:
-        from peagle.cli.comparing import compare
+        from peagle.cli.run_parity import compare
 
         return compare(self)

@@ -93,5 +93,5 @@ class Serve(Served):
         from peagle.cli.processes import run_together
 
         with needing("serving needs", "serve"):
-            from peagle.cli.serving import serve
+            from peagle.cli.run_serve import serve
         return run_together(self, self.load, serve)

@@ -67,8 +67,8 @@ class Decode:
     draft_sampling: bool = False
 
     def run(self) -> int:
-        from peagle.cli.decoding import decode
         from peagle.cli.processes import run_together
+        from peagle.cli.run_speculate import decode
 
         return run_together(self, self.load, decode)
 

@@ -95,7 +95,7 @@ class Sweep:
         check_least(self, num_prompts=0, turns=1, max_prompt_tokens=1, repeats=1, in_a_row=1, max_new_tokens=2)
 
     def run(self) -> int:
-        from peagle.cli.sweeping import sweep
+        from peagle.cli.run_sweep import sweep
 
         if self.resume:
             expect_alone(self, "--resume", FREE, f"the plan in {self.out}")

@@ -102,5 +102,5 @@ class Train:
         if self.resume:
             expect_alone(self, "--resume", ("out", "resume", *RESUMABLE), f"the recipe in {self.out}")
         with needing("training needs", "train"):
-            from peagle.cli.training import train
+            from peagle.cli.run_train import train
         return train(self)

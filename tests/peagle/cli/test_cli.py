@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from peagle.cli.decoding import EXAMPLE
 from peagle.cli.display import Display
+from peagle.cli.run_speculate import EXAMPLE
 from peagle.engine.request import Request
 from peagle.engine.warmup import WarmUp
 from peagle.engine.widths import CostTable

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from peagle.cli.cluster import Up
-from peagle.cli.clustering import served, start_fleet
 from peagle.cli.command import built
+from peagle.cli.run_cluster import served, start_fleet
 from peagle.cluster.config import FleetConfig, read_fleet
 from peagle.ops.errors import InputError
 from tests.support.commands import all_refused

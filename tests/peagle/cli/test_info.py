@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-import peagle.cli.inspecting
+import peagle.cli.run_info
 from drafter.load import weight_bytes as drafter_weight_bytes
 from peagle.loading import load
 from peagle.ops.kernels import for_weights
@@ -108,7 +108,7 @@ def test_info_says_what_an_engine_of_each_role_takes(
     free = 1_000_000
     weights = weight_bytes(directories.target, dtype=np.float32, implementation=for_weights())
     weights += drafter_weight_bytes(directories.drafter, np.float32, implementation=for_weights())
-    monkeypatch.setattr(peagle.cli.inspecting, "available_memory_bytes", lambda: weights + free)
+    monkeypatch.setattr(peagle.cli.run_info, "available_memory_bytes", lambda: weights + free)
     for role in ("prefill", "decode", "both"):
         typed = ("info", str(directories.target), str(directories.drafter), "--role", role, "--context", "300")
         code, out, _ = real(*typed, "--slots", "3")
@@ -119,7 +119,7 @@ def test_info_says_what_an_engine_of_each_role_takes(
         assert f"{sum(memory.num_bytes) / 1e3:.1f} kB float32" in out
         filled = pair.engine(dataclasses.replace(config, kv_memory=free)).memory
         assert f"{filled.num_tokens:,} beside the weights, into the memory available now (float32)\n" in out
-    monkeypatch.setattr(peagle.cli.inspecting, "available_memory_bytes", lambda: weights)
+    monkeypatch.setattr(peagle.cli.run_info, "available_memory_bytes", lambda: weights)
     assert "0 beside the weights" in (out := real(*typed)[1])
     assert "; too few for one request of 300" in out
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from peagle.cli.document import dumps, report, trace_lines
+from peagle.cli.results import dumps, report, trace_lines
 from peagle.config import EngineConfig
 from peagle.engine.speculation import Speculation
 from peagle.measure.provenance import TUNING, provenance, tuning

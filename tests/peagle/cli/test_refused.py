@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-import peagle.cli.decoding
-import peagle.cli.inspecting
+import peagle.cli.run_info
+import peagle.cli.run_speculate
 import peagle.ops.memory
 import target.load
 from peagle.ops.checkpoint import Checkpoint
@@ -145,7 +145,7 @@ def test_values_are_refused_by_the_option_and_the_command_that_were_typed(
 def test_stop_strings_that_cannot_be_are_refused_before_anything_is_loaded(
     cli: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peagle.cli.decoding, "resolve", lambda *_: Path())
+    monkeypatch.setattr(peagle.cli.run_speculate, "resolve", lambda *_: Path())
     refused(cli("generate", "--stop", "", "Hi"), "stop string 1 of 1 is empty")
     refused(cli("generate", "--stop", "x" * 2000, "Hi"), "has 2000 characters; expected at most 1024")
 
@@ -261,13 +261,13 @@ def test_weights_that_do_not_fit_into_memory_are_refused_before_they_are_read(
     target_directory, drafter_directory = str(directories.target), str(directories.drafter)
     used = for_weights() if kernels == "auto" else "xla"
     needed = target.load.weight_bytes(directories.target, implementation=used)
-    for module in (peagle.ops.memory, peagle.cli.inspecting):
+    for module in (peagle.ops.memory, peagle.cli.run_info):
         monkeypatch.setattr(module, "available_memory_bytes", lambda: needed)
     assert "fits into" in real("info", target_directory)[1]
     monkeypatch.setattr(Checkpoint, "take", no_reading)
     pair = ("--target", target_directory, "--drafter", drafter_directory, "--kernels", kernels)
     refused(real("speculate", *pair, "Hi"), "out of memory", "the target", "the drafter", "together", "kB", "--experts")
-    monkeypatch.setattr(peagle.cli.inspecting, "available_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(peagle.cli.run_info, "available_memory_bytes", lambda: 1000)
     assert "does not fit into the 1.0 kB" in real("info", target_directory)[1]
 
 

@@ -11,8 +11,8 @@ from drafter.train.folder import COMMAND
 from drafter.trained import RECIPE
 from peagle.cli.app import application
 from peagle.cli.command import built, read_record, record
+from peagle.cli.run_train import upgrade_record
 from peagle.cli.train import Train
-from peagle.cli.training import upgrade_record
 from peagle.config import LoadConfig
 from tests.support.commands import all_refused, refused, run
 

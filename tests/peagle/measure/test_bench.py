@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import peagle.cli.benching
 import peagle.cli.processes
+import peagle.cli.run_bench
 import peagle.loading
 import peagle.measure.bench
 from peagle.engine.collect import Collector
@@ -357,7 +357,7 @@ def test_json_has_every_key(run: Run) -> None:
 @pytest.mark.parametrize("kernels", ["auto", "xla"])
 def test_bytes_are_those_in_memory(directories: Directories, kernels: Any) -> None:
     pair = load(directories.target, None, kernels=kernels)
-    weights = peagle.cli.benching.weight_bytes(pair)
+    weights = peagle.cli.run_bench.weight_bytes(pair)
     params = pair.plain_target.params  # type: ignore[attr-defined]
     everything = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     assert weights.dense + weights.experts + params.embedding.nbytes == everything

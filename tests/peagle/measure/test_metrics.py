@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peagle.cli.document import summary_lines
+from peagle.cli.results import summary_lines
 from peagle.engine.request import FinishReason, Request, StepRecord, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
 from peagle.measure.metrics import (

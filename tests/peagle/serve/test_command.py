@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-import peagle.cli.serving
+import peagle.cli.run_serve
 from peagle.cli import main
 from peagle.cli.display import Display
-from peagle.cli.serving import guarded_hosts
+from peagle.cli.run_serve import guarded_hosts
 from peagle.engine.executor import Executor
 from peagle.serve.server import ServerOptions, listen, on_loopback
 from peagle.text.tokenizer import ByteLevelTokenizer
@@ -28,8 +28,8 @@ Use = Callable[[str], None]
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tokenizer: ByteLevelTokenizer) -> Callable[..., int]:
     """Run the command over the toy pair; call `use` with its URL in a thread, then send a signal."""
-    pair, serve = toy_pair(tokenizer), peagle.cli.serving.serve_app
-    monkeypatch.setattr(peagle.cli.serving, "load_pair", lambda *_: pair)
+    pair, serve = toy_pair(tokenizer), peagle.cli.run_serve.serve_app
+    monkeypatch.setattr(peagle.cli.run_serve, "load_pair", lambda *_: pair)
 
     def start(use: Use, *options: str, number: int = signal.SIGTERM) -> int:
         def used(url: str) -> None:
@@ -45,7 +45,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tokenizer: ByteLevelTokenizer) -> C
 
             serve(app, loop, address, dataclasses.replace(options, ready=told))
 
-        monkeypatch.setattr(peagle.cli.serving, "serve_app", watched)
+        monkeypatch.setattr(peagle.cli.run_serve, "serve_app", watched)
         return main(["serve", "--port", "0", "--prefix-cache", "1MB", *options])
 
     return start
@@ -213,7 +213,7 @@ def test_a_file_of_options_that_is_none_is_refused_in_a_line(
     ["*", "https://example.org", "http://127.0.0.1:3000", "http://[::1]:8080", "http://a-b.example:443", "app://x_y"],
 )
 def test_sites_that_a_browser_may_send_are_taken(origin: str) -> None:
-    peagle.cli.serving.check_allowed_origin(origin)
+    peagle.cli.run_serve.check_allowed_origin(origin)
 
 
 def test_after_the_engine_failed_the_command_ends_with_code_1(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import peagle.cli.sweeping
+import peagle.cli.run_sweep
 import peagle.measure.sweep.run
 from peagle.cli import main
 from peagle.engine.engine import Engine
@@ -169,7 +169,7 @@ def test_the_folder_holds_the_requests_and_shows_them(finished: Folder) -> None:
 
 
 def test_drafters_workloads_and_windows_stand_side_by_side(lab: Lab) -> None:
-    lab.monkeypatch.setattr("peagle.cli.sweeping.check_fit", lambda *_: ())
+    lab.monkeypatch.setattr("peagle.cli.run_sweep.check_fit", lambda *_: ())
     for name in ("one", "two"):
         (lab.root / name).mkdir()
     drafters = f"--drafter {lab.root / 'one'},{lab.root / 'two'} --drafter-window 128,off"
@@ -272,7 +272,7 @@ def test_ctrl_c_keeps_the_decoded_requests(lab: Lab) -> None:
 
 def test_a_run_that_had_not_read_its_prompts_goes_on_too(lab: Lab) -> None:
     with lab.monkeypatch.context() as patch:
-        patch.setattr("peagle.cli.sweeping.make_requests", lambda *_: (_ for _ in ()).throw(Killed()))
+        patch.setattr("peagle.cli.run_sweep.make_requests", lambda *_: (_ for _ in ()).throw(Killed()))
         with pytest.raises(Killed):
             lab.sweep()
     assert not (lab.out / PROMPTS).exists()
@@ -337,8 +337,8 @@ def test_a_drafter_that_cannot_be_loaded_need_not_cost_the_others(lab: Lab) -> N
             return pair
         raise InputError("its weights are damaged")
 
-    lab.monkeypatch.setattr("peagle.cli.sweeping.check_fit", lambda *_: ())
-    lab.monkeypatch.setattr("peagle.cli.sweeping.with_drafter", with_drafter)
+    lab.monkeypatch.setattr("peagle.cli.run_sweep.check_fit", lambda *_: ())
+    lab.monkeypatch.setattr("peagle.cli.run_sweep.with_drafter", with_drafter)
     (lab.root / "bad").mkdir()
     drafters = f"--drafter ngram,{lab.root / 'bad'}"
     lab.sweep(drafters, code=2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from peagle.cli.training import line_of_log
+from peagle.cli.run_train import line_of_log
 from peagle.workflows.training import Deadline, planned_steps
 from peagle.workflows.training_advice import parted_curves, weak_drafter
 

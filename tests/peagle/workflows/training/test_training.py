@@ -102,7 +102,7 @@ def other_target(directories: Directories, tmp_path_factory: pytest.TempPathFact
 def test_from_data_to_a_drafter_that_runs(
     lab: Lab, curves: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("peagle.cli.training.draw", curves)
+    monkeypatch.setattr("peagle.cli.run_train.draw", curves)
     evaluation = f"--evaluate {lab.prompts} --evaluate-every 2 -k 3"
     expect_all(
         lab.train(evaluation),
@@ -454,7 +454,7 @@ def test_the_answers_to_evaluate_are_held_out(lab: Lab, taught: Path, request: p
 @pytest.fixture
 def step_s(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Say how long a step takes."""
-    return lambda seconds: monkeypatch.setattr("peagle.cli.training.seconds_per_step", lambda *_: seconds)
+    return lambda seconds: monkeypatch.setattr("peagle.cli.run_train.seconds_per_step", lambda *_: seconds)
 
 
 def minutes(lab: Lab, minutes: float, *more: object, code: int = 0) -> str:

@@ -9,10 +9,10 @@ from pathlib import Path
 from peagle.checkpoints import DEMO, DEMO_DRAFTERS, drafter_path, or_demo, resolve
 from peagle.cli.command import changed_fields
 from peagle.cli.display import Display
-from peagle.cli.document import dumps, logprob_lines, report, summary_lines, trace_lines
 from peagle.cli.flags import refuse_strict
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile, output_file, say
 from peagle.cli.processes import load_in_all
+from peagle.cli.results import dumps, logprob_lines, report, summary_lines, trace_lines
 from peagle.cli.speculate import Decode
 from peagle.config import EngineConfig, LoadConfig, NumDrafts, SamplingParams
 from peagle.engine.grammar import Grammar, GrammarError

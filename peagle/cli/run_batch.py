@@ -6,7 +6,7 @@ import time
 from peagle.cli.batch import BatchCommand
 from peagle.cli.display import Display
 from peagle.cli.output import say
-from peagle.cli.serving import FAILED, check_models, load_engine
+from peagle.cli.run_serve import FAILED, check_models, load_engine
 from peagle.ops import interrupt
 from peagle.serve.batch import BatchFile, Counts, check_files
 from peagle.serve.loop import EngineLoop

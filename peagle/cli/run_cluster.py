@@ -12,7 +12,7 @@ from peagle.cli.cluster import Up
 from peagle.cli.command import needing, options_of
 from peagle.cli.display import Display
 from peagle.cli.output import OutputFile
-from peagle.cli.serving import default_name, guarded_hosts, read_api_keys, warn_of_strangers
+from peagle.cli.run_serve import default_name, guarded_hosts, read_api_keys, warn_of_strangers
 from peagle.cluster.config import FleetConfig
 from peagle.cluster.decide import decided
 from peagle.ops import interrupt

@@ -14,8 +14,8 @@ import numpy as np
 from drafter.train.shards import KEPT, NAME, WEIGHTS, expect_folder, open_folder, shard_path, total_tokens
 from peagle.checkpoints import or_demo, resolve
 from peagle.cli.data import Data
-from peagle.cli.decoding import load_pair, not_shown, without_effect
 from peagle.cli.display import Advance, Display
+from peagle.cli.run_speculate import load_pair, not_shown, without_effect
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
 from peagle.ops.files import alone

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from peagle.checkpoints import DEMO
-from peagle.cli.decoding import chosen_context, chosen_models, expect_shared, load_pair
 from peagle.cli.display import PART, Display
 from peagle.cli.output import say
+from peagle.cli.run_speculate import chosen_context, chosen_models, expect_shared, load_pair
 from peagle.cli.serve import Serve, Served
 from peagle.engine.grammar import Grammar
 from peagle.engine.loop import AnyEngine

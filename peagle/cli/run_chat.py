@@ -8,10 +8,10 @@ import re
 import sys
 
 from peagle.cli.chat import Chat
-from peagle.cli.decoding import chosen_context, chosen_models, load_pair, not_shown, without_effect
 from peagle.cli.display import Display
-from peagle.cli.document import summary_block
 from peagle.cli.output import say
+from peagle.cli.results import summary_block
+from peagle.cli.run_speculate import chosen_context, chosen_models, load_pair, not_shown, without_effect
 from peagle.measure.metrics import figure_text
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
