@@ -1,4 +1,4 @@
-"""The command line. Light to import: a command imports the heavy modules when it runs."""
+"""The command line. A command imports JAX only when it runs, so that its help is fast."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code (`peagle.cli.app.main`); after Ctrl-C it is 130."""
+    """Run the command line and return its exit code (`peagle.cli.app.main`): 130 after Ctrl-C, also during imports."""
     with interrupt.handled():
         try:
             from peagle.cli import app

@@ -1,4 +1,4 @@
-"""The commands: read arguments into a frozen dataclass, and run it. A user's error is one line and exit code 2."""
+"""Parse a command line into a command, a frozen dataclass, and run it. A user error is one line and exit code 2."""
 
 import errno
 import functools
@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -19,22 +19,21 @@ from peagle.cli.command import (
     HELP_FLAGS,
     OPTIONS,
     Command,
-    built,
-    flagged,
-    from_file,
+    build_command,
+    normalize,
     options_of,
-    refusal,
+    read_config_file,
     register,
-    unambiguous,
+    usage_error,
+    with_flag,
 )
 from peagle.cli.output import say
 from peagle.hub import stay_offline
-from peagle.ops import interrupt
 from peagle.ops.errors import InputError, InputWarning, cannot_start, is_of_backend
 from peagle.ops.files import reason_of
 from peagle.ops.jax_cure import MiscompilingJaxError
 
-OK, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 0, 2, interrupt.EXIT_CODE, 141
+OK, BAD_INPUT, BROKEN_PIPE = 0, 2, 141
 
 MAIN_HELP = """
 Lossless speculative decoding for GPT-OSS with P-EAGLE drafters, in JAX.
@@ -43,15 +42,19 @@ Start with [cyan]peagle speculate[/cyan]. [cyan]peagle COMMAND --help[/cyan] has
 For completion in your shell: [cyan]source <(peagle --completion bash)[/cyan], or zsh.
 """
 GENERATE, TRAIN, MEASURE = (
-    Group(name, sort_key=place)
-    for place, name in enumerate(("Generate and serve", "Train drafters", "Measure and inspect"))
+    Group(name, sort_key=index)
+    for index, name in enumerate(("Generate and serve", "Train drafters", "Measure and inspect"))
 )
 DEFAULTS = Parameter(negative=(), show_env_var=False, show_choices=False, allow_repeating=True)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A command. where: module:class, imported on use; "": a group of commands. group: of the root's help."""
+    """A command in the help of all commands.
+
+    group: its panel there; None for a subcommand. where: module:class within peagle.cli, imported when the command is
+    used; empty for a group of subcommands.
+    """
 
     group: Group | None
     summary: str
@@ -59,47 +62,37 @@ class Entry:
 
     def load(self) -> type[Command]:
         module, _, name = self.where.partition(":")
-        kind: type[Command] = getattr(importlib.import_module(module), name)
+        kind: type[Command] = getattr(importlib.import_module(f"peagle.cli.{module}"), name)
         return kind
 
 
 COMMANDS = {
-    "speculate": Entry(
-        GENERATE, "Generate with speculative decoding and report the speed-up.", "peagle.cli.speculate:Speculate"
-    ),
-    "generate": Entry(
-        GENERATE, "Generate with plain decoding: the target alone, no drafter.", "peagle.cli.speculate:Generate"
-    ),
-    "chat": Entry(GENERATE, "Chat in the terminal with speculative decoding.", "peagle.cli.chat:Chat"),
-    "serve": Entry(GENERATE, "Serve an OpenAI-compatible HTTP API.", "peagle.cli.serve:Serve"),
-    "batch": Entry(
-        GENERATE, "Run a file of OpenAI Batch API requests, without a server.", "peagle.cli.batch:BatchCommand"
-    ),
+    "speculate": Entry(GENERATE, "Generate with speculative decoding and report the speed-up.", "speculate:Speculate"),
+    "generate": Entry(GENERATE, "Generate with plain decoding: the target alone, no drafter.", "speculate:Generate"),
+    "chat": Entry(GENERATE, "Chat in the terminal with speculative decoding.", "chat:Chat"),
+    "serve": Entry(GENERATE, "Serve an OpenAI-compatible HTTP API.", "serve:Serve"),
+    "batch": Entry(GENERATE, "Run a file of OpenAI Batch API requests, without a server.", "batch:BatchCommand"),
     "cluster": Entry(GENERATE, "Serve from several replicas on Ray Serve.", ""),
-    "cluster up": Entry(
-        None, "Serve the API of `peagle serve` from several replicas, on Ray Serve.", "peagle.cli.cluster:Up"
-    ),
-    "data": Entry(TRAIN, "Generate training data: a target's responses to prompts.", "peagle.cli.data:Data"),
-    "train": Entry(TRAIN, "Train a P-EAGLE, EAGLE-3 or DFlash drafter.", "peagle.cli.train:Train"),
-    "export": Entry(TRAIN, "Convert a drafter for vLLM or speculators.", "peagle.cli.export:Export"),
+    "cluster up": Entry(None, "Serve the API of `peagle serve` from several replicas, on Ray Serve.", "cluster:Up"),
+    "data": Entry(TRAIN, "Generate training data: a target's responses to prompts.", "data:Data"),
+    "train": Entry(TRAIN, "Train a P-EAGLE, EAGLE-3 or DFlash drafter.", "train:Train"),
+    "export": Entry(TRAIN, "Convert a drafter for vLLM or speculators.", "export:Export"),
     "frequent-tokens": Entry(
-        TRAIN, "Rank the tokens a target generates, for --draft-vocab.", "peagle.cli.frequent_tokens:FrequentTokens"
+        TRAIN, "Rank the tokens a target generates, for --draft-vocab.", "frequent_tokens:FrequentTokens"
     ),
-    "sweep": Entry(MEASURE, "Measure acceptance length and speed over K.", "peagle.cli.sweep:Sweep"),
-    "report": Entry(MEASURE, "Render a sweep's report, or compare sweeps by request.", "peagle.cli.report:Report"),
-    "parity": Entry(MEASURE, "Check a pair against references; explain low acceptance.", "peagle.cli.parity:Parity"),
-    "bench": Entry(MEASURE, "Time a target's prefill, decoding and verify passes.", "peagle.cli.bench:BenchCommand"),
-    "info": Entry(MEASURE, "Inspect checkpoints: geometry, memory, whether they fit.", "peagle.cli.info:Info"),
-    "check": Entry(MEASURE, "Test this machine's kernels and lossless decoding.", "peagle.cli.check:Check"),
-    "random": Entry(
-        MEASURE, "Write a GPT-OSS checkpoint with random weights.", "peagle.cli.random_checkpoint:RandomCheckpoint"
-    ),
+    "sweep": Entry(MEASURE, "Measure acceptance length and speed over K.", "sweep:Sweep"),
+    "report": Entry(MEASURE, "Render a sweep's report, or compare sweeps by request.", "report:Report"),
+    "parity": Entry(MEASURE, "Check a pair against references; explain low acceptance.", "parity:Parity"),
+    "bench": Entry(MEASURE, "Time a target's prefill, decoding and verify passes.", "bench:BenchCommand"),
+    "info": Entry(MEASURE, "Inspect checkpoints: geometry, memory, whether they fit.", "info:Info"),
+    "check": Entry(MEASURE, "Test this machine's kernels and lossless decoding.", "check:Check"),
+    "random": Entry(MEASURE, "Write a GPT-OSS checkpoint with random weights.", "random_checkpoint:RandomCheckpoint"),
 }
 
 
 @functools.cache
 def application(*loaded: str) -> App:
-    """Make the app. loaded: commands with their options; the others only have a line in the root's help."""
+    """Make the parser. loaded: commands with their options; the others only have a line in the help of all commands."""
     app = App(
         name="peagle",
         help=MAIN_HELP.strip(),
@@ -112,15 +105,15 @@ def application(*loaded: str) -> App:
         group_parameters=OPTIONS,
     )
     app["--help"].show = False
-    for place, (words, entry) in enumerate(COMMANDS.items()):
-        within, _, name = words.rpartition(" ")
-        parent = app[within] if within else app
+    for index, (words, entry) in enumerate(COMMANDS.items()):
+        parent_name, _, name = words.rpartition(" ")
+        parent = app[parent_name] if parent_name else app
         if words in loaded:
             register(parent, entry.load(), name, entry.group)
         else:
             flags = () if entry.where else HELP_FLAGS
             panel: dict[str, Any] = {} if entry.group is None else {"group": entry.group}
-            stub = App(name=name, help=entry.summary, sort_key=place, help_flags=flags, version_flags=[], **panel)
+            stub = App(name=name, help=entry.summary, sort_key=index, help_flags=flags, version_flags=[], **panel)
             parent.command(stub)
     return app
 
@@ -128,22 +121,29 @@ def application(*loaded: str) -> App:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    0; 2 after one line on standard error about bad input or usage; 130 after Ctrl-C; 141 if the reader of the output
-    has closed it; or a command's own.
+    0: success. 2: bad input or usage, reported in one line on standard error. 141: the reader of the output has gone.
+    Others are a command's own. Raises KeyboardInterrupt after Ctrl-C.
     """
     typed = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    stay_offline()  # no library may use the network unless asked
-    for stream in (sys.stdout, sys.stderr):  # print any file name, whatever its bytes
+    stay_offline()  # only --download may use the network
+    for stream in (sys.stdout, sys.stderr):  # a file name may hold bytes that the encoding lacks
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
         return _run(typed)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except InputError as error:
+    except (InputError, MiscompilingJaxError) as error:
         return _complain(str(error))
     except OSError as error:
-        return _input_or_output(error)
+        return _report_os_error(error)
+    except Exception as error:
+        if is_of_backend(error):
+            return _complain(cannot_start(error))
+        if _out_of_memory(error):
+            return _complain(
+                f"out of memory: {str(error).splitlines()[0] if str(error) else 'no reason given'}; lower --context or "
+                "--slots, or load smaller weights with --experts packed or --dtype bfloat16"
+            )
+        raise
 
 
 def _run(typed: list[str]) -> int:
@@ -156,29 +156,32 @@ def _run(typed: list[str]) -> int:
     loaded = [name] if words and COMMANDS[name].where else []
     app, options = application(*loaded), list(options_of(COMMANDS[name].load()) if loaded else ())
     try:
-        line = [*words, *unambiguous(typed, words, options)]
-        read = app(line, result_action="return_value", print_error=False, exit_on_error=False)
+        line = [*words, *normalize(typed, words, options)]
+        parsed = app(line, result_action="return_value", print_error=False, exit_on_error=False)
     except CycloptsError as error:
-        return _complain(refusal(error, words, options))
-    if read is None:  # the help is printed
-        return OK
-    kind, values = read
-    return guarded(lambda: _run_command(app, words, kind, values))
+        return _complain(usage_error(error, words, options))
+    return OK if parsed is None else _run_command(app, words, *parsed)  # None: the help is printed
 
 
 def _run_command(app: App, words: Sequence[str], kind: type[Command], values: dict[str, Any]) -> int:
-    """Run a command with the typed values, and those of a --config file for the rest."""
-    try:
-        if "config" in values:
-            values = {**from_file(app, words, kind, values["config"]), **values}
-        command = built(kind, values)
-        from peagle.cli.download import download, wants_download
+    """Run a command. A --config file supplies the values that were not typed."""
+    from peagle.cli.compilation_cache import keep_compiled
 
-        if wants_download(command):
-            download(command)
-        return command.run()
-    except InputError as error:
-        raise InputError(flagged(error, kind)) from error
+    keep_compiled()
+    if os.environ.pop("JAX_DISABLE_JIT", "0").lower() not in ("0", "false", ""):
+        say("warning", "JAX_DISABLE_JIT is ignored: decoding runs compiled programs only")
+    with _warnings_in_one_line():
+        try:
+            if "config" in values:
+                values = {**read_config_file(app, words, kind, values["config"]), **values}
+            command = build_command(kind, values)
+            from peagle.cli.download import download, wants_download  # imports JAX
+
+            if wants_download(command):
+                download(command)
+            return command.run()
+        except InputError as error:
+            raise InputError(with_flag(error, kind)) from error
 
 
 def _command_words(typed: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -215,42 +218,15 @@ def _show_version(others: Sequence[str]) -> int:
     return OK
 
 
-def guarded(run: Callable[[], int]) -> int:
-    """Run a command; report user errors in one line and return the exit code."""
-    from peagle.cli.compilation_cache import keep_compiled
-
-    keep_compiled()
-    if os.environ.pop("JAX_DISABLE_JIT", "0").lower() not in ("0", "false", ""):
-        say("warning", "JAX_DISABLE_JIT is ignored: decoding runs compiled programs only")
-    try:
-        with _warnings_in_one_line():
-            return run()
-    except (InputError, MiscompilingJaxError) as error:
-        return _complain(str(error))
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except OSError as error:
-        return _input_or_output(error)
-    except Exception as error:
-        if is_of_backend(error):
-            return _complain(cannot_start(error))
-        if _out_of_memory(error):
-            return _complain(
-                f"out of memory: {str(error).splitlines()[0] if str(error) else 'no reason given'}; lower --context or "
-                "--slots, or load smaller weights with --experts packed or --dtype bfloat16"
-            )
-        raise
-
-
-def _input_or_output(error: OSError) -> int:
+def _report_os_error(error: OSError) -> int:
     """Report a failed read or write in one line, and return the exit code."""
     if error.filename is None and error.errno in (errno.EPIPE, errno.ENOSPC):
-        # the output's reader has gone, or its disk is full: flush nothing at exit
+        # standard output cannot be written any more: Python must not flush it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
         return BROKEN_PIPE
-    where = "" if error.filename is None else f"{error.filename}: "
-    return _complain(f"{where}{reason_of(error)}; expected a place that can be read and written")
+    name = "" if error.filename is None else f"{error.filename}: "
+    return _complain(f"{name}{reason_of(error)}; expected a place that can be read and written")
 
 
 def _out_of_memory(error: Exception) -> bool:

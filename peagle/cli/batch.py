@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from peagle.cli.command import needing
+from peagle.cli.command import require_extra
 from peagle.cli.flags import QUIET
 from peagle.cli.serve import TAKEN, Served
 from peagle.config import EngineConfig
@@ -38,6 +38,6 @@ class BatchCommand(Served):
     def run(self) -> int:
         from peagle.cli.processes import run_together
 
-        with needing("batches need", "serve"):
+        with require_extra("batches need", "serve"):
             from peagle.cli.run_batch import answer_file
         return run_together(self, self.load, answer_file)

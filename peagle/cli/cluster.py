@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from peagle.cli.command import needing
+from peagle.cli.command import require_extra
 from peagle.cli.flags import API_KEY_FILE, HOST
 from peagle.cluster.config import FleetConfig
 from peagle.ops.errors import InputError
@@ -51,6 +51,6 @@ class Up:
             raise InputError(f"port is {self.port}; expected a port of 1 to 65535", "port")
 
     def run(self) -> int:
-        with needing("a cluster needs", "cluster"):
+        with require_extra("a cluster needs", "cluster"):
             from peagle.cli.run_cluster import start_fleet
         return start_fleet(self)

@@ -9,7 +9,7 @@ from typing import Any
 
 from peagle.checkpoints import or_demo
 from peagle.cli.cluster import Up
-from peagle.cli.command import needing, options_of
+from peagle.cli.command import options_of, require_extra
 from peagle.cli.display import Display
 from peagle.cli.output import OutputFile
 from peagle.cli.run_serve import default_name, guarded_hosts, read_api_keys, warn_of_strangers
@@ -40,7 +40,7 @@ def start_fleet(settings: Up) -> int:
         return 0
     if settings.address is None:
         keep_to_itself()
-    with needing("a cluster needs", "cluster"):
+    with require_extra("a cluster needs", "cluster"):
         from peagle.cluster.start import run
     warn_of_strangers(settings.host, settings.api_key_file)
     stopped = threading.Event()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from peagle.cli.command import Takes, needing
+from peagle.cli.command import Takes, require_extra
 from peagle.cli.flags import API_KEY_FILE, HOST, QUIET
 from peagle.config import KEPT_PREFIXES, EngineConfig, LoadConfig, read_kept_prefixes
 from peagle.ops.flag import ENGINE, SERVER, Flag, check_least
@@ -92,6 +92,6 @@ class Serve(Served):
     def run(self) -> int:
         from peagle.cli.processes import run_together
 
-        with needing("serving needs", "serve"):
+        with require_extra("serving needs", "serve"):
             from peagle.cli.run_serve import serve
         return run_together(self, self.load, serve)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from peagle.cli.command import Takes, expect_alone
+from peagle.cli.command import Takes, refuse_other_options
 from peagle.cli.flags import PROMPT_FILE, QUIET, SPECIAL_TOKENS, STRICT
 from peagle.config import LoadConfig
 from peagle.ops.flag import MODEL, OUTPUT, PROMPT, RUNNING, SAMPLING, SPECULATION, Flag, check_least
@@ -98,5 +98,5 @@ class Sweep:
         from peagle.cli.run_sweep import sweep
 
         if self.resume:
-            expect_alone(self, "--resume", FREE, f"the plan in {self.out}")
+            refuse_other_options(self, "--resume", FREE, f"the plan in {self.out}")
         return sweep(self)

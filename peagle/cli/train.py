@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from drafter.train.config import DrafterShape, TrainConfig
-from peagle.cli.command import Takes, expect_alone, needing
+from peagle.cli.command import Takes, refuse_other_options, require_extra
 from peagle.cli.flags import QUIET
 from peagle.config import LoadConfig, check_num_drafts
 from peagle.ops.errors import InputError
@@ -100,7 +100,7 @@ class Train:
 
     def run(self) -> int:
         if self.resume:
-            expect_alone(self, "--resume", ("out", "resume", *RESUMABLE), f"the recipe in {self.out}")
-        with needing("training needs", "train"):
+            refuse_other_options(self, "--resume", ("out", "resume", *RESUMABLE), f"the recipe in {self.out}")
+        with require_extra("training needs", "train"):
             from peagle.cli.run_train import train
         return train(self)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from peagle.cli.cluster import Up
-from peagle.cli.command import built
+from peagle.cli.command import build_command
 from peagle.cli.run_cluster import served, start_fleet
 from peagle.cluster.config import FleetConfig, read_fleet
 from peagle.ops.errors import InputError
@@ -28,7 +28,7 @@ OWN = {
 
 def fleet(**typed: Any) -> FleetConfig:
     """Return the config that replicas get, of options by their names."""
-    return served(built(Up, typed))
+    return served(build_command(Up, typed))
 
 
 def test_replicas_are_told_absolute_paths_and_to_draft_by_auto(
@@ -84,7 +84,7 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(
 
 def test_a_config_for_serve_deploy_is_read_back_and_holds_no_keys(tmp_path: Path) -> None:
     file = tmp_path / "fleet.json"
-    settings = built(Up, {"decode": 3, "port": 8123, "kv_memory": "2GB", "write_config": str(file)})
+    settings = build_command(Up, {"decode": 3, "port": 8123, "kv_memory": "2GB", "write_config": str(file)})
     assert start_fleet(settings) == 0
     config = json.loads(file.read_text("utf-8"))
     (application,) = config["applications"]
@@ -119,7 +119,7 @@ def test_while_a_fleet_starts_it_says_how_long_it_has_taken(
     monkeypatch.setitem(sys.modules, "peagle.cluster.start", SimpleNamespace(run=run))
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr("peagle.cli.display.LINE_SECONDS", 0.01)
-    assert start_fleet(built(Up, {"decode": 2})) == 0
+    assert start_fleet(build_command(Up, {"decode": 2})) == 0
     assert "starting 2 replicas, each of which loads the pair and compiles: 0 s so far" in "".join(said)
     assert capsys.readouterr().err == ""
 

@@ -19,13 +19,13 @@ from peagle.cli.command import (
     ARGUMENTS,
     OPTIONS,
     Takes,
-    built,
+    build_command,
     changed_fields,
-    flagged,
-    from_file,
+    normalize,
     options_of,
+    read_config_file,
     register,
-    unambiguous,
+    with_flag,
 )
 from peagle.cli.info import Info
 from peagle.cli.report import Report
@@ -74,14 +74,14 @@ def painted(*typed: str) -> Paint:
     kind, values = application()(
         ["paint", *typed], result_action="return_value", print_error=False, exit_on_error=False
     )
-    return built(kind, values)
+    return build_command(kind, values)
 
 
 def read(line: str, *more: str) -> Any:
     """Read a command line of ours."""
     typed = [*line.split(), *more]
     kind, values = commands(typed[0])(typed, result_action="return_value")
-    return built(kind, values)
+    return build_command(kind, values)
 
 
 def test_fields_are_options_and_nested_dataclasses_are_groups_of_them() -> None:
@@ -130,7 +130,7 @@ PENALTY = SamplingParams(presence_penalty=-1.0)
 )
 def test_a_dash_is_an_argument_in_its_place_or_the_value_of_an_option(typed: str, command: Any) -> None:
     name, *rest = typed.split()
-    assert read(name, *unambiguous(rest, [name], list(options_of(type(command))))) == command
+    assert read(name, *normalize(rest, [name], list(options_of(type(command))))) == command
 
 
 # what is typed, the line, and the command whose help it names
@@ -179,8 +179,8 @@ def test_former_and_hidden_flags_are_neither_taken_elsewhere_nor_proposed(
 def test_a_whole_number_may_be_typed_as_8_0_and_a_file_may_set_flags(tmp_path: Path) -> None:
     assert read("generate --top-k 1.0").sampling.top_k == 1
     (tmp_path / "serve.toml").write_text("port = 8001.0\nquiet = true\nretain-full-kv = false\n")
-    values = from_file(commands("serve"), ["serve"], Serve, tmp_path / "serve.toml")
-    assert built(Serve, values) == Serve(port=8001, quiet=True)
+    values = read_config_file(commands("serve"), ["serve"], Serve, tmp_path / "serve.toml")
+    assert build_command(Serve, values) == Serve(port=8001, quiet=True)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
@@ -237,7 +237,7 @@ def test_auto_keeps_prefixes_where_many_requests_come(name: str) -> None:
     ],
 )
 def test_a_message_about_a_field_names_its_flag(message: str, field: str | None, named: str) -> None:
-    assert flagged(InputError(message, field), COMMANDS["speculate"].load()) == named
+    assert with_flag(InputError(message, field), COMMANDS["speculate"].load()) == named
 
 
 LOADED: dict[str, Any] = {name: entry.load() for name, entry in COMMANDS.items() if entry.where}

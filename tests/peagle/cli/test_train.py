@@ -10,7 +10,7 @@ from drafter.train.config import Cod, DrafterShape, TrainConfig
 from drafter.train.folder import COMMAND
 from drafter.trained import RECIPE
 from peagle.cli.app import application
-from peagle.cli.command import built, read_record, record
+from peagle.cli.command import build_command, read_record, record
 from peagle.cli.run_train import upgrade_record
 from peagle.cli.train import Train
 from peagle.config import LoadConfig
@@ -79,7 +79,7 @@ def typed(*words: str) -> Train:
     kind, values = application("train")(
         ["train", *words], result_action="return_value", print_error=False, exit_on_error=False
     )
-    command: Train = built(kind, values)
+    command: Train = build_command(kind, values)
     return command
 
 
