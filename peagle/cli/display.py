@@ -6,10 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
 
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from peagle.cli.output import say, wrapped
@@ -22,75 +21,61 @@ from peagle.text.tokenizer import Tokenizer
 from peagle.workflows.run import Observer
 
 DIM, NOT_DIM = "\x1b[2m", "\x1b[22m"
-LINE_SECONDS: float = 10.0  # between two lines about progress, if standard error is no terminal
-REDRAW_SECONDS = 1  # between two changes of progress that is shown while something is measured
-LEAST_LEFT = 0.5  # seconds left below which none are shown
-COUNTED = ("tokens", "requests")  # units that are counted, as in 2 of 9 tokens; others are numbered, as in run 2 of 9
-PART = "part"  # a unit that takes long: a line tells the time so far if the time left is unknown, or is over
-LABEL = 13  # characters before the text of a line of a summary
+LINE_SECONDS: float = 10.0  # between two lines of progress, if standard error is no terminal
+REDRAW_SECONDS = 1  # between two updates of progress on a terminal while a measurement runs
+LEAST_LEFT = 0.5  # seconds; a shorter time left is not shown
+COUNTED = ("tokens", "requests")  # progress in these units is a count, "2 of 9 tokens"; in others "run 3 of 9"
+PART = "part"  # a unit that takes long: a line shows the elapsed time if the time left is unknown or over
+SUMMARY_INDENT = 13  # characters before the text of a summary's line
+PLAINLY = "decoding plainly for comparison (--no-baseline skips it)"
 
-# control characters but tab, line feed and carriage return: a model's output must not drive the terminal
+# control characters except tab, line feed and carriage return: a model's output must not drive the terminal
 _UNSAFE = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "�")
 
-
-PLAINLY = "decoding plainly for comparison (--no-baseline skips it)"
 # of accepted drafts by their position in the step; readable on dark and light backgrounds
 DRAFT_COLOURS = ("#2da44e", "#1f9d9d", "#3b82f6", "#8b5cf6", "#d946a0", "#e0572f", "#b7791f")
 DRAFT_MARKS = "[", "]"  # around an accepted draft, in a terminal without colours
 
-Parts = Sequence[tuple[str, int]]  # of a text, with their origins (peagle.result.Piece)
+Parts = Sequence[tuple[str, int]]  # (text, origin) as in peagle.result.Piece; origin 0: not an accepted draft
 
 
 def draft_text(text: str, origin: int) -> Text:
-    """Colour the text of an accepted draft; that of the target's own tokens, origin 0, stays plain."""
+    """Colour an accepted draft by its position in the step; the target's own tokens, origin 0, stay plain."""
     return Text(text, style="" if origin == 0 else DRAFT_COLOURS[min(origin, len(DRAFT_COLOURS)) - 1])
 
 
-def marked(parts: Parts) -> str:
-    """Join parts, with marks around accepted drafts."""
-    before, after = DRAFT_MARKS
-    return "".join(f"{before}{text}{after}" if origin and text else text for text, origin in parts)
-
-
-@runtime_checkable
-class Advance(Protocol):
-    """Report the progress of a stage: done of total, and the seconds left if known."""
-
-    def __call__(self, done: int, total: int, left_s: float | None = None) -> None: ...
-
-
 class Stage:
-    """A stage that takes seconds, and its progress as a share or in a unit.
+    """A stage that takes seconds. Call it with (done, total), and the seconds left if the elapsed time misleads.
 
-    An Advance. Calls `redraw` after a change, at most once in REDRAW_SECONDS.
+    unit: what `done` counts; None shows a percentage. Calls `redraw` after a change, at most once in REDRAW_SECONDS.
     """
 
     def __init__(self, what: str, unit: str | None, redraw: Callable[[], None]) -> None:
         self.what, self.unit = what, unit
         self._redraw = redraw
-        self._began = self._told = time.monotonic()
+        self._began = self._reported = time.monotonic()
         self._redrawn: float | None = None
-        self._far: tuple[int, int, float | None] = 0, 0, None
+        self._last: tuple[int, int, float | None] = 0, 0, None
 
     def __call__(self, done: int, total: int, left_s: float | None = None) -> None:
-        self._far, self._told = (done, total, left_s), time.monotonic()
-        if self._redrawn is None or self._told - self._redrawn >= REDRAW_SECONDS:
-            self._redrawn = self._told
+        self._last, self._reported = (done, total, left_s), time.monotonic()
+        if self._redrawn is None or self._reported - self._redrawn >= REDRAW_SECONDS:
+            self._redrawn = self._reported
             self._redraw()
 
     @property
     def progress(self) -> str:
-        """Describe the last reported progress: 20%; run 2 of 5, if one run is done; 20 of 128 tokens.
+        """The last reported progress as text: "20%", "run 2 of 5" while the second run lasts, "20 of 128 tokens".
 
-        With the time left, as it was reported, less the time since then.
+        With the time left, which runs down between reports.
         """
-        done, total, left_s = self._far
+        done, total, left_s = self._last
         if not total:
             return ""
         if left_s is None and done:
-            left_s = (self._told - self._began) * (total - done) / done
+            left_s = (self._reported - self._began) * (total - done) / done
         if left_s is not None:
-            left_s -= time.monotonic() - self._told
+            left_s -= time.monotonic() - self._reported
         share = f"{done / total:.0%}"
         if self.unit in COUNTED:
             share = f"{done:,} of {total:,} {self.unit}"
@@ -105,19 +90,8 @@ class Stage:
         return f"{self.what}: {progress}, {so_far}" if progress else f"{self.what}: {so_far}"
 
 
-class _ProgressOf(ProgressColumn):
-    """A stage's progress, as it is whenever the terminal is drawn."""
-
-    def __init__(self, stage: Stage) -> None:
-        super().__init__()
-        self._stage = stage
-
-    def render(self, task: Task) -> Text:  # noqa: ARG002
-        return Text(self._stage.progress)
-
-
 class Ticker:
-    """Call `tick` every so many seconds, in a thread of its own, until stopped."""
+    """Call `tick` every `seconds` in a thread, until stopped."""
 
     def __init__(self, seconds: float, tick: Callable[[], None]) -> None:
         self._seconds, self._tick, self._stopped = seconds, tick, threading.Event()
@@ -137,10 +111,11 @@ class Ticker:
 class Display(Observer):
     """Print texts, progress, notes and the summary of a run.
 
-    text: print texts. A single request streams; texts of requests decoded together are printed whole, in order. A
-    stage shows its progress, on a terminal or as a line every LINE_SECONDS, except while a text streams into the same
-    place. A text that streams to a terminal is printed by channel, reasoning and tool calls dim; elsewhere, and if
-    quiet, as the tokens spell it. drafts: colour accepted drafts on a terminal, or mark them if it has no colours.
+    text: print texts. streaming: print a text while it is generated; otherwise texts are printed whole, in the order of
+    the requests. Progress is redrawn on a terminal, or a line is printed every LINE_SECONDS; it stops when text streams
+    to the same place. Text that streams to a terminal is printed by channel, reasoning and tool calls dim; elsewhere,
+    and if quiet, control tokens are spelled out. drafts: colour accepted drafts on a terminal, or mark them if it has
+    no colours.
     """
 
     def __init__(
@@ -148,7 +123,8 @@ class Display(Observer):
     ) -> None:
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._stdout = Console(highlight=False, soft_wrap=True)
-        self._text, self._quiet, self._total, self._streaming = text, quiet, total, streaming
+        self.quiet = quiet
+        self._text, self._total, self._streaming = text, total, streaming
         self.shows_drafts = drafts and text and self._stdout.is_terminal
         self._coloured = self._stdout.color_system is not None and not self._stdout.no_color
         self.live = self.console.is_terminal and not quiet
@@ -157,7 +133,7 @@ class Display(Observer):
         self._has_tokenizer = True
         self._tokenizer: Tokenizer | None = None
         self._parsers: dict[int, ChannelParser] = {}
-        self._message: int | None = None  # of the text that streams, shown last
+        self._message: int | None = None  # the message of the last printed delta
         self._pieces: dict[int, list[tuple[str, int]]] = {}
         self._ended: dict[int, tuple[Request, Parts]] = {}  # complete texts that wait for an earlier request
         self._stage: Stage | None = None
@@ -170,20 +146,16 @@ class Display(Observer):
             sys.stdout.reconfigure(errors="replace")
 
     @contextmanager
-    def stage(self, what: str, animated: bool = True) -> Iterator["Advance"]:
-        """Show a stage that takes seconds, with its elapsed time if animated.
-
-        Call the result with (done, total), and with the seconds left unless the time so far tells them. Raises
-        KeyboardInterrupt, before the stage begins, after Ctrl-C.
-        """
+    def stage(self, what: str, animated: bool = True) -> Iterator[Stage]:
+        """Show a stage during the block, with its elapsed time if animated. Raises KeyboardInterrupt after Ctrl-C."""
         interrupt.check()
         try:
             yield self._show(what, animated)
         finally:
             self.clear()
 
-    def run_of(self, what: str, done: int, total: int, left_s: float | None = None, unit: str = "run") -> None:
-        """Show that run `done` + 1 of a measurement begins. Another `what` starts a new stage."""
+    def begin_run(self, what: str, done: int, total: int, left_s: float | None = None, unit: str = "run") -> None:
+        """Show that run `done` + 1 of a measurement begins. A new `what` starts a new stage."""
         if self._stage is None or self._stage.what != what:
             self._show(what, animated=unit == PART, unit=unit)
         assert self._stage is not None
@@ -194,27 +166,23 @@ class Display(Observer):
         return "coloured by their position in the step" if self._coloured else f"in {''.join(DRAFT_MARKS)}"
 
     @contextmanager
-    def keeping(self, kept: Callable[[], str]) -> Iterator[None]:
-        """After Ctrl-C within, note what is kept."""
+    def on_interrupt(self, describe_kept: Callable[[], str]) -> Iterator[None]:
+        """If Ctrl-C interrupts the block, note which results are kept."""
         try:
             yield
         except KeyboardInterrupt:
-            self.note(f"interrupted: {kept()}")
+            self.note(f"interrupted: {describe_kept()}")
             raise
 
-    def read_by(self, tokenizer: Tokenizer | None) -> None:
+    def set_tokenizer(self, tokenizer: Tokenizer | None) -> None:
         """Set the tokenizer of the texts; without one, token ids are printed."""
         self._has_tokenizer, self._tokenizer = tokenizer is not None, tokenizer
-
-    @property
-    def talks(self) -> bool:
-        return not self._quiet
 
     def compiling(self) -> None:
         self._show("compiling")
 
     def measuring(self, done: int, total: int) -> None:
-        self.run_of("measuring the cost of drafting (-k K skips it)", done, total)
+        self.begin_run("measuring the cost of drafting (-k K skips it)", done, total)
 
     def decoding(self, done: int, total: int, plainly: bool) -> None:
         self._done, self._began = done, self._began or time.perf_counter()
@@ -256,7 +224,7 @@ class Display(Observer):
         self._count()
 
     def end(self, request: Request) -> None:
-        """Complete the request's text on standard output, with a line break after it."""
+        """Complete a request's text on standard output, with a line break after it."""
         parts = self._pieces.pop(request.index, None)
         if parts is None:
             return
@@ -274,7 +242,7 @@ class Display(Observer):
             self._write_parts(whole)
 
     def end_all(self) -> None:
-        """End interrupted requests, and drop those without a slot."""
+        """Complete the texts of interrupted requests; drop requests that have no text yet, unless they stream."""
         self.clear()
         for index in sorted(self._pieces):
             if self._streaming or self._pieces[index]:
@@ -284,7 +252,7 @@ class Display(Observer):
 
     def note(self, line: str) -> None:
         """Print a line on standard error, unless quiet."""
-        if not self._quiet:
+        if not self.quiet:
             self.console.print(wrapped(line, self.console), style="dim", markup=False)
 
     def warn(self, lines: Iterable[str]) -> None:
@@ -293,12 +261,12 @@ class Display(Observer):
             say("warning", line)
 
     def summary(self, lines: Sequence[str]) -> None:
-        if self._quiet or not lines:
+        if self.quiet or not lines:
             return
         self.clear()
         self.console.print()
         for line in lines:
-            self.console.print(wrapped(line, self.console, LABEL), markup=False)
+            self.console.print(wrapped(line, self.console, SUMMARY_INDENT), markup=False)
 
     def clear(self) -> None:
         self._stage = None
@@ -310,7 +278,7 @@ class Display(Observer):
             self._ticker = None
 
     def _heading(self, request: Request, turn: int | None) -> None:
-        if self._total > 1 and self._text and not self._quiet:
+        if self._total > 1 and self._text and not self.quiet:
             turns = "" if turn is None else f", turn {turn}"
             self.note(f"--- request {request.index + 1} of {self._total}{turns}{left_text(self._left_s())}")
 
@@ -336,7 +304,7 @@ class Display(Observer):
     def _write(self, text: str, dim: bool = False) -> None:
         if not self._text or not text:
             return
-        self._make_way()
+        self._clear_before_text()
         shown = text.translate(_UNSAFE) if sys.stdout.isatty() else text
         sys.stdout.write(f"{DIM}{shown}{NOT_DIM}" if dim and not self.console.is_dumb_terminal else shown)
         sys.stdout.flush()
@@ -344,35 +312,37 @@ class Display(Observer):
     def _write_parts(self, parts: Parts) -> None:
         """Write parts of a text; accepted drafts are coloured or marked, if they are shown."""
         if not self.shows_drafts or not self._coloured:
-            self._write(marked(parts) if self.shows_drafts else "".join(text for text, _ in parts))
+            before, after = DRAFT_MARKS if self.shows_drafts else ("", "")
+            self._write("".join(f"{before}{text}{after}" if origin and text else text for text, origin in parts))
             return
-        self._make_way()
+        self._clear_before_text()
         for text, origin in parts:
             self._stdout.print(draft_text(text.translate(_UNSAFE), origin), end="")
         sys.stdout.flush()
 
-    def _make_way(self) -> None:
-        """Stop showing progress if the text goes to the same terminal, or may."""
+    def _clear_before_text(self) -> None:
+        """Stop showing progress if the text goes to the same terminal, or may go to the same file."""
         if self._shared or not self.live:
             self.clear()
 
     def _show(self, what: str, animated: bool = True, unit: str | None = None) -> Stage:
-        """Show a stage and return it. A measurement is not animated: the redrawing thread would disturb it."""
+        """Show a stage and return it. Do not animate a measurement: the redrawing thread would disturb it."""
         self.clear()
         stage = self._stage = Stage(what, unit, self._redraw)
         if self.live:
-            what_column = TextColumn("{task.description}", markup=False)
-            progress_column = _ProgressOf(stage)
-            columns: list[ProgressColumn] = [what_column, progress_column]
+            columns: list[ProgressColumn] = [
+                TextColumn("{task.description}", markup=False),
+                TextColumn("{task.fields[stage].progress}", markup=False),
+            ]
             if animated:
-                columns = [SpinnerColumn("line"), what_column, TimeElapsedColumn(), progress_column]
+                columns = [SpinnerColumn("line"), columns[0], TimeElapsedColumn(), columns[1]]
             # by default rich sends standard output to its own console, wherever the output goes
             self._progress = Progress(
                 *columns, console=self.console, transient=True, auto_refresh=animated, redirect_stdout=False
             )
-            self._progress.add_task(what, total=None)
+            self._progress.add_task(what, total=None, stage=stage)
             self._progress.start()
-        elif not self._quiet:
+        elif not self.quiet:
             self._ticker = Ticker(LINE_SECONDS, lambda: self.note(stage.line()))
         return stage
 
@@ -382,7 +352,7 @@ class Display(Observer):
 
 
 def left_text(left_s: float | None) -> str:
-    """Return ", about 20 s left"; nothing if unknown, or below LEAST_LEFT."""
+    """Return ", about 20 s left"; "" if unknown, or below LEAST_LEFT."""
     return "" if left_s is None or left_s < LEAST_LEFT else f", about {duration(left_s)} left"
 
 

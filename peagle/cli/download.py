@@ -25,7 +25,7 @@ def download(settings: Any) -> None:
             continue
         files = f"{missing.num_files} file{'s' * (missing.num_files > 1)}"
         display.note(f"downloading {name} into {cache()}: {files}, {size_in_words(missing.num_bytes)}")
-        with display.keeping(_kept), display.stage(f"downloading {name}") as progress:
+        with display.on_interrupt(_kept), display.stage(f"downloading {name}") as progress:
             fetch(missing, progress)
 
 

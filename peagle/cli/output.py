@@ -1,4 +1,4 @@
-"""Files, written whole or not at all, and lines on standard error."""
+"""Output files, which are written whole or not at all, and lines in a terminal."""
 
 import errno
 import os
@@ -17,21 +17,24 @@ from peagle.ops.files import encoded, reason_of, write_text_whole
 STANDARD_OUTPUT = "-"
 
 
-def say(what: str, message: str) -> None:
-    """Print a message as one line on standard error."""
+def say(level: str, message: str) -> None:
+    """Print a message as one line on standard error. level: warning or error."""
     line = "".join(char if char.isprintable() else "?" for char in " ".join(message.split()))
-    print(wrapped(f"peagle: {what}: {line}", Console(stderr=True)), file=sys.stderr, flush=True)
+    print(wrapped(f"peagle: {level}: {line}", Console(stderr=True)), file=sys.stderr, flush=True)
 
 
-def show_lines(lines: Iterable[str], indent: int = 0, to_stderr: bool = False, style: str | None = None) -> None:
-    """Print lines, broken between words in a terminal (`wrapped`)."""
-    console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
+def show_lines(lines: Iterable[str], indent: int = 0, style: str | None = None) -> None:
+    """Print lines on standard output; a terminal gets them `wrapped`."""
+    console = Console(highlight=False, soft_wrap=True)
     for line in lines:
         console.print(wrapped(line, console, indent), markup=False, style=style)
 
 
 def wrapped(text: str, console: Console, indent: int = 0) -> str:
-    """Break a text's lines between words, if it goes to a terminal. indent: spaces before a continued line."""
+    """Break lines between words at the width of a terminal; elsewhere return them as they are.
+
+    indent: spaces before a continued line.
+    """
     if not console.is_terminal:
         return text
     margin = " " * min(indent, console.width // 2)
@@ -44,7 +47,7 @@ def wrapped(text: str, console: Console, indent: int = 0) -> str:
 
 
 def output_file(name: str | None, flag: str) -> "OutputFile | None":
-    """Return the file that an option names; None without one. Raises InputError if it cannot be written."""
+    """Return the output file of an option; None if the option is not given."""
     return None if name is None else OutputFile(name, flag)
 
 
@@ -56,13 +59,9 @@ class OutputFile:
 
     def __init__(self, name: str, flag: str) -> None:
         self._name, self._flag = name, flag
-        self._path = Path(name).resolve()  # a link stays a link: replace its target
+        self.path = Path(name).resolve()  # writing through a link replaces its target, not the link
         if name != STANDARD_OUTPUT:
             self._check()
-
-    @property
-    def path(self) -> Path:
-        return self._path
 
     def write(self, text: str) -> None:
         """Write exactly this text, or leave the file as it was."""
@@ -72,32 +71,32 @@ class OutputFile:
             return
         try:
             if self._is_device():
-                self._path.write_bytes(encoded(text))
+                self.path.write_bytes(encoded(text))
             else:
-                write_text_whole(self._path, text)
+                write_text_whole(self.path, text)
         except OSError as error:
-            raise self._refusal(reason_of(error)) from None
+            raise self._error(reason_of(error)) from None
 
     def _check(self) -> None:
-        if not self._name or self._path.is_dir():
-            raise self._refusal("it is a directory" if self._name else "its name is empty")
+        if not self._name or self.path.is_dir():
+            raise self._error("it is a directory" if self._name else "its name is empty")
         try:
-            if self._path.exists():
-                if not os.access(self._path, os.W_OK):
-                    raise self._refusal("no permission to write it")
+            if self.path.exists():
+                if not os.access(self.path, os.W_OK):
+                    raise self._error("no permission to write it")
                 if self._is_device():
                     return
-            descriptor, probe = tempfile.mkstemp(prefix=".peagle-", dir=self._path.parent)
+            descriptor, probe = tempfile.mkstemp(prefix=".peagle-", dir=self.path.parent)
             os.close(descriptor)
             os.unlink(probe)
         except OSError as error:
-            raise self._refusal(reason_of(error)) from None
+            raise self._error(reason_of(error)) from None
 
     def _is_device(self) -> bool:
-        """Return whether the path is a device or a pipe, which no file may replace."""
-        return self._path.exists() and not stat.S_ISREG(self._path.stat().st_mode)
+        """Return whether the path is a device or a pipe, to which text is written in place."""
+        return self.path.exists() and not stat.S_ISREG(self.path.stat().st_mode)
 
-    def _refusal(self, why: str) -> InputError:
+    def _error(self, why: str) -> InputError:
         expected = "a file in a directory that exists and that can be written to"
         if why == os.strerror(errno.ENOSPC):
             expected = "room for it: free some, or name a file elsewhere"

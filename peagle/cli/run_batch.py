@@ -32,7 +32,7 @@ def answer_file(settings: BatchCommand) -> int:
     )
     started = time.perf_counter()
     try:
-        with display.keeping(lambda: _progress(batch.counts)), display.stage("answering") as advance:
+        with display.on_interrupt(lambda: _progress(batch.counts)), display.stage("answering") as advance:
             asyncio.run(batch.run(interrupt.asked, lambda counts: advance(counts.done, counts.total)))
             interrupt.check()
     finally:

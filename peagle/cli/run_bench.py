@@ -71,7 +71,7 @@ def time_target(settings: BenchCommand) -> int:
     pair = load_pair(name, drafter, settings.load, display)
 
     def progress(stage: Stage, done: int, total: int, left_s: float | None) -> None:
-        display.run_of(stage, done, total, left_s, "test" if stage == "compiling" else "run")
+        display.begin_run(stage, done, total, left_s, "test" if stage == "compiling" else "run")
 
     measured = bench(pair, options, progress)
     display.clear()

@@ -47,7 +47,7 @@ def chat(settings: Chat) -> int:
     )
     display = Display(text=True, quiet=settings.quiet, streaming=True)
     pair = load_pair(target, drafter, settings.load, display)
-    display.read_by(pair.tokenizer)
+    display.set_tokenizer(pair.tokenizer)
     _refuse_without_template(pair, config.rendering, target)
     display.warn([*without_effect(settings.sampling), *not_shown(config.rendering, pair, target)])
     k, _ = pair.num_drafts(settings.engine.num_speculative_tokens)

@@ -14,7 +14,7 @@ import numpy as np
 from drafter.train.shards import KEPT, NAME, WEIGHTS, expect_folder, open_folder, shard_path, total_tokens
 from peagle.checkpoints import or_demo, resolve
 from peagle.cli.data import Data
-from peagle.cli.display import Advance, Display
+from peagle.cli.display import Display, Stage
 from peagle.cli.run_speculate import load_pair, not_shown, without_effect
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
@@ -130,11 +130,11 @@ def _answered(
         there = sum(shard_path(checked.out, number).exists() for number in range(len(checked.starts)))
         return f"{there} of {len(checked.starts)} shards are in {checked.out}; the same command goes on after them"
 
-    with display.keeping(kept):
+    with display.on_interrupt(kept):
         for place, number in enumerate(checked.missing):
             with display.stage(f"answering {total} prompts", animated=False) as progress:
 
-                def done(more: int, progress: Advance = progress) -> None:
+                def done(more: int, progress: Stage = progress) -> None:
                     nonlocal finished
                     finished += more
                     spent_s = time.perf_counter() - started  # the teacher's part, too

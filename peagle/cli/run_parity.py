@@ -7,7 +7,7 @@ from typing import cast
 
 from peagle.checkpoints import DEMO, HELD_OUT, WEIGHTLESS, drafter_path, or_demo, resolve
 from peagle.cli.command import record
-from peagle.cli.display import LABEL, Display
+from peagle.cli.display import SUMMARY_INDENT, Display
 from peagle.cli.flags import refuse_strict
 from peagle.cli.output import STANDARD_OUTPUT, output_file, show_lines
 from peagle.cli.parity import Parity
@@ -70,7 +70,7 @@ def compare(settings: Parity) -> int:
         }
         json_file.write(dumps(whole))
     if settings.json != STANDARD_OUTPUT:
-        show_lines(lines, LABEL)
+        show_lines(lines, SUMMARY_INDENT)
     return 0 if findings.fine and layers.fine else 1
 
 

@@ -78,7 +78,7 @@ def decode(settings: Decode) -> int:
     if _is_example(settings):
         display.note(f"the built-in example:\n{EXAMPLE}\n")
     pair = load_pair(target, drafter, settings.load, display)
-    display.read_by(pair.tokenizer)
+    display.set_tokenizer(pair.tokenizer)
     if any(conversation.prompt_ids is None for conversation in conversations):
         display.warn(not_shown(settings.rendering, pair, target))
     try:

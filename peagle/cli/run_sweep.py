@@ -8,7 +8,7 @@ from typing import Any
 
 from peagle.checkpoints import DEMO, HELD_OUT, WEIGHTLESS, drafter_path, or_demo, resolve
 from peagle.cli.command import changed_fields
-from peagle.cli.display import LABEL, Display
+from peagle.cli.display import SUMMARY_INDENT, Display
 from peagle.cli.flags import refuse_strict
 from peagle.cli.output import show_lines
 from peagle.cli.report import show, tell_of_pictures
@@ -162,7 +162,7 @@ def _finish(folder: Folder, display: Display) -> Sequence[Row]:
         )
     with display.stage("drawing"):
         pages.write(folder.path, page.run_blocks(folder, figures))
-    show(page.terminal_tables(folder, figures), headlines(folder, figures), folder.path, quiet=not display.talks)
+    show(page.terminal_tables(folder, figures), headlines(folder, figures), folder.path, quiet=display.quiet)
     tell_of_pictures(display, folder.path)
     return figures
 
@@ -362,4 +362,4 @@ def _show_plan(plan: Plan, sets: Mapping[str, PromptSet], folder: Folder | None)
     ]
     if folder is not None:
         lines.append(f"decoded      {len(folder.samples())} of them ({folder.path / RAW})")
-    show_lines(lines, LABEL)
+    show_lines(lines, SUMMARY_INDENT)

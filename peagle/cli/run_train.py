@@ -342,7 +342,7 @@ def _trained(trainer: Trainer, initial: DrafterParams, minutes: float | None, di
         return f"{steps_done(out)} of {steps} steps are kept in {out}; the same command goes on after them"
 
     done = steps_done(out)
-    with display.keeping(kept), display.stage("training", animated=False) as advance:
+    with display.on_interrupt(kept), display.stage("training", animated=False) as advance:
 
         def progress(step: int, left_s: float | None) -> None:
             advance(step, steps, left_s)

@@ -44,9 +44,13 @@ def decode_plainly(shows: Display) -> None:
 # what begins, how many requests there are, the line
 LINES: list[tuple[Callable[[Display], Any], int, str]] = [
     (lambda shows: shows.stage("loading"), 1, r"loading: \d+ s so far$"),
-    (lambda shows: shows.run_of("measuring", 1, 3), 1, "measuring: run 2 of 3"),
-    (lambda shows: shows.run_of("compiling", 0, 3, unit=PART), 1, r"compiling: part 1 of 3, \d+ s so far$"),
-    (lambda shows: shows.run_of("compiling", 1, 3, 3600.0, unit=PART), 1, r".*part 2 of 3, about \d+ min \d+ s left$"),
+    (lambda shows: shows.begin_run("measuring", 1, 3), 1, "measuring: run 2 of 3"),
+    (lambda shows: shows.begin_run("compiling", 0, 3, unit=PART), 1, r"compiling: part 1 of 3, \d+ s so far$"),
+    (
+        lambda shows: shows.begin_run("compiling", 1, 3, 3600.0, unit=PART),
+        1,
+        r".*part 2 of 3, about \d+ min \d+ s left$",
+    ),
     (decode_plainly, 1, "decoding plainly.*: 20 of 1,000 tokens"),
     (lambda shows: shows.decoding(0, 7, plainly=False), 7, "decoding: 0 of 7 requests$"),
 ]
@@ -183,7 +187,7 @@ def test_on_a_terminal_reasoning_is_dim_and_the_answer_is_not(
     monkeypatch.setattr(sys, "stderr", Screen())
     monkeypatch.setenv("TERM", term)
     shows = Display(text=True, quiet=quiet, streaming=True)
-    shows.read_by(HarmonyTokenizer())
+    shows.set_tokenizer(HarmonyTokenizer())
     request = Request(PROMPT, 100)
     shows.started(request, None)
     shows.emitted(request, ids(split(ANSWER)), ANSWER)

@@ -412,14 +412,14 @@ def test_markdown_alone_goes_to_standard_output(run: Run) -> None:
 def test_ctrl_c_shows_what_was_measured(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from peagle.cli.display import Display
 
-    run_of = Display.run_of
+    begin_run = Display.begin_run
 
     def interrupting(self: Display, what: str, done: int, *more: Any) -> None:
-        run_of(self, what, done, *more)
+        begin_run(self, what, done, *more)
         if (what, done) == ("measuring", 3):
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(Display, "run_of", interrupting)
+    monkeypatch.setattr(Display, "begin_run", interrupting)
     code, out, _ = run(*ARGUMENTS, "--json", str(tmp_path / "out.json"))
     value = json.loads((tmp_path / "out.json").read_text())
     assert code == 130

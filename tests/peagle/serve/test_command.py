@@ -75,7 +75,7 @@ def test_its_start_has_one_progress_with_the_time_left(
 ) -> None:
     """Each part compiles for a sort of requests; from the second on, the parts before say how long it will take."""
     shown: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(Display, "run_of", lambda _, *far, unit="run": shown.append((*far, unit)))
+    monkeypatch.setattr(Display, "begin_run", lambda _, *far, unit="run": shown.append((*far, unit)))
     assert started(lambda _: None, "-k", "0", "--slots", "1", "--context", "128") == 0
     assert [(what, done, total, unit) for what, done, total, _, unit in shown] == [
         ("compiling", done, 3, "part") for done in range(3)
