@@ -13,9 +13,9 @@ from rich.table import Table
 from peagle.checkpoints import drafter_path, or_demo, resolve
 from peagle.cli.bench import BenchCommand
 from peagle.cli.display import Display
+from peagle.cli.models import load_pair
 from peagle.cli.output import STANDARD_OUTPUT, output_file, wrapped
 from peagle.cli.results import LOADED, SCHEMA, dumps
-from peagle.cli.run_speculate import load_pair
 from peagle.fit import check_fit
 from peagle.loading import local_model
 from peagle.measure import pages

@@ -9,9 +9,9 @@ import sys
 
 from peagle.cli.chat import Chat
 from peagle.cli.display import Display
+from peagle.cli.models import chosen_context, chosen_models, load_pair, unused_rendering, unused_sampling
 from peagle.cli.output import say
 from peagle.cli.results import summary_block
-from peagle.cli.run_speculate import chosen_context, chosen_models, load_pair, not_shown, without_effect
 from peagle.measure.metrics import figure_text
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
@@ -49,7 +49,7 @@ def chat(settings: Chat) -> int:
     pair = load_pair(target, drafter, settings.load, display)
     display.set_tokenizer(pair.tokenizer)
     _refuse_without_template(pair, config.rendering, target)
-    display.warn([*without_effect(settings.sampling), *not_shown(config.rendering, pair, target)])
+    display.warn([*unused_sampling(settings.sampling), *unused_rendering(config.rendering, pair, target)])
     k, _ = pair.num_drafts(settings.engine.num_speculative_tokens)
     context = chosen_context(pair, settings.engine, num_engines=1 + (settings.baseline and k > 0))
     config = dataclasses.replace(config, engine=dataclasses.replace(settings.engine, context=context))

@@ -15,7 +15,7 @@ from drafter.train.shards import KEPT, NAME, WEIGHTS, expect_folder, open_folder
 from peagle.checkpoints import or_demo, resolve
 from peagle.cli.data import Data
 from peagle.cli.display import Display, Stage
-from peagle.cli.run_speculate import load_pair, not_shown, without_effect
+from peagle.cli.models import load_pair, unused_rendering, unused_sampling
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
 from peagle.ops.files import alone
@@ -60,7 +60,7 @@ def _data(settings: Data) -> int:
     with display.stage("reading the prompts"):
         checked = _checked(settings)
     display.warn(checked.warnings)
-    display.warn(without_effect(settings.sampling))
+    display.warn(unused_sampling(settings.sampling))
     if not checked.missing:
         display.note(f"{checked.out} is complete: {len(checked.starts)} shards")
         return 0
@@ -116,7 +116,7 @@ def _answered(
     pair = load_pair(checked.name, None, settings.load, display)
     wants_teacher = settings.hidden or settings.top
     teacher = teacher_of(checked.directory, pair.loaded.dtype, checked.taps) if wants_teacher else None
-    display.warn(not_shown(settings.rendering, pair, checked.name))
+    display.warn(unused_rendering(settings.rendering, pair, checked.name))
     engine = settings.engine
     context = pair.room(None if engine.context is None else min(engine.context, pair.max_positions))
     if context != engine.context != Data.engine.context:

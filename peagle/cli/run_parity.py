@@ -9,10 +9,10 @@ from peagle.checkpoints import DEMO, HELD_OUT, WEIGHTLESS, drafter_path, or_demo
 from peagle.cli.command import record
 from peagle.cli.display import SUMMARY_INDENT, Display
 from peagle.cli.flags import refuse_strict
+from peagle.cli.models import load_pair
 from peagle.cli.output import STANDARD_OUTPUT, output_file, show_lines
 from peagle.cli.parity import Parity
 from peagle.cli.results import SCHEMA, dumps
-from peagle.cli.run_speculate import load_pair
 from peagle.fit import check_fit
 from peagle.measure.provenance import provenance
 from peagle.ops.checkpoint import read_checkpoint

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from peagle.checkpoints import DEMO
 from peagle.cli.display import PART, Display
+from peagle.cli.models import check_slots, chosen_context, chosen_models, load_pair
 from peagle.cli.output import say
-from peagle.cli.run_speculate import chosen_context, chosen_models, expect_shared, load_pair
 from peagle.cli.serve import Serve, Served
 from peagle.engine.grammar import Grammar
 from peagle.engine.loop import AnyEngine
@@ -56,7 +56,7 @@ def serve(settings: Serve) -> int:
 def check_models(settings: Served) -> tuple[str, str | None]:
     """Return (target, drafter). Raises InputError, before anything slow, for missing models and slots not shareable."""
     models = chosen_models(settings.load, settings.engine.num_speculative_tokens)
-    expect_shared(settings.engine.slots, settings.load.mesh)
+    check_slots(settings.engine.slots, settings.load.mesh)
     return models
 
 

@@ -1,0 +1,70 @@
+"""Choose and load the target and the drafter of a command; name options without effect."""
+
+from peagle.checkpoints import DEMO, DEMO_DRAFTERS, drafter_path, or_demo, resolve
+from peagle.cli.command import changed_fields
+from peagle.cli.display import Display
+from peagle.cli.output import say
+from peagle.cli.processes import load_in_all
+from peagle.config import EngineConfig, LoadConfig, NumDrafts, SamplingParams
+from peagle.engine.resolved import shared_slots
+from peagle.ops.errors import InputError
+from peagle.pair import Pair
+from peagle.parallel import parse_mesh
+from peagle.text.prompts import Rendering
+
+
+def chosen_models(load: LoadConfig, k: NumDrafts) -> tuple[str, str | None]:
+    """Return (target, drafter), drafter None if K is 0. Raises InputError, without loading, for a missing one."""
+    target = or_demo(load.target)
+    if k == 0 and load.drafter is not None:
+        say("warning", "--drafter: no effect with -k 0, plain decoding")
+    drafter = None if k == 0 else or_demo(load.drafter)
+    resolve(target, "target")
+    drafter_path(target, drafter)
+    return target, drafter
+
+
+def chosen_context(pair: Pair, engine: EngineConfig, num_engines: int = 1) -> int:
+    """Return the context of a request: as typed, or the model's limit, or less if the memory holds less."""
+    if engine.context is not None:
+        return pair.room(engine.context)
+    k, _ = pair.num_drafts(engine.num_speculative_tokens)
+    return pair.default_context(k, engine.slots, engine.kv_memory, num_engines)
+
+
+def check_slots(slots: int, mesh: str | None) -> None:
+    """Raise InputError, without loading, if the replicas of a mesh cannot share the slots evenly."""
+    shared_slots(slots, 1 if mesh is None else parse_mesh(mesh).dp)
+
+
+def load_pair(target: str, drafter: str | None, load: LoadConfig, display: Display) -> Pair:
+    """Load the target and the drafter, with progress; note which of the target's layers the drafter reads."""
+    if load.mesh is None and load.reduce != "ordered":
+        raise InputError(f"--reduce {load.reduce} is given without --mesh, over whose devices it sums; give both")
+    options = {"target": target, "drafter": drafter, **load.arguments}
+    with display.stage(f"loading {'the demo pair' if target == DEMO else target}") as progress:
+        pair = load_in_all(options, progress)
+    if pair.loaded.mesh is not None:
+        display.note(f"target sharded over {pair.loaded.mesh}")
+    if pair.loaded.aux_layers is not None and drafter not in DEMO_DRAFTERS:
+        display.note(f"the drafter reads the target's {pair.loaded.aux_layers}")
+    return pair
+
+
+def unused_sampling(sampling: SamplingParams, draws_acceptance: bool = False) -> list[str]:
+    """Return a warning about sampling options without effect at temperature 0, if any.
+
+    draws_acceptance: the seed has an effect, because it draws the synthetic acceptance.
+    """
+    if not sampling.greedy:
+        return []
+    unused = {"top_k", "top_p", "min_p", *([] if draws_acceptance else ["seed"])}
+    options = ", ".join(f"--{name.replace('_', '-')}" for name in changed_fields(sampling) if name in unused)
+    return [f"{options}: no effect at temperature 0, where the likeliest token is taken"] if options else []
+
+
+def unused_rendering(rendering: Rendering, pair: Pair, target: str) -> list[str]:
+    """Return a warning about options that the rendered prompts do not show, if any."""
+    options = [] if pair.tokenizer is None else rendering.without_effect(pair.tokenizer)
+    where = "raw prompts do" if rendering.raw else f"the chat template of {target} does"
+    return [f"{', '.join(options)}: no effect, since {where} not show it"] if options else []
