@@ -1,4 +1,4 @@
-"""A run as JSON (schema 1; an absent value is null), as trace lines, and as the summary on the terminal."""
+"""Format a run: as JSON (an absent value is null), as trace lines, and as a summary in a terminal."""
 
 import dataclasses
 import statistics
@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from peagle.engine.kv_memory import PrefixCacheUse
-from peagle.engine.request import TokenLogprobs
 from peagle.engine.widths import CostTable
 from peagle.measure.metrics import figure_text, speculative_decoding_block, summarize
 from peagle.measure.profile import Breakdown
@@ -18,8 +17,8 @@ from peagle.text.prompt_files import Skipped, skipped_line
 from peagle.workflows.run import Outcome, Run, RunConfig
 
 SCHEMA = 1
-MOST_RATES = 16  # shown in the summary; the blocks of public DFlash drafters have no more drafts
-LOADED = ("dtype", "experts", "kernels", "mesh", "drafter_window")  # of peagle.pair.Loaded
+MOST_RATES = 16  # acceptance rates in the summary; public DFlash drafters propose no more drafts
+LOADED = ("dtype", "experts", "kernels", "mesh", "drafter_window")  # fields of peagle.pair.Loaded
 
 
 def report(
@@ -31,7 +30,7 @@ def report(
     peak: int | None,
     skipped: Sequence[Skipped] = (),
 ) -> dict[str, Any]:
-    """Make the object of --json. names: of the command, and of target and drafter as typed. skipped: unusable rows."""
+    """Make the object of --json. names: command, target and drafter, as typed. skipped: rows without a usable prompt."""
     return {
         "schema": SCHEMA,
         "provenance": provenance,
@@ -44,7 +43,6 @@ def report(
 
 
 def summary_block(run: Run, peak_memory_bytes: int | None) -> dict[str, Any]:
-    """Summarise all requests (peagle.measure.metrics.summarize)."""
     results = [outcome.result for outcome in run.outcomes]
     baselines = [outcome.baseline for outcome in run.outcomes]
     summary = summarize(results, baselines, run.compile_s, peak_memory_bytes, run.host_gap_frac)
@@ -60,7 +58,7 @@ def trace_lines(run: Run) -> Iterator[str]:
 
 
 def dumps(value: dict[str, Any]) -> str:
-    """Return JSON text in ASCII, which any file can hold."""
+    """Return a file of JSON text, in ASCII."""
     return strict_json.dumps(value, indent=1) + "\n"
 
 
@@ -76,7 +74,7 @@ def summary_lines(run: Run, peak_memory_bytes: int | None, skipped: Sequence[Ski
             lines.append(("SYNTHETIC", "drafts were accepted at the typed rates: only the speeds are real"))
         lines.append(("acceptance", _acceptance(summary, run)))
         if run.costs is not None and run.drafting_cannot_pay:
-            lines.append(("costs", _hopeless(run.costs, run.engine.num_speculative_tokens)))
+            lines.append(("costs", _cannot_pay(run.costs, run.engine.num_speculative_tokens)))
         lines.append(("plain", _comparison(run, summary)))
     if run.prefix_cache is not None and run.prefix_cache.num_hits:
         lines.append(("prefix cache", _prefix_cache(run.prefix_cache)))
@@ -91,7 +89,7 @@ def summary_lines(run: Run, peak_memory_bytes: int | None, skipped: Sequence[Ski
 
 
 def logprob_lines(run: Run, pair: Pair) -> Iterator[str]:
-    """Yield the lines of --logprobs: each token with its log-probability, and the most likely tokens with theirs."""
+    """Yield the lines of --logprobs: a token, its log-probability, and the most likely tokens with theirs."""
 
     def shown(token_id: int) -> str:
         if pair.tokenizer is None:
@@ -120,7 +118,9 @@ def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
         "slots": config.engine.slots,
         "context": config.engine.context,
         "prefill_chunk": pair.prefill_chunk if config.engine.prefill_chunk is None else config.engine.prefill_chunk,
-        "prefill": _prefill(run, config),
+        "prefill": None
+        if (blocked := config.engine.blocked) is None
+        else dataclasses.asdict(blocked.rows(run.capacity)),
         "retain_full_kv": pair.retain_full_kv,
         "kv_memory_bytes": config.engine.kv_memory,
         "prefix_cache_bytes": run.engine.prefix_cache,
@@ -142,6 +142,10 @@ def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
 def _request_block(outcome: Outcome) -> dict[str, Any]:
     result = outcome.result
     speculative = result.num_speculative_tokens > 0
+    logprobs = [
+        {"id": token.token_id, "logprob": token.logprob, "top": [list(pair) for pair in token.best]}
+        for token in result.logprobs
+    ]
     return {
         "request": result.request.index,
         "turn": outcome.turn,
@@ -158,12 +162,8 @@ def _request_block(outcome: Outcome) -> dict[str, Any]:
         "loop_share": result.loop_share,
         "speculative_decoding": speculative_decoding_block(result.counters) if speculative else None,
         "baseline": _baseline_block(outcome),
-        "logprobs": None if result.request.logprobs is None else [_logprob_block(token) for token in result.logprobs],
+        "logprobs": None if result.request.logprobs is None else logprobs,
     }
-
-
-def _logprob_block(token: TokenLogprobs) -> dict[str, Any]:
-    return {"id": token.token_id, "logprob": token.logprob, "top": [list(pair) for pair in token.best]}
 
 
 def _baseline_block(outcome: Outcome) -> dict[str, Any] | None:
@@ -192,14 +192,16 @@ def _speed(results: list[Result], tok_per_s: float | None) -> str:
 
 def _acceptance(summary: dict[str, Any], run: Run) -> str:
     rates = _rates(summary["acceptance_rate_per_position"] or [])
-    steps = f"{summary['num_spec_steps']} steps of K = {run.engine.num_speculative_tokens}"
-    if run.engine.adaptive:
-        steps = f"{summary['num_spec_steps']} steps of K <= {run.engine.num_speculative_tokens}, "
-        steps += f"{summary['num_plain_steps']} plain"
-    if run.engine.adaptive and not summary["num_spec_steps"]:
-        return f"no draft was verified, since none was likely enough to pay (-k K verifies K in every step) | {steps}"
+    adaptive, k = run.engine.adaptive, run.engine.num_speculative_tokens
+    steps = f"{summary['num_spec_steps']} steps of K {'<=' if adaptive else '='} {k}"
+    if adaptive:
+        steps += f", {summary['num_plain_steps']} plain"
+        if not summary["num_spec_steps"]:
+            return (
+                f"no draft was verified, since none was likely enough to pay (-k K verifies K in every step) | {steps}"
+            )
     text = f"length {figure_text(summary['acceptance_length'], '.2f')} | {steps} | rate per position {rates}"
-    if run.engine.adaptive:
+    if adaptive:
         text += f" | {summary['num_proposed_draft_tokens']} drafted, {summary['num_draft_tokens']} verified, "
         text += f"{summary['num_accepted_draft_tokens']} accepted"
         if summary["num_looked_up_draft_tokens"]:
@@ -212,14 +214,13 @@ def _acceptance(summary: dict[str, Any], run: Run) -> str:
 
 
 def _rates(rates: Sequence[float | None]) -> str:
-    """Write a rate for each position; of many, the first ones and how many follow."""
-    shown = rates if len(rates) <= MOST_RATES else rates[:MOST_RATES]
-    text = " ".join(figure_text(rate, ".2f") for rate in shown)
-    more = len(rates) - len(shown)
+    """List acceptance rates by position, at most MOST_RATES of them."""
+    text = " ".join(figure_text(rate, ".2f") for rate in rates[:MOST_RATES])
+    more = len(rates[MOST_RATES:])
     return f"{text}, and of {more} more in --json" if more else text
 
 
-def _hopeless(costs: CostTable, most: int) -> str:
+def _cannot_pay(costs: CostTable, most: int) -> str:
     time = float(costs.at(1, 1, most).verify[1 + most])
     return (
         f"drafting cannot pay here: a step that verifies {most} drafts takes as long as {time:.1f} plain steps and "
@@ -247,11 +248,6 @@ def _comparison(run: Run, summary: dict[str, Any]) -> str:
     assert first is not None
     which = f"{len(differing)} of {len(compared)} outputs differ, the first" if len(compared) > 1 else "outputs differ"
     return text + f" | {which} at token {first.index}, where the two largest logits are {first.margin:.2g} apart"
-
-
-def _prefill(run: Run, config: RunConfig) -> dict[str, int] | None:
-    """Return the rows per block of --prefill blocked; None for chunks."""
-    return None if config.engine.blocked is None else dataclasses.asdict(config.engine.blocked.rows(run.capacity))
 
 
 def _prefix_cache(use: PrefixCacheUse) -> str:

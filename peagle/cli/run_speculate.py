@@ -117,9 +117,8 @@ def _output_files(settings: Decode) -> tuple[OutputFile | None, OutputFile | Non
     if settings.trace == STANDARD_OUTPUT:
         raise InputError("--trace -: standard output is for the generated text; expected a file")
     trace_file = output_file(settings.trace, "--trace")
-    if json_file is not None and trace_file is not None:
-        if settings.json != STANDARD_OUTPUT and json_file.path == trace_file.path:
-            raise InputError(f"--json and --trace both name {settings.trace}; expected two files")
+    if json_file and trace_file and settings.json != STANDARD_OUTPUT and json_file.path == trace_file.path:
+        raise InputError(f"--json and --trace both name {settings.trace}; expected two files")
     return json_file, trace_file
 
 
