@@ -30,7 +30,7 @@ def report(
     peak: int | None,
     skipped: Sequence[Skipped] = (),
 ) -> dict[str, Any]:
-    """Make the object of --json. names: command, target and drafter, as typed. skipped: rows without a usable prompt."""
+    """Make the object of --json. names: command, target, drafter as typed. skipped: rows without a usable prompt."""
     return {
         "schema": SCHEMA,
         "provenance": provenance,
@@ -108,6 +108,7 @@ def logprob_lines(run: Run, pair: Pair) -> Iterator[str]:
 
 
 def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
+    blocked = config.engine.blocked
     return {
         "num_speculative_tokens": run.engine.num_speculative_tokens,
         "adaptive": run.engine.adaptive,
@@ -118,9 +119,7 @@ def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
         "slots": config.engine.slots,
         "context": config.engine.context,
         "prefill_chunk": pair.prefill_chunk if config.engine.prefill_chunk is None else config.engine.prefill_chunk,
-        "prefill": None
-        if (blocked := config.engine.blocked) is None
-        else dataclasses.asdict(blocked.rows(run.capacity)),
+        "prefill": None if blocked is None else dataclasses.asdict(blocked.rows(run.capacity)),
         "retain_full_kv": pair.retain_full_kv,
         "kv_memory_bytes": config.engine.kv_memory,
         "prefix_cache_bytes": run.engine.prefix_cache,
@@ -197,9 +196,8 @@ def _acceptance(summary: dict[str, Any], run: Run) -> str:
     if adaptive:
         steps += f", {summary['num_plain_steps']} plain"
         if not summary["num_spec_steps"]:
-            return (
-                f"no draft was verified, since none was likely enough to pay (-k K verifies K in every step) | {steps}"
-            )
+            why = "since none was likely enough to pay (-k K verifies K in every step)"
+            return f"no draft was verified, {why} | {steps}"
     text = f"length {figure_text(summary['acceptance_length'], '.2f')} | {steps} | rate per position {rates}"
     if adaptive:
         text += f" | {summary['num_proposed_draft_tokens']} drafted, {summary['num_draft_tokens']} verified, "
