@@ -10,18 +10,18 @@ from peagle.ops.files import cache_directory, trim
 DIRECTORY = "JAX_COMPILATION_CACHE_DIR"
 SETTINGS = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",  # a program that compiles faster is not worth a file
-    "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",  # XLA's own caches for GPUs: a fault in one ends the run
+    "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",  # XLA's own caches for GPUs: an error in one ends the run
 }
 MOST_BYTES = 1 << 30  # per kind of machine
 
-_THAT_TELL_CPUS_APART = ("vendor_id", "model name", "flags", "CPU implementer", "CPU part", "CPU variant", "Features")
+_CPU_FIELDS = ("vendor_id", "model name", "flags", "CPU implementer", "CPU part", "CPU variant", "Features")
 
 
 def keep_compiled() -> None:
-    """Share compiled programs among processes, through the user's cache directory. Call it before JAX is imported.
+    """Keep compiled programs in the user's cache directory. Call it before JAX is imported.
 
-    Deletes the oldest programs beyond MOST_BYTES. Does nothing if JAX_COMPILATION_CACHE_DIR is set (it may be empty),
-    if the directory cannot be written, or if this machine could not read the programs back.
+    Deletes the oldest programs beyond MOST_BYTES. Does nothing if JAX_COMPILATION_CACHE_DIR is set, even to "", if the
+    directory cannot be written, or if this machine could not read the programs back.
     """
     # a full disk, or a half-written file of a killed process, costs only the time to compile
     warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache", UserWarning)
@@ -29,10 +29,10 @@ def keep_compiled() -> None:
         return
     try:
         directory = cache_directory("compiled") / machine
-        there = next(folder for folder in (directory, *directory.parents) if folder.exists())
-        if not there.is_dir() or not os.access(there, os.R_OK | os.W_OK | os.X_OK):
+        existing = next(folder for folder in (directory, *directory.parents) if folder.exists())
+        if not existing.is_dir() or not os.access(existing, os.R_OK | os.W_OK | os.X_OK):
             return
-        if there == directory:
+        if existing == directory:
             trim(directory, MOST_BYTES)
     except (OSError, RuntimeError):  # RuntimeError: there is no home directory
         return
@@ -42,13 +42,13 @@ def keep_compiled() -> None:
 
 
 def _machine() -> str | None:
-    """Name this kind of CPU and its number of threads: a program for another kind may not run here.
+    """Hash the kind of CPU and the number of threads: a program for another kind may not run here.
 
-    None if the system does not tell, and on Intel's CPUs: JAX compiles there for features that it does not find when it
-    reads a program back, and prints an error for each (jax issue 38445).
+    None if the system does not tell, and on Intel's CPUs. There JAX compiles for features that it does not find when it
+    reads a program back, and prints an error for every program (jax issue 38445).
     """
-    told = first_processor() or {}
-    known = [told[name] for name in _THAT_TELL_CPUS_APART if name in told]
-    if not known or told.get("vendor_id") == "GenuineIntel":
+    cpu = first_processor() or {}
+    known = [cpu[name] for name in _CPU_FIELDS if name in cpu]
+    if not known or cpu.get("vendor_id") == "GenuineIntel":
         return None
     return hashlib.sha256("\n".join([*known, str(num_threads())]).encode()).hexdigest()[:16]

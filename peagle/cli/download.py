@@ -8,15 +8,16 @@ from peagle.cli.display import Display
 from peagle.hub import cache, fetch, is_name, remaining
 from peagle.ops.memory import size_in_words
 
-NAMING = ("target", "drafter", "init", "directories")  # fields whose values are checkpoints
+CHECKPOINT_FIELDS = ("target", "drafter", "init", "directories")
 
 
 def download(settings: Any) -> None:
-    """Download the missing files of the settings' Hub checkpoints, and print how many.
+    """Download the files that the local cache lacks of the checkpoints that the settings name.
 
     Raises InputError if a checkpoint cannot be fetched, and KeyboardInterrupt after Ctrl-C.
     """
     display = Display(quiet=getattr(settings, "quiet", False))
+    kept = f"complete files stay in {cache()}; the same command downloads the rest"
     for name in dict.fromkeys(checkpoint for checkpoint in _named(settings) if is_name(checkpoint)):
         with display.stage(f"looking up {name}"):
             missing = remaining(name)
@@ -25,16 +26,12 @@ def download(settings: Any) -> None:
             continue
         files = f"{missing.num_files} file{'s' * (missing.num_files > 1)}"
         display.note(f"downloading {name} into {cache()}: {files}, {size_in_words(missing.num_bytes)}")
-        with display.on_interrupt(_kept), display.stage(f"downloading {name}") as progress:
+        with display.on_interrupt(lambda: kept), display.stage(f"downloading {name}") as progress:
             fetch(missing, progress)
 
 
-def _kept() -> str:
-    return f"complete files stay in {cache()}; the same command downloads the rest"
-
-
 def wants_download(settings: Any) -> bool:
-    """Return whether the command has --download, and it was typed."""
+    """Return whether --download was typed."""
     own = getattr(settings, "download", False)
     groups = (getattr(settings, field.name) for field in dataclasses.fields(settings))
     return bool(own) or any(wants_download(group) for group in groups if dataclasses.is_dataclass(group))
@@ -46,5 +43,5 @@ def _named(settings: Any) -> Iterator[str]:
         value = getattr(settings, field.name)
         if dataclasses.is_dataclass(value):
             yield from _named(value)
-        elif field.name in NAMING and value is not None:
+        elif field.name in CHECKPOINT_FIELDS and value is not None:
             yield from value.split(",") if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""Commands in several processes: process 0 runs the command, the others follow (peagle.processes)."""
+"""Run a command in several processes: process 0 runs it, the others follow (peagle.processes)."""
 
 import dataclasses
 import importlib.metadata
@@ -21,13 +21,14 @@ from peagle.processes import BAD_INPUT, LOST, Team, gather, join, parse_place
 from peagle.workflows.follow import follow
 
 Settings = TypeVar("Settings")
-_leads: list[Lead] = []  # the command's, if this is process 0 of several
+NOTICED_S = 2.0  # a process learns within this time, by its connection, that another one has ended
+_leads: list[Lead] = []  # one, if this is process 0 of several
 
 
 def run_together(settings: Settings, load: LoadConfig, run: Callable[[Settings], int]) -> int:
     """Run a command in process 0, or follow it in another process. Return the exit code.
 
-    Raises InputError for options that contradict each other, or those of the other processes.
+    Raises InputError for options that contradict one another, or that differ from those of the other processes.
     """
     place = parse_place(load.coordinator, load.process_id, load.num_processes)
     if place is None:
@@ -39,26 +40,23 @@ def run_together(settings: Settings, load: LoadConfig, run: Callable[[Settings],
     hello = {"versions": _versions(), "options": _comparable(settings)}
     if place.process:
         warnings.simplefilter("ignore", InputWarning)  # process 0 prints them
-        team = join(place, hello, _lost)
-        return _to_the_end(team, lambda: follow(team))
-    team = gather(place, hello, _lost)
+        team = join(place, hello, _complain)
+        return _run_to_end(team, lambda: follow(team))
+    team = gather(place, hello, _complain)
     _leads.append(Lead(team.send))
     try:
-        return _to_the_end(team, lambda: run(settings))
+        return _run_to_end(team, lambda: run(settings))
     finally:
         _leads.clear()
 
 
-NOTICED_S = 2.0  # within which the team sees that a process is gone, by its connection
-
-
-def _to_the_end(team: Team, run: Callable[[], int]) -> int:
+def _run_to_end(team: Team, run: Callable[[], int]) -> int:
     """Run this process's part and return its exit code. After an error, end the process without waiting for others."""
     try:
         code = run()
     except InputError as error:
         team.end(str(error))
-        say("error", str(error))
+        _complain(str(error))
         team.leave(BAD_INPUT)
     except KeyboardInterrupt:
         if not team.place.process:
@@ -67,7 +65,7 @@ def _to_the_end(team: Team, run: Callable[[], int]) -> int:
         team.end("it was interrupted")
         team.leave(interrupt.EXIT_CODE)
     except BaseException as error:
-        time.sleep(NOTICED_S)  # if another process's end is the cause, the team ends this one with that line
+        time.sleep(NOTICED_S)  # if another process has ended, the team ends this one and names that process
         team.end(f"it failed: {' '.join(str(error).split()) or type(error).__name__}")
         traceback.print_exc()
         team.leave(LOST)
@@ -93,12 +91,11 @@ def _versions() -> dict[str, str]:
 
 
 def _comparable(settings: Any) -> dict[str, Any]:
-    """Return a command's options by name, as JSON, without --process-id."""
+    """Return a command's options as JSON, without --process-id, to compare them with another process's."""
 
     def plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value):
-            pairs = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
-            return {name: plain(item) for name, item in pairs if name != "process_id"}
+            return {name: plain(item) for name, item in vars(value).items() if name != "process_id"}
         if isinstance(value, list | tuple):
             return [plain(item) for item in value]
         return value if value is None or isinstance(value, bool | int | float | str) else str(value)
@@ -107,5 +104,5 @@ def _comparable(settings: Any) -> dict[str, Any]:
     return options
 
 
-def _lost(line: str) -> None:
+def _complain(line: str) -> None:
     say("error", line)

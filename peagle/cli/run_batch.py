@@ -1,4 +1,4 @@
-"""Load a pair, answer a file of requests, and report progress."""
+"""Run `peagle batch`: load a pair, answer a file of requests, and report progress."""
 
 import asyncio
 import time
@@ -12,23 +12,23 @@ from peagle.serve.batch import BatchFile, Counts, check_files
 from peagle.serve.loop import EngineLoop
 from peagle.serve.service import Service
 
-UNLIMITED = 1 << 30  # queued requests: a line may ask for many responses, and no client waits
+MAX_QUEUE = 1 << 30  # no limit: a line may ask for many responses, and no client waits
 ALL_REFUSED = 3  # the exit code
-AT_ONCE = 2  # lines in flight per slot, so that no slot is empty
+LINES_PER_SLOT = 2  # in flight, so that no slot waits for the next line
 
 
 def answer_file(settings: BatchCommand) -> int:
-    """Answer the file and return the exit code (see the command's help).
+    """Answer the file and return the exit code, as the command's help says.
 
-    Raises InputError, before anything slow, for bad options and files; KeyboardInterrupt after Ctrl-C.
+    Raises InputError for bad options and files before loading, and KeyboardInterrupt after Ctrl-C.
     """
     models = check_models(settings)
     check_files(settings.requests, settings.answers)
     display = Display(quiet=settings.quiet)
     engine, builder, name = load_engine(settings, models, display, "answering as")
-    loop = EngineLoop(engine, UNLIMITED)
+    loop = EngineLoop(engine, MAX_QUEUE)
     batch = BatchFile(
-        Service(loop, builder, name), settings.requests, settings.answers, AT_ONCE * settings.engine.slots
+        Service(loop, builder, name), settings.requests, settings.answers, LINES_PER_SLOT * settings.engine.slots
     )
     started = time.perf_counter()
     try:

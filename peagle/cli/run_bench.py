@@ -1,10 +1,9 @@
-"""`peagle bench`: check everything, load, measure, print and write the table."""
+"""Run `peagle bench`: check, load, measure, print and write the table."""
 
 import dataclasses
 import sys
 from typing import Any
 
-import jax
 from rich import box
 from rich.console import Console
 from rich.measure import Measurement as Width
@@ -24,14 +23,12 @@ from peagle.measure.metrics import figure_text
 from peagle.measure.provenance import peak_memory_bytes, provenance
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
-from peagle.ops.memory import size_in_words
+from peagle.ops.memory import size_in_words, tree_bytes
 from peagle.pair import Pair
 from peagle.parallel import refuse_replicas
 from target.load import inspect_target
 
 MAY_BE_NONE = ("prompt_lengths", "new_tokens")
-COLUMNS = ("test", "tok/s", "ms/pass", "v(T)", "floor", "GB/s")
-OVER_ONE_SLOT, COST = "over 1 slot", "c(K)"  # further columns: with several numbers of slots, with drafts
 LEGEND = (
     "Medians (min..max). tg and verify: after @ tokens of context. v(T): time of a pass over T rows divided by that "
     "over one row; floor: v(T) if reading weights were the only cost and routing were even. GB/s: weights read while "
@@ -50,8 +47,7 @@ LEGEND_COST = (
 def time_target(settings: BenchCommand) -> int:
     """Run the benchmark, print its table, and return the exit code.
 
-    The table goes to standard error if a file goes to standard output. Raises InputError, mostly before weights are
-    read.
+    The table goes to standard error if --json or --markdown goes to standard output.
     """
     options = _options(settings)
     json_file = output_file(settings.json, "--json")
@@ -90,9 +86,9 @@ def time_target(settings: BenchCommand) -> int:
 def weight_bytes(pair: Pair) -> WeightBytes:
     target = local_model(pair.plain_target)
     params, config = target.params, target.config
-    experts = _bytes([layer.moe.experts for layer in params.layers])
+    experts = tree_bytes([layer.moe.experts for layer in params.layers])
     return WeightBytes(
-        dense=_bytes(params) - _bytes(params.embedding) - experts,
+        dense=tree_bytes(params) - tree_bytes(params.embedding) - experts,
         experts=experts,
         num_experts=config.num_experts,
         experts_per_token=config.num_experts if pair.loaded.experts == "fused" else config.top_k,
@@ -107,7 +103,7 @@ def bench_report(
     provenance: dict[str, Any],
     peak: int | None,
 ) -> dict[str, Any]:
-    """Make the object of --json; an absent value is null. names: of the target and the drafter."""
+    """Make the object of --json; an absent value is null. names: target and drafter."""
     return {
         "schema": SCHEMA,
         "provenance": provenance,
@@ -157,10 +153,6 @@ def _options(settings: BenchCommand) -> BenchOptions:
     )
 
 
-def _bytes(tree: Any) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-
-
 def _weight_rate(measurement: Measurement, weights: WeightBytes) -> float | None:
     """Return the gigabytes of weights that decoding reads per second."""
     if measurement.case.kind != "tg" or measurement.case.num_drafts:
@@ -170,7 +162,7 @@ def _weight_rate(measurement: Measurement, weights: WeightBytes) -> float | None
 
 def _test_block(measurement: Measurement, measured: Bench, weights: WeightBytes) -> dict[str, Any]:
     case, verify = measurement.case, measurement.case.kind == "verify"
-    counts_tokens = not verify and not case.num_drafts  # of a drafted step, how many depends on the text
+    counts_tokens = not verify and not case.num_drafts  # a real drafted step emits more tokens than this one
     return {
         "kind": case.kind,
         "size": case.size,
@@ -193,20 +185,21 @@ def _test_block(measurement: Measurement, measured: Bench, weights: WeightBytes)
 
 
 def _columns(options: BenchOptions) -> tuple[str, ...]:
-    return (*COLUMNS, *([OVER_ONE_SLOT] if _several(options) else []), *([COST] if options.drafts else []))
+    optional = ["over 1 slot"] * _compares_slots(options) + ["c(K)"] * bool(options.drafts)
+    return ("test", "tok/s", "ms/pass", "v(T)", "floor", "GB/s", *optional)
 
 
 def _legend(options: BenchOptions) -> str:
-    return LEGEND + LEGEND_OVER_ONE_SLOT * _several(options) + LEGEND_COST * bool(options.drafts)
+    return LEGEND + LEGEND_OVER_ONE_SLOT * _compares_slots(options) + LEGEND_COST * bool(options.drafts)
 
 
-def _several(options: BenchOptions) -> bool:
+def _compares_slots(options: BenchOptions) -> bool:
     return len(set(options.slots)) > 1
 
 
-def _name(case: Case, options: BenchOptions) -> str:
+def _test_name(case: Case, options: BenchOptions) -> str:
     name = f"{case.kind} {case.size}" + ("" if case.kind == "pp" else f" @ {options.context}")
-    if case.kind == "tg" and _several(options):
+    if case.kind == "tg" and _compares_slots(options):
         name += f", 1 of {case.slots} slots" if case.idle else f", {case.slots} slot{'s' * (case.slots > 1)}"
     return name + (f", K = {case.num_drafts}" if case.num_drafts else "") + ", at once" * case.blocked
 
@@ -214,12 +207,12 @@ def _name(case: Case, options: BenchOptions) -> str:
 def _rows(measured: Bench, weights: WeightBytes) -> list[tuple[str, ...]]:
     options, rows = measured.options, []
     figures = ["v", "v_floor", "weight_gb_per_s"]
-    figures += ["over_one_slot"] * _several(options) + ["cost"] * bool(options.drafts)
+    figures += ["over_one_slot"] * _compares_slots(options) + ["cost"] * bool(options.drafts)
     for measurement in measured.measurements:
         block = _test_block(measurement, measured, weights)
         rows.append(
             (
-                _name(measurement.case, options),
+                _test_name(measurement.case, options),
                 "-" if block["tok_per_s"] is None else measurement.tok_per_s.text(_number),
                 measurement.ms_per_pass.text(_number),
                 *(_number(block[name]) for name in figures),
@@ -256,14 +249,14 @@ def _show(measured: Bench, weights: WeightBytes, report: dict[str, Any], to_stde
         table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
     for row in _rows(measured, weights):
         table.add_row(*row)
-    # never cut a number: a file has no width, and a narrow terminal breaks lines by itself
-    wide = console.width
+    # print the table at its full width, so that no number is cut; a narrow terminal breaks the lines
+    width = console.width
     console.width = max(console.width, Width.get(console, console.options.update(max_width=1000), table).maximum)
     console.print(table)
-    console.width = wide
+    console.width = width
     console.print(wrapped(_legend(measured.options), console), style="dim")
 
 
 def _number(value: float | None) -> str:
-    """Write three figures or more, without an exponent."""
+    """Format three significant digits or more, without an exponent."""
     return figure_text(value, ",.0f" if value and value >= 1000 else ".1f" if value and value >= 100 else ".3g")

@@ -1,6 +1,6 @@
-"""`peagle chat`: a conversation in a terminal, or from a pipe with one message per line.
+"""Run `peagle chat`: a conversation in a terminal, or from a pipe with one message per line.
 
-Each turn is a run (peagle.workflows.run) whose history is the turns before.
+A turn is a run (peagle.workflows.run) of one conversation, whose history holds the turns before.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from peagle.ops.errors import InputError
 from peagle.pair import Pair
 from peagle.parallel import refuse_replicas
 from peagle.processes import BAD_INPUT
-from peagle.text.channels import chat_messages
+from peagle.text.channels import final_message
 from peagle.text.prompts import Conversation, Rendering, from_text
 from peagle.text.tokenizer import Message
 from peagle.workflows.run import Run, RunConfig, run
@@ -32,13 +32,13 @@ WELCOME = f"{RESET} starts a new conversation, {EXIT} quits, Ctrl-C stops a resp
 def chat(settings: Chat) -> int:
     """Run a chat and return the exit code. Only responses go to standard output.
 
-    Raises InputError, before any message is read, for bad options; KeyboardInterrupt after Ctrl-C at the prompt.
+    Raises InputError for bad options before it reads a message, and KeyboardInterrupt after Ctrl-C at the prompt.
     """
     if sys.stdin is None:
         raise InputError("standard input is closed; expected a terminal, or one message per line")
     refuse_replicas(settings.load.mesh, "peagle chat runs one conversation")
     target, drafter = chosen_models(settings.load, settings.engine.num_speculative_tokens)
-    config = RunConfig(  # refuse invalid options before anything slow
+    config = RunConfig(  # refuses invalid options, so it comes before loading
         **vars(settings.answer),
         sampling=settings.sampling,
         baseline=settings.baseline,
@@ -48,24 +48,23 @@ def chat(settings: Chat) -> int:
     display = Display(text=True, quiet=settings.quiet, streaming=True)
     pair = load_pair(target, drafter, settings.load, display)
     display.set_tokenizer(pair.tokenizer)
-    _refuse_without_template(pair, config.rendering, target)
+    _check_template(pair, config.rendering, target)
     display.warn([*unused_sampling(settings.sampling), *unused_rendering(config.rendering, pair, target)])
     k, _ = pair.num_drafts(settings.engine.num_speculative_tokens)
     context = chosen_context(pair, settings.engine, num_engines=1 + (settings.baseline and k > 0))
     config = dataclasses.replace(config, engine=dataclasses.replace(settings.engine, context=context))
-    _refuse_too_small(pair, config)
+    _check_context(pair, config)
     if sys.stdin.isatty():
         display.note(WELCOME)
     return ChatLoop(pair, config, display).run()
 
 
 class ChatLoop:
-    """A conversation: its turns so far, and the pair that answers."""
+    """Read messages and answer them, one conversation at a time."""
 
     def __init__(self, pair: Pair, config: RunConfig, display: Display) -> None:
         self._pair, self._config, self._display = pair, config, display
-        self._turns: list[str] = []
-        self._answers: list[str] = []
+        self._history: list[Message] = []
         self._num_answers = 0  # of all conversations
 
     def run(self) -> int:
@@ -81,7 +80,7 @@ class ChatLoop:
                 if message is None or message.strip() == EXIT:
                     return BAD_INPUT if num_refused and not self._num_answers and not sys.stdin.isatty() else 0
                 if message.strip() == RESET:
-                    self._turns, self._answers = [], []
+                    self._history = []
                     self._display.note("new conversation")
                 elif _COMMAND.fullmatch(message.strip()):
                     raise InputError(f"{message.strip()} is not a command; expected {RESET} or {EXIT}")
@@ -93,8 +92,8 @@ class ChatLoop:
 
     def _answer(self, message: str) -> None:
         """Stream the response to a message, and add both to the history. After Ctrl-C, add what was generated."""
-        conversation = Conversation("the conversation", turns=(message,), history=self._history())
-        self._refuse_too_long(conversation)
+        conversation = Conversation("the conversation", turns=(message,), history=tuple(self._history))
+        self._check_length(conversation)
         try:
             done = run(self._pair, [conversation], self._config, self._display)
         finally:
@@ -104,20 +103,17 @@ class ChatLoop:
             self._display.note("interrupted before the first token; the message is left out")
             return
         self._num_answers += 1
-        self._turns.append(message)
-        self._answers.append(done.outcomes[0].result.text or "")
+        answer = final_message(done.outcomes[0].result.text or "")
+        self._history += [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
         self._display.note(summary_line(done))
 
-    def _history(self) -> tuple[Message, ...]:
-        return tuple(chat_messages([*self._turns, ""], self._answers, None)[:-1])
-
-    def _refuse_too_long(self, conversation: Conversation) -> None:
+    def _check_length(self, conversation: Conversation) -> None:
         room = self._pair.room(self._config.engine.context)
         count = len(conversation.encode((), self._pair.tokenizer, self._config.rendering))
         if count < room:
             return
         too_long = f"has {count} tokens, but the context holds {room} positions"
-        if self._turns:
+        if self._history:
             raise InputError(f"the conversation with this message {too_long}; {RESET} starts a new one")
         raise InputError(f"the message {too_long}; shorten it, or start again with a larger --context")
 
@@ -136,7 +132,7 @@ def summary_line(done: Run) -> str:
     return " | ".join([*parts, f"finish: {result.finish_reason or 'interrupted'}"])
 
 
-def _refuse_without_template(pair: Pair, rendering: Rendering, target: str) -> None:
+def _check_template(pair: Pair, rendering: Rendering, target: str) -> None:
     if pair.tokenizer is None:
         raise InputError(f"{target} has no tokenizer.json, so it cannot chat; add the file")
     try:
@@ -145,7 +141,7 @@ def _refuse_without_template(pair: Pair, rendering: Rendering, target: str) -> N
         raise InputError(f"{error} to peagle speculate: without a template {target} cannot chat") from None
 
 
-def _refuse_too_small(pair: Pair, config: RunConfig) -> None:
+def _check_context(pair: Pair, config: RunConfig) -> None:
     """Raise InputError for a context in which no message can be answered."""
     room, least = pair.room(config.engine.context), len(from_text("a").encode((), pair.tokenizer, config.rendering))
     if room <= least:
@@ -164,7 +160,7 @@ def _read_message() -> str | None:
     with interrupt.waiting():
         line = sys.stdin.buffer.readline()
     if not line:
-        if sys.stdin.isatty():  # the shell's prompt begins a line
+        if sys.stdin.isatty():  # so that the shell's prompt begins a line
             sys.stderr.write("\n")
         return None
     try:

@@ -1,4 +1,4 @@
-"""`peagle cluster up`: a fleet on Ray Serve, until Ctrl-C or SIGTERM."""
+"""Run `peagle cluster up`: a fleet on Ray Serve, until Ctrl-C or SIGTERM."""
 
 import contextlib
 import dataclasses
@@ -12,7 +12,7 @@ from peagle.cli.cluster import Up
 from peagle.cli.command import options_of, require_extra
 from peagle.cli.display import Display
 from peagle.cli.output import OutputFile
-from peagle.cli.run_serve import default_name, guarded_hosts, read_api_keys, warn_of_strangers
+from peagle.cli.run_serve import allowed_hosts, default_name, read_api_keys, warn_if_open
 from peagle.cluster.config import FleetConfig
 from peagle.cluster.decide import decided
 from peagle.ops import interrupt
@@ -25,35 +25,29 @@ LOOPBACK_ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 REPORTS = "RAY_USAGE_STATS_ENABLED"  # usage reports to Ray's makers
 
 
-def keep_to_itself() -> None:
-    """Unless the environment says otherwise, let a Ray started here listen on loopback and send no usage reports."""
-    for name in (LOOPBACK_ALONE, REPORTS):
-        os.environ.setdefault(name, "0")
-
-
 def start_fleet(settings: Up) -> int:
-    """Run a fleet and return the exit code. Raises InputError, before it starts anything, for bad options or no Ray."""
+    """Run a fleet and return the exit code. Raises InputError for bad options, and without Ray, before it starts."""
     refuse_replicas(settings.fleet.load.mesh, "the replicas of a cluster are --decode N")
     config = served(settings)
     if settings.write_config is not None:
         write_config(OutputFile(settings.write_config, "--write-config"), settings, config)
         return 0
-    if settings.address is None:
-        keep_to_itself()
+    if settings.address is None:  # this process starts Ray
+        for name in (LOOPBACK_ALONE, REPORTS):
+            os.environ.setdefault(name, "0")
     with require_extra("a cluster needs", "cluster"):
         from peagle.cluster.start import run
-    warn_of_strangers(settings.host, settings.api_key_file)
+    warn_if_open(settings.host, settings.api_key_file)
     stopped = threading.Event()
-
-    pressed = signal.getsignal(signal.SIGINT)
+    on_ctrl_c = signal.getsignal(signal.SIGINT)
 
     def stop(number: int, frame: Any) -> None:
-        if stopped.is_set():  # the second signal: do not wait for answers
+        if stopped.is_set():  # the second signal: do not wait for open responses
             raise KeyboardInterrupt
         stopped.set()
-        if number == signal.SIGINT and callable(pressed):
-            pressed(number, frame)
-            interrupt.forget()  # or the second press would end this process alone, and leave Ray's
+        if number == signal.SIGINT and callable(on_ctrl_c):
+            on_ctrl_c(number, frame)
+            interrupt.forget()  # otherwise the second Ctrl-C would end only this process, and Ray's would stay
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
@@ -71,16 +65,16 @@ def start_fleet(settings: Up) -> int:
 
 
 def served(settings: Up) -> FleetConfig:
-    """Complete the fleet's config: name, keys and hosts. Raises InputError for models that do not fit."""
+    """Complete a fleet's config: name, keys and hosts. Raises InputError for models that do not fit."""
     fleet = settings.fleet
     keys = () if settings.api_key_file is None else read_api_keys(settings.api_key_file)
     name = fleet.served_model_name or default_name(or_demo(fleet.load.target))
-    hosts = guarded_hosts(settings.host, keys)
+    hosts = allowed_hosts(settings.host, keys)
     return dataclasses.replace(decided(fleet), served_model_name=name, keys=keys, hosts=hosts)
 
 
 def write_config(file: OutputFile, settings: Up, fleet: FleetConfig) -> None:
-    """Write the config of `serve deploy`, in JSON, which is YAML. Raises InputError if it would hold keys."""
+    """Write the config of `serve deploy`. JSON is valid YAML. Raises InputError if it would hold API keys."""
     if settings.api_key_file is not None:
         raise InputError("--write-config would write the keys of --api-key-file as plain text; give one of the two")
     arguments: dict[str, Any] = {"load": {}, "engine": {}}

@@ -1,4 +1,4 @@
-"""Load a pair, warm it up, and serve OpenAI's API over HTTP until SIGTERM or Ctrl-C."""
+"""Run `peagle serve`: load a pair, warm it up, and serve OpenAI's API over HTTP until SIGTERM or Ctrl-C."""
 
 import logging
 import re
@@ -44,7 +44,7 @@ def serve(settings: Serve) -> int:
         check_allowed_origin(origin)
     display = Display(quiet=settings.quiet)
     with listen(settings.host, settings.port) as address:
-        warn_of_strangers(settings.host, keys)
+        warn_if_open(settings.host, keys)
         if ANY_ORIGIN in settings.allow_origin and not keys:
             say("warning", "--allow-origin * accepts pages of every site, and no --api-key-file is given")
         if not display.live:
@@ -96,7 +96,7 @@ def _serve(
 ) -> int:
     loop = EngineLoop(engine, settings.max_queue)
     log = None if settings.quiet else _log()
-    hosts = guarded_hosts(settings.host, keys, settings.allow_origin)
+    hosts = allowed_hosts(settings.host, keys, settings.allow_origin)
     service = Service(
         loop, builder, name, keys, settings.max_body, settings.allow_origin, hosts, log, max_unsent=settings.max_unsent
     )
@@ -116,16 +116,16 @@ def _serve(
     return 0 if loop.failure is None else FAILED
 
 
-def warn_of_strangers(host: str, keys: Sequence[str] | Path | None) -> None:
-    """Warn that other machines reach a server without keys."""
+def warn_if_open(host: str, keys: Sequence[str] | Path | None) -> None:
+    """Warn if other machines can reach a server without API keys."""
     if not keys and not on_loopback(host):
         say("warning", f"--host {host} accepts other machines, and no --api-key-file is given")
 
 
-def guarded_hosts(host: str, keys: Sequence[str], origins: Sequence[str] = ()) -> list[str] | None:
-    """Return the names, beside loopback's, that address a server on loopback without keys; None: any name may.
+def allowed_hosts(host: str, keys: Sequence[str], origins: Sequence[str] = ()) -> list[str] | None:
+    """Return the Host headers, besides loopback's, that a server on loopback without keys accepts; None: all.
 
-    The host is among them: this machine's list of hosts may map it to loopback.
+    The host is among them, because /etc/hosts may map its name to loopback.
     """
     if keys or ANY_ORIGIN in origins or not on_loopback(host):
         return None
@@ -146,7 +146,7 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
 
 
 def check_allowed_origin(origin: str) -> None:
-    """Raise InputError for an origin in a form that no browser sends."""
+    """Raise InputError for an origin that no browser sends in this form."""
     parts = re.fullmatch(r"([a-z][a-z0-9+.-]*)://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]*)?", origin)
     default = parts is not None and (parts[1], parts[2]) in (("http", ":80"), ("https", ":443"))
     if origin != ANY_ORIGIN and (parts is None or default):

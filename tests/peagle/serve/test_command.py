@@ -15,7 +15,7 @@ import pytest
 import peagle.cli.run_serve
 from peagle.cli import main
 from peagle.cli.display import Display
-from peagle.cli.run_serve import guarded_hosts
+from peagle.cli.run_serve import allowed_hosts
 from peagle.engine.executor import Executor
 from peagle.serve.server import ServerOptions, listen, on_loopback
 from peagle.text.tokenizer import ByteLevelTokenizer
@@ -170,8 +170,8 @@ def test_a_name_is_loopback_if_this_machine_says_so(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
     for name in known:
         assert on_loopback(name)
-        assert guarded_hosts(name, ()) == [name]  # its clients ask for it by this name
-        assert guarded_hosts(name, ("key",)) is None
+        assert allowed_hosts(name, ()) == [name]  # its clients ask for it by this name
+        assert allowed_hosts(name, ("key",)) is None
 
 
 @pytest.mark.parametrize(
