@@ -2,7 +2,6 @@
 
 import logging
 import re
-import socket
 import sys
 import time
 import urllib.parse
@@ -36,7 +35,7 @@ FAILED = 1
 def serve(settings: Serve) -> int:
     """Serve and return the exit code: 0 after a drain, 1 if the engine failed.
 
-    Raises InputError, before anything slow, for bad options.
+    Raises InputError for bad options before loading.
     """
     models = check_models(settings)
     keys = () if settings.api_key_file is None else read_api_keys(settings.api_key_file)
@@ -50,11 +49,36 @@ def serve(settings: Serve) -> int:
         if not display.live:
             display.note("loading and compiling; connections wait until the server is ready")
         engine, builder, name = load_engine(settings, models, display)
-        return _serve(settings, engine, builder, name, keys, address, display)
+        loop = EngineLoop(engine, settings.max_queue)
+        service = Service(
+            loop,
+            builder,
+            name,
+            keys,
+            settings.max_body,
+            settings.allow_origin,
+            allowed_hosts(settings.host, keys, settings.allow_origin),
+            None if settings.quiet else _request_log(),
+            max_unsent=settings.max_unsent,
+        )
+        options = ServerOptions(
+            drain_s=settings.drain,
+            keep_alive_s=settings.keep_alive,
+            ready=lambda url: display.note(f"ready: {url}/v1"),
+            note=display.note,
+            unread=service.metrics.unread.inc,
+        )
+        try:
+            serve_app(create_app(service), loop, address, options)
+        finally:
+            loop.close()
+    if loop.failure is not None:
+        say("error", loop.failure)
+    return 0 if loop.failure is None else FAILED
 
 
 def check_models(settings: Served) -> tuple[str, str | None]:
-    """Return (target, drafter). Raises InputError, before anything slow, for missing models and slots not shareable."""
+    """Return (target, drafter). Raises InputError for missing models, and for slots that replicas cannot share."""
     models = chosen_models(settings.load, settings.engine.num_speculative_tokens)
     check_slots(settings.engine.slots, settings.load.mesh)
     return models
@@ -63,7 +87,7 @@ def check_models(settings: Served) -> tuple[str, str | None]:
 def load_engine(
     settings: Served, models: tuple[str, str | None], display: Display, doing: str = "serving"
 ) -> tuple[AnyEngine, RequestBuilder, str]:
-    """Load the pair and warm up its engine; return (engine, builder, the model's name). doing: verb of the note."""
+    """Load the pair and warm up its engine; return (engine, builder, model name). doing: begins the note about it."""
     pair = load_pair(*models, settings.load, display)
     config = pair.resolve(
         settings.engine,
@@ -74,46 +98,15 @@ def load_engine(
     engine = pair.engine(config)
     _warm_up(pair, engine, display)
     name = settings.served_model_name or default_name(models[0])
-    for line in _described(pair, engine, f"{doing} {name}"):
+    for line in _describe(pair, engine, f"{doing} {name}"):
         display.note(line)
     builder = RequestBuilder(pair, config.context, settings.rendering.date, config.num_speculative_tokens)
     return engine, builder, name
 
 
 def default_name(target: str) -> str:
-    """Return a target's name in the API: that of its directory or repository."""
+    """Return a target's model name in the API: that of its directory or repository."""
     return DEMO_NAME if target == DEMO else Path(target).resolve().name
-
-
-def _serve(
-    settings: Serve,
-    engine: AnyEngine,
-    builder: RequestBuilder,
-    name: str,
-    keys: tuple[str, ...],
-    address: socket.socket,
-    display: Display,
-) -> int:
-    loop = EngineLoop(engine, settings.max_queue)
-    log = None if settings.quiet else _log()
-    hosts = allowed_hosts(settings.host, keys, settings.allow_origin)
-    service = Service(
-        loop, builder, name, keys, settings.max_body, settings.allow_origin, hosts, log, max_unsent=settings.max_unsent
-    )
-    try:
-        options = ServerOptions(
-            drain_s=settings.drain,
-            keep_alive_s=settings.keep_alive,
-            ready=lambda url: display.note(f"ready: {url}/v1"),
-            note=display.note,
-            unread=service.metrics.unread.inc,
-        )
-        serve_app(create_app(service), loop, address, options)
-    finally:
-        loop.close()
-    if loop.failure is not None:
-        say("error", loop.failure)
-    return 0 if loop.failure is None else FAILED
 
 
 def warn_if_open(host: str, keys: Sequence[str] | Path | None) -> None:
@@ -157,25 +150,25 @@ def check_allowed_origin(origin: str) -> None:
 
 
 def _warm_up(pair: Pair, engine: AnyEngine, display: Display) -> None:
-    """Compile the programs of all sorts of requests, with one progress and the time left."""
-    # (sampled, full), and the share of the time that it took on two cores, about: the last has programs for grammars
-    sorts, started = {(False, False): 0.2, (True, False): 0.2, (True, True): 0.6}, time.monotonic()
-    over = 0.0
+    """Compile the programs of greedy, sampled and constrained requests, with progress and the time left."""
+    # (sampled, full): share of the compile time, measured on two cores; the last also has the programs of grammars
+    shares, started = {(False, False): 0.2, (True, False): 0.2, (True, True): 0.6}, time.monotonic()
+    finished = 0.0
     try:
-        for done, ((sampled, full), share) in enumerate(sorts.items()):
+        for done, ((sampled, full), share) in enumerate(shares.items()):
             interrupt.check()
-            left_s = (time.monotonic() - started) / over * (1 - over) if done else None
-            display.begin_run("compiling", done, len(sorts), left_s, unit=PART)  # `measuring` ends it
-            over += share
+            left_s = (time.monotonic() - started) / finished * (1 - finished) if done else None
+            display.begin_run("compiling", done, len(shares), left_s, unit=PART)  # `measuring` ends it
+            finished += share
             engine.warm_up(sampled=sampled, full=full, measuring=display.measuring, constrained=full)
-        if pair.tokenizer is not None:  # a large vocabulary takes seconds
+        if pair.tokenizer is not None:  # with a large vocabulary, the first grammar takes seconds
             pair.grammars.compile(Grammar.json_object(), channels=True)
     finally:
         display.clear()
     interrupt.check()
 
 
-def _described(pair: Pair, engine: AnyEngine, doing: str) -> list[str]:
+def _describe(pair: Pair, engine: AnyEngine, doing: str) -> list[str]:
     config = engine.config
     pages, state, logits = engine.memory_bytes()
     k = config.num_speculative_tokens
@@ -188,7 +181,7 @@ def _described(pair: Pair, engine: AnyEngine, doing: str) -> list[str]:
     ]
 
 
-def _log() -> logging.Logger:
+def _request_log() -> logging.Logger:
     """Return a log on standard error, with one JSON line per request."""
     logger = logging.getLogger("peagle.serve")
     logger.setLevel(logging.INFO)
