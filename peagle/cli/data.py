@@ -74,5 +74,7 @@ class Data:
 
     def run(self) -> int:
         from peagle.cli.run_data import make_data
+        from peagle.ops.files import alone
 
-        return make_data(self)
+        with alone(Path(self.out)):
+            return make_data(self)

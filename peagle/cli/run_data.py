@@ -1,4 +1,4 @@
-"""`peagle data`: let the target answer prompts, and write its answers to shards of training data."""
+"""Run `peagle data`: let the target answer prompts, and write its answers to shards of training data."""
 
 import dataclasses
 import hashlib
@@ -18,7 +18,6 @@ from peagle.cli.display import Display, Stage
 from peagle.cli.models import load_pair, unused_rendering, unused_sampling
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
-from peagle.ops.files import alone
 from peagle.ops.strict_json import dumps
 from peagle.text.prompt_files import Skipped, read_prompts, skipped_line
 from peagle.text.prompts import Conversation
@@ -32,33 +31,28 @@ class CheckedData:
     """Checked options: everything that is known before weights are loaded."""
 
     name: str  # of the target, as typed
-    directory: Path
+    directory: Path  # of the target
     out: Path
-    made_by: dict[str, Any]
+    manifest: dict[str, Any]
     conversations: Sequence[Conversation]
     skipped: Sequence[Skipped]
     warnings: Sequence[str]
-    taps: tuple[int, ...]
-    starts: range  # the first conversation of each shard
+    aux_layers: tuple[int, ...]  # to store; none without --hidden
+    starts: range  # the first conversation of every shard
     missing: Sequence[int]  # numbers of the shards still to write
 
-    def part(self, number: int) -> Sequence[Conversation]:
+    def shard(self, number: int) -> Sequence[Conversation]:
         return self.conversations[self.starts[number] : self.starts[number] + self.starts.step]
 
 
 def make_data(settings: Data) -> int:
     """Answer the prompts of every missing shard. Return the exit code.
 
-    Raises InputError, before any weights are read, for bad options and prompts; later if a shard cannot be written.
+    Raises InputError for bad options and prompts before it loads weights; later if a shard cannot be written.
     """
-    with alone(Path(settings.out)):
-        return _data(settings)
-
-
-def _data(settings: Data) -> int:
     display = Display(quiet=settings.quiet)
     with display.stage("reading the prompts"):
-        checked = _checked(settings)
+        checked = _check(settings)
     display.warn(checked.warnings)
     display.warn(unused_sampling(settings.sampling))
     if not checked.missing:
@@ -66,7 +60,7 @@ def _data(settings: Data) -> int:
         return 0
     skipped: list[str] = []
     lengths: list[int] = []
-    (num_documents, num_tokens, num_answered), seconds = _answered(checked, settings, display, skipped, lengths)
+    (num_documents, num_tokens, num_answered), seconds = _answer_shards(checked, settings, display, skipped, lengths)
     lines = [
         f"data         {len(checked.starts)} shards in {checked.out}, {len(checked.missing)} of them made now",
         f"made now     {num_documents} documents, {num_tokens:,} tokens, {num_answered:,} of them the target's, "
@@ -75,15 +69,15 @@ def _data(settings: Data) -> int:
     ]
     if checked.skipped:
         lines.append(f"left out     {skipped_line(checked.skipped)}")
-    lost = [f"{len(skipped)} prompts that cannot be answered, the first: {skipped[0]}"] if skipped else []
-    display.summary([*lines, *(f"skipped      {line}" for line in lost)])
-    if settings.quiet:  # else the summary has it
-        display.warn(lost)
+    unanswered = [f"{len(skipped)} prompts that cannot be answered, the first: {skipped[0]}"] if skipped else []
+    display.summary([*lines, *(f"skipped      {line}" for line in unanswered)])
+    if settings.quiet:  # otherwise the summary has it
+        display.warn(unanswered)
     return 0
 
 
-def _checked(settings: Data) -> CheckedData:
-    """Read the prompts and the folder. Raises InputError for prompts, options and folders that cannot be used."""
+def _check(settings: Data) -> CheckedData:
+    """Read the prompts and check the folder. Raises InputError for prompts, options and folders that do not work."""
     name = or_demo(settings.load.target)
     directory = resolve(name, "target")
     sets = [read_prompts(path, directory, settings.rendering, strict=settings.strict) for path in settings.prompt_file]
@@ -93,58 +87,60 @@ def _checked(settings: Data) -> CheckedData:
     config = inspect_target(directory).config
     if settings.top > config.vocab_size:
         raise InputError(f"--top is {settings.top}; expected at most {config.vocab_size}, the target's vocabulary")
-    taps, out = chosen_aux_layers(settings.taps, config.num_layers) if settings.hidden else (), Path(settings.out)
+    aux_layers = chosen_aux_layers(settings.taps, config.num_layers) if settings.hidden else ()
+    out = Path(settings.out)
     starts = range(0, len(conversations), settings.shard_prompts)
-    made_by = _made_by(settings, name, fingerprint(directory), len(conversations), taps)
-    expect_folder(out, made_by)
+    manifest = _manifest(settings, name, fingerprint(directory), len(conversations), aux_layers)
+    expect_folder(out, manifest)
     return CheckedData(
-        name=name, directory=directory, out=out, made_by=made_by, conversations=conversations,
+        name=name, directory=directory, out=out, manifest=manifest, conversations=conversations,
         skipped=[row for prompts in sets for row in prompts.skipped],
         warnings=[line for prompts in sets for line in prompts.warnings],
-        taps=taps, starts=starts,
+        aux_layers=aux_layers, starts=starts,
         missing=[number for number in range(len(starts)) if not shard_path(out, number).exists()],
     )  # fmt: skip
 
 
-def _answered(
+def _answer_shards(
     checked: CheckedData, settings: Data, display: Display, skipped: list[str], lengths: list[int]
 ) -> tuple[Sequence[int], float]:
     """Write the missing shards, with progress; return ((documents, tokens, answered tokens), seconds).
 
-    skipped: gets a line for each prompt without an answer. lengths: gets the tokens of each document before it is cut.
+    Appends to `skipped` a line for a prompt without an answer, and to `lengths` the tokens of a document before it is
+    cut.
     """
     pair = load_pair(checked.name, None, settings.load, display)
     wants_teacher = settings.hidden or settings.top
-    teacher = teacher_of(checked.directory, pair.loaded.dtype, checked.taps) if wants_teacher else None
+    teacher = teacher_of(checked.directory, pair.loaded.dtype, checked.aux_layers) if wants_teacher else None
     display.warn(unused_rendering(settings.rendering, pair, checked.name))
     engine = settings.engine
     context = pair.room(None if engine.context is None else min(engine.context, pair.max_positions))
     if context != engine.context != Data.engine.context:
         display.warn([f"--context is {engine.context}, more than {checked.name} has; {context} is used"])
     asking = Asking(settings.rendering, settings.sampling, settings.answer.max_new_tokens, context, engine.slots)
-    open_folder(checked.out, checked.made_by)
-    finished, total = 0, sum(len(checked.part(number)) for number in checked.missing)
+    open_folder(checked.out, checked.manifest)
+    finished, total = 0, sum(len(checked.shard(number)) for number in checked.missing)
     counts, started = np.zeros((3,), np.int64), time.perf_counter()
 
     def kept() -> str:
-        there = sum(shard_path(checked.out, number).exists() for number in range(len(checked.starts)))
-        return f"{there} of {len(checked.starts)} shards are in {checked.out}; the same command goes on after them"
+        count = sum(shard_path(checked.out, number).exists() for number in range(len(checked.starts)))
+        return f"{count} of {len(checked.starts)} shards are in {checked.out}; the same command goes on after them"
 
     with display.on_interrupt(kept):
-        for place, number in enumerate(checked.missing):
+        for index, number in enumerate(checked.missing):
             with display.stage(f"answering {total} prompts", animated=False) as progress:
 
                 def done(more: int, progress: Stage = progress) -> None:
                     nonlocal finished
                     finished += more
-                    spent_s = time.perf_counter() - started  # the teacher's part, too
+                    spent_s = time.perf_counter() - started  # includes the teacher's passes
                     progress(finished, total, spent_s / finished * (total - finished))
 
-                answers = answer(pair, checked.part(number), asking, checked.starts[number], skipped.append, done)
-                documents = [document(conversation) for conversation in answers]
-            lengths += [len(one.token_ids) for one in documents]
+                answers = answer(pair, checked.shard(number), asking, checked.starts[number], skipped.append, done)
+                documents = [document(turn) for turn in answers]
+            lengths += [len(row.token_ids) for row in documents]
             if teacher is not None:
-                shard = f"shard {place + 1} of {len(checked.missing)}"
+                shard = f"shard {index + 1} of {len(checked.missing)}"
                 with display.stage(f"computing hidden states and logits of {shard}", animated=False) as progress:
                     keep = settings.keep_prompt
                     documents = list(taught(documents, teacher, settings.hidden, settings.top, keep, progress))
@@ -153,8 +149,8 @@ def _answered(
     return counts.tolist(), time.perf_counter() - started
 
 
-def _made_by(settings: Data, name: str, weights: str, num_prompts: int, taps: Sequence[int]) -> dict[str, Any]:
-    """Return the manifest: everything on which the shards depend."""
+def _manifest(settings: Data, name: str, weights: str, num_prompts: int, aux_layers: Sequence[int]) -> dict[str, Any]:
+    """Return everything on which the shards depend, as JSON. weights: the target's fingerprint."""
     depends_on: dict[str, Any] = {
         NAME: name,
         WEIGHTS: weights,
@@ -166,7 +162,7 @@ def _made_by(settings: Data, name: str, weights: str, num_prompts: int, taps: Se
         "context": settings.engine.context,
         "rendering": dataclasses.asdict(settings.rendering),
         "sampling": dataclasses.asdict(settings.sampling),
-        "taps": list(taps),
+        "taps": list(aux_layers),
         "top": settings.top,
         **({} if settings.keep_prompt is None else {KEPT: settings.keep_prompt}),
     }
