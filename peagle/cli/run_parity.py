@@ -1,4 +1,4 @@
-"""`peagle parity`: check a pair against references, and explain low acceptance."""
+"""Run `peagle parity`: check a pair against references, and explain low acceptance."""
 
 import collections
 import dataclasses
@@ -26,7 +26,7 @@ from peagle.workflows.parity_check import Findings, Model, ParityConfig, ask, ex
 def compare(settings: Parity) -> int:
     """Examine a pair, print and write the findings, and return the exit code.
 
-    1 if there is a difference, or a likely cause of low acceptance. Raises InputError for bad options and models.
+    The code is 1 for a difference and for a likely cause of low acceptance.
     """
     json_file = output_file(settings.json, "--json")
     target, drafter = or_demo(settings.load.target), or_demo(settings.drafter)
@@ -56,11 +56,11 @@ def compare(settings: Parity) -> int:
     with display.stage("comparing the drafter", animated=False) as progress:
         findings = examine(pair, model, read_checkpoint(path), answers, conversations, config, progress)
     lines = [*layers.lines, f"aux layers   {pair.loaded.aux_layers}", f"window       {pair.loaded.drafter_window}"]
-    lines += report_lines(findings, settings)
+    lines += _report_lines(findings, settings)
     if prompts.skipped:
         lines.append(f"left out     {skipped_line(prompts.skipped)}")
     if json_file is not None:
-        whole = {
+        content = {
             "schema": SCHEMA,
             "provenance": provenance(),
             "config": {**record(settings), "prompts": settings.prompts and settings.prompts.name},
@@ -68,13 +68,13 @@ def compare(settings: Parity) -> int:
             "target": dataclasses.asdict(layers),
             "drafter": dataclasses.asdict(findings),
         }
-        json_file.write(dumps(whole))
+        json_file.write(dumps(content))
     if settings.json != STANDARD_OUTPUT:
         show_lines(lines, SUMMARY_INDENT)
     return 0 if findings.fine and layers.fine else 1
 
 
-def report_lines(findings: Findings, settings: Parity) -> Iterator[str]:
+def _report_lines(findings: Findings, settings: Parity) -> Iterator[str]:
     logits, difference = findings.logits, findings.difference
     if logits is not None:
         verdict = "the same" if logits.close else "DIFFERENT"
@@ -129,6 +129,5 @@ def _prompts(settings: Parity, target: str) -> PromptSet:
     if settings.prompts is None:
         refuse_strict(settings.strict)
         return read_prompt_file(HELD_OUT)
-    raw = settings.render == "raw"
-    rendering = Rendering(raw=raw, special_tokens=raw and settings.special_tokens)
+    rendering = Rendering(raw=settings.render == "raw", special_tokens=settings.special_tokens)
     return read_prompts(settings.prompts, resolve(target, "target"), rendering, strict=settings.strict)

@@ -1,4 +1,4 @@
-"""`peagle sweep`: check everything, write the plan, run, write the pages."""
+"""Run `peagle sweep`: check everything, write the plan, decode, write the report."""
 
 import dataclasses
 import itertools
@@ -34,23 +34,23 @@ from peagle.text.prompt_files import PromptSet, read_prompt_file, read_prompts, 
 from peagle.text.prompts import Rendering
 from peagle.text.tokenizer import template_fingerprint
 
-RAN = ("dtype", "experts", "kernels")  # of a pair: what `auto` resolved to
-DEMO_PROMPTS = 60  # of the held-out ones, by default
+RESOLVED = ("dtype", "experts", "kernels")  # fields of peagle.pair.Loaded: what the options resolved to
+DEMO_PROMPTS = 60  # by default
 
 
 def sweep(settings: Sweep) -> int:
     """Decode every request of the plan, and write figures and pages into the folder --out.
 
-    Return the exit code: 1 if some variants failed and the others went on, 130 after Ctrl-C. Raises InputError, before
-    anything is written, for bad options, files and models.
+    Return the exit code: 1 if variants failed and --continue-on-error ran the others, 130 after Ctrl-C. Raises
+    InputError for bad options, files and models before it writes.
     """
-    typed = _plan(settings)  # before anything on the disk is looked at
+    typed = _plan(settings)  # first, because bad options must not create the lock file
     with alone_in(Path(settings.out)):
         return _sweep(settings, typed)
 
 
 def _sweep(settings: Sweep, typed: Plan) -> int:
-    """Sweep. typed: the plan by the options, which a resumed run's own replaces."""
+    """Sweep. typed: the plan that the options say; a resumed run has its own."""
     out, display = Path(settings.out), Display(quiet=settings.quiet)
     folder = open_run(out) if settings.resume else None
     if folder is None:
@@ -61,7 +61,7 @@ def _sweep(settings: Sweep, typed: Plan) -> int:
             display.warn(["--seed: no effect at temperature 0, where the likeliest token is taken"])
     else:
         plan = folder.plan
-        sets = _read_again(plan) if folder.prompts() is None else {}
+        sets = _reread_prompts(plan) if folder.prompts() is None else {}
         _check_same_files(plan)
     _check_concurrency(plan, sets)
     widths = None if settings.write_widths is None else calibration.file_for(plan, settings.write_widths)
@@ -75,11 +75,11 @@ def _sweep(settings: Sweep, typed: Plan) -> int:
         pairs = _load(plan, settings.continue_on_error, display)
         pair = pairs[models_of(PLAIN)]
         assert isinstance(pair, Pair)
-        origin = provenance() | {"ran": {name: getattr(pair.loaded, name) for name in RAN}}
+        origin = provenance() | {"ran": {name: getattr(pair.loaded, name) for name in RESOLVED}}
         if folder is None:
             folder = begin(out, plan, origin)
         else:
-            _check_runs_alike(folder, origin["ran"])
+            _check_same_arithmetic(folder, origin["ran"])
         run = _measure(folder, pairs, pair, sets, settings, origin, display)
     except KeyboardInterrupt:
         display.note("interrupted" if folder is None else f"interrupted; to go on: peagle sweep --out {out} --resume")
@@ -87,7 +87,7 @@ def _sweep(settings: Sweep, typed: Plan) -> int:
     finally:
         display.clear()
     figures = _finish(folder, display)
-    display.warn(_undrafted(figures))
+    display.warn(_rows_without_drafts(figures))
     if widths is not None:
         written = calibration.write(folder, widths)
         display.note(f"{widths}: {written.num_drafts} drafts at most, and the acceptance that auto begins with")
@@ -105,7 +105,7 @@ def _measure(
     origin: Mapping[str, Any],
     display: Display,
 ) -> SweepRun:
-    """Decode the missing requests, with progress. origin: this process's provenance."""
+    """Decode the missing requests, with progress. origin: provenance of this process."""
     if settings.resume:
         folder.save(sittings=[*folder.origins, origin], rows=None)
     if folder.prompts() is None:
@@ -114,7 +114,7 @@ def _measure(
                 make_requests(folder, plain, sets, progress)
             except InputError:
                 if not settings.resume:
-                    folder.discard()  # the plan itself is wrong
+                    folder.discard()  # a new run with a wrong plan
                 raise
         display.warn(_left_out(folder))
     run = SweepRun(folder, pairs, settings.continue_on_error)
@@ -132,7 +132,7 @@ def _measure(
 
 
 def _left_out(folder: Folder) -> Iterator[str]:
-    """Count the conversations that are left out or cut, with the first reason."""
+    """Count by prompt file the conversations that are left out or cut, with the first reason."""
     _, left_out = folder.prompts() or ([], [])
     for source in folder.plan.sources:
         reasons = [left.why for left in left_out if left.prompts == source.name and left.row is not None]
@@ -141,8 +141,8 @@ def _left_out(folder: Folder) -> Iterator[str]:
             yield f"{source.name}: {count} left out or cut, the first: {reasons[0]}"
 
 
-def _undrafted(figures: Sequence[Row]) -> Iterator[str]:
-    """Name the rows in which auto drafted nothing: their speed-ups do not measure drafting."""
+def _rows_without_drafts(figures: Sequence[Row]) -> Iterator[str]:
+    """Name the rows in which auto verified no draft: their speed-up does not measure drafting."""
     for row in [*alone(figures), *concurrent(figures)]:
         if not isinstance(row.k, int) and not row.num_spec_steps:
             at_once = "" if row.concurrency is None else f", {row.concurrency} at once"
@@ -168,7 +168,7 @@ def _finish(folder: Folder, display: Display) -> Sequence[Row]:
 
 
 def _plan(settings: Sweep) -> Plan:
-    """Make the plan of the options alone, without prompts. Raises InputError for values that no file could mend."""
+    """Make a plan from the options, still without prompts. Raises InputError for bad values."""
     if not settings.prompts:
         refuse_strict(settings.strict)
     return Plan(
@@ -201,7 +201,7 @@ def _plan(settings: Sweep) -> Plan:
 
 
 def _with_prompts(plan: Plan, settings: Sweep) -> tuple[Plan, dict[str, PromptSet]]:
-    """Read the prompts; return the plan with them and with the fingerprints of the models, and the prompts by name."""
+    """Read the prompts; return (the plan with them and with fingerprints of the models, prompts by source name)."""
     paths = list(dict.fromkeys(settings.prompts))
     names = short_names([without_suffix(path) for path in paths])
     files = {
@@ -218,7 +218,7 @@ def _with_prompts(plan: Plan, settings: Sweep) -> tuple[Plan, dict[str, PromptSe
 
 
 def _check_concurrency(plan: Plan, sets: Mapping[str, PromptSet]) -> None:
-    """Raise InputError for fewer requests than are decoded at once. sets: a resumed run's may be empty."""
+    """Raise InputError for fewer requests than are decoded at once. sets: empty if a resumed run stored its prompts."""
     most = max(plan.concurrencies, default=0)
     for source, raw in itertools.product(plan.sources, plan.raw):
         if source.name in sets and (num_requests := _num_requests(source, raw, sets)) < most:
@@ -235,11 +235,14 @@ def _num_requests(source: Source, raw: bool, sets: Mapping[str, PromptSet]) -> i
 
 
 def _read(path: Path, target: str, raw: Sequence[bool], strict: bool) -> PromptSet:
-    """Read a file for all renderings: rows that the template refuses are skipped in raw text, too."""
+    """Read a file. Rows that the template refuses are skipped in raw text, too, so that both decode the same."""
     return read_prompts(path, resolve(target, "target"), Rendering(raw=False not in raw), strict=strict)
 
 
 def _source(file: str, prompts: PromptSet, settings: Sweep) -> Source:
+    num_conversations = len(prompts.conversations)
+    # by default all prompts of a file, because files are often sorted by category
+    num_prompts = (DEMO_PROMPTS if file == DEMO else 0) if settings.num_prompts is None else settings.num_prompts
     return Source(
         name=prompts.name,
         file=file,
@@ -247,16 +250,9 @@ def _source(file: str, prompts: PromptSet, settings: Sweep) -> Source:
         sha256=prompts.sha256,
         num_rows=prompts.num_rows,
         num_skipped=len(prompts.skipped),
-        num_used=min(_num_prompts(settings, file) or len(prompts.conversations), len(prompts.conversations)),
+        num_used=min(num_prompts or num_conversations, num_conversations),
         max_turns=settings.turns,
     )
-
-
-def _num_prompts(settings: Sweep, file: str) -> int:
-    """Return how many prompts to use; 0: all, as of a file by default, since sets are often sorted by category."""
-    if settings.num_prompts is not None:
-        return settings.num_prompts
-    return DEMO_PROMPTS if file == DEMO else 0
 
 
 def _fingerprints(target: str, drafters: Sequence[str]) -> dict[str, str]:
@@ -266,7 +262,7 @@ def _fingerprints(target: str, drafters: Sequence[str]) -> dict[str, str]:
 
 
 def _check_models(plan: Plan) -> None:
-    """Raise InputError, without reading weights, for models that do not fit, and for bad windows."""
+    """Raise InputError for models that do not fit, and for bad windows. Reads no weights."""
     paths = [path for name in plan.drafters if (path := drafter_path(plan.target, name)) is not None]
     if plan.aux_layer_ids is not None and not paths:
         raise InputError("--aux-layer-ids is given, but no drafter with weights to read them; leave it out")
@@ -284,37 +280,37 @@ def _check_same_files(plan: Plan) -> None:
             raise InputError(f"the {name} has changed since this run began; begin a new run with another --out")
 
 
-def _check_runs_alike(folder: Folder, ran: Mapping[str, str]) -> None:
-    """Raise InputError if dtype, experts or kernels differ from the run's: its times and tokens would be mixed."""
+def _check_same_arithmetic(folder: Folder, ran: Mapping[str, str]) -> None:
+    """Raise InputError if dtype, experts or kernels differ from the resumed run's: its times would not compare."""
     before = folder.origins[-1].get("ran", ran)
     if before != ran:
-        former, now = (", ".join(f"{name} {value}" for name, value in way.items()) for way in (before, ran))
-        raise InputError(f"{folder.path} ran with {former}; now it is {now}: begin a new run with another --out")
+        then, now = (", ".join(f"{name} {value}" for name, value in values.items()) for values in (before, ran))
+        raise InputError(f"{folder.path} ran with {then}; now it is {now}: begin a new run with another --out")
 
 
-def _read_again(plan: Plan) -> dict[str, PromptSet]:
-    """Read the prompts of a resumed run that had not stored them."""
+def _reread_prompts(plan: Plan) -> dict[str, PromptSet]:
+    """Read the prompts of a resumed run again, if it stopped before it stored them."""
     sets: dict[str, PromptSet] = {}
     for source in plan.sources:
         demo = source.file == DEMO
-        read = read_prompt_file(HELD_OUT) if demo else _read(Path(source.file), plan.target, plan.raw, strict=False)
-        if read.sha256 != source.sha256:
+        prompts = read_prompt_file(HELD_OUT) if demo else _read(Path(source.file), plan.target, plan.raw, strict=False)
+        if prompts.sha256 != source.sha256:
             raise InputError(
                 f"{source.file} has changed since this run began, before its prompts were stored; begin a new run with "
                 "another --out"
             )
-        sets[source.name] = dataclasses.replace(read, name=source.name)
+        sets[source.name] = dataclasses.replace(prompts, name=source.name)
     return sets
 
 
 def _load(plan: Plan, continue_on_error: bool, display: Display) -> Pairs:
-    """Load a pair for each drafter, draft vocabulary and window, and the target alone; all share its weights.
+    """Load the target alone, and a pair for every drafter, draft vocabulary and window. All share the target's weights.
 
-    Raises InputError for a drafter that cannot be loaded; with continue_on_error, the error takes the pair's place.
+    Raises InputError for a drafter that cannot be loaded; with continue_on_error, the error stands for its pair.
     """
-    kinds: Any = {"dtype": plan.dtype, "experts": plan.experts, "kernels": plan.kernels}
+    options: Any = {"dtype": plan.dtype, "experts": plan.experts, "kernels": plan.kernels}
     with display.stage(f"loading {plan.target}") as progress:
-        plain = load(plan.target, None, progress=progress, **kinds)
+        plain = load(plan.target, None, progress=progress, **options)
     pairs: dict[Models, Pair | InputError] = {models_of(PLAIN): plain}
     for variant in plan.variants[1:]:
         if models_of(variant) in pairs:
