@@ -1,4 +1,4 @@
-"""`peagle info`: geometry, memory and fit of checkpoints, from config.json and the headers of the weights alone."""
+"""Run `peagle info`: geometry, memory and fit of checkpoints, from config.json and the headers of the weights."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,27 +38,27 @@ from peagle.workflows.plan import Device, device_named, pass_s, rank_bytes, rank
 from target.config import FULL, SLIDING, TargetConfig, default_aux_layer_ids
 from target.load import TargetFiles, inspect_target, weight_bytes
 
-TOKENS = 1000
-PROMPT = 8192  # tokens
-LONG = 1 << 17  # positions of a request: more than a window's pages hold
+TOKENS = 1000  # for which the table shows the memory of the KV cache
+PROMPT = 8192  # tokens of the prompt for which the table shows the memory of prefill
+LONG = 1 << 17  # context at which the pages of a window are all in use
 ONE_STEP = f"K = {DEFAULT_NUM_SPECULATIVE_TOKENS}, one step per dispatch"
-FLOAT32, BFLOAT16, INT8 = np.dtype(np.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int8)
+FLOAT32, BFLOAT16 = np.dtype(np.float32), jnp.dtype(jnp.bfloat16)
+INT8 = jnp.dtype(jnp.int8)  # with one byte per value, the bytes of a page count its values
 
 Rows = list[tuple[str, str]]
 
 
 def inspect(settings: Info) -> int:
-    """Print a table per checkpoint, and whether a target and a drafter fit. Return the exit code.
-
-    Raises InputError for more than two checkpoints, two of a kind, unreadable ones, and a pair that does not fit.
-    """
+    """Print a table per checkpoint, and whether a target and a drafter fit. Return the exit code."""
     aux_layer_ids = settings.load.aux_layer_ids
     shape, device = None if settings.mesh is None else parse_mesh(settings.mesh), device_named(settings.device)
     slots = settings.slots or (1 if shape is None else shape.dp)
     paths = _paths(settings.directories)
     is_drafter = [is_drafter_config(read_json(path, CONFIG)) for _, path in paths]
-    drafters = [(*model, read_checkpoint(model[1])) for model, fits in zip(paths, is_drafter, strict=True) if fits]
-    targets = [(*model, inspect_target(model[1])) for model, fits in zip(paths, is_drafter, strict=True) if not fits]
+    drafters = [(*model, read_checkpoint(model[1])) for model, drafts in zip(paths, is_drafter, strict=True) if drafts]
+    targets = [
+        (*model, inspect_target(model[1])) for model, drafts in zip(paths, is_drafter, strict=True) if not drafts
+    ]
     _check_kinds(settings, len(targets), len(drafters), [name for name, _ in paths])
     tables = {}
     for name, path, files in targets:
@@ -74,7 +74,7 @@ def inspect(settings: Info) -> int:
         if not targets and aux_layer_ids is None:
             doubts.append(doubtful_aux_layers(named_aux_layers(checkpoint.config), name))
     for name, _ in paths:
-        _print(name, *tables[name])
+        _print_table(name, *tables[name])
     if targets and drafters:
         (target_name, target_path, target), (drafter_name, drafter_path, drafter) = targets[0], drafters[0]
         layers = fitting_aux_layers(target.config, drafter, target_name, drafter_name, aux_layer_ids)
@@ -87,7 +87,7 @@ def inspect(settings: Info) -> int:
 
 
 def _paths(names: Sequence[str]) -> list[tuple[str, Path]]:
-    """Return (name, directory) of the named checkpoints, or of the demo's."""
+    """Return (name, directory) of the typed checkpoints, or of the demo's."""
     if not names:
         return [("the demo's target", resolve(DEMO, "target")), ("the demo's drafter", resolve(DEMO, "drafter"))]
     if len(names) > 2:
@@ -96,7 +96,7 @@ def _paths(names: Sequence[str]) -> list[tuple[str, Path]]:
 
 
 def _check_kinds(settings: Info, num_targets: int, num_drafters: int, names: Sequence[str]) -> None:
-    """Raise InputError for two checkpoints of a kind, and for options about a checkpoint that is not there."""
+    """Raise InputError for two checkpoints of a kind, and for options about a checkpoint that is not typed."""
     if 2 in (num_targets, num_drafters):
         kind = "targets" if num_targets else "drafters"
         raise InputError(f"{names[0]} and {names[1]} are both {kind}; expected a target and a drafter")
@@ -127,14 +127,14 @@ def _print_engine(
         drafting, _ = windowed(config, chosen_window(path, AUTO), by_option=False)
         weights += drafter_weight_bytes(path, _dtype(), implementation=for_weights())
     rows = engine_rows(sizes, target[1].config, drafting, available_memory_bytes() - weights)
-    _print(f"an engine of role {settings.role}", f"{settings.context:,} positions", rows)
+    _print_table(f"an engine of role {settings.role}", f"{settings.context:,} positions", rows)
 
 
 def target_rows(files: TargetFiles, path: Path) -> Rows:
     c = files.config
     kinds = {kind: c.layer_types.count(kind) for kind in (SLIDING, FULL)}
-    per_token, per_slot = _kv_numbers(*target_pages(c, INT8))
-    retained, _ = _kv_numbers(*target_pages(c, INT8, retain_full_kv=True))
+    per_token, per_slot = _kv_values(*target_pages(c, INT8))
+    retained, _ = _kv_values(*target_pages(c, INT8, retain_full_kv=True))
     try:
         aux_layers = _list(default_aux_layer_ids(c.num_layers))
     except InputError:
@@ -151,9 +151,9 @@ def target_rows(files: TargetFiles, path: Path) -> Rows:
         ("on disk", size_in_words(_disk_bytes(path))),
         ("in memory", _target_memory(files)),
         ("loaded here", _loaded_here(path)),
-        (f"KV cache per {TOKENS:,} tokens", f"{_both(per_token)} (full layers)"),
-        ("KV pages per slot", f"{_both(per_slot)} (sliding layers, {ONE_STEP})"),
-        ("with --retain-full-kv", f"{_both(retained)} per {TOKENS:,} tokens, and no pages per slot"),
+        (f"KV cache per {TOKENS:,} tokens", f"{_memory_of(per_token)} (full layers)"),
+        ("KV pages per slot", f"{_memory_of(per_slot)} (sliding layers, {ONE_STEP})"),
+        ("with --retain-full-kv", f"{_memory_of(retained)} per {TOKENS:,} tokens, and no pages per slot"),
         (f"prefill of {PROMPT:,} tokens", f"beside the caches about {_prefill_memory(c)}"),
         ("default aux layers", aux_layers),
         ("stop tokens", _stop_tokens(files)),
@@ -163,7 +163,6 @@ def target_rows(files: TargetFiles, path: Path) -> Rows:
 
 
 def mesh_rows(files: TargetFiles, shape: MeshShape, device: Device, slots: int, positions: int) -> Rows:
-    """Make the rows of a target that is sharded over the devices of a mesh."""
     c, k = files.config, DEFAULT_NUM_SPECULATIVE_TOKENS
     of_ranks = rank_bytes(c, files.mxfp4, shape)
     first, last = of_ranks[0], of_ranks[-1]
@@ -202,22 +201,23 @@ def mesh_rows(files: TargetFiles, shape: MeshShape, device: Device, slots: int, 
 def drafter_rows(
     checkpoint: Checkpoint, config: DrafterConfig, path: Path, aux_layer_ids: Sequence[int] | None = None
 ) -> Rows:
-    """Make the rows of a drafter. aux_layer_ids: as typed."""
-    c = config
     named = named_aux_layers(checkpoint.config)
     weights = [name for name in checkpoint.names if name not in ("d2t", "t2d")]
     parameters = sum(int(np.prod(checkpoint.shape(name))) for name in weights)
-    c, window = windowed(c, chosen_window(path, AUTO), by_option=False)
-    per_token, per_slot = _kv_numbers(*_drafter_pages(c))
-    narrow, covered = c.draft_vocab_size < c.vocab_size, recorded_coverage(path)
-    unknown = "; peagle parity measures how many of an answer's they are"
-    proposes = f"{c.draft_vocab_size:,} of the target's {c.vocab_size:,} tokens{coverage_in_data(covered) or unknown}"
+    c, window = windowed(config, chosen_window(path, AUTO), by_option=False)
+    per_token, per_slot = _kv_values(*_drafter_pages(c))
+    proposes = f"all of the target's {c.vocab_size:,} tokens"
+    if c.draft_vocab_size < c.vocab_size:
+        coverage = (
+            coverage_in_data(recorded_coverage(path)) or "; peagle parity measures how many of an answer's they are"
+        )
+        proposes = f"{c.draft_vocab_size:,} of the target's {c.vocab_size:,} tokens{coverage}"
     return [
         ("layers", f"{c.num_layers}"),
         ("hidden size", f"{c.hidden_size:,}, reading hidden states of size {c.target_hidden_size:,}"),
         ("attention", f"{c.num_heads} query heads, {c.num_kv_heads} key/value heads, {c.head_dim} wide"),
         ("MLP", f"{c.mlp_width:,} wide"),
-        ("proposes", proposes if narrow else f"all of the target's {c.vocab_size:,} tokens"),
+        ("proposes", proposes),
         ("mask token", f"{c.mask_token_id}" if c.parallel else "none: a pass per draft"),
         *([] if c.most_drafts is None else [("block", f"{c.block_size} rows: up to {c.most_drafts} drafts")]),
         ("aux layers", f"{c.num_taps}: {describe_aux_layers(c.aux_layer_ids, named, aux_layer_ids is not None)}"),
@@ -225,42 +225,39 @@ def drafter_rows(
         ("drafts by auto", _drafts(path)),
         ("parameters", f"{parameters:,}"),
         ("on disk", size_in_words(_disk_bytes(path))),
-        ("in memory", f"{size_in_words(parameters * 4)} float32, {size_in_words(parameters * 2)} bfloat16"),
-        *([(f"KV cache per {TOKENS:,} tokens", _both(per_token))] if per_token else []),
-        *([("KV pages per slot", f"{_both(per_slot)} (layers with a window, {ONE_STEP})")] if per_slot else []),
+        ("in memory", _memory_of(parameters)),
+        *([(f"KV cache per {TOKENS:,} tokens", _memory_of(per_token))] if per_token else []),
+        *([("KV pages per slot", f"{_memory_of(per_slot)} (layers with a window, {ONE_STEP})")] if per_slot else []),
         ("kernels", kernels_in_words()),
     ]
 
 
 def engine_rows(config: ResolvedConfig, target: TargetConfig, drafter: DrafterConfig | None, memory_bytes: int) -> Rows:
-    """Make the rows of an engine: the pages that its slots reserve. memory_bytes: left for pages beside the weights.
-
-    Raises InputError for an engine that cannot run.
-    """
+    """Make the rows of an engine: the pages that its slots reserve. memory_bytes: what the weights leave for pages."""
     models = [target_pages(target, INT8), *([] if drafter is None else [_drafter_pages(drafter)])]
-    groups, numbers = ([value for values in both for value in values] for both in zip(*models, strict=True))
-    sizing = Sizing(tuple(groups), tuple(numbers), config, None if drafter is None else drafter.most_drafts)
+    groups, page_values = ([item for items in both for item in items] for both in zip(*models, strict=True))
+    sizing = Sizing(tuple(groups), tuple(page_values), config, None if drafter is None else drafter.most_drafts)
     num_pages = sizing.num_pages
-    reserved = sum(count * size for count, size in zip(num_pages, numbers, strict=True))
+    reserved = sum(count * size for count, size in zip(num_pages, page_values, strict=True))
     windows = [count for count, group in zip(num_pages, groups, strict=True) if group.window is not None]
     fits = "any number: every layer has a window"
     if sum(sizing.page_bytes):
         fitting = sizing.full_pages_in(memory_bytes // _dtype().itemsize)
         fits = f"{max(fitting, 0) * PAGE_SIZE:,} beside the weights, into the memory available now ({_dtype().name})"
         fits += f"; too few for one request of {config.context:,}" if fitting < sizing.request_pages else ""
-    handed = {"both": "prefills and decodes", "prefill": "hands unfinished ones over", "decode": "takes hand-offs"}
+    requests = {"both": "prefills and decodes", "prefill": "hands unfinished ones over", "decode": "takes hand-offs"}
     return [
         ("slots", f"{config.slots}, K = {config.num_speculative_tokens}"),
         ("tokens reserved", f"{num_pages[0] * PAGE_SIZE:,}, in {num_pages[0]:,} pages of {PAGE_SIZE}"),
         *([("pages of windows", " + ".join(f"{count:,}" for count in windows))] if windows else []),
-        ("in memory", _both(reserved)),
+        ("in memory", _memory_of(reserved)),
         ("tokens that fit", fits),
-        ("requests", handed[config.role]),
+        ("requests", requests[config.role]),
     ]
 
 
 def _drafts(path: Path) -> str:
-    """Describe how `auto` drafts, and the source of that."""
+    """Describe how `auto` drafts, and the file that says so."""
     speculation = drafter_speculation(path)
     source = f"by {SPECULATION_FILE}" if (path / SPECULATION_FILE).is_file() else f"there is no {SPECULATION_FILE}"
     begins = "acceptance counted while decoding" if speculation.counts is None else "recorded acceptance"
@@ -286,7 +283,7 @@ def _target_memory(files: TargetFiles) -> str:
 
 
 def _loaded_here(path: Path) -> str:
-    """Describe the memory of the default options, and whether it is available now."""
+    """Describe the memory that weights take with default options, and whether it is available now."""
     needed, available = _weight_bytes(path), available_memory_bytes()
     fits = "fits" if needed <= available else "does not fit"
     free = size_in_words(available)
@@ -302,20 +299,20 @@ def _dtype() -> np.dtype:
 
 
 def _prefill_memory(config: TargetConfig) -> str:
-    """Estimate the memory of a long prefill, in chunks and at once: its widest tensors, in float32."""
+    """Estimate the memory of a long prefill, in chunks and at once, by its widest tensors in float32."""
     of_query = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim + 2 * config.num_heads * config.head_dim
-    of_choice = config.expert_width + config.hidden_size
+    of_expert = config.expert_width + config.hidden_size
 
-    def taken(rows: int, blocks: RowBlocks) -> str:
-        numbers = rows * config.hidden_size + blocks.query_rows * (of_query + config.hidden_size)
-        return size_in_words(FLOAT32.itemsize * (numbers + blocks.expert_rows * config.top_k * of_choice))
+    def memory(rows: int, blocks: RowBlocks) -> str:
+        num_values = rows * config.hidden_size + blocks.query_rows * (of_query + config.hidden_size)
+        return size_in_words(FLOAT32.itemsize * (num_values + blocks.expert_rows * config.top_k * of_expert))
 
-    chunked = taken(DEFAULT_CHUNK, RowBlocks(DEFAULT_CHUNK, DEFAULT_CHUNK))
-    return f"{chunked} in chunks, {taken(PROMPT, BlockedPrefill().rows(PROMPT))} with --prefill blocked"
+    chunked = memory(DEFAULT_CHUNK, RowBlocks(DEFAULT_CHUNK, DEFAULT_CHUNK))
+    return f"{chunked} in chunks, {memory(PROMPT, BlockedPrefill().rows(PROMPT))} with --prefill blocked"
 
 
 def _drafter_pages(config: DrafterConfig) -> tuple[tuple[CacheGroup, ...], tuple[int, ...]]:
-    """Return (a drafter's cache groups, the numbers in a page of each)."""
+    """Return (a drafter's cache groups, the number of cached values in a page of each)."""
     groups = drafter_groups(config)
 
     def init_pages(num_pages: Sequence[int]) -> tuple[Pages, ...]:
@@ -324,18 +321,19 @@ def _drafter_pages(config: DrafterConfig) -> tuple[tuple[CacheGroup, ...], tuple
     return groups, page_bytes(groups, init_pages)
 
 
-def _kv_numbers(groups: tuple[CacheGroup, ...], numbers: tuple[int, ...]) -> tuple[int, int]:
-    """Count cached numbers: (for TOKENS tokens in full layers, in the pages of windows of one slot).
+def _kv_values(groups: tuple[CacheGroup, ...], page_values: tuple[int, ...]) -> tuple[int, int]:
+    """Count cached values: (of TOKENS tokens in full layers, in the window pages of one slot).
 
-    numbers: per page, of each group.
+    page_values: values in a page, by group.
     """
-    full = sum(size for size, group in zip(numbers, groups, strict=True) if group.window is None)
-    slot_pages = Sizing(groups, numbers, ResolvedConfig(DEFAULT_NUM_SPECULATIVE_TOKENS, context=LONG)).slot_pages
-    return TOKENS * full // PAGE_SIZE, sum(count * size for count, size in zip(slot_pages, numbers, strict=True))
+    full = sum(size for size, group in zip(page_values, groups, strict=True) if group.window is None)
+    slot_pages = Sizing(groups, page_values, ResolvedConfig(DEFAULT_NUM_SPECULATIVE_TOKENS, context=LONG)).slot_pages
+    return TOKENS * full // PAGE_SIZE, sum(count * size for count, size in zip(slot_pages, page_values, strict=True))
 
 
-def _both(numbers: int) -> str:
-    return f"{size_in_words(numbers * FLOAT32.itemsize)} float32, {size_in_words(numbers * BFLOAT16.itemsize)} bfloat16"
+def _memory_of(num_values: int) -> str:
+    sizes = ((size_in_words(num_values * dtype.itemsize), dtype.name) for dtype in (FLOAT32, BFLOAT16))
+    return ", ".join(f"{size} {name}" for size, name in sizes)
 
 
 def _disk_bytes(path: Path) -> int:
@@ -345,7 +343,7 @@ def _disk_bytes(path: Path) -> int:
     return sum((path / shard).stat().st_size for shard in shards)
 
 
-def _print(name: str, kind: str, rows: Rows) -> None:
+def _print_table(name: str, kind: str, rows: Rows) -> None:
     show_lines([f"{name}: {kind}"], style="bold")
     show_lines([f"  {label:<29} {value}" for label, value in rows], indent=32)
     show_lines([""])
