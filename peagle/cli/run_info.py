@@ -54,11 +54,12 @@ def inspect(settings: Info) -> int:
     shape, device = None if settings.mesh is None else parse_mesh(settings.mesh), device_named(settings.device)
     slots = settings.slots or (1 if shape is None else shape.dp)
     paths = _paths(settings.directories)
-    is_drafter = [is_drafter_config(read_json(path, CONFIG)) for _, path in paths]
-    drafters = [(*model, read_checkpoint(model[1])) for model, drafts in zip(paths, is_drafter, strict=True) if drafts]
-    targets = [
-        (*model, inspect_target(model[1])) for model, drafts in zip(paths, is_drafter, strict=True) if not drafts
-    ]
+    targets, drafters = [], []
+    for name, path in paths:
+        if is_drafter_config(read_json(path, CONFIG)):
+            drafters.append((name, path, read_checkpoint(path)))
+        else:
+            targets.append((name, path, inspect_target(path)))
     _check_kinds(settings, len(targets), len(drafters), [name for name, _ in paths])
     tables = {}
     for name, path, files in targets:
@@ -208,9 +209,8 @@ def drafter_rows(
     per_token, per_slot = _kv_values(*_drafter_pages(c))
     proposes = f"all of the target's {c.vocab_size:,} tokens"
     if c.draft_vocab_size < c.vocab_size:
-        coverage = (
-            coverage_in_data(recorded_coverage(path)) or "; peagle parity measures how many of an answer's they are"
-        )
+        unknown = "; peagle parity measures how many of an answer's they are"
+        coverage = coverage_in_data(recorded_coverage(path)) or unknown
         proposes = f"{c.draft_vocab_size:,} of the target's {c.vocab_size:,} tokens{coverage}"
     return [
         ("layers", f"{c.num_layers}"),
