@@ -1,4 +1,4 @@
-"""The curve of a training, from its log."""
+"""Plot a training's log."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,16 +10,16 @@ from drafter.train.folder import HELD_OUT
 from peagle.measure.sweep.charts import ON_DARK, svg
 from peagle.workflows.export import CURVE
 
-FEW_POINTS = 20  # a line of so few is drawn with its points
-WIDE, HIGH = 6.4, 2.6  # inches of a panel
-# colours from the first depth to the last, on a light page and on a dark one: the first stands out on either
+FEW_POINTS = 20  # below this many, a line also shows its points
+WIDTH, HEIGHT = 6.4, 2.6  # inches of a panel
+# colours from the first depth to the last, on a light page and on a dark one; the first stands out most
 DEPTHS, DEPTHS_ON_DARK = ("#440154", "#2c718e", "#2fb47c"), ("#fde725", "#5ac864", "#2a788e")
 
 
 def draw(log: Sequence[Mapping[str, Any]], out: Path) -> str:
     """Plot loss, correct drafts by depth, and acceptance length to out/curve.svg.
 
-    Return its path, or the reason for its absence.
+    Return its path, or the reason why there is none.
     """
     trained = [line for line in log if "loss" in line]
     evaluated = [line for line in log if "evaluation" in line]
@@ -47,7 +47,7 @@ def draw(log: Sequence[Mapping[str, Any]], out: Path) -> str:
 
     light, dark = (_shades(colors, max(depths, 2)) for colors in (DEPTHS, DEPTHS_ON_DARK))
     on_dark = ON_DARK | dict(zip(light, dark, strict=True))
-    drawing = svg(paint, panels=panels, size=(WIDE, panels * HIGH), on_dark=on_dark)
+    drawing = svg(paint, panels=panels, size=(WIDTH, panels * HEIGHT), on_dark=on_dark)
     if drawing is None:
         return "none: matplotlib is not installed (pip install matplotlib)"
     (out / CURVE).write_text(drawing, encoding="utf-8")
@@ -67,8 +67,8 @@ def _paint_evaluations(axis: Any, evaluated: Sequence[Mapping[str, Any]], colors
 
 
 def _shades(colors: Sequence[str], count: int) -> list[str]:
-    """Blend colours into `count` of them, in equal steps."""
+    """Interpolate `count` colours in equal steps."""
     channels = np.array([[int(color[at : at + 2], 16) for at in (1, 3, 5)] for color in colors])
-    places = np.linspace(0, len(colors) - 1, count)
-    blended = [np.interp(places, range(len(colors)), channel) for channel in channels.T]
-    return [f"#{''.join(f'{round(float(channel[place])):02x}' for channel in blended)}" for place in range(count)]
+    steps = np.linspace(0, len(colors) - 1, count)
+    blended = np.stack([np.interp(steps, range(len(colors)), channel) for channel in channels.T], axis=1)
+    return [f"#{''.join(f'{round(float(value)):02x}' for value in color)}" for color in blended]

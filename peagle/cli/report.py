@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # it imports JAX
     from peagle.cli.display import Display
 
 BETWEEN = 2  # characters between two columns of a table
-EDGES = 2  # characters beside the outer columns
+EDGES = 2  # characters outside the outer columns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +46,7 @@ class Report:
     """Hide progress and table. Warnings and errors are still printed."""
 
     def run(self) -> int:
-        """Write the pages of one run into its directory, or of one or several into --out. Return the exit code.
-
-        Raises InputError for a folder that is no run, and for runs that cannot be compared.
-        """
+        """Write the pages into --out, or of one run into its own directory. Return the exit code."""
         from peagle.cli.display import Display
         from peagle.measure.sweep import page
         from peagle.measure.sweep.compare import differences
@@ -80,11 +77,11 @@ class Report:
             where = self.out or folders[0].path
             pages.write(where, blocks)
         show(tables, sentences, where, self.quiet)
-        tell_of_pictures(display, where)
+        note_missing_plots(display, where)
         return 0
 
 
-def tell_of_pictures(display: "Display", where: Path) -> None:
+def note_missing_plots(display: "Display", where: Path) -> None:
     """Note how to get plots, if the pages have none."""
     from peagle.measure.sweep import charts
 
@@ -93,56 +90,62 @@ def tell_of_pictures(display: "Display", where: Path) -> None:
 
 
 def show(tables: Iterable[tuple[str, pages.Table]], sentences: Iterable[str], where: Path, quiet: bool) -> None:
-    """Print tables with their titles, the result in sentences, and the path of the page.
-
-    A figure and its interval stay on one line; headers and the names of rows break between words.
-    """
+    """Print tables with their titles, the result in sentences, and the path of the page."""
     if quiet:
         return
     console = Console(highlight=False)
     for title, table in tables:
-        columns = list(zip(*table.rows, strict=True)) if table.rows else [()] * len(table.header)
-        least = []
-        for place, (caption, cells) in enumerate(zip(table.header, columns, strict=True)):
-            words = " ".join(cells).split() if place < table.num_names else cells
-            least.append(max(map(len, (*caption.split(), *words))))
-        for part, places in enumerate(fitting(least, console.width, table.num_names)):
-            shown = rich.table.Table(
-                title=None if part else Text(title),
-                title_justify="left",
-                box=rich.box.SIMPLE_HEAD,
-                pad_edge=False,
-                collapse_padding=True,
-            )
-            room = max(console.width, _total(least[place] for place in places))
-            spare = room - _total(least[place] for place in places)
-            widths = {}
-            for place in places:
-                more = min(spare, max(map(len, (table.header[place], *columns[place]))) - least[place])
-                spare -= more
-                widths[place] = least[place] + more
-            headers = {place: textwrap.wrap(table.header[place], width) for place, width in widths.items()}
-            high = max(map(len, headers.values()))
-            for place, width in widths.items():
-                header = Text("\n" * (high - len(headers[place])) + "\n".join(headers[place]))
-                shown.add_column(header, justify="left" if place < table.num_names else "right", width=width)
-            for row in table.rows:
-                shown.add_row(*(Text(row[place]) for place in places))
-            # never cut a figure: a terminal narrower than two columns breaks lines by itself
-            console.print(shown, width=room, crop=False)
+        _show_table(console, title, table)
     for sentence in sentences:
         console.print(f"{printable(sentence)}.", markup=False, soft_wrap=True)
     console.print(f"{where / 'report.html'}", markup=False, soft_wrap=True)
 
 
+def _show_table(console: Console, title: str, table: pages.Table) -> None:
+    """Print a table; if it is too wide, as several tables with some of its columns.
+
+    A figure and its interval stay on one line; headers and the names of rows break between words.
+    """
+    columns = list(zip(*table.rows, strict=True)) if table.rows else [()] * len(table.header)
+    least = []
+    for index, (caption, cells) in enumerate(zip(table.header, columns, strict=True)):
+        words = " ".join(cells).split() if index < table.num_names else cells
+        least.append(max(map(len, (*caption.split(), *words))))
+    for part, indices in enumerate(fitting(least, console.width, table.num_names)):
+        shown = rich.table.Table(
+            title=None if part else Text(title),
+            title_justify="left",
+            box=rich.box.SIMPLE_HEAD,
+            pad_edge=False,
+            collapse_padding=True,
+        )
+        needed = _total(least[index] for index in indices)
+        room = max(console.width, needed)
+        spare = room - needed
+        widths = {}
+        for index in indices:
+            more = min(spare, max(map(len, (table.header[index], *columns[index]))) - least[index])
+            spare -= more
+            widths[index] = least[index] + more
+        headers = {index: textwrap.wrap(table.header[index], width) for index, width in widths.items()}
+        height = max(map(len, headers.values()))
+        for index, width in widths.items():
+            header = Text("\n" * (height - len(headers[index])) + "\n".join(headers[index]))
+            shown.add_column(header, justify="left" if index < table.num_names else "right", width=width)
+        for row in table.rows:
+            shown.add_row(*(Text(row[index]) for index in indices))
+        # never cut a figure: in a terminal narrower than two columns, the lines break
+        console.print(shown, width=room, crop=False)
+
+
 def fitting(widths: Sequence[int], room: int, num_names: int = 1) -> list[list[int]]:
-    """Split a table's columns into tables that fit, each with the first columns, its names, and at least one other."""
+    """Split columns into tables that fit. A table has the first `num_names` columns and at least one other."""
     tables: list[list[int]] = []
-    for place in range(num_names, len(widths)):
-        if tables and _total(widths[column] for column in (*tables[-1], place)) <= room:
-            tables[-1].append(place)
+    for index in range(num_names, len(widths)):
+        if tables and _total(widths[column] for column in (*tables[-1], index)) <= room:
+            tables[-1].append(index)
         else:
-            tables.append([*range(num_names), place])
+            tables.append([*range(num_names), index])
     return tables
 
 

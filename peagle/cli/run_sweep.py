@@ -11,7 +11,7 @@ from peagle.cli.command import changed_fields
 from peagle.cli.display import SUMMARY_INDENT, Display
 from peagle.cli.flags import refuse_strict
 from peagle.cli.output import show_lines
-from peagle.cli.report import show, tell_of_pictures
+from peagle.cli.report import note_missing_plots, show
 from peagle.cli.sweep import Sweep
 from peagle.config import AUTO, named_drafts
 from peagle.fit import check_fit, chosen_window
@@ -163,7 +163,7 @@ def _finish(folder: Folder, display: Display) -> Sequence[Row]:
     with display.stage("drawing"):
         pages.write(folder.path, page.run_blocks(folder, figures))
     show(page.terminal_tables(folder, figures), headlines(folder, figures), folder.path, quiet=display.quiet)
-    tell_of_pictures(display, folder.path)
+    note_missing_plots(display, folder.path)
     return figures
 
 
