@@ -1,8 +1,8 @@
-"""`peagle train`: check everything, write the recipe, train the drafter, export it."""
+"""Run `peagle train`: check everything, write the recipe, train the drafter, export it."""
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from drafter.dialects import Dialect
 from drafter.load import sort_aux_layers
 from drafter.params import DrafterParams
 from drafter.train.batches import Batches
-from drafter.train.config import DrafterShape
 from drafter.train.folder import COMMAND, EVALUATION, HELD_OUT, LOG, best_held_out, read_log, steps_done
 from drafter.train.held_out import DEFAULT_FRAC, HeldOut
 from drafter.train.recipe import Recipe, Update, chosen_update, decided, typed_update
@@ -37,7 +36,7 @@ from peagle.measure.metrics import figure_text
 from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
-from peagle.ops.files import alone, encoded
+from peagle.ops.files import encoded
 from peagle.ops.flag import layers_reader
 from peagle.ops.settings import brief, mapping
 from peagle.ops.strict_json import dumps
@@ -84,49 +83,41 @@ from target.config import TargetConfig
 from target.load import inspect_target, load_target
 from target.teacher import Teacher
 
+OLD_NAMES = {"warmup": "warmup_frac", "decay": "decay_frac", "clip": "clip_norm", "dtype": "compute_dtype"}
+FIRST_STEPS = 10  # without a terminal, these steps are noted one by one
+
 
 @dataclass(frozen=True)
 class CheckedTraining:
     """Checked options: everything that is known before weights are loaded."""
 
     name: str  # of the target, as typed
-    directory: Path
+    directory: Path  # of the target
     target: TargetConfig
     out: Path
     data: TrainingData
     held_out_frac: float
     keep_prompt: int | None  # most tokens of a prompt in the data; None: all
-    shape: DrafterShape
     config: DrafterConfig
     vocab: DraftVocab | None
-    weights: str  # fingerprint of the target's
-    recipe: Recipe  # steps: 1 if --minutes decides
-    typed: Mapping[str, Any]  # the typed fields of the recipe's update
+    weights: str  # the target's fingerprint
+    recipe: Recipe  # with steps = 1 if --minutes decides them
     batches: Batches
-    begun: dict[str, Any] | None  # the record of a resumed training
+    begun: dict[str, Any] | None  # the record of the training to resume
     devices: int | None  # that share the rows of a step
-
-
-FORMER_NAMES = {"warmup": "warmup_frac", "decay": "decay_frac", "clip": "clip_norm", "dtype": "compute_dtype"}
-FIRST_STEPS = 10  # each is noted if there is no terminal
 
 
 def train(settings: Train) -> int:
     """Check everything, write the recipe, train, and export the drafter. Return the exit code.
 
-    --out then holds the recipe, the log, checkpoints, a curve, and the drafter in drafter/. Raises InputError, before
-    anything is written, for bad options, data and models; later for a training that cannot go on; KeyboardInterrupt
-    after Ctrl-C, when a checkpoint holds the last step.
+    --out then holds the recipe, the log, checkpoints, a curve, and the drafter in drafter/. Raises InputError for bad
+    options, data and models before it writes, and later for a training that cannot go on; KeyboardInterrupt after
+    Ctrl-C, when a checkpoint holds the last step.
     """
-    with alone(Path(settings.out)):
-        return _train(settings)
-
-
-def _train(settings: Train) -> int:
     settings = _resumed(settings) if settings.resume else settings
     display = Display(quiet=settings.quiet)
     with display.stage("reading the data"):
-        checked = _checked(settings)
+        checked = _check(settings)
     prompts = _prompts(settings, checked.directory, display)
     if layers := checked.config.aux_layer_ids:
         chosen = settings.shape.init or settings.shape.taps or settings.shape.aux_layer_ids
@@ -153,13 +144,13 @@ def _train(settings: Train) -> int:
     )
 
     started = time.monotonic()
-    _say_where_it_begins(display, checked, trainer)
-    params = _trained(trainer, initial, settings.minutes, display)
+    _note_start(display, checked, settings, trainer)
+    params = _run(trainer, initial, settings.minutes, display)
     log = list(read_log(out / LOG))
     best = best_held_out(log) if trainer.held_out is not None else None
     done = steps_done(out)
     kept = f"step {done}" if best is None else f"step {best['step']} of {done}, the best on held-out documents"
-    curve = draw(log, out)  # before the card, which shows it
+    curve = draw(log, out)  # before the model card, which shows it
     _write_drafter(checked, params, settings.dialect)
     lines = [f"drafter      {out / DRAFTER} | {kept} | {time.monotonic() - started:.0f} s now"]
     lines.append(f"curve        {curve}")
@@ -174,10 +165,7 @@ def _train(settings: Train) -> int:
 
 
 def _resumed(settings: Train) -> Train:
-    """Return the recorded settings of the folder's training, with the typed ones that may change.
-
-    Raises InputError for a folder without a training, and for a record that cannot be read.
-    """
+    """Return the recorded settings of the training to resume, with the typed ones that may change."""
     out = Path(settings.out)
     begun = begun_in(out)
     if begun is None:
@@ -198,16 +186,16 @@ def _resumed(settings: Train) -> Train:
 
 
 def upgrade_record(command: Any) -> dict[str, Any]:
-    """Rename the options of a recorded command to today's names. The first form nests those of the shape.
+    """Rename the options of a recorded command to today's names. Old records nest some of them in "shape".
 
-    Raises InputError for a record without options, and for an option both in the shape and beside it.
+    Raises InputError for a record without options, and for an option that is both in "shape" and beside it.
     """
     if not isinstance(command, Mapping):
         raise InputError(f"{COMMAND} is {brief(command)}; expected an object")
     if "shape" not in command:
         return dict(command)
     options: Mapping[str, Any] = command
-    flat = {FORMER_NAMES.get(name, name): value for name, value in options.items()}
+    flat = {OLD_NAMES.get(name, name): value for name, value in options.items()}
     shape = mapping(flat, "shape")
     del flat["shape"]
     if twice := [name for name in shape if name in flat]:
@@ -220,18 +208,18 @@ def upgrade_record(command: Any) -> dict[str, Any]:
     return flat
 
 
-def _checked(settings: Train) -> CheckedTraining:
-    """Read and check everything but weights. Raises InputError for options, data and models that do not fit."""
+def _check(settings: Train) -> CheckedTraining:
+    """Read and check everything except weights. Raises InputError for options, data and models that do not fit."""
     name, out = or_demo(settings.load.target), Path(settings.out)
     devices = None if settings.mesh is None else parse_data_mesh(settings.mesh)
     directory = resolve(name, "target")
     files = inspect_target(directory)
-    parts = shares(settings.data)
+    folder_shares = shares(settings.data)
     mix = () if settings.mix is None else parse_mix(settings.mix)
     begun = begun_in(out)
     held_out_frac = _held_out_frac(settings, begun)
-    data = training_data(parts, settings.rows, settings.learning.width, mix, held_out_frac, settings.learning.seed)
     shape, learning = settings.shape, settings.learning
+    data = training_data(folder_shares, settings.rows, learning.width, mix, held_out_frac, learning.seed)
     depth = learning.cod.depth
     config, vocab = drafter_config(shape, files.config, files.stop_token_ids, directory, data.documents, depth)
     learning = with_blocks(learning, config)
@@ -239,23 +227,21 @@ def _checked(settings: Train) -> CheckedTraining:
         raise InputError(f"--dialect is {settings.dialect}; expected vllm: a DFlash drafter has a layout of its own")
     if settings.evaluate is not None:
         check_block(settings.num_speculative_tokens, config.most_drafts)
-    if vocab is not None:
-        data_coverage(data.documents, np.array(vocab.token_ids), settings.num_speculative_tokens)  # raises InputError
+    if vocab is not None:  # raises InputError if no answer of the data has a token of the vocabulary
+        data_coverage(data.documents, np.array(vocab.token_ids), settings.num_speculative_tokens)
     check_tokens(data.documents, config, shape)
     weights = fingerprint(directory)
-    folders = [folder for folder, _ in parts]
-    check_teachers(folders, config, weights, learning.cod.depth, strict=settings.strict)
-    check_window(config, files.config, learning.cod.depth, by_option=shape.drafter_window != AUTO)
-    parts_of_row = even_parts(config, learning.width) if learning.parts is None else learning.parts
-    steps = settings.steps if settings.steps is not None or begun is None else begun["recipe"]["steps"]
+    folders = [folder for folder, _ in folder_shares]
+    check_teachers(folders, config, weights, depth, strict=settings.strict)
+    check_window(config, files.config, depth, by_option=shape.drafter_window != AUTO)
+    parts = even_parts(config, learning.width) if learning.parts is None else learning.parts
+    steps = begun["recipe"]["steps"] if settings.steps is None and begun is not None else settings.steps
     if steps is None and settings.minutes is None:
         raise InputError("a new training needs --steps or --minutes")
-    typed = typed_update(learning)
-    update = _update(steps or 1, config, settings, begun, typed)
-    recipe = decided(learning, steps or 1, parts_of_row, update)
+    recipe = decided(learning, steps or 1, parts, _update(steps or 1, config, settings, begun))
     check_parts(config, recipe)
-    if not 1 <= shape.mask_hiddens <= max(1, learning.cod.depth - 1):
-        raise InputError(f"--mask-hiddens is {shape.mask_hiddens}; expected 1..{max(1, learning.cod.depth - 1)}")
+    if not 1 <= shape.mask_hiddens <= (most := max(1, depth - 1)):
+        raise InputError(f"--mask-hiddens is {shape.mask_hiddens}; expected 1..{most}")
     if recipe.blocks is not None:
         counts = recipe.segments.block_counts(recipe.cod.depth, recipe.blocks)
     else:
@@ -263,16 +249,16 @@ def _checked(settings: Train) -> CheckedTraining:
     batches = Batches(
         data.sources, recipe.width, recipe.cod, recipe.segments, counts, recipe.seed, recipe.blocks is not None
     )
-    devices_for(settings.rows, devices)  # raises InputError
+    devices_for(settings.rows, devices)  # raises InputError if they cannot share the rows
     return CheckedTraining(
         name=name, directory=directory, target=files.config, out=out, data=data, held_out_frac=held_out_frac,
-        keep_prompt=kept_of_prompts(folders), shape=shape, config=config, vocab=vocab, weights=weights, recipe=recipe,
-        typed=typed, batches=batches, begun=begun, devices=devices,
+        keep_prompt=kept_of_prompts(folders), config=config, vocab=vocab, weights=weights, recipe=recipe,
+        batches=batches, begun=begun, devices=devices,
     )  # fmt: skip
 
 
 def _held_out_frac(settings: Train, begun: Mapping[str, Any] | None) -> float:
-    """Choose the fraction of documents to hold out: typed, or recorded; 0 if --evaluate holds prompts out instead."""
+    """Return the fraction of documents to hold out: typed, recorded, or 0 if --evaluate holds prompts out instead."""
     if settings.held_out is not None:
         return settings.held_out
     if begun is not None:
@@ -284,30 +270,26 @@ def _held_out_frac(settings: Train, begun: Mapping[str, Any] | None) -> float:
 def _trainer(
     checked: CheckedTraining, settings: Train, prompts: PromptSet | None, display: Display
 ) -> tuple[Trainer, DrafterParams]:
-    """Load the target, and return (trainer, initial parameters). Without --steps, measure how many fit."""
+    """Load the target; return (trainer, initial parameters). Without --steps, measure how many fit into --minutes."""
     name, config, documents = checked.name, checked.config, checked.data.documents
     with display.stage(f"loading {'the demo target' if name == DEMO else name}") as progress:
         loaded = load_target(checked.directory, dtype=jnp.dtype(default_dtype()), progress=progress)
-    initial = initial_params(checked.shape.init, settings.learning.seed, config, loaded, checked.vocab)
+    initial = initial_params(settings.shape.init, settings.learning.seed, config, loaded, checked.vocab)
     ids = None if initial.draft_to_target is None else np.asarray(initial.draft_to_target)
     teacher = Teacher(loaded.params, loaded.config, config.aux_layer_ids or ())
     held_out = checked.data.held_out
-    deadline, evaluate = Deadline(settings.minutes), None
+    deadline = Deadline(settings.minutes)
+    evaluate: Callable[[DrafterParams], Mapping[str, Any]] | None = None
     if prompts is not None:
-        k = settings.num_speculative_tokens
         with display.stage("loading the target to evaluate"):
             plain = load(name, None)
-        acceptance = Acceptance(plain, config, prompts, settings.evaluate_prompts, k)
+        evaluate = Acceptance(plain, config, prompts, settings.evaluate_prompts, settings.num_speculative_tokens).of
         if settings.held_out is None and not checked.held_out_frac:
             with display.stage("answering the held-out prompts"):
                 held_out = answered(plain, prompts, settings.evaluate_prompts, settings.learning.width)
             held_out = taught_alike(held_out, documents, teacher, checked.keep_prompt)
-            if told := known_prompts(held_out, documents):
-                say("warning", told)
-
-        def evaluate(params: DrafterParams) -> Mapping[str, Any]:
-            return acceptance.of(params)
-
+            if warning := known_prompts(held_out, documents):
+                say("warning", warning)
     trainer = Trainer(
         checked.out,
         config,
@@ -327,15 +309,15 @@ def _trainer(
     done = steps_done(checked.out)
     complete = checked.begun is None or (settings.resume and done == trainer.recipe.steps)
     if settings.minutes is not None and settings.steps is None and complete:
-        steps = done + _planned(settings.minutes, trainer, initial, display)
-        update = _update(steps, config, settings, checked.begun, checked.typed)
+        steps = done + _plan_steps(settings.minutes, trainer, initial, display)
+        update = _update(steps, config, settings, checked.begun)
         recipe = dataclasses.replace(checked.recipe, steps=steps, **dataclasses.asdict(update))
         trainer = dataclasses.replace(trainer, recipe=recipe, held_out_every=held_out_every(steps))
     return trainer, initial
 
 
-def _trained(trainer: Trainer, initial: DrafterParams, minutes: float | None, display: Display) -> DrafterParams:
-    """Train, with progress. Raises InputError if the training cannot go on, KeyboardInterrupt after Ctrl-C."""
+def _run(trainer: Trainer, initial: DrafterParams, minutes: float | None, display: Display) -> DrafterParams:
+    """Train, with progress. Raises InputError if the training cannot go on, and KeyboardInterrupt after Ctrl-C."""
     steps, out = trainer.recipe.steps, trainer.out
 
     def kept() -> str:
@@ -349,14 +331,14 @@ def _trained(trainer: Trainer, initial: DrafterParams, minutes: float | None, di
             if step - done <= FIRST_STEPS and not display.live:
                 display.note(f"step {step} of {steps}{'' if left_s is None else f', {duration(left_s)} left'}")
 
-        parted = False
+        warned = False
 
         def watch(line: Mapping[str, Any]) -> None:
-            nonlocal parted
-            display.note(line_of_log(line))
-            if HELD_OUT in line and not parted and (told := parted_curves(list(read_log(out / LOG)))):
-                parted = True
-                say("warning", told)
+            nonlocal warned
+            display.note(describe_log_line(line))
+            if HELD_OUT in line and not warned and (warning := parted_curves(list(read_log(out / LOG)))):
+                warned = True
+                say("warning", warning)
 
         try:
             params = dataclasses.replace(trainer, watch=watch, progress=progress).run(initial)
@@ -369,16 +351,16 @@ def _trained(trainer: Trainer, initial: DrafterParams, minutes: float | None, di
 
 
 def _write_drafter(checked: CheckedTraining, params: DrafterParams, dialect: Dialect) -> None:
-    """Write the trained drafter in bfloat16, with its card, into the folder's drafter/."""
-    trained = dataclasses.replace(params, draft_to_target=None)
-    shipped = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), trained)
-    shipped = dataclasses.replace(shipped, draft_to_target=params.draft_to_target)
-    shipped, config = sort_aux_layers(shipped, with_positions(checked.config, checked.target, checked.out))
+    """Write the trained drafter in bfloat16, with its model card, into drafter/ of the training's folder."""
+    weights = dataclasses.replace(params, draft_to_target=None)
+    written = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights)
+    written = dataclasses.replace(written, draft_to_target=params.draft_to_target)
+    written, config = sort_aux_layers(written, with_positions(checked.config, checked.target, checked.out))
     target, files = name_for_others(checked.name), dict[str, bytes]()
     if config.kind == "DFlash" and config.narrowest_window is not None:  # its config.json has no place for a window
         files[SPECULATION_FILE] = encoded(dumps({WINDOW_KEY: config.narrowest_window}) + "\n")
         config = config.with_window(None)
-    write_with_card(checked.out / DRAFTER, shipped, config, dialect, target, checked.target, checked.out, files)
+    write_with_card(checked.out / DRAFTER, written, config, dialect, target, checked.target, checked.out, files)
 
 
 def _prompts(settings: Train, directory: Path, display: Display) -> PromptSet | None:
@@ -389,15 +371,16 @@ def _prompts(settings: Train, directory: Path, display: Display) -> PromptSet | 
     return prompts
 
 
-def _say_where_it_begins(display: Display, checked: CheckedTraining, trainer: Trainer) -> None:
+def _note_start(display: Display, checked: CheckedTraining, settings: Train, trainer: Trainer) -> None:
     """Note the held-out documents, the recipe of a new training, and the first and last step."""
     done, steps, begun = steps_done(trainer.out), trainer.recipe.steps, checked.begun
     if trainer.held_out is not None:
-        kept_back, number = len(checked.data.held_out), len(checked.data.documents)
-        which = f"{kept_back} of the {number:,} documents" if kept_back else "the answers to --evaluate"
+        num_held_out, num_documents = len(checked.data.held_out), len(checked.data.documents)
+        which = f"{num_held_out} of the {num_documents:,} documents" if num_held_out else "the answers to --evaluate"
         display.note(f"held out: {which}; the step that is best on them is kept (--held-out 0: the last one)")
     if begun is None:
-        display.note(f"recipe: {recipe_in_words(trainer.recipe, checked.typed, init=checked.shape.init is not None)}")
+        typed = typed_update(settings.learning)
+        display.note(f"recipe: {recipe_in_words(trainer.recipe, typed, init=settings.shape.init is not None)}")
     elif begun["recipe"]["steps"] != steps:
         display.note(
             f"resumes at step {done} with {steps} steps instead of {begun['recipe']['steps']}: the learning rate now "
@@ -410,22 +393,21 @@ def _say_where_it_begins(display: Display, checked: CheckedTraining, trainer: Tr
         display.note(f"{trainer.out} has all of its steps, {steps}; a larger --steps goes on with more")
 
 
-def _update(
-    steps: int, config: DrafterConfig, settings: Train, begun: Mapping[str, Any] | None, typed: Mapping[str, Any]
-) -> Update:
-    """Choose the update of a new training, or return the recorded one; typed fields replace either's."""
+def _update(steps: int, config: DrafterConfig, settings: Train, begun: Mapping[str, Any] | None) -> Update:
+    """Choose the update of a new training, or return the recorded one; the user's fields replace those of both."""
+    typed = typed_update(settings.learning)
     if begun is not None:
         fields = [field.name for field in dataclasses.fields(Update)]
         return dataclasses.replace(Update(**{name: begun["recipe"][name] for name in fields}), **typed)
     return chosen_update(steps, config.hidden_size, from_trained=settings.shape.init is not None, typed=typed)
 
 
-def _planned(minutes: float, trainer: Trainer, initial: DrafterParams, display: Display) -> int:
+def _plan_steps(minutes: float, trainer: Trainer, initial: DrafterParams, display: Display) -> int:
     """Measure a step, and return how many fit into most of --minutes. Raises InputError if none does."""
     display.note(f"compiling, and measuring a step: how many fit into {minutes:g} minutes")
     with display.stage("measuring a step", animated=False) as progress:
         at_most_s = MEASURED_FRAC * 60 * minutes
-        step_s = seconds_per_step(trainer, initial, at_most_s, lambda done, total: progress(done, total, None))
+        step_s = seconds_per_step(trainer, initial, at_most_s, progress)
         held_out_s = seconds_of_held_out(trainer, initial)
     evaluation_s = 0.0
     if trainer.evaluate is not None:
@@ -441,8 +423,8 @@ def _planned(minutes: float, trainer: Trainer, initial: DrafterParams, display: 
     return steps
 
 
-def line_of_log(line: Mapping[str, Any]) -> str:
-    """Describe a line of the log for people."""
+def describe_log_line(line: Mapping[str, Any]) -> str:
+    """Describe a line of the log in a sentence."""
     if EVALUATION in line:
         figures = line[EVALUATION]
         lengths = [figure_text(figures[f"acceptance_length{of}"], ".2f") for of in ("", "_without_loops")]
@@ -458,5 +440,5 @@ def line_of_log(line: Mapping[str, Any]) -> str:
 
 
 def _figures(line: Mapping[str, Any]) -> str:
-    """Write loss and hits. Example: loss 3.214, right by depth .31 .12."""
+    """Describe loss and hits, as in: loss 3.214, right by depth .31 .12."""
     return f"loss {line['loss']:.3f}, right by depth {' '.join(share(hits) for hits in line['hits_by_depth'])}"

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from drafter.train.config import DrafterShape, TrainConfig
@@ -11,7 +12,7 @@ from peagle.config import LoadConfig, check_num_drafts
 from peagle.ops.errors import InputError
 from peagle.ops.flag import DATA, LEARNING, OUTPUT, RUNNING, Flag, check_least
 
-# allowed beside --resume: they do not change what is learnt, or only for how long
+# allowed beside --resume, because they change only for how long the training runs, and what it shows
 RESUMABLE = (
     "steps",
     "minutes",
@@ -103,4 +104,7 @@ class Train:
             refuse_other_options(self, "--resume", ("out", "resume", *RESUMABLE), f"the recipe in {self.out}")
         with require_extra("training needs", "train"):
             from peagle.cli.run_train import train
-        return train(self)
+        from peagle.ops.files import alone
+
+        with alone(Path(self.out)):
+            return train(self)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from peagle.cli.run_train import line_of_log
+from peagle.cli.run_train import describe_log_line
 from peagle.workflows.training import Deadline, planned_steps
 from peagle.workflows.training_advice import parted_curves, weak_drafter
 
@@ -86,7 +86,7 @@ def test_an_acceptance_that_nobody_knows_is_a_dash() -> None:
     """All answers had one token: no step drafted."""
     figures = {"acceptance_length": None, "acceptance_length_without_loops": None, "num_outputs": 3}
     line = {"step": 4, "evaluation": figures}
-    assert line_of_log(line) == "step 4: acceptance length -, without loops -, of 3 held-out prompts"
+    assert describe_log_line(line) == "step 4: acceptance length -, without loops -, of 3 held-out prompts"
 
 
 def test_a_curve_may_have_one_point(tmp_path: Path, curves: Callable[..., str]) -> None:
