@@ -124,7 +124,6 @@ def options_of(
             for flag in (mark for mark in marks if isinstance(mark, Flag)):
                 flag = dataclasses.replace(
                     flag,
-                    metavar=takes.metavars.get(field.name, flag.metavar),
                     read=takes.reads.get(field.name, flag.read),
                     old=takes.olds.get(field.name, flag.old),
                 )

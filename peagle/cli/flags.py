@@ -1,12 +1,11 @@
-"""Options that several commands have, declared once. A docstring below a field replaces the help."""
+"""Options that several commands share. A docstring below a field replaces the help."""
 
 from peagle.ops.errors import InputError
-from peagle.ops.flag import OUTPUT, PROMPT, SERVER, SPECULATION, Flag
+from peagle.ops.flag import OUTPUT, PROMPT, SERVER, Flag
 
 PROMPT_FILE = Flag(PROMPT, "FILE", ("--prompt-file", "--prompts"))
 STRICT = Flag(PROMPT, help="Fail on a row of a prompt file that cannot be used, instead of skipping it with a note.")
 SPECIAL_TOKENS = Flag(PROMPT, help="In a raw prompt, encode the spelling of a special token as that token.")
-K = Flag(SPECULATION, "K", ("-k", "--num-speculative-tokens"), help="Tokens drafted per step (K).")
 JSON = Flag(
     OUTPUT, "FILE|-", help="Write all results as one JSON object; -: to standard output, and nothing else there."
 )

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from peagle.cli.command import Takes
-from peagle.cli.flags import JSON, PROMPT_FILE, QUIET, SPECIAL_TOKENS, STRICT, K
+from peagle.cli.flags import JSON, PROMPT_FILE, QUIET, SPECIAL_TOKENS, STRICT
 from peagle.config import LoadConfig, check_num_drafts
-from peagle.ops.flag import MODEL, PROMPT, RUNNING, Flag, check_least
+from peagle.ops.flag import MODEL, PROMPT, RUNNING, SPECULATION, Flag, check_least
 
 LOADED = Takes(("aux_layer_ids", "drafter_window", "target", "download", "dtype", "experts", "kernels"))
 
@@ -42,7 +42,8 @@ class Parity:
     render: Annotated[Literal["chat", "raw"], Flag(PROMPT, "HOW")] = "chat"
     """As you prompt the model. chat: with its chat template; raw: as plain text."""
     special_tokens: Annotated[bool, SPECIAL_TOKENS] = False
-    num_speculative_tokens: Annotated[int, K] = 5
+    num_speculative_tokens: Annotated[int, Flag(SPECULATION, "K", ("-k", "--num-speculative-tokens"))] = 5
+    """Tokens drafted per step (K)."""
     max_new_tokens: Annotated[int, Flag(RUNNING, "N", ("-n", "--max-new-tokens"))] = 64
     """Maximum tokens of a response, 2 or more."""
     reference_steps: Annotated[int, Flag(RUNNING, "N")] = 6

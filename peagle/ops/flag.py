@@ -41,7 +41,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Takes:
-    """Fields of a group that are options of a command (default: all), with its own helps, metavars and readers.
+    """Fields of a group that are options of a command (default: all), with its own helps and readers.
 
     names: in the order of the help. olds: former names of options.
     """
@@ -49,7 +49,6 @@ class Takes:
     names: tuple[str, ...] = ()
     helps: Mapping[str, str] = dataclasses.field(default_factory=dict)
     without: tuple[str, ...] = ()
-    metavars: Mapping[str, str] = dataclasses.field(default_factory=dict)
     reads: Mapping[str, Callable[[str], Any]] = dataclasses.field(default_factory=dict)
     olds: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
