@@ -15,7 +15,7 @@ from peagle.engine.loop import AnyEngine
 from peagle.engine.request import FinishReason, Request, StepRecord, TokenChunk, TokenLogprobs
 from peagle.ops.errors import InputError
 from peagle.text.channels import ChannelParser, Delta
-from peagle.text.places import TokenPlace, TokenPlaces, begins_character
+from peagle.text.offsets import TokenOffset, TokenOffsets, starts_character
 from peagle.text.stop_strings import StopStrings
 from peagle.text.tokenizer import Detokenizer, Tokenizer
 
@@ -199,7 +199,7 @@ class Piece:
     text: str
     parts: tuple[tuple[str, int], ...] = ()
     deltas: tuple[Delta, ...] = ()
-    shown: tuple[TokenPlace, ...] = ()
+    shown: tuple[TokenOffset, ...] = ()
 
 
 class Assembler:
@@ -234,7 +234,7 @@ class Assembler:
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._parser = parser
         self._stop = StopStrings(request.stop) if request.stop and parser is None else None
-        self._places = TokenPlaces() if request.logprobs is not None and parser is None else None
+        self._places = TokenOffsets() if request.logprobs is not None and parser is None else None
         self._num_read = self._num_shown = 0  # characters of the text
         self._started_s = started_s
         self._first_s: float | None = None
@@ -335,7 +335,7 @@ class Assembler:
         """Return the text that a token completes, and record its position."""
         assert self._tokenizer is not None
         assert self._detokenizer is not None
-        begins = begins_character(self._tokenizer.token_bytes(token_id))
+        begins = starts_character(self._tokenizer.token_bytes(token_id))
         before = self._detokenizer.flush() if begins else ""
         self._num_read += len(before)
         self._place(1)
@@ -349,7 +349,7 @@ class Assembler:
             for _ in range(count):
                 self._places.add(self._num_read)
 
-    def _shown(self, text: str) -> tuple[TokenPlace, ...]:
+    def _shown(self, text: str) -> tuple[TokenOffset, ...]:
         """Return the tokens of a released text; at the answer's end also those that make no text."""
         if self._places is None:
             return ()

@@ -113,20 +113,16 @@ def options_of(
     hints = get_type_hints(kind, include_extras=True)
     helps = {**field_helps(kind), **takes.helps}  # type: ignore[arg-type]  # a class has a hash
     for field in sorted(dataclasses.fields(kind), key=lambda field: takes.place(field.name)):
-        hint, *marks = (
-            get_args(hints[field.name]) if get_origin(hints[field.name]) is Annotated else [hints[field.name]]
-        )
+        annotation = hints[field.name]
+        hint, *marks = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
         value = field.default if default is None else getattr(default, field.name)
         if dataclasses.is_dataclass(hint):
             group = next((mark for mark in marks if isinstance(mark, Takes)), ALL)
             yield from options_of(hint, value, group, (*path, field.name))  # type: ignore[arg-type]
         elif takes.has(field.name):
             for flag in (mark for mark in marks if isinstance(mark, Flag)):
-                flag = dataclasses.replace(
-                    flag,
-                    read=takes.reads.get(field.name, flag.read),
-                    old=takes.olds.get(field.name, flag.old),
-                )
+                read, old = takes.reads.get(field.name, flag.read), takes.olds.get(field.name, flag.old)
+                flag = dataclasses.replace(flag, read=read, old=old)
                 help = " ".join(helps.get(field.name, flag.help).split())
                 yield Option((*path, field.name), hint, flag, help, value)
 

@@ -67,7 +67,7 @@ class CompletionFormatter(ChoicesFormatter):
         choice = _choice(chunk.place, delta.text, None)
         if tokens := chunk.logprobs_of(delta):
             start = len(self.echoed[chunk.place]) if self.echoed else 0
-            places = [start + token.place for token, _ in tokens]
+            places = [start + token.offset for token, _ in tokens]
             choice["logprobs"] = self._kept(chunk.place, self._columns([logprobs for _, logprobs in tokens], places))
         return choice
 

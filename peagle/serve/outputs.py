@@ -14,7 +14,7 @@ from peagle.serve.errors import ApiError
 from peagle.serve.loop import Loop, Submitted
 from peagle.serve.replies import Figures, TokenOrigin, Usage
 from peagle.text.channels import CALL, ChannelParser, Delta
-from peagle.text.places import TokenPlace
+from peagle.text.offsets import TokenOffset
 from peagle.text.tokenizer import Detokenizer, Tokenizer
 
 
@@ -35,7 +35,7 @@ class OutputChunk:
     origins: tuple[str, ...]  # of each token (peagle.result.origins)
     cut: bool = False
 
-    def logprobs_of(self, delta: Delta) -> list[tuple[TokenPlace, TokenLogprobs]]:
+    def logprobs_of(self, delta: Delta) -> list[tuple[TokenOffset, TokenLogprobs]]:
         return [(token, self.logprobs[token.number]) for token in delta.tokens if token.number in self.logprobs]
 
 

@@ -1,30 +1,30 @@
 """Parse an answer into reasoning, content and tool calls, by the channels of GPT-OSS's harmony format.
 
-An answer is a list of messages <|start|>ROLE<|channel|>CHANNEL<|message|>TEXT<|end|>; the prompt holds the beginning of
-the first. `ChannelParser` takes an answer's tokens, any number at a time, and returns `Delta`s:
+An answer is a list of messages <|start|>ROLE<|channel|>CHANNEL<|message|>TEXT<|end|>; the prompt holds the first
+<|start|>ROLE. `ChannelParser` takes an answer's tokens, any number at a time, and returns `Delta`s:
 
 | header | kind |
 |---|---|
 | channel final, commentary, an unknown one, or none | content |
 | channel analysis | reasoning |
-| recipient functions.NAME on any channel, or any tool on commentary | tool_call NAME, its text the arguments |
+| recipient functions.NAME on any channel, or any tool on commentary | tool_call NAME; the text is its arguments |
 
-Role, channel, recipient and content type may stand in any order in which models were seen to write them:
+Role, channel, recipient and content type may stand in any order that models write:
 "assistant to=functions.f<|channel|>commentary", "assistantcommentary to=functions.f<|channel|>commentary", ...
 
-Only the tokenizer's own token ids are control tokens; text that spells one stays text. Without these control tokens,
-or after a prompt without a message (raw text), the whole answer is content.
+Only token ids are control tokens; text that spells one stays text. If the vocabulary lacks them, or the prompt holds no
+<|start|> (raw text), the whole answer is content.
 
 Malformed answers raise nothing:
-- A malformed header (an unknown word, or too long a text) becomes text, its control tokens spelled out, of the message
-  that it interrupts, else of a new content message.
+- A header with an unknown word, or longer than MAX_HEADER, becomes text with its control tokens spelled out. The text
+  belongs to the message that the header interrupts, or to a new content message.
 - <|start|> or <|channel|> inside a message begins the next one, as if <|end|> were missing.
 - <|message|> and <|constrain|> outside a header are spelled out.
 - <|end|>, <|return|>, <|call|> and <|endoftext|> end any message. Text after them is content.
 - A header without a message, because the answer or the message ended there, is dropped.
-- A message of another role that the model made up (a user's, the result of a call) is dropped, with its header.
+- A message of another role (a made-up user, the result of a call) is dropped, with its header.
 
-Stop strings apply to the text of each content message, not to headers, reasoning or calls, nor across messages.
+A stop string counts only within one content message: not in headers, reasoning or calls, nor across messages.
 """
 
 import codecs
@@ -35,7 +35,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
-from peagle.text.places import TokenPlace, TokenPlaces, begins_character
+from peagle.text.offsets import TokenOffset, TokenOffsets, starts_character
 from peagle.text.stop_strings import StopStrings
 from peagle.text.tokenizer import Message, Tokenizer
 
@@ -47,11 +47,11 @@ REQUIRED = (START, CHANNEL, MESSAGE, "<|end|>")  # a vocabulary without these ha
 ROLE, ANALYSIS, COMMENTARY = "assistant", "analysis", "commentary"
 OTHER_ROLES = ("user", "system", "developer", "tool")  # and functions, the authors of their results
 CHANNELS = (ANALYSIS, COMMENTARY, "final")
-CONTENT_TYPES = ("json", "code")  # without <|constrain|> before them
+CONTENT_TYPES = ("json", "code")  # that models write without <|constrain|> before them
 RECIPIENT, FUNCTIONS = "to=", "functions."
-MAX_HEADER = 256  # characters; more are text
+MAX_HEADER = 256  # characters
 
-# of an answer as text
+# in the text of an answer, with control tokens spelled out
 _HEADER = re.compile(r"(?:<\|start\|>assistant)? *(?:analysis|commentary|final)? *(?:to=\S+?)? *<\|channel\|>")
 _BETWEEN_MESSAGES = re.compile(r"<\|(?:end|return|call)\|>(?=<\|start\|>|\Z)")
 _IN_HEADER = re.compile(r"(<\|(?:start|channel|constrain)\|>)")
@@ -63,7 +63,7 @@ Kind = Literal["reasoning", "content", "tool_call"]
 
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
-    """A call of a function. index counts the answer's calls from 0; id is unique."""
+    """A call of a function. index: of the answer's calls, from 0. id: unique among all answers."""
 
     index: int
     id: str
@@ -74,9 +74,8 @@ class ToolCall:
 class Delta:
     """Text of one message of an answer.
 
-    message counts the answer's messages from 0. call is set in every delta of a tool_call. Only the first delta of a
-    call has an empty text. start: where the text begins in the answer's text with control tokens spelled out. tokens:
-    those of the text.
+    message: of the answer's messages, from 0. call: set in every delta of a tool_call, whose first delta has no text.
+    start: offset of the text in the answer's text with control tokens spelled out. tokens: those of the text.
     """
 
     kind: Kind
@@ -84,7 +83,7 @@ class Delta:
     message: int
     call: ToolCall | None = None
     start: int = 0
-    tokens: tuple[TokenPlace, ...] = ()
+    tokens: tuple[TokenOffset, ...] = ()
 
 
 def _new_id() -> str:
@@ -94,8 +93,8 @@ def _new_id() -> str:
 class ChannelParser:
     """Parse the tokens of one answer.
 
-    The joined deltas of a message do not depend on the cuts of the tokens. No delta ends inside a UTF-8 character: its
-    bytes are held back until the rest arrives, or until the message ends, which makes them U+FFFD.
+    The joined deltas of a message do not depend on how many tokens a call adds. No delta ends inside a UTF-8 character:
+    its bytes are held back until the rest arrives, or become U+FFFD if the message ends.
     """
 
     def __init__(
@@ -107,35 +106,32 @@ class ChannelParser:
     ) -> None:
         """new_id: makes the ids of tool calls. stop: the answer ends before the first of these in a content message."""
         self._tokenizer = tokenizer
-        names = control_ids(tokenizer)
-        starts = [place for place, token_id in enumerate(prompt_ids) if token_id == names.get(START)]
-        begun = bool(starts) and all(name in names for name in REQUIRED)
-        self._control = {token_id: name for name, token_id in names.items()} if begun else {}
+        begun = answer_begun(tokenizer, prompt_ids)
+        self._control = {token_id: name for name, token_id in control_ids(tokenizer).items()} if begun else {}
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._queue: collections.deque[tuple[str, bool]] = collections.deque()  # (text, whether a control token)
-        self.num_reasoning_tokens = 0  # of messages, not of headers; exact if all text is certain
+        self.num_reasoning_tokens = 0  # without headers; exact if no text is held back
         self._certain: int | None = None  # characters of the queue that are certain; None: all
-        self._places, self._length = TokenPlaces(), 0  # of the answer's text
+        self._offsets, self._length = TokenOffsets(), 0  # of the answer's text
         self._messages = _Messages(new_id)
         if begun:
-            self._read(prompt_ids[starts[-1] :])
+            self._read(begun)
             self._consume()
             self._decoder.reset()
             self._messages.begin_answer()
-            self._places, self._length = TokenPlaces(), 0
+            self._offsets, self._length = TokenOffsets(), 0
         self._messages.stop_at(stop)
 
     @property
     def complete(self) -> bool:
-        """Whether a stop string has ended the answer; tokens after it are dropped."""
+        """Whether a stop string has ended the answer. Later tokens are dropped."""
         return self._messages.complete
 
     def add(self, token_ids: Sequence[int], text: str | None = None) -> list[Delta]:
         """Return the deltas that these tokens complete.
 
-        text: the further part of the answer's text, control tokens spelled out, that is certain (`Piece.text` of
-        peagle.result.Assembler, which holds back text that may begin a stop string); None: all of it. Pass it in each
-        call of an answer or in none.
+        text: `Piece.text` of peagle.result.Assembler, which holds back text that may begin a stop string; deltas wait
+        for it. None: nothing is held back. Pass it in every call of an answer or in none.
         """
         if text is not None:
             self._certain = (self._certain or 0) + len(text)
@@ -156,7 +152,7 @@ class ChannelParser:
 
     def _deltas(self) -> list[Delta]:
         return [
-            dataclasses.replace(delta, tokens=self._places.take(delta.start, delta.start + len(delta.text)))
+            dataclasses.replace(delta, tokens=self._offsets.take(delta.start, delta.start + len(delta.text)))
             for delta in self._messages.take()
         ]
 
@@ -165,9 +161,9 @@ class ChannelParser:
         for token_id in token_ids:
             name = self._control.get(token_id)
             data = b"" if name else self._tokenizer.token_bytes(token_id)
-            if name or begins_character(data):
+            if name or starts_character(data):
                 self._decode(b"", final=True)
-            self._places.add(self._length)
+            self._offsets.add(self._length)
             if name is None:
                 self._decode(data, final=False)
             else:
@@ -207,18 +203,18 @@ class _Messages:
         self.complete = False
         self._deltas: list[Delta] = []
         self._num_messages = self._num_calls = 0
-        self._open: Delta | None = None  # the message that text belongs to, or that a header interrupts
+        self._open: Delta | None = None  # the message to which text is added, or that a header interrupts
         self._foreign = False  # whether text belongs to a message of another role
         self._header: list[tuple[str, str]] = []  # (control token, text after it); empty: not in a header
         self._spelled = ""  # the header as text, without the prompt's part of it
         self._prompted = False  # whether all control tokens of the header are the prompt's
-        self._place = 0  # characters of the answer's text that were read
-        self._next = 0  # where the open message's next character stands
+        self._read_length = 0  # characters of the answer's text that were read
+        self._next = 0  # offset of the open message's next character
 
     def begin_answer(self) -> None:
-        """Drop the prompt's text. A message that the prompt began is the answer's; a call keeps its name."""
+        """Drop the prompt's text. A message that the prompt began belongs to the answer; a call keeps its name."""
         self._spelled, self._prompted, self._foreign = "", True, False
-        self._place = self._next = 0
+        self._read_length = self._next = 0
         self._deltas = [self._open] if self._open is not None and self._open.call is not None else []
 
     @property
@@ -233,7 +229,7 @@ class _Messages:
             self._stop_strings = self._new_stop_strings(self._open.kind)
 
     def text(self, text: str) -> None:
-        self._place += len(text)
+        self._read_length += len(text)
         if self.complete:
             return
         if not self._header:
@@ -251,7 +247,7 @@ class _Messages:
             self._drop_header()
         if name in ENDS:
             self._close()
-        self._place += len(name)
+        self._read_length += len(name)
         if name in ENDS:
             return
         if name == START or (name == CHANNEL and not self._header):
@@ -308,7 +304,7 @@ class _Messages:
 
     def _begin(self, header: "_Header") -> None:
         self._close()
-        self._foreign, self._next = header.foreign, self._place
+        self._foreign, self._next = header.foreign, self._read_length
         if header.foreign:
             return
         call = None
@@ -327,7 +323,7 @@ class _Messages:
             return
         if self._open is None:
             self._begin(_Header())
-            self._next = self._place - len(text)
+            self._next = self._read_length - len(text)
         if self._stop_strings is not None:
             text = self._stop_strings.add(text)
             self.complete = self._stop_strings.complete

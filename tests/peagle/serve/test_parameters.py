@@ -17,7 +17,7 @@ from peagle.serve.chat import ChatFormatter
 from peagle.serve.completions import CompletionFormatter
 from peagle.serve.outputs import OutputChunk
 from peagle.text.channels import Delta
-from peagle.text.places import TokenPlace
+from peagle.text.offsets import TokenOffset
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize, load_tokenizer
 from tests.support.pairs import VOCAB_SIZE, toy_pair
 from tests.support.servers import (
@@ -355,7 +355,7 @@ def test_what_a_reply_says_of_tokens_is_written_before_its_end(
     pairs = (*zip(partial, (-0.5, -math.inf), strict=True), (71, 1e-7))
     parts = []
     for place, token in enumerate((71, 72)):
-        delta = Delta("content", "?", 0, tokens=(TokenPlace(place, place),))
+        delta = Delta("content", "?", 0, tokens=(TokenOffset(place, place),))
         parts.append(OutputChunk(0, (token,), (delta,), {place: TokenLogprobs(token, -0.25, pairs)}, None, ("plain",)))
     events = [json.loads(form.event(form.read(part)[-1]).removeprefix("data: ")) for part in parts]
     monkeypatch.setattr("peagle.serve.formatter.number", None)

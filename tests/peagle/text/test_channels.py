@@ -317,4 +317,4 @@ def test_each_delta_has_the_tokens_of_its_text(stream: Stream, sizes: list[int],
         assert spelled[delta.start :].startswith(delta.text)
         tokens = [answer[token.number] for token in delta.tokens]
         assert detokenize(tokenizer, tokens) == delta.text
-        assert all(delta.start <= token.place < delta.start + len(delta.text) for token in delta.tokens)
+        assert all(delta.start <= token.offset < delta.start + len(delta.text) for token in delta.tokens)
