@@ -238,7 +238,7 @@ class _Messages:
         name, before = self._header[-1]
         self._header[-1] = name, before + text
         self._spelled += text
-        self._check()
+        self._check_header()
 
     def control(self, name: str) -> None:
         if self.complete:
@@ -257,13 +257,13 @@ class _Messages:
         elif name != MESSAGE:
             self._header.append((name, ""))
             self._spelled, self._prompted = self._spelled + name, False
-            self._check()
-        elif (header := self._read_header(whole=True)) is not None:
+            self._check_header()
+        elif (header := _read_header(self._header, complete=True, prompted=self._prompted)) is not None:
             self._header, self._spelled = [], ""
             self._begin(header)
         else:
             self._spelled += name
-            self._degrade()
+            self._write_header()
 
     def finish(self) -> None:
         self._drop_header()
@@ -273,22 +273,20 @@ class _Messages:
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    def _check(self) -> None:
-        if self._read_header(whole=False) is None:
-            self._degrade()
-
-    def _read_header(self, whole: bool) -> "_Header | None":
-        return _read_header(self._header, whole=whole, prompted=self._prompted)
+    def _check_header(self) -> None:
+        if _read_header(self._header, complete=False, prompted=self._prompted) is None:
+            self._write_header()
 
     def _drop_header(self) -> None:
         """Drop a header without a message, and end the message that it interrupts. A prompt's header becomes text."""
         if self._prompted:
-            self._degrade()
+            self._write_header()
         elif self._header:
             self._close()
         self._header, self._spelled = [], ""
 
-    def _degrade(self) -> None:
+    def _write_header(self) -> None:
+        """Add a malformed header, spelled out, to the text of the open message."""
         spelled, self._header, self._spelled, self._prompted = self._spelled, [], "", False
         if spelled:
             self._write(spelled)
@@ -360,16 +358,17 @@ class _Header:
         return None
 
 
-def _read_header(parts: Sequence[tuple[str, str]], *, whole: bool, prompted: bool) -> _Header | None:
+def _read_header(parts: Sequence[tuple[str, str]], *, complete: bool, prompted: bool) -> _Header | None:
     """Read a header of (control token, text after it); None if it is malformed.
 
-    whole: the header has ended; else its last word may be incomplete. Every beginning of a header is well-formed, so
-    the answer's cuts do not matter. prompted: its control tokens are the prompt's, so its role is the assistant.
+    complete: the header has ended; otherwise its last word may be partial. No beginning of a well-formed header is
+    malformed, so it does not matter how many tokens arrive at once. prompted: the header's control tokens are the
+    prompt's, so its role is the assistant.
     """
     channel, recipient, foreign = None, None, False
     for number, (name, text) in enumerate(parts):
         words = text.split()
-        is_open = bool(words) and not whole and number + 1 == len(parts) and not text[-1].isspace()
+        is_open = bool(words) and not complete and number + 1 == len(parts) and not text[-1].isspace()
         if name == START and words:
             role, rest = words[0], words[0].removeprefix(ROLE)
             if role.startswith(ROLE):
@@ -378,29 +377,36 @@ def _read_header(parts: Sequence[tuple[str, str]], *, whole: bool, prompted: boo
                 return _Header(foreign=True)
             elif is_open and len(words) == 1 and ROLE.startswith(role):
                 return _Header()
-            elif not prompted and _NAME.fullmatch(role) and not _beginning(role, (*CHANNELS, *CONTENT_TYPES)):
+            elif not prompted and _NAME.fullmatch(role) and not _fits(role, (*CHANNELS, *CONTENT_TYPES), partial=True):
                 foreign = True
                 words.pop(0)
         words = [part for word in words for part in _split(word)]
-        channel_of_part = content_type = None
-        for place, word in enumerate(words):
-            fits = _beginning if is_open and place + 1 == len(words) else _equal
-            if fits is _beginning and _begins_recipient(word):
+        part_channel = content_type = None
+        for index, word in enumerate(words):
+            partial = is_open and index + 1 == len(words)
+            prefixes = (RECIPIENT, FUNCTIONS)
+            if partial and (word.startswith(prefixes) or _fits(word, prefixes, partial)):
                 continue
-            if (named := _recipient(word)) is not None:
-                recipient = named
-            elif name != CONSTRAIN and channel_of_part is None and fits(word, CHANNELS):
-                channel = channel_of_part = word
-            elif content_type is None and (name == CONSTRAIN or fits(word, CONTENT_TYPES)):
+            if (name_of_recipient := _recipient(word)) is not None:
+                recipient = name_of_recipient
+            elif name != CONSTRAIN and part_channel is None and _fits(word, CHANNELS, partial):
+                channel = part_channel = word
+            elif content_type is None and (name == CONSTRAIN or _fits(word, CONTENT_TYPES, partial)):
                 content_type = word
-            elif name == CHANNEL and place == 0 and _NAME.fullmatch(word):
-                channel = channel_of_part = word
+            elif name == CHANNEL and index == 0 and _NAME.fullmatch(word):
+                channel = part_channel = word
             else:
                 return None
     return None if sum(len(text) for _, text in parts) > MAX_HEADER else _Header(channel, recipient, foreign)
 
 
+def _fits(word: str, options: Sequence[str], partial: bool) -> bool:
+    """Return whether a word is one of the options, or may become one if it is partial."""
+    return word in options or (partial and any(option.startswith(word) for option in options))
+
+
 def _split(word: str) -> Sequence[str]:
+    """Split a channel from a recipient that follows without a space: commentaryto=functions.f."""
     for channel in CHANNELS:
         rest = word.removeprefix(channel)
         if rest and rest != word and (rest.startswith(RECIPIENT) or RECIPIENT.startswith(rest)):
@@ -409,21 +415,9 @@ def _split(word: str) -> Sequence[str]:
 
 
 def _recipient(word: str) -> str | None:
-    """Return the recipient that a word names, with the prefix to= or, as some models write it, without."""
+    """Return the recipient that a word names: to=NAME or, as some models write it, functions.NAME alone."""
     name = word.removeprefix(RECIPIENT)
     return name if name.removeprefix(FUNCTIONS) and (name != word or name.startswith(FUNCTIONS)) else None
-
-
-def _begins_recipient(word: str) -> bool:
-    return word.startswith((RECIPIENT, FUNCTIONS)) or _beginning(word, (RECIPIENT, FUNCTIONS))
-
-
-def _beginning(word: str, of: Sequence[str]) -> bool:
-    return any(name.startswith(word) for name in of)
-
-
-def _equal(word: str, to: Sequence[str]) -> bool:
-    return word in to
 
 
 def has_channels(tokenizer: Tokenizer) -> bool:
@@ -431,9 +425,9 @@ def has_channels(tokenizer: Tokenizer) -> bool:
 
 
 def answer_begun(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> tuple[int, ...]:
-    """Return the prompt's tokens from its last <|start|> on; none without channels.
+    """Return the prompt's tokens from its last <|start|> on, with which the answer begins (`answer_rules`).
 
-    If there are some, `answer_rules` has the answer's grammar.
+    Empty for a vocabulary without channels, and for a prompt without <|start|>.
     """
     names = control_ids(tokenizer)
     if not has_channels(tokenizer) or names[START] not in prompt_ids:
@@ -447,15 +441,15 @@ def answer_rules(
 ) -> str:
     """Write the grammar of an answer whose final message is @answer, in Lark's notation (peagle.engine.grammar).
 
-    It begins with <|start|>, which the prompt holds. Analysis is free text. calls: functions that may end the answer
-    instead, each with the right side of a rule for its arguments; None: free text. final: allow a final message; else
-    a call must end the answer. preambles: allow free commentary before the end.
+    The answer begins with the prompt's <|start|>. Analysis is free text. calls: functions that may end the answer
+    instead, with the right side of the rule for their arguments (None: free text). final: allow a final message;
+    otherwise a call must end the answer. preambles: allow free commentary before the end.
     """
     ids = {name: f"<[{token_id}]>" for name, token_id in control_ids(tokenizer).items()}
     constrained = f'" "? {ids[CONSTRAIN]} /[a-zA-Z]+/' if CONSTRAIN in ids else ""
     kind = f"({constrained})?" if constrained else ""
     before = f'("{ANALYSIS}" | "{COMMENTARY}")' if preambles else f'"{ANALYSIS}"'
-    ends = [*(["final"] if final else []), *(f"call{place}" for place, _ in enumerate(calls or ()))]
+    ends = [*(["final"] if final else []), *(f"call{index}" for index, _ in enumerate(calls or ()))]
     rules = [
         f"start: begin ({ids[CHANNEL]} {before} {ids[MESSAGE]} TEXT {ids['<|end|>']} begin)* ({' | '.join(ends)})",
         f'begin: {ids[START]} "{ROLE}"',
@@ -465,11 +459,11 @@ def answer_rules(
         rules.append(f'final: {ids[CHANNEL]} "final" {kind} {ids[MESSAGE]} @answer')
     channel = f'{ids[CHANNEL]} "{COMMENTARY}"'
     json_kind = " | ".join(['" json"', constrained][: 1 + bool(constrained)])  # templates leave <|constrain|> out
-    for place, (name, arguments) in enumerate((calls or {}).items()):
+    for index, (name, arguments) in enumerate((calls or {}).items()):
         to = f'" {RECIPIENT}{FUNCTIONS}{name}"'
         rules += [
-            f"call{place}: ({to} {channel} | {channel} {to}) ({json_kind})? {ids[MESSAGE]} arguments{place}",
-            f"arguments{place}: {arguments or 'TEXT'}",
+            f"call{index}: ({to} {channel} | {channel} {to}) ({json_kind})? {ids[MESSAGE]} arguments{index}",
+            f"arguments{index}: {arguments or 'TEXT'}",
         ]
     return "\n".join(rules)
 
@@ -480,7 +474,7 @@ def control_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def final_message(answer: str) -> str:
-    """Extract an answer's last content from its text, control tokens spelled out; empty if it was cut off before.
+    """Extract the last content message from an answer's text with control tokens spelled out; empty if there is none.
 
     An answer without a channel header only loses a stop token at its end.
     Example: "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>42" -> "42".
@@ -501,8 +495,8 @@ def _parse_text(answer: str) -> Iterator[Delta]:
         if number:
             messages.finish()
         header, message, text = piece.partition(MESSAGE)
-        for place, part in enumerate(_IN_HEADER.split(header)):
-            if place % 2:
+        for index, part in enumerate(_IN_HEADER.split(header)):
+            if index % 2:  # a control token, which the pattern captures
                 messages.control(part)
             elif part:
                 messages.text(part)
