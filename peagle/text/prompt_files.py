@@ -11,14 +11,14 @@
                 and "content" (SpecForge)
     messages    JSON: {"messages": [{"role": "user", "content": TEXT}, ...]} (OpenAI), or these under "body" (batches)
                 or as "prompt", or only the list
-    text        a .txt file: each line a prompt
+    text        a .txt file, one prompt per line
 
-JSON may be lines or one list, and any file may be gzipped. A file has one layout. ShareGPT's answers are left out: the
-model gives its own. Answers in messages, and in ShareGPT with tools, are the history; a last answer is generated anew.
-Their reasoning is left out, as by chat templates, unless it led to calls.
+JSON may be lines or one list, and any file may be gzipped. A file has one layout. ShareGPT's answers are left out,
+because the model generates its own. Answers in messages, and in ShareGPT with tools, are the history; a last answer is
+generated anew. Reasoning in answers is left out, as chat templates do, unless calls follow it.
 
 A row of any layout may have a system text (SYSTEM_KEYS), `tools` and a `category`. `PromptSet.warnings` counts other
-keys, except BOOKKEEPING. A row without a readable prompt is skipped and counted; with `strict` it is an error.
+keys, except BOOKKEEPING. A row without a readable prompt is skipped; with `strict` it is an error.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from peagle.ops.errors import InputError
 from peagle.ops.files import printable, reason_of
@@ -42,7 +42,7 @@ from peagle.text.prompts import Conversation, Rendering, check_encodable, check_
 from peagle.text.tokenizer import Message, load_tokenizer, texts_in
 
 Row = Mapping[str, Any]
-OWN = ("prompt", "turns", "prompt_ids")
+OWN_KEYS = ("prompt", "turns", "prompt_ids")  # of this project's layout; a row has one of them
 TEXT = "text"
 USER, ASSISTANT, TOOL, SYSTEM = "user", "assistant", "tool", "system"
 ROLES = {
@@ -52,11 +52,11 @@ ROLES = {
     SYSTEM: ("system", "developer"),
 }
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of content parts in chat completions and responses
-BESIDE = ("name", "thinking", "tool_call_id")  # further texts of a message that templates use
-REASONING = ("reasoning", "reasoning_content")  # servers' names of an answer's reasoning; templates say "thinking"
+MESSAGE_TEXTS = ("name", "thinking", "tool_call_id")  # further texts of a message that templates use
+REASONING = ("reasoning", "reasoning_content")  # what servers call an answer's reasoning; templates: "thinking"
 SYSTEM_KEYS = ("system", "system_prompt", "system_message")  # of a row
-MESSAGE_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", *BESIDE, *REASONING}
-# keys that are not for the model: a row's kind, its source, and others' answers
+MESSAGE_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", *MESSAGE_TEXTS, *REASONING}
+# keys that are not for the model: kind and source of a row, and reference answers
 BOOKKEEPING = {
     "id", "idx", "index", "key", "uid", "uuid", "hash", "name", "question_id", "prompt_id", "task_id", "unique_id",
     "conversation_id", "custom_id", "src_id",
@@ -68,7 +68,7 @@ BOOKKEEPING = {
     "test_list", "test_setup_code", "test_imports", "challenge_test_list",
 }  # fmt: skip
 MOST_KEYS = 10  # named in a warning
-# SPEED-Bench has it in place of texts that its own script fetches from other data sets
+# SPEED-Bench stores this instead of texts that its own script fetches from other data sets
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
 
 _CSV = """python -c 'import csv, json; rows = csv.DictReader(open("FILE"), dialect="{}"); \
@@ -85,7 +85,7 @@ lines=True)'""",
 
 @dataclasses.dataclass(frozen=True)
 class Skipped:
-    """A row without a usable prompt: its line, or its place in a list, from 1; and the reason, a line that names it."""
+    """A row without a usable prompt. line: of the file, or the row of its list, from 1. reason: names the row."""
 
     line: int
     reason: str
@@ -93,7 +93,7 @@ class Skipped:
 
 @dataclasses.dataclass(frozen=True)
 class PromptSet:
-    """A file of prompts. unused: keys without effect, each with the number of its conversations."""
+    """A file of prompts. unused: keys without effect, with the number of conversations that have them."""
 
     name: str
     layout: str
@@ -102,11 +102,11 @@ class PromptSet:
     conversations: tuple[Conversation, ...]
     skipped: tuple[Skipped, ...] = ()
     unused: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    notes: tuple[str, ...] = ()  # on options without effect on some conversations
+    notes: tuple[str, ...] = ()  # about options without effect on some conversations
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Lines on skipped rows, unused keys, and options without effect."""
+        """Lines about skipped rows, unused keys, and options without effect."""
         lines = [f"left out of {self.name}: {skipped_line(self.skipped)}"] if self.skipped else []
         if self.unused:
             keys = [f"{key} ({_rows_text(count)})" for key, count in self.unused.items()]
@@ -120,9 +120,9 @@ def read_prompt_file(
 ) -> PromptSet:
     """Read all conversations of a file, in order. check: raises InputError for a conversation to skip.
 
-    Raises InputError for a file without prompts, or neither JSON nor .txt; if strict, also instead of skipping a row.
+    Raises InputError for a file without prompts, and for one that is neither JSON nor .txt. strict: also for a row that
+    would be skipped.
     """
-    path = Path(path)
     try:
         stored = path.read_bytes()
     except OSError as error:
@@ -168,9 +168,9 @@ def read_prompt_file(
 
 
 def read_prompts(path: Path, target: Path, rendering: Rendering, *, strict: bool) -> PromptSet:
-    """Read a file; also skip histories and tools that the chat template refuses or does not show.
+    """Read a file, and skip histories and tools that the target's chat template refuses or does not show.
 
-    Some templates take no messages of tools, or no two of a user in a row. target: a directory. Raises InputError like
+    Some templates take no messages of tools, or no two messages of a user in a row. Raises InputError like
     `read_prompt_file`.
     """
     tokenizer = functools.cache(lambda: load_tokenizer(target))
@@ -191,21 +191,21 @@ def read_prompts(path: Path, target: Path, rendering: Rendering, *, strict: bool
 
 def _notes(conversations: Sequence[Conversation], rendering: Rendering) -> Iterator[str]:
     """Name rendering options without effect on some conversations."""
-    ids = sum(conversation.prompt_ids is not None for conversation in conversations)
-    if ids and (options := rendering.options):
-        yield f"{_rows_text(ids)} of token ids, which are taken as they are, without {' and '.join(options)}"
-    own = sum(conversation.system is not None for conversation in conversations)
-    if own and rendering.system is not None:
-        yield f"{_rows_text(own)} with a system text of their own, which --system does not replace"
+    with_ids = sum(conversation.prompt_ids is not None for conversation in conversations)
+    if with_ids and (options := rendering.options):
+        yield f"{_rows_text(with_ids)} of token ids, which are taken as they are, without {' and '.join(options)}"
+    with_system = sum(conversation.system is not None for conversation in conversations)
+    if with_system and rendering.system is not None:
+        yield f"{_rows_text(with_system)} with a system text of their own, which --system does not replace"
 
 
 def without_suffix(path: Path) -> Path:
-    """Remove the endings of a path: a/b.jsonl.gz is a/b."""
-    return _plain(path).with_suffix("")
+    """Remove the suffixes of a path: a/b.jsonl.gz -> a/b."""
+    return _without_gz(path).with_suffix("")
 
 
 def skipped_line(skipped: Sequence[Skipped]) -> str:
-    """Describe skipped rows: their number, and the first with its reason."""
+    """Describe skipped rows: their number, and the reason of the first."""
     return f"{_rows_text(len(skipped))} without a usable prompt, the first: {skipped[0].reason}"
 
 
@@ -213,12 +213,12 @@ def _rows_text(count: int) -> str:
     return "1 row" if count == 1 else f"{count} rows"
 
 
-def _plain(path: Path) -> Path:
+def _without_gz(path: Path) -> Path:
     return path.with_suffix("") if path.suffix == ".gz" else path
 
 
 def _is_text(path: Path) -> bool:
-    return _plain(path).suffix == ".txt"
+    return _without_gz(path).suffix == ".txt"
 
 
 def _unpacked(path: Path, data: bytes) -> bytes:
@@ -234,7 +234,7 @@ def _unpacked(path: Path, data: bytes) -> bytes:
         raise _not_read(path, "UTF-16")
     if b"\0" in data[:1024]:
         raise InputError(f"{path} is no text; expected JSON lines, or a .txt file, in UTF-8")
-    if (kind := _plain(path).suffix[1:].upper()) in ("CSV", "TSV"):
+    if (kind := _without_gz(path).suffix[1:].upper()) in ("CSV", "TSV"):
         raise _not_read(path, kind)
     return data.removeprefix(b"\xef\xbb\xbf")
 
@@ -244,76 +244,66 @@ def _not_read(path: Path, kind: str) -> InputError:
 
 
 def _rows(path: Path, data: bytes) -> Iterator[tuple[int, str, Any]]:
-    """Yield (number from 1, name, value) of each row: the bytes of a line that is not blank, or an item of a list."""
+    """Yield (number from 1, name, value) of the rows: bytes of the lines that are not blank, or items of a list."""
     numbered = enumerate(data.split(b"\n"), 1)
     lines = [(number, f"{path} line {number}", line) for number, line in numbered if line.strip()]
-    if lines and not _is_text(path) and lines[0][2].lstrip().startswith(b"["):
-        try:
-            listed = _parsed(data, str(path))
-        except InputError:  # each line is a list, unless it is one malformed list
-            if not _parses(lines[0][2]):
-                raise
-        else:
-            rows = [listed] if _is_chat(listed) else listed
-            yield from ((number, f"{path} row {number}", row) for number, row in enumerate(rows, 1))
-            return
-    yield from lines
+    is_list = bool(lines) and not _is_text(path) and lines[0][2].lstrip().startswith(b"[")
+    if is_list and (len(lines) == 1 or not _is_json(lines[0][2])):  # otherwise every line is a list
+        value = _parse(data, str(path))
+        rows = [value] if _is_chat(value) else value
+        yield from ((number, f"{path} row {number}", row) for number, row in enumerate(rows, 1))
+    else:
+        yield from lines
 
 
 def _is_chat(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and all(isinstance(message, dict) and "role" in message for message in value)
-        and bool(value)
-    )
+    messages = value if isinstance(value, list) else []
+    return bool(messages) and all(isinstance(message, dict) and "role" in message for message in messages)
 
 
-def _parses(line: bytes) -> bool:
+def _is_json(line: bytes) -> bool:
     try:
-        _parsed(line, "")
+        _parse(line, "")
     except InputError:
         return False
     return True
 
 
-def _parsed(data: bytes, name: str) -> Any:
-    text = _decoded(data, name)
+def _parse(data: bytes, name: str) -> Any:
+    text = _decode(data, name)
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{name} is not valid JSON ({error}); expected one object per line, or one list") from None
 
 
-def _decoded(data: bytes, name: str) -> str:
+def _decode(data: bytes, name: str) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
         raise InputError(f"{name} is not UTF-8; expected text in UTF-8") from None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Read:
-    """A row. unused: its keys without effect."""
-
+class _Row(NamedTuple):
     layout: str
     conversation: Conversation
-    unused: Sequence[str] = ()
+    unused: Sequence[str] = ()  # keys without effect
 
 
-def _read(value: Any, name: str, *, text: bool) -> _Read:
+def _read(value: Any, name: str, *, text: bool) -> _Row:
     if text:
-        return _Read(TEXT, from_text(_decoded(value, name).removesuffix("\r"), name))
+        return _Row(TEXT, from_text(_decode(value, name).removesuffix("\r"), name))
     try:
-        return _read_row(_parsed(value, name) if isinstance(value, bytes) else value, name)
+        return _read_row(_parse(value, name) if isinstance(value, bytes) else value, name)
     except RecursionError:
         raise InputError(f"{name} is nested too deeply; expected a prompt") from None
 
 
-def _read_row(row: Any, name: str) -> _Read:
+def _read_row(row: Any, name: str) -> _Row:
     if _is_chat(row):
         row = {"messages": row}
     if not isinstance(row, dict):
-        raise InputError(f"{name} holds {brief(row)}; expected a JSON object with one of {', '.join(OWN)}")
+        raise InputError(f"{name} holds {brief(row)}; expected a JSON object with one of {', '.join(OWN_KEYS)}")
     if isinstance(row.get("body"), dict) and "messages" in row["body"]:
         row = {**row, **row["body"], "body": None}
     elif _is_chat(row.get("prompt")):
@@ -331,16 +321,17 @@ def _read_row(row: Any, name: str) -> _Read:
             f"{name} holds SPEED-Bench's placeholder instead of a prompt; fetch the texts with the prepare.py of that "
             "data set"
         )
-    return _Read(layout, conversation, tuple(_unused(row, layout)))
+    return _Row(layout, conversation, tuple(_unused(row, layout)))
 
 
 def _unused(row: Row, layout: str) -> Iterator[str]:
     """Name the keys without effect, of the row and of its messages."""
-    used = {*LAYOUTS[layout].keys, *SYSTEM_KEYS, "tools"}
+    used = {*LAYOUTS[layout].required, *LAYOUTS[layout].optional, *SYSTEM_KEYS, "tools"}
     yield from (key for key, value in row.items() if _filled(value) is not None and key not in used | BOOKKEEPING)
     for key in used & {"messages", "conversations"}:
-        inside = {name: None for message in row[key] for name, value in message.items() if _filled(value) is not None}
-        yield from (f"{key}[].{name}" for name in inside if name not in MESSAGE_KEYS | BOOKKEEPING)
+        items = (item for message in row[key] for item in message.items())
+        names = dict.fromkeys(name for name, value in items if _filled(value) is not None)
+        yield from (f"{key}[].{name}" for name in names if name not in MESSAGE_KEYS | BOOKKEEPING)
 
 
 def _filled(value: Any) -> Any:
@@ -349,40 +340,38 @@ def _filled(value: Any) -> Any:
 
 
 def _layout(row: Row, name: str) -> str:
-    own = [key for key in OWN if row.get(key) is not None]
+    own = [key for key in OWN_KEYS if row.get(key) is not None]
     for layout, kind in LAYOUTS.items():
         if layout == OWN_LAYOUT:
             if len(own) == 1:
                 return layout
             if own:
                 break
-        elif all(row.get(key) is not None for key in kind.marks):
+        elif all(row.get(key) is not None for key in kind.required):
             return layout
     keys = " and ".join(own or map(brief, row)) or "nothing"
     raise InputError(
-        f"{name} has {keys}; expected exactly one of {', '.join(OWN)}, or a row of HumanEval (task_id, prompt, "
+        f"{name} has {keys}; expected exactly one of {', '.join(OWN_KEYS)}, or a row of HumanEval (task_id, prompt, "
         "entry_point), GSM8K (question), MATH (problem), MBPP (text, code), Alpaca (instruction), ShareGPT "
         "(conversations) or OpenAI (messages)"
     )
 
 
 def _with_system(conversation: Conversation, row: Row, name: str) -> Conversation:
-    """Add the system text of the row itself, before those of its messages."""
+    """Add the system text of the row before those of its messages."""
     texts = [_text(row[key], f"{name}: {key}") for key in SYSTEM_KEYS if row.get(key) is not None]
-    texts = [text for text in texts if text.strip()]
-    if not texts:
-        return conversation
-    texts += [] if conversation.system is None else [conversation.system]
-    return dataclasses.replace(conversation, system="\n\n".join(dict.fromkeys(texts)))
+    texts = [text for text in (*texts, conversation.system or "") if text.strip()]
+    system = "\n\n".join(dict.fromkeys(texts)) or None
+    return conversation if system == conversation.system else dataclasses.replace(conversation, system=system)
 
 
-def _tools(listed: Any, name: str) -> tuple[Mapping[str, Any], ...]:
-    """Read tools, as a list or its JSON text, into the form that templates take."""
-    if isinstance(listed, str):
+def _tools(value: Any, name: str) -> tuple[Mapping[str, Any], ...]:
+    """Read tools, a list or its JSON text, into the form that templates take."""
+    if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
-            listed = json.loads(listed)
+            value = json.loads(value)
     tools = []
-    for tool in listed if isinstance(listed, list) else [listed]:
+    for tool in value if isinstance(value, list) else [value]:
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise InputError(f"{name} holds {brief(tool)}; expected functions, each with a name and parameters")
@@ -391,7 +380,7 @@ def _tools(listed: Any, name: str) -> tuple[Mapping[str, Any], ...]:
 
 
 def _own(row: Row, name: str) -> Conversation:
-    key = next(key for key in OWN if row.get(key) is not None)
+    key = next(key for key in OWN_KEYS if row.get(key) is not None)
     value = row[key]
     if key == "prompt_ids":
         if not isinstance(value, list):
@@ -418,7 +407,7 @@ def _single(*keys: str) -> Callable[[Row, str], Conversation]:
 def _sharegpt(row: Row, name: str) -> Conversation:
     system, messages = _messages(row["conversations"], f"{name}: conversations")
     if any(message["role"] == TOOL for message in messages):  # later turns depend on the recorded answers
-        return _answered(name, system, messages)
+        return _continuation(name, system, messages)
     turns = tuple(message["content"] for message in messages if message["role"] == USER and message["content"].strip())
     if not turns:
         raise InputError(f"{name} holds no message of a user")
@@ -426,11 +415,11 @@ def _sharegpt(row: Row, name: str) -> Conversation:
 
 
 def _openai(row: Row, name: str) -> Conversation:
-    return _answered(name, *_messages(row["messages"], f"{name}: messages"))
+    return _continuation(name, *_messages(row["messages"], f"{name}: messages"))
 
 
-def _answered(name: str, system: str | None, messages: Sequence[Message]) -> Conversation:
-    """Make the conversation that continues a chat; answers at its end are generated anew."""
+def _continuation(name: str, system: str | None, messages: Sequence[Message]) -> Conversation:
+    """Make a conversation that continues a chat; answers at its end are dropped and generated anew."""
     history = [*messages]
     while history and history[-1]["role"] == ASSISTANT:
         history.pop()
@@ -442,11 +431,11 @@ def _answered(name: str, system: str | None, messages: Sequence[Message]) -> Con
     return Conversation(name, turns=(last,), history=tuple(history), system=system)
 
 
-def _messages(listed: Any, name: str) -> tuple[str | None, list[Message]]:
-    if not isinstance(listed, list):
-        raise InputError(f"{name} is {brief(listed)}; expected a list of messages")
+def _messages(value: Any, name: str) -> tuple[str | None, list[Message]]:
+    if not isinstance(value, list):
+        raise InputError(f"{name} is {brief(value)}; expected a list of messages")
     systems, messages = [], []
-    for number, item in enumerate(listed):
+    for number, item in enumerate(value):
         message = _message(item, f"{name}: message {number}")
         if message["role"] != SYSTEM:
             messages.append(message)
@@ -465,30 +454,30 @@ def _message(fields: Any, name: str) -> Message:
         raise InputError(f"{name} has the role {brief(spelled)}; expected one of {expected}")
     text = _text(fields.get("content", fields.get("value")), f"{name}: its content")
     message: dict[str, Any] = {"role": role, "content": final_message(text) if role == ASSISTANT else text}
-    message |= {key: fields[key] for key in BESIDE if isinstance(fields.get(key), str)}
-    calls = fields.get("tool_calls") or [
-        {"type": "function", "function": spelling} for spelling in [fields.get("function_call")] if spelling
-    ]
+    message |= {key: fields[key] for key in MESSAGE_TEXTS if isinstance(fields.get(key), str)}
+    calls = fields.get("tool_calls")
+    if not calls and fields.get("function_call"):  # OpenAI's old spelling of one call
+        calls = [{"type": "function", "function": fields["function_call"]}]
     if calls and role != ASSISTANT:
         raise InputError(f"{name} of the role {role} has tool_calls; expected them in an assistant's message")
     if calls:
         message["tool_calls"] = _calls(calls, f"{name}: tool_calls")
         if reasoning := next((fields[key] for key in REASONING if isinstance(fields.get(key), str)), ""):
-            # templates take one text before a call
+            # templates render one text before a call
             message |= {"thinking": "\n\n".join(filter(None, (reasoning, message["content"]))), "content": ""}
     return message
 
 
-def _calls(listed: Any, name: str) -> list[Message]:
-    """Read calls of tools. Arguments as JSON text become objects, which templates take."""
+def _calls(value: Any, name: str) -> list[Message]:
+    """Read tool calls. Arguments as JSON text become objects, as templates need them."""
     calls: list[Message] = []
-    for call in listed if isinstance(listed, list) else [listed]:
+    for call in value if isinstance(value, list) else [value]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise InputError(f"{name} holds {brief(call)}; expected a function with a name and arguments")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            with contextlib.suppress(ValueError, RecursionError):  # a model may have written invalid JSON
+            with contextlib.suppress(ValueError, RecursionError):  # a model may write invalid JSON
                 arguments = json.loads(arguments)
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return calls
@@ -508,23 +497,19 @@ def _text(value: Any, name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A layout of rows. marks: keys that all its rows have. beside: further keys that `read` uses."""
+    """A layout of rows. required: keys that all its rows have. optional: further keys that `read` uses."""
 
-    marks: tuple[str, ...]
+    required: tuple[str, ...]
     read: Callable[[Row, str], Conversation]
-    beside: tuple[str, ...] = ()
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return (*self.marks, *self.beside)
+    optional: tuple[str, ...] = ()
 
 
-OWN_LAYOUT = "prompts"  # exactly one of OWN
-LAYOUTS: Mapping[str, Layout] = {  # a row has the first one that it fits
+OWN_LAYOUT = "prompts"  # exactly one of OWN_KEYS
+LAYOUTS: Mapping[str, Layout] = {  # the first one that fits a row is its layout
     "messages": Layout(("messages",), _openai),
     "sharegpt": Layout(("conversations",), _sharegpt),
     "humaneval": Layout(("task_id", "prompt", "entry_point"), _single("prompt")),
-    OWN_LAYOUT: Layout((), _own, OWN),
+    OWN_LAYOUT: Layout((), _own, OWN_KEYS),
     "gsm8k": Layout(("question",), _single("question")),
     "math": Layout(("problem",), _single("problem")),
     "alpaca": Layout(("instruction",), _single("instruction", "input"), ("input",)),
