@@ -98,11 +98,14 @@ class PromptSet:
     name: str
     layout: str
     sha256: str
-    num_rows: int
     conversations: tuple[Conversation, ...]
     skipped: tuple[Skipped, ...] = ()
     unused: Mapping[str, int] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()  # about options without effect on some conversations
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.conversations) + len(self.skipped)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -131,9 +134,8 @@ def read_prompt_file(
     conversations: list[Conversation] = []
     skipped: list[Skipped] = []
     unused: Counter[str] = Counter()
-    layout, num_rows = None, 0
+    layout: str | None = None
     for number, name, value in _rows(path, data):
-        num_rows += 1
         try:
             row = _read(value, name, text=_is_text(path))
             if layout not in (None, row.layout):
@@ -160,7 +162,6 @@ def read_prompt_file(
         printable(without_suffix(path).name),
         layout or TEXT,
         hashlib.sha256(stored).hexdigest(),
-        num_rows,
         tuple(conversations),
         tuple(skipped),
         unused,

@@ -1,7 +1,7 @@
-"""Prompts as conversations; peagle.text.prompt_files reads files of them.
+"""Prompts as conversations. peagle.text.prompt_files reads files of them.
 
-A conversation is a list of turns. The prompt of a turn holds the answers to earlier turns, so it is rendered after
-them (`Conversation.encode`). Conversations do not depend on one another.
+A conversation is a list of turns. The prompt of a turn holds the answers to earlier turns, so it can be rendered only
+after them (`Conversation.encode`).
 """
 
 import dataclasses
@@ -15,10 +15,17 @@ from peagle.ops.settings import brief
 from peagle.text.channels import chat_messages
 from peagle.text.tokenizer import DEFAULT_DATE, Message, Tokenizer, parse_date, texts_in
 
+OPTIONS = {  # fields of Rendering, and their flags
+    "system": "--system",
+    "reasoning_effort": "--reasoning-effort",
+    "date": "--date",
+    "special_tokens": "--special-tokens",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Rendering:
-    """How text becomes a prompt. In a chat, and without special_tokens, spelled special tokens stay characters."""
+    """How text becomes a prompt. Text that spells a special token stays text, except with special_tokens."""
 
     raw: Annotated[bool, Flag(PROMPT, names=("--raw-prompt",))] = False
     """Continue the prompt as plain text, without the chat template: acceptance is lower."""
@@ -48,36 +55,27 @@ class Rendering:
 
     @property
     def options(self) -> list[str]:
-        """The flags of the options that differ from their defaults."""
-        return [option for name, option in OPTIONS.items() if getattr(self, name) != getattr(Rendering, name)]
+        """The flags of the fields in OPTIONS that differ from their defaults."""
+        return [flag for name, flag in OPTIONS.items() if getattr(self, name) != getattr(Rendering, name)]
 
     def without_effect(self, tokenizer: Tokenizer) -> list[str]:
-        """Name the flags without effect, since the chat template or raw text does not show their values."""
-        probe, options = from_text("Hi"), []
-        for name, option in OPTIONS.items():
-            default = getattr(Rendering, name)
-            if option in self.options and name != "special_tokens":
-                other = dataclasses.replace(self, **{name: default})
+        """Return the flags without effect: a prompt is the same with their defaults."""
+        probe, unused = from_text("Hi"), []
+        for name, flag in OPTIONS.items():
+            if flag in self.options and name != "special_tokens":
+                other = dataclasses.replace(self, **{name: getattr(Rendering, name)})
                 if probe.encode((), tokenizer, self) == probe.encode((), tokenizer, other):
-                    options.append(option)
-        return options
-
-
-OPTIONS = {
-    "system": "--system",
-    "reasoning_effort": "--reasoning-effort",
-    "date": "--date",
-    "special_tokens": "--special-tokens",
-}
+                    unused.append(flag)
+        return unused
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """Turns of text, each a request, after a history of messages; or the ids of a single prompt.
+    """Turns of text after a history of messages, or the token ids of one prompt.
 
-    Without turns it is one request, which continues the history. name: its origin, for messages. numbered: reports
-    number its turns. system: replaces a rendering's. tools: functions, as chat templates take them. Raises InputError
-    for text that cannot be encoded, and for a system text or tools beside ids.
+    Every turn is a request. Without turns, the conversation is one request that continues the history. name: for error
+    messages. numbered: reports number the turns. system: replaces the rendering's. tools: functions, in the form that
+    chat templates take. Raises InputError for text that cannot be encoded, and for a system text or tools beside ids.
     """
 
     name: str
@@ -101,9 +99,9 @@ class Conversation:
         return len(self.turns) or 1
 
     def encode(self, answers: Sequence[str], tokenizer: Tokenizer | None, rendering: Rendering) -> tuple[int, ...]:
-        """Encode the prompt of the turn after these answers.
+        """Encode the prompt of the turn that follows these answers.
 
-        Raises InputError for text without a tokenizer or template, for a chat in a raw rendering or one that the
+        Raises InputError for text without a tokenizer or chat template, for a chat that is rendered raw or that the
         template refuses, and for an empty prompt.
         """
         if self.prompt_ids is not None:
@@ -122,19 +120,19 @@ class Conversation:
             }
             if chat := [part for part, present in parts.items() if present]:
                 raise InputError(f"{self.name} has {chat[0]}, which needs the chat template; leave out --raw-prompt")
-            ids = tokenizer.encode(self.turns[0], special_tokens=rendering.special_tokens)
+            prompt_ids = tokenizer.encode(self.turns[0], special_tokens=rendering.special_tokens)
         else:
             system = rendering.system if self.system is None else self.system
             messages = chat_messages(self.turns[: len(answers) + 1], answers, system, self.history)
             try:
-                ids = tokenizer.encode_chat(
+                prompt_ids = tokenizer.encode_chat(
                     messages, reasoning_effort=rendering.reasoning_effort, date=rendering.date, tools=self.tools
                 )
             except InputError as error:
                 raise InputError(f"{self.name}: {error}") from None
-        if not ids:
+        if not prompt_ids:
             raise InputError(f"{self.name} is empty; expected at least one token")
-        return ids
+        return prompt_ids
 
 
 def from_text(text: str, name: str = "the prompt") -> Conversation:
@@ -143,13 +141,13 @@ def from_text(text: str, name: str = "the prompt") -> Conversation:
 
 
 def from_ids(ids: Iterable[Any], name: str = "the prompt") -> Conversation:
-    """Make a conversation of token ids. Raises InputError if there are none, or one is no integer."""
-    listed = list(ids)
-    if bad := [i for i in listed if isinstance(i, bool) or not isinstance(i, int)]:
+    """Make a conversation of token ids. Raises InputError if there are none, or one is not an integer."""
+    prompt_ids = tuple(ids)
+    if bad := [i for i in prompt_ids if isinstance(i, bool) or not isinstance(i, int)]:
         raise InputError(f"{name} holds {brief(bad[0])} among its token ids; expected integers")
-    if not listed:
+    if not prompt_ids:
         raise InputError(f"{name} is empty; expected at least one token id")
-    return Conversation(name, prompt_ids=tuple(listed))
+    return Conversation(name, prompt_ids=prompt_ids)
 
 
 def parse_ids(text: str) -> Conversation:
@@ -160,7 +158,7 @@ def parse_ids(text: str) -> Conversation:
 
 
 def check_text(text: str, name: str) -> str:
-    """Return the text. Raises InputError if it is blank or not encodable."""
+    """Return the text. Raises InputError if it is blank, and like `check_encodable`."""
     if not text.strip():
         raise InputError(f"{name} is empty; expected some text")
     check_encodable(text, name)
@@ -168,7 +166,7 @@ def check_text(text: str, name: str) -> str:
 
 
 def check_encodable(text: str, name: str) -> None:
-    """Raise InputError for a lone surrogate: half of a character, or a typed byte that is not UTF-8."""
+    """Raise InputError for a lone surrogate: half of a character, or a byte of an argument that is not UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -1,10 +1,10 @@
-"""Stop strings of a text that arrives in pieces."""
+"""Find stop strings in text that arrives in pieces."""
 
 from collections.abc import Sequence
 
 
 class StopStrings:
-    """Cut a text before the first of its stop strings. Hold back its end while that may begin one.
+    """Cut a text before its first stop string. Hold back the end of the text while it may begin one.
 
     Example, for the stop string "END": "an E" gives "an ", "at" then gives "Eat", "E" gives "", and "ND" ends it.
     """
@@ -15,7 +15,7 @@ class StopStrings:
         self.complete = False  # whether a stop string has ended the text
 
     def add(self, piece: str) -> str:
-        """Return the text that this piece makes certain. Of several stop strings the one that begins first counts."""
+        """Add a piece and return the text that no stop string can cut any more."""
         if self.complete:
             return ""
         text = self._held + piece

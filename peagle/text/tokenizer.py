@@ -1,7 +1,7 @@
 """Convert between text and token ids by a checkpoint's tokenizer and chat template, offline.
 
-transformers is imported in the function that needs it, since that takes long. No code of the directory runs: only
-`tokenizer.json` is read, never a pickled or custom tokenizer, and the chat template renders in jinja's sandbox.
+`load_tokenizer` imports transformers, because that is slow. No code of the directory runs: only `tokenizer.json` is
+read, never a pickled or custom tokenizer, and the chat template renders in jinja's sandbox.
 """
 
 import codecs
@@ -20,16 +20,16 @@ from typing import Any, Protocol, runtime_checkable
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of
 
-# in place of today's date in templates: acceptance must not drift by the day
+# chat templates get this date instead of today's, because acceptance must not change by the day
 DEFAULT_DATE = "2025-08-05"
 TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FILE = "chat_template.json"  # of older releases of transformers: {"chat_template": TEXT}
 
-Message = Mapping[str, Any]  # of a chat, in the form that templates take: role, content, further keys of the role
+Message = Mapping[str, Any]  # of a chat, in the form that templates take: role, content, and more by role
 
 
 class Verbatim(str):
-    """A text that is rendered without the template's quotes and escapes: JSON that a model wrote."""
+    """JSON that a model wrote; it is rendered without the quotes and escapes of the template."""
 
 
 @runtime_checkable
@@ -43,14 +43,14 @@ class Tokenizer(Protocol):
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """Its special tokens by their roles (bos_token, ...) and its chat_template; None where it has none."""
+        """Special tokens by role (bos_token, ...) and the chat_template; None for those it lacks."""
         ...
 
     def encode(self, text: str, *, special_tokens: bool = False, most_tokens: int | None = None) -> tuple[int, ...]:
-        """Encode a raw text, after the tokens that the tokenizer puts before a text.
+        """Encode raw text, after the tokens that the tokenizer puts before any text (BOS).
 
-        special_tokens: special tokens spelled in the text are control tokens, not characters. Raises TextTooLong,
-        before it encodes, for a text with too many bytes for most_tokens; a shorter one may still have more.
+        special_tokens: a special token spelled in the text becomes that token. Raises TextTooLong, before it encodes,
+        for a text whose bytes cannot fit into most_tokens; a text that passes may still have more tokens.
         """
         ...
 
@@ -65,13 +65,12 @@ class Tokenizer(Protocol):
     ) -> tuple[int, ...]:
         """Encode a chat up to the next answer. Text in a message or a tool never becomes a control token.
 
-        `Verbatim` texts are rendered without quotes and escapes. Raises InputError without a template, TemplateError
-        for a chat that it refuses, and TextTooLong like `encode`.
+        Raises InputError without a template, TemplateError for a chat that it refuses, and TextTooLong like `encode`.
         """
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the UTF-8 bytes of a token; none for an id outside the tokenizer's."""
+        """Return the UTF-8 bytes of a token; b"" for an id that the tokenizer does not have."""
         ...
 
 
@@ -96,8 +95,8 @@ class TemplateError(InputError):
 class Detokenizer:
     """Convert token ids to text incrementally.
 
-    No piece ends inside a character: its bytes are held back until the rest arrives, or until `flush`, which turns
-    incomplete characters into U+FFFD. The joined pieces are the text of all ids.
+    No piece ends inside a character: its bytes are held back until the rest arrives, or until `flush` turns them into
+    U+FFFD. The joined pieces are the text of all ids.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -113,18 +112,17 @@ class Detokenizer:
 
 
 def detokenize(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """Convert ids to text, special tokens spelled out."""
-    detokenizer = Detokenizer(tokenizer)
-    return detokenizer.add(token_ids) + detokenizer.flush()
+    """Convert ids to text, with special tokens spelled out."""
+    return b"".join(map(tokenizer.token_bytes, token_ids)).decode("utf-8", errors="replace")
 
 
 def encode_characters(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Encode a text without the tokens that the tokenizer puts before it."""
+    """Encode a text without the tokens that the tokenizer puts before any text."""
     return tokenizer.encode(text)[len(tokenizer.encode("")) :]
 
 
 def template_fingerprint(directory: Path) -> str:
-    """Hash a directory's tokenizer, its settings and its chat template."""
+    """Hash the tokenizer of a directory, its settings and its chat template."""
     digest = hashlib.sha256()
     for name in (TOKENIZER_FILE, "tokenizer_config.json", "chat_template.jinja", TEMPLATE_FILE):
         path = Path(directory) / name
@@ -135,10 +133,8 @@ def template_fingerprint(directory: Path) -> str:
 def load_tokenizer(directory: Path) -> "ByteLevelTokenizer | None":
     """Load the tokenizer of a directory; None without a tokenizer.json.
 
-    Raises InputError if that file is corrupt or not byte-level BPE, as every GPT-OSS tokenizer is, or if a needed
-    chat_template.json holds no template.
+    Raises InputError if that file is corrupt or not byte-level BPE, and for a chat_template.json without a template.
     """
-    directory = Path(directory)
     if not (directory / TOKENIZER_FILE).is_file():
         return None
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "torch was not found": it is not needed
@@ -146,7 +142,7 @@ def load_tokenizer(directory: Path) -> "ByteLevelTokenizer | None":
 
     try:
         inner = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # the Rust library raises bare Exception
+    except Exception as error:  # the Rust library raises Exception itself
         raise InputError(
             f"{directory / TOKENIZER_FILE} cannot be read: {reason_of(error)}; fetch the file again"
         ) from None
@@ -195,7 +191,7 @@ class ByteLevelTokenizer:
         return {**spellings, "chat_template": self._inner.chat_template}
 
     def encode(self, text: str, *, special_tokens: bool = False, most_tokens: int | None = None) -> tuple[int, ...]:
-        """See Tokenizer. A first token that the text spells itself is not put before it again."""
+        """See Tokenizer. If the text spells the token that is put before it, it gets no second one."""
         self._check_size(text, most_tokens)
         options = {"split_special_tokens": not special_tokens}
         ids = tuple(self._inner(text, add_special_tokens=True, **options)["input_ids"])
@@ -206,7 +202,7 @@ class ByteLevelTokenizer:
 
     @functools.cached_property
     def _longest_token(self) -> int | None:
-        """The most bytes of text per token; None if unknown."""
+        """The most bytes of text that a token stands for; None if unknown."""
         inner = self._inner.backend_tokenizer
         added = inner.get_added_tokens_decoder().values()
         if inner.normalizer is not None or any(token.lstrip or token.rstrip for token in added):  # a text may shrink
@@ -269,11 +265,11 @@ class ByteLevelTokenizer:
     def _masks(self, texts: Sequence[str]) -> tuple[dict[int, str], Iterator[str]]:
         """Map the first and last characters of special tokens to characters that the texts lack.
 
-        Return (the map, further such characters). In texts with replaced characters no special token is spelled, so
-        those of the rendered chat are the template's.
+        Return (the map, further such characters). A text with replaced characters spells no special token, so all
+        special tokens in the rendered chat are the template's.
         """
         used = set().union(*texts)
-        # of private use; others for texts that hold all of these
+        # private use characters first; the rest in case the texts hold all of those
         codes = itertools.chain(range(0xF0000, 0x10FFFE), range(0x10000, 0xF0000))
         free = (char for code in codes if (char := chr(code)) not in used)
         ends = sorted({spelled[end] for spelled in self._special.values() for end in (0, -1)})
@@ -287,7 +283,7 @@ class ByteLevelTokenizer:
             return whole
         ids: list[int] = []
         start = 0
-        # a tokenizer splits at special tokens first, so the pieces give the ids of the whole
+        # a tokenizer splits at special tokens first, so encoding piece by piece gives the same ids
         for token_id, (begin, end) in zip(whole, encoded["offset_mapping"], strict=True):
             if token_id in self._special:
                 ids += [*self._characters(text[start:begin].translate(unmask)), token_id]
@@ -334,9 +330,9 @@ def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def fix_date(template: str, date: str) -> tuple[str, Mapping[str, Mapping[str, str]]]:
-    """Fix `strftime_now` to a date, YYYY-MM-DD, at midnight; return (the template, its variables).
+    """Make `strftime_now` of a template return a fixed date, YYYY-MM-DD; return (the template, its variables).
 
-    transformers passes only data to templates, so a macro looks the format up among the template's string literals.
+    transformers passes no functions to templates, so a macro looks the format up in a table of all string literals.
     """
     day = parse_date(date)
     if "strftime_now" not in template:
@@ -356,7 +352,7 @@ def parse_date(date: str) -> datetime.datetime:
 def byte_alphabet() -> dict[str, int]:
     """Map the characters of a byte-level vocabulary to bytes (GPT-2's alphabet).
 
-    Printable Latin-1 characters are their own bytes; those from U+0100 on are the other bytes, in order.
+    A printable Latin-1 character stands for its own byte; U+0100, U+0101, ... stand for the other bytes in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
