@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any
 
 from cyclopts import App, Group, Parameter
 from cyclopts.exceptions import CycloptsError
@@ -175,9 +175,9 @@ def _run_command(app: App, words: Sequence[str], kind: type[Command], values: di
             if "config" in values:
                 values = {**read_config_file(app, words, kind, values["config"]), **values}
             command = build_command(kind, values)
-            from peagle.cli.download import download, wants_download  # imports JAX
+            if any(option.name == "download" and option.of(command) for option in options_of(kind)):
+                from peagle.cli.download import download  # imports JAX
 
-            if wants_download(command):
                 download(command)
             return command.run()
         except InputError as error:
@@ -243,16 +243,9 @@ def _warnings_in_one_line() -> Iterator[None]:
         warnings.simplefilter("always", InputWarning)
         show_others = warnings.showwarning
 
-        def show(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            file: TextIO | None = None,
-            line: str | None = None,
-        ) -> None:
+        def show(message: Warning | str, category: type[Warning], *origin: Any, **options: Any) -> None:
             if not issubclass(category, InputWarning):
-                show_others(message, category, filename, lineno, file, line)
+                show_others(message, category, *origin, **options)
             elif str(message) not in printed:
                 printed.add(str(message))
                 say("warning", str(message))

@@ -412,17 +412,9 @@ def _read_int(_: Any, tokens: Sequence[Any]) -> int:
         return int(number)
 
 
-def changed_fields(config: Any, defaults: Any = None) -> list[str]:
-    """Name the fields, also of groups, that differ from their defaults. defaults: a config that holds them."""
-    names: list[str] = []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        default = field.default if defaults is None else getattr(defaults, field.name)
-        if dataclasses.is_dataclass(value):
-            names += changed_fields(value, default)
-        elif value != default:
-            names.append(field.name)
-    return names
+def changed_options(command: Any) -> list[Option]:
+    """Return the options whose values differ from their defaults."""
+    return [option for option in options_of(type(command)) if option.of(command) != option.default]
 
 
 @contextmanager
@@ -436,9 +428,8 @@ def require_extra(what: str, extra: str) -> Iterator[None]:
 
 def refuse_other_options(settings: Any, option: str, allowed: Sequence[str], source: str) -> None:
     """Raise InputError for typed options beside one that reads them from a file, but for the allowed fields."""
-    flags = {option.name: option.names[-1] for option in options_of(type(settings))}
-    if others := [name for name in changed_fields(settings) if name not in allowed]:
+    if others := [other for other in changed_options(settings) if other.name not in allowed]:
         raise InputError(
-            f"{option} takes its options from {source}; leave out {flags[others[0]]}, or start a new run with another "
-            "--out"
+            f"{option} takes its options from {source}; leave out {others[0].names[-1]}, or start a new run with "
+            "another --out"
         )

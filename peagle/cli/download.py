@@ -1,9 +1,8 @@
 """`--download`: download the checkpoints that a command names, before it runs."""
 
-import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
+from peagle.cli.command import options_of
 from peagle.cli.display import Display
 from peagle.hub import cache, fetch, is_name, remaining
 from peagle.ops.memory import size_in_words
@@ -11,14 +10,16 @@ from peagle.ops.memory import size_in_words
 CHECKPOINT_FIELDS = ("target", "drafter", "init", "directories")
 
 
-def download(settings: Any) -> None:
-    """Download the files that the local cache lacks of the checkpoints that the settings name.
+def download(command: Any) -> None:
+    """Download the files that the local cache lacks of the checkpoints that a command names.
 
     Raises InputError if a checkpoint cannot be fetched, and KeyboardInterrupt after Ctrl-C.
     """
-    display = Display(quiet=getattr(settings, "quiet", False))
+    display = Display(quiet=getattr(command, "quiet", False))
     kept = f"complete files stay in {cache()}; the same command downloads the rest"
-    for name in dict.fromkeys(checkpoint for checkpoint in _named(settings) if is_name(checkpoint)):
+    values = [option.of(command) for option in options_of(type(command)) if option.name in CHECKPOINT_FIELDS]
+    names = [name for value in values if value for name in (value.split(",") if isinstance(value, str) else value)]
+    for name in filter(is_name, dict.fromkeys(names)):
         with display.stage(f"looking up {name}"):
             missing = remaining(name)
         if not missing.num_files:
@@ -28,20 +29,3 @@ def download(settings: Any) -> None:
         display.note(f"downloading {name} into {cache()}: {files}, {size_in_words(missing.num_bytes)}")
         with display.on_interrupt(lambda: kept), display.stage(f"downloading {name}") as progress:
             fetch(missing, progress)
-
-
-def wants_download(settings: Any) -> bool:
-    """Return whether --download was typed."""
-    own = getattr(settings, "download", False)
-    groups = (getattr(settings, field.name) for field in dataclasses.fields(settings))
-    return bool(own) or any(wants_download(group) for group in groups if dataclasses.is_dataclass(group))
-
-
-def _named(settings: Any) -> Iterator[str]:
-    """Yield the checkpoints that settings and their groups name."""
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from _named(value)
-        elif field.name in CHECKPOINT_FIELDS and value is not None:
-            yield from value.split(",") if isinstance(value, str) else value

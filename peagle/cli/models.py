@@ -1,7 +1,7 @@
 """Choose and load the target and the drafter of a command; name options without effect."""
 
 from peagle.checkpoints import DEMO, DEMO_DRAFTERS, drafter_path, or_demo, resolve
-from peagle.cli.command import changed_fields
+from peagle.cli.command import changed_options
 from peagle.cli.display import Display
 from peagle.cli.output import say
 from peagle.cli.processes import load_in_all
@@ -59,7 +59,7 @@ def unused_sampling(sampling: SamplingParams, draws_acceptance: bool = False) ->
     if not sampling.greedy:
         return []
     unused = {"top_k", "top_p", "min_p", *([] if draws_acceptance else ["seed"])}
-    options = ", ".join(f"--{name.replace('_', '-')}" for name in changed_fields(sampling) if name in unused)
+    options = ", ".join(option.names[0] for option in changed_options(sampling) if option.name in unused)
     return [f"{options}: no effect at temperature 0, where the likeliest token is taken"] if options else []
 
 

@@ -1,13 +1,14 @@
 """Run a command in several processes: process 0 runs it, the others follow (peagle.processes)."""
 
-import dataclasses
 import importlib.metadata
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
+from peagle.cli.command import record
 from peagle.cli.output import say
 from peagle.config import LoadConfig
 from peagle.engine.remote import Lead
@@ -37,7 +38,9 @@ def run_together(settings: Settings, load: LoadConfig, run: Callable[[Settings],
         raise InputError("--coordinator is given without --mesh, which shards the target over the processes; give both")
     why = "several processes run one replica of the target; peagle cluster up --decode N runs several"
     refuse_replicas(load.mesh, why)
-    hello = {"versions": _versions(), "options": _comparable(settings)}
+    options = record(settings)
+    del options["process_id"]
+    hello = {"versions": _versions(), "options": {name: _plain(value) for name, value in options.items()}}
     if place.process:
         warnings.simplefilter("ignore", InputWarning)  # process 0 prints them
         team = join(place, hello, _complain)
@@ -90,18 +93,8 @@ def _versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("peagle", "jax", "jaxlib")}
 
 
-def _comparable(settings: Any) -> dict[str, Any]:
-    """Return a command's options as JSON, without --process-id, to compare them with another process's."""
-
-    def plain(value: Any) -> Any:
-        if dataclasses.is_dataclass(value):
-            return {name: plain(item) for name, item in vars(value).items() if name != "process_id"}
-        if isinstance(value, list | tuple):
-            return [plain(item) for item in value]
-        return value if value is None or isinstance(value, bool | int | float | str) else str(value)
-
-    options: dict[str, Any] = plain(settings)
-    return options
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
 
 
 def _complain(line: str) -> None:

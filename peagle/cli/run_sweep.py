@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from peagle.checkpoints import DEMO, HELD_OUT, WEIGHTLESS, drafter_path, or_demo, resolve
-from peagle.cli.command import changed_fields
 from peagle.cli.display import SUMMARY_INDENT, Display
 from peagle.cli.flags import refuse_strict
 from peagle.cli.output import show_lines
@@ -57,7 +56,7 @@ def _sweep(settings: Sweep, typed: Plan) -> int:
         expect_new(out)
         with display.stage("reading the prompts"):
             plan, sets = _with_prompts(typed, settings)
-        if "seed" in changed_fields(settings) and not any(plan.temperatures):
+        if settings.seed != Sweep.seed and not any(plan.temperatures):
             display.warn(["--seed: no effect at temperature 0, where the likeliest token is taken"])
     else:
         plan = folder.plan

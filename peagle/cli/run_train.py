@@ -24,7 +24,7 @@ from drafter.train.trainer import Trainer, TrainingStopped
 from drafter.trained import DRAFTER, RECIPE
 from drafter.vocabulary import DraftVocab
 from peagle.checkpoints import DEMO, name_for_others, or_demo, resolve
-from peagle.cli.command import changed_fields, read_record, record
+from peagle.cli.command import changed_options, read_record, record
 from peagle.cli.curve import draw
 from peagle.cli.display import Display, duration
 from peagle.cli.output import say
@@ -172,7 +172,7 @@ def _resumed(settings: Train) -> Train:
         raise InputError(f"--resume: {out} holds no training; expected the folder of one, or leave out --resume")
     if COMMAND not in begun:
         raise InputError(f"--resume: {out} was begun by an older version; repeat its command without --resume instead")
-    changed = {name: getattr(settings, name) for name in RESUMABLE if name in changed_fields(settings)}
+    changed = {option.name: option.of(settings) for option in changed_options(settings) if option.name in RESUMABLE}
     try:
         before = read_record(Train, upgrade_record(begun[COMMAND]))
     except InputError as error:

@@ -20,7 +20,7 @@ from peagle.cli.command import (
     OPTIONS,
     Takes,
     build_command,
-    changed_fields,
+    changed_options,
     normalize,
     options_of,
     read_config_file,
@@ -199,7 +199,8 @@ def test_docstrings_are_the_help_and_a_command_may_say_more_of_a_group(capsys: p
 
 
 def test_what_differs_from_its_default_was_given() -> None:
-    assert changed_fields(Paint(where="door", colour=Colour(red=2, names=("a",)))) == ["where", "names"]
+    changed = changed_options(Paint(where="door", colour=Colour(red=2, names=("a",))))
+    assert [option.name for option in changed] == ["where", "names"]
 
 
 def test_blocks_are_those_of_blocked_prefill() -> None:
