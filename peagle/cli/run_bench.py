@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
@@ -74,12 +75,15 @@ def time_target(settings: BenchCommand) -> int:
 
     weights = weight_bytes(pair)
     report = bench_report(measured, pair, weights, (name, drafter), provenance(), peak_memory_bytes())
+    heading, table = _heading(measured, weights, report), _table(measured, weights)
+    legend = LEGEND + LEGEND_OVER_ONE_SLOT * _compares_slots(options) + LEGEND_COST * bool(options.drafts)
     if json_file is not None:
         json_file.write(dumps(report))
     if markdown_file is not None:
-        markdown_file.write(markdown(measured, weights, report))
-    if settings.markdown != STANDARD_OUTPUT or not sys.stdout.isatty():  # else it is on the screen already
-        _show(measured, weights, report, to_stderr=STANDARD_OUTPUT in (settings.json, settings.markdown))
+        command = f"`{' '.join(report['provenance']['command'])}`"
+        markdown_file.write(pages.markdown([*heading, table, legend, command]))
+    if settings.markdown != STANDARD_OUTPUT or not sys.stdout.isatty():  # otherwise Markdown is on the screen already
+        _show(heading, table, legend, to_stderr=STANDARD_OUTPUT in (settings.json, settings.markdown))
     return interrupt.EXIT_CODE if measured.interrupted else 0
 
 
@@ -122,13 +126,6 @@ def bench_report(
     }
 
 
-def markdown(measured: Bench, weights: WeightBytes, report: dict[str, Any]) -> str:
-    """Render the table in Markdown, with the machine and the command."""
-    table = pages.Table(_columns(measured.options), _rows(measured, weights))
-    command = f"`{' '.join(report['provenance']['command'])}`"
-    return pages.markdown([*_heading(measured, weights, report), table, _legend(measured.options), command])
-
-
 def _options(settings: BenchCommand) -> BenchOptions:
     def numbers(name: str) -> tuple[int, ...]:
         typed = getattr(settings, name)
@@ -153,16 +150,11 @@ def _options(settings: BenchCommand) -> BenchOptions:
     )
 
 
-def _weight_rate(measurement: Measurement, weights: WeightBytes) -> float | None:
-    """Return the gigabytes of weights that decoding reads per second."""
-    if measurement.case.kind != "tg" or measurement.case.num_drafts:
-        return None
-    return weights.read(measurement.case.active) / measurement.ms_per_pass.median / 1e6
-
-
 def _test_block(measurement: Measurement, measured: Bench, weights: WeightBytes) -> dict[str, Any]:
     case, verify = measurement.case, measurement.case.kind == "verify"
     counts_tokens = not verify and not case.num_drafts  # a real drafted step emits more tokens than this one
+    reads_weights = case.kind == "tg" and not case.num_drafts
+    weight_rate = weights.read(case.active) / measurement.ms_per_pass.median / 1e6 if reads_weights else None
     return {
         "kind": case.kind,
         "size": case.size,
@@ -178,19 +170,10 @@ def _test_block(measurement: Measurement, measured: Bench, weights: WeightBytes)
         "ms_per_pass": dataclasses.asdict(measurement.ms_per_pass),
         "v": measured.v(measurement),
         "v_floor": weights.floor(case.size, case.slots) if verify else None,
-        "weight_gb_per_s": _weight_rate(measurement, weights),
+        "weight_gb_per_s": weight_rate,
         "over_one_slot": measured.over_one_slot(measurement),
         "cost": measured.cost(measurement),
     }
-
-
-def _columns(options: BenchOptions) -> tuple[str, ...]:
-    optional = ["over 1 slot"] * _compares_slots(options) + ["c(K)"] * bool(options.drafts)
-    return ("test", "tok/s", "ms/pass", "v(T)", "floor", "GB/s", *optional)
-
-
-def _legend(options: BenchOptions) -> str:
-    return LEGEND + LEGEND_OVER_ONE_SLOT * _compares_slots(options) + LEGEND_COST * bool(options.drafts)
 
 
 def _compares_slots(options: BenchOptions) -> bool:
@@ -204,10 +187,11 @@ def _test_name(case: Case, options: BenchOptions) -> str:
     return name + (f", K = {case.num_drafts}" if case.num_drafts else "") + ", at once" * case.blocked
 
 
-def _rows(measured: Bench, weights: WeightBytes) -> list[tuple[str, ...]]:
+def _table(measured: Bench, weights: WeightBytes) -> pages.Table:
     options, rows = measured.options, []
-    figures = ["v", "v_floor", "weight_gb_per_s"]
-    figures += ["over_one_slot"] * _compares_slots(options) + ["cost"] * bool(options.drafts)
+    figures = {"v(T)": "v", "floor": "v_floor", "GB/s": "weight_gb_per_s"}  # caption: key of the JSON
+    figures |= {"over 1 slot": "over_one_slot"} if _compares_slots(options) else {}
+    figures |= {"c(K)": "cost"} if options.drafts else {}
     for measurement in measured.measurements:
         block = _test_block(measurement, measured, weights)
         rows.append(
@@ -215,10 +199,10 @@ def _rows(measured: Bench, weights: WeightBytes) -> list[tuple[str, ...]]:
                 _test_name(measurement.case, options),
                 "-" if block["tok_per_s"] is None else measurement.tok_per_s.text(_number),
                 measurement.ms_per_pass.text(_number),
-                *(_number(block[name]) for name in figures),
+                *(_number(block[key]) for key in figures.values()),
             )
         )
-    return rows
+    return pages.Table(("test", "tok/s", "ms/pass", *figures), rows)
 
 
 def _heading(measured: Bench, weights: WeightBytes, report: dict[str, Any]) -> list[str]:
@@ -237,24 +221,24 @@ def _heading(measured: Bench, weights: WeightBytes, report: dict[str, Any]) -> l
     ]
 
 
-def _show(measured: Bench, weights: WeightBytes, report: dict[str, Any], to_stderr: bool) -> None:
+def _show(heading: Sequence[str], table: pages.Table, legend: str, to_stderr: bool) -> None:
     console = Console(file=sys.stderr if to_stderr else sys.stdout, highlight=False, soft_wrap=True)
-    if not measured.measurements:
+    if not table.rows:
         console.print("interrupted before the first measurement")
         return
-    for line in _heading(measured, weights, report):
+    for line in heading:
         console.print(wrapped(line, console), markup=False)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for index, name in enumerate(_columns(measured.options)):
-        table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
-    for row in _rows(measured, weights):
-        table.add_row(*row)
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for index, caption in enumerate(table.header):
+        shown.add_column(caption, justify="left" if index == 0 else "right", no_wrap=True)
+    for row in table.rows:
+        shown.add_row(*row)
     # print the table at its full width, so that no number is cut; a narrow terminal breaks the lines
     width = console.width
-    console.width = max(console.width, Width.get(console, console.options.update(max_width=1000), table).maximum)
-    console.print(table)
+    console.width = max(console.width, Width.get(console, console.options.update(max_width=1000), shown).maximum)
+    console.print(shown)
     console.width = width
-    console.print(wrapped(_legend(measured.options), console), style="dim")
+    console.print(wrapped(legend, console), style="dim")
 
 
 def _number(value: float | None) -> str:
