@@ -82,7 +82,8 @@ def inspect(settings: Info) -> int:
         show_lines([f"They fit: the drafter reads the outputs of the target's layers {_list(layers.outputs)}."])
         doubts += [layers.doubt, another_target(drafter_path, target_path)]
     if settings.role is not None:
-        _print_engine(settings, slots, targets[0][1:], drafters[0][1:] if drafters else None)
+        rows = engine_rows(settings, slots, targets[0][1:], drafters[0][1:] if drafters else None)
+        _print_table(f"an engine of role {settings.role}", f"{settings.context:,} positions", rows)
     show_lines([f"WARNING: {doubt}" for doubt in doubts if doubt is not None])
     return 0
 
@@ -109,28 +110,6 @@ def _check_kinds(settings: Info, num_targets: int, num_drafters: int, names: Seq
         raise InputError(f"--role {settings.role} is given, but no target; expected one, with a drafter or without")
 
 
-def _print_engine(
-    settings: Info, slots: int, target: tuple[Path, TargetFiles], drafter: tuple[Path, Checkpoint] | None
-) -> None:
-    assert settings.role is not None
-    weights, drafting = _weight_bytes(target[0]), None
-    sizes = ResolvedConfig(
-        DEFAULT_NUM_SPECULATIVE_TOKENS if drafter else 0,
-        slots,
-        settings.context,
-        prefill_chunk=min(default_chunk(), settings.context),
-        steps_per_dispatch=steps_per_dispatch(weights),
-        role=settings.role,
-    )
-    if drafter is not None:
-        path, checkpoint = drafter
-        config = parse_drafter(checkpoint, settings.load.aux_layer_ids)
-        drafting, _ = windowed(config, chosen_window(path, AUTO), by_option=False)
-        weights += drafter_weight_bytes(path, _dtype(), implementation=for_weights())
-    rows = engine_rows(sizes, target[1].config, drafting, available_memory_bytes() - weights)
-    _print_table(f"an engine of role {settings.role}", f"{settings.context:,} positions", rows)
-
-
 def target_rows(files: TargetFiles, path: Path) -> Rows:
     c = files.config
     kinds = {kind: c.layer_types.count(kind) for kind in (SLIDING, FULL)}
@@ -140,6 +119,11 @@ def target_rows(files: TargetFiles, path: Path) -> Rows:
         aux_layers = _list(default_aux_layer_ids(c.num_layers))
     except InputError:
         aux_layers = "none by default below 7 layers; a drafter names its own"
+    stop_tokens = f"none. WARNING: {NO_STOP_TOKEN}"
+    if files.stop_token_ids:
+        stop_tokens = f"{_list(files.stop_token_ids)}, by {files.stop_tokens_from}"
+    needed, available = _weight_bytes(path), available_memory_bytes()
+    fits = f"{'fits' if needed <= available else 'does not fit'} into the {size_in_words(available)} available now"
     return [
         ("layers", f"{c.num_layers}: {kinds[SLIDING]} sliding (window {c.sliding_window}), {kinds[FULL]} full"),
         ("hidden size", f"{c.hidden_size:,}"),
@@ -151,13 +135,13 @@ def target_rows(files: TargetFiles, path: Path) -> Rows:
         ("weights", f"{'MXFP4 experts, the rest' if files.mxfp4 else 'not quantised,'} as stored"),
         ("on disk", size_in_words(_disk_bytes(path))),
         ("in memory", _target_memory(files)),
-        ("loaded here", _loaded_here(path)),
+        ("loaded here", f"{size_in_words(needed)} for {_dtype().name} arithmetic; {fits}"),
         (f"KV cache per {TOKENS:,} tokens", f"{_memory_of(per_token)} (full layers)"),
         ("KV pages per slot", f"{_memory_of(per_slot)} (sliding layers, {ONE_STEP})"),
         ("with --retain-full-kv", f"{_memory_of(retained)} per {TOKENS:,} tokens, and no pages per slot"),
         (f"prefill of {PROMPT:,} tokens", f"beside the caches about {_prefill_memory(c)}"),
         ("default aux layers", aux_layers),
-        ("stop tokens", _stop_tokens(files)),
+        ("stop tokens", stop_tokens),
         ("tokenizer", "yes" if (path / TOKENIZER_FILE).is_file() else "no: token ids only"),
         ("kernels", kernels_in_words()),
     ]
@@ -232,17 +216,36 @@ def drafter_rows(
     ]
 
 
-def engine_rows(config: ResolvedConfig, target: TargetConfig, drafter: DrafterConfig | None, memory_bytes: int) -> Rows:
-    """Make the rows of an engine: the pages that its slots reserve. memory_bytes: what the weights leave for pages."""
-    models = [target_pages(target, INT8), *([] if drafter is None else [_drafter_pages(drafter)])]
+def engine_rows(
+    settings: Info, slots: int, target: tuple[Path, TargetFiles], drafter: tuple[Path, Checkpoint] | None
+) -> Rows:
+    """Make the rows of an engine of --role: the pages that its slots reserve, and the tokens that fit into memory."""
+    assert settings.role is not None
+    weights, drafter_config = _weight_bytes(target[0]), None
+    config = ResolvedConfig(
+        DEFAULT_NUM_SPECULATIVE_TOKENS if drafter else 0,
+        slots,
+        settings.context,
+        prefill_chunk=min(default_chunk(), settings.context),
+        steps_per_dispatch=steps_per_dispatch(weights),
+        role=settings.role,
+    )
+    models = [target_pages(target[1].config, INT8)]
+    if drafter is not None:
+        path, checkpoint = drafter
+        unwindowed = parse_drafter(checkpoint, settings.load.aux_layer_ids)
+        drafter_config, _ = windowed(unwindowed, chosen_window(path, AUTO), by_option=False)
+        models.append(_drafter_pages(drafter_config))
+        weights += drafter_weight_bytes(path, _dtype(), implementation=for_weights())
     groups, page_values = ([item for items in both for item in items] for both in zip(*models, strict=True))
-    sizing = Sizing(tuple(groups), tuple(page_values), config, None if drafter is None else drafter.most_drafts)
+    most_drafts = None if drafter_config is None else drafter_config.most_drafts
+    sizing = Sizing(tuple(groups), tuple(page_values), config, most_drafts)
     num_pages = sizing.num_pages
     reserved = sum(count * size for count, size in zip(num_pages, page_values, strict=True))
     windows = [count for count, group in zip(num_pages, groups, strict=True) if group.window is not None]
     fits = "any number: every layer has a window"
     if sum(sizing.page_bytes):
-        fitting = sizing.full_pages_in(memory_bytes // _dtype().itemsize)
+        fitting = sizing.full_pages_in((available_memory_bytes() - weights) // _dtype().itemsize)
         fits = f"{max(fitting, 0) * PAGE_SIZE:,} beside the weights, into the memory available now ({_dtype().name})"
         fits += f"; too few for one request of {config.context:,}" if fitting < sizing.request_pages else ""
     requests = {"both": "prefills and decodes", "prefill": "hands unfinished ones over", "decode": "takes hand-offs"}
@@ -264,12 +267,6 @@ def _drafts(path: Path) -> str:
     return f"{speculation.num_drafts} at most per step, from {begins}; {source}"
 
 
-def _stop_tokens(files: TargetFiles) -> str:
-    if not files.stop_token_ids:
-        return f"none. WARNING: {NO_STOP_TOKEN}"
-    return f"{_list(files.stop_token_ids)}, by {files.stop_tokens_from}"
-
-
 def _target_memory(files: TargetFiles) -> str:
     def of(dtype: np.dtype, packed: bool) -> str:
         experts = files.expert_tensor_bytes if packed else files.num_expert_parameters * dtype.itemsize
@@ -280,14 +277,6 @@ def _target_memory(files: TargetFiles) -> str:
     return stored + "; ".join(
         f"{name} {of(FLOAT32, packed)} float32, {of(BFLOAT16, packed)} bfloat16" for name, packed in layouts
     )
-
-
-def _loaded_here(path: Path) -> str:
-    """Describe the memory that weights take with default options, and whether it is available now."""
-    needed, available = _weight_bytes(path), available_memory_bytes()
-    fits = "fits" if needed <= available else "does not fit"
-    free = size_in_words(available)
-    return f"{size_in_words(needed)} for {_dtype().name} arithmetic; {fits} into the {free} available now"
 
 
 def _weight_bytes(path: Path) -> int:
@@ -332,8 +321,7 @@ def _kv_values(groups: tuple[CacheGroup, ...], page_values: tuple[int, ...]) -> 
 
 
 def _memory_of(num_values: int) -> str:
-    sizes = ((size_in_words(num_values * dtype.itemsize), dtype.name) for dtype in (FLOAT32, BFLOAT16))
-    return ", ".join(f"{size} {name}" for size, name in sizes)
+    return f"{size_in_words(4 * num_values)} float32, {size_in_words(2 * num_values)} bfloat16"
 
 
 def _disk_bytes(path: Path) -> int:
