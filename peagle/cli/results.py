@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from peagle.engine.kv_memory import PrefixCacheUse
-from peagle.engine.widths import CostTable
 from peagle.measure.metrics import figure_text, speculative_decoding_block, summarize
 from peagle.measure.profile import Breakdown
 from peagle.ops import strict_json
@@ -74,7 +73,11 @@ def summary_lines(run: Run, peak_memory_bytes: int | None, skipped: Sequence[Ski
             lines.append(("SYNTHETIC", "drafts were accepted at the typed rates: only the speeds are real"))
         lines.append(("acceptance", _acceptance(summary, run)))
         if run.costs is not None and run.drafting_cannot_pay:
-            lines.append(("costs", _cannot_pay(run.costs, run.engine.num_speculative_tokens)))
+            most = run.engine.num_speculative_tokens
+            plain_steps = float(run.costs.at(1, 1, most).verify[1 + most])
+            cost = f"a step that verifies {most} drafts takes as long as {plain_steps:.1f} plain steps"
+            emits = f"emits at most {most + 1} tokens; decoded plainly"
+            lines.append(("costs", f"drafting cannot pay here: {cost} and {emits}"))
         lines.append(("plain", _comparison(run, summary)))
     if run.prefix_cache is not None and run.prefix_cache.num_hits:
         lines.append(("prefix cache", _prefix_cache(run.prefix_cache)))
@@ -190,7 +193,10 @@ def _speed(results: list[Result], tok_per_s: float | None) -> str:
 
 
 def _acceptance(summary: dict[str, Any], run: Run) -> str:
-    rates = _rates(summary["acceptance_rate_per_position"] or [])
+    all_rates = summary["acceptance_rate_per_position"] or []
+    rates = " ".join(figure_text(rate, ".2f") for rate in all_rates[:MOST_RATES])
+    if len(all_rates) > MOST_RATES:
+        rates += f", and of {len(all_rates) - MOST_RATES} more in --json"
     adaptive, k = run.engine.adaptive, run.engine.num_speculative_tokens
     steps = f"{summary['num_spec_steps']} steps of K {'<=' if adaptive else '='} {k}"
     if adaptive:
@@ -209,21 +215,6 @@ def _acceptance(summary: dict[str, Any], run: Run) -> str:
         if summary["acceptance_length_without_loops"] is not None:
             text += f", length without them {summary['acceptance_length_without_loops']:.2f}"
     return text
-
-
-def _rates(rates: Sequence[float | None]) -> str:
-    """List acceptance rates by position, at most MOST_RATES of them."""
-    text = " ".join(figure_text(rate, ".2f") for rate in rates[:MOST_RATES])
-    more = len(rates[MOST_RATES:])
-    return f"{text}, and of {more} more in --json" if more else text
-
-
-def _cannot_pay(costs: CostTable, most: int) -> str:
-    time = float(costs.at(1, 1, most).verify[1 + most])
-    return (
-        f"drafting cannot pay here: a step that verifies {most} drafts takes as long as {time:.1f} plain steps and "
-        f"emits at most {most + 1} tokens; decoded plainly"
-    )
 
 
 def _comparison(run: Run, summary: dict[str, Any]) -> str:
