@@ -13,17 +13,8 @@ from peagle.ops.errors import InputError
 from peagle.ops.flag import DATA, LEARNING, OUTPUT, RUNNING, Flag, check_least
 
 # allowed beside --resume, because they change only for how long the training runs, and what it shows
-RESUMABLE = (
-    "steps",
-    "minutes",
-    "mesh",
-    "save_every",
-    "evaluate",
-    "evaluate_every",
-    "evaluate_prompts",
-    "strict",
-    "quiet",
-)
+EVALUATION = ("evaluate", "evaluate_every", "evaluate_prompts")
+RESUMABLE = ("steps", "minutes", "mesh", "save_every", *EVALUATION, "strict", "quiet")
 
 
 @dataclass(frozen=True, kw_only=True)
