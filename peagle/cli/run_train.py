@@ -118,7 +118,10 @@ def train(settings: Train) -> int:
     display = Display(quiet=settings.quiet)
     with display.stage("reading the data"):
         checked = _check(settings)
-    prompts = _prompts(settings, checked.directory, display)
+    prompts = None
+    if settings.evaluate is not None:
+        prompts = read_prompts(Path(settings.evaluate), checked.directory, Rendering(), strict=settings.strict)
+        display.warn(prompts.warnings)
     if layers := checked.config.aux_layer_ids:
         chosen = settings.shape.init or settings.shape.taps or settings.shape.aux_layer_ids
         why = "as given" if chosen else "early, in the middle and late, as EAGLE-3 takes them; --taps names others"
@@ -361,14 +364,6 @@ def _write_drafter(checked: CheckedTraining, params: DrafterParams, dialect: Dia
         files[SPECULATION_FILE] = encoded(dumps({WINDOW_KEY: config.narrowest_window}) + "\n")
         config = config.with_window(None)
     write_with_card(checked.out / DRAFTER, written, config, dialect, target, checked.target, checked.out, files)
-
-
-def _prompts(settings: Train, directory: Path, display: Display) -> PromptSet | None:
-    if settings.evaluate is None:
-        return None
-    prompts = read_prompts(Path(settings.evaluate), directory, Rendering(), strict=settings.strict)
-    display.warn(prompts.warnings)
-    return prompts
 
 
 def _note_start(display: Display, checked: CheckedTraining, settings: Train, trainer: Trainer) -> None:

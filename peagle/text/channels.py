@@ -176,20 +176,20 @@ class ChannelParser:
             self._length += len(text)
 
     def _consume(self) -> None:
+        """Pass the certain text and control tokens of the queue on."""
         while self._queue:
             text, is_control = self._queue.popleft()
             room = len(text) if self._certain is None else min(len(text), self._certain)
-            if room < len(text) and (is_control or not room):
-                self._queue.appendleft((text, is_control))
-                return
+            if is_control and room < len(text):
+                room = 0  # wait for the whole control token
             if self._certain is not None:
                 self._certain -= room
-            if is_control:
+            if is_control and room:
                 self._messages.control(text)
-            else:
+            elif room:
                 self._messages.text(text[:room])
             if room < len(text):
-                self._queue.appendleft((text[room:], False))
+                self._queue.appendleft((text[room:], is_control))
                 return
 
 
