@@ -50,8 +50,8 @@ class Stage:
     unit: what `done` counts; None shows a percentage. Calls `redraw` after a change, at most once in REDRAW_SECONDS.
     """
 
-    def __init__(self, what: str, unit: str | None, redraw: Callable[[], None]) -> None:
-        self.what, self.unit = what, unit
+    def __init__(self, title: str, unit: str | None, redraw: Callable[[], None]) -> None:
+        self.title, self.unit = title, unit
         self._redraw = redraw
         self._began = self._reported = time.monotonic()
         self._redrawn: float | None = None
@@ -86,8 +86,8 @@ class Stage:
     def line(self) -> str:
         progress, so_far = self.progress, f"{duration(time.monotonic() - self._began)} so far"
         if progress and (self.unit != PART or progress.endswith("left")):
-            return f"{self.what}: {progress}"
-        return f"{self.what}: {progress}, {so_far}" if progress else f"{self.what}: {so_far}"
+            return f"{self.title}: {progress}"
+        return f"{self.title}: {progress}, {so_far}" if progress else f"{self.title}: {so_far}"
 
 
 class Ticker:
@@ -134,8 +134,8 @@ class Display(Observer):
         self._tokenizer: Tokenizer | None = None
         self._parsers: dict[int, ChannelParser] = {}
         self._message: int | None = None  # the message of the last printed delta
-        self._pieces: dict[int, list[tuple[str, int]]] = {}
-        self._ended: dict[int, tuple[Request, Parts]] = {}  # complete texts that wait for an earlier request
+        self._pieces: dict[int, list[tuple[str, int]]] = {}  # by the index of the request
+        self._ended: dict[int, Parts] = {}  # complete texts that wait for an earlier request
         self._stage: Stage | None = None
         self._progress: Progress | None = None
         self._ticker: Ticker | None = None
@@ -146,18 +146,18 @@ class Display(Observer):
             sys.stdout.reconfigure(errors="replace")
 
     @contextmanager
-    def stage(self, what: str, animated: bool = True) -> Iterator[Stage]:
+    def stage(self, title: str, animated: bool = True) -> Iterator[Stage]:
         """Show a stage during the block, with its elapsed time if animated. Raises KeyboardInterrupt after Ctrl-C."""
         interrupt.check()
         try:
-            yield self._show(what, animated)
+            yield self._show(title, animated)
         finally:
             self.clear()
 
-    def begin_run(self, what: str, done: int, total: int, left_s: float | None = None, unit: str = "run") -> None:
-        """Show that run `done` + 1 of a measurement begins. A new `what` starts a new stage."""
-        if self._stage is None or self._stage.what != what:
-            self._show(what, animated=unit == PART, unit=unit)
+    def begin_run(self, title: str, done: int, total: int, left_s: float | None = None, unit: str = "run") -> None:
+        """Show that run `done` + 1 of a measurement begins. A new title starts a new stage."""
+        if self._stage is None or self._stage.title != title:
+            self._show(title, animated=unit == PART, unit=unit)
         assert self._stage is not None
         self._stage(done, total, left_s)
 
@@ -204,7 +204,7 @@ class Display(Observer):
         if self._by_channel and self._tokenizer is not None:
             self._parsers[request.index] = ChannelParser(self._tokenizer, request.prompt_ids)
         if self._streaming:
-            self._heading(request, turn)
+            self._heading(request.index, turn)
 
     def emitted(self, request: Request, token_ids: Sequence[int], text: str, parts: Parts = ()) -> None:
         if not parts or not self.shows_drafts:
@@ -219,34 +219,33 @@ class Display(Observer):
             self._stage(self._num_tokens, request.max_new_tokens)
 
     def finished(self, result: Result) -> None:
-        self.end(result.request)
+        self.end(result.request.index)
         self._finished += 1
         self._count()
 
-    def end(self, request: Request) -> None:
+    def end(self, index: int) -> None:
         """Complete a request's text on standard output, with a line break after it."""
-        parts = self._pieces.pop(request.index, None)
+        parts = self._pieces.pop(index, None)
         if parts is None:
             return
-        ends = "".join(text for text, _ in parts).endswith("\n")
-        if (parser := self._parsers.pop(request.index, None)) is not None:
+        line_break = "" if "".join(text for text, _ in parts).endswith("\n") else "\n"
+        if (parser := self._parsers.pop(index, None)) is not None:
             self._write_deltas(parser.finish())
             self._message = None
         if self._streaming:
-            self._write("" if ends else "\n")
+            self._write(line_break)
             return
-        self._ended[request.index] = request, parts if ends else [*parts, ("\n", 0)]
-        while self._ended and min(self._ended) < min(self._pieces, default=self._total):
-            first, whole = self._ended.pop(min(self._ended))
+        self._ended[index] = [*parts, (line_break, 0)]
+        while self._ended and (first := min(self._ended)) < min(self._pieces, default=self._total):
             self._heading(first, None)
-            self._write_parts(whole)
+            self._write_parts(self._ended.pop(first))
 
     def end_all(self) -> None:
         """Complete the texts of interrupted requests; drop requests that have no text yet, unless they stream."""
         self.clear()
         for index in sorted(self._pieces):
             if self._streaming or self._pieces[index]:
-                self.end(Request((0,), 1, index=index))
+                self.end(index)
             else:
                 del self._pieces[index]
 
@@ -277,10 +276,10 @@ class Display(Observer):
             self._ticker.stop()
             self._ticker = None
 
-    def _heading(self, request: Request, turn: int | None) -> None:
+    def _heading(self, index: int, turn: int | None) -> None:
         if self._total > 1 and self._text and not self.quiet:
             turns = "" if turn is None else f", turn {turn}"
-            self.note(f"--- request {request.index + 1} of {self._total}{turns}{left_text(self._left_s())}")
+            self.note(f"--- request {index + 1} of {self._total}{turns}{left_text(self._left_s())}")
 
     def _count(self) -> None:
         if self._stage is not None and self._stage.unit == "requests":
@@ -325,10 +324,10 @@ class Display(Observer):
         if self._shared or not self.live:
             self.clear()
 
-    def _show(self, what: str, animated: bool = True, unit: str | None = None) -> Stage:
+    def _show(self, title: str, animated: bool = True, unit: str | None = None) -> Stage:
         """Show a stage and return it. Do not animate a measurement: the redrawing thread would disturb it."""
         self.clear()
-        stage = self._stage = Stage(what, unit, self._redraw)
+        stage = self._stage = Stage(title, unit, self._redraw)
         if self.live:
             columns: list[ProgressColumn] = [
                 TextColumn("{task.description}", markup=False),
@@ -340,7 +339,7 @@ class Display(Observer):
             self._progress = Progress(
                 *columns, console=self.console, transient=True, auto_refresh=animated, redirect_stdout=False
             )
-            self._progress.add_task(what, total=None, stage=stage)
+            self._progress.add_task(title, total=None, stage=stage)
             self._progress.start()
         elif not self.quiet:
             self._ticker = Ticker(LINE_SECONDS, lambda: self.note(stage.line()))

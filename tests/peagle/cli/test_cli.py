@@ -222,7 +222,7 @@ def test_texts_decoded_together_come_in_the_order_of_the_requests(capsys: pytest
         display.emitted(request, (), f"text {request.index}")
     shown = ""
     for index, out in ((2, ""), (0, "text 0\n"), (1, "text 1\ntext 2\n")):
-        display.end(requests[index])  # each comes when those before it have ended
+        display.end(index)  # each comes when those before it have ended
         captured = capsys.readouterr()
         assert captured.out == out
         shown += captured.err
@@ -236,7 +236,7 @@ def test_texts_that_were_cut_off_are_shown_and_those_not_begun_are_not(capsys: p
         display.started(request, None)
     for request in requests[:3]:
         display.emitted(request, (5,), f"text {request.index}")
-    display.end(requests[1])
+    display.end(1)
     display.end_all()
     captured = capsys.readouterr()
     assert captured.out == "text 0\ntext 1\ntext 2\n"

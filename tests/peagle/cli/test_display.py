@@ -147,7 +147,7 @@ def test_text_goes_where_standard_output_goes_while_progress_is_on_a_terminal(mo
     request = Request((1,), 10)
     shows.started(request, None)
     shows.emitted(request, (1,), "abc")
-    shows.end(request)
+    shows.end(request.index)
     shows.end_all()
     assert out.getvalue() == "abc\n"
     assert "1 of 10 tokens" in screen.getvalue()
@@ -191,7 +191,7 @@ def test_on_a_terminal_reasoning_is_dim_and_the_answer_is_not(
     request = Request(PROMPT, 100)
     shows.started(request, None)
     shows.emitted(request, ids(split(ANSWER)), ANSWER)
-    shows.end(request)
+    shows.end(request.index)
     assert out.getvalue() == shown
 
 
@@ -223,7 +223,7 @@ def test_accepted_drafts_are_coloured_or_marked_on_a_terminal(
     request = Request((1,), 10)
     shows.started(request, None)
     shows.emitted(request, (1, 2, 3, 4), "abc\nd", PARTS)
-    shows.end(request)
+    shows.end(request.index)
     assert shows.shows_drafts == (out is Screen)
     if shown is None:
         assert len(re.findall(r"\x1b\[38;\S+?m[bc]", written.getvalue())) == 2
