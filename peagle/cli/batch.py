@@ -1,4 +1,4 @@
-"""`peagle batch`: its options."""
+"""Options of `peagle batch`."""
 
 from dataclasses import dataclass
 from pathlib import Path

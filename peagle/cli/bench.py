@@ -1,4 +1,4 @@
-"""`peagle bench`: its options."""
+"""Options of `peagle bench`."""
 
 from dataclasses import dataclass
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""`peagle chat`: its options."""
+"""Options of `peagle chat`."""
 
 from dataclasses import dataclass
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""`peagle cluster up`: its options."""
+"""Options of `peagle cluster up`."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`peagle data`: its options."""
+"""Options of `peagle data`."""
 
 from dataclasses import dataclass
 from pathlib import Path

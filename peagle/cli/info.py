@@ -1,4 +1,4 @@
-"""`peagle info`: its options."""
+"""Options of `peagle info`."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

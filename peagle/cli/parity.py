@@ -1,4 +1,4 @@
-"""`peagle parity`: its options."""
+"""Options of `peagle parity`."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,5 +1,6 @@
 """Run a command in several processes: process 0 runs it, the others follow (peagle.processes)."""
 
+import functools
 import importlib.metadata
 import time
 import traceback
@@ -23,6 +24,7 @@ from peagle.workflows.follow import follow
 
 Settings = TypeVar("Settings")
 NOTICED_S = 2.0  # a process learns within this time, by its connection, that another one has ended
+_complain = functools.partial(say, "error")
 _leads: list[Lead] = []  # one, if this is process 0 of several
 
 
@@ -38,9 +40,10 @@ def run_together(settings: Settings, load: LoadConfig, run: Callable[[Settings],
         raise InputError("--coordinator is given without --mesh, which shards the target over the processes; give both")
     why = "several processes run one replica of the target; peagle cluster up --decode N runs several"
     refuse_replicas(load.mesh, why)
-    options = record(settings)
+    versions = {name: importlib.metadata.version(name) for name in ("peagle", "jax", "jaxlib")}
+    options = {name: str(value) if isinstance(value, Path) else value for name, value in record(settings).items()}
     del options["process_id"]
-    hello = {"versions": _versions(), "options": {name: _plain(value) for name, value in options.items()}}
+    hello = {"versions": versions, "options": options}
     if place.process:
         warnings.simplefilter("ignore", InputWarning)  # process 0 prints them
         team = join(place, hello, _complain)
@@ -87,15 +90,3 @@ def load_in_all(options: Mapping[str, Any], progress: Callable[[int, int], None]
     message = {"load": decided, "kernels": native.status()[0]}
     pair: Pair = lead.together(message, lambda: load_models(**decided, progress=progress, lead=lead))
     return pair
-
-
-def _versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in ("peagle", "jax", "jaxlib")}
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
-
-
-def _complain(line: str) -> None:
-    say("error", line)

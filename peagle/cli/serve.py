@@ -1,4 +1,4 @@
-"""`peagle serve`: its options; `peagle batch` shares those of models and engine."""
+"""Options of `peagle serve`, and those that `peagle batch` shares."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`peagle speculate` and `peagle generate`: their options."""
+"""Options of `peagle speculate` and `peagle generate`."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`peagle sweep`: its options."""
+"""Options of `peagle sweep`."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`peagle train`: its options."""
+"""Options of `peagle train`."""
 
 import math
 from dataclasses import dataclass
