@@ -37,7 +37,7 @@ from typing import Literal
 
 from peagle.text.offsets import TokenOffset, TokenOffsets, starts_character
 from peagle.text.stop_strings import StopStrings
-from peagle.text.tokenizer import Message, Tokenizer
+from peagle.text.tokenizer import Tokenizer
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 CALL = "<|call|>"
@@ -506,13 +506,3 @@ def _parse_text(answer: str) -> Iterator[Delta]:
             messages.text(text)
     messages.finish()
     yield from messages.take()
-
-
-def chat_messages(
-    turns: Sequence[str], answers: Sequence[str], system: str | None, history: Sequence[Message] = ()
-) -> list[Message]:
-    """Make the messages of a chat from turns and one answer fewer. history: messages before the first turn."""
-    messages = [*([] if system is None else [{"role": "system", "content": system}]), *history]
-    for turn, answer in zip(turns[:-1], answers, strict=True):
-        messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": final_message(answer)}]
-    return [*messages, *({"role": "user", "content": turn} for turn in turns[-1:])]

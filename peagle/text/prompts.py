@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from peagle.ops.errors import InputError
 from peagle.ops.flag import PROMPT, Flag
 from peagle.ops.settings import brief
-from peagle.text.channels import chat_messages
+from peagle.text.channels import final_message
 from peagle.text.tokenizer import DEFAULT_DATE, Message, Tokenizer, parse_date, texts_in
 
 OPTIONS = {  # fields of Rendering, and their flags
@@ -133,6 +133,16 @@ class Conversation:
         if not prompt_ids:
             raise InputError(f"{self.name} is empty; expected at least one token")
         return prompt_ids
+
+
+def chat_messages(
+    turns: Sequence[str], answers: Sequence[str], system: str | None, history: Sequence[Message] = ()
+) -> list[Message]:
+    """Make the messages of a chat from turns and one answer fewer. history: messages before the first turn."""
+    messages = [*([] if system is None else [{"role": "system", "content": system}]), *history]
+    for turn, answer in zip(turns[:-1], answers, strict=True):
+        messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": final_message(answer)}]
+    return [*messages, *({"role": "user", "content": turn} for turn in turns[-1:])]
 
 
 def from_text(text: str, name: str = "the prompt") -> Conversation:

@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from peagle.checkpoints import DEMO_DIRECTORY
 from peagle.ops.errors import InputError
-from peagle.text.channels import chat_messages, final_message
+from peagle.text.channels import final_message
+from peagle.text.prompts import chat_messages
 from peagle.text.tokenizer import (
     ByteLevelTokenizer,
     Detokenizer,

@@ -11,8 +11,7 @@ import peagle.workflows.answers
 from drafter.train.shards import read_shards
 from peagle.config import SamplingParams
 from peagle.pair import Pair
-from peagle.text.channels import chat_messages
-from peagle.text.prompts import Rendering, from_ids
+from peagle.text.prompts import Rendering, chat_messages, from_ids
 from peagle.text.tokenizer import detokenize
 from peagle.workflows.answers import Asking, answer
 from peagle.workflows.dataset import lengths_in_words, passes, rows_of_pass
