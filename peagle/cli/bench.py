@@ -44,7 +44,7 @@ class BenchCommand:
     context: Annotated[int, Flag(RUNNING, "N")] = 128
     """Tokens in the KV cache before decoding and verifying."""
     slots: Annotated[str, Flag(RUNNING, "N,N", old="--batch")] = "1"
-    """Requests decoded at once. With several numbers, decoding runs at each and at 1, all else at 1."""
+    """Requests decoded at once. Of several numbers, decoding is timed with each and with 1, all else with 1."""
     engine: Annotated[EngineConfig, DECODED] = EngineConfig()
     num_speculative_tokens: Annotated[str | None, Flag(SPECULATION, "K,K", ("-k", "--num-speculative-tokens"))] = None
     """Also time decoding with K drafts per step, all rejected: the cost of a drafted step."""

@@ -40,7 +40,7 @@ class Parity:
     """Use the first N prompts, 1 or more."""
     strict: Annotated[bool, STRICT] = False
     render: Annotated[Literal["chat", "raw"], Flag(PROMPT, "HOW")] = "chat"
-    """As you prompt the model. chat: with its chat template; raw: as plain text."""
+    """How you prompt the model. chat: with its chat template; raw: as plain text."""
     special_tokens: Annotated[bool, SPECIAL_TOKENS] = False
     num_speculative_tokens: Annotated[int, Flag(SPECULATION, "K", ("-k", "--num-speculative-tokens"))] = 5
     """Tokens drafted per step (K)."""

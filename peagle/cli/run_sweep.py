@@ -49,7 +49,7 @@ def sweep(settings: Sweep) -> int:
 
 
 def _sweep(settings: Sweep, typed: Plan) -> int:
-    """Sweep. typed: the plan that the options say; a resumed run has its own."""
+    """Sweep. typed: the plan by the options; a resumed run has a plan of its own."""
     out, display = Path(settings.out), Display(quiet=settings.quiet)
     folder = open_run(out) if settings.resume else None
     if folder is None:

@@ -72,7 +72,7 @@ class Serve(Served):
     max_body: Annotated[int, Flag(SERVER, "BYTES")] = 4_000_000
     """Largest request, in bytes."""
     max_unsent: Annotated[int, Flag(SERVER, "BYTES")] = 4_000_000
-    """Most bytes of a stream that wait for a slow client; the stream then ends with an error."""
+    """Bytes of a stream that may wait for a slow client; a stream with more ends with an error."""
     api_key_file: Annotated[Path | None, API_KEY_FILE] = None
     allow_origin: Annotated[tuple[str, ...], Flag(SERVER, "ORIGIN")] = ()
     """Site whose pages may call this server from a browser (CORS), such as https://example.org; *: any. Repeatable."""

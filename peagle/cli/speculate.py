@@ -21,12 +21,13 @@ from peagle.text.prompts import Rendering
 CONTEXT = "Context length in tokens: prompt plus response. Default: what the prompt and -n need."
 OLDS = {"slots": "--batch"}
 PLAIN = EngineConfig(num_speculative_tokens=0)
-DRAFTING = ("num_speculative_tokens", "synthetic_acceptance")  # of an engine
-DRAFTER = ("drafter", "aux_layer_ids", "draft_vocab", "drafter_window")  # of what is loaded
+# fields that plain decoding does not take
+ENGINE_FIELDS = ("num_speculative_tokens", "synthetic_acceptance")
+DRAFTER_FIELDS = ("drafter", "aux_layer_ids", "draft_vocab", "drafter_window")
 
 
 def read_drafts(typed: str) -> NumDrafts:
-    """Read K of a command that always drafts. Raises InputError for 0 and for anything else than a number or auto."""
+    """Read K of a command that always drafts. Raises InputError for anything but a number above 0 or auto."""
     k = read_num_drafts(typed)
     if isinstance(k, int):
         check_num_drafts(k, plain=False, instead=" (peagle generate decodes plainly)")
@@ -101,7 +102,7 @@ class Speculate(Decode):
     no_baseline: Annotated[bool, Flag(SPECULATION)] = False
     """Skip plain decoding; no speed-up is reported."""
     draft_sampling: Annotated[bool, Flag(SPECULATION, hidden=True)] = False
-    """Of earlier versions: no effect."""
+    """An option of earlier versions, without effect."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +117,6 @@ class Generate(Decode):
     """
 
     command: ClassVar[str] = "generate"
-    load: Annotated[LoadConfig, Takes(without=DRAFTER)] = LoadConfig()
-    engine: Annotated[EngineConfig, Takes(without=DRAFTING, helps={"context": CONTEXT}, olds=OLDS)] = PLAIN
+    load: Annotated[LoadConfig, Takes(without=DRAFTER_FIELDS)] = LoadConfig()
+    engine: Annotated[EngineConfig, Takes(without=ENGINE_FIELDS, helps={"context": CONTEXT}, olds=OLDS)] = PLAIN
     answer: AnswerConfig = AnswerConfig()

@@ -316,7 +316,7 @@ class _Messages:
             self._deltas.append(dataclasses.replace(self._open, start=self._next))
 
     def _write(self, text: str) -> None:
-        """Add a text, which was just read, to the open message, or to a new one."""
+        """Add the text that was just read to the open message, or to a new one."""
         if self._foreign:
             return
         if self._open is None:
