@@ -356,21 +356,19 @@ def usage_error(error: CycloptsError, words: Sequence[str], options: Sequence[Op
     by_flag = {name: option for option in options for name in (*option.names, option.flag.old) if name}
     argument = None if error.argument is None else error.argument.name
     option = None if argument is None else by_flag.get(argument)
+    unknown: list[str] = []
     if isinstance(error, UnknownOptionError):
-        flag = error.token.keyword or error.token.value or ""
-        if flag == "-":
-            return f"Got unexpected extra argument(s) (-) {hint}"
-        return f"{_no_such_option(flag, options)} {hint}"
+        unknown = [error.token.keyword or error.token.value or ""]
+    elif isinstance(error, UnknownCommandError):
+        unknown = (error.unused_tokens or [""])[:1]
+    elif isinstance(error, UnusedCliTokensError):
+        unknown = list(error.unused_tokens or ())
+    if flags := [word for word in unknown if word.startswith("-") and word != "-"]:
+        return f"{_no_such_option(flags[0], options)} {hint}"
     if isinstance(error, UnknownCommandError):
-        word = (error.unused_tokens or [""])[0]
-        if word.startswith("-"):
-            return f"{_no_such_option(word, options)} {hint}"
-        return f"No such command '{word}'.{_did_you_mean(word, list(error.app or ()))} {hint}"
-    if isinstance(error, UnusedCliTokensError):
-        for token in error.unused_tokens or ():
-            if token.startswith("-") and token != "-":
-                return f"{_no_such_option(token, options)} {hint}"
-        return f"Got unexpected extra argument(s) ({' '.join(error.unused_tokens or ())}) {hint}"
+        return f"No such command '{unknown[0]}'.{_did_you_mean(unknown[0], list(error.app or ()))} {hint}"
+    if unknown:
+        return f"Got unexpected extra argument(s) ({' '.join(unknown)}) {hint}"
     if isinstance(error, MissingArgumentError) and error.argument is not None:
         if error.keyword is not None or error.argument.tokens:
             return f"Option '{error.keyword or argument}' requires an argument. {hint}"

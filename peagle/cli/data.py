@@ -11,7 +11,6 @@ from peagle.ops.errors import InputError
 from peagle.ops.flag import DRAFTER, OUTPUT, PROMPT, Flag, check_least, layers_reader
 from peagle.text.prompts import Rendering
 
-LOADED = Takes(("target", "download", "dtype", "experts", "kernels"))
 CONTEXT = "Context length in tokens: prompt plus response; a prompt that leaves no room is skipped."
 
 
@@ -41,7 +40,7 @@ class Data:
     """Use the first N prompts, 1 or more."""
     strict: Annotated[bool, STRICT] = False
     rendering: Rendering = Rendering()
-    load: Annotated[LoadConfig, LOADED] = LoadConfig()
+    load: Annotated[LoadConfig, Takes(("target", "download", "dtype", "experts", "kernels"))] = LoadConfig()
     answer: Annotated[AnswerConfig, Takes(("max_new_tokens",))] = AnswerConfig()
     engine: Annotated[
         EngineConfig, Takes(("context", "slots"), helps={"context": CONTEXT}, olds={"slots": "--batch"})
