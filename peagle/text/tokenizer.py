@@ -125,7 +125,7 @@ def template_fingerprint(directory: Path) -> str:
     """Hash the tokenizer of a directory, its settings and its chat template."""
     digest = hashlib.sha256()
     for name in (TOKENIZER_FILE, "tokenizer_config.json", "chat_template.jinja", TEMPLATE_FILE):
-        path = Path(directory) / name
+        path = directory / name
         digest.update(path.read_bytes() if path.is_file() else b"")
     return digest.hexdigest()
 
