@@ -121,13 +121,13 @@ class Display(Observer):
     def __init__(
         self, *, text: bool = False, quiet: bool = False, total: int = 1, streaming: bool = False, drafts: bool = False
     ) -> None:
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._stderr = Console(stderr=True, highlight=False, soft_wrap=True)
         self._stdout = Console(highlight=False, soft_wrap=True)
         self.quiet = quiet
         self._text, self._total, self._streaming = text, total, streaming
         self.shows_drafts = drafts and text and self._stdout.is_terminal
         self._coloured = self._stdout.color_system is not None and not self._stdout.no_color
-        self.live = self.console.is_terminal and not quiet
+        self.live = self._stderr.is_terminal and not quiet
         self._shared = self.live and text and sys.stdout.isatty()
         self._by_channel = streaming and text and not quiet and not self.shows_drafts and sys.stdout.isatty()
         self._has_tokenizer = True
@@ -252,7 +252,7 @@ class Display(Observer):
     def note(self, line: str) -> None:
         """Print a line on standard error, unless quiet."""
         if not self.quiet:
-            self.console.print(wrapped(line, self.console), style="dim", markup=False)
+            self._stderr.print(wrapped(line, self._stderr), style="dim", markup=False)
 
     def warn(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -263,9 +263,9 @@ class Display(Observer):
         if self.quiet or not lines:
             return
         self.clear()
-        self.console.print()
+        self._stderr.print()
         for line in lines:
-            self.console.print(wrapped(line, self.console, SUMMARY_INDENT), markup=False)
+            self._stderr.print(wrapped(line, self._stderr, SUMMARY_INDENT), markup=False)
 
     def clear(self) -> None:
         self._stage = None
@@ -305,7 +305,7 @@ class Display(Observer):
             return
         self._clear_before_text()
         shown = text.translate(_UNSAFE) if sys.stdout.isatty() else text
-        sys.stdout.write(f"{DIM}{shown}{NOT_DIM}" if dim and not self.console.is_dumb_terminal else shown)
+        sys.stdout.write(f"{DIM}{shown}{NOT_DIM}" if dim and not self._stderr.is_dumb_terminal else shown)
         sys.stdout.flush()
 
     def _write_parts(self, parts: Parts) -> None:
@@ -337,7 +337,7 @@ class Display(Observer):
                 columns = [SpinnerColumn("line"), columns[0], TimeElapsedColumn(), columns[1]]
             # by default rich sends standard output to its own console, wherever the output goes
             self._progress = Progress(
-                *columns, console=self.console, transient=True, auto_refresh=animated, redirect_stdout=False
+                *columns, console=self._stderr, transient=True, auto_refresh=animated, redirect_stdout=False
             )
             self._progress.add_task(title, total=None, stage=stage)
             self._progress.start()

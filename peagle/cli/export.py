@@ -38,7 +38,7 @@ class Export:
     quiet: Annotated[bool, QUIET] = False
 
     def run(self) -> int:
-        """Write the drafter to --out, and print which packages refuse it. Return the exit code."""
+        """Write the drafter to --out, and print which servers refuse it. Return the exit code."""
         from peagle.checkpoints import resolve
         from peagle.cli.display import Display
         from peagle.workflows.export import export
@@ -53,10 +53,10 @@ class Export:
                 "aux layers   sorted, together with the weights that read them: vLLM feeds them in layer order"
             )
         if exported.verifier is not None:
-            place = "config.json and README.md" if self.dialect == "speculators" else "README.md"
-            here = Path(exported.verifier).is_absolute()
-            others = "; other machines need a name: --verifier OWNER/NAME" if here else ""
-            lines.append(f"verifier     {exported.verifier}, in {place}{others}")
+            files = "config.json and README.md" if self.dialect == "speculators" else "README.md"
+            is_path = Path(exported.verifier).is_absolute()
+            hint = "; other machines need a name: --verifier OWNER/NAME" if is_path else ""
+            lines.append(f"verifier     {exported.verifier}, in {files}{hint}")
         lines += [f"refused      by {who}: {why}" for who, why in exported.refused.items()]
         display.summary(lines)
         return 0

@@ -387,8 +387,8 @@ def _read_header(parts: Sequence[tuple[str, str]], *, complete: bool, prompted: 
             prefixes = (RECIPIENT, FUNCTIONS)
             if partial and (word.startswith(prefixes) or _fits(word, prefixes, partial)):
                 continue
-            if (name_of_recipient := _recipient(word)) is not None:
-                recipient = name_of_recipient
+            if (recipient_name := _recipient(word)) is not None:
+                recipient = recipient_name
             elif name != CONSTRAIN and part_channel is None and _fits(word, CHANNELS, partial):
                 channel = part_channel = word
             elif content_type is None and (name == CONSTRAIN or _fits(word, CONTENT_TYPES, partial)):
