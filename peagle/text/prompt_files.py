@@ -73,7 +73,7 @@ PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECD
 
 _CSV = """python -c 'import csv, json; rows = csv.DictReader(open("FILE"), dialect="{}"); \
 open("NEW.jsonl", "w").writelines(json.dumps(row) + "\\n" for row in rows)'"""
-_HEADER = re.compile(rb'"?\w[\w ]*"?([,;\t]"?\w[\w ]*"?)+\r?\n')  # names of columns
+_HEADER = re.compile(rb'"?\w[\w ]*"?([,;\t]"?\w[\w ]*"?)+\r?\n')  # a line of column names
 CONVERT = {
     "CSV": _CSV.format("excel"),
     "TSV": _CSV.format("excel-tab"),

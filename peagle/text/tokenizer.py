@@ -233,14 +233,15 @@ class ByteLevelTokenizer:
                 f"{self._directory} has no chat template; add chat_template.jinja, or give --raw-prompt"
             ) from None
         template, dates = fix_date(template, date)
+        # while the template renders, masked texts spell no special token, and one character stands for a Verbatim text
         texts = [*texts_in([messages, tools]), template, *options.values()]
         masks, free = self._masks(texts)
         verbatim = [text for text in texts if isinstance(text, Verbatim)]
         marks = [next(free) for _ in verbatim]
-        left = iter(marks)
+        next_mark = iter(marks)
 
         def masked(text: str) -> str:
-            return next(left) if isinstance(text, Verbatim) else text.translate(masks)
+            return next(next_mark) if isinstance(text, Verbatim) else text.translate(masks)
 
         try:
             text = self._inner.apply_chat_template(
@@ -254,10 +255,10 @@ class ByteLevelTokenizer:
             )
         except Exception as error:  # templates may raise anything
             raise TemplateError(self._directory, reason_of(error)) from None
-        written = {mark: text.translate(masks) for mark, text in zip(marks, verbatim, strict=True)}
+        json_of = {mark: text.translate(masks) for mark, text in zip(marks, verbatim, strict=True)}
         if marks:
             mark = f"[{''.join(marks)}]"
-            text = re.sub(f'"{mark}"|{mark}', lambda match: written[match[0].strip('"')], text)
+            text = re.sub(f'"{mark}"|{mark}', lambda match: json_of[match[0].strip('"')], text)
         unmask = {ord(mask): chr(char) for char, mask in masks.items()}
         self._check_size(text.translate(unmask), most_tokens)
         return self._encode_rendered(text, unmask)
