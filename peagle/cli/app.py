@@ -176,7 +176,7 @@ def _run_command(app: App, words: Sequence[str], kind: type[Command], values: di
                 values = {**read_config_file(app, words, kind, values["config"]), **values}
             command = build_command(kind, values)
             if any(option.name == "download" and option.of(command) for option in options_of(kind)):
-                from peagle.cli.download import download  # imports JAX
+                from peagle.cli.models import download  # imports JAX
 
                 download(command)
             return command.run()

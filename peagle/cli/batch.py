@@ -39,5 +39,5 @@ class BatchCommand(Served):
         from peagle.cli.processes import run_together
 
         with require_extra("batches need", "serve"):
-            from peagle.cli.run_batch import answer_file
+            from peagle.cli.run_serve import answer_file
         return run_together(self, self.load, answer_file)

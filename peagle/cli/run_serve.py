@@ -1,5 +1,6 @@
-"""Run `peagle serve`: load a pair, warm it up, and serve OpenAI's API over HTTP until SIGTERM or Ctrl-C."""
+"""Run `peagle serve` and `peagle batch`: answer requests of OpenAI's API over HTTP, or from a file."""
 
+import asyncio
 import logging
 import re
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from peagle.checkpoints import DEMO
+from peagle.cli.batch import BatchCommand
 from peagle.cli.display import PART, Display
 from peagle.cli.models import check_slots, chosen_context, chosen_models, load_pair
 from peagle.cli.output import say
@@ -21,6 +23,7 @@ from peagle.ops.files import reason_of
 from peagle.ops.memory import size_in_words
 from peagle.pair import Pair
 from peagle.serve.app import create_app
+from peagle.serve.batch import BatchFile, Counts, check_files
 from peagle.serve.http import ANY_ORIGIN
 from peagle.serve.loop import EngineLoop
 from peagle.serve.requests import RequestBuilder
@@ -29,7 +32,10 @@ from peagle.serve.server import serve as serve_app
 from peagle.serve.service import Service
 
 DEMO_NAME = "peagle-demo"
-FAILED = 1
+FAILED = 1  # exit codes
+ALL_REFUSED = 3
+MAX_QUEUE = 1 << 30  # of a file: no limit, because a line may ask for many responses, and no client waits
+LINES_PER_SLOT = 2  # of a file: in flight, so that no slot waits for the next line
 
 
 def serve(settings: Serve) -> int:
@@ -75,6 +81,49 @@ def serve(settings: Serve) -> int:
     if loop.failure is not None:
         say("error", loop.failure)
     return 0 if loop.failure is None else FAILED
+
+
+def answer_file(settings: BatchCommand) -> int:
+    """Answer the file and return the exit code, as the command's help says.
+
+    Raises InputError for bad options and files before loading, and KeyboardInterrupt after Ctrl-C.
+    """
+    models = check_models(settings)
+    check_files(settings.requests, settings.answers)
+    display = Display(quiet=settings.quiet)
+    engine, builder, name = load_engine(settings, models, display, "answering as")
+    loop = EngineLoop(engine, MAX_QUEUE)
+    batch = BatchFile(
+        Service(loop, builder, name), settings.requests, settings.answers, LINES_PER_SLOT * settings.engine.slots
+    )
+    started = time.perf_counter()
+    try:
+        with display.on_interrupt(lambda: _progress(batch.counts)), display.stage("answering") as advance:
+            asyncio.run(batch.run(interrupt.asked, lambda counts: advance(counts.done, counts.total)))
+            interrupt.check()
+    finally:
+        loop.close()
+    if loop.failure is not None:
+        say("error", f"{loop.failure}; {_progress(batch.counts)}")
+        return FAILED
+    summary = _summary(batch.counts, time.perf_counter() - started)
+    display.note(summary)
+    if settings.quiet and (batch.counts.refused or batch.counts.failed):
+        display.warn([summary])
+    return FAILED if batch.counts.failed else ALL_REFUSED if batch.counts.all_refused else 0
+
+
+def _progress(counts: Counts) -> str:
+    return f"{counts.done} of {counts.total} lines are done; the same command resumes"
+
+
+def _summary(counts: Counts, seconds: float) -> str:
+    known = f", {counts.known} answered before" if counts.known else ""
+    speed = f"; {counts.tokens} tokens in {seconds:.1f} s, {counts.tokens / seconds:.0f} tok/s"
+    failed = f", {counts.failed} failed: run the same command again" if counts.failed else ""
+    why = "; the output has the reason of each refusal" if counts.refused else ""
+    done = f"{counts.answered} line{'s' * (counts.answered != 1)} answered, {counts.refused} refused{failed}{known}"
+    return f"{done}{speed if counts.tokens else ''}{why}"
 
 
 def check_models(settings: Served) -> tuple[str, str | None]:
