@@ -155,10 +155,10 @@ def _finish(folder: Folder, display: Display) -> Sequence[Row]:
     """Write the figures into run.json and the pages beside it, show them, and return them."""
     with display.stage("figures"):
         figures = rows(folder)
-        by_concurrency = {"by_concurrency": [row.to_json() for row in concurrent(figures)]}
-        folder.save(
-            rows=[row.to_json() for row in alone(figures)], **(by_concurrency if folder.plan.concurrent else {})
-        )
+        record = {"rows": [row.to_json() for row in alone(figures)]}
+        if folder.plan.concurrent:
+            record["by_concurrency"] = [row.to_json() for row in concurrent(figures)]
+        folder.save(**record)
     with display.stage("drawing"):
         pages.write(folder.path, page.run_blocks(folder, figures))
     show(page.terminal_tables(folder, figures), headlines(folder, figures), folder.path, quiet=display.quiet)
@@ -170,15 +170,15 @@ def _plan(settings: Sweep) -> Plan:
     """Make a plan from the options, still without prompts. Raises InputError for bad values."""
     if not settings.prompts:
         refuse_strict(settings.strict)
+
+    def values(typed: str, default: str) -> tuple[str | None, ...]:
+        return tuple(None if value == default else value for value in dict.fromkeys(typed.split(",")))
+
     return Plan(
         target=or_demo(settings.load.target),
         drafters=tuple(dict.fromkeys((or_demo(settings.drafter)).split(","))),
-        draft_vocabs=tuple(
-            None if vocab == FULL else vocab for vocab in dict.fromkeys(settings.draft_vocab.split(","))
-        ),
-        drafter_windows=tuple(
-            None if window == AUTO else window for window in dict.fromkeys(settings.drafter_window.split(","))
-        ),
+        draft_vocabs=values(settings.draft_vocab, FULL),
+        drafter_windows=values(settings.drafter_window, AUTO),
         ks=parse_ks(settings.num_speculative_tokens),
         sources=(),
         raw={"chat": (False,), "raw": (True,), "both": (False, True)}[settings.render],
