@@ -13,7 +13,9 @@ from peagle.config import HOTTEST, LARGEST_PENALTY, LARGEST_SEED, MOST_LOGPROBS,
 from peagle.ops.strict_json import dumps
 from peagle.serve.names import CHAT, Names
 
-MOST_CHOICES = 16  # of each prompt
+MOST_CHOICES = 16  # of one prompt
+MOST_PROMPTS = 64  # of one body
+MOST_TOOLS = 128  # the limit of OpenAI's API
 CUSTOM_INPUT = "input"  # the only parameter of a custom tool, as a function
 FUNCTIONS = "functions"  # the namespace of functions without one
 # values by which an unsupported field asks for nothing; null always does

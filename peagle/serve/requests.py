@@ -17,6 +17,7 @@ from peagle.ops.settings import brief
 from peagle.pair import Pair
 from peagle.serve.bodies import (
     MOST_CHOICES,
+    MOST_PROMPTS,
     ChatBody,
     ChatMessage,
     CompletionBody,
@@ -27,7 +28,6 @@ from peagle.serve.bodies import (
     TokenizeBody,
 )
 from peagle.serve.errors import ApiError
-from peagle.serve.http import MOST_PROMPTS
 from peagle.serve.instructions import INSTRUCTING, as_instructions, instructions_first
 from peagle.serve.names import CHAT, Names
 from peagle.serve.structured import constraint, grammar_of, unusable

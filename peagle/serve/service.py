@@ -17,7 +17,7 @@ from peagle.ops.strict_json import dumps
 from peagle.serve.bodies import Sampled
 from peagle.serve.errors import ApiError
 from peagle.serve.formatter import Generation
-from peagle.serve.http import Kind, Refusals, Unsent, parse, utc_now
+from peagle.serve.http import BodyT, Refusals, Unsent, parse, utc_now
 from peagle.serve.loop import Loop
 from peagle.serve.metrics import Metrics
 from peagle.serve.outputs import pooled, usage
@@ -93,11 +93,11 @@ class Service:
     def _compiled(self, _: concurrent.futures.Future[Any]) -> None:
         self._num_compiling -= 1
 
-    async def parse(self, kind: type[Kind], body: bytes) -> Kind:
-        """Read a body (`peagle.serve.http.parse`) outside of the event loop. Raises ApiError for another model."""
-        read = await self.in_tokenizer_thread(parse, kind, body, self.builder.context)
-        self.check_model(read.model)
-        return read
+    async def parse(self, kind: type[BodyT], body: bytes) -> BodyT:
+        """Parse a body outside of the event loop (see `http.parse`). Raises ApiError for another model."""
+        parsed = await self.in_tokenizer_thread(parse, kind, body, self.builder.context)
+        self.check_model(parsed.model)
+        return parsed
 
     async def prompt_logprobs(self, requests: Sequence[Request]) -> list[list[TokenLogprobs]]:
         """Compute the log-probabilities of each request's prompt (`RequestBuilder.prompt_logprobs`)."""

@@ -17,9 +17,8 @@ from typing import Any, Literal
 from peagle.engine.grammar import Grammar, GrammarError
 from peagle.ops.settings import brief
 from peagle.ops.strict_json import dumps
-from peagle.serve.bodies import CUSTOM_INPUT, ChatMessage, CustomTool, NamedTool, Tool
+from peagle.serve.bodies import CUSTOM_INPUT, MOST_TOOLS, ChatMessage, CustomTool, NamedTool, Tool
 from peagle.serve.errors import ApiError
-from peagle.serve.http import MOST_TOOLS
 from peagle.serve.names import CHAT, Names
 from peagle.text.channels import CHANNEL, FUNCTIONS, MESSAGE, ROLE, START, Delta, ToolCall, control_ids, final_message
 from peagle.text.tokenizer import Message, TemplateError, Tokenizer, Verbatim, detokenize, encode_characters

@@ -15,7 +15,7 @@ from fastapi.testclient import TestClient
 
 from peagle.cli.serve import Serve
 from peagle.serve import responses
-from peagle.serve.bodies import ChatMessage
+from peagle.serve.bodies import Body, ChatMessage
 from peagle.serve.errors import ApiError
 from peagle.serve.service import Service
 from peagle.serve.tools import MOST_CALLS, chat_of
@@ -489,7 +489,7 @@ def test_a_chat_of_more_than_the_context_holds_is_refused_before_it_is_looked_at
         raise AssertionError
 
     monkeypatch.setattr(ByteLevelTokenizer, "encode_chat", looked_at)
-    monkeypatch.setattr("peagle.serve.http.validated", looked_at)
+    monkeypatch.setattr(Body, "model_validate", looked_at)
     empty, most = {"role": "user", "content": ""}, LONG // 4
     many: dict[str, list[Any]] = {
         "messages": [empty] * (most + 1),
