@@ -63,11 +63,6 @@ def on_loopback(host: str) -> bool:
         return False
 
 
-def serve(app: fastapi.FastAPI, loop: EngineLoop, address: socket.socket, options: "ServerOptions") -> None:
-    """Serve until SIGTERM or SIGINT, then drain."""
-    Server(app, loop, options).run([address])
-
-
 def url(address: socket.socket) -> str:
     host, port, *_ = address.getsockname()
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -148,7 +143,7 @@ class ServerOptions:
 
 
 class Server(uvicorn.Server):
-    """A server that drains after a signal. Unlike uvicorn's it does not raise the signal again after it has ended."""
+    """A server that drains after SIGTERM or SIGINT. Unlike uvicorn's it does not raise the signal again."""
 
     def __init__(self, app: fastapi.FastAPI, loop: EngineLoop, options: ServerOptions) -> None:
         connection: Any = functools.partial(Connection, options=options)
