@@ -13,7 +13,7 @@ from peagle.serve.outputs import OutputChunk, OutputCollector, TokenTexts
 from peagle.serve.replies import CallDelta, ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs, Message
 from peagle.serve.requests import notes
 from peagle.serve.service import Service
-from peagle.serve.structured import constraint
+from peagle.serve.structured import constraint_field
 from peagle.serve.tools import CustomCalls
 from peagle.text.channels import Delta
 
@@ -34,7 +34,7 @@ async def start(service: Service, body: ChatBody) -> Generation:
         options=body.stream_options or StreamOptions(),
     )
     service.note(*notes(body))
-    outputs = OutputCollector(service.loop, requests, tokenizer, channels=True, constraint=constraint(body))
+    outputs = OutputCollector(service.loop, requests, tokenizer, channels=True, constraint=constraint_field(body))
     return Generation(body.stream, formatter, outputs)
 
 
@@ -48,7 +48,7 @@ class ChatFormatter(ChoicesFormatter, ChannelFormatter):
     _cut: set[int] = field(default_factory=set)  # answers that a stop string or token of the request ended
     _shown: dict[int, list[Delta]] = field(default_factory=lambda: collections.defaultdict(list))
     _texts: dict[int, TokenTexts] = field(default_factory=dict)
-    _entries: dict[int, list[str]] = field(default_factory=lambda: collections.defaultdict(list))  # of logprobs, as JSON
+    _entries: dict[int, list[str]] = field(default_factory=lambda: collections.defaultdict(list))  # JSON
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 

@@ -14,7 +14,7 @@ from peagle.serve.formatter import ChoicesFormatter, Generation
 from peagle.serve.outputs import OutputChunk, OutputCollector
 from peagle.serve.replies import CompletionChunkChoice, CompletionLogprobs
 from peagle.serve.service import Service
-from peagle.serve.structured import constraint
+from peagle.serve.structured import constraint_field
 from peagle.text.channels import Delta
 from peagle.text.tokenizer import Detokenizer, detokenize
 
@@ -36,7 +36,9 @@ async def start(service: Service, body: CompletionBody) -> Generation:
     if body.echo and body.logprobs is not None:
         formatter.prompts = [request.prompt_ids for request in requests]
         formatter.prompt_logprobs = await service.prompt_logprobs(requests)
-    outputs = OutputCollector(service.loop, requests, tokenizer, constraint=constraint(body), decode=not body.only_echo)
+    outputs = OutputCollector(
+        service.loop, requests, tokenizer, constraint=constraint_field(body), decode=not body.only_echo
+    )
     return Generation(body.stream, formatter, outputs)
 
 

@@ -23,7 +23,7 @@ from peagle.serve.metrics import Metrics
 from peagle.serve.outputs import pooled, usage
 from peagle.serve.replies import Health, ModelCard
 from peagle.serve.requests import RequestBuilder
-from peagle.serve.structured import constraint
+from peagle.serve.structured import constraint_field
 
 DEFAULT_MAX_BODY = DEFAULT_MAX_UNSENT = 4_000_000
 POLL_S = 0.02
@@ -73,7 +73,7 @@ class Service:
 
         Raises ApiError for one that takes too long, and after a while for one that waits for another.
         """
-        field = constraint(body)
+        field = constraint_field(body)
         if field is None:
             return None
         end = time.monotonic() + GRAMMAR_PATIENCE_S

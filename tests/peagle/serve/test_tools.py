@@ -18,7 +18,7 @@ from peagle.serve import responses
 from peagle.serve.bodies import Body, ChatMessage
 from peagle.serve.errors import ApiError
 from peagle.serve.service import Service
-from peagle.serve.tools import MOST_CALLS, chat_of
+from peagle.serve.tools import MOST_CALLS, template_messages
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
 from tests.support import servers
 from tests.support.harmony import LONG, USER, called, final, instructed, request_of, said, thought
@@ -518,14 +518,14 @@ def test_calls_are_gone_through_no_more_often_for_more_results() -> None:
     message, *results = map(ChatMessage.model_validate, calls(*((str(number), "{}", "x") for number in range(200))))
     counting = Counting(message.tool_calls)
     object.__setattr__(message, "tool_calls", counting)
-    assert len(chat_of([message, *results])) == 2 * 200
+    assert len(template_messages([message, *results])) == 2 * 200
     assert counting.count <= 3
 
 
 def test_more_calls_than_a_template_renders_soon_are_refused() -> None:
     messages = calls(*((str(number), "{}", "x") for number in range(MOST_CALLS + 1)))
     with pytest.raises(ApiError, match="messages holds 513 calls; expected at most 512"):
-        chat_of([ChatMessage.model_validate(message) for message in messages])
+        template_messages([ChatMessage.model_validate(message) for message in messages])
 
 
 def test_bodies_are_read_outside_of_the_event_loop(agent: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
