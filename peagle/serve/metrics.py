@@ -16,20 +16,20 @@ LONG_S = (0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 48
 
 
 class _Preemptions(Collector):
-    """The engine's own count of preemptions."""
+    """Reads the engine's count of preemptions."""
 
     def __init__(self, engine: AnyEngine, model: str) -> None:
         self._engine, self._model = engine, model
 
     def collect(self) -> Iterator[Metric]:
-        text = "Requests whose pages were given to an earlier one; they are computed again."
+        text = "Requests that lost their pages to an earlier one; they are computed again."
         counter = CounterMetricFamily("vllm:num_preemptions", text, labels=["model_name"])
         counter.add_metric([self._model], self._engine.num_preemptions)
         yield counter
 
 
 class Metrics:
-    """Counts since the server's start, labelled with the model's name if vLLM's are.
+    """Counts since the start of the server. Metrics of vLLM have its label model_name.
 
     replies, unsent, cut, unread: updated by the HTTP code.
     """
@@ -41,10 +41,10 @@ class Metrics:
             ("num_requests_waiting", "Requests that wait for a slot.", lambda: loop.num_waiting),
         ):
             self._gauge(name, text).set_function(read)
-        text = "1: requests are answered; 0: they are not, and /health says why."
+        text = "1: the server answers requests; 0: it does not, and /health says why."
         ready = Gauge("peagle:ready", text, registry=self._registry)
         ready.set_function(lambda: loop.status == "ok")
-        if isinstance(loop.engine, AnyEngine):  # else engines are elsewhere
+        if isinstance(loop.engine, AnyEngine):  # not of a fleet
             engine = loop.engine
             text = "Share of the pages of keys and values that requests hold; 1: all."
             self._gauge("kv_cache_usage_perc", text).set_function(lambda: engine.page_use.held_frac)
@@ -77,7 +77,7 @@ class Metrics:
         self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", LONG_S)
 
     def observe(self, results: Sequence[Result]) -> None:
-        """Add the results of one call, after its answers ended or the client left."""
+        """Count the results of one HTTP request, after its answers have ended or its client has left."""
         for result in results:
             reason = result.finish_reason or "abort"
             self._success.labels(self._model, reason).inc()

@@ -1,5 +1,6 @@
 """/v1/responses, without stored responses: a body becomes a chat, and the chat's answer a reply or events."""
 
+import copy
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -275,7 +276,7 @@ def _name(index: int) -> str:
 class _OutputItem:
     """An output item: one message of the answer, or one call."""
 
-    value: dict[str, Any]  # as in the reply
+    value: dict[str, Any]  # as in the reply; events have copies, since it changes after them
     index: int  # in the reply's output
     message: int  # of the answer (`Delta.message`)
     entries: list[str] = field(default_factory=list)  # log-probabilities of its tokens, as JSON
@@ -380,11 +381,11 @@ class ResponsesFormatter(ChannelFormatter):
         item.value["status"] = status
         if item.entries:
             item.value["content"][0]["logprobs"] = Written.array(item.entries)
-        ended = _event("output_item.done", item=_copy(item.value), output_index=item.index)
+        ended = _event("output_item.done", item=copy.deepcopy(item.value), output_index=item.index)
         if item.call_field:
             called = {item.call_field: item.value[item.call_field], "name": item.value["name"]}
             return [_event(f"{CALL_EVENTS[item.call_field]}.done", **item.location, **called), ended]
-        (part,) = _copy(item.value["content"])
+        (part,) = copy.deepcopy(item.value["content"])
         texts = {name: part[name] for name in ("text", "logprobs") if name in part}
         return [
             _event(f"{part['type']}.done", **item.location, **texts),
@@ -406,7 +407,7 @@ class ResponsesFormatter(ChannelFormatter):
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata,
             "model": self.model,
-            "output": [_copy(item.value) for item in self._items],
+            "output": [copy.deepcopy(item.value) for item in self._items],
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
             "reasoning": {"effort": body.reasoning.effort, "summary": None},
@@ -430,7 +431,7 @@ def _event(kind: str, **fields: Any) -> ResponseEvent:
 
 
 def _added_events(item: _OutputItem) -> list[ResponseEvent]:
-    begun = _copy(item.value)
+    begun = copy.deepcopy(item.value)
     events = [_event("output_item.added", item=begun, output_index=item.index)]
     if "content" in begun:
         (part,), begun["content"] = begun["content"], []
@@ -451,13 +452,6 @@ def _echo(tool: Body) -> dict[str, Any]:
     """Return a tool as the body has it, a function with all fields that OpenAI's replies have."""
     empty = {"description": None, "parameters": None, "strict": None} if isinstance(tool, OfferedFunction) else {}
     return empty | tool.model_dump(by_alias=True, exclude_unset=True)
-
-
-def _copy(value: Any) -> Any:
-    """Copy a JSON value, since an item changes after its events."""
-    if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
-    return [_copy(item) for item in value] if isinstance(value, list) else value
 
 
 def _usage(results: Sequence[Result]) -> ResponseUsage:
