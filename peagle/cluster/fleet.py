@@ -106,16 +106,9 @@ class Fleet:
     ) -> None:
         self.engine, self.most_open, self.patience_s = engine, most_open, patience_s
         self.failure: str | None = None
-        self._replicas, self._open, self._ready = replicas, 0, False
-
-    @property
-    def num_running(self) -> int:
-        """Requests that have not ended. It is not known here which of them wait for a slot."""
-        return self._open
-
-    @property
-    def num_waiting(self) -> int:
-        return 0
+        self._replicas, self._ready = replicas, False
+        # requests that have not ended; it is not known here which of them wait for a slot
+        self.num_running, self.num_waiting = 0, 0
 
     @property
     def status(self) -> Status:
@@ -153,9 +146,9 @@ class Fleet:
         """Start all requests, or none. Raises as EngineLoop.submit does."""
         for request in requests:
             self.engine.check(request)
-        check_room(len(requests), self._open, self.most_open)
+        check_room(len(requests), self.num_running, self.most_open)
         call = FleetCall(requests)
-        self._open += len(requests)
+        self.num_running += len(requests)
         for index, request in enumerate(requests):
             task = asyncio.get_running_loop().create_task(self._run(call, index, request))
             task.add_done_callback(self._count_ended)
@@ -168,7 +161,7 @@ class Fleet:
         raise ApiError(400, message, "echo")
 
     def _count_ended(self, _: "asyncio.Task[None]") -> None:
-        self._open -= 1
+        self.num_running -= 1
 
     async def _run(self, call: FleetCall, index: int, request: Request) -> None:
         """Run one request, and put its chunks or its error into the call's queue."""

@@ -10,13 +10,12 @@ run notices if a custom_id now has another request.
 """
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -49,6 +48,7 @@ class LineError(Exception):
 class Line:
     """An input line. body: JSON."""
 
+    number: int  # from 1
     custom_id: str
     url: str
     body: bytes
@@ -144,19 +144,28 @@ def _not_an_output(out: Path, number: int) -> InputError:
 
 def check_same(source: Path, out: Path, known: Answered) -> None:
     """Raise InputError if the output answers another request under a custom_id of the input."""
+    for line in read_lines(source):
+        if isinstance(line, Line) and known.ids.get(line.custom_id, line.id) != line.id:
+            raise InputError(
+                f"{out} has an answer to another request with the custom_id {brief(line.custom_id)} of line "
+                f"{line.number}; give another file, or remove it"
+            )
+
+
+def read_lines(source: Path) -> Iterator[Line | LineError]:
+    """Parse the lines that are not blank; yield an error for a malformed one."""
     custom_ids: set[str] = set()
     with source.open("rb") as file:
         for number, text in enumerate(file, 1):
-            with contextlib.suppress(LineError):
-                line = read_line(number, text, custom_ids)
-                if known.ids.get(line.custom_id, line.id) != line.id:
-                    raise InputError(
-                        f"{out} has an answer to another request with the custom_id {brief(line.custom_id)} of line "
-                        f"{number}; give another file, or remove it"
-                    )
+            if text.isspace():
+                continue
+            try:
+                yield _read_line(number, text, custom_ids)
+            except LineError as error:
+                yield error
 
 
-def read_line(number: int, text: bytes, custom_ids: set[str]) -> Line:
+def _read_line(number: int, text: bytes, custom_ids: set[str]) -> Line:
     """Parse an input line and add its custom_id to `custom_ids`, those of the lines before. Raises LineError."""
     where = f"line {number}"
     try:
@@ -178,7 +187,7 @@ def read_line(number: int, text: bytes, custom_ids: set[str]) -> Line:
         raise LineError(custom_id, f"the url of {where} is {brief(url)}; expected one of {', '.join(ENDPOINTS)}")
     if not isinstance(body, dict):
         raise LineError(custom_id, f"the body of {where} is {brief(body)}; expected an object")
-    return Line(custom_id, url, pydantic_core.to_json(body))
+    return Line(number, custom_id, url, pydantic_core.to_json(body))
 
 
 @dataclass
@@ -218,9 +227,9 @@ class BatchFile:
     async def _answer_all(self, known: Answered, ends: Callable[[], bool]) -> None:
         """Answer lines until `ends` returns true."""
         running: set[asyncio.Task[None]] = set()
-        with self.out.open("ab") as file, self.source.open("rb") as source:
+        with self.out.open("ab") as file:
             try:
-                for line in self._unanswered(source, known, file):
+                for line in self._unanswered(known, file):
                     running.add(asyncio.create_task(self._answer(line, file)))
                     while not (stopped := ends()) and len(running) >= self.at_once:
                         running = await _wait(running)
@@ -233,19 +242,13 @@ class BatchFile:
                     task.cancel()
                 await asyncio.gather(*running, return_exceptions=True)
 
-    def _unanswered(self, source: Iterable[bytes], known: Answered, file: BinaryIO) -> Iterator[Line]:
+    def _unanswered(self, known: Answered, file: BinaryIO) -> Iterator[Line]:
         """Yield the lines that have no response; write the errors of malformed ones."""
-        custom_ids: set[str] = set()
-        for number, text in enumerate(source, 1):
-            if text.isspace():
-                continue
-            try:
-                line = read_line(number, text, custom_ids)
-            except LineError as error:
+        for line in read_lines(self.source):
+            if isinstance(line, LineError):
                 self.counts.refused += 1
-                _write(file, error.custom_id, None, {"code": "invalid_line", "message": error.message})
-                continue
-            if line.custom_id in known.ids:
+                _write(file, line.custom_id, None, {"code": "invalid_line", "message": line.message})
+            elif line.custom_id in known.ids:
                 self.counts.known += 1
                 self.counts.known_refused += line.custom_id in known.refused
             else:

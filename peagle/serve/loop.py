@@ -152,30 +152,26 @@ class EngineLoop:
         self._new: collections.deque[_Job] = collections.deque()
         self._tasks: collections.deque[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = collections.deque()
         self._running: dict[Handle, _Job] = {}  # of the thread only
-        self._open = 0  # jobs and tasks that have not ended
+        self.num_open = 0  # jobs and tasks that have not ended
         self._closing = False
         self._last_step_s = time.monotonic()
         self._thread = threading.Thread(target=self._drive, name="engine", daemon=True)
         self._thread.start()
 
     @property
-    def num_open(self) -> int:
-        return self._open
-
-    @property
     def num_running(self) -> int:
-        return min(self._open, self.engine.config.slots)
+        return min(self.num_open, self.engine.config.slots)
 
     @property
     def num_waiting(self) -> int:
-        return self._open - self.num_running
+        return self.num_open - self.num_running
 
     @property
     def status(self) -> Status:
         """The state of the thread. "stalled": requests are open, and no step has ended for STALLED_S."""
         if self.failure is not None:
             return "failed"
-        if self._open and time.monotonic() - self._last_step_s > STALLED_S:
+        if self.num_open and time.monotonic() - self._last_step_s > STALLED_S:
             return "stalled"
         return "draining" if self.draining else "ok"
 
@@ -214,10 +210,10 @@ class EngineLoop:
             raise self._engine_failed()
         if self.draining:
             raise ApiError(503, "the server is shutting down; send the request to another one")
-        check_room(count, self._open, self.engine.config.slots + self.max_queue)
-        if not self._open:
+        check_room(count, self.num_open, self.engine.config.slots + self.max_queue)
+        if not self.num_open:
             self._last_step_s = time.monotonic()
-        self._open += count
+        self.num_open += count
 
     def stop(self, message: str) -> None:
         """Refuse further requests, and end the open ones with this message."""
@@ -255,11 +251,11 @@ class EngineLoop:
 
     def _wait(self) -> bool:
         """Wait for a request or a task; return False if the thread is to end."""
-        if not self._open:
+        if not self.num_open:
             self.engine.settle()
         with self._lock:
-            self._lock.wait_for(lambda: self._open or self._closing)
-            return not (self._closing and not self._open)
+            self._lock.wait_for(lambda: self.num_open or self._closing)
+            return not (self._closing and not self.num_open)
 
     def _add_new(self) -> None:
         while self._new:
@@ -270,7 +266,7 @@ class EngineLoop:
                     job.hand_off = None
                     self._running[job.handle] = job
                 self._new.popleft()
-                self._open -= job.handle is None
+                self.num_open -= job.handle is None
             if job.aborted and job.handle is not None:
                 self.engine.abort(job.handle)
 
@@ -285,7 +281,7 @@ class EngineLoop:
             except Exception as error:
                 future.set_exception(error)
         with self._lock:
-            self._open -= 1
+            self.num_open -= 1
 
     def _deliver(self) -> None:
         """Send the chunks of a step to their event loops, and forget requests that have ended."""
@@ -304,7 +300,7 @@ class EngineLoop:
         with self._lock:
             for handle in ended:
                 del self._running[handle]
-            self._open -= len(ended)
+            self.num_open -= len(ended)
         for loop, items in by_loop.items():
             if items:
                 self._send(loop, items)
@@ -328,7 +324,7 @@ class EngineLoop:
             self._running.clear()
             tasks = [*self._tasks]
             self._tasks.clear()
-            self._open = 0
+            self.num_open = 0
         for job in jobs:
             self._send(job.call.loop, [(job, self._engine_failed())])
         for _, future in tasks:

@@ -31,7 +31,7 @@ from peagle.serve.errors import ApiError
 from peagle.serve.instructions import INSTRUCTING, as_instructions, instructions_first
 from peagle.serve.names import CHAT_FIELDS, FieldNames
 from peagle.serve.structured import constraint_field, grammar_error, grammar_of
-from peagle.serve.tools import begin_call, call_grammars, parameters_of, takes_tools, template_messages, template_tools
+from peagle.serve.tools import begin_call, call_grammars, parameters_of, template_messages, template_tools
 from peagle.text.channels import CALL, control_ids
 from peagle.text.prompts import check_encodable
 from peagle.text.tokenizer import Message, TemplateError, TextTooLong, Tokenizer, detokenize
@@ -39,6 +39,7 @@ from peagle.text.tokenizer import Message, TemplateError, TextTooLong, Tokenizer
 # efforts that GPT-OSS does not know -> the nearest one
 EFFORTS: Mapping[Effort | None, Effort] = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]  # fields of bodies, too
+PROBE = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {}}}
 TOKEN_ID = re.compile(r"[0-9]{1,10}")  # as a key of an object
 
 
@@ -62,8 +63,13 @@ class RequestBuilder:
         return self.pair.tokenizer
 
     @functools.cached_property
-    def takes_tools(self) -> bool:
-        return takes_tools(self.tokenizer)
+    def supports_tools(self) -> bool:
+        """Whether the chat template renders tools."""
+        chat = [{"role": "user", "content": "a"}]
+        try:
+            return self._render(chat, tools=[PROBE]) != self._render(chat)
+        except TemplateError:
+            return False
 
     def grammar(self, body: Sampled) -> CompiledGrammar | None:
         """Compile the grammar of the answers, in a chat that of final messages and calls; None: they are free.
@@ -112,7 +118,9 @@ class RequestBuilder:
         if len(limits) > 1:
             raise ApiError(400, "max_tokens and max_completion_tokens differ; leave out max_tokens", "max_tokens")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        tools, forced = template_tools(body.tools, body.tool_choice, bool(body.tools) and self.takes_tools, body.names)
+        tools, forced = template_tools(
+            body.tools, body.tool_choice, bool(body.tools) and self.supports_tools, body.names
+        )
         prompt_ids = self.encode_chat(body.messages, body.reasoning_effort, tools, body.names)
         if forced is not None:
             prompt_ids = begin_call(self.tokenizer, prompt_ids, forced)
@@ -164,7 +172,7 @@ class RequestBuilder:
             ids = self.encode(body.prompt)
             return ids if body.add_special_tokens else ids[len(self.encode("")) :]
         assert body.messages is not None
-        tools, _ = template_tools(body.tools, "auto", bool(body.tools) and self.takes_tools)
+        tools, _ = template_tools(body.tools, "auto", bool(body.tools) and self.supports_tools)
         return self.encode_chat(body.messages, body.reasoning_effort, tools)
 
     def detokenize(self, body: DetokenizeBody) -> str:

@@ -52,6 +52,7 @@ from peagle.text.channels import Delta
 
 LOGPROBS_OF_TEXT = "message.output_text.logprobs"  # a value of include
 SAME_FIELDS = ("temperature", "top_p", "seed", "top_logprobs", "parallel_tool_calls", "stream", "speculative")
+ToolName = Mapping[str, str]  # fields `name` and `namespace` of a tool in the body
 CALL_EVENTS = {"arguments": "function_call_arguments", "input": "custom_tool_call_input"}  # by field of a call's text
 
 
@@ -89,20 +90,12 @@ class ResponseChat(ChatBody):
 
 
 @dataclass(frozen=True)
-class NamespacedName:
-    """The name of a tool in a /v1/responses body."""
-
-    name: str
-    namespace: str | None
-
-
-@dataclass(frozen=True)
 class AsChat:
-    """A /v1/responses body as a chat. tool_names: of the body, by those of the chat. notes: for the server's log."""
+    """A /v1/responses body as a chat."""
 
     body: ChatBody
-    tool_names: Mapping[str, NamespacedName]
-    notes: Sequence[str]
+    tool_names: Mapping[str, ToolName]  # by name in the chat
+    notes: Sequence[str]  # for the server's log
 
 
 def as_chat(body: ResponsesBody) -> AsChat:
@@ -148,7 +141,7 @@ class _Tools:
 
     tools: list[Tool] = field(default_factory=list)
     fields: list[str] = field(default_factory=list)  # by tool: its field in the body
-    names: dict[str, NamespacedName] = field(default_factory=dict)  # by name in the chat: the name in the body
+    names: dict[str, ToolName] = field(default_factory=dict)  # by name in the chat
     left_out: dict[str, None] = field(default_factory=dict)  # types of hosted tools, in order
 
     def add(self, tool: OfferedFunction | OfferedCustom, where: str, namespace: Namespace | None = None) -> None:
@@ -156,7 +149,7 @@ class _Tools:
         space, about = (None, None) if namespace is None else (namespace.name, namespace.description)
         name, description = qualified(space, tool.name), "\n".join(filter(None, (about, tool.description))) or None
         self.fields.append(where)
-        self.names[name] = NamespacedName(tool.name, space)
+        self.names[name] = {"name": tool.name} | ({} if space is None else {"namespace": space})
         if isinstance(tool, OfferedFunction):
             function = Function(name=name, description=description, parameters=tool.parameters, strict=tool.strict)
             self.tools.append(FunctionTool(type="function", function=function))
@@ -301,10 +294,10 @@ class _OutputItem:
 
 @dataclass
 class ResponsesFormatter(ChannelFormatter):
-    """A response and its events. tool_names: of the body, by those of the chat."""
+    """A response and its events. tool_names: by name in the chat."""
 
     body: ResponsesBody = field(default_factory=lambda: ResponsesBody(input=""))
-    tool_names: Mapping[str, NamespacedName] = field(default_factory=dict)
+    tool_names: Mapping[str, ToolName] = field(default_factory=dict)
     _items: list[_OutputItem] = field(default_factory=list)
     _num_events: int = 0
     _reason: str | None = None
@@ -356,13 +349,12 @@ class ResponsesFormatter(ChannelFormatter):
         number = uuid.uuid4().hex
         value: dict[str, Any]
         if delta.call is not None:
-            name = self.tool_names.get(delta.call.name, NamespacedName(delta.call.name, None))
+            name = self.tool_names.get(delta.call.name, {"name": delta.call.name})
             is_custom = self._custom_calls(0).is_custom(delta.call)
             kind, prefix, text = (
                 ("custom_tool_call", "ctc", "input") if is_custom else ("function_call", "fc", "arguments")
             )
-            value = {"id": f"{prefix}_{number}", "type": kind, "call_id": delta.call.id, "name": name.name, text: ""}
-            value |= {} if name.namespace is None else {"namespace": name.namespace}
+            value = {"id": f"{prefix}_{number}", "type": kind, "call_id": delta.call.id, text: "", **name}
         elif delta.kind == "reasoning":
             value = {"id": f"rs_{number}", "type": "reasoning", "summary": [], "encrypted_content": None}
             value["content"] = [{"type": "reasoning_text", "text": ""}]

@@ -25,7 +25,6 @@ from peagle.serve.replies import Health, ModelCard
 from peagle.serve.requests import RequestBuilder
 from peagle.serve.structured import constraint_field
 
-DEFAULT_MAX_BODY = DEFAULT_MAX_UNSENT = 4_000_000
 POLL_S = 0.02
 GRAMMAR_PATIENCE_S = 10.0  # time to compile a grammar, and to wait for those of other requests
 T = TypeVar("T")
@@ -39,12 +38,12 @@ class Service:
     builder: RequestBuilder
     model: str  # its name
     keys: Sequence[str] = ()  # API keys; without any, none is required
-    max_body: int = DEFAULT_MAX_BODY  # bytes
+    max_body: int = 4_000_000  # bytes
     origins: Sequence[str] = ()  # sites whose pages may use the routes
     hosts: Sequence[str] | None = None  # names, beside loopback's, by which clients may address the server; None: any
     log: logging.Logger | None = None  # gets a JSON line for each request
     created: int = field(default_factory=lambda: int(time.time()))
-    max_unsent: int = DEFAULT_MAX_UNSENT  # bytes of a stream that may wait for its client, or the stream ends
+    max_unsent: int = 4_000_000  # bytes of a stream that may wait for its client, or the stream ends
     metrics: Metrics = field(init=False)
     unsent: Unsent = field(init=False)
     refusals: Refusals = field(init=False)

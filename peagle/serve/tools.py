@@ -21,7 +21,7 @@ from peagle.serve.bodies import CUSTOM_INPUT, MOST_TOOLS, ChatMessage, CustomToo
 from peagle.serve.errors import ApiError
 from peagle.serve.names import CHAT_FIELDS, FieldNames
 from peagle.text.channels import CHANNEL, FUNCTIONS, MESSAGE, ROLE, START, Delta, ToolCall, control_ids, final_message
-from peagle.text.tokenizer import Message, TemplateError, Tokenizer, Verbatim, detokenize, encode_characters
+from peagle.text.tokenizer import Message, Tokenizer, Verbatim, detokenize, encode_characters
 
 MOST_CALLS = 512  # of a chat: the time of GPT-OSS's template is quadratic in them
 MOST_VALUES, MOST_LEVELS = 5000, 32  # JSON values in the parameters of all tools; levels of nesting
@@ -29,17 +29,7 @@ LONGEST_NAME = 128  # of a tool, with its namespace
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
 MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 VALUES = ("default", "enum", "const", "examples")  # keywords of schemas whose values are no schemas
-PROBE = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {}}}
 Choice = Literal["none", "auto", "required"] | NamedTool
-
-
-def takes_tools(tokenizer: Tokenizer) -> bool:
-    """Test whether the chat template renders tools."""
-    chat = [{"role": "user", "content": "a"}]
-    try:
-        return tokenizer.encode_chat(chat, tools=[PROBE]) != tokenizer.encode_chat(chat)
-    except TemplateError:
-        return False
 
 
 def template_tools(
@@ -47,7 +37,7 @@ def template_tools(
 ) -> tuple[list[dict[str, Any]], str | None]:
     """Return (tools in the form of chat templates, see `forced_function`). The choice "none" leaves out all tools.
 
-    supported: see `takes_tools`. Raises ApiError for invalid tools or an invalid choice.
+    supported: the chat template renders tools. Raises ApiError for invalid tools or an invalid choice.
     """
     check_tools(tools, names)
     if not tools:
