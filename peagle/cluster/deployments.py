@@ -87,7 +87,7 @@ class Worker:
     def check_health(self) -> None:
         """Raise RuntimeError if the engine has failed or stalled, so that Serve replaces the replica."""
         if self._loop.status in ("failed", "stalled"):
-            raise RuntimeError(self._loop.failure or "the engine stands still")
+            raise RuntimeError(self._loop.failure or "the engine has stalled")
 
     async def ping(self) -> None:
         """Do nothing: Serve calls a replica only after its constructor has ended."""

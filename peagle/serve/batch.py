@@ -178,7 +178,7 @@ def _read_line(number: int, text: bytes, custom_ids: set[str]) -> Line:
     if not isinstance(custom_id, str) or not custom_id:
         raise LineError(None, f"the custom_id of {where} is {brief(custom_id)}; expected a text of its own")
     if custom_id in custom_ids:
-        raise LineError(custom_id, f"the custom_id {brief(custom_id)} of {where} is that of a line before it")
+        raise LineError(custom_id, f"the custom_id {brief(custom_id)} of {where} is also that of an earlier line")
     custom_ids.add(custom_id)
     if fields.get("method") != "POST":
         raise LineError(custom_id, f"the method of {where} is {brief(fields.get('method'))}; expected 'POST'")

@@ -67,7 +67,7 @@ class RequestBuilder:
         """Whether the chat template renders tools."""
         chat = [{"role": "user", "content": "a"}]
         try:
-            return self._render(chat, tools=[PROBE]) != self._render(chat)
+            return self.tokenizer.encode_chat(chat, tools=[PROBE]) != self.tokenizer.encode_chat(chat)
         except TemplateError:
             return False
 
@@ -92,7 +92,8 @@ class RequestBuilder:
         calls = call_grammars(body.tools, body.tool_choice, body.names) if tools else {}
         must_call = only is not None or body.tool_choice == "required"
         if must_call and grammar is not None:
-            raise ApiError(400, "tool_choice makes a call of the answer, so nothing else can bind it", "tool_choice")
+            message = "tool_choice makes the answer a call, so no other field can constrain it; set it to 'auto'"
+            raise ApiError(400, message, "tool_choice")
         if grammar is None and not any(calls.values()):
             return None
         try:
@@ -118,9 +119,8 @@ class RequestBuilder:
         if len(limits) > 1:
             raise ApiError(400, "max_tokens and max_completion_tokens differ; leave out max_tokens", "max_tokens")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        tools, forced = template_tools(
-            body.tools, body.tool_choice, bool(body.tools) and self.supports_tools, body.names
-        )
+        supported = bool(body.tools) and self.supports_tools
+        tools, forced = template_tools(body.tools, body.tool_choice, supported, body.names)
         prompt_ids = self.encode_chat(body.messages, body.reasoning_effort, tools, body.names)
         if forced is not None:
             prompt_ids = begin_call(self.tokenizer, prompt_ids, forced)
@@ -336,7 +336,7 @@ def notes(body: ChatBody) -> list[str]:
     if effort in EFFORTS:
         lines.append(f"the reasoning effort {effort} is not one of GPT-OSS: the prompt says {EFFORTS[effort]}")
     if any(isinstance(tool, CustomTool) and tool.custom.format is not None for tool in body.tools):
-        lines.append("grammars of custom tools are told to the model, and do not bind what it writes")
+        lines.append("the prompt shows grammars of custom tools to the model; they do not constrain the inputs")
     return lines
 
 

@@ -72,7 +72,7 @@ class Service:
         end = time.monotonic() + GRAMMAR_PATIENCE_S
         while self._compiling:
             if time.monotonic() > end:
-                raise ApiError(503, "grammars of other requests are being compiled; ask again later")
+                raise ApiError(503, "grammars of other requests are being compiled; try again later")
             await asyncio.sleep(POLL_S)
         self._compiling = True
         compiled = in_daemon(self.builder.grammar, body)

@@ -104,7 +104,7 @@ def check_tools(tools: Sequence[Tool], names: FieldNames = CHAT_FIELDS) -> None:
         if not NAME.fullmatch(name) or len(name) > LONGEST_NAME:
             raise ApiError.wrong(where, name, f"1 to {LONGEST_NAME} letters, digits, _, - or .")
         if name in known:
-            raise ApiError(400, f"{where} is {brief(name)}, as that of a tool before it", where)
+            raise ApiError(400, f"{where} is {brief(name)}, but an earlier tool has this name", where)
         known.add(name)
         kinds = (tool.function.parameters or {}).get("type", "object")
         if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
@@ -152,11 +152,11 @@ def begin_call(tokenizer: Tokenizer, prompt_ids: Sequence[int], name: str) -> tu
 
 
 def result_without_call(where: str, field: str) -> ApiError:
-    return ApiError(400, f"{where} is a tool's result, but no call precedes it; send that, too", field)
+    return ApiError(400, f"{where} is a tool's result, but no call precedes it; send the call, too", field)
 
 
 def duplicate_call_id(where: str, call_id: str) -> ApiError:
-    return ApiError(400, f"{where} is {brief(call_id)}, as that of a call before it; expected its own", where)
+    return ApiError(400, f"{where} is {brief(call_id)}, but an earlier call has this id; expected another one", where)
 
 
 def unknown_call_id(where: str, call_id: str | None) -> ApiError:
