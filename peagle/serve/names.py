@@ -13,6 +13,8 @@ class FieldNames:
     response_format: str = "response_format"
     json_schema: str = "response_format.json_schema"
     schema: str = "response_format.json_schema.schema"
+    id_of_call: str = "id"
+    id_of_result: str = "tool_call_id"
     result: str = "a message of the role tool with the tool_call_id"
 
     def message(self, message: int) -> str:
@@ -22,11 +24,11 @@ class FieldNames:
         return f"messages.{message}.tool_calls.{call}"
 
     def call_id(self, message: int, call: int) -> str:
-        return f"{self.call(message, call)}.id"
+        return f"{self.call(message, call)}.{self.id_of_call}"
 
     def result_id(self, message: int) -> str:
         """Return the name of the call id in a message that is a result."""
-        return f"messages.{message}.tool_call_id"
+        return f"{self.message(message)}.{self.id_of_result}"
 
     def tool(self, tool: int, kind: str) -> str:
         """Return the name of the object that has a tool's name and parameters. kind: function or custom."""
@@ -50,6 +52,8 @@ class ResponsesFieldNames(FieldNames):
     response_format: str = "text.format"
     json_schema: str = "text.format"
     schema: str = "text.format.schema"
+    id_of_call: str = "call_id"
+    id_of_result: str = "call_id"
     result: str = "a function_call_output with the call_id"
     items: Sequence[MessageNames] = ()
     tools: Sequence[str] = ()
@@ -59,12 +63,6 @@ class ResponsesFieldNames(FieldNames):
 
     def call(self, message: int, call: int) -> str:
         return self.items[message].calls[call]
-
-    def call_id(self, message: int, call: int) -> str:
-        return f"{self.call(message, call)}.call_id"
-
-    def result_id(self, message: int) -> str:
-        return f"{self.items[message].item}.call_id"
 
     def tool(self, tool: int, kind: str) -> str:  # noqa: ARG002
         return self.tools[tool]
