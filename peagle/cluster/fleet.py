@@ -24,7 +24,7 @@ from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.errors import InputError
 from peagle.serve.errors import ApiError
-from peagle.serve.loop import LOADING_RETRY_S, Chunks, Status, T, check_room, read_chunks
+from peagle.serve.loop import LOADING_RETRY_S, ChunkQueue, Status, T, check_room, read_chunks
 
 PREFILL_TRIES = 3
 PROBE_S, RETRY_S = 5.0, 0.5  # between probes of the replicas: if they answer, if not
@@ -77,7 +77,7 @@ class FleetCall:
     """The requests of one HTTP request (see peagle.serve.loop.Call): a task for each."""
 
     requests: Sequence[Request]
-    queue: Chunks = field(default_factory=asyncio.Queue)
+    queue: ChunkQueue = field(default_factory=asyncio.Queue)
     tasks: list["asyncio.Task[None]"] = field(default_factory=list)
 
     def chunks(self) -> AsyncGenerator[tuple[int, TokenChunk], None]:

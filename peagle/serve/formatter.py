@@ -194,7 +194,7 @@ class Generation:
         return self.formatter.whole(self.outputs.results())
 
     async def events(self) -> AsyncGenerator[str, None]:
-        """Write the events of a stream. A later error becomes an event."""
+        """Write the events of a stream. An error becomes an event."""
         formatter, outputs = self.formatter, self.outputs
         try:
             async with contextlib.aclosing(outputs.chunks()) as chunks:

@@ -41,11 +41,11 @@ class _Job:
     aborted: bool = False
 
 
-Chunks = asyncio.Queue[tuple[int, TokenChunk | ApiError]]  # (index of the request in its call, chunk)
+ChunkQueue = asyncio.Queue[tuple[int, TokenChunk | ApiError]]  # (index of the request in its call, chunk)
 
 
 async def read_chunks(
-    queue: Chunks, count: int, aborted: Callable[[int], bool]
+    queue: ChunkQueue, count: int, aborted: Callable[[int], bool]
 ) -> AsyncGenerator[tuple[int, TokenChunk], None]:
     """Yield (index, chunk) of requests 0..count - 1 as chunks arrive, until each has ended or was aborted.
 
@@ -78,7 +78,7 @@ class EngineCall:
     engine: AnyEngine
     loop: asyncio.AbstractEventLoop
     jobs: list[_Job] = field(default_factory=list)
-    queue: Chunks = field(default_factory=asyncio.Queue)
+    queue: ChunkQueue = field(default_factory=asyncio.Queue)
 
     def chunks(self) -> AsyncGenerator[tuple[int, TokenChunk], None]:
         """Yield (index of the request, chunk) as chunks arrive, until each request has ended or was aborted.

@@ -87,7 +87,7 @@ class OutputCollector:
             self._call.abort(index)
         count = len(piece.token_ids)
         if chunk.finish_reason == "stop" and count and count == len(chunk.token_ids):
-            count -= 1
+            count -= 1  # the stop token
         deltas = piece.deltas
         if not self._channels and (piece.text or piece.shown):
             deltas = (Delta("content", piece.text, 0, tokens=piece.shown),)
