@@ -74,8 +74,8 @@ HttpProtocol: Any = AutoHTTPProtocol  # uvicorn's, on the faster of the installe
 class Connection(HttpProtocol):
     """A client's connection. Closes if the client stalls; between requests uvicorn closes it after keep_alive_s."""
 
-    _headers: Any = None
-    _reader: Any = None
+    _headers_timer: Any = None
+    _reader_timer: Any = None
 
     def __init__(self, *arguments: Any, options: "ServerOptions", **others: Any) -> None:
         super().__init__(*arguments, **others)
@@ -89,8 +89,8 @@ class Connection(HttpProtocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
-            self._headers = _cancel(self._headers)
-        elif self._headers is None:
+            self._headers_timer = _cancel(self._headers_timer)
+        elif self._headers_timer is None:
             self._expect_headers()
 
     def pause_writing(self) -> None:
@@ -99,20 +99,20 @@ class Connection(HttpProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._reader = _cancel(self._reader)
+        self._reader_timer = _cancel(self._reader_timer)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._headers, self._reader = _cancel(self._headers), _cancel(self._reader)
+        self._headers_timer, self._reader_timer = _cancel(self._headers_timer), _cancel(self._reader_timer)
         super().connection_lost(error)
 
     def _expect_headers(self) -> None:
-        self._headers = self.loop.call_later(self._options.headers_s, self.transport.close)
+        self._headers_timer = self.loop.call_later(self._options.headers_s, self.transport.close)
 
     def _expect_reader(self, before: int | None = None) -> None:
         """Check again after unread_s; close if the client has read nothing since. before: bytes unsent at that time."""
         unsent = self.transport.get_write_buffer_size()
         if before is None or unsent < before:
-            self._reader = self.loop.call_later(self._options.unread_s, self._expect_reader, unsent)
+            self._reader_timer = self.loop.call_later(self._options.unread_s, self._expect_reader, unsent)
         else:
             self._options.unread()
             self.transport.abort()  # `close` would wait until the client reads
