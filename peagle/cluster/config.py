@@ -10,7 +10,6 @@ from peagle.ops.errors import InputError
 from peagle.ops.flag import MACHINE, REPLICAS, SERVER, Flag, Takes, check_least
 from peagle.text.tokenizer import DEFAULT_DATE
 
-PATIENCE_S = 600.0  # longer than any request waits in a queue
 TEXT_LISTS = ("keys", "hosts")  # fields
 MESH_FIELDS = ("coordinator", "process_id", "num_processes")  # for a target over several processes
 LOAD_FIELDS = (
@@ -63,7 +62,7 @@ class FleetConfig:
     keys: Sequence[str] = field(default=(), repr=False)  # as of peagle.serve.service.Service
     hosts: Sequence[str] | None = None  # the same
     date: str = DEFAULT_DATE  # for chat templates that show one
-    patience_s: float = PATIENCE_S  # without a chunk, before an answer ends with an error
+    patience_s: float = 600.0  # without a chunk, before an answer ends with an error; longer than any queue
     route_by_prefix: bool = True  # send a prompt to the replica that has its prefix, if there are prefix caches
 
     def __post_init__(self) -> None:

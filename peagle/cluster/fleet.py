@@ -18,7 +18,6 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from peagle.cluster.config import PATIENCE_S
 from peagle.engine.admission import check_grammar
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
@@ -101,9 +100,7 @@ class Fleet:
     since there may be no replica left. The status is "loading" until replicas answer a `probe`.
     """
 
-    def __init__(
-        self, replicas: ReplicaCalls, engine: FleetEngine, most_open: int, patience_s: float = PATIENCE_S
-    ) -> None:
+    def __init__(self, replicas: ReplicaCalls, engine: FleetEngine, most_open: int, patience_s: float) -> None:
         self.engine, self.most_open, self.patience_s = engine, most_open, patience_s
         self.failure: str | None = None
         self._replicas, self._ready = replicas, False

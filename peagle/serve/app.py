@@ -163,7 +163,7 @@ def _add_model_routes(router: fastapi.APIRouter, service: Service) -> None:
         if generation.stream:
             return EventStream(generation.events(), finish, service.unsent)
         try:
-            return JsonReply(await until_disconnect(request.receive, generation.whole()))
+            return JsonReply(await until_disconnect(request.receive, generation.reply()))
         finally:
             finish()
 

@@ -279,7 +279,7 @@ class BatchFile:
         try:
             if generation.stream:
                 raise ApiError(400, "stream is set; a batch has no streams: leave it out", "stream")
-            body = await generation.whole()
+            body = await generation.reply()
             self.counts.tokens += sum(len(result.output_ids) for result in generation.outputs.results())
             return body, generation.formatter.id
         finally:

@@ -33,7 +33,7 @@ async def start(service: Service, body: ChatBody) -> Generation:
         token_origins=body.return_token_origins,
         options=body.stream_options or StreamOptions(),
     )
-    service.note(*notes(body))
+    service.log_once(*notes(body))
     outputs = OutputCollector(service.loop, requests, tokenizer, channels=True, constraint=constraint_field(body))
     return Generation(body.stream, formatter, outputs)
 
@@ -52,10 +52,10 @@ class ChatFormatter(ChoicesFormatter, ChannelFormatter):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def _first(self, index: int) -> list[ChatChunkChoice]:
+    def _first_choices(self, index: int) -> list[ChatChunkChoice]:
         return [_choice(index, {"role": "assistant", "content": ""})]
 
-    def _middle(self, chunk: OutputChunk) -> list[ChatChunkChoice]:
+    def _chunk_choices(self, chunk: OutputChunk) -> list[ChatChunkChoice]:
         assert self.tokenizer is not None
         deltas, custom = self._deltas(chunk), self._custom_calls(chunk.index)
         if chunk.cut:
@@ -64,7 +64,7 @@ class ChatFormatter(ChoicesFormatter, ChannelFormatter):
         choices = []
         for delta in deltas:
             choices.append(_choice(chunk.index, _delta(delta, custom)))
-            if entries := self._logprobs(chunk, delta):
+            if entries := self._logprob_entries(chunk, delta):
                 self._entries[chunk.index] += entries
                 choices[-1]["logprobs"] = _logprobs(entries)
         if self.token_origins:
@@ -75,10 +75,10 @@ class ChatFormatter(ChoicesFormatter, ChannelFormatter):
                 choices[0]["tokens"] = tokens
         return choices
 
-    def _last(self, index: int, reason: str) -> ChatChunkChoice:
+    def _last_choice(self, index: int, reason: str) -> ChatChunkChoice:
         return _choice(index, {}, self._reason(index, reason))
 
-    def _whole(self, index: int, result: Result) -> ChatChoice:
+    def _reply_choice(self, index: int, result: Result) -> ChatChoice:
         texts = {"reasoning": "", "content": ""}
         calls: dict[int, Any] = {}
         for delta in self._shown[index]:

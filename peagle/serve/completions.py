@@ -54,7 +54,7 @@ class CompletionFormatter(ChoicesFormatter):
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
-    def _first(self, index: int) -> list[CompletionChunkChoice]:
+    def _first_choices(self, index: int) -> list[CompletionChunkChoice]:
         if not self.echoed:
             return []
         choice = _choice(index, self.echoed[index], None)
@@ -64,7 +64,7 @@ class CompletionFormatter(ChoicesFormatter):
             choice["logprobs"] = _columns(rows)
         return [choice]
 
-    def _middle(self, chunk: OutputChunk) -> list[CompletionChunkChoice]:
+    def _chunk_choices(self, chunk: OutputChunk) -> list[CompletionChunkChoice]:
         return [self._piece(chunk, delta) for delta in chunk.deltas]
 
     def _piece(self, chunk: OutputChunk, delta: Delta) -> CompletionChunkChoice:
@@ -75,10 +75,10 @@ class CompletionFormatter(ChoicesFormatter):
             choice["logprobs"] = _columns(rows)
         return choice
 
-    def _last(self, index: int, reason: str) -> CompletionChunkChoice:
+    def _last_choice(self, index: int, reason: str) -> CompletionChunkChoice:
         return _choice(index, "", reason)
 
-    def _whole(self, index: int, result: Result) -> CompletionChunkChoice:
+    def _reply_choice(self, index: int, result: Result) -> CompletionChunkChoice:
         prompt = self.echoed[index] if self.echoed else ""
         choice = _choice(index, prompt + (result.text or ""), result.finish_reason)
         if self.logprobs:

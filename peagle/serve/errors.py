@@ -34,8 +34,8 @@ class ApiError(Exception):
         return cls(500, f"the server failed at this request ({type(error).__name__}); its log has more")
 
     @classmethod
-    def wrong(cls, name: str, value: Any, expected: str, code: str | None = None) -> "ApiError":
-        return cls(400, f"{name} is {brief(value)}; expected {expected}", name, code)
+    def wrong(cls, name: str, value: Any, expected: str) -> "ApiError":
+        return cls(400, f"{name} is {brief(value)}; expected {expected}", name)
 
     @classmethod
     def missing(cls, name: str) -> "ApiError":

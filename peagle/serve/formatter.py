@@ -24,7 +24,7 @@ DONE = "data: [DONE]\n\n"
 
 @dataclass
 class ResponseFormatter:
-    """Formats the reply of an endpoint. `read` every chunk; then `whole` makes the reply.
+    """Formats the reply of an endpoint. `read` every chunk; then `reply` makes a whole reply.
 
     Log-probabilities become JSON as their chunks arrive, since all at the end would block the event loop for seconds.
     """
@@ -53,8 +53,8 @@ class ResponseFormatter:
         """Read a chunk of an answer; return the entries of its events."""
         raise NotImplementedError
 
-    def event(self, shown: Any, used: Usage | None = None) -> str:
-        """Write the event of an entry from `read`. used: the usage so far, if `continuous_usage`."""
+    def event(self, entry: Any, usage_so_far: Usage | None = None) -> str:
+        """Write the event of an entry from `read`. usage_so_far: set if `continuous_usage`."""
         raise NotImplementedError
 
     def end(self, results: Sequence[Result]) -> str:
@@ -65,7 +65,7 @@ class ResponseFormatter:
         """Write the last events of a stream that fails."""
         raise NotImplementedError
 
-    def whole(self, results: Sequence[Result]) -> Mapping[str, Any]:
+    def reply(self, results: Sequence[Result]) -> Mapping[str, Any]:
         """Make the reply after all answers have ended."""
         raise NotImplementedError
 
@@ -99,14 +99,14 @@ class ChoicesFormatter(ResponseFormatter):
     def read(self, chunk: OutputChunk) -> list[Any]:
         is_first = chunk.index not in self._begun
         self._begun.add(chunk.index)
-        choices = [*(self._first(chunk.index) if is_first else ()), *self._middle(chunk)]
+        choices = [*(self._first_choices(chunk.index) if is_first else ()), *self._chunk_choices(chunk)]
         if chunk.finish_reason is not None:
-            choices.append(self._last(chunk.index, chunk.finish_reason))
+            choices.append(self._last_choice(chunk.index, chunk.finish_reason))
         return choices
 
-    def event(self, shown: Any, used: Usage | None = None) -> str:
-        extra = f', "usage": {dumps(used)}' if self.options.include_usage else ""
-        return f'data: {self._chunk_head}, "choices": [{dumps(shown, ensure_ascii=False)}]{extra}}}\n\n'
+    def event(self, entry: Any, usage_so_far: Usage | None = None) -> str:
+        extra = f', "usage": {dumps(usage_so_far)}' if self.options.include_usage else ""
+        return f'data: {self._chunk_head}, "choices": [{dumps(entry, ensure_ascii=False)}]{extra}}}\n\n'
 
     def end(self, results: Sequence[Result]) -> str:
         if not self.options.include_usage:
@@ -117,23 +117,23 @@ class ChoicesFormatter(ResponseFormatter):
     def failed(self, error: ApiError) -> str:
         return _event(error.body()) + DONE
 
-    def whole(self, results: Sequence[Result]) -> Mapping[str, Any]:
-        choices = [self._whole(index, result) for index, result in enumerate(results)]
+    def reply(self, results: Sequence[Result]) -> Mapping[str, Any]:
+        choices = [self._reply_choice(index, result) for index, result in enumerate(results)]
         return {**self._head(self.kind), "choices": choices, "usage": usage(results), **figures(results)}
 
-    def _first(self, index: int) -> Sequence[Any]:
+    def _first_choices(self, index: int) -> Sequence[Any]:
         """Make the choices of a stream before an answer's first chunk."""
         raise NotImplementedError
 
-    def _middle(self, chunk: OutputChunk) -> Sequence[Any]:
+    def _chunk_choices(self, chunk: OutputChunk) -> Sequence[Any]:
         """Make the choices of a stream for a chunk; none if the chunk shows nothing."""
         raise NotImplementedError
 
-    def _last(self, index: int, reason: str) -> Any:
+    def _last_choice(self, index: int, reason: str) -> Any:
         """Make the choice of a stream that ends an answer; it has no content."""
         raise NotImplementedError
 
-    def _whole(self, index: int, result: Result) -> Any:
+    def _reply_choice(self, index: int, result: Result) -> Any:
         """Make the choice of a whole reply."""
         raise NotImplementedError
 
@@ -162,7 +162,7 @@ class ChannelFormatter(ResponseFormatter):
         deltas = self._custom_calls(chunk.index).read(chunk.deltas, at_end=chunk.finish_reason is not None)
         return [delta for delta in deltas if not (self.one_call and delta.call is not None and delta.call.index)]
 
-    def _logprobs(self, chunk: OutputChunk, delta: Delta) -> list[str]:
+    def _logprob_entries(self, chunk: OutputChunk, delta: Delta) -> list[str]:
         """Write the log-probabilities of a content delta's tokens, if the request sets logprobs."""
         if delta.kind != "content":
             return []
@@ -186,12 +186,12 @@ class Generation:
     formatter: ResponseFormatter
     outputs: OutputCollector
 
-    async def whole(self) -> Mapping[str, Any]:
+    async def reply(self) -> Mapping[str, Any]:
         """Read the answers to their end, and make the reply."""
         async with contextlib.aclosing(self.outputs.chunks()) as chunks:
             async for chunk in chunks:
                 self.formatter.read(chunk)
-        return self.formatter.whole(self.outputs.results())
+        return self.formatter.reply(self.outputs.results())
 
     async def events(self) -> AsyncGenerator[str, None]:
         """Write the events of a stream. An error becomes an event."""
@@ -201,9 +201,9 @@ class Generation:
                 if begun := formatter.begin():
                     yield begun
                 async for chunk in chunks:
-                    if shown := formatter.read(chunk):
-                        used = usage(outputs.results()) if formatter.continuous_usage else None
-                        yield "".join(formatter.event(entry, used) for entry in shown)
+                    if entries := formatter.read(chunk):
+                        usage_so_far = usage(outputs.results()) if formatter.continuous_usage else None
+                        yield "".join(formatter.event(entry, usage_so_far) for entry in entries)
             yield formatter.end(outputs.results())
         except ApiError as error:
             yield formatter.failed(error)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from peagle.text.channels import MESSAGE, START, control_ids
 from peagle.text.tokenizer import Message, Tokenizer, encode_characters
 
-INSTRUCTING = ("system", "developer")  # roles
+INSTRUCTION_ROLES = ("system", "developer")
 HEADING = "# Instructions\n\n"  # of a developer's message in the harmony format
 
 
@@ -21,9 +21,9 @@ def instructions_first(chat: Sequence[Message]) -> tuple[list[Message], set[int]
     messages: list[Message] = []
     disguised: set[int] = set()
     for message in chat:
-        if message["role"] not in INSTRUCTING or not messages:
+        if message["role"] not in INSTRUCTION_ROLES or not messages:
             messages.append(message)
-        elif len(messages) == 1 and messages[0]["role"] in INSTRUCTING:
+        elif len(messages) == 1 and messages[0]["role"] in INSTRUCTION_ROLES:
             messages[0] = {**messages[0], "content": f"{messages[0]['content']}\n\n{message['content']}"}
         else:
             disguised.add(len(messages))

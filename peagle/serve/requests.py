@@ -28,7 +28,7 @@ from peagle.serve.bodies import (
     TokenizeBody,
 )
 from peagle.serve.errors import ApiError
-from peagle.serve.instructions import INSTRUCTING, as_instructions, instructions_first
+from peagle.serve.instructions import INSTRUCTION_ROLES, as_instructions, instructions_first
 from peagle.serve.names import CHAT_FIELDS, FieldNames
 from peagle.serve.structured import constraint_field, grammar_error, grammar_of
 from peagle.serve.tools import begin_call, call_grammars, parameters_of, template_messages, template_tools
@@ -201,7 +201,8 @@ class RequestBuilder:
             _check_message(names.message(index), message)
         try:
             chat = template_messages(messages, names)
-            if all(message["role"] not in INSTRUCTING or message["role"] in self.instructing for message in chat[1:]):
+            later = {message["role"] for message in chat[1:]} & {*INSTRUCTION_ROLES}
+            if not later or later <= self.roles_anywhere:
                 return self._render(chat, effort, tools)
             chat, disguised = instructions_first(chat)
             prompt_ids = as_instructions(self.tokenizer, self._render(chat, effort, tools), chat, disguised)
@@ -226,10 +227,10 @@ class RequestBuilder:
         return tuple(ids)
 
     @functools.cached_property
-    def instructing(self) -> frozenset[str]:
+    def roles_anywhere(self) -> frozenset[str]:
         """The roles whose instructions the chat template renders anywhere, not only in the first message."""
         user, roles = {"role": "user", "content": "a"}, set()
-        for role in INSTRUCTING:
+        for role in INSTRUCTION_ROLES:
             later = [{"role": role, "content": text} for text in ("first", "next to it", "in the midst")]
             try:
                 text = detokenize(self.tokenizer, self._render([*later[:2], user, later[2], user]))

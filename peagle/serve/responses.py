@@ -70,7 +70,7 @@ async def start(service: Service, body: ResponsesBody) -> Generation:
         tool_names=chat.tool_names,
         one_call=not body.parallel_tool_calls,
     )
-    service.note(*chat.notes, *notes(chat.body))
+    service.log_once(*chat.notes, *notes(chat.body))
     outputs = OutputCollector(service.loop, requests, tokenizer, channels=True, constraint=constraint_field(chat.body))
     return Generation(body.stream, formatter, outputs)
 
@@ -136,7 +136,7 @@ def _response_format(form: TextFormat) -> ResponseFormat:
 
 
 @dataclass
-class _Tools:
+class _ChatTools:
     """The tools of a chat."""
 
     tools: list[Tool] = field(default_factory=list)
@@ -158,8 +158,8 @@ class _Tools:
             self.tools.append(CustomTool(type="custom", custom=custom))
 
 
-def _tools(body: ResponsesBody) -> _Tools:
-    tools = _Tools()
+def _tools(body: ResponsesBody) -> _ChatTools:
+    tools = _ChatTools()
     for index, tool in enumerate(body.tools):
         where = f"tools.{index}"
         if isinstance(tool, HostedTool):
@@ -316,28 +316,28 @@ class ResponsesFormatter(ChannelFormatter):
         for delta in self._deltas(chunk):
             item = self._items[-1] if self._items else None
             if item is None or item.message != delta.message:
-                events += self._done("completed")
+                events += self._end_item("completed")
                 item = self._new_item(delta)
                 events += _added_events(item)
             if delta.text:
-                entries = self._logprobs(chunk, delta)
+                entries = self._logprob_entries(chunk, delta)
                 item.add(delta.text)
                 item.entries += entries
                 events.append(_delta_event(item, delta.text, entries))
         if chunk.finish_reason is not None:
-            events += self._done("incomplete" if chunk.finish_reason == "length" else "completed")
+            events += self._end_item("incomplete" if chunk.finish_reason == "length" else "completed")
         return events
 
-    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
+    def reply(self, results: Sequence[Result]) -> dict[str, Any]:
         return self._response(results, "incomplete" if self._reason == "length" else "completed")
 
-    def event(self, shown: ResponseEvent, used: Usage | None = None) -> str:  # noqa: ARG002  the last event has it
+    def event(self, entry: ResponseEvent, usage_so_far: Usage | None = None) -> str:  # noqa: ARG002  the last event has it
         number, self._num_events = self._num_events, self._num_events + 1
-        data = dumps({"type": shown["type"], "sequence_number": number, **shown}, ensure_ascii=False)
-        return f"event: {shown['type']}\ndata: {data}\n\n"
+        data = dumps({"type": entry["type"], "sequence_number": number, **entry}, ensure_ascii=False)
+        return f"event: {entry['type']}\ndata: {data}\n\n"
 
     def end(self, results: Sequence[Result]) -> str:
-        response = self.whole(results)
+        response = self.reply(results)
         return self.event({"type": f"response.{response['status']}", "response": response})
 
     def failed(self, error: ApiError) -> str:
@@ -365,7 +365,7 @@ class ResponsesFormatter(ChannelFormatter):
         self._items.append(_OutputItem(value, len(self._items), delta.message))
         return self._items[-1]
 
-    def _done(self, status: str) -> list[ResponseEvent]:
+    def _end_item(self, status: str) -> list[ResponseEvent]:
         """Make the events that end the last item, if it is open."""
         item = self._items[-1] if self._items else None
         if item is None or item.value["status"] != "in_progress":

@@ -134,7 +134,7 @@ class Service:
             health |= {"kv_cache_tokens": use.num_tokens, "kv_cache_usage": round(use.held_frac, 4)}
         return health
 
-    def note(self, *lines: str) -> None:
+    def log_once(self, *lines: str) -> None:
         """Log these lines, each once in the life of the server."""
         for line in lines:
             if self.log is not None and line not in self._noted:

@@ -61,7 +61,7 @@ def forced_function(tools: Sequence[Tool], choice: Choice) -> str | None:
     return tools[0].name if choice == "required" and len(tools) == 1 else None
 
 
-def call_grammars(tools: Sequence[Tool], choice: Choice, names: FieldNames = CHAT_FIELDS) -> dict[str, Grammar | None]:
+def call_grammars(tools: Sequence[Tool], choice: Choice, names: FieldNames) -> dict[str, Grammar | None]:
     """Return the grammar of the arguments of each function that an answer may call; None: any text.
 
     Strict functions have a grammar; all functions have one if the answer must call one. Raises ApiError for a schema
@@ -77,7 +77,7 @@ def call_grammars(tools: Sequence[Tool], choice: Choice, names: FieldNames = CHA
     return grammars
 
 
-def parameters_of(tools: Sequence[Tool], name: str, names: FieldNames = CHAT_FIELDS) -> str:
+def parameters_of(tools: Sequence[Tool], name: str, names: FieldNames) -> str:
     """Return the name of the field with a function's parameters."""
     ((index, tool),) = ((index, tool) for index, tool in enumerate(tools) if tool.name == name)
     return f"{names.tool(index, tool.type)}.parameters"
@@ -94,7 +94,7 @@ def _arguments(tool: Tool, where: str) -> Grammar:
         raise ApiError(400, f"{where}: {error}", where) from None
 
 
-def check_tools(tools: Sequence[Tool], names: FieldNames = CHAT_FIELDS) -> None:
+def check_tools(tools: Sequence[Tool], names: FieldNames) -> None:
     """Raise ApiError for too many or too large tools, invalid or equal names, and parameters that are no object."""
     if len(tools) > MOST_TOOLS:
         raise ApiError(400, f"{len(tools)} tools are given; expected at most {MOST_TOOLS}", "tools")
