@@ -1,4 +1,4 @@
-"""The bodies of requests, as pydantic models. `/openapi.json` is made from them. See response_bodies.py, too.
+"""The bodies of requests, as pydantic models, from which `/openapi.json` is made. See response_bodies.py, too.
 
 Unknown fields are refused by name. Ranges are only published here; the code that uses a value checks its range
 (`peagle.config`, `peagle.engine.request`).
@@ -18,7 +18,7 @@ MOST_PROMPTS = 64  # of one body
 MOST_TOOLS = 128  # the limit of OpenAI's API
 CUSTOM_INPUT = "input"  # the only parameter of a custom tool, which the model sees as a function
 DEFAULT_NAMESPACE = "functions"  # of tools without a namespace
-# values of unsupported fields that change nothing, so that they are accepted; null always is
+# values of unsupported fields that are accepted, since they change nothing; null always is
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "best_of": (1,),

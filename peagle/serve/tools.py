@@ -109,7 +109,7 @@ def check_tools(tools: Sequence[Tool], names: FieldNames) -> None:
         kinds = (tool.function.parameters or {}).get("type", "object")
         if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
             where = f"{names.tool(index, tool.type)}.parameters.type"
-            raise ApiError.wrong(where, kinds, "'object': arguments are one")
+            raise ApiError.wrong(where, kinds, "'object', since arguments are one")
     _check_parameters(tools, names)
 
 
@@ -122,7 +122,7 @@ def _check_parameters(tools: Sequence[Tool], names: FieldNames) -> None:
         while open_values:
             depth, value = open_values.pop()
             if depth > MOST_LEVELS:
-                raise ApiError(400, f"{where} has more than {MOST_LEVELS} levels; expected a schema of fewer", where)
+                raise ApiError(400, f"{where} has more than {MOST_LEVELS} levels; expected fewer", where)
             inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
             count += len(inner)
             if count > MOST_VALUES:
@@ -241,8 +241,8 @@ class CustomCalls:
 
     def __init__(self, tools: Iterable[Tool]) -> None:
         self._names = {tool.name for tool in tools if isinstance(tool, CustomTool)}
-        self._open: Delta | None = None  # the last delta of an unfinished custom call
-        self._arguments = ""
+        self._open: Delta | None = None  # the last delta of the custom call that is being written
+        self._arguments = ""  # of that call
 
     def is_custom(self, call: ToolCall) -> bool:
         return call.name in self._names
@@ -252,16 +252,16 @@ class CustomCalls:
         texts: list[Delta] = []
         for delta in deltas:
             if self._open is not None and delta.message != self._open.message:
-                texts += self._input()
+                texts += self._end_call()
             if delta.call is None or not self.is_custom(delta.call):
                 texts.append(delta)
                 continue
             if self._open is None:
                 texts.append(delta)
             self._open, self._arguments = delta, self._arguments + delta.text
-        return texts + self._input() if at_end else texts
+        return texts + self._end_call() if at_end else texts
 
-    def _input(self) -> list[Delta]:
+    def _end_call(self) -> list[Delta]:
         delta, text = self._open, _input_of(self._arguments)
         self._open, self._arguments = None, ""
         return [] if delta is None or not text else [dataclasses.replace(delta, text=text)]
