@@ -211,9 +211,7 @@ def _item_messages(items: Sequence[Item]) -> list[_NamedMessage]:
         messages += _answer_messages(answer, results)
         answer.clear()
         if isinstance(item, InputMessage):
-            messages.append(
-                (ChatMessage(role=item.role, content=text_of(item.content)), MessageNames(_item_name(index)))
-            )
+            messages.append((ChatMessage(role=item.role, content=text_of(item.content)), MessageNames(_name(index))))
     return messages + _answer_messages(answer, results)
 
 
@@ -227,7 +225,7 @@ def _results(items: Sequence[Item]) -> dict[int, tuple[int, InputResult]]:
     ids: set[str] = set()
     results: dict[int, tuple[int, InputResult]] = {}
     for index, item in enumerate(items):
-        where = f"{_item_name(index)}.call_id"
+        where = f"{_name(index)}.call_id"
         if isinstance(item, InputCall | InputCustomCall):
             if item.call_id in waiting:
                 raise duplicate_call_id(where, item.call_id)
@@ -235,7 +233,7 @@ def _results(items: Sequence[Item]) -> dict[int, tuple[int, InputResult]]:
             ids.add(item.call_id)
         elif isinstance(item, InputResult):
             if item.call_id not in ids:
-                raise result_without_call(_item_name(index), "input")
+                raise result_without_call(_name(index), "input")
             if item.call_id not in waiting:
                 raise unknown_call_id(where, item.call_id)
             results[waiting.pop(item.call_id)] = index, item
@@ -248,23 +246,22 @@ def _answer_messages(items: Mapping[int, Item], results: Mapping[int, tuple[int,
     texts = {index: text_of(item.content) for index, item in items.items() if isinstance(item, InputMessage)}
     if not calls:
         return [
-            (ChatMessage(role="assistant", content=text), MessageNames(_item_name(index)))
-            for index, text in texts.items()
+            (ChatMessage(role="assistant", content=text), MessageNames(_name(index))) for index, text in texts.items()
         ]
     reasoning = "".join(text_of(item.content or "") for item in items.values() if isinstance(item, InputReasoning))
     joined = ChatMessage(
         role="assistant", content="".join(texts.values()), tool_calls=list(calls.values()), reasoning=reasoning
     )
-    messages = [(joined, MessageNames(_item_name(next(iter(items))), tuple(map(_item_name, calls))))]
+    messages = [(joined, MessageNames(_name(next(iter(items))), tuple(map(_name, calls))))]
     for call in calls:
         if call in results:
             index, result = results[call]
             message = ChatMessage(role="tool", tool_call_id=result.call_id, content=text_of(result.output))
-            messages.append((message, MessageNames(_item_name(index))))
+            messages.append((message, MessageNames(_name(index))))
     return messages
 
 
-def _item_name(index: int) -> str:
+def _name(index: int) -> str:
     return f"input.{index}"
 
 
