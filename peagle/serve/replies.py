@@ -21,7 +21,7 @@ class Reply(TypedDict):
 Number: TypeAlias = float | None  # null: not finite
 JsonText: TypeAlias = SkipJsonSchema[
     Annotated[Written, pydantic.GetPydanticSchema(lambda *_: core_schema.is_instance_schema(Written))]
-]  # a list, written before
+]  # a list that is JSON text already
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 

@@ -280,10 +280,10 @@ class RequestBuilder:
             raise ApiError.wrong("n", body.n, f"1..{MOST_CHOICES}")
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options is given without stream; set stream to true", "stream_options")
-        stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+        stop_strings = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
         self.check_ids(body.stop_token_ids, "stop_token_ids")
-        stops = () if body.ignore_eos else (*self.pair.stop_token_ids, *more_stops)
-        stops = tuple(dict.fromkeys((*stops, *body.stop_token_ids)))
+        stop_ids = () if body.ignore_eos else (*self.pair.stop_token_ids, *more_stops)
+        stop_ids = tuple(dict.fromkeys((*stop_ids, *body.stop_token_ids)))
         drafts, sampling = self._num_drafts(body), self._sampling(body)
         requests = []
         for number, prompt_ids in enumerate(prompts, 1):
@@ -291,7 +291,7 @@ class RequestBuilder:
             budget = self._budget(body, len(prompt_ids), limit, name)
             if body.min_tokens > budget:
                 raise ApiError.wrong("min_tokens", body.min_tokens, f"at most {budget}, the most tokens")
-            first = Request(prompt_ids, budget, sampling, stops, 0, name, logprobs, stop, drafts, grammar)
+            first = Request(prompt_ids, budget, sampling, stop_ids, 0, name, logprobs, stop_strings, drafts, grammar)
             requests += [dataclasses.replace(first, index=index) for index in range(body.n)]
         return requests
 
