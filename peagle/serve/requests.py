@@ -213,8 +213,8 @@ class RequestBuilder:
             reason = f"the model's chat template refuses the {field}: {error.reason}"
             raise ApiError(400, reason, field) from None
         if prompt_ids is None:
-            message = "the model's chat template leaves out instructions that follow other messages; put them first"
-            raise ApiError(400, message, names.messages)
+            fault = "the model's chat template leaves out instructions that follow other messages; put them first"
+            raise ApiError(400, fault, names.messages)
         return prompt_ids
 
     def _render(
