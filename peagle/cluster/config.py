@@ -76,7 +76,7 @@ class FleetConfig:
             if most and not count:
                 raise InputError(f"{name} is 0; expected 1 or more, to scale up to {most}", name)
             if most and most < count:
-                message = f"max_{name} is {most}; expected {name} ({count}) or more, or 0"
+                message = f"max_{name} is {most}; expected {count} or more ({name} is {count}), or 0"
                 raise InputError(message, f"max_{name}")
         for name in TEXT_LISTS:
             _check_texts(name, getattr(self, name))
