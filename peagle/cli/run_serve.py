@@ -27,8 +27,7 @@ from peagle.serve.batch import BatchFile, Counts, check_files
 from peagle.serve.http import ANY_ORIGIN
 from peagle.serve.loop import EngineLoop
 from peagle.serve.requests import RequestBuilder
-from peagle.serve.server import ServerOptions, listen, on_loopback
-from peagle.serve.server import serve as serve_app
+from peagle.serve.server import Server, ServerOptions, listen, on_loopback
 from peagle.serve.service import Service
 
 DEMO_NAME = "peagle-demo"
@@ -75,7 +74,7 @@ def serve(settings: Serve) -> int:
             unread=service.metrics.unread.inc,
         )
         try:
-            serve_app(create_app(service), loop, address, options)
+            Server(create_app(service), loop, options).run([address])
         finally:
             loop.close()
     if loop.failure is not None:
