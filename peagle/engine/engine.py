@@ -30,7 +30,6 @@ import numpy as np
 from peagle.engine import handoff
 from peagle.engine.admission import Admission
 from peagle.engine.batches import Batches, StepBatch
-from peagle.engine.beside import alone, second_of
 from peagle.engine.collect import Collector, InFlight
 from peagle.engine.constrained import Constrained
 from peagle.engine.executor import Executor
@@ -38,6 +37,7 @@ from peagle.engine.grammar import GrammarError
 from peagle.engine.handle import Chunks, EngineError, Handle
 from peagle.engine.handoff import Fingerprints, HandOff
 from peagle.engine.kv_memory import KVMemory, PageUse, PrefixCacheUse
+from peagle.engine.lookup import lookup_of, without_lookup
 from peagle.engine.loop import AnyEngine, Measuring
 from peagle.engine.programs import Shape
 from peagle.engine.request import Request
@@ -81,7 +81,7 @@ class Engine(AnyEngine):
         if config.blocked is not None and not isinstance(target, PrefillsAtOnce):
             raise InputError("this target does not prefill at once; leave out --prefill blocked")
         super().__init__(config, stop_token_ids)
-        drafter = drafter if config.adaptive else alone(drafter)
+        drafter = drafter if config.adaptive else without_lookup(drafter)
         self.target, self.drafter = target, drafter if config.num_speculative_tokens else None
         self.fingerprints = fingerprints
         self.memory = KVMemory(target, self.drafter, config)
@@ -104,7 +104,7 @@ class Engine(AnyEngine):
         self._admission = Admission(
             config, target.vocab_size, self.stop_token_ids, fingerprints, self.executor, self.memory
         )
-        learns = self.drafter if second_of(self.drafter) is None else second_of(self.drafter)
+        learns = self.drafter if lookup_of(self.drafter) is None else lookup_of(self.drafter)
         self.learns = learns is not None and not learns.cache_groups
         self._scheduler: Scheduler[Handle] = Scheduler(config.slots, config.pass_shapes, config.steps_per_dispatch)
         self._collector, self._warm_up, self._clock = Collector(self), WarmUp(self), LoopClock()

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import jax
 
 from peagle.config import check_block
-from peagle.engine.beside import Beside, most_drafts_of
 from peagle.engine.engine import Engine
 from peagle.engine.executor import Executor
 from peagle.engine.handoff import Fingerprints
 from peagle.engine.kv_memory import KVMemory
+from peagle.engine.lookup import WithLookup, most_drafts_of
 from peagle.engine.loop import AnyEngine
 from peagle.engine.remote import Lead
 from peagle.engine.replicas import Replicas
@@ -42,18 +42,15 @@ class FreeMemory:
 
 
 class ReplicaModels(NamedTuple):
-    """The models of one replica. target: with the aux_hidden that the drafter reads; plain_target: without.
-
-    second: drafts beside the drafter in adaptive steps (peagle.engine.beside).
-    """
+    """The models of one replica. target: with the aux_hidden that the drafter reads; plain_target: without."""
 
     target: Target
     plain_target: Target
     drafter: Drafter | None
-    second: Drafter | None = None
+    lookup: Drafter | None = None  # drafts in adaptive steps, too (peagle.engine.lookup)
 
-    def of(self, drafts: bool, beside: bool = True) -> tuple[Target, Drafter | None]:
-        """Return the models of an engine. drafts: it speculates; beside: with the second drafter, too.
+    def of(self, drafts: bool, lookup: bool = True) -> tuple[Target, Drafter | None]:
+        """Return the models of an engine. drafts: it speculates; lookup: with the lookup drafter, too.
 
         Raises InputError if it speculates without a drafter.
         """
@@ -61,11 +58,13 @@ class ReplicaModels(NamedTuple):
             return self.plain_target, None
         if self.drafter is None:
             raise InputError("this pair has no drafter to speculate with; load one, or decode with K = 0")
-        return self.target, Beside(self.drafter, self.second) if beside and self.second is not None else self.drafter
+        if lookup and self.lookup is not None:
+            return self.target, WithLookup(self.drafter, self.lookup)
+        return self.target, self.drafter
 
     def of_config(self, config: ResolvedConfig) -> tuple[Target, Drafter | None]:
         """Return the models of an engine of this config. Synthetic acceptance imitates one drafter."""
-        return self.of(config.num_speculative_tokens > 0, beside=config.synthetic_acceptance is None)
+        return self.of(config.num_speculative_tokens > 0, lookup=config.synthetic_acceptance is None)
 
 
 class Engines:

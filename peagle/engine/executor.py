@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from peagle.engine import programs
-from peagle.engine.beside import alone, second_of
+from peagle.engine.lookup import lookup_of, without_lookup
 from peagle.engine.prefill import Prefilled
 from peagle.engine.programs import Shape
 from peagle.engine.state import DecodeState, SlotParams
@@ -36,7 +36,7 @@ class Executor:
     """
 
     def __init__(self, target: Target, drafter: Drafter | None, shape: Shape) -> None:
-        self.target, self.drafter, self.shape = target, drafter if shape.adaptive else alone(drafter), shape
+        self.target, self.drafter, self.shape = target, drafter if shape.adaptive else without_lookup(drafter), shape
         self._models, self._tree = jax.tree.flatten((target, self.drafter))
         self._plain_models, self._plain_tree = jax.tree.flatten((target, None))
         self._target_alone, self._drafter_alone = jax.tree.flatten(target), jax.tree.flatten(self.drafter)
@@ -120,15 +120,15 @@ class Executor:
         return first
 
     def learn(self, slot: int, token_ids: Sequence[int]) -> None:
-        """Let the cacheless drafter read the tokens of a slot's request, the pending one excluded."""
+        """Let the drafter without caches read the tokens of a slot's request, the pending one excluded."""
         padded = np.zeros((1, self.shape.capacity), np.int32)
         padded[0, : len(token_ids)] = token_ids
-        second, state = second_of(self.drafter), self.state
-        models, tree = self._drafter_alone if second is None else jax.tree.flatten(second)
-        before = state.drafter_state if second is None else state.second_state
+        lookup = lookup_of(self.drafter)
+        models, tree = self._drafter_alone if lookup is None else jax.tree.flatten(lookup)
+        name = "drafter_state" if lookup is None else "lookup_state"
+        before = getattr(self.state, name)
         after = programs.learn_program(tree)(models, before, padded, np.int32(len(token_ids)), np.int32(slot))
-        changed = {"drafter_state" if second is None else "second_state": after}
-        self._state = dataclasses.replace(state, **changed)
+        self._state = dataclasses.replace(self.state, **{name: after})
 
     def steps(self, plan: np.ndarray, costs: np.ndarray, count: int, kind: StepKind) -> jax.Array:
         """Dispatch `count` steps of the slots of a plan (`step_plan`); return their packed outputs.
@@ -161,7 +161,7 @@ class Executor:
         state = self.state
         if kind.num_drafts == 0:
             after = dataclasses.replace(
-                after, drafter_state=state.drafter_state, second_state=state.second_state, learned=state.learned
+                after, drafter_state=state.drafter_state, lookup_state=state.lookup_state, learned=state.learned
             )
         if kind.lean:
             after = dataclasses.replace(after, drafter_input=state.drafter_input)
@@ -177,7 +177,7 @@ class Executor:
         models, tree = self._models, self._tree
         if kind.num_drafts == 0:
             models, tree = self._plain_models, self._plain_tree
-            state = dataclasses.replace(state, drafter_state=None, second_state=None, learned=None)
+            state = dataclasses.replace(state, drafter_state=None, lookup_state=None, learned=None)
         if kind.lean:
             state = dataclasses.replace(state, drafter_input=None)
         if not kind.full:
@@ -199,10 +199,10 @@ class Executor:
         models, tree = self._drafter_alone
         state = dataclasses.replace(self.state, target_cache=PagedCache((), ()), adjustments=None)
         program = programs.propose_program(tree, kind, self.shape, self._num_groups)
-        (drafter_state, second_state), self._proposed = program(
-            models, (state.drafter_state, state.second_state), _without_drafter(state), plan, costs
+        (drafter_state, lookup_state), self._proposed = program(
+            models, (state.drafter_state, state.lookup_state), _without_drafter(state), plan, costs
         )
-        self._state = dataclasses.replace(self.state, drafter_state=drafter_state, second_state=second_state)
+        self._state = dataclasses.replace(self.state, drafter_state=drafter_state, lookup_state=lookup_state)
         self._proposed.draft_token_ids.copy_to_host_async()
         return self._proposed.draft_token_ids
 
@@ -232,7 +232,7 @@ class Executor:
     def relearn(self, blank: bool = False) -> None:
         """Forget what steps have learned. blank: also the recorded counts of the shape."""
         counts = None if blank else self.shape.counts
-        learned = Learned.start(1 if second_of(self.drafter) is None else 2, self.shape.num_drafts, counts)
+        learned = Learned.start(1 if lookup_of(self.drafter) is None else 2, self.shape.num_drafts, counts)
         self._state = dataclasses.replace(self.state, learned=learned)
 
     def counts(self) -> Counts:
@@ -283,15 +283,15 @@ class Executor:
 def _split(state: DecodeState) -> tuple[DecodeState, tuple[PagedCache, Any, Any]]:
     """Return (the state without pages and drafter states, these pages and states)."""
     small = _without_drafter(dataclasses.replace(state, target_cache=PagedCache((), ())))
-    return small, (state.target_cache, state.drafter_state, state.second_state)
+    return small, (state.target_cache, state.drafter_state, state.lookup_state)
 
 
 def _join(small: DecodeState, kept: tuple[PagedCache, Any, Any]) -> DecodeState:
-    return dataclasses.replace(small, target_cache=kept[0], drafter_state=kept[1], second_state=kept[2])
+    return dataclasses.replace(small, target_cache=kept[0], drafter_state=kept[1], lookup_state=kept[2])
 
 
 def _without_drafter(state: DecodeState) -> DecodeState:
-    return dataclasses.replace(state, drafter_state=None, second_state=None)
+    return dataclasses.replace(state, drafter_state=None, lookup_state=None)
 
 
 def _on_host(leaf: jax.Array) -> bool:

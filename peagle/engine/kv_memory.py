@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from peagle.engine.beside import most_drafts_of
+from peagle.engine.lookup import most_drafts_of
 from peagle.engine.pages import PageGroup, PagePool, PageTable
 from peagle.engine.resolved import MOST_RESERVED, ResolvedConfig
 from peagle.ops.attention import PAGE_SIZE, CacheGroup, Pages

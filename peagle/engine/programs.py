@@ -204,14 +204,14 @@ def propose_program(model: Any, kind: StepKind, shape: Shape, num_target: int) -
         costs: jax.Array,
     ) -> tuple[tuple[Any, Any], Proposed]:
         _traces["propose"] += 1
-        state = dataclasses.replace(small, drafter_state=drafter_states[0], second_state=drafter_states[1])
+        state = dataclasses.replace(small, drafter_state=drafter_states[0], lookup_state=drafter_states[1])
         batch, widths = read_step_plan(plan, shape.widths, num_target)
         rows = take(state, batch, kind.input_rows, adjusts=False)
         drafter = jax.tree.unflatten(model, model_leaves)
         after, proposed = propose(drafter, rows, widths, kind.costs(costs, plan.shape[0]), kind, may_skip=False)
         left = put(state, batch, dataclasses.replace(after, drafter_input=None))
         proposed = dataclasses.replace(proposed, widths=_counted_as_long(proposed.widths, plan[0, 0]))
-        return (left.drafter_state, left.second_state), proposed
+        return (left.drafter_state, left.lookup_state), proposed
 
     return jax.jit(_propose_drafts, donate_argnums=1)
 

@@ -1,8 +1,8 @@
 """Propose the drafts of a step, and let a drafter absorb rows that it has not read.
 
-Adaptive steps choose how many drafts to make and to verify (peagle.engine.widths). There a second drafter, without
-caches, may propose, too; a slot takes the drafts that promise more. If the second's drafts are enough for all slots,
-the first does not run.
+Adaptive steps choose how many drafts to make and to verify (peagle.engine.widths). There a lookup
+drafter may propose, too, and a slot takes the better drafts. If looked-up drafts are enough for all slots, the drafter
+does not run.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from peagle.engine.accept import SyntheticDrafts, draw_synthetic
-from peagle.engine.beside import second_of
+from peagle.engine.lookup import lookup_of
 from peagle.engine.sampling import choose, draw_keys
 from peagle.engine.state import DecodeState
 from peagle.engine.step_kinds import Proposed, SourceDrafts, StepKind
@@ -156,8 +156,8 @@ def _propose_by_sources(
     rate, chooser = jnp.maximum(learned.rate, 1.0), _chooser(state, keys, kind)
     known_gains, looked_up = pace.gain_or(learned.gain), None
     worth_looked_up = jnp.zeros((state.slots,), jnp.float32)
-    if (second := second_of(drafter)) is not None:
-        state, looked_up = _look_up(second, state, limits, chooser, num_drafts)
+    if (lookup := lookup_of(drafter)) is not None:
+        state, looked_up = _look_up(lookup, state, limits, chooser, num_drafts)
         trusted = looked_up.survival * pace.trust[:, 1:]
         worth_looked_up = jnp.sum(gains_of(trusted, limits, costs, num_active, rate), axis=1)
 
@@ -218,18 +218,18 @@ def _propose_by_sources(
 
 
 def _look_up(
-    second: Drafter, state: DecodeState, limits: Int[Array, " B"], chooser: Choose, num_drafts: int
+    lookup: Drafter, state: DecodeState, limits: Int[Array, " B"], chooser: Choose, num_drafts: int
 ) -> tuple[DecodeState, SourceDrafts]:
-    """Let the second drafter read its whole input and propose."""
+    """Let the lookup drafter read the whole input and propose."""
     assert state.learned is not None
     assert state.drafter_input is not None
     first_position = jnp.where(state.may_draft, state.drafter_input.first_position, -1)
     drafter_input = dataclasses.replace(state.drafter_input, first_position=first_position)
-    draft, second_state = second.propose(state.second_state, drafter_input, limits, num_drafts, chooser)
+    draft, lookup_state = lookup.propose(state.lookup_state, drafter_input, limits, num_drafts, chooser)
     assert draft.confidence is not None
     survival = state.learned.survival(1, ~state.sampling.greedy, draft.confidence)
     drafts = SourceDrafts(draft.token_ids, draft.confidence, limits, survival)
-    return dataclasses.replace(state, second_state=second_state), drafts
+    return dataclasses.replace(state, lookup_state=lookup_state), drafts
 
 
 def has_no_room(state: DecodeState, num_more: int) -> Bool[Array, " B"]:
@@ -247,9 +247,9 @@ def absorb(drafter: Drafter | None, state: DecodeState) -> DecodeState:
     taken = (place < before.num[:, None] - 1) & state.may_draft[:, None]
     positions = jnp.where(taken, before.first_position[:, None] + place, -1)
     with jax.named_scope(DRAFT_PART):
-        second_state = state.second_state
-        if (second := second_of(drafter)) is not None:
-            second_state = second.absorb(second_state, before.token_ids, before.aux_hidden, positions)
+        lookup_state = state.lookup_state
+        if (lookup := lookup_of(drafter)) is not None:
+            lookup_state = lookup.absorb(lookup_state, before.token_ids, before.aux_hidden, positions)
         positions = jnp.where(state.keeps_up[:, None], positions, -1)
         drafter_state = drafter.absorb(state.drafter_state, before.token_ids, before.aux_hidden, positions)
     last = jnp.where(state.done, 0, jnp.maximum(before.num - 1, 0))  # inactive rows keep their input
@@ -264,4 +264,4 @@ def absorb(drafter: Drafter | None, state: DecodeState) -> DecodeState:
         jnp.where(state.done, before.num, jnp.minimum(before.num, 1)),
         before.first_position + last,
     )
-    return dataclasses.replace(state, drafter_input=left, drafter_state=drafter_state, second_state=second_state)
+    return dataclasses.replace(state, drafter_input=left, drafter_state=drafter_state, lookup_state=lookup_state)

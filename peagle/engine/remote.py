@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from peagle.engine.beside import second_of
 from peagle.engine.executor import Executor
+from peagle.engine.lookup import lookup_of
 from peagle.engine.programs import Shape
 from peagle.engine.request import Request
 from peagle.engine.state import SlotParams
@@ -60,7 +60,7 @@ class Lead:
         if shape.blocks is not None:
             raise InputError("a target over several processes does not prefill at once; leave out --prefill blocked")
         number, self._executors = self._executors, self._executors + 1
-        drafts = {"drafts": drafter is not None, "beside": second_of(drafter) is not None}
+        drafts = {"drafts": drafter is not None, "lookup": lookup_of(drafter) is not None}
         message = {"executor": number, **drafts, "shape": _sent(asdict(shape))}
         leading: Leading = self.together(message, lambda: Leading(self, number, target, drafter, shape))
         return leading
@@ -98,7 +98,7 @@ for _name in VERBS:
 
 
 class Follower:
-    """The executors of a following process. models(drafts, beside): see `ReplicaModels.of`."""
+    """The executors of a following process. models(drafts, lookup): see `ReplicaModels.of`."""
 
     def __init__(self, models: Callable[[bool, bool], tuple[Target, Drafter | None]]) -> None:
         self._models = models
@@ -107,7 +107,7 @@ class Follower:
     def run(self, message: Message) -> None:
         """Execute a message of `Lead` or `Leading`."""
         if "executor" in message:
-            target, drafter = self._models(message["drafts"], message["beside"])
+            target, drafter = self._models(message["drafts"], message["lookup"])
             shape = Shape(**_received(message["shape"], target.vocab_size))
             self.executors[message["executor"]] = Executor(target, drafter, shape)
             return

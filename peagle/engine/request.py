@@ -98,7 +98,7 @@ class StepRecord:
     num_accepted: int
     next_token: int
     num_drafted: int = 0  # by the source that the slot used; the first ones were verified
-    source: int = 0  # 0: the drafter; 1: the second one (peagle.engine.beside)
+    source: int = 0  # 0: the drafter; 1: the lookup drafter (peagle.engine.lookup)
 
 
 @dataclass(frozen=True)

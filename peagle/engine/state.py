@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from peagle.engine.adjust import Adjustments
-from peagle.engine.beside import second_of
+from peagle.engine.lookup import lookup_of
 from peagle.engine.masks import all_allowed
 from peagle.engine.request import MOST_STOP_TOKENS, Request, fold_seed
 from peagle.engine.sampling import RowSampling
@@ -54,7 +54,7 @@ class DecodeState:
     adjustments: Adjustments | None  # only full steps take it and update its counts (peagle.engine.step_kinds.StepKind)
     pace: Pace | None = None
     learned: Learned | None = None  # without a slot axis
-    second_state: PyTree = None  # of the second drafter (peagle.engine.beside); the slot is the leading axis
+    lookup_state: PyTree = None  # of the lookup drafter (peagle.engine.lookup); the slot is the leading axis
 
     @property
     def slots(self) -> int:
@@ -154,8 +154,8 @@ def init_state(
     counts: Counts | None = None,
 ) -> DecodeState:
     """Make a state of empty slots. target_pages, drafter_pages: of each cache group. counts: recorded acceptance."""
-    zero, second = jnp.zeros((slots,), jnp.int32), second_of(drafter) if adaptive else None
-    num_sources = 1 if second is None else 2
+    zero, lookup = jnp.zeros((slots,), jnp.int32), lookup_of(drafter) if adaptive else None
+    num_sources = 1 if lookup is None else 2
     drafter_input = drafter_state = None
     if drafter is not None:
         room = max(INPUT_ROOM, num_drafts + 1)
@@ -182,7 +182,7 @@ def init_state(
         adjustments=Adjustments.none(slots, target.vocab_size),
         pace=Pace.start(slots, num_drafts, num_sources) if adaptive else None,
         learned=Learned.start(num_sources, num_drafts, counts) if adaptive else None,
-        second_state=None if second is None else second.init_state(slots, capacity, max(2 * num_drafts, INPUT_ROOM)),
+        lookup_state=None if lookup is None else lookup.init_state(slots, capacity, max(2 * num_drafts, INPUT_ROOM)),
     )
 
 
@@ -226,7 +226,7 @@ def take(state: DecodeState, batch: Batch, input_rows: int | None, adjusts: bool
         adjustments=jax.tree.map(rows, state.adjustments) if adjusts else None,
         pace=jax.tree.map(rows, state.pace),
         learned=state.learned,
-        second_state=jax.tree.map(rows, state.second_state),
+        lookup_state=jax.tree.map(rows, state.lookup_state),
     )
 
 
@@ -278,7 +278,7 @@ def put(state: DecodeState, batch: Batch, after: DecodeState) -> DecodeState:
         adjustments=adjustments,
         pace=jax.tree.map(rows, state.pace, after.pace),
         learned=after.learned,
-        second_state=jax.tree.map(rows, state.second_state, after.second_state),
+        lookup_state=jax.tree.map(rows, state.lookup_state, after.lookup_state),
     )
 
 

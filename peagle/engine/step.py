@@ -251,7 +251,7 @@ def _input_after(
     read = jnp.asarray(proposed.ran & state.may_draft)
     if state.pace is not None and len(proposed.sources) > 1:
         assert proposed.tried is not None
-        read |= state.pace.given_up & proposed.tried  # only the second drafter reads its rows, at once
+        read |= state.pace.given_up & proposed.tried  # only the lookup drafter reads its rows, at once
     begin = jnp.where(read, 0, before.num)
     full = ~state.done & (begin + num_new > room)
 

@@ -63,7 +63,7 @@ class StepOutput:
     num_accepted: jax.Array | np.ndarray  # [B]: before that cut
     num_verified: jax.Array | np.ndarray  # [B]
     num_drafted: jax.Array | np.ndarray  # [B]: of the slot's source; the first num_verified were verified
-    source: jax.Array | np.ndarray  # [B]: 0 the drafter, 1 the second one
+    source: jax.Array | np.ndarray  # [B]: 0 the drafter, 1 the lookup drafter
     done: jax.Array | np.ndarray  # [B]
     paused: jax.Array | np.ndarray  # [B]: it never drafts again
     caught_up: jax.Array | np.ndarray  # [B]: the drafter has read all rows before this step's

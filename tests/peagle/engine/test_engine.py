@@ -12,9 +12,9 @@ import pytest
 
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
-from peagle.engine.beside import Beside
 from peagle.engine.engine import Engine
 from peagle.engine.handle import EngineError
+from peagle.engine.lookup import WithLookup
 from peagle.engine.programs import trace_counts
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
@@ -354,7 +354,7 @@ class Counting(WithoutMemory):
 
 def test_after_steps_without_drafts_the_next_are_plain(target, plain) -> None:
     """Of 32 steps, the first 4 look up, then one after a plain step, one after 2, and one in every four."""
-    drafter = Beside(scripts(plain, "oracle"), Counting())
+    drafter = WithLookup(scripts(plain, "oracle"), Counting())
     engine = Engine(target, drafter, config(3, adaptive=True, steps_per_dispatch=16))
     engine.costs = CostTable({1: ((1, 1.0), (2, 1.5), (4, 1e3))}, {1: ((0, 0.0), (3, 1e3))})
     tokens, records = decode(engine, [Request(PROMPTS[0], 33)])
@@ -362,7 +362,7 @@ def test_after_steps_without_drafts_the_next_are_plain(target, plain) -> None:
     assert len(records[0]) == 32
     assert (PATIENCE, REST) == (3, 3)
     looked_up = [0, 1, 2, 3, 5, 8, 12, 16, 20, 24, 28]
-    assert engine.executor.state.second_state.tolist() == [len(looked_up)]
+    assert engine.executor.state.lookup_state.tolist() == [len(looked_up)]
 
 
 def test_slots_that_took_plain_steps_draft_again_when_the_load_falls_and_lose_no_row(target, plain) -> None:
@@ -549,7 +549,7 @@ def test_counted_acceptance_is_that_of_a_fixed_k(target, plain) -> None:
     """By position; and afterwards the engine has learned nothing from it, and decodes by its times again."""
     script = np.asarray(scripts(plain, "oracle").script).copy()
     script[:, ::3] = (script[:, ::3] + 1) % CONFIG.vocab_size  # some are wrong
-    drafter = Beside(Scripted(jnp.asarray(script[:1])), NGram())
+    drafter = WithLookup(Scripted(jnp.asarray(script[:1])), NGram())
     requests = [Request(PROMPTS[0], 50)]
     fixed = decode(Engine(target, drafter, config(3)), requests)[1]
     expected = Counters.of(fixed[0], 3)

@@ -12,10 +12,10 @@ import safetensors.numpy
 
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
-from peagle.engine.beside import Beside
 from peagle.engine.engine import Engine
 from peagle.engine.handle import Handle
 from peagle.engine.handoff import Fingerprints, HandOff, parse
+from peagle.engine.lookup import WithLookup
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.widths import CostTable
@@ -171,7 +171,7 @@ def test_adaptive_engines_hand_over_and_a_drafter_that_was_left_out_sends_no_row
     """
     request = request_of(10, budget=CAPACITY - 10)
     plain = output_of(answer(engine_of(pair, 0), request))[0]
-    both = dataclasses.replace(pair, drafter=Beside(pair.drafter, NGram()))
+    both = dataclasses.replace(pair, drafter=WithLookup(pair.drafter, NGram()))
     first, second = (engine_of(both, role="decode", adaptive=True, steps_per_dispatch=4) for _ in range(2))
     for engine in (first, second):
         engine.costs = CostTable(

@@ -9,9 +9,9 @@ import pytest
 
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
-from peagle.engine.beside import Beside
 from peagle.engine.engine import Engine
 from peagle.engine.executor import Executor
+from peagle.engine.lookup import WithLookup
 from peagle.engine.programs import Shape
 from peagle.engine.remote import VERBS, Follower, Lead
 from peagle.engine.request import Request
@@ -31,10 +31,10 @@ CONFIG = ResolvedConfig(2, slots=2, context=256, prefill_chunk=64, prefix_cache=
 def test_a_follower_ends_with_the_leaders_bits(kind: str) -> None:
     """Through the wire's own bytes: prompts, steps of every kind, cut ones too, known pages, an abort."""
     pair = models()
-    target, drafter = pair.target, Beside(pair.drafter, NGram()) if kind == "P-EAGLE" else NGram()
+    target, drafter = pair.target, WithLookup(pair.drafter, NGram()) if kind == "P-EAGLE" else NGram()
     config = dataclasses.replace(CONFIG, adaptive=True)
     verbs: list[str] = []
-    follower = Follower(lambda drafts, _beside: (target, drafter if drafts else None))
+    follower = Follower(lambda drafts, _lookup: (target, drafter if drafts else None))
 
     def send(message: dict[str, Any]) -> None:
         verbs.append(message.get("verb", "executor"))
