@@ -167,7 +167,7 @@ def _warm_up(pair: Pair, engine: AnyEngine, display: Display) -> None:
             left_s = (time.monotonic() - started) / over * (1 - over) if done else None
             display.run_of("compiling", done, len(sorts), left_s, unit=PART)  # `measuring` ends it
             over += share
-            engine.warm_up(sampled=sampled, full=full, measuring=display.measuring, constrained=full)
+            engine.warm_up(sampled=sampled, full_logits=full, measuring=display.measuring, constrained=full)
         if pair.tokenizer is not None:  # a large vocabulary takes seconds
             pair.grammars.compile(Grammar.json_object(), channels=True)
     finally:

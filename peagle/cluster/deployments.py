@@ -76,7 +76,7 @@ class Worker:
         fixed = {"adaptive": False} if role == "prefill" else {}  # it makes no steps, so it measures no costs
         engine = self._pair.engine(self._pair.resolve(decoded, k_per_request=True, role=role, **fixed))
         for sampled, full in ((False, False), (True, False), (True, True)):
-            engine.warm_up(sampled=sampled, full=full, constrained=full)
+            engine.warm_up(sampled=sampled, full_logits=full, constrained=full)
         if self._pair.tokenizer is not None:  # a large vocabulary takes seconds
             self._pair.grammars.read()
         self._loop = EngineLoop(engine, config.most_open)  # the fleet's own bound is the queue's

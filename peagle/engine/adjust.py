@@ -36,7 +36,7 @@ class Adjustments:
     bias_ids: jax.Array  # [B, MOST_BIASES] int32, NO_BIAS in unused entries
     bias: jax.Array  # [B, MOST_BIASES] float32
     must_emit: jax.Array  # [B] int32: tokens still to be emitted before a stop token is allowed
-    counts: jax.Array  # [B, V] int32: how often each token was emitted; kept by full steps only
+    counts: jax.Array  # [B, V] int32: how often each token was emitted; kept up only by steps that need full logits
     in_prompt: jax.Array  # [B, V] bool
 
     @classmethod

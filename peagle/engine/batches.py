@@ -61,12 +61,12 @@ class Batches:
     def size_for(self, count: int) -> int:
         return next(size for size in self.sizes if size >= count)
 
-    def kind(self, num_drafts: int, sampled: bool, full: bool = False) -> StepKind:
-        """Return the variant of steps with this many drafts. full: with adjusted logits or log-probabilities."""
-        config, sampled = self.config, sampled or full
+    def kind(self, num_drafts: int, sampled: bool, full_logits: bool = False) -> StepKind:
+        """Return the variant of steps with this many drafts."""
+        config, sampled = self.config, sampled or full_logits
         if not num_drafts:
-            return StepKind(0, sampled, full)
-        return StepKind(num_drafts, sampled, full, config.synthetic_acceptance, adaptive=config.adaptive)
+            return StepKind(0, sampled, full_logits)
+        return StepKind(num_drafts, sampled, full_logits, config.synthetic_acceptance, adaptive=config.adaptive)
 
     def choose(self, decoding: Sequence[tuple[int, Handle]], most_drafts: int, cut: bool, count: int) -> StepBatch:
         """Choose the next steps of the decoding slots. Slots with a grammar take part only in cut steps.
@@ -77,11 +77,11 @@ class Batches:
         widths = [0 if handle.paused else handle.request.drafts(most_drafts) for _, handle in rows]
         number = self.config.num_speculative_tokens if any(widths) else 0
         if cut:
-            return StepBatch(rows, widths, self.kind(number, sampled=True, full=True), count)
+            return StepBatch(rows, widths, self.kind(number, sampled=True, full_logits=True), count)
         sampled = any(not handle.request.sampling.greedy for _, handle in rows)
-        kind = self.kind(number, sampled, full=any(handle.request.full for _, handle in rows))
+        kind = self.kind(number, sampled, full_logits=any(handle.request.full_logits for _, handle in rows))
         if self.has_drafter and not number and all(handle.paused for _, handle in rows):
-            kind = dataclasses.replace(kind, lean=True)
+            kind = dataclasses.replace(kind, skip_drafter=True)
         return StepBatch(rows, widths, kind, count)
 
     def plan(self, rows: Sequence[tuple[int, Handle]], widths: Sequence[int]) -> np.ndarray:

@@ -200,7 +200,7 @@ class Engine(AnyEngine):
         self,
         sampled: bool = False,
         measuring: Measuring = lambda *_: None,
-        full: bool = False,
+        full_logits: bool = False,
         constrained: bool = False,
         measure: bool = True,
     ) -> None:
@@ -211,7 +211,7 @@ class Engine(AnyEngine):
                 return
             started = time.perf_counter()
             self.start()
-            compiled = self._warm_up.compile(sampled, full, constrained)
+            compiled = self._warm_up.compile(sampled, full_logits, constrained)
             self.compile_s += time.perf_counter() - started if compiled else 0.0
             measures = measure and self.config.adaptive and self.costs is None
             if measures:

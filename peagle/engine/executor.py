@@ -4,7 +4,7 @@ The executor is the engine's only door to the device. It holds the state and the
 return what the host will read, so several processes can run the same verbs (peagle.engine.remote).
 
 One array of integers, the plan, carries the slots and tables of a pass. No program depends on a request: batches and
-chunks come in a few sizes, and steps in greedy, sampled and full variants. The state is donated.
+chunks come in a few sizes, and steps in a few variants. The state is donated.
 """
 
 import dataclasses
@@ -163,9 +163,9 @@ class Executor:
             after = dataclasses.replace(
                 after, drafter_state=state.drafter_state, lookup_state=state.lookup_state, learned=state.learned
             )
-        if kind.lean:
+        if kind.skip_drafter:
             after = dataclasses.replace(after, drafter_input=state.drafter_input)
-        return after if kind.full else dataclasses.replace(after, adjustments=state.adjustments)
+        return after if kind.full_logits else dataclasses.replace(after, adjustments=state.adjustments)
 
     def prepared_steps(
         self, state: DecodeState, plan: np.ndarray, costs: np.ndarray, count: int, kind: StepKind
@@ -178,9 +178,9 @@ class Executor:
         if kind.num_drafts == 0:
             models, tree = self._plain_models, self._plain_tree
             state = dataclasses.replace(state, drafter_state=None, lookup_state=None, learned=None)
-        if kind.lean:
+        if kind.skip_drafter:
             state = dataclasses.replace(state, drafter_input=None)
-        if not kind.full:
+        if not kind.full_logits:
             state = dataclasses.replace(state, adjustments=None)
         program = programs.steps_program(tree, kind, self.shape, self._num_groups, self.launches_alone)
         return program, [models, state, plan, costs, np.int32(count)]

@@ -105,12 +105,12 @@ class AnyEngine(abc.ABC):
         self,
         sampled: bool = False,
         measuring: Measuring = lambda *_: None,
-        full: bool = False,
+        full_logits: bool = False,
         constrained: bool = False,
     ) -> None:
         """Compile and run once every program that requests need, so that later times include no compilation.
 
-        sampled, full, constrained: some request is not greedy, is full (`Request.full`), has a grammar. An adaptive
+        sampled, full_logits, constrained: some request is not greedy, needs full logits, has a grammar. An adaptive
         engine then measures step costs, once; it calls measuring(finished runs, all runs) before each run. While a
         request is in the engine, this does nothing: programs then compile at their first dispatch.
         """

@@ -118,7 +118,7 @@ def _choose_first(logits: jax.Array, length: jax.Array, params: SlotParams) -> t
         token = choose(adjust(logits, no_drafts, params.adjustments, stops, masks), params.sampling, keys)
         return token, log_probs(logits, token).pack()
 
-    chosen: tuple[jax.Array, jax.Array] = jax.lax.cond(params.full[0], fully, plainly)
+    chosen: tuple[jax.Array, jax.Array] = jax.lax.cond(params.full_logits[0], fully, plainly)
     return chosen
 
 
@@ -183,14 +183,14 @@ def steps_program(models: Any, kind: StepKind, shape: Shape, num_target: int, la
         _traces["steps"] += 1
         target, drafter = jax.tree.unflatten(models, model_leaves)
         batch, widths = read_step_plan(plan, shape.widths, num_target)
-        rows = take(state, batch, kind.input_rows, kind.full)
+        rows = take(state, batch, kind.input_rows, kind.full_logits)
         after, outputs = steps(
             target, drafter, rows, widths, kind.costs(costs, plan.shape[0]), limit, kind, shape.most_steps
         )
         return put(state, batch, after), _counted_as_long(outputs, outputs[0, 0, 0])
 
     # the name that peagle.measure.profile looks for
-    _run.__name__ = f"_steps_{kind.num_drafts}" + ("_full" if kind.full else "_sampled" if kind.sampled else "")
+    _run.__name__ = f"_steps_{kind.num_drafts}" + ("_full" if kind.full_logits else "_sampled" if kind.sampled else "")
     return jax.jit(_run, donate_argnums=1, compiler_options=NO_GRAPHS if launches_alone else None)
 
 

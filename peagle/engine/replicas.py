@@ -79,7 +79,7 @@ class Replicas(AnyEngine):
         self,
         sampled: bool = False,
         measuring: Measuring = lambda *_: None,
-        full: bool = False,
+        full_logits: bool = False,
         constrained: bool = False,
     ) -> None:
         """See `AnyEngine.warm_up`. Engines compile at once, in as many threads as there are processors.
@@ -94,7 +94,9 @@ class Replicas(AnyEngine):
                     return
             with concurrent.futures.ThreadPoolExecutor(min(len(self.engines), os.cpu_count() or 1)) as threads:
                 begun = [
-                    threads.submit(engine.warm_up, sampled, full=full, constrained=constrained, measure=False)
+                    threads.submit(
+                        engine.warm_up, sampled, full_logits=full_logits, constrained=constrained, measure=False
+                    )
                     for engine in self.engines
                 ]
                 try:
@@ -102,7 +104,7 @@ class Replicas(AnyEngine):
                         future.result()
                 finally:
                     threads.shutdown(cancel_futures=True)
-            self.one.warm_up(sampled, measuring, full, constrained)
+            self.one.warm_up(sampled, measuring, full_logits, constrained)
             for engine in self.engines:
                 engine.costs = self.one.costs
 

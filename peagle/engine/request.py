@@ -84,8 +84,8 @@ class Request:
                 )
 
     @property
-    def full(self) -> bool:
-        """Whether steps adjust this request's logits or return log-probabilities: `StepKind.full`."""
+    def full_logits(self) -> bool:
+        """Whether steps adjust this request's logits or return log-probabilities."""
         return self.sampling.adjusts or self.logprobs is not None or self.grammar is not None
 
 

@@ -51,7 +51,7 @@ class DecodeState:
     drafts: jax.Array  # [B] bool
     stop_token_ids: jax.Array  # [B, MOST_STOP_TOKENS] int32, NO_STOP in unused entries
     sampling: RowSampling
-    adjustments: Adjustments | None  # only full steps take it and update its counts (peagle.engine.step_kinds.StepKind)
+    adjustments: Adjustments | None  # taken by steps that need full logits (StepKind)
     pace: Pace | None = None
     learned: Learned | None = None  # without a slot axis
     lookup_state: PyTree = None  # of the lookup drafter (peagle.engine.lookup); the slot is the leading axis
@@ -89,7 +89,7 @@ class SlotParams:
     stop_token_ids: jax.Array | np.ndarray
     sampling: RowSampling
     adjustments: Adjustments
-    full: jax.Array | np.ndarray  # [B] bool: Request.full
+    full_logits: jax.Array | np.ndarray  # [B] bool: Request.full_logits
     masks: jax.Array | np.ndarray  # [B, 1, W] uint32: the allowed first tokens
 
     @classmethod
@@ -113,16 +113,14 @@ class SlotParams:
         reals = np.asarray([[temperature], [sampling.top_p], [sampling.min_p]], np.float32)
         whole = np.asarray([[sampling.top_k], [fold_seed(sampling.seed)], [request.index]], np.int32)
         row = RowSampling(reals[0], whole[0], reals[1], reals[2], whole[1], whole[2])  # type: ignore[arg-type]
-        budget, full = np.asarray([request.max_new_tokens], np.int32), np.asarray([request.full])
-        masks = all_allowed(1, 1, vocab_size) if masks is None else masks
         return cls(
-            budget,
-            np.asarray([drafts]),
-            stops,
-            row,
-            Adjustments.of(request, vocab_size),
-            full,
-            masks,
+            remaining=np.asarray([request.max_new_tokens], np.int32),
+            drafts=np.asarray([drafts]),
+            stop_token_ids=stops,
+            sampling=row,
+            adjustments=Adjustments.of(request, vocab_size),
+            full_logits=np.asarray([request.full_logits]),
+            masks=all_allowed(1, 1, vocab_size) if masks is None else masks,
         )
 
     @classmethod

@@ -74,11 +74,11 @@ def accept_and_commit(
 ) -> tuple[DecodeState, StepOutput]:
     """Accept drafts and commit the emitted tokens; the caches stay as they are.
 
-    masks: allowed tokens of each row (peagle.engine.adjust), in full steps.
+    masks: allowed tokens of each row (peagle.engine.adjust).
     """
     drafts, logits, keys = proposed.draft_token_ids, verified.logits, proposed.keys
     with jax.named_scope(ACCEPT_PART):
-        if kind.full:
+        if kind.full_logits:
             assert state.adjustments is not None
             logits = adjust(logits, drafts, state.adjustments, state.stop_token_ids, masks)
         if proposed.synthetic is not None:
@@ -130,7 +130,7 @@ def _commit(
         drafts=state.drafts & ~too_far_behind,
     )
     token_ids, token_log_probs = jnp.where(place == accepted, acceptance.next_token[:, None], run), None
-    if kind.full:
+    if kind.full_logits:
         assert state.adjustments is not None
         after = dataclasses.replace(after, adjustments=state.adjustments.emitted(run, kept))
         token_log_probs = log_probs(verified.logits, token_ids)
@@ -286,7 +286,7 @@ def steps(
     """
 
     packed_width = 2 * kind.num_drafts + 5
-    if kind.full:
+    if kind.full_logits:
         packed_width += (kind.num_drafts + 1) * LogProbs.packed_width(target.vocab_size)
 
     def alike(state: DecodeState) -> tuple[DecodeState, Int[Array, "B W"]]:

@@ -22,17 +22,17 @@ class StepKind:
 
     num_drafts             0: plain steps
     sampled                some row is not greedy; such rows draw their drafts by the keys of the target's draws
-    full                   some row has its logits adjusted or needs log-probabilities (Request.full)
+    full_logits            some row has its logits adjusted or returns log-probabilities (Request.full_logits)
     synthetic_acceptance   see `draw_synthetic`
-    lean                   plain steps of rows that never draft again, so nothing is kept for the drafter
-    adaptive               widths are chosen in the step, and slots may rest
+    skip_drafter           no row ever drafts again, so plain steps keep nothing for the drafter
+    adaptive               the step chooses its widths, and slots may rest
     """
 
     num_drafts: int
     sampled: bool = False
-    full: bool = False
+    full_logits: bool = False
     synthetic_acceptance: tuple[float, ...] | None = None
-    lean: bool = False
+    skip_drafter: bool = False
     adaptive: bool = False
 
     def no_costs(self, size: int) -> np.ndarray:
@@ -49,7 +49,7 @@ class StepKind:
 
     @property
     def plain(self) -> "StepKind":
-        return StepKind(0, self.sampled, self.full)
+        return StepKind(0, self.sampled, self.full_logits)
 
 
 @flax.struct.dataclass
@@ -70,7 +70,7 @@ class StepOutput:
     left_out: jax.Array | np.ndarray  # [B]: the drafter never reads its rows again, so its pages have a gap
     token_ids: jax.Array | np.ndarray  # [B, K+1]: accepted drafts, then next_token or NO_TOKEN, then leftovers
     draft_token_ids: jax.Array | np.ndarray  # [B, K]; leftovers from num_verified on
-    log_probs: LogProbs | None = None  # of token_ids, in full steps
+    log_probs: LogProbs | None = None  # of token_ids, if the step needs full logits
 
     def padded(self, num_more: int) -> "StepOutput":
         """Pad the output by `num_more` drafts, so that it packs like a step with that many more."""

@@ -43,21 +43,21 @@ class WarmUp:
     def num_drafts(self) -> int:
         return self._engine.config.num_speculative_tokens
 
-    def compile(self, sampled: bool, full: bool, constrained: bool) -> bool:
+    def compile(self, sampled: bool, full_logits: bool, constrained: bool) -> bool:
         """Run once the programs that such requests need; return whether some had not run before."""
         engine, batches = self._engine, self._engine.batches
-        kinds = {batches.kind(drafts, sampled, full) for drafts in batches.possible_drafts}
+        kinds = {batches.kind(drafts, sampled, full_logits) for drafts in batches.possible_drafts}
         if engine.config.adaptive and engine.costs is None:  # the costs are those of greedy steps
             kinds |= {batches.kind(drafts, sampled=False) for drafts in batches.possible_drafts}
         if engine.drafter is not None:
             plain = {kind for kind in kinds if not kind.num_drafts}
-            lean = {dataclasses.replace(kind, lean=True) for kind in plain}
-            # if steps do not adapt, plain ones are for requests that never draft
-            kinds = kinds | lean if engine.config.adaptive else kinds - plain | lean
+            if not engine.config.adaptive:  # then only requests that never draft take plain steps
+                kinds -= plain
+            kinds |= {dataclasses.replace(kind, skip_drafter=True) for kind in plain}
         missing = {(kind, size) for kind in kinds for size in batches.sizes} - self._warm
         cut = set()
         if constrained:
-            kinds = {batches.kind(drafts, sampled=True, full=True) for drafts in batches.possible_drafts}
+            kinds = {batches.kind(drafts, sampled=True, full_logits=True) for drafts in batches.possible_drafts}
             cut = {("cut", kind, size) for kind in kinds for size in batches.sizes} - self._warm
         new = bool(missing or cut or "prompts" not in self._warm)
         if "prompts" not in self._warm:
@@ -83,11 +83,11 @@ class WarmUp:
         engine, config = self._engine, self._engine.config
         tables = sum(engine.memory.widths)
         row = SlotParams.of(Request((0,), 1), (), engine.target.vocab_size)
-        lean = engine.drafter is not None and not config.prefix_cache and 0 in engine.batches.possible_drafts
+        some_without = engine.drafter is not None and not config.prefix_cache and 0 in engine.batches.possible_drafts
         for count, length in config.pass_shapes:
             interrupt.check()
             plan = chunk_plan((), (), (), length, np.full((count, tables), -1, np.int32))
-            for drafts in (False, True) if lean else (engine.drafter is not None,):
+            for drafts in (False, True) if some_without else (engine.drafter is not None,):
                 engine.executor.prefill(plan, drafts)
             absent = np.full((count,), config.slots, np.int32)
             ones = np.ones((count,), np.int32)

@@ -192,7 +192,7 @@ def start(target: GptOss, sampling: SamplingParams, widths: list[int]) -> tuple[
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), HARD, dataclasses.replace(HARD, temperature=0.8)])
 def test_a_step_cut_in_two_is_the_step(target: GptOss, sampling: SamplingParams) -> None:
-    kind = StepKind(K, sampled=True, full=True)
+    kind = StepKind(K, sampled=True, full_logits=True)
     all_may = np.full((3, K + 1, -(-V // MASK_BITS)), 0xFFFFFFFF, np.uint32)
     all_count = np.full(all_may.shape[0], kind.num_drafts, np.int32)
     (whole, plan), (cut, _) = (start(target, sampling, [K, 2]) for _ in range(2))

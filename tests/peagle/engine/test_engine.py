@@ -203,7 +203,7 @@ def test_nothing_that_a_request_asks_for_compiles_anything(target, requests) -> 
     engine = Engine(target, NGram(longest=2), config(5, slots=2))
     engine.warm_up()
     engine.warm_up(sampled=True)
-    engine.warm_up(full=True)
+    engine.warm_up(full_logits=True)
     assert engine.compile_s > 0
     before = trace_counts()
     run(engine, requests)
@@ -649,10 +649,10 @@ def test_a_crowd_is_decoded_as_without_a_drafter(target, plain) -> None:
     """While more wait than there are slots, and full slots do not draft, steps leave the drafter out."""
     engine = drafting_at(Engine(target, NGram(), config(3, slots=2, adaptive=True)), {1: True, 2: False})
     engine.warm_up()
-    before, lean, steps = trace_counts(), [], engine.executor.steps
+    before, skipped, steps = trace_counts(), [], engine.executor.steps
 
     def spy(plan, costs, count, kind):
-        lean.append(kind.lean)
+        skipped.append(kind.skip_drafter)
         return steps(plan, costs, count, kind)
 
     engine.executor.steps = spy
@@ -660,5 +660,5 @@ def test_a_crowd_is_decoded_as_without_a_drafter(target, plain) -> None:
     assert tokens == [plain[i % 3][:20] for i in range(7)]
     assert {len(record.draft_token_ids) for some in records[:4] for record in some} == {0}
     assert any(record.draft_token_ids for record in records[6]), "the last one is alone at its end"
-    assert (lean[0], lean[-1]) == (True, False)
+    assert (skipped[0], skipped[-1]) == (True, False)
     assert trace_counts() == before
