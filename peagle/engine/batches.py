@@ -74,13 +74,13 @@ class Batches:
         most_drafts: of any slot at the present load. count: steps of the dispatch.
         """
         rows = [(slot, handle) for slot, handle in decoding if cut or handle.matcher is None]
-        widths = [0 if handle.paused else handle.request.drafts(most_drafts) for _, handle in rows]
+        widths = [handle.request.most_drafts(most_drafts) if handle.can_draft else 0 for _, handle in rows]
         number = self.config.num_speculative_tokens if any(widths) else 0
         if cut:
             return StepBatch(rows, widths, self.kind(number, sampled=True, full_logits=True), count)
         sampled = any(not handle.request.sampling.greedy for _, handle in rows)
         kind = self.kind(number, sampled, full_logits=any(handle.request.full_logits for _, handle in rows))
-        if self.has_drafter and not number and all(handle.paused for _, handle in rows):
+        if self.has_drafter and not number and not any(handle.can_draft for _, handle in rows):
             kind = dataclasses.replace(kind, skip_drafter=True)
         return StepBatch(rows, widths, kind, count)
 

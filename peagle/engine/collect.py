@@ -97,8 +97,8 @@ class Collector:
                 if output.caught_up[index, row]:
                     handle.drafter_rows = handle.length + 1
                 handle.length += accepted + 1
-                handle.paused |= bool(output.paused[index, row])
-                handle.left_out |= bool(output.left_out[index, row])
+                handle.can_draft &= bool(output.can_draft[index, row])
+                handle.drafter_off |= bool(output.drafter_off[index, row])
             if not_finite is not None:
                 chunks.append((handle, self._not_finite(handle, not_finite, tuple(token_ids), tuple(records))))
             elif records:

@@ -95,7 +95,7 @@ class Constrained:
         if seconds <= self._budget_s:
             matcher.num_slow = 0
             return False
-        handle.paused = True
+        handle.can_draft = False
         matcher.num_slow += not drafts
         if matcher.num_slow >= self._most_slow:
             matcher.overdue = (
@@ -109,4 +109,4 @@ class Constrained:
         """Give a request's grammar its own automaton. Its drafts end, because they would fill that one, too."""
         assert handle.matcher is not None
         handle.matcher.renew(token_ids)
-        handle.paused = True
+        handle.can_draft = False

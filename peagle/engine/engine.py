@@ -168,7 +168,7 @@ class Engine(AnyEngine):
 
     def _has_all_rows(self, handle: Handle) -> bool:
         """Whether the drafter's pages and its input hold all rows of a request."""
-        return self.drafter is not None and not (handle.paused or handle.left_out)
+        return self.drafter is not None and handle.can_draft and not handle.drafter_off
 
     def finish(self, handle: Handle, reason: Any, error: InputError | None = None) -> None:
         """Remove a request, and add its last chunk, without tokens, to its inbox."""
@@ -411,9 +411,9 @@ class Engine(AnyEngine):
     def _begin(self, handle: Handle) -> int | None:
         """Give a request its pages; return how many of its tokens are cached, or None if pages are short."""
         if not handle.num_preempted:
-            handle.paused = self._begins_paused(handle)
+            handle.can_draft = self._may_ever_draft(handle)
         if handle.hand_off is not None:
-            handle.paused |= not handle.hand_off.drafts
+            handle.can_draft &= handle.hand_off.can_draft
         if not self.pages.open(handle, self._scheduler.prefilling):
             return None
         assert handle.table is not None
@@ -429,17 +429,15 @@ class Engine(AnyEngine):
             self.memory.pool.count_lookup(handle.table, len(token_ids))
         return known
 
-    def _begins_paused(self, handle: Handle) -> bool:
-        """Whether a request starts paused and so never drafts.
+    def _may_ever_draft(self, handle: Handle) -> bool:
+        """Whether a request that begins now may draft at all.
 
-        By its own K = 0, or because more requests wait than there are slots and drafting does not pay with all slots
-        active.
+        Not if its own K is 0, or if more requests wait than there are slots and drafting does not pay with all slots
+        active. An engine that only prefills cannot tell how crowded the engine is that will decode.
         """
         num_waiting = self._scheduler.num_waiting - 1 + self.num_queued
         crowded = num_waiting > self.config.slots and not self._pays(self.config.slots)
-        if self.config.role == "prefill":
-            crowded = False  # other engines decode its requests
-        return crowded or handle.request.num_speculative_tokens == 0
+        return handle.request.num_speculative_tokens != 0 and (not crowded or self.config.role == "prefill")
 
     def _prefill(self, action: Chunk[Handle]) -> None:
         """Compute pieces of prompts in one pass, and admit the completed ones to their slots."""
@@ -448,8 +446,8 @@ class Engine(AnyEngine):
         pieces = [piece for piece in pieces if piece.key.table is not None]  # a preempted request has no table
         if not pieces:
             return
-        drafts = self.drafter is not None and any(self.pages.has_drafter_pages(piece.key) for piece in pieces)
-        result = self.executor.prefill(self.batches.chunk_plan(pieces, action.shape), drafts)
+        with_drafter = any(self.pages.has_drafter_pages(piece.key) for piece in pieces)
+        result = self.executor.prefill(self.batches.chunk_plan(pieces, action.shape), with_drafter)
         for piece in pieces:
             self.pages.publish_prompt(piece.key, piece.begin + piece.count)
         complete = [(row, piece.key) for row, piece in enumerate(pieces) if piece.last]
@@ -467,9 +465,7 @@ class Engine(AnyEngine):
             handle.length, into[row] = len(handle.computed_ids), slots[handle]
             lengths[row] = handle.length
             masks = None if handle.output_ids else self.constrained.first(handle)
-            slot = SlotParams.of(
-                handle.request, handle.stop_token_ids, self.target.vocab_size, not handle.paused, masks
-            )
+            slot = SlotParams.of(handle.request, handle.stop_token_ids, self.target.vocab_size, handle.can_draft, masks)
             if handle.output_ids:
                 known[row] = handle.output_ids[-1]
                 slot = slot.continued(handle.output_ids)

@@ -71,10 +71,10 @@ class Executor:
     def start(self) -> None:
         self._state = programs.init_program(self._tree, self.shape)(self._models)
 
-    def prefill(self, plan: np.ndarray, drafts: bool) -> jax.Array:
-        """Compute a chunk (`chunk_plan`); return an array to wait for. drafts: with the drafter."""
+    def prefill(self, plan: np.ndarray, with_drafter: bool) -> jax.Array:
+        """Compute a chunk (`chunk_plan`); return an array to wait for."""
         state, drafter = self.state, self.drafter
-        absorbs = drafts and drafter is not None and bool(drafter.cache_groups)
+        absorbs = with_drafter and drafter is not None and bool(drafter.cache_groups)
         models, tree = (self._models, self._tree) if absorbs else (self._plain_models, self._plain_tree)
         pages = state.target_cache.pages, state.drafter_state.pages if absorbs else ()
         program = programs.prefill_program(tree, self._num_groups, self.shape.widths, self.shape.blocks)

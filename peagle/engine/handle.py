@@ -31,8 +31,8 @@ class Handle:
     length: int = 0  # prompt and output tokens that the host has read, except the pending one
     output_ids: list[int] = field(default_factory=list, repr=False)  # output tokens that the host has read
     num_cached_tokens: int = 0  # tokens of the prompt that were in the prefix cache
-    paused: bool = False  # it never drafts again, and is decoded plainly
-    left_out: bool = False  # the drafter never reads its tokens again; a lookup drafter may still draft for it
+    can_draft: bool = True  # False: it never drafts again
+    drafter_off: bool = False  # the drafter never reads its tokens again; a lookup drafter may still draft
     error: InputError | None = None  # if finished is "error"
     matcher: Matcher | None = None  # of its grammar; has read output_ids
     hand_off: HandOff | None = field(default=None, repr=False)  # received, until it begins; or made by hand_over

@@ -72,7 +72,7 @@ class HandOff:
     data: np.ndarray  # uint8: the message
     token_ids: tuple[int, ...]  # prompt and output; the last one is pending, and in no page
     fingerprints: Fingerprints
-    drafts: bool  # the drafter's rows are complete, so the sequence may draft
+    can_draft: bool  # the drafter's rows are complete, so the sequence may draft
     tensors: Mapping[str, np.ndarray]
 
     @property
@@ -130,20 +130,20 @@ def pack(
     table: PageTable,
     token_ids: tuple[int, ...],
     fingerprints: Fingerprints,
-    drafts: bool,
+    can_draft: bool,
 ) -> HandOff:
     """Make the message of a request whose pages hold all of these tokens but the last.
 
-    drafts: the drafter's rows are complete; otherwise they stay out.
+    can_draft: the drafter's rows are complete; otherwise they stay out.
     """
     length = len(token_ids) - 1
-    layers = [layer for layer in _layers(executor, memory) if drafts or layer.name.startswith("target.")]
+    layers = [layer for layer in _layers(executor, memory) if can_draft or layer.name.startswith("target.")]
     shapes: dict[str, Shape] = {TOKEN_IDS: ((length + 1,), np.dtype(np.int32))}
     for layer in layers:
         count = length - layer.first(memory.groups, length)
         shapes |= {f"{layer.name}.{part}": ((count, *layer.row), layer.dtype) for part in ("key", "value")}
     drafter = NO_DRAFTER if executor.drafter is None else fingerprints.drafter
-    metadata = {"format": FORMAT, "target": fingerprints.target, "drafter": drafter, "drafts": str(drafts)}
+    metadata = {"format": FORMAT, "target": fingerprints.target, "drafter": drafter, "drafts": str(can_draft)}
     data, tensors = _allocate(shapes, metadata)
     tensors[TOKEN_IDS][:] = token_ids
     for layer in layers:
@@ -156,7 +156,7 @@ def pack(
         for part, pages in zip(("key", "value"), executor.read_pages(layer.number, numbers), strict=True):
             rows = pages.reshape(-1, *pages.shape[2:])[first - begin * PAGE_SIZE : length - begin * PAGE_SIZE]
             tensors[f"{layer.name}.{part}"][...] = rows[:, :: layer.copies]
-    return HandOff(data, token_ids, Fingerprints(fingerprints.target, drafter), drafts, tensors)
+    return HandOff(data, token_ids, Fingerprints(fingerprints.target, drafter), can_draft, tensors)
 
 
 def _allocate(shapes: Mapping[str, Shape], metadata: Mapping[str, str]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -251,10 +251,10 @@ def check(
             f"the hand-off has {len(hand_off.token_ids)} tokens; expected at most {capacity}, the context of this "
             "engine: raise it, or send the request elsewhere"
         )
-    sender, drafts = hand_off.fingerprints, executor.drafter is not None
+    sender, with_drafter = hand_off.fingerprints, executor.drafter is not None
     for model, theirs, ours in [
         ("target", sender.target, fingerprints.target),
-        *([("drafter", sender.drafter, fingerprints.drafter)] if drafts else []),
+        *([("drafter", sender.drafter, fingerprints.drafter)] if with_drafter else []),
     ]:
         if theirs != ours:
             raise InputError(
@@ -262,7 +262,7 @@ def check(
                 f"{ours[:12] or 'one of no files'}); expected equal checkpoints, dtype, aux layers and windows"
             )
     for layer in _layers(executor, memory):
-        if hand_off.drafts or layer.name.startswith("target."):
+        if hand_off.can_draft or layer.name.startswith("target."):
             # the sender may keep only a window of a layer that keeps all here: it alone knows how many rows that needs
             keeps_all = memory.groups[layer.group].window is None
             needed = hand_off.length - layer.first(memory.groups, hand_off.length)

@@ -206,13 +206,13 @@ class KVMemory:
     def num_tokens(self) -> int:
         return self.num_pages[0] * PAGE_SIZE
 
-    def open(self, token_ids: Sequence[int], drafts: bool) -> PageTable:
-        """Begin a request with the cached pages of its tokens. drafts: its drafter keeps rows, too."""
-        groups = range(len(self.groups) if drafts else self.num_target)
+    def open(self, token_ids: Sequence[int], with_drafter: bool) -> PageTable:
+        """Begin a request with the cached pages of its tokens. with_drafter: in the drafter's groups, too."""
+        groups = range(len(self.groups) if with_drafter else self.num_target)
         return self.pool.open(token_ids if self._keeps else (), (), list(groups))
 
-    def num_known(self, token_ids: Sequence[int], drafts: bool) -> int:
-        groups = range(len(self.groups) if drafts else self.num_target)
+    def num_known(self, token_ids: Sequence[int], with_drafter: bool) -> int:
+        groups = range(len(self.groups) if with_drafter else self.num_target)
         return self.pool.num_known(token_ids, (), list(groups))
 
     def missing(self, table: PageTable, num_tokens: int) -> int:

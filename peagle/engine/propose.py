@@ -39,7 +39,7 @@ def propose(
 
     may_skip: an adaptive step may leave the drafter out. If not, drafter_input has at most K + 1 rows.
     """
-    widths = jnp.where(state.may_draft, jnp.minimum(widths, kind.num_drafts), 0)
+    widths = jnp.where(state.drafting, jnp.minimum(widths, kind.num_drafts), 0)
     keys = synthetic = None
     if kind.sampled or kind.synthetic_acceptance is not None:
         reach = jnp.arange(1, kind.num_drafts + 2, dtype=jnp.int32)
@@ -161,7 +161,7 @@ def _propose_by_sources(
         trusted = looked_up.survival * pace.trust[:, 1:]
         worth_looked_up = jnp.sum(gains_of(trusted, limits, costs, num_active, rate), axis=1)
 
-    to_drafter, ran = jnp.where(pace.given_up, 0, limits), jnp.ones((), bool)
+    to_drafter, ran = jnp.where(pace.drafter_off, 0, limits), jnp.ones((), bool)
     if may_skip:
         to_drafter = choose_drafts(known_gains, to_drafter, num_active, costs, rate)
         place = jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
@@ -223,7 +223,7 @@ def _look_up(
     """Let the lookup drafter read the whole input and propose."""
     assert state.learned is not None
     assert state.drafter_input is not None
-    first_position = jnp.where(state.may_draft, state.drafter_input.first_position, -1)
+    first_position = jnp.where(state.drafting, state.drafter_input.first_position, -1)
     drafter_input = dataclasses.replace(state.drafter_input, first_position=first_position)
     draft, lookup_state = lookup.propose(state.lookup_state, drafter_input, limits, num_drafts, chooser)
     assert draft.confidence is not None
@@ -244,7 +244,7 @@ def absorb(drafter: Drafter | None, state: DecodeState) -> DecodeState:
     assert drafter is not None
     assert before is not None
     place = jnp.arange(before.token_ids.shape[1], dtype=jnp.int32)[None, :]
-    taken = (place < before.num[:, None] - 1) & state.may_draft[:, None]
+    taken = (place < before.num[:, None] - 1) & state.drafting[:, None]
     positions = jnp.where(taken, before.first_position[:, None] + place, -1)
     with jax.named_scope(DRAFT_PART):
         lookup_state = state.lookup_state

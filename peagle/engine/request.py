@@ -33,8 +33,7 @@ class Request:
     name                     the prompt's name in messages
     stop                     the answer's text ends before the first of these strings; peagle.result.Assembler
                              applies them, since the engine works on tokens only
-    num_speculative_tokens   most drafts of a step of this request; None: the engine's. A request with its own K is
-                             never paused for the cost of drafting
+    num_speculative_tokens   most drafts of a step of this request; None: the engine's
     grammar                  of the answer (peagle.engine.grammar); it masks the target's logits before acceptance,
                              like other adjustments. If the budget, a stop string or one of the request's stop
                              tokens cuts the answer, it is only the beginning of a text of the grammar
@@ -68,7 +67,7 @@ class Request:
             check_num_drafts(self.num_speculative_tokens)
         check_stop_strings(self.stop)
 
-    def drafts(self, most: int) -> int:
+    def most_drafts(self, most: int) -> int:
         """Return the most drafts of a step of this request in an engine with at most `most`."""
         return most if self.num_speculative_tokens is None else min(self.num_speculative_tokens, most)
 

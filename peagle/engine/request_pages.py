@@ -21,8 +21,8 @@ class RequestPages:
         preempted request needs more, so that it is not preempted again at once.
         """
         memory, token_ids = self._memory, handle.computed_ids
-        drafts = self._has_drafter and (not handle.paused or self._prefills_for_all(token_ids))
-        table = memory.open(token_ids if handle.hand_off is None else (), drafts)
+        with_drafter = self._has_drafter and (handle.can_draft or self._prefills_for_all(token_ids))
+        table = memory.open(token_ids if handle.hand_off is None else (), with_drafter)
         promised = sum(
             max(0, memory.missing(other.table, len(other.computed_ids)))
             for other in prefilling
@@ -42,7 +42,8 @@ class RequestPages:
         """
         if not self._config.prefix_cache:
             return False
-        return self._memory.num_known(token_ids, drafts=True) >= self._memory.num_known(token_ids, drafts=False)
+        target, both = (self._memory.num_known(token_ids, with_drafter) for with_drafter in (False, True))
+        return both >= target
 
     def _most_tokens(self, handle: Handle) -> int:
         """Count the positions that a request can reach."""

@@ -5,9 +5,9 @@ The slot is the leading axis of every leaf but the pages, which all slots share.
     target pages       hold the prompt and all emitted tokens but the last: `length` of them
     pending_token      is the last emitted token; it is in no page
     drafter pages      lag by the tokens in drafter_input: rows first_position ..
-                       first_position + num - 1 = length - 1. They have no gap where `drafts`
+                       first_position + num - 1 = length - 1. They have no gap if `can_draft`
     remaining          counts the tokens that may still be emitted
-    drafts             says whether the slot may ever draft again
+    can_draft          is False in a slot that never drafts again
     pace               says how the slot drafts at present, in adaptive engines; all slots share `learned`
 
 A pass runs over the slots that the host names, gathered into a batch. A done slot, and a batch entry without a slot,
@@ -48,7 +48,7 @@ class DecodeState:
     drafter_state: PyTree  # a PagedCache; of a cacheless drafter, a tree whose leading axis is the slot
     done: jax.Array  # [B] bool
     remaining: jax.Array  # [B] int32
-    drafts: jax.Array  # [B] bool
+    can_draft: jax.Array  # [B] bool
     stop_token_ids: jax.Array  # [B, MOST_STOP_TOKENS] int32, NO_STOP in unused entries
     sampling: RowSampling
     adjustments: Adjustments | None  # taken by steps that need full logits (StepKind)
@@ -61,14 +61,14 @@ class DecodeState:
         return self.length.shape[0]
 
     @property
-    def may_draft(self) -> jax.Array:
-        """[B]: slots whose request continues and may draft again."""
-        return ~self.done & self.drafts
+    def drafting(self) -> jax.Array:
+        """[B]: active slots that can draft."""
+        return ~self.done & self.can_draft
 
     @property
     def keeps_up(self) -> jax.Array:
-        """[B]: those of them whose drafter reads all their rows."""
-        return self.may_draft if self.pace is None else self.may_draft & ~self.pace.given_up
+        """[B]: drafting slots whose rows the drafter reads, now or later."""
+        return self.drafting if self.pace is None else self.drafting & ~self.pace.drafter_off
 
 
 @flax.struct.dataclass
@@ -85,7 +85,7 @@ class SlotParams:
     """The parameters of requests as arrays, the request as the leading axis, for `admit`."""
 
     remaining: jax.Array | np.ndarray
-    drafts: jax.Array | np.ndarray  # [B] bool
+    can_draft: jax.Array | np.ndarray  # [B] bool
     stop_token_ids: jax.Array | np.ndarray
     sampling: RowSampling
     adjustments: Adjustments
@@ -98,12 +98,12 @@ class SlotParams:
         request: Request,
         stop_token_ids: tuple[int, ...],
         vocab_size: int,
-        drafts: bool = True,
+        can_draft: bool = True,
         masks: np.ndarray | None = None,
     ) -> "SlotParams":
         """Make the row of a request.
 
-        stop_token_ids: the tokens that end it. drafts: whether it ever drafts. masks: None allows all first tokens.
+        stop_token_ids: the tokens that end it. masks: None allows all first tokens.
         """
         sampling = request.sampling
         stops = np.full((1, MOST_STOP_TOKENS), NO_STOP, np.int32)
@@ -115,7 +115,7 @@ class SlotParams:
         row = RowSampling(reals[0], whole[0], reals[1], reals[2], whole[1], whole[2])  # type: ignore[arg-type]
         return cls(
             remaining=np.asarray([request.max_new_tokens], np.int32),
-            drafts=np.asarray([drafts]),
+            can_draft=np.asarray([can_draft]),
             stop_token_ids=stops,
             sampling=row,
             adjustments=Adjustments.of(request, vocab_size),
@@ -174,7 +174,7 @@ def init_state(
         drafter_state=drafter_state,
         done=jnp.ones((slots,), bool),
         remaining=zero,
-        drafts=jnp.zeros((slots,), bool),
+        can_draft=jnp.zeros((slots,), bool),
         stop_token_ids=jnp.full((slots, MOST_STOP_TOKENS), NO_STOP, jnp.int32),
         sampling=RowSampling(real, zero, real + 1, real, zero, zero),
         adjustments=Adjustments.none(slots, target.vocab_size),
@@ -218,7 +218,7 @@ def take(state: DecodeState, batch: Batch, input_rows: int | None, adjusts: bool
         drafter_state=drafter_state,
         done=rows(state.done) | (slots >= state.slots),
         remaining=rows(state.remaining),
-        drafts=rows(state.drafts),
+        can_draft=rows(state.can_draft),
         stop_token_ids=rows(state.stop_token_ids),
         sampling=jax.tree.map(rows, state.sampling),
         adjustments=jax.tree.map(rows, state.adjustments) if adjusts else None,
@@ -270,7 +270,7 @@ def put(state: DecodeState, batch: Batch, after: DecodeState) -> DecodeState:
         drafter_state=drafter_state,
         done=done,
         remaining=rows(state.remaining, after.remaining),
-        drafts=rows(state.drafts, after.drafts),
+        can_draft=rows(state.can_draft, after.can_draft),
         stop_token_ids=state.stop_token_ids,
         sampling=state.sampling,
         adjustments=adjustments,
@@ -321,7 +321,7 @@ def admit(
         drafter_input=drafter_input,
         done=rows(state.done, stops | (jnp.asarray(params.remaining) <= 1)),
         remaining=rows(state.remaining, jnp.asarray(params.remaining) - 1),
-        drafts=rows(state.drafts, params.drafts),
+        can_draft=rows(state.can_draft, params.can_draft),
         stop_token_ids=rows(state.stop_token_ids, params.stop_token_ids),
         sampling=jax.tree.map(rows, state.sampling, params.sampling),
         adjustments=jax.tree.map(rows, state.adjustments, emitted),
@@ -355,10 +355,10 @@ def check_integrity(state: DecodeState, capacity: int, slots: Sequence[int] | No
     assert (remaining >= 1).all(), remaining
     assert (length + remaining <= capacity).all(), (length, remaining, capacity)
     if state.drafter_input is not None:
-        drafts = np.asarray(state.may_draft) & decodes
-        waiting = jax.tree.map(lambda leaf: np.asarray(leaf)[drafts], state.drafter_input)
-        length, num, first = np.asarray(state.length)[drafts], waiting.num, waiting.first_position
+        drafting = np.asarray(state.drafting) & decodes
+        waiting = jax.tree.map(lambda leaf: np.asarray(leaf)[drafting], state.drafter_input)
+        length, num, first = np.asarray(state.length)[drafting], waiting.num, waiting.first_position
         assert ((num >= 1) & (num <= waiting.token_ids.shape[1])).all(), num
         assert (first + num == length).all(), (first, num, length)
         last = np.take_along_axis(waiting.token_ids, num[:, None] - 1, axis=1)[:, 0]
-        assert (last == np.asarray(state.pending_token)[drafts]).all()
+        assert (last == np.asarray(state.pending_token)[drafting]).all()

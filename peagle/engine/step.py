@@ -8,8 +8,8 @@ Slot b drafts and verifies widths[b] <= K tokens. Its further rows have position
 steps widths are upper bounds, and `propose` chooses how many to verify.
 
 A step that does not run the drafter appends the committed tokens to drafter_input, and `absorb` passes them to the
-drafter later, so that the drafter's cache has no gap when the slot drafts again. A slot without `drafts` keeps nothing;
-a slot whose drafter has given up keeps only the latest step's rows.
+drafter later, so that the drafter's cache has no gap when the slot drafts again. In a slot whose drafter is off,
+drafter_input holds only the latest step's rows.
 
 For grammars the step can be cut after `propose` and after `verify`. While the target verifies, the host reads the
 drafts and computes the masks that `accept` takes (peagle.engine.grammar).
@@ -127,7 +127,7 @@ def _commit(
         drafter_input=drafter_input,
         done=done,
         remaining=remaining,
-        drafts=state.drafts & ~too_far_behind,
+        can_draft=state.can_draft & ~too_far_behind,
     )
     token_ids, token_log_probs = jnp.where(place == accepted, acceptance.next_token[:, None], run), None
     if kind.full_logits:
@@ -141,9 +141,9 @@ def _commit(
         num_drafted=proposed.num_drafted,
         source=jnp.zeros_like(count) if proposed.source is None else proposed.source,
         done=done,
-        paused=~after.drafts,
+        can_draft=after.can_draft,
         caught_up=proposed.ran & state.keeps_up,
-        left_out=jnp.zeros_like(done) if after.pace is None else after.pace.given_up,
+        drafter_off=jnp.zeros_like(done) if after.pace is None else after.pace.drafter_off,
         token_ids=token_ids,
         draft_token_ids=drafts,
         log_probs=token_log_probs,
@@ -185,7 +185,7 @@ def _paced(
     # to absorb the backlog takes about one pass per K + 1 tokens
     too_dear = costs.of_drafts(num_active) > KEEPING_UP * (num_drafts + 1)
     behind = active & has_no_room(state, 2 * max(num_drafts, REST) + 1) & ~proposed.ran  # before the drafter must run
-    pace = dataclasses.replace(pace, given_up=pace.given_up | (behind & too_dear))
+    pace = dataclasses.replace(pace, drafter_off=pace.drafter_off | (behind & too_dear))
     pace = pace.tried(active, proposed.tried, proposed.ran | jnp.any(widths > 0))
     return dataclasses.replace(state, pace=pace, learned=learned)
 
@@ -248,10 +248,10 @@ def _input_after(
             for old, new in ((before.num, num_new), (before.first_position, state.length))
         )
         return DrafterInput(token_ids, aux, num, first_position), jnp.zeros_like(state.done)
-    read = jnp.asarray(proposed.ran & state.may_draft)
+    read = jnp.asarray(proposed.ran & state.drafting)
     if state.pace is not None and len(proposed.sources) > 1:
         assert proposed.tried is not None
-        read |= state.pace.given_up & proposed.tried  # only the lookup drafter reads its rows, at once
+        read |= state.pace.drafter_off & proposed.tried  # only the lookup drafter reads its rows, at once
     begin = jnp.where(read, 0, before.num)
     full = ~state.done & (begin + num_new > room)
 

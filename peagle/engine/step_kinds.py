@@ -65,9 +65,9 @@ class StepOutput:
     num_drafted: jax.Array | np.ndarray  # [B]: of the slot's source; the first num_verified were verified
     source: jax.Array | np.ndarray  # [B]: 0 the drafter, 1 the lookup drafter
     done: jax.Array | np.ndarray  # [B]
-    paused: jax.Array | np.ndarray  # [B]: it never drafts again
+    can_draft: jax.Array | np.ndarray  # [B]: False: it never drafts again
     caught_up: jax.Array | np.ndarray  # [B]: the drafter has read all rows before this step's
-    left_out: jax.Array | np.ndarray  # [B]: the drafter never reads its rows again, so its pages have a gap
+    drafter_off: jax.Array | np.ndarray  # [B]: the drafter never reads its rows again, so its pages have a gap
     token_ids: jax.Array | np.ndarray  # [B, K+1]: accepted drafts, then next_token or NO_TOKEN, then leftovers
     draft_token_ids: jax.Array | np.ndarray  # [B, K]; leftovers from num_verified on
     log_probs: LogProbs | None = None  # of token_ids, if the step needs full logits
@@ -83,7 +83,7 @@ class StepOutput:
 
     def pack(self) -> Int[Array, "B W"]:
         """Pack into one array, so that one copy goes to the host instead of ten."""
-        bits = (self.done, self.paused, self.caught_up, self.left_out, self.source)
+        bits = (self.done, self.can_draft, self.caught_up, self.drafter_off, self.source)
         flags = sum(jnp.asarray(bit).astype(jnp.int32) << place for place, bit in enumerate(bits))
         flags = flags | jnp.asarray(self.num_drafted).astype(jnp.int32) << NUM_FLAGS
         numbers = (self.count, self.num_accepted, self.num_verified, flags)
@@ -103,7 +103,7 @@ class StepOutput:
         log_probs = None
         if rest.shape[-1]:
             log_probs = LogProbs.unpack(rest.reshape(*rest.shape[:-1], num_drafts + 1, -1))
-        done, paused, caught_up, left_out, source = (flags >> place & 1 for place in range(NUM_FLAGS))
+        done, can_draft, caught_up, drafter_off, source = (flags >> place & 1 for place in range(NUM_FLAGS))
         return cls(
             count=count,
             num_accepted=num_accepted,
@@ -111,9 +111,9 @@ class StepOutput:
             num_drafted=flags >> NUM_FLAGS,
             source=source,
             done=done != 0,
-            paused=paused != 0,
+            can_draft=can_draft != 0,
             caught_up=caught_up != 0,
-            left_out=left_out != 0,
+            drafter_off=drafter_off != 0,
             token_ids=tokens,
             draft_token_ids=drafts,
             log_probs=log_probs,

@@ -87,8 +87,8 @@ class WarmUp:
         for count, length in config.pass_shapes:
             interrupt.check()
             plan = chunk_plan((), (), (), length, np.full((count, tables), -1, np.int32))
-            for drafts in (False, True) if some_without else (engine.drafter is not None,):
-                engine.executor.prefill(plan, drafts)
+            for with_drafter in (False, True) if some_without else (engine.drafter is not None,):
+                engine.executor.prefill(plan, with_drafter)
             absent = np.full((count,), config.slots, np.int32)
             ones = np.ones((count,), np.int32)
             engine.executor.admit((0,), absent, ones, -ones, [row])
@@ -178,13 +178,13 @@ class WarmUp:
         assert sizes is not None
         length, steps, whole = sizes
         rng = np.random.default_rng(active)
-        tables = [memory.open((), drafts=True) for _ in range(active)]
+        tables = [memory.open((), with_drafter=True) for _ in range(active)]
         try:
             for table in tables:
                 tokens = rng.integers(0, engine.target.vocab_size, length).tolist()
                 reserved = memory.pool.reserve(table, length)
                 plan = chunk_plan([tokens], [0], [0], engine.config.pass_shapes[0][1], memory.row(table)[None])
-                engine.executor.prefill(plan, drafts=True)
+                engine.executor.prefill(plan, with_drafter=True)
                 # only then windows hold the pages of all slots
                 memory.publish(table, tokens, length, length, known=False)
                 reserved &= memory.pool.reserve(table, whole)

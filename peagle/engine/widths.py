@@ -219,7 +219,7 @@ def choose_drafts(
 class Pace:
     """How the slots draft; the slot is the leading axis."""
 
-    given_up: jax.Array  # [B] bool: its drafter never runs again
+    drafter_off: jax.Array  # [B] bool: the drafter never reads its rows again
     rests: jax.Array  # [B] int32: plain steps before drafting is tried again
     empties: jax.Array  # [B] int32: tries in a row that drafted nothing
     gain: jax.Array  # [B, K] float32: average worth of its drafter's drafts (`gains_of`); inf: not known yet

@@ -68,7 +68,7 @@ class OutputCollector:
                 assert tokenizer is not None
                 parser = ChannelParser(tokenizer, request.prompt_ids, stop=request.stop)
             self._assemblers.append(
-                Assembler(request, request.drafts(k), tokenizer, self.started_s, by_token=False, parser=parser)
+                Assembler(request, request.most_drafts(k), tokenizer, self.started_s, by_token=False, parser=parser)
             )
         self._constraint = constraint
         self._call: Submitted = loop.submit(requests) if decode else Undecoded(loop, requests)

@@ -179,10 +179,10 @@ def start(target: GptOss, sampling: SamplingParams, widths: list[int]) -> tuple[
     executor, tables = engine.executor, np.full((3, sum(engine.memory.widths)), -1, np.int32)
     engine.start()
     for slot, prompt in enumerate(PROMPTS[:2]):
-        table = engine.memory.open((), drafts=False)
+        table = engine.memory.open((), with_drafter=False)
         assert engine.memory.pool.reserve(table, CONTEXT)
         tables[slot] = engine.memory.row(table)
-        executor.prefill(chunk_plan([prompt], [0], [0], 64, tables[slot][None]), drafts=False)
+        executor.prefill(chunk_plan([prompt], [0], [0], 64, tables[slot][None]), with_drafter=False)
         params = SlotParams.of(Request(prompt, NEW, sampling, index=slot), (), V)
         slots, length, unknown = (np.asarray([value], np.int32) for value in (slot, len(prompt), -1))
         executor.admit([0], slots, length, unknown, [params])

@@ -176,7 +176,7 @@ def test_sampled_drafts_give_the_targets_frequencies() -> None:
         state,
         length=zeros + 1,
         done=zeros > 0,
-        drafts=zeros == 0,
+        can_draft=zeros == 0,
         remaining=zeros + 100,
         sampling=RowSampling(ones, zeros, ones, 0 * ones, zeros, jnp.arange(rows, dtype=jnp.int32)),
     )

@@ -69,7 +69,7 @@ def decoded_alone(target: Target) -> Alone:
 # some interleavings must have exercised each of these
 EXERCISED = (
     "overlapped", "slot reused", "aborted in flight", "aborted waiting", "resumed", "stopped", "sampled",
-    "beside a grammar", "ended by a grammar", "paused", "preempted", "known", "evicted", "page reused",
+    "beside a grammar", "ended by a grammar", "cannot draft", "preempted", "known", "evicted", "page reused",
 )  # fmt: skip
 
 
@@ -233,7 +233,7 @@ def interleave(
                 assert handle.finished == ("stop" if stopped else "length")
                 happened["stopped"] += handle.finished == "stop"
                 happened["ended by a grammar"] += whole[-1] == STOP and handle.matcher is not None
-                happened["paused"] += handle.paused
+                happened["cannot draft"] += not handle.can_draft
                 happened["preempted"] += handle.num_preempted > 0
                 happened["known"] += handle.num_cached_tokens > 0
                 widths = self.drafted[handle]
