@@ -18,7 +18,7 @@ from peagle.engine.accept import SyntheticDrafts, draw_synthetic
 from peagle.engine.lookup import lookup_of
 from peagle.engine.sampling import choose, draw_keys
 from peagle.engine.state import DecodeState
-from peagle.engine.step_kinds import Proposed, SourceDrafts, StepKind
+from peagle.engine.step_kinds import AdaptiveChoice, Proposed, SourceDrafts, StepKind
 from peagle.engine.widths import REST, StepCosts, choose_drafts, choose_widths, gains_of
 from peagle.ops.messages import Choose, Chosen, DrafterInput, DraftOutput, likeliest_of, likeliest_with_confidence
 from peagle.protocols import Drafter
@@ -203,18 +203,9 @@ def _propose_by_sources(
         survival = jnp.where(takes[:, None], looked_up.survival * pace.trust[:, 1:], survival)
         num = jnp.where(takes, limits, num)
     widths = choose_widths(survival, num, num_active, costs, rate)
-    return state, Proposed(
-        widths,
-        token_ids,
-        keys=None,  # `propose` adds the draws, also where no drafter ran
-        ran=ran,
-        num_drafted=num,
-        sources=sources,
-        source=source,
-        num_to_drafter=to_drafter,
-        gains=gains,
-        tried=jnp.ones((), bool),
-    )
+    choice = AdaptiveChoice(sources, source, to_drafter, gains, tried=jnp.ones((), bool))
+    # `propose` adds the keys, also where no drafter ran
+    return state, Proposed(widths, token_ids, keys=None, drafter_ran=ran, num_drafted=num, adaptive=choice)
 
 
 def _look_up(

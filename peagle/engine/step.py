@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
-from peagle.engine.accept import Acceptance, accept, accept_synthetic
+from peagle.engine.accept import Acceptance, accept
 from peagle.engine.adjust import adjust
 from peagle.engine.propose import DRAFT_PART, has_no_room, propose, run_if
 from peagle.engine.sampling import LogProbs, log_probs
@@ -81,10 +81,7 @@ def accept_and_commit(
         if kind.full_logits:
             assert state.adjustments is not None
             logits = adjust(logits, drafts, state.adjustments, state.stop_token_ids, masks)
-        if proposed.synthetic is not None:
-            acceptance = accept_synthetic(proposed.synthetic, logits, proposed.widths, state.sampling, keys)
-        else:
-            acceptance = accept(drafts, logits, proposed.widths, state.sampling, keys)
+        acceptance = accept(drafts, logits, proposed.widths, state.sampling, keys, proposed.synthetic)
         return _commit(state, proposed, verified, acceptance, costs, kind)
 
 
@@ -117,11 +114,8 @@ def _commit(
     done = state.done | jnp.any(stops & kept, axis=1) | (remaining <= 0)
 
     drafter_input, too_far_behind = _input_after(state, proposed, run, verified.aux_hidden, acceptance, kind)
-    after = state
-    if proposed.sources:
-        after = _paced(state, proposed, acceptance, run, costs)
     after = dataclasses.replace(
-        after,
+        _learn(state, proposed, acceptance, run, costs),
         length=jnp.where(active, state.length + acceptance.num_accepted + 1, state.length),
         pending_token=jnp.where(active, next_token, state.pending_token),
         drafter_input=drafter_input,
@@ -139,10 +133,10 @@ def _commit(
         num_accepted=jnp.where(active, acceptance.num_accepted, -1),
         num_verified=proposed.widths,
         num_drafted=proposed.num_drafted,
-        source=jnp.zeros_like(count) if proposed.source is None else proposed.source,
+        source=jnp.zeros_like(count) if proposed.adaptive is None else proposed.adaptive.source,
         done=done,
         can_draft=after.can_draft,
-        caught_up=proposed.ran & state.keeps_up,
+        caught_up=proposed.drafter_ran & state.keeps_up,
         drafter_off=jnp.zeros_like(done) if after.pace is None else after.pace.drafter_off,
         token_ids=token_ids,
         draft_token_ids=drafts,
@@ -151,7 +145,7 @@ def _commit(
     return after, output
 
 
-def _paced(
+def _learn(
     state: DecodeState,
     proposed: Proposed,
     acceptance: Acceptance,
@@ -159,14 +153,13 @@ def _paced(
     costs: StepCosts,
 ) -> DecodeState:
     """Count the drafts of an adaptive step, and decide how the next ones draft (peagle.engine.widths)."""
-    pace, learned = state.pace, state.learned
+    pace, learned, choice = state.pace, state.learned, proposed.adaptive
+    if choice is None:
+        return state
     assert pace is not None
     assert learned is not None
-    assert proposed.num_to_drafter is not None
-    assert proposed.gains is not None
-    assert proposed.tried is not None
     active, num_accepted, sampled = ~state.done, acceptance.num_accepted, ~state.sampling.greedy
-    for number, drafts in enumerate(proposed.sources):
+    for number, drafts in enumerate(choice.sources):
         known, right = _known(drafts, proposed, acceptance, run, active)
         learned = learned.counted(number, sampled, drafts.confidence, known, right)
         pace = pace.judged(number, drafts.survival[:, 0], right[:, 0], known[:, 0] & (drafts.confidence[:, 0] > 0))
@@ -174,24 +167,25 @@ def _paced(
     widths = jnp.where(active, proposed.widths, 0)
     pass_time = costs.of_rows(num_active + jnp.sum(widths))
     measured = pass_time > 0
-    draft_time = jnp.where(proposed.ran, costs.of_drafts(jnp.sum(proposed.num_to_drafter)), 0.0)
+    draft_time = jnp.where(proposed.drafter_ran, costs.of_drafts(jnp.sum(choice.num_to_drafter)), 0.0)
     tokens = jnp.sum(jnp.where(active, num_accepted + 1, 0)).astype(jnp.float32) / num_active.astype(jnp.float32)
     learned = learned.paced(tokens, jnp.where(measured, draft_time + pass_time, 0.0))
-    num_drafts = proposed.gains.shape[1]
+    num_drafts = choice.gains.shape[1]
     place = jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
-    drafted = active[:, None] & (place < proposed.num_to_drafter[:, None]) & measured
-    learned = learned.gained(proposed.gains, drafted)
-    pace = pace.after(active, proposed.gains, drafted, learned.gain)
+    drafted = active[:, None] & (place < choice.num_to_drafter[:, None]) & measured
+    learned = learned.gained(choice.gains, drafted)
+    pace = pace.after(active, choice.gains, drafted, learned.gain)
     # to absorb the backlog takes about one pass per K + 1 tokens
     too_dear = costs.of_drafts(num_active) > KEEPING_UP * (num_drafts + 1)
-    behind = active & has_no_room(state, 2 * max(num_drafts, REST) + 1) & ~proposed.ran  # before the drafter must run
+    # before the drafter must run
+    behind = active & has_no_room(state, 2 * max(num_drafts, REST) + 1) & ~proposed.drafter_ran
     pace = dataclasses.replace(pace, drafter_off=pace.drafter_off | (behind & too_dear))
-    pace = pace.tried(active, proposed.tried, proposed.ran | jnp.any(widths > 0))
+    pace = pace.tried(active, choice.tried, proposed.drafter_ran | jnp.any(widths > 0))
     return dataclasses.replace(state, pace=pace, learned=learned)
 
 
-def _rested(state: DecodeState, costs: StepCosts, num_steps: jax.Array) -> DecodeState:
-    """Record plain steps among adaptive ones."""
+def _learn_from_rest(state: DecodeState, costs: StepCosts, num_steps: jax.Array) -> DecodeState:
+    """Record the plain steps of a rest."""
     assert state.pace is not None
     assert state.learned is not None
     active, steps = ~state.done, num_steps.astype(jnp.float32)
@@ -235,7 +229,7 @@ def _input_after(
         return None, jnp.zeros_like(state.done)
     aux_hidden = aux_hidden.astype(before.aux_hidden.dtype)
     num_new, room = acceptance.num_accepted + 1, before.token_ids.shape[1]
-    if kind.num_drafts and not proposed.sources:
+    if kind.num_drafts and proposed.adaptive is None:
 
         def put(into: jax.Array, rows: jax.Array) -> jax.Array:
             done = state.done.reshape(-1, *(1 for _ in rows.shape[1:]))  # inactive rows keep their input
@@ -248,10 +242,10 @@ def _input_after(
             for old, new in ((before.num, num_new), (before.first_position, state.length))
         )
         return DrafterInput(token_ids, aux, num, first_position), jnp.zeros_like(state.done)
-    read = jnp.asarray(proposed.ran & state.drafting)
-    if state.pace is not None and len(proposed.sources) > 1:
-        assert proposed.tried is not None
-        read |= state.pace.drafter_off & proposed.tried  # only the lookup drafter reads its rows, at once
+    read = jnp.asarray(proposed.drafter_ran & state.drafting)
+    if state.pace is not None and proposed.adaptive is not None and len(proposed.adaptive.sources) > 1:
+        # only the lookup drafter reads the slot's rows, and it reads them at once
+        read |= state.pace.drafter_off & proposed.adaptive.tried
     begin = jnp.where(read, 0, before.num)
     full = ~state.done & (begin + num_new > room)
 
@@ -332,7 +326,7 @@ def steps(
         assert run[0].pace is not None
         until = jnp.minimum(run[2] + run[0].pace.rest(~run[0].done), limit)
         state, outputs, count = repeat(functools.partial(once, plain), run, until)
-        return _rested(state, costs, count - run[2]), outputs, count
+        return _learn_from_rest(state, costs, count - run[2]), outputs, count
 
     empty = jnp.zeros((most, state.slots, packed_width), jnp.int32).at[:, :, 1].set(-1).at[:, :, 3].set(1)
     body = once_then_rest if kind.adaptive else functools.partial(once, one)

@@ -131,21 +131,27 @@ class SourceDrafts:
 
 
 @flax.struct.dataclass
+class AdaptiveChoice:
+    """What an adaptive step proposed and chose from (peagle.engine.widths)."""
+
+    sources: tuple[SourceDrafts, ...]  # of the drafter, and of the lookup drafter
+    source: jax.Array  # [B]: the source of the slot's drafts
+    num_to_drafter: jax.Array  # [B]: drafts in the drafter's pass
+    gains: jax.Array  # [B, K]: what the drafter's drafts are worth
+    tried: jax.Array  # bool: False: the slots rest, and no source was tried
+
+
+@flax.struct.dataclass
 class Proposed:
     """Drafts before verification."""
 
     widths: jax.Array  # [B]: drafts to verify; 0 in a slot that is done
     draft_token_ids: jax.Array  # [B, K]
     keys: jax.Array | None  # [B, K+1, 2]: of draws (peagle.engine.sampling); None: all rows are greedy
-    ran: jax.Array  # bool: the drafter ran and so has read drafter_input
+    drafter_ran: jax.Array  # bool: it has read drafter_input
     num_drafted: jax.Array  # [B]
     synthetic: SyntheticDrafts | None = None  # decides acceptance instead of the target
-    # in adaptive steps
-    sources: tuple[SourceDrafts, ...] = ()
-    source: jax.Array | None = None  # [B]: the source of these drafts
-    num_to_drafter: jax.Array | None = None  # [B]: drafts in the drafter's pass
-    gains: jax.Array | None = None  # [B, K]: what the drafter's drafts are worth
-    tried: jax.Array | None = None  # bool: the sources were tried; False: the slots rest
+    adaptive: AdaptiveChoice | None = None  # None: in other steps
 
     def without_drafts(self) -> "Proposed":
         keys = None if self.keys is None else self.keys[:, :1]
