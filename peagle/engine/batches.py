@@ -93,7 +93,7 @@ class Batches:
         return plan
 
     def empty_plan(self, size: int) -> np.ndarray:
-        return step_plan((), (), np.full((size, sum(self.memory.widths)), -1, np.int32), self.config.slots)
+        return step_plan((), (), np.full((size, sum(self.memory.table_widths)), -1, np.int32), self.config.slots)
 
     def by_row(self, rows: Sequence[tuple[int, Handle]], size: int) -> tuple[Handle | None, ...]:
         by_row: list[Handle | None] = [None] * size
@@ -104,7 +104,7 @@ class Batches:
     def chunk_plan(self, pieces: Sequence[Piece[Handle]], shape: tuple[int, int]) -> np.ndarray:
         """Write the plan of a pass over pieces of prompts. shape: (prompts, rows per prompt)."""
         size, length = shape
-        tables = np.full((size, sum(self.memory.widths)), -1, np.int32)
+        tables = np.full((size, sum(self.memory.table_widths)), -1, np.int32)
         token_ids, begin = [], []
         for row, piece in enumerate(pieces):
             first = max(piece.begin - 1, 0)

@@ -39,7 +39,7 @@ from peagle.engine.handoff import Fingerprints, HandOff
 from peagle.engine.kv_memory import KVMemory, PageUse, PrefixCacheUse
 from peagle.engine.lookup import lookup_of, without_lookup
 from peagle.engine.loop import AnyEngine, Measuring
-from peagle.engine.programs import Shape
+from peagle.engine.programs import ProgramShape
 from peagle.engine.request import Request
 from peagle.engine.request_pages import RequestPages
 from peagle.engine.resolved import ResolvedConfig
@@ -68,7 +68,7 @@ class Engine(AnyEngine):
         config: ResolvedConfig,
         stop_token_ids: Sequence[int] = (),
         fingerprints: Fingerprints = Fingerprints(),  # noqa: B008  # frozen
-        make_executor: Callable[[Target, Drafter | None, Shape], Executor] = Executor,
+        make_executor: Callable[[Target, Drafter | None, ProgramShape], Executor] = Executor,
     ) -> None:
         """Make an engine; its state and pages are allocated at `start`.
 
@@ -85,16 +85,17 @@ class Engine(AnyEngine):
         self.target, self.drafter = target, drafter if config.num_speculative_tokens else None
         self.fingerprints = fingerprints
         self.memory = KVMemory(target, self.drafter, config)
-        shape = Shape(
+        shape = ProgramShape(
             config.slots,
             config.context,
-            config.num_speculative_tokens,
-            config.steps_per_dispatch,
-            self.memory.num_pages,
-            self.memory.widths,
-            None if config.blocked is None else config.blocked.rows(config.context),
-            config.adaptive,
-            config.counts,
+            num_drafts=config.num_speculative_tokens,
+            most_steps=config.steps_per_dispatch,
+            num_pages=self.memory.num_pages,
+            table_widths=self.memory.table_widths,
+            num_target_groups=self.memory.num_target_groups,
+            blocks=None if config.blocked is None else config.blocked.rows(config.context),
+            adaptive=config.adaptive,
+            counts=config.counts,
         )
         self.executor = make_executor(target, self.drafter, shape)
         self.batches = Batches(config, self.memory, self.drafter is not None)
@@ -289,7 +290,7 @@ class Engine(AnyEngine):
 
     @property
     def prefix_cache_use(self) -> PrefixCacheUse | None:
-        return self.memory.use
+        return self.memory.prefix_cache_use
 
     @property
     def page_use(self) -> PageUse:

@@ -19,7 +19,7 @@ import numpy as np
 from peagle.engine import programs
 from peagle.engine.lookup import lookup_of, without_lookup
 from peagle.engine.prefill import Prefilled
-from peagle.engine.programs import Shape
+from peagle.engine.programs import ProgramShape
 from peagle.engine.state import DecodeState, SlotParams
 from peagle.engine.step_kinds import Proposed, StepKind
 from peagle.engine.widths import Counts, Learned
@@ -35,7 +35,7 @@ class Executor:
     Executors of equal models and shapes share compiled programs.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None, shape: Shape) -> None:
+    def __init__(self, target: Target, drafter: Drafter | None, shape: ProgramShape) -> None:
         self.target, self.drafter, self.shape = target, drafter if shape.adaptive else without_lookup(drafter), shape
         self._models, self._tree = jax.tree.flatten((target, self.drafter))
         self._plain_models, self._plain_tree = jax.tree.flatten((target, None))
@@ -45,7 +45,6 @@ class Executor:
         self._prefilled: Prefilled | None = None
         self._proposed: Proposed | None = None
         self._verified: VerifyOutput | None = None
-        self._num_groups = len(target.cache_groups)
 
     @property
     def state(self) -> DecodeState:
@@ -77,7 +76,8 @@ class Executor:
         absorbs = with_drafter and drafter is not None and bool(drafter.cache_groups)
         models, tree = (self._models, self._tree) if absorbs else (self._plain_models, self._plain_tree)
         pages = state.target_cache.pages, state.drafter_state.pages if absorbs else ()
-        program = programs.prefill_program(tree, self._num_groups, self.shape.widths, self.shape.blocks)
+        shape = self.shape
+        program = programs.prefill_program(tree, shape.num_target_groups, shape.table_widths, shape.blocks)
         (target_pages, drafter_pages), self._prefilled = program(models, pages, plan)
         drafter_state = PagedCache(drafter_pages, ()) if absorbs else state.drafter_state
         target_cache = PagedCache(target_pages, ())
@@ -102,26 +102,24 @@ class Executor:
         index = np.zeros((size,), np.int32)
         index[: len(rows)] = rows
         # one at a time, so that all passes, and engines of one vocabulary, share the larger program, which chooses
+        logits, aux_hidden = self.prefilled
         chosen = [
-            programs.first_token_program()(
-                _row(self.prefilled.logits, row), length[[place]], token_ids[[place]], params[place]
-            )
+            programs.first_token(_row(logits, row), length[[place]], token_ids[[place]], params[place])
             for place, row in enumerate(rows)
         ]
-        first = (
-            chosen[0] if size == 1 else programs.join_rows([*chosen, *chosen[:1] * (size - len(chosen))], np.int32(0))
-        )
+        if size == 1:
+            (first,) = chosen
+        else:
+            first = programs.join_rows([*chosen, *chosen[:1] * (size - len(chosen))], np.int32(0))
         small, kept = _split(self.state)
         stacked = SlotParams.stack(params, size)
-        self._state = _join(
-            programs.admit_program()(small, self.prefilled.aux_hidden, index, slots, length, first, stacked), kept
-        )
+        self._state = _join(programs.admit_rows(small, aux_hidden, index, slots, length, first, stacked), kept)
         first.copy_to_host_async()
         return first
 
     def learn(self, slot: int, token_ids: Sequence[int]) -> None:
         """Let the drafter without caches read the tokens of a slot's request, the pending one excluded."""
-        padded = np.zeros((1, self.shape.capacity), np.int32)
+        padded = np.zeros((1, self.shape.context), np.int32)
         padded[0, : len(token_ids)] = token_ids
         lookup = lookup_of(self.drafter)
         models, tree = self._drafter_alone if lookup is None else jax.tree.flatten(lookup)
@@ -182,14 +180,14 @@ class Executor:
             state = dataclasses.replace(state, drafter_input=None)
         if not kind.full_logits:
             state = dataclasses.replace(state, adjustments=None)
-        program = programs.steps_program(tree, kind, self.shape, self._num_groups, self.launches_alone)
+        program = programs.steps_program(tree, kind, self.shape, self.launches_alone)
         return program, [models, state, plan, costs, np.int32(count)]
 
     def absorb(self, plan: np.ndarray) -> None:
         """Let the drafter absorb the input of a plan's slots, except each last row."""
         models, tree = self._drafter_alone
         state = dataclasses.replace(self.state, target_cache=PagedCache((), ()), adjustments=None)
-        after = programs.absorb_program(tree, self.shape, self._num_groups)(models, state, plan)
+        after = programs.absorb_program(tree, self.shape)(models, state, plan)
         self._state = dataclasses.replace(
             after, target_cache=self.state.target_cache, adjustments=self.state.adjustments
         )
@@ -198,7 +196,7 @@ class Executor:
         """Dispatch the first part of a cut step; return the drafts, whose copy to the host is started."""
         models, tree = self._drafter_alone
         state = dataclasses.replace(self.state, target_cache=PagedCache((), ()), adjustments=None)
-        program = programs.propose_program(tree, kind, self.shape, self._num_groups)
+        program = programs.propose_program(tree, kind, self.shape)
         (drafter_state, lookup_state), self._proposed = program(
             models, (state.drafter_state, state.lookup_state), _without_drafter(state), plan, costs
         )
@@ -210,7 +208,7 @@ class Executor:
         """Dispatch the second part; return an array to wait for."""
         models, tree = self._target_alone
         small = _without_drafter(dataclasses.replace(self.state, target_cache=PagedCache((), ()), adjustments=None))
-        program = programs.verify_program(tree, self.shape, self._num_groups)
+        program = programs.verify_program(tree, self.shape)
         pages, self._verified = program(models, self.state.target_cache.pages, small, plan, self._proposed)
         self._state = dataclasses.replace(self.state, target_cache=PagedCache(pages, ()))
         return self._verified.logits
@@ -223,7 +221,7 @@ class Executor:
         masks: uint32 [B, K+1, W] (peagle.engine.adjust). counts: int32 [B], how many drafts of a slot may count.
         """
         small, kept = _split(self.state)
-        program = programs.accept_and_commit_program(kind, self.shape, self._num_groups)
+        program = programs.accept_and_commit_program(kind, self.shape)
         after, outputs = program(small, plan, self._proposed, self._verified, costs, masks, counts)
         outputs.copy_to_host_async()
         self._state = _join(after, kept)

@@ -110,8 +110,8 @@ def _layers(executor: "Executor", memory: "KVMemory") -> list[_Layer]:
     split = len(shapes.target_cache.pages)
     for number, pool in enumerate(pages):
         of_target = number < split
-        layer, begin = (number, 0) if of_target else (number - split, memory.num_target)
-        groups = memory.groups[: memory.num_target] if of_target else memory.groups[memory.num_target :]
+        layer, begin = (number, 0) if of_target else (number - split, memory.num_target_groups)
+        groups = memory.groups[: memory.num_target_groups] if of_target else memory.groups[memory.num_target_groups :]
         group = begin + next(place for place, group in enumerate(groups) if layer in group.layers)
         _, _, heads, width = pool.key.shape
         many = copies if of_target else 1

@@ -19,7 +19,7 @@ import numpy as np
 
 from peagle.engine.executor import Executor
 from peagle.engine.lookup import lookup_of
-from peagle.engine.programs import Shape
+from peagle.engine.programs import ProgramShape
 from peagle.engine.request import Request
 from peagle.engine.state import SlotParams
 from peagle.engine.step_kinds import StepKind
@@ -55,7 +55,7 @@ class Lead:
             self._send(message)
             return call()
 
-    def executor(self, target: Target, drafter: Drafter | None, shape: Shape) -> "Leading":
+    def executor(self, target: Target, drafter: Drafter | None, shape: ProgramShape) -> "Leading":
         """Make the executor of an engine, here and on the followers."""
         if shape.blocks is not None:
             raise InputError("a target over several processes does not prefill at once; leave out --prefill blocked")
@@ -69,7 +69,7 @@ class Lead:
 class Leading(Executor):
     """The executor of the leader. Sends each of VERBS before it calls it."""
 
-    def __init__(self, lead: Lead, number: int, target: Target, drafter: Drafter | None, shape: Shape) -> None:
+    def __init__(self, lead: Lead, number: int, target: Target, drafter: Drafter | None, shape: ProgramShape) -> None:
         super().__init__(target, drafter, shape)
         self._lead, self._number = lead, number
 
@@ -108,7 +108,7 @@ class Follower:
         """Execute a message of `Lead` or `Leading`."""
         if "executor" in message:
             target, drafter = self._models(message["drafts"], message["lookup"])
-            shape = Shape(**_received(message["shape"], target.vocab_size))
+            shape = ProgramShape(**_received(message["shape"], target.vocab_size))
             self.executors[message["executor"]] = Executor(target, drafter, shape)
             return
         executor = self.executors[message["of"]]

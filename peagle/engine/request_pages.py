@@ -28,7 +28,9 @@ class RequestPages:
             for other in prefilling
             if other.table is not None
         )
-        needed = min(len(token_ids) + memory.ahead * max(1, handle.num_preempted), self._most_tokens(handle))
+        needed = min(
+            len(token_ids) + memory.sizing.rows_ahead * max(1, handle.num_preempted), self._most_tokens(handle)
+        )
         if memory.missing(table, needed) + promised > memory.available():
             memory.pool.free(table)
             return False
@@ -48,7 +50,7 @@ class RequestPages:
     def _most_tokens(self, handle: Handle) -> int:
         """Count the positions that a request can reach."""
         request = handle.request
-        return len(request.prompt_ids) + request.max_new_tokens + self._memory.num_lookahead_tokens
+        return len(request.prompt_ids) + request.max_new_tokens + self._memory.sizing.num_lookahead_tokens
 
     def reserve(self, handle: Handle, num_tokens: int) -> bool:
         """Reserve pages for a request's first tokens; return whether it has them."""
@@ -56,12 +58,12 @@ class RequestPages:
 
     def reach(self, handle: Handle, steps: int, num_drafts: int) -> int:
         """Count the tokens that a request may have after this many more steps."""
-        ahead = handle.ahead + steps * (num_drafts + 1) + self._memory.num_lookahead_tokens
+        ahead = handle.ahead + steps * (num_drafts + 1) + self._memory.sizing.num_lookahead_tokens
         return min(handle.length + ahead, self._most_tokens(handle))
 
     def has_drafter_pages(self, handle: Handle) -> bool:
         assert handle.table is not None
-        return len(handle.table.groups) > self._memory.num_target
+        return len(handle.table.groups) > self._memory.num_target_groups
 
     def publish_prompt(self, handle: Handle, end: int) -> None:
         """Publish the pages of a prompt as far as computed. Later dispatches read them after they are written."""

@@ -55,7 +55,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Costs:
+class DispatchTimes:
     """Seconds of the latest chunk, the latest step and the latest cut step; 0: not measured yet."""
 
     chunk_s: float = 0.0
@@ -124,7 +124,7 @@ class Scheduler(Generic[Key]):
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def next(self, costs: Costs, begin: Callable[[Key], int | None] = lambda _: 0) -> Chunk[Key] | Steps | None:
+    def next(self, costs: DispatchTimes, begin: Callable[[Key], int | None] = lambda _: 0) -> Chunk[Key] | Steps | None:
         """Choose the next dispatch and count it as sent; None: there is nothing to do.
 
         begin: called once per request that gets a slot; returns the number of its cached tokens, or None if there is no
@@ -175,7 +175,7 @@ class Scheduler(Generic[Key]):
         count = min(rows - (done > 0), length - done)
         return Piece(key, done, count, done + count == length)
 
-    def _steps(self, costs: Costs) -> Steps:
+    def _steps(self, costs: DispatchTimes) -> Steps:
         """Choose steps: cut ones while a request has a grammar, with whole steps of the others in between."""
         num_constrained = sum(key in self._constrained for _, key in self.decoding)
         if not num_constrained:
@@ -188,7 +188,7 @@ class Scheduler(Generic[Key]):
         self._owed = self._steps_between_cuts(costs)
         return Steps(1, cut=True)
 
-    def _steps_between_cuts(self, costs: Costs) -> int:
+    def _steps_between_cuts(self, costs: DispatchTimes) -> int:
         """Count the whole steps n after a cut step, so that requests without a grammar keep KEPT_SPEED of their speed.
 
         They keep (n + 1) step_s / (cut_s + n step_s): a cut step of a small model takes several times as long as a
@@ -202,7 +202,7 @@ class Scheduler(Generic[Key]):
             return least
         return MOST_BETWEEN_CUTS if missing >= MOST_BETWEEN_CUTS * gained else math.ceil(missing / gained)
 
-    def _num_steps(self, costs: Costs) -> int:
+    def _num_steps(self, costs: DispatchTimes) -> int:
         prefilling = bool(self._progress)
         most = float(self.steps_per_dispatch // (WAITING_SHARE if self._waiting and not prefilling else 1))
         if costs.step_s:

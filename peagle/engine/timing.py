@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from peagle.engine.scheduler import Chunk, Costs
+from peagle.engine.scheduler import Chunk, DispatchTimes
 
 if TYPE_CHECKING:
     from peagle.engine.engine import InFlight
@@ -32,7 +32,7 @@ class LoopClock:
     """The times of a loop, and the costs for its scheduler. All times are of time.perf_counter()."""
 
     times: LoopTimes = field(default_factory=LoopTimes)
-    costs: Costs = field(default_factory=Costs)
+    costs: DispatchTimes = field(default_factory=DispatchTimes)
     last_read_s: float | None = None  # None: no request is left, so an idle device is no gap
 
     def stop(self) -> None:

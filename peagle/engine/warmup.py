@@ -81,7 +81,7 @@ class WarmUp:
 
     def _prompts(self) -> None:
         engine, config = self._engine, self._engine.config
-        tables = sum(engine.memory.widths)
+        tables = sum(engine.memory.table_widths)
         row = SlotParams.of(Request((0,), 1), (), engine.target.vocab_size)
         some_without = engine.drafter is not None and not config.prefix_cache and 0 in engine.batches.possible_drafts
         for count, length in config.pass_shapes:
@@ -162,13 +162,13 @@ class WarmUp:
         None if the pages do not suffice.
         """
         config, memory = self._engine.config, self._engine.memory
-        width, ahead = config.num_speculative_tokens + 1, memory.num_lookahead_tokens
+        width, ahead = config.num_speculative_tokens + 1, memory.sizing.num_lookahead_tokens
         pages = memory.num_pages[0] // active
         room = min(config.context, pages * PAGE_SIZE - ahead) - 2
         steps = max(1, min(config.steps_per_dispatch, room // (2 * width)))
         length = max(1, min(config.pass_shapes[0][1], room - steps * width))
         whole = min(length + steps * width, config.context) + ahead
-        return None if memory.pages_of(whole) > pages else (length, steps, whole)
+        return None if memory.sizing.pages_of(whole) > pages else (length, steps, whole)
 
     @contextmanager
     def _prompts_of(self, active: int) -> Iterator["_Prompts"]:
@@ -189,7 +189,7 @@ class WarmUp:
                 memory.publish(table, tokens, length, length, known=False)
                 reserved &= memory.pool.reserve(table, whole)
                 assert reserved, "an idle engine has pages"
-            rows = np.full((engine.batches.size_for(active), sum(memory.widths)), -1, np.int32)
+            rows = np.full((engine.batches.size_for(active), sum(memory.table_widths)), -1, np.int32)
             rows[:active] = [memory.row(table) for table in tables]
             yield _Prompts(active, length, steps, rows)
         finally:

@@ -176,7 +176,7 @@ def test_log_probabilities_are_those_of_the_finished_answer(target: GptOss, k: i
 def start(target: GptOss, sampling: SamplingParams, widths: list[int]) -> tuple[Executor, np.ndarray]:
     """Let two requests into three slots; return (the executor, the plan of their steps)."""
     engine = Engine(target, NGram(), ResolvedConfig(K, 3, CONTEXT, prefill_chunk=64))
-    executor, tables = engine.executor, np.full((3, sum(engine.memory.widths)), -1, np.int32)
+    executor, tables = engine.executor, np.full((3, sum(engine.memory.table_widths)), -1, np.int32)
     engine.start()
     for slot, prompt in enumerate(PROMPTS[:2]):
         table = engine.memory.open((), with_drafter=False)

@@ -21,7 +21,7 @@ from peagle.engine.kv_memory import KVMemory
 from peagle.engine.replicas import Replicas
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
-from peagle.engine.scheduler import Costs
+from peagle.engine.scheduler import DispatchTimes
 from peagle.engine.timing import LoopClock
 from peagle.protocols import Drafter, Target
 from tests.support.models import FAST, models
@@ -78,7 +78,7 @@ class EvenClock(LoopClock):
 
     def read(self, sent: InFlight, now: float) -> None:
         super().read(sent, now)
-        self.costs = Costs(chunk_s=1e-3, step_s=1e-4, cut_s=3e-4)
+        self.costs = DispatchTimes(chunk_s=1e-3, step_s=1e-4, cut_s=3e-4)
 
 
 class EvenlyPaced(Engine):

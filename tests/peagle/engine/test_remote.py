@@ -12,7 +12,7 @@ from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine
 from peagle.engine.executor import Executor
 from peagle.engine.lookup import WithLookup
-from peagle.engine.programs import Shape
+from peagle.engine.programs import ProgramShape
 from peagle.engine.remote import VERBS, Follower, Lead
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
@@ -69,8 +69,8 @@ def test_a_follower_ends_with_the_leaders_bits(kind: str) -> None:
 
 def test_an_engine_whose_pages_no_process_holds_whole_hands_nothing_over() -> None:
     target, lead = tiny_target(), Lead(lambda _: None)
-    shape = Shape(1, 64, 0, 1, (2, 2), (2, 2))
+    shape = ProgramShape(1, 64, 0, 1, (2, 2), (2, 2), 2)
     with pytest.raises(InputError, match="neither takes nor hands over"):
         lead.executor(target, None, shape).read_pages(0, [0])
     with pytest.raises(InputError, match="does not prefill at once"):
-        lead.executor(target, None, Shape(1, 64, 0, 1, (2, 2), (2, 2), RowBlocks(8, 8)))
+        lead.executor(target, None, ProgramShape(1, 64, 0, 1, (2, 2), (2, 2), 2, RowBlocks(8, 8)))
