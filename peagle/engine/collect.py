@@ -3,11 +3,12 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
+from peagle.engine.executor import ModelName
 from peagle.engine.grammar import GrammarError
 from peagle.engine.handle import Chunks, Handle
 from peagle.engine.request import FinishReason, StepRecord, TokenChunk, TokenLogprobs
@@ -21,25 +22,22 @@ from peagle.protocols import Explains
 if TYPE_CHECKING:
     from peagle.engine.engine import Engine
 
-Part: TypeAlias = Literal["target", "drafter"]
-
 
 @dataclass(frozen=True)
 class InFlight:
-    """A dispatch that was sent and not yet read.
-
-    requests: of each row of its result. has_values: the result holds tokens. ahead: most rows that it adds to a
-    request. count: its steps.
-    """
+    """A dispatch that was sent and not yet read."""
 
     action: Chunk[Handle] | Steps
     result: jax.Array
-    requests: tuple[Handle | None, ...]
+    requests: tuple[Handle | None, ...]  # of each row of the result; () if a chunk completed no prompt
     sent_s: float
-    has_values: bool
     num_drafts: int = 0
-    ahead: int = 0
-    count: int = 1
+    num_steps: int = 0
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that its steps add to a request."""
+        return self.num_steps * (self.num_drafts + 1)
 
     @property
     def ready(self) -> bool:
@@ -79,7 +77,7 @@ class Collector:
             token_ids: list[int] = []
             logprobs: list[TokenLogprobs] = []
             records: list[StepRecord] = []
-            not_finite: Part | None = None
+            not_finite: ModelName | None = None
             for index in np.flatnonzero(output.num_accepted[:, row] >= 0).tolist():
                 accepted, verified = int(output.num_accepted[index, row]), int(output.num_verified[index, row])
                 tokens = output.token_ids[index, row].tolist()
@@ -106,7 +104,7 @@ class Collector:
         return chunks
 
     def _not_finite(
-        self, handle: Handle, part: Part, token_ids: tuple[int, ...], records: tuple[StepRecord, ...]
+        self, handle: Handle, model: ModelName, token_ids: tuple[int, ...], records: tuple[StepRecord, ...]
     ) -> TokenChunk:
         """End a request whose logits are not finite; return its last chunk, with these tokens.
 
@@ -114,11 +112,11 @@ class Collector:
         """
         engine, tokens = self._engine, [*handle.token_ids, *token_ids]
         message = (
-            f"the {part}'s logits for token {len(tokens) - len(handle.request.prompt_ids)} of the answer to "
+            f"the {model}'s logits for token {len(tokens) - len(handle.request.prompt_ids)} of the answer to "
             f"{handle.request.name} are not finite"
         )
-        if isinstance(engine.target if part == "target" else engine.drafter, Explains):
-            where = engine.executor.first_not_finite(part, tokens)
+        if isinstance(engine.target if model == "target" else engine.drafter, Explains):
+            where = engine.executor.first_not_finite(model, tokens)
             first = f"; the first output that is not finite is that of {where}"
             message += first if where else ", but a second pass gives finite ones"
         todo = "expected finite ones: check the weights, or try --dtype float32 or --kernels xla"

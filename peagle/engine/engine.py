@@ -366,7 +366,7 @@ class Engine(AnyEngine):
         for handle in [h for h in self._alive if h.deadline_s is not None and now >= h.deadline_s]:
             self.finish(handle, "timeout")
         interrupt.check()
-        action = self._scheduler.next(self._clock.costs, self._begin)
+        action = self._scheduler.next(self._clock.latest, self._begin)
         chunks: Chunks = []
         if isinstance(action, Chunk):
             self._prefill(action)
@@ -397,15 +397,16 @@ class Engine(AnyEngine):
         return chunks
 
     def _read(self, sent: InFlight) -> Chunks:
-        values = np.asarray(sent.result) if sent.has_values else None
-        if values is None:
+        if not sent.requests:  # a chunk that completed no prompt
             jax.block_until_ready(sent.result)
-        now = time.perf_counter()
+            self._clock.read(sent, time.perf_counter())
+            return []
+        values, now = np.asarray(sent.result), time.perf_counter()
         self._clock.read(sent, now)
         for handle in sent.requests:
             if handle is not None:
-                handle.ahead -= sent.ahead
-        return [] if values is None else self._collector.read(sent, values, now)
+                handle.ahead -= sent.most_tokens
+        return self._collector.read(sent, values, now)
 
     # --- prompts ----------------------------------------------------------------------------------------------------
 
@@ -455,7 +456,7 @@ class Engine(AnyEngine):
         if complete:
             result = self._admit(complete, action.shape[0])
         requests = tuple(handle for _, handle in complete)
-        self._in_flight.append(InFlight(action, result, requests, sent_s, has_values=bool(complete)))
+        self._in_flight.append(InFlight(action, result, requests, sent_s))
 
     def _admit(self, complete: Sequence[tuple[int, Handle]], size: int) -> jax.Array:
         """Admit requests with complete prompts to their slots; return their first tokens, packed."""
@@ -528,7 +529,8 @@ class Engine(AnyEngine):
 
         batch = choose(action.count)
         for count in (action.count, 1):
-            if self._reserve_steps(batch, count):
+            reach = [self.pages.reach(handle, count, batch.kind.num_drafts) for _, handle in batch.rows]
+            if all(self.pages.reserve(handle, most) for (_, handle), most in zip(batch.rows, reach, strict=True)):
                 return dataclasses.replace(batch, count=count) if batch.rows else None
         self._make_room(batch)
         batch = choose(1)  # without the preempted requests
@@ -552,11 +554,10 @@ class Engine(AnyEngine):
         requests: tuple[Handle | None, ...],
         sent_s: float,
     ) -> None:
-        ahead = batch.count * (batch.kind.num_drafts + 1)
+        sent = InFlight(action, result, requests, sent_s, batch.kind.num_drafts, batch.count)
         for _, handle in batch.rows:
-            handle.ahead += ahead
-        num_drafts = batch.kind.num_drafts
-        self._in_flight.append(InFlight(action, result, requests, sent_s, True, num_drafts, ahead, batch.count))
+            handle.ahead += sent.most_tokens
+        self._in_flight.append(sent)
 
     def _finish_stuck(self, batch: StepBatch) -> Chunks:
         """End the requests whose grammar cannot be followed any further; return their last chunks."""
@@ -569,13 +570,6 @@ class Engine(AnyEngine):
         return chunks
 
     # --- pages ------------------------------------------------------------------------------------------------------
-
-    def _reserve_steps(self, batch: StepBatch, count: int) -> bool:
-        """Reserve the pages that this many steps may fill; return whether all requests have theirs."""
-        return all(
-            self.pages.reserve(handle, self.pages.reach(handle, count, batch.kind.num_drafts))
-            for _, handle in batch.rows
-        )
 
     def _make_room(self, batch: StepBatch) -> None:
         """Reserve the pages of one step, earliest request first; preempt the latest requests if pages are short."""

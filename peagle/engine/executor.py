@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
@@ -27,6 +27,8 @@ from peagle.ops import interrupt
 from peagle.ops.attention import PagedCache, Pages
 from peagle.ops.messages import VerifyOutput
 from peagle.protocols import Drafter, Explains, Target
+
+ModelName: TypeAlias = Literal["target", "drafter"]
 
 
 class Executor:
@@ -267,9 +269,9 @@ class Executor:
         drafter_pages = drafter_state.pages if isinstance(drafter_state, PagedCache) else ()
         return (*self.state.target_cache.pages, *drafter_pages)
 
-    def first_not_finite(self, part: Literal["target", "drafter"], token_ids: Sequence[int]) -> str | None:
+    def first_not_finite(self, name: ModelName, token_ids: Sequence[int]) -> str | None:
         """Name a model's first output that is not finite (peagle.protocols.Explains)."""
-        model = self.target if part == "target" else self.drafter
+        model = self.target if name == "target" else self.drafter
         assert isinstance(model, Explains)
         return model.first_not_finite(token_ids)
 

@@ -28,9 +28,8 @@ class RequestPages:
             for other in prefilling
             if other.table is not None
         )
-        needed = min(
-            len(token_ids) + memory.sizing.rows_ahead * max(1, handle.num_preempted), self._most_tokens(handle)
-        )
+        ahead = memory.sizing.rows_ahead * max(1, handle.num_preempted)
+        needed = min(len(token_ids) + ahead, self._most_tokens(handle))
         if memory.missing(table, needed) + promised > memory.available():
             memory.pool.free(table)
             return False

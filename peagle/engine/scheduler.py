@@ -1,6 +1,6 @@
 """Schedule requests: queue, slots, and the next dispatch, a chunk of prompts or steps.
 
-Host only, without JAX and without a clock: costs are arguments. First come, first served. A request has a slot from its
+Host only, without JAX and without a clock: times are arguments. First come, first served. A request has a slot from its
 first chunk on. Chunks alternate with steps of the decoding slots, so that neither starves. Short prompts share a pass.
 """
 
@@ -124,7 +124,7 @@ class Scheduler(Generic[Key]):
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def next(self, costs: DispatchTimes, begin: Callable[[Key], int | None] = lambda _: 0) -> Chunk[Key] | Steps | None:
+    def next(self, times: DispatchTimes, begin: Callable[[Key], int | None] = lambda _: 0) -> Chunk[Key] | Steps | None:
         """Choose the next dispatch and count it as sent; None: there is nothing to do.
 
         begin: called once per request that gets a slot; returns the number of its cached tokens, or None if there is no
@@ -144,7 +144,7 @@ class Scheduler(Generic[Key]):
             self._steps_due = True
             return self._chunk()
         self._steps_due = False
-        return self._steps(costs) if self.num_active else None
+        return self._steps(times) if self.num_active else None
 
     def _joins(self, length: int) -> bool:
         """Whether a prompt begins now: if no other is being prefilled, or if all are short enough to share a pass.
@@ -175,38 +175,38 @@ class Scheduler(Generic[Key]):
         count = min(rows - (done > 0), length - done)
         return Piece(key, done, count, done + count == length)
 
-    def _steps(self, costs: DispatchTimes) -> Steps:
+    def _steps(self, times: DispatchTimes) -> Steps:
         """Choose steps: cut ones while a request has a grammar, with whole steps of the others in between."""
         num_constrained = sum(key in self._constrained for _, key in self.decoding)
         if not num_constrained:
-            return Steps(self._num_steps(costs))
+            return Steps(self._num_steps(times))
         if self._owed and num_constrained < self.num_active:
-            count = min(self._owed, self._num_steps(costs))
+            count = min(self._owed, self._num_steps(times))
             self._owed -= count
             return Steps(count)
         self._cuts += 1
-        self._owed = self._steps_between_cuts(costs)
+        self._owed = self._steps_between_cuts(times)
         return Steps(1, cut=True)
 
-    def _steps_between_cuts(self, costs: DispatchTimes) -> int:
+    def _steps_between_cuts(self, times: DispatchTimes) -> int:
         """Count the whole steps n after a cut step, so that requests without a grammar keep KEPT_SPEED of their speed.
 
         They keep (n + 1) step_s / (cut_s + n step_s): a cut step of a small model takes several times as long as a
         whole one. At most MOST_BETWEEN_CUTS, so that requests with a grammar advance.
         """
         least = int(self._cuts % CUTS_UNMEASURED == 0)
-        if not (costs.step_s and costs.cut_s):
+        if not (times.step_s and times.cut_s):
             return 1
-        missing, gained = KEPT_SPEED * costs.cut_s - costs.step_s, (1 - KEPT_SPEED) * costs.step_s
+        missing, gained = KEPT_SPEED * times.cut_s - times.step_s, (1 - KEPT_SPEED) * times.step_s
         if missing <= 0:
             return least
         return MOST_BETWEEN_CUTS if missing >= MOST_BETWEEN_CUTS * gained else math.ceil(missing / gained)
 
-    def _num_steps(self, costs: DispatchTimes) -> int:
+    def _num_steps(self, times: DispatchTimes) -> int:
         prefilling = bool(self._progress)
         most = float(self.steps_per_dispatch // (WAITING_SHARE if self._waiting and not prefilling else 1))
-        if costs.step_s:
-            most = min(most, LONGEST_DISPATCH_S / costs.step_s)
+        if times.step_s:
+            most = min(most, LONGEST_DISPATCH_S / times.step_s)
         if prefilling:
-            most = min(most, STEPS_SHARE * costs.chunk_s / costs.step_s if costs.step_s else 1.0)
+            most = min(most, STEPS_SHARE * times.chunk_s / times.step_s if times.step_s else 1.0)
         return max(1, round(most))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from peagle.engine.scheduler import Chunk, DispatchTimes
 
 if TYPE_CHECKING:
-    from peagle.engine.engine import InFlight
+    from peagle.engine.collect import InFlight
 
 
 @dataclass
@@ -29,10 +29,10 @@ class LoopTimes:
 
 @dataclass
 class LoopClock:
-    """The times of a loop, and the costs for its scheduler. All times are of time.perf_counter()."""
+    """The times of a loop, and of dispatches for its scheduler. All times are of time.perf_counter()."""
 
     times: LoopTimes = field(default_factory=LoopTimes)
-    costs: DispatchTimes = field(default_factory=DispatchTimes)
+    latest: DispatchTimes = field(default_factory=DispatchTimes)
     last_read_s: float | None = None  # None: no request is left, so an idle device is no gap
 
     def stop(self) -> None:
@@ -40,7 +40,7 @@ class LoopClock:
         self.last_read_s = None
 
     def reset(self) -> None:
-        """Forget all times; keep the costs."""
+        """Forget all times but the latest dispatches'."""
         self.times, self.last_read_s = LoopTimes(), None
 
     def sending(self, now: float, in_flight: Sequence["InFlight"]) -> None:
@@ -59,8 +59,8 @@ class LoopClock:
         self.last_read_s = now
         self.times.busy_s += seconds
         if isinstance(sent.action, Chunk):
-            self.costs = replace(self.costs, chunk_s=seconds)
+            self.latest = replace(self.latest, chunk_s=seconds)
         elif sent.action.cut:
-            self.costs = replace(self.costs, cut_s=seconds)
+            self.latest = replace(self.latest, cut_s=seconds)
         else:
-            self.costs = replace(self.costs, step_s=seconds / sent.count)
+            self.latest = replace(self.latest, step_s=seconds / sent.num_steps)
