@@ -37,7 +37,7 @@ from peagle.engine.grammar import GrammarError
 from peagle.engine.handle import Chunks, EngineError, Handle
 from peagle.engine.handoff import Fingerprints, HandOff
 from peagle.engine.kv_memory import KVMemory, PageUse, PrefixCacheUse
-from peagle.engine.lookup import lookup_of, without_lookup
+from peagle.engine.lookup import without_lookup
 from peagle.engine.loop import AnyEngine, Measuring
 from peagle.engine.programs import ProgramShape
 from peagle.engine.request import Request
@@ -105,8 +105,6 @@ class Engine(AnyEngine):
         self._admission = Admission(
             config, target.vocab_size, self.stop_token_ids, fingerprints, self.executor, self.memory
         )
-        learns = self.drafter if lookup_of(self.drafter) is None else lookup_of(self.drafter)
-        self.learns = learns is not None and not learns.cache_groups
         self._scheduler: Scheduler[Handle] = Scheduler(config.slots, config.pass_shapes, config.steps_per_dispatch)
         self._collector, self._warm_up, self._clock = Collector(self), WarmUp(self), LoopClock()
         self._in_flight: collections.deque[InFlight] = collections.deque()
@@ -473,9 +471,9 @@ class Engine(AnyEngine):
                 slot = slot.continued(handle.output_ids)
             params.append(slot)
         first = self.executor.admit([row for row, _ in complete], into, lengths, known, params)
-        if self.learns:
+        if self.executor.reads_tokens:
             for _, handle in complete:
-                self.executor.learn(slots[handle], handle.computed_ids)
+                self.executor.read_tokens(slots[handle], handle.computed_ids)
         return first
 
     # --- steps ------------------------------------------------------------------------------------------------------

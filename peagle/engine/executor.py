@@ -39,9 +39,14 @@ class Executor:
 
     def __init__(self, target: Target, drafter: Drafter | None, shape: ProgramShape) -> None:
         self.target, self.drafter, self.shape = target, drafter if shape.adaptive else without_lookup(drafter), shape
+        lookup = lookup_of(self.drafter)
+        self._num_sources = 1 if lookup is None else 2  # of drafts, in adaptive steps
+        reader, self._reader_state = (self.drafter, "drafter_state") if lookup is None else (lookup, "lookup_state")
+        self.reads_tokens = reader is not None and not reader.cache_groups  # a drafter without caches does
         self._models, self._tree = jax.tree.flatten((target, self.drafter))
         self._plain_models, self._plain_tree = jax.tree.flatten((target, None))
         self._target_alone, self._drafter_alone = jax.tree.flatten(target), jax.tree.flatten(self.drafter)
+        self._reader = jax.tree.flatten(reader)
         self.launches_alone = False  # whether steps launch operations one by one: `Engine.launching_alone`
         self._state: DecodeState | None = None
         self._prefilled: Prefilled | None = None
@@ -119,16 +124,13 @@ class Executor:
         first.copy_to_host_async()
         return first
 
-    def learn(self, slot: int, token_ids: Sequence[int]) -> None:
+    def read_tokens(self, slot: int, token_ids: Sequence[int]) -> None:
         """Let the drafter without caches read the tokens of a slot's request, the pending one excluded."""
         padded = np.zeros((1, self.shape.context), np.int32)
         padded[0, : len(token_ids)] = token_ids
-        lookup = lookup_of(self.drafter)
-        models, tree = self._drafter_alone if lookup is None else jax.tree.flatten(lookup)
-        name = "drafter_state" if lookup is None else "lookup_state"
-        before = getattr(self.state, name)
-        after = programs.learn_program(tree)(models, before, padded, np.int32(len(token_ids)), np.int32(slot))
-        self._state = dataclasses.replace(self.state, **{name: after})
+        (models, tree), before = self._reader, getattr(self.state, self._reader_state)
+        after = programs.read_tokens_program(tree)(models, before, padded, np.int32(len(token_ids)), np.int32(slot))
+        self._state = dataclasses.replace(self.state, **{self._reader_state: after})
 
     def steps(self, plan: np.ndarray, costs: np.ndarray, count: int, kind: StepKind) -> jax.Array:
         """Dispatch `count` steps of the slots of a plan (`step_plan`); return their packed outputs.
@@ -232,7 +234,7 @@ class Executor:
     def relearn(self, blank: bool = False) -> None:
         """Forget what steps have learned. blank: also the recorded counts of the shape."""
         counts = None if blank else self.shape.counts
-        learned = Learned.start(1 if lookup_of(self.drafter) is None else 2, self.shape.num_drafts, counts)
+        learned = Learned.start(self._num_sources, self.shape.num_drafts, counts)
         self._state = dataclasses.replace(self.state, learned=learned)
 
     def counts(self) -> Counts:

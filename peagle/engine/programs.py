@@ -146,11 +146,11 @@ def admit_rows(
 
 
 @_once
-def learn_program(model: Any) -> Any:
+def read_tokens_program(model: Any) -> Any:
     def _read_tokens(
         model_leaves: list[jax.Array], state: Any, token_ids: jax.Array, count: jax.Array, slot: jax.Array
     ) -> Any:
-        _traces["learn"] += 1
+        _traces["read tokens"] += 1
         drafter = jax.tree.unflatten(model, model_leaves)
 
         def row(leaf: jax.Array) -> jax.Array:

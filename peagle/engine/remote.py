@@ -31,7 +31,7 @@ VERBS = (
     "start",
     "prefill",
     "admit",
-    "learn",
+    "read_tokens",
     "steps",
     "absorb",
     "propose",

@@ -92,8 +92,8 @@ class WarmUp:
             absent = np.full((count,), config.slots, np.int32)
             ones = np.ones((count,), np.int32)
             engine.executor.admit((0,), absent, ones, -ones, [row])
-        if engine.learns:
-            engine.executor.learn(0, (0,))
+        if engine.executor.reads_tokens:
+            engine.executor.read_tokens(0, (0,))
 
     def _cut_step(self, kind: StepKind, size: int) -> None:
         engine = self._engine

@@ -186,7 +186,7 @@ def start(target: GptOss, sampling: SamplingParams, widths: list[int]) -> tuple[
         params = SlotParams.of(Request(prompt, NEW, sampling, index=slot), (), V)
         slots, length, unknown = (np.asarray([value], np.int32) for value in (slot, len(prompt), -1))
         executor.admit([0], slots, length, unknown, [params])
-        executor.learn(slot, prompt)
+        executor.read_tokens(slot, prompt)
     return executor, step_plan((0, 1), widths, tables, 3)
 
 
