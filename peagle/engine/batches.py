@@ -1,7 +1,7 @@
 """Choose the slots, widths and program of the next steps, and write the plans of passes for the device.
 
-A batch has the smallest size that holds its slots. The last size has a row for every slot: there a request's row is its
-slot.
+A batch has the smallest size that holds its slots. The last size has a row for every slot: there a request's row has
+its slot's number.
 """
 
 import dataclasses
@@ -18,7 +18,8 @@ from peagle.engine.scheduler import Piece
 from peagle.engine.step_kinds import StepKind
 from peagle.ops import native
 
-NATIVE_SIZES, XLA_SIZES = 8, 2  # factor between sizes; native kernels skip rows without a slot, so fewer sizes do
+# the factor between batch sizes: native kernels skip rows without a slot, so they need fewer sizes
+NATIVE_FACTOR, XLA_FACTOR = 8, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,22 +38,17 @@ class Batches:
 
     config: ResolvedConfig
     memory: KVMemory
-    has_drafter: bool
 
     @functools.cached_property
     def possible_drafts(self) -> tuple[int, ...]:
         """The numbers of drafts of the programs, ascending: K, and 0 if some steps are plain."""
-        return tuple(sorted({self.config.num_speculative_tokens, *([0] if self.some_are_plain else [])}))
-
-    @property
-    def some_are_plain(self) -> bool:
-        """Whether some step is plain: at some load, or because a request sets its own K."""
-        return self.config.adaptive or self.config.k_per_request
+        some_are_plain = self.config.adaptive or self.config.k_per_request
+        return tuple(sorted({self.config.num_speculative_tokens, *([0] if some_are_plain else [])}))
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
         """The sizes of batches, ascending; the last has a row for every slot."""
-        factor = NATIVE_SIZES if native.available() else XLA_SIZES
+        factor = NATIVE_FACTOR if native.available() else XLA_FACTOR
         sizes = [1]
         while sizes[-1] * factor < self.config.slots:
             sizes.append(sizes[-1] * factor)
@@ -69,9 +65,9 @@ class Batches:
         return StepKind(num_drafts, sampled, full_logits, config.synthetic_acceptance, adaptive=config.adaptive)
 
     def choose(self, decoding: Sequence[tuple[int, Handle]], most_drafts: int, cut: bool, count: int) -> StepBatch:
-        """Choose the next steps of the decoding slots. Slots with a grammar take part only in cut steps.
+        """Choose the next `count` steps of the decoding slots, with most_drafts drafts at most.
 
-        most_drafts: of any slot at the present load. count: steps of the dispatch.
+        Slots with a grammar take part only in cut steps.
         """
         rows = [(slot, handle) for slot, handle in decoding if cut or handle.matcher is None]
         widths = [handle.request.most_drafts(most_drafts) if handle.can_draft else 0 for _, handle in rows]
@@ -80,7 +76,7 @@ class Batches:
             return StepBatch(rows, widths, self.kind(number, sampled=True, full_logits=True), count)
         sampled = any(not handle.request.sampling.greedy for _, handle in rows)
         kind = self.kind(number, sampled, full_logits=any(handle.request.full_logits for _, handle in rows))
-        if self.has_drafter and not number and not any(handle.can_draft for _, handle in rows):
+        if self.memory.has_drafter and not number and not any(handle.can_draft for _, handle in rows):
             kind = dataclasses.replace(kind, skip_drafter=True)
         return StepBatch(rows, widths, kind, count)
 
@@ -96,6 +92,7 @@ class Batches:
         return step_plan((), (), np.full((size, sum(self.memory.table_widths)), -1, np.int32), self.config.slots)
 
     def by_row(self, rows: Sequence[tuple[int, Handle]], size: int) -> tuple[Handle | None, ...]:
+        """List the requests of a batch by its rows."""
         by_row: list[Handle | None] = [None] * size
         for row, (_, handle) in zip(self._rows(rows, size), rows, strict=True):
             by_row[row] = handle

@@ -22,7 +22,6 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -40,7 +39,7 @@ from peagle.engine.kv_memory import KVMemory, PageUse, PrefixCacheUse
 from peagle.engine.lookup import without_lookup
 from peagle.engine.loop import AnyEngine, Measuring
 from peagle.engine.programs import ProgramShape
-from peagle.engine.request import Request
+from peagle.engine.request import FinishReason, Request
 from peagle.engine.request_pages import RequestPages
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.scheduler import Chunk, Scheduler, Steps
@@ -70,11 +69,11 @@ class Engine(AnyEngine):
         fingerprints: Fingerprints = Fingerprints(),  # noqa: B008  # frozen
         make_executor: Callable[[Target, Drafter | None, ProgramShape], Executor] = Executor,
     ) -> None:
-        """Make an engine; its state and pages are allocated at `start`.
+        """Make an engine. `start` allocates its state and pages.
 
         stop_token_ids end requests that set none of their own. fingerprints: of the models, for hand-offs.
-        make_executor: peagle.engine.remote passes one that runs the same verbs on other processes, too. Raises
-        InputError for K > 0 without a drafter, and for memory that holds no request.
+        make_executor: of a target over several processes (peagle.engine.remote). Raises InputError for K > 0 without a
+        drafter, and for memory that holds no request.
         """
         if config.num_speculative_tokens and drafter is None:
             raise InputError("there is no drafter to speculate with; load one, or decode with K = 0")
@@ -98,10 +97,9 @@ class Engine(AnyEngine):
             counts=config.counts,
         )
         self.executor = make_executor(target, self.drafter, shape)
-        self.batches = Batches(config, self.memory, self.drafter is not None)
-        self.pages = RequestPages(self.memory, config, self.drafter is not None)
+        self.batches, self.pages = Batches(config, self.memory), RequestPages(self.memory)
         self.constrained = Constrained(target.vocab_size, config.mask_budget_s, config.most_slow_masks)
-        self.num_queued = 0  # requests of the shared queue before several engines (peagle.engine.replicas)
+        self.num_queued = 0  # this engine's share of the requests that wait for any replica (peagle.engine.replicas)
         self._admission = Admission(
             config, target.vocab_size, self.stop_token_ids, fingerprints, self.executor, self.memory
         )
@@ -135,9 +133,8 @@ class Engine(AnyEngine):
             self._queue(handle)
 
     def _queue(self, handle: Handle, first: bool = False) -> None:
-        """Put a request in the queue, to be prefilled up to its pending token, if it has one."""
-        length = len(handle.computed_ids)
-        self._scheduler.add(handle, length, constrained=handle.matcher is not None, first=first)
+        constrained = handle.matcher is not None
+        self._scheduler.add(handle, len(handle.computed_ids), constrained=constrained, first=first)
 
     def hand_over(self, handle: Handle) -> HandOff:
         """End a decoding request; return what another engine needs to continue it. Its last chunks go to its inbox.
@@ -169,7 +166,7 @@ class Engine(AnyEngine):
         """Whether the drafter's pages and its input hold all rows of a request."""
         return self.drafter is not None and handle.can_draft and not handle.drafter_off
 
-    def finish(self, handle: Handle, reason: Any, error: InputError | None = None) -> None:
+    def finish(self, handle: Handle, reason: FinishReason, error: InputError | None = None) -> None:
         """Remove a request, and add its last chunk, without tokens, to its inbox."""
         self.remove(handle)
         handle.finish(reason, error)
@@ -221,8 +218,7 @@ class Engine(AnyEngine):
     def count_acceptance(self, requests: Sequence[Request]) -> Counts:
         """Decode requests, verify every draft, and count accepted ones by confidence (peagle.engine.widths).
 
-        For an adaptive engine without other requests. Afterwards it decodes as before; what its steps had learned is
-        forgotten.
+        For an adaptive engine without other requests. Afterwards its steps start from the recorded counts again.
         """
         costs, self.costs = self.costs, None
         try:
@@ -253,7 +249,7 @@ class Engine(AnyEngine):
     def launching_alone(self) -> Iterator[bool]:
         """Launch a step's operations one by one: in a CUDA graph a profiler cannot tell them apart.
 
-        Yields whether steps compile anew at their first dispatch. On a CPU this changes nothing.
+        Yields whether steps compile anew at their first dispatch: False on a CPU, where this changes nothing.
         """
         self.executor.launches_alone = jax.default_backend() == "gpu"
         try:
@@ -375,9 +371,9 @@ class Engine(AnyEngine):
         elif not self._in_flight:
             self._clock.stop()
         # read a first token at once if no other request keeps the device busy, or if the request is handed over
-        alone = self._scheduler.num_active == 1 or self.config.role == "prefill"
-        alone = isinstance(action, Chunk) and action.pieces[0].last and alone
-        self._unread = 0 if action is None or alone else 1
+        completes = isinstance(action, Chunk) and action.pieces[0].last
+        at_once = completes and (self._scheduler.num_active == 1 or self.config.role == "prefill")
+        self._unread = 0 if action is None or at_once else 1
         chunks, self._chunks = self._chunks + chunks, []
         return chunks
 
@@ -518,7 +514,8 @@ class Engine(AnyEngine):
     def _next_batch(self, action: Steps) -> StepBatch | None:
         """Choose the next steps and reserve their pages; None if every request was preempted.
 
-        If pages are short, the dispatch has one step; if they still are, requests are preempted.
+        If pages are short, the dispatch has one step. If they still are, the earliest requests get theirs, and the
+        latest are preempted.
         """
 
         def choose(count: int) -> StepBatch:
@@ -530,16 +527,18 @@ class Engine(AnyEngine):
             reach = [self.pages.reach(handle, count, batch.kind.num_drafts) for _, handle in batch.rows]
             if all(self.pages.reserve(handle, most) for (_, handle), most in zip(batch.rows, reach, strict=True)):
                 return dataclasses.replace(batch, count=count) if batch.rows else None
-        self._make_room(batch)
+        for _, handle in sorted(batch.rows, key=lambda row: row[1].number):
+            if handle.table is not None:
+                self._reserve(handle, self.pages.reach(handle, 1, batch.kind.num_drafts))
         batch = choose(1)  # without the preempted requests
         return batch if batch.rows else None
 
     def _pays(self, num_active: int) -> bool:
-        """Whether drafting can pay at this many active slots, as far as is measured."""
+        """Whether drafting can pay at this many active slots; True before costs are measured."""
         return self.costs is None or self.costs.pays(num_active, self.config.num_speculative_tokens)
 
     def _step_costs(self, batch: StepBatch, size: int) -> np.ndarray:
-        """Return the packed costs of a batch's steps; empty unless the steps are adaptive."""
+        """Return the packed costs of a batch's steps, empty unless they are adaptive."""
         if not batch.kind.adaptive or self.costs is None:
             return batch.kind.no_costs(size)
         return self.costs.packed(self._scheduler.num_active, size, batch.kind.num_drafts)
@@ -568,12 +567,6 @@ class Engine(AnyEngine):
         return chunks
 
     # --- pages ------------------------------------------------------------------------------------------------------
-
-    def _make_room(self, batch: StepBatch) -> None:
-        """Reserve the pages of one step, earliest request first; preempt the latest requests if pages are short."""
-        for _, handle in sorted(batch.rows, key=lambda row: row[1].number):
-            if handle.table is not None:
-                self._reserve(handle, self.pages.reach(handle, 1, batch.kind.num_drafts))
 
     def _reserve(self, handle: Handle, num_tokens: int) -> bool:
         """Reserve pages for a request's first tokens; return whether it has them.

@@ -169,12 +169,12 @@ class KVMemory:
         """Raises InputError if the memory does not hold one request of the whole context."""
         models: list[Target | Drafter] = [target] if drafter is None else [target, drafter]
         self.groups: tuple[CacheGroup, ...] = tuple(group for model in models for group in model.cache_groups)
-        self.num_target_groups = len(target.cache_groups)
+        self.num_target_groups, self.has_drafter = len(target.cache_groups), drafter is not None
         self.page_bytes = tuple(size for model in models for size in page_bytes(model.cache_groups, model.init_pages))
         self._ranks, self._local_ranks = 1, 1
         if isinstance(target, OverDevices):
             self._ranks, self._local_ranks = target.ranks, target.local_ranks
-        self._keeps_prefixes = config.prefix_cache > 0
+        self.keeps_prefixes = config.prefix_cache > 0
         self.sizing = Sizing(self.groups, self.page_bytes, config, most_drafts_of(drafter))
         self.num_pages, self.table_widths = self.sizing.num_pages, self.sizing.table_widths
         pairs = zip(self.num_pages, self.groups, strict=True)
@@ -195,7 +195,7 @@ class KVMemory:
 
     def open(self, token_ids: Sequence[int], with_drafter: bool) -> PageTable:
         """Begin a request with the cached pages of its tokens. with_drafter: in the drafter's groups, too."""
-        return self.pool.open(token_ids if self._keeps_prefixes else (), (), self._group_numbers(with_drafter))
+        return self.pool.open(token_ids if self.keeps_prefixes else (), (), self._group_numbers(with_drafter))
 
     def num_known(self, token_ids: Sequence[int], with_drafter: bool) -> int:
         """Count the leading tokens that are in cached pages."""
@@ -229,7 +229,7 @@ class KVMemory:
         """
         num_drafter_groups = len(self.groups) - self.num_target_groups
         final = [target_rows] * self.num_target_groups + [drafter_rows] * num_drafter_groups
-        if self._keeps_prefixes and known:
+        if self.keeps_prefixes and known:
             self.pool.publish(table, token_ids, final, ends)
         self.pool.trim(table, final)
 
@@ -255,7 +255,7 @@ class KVMemory:
     @property
     def prefix_cache_use(self) -> PrefixCacheUse | None:
         """Hits and bytes of the prefix cache so far; None without one."""
-        if not self._keeps_prefixes:
+        if not self.keeps_prefixes:
             return None
         counts = self.pool.counts
         cached = [self.pool.num_cached(number) for number in range(len(self.groups))]
