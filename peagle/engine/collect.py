@@ -56,7 +56,7 @@ class Collector:
         return self._read_steps(StepOutput.unpack(values, sent.num_drafts), sent, now)
 
     def _read_first(self, values: np.ndarray, sent: InFlight, now: float) -> Chunks:
-        """Make the chunks of first tokens; a resumed request has emitted its own before."""
+        """Make the chunks of first tokens. A resumed request has emitted its first token before."""
         chunks = []
         for row, handle in enumerate(sent.requests):
             if handle is None or handle.output_ids or not self._engine.is_alive(handle):
@@ -121,7 +121,7 @@ class Collector:
             message += first if where else ", but a second pass gives finite ones"
         todo = "expected finite ones: check the weights, or try --dtype float32 or --kernels xla"
         engine.finish(handle, "error", InputError(f"{message}; {todo}"))
-        engine.memory.pool.free_cached()  # on XLA a row that is not finite spoils the rows before it in its pass
+        engine.memory.pool.free_cached()  # on XLA a row that is not finite spoils earlier rows of its pass
         return dataclasses.replace(handle.inbox.pop(), token_ids=token_ids, steps=records)
 
     def _chunk(
@@ -132,7 +132,7 @@ class Collector:
         records: tuple[StepRecord, ...],
         logprobs: Sequence[TokenLogprobs] = (),
     ) -> TokenChunk:
-        """Make the chunk of these tokens; end the request after a stop token or at its budget."""
+        """Make the chunk of these tokens. End the request after a stop token, at its budget, or to hand it over."""
         engine = self._engine
         handle.output_ids += token_ids
         reason: FinishReason | None = None
@@ -142,7 +142,7 @@ class Collector:
             reason = "length"
         elif engine.config.role == "prefill":
             handle.hand_off, reason = engine.pack(handle), "handed_off"
-        # the text ends before rows after a stop token
+        # rows after a stop token do not count
         handle.length = min(handle.length, len(handle.token_ids) - 1)
         engine.pages.publish_output(handle, ends=reason is not None)
         if reason is not None:
@@ -155,12 +155,13 @@ class Collector:
             if reason == "stop" and (failure := handle.matcher.failure):
                 handle.error, reason = GrammarError(f"{handle.request.name}: {failure}"), "error"
                 handle.finished = reason
-        cached, error = 0 if records else handle.num_cached_tokens, None if handle.error is None else str(handle.error)
-        return TokenChunk(handle.request, token_ids, now, records, reason, tuple(logprobs), cached, error)
+        num_cached = 0 if records else handle.num_cached_tokens
+        error = None if handle.error is None else str(handle.error)
+        return TokenChunk(handle.request, token_ids, now, records, reason, tuple(logprobs), num_cached, error)
 
 
 def _logprobs(log_probs: LogProbs, token_ids: Sequence[int], num_best: int | None) -> list[TokenLogprobs]:
-    """Convert the log-probabilities of tokens, with num_best alternatives per token; None: no entries."""
+    """Make the entries of tokens, with num_best alternatives per token; none if num_best is None."""
     if num_best is None:
         return []
     chosen, best, ids = (np.asarray(leaf).tolist() for leaf in (log_probs.chosen, log_probs.best, log_probs.best_ids))

@@ -98,7 +98,7 @@ class Engine(AnyEngine):
         )
         self.executor = make_executor(target, self.drafter, shape)
         self.batches, self.pages = Batches(config, self.memory), RequestPages(self.memory)
-        self.constrained = Constrained(target.vocab_size, config.mask_budget_s, config.most_slow_masks)
+        self.constrained = Constrained(target.vocab_size, config)
         self.num_queued = 0  # this engine's share of the requests that wait for any replica (peagle.engine.replicas)
         self._admission = Admission(
             config, target.vocab_size, self.stop_token_ids, fingerprints, self.executor, self.memory
