@@ -165,7 +165,7 @@ def _without_dead_ends(schema: Any) -> Any:
 
 
 def _covers(names: Sequence[str], pattern: str) -> bool:
-    """Whether a pattern matches only these names, of those that JSON can spell."""
+    """Whether a pattern matches no name but these."""
     none = {"properties": dict.fromkeys(names, False), "patternProperties": {pattern: True}}
     matcher = _after("{", {"type": "object", "additionalProperties": False, **none})
     if matcher.is_error():  # an invalid pattern
