@@ -217,7 +217,7 @@ class Pair:
         (resolved,) = configs_of(values, ResolvedConfig)
         if kept != "on":
             return resolved
-        return dataclasses.replace(resolved, prefix_cache=self.engines.kept_bytes(resolved))
+        return dataclasses.replace(resolved, prefix_cache=self.engines.prefix_cache_bytes(resolved))
 
     def default_context(
         self, num_speculative_tokens: int, slots: int = 1, kv_memory_bytes: int | None = None, num_engines: int = 1

@@ -1,4 +1,4 @@
-"""The engines of a pair, one per config, within the available memory."""
+"""The engines of a pair, one per config, within the free memory."""
 
 import threading
 import warnings
@@ -21,14 +21,14 @@ from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.memory import available_memory_bytes, refuse_too_large, size_in_words
 from peagle.protocols import Drafter, OverDevices, Target
 
-KEPT_FRAC = 0.1  # the prefix cache takes at most this share of the free memory
-KEPT_TIMES = 4  # and at most this multiple of the memory of the requests themselves
-LEAST_KEPT_BYTES = 1 << 26  # or this, for the smallest models
+# The prefix cache takes at most this share of the free memory, and at most this multiple of the requests' own pages; for
+# the smallest models, this many bytes instead of the multiple.
+PREFIX_FRAC, PREFIX_TIMES, LEAST_PREFIX_BYTES = 0.1, 4, 1 << 26
 PAGES_FRAC = 0.8  # share of the free memory for one request of the default context; programs and prefixes need the rest
 
 
 class FreeMemory:
-    """The memory that was free at first, so that equal arguments make equal engines."""
+    """Free memory as measured once, so that equal arguments make equal engines."""
 
     def __init__(self) -> None:
         self._num_bytes: int | None = None
@@ -50,9 +50,9 @@ class ReplicaModels(NamedTuple):
     lookup: Drafter | None = None  # drafts in adaptive steps, too (peagle.engine.lookup)
 
     def of(self, drafts: bool, lookup: bool = True) -> tuple[Target, Drafter | None]:
-        """Return the models of an engine. drafts: it speculates; lookup: with the lookup drafter, too.
+        """Return the models of an engine. drafts: it speculates. lookup: with the lookup drafter, too.
 
-        Raises InputError if it speculates without a drafter.
+        Raises InputError for an engine that speculates if there is no drafter.
         """
         if not drafts:
             return self.plain_target, None
@@ -68,7 +68,7 @@ class ReplicaModels(NamedTuple):
 
 
 class Engines:
-    """Engines by config; equal configs share one. replicas: the models on each replica's devices, one or more."""
+    """Engines by config; equal configs share one. replicas: the models on the devices of each replica."""
 
     def __init__(
         self,
@@ -85,11 +85,11 @@ class Engines:
         self._making = threading.Lock()
 
     def get(self, config: ResolvedConfig) -> AnyEngine:
-        """Return the engine of a config. K = 0 decodes plainly. Any thread may call it.
+        """Return the engine of a config. Any thread may call it.
 
-        Replicas have an engine each, which share the slots (peagle.engine.replicas). Raises InputError for a K that
-        exceeds the positions or the drafter's window, for K > 0 without a drafter, for caches that exceed the memory,
-        for slots that replicas cannot share, and for a role over several processes.
+        Replicas have an engine each (peagle.engine.replicas). Raises InputError for a K that exceeds the positions or
+        the drafter's window, for K > 0 without a drafter, for caches that exceed the memory, for slots that replicas
+        cannot share, and for a role over several processes.
         """
         self._check(config)
         with self._making:
@@ -113,17 +113,17 @@ class Engines:
         together = count if jax.default_backend() == "cpu" else 1
         return together * KVMemory(*self.models.of_config(config), config.share(count)).num_local_bytes
 
-    def kept_bytes(self, config: ResolvedConfig) -> int:
+    def prefix_cache_bytes(self, config: ResolvedConfig) -> int:
         """Return the bytes that a prefix cache takes in an engine of this config, if it is on."""
         if config.kv_memory is not None:
             return 1  # no extra page: cached tokens lie in the pages that requests leave
         own = self.page_bytes(config)
-        if not own:  # a target that keeps nothing
+        if not own:  # a target without pages
             return 1
-        return max(1, min(int(KEPT_FRAC * self._memory.num_bytes()), max(KEPT_TIMES * own, LEAST_KEPT_BYTES)))
+        return max(1, min(int(PREFIX_FRAC * self._memory.num_bytes()), max(PREFIX_TIMES * own, LEAST_PREFIX_BYTES)))
 
     def fits(self, config: ResolvedConfig, num_engines: int = 1) -> bool:
-        """Tell whether memory holds the pages of a config. num_engines: how many share the free memory.
+        """Whether memory holds the pages of a config. num_engines: how many share the free memory.
 
         Raises InputError for sizes that exceed all of it.
         """
@@ -186,11 +186,11 @@ class Engines:
 def _refuse_too_large(engine: AnyEngine) -> None:
     """Raise InputError, before allocation, for an engine that exceeds the memory.
 
-    A replica on its own devices has a part of the slots.
+    CPU devices share one memory. Elsewhere a replica has devices, and a part of the slots, of its own.
     """
-    config = engine.config if jax.default_backend() == "cpu" else engine.one.config
-    slots, kept, limit = config.slots, config.prefix_cache, config.kv_memory
-    tokens = (engine if jax.default_backend() == "cpu" else engine.one).page_use.num_tokens
+    whole = engine if jax.default_backend() == "cpu" else engine.one
+    slots, kept, limit = whole.config.slots, whole.config.prefix_cache, whole.config.kv_memory
+    tokens = whole.page_use.num_tokens
     pages, state, logits = engine.memory_bytes()
     available = available_memory_bytes()
 

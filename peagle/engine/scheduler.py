@@ -1,6 +1,6 @@
 """Schedule requests: queue, slots, and the next dispatch, a chunk of prompts or steps.
 
-Host only, without JAX and without a clock: times are arguments. First come, first served. A request has a slot from its
+Host code without JAX and without a clock: times are arguments. First come, first served. A request has a slot from its
 first chunk on. Chunks alternate with steps of the decoding slots, so that neither starves. Short prompts share a pass.
 """
 
@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 STEPS_SHARE = 0.5  # time of the steps between two chunks, over the time of a chunk
-LONGEST_DISPATCH_S = 0.012  # of steps: with many active rows a dispatch has fewer steps, so that tokens arrive in time
+LONGEST_DISPATCH_S = 0.012  # of steps: slow steps come in shorter dispatches, so that tokens arrive in time
 WAITING_SHARE = 4  # while a request waits for a slot, divide the steps of a dispatch by this
 KEPT_SPEED = 0.8  # share of their speed that requests without a grammar keep beside one with a grammar
-MOST_BETWEEN_CUTS = 64  # whole steps
-CUTS_UNMEASURED = 16  # cut steps after which a whole step is timed again
+MOST_BETWEEN_CUTS = 64  # most whole steps between two cut ones
+CUTS_UNMEASURED = 16  # after so many cut steps a whole step runs, and is timed again
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -31,7 +31,7 @@ class Piece(Generic[Key]):
 
     @property
     def num_rows(self) -> int:
-        """Rows of the pass; the last cached token comes first, if there is one (peagle.engine.prefill)."""
+        """Rows of the pass: these tokens, and first the last cached one, if any (peagle.engine.prefill)."""
         return self.count + (self.begin > 0)
 
 
@@ -56,7 +56,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class DispatchTimes:
-    """Seconds of the latest chunk, the latest step and the latest cut step; 0: not measured yet."""
+    """Seconds of the latest chunk, step and cut step; 0: not measured yet."""
 
     chunk_s: float = 0.0
     step_s: float = 0.0
@@ -65,24 +65,19 @@ class DispatchTimes:
 
 @dataclass
 class _Progress:
-    """Tokens of a prompt: all, and those in pages."""
-
-    length: int
-    done: int
+    length: int  # of the prompt
+    done: int  # its tokens in pages
 
 
 @dataclass
 class Scheduler(Generic[Key]):
-    """The queue and the slots of an engine.
-
-    shapes: of passes over prompts, (prompts, rows per prompt), the first for one prompt.
-    """
+    """The queue and the slots of an engine."""
 
     slots: int
-    shapes: Sequence[tuple[int, int]]
+    shapes: Sequence[tuple[int, int]]  # of passes over prompts: (prompts, rows per prompt), the first for one prompt
     steps_per_dispatch: int
     _waiting: collections.deque[tuple[Key, int]] = field(default_factory=collections.deque, init=False)
-    _held: list[Key | None] = field(init=False)
+    _by_slot: list[Key | None] = field(init=False)
     _progress: dict[Key, _Progress] = field(default_factory=dict, init=False)  # of prefilling requests, in order
     _steps_due: bool = field(default=False, init=False)  # a chunk was sent, and no steps since
     _constrained: set[Key] = field(default_factory=set, init=False)  # requests with a grammar
@@ -90,10 +85,10 @@ class Scheduler(Generic[Key]):
     _cuts: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._held = [None] * self.slots
+        self._by_slot = [None] * self.slots
 
     def add(self, key: Key, length: int, constrained: bool = False, first: bool = False) -> None:
-        """Put a request in the queue. length: of its prompt. constrained: with a grammar. first: before all others."""
+        """Put a request in the queue. length: of its prompt. constrained: by a grammar. first: before all others."""
         (self._waiting.appendleft if first else self._waiting.append)((key, length))
         if constrained:
             self._constrained.add(key)
@@ -101,15 +96,15 @@ class Scheduler(Generic[Key]):
     def remove(self, key: Key) -> None:
         self._constrained.discard(key)
         self._progress.pop(key, None)
-        if key in self._held:
-            self._held[self._held.index(key)] = None
+        if key in self._by_slot:
+            self._by_slot[self._by_slot.index(key)] = None
         else:
             self._waiting = collections.deque(entry for entry in self._waiting if entry[0] != key)
 
     @property
     def decoding(self) -> list[tuple[int, Key]]:
         """(slot, request) of the requests that take steps."""
-        return [(slot, key) for slot, key in enumerate(self._held) if key is not None and key not in self._progress]
+        return [(slot, key) for slot, key in enumerate(self._by_slot) if key is not None and key not in self._progress]
 
     @property
     def prefilling(self) -> list[Key]:
@@ -127,10 +122,10 @@ class Scheduler(Generic[Key]):
     def next(self, times: DispatchTimes, begin: Callable[[Key], int | None] = lambda _: 0) -> Chunk[Key] | Steps | None:
         """Choose the next dispatch and count it as sent; None: there is nothing to do.
 
-        begin: called once per request that gets a slot; returns the number of its cached tokens, or None if there is no
+        begin: called before a request gets a slot; returns the number of its cached tokens, or None if there is no
         memory for it yet.
         """
-        while self._waiting and None in self._held:
+        while self._waiting and None in self._by_slot:
             key, length = self._waiting[0]
             if not self._joins(length):
                 break
@@ -138,7 +133,7 @@ class Scheduler(Generic[Key]):
             if known is None:
                 break
             self._waiting.popleft()
-            self._held[self._held.index(None)] = key
+            self._by_slot[self._by_slot.index(None)] = key
             self._progress[key] = _Progress(length, known)
         if self._progress and not (self._steps_due and self.num_active):
             self._steps_due = True
@@ -147,9 +142,9 @@ class Scheduler(Generic[Key]):
         return self._steps(times) if self.num_active else None
 
     def _joins(self, length: int) -> bool:
-        """Whether a prompt begins now: if no other is being prefilled, or if all are short enough to share a pass.
+        """Whether a prompt begins now: no other is being prefilled, or all are short enough to share a pass.
 
-        Otherwise it begins after the others are complete, and then sees their cached pages.
+        A prompt that waits for the others to be complete can use their pages.
         """
         lengths = [progress.length for progress in self._progress.values()]
         return not lengths or any(
@@ -176,7 +171,7 @@ class Scheduler(Generic[Key]):
         return Piece(key, done, count, done + count == length)
 
     def _steps(self, times: DispatchTimes) -> Steps:
-        """Choose steps: cut ones while a request has a grammar, with whole steps of the others in between."""
+        """Choose steps: cut ones while a request has a grammar, and whole steps of the others in between."""
         num_constrained = sum(key in self._constrained for _, key in self.decoding)
         if not num_constrained:
             return Steps(self._num_steps(times))
@@ -191,8 +186,8 @@ class Scheduler(Generic[Key]):
     def _steps_between_cuts(self, times: DispatchTimes) -> int:
         """Count the whole steps n after a cut step, so that requests without a grammar keep KEPT_SPEED of their speed.
 
-        They keep (n + 1) step_s / (cut_s + n step_s): a cut step of a small model takes several times as long as a
-        whole one. At most MOST_BETWEEN_CUTS, so that requests with a grammar advance.
+        They keep (n + 1) step_s / (cut_s + n step_s). For a small model, a cut step takes several times as long as a
+        whole one. n has a limit, so that requests with a grammar advance.
         """
         least = int(self._cuts % CUTS_UNMEASURED == 0)
         if not (times.step_s and times.cut_s):

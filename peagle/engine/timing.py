@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class LoopTimes:
-    """Host overhead of the loop. A gap is a time in which the device was idle while requests ran.
+    """Host overhead of the loop: how long the device was idle while requests ran.
 
     gap_s is an upper bound: a gap counts from when the previous dispatch was last seen running.
     """
@@ -22,7 +22,6 @@ class LoopTimes:
 
     @property
     def gap_frac(self) -> float | None:
-        """gap_s / (gap_s + busy_s)."""
         total = self.gap_s + self.busy_s
         return self.gap_s / total if total else None
 
