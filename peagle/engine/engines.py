@@ -21,9 +21,9 @@ from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.memory import available_memory_bytes, refuse_too_large, size_in_words
 from peagle.protocols import Drafter, OverDevices, Target
 
-# The prefix cache takes at most this share of the free memory, and at most this multiple of the requests' own pages; for
-# the smallest models, this many bytes instead of the multiple.
-PREFIX_FRAC, PREFIX_TIMES, LEAST_PREFIX_BYTES = 0.1, 4, 1 << 26
+PREFIX_FRAC = 0.1  # the prefix cache takes at most this share of the free memory
+PREFIX_TIMES = 4  # and at most this multiple of the memory of the requests' own pages
+LEAST_PREFIX_BYTES = 1 << 26  # or this, for the smallest models
 PAGES_FRAC = 0.8  # share of the free memory for one request of the default context; programs and prefixes need the rest
 
 

@@ -1,7 +1,7 @@
 """Run the engine's verbs on the device: prefill, admit, steps, absorb, and the three parts of a cut step.
 
 The executor is the engine's only door to the device. It holds the state and the pages. Verbs take host values and
-return what the host will read, so several processes can run the same verbs (peagle.engine.remote).
+return arrays for the host to read, so several processes can run the same verbs (peagle.engine.remote).
 
 One array of integers, the plan, carries the slots and tables of a pass. No program depends on a request: batches and
 chunks come in a few sizes, and steps in a few variants. The state is donated.
@@ -29,6 +29,7 @@ from peagle.ops.messages import VerifyOutput
 from peagle.protocols import Drafter, Explains, Target
 
 ModelName: TypeAlias = Literal["target", "drafter"]
+NO_PAGES = PagedCache((), ())
 
 
 class Executor:
@@ -99,16 +100,16 @@ class Executor:
         token_ids: np.ndarray,
         params: Sequence[SlotParams],
     ) -> jax.Array:
-        """Admit requests of the last chunk to their slots; return their first tokens, packed [n, W].
+        """Admit requests of the last chunk to their slots; return their first tokens and log-probabilities [n, W].
 
-        rows: their entries of the chunk, one or more; params: of each. Entries without a slot are dropped. token_ids:
-        the next token if it is known; negative: choose it by the request's own parameters. Tokens are packed with their
-        log-probabilities; their copy to the host is started.
+        rows: of the chunk, one or more; params: of each. slots, length and token_ids have n entries, of which those
+        after `rows` have no slot. token_ids: the first token if it is known; negative: choose it by the request's own
+        parameters. The copy of the result to the host is started.
         """
         size = len(slots)
         index = np.zeros((size,), np.int32)
         index[: len(rows)] = rows
-        # one at a time, so that all passes, and engines of one vocabulary, share the larger program, which chooses
+        # one by one, so that all passes, and engines of one vocabulary, share the program that chooses, which is large
         logits, aux_hidden = self.prefilled
         chosen = [
             programs.first_token(_row(logits, row), length[[place]], token_ids[[place]], params[place])
@@ -141,7 +142,8 @@ class Executor:
         program, operands = self.prepared_steps(self.state, plan, costs, count, kind)
         after, outputs = program(*operands)
         outputs.copy_to_host_async()
-        self._state = self._merged(after, kind)
+        unused = {name: getattr(self.state, name) for name in _unused_leaves(kind)}
+        self._state = dataclasses.replace(after, **unused)
         return outputs  # type: ignore[no-any-return]
 
     def compile_steps(self, passes: Sequence[tuple[np.ndarray, StepKind]]) -> None:
@@ -158,48 +160,25 @@ class Executor:
         with ThreadPoolExecutor() as pool:
             list(pool.map(one, *zip(*passes, strict=True)))
 
-    def _merged(self, after: DecodeState, kind: StepKind) -> DecodeState:
-        """Put back the leaves that the steps of a kind did not take."""
-        state = self.state
-        if kind.num_drafts == 0:
-            after = dataclasses.replace(
-                after, drafter_state=state.drafter_state, lookup_state=state.lookup_state, learned=state.learned
-            )
-        if kind.skip_drafter:
-            after = dataclasses.replace(after, drafter_input=state.drafter_input)
-        return after if kind.full_logits else dataclasses.replace(after, adjustments=state.adjustments)
-
     def prepared_steps(
         self, state: DecodeState, plan: np.ndarray, costs: np.ndarray, count: int, kind: StepKind
     ) -> tuple[Any, list[Any]]:
-        """Return (the program of a dispatch of steps, its operands).
-
-        Steps take only the leaves that they need, because every leaf costs host time.
-        """
-        models, tree = self._models, self._tree
-        if kind.num_drafts == 0:
-            models, tree = self._plain_models, self._plain_tree
-            state = dataclasses.replace(state, drafter_state=None, lookup_state=None, learned=None)
-        if kind.skip_drafter:
-            state = dataclasses.replace(state, drafter_input=None)
-        if not kind.full_logits:
-            state = dataclasses.replace(state, adjustments=None)
+        """Return (the program of a dispatch of steps, its operands)."""
+        models, tree = (self._models, self._tree) if kind.num_drafts else (self._plain_models, self._plain_tree)
         program = programs.steps_program(tree, kind, self.shape, self.launches_alone)
-        return program, [models, state, plan, costs, np.int32(count)]
+        unused: dict[str, Any] = dict.fromkeys(_unused_leaves(kind))
+        return program, [models, dataclasses.replace(state, **unused), plan, costs, np.int32(count)]
 
     def absorb(self, plan: np.ndarray) -> None:
         """Let the drafter absorb the input of a plan's slots, except each last row."""
         models, tree = self._drafter_alone
-        state = dataclasses.replace(self.state, target_cache=PagedCache((), ()), adjustments=None)
-        after = programs.absorb_program(tree, self.shape)(models, state, plan)
-        self._state = dataclasses.replace(
-            after, target_cache=self.state.target_cache, adjustments=self.state.adjustments
-        )
+        target_cache, adjustments = self.state.target_cache, self.state.adjustments
+        after = programs.absorb_program(tree, self.shape)(models, _without_target(self.state), plan)
+        self._state = dataclasses.replace(after, target_cache=target_cache, adjustments=adjustments)
 
     def propose(self, plan: np.ndarray, costs: np.ndarray, kind: StepKind) -> jax.Array:
         """Dispatch the first part of a cut step; return the drafts, whose copy to the host is started."""
-        models, tree = self._drafter_alone
-        state = dataclasses.replace(self.state, target_cache=PagedCache((), ()), adjustments=None)
+        (models, tree), state = self._drafter_alone, _without_target(self.state)
         program = programs.propose_program(tree, kind, self.shape)
         (drafter_state, lookup_state), self._proposed = program(
             models, (state.drafter_state, state.lookup_state), _without_drafter(state), plan, costs
@@ -211,7 +190,7 @@ class Executor:
     def verify(self, plan: np.ndarray) -> jax.Array:
         """Dispatch the second part; return an array to wait for."""
         models, tree = self._target_alone
-        small = _without_drafter(dataclasses.replace(self.state, target_cache=PagedCache((), ()), adjustments=None))
+        small = _without_drafter(_without_target(self.state))
         program = programs.verify_program(tree, self.shape)
         pages, self._verified = program(models, self.state.target_cache.pages, small, plan, self._proposed)
         self._state = dataclasses.replace(self.state, target_cache=PagedCache(pages, ()))
@@ -222,7 +201,7 @@ class Executor:
     ) -> jax.Array:
         """Dispatch the last part; return its packed output [1, B, W].
 
-        masks: uint32 [B, K+1, W] (peagle.engine.adjust). counts: int32 [B], how many drafts of a slot may count.
+        masks: uint32 [B, K+1, W] (peagle.engine.masks). counts: int32 [B], how many drafts of a slot may count.
         """
         small, kept = _split(self.state)
         program = programs.accept_and_commit_program(kind, self.shape)
@@ -238,7 +217,7 @@ class Executor:
         self._state = dataclasses.replace(self.state, learned=learned)
 
     def counts(self) -> Counts:
-        """Read the counts of the first source since `relearn(blank=True)`; waits for all dispatches."""
+        """Read the drafter's counts since `relearn(blank=True)`. Waits for all dispatches."""
         assert self.state.learned is not None
         begun = Learned.start(1, self.shape.num_drafts)
         pairs = ((self.state.learned.tried, begun.tried), (self.state.learned.accepted, begun.accepted))
@@ -282,14 +261,25 @@ class Executor:
             jax.block_until_ready((self._state.done, self._state.target_cache))
 
 
+def _unused_leaves(kind: StepKind) -> list[str]:
+    """Name the leaves of the state that steps of a kind do not take, because every leaf costs host time."""
+    names = [] if kind.num_drafts else ["drafter_state", "lookup_state", "learned"]
+    names += ["drafter_input"] if kind.skip_drafter else []
+    return names if kind.full_logits else [*names, "adjustments"]
+
+
 def _split(state: DecodeState) -> tuple[DecodeState, tuple[PagedCache, Any, Any]]:
     """Return (the state without pages and drafter states, these pages and states)."""
-    small = _without_drafter(dataclasses.replace(state, target_cache=PagedCache((), ())))
+    small = _without_drafter(dataclasses.replace(state, target_cache=NO_PAGES))
     return small, (state.target_cache, state.drafter_state, state.lookup_state)
 
 
 def _join(small: DecodeState, kept: tuple[PagedCache, Any, Any]) -> DecodeState:
     return dataclasses.replace(small, target_cache=kept[0], drafter_state=kept[1], lookup_state=kept[2])
+
+
+def _without_target(state: DecodeState) -> DecodeState:
+    return dataclasses.replace(state, target_cache=NO_PAGES, adjustments=None)
 
 
 def _without_drafter(state: DecodeState) -> DecodeState:

@@ -1,8 +1,7 @@
 """Propose the drafts of a step, and let a drafter absorb rows that it has not read.
 
-Adaptive steps choose how many drafts to make and to verify (peagle.engine.widths). There a lookup
-drafter may propose, too, and a slot takes the better drafts. If looked-up drafts are enough for all slots, the drafter
-does not run.
+Adaptive steps choose how many drafts to make and to verify (peagle.engine.widths). A lookup drafter may propose, too,
+and a slot takes the better drafts. If looked-up drafts are good enough in all slots, the drafter does not run.
 """
 
 import dataclasses
@@ -35,15 +34,15 @@ def propose(
     kind: StepKind,
     may_skip: bool = True,
 ) -> tuple[DecodeState, Proposed]:
-    """Propose the drafts of a step; of the state, only the drafters' changes.
+    """Propose the drafts of a step. Of the state, only the drafters' parts change.
 
-    may_skip: an adaptive step may leave the drafter out. If not, drafter_input has at most K + 1 rows.
+    may_skip: an adaptive step need not run the drafter. False: it must, and drafter_input has at most K + 1 rows.
     """
     widths = jnp.where(state.drafting, jnp.minimum(widths, kind.num_drafts), 0)
     keys = synthetic = None
     if kind.sampled or kind.synthetic_acceptance is not None:
-        reach = jnp.arange(1, kind.num_drafts + 2, dtype=jnp.int32)
-        keys = draw_keys(state.sampling, state.length[:, None] + reach[None, :])
+        offsets = jnp.arange(1, kind.num_drafts + 2, dtype=jnp.int32)
+        keys = draw_keys(state.sampling, state.length[:, None] + offsets[None, :])
     if kind.synthetic_acceptance is not None:
         assert keys is not None
         synthetic = draw_synthetic(kind.synthetic_acceptance, keys)
@@ -62,12 +61,11 @@ def propose(
 
 
 def _chooser(state: DecodeState, keys: jax.Array | None, kind: StepKind) -> Choose:
-    """Return the function that chooses drafts: the likeliest or, in sampled rows, a draw by the keys."""
+    """Return the function that chooses drafts: the likeliest tokens or, in sampled rows, draws by the keys."""
     if not kind.sampled:
         return likeliest_with_confidence if kind.adaptive else likeliest_of
-    # drafts are drawn without truncation, which takes time and gains nothing (1.57, 2.03, 2.29 either way at top-p .9,
-    # K = 1, 3, 7)
-    whole_law = dataclasses.replace(
+    # to truncate takes time and gains nothing (acceptance length 1.57, 2.03, 2.29 either way at top-p 0.9, K = 1, 3, 7)
+    untruncated = dataclasses.replace(
         state.sampling,
         top_k=jnp.zeros_like(state.sampling.top_k),
         top_p=jnp.ones_like(state.sampling.top_p),
@@ -76,7 +74,7 @@ def _chooser(state: DecodeState, keys: jax.Array | None, kind: StepKind) -> Choo
 
     def draw(logits: jax.Array, token_ids: jax.Array | None, first: int) -> Chosen:
         assert keys is not None
-        index = choose(logits, whole_law, keys[:, first : first + logits.shape[1]], token_ids)
+        index = choose(logits, untruncated, keys[:, first : first + logits.shape[1]], token_ids)
         if not kind.adaptive:
             return index, None
         scaled = (
@@ -85,7 +83,7 @@ def _chooser(state: DecodeState, keys: jax.Array | None, kind: StepKind) -> Choo
         )
         drawn = jnp.take_along_axis(scaled, jnp.maximum(index, 0)[..., None], axis=-1)[..., 0]
         probability = jnp.exp(drawn - jax.nn.logsumexp(scaled, axis=-1))
-        return index, jnp.where(index < 0, 1.0, probability)  # verify what is not finite, which reveals it
+        return index, jnp.where(index < 0, 1.0, probability)  # verify a draft that is not finite, so that it is noticed
 
     return draw
 
@@ -96,12 +94,9 @@ def _run_drafter(
     """Let the drafter read its input, of K + 1 rows at most, and propose num[b] <= K drafts."""
     assert drafter is not None
     assert state.drafter_input is not None
-    whole = state.drafter_input
-    first_position = jnp.where(state.keeps_up, whole.first_position, -1)
-    num_rows = num_drafts + 1
-    drafter_input = DrafterInput(
-        whole.token_ids[:, :num_rows], whole.aux_hidden[:, :num_rows], whole.num, first_position
-    )
+    rows, num_rows = state.drafter_input, num_drafts + 1
+    first_position = jnp.where(state.keeps_up, rows.first_position, -1)
+    drafter_input = DrafterInput(rows.token_ids[:, :num_rows], rows.aux_hidden[:, :num_rows], rows.num, first_position)
     draft, drafter_state = drafter.propose(state.drafter_state, drafter_input, num, num_drafts, chooser)
     return dataclasses.replace(state, drafter_state=drafter_state), draft
 
@@ -128,7 +123,7 @@ def _propose_adaptively(
 
 
 def run_if(condition: jax.Array, function: Callable[[Carry], Carry], carry: Carry) -> Carry:
-    """Run a function once if the condition holds. XLA on CPU copies the pages that a `cond` changes, not a loop's."""
+    """Run a function if the condition holds. A loop, because XLA on CPU copies the pages that a `cond` changes."""
 
     def body(run: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
         return jnp.zeros((), bool), function(run[1])
@@ -147,14 +142,14 @@ def _propose_by_sources(
     may_skip: bool,
     state: DecodeState,
 ) -> tuple[DecodeState, Proposed]:
-    """Propose limits[b] drafts at most per slot by the better of its sources, and choose how many to verify."""
+    """Propose limits[b] drafts at most per slot, by the better of its sources; choose how many to verify."""
     learned, pace, num_drafts = state.learned, state.pace, kind.num_drafts
     assert learned is not None
     assert pace is not None
     assert state.drafter_input is not None
     num_active, sampled = jnp.sum(~state.done, dtype=jnp.int32), ~state.sampling.greedy
     rate, chooser = jnp.maximum(learned.rate, 1.0), _chooser(state, keys, kind)
-    known_gains, looked_up = pace.gain_or(learned.gain), None
+    expected_gains, looked_up = pace.gain_or(learned.gain), None
     worth_looked_up = jnp.zeros((state.slots,), jnp.float32)
     if (lookup := lookup_of(drafter)) is not None:
         state, looked_up = _look_up(lookup, state, limits, chooser, num_drafts)
@@ -163,9 +158,9 @@ def _propose_by_sources(
 
     to_drafter, ran = jnp.where(pace.drafter_off, 0, limits), jnp.ones((), bool)
     if may_skip:
-        to_drafter = choose_drafts(known_gains, to_drafter, num_active, costs, rate)
+        to_drafter = choose_drafts(expected_gains, to_drafter, num_active, costs, rate)
         place = jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
-        worth = jnp.sum(jnp.where(place < to_drafter[:, None], known_gains, 0.0), axis=1) - worth_looked_up
+        worth = jnp.sum(jnp.where(place < to_drafter[:, None], expected_gains, 0.0), axis=1) - worth_looked_up
         time = rate * num_active.astype(jnp.float32) * costs.of_drafts(jnp.sum(to_drafter))
         pays = jnp.sum(jnp.maximum(worth, 0.0)) >= time
         to_drafter = jnp.where(pays, to_drafter, 0)
@@ -195,8 +190,7 @@ def _propose_by_sources(
     token_ids, num, source = drafts.token_ids, to_drafter, jnp.zeros((state.slots,), jnp.int32)
     sources: tuple[SourceDrafts, ...] = (drafts,)
     if looked_up is not None:
-        # without measured times take the first source's drafts, so that they alone are counted
-        # (`Engine.count_acceptance`)
+        # before times are measured, take the drafter's own drafts: `Engine.count_acceptance` counts these alone
         takes = (worth_looked_up > jnp.sum(gains, axis=1)) & (costs.of_rows(num_active) > 0)
         source, sources = takes.astype(jnp.int32), (drafts, looked_up)
         token_ids = jnp.where(takes[:, None], looked_up.token_ids, token_ids)
@@ -224,13 +218,13 @@ def _look_up(
 
 
 def has_no_room(state: DecodeState, num_more: int) -> Bool[Array, " B"]:
-    """Test which slots' drafter_input has no room for one row and num_more further ones."""
+    """Test which slots' drafter_input has no room for num_more rows after the next one."""
     assert state.drafter_input is not None
     return state.drafter_input.num + num_more + 1 > state.drafter_input.token_ids.shape[1]
 
 
 def absorb(drafter: Drafter | None, state: DecodeState) -> DecodeState:
-    """Let the drafters absorb their input except each slot's last row, where their next pass begins."""
+    """Let the drafters absorb their input, except each slot's last row, with which their next pass begins."""
     before = state.drafter_input
     assert drafter is not None
     assert before is not None
