@@ -84,10 +84,9 @@ def adjust(
     stop_token_ids: Int[Array, "B S"],
     masks: UInt32[Array, "B T W"] | None = None,
 ) -> Float[Array, "B T V"]:
-    """Adjust the logits of the T = K + 1 rows of a step.
+    """Adjust the logits of the T = K + 1 rows of a step. Negative draft ids count as no token.
 
-    masks: one bit for each token, 1 if it is allowed, lowest bit first, in W >= ceil(V / 32) words. Negative draft ids
-    count as no token.
+    masks: one bit per token, 1 if it is allowed, lowest bit first, in W >= ceil(V / 32) words.
     """
     logits = logits.astype(jnp.float32)
     batch, width, vocab_size = logits.shape

@@ -1,8 +1,8 @@
 """Run the executor's verbs on several processes: one leads, the others follow, verb by verb.
 
 Only the leader has an engine: it schedules, measures and reads. It sends each verb, as name and values, before it calls
-it. What verbs leave on the device stays in the executor of each process. So a follower needs no scheduler and no
-tokenizer, and decides nothing.
+it. State and pages stay in the executor of each process. So a follower needs no scheduler and no tokenizer, and decides
+nothing.
 
     leader     executor.steps(plan, costs, count, kind)      {"verb": "steps", "values": [plan, ..]}
     follower   executor.steps(plan, costs, count, kind)

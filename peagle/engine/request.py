@@ -14,7 +14,7 @@ FinishReason = Literal["stop", "length", "aborted", "timeout", "error", "handed_
 
 
 def fold_seed(seed: int) -> int:
-    """Return the int32 of a seed for the device: itself if it fits, else 31 bits that depend on all 64."""
+    """Fold a seed into an int32 for the device: itself if it fits, else 31 bits of a hash of all 64."""
     if 0 <= seed < 2**31:
         return seed
     digest = hashlib.blake2b((seed % 2**64).to_bytes(8, "little"), digest_size=4).digest()
@@ -90,13 +90,13 @@ class Request:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The outcome of one step for one request, before a stop token or the budget cut it."""
+    """The outcome of one step for one request, before a stop token or the budget cuts it."""
 
     length: int  # before the step: prompt + emitted - 1
-    draft_token_ids: tuple[int, ...]  # the verified ones: none in a plain step
+    draft_token_ids: tuple[int, ...]  # those verified: none in a plain step
     num_accepted: int
     next_token: int
-    num_drafted: int = 0  # by the source that the slot used; the first ones were verified
+    num_drafted: int = 0  # by the slot's source; draft_token_ids are the first of them
     source: int = 0  # 0: the drafter; 1: the lookup drafter (peagle.engine.lookup)
 
 

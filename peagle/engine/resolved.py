@@ -1,4 +1,4 @@
-"""The config of an engine whose every value is decided."""
+"""The config of an engine, every value decided."""
 
 import dataclasses
 import math
@@ -32,8 +32,8 @@ class ResolvedConfig(EngineConfig):
     mask_budget_s        processor time of a request's masks in a step. A request that exceeds it stops drafting. If
                          single masks exceed it most_slow_masks times in a row, the request ends with an error,
                          because all others wait for its masks
-    role                 "prefill" computes prompts and their first tokens, and hands over every request that
-                         continues; "decode" takes these (peagle.engine.handoff)
+    role                 "prefill" computes prompts and their first tokens, and hands the requests over; "decode"
+                         takes them (peagle.engine.handoff)
     """
 
     num_speculative_tokens: int = 0

@@ -1,4 +1,4 @@
-"""Hold what a slot needs between steps; take the slots of one pass, put them back, and admit a request.
+"""The state of slots between steps: take the slots of one pass, put them back, and admit a request.
 
 The slot is the leading axis of every leaf but the pages, which all slots share. Between steps, for each active slot:
 
@@ -10,8 +10,8 @@ The slot is the leading axis of every leaf but the pages, which all slots share.
     can_draft          is False in a slot that never drafts again
     pace               says how the slot drafts at present, in adaptive engines; all slots share `learned`
 
-A pass runs over the slots that the host names, gathered into a batch. A done slot, and a batch entry without a slot,
-have rows of position -1, which write and emit nothing.
+A pass runs over the slots that the host names, gathered into a batch. The rows of a done slot, and of a batch entry
+without a slot, have position -1: they write and emit nothing.
 """
 
 import dataclasses
@@ -43,9 +43,9 @@ class DecodeState:
 
     length: jax.Array  # [B] int32
     pending_token: jax.Array  # [B] int32
-    drafter_input: DrafterInput | None  # None: this engine never drafts, or the pass keeps nothing for the drafter
+    drafter_input: DrafterInput | None  # None: the engine never drafts, or the pass keeps nothing for the drafter
     target_cache: PagedCache  # has tables only within a pass
-    drafter_state: PyTree  # a PagedCache; of a cacheless drafter, a tree whose leading axis is the slot
+    drafter_state: PyTree  # a PagedCache; of a drafter without caches, a tree whose leading axis is the slot
     done: jax.Array  # [B] bool
     remaining: jax.Array  # [B] int32
     can_draft: jax.Array  # [B] bool
@@ -73,16 +73,16 @@ class DecodeState:
 
 @flax.struct.dataclass
 class Batch:
-    """The slots of one pass and their page tables. An entry without a slot has a number beyond the slots."""
+    """The slots of one pass and their page tables."""
 
-    slots: jax.Array  # [B] int32
+    slots: jax.Array  # [B] int32; an entry without a slot has the number of slots
     target_tables: tuple[jax.Array, ...]  # [B, M] int32 for each cache group
     drafter_tables: tuple[jax.Array, ...]
 
 
 @flax.struct.dataclass
 class SlotParams:
-    """The parameters of requests as arrays, the request as the leading axis, for `admit`."""
+    """The parameters of requests as arrays, led by the request, for `admit`."""
 
     remaining: jax.Array | np.ndarray
     can_draft: jax.Array | np.ndarray  # [B] bool
@@ -131,7 +131,7 @@ class SlotParams:
         return stacked
 
     def continued(self, output_ids: Sequence[int]) -> "SlotParams":
-        """Make the row of a request that has emitted these tokens, the pending one last, in NumPy."""
+        """Make the row of a request that has emitted these tokens, the pending one last."""
         *before, _ = output_ids
         counts = np.array(self.adjustments.counts)
         np.add.at(counts[0], before, 1)
@@ -187,44 +187,34 @@ def init_state(
 def take(state: DecodeState, batch: Batch, input_rows: int | None, adjusts: bool) -> DecodeState:
     """Gather the slots of one pass, with their tables. A batch with an entry per slot holds them in order.
 
-    input_rows: how many rows of drafter_input the pass needs; None: all; 0: no drafter_input. adjusts: whether it needs
-    the adjustments.
+    input_rows: how many rows of drafter_input the pass needs; None: all; 0: no drafter_input. adjusts: it needs the
+    adjustments.
     """
     slots, whole = batch.slots, batch.slots.shape[0] == state.slots
 
     def rows(leaf: jax.Array) -> jax.Array:
         return leaf if whole else leaf.at[slots].get(mode="clip")
 
-    drafter_input = state.drafter_input
-    if drafter_input is not None and input_rows == 0:
-        drafter_input = None
+    drafter_input = None if input_rows == 0 else state.drafter_input
     if drafter_input is not None:
-        drafter_input = DrafterInput(
-            rows(drafter_input.token_ids[:, :input_rows]),
-            rows(drafter_input.aux_hidden[:, :input_rows]),
-            rows(drafter_input.num),
-            rows(drafter_input.first_position),
-        )
-    drafter_state = state.drafter_state
-    if isinstance(drafter_state, PagedCache):
-        drafter_state = PagedCache(drafter_state.pages, batch.drafter_tables)
-    else:
-        drafter_state = jax.tree.map(rows, drafter_state)
-    return DecodeState(
-        length=rows(state.length),
-        pending_token=rows(state.pending_token),
+        token_ids, aux_hidden = (leaf[:, :input_rows] for leaf in (drafter_input.token_ids, drafter_input.aux_hidden))
+        drafter_input = dataclasses.replace(drafter_input, token_ids=token_ids, aux_hidden=aux_hidden)
+    drafter_state, paged = state.drafter_state, isinstance(state.drafter_state, PagedCache)
+    led_by_slot = dataclasses.replace(
+        state,
         drafter_input=drafter_input,
+        target_cache=None,  # type: ignore[arg-type]
+        drafter_state=None if paged else drafter_state,
+        adjustments=state.adjustments if adjusts else None,
+        learned=None,
+    )
+    taken: DecodeState = jax.tree.map(rows, led_by_slot)
+    return dataclasses.replace(
+        taken,
         target_cache=PagedCache(state.target_cache.pages, batch.target_tables),
-        drafter_state=drafter_state,
-        done=rows(state.done) | (slots >= state.slots),
-        remaining=rows(state.remaining),
-        can_draft=rows(state.can_draft),
-        stop_token_ids=rows(state.stop_token_ids),
-        sampling=jax.tree.map(rows, state.sampling),
-        adjustments=jax.tree.map(rows, state.adjustments) if adjusts else None,
-        pace=jax.tree.map(rows, state.pace),
+        drafter_state=PagedCache(drafter_state.pages, batch.drafter_tables) if paged else taken.drafter_state,
+        done=taken.done | (slots >= state.slots),
         learned=state.learned,
-        lookup_state=jax.tree.map(rows, state.lookup_state),
     )
 
 
@@ -288,10 +278,10 @@ def admit(
     aux_hidden: Float[Array, "n A"],
     params: SlotParams,
 ) -> DecodeState:
-    """Admit requests to their slots: `length` tokens are in pages, token_ids follow and count as emitted.
+    """Admit requests to their slots: `length` tokens are in pages; token_ids follow them and count as emitted.
 
-    aux_hidden: the target's at position length - 1. Entries without a slot are dropped. If a token is NO_TOKEN, its
-    slot continues with token 0 until the host ends the request.
+    aux_hidden: the target's at position length - 1. Entries without a slot are dropped. After NO_TOKEN a slot continues
+    with token 0, until the host ends the request.
     """
     token_ids = jnp.maximum(token_ids, 0)
 
@@ -330,7 +320,6 @@ def admit(
 
 
 def is_stop(token_ids: Int[Array, "B T"], stop_token_ids: Int[Array, "B S"]) -> Bool[Array, "B T"]:
-    """Test which tokens end their row."""
     return jnp.any(token_ids[:, :, None] == stop_token_ids[:, None, :], axis=-1)
 
 

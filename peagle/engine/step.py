@@ -5,14 +5,14 @@
               2K rows      K+1 rows
 
 Slot b drafts and verifies widths[b] <= K tokens. Its further rows have position -1, which kernels skip. In adaptive
-steps widths are upper bounds, and `propose` chooses how many to verify.
+steps widths are upper bounds, and `propose` chooses how many drafts to verify.
 
-A step that does not run the drafter appends the committed tokens to drafter_input, and `absorb` passes them to the
-drafter later, so that the drafter's cache has no gap when the slot drafts again. In a slot whose drafter is off,
-drafter_input holds only the latest step's rows.
+A step that does not run the drafter appends the committed tokens to drafter_input. `absorb` passes them to the drafter
+later, so that its cache has no gap when the slot drafts again. In a slot whose drafter is off, drafter_input holds only
+the latest step's rows.
 
 For grammars the step can be cut after `propose` and after `verify`. While the target verifies, the host reads the
-drafts and computes the masks that `accept` takes (peagle.engine.grammar).
+drafts and fills in the masks for acceptance (peagle.engine.masks).
 """
 
 import dataclasses
@@ -47,14 +47,14 @@ def step(
     costs: StepCosts,
     kind: StepKind,
 ) -> tuple[DecodeState, StepOutput]:
-    """Run one step: every active slot emits between 1 and widths[b] + 1 tokens. costs: for adaptive steps."""
+    """Run one step: every active slot emits 1 to widths[b] + 1 tokens. costs: for adaptive steps."""
     state, proposed = propose(drafter, state, widths, costs, kind)
     state, verified = verify(target, state, proposed)
     return accept_and_commit(state, proposed, verified, costs, kind)
 
 
 def verify(target: Target, state: DecodeState, proposed: Proposed) -> tuple[DecodeState, VerifyOutput]:
-    """Run the target over the pending token and the drafts; of the state, only the target's cache changes."""
+    """Run the target over the pending token and the drafts. Of the state, only the target's cache changes."""
     with jax.named_scope(VERIFY_PART):
         rows = jnp.concatenate([state.pending_token[:, None], proposed.draft_token_ids], axis=1)
         place = jnp.arange(rows.shape[1], dtype=jnp.int32)[None, :]
@@ -95,8 +95,8 @@ def _commit(
 ) -> tuple[DecodeState, StepOutput]:
     """Emit num_accepted drafts and next_token; return (the state, the output for the host).
 
-    Rejected rows are dead because `length` excludes them. A stop token inside the run, or the budget, ends the row
-    there. NO_TOKEN in the output lets the host end the request; on the device the row continues with token 0.
+    `length` excludes rejected rows. A stop token inside the run, or the budget, ends the slot there. After NO_TOKEN
+    the slot continues with token 0, until the host has read it and ends the request.
     """
     drafts = proposed.draft_token_ids
     active, num_drafts = ~state.done, drafts.shape[1]
@@ -175,11 +175,11 @@ def _learn(
     drafted = active[:, None] & (place < choice.num_to_drafter[:, None]) & measured
     learned = learned.gained(choice.gains, drafted)
     pace = pace.after(active, choice.gains, drafted, learned.gain)
-    # to absorb the backlog takes about one pass per K + 1 tokens
-    too_dear = costs.of_drafts(num_active) > KEEPING_UP * (num_drafts + 1)
-    # before the drafter must run
+    # to absorb drafter_input takes about one pass per K + 1 tokens
+    too_slow = costs.of_drafts(num_active) > KEEPING_UP * (num_drafts + 1)
+    # decide before the drafter must run, because drafter_input is full
     behind = active & has_no_room(state, 2 * max(num_drafts, REST) + 1) & ~proposed.drafter_ran
-    pace = dataclasses.replace(pace, drafter_off=pace.drafter_off | (behind & too_dear))
+    pace = dataclasses.replace(pace, drafter_off=pace.drafter_off | (behind & too_slow))
     pace = pace.tried(active, choice.tried, proposed.drafter_ran | jnp.any(widths > 0))
     return dataclasses.replace(state, pace=pace, learned=learned)
 
@@ -203,7 +203,7 @@ def _known(
     run: Int[Array, "B T"],
     active: jax.Array,
 ) -> tuple[Bool[Array, "B K"], Bool[Array, "B K"]]:
-    """Return two masks of a source's drafts: the token at their position is known, verified or not; they are right."""
+    """Return two masks of a source's drafts: the token at the draft's position is known; the draft is right."""
     place = jnp.arange(drafts.token_ids.shape[1], dtype=jnp.int32)[None, :]
     known = (place <= acceptance.num_accepted[:, None]) & (place < drafts.num[:, None]) & active[:, None]
     known_tokens = jnp.pad(run, ((0, 0), (0, max(place.shape[1] - run.shape[1], 0))))[:, : place.shape[1]]
@@ -220,9 +220,9 @@ def _input_after(
     acceptance: Acceptance,
     kind: StepKind,
 ) -> tuple[DrafterInput | None, jax.Array]:
-    """Append the committed rows to the drafter's input, or replace it by them if the drafter has read it.
+    """Append the committed rows to drafter_input, or let them replace it if the drafter has read it.
 
-    Returns (the input, [B] whether it had no room left for the rows).
+    Returns (drafter_input, [B] whether it had no room left for the rows).
     """
     before = state.drafter_input
     if before is None:
@@ -275,15 +275,14 @@ def steps(
 ) -> tuple[DecodeState, Int[Array, "most B W"]]:
     """Run `limit` <= most steps of the slots of a pass; return (their state, packed outputs).
 
-    Stops early if all are done. An adaptive step that verifies nothing is a plain one, and so are the next ones while
-    the slots rest (`Pace.rest`). Outputs of steps that were not run look like steps of slots that were done before.
+    Stops early if all slots are done. An adaptive step that verifies nothing runs as a plain one, and so do the next
+    ones while the slots rest (`Pace.rest`). Outputs of steps that were not run are those of slots that are done.
     """
-
     packed_width = 2 * kind.num_drafts + 5
     if kind.full_logits:
         packed_width += (kind.num_drafts + 1) * LogProbs.packed_width(target.vocab_size)
 
-    def alike(state: DecodeState) -> tuple[DecodeState, Int[Array, "B W"]]:
+    def fixed(state: DecodeState) -> tuple[DecodeState, Int[Array, "B W"]]:
         state, output = step(target, drafter, state, widths, costs, kind)
         return state, output.pack()
 
@@ -309,7 +308,7 @@ def steps(
         run = state, jnp.zeros((state.slots, packed_width), jnp.int32)
         return run_if(~some, narrow, run_if(some, wide, run))
 
-    one = adaptive if kind.adaptive else alike
+    one = adaptive if kind.adaptive else fixed
     if most == 1:
         state, packed = one(state)
         return state, packed[None]

@@ -1,4 +1,4 @@
-"""The variants of a step, its proposal, and its output for the host."""
+"""The variants of a step, what it proposes, and its output for the host."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class StepKind:
     adaptive: bool = False
 
     def no_costs(self, size: int) -> np.ndarray:
-        """Make the packed costs of a batch of this size before measurement; empty if the steps are not adaptive."""
+        """Make the packed costs of a batch of this size that are not measured; empty if steps are not adaptive."""
         return StepCosts.unknown(size, self.num_drafts).pack() if self.adaptive else np.zeros((0,), np.float32)
 
     def costs(self, packed: jax.Array, size: int) -> StepCosts:
@@ -44,7 +44,7 @@ class StepKind:
 
     @property
     def input_rows(self) -> int | None:
-        """Rows of drafter_input that its steps take; None: all, because a step may append rows to them."""
+        """Rows of drafter_input that steps take; None: all, because a step may append rows."""
         return self.num_drafts + 1 if self.num_drafts and not self.adaptive else None
 
     @property
@@ -82,7 +82,7 @@ class StepOutput:
         return dataclasses.replace(self, token_ids=pad(self.token_ids), draft_token_ids=drafts, log_probs=log_probs)
 
     def pack(self) -> Int[Array, "B W"]:
-        """Pack into one array, so that one copy goes to the host instead of ten."""
+        """Pack into one array, which takes one copy to the host instead of ten."""
         bits = (self.done, self.can_draft, self.caught_up, self.drafter_off, self.source)
         flags = sum(jnp.asarray(bit).astype(jnp.int32) << place for place, bit in enumerate(bits))
         flags = flags | jnp.asarray(self.num_drafted).astype(jnp.int32) << NUM_FLAGS

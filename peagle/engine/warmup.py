@@ -1,6 +1,6 @@
 """Compile an engine's programs ahead of its requests; measure what parts of a step cost.
 
-Every program runs once over a batch without slots. So later times include no compilation, and no request is needed.
+Every program runs once over a batch without slots, which needs no request.
 """
 
 import dataclasses
@@ -27,24 +27,25 @@ from peagle.ops.processors import thread_times
 if TYPE_CHECKING:
     from peagle.engine.engine import Engine
 
-# rounds until each case's two shortest times agree; seconds for one number of active slots
-LEAST_ROUNDS, MOST_ROUNDS, MOST_S = 5, 12, 1.0
-AGREEMENT = 1.1
-MOST_WAITING = 0.5  # of what threads ran and waited; measured on two busy cores: 0.58 to 0.81, at times that agree, too
+LEAST_ROUNDS, MOST_ROUNDS, MOST_S = 5, 12, 1.0  # for one number of active slots
+AGREEMENT = 1.1  # most ratio of each case's two shortest times, which ends the rounds
+# most share of their time that threads may have waited for processors: 0.58 to 0.81 were measured on two busy cores, also
+# in rounds that agreed
+MOST_WAITING = 0.5
 
 
 class WarmUp:
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self._warm: set[object] = set()
-        self.steady = True  # whether the times of `measure_costs` repeated
+        self.steady = True  # whether the times of `measure_costs` agreed
 
     @property
     def num_drafts(self) -> int:
         return self._engine.config.num_speculative_tokens
 
     def compile(self, sampled: bool, full_logits: bool, constrained: bool) -> bool:
-        """Run once the programs that such requests need; return whether some had not run before."""
+        """Run the programs that such requests need, unless they have run; return whether some had not."""
         engine, batches = self._engine, self._engine.batches
         kinds = {batches.kind(drafts, sampled, full_logits) for drafts in batches.possible_drafts}
         if engine.config.adaptive and engine.costs is None:  # the costs are those of greedy steps
@@ -111,7 +112,7 @@ class WarmUp:
         if costs is None:
             before = thread_times()
             costs = self.measure_costs(measuring)
-            # otherwise, as on a busy machine, measure again next time
+            # on a busy machine, measure again next time
             if self.steady and thread_times().waiting_frac(before) <= MOST_WAITING:
                 write_costs(store, costs)
         return costs
@@ -119,8 +120,8 @@ class WarmUp:
     def measure_costs(self, measuring: Measuring) -> CostTable:
         """Measure steps at 1, 2, 4, ... active slots that have pages, in units of a plain step of that many slots.
 
-        Each round runs all cases in turn, until their shortest times repeat: noise only adds to a time. If some never
-        repeat, `steady` is False: the machine is busy.
+        Rounds of all cases repeat until the two shortest times of each case agree: noise only adds to a time. If some
+        never agree, the machine is busy, and `steady` is False.
         """
         slots, k = self._engine.config.slots, self._engine.config.num_speculative_tokens
         numbers = [1 << power for power in range(slots.bit_length()) if 1 << power <= slots]
@@ -157,10 +158,7 @@ class WarmUp:
         return CostTable(verify, draft)
 
     def _fitting(self, active: int) -> tuple[int, int, int] | None:
-        """Choose prompt tokens and steps for this many slots; return them and their tokens in all.
-
-        None if the pages do not suffice.
-        """
+        """Choose (prompt tokens, steps, all tokens) of each of this many slots; None if there are too few pages."""
         config, memory = self._engine.config, self._engine.memory
         width, ahead = config.num_speculative_tokens + 1, memory.sizing.num_lookahead_tokens
         pages = memory.num_pages[0] // active
@@ -185,7 +183,7 @@ class WarmUp:
                 reserved = memory.pool.reserve(table, length)
                 plan = chunk_plan([tokens], [0], [0], engine.config.pass_shapes[0][1], memory.row(table)[None])
                 engine.executor.prefill(plan, with_drafter=True)
-                # only then windows hold the pages of all slots
+                # free the pages that windows have left behind, so that there are enough for all slots
                 memory.publish(table, tokens, length, length, known=False)
                 reserved &= memory.pool.reserve(table, whole)
                 assert reserved, "an idle engine has pages"
@@ -226,7 +224,7 @@ class _Prompts:
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """Steps in which every active slot drafts num_drafts tokens and verifies `width`, or all together verify `rows`."""
+    """Steps in which `slots` slots draft num_drafts tokens each and verify `width`, or together verify `rows`."""
 
     slots: int
     num_drafts: int
@@ -243,7 +241,7 @@ class _Case:
         return self.slots * self.width if self.rows is None else self.rows
 
     def forcing(self, active: int, size: int, k: int) -> StepCosts:
-        """Make costs by which a step verifies this many rows, and learns nothing from its time."""
+        """Make costs by which a step verifies this many drafts."""
         costs = StepCosts.unknown(size, k)
         rows = np.arange(costs.verify.size)
         return StepCosts(np.where(rows == active + self.verified, 0.0, 1e6).astype(np.float32), costs.draft)
@@ -253,7 +251,7 @@ _PLAIN = _Case(0, 0, 0)
 
 
 def _differ(rounds: Sequence[dict[_Case, float]]) -> bool:
-    """Whether the two shortest times of some case differ: the machine was busy."""
+    """Whether the two shortest times of some case differ."""
     shortest = (sorted(by[case] for by in rounds)[:2] for case in rounds[0])
     return any(second > AGREEMENT * first for first, second in shortest)
 
