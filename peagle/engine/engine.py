@@ -36,7 +36,6 @@ from peagle.engine.grammar import GrammarError
 from peagle.engine.handle import Chunks, EngineError, Handle
 from peagle.engine.handoff import Fingerprints, HandOff
 from peagle.engine.kv_memory import KVMemory, PageUse, PrefixCacheUse
-from peagle.engine.lookup import without_lookup
 from peagle.engine.loop import AnyEngine, Measuring
 from peagle.engine.programs import ProgramShape
 from peagle.engine.request import FinishReason, Request
@@ -67,20 +66,20 @@ class Engine(AnyEngine):
         config: ResolvedConfig,
         stop_token_ids: Sequence[int] = (),
         fingerprints: Fingerprints = Fingerprints(),  # noqa: B008  # frozen
-        make_executor: Callable[[Target, Drafter | None, ProgramShape], Executor] = Executor,
+        make_executor: Callable[[Target, Drafter | None, ProgramShape, Drafter | None], Executor] = Executor,
+        lookup: Drafter | None = None,
     ) -> None:
         """Make an engine. `start` allocates its state and pages.
 
-        stop_token_ids end requests that set none of their own. fingerprints: of the models, for hand-offs.
-        make_executor: of a target over several processes (peagle.engine.remote). Raises InputError for K > 0 without a
-        drafter, and for memory that holds no request.
+        stop_token_ids end requests that set none of their own. fingerprints: of the models, for hand-offs. lookup: a
+        drafter without caches, which drafts in adaptive steps, too. make_executor: of a target over several processes
+        (peagle.engine.remote). Raises InputError for K > 0 without a drafter, and for memory that holds no request.
         """
         if config.num_speculative_tokens and drafter is None:
             raise InputError("there is no drafter to speculate with; load one, or decode with K = 0")
         if config.blocked is not None and not isinstance(target, PrefillsAtOnce):
             raise InputError("this target does not prefill at once; leave out --prefill blocked")
         super().__init__(config, stop_token_ids)
-        drafter = drafter if config.adaptive else without_lookup(drafter)
         self.target, self.drafter = target, drafter if config.num_speculative_tokens else None
         self.fingerprints = fingerprints
         self.memory = KVMemory(target, self.drafter, config)
@@ -96,7 +95,7 @@ class Engine(AnyEngine):
             adaptive=config.adaptive,
             counts=config.counts,
         )
-        self.executor = make_executor(target, self.drafter, shape)
+        self.executor = make_executor(target, self.drafter, shape, lookup if config.adaptive else None)
         self.batches, self.pages = Batches(config, self.memory), RequestPages(self.memory)
         self.constrained = Constrained(target.vocab_size, config)
         self.num_queued = 0  # this engine's share of the requests that wait for any replica (peagle.engine.replicas)

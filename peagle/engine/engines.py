@@ -12,7 +12,6 @@ from peagle.engine.engine import Engine
 from peagle.engine.executor import Executor
 from peagle.engine.handoff import Fingerprints
 from peagle.engine.kv_memory import KVMemory
-from peagle.engine.lookup import WithLookup, most_drafts_of
 from peagle.engine.loop import AnyEngine
 from peagle.engine.remote import Lead
 from peagle.engine.replicas import Replicas
@@ -47,24 +46,15 @@ class ReplicaModels(NamedTuple):
     target: Target
     plain_target: Target
     drafter: Drafter | None
-    lookup: Drafter | None = None  # drafts in adaptive steps, too (peagle.engine.lookup)
+    lookup: Drafter | None = None  # a drafter without caches, which drafts in adaptive steps, too
 
-    def of(self, drafts: bool, lookup: bool = True) -> tuple[Target, Drafter | None]:
-        """Return the models of an engine. drafts: it speculates. lookup: with the lookup drafter, too.
-
-        Raises InputError for an engine that speculates if there is no drafter.
-        """
+    def of(self, drafts: bool) -> tuple[Target, Drafter | None]:
+        """Return the models of an engine. drafts: it speculates. Raises InputError if it would without a drafter."""
         if not drafts:
             return self.plain_target, None
         if self.drafter is None:
             raise InputError("this pair has no drafter to speculate with; load one, or decode with K = 0")
-        if lookup and self.lookup is not None:
-            return self.target, WithLookup(self.drafter, self.lookup)
         return self.target, self.drafter
-
-    def of_config(self, config: ResolvedConfig) -> tuple[Target, Drafter | None]:
-        """Return the models of an engine of this config. Synthetic acceptance imitates one drafter."""
-        return self.of(config.num_speculative_tokens > 0, lookup=config.synthetic_acceptance is None)
 
 
 class Engines:
@@ -98,10 +88,13 @@ class Engines:
                 self.refuse_beyond_free(config)
                 share = config.share(len(self._replicas))
                 make = Executor if self._lead is None else self._lead.executor
-                engines = [
-                    Engine(*models.of_config(config), share, self._stop_token_ids, self._fingerprints, make)
-                    for models in self._replicas
-                ]
+                engines = []
+                for models in self._replicas:
+                    target, drafter = models.of(config.num_speculative_tokens > 0)
+                    # synthetic acceptance imitates one drafter
+                    lookup = models.lookup if config.synthetic_acceptance is None else None
+                    stops, prints = self._stop_token_ids, self._fingerprints
+                    engines.append(Engine(target, drafter, share, stops, prints, make, lookup))
                 engine = Replicas(engines, config) if len(engines) > 1 else engines[0]
                 _refuse_too_large(engine)
                 self.by_config[config] = engine
@@ -111,7 +104,8 @@ class Engines:
         """Compute the bytes of pages that engines of this config take. Raises InputError as `KVMemory` does."""
         count = len(self._replicas)
         together = count if jax.default_backend() == "cpu" else 1
-        return together * KVMemory(*self.models.of_config(config), config.share(count)).num_local_bytes
+        target, drafter = self.models.of(config.num_speculative_tokens > 0)
+        return together * KVMemory(target, drafter, config.share(count)).num_local_bytes
 
     def prefix_cache_bytes(self, config: ResolvedConfig) -> int:
         """Return the bytes that a prefix cache takes in an engine of this config, if it is on."""
@@ -157,7 +151,7 @@ class Engines:
                 f"K is {k}; expected at most {max(target.max_positions - 2, 0)}, since a step takes K + 1 positions "
                 f"after the prompt and the target has {target.max_positions}"
             )
-        check_block(k, most_drafts_of(drafter))
+        check_block(k, getattr(drafter, "most_drafts", None))
         window = getattr(drafter, "window", None) if k else None
         if window is not None and window < k + 1:
             raise InputError(

@@ -17,7 +17,6 @@ import jax
 import numpy as np
 
 from peagle.engine import programs
-from peagle.engine.lookup import lookup_of, without_lookup
 from peagle.engine.prefill import Prefilled
 from peagle.engine.programs import ProgramShape
 from peagle.engine.state import DecodeState, SlotParams
@@ -35,18 +34,19 @@ NO_PAGES = PagedCache((), ())
 class Executor:
     """The programs of one target, drafter and shape, with their state.
 
-    Executors of equal models and shapes share compiled programs.
+    Executors of equal models and shapes share compiled programs. lookup: drafts in adaptive steps, too.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None, shape: ProgramShape) -> None:
-        self.target, self.drafter, self.shape = target, drafter if shape.adaptive else without_lookup(drafter), shape
-        lookup = lookup_of(self.drafter)
+    def __init__(
+        self, target: Target, drafter: Drafter | None, shape: ProgramShape, lookup: Drafter | None = None
+    ) -> None:
+        self.target, self.drafter, self.shape = target, drafter, shape
         self._num_sources = 1 if lookup is None else 2  # of drafts, in adaptive steps
-        reader, self._reader_state = (self.drafter, "drafter_state") if lookup is None else (lookup, "lookup_state")
+        reader, self._reader_state = (drafter, "drafter_state") if lookup is None else (lookup, "lookup_state")
         self.reads_tokens = reader is not None and not reader.cache_groups  # a drafter without caches does
-        self._models, self._tree = jax.tree.flatten((target, self.drafter))
-        self._plain_models, self._plain_tree = jax.tree.flatten((target, None))
-        self._target_alone, self._drafter_alone = jax.tree.flatten(target), jax.tree.flatten(self.drafter)
+        self._models, self._tree = jax.tree.flatten((target, drafter, lookup))
+        self._plain_models, self._plain_tree = jax.tree.flatten((target, None, None))
+        self._target_alone, self._drafters = jax.tree.flatten(target), jax.tree.flatten((drafter, lookup))
         self._reader = jax.tree.flatten(reader)
         self.launches_alone = False  # whether steps launch operations one by one: `Engine.launching_alone`
         self._state: DecodeState | None = None
@@ -171,14 +171,14 @@ class Executor:
 
     def absorb(self, plan: np.ndarray) -> None:
         """Let the drafter absorb the input of a plan's slots, except each last row."""
-        models, tree = self._drafter_alone
+        models, tree = self._drafters
         target_cache, adjustments = self.state.target_cache, self.state.adjustments
         after = programs.absorb_program(tree, self.shape)(models, _without_target(self.state), plan)
         self._state = dataclasses.replace(after, target_cache=target_cache, adjustments=adjustments)
 
     def propose(self, plan: np.ndarray, costs: np.ndarray, kind: StepKind) -> jax.Array:
         """Dispatch the first part of a cut step; return the drafts, whose copy to the host is started."""
-        (models, tree), state = self._drafter_alone, _without_target(self.state)
+        (models, tree), state = self._drafters, _without_target(self.state)
         program = programs.propose_program(tree, kind, self.shape)
         (drafter_state, lookup_state), self._proposed = program(
             models, (state.drafter_state, state.lookup_state), _without_drafter(state), plan, costs

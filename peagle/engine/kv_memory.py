@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from peagle.engine.lookup import most_drafts_of
 from peagle.engine.pages import PageGroup, PagePool, PageTable
 from peagle.engine.resolved import MOST_RESERVED, ResolvedConfig
 from peagle.ops.attention import PAGE_SIZE, CacheGroup, Pages
@@ -175,7 +174,7 @@ class KVMemory:
         if isinstance(target, OverDevices):
             self._ranks, self._local_ranks = target.ranks, target.local_ranks
         self.keeps_prefixes = config.prefix_cache > 0
-        self.sizing = Sizing(self.groups, self.page_bytes, config, most_drafts_of(drafter))
+        self.sizing = Sizing(self.groups, self.page_bytes, config, getattr(drafter, "most_drafts", None))
         self.num_pages, self.table_widths = self.sizing.num_pages, self.sizing.table_widths
         pairs = zip(self.num_pages, self.groups, strict=True)
         self.pool = PagePool([PageGroup(count, group.window, group.offset) for count, group in pairs], PAGE_SIZE)

@@ -75,10 +75,10 @@ def _once(make: Make) -> Make:
 @_once
 def init_program(models: Any, shape: ProgramShape) -> Any:
     def _make(model_leaves: list[jax.Array]) -> DecodeState:
-        target, drafter = jax.tree.unflatten(models, model_leaves)
+        target, drafter, lookup = jax.tree.unflatten(models, model_leaves)
         pages = shape.num_pages[: shape.num_target_groups], shape.num_pages[shape.num_target_groups :]
         sizes = shape.slots, shape.context, shape.num_drafts
-        return init_state(target, drafter, *sizes, *pages, adaptive=shape.adaptive, counts=shape.counts)
+        return init_state(target, drafter, *sizes, *pages, shape.adaptive, shape.counts, lookup)
 
     return jax.jit(_make)
 
@@ -91,7 +91,7 @@ def prefill_program(
         model_leaves: list[jax.Array], pages: tuple[tuple[Pages, ...], tuple[Pages, ...]], plan: jax.Array
     ) -> tuple[tuple[tuple[Pages, ...], tuple[Pages, ...]], Prefilled]:
         _traces["chunk"] += 1
-        target, drafter = jax.tree.unflatten(models, model_leaves)
+        target, drafter, _ = jax.tree.unflatten(models, model_leaves)
         chunk, tables = read_chunk_plan(plan, table_widths)
         target_cache = PagedCache(pages[0], tables[:num_target_groups])
         drafter_cache = None if drafter is None else PagedCache(pages[1], tables[num_target_groups:])
@@ -175,12 +175,11 @@ def steps_program(models: Any, kind: StepKind, shape: ProgramShape, launches_alo
         model_leaves: list[jax.Array], state: DecodeState, plan: jax.Array, costs: jax.Array, limit: jax.Array
     ) -> tuple[DecodeState, jax.Array]:
         _traces["steps"] += 1
-        target, drafter = jax.tree.unflatten(models, model_leaves)
+        target, drafter, lookup = jax.tree.unflatten(models, model_leaves)
         batch, widths = read_step_plan(plan, shape.table_widths, shape.num_target_groups)
         rows = take(state, batch, kind.input_rows, kind.full_logits)
-        after, outputs = steps(
-            target, drafter, rows, widths, kind.costs(costs, plan.shape[0]), limit, kind, shape.most_steps
-        )
+        step_costs = kind.costs(costs, plan.shape[0])
+        after, outputs = steps(target, drafter, rows, widths, step_costs, limit, kind, shape.most_steps, lookup)
         return put(state, batch, after), _dispatched_async(outputs, outputs[0, 0, 0])
 
     # the name that peagle.measure.profile looks for
@@ -189,7 +188,7 @@ def steps_program(models: Any, kind: StepKind, shape: ProgramShape, launches_alo
 
 
 @_once
-def propose_program(model: Any, kind: StepKind, shape: ProgramShape) -> Any:
+def propose_program(models: Any, kind: StepKind, shape: ProgramShape) -> Any:
     def _propose_drafts(
         model_leaves: list[jax.Array],
         drafter_states: tuple[Any, Any],
@@ -201,8 +200,9 @@ def propose_program(model: Any, kind: StepKind, shape: ProgramShape) -> Any:
         state = dataclasses.replace(small, drafter_state=drafter_states[0], lookup_state=drafter_states[1])
         batch, widths = read_step_plan(plan, shape.table_widths, shape.num_target_groups)
         rows = take(state, batch, kind.input_rows, adjusts=False)
-        drafter = jax.tree.unflatten(model, model_leaves)
-        after, proposed = propose(drafter, rows, widths, kind.costs(costs, plan.shape[0]), kind, may_skip=False)
+        drafter, lookup = jax.tree.unflatten(models, model_leaves)
+        step_costs = kind.costs(costs, plan.shape[0])
+        after, proposed = propose(drafter, rows, widths, step_costs, kind, lookup, may_skip=False)
         left = put(state, batch, dataclasses.replace(after, drafter_input=None))
         proposed = dataclasses.replace(proposed, widths=_dispatched_async(proposed.widths, plan[0, 0]))
         return (left.drafter_state, left.lookup_state), proposed
@@ -247,11 +247,11 @@ def accept_and_commit_program(kind: StepKind, shape: ProgramShape) -> Any:
 
 
 @_once
-def absorb_program(model: Any, shape: ProgramShape) -> Any:
+def absorb_program(models: Any, shape: ProgramShape) -> Any:
     def _catch_up(model_leaves: list[jax.Array], state: DecodeState, plan: jax.Array) -> DecodeState:
         _traces["absorb"] += 1
         batch, _ = read_step_plan(plan, shape.table_widths, shape.num_target_groups)
-        after = absorb(jax.tree.unflatten(model, model_leaves), take(state, batch, None, adjusts=False))
+        after = absorb(*jax.tree.unflatten(models, model_leaves), take(state, batch, None, adjusts=False))
         left = put(state, batch, after)
         return dataclasses.replace(left, length=_dispatched_async(left.length, plan[0, 0]))
 

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from peagle.engine.accept import SyntheticDrafts, draw_synthetic
-from peagle.engine.lookup import lookup_of
 from peagle.engine.sampling import choose, draw_keys
 from peagle.engine.state import DecodeState
 from peagle.engine.step_kinds import AdaptiveChoice, Proposed, SourceDrafts, StepKind
@@ -32,6 +31,7 @@ def propose(
     widths: Int[Array, " B"],
     costs: StepCosts,
     kind: StepKind,
+    lookup: Drafter | None = None,
     may_skip: bool = True,
 ) -> tuple[DecodeState, Proposed]:
     """Propose the drafts of a step. Of the state, only the drafters' parts change.
@@ -53,7 +53,9 @@ def propose(
         return state, Proposed(widths, none, keys, jnp.zeros((), bool), widths)
     with jax.named_scope(DRAFT_PART):
         if kind.adaptive:
-            state, proposed = _propose_adaptively(drafter, state, widths, costs, kind, keys, synthetic, may_skip)
+            options = (widths, costs, kind, keys, synthetic, may_skip)
+            sources = functools.partial(_propose_by_sources, drafter, lookup, *options)
+            state, proposed = _unless_resting(sources, state) if may_skip else sources(state)
         else:
             state, draft = _run_drafter(drafter, state, widths, _chooser(state, keys, kind), kind.num_drafts)
             proposed = Proposed(widths, draft.token_ids, keys, jnp.ones((), bool), widths)
@@ -101,25 +103,13 @@ def _run_drafter(
     return dataclasses.replace(state, drafter_state=drafter_state), draft
 
 
-def _propose_adaptively(
-    drafter: Drafter | None,
-    state: DecodeState,
-    limits: Int[Array, " B"],
-    costs: StepCosts,
-    kind: StepKind,
-    keys: jax.Array | None,
-    synthetic: SyntheticDrafts | None,
-    may_skip: bool,
+def _unless_resting(
+    sources: Callable[[DecodeState], tuple[DecodeState, Proposed]], state: DecodeState
 ) -> tuple[DecodeState, Proposed]:
-    """Propose drafts, or none while the slots rest."""
+    """Propose by the sources, or nothing while the slots rest."""
     assert state.pace is not None
-    try_sources = functools.partial(_propose_by_sources, drafter, limits, costs, kind, keys, synthetic, may_skip)
-    if not may_skip:
-        return try_sources(state)
-    shapes = jax.eval_shape(try_sources, state)[1]
-    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    due = state.pace.rest(~state.done) == 0
-    return run_if(due, lambda carry: try_sources(carry[0]), (state, nothing))
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(sources, state)[1])
+    return run_if(state.pace.rest(~state.done) == 0, lambda carry: sources(carry[0]), (state, nothing))
 
 
 def run_if(condition: jax.Array, function: Callable[[Carry], Carry], carry: Carry) -> Carry:
@@ -134,6 +124,7 @@ def run_if(condition: jax.Array, function: Callable[[Carry], Carry], carry: Carr
 
 def _propose_by_sources(
     drafter: Drafter | None,
+    lookup: Drafter | None,
     limits: Int[Array, " B"],
     costs: StepCosts,
     kind: StepKind,
@@ -151,7 +142,7 @@ def _propose_by_sources(
     rate, chooser = jnp.maximum(learned.rate, 1.0), _chooser(state, keys, kind)
     expected_gains, looked_up = pace.gain_or(learned.gain), None
     worth_looked_up = jnp.zeros((state.slots,), jnp.float32)
-    if (lookup := lookup_of(drafter)) is not None:
+    if lookup is not None:
         state, looked_up = _look_up(lookup, state, limits, chooser, num_drafts)
         trusted = looked_up.survival * pace.trust[:, 1:]
         worth_looked_up = jnp.sum(gains_of(trusted, limits, costs, num_active, rate), axis=1)
@@ -171,7 +162,7 @@ def _propose_by_sources(
         if may_skip:
             assert state.drafter_input is not None
             behind = jnp.any(state.keeps_up & (state.drafter_input.num > num_drafts + 1))
-            state = run_if(behind, functools.partial(absorb, drafter), state)
+            state = run_if(behind, functools.partial(absorb, drafter, lookup), state)
         state, draft = _run_drafter(drafter, state, to_drafter, chooser, num_drafts)
         confidence = draft.confidence if synthetic is None else synthetic.confidence
         if confidence is None:  # the drafter reports no confidence
@@ -223,7 +214,7 @@ def has_no_room(state: DecodeState, num_more: int) -> Bool[Array, " B"]:
     return state.drafter_input.num + num_more + 1 > state.drafter_input.token_ids.shape[1]
 
 
-def absorb(drafter: Drafter | None, state: DecodeState) -> DecodeState:
+def absorb(drafter: Drafter | None, lookup: Drafter | None, state: DecodeState) -> DecodeState:
     """Let the drafters absorb their input, except each slot's last row, with which their next pass begins."""
     before = state.drafter_input
     assert drafter is not None
@@ -233,7 +224,7 @@ def absorb(drafter: Drafter | None, state: DecodeState) -> DecodeState:
     positions = jnp.where(taken, before.first_position[:, None] + place, -1)
     with jax.named_scope(DRAFT_PART):
         lookup_state = state.lookup_state
-        if (lookup := lookup_of(drafter)) is not None:
+        if lookup is not None:
             lookup_state = lookup.absorb(lookup_state, before.token_ids, before.aux_hidden, positions)
         positions = jnp.where(state.keeps_up[:, None], positions, -1)
         drafter_state = drafter.absorb(state.drafter_state, before.token_ids, before.aux_hidden, positions)

@@ -97,7 +97,7 @@ class StepRecord:
     num_accepted: int
     next_token: int
     num_drafted: int = 0  # by the slot's source; draft_token_ids are the first of them
-    source: int = 0  # 0: the drafter; 1: the lookup drafter (peagle.engine.lookup)
+    source: int = 0  # 0: the drafter; 1: the lookup drafter
 
 
 @dataclass(frozen=True)

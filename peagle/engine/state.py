@@ -24,7 +24,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from peagle.engine.adjust import Adjustments
-from peagle.engine.lookup import lookup_of
 from peagle.engine.masks import all_allowed
 from peagle.engine.request import MOST_STOP_TOKENS, Request, fold_seed
 from peagle.engine.sampling import RowSampling
@@ -54,7 +53,7 @@ class DecodeState:
     adjustments: Adjustments | None  # taken by steps that need full logits (StepKind)
     pace: Pace | None = None
     learned: Learned | None = None  # without a slot axis
-    lookup_state: PyTree = None  # of the lookup drafter (peagle.engine.lookup); the slot is the leading axis
+    lookup_state: PyTree = None  # of the lookup drafter; the slot is the leading axis
 
     @property
     def slots(self) -> int:
@@ -150,9 +149,10 @@ def init_state(
     drafter_pages: Sequence[int],
     adaptive: bool = False,
     counts: Counts | None = None,
+    lookup: Drafter | None = None,
 ) -> DecodeState:
     """Make a state of empty slots. target_pages, drafter_pages: of each cache group. counts: recorded acceptance."""
-    zero, lookup = jnp.zeros((slots,), jnp.int32), lookup_of(drafter) if adaptive else None
+    zero = jnp.zeros((slots,), jnp.int32)
     num_sources = 1 if lookup is None else 2
     drafter_input = drafter_state = None
     if drafter is not None:

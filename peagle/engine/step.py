@@ -46,9 +46,10 @@ def step(
     widths: Int[Array, " B"],
     costs: StepCosts,
     kind: StepKind,
+    lookup: Drafter | None = None,
 ) -> tuple[DecodeState, StepOutput]:
     """Run one step: every active slot emits 1 to widths[b] + 1 tokens. costs: for adaptive steps."""
-    state, proposed = propose(drafter, state, widths, costs, kind)
+    state, proposed = propose(drafter, state, widths, costs, kind, lookup)
     state, verified = verify(target, state, proposed)
     return accept_and_commit(state, proposed, verified, costs, kind)
 
@@ -272,6 +273,7 @@ def steps(
     limit: Int[Array, ""],
     kind: StepKind,
     most: int,
+    lookup: Drafter | None = None,
 ) -> tuple[DecodeState, Int[Array, "most B W"]]:
     """Run `limit` <= most steps of the slots of a pass; return (their state, packed outputs).
 
@@ -291,7 +293,7 @@ def steps(
         return state, output.padded(kind.num_drafts).pack()
 
     def adaptive(state: DecodeState) -> tuple[DecodeState, Int[Array, "B W"]]:
-        state, proposed = propose(drafter, state, widths, costs, kind)
+        state, proposed = propose(drafter, state, widths, costs, kind, lookup)
 
         def wide(run: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, jax.Array]:
             state, verified = verify(target, run[0], proposed)

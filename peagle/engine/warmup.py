@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 LEAST_ROUNDS, MOST_ROUNDS, MOST_S = 5, 12, 1.0  # for one number of active slots
 AGREEMENT = 1.1  # most ratio of each case's two shortest times, which ends the rounds
-# most share of their time that threads may have waited for processors: 0.58 to 0.81 were measured on two busy cores, also
-# in rounds that agreed
+# most share of their time that threads may have waited for processors; on two busy cores 0.58 to 0.81 were measured,
+# even in rounds that agreed
 MOST_WAITING = 0.5
 
 

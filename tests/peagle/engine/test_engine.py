@@ -14,7 +14,6 @@ from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine
 from peagle.engine.handle import EngineError
-from peagle.engine.lookup import WithLookup
 from peagle.engine.programs import trace_counts
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
@@ -354,8 +353,8 @@ class Counting(WithoutMemory):
 
 def test_after_steps_without_drafts_the_next_are_plain(target, plain) -> None:
     """Of 32 steps, the first 4 look up, then one after a plain step, one after 2, and one in every four."""
-    drafter = WithLookup(scripts(plain, "oracle"), Counting())
-    engine = Engine(target, drafter, config(3, adaptive=True, steps_per_dispatch=16))
+    shape = config(3, adaptive=True, steps_per_dispatch=16)
+    engine = Engine(target, scripts(plain, "oracle"), shape, lookup=Counting())
     engine.costs = CostTable({1: ((1, 1.0), (2, 1.5), (4, 1e3))}, {1: ((0, 0.0), (3, 1e3))})
     tokens, records = decode(engine, [Request(PROMPTS[0], 33)])
     assert tokens == [plain[0][:33]]
@@ -549,11 +548,11 @@ def test_counted_acceptance_is_that_of_a_fixed_k(target, plain) -> None:
     """By position; and afterwards the engine has learned nothing from it, and decodes by its times again."""
     script = np.asarray(scripts(plain, "oracle").script).copy()
     script[:, ::3] = (script[:, ::3] + 1) % CONFIG.vocab_size  # some are wrong
-    drafter = WithLookup(Scripted(jnp.asarray(script[:1])), NGram())
+    drafter = Scripted(jnp.asarray(script[:1]))
     requests = [Request(PROMPTS[0], 50)]
     fixed = decode(Engine(target, drafter, config(3)), requests)[1]
     expected = Counters.of(fixed[0], 3)
-    engine = drafting_at(Engine(target, drafter, config(3, adaptive=True)), {1: True})
+    engine = drafting_at(Engine(target, drafter, config(3, adaptive=True), lookup=NGram()), {1: True})
     costs = engine.costs
     greedy, sampled = np.asarray(engine.count_acceptance(requests))
     np.testing.assert_array_equal(greedy[..., 0].sum(axis=1), expected.tried)

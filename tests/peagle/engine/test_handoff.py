@@ -15,7 +15,6 @@ from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine
 from peagle.engine.handle import Handle
 from peagle.engine.handoff import Fingerprints, HandOff, parse
-from peagle.engine.lookup import WithLookup
 from peagle.engine.request import Request, TokenChunk
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.widths import CostTable
@@ -33,10 +32,11 @@ SAMPLINGS = [
 ]
 
 
-def engine_of(pair: Models, k: int = K, **options: object) -> Engine:
+def engine_of(pair: Models, k: int = K, lookup: NGram | None = None, **options: object) -> Engine:
     shape = {"num_speculative_tokens": k, "slots": 2, "context": CAPACITY, "prefill_chunk": 64}
     fingerprints = Fingerprints("the target", "the drafter")
-    return Engine(pair.target, pair.drafter, ResolvedConfig(**{**shape, **options}), (), fingerprints)
+    config = ResolvedConfig(**{**shape, **options})
+    return Engine(pair.target, pair.drafter, config, (), fingerprints, lookup=lookup)
 
 
 def output_of(chunks: list[TokenChunk]) -> tuple[list, list, list]:
@@ -171,8 +171,9 @@ def test_adaptive_engines_hand_over_and_a_drafter_that_was_left_out_sends_no_row
     """
     request = request_of(10, budget=CAPACITY - 10)
     plain = output_of(answer(engine_of(pair, 0), request))[0]
-    both = dataclasses.replace(pair, drafter=WithLookup(pair.drafter, NGram()))
-    first, second = (engine_of(both, role="decode", adaptive=True, steps_per_dispatch=4) for _ in range(2))
+    first, second = (
+        engine_of(pair, lookup=NGram(), role="decode", adaptive=True, steps_per_dispatch=4) for _ in range(2)
+    )
     for engine in (first, second):
         engine.costs = CostTable(
             {1: ((1, 1.0), (K + 1, 1.0 + 1e-4))}, {1: ((0, 0.0), (1, draft_time), (K, draft_time))}
