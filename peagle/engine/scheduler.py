@@ -29,11 +29,6 @@ class Piece(Generic[Key]):
     count: int
     last: bool
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of the pass: these tokens, and first the last cached one, if any (peagle.engine.prefill)."""
-        return self.count + (self.begin > 0)
-
 
 @dataclass(frozen=True)
 class Chunk(Generic[Key]):

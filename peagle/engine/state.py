@@ -321,33 +321,3 @@ def admit(
 
 def is_stop(token_ids: Int[Array, "B T"], stop_token_ids: Int[Array, "B S"]) -> Bool[Array, "B T"]:
     return jnp.any(token_ids[:, :, None] == stop_token_ids[:, None, :], axis=-1)
-
-
-def check_integrity(state: DecodeState, capacity: int, slots: Sequence[int] | None = None) -> None:
-    """Raise AssertionError if an invariant of the state is broken. slots: the decoding ones; None: all.
-
-    For tests: copies everything to the host.
-    """
-    small = dataclasses.replace(
-        state,
-        target_cache=None,  # type: ignore[arg-type]
-        drafter_state=None,
-        learned=None,
-    )
-    for path, leaf in jax.tree_util.tree_leaves_with_path(small):
-        name = jax.tree_util.keystr(path)
-        assert leaf.shape[:1] == (state.slots,), f"{name} has shape {leaf.shape}, not {state.slots} rows"
-    decodes = np.isin(np.arange(state.slots), np.arange(state.slots) if slots is None else slots)
-    active = ~np.asarray(state.done) & decodes
-    length, remaining = np.asarray(state.length)[active], np.asarray(state.remaining)[active]
-    assert (length >= 1).all(), length
-    assert (remaining >= 1).all(), remaining
-    assert (length + remaining <= capacity).all(), (length, remaining, capacity)
-    if state.drafter_input is not None:
-        drafting = np.asarray(state.drafting) & decodes
-        waiting = jax.tree.map(lambda leaf: np.asarray(leaf)[drafting], state.drafter_input)
-        length, num, first = np.asarray(state.length)[drafting], waiting.num, waiting.first_position
-        assert ((num >= 1) & (num <= waiting.token_ids.shape[1])).all(), num
-        assert (first + num == length).all(), (first, num, length)
-        last = np.take_along_axis(waiting.token_ids, num[:, None] - 1, axis=1)[:, 0]
-        assert (last == np.asarray(state.pending_token)[drafting]).all()

@@ -49,7 +49,7 @@ class Simulation:
             assert len(action.pieces) <= action.shape[0]
             for piece in action.pieces:
                 assert piece.begin == self.computed[piece.key]
-                assert 1 <= piece.count <= piece.num_rows <= action.shape[1]
+                assert 1 <= piece.count <= action.shape[1] - (piece.begin > 0)  # the last cached token comes first
                 self.computed[piece.key] += piece.count
                 assert piece.last == (self.computed[piece.key] == self.prompts[piece.key])
                 if piece.last:
