@@ -102,30 +102,24 @@ def prefill_program(
     return jax.jit(_chunk, donate_argnums=1)
 
 
-def _choose_first(logits: jax.Array, length: jax.Array, params: SlotParams) -> tuple[jax.Array, jax.Array]:
-    """Choose the token after a prompt; return (token [1, 1], its log-probabilities, packed [1, 1, W])."""
-    keys = draw_keys(params.sampling, length[:, None])
-    logits, no_drafts = logits[:, None], jnp.zeros((1, 0), jnp.int32)
-
-    def plainly() -> tuple[jax.Array, jax.Array]:
-        width = LogProbs.packed_width(logits.shape[-1])
-        return choose(logits, params.sampling, keys), jnp.zeros((1, 1, width), jnp.int32)
-
-    def fully() -> tuple[jax.Array, jax.Array]:
-        stops, masks = jnp.asarray(params.stop_token_ids), jnp.asarray(params.masks)
-        token = choose(adjust(logits, no_drafts, params.adjustments, stops, masks), params.sampling, keys)
-        return token, log_probs(logits, token).pack()
-
-    chosen: tuple[jax.Array, jax.Array] = jax.lax.cond(params.full_logits[0], fully, plainly)
-    return chosen
-
-
 @jax.jit
 def first_token(logits: jax.Array, length: jax.Array, known: jax.Array, params: SlotParams) -> jax.Array:
     """Return the token after a prompt, `known` unless negative, packed with its log-probabilities: [1, W]."""
     _traces["first token"] += 1
-    token, packed = _choose_first(logits, length, params)
-    token = jnp.where(known >= 0, known, token[:, 0])
+    keys = draw_keys(params.sampling, length[:, None])
+    rows, no_drafts = logits[:, None], jnp.zeros((1, 0), jnp.int32)
+
+    def plainly() -> tuple[jax.Array, jax.Array]:
+        width = LogProbs.packed_width(rows.shape[-1])
+        return choose(rows, params.sampling, keys), jnp.zeros((1, 1, width), jnp.int32)
+
+    def fully() -> tuple[jax.Array, jax.Array]:
+        stops, masks = jnp.asarray(params.stop_token_ids), jnp.asarray(params.masks)
+        token = choose(adjust(rows, no_drafts, params.adjustments, stops, masks), params.sampling, keys)
+        return token, log_probs(rows, token).pack()
+
+    chosen, packed = jax.lax.cond(params.full_logits[0], fully, plainly)
+    token = jnp.where(known >= 0, known, chosen[:, 0])
     return _dispatched_async(jnp.concatenate([token[:, None], packed[:, 0]], axis=1), length[0])
 
 
@@ -152,19 +146,12 @@ def read_tokens_program(model: Any) -> Any:
     ) -> Any:
         _traces["read tokens"] += 1
         drafter = jax.tree.unflatten(model, model_leaves)
-
-        def row(leaf: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_slice_in_dim(leaf, slot, 1, axis=0)
-
         place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
         positions = jnp.where(place < count, place, 0) - 1  # the row at position p holds token p + 1
         no_aux = jnp.zeros((*token_ids.shape, 0), jnp.float32)
-        after = drafter.absorb(drafter.restart(jax.tree.map(row, state)), token_ids, no_aux, positions)
-
-        def put_row(into: jax.Array, leaf: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_update_slice_in_dim(into, leaf, slot, axis=0)
-
-        return jax.tree.map(put_row, state, after)
+        row = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, slot, 1), state)
+        after = drafter.absorb(drafter.restart(row), token_ids, no_aux, positions)
+        return jax.tree.map(lambda into, leaf: jax.lax.dynamic_update_slice_in_dim(into, leaf, slot, 0), state, after)
 
     return jax.jit(_read_tokens, donate_argnums=1)
 
