@@ -99,11 +99,9 @@ class Engine(AnyEngine):
         self.batches, self.pages = Batches(config, self.memory), RequestPages(self.memory)
         self.constrained = Constrained(target.vocab_size, config)
         self.num_queued = 0  # this engine's share of the requests that wait for any replica (peagle.engine.replicas)
-        self._admission = Admission(
-            config, target.vocab_size, self.stop_token_ids, fingerprints, self.executor, self.memory
-        )
         self._scheduler: Scheduler[Handle] = Scheduler(config.slots, config.pass_shapes, config.steps_per_dispatch)
-        self._collector, self._warm_up, self._clock = Collector(self), WarmUp(self), LoopClock()
+        self._admission, self._collector, self._warm_up = Admission(self), Collector(self), WarmUp(self)
+        self._clock = LoopClock()
         self._in_flight: collections.deque[InFlight] = collections.deque()
         self._unread = 0  # dispatches that `receive` leaves in flight
         self._alive: set[Handle] = set()
@@ -156,10 +154,8 @@ class Engine(AnyEngine):
     def pack(self, handle: Handle) -> HandOff:
         """Make the hand-off of a request after all its dispatches have been read."""
         assert handle.table is not None
-        drafts = self._has_all_rows(handle)
-        return handoff.pack(
-            self.executor, self.memory, handle.table, tuple(handle.token_ids), self.fingerprints, drafts
-        )
+        tokens, can_draft = tuple(handle.token_ids), self._has_all_rows(handle)
+        return handoff.pack(self.executor, self.memory, handle.table, tokens, self.fingerprints, can_draft)
 
     def _has_all_rows(self, handle: Handle) -> bool:
         """Whether the drafter's pages and its input hold all rows of a request."""
