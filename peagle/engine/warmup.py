@@ -40,10 +40,6 @@ class WarmUp:
         self._warm: set[object] = set()
         self.steady = True  # whether the times of `measure_costs` agreed
 
-    @property
-    def num_drafts(self) -> int:
-        return self._engine.config.num_speculative_tokens
-
     def compile(self, sampled: bool, full_logits: bool, constrained: bool) -> bool:
         """Run the programs that such requests need, unless they have run; return whether some had not."""
         engine, batches = self._engine, self._engine.batches
@@ -62,7 +58,7 @@ class WarmUp:
             cut = {("cut", kind, size) for kind in kinds for size in batches.sizes} - self._warm
         new = bool(missing or cut or "prompts" not in self._warm)
         if "prompts" not in self._warm:
-            self._prompts()
+            self._prefill()
         by_size = sorted(missing, key=lambda program: (program[1], str(program[0])))
         steps = [(batches.empty_plan(size), kind) for kind, size in by_size]
         if len(steps) > 1:
@@ -80,10 +76,11 @@ class WarmUp:
         self._warm |= missing | cut | {"prompts"}
         return new
 
-    def _prompts(self) -> None:
+    def _prefill(self) -> None:
         engine, config = self._engine, self._engine.config
         tables = sum(engine.memory.table_widths)
         row = SlotParams.of(Request((0,), 1), (), engine.target.vocab_size)
+        # without a prefix cache, requests that never draft are prefilled without the drafter
         some_without = engine.drafter is not None and not config.prefix_cache and 0 in engine.batches.possible_drafts
         for count, length in config.pass_shapes:
             interrupt.check()
@@ -129,7 +126,7 @@ class WarmUp:
         verify, draft = {}, {}
         for done, active in enumerate(numbers):
             cases, rounds = _cases(active, k), list[dict[_Case, float]]()
-            with self._prompts_of(active) as prompts:
+            with self._prefilled(active) as prompts:
                 started = time.perf_counter()
                 while len(rounds) < LEAST_ROUNDS or (
                     len(rounds) < MOST_ROUNDS and time.perf_counter() < started + MOST_S and _differ(rounds)
@@ -169,8 +166,8 @@ class WarmUp:
         return None if memory.sizing.pages_of(whole) > pages else (length, steps, whole)
 
     @contextmanager
-    def _prompts_of(self, active: int) -> Iterator["_Prompts"]:
-        """Compute the prompts, random tokens, of this many slots."""
+    def _prefilled(self, active: int) -> Iterator["_Prompts"]:
+        """Prefill prompts of random tokens for this many slots."""
         engine, memory = self._engine, self._engine.memory
         sizes = self._fitting(active)
         assert sizes is not None
@@ -219,7 +216,7 @@ class _Prompts:
     count: int
     length: int
     steps: int  # that fit into their pages
-    rows: np.ndarray  # of a plan: their tables
+    rows: np.ndarray  # their tables, as rows of a plan
 
 
 @dataclasses.dataclass(frozen=True)
