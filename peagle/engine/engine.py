@@ -49,7 +49,7 @@ from peagle.engine.widths import CostTable, Counts
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.memory import tree_bytes
-from peagle.protocols import Drafter, OverDevices, PrefillsAtOnce, Target
+from peagle.protocols import Drafter, PrefillsAtOnce, Target
 
 
 class Engine(AnyEngine):
@@ -262,12 +262,10 @@ class Engine(AnyEngine):
         return [program.lower(*operands).compile() for program, operands in prepared]
 
     def memory_bytes(self) -> tuple[int, int, int]:
-        config, together = self.config, 1
-        if isinstance(self.target, OverDevices) and jax.default_backend() == "cpu":
-            together = self.target.local_ranks
+        config, copies = self.config, self.memory.num_sharing
         state = tree_bytes(self.executor.shapes) - sum(self.memory.num_bytes)
-        rows = config.slots * (config.num_speculative_tokens + 1)
-        return self.memory.num_local_bytes, together * state, together * rows * self.target.vocab_size * 4
+        logits = config.slots * (config.num_speculative_tokens + 1) * self.target.vocab_size * 4
+        return self.memory.num_local_bytes, copies * state, copies * logits
 
     @property
     def one(self) -> "Engine":
@@ -308,12 +306,8 @@ class Engine(AnyEngine):
 
     @property
     def num_open(self) -> int:
+        """Requests that have a slot or wait for one."""
         return len(self._alive)
-
-    @property
-    def num_free(self) -> int:
-        """Slots that no request has or waits for."""
-        return self._scheduler.slots - len(self._alive)
 
     # --- the loop: schedule, execute, collect -----------------------------------------------------------------------
 

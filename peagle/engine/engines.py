@@ -103,9 +103,9 @@ class Engines:
     def page_bytes(self, config: ResolvedConfig) -> int:
         """Compute the bytes of pages that engines of this config take. Raises InputError as `KVMemory` does."""
         count = len(self._replicas)
-        together = count if jax.default_backend() == "cpu" else 1
+        copies = count if jax.default_backend() == "cpu" else 1
         target, drafter = self.models.of(config.num_speculative_tokens > 0)
-        return together * KVMemory(target, drafter, config.share(count)).num_local_bytes
+        return copies * KVMemory(target, drafter, config.share(count)).num_local_bytes
 
     def prefix_cache_bytes(self, config: ResolvedConfig) -> int:
         """Return the bytes that a prefix cache takes in an engine of this config, if it is on."""

@@ -170,9 +170,10 @@ class KVMemory:
         self.groups: tuple[CacheGroup, ...] = tuple(group for model in models for group in model.cache_groups)
         self.num_target_groups, self.has_drafter = len(target.cache_groups), drafter is not None
         self.page_bytes = tuple(size for model in models for size in page_bytes(model.cache_groups, model.init_pages))
-        self._ranks, self._local_ranks = 1, 1
-        if isinstance(target, OverDevices):
-            self._ranks, self._local_ranks = target.ranks, target.local_ranks
+        self._ranks, local_ranks = (target.ranks, target.local_ranks) if isinstance(target, OverDevices) else (1, 1)
+        self.num_sharing = (
+            local_ranks if jax.default_backend() == "cpu" else 1
+        )  # ranks in one memory: CPU devices share
         self.keeps_prefixes = config.prefix_cache > 0
         self.sizing = Sizing(self.groups, self.page_bytes, config, getattr(drafter, "most_drafts", None))
         self.num_pages, self.table_widths = self.sizing.num_pages, self.sizing.table_widths
@@ -187,10 +188,9 @@ class KVMemory:
 
     @property
     def num_local_bytes(self) -> int:
-        """Bytes of all pages on one device; CPU devices share one memory, so theirs are added up."""
+        """Bytes of all pages on one device, or on all that share its memory."""
         of_target, of_drafter = self.num_bytes
-        together = self._local_ranks if jax.default_backend() == "cpu" else 1
-        return together * (of_target // self._ranks + of_drafter)
+        return self.num_sharing * (of_target // self._ranks + of_drafter)
 
     def open(self, token_ids: Sequence[int], with_drafter: bool) -> PageTable:
         """Begin a request with the cached pages of its tokens. with_drafter: in the drafter's groups, too."""

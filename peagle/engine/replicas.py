@@ -135,9 +135,9 @@ class Replicas(AnyEngine):
         return sum(engine.num_preemptions for engine in self.engines)
 
     def memory_bytes(self) -> tuple[int, int, int]:
-        together = len(self.engines) if jax.default_backend() == "cpu" else 1
+        copies = len(self.engines) if jax.default_backend() == "cpu" else 1
         pages, state, logits = self.one.memory_bytes()
-        return together * pages, together * state, together * logits
+        return copies * pages, copies * state, copies * logits
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class Replicas(AnyEngine):
         return [engine for engine in sent if engine.ready or self._sent[engine] < stalled]
 
     def _hand_out(self) -> None:
-        while self._waiting and (roomy := [engine for engine in self.engines if engine.num_free > 0]):
+        while self._waiting and (roomy := [engine for engine in self.engines if engine.num_open < engine.config.slots]):
             handle = self._waiting.popleft()
             self._best(roomy, handle.request.prompt_ids).enter(handle)
         for engine in self.engines:

@@ -21,7 +21,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from peagle.engine.adjust import Adjustments
 from peagle.engine.masks import all_allowed
@@ -317,7 +317,3 @@ def admit(
         adjustments=jax.tree.map(rows, state.adjustments, emitted),
         pace=pace,
     )
-
-
-def is_stop(token_ids: Int[Array, "B T"], stop_token_ids: Int[Array, "B S"]) -> Bool[Array, "B T"]:
-    return jnp.any(token_ids[:, :, None] == stop_token_ids[:, None, :], axis=-1)

@@ -28,7 +28,7 @@ from peagle.engine.accept import Acceptance, accept
 from peagle.engine.adjust import adjust
 from peagle.engine.propose import DRAFT_PART, has_no_room, propose, run_if
 from peagle.engine.sampling import LogProbs, log_probs
-from peagle.engine.state import DecodeState, is_stop
+from peagle.engine.state import DecodeState
 from peagle.engine.step_kinds import Proposed, SourceDrafts, StepKind, StepOutput
 from peagle.engine.widths import KEEPING_UP, REST, StepCosts
 from peagle.ops.messages import DrafterInput, VerifyOutput
@@ -107,7 +107,7 @@ def _commit(
     run = jnp.where(place == accepted, next_token[:, None], jnp.pad(drafts, ((0, 0), (0, 1))))
 
     in_run = place <= accepted
-    stops = in_run & is_stop(run, state.stop_token_ids)
+    stops = in_run & jnp.any(run[:, :, None] == state.stop_token_ids[:, None, :], axis=-1)
     first_stop = jnp.min(jnp.where(stops, place, num_drafts + 1), axis=1, keepdims=True)
     kept = in_run & (place <= first_stop) & (place < state.remaining[:, None]) & active[:, None]
     count = jnp.sum(kept, axis=1, dtype=jnp.int32)
@@ -301,7 +301,8 @@ def steps(
             return state, output.pack()
 
         def narrow(run: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, jax.Array]:
-            without = proposed.without_drafts()
+            keys = None if proposed.keys is None else proposed.keys[:, :1]
+            without = dataclasses.replace(proposed, draft_token_ids=proposed.draft_token_ids[:, :0], keys=keys)
             state, verified = verify(target, run[0], without)
             state, output = accept_and_commit(state, without, verified, costs, kind.plain)
             return state, output.padded(kind.num_drafts).pack()

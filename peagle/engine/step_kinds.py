@@ -152,7 +152,3 @@ class Proposed:
     num_drafted: jax.Array  # [B]
     synthetic: SyntheticDrafts | None = None  # decides acceptance instead of the target
     adaptive: AdaptiveChoice | None = None  # None: in other steps
-
-    def without_drafts(self) -> "Proposed":
-        keys = None if self.keys is None else self.keys[:, :1]
-        return dataclasses.replace(self, draft_token_ids=self.draft_token_ids[:, :0], keys=keys)
