@@ -170,10 +170,9 @@ class KVMemory:
         self.groups: tuple[CacheGroup, ...] = tuple(group for model in models for group in model.cache_groups)
         self.num_target_groups, self.has_drafter = len(target.cache_groups), drafter is not None
         self.page_bytes = tuple(size for model in models for size in page_bytes(model.cache_groups, model.init_pages))
-        self._ranks, local_ranks = (target.ranks, target.local_ranks) if isinstance(target, OverDevices) else (1, 1)
-        self.num_sharing = (
-            local_ranks if jax.default_backend() == "cpu" else 1
-        )  # ranks in one memory: CPU devices share
+        self._ranks, self._local_ranks = 1, 1
+        if isinstance(target, OverDevices):
+            self._ranks, self._local_ranks = target.ranks, target.local_ranks
         self.keeps_prefixes = config.prefix_cache > 0
         self.sizing = Sizing(self.groups, self.page_bytes, config, getattr(drafter, "most_drafts", None))
         self.num_pages, self.table_widths = self.sizing.num_pages, self.sizing.table_widths
@@ -185,6 +184,11 @@ class KVMemory:
         """Bytes of the target's pages and of the drafter's."""
         sizes = [count * size for count, size in zip(self.num_pages, self.page_bytes, strict=True)]
         return sum(sizes[: self.num_target_groups]), sum(sizes[self.num_target_groups :])
+
+    @property
+    def num_sharing(self) -> int:
+        """Ranks that share one memory: all of this process on a CPU."""
+        return self._local_ranks if jax.default_backend() == "cpu" else 1
 
     @property
     def num_local_bytes(self) -> int:
