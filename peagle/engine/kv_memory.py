@@ -260,10 +260,10 @@ class KVMemory:
         """Hits and bytes of the prefix cache so far; None without one."""
         if not self.keeps_prefixes:
             return None
-        counts = self.pool.counts
         cached = [self.pool.num_cached(number) for number in range(len(self.groups))]
-        held = sum(count * size for count, size in zip(cached, self.page_bytes, strict=True))
-        return PrefixCacheUse(counts.requests, counts.hits, counts.queried_tokens, counts.hit_tokens, cached[0], held)
+        num_bytes = sum(count * size for count, size in zip(cached, self.page_bytes, strict=True))
+        c = self.pool.counts
+        return PrefixCacheUse(c.num_requests, c.num_hits, c.num_tokens, c.num_hit_tokens, cached[0], num_bytes)
 
 
 def page_bytes(

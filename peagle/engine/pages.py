@@ -57,13 +57,13 @@ class PageTable:
 
 @dataclass
 class PageCounts:
-    """Counts so far: requests and tokens looked up and hit, and pages evicted."""
+    """Requests and tokens that were looked up and found so far, and pages evicted."""
 
-    requests: int = 0
-    hits: int = 0
-    queried_tokens: int = 0
-    hit_tokens: int = 0
-    evicted_pages: int = 0
+    num_requests: int = 0
+    num_hits: int = 0
+    num_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_evicted: int = 0
 
 
 class PagePool:
@@ -121,10 +121,10 @@ class PagePool:
 
     def count_lookup(self, table: PageTable, num_tokens: int) -> None:
         """Count the lookup of a request, once it has its pages."""
-        self.counts.requests += 1
-        self.counts.hits += table.num_cached_tokens > 0
-        self.counts.queried_tokens += num_tokens
-        self.counts.hit_tokens += table.num_cached_tokens
+        self.counts.num_requests += 1
+        self.counts.num_hits += table.num_cached_tokens > 0
+        self.counts.num_tokens += num_tokens
+        self.counts.num_hit_tokens += table.num_cached_tokens
 
     def reserve(self, table: PageTable, num_tokens: int) -> bool:
         """Extend the tables to positions 0 .. num_tokens - 1. If pages are short, return False and change nothing."""
@@ -291,7 +291,7 @@ class PagePool:
         node, _ = self._cached[group].popitem(last=False)
         page = node.pages[group]
         node.pages[group] = UNMAPPED
-        self.counts.evicted_pages += 1
+        self.counts.num_evicted += 1
         if group == 0:
             self._remove(node)
         return page
@@ -304,7 +304,7 @@ class PagePool:
             if page != UNMAPPED:
                 del self._cached[group][node]
                 self._returned[group].append(page)
-                self.counts.evicted_pages += 1
+                self.counts.num_evicted += 1
 
 
 def _descendants(root: Node) -> list[Node]:

@@ -247,26 +247,19 @@ def put(state: DecodeState, batch: Batch, after: DecodeState) -> DecodeState:
         drafter_state = PagedCache(drafter_state.pages, ())
     else:
         drafter_state = jax.tree.map(rows, state.drafter_state, drafter_state)
-    adjustments = state.adjustments
-    if after.adjustments is not None:
-        adjustments = jax.tree.map(rows, adjustments, after.adjustments)
     # a whole batch also holds inactive slots: done within the pass, restored afterwards
     done = jnp.where(slots >= state.slots, state.done, after.done) if whole else rows(state.done, after.done)
-    return DecodeState(
-        length=rows(state.length, after.length),
-        pending_token=rows(state.pending_token, after.pending_token),
+    names = ["length", "pending_token", "remaining", "can_draft", "pace", "lookup_state"]
+    names += ["adjustments"] if after.adjustments is not None else []
+    changed = {name: jax.tree.map(rows, getattr(state, name), getattr(after, name)) for name in names}
+    return dataclasses.replace(
+        state,
+        **changed,
         drafter_input=drafter_input,
         target_cache=PagedCache(after.target_cache.pages, ()),
         drafter_state=drafter_state,
         done=done,
-        remaining=rows(state.remaining, after.remaining),
-        can_draft=rows(state.can_draft, after.can_draft),
-        stop_token_ids=state.stop_token_ids,
-        sampling=state.sampling,
-        adjustments=adjustments,
-        pace=jax.tree.map(rows, state.pace, after.pace),
         learned=after.learned,
-        lookup_state=jax.tree.map(rows, state.lookup_state, after.lookup_state),
     )
 
 

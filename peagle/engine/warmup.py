@@ -4,25 +4,34 @@ Every program runs once over a batch without slots, which needs no request.
 """
 
 import dataclasses
+import hashlib
+import json
+import os
+import platform
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
+import jaxlib
 import numpy as np
 
-from peagle.engine.cost_store import read_costs, store_for, write_costs
+from peagle.engine.handoff import Fingerprints
 from peagle.engine.loop import Measuring
 from peagle.engine.masks import all_allowed
 from peagle.engine.plans import chunk_plan, step_plan
 from peagle.engine.request import Request
+from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.state import SlotParams
 from peagle.engine.step_kinds import StepKind
 from peagle.engine.widths import CostTable, StepCosts
-from peagle.ops import interrupt
+from peagle.ops import interrupt, native
 from peagle.ops.attention import PAGE_SIZE
+from peagle.ops.files import cache_directory, keep
 from peagle.ops.processors import thread_times
+from peagle.ops.strict_json import dumps
 
 if TYPE_CHECKING:
     from peagle.engine.engine import Engine
@@ -105,13 +114,14 @@ class WarmUp:
     def costs(self, measuring: Measuring) -> CostTable:
         """Return the costs stored for such an engine on this machine, or measure and store them."""
         store = store_for(self._engine.config, self._engine.fingerprints)
-        costs = read_costs(store)
+        costs = None if store is None else read_costs(store)
         if costs is None:
             before = thread_times()
             costs = self.measure_costs(measuring)
             # on a busy machine, measure again next time
-            if self.steady and thread_times().waiting_frac(before) <= MOST_WAITING:
-                write_costs(store, costs)
+            quiet = self.steady and thread_times().waiting_frac(before) <= MOST_WAITING
+            if quiet and store is not None:
+                keep(store, dumps(costs.to_json(), indent=1).encode())  # if the cache is writable
         return costs
 
     def measure_costs(self, measuring: Measuring) -> CostTable:
@@ -262,3 +272,29 @@ def _cases(active: int, k: int) -> list[_Case]:
     if active > 1:
         cases += [_Case(active, k, 0, rows=1), _Case(1, k, 0)]
     return cases
+
+
+# --- costs on disk ----------------------------------------------------------------------------------------------------
+
+
+def store_for(config: ResolvedConfig, fingerprints: Fingerprints) -> Path | None:
+    """Return the file of an engine's costs on this machine; None for models that were not loaded from files."""
+    if not fingerprints.target:
+        return None
+    device = jax.devices()[0]
+    parts = {
+        "models": [fingerprints.target, fingerprints.drafter],
+        "engine": [config.slots, config.num_speculative_tokens, config.steps_per_dispatch],
+        "machine": [platform.node(), device.device_kind, len(jax.devices()), os.cpu_count(), native.status()[0]],
+        "versions": [jaxlib.__version__],
+    }
+    digest = hashlib.sha256(dumps(parts).encode()).hexdigest()[:24]
+    return cache_directory("costs") / f"{digest}.json"
+
+
+def read_costs(path: Path) -> CostTable | None:
+    """Read costs; None if the file is missing or malformed."""
+    try:
+        return CostTable.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None

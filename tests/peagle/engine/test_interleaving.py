@@ -127,7 +127,7 @@ def happened_in(engine: Engine, happened: collections.Counter[str]) -> None:
         new = table.pages[0][before:]
         happened["page reused"] += sum(page in pages for page in new)
         pages.update(new)
-        happened["evicted"] = max(happened["evicted"], pool.counts.evicted_pages)
+        happened["evicted"] = max(happened["evicted"], pool.counts.num_evicted)
         return done
 
     pool.reserve = counting  # type: ignore[method-assign]
