@@ -102,14 +102,12 @@ class Batches:
         """Write the plan of a pass over pieces of prompts. shape: (prompts, rows per prompt)."""
         size, length = shape
         tables = np.full((size, sum(self.memory.table_widths)), -1, np.int32)
-        token_ids, begin = [], []
+        token_ids = []
         for row, piece in enumerate(pieces):
-            first = max(piece.begin - 1, 0)
-            begin.append(first)
-            token_ids.append(piece.key.computed_ids[first : piece.begin + piece.count])
+            token_ids.append(piece.key.computed_ids[max(piece.begin - 1, 0) : piece.begin + piece.count])
             assert piece.key.table is not None
             tables[row] = self.memory.row(piece.key.table)
-        return chunk_plan(token_ids, begin, [int(piece.begin > 0) for piece in pieces], length, tables)
+        return chunk_plan(token_ids, [piece.begin for piece in pieces], length, tables)
 
     def _rows(self, rows: Sequence[tuple[int, Handle]], size: int) -> list[int]:
         return [slot for slot, _ in rows] if size == self.config.slots else list(range(len(rows)))

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from peagle.engine.prefill import ChunkRows
@@ -23,14 +24,17 @@ def step_plan(slots: Sequence[int], widths: Sequence[int], tables: np.ndarray, a
 
 
 def chunk_plan(
-    token_ids: Sequence[Sequence[int]], begin: Sequence[int], known: Sequence[int], length: int, tables: np.ndarray
+    token_ids: Sequence[Sequence[int]], num_cached: Sequence[int], length: int, tables: np.ndarray
 ) -> np.ndarray:
-    """Write the plan of a chunk of prompts: rows of (begin, count, known, tokens, tables)."""
-    plan = np.zeros((len(tables), 3 + length + tables.shape[1]), np.int32)
+    """Write the plan of a chunk of prompts: rows of (num_cached, count, tokens, tables).
+
+    num_cached: tokens of each prompt that are in its pages. If there are some, token_ids begin with the last of them.
+    """
+    plan = np.zeros((len(tables), 2 + length + tables.shape[1]), np.int32)
     for row, tokens in enumerate(token_ids):
-        plan[row, :3] = begin[row], len(tokens), known[row]
-        plan[row, 3 : 3 + len(tokens)] = tokens
-    plan[:, 3 + length :] = tables
+        plan[row, :2] = num_cached[row], len(tokens)
+        plan[row, 2 : 2 + len(tokens)] = tokens
+    plan[:, 2 + length :] = tables
     return plan
 
 
@@ -42,8 +46,8 @@ def read_step_plan(plan: jax.Array, table_widths: tuple[int, ...], num_target_gr
 
 def read_chunk_plan(plan: jax.Array, table_widths: tuple[int, ...]) -> tuple[ChunkRows, tuple[jax.Array, ...]]:
     """Return (the rows, the table of each group)."""
-    end = plan.shape[1] - sum(table_widths)
-    chunk = ChunkRows(plan[:, 3:end], begin=plan[:, 0], num_rows=plan[:, 1], known=plan[:, 2])
+    num_cached, num_rows, end = plan[:, 0], plan[:, 1], plan.shape[1] - sum(table_widths)
+    chunk = ChunkRows(plan[:, 2:end], jnp.maximum(num_cached - 1, 0), num_rows, jnp.minimum(num_cached, 1))
     return chunk, _cut(plan[:, end:], table_widths)
 
 

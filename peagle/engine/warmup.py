@@ -93,7 +93,7 @@ class WarmUp:
         some_without = engine.drafter is not None and not config.prefix_cache and 0 in engine.batches.possible_drafts
         for count, length in config.pass_shapes:
             interrupt.check()
-            plan = chunk_plan((), (), (), length, np.full((count, tables), -1, np.int32))
+            plan = chunk_plan((), (), length, np.full((count, tables), -1, np.int32))
             for with_drafter in (False, True) if some_without else (engine.drafter is not None,):
                 engine.executor.prefill(plan, with_drafter)
             absent = np.full((count,), config.slots, np.int32)
@@ -188,7 +188,7 @@ class WarmUp:
             for table in tables:
                 tokens = rng.integers(0, engine.target.vocab_size, length).tolist()
                 reserved = memory.pool.reserve(table, length)
-                plan = chunk_plan([tokens], [0], [0], engine.config.pass_shapes[0][1], memory.row(table)[None])
+                plan = chunk_plan([tokens], [0], engine.config.pass_shapes[0][1], memory.row(table)[None])
                 engine.executor.prefill(plan, with_drafter=True)
                 # free the pages that windows have left behind, so that there are enough for all slots
                 memory.publish(table, tokens, length, length, known=False)

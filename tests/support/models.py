@@ -94,7 +94,7 @@ def prefilled(
     for count in counts:
         first, end = max(begin - 1, 0), begin + count
         assert engine.memory.pool.reserve(table, end)
-        plan = chunk_plan([token_ids[first:end]], [first], [int(begin > 0)], rows, engine.memory.row(table)[None])
+        plan = chunk_plan([token_ids[first:end]], [begin], rows, engine.memory.row(table)[None])
         engine.executor.prefill(plan, with_drafter=True)
         engine.memory.publish(table, token_ids[:end], end, end)
         begin = end

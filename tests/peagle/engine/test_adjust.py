@@ -182,7 +182,7 @@ def start(target: GptOss, sampling: SamplingParams, widths: list[int]) -> tuple[
         table = engine.memory.open((), with_drafter=False)
         assert engine.memory.pool.reserve(table, CONTEXT)
         tables[slot] = engine.memory.row(table)
-        executor.prefill(chunk_plan([prompt], [0], [0], 64, tables[slot][None]), with_drafter=False)
+        executor.prefill(chunk_plan([prompt], [0], 64, tables[slot][None]), with_drafter=False)
         params = SlotParams.of(Request(prompt, NEW, sampling, index=slot), (), V)
         slots, length, unknown = (np.asarray([value], np.int32) for value in (slot, len(prompt), -1))
         executor.admit([0], slots, length, unknown, [params])

@@ -77,8 +77,7 @@ def test_prompts_that_share_a_pass_leave_what_each_leaves_alone() -> None:
     rows = [prompt[max(count - 1, 0) :] for prompt, count in zip(prompts, known, strict=True)]
     plan = chunk_plan(
         rows,
-        [max(count - 1, 0) for count in known],
-        [int(count > 0) for count in known],
+        known,
         64,
         np.stack([*(engine.memory.row(table) for table in tables), np.full_like(engine.memory.row(tables[0]), -1)]),
     )
