@@ -135,7 +135,6 @@ def _commit(
         num_verified=proposed.widths,
         num_drafted=proposed.num_drafted,
         source=jnp.zeros_like(count) if proposed.adaptive is None else proposed.adaptive.source,
-        done=done,
         can_draft=after.can_draft,
         caught_up=proposed.drafter_ran & state.keeps_up,
         drafter_off=jnp.zeros_like(done) if after.pace is None else after.pace.drafter_off,
@@ -330,7 +329,7 @@ def steps(
         state, outputs, count = repeat(functools.partial(once, plain), run, until)
         return _learn_from_rest(state, costs, count - run[2]), outputs, count
 
-    empty = jnp.zeros((most, state.slots, packed_width), jnp.int32).at[:, :, 1].set(-1).at[:, :, 3].set(1)
+    empty = jnp.zeros((most, state.slots, packed_width), jnp.int32).at[:, :, 1].set(-1)  # num_accepted
     body = once_then_rest if kind.adaptive else functools.partial(once, one)
     state, outputs, _ = repeat(body, (state, empty, jnp.zeros((), jnp.int32)), limit)
     return state, outputs

@@ -13,7 +13,7 @@ from peagle.engine.accept import SyntheticDrafts
 from peagle.engine.sampling import LogProbs
 from peagle.engine.widths import StepCosts
 
-NUM_FLAGS = 5  # bits of a packed output, beneath num_drafted
+FLAGS = ("can_draft", "caught_up", "drafter_off", "source")  # bits of a packed output, below num_drafted
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,13 @@ class StepKind:
 
 @flax.struct.dataclass
 class StepOutput:
-    """The output of a step for the host.
-
-    A slot that was done before the step has count 0 and num_accepted -1.
-    """
+    """The output of a step for the host. A slot that was done before has count 0 and num_accepted -1."""
 
     count: jax.Array | np.ndarray  # [B]: emitted tokens, 0..K+1, cut after a stop token and at the budget
     num_accepted: jax.Array | np.ndarray  # [B]: before that cut
     num_verified: jax.Array | np.ndarray  # [B]
     num_drafted: jax.Array | np.ndarray  # [B]: of the slot's source; the first num_verified were verified
     source: jax.Array | np.ndarray  # [B]: 0 the drafter, 1 the lookup drafter
-    done: jax.Array | np.ndarray  # [B]
     can_draft: jax.Array | np.ndarray  # [B]: False: it never drafts again
     caught_up: jax.Array | np.ndarray  # [B]: the drafter has read all rows before this step's
     drafter_off: jax.Array | np.ndarray  # [B]: the drafter never reads its rows again, so its pages have a gap
@@ -83,9 +79,8 @@ class StepOutput:
 
     def pack(self) -> Int[Array, "B W"]:
         """Pack into one array, which takes one copy to the host instead of ten."""
-        bits = (self.done, self.can_draft, self.caught_up, self.drafter_off, self.source)
+        bits = [*(getattr(self, name) for name in FLAGS), self.num_drafted]
         flags = sum(jnp.asarray(bit).astype(jnp.int32) << place for place, bit in enumerate(bits))
-        flags = flags | jnp.asarray(self.num_drafted).astype(jnp.int32) << NUM_FLAGS
         numbers = (self.count, self.num_accepted, self.num_verified, flags)
         columns = [jnp.asarray(number).astype(jnp.int32)[:, None] for number in numbers]
         columns += [jnp.asarray(self.token_ids), jnp.asarray(self.draft_token_ids)]
@@ -103,20 +98,16 @@ class StepOutput:
         log_probs = None
         if rest.shape[-1]:
             log_probs = LogProbs.unpack(rest.reshape(*rest.shape[:-1], num_drafts + 1, -1))
-        done, can_draft, caught_up, drafter_off, source = (flags >> place & 1 for place in range(NUM_FLAGS))
+        bits = {name: (flags >> place & 1) != 0 for place, name in enumerate(FLAGS)}
         return cls(
             count=count,
             num_accepted=num_accepted,
             num_verified=num_verified,
-            num_drafted=flags >> NUM_FLAGS,
-            source=source,
-            done=done != 0,
-            can_draft=can_draft != 0,
-            caught_up=caught_up != 0,
-            drafter_off=drafter_off != 0,
+            num_drafted=flags >> len(FLAGS),
             token_ids=tokens,
             draft_token_ids=drafts,
             log_probs=log_probs,
+            **bits,
         )
 
 
