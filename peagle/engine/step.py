@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 from peagle.engine.accept import Acceptance, accept
 from peagle.engine.adjust import adjust
 from peagle.engine.propose import DRAFT_PART, has_no_room, propose, run_if
-from peagle.engine.sampling import LogProbs, log_probs
+from peagle.engine.sampling import log_probs
 from peagle.engine.state import DecodeState
 from peagle.engine.step_kinds import Proposed, SourceDrafts, StepKind, StepOutput
 from peagle.engine.widths import KEEPING_UP, REST, StepCosts
@@ -279,9 +279,7 @@ def steps(
     Stops early if all slots are done. An adaptive step that verifies nothing runs as a plain one, and so do the next
     ones while the slots rest (`Pace.rest`). Outputs of steps that were not run are those of slots that are done.
     """
-    packed_width = 2 * kind.num_drafts + 5
-    if kind.full_logits:
-        packed_width += (kind.num_drafts + 1) * LogProbs.packed_width(target.vocab_size)
+    packed_width = StepOutput.packed_width(kind, target.vocab_size)
 
     def fixed(state: DecodeState) -> tuple[DecodeState, Int[Array, "B W"]]:
         state, output = step(target, drafter, state, widths, costs, kind)

@@ -89,6 +89,12 @@ class StepOutput:
             columns.append(packed.reshape(packed.shape[0], -1))
         return jnp.concatenate(columns, axis=1)
 
+    @staticmethod
+    def packed_width(kind: StepKind, vocab_size: int) -> int:
+        """Return the number of integers per slot of a packed output."""
+        log_probs = LogProbs.packed_width(vocab_size) if kind.full_logits else 0
+        return 4 + kind.num_drafts + (kind.num_drafts + 1) * (1 + log_probs)
+
     @classmethod
     def unpack(cls, packed: np.ndarray, num_drafts: int) -> "StepOutput":
         """Undo `pack`; leading axes stay."""
