@@ -85,7 +85,7 @@ class Engines:
         with self._making:
             if config not in self.by_config:
                 self._warn_beyond_training(config)
-                self.refuse_beyond_free(config)
+                self._refuse_beyond_free(config)
                 share = config.share(len(self._replicas))
                 make = Executor if self._lead is None else self._lead.executor
                 engines = []
@@ -121,14 +121,14 @@ class Engines:
 
         Raises InputError for sizes that exceed all of it.
         """
-        self.refuse_beyond_free(config)
+        self._refuse_beyond_free(config)
         try:
             size = self.page_bytes(config)
         except InputError:  # it does not hold one request
             return False
         return config.kv_memory is not None or num_engines * size <= PAGES_FRAC * self._memory.num_bytes()
 
-    def refuse_beyond_free(self, config: ResolvedConfig) -> None:
+    def _refuse_beyond_free(self, config: ResolvedConfig) -> None:
         """Raise InputError for memory sizes in the config that exceed the free memory, before pages are counted."""
         target = self.models.target
         ranks = target.ranks if isinstance(target, OverDevices) else 1
