@@ -121,11 +121,7 @@ class PrefillsAtOnce(Protocol):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """The model that proposes. Its state is a PagedCache.
-
-    A drafter without cache groups has a tree led by the slot instead, and a method `restart(state)`, which forgets the
-    tokens of a slot's last request.
-    """
+    """The model that proposes. Its state is a PagedCache or, without cache groups, a tree led by the slot."""
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
@@ -165,4 +161,13 @@ class Drafter(Protocol):
 
         Only the first widths[b] drafts of row b will be verified.
         """
+        ...
+
+
+@runtime_checkable
+class Restarts(Protocol):
+    """A drafter without cache groups, which reads all tokens of each request (`Executor.read_tokens`)."""
+
+    def restart(self, state: PyTree) -> PyTree:
+        """Forget the tokens of all sequences of a state."""
         ...
