@@ -24,7 +24,7 @@ NATIVE_FACTOR, XLA_FACTOR = 8, 2
 
 @dataclasses.dataclass(frozen=True)
 class StepBatch:
-    """Slots of one pass of steps, with their requests and widths. count: steps of the dispatch."""
+    """The next `count` steps: slots with their requests and widths, and the program."""
 
     rows: Sequence[tuple[int, Handle]]
     widths: Sequence[int]

@@ -59,8 +59,8 @@ class Constrained:
     ) -> dict[int, int]:
         """Fill in masks as peagle.engine.masks.fill does, within each request's budget.
 
-        A single row is timed by itself. Several are filled in together, in threads. If that took too long, the next
-        step fills them one by one, which shows the slow one.
+        A single row is timed by itself. Several are filled in together, in threads. If that takes too long, the next
+        step fills them in one by one, to tell the slow one.
         """
         counts = dict[int, int]()
         if len(matchers) > 1 and not self._were_slow:

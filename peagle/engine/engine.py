@@ -228,7 +228,7 @@ class Engine(AnyEngine):
             self.executor.relearn()
 
     def start(self) -> None:
-        """Make the state and the pages, once."""
+        """Allocate the state and the pages, once."""
         if not self.executor.started:
             self.executor.start()
 
@@ -394,7 +394,7 @@ class Engine(AnyEngine):
     # --- prompts ----------------------------------------------------------------------------------------------------
 
     def _begin(self, handle: Handle) -> int | None:
-        """Give a request its pages; return how many of its tokens are cached, or None if pages are short."""
+        """Give a request its pages; return how many of its tokens they hold, or None if pages are short."""
         if not handle.num_preempted:
             handle.can_draft = self._may_ever_draft(handle)
         if handle.hand_off is not None:
@@ -495,7 +495,7 @@ class Engine(AnyEngine):
         return chunks
 
     def _sending(self) -> float:
-        """Return the time, and count it as the end of a gap."""
+        """Return the time of a dispatch, which ends the gap before it."""
         now = time.perf_counter()
         self._clock.sending(now, self._in_flight)
         return now

@@ -31,7 +31,7 @@ class Handle:
     length: int = 0  # prompt and output tokens that the host has read, except the pending one
     output_ids: list[int] = field(default_factory=list, repr=False)  # output tokens that the host has read
     num_cached_tokens: int = 0  # tokens of the prompt that were in the prefix cache
-    can_draft: bool = True  # False: it never drafts again
+    can_draft: bool = True  # False if it never drafts again
     drafter_off: bool = False  # the drafter never reads its tokens again; a lookup drafter may still draft
     error: InputError | None = None  # if finished is "error"
     matcher: Matcher | None = None  # of its grammar; has read output_ids

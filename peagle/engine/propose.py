@@ -106,7 +106,7 @@ def _run_drafter(
 def _unless_resting(
     sources: Callable[[DecodeState], tuple[DecodeState, Proposed]], state: DecodeState
 ) -> tuple[DecodeState, Proposed]:
-    """Propose by the sources, or nothing while the slots rest."""
+    """Propose nothing while the slots rest."""
     assert state.pace is not None
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(sources, state)[1])
     return run_if(state.pace.rest(~state.done) == 0, lambda carry: sources(carry[0]), (state, nothing))
@@ -189,7 +189,7 @@ def _propose_by_sources(
         num = jnp.where(takes, limits, num)
     widths = choose_widths(survival, num, num_active, costs, rate)
     choice = AdaptiveChoice(sources, source, to_drafter, gains, tried=jnp.ones((), bool))
-    # `propose` adds the keys, also where no drafter ran
+    # `propose` adds the keys
     return state, Proposed(widths, token_ids, keys=None, drafter_ran=ran, num_drafted=num, adaptive=choice)
 
 

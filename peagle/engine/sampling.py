@@ -51,7 +51,7 @@ def _weights(logits: Float[Array, "B T V"], sampling: RowSampling) -> Float[Arra
         return values[:, None, None]
 
     logits = logits.astype(jnp.float32)
-    # subtract the largest logit before scaling, not after: scaled logits would round by more, as 1 / temperature grows
+    # subtract the largest logit before scaling: afterwards, rounding errors would have grown with 1 / temperature
     peak = jnp.max(logits, axis=-1, keepdims=True)
     scaled = (logits - peak) / of(jnp.maximum(sampling.temperature, GREEDY_BELOW))
     vocab_size = logits.shape[-1]

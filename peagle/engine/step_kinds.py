@@ -61,7 +61,7 @@ class StepOutput:
     num_verified: jax.Array | np.ndarray  # [B]
     num_drafted: jax.Array | np.ndarray  # [B]: of the slot's source; the first num_verified were verified
     source: jax.Array | np.ndarray  # [B]: 0 the drafter, 1 the lookup drafter
-    can_draft: jax.Array | np.ndarray  # [B]: False: it never drafts again
+    can_draft: jax.Array | np.ndarray  # [B]: False if it never drafts again
     caught_up: jax.Array | np.ndarray  # [B]: the drafter has read all rows before this step's
     drafter_off: jax.Array | np.ndarray  # [B]: the drafter never reads its rows again, so its pages have a gap
     token_ids: jax.Array | np.ndarray  # [B, K+1]: accepted drafts, then next_token or NO_TOKEN, then leftovers
@@ -135,7 +135,7 @@ class AdaptiveChoice:
     source: jax.Array  # [B]: the source of the slot's drafts
     num_to_drafter: jax.Array  # [B]: drafts in the drafter's pass
     gains: jax.Array  # [B, K]: what the drafter's drafts are worth
-    tried: jax.Array  # bool: False: the slots rest, and no source was tried
+    tried: jax.Array  # bool: sources proposed; False while the slots rest
 
 
 @flax.struct.dataclass
@@ -148,4 +148,4 @@ class Proposed:
     drafter_ran: jax.Array  # bool: it has read drafter_input
     num_drafted: jax.Array  # [B]
     synthetic: SyntheticDrafts | None = None  # decides acceptance instead of the target
-    adaptive: AdaptiveChoice | None = None  # None: in other steps
+    adaptive: AdaptiveChoice | None = None  # of an adaptive step

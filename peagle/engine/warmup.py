@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from peagle.engine.engine import Engine
 
 LEAST_ROUNDS, MOST_ROUNDS, MOST_S = 5, 12, 1.0  # for one number of active slots
-AGREEMENT = 1.1  # most ratio of each case's two shortest times, which ends the rounds
-# most share of their time that threads may have waited for processors; on two busy cores 0.58 to 0.81 were measured,
+AGREEMENT = 1.1  # rounds end if the two shortest times of each case differ by this factor or less
+# largest share of their time that threads may have waited for processors; on two busy cores 0.58 to 0.81 were measured,
 # even in rounds that agreed
 MOST_WAITING = 0.5
 
@@ -50,7 +50,7 @@ class WarmUp:
         self.steady = True  # whether the times of `measure_costs` agreed
 
     def compile(self, sampled: bool, full_logits: bool, constrained: bool) -> bool:
-        """Run the programs that such requests need, unless they have run; return whether some had not."""
+        """Run once the programs that such requests need; return whether some of them are new."""
         engine, batches = self._engine, self._engine.batches
         kinds = {batches.kind(drafts, sampled, full_logits) for drafts in batches.possible_drafts}
         if engine.config.adaptive and engine.costs is None:  # the costs are those of greedy steps
@@ -76,7 +76,7 @@ class WarmUp:
             interrupt.check()
             engine.executor.steps(plan, kind.no_costs(len(plan)), 1, kind)
         if constrained and engine.config.adaptive:
-            for size in batches.sizes:  # before a cut step
+            for size in batches.sizes:  # a cut step begins with it
                 engine.executor.absorb(batches.empty_plan(size))
         for _, kind, size in sorted(cut, key=str):
             interrupt.check()
@@ -165,7 +165,7 @@ class WarmUp:
         return CostTable(verify, draft)
 
     def _fitting(self, active: int) -> tuple[int, int, int] | None:
-        """Choose (prompt tokens, steps, all tokens) of each of this many slots; None if there are too few pages."""
+        """Choose (prompt tokens, steps, tokens in all) for one of this many slots; None if there are too few pages."""
         config, memory = self._engine.config, self._engine.memory
         width, ahead = config.num_speculative_tokens + 1, memory.sizing.num_lookahead_tokens
         pages = memory.num_pages[0] // active
@@ -208,7 +208,7 @@ class WarmUp:
         lengths, unknown = np.asarray([prompts.length], np.int32), np.asarray([-1], np.int32)
         seconds = {}
         for case in cases:
-            for slot in range(active):  # back to the end of its prompt; any token may be first
+            for slot in range(active):  # set it back to the end of its prompt
                 engine.executor.admit([0], np.asarray([slot], np.int32), lengths, unknown, [params])
             engine.executor.settle()
             widths = [case.num_drafts] * case.slots + [0] * (active - case.slots)
