@@ -161,26 +161,28 @@ def _learn(
     active, num_accepted, sampled = ~state.done, acceptance.num_accepted, ~state.sampling.greedy
     for number, drafts in enumerate(choice.sources):
         known, right = _known(drafts, proposed, acceptance, run, active)
-        learned = learned.counted(number, sampled, drafts.confidence, known, right)
-        pace = pace.judged(number, drafts.survival[:, 0], right[:, 0], known[:, 0] & (drafts.confidence[:, 0] > 0))
+        learned = learned.count_drafts(number, sampled, drafts.confidence, known, right)
+        pace = pace.record_first_drafts(
+            number, drafts.survival[:, 0], right[:, 0], known[:, 0] & (drafts.confidence[:, 0] > 0)
+        )
     num_active = jnp.maximum(jnp.sum(active, dtype=jnp.int32), 1)
     widths = jnp.where(active, proposed.widths, 0)
     pass_time = costs.of_rows(num_active + jnp.sum(widths))
     measured = pass_time > 0
     draft_time = jnp.where(proposed.drafter_ran, costs.of_drafts(jnp.sum(choice.num_to_drafter)), 0.0)
     tokens = jnp.sum(jnp.where(active, num_accepted + 1, 0)).astype(jnp.float32) / num_active.astype(jnp.float32)
-    learned = learned.paced(tokens, jnp.where(measured, draft_time + pass_time, 0.0))
+    learned = learned.update_rate(tokens, jnp.where(measured, draft_time + pass_time, 0.0))
     num_drafts = choice.gains.shape[1]
     place = jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
     drafted = active[:, None] & (place < choice.num_to_drafter[:, None]) & measured
-    learned = learned.gained(choice.gains, drafted)
-    pace = pace.after(active, choice.gains, drafted, learned.gain)
+    learned = learned.update_gain(choice.gains, drafted)
+    pace = pace.record_steps(active, choice.gains, drafted, learned.gain)
     # to absorb drafter_input takes about one pass per K + 1 tokens
     too_slow = costs.of_drafts(num_active) > KEEPING_UP * (num_drafts + 1)
     # decide before the drafter must run, because drafter_input is full
     behind = active & has_no_room(state, 2 * max(num_drafts, REST) + 1) & ~proposed.drafter_ran
     pace = dataclasses.replace(pace, drafter_off=pace.drafter_off | (behind & too_slow))
-    pace = pace.tried(active, choice.tried, proposed.drafter_ran | jnp.any(widths > 0))
+    pace = pace.record_try(active, choice.tried, proposed.drafter_ran | jnp.any(widths > 0))
     return dataclasses.replace(state, pace=pace, learned=learned)
 
 
@@ -191,8 +193,8 @@ def _learn_from_rest(state: DecodeState, costs: StepCosts, num_steps: jax.Array)
     active, steps = ~state.done, num_steps.astype(jnp.float32)
     no_gains, no_drafts = jnp.zeros_like(state.pace.gain), jnp.zeros(state.pace.gain.shape, bool)
     measured = costs.of_rows(jnp.sum(active, dtype=jnp.int32)) > 0
-    learned = state.learned.paced(steps, jnp.where(measured, steps, 0.0)).gained(no_gains, no_drafts, steps)
-    pace = state.pace.after(active, no_gains, no_drafts, learned.gain, steps)
+    learned = state.learned.update_rate(steps, jnp.where(measured, steps, 0.0)).gained(no_gains, no_drafts, steps)
+    pace = state.pace.record_steps(active, no_gains, no_drafts, learned.gain, steps)
     return dataclasses.replace(state, pace=pace, learned=learned)
 
 

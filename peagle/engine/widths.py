@@ -57,7 +57,7 @@ Counts: TypeAlias = tuple[tuple[tuple[tuple[float, float], ...], ...], ...]
 
 @flax.struct.dataclass
 class Learned:
-    """What an engine's steps have learned, for all slots."""
+    """What an engine's steps have learned, for all slots. Methods return a changed copy."""
 
     tried: jax.Array  # [source, sampled, position, bin] float32
     accepted: jax.Array  # likewise
@@ -83,7 +83,7 @@ class Learned:
         by_row = jnp.where(sampled[:, None, None], chances[1][None], chances[0][None])
         return jnp.cumprod(jnp.sum(jnp.where(_in_bin(confidence), by_row, 0.0), axis=-1), axis=-1)
 
-    def counted(
+    def count_drafts(
         self,
         source: int,
         sampled: Bool[Array, " B"],
@@ -104,12 +104,12 @@ class Learned:
             accepted=self.accepted.at[source].set(kept * total_accepted),
         )
 
-    def paced(self, tokens: Float[Array, ""], time: Float[Array, ""]) -> "Learned":
+    def update_rate(self, tokens: Float[Array, ""], time: Float[Array, ""]) -> "Learned":
         """Average the rate. tokens: of a slot, in a step that took the time of `time` plain ones; 0: unknown."""
         share = jnp.minimum(time / RATE_STEPS, 1.0)
         return dataclasses.replace(self, rate=self.rate + share * (tokens / jnp.maximum(time, 1e-6) - self.rate))
 
-    def gained(
+    def update_gain(
         self, gains: Float[Array, "B K"], drafted: Bool[Array, "B K"], num_steps: jax.Array | int = 1
     ) -> "Learned":
         """Average the gains over the slots that drafted; without any, drift for num_steps steps."""
@@ -216,7 +216,7 @@ def choose_drafts(
 
 @flax.struct.dataclass
 class Pace:
-    """How the slots draft; the slot is the leading axis."""
+    """How the slots draft; the slot is the leading axis. Methods return a changed copy."""
 
     drafter_off: jax.Array  # [B] bool: the drafter never reads its rows again
     rests: jax.Array  # [B] int32: plain steps before drafting is tried again
@@ -240,7 +240,7 @@ class Pace:
         """How often recent first drafts were right, over the counts' prediction."""
         return jnp.minimum((self.right + TRUST_PRIOR) / (self.expected + TRUST_PRIOR), MOST_TRUST)
 
-    def tried(self, active: Bool[Array, " B"], tried: Bool[Array, ""], drafted: Bool[Array, ""]) -> "Pace":
+    def record_try(self, active: Bool[Array, " B"], tried: Bool[Array, ""], drafted: Bool[Array, ""]) -> "Pace":
         """Record whether a step tried to draft, and whether some slot did; choose how long the slots rest."""
         empties = jnp.where(tried, jnp.where(drafted, 0, self.empties + 1), self.empties)
         rests = jnp.where(tried, jnp.clip(empties - PATIENCE, 0, REST), self.rests)
@@ -252,7 +252,7 @@ class Pace:
         """Return each slot's gains, or the average `gain` if its own are not known yet."""
         return jnp.where(jnp.isinf(self.gain), gain[None, :], self.gain)
 
-    def judged(
+    def record_first_drafts(
         self, source: int, expected: Float[Array, " B"], right: Bool[Array, " B"], proposed: Bool[Array, " B"]
     ) -> "Pace":
         """Record the first draft of a source. expected: its chance by the counts. proposed: there was one."""
@@ -268,7 +268,7 @@ class Pace:
             right=averaged(self.right, right.astype(jnp.float32)),
         )
 
-    def after(
+    def record_steps(
         self,
         active: Bool[Array, " B"],
         gains: Float[Array, "B K"],

@@ -30,7 +30,7 @@ CONFIG = ResolvedConfig(2, slots=2, context=256, prefill_chunk=64, prefix_cache=
 def test_a_follower_ends_with_the_leaders_bits(kind: str) -> None:
     """Through the wire's own bytes: prompts, steps of every kind, cut ones too, known pages, an abort."""
     pair = models()
-    target, drafter, lookup = pair.target, *((pair.drafter, NGram()) if kind == "P-EAGLE" else (NGram(), None))
+    target, (drafter, lookup) = pair.target, (pair.drafter, NGram()) if kind == "P-EAGLE" else (NGram(), None)
     config = dataclasses.replace(CONFIG, adaptive=True)
     verbs: list[str] = []
     follower = Follower(lambda drafts: (target, drafter if drafts else None), lookup)
