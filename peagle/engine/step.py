@@ -193,7 +193,8 @@ def _learn_from_rest(state: DecodeState, costs: StepCosts, num_steps: jax.Array)
     active, steps = ~state.done, num_steps.astype(jnp.float32)
     no_gains, no_drafts = jnp.zeros_like(state.pace.gain), jnp.zeros(state.pace.gain.shape, bool)
     measured = costs.of_rows(jnp.sum(active, dtype=jnp.int32)) > 0
-    learned = state.learned.update_rate(steps, jnp.where(measured, steps, 0.0)).gained(no_gains, no_drafts, steps)
+    learned = state.learned.update_rate(steps, jnp.where(measured, steps, 0.0))
+    learned = learned.update_gain(no_gains, no_drafts, steps)
     pace = state.pace.record_steps(active, no_gains, no_drafts, learned.gain, steps)
     return dataclasses.replace(state, pace=pace, learned=learned)
 
