@@ -19,8 +19,9 @@ import numpy as np
 from peagle.engine import programs
 from peagle.engine.prefill import Prefilled
 from peagle.engine.programs import ProgramShape
+from peagle.engine.propose import Proposed
 from peagle.engine.state import DecodeState, SlotParams
-from peagle.engine.step_kinds import Proposed, StepKind
+from peagle.engine.step_kinds import StepKind
 from peagle.engine.widths import Counts, Learned
 from peagle.ops import interrupt
 from peagle.ops.attention import PagedCache, Pages

@@ -15,11 +15,11 @@ import numpy as np
 from peagle.engine.adjust import adjust
 from peagle.engine.plans import read_chunk_plan, read_step_plan
 from peagle.engine.prefill import Prefilled, prefill
-from peagle.engine.propose import absorb, propose
+from peagle.engine.propose import Proposed, absorb, propose
 from peagle.engine.sampling import LogProbs, choose, draw_keys, log_probs
 from peagle.engine.state import DecodeState, SlotParams, admit, init_state, put, take
 from peagle.engine.step import accept_and_commit, steps, verify
-from peagle.engine.step_kinds import Proposed, StepKind
+from peagle.engine.step_kinds import StepKind
 from peagle.engine.widths import Counts
 from peagle.ops import native
 from peagle.ops.attention import PagedCache, Pages

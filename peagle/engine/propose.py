@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import TypeVar
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -16,13 +17,47 @@ from jaxtyping import Array, Bool, Int
 from peagle.engine.accept import SyntheticDrafts, draw_synthetic
 from peagle.engine.sampling import choose, draw_keys
 from peagle.engine.state import DecodeState
-from peagle.engine.step_kinds import AdaptiveChoice, Proposed, SourceDrafts, StepKind
+from peagle.engine.step_kinds import StepKind
 from peagle.engine.widths import REST, StepCosts, choose_drafts, choose_widths, gains_of
 from peagle.ops.messages import Choose, Chosen, DrafterInput, DraftOutput, likeliest_of, likeliest_with_confidence
 from peagle.protocols import Drafter
 
 Carry = TypeVar("Carry")
 DRAFT_PART = "draft"  # a named scope, for the profiler
+
+
+@flax.struct.dataclass
+class SourceDrafts:
+    """The drafts of one source."""
+
+    token_ids: jax.Array  # [B, K]
+    confidence: jax.Array  # [B, K]
+    num: jax.Array  # [B]: how many drafts
+    survival: jax.Array  # [B, K]: by the counts (peagle.engine.widths)
+
+
+@flax.struct.dataclass
+class AdaptiveChoice:
+    """What an adaptive step proposed and chose from (peagle.engine.widths)."""
+
+    sources: tuple[SourceDrafts, ...]  # of the drafter, and of the lookup drafter
+    source: jax.Array  # [B]: the source of the slot's drafts
+    num_to_drafter: jax.Array  # [B]: drafts in the drafter's pass
+    gains: jax.Array  # [B, K]: what the drafter's drafts are worth
+    tried: jax.Array  # bool: sources proposed; False while the slots rest
+
+
+@flax.struct.dataclass
+class Proposed:
+    """Drafts before verification."""
+
+    widths: jax.Array  # [B]: drafts to verify; 0 in a slot that is done
+    draft_token_ids: jax.Array  # [B, K]
+    keys: jax.Array | None  # [B, K+1, 2]: of draws (peagle.engine.sampling); None: all rows are greedy
+    drafter_ran: jax.Array  # bool: it has read drafter_input
+    num_drafted: jax.Array  # [B]
+    synthetic: SyntheticDrafts | None = None  # decides acceptance instead of the target
+    adaptive: AdaptiveChoice | None = None  # of an adaptive step
 
 
 def propose(

@@ -26,10 +26,10 @@ from jaxtyping import Array, Bool, Int, UInt32
 
 from peagle.engine.accept import Acceptance, accept
 from peagle.engine.adjust import adjust
-from peagle.engine.propose import DRAFT_PART, has_no_room, propose, run_if
+from peagle.engine.propose import DRAFT_PART, Proposed, SourceDrafts, has_no_room, propose, run_if
 from peagle.engine.sampling import log_probs
 from peagle.engine.state import DecodeState
-from peagle.engine.step_kinds import Proposed, SourceDrafts, StepKind, StepOutput
+from peagle.engine.step_kinds import StepKind, StepOutput
 from peagle.engine.widths import KEEPING_UP, REST, StepCosts
 from peagle.ops.messages import DrafterInput, VerifyOutput
 from peagle.protocols import Drafter, Target

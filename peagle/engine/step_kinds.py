@@ -1,4 +1,4 @@
-"""The variants of a step, what it proposes, and its output for the host."""
+"""The variants of a step, and its output for the host."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from peagle.engine.accept import SyntheticDrafts
 from peagle.engine.sampling import LogProbs
 from peagle.engine.widths import StepCosts
 
@@ -115,37 +114,3 @@ class StepOutput:
             log_probs=log_probs,
             **bits,
         )
-
-
-@flax.struct.dataclass
-class SourceDrafts:
-    """The drafts of one source."""
-
-    token_ids: jax.Array  # [B, K]
-    confidence: jax.Array  # [B, K]
-    num: jax.Array  # [B]: how many drafts
-    survival: jax.Array  # [B, K]: by the counts (peagle.engine.widths)
-
-
-@flax.struct.dataclass
-class AdaptiveChoice:
-    """What an adaptive step proposed and chose from (peagle.engine.widths)."""
-
-    sources: tuple[SourceDrafts, ...]  # of the drafter, and of the lookup drafter
-    source: jax.Array  # [B]: the source of the slot's drafts
-    num_to_drafter: jax.Array  # [B]: drafts in the drafter's pass
-    gains: jax.Array  # [B, K]: what the drafter's drafts are worth
-    tried: jax.Array  # bool: sources proposed; False while the slots rest
-
-
-@flax.struct.dataclass
-class Proposed:
-    """Drafts before verification."""
-
-    widths: jax.Array  # [B]: drafts to verify; 0 in a slot that is done
-    draft_token_ids: jax.Array  # [B, K]
-    keys: jax.Array | None  # [B, K+1, 2]: of draws (peagle.engine.sampling); None: all rows are greedy
-    drafter_ran: jax.Array  # bool: it has read drafter_input
-    num_drafted: jax.Array  # [B]
-    synthetic: SyntheticDrafts | None = None  # decides acceptance instead of the target
-    adaptive: AdaptiveChoice | None = None  # of an adaptive step
