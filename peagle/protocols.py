@@ -165,8 +165,8 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
-class Restarts(Protocol):
-    """A drafter without cache groups, which reads all tokens of each request (`Executor.read_tokens`)."""
+class DrafterWithoutCaches(Drafter, Protocol):
+    """A drafter without cache groups. The engine lets it read all tokens of each request (`Executor.read_tokens`)."""
 
     def restart(self, state: PyTree) -> PyTree:
         """Forget the tokens of all sequences of a state."""

@@ -25,7 +25,7 @@ from peagle.ops import native
 from peagle.ops.attention import PagedCache, Pages
 from peagle.ops.messages import VerifyOutput
 from peagle.ops.row_blocks import RowBlocks
-from peagle.protocols import Drafter, Restarts
+from peagle.protocols import DrafterWithoutCaches
 
 NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 1 << 30}  # CUDA graphs only of this many operations: never
 Make = TypeVar("Make", bound=Callable[..., Any])
@@ -146,8 +146,8 @@ def read_tokens_program(model: Any) -> Any:
         model_leaves: list[jax.Array], state: Any, token_ids: jax.Array, count: jax.Array, slot: jax.Array
     ) -> Any:
         _traces["read tokens"] += 1
-        drafter: Drafter = jax.tree.unflatten(model, model_leaves)
-        assert isinstance(drafter, Restarts)
+        drafter = jax.tree.unflatten(model, model_leaves)
+        assert isinstance(drafter, DrafterWithoutCaches)
         place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
         positions = jnp.where(place < count, place, 0) - 1  # the row at position p holds token p + 1
         no_aux = jnp.zeros((*token_ids.shape, 0), jnp.float32)
