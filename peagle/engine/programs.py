@@ -240,7 +240,8 @@ def absorb_program(models: Any, shape: ProgramShape) -> Any:
     def _catch_up(model_leaves: list[jax.Array], state: DecodeState, plan: jax.Array) -> DecodeState:
         _traces["absorb"] += 1
         batch, _ = read_step_plan(plan, shape.table_widths, shape.num_target_groups)
-        after = absorb(*jax.tree.unflatten(models, model_leaves), take(state, batch, None, adjusts=False))
+        drafter, lookup = jax.tree.unflatten(models, model_leaves)
+        after = absorb(drafter, lookup, take(state, batch, None, adjusts=False))
         left = put(state, batch, after)
         return dataclasses.replace(left, length=_dispatched_async(left.length, plan[0, 0]))
 
