@@ -109,10 +109,10 @@ class Pair:
     engines: Engines = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # look-ups in the text so far draft beside a drafter with caches
-        beside = NGram(longest=5) if self.drafter is not None and self.drafter.cache_groups else None
+        # beside a drafter with caches, adaptive steps also look drafts up in the text so far
+        lookup = NGram(longest=5) if self.drafter is not None and self.drafter.cache_groups else None
         models = [
-            ReplicaModels(pair.target, pair.plain_target, pair.drafter, beside) for pair in (self, *self.replicas)
+            ReplicaModels(pair.target, pair.plain_target, pair.drafter, lookup) for pair in (self, *self.replicas)
         ]
         engines = Engines(models, self.stop_token_ids, self.fingerprints, self.lead, self.memory)
         object.__setattr__(self, "engines", engines)
@@ -217,7 +217,7 @@ class Pair:
         (resolved,) = configs_of(values, ResolvedConfig)
         if kept != "on":
             return resolved
-        return dataclasses.replace(resolved, prefix_cache=self.engines.kept_bytes(resolved))
+        return dataclasses.replace(resolved, prefix_cache=self.engines.prefix_cache_bytes(resolved))
 
     def default_context(
         self, num_speculative_tokens: int, slots: int = 1, kv_memory_bytes: int | None = None, num_engines: int = 1

@@ -1,4 +1,4 @@
-"""Declare what the engine knows of a target and a drafter. The messages between them are in peagle.ops.messages.
+"""What the engine knows of a target and a drafter. peagle.ops.messages has the values that they exchange.
 
 The protocols are structural: target/ and drafter/ satisfy them without importing them. Every object is a pytree of
 arrays with static configuration and every method is pure, so that a whole step is one jitted function. Caches are pages
@@ -8,10 +8,9 @@ The state of four drafters, and their use of drafter_input (the tokens committed
 
     P-EAGLE    pages of its own KV cache. It writes the rows (token[p+1], aux_hidden[p]) from position first_position
                on; the K-1 mask slots after them give the drafts 1..K-1 in the same pass.
-    DFlash     pages of projections of aux_hidden, under the same indices. After these rows it writes those of a block,
-               the pending token and K mask slots, which all see each other and count in this pass alone.
+    DFlash     pages of projections of aux_hidden, at the same indices. After these rows it writes a block: the pending
+               token and K mask slots, which all see each other. No later pass reads the block.
     n-gram     each slot's tokens. It appends drafter_input.token_ids; aux_hidden has width 0 and is never read.
-    oracle     the answer (tests). It reads token_ids at first_position + num + 1 + i and ignores the rest.
 
 Worked indices, K = 3, prompt of P = 5 tokens t0..t4, t5 sampled at prefill (pending: emitted, in no cache):
 
@@ -46,7 +45,7 @@ class Target(Protocol):
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """Layers that keep the same indices; the first group has no window."""
+        """Groups of layers that keep the same indices; the first group has no window."""
         ...
 
     def init_pages(self, num_pages: Sequence[int]) -> tuple[Pages, ...]:
@@ -56,7 +55,7 @@ class Target(Protocol):
     def init_cache(self, batch: int, capacity: int, widest_write: int) -> PagedCache:
         """Make empty caches for sequences of up to `capacity` positions, each in pages of its own.
 
-        After these there is room for a pass of `widest_write` rows, and any such pass can be rolled back.
+        They have room for a pass of up to `widest_write` rows more, which can be rolled back.
         """
         ...
 
@@ -70,16 +69,14 @@ class Target(Protocol):
     ) -> tuple[VerifyOutput, PagedCache]:
         """Run T rows at their positions and write them to the cache.
 
-        Computes the logits of `logit_rows`, by default of all. writes: False in rows that are already in the cache. A
-        row of negative position is inactive. Active positions of a sequence are consecutive.
+        Computes the logits of `logit_rows`, by default of all rows. writes: False in rows that are already in the
+        cache. A row of negative position is inactive. Active positions of a sequence are consecutive.
         """
         ...
 
 
 @runtime_checkable
 class Explains(Protocol):
-    """A model that can name its first output that is not finite."""
-
     def first_not_finite(self, token_ids: Sequence[int]) -> str | None:
         """Run the model over the tokens and name its first output that is not finite; None if all are."""
         ...
@@ -117,7 +114,7 @@ class PrefillsAtOnce(Protocol):
     ) -> tuple[VerifyOutput, PagedCache]:
         """Do what `extend` does, layer by layer, each over the rows in blocks. Active rows come first.
 
-        The sizes of the blocks divide T. A windowed table has room for a widest write of `blocks.query_rows`.
+        The sizes of the blocks divide T. A windowed cache has room for a write of `blocks.query_rows`.
         """
         ...
 
@@ -128,7 +125,7 @@ class Drafter(Protocol):
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """Layers that keep the same indices, the first without a window; () for a drafter without caches."""
+        """Groups as of `Target`; () for a drafter without caches."""
         ...
 
     def init_pages(self, num_pages: Sequence[int]) -> tuple[Pages, ...]:
@@ -136,7 +133,7 @@ class Drafter(Protocol):
         ...
 
     def init_state(self, batch: int, capacity: int, widest_write: int) -> PyTree:
-        """Make an empty state for sequences of up to `capacity` positions, and a pass of `widest_write` rows."""
+        """Make an empty state for sequences of up to `capacity` positions and a pass of `widest_write` rows more."""
         ...
 
     def absorb(
@@ -169,7 +166,7 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class DrafterWithoutCaches(Drafter, Protocol):
-    """A drafter without cache groups. The engine lets it read every request's tokens from the first."""
+    """A drafter without cache groups. The engine lets it read all tokens of each request (`Executor.read_tokens`)."""
 
     def restart(self, state: PyTree) -> PyTree:
         """Forget the tokens of all sequences of a state."""

@@ -44,7 +44,9 @@ class Stream(Iterator[str]):
 
     def _run(self, request: Request) -> Generator[str]:
         self._engine.warm_up(
-            sampled=not request.sampling.greedy, full=request.full, constrained=request.grammar is not None
+            sampled=not request.sampling.greedy,
+            full_logits=request.full_logits,
+            constrained=request.grammar is not None,
         )
         assemblers = submit(self._engine, [request], self._tokenizer)
         ((self._handle, self._assembler),) = assemblers.items()

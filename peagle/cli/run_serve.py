@@ -208,7 +208,7 @@ def _warm_up(pair: Pair, engine: AnyEngine, display: Display) -> None:
             left_s = (time.monotonic() - started) / finished * (1 - finished) if done else None
             display.begin_run("compiling", done, len(shares), left_s, unit=PART)  # `measuring` ends it
             finished += share
-            engine.warm_up(sampled=sampled, full=full, measuring=display.measuring, constrained=full)
+            engine.warm_up(sampled=sampled, full_logits=full, measuring=display.measuring, constrained=full)
         if pair.tokenizer is not None:  # with a large vocabulary, the first grammar takes seconds
             pair.grammars.compile(Grammar.json_object(), channels=True)
     finally:

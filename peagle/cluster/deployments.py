@@ -79,7 +79,7 @@ class Worker:
             changes["adaptive"] = False
         engine = self._pair.engine(self._pair.resolve(config.engine, k_per_request=True, role=role, **changes))
         for sampled, full in ((False, False), (True, False), (True, True)):
-            engine.warm_up(sampled=sampled, full=full, constrained=full)
+            engine.warm_up(sampled=sampled, full_logits=full, constrained=full)
         if self._pair.tokenizer is not None:  # a large vocabulary takes seconds
             self._pair.grammars.read()
         self._loop = EngineLoop(engine, config.most_open)  # `Fleet` bounds the queue

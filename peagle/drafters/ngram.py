@@ -1,4 +1,4 @@
-"""Prompt look-up, a drafter without weights: propose what followed the last n-gram before."""
+"""Prompt lookup, a drafter without weights: propose the tokens that followed the last n-gram before."""
 
 from collections.abc import Sequence
 
@@ -23,19 +23,17 @@ class History:
 class NGram:
     """Propose the tokens that followed the best earlier match of the history's end.
 
-    A match is a place whose last 1..`longest` tokens equal the last of the history; the longest match counts, then the
-    latest. Without a match, or beyond the history's end, propose its last token again.
+    A match is a position whose last 1..`longest` tokens equal the history's last ones. The longest match counts; of
+    equal ones, the latest. Without a match, or beyond the history's end, propose the history's last token again.
     """
 
     longest: int = flax.struct.field(pytree_node=False, default=3)
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """It has no caches: its state is the history of each sequence."""
         return ()
 
     def init_pages(self, num_pages: Sequence[int]) -> tuple[Pages, ...]:  # noqa: ARG002
-        """See `cache_groups`."""
         return ()
 
     def init_state(self, batch: int, capacity: int, widest_write: int) -> History:
@@ -54,10 +52,7 @@ class NGram:
         aux_hidden: Float[Array, "B T A"],  # noqa: ARG002
         positions: Int[Array, "B T"],
     ) -> History:
-        """Append tokens: the row at position p holds token p + 1.
-
-        So the first token of a sequence is left out.
-        """
+        """Append tokens: the row at position p holds token p + 1. So the first token of a sequence is left out."""
         room = state.token_ids.shape[1]
         places = jnp.where(positions < 0, room, positions + 1)
         rows = jnp.arange(places.shape[0], dtype=jnp.int32)[:, None]
@@ -79,7 +74,7 @@ class NGram:
         return DraftOutput(drafts, confidence=confidence), state
 
     def _append(self, state: History, token_ids: jax.Array, num: jax.Array, first_position: jax.Array) -> History:
-        """Append the first num tokens, which follow first_position; the rest of their room is free so far."""
+        """Append the first num tokens after first_position. Later entries keep their values."""
         index = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
         begin = jnp.maximum(first_position, 0) + 1
         before = jax.lax.dynamic_slice_in_dim(state.token_ids, begin, token_ids.shape[0])
@@ -88,20 +83,20 @@ class NGram:
         return History(tokens, jnp.where(first_position < 0, state.num, begin + num))
 
     def _look_up(self, tokens: jax.Array, num: jax.Array, num_drafts: int) -> tuple[jax.Array, jax.Array]:
-        """Return (drafts, confidence), which grows with the length of the match and is 0 without one."""
+        """Return (drafts, confidence). Confidence grows with the length of the match and is 0 without one."""
         index = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-        agree = jnp.zeros(tokens.shape, jnp.int32)
-        still = index < num - 1  # a candidate ends before the history does
+        length = jnp.zeros(tokens.shape, jnp.int32)  # of the match that ends at each index
+        agrees = index < num - 1  # a match ends before the history does
         for back in range(self.longest):
             here = jnp.pad(tokens, (back, 0))[: tokens.shape[0]]
             there = tokens[jnp.maximum(num - 1 - back, 0)]
-            still = still & (index - back >= 0) & (num - 1 - back >= 0) & (here == there)
-            agree = agree + still.astype(jnp.int32)
+            agrees = agrees & (index - back >= 0) & (num - 1 - back >= 0) & (here == there)
+            length = length + agrees.astype(jnp.int32)
         # the longest match, then the latest; XLA on CPU does not vectorise an argmax
-        top = jnp.max(jnp.where(agree > 0, agree * tokens.shape[0] + index, 0))
-        best, length = top % tokens.shape[0], top // tokens.shape[0]
+        top = jnp.max(jnp.where(length > 0, length * tokens.shape[0] + index, 0))
+        best, longest = top % tokens.shape[0], top // tokens.shape[0]
         follow = best + 1 + jnp.arange(num_drafts, dtype=jnp.int32)
-        known = (length > 0) & (follow < num)
+        known = (longest > 0) & (follow < num)
         last = tokens[jnp.maximum(num - 1, 0)]
-        confidence = jnp.where(known, 1.0 - 0.8 ** length.astype(jnp.float32), 0.0)
+        confidence = jnp.where(known, 1.0 - 0.8 ** longest.astype(jnp.float32), 0.0)
         return jnp.where(known, tokens[jnp.minimum(follow, tokens.shape[0] - 1)], last), confidence

@@ -30,17 +30,15 @@ NOISE = 0.1  # largest error of the confidence of synthetic drafts
 @flax.struct.dataclass
 class Acceptance:
     num_accepted: jax.Array  # [B] int32, 0..width
-    # [B] int32: the recovered token, or the bonus token after all verified drafts; NO_TOKEN if the logits that decide
-    # it are not finite
-    next_token: jax.Array
+    next_token: jax.Array  # [B] int32: the recovered or bonus token; NO_TOKEN if its logits are not finite
 
 
 @flax.struct.dataclass
 class SyntheticDrafts:
-    """Drawn success and confidence of drafts, in place of a drafter's (`draw_synthetic`)."""
+    """Drafts whose acceptance is drawn, not decided by the target (`draw_synthetic`)."""
 
-    right: jax.Array  # [B, K] bool
-    confidence: jax.Array  # [B, K]
+    right: jax.Array  # [B, K] bool: accepted if verified, and if the drafts before it are
+    confidence: jax.Array  # [B, K]: in place of the drafter's
 
 
 def accept(
@@ -49,24 +47,30 @@ def accept(
     widths: Int[Array, " B"],
     sampling: RowSampling,
     keys: UInt32[Array, "B T 2"] | None,
+    synthetic: SyntheticDrafts | None = None,
 ) -> Acceptance:
     """Accept 0..widths[b] drafts of each row and choose the token that follows.
 
     T = K + 1; row i's logits decide the token that draft i proposes. Logits that are not finite accept no draft and
-    give NO_TOKEN. keys None: all rows are greedy.
+    give NO_TOKEN. keys None: all rows are greedy. With synthetic drafts, the logits only choose the token that follows.
     """
-    chosen = choose(logits, sampling, keys)
-    num_accepted = _leading(_verified(draft_token_ids, widths) & (draft_token_ids == chosen[:, :-1]))
-    return Acceptance(num_accepted, _row(chosen, num_accepted))
+    chosen, num_drafts = choose(logits, sampling, keys), draft_token_ids.shape[1]
+    if synthetic is None:
+        right = draft_token_ids == chosen[:, :-1]
+    else:
+        right = synthetic.right[:, :num_drafts] & (chosen[:, :-1] != NO_TOKEN)
+    index = jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
+    accepted = right & (index < widths[:, None])
+    num_accepted = jnp.min(jnp.where(accepted, num_drafts, index), axis=1, initial=num_drafts)
+    return Acceptance(num_accepted, jnp.take_along_axis(chosen, num_accepted[:, None], axis=1)[:, 0])
 
 
 def draw_synthetic(rates: tuple[float, ...], keys: UInt32[Array, "B T 2"]) -> SyntheticDrafts:
     """Draw which drafts are right, and a drafter's confidence in them, to time models of random weights.
 
-    rates: v_i, the share of steps in which drafts 0..i are all right. After right drafts 0..i-1, draft i is right with
-    a chance of mean r = v_i / v_(i-1), v_(-1) = 1. One draft's own chance is u^((1 - r) / r), u uniform, so that drafts
-    differ in how sure they are. The confidence is that chance, off by up to NOISE. keys: of the K + 1 positions of a
-    row.
+    rates[i]: the share of steps in which drafts 0..i are all right. Given that drafts 0..i-1 are, draft i is right with
+    a chance whose mean is r = rates[i] / rates[i - 1]. The chance itself is u^((1 - r) / r) for a uniform u, so that
+    drafts differ in how sure they are. The confidence is the chance plus an error of up to NOISE.
     """
     num_drafts = keys.shape[1] - 1
     pairs = itertools.pairwise((1.0, *rates))
@@ -75,35 +79,3 @@ def draw_synthetic(rates: tuple[float, ...], keys: UInt32[Array, "B T 2"]) -> Sy
     u, right, noise = (uniform(keys[:, :-1] ^ jnp.uint32(number)) for number in range(3))
     chance = jnp.where(mean > 0, u ** ((1 - mean) / jnp.maximum(mean, 1e-6)), 0.0)
     return SyntheticDrafts(right < chance, jnp.clip(chance + NOISE * (2 * noise - 1), 0.0, 1.0))
-
-
-def accept_synthetic(
-    drafts: SyntheticDrafts,
-    logits: Float[Array, "B T V"],
-    widths: Int[Array, " B"],
-    sampling: RowSampling,
-    keys: UInt32[Array, "B T 2"] | None,
-) -> Acceptance:
-    """Accept the drafts that were drawn right. The logits only choose the token after them.
-
-    keys None: all rows are greedy.
-    """
-    chosen = choose(logits, sampling, keys)
-    right = drafts.right[:, : logits.shape[1] - 1]
-    num_accepted = _leading(_verified(right, widths) & right & (chosen[:, :-1] != NO_TOKEN))
-    return Acceptance(num_accepted, _row(chosen, num_accepted))
-
-
-def _verified(drafts: Array, widths: Array) -> Array:
-    return jnp.arange(drafts.shape[1], dtype=jnp.int32)[None, :] < widths[:, None]
-
-
-def _leading(hit: Array) -> Array:
-    """Count the leading True of each row of [B, K]."""
-    num = hit.shape[1]
-    index = jnp.arange(num, dtype=jnp.int32)[None, :]
-    return jnp.min(jnp.where(hit, num, index), axis=1, initial=num)
-
-
-def _row(values: Array, index: Array) -> Array:
-    return jnp.take_along_axis(values, index[:, None], axis=1)[:, 0]

@@ -36,7 +36,7 @@ class Adjustments:
     bias_ids: jax.Array  # [B, MOST_BIASES] int32, NO_BIAS in unused entries
     bias: jax.Array  # [B, MOST_BIASES] float32
     must_emit: jax.Array  # [B] int32: tokens still to be emitted before a stop token is allowed
-    counts: jax.Array  # [B, V] int32: how often each token was emitted; kept by full steps only
+    counts: jax.Array  # [B, V] int32: how often each token was emitted; kept up only by steps that need full logits
     in_prompt: jax.Array  # [B, V] bool
 
     @classmethod
@@ -84,10 +84,9 @@ def adjust(
     stop_token_ids: Int[Array, "B S"],
     masks: UInt32[Array, "B T W"] | None = None,
 ) -> Float[Array, "B T V"]:
-    """Adjust the logits of the T = K + 1 rows of a step.
+    """Adjust the logits of the T = K + 1 rows of a step. Negative draft ids count as no token.
 
-    masks: one bit for each token, 1 if it is allowed, lowest bit first, in W >= ceil(V / 32) words. Negative draft ids
-    count as no token.
+    masks: one bit per token, 1 if it is allowed, lowest bit first, in W >= ceil(V / 32) words.
     """
     logits = logits.astype(jnp.float32)
     batch, width, vocab_size = logits.shape

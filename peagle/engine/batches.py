@@ -1,7 +1,7 @@
 """Choose the slots, widths and program of the next steps, and write the plans of passes for the device.
 
-A batch has the smallest size that holds its slots. The last size has a row for every slot: there a request's row is its
-slot.
+A batch has the smallest size that holds its slots. The last size has a row for every slot: there a request's row has
+its slot's number.
 """
 
 import dataclasses
@@ -18,12 +18,13 @@ from peagle.engine.scheduler import Piece
 from peagle.engine.step_kinds import StepKind
 from peagle.ops import native
 
-NATIVE_SIZES, XLA_SIZES = 8, 2  # factor between sizes; native kernels skip rows without a slot, so fewer sizes do
+# the factor between batch sizes: native kernels skip rows without a slot, so they need fewer sizes
+NATIVE_FACTOR, XLA_FACTOR = 8, 2
 
 
 @dataclasses.dataclass(frozen=True)
 class StepBatch:
-    """Slots of one pass of steps, with their requests and widths. count: steps of the dispatch."""
+    """The next `count` steps: slots with their requests and widths, and the program."""
 
     rows: Sequence[tuple[int, Handle]]
     widths: Sequence[int]
@@ -37,22 +38,17 @@ class Batches:
 
     config: ResolvedConfig
     memory: KVMemory
-    has_drafter: bool
 
     @functools.cached_property
     def possible_drafts(self) -> tuple[int, ...]:
         """The numbers of drafts of the programs, ascending: K, and 0 if some steps are plain."""
-        return tuple(sorted({self.config.num_speculative_tokens, *([0] if self.some_are_plain else [])}))
-
-    @property
-    def some_are_plain(self) -> bool:
-        """Whether some step is plain: at some load, or because a request sets its own K."""
-        return self.config.adaptive or self.config.k_per_request
+        some_are_plain = self.config.adaptive or self.config.k_per_request
+        return tuple(sorted({self.config.num_speculative_tokens, *([0] if some_are_plain else [])}))
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
         """The sizes of batches, ascending; the last has a row for every slot."""
-        factor = NATIVE_SIZES if native.available() else XLA_SIZES
+        factor = NATIVE_FACTOR if native.available() else XLA_FACTOR
         sizes = [1]
         while sizes[-1] * factor < self.config.slots:
             sizes.append(sizes[-1] * factor)
@@ -61,27 +57,27 @@ class Batches:
     def size_for(self, count: int) -> int:
         return next(size for size in self.sizes if size >= count)
 
-    def kind(self, num_drafts: int, sampled: bool, full: bool = False) -> StepKind:
-        """Return the variant of steps with this many drafts. full: with adjusted logits or log-probabilities."""
-        config, sampled = self.config, sampled or full
+    def kind(self, num_drafts: int, sampled: bool, full_logits: bool = False) -> StepKind:
+        """Return the variant of steps with this many drafts."""
+        config, sampled = self.config, sampled or full_logits
         if not num_drafts:
-            return StepKind(0, sampled, full)
-        return StepKind(num_drafts, sampled, full, config.synthetic_acceptance, adaptive=config.adaptive)
+            return StepKind(0, sampled, full_logits)
+        return StepKind(num_drafts, sampled, full_logits, config.synthetic_acceptance, adaptive=config.adaptive)
 
     def choose(self, decoding: Sequence[tuple[int, Handle]], most_drafts: int, cut: bool, count: int) -> StepBatch:
-        """Choose the next steps of the decoding slots. Slots with a grammar take part only in cut steps.
+        """Choose the next `count` steps of the decoding slots, with most_drafts drafts at most.
 
-        most_drafts: of any slot at the present load. count: steps of the dispatch.
+        Slots with a grammar take part only in cut steps.
         """
         rows = [(slot, handle) for slot, handle in decoding if cut or handle.matcher is None]
-        widths = [0 if handle.paused else handle.request.drafts(most_drafts) for _, handle in rows]
+        widths = [handle.request.most_drafts(most_drafts) if handle.can_draft else 0 for _, handle in rows]
         number = self.config.num_speculative_tokens if any(widths) else 0
         if cut:
-            return StepBatch(rows, widths, self.kind(number, sampled=True, full=True), count)
+            return StepBatch(rows, widths, self.kind(number, sampled=True, full_logits=True), count)
         sampled = any(not handle.request.sampling.greedy for _, handle in rows)
-        kind = self.kind(number, sampled, full=any(handle.request.full for _, handle in rows))
-        if self.has_drafter and not number and all(handle.paused for _, handle in rows):
-            kind = dataclasses.replace(kind, lean=True)
+        kind = self.kind(number, sampled, full_logits=any(handle.request.full_logits for _, handle in rows))
+        if self.memory.has_drafter and not number and not any(handle.can_draft for _, handle in rows):
+            kind = dataclasses.replace(kind, skip_drafter=True)
         return StepBatch(rows, widths, kind, count)
 
     def plan(self, rows: Sequence[tuple[int, Handle]], widths: Sequence[int]) -> np.ndarray:
@@ -93,9 +89,10 @@ class Batches:
         return plan
 
     def empty_plan(self, size: int) -> np.ndarray:
-        return step_plan((), (), np.full((size, sum(self.memory.widths)), -1, np.int32), self.config.slots)
+        return step_plan((), (), np.full((size, sum(self.memory.table_widths)), -1, np.int32), self.config.slots)
 
     def by_row(self, rows: Sequence[tuple[int, Handle]], size: int) -> tuple[Handle | None, ...]:
+        """List the requests of a batch by its rows."""
         by_row: list[Handle | None] = [None] * size
         for row, (_, handle) in zip(self._rows(rows, size), rows, strict=True):
             by_row[row] = handle
@@ -104,15 +101,13 @@ class Batches:
     def chunk_plan(self, pieces: Sequence[Piece[Handle]], shape: tuple[int, int]) -> np.ndarray:
         """Write the plan of a pass over pieces of prompts. shape: (prompts, rows per prompt)."""
         size, length = shape
-        tables = np.full((size, sum(self.memory.widths)), -1, np.int32)
-        token_ids, begin = [], []
+        tables = np.full((size, sum(self.memory.table_widths)), -1, np.int32)
+        token_ids = []
         for row, piece in enumerate(pieces):
-            first = max(piece.begin - 1, 0)
-            begin.append(first)
-            token_ids.append(piece.key.computed_ids[first : piece.begin + piece.count])
+            token_ids.append(piece.key.computed_ids[max(piece.begin - 1, 0) : piece.begin + piece.count])
             assert piece.key.table is not None
             tables[row] = self.memory.row(piece.key.table)
-        return chunk_plan(token_ids, begin, [int(piece.begin > 0) for piece in pieces], length, tables)
+        return chunk_plan(token_ids, [piece.begin for piece in pieces], length, tables)
 
     def _rows(self, rows: Sequence[tuple[int, Handle]], size: int) -> list[int]:
         return [slot for slot, _ in rows] if size == self.config.slots else list(range(len(rows)))

@@ -3,11 +3,12 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
+from peagle.engine.executor import ModelName
 from peagle.engine.grammar import GrammarError
 from peagle.engine.handle import Chunks, Handle
 from peagle.engine.request import FinishReason, StepRecord, TokenChunk, TokenLogprobs
@@ -21,25 +22,22 @@ from peagle.protocols import Explains
 if TYPE_CHECKING:
     from peagle.engine.engine import Engine
 
-Part: TypeAlias = Literal["target", "drafter"]
-
 
 @dataclass(frozen=True)
 class InFlight:
-    """A dispatch that was sent and not yet read.
-
-    requests: of each row of its result. has_values: the result holds tokens. ahead: most rows that it adds to a
-    request. count: its steps.
-    """
+    """A dispatch that was sent and not yet read."""
 
     action: Chunk[Handle] | Steps
     result: jax.Array
-    requests: tuple[Handle | None, ...]
+    requests: tuple[Handle | None, ...]  # of each row of the result; () if a chunk completed no prompt
     sent_s: float
-    has_values: bool
     num_drafts: int = 0
-    ahead: int = 0
-    count: int = 1
+    num_steps: int = 0
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that its steps add to a request."""
+        return self.num_steps * (self.num_drafts + 1)
 
     @property
     def ready(self) -> bool:
@@ -58,7 +56,7 @@ class Collector:
         return self._read_steps(StepOutput.unpack(values, sent.num_drafts), sent, now)
 
     def _read_first(self, values: np.ndarray, sent: InFlight, now: float) -> Chunks:
-        """Make the chunks of first tokens; a resumed request has emitted its own before."""
+        """Make the chunks of first tokens. A resumed request has emitted its first token before."""
         chunks = []
         for row, handle in enumerate(sent.requests):
             if handle is None or handle.output_ids or not self._engine.is_alive(handle):
@@ -79,7 +77,7 @@ class Collector:
             token_ids: list[int] = []
             logprobs: list[TokenLogprobs] = []
             records: list[StepRecord] = []
-            not_finite: Part | None = None
+            not_finite: ModelName | None = None
             for index in np.flatnonzero(output.num_accepted[:, row] >= 0).tolist():
                 accepted, verified = int(output.num_accepted[index, row]), int(output.num_verified[index, row])
                 tokens = output.token_ids[index, row].tolist()
@@ -97,8 +95,8 @@ class Collector:
                 if output.caught_up[index, row]:
                     handle.drafter_rows = handle.length + 1
                 handle.length += accepted + 1
-                handle.paused |= bool(output.paused[index, row])
-                handle.left_out |= bool(output.left_out[index, row])
+                handle.can_draft &= bool(output.can_draft[index, row])
+                handle.drafter_off |= bool(output.drafter_off[index, row])
             if not_finite is not None:
                 chunks.append((handle, self._not_finite(handle, not_finite, tuple(token_ids), tuple(records))))
             elif records:
@@ -106,7 +104,7 @@ class Collector:
         return chunks
 
     def _not_finite(
-        self, handle: Handle, part: Part, token_ids: tuple[int, ...], records: tuple[StepRecord, ...]
+        self, handle: Handle, model: ModelName, token_ids: tuple[int, ...], records: tuple[StepRecord, ...]
     ) -> TokenChunk:
         """End a request whose logits are not finite; return its last chunk, with these tokens.
 
@@ -114,16 +112,16 @@ class Collector:
         """
         engine, tokens = self._engine, [*handle.token_ids, *token_ids]
         message = (
-            f"the {part}'s logits for token {len(tokens) - len(handle.request.prompt_ids)} of the answer to "
+            f"the {model}'s logits for token {len(tokens) - len(handle.request.prompt_ids)} of the answer to "
             f"{handle.request.name} are not finite"
         )
-        if isinstance(engine.target if part == "target" else engine.drafter, Explains):
-            where = engine.executor.first_not_finite(part, tokens)
+        if isinstance(engine.target if model == "target" else engine.drafter, Explains):
+            where = engine.executor.first_not_finite(model, tokens)
             first = f"; the first output that is not finite is that of {where}"
             message += first if where else ", but a second pass gives finite ones"
         todo = "expected finite ones: check the weights, or try --dtype float32 or --kernels xla"
         engine.finish(handle, "error", InputError(f"{message}; {todo}"))
-        engine.memory.pool.free_cached()  # on XLA a row that is not finite spoils the rows before it in its pass
+        engine.memory.pool.free_cached()  # on XLA a row that is not finite spoils earlier rows of its pass
         return dataclasses.replace(handle.inbox.pop(), token_ids=token_ids, steps=records)
 
     def _chunk(
@@ -134,7 +132,7 @@ class Collector:
         records: tuple[StepRecord, ...],
         logprobs: Sequence[TokenLogprobs] = (),
     ) -> TokenChunk:
-        """Make the chunk of these tokens; end the request after a stop token or at its budget."""
+        """Make the chunk of these tokens. End the request after a stop token, at its budget, or to hand it over."""
         engine = self._engine
         handle.output_ids += token_ids
         reason: FinishReason | None = None
@@ -144,7 +142,7 @@ class Collector:
             reason = "length"
         elif engine.config.role == "prefill":
             handle.hand_off, reason = engine.pack(handle), "handed_off"
-        # the text ends before rows after a stop token
+        # rows after a stop token do not count
         handle.length = min(handle.length, len(handle.token_ids) - 1)
         engine.pages.publish_output(handle, ends=reason is not None)
         if reason is not None:
@@ -157,12 +155,13 @@ class Collector:
             if reason == "stop" and (failure := handle.matcher.failure):
                 handle.error, reason = GrammarError(f"{handle.request.name}: {failure}"), "error"
                 handle.finished = reason
-        cached, error = 0 if records else handle.num_cached_tokens, None if handle.error is None else str(handle.error)
-        return TokenChunk(handle.request, token_ids, now, records, reason, tuple(logprobs), cached, error)
+        num_cached = 0 if records else handle.num_cached_tokens
+        error = None if handle.error is None else str(handle.error)
+        return TokenChunk(handle.request, token_ids, now, records, reason, tuple(logprobs), num_cached, error)
 
 
 def _logprobs(log_probs: LogProbs, token_ids: Sequence[int], num_best: int | None) -> list[TokenLogprobs]:
-    """Convert the log-probabilities of tokens, with num_best alternatives per token; None: no entries."""
+    """Make the entries of tokens, with num_best alternatives per token; none if num_best is None."""
     if num_best is None:
         return []
     chosen, best, ids = (np.asarray(leaf).tolist() for leaf in (log_probs.chosen, log_probs.best, log_probs.best_ids))

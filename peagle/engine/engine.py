@@ -22,7 +22,6 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -30,7 +29,6 @@ import numpy as np
 from peagle.engine import handoff
 from peagle.engine.admission import Admission
 from peagle.engine.batches import Batches, StepBatch
-from peagle.engine.beside import alone, second_of
 from peagle.engine.collect import Collector, InFlight
 from peagle.engine.constrained import Constrained
 from peagle.engine.executor import Executor
@@ -39,8 +37,8 @@ from peagle.engine.handle import Chunks, EngineError, Handle
 from peagle.engine.handoff import Fingerprints, HandOff
 from peagle.engine.kv_memory import KVMemory, PageUse, PrefixCacheUse
 from peagle.engine.loop import AnyEngine, Measuring
-from peagle.engine.programs import Shape
-from peagle.engine.request import Request
+from peagle.engine.programs import ProgramShape
+from peagle.engine.request import FinishReason, Request
 from peagle.engine.request_pages import RequestPages
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.scheduler import Chunk, Scheduler, Steps
@@ -51,7 +49,7 @@ from peagle.engine.widths import CostTable, Counts
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.memory import tree_bytes
-from peagle.protocols import Drafter, OverDevices, PrefillsAtOnce, Target
+from peagle.protocols import Drafter, PrefillsAtOnce, Target
 
 
 class Engine(AnyEngine):
@@ -68,46 +66,42 @@ class Engine(AnyEngine):
         config: ResolvedConfig,
         stop_token_ids: Sequence[int] = (),
         fingerprints: Fingerprints = Fingerprints(),  # noqa: B008  # frozen
-        make_executor: Callable[[Target, Drafter | None, Shape], Executor] = Executor,
+        make_executor: Callable[[Target, Drafter | None, ProgramShape, Drafter | None], Executor] = Executor,
+        lookup: Drafter | None = None,
     ) -> None:
-        """Make an engine; its state and pages are allocated at `start`.
+        """Make an engine. `start` allocates its state and pages.
 
-        stop_token_ids end requests that set none of their own. fingerprints: of the models, for hand-offs.
-        make_executor: peagle.engine.remote passes one that runs the same verbs on other processes, too. Raises
-        InputError for K > 0 without a drafter, and for memory that holds no request.
+        stop_token_ids end requests that set none of their own. fingerprints: of the models, for hand-offs. lookup: a
+        drafter without caches, which drafts in adaptive steps, too. make_executor: of a target over several processes
+        (peagle.engine.remote). Raises InputError for K > 0 without a drafter, and for memory that holds no request.
         """
         if config.num_speculative_tokens and drafter is None:
             raise InputError("there is no drafter to speculate with; load one, or decode with K = 0")
         if config.blocked is not None and not isinstance(target, PrefillsAtOnce):
             raise InputError("this target does not prefill at once; leave out --prefill blocked")
         super().__init__(config, stop_token_ids)
-        drafter = drafter if config.adaptive else alone(drafter)
         self.target, self.drafter = target, drafter if config.num_speculative_tokens else None
         self.fingerprints = fingerprints
         self.memory = KVMemory(target, self.drafter, config)
-        shape = Shape(
+        shape = ProgramShape(
             config.slots,
             config.context,
-            config.num_speculative_tokens,
-            config.steps_per_dispatch,
-            self.memory.num_pages,
-            self.memory.widths,
-            None if config.blocked is None else config.blocked.rows(config.context),
-            config.adaptive,
-            config.counts,
+            num_drafts=config.num_speculative_tokens,
+            most_steps=config.steps_per_dispatch,
+            num_pages=self.memory.num_pages,
+            table_widths=self.memory.table_widths,
+            num_target_groups=self.memory.num_target_groups,
+            blocks=None if config.blocked is None else config.blocked.rows(config.context),
+            adaptive=config.adaptive,
+            counts=config.counts,
         )
-        self.executor = make_executor(target, self.drafter, shape)
-        self.batches = Batches(config, self.memory, self.drafter is not None)
-        self.pages = RequestPages(self.memory, config, self.drafter is not None)
-        self.constrained = Constrained(target.vocab_size, config.mask_budget_s, config.most_slow_masks)
-        self.num_queued = 0  # requests of the shared queue before several engines (peagle.engine.replicas)
-        self._admission = Admission(
-            config, target.vocab_size, self.stop_token_ids, fingerprints, self.executor, self.memory
-        )
-        learns = self.drafter if second_of(self.drafter) is None else second_of(self.drafter)
-        self.learns = learns is not None and not learns.cache_groups
+        self.executor = make_executor(target, self.drafter, shape, lookup if config.adaptive else None)
+        self.batches, self.pages = Batches(config, self.memory), RequestPages(self.memory)
+        self.constrained = Constrained(target.vocab_size, config)
+        self.num_queued = 0  # this engine's share of the requests that wait for any replica (peagle.engine.replicas)
         self._scheduler: Scheduler[Handle] = Scheduler(config.slots, config.pass_shapes, config.steps_per_dispatch)
-        self._collector, self._warm_up, self._clock = Collector(self), WarmUp(self), LoopClock()
+        self._admission, self._collector, self._warm_up = Admission(self), Collector(self), WarmUp(self)
+        self._clock = LoopClock()
         self._in_flight: collections.deque[InFlight] = collections.deque()
         self._unread = 0  # dispatches that `receive` leaves in flight
         self._alive: set[Handle] = set()
@@ -136,9 +130,8 @@ class Engine(AnyEngine):
             self._queue(handle)
 
     def _queue(self, handle: Handle, first: bool = False) -> None:
-        """Put a request in the queue, to be prefilled up to its pending token, if it has one."""
-        length = len(handle.computed_ids)
-        self._scheduler.add(handle, length, constrained=handle.matcher is not None, first=first)
+        constrained = handle.matcher is not None
+        self._scheduler.add(handle, len(handle.computed_ids), constrained=constrained, first=first)
 
     def hand_over(self, handle: Handle) -> HandOff:
         """End a decoding request; return what another engine needs to continue it. Its last chunks go to its inbox.
@@ -161,16 +154,14 @@ class Engine(AnyEngine):
     def pack(self, handle: Handle) -> HandOff:
         """Make the hand-off of a request after all its dispatches have been read."""
         assert handle.table is not None
-        drafts = self._has_all_rows(handle)
-        return handoff.pack(
-            self.executor, self.memory, handle.table, tuple(handle.token_ids), self.fingerprints, drafts
-        )
+        tokens, can_draft = tuple(handle.token_ids), self._has_all_rows(handle)
+        return handoff.pack(self.executor, self.memory, handle.table, tokens, self.fingerprints, can_draft)
 
     def _has_all_rows(self, handle: Handle) -> bool:
         """Whether the drafter's pages and its input hold all rows of a request."""
-        return self.drafter is not None and not (handle.paused or handle.left_out)
+        return self.drafter is not None and handle.can_draft and not handle.drafter_off
 
-    def finish(self, handle: Handle, reason: Any, error: InputError | None = None) -> None:
+    def finish(self, handle: Handle, reason: FinishReason, error: InputError | None = None) -> None:
         """Remove a request, and add its last chunk, without tokens, to its inbox."""
         self.remove(handle)
         handle.finish(reason, error)
@@ -200,7 +191,7 @@ class Engine(AnyEngine):
         self,
         sampled: bool = False,
         measuring: Measuring = lambda *_: None,
-        full: bool = False,
+        full_logits: bool = False,
         constrained: bool = False,
         measure: bool = True,
     ) -> None:
@@ -211,7 +202,7 @@ class Engine(AnyEngine):
                 return
             started = time.perf_counter()
             self.start()
-            compiled = self._warm_up.compile(sampled, full, constrained)
+            compiled = self._warm_up.compile(sampled, full_logits, constrained)
             self.compile_s += time.perf_counter() - started if compiled else 0.0
             measures = measure and self.config.adaptive and self.costs is None
             if measures:
@@ -222,8 +213,7 @@ class Engine(AnyEngine):
     def count_acceptance(self, requests: Sequence[Request]) -> Counts:
         """Decode requests, verify every draft, and count accepted ones by confidence (peagle.engine.widths).
 
-        For an adaptive engine without other requests. Afterwards it decodes as before; what its steps had learned is
-        forgotten.
+        For an adaptive engine without other requests. Afterwards its steps start from the recorded counts again.
         """
         costs, self.costs = self.costs, None
         try:
@@ -238,7 +228,7 @@ class Engine(AnyEngine):
             self.executor.relearn()
 
     def start(self) -> None:
-        """Make the state and the pages, once."""
+        """Allocate the state and the pages, once."""
         if not self.executor.started:
             self.executor.start()
 
@@ -254,7 +244,7 @@ class Engine(AnyEngine):
     def launching_alone(self) -> Iterator[bool]:
         """Launch a step's operations one by one: in a CUDA graph a profiler cannot tell them apart.
 
-        Yields whether steps compile anew at their first dispatch. On a CPU this changes nothing.
+        Yields whether steps compile anew at their first dispatch: False on a CPU, where this changes nothing.
         """
         self.executor.launches_alone = jax.default_backend() == "gpu"
         try:
@@ -272,12 +262,10 @@ class Engine(AnyEngine):
         return [program.lower(*operands).compile() for program, operands in prepared]
 
     def memory_bytes(self) -> tuple[int, int, int]:
-        config, together = self.config, 1
-        if isinstance(self.target, OverDevices) and jax.default_backend() == "cpu":
-            together = self.target.local_ranks
+        config, copies = self.config, self.memory.num_sharing
         state = tree_bytes(self.executor.shapes) - sum(self.memory.num_bytes)
-        rows = config.slots * (config.num_speculative_tokens + 1)
-        return self.memory.num_local_bytes, together * state, together * rows * self.target.vocab_size * 4
+        logits = config.slots * (config.num_speculative_tokens + 1) * self.target.vocab_size * 4
+        return self.memory.num_local_bytes, copies * state, copies * logits
 
     @property
     def one(self) -> "Engine":
@@ -289,7 +277,7 @@ class Engine(AnyEngine):
 
     @property
     def prefix_cache_use(self) -> PrefixCacheUse | None:
-        return self.memory.use
+        return self.memory.prefix_cache_use
 
     @property
     def page_use(self) -> PageUse:
@@ -318,12 +306,8 @@ class Engine(AnyEngine):
 
     @property
     def num_open(self) -> int:
+        """Requests that have a slot or wait for one."""
         return len(self._alive)
-
-    @property
-    def num_free(self) -> int:
-        """Slots that no request has or waits for."""
-        return self._scheduler.slots - len(self._alive)
 
     # --- the loop: schedule, execute, collect -----------------------------------------------------------------------
 
@@ -365,7 +349,7 @@ class Engine(AnyEngine):
         for handle in [h for h in self._alive if h.deadline_s is not None and now >= h.deadline_s]:
             self.finish(handle, "timeout")
         interrupt.check()
-        action = self._scheduler.next(self._clock.costs, self._begin)
+        action = self._scheduler.next(self._clock.latest, self._begin)
         chunks: Chunks = []
         if isinstance(action, Chunk):
             self._prefill(action)
@@ -376,9 +360,9 @@ class Engine(AnyEngine):
         elif not self._in_flight:
             self._clock.stop()
         # read a first token at once if no other request keeps the device busy, or if the request is handed over
-        alone = self._scheduler.num_active == 1 or self.config.role == "prefill"
-        alone = isinstance(action, Chunk) and action.pieces[0].last and alone
-        self._unread = 0 if action is None or alone else 1
+        completes = isinstance(action, Chunk) and action.pieces[0].last
+        at_once = completes and (self._scheduler.num_active == 1 or self.config.role == "prefill")
+        self._unread = 0 if action is None or at_once else 1
         chunks, self._chunks = self._chunks + chunks, []
         return chunks
 
@@ -396,24 +380,25 @@ class Engine(AnyEngine):
         return chunks
 
     def _read(self, sent: InFlight) -> Chunks:
-        values = np.asarray(sent.result) if sent.has_values else None
-        if values is None:
+        if not sent.requests:  # a chunk that completed no prompt
             jax.block_until_ready(sent.result)
-        now = time.perf_counter()
+            self._clock.read(sent, time.perf_counter())
+            return []
+        values, now = np.asarray(sent.result), time.perf_counter()
         self._clock.read(sent, now)
         for handle in sent.requests:
             if handle is not None:
-                handle.ahead -= sent.ahead
-        return [] if values is None else self._collector.read(sent, values, now)
+                handle.ahead -= sent.most_tokens
+        return self._collector.read(sent, values, now)
 
     # --- prompts ----------------------------------------------------------------------------------------------------
 
     def _begin(self, handle: Handle) -> int | None:
-        """Give a request its pages; return how many of its tokens are cached, or None if pages are short."""
+        """Give a request its pages; return how many of its tokens they hold, or None if pages are short."""
         if not handle.num_preempted:
-            handle.paused = self._begins_paused(handle)
+            handle.can_draft = self._may_ever_draft(handle)
         if handle.hand_off is not None:
-            handle.paused |= not handle.hand_off.drafts
+            handle.can_draft &= handle.hand_off.can_draft
         if not self.pages.open(handle, self._scheduler.prefilling):
             return None
         assert handle.table is not None
@@ -429,17 +414,15 @@ class Engine(AnyEngine):
             self.memory.pool.count_lookup(handle.table, len(token_ids))
         return known
 
-    def _begins_paused(self, handle: Handle) -> bool:
-        """Whether a request starts paused and so never drafts.
+    def _may_ever_draft(self, handle: Handle) -> bool:
+        """Whether a request that begins now may draft at all.
 
-        By its own K = 0, or because more requests wait than there are slots and drafting does not pay with all slots
-        active.
+        Not if its own K is 0, or if more requests wait than there are slots and drafting does not pay with all slots
+        active. An engine that only prefills cannot tell how crowded the engine is that will decode.
         """
         num_waiting = self._scheduler.num_waiting - 1 + self.num_queued
         crowded = num_waiting > self.config.slots and not self._pays(self.config.slots)
-        if self.config.role == "prefill":
-            crowded = False  # other engines decode its requests
-        return crowded or handle.request.num_speculative_tokens == 0
+        return handle.request.num_speculative_tokens != 0 and (not crowded or self.config.role == "prefill")
 
     def _prefill(self, action: Chunk[Handle]) -> None:
         """Compute pieces of prompts in one pass, and admit the completed ones to their slots."""
@@ -448,15 +431,15 @@ class Engine(AnyEngine):
         pieces = [piece for piece in pieces if piece.key.table is not None]  # a preempted request has no table
         if not pieces:
             return
-        drafts = self.drafter is not None and any(self.pages.has_drafter_pages(piece.key) for piece in pieces)
-        result = self.executor.prefill(self.batches.chunk_plan(pieces, action.shape), drafts)
+        with_drafter = any(self.pages.has_drafter_pages(piece.key) for piece in pieces)
+        result = self.executor.prefill(self.batches.chunk_plan(pieces, action.shape), with_drafter)
         for piece in pieces:
             self.pages.publish_prompt(piece.key, piece.begin + piece.count)
         complete = [(row, piece.key) for row, piece in enumerate(pieces) if piece.last]
         if complete:
             result = self._admit(complete, action.shape[0])
         requests = tuple(handle for _, handle in complete)
-        self._in_flight.append(InFlight(action, result, requests, sent_s, has_values=bool(complete)))
+        self._in_flight.append(InFlight(action, result, requests, sent_s))
 
     def _admit(self, complete: Sequence[tuple[int, Handle]], size: int) -> jax.Array:
         """Admit requests with complete prompts to their slots; return their first tokens, packed."""
@@ -467,17 +450,15 @@ class Engine(AnyEngine):
             handle.length, into[row] = len(handle.computed_ids), slots[handle]
             lengths[row] = handle.length
             masks = None if handle.output_ids else self.constrained.first(handle)
-            slot = SlotParams.of(
-                handle.request, handle.stop_token_ids, self.target.vocab_size, not handle.paused, masks
-            )
+            slot = SlotParams.of(handle.request, handle.stop_token_ids, self.target.vocab_size, handle.can_draft, masks)
             if handle.output_ids:
                 known[row] = handle.output_ids[-1]
                 slot = slot.continued(handle.output_ids)
             params.append(slot)
         first = self.executor.admit([row for row, _ in complete], into, lengths, known, params)
-        if self.learns:
+        if self.executor.reads_tokens:
             for _, handle in complete:
-                self.executor.learn(slots[handle], handle.computed_ids)
+                self.executor.read_tokens(slots[handle], handle.computed_ids)
         return first
 
     # --- steps ------------------------------------------------------------------------------------------------------
@@ -514,7 +495,7 @@ class Engine(AnyEngine):
         return chunks
 
     def _sending(self) -> float:
-        """Return the time, and count it as the end of a gap."""
+        """Return the time of a dispatch, which ends the gap before it."""
         now = time.perf_counter()
         self._clock.sending(now, self._in_flight)
         return now
@@ -522,7 +503,8 @@ class Engine(AnyEngine):
     def _next_batch(self, action: Steps) -> StepBatch | None:
         """Choose the next steps and reserve their pages; None if every request was preempted.
 
-        If pages are short, the dispatch has one step; if they still are, requests are preempted.
+        If pages are short, the dispatch has one step. If they still are, the earliest requests get theirs, and the
+        latest are preempted.
         """
 
         def choose(count: int) -> StepBatch:
@@ -531,18 +513,21 @@ class Engine(AnyEngine):
 
         batch = choose(action.count)
         for count in (action.count, 1):
-            if self._reserve_steps(batch, count):
+            reach = [self.pages.reach(handle, count, batch.kind.num_drafts) for _, handle in batch.rows]
+            if all(self.pages.reserve(handle, most) for (_, handle), most in zip(batch.rows, reach, strict=True)):
                 return dataclasses.replace(batch, count=count) if batch.rows else None
-        self._make_room(batch)
+        for _, handle in sorted(batch.rows, key=lambda row: row[1].number):
+            if handle.table is not None:
+                self._reserve(handle, self.pages.reach(handle, 1, batch.kind.num_drafts))
         batch = choose(1)  # without the preempted requests
         return batch if batch.rows else None
 
     def _pays(self, num_active: int) -> bool:
-        """Whether drafting can pay at this many active slots, as far as is measured."""
+        """Whether drafting can pay at this many active slots; True before costs are measured."""
         return self.costs is None or self.costs.pays(num_active, self.config.num_speculative_tokens)
 
     def _step_costs(self, batch: StepBatch, size: int) -> np.ndarray:
-        """Return the packed costs of a batch's steps; empty unless the steps are adaptive."""
+        """Return the packed costs of a batch's steps, empty unless they are adaptive."""
         if not batch.kind.adaptive or self.costs is None:
             return batch.kind.no_costs(size)
         return self.costs.packed(self._scheduler.num_active, size, batch.kind.num_drafts)
@@ -555,11 +540,10 @@ class Engine(AnyEngine):
         requests: tuple[Handle | None, ...],
         sent_s: float,
     ) -> None:
-        ahead = batch.count * (batch.kind.num_drafts + 1)
+        sent = InFlight(action, result, requests, sent_s, batch.kind.num_drafts, batch.count)
         for _, handle in batch.rows:
-            handle.ahead += ahead
-        num_drafts = batch.kind.num_drafts
-        self._in_flight.append(InFlight(action, result, requests, sent_s, True, num_drafts, ahead, batch.count))
+            handle.ahead += sent.most_tokens
+        self._in_flight.append(sent)
 
     def _finish_stuck(self, batch: StepBatch) -> Chunks:
         """End the requests whose grammar cannot be followed any further; return their last chunks."""
@@ -572,19 +556,6 @@ class Engine(AnyEngine):
         return chunks
 
     # --- pages ------------------------------------------------------------------------------------------------------
-
-    def _reserve_steps(self, batch: StepBatch, count: int) -> bool:
-        """Reserve the pages that this many steps may fill; return whether all requests have theirs."""
-        return all(
-            self.pages.reserve(handle, self.pages.reach(handle, count, batch.kind.num_drafts))
-            for _, handle in batch.rows
-        )
-
-    def _make_room(self, batch: StepBatch) -> None:
-        """Reserve the pages of one step, earliest request first; preempt the latest requests if pages are short."""
-        for _, handle in sorted(batch.rows, key=lambda row: row[1].number):
-            if handle.table is not None:
-                self._reserve(handle, self.pages.reach(handle, 1, batch.kind.num_drafts))
 
     def _reserve(self, handle: Handle, num_tokens: int) -> bool:
         """Reserve pages for a request's first tokens; return whether it has them.

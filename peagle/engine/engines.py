@@ -1,4 +1,4 @@
-"""The engines of a pair, one per config, within the available memory."""
+"""The engines of a pair, one per config, within the free memory."""
 
 import threading
 import warnings
@@ -8,7 +8,6 @@ from typing import NamedTuple
 import jax
 
 from peagle.config import check_block
-from peagle.engine.beside import Beside, most_drafts_of
 from peagle.engine.engine import Engine
 from peagle.engine.executor import Executor
 from peagle.engine.handoff import Fingerprints
@@ -21,14 +20,14 @@ from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.memory import available_memory_bytes, refuse_too_large, size_in_words
 from peagle.protocols import Drafter, OverDevices, Target
 
-KEPT_FRAC = 0.1  # the prefix cache takes at most this share of the free memory
-KEPT_TIMES = 4  # and at most this multiple of the memory of the requests themselves
-LEAST_KEPT_BYTES = 1 << 26  # or this, for the smallest models
+PREFIX_FRAC = 0.1  # the prefix cache takes at most this share of the free memory
+PREFIX_TIMES = 4  # and at most this multiple of the memory of the requests' own pages
+LEAST_PREFIX_BYTES = 1 << 26  # or this, for the smallest models
 PAGES_FRAC = 0.8  # share of the free memory for one request of the default context; programs and prefixes need the rest
 
 
 class FreeMemory:
-    """The memory that was free at first, so that equal arguments make equal engines."""
+    """Free memory as measured once, so that equal arguments make equal engines."""
 
     def __init__(self) -> None:
         self._num_bytes: int | None = None
@@ -42,34 +41,24 @@ class FreeMemory:
 
 
 class ReplicaModels(NamedTuple):
-    """The models of one replica. target: with the aux_hidden that the drafter reads; plain_target: without.
-
-    second: drafts beside the drafter in adaptive steps (peagle.engine.beside).
-    """
+    """The models of one replica. target: with the aux_hidden that the drafter reads; plain_target: without."""
 
     target: Target
     plain_target: Target
     drafter: Drafter | None
-    second: Drafter | None = None
+    lookup: Drafter | None = None  # a drafter without caches, which drafts in adaptive steps, too
 
-    def of(self, drafts: bool, beside: bool = True) -> tuple[Target, Drafter | None]:
-        """Return the models of an engine. drafts: it speculates; beside: with the second drafter, too.
-
-        Raises InputError if it speculates without a drafter.
-        """
+    def of(self, drafts: bool) -> tuple[Target, Drafter | None]:
+        """Return the models of an engine. drafts: it speculates. Raises InputError if it would without a drafter."""
         if not drafts:
             return self.plain_target, None
         if self.drafter is None:
             raise InputError("this pair has no drafter to speculate with; load one, or decode with K = 0")
-        return self.target, Beside(self.drafter, self.second) if beside and self.second is not None else self.drafter
-
-    def of_config(self, config: ResolvedConfig) -> tuple[Target, Drafter | None]:
-        """Return the models of an engine of this config. Synthetic acceptance imitates one drafter."""
-        return self.of(config.num_speculative_tokens > 0, beside=config.synthetic_acceptance is None)
+        return self.target, self.drafter
 
 
 class Engines:
-    """Engines by config; equal configs share one. replicas: the models on each replica's devices, one or more."""
+    """Engines by config; equal configs share one. replicas: the models on the devices of each replica."""
 
     def __init__(
         self,
@@ -86,23 +75,26 @@ class Engines:
         self._making = threading.Lock()
 
     def get(self, config: ResolvedConfig) -> AnyEngine:
-        """Return the engine of a config. K = 0 decodes plainly. Any thread may call it.
+        """Return the engine of a config. Any thread may call it.
 
-        Replicas have an engine each, which share the slots (peagle.engine.replicas). Raises InputError for a K that
-        exceeds the positions or the drafter's window, for K > 0 without a drafter, for caches that exceed the memory,
-        for slots that replicas cannot share, and for a role over several processes.
+        Replicas have an engine each (peagle.engine.replicas). Raises InputError for a K that exceeds the positions or
+        the drafter's window, for K > 0 without a drafter, for caches that exceed the memory, for slots that replicas
+        cannot share, and for a role over several processes.
         """
         self._check(config)
         with self._making:
             if config not in self.by_config:
                 self._warn_beyond_training(config)
-                self.refuse_beyond_free(config)
+                self._refuse_beyond_free(config)
                 share = config.share(len(self._replicas))
                 make = Executor if self._lead is None else self._lead.executor
-                engines = [
-                    Engine(*models.of_config(config), share, self._stop_token_ids, self._fingerprints, make)
-                    for models in self._replicas
-                ]
+                engines = []
+                for models in self._replicas:
+                    target, drafter = models.of(config.num_speculative_tokens > 0)
+                    # synthetic acceptance imitates one drafter
+                    lookup = models.lookup if config.synthetic_acceptance is None else None
+                    stops, prints = self._stop_token_ids, self._fingerprints
+                    engines.append(Engine(target, drafter, share, stops, prints, make, lookup))
                 engine = Replicas(engines, config) if len(engines) > 1 else engines[0]
                 _refuse_too_large(engine)
                 self.by_config[config] = engine
@@ -111,31 +103,32 @@ class Engines:
     def page_bytes(self, config: ResolvedConfig) -> int:
         """Compute the bytes of pages that engines of this config take. Raises InputError as `KVMemory` does."""
         count = len(self._replicas)
-        together = count if jax.default_backend() == "cpu" else 1
-        return together * KVMemory(*self.models.of_config(config), config.share(count)).num_local_bytes
+        copies = count if jax.default_backend() == "cpu" else 1
+        target, drafter = self.models.of(config.num_speculative_tokens > 0)
+        return copies * KVMemory(target, drafter, config.share(count)).num_local_bytes
 
-    def kept_bytes(self, config: ResolvedConfig) -> int:
+    def prefix_cache_bytes(self, config: ResolvedConfig) -> int:
         """Return the bytes that a prefix cache takes in an engine of this config, if it is on."""
         if config.kv_memory is not None:
             return 1  # no extra page: cached tokens lie in the pages that requests leave
         own = self.page_bytes(config)
-        if not own:  # a target that keeps nothing
+        if not own:  # a target without pages
             return 1
-        return max(1, min(int(KEPT_FRAC * self._memory.num_bytes()), max(KEPT_TIMES * own, LEAST_KEPT_BYTES)))
+        return max(1, min(int(PREFIX_FRAC * self._memory.num_bytes()), max(PREFIX_TIMES * own, LEAST_PREFIX_BYTES)))
 
     def fits(self, config: ResolvedConfig, num_engines: int = 1) -> bool:
-        """Tell whether memory holds the pages of a config. num_engines: how many share the free memory.
+        """Whether memory holds the pages of a config. num_engines: how many share the free memory.
 
         Raises InputError for sizes that exceed all of it.
         """
-        self.refuse_beyond_free(config)
+        self._refuse_beyond_free(config)
         try:
             size = self.page_bytes(config)
         except InputError:  # it does not hold one request
             return False
         return config.kv_memory is not None or num_engines * size <= PAGES_FRAC * self._memory.num_bytes()
 
-    def refuse_beyond_free(self, config: ResolvedConfig) -> None:
+    def _refuse_beyond_free(self, config: ResolvedConfig) -> None:
         """Raise InputError for memory sizes in the config that exceed the free memory, before pages are counted."""
         target = self.models.target
         ranks = target.ranks if isinstance(target, OverDevices) else 1
@@ -158,7 +151,7 @@ class Engines:
                 f"K is {k}; expected at most {max(target.max_positions - 2, 0)}, since a step takes K + 1 positions "
                 f"after the prompt and the target has {target.max_positions}"
             )
-        check_block(k, most_drafts_of(drafter))
+        check_block(k, getattr(drafter, "most_drafts", None))
         window = getattr(drafter, "window", None) if k else None
         if window is not None and window < k + 1:
             raise InputError(
@@ -187,11 +180,11 @@ class Engines:
 def _refuse_too_large(engine: AnyEngine) -> None:
     """Raise InputError, before allocation, for an engine that exceeds the memory.
 
-    A replica on its own devices has a part of the slots.
+    CPU devices share one memory. Elsewhere a replica has devices, and a part of the slots, of its own.
     """
-    config = engine.config if jax.default_backend() == "cpu" else engine.one.config
-    slots, kept, limit = config.slots, config.prefix_cache, config.kv_memory
-    tokens = (engine if jax.default_backend() == "cpu" else engine.one).page_use.num_tokens
+    whole = engine if jax.default_backend() == "cpu" else engine.one
+    slots, kept, limit = whole.config.slots, whole.config.prefix_cache, whole.config.kv_memory
+    tokens = whole.page_use.num_tokens
     pages, state, logits = engine.memory_bytes()
     available = available_memory_bytes()
 

@@ -1,51 +1,59 @@
 """Run the engine's verbs on the device: prefill, admit, steps, absorb, and the three parts of a cut step.
 
 The executor is the engine's only door to the device. It holds the state and the pages. Verbs take host values and
-return what the host will read, so several processes can run the same verbs (peagle.engine.remote).
+return arrays for the host to read, so several processes can run the same verbs (peagle.engine.remote).
 
 One array of integers, the plan, carries the slots and tables of a pass. No program depends on a request: batches and
-chunks come in a few sizes, and steps in greedy, sampled and full variants. The state is donated.
+chunks come in a few sizes, and steps in a few variants. The state is donated.
 """
 
 import dataclasses
 import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
 
 from peagle.engine import programs
-from peagle.engine.beside import alone, second_of
 from peagle.engine.prefill import Prefilled
-from peagle.engine.programs import Shape
+from peagle.engine.programs import ProgramShape
+from peagle.engine.propose import Proposed
 from peagle.engine.state import DecodeState, SlotParams
-from peagle.engine.step_kinds import Proposed, StepKind
+from peagle.engine.step_kinds import StepKind
 from peagle.engine.widths import Counts, Learned
 from peagle.ops import interrupt
 from peagle.ops.attention import PagedCache, Pages
 from peagle.ops.messages import VerifyOutput
 from peagle.protocols import Drafter, Explains, Target
 
+ModelName: TypeAlias = Literal["target", "drafter"]
+NO_PAGES = PagedCache((), ())
+
 
 class Executor:
     """The programs of one target, drafter and shape, with their state.
 
-    Executors of equal models and shapes share compiled programs.
+    Executors of equal models and shapes share compiled programs. lookup: drafts in adaptive steps, too.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None, shape: Shape) -> None:
-        self.target, self.drafter, self.shape = target, drafter if shape.adaptive else alone(drafter), shape
-        self._models, self._tree = jax.tree.flatten((target, self.drafter))
-        self._plain_models, self._plain_tree = jax.tree.flatten((target, None))
-        self._target_alone, self._drafter_alone = jax.tree.flatten(target), jax.tree.flatten(self.drafter)
+    def __init__(
+        self, target: Target, drafter: Drafter | None, shape: ProgramShape, lookup: Drafter | None = None
+    ) -> None:
+        self.target, self.drafter, self.shape = target, drafter, shape
+        self._num_sources = 1 if lookup is None else 2  # of drafts, in adaptive steps
+        reader, self._reader_state = (drafter, "drafter_state") if lookup is None else (lookup, "lookup_state")
+        self.reads_tokens = reader is not None and not reader.cache_groups  # a drafter without caches does
+        self._models, self._tree = jax.tree.flatten((target, drafter, lookup))
+        self._plain_models, self._plain_tree = jax.tree.flatten((target, None, None))
+        self._target_alone, self._drafters = jax.tree.flatten(target), jax.tree.flatten((drafter, lookup))
+        self._reader = jax.tree.flatten(reader)
         self.launches_alone = False  # whether steps launch operations one by one: `Engine.launching_alone`
         self._state: DecodeState | None = None
         self._prefilled: Prefilled | None = None
         self._proposed: Proposed | None = None
         self._verified: VerifyOutput | None = None
-        self._num_groups = len(target.cache_groups)
 
     @property
     def state(self) -> DecodeState:
@@ -71,13 +79,14 @@ class Executor:
     def start(self) -> None:
         self._state = programs.init_program(self._tree, self.shape)(self._models)
 
-    def prefill(self, plan: np.ndarray, drafts: bool) -> jax.Array:
-        """Compute a chunk (`chunk_plan`); return an array to wait for. drafts: with the drafter."""
+    def prefill(self, plan: np.ndarray, with_drafter: bool) -> jax.Array:
+        """Compute a chunk (`chunk_plan`); return an array to wait for."""
         state, drafter = self.state, self.drafter
-        absorbs = drafts and drafter is not None and bool(drafter.cache_groups)
+        absorbs = with_drafter and drafter is not None and bool(drafter.cache_groups)
         models, tree = (self._models, self._tree) if absorbs else (self._plain_models, self._plain_tree)
         pages = state.target_cache.pages, state.drafter_state.pages if absorbs else ()
-        program = programs.prefill_program(tree, self._num_groups, self.shape.widths, self.shape.blocks)
+        shape = self.shape
+        program = programs.prefill_program(tree, shape.num_target_groups, shape.table_widths, shape.blocks)
         (target_pages, drafter_pages), self._prefilled = program(models, pages, plan)
         drafter_state = PagedCache(drafter_pages, ()) if absorbs else state.drafter_state
         target_cache = PagedCache(target_pages, ())
@@ -92,43 +101,38 @@ class Executor:
         token_ids: np.ndarray,
         params: Sequence[SlotParams],
     ) -> jax.Array:
-        """Admit requests of the last chunk to their slots; return their first tokens, packed [n, W].
+        """Admit requests of the last chunk to their slots; return their first tokens and log-probabilities [n, W].
 
-        rows: their entries of the chunk, one or more; params: of each. Entries without a slot are dropped. token_ids:
-        the next token if it is known; negative: choose it by the request's own parameters. Tokens are packed with their
-        log-probabilities; their copy to the host is started.
+        rows: of the chunk, one or more; params: of each. slots, length and token_ids have n entries, of which those
+        after `rows` have no slot. token_ids: the first token if it is known; negative: choose it by the request's own
+        parameters. The copy of the result to the host is started.
         """
         size = len(slots)
         index = np.zeros((size,), np.int32)
         index[: len(rows)] = rows
-        # one at a time, so that all passes, and engines of one vocabulary, share the larger program, which chooses
+        # one by one, so that all passes, and engines of one vocabulary, share the program that chooses, which is large
+        logits, aux_hidden = self.prefilled
         chosen = [
-            programs.first_token_program()(
-                _row(self.prefilled.logits, row), length[[place]], token_ids[[place]], params[place]
-            )
+            programs.first_token(_row(logits, row), length[[place]], token_ids[[place]], params[place])
             for place, row in enumerate(rows)
         ]
-        first = (
-            chosen[0] if size == 1 else programs.join_rows([*chosen, *chosen[:1] * (size - len(chosen))], np.int32(0))
-        )
+        if size == 1:
+            (first,) = chosen
+        else:
+            first = programs.join_rows([*chosen, *chosen[:1] * (size - len(chosen))], np.int32(0))
         small, kept = _split(self.state)
         stacked = SlotParams.stack(params, size)
-        self._state = _join(
-            programs.admit_program()(small, self.prefilled.aux_hidden, index, slots, length, first, stacked), kept
-        )
+        self._state = _join(programs.admit_rows(small, aux_hidden, index, slots, length, first, stacked), kept)
         first.copy_to_host_async()
         return first
 
-    def learn(self, slot: int, token_ids: Sequence[int]) -> None:
-        """Let the cacheless drafter read the tokens of a slot's request, the pending one excluded."""
-        padded = np.zeros((1, self.shape.capacity), np.int32)
+    def read_tokens(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Let the drafter without caches read the tokens of a slot's request, the pending one excluded."""
+        padded = np.zeros((1, self.shape.context), np.int32)
         padded[0, : len(token_ids)] = token_ids
-        second, state = second_of(self.drafter), self.state
-        models, tree = self._drafter_alone if second is None else jax.tree.flatten(second)
-        before = state.drafter_state if second is None else state.second_state
-        after = programs.learn_program(tree)(models, before, padded, np.int32(len(token_ids)), np.int32(slot))
-        changed = {"drafter_state" if second is None else "second_state": after}
-        self._state = dataclasses.replace(state, **changed)
+        (models, tree), before = self._reader, getattr(self.state, self._reader_state)
+        after = programs.read_tokens_program(tree)(models, before, padded, np.int32(len(token_ids)), np.int32(slot))
+        self._state = dataclasses.replace(self.state, **{self._reader_state: after})
 
     def steps(self, plan: np.ndarray, costs: np.ndarray, count: int, kind: StepKind) -> jax.Array:
         """Dispatch `count` steps of the slots of a plan (`step_plan`); return their packed outputs.
@@ -139,7 +143,8 @@ class Executor:
         program, operands = self.prepared_steps(self.state, plan, costs, count, kind)
         after, outputs = program(*operands)
         outputs.copy_to_host_async()
-        self._state = self._merged(after, kind)
+        unused = {name: getattr(self.state, name) for name in _unused_leaves(kind)}
+        self._state = dataclasses.replace(after, **unused)
         return outputs  # type: ignore[no-any-return]
 
     def compile_steps(self, passes: Sequence[tuple[np.ndarray, StepKind]]) -> None:
@@ -156,61 +161,38 @@ class Executor:
         with ThreadPoolExecutor() as pool:
             list(pool.map(one, *zip(*passes, strict=True)))
 
-    def _merged(self, after: DecodeState, kind: StepKind) -> DecodeState:
-        """Put back the leaves that the steps of a kind did not take."""
-        state = self.state
-        if kind.num_drafts == 0:
-            after = dataclasses.replace(
-                after, drafter_state=state.drafter_state, second_state=state.second_state, learned=state.learned
-            )
-        if kind.lean:
-            after = dataclasses.replace(after, drafter_input=state.drafter_input)
-        return after if kind.full else dataclasses.replace(after, adjustments=state.adjustments)
-
     def prepared_steps(
         self, state: DecodeState, plan: np.ndarray, costs: np.ndarray, count: int, kind: StepKind
     ) -> tuple[Any, list[Any]]:
-        """Return (the program of a dispatch of steps, its operands).
-
-        Steps take only the leaves that they need, because every leaf costs host time.
-        """
-        models, tree = self._models, self._tree
-        if kind.num_drafts == 0:
-            models, tree = self._plain_models, self._plain_tree
-            state = dataclasses.replace(state, drafter_state=None, second_state=None, learned=None)
-        if kind.lean:
-            state = dataclasses.replace(state, drafter_input=None)
-        if not kind.full:
-            state = dataclasses.replace(state, adjustments=None)
-        program = programs.steps_program(tree, kind, self.shape, self._num_groups, self.launches_alone)
-        return program, [models, state, plan, costs, np.int32(count)]
+        """Return (the program of a dispatch of steps, its operands)."""
+        models, tree = (self._models, self._tree) if kind.num_drafts else (self._plain_models, self._plain_tree)
+        program = programs.steps_program(tree, kind, self.shape, self.launches_alone)
+        unused: dict[str, Any] = dict.fromkeys(_unused_leaves(kind))
+        return program, [models, dataclasses.replace(state, **unused), plan, costs, np.int32(count)]
 
     def absorb(self, plan: np.ndarray) -> None:
         """Let the drafter absorb the input of a plan's slots, except each last row."""
-        models, tree = self._drafter_alone
-        state = dataclasses.replace(self.state, target_cache=PagedCache((), ()), adjustments=None)
-        after = programs.absorb_program(tree, self.shape, self._num_groups)(models, state, plan)
-        self._state = dataclasses.replace(
-            after, target_cache=self.state.target_cache, adjustments=self.state.adjustments
-        )
+        models, tree = self._drafters
+        target_cache, adjustments = self.state.target_cache, self.state.adjustments
+        after = programs.absorb_program(tree, self.shape)(models, _without_target(self.state), plan)
+        self._state = dataclasses.replace(after, target_cache=target_cache, adjustments=adjustments)
 
     def propose(self, plan: np.ndarray, costs: np.ndarray, kind: StepKind) -> jax.Array:
         """Dispatch the first part of a cut step; return the drafts, whose copy to the host is started."""
-        models, tree = self._drafter_alone
-        state = dataclasses.replace(self.state, target_cache=PagedCache((), ()), adjustments=None)
-        program = programs.propose_program(tree, kind, self.shape, self._num_groups)
-        (drafter_state, second_state), self._proposed = program(
-            models, (state.drafter_state, state.second_state), _without_drafter(state), plan, costs
+        (models, tree), state = self._drafters, _without_target(self.state)
+        program = programs.propose_program(tree, kind, self.shape)
+        (drafter_state, lookup_state), self._proposed = program(
+            models, (state.drafter_state, state.lookup_state), _without_drafter(state), plan, costs
         )
-        self._state = dataclasses.replace(self.state, drafter_state=drafter_state, second_state=second_state)
+        self._state = dataclasses.replace(self.state, drafter_state=drafter_state, lookup_state=lookup_state)
         self._proposed.draft_token_ids.copy_to_host_async()
         return self._proposed.draft_token_ids
 
     def verify(self, plan: np.ndarray) -> jax.Array:
         """Dispatch the second part; return an array to wait for."""
         models, tree = self._target_alone
-        small = _without_drafter(dataclasses.replace(self.state, target_cache=PagedCache((), ()), adjustments=None))
-        program = programs.verify_program(tree, self.shape, self._num_groups)
+        small = _without_drafter(_without_target(self.state))
+        program = programs.verify_program(tree, self.shape)
         pages, self._verified = program(models, self.state.target_cache.pages, small, plan, self._proposed)
         self._state = dataclasses.replace(self.state, target_cache=PagedCache(pages, ()))
         return self._verified.logits
@@ -220,10 +202,10 @@ class Executor:
     ) -> jax.Array:
         """Dispatch the last part; return its packed output [1, B, W].
 
-        masks: uint32 [B, K+1, W] (peagle.engine.adjust). counts: int32 [B], how many drafts of a slot may count.
+        masks: uint32 [B, K+1, W] (peagle.engine.masks). counts: int32 [B], how many drafts of a slot may count.
         """
         small, kept = _split(self.state)
-        program = programs.accept_and_commit_program(kind, self.shape, self._num_groups)
+        program = programs.accept_and_commit_program(kind, self.shape)
         after, outputs = program(small, plan, self._proposed, self._verified, costs, masks, counts)
         outputs.copy_to_host_async()
         self._state = _join(after, kept)
@@ -232,11 +214,11 @@ class Executor:
     def relearn(self, blank: bool = False) -> None:
         """Forget what steps have learned. blank: also the recorded counts of the shape."""
         counts = None if blank else self.shape.counts
-        learned = Learned.start(1 if second_of(self.drafter) is None else 2, self.shape.num_drafts, counts)
+        learned = Learned.start(self._num_sources, self.shape.num_drafts, counts)
         self._state = dataclasses.replace(self.state, learned=learned)
 
     def counts(self) -> Counts:
-        """Read the counts of the first source since `relearn(blank=True)`; waits for all dispatches."""
+        """Read the drafter's counts since `relearn(blank=True)`. Waits for all dispatches."""
         assert self.state.learned is not None
         begun = Learned.start(1, self.shape.num_drafts)
         pairs = ((self.state.learned.tried, begun.tried), (self.state.learned.accepted, begun.accepted))
@@ -269,9 +251,9 @@ class Executor:
         drafter_pages = drafter_state.pages if isinstance(drafter_state, PagedCache) else ()
         return (*self.state.target_cache.pages, *drafter_pages)
 
-    def first_not_finite(self, part: Literal["target", "drafter"], token_ids: Sequence[int]) -> str | None:
+    def first_not_finite(self, name: ModelName, token_ids: Sequence[int]) -> str | None:
         """Name a model's first output that is not finite (peagle.protocols.Explains)."""
-        model = self.target if part == "target" else self.drafter
+        model = self.target if name == "target" else self.drafter
         assert isinstance(model, Explains)
         return model.first_not_finite(token_ids)
 
@@ -280,18 +262,29 @@ class Executor:
             jax.block_until_ready((self._state.done, self._state.target_cache))
 
 
+def _unused_leaves(kind: StepKind) -> list[str]:
+    """Name the leaves of the state that steps of a kind do not take, because every leaf costs host time."""
+    names = [] if kind.num_drafts else ["drafter_state", "lookup_state", "learned"]
+    names += ["drafter_input"] if kind.skip_drafter else []
+    return names if kind.full_logits else [*names, "adjustments"]
+
+
 def _split(state: DecodeState) -> tuple[DecodeState, tuple[PagedCache, Any, Any]]:
     """Return (the state without pages and drafter states, these pages and states)."""
-    small = _without_drafter(dataclasses.replace(state, target_cache=PagedCache((), ())))
-    return small, (state.target_cache, state.drafter_state, state.second_state)
+    small = _without_drafter(dataclasses.replace(state, target_cache=NO_PAGES))
+    return small, (state.target_cache, state.drafter_state, state.lookup_state)
 
 
 def _join(small: DecodeState, kept: tuple[PagedCache, Any, Any]) -> DecodeState:
-    return dataclasses.replace(small, target_cache=kept[0], drafter_state=kept[1], second_state=kept[2])
+    return dataclasses.replace(small, target_cache=kept[0], drafter_state=kept[1], lookup_state=kept[2])
+
+
+def _without_target(state: DecodeState) -> DecodeState:
+    return dataclasses.replace(state, target_cache=NO_PAGES, adjustments=None)
 
 
 def _without_drafter(state: DecodeState) -> DecodeState:
-    return dataclasses.replace(state, drafter_state=None, second_state=None)
+    return dataclasses.replace(state, drafter_state=None, lookup_state=None)
 
 
 def _on_host(leaf: jax.Array) -> bool:

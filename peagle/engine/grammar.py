@@ -1,8 +1,7 @@
 """Structured output: grammars, their compilation, and the state of a request's grammar. Host only, without NumPy.
 
 A Grammar describes an answer's text. A Vocabulary, the bytes of a target's tokens, compiles it by llguidance. Each
-request has a Matcher, which reads the emitted tokens. The Matcher and a step's drafts give the masks of the step's rows
-(peagle.engine.masks).
+request has a Matcher, which reads the emitted tokens and gives the masks of a step (peagle.engine.masks).
 """
 
 import collections
@@ -25,17 +24,17 @@ LONGEST_GRAMMAR = 100_000  # characters
 DEEPEST_SCHEMA = 64
 MOST_KEYS = 1000  # per object of a schema; compile time grows with the square of the number of properties
 MOST_CHOICES_OF_TEXT = 1024
-LARGEST_MULTIPLE = 10_000  # largest least common multiple of all multipleOf: the states of their automaton
+LARGEST_MULTIPLE = 10_000  # of the least common multiple of all multipleOf, which is the size of their automaton
 MOST_SCHEMAS = 8  # %json schemas in one grammar
-WHITESPACE = r"[ \n\r\t]{1,20}"  # between the parts of a JSON text; unlimited, a model may never stop writing it
+WHITESPACE = r"[ \n\r\t]{1,20}"  # between the parts of a JSON text; without a limit, a model may write it forever
 ANSWER = "answer"  # name of the grammar's rule, for rules around it
 MOST_KEPT = 32  # compiled grammars
 LONGEST_RENEWAL_S = 0.5  # per matcher; all other requests wait meanwhile
-# grammars that count tokens or take back emitted ones are not functions of the tokens before
+# options that count tokens or take back emitted ones: masks must depend on the emitted tokens alone
 UNSUPPORTED_IN_LARK = ("stop", "max_tokens", "temperature")
 _RULE_OPTIONS = re.compile(r"^[ \t]*[?!]?[\w.-]+[ \t]*\[([^\]]*)\]", re.MULTILINE)
 
-# llguidance's message about a regular expression: the expression, a mark below the place, the problem
+# llguidance's message about a regular expression: the expression, a mark below the wrong character, the problem
 _REGEX_ERROR = re.compile(r"regex parse error:\n {4}(.*)\n {4}( *)\^+ *\nerror: (.*)")
 UNSATISFIABLE = "no text satisfies it"
 
@@ -133,7 +132,7 @@ def inlined(schema: Grammar) -> str:
 
 
 def _prepared(text: str) -> dict[str, Any]:
-    """Rewrite a schema for llguidance: without dead ends, with bounded white space."""
+    """Rewrite a schema for llguidance: without dead ends, with limited white space."""
     schema = _without_dead_ends(json.loads(text))
     fields = schema if isinstance(schema, dict) else {"allOf": [schema]}
     return {**fields, "x-guidance": {"whitespace_pattern": WHITESPACE}}
@@ -142,7 +141,7 @@ def _prepared(text: str) -> dict[str, Any]:
 def _without_dead_ends(schema: Any) -> Any:
     """Leave out patternProperties that match only names in properties; those properties get the patterns' schemas.
 
-    llguidance lets a comma follow all known properties as long as an object has a pattern, even if no name is left.
+    With such a pattern, llguidance allows a comma after the last property, although no name can follow it.
     """
     if isinstance(schema, list):
         return [_without_dead_ends(inner) for inner in schema]
@@ -159,13 +158,14 @@ def _without_dead_ends(schema: Any) -> Any:
         return schema
     for pattern in covered:
         matching = [name for name in names if _matches(name, pattern)]
-        met = {name: {"allOf": [properties.get(name, True), patterns[pattern]]} for name in matching}
-        properties = {**properties, **met}
+        both = {name: {"allOf": [properties.get(name, True), patterns[pattern]]} for name in matching}
+        properties = {**properties, **both}
     others = {pattern: value for pattern, value in patterns.items() if pattern not in covered}
     return {**schema, "patternProperties": others, "properties": properties}
 
 
 def _covers(names: Sequence[str], pattern: str) -> bool:
+    """Whether a pattern matches no name but these."""
     none = {"properties": dict.fromkeys(names, False), "patternProperties": {pattern: True}}
     matcher = _after("{", {"type": "object", "additionalProperties": False, **none})
     if matcher.is_error():  # an invalid pattern
@@ -180,7 +180,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _after(text: str, schema: dict[str, Any]) -> Any:
-    """Make llguidance's matcher of a schema over single bytes; let it read a text."""
+    """Make llguidance's matcher of a schema over single bytes, after it has read a text."""
     library, tokenizer = _bytes_alone()
     top = {"name": "top", "lark_grammar": f'%llguidance {{"no_forcing": true}}\nstart: @{ANSWER}'}
     source = dumps({"grammars": [top, {"name": ANSWER, "json_schema": schema}]})
@@ -222,7 +222,7 @@ def _check_schema(*schemas: Any) -> None:
 
 
 def _without_point(number: Any) -> int:
-    """Read 0.25 as 25, and anything but a positive number as 1, since llguidance refuses it."""
+    """Read 0.25 as 25. Anything but a positive number counts as 1: llguidance refuses it later."""
     if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
         return 1
     return max(1, int("".join(map(str, decimal.Decimal(repr(number)).normalize().as_tuple().digits))))
@@ -230,7 +230,7 @@ def _without_point(number: Any) -> int:
 
 @dataclass(frozen=True)
 class PortableGrammar:
-    """A compiled grammar's parts that another process of the same target needs: `Vocabulary.restore`."""
+    """The parts of a compiled grammar from which another process of the same target makes it: `Vocabulary.restore`."""
 
     grammar: Grammar
     around: str
@@ -251,7 +251,7 @@ class Vocabulary:
             raise not_installed("grammars need", "llguidance", "serve") from None
         self._library = llguidance
         self.size = len(token_bytes)
-        # An end token of our own after the vocabulary: its bit in a mask says that the text may end there.
+        # an end token of our own follows the vocabulary: its bit in a mask says whether the text may end there
         tokens = _Tokens([*token_bytes, b"end"], [*control_ids, self.size])
         self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(tokens))
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
@@ -403,16 +403,13 @@ class CompiledGrammar:
 
 
 class Matcher:
-    """The state of one request's grammar: the tokens read, and those that may follow.
-
-    num_slow: masks in a row that took too long. overdue: the error message after too many of them.
-    """
+    """The state of one request's grammar: the tokens read, and those that may follow."""
 
     def __init__(self, compiled: CompiledGrammar, matcher: Any, stop_token_ids: tuple[int, ...]) -> None:
         self.compiled, self.stop_token_ids = compiled, stop_token_ids
         self.state = matcher  # llguidance's
-        self.num_slow = 0
-        self.overdue: str | None = None
+        self.num_slow = 0  # masks in a row that took too long
+        self.overdue: str | None = None  # the error message after too many of them
         self._shares = True  # the compiled grammar's automaton
 
     def read(self, token_ids: Sequence[int]) -> None:
@@ -428,10 +425,7 @@ class Matcher:
         return self._shares and self.state.is_error() and not self._at_dead_end
 
     def renew(self, token_ids: Sequence[int]) -> None:
-        """Read the emitted tokens again with an automaton of its own, and make the mask before each token.
-
-        Does nothing if that takes longer than LONGEST_RENEWAL_S.
-        """
+        """Read the emitted tokens again with an automaton of its own. Give up after LONGEST_RENEWAL_S."""
         compiled, end = self.compiled, time.monotonic() + LONGEST_RENEWAL_S
         compiled.vocabulary.forget(compiled)
         self._shares = False

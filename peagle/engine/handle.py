@@ -22,7 +22,7 @@ class EngineError(RuntimeError):
 
 @dataclass(eq=False)
 class Handle:
-    """A request in an engine. Made by `add`; only the engine changes it."""
+    """A request in an engine. `add` makes it; only the engine changes it."""
 
     request: Request
     stop_token_ids: tuple[int, ...]
@@ -31,13 +31,13 @@ class Handle:
     length: int = 0  # prompt and output tokens that the host has read, except the pending one
     output_ids: list[int] = field(default_factory=list, repr=False)  # output tokens that the host has read
     num_cached_tokens: int = 0  # tokens of the prompt that were in the prefix cache
-    paused: bool = False  # it never drafts again, and is decoded plainly
-    left_out: bool = False  # the drafter never reads its tokens again; a second one may draft for it
+    can_draft: bool = True  # False if it never drafts again
+    drafter_off: bool = False  # the drafter never reads its tokens again; a lookup drafter may still draft
     error: InputError | None = None  # if finished is "error"
     matcher: Matcher | None = None  # of its grammar; has read output_ids
-    hand_off: HandOff | None = field(default=None, repr=False)  # received, until it begins; or made by hand_over
-    num_received: int = 0  # of output_ids: they came with the hand-off
-    has_reader: bool = True  # False after its reader aborted it
+    hand_off: HandOff | None = field(default=None, repr=False)  # received, until the request begins; or made at its end
+    num_received: int = 0  # output_ids that came with the hand-off
+    has_reader: bool = True  # False after its reader has aborted it
     inbox: collections.deque[TokenChunk] = field(default_factory=collections.deque, repr=False)
 
     table: PageTable | None = field(default=None, repr=False)  # its pages, while it has a slot
@@ -54,7 +54,7 @@ class Handle:
 
     @property
     def computed_ids(self) -> Sequence[int]:
-        """Prompt and output tokens to be in pages before its steps: all but the pending one."""
+        """Tokens that must be in pages before its steps: prompt and output without the pending one."""
         if not self.output_ids:
             return self.request.prompt_ids
         return (*self.request.prompt_ids, *self.output_ids[:-1])

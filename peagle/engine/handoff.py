@@ -1,15 +1,15 @@
 """Hand a sequence to another engine: its keys, values and tokens as the bytes of one safetensors file.
 
-A message depends on the sequence alone, not on the sender's slots, memory, chunks or devices. It holds a layer's valid
-rows in order of index: all of a full layer, those within the window of a windowed one. A kv head that several devices
-hold is sent once.
+A message depends on the sequence alone, not on the sender's slots, memory, chunks or devices. It holds the valid rows
+of each layer in order of index: all rows of a full layer, those within the window of a windowed one. A kv head that
+several devices hold is sent once.
 
     sender, pages 7 2 9      | 0 .. 63 | 64 .. 127 | 128 .. 140 |     window 20, length 141
     message                  121 .. 140
     receiver, page 4         | . 121 .. | 128 .. 140 .. |            its own pages, of any size
 
-The receiver writes the rows to its own pages, and computes the last of them again for the aux_hidden that the drafter
-reads next. The last token is pending, and in no page.
+The receiver writes the rows to its own pages. It computes the last row again, for the aux_hidden that the drafter reads
+next. The last token is pending, and in no page.
 
 The header names the format and the fingerprints of the models. It holds no code, and nothing is unpickled. Without
 authentication a message is as trustworthy as the network that brought it.
@@ -18,7 +18,7 @@ authentication a message is as trustworthy as the network that brought it.
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -27,7 +27,7 @@ import numpy as np
 
 from peagle.engine.pages import UNMAPPED, PageTable
 from peagle.engine.request import Request
-from peagle.ops.attention import PAGE_SIZE, CacheGroup
+from peagle.ops.attention import PAGE_SIZE
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
 from peagle.protocols import OverDevices
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from peagle.engine.executor import Executor
     from peagle.engine.kv_memory import KVMemory
 
-Shape: TypeAlias = tuple[tuple[int, ...], np.dtype]
+TensorShape: TypeAlias = tuple[tuple[int, ...], np.dtype]
 FORMAT = "peagle hand-off 2"
 NO_DRAFTER = "none"  # in place of the drafter's fingerprint
 MOST_HEADER_BYTES = 1 << 20
@@ -55,10 +55,10 @@ ANOTHER = "; expected a message of the same version of peagle: hand the request 
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """Fingerprints of the models; equal on both sides.
+    """Fingerprints of the models, which must be equal on both sides. Made by peagle.loading.
 
-    Of the target: its files and dtype; of the drafter also its aux layers and window. Made by peagle.loading; empty for
-    models that were not loaded from files.
+    They cover files and dtype, and the drafter's aux layers and window. Empty for models that were not loaded from
+    files.
     """
 
     target: str = ""
@@ -72,7 +72,7 @@ class HandOff:
     data: np.ndarray  # uint8: the message
     token_ids: tuple[int, ...]  # prompt and output; the last one is pending, and in no page
     fingerprints: Fingerprints
-    drafts: bool  # the drafter's rows are complete, so the sequence may draft
+    can_draft: bool  # the drafter's rows are complete, so the sequence may draft
     tensors: Mapping[str, np.ndarray]
 
     @property
@@ -83,41 +83,38 @@ class HandOff:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer of target or drafter: its number, its group, and the layout of its pages.
-
-    copies: of each kv head, side by side in the pages; a message has one of them.
-    """
+    """A layer of target or drafter, and the layout of its rows."""
 
     name: str
     number: int  # of Executor.read_pages
     group: int  # of KVMemory
     offset: int  # the index of position 0
+    window: int | None
     row: tuple[int, int]  # kv heads and head_dim of a row in a message
     dtype: np.dtype
-    copies: int
+    copies: int  # of each kv head, side by side in the pages; a message has one
 
-    def first(self, groups: Sequence[CacheGroup], length: int) -> int:
-        """Return the first index that a sequence of this length needs; its last row is computed again."""
-        group = groups[self.group]
-        return group.offset if group.window is None else max(group.offset, length - group.window)
+    def first(self, length: int) -> int:
+        """Return the first index that a sequence of this length needs, its last row included."""
+        return self.offset if self.window is None else max(self.offset, length - self.window)
 
 
 def _layers(executor: "Executor", memory: "KVMemory") -> list[_Layer]:
-    copies = executor.target.kv_copies if isinstance(executor.target, OverDevices) else 1
-    shapes, layers = executor.shapes, []
-    drafter_pages = getattr(shapes.drafter_state, "pages", ())
-    pages = [*shapes.target_cache.pages, *drafter_pages]
-    split = len(shapes.target_cache.pages)
-    for number, pool in enumerate(pages):
-        of_target = number < split
-        layer, begin = (number, 0) if of_target else (number - split, memory.num_target)
-        groups = memory.groups[: memory.num_target] if of_target else memory.groups[memory.num_target :]
-        group = begin + next(place for place, group in enumerate(groups) if layer in group.layers)
-        _, _, heads, width = pool.key.shape
-        many = copies if of_target else 1
-        name = f"{'target' if of_target else 'drafter'}.{layer}"
-        row, offset = (heads // many, width), memory.groups[group].offset
-        layers.append(_Layer(name, number, group, offset, row, np.dtype(pool.key.dtype), many))
+    target_copies = executor.target.kv_copies if isinstance(executor.target, OverDevices) else 1
+    target_pages = executor.shapes.target_cache.pages
+    drafter_pages = getattr(executor.shapes.drafter_state, "pages", ())
+    layers: list[_Layer] = []
+    for model, pools, first_group, copies in (
+        ("target", target_pages, 0, target_copies),
+        ("drafter", drafter_pages, memory.num_target_groups, 1),
+    ):
+        for layer, pool in enumerate(pools):
+            numbers = range(first_group, len(memory.groups))
+            group = next(number for number in numbers if layer in memory.groups[number].layers)
+            offset, window = memory.groups[group].offset, memory.groups[group].window
+            _, _, heads, width = pool.key.shape
+            row, dtype = (heads // copies, width), np.dtype(pool.key.dtype)
+            layers.append(_Layer(f"{model}.{layer}", len(layers), group, offset, window, row, dtype, copies))
     return layers
 
 
@@ -130,24 +127,24 @@ def pack(
     table: PageTable,
     token_ids: tuple[int, ...],
     fingerprints: Fingerprints,
-    drafts: bool,
+    can_draft: bool,
 ) -> HandOff:
     """Make the message of a request whose pages hold all of these tokens but the last.
 
-    drafts: the drafter's rows are complete; otherwise they stay out.
+    can_draft: the drafter's rows are complete, and are sent, too.
     """
     length = len(token_ids) - 1
-    layers = [layer for layer in _layers(executor, memory) if drafts or layer.name.startswith("target.")]
-    shapes: dict[str, Shape] = {TOKEN_IDS: ((length + 1,), np.dtype(np.int32))}
+    layers = [layer for layer in _layers(executor, memory) if can_draft or layer.name.startswith("target.")]
+    shapes: dict[str, TensorShape] = {TOKEN_IDS: ((length + 1,), np.dtype(np.int32))}
     for layer in layers:
-        count = length - layer.first(memory.groups, length)
+        count = length - layer.first(length)
         shapes |= {f"{layer.name}.{part}": ((count, *layer.row), layer.dtype) for part in ("key", "value")}
     drafter = NO_DRAFTER if executor.drafter is None else fingerprints.drafter
-    metadata = {"format": FORMAT, "target": fingerprints.target, "drafter": drafter, "drafts": str(drafts)}
+    metadata = {"format": FORMAT, "target": fingerprints.target, "drafter": drafter, "drafts": str(can_draft)}
     data, tensors = _allocate(shapes, metadata)
     tensors[TOKEN_IDS][:] = token_ids
     for layer in layers:
-        first = layer.first(memory.groups, length)
+        first = layer.first(length)
         if first >= length:
             continue
         begin = first // PAGE_SIZE
@@ -156,10 +153,12 @@ def pack(
         for part, pages in zip(("key", "value"), executor.read_pages(layer.number, numbers), strict=True):
             rows = pages.reshape(-1, *pages.shape[2:])[first - begin * PAGE_SIZE : length - begin * PAGE_SIZE]
             tensors[f"{layer.name}.{part}"][...] = rows[:, :: layer.copies]
-    return HandOff(data, token_ids, Fingerprints(fingerprints.target, drafter), drafts, tensors)
+    return HandOff(data, token_ids, Fingerprints(fingerprints.target, drafter), can_draft, tensors)
 
 
-def _allocate(shapes: Mapping[str, Shape], metadata: Mapping[str, str]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def _allocate(
+    shapes: Mapping[str, TensorShape], metadata: Mapping[str, str]
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Make a safetensors file of empty tensors: 8 bytes of header size, the header, the tensors."""
     sizes = [int(np.prod(shape)) * dtype.itemsize for shape, dtype in shapes.values()]
     ends = list(itertools.accumulate(sizes, initial=0))
@@ -173,13 +172,9 @@ def _allocate(shapes: Mapping[str, Shape], metadata: Mapping[str, str]) -> tuple
     data[8 : 8 + len(text)] = np.frombuffer(text, np.uint8)
     body = data[8 + len(text) :]
     return data, {
-        name: _view(body[ends[place] : ends[place + 1]], shape, dtype)
+        name: body[ends[place] : ends[place + 1]].view(dtype).reshape(shape)
         for place, (name, (shape, dtype)) in enumerate(shapes.items())
     }
-
-
-def _view(body: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    return body.view(dtype).reshape(shape)
 
 
 # --- the receiver -----------------------------------------------------------------------------------------------------
@@ -237,7 +232,7 @@ def _tensor(name: str, entry: Any, body: np.ndarray) -> np.ndarray:
     if end > len(body):
         raise _truncated(len(body), end)
     try:
-        return _view(body[begin:end], shape, dtype)
+        return body[begin:end].view(dtype).reshape(shape)
     except (ValueError, OverflowError):  # more axes than NumPy allows, or an axis too large beside an empty one
         raise wrong from None
 
@@ -251,10 +246,10 @@ def check(
             f"the hand-off has {len(hand_off.token_ids)} tokens; expected at most {capacity}, the context of this "
             "engine: raise it, or send the request elsewhere"
         )
-    sender, drafts = hand_off.fingerprints, executor.drafter is not None
+    sender, with_drafter = hand_off.fingerprints, executor.drafter is not None
     for model, theirs, ours in [
         ("target", sender.target, fingerprints.target),
-        *([("drafter", sender.drafter, fingerprints.drafter)] if drafts else []),
+        *([("drafter", sender.drafter, fingerprints.drafter)] if with_drafter else []),
     ]:
         if theirs != ours:
             raise InputError(
@@ -262,13 +257,12 @@ def check(
                 f"{ours[:12] or 'one of no files'}); expected equal checkpoints, dtype, aux layers and windows"
             )
     for layer in _layers(executor, memory):
-        if hand_off.drafts or layer.name.startswith("target."):
-            # the sender may keep only a window of a layer that keeps all here: it alone knows how many rows that needs
-            keeps_all = memory.groups[layer.group].window is None
-            needed = hand_off.length - layer.first(memory.groups, hand_off.length)
-            count = min(1, needed) if keeps_all else needed
+        if hand_off.can_draft or layer.name.startswith("target."):
+            needed = hand_off.length - layer.first(hand_off.length)
+            # a layer that keeps all rows here may have a window at the sender, whose size is not known here
+            least = min(1, needed) if layer.window is None else needed
             for part in ("key", "value"):
-                _check_tensor(hand_off, f"{layer.name}.{part}", layer, count, needed)
+                _check_tensor(hand_off, f"{layer.name}.{part}", layer, least, needed)
 
 
 def _check_tensor(hand_off: HandOff, name: str, layer: _Layer, least: int, needed: int) -> None:
@@ -306,7 +300,7 @@ def put(executor: "Executor", memory: "KVMemory", table: PageTable, hand_off: Ha
     length = hand_off.length
     for layer in _layers(executor, memory):
         tensors = [hand_off.tensors.get(f"{layer.name}.{part}") for part in ("key", "value")]
-        first = layer.first(memory.groups, length)
+        first = layer.first(length)
         if first >= length or not table.pages[layer.group] or tensors[0] is None:
             continue
         begin, end = first // PAGE_SIZE, -(-length // PAGE_SIZE)

@@ -1,7 +1,7 @@
-"""Give requests their pages: the pool over all cache groups of target and drafter, and its tables for the device.
+"""Size the pool of pages over all cache groups of target and drafter, and write requests' tables for the device.
 
-The host writes a request's table into its row of a pass. A full group's row lists all its pages. A windowed group's row
-is short: it holds the pages that the window and the rows of a pass reach, each at its number modulo the row's width.
+A full group's table lists all pages of a request. A windowed group's table is short: it holds the pages that the window
+and the rows of a pass reach, page n at entry n modulo the table's width.
 """
 
 import bisect
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from peagle.engine.beside import most_drafts_of
 from peagle.engine.pages import PageGroup, PagePool, PageTable
 from peagle.engine.resolved import MOST_RESERVED, ResolvedConfig
 from peagle.ops.attention import PAGE_SIZE, CacheGroup, Pages
@@ -20,7 +19,8 @@ from peagle.ops.errors import InputError
 from peagle.ops.memory import size_in_words, tree_bytes
 from peagle.protocols import Drafter, OverDevices, Target
 
-KEPT_FRAC = 0.25  # most pages of a windowed group for later requests to continue from, over those of a full group
+# pages that a windowed group keeps, at most, for later requests to continue from; as a share of a full group's pages
+KEPT_WINDOW_FRAC = 0.25
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class PrefixCacheUse:
 
 @dataclass(frozen=True)
 class PageUse:
-    """Pages of the fullest full group: all, and those that requests hold. A page holds PAGE_SIZE tokens.
+    """Pages of the full group that has the fewest left: all, and those that requests hold.
 
-    Cached pages that no request holds do not count: requests get them as soon as they need them.
+    Cached pages that no request holds do not count as held: requests get them as soon as they need them.
     """
 
     num_pages: int
@@ -60,10 +60,10 @@ class PageUse:
 
 @dataclass(frozen=True)
 class Sizing:
-    """How many pages an engine needs, from its config and the shapes of its models' pages alone.
+    """How many pages an engine needs, by its config and its models' cache groups.
 
-    page_bytes: of a page of each group. most_drafts: of a drafter's block, all of whose rows a step writes; None: no
-    block.
+    page_bytes: of a page of each group. most_drafts: drafts per block of a drafter, which writes the whole block; None:
+    it drafts without blocks.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -98,8 +98,8 @@ class Sizing:
         return min(self.request_pages, -(-(window + num_rows) // PAGE_SIZE) + 2)
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        """Pages of a request's table in each group."""
+    def table_widths(self) -> tuple[int, ...]:
+        """Entries of a request's table in each group."""
         reach = max(self.config.pass_shapes[0][1], self.rows_ahead)
         return tuple(
             self.request_pages
@@ -121,26 +121,23 @@ class Sizing:
         slots = self.config.slots
         return [
             0 if group.window is None else slots * in_steps + width
-            for group, in_steps, width in zip(self.groups, self.slot_pages, self.widths, strict=True)
+            for group, in_steps, width in zip(self.groups, self.slot_pages, self.table_widths, strict=True)
         ]
-
-    @property
-    def _keeps(self) -> bool:
-        return self.config.prefix_cache > 0
 
     def counts(self, num_full: int) -> tuple[int, ...]:
         """Count each group's pages in a pool whose full groups have num_full."""
-        kept = math.ceil(KEPT_FRAC * num_full) if self._keeps else 0
+        kept = math.ceil(KEPT_WINDOW_FRAC * num_full) if self.config.prefix_cache else 0
         return tuple(
             num_full if group.window is None else min(num_full, count + kept)
             for count, group in zip(self._windowed, self.groups, strict=True)
         )
 
     def size(self, num_full: int) -> int:
+        """Compute the bytes of such a pool."""
         return sum(count * size for count, size in zip(self.counts(num_full), self.page_bytes, strict=True))
 
     def full_pages_in(self, num_bytes: int) -> int:
-        """Count the pages of a full group that fit into this much memory, beside the other groups' share."""
+        """Count the pages of each full group in the largest pool that fits into this much memory."""
         if not sum(self.page_bytes):
             return 0
         most = num_bytes // max(1, min(size for size in self.page_bytes if size)) + sum(self._windowed)
@@ -171,56 +168,51 @@ class KVMemory:
         """Raises InputError if the memory does not hold one request of the whole context."""
         models: list[Target | Drafter] = [target] if drafter is None else [target, drafter]
         self.groups: tuple[CacheGroup, ...] = tuple(group for model in models for group in model.cache_groups)
-        self.num_target = len(target.cache_groups)
-        self.page_bytes = [size for model in models for size in page_bytes(model.cache_groups, model.init_pages)]
+        self.num_target_groups, self.has_drafter = len(target.cache_groups), drafter is not None
+        self.page_bytes = tuple(size for model in models for size in page_bytes(model.cache_groups, model.init_pages))
         self._ranks, self._local_ranks = 1, 1
         if isinstance(target, OverDevices):
             self._ranks, self._local_ranks = target.ranks, target.local_ranks
-        self._keeps = config.prefix_cache > 0
-        sizing = Sizing(self.groups, tuple(self.page_bytes), config, most_drafts_of(drafter))
-        self.ahead, self.num_lookahead_tokens = sizing.rows_ahead, sizing.num_lookahead_tokens
-        self.widths = sizing.widths
-        self.num_pages = sizing.num_pages
-        self.pages_of = sizing.pages_of
-        self.pool = PagePool(
-            [
-                PageGroup(count, group.window, group.offset)
-                for count, group in zip(self.num_pages, self.groups, strict=True)
-            ],
-            PAGE_SIZE,
-        )
+        self.keeps_prefixes = config.prefix_cache > 0
+        self.sizing = Sizing(self.groups, self.page_bytes, config, getattr(drafter, "most_drafts", None))
+        self.num_pages, self.table_widths = self.sizing.num_pages, self.sizing.table_widths
+        pairs = zip(self.num_pages, self.groups, strict=True)
+        self.pool = PagePool([PageGroup(count, group.window, group.offset) for count, group in pairs], PAGE_SIZE)
 
     @property
     def num_bytes(self) -> tuple[int, int]:
+        """Bytes of the target's pages and of the drafter's."""
         sizes = [count * size for count, size in zip(self.num_pages, self.page_bytes, strict=True)]
-        return sum(sizes[: self.num_target]), sum(sizes[self.num_target :])
+        return sum(sizes[: self.num_target_groups]), sum(sizes[self.num_target_groups :])
+
+    @property
+    def num_sharing(self) -> int:
+        """Ranks that share one memory: all of this process on a CPU."""
+        return self._local_ranks if jax.default_backend() == "cpu" else 1
 
     @property
     def num_local_bytes(self) -> int:
-        """Bytes of all pages on one device; CPU devices share one memory, so theirs are added up."""
+        """Bytes of all pages on one device, or on all that share its memory."""
         of_target, of_drafter = self.num_bytes
-        together = self._local_ranks if jax.default_backend() == "cpu" else 1
-        return together * (of_target // self._ranks + of_drafter)
+        return self.num_sharing * (of_target // self._ranks + of_drafter)
 
-    @property
-    def num_tokens(self) -> int:
-        return self.num_pages[0] * PAGE_SIZE
+    def open(self, token_ids: Sequence[int], with_drafter: bool) -> PageTable:
+        """Begin a request with the cached pages of its tokens. with_drafter: in the drafter's groups, too."""
+        return self.pool.open(token_ids if self.keeps_prefixes else (), (), self._group_numbers(with_drafter))
 
-    def open(self, token_ids: Sequence[int], drafts: bool) -> PageTable:
-        """Begin a request with the cached pages of its tokens. drafts: its drafter keeps rows, too."""
-        groups = range(len(self.groups) if drafts else self.num_target)
-        return self.pool.open(token_ids if self._keeps else (), (), list(groups))
+    def num_known(self, token_ids: Sequence[int], with_drafter: bool) -> int:
+        """Count the leading tokens that are in cached pages."""
+        return self.pool.num_known(token_ids, (), self._group_numbers(with_drafter))
 
-    def num_known(self, token_ids: Sequence[int], drafts: bool) -> int:
-        groups = range(len(self.groups) if drafts else self.num_target)
-        return self.pool.num_known(token_ids, (), list(groups))
+    def _group_numbers(self, with_drafter: bool) -> Sequence[int]:
+        return range(len(self.groups) if with_drafter else self.num_target_groups)
 
     def missing(self, table: PageTable, num_tokens: int) -> int:
         """Count the pages of each full group that a request of this many tokens still needs."""
-        return self.pages_of(num_tokens) - len(table.pages[0])
+        return self.sizing.pages_of(num_tokens) - len(table.pages[0])
 
     def available(self) -> int:
-        """Count the pages that every full group can still give."""
+        """Count the pages that requests can still get from each full group."""
         full = [number for number, group in enumerate(self.groups) if group.window is None]
         return min(self.pool.num_available(number) for number in full)
 
@@ -238,16 +230,17 @@ class KVMemory:
         target_rows, drafter_rows: leading indices that are final. ends: at the end of a chunk, prompt or answer, where
         a later request may continue. known: False keeps the pages to this request.
         """
-        final = [target_rows] * self.num_target + [drafter_rows] * (len(self.groups) - self.num_target)
-        if self._keeps and known:
+        num_drafter_groups = len(self.groups) - self.num_target_groups
+        final = [target_rows] * self.num_target_groups + [drafter_rows] * num_drafter_groups
+        if self.keeps_prefixes and known:
             self.pool.publish(table, token_ids, final, ends)
         self.pool.trim(table, final)
 
     def row(self, table: PageTable) -> np.ndarray:
-        """Write a request's tables side by side, as a row of a pass."""
-        row = np.full((sum(self.widths),), -1, np.int32)
+        """Write a request's tables side by side, as in its row of a plan."""
+        row = np.full((sum(self.table_widths),), -1, np.int32)
         begin = 0
-        for number, (group, width) in enumerate(zip(self.groups, self.widths, strict=True)):
+        for number, (group, width) in enumerate(zip(self.groups, self.table_widths, strict=True)):
             pages = table.pages[number]
             if group.window is None:
                 row[begin : begin + len(pages)] = pages
@@ -263,14 +256,14 @@ class KVMemory:
         return PageUse(self.num_pages[0], self.num_pages[0] - self.available())
 
     @property
-    def use(self) -> PrefixCacheUse | None:
+    def prefix_cache_use(self) -> PrefixCacheUse | None:
         """Hits and bytes of the prefix cache so far; None without one."""
-        if not self._keeps:
+        if not self.keeps_prefixes:
             return None
-        counts = self.pool.counts
         cached = [self.pool.num_cached(number) for number in range(len(self.groups))]
-        held = sum(count * size for count, size in zip(cached, self.page_bytes, strict=True))
-        return PrefixCacheUse(counts.requests, counts.hits, counts.queried_tokens, counts.hit_tokens, cached[0], held)
+        num_bytes = sum(count * size for count, size in zip(cached, self.page_bytes, strict=True))
+        c = self.pool.counts
+        return PrefixCacheUse(c.num_requests, c.num_hits, c.num_tokens, c.num_hit_tokens, cached[0], num_bytes)
 
 
 def page_bytes(

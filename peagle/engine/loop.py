@@ -1,9 +1,9 @@
 """Drive an engine for all threads that wait for its tokens.
 
 `AnyEngine.add`, `abort`, `run`, `follow` and `warm_up` are thread-safe. The engine has no thread of its own: one of the
-waiting threads takes the turn, runs iterations of the loop, and puts the chunks of all requests into their inboxes. A
-separate thread leaves .86 of the demo's speed if a dispatch has one step (.62 to 1.27 in 25 rounds on two cores), and
-costs nothing measurable if it has 24. A server drives the loop from one thread (peagle.serve.loop).
+waiting threads takes the turn, runs iterations of the loop, and puts the chunks of all requests into their inboxes.
+With a thread of its own, the demo ran at 0.86 of its speed at one step per dispatch (0.62 to 1.27 in 25 rounds on two
+cores), and as fast at 24 steps. A server drives the loop from one thread (peagle.serve.loop).
 """
 
 import abc
@@ -25,20 +25,18 @@ from peagle.engine.widths import CostTable
 if TYPE_CHECKING:
     from peagle.engine.engine import Engine
 
-TURN_S = 0.005  # how long a reader waits for the turn before it looks for chunks that another thread has delivered
+TURN_S = 0.005  # a reader waits for the turn so long before it looks into its inbox again
 Measuring = Callable[[int, int], object]  # (finished runs, all runs)
 
 
 class AnyEngine(abc.ABC):
-    """An `Engine`, or several with one queue (peagle.engine.replicas), for callers of any thread.
-
-    _lock guards the bookkeeping. The thread that drives the loop holds _turn. _entry keeps requests out during a
-    warm-up.
-    """
+    """An `Engine`, or several with one queue (peagle.engine.replicas), for callers of any thread."""
 
     def __init__(self, config: ResolvedConfig, stop_token_ids: Sequence[int]) -> None:
         self.config, self.stop_token_ids = config, tuple(stop_token_ids)
-        self._lock, self._turn, self._entry = threading.Lock(), threading.Lock(), threading.RLock()
+        self._lock = threading.Lock()  # guards all that a step changes
+        self._turn = threading.Lock()  # the thread that drives the loop holds it
+        self._entry = threading.RLock()  # a warm-up holds it, to keep requests out
         self._to_abort: collections.deque[Handle] = collections.deque()
 
     # --- what an engine implements ----------------------------------------------------------------------------------
@@ -81,7 +79,7 @@ class AnyEngine(abc.ABC):
     @property
     @abc.abstractmethod
     def num_preemptions(self) -> int:
-        """How many times a request lost its pages to an earlier one, and was recomputed."""
+        """How often a request lost its pages to an earlier one, and was computed again."""
 
     @abc.abstractmethod
     def check(self, request: Request, hand_off: HandOff | None = None) -> None:
@@ -91,8 +89,8 @@ class AnyEngine(abc.ABC):
     def add(self, request: Request, timeout_s: float | None = None, hand_off: HandOff | None = None) -> Handle:
         """Put a request in the queue. After timeout_s seconds it ends with the tokens it has.
 
-        hand_off: where another engine left the request; its chunks hold only later tokens. The message is dropped as
-        soon as the request has a slot, or ends. Raises InputError for a request that cannot be run, EngineError if the
+        hand_off: from an engine that began the request. Chunks then hold only later tokens, and the message is dropped
+        as soon as the request has a slot, or ends. Raises InputError for a request that cannot run, EngineError if the
         engine has failed.
         """
 
@@ -105,22 +103,22 @@ class AnyEngine(abc.ABC):
         self,
         sampled: bool = False,
         measuring: Measuring = lambda *_: None,
-        full: bool = False,
+        full_logits: bool = False,
         constrained: bool = False,
     ) -> None:
         """Compile and run once every program that requests need, so that later times include no compilation.
 
-        sampled, full, constrained: some request is not greedy, is full (`Request.full`), has a grammar. An adaptive
-        engine then measures step costs, once; it calls measuring(finished runs, all runs) before each run. While a
-        request is in the engine, this does nothing: programs then compile at their first dispatch.
+        sampled, full_logits, constrained: some request is not greedy, needs full logits, has a grammar. An adaptive
+        engine then measures step costs, once, and calls measuring(finished runs, all runs) before each run. Does
+        nothing while the engine has a request: programs then compile at their first dispatch.
         """
 
     @abc.abstractmethod
     def memory_bytes(self) -> tuple[int, int, int]:
         """Compute the bytes of (keys and values, state of slots, logits of a step) on one device; allocate nothing.
 
-        CPU devices share one memory, so theirs are added up. A target over several devices cuts its pages; each device
-        has all the rest.
+        CPU devices share one memory, so theirs are added up. A target over several devices shards its pages; each
+        device has a copy of the rest.
         """
 
     @abc.abstractmethod
@@ -134,7 +132,7 @@ class AnyEngine(abc.ABC):
     # --- what callers use -------------------------------------------------------------------------------------------
 
     def add_all(self, requests: Sequence[Request]) -> list[Handle]:
-        """Put all requests in the queue, or none if one of them cannot be run."""
+        """Put all requests in the queue, or none if one of them cannot run."""
         for request in requests:
             self.check(request)
         return [self.add(request) for request in requests]
@@ -157,9 +155,9 @@ class AnyEngine(abc.ABC):
     def step(self) -> Chunks:
         """Send the next dispatch and read the previous one.
 
-        For a single driver; `run`, `follow` and `generate` call it. Returns [] if no request is left, or nothing has
-        arrived yet. Raises EngineError if the device failed, and KeyboardInterrupt, before it sends anything, after
-        Ctrl-C (peagle.ops.interrupt).
+        For a single driver; others call `run`, `follow` or `generate`. Returns [] if no request is left, or nothing has
+        arrived yet. Raises EngineError if the device failed, and after Ctrl-C KeyboardInterrupt, before it sends
+        anything (peagle.ops.interrupt).
         """
         with self._lock:
             return self._step()
@@ -193,7 +191,7 @@ class AnyEngine(abc.ABC):
 
         Meanwhile the reader may abort requests and add handles to `handles`. A reader that stops early aborts the rest.
         Raises InputError if a model's outputs are not finite, except for an aborted request. A grammar that cannot be
-        followed ends only its own request, with the error in its last chunk.
+        followed raises nothing: the last chunk of its request has the error.
         """
         read: set[Handle] = set()
         try:
@@ -214,10 +212,10 @@ class AnyEngine(abc.ABC):
                 self.abort(handle)
 
     def _wait_for(self, handles: Sequence[Handle]) -> set[Handle]:
-        """Return as soon as chunks of some of these have arrived: drive the loop, or let another thread do it.
+        """Drive the loop, or let another thread do it, until a chunk of one of these arrives.
 
-        Returns the handles that have ended with all chunks delivered. These are known only if this thread had the turn:
-        while another thread has it, an ended request may still lack its last chunk.
+        Returns the handles that have ended with all chunks delivered. Only the thread that has the turn knows them:
+        meanwhile, for others, an ended request may still lack its last chunk.
         """
         while True:
             if self._turn.acquire(timeout=TURN_S):
@@ -232,7 +230,7 @@ class AnyEngine(abc.ABC):
                 return set()
 
     def _advance(self) -> None:
-        """Run one iteration of the loop; deliver its chunks before an abort can add its own."""
+        """Run an iteration of the loop; deliver its chunks before an abort can add one."""
         with self._lock:
             for handle, chunk in self._step():
                 handle.inbox.append(chunk)

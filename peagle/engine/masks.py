@@ -1,4 +1,4 @@
-"""Masks of the tokens that grammars allow, for the rows of a step.
+"""Masks of the tokens that grammars allow, by row of a step.
 
     row          pending           d0                  d1
     its mask     after emitted     after emitted+d0    after emitted+d0+d1
@@ -7,8 +7,7 @@ A mask depends only on the tokens before it, so decoding with and without drafts
 it continues some text of the grammar, however a tokenizer would cut that text. Where the text may end, the request's
 stop tokens are allowed, too; where it must end, only they are.
 
-A mask has a bit for each token, lowest first, 1 if it is allowed, and one more after the vocabulary: whether the text
-may end there.
+A mask has one bit per token, lowest first, 1 if it is allowed. One more bit follows: whether the text may end there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,12 +28,12 @@ def all_allowed(batch: int, width: int, vocab_size: int) -> UInt32[np.ndarray, "
 def fill(
     masks: UInt32[np.ndarray, "B T W"], vocabulary: Vocabulary, matchers: Mapping[int, tuple[Matcher, Sequence[int]]]
 ) -> dict[int, int]:
-    """Fill in rows of a step's masks: {row: (its matcher, the drafts it verifies)}. Return the drafts that may count.
+    """Fill in the masks of rows: {row: (its matcher, its drafts to verify)}. Return how many drafts of each may count.
 
-    Drafts are tried on copies of the matchers, because the target may never take their path: a dead end there must not
-    touch the request. From the first draft that is not allowed, or that ends the text, drafts do not count and the
-    target decides alone; the masks after it are not read and stay as they are. Copies share one automaton. If drafts,
-    or other requests, take it to its limits, the matcher is `limited` and must be renewed.
+    From the first draft that is not allowed, or that ends the text, drafts do not count. No later mask of the row is
+    read. Drafts are tried on copies of the matchers, because the target may reject them: a dead end there must not end
+    the request. Copies share one automaton. If drafts, or other requests, take it to its limits, the matcher is
+    `limited` and must be renewed.
     """
     from llguidance import numpy  # an extra
 
@@ -43,21 +42,21 @@ def fill(
     drafted = {row: (matcher.state.deep_copy(), list(drafts)) for row, (matcher, drafts) in matchers.items() if drafts}
     plain = [(matcher.state, row * width) for row, (matcher, drafts) in matchers.items() if not drafts]
     if drafted:
-        ahead = [(copy, row * width, drafts) for row, (copy, drafts) in drafted.items()]
-        numpy.fill_next_token_bitmask_par_with_draft_tokens(vocabulary.threads, ahead, flat)
+        copies = [(copy, row * width, drafts) for row, (copy, drafts) in drafted.items()]
+        numpy.fill_next_token_bitmask_par_with_draft_tokens(vocabulary.threads, copies, flat)
     if plain:
         numpy.fill_next_token_bitmask_par(vocabulary.threads, plain, flat)
     counts = {row: len(drafts) for row, (_, drafts) in matchers.items()}
-    for row, (copy, tried) in drafted.items():
-        if copy.is_error() or not masks[row, : len(tried) + 1].any(axis=-1).all():
-            counts[row] = _fill_one_by_one(masks[row], matchers[row][0].state, tried)
+    for row, (copy, drafts) in drafted.items():
+        if copy.is_error() or not masks[row, : len(drafts) + 1].any(axis=-1).all():
+            counts[row] = _fill_one_by_one(masks[row], matchers[row][0].state, drafts)
     word, bit = divmod(vocabulary.size, MASK_BITS)
-    for row, (matcher, drafts) in matchers.items():
-        rows = masks[row, : len(drafts) + 1]
-        ends = (rows[:, word] >> np.uint32(bit)) & np.uint32(1)
+    for row, (matcher, verified) in matchers.items():
+        own = masks[row, : len(verified) + 1]
+        ends = (own[:, word] >> np.uint32(bit)) & np.uint32(1)
         for stop in matcher.stop_token_ids:
             if 0 <= stop < vocabulary.size:
-                rows[:, stop // MASK_BITS] |= ends << np.uint32(stop % MASK_BITS)
+                own[:, stop // MASK_BITS] |= ends << np.uint32(stop % MASK_BITS)
     return counts
 
 

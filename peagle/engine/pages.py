@@ -4,14 +4,14 @@ Layers that keep the same indices form a group with its own pool of pages: the t
 the drafter's layers. Index i of a request lies in page table[i // page_size] of the group's pool. A page is
 
     free      no request reads it
-    held      by the requests whose tables name it
-    cached    no request holds it, but its content is known: a later request with the same tokens takes it
+    held      one or more requests have it in their tables
+    cached    no request holds it, but its tokens are known: a later request with the same tokens takes it
 
-Known content forms a tree. The node at depth n stands for tokens n * page_size .. (n + 1) * page_size - 1 after those
-of its parents, and names one page in each group that has it. The first group has a page in every node. A windowed group
-has pages only at the ends of prompts and answers, where a later request may continue. The drafter's group has none
-where the request did not draft. A page becomes known after the host has read that all its rows are final. Its content
-depends on its own tokens and on those before it, so equal paths mean equal content.
+Pages of known tokens form a tree. The node at depth n stands for tokens n * page_size .. (n + 1) * page_size - 1 after
+those of its parents, and names one page in each group that has it. The first group has a page in every node. A windowed
+group has pages only at the ends of prompts and answers, where a later request may continue. The drafter's group has
+none of requests that did not draft. A page becomes known after the host has read that all its rows are final. Its
+content depends on its own tokens and on those before it, so equal paths mean equal content.
 
 A hit is the longest path that every group can continue from. Pages are evicted least recently used first, children
 before parents. The device runs one ordered stream of dispatches, each with its own tables, so a page may go to another
@@ -27,23 +27,20 @@ UNMAPPED = -1
 
 @dataclass(frozen=True)
 class PageGroup:
-    """The layers that keep the same indices.
-
-    window: how many of the latest indices a row sees, its own included; None: all. offset: the index of position 0.
-    """
+    """The layers that keep the same indices."""
 
     num_pages: int
-    window: int | None = None
-    offset: int = 0
+    window: int | None = None  # how many of the latest indices a row sees, its own included; None: all
+    offset: int = 0  # the index of position 0
 
 
 @dataclass(eq=False)
 class Node:
-    """A page of known tokens after its parents' tokens; `pages` names the page of each group, or UNMAPPED."""
+    """The tokens of one page, after its parents' tokens."""
 
     tokens: tuple[int, ...]
     parent: "Node | None"
-    pages: list[int]
+    pages: list[int]  # by group; UNMAPPED: none
     children: "dict[tuple[int, ...], Node]" = field(default_factory=dict, repr=False)
 
 
@@ -51,22 +48,22 @@ class Node:
 class PageTable:
     """The pages of one request, by group and by index // page_size; UNMAPPED where it has none."""
 
-    groups: tuple[int, ...]  # used by this request
+    groups: tuple[int, ...]  # those that the request uses
     pages: list[list[int]]
     path: list[Node]  # the root, then the nodes of its first pages
     num_cached_tokens: int  # of its prompt
-    num_offered: list[int]  # pages that are known, of each group without a window
+    num_offered: list[int]  # leading pages that are known, of each group without a window
 
 
 @dataclass
 class PageCounts:
-    """Counts so far: requests and tokens looked up and hit, and pages evicted."""
+    """Requests and tokens that were looked up and found so far, and pages evicted."""
 
-    requests: int = 0
-    hits: int = 0
-    queried_tokens: int = 0
-    hit_tokens: int = 0
-    evicted_pages: int = 0
+    num_requests: int = 0
+    num_hits: int = 0
+    num_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_evicted: int = 0
 
 
 class PagePool:
@@ -80,8 +77,8 @@ class PagePool:
             raise ValueError("group 0 has a window; expected a group that keeps every index")
         self.groups, self.page_size = tuple(groups), page_size
         self.counts = PageCounts()
-        # returned pages; and how many pages were ever handed out, ascending: so a prompt lies in neighbouring pages,
-        # which are read faster
+        # pages that were given back, and how many were ever allocated: in ascending order, so that a prompt lies in
+        # neighbouring pages, which are read faster
         self._returned: list[list[int]] = [[] for _ in self.groups]
         self._num_allocated = [0] * len(self.groups)
         self._num_holders: list[collections.Counter[int]] = [collections.Counter() for _ in self.groups]
@@ -99,14 +96,14 @@ class PagePool:
         return len(self._cached[group])
 
     def num_known(self, token_ids: Sequence[int], salt: Hashable, groups: Sequence[int]) -> int:
+        """Count the leading tokens that `open` would find."""
         root = self._roots.get(salt)
         return 0 if root is None else len(self._longest_hit(root, token_ids, groups)) * self.page_size
 
     def open(self, token_ids: Sequence[int], salt: Hashable, groups: Sequence[int]) -> PageTable:
-        """Begin a request with the longest known beginning of its tokens.
+        """Begin a request with the longest known prefix of its tokens. It reads known pages and never writes them.
 
-        salt: what else the content depends on (model, drafter, adapter). groups: those that the request uses. The
-        request reads known pages and never writes them.
+        salt: what else the content depends on (model, drafter, adapter). groups: those that the request uses.
         """
         root = self._roots.setdefault(salt, Node((), None, [UNMAPPED] * len(self.groups)))
         path = self._longest_hit(root, token_ids, groups)
@@ -123,14 +120,14 @@ class PagePool:
         return table
 
     def count_lookup(self, table: PageTable, num_tokens: int) -> None:
-        """Count the lookup of a request that begins; not of one that still waits for pages."""
-        self.counts.requests += 1
-        self.counts.hits += table.num_cached_tokens > 0
-        self.counts.queried_tokens += num_tokens
-        self.counts.hit_tokens += table.num_cached_tokens
+        """Count the lookup of a request, once it has its pages."""
+        self.counts.num_requests += 1
+        self.counts.num_hits += table.num_cached_tokens > 0
+        self.counts.num_tokens += num_tokens
+        self.counts.num_hit_tokens += table.num_cached_tokens
 
     def reserve(self, table: PageTable, num_tokens: int) -> bool:
-        """Extend the tables to positions 0 .. num_tokens - 1. If pages are missing, return False and change nothing."""
+        """Extend the tables to positions 0 .. num_tokens - 1. If pages are short, return False and change nothing."""
         missing = {
             group: -(-(num_tokens + self.groups[group].offset) // self.page_size) - len(table.pages[group])
             for group in table.groups
@@ -147,12 +144,11 @@ class PagePool:
     def publish(
         self, table: PageTable, token_ids: Sequence[int], num_final: Sequence[int], keep_window: bool = False
     ) -> None:
-        """Make pages known after the host has read that all their rows are final.
+        """Make pages known whose rows are all final. If an equal page is known already, free this one and take that.
 
-        num_final: by group, how many leading indices are final. keep_window: a later request may continue at the last
-        whole page (the end of a prompt, chunk or answer), so windowed groups keep the pages that it would see.
-
-        If a page of the same content is known already, the request takes that one and frees its own.
+        num_final: by group, how many leading indices are final, as the host has read. keep_window: a later request may
+        continue at the last whole page (the end of a prompt, chunk or answer), so windowed groups keep the pages that
+        it would see.
         """
         size = self.page_size
         for number in range(len(table.path) - 1, num_final[0] // size):
@@ -173,9 +169,9 @@ class PagePool:
                     self._offer(table, group, number)
 
     def trim(self, table: PageTable, num_final: Sequence[int]) -> None:
-        """Free windowed pages that neither a later row sees nor a request that continues at the last whole page.
+        """Free windowed pages that no later row sees, nor a request that continues at the last whole page.
 
-        num_final: as for `publish`; no rollback goes below.
+        num_final: as of `publish`. No rollback goes below it.
         """
         for group in table.groups:
             if self.groups[group].window is not None:
@@ -184,7 +180,7 @@ class PagePool:
                     self._release(table, group, number)
 
     def free(self, table: PageTable) -> None:
-        """Give back a request's pages: published ones become cached, the others free."""
+        """Give back a request's pages: known ones become cached, the others free."""
         self._tables.remove(table)
         for group in table.groups:
             for number in reversed(range(len(table.pages[group]))):  # children before parents
@@ -244,7 +240,7 @@ class PagePool:
     def _first_needed(self, group: int, num_pages: int) -> int:
         """Return the first page that a request sees if it continues after num_pages whole pages.
 
-        Its first row is the last known one, which is run again (peagle.engine.prefill).
+        Its first row is the last known token, which runs again (peagle.engine.prefill).
         """
         window = self.groups[group].window
         if window is None:
@@ -252,7 +248,7 @@ class PagePool:
         return min(num_pages, max(0, num_pages * self.page_size - window) // self.page_size)
 
     def _offer(self, table: PageTable, group: int, number: int) -> None:
-        """Make a page known or, if another page has the same content, take that one in its place."""
+        """Make a page known or, if an equal page is known, take that one in its place."""
         node, page = table.path[number + 1], table.pages[group][number]
         if page == UNMAPPED or node.pages[group] == page:
             return
@@ -295,20 +291,20 @@ class PagePool:
         node, _ = self._cached[group].popitem(last=False)
         page = node.pages[group]
         node.pages[group] = UNMAPPED
-        self.counts.evicted_pages += 1
+        self.counts.num_evicted += 1
         if group == 0:
             self._remove(node)
         return page
 
     def _remove(self, node: Node) -> None:
-        """Remove a node that lost its page of group 0. No request holds its other pages, or it would hold that one."""
+        """Remove a node without a page of group 0. Its other pages are cached: a holder would also hold that one."""
         assert node.parent is not None
         del node.parent.children[node.tokens]
         for group, page in enumerate(node.pages):
             if page != UNMAPPED:
                 del self._cached[group][node]
                 self._returned[group].append(page)
-                self.counts.evicted_pages += 1
+                self.counts.num_evicted += 1
 
 
 def _descendants(root: Node) -> list[Node]:

@@ -1,18 +1,20 @@
-"""Write the plan of a pass, one array of integers for the device, and read it there."""
+"""Write the plan of a pass, one array of integers for the device, and read it there. -1 in a table: no page."""
 
 import itertools
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from peagle.engine.prefill import ChunkRows
 from peagle.engine.state import Batch
 
 
 def step_plan(slots: Sequence[int], widths: Sequence[int], tables: np.ndarray, absent: int) -> np.ndarray:
     """Write the plan of a pass over slots: rows of (slot, width, tables).
 
-    absent: the slot number of entries after `slots`. tables: [B, M], the tables of all groups side by side.
+    absent: the number of slots, which entries after `slots` name. tables: [B, M], those of all groups side by side.
     """
     plan = np.zeros((len(tables), 2 + tables.shape[1]), np.int32)
     plan[:, 0] = absent
@@ -22,22 +24,33 @@ def step_plan(slots: Sequence[int], widths: Sequence[int], tables: np.ndarray, a
 
 
 def chunk_plan(
-    token_ids: Sequence[Sequence[int]], begin: Sequence[int], known: Sequence[int], length: int, tables: np.ndarray
+    token_ids: Sequence[Sequence[int]], num_cached: Sequence[int], length: int, tables: np.ndarray
 ) -> np.ndarray:
-    """Write the plan of a chunk of prompts: rows of (begin, count, known, tokens, tables)."""
-    plan = np.zeros((len(tables), 3 + length + tables.shape[1]), np.int32)
+    """Write the plan of a chunk of prompts: rows of (num_cached, count, tokens, tables).
+
+    num_cached: tokens of each prompt that are in its pages. If there are some, token_ids begin with the last of them.
+    """
+    plan = np.zeros((len(tables), 2 + length + tables.shape[1]), np.int32)
     for row, tokens in enumerate(token_ids):
-        plan[row, :3] = begin[row], len(tokens), known[row]
-        plan[row, 3 : 3 + len(tokens)] = tokens
-    plan[:, 3 + length :] = tables
+        plan[row, :2] = num_cached[row], len(tokens)
+        plan[row, 2 : 2 + len(tokens)] = tokens
+    plan[:, 2 + length :] = tables
     return plan
 
 
-def read_step_plan(plan: jax.Array, widths: tuple[int, ...], num_target: int) -> tuple[Batch, jax.Array]:
-    tables = cut_tables(plan[:, 2:], widths)
-    return Batch(plan[:, 0], tables[:num_target], tables[num_target:]), plan[:, 1]
+def read_step_plan(plan: jax.Array, table_widths: tuple[int, ...], num_target_groups: int) -> tuple[Batch, jax.Array]:
+    """Return (the batch, the widths of its slots)."""
+    tables = _cut(plan[:, 2:], table_widths)
+    return Batch(plan[:, 0], tables[:num_target_groups], tables[num_target_groups:]), plan[:, 1]
 
 
-def cut_tables(columns: jax.Array, widths: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    ends = np.cumsum([0, *widths]).tolist()
+def read_chunk_plan(plan: jax.Array, table_widths: tuple[int, ...]) -> tuple[ChunkRows, tuple[jax.Array, ...]]:
+    """Return (the rows, the table of each group)."""
+    num_cached, num_rows, end = plan[:, 0], plan[:, 1], plan.shape[1] - sum(table_widths)
+    chunk = ChunkRows(plan[:, 2:end], jnp.maximum(num_cached - 1, 0), num_rows, jnp.minimum(num_cached, 1))
+    return chunk, _cut(plan[:, end:], table_widths)
+
+
+def _cut(columns: jax.Array, table_widths: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    ends = np.cumsum([0, *table_widths]).tolist()
     return tuple(columns[:, begin:end] for begin, end in itertools.pairwise(ends))

@@ -1,16 +1,16 @@
 """Run a pass over prompt rows: chunks of several prompts, or one whole prompt in blocks of rows.
 
-A pass needs only the pages, so a chunk may begin anywhere. If tokens before it are known, its first row is the last
-known token: that row writes nothing, and gives the aux_hidden that the drafter's next row needs.
+A pass needs only the pages, so a chunk may begin anywhere. If tokens before it are in the pages, its first row is the
+last of them: that row writes nothing, and gives the aux_hidden that the drafter's next row needs.
 
     chunk 0         | t0 t1 t2 t3 |
     chunk 1         | t3 t4 t5 .. |     t3 is known: it reads, and writes nothing; padding has position -1
 
-So a chunk, a prompt with a cached prefix, and a resumed request are one case, and a wholly known prompt runs its last
-token once more, for its logits. The pages do not depend on where a prompt is cut, on native kernels bit for bit.
+So a chunk, a prompt with a cached prefix, and a resumed request are one case. If all of a prompt is cached, its last
+token runs once more, for its logits. The pages do not depend on where a prompt is cut, on native kernels bit for bit.
 
-In blocks, the layers are the outer loop and the blocks of rows the inner one. So attention may see few rows at a time
-and the experts many, which reads and dequantises each of them fewer times.
+In blocks, the layers are the outer loop and the blocks of rows the inner one. So attention can take few rows at a time
+and the experts many, which reads and dequantises an expert fewer times.
 """
 
 from typing import NamedTuple
@@ -34,7 +34,7 @@ class ChunkRows(NamedTuple):
 
 
 class Prefilled(NamedTuple):
-    """What a pass leaves of each prompt's last row."""
+    """The outputs of each prompt's last row."""
 
     logits: Float[Array, "n V"]
     aux_hidden: Float[Array, "n A"]
@@ -50,9 +50,8 @@ def prefill(
 ) -> tuple[PagedCache, PagedCache | None, Prefilled]:
     """Write the rows of a chunk to the pages of target and drafter.
 
-    The drafter's row p pairs token p + 1 with aux_hidden[p]: rows begin .. begin + count - 2. drafter_cache None: no
-    drafter caches, or a pass without the drafter. blocks: the chunk is one whole prompt
-    (peagle.protocols.PrefillsAtOnce).
+    The drafter's row p pairs token p + 1 with aux_hidden[p]: rows begin .. begin + num_rows - 2. drafter_cache None:
+    without the drafter. blocks: the chunk is one whole prompt (peagle.protocols.PrefillsAtOnce).
     """
     row = jnp.arange(chunk.token_ids.shape[1], dtype=jnp.int32)[None, :]
     active = row < chunk.num_rows[:, None]

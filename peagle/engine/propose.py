@@ -1,8 +1,7 @@
 """Propose the drafts of a step, and let a drafter absorb rows that it has not read.
 
-Adaptive steps choose how many drafts to make and to verify (peagle.engine.widths). There a second drafter, without
-caches, may propose, too; a slot takes the drafts that promise more. If the second's drafts are enough for all slots,
-the first does not run.
+Adaptive steps choose how many drafts to make and to verify (peagle.engine.widths). A lookup drafter may propose, too,
+and a slot takes the better drafts. If looked-up drafts are good enough in all slots, the drafter does not run.
 """
 
 import dataclasses
@@ -10,15 +9,15 @@ import functools
 from collections.abc import Callable
 from typing import TypeVar
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from peagle.engine.accept import SyntheticDrafts, draw_synthetic
-from peagle.engine.beside import second_of
 from peagle.engine.sampling import choose, draw_keys
 from peagle.engine.state import DecodeState
-from peagle.engine.step_kinds import Proposed, SourceDrafts, StepKind
+from peagle.engine.step_kinds import StepKind
 from peagle.engine.widths import REST, StepCosts, choose_drafts, choose_widths, gains_of
 from peagle.ops.messages import Choose, Chosen, DrafterInput, DraftOutput, likeliest_of, likeliest_with_confidence
 from peagle.protocols import Drafter
@@ -27,23 +26,58 @@ Carry = TypeVar("Carry")
 DRAFT_PART = "draft"  # a named scope, for the profiler
 
 
+@flax.struct.dataclass
+class SourceDrafts:
+    """The drafts of one source."""
+
+    token_ids: jax.Array  # [B, K]
+    confidence: jax.Array  # [B, K]
+    num: jax.Array  # [B]: how many drafts
+    survival: jax.Array  # [B, K]: by the counts (peagle.engine.widths)
+
+
+@flax.struct.dataclass
+class AdaptiveChoice:
+    """What an adaptive step proposed and chose from (peagle.engine.widths)."""
+
+    sources: tuple[SourceDrafts, ...]  # of the drafter, and of the lookup drafter
+    source: jax.Array  # [B]: the source of the slot's drafts
+    num_to_drafter: jax.Array  # [B]: drafts in the drafter's pass
+    gains: jax.Array  # [B, K]: what the drafter's drafts are worth
+    tried: jax.Array  # bool: sources proposed; False while the slots rest
+
+
+@flax.struct.dataclass
+class Proposed:
+    """Drafts before verification."""
+
+    widths: jax.Array  # [B]: drafts to verify; 0 in a slot that is done
+    draft_token_ids: jax.Array  # [B, K]
+    keys: jax.Array | None  # [B, K+1, 2]: of draws (peagle.engine.sampling); None: all rows are greedy
+    drafter_ran: jax.Array  # bool: it has read drafter_input
+    num_drafted: jax.Array  # [B]
+    synthetic: SyntheticDrafts | None = None  # decides acceptance instead of the target
+    adaptive: AdaptiveChoice | None = None  # of an adaptive step
+
+
 def propose(
     drafter: Drafter | None,
     state: DecodeState,
     widths: Int[Array, " B"],
     costs: StepCosts,
     kind: StepKind,
+    lookup: Drafter | None = None,
     may_skip: bool = True,
 ) -> tuple[DecodeState, Proposed]:
-    """Propose the drafts of a step; of the state, only the drafters' changes.
+    """Propose the drafts of a step. Of the state, only the drafters' parts change.
 
-    may_skip: an adaptive step may leave the drafter out. If not, drafter_input has at most K + 1 rows.
+    may_skip: an adaptive step need not run the drafter. False: it must, and drafter_input has at most K + 1 rows.
     """
-    widths = jnp.where(state.may_draft, jnp.minimum(widths, kind.num_drafts), 0)
+    widths = jnp.where(state.drafting, jnp.minimum(widths, kind.num_drafts), 0)
     keys = synthetic = None
     if kind.sampled or kind.synthetic_acceptance is not None:
-        reach = jnp.arange(1, kind.num_drafts + 2, dtype=jnp.int32)
-        keys = draw_keys(state.sampling, state.length[:, None] + reach[None, :])
+        offsets = jnp.arange(1, kind.num_drafts + 2, dtype=jnp.int32)
+        keys = draw_keys(state.sampling, state.length[:, None] + offsets[None, :])
     if kind.synthetic_acceptance is not None:
         assert keys is not None
         synthetic = draw_synthetic(kind.synthetic_acceptance, keys)
@@ -54,7 +88,9 @@ def propose(
         return state, Proposed(widths, none, keys, jnp.zeros((), bool), widths)
     with jax.named_scope(DRAFT_PART):
         if kind.adaptive:
-            state, proposed = _propose_adaptively(drafter, state, widths, costs, kind, keys, synthetic, may_skip)
+            options = (widths, costs, kind, keys, synthetic, may_skip)
+            sources = functools.partial(_propose_by_sources, drafter, lookup, *options)
+            state, proposed = _unless_resting(sources, state) if may_skip else sources(state)
         else:
             state, draft = _run_drafter(drafter, state, widths, _chooser(state, keys, kind), kind.num_drafts)
             proposed = Proposed(widths, draft.token_ids, keys, jnp.ones((), bool), widths)
@@ -62,12 +98,11 @@ def propose(
 
 
 def _chooser(state: DecodeState, keys: jax.Array | None, kind: StepKind) -> Choose:
-    """Return the function that chooses drafts: the likeliest or, in sampled rows, a draw by the keys."""
+    """Return the function that chooses drafts: the likeliest tokens or, in sampled rows, draws by the keys."""
     if not kind.sampled:
         return likeliest_with_confidence if kind.adaptive else likeliest_of
-    # drafts are drawn without truncation, which takes time and gains nothing (1.57, 2.03, 2.29 either way at top-p .9,
-    # K = 1, 3, 7)
-    whole_law = dataclasses.replace(
+    # to truncate takes time and gains nothing (acceptance length 1.57, 2.03, 2.29 either way at top-p 0.9, K = 1, 3, 7)
+    untruncated = dataclasses.replace(
         state.sampling,
         top_k=jnp.zeros_like(state.sampling.top_k),
         top_p=jnp.ones_like(state.sampling.top_p),
@@ -76,7 +111,7 @@ def _chooser(state: DecodeState, keys: jax.Array | None, kind: StepKind) -> Choo
 
     def draw(logits: jax.Array, token_ids: jax.Array | None, first: int) -> Chosen:
         assert keys is not None
-        index = choose(logits, whole_law, keys[:, first : first + logits.shape[1]], token_ids)
+        index = choose(logits, untruncated, keys[:, first : first + logits.shape[1]], token_ids)
         if not kind.adaptive:
             return index, None
         scaled = (
@@ -85,7 +120,7 @@ def _chooser(state: DecodeState, keys: jax.Array | None, kind: StepKind) -> Choo
         )
         drawn = jnp.take_along_axis(scaled, jnp.maximum(index, 0)[..., None], axis=-1)[..., 0]
         probability = jnp.exp(drawn - jax.nn.logsumexp(scaled, axis=-1))
-        return index, jnp.where(index < 0, 1.0, probability)  # verify what is not finite, which reveals it
+        return index, jnp.where(index < 0, 1.0, probability)  # verify a draft that is not finite, so that it is noticed
 
     return draw
 
@@ -96,39 +131,24 @@ def _run_drafter(
     """Let the drafter read its input, of K + 1 rows at most, and propose num[b] <= K drafts."""
     assert drafter is not None
     assert state.drafter_input is not None
-    whole = state.drafter_input
-    first_position = jnp.where(state.keeps_up, whole.first_position, -1)
-    num_rows = num_drafts + 1
-    drafter_input = DrafterInput(
-        whole.token_ids[:, :num_rows], whole.aux_hidden[:, :num_rows], whole.num, first_position
-    )
+    rows, num_rows = state.drafter_input, num_drafts + 1
+    first_position = jnp.where(state.keeps_up, rows.first_position, -1)
+    drafter_input = DrafterInput(rows.token_ids[:, :num_rows], rows.aux_hidden[:, :num_rows], rows.num, first_position)
     draft, drafter_state = drafter.propose(state.drafter_state, drafter_input, num, num_drafts, chooser)
     return dataclasses.replace(state, drafter_state=drafter_state), draft
 
 
-def _propose_adaptively(
-    drafter: Drafter | None,
-    state: DecodeState,
-    limits: Int[Array, " B"],
-    costs: StepCosts,
-    kind: StepKind,
-    keys: jax.Array | None,
-    synthetic: SyntheticDrafts | None,
-    may_skip: bool,
+def _unless_resting(
+    sources: Callable[[DecodeState], tuple[DecodeState, Proposed]], state: DecodeState
 ) -> tuple[DecodeState, Proposed]:
-    """Propose drafts, or none while the slots rest."""
+    """Propose nothing while the slots rest."""
     assert state.pace is not None
-    try_sources = functools.partial(_propose_by_sources, drafter, limits, costs, kind, keys, synthetic, may_skip)
-    if not may_skip:
-        return try_sources(state)
-    shapes = jax.eval_shape(try_sources, state)[1]
-    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    due = state.pace.rest(~state.done) == 0
-    return run_if(due, lambda carry: try_sources(carry[0]), (state, nothing))
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(sources, state)[1])
+    return run_if(state.pace.rest(~state.done) == 0, lambda carry: sources(carry[0]), (state, nothing))
 
 
 def run_if(condition: jax.Array, function: Callable[[Carry], Carry], carry: Carry) -> Carry:
-    """Run a function once if the condition holds. XLA on CPU copies the pages that a `cond` changes, not a loop's."""
+    """Run a function if the condition holds. A loop, because XLA on CPU copies the pages that a `cond` changes."""
 
     def body(run: tuple[jax.Array, Carry]) -> tuple[jax.Array, Carry]:
         return jnp.zeros((), bool), function(run[1])
@@ -139,6 +159,7 @@ def run_if(condition: jax.Array, function: Callable[[Carry], Carry], carry: Carr
 
 def _propose_by_sources(
     drafter: Drafter | None,
+    lookup: Drafter | None,
     limits: Int[Array, " B"],
     costs: StepCosts,
     kind: StepKind,
@@ -147,25 +168,25 @@ def _propose_by_sources(
     may_skip: bool,
     state: DecodeState,
 ) -> tuple[DecodeState, Proposed]:
-    """Propose limits[b] drafts at most per slot by the better of its sources, and choose how many to verify."""
+    """Propose limits[b] drafts at most per slot, by the better of its sources; choose how many to verify."""
     learned, pace, num_drafts = state.learned, state.pace, kind.num_drafts
     assert learned is not None
     assert pace is not None
     assert state.drafter_input is not None
     num_active, sampled = jnp.sum(~state.done, dtype=jnp.int32), ~state.sampling.greedy
     rate, chooser = jnp.maximum(learned.rate, 1.0), _chooser(state, keys, kind)
-    known_gains, looked_up = pace.gain_or(learned.gain), None
+    expected_gains, looked_up = pace.gain_or(learned.gain), None
     worth_looked_up = jnp.zeros((state.slots,), jnp.float32)
-    if (second := second_of(drafter)) is not None:
-        state, looked_up = _look_up(second, state, limits, chooser, num_drafts)
+    if lookup is not None:
+        state, looked_up = _look_up(lookup, state, limits, chooser, num_drafts)
         trusted = looked_up.survival * pace.trust[:, 1:]
         worth_looked_up = jnp.sum(gains_of(trusted, limits, costs, num_active, rate), axis=1)
 
-    to_drafter, ran = jnp.where(pace.given_up, 0, limits), jnp.ones((), bool)
+    to_drafter, ran = jnp.where(pace.drafter_off, 0, limits), jnp.ones((), bool)
     if may_skip:
-        to_drafter = choose_drafts(known_gains, to_drafter, num_active, costs, rate)
+        to_drafter = choose_drafts(expected_gains, to_drafter, num_active, costs, rate)
         place = jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
-        worth = jnp.sum(jnp.where(place < to_drafter[:, None], known_gains, 0.0), axis=1) - worth_looked_up
+        worth = jnp.sum(jnp.where(place < to_drafter[:, None], expected_gains, 0.0), axis=1) - worth_looked_up
         time = rate * num_active.astype(jnp.float32) * costs.of_drafts(jnp.sum(to_drafter))
         pays = jnp.sum(jnp.maximum(worth, 0.0)) >= time
         to_drafter = jnp.where(pays, to_drafter, 0)
@@ -176,7 +197,7 @@ def _propose_by_sources(
         if may_skip:
             assert state.drafter_input is not None
             behind = jnp.any(state.keeps_up & (state.drafter_input.num > num_drafts + 1))
-            state = run_if(behind, functools.partial(absorb, drafter), state)
+            state = run_if(behind, functools.partial(absorb, drafter, lookup), state)
         state, draft = _run_drafter(drafter, state, to_drafter, chooser, num_drafts)
         confidence = draft.confidence if synthetic is None else synthetic.confidence
         if confidence is None:  # the drafter reports no confidence
@@ -195,61 +216,51 @@ def _propose_by_sources(
     token_ids, num, source = drafts.token_ids, to_drafter, jnp.zeros((state.slots,), jnp.int32)
     sources: tuple[SourceDrafts, ...] = (drafts,)
     if looked_up is not None:
-        # without measured times take the first source's drafts, so that they alone are counted
-        # (`Engine.count_acceptance`)
+        # before times are measured, take the drafter's own drafts: `Engine.count_acceptance` counts these alone
         takes = (worth_looked_up > jnp.sum(gains, axis=1)) & (costs.of_rows(num_active) > 0)
         source, sources = takes.astype(jnp.int32), (drafts, looked_up)
         token_ids = jnp.where(takes[:, None], looked_up.token_ids, token_ids)
         survival = jnp.where(takes[:, None], looked_up.survival * pace.trust[:, 1:], survival)
         num = jnp.where(takes, limits, num)
     widths = choose_widths(survival, num, num_active, costs, rate)
-    return state, Proposed(
-        widths,
-        token_ids,
-        keys=None,  # `propose` adds the draws, also where no drafter ran
-        ran=ran,
-        num_drafted=num,
-        sources=sources,
-        source=source,
-        num_to_drafter=to_drafter,
-        gains=gains,
-        tried=jnp.ones((), bool),
-    )
+    choice = AdaptiveChoice(sources, source, to_drafter, gains, tried=jnp.ones((), bool))
+    # `propose` adds the keys
+    return state, Proposed(widths, token_ids, keys=None, drafter_ran=ran, num_drafted=num, adaptive=choice)
 
 
 def _look_up(
-    second: Drafter, state: DecodeState, limits: Int[Array, " B"], chooser: Choose, num_drafts: int
+    lookup: Drafter, state: DecodeState, limits: Int[Array, " B"], chooser: Choose, num_drafts: int
 ) -> tuple[DecodeState, SourceDrafts]:
-    """Let the second drafter read its whole input and propose."""
+    """Let the lookup drafter read the whole input and propose."""
     assert state.learned is not None
     assert state.drafter_input is not None
-    first_position = jnp.where(state.may_draft, state.drafter_input.first_position, -1)
+    first_position = jnp.where(state.drafting, state.drafter_input.first_position, -1)
     drafter_input = dataclasses.replace(state.drafter_input, first_position=first_position)
-    draft, second_state = second.propose(state.second_state, drafter_input, limits, num_drafts, chooser)
+    draft, lookup_state = lookup.propose(state.lookup_state, drafter_input, limits, num_drafts, chooser)
     assert draft.confidence is not None
     survival = state.learned.survival(1, ~state.sampling.greedy, draft.confidence)
     drafts = SourceDrafts(draft.token_ids, draft.confidence, limits, survival)
-    return dataclasses.replace(state, second_state=second_state), drafts
+    return dataclasses.replace(state, lookup_state=lookup_state), drafts
 
 
 def has_no_room(state: DecodeState, num_more: int) -> Bool[Array, " B"]:
-    """Test which slots' drafter_input has no room for one row and num_more further ones."""
+    """Test which slots' drafter_input has no room for num_more rows after the next one."""
     assert state.drafter_input is not None
     return state.drafter_input.num + num_more + 1 > state.drafter_input.token_ids.shape[1]
 
 
-def absorb(drafter: Drafter | None, state: DecodeState) -> DecodeState:
-    """Let the drafters absorb their input except each slot's last row, where their next pass begins."""
+def absorb(drafter: Drafter | None, lookup: Drafter | None, state: DecodeState) -> DecodeState:
+    """Let the drafters absorb their input, except each slot's last row, with which their next pass begins."""
     before = state.drafter_input
     assert drafter is not None
     assert before is not None
     place = jnp.arange(before.token_ids.shape[1], dtype=jnp.int32)[None, :]
-    taken = (place < before.num[:, None] - 1) & state.may_draft[:, None]
+    taken = (place < before.num[:, None] - 1) & state.drafting[:, None]
     positions = jnp.where(taken, before.first_position[:, None] + place, -1)
     with jax.named_scope(DRAFT_PART):
-        second_state = state.second_state
-        if (second := second_of(drafter)) is not None:
-            second_state = second.absorb(second_state, before.token_ids, before.aux_hidden, positions)
+        lookup_state = state.lookup_state
+        if lookup is not None:
+            lookup_state = lookup.absorb(lookup_state, before.token_ids, before.aux_hidden, positions)
         positions = jnp.where(state.keeps_up[:, None], positions, -1)
         drafter_state = drafter.absorb(state.drafter_state, before.token_ids, before.aux_hidden, positions)
     last = jnp.where(state.done, 0, jnp.maximum(before.num - 1, 0))  # inactive rows keep their input
@@ -264,4 +275,4 @@ def absorb(drafter: Drafter | None, state: DecodeState) -> DecodeState:
         jnp.where(state.done, before.num, jnp.minimum(before.num, 1)),
         before.first_position + last,
     )
-    return dataclasses.replace(state, drafter_input=left, drafter_state=drafter_state, second_state=second_state)
+    return dataclasses.replace(state, drafter_input=left, drafter_state=drafter_state, lookup_state=lookup_state)

@@ -1,8 +1,8 @@
 """Run the executor's verbs on several processes: one leads, the others follow, verb by verb.
 
 Only the leader has an engine: it schedules, measures and reads. It sends each verb, as name and values, before it calls
-it. What verbs leave on the device stays in the executor of each process. So a follower needs no scheduler and no
-tokenizer, and decides nothing.
+it. State and pages stay in the executor of each process. So a follower needs no scheduler and no tokenizer, and decides
+nothing.
 
     leader     executor.steps(plan, costs, count, kind)      {"verb": "steps", "values": [plan, ..]}
     follower   executor.steps(plan, costs, count, kind)
@@ -17,9 +17,8 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from peagle.engine.beside import second_of
 from peagle.engine.executor import Executor
-from peagle.engine.programs import Shape
+from peagle.engine.programs import ProgramShape
 from peagle.engine.request import Request
 from peagle.engine.state import SlotParams
 from peagle.engine.step_kinds import StepKind
@@ -31,7 +30,7 @@ VERBS = (
     "start",
     "prefill",
     "admit",
-    "learn",
+    "read_tokens",
     "steps",
     "absorb",
     "propose",
@@ -55,22 +54,24 @@ class Lead:
             self._send(message)
             return call()
 
-    def executor(self, target: Target, drafter: Drafter | None, shape: Shape) -> "Leading":
+    def executor(
+        self, target: Target, drafter: Drafter | None, shape: ProgramShape, lookup: Drafter | None = None
+    ) -> "Leading":
         """Make the executor of an engine, here and on the followers."""
         if shape.blocks is not None:
             raise InputError("a target over several processes does not prefill at once; leave out --prefill blocked")
         number, self._executors = self._executors, self._executors + 1
-        drafts = {"drafts": drafter is not None, "beside": second_of(drafter) is not None}
+        drafts = {"drafts": drafter is not None, "lookup": lookup is not None}
         message = {"executor": number, **drafts, "shape": _sent(asdict(shape))}
-        leading: Leading = self.together(message, lambda: Leading(self, number, target, drafter, shape))
+        leading: Leading = self.together(message, lambda: Leading(self, number, target, drafter, shape, lookup))
         return leading
 
 
 class Leading(Executor):
     """The executor of the leader. Sends each of VERBS before it calls it."""
 
-    def __init__(self, lead: Lead, number: int, target: Target, drafter: Drafter | None, shape: Shape) -> None:
-        super().__init__(target, drafter, shape)
+    def __init__(self, lead: Lead, number: int, *models_and_shape: Any) -> None:
+        super().__init__(*models_and_shape)
         self._lead, self._number = lead, number
 
     def sent(self, name: str, values: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
@@ -98,18 +99,19 @@ for _name in VERBS:
 
 
 class Follower:
-    """The executors of a following process. models(drafts, beside): see `ReplicaModels.of`."""
+    """The executors of a following process. models(drafts): see `ReplicaModels.of`."""
 
-    def __init__(self, models: Callable[[bool, bool], tuple[Target, Drafter | None]]) -> None:
-        self._models = models
+    def __init__(self, models: Callable[[bool], tuple[Target, Drafter | None]], lookup: Drafter | None = None) -> None:
+        self._models, self._lookup = models, lookup
         self.executors: dict[int, Executor] = {}
 
     def run(self, message: Message) -> None:
         """Execute a message of `Lead` or `Leading`."""
         if "executor" in message:
-            target, drafter = self._models(message["drafts"], message["beside"])
-            shape = Shape(**_received(message["shape"], target.vocab_size))
-            self.executors[message["executor"]] = Executor(target, drafter, shape)
+            target, drafter = self._models(message["drafts"])
+            shape = ProgramShape(**_received(message["shape"], target.vocab_size))
+            lookup = self._lookup if message["lookup"] else None
+            self.executors[message["executor"]] = Executor(target, drafter, shape, lookup)
             return
         executor = self.executors[message["of"]]
         values, options = (_received(message[part], executor.target.vocab_size) for part in ("values", "options"))

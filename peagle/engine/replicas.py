@@ -7,7 +7,7 @@ One program over all devices would compute each prompt on every device, and the 
 chunk. Separate engines prefill different prompts at once, and none waits for another.
 
 One thread drives them all. It sends each engine its next dispatch before it reads any, and reads ready results first.
-So all devices work, whatever a dispatch takes; only a step cut for a grammar makes the host wait for that engine's
+So all devices work, however long a dispatch takes. Only a step cut for a grammar makes the host wait for an engine's
 drafts. Answers are those of one engine: no row depends on its slot or its neighbours.
 """
 
@@ -31,16 +31,13 @@ from peagle.engine.timing import LoopTimes
 from peagle.engine.widths import CostTable
 from peagle.ops import interrupt
 
-POLL_S = 1e-4  # between looks at what is ready; short beside a step
-MOST_POLLING_S = 5e-3  # in one step; then the driver may add requests, which idle engines may begin
-STANDS_STILL_S = 60.0  # block on one engine after this long, so that the loop's watcher sees the stall
+POLL_S = 1e-4  # between two looks for ready results; short beside a step
+MOST_POLLING_S = 5e-3  # in one step, so that the driver can add requests for idle engines
+STALLED_S = 60.0  # block on an engine after this long, so that the loop's watcher sees the stall
 
 
 class Replicas(AnyEngine):
-    """Decode requests with several engines of equal models and shapes.
-
-    config: of all together; the engines share its slots and bytes.
-    """
+    """Decode requests with several engines of equal models. They share the slots and bytes of `config`."""
 
     def __init__(self, engines: Sequence[Engine], config: ResolvedConfig) -> None:
         super().__init__(config, engines[0].stop_token_ids)
@@ -79,13 +76,13 @@ class Replicas(AnyEngine):
         self,
         sampled: bool = False,
         measuring: Measuring = lambda *_: None,
-        full: bool = False,
+        full_logits: bool = False,
         constrained: bool = False,
     ) -> None:
         """See `AnyEngine.warm_up`. Engines compile at once, in as many threads as there are processors.
 
-        Then the first one measures costs, which hold for all, while none compiles. The first failure is raised as soon
-        as the running compilations have ended.
+        Then one engine measures costs for all, while none compiles. Raises the first failure as soon as the running
+        compilations have ended.
         """
         with self._entry:
             with self._lock:
@@ -94,7 +91,9 @@ class Replicas(AnyEngine):
                     return
             with concurrent.futures.ThreadPoolExecutor(min(len(self.engines), os.cpu_count() or 1)) as threads:
                 begun = [
-                    threads.submit(engine.warm_up, sampled, full=full, constrained=constrained, measure=False)
+                    threads.submit(
+                        engine.warm_up, sampled, full_logits=full_logits, constrained=constrained, measure=False
+                    )
                     for engine in self.engines
                 ]
                 try:
@@ -102,7 +101,7 @@ class Replicas(AnyEngine):
                         future.result()
                 finally:
                     threads.shutdown(cancel_futures=True)
-            self.one.warm_up(sampled, measuring, full, constrained)
+            self.one.warm_up(sampled, measuring, full_logits, constrained)
             for engine in self.engines:
                 engine.costs = self.one.costs
 
@@ -136,9 +135,9 @@ class Replicas(AnyEngine):
         return sum(engine.num_preemptions for engine in self.engines)
 
     def memory_bytes(self) -> tuple[int, int, int]:
-        together = len(self.engines) if jax.default_backend() == "cpu" else 1
+        copies = len(self.engines) if jax.default_backend() == "cpu" else 1
         pages, state, logits = self.one.memory_bytes()
-        return together * pages, together * state, together * logits
+        return copies * pages, copies * state, copies * logits
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -171,13 +170,13 @@ class Replicas(AnyEngine):
 
     @property
     def _ready(self) -> list[Engine]:
-        """The engines to read next: the ready ones, or one that stands still."""
+        """The engines to read next: those that are ready, or stalled."""
+        stalled = time.perf_counter() - STALLED_S
         sent = [engine for engine in self.engines if engine in self._sent]
-        still = time.perf_counter() - STANDS_STILL_S
-        return [engine for engine in sent if engine.ready or self._sent[engine] < still]
+        return [engine for engine in sent if engine.ready or self._sent[engine] < stalled]
 
     def _hand_out(self) -> None:
-        while self._waiting and (roomy := [engine for engine in self.engines if engine.num_free > 0]):
+        while self._waiting and (roomy := [engine for engine in self.engines if engine.num_open < engine.config.slots]):
             handle = self._waiting.popleft()
             self._best(roomy, handle.request.prompt_ids).enter(handle)
         for engine in self.engines:
@@ -185,9 +184,9 @@ class Replicas(AnyEngine):
 
     @staticmethod
     def _best(engines: Sequence[Engine], prompt_ids: Sequence[int]) -> Engine:
-        """Choose an engine for a prompt: the one that has cached most of it, then the emptiest.
+        """Choose an engine for a prompt: one that has cached more than half of it, then the emptiest.
 
-        Cached tokens do not count on an engine with far more to do than another: all requests may begin alike.
+        Cached tokens do not count on an engine with far more to do than another, because all prompts may begin alike.
         """
         most = 2 * min(engine.num_open for engine in engines) + 1
 

@@ -14,7 +14,7 @@ FinishReason = Literal["stop", "length", "aborted", "timeout", "error", "handed_
 
 
 def fold_seed(seed: int) -> int:
-    """Return the int32 of a seed for the device: itself if it fits, else 31 bits that depend on all 64."""
+    """Fold a seed into an int32 for the device: itself if it fits, else 31 bits of a hash of all 64."""
     if 0 <= seed < 2**31:
         return seed
     digest = hashlib.blake2b((seed % 2**64).to_bytes(8, "little"), digest_size=4).digest()
@@ -33,8 +33,7 @@ class Request:
     name                     the prompt's name in messages
     stop                     the answer's text ends before the first of these strings; peagle.result.Assembler
                              applies them, since the engine works on tokens only
-    num_speculative_tokens   most drafts of a step of this request; None: the engine's. A request with its own K is
-                             never paused for the cost of drafting
+    num_speculative_tokens   most drafts of a step of this request; None: the engine's
     grammar                  of the answer (peagle.engine.grammar); it masks the target's logits before acceptance,
                              like other adjustments. If the budget, a stop string or one of the request's stop
                              tokens cuts the answer, it is only the beginning of a text of the grammar
@@ -68,7 +67,7 @@ class Request:
             check_num_drafts(self.num_speculative_tokens)
         check_stop_strings(self.stop)
 
-    def drafts(self, most: int) -> int:
+    def most_drafts(self, most: int) -> int:
         """Return the most drafts of a step of this request in an engine with at most `most`."""
         return most if self.num_speculative_tokens is None else min(self.num_speculative_tokens, most)
 
@@ -84,21 +83,21 @@ class Request:
                 )
 
     @property
-    def full(self) -> bool:
-        """Whether steps adjust this request's logits or return log-probabilities: `StepKind.full`."""
+    def full_logits(self) -> bool:
+        """Whether steps adjust this request's logits or return log-probabilities."""
         return self.sampling.adjusts or self.logprobs is not None or self.grammar is not None
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The outcome of one step for one request, before a stop token or the budget cut it."""
+    """The outcome of one step for one request, before a stop token or the budget cuts it."""
 
     length: int  # before the step: prompt + emitted - 1
-    draft_token_ids: tuple[int, ...]  # the verified ones: none in a plain step
+    draft_token_ids: tuple[int, ...]  # those verified: none in a plain step
     num_accepted: int
     next_token: int
-    num_drafted: int = 0  # by the source that the slot used; the first ones were verified
-    source: int = 0  # 0: the drafter; 1: the second one (peagle.engine.beside)
+    num_drafted: int = 0  # by the slot's source; draft_token_ids are the first of them
+    source: int = 0  # 0: the drafter; 1: the lookup drafter
 
 
 @dataclass(frozen=True)

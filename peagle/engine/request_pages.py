@@ -4,66 +4,67 @@ from collections.abc import Sequence
 
 from peagle.engine.handle import Handle
 from peagle.engine.kv_memory import KVMemory
-from peagle.engine.resolved import ResolvedConfig
 from peagle.ops.attention import PAGE_SIZE
 
 
 class RequestPages:
     """The pages that an engine's requests hold. Only the engine's loop changes them."""
 
-    def __init__(self, memory: KVMemory, config: ResolvedConfig, has_drafter: bool) -> None:
-        self._memory, self._config, self._has_drafter = memory, config, has_drafter
+    def __init__(self, memory: KVMemory) -> None:
+        self._memory = memory
 
     def open(self, handle: Handle, prefilling: Sequence[Handle]) -> bool:
-        """Give a request a table with the cached pages of its tokens; return whether the pages sufficed.
+        """Give a request a table with the cached pages of its tokens; return whether there are enough pages.
 
-        They must suffice for all its tokens and its first steps, beside what the prompts of `prefilling` still need. A
+        Enough for all its tokens and its first steps, besides those that the prompts of `prefilling` still need. A
         preempted request needs more, so that it is not preempted again at once.
         """
         memory, token_ids = self._memory, handle.computed_ids
-        drafts = self._has_drafter and (not handle.paused or self._prefills_for_all(token_ids))
-        table = memory.open(token_ids if handle.hand_off is None else (), drafts)
+        with_drafter = memory.has_drafter and (handle.can_draft or self._prefills_for_later(token_ids))
+        table = memory.open(token_ids if handle.hand_off is None else (), with_drafter)
         promised = sum(
             max(0, memory.missing(other.table, len(other.computed_ids)))
             for other in prefilling
             if other.table is not None
         )
-        needed = min(len(token_ids) + memory.ahead * max(1, handle.num_preempted), self._most_tokens(handle))
+        ahead = memory.sizing.rows_ahead * max(1, handle.num_preempted)
+        needed = min(len(token_ids) + ahead, self._most_tokens(handle))
         if memory.missing(table, needed) + promised > memory.available():
             memory.pool.free(table)
             return False
         handle.table, handle.drafter_rows = table, table.num_cached_tokens
         return True
 
-    def _prefills_for_all(self, token_ids: Sequence[int]) -> bool:
+    def _prefills_for_later(self, token_ids: Sequence[int]) -> bool:
         """Whether the drafter reads the tokens of a request that does not draft, for later ones with this prefix.
 
-        False if the target has cached more of them than the drafter.
+        Not if the target has cached more of them than the drafter: the target would compute these again.
         """
-        if not self._config.prefix_cache:
+        if not self._memory.keeps_prefixes:
             return False
-        return self._memory.num_known(token_ids, drafts=True) >= self._memory.num_known(token_ids, drafts=False)
+        target, both = (self._memory.num_known(token_ids, with_drafter) for with_drafter in (False, True))
+        return both >= target
 
     def _most_tokens(self, handle: Handle) -> int:
         """Count the positions that a request can reach."""
         request = handle.request
-        return len(request.prompt_ids) + request.max_new_tokens + self._memory.num_lookahead_tokens
+        return len(request.prompt_ids) + request.max_new_tokens + self._memory.sizing.num_lookahead_tokens
 
     def reserve(self, handle: Handle, num_tokens: int) -> bool:
         """Reserve pages for a request's first tokens; return whether it has them."""
         return handle.table is not None and self._memory.pool.reserve(handle.table, num_tokens)
 
     def reach(self, handle: Handle, steps: int, num_drafts: int) -> int:
-        """Count the tokens that a request may have after this many more steps."""
-        ahead = handle.ahead + steps * (num_drafts + 1) + self._memory.num_lookahead_tokens
+        """Count the tokens that a request has at most after this many more steps."""
+        ahead = handle.ahead + steps * (num_drafts + 1) + self._memory.sizing.num_lookahead_tokens
         return min(handle.length + ahead, self._most_tokens(handle))
 
     def has_drafter_pages(self, handle: Handle) -> bool:
         assert handle.table is not None
-        return len(handle.table.groups) > self._memory.num_target
+        return len(handle.table.groups) > self._memory.num_target_groups
 
     def publish_prompt(self, handle: Handle, end: int) -> None:
-        """Publish the pages of a prompt as far as computed. Later dispatches read them after they are written."""
+        """Publish the pages of a prompt up to `end`, which are computed before any later dispatch reads them."""
         if self.has_drafter_pages(handle):
             handle.drafter_rows = max(handle.drafter_rows, end)
         self._publish(handle, handle.computed_ids[:end], end, ends=True)
@@ -79,7 +80,7 @@ class RequestPages:
 
     def _publish(self, handle: Handle, token_ids: Sequence[int], length: int, ends: bool) -> None:
         assert handle.table is not None
-        # a hand-off holds only the rows within windows, although these layers may keep more
+        # a request that was handed over may lack rows that these layers keep: the message has only those in windows
         self._memory.publish(handle.table, token_ids, length, handle.drafter_rows, ends, known=not handle.num_received)
 
     def free(self, handle: Handle) -> None:

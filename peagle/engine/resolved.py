@@ -1,4 +1,4 @@
-"""The config of an engine whose every value is decided."""
+"""The config of an engine, every value decided."""
 
 import dataclasses
 import math
@@ -11,8 +11,6 @@ from peagle.engine.widths import Counts
 from peagle.ops.errors import InputError
 from peagle.ops.row_blocks import padded_length
 
-MASK_BUDGET_S = 0.05
-MOST_SLOW_MASKS = 8  # in a row
 MOST_RESERVED = 8192  # positions per slot that default memory holds; longer requests share it
 SHORT_PROMPT = 64  # rows of a prompt that shares a pass
 Role: TypeAlias = Literal["both", "prefill", "decode"]
@@ -22,18 +20,18 @@ Role: TypeAlias = Literal["both", "prefill", "decode"]
 class ResolvedConfig(EngineConfig):
     """An EngineConfig in which a pair has decided every value (`Pair.resolve`).
 
-    prefix_cache         memory beside kv_memory, for prompts and answers that later requests may begin with; 0:
-                         none
+    prefix_cache         bytes besides kv_memory, for prompts and answers that later requests may begin with
     kv_memory            None: for the context of every slot, MOST_RESERVED positions at most
     steps_per_dispatch   changes when tokens reach the host, never which tokens
     adaptive             steps choose how many drafts to verify, num_speculative_tokens at most, by costs measured
-                         at warm-up; counts: the acceptance to start from (peagle.engine.widths)
+                         at warm-up (peagle.engine.widths)
+    counts               the acceptance that adaptive steps start from
     k_per_request        requests may set num_speculative_tokens; plain steps are then compiled, too
     mask_budget_s        processor time of a request's masks in a step. A request that exceeds it stops drafting. If
-                         single masks exceed it most_slow_masks times in a row, the request ends with an error,
-                         because all others wait for its masks
-    role                 "prefill" computes prompts and their first tokens, and hands over every request that
-                         continues; "decode" takes these (peagle.engine.handoff)
+                         its masks still exceed it, most_slow_masks times in a row, it ends with an error, because
+                         all others wait for its masks
+    role                 "prefill" computes prompts and their first tokens, and hands the requests over; "decode"
+                         takes them (peagle.engine.handoff)
     """
 
     num_speculative_tokens: int = 0
@@ -44,8 +42,8 @@ class ResolvedConfig(EngineConfig):
     adaptive: bool = False
     counts: Counts | None = None
     k_per_request: bool = False
-    mask_budget_s: float = MASK_BUDGET_S
-    most_slow_masks: int = MOST_SLOW_MASKS
+    mask_budget_s: float = 0.05
+    most_slow_masks: int = 8
     role: Role = "both"
 
     def _check_together(self) -> None:

@@ -20,7 +20,7 @@ class RowSampling:
     top_p: jax.Array  # [B] float32; 1: all
     min_p: jax.Array  # [B] float32; 0: all
     seed: jax.Array  # [B] int32
-    index: jax.Array  # [B] int32: the request's
+    index: jax.Array  # [B] int32: Request.index
 
     @property
     def greedy(self) -> jax.Array:
@@ -42,17 +42,16 @@ def probabilities(logits: Float[Array, "B T V"], sampling: RowSampling) -> Float
 def _weights(logits: Float[Array, "B T V"], sampling: RowSampling) -> Float[Array, "B T V"]:
     """Compute float32 weights in proportion to which tokens are drawn; the largest is 1. Greedy rows: any.
 
-    Order: temperature, top-k, top-p, min-p. top-k keeps every logit not below the k-th largest. top-p keeps the
-    smallest set of most likely tokens with mass top_p or more, and ties with its last member. min-p drops tokens less
-    likely than min_p times the likeliest. If a logit is NaN, or the largest is infinite, no weight is above 0.
+    Order: temperature, top-k, top-p, min-p. top-k keeps every logit not below the k-th largest. top-p keeps the fewest
+    most likely tokens with mass top_p or more, and those that tie with the last of them. min-p drops tokens less likely
+    than min_p times the likeliest. If a logit is NaN, or the largest is infinite, no weight is above 0.
     """
 
     def of(values: jax.Array) -> jax.Array:
         return values[:, None, None]
 
     logits = logits.astype(jnp.float32)
-    # subtract the largest logit first: scaled logits would round before the subtraction, by errors that grow with 1 /
-    # temperature
+    # subtract the largest logit before scaling: afterwards, rounding errors would have grown with 1 / temperature
     peak = jnp.max(logits, axis=-1, keepdims=True)
     scaled = (logits - peak) / of(jnp.maximum(sampling.temperature, GREEDY_BELOW))
     vocab_size = logits.shape[-1]
@@ -83,8 +82,8 @@ def _cut(
 ) -> Float[Array, "B T V"]:
     """Keep the fewest most likely tokens whose weights sum to `enough`, and ties; set the others to -inf.
 
-    Rows that are not limited keep all. The largest logit must be 0; it is always kept. The lowest kept logit is
-    determined bit by bit, one sum per bit: sorting 200 000 tokens takes longer than a pass of most targets.
+    Rows that are not limited keep all. The largest logit must be 0; it is always kept. The lowest kept logit is found
+    bit by bit, with one sum per bit: to sort 200,000 tokens takes longer than a pass of most targets.
     """
     bits = jax.lax.bitcast_convert_type(jnp.where(logits == 0, 0.0, logits), jnp.uint32)  # 0 and -0 are equal
     top = jnp.uint32(1 << 31)
@@ -157,10 +156,7 @@ def log_probs(logits: Float[Array, "B T V"], token_ids: Int[Array, "B T"]) -> Lo
 
 
 def draw_keys(sampling: RowSampling, index: Int[Array, "B T"]) -> UInt32[Array, "B T 2"]:
-    """Make keys of draws that depend only on (seed, request index, token index).
-
-    So a row's randomness does not depend on other rows, its slot, K, or the length of steps.
-    """
+    """Make keys of draws from (seed, request index, token index) alone: no slot, K or other request changes a draw."""
 
     def one(seed: jax.Array, request: jax.Array, token_index: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), request), token_index)

@@ -1,6 +1,6 @@
 """Schedule requests: queue, slots, and the next dispatch, a chunk of prompts or steps.
 
-Host only, without JAX and without a clock: costs are arguments. First come, first served. A request has a slot from its
+Host code without JAX and without a clock: times are arguments. First come, first served. A request has a slot from its
 first chunk on. Chunks alternate with steps of the decoding slots, so that neither starves. Short prompts share a pass.
 """
 
@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 STEPS_SHARE = 0.5  # time of the steps between two chunks, over the time of a chunk
-LONGEST_DISPATCH_S = 0.012  # of steps: with many active rows a dispatch has fewer steps, so that tokens arrive in time
+LONGEST_DISPATCH_S = 0.012  # of steps: slow steps come in shorter dispatches, so that tokens arrive in time
 WAITING_SHARE = 4  # while a request waits for a slot, divide the steps of a dispatch by this
 KEPT_SPEED = 0.8  # share of their speed that requests without a grammar keep beside one with a grammar
-MOST_BETWEEN_CUTS = 64  # whole steps
-CUTS_UNMEASURED = 16  # cut steps after which a whole step is timed again
+MOST_BETWEEN_CUTS = 64  # most whole steps between two cut ones
+CUTS_UNMEASURED = 16  # after so many cut steps a whole step runs, and is timed again
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -28,11 +28,6 @@ class Piece(Generic[Key]):
     begin: int
     count: int
     last: bool
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the pass; the last cached token comes first, if there is one (peagle.engine.prefill)."""
-        return self.count + (self.begin > 0)
 
 
 @dataclass(frozen=True)
@@ -55,8 +50,8 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Seconds of the latest chunk, the latest step and the latest cut step; 0: not measured yet."""
+class DispatchTimes:
+    """Seconds of the latest chunk, step and cut step; 0: not measured yet."""
 
     chunk_s: float = 0.0
     step_s: float = 0.0
@@ -65,24 +60,19 @@ class Costs:
 
 @dataclass
 class _Progress:
-    """Tokens of a prompt: all, and those in pages."""
-
-    length: int
-    done: int
+    length: int  # of the prompt
+    done: int  # its tokens in pages
 
 
 @dataclass
 class Scheduler(Generic[Key]):
-    """The queue and the slots of an engine.
-
-    shapes: of passes over prompts, (prompts, rows per prompt), the first for one prompt.
-    """
+    """The queue and the slots of an engine."""
 
     slots: int
-    shapes: Sequence[tuple[int, int]]
+    shapes: Sequence[tuple[int, int]]  # of passes over prompts: (prompts, rows per prompt), the first for one prompt
     steps_per_dispatch: int
     _waiting: collections.deque[tuple[Key, int]] = field(default_factory=collections.deque, init=False)
-    _held: list[Key | None] = field(init=False)
+    _by_slot: list[Key | None] = field(init=False)
     _progress: dict[Key, _Progress] = field(default_factory=dict, init=False)  # of prefilling requests, in order
     _steps_due: bool = field(default=False, init=False)  # a chunk was sent, and no steps since
     _constrained: set[Key] = field(default_factory=set, init=False)  # requests with a grammar
@@ -90,10 +80,10 @@ class Scheduler(Generic[Key]):
     _cuts: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._held = [None] * self.slots
+        self._by_slot = [None] * self.slots
 
     def add(self, key: Key, length: int, constrained: bool = False, first: bool = False) -> None:
-        """Put a request in the queue. length: of its prompt. constrained: with a grammar. first: before all others."""
+        """Put a request in the queue. length: of its prompt. constrained: by a grammar. first: before all others."""
         (self._waiting.appendleft if first else self._waiting.append)((key, length))
         if constrained:
             self._constrained.add(key)
@@ -101,15 +91,15 @@ class Scheduler(Generic[Key]):
     def remove(self, key: Key) -> None:
         self._constrained.discard(key)
         self._progress.pop(key, None)
-        if key in self._held:
-            self._held[self._held.index(key)] = None
+        if key in self._by_slot:
+            self._by_slot[self._by_slot.index(key)] = None
         else:
             self._waiting = collections.deque(entry for entry in self._waiting if entry[0] != key)
 
     @property
     def decoding(self) -> list[tuple[int, Key]]:
         """(slot, request) of the requests that take steps."""
-        return [(slot, key) for slot, key in enumerate(self._held) if key is not None and key not in self._progress]
+        return [(slot, key) for slot, key in enumerate(self._by_slot) if key is not None and key not in self._progress]
 
     @property
     def prefilling(self) -> list[Key]:
@@ -124,13 +114,13 @@ class Scheduler(Generic[Key]):
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def next(self, costs: Costs, begin: Callable[[Key], int | None] = lambda _: 0) -> Chunk[Key] | Steps | None:
+    def next(self, times: DispatchTimes, begin: Callable[[Key], int | None] = lambda _: 0) -> Chunk[Key] | Steps | None:
         """Choose the next dispatch and count it as sent; None: there is nothing to do.
 
-        begin: called once per request that gets a slot; returns the number of its cached tokens, or None if there is no
+        begin: called before a request gets a slot; returns the number of its cached tokens, or None if there is no
         memory for it yet.
         """
-        while self._waiting and None in self._held:
+        while self._waiting and None in self._by_slot:
             key, length = self._waiting[0]
             if not self._joins(length):
                 break
@@ -138,18 +128,18 @@ class Scheduler(Generic[Key]):
             if known is None:
                 break
             self._waiting.popleft()
-            self._held[self._held.index(None)] = key
+            self._by_slot[self._by_slot.index(None)] = key
             self._progress[key] = _Progress(length, known)
         if self._progress and not (self._steps_due and self.num_active):
             self._steps_due = True
             return self._chunk()
         self._steps_due = False
-        return self._steps(costs) if self.num_active else None
+        return self._steps(times) if self.num_active else None
 
     def _joins(self, length: int) -> bool:
-        """Whether a prompt begins now: if no other is being prefilled, or if all are short enough to share a pass.
+        """Whether a prompt begins now: no other is being prefilled, or all are short enough to share a pass.
 
-        Otherwise it begins after the others are complete, and then sees their cached pages.
+        A prompt that waits for the others to be complete can use their pages.
         """
         lengths = [progress.length for progress in self._progress.values()]
         return not lengths or any(
@@ -175,38 +165,38 @@ class Scheduler(Generic[Key]):
         count = min(rows - (done > 0), length - done)
         return Piece(key, done, count, done + count == length)
 
-    def _steps(self, costs: Costs) -> Steps:
-        """Choose steps: cut ones while a request has a grammar, with whole steps of the others in between."""
+    def _steps(self, times: DispatchTimes) -> Steps:
+        """Choose steps: cut ones while a request has a grammar, and whole steps of the others in between."""
         num_constrained = sum(key in self._constrained for _, key in self.decoding)
         if not num_constrained:
-            return Steps(self._num_steps(costs))
+            return Steps(self._num_steps(times))
         if self._owed and num_constrained < self.num_active:
-            count = min(self._owed, self._num_steps(costs))
+            count = min(self._owed, self._num_steps(times))
             self._owed -= count
             return Steps(count)
         self._cuts += 1
-        self._owed = self._steps_between_cuts(costs)
+        self._owed = self._steps_between_cuts(times)
         return Steps(1, cut=True)
 
-    def _steps_between_cuts(self, costs: Costs) -> int:
+    def _steps_between_cuts(self, times: DispatchTimes) -> int:
         """Count the whole steps n after a cut step, so that requests without a grammar keep KEPT_SPEED of their speed.
 
-        They keep (n + 1) step_s / (cut_s + n step_s): a cut step of a small model takes several times as long as a
-        whole one. At most MOST_BETWEEN_CUTS, so that requests with a grammar advance.
+        They keep (n + 1) step_s / (cut_s + n step_s). For a small model, a cut step takes several times as long as a
+        whole one. n has a limit, so that requests with a grammar advance.
         """
         least = int(self._cuts % CUTS_UNMEASURED == 0)
-        if not (costs.step_s and costs.cut_s):
+        if not (times.step_s and times.cut_s):
             return 1
-        missing, gained = KEPT_SPEED * costs.cut_s - costs.step_s, (1 - KEPT_SPEED) * costs.step_s
+        missing, gained = KEPT_SPEED * times.cut_s - times.step_s, (1 - KEPT_SPEED) * times.step_s
         if missing <= 0:
             return least
         return MOST_BETWEEN_CUTS if missing >= MOST_BETWEEN_CUTS * gained else math.ceil(missing / gained)
 
-    def _num_steps(self, costs: Costs) -> int:
+    def _num_steps(self, times: DispatchTimes) -> int:
         prefilling = bool(self._progress)
         most = float(self.steps_per_dispatch // (WAITING_SHARE if self._waiting and not prefilling else 1))
-        if costs.step_s:
-            most = min(most, LONGEST_DISPATCH_S / costs.step_s)
+        if times.step_s:
+            most = min(most, LONGEST_DISPATCH_S / times.step_s)
         if prefilling:
-            most = min(most, STEPS_SHARE * costs.chunk_s / costs.step_s if costs.step_s else 1.0)
+            most = min(most, STEPS_SHARE * times.chunk_s / times.step_s if times.step_s else 1.0)
         return max(1, round(most))

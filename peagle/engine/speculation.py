@@ -1,4 +1,4 @@
-"""Read and write what a drafter's folder says about drafting: speculation.json."""
+"""Read and write speculation.json, which says how a drafter in the same folder drafts."""
 
 import dataclasses
 import json
@@ -17,21 +17,21 @@ from peagle.ops.strict_json import dumps
 # DRAFTS}}
 SPECULATION_FILE = "speculation.json"
 WINDOW_KEY = "drafter_window"
-OFF: Literal["off"] = "off"  # as a window: none
+OFF: Literal["off"] = "off"  # no window
 DEFAULT_DRAFTS = 7
 _KINDS = ("greedy", "sampled")
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """How a drafter drafts by `auto`: at most num_drafts per step, starting from these acceptance counts."""
+    """How adaptive steps draft: at most num_drafts tokens, starting from these acceptance counts."""
 
     num_drafts: int = DEFAULT_DRAFTS
     counts: Counts | None = None
 
 
 def read_speculation(directory: Path) -> Speculation:
-    """Read the file beside a drafter; without one, or with only a window in it, return the default.
+    """Read the file of a drafter's folder; return the default for what it does not say.
 
     Warns about a table of drafts by load, of an earlier version. Raises InputError for a malformed file.
     """
@@ -66,7 +66,7 @@ def read_speculation(directory: Path) -> Speculation:
 
 
 def read_window(directory: Path) -> int | Literal["off"] | None:
-    """Read the window beside a drafter: a number of positions, or "off"; None if no file names one.
+    """Read the window of the drafter in a folder: positions, or "off"; None if the file names none.
 
     Raises InputError for any other value.
     """

@@ -1,17 +1,17 @@
-"""Hold what a slot needs between steps; take the slots of one pass, put them back, and admit a request.
+"""The state of slots between steps: take the slots of one pass, put them back, and admit a request.
 
 The slot is the leading axis of every leaf but the pages, which all slots share. Between steps, for each active slot:
 
     target pages       hold the prompt and all emitted tokens but the last: `length` of them
     pending_token      is the last emitted token; it is in no page
     drafter pages      lag by the tokens in drafter_input: rows first_position ..
-                       first_position + num - 1 = length - 1. They have no gap where `drafts`
+                       first_position + num - 1 = length - 1. They have no gap if `can_draft`
     remaining          counts the tokens that may still be emitted
-    drafts             says whether the slot may ever draft again
+    can_draft          is False in a slot that never drafts again
     pace               says how the slot drafts at present, in adaptive engines; all slots share `learned`
 
-A pass runs over the slots that the host names, gathered into a batch. A done slot, and a batch entry without a slot,
-have rows of position -1, which write and emit nothing.
+A pass runs over the slots that the host names, gathered into a batch. The rows of a done slot, and of a batch entry
+without a slot, have position -1: they write and emit nothing.
 """
 
 import dataclasses
@@ -21,10 +21,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from peagle.engine.adjust import Adjustments
-from peagle.engine.beside import second_of
 from peagle.engine.masks import all_allowed
 from peagle.engine.request import MOST_STOP_TOKENS, Request, fold_seed
 from peagle.engine.sampling import RowSampling
@@ -43,53 +42,53 @@ class DecodeState:
 
     length: jax.Array  # [B] int32
     pending_token: jax.Array  # [B] int32
-    drafter_input: DrafterInput | None  # None: this engine never drafts, or the pass keeps nothing for the drafter
+    drafter_input: DrafterInput | None  # None: the engine never drafts, or the pass keeps nothing for the drafter
     target_cache: PagedCache  # has tables only within a pass
-    drafter_state: PyTree  # a PagedCache; of a cacheless drafter, a tree whose leading axis is the slot
+    drafter_state: PyTree  # a PagedCache; of a drafter without caches, a tree whose leading axis is the slot
     done: jax.Array  # [B] bool
     remaining: jax.Array  # [B] int32
-    drafts: jax.Array  # [B] bool
+    can_draft: jax.Array  # [B] bool
     stop_token_ids: jax.Array  # [B, MOST_STOP_TOKENS] int32, NO_STOP in unused entries
     sampling: RowSampling
-    adjustments: Adjustments | None  # only full steps take it and update its counts (peagle.engine.step_kinds.StepKind)
+    adjustments: Adjustments | None  # taken by steps that need full logits (StepKind)
     pace: Pace | None = None
     learned: Learned | None = None  # without a slot axis
-    second_state: PyTree = None  # of the second drafter (peagle.engine.beside); the slot is the leading axis
+    lookup_state: PyTree = None  # of the lookup drafter; the slot is the leading axis
 
     @property
     def slots(self) -> int:
         return self.length.shape[0]
 
     @property
-    def may_draft(self) -> jax.Array:
-        """[B]: slots whose request continues and may draft again."""
-        return ~self.done & self.drafts
+    def drafting(self) -> jax.Array:
+        """[B]: active slots that can draft."""
+        return ~self.done & self.can_draft
 
     @property
     def keeps_up(self) -> jax.Array:
-        """[B]: those of them whose drafter reads all their rows."""
-        return self.may_draft if self.pace is None else self.may_draft & ~self.pace.given_up
+        """[B]: drafting slots whose rows the drafter reads, now or later."""
+        return self.drafting if self.pace is None else self.drafting & ~self.pace.drafter_off
 
 
 @flax.struct.dataclass
 class Batch:
-    """The slots of one pass and their page tables. An entry without a slot has a number beyond the slots."""
+    """The slots of one pass and their page tables."""
 
-    slots: jax.Array  # [B] int32
+    slots: jax.Array  # [B] int32; an entry without a slot has the number of slots
     target_tables: tuple[jax.Array, ...]  # [B, M] int32 for each cache group
     drafter_tables: tuple[jax.Array, ...]
 
 
 @flax.struct.dataclass
 class SlotParams:
-    """The parameters of requests as arrays, the request as the leading axis, for `admit`."""
+    """The parameters of requests as arrays, led by the request, for `admit`."""
 
     remaining: jax.Array | np.ndarray
-    drafts: jax.Array | np.ndarray  # [B] bool
+    can_draft: jax.Array | np.ndarray  # [B] bool
     stop_token_ids: jax.Array | np.ndarray
     sampling: RowSampling
     adjustments: Adjustments
-    full: jax.Array | np.ndarray  # [B] bool: Request.full
+    full_logits: jax.Array | np.ndarray  # [B] bool: Request.full_logits
     masks: jax.Array | np.ndarray  # [B, 1, W] uint32: the allowed first tokens
 
     @classmethod
@@ -98,12 +97,12 @@ class SlotParams:
         request: Request,
         stop_token_ids: tuple[int, ...],
         vocab_size: int,
-        drafts: bool = True,
+        can_draft: bool = True,
         masks: np.ndarray | None = None,
     ) -> "SlotParams":
         """Make the row of a request.
 
-        stop_token_ids: the tokens that end it. drafts: whether it ever drafts. masks: None allows all first tokens.
+        stop_token_ids: the tokens that end it. masks: None allows all first tokens.
         """
         sampling = request.sampling
         stops = np.full((1, MOST_STOP_TOKENS), NO_STOP, np.int32)
@@ -113,16 +112,14 @@ class SlotParams:
         reals = np.asarray([[temperature], [sampling.top_p], [sampling.min_p]], np.float32)
         whole = np.asarray([[sampling.top_k], [fold_seed(sampling.seed)], [request.index]], np.int32)
         row = RowSampling(reals[0], whole[0], reals[1], reals[2], whole[1], whole[2])  # type: ignore[arg-type]
-        budget, full = np.asarray([request.max_new_tokens], np.int32), np.asarray([request.full])
-        masks = all_allowed(1, 1, vocab_size) if masks is None else masks
         return cls(
-            budget,
-            np.asarray([drafts]),
-            stops,
-            row,
-            Adjustments.of(request, vocab_size),
-            full,
-            masks,
+            remaining=np.asarray([request.max_new_tokens], np.int32),
+            can_draft=np.asarray([can_draft]),
+            stop_token_ids=stops,
+            sampling=row,
+            adjustments=Adjustments.of(request, vocab_size),
+            full_logits=np.asarray([request.full_logits]),
+            masks=all_allowed(1, 1, vocab_size) if masks is None else masks,
         )
 
     @classmethod
@@ -133,7 +130,7 @@ class SlotParams:
         return stacked
 
     def continued(self, output_ids: Sequence[int]) -> "SlotParams":
-        """Make the row of a request that has emitted these tokens, the pending one last, in NumPy."""
+        """Make the row of a request that has emitted these tokens, the pending one last."""
         *before, _ = output_ids
         counts = np.array(self.adjustments.counts)
         np.add.at(counts[0], before, 1)
@@ -152,10 +149,11 @@ def init_state(
     drafter_pages: Sequence[int],
     adaptive: bool = False,
     counts: Counts | None = None,
+    lookup: Drafter | None = None,
 ) -> DecodeState:
     """Make a state of empty slots. target_pages, drafter_pages: of each cache group. counts: recorded acceptance."""
-    zero, second = jnp.zeros((slots,), jnp.int32), second_of(drafter) if adaptive else None
-    num_sources = 1 if second is None else 2
+    zero = jnp.zeros((slots,), jnp.int32)
+    num_sources = 1 if lookup is None else 2
     drafter_input = drafter_state = None
     if drafter is not None:
         room = max(INPUT_ROOM, num_drafts + 1)
@@ -176,57 +174,47 @@ def init_state(
         drafter_state=drafter_state,
         done=jnp.ones((slots,), bool),
         remaining=zero,
-        drafts=jnp.zeros((slots,), bool),
+        can_draft=jnp.zeros((slots,), bool),
         stop_token_ids=jnp.full((slots, MOST_STOP_TOKENS), NO_STOP, jnp.int32),
         sampling=RowSampling(real, zero, real + 1, real, zero, zero),
         adjustments=Adjustments.none(slots, target.vocab_size),
         pace=Pace.start(slots, num_drafts, num_sources) if adaptive else None,
         learned=Learned.start(num_sources, num_drafts, counts) if adaptive else None,
-        second_state=None if second is None else second.init_state(slots, capacity, max(2 * num_drafts, INPUT_ROOM)),
+        lookup_state=None if lookup is None else lookup.init_state(slots, capacity, max(2 * num_drafts, INPUT_ROOM)),
     )
 
 
 def take(state: DecodeState, batch: Batch, input_rows: int | None, adjusts: bool) -> DecodeState:
     """Gather the slots of one pass, with their tables. A batch with an entry per slot holds them in order.
 
-    input_rows: how many rows of drafter_input the pass needs; None: all; 0: no drafter_input. adjusts: whether it needs
-    the adjustments.
+    input_rows: how many rows of drafter_input the pass needs; None: all; 0: no drafter_input. adjusts: it needs the
+    adjustments.
     """
     slots, whole = batch.slots, batch.slots.shape[0] == state.slots
 
     def rows(leaf: jax.Array) -> jax.Array:
         return leaf if whole else leaf.at[slots].get(mode="clip")
 
-    drafter_input = state.drafter_input
-    if drafter_input is not None and input_rows == 0:
-        drafter_input = None
+    drafter_input = None if input_rows == 0 else state.drafter_input
     if drafter_input is not None:
-        drafter_input = DrafterInput(
-            rows(drafter_input.token_ids[:, :input_rows]),
-            rows(drafter_input.aux_hidden[:, :input_rows]),
-            rows(drafter_input.num),
-            rows(drafter_input.first_position),
-        )
-    drafter_state = state.drafter_state
-    if isinstance(drafter_state, PagedCache):
-        drafter_state = PagedCache(drafter_state.pages, batch.drafter_tables)
-    else:
-        drafter_state = jax.tree.map(rows, drafter_state)
-    return DecodeState(
-        length=rows(state.length),
-        pending_token=rows(state.pending_token),
+        token_ids, aux_hidden = (leaf[:, :input_rows] for leaf in (drafter_input.token_ids, drafter_input.aux_hidden))
+        drafter_input = dataclasses.replace(drafter_input, token_ids=token_ids, aux_hidden=aux_hidden)
+    drafter_state, paged = state.drafter_state, isinstance(state.drafter_state, PagedCache)
+    led_by_slot = dataclasses.replace(
+        state,
         drafter_input=drafter_input,
+        target_cache=None,  # type: ignore[arg-type]
+        drafter_state=None if paged else drafter_state,
+        adjustments=state.adjustments if adjusts else None,
+        learned=None,
+    )
+    taken: DecodeState = jax.tree.map(rows, led_by_slot)
+    return dataclasses.replace(
+        taken,
         target_cache=PagedCache(state.target_cache.pages, batch.target_tables),
-        drafter_state=drafter_state,
-        done=rows(state.done) | (slots >= state.slots),
-        remaining=rows(state.remaining),
-        drafts=rows(state.drafts),
-        stop_token_ids=rows(state.stop_token_ids),
-        sampling=jax.tree.map(rows, state.sampling),
-        adjustments=jax.tree.map(rows, state.adjustments) if adjusts else None,
-        pace=jax.tree.map(rows, state.pace),
+        drafter_state=PagedCache(drafter_state.pages, batch.drafter_tables) if paged else taken.drafter_state,
+        done=taken.done | (slots >= state.slots),
         learned=state.learned,
-        second_state=jax.tree.map(rows, state.second_state),
     )
 
 
@@ -259,26 +247,19 @@ def put(state: DecodeState, batch: Batch, after: DecodeState) -> DecodeState:
         drafter_state = PagedCache(drafter_state.pages, ())
     else:
         drafter_state = jax.tree.map(rows, state.drafter_state, drafter_state)
-    adjustments = state.adjustments
-    if after.adjustments is not None:
-        adjustments = jax.tree.map(rows, adjustments, after.adjustments)
     # a whole batch also holds inactive slots: done within the pass, restored afterwards
     done = jnp.where(slots >= state.slots, state.done, after.done) if whole else rows(state.done, after.done)
-    return DecodeState(
-        length=rows(state.length, after.length),
-        pending_token=rows(state.pending_token, after.pending_token),
+    names = ["length", "pending_token", "remaining", "can_draft", "pace", "lookup_state"]
+    names += ["adjustments"] if after.adjustments is not None else []
+    changed = {name: jax.tree.map(rows, getattr(state, name), getattr(after, name)) for name in names}
+    return dataclasses.replace(
+        state,
+        **changed,
         drafter_input=drafter_input,
         target_cache=PagedCache(after.target_cache.pages, ()),
         drafter_state=drafter_state,
         done=done,
-        remaining=rows(state.remaining, after.remaining),
-        drafts=rows(state.drafts, after.drafts),
-        stop_token_ids=state.stop_token_ids,
-        sampling=state.sampling,
-        adjustments=adjustments,
-        pace=jax.tree.map(rows, state.pace, after.pace),
         learned=after.learned,
-        second_state=jax.tree.map(rows, state.second_state, after.second_state),
     )
 
 
@@ -290,10 +271,10 @@ def admit(
     aux_hidden: Float[Array, "n A"],
     params: SlotParams,
 ) -> DecodeState:
-    """Admit requests to their slots: `length` tokens are in pages, token_ids follow and count as emitted.
+    """Admit requests to their slots: `length` tokens are in pages; token_ids follow them and count as emitted.
 
-    aux_hidden: the target's at position length - 1. Entries without a slot are dropped. If a token is NO_TOKEN, its
-    slot continues with token 0 until the host ends the request.
+    aux_hidden: the target's at position length - 1. Entries without a slot are dropped. After NO_TOKEN a slot continues
+    with token 0, until the host ends the request.
     """
     token_ids = jnp.maximum(token_ids, 0)
 
@@ -323,44 +304,9 @@ def admit(
         drafter_input=drafter_input,
         done=rows(state.done, stops | (jnp.asarray(params.remaining) <= 1)),
         remaining=rows(state.remaining, jnp.asarray(params.remaining) - 1),
-        drafts=rows(state.drafts, params.drafts),
+        can_draft=rows(state.can_draft, params.can_draft),
         stop_token_ids=rows(state.stop_token_ids, params.stop_token_ids),
         sampling=jax.tree.map(rows, state.sampling, params.sampling),
         adjustments=jax.tree.map(rows, state.adjustments, emitted),
         pace=pace,
     )
-
-
-def is_stop(token_ids: Int[Array, "B T"], stop_token_ids: Int[Array, "B S"]) -> Bool[Array, "B T"]:
-    """Test which tokens end their row."""
-    return jnp.any(token_ids[:, :, None] == stop_token_ids[:, None, :], axis=-1)
-
-
-def check_integrity(state: DecodeState, capacity: int, slots: Sequence[int] | None = None) -> None:
-    """Raise AssertionError if an invariant of the state is broken. slots: the decoding ones; None: all.
-
-    For tests: copies everything to the host.
-    """
-    small = dataclasses.replace(
-        state,
-        target_cache=None,  # type: ignore[arg-type]
-        drafter_state=None,
-        learned=None,
-    )
-    for path, leaf in jax.tree_util.tree_leaves_with_path(small):
-        name = jax.tree_util.keystr(path)
-        assert leaf.shape[:1] == (state.slots,), f"{name} has shape {leaf.shape}, not {state.slots} rows"
-    decodes = np.isin(np.arange(state.slots), np.arange(state.slots) if slots is None else slots)
-    active = ~np.asarray(state.done) & decodes
-    length, remaining = np.asarray(state.length)[active], np.asarray(state.remaining)[active]
-    assert (length >= 1).all(), length
-    assert (remaining >= 1).all(), remaining
-    assert (length + remaining <= capacity).all(), (length, remaining, capacity)
-    if state.drafter_input is not None:
-        drafts = np.asarray(state.may_draft) & decodes
-        waiting = jax.tree.map(lambda leaf: np.asarray(leaf)[drafts], state.drafter_input)
-        length, num, first = np.asarray(state.length)[drafts], waiting.num, waiting.first_position
-        assert ((num >= 1) & (num <= waiting.token_ids.shape[1])).all(), num
-        assert (first + num == length).all(), (first, num, length)
-        last = np.take_along_axis(waiting.token_ids, num[:, None] - 1, axis=1)[:, 0]
-        assert (last == np.asarray(state.pending_token)[drafts]).all()

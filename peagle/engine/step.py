@@ -5,14 +5,14 @@
               2K rows      K+1 rows
 
 Slot b drafts and verifies widths[b] <= K tokens. Its further rows have position -1, which kernels skip. In adaptive
-steps widths are upper bounds, and `propose` chooses how many to verify.
+steps widths are upper bounds, and `propose` chooses how many drafts to verify.
 
-A step that does not run the drafter appends the committed tokens to drafter_input, and `absorb` passes them to the
-drafter later, so that the drafter's cache has no gap when the slot drafts again. A slot without `drafts` keeps nothing;
-a slot whose drafter has given up keeps only the latest step's rows.
+A step that does not run the drafter appends the committed tokens to drafter_input. `absorb` passes them to the drafter
+later, so that its cache has no gap when the slot drafts again. In a slot whose drafter is off, drafter_input holds only
+the latest step's rows.
 
 For grammars the step can be cut after `propose` and after `verify`. While the target verifies, the host reads the
-drafts and computes the masks that `accept` takes (peagle.engine.grammar).
+drafts and fills in the masks for acceptance (peagle.engine.masks).
 """
 
 import dataclasses
@@ -24,12 +24,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
-from peagle.engine.accept import Acceptance, accept, accept_synthetic
+from peagle.engine.accept import Acceptance, accept
 from peagle.engine.adjust import adjust
-from peagle.engine.propose import DRAFT_PART, has_no_room, propose, run_if
-from peagle.engine.sampling import LogProbs, log_probs
-from peagle.engine.state import DecodeState, is_stop
-from peagle.engine.step_kinds import Proposed, SourceDrafts, StepKind, StepOutput
+from peagle.engine.propose import DRAFT_PART, Proposed, SourceDrafts, has_no_room, propose, run_if
+from peagle.engine.sampling import log_probs
+from peagle.engine.state import DecodeState
+from peagle.engine.step_kinds import StepKind, StepOutput
 from peagle.engine.widths import KEEPING_UP, REST, StepCosts
 from peagle.ops.messages import DrafterInput, VerifyOutput
 from peagle.protocols import Drafter, Target
@@ -46,15 +46,16 @@ def step(
     widths: Int[Array, " B"],
     costs: StepCosts,
     kind: StepKind,
+    lookup: Drafter | None = None,
 ) -> tuple[DecodeState, StepOutput]:
-    """Run one step: every active slot emits between 1 and widths[b] + 1 tokens. costs: for adaptive steps."""
-    state, proposed = propose(drafter, state, widths, costs, kind)
+    """Run one step: every active slot emits 1 to widths[b] + 1 tokens. costs: for adaptive steps."""
+    state, proposed = propose(drafter, state, widths, costs, kind, lookup)
     state, verified = verify(target, state, proposed)
     return accept_and_commit(state, proposed, verified, costs, kind)
 
 
 def verify(target: Target, state: DecodeState, proposed: Proposed) -> tuple[DecodeState, VerifyOutput]:
-    """Run the target over the pending token and the drafts; of the state, only the target's cache changes."""
+    """Run the target over the pending token and the drafts. Of the state, only the target's cache changes."""
     with jax.named_scope(VERIFY_PART):
         rows = jnp.concatenate([state.pending_token[:, None], proposed.draft_token_ids], axis=1)
         place = jnp.arange(rows.shape[1], dtype=jnp.int32)[None, :]
@@ -74,17 +75,14 @@ def accept_and_commit(
 ) -> tuple[DecodeState, StepOutput]:
     """Accept drafts and commit the emitted tokens; the caches stay as they are.
 
-    masks: allowed tokens of each row (peagle.engine.adjust), in full steps.
+    masks: allowed tokens of each row (peagle.engine.adjust).
     """
     drafts, logits, keys = proposed.draft_token_ids, verified.logits, proposed.keys
     with jax.named_scope(ACCEPT_PART):
-        if kind.full:
+        if kind.full_logits:
             assert state.adjustments is not None
             logits = adjust(logits, drafts, state.adjustments, state.stop_token_ids, masks)
-        if proposed.synthetic is not None:
-            acceptance = accept_synthetic(proposed.synthetic, logits, proposed.widths, state.sampling, keys)
-        else:
-            acceptance = accept(drafts, logits, proposed.widths, state.sampling, keys)
+        acceptance = accept(drafts, logits, proposed.widths, state.sampling, keys, proposed.synthetic)
         return _commit(state, proposed, verified, acceptance, costs, kind)
 
 
@@ -98,8 +96,8 @@ def _commit(
 ) -> tuple[DecodeState, StepOutput]:
     """Emit num_accepted drafts and next_token; return (the state, the output for the host).
 
-    Rejected rows are dead because `length` excludes them. A stop token inside the run, or the budget, ends the row
-    there. NO_TOKEN in the output lets the host end the request; on the device the row continues with token 0.
+    `length` excludes rejected rows. A stop token inside the run, or the budget, ends the slot there. After NO_TOKEN
+    the slot continues with token 0, until the host has read it and ends the request.
     """
     drafts = proposed.draft_token_ids
     active, num_drafts = ~state.done, drafts.shape[1]
@@ -109,7 +107,7 @@ def _commit(
     run = jnp.where(place == accepted, next_token[:, None], jnp.pad(drafts, ((0, 0), (0, 1))))
 
     in_run = place <= accepted
-    stops = in_run & is_stop(run, state.stop_token_ids)
+    stops = in_run & jnp.any(run[:, :, None] == state.stop_token_ids[:, None, :], axis=-1)
     first_stop = jnp.min(jnp.where(stops, place, num_drafts + 1), axis=1, keepdims=True)
     kept = in_run & (place <= first_stop) & (place < state.remaining[:, None]) & active[:, None]
     count = jnp.sum(kept, axis=1, dtype=jnp.int32)
@@ -117,20 +115,17 @@ def _commit(
     done = state.done | jnp.any(stops & kept, axis=1) | (remaining <= 0)
 
     drafter_input, too_far_behind = _input_after(state, proposed, run, verified.aux_hidden, acceptance, kind)
-    after = state
-    if proposed.sources:
-        after = _paced(state, proposed, acceptance, run, costs)
     after = dataclasses.replace(
-        after,
+        _learn(state, proposed, acceptance, run, costs),
         length=jnp.where(active, state.length + acceptance.num_accepted + 1, state.length),
         pending_token=jnp.where(active, next_token, state.pending_token),
         drafter_input=drafter_input,
         done=done,
         remaining=remaining,
-        drafts=state.drafts & ~too_far_behind,
+        can_draft=state.can_draft & ~too_far_behind,
     )
     token_ids, token_log_probs = jnp.where(place == accepted, acceptance.next_token[:, None], run), None
-    if kind.full:
+    if kind.full_logits:
         assert state.adjustments is not None
         after = dataclasses.replace(after, adjustments=state.adjustments.emitted(run, kept))
         token_log_probs = log_probs(verified.logits, token_ids)
@@ -139,11 +134,10 @@ def _commit(
         num_accepted=jnp.where(active, acceptance.num_accepted, -1),
         num_verified=proposed.widths,
         num_drafted=proposed.num_drafted,
-        source=jnp.zeros_like(count) if proposed.source is None else proposed.source,
-        done=done,
-        paused=~after.drafts,
-        caught_up=proposed.ran & state.keeps_up,
-        left_out=jnp.zeros_like(done) if after.pace is None else after.pace.given_up,
+        source=jnp.zeros_like(count) if proposed.adaptive is None else proposed.adaptive.source,
+        can_draft=after.can_draft,
+        caught_up=proposed.drafter_ran & state.keeps_up,
+        drafter_off=jnp.zeros_like(done) if after.pace is None else after.pace.drafter_off,
         token_ids=token_ids,
         draft_token_ids=drafts,
         log_probs=token_log_probs,
@@ -151,7 +145,7 @@ def _commit(
     return after, output
 
 
-def _paced(
+def _learn(
     state: DecodeState,
     proposed: Proposed,
     acceptance: Acceptance,
@@ -159,46 +153,49 @@ def _paced(
     costs: StepCosts,
 ) -> DecodeState:
     """Count the drafts of an adaptive step, and decide how the next ones draft (peagle.engine.widths)."""
-    pace, learned = state.pace, state.learned
+    pace, learned, choice = state.pace, state.learned, proposed.adaptive
+    if choice is None:
+        return state
     assert pace is not None
     assert learned is not None
-    assert proposed.num_to_drafter is not None
-    assert proposed.gains is not None
-    assert proposed.tried is not None
     active, num_accepted, sampled = ~state.done, acceptance.num_accepted, ~state.sampling.greedy
-    for number, drafts in enumerate(proposed.sources):
+    for number, drafts in enumerate(choice.sources):
         known, right = _known(drafts, proposed, acceptance, run, active)
-        learned = learned.counted(number, sampled, drafts.confidence, known, right)
-        pace = pace.judged(number, drafts.survival[:, 0], right[:, 0], known[:, 0] & (drafts.confidence[:, 0] > 0))
+        learned = learned.count_drafts(number, sampled, drafts.confidence, known, right)
+        pace = pace.record_first_drafts(
+            number, drafts.survival[:, 0], right[:, 0], known[:, 0] & (drafts.confidence[:, 0] > 0)
+        )
     num_active = jnp.maximum(jnp.sum(active, dtype=jnp.int32), 1)
     widths = jnp.where(active, proposed.widths, 0)
     pass_time = costs.of_rows(num_active + jnp.sum(widths))
     measured = pass_time > 0
-    draft_time = jnp.where(proposed.ran, costs.of_drafts(jnp.sum(proposed.num_to_drafter)), 0.0)
+    draft_time = jnp.where(proposed.drafter_ran, costs.of_drafts(jnp.sum(choice.num_to_drafter)), 0.0)
     tokens = jnp.sum(jnp.where(active, num_accepted + 1, 0)).astype(jnp.float32) / num_active.astype(jnp.float32)
-    learned = learned.paced(tokens, jnp.where(measured, draft_time + pass_time, 0.0))
-    num_drafts = proposed.gains.shape[1]
+    learned = learned.update_rate(tokens, jnp.where(measured, draft_time + pass_time, 0.0))
+    num_drafts = choice.gains.shape[1]
     place = jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
-    drafted = active[:, None] & (place < proposed.num_to_drafter[:, None]) & measured
-    learned = learned.gained(proposed.gains, drafted)
-    pace = pace.after(active, proposed.gains, drafted, learned.gain)
-    # to absorb the backlog takes about one pass per K + 1 tokens
-    too_dear = costs.of_drafts(num_active) > KEEPING_UP * (num_drafts + 1)
-    behind = active & has_no_room(state, 2 * max(num_drafts, REST) + 1) & ~proposed.ran  # before the drafter must run
-    pace = dataclasses.replace(pace, given_up=pace.given_up | (behind & too_dear))
-    pace = pace.tried(active, proposed.tried, proposed.ran | jnp.any(widths > 0))
+    drafted = active[:, None] & (place < choice.num_to_drafter[:, None]) & measured
+    learned = learned.update_gain(choice.gains, drafted)
+    pace = pace.record_steps(active, choice.gains, drafted, learned.gain)
+    # to absorb drafter_input takes about one pass per K + 1 tokens
+    too_slow = costs.of_drafts(num_active) > KEEPING_UP * (num_drafts + 1)
+    # decide before the drafter must run, because drafter_input is full
+    behind = active & has_no_room(state, 2 * max(num_drafts, REST) + 1) & ~proposed.drafter_ran
+    pace = dataclasses.replace(pace, drafter_off=pace.drafter_off | (behind & too_slow))
+    pace = pace.record_try(active, choice.tried, proposed.drafter_ran | jnp.any(widths > 0))
     return dataclasses.replace(state, pace=pace, learned=learned)
 
 
-def _rested(state: DecodeState, costs: StepCosts, num_steps: jax.Array) -> DecodeState:
-    """Record plain steps among adaptive ones."""
+def _learn_from_rest(state: DecodeState, costs: StepCosts, num_steps: jax.Array) -> DecodeState:
+    """Record the plain steps of a rest."""
     assert state.pace is not None
     assert state.learned is not None
     active, steps = ~state.done, num_steps.astype(jnp.float32)
     no_gains, no_drafts = jnp.zeros_like(state.pace.gain), jnp.zeros(state.pace.gain.shape, bool)
     measured = costs.of_rows(jnp.sum(active, dtype=jnp.int32)) > 0
-    learned = state.learned.paced(steps, jnp.where(measured, steps, 0.0)).gained(no_gains, no_drafts, steps)
-    pace = state.pace.after(active, no_gains, no_drafts, learned.gain, steps)
+    learned = state.learned.update_rate(steps, jnp.where(measured, steps, 0.0))
+    learned = learned.update_gain(no_gains, no_drafts, steps)
+    pace = state.pace.record_steps(active, no_gains, no_drafts, learned.gain, steps)
     return dataclasses.replace(state, pace=pace, learned=learned)
 
 
@@ -209,7 +206,7 @@ def _known(
     run: Int[Array, "B T"],
     active: jax.Array,
 ) -> tuple[Bool[Array, "B K"], Bool[Array, "B K"]]:
-    """Return two masks of a source's drafts: the token at their position is known, verified or not; they are right."""
+    """Return two masks of a source's drafts: the token at the draft's position is known; the draft is right."""
     place = jnp.arange(drafts.token_ids.shape[1], dtype=jnp.int32)[None, :]
     known = (place <= acceptance.num_accepted[:, None]) & (place < drafts.num[:, None]) & active[:, None]
     known_tokens = jnp.pad(run, ((0, 0), (0, max(place.shape[1] - run.shape[1], 0))))[:, : place.shape[1]]
@@ -226,16 +223,16 @@ def _input_after(
     acceptance: Acceptance,
     kind: StepKind,
 ) -> tuple[DrafterInput | None, jax.Array]:
-    """Append the committed rows to the drafter's input, or replace it by them if the drafter has read it.
+    """Append the committed rows to drafter_input, or let them replace it if the drafter has read it.
 
-    Returns (the input, [B] whether it had no room left for the rows).
+    Returns (drafter_input, [B] whether it had no room left for the rows).
     """
     before = state.drafter_input
     if before is None:
         return None, jnp.zeros_like(state.done)
     aux_hidden = aux_hidden.astype(before.aux_hidden.dtype)
     num_new, room = acceptance.num_accepted + 1, before.token_ids.shape[1]
-    if kind.num_drafts and not proposed.sources:
+    if kind.num_drafts and proposed.adaptive is None:
 
         def put(into: jax.Array, rows: jax.Array) -> jax.Array:
             done = state.done.reshape(-1, *(1 for _ in rows.shape[1:]))  # inactive rows keep their input
@@ -248,10 +245,10 @@ def _input_after(
             for old, new in ((before.num, num_new), (before.first_position, state.length))
         )
         return DrafterInput(token_ids, aux, num, first_position), jnp.zeros_like(state.done)
-    read = jnp.asarray(proposed.ran & state.may_draft)
-    if state.pace is not None and len(proposed.sources) > 1:
-        assert proposed.tried is not None
-        read |= state.pace.given_up & proposed.tried  # only the second drafter reads its rows, at once
+    read = jnp.asarray(proposed.drafter_ran & state.drafting)
+    if state.pace is not None and proposed.adaptive is not None and len(proposed.adaptive.sources) > 1:
+        # only the lookup drafter reads the slot's rows, and it reads them at once
+        read |= state.pace.drafter_off & proposed.adaptive.tried
     begin = jnp.where(read, 0, before.num)
     full = ~state.done & (begin + num_new > room)
 
@@ -278,18 +275,16 @@ def steps(
     limit: Int[Array, ""],
     kind: StepKind,
     most: int,
+    lookup: Drafter | None = None,
 ) -> tuple[DecodeState, Int[Array, "most B W"]]:
     """Run `limit` <= most steps of the slots of a pass; return (their state, packed outputs).
 
-    Stops early if all are done. An adaptive step that verifies nothing is a plain one, and so are the next ones while
-    the slots rest (`Pace.rest`). Outputs of steps that were not run look like steps of slots that were done before.
+    Stops early if all slots are done. An adaptive step that verifies nothing runs as a plain one, and so do the next
+    ones while the slots rest (`Pace.rest`). Outputs of steps that were not run are those of slots that are done.
     """
+    packed_width = StepOutput.packed_width(kind, target.vocab_size)
 
-    packed_width = 2 * kind.num_drafts + 5
-    if kind.full:
-        packed_width += (kind.num_drafts + 1) * LogProbs.packed_width(target.vocab_size)
-
-    def alike(state: DecodeState) -> tuple[DecodeState, Int[Array, "B W"]]:
+    def fixed(state: DecodeState) -> tuple[DecodeState, Int[Array, "B W"]]:
         state, output = step(target, drafter, state, widths, costs, kind)
         return state, output.pack()
 
@@ -298,7 +293,7 @@ def steps(
         return state, output.padded(kind.num_drafts).pack()
 
     def adaptive(state: DecodeState) -> tuple[DecodeState, Int[Array, "B W"]]:
-        state, proposed = propose(drafter, state, widths, costs, kind)
+        state, proposed = propose(drafter, state, widths, costs, kind, lookup)
 
         def wide(run: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, jax.Array]:
             state, verified = verify(target, run[0], proposed)
@@ -306,7 +301,8 @@ def steps(
             return state, output.pack()
 
         def narrow(run: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, jax.Array]:
-            without = proposed.without_drafts()
+            keys = None if proposed.keys is None else proposed.keys[:, :1]
+            without = dataclasses.replace(proposed, draft_token_ids=proposed.draft_token_ids[:, :0], keys=keys)
             state, verified = verify(target, run[0], without)
             state, output = accept_and_commit(state, without, verified, costs, kind.plain)
             return state, output.padded(kind.num_drafts).pack()
@@ -315,7 +311,7 @@ def steps(
         run = state, jnp.zeros((state.slots, packed_width), jnp.int32)
         return run_if(~some, narrow, run_if(some, wide, run))
 
-    one = adaptive if kind.adaptive else alike
+    one = adaptive if kind.adaptive else fixed
     if most == 1:
         state, packed = one(state)
         return state, packed[None]
@@ -332,9 +328,9 @@ def steps(
         assert run[0].pace is not None
         until = jnp.minimum(run[2] + run[0].pace.rest(~run[0].done), limit)
         state, outputs, count = repeat(functools.partial(once, plain), run, until)
-        return _rested(state, costs, count - run[2]), outputs, count
+        return _learn_from_rest(state, costs, count - run[2]), outputs, count
 
-    empty = jnp.zeros((most, state.slots, packed_width), jnp.int32).at[:, :, 1].set(-1).at[:, :, 3].set(1)
+    empty = jnp.zeros((most, state.slots, packed_width), jnp.int32).at[:, :, 1].set(-1)  # num_accepted
     body = once_then_rest if kind.adaptive else functools.partial(once, one)
     state, outputs, _ = repeat(body, (state, empty, jnp.zeros((), jnp.int32)), limit)
     return state, outputs

@@ -1,4 +1,4 @@
-"""The variants of a step, its proposal, and its output for the host."""
+"""The variants of a step, and its output for the host."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from peagle.engine.accept import SyntheticDrafts
 from peagle.engine.sampling import LogProbs
 from peagle.engine.widths import StepCosts
 
-NUM_FLAGS = 5  # bits of a packed output, beneath num_drafted
+FLAGS = ("can_draft", "caught_up", "drafter_off", "source")  # bits of a packed output, below num_drafted
 
 
 @dataclass(frozen=True)
@@ -22,21 +21,21 @@ class StepKind:
 
     num_drafts             0: plain steps
     sampled                some row is not greedy; such rows draw their drafts by the keys of the target's draws
-    full                   some row has its logits adjusted or needs log-probabilities (Request.full)
+    full_logits            some row has its logits adjusted or returns log-probabilities (Request.full_logits)
     synthetic_acceptance   see `draw_synthetic`
-    lean                   plain steps of rows that never draft again, so nothing is kept for the drafter
-    adaptive               widths are chosen in the step, and slots may rest
+    skip_drafter           no row ever drafts again, so plain steps keep nothing for the drafter
+    adaptive               the step chooses its widths, and slots may rest
     """
 
     num_drafts: int
     sampled: bool = False
-    full: bool = False
+    full_logits: bool = False
     synthetic_acceptance: tuple[float, ...] | None = None
-    lean: bool = False
+    skip_drafter: bool = False
     adaptive: bool = False
 
     def no_costs(self, size: int) -> np.ndarray:
-        """Make the packed costs of a batch of this size before measurement; empty if the steps are not adaptive."""
+        """Make the packed costs of a batch of this size that are not measured; empty if steps are not adaptive."""
         return StepCosts.unknown(size, self.num_drafts).pack() if self.adaptive else np.zeros((0,), np.float32)
 
     def costs(self, packed: jax.Array, size: int) -> StepCosts:
@@ -44,33 +43,29 @@ class StepKind:
 
     @property
     def input_rows(self) -> int | None:
-        """Rows of drafter_input that its steps take; None: all, because a step may append rows to them."""
+        """Rows of drafter_input that steps take; None: all, because a step may append rows."""
         return self.num_drafts + 1 if self.num_drafts and not self.adaptive else None
 
     @property
     def plain(self) -> "StepKind":
-        return StepKind(0, self.sampled, self.full)
+        return StepKind(0, self.sampled, self.full_logits)
 
 
 @flax.struct.dataclass
 class StepOutput:
-    """The output of a step for the host.
-
-    A slot that was done before the step has count 0 and num_accepted -1.
-    """
+    """The output of a step for the host. A slot that was done before has count 0 and num_accepted -1."""
 
     count: jax.Array | np.ndarray  # [B]: emitted tokens, 0..K+1, cut after a stop token and at the budget
     num_accepted: jax.Array | np.ndarray  # [B]: before that cut
     num_verified: jax.Array | np.ndarray  # [B]
     num_drafted: jax.Array | np.ndarray  # [B]: of the slot's source; the first num_verified were verified
-    source: jax.Array | np.ndarray  # [B]: 0 the drafter, 1 the second one
-    done: jax.Array | np.ndarray  # [B]
-    paused: jax.Array | np.ndarray  # [B]: it never drafts again
+    source: jax.Array | np.ndarray  # [B]: 0 the drafter, 1 the lookup drafter
+    can_draft: jax.Array | np.ndarray  # [B]: False if it never drafts again
     caught_up: jax.Array | np.ndarray  # [B]: the drafter has read all rows before this step's
-    left_out: jax.Array | np.ndarray  # [B]: the drafter never reads its rows again, so its pages have a gap
+    drafter_off: jax.Array | np.ndarray  # [B]: the drafter never reads its rows again, so its pages have a gap
     token_ids: jax.Array | np.ndarray  # [B, K+1]: accepted drafts, then next_token or NO_TOKEN, then leftovers
     draft_token_ids: jax.Array | np.ndarray  # [B, K]; leftovers from num_verified on
-    log_probs: LogProbs | None = None  # of token_ids, in full steps
+    log_probs: LogProbs | None = None  # of token_ids, if the step needs full logits
 
     def padded(self, num_more: int) -> "StepOutput":
         """Pad the output by `num_more` drafts, so that it packs like a step with that many more."""
@@ -82,10 +77,9 @@ class StepOutput:
         return dataclasses.replace(self, token_ids=pad(self.token_ids), draft_token_ids=drafts, log_probs=log_probs)
 
     def pack(self) -> Int[Array, "B W"]:
-        """Pack into one array, so that one copy goes to the host instead of ten."""
-        bits = (self.done, self.paused, self.caught_up, self.left_out, self.source)
+        """Pack into one array, which takes one copy to the host instead of ten."""
+        bits = [*(getattr(self, name) for name in FLAGS), self.num_drafted]
         flags = sum(jnp.asarray(bit).astype(jnp.int32) << place for place, bit in enumerate(bits))
-        flags = flags | jnp.asarray(self.num_drafted).astype(jnp.int32) << NUM_FLAGS
         numbers = (self.count, self.num_accepted, self.num_verified, flags)
         columns = [jnp.asarray(number).astype(jnp.int32)[:, None] for number in numbers]
         columns += [jnp.asarray(self.token_ids), jnp.asarray(self.draft_token_ids)]
@@ -93,6 +87,12 @@ class StepOutput:
             packed = self.log_probs.pack()
             columns.append(packed.reshape(packed.shape[0], -1))
         return jnp.concatenate(columns, axis=1)
+
+    @staticmethod
+    def packed_width(kind: StepKind, vocab_size: int) -> int:
+        """Return the number of integers per slot of a packed output."""
+        log_probs = LogProbs.packed_width(vocab_size) if kind.full_logits else 0
+        return 4 + kind.num_drafts + (kind.num_drafts + 1) * (1 + log_probs)
 
     @classmethod
     def unpack(cls, packed: np.ndarray, num_drafts: int) -> "StepOutput":
@@ -103,50 +103,14 @@ class StepOutput:
         log_probs = None
         if rest.shape[-1]:
             log_probs = LogProbs.unpack(rest.reshape(*rest.shape[:-1], num_drafts + 1, -1))
-        done, paused, caught_up, left_out, source = (flags >> place & 1 for place in range(NUM_FLAGS))
+        bits = {name: (flags >> place & 1) != 0 for place, name in enumerate(FLAGS)}
         return cls(
             count=count,
             num_accepted=num_accepted,
             num_verified=num_verified,
-            num_drafted=flags >> NUM_FLAGS,
-            source=source,
-            done=done != 0,
-            paused=paused != 0,
-            caught_up=caught_up != 0,
-            left_out=left_out != 0,
+            num_drafted=flags >> len(FLAGS),
             token_ids=tokens,
             draft_token_ids=drafts,
             log_probs=log_probs,
+            **bits,
         )
-
-
-@flax.struct.dataclass
-class SourceDrafts:
-    """The drafts of one source."""
-
-    token_ids: jax.Array  # [B, K]
-    confidence: jax.Array  # [B, K]
-    num: jax.Array  # [B]: how many drafts
-    survival: jax.Array  # [B, K]: by the counts (peagle.engine.widths)
-
-
-@flax.struct.dataclass
-class Proposed:
-    """Drafts before verification."""
-
-    widths: jax.Array  # [B]: drafts to verify; 0 in a slot that is done
-    draft_token_ids: jax.Array  # [B, K]
-    keys: jax.Array | None  # [B, K+1, 2]: of draws (peagle.engine.sampling); None: all rows are greedy
-    ran: jax.Array  # bool: the drafter ran and so has read drafter_input
-    num_drafted: jax.Array  # [B]
-    synthetic: SyntheticDrafts | None = None  # decides acceptance instead of the target
-    # in adaptive steps
-    sources: tuple[SourceDrafts, ...] = ()
-    source: jax.Array | None = None  # [B]: the source of these drafts
-    num_to_drafter: jax.Array | None = None  # [B]: drafts in the drafter's pass
-    gains: jax.Array | None = None  # [B, K]: what the drafter's drafts are worth
-    tried: jax.Array | None = None  # bool: the sources were tried; False: the slots rest
-
-    def without_drafts(self) -> "Proposed":
-        keys = None if self.keys is None else self.keys[:, :1]
-        return dataclasses.replace(self, draft_token_ids=self.draft_token_ids[:, :0], keys=keys)

@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from peagle.engine.scheduler import Chunk, Costs
+from peagle.engine.scheduler import Chunk, DispatchTimes
 
 if TYPE_CHECKING:
-    from peagle.engine.engine import InFlight
+    from peagle.engine.collect import InFlight
 
 
 @dataclass
 class LoopTimes:
-    """Host overhead of the loop. A gap is a time in which the device was idle while requests ran.
+    """Host overhead of the loop: how long the device was idle while requests ran.
 
     gap_s is an upper bound: a gap counts from when the previous dispatch was last seen running.
     """
@@ -22,17 +22,16 @@ class LoopTimes:
 
     @property
     def gap_frac(self) -> float | None:
-        """gap_s / (gap_s + busy_s)."""
         total = self.gap_s + self.busy_s
         return self.gap_s / total if total else None
 
 
 @dataclass
 class LoopClock:
-    """The times of a loop, and the costs for its scheduler. All times are of time.perf_counter()."""
+    """The times of a loop, and of dispatches for its scheduler. All times are of time.perf_counter()."""
 
     times: LoopTimes = field(default_factory=LoopTimes)
-    costs: Costs = field(default_factory=Costs)
+    latest: DispatchTimes = field(default_factory=DispatchTimes)
     last_read_s: float | None = None  # None: no request is left, so an idle device is no gap
 
     def stop(self) -> None:
@@ -40,7 +39,7 @@ class LoopClock:
         self.last_read_s = None
 
     def reset(self) -> None:
-        """Forget all times; keep the costs."""
+        """Forget all times but the latest dispatches'."""
         self.times, self.last_read_s = LoopTimes(), None
 
     def sending(self, now: float, in_flight: Sequence["InFlight"]) -> None:
@@ -59,8 +58,8 @@ class LoopClock:
         self.last_read_s = now
         self.times.busy_s += seconds
         if isinstance(sent.action, Chunk):
-            self.costs = replace(self.costs, chunk_s=seconds)
+            self.latest = replace(self.latest, chunk_s=seconds)
         elif sent.action.cut:
-            self.costs = replace(self.costs, cut_s=seconds)
+            self.latest = replace(self.latest, cut_s=seconds)
         else:
-            self.costs = replace(self.costs, step_s=seconds / sent.count)
+            self.latest = replace(self.latest, step_s=seconds / sent.num_steps)

@@ -1,67 +1,73 @@
 """Compile an engine's programs ahead of its requests; measure what parts of a step cost.
 
-Every program runs once over a batch without slots. So later times include no compilation, and no request is needed.
+Every program runs once over a batch without slots, which needs no request.
 """
 
 import dataclasses
+import hashlib
+import json
+import os
+import platform
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
+import jaxlib
 import numpy as np
 
-from peagle.engine.cost_store import read_costs, store_for, write_costs
+from peagle.engine.handoff import Fingerprints
 from peagle.engine.loop import Measuring
 from peagle.engine.masks import all_allowed
 from peagle.engine.plans import chunk_plan, step_plan
 from peagle.engine.request import Request
+from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.state import SlotParams
 from peagle.engine.step_kinds import StepKind
 from peagle.engine.widths import CostTable, StepCosts
-from peagle.ops import interrupt
+from peagle.ops import interrupt, native
 from peagle.ops.attention import PAGE_SIZE
+from peagle.ops.files import cache_directory, keep
 from peagle.ops.processors import thread_times
+from peagle.ops.strict_json import dumps
 
 if TYPE_CHECKING:
     from peagle.engine.engine import Engine
 
-# rounds until each case's two shortest times agree; seconds for one number of active slots
-LEAST_ROUNDS, MOST_ROUNDS, MOST_S = 5, 12, 1.0
-AGREEMENT = 1.1
-MOST_WAITING = 0.5  # of what threads ran and waited; measured on two busy cores: 0.58 to 0.81, at times that agree, too
+LEAST_ROUNDS, MOST_ROUNDS, MOST_S = 5, 12, 1.0  # for one number of active slots
+AGREEMENT = 1.1  # rounds end if the two shortest times of each case differ by this factor or less
+# largest share of their time that threads may have waited for processors; on two busy cores 0.58 to 0.81 were measured,
+# even in rounds that agreed
+MOST_WAITING = 0.5
 
 
 class WarmUp:
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self._warm: set[object] = set()
-        self.steady = True  # whether the times of `measure_costs` repeated
+        self.steady = True  # whether the times of `measure_costs` agreed
 
-    @property
-    def num_drafts(self) -> int:
-        return self._engine.config.num_speculative_tokens
-
-    def compile(self, sampled: bool, full: bool, constrained: bool) -> bool:
-        """Run once the programs that such requests need; return whether some had not run before."""
+    def compile(self, sampled: bool, full_logits: bool, constrained: bool) -> bool:
+        """Run once the programs that such requests need; return whether some of them are new."""
         engine, batches = self._engine, self._engine.batches
-        kinds = {batches.kind(drafts, sampled, full) for drafts in batches.possible_drafts}
+        kinds = {batches.kind(drafts, sampled, full_logits) for drafts in batches.possible_drafts}
         if engine.config.adaptive and engine.costs is None:  # the costs are those of greedy steps
             kinds |= {batches.kind(drafts, sampled=False) for drafts in batches.possible_drafts}
         if engine.drafter is not None:
             plain = {kind for kind in kinds if not kind.num_drafts}
-            lean = {dataclasses.replace(kind, lean=True) for kind in plain}
-            # if steps do not adapt, plain ones are for requests that never draft
-            kinds = kinds | lean if engine.config.adaptive else kinds - plain | lean
+            if not engine.config.adaptive:  # then only requests that never draft take plain steps
+                kinds -= plain
+            kinds |= {dataclasses.replace(kind, skip_drafter=True) for kind in plain}
         missing = {(kind, size) for kind in kinds for size in batches.sizes} - self._warm
         cut = set()
         if constrained:
-            kinds = {batches.kind(drafts, sampled=True, full=True) for drafts in batches.possible_drafts}
+            kinds = {batches.kind(drafts, sampled=True, full_logits=True) for drafts in batches.possible_drafts}
             cut = {("cut", kind, size) for kind in kinds for size in batches.sizes} - self._warm
         new = bool(missing or cut or "prompts" not in self._warm)
         if "prompts" not in self._warm:
-            self._prompts()
+            self._prefill()
         by_size = sorted(missing, key=lambda program: (program[1], str(program[0])))
         steps = [(batches.empty_plan(size), kind) for kind, size in by_size]
         if len(steps) > 1:
@@ -70,7 +76,7 @@ class WarmUp:
             interrupt.check()
             engine.executor.steps(plan, kind.no_costs(len(plan)), 1, kind)
         if constrained and engine.config.adaptive:
-            for size in batches.sizes:  # before a cut step
+            for size in batches.sizes:  # a cut step begins with it
                 engine.executor.absorb(batches.empty_plan(size))
         for _, kind, size in sorted(cut, key=str):
             interrupt.check()
@@ -79,21 +85,22 @@ class WarmUp:
         self._warm |= missing | cut | {"prompts"}
         return new
 
-    def _prompts(self) -> None:
+    def _prefill(self) -> None:
         engine, config = self._engine, self._engine.config
-        tables = sum(engine.memory.widths)
+        tables = sum(engine.memory.table_widths)
         row = SlotParams.of(Request((0,), 1), (), engine.target.vocab_size)
-        lean = engine.drafter is not None and not config.prefix_cache and 0 in engine.batches.possible_drafts
+        # without a prefix cache, requests that never draft are prefilled without the drafter
+        some_without = engine.drafter is not None and not config.prefix_cache and 0 in engine.batches.possible_drafts
         for count, length in config.pass_shapes:
             interrupt.check()
-            plan = chunk_plan((), (), (), length, np.full((count, tables), -1, np.int32))
-            for drafts in (False, True) if lean else (engine.drafter is not None,):
-                engine.executor.prefill(plan, drafts)
+            plan = chunk_plan((), (), length, np.full((count, tables), -1, np.int32))
+            for with_drafter in (False, True) if some_without else (engine.drafter is not None,):
+                engine.executor.prefill(plan, with_drafter)
             absent = np.full((count,), config.slots, np.int32)
             ones = np.ones((count,), np.int32)
             engine.executor.admit((0,), absent, ones, -ones, [row])
-        if engine.learns:
-            engine.executor.learn(0, (0,))
+        if engine.executor.reads_tokens:
+            engine.executor.read_tokens(0, (0,))
 
     def _cut_step(self, kind: StepKind, size: int) -> None:
         engine = self._engine
@@ -107,20 +114,21 @@ class WarmUp:
     def costs(self, measuring: Measuring) -> CostTable:
         """Return the costs stored for such an engine on this machine, or measure and store them."""
         store = store_for(self._engine.config, self._engine.fingerprints)
-        costs = read_costs(store)
+        costs = None if store is None else read_costs(store)
         if costs is None:
             before = thread_times()
             costs = self.measure_costs(measuring)
-            # otherwise, as on a busy machine, measure again next time
-            if self.steady and thread_times().waiting_frac(before) <= MOST_WAITING:
-                write_costs(store, costs)
+            # on a busy machine, measure again next time
+            quiet = self.steady and thread_times().waiting_frac(before) <= MOST_WAITING
+            if quiet and store is not None:
+                keep(store, dumps(costs.to_json(), indent=1).encode())  # if the cache is writable
         return costs
 
     def measure_costs(self, measuring: Measuring) -> CostTable:
         """Measure steps at 1, 2, 4, ... active slots that have pages, in units of a plain step of that many slots.
 
-        Each round runs all cases in turn, until their shortest times repeat: noise only adds to a time. If some never
-        repeat, `steady` is False: the machine is busy.
+        Rounds of all cases repeat until the two shortest times of each case agree: noise only adds to a time. If some
+        never agree, the machine is busy, and `steady` is False.
         """
         slots, k = self._engine.config.slots, self._engine.config.num_speculative_tokens
         numbers = [1 << power for power in range(slots.bit_length()) if 1 << power <= slots]
@@ -128,7 +136,7 @@ class WarmUp:
         verify, draft = {}, {}
         for done, active in enumerate(numbers):
             cases, rounds = _cases(active, k), list[dict[_Case, float]]()
-            with self._prompts_of(active) as prompts:
+            with self._prefilled(active) as prompts:
                 started = time.perf_counter()
                 while len(rounds) < LEAST_ROUNDS or (
                     len(rounds) < MOST_ROUNDS and time.perf_counter() < started + MOST_S and _differ(rounds)
@@ -157,39 +165,36 @@ class WarmUp:
         return CostTable(verify, draft)
 
     def _fitting(self, active: int) -> tuple[int, int, int] | None:
-        """Choose prompt tokens and steps for this many slots; return them and their tokens in all.
-
-        None if the pages do not suffice.
-        """
+        """Choose (prompt tokens, steps, tokens in all) for one of this many slots; None if there are too few pages."""
         config, memory = self._engine.config, self._engine.memory
-        width, ahead = config.num_speculative_tokens + 1, memory.num_lookahead_tokens
+        width, ahead = config.num_speculative_tokens + 1, memory.sizing.num_lookahead_tokens
         pages = memory.num_pages[0] // active
         room = min(config.context, pages * PAGE_SIZE - ahead) - 2
         steps = max(1, min(config.steps_per_dispatch, room // (2 * width)))
         length = max(1, min(config.pass_shapes[0][1], room - steps * width))
         whole = min(length + steps * width, config.context) + ahead
-        return None if memory.pages_of(whole) > pages else (length, steps, whole)
+        return None if memory.sizing.pages_of(whole) > pages else (length, steps, whole)
 
     @contextmanager
-    def _prompts_of(self, active: int) -> Iterator["_Prompts"]:
-        """Compute the prompts, random tokens, of this many slots."""
+    def _prefilled(self, active: int) -> Iterator["_Prompts"]:
+        """Prefill prompts of random tokens for this many slots."""
         engine, memory = self._engine, self._engine.memory
         sizes = self._fitting(active)
         assert sizes is not None
         length, steps, whole = sizes
         rng = np.random.default_rng(active)
-        tables = [memory.open((), drafts=True) for _ in range(active)]
+        tables = [memory.open((), with_drafter=True) for _ in range(active)]
         try:
             for table in tables:
                 tokens = rng.integers(0, engine.target.vocab_size, length).tolist()
                 reserved = memory.pool.reserve(table, length)
-                plan = chunk_plan([tokens], [0], [0], engine.config.pass_shapes[0][1], memory.row(table)[None])
-                engine.executor.prefill(plan, drafts=True)
-                # only then windows hold the pages of all slots
+                plan = chunk_plan([tokens], [0], engine.config.pass_shapes[0][1], memory.row(table)[None])
+                engine.executor.prefill(plan, with_drafter=True)
+                # free the pages that windows have left behind, so that there are enough for all slots
                 memory.publish(table, tokens, length, length, known=False)
                 reserved &= memory.pool.reserve(table, whole)
                 assert reserved, "an idle engine has pages"
-            rows = np.full((engine.batches.size_for(active), sum(memory.widths)), -1, np.int32)
+            rows = np.full((engine.batches.size_for(active), sum(memory.table_widths)), -1, np.int32)
             rows[:active] = [memory.row(table) for table in tables]
             yield _Prompts(active, length, steps, rows)
         finally:
@@ -203,7 +208,7 @@ class WarmUp:
         lengths, unknown = np.asarray([prompts.length], np.int32), np.asarray([-1], np.int32)
         seconds = {}
         for case in cases:
-            for slot in range(active):  # back to the end of its prompt; any token may be first
+            for slot in range(active):  # set it back to the end of its prompt
                 engine.executor.admit([0], np.asarray([slot], np.int32), lengths, unknown, [params])
             engine.executor.settle()
             widths = [case.num_drafts] * case.slots + [0] * (active - case.slots)
@@ -221,12 +226,12 @@ class _Prompts:
     count: int
     length: int
     steps: int  # that fit into their pages
-    rows: np.ndarray  # of a plan: their tables
+    rows: np.ndarray  # their tables, as rows of a plan
 
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """Steps in which every active slot drafts num_drafts tokens and verifies `width`, or all together verify `rows`."""
+    """Steps in which `slots` slots draft num_drafts tokens each and verify `width`, or together verify `rows`."""
 
     slots: int
     num_drafts: int
@@ -243,7 +248,7 @@ class _Case:
         return self.slots * self.width if self.rows is None else self.rows
 
     def forcing(self, active: int, size: int, k: int) -> StepCosts:
-        """Make costs by which a step verifies this many rows, and learns nothing from its time."""
+        """Make costs by which a step verifies this many drafts."""
         costs = StepCosts.unknown(size, k)
         rows = np.arange(costs.verify.size)
         return StepCosts(np.where(rows == active + self.verified, 0.0, 1e6).astype(np.float32), costs.draft)
@@ -253,7 +258,7 @@ _PLAIN = _Case(0, 0, 0)
 
 
 def _differ(rounds: Sequence[dict[_Case, float]]) -> bool:
-    """Whether the two shortest times of some case differ: the machine was busy."""
+    """Whether the two shortest times of some case differ."""
     shortest = (sorted(by[case] for by in rounds)[:2] for case in rounds[0])
     return any(second > AGREEMENT * first for first, second in shortest)
 
@@ -267,3 +272,29 @@ def _cases(active: int, k: int) -> list[_Case]:
     if active > 1:
         cases += [_Case(active, k, 0, rows=1), _Case(1, k, 0)]
     return cases
+
+
+# --- costs on disk ----------------------------------------------------------------------------------------------------
+
+
+def store_for(config: ResolvedConfig, fingerprints: Fingerprints) -> Path | None:
+    """Return the file of an engine's costs on this machine; None for models that were not loaded from files."""
+    if not fingerprints.target:
+        return None
+    device = jax.devices()[0]
+    parts = {
+        "models": [fingerprints.target, fingerprints.drafter],
+        "engine": [config.slots, config.num_speculative_tokens, config.steps_per_dispatch],
+        "machine": [platform.node(), device.device_kind, len(jax.devices()), os.cpu_count(), native.status()[0]],
+        "versions": [jaxlib.__version__],
+    }
+    digest = hashlib.sha256(dumps(parts).encode()).hexdigest()[:24]
+    return cache_directory("costs") / f"{digest}.json"
+
+
+def read_costs(path: Path) -> CostTable | None:
+    """Read costs; None if the file is missing or malformed."""
+    try:
+        return CostTable.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None

@@ -1,23 +1,23 @@
 """Choose how many drafts each slot verifies, from the drafter's confidence. Pure functions of counts and times.
 
-The chance of each draft to be accepted, if those before it are, is counted while decoding: by source (which drafter),
-greedy or sampled, position, and bin of the drafter's probability of the draft. Draft i survives if drafts 0..i are
+Counts, kept while decoding, give each draft's chance to be accepted after the drafts before it: by source (drafter or
+lookup drafter), greedy or sampled, position, and bin of the draft's probability. Draft i survives if drafts 0..i are
 accepted: its survival is the product of their chances. Texts differ, so each slot compares how often the first drafts
 of a source were right with the counts' prediction, and scales their survival by that ratio. A pass verifies drafts in
 falling order of survival, over all slots, while each is worth its time:
 
-    tokens expected     one for each active slot, and the sum of the survivals
+    expected tokens     one per active slot, and the sum of the survivals
     time                of a pass by its number of rows, in units of a plain step (StepCosts, measured)
     worth of time       the tokens that the engine emits in it at present, at least those of plain decoding
 
-A draft is counted, verified or not, if the token at its position becomes known: a step that accepts a drafts counts
-drafts 0..a of every source.
+A draft is counted if the token at its position becomes known, whether the draft was verified or not: a step that
+accepts n drafts counts drafts 0..n of each source.
 
-Before the drafter runs, its confidence is unknown. So the worth of a slot's latest drafts, by position, decides how
-many it drafts next, and the drafter runs if these are worth more, over all slots, than the time of its pass. In a slot
-without drafts that worth drifts back to the average of all slots, so that drafting is tried again. Tokens that a second
-drafter looks up in the text so far cost next to nothing, and are always tried. These choices take time, too: for a
-small target, half of a plain step's. So after several steps that draft nothing the next few are plain ones.
+Before the drafter runs, its confidence is unknown. So the gains of a slot's latest drafts, by position, decide how many
+it drafts next, and the drafter runs if they are worth more, over all slots, than the time of its pass. In a slot
+without drafts, gains drift back to the average of all slots, so that drafting is tried again. Lookups cost next to
+nothing, and are always tried. These choices take time, too: for a small target, half of a plain step's. So after
+several steps that draft nothing, the slots rest: the next few steps are plain.
 
 These choices change time alone, never a token (peagle.engine.accept).
 """
@@ -36,19 +36,19 @@ from jaxtyping import Array, Bool, Float, Int
 EDGES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98)  # between bins of confidence
 NUM_BINS = len(EDGES) + 1
 MIDDLES = tuple((low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 1.0), strict=True))
-PRIOR_TRIES = 4.0  # weight of the expectation for a bin without counts: the bin's middle
-MOST_STARTING = 64.0  # most tries per bin that recorded counts stand for at the start
+PRIOR_TRIES = 4.0  # tries with which a bin starts, accepted as often as its middle says
+MOST_STARTING = 64.0  # most tries per bin that recorded counts add to these
 HORIZON = 512.0  # tries per bin after which older ones are forgotten
 TRUST_STEPS, TRUST_PRIOR = 12.0, 1.5  # steps over which a slot's trust is averaged; right drafts that it starts with
 MOST_TRUST = 1.25
 
 RATE_STEPS = 32.0  # plain steps over which the engine's rate is averaged
-FIRST_GAIN = 0.7  # initial worth of a slot's first draft; FIRST_GAIN**2 of its second, and so on
+FIRST_GAIN = 0.7  # initial gain of a slot's first draft; FIRST_GAIN**2 of its second, and so on
 GAIN_STEPS, ALL_GAINS_STEPS = 3.0, 32.0  # passes over which gains are averaged: of a slot, of all
-DRIFT_STEPS = 64.0  # steps without the drafter over which a slot's gain drifts back to the average of all
-ALL_DRIFT_STEPS = 2048.0  # and the average of all to FIRST_GAIN
+DRIFT_STEPS = 64.0  # steps without the drafter over which a slot's gains drift back to the average of all
+ALL_DRIFT_STEPS = 2048.0  # and the average of all to the initial gains
 KEEPING_UP = 0.05  # largest share of the time for a drafter that only reads tokens
-GOOD_CHANCE = 0.85  # of a draft after accepted ones, at best: if even this does not pay, nothing is drafted
+GOOD_CHANCE = 0.85  # the best chance to expect of a draft: if drafting would not pay even then, steps are plain
 PATIENCE, REST = 3, 3  # tries in a row that drafted nothing before slots rest; most plain steps of a rest
 
 # [greedy, sampled][position][bin]: (tried, accepted)
@@ -57,16 +57,16 @@ Counts: TypeAlias = tuple[tuple[tuple[tuple[float, float], ...], ...], ...]
 
 @flax.struct.dataclass
 class Learned:
-    """Counts that all slots of an engine share. tried, accepted: [source, sampled, position, bin]."""
+    """What an engine's steps have learned, for all slots. Methods return a changed copy."""
 
-    tried: jax.Array  # float32
-    accepted: jax.Array
+    tried: jax.Array  # [source, sampled, position, bin] float32
+    accepted: jax.Array  # likewise
     rate: jax.Array  # float32: tokens of a slot in the time of a plain step
-    gain: jax.Array  # [K] float32: average worth of the drafter's drafts to a slot (`gains_of`)
+    gain: jax.Array  # [K] float32: average gain of the drafter's drafts (`gains_of`)
 
     @classmethod
     def start(cls, num_sources: int, num_drafts: int, counts: Counts | None = None) -> "Learned":
-        """Make the counts of an engine that has decoded nothing. counts: recorded ones of the first source."""
+        """Make the counts of an engine that has decoded nothing. counts: recorded ones of the drafter."""
         tried = np.full((num_sources, 2, num_drafts, NUM_BINS), PRIOR_TRIES, np.float32)
         accepted = tried * np.asarray(MIDDLES, np.float32)
         if counts is not None:
@@ -83,7 +83,7 @@ class Learned:
         by_row = jnp.where(sampled[:, None, None], chances[1][None], chances[0][None])
         return jnp.cumprod(jnp.sum(jnp.where(_in_bin(confidence), by_row, 0.0), axis=-1), axis=-1)
 
-    def counted(
+    def count_drafts(
         self,
         source: int,
         sampled: Bool[Array, " B"],
@@ -91,7 +91,7 @@ class Learned:
         tried: Bool[Array, "B K"],
         accepted: Bool[Array, "B K"],
     ) -> "Learned":
-        """Count drafts of a source, where the token at their position is known (tried)."""
+        """Count drafts of a source. tried: the token at their position is known."""
         which = jnp.stack([~sampled, sampled], axis=1)[:, :, None, None]  # [B, 2, 1, 1]
         cells = which & _in_bin(confidence)[:, None] & tried[:, None, :, None]  # [B, 2, K, bin]
         new_tried = jnp.sum(cells, axis=0, dtype=jnp.float32)
@@ -104,15 +104,15 @@ class Learned:
             accepted=self.accepted.at[source].set(kept * total_accepted),
         )
 
-    def paced(self, tokens: Float[Array, ""], time: Float[Array, ""]) -> "Learned":
-        """Average the rate: tokens of a slot in a step that took `time` plain steps; 0: unknown."""
+    def update_rate(self, tokens: Float[Array, ""], time: Float[Array, ""]) -> "Learned":
+        """Average the rate. tokens: of a slot, in a step that took the time of `time` plain ones; 0: unknown."""
         share = jnp.minimum(time / RATE_STEPS, 1.0)
         return dataclasses.replace(self, rate=self.rate + share * (tokens / jnp.maximum(time, 1e-6) - self.rate))
 
-    def gained(
+    def update_gain(
         self, gains: Float[Array, "B K"], drafted: Bool[Array, "B K"], num_steps: jax.Array | int = 1
     ) -> "Learned":
-        """Average what drafts are worth, over the slots for which they were made. num_steps: without drafts."""
+        """Average the gains over the slots that drafted; without any, drift for num_steps steps."""
         count = jnp.sum(drafted, axis=0, dtype=jnp.int32)
         mean = jnp.sum(jnp.where(drafted, gains, 0.0), axis=0) / jnp.maximum(count, 1).astype(jnp.float32)
         first = jnp.asarray(_first_gain(gains.shape[1]))
@@ -135,8 +135,8 @@ def _in_bin(confidence: Float[Array, "B K"]) -> Bool[Array, "B K bin"]:
 class StepCosts:
     """Times of parts of a step at one number of active slots, in units of a plain step there; all 0: not measured."""
 
-    verify: jax.Array | np.ndarray  # [B (K + 1) + 1] float32: of a pass of so many rows, without drafting
-    draft: jax.Array | np.ndarray  # [B K + 1]: of the drafter's pass for so many drafts
+    verify: jax.Array | np.ndarray  # [B (K + 1) + 1] float32: of a pass by its rows, without drafting
+    draft: jax.Array | np.ndarray  # [B K + 1]: of the drafter's pass by the drafts that it makes
 
     @classmethod
     def unknown(cls, size: int, num_drafts: int) -> "StepCosts":
@@ -153,7 +153,6 @@ class StepCosts:
         return cls(packed[:split], packed[split:])
 
     def of_drafts(self, count: jax.Array) -> jax.Array:
-        """Look up the time of drafting this many tokens."""
         return jnp.asarray(self.draft)[count]
 
     def of_rows(self, rows: jax.Array) -> jax.Array:
@@ -176,7 +175,7 @@ def choose_widths(
 ) -> Int[Array, " B"]:
     """Choose how many drafts of each slot to verify, limits[b] at most.
 
-    rate: tokens of a slot in the time of a plain step, 1 or more. The times of a pass need not rise with its rows.
+    rate: tokens of a slot in the time of a plain step, 1 or more. Times need not rise with the number of rows.
     """
     batch, num_drafts = survival.shape
     valid = jnp.arange(num_drafts, dtype=jnp.int32)[None, :] < limits[:, None]
@@ -198,7 +197,7 @@ def choose_widths(
 def gains_of(
     survival: Float[Array, "B K"], limits: Int[Array, " B"], costs: StepCosts, num_active: jax.Array, rate: jax.Array
 ) -> Float[Array, "B K"]:
-    """Estimate the tokens that drafts are worth beyond the time of their rows."""
+    """Estimate the tokens that drafts gain beyond those that the time of their rows is worth."""
     valid = jnp.arange(survival.shape[1], dtype=jnp.int32)[None, :] < limits[:, None]
     price = rate * num_active.astype(jnp.float32) * costs.of_one_row(num_active)
     return jnp.where(valid, jnp.maximum(survival - price, 0.0), 0.0)
@@ -207,7 +206,7 @@ def gains_of(
 def choose_drafts(
     gains: Float[Array, "B K"], limits: Int[Array, " B"], num_active: jax.Array, costs: StepCosts, rate: jax.Array
 ) -> Int[Array, " B"]:
-    """Choose how many drafts each slot lets the drafter make, as if all slots were alike; limits[b] at most."""
+    """Choose how many drafts the drafter makes for each slot, as if all slots were alike; limits[b] at most."""
     count = jnp.arange(gains.shape[1] + 1, dtype=jnp.int32)
     times = costs.of_drafts(jnp.minimum(num_active * count, costs.draft.shape[0] - 1))
     worth = jnp.pad(jnp.cumsum(gains, axis=1), ((0, 0), (1, 0))) - rate * times[None, :]
@@ -217,14 +216,14 @@ def choose_drafts(
 
 @flax.struct.dataclass
 class Pace:
-    """How the slots draft; the slot is the leading axis."""
+    """How the slots draft; the slot is the leading axis. Methods return a changed copy."""
 
-    given_up: jax.Array  # [B] bool: its drafter never runs again
+    drafter_off: jax.Array  # [B] bool: the drafter never reads its rows again
     rests: jax.Array  # [B] int32: plain steps before drafting is tried again
     empties: jax.Array  # [B] int32: tries in a row that drafted nothing
-    gain: jax.Array  # [B, K] float32: average worth of its drafter's drafts (`gains_of`); inf: not known yet
-    expected: jax.Array  # [B, source] float32: of recent first drafts, how many were expected to be right
-    right: jax.Array  # [B, source] float32: and how many were
+    gain: jax.Array  # [B, K] float32: average gain of the drafter's drafts (`gains_of`); inf: not known yet
+    expected: jax.Array  # [B, source] float32: how many recent first drafts were expected to be right
+    right: jax.Array  # [B, source] float32: how many were
 
     @classmethod
     def start(cls, slots: int, num_drafts: int, num_sources: int) -> "Pace":
@@ -238,10 +237,10 @@ class Pace:
 
     @property
     def trust(self) -> Float[Array, "B source"]:
-        """How often first drafts were right lately, over the counts' prediction."""
+        """How often recent first drafts were right, over the counts' prediction."""
         return jnp.minimum((self.right + TRUST_PRIOR) / (self.expected + TRUST_PRIOR), MOST_TRUST)
 
-    def tried(self, active: Bool[Array, " B"], tried: Bool[Array, ""], drafted: Bool[Array, ""]) -> "Pace":
+    def record_try(self, active: Bool[Array, " B"], tried: Bool[Array, ""], drafted: Bool[Array, ""]) -> "Pace":
         """Record whether a step tried to draft, and whether some slot did; choose how long the slots rest."""
         empties = jnp.where(tried, jnp.where(drafted, 0, self.empties + 1), self.empties)
         rests = jnp.where(tried, jnp.clip(empties - PATIENCE, 0, REST), self.rests)
@@ -250,13 +249,13 @@ class Pace:
         )
 
     def gain_or(self, gain: Float[Array, " K"]) -> Float[Array, "B K"]:
-        """Return each slot's gains, or those of all where its own are not known yet."""
+        """Return each slot's gains, or the average `gain` if its own are not known yet."""
         return jnp.where(jnp.isinf(self.gain), gain[None, :], self.gain)
 
-    def judged(
+    def record_first_drafts(
         self, source: int, expected: Float[Array, " B"], right: Bool[Array, " B"], proposed: Bool[Array, " B"]
     ) -> "Pace":
-        """Record the first draft of a source. expected: its chance by the counts."""
+        """Record the first draft of a source. expected: its chance by the counts. proposed: there was one."""
         kept = 1.0 - 1.0 / TRUST_STEPS
 
         def averaged(before: jax.Array, value: jax.Array) -> jax.Array:
@@ -269,7 +268,7 @@ class Pace:
             right=averaged(self.right, right.astype(jnp.float32)),
         )
 
-    def after(
+    def record_steps(
         self,
         active: Bool[Array, " B"],
         gains: Float[Array, "B K"],
@@ -277,7 +276,7 @@ class Pace:
         gain_of_all: Float[Array, " K"],
         num_steps: jax.Array | int = 1,
     ) -> "Pace":
-        """Record a step, or steps without drafts. drafted: the drafter's drafts, which were worth `gains`."""
+        """Record the gains of a step's drafts, or num_steps steps without drafts."""
         known = self.gain_or(gain_of_all)
         drift = num_steps * (gain_of_all[None, :] - known) / DRIFT_STEPS
         towards = jnp.where(drafted, (gains - known) / GAIN_STEPS, drift)
@@ -294,7 +293,7 @@ class CostTable:
     """Times of parts of steps by number of active slots, in units of a plain step there.
 
     verify: (rows, time) of passes, from one row per slot on. draft: (drafts, time) of the drafter's passes, from 0 on.
-    Times in between are interpolated.
+    Other times are interpolated.
     """
 
     verify: Mapping[int, tuple[tuple[int, float], ...]]
@@ -312,7 +311,7 @@ class CostTable:
     def at(self, num_active: int, size: int, num_drafts: int) -> StepCosts:
         """Make the costs of a batch of `size` entries with this many active slots."""
         entry = max((number for number in self.verify if number <= num_active), default=min(self.verify))
-        scale = max(num_active, 1) / entry  # rows and drafts per slot take as long as there
+        scale = max(num_active, 1) / entry  # as many rows and drafts per slot take as long
         rows, row_times = np.asarray(self.verify[entry], np.float64).T
         drafts, draft_times = np.asarray(self.draft[entry], np.float64).T
         verify = np.interp(np.arange(size * (num_drafts + 1) + 1), scale * rows, row_times)
@@ -320,7 +319,7 @@ class CostTable:
         return StepCosts(verify.astype(np.float32), draft.astype(np.float32))
 
     def pays(self, num_active: int, num_drafts: int) -> bool:
-        """Whether drafts pay at this many active slots if nearly all are accepted, and look-ups take no time."""
+        """Whether drafts pay at this many active slots if nearly all are accepted and cost only their verification."""
         key = "pays", num_active, num_active, num_drafts
         if key not in self._kept:
             more = np.arange(1, num_drafts + 1)

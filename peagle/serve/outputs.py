@@ -58,7 +58,7 @@ class OutputCollector:
             parser = None
             if channels and tokenizer is not None:
                 parser = ChannelParser(tokenizer, request.prompt_ids, stop=request.stop)
-            self._assemblers.append(Assembler(request, request.drafts(k), tokenizer, started_s, parser=parser))
+            self._assemblers.append(Assembler(request, request.most_drafts(k), tokenizer, started_s, parser=parser))
         self._call: Call = loop.submit(requests) if decode else EchoCall(loop, requests)
 
     async def chunks(self) -> AsyncGenerator[OutputChunk, None]:

@@ -19,7 +19,7 @@ def follow(team: Team) -> int:
         if "load" in message:
             _check_kernels(message["kernels"])
             pair = load(**_arguments(message["load"]))
-            follower = Follower(pair.engines.models.of)
+            follower = Follower(pair.engines.models.of, pair.engines.models.lookup)
         elif "margin" in message:
             assert pair is not None
             prompt_ids, output_ids, capacity = message["margin"]

@@ -299,7 +299,7 @@ class _Session:
             engine.warm_up(
                 not self.config.sampling.greedy,
                 self.observer.measuring,
-                full=requests[0].full,
+                full_logits=requests[0].full_logits,
                 constrained=self.config.grammar is not None,
             )
             self.compile_s += engine.compile_s - before

@@ -151,7 +151,7 @@ class _Replica:
         shapes = ResolvedConfig(slots=self.slots, context=ANY_CONTEXT, prefill_chunk=costs.chunk).pass_shapes
         self._scheduler: Scheduler[Served] = Scheduler(self.slots, shapes, costs.steps_per_dispatch)
         self._in_flight: collections.deque[_Sent] = collections.deque()
-        self._known = scheduler.Costs()
+        self._known = scheduler.DispatchTimes()
         self._left = 0  # unfinished requests
 
     def add(self, served: Served) -> None:

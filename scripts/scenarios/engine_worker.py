@@ -78,7 +78,7 @@ class Measured:
         lengths = np.exp(np.random.default_rng(1).uniform(np.log(least), np.log(most), requests)).astype(int)
         shapes = [(int(length) - new, new) for length in lengths]
         whole = self._engine(requests, 0, most + 64)
-        token_bytes = sum(whole.memory.num_bytes) / whole.memory.num_tokens
+        token_bytes = sum(whole.memory.num_bytes) / whole.page_use.num_tokens
         scarce = self._engine(requests, 0, most + 64, kv_memory=int(frac * token_bytes * lengths.sum()))
         before = scarce.num_preemptions
         figures = {}

@@ -14,7 +14,7 @@ import peagle
 from peagle.checkpoints import DEMO_DIRECTORY, drafter_path, resolve
 from peagle.config import EngineConfig, SamplingParams
 from peagle.engine.engine import Engine
-from peagle.engine.engines import LEAST_KEPT_BYTES, FreeMemory
+from peagle.engine.engines import LEAST_PREFIX_BYTES, FreeMemory
 from peagle.engine.request import Request
 from peagle.engine.speculation import Speculation
 from peagle.fit import check_fit
@@ -249,7 +249,7 @@ def test_the_prefix_cache_takes_a_part_of_the_free_memory(pair: Pair, monkeypatc
 
     assert [kept(size) for size in ("off", 0, 4096)] == [0, 0, 4096]
     assert kept("on", kv_memory=1 << 24) == 1  # no page more
-    for free, part in ((100_000_000, 10_000_000), (10_000_000_000, LEAST_KEPT_BYTES)):
+    for free, part in ((100_000_000, 10_000_000), (10_000_000_000, LEAST_PREFIX_BYTES)):
         monkeypatch.setattr("peagle.engine.engines.available_memory_bytes", lambda free=free: free)
         fresh = dataclasses.replace(pair, memory=FreeMemory())
         assert kept("on", fresh) == part

@@ -90,12 +90,12 @@ def prefilled(
 ) -> tuple[PageTable, dict[str, np.ndarray]]:
     """Compute a prompt in passes of `rows` rows that take `counts` of its tokens; return (its table, what it left)."""
     engine.start()
-    table, begin = engine.memory.open((), drafts=True), 0
+    table, begin = engine.memory.open((), with_drafter=True), 0
     for count in counts:
         first, end = max(begin - 1, 0), begin + count
         assert engine.memory.pool.reserve(table, end)
-        plan = chunk_plan([token_ids[first:end]], [first], [int(begin > 0)], rows, engine.memory.row(table)[None])
-        engine.executor.prefill(plan, drafts=True)
+        plan = chunk_plan([token_ids[first:end]], [begin], rows, engine.memory.row(table)[None])
+        engine.executor.prefill(plan, with_drafter=True)
         engine.memory.publish(table, token_ids[:end], end, end)
         begin = end
     result = engine.executor.prefilled

@@ -13,7 +13,7 @@ import numpy as np
 from drafter.config import DrafterConfig
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request, StepRecord
-from peagle.engine.state import check_integrity
+from peagle.engine.state import DecodeState
 from peagle.engine.widths import CostTable
 from peagle.ops.attention import CacheGroup, PagedCache, group_layers
 from peagle.ops.messages import Choose, DrafterInput, DraftOutput, VerifyOutput, likeliest_of
@@ -197,9 +197,36 @@ def drafting_at(engine: Engine, pays: Mapping[int, bool]) -> Engine:
     return engine
 
 
+def check_state(state: DecodeState, capacity: int, slots: Sequence[int] | None = None) -> None:
+    """Assert the invariants of a state. slots: the decoding ones; None: all."""
+    small = dataclasses.replace(
+        state,
+        target_cache=None,  # type: ignore[arg-type]
+        drafter_state=None,
+        learned=None,
+    )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(small):
+        name = jax.tree_util.keystr(path)
+        assert leaf.shape[:1] == (state.slots,), f"{name} has shape {leaf.shape}, not {state.slots} rows"
+    decodes = np.isin(np.arange(state.slots), np.arange(state.slots) if slots is None else slots)
+    active = ~np.asarray(state.done) & decodes
+    length, remaining = np.asarray(state.length)[active], np.asarray(state.remaining)[active]
+    assert (length >= 1).all(), length
+    assert (remaining >= 1).all(), remaining
+    assert (length + remaining <= capacity).all(), (length, remaining, capacity)
+    if state.drafter_input is not None:
+        drafting = np.asarray(state.drafting) & decodes
+        waiting = jax.tree.map(lambda leaf: np.asarray(leaf)[drafting], state.drafter_input)
+        length, num, first = np.asarray(state.length)[drafting], waiting.num, waiting.first_position
+        assert ((num >= 1) & (num <= waiting.token_ids.shape[1])).all(), num
+        assert (first + num == length).all(), (first, num, length)
+        last = np.take_along_axis(waiting.token_ids, num[:, None] - 1, axis=1)[:, 0]
+        assert (last == np.asarray(state.pending_token)[drafting]).all()
+
+
 def check_whole(engine: Engine) -> None:
     """Assert the invariants of an engine's state and of its pages; an idle one holds no page."""
-    check_integrity(engine.executor.state, engine.config.context, [slot for slot, _ in engine.decoding])
+    check_state(engine.executor.state, engine.config.context, [slot for slot, _ in engine.decoding])
     engine.memory.pool.check_integrity()
     if not engine.busy:
         for number, count in enumerate(engine.memory.num_pages):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from peagle.config import EngineConfig, SamplingParams
-from peagle.engine.accept import NOISE, Acceptance, accept, accept_synthetic, draw_synthetic
+from peagle.engine.accept import NOISE, Acceptance, accept, draw_synthetic
 from peagle.engine.resolved import ResolvedConfig
 from peagle.engine.sampling import RowSampling, choose
 from peagle.ops.errors import InputError
@@ -21,7 +21,7 @@ from tests.support.rows import rows_of
 V, K = 3, 2
 jitted_accept, jitted_choose = jax.jit(accept), jax.jit(choose)
 drawn = jax.jit(draw_synthetic, static_argnums=0)
-by_draws = jax.jit(accept_synthetic)
+by_draws = jax.jit(lambda drafts, *rest: accept(jnp.zeros(drafts.right.shape, jnp.int32), *rest, drafts))
 GREEDY, PLAIN = SamplingParams(), SamplingParams(temperature=1.0)
 ASKED = [
     PLAIN,

@@ -176,23 +176,23 @@ def test_log_probabilities_are_those_of_the_finished_answer(target: GptOss, k: i
 def start(target: GptOss, sampling: SamplingParams, widths: list[int]) -> tuple[Executor, np.ndarray]:
     """Let two requests into three slots; return (the executor, the plan of their steps)."""
     engine = Engine(target, NGram(), ResolvedConfig(K, 3, CONTEXT, prefill_chunk=64))
-    executor, tables = engine.executor, np.full((3, sum(engine.memory.widths)), -1, np.int32)
+    executor, tables = engine.executor, np.full((3, sum(engine.memory.table_widths)), -1, np.int32)
     engine.start()
     for slot, prompt in enumerate(PROMPTS[:2]):
-        table = engine.memory.open((), drafts=False)
+        table = engine.memory.open((), with_drafter=False)
         assert engine.memory.pool.reserve(table, CONTEXT)
         tables[slot] = engine.memory.row(table)
-        executor.prefill(chunk_plan([prompt], [0], [0], 64, tables[slot][None]), drafts=False)
+        executor.prefill(chunk_plan([prompt], [0], 64, tables[slot][None]), with_drafter=False)
         params = SlotParams.of(Request(prompt, NEW, sampling, index=slot), (), V)
         slots, length, unknown = (np.asarray([value], np.int32) for value in (slot, len(prompt), -1))
         executor.admit([0], slots, length, unknown, [params])
-        executor.learn(slot, prompt)
+        executor.read_tokens(slot, prompt)
     return executor, step_plan((0, 1), widths, tables, 3)
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), HARD, dataclasses.replace(HARD, temperature=0.8)])
 def test_a_step_cut_in_two_is_the_step(target: GptOss, sampling: SamplingParams) -> None:
-    kind = StepKind(K, sampled=True, full=True)
+    kind = StepKind(K, sampled=True, full_logits=True)
     all_may = np.full((3, K + 1, -(-V // MASK_BITS)), 0xFFFFFFFF, np.uint32)
     all_count = np.full(all_may.shape[0], kind.num_drafts, np.int32)
     (whole, plan), (cut, _) = (start(target, sampling, [K, 2]) for _ in range(2))

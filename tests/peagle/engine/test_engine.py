@@ -12,7 +12,6 @@ import pytest
 
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
-from peagle.engine.beside import Beside
 from peagle.engine.engine import Engine
 from peagle.engine.handle import EngineError
 from peagle.engine.programs import trace_counts
@@ -176,7 +175,7 @@ def test_sampled_drafts_give_the_targets_frequencies() -> None:
         state,
         length=zeros + 1,
         done=zeros > 0,
-        drafts=zeros == 0,
+        can_draft=zeros == 0,
         remaining=zeros + 100,
         sampling=RowSampling(ones, zeros, ones, 0 * ones, zeros, jnp.arange(rows, dtype=jnp.int32)),
     )
@@ -203,7 +202,7 @@ def test_nothing_that_a_request_asks_for_compiles_anything(target, requests) -> 
     engine = Engine(target, NGram(longest=2), config(5, slots=2))
     engine.warm_up()
     engine.warm_up(sampled=True)
-    engine.warm_up(full=True)
+    engine.warm_up(full_logits=True)
     assert engine.compile_s > 0
     before = trace_counts()
     run(engine, requests)
@@ -354,15 +353,15 @@ class Counting(WithoutMemory):
 
 def test_after_steps_without_drafts_the_next_are_plain(target, plain) -> None:
     """Of 32 steps, the first 4 look up, then one after a plain step, one after 2, and one in every four."""
-    drafter = Beside(scripts(plain, "oracle"), Counting())
-    engine = Engine(target, drafter, config(3, adaptive=True, steps_per_dispatch=16))
+    shape = config(3, adaptive=True, steps_per_dispatch=16)
+    engine = Engine(target, scripts(plain, "oracle"), shape, lookup=Counting())
     engine.costs = CostTable({1: ((1, 1.0), (2, 1.5), (4, 1e3))}, {1: ((0, 0.0), (3, 1e3))})
     tokens, records = decode(engine, [Request(PROMPTS[0], 33)])
     assert tokens == [plain[0][:33]]
     assert len(records[0]) == 32
     assert (PATIENCE, REST) == (3, 3)
     looked_up = [0, 1, 2, 3, 5, 8, 12, 16, 20, 24, 28]
-    assert engine.executor.state.second_state.tolist() == [len(looked_up)]
+    assert engine.executor.state.lookup_state.tolist() == [len(looked_up)]
 
 
 def test_slots_that_took_plain_steps_draft_again_when_the_load_falls_and_lose_no_row(target, plain) -> None:
@@ -549,11 +548,11 @@ def test_counted_acceptance_is_that_of_a_fixed_k(target, plain) -> None:
     """By position; and afterwards the engine has learned nothing from it, and decodes by its times again."""
     script = np.asarray(scripts(plain, "oracle").script).copy()
     script[:, ::3] = (script[:, ::3] + 1) % CONFIG.vocab_size  # some are wrong
-    drafter = Beside(Scripted(jnp.asarray(script[:1])), NGram())
+    drafter = Scripted(jnp.asarray(script[:1]))
     requests = [Request(PROMPTS[0], 50)]
     fixed = decode(Engine(target, drafter, config(3)), requests)[1]
     expected = Counters.of(fixed[0], 3)
-    engine = drafting_at(Engine(target, drafter, config(3, adaptive=True)), {1: True})
+    engine = drafting_at(Engine(target, drafter, config(3, adaptive=True), lookup=NGram()), {1: True})
     costs = engine.costs
     greedy, sampled = np.asarray(engine.count_acceptance(requests))
     np.testing.assert_array_equal(greedy[..., 0].sum(axis=1), expected.tried)
@@ -649,10 +648,10 @@ def test_a_crowd_is_decoded_as_without_a_drafter(target, plain) -> None:
     """While more wait than there are slots, and full slots do not draft, steps leave the drafter out."""
     engine = drafting_at(Engine(target, NGram(), config(3, slots=2, adaptive=True)), {1: True, 2: False})
     engine.warm_up()
-    before, lean, steps = trace_counts(), [], engine.executor.steps
+    before, skipped, steps = trace_counts(), [], engine.executor.steps
 
     def spy(plan, costs, count, kind):
-        lean.append(kind.lean)
+        skipped.append(kind.skip_drafter)
         return steps(plan, costs, count, kind)
 
     engine.executor.steps = spy
@@ -660,5 +659,5 @@ def test_a_crowd_is_decoded_as_without_a_drafter(target, plain) -> None:
     assert tokens == [plain[i % 3][:20] for i in range(7)]
     assert {len(record.draft_token_ids) for some in records[:4] for record in some} == {0}
     assert any(record.draft_token_ids for record in records[6]), "the last one is alone at its end"
-    assert (lean[0], lean[-1]) == (True, False)
+    assert (skipped[0], skipped[-1]) == (True, False)
     assert trace_counts() == before

@@ -350,7 +350,7 @@ def test_an_aborted_request_leaves_nothing(target: MarkovTarget, vocabulary: Voc
 def test_nothing_compiles_after_a_warm_up(target: MarkovTarget, vocabulary: Vocabulary) -> None:
     engine = engine_of(target, 2, context=72)
     engine.warm_up(sampled=True)
-    engine.warm_up(sampled=True, full=True, constrained=True)
+    engine.warm_up(sampled=True, full_logits=True, constrained=True)
     assert engine.compile_s > 0
     before = trace_counts()
     decode(
@@ -358,7 +358,7 @@ def test_nothing_compiles_after_a_warm_up(target: MarkovTarget, vocabulary: Voca
         [Request((2,), 40, HARD, grammar=vocabulary.compile(GRAMMARS["regex"])), Request((3,), 40, HOT, index=1)],
     )
     assert trace_counts() == before
-    engine.warm_up(sampled=True, full=True, constrained=True)
+    engine.warm_up(sampled=True, full_logits=True, constrained=True)
     assert trace_counts() == before
 
 

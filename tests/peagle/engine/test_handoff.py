@@ -12,7 +12,6 @@ import safetensors.numpy
 
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
-from peagle.engine.beside import Beside
 from peagle.engine.engine import Engine
 from peagle.engine.handle import Handle
 from peagle.engine.handoff import Fingerprints, HandOff, parse
@@ -33,10 +32,11 @@ SAMPLINGS = [
 ]
 
 
-def engine_of(pair: Models, k: int = K, **options: object) -> Engine:
+def engine_of(pair: Models, k: int = K, lookup: NGram | None = None, **options: object) -> Engine:
     shape = {"num_speculative_tokens": k, "slots": 2, "context": CAPACITY, "prefill_chunk": 64}
     fingerprints = Fingerprints("the target", "the drafter")
-    return Engine(pair.target, pair.drafter, ResolvedConfig(**{**shape, **options}), (), fingerprints)
+    config = ResolvedConfig(**{**shape, **options})
+    return Engine(pair.target, pair.drafter, config, (), fingerprints, lookup=lookup)
 
 
 def output_of(chunks: list[TokenChunk]) -> tuple[list, list, list]:
@@ -147,12 +147,12 @@ def test_n_grams_and_rows_that_draft_no_more_are_handed_over_too() -> None:
         request = Request(TOKENS[:40], 30, sampling, (), num_speculative_tokens=own_k)
         (tokens,), (steps,) = decode(local, [request])
         chunks, message = prefill(sender, request)
-        assert message.drafts == (own_k is None)
+        assert message.can_draft == (own_k is None)
         assert output_of(chunks + answer(receiver, request, message))[:2] == (tokens, steps)
     paused = local.add(request)
     chunks = read_until(local, paused, 9)
     rest, message = hand_over(local, paused)
-    assert not message.drafts
+    assert not message.can_draft
     assert output_of(chunks + rest + answer(receiver, request, message))[:2] == (tokens, steps)
 
 
@@ -171,8 +171,9 @@ def test_adaptive_engines_hand_over_and_a_drafter_that_was_left_out_sends_no_row
     """
     request = request_of(10, budget=CAPACITY - 10)
     plain = output_of(answer(engine_of(pair, 0), request))[0]
-    both = dataclasses.replace(pair, drafter=Beside(pair.drafter, NGram()))
-    first, second = (engine_of(both, role="decode", adaptive=True, steps_per_dispatch=4) for _ in range(2))
+    first, second = (
+        engine_of(pair, lookup=NGram(), role="decode", adaptive=True, steps_per_dispatch=4) for _ in range(2)
+    )
     for engine in (first, second):
         engine.costs = CostTable(
             {1: ((1, 1.0), (K + 1, 1.0 + 1e-4))}, {1: ((0, 0.0), (1, draft_time), (K, draft_time))}
@@ -181,10 +182,10 @@ def test_adaptive_engines_hand_over_and_a_drafter_that_was_left_out_sends_no_row
     handle = first.add(request, hand_off=message)
     chunks += read_until(first, handle, 150)
     rest, message = hand_over(first, handle)
-    assert message.drafts == (draft_time < 1)
+    assert message.can_draft == (draft_time < 1)
     tokens, steps, _ = output_of(chunks + rest + answer(second, request, message))
     assert tokens == plain
-    assert any(step.num_drafted and not step.source for step in steps) == message.drafts
+    assert any(step.num_drafted and not step.source for step in steps) == message.can_draft
     assert any(step.source for step in steps)
 
 

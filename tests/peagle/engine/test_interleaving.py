@@ -21,7 +21,7 @@ from peagle.engine.kv_memory import KVMemory
 from peagle.engine.replicas import Replicas
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
-from peagle.engine.scheduler import Costs
+from peagle.engine.scheduler import DispatchTimes
 from peagle.engine.timing import LoopClock
 from peagle.protocols import Drafter, Target
 from tests.support.models import FAST, models
@@ -69,7 +69,7 @@ def decoded_alone(target: Target) -> Alone:
 # some interleavings must have exercised each of these
 EXERCISED = (
     "overlapped", "slot reused", "aborted in flight", "aborted waiting", "resumed", "stopped", "sampled",
-    "beside a grammar", "ended by a grammar", "paused", "preempted", "known", "evicted", "page reused",
+    "beside a grammar", "ended by a grammar", "cannot draft", "preempted", "known", "evicted", "page reused",
 )  # fmt: skip
 
 
@@ -78,7 +78,7 @@ class EvenClock(LoopClock):
 
     def read(self, sent: InFlight, now: float) -> None:
         super().read(sent, now)
-        self.costs = Costs(chunk_s=1e-3, step_s=1e-4, cut_s=3e-4)
+        self.latest = DispatchTimes(chunk_s=1e-3, step_s=1e-4, cut_s=3e-4)
 
 
 class EvenlyPaced(Engine):
@@ -127,7 +127,7 @@ def happened_in(engine: Engine, happened: collections.Counter[str]) -> None:
         new = table.pages[0][before:]
         happened["page reused"] += sum(page in pages for page in new)
         pages.update(new)
-        happened["evicted"] = max(happened["evicted"], pool.counts.evicted_pages)
+        happened["evicted"] = max(happened["evicted"], pool.counts.num_evicted)
         return done
 
     pool.reserve = counting  # type: ignore[method-assign]
@@ -233,7 +233,7 @@ def interleave(
                 assert handle.finished == ("stop" if stopped else "length")
                 happened["stopped"] += handle.finished == "stop"
                 happened["ended by a grammar"] += whole[-1] == STOP and handle.matcher is not None
-                happened["paused"] += handle.paused
+                happened["cannot draft"] += not handle.can_draft
                 happened["preempted"] += handle.num_preempted > 0
                 happened["known"] += handle.num_cached_tokens > 0
                 widths = self.drafted[handle]

@@ -151,7 +151,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def holds_together(self) -> None:
         self.pool.check_integrity()
-        if self.pool.counts.evicted_pages:
+        if self.pool.counts.num_evicted:
             self.events.add("evicted")
 
     def teardown(self) -> None:

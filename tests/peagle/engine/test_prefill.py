@@ -69,7 +69,7 @@ def test_prompts_that_share_a_pass_leave_what_each_leaves_alone() -> None:
     prompts, known = [TOKENS[:30], TOKENS[5:90], TOKENS[100:164]], [0, 70, 64]
     alone = [prefilled(engine, prompt, 128, [len(prompt)])[1] for prompt in prompts]
     engine = engine_of(models("native float32"), slots=4, prefill_chunk=64)
-    tables = [engine.memory.open((), drafts=True) for _ in prompts]
+    tables = [engine.memory.open((), with_drafter=True) for _ in prompts]
     for number, prompt in enumerate(prompts):
         if known[number]:
             tables[number], _ = prefilled(engine, prompt[: known[number]], 128, [known[number]])
@@ -77,12 +77,11 @@ def test_prompts_that_share_a_pass_leave_what_each_leaves_alone() -> None:
     rows = [prompt[max(count - 1, 0) :] for prompt, count in zip(prompts, known, strict=True)]
     plan = chunk_plan(
         rows,
-        [max(count - 1, 0) for count in known],
-        [int(count > 0) for count in known],
+        known,
         64,
         np.stack([*(engine.memory.row(table) for table in tables), np.full_like(engine.memory.row(tables[0]), -1)]),
     )
-    engine.executor.prefill(plan, drafts=True)
+    engine.executor.prefill(plan, with_drafter=True)
     result = engine.executor.prefilled
     for number, (prompt, expected) in enumerate(zip(prompts, alone, strict=True)):
         mine = {"logits": np.asarray(result.logits)[[number]], "aux_hidden": np.asarray(result.aux_hidden)[[number]]}

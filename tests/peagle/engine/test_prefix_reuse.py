@@ -79,7 +79,7 @@ def test_a_hit_gives_what_a_cold_start_gives(dtype: str, size: int, drafter: str
         assert hits[7:] == [2 * PAGE, 2 * PAGE, PAGE, PAGE, 0, 0, 2 * PAGE]
         assert use.num_bytes > 0
     else:
-        assert warm.memory.pool.counts.evicted_pages > 0
+        assert warm.memory.pool.counts.num_evicted > 0
 
 
 @needs_native

@@ -9,10 +9,9 @@ import pytest
 
 from peagle.config import SamplingParams
 from peagle.drafters.ngram import NGram
-from peagle.engine.beside import Beside
 from peagle.engine.engine import Engine
 from peagle.engine.executor import Executor
-from peagle.engine.programs import Shape
+from peagle.engine.programs import ProgramShape
 from peagle.engine.remote import VERBS, Follower, Lead
 from peagle.engine.request import Request
 from peagle.engine.resolved import ResolvedConfig
@@ -31,16 +30,16 @@ CONFIG = ResolvedConfig(2, slots=2, context=256, prefill_chunk=64, prefix_cache=
 def test_a_follower_ends_with_the_leaders_bits(kind: str) -> None:
     """Through the wire's own bytes: prompts, steps of every kind, cut ones too, known pages, an abort."""
     pair = models()
-    target, drafter = pair.target, Beside(pair.drafter, NGram()) if kind == "P-EAGLE" else NGram()
+    target, (drafter, lookup) = pair.target, (pair.drafter, NGram()) if kind == "P-EAGLE" else (NGram(), None)
     config = dataclasses.replace(CONFIG, adaptive=True)
     verbs: list[str] = []
-    follower = Follower(lambda drafts, _beside: (target, drafter if drafts else None))
+    follower = Follower(lambda drafts: (target, drafter if drafts else None), lookup)
 
     def send(message: dict[str, Any]) -> None:
         verbs.append(message.get("verb", "executor"))
         follower.run(decode(encode(message)))
 
-    engine = Engine(target, drafter, config, make_executor=Lead(send).executor)
+    engine = Engine(target, drafter, config, make_executor=Lead(send).executor, lookup=lookup)
     engine.warm_up(constrained=True)
     drafting_at(engine, {1: True, 2: False})
     rng = np.random.default_rng(0)
@@ -55,7 +54,7 @@ def test_a_follower_ends_with_the_leaders_bits(kind: str) -> None:
         engine.step()
     engine.abort(handle)
     engine.step()
-    alone, _ = answers(drafting_at(Engine(target, drafter, config), {1: True, 2: False}), requests)
+    alone, _ = answers(drafting_at(Engine(target, drafter, config, lookup=lookup), {1: True, 2: False}), requests)
     assert tokens == alone
     assert engine.prefix_cache_use is not None
     assert engine.prefix_cache_use.num_hits > 0
@@ -69,8 +68,8 @@ def test_a_follower_ends_with_the_leaders_bits(kind: str) -> None:
 
 def test_an_engine_whose_pages_no_process_holds_whole_hands_nothing_over() -> None:
     target, lead = tiny_target(), Lead(lambda _: None)
-    shape = Shape(1, 64, 0, 1, (2, 2), (2, 2))
+    shape = ProgramShape(1, 64, 0, 1, (2, 2), (2, 2), 2)
     with pytest.raises(InputError, match="neither takes nor hands over"):
         lead.executor(target, None, shape).read_pages(0, [0])
     with pytest.raises(InputError, match="does not prefill at once"):
-        lead.executor(target, None, Shape(1, 64, 0, 1, (2, 2), (2, 2), RowBlocks(8, 8)))
+        lead.executor(target, None, ProgramShape(1, 64, 0, 1, (2, 2), (2, 2), 2, RowBlocks(8, 8)))

@@ -255,7 +255,7 @@ def test_an_idle_engine_begins_while_another_is_waited_for(alone: Answers, monke
 
 def test_an_engine_that_stands_still_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the loop stands still, too, and its watcher finds that out, although others would go on."""
-    monkeypatch.setattr("peagle.engine.replicas.STANDS_STILL_S", 0.0)
+    monkeypatch.setattr("peagle.engine.replicas.STALLED_S", 0.0)
     engine = shared()
     never_ready(monkeypatch, engine.one)
     handles = engine.add_all(REQUESTS[:2])

@@ -14,14 +14,13 @@ from peagle.engine.state import (
     DecodeState,
     SlotParams,
     admit,
-    check_integrity,
     init_state,
     put,
     take,
 )
 from peagle.ops.likeliest import NO_TOKEN
 from tests.support.models import TARGET, TOKENS, Models, models
-from tests.support.toys import tiny_target
+from tests.support.toys import check_state, tiny_target
 
 SLOTS, NUM_DRAFTS, CAPACITY = 5, 4, 64
 run_take, run_put = jax.jit(take, static_argnums=(2, 3)), jax.jit(put)
@@ -117,7 +116,7 @@ def test_a_request_enters_its_slot_and_no_other(noisy: DecodeState, slot: int, l
     assert (int(waiting.num[slot]), int(waiting.first_position[slot])) == (1, length - 1)
     assert int(waiting.token_ids[slot, 0]) == 7
     np.testing.assert_array_equal(waiting.aux_hidden[slot, 0], 0.5)
-    check_integrity(after, CAPACITY, [slot])
+    check_state(after, CAPACITY, [slot])
 
 
 @pytest.mark.parametrize(

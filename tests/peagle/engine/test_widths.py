@@ -80,7 +80,7 @@ def test_chances_are_those_that_were_counted() -> None:
         bins = rng.integers(NUM_BINS, size=(4, K))
         confidence = np.asarray([[rng.uniform(low[n], high[n]) for n in row] for row in bins], np.float32)
         known, right = rng.random((4, K)) < 0.7, rng.random((4, K)) < 0.5
-        learned = learned.counted(source, *map(jnp.asarray, (sampled, confidence, known, right)))
+        learned = learned.count_drafts(source, *map(jnp.asarray, (sampled, confidence, known, right)))
         for row, place in itertools.product(range(4), range(K)):
             cell = source, int(sampled[row]), place, int(bins[row, place])
             tried[cell] += known[row, place]
@@ -104,7 +104,7 @@ def test_old_counts_are_forgotten() -> None:
         tried = jnp.full_like(learned.tried, HORIZON)
         learned = learned.replace(tried=tried, accepted=(1 - chance) * tried)  # type: ignore[attr-defined]
         for _ in range(40):
-            learned = learned.counted(
+            learned = learned.count_drafts(
                 0, jnp.tile(greedy, 64), jnp.tile(confidence, (64, 1)), jnp.tile(one, (64, 1)), jnp.full((64, 1), right)
             )
         assert float(learned.survival(0, greedy, confidence)[0, 0]) == pytest.approx(chance, abs=0.02)
@@ -125,12 +125,12 @@ def test_a_source_that_fails_here_is_trusted_less_and_recovers() -> None:
     pace, yes = Pace.start(2, K, 2), jnp.ones((2,), bool)
     right = jnp.asarray([True, False])
     for _ in range(20):
-        pace = pace.judged(1, jnp.full((2,), 0.6), right, yes)
+        pace = pace.record_first_drafts(1, jnp.full((2,), 0.6), right, yes)
     trust = np.asarray(pace.trust)
     assert trust[0, 1] > 1 > 0.5 > trust[1, 1]
     np.testing.assert_allclose(trust[:, 0], 1)
     for _ in range(int(3 * TRUST_STEPS)):
-        pace = pace.judged(1, jnp.full((2,), 0.6), ~right, yes)
+        pace = pace.record_first_drafts(1, jnp.full((2,), 0.6), ~right, yes)
     assert np.asarray(pace.trust)[1, 1] > 1
 
 
@@ -142,14 +142,14 @@ def test_a_slots_gains_follow_its_drafts_and_drift_back_to_those_of_all() -> Non
     before = np.asarray(learned.gain)
     assert (np.diff(before) < 0).all()
     for _ in range(12):
-        pace = pace.after(active, gains, two, learned.gain)
+        pace = pace.record_steps(active, gains, two, learned.gain)
     np.testing.assert_allclose(pace.gain[:, :2], gains[:, :2], atol=0.02)
     np.testing.assert_allclose(pace.gain[:, 2], before[2], atol=1e-6)  # nothing was drafted there
     for _ in range(400):
-        pace = pace.after(active, gains, jnp.zeros_like(two), learned.gain)
+        pace = pace.record_steps(active, gains, jnp.zeros_like(two), learned.gain)
     np.testing.assert_allclose(pace.gain, np.tile(before, (2, 1)), rtol=0.02)
     for _ in range(200):
-        learned = learned.gained(gains, two)
+        learned = learned.update_gain(gains, two)
     np.testing.assert_allclose(learned.gain[:2], gains.mean(axis=0)[:2], atol=0.02)
     assert abs(float(learned.gain[2]) - before[2]) < 1e-3
 

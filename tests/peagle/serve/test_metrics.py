@@ -56,7 +56,7 @@ def test_pages_that_requests_hold_and_preemptions_are_counted(pair: Pair, replic
     pages, slots = 6, 2 * replicas
     pair = dataclasses.replace(pair)
     memory = KVMemory(pair.target, pair.drafter, pair.engine_config(K, context=CONTEXT, slots=2))
-    sizing = Sizing(memory.groups, tuple(memory.page_bytes), pair.engine_config(K, context=CONTEXT, slots=2))
+    sizing = Sizing(memory.groups, memory.page_bytes, pair.engine_config(K, context=CONTEXT, slots=2))
     room = {"kv_memory": replicas * sizing.size(pages), "prefix_cache": "off"}
     service = service_of(pair, slots=slots, replicas=replicas, **room)
     client, engine, held = client_of(service), service.loop.engine, []
