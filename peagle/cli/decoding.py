@@ -17,7 +17,7 @@ from peagle.cli.speculate import Decode
 from peagle.config import EngineConfig, LoadConfig, NumDrafts, SamplingParams
 from peagle.engine.grammar import Grammar, GrammarError
 from peagle.engine.resolved import shared_slots
-from peagle.measure.profile import writable
+from peagle.measure.profile import make_directory
 from peagle.measure.provenance import peak_memory_bytes, provenance
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
@@ -59,7 +59,7 @@ def decode(settings: Decode) -> int:
     with interrupt.waiting():  # standard input may be a keyboard, a file a pipe
         prompts = _prompts(settings, directory)
     if settings.profile is not None:
-        writable(Path(settings.profile))
+        make_directory(Path(settings.profile))
 
     conversations = prompts.conversations
     display = Display(

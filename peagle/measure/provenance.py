@@ -1,6 +1,6 @@
-"""Record the provenance of a number: versions, device, git state, command line.
+"""Record where figures come from: versions, device, git state, command line.
 
-Names no machine and no path, except those on the command line.
+Names neither the host nor paths, except those on the command line.
 """
 
 import datetime
@@ -19,7 +19,7 @@ from peagle.ops import jax_cure
 
 PACKAGES = ("peagle", "jax", "jaxlib", "flax", "numpy", "safetensors", "tokenizers", "transformers")
 CPUINFO = Path("/proc/cpuinfo")
-# environment variables that change our kernels or threads, or those of a peer in the same benchmark
+# environment variables that change the kernels or threads of peagle, or of a peer in the same benchmark
 TUNING = (
     "PEAGLE_KERNELS",
     "XLA_FLAGS",
@@ -34,7 +34,7 @@ TUNING = (
 def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
     """Collect the provenance of a run. Starts JAX's backend if it was not started.
 
-    `command`: the arguments as typed, by default sys.argv's; the variables of `tuning` are put before them.
+    command: the arguments as typed, by default those of sys.argv. The variables of `tuning` come before them.
     """
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -59,7 +59,7 @@ def tuning() -> list[str]:
 
 
 def device() -> dict[str, Any]:
-    """Describe the devices of JAX."""
+    """Describe JAX's devices."""
     import jax
 
     devices = jax.devices()
@@ -67,9 +67,9 @@ def device() -> dict[str, Any]:
 
 
 def git_state() -> dict[str, Any] | None:
-    """Return the commit of this package's checkout and whether it is dirty; None without one.
+    """Return the commit of this package's checkout and whether it is dirty.
 
-    A package installed inside another repository does not count.
+    None without a checkout; that of another repository, inside which the package is installed, does not count.
     """
     here = Path(__file__).resolve()
     if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
@@ -81,13 +81,13 @@ def git_state() -> dict[str, Any] | None:
 
 
 def cpu_model() -> str | None:
-    """Return the processor's name, if the system provides it."""
+    """Return the name of the CPU, if the system tells it."""
     processor = first_processor()
     return (platform.processor() or None) if processor is None else processor.get("model name")
 
 
 def first_processor() -> dict[str, str] | None:
-    """Read the entries of the first processor in Linux' cpuinfo; None on other systems."""
+    """Read the first processor's entries in Linux's cpuinfo; None on other systems."""
     try:
         with CPUINFO.open(encoding="utf-8", errors="replace") as lines:
             entries = [line.partition(":") for line in itertools.takewhile(str.strip, lines)]
@@ -104,8 +104,7 @@ def num_threads() -> int | None:
 def peak_memory_bytes() -> int | None:
     """Return the peak memory so far: of the device if it counts that, else of the process.
 
-    The latter includes resident pages of mapped files, such as a checkpoint during its load, which the system can
-    reclaim.
+    That of the process includes resident pages of mapped files, such as a checkpoint while it is loaded.
     """
     import jax
 

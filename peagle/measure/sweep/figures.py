@@ -23,7 +23,6 @@ from peagle.measure.estimates import (
     Statistic,
     estimate,
     estimate_median,
-    one_more_than_ratio,
     ratio,
     ratio_of_ratios,
 )
@@ -373,7 +372,9 @@ def _of_drafts(
 
 
 def _acceptance_length(pairings: Sequence[Pairing]) -> Estimate | None:
-    return _of_drafts(pairings, lambda counters: (counters.num_accepted, counters.num_steps), one_more_than_ratio)
+    return _of_drafts(
+        pairings, lambda counters: (counters.num_accepted, counters.num_steps), lambda sums: 1 + ratio(sums)
+    )
 
 
 def _of_times(units: Units, columns: Sequence[int], statistic: Statistic) -> Estimate | None:

@@ -25,7 +25,7 @@ from peagle.config import SamplingParams
 from peagle.engine.loop import AnyEngine
 from peagle.engine.request import Request
 from peagle.measure.bound import Bound, bound
-from peagle.measure.profile import operations_of, profile
+from peagle.measure.profile import operation_parts, profile
 from peagle.measure.sweep.plan import PLAIN, PROFILED, PROFILED_TOKENS, Plan, Source, Variant, Workload
 from peagle.measure.sweep.store import (
     Folder,
@@ -299,13 +299,13 @@ class SweepRun:
             engine.warm_up(sampled=sampled)
             program = (workload.temperature, variant)
             if program not in programs:
-                programs[program] = operations_of(engine, sampled)
+                programs[program] = operation_parts(engine, sampled)
             with tempfile.TemporaryDirectory() as directory:
                 times = profile(engine, [profiled], Path(directory), programs[program], perfetto=False)
         except (InputError, OSError, RuntimeError) as error:
             return Share(workload, variant, request.request, why_not=str(error).partition("\n")[0])
-        draft_ms, verify_ms, other_ms = times.in_three.values()
-        return Share(workload, variant, request.request, times.num_steps, draft_ms, verify_ms, other_ms)
+        other_ms = times.step_ms - times.draft_ms - times.verify_ms
+        return Share(workload, variant, request.request, times.num_steps, times.draft_ms, times.verify_ms, other_ms)
 
 
 def _longest(requests: Sequence[SweepRequest], tokens: Mapping[int, int]) -> list[SweepRequest]:
