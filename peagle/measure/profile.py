@@ -93,9 +93,9 @@ def profile(
     """Decode a request per slot under the profiler, at most MOST_TOKENS tokens each, and break down a step.
 
     Writes the trace to the directory, for XProf or TensorBoard; with `perfetto` also for Perfetto, which takes twice as
-    long. The engine must be warmed up; of replicas, one is profiled. part_of: the result of `operation_parts`, if known;
-    computing it compiles the programs once more. Raises InputError if the profiler gives no trace or no operation of
-    the steps, and the profiler's own OSError and RuntimeError.
+    long. The engine must be warmed up; of replicas, one is profiled. part_of: the result of `operation_parts` if known,
+    since computing it compiles the programs once more. Raises InputError if the profiler gives no trace or no operation
+    of the steps, and the profiler's own OSError and RuntimeError.
     """
     engine = engine.one
     batch = [
