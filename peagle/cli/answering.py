@@ -22,8 +22,15 @@ from peagle.ops.files import alone
 from peagle.ops.strict_json import dumps
 from peagle.text.prompt_files import Skipped, read_prompts, skipped_line
 from peagle.text.prompts import Conversation
-from peagle.workflows.answers import Asking, answer
-from peagle.workflows.dataset import chosen_aux_layers, document, lengths_in_words, taught, teacher_of, write
+from peagle.workflows.answers import AnswerOptions, answer
+from peagle.workflows.dataset import (
+    chosen_aux_layers,
+    lengths_in_words,
+    load_teacher,
+    to_document,
+    with_teacher,
+    write_answers,
+)
 from target.load import inspect_target
 
 
@@ -115,13 +122,15 @@ def _answered(
     """
     pair = load_pair(checked.name, None, settings.load, display)
     wants_teacher = settings.hidden or settings.top
-    teacher = teacher_of(checked.directory, pair.loaded.dtype, checked.taps) if wants_teacher else None
+    teacher = load_teacher(checked.directory, pair.loaded.dtype, checked.taps) if wants_teacher else None
     display.warn(not_shown(settings.rendering, pair, checked.name))
     engine = settings.engine
     context = pair.room(None if engine.context is None else min(engine.context, pair.max_positions))
     if context != engine.context != Data.engine.context:
         display.warn([f"--context is {engine.context}, more than {checked.name} has; {context} is used"])
-    asking = Asking(settings.rendering, settings.sampling, settings.answer.max_new_tokens, context, engine.slots)
+    options = AnswerOptions(
+        settings.rendering, settings.sampling, settings.answer.max_new_tokens, context, engine.slots
+    )
     open_folder(checked.out, checked.made_by)
     finished, total = 0, sum(len(checked.part(number)) for number in checked.missing)
     counts, started = np.zeros((3,), np.int64), time.perf_counter()
@@ -140,15 +149,15 @@ def _answered(
                     spent_s = time.perf_counter() - started  # the teacher's part, too
                     progress(finished, total, spent_s / finished * (total - finished))
 
-                answers = answer(pair, checked.part(number), asking, checked.starts[number], skipped.append, done)
-                documents = [document(conversation) for conversation in answers]
+                answers = answer(pair, checked.part(number), options, checked.starts[number], skipped.append, done)
+                documents = list(map(to_document, answers))
             lengths += [len(one.token_ids) for one in documents]
             if teacher is not None:
                 shard = f"shard {place + 1} of {len(checked.missing)}"
                 with display.stage(f"computing hidden states and logits of {shard}", animated=False) as progress:
                     keep = settings.keep_prompt
-                    documents = list(taught(documents, teacher, settings.hidden, settings.top, keep, progress))
-            write(checked.out, number, documents, skipped)
+                    documents = list(with_teacher(documents, teacher, settings.hidden, settings.top, keep, progress))
+            write_answers(checked.out, number, documents, skipped)
             counts += (len(documents), *total_tokens(documents))
     return counts.tolist(), time.perf_counter() - started
 

@@ -44,7 +44,7 @@ from peagle.ops.strict_json import dumps
 from peagle.parallel import parse_data_mesh
 from peagle.text.prompt_files import PromptSet, read_prompts, skipped_line
 from peagle.text.prompts import Rendering
-from peagle.workflows.evaluation import Acceptance, answered, known_prompts, taught_alike
+from peagle.workflows.evaluation import Acceptance, answer_held_out, known_prompts, with_same_teacher
 from peagle.workflows.export import with_positions, write_with_card
 from peagle.workflows.new_drafter import check_window, drafter_config, initial_params, with_blocks
 from peagle.workflows.training import (
@@ -300,13 +300,13 @@ def _trainer(
         acceptance = Acceptance(plain, config, prompts, settings.evaluate_prompts, k)
         if settings.held_out is None and not checked.held_out_frac:
             with display.stage("answering the held-out prompts"):
-                held_out = answered(plain, prompts, settings.evaluate_prompts, settings.learning.width)
-            held_out = taught_alike(held_out, documents, teacher, checked.keep_prompt)
+                held_out = answer_held_out(plain, prompts, settings.evaluate_prompts, settings.learning.width)
+            held_out = with_same_teacher(held_out, documents, teacher, checked.keep_prompt)
             if told := known_prompts(held_out, documents):
                 say("warning", told)
 
         def evaluate(params: DrafterParams) -> Mapping[str, Any]:
-            return acceptance.of(params)
+            return acceptance.measure(params)
 
     trainer = Trainer(
         checked.out,

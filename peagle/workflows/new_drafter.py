@@ -1,4 +1,4 @@
-"""The drafter that a training begins with: its shape, its vocabulary and its first parameters."""
+"""The drafter that a training begins with: its config, draft vocabulary and first parameters."""
 
 import dataclasses
 import warnings
@@ -32,13 +32,13 @@ from target.params import TargetParams
 
 KINDS: dict[KindName, Kind] = {"p-eagle": "P-EAGLE", "eagle-3": "EAGLE-3", "dflash": "DFlash"}
 LAYERS: dict[Kind, int] = {"P-EAGLE": 4, "EAGLE-3": 1, "DFlash": 5}  # as in the papers
-BLOCKS_FRAC = 1 / 6  # of a row's tokens that begin a DFlash drafter's block; in its paper 512 of 3072
-DRAFT_DECAY = ((7, 4.0), (9, 5.0))  # (most drafts, decay), in its paper for blocks of 8 and 10
-LATEST_DECAY = 7.0  # for 16
+BLOCKS_FRAC = 1 / 6  # blocks of a row per token, for DFlash; in its paper 512 blocks in 3072 tokens
+DRAFT_DECAY = ((7, 4.0), (9, 5.0))  # (most drafts, decay) of blocks of 8 and of 10, in its paper
+LATEST_DECAY = 7.0  # of blocks of 16
 
 
 def kind_of(shape: DrafterShape) -> Kind | None:
-    """Return the kind of drafter that the options name; None: they name none."""
+    """Return the kind of drafter that the options name, if they name one."""
     if shape.autoregressive:
         return "EAGLE-3"
     return None if shape.kind is None else KINDS[shape.kind]
@@ -52,9 +52,10 @@ def drafter_config(
     documents: Sequence[Document],
     depth: int,
 ) -> tuple[DrafterConfig, DraftVocab | None]:
-    """Return the shape and draft vocabulary of --init, or new ones with the target's sizes.
+    """Return the config of --init, or a new one with the target's sizes; and a new draft vocabulary.
 
-    depth: the drafts to train; a new DFlash drafter's block has as many.
+    depth: the drafts to train, and those of a new DFlash drafter's block. Raises InputError for options that contradict
+    each other, --init or the target.
     """
     vocab, kind = None, kind_of(shape)
     if shape.draft_vocab is not None:
@@ -73,7 +74,7 @@ def drafter_config(
         if layers.doubt is not None:
             warnings.warn(layers.doubt, InputWarning, stacklevel=2)
         config = dataclasses.replace(config, aux_layer_ids=layers.outputs)
-        _check_shape_of_init(shape, config)
+        _check_init(shape, config)
         return _with_window(config, shape), None
     if shape.aux_layer_ids is not None:
         raise InputError("--aux-layer-ids says what --init reads, and there is none; a new drafter's are --taps")
@@ -81,7 +82,7 @@ def drafter_config(
     num_layers = shape.layers or LAYERS[kind]
     aux_layer_ids = shape.taps
     if kind == "DFlash":
-        _check_shape_of_block(shape, target)
+        _check_dflash(shape, target)
         aux_layer_ids = aux_layer_ids or tuple(sorted(set(default_dflash_layers(num_layers, target.num_layers))))
     aux_layer_ids = chosen_aux_layers(aux_layer_ids, target.num_layers)
     hidden = shape.hidden_size or target.hidden_size
@@ -113,8 +114,8 @@ def drafter_config(
     return _with_window(config, shape), vocab
 
 
-def _check_shape_of_block(shape: DrafterShape, target: TargetConfig) -> None:
-    """Raise InputError for options that contradict the shared ends of a DFlash drafter."""
+def _check_dflash(shape: DrafterShape, target: TargetConfig) -> None:
+    """Raise InputError for options that a DFlash drafter lacks, since it has the target's embedding and head."""
     if shape.hidden_size not in (None, target.hidden_size):
         raise InputError(
             f"hidden_size is {shape.hidden_size}; expected the target's {target.hidden_size}, since a DFlash drafter "
@@ -132,7 +133,7 @@ def _check_shape_of_block(shape: DrafterShape, target: TargetConfig) -> None:
 
 
 def _with_window(config: DrafterConfig, shape: DrafterShape) -> DrafterConfig:
-    """Set the drafter's window: that of the option; by default that of --init in decoding."""
+    """Set the window of the option; by default the one with which --init decodes."""
     if shape.drafter_window == AUTO:
         window = None if shape.init is None else chosen_window(resolve(shape.init, "drafter"), AUTO)
     else:
@@ -143,7 +144,7 @@ def _with_window(config: DrafterConfig, shape: DrafterShape) -> DrafterConfig:
 def _draft_vocab(
     typed: str, directory: Path, vocab_size: int, stop_token_ids: tuple[int, ...], documents: Sequence[Document]
 ) -> DraftVocab:
-    """Choose the target's N most frequent tokens in the data, or those of a file."""
+    """Choose the N most frequent tokens of the data's answers, or those of a file."""
     if not typed.isdecimal():
         return choose(typed, directory, vocab_size, stop_token_ids)
     count = int(typed)
@@ -154,15 +155,15 @@ def _draft_vocab(
 
 
 def _free_token(documents: Sequence[Document], vocab_size: int, stop_token_ids: Sequence[int]) -> int:
-    """Return the highest token id that the data never uses, for mask slots; else the rarest."""
+    """Return the highest token id that the data does not use, for mask slots; else the rarest."""
     ids = np.concatenate([document.token_ids for document in documents])
     uses = np.bincount(ids[(ids >= 0) & (ids < vocab_size)], minlength=vocab_size)
     uses[list(stop_token_ids)] = np.iinfo(uses.dtype).max
     return int(vocab_size - 1 - np.argmin(uses[::-1]))
 
 
-def _check_shape_of_init(shape: DrafterShape, config: DrafterConfig) -> None:
-    """Raise InputError for an option that contradicts the shape of --init."""
+def _check_init(shape: DrafterShape, config: DrafterConfig) -> None:
+    """Raise InputError for an option that contradicts the config of --init."""
     options = {
         "--layers": (shape.layers, config.num_layers),
         "--hidden-size": (shape.hidden_size, config.hidden_size),
@@ -180,7 +181,7 @@ def _check_shape_of_init(shape: DrafterShape, config: DrafterConfig) -> None:
 
 
 def check_window(config: DrafterConfig, target: TargetConfig, depth: int, *, by_option: bool) -> None:
-    """Raise InputError for a window that hides a chain's anchor, or that hides nothing."""
+    """Raise InputError for a window too small for --depth, and for an option that hides nothing."""
     window = config.narrowest_window
     if window is None:
         return
@@ -200,7 +201,7 @@ def check_window(config: DrafterConfig, target: TargetConfig, depth: int, *, by_
 def with_blocks(learning: TrainConfig, config: DrafterConfig) -> TrainConfig:
     """Set the defaults of a DFlash drafter's blocks.
 
-    Raises InputError for its options beside another kind of drafter, and for another depth than its blocks'.
+    Raises InputError for options of blocks with another kind of drafter, and for a depth that is not the blocks'.
     """
     if config.most_drafts is None:
         for name, value in (("blocks", learning.blocks), ("draft_decay", learning.draft_decay)):
@@ -226,13 +227,13 @@ def with_blocks(learning: TrainConfig, config: DrafterConfig) -> TrainConfig:
 def initial_params(
     init: str | None, seed: int, config: DrafterConfig, loaded: LoadedTarget, vocab: DraftVocab | None
 ) -> DrafterParams:
-    """Make the first parameters: those of --init, or random layers.
+    """Load the parameters of --init, or make new ones.
 
-    If the widths agree, a new drafter has the target's embedding, final norm and head, and an fc that passes the last
-    of aux_hidden through.
+    New layers are random. If the hidden sizes agree, the embedding, final norm and head are the target's, and fc passes
+    the last of the aux_hidden through.
     """
     if init is not None:
-        return given_params(init, loaded, config.aux_layer_ids)
+        return init_params_of(init, loaded, config.aux_layer_ids)
     params = init_params(config, jax.random.key(fold_seed(seed)))
     ids = None if vocab is None else jnp.asarray(sorted(vocab.token_ids), jnp.int32)
     params = dataclasses.replace(params, draft_to_target=ids)
@@ -250,16 +251,11 @@ def initial_params(
     )
 
 
-def given_params(name: str, loaded: LoadedTarget, aux_layer_ids: tuple[int, ...] | None = None) -> DrafterParams:
-    """Load the drafter of --init. It has the target's embedding and head if it stores none."""
-    directory = resolve(name, "drafter")
+def init_params_of(init: str, loaded: LoadedTarget, aux_layer_ids: tuple[int, ...] | None = None) -> DrafterParams:
+    """Load the parameters of --init, with the target's embedding and head if it stores none."""
+    directory = resolve(init, "drafter")
     embedding = lm_head = None
-    if shared_tensors(directory):  # copies: a step of training overwrites them
+    if shared_tensors(directory):  # copies, because training overwrites them
         embedding, lm_head = jnp.array(loaded.params.embedding), jnp.array(cast(jax.Array, loaded.params.lm_head))
-    return load_drafter(
-        directory,
-        jnp.float32,
-        target_embedding=embedding,
-        target_lm_head=lm_head,
-        aux_layer_ids=aux_layer_ids,
-    )[0]
+    ends = {"target_embedding": embedding, "target_lm_head": lm_head}
+    return load_drafter(directory, jnp.float32, **ends, aux_layer_ids=aux_layer_ids)[0]

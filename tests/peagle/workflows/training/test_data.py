@@ -14,7 +14,7 @@ from peagle.pair import Pair
 from peagle.text.channels import chat_messages
 from peagle.text.prompts import Rendering, from_ids
 from peagle.text.tokenizer import detokenize
-from peagle.workflows.answers import Asking, answer
+from peagle.workflows.answers import AnswerOptions, answer
 from peagle.workflows.dataset import lengths_in_words, passes, rows_of_pass
 from tests.peagle.workflows.training.conftest import PROMPTS, Lab
 from tests.support.pairs import STOP, VOCAB_SIZE, press_ctrl_c_at
@@ -37,11 +37,11 @@ def test_answers_are_counted_when_they_end_not_when_all_have_ended(pair: Pair) -
         raise Stop
 
     conversations = [from_ids(ids) for ids in PROMPTS[:2]]
-    asking = Asking(Rendering(), SamplingParams(), max_new_tokens=8, context=64, slots=1)
+    options = AnswerOptions(Rendering(), SamplingParams(), max_new_tokens=8, context=64, slots=1)
     with pytest.raises(Stop):  # before the first answer is there
-        next(answer(pair, conversations, asking, 0, pytest.fail, stop))
+        next(answer(pair, conversations, options, 0, pytest.fail, stop))
     counts: list[int] = []
-    assert len(list(answer(pair, conversations, asking, 0, pytest.fail, counts.append))) == 2
+    assert len(list(answer(pair, conversations, options, 0, pytest.fail, counts.append))) == 2
     assert counts == [1, 1]
 
 

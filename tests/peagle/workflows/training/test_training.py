@@ -30,7 +30,7 @@ from peagle.engine.speculation import speculation_file
 from peagle.ops.errors import InputWarning
 from peagle.pair import Pair
 from peagle.result import decode
-from peagle.workflows.new_drafter import given_params
+from peagle.workflows.new_drafter import init_params_of
 from target.load import load_target
 from tests.peagle.workflows.training.conftest import PROMPTS, Lab, train, write_prompts
 from tests.support.drafters import random_params
@@ -223,7 +223,7 @@ def test_a_drafter_to_begin_with_may_share_the_targets_embedding_and_head(lab: L
     del weights["embed_tokens.weight"], weights["lm_head.weight"]
     save_file(weights, directory / "model.safetensors")
     target = load_target(lab.target)
-    params = given_params(str(directory), target)
+    params = init_params_of(str(directory), target)
     for one, other in ((params.embedding, target.params.embedding), (params.lm_head, target.params.lm_head)):
         assert isinstance(one, jax.Array)
         np.testing.assert_array_equal(one, other)
