@@ -257,5 +257,6 @@ def init_params_of(init: str, loaded: LoadedTarget, aux_layer_ids: tuple[int, ..
     embedding = lm_head = None
     if shared_tensors(directory):  # copies, because training overwrites them
         embedding, lm_head = jnp.array(loaded.params.embedding), jnp.array(cast(jax.Array, loaded.params.lm_head))
-    ends = {"target_embedding": embedding, "target_lm_head": lm_head}
-    return load_drafter(directory, jnp.float32, **ends, aux_layer_ids=aux_layer_ids)[0]
+    return load_drafter(
+        directory, jnp.float32, target_embedding=embedding, target_lm_head=lm_head, aux_layer_ids=aux_layer_ids
+    )[0]

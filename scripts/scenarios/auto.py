@@ -28,7 +28,7 @@ from peagle.measure.pages import Block
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.files import expect_new
 from peagle.pair import Pair
-from peagle.workflows.random_checkpoint import PARALLEL, SIZES, write_random_checkpoint
+from peagle.workflows.random_checkpoint import P_EAGLE, SIZES, write_random_checkpoint
 from scripts import runs
 from scripts.runs import Json, Progress, RawLines, cell
 from scripts.steps import random_request, synthetic_engine, time_steps
@@ -80,7 +80,7 @@ def rates_of(typed: str) -> list[float]:
 def random_pair(scratch: Path, size: str) -> Pair:
     """Write a target and a drafter of random weights, and load them."""
     config = SIZES[size]
-    shape = PARALLEL.config(config)
+    shape = P_EAGLE.config(config)
     write_random_checkpoint(scratch / "target", config)
     params = jax.jit(lambda key: init_params(shape, key, jnp.bfloat16))(jax.random.key(3))
     save_drafter(scratch / "drafter", params, shape)
