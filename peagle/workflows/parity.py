@@ -138,7 +138,7 @@ def explain(texts: Sequence[DraftedText], reference: Sequence[Any], blind: Seque
             "the drafter is blind to its context: its drafts are those of an empty cache; the cache is not filled at "
             "prefill, not carried from step to step, or not read"
         )
-    # events that leave rows in the drafter's cache to be rolled back: rejected drafts; in a drafter with mask slots, any
+    # events that leave rows in the cache to be rolled back: rejected drafts; in a drafter with mask slots, any
     # draft after the first
     leaves: dict[str, Callable[[int, int], bool]] = {
         "the first rejection": lambda accepted, drafted: accepted < drafted,
