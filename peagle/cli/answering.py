@@ -23,14 +23,7 @@ from peagle.ops.strict_json import dumps
 from peagle.text.prompt_files import Skipped, read_prompts, skipped_line
 from peagle.text.prompts import Conversation
 from peagle.workflows.answers import AnswerOptions, answer
-from peagle.workflows.dataset import (
-    chosen_aux_layers,
-    lengths_in_words,
-    load_teacher,
-    to_document,
-    with_teacher,
-    write_answers,
-)
+from peagle.workflows.dataset import chosen_aux_layers, lengths_in_words, load_teacher, with_teacher, write_answers
 from target.load import inspect_target
 
 
@@ -143,14 +136,14 @@ def _answered(
         for place, number in enumerate(checked.missing):
             with display.stage(f"answering {total} prompts", animated=False) as progress:
 
-                def done(more: int, progress: Advance = progress) -> None:
+                def done(progress: Advance = progress) -> None:
                     nonlocal finished
-                    finished += more
+                    finished += 1
                     spent_s = time.perf_counter() - started  # the teacher's part, too
                     progress(finished, total, spent_s / finished * (total - finished))
 
-                answers = answer(pair, checked.part(number), options, checked.starts[number], skipped.append, done)
-                documents = list(map(to_document, answers))
+                first, conversations = checked.starts[number], checked.part(number)
+                documents = list(answer(pair, conversations, options, first, skipped.append, done))
             lengths += [len(one.token_ids) for one in documents]
             if teacher is not None:
                 shard = f"shard {place + 1} of {len(checked.missing)}"

@@ -4,20 +4,15 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
+
+from drafter.train.shards import Document
 from peagle.config import SamplingParams
 from peagle.engine.request import Request
 from peagle.ops.errors import InputError
 from peagle.pair import Pair
 from peagle.result import Result, follow, submit
 from peagle.text.prompts import Conversation, Rendering
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """A turn: its whole prompt, and the target's output with the stop token."""
-
-    prompt_ids: tuple[int, ...]
-    output_ids: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,15 +32,15 @@ def answer(
     options: AnswerOptions,
     first_index: int,
     skipped: Callable[[str], None],
-    done: Callable[[int], None],
-) -> Iterator[Answer]:
-    """Yield the answer to each turn of the conversations, decoded plainly.
+    done: Callable[[], None],
+) -> Iterator[Document]:
+    """Yield a document per turn: its whole prompt, and the target's answer, which is trained.
 
     The prompt of a later turn holds the answers to the earlier turns. Random numbers depend on the seed and on
     first_index + the index of the conversation, so shards get the answers that the whole list would get.
 
     Calls skipped(reason) for a turn that cannot be run (no room for an answer, no tokenizer); it and later turns are
-    left out. Calls done(1) when a conversation has ended.
+    left out. Calls `done` when a conversation has ended.
     """
     answers: dict[int, list[str]] = {number: [] for number in range(len(conversations))}  # by unfinished conversation
     turn = 0
@@ -67,18 +62,19 @@ def answer(
             except InputError as error:
                 skipped(str(error))
                 del answers[number]
-                done(1)
+                done()
 
         def ended(request: Request, last_turn: int = turn) -> None:
             if conversations[request.index - first_index].num_requests == last_turn + 1:
-                done(1)
+                done()
 
         results = _decode(pair, requests, options.slots, ended)
         turn += 1
         for request in requests:
             number = request.index - first_index
             result = results[request.index]
-            yield Answer(request.prompt_ids, result.output_ids)
+            ids = np.array([*request.prompt_ids, *result.output_ids], np.int32)
+            yield Document(ids, np.arange(len(ids)) >= len(request.prompt_ids))
             if turn < conversations[number].num_requests:
                 answers[number].append(result.text or "")
             else:

@@ -13,7 +13,6 @@ from drafter.train.shards import Document, shard_path, write_shard
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.files import reason_of
-from peagle.workflows.answers import Answer
 from target.config import default_aux_layer_ids
 from target.load import load_target
 from target.teacher import Teacher
@@ -34,12 +33,6 @@ def chosen_aux_layers(typed: tuple[int, ...] | None, num_layers: int) -> tuple[i
     if len(set(typed)) < len(typed):
         raise InputError(f"--taps is {','.join(map(str, typed))}; expected each layer once")
     return typed
-
-
-def to_document(answer: Answer) -> Document:
-    """Make a document of a turn, in which the target's own tokens are trained."""
-    ids = np.array([*answer.prompt_ids, *answer.output_ids], np.int32)
-    return Document(ids, np.arange(len(ids)) >= len(answer.prompt_ids))
 
 
 def cut_prompt(document: Document, keep_prompt: int | None) -> Document:

@@ -20,7 +20,7 @@ from peagle.result import decode
 from peagle.text.prompt_files import PromptSet
 from peagle.text.prompts import Rendering
 from peagle.workflows.answers import AnswerOptions, answer
-from peagle.workflows.dataset import to_document, with_teacher
+from peagle.workflows.dataset import with_teacher
 from peagle.workflows.training_data import self_contained
 from target.model import GptOss
 from target.teacher import Teacher
@@ -75,8 +75,7 @@ def answer_held_out(pair: Pair, prompts: PromptSet, num_prompts: int, width: int
     skipped: list[str] = []
     options = AnswerOptions(Rendering(), SamplingParams(), EVALUATION_TOKENS, min(width, pair.max_positions), SLOTS)
     conversations = prompts.conversations[:num_prompts]
-    answers = answer(pair, conversations, options, 0, skipped.append, lambda _: None)
-    documents = list(map(to_document, answers))
+    documents = list(answer(pair, conversations, options, 0, skipped.append, lambda: None))
     if not any(document.trained.any() for document in documents):
         raise InputError(
             f"--evaluate {prompts.name}: no prompt leaves room for an answer in the {width} tokens of a row"

@@ -37,13 +37,6 @@ DRAFT_DECAY = ((7, 4.0), (9, 5.0))  # (most drafts, decay) of blocks of 8 and of
 LATEST_DECAY = 7.0  # of blocks of 16
 
 
-def kind_of(shape: DrafterShape) -> Kind | None:
-    """Return the kind of drafter that the options name, if they name one."""
-    if shape.autoregressive:
-        return "EAGLE-3"
-    return None if shape.kind is None else KINDS[shape.kind]
-
-
 def drafter_config(
     shape: DrafterShape,
     target: TargetConfig,
@@ -57,41 +50,73 @@ def drafter_config(
     depth: the drafts to train, and those of a new DFlash drafter's block. Raises InputError for options that contradict
     each other, --init or the target.
     """
-    vocab, kind = None, kind_of(shape)
+    vocab, kind = None, None if shape.kind is None else KINDS[shape.kind]
+    if shape.autoregressive:
+        kind = "EAGLE-3"
     if shape.draft_vocab is not None:
         vocab = _draft_vocab(shape.draft_vocab, directory, target.vocab_size, stop_token_ids, documents)
     if shape.init is not None:
-        checkpoint = read_checkpoint(resolve(shape.init, "drafter"))
-        config = parse_config(checkpoint, shape.aux_layer_ids)
-        if (config.target_hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
-            raise InputError(f"--init {shape.init} does not fit the target; use a drafter of this target")
-        if kind not in (None, config.kind):
-            option = "--autoregressive" if shape.autoregressive else "--drafter"
-            raise InputError(f"--init {shape.init} is a {config.kind} drafter; leave out {option}, or --init")
+        config = _config_of_init(shape, shape.init, kind, target, directory)
         if vocab is not None:
             raise InputError("--init has its own draft vocabulary; leave out --draft-vocab, or --init")
-        layers = fitting_aux_layers(target, checkpoint, directory, shape.init, shape.aux_layer_ids)
-        if layers.doubt is not None:
-            warnings.warn(layers.doubt, InputWarning, stacklevel=2)
-        config = dataclasses.replace(config, aux_layer_ids=layers.outputs)
-        _check_init(shape, config)
         return _with_window(config, shape), None
     if shape.aux_layer_ids is not None:
         raise InputError("--aux-layer-ids says what --init reads, and there is none; a new drafter's are --taps")
-    kind = kind or "P-EAGLE"
+    mask_token = shape.mask_token
+    if mask_token is None and kind != "EAGLE-3":
+        mask_token = _free_token(documents, target.vocab_size, stop_token_ids)
+    config = _new_config(shape, kind or "P-EAGLE", target, mask_token, depth)
+    if vocab is not None:
+        config = dataclasses.replace(config, draft_vocab_size=len(vocab.token_ids))
+    return _with_window(config, shape), vocab
+
+
+def _config_of_init(
+    shape: DrafterShape, init: str, kind: Kind | None, target: TargetConfig, directory: Path
+) -> DrafterConfig:
+    """Read the config of --init, and check it against the target and the other options."""
+    checkpoint = read_checkpoint(resolve(init, "drafter"))
+    config = parse_config(checkpoint, shape.aux_layer_ids)
+    if (config.target_hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
+        raise InputError(f"--init {init} does not fit the target; use a drafter of this target")
+    if kind not in (None, config.kind):
+        option = "--autoregressive" if shape.autoregressive else "--drafter"
+        raise InputError(f"--init {init} is a {config.kind} drafter; leave out {option}, or --init")
+    layers = fitting_aux_layers(target, checkpoint, directory, init, shape.aux_layer_ids)
+    if layers.doubt is not None:
+        warnings.warn(layers.doubt, InputWarning, stacklevel=2)
+    config = dataclasses.replace(config, aux_layer_ids=layers.outputs)
+    options = {
+        "--layers": (shape.layers, config.num_layers),
+        "--hidden-size": (shape.hidden_size, config.hidden_size),
+        "--heads": (shape.heads, config.num_heads),
+        "--kv-heads": (shape.kv_heads, config.num_kv_heads),
+        "--head-dim": (shape.head_dim, config.head_dim),
+        "--mlp-width": (shape.mlp_width, config.mlp_width),
+        "--taps": (shape.taps, config.aux_layer_ids),
+        "--mask-token": (shape.mask_token, config.mask_token_id),
+        "--mask-hiddens": (shape.mask_hiddens if shape.mask_hiddens > 1 else None, config.num_mask_hiddens),
+    }
+    for option, (typed, has) in options.items():
+        if typed is not None and typed != has:
+            raise InputError(f"{option} asks for {typed}, but --init {init} has {has}; leave out one of them")
+    return config
+
+
+def _new_config(
+    shape: DrafterShape, kind: Kind, target: TargetConfig, mask_token: int | None, depth: int
+) -> DrafterConfig:
+    """Make the config of a new drafter of all tokens."""
     num_layers = shape.layers or LAYERS[kind]
     aux_layer_ids = shape.taps
     if kind == "DFlash":
         _check_dflash(shape, target)
         aux_layer_ids = aux_layer_ids or tuple(sorted(set(default_dflash_layers(num_layers, target.num_layers))))
     aux_layer_ids = chosen_aux_layers(aux_layer_ids, target.num_layers)
-    hidden = shape.hidden_size or target.hidden_size
-    head_dim = shape.head_dim or target.head_dim
     if kind == "EAGLE-3" and (shape.mask_token is not None or shape.mask_hiddens > 1):
         raise InputError("an EAGLE-3 drafter has no mask slots; leave out --mask-token and --mask-hiddens")
-    mask_token = shape.mask_token
-    if mask_token is None and kind != "EAGLE-3":
-        mask_token = _free_token(documents, target.vocab_size, stop_token_ids)
+    hidden = shape.hidden_size or target.hidden_size
+    head_dim = shape.head_dim or target.head_dim
     config = DrafterConfig(
         hidden_size=hidden,
         num_layers=num_layers,
@@ -101,7 +126,7 @@ def drafter_config(
         mlp_width=shape.mlp_width or 2 * hidden,
         target_hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
-        draft_vocab_size=target.vocab_size if vocab is None else len(vocab.token_ids),
+        draft_vocab_size=target.vocab_size,
         mask_token_id=mask_token,
         num_mask_hiddens=shape.mask_hiddens,
         rope=RopeConfig(head_dim, 10000.0),
@@ -109,9 +134,9 @@ def drafter_config(
         aux_layer_ids=aux_layer_ids,
         rms_norm_eps=target.rms_norm_eps,
     )
-    if kind == "DFlash":
-        config = dataclasses.replace(config, qk_norm=True, block_size=depth + 1, num_target_layers=target.num_layers)
-    return _with_window(config, shape), vocab
+    if kind != "DFlash":
+        return config
+    return dataclasses.replace(config, qk_norm=True, block_size=depth + 1, num_target_layers=target.num_layers)
 
 
 def _check_dflash(shape: DrafterShape, target: TargetConfig) -> None:
@@ -160,24 +185,6 @@ def _free_token(documents: Sequence[Document], vocab_size: int, stop_token_ids: 
     uses = np.bincount(ids[(ids >= 0) & (ids < vocab_size)], minlength=vocab_size)
     uses[list(stop_token_ids)] = np.iinfo(uses.dtype).max
     return int(vocab_size - 1 - np.argmin(uses[::-1]))
-
-
-def _check_init(shape: DrafterShape, config: DrafterConfig) -> None:
-    """Raise InputError for an option that contradicts the config of --init."""
-    options = {
-        "--layers": (shape.layers, config.num_layers),
-        "--hidden-size": (shape.hidden_size, config.hidden_size),
-        "--heads": (shape.heads, config.num_heads),
-        "--kv-heads": (shape.kv_heads, config.num_kv_heads),
-        "--head-dim": (shape.head_dim, config.head_dim),
-        "--mlp-width": (shape.mlp_width, config.mlp_width),
-        "--taps": (shape.taps, config.aux_layer_ids),
-        "--mask-token": (shape.mask_token, config.mask_token_id),
-        "--mask-hiddens": (shape.mask_hiddens if shape.mask_hiddens > 1 else None, config.num_mask_hiddens),
-    }
-    for option, (typed, has) in options.items():
-        if typed is not None and typed != has:
-            raise InputError(f"{option} asks for {typed}, but --init {shape.init} has {has}; leave out one of them")
 
 
 def check_window(config: DrafterConfig, target: TargetConfig, depth: int, *, by_option: bool) -> None:

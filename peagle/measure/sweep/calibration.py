@@ -40,8 +40,7 @@ class Calibration:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Calibration":
         """Undo `to_json`."""
-        counts = (tuple(tuple((t, a) for t, a in bins) for bins in value["counts"][kind]) for kind in KINDS)
-        return cls(value["label"], value["num_drafts"], tuple(counts))
+        return cls(value["label"], value["num_drafts"], _counts([value["counts"][kind] for kind in KINDS]))
 
     def points(self, kind: str) -> list[tuple[float, float]]:
         """Return (the drafter's probability, share of right drafts) of the bins, over all positions of a step."""
@@ -75,8 +74,11 @@ def calibrate(run: SweepRun, progress: Progress) -> list[Calibration]:
 def _pooled(parts: Sequence[Calibration]) -> Calibration:
     """Add up the counts of one drafter in several workloads."""
     total = np.sum([np.asarray(part.counts) for part in parts], axis=0)
-    counts = tuple(tuple(tuple((t, a) for t, a in bins) for bins in kind) for kind in total.tolist())
-    return Calibration(parts[0].label, parts[0].num_drafts, counts)
+    return Calibration(parts[0].label, parts[0].num_drafts, _counts(total.tolist()))
+
+
+def _counts(lists: Sequence[Any]) -> Counts:
+    return tuple(tuple(tuple((tried, right) for tried, right in bins) for bins in kind) for kind in lists)
 
 
 def calibrations_of(folder: Folder) -> list[Calibration]:
