@@ -68,7 +68,7 @@ class BenchOptions:
                 raise InputError(f"{name} is {wrong[0]}; expected 1 or more{none}", name)
         if not self.new_tokens and (self.drafts or len(set(self.slots)) > 1):
             option = "-k is" if self.drafts else "several --slots are"
-            raise InputError(f"{option} given, but no decoding test, to which it applies; give -n 1 or more")
+            raise InputError(f"{option} given, but no decoding test; give -n 1 or more")
         for k in self.drafts:
             check_num_drafts(k, plain=False)
         if self.blocked is not None:
@@ -85,8 +85,10 @@ class BenchOptions:
         """Every test once, in the order of the report."""
         widths = sorted({1, *self.widths}) if self.widths else ()
         slots = sorted({1, *self.slots}) if len(set(self.slots)) > 1 else self.slots[:1]
-        ways = (False,) if self.blocked is None else (False, True)
-        cases = [Case("pp", size, self.batch, blocked=blocked) for size in self.prompt_lengths for blocked in ways]
+        in_one_pass = (False,) if self.blocked is None else (False, True)
+        cases = [
+            Case("pp", size, self.batch, blocked=blocked) for size in self.prompt_lengths for blocked in in_one_pass
+        ]
         for size in self.new_tokens:
             cases += [Case("tg", size, n, num_drafts=k) for n in slots for k in (0, *self.drafts)]
             if len(slots) > 1:
@@ -126,7 +128,7 @@ class Case:
     """One test. `idle`: slots without a request. num_drafts 0: plain decoding. blocked: prefill in one pass."""
 
     kind: Kind
-    size: int  # tokens a row: prompt tokens, new tokens, or those of a pass
+    size: int  # tokens per sequence: of the prompt, new ones, or those of a pass
     slots: int = 1
     idle: int = 0
     num_drafts: int = 0
@@ -334,18 +336,18 @@ def time_steps(chunks: Generator[tuple[int, TokenChunk], None, None], num_reques
     one. Raises RuntimeError if that ends before.
     """
     begun, waiting = 0.0, set(range(num_requests))  # requests without a token
-    arrived: list[TokenChunk] = []  # those of the first request
+    of_first: list[TokenChunk] = []  # chunks of the first request
     with contextlib.closing(chunks):
-        for place, chunk in chunks:
-            if place in waiting:
-                waiting.remove(place)
+        for index, chunk in chunks:
+            if index in waiting:
+                waiting.remove(index)
                 begun = max(begun, chunk.time_s)
-            elif place == 0:
-                arrived.append(chunk)
+            elif index == 0:
+                of_first.append(chunk)
             if waiting:
                 continue
-            timed = [late for late in arrived if late.time_s > begun]
-            if (steps := sum(len(late.steps) for late in timed)) >= count:
+            timed = [chunk for chunk in of_first if chunk.time_s > begun]
+            if (steps := sum(len(chunk.steps) for chunk in timed)) >= count:
                 return (timed[-1].time_s - begun) * count / steps
     raise RuntimeError(f"the first request ended before all {num_requests} had decoded {count} steps together")
 
@@ -407,8 +409,8 @@ def _empty(target: Target, batch: int, capacity: int, widest_write: int) -> PyTr
 @functools.partial(jax.jit, donate_argnames="caches")
 def _extend(target: Target, token_ids: jax.Array, begin: jax.Array, count: jax.Array, caches: PyTree) -> PyTree:
     """Run the first `count` tokens of each sequence at positions begin.., with logits of the last."""
-    place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
-    positions = jnp.broadcast_to(jnp.where(place < count, begin + place, -1), token_ids.shape)
+    row = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
+    positions = jnp.broadcast_to(jnp.where(row < count, begin + row, -1), token_ids.shape)
     last = jnp.broadcast_to(count - 1, (token_ids.shape[0], 1))
     output, caches = target.extend(token_ids, positions, caches, last)
     return jax.lax.optimization_barrier((output.logits, caches))[1]
@@ -419,8 +421,8 @@ def _prefill_blocked(
     target: PrefillsAtOnce, token_ids: jax.Array, count: jax.Array, caches: PyTree, blocks: RowBlocks
 ) -> PyTree:
     """Run the first `count` tokens of a sequence in one pass, with logits of the last."""
-    place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
-    positions = jnp.where(place < count, place, -1)
+    row = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
+    positions = jnp.where(row < count, row, -1)
     output, caches = target.prefill(token_ids, positions, caches, jnp.reshape(count - 1, (1, 1)), blocks)
     return jax.lax.optimization_barrier((output.logits, caches))[1]
 

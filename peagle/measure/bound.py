@@ -118,8 +118,8 @@ def _read_chunk(
     *,
     needs_probs: bool,
 ) -> tuple[jax.Array | None, jax.Array, PyTree]:
-    place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
-    positions = jnp.where(place < count, begin + place, -1)
+    row = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
+    positions = jnp.where(row < count, begin + row, -1)
     rows = None if needs_probs else jnp.zeros((1, 1), jnp.int32)
     output, cache = target.extend(token_ids, positions, cache, rows)
     return probabilities(output.logits, sampling) if needs_probs else None, output.aux_hidden, cache
@@ -147,8 +147,8 @@ class _Replay:
         while length - self._absorbed > self._k + 1:
             count = min(CHUNK, length - self._absorbed - self._k - 1)
             ids, aux = self._rows(count, CHUNK)
-            place = np.arange(CHUNK, dtype=np.int32)
-            positions = np.where(place < count, self._absorbed + place, -1)[None]
+            row = np.arange(CHUNK, dtype=np.int32)
+            positions = np.where(row < count, self._absorbed + row, -1)[None]
             self._state = _absorb(self._drafter, self._state, ids, aux, positions)
             self._absorbed += count
         num = length - self._absorbed

@@ -69,8 +69,8 @@ def _chunk_logprobs(
 
     The log-probabilities are (of the next tokens, of the num_best likeliest, ids of these); None if num_best is 0.
     """
-    place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
-    positions = jnp.where(place < count, begin + place, -1)
+    row = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
+    positions = jnp.where(row < count, begin + row, -1)
     if not num_best:
         return None, target.extend(token_ids, positions, cache, jnp.zeros((1, 1), jnp.int32))[1]
     output, cache = target.extend(token_ids, positions, cache)

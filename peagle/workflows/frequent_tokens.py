@@ -33,7 +33,7 @@ def list_frequent_tokens(files: Sequence[Path], out: Path) -> Counted:
     for count in counts:
         total[: len(count)] += count
     if not total.any():
-        raise InputError("not one token in these files; expected answers to count")
+        raise InputError("these files hold no token of an answer; expected answers to count")
     listed = write_frequent_tokens(out, total)
     shares = np.cumsum(np.sort(total)[::-1]) / total.sum()
     sizes = [size for size in (listed >> shift for shift in (4, 3, 2, 1)) if size]

@@ -61,7 +61,7 @@ def drafter_config(
             raise InputError("--init has its own draft vocabulary; leave out --draft-vocab, or --init")
         return _with_window(config, shape), None
     if shape.aux_layer_ids is not None:
-        raise InputError("--aux-layer-ids says what --init reads, and there is none; a new drafter's are --taps")
+        raise InputError("--aux-layer-ids needs --init; name the layers of a new drafter with --taps")
     mask_token = shape.mask_token
     if mask_token is None and kind != "EAGLE-3":
         mask_token = _free_token(documents, target.vocab_size, stop_token_ids)

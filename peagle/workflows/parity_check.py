@@ -54,9 +54,6 @@ class ParityConfig:
     raw: bool = False
     special_tokens: bool = False
 
-    def rendering(self, raw: bool) -> Rendering:
-        return Rendering(raw=raw, special_tokens=raw and self.special_tokens)
-
 
 @dataclasses.dataclass(frozen=True)
 class DraftedTexts:
@@ -112,8 +109,9 @@ def draft_texts(
     pair: Pair, conversations: Sequence[Conversation], config: ParityConfig, *, raw: bool, at_least: int = 0
 ) -> DraftedTexts:
     """Answer the prompts greedily, and compute all hidden states. at_least: the least length of the caches."""
+    rendering = Rendering(raw=raw, special_tokens=raw and config.special_tokens)
     requests = [
-        pair.request(conversation, [], config.rendering(raw), max_new_tokens=config.max_new_tokens, index=index)
+        pair.request(conversation, [], rendering, max_new_tokens=config.max_new_tokens, index=index)
         for index, conversation in enumerate(conversations)
     ]
     capacity = pair.capacity(requests, at_least)

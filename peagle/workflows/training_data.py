@@ -80,9 +80,7 @@ def parse_mix(typed: str) -> tuple[tuple[int, int], ...]:
         mix = ()
     lengths = [most for most, _ in mix]
     if not mix or lengths != sorted(set(lengths)) or min(lengths) < 1 or min(share for _, share in mix) < 1:
-        raise InputError(
-            f"--mix is {typed!r}; expected lengths that rise, each with a whole share, as 512:5,2048:2,4096:1"
-        )
+        raise InputError(f"--mix is {typed!r}; expected ascending lengths with whole shares, as 512:5,2048:2,4096:1")
     return mix
 
 
@@ -101,7 +99,7 @@ def mixed(
     if mix[-1][0] > width:
         raise InputError(f"--mix names documents of {mix[-1][0]} tokens; expected at most --width, {width}")
     if longest > mix[-1][0]:
-        raise InputError(f"--mix ends at {mix[-1][0]} tokens, and the longest document has {longest}; name that, too")
+        raise InputError(f"--mix ends at {mix[-1][0]} tokens, and the longest document has {longest}; add that length")
     groups, least = [], 0
     for most, share in mix:
         group = [document for document in documents if least < len(document.token_ids) <= most]

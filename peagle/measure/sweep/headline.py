@@ -146,7 +146,7 @@ def notes(folder: Folder) -> Iterator[tuple[str, str]]:
         resume = shlex.join(["peagle", "sweep", "--out", printable(str(folder.path)), "--resume"])
         yield (
             "Not finished",
-            f"{resume} goes on; until then the figures are of the requests that have all their repeats",
+            f"{resume} continues; until then the figures are of the requests that have all their repeats",
         )
     for (workload, variant), why in folder.errors().items():
         yield "Failed", f"{workload.label}, K = {plan.label(variant)}: {why}"
@@ -195,7 +195,7 @@ def _caveats(plan: Plan, verdict: Verdict, rows: Sequence[Row]) -> Iterator[tupl
         return
     name = variant_text(fastest.label)
     if fastest.looping_frac:
-        text = f"{percent(fastest.looping_frac)} of the outputs loop, which are easy to draft"
+        text = f"{percent(fastest.looping_frac)} of the outputs loop, and loops are easy to draft"
         rest = fastest.without_loops.speedup
         yield "Outputs that loop", text if rest is None else f"{text}; without them {name} gives {times_text(rest)}"
     if fastest.k == max((k for k in plan.ks if isinstance(k, int)), default=0) < MAX_NUM_DRAFTS:

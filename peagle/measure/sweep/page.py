@@ -94,7 +94,7 @@ ALONE = (
     Column("length at most", _length_at_most, "acceptance length if each draft were the target's likeliest token"),
     Column("accepted", _positions, "share of steps with drafts that accepted the first, the second and so on"),
     Column("rows a token", _rows_a_token, "rows of the target per token: one a step, and one for each verified draft"),
-    Column("c(K)", lambda row: estimate_text(row.cycle_cost), "time of a pass, in passes of plain decoding"),
+    Column("c(K)", lambda row: estimate_text(row.cycle_cost), "time of a pass over that of a plain one"),
     Column("draft + verify + rest, ms", _parts_ms, "time of a pass by parts; some conversations, profiled"),
     Column("tok/s", _tok_per_s, "tokens after the first over their time"),
     Column("slower requests", _slower, f"their 95 % interval over the repeats lies below {SLOWER:g}x"),
@@ -103,7 +103,7 @@ ALONE = (
 NOT_IN_TERMINAL = ("drafted", "accepted", "rows a token", "draft + verify + rest, ms")
 TERMINAL = [column for column in ALONE if column.name not in NOT_IN_TERMINAL]
 AT_ONCE = (
-    Column("at once", lambda row: str(row.concurrency), "slots, for which all requests of a repeat wait together"),
+    Column("at once", lambda row: str(row.concurrency), "slots that all requests of a repeat share"),
     K_COLUMN,
     Column("total tok/s", lambda row: estimate_text(row.tok_per_s, 0), "of all requests; intervals are over repeats"),
     Column("over plain decoding", lambda row: estimate_text(row.speedup), "of as many requests at once"),
@@ -304,7 +304,7 @@ def _explained_table(rows: Sequence[Row], columns: Iterable[Column], explained: 
     yield table
     new = [column for column in used if column.name not in explained]
     if not explained:
-        new.append(Column("(a..b)", str, f"95 % interval by bootstrap over conversations, of which it needs {FEWEST}"))
+        new.append(Column("(a..b)", str, f"95 % interval by bootstrap over conversations; needs {FEWEST} of them"))
     yield from _items((column.name, column.meaning) for column in new)
     explained.update(column.name for column in new)
 

@@ -107,7 +107,7 @@ class Plan:
             raise InputError(f"--temperature is {max(self.temperatures, key=abs)}; expected finite numbers, 0 or more")
         if list(self.buckets) != sorted(set(self.buckets)) or any(edge < 1 for edge in self.buckets):
             typed = ",".join(map(str, self.buckets))
-            raise InputError(f"--buckets is {typed}; expected numbers of tokens that rise, such as 128,512")
+            raise InputError(f"--buckets is {typed}; expected ascending numbers of tokens, such as 128,512")
         if (fewest := min(self.concurrencies, default=1)) < 1:
             raise InputError(f"--concurrency is {fewest}; expected 1 or more requests at once")
         for seed in (self.seed, self.seed + self.repeats - 1):

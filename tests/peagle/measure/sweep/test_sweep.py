@@ -382,7 +382,7 @@ REFUSED = [
     ("-k 1,100000 --dry-run", "-k is 100000; expected 0 (plain decoding) to 128 drafted tokens"),
     ("--temperature hot", "--temperature is 'hot'; expected numbers separated by commas"),
     ("--temperature -1", "expected finite numbers"),
-    ("--buckets 5,3", "tokens that rise"),
+    ("--buckets 5,3", "ascending numbers of tokens"),
     ("--repeats 0", "--repeats is 0"),
     ("--strict", "--strict"),
     ("--prompts absent.jsonl", "cannot be read"),
