@@ -44,7 +44,7 @@ from peagle.ops.strict_json import dumps
 from peagle.parallel import parse_data_mesh
 from peagle.text.prompt_files import PromptSet, read_prompts, skipped_line
 from peagle.text.prompts import Rendering
-from peagle.workflows.evaluation import Acceptance, answer_held_out, known_prompts, with_same_teacher
+from peagle.workflows.evaluation import acceptance_on, answer_held_out, known_prompts, with_same_teacher
 from peagle.workflows.export import with_positions, write_with_card
 from peagle.workflows.new_drafter import check_window, drafter_config, initial_params, with_blocks
 from peagle.workflows.training import (
@@ -63,7 +63,7 @@ from peagle.workflows.training import (
 from peagle.workflows.training_advice import (
     coverage_in_words,
     epochs_in_words,
-    parted_curves,
+    memorised_data,
     recipe_in_words,
     share,
     weak_drafter,
@@ -297,16 +297,13 @@ def _trainer(
         k = settings.num_speculative_tokens
         with display.stage("loading the target to evaluate"):
             plain = load(name, None)
-        acceptance = Acceptance(plain, config, prompts, settings.evaluate_prompts, k)
+        evaluate = acceptance_on(plain, config, prompts, settings.evaluate_prompts, k)
         if settings.held_out is None and not checked.held_out_frac:
             with display.stage("answering the held-out prompts"):
                 held_out = answer_held_out(plain, prompts, settings.evaluate_prompts, settings.learning.width)
             held_out = with_same_teacher(held_out, documents, teacher, checked.keep_prompt)
             if told := known_prompts(held_out, documents):
                 say("warning", told)
-
-        def evaluate(params: DrafterParams) -> Mapping[str, Any]:
-            return acceptance.measure(params)
 
     trainer = Trainer(
         checked.out,
@@ -354,7 +351,7 @@ def _trained(trainer: Trainer, initial: DrafterParams, minutes: float | None, di
         def watch(line: Mapping[str, Any]) -> None:
             nonlocal parted
             display.note(line_of_log(line))
-            if HELD_OUT in line and not parted and (told := parted_curves(list(read_log(out / LOG)))):
+            if HELD_OUT in line and not parted and (told := memorised_data(list(read_log(out / LOG)))):
                 parted = True
                 say("warning", told)
 

@@ -16,7 +16,7 @@ Statistic = Callable[[np.ndarray], np.ndarray]  # column sums of R tables [R, c]
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A figure with its 95 % interval; None with too few groups."""
+    """A figure with its 95 % interval, which needs FEWEST groups."""
 
     value: float
     low: float | None = None

@@ -105,7 +105,7 @@ def speculative_decoding_block(counters: Counters) -> dict[str, Any]:
 
 
 def _attributes(counters: Counters | None, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return JSON's values of attributes, by key; None without counters."""
+    """Read attributes of the counters as JSON's values, by key; None without counters."""
     values = {key: None if counters is None else getattr(counters, name) for key, name in names.items()}
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 

@@ -131,7 +131,7 @@ def record(engine: Engine, batch: Sequence[Request], directory: Path, perfetto: 
 
 
 def _traces(directory: Path) -> dict[Path, int]:
-    """Find the traces in a directory, with the times of writing, since two of one second have one name."""
+    """Find the traces in a directory, with the times of writing: traces of one second have the same name."""
     return {path: path.stat().st_mtime_ns for path in directory.glob("**/*.xplane.pb")}
 
 

@@ -36,6 +36,9 @@ def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
 
     command: the arguments as typed, by default those of sys.argv. The variables of `tuning` come before them.
     """
+    import jax
+
+    devices, processor = jax.devices(), first_processor()
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": [*tuning(), "peagle", *(sys.argv[1:] if command is None else command)],
@@ -43,9 +46,9 @@ def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: version_of(name) for name in PACKAGES},
         "platform": {"system": platform.system(), "release": platform.release(), "machine": platform.machine()},
-        "cpu": cpu_model(),
+        "cpu": (platform.processor() or None) if processor is None else processor.get("model name"),
         "num_threads": num_threads(),
-        "device": device(),
+        "device": {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)},
     }
 
 
@@ -58,18 +61,10 @@ def tuning() -> list[str]:
     return [f"{name}={shlex.quote(value)}" for name, value in values.items() if value]
 
 
-def device() -> dict[str, Any]:
-    """Describe JAX's devices."""
-    import jax
-
-    devices = jax.devices()
-    return {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)}
-
-
 def git_state() -> dict[str, Any] | None:
     """Return the commit of this package's checkout and whether it is dirty.
 
-    None without a checkout; that of another repository, inside which the package is installed, does not count.
+    None without a checkout. A package that is installed inside another repository has none.
     """
     here = Path(__file__).resolve()
     if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
@@ -78,12 +73,6 @@ def git_state() -> dict[str, Any] | None:
     if commit is None:
         return None
     return {"commit": commit, "dirty": bool(_git(here.parent, "status", "--porcelain", "--untracked-files=no"))}
-
-
-def cpu_model() -> str | None:
-    """Return the name of the CPU, if the system tells it."""
-    processor = first_processor()
-    return (platform.processor() or None) if processor is None else processor.get("model name")
 
 
 def first_processor() -> dict[str, str] | None:

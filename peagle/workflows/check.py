@@ -25,7 +25,7 @@ from target.load import load_target
 from target.model import GptOss
 from target.params import TargetParams
 
-CHECKED = ("tiny", "S")  # the GPU kernels do not take the head_dim of "tiny"
+CHECKED = ("tiny", "S")  # the GPU kernels take the heads of "S", not those of "tiny"
 MOST_OFF = 1e-3  # of the logits' standard deviation, in float32
 # in bfloat16 about one token in eight is routed to another expert, and its logits are far off; those of the median
 # token are near, unless the model is wrong

@@ -1,7 +1,7 @@
 """Evaluate a drafter during training: its loss on held-out prompts, and its acceptance in the engine."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,42 +29,40 @@ EVALUATION_TOKENS = 256
 SLOTS = 8  # held-out prompts that are answered at once
 
 
-class Acceptance:
-    """Measures the acceptance of drafters in the engine, greedy, on held-out prompts."""
+def acceptance_on(
+    pair: Pair, config: DrafterConfig, prompts: PromptSet, num_prompts: int, num_drafts: int
+) -> Callable[[DrafterParams], dict[str, Any]]:
+    """Return a function that decodes held-out prompts greedily with a drafter.
 
-    def __init__(
-        self, pair: Pair, config: DrafterConfig, prompts: PromptSet, num_prompts: int, num_drafts: int
-    ) -> None:
-        conversations = prompts.conversations[:num_prompts]
-        assert isinstance(pair.plain_target, GptOss)
-        self._target = dataclasses.replace(pair.plain_target, aux_layer_ids=config.aux_layer_ids or ())
-        self._pair, self._config = pair, config
-        self._num_left_out = len(prompts.skipped)
-        self._requests = [
-            pair.request(conversation, [], Rendering(), max_new_tokens=EVALUATION_TOKENS, index=index)
-            for index, conversation in enumerate(conversations)
-        ]
-        self._engine_config = pair.engine_config(num_drafts, context=pair.capacity(self._requests))
+    It returns the fields of an evaluation in the log.
+    """
+    assert isinstance(pair.plain_target, GptOss)
+    target = dataclasses.replace(pair.plain_target, aux_layer_ids=config.aux_layer_ids or ())
+    requests = [
+        pair.request(conversation, [], Rendering(), max_new_tokens=EVALUATION_TOKENS, index=index)
+        for index, conversation in enumerate(prompts.conversations[:num_prompts])
+    ]
+    engine_config = pair.engine_config(num_drafts, context=pair.capacity(requests))
 
-    def measure(self, params: DrafterParams) -> dict[str, Any]:
-        """Decode the prompts with a drafter, and return the fields of an evaluation in the log."""
+    def measure(params: DrafterParams) -> dict[str, Any]:
         interrupt.check()
-        drafter = drafter_of(params, self._config)
-        engine = Engine(self._target, drafter, self._engine_config, self._pair.stop_token_ids)
+        engine = Engine(target, drafter_of(params, config), engine_config, pair.stop_token_ids)
         engine.warm_up()
-        results = [result for request in self._requests for result in decode(engine, [request], None)]
+        results = [result for request in requests for result in decode(engine, [request], None)]
         not_looping = [result for result in results if not result.loops]
         counters, without_loops = pooled_counters(results), pooled_counters(not_looping)
         assert counters is not None
         return {
-            "num_speculative_tokens": self._engine_config.num_speculative_tokens,
+            "num_speculative_tokens": engine_config.num_speculative_tokens,
             "num_outputs": len(results),
-            "num_left_out": self._num_left_out,
+            "num_left_out": len(prompts.skipped),
             "num_outputs_without_loops": len(not_looping),
             "acceptance_length": counters.acceptance_length,
             "acceptance_length_without_loops": None if without_loops is None else without_loops.acceptance_length,
             "acceptance_rate_per_position": list(counters.acceptance_rate_per_position),
         }
+
+    return measure
 
 
 def answer_held_out(pair: Pair, prompts: PromptSet, num_prompts: int, width: int) -> list[Document]:

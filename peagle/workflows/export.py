@@ -156,7 +156,7 @@ def write_with_card(
     it is one: the card then describes the training, with a copy of its curve.
     """
     files = {**(files or {}), "README.md": encoded(card(config, dialect, verifier, target, run))}
-    if _shows_curve(run):
+    if _is_training(run) and (run / CURVE).is_file():
         files[CURVE] = (run / CURVE).read_bytes()
     save_drafter(out, params, config, dialect, verifier, files)
 
@@ -253,10 +253,6 @@ def _is_training(run: Path) -> bool:
     return (run / RECIPE).is_file() and (run / LOG).is_file()
 
 
-def _shows_curve(run: Path) -> bool:
-    return _is_training(run) and (run / CURVE).is_file()
-
-
 def _training(run: Path) -> str:
     """Describe a training and its acceptance; "" for another folder."""
     if not _is_training(run):
@@ -284,7 +280,7 @@ def _training(run: Path) -> str:
             + ("." if length is None else f"; {length:.2f} on the {num_outputs} whose output does not loop."),
             "",
         ]
-    if _shows_curve(run):
+    if (run / CURVE).is_file():
         lines += [f"![Loss, right drafts and acceptance length over the steps]({CURVE})", ""]
     return "\n".join(lines)
 

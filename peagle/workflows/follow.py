@@ -21,7 +21,7 @@ def follow(team: Team) -> int:
         if "load" in message:
             _check_kernels(message["kernels"])
             arguments = message["load"]
-            if arguments["aux_layer_ids"] is not None:  # a list on its way
+            if arguments["aux_layer_ids"] is not None:  # JSON has made it a list
                 arguments["aux_layer_ids"] = tuple(arguments["aux_layer_ids"])
             pair = load(**arguments)
             follower = Follower(pair.engines.models.of)

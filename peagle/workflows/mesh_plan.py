@@ -23,7 +23,7 @@ from target.model import cache_groups
 from target.shard import Leaf, Part, Place
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-KINDS = {  # kind that is shown, by leaf
+KINDS = {  # the displayed kind of a leaf
     **dict.fromkeys(("gate and up", "gate and up, MXFP4", "gate and up bias"), "experts"),
     **dict.fromkeys(("down", "down, MXFP4", "down bias"), "experts"),
     **dict.fromkeys(("queries", "keys and values", "qkv", "output projection", "output bias", "sinks"), "attention"),

@@ -140,7 +140,7 @@ def _new_config(
 
 
 def _check_dflash(shape: DrafterShape, target: TargetConfig) -> None:
-    """Raise InputError for options that a DFlash drafter lacks, since it has the target's embedding and head."""
+    """Raise InputError for options that do not fit a DFlash drafter, which has the target's embedding and head."""
     if shape.hidden_size not in (None, target.hidden_size):
         raise InputError(
             f"hidden_size is {shape.hidden_size}; expected the target's {target.hidden_size}, since a DFlash drafter "

@@ -39,7 +39,7 @@ from target.model import GptOss
 WINDOWS = (None, 128, 256, 512)  # to try, in positions; None: no window
 MOST_MASK_TOKENS = 24  # ids to try in the mask slots
 CLOSE = {"float32": 1e-3, "bfloat16": 0.2}  # the largest equal difference, in standard deviations of the logits
-ROUNDED_FRAC = {"float32": 0.02, "bfloat16": 0.15}  # of steps, whose drafts rounding may change
+ROUNDED_FRAC = {"float32": 0.02, "bfloat16": 0.15}  # the share of steps whose drafts rounding may change
 SPECIAL = re.compile(rb"<\|.*\|>|<[a-z_0-9/]+>|\[[A-Z_0-9]+\]")  # spellings of special tokens
 Tensors = dict[str, np.ndarray]
 
@@ -337,7 +337,7 @@ def _key(key: str, value: object) -> str:
 
 
 def mask_tokens(pair: Pair, config: DrafterConfig) -> list[int]:
-    """List ids that mask slots may have had in training: the last and the first special ones, the last of all."""
+    """List ids that mask slots may have had in training: the last and the first special tokens, and the last id."""
     tokenizer = pair.tokenizer
     special = [
         token

@@ -62,7 +62,7 @@ def geometry(
     )
 
 
-# S, M, L have 11 M, 183 M and 1.8 G parameters, as in results/; layers of L are those of the 20b
+# S, M, L have 11 M, 183 M and 1.8 G parameters, as in results/; L has layers of the 20b
 SIZES = {
     "tiny": geometry(
         hidden=96,
@@ -97,7 +97,7 @@ class DrafterGeometry:
     kind: Kind
 
     def config(self, target: TargetConfig, draft_vocab: int | None = None) -> DrafterConfig:
-        """Make a config with the defaults of `peagle train`; that of DFlash is as of the public drafters."""
+        """Make a config with the defaults of `peagle train`; for DFlash, with the values of the public drafters."""
         aux_layer_ids = tuple(sorted((min(1, target.num_layers - 1), target.num_layers // 2, target.num_layers - 1)))
         config = DrafterConfig(
             hidden_size=target.hidden_size,
@@ -137,7 +137,7 @@ DFLASH = DrafterGeometry("DFlash, 8 layers", 8, "DFlash")  # likewise
 def write_random_checkpoint(directory: Path, config: TargetConfig, *, mxfp4: bool = True, seed: int = 0) -> None:
     """Write a checkpoint of random weights. mxfp4: experts in MXFP4, else in bfloat16.
 
-    Raises InputError if the directory exists, and if there is no room.
+    Raises InputError if the directory is a file, and if it cannot be written.
     """
     write_target(
         directory,

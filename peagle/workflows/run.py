@@ -89,7 +89,7 @@ class Run:
 
     @property
     def drafting_cannot_pay(self) -> bool:
-        """Whether drafting slows a single request down, even if all drafts are accepted."""
+        """Whether no draft of a single request pays, even if all are accepted."""
         return self.costs is not None and not self.costs.pays(1, self.engine.num_speculative_tokens)
 
 

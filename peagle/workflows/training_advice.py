@@ -44,7 +44,7 @@ def share(value: float) -> str:
     return f"{value:.2f}".removeprefix("0")
 
 
-def parted_curves(log: Sequence[Mapping[str, Any]]) -> str | None:
+def memorised_data(log: Sequence[Mapping[str, Any]]) -> str | None:
     """Return a warning about a drafter that memorises its data, or None.
 
     Its loss rises on held-out documents and falls in training, or its drafts are right far more often in training.
@@ -83,7 +83,7 @@ def weak_drafter(log: Sequence[Mapping[str, Any]], out: Path, *, init: bool) -> 
     prompts, minutes = "more prompts (peagle data)", f"more minutes (--out {out} --resume --minutes N)"
     epochs = max(trained[-1].get("epochs", [0.0])) if trained else 0.0  # old logs lack them
     tries = [minutes, prompts] if epochs < FEW_EPOCHS else [prompts, minutes]
-    if parted_curves(log):
+    if memorised_data(log):
         tries.remove(minutes)
     if not init:
         tries.append("--init with a trained drafter")

@@ -127,7 +127,7 @@ def shares(typed: Sequence[str]) -> list[tuple[Path, int]]:
 
 
 def anchors(sources: Sequence[Source], segments: Segments) -> tuple[int, int]:
-    """Choose the most anchors of chains: (in a row, in a part of it).
+    """Choose how many anchors of chains have room: (in a row, in a part of it).
 
     Most rows have no more trained tokens; those of fuller rows are sampled.
     """

@@ -31,7 +31,7 @@ class Change:
 
     @property
     def equal(self) -> bool:
-        """Whether the figure is the same in both runs, for any of their requests."""
+        """Whether all requests have the same figure in both runs."""
         return self.difference.value == self.difference.low == self.difference.high == 0
 
     @property

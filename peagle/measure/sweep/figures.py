@@ -166,7 +166,7 @@ class Pairing:
 
 
 class Units(NamedTuple):
-    """What has a time: a request over all repeats or, of many requests at once, a repeat over all requests."""
+    """The timed units: requests over all repeats or, of many at once, repeats over all requests."""
 
     groups: np.ndarray  # by unit: the conversation, or the repeat, that is resampled
     samples: Sequence[Sequence[Sample]]

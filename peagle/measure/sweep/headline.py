@@ -60,7 +60,7 @@ def headlines(folder: Folder, rows: Sequence[Row]) -> list[str]:
 
 
 def loads(folder: Folder, rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return (name of a load, a sentence about its fastest variant), of all numbers of requests at once."""
+    """Return (load, a sentence about its fastest variant) for each number of requests at once."""
     return [
         (
             f"{workload.label}, " * (len(folder.plan.workloads) > 1) + f"{slots} at once",
@@ -140,7 +140,7 @@ def interval_text(figure: Estimate, form: str = ".2f", unit: str = "prompts") ->
 
 
 def notes(folder: Folder) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of what limits all figures: an unfinished run, failed variants, several machines."""
+    """Yield (name, text) of limits on all figures: an unfinished run, failed variants, several machines."""
     plan = folder.plan
     if not folder.finished:
         resume = shlex.join(["peagle", "sweep", "--out", printable(str(folder.path)), "--resume"])

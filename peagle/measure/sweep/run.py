@@ -140,7 +140,7 @@ class Task(NamedTuple):
 
 
 class SweepRun:
-    """The decoding of what a folder with requests still lacks of its plan.
+    """Decodes the rest of a run's plan, after `make_requests`.
 
     failed: errors of variants, if the run continues without them.
     """
