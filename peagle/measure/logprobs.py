@@ -17,16 +17,15 @@ CHUNK = 32  # tokens of one pass
 
 
 def output_logprobs(
-    target: Target, prompt_ids: Sequence[int], output_ids: Sequence[int], num_best: int, capacity: int | None = None
+    target: Target, prompt_ids: Sequence[int], output_ids: Sequence[int], num_best: int, capacity: int
 ) -> list[TokenLogprobs]:
     """Compute the output tokens' log-probabilities, with the num_best likeliest tokens.
 
-    capacity: positions of the caches, by default the next power of two. Every value compiles a program.
+    capacity: positions of the caches; every value compiles a program.
     """
     if not output_ids:
         return []
     token_ids = [*prompt_ids, *output_ids]
-    capacity = max(capacity or 1 << (len(token_ids) - 1).bit_length(), len(token_ids))
     cache, parts = target.init_cache(1, capacity, CHUNK), []
     first = len(prompt_ids) - 1  # the row whose logits decide the first output token
     for start in range(0, len(token_ids) - 1, CHUNK):
@@ -48,7 +47,7 @@ def output_logprobs(
     ]
 
 
-def top_2_margin(target: Target, prompt_ids: Sequence[int], output_ids: Sequence[int], capacity: int | None) -> float:
+def top_2_margin(target: Target, prompt_ids: Sequence[int], output_ids: Sequence[int], capacity: int) -> float:
     """Return by how much the highest logit exceeds the second at the last output token."""
     first, second = output_logprobs(target, prompt_ids, output_ids, 2, capacity)[-1].best
     return first[1] - second[1]

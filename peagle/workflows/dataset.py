@@ -64,7 +64,7 @@ def with_teacher(
     teacher: Teacher,
     hidden: bool,
     top: int,
-    keep_prompt: int | None = None,
+    keep_prompt: int | None,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Iterator[Document]:
     """Add the target's aux_hidden (if hidden) and its `top` best next tokens to documents.

@@ -148,17 +148,17 @@ def write_with_card(
     verifier: str | None,
     target: TargetConfig | None,
     run: Path,
-    files: Mapping[str, bytes] | None = None,
+    files: Mapping[str, bytes],
 ) -> None:
     """Write the drafter, its card and other files into a folder.
 
     verifier: the target's name for others; target: its config, if known. run: the drafter's folder of peagle train, if
     it is one: the card then describes the training, with a copy of its curve.
     """
-    files = {**(files or {}), "README.md": encoded(card(config, dialect, verifier, target, run))}
+    written = {**files, "README.md": encoded(card(config, dialect, verifier, target, run))}
     if _is_training(run) and (run / CURVE).is_file():
-        files[CURVE] = (run / CURVE).read_bytes()
-    save_drafter(out, params, config, dialect, verifier, files)
+        written[CURVE] = (run / CURVE).read_bytes()
+    save_drafter(out, params, config, dialect, verifier, written)
 
 
 def card(config: DrafterConfig, dialect: Dialect, verifier: str | None, target: TargetConfig | None, run: Path) -> str:

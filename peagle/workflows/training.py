@@ -37,9 +37,6 @@ OPTIONS = {  # by value in recipe.json, if the option has another name
     "rows_per_step": "--rows",
     "data.mix": "--mix",
     "data.held_out": "--held-out",
-    "recipe.cod.depth": "--depth",
-    "recipe.cod.ratio": "--ratio",
-    "recipe.cod.min_ratio": "--min-ratio",
     "recipe.warmup_frac": "--warmup",
     "recipe.decay_frac": "--decay",
     "recipe.clip_norm": "--clip",
@@ -136,9 +133,9 @@ def _option(key: str) -> str:
     if key in OPTIONS:
         return OPTIONS[key]
     kind, _, name = key.partition(".")
-    return {"data": "--data", "target": "--target", "drafter": f"the drafter's {name.replace('_', ' ')}"}.get(
-        kind, "--" + name.replace("_", "-")
-    )
+    if kind == "drafter":
+        return f"the drafter's {name.replace('_', ' ')}"
+    return f"--{kind}" if kind in ("data", "target") else "--" + key.rpartition(".")[2].replace("_", "-")
 
 
 def _write_record(out: Path, record: Mapping[str, Any]) -> None:

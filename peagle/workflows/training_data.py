@@ -33,9 +33,9 @@ def training_data(
     parts: Sequence[tuple[Path, int]],
     rows: int,
     width: int,
-    mix: Sequence[tuple[int, int]] = (),
-    held_out_frac: float = 0.0,
-    seed: int = 0,
+    mix: Sequence[tuple[int, int]],
+    held_out_frac: float,
+    seed: int,
 ) -> TrainingData:
     """Read folders, and pack their documents into rows of `width` tokens.
 
