@@ -162,7 +162,6 @@ def write_with_card(
 
 
 def card(config: DrafterConfig, dialect: Dialect, verifier: str | None, target: TargetConfig | None, run: Path) -> str:
-    """Render the model card."""
     c = config
     all_tokens = c.draft_vocab_size == c.vocab_size
     return CARD.format(

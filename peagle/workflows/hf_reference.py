@@ -39,7 +39,6 @@ class Layers:
 
     @property
     def lines(self) -> list[str]:
-        """Lines of the report."""
         if self.reference is None:
             return [f"target       not compared: {self.why_not}"]
         if self.fine:

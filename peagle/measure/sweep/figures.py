@@ -144,7 +144,6 @@ class Pairing:
 
     @property
     def loops(self) -> bool:
-        """Whether the variant's output loops, in any repeat."""
         return any((sample.loop_share or 0.0) > LOOPING_ABOVE for sample in self.fast)
 
     @functools.cached_property

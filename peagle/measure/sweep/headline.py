@@ -89,7 +89,6 @@ def speedup_of(row: Row) -> Estimate:
 
 
 def _why_none(folder: Folder, workload: Workload, drafting: Sequence[Row]) -> str:
-    """Say why a workload has no speed-up."""
     failed = {variant: why for (at, variant), why in folder.errors().items() if at == workload}
     if PLAIN in failed:
         return f"no speed-up is known, because {PLAINLY} failed: {failed[PLAIN]}"
@@ -184,7 +183,6 @@ def caveats(folder: Folder, rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def _caveats(plan: Plan, verdict: Verdict, rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
-    """Yield the caveats of one workload."""
     for row in rows:
         if row.num_differing:
             load = "" if row.concurrency is None else f" with {row.concurrency} requests at once"

@@ -382,7 +382,6 @@ def _prompts(folder: Folder) -> Iterator[tuple[str, str]]:
 
 
 def _picture(name: str, svg: str | None, caption: str) -> Iterator[Picture]:
-    """Yield the picture, if there is one."""
     if svg is not None:
         yield Picture(name, svg, caption)
 

@@ -135,7 +135,6 @@ class Task(NamedTuple):
     requests: Sequence[SweepRequest]
 
     def keys(self) -> Iterator[Key]:
-        """Yield the keys of its samples."""
         return ((self.workload, self.variant, self.repeat, request.request) for request in self.requests)
 
 
@@ -228,7 +227,6 @@ class SweepRun:
             self.failed[workload, variant] = why
 
     def request(self, request: SweepRequest, sampling: SamplingParams) -> Request:
-        """Make the request for the engine."""
         room = self.pair.max_positions - len(request.prompt_ids)
         return Request(request.prompt_ids, min(self.plan.max_new_tokens, room), sampling, index=request.request)
 

@@ -199,7 +199,6 @@ class Folder:
         )
 
     def requests(self, workload: Workload) -> list[SweepRequest]:
-        """Read the requests of a workload, in order."""
         requests, _ = self.prompts() or ([], [])
         return [request for request in requests if (request.prompts, request.raw) == (workload.prompts, workload.raw)]
 
@@ -214,11 +213,11 @@ class Folder:
         (self.path / ASKING).unlink(missing_ok=True)
 
     def conversations(self) -> list[SweepConversation]:
-        """Read the conversations of asking.jsonl."""
+        """Read asking.jsonl."""
         return list(_records(self.path / ASKING, lambda line: record_of(SweepConversation, line)))
 
     def samples(self) -> list[Sample]:
-        """Read the decoded requests of raw.jsonl."""
+        """Read raw.jsonl, without its errors."""
         records = _records(self.path / RAW, lambda line: None if "error" in line else record_of(Sample, line))
         return [sample for sample in records if sample is not None]
 
