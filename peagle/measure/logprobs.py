@@ -75,4 +75,5 @@ def _chunk_logprobs(
     output, cache = target.extend(token_ids, positions, cache)
     logprobs = jax.nn.log_softmax(output.logits[0].astype(jnp.float32), axis=-1)
     of_next = jnp.take_along_axis(logprobs, next_tokens[0][:, None], axis=-1)[:, 0]
-    return (of_next, *jax.lax.top_k(logprobs, num_best)), cache
+    best, ids = jax.lax.top_k(logprobs, num_best)
+    return (of_next, best, ids), cache

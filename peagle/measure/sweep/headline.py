@@ -228,8 +228,8 @@ def recommended(verdict: Verdict, where: str) -> str:
     )
 
 
-def commands(plan: Plan, verdict: Verdict, of_workload: bool) -> list[str]:
-    """Write the commands that a verdict recommends. of_workload: with the workload's own options."""
+def commands(plan: Plan, verdict: Verdict, for_workload: bool) -> list[str]:
+    """Write the commands that a verdict recommends. for_workload: with the workload's own options."""
     target = ["--target", plan.target]
     for option, value, default in (
         ("--dtype", plan.dtype, None),
@@ -237,8 +237,8 @@ def commands(plan: Plan, verdict: Verdict, of_workload: bool) -> list[str]:
         ("--kernels", plan.kernels, "auto"),
     ):
         target += [option, str(value)] * (value != default)
-    prompt = ["--raw-prompt"] * (of_workload and verdict.workload.raw)
-    if of_workload and verdict.workload.temperature > 0:
+    prompt = ["--raw-prompt"] * (for_workload and verdict.workload.raw)
+    if for_workload and verdict.workload.temperature > 0:
         prompt += ["--temperature", f"{verdict.workload.temperature:g}"]
     row = verdict.fastest
     if row is None or not verdict.gains:
