@@ -207,7 +207,7 @@ def test_workloads_have_their_names_and_raw_text_is_told_if_nothing_else_was_mea
 def test_the_commands_are_commands(folder: Folder, speedup: Estimate, plan: Changes, expected: str) -> None:
     changed = with_plan(folder, **plan)
     (verdict,) = verdicts(changed, measured(changed, {1: {"speedup": SLOWER}, 3: {"speedup": speedup}}))
-    lines = commands(changed.plan, verdict, alone=True)
+    lines = commands(changed.plan, verdict, for_workload=True)
     assert lines[0].startswith(f"peagle {expected}")
     for line in lines:
         _, *arguments = shlex.split(line)
