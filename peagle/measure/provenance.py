@@ -11,13 +11,14 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from peagle.ops import jax_cure
 
 PACKAGES = ("peagle", "jax", "jaxlib", "flax", "numpy", "safetensors", "tokenizers", "transformers")
+NAMED = ("peagle", "jax", "jaxlib")  # packages whose versions a page shows
 CPUINFO = Path("/proc/cpuinfo")
 # environment variables that change the kernels or threads of peagle, or of a peer in the same benchmark
 TUNING = (
@@ -50,6 +51,24 @@ def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
         "num_threads": num_threads(),
         "device": {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)},
     }
+
+
+def origin_text(origin: Mapping[str, Any]) -> str:
+    """Describe the machine, versions and commit of a provenance.
+
+    A sweep adds to it what its models `ran` by: dtype, experts, kernels.
+    """
+    git = origin["git"] or {}
+    commit = f", commit {git['commit'][:10]}{' with changes' if git['dirty'] else ''}" if git else ""
+    ran = "".join(f", {name} {value}" for name, value in origin.get("ran", {}).items())
+    versions = ", ".join(f"{name} {origin['packages'][name]}" for name in NAMED if name in origin["packages"])
+    return f"{machine_text(origin)}{ran}; {versions}{commit}"
+
+
+def machine_text(origin: Mapping[str, Any]) -> str:
+    """Name the machine of a provenance by its CPU or device."""
+    device = origin["device"]
+    return f"{origin['cpu']}, {origin['num_threads']} threads" if device["platform"] == "cpu" else str(device["kind"])
 
 
 def tuning() -> list[str]:

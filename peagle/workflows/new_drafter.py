@@ -25,7 +25,7 @@ from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.rope import RopeConfig
 from peagle.workflows.dataset import chosen_aux_layers
-from peagle.workflows.training_data import answers
+from peagle.workflows.training_data import answer_tokens
 from target.config import TargetConfig
 from target.load import LoadedTarget
 from target.params import TargetParams
@@ -174,7 +174,7 @@ def _draft_vocab(
         return choose(typed, directory, vocab_size, stop_token_ids)
     count = int(typed)
     check_count(count, vocab_size)
-    written = np.concatenate(list(answers(documents)))
+    written = np.concatenate(list(answer_tokens(documents)))
     frequent = by_frequency(np.bincount(written[(written >= 0) & (written < vocab_size)], minlength=vocab_size))
     return DraftVocab(first_of([*stop_token_ids, *frequent], vocab_size, count), "frequency in the training data")
 

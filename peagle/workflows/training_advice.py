@@ -12,7 +12,7 @@ from drafter.train.recipe import SHORT_STEPS, Recipe, Update
 from drafter.train.shards import Document
 from drafter.trained import DRAFTER
 from drafter.vocabulary import Coverage
-from peagle.workflows.training_data import answers
+from peagle.workflows.training_data import answer_tokens
 
 RISEN = 1.02  # a held-out loss has risen if it is above this many times the best one
 MEMORISED_HITS = 0.2  # data is memorised if the share of right first drafts exceeds the held-out one by this
@@ -93,6 +93,6 @@ def weak_drafter(log: Sequence[Mapping[str, Any]], out: Path, *, init: bool) -> 
 
 def coverage_in_words(documents: Sequence[Document], token_ids: np.ndarray, measured: Coverage) -> str:
     """Describe a draft vocabulary. Example: 512 tokens, 12 of which no answer holds: ..."""
-    absent = int(np.sum(~np.isin(token_ids, np.concatenate(list(answers(documents))))))
+    absent = int(np.sum(~np.isin(token_ids, np.concatenate(list(answer_tokens(documents))))))
     lacking = f", {absent:,} of which no answer holds" if absent else ""
     return f"{len(token_ids):,} tokens{lacking}: {measured.in_words()}"

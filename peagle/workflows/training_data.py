@@ -141,14 +141,14 @@ def anchors(sources: Sequence[Source], segments: Segments) -> tuple[int, int]:
     return room, min(room, int(np.quantile(in_part, ROOM_QUANTILE)) + EDGE)
 
 
-def answers(documents: Sequence[Document]) -> Iterator[np.ndarray]:
+def answer_tokens(documents: Sequence[Document]) -> Iterator[np.ndarray]:
     """Yield the target's own tokens of each document."""
     return (document.token_ids[document.trained] for document in documents)
 
 
 def data_coverage(documents: Sequence[Document], token_ids: np.ndarray, num_drafts: int) -> Coverage:
     """Measure how much of the answers a draft vocabulary covers. Raises InputError if it is nothing."""
-    measured = coverage(answers(documents), token_ids, num_drafts)
+    measured = coverage(answer_tokens(documents), token_ids, num_drafts)
     if not measured.frac:
         raise InputError(
             f"none of the {len(token_ids):,} tokens of the draft vocabulary is in an answer of the data; expected "

@@ -15,7 +15,7 @@ from peagle.checkpoints import drafter_folder
 from peagle.config import SamplingParams
 from peagle.engine.speculation import OFF, WINDOW_KEY, Speculation, speculation_file, write_speculation
 from peagle.engine.widths import MIDDLES, Counts
-from peagle.measure.sweep.headline import origin_text
+from peagle.measure.provenance import origin_text
 from peagle.measure.sweep.plan import Plan
 from peagle.measure.sweep.run import Progress, SweepRun, models_of
 from peagle.measure.sweep.store import Folder

@@ -7,12 +7,12 @@ Texts have no markup: they are for terminals and pages.
 
 import dataclasses
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from peagle.checkpoints import WEIGHTLESS
 from peagle.config import MAX_NUM_DRAFTS
 from peagle.measure.estimates import FEWEST, Estimate
+from peagle.measure.provenance import origin_text
 from peagle.measure.sweep.compare import Change, Difference
 from peagle.measure.sweep.figures import Row, alone, best, of_workload
 from peagle.measure.sweep.plan import PLAIN, Plan, Workload, short_names
@@ -20,7 +20,6 @@ from peagle.measure.sweep.store import Folder
 from peagle.ops.files import printable
 
 PLAINLY = "plain decoding"
-NAMED = ("peagle", "jax", "jaxlib")  # packages whose versions a page shows
 MANY = 3  # the most drafters that a title names
 
 
@@ -151,21 +150,6 @@ def notes(folder: Folder) -> Iterator[tuple[str, str]]:
         yield "Failed", f"{workload.label}, K = {plan.label(variant)}: {why}"
     if len(set(map(origin_text, folder.origins))) > 1:
         yield "Mixed times", "parts of the run were timed on different machines or versions (see the end)"
-
-
-def origin_text(origin: Mapping[str, Any]) -> str:
-    """Describe the machine, versions and commit of a process of a run."""
-    git = origin["git"] or {}
-    commit = f", commit {git['commit'][:10]}{' with changes' if git['dirty'] else ''}" if git else ""
-    ran = "".join(f", {name} {value}" for name, value in origin.get("ran", {}).items())
-    versions = ", ".join(f"{name} {origin['packages'][name]}" for name in NAMED if name in origin["packages"])
-    return f"{machine_text(origin)}{ran}; {versions}{commit}"
-
-
-def machine_text(origin: Mapping[str, Any]) -> str:
-    """Name the machine of a process of a run by its CPU or device."""
-    device = origin["device"]
-    return f"{origin['cpu']}, {origin['num_threads']} threads" if device["platform"] == "cpu" else str(device["kind"])
 
 
 def caveats(folder: Folder, rows: Sequence[Row]) -> list[tuple[str, str]]:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from peagle.measure.estimates import FEWEST, Estimate, estimate_text
 from peagle.measure.pages import Block, Commands, Picture, Table, heading, plain
+from peagle.measure.provenance import machine_text, origin_text
 from peagle.measure.sweep import charts, headline
 from peagle.measure.sweep.calibration import KINDS, calibrations_of
 from peagle.measure.sweep.compare import Change, Difference
 from peagle.measure.sweep.figures import SLOWER, Row, alone, best, concurrent, of_workload
-from peagle.measure.sweep.headline import counted, machine_text, origin_text, variant_text
+from peagle.measure.sweep.headline import counted, variant_text
 from peagle.measure.sweep.plan import Plan, Workload, short_names
 from peagle.measure.sweep.store import Folder
 from peagle.result import LOOPING_ABOVE
