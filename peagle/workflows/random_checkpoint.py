@@ -11,11 +11,15 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from drafter.config import DrafterConfig, Kind
 from drafter.dialects import default_dflash_layers
+from drafter.load import save_drafter
+from drafter.params import init_params
 from peagle.ops.mxfp4 import BLOCK
 from peagle.ops.rope import RopeConfig, Yarn
 from target.config import FULL, SLIDING, TargetConfig
@@ -132,6 +136,14 @@ DFLASH_AUX_LAYERS = 5
 EAGLE_3 = DrafterGeometry("EAGLE-3, 1 layer", 1, "EAGLE-3")
 P_EAGLE = DrafterGeometry("P-EAGLE, 4 layers", 4, "P-EAGLE")  # as the public drafter of the 20b
 DFLASH = DrafterGeometry("DFlash, 8 layers", 8, "DFlash")  # likewise
+LEAST_LAYERS = 4  # of a target, so that three distinct layers can be read
+
+
+def write_random_drafter(directory: Path, geometry: DrafterGeometry, target: TargetConfig) -> None:
+    """Write a drafter of random weights in bfloat16 for a target."""
+    config = geometry.config(target)
+    params = jax.jit(lambda key: init_params(config, key, jnp.bfloat16))(jax.random.key(3))
+    save_drafter(directory, params, config)
 
 
 def write_random_checkpoint(directory: Path, config: TargetConfig, *, mxfp4: bool = True, seed: int = 0) -> None:
